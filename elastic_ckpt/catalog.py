@@ -1,0 +1,145 @@
+"""What a checkpoint holds, as pure data: every format is read into this one form.
+
+Nothing here opens a file or holds a tensor. Offsets into files are in bytes, positions in tensors in
+elements of the *logical* tensor (the whole parameter, row-major).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from elastic_ckpt.geometry import FlatRange
+
+#: Catalog key of the fp32 master weights; optimizer states go under their own names beside it.
+MASTER = "fp32"
+#: Catalog key of a module buffer.
+BUFFER = "buffer"
+#: Catalog key of a parameter that no optimizer owned at save time.
+FROZEN = "frozen"
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """One file of the checkpoint: absolute path and size in bytes when its metadata was read."""
+
+    path: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A stretch of a logical tensor that lies in one file without gaps.
+
+    Attributes:
+        range: which elements of the logical tensor.
+        file: index into :attr:`Catalog.files`.
+        byte_offset: absolute offset of the first element in that file.
+    """
+
+    range: FlatRange
+    file: int
+    byte_offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class LogicalTensor:
+    """One parameter, state, buffer or frozen weight, whole, and the extents that tile it.
+
+    Attributes:
+        name: name of the parameter or buffer in the model.
+        key: :data:`MASTER`, :data:`BUFFER`, :data:`FROZEN`, or the name of an optimizer state.
+        shape: logical shape.
+        dtype: name of the torch dtype in the file (``"float32"``).
+        extents: sorted by ``range.start``.
+    """
+
+    name: str
+    key: str
+    shape: tuple[int, ...]
+    dtype: str
+    extents: tuple[Extent, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedParameter:
+    """An optimizer-owned parameter: its shape, its group, and its scalar states (``step``)."""
+
+    shape: tuple[int, ...]
+    group: int
+    scalars: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFacts:
+    """Where the checkpoint comes from.
+
+    Attributes:
+        format: ``"native"`` or ``"universal"``.
+        folder: absolute path of the tag's folder.
+        tag: name of the tag.
+        zero_stage: stage of the run that saved it.
+        dp: data-parallel degree of the run that saved it.
+        ds_version: DeepSpeed version that saved it.
+    """
+
+    format: str
+    folder: str
+    tag: str
+    zero_stage: int
+    dp: int
+    ds_version: str
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """Everything a checkpoint holds.
+
+    Attributes:
+        source: where it comes from.
+        files: the files that extents point into.
+        parameters: optimizer-owned parameters by name.
+        tensors: logical tensors by ``(name, key)``.
+        groups: hyperparameters of each saved param group, in saved order.
+        aliases: tied names: name without data of its own -> name that holds it.
+        opaque_states: states whose layout is not understood: state key -> description.
+        notes: what the reader noticed and the user should know.
+    """
+
+    source: SourceFacts
+    files: tuple[SourceFile, ...]
+    parameters: Mapping[str, SavedParameter]
+    tensors: Mapping[tuple[str, str], LogicalTensor]
+    groups: tuple[Mapping[str, Any], ...]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    opaque_states: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def names(self, key: str) -> list[str]:
+        """Names that have a tensor under ``key``, in catalog order."""
+        return [name for name, tensor_key in self.tensors if tensor_key == key]
+
+    @property
+    def state_keys(self) -> tuple[str, ...]:
+        """Names of the elementwise optimizer states that the checkpoint holds."""
+        return tuple(sorted({key for _, key in self.tensors} - {MASTER, BUFFER, FROZEN}))
+
+
+@dataclass(frozen=True)
+class HostState:
+    """What a checkpoint holds beside tensors of the model: small Python objects.
+
+    Attributes:
+        counters: ``global_steps``, ``global_samples``, ``skipped_steps``, ``dp_world_size``, ``mp_world_size``.
+        lr_scheduler: state dict of the scheduler, or ``None``.
+        loss_scaler: DeepSpeed's loss scaler object, or ``None``.
+        overflow: the optimizer's overflow flag.
+        checkpoint: every other top-level entry of the model-states file, the client state among them.
+    """
+
+    counters: Mapping[str, Any]
+    lr_scheduler: Any
+    loss_scaler: Any
+    overflow: bool
+    checkpoint: Mapping[str, Any]

@@ -1,0 +1,147 @@
+"""What a user can set: the top-level key ``"elastic_checkpoint"`` of the DeepSpeed config, and a few flags."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from elastic_ckpt.errors import ConfigError
+
+#: The key in the DeepSpeed config.
+CONFIG_KEY = "elastic_checkpoint"
+Mode = Literal["auto", "require", "off"]
+
+
+class ElasticConfig(BaseModel):
+    """Options of elastic loading. Unknown keys are an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    mode: Mode = Field(
+        "auto",
+        description="auto: restore what can be restored exactly, leave to DeepSpeed's own loader what only it can; "
+        "require: an error instead of DeepSpeed's own loader; off: always DeepSpeed's own loader",
+    )
+    trust_pickle: bool = Field(
+        False, description="let checkpoint files run code while they are read; only for files you trust"
+    )
+    check_shards: bool = Field(
+        True, description="compare a few fp32 masters of every ZeRO-1/2 shard with the weights saved beside it"
+    )
+    read_threads: int = Field(4, ge=1, le=64, description="threads that read, on each rank")
+    read_chunk_mib: int = Field(16, ge=1, le=1024, description="largest single read, in MiB")
+    max_extra_memory_mib: int = Field(
+        64, ge=4, description="host memory for bounce buffers, on each rank, in MiB (strided, converted, accelerator)"
+    )
+    progress: bool | None = Field(None, description="progress bar on rank 0; null: only on a terminal")
+    report: bool = Field(True, description="print the load report on rank 0")
+
+
+_flags: dict[str, Any] = {}
+
+
+def set_flags(**values: Any) -> None:
+    """Set process-wide values that come from the command line; they win over the DeepSpeed config."""
+    _flags.update(values)
+
+
+def clear_flags() -> None:
+    """Forget everything that came from the command line."""
+    _flags.clear()
+
+
+def flag_given() -> bool:
+    """Whether ``--universal-checkpoint`` was on the command line, with ``auto`` or ``require``."""
+    return _flags.get("mode") in ("auto", "require")
+
+
+def read_config(ds_config: Mapping[str, Any]) -> ElasticConfig:
+    """Options of this job: flags over the DeepSpeed config over defaults.
+
+    Raises:
+        ConfigError: an unknown key, or a value that is not understood.
+    """
+    section = ds_config.get(CONFIG_KEY, {})
+    if not isinstance(section, Mapping):
+        raise ConfigError(
+            f'"{CONFIG_KEY}" must be an object',
+            expected='"elastic_checkpoint": {"mode": "auto"}',
+            found=repr(section),
+        )
+    known = list(ElasticConfig.model_fields)
+    for key in section:
+        if key not in known:
+            nearest = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
+            raise ConfigError(
+                f'unknown key "{key}" under "{CONFIG_KEY}"',
+                expected=f"one of {', '.join(known)}",
+                found=key,
+                remedy=f'did you mean "{nearest[0]}"?',
+            )
+    try:
+        return ElasticConfig(**{**section, **_flags})
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise ConfigError(
+            f'the value of "{key}" under "{CONFIG_KEY}" is not understood',
+            expected=f"{first['msg']} ({ElasticConfig.model_fields[key].description})",
+            found=repr(first["input"]),
+        ) from error
+
+
+class _SetFlag(argparse.Action):
+    """Stores the value in the namespace, as usual, and for every engine of this process."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        value = self.const if self.nargs == 0 else values
+        setattr(namespace, self.dest, value)
+        set_flags(**{self.metavar_key: value})
+
+    def __init__(self, *, key: str, **arguments: Any) -> None:
+        self.metavar_key = key
+        super().__init__(**arguments)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add elastic_ckpt's flags to a training script's parser, beside ``deepspeed.add_config_arguments``.
+
+    Parsing sets them for the whole process; they win over the DeepSpeed config.
+
+    Returns:
+        The same parser.
+    """
+    group = parser.add_argument_group("elastic_ckpt", "loading checkpoints of any topology")
+    group.add_argument(
+        "--universal-checkpoint",
+        action=_SetFlag,
+        key="mode",
+        nargs="?",
+        const="auto",
+        choices=("auto", "require", "off"),
+        help="elastic loading: auto (the default when the flag is bare), require, or off; prefers a universal "
+        "checkpoint where a native one is there too",
+    )
+    group.add_argument(
+        "--elastic-trust-pickle",
+        action=_SetFlag,
+        key="trust_pickle",
+        nargs=0,
+        const=True,
+        default=False,
+        help="let checkpoint files run code while they are read; only for files you trust",
+    )
+    group.add_argument(
+        "--elastic-read-threads", action=_SetFlag, key="read_threads", type=int, help="threads that read, on each rank"
+    )
+    return parser

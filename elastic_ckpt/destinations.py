@@ -1,0 +1,107 @@
+"""What the live engine of one rank holds, as pure data: where every element has to go.
+
+An engine adapter (:mod:`elastic_ckpt.engines`) fills these in; the planner reads them. No tensors here: a
+*flat partition* is named by its index, and the adapter keeps the tensor that belongs to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from elastic_ckpt.geometry import FlatRange
+
+
+@dataclass(frozen=True, slots=True)
+class FlatPartition:
+    """One flat fp32 tensor of this rank, on which the optimizer steps.
+
+    Attributes:
+        index: ZeRO-1/2: the param group; ZeRO-3: the sub-group.
+        group: index into :attr:`Destinations.groups`.
+        numel: elements, padding included.
+        dtype: name of the torch dtype of the master weights.
+        members: names of all parameters of the group or sub-group, on this rank or not.
+    """
+
+    index: int
+    group: int
+    numel: int
+    dtype: str
+    members: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """A piece of one parameter inside a flat partition of this rank.
+
+    Attributes:
+        name: parameter.
+        shape: its logical shape.
+        range: which elements of it.
+        flat: index into :attr:`Destinations.flats`.
+        flat_offset: where the piece starts in that flat partition, in elements.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    range: FlatRange
+    flat: int
+    flat_offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class WholeTensor:
+    """A tensor that no optimizer owns: a buffer, or a frozen parameter (ZeRO-3: this rank's part of it).
+
+    Attributes:
+        name: name in the model.
+        key: :data:`elastic_ckpt.catalog.BUFFER` or :data:`elastic_ckpt.catalog.FROZEN`.
+        shape: logical shape.
+        range: the elements that this rank holds.
+        dtype: name of the live torch dtype.
+    """
+
+    name: str
+    key: str
+    shape: tuple[int, ...]
+    range: FlatRange
+    dtype: str
+
+
+@dataclass(frozen=True)
+class LiveGroup:
+    """A live param group: names of its trainable parameters, and its hyperparameters."""
+
+    names: tuple[str, ...]
+    hyperparameters: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Destinations:
+    """All that one rank's engine holds.
+
+    Attributes:
+        zero_stage: 1, 2 or 3.
+        dp: data-parallel degree.
+        dp_rank: this rank's place in it.
+        optimizer: class name of the base optimizer.
+        state_keys: the elementwise states that this optimizer keeps, sorted.
+        scalar_keys: the scalar states that it keeps (``step``).
+        flats: flat partitions.
+        fragments: pieces of parameters inside them, in flat order.
+        wholes: buffers and frozen parameters.
+        groups: param groups.
+    """
+
+    zero_stage: int
+    dp: int
+    dp_rank: int
+    optimizer: str
+    state_keys: tuple[str, ...]
+    scalar_keys: tuple[str, ...]
+    flats: tuple[FlatPartition, ...]
+    fragments: tuple[Fragment, ...]
+    wholes: tuple[WholeTensor, ...]
+    groups: tuple[LiveGroup, ...]

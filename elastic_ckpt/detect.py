@@ -1,0 +1,106 @@
+"""Which format, which tag: looks at names of files, and at the two ``latest`` files. Local, no collectives."""
+
+from __future__ import annotations
+
+import os
+
+from elastic_ckpt.errors import NotFoundError
+from elastic_ckpt.formats.base import Found
+from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER, sort_names
+from elastic_ckpt.formats.pickled import open_pickled
+
+LATEST = "latest"
+LATEST_UNIVERSAL = "latest_universal"
+
+
+def find_checkpoint(load_dir: str, tag: str | None, prefer_universal: bool, trust_pickle: bool = False) -> Found | None:
+    """Find out what lies in a folder.
+
+    With a tag, that folder and no other. Without one, what ``latest_universal`` or ``latest`` names: where both
+    do, the one that ``prefer_universal`` asks for, unless the other has been trained further.
+
+    Args:
+        load_dir: as given to ``load_checkpoint``.
+        tag: as given to ``load_checkpoint``.
+        prefer_universal: ``load_universal`` in the DeepSpeed config, or ``--universal-checkpoint``.
+        trust_pickle: see :class:`elastic_ckpt.config.ElasticConfig`.
+
+    Returns:
+        The checkpoint, or ``None`` where the folder holds nothing of DeepSpeed's.
+
+    Raises:
+        NotFoundError: there are checkpoints here, but not the one that was asked for.
+    """
+    if tag is not None:
+        found = look_at(load_dir, str(tag))
+        if found is None and list_tags(load_dir):
+            raise _no_such_tag(load_dir, f"the tag {str(tag)!r} that load_checkpoint was given", str(tag))
+        return found
+    choices = [found for found in (_follow(load_dir, LATEST), _follow(load_dir, LATEST_UNIVERSAL)) if found]
+    if not choices:
+        if list_tags(load_dir):
+            raise _no_such_tag(load_dir, f"a file {LATEST!r} that names the tag to load", None)
+        return None
+    if len(choices) == 1 or choices[0].folder == choices[1].folder:
+        return choices[0]
+    return _choose(choices[0], choices[1], prefer_universal, trust_pickle)
+
+
+def look_at(load_dir: str, tag: str) -> Found | None:
+    """What one tag's folder holds, or ``None``."""
+    folder = os.path.abspath(os.path.join(load_dir, tag))
+    if not os.path.isdir(folder):
+        return None
+    is_universal = os.path.isfile(os.path.join(folder, UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER))
+    files = sort_names(os.listdir(folder), is_universal)
+    if not files.is_checkpoint:
+        return None
+    return Found("universal" if is_universal else "native", folder, tag, files)
+
+
+def list_tags(load_dir: str) -> list[str]:
+    """Names of all tags below a folder, by age, newest first."""
+    if not os.path.isdir(load_dir):
+        return []
+    entries = [entry for entry in os.scandir(load_dir) if entry.is_dir() and look_at(load_dir, entry.name)]
+    return [entry.name for entry in sorted(entries, key=lambda entry: entry.stat().st_mtime, reverse=True)]
+
+
+def _follow(load_dir: str, latest: str) -> Found | None:
+    path = os.path.join(load_dir, latest)
+    if not os.path.isfile(path):
+        return None
+    with open(path, encoding="utf-8") as stream:
+        tag = stream.read().strip()
+    found = look_at(load_dir, tag) if tag else None
+    if found is None:
+        raise _no_such_tag(load_dir, f"the tag {tag!r} that {path} names", tag)
+    return found
+
+
+def _no_such_tag(load_dir: str, wanted: str, tag: str | None) -> NotFoundError:
+    tags = list_tags(load_dir)
+    return NotFoundError(
+        "the checkpoint to load is not there",
+        file=os.path.join(load_dir, tag) if tag else os.path.join(load_dir, LATEST),
+        expected=wanted,
+        found=f"checkpoints under the tags {', '.join(tags[:8])}" if tags else f"no checkpoint in {load_dir}",
+        remedy=f"load_checkpoint({load_dir!r}, tag={tags[0]!r})" if tags else "check the path",
+    )
+
+
+def _choose(native: Found, universal: Found, prefer_universal: bool, trust_pickle: bool) -> Found:
+    """``latest`` and ``latest_universal`` name different folders: the flag prefers, progress decides."""
+    chosen, other = (universal, native) if prefer_universal else (native, universal)
+    chosen_steps, other_steps = _global_steps(chosen, trust_pickle), _global_steps(other, trust_pickle)
+    if prefer_universal and other_steps > chosen_steps:
+        chosen, other, chosen_steps, other_steps = other, chosen, other_steps, chosen_steps
+    note = f"loaded {chosen.tag} (step {chosen_steps}); {other.tag} (step {other_steps}) is there too"
+    return Found(chosen.format, chosen.folder, chosen.tag, chosen.files, (note,))
+
+
+def _global_steps(found: Found, trust_pickle: bool) -> int:
+    names = list(found.files.model.values()) + list(found.files.model_zero3.values())
+    if not names:
+        return -1
+    return int(open_pickled(found.path(names[0]), trust_pickle).section("global_steps"))

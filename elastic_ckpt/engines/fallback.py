@@ -1,0 +1,49 @@
+"""Would DeepSpeed's own loader restore this folder right?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from elastic_ckpt import parallel
+from elastic_ckpt.engines.host import LoadArguments
+from elastic_ckpt.formats import Found
+from elastic_ckpt.formats.pickled import open_pickled
+
+
+def deepspeed_loads_it_right(engine: Any, found: Found, arguments: LoadArguments) -> bool:
+    """Whether DeepSpeed's own loader is known to restore a folder that elastic_ckpt does not. Collective.
+
+    That is so for native checkpoints at the topology and ZeRO stage they were saved with.
+    """
+    answer: bool | None = None
+    if parallel.rank() == 0:
+        answer = found.format == "native" and _same_topology(engine, found)
+    return parallel.broadcast(answer, src=0)
+
+
+def _same_topology(engine: Any, found: Found) -> bool:
+    files = found.files
+    names = list(files.model.values()) + list(files.model_zero3.values())
+    if not names:
+        return False
+    # DeepSpeed's loader trusts pickles anyhow; here only counters are looked at, so the safe way is enough.
+    try:
+        file = open_pickled(found.path(names[0]))
+    except Exception:  # an unreadable file is not one that DeepSpeed is known to load right
+        return False
+    saved_zero = _saved_stage(file.tree.get("ds_config"))
+    return (
+        file.tree.get("dp_world_size") == engine.seq_dp_world_size
+        and file.tree.get("mp_world_size") == engine.mp_world_size
+        and len(files.mp_ranks) == dist.get_world_size() // max(engine.seq_dp_world_size, 1)
+        and saved_zero == engine.zero_optimization_stage()
+    )
+
+
+def _saved_stage(config: Any) -> int | None:
+    if not isinstance(config, dict):
+        return None
+    section = config.get("zero_optimization", {})
+    return section.get("stage", 0) if isinstance(section, dict) else None

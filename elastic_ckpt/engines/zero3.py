@@ -1,0 +1,115 @@
+"""Live ZeRO-3 engines (``DeepSpeedZeroOptimizer_Stage3``).
+
+Private attributes used, all of DeepSpeed 0.19: ``fp16_groups``, ``fp16_partitioned_groups``,
+``fp16_partitioned_groups_flat``, ``fp32_partitioned_groups_flat``, ``sub_group_to_group_id``,
+``persistent_parameters``, ``checkpoint_event_prologue`` / ``_epilogue``, and ``ds_shape``, ``ds_tensor`` of parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from elastic_ckpt.catalog import FROZEN
+from elastic_ckpt.destinations import Destinations, FlatPartition, Fragment, LiveGroup, WholeTensor
+from elastic_ckpt.engines.base import FlatOptimizer
+from elastic_ckpt.geometry import FlatRange, per_parameter_partition
+from elastic_ckpt.plan import Plan
+from elastic_ckpt.states.schema import schema_of
+
+
+class Zero3Adapter(FlatOptimizer):
+    """Adapter of a ZeRO-3 optimizer: one flat partition for each sub-group."""
+
+    def __init__(self, engine: Any) -> None:
+        self._optimizer = engine.optimizer
+        masters = engine.optimizer.fp32_partitioned_groups_flat
+        super().__init__(
+            module=engine.module,
+            param_names=engine.param_names,
+            base=engine.optimizer.optimizer,
+            schema=schema_of(engine.optimizer.optimizer),
+            masters=masters,
+            groups=[engine.optimizer.sub_group_to_group_id[index] for index in range(len(masters))],
+        )
+        self._dp_group = engine.optimizer.dp_process_group
+
+    def destinations(self) -> Destinations:
+        """See :class:`elastic_ckpt.engines.base.EngineAdapter`."""
+        world, rank = dist.get_world_size(group=self._dp_group), dist.get_rank(group=self._dp_group)
+        flats, fragments = [], []
+        group_names: list[list[str]] = [[] for _ in self.base.param_groups]
+        for index, params in enumerate(self._optimizer.fp16_groups):
+            names = tuple(self.param_names[param] for param in params)
+            shapes = [tuple(param.ds_shape) for param in params]
+            master = self.masters[index]
+            dtype = str(master.dtype).removeprefix("torch.")
+            flats.append(FlatPartition(index, self.groups[index], master.numel(), dtype, names))
+            fragments += [
+                Fragment(names[p.index], shapes[p.index], p.range, index, p.flat_offset)
+                for p in per_parameter_partition([math.prod(shape) for shape in shapes], world, rank)
+            ]
+            group_names[self.groups[index]] += names
+        return Destinations(
+            zero_stage=3,
+            dp=world,
+            dp_rank=rank,
+            optimizer=self.schema.optimizer,
+            state_keys=self.schema.elementwise,
+            scalar_keys=self.schema.scalars,
+            flats=tuple(flats),
+            fragments=tuple(fragments),
+            wholes=tuple(self.whole_buffers() + self._whole_frozen(world, rank)),
+            groups=tuple(
+                LiveGroup(tuple(names), {key: value for key, value in group.items() if key != "params"})
+                for names, group in zip(group_names, self.base.param_groups, strict=True)
+            ),
+        )
+
+    def _frozen_params(self) -> Mapping[str, Any]:
+        owned = {id(param) for params in self._optimizer.fp16_groups for param in params}
+        return {name: param for param, name in self.param_names.items() if id(param) not in owned}
+
+    def _whole_frozen(self, world: int, rank: int) -> list[WholeTensor]:
+        wholes = []
+        for name, param in self._frozen_params().items():
+            shape = tuple(param.ds_shape)
+            held = [p.range for p in per_parameter_partition([math.prod(shape)], world, rank)]
+            dtype = str(param.ds_tensor.dtype).removeprefix("torch.")
+            wholes.append(WholeTensor(name, FROZEN, shape, held[0] if held else FlatRange(0, 0), dtype))
+        return wholes
+
+    def prepare(self, plan: Plan) -> list[torch.Tensor]:
+        """See :class:`elastic_ckpt.engines.base.EngineAdapter`.
+
+        Partitions all parameters first: a gathered one would otherwise keep its old values.
+        """
+        self._optimizer.checkpoint_event_prologue()
+        numels = {slot.name: slot.numel for slot in plan.slots}
+        frozen = {
+            name: param.ds_tensor.data.view(-1)[: numels.get(name, 0)] for name, param in self._frozen_params().items()
+        }
+        return self.memory(plan, frozen)
+
+    def commit(self, plan: Plan, exact_masters: bool) -> None:
+        """See :class:`elastic_ckpt.engines.base.EngineAdapter`.
+
+        The low-precision part follows ``_rigid_load_state_dict`` (stage3.py).
+        """
+        optimizer = self._optimizer
+        self.set_scalars_and_groups(plan)
+        for index, master in enumerate(self.masters):
+            low_precision = optimizer.fp16_partitioned_groups_flat[index]
+            low_precision.data.copy_(master.data)
+            partitions = optimizer.fp16_partitioned_groups[index]
+            for partition, values in zip(partitions, optimizer.unflatten(low_precision, partitions), strict=True):
+                partition.data = values.data
+        if not exact_masters:
+            optimizer.refresh_fp32_params()
+        if optimizer.persistent_parameters:
+            optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
+        optimizer.checkpoint_event_epilogue()

@@ -1,0 +1,88 @@
+"""The one family of errors that a user of elastic_ckpt meets.
+
+Every error names what is known of: parameter, file, expected, found, remedy. The same error is raised
+on every rank of the job (see :mod:`elastic_ckpt.parallel`), so all of them can be pickled.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_DETAILS = ("parameter", "file", "expected", "found", "remedy", "rank")
+
+
+class ElasticCkptError(Exception):
+    """A load that was refused or failed.
+
+    Args:
+        problem: one sentence that says what is wrong.
+        parameter: name of the model parameter, buffer or state concerned.
+        file: path of the file concerned.
+        expected: what a correct checkpoint or engine would hold.
+        found: what is there instead.
+        remedy: what the user can do, config lines included.
+        rank: global rank that met the problem first.
+    """
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        parameter: str | None = None,
+        file: str | None = None,
+        expected: Any = None,
+        found: Any = None,
+        remedy: str | None = None,
+        rank: int | None = None,
+    ) -> None:
+        self.problem = problem
+        self.parameter = parameter
+        self.file = file
+        self.expected = None if expected is None else str(expected)
+        self.found = None if found is None else str(found)
+        self.remedy = remedy
+        self.rank = rank
+        super().__init__(problem)
+
+    def __str__(self) -> str:
+        lines = [self.problem]
+        for detail in _DETAILS:
+            value = getattr(self, detail)
+            if value is not None:
+                lines.append(f"  {detail + ':':<11}{value}")
+        return "\n".join(lines)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.problem, {name: getattr(self, name) for name in _DETAILS})
+
+
+def _rebuild(cls: type[ElasticCkptError], problem: str, details: dict[str, Any]) -> ElasticCkptError:
+    return cls(problem, **details)
+
+
+class ConfigError(ElasticCkptError):
+    """A key or value under ``"elastic_checkpoint"`` is not understood."""
+
+
+class NotFoundError(ElasticCkptError):
+    """The folder, the tag or the ``latest`` file is not there."""
+
+
+class DamagedError(ElasticCkptError):
+    """A file is missing, truncated, unreadable, or belongs to another save."""
+
+
+class UnsafePickleError(ElasticCkptError):
+    """A file wants to run code that is not on the list of safe globals."""
+
+
+class MismatchError(ElasticCkptError):
+    """Checkpoint and live engine disagree: names, shapes, dtypes, groups, states."""
+
+
+class UnsupportedError(ElasticCkptError):
+    """Something that this version cannot restore exactly, and therefore refuses by name."""
+
+
+class PartialLoadError(ElasticCkptError):
+    """Reading failed after every rank had agreed to load: the engine is partly overwritten."""

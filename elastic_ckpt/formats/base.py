@@ -1,0 +1,139 @@
+"""What every on-disk format provides: a reader from a folder to a :class:`Checkpoint`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from elastic_ckpt import parallel
+from elastic_ckpt.catalog import Catalog, HostState, SourceFile
+from elastic_ckpt.errors import DamagedError, UnsupportedError
+from elastic_ckpt.formats.naming import FolderFiles
+from elastic_ckpt.formats.pickled import PickledFile, open_pickled
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint folder, as detection saw it; the same on every rank.
+
+    Attributes:
+        format: ``"native"`` or ``"universal"``.
+        folder: absolute path of the tag's folder.
+        tag: name of the tag.
+        files: names of its files.
+        notes: what detection noticed and the user should know.
+    """
+
+    format: str
+    folder: str
+    tag: str
+    files: FolderFiles
+    notes: tuple[str, ...] = ()
+
+    def path(self, name: str) -> str:
+        """Absolute path of one of its files."""
+        return os.path.join(self.folder, name)
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """How to read metadata: ``trust_pickle`` and ``check_shards`` of :class:`elastic_ckpt.config.ElasticConfig`."""
+
+    trust_pickle: bool = False
+    check_shards: bool = True
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint's metadata: tensors as a catalog, the rest as host state.
+
+    ``model_path`` is the model-states file whose path ``load_checkpoint`` returns; ``files_opened`` counts the
+    files whose metadata this rank read.
+    """
+
+    catalog: Catalog
+    host: HostState
+    model_path: str
+    files_opened: int
+
+
+class FormatReader(Protocol):
+    """Reads the metadata of one format. Called by every rank; contains collectives."""
+
+    def __call__(self, found: Found, options: ReadOptions) -> Checkpoint:
+        """Read the folder; the same :class:`ElasticCkptError` on all ranks if that fails."""
+
+
+def refuse_unsupported_folder(found: Found) -> None:
+    """Refuse by name what no reader here can restore yet.
+
+    Raises:
+        UnsupportedError: tensor or pipeline parallelism, mixture of experts.
+        DamagedError: two files claim the same place.
+    """
+    files = found.files
+    if files.clashes:
+        raise DamagedError(
+            "two optimizer files claim the same rank: two saves are mixed in one folder",
+            file=found.path(files.clashes[0]),
+            expected="either bf16_zero_pp_rank_* or zero_pp_rank_* files",
+            found=files.clashes[0] + " beside its twin",
+            remedy="remove the files of the older save, or take another tag",
+        )
+    if files.layers:
+        raise UnsupportedError("pipeline-parallel checkpoints are not supported yet", file=files.layers[0])
+    if files.experts:
+        raise UnsupportedError("mixture-of-experts checkpoints are not supported yet", file=files.experts[0])
+    if len(files.mp_ranks) > 1:
+        raise UnsupportedError(
+            "tensor-parallel checkpoints are not supported yet",
+            file=found.folder,
+            expected="one model-parallel rank (mp_rank_00)",
+            found=f"{len(files.mp_ranks)} of them",
+        )
+
+
+class Sized(Protocol):
+    """Anything that says which file it is of."""
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+def source_file(item: Sized) -> SourceFile:
+    """The catalog entry of an indexed file."""
+    return SourceFile(item.path, item.nbytes)
+
+
+def open_my_share(
+    paths: Sequence[str], index: Callable[[PickledFile, int], T], trust_pickle: bool
+) -> tuple[list[T], dict[int, PickledFile]]:
+    """Read the metadata of all files, each on one rank of the job, and give everybody the result.
+
+    File ``i`` is opened by rank ``i % world_size``. Collective.
+
+    Args:
+        paths: the files; the same list on every rank.
+        index: turns an opened file, and its position in ``paths``, into something small to send around.
+        trust_pickle: see :func:`elastic_ckpt.formats.pickled.open_pickled`.
+
+    Returns:
+        The results in the order of ``paths``, and the files that this rank opened, by position.
+    """
+    mine: dict[int, T] = {}
+    opened: dict[int, PickledFile] = {}
+    with parallel.agreement("read the checkpoint's metadata"):
+        for position in range(parallel.rank(), len(paths), parallel.world_size()):
+            opened[position] = open_pickled(paths[position], trust_pickle)
+            mine[position] = index(opened[position], position)
+    everything: dict[int, T] = {}
+    for part in parallel.share(mine):
+        everything.update(part)
+    return [everything[position] for position in range(len(paths))], opened

@@ -1,0 +1,144 @@
+"""``*_model_states.pt``: weights, buffers, shapes, counters, scheduler and client state.
+
+ZeRO-1/2 write one for the job (``mp_rank_00``), ZeRO-3 one for each data-parallel rank. Source of the layout:
+``DeepSpeedEngine._common_checkpoint_state`` (engine.py).
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from elastic_ckpt.catalog import HostState
+from elastic_ckpt.errors import DamagedError
+from elastic_ckpt.formats.pickled import PickledFile, TensorRef, materialise
+
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size")
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ModelShard:
+    """What one model-states file says, small enough to be sent to every rank.
+
+    Attributes:
+        path, nbytes: the file.
+        dp_rank: whose file it is; 0 where the job wrote one file.
+        param_shapes: per group (ZeRO-3: per sub-group), names and logical shapes in flat-buffer order.
+        weights: module entries that have data: name -> reference.
+        buffers: names of module buffers.
+        buffers_crc32: checksum over the buffers' bytes, to see whether ranks differ.
+        frozen_shapes: names and logical shapes of parameters that no optimizer owned.
+        frozen_fragments: this file's data of them.
+        shared: tied name -> name that holds the data.
+        counters: see :class:`elastic_ckpt.catalog.HostState`.
+        ds_version: DeepSpeed version.
+        zero: the ``zero_optimization`` section of the run's DeepSpeed config.
+        parallel: declared parallel dimensions other than data-parallel, where present.
+    """
+
+    path: str
+    nbytes: int
+    dp_rank: int
+    param_shapes: tuple[tuple[tuple[str, Shape], ...], ...]
+    weights: Mapping[str, TensorRef]
+    buffers: tuple[str, ...]
+    buffers_crc32: int
+    frozen_shapes: tuple[tuple[str, Shape], ...]
+    frozen_fragments: Mapping[str, TensorRef]
+    shared: Mapping[str, str]
+    counters: Mapping[str, Any]
+    ds_version: str
+    zero: Mapping[str, Any]
+    parallel: Mapping[str, Any]
+
+
+def index_model_states(file: PickledFile, dp_rank: int) -> ModelShard:
+    """Sort out one model-states file.
+
+    Raises:
+        DamagedError: an entry that DeepSpeed always writes is missing or of another kind.
+    """
+    module = file.section("module") or {}
+    weights = {name: ref for name, ref in module.items() if isinstance(ref, TensorRef)}
+    buffers = tuple(name for name in file.section("buffer_names") if name in weights)
+    tree = file.tree
+    return ModelShard(
+        path=file.path,
+        nbytes=file.nbytes,
+        dp_rank=dp_rank,
+        param_shapes=tuple(_named_shapes(group) for group in tree.get("param_shapes") or ()),
+        weights=weights,
+        buffers=buffers,
+        buffers_crc32=_checksum(file, [weights[name] for name in buffers]),
+        frozen_shapes=_named_shapes(tree.get("frozen_param_shapes") or {}),
+        frozen_fragments=dict(tree.get("frozen_param_fragments") or {}),
+        shared=dict(tree.get("shared_params") or {}),
+        counters={key: file.section(key) for key in _COUNTERS if key in tree or key != "global_samples"},
+        ds_version=str(file.section("ds_version")),
+        zero=_zero_section(file),
+        parallel=dict(tree.get("checkpoint_parallel_dimensions") or {}),
+    )
+
+
+def _named_shapes(shapes: Mapping[str, Any]) -> tuple[tuple[str, Shape], ...]:
+    return tuple((str(name), tuple(int(size) for size in shape)) for name, shape in shapes.items())
+
+
+def _zero_section(file: PickledFile) -> Mapping[str, Any]:
+    """``ds_config["zero_optimization"]``; the config may have been saved as a dict, a JSON string or a path."""
+    config = file.tree.get("ds_config")
+    if isinstance(config, str):
+        try:
+            config = json.loads(config)
+        except ValueError:
+            config = None  # a path on the machine that saved it: the section is unknown, not empty
+    if not isinstance(config, Mapping):
+        return {}
+    section = config.get("zero_optimization", {})
+    return dict(section) if isinstance(section, Mapping) else {}
+
+
+def _checksum(file: PickledFile, refs: list[TensorRef]) -> int:
+    crc = 0
+    for tensor in materialise(file, refs):
+        crc = zlib.crc32(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes(), crc)
+    return crc
+
+
+def read_host_state(file: PickledFile, loss_scaler: Any, overflow: bool) -> HostState:
+    """The Python side of a model-states file, with its small tensors read."""
+    rest = {key: value for key, value in file.tree.items() if key not in ("module", "optimizer", "lr_scheduler")}
+    return HostState(
+        counters={key: file.tree[key] for key in _COUNTERS if key in file.tree},
+        lr_scheduler=materialise(file, file.tree.get("lr_scheduler")),
+        loss_scaler=loss_scaler,
+        overflow=overflow,
+        checkpoint=materialise(file, rest),
+    )
+
+
+def check_same_save(shards: list[ModelShard]) -> None:
+    """All model-states files must come from one save.
+
+    Raises:
+        DamagedError: naming the first file that disagrees with the first one, and in what.
+    """
+    first = shards[0]
+    for shard in shards[1:]:
+        for what in ("counters", "ds_version", "param_shapes", "frozen_shapes", "buffers"):
+            expected, found = getattr(first, what), getattr(shard, what)
+            if expected != found:
+                raise DamagedError(
+                    f"this file belongs to another save than {first.path}: {what} differ",
+                    file=shard.path,
+                    expected=str(expected)[:300],
+                    found=str(found)[:300],
+                    remedy="remove the foreign file and restore the right one, or take another tag",
+                )

@@ -1,0 +1,75 @@
+"""File names of DeepSpeed checkpoints: the one place that parses them.
+
+Source: ``DeepSpeedEngine._get_ckpt_name`` and ``_get_rank_zero_ckpt_name`` (engine.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+_OPTIMIZER = re.compile(r"^(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt$")
+_MODEL_ZERO3 = re.compile(r"^zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt$")
+_MODEL = re.compile(r"^mp_rank_(\d+)_model_states\.pt$")
+_EXPERT = re.compile(r"^(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt$|^expp_rank_\d+_.*optim_states\.pt$")
+_PIPELINE_LAYER = re.compile(r"^layer_\d+-model_(?:\d+-model_)?states\.pt$")
+
+#: Folder inside a universal checkpoint that holds one folder a parameter.
+UNIVERSAL_FOLDER = "zero"
+#: File inside it that holds what belongs to no parameter.
+UNIVERSAL_OPTIMIZER = "optimizer_state.pt"
+
+
+@dataclass(frozen=True)
+class FolderFiles:
+    """The names of one tag's files, sorted into their kinds.
+
+    Attributes:
+        optimizer: (dp rank, mp rank) -> ``*optim_states.pt``.
+        model: mp rank -> ``mp_rank_*_model_states.pt``.
+        model_zero3: (dp rank, mp rank) -> ``zero_pp_rank_*_model_states.pt``.
+        experts: files of mixture-of-experts layers.
+        layers: files of pipeline layers.
+        clashes: names that claim a place another file already has (a bf16 and an fp32 save in one folder).
+        is_universal: whether the folder holds a universal checkpoint.
+    """
+
+    optimizer: dict[tuple[int, int], str]
+    model: dict[int, str]
+    model_zero3: dict[tuple[int, int], str]
+    experts: tuple[str, ...]
+    layers: tuple[str, ...]
+    clashes: tuple[str, ...]
+    is_universal: bool
+
+    @property
+    def is_checkpoint(self) -> bool:
+        """Whether anything here is DeepSpeed's."""
+        return bool(self.is_universal or self.optimizer or self.model or self.model_zero3 or self.layers)
+
+    @property
+    def mp_ranks(self) -> set[int]:
+        """Model-parallel (tensor x pipeline) ranks that have files."""
+        return {mp for _, mp in self.optimizer} | set(self.model) | {mp for _, mp in self.model_zero3}
+
+
+def sort_names(names: Iterable[str], is_universal: bool) -> FolderFiles:
+    """Sort the names of one folder's files into their kinds; others (scripts, RNG files) are passed over."""
+    optimizer: dict[tuple[int, int], str] = {}
+    model: dict[int, str] = {}
+    model_zero3: dict[tuple[int, int], str] = {}
+    experts, layers, clashes = [], [], []
+    for name in sorted(names):
+        if match := _OPTIMIZER.match(name):
+            if optimizer.setdefault((int(match[1]), int(match[2])), name) != name:
+                clashes.append(name)
+        elif match := _MODEL_ZERO3.match(name):
+            model_zero3[int(match[1]), int(match[2])] = name
+        elif match := _MODEL.match(name):
+            model[int(match[1])] = name
+        elif _EXPERT.match(name):
+            experts.append(name)
+        elif _PIPELINE_LAYER.match(name):
+            layers.append(name)
+    return FolderFiles(optimizer, model, model_zero3, tuple(experts), tuple(layers), tuple(clashes), is_universal)

@@ -1,0 +1,192 @@
+"""Native ZeRO-1, 2 and 3 checkpoints -> Catalog."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from elastic_ckpt import parallel
+from elastic_ckpt.catalog import (
+    MASTER,
+    Catalog,
+    Extent,
+    HostState,
+    LogicalTensor,
+    SavedParameter,
+    SourceFacts,
+)
+from elastic_ckpt.dtypes import ITEMSIZE
+from elastic_ckpt.errors import DamagedError, UnsupportedError
+from elastic_ckpt.formats import model_states, shards
+from elastic_ckpt.formats.base import (
+    Checkpoint,
+    Found,
+    ReadOptions,
+    open_my_share,
+    refuse_unsupported_folder,
+    source_file,
+)
+from elastic_ckpt.formats.model_states import ModelShard, index_model_states, read_host_state
+from elastic_ckpt.formats.module_tensors import module_tensors
+from elastic_ckpt.formats.pickled import PickledFile
+from elastic_ckpt.formats.shards import OptimizerShard
+from elastic_ckpt.formats.spot_check import spot_check
+from elastic_ckpt.formats.zero3 import index_zero3, place_zero3
+from elastic_ckpt.formats.zero12 import index_zero12, place_zero12
+
+
+def read_native(found: Found, options: ReadOptions) -> Checkpoint:
+    """Read the metadata of a native checkpoint. Collective.
+
+    Raises:
+        ElasticCkptError: on every rank, where the folder is incomplete, mixed, damaged or not supported.
+    """
+    with parallel.agreement("look at the checkpoint's files"):
+        refuse_unsupported_folder(found)
+        model_names, optimizer_names = _expected_files(found)
+    paths = [found.path(name) for name in model_names + optimizer_names]
+
+    def index(file: PickledFile, position: int) -> ModelShard | OptimizerShard:
+        if position < len(model_names):
+            return index_model_states(file, dp_rank=position)
+        return _index_optimizer(file, dp_rank=position - len(model_names))
+
+    indexed, opened = open_my_share(paths, index, options.trust_pickle)
+    models = [item for item in indexed if isinstance(item, ModelShard)]
+    optimizers = [item for item in indexed if isinstance(item, OptimizerShard)]
+    with parallel.agreement("fit the checkpoint's files together"):
+        _check_belong_together(found, models, optimizers)
+        own = parallel.rank() if len(models) == parallel.world_size() else 0
+        catalog = _build_catalog(found, models, optimizers, own)
+    with parallel.agreement("compare shards with the saved weights"):
+        if options.check_shards:
+            for position in opened:
+                spot_check(catalog, models[0], position)
+    host = _host_state(opened, models, optimizers)
+    return Checkpoint(catalog, host, models[own].path, len(opened))
+
+
+def _expected_files(found: Found) -> tuple[list[str], list[str]]:
+    """Names of model-states and optimizer-states files in rank order; errors where the set has holes."""
+    optimizer = {dp: name for (dp, _), name in found.files.optimizer.items()}
+    zero3 = {dp: name for (dp, _), name in found.files.model_zero3.items()}
+    model = list(found.files.model.values())
+    if not optimizer:
+        raise UnsupportedError(
+            "this folder holds no ZeRO optimizer shards (saved at ZeRO stage 0, or stripped of them)",
+            file=found.folder,
+            expected="*zero_pp_rank_*_optim_states.pt",
+            found=", ".join(model) or "none",
+            remedy="checkpoints without ZeRO partitions are not supported yet",
+        )
+    if model and zero3:
+        raise DamagedError(
+            "model-states files of ZeRO-3 and of another stage lie in one folder",
+            file=found.path(model[0]),
+            expected="files of one save",
+            found=f"{model[0]} beside {zero3[min(zero3)]}",
+            remedy="remove the files of the older save, or take another tag",
+        )
+    if not model and not zero3:
+        raise _missing(found, "mp_rank_00_model_states.pt (or zero_pp_rank_*_mp_rank_00_model_states.pt)", "none")
+    for kind, names in (("optim_states", optimizer), ("model_states", zero3)):
+        holes = set(range(max(names, default=-1) + 1)) - set(names)
+        if holes:
+            sample = next(iter(names.values())).replace(f"rank_{next(iter(names))}_", f"rank_{min(holes)}_")
+            raise _missing(found, sample, f"{kind} of ranks {sorted(names)}")
+    models = model or [zero3[rank] for rank in sorted(zero3)]
+    return models, [optimizer[rank] for rank in sorted(optimizer)]
+
+
+def _missing(found: Found, name: str, have: str) -> DamagedError:
+    return DamagedError(
+        "a file of the checkpoint is missing",
+        file=found.path(name),
+        expected=name,
+        found=have,
+        remedy="restore the file from its original, or take another tag",
+    )
+
+
+def _index_optimizer(file: PickledFile, dp_rank: int) -> OptimizerShard:
+    state = file.section("optimizer_state_dict")
+    return index_zero3(file, dp_rank) if "fp32_flat_groups" in state else index_zero12(file, dp_rank)
+
+
+def _check_belong_together(found: Found, models: list[ModelShard], optimizers: list[OptimizerShard]) -> None:
+    shards.check_same_save(optimizers)
+    model_states.check_same_save(models)
+    dp = len(optimizers)
+    for what, path, count in [
+        ("partition_count", optimizers[0].path, set(optimizers[0].partition_count)),
+        ("dp_world_size", models[0].path, {models[0].counters.get("dp_world_size", dp)}),
+    ] + ([("number of model-states files", models[0].path, {len(models)})] if optimizers[0].zero_stage == 3 else []):
+        if count != {dp}:
+            raise DamagedError(
+                f"the number of optimizer-states files does not fit {what}",
+                file=path,
+                expected=f"{', '.join(map(str, sorted(count, key=str)))} files of ranks 0, 1, ...",
+                found=f"{dp} files in {found.folder}",
+                remedy="a shard is missing, or files of another save are in the folder: restore it",
+            )
+    if len(models[0].param_shapes) != len(optimizers[0].flats):
+        raise DamagedError(
+            "model-states and optimizer-states files are of different saves",
+            file=optimizers[0].path,
+            expected=f"{len(models[0].param_shapes)} flat tensors, from {models[0].path}",
+            found=len(optimizers[0].flats),
+            remedy="restore the folder from its original",
+        )
+
+
+def _build_catalog(found: Found, models: list[ModelShard], optimizers: list[OptimizerShard], own: int) -> Catalog:
+    files = tuple([source_file(item) for item in models] + [source_file(item) for item in optimizers])
+    parameters: dict[str, SavedParameter] = {}
+    extents: dict[tuple[str, str], list[Extent]] = {}
+    dtypes: dict[tuple[str, str], str] = {}
+    opaque: dict[str, str] = {}
+    stage, dp = optimizers[0].zero_stage, len(optimizers)
+    place = place_zero3 if stage == 3 else place_zero12
+    for flat, named_shapes in enumerate(models[0].param_shapes):
+        scalars, group = optimizers[0].flats[flat].scalars, optimizers[0].flat_groups[flat]
+        parameters.update((name, SavedParameter(shape, group, scalars)) for name, shape in named_shapes)
+        for rank, shard in enumerate(optimizers):
+            part = shard.flats[flat]
+            opaque.update(part.opaque)
+            regions = {MASTER: part.master, **part.states}
+            for placement in place(models[0], shard, flat, dp):
+                name = named_shapes[placement.index][0]
+                for key, ref in regions.items():
+                    offset = ref.byte_offset + placement.flat_offset * ITEMSIZE[ref.dtype]
+                    extents.setdefault((name, key), []).append(Extent(placement.range, len(models) + rank, offset))
+                    dtypes[name, key] = ref.dtype
+    tensors = {
+        (name, key): LogicalTensor(name, key, parameters[name].shape, dtypes[name, key], tuple(found_extents))
+        for (name, key), found_extents in extents.items()
+    }
+    whole, notes = module_tensors(models, own, frozenset(parameters))
+    tensors.update(whole)
+    return Catalog(
+        source=SourceFacts("native", found.folder, found.tag, stage, dp, models[0].ds_version),
+        files=files,
+        parameters=parameters,
+        tensors=tensors,
+        groups=optimizers[0].groups,
+        aliases=models[0].shared,
+        opaque_states=opaque,
+        notes=found.notes + notes,
+    )
+
+
+def _host_state(
+    opened: dict[int, PickledFile], models: Sequence[ModelShard], optimizers: Sequence[OptimizerShard]
+) -> HostState:
+    """This rank's own host state where the topology allows, else rank 0's. Collective."""
+    per_rank = len(models) == parallel.world_size()
+    mine: HostState | None = None
+    with parallel.agreement("read counters, scheduler and client state"):
+        position = parallel.rank() if per_rank else 0
+        if position in opened:
+            scaler: Any = optimizers[0].loss_scaler
+            mine = read_host_state(opened[position], scaler, optimizers[0].overflow)
+    return mine if per_rank and mine is not None else parallel.broadcast(mine, src=0)

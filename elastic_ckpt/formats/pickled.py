@@ -1,0 +1,203 @@
+"""The metadata of a ``torch.save`` file, without its tensor data.
+
+``torch.load`` under ``FakeTensorMode`` builds the pickled object and notes for every storage where its bytes lie
+in the file (``_checkpoint_offset``), reading none of them. Each tensor becomes a :class:`TensorRef`.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from elastic_ckpt.errors import DamagedError, UnsafePickleError
+from elastic_ckpt.formats.safe_globals import safe_globals
+
+_FORBIDDEN_MARKERS = ("Unsupported global", "Unsupported class", "GLOBAL ", "Weights only load failed")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """A tensor that stays in its file.
+
+    Attributes:
+        dtype: name of its torch dtype.
+        shape: its shape.
+        stride: its strides, in elements.
+        byte_offset: absolute offset of its first element in the file.
+        storage_end: absolute offset of the end of the storage it views, in bytes.
+        is_parameter: whether it was saved as ``nn.Parameter``.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    byte_offset: int
+    storage_end: int
+    is_parameter: bool = False
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether its elements lie one behind the other, in row-major order."""
+        step = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1 and stride != step:
+                return False
+            step *= size
+        return True
+
+
+@dataclass(frozen=True)
+class PickledFile:
+    """A file's object tree, tensors replaced by :class:`TensorRef`."""
+
+    path: str
+    nbytes: int
+    tree: Any
+
+    def section(self, *keys: str) -> Any:
+        """The entry at a path of dictionary keys; :class:`DamagedError` where there is none."""
+        node = self.tree
+        for depth, key in enumerate(keys):
+            if not isinstance(node, Mapping) or key not in node:
+                raise DamagedError(
+                    "this file lacks an entry that DeepSpeed always writes",
+                    file=self.path,
+                    expected=" / ".join(keys[: depth + 1]),
+                    found=sorted(map(str, node))[:12] if isinstance(node, Mapping) else type(node).__name__,
+                    remedy="the file is not of this checkpoint, or of a DeepSpeed version that is not supported",
+                )
+            node = node[key]
+        return node
+
+
+def open_pickled(path: str, trust_pickle: bool = False) -> PickledFile:
+    """Read the metadata of one ``torch.save`` file.
+
+    Args:
+        path: file to read.
+        trust_pickle: let the file run code (``weights_only=False``); only where the user wrote so.
+
+    Raises:
+        DamagedError: missing, truncated, not a ``torch.save`` file, or shorter than its tensors say.
+        UnsafePickleError: names a class or function that is not on the list of safe globals.
+    """
+    _check_is_archive(path)
+    try:
+        with FakeTensorMode(), safe_globals():
+            loaded = torch.load(path, map_location="cpu", weights_only=not trust_pickle)
+    except pickle.UnpicklingError as error:
+        raise _unsafe_or_damaged(path, error) from error
+    except (RuntimeError, OSError, EOFError, KeyError, ValueError, AttributeError, TypeError) as error:
+        raise _unreadable(path, f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
+    nbytes = os.path.getsize(path)
+    return PickledFile(path, nbytes, replace_leaves(loaded, lambda leaf: _to_ref(leaf, path, nbytes)))
+
+
+def _check_is_archive(path: str) -> None:
+    if not os.path.isfile(path):
+        raise DamagedError(
+            "a file of the checkpoint is missing",
+            file=path,
+            expected="a file, visible on every rank",
+            found="no such file",
+            remedy="restore the file, take another tag, or put the folder on storage that all nodes share",
+        )
+    if not zipfile.is_zipfile(path):
+        raise _unreadable(path, f"{os.path.getsize(path)} bytes without a zip directory at the end")
+
+
+def _unreadable(path: str, found: str) -> DamagedError:
+    return DamagedError(
+        "a file of the checkpoint is truncated or unreadable",
+        file=path,
+        expected="a complete torch.save archive",
+        found=found,
+        remedy="copy the file again from its original, or take another tag",
+    )
+
+
+def _unsafe_or_damaged(path: str, error: pickle.UnpicklingError) -> Exception:
+    text = str(error)
+    if not any(marker in text for marker in _FORBIDDEN_MARKERS):
+        return _unreadable(path, f"UnpicklingError: {text.splitlines()[0]}")
+    offender = next((line.strip() for line in text.splitlines() if "Unsupported" in line or "GLOBAL" in line), text)
+    return UnsafePickleError(
+        "this file asks for a Python class or function that is not on the list of safe globals",
+        file=path,
+        expected="tensors, containers, numbers, strings, and DeepSpeed's own small classes",
+        found=offender[:300],
+        remedy=(
+            "if you trust whoever wrote the file: torch.serialization.add_safe_globals([TheClass]) before loading, "
+            'or "elastic_checkpoint": {"trust_pickle": true}'
+        ),
+    )
+
+
+def replace_leaves(node: Any, replace: Callable[[Any], Any]) -> Any:
+    """Copy a tree of dicts, lists and tuples, with every other object passed through ``replace``."""
+    if isinstance(node, dict):
+        return type(node)((key, replace_leaves(value, replace)) for key, value in node.items())
+    if isinstance(node, list):
+        return [replace_leaves(value, replace) for value in node]
+    if type(node) is tuple:
+        return tuple(replace_leaves(value, replace) for value in node)
+    return replace(node)
+
+
+def _to_ref(leaf: Any, path: str, nbytes: int) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    dtype = str(leaf.dtype).removeprefix("torch.")
+    storage = leaf.untyped_storage()
+    base = getattr(storage, "_checkpoint_offset", None)
+    if base is None:
+        if leaf.numel():
+            raise _unreadable(path, f"a {type(leaf).__name__} of shape {tuple(leaf.shape)} without an offset")
+        base = 0
+    end = base + storage.nbytes()
+    if end > nbytes:
+        raise _unreadable(path, f"{nbytes} bytes, but a tensor of {tuple(leaf.shape)} ends at byte {end}")
+    return TensorRef(
+        dtype=dtype,
+        shape=tuple(leaf.shape),
+        stride=tuple(leaf.stride()),
+        byte_offset=int(base + leaf.storage_offset() * leaf.element_size()),
+        storage_end=end,
+        is_parameter=isinstance(leaf, torch.nn.Parameter),
+    )
+
+
+def materialise(file: PickledFile, node: Any) -> Any:
+    """Read the tensors below ``node`` from the file: for small host-side state, not for weights."""
+    with open(file.path, "rb") as stream:
+
+        def read(leaf: Any) -> Any:
+            if not isinstance(leaf, TensorRef):
+                return leaf
+            dtype = getattr(torch, leaf.dtype)
+            if leaf.numel == 0:
+                return torch.empty(leaf.shape, dtype=dtype)
+            stream.seek(leaf.byte_offset)
+            reach = 1 + sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride, strict=True))
+            raw = stream.read(reach * dtype.itemsize)
+            if len(raw) != reach * dtype.itemsize:
+                raise _unreadable(file.path, f"end of file inside the tensor at byte {leaf.byte_offset}")
+            flat = torch.frombuffer(bytearray(raw), dtype=dtype)
+            tensor = flat.as_strided(leaf.shape, leaf.stride).clone()
+            return torch.nn.Parameter(tensor, requires_grad=False) if leaf.is_parameter else tensor
+
+        return replace_leaves(node, read)

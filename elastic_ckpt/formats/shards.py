@@ -1,0 +1,159 @@
+"""``*_optim_states.pt``: one rank's flat partitions, of any ZeRO stage, as one form.
+
+Stages 1 and 2 keep one flat partition for each param group, stage 3 one for each sub-group; apart from the
+names of the entries they hold the same things. The two modules beside this one read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from elastic_ckpt.errors import DamagedError
+from elastic_ckpt.formats.pickled import PickledFile, TensorRef, materialise
+
+
+@dataclass(frozen=True)
+class FlatShard:
+    """One flat partition in one file.
+
+    Attributes:
+        master: the fp32 master weights.
+        partition_numel: elements of the partition, padding included.
+        states: elementwise optimizer states, each of ``partition_numel`` elements.
+        scalars: scalar optimizer states as (key, value), sorted by key.
+        opaque: states of any other layout: key -> description.
+        alignment_paddings: elements behind each parameter (``param_alignment_paddings``), where recorded.
+    """
+
+    master: TensorRef
+    partition_numel: int
+    states: Mapping[str, TensorRef]
+    scalars: tuple[tuple[str, float], ...]
+    opaque: Mapping[str, str]
+    alignment_paddings: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class OptimizerShard:
+    """What one optimizer-states file says, small enough to be sent to every rank.
+
+    Attributes:
+        path, nbytes: the file.
+        dp_rank: whose partition it is.
+        partition_count: into how many the state was cut, per group.
+        zero_stage: stage that saved it.
+        ds_version: DeepSpeed version.
+        flats: the partitions.
+        groups: hyperparameters per param group.
+        flat_groups: per flat partition, the param group it belongs to.
+        loss_scaler: DeepSpeed's loss scaler object.
+        loss_scale: its current scale, for comparison across files.
+        overflow: the optimizer's overflow flag.
+    """
+
+    path: str
+    nbytes: int
+    dp_rank: int
+    partition_count: tuple[int, ...]
+    zero_stage: int
+    ds_version: str
+    flats: tuple[FlatShard, ...]
+    groups: tuple[Mapping[str, Any], ...]
+    flat_groups: tuple[int, ...]
+    loss_scaler: Any
+    loss_scale: Any
+    overflow: bool
+
+
+def flat_ref(file: PickledFile, what: str, ref: Any) -> TensorRef:
+    """Check that a saved object is a dense 1-D tensor.
+
+    Raises:
+        DamagedError: it is something else.
+    """
+    if not isinstance(ref, TensorRef) or len(ref.shape) != 1 or not ref.is_contiguous:
+        raise DamagedError(
+            f"{what} is not a dense flat tensor",
+            file=file.path,
+            expected="a contiguous tensor of one dimension",
+            found=str(ref)[:200],
+            remedy="the file was not written by DeepSpeed's ZeRO; take another tag",
+        )
+    return ref
+
+
+def sort_states(
+    file: PickledFile, saved: Mapping[str, Any], partition_numel: int
+) -> tuple[dict[str, TensorRef], tuple[tuple[str, float], ...], dict[str, str]]:
+    """Sort one flat tensor's optimizer states into elementwise, scalar and opaque ones."""
+    states: dict[str, TensorRef] = {}
+    scalars: dict[str, float] = {}
+    opaque: dict[str, str] = {}
+    for key, value in saved.items():
+        if isinstance(value, TensorRef) and value.shape == (partition_numel,) and value.is_contiguous:
+            states[key] = value
+        elif isinstance(value, TensorRef) and value.shape == ():
+            scalars[key] = materialise(file, value).item()
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            scalars[key] = value
+        elif isinstance(value, TensorRef):
+            opaque[key] = f"{value.dtype} of shape {value.shape} for a partition of {partition_numel}"
+        else:
+            opaque[key] = f"a {type(value).__name__}"
+    return states, tuple(sorted(scalars.items())), opaque
+
+
+def read_groups(file: PickledFile, param_groups: Any) -> tuple[Mapping[str, Any], ...]:
+    """Hyperparameters of every param group; tensors (a capturable ``lr``) become Python numbers."""
+    groups = []
+    for group in param_groups:
+        values = materialise(file, {key: value for key, value in group.items() if key != "params"})
+        groups.append({key: value.item() if hasattr(value, "item") else value for key, value in values.items()})
+    return tuple(groups)
+
+
+def check_same_save(shards: list[OptimizerShard]) -> None:
+    """All optimizer-states files must come from one save.
+
+    Raises:
+        DamagedError: naming the first file that disagrees with rank 0's, and in what.
+    """
+    first = shards[0]
+    for shard in shards[1:]:
+        for what, expected, found in _compared(first, shard):
+            if expected != found:
+                raise DamagedError(
+                    f"this file belongs to another save than {first.path}: {what} differs",
+                    file=shard.path,
+                    expected=str(expected)[:300],
+                    found=str(found)[:300],
+                    remedy="remove the foreign file and restore the right one, or take another tag",
+                )
+
+
+def _compared(first: OptimizerShard, shard: OptimizerShard) -> list[tuple[str, Any, Any]]:
+    return [
+        ("ZeRO stage", first.zero_stage, shard.zero_stage),
+        ("partition count", first.partition_count, shard.partition_count),
+        ("DeepSpeed version", first.ds_version, shard.ds_version),
+        ("loss scale", first.loss_scale, shard.loss_scale),
+        ("number of flat tensors", len(first.flats), len(shard.flats)),
+        ("size of the flat partitions", _sizes(first), _sizes(shard)),
+        ("scalar optimizer state", _scalars(first), _scalars(shard)),
+        ("set of optimizer states", _keys(first), _keys(shard)),
+        ("hyperparameters of the param groups", repr(first.groups), repr(shard.groups)),
+    ]
+
+
+def _sizes(shard: OptimizerShard) -> list[int]:
+    return [flat.partition_numel for flat in shard.flats]
+
+
+def _scalars(shard: OptimizerShard) -> list[Any]:
+    return [flat.scalars for flat in shard.flats]
+
+
+def _keys(shard: OptimizerShard) -> list[Any]:
+    return [sorted(flat.states) + sorted(flat.opaque) for flat in shard.flats]

@@ -1,0 +1,65 @@
+"""Does an optimizer shard belong to the weights beside it?
+
+ZeRO-1/2 save the low-precision weights whole in the model-states file, and DeepSpeed always makes them by rounding
+the fp32 masters. So a few elements of each shard, rounded, must equal the weights at the same place: a shard of
+another run, with the same shapes and the same number of steps, does not. ZeRO-3 saves no such weights.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from elastic_ckpt.catalog import MASTER, Catalog
+from elastic_ckpt.dtypes import ITEMSIZE
+from elastic_ckpt.errors import DamagedError
+from elastic_ckpt.formats.model_states import ModelShard
+
+_ELEMENTS = 16
+_PARAMETERS = 8
+
+
+def spot_check(catalog: Catalog, model: ModelShard, file: int) -> None:
+    """Compare a few masters in one optimizer file with the weights in the model-states file.
+
+    Args:
+        catalog: the checkpoint.
+        model: its model-states file; nothing is compared where it holds no weights (ZeRO-3).
+        file: index of the optimizer file in ``catalog.files``.
+
+    Raises:
+        DamagedError: they differ.
+    """
+    checked = 0
+    for name in catalog.parameters:
+        weight = model.weights.get(name)
+        if checked == _PARAMETERS or weight is None or not weight.numel or not weight.is_contiguous:
+            continue
+        tensor = catalog.tensors[name, MASTER]
+        extent = next((extent for extent in tensor.extents if extent.file == file), None)
+        if extent is None:
+            continue
+        checked += 1
+        count = min(_ELEMENTS, extent.range.numel)
+        masters = _read(catalog.files[file].path, extent.byte_offset, count, tensor.dtype)
+        weight_offset = weight.byte_offset + extent.range.start * ITEMSIZE[weight.dtype]
+        weights = _read(model.path, weight_offset, count, weight.dtype)
+        if not torch.equal(masters.to(weights.dtype).nan_to_num(), weights.nan_to_num()):
+            raise DamagedError(
+                "this shard's fp32 masters are not those of the weights saved beside it",
+                parameter=name,
+                file=catalog.files[file].path,
+                expected=f"{weights[:4].tolist()} from element {extent.range.start} on, as in {model.path}",
+                found=f"{masters[:4].tolist()}",
+                remedy=(
+                    "the shard is of another run, or weights were changed by hand before the save; "
+                    'if that was meant: "elastic_checkpoint": {"check_shards": false}'
+                ),
+            )
+
+
+def _read(path: str, offset: int, numel: int, dtype: str) -> torch.Tensor:
+    with open(path, "rb") as stream:
+        raw = os.pread(stream.fileno(), numel * ITEMSIZE[dtype], offset)
+    return torch.frombuffer(bytearray(raw), dtype=getattr(torch, dtype))

@@ -1,0 +1,90 @@
+"""Native ZeRO-1 and ZeRO-2 optimizer shards.
+
+Source of the layout: ``DeepSpeedZeroOptimizer.state_dict`` (stage_1_and_2.py). Every param group is one flat
+buffer, cut into equal partitions. Its order is that of ``param_shapes`` in the model-states file, which DeepSpeed
+writes from ``round_robin_bit16_groups``: the true order, with ``round_robin_gradients`` too, where
+``param_slice_mappings`` is wrong. So those mappings are never used.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from elastic_ckpt.errors import DamagedError, UnsupportedError
+from elastic_ckpt.formats.model_states import ModelShard
+from elastic_ckpt.formats.pickled import PickledFile
+from elastic_ckpt.formats.shards import FlatShard, OptimizerShard, flat_ref, read_groups, sort_states
+from elastic_ckpt.geometry import Placement, contiguous_partition, group_offsets
+
+
+def index_zero12(file: PickledFile, dp_rank: int) -> OptimizerShard:
+    """Sort out one ZeRO-1/2 optimizer-states file.
+
+    Raises:
+        UnsupportedError: saved with the legacy ``zero_optimization.elastic_checkpoint``.
+        DamagedError: entries are missing or of another kind.
+    """
+    base = file.section("optimizer_state_dict", "base_optimizer_state")
+    if not isinstance(base, Mapping):
+        raise UnsupportedError(
+            "this checkpoint was saved with the legacy zero_optimization.elastic_checkpoint",
+            file=file.path,
+            expected='"zero_optimization": {"elastic_checkpoint": false} at save time',
+            found="optimizer states cut to the unpadded length, which is exact for elementwise states only",
+            remedy="resume it at the topology it was saved with and save again without elastic_checkpoint",
+        )
+    state = file.section("optimizer_state_dict")
+    masters = file.section("optimizer_state_dict", "single_partition_of_fp32_groups")
+    paddings = file.section("optimizer_state_dict", "group_paddings")
+    alignments = state.get("param_alignment_paddings") or [None] * len(masters)
+    partition_count = state.get("partition_count")
+    scaler = state.get("loss_scaler")
+    return OptimizerShard(
+        path=file.path,
+        nbytes=file.nbytes,
+        dp_rank=dp_rank,
+        partition_count=tuple(partition_count) if isinstance(partition_count, list) else (partition_count,),
+        zero_stage=int(state.get("zero_stage", 1)),
+        ds_version=str(state.get("ds_version")),
+        flats=tuple(
+            _index_flat(file, index, master, paddings[index], base["state"].get(index, {}), alignments[index])
+            for index, master in enumerate(masters)
+        ),
+        groups=read_groups(file, base["param_groups"]),
+        flat_groups=tuple(range(len(masters))),
+        loss_scaler=scaler,
+        loss_scale=getattr(scaler, "cur_scale", None),
+        overflow=bool(state.get("overflow", False)),
+    )
+
+
+def _index_flat(
+    file: PickledFile, index: int, master: Any, padding: int, saved: Mapping[str, Any], alignment: Any
+) -> FlatShard:
+    ref = flat_ref(file, f"fp32 partition of param group {index}", master)
+    partition_numel = ref.numel + int(padding)
+    states, scalars, opaque = sort_states(file, saved, partition_numel)
+    return FlatShard(ref, partition_numel, states, scalars, opaque, None if alignment is None else tuple(alignment))
+
+
+def place_zero12(model: ModelShard, shard: OptimizerShard, flat: int, dp: int) -> Sequence[Placement]:
+    """Where the parameters of one flat partition lie in it, in flat order.
+
+    Raises:
+        DamagedError: the partitions cannot hold the parameters that the model-states file lists.
+    """
+    numels = [math.prod(shape) for _, shape in model.param_shapes[flat]]
+    part = shard.flats[flat]
+    offsets = group_offsets(numels, part.alignment_paddings)
+    needed = offsets[-1] + numels[-1] if numels else 0
+    if needed > part.partition_numel * dp:
+        raise DamagedError(
+            f"the partitions of param group {flat} are too small for its parameters",
+            file=shard.path,
+            expected=f"at least {needed} elements over {dp} partitions, from {model.path}",
+            found=f"{dp} x {part.partition_numel}",
+            remedy="model-states and optimizer-states files are of different saves: restore the folder",
+        )
+    return list(contiguous_partition(numels, offsets, part.partition_numel, shard.dp_rank))

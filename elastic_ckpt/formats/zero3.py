@@ -1,0 +1,78 @@
+"""Native ZeRO-3 optimizer shards.
+
+Source of the layout: ``DeepSpeedZeroOptimizer_Stage3._rigid_state_dict`` (stage3.py). Every parameter is cut on
+its own into ``ceil(numel / world)`` elements a rank; a sub-group's flat tensor holds the pieces of its parameters
+one behind the other. ``param_shapes`` in the model-states file lists the parameters of each sub-group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from elastic_ckpt.errors import DamagedError, UnsupportedError
+from elastic_ckpt.formats.model_states import ModelShard
+from elastic_ckpt.formats.pickled import PickledFile
+from elastic_ckpt.formats.shards import FlatShard, OptimizerShard, flat_ref, read_groups, sort_states
+from elastic_ckpt.geometry import Placement, per_parameter_numel, per_parameter_partition
+
+
+def index_zero3(file: PickledFile, dp_rank: int) -> OptimizerShard:
+    """Sort out one ZeRO-3 optimizer-states file.
+
+    Raises:
+        UnsupportedError: partitioned over groups smaller than the data-parallel one (mixture of experts).
+        DamagedError: entries are missing or of another kind.
+    """
+    state = file.section("optimizer_state_dict")
+    if state.get("ds_zero_partition_groups"):
+        raise UnsupportedError(
+            "this checkpoint's parameters are partitioned over several process groups (AutoEP)",
+            file=file.path,
+            remedy="resume it at the topology it was saved with",
+        )
+    masters = file.section("optimizer_state_dict", "fp32_flat_groups")
+    base = file.section("optimizer_state_dict", "optimizer_state_dict")
+    flat_groups = [-1] * len(masters)
+    for number, group in enumerate(base["param_groups"]):
+        for index in group["params"]:
+            flat_groups[index] = number
+    flats = []
+    for index, master in enumerate(masters):
+        ref = flat_ref(file, f"fp32 partition of sub-group {index}", master)
+        states, scalars, opaque = sort_states(file, base["state"].get(index, {}), ref.numel)
+        flats.append(FlatShard(ref, ref.numel, states, scalars, opaque))
+    scaler = state.get("loss_scaler")
+    return OptimizerShard(
+        path=file.path,
+        nbytes=file.nbytes,
+        dp_rank=dp_rank,
+        partition_count=(state.get("partition_count"),),
+        zero_stage=3,
+        ds_version=str(file.tree.get("ds_version")),
+        flats=tuple(flats),
+        groups=read_groups(file, base["param_groups"]),
+        flat_groups=tuple(flat_groups),
+        loss_scaler=scaler,
+        loss_scale=getattr(scaler, "cur_scale", None),
+        overflow=bool(state.get("overflow", False)),
+    )
+
+
+def place_zero3(model: ModelShard, shard: OptimizerShard, flat: int, dp: int) -> Sequence[Placement]:
+    """Where the parameters of one sub-group lie in its flat partition, in flat order.
+
+    Raises:
+        DamagedError: the flat tensor is not as long as the parameters' pieces are together.
+    """
+    numels = [math.prod(shape) for _, shape in model.param_shapes[flat]]
+    expected = sum(per_parameter_numel(numel, dp) for numel in numels)
+    if expected != shard.flats[flat].partition_numel:
+        raise DamagedError(
+            f"sub-group {flat} does not have the size that its parameters need",
+            file=shard.path,
+            expected=f"{expected} elements for {len(numels)} parameters over {dp} ranks, from {model.path}",
+            found=shard.flats[flat].partition_numel,
+            remedy="model-states and optimizer-states files are of different saves: restore the folder",
+        )
+    return list(per_parameter_partition(numels, dp, shard.dp_rank))

@@ -1,0 +1,97 @@
+"""Ranges of flat tensors. Pure arithmetic: no tensors, files, collectives or devices.
+
+A *flat range* counts elements of one logical parameter in row-major order, whatever its shape. Ranges are
+half-open. ZeRO cuts parameters along flat ranges only, in each of its stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class FlatRange:
+    """Elements ``[start, stop)`` of a logical tensor, in row-major order."""
+
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= self.stop:
+            raise ValueError(f"not a range: [{self.start}, {self.stop})")
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    def intersect(self, other: FlatRange) -> FlatRange | None:
+        """The elements in both ranges, or ``None`` where they share none."""
+        start, stop = max(self.start, other.start), min(self.stop, other.stop)
+        return FlatRange(start, stop) if start < stop else None
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a piece of one parameter lies inside one flat partition of one rank.
+
+    Attributes:
+        index: position of the parameter in its group.
+        range: which elements of the parameter.
+        flat_offset: where they start inside the flat partition, in elements.
+    """
+
+    index: int
+    range: FlatRange
+    flat_offset: int
+
+
+def group_offsets(numels: Sequence[int], paddings: Sequence[int] | None = None) -> list[int]:
+    """Offset of each parameter in a ZeRO-1/2 flat group.
+
+    Args:
+        numels: element counts, in flat-buffer order.
+        paddings: elements of alignment padding behind each parameter (``param_alignment_paddings``), or none.
+    """
+    offsets, position = [], 0
+    for index, numel in enumerate(numels):
+        offsets.append(position)
+        position += numel + (paddings[index] if paddings else 0)
+    return offsets
+
+
+def contiguous_partition(
+    numels: Sequence[int], offsets: Sequence[int], partition_numel: int, rank: int
+) -> Iterator[Placement]:
+    """ZeRO-1/2: the group is one flat buffer, cut into equal partitions, one a rank.
+
+    Yields the placements that rank ``rank`` holds, in flat order. Source of the rule:
+    ``DeepSpeedZeroOptimizer.__init__`` (stage_1_and_2.py), ``partition_size``.
+    """
+    left = rank * partition_numel
+    mine = FlatRange(left, left + partition_numel)
+    for index, (numel, offset) in enumerate(zip(numels, offsets, strict=True)):
+        held = FlatRange(offset, offset + numel).intersect(mine)
+        if held is not None:
+            inside = FlatRange(held.start - offset, held.stop - offset)
+            yield Placement(index, inside, held.start - left)
+
+
+def per_parameter_numel(numel: int, world_size: int) -> int:
+    """ZeRO-3: elements of one parameter's partition, padding included (``ceil(numel / world_size)``)."""
+    return -(-numel // world_size)
+
+
+def per_parameter_partition(numels: Sequence[int], world_size: int, rank: int) -> Iterator[Placement]:
+    """ZeRO-3: each parameter is cut on its own; a rank's pieces lie one behind the other, padded.
+
+    Yields what rank ``rank`` holds of each parameter; a rank beyond the end of a small one holds nothing.
+    Source of the rule: ``Init._partition_param`` (partition_parameters.py).
+    """
+    offset = 0
+    for index, numel in enumerate(numels):
+        step = per_parameter_numel(numel, world_size)
+        start, stop = min(rank * step, numel), min((rank + 1) * step, numel)
+        if start < stop:
+            yield Placement(index, FlatRange(start, stop), offset)
+        offset += step

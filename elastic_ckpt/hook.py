@@ -1,0 +1,126 @@
+"""The patch of ``DeepSpeedEngine.load_checkpoint``: ours where it can be exact, else DeepSpeed's own."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from elastic_ckpt import config as elastic_config
+from elastic_ckpt import parallel
+from elastic_ckpt.config import ElasticConfig
+from elastic_ckpt.detect import find_checkpoint
+from elastic_ckpt.engines.fallback import deepspeed_loads_it_right
+from elastic_ckpt.engines.host import LoadArguments, ds_config, load_universal_flag, universal_flag_off
+from elastic_ckpt.errors import NotFoundError, UnsupportedError
+from elastic_ckpt.formats import Found
+from elastic_ckpt.loader import load
+
+logger = logging.getLogger(__name__)
+_ORIGINAL = "_elastic_ckpt_original"
+
+
+def install() -> None:
+    """Make every DeepSpeed engine of this process load checkpoints of any topology.
+
+    Call it once, before or after ``deepspeed.initialize``; a second call changes nothing.
+    ``PipelineEngine`` inherits the patched method.
+    """
+    original = DeepSpeedEngine.load_checkpoint
+    if hasattr(original, _ORIGINAL):
+        return
+    patched = _patch(original)
+    setattr(patched, _ORIGINAL, original)
+    DeepSpeedEngine.load_checkpoint = patched
+    DeepSpeedEngine.elastic_report = None
+
+
+def uninstall() -> None:
+    """Undo :func:`install`."""
+    original = getattr(DeepSpeedEngine.load_checkpoint, _ORIGINAL, None)
+    if original is not None:
+        DeepSpeedEngine.load_checkpoint = original
+        del DeepSpeedEngine.elastic_report
+
+
+def _patch(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def load_checkpoint(
+        self: Any,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        arguments = LoadArguments(
+            load_dir,
+            tag,
+            load_module_strict,
+            load_optimizer_states,
+            load_lr_scheduler_states,
+            load_module_only,
+            custom_load_fn,
+        )
+        return _load_or_delegate(self, arguments, functools.partial(original, self))
+
+    return load_checkpoint
+
+
+def _load_or_delegate(engine: Any, arguments: LoadArguments, own: Callable[..., Any]) -> Any:
+    """Decide, the same way on every rank, who loads; then let them."""
+    engine.elastic_report = None
+    with parallel.agreement("read the configuration"):
+        config = elastic_config.read_config(ds_config(engine))
+    if config.mode == "off":
+        return _delegate(engine, arguments, None, own)
+    found = _find(engine, arguments, config)
+    if found is None:
+        if config.mode == "require":
+            raise NotFoundError(
+                "there is no DeepSpeed checkpoint to load",
+                file=arguments.load_dir,
+                expected="a checkpoint, since the mode is 'require'",
+                found="none",
+            )
+        return _delegate(engine, arguments, None, own)
+    try:
+        if arguments.custom_load_fn is not None:
+            raise UnsupportedError("custom_load_fn is handled by DeepSpeed's own loader only")
+        return load(engine, found, arguments, config)
+    except UnsupportedError as error:
+        if config.mode == "require" or not deepspeed_loads_it_right(engine, found, arguments):
+            raise
+        if parallel.rank() == 0:
+            logger.warning("elastic_ckpt leaves this load to DeepSpeed's own loader: %s", error.problem)
+        return _delegate(engine, arguments, found, own)
+
+
+def _find(engine: Any, arguments: LoadArguments, config: ElasticConfig) -> Found | None:
+    """Detection on rank 0, so that a half-visible file system cannot make ranks decide differently."""
+    found: Found | None = None
+    with parallel.agreement("look for a checkpoint"):
+        if parallel.rank() == 0:
+            prefer = load_universal_flag(engine) or elastic_config.flag_given()
+            found = find_checkpoint(arguments.load_dir, arguments.tag, prefer, config.trust_pickle)
+    return parallel.broadcast(found, src=0)
+
+
+def _delegate(engine: Any, arguments: LoadArguments, found: Found | None, own: Callable[..., Any]) -> Any:
+    keywords = {
+        "tag": arguments.tag,
+        "load_module_strict": arguments.load_module_strict,
+        "load_optimizer_states": arguments.load_optimizer_states,
+        "load_lr_scheduler_states": arguments.load_lr_scheduler_states,
+        "load_module_only": arguments.load_module_only,
+        "custom_load_fn": arguments.custom_load_fn,
+    }
+    if found is None or found.format != "native":
+        return own(arguments.load_dir, **keywords)
+    with universal_flag_off(engine):
+        return own(arguments.load_dir, **{**keywords, "tag": found.tag})

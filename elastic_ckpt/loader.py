@@ -1,0 +1,128 @@
+"""One elastic load, from folder to running engine: the flow of the README's picture, in order."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+
+from elastic_ckpt import parallel
+from elastic_ckpt.config import ElasticConfig
+from elastic_ckpt.engines import EngineAdapter, select_adapter
+from elastic_ckpt.engines.host import HostCommit, LoadArguments
+from elastic_ckpt.errors import ElasticCkptError, PartialLoadError
+from elastic_ckpt.formats import READERS, Checkpoint, Found
+from elastic_ckpt.formats import ReadOptions as MetadataOptions
+from elastic_ckpt.plan import Plan
+from elastic_ckpt.planner import LoadOptions, plan_load
+from elastic_ckpt.reader import ReadOptions, ReadStats, check_files, execute
+from elastic_ckpt.report import LoadReport, count_restored
+
+logger = logging.getLogger(__name__)
+
+
+def load(engine: Any, found: Found, arguments: LoadArguments, config: ElasticConfig) -> tuple[str, dict[str, Any]]:
+    """Restore a checkpoint into a live engine. Collective: every rank of the job calls it.
+
+    1. read metadata, each file on one rank; 2. describe the engine; 3. plan; 4. agree; 5. read; 6. commit.
+    Up to step 4 nothing of the engine changes.
+
+    Returns:
+        What ``DeepSpeedEngine.load_checkpoint`` returns: path of the model-states file, and client state.
+
+    Raises:
+        ElasticCkptError: the same on every rank. The engine is as it was before the call, unless the error is a
+            :class:`PartialLoadError`.
+    """
+    clock = _Clock()
+    with clock("metadata"):
+        metadata = MetadataOptions(config.trust_pickle, config.check_shards)
+        checkpoint = READERS[found.format](found, metadata)
+    with clock("plan"), parallel.agreement("plan the load"):
+        adapter = select_adapter(engine)
+        destinations = adapter.destinations()
+        states = arguments.load_optimizer_states and not arguments.load_module_only
+        options = LoadOptions(strict=arguments.load_module_strict, optimizer_states=states)
+        plan = plan_load(checkpoint.catalog, destinations, options)
+        check_files(plan)
+    host = HostCommit(engine, checkpoint.host, arguments)
+    try:
+        with parallel.agreement("load the lr scheduler"):
+            host.load_scheduler()
+    except ElasticCkptError:
+        host.undo_scheduler()
+        raise
+    with clock("read"):
+        stats = _read(adapter, plan, config)
+    with clock("commit"):
+        adapter.commit(plan, exact_masters=states)
+        client_state = host.finish()
+    engine.elastic_report = LoadReport(
+        source=checkpoint.catalog.source,
+        zero_stage=destinations.zero_stage,
+        dp=destinations.dp,
+        rank=parallel.rank(),
+        restored=count_restored(checkpoint.catalog, destinations, plan),
+        fresh=plan.fresh,
+        ignored=plan.ignored,
+        global_steps=engine.global_steps,
+        nbytes_read=stats.nbytes,
+        read_calls=stats.calls,
+        files_opened=checkpoint.files_opened,
+        seconds=clock.seconds,
+        notes=plan.notes + tuple(host.notes) + _notes(checkpoint, arguments),
+    )
+    if config.report and parallel.rank() == 0:
+        Console(file=sys.stderr).print(engine.elastic_report.table())
+    return checkpoint.model_path, client_state
+
+
+def _read(adapter: EngineAdapter, plan: Plan, config: ElasticConfig) -> ReadStats:
+    options = ReadOptions(
+        threads=config.read_threads,
+        chunk_nbytes=config.read_chunk_mib << 20,
+        staging_nbytes=config.max_extra_memory_mib << 20,
+        progress=config.progress,
+    )
+    try:
+        with parallel.agreement("read the checkpoint's tensors"):
+            return execute(plan, adapter.prepare(plan), options, show_progress=parallel.rank() == 0)
+    except ElasticCkptError as error:
+        raise PartialLoadError(
+            f"{error.problem}: the engine is partly overwritten and must not be trained or saved",
+            parameter=error.parameter,
+            file=error.file,
+            expected=error.expected,
+            found=error.found,
+            remedy="mend the cause, then load again into this engine or a new one",
+            rank=error.rank,
+        ) from error
+
+
+def _notes(checkpoint: Checkpoint, arguments: LoadArguments) -> tuple[str, ...]:
+    notes = []
+    if arguments.load_module_only:
+        notes.append("load_module_only: optimizer, scheduler and counters are left as they were")
+    elif not arguments.load_optimizer_states:
+        notes.append("load_optimizer_states=False: optimizer states are left as they were; masters are the weights")
+    if not checkpoint.catalog.parameters:
+        notes.append("the checkpoint holds no trained parameters")
+    return tuple(notes)
+
+
+class _Clock:
+    """Wall-clock seconds by phase."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start

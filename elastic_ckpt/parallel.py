@@ -1,0 +1,84 @@
+"""The few collectives of a load: who am I, agree, share, broadcast.
+
+All functions are called by every rank of the job, in the same order. They run on the default process
+group of ``torch.distributed`` and turn into local no-ops when none is initialised.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from elastic_ckpt.errors import ElasticCkptError
+
+T = TypeVar("T")
+
+
+def rank() -> int:
+    """Global rank of this process (0 without a process group)."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """Number of ranks in the job (1 without a process group)."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def share(item: T) -> list[T]:
+    """Give every rank the list of all ranks' items, in rank order."""
+    if world_size() == 1:
+        return [item]
+    items: list[Any] = [None] * world_size()
+    dist.all_gather_object(items, item)
+    return items
+
+
+def broadcast(item: T | None, src: int) -> T:
+    """Give every rank the item that rank ``src`` passed in; the others' items are ignored."""
+    box = [item]
+    if world_size() > 1:
+        dist.broadcast_object_list(box, src=src)
+    return box[0]  # type: ignore[return-value]
+
+
+@contextmanager
+def agreement(doing: str) -> Iterator[None]:
+    """Run the body on every rank, then agree: if any rank failed, the same error is raised on all.
+
+    The body must not contain collectives that a failing rank would leave the others waiting in.
+
+    Args:
+        doing: what the body does ("plan the load"), for errors that nobody foresaw.
+
+    Raises:
+        ElasticCkptError: the failure of the lowest failing rank, with its ``rank`` filled in.
+    """
+    mine: ElasticCkptError | None = None
+    cause: Exception | None = None
+    try:
+        yield
+    except ElasticCkptError as error:
+        mine = error
+        if mine.rank is None:
+            mine.rank = rank()
+    except Exception as error:  # any other failure must reach all ranks too, or they hang
+        cause = error
+        mine = _unforeseen(doing, error)
+    failures = [error for error in share(mine) if error is not None]
+    if failures:
+        raise failures[0] from cause
+
+
+def _unforeseen(doing: str, error: Exception) -> ElasticCkptError:
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return ElasticCkptError(
+        f"failed to {doing}: {type(error).__name__}: {error}",
+        file=getattr(error, "filename", None),
+        found=f"raised at {where.filename}:{where.lineno}",
+        remedy='this was not foreseen; "elastic_checkpoint": {"mode": "off"} gives DeepSpeed\'s own loader',
+        rank=rank(),
+    )

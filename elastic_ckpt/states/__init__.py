@@ -1,0 +1,1 @@
+"""What optimizer states are, and where each optimizer keeps its step count."""

@@ -1,0 +1,23 @@
+"""Packaging of elastic_ckpt; tools are configured in pyproject.toml."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+setup(
+    name="elastic_ckpt",
+    version="0.1.0",
+    description="Resume any DeepSpeed checkpoint on any number of ranks and any ZeRO stage, with no conversion step",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="MIT",
+    packages=find_packages(include=["elastic_ckpt", "elastic_ckpt.*"]),
+    python_requires=">=3.10",
+    install_requires=["torch>=2.13", "deepspeed>=0.19.8", "pydantic>=2.0", "tqdm>=4.60", "rich>=13.0", "numpy"],
+    extras_require={
+        "test": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "matplotlib"],
+        "plots": ["matplotlib"],
+        "bitsandbytes": ["bitsandbytes>=0.50"],
+        "megatron": ["megatron-core>=0.16.1"],
+    },
+)

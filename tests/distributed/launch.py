@@ -1,0 +1,87 @@
+"""Start real gloo processes for a test, with a time limit, and stop just those."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def environment(extensions_dir: str) -> dict[str, str]:
+    """What every test process gets: one thread, CPU accelerator, its own place for DeepSpeed's JIT builds."""
+    return {
+        **os.environ,
+        "TORCH_EXTENSIONS_DIR": extensions_dir,
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "LOCAL_SIZE": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")])),
+        "PYTHONUNBUFFERED": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def start(command: Sequence[str], env: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+    """Start a process in a session of its own, so that its children can be ended with it."""
+    with log.open("wb") as stream:
+        return subprocess.Popen(command, env=env, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a process started by :func:`start`, and its children."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def run_ranks(world_size: int, job: str, arguments: dict, extensions_dir: str, timeout: float = 300) -> None:
+    """Run ``job`` of :mod:`tests.distributed.jobs` on ``world_size`` processes; fail with their output.
+
+    Args:
+        world_size: number of gloo processes.
+        job: name of a function in ``jobs.py``, called as ``job(arguments)`` on every rank.
+        arguments: JSON-serialisable.
+        extensions_dir: where DeepSpeed may build its extensions.
+        timeout: seconds until all of them are ended.
+    """
+    port = free_port()
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [Path(folder) / f"rank{rank}.log" for rank in range(world_size)]
+        processes = []
+        for rank in range(world_size):
+            env = environment(extensions_dir) | {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(world_size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
+            command = [sys.executable, "-m", "tests.distributed.jobs", job, json.dumps(arguments)]
+            processes.append(start(command, env, logs[rank]))
+        try:
+            codes = [process.wait(timeout) for process in processes]
+        except subprocess.TimeoutExpired:
+            codes = [process.poll() for process in processes]
+        finally:
+            for process in processes:
+                end(process)
+        if any(code != 0 for code in codes):
+            outputs = "\n".join(f"--- rank {r}, exit {c}\n{logs[r].read_text()[-6000:]}" for r, c in enumerate(codes))
+            raise AssertionError(
+                f"{job} on {world_size} ranks failed (None: still running at the time limit)\n{outputs}"
+            )

@@ -1,0 +1,143 @@
+"""A tiny model that has what goes wrong in practice, its data, and its engines."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import nn
+
+GLOBAL_BATCH = 12
+VOCABULARY = 37
+
+
+class TinyLM(nn.Module):
+    """Odd sizes, a tied head, parameters without a gradient, buffers of two dtypes that change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.embedding = nn.Embedding(VOCABULARY, 13)
+        self.hidden = nn.Linear(13, 29)
+        self.norm = nn.LayerNorm(29)
+        self.back = nn.Linear(29, 13, bias=False)
+        self.gain = nn.Parameter(torch.ones(1))
+        self.head = nn.Linear(13, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+        self.never_used = nn.Parameter(torch.randn(5, 7))
+        self.register_buffer("ticks", torch.zeros(1, dtype=torch.int64))
+        self.register_buffer("trace", torch.zeros(3, 5))
+        self.register_buffer("scratch", torch.zeros(4), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.ticks += 1
+        self.trace += 0.125
+        hidden = torch.tanh(self.norm(self.hidden(self.embedding(tokens[:, :-1]))))
+        logits = self.head(self.back(hidden) * self.gain)
+        return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def batch(step: int, dp: int, rank: int) -> torch.Tensor:
+    """This rank's rows of the global batch of one step; the same global batch at every degree."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    tokens = torch.randint(0, VOCABULARY, (GLOBAL_BATCH, 8), generator=generator)
+    return tokens[rank::dp]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One kind of engine.
+
+    Attributes:
+        stage: ZeRO stage.
+        bf16: bf16 weights with fp32 masters; else fp32.
+        optimizer: ``adamw``, ``adam_amsgrad`` or ``cpuadam``.
+        zero: more entries of ``zero_optimization``.
+        groups: ``several`` param groups, or ``one``.
+        config: more top-level entries of the DeepSpeed config.
+    """
+
+    stage: int
+    bf16: bool = False
+    optimizer: str = "adamw"
+    zero: tuple[tuple[str, Any], ...] = ()
+    groups: str = "several"
+    config: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def name(self) -> str:
+        extra = "".join(f"-{key}" for key, _ in self.zero)
+        groups = "" if self.groups == "several" else f"-{self.groups}group"
+        return f"z{self.stage}-{'bf16' if self.bf16 else 'fp32'}-{self.optimizer}{extra}{groups}"
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def setup_from_json(values: dict[str, Any]) -> Setup:
+    pairs = {key: tuple(tuple(pair) for pair in values[key]) for key in ("zero", "config")}
+    return Setup(**{**values, **pairs})
+
+
+def param_groups(model: TinyLM, kind: str) -> list[dict[str, Any]]:
+    named = dict(model.named_parameters())
+    if kind == "one":
+        return [{"params": list(named.values()), "lr": 1e-2, "weight_decay": 0.01}]
+    plain = ("hidden.bias", "norm.weight", "norm.bias", "gain")
+    return [
+        {"params": [p for n, p in named.items() if n not in plain], "lr": 1e-2, "weight_decay": 0.1, "name": "decay"},
+        {"params": [named[n] for n in plain], "lr": 3e-3, "weight_decay": 0.0, "betas": (0.8, 0.95), "name": "plain"},
+    ]
+
+
+def build_optimizer(model: TinyLM, setup: Setup) -> torch.optim.Optimizer:
+    groups = param_groups(model, setup.groups)
+    if setup.optimizer == "cpuadam":
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        return DeepSpeedCPUAdam(groups)
+    if setup.optimizer == "adam_amsgrad":
+        return torch.optim.Adam(groups, amsgrad=True)
+    if setup.optimizer == "sgd":
+        return torch.optim.SGD(groups, momentum=0.9)
+    return torch.optim.AdamW(groups)
+
+
+def build_engine(setup: Setup, model: nn.Module | None = None) -> Any:
+    """A live DeepSpeed engine on the default process group."""
+    model = TinyLM() if model is None else model
+    optimizer = build_optimizer(model, setup)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5)
+    config = {
+        "train_batch_size": GLOBAL_BATCH,
+        "train_micro_batch_size_per_gpu": GLOBAL_BATCH // dist.get_world_size(),
+        "zero_optimization": {"stage": setup.stage, **dict(setup.zero)},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": setup.bf16},
+        **dict(setup.config),
+    }
+    return deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)[0]
+
+
+def train(engine: Any, first: int, last: int) -> list[float]:
+    """Train steps ``first`` to ``last``, excluding ``last``; mean losses over all ranks."""
+    losses = []
+    for step in range(first, last):
+        loss = engine(batch(step, dist.get_world_size(), dist.get_rank()))
+        engine.backward(loss)
+        engine.step()
+        mean = loss.detach().float().clone()
+        dist.all_reduce(mean)
+        losses.append(mean.item() / dist.get_world_size())
+    return losses
+
+
+def close(engine: Any) -> None:
+    """Free an engine so that the next one of this process starts clean."""
+    engine.destroy()
+    gc.collect()
