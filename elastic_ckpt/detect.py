@@ -36,8 +36,13 @@ def find_checkpoint(load_dir: str, tag: str | None, prefer_universal: bool, trus
         if found is None and list_tags(load_dir):
             raise _no_such_tag(load_dir, f"the tag {str(tag)!r} that load_checkpoint was given", str(tag))
         return found
-    choices = [found for found in (_follow(load_dir, LATEST), _follow(load_dir, LATEST_UNIVERSAL)) if found]
+    named = [(latest, _read_latest(load_dir, latest)) for latest in (LATEST, LATEST_UNIVERSAL)]
+    choices = [found for _, tag in named if tag and (found := look_at(load_dir, tag))]
     if not choices:
+        for latest, missing in named:
+            if missing:
+                wanted = f"the tag {missing!r} that {os.path.join(load_dir, latest)} names"
+                raise _no_such_tag(load_dir, wanted, missing)
         if list_tags(load_dir):
             raise _no_such_tag(load_dir, f"a file {LATEST!r} that names the tag to load", None)
         return None
@@ -66,16 +71,22 @@ def list_tags(load_dir: str) -> list[str]:
     return [entry.name for entry in sorted(entries, key=lambda entry: entry.stat().st_mtime, reverse=True)]
 
 
-def _follow(load_dir: str, latest: str) -> Found | None:
+def _read_latest(load_dir: str, latest: str) -> str | None:
+    """The tag that a ``latest`` file names, or ``None`` where there is no such file."""
     path = os.path.join(load_dir, latest)
     if not os.path.isfile(path):
         return None
     with open(path, encoding="utf-8") as stream:
         tag = stream.read().strip()
-    found = look_at(load_dir, tag) if tag else None
-    if found is None:
-        raise _no_such_tag(load_dir, f"the tag {tag!r} that {path} names", tag)
-    return found
+    if not tag or os.path.isabs(tag) or ".." in tag.split("/"):
+        raise NotFoundError(
+            "this file does not name a tag below its own folder",
+            file=path,
+            expected="the name of a folder beside it",
+            found=repr(tag),
+            remedy=f"write the tag's name into it, or call load_checkpoint({load_dir!r}, tag=...)",
+        )
+    return tag
 
 
 def _no_such_tag(load_dir: str, wanted: str, tag: str | None) -> NotFoundError:

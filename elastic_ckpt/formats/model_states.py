@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from elastic_ckpt.catalog import HostState
-from elastic_ckpt.errors import DamagedError
+from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.pickled import PickledFile, TensorRef, materialise
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size")
@@ -40,7 +40,6 @@ class ModelShard:
         counters: see :class:`elastic_ckpt.catalog.HostState`.
         ds_version: DeepSpeed version.
         zero: the ``zero_optimization`` section of the run's DeepSpeed config.
-        parallel: declared parallel dimensions other than data-parallel, where present.
     """
 
     path: str
@@ -56,7 +55,6 @@ class ModelShard:
     counters: Mapping[str, Any]
     ds_version: str
     zero: Mapping[str, Any]
-    parallel: Mapping[str, Any]
 
 
 def index_model_states(file: PickledFile, dp_rank: int) -> ModelShard:
@@ -66,6 +64,7 @@ def index_model_states(file: PickledFile, dp_rank: int) -> ModelShard:
         DamagedError: an entry that DeepSpeed always writes is missing or of another kind.
     """
     module = file.section("module") or {}
+    _refuse_extra_state(file, module)
     weights = {name: ref for name, ref in module.items() if isinstance(ref, TensorRef)}
     buffers = tuple(name for name in file.section("buffer_names") if name in weights)
     tree = file.tree
@@ -83,8 +82,21 @@ def index_model_states(file: PickledFile, dp_rank: int) -> ModelShard:
         counters={key: file.section(key) for key in _COUNTERS if key in tree or key != "global_samples"},
         ds_version=str(file.section("ds_version")),
         zero=_zero_section(file),
-        parallel=dict(tree.get("checkpoint_parallel_dimensions") or {}),
     )
+
+
+def _refuse_extra_state(file: PickledFile, module: Mapping[str, Any]) -> None:
+    """``nn.Module.get_extra_state``: Python state inside the module, which nothing here would restore."""
+    for name, value in module.items():
+        if name.endswith("_extra_state") and value is not None:
+            raise UnsupportedError(
+                "a module keeps extra state (get_extra_state), which is not supported yet",
+                parameter=name,
+                file=file.path,
+                expected="None",
+                found=type(value).__name__,
+                remedy="load at the topology it was saved with",
+            )
 
 
 def _named_shapes(shapes: Mapping[str, Any]) -> tuple[tuple[str, Shape], ...]:
@@ -113,8 +125,12 @@ def _checksum(file: PickledFile, refs: list[TensorRef]) -> int:
 
 
 def read_host_state(file: PickledFile, loss_scaler: Any, overflow: bool) -> HostState:
-    """The Python side of a model-states file, with its small tensors read."""
-    rest = {key: value for key, value in file.tree.items() if key not in ("module", "optimizer", "lr_scheduler")}
+    """The Python side of a model-states file, with its small tensors read.
+
+    Weights stay where they are; frozen fragments too, which DeepSpeed's own loader hands out as "client state".
+    """
+    left_out = ("module", "optimizer", "lr_scheduler", "frozen_param_fragments")
+    rest = {key: value for key, value in file.tree.items() if key not in left_out}
     return HostState(
         counters={key: file.tree[key] for key in _COUNTERS if key in file.tree},
         lr_scheduler=materialise(file, file.tree.get("lr_scheduler")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,7 +56,7 @@ def read_native(found: Found, options: ReadOptions) -> Checkpoint:
     models = [item for item in indexed if isinstance(item, ModelShard)]
     optimizers = [item for item in indexed if isinstance(item, OptimizerShard)]
     with parallel.agreement("fit the checkpoint's files together"):
-        _check_belong_together(found, models, optimizers)
+        _check_belong_together(models, optimizers)
         own = parallel.rank() if len(models) == parallel.world_size() else 0
         catalog = _build_catalog(found, models, optimizers, own)
     with parallel.agreement("compare shards with the saved weights"):
@@ -113,22 +114,16 @@ def _index_optimizer(file: PickledFile, dp_rank: int) -> OptimizerShard:
     return index_zero3(file, dp_rank) if "fp32_flat_groups" in state else index_zero12(file, dp_rank)
 
 
-def _check_belong_together(found: Found, models: list[ModelShard], optimizers: list[OptimizerShard]) -> None:
+def _check_belong_together(models: list[ModelShard], optimizers: list[OptimizerShard]) -> None:
     shards.check_same_save(optimizers)
     model_states.check_same_save(models)
-    dp = len(optimizers)
-    for what, path, count in [
-        ("partition_count", optimizers[0].path, set(optimizers[0].partition_count)),
-        ("dp_world_size", models[0].path, {models[0].counters.get("dp_world_size", dp)}),
-    ] + ([("number of model-states files", models[0].path, {len(models)})] if optimizers[0].zero_stage == 3 else []):
-        if count != {dp}:
-            raise DamagedError(
-                f"the number of optimizer-states files does not fit {what}",
-                file=path,
-                expected=f"{', '.join(map(str, sorted(count, key=str)))} files of ranks 0, 1, ...",
-                found=f"{dp} files in {found.folder}",
-                remedy="a shard is missing, or files of another save are in the folder: restore it",
-            )
+    optimizer_paths = [shard.path for shard in optimizers]
+    model_paths = [shard.path for shard in models]
+    for count in optimizers[0].partition_count or (len(optimizers),):
+        _check_count(optimizer_paths, count, "partition_count of the optimizer-states files")
+    _check_count(optimizer_paths, int(models[0].counters["dp_world_size"]), f"dp_world_size in {models[0].path}")
+    if optimizers[0].zero_stage == 3:
+        _check_count(model_paths, len(optimizers), "the number of optimizer-states files")
     if len(models[0].param_shapes) != len(optimizers[0].flats):
         raise DamagedError(
             "model-states and optimizer-states files are of different saves",
@@ -137,6 +132,26 @@ def _check_belong_together(found: Found, models: list[ModelShard], optimizers: l
             found=len(optimizers[0].flats),
             remedy="restore the folder from its original",
         )
+
+
+def _check_count(paths: list[str], expected: int, according_to: str) -> None:
+    """There must be one file for each of ``expected`` ranks; names the first that is missing or too many."""
+    if len(paths) == expected:
+        return
+    offender = paths[expected] if len(paths) > expected else _of_rank(paths[0], len(paths))
+    raise DamagedError(
+        f"a file of the checkpoint is {'missing' if len(paths) < expected else 'one too many'}",
+        file=offender,
+        expected=f"{expected} files, according to {according_to}",
+        found=f"{len(paths)} files, {os.path.basename(paths[0])} to {os.path.basename(paths[-1])}",
+        remedy="restore the missing shards, or remove those of another save",
+    )
+
+
+def _of_rank(path: str, rank: int) -> str:
+    """The path of rank 0's file, turned into another rank's."""
+    folder, name = os.path.split(path)
+    return os.path.join(folder, name.replace("zero_pp_rank_0_", f"zero_pp_rank_{rank}_"))
 
 
 def _build_catalog(found: Found, models: list[ModelShard], optimizers: list[OptimizerShard], own: int) -> Catalog:

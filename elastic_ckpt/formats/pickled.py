@@ -31,7 +31,6 @@ class TensorRef:
         shape: its shape.
         stride: its strides, in elements.
         byte_offset: absolute offset of its first element in the file.
-        storage_end: absolute offset of the end of the storage it views, in bytes.
         is_parameter: whether it was saved as ``nn.Parameter``.
     """
 
@@ -39,7 +38,6 @@ class TensorRef:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     byte_offset: int
-    storage_end: int
     is_parameter: bool = False
 
     @property
@@ -101,8 +99,8 @@ def open_pickled(path: str, trust_pickle: bool = False) -> PickledFile:
             loaded = torch.load(path, map_location="cpu", weights_only=not trust_pickle)
     except pickle.UnpicklingError as error:
         raise _unsafe_or_damaged(path, error) from error
-    except (RuntimeError, OSError, EOFError, KeyError, ValueError, AttributeError, TypeError) as error:
-        raise _unreadable(path, f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # noise in a pickle can make the unpickler raise anything at all
+        raise _unreadable(path, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
     nbytes = os.path.getsize(path)
     return PickledFile(path, nbytes, replace_leaves(loaded, lambda leaf: _to_ref(leaf, path, nbytes)))
 
@@ -168,17 +166,26 @@ def _to_ref(leaf: Any, path: str, nbytes: int) -> Any:
         if leaf.numel():
             raise _unreadable(path, f"a {type(leaf).__name__} of shape {tuple(leaf.shape)} without an offset")
         base = 0
-    end = base + storage.nbytes()
+    start = int(base + leaf.storage_offset() * leaf.element_size())
+    shape, stride = tuple(leaf.shape), tuple(leaf.stride())
+    # the storage too, but also the tensor itself: sizes in a pickle are only claims
+    end = max(base + storage.nbytes(), start + _reach(shape, stride) * leaf.element_size())
     if end > nbytes:
-        raise _unreadable(path, f"{nbytes} bytes, but a tensor of {tuple(leaf.shape)} ends at byte {end}")
+        raise _unreadable(path, f"{nbytes} bytes, but a tensor of {shape} ends at byte {end}")
     return TensorRef(
         dtype=dtype,
-        shape=tuple(leaf.shape),
-        stride=tuple(leaf.stride()),
-        byte_offset=int(base + leaf.storage_offset() * leaf.element_size()),
-        storage_end=end,
+        shape=shape,
+        stride=stride,
+        byte_offset=start,
         is_parameter=isinstance(leaf, torch.nn.Parameter),
     )
+
+
+def _reach(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    """Elements from the first to the last one that a tensor touches, both included."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
 def materialise(file: PickledFile, node: Any) -> Any:
@@ -192,7 +199,7 @@ def materialise(file: PickledFile, node: Any) -> Any:
             if leaf.numel == 0:
                 return torch.empty(leaf.shape, dtype=dtype)
             stream.seek(leaf.byte_offset)
-            reach = 1 + sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride, strict=True))
+            reach = _reach(leaf.shape, leaf.stride)
             raw = stream.read(reach * dtype.itemsize)
             if len(raw) != reach * dtype.itemsize:
                 raise _unreadable(file.path, f"end of file inside the tensor at byte {leaf.byte_offset}")

@@ -67,6 +67,13 @@ class OptimizerShard:
     overflow: bool
 
 
+def partition_counts(saved: Any) -> tuple[int, ...]:
+    """``partition_count`` as DeepSpeed writes it (a number, or one a group) in one form; empty where not recorded."""
+    if saved is None:
+        return ()
+    return tuple(int(count) for count in saved) if isinstance(saved, (list, tuple)) else (int(saved),)
+
+
 def flat_ref(file: PickledFile, what: str, ref: Any) -> TensorRef:
     """Check that a saved object is a dense 1-D tensor.
 

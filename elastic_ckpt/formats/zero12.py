@@ -15,7 +15,7 @@ from typing import Any
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.pickled import PickledFile
-from elastic_ckpt.formats.shards import FlatShard, OptimizerShard, flat_ref, read_groups, sort_states
+from elastic_ckpt.formats.shards import FlatShard, OptimizerShard, flat_ref, partition_counts, read_groups, sort_states
 from elastic_ckpt.geometry import Placement, contiguous_partition, group_offsets
 
 
@@ -39,13 +39,12 @@ def index_zero12(file: PickledFile, dp_rank: int) -> OptimizerShard:
     masters = file.section("optimizer_state_dict", "single_partition_of_fp32_groups")
     paddings = file.section("optimizer_state_dict", "group_paddings")
     alignments = state.get("param_alignment_paddings") or [None] * len(masters)
-    partition_count = state.get("partition_count")
     scaler = state.get("loss_scaler")
     return OptimizerShard(
         path=file.path,
         nbytes=file.nbytes,
         dp_rank=dp_rank,
-        partition_count=tuple(partition_count) if isinstance(partition_count, list) else (partition_count,),
+        partition_count=partition_counts(state.get("partition_count")),
         zero_stage=int(state.get("zero_stage", 1)),
         ds_version=str(state.get("ds_version")),
         flats=tuple(

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.pickled import PickledFile
-from elastic_ckpt.formats.shards import FlatShard, OptimizerShard, flat_ref, read_groups, sort_states
+from elastic_ckpt.formats.shards import FlatShard, OptimizerShard, flat_ref, partition_counts, read_groups, sort_states
 from elastic_ckpt.geometry import Placement, per_parameter_numel, per_parameter_partition
 
 
@@ -47,7 +47,7 @@ def index_zero3(file: PickledFile, dp_rank: int) -> OptimizerShard:
         path=file.path,
         nbytes=file.nbytes,
         dp_rank=dp_rank,
-        partition_count=(state.get("partition_count"),),
+        partition_count=partition_counts(state.get("partition_count")),
         zero_stage=3,
         ds_version=str(file.tree.get("ds_version")),
         flats=tuple(flats),

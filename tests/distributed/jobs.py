@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import elastic_ckpt
+from tests.distributed import model as models
 from tests.distributed import truth as oracle
 from tests.distributed.model import build_engine, close, setup_from_json, train
 
@@ -21,12 +22,20 @@ CONTINUE_TO = 7
 
 
 def save(arguments: dict[str, Any]) -> None:
-    """Train each setup to step ``SAVE_AT``, save it, write down the truth, and train on for the reference losses."""
+    """Train each setup to step ``SAVE_AT``, save it, write down the truth, and train on for the reference losses.
+
+    ``first`` (of the data) and ``steps`` make another run of the same shapes. ``steps`` of 0 saves without truth.
+    """
+    first, count = arguments.get("first", 0), arguments.get("steps", SAVE_AT)
     for setup in map(setup_from_json, arguments["setups"]):
         folder = os.path.join(arguments["folder"], f"{setup.name}-dp{dist.get_world_size()}")
-        engine = build_engine(setup)
-        train(engine, 0, SAVE_AT)
-        engine.save_checkpoint(folder, tag="step4", client_state={"note": "hello", "epoch": 3, "rng": [1, 2, 3]})
+        engine = build_engine(setup, models.BUILDERS[arguments.get("model", "TinyLM")]())
+        train(engine, first, first + count)
+        client_state = {"note": "hello", "epoch": 3, "rng": [1, 2, 3], "tensor": torch.arange(6).view(2, 3).t()}
+        engine.save_checkpoint(folder, tag="step4", client_state=client_state)
+        if count == 0:
+            close(engine)
+            continue
         oracle.relink(engine)
         truth = oracle.gather(engine, oracle.state_keys(engine))
         truth["losses"] = train(engine, SAVE_AT, CONTINUE_TO)
@@ -34,6 +43,17 @@ def save(arguments: dict[str, Any]) -> None:
             torch.save(truth, os.path.join(folder, "truth.pt"))
         close(engine)
         dist.barrier()
+
+
+def save_untruthful(arguments: dict[str, Any]) -> None:
+    """Train and save, without a truth: for models whose frozen parts DeepSpeed's getters cannot read."""
+    for setup in map(setup_from_json, arguments["setups"]):
+        engine = build_engine(setup, models.BUILDERS[arguments["model"]]())
+        train(engine, 0, SAVE_AT)
+        engine.save_checkpoint(
+            os.path.join(arguments["folder"], f"{setup.name}-dp{dist.get_world_size()}"), tag="step4"
+        )
+        close(engine)
 
 
 def load(arguments: dict[str, Any]) -> None:
@@ -51,6 +71,7 @@ def load(arguments: dict[str, Any]) -> None:
             assert engine.elastic_report.source.format == source["format"], where
             assert os.path.isfile(path), where
             assert client_state["note"] == "hello" and client_state["epoch"] == 3, where
+            assert torch.equal(client_state["tensor"], torch.arange(6).view(2, 3).t()), where
             oracle.assert_equal(engine, truth, where)
             if number in target.get("continue", [0]):
                 losses = train(engine, SAVE_AT, CONTINUE_TO)
@@ -60,6 +81,248 @@ def load(arguments: dict[str, Any]) -> None:
             else:
                 train(engine, 100 + number, 101 + number)  # leave other values for the next load to replace
         close(engine)
+
+
+def refuse(arguments: dict[str, Any]) -> None:
+    """Every damaged folder raises the expected error, the same on all ranks, and leaves the engine untouched."""
+    elastic_ckpt.install()
+    engines: dict[str, Any] = {}
+    for case in arguments["cases"]:
+        setup = setup_from_json(case.get("setup") or arguments["setup"])
+        key = repr((setup, case.get("model")))
+        if key not in engines:
+            engines[key] = build_engine(setup, models.BUILDERS[case.get("model", "TinyLM")]())
+            train(engines[key], 50, 52)
+        engine = engines[key]
+        before = oracle.fingerprint(engine)
+        message = expect_error(case, engine)
+        oracle.agree(message)
+        for detail in case["says"]:
+            assert detail in message, f"{case['name']}: {detail!r} is not in:\n{message}"
+        after = oracle.fingerprint(engine)
+        changed = [what for what in before if before[what] != after[what]]
+        assert not changed, f"{case['name']}: a refused load changed {changed}"
+        assert engine.elastic_report is None, case["name"]
+        train(engine, 52, 53)
+
+
+def expect_error(case: dict[str, Any], engine: Any) -> str:
+    """The text of the error that loading this case raises; fails where it is missing or of another kind."""
+    try:
+        engine.load_checkpoint(case["folder"], **case.get("arguments", {}))
+    except elastic_ckpt.ElasticCkptError as error:
+        assert type(error).__name__ == case["error"], f"{case['name']}: {type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError(f"{case['name']}: loaded without an error")
+
+
+def break_reading(arguments: dict[str, Any]) -> None:
+    """A disk that fails after the plan was agreed on: an error on all ranks that says the engine is spoilt."""
+    elastic_ckpt.install()
+    engine = build_engine(setup_from_json(arguments["setup"]))
+    real = os.preadv
+
+    def failing(descriptor: int, buffers: Any, offset: int) -> int:
+        raise OSError(5, "Input/output error")
+
+    os.preadv = failing if dist.get_rank() == dist.get_world_size() - 1 else real
+    case = {"name": "broken disk", "error": "PartialLoadError", **arguments}
+    message = expect_error(case, engine)
+    oracle.agree(message)
+    assert "must not be trained or saved" in message and "Input/output error" in message, message
+    os.preadv = real
+    engine.load_checkpoint(arguments["folder"])
+    truth = torch.load(os.path.join(arguments["folder"], "truth.pt"), weights_only=False)
+    oracle.assert_equal(engine, truth, "loading again after a broken read")
+
+
+def same_as_deepspeed(arguments: dict[str, Any]) -> None:
+    """At the saved topology, every combination of arguments does what DeepSpeed's own loader does."""
+    for case in arguments["cases"]:
+        setup = setup_from_json(case["setup"])
+        results = []
+        for ours in (False, True):
+            (elastic_ckpt.install if ours else elastic_ckpt.uninstall)()
+            engine = build_engine(setup)
+            if case.get("trained", True):
+                train(engine, 60, 62)
+            path, client_state = engine.load_checkpoint(case["folder"], **case["arguments"])
+            assert not ours or engine.elastic_report is not None, f"{case}: DeepSpeed's own path ran"
+            keys = oracle.state_keys(engine) if engine.optimizer.optimizer.state else []
+            if keys:
+                oracle.relink(engine)
+            held = oracle.gather(engine, keys)
+            results.append((path, sorted(client_state), held, train(engine, 4, 6)))
+            close(engine)
+        (path, keys, held, losses), (our_path, our_keys, our_held, our_losses) = results
+        assert path == our_path, (case, path, our_path)
+        assert [key for key in keys if key != "frozen_param_fragments"] == our_keys, (case, keys, our_keys)
+        for kind in ("masters", "states", "weights", "buffers"):
+            assert held[kind].keys() == our_held[kind].keys(), (case, kind)
+            for key, expected in held[kind].items():
+                assert torch.equal(expected, our_held[kind][key]), f"{case}: {kind} {key}"
+        for kind in ("steps", "groups", "counters", "scheduler"):
+            assert held[kind] == our_held[kind], (case, kind, held[kind], our_held[kind])
+        assert losses == our_losses, (case, losses, our_losses)
+    elastic_ckpt.uninstall()
+
+
+def delegate(arguments: dict[str, Any]) -> None:
+    """What is DeepSpeed's stays DeepSpeed's."""
+    elastic_ckpt.install()
+    plain, sgd = arguments["plain"], arguments["sgd"]
+    truth = torch.load(os.path.join(sgd, "truth.pt"), weights_only=False)
+
+    engine = build_engine(setup_from_json(arguments["sgd_setup"]))
+    engine._config.load_universal_checkpoint = True  # left on by mistake: must not break a native resume
+    path, client_state = engine.load_checkpoint(sgd)
+    assert engine.elastic_report is None and path.endswith("model_states.pt") and client_state["note"] == "hello"
+    assert engine.load_universal_checkpoint() is True
+    oracle.assert_equal(engine, truth, "an optimizer that only DeepSpeed knows, at its own topology")
+
+    seen = []
+    engine._config.load_universal_checkpoint = False
+    engine.load_checkpoint(sgd, custom_load_fn=lambda src, dst: seen.append(sorted(src)))
+    assert seen and "hidden.weight" in seen[0] and engine.elastic_report is None
+    assert engine.load_checkpoint(arguments["empty"]) == (None, None)
+    assert engine.load_checkpoint(os.path.join(arguments["empty"], "nowhere")) == (None, None)
+    close(engine)
+
+    engine = build_engine(setup_from_json(arguments["require_setup"]))
+    for folder, error, arguments_ in (
+        (arguments["empty"], "NotFoundError", {}),
+        (plain, "UnsupportedError", {"custom_load_fn": print}),
+    ):
+        case = {"name": "require", "folder": folder, "error": error, "arguments": arguments_}
+        oracle.agree(expect_error(case, engine))
+    engine.load_checkpoint(plain)
+    assert engine.elastic_report is not None
+    close(engine)
+
+    engine = build_engine(setup_from_json(arguments["off_setup"]))
+    engine.load_checkpoint(plain)
+    assert engine.elastic_report is None, "mode off"
+    close(engine)
+
+
+def never_stepped(arguments: dict[str, Any]) -> None:
+    """A checkpoint saved before the first step clears the states that the engine has by now."""
+    elastic_ckpt.install()
+    for case in arguments["cases"]:
+        setup = setup_from_json(case["setup"])
+        reference = build_engine(setup)
+        expected = train(reference, 0, 3)
+        close(reference)
+        engine = build_engine(setup)
+        train(engine, 20, 22)
+        engine.load_checkpoint(case["folder"])
+        assert not any(engine.optimizer.optimizer.state.values()), "states are left over"
+        assert any("before the first step" in note for note in engine.elastic_report.notes)
+        losses = train(engine, 0, 3)
+        assert losses == expected, (case, losses, expected)
+        close(engine)
+
+
+def not_strict(arguments: dict[str, Any]) -> None:
+    """``load_module_strict=False`` restores what matches, leaves the rest fresh, and says so."""
+    elastic_ckpt.install()
+    for case in arguments["cases"]:
+        setup = setup_from_json(case["setup"])
+        truth = torch.load(os.path.join(case["folder"], "truth.pt"), weights_only=False)
+        richer = build_engine(setup, models.RicherLM())
+        train(richer, 20, 22)
+        before = oracle.gather(richer, [])
+        richer.load_checkpoint(case["folder"], load_module_strict=False)
+        assert richer.elastic_report.fresh == ("new_buffer", "newcomer"), richer.elastic_report
+        oracle.relink(richer)
+        held = oracle.gather(richer, ["exp_avg", "exp_avg_sq"])
+        assert torch.equal(held["masters"].pop("newcomer"), before["masters"]["newcomer"])
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert not held["states"].pop(("newcomer", key)).any()
+        assert held["masters"].keys() == truth["masters"].keys()
+        for kind in ("masters", "states"):
+            for key, expected in truth[kind].items():
+                assert torch.equal(held[kind][key], expected), (case, kind, key)
+        train(richer, 22, 23)
+        close(richer)
+        poorer = build_engine(setup, models.PoorerLM())
+        poorer.load_checkpoint(case["folder"], load_module_strict=False)
+        assert poorer.elastic_report.ignored == ("never_used",), poorer.elastic_report
+        oracle.relink(poorer)
+        held = oracle.gather(poorer, ["exp_avg", "exp_avg_sq"])
+        for kind in ("masters", "states"):
+            for key, found in held[kind].items():
+                assert torch.equal(truth[kind][key], found), (case, kind, key)
+        close(poorer)
+
+
+def frozen(arguments: dict[str, Any]) -> None:
+    """Frozen weights come back at another degree and stage."""
+    elastic_ckpt.install()
+    for case in arguments["cases"]:
+        engine = build_engine(setup_from_json(case["setup"]), models.HalfFrozenLM())
+        with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
+            if dist.get_rank() == 0:
+                engine.module.embedding.weight.data.mul_(3)
+        dist.barrier()
+        engine.load_checkpoint(case["folder"])
+        expected = models.HalfFrozenLM().embedding.weight.to(engine.module.embedding.weight.dtype)
+        found = oracle.low_precision(engine)["embedding.weight"]
+        assert torch.equal(found, expected), f"{case}: frozen weights differ"
+        assert engine.elastic_report.restored["frozen parameters"] == 1
+        close(engine)
+
+
+def save_again(arguments: dict[str, Any]) -> None:
+    """Elastic load, save, load that with DeepSpeed alone: the same state. And loading twice is the same as once."""
+    for number, case in enumerate(arguments["cases"]):
+        setup = setup_from_json(case["setup"])
+        truth = torch.load(os.path.join(case["folder"], "truth.pt"), weights_only=False)
+        folder = os.path.join(arguments["folder"], str(number))
+        elastic_ckpt.install()
+        engine = build_engine(setup)
+        engine.load_checkpoint(case["folder"])
+        engine.load_checkpoint(case["folder"])
+        oracle.assert_equal(engine, truth, "loaded twice")
+        engine.save_checkpoint(folder)
+        close(engine)
+        elastic_ckpt.uninstall()
+        engine = build_engine(setup)
+        engine.load_checkpoint(folder)
+        oracle.assert_equal(engine, truth, f"{case}: saved again, loaded by DeepSpeed")
+        close(engine)
+
+
+def frugal(arguments: dict[str, Any]) -> None:
+    """Each metadata file is opened once in the job, and a rank reads what it owns, not more."""
+    elastic_ckpt.install()
+    for case in arguments["cases"]:
+        engine = build_engine(setup_from_json(case["setup"]), models.BigLM())
+        before = read_so_far()
+        engine.load_checkpoint(case["folder"])
+        report = engine.elastic_report
+        total = torch.tensor([report.files_opened, report.nbytes_read, read_so_far() - before])
+        dist.all_reduce(total)
+        files = sum(len(names) for _, _, names in os.walk(os.path.join(case["folder"], report.source.tag)))
+        assert total[0] == files, (case, total, files)
+        owned = 12 * sum(numel_of(param) for param in engine.module.parameters())
+        owned += dist.get_world_size() * sum(b.numel() * b.element_size() for b in engine.module.buffers())
+        assert owned <= total[1] <= 1.001 * owned, (case, total, owned)
+        metadata = 300_000 * files
+        assert total[2] <= 1.02 * owned + metadata, (case, total, owned)
+        assert json.loads(json.dumps(report.as_dict()))["global_steps"] == report.global_steps
+        assert "restored" in str(report)
+        close(engine)
+
+
+def read_so_far() -> int:
+    """Bytes that this process asked the kernel for, page cache included."""
+    with open("/proc/self/io", encoding="ascii") as stream:
+        return next(int(line.split()[1]) for line in stream if line.startswith("rchar"))
+
+
+def numel_of(param: Any) -> int:
+    return param.ds_numel if hasattr(param, "ds_numel") else param.numel()
 
 
 def main() -> None:

@@ -41,6 +41,60 @@ class TinyLM(nn.Module):
         return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
+class WiderLM(TinyLM):
+    """A hidden layer of another size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(13, 31)
+        self.norm = nn.LayerNorm(31)
+        self.back = nn.Linear(31, 13, bias=False)
+
+
+class RicherLM(TinyLM):
+    """One parameter and one buffer more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.newcomer = nn.Parameter(torch.ones(11))
+        self.register_buffer("new_buffer", torch.ones(2))
+
+
+class PoorerLM(TinyLM):
+    """One parameter fewer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.never_used
+
+
+class UntiedLM(TinyLM):
+    """The head has weights of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = nn.Parameter(self.embedding.weight.detach().clone())
+
+
+class BigLM(TinyLM):
+    """Big enough that tensor bytes outweigh metadata."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bulk = nn.Parameter(torch.randn(1031, 1033))
+
+
+class HalfFrozenLM(TinyLM):
+    """The embedding does not train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding.weight.requires_grad_(False)
+
+
+BUILDERS = {kind.__name__: kind for kind in (TinyLM, WiderLM, RicherLM, PoorerLM, UntiedLM, HalfFrozenLM, BigLM)}
+
+
 def batch(step: int, dp: int, rank: int) -> torch.Tensor:
     """This rank's rows of the global batch of one step; the same global batch at every degree."""
     generator = torch.Generator().manual_seed(1000 + step)
@@ -84,7 +138,7 @@ def setup_from_json(values: dict[str, Any]) -> Setup:
 
 
 def param_groups(model: TinyLM, kind: str) -> list[dict[str, Any]]:
-    named = dict(model.named_parameters())
+    named = {name: param for name, param in model.named_parameters() if param.requires_grad}
     if kind == "one":
         return [{"params": list(named.values()), "lr": 1e-2, "weight_decay": 0.01}]
     plain = ("hidden.bias", "norm.weight", "norm.bias", "gain")

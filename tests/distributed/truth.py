@@ -26,10 +26,13 @@ def state_keys(engine: Any) -> list[str]:
 def gather(engine: Any, keys: list[str]) -> dict[str, Any]:
     """Masters, states, buffers, steps, hyperparameters, counters and scheduler of a whole job. Collective."""
     truth: dict[str, Any] = {"masters": {}, "states": {}, "weights": {}}
-    for name, param in engine.module.named_parameters():
-        truth["masters"][name] = safe_get_full_fp32_param(param).clone()
-        for key in keys:
-            truth["states"][name, key] = safe_get_full_optimizer_state(param, key).clone()
+    if engine.zero_optimization_stage() < 3 and engine.zero_round_robin_gradients():
+        gather_by_address(engine, keys, truth)
+    else:
+        for name, param in engine.module.named_parameters():
+            truth["masters"][name] = safe_get_full_fp32_param(param).clone()
+            for key in keys:
+                truth["states"][name, key] = safe_get_full_optimizer_state(param, key).clone()
     truth["buffers"] = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
     truth["weights"] = low_precision(engine)
     truth["steps"] = steps(engine)
@@ -37,6 +40,34 @@ def gather(engine: Any, keys: list[str]) -> dict[str, Any]:
     truth["counters"] = (engine.global_steps, engine.global_samples, engine.skipped_steps)
     truth["scheduler"] = engine.lr_scheduler.state_dict()
     return truth
+
+
+def gather_by_address(engine: Any, keys: list[str], truth: dict[str, Any]) -> None:
+    """Masters and states with ``round_robin_gradients``, where DeepSpeed's own getters read the wrong fragments.
+
+    Parameters are views of their group's flat buffer, so their addresses tell where they lie in it, and in the
+    concatenated partitions of all ranks, whatever order DeepSpeed believes in.
+    """
+    optimizer = engine.optimizer
+    for group, master in enumerate(optimizer.single_partition_of_fp32_groups):
+        flat = optimizer.bit16_groups_flat[group]
+        whole = {key: _whole(optimizer.optimizer.state[master][key]) for key in keys}
+        whole["fp32"] = _whole(master.data)
+        for param in optimizer.bit16_groups[group]:
+            start = (param.data_ptr() - flat.data_ptr()) // flat.element_size()
+            name = engine.param_names[param]
+            for key, values in whole.items():
+                piece = values[start : start + param.numel()].view(param.shape).clone()
+                if key == "fp32":
+                    truth["masters"][name] = piece
+                else:
+                    truth["states"][name, key] = piece
+
+
+def _whole(partition: torch.Tensor) -> torch.Tensor:
+    parts = [torch.empty_like(partition) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, partition.contiguous())
+    return torch.cat(parts)
 
 
 def low_precision(engine: Any) -> dict[str, torch.Tensor]:
@@ -83,10 +114,10 @@ def assert_equal(engine: Any, truth: dict[str, Any], where: str) -> None:
 def fingerprint(engine: Any) -> dict[str, str]:
     """Hashes of everything that a load could touch on this rank: to prove that a refused load touched nothing."""
     optimizer = engine.optimizer
-    prints = {
+    return {
         "weights": _digest(list(engine.module.state_dict().values())),
         "partitions": _digest([getattr(p, "ds_tensor", p) for p in engine.module.parameters()]),
-        "masters": _digest([group for group in _flats(optimizer)]),
+        "masters": _digest(_flats(optimizer)),
         "states": _digest([value for flat in _flats(optimizer) for value in _state_values(optimizer, flat)]),
         "groups": repr([{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]),
         "scheduler": repr(engine.lr_scheduler.state_dict()),
@@ -94,7 +125,6 @@ def fingerprint(engine: Any) -> dict[str, str]:
         "scaler": repr(vars(optimizer.loss_scaler)) + repr(optimizer.overflow),
         "dp": repr(engine.loaded_checkpoint_dp_world_size),
     }
-    return prints
 
 
 def _flats(optimizer: Any) -> list[torch.Tensor]:

@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Lint, format, types, then the tests. Arguments go to pytest: bash launch/test.sh -k planner
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# shellcheck source=launch/environment.sh disable=SC1091
+source launch/environment.sh
+
+"$PYTHON" -m ruff check .
+"$PYTHON" -m ruff format --check .
+"$PYTHON" -m mypy
+"$PYTHON" -m pytest "$@"

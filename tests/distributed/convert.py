@@ -1,0 +1,34 @@
+"""``python -m tests.distributed.convert NATIVE UNIVERSAL NAME ...``: DeepSpeed's own offline converter, run here."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+from deepspeed.checkpoint import ds_to_universal
+
+
+def convert(native: Path, universal: Path, name: str) -> None:
+    """Convert ``native/name/step4`` to ``universal/name/step4_universal``, with its truth beside it."""
+    target = universal / name
+    target.mkdir()
+    arguments = Namespace(
+        input_folder=str(native / name / "step4"),
+        output_folder=str(target / "step4_universal"),
+        num_extract_workers=1,
+        num_merge_workers=1,
+        keep_temp_folder=False,
+        strict=True,
+        inject_missing_state=True,
+    )
+    with contextlib.redirect_stdout(None):
+        ds_to_universal.main(arguments)
+    shutil.copy(native / name / "truth.pt", target / "truth.pt")
+
+
+if __name__ == "__main__":
+    for folder in sys.argv[3:]:
+        convert(Path(sys.argv[1]), Path(sys.argv[2]), folder)

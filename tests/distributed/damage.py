@@ -1,0 +1,97 @@
+"""Ways in which checkpoints go wrong on the way to tonight's job. Each makes a damaged copy of a whole one."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+OPTIMIZER = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+
+
+def tag(copy: Path) -> Path:
+    """The one tag folder of a copy."""
+    return next(path for path in sorted(copy.iterdir()) if path.is_dir())
+
+
+def remove(name: str) -> Callable[[Path], None]:
+    return lambda copy: (tag(copy) / name).unlink()
+
+
+def truncate(name: str, kept: float) -> Callable[[Path], None]:
+    def apply(copy: Path) -> None:
+        path = tag(copy) / name
+        data = path.read_bytes()
+        path.write_bytes(data[: int(len(data) * kept)])
+
+    return apply
+
+
+def replace_by(name: str, other: Path) -> Callable[[Path], None]:
+    return lambda copy: shutil.copy(other, tag(copy) / name) and None
+
+
+def remove_latest(copy: Path) -> None:
+    (copy / "latest").unlink()
+
+
+def rewrite_pickle(name: str) -> Callable[[Path], None]:
+    """A well-formed zip whose pickle is noise."""
+
+    def apply(copy: Path) -> None:
+        path = tag(copy) / name
+        buffer = io.BytesIO()
+        with zipfile.ZipFile(path) as source, zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as target:
+            for item in source.infolist():
+                noise = item.filename.endswith("data.pkl")
+                target.writestr(item.filename, b"\x80\x02}q\x00(X\x03" if noise else source.read(item))
+        path.write_bytes(buffer.getvalue())
+
+    return apply
+
+
+class Bomb:
+    """Unpickling it would run code."""
+
+    def __reduce__(self):
+        return print, ("BOOM: code of a checkpoint ran",)
+
+
+def edit(name: str, change: Callable[[dict], None]) -> Callable[[Path], None]:
+    """Load a file, change it, save it again."""
+
+    def apply(copy: Path) -> None:
+        path = tag(copy) / name
+        tree = torch.load(path, weights_only=False)
+        change(tree)
+        torch.save(tree, path)
+
+    return apply
+
+
+def plant_bomb(tree: dict) -> None:
+    tree["surprise"] = Bomb()
+
+
+def add_strange_state(tree: dict) -> None:
+    tree["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["curvature"] = torch.ones(3, 2)
+
+
+def drop_master(tree: dict) -> None:
+    tree["optimizer_state_dict"]["single_partition_of_fp32_groups"].pop()
+
+
+def change_shape(tree: dict) -> None:
+    tree["param_shapes"][0]["hidden.weight"] = torch.Size([13, 29])
+
+
+def forget_parameter(tree: dict) -> None:
+    del tree["param_shapes"][0]["never_used"]
+
+
+def no_counters(tree: dict) -> None:
+    del tree["global_steps"]

@@ -1,0 +1,54 @@
+"""Every stage and degree to every other, natively and from universal checkpoints, bit by bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.conftest import DEGREES, EXTRA, MATRIX, Launch, in_precision
+from tests.distributed.model import Setup
+
+
+def sources(folder: Path, setups: list[Setup], degrees: list[int], kind: str) -> list[dict[str, str]]:
+    return [{"folder": str(folder / f"{s.name}-dp{n}"), "format": kind} for s in setups for n in degrees]
+
+
+@pytest.mark.parametrize("degree", DEGREES)
+def test_any_stage_and_degree_resumes_bit_exactly_on(
+    degree: int, launch: Launch, native: Path, universal: Path
+) -> None:
+    targets = []
+    for target in MATRIX:
+        same_precision = [setup for setup in MATRIX if setup.bf16 == target.bf16]
+        found = sources(native, same_precision, DEGREES, "native")
+        found += sources(universal, same_precision, [2, 3], "universal")
+        targets.append({"setup": target.as_json(), "sources": found, "continue": list(range(0, len(found), 5))})
+    launch(degree, "load", {"targets": targets}, timeout=500)
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4])
+def test_round_robin_alignment_amsgrad_and_cpu_adam_resume_bit_exactly_on(
+    degree: int, launch: Launch, native: Path
+) -> None:
+    adam, cpu = Setup(1), Setup(1, optimizer="cpuadam")
+    extra = {setup.name: setup for setup in EXTRA}
+    amsgrad = [setup for setup in EXTRA if setup.optimizer == "adam_amsgrad"]
+    round_robin = [extra[name] for name in extra if "round_robin" in name]
+    crossings = [
+        *[
+            (target, [target, in_precision(Setup(1), target.bf16), in_precision(Setup(3), target.bf16)])
+            for target in round_robin
+        ],
+        (Setup(2, bf16=True), [round_robin[1]]),
+        (Setup(3, zero=(("sub_group_size", 150),)), [Setup(2, zero=(("round_robin_gradients", True),)), cpu]),
+        (Setup(2), [Setup(2, zero=(("round_robin_gradients", True),))]),
+        (cpu, [cpu, Setup(3), extra["z3-fp32-cpuadam-sub_group_size-stage3_param_persistence_threshold"]]),
+        (Setup(3, optimizer="cpuadam"), [cpu, adam]),
+        *[(target, amsgrad) for target in amsgrad],
+    ]
+    targets = [
+        {"setup": target.as_json(), "sources": sources(native, found, [2, 3], "native"), "continue": [0]}
+        for target, found in crossings
+    ]
+    launch(degree, "load", {"targets": targets})

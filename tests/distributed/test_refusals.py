@@ -1,0 +1,137 @@
+"""What must not be loaded is refused on every rank with the same words, and the engine stays as it was."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed import damage
+from tests.distributed.conftest import Launch
+from tests.distributed.model import Setup
+
+Z1, Z3 = "z1-fp32-adamw-dp2", "z3-fp32-adamw-dp2"
+RANK1 = damage.OPTIMIZER.format(1)
+RANK2 = damage.OPTIMIZER.format(2)
+MODEL = "mp_rank_00_model_states.pt"
+MODEL3 = "zero_pp_rank_1_mp_rank_00_model_states.pt"
+
+
+@pytest.fixture(scope="module")
+def others(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Runs of the same shapes: one with other data, one a step shorter, one legacy-elastic, one half frozen."""
+    folders = {}
+    plain = [Setup(1).as_json(), Setup(3).as_json()]
+    legacy = [Setup(1, zero=(("elastic_checkpoint", True),)).as_json()]
+    for name, arguments in {
+        "other data": {"setups": plain, "first": 30},
+        "shorter": {"setups": plain, "steps": 3},
+        "legacy": {"setups": legacy, "steps": 2},
+        "frozen": {"setups": plain, "model": "HalfFrozenLM"},
+        "sgd": {"setups": [Setup(1, optimizer="sgd").as_json()]},
+    }.items():
+        folder = tmp_path_factory.mktemp("other")
+        job = "save_untruthful" if name == "frozen" else "save"
+        launch(2, job, {"folder": str(folder), **arguments})
+        folders[name] = folder
+    return folders
+
+
+def test_damage_is_named_on_all_ranks_and_nothing_changes(
+    launch: Launch, native: Path, universal: Path, others: dict[str, Path], tmp_path: Path
+) -> None:
+    rank1 = Path("step4") / RANK1
+    strange = damage.edit(RANK1, damage.add_strange_state)
+    strange0 = damage.edit(damage.OPTIMIZER.format(0), damage.add_strange_state)
+
+    def state_everywhere(copy: Path) -> None:
+        strange(copy)
+        strange0(copy)
+
+    damages: list[tuple[str, str, Any, str, list[str]]] = [
+        ("missing shard", Z1, damage.remove(RANK1), "DamagedError", [RANK1, "missing", "remedy:"]),
+        ("missing zero3 shard", Z3, damage.remove(RANK1), "DamagedError", [RANK1, "missing", "2 files"]),
+        ("missing first shard", Z3, damage.remove(damage.OPTIMIZER.format(0)), "DamagedError", [damage.OPTIMIZER.format(0)]),
+        ("missing model states", Z1, damage.remove(MODEL), "DamagedError", [MODEL]),
+        ("missing model states of a rank", Z3, damage.remove(MODEL3), "DamagedError", [MODEL3, "missing"]),
+        ("truncated shard", Z1, damage.truncate(RANK1, 0.6), "DamagedError", ["truncated", RANK1]),
+        ("truncated at the end", Z3, damage.truncate(RANK1, 0.999), "DamagedError", ["truncated", RANK1]),
+        ("empty file", Z1, damage.truncate(MODEL, 0), "DamagedError", ["truncated", MODEL]),
+        ("noise for a pickle", Z1, damage.rewrite_pickle(RANK1), "DamagedError", [RANK1]),
+        ("code in a pickle", Z1, damage.edit(MODEL, damage.plant_bomb), "UnsafePickleError", [MODEL, "print", "trust_pickle"]),
+        ("shard of another run", Z1, damage.replace_by(RANK1, others["other data"] / Z1 / rank1), "DamagedError", [RANK1, "not those of the weights"]),
+        ("shard of another step", Z1, damage.replace_by(RANK1, others["shorter"] / Z1 / rank1), "DamagedError", [RANK1, "another save", "step"]),
+        ("zero3 shard of another step", Z3, damage.replace_by(RANK1, others["shorter"] / Z3 / rank1), "DamagedError", [RANK1, "another save"]),
+        ("model states of another step", Z3, damage.replace_by(MODEL3, others["shorter"] / Z3 / "step4" / MODEL3), "DamagedError", [MODEL3, "counters"]),
+        ("shard of an older, bigger job", Z1, damage.replace_by(RANK2, native / "z1-fp32-adamw-dp3" / "step4" / RANK2), "DamagedError", [RANK2, "partition"]),
+        ("no latest", Z1, damage.remove_latest, "NotFoundError", ["latest", "step4", "tag='step4'"]),
+        ("strange state", Z1, state_everywhere, "UnsupportedError", ["curvature", "(3, 2)"]),
+        ("strange state in one shard", Z1, strange, "DamagedError", [RANK1, "optimizer states"]),
+        ("a master dropped", Z1, damage.edit(RANK1, damage.drop_master), "DamagedError", [RANK1, "number of flat tensors"]),
+        ("another shape in the file", Z1, damage.edit(MODEL, damage.change_shape), "MismatchError", ["hidden.weight", "(29, 13)", "(13, 29)"]),
+        ("a parameter forgotten", Z3, damage.edit("zero_pp_rank_0_mp_rank_00_model_states.pt", damage.forget_parameter), "DamagedError", ["param_shapes"]),
+        ("no counters", Z1, damage.edit(MODEL, damage.no_counters), "DamagedError", ["global_steps", MODEL]),
+    ]  # fmt: skip
+    cases: list[dict[str, Any]] = []
+    for number, (name, source, apply, error, says) in enumerate(damages):
+        copy = tmp_path / f"{number}"
+        shutil.copytree(native / source, copy)
+        apply(copy)
+        cases.append({"name": name, "folder": str(copy), "error": error, "says": says})
+    cases += universal_cases(universal, native, tmp_path)
+    cases += live_cases(native, others)
+    for setup in (Setup(2), Setup(3)):
+        launch(3, "refuse", {"setup": setup.as_json(), "cases": cases})
+
+
+def universal_cases(universal: Path, native: Path, tmp_path: Path) -> list[dict[str, Any]]:
+    cases = []
+    damages: list[tuple[str, str, float | None, str, list[str]]] = [
+        ("state file gone", "zero/hidden.weight/exp_avg.pt", None, "DamagedError", ["hidden.weight", "exp_avg"]),
+        ("state file truncated", "zero/back.weight/fp32.pt", 0.5, "DamagedError", ["back.weight"]),
+        ("step gone", "zero/back.weight/step.pt", None, "MismatchError", ["back.weight", "step"]),
+    ]
+    for number, (name, path, kept, error, says) in enumerate(damages):
+        copy = tmp_path / f"universal{number}"
+        shutil.copytree(universal / Z1, copy)
+        file = copy / "step4_universal" / path
+        if kept is None:
+            file.unlink()
+        else:
+            file.write_bytes(file.read_bytes()[: int(file.stat().st_size * kept)])
+        cases.append({"name": name, "folder": str(copy), "error": error, "says": says})
+    return cases
+
+
+def live_cases(native: Path, others: dict[str, Path]) -> list[dict[str, Any]]:
+    whole = str(native / Z1)
+
+    def case(name: str, error: str, says: list[str], **more: Any) -> dict[str, Any]:
+        return {"name": name, "folder": whole, "error": error, "says": says, **more}
+
+    def config(**section: Any) -> dict[str, Any]:
+        return Setup(1, config=(("elastic_checkpoint", section),)).as_json()
+
+    return [
+        case("wider model", "MismatchError", ["shape", "hidden", "29", "31"], model="WiderLM"),
+        case("wider model, not strict", "MismatchError", ["31"], model="WiderLM", arguments={"load_module_strict": False}),
+        case("a parameter more", "MismatchError", ["newcomer", "load_module_strict=False"], model="RicherLM"),
+        case("a parameter fewer", "MismatchError", ["never_used", "load_module_strict=False"], model="PoorerLM"),
+        case("untied now", "MismatchError", ["head.weight", "embedding.weight", "tied"], model="UntiedLM"),
+        case("frozen now", "UnsupportedError", ["embedding.weight", "frozen"], model="HalfFrozenLM"),
+        case("frozen then", "UnsupportedError", ["embedding.weight", "frozen"], folder=str(others["frozen"] / Z3)),
+        case("unknown config key", "ConfigError", ["trust_pickel", "trust_pickle"], setup=config(trust_pickel=True)),
+        case("bad config value", "ConfigError", ["mode"], setup=config(mode="always")),
+        case("a tag that is not there", "NotFoundError", ["step9", "step4"], arguments={"tag": "step9"}),
+        case("another optimizer", "UnsupportedError", ["SGD"], setup=Setup(1, optimizer="sgd").as_json()),
+        case("states of another optimizer", "MismatchError", ["momentum_buffer"], folder=str(others["sgd"] / "z1-fp32-sgd-dp2")),
+        case("another variant", "MismatchError", ["max_exp_avg_sq"], setup=Setup(1, optimizer="adam_amsgrad").as_json()),
+        case("legacy elastic", "UnsupportedError", ["elastic_checkpoint"], folder=str(others["legacy"] / "z1-fp32-adamw-elastic_checkpoint-dp2")),
+        case("custom_load_fn at another topology", "UnsupportedError", ["custom_load_fn"], arguments={"custom_load_fn": 1}),
+    ]  # fmt: skip
+
+
+def test_a_disk_that_fails_while_reading_is_an_error_on_all_ranks(launch: Launch, native: Path) -> None:
+    launch(2, "break_reading", {"setup": Setup(2).as_json(), "folder": str(native / Z1)})

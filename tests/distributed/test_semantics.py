@@ -1,0 +1,100 @@
+"""Arguments, modes and reports mean what they say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.conftest import SUB_GROUPS, Launch
+from tests.distributed.model import Setup
+
+ARGUMENTS = [
+    {},
+    {"load_optimizer_states": False},
+    {"load_module_only": True},
+    {"load_lr_scheduler_states": False},
+    {"tag": "step4", "load_module_strict": False},
+]
+
+
+@pytest.mark.parametrize("setup", [Setup(1), Setup(2, bf16=True), Setup(3, bf16=True)], ids=lambda setup: setup.name)
+def test_every_argument_does_what_deepspeeds_own_loader_does(setup: Setup, launch: Launch, native: Path) -> None:
+    folder = str(native / f"{setup.name}-dp2")
+    # DeepSpeed's own ZeRO-3 load wants a pristine engine (docstring of load_checkpoint).
+    cases = [
+        {"setup": setup.as_json(), "folder": folder, "arguments": arguments, "trained": setup.stage < 3}
+        for arguments in ARGUMENTS
+    ]
+    launch(2, "same_as_deepspeed", {"cases": cases})
+
+
+def test_what_only_deepspeed_can_load_is_left_to_it(launch: Launch, native: Path, tmp_path: Path) -> None:
+    sgd, plain = Setup(1, optimizer="sgd"), Setup(1)
+    launch(2, "save", {"folder": str(tmp_path), "setups": [sgd.as_json()]})
+    (tmp_path / "empty").mkdir()
+    modes = {mode: Setup(1, config=(("elastic_checkpoint", {"mode": mode}),)).as_json() for mode in ("require", "off")}
+    launch(
+        2,
+        "delegate",
+        {
+            "plain": str(native / f"{plain.name}-dp2"),
+            "sgd": str(tmp_path / f"{sgd.name}-dp2"),
+            "empty": str(tmp_path / "empty"),
+            "sgd_setup": sgd.as_json(),
+            "require_setup": modes["require"],
+            "off_setup": modes["off"],
+        },
+    )
+
+
+def test_a_checkpoint_from_before_the_first_step_starts_fresh(launch: Launch, tmp_path: Path) -> None:
+    setups = [Setup(1), Setup(3)]
+    launch(2, "save", {"folder": str(tmp_path), "setups": [setup.as_json() for setup in setups], "steps": 0})
+    cases = [
+        {"setup": target.as_json(), "folder": str(tmp_path / f"{source.name}-dp2")}
+        for source, target in [(setups[0], Setup(3)), (setups[1], Setup(2)), (setups[1], Setup(3))]
+    ]
+    launch(3, "never_stepped", {"cases": cases})
+
+
+def test_not_strict_restores_what_matches_and_names_the_rest(launch: Launch, native: Path) -> None:
+    cases = [
+        {"setup": target.as_json(), "folder": str(native / f"{source.name}-dp2")}
+        for source, target in [(Setup(1), Setup(3)), (Setup(3), Setup(1)), (Setup(3), Setup(3, zero=SUB_GROUPS))]
+    ]
+    launch(3, "not_strict", {"cases": cases})
+
+
+def test_frozen_weights_come_back(launch: Launch, tmp_path: Path) -> None:
+    setups = [Setup(1), Setup(3), Setup(2, bf16=True), Setup(3, bf16=True)]
+    as_json = [setup.as_json() for setup in setups]
+    launch(2, "save_untruthful", {"folder": str(tmp_path), "setups": as_json, "model": "HalfFrozenLM"})
+    crossings = [(0, Setup(3)), (1, Setup(1)), (1, Setup(3)), (2, Setup(3, bf16=True)), (3, Setup(2, bf16=True))]
+    cases = [
+        {"setup": target.as_json(), "folder": str(tmp_path / f"{setups[source].name}-dp2")}
+        for source, target in crossings
+    ]
+    launch(3, "frozen", {"cases": cases})
+
+
+def test_saving_after_an_elastic_load_gives_what_deepspeed_loads_alone(
+    launch: Launch, native: Path, tmp_path: Path
+) -> None:
+    cases = [
+        {"setup": target.as_json(), "folder": str(native / f"{source.name}-dp2")}
+        for source, target in [(Setup(1), Setup(3)), (Setup(3, True), Setup(2, True)), (Setup(2, True), Setup(3, True))]
+    ]
+    launch(3, "save_again", {"cases": cases, "folder": str(tmp_path)})
+
+
+def test_each_file_is_opened_once_and_each_rank_reads_what_it_owns(launch: Launch, tmp_path: Path) -> None:
+    setups = [Setup(1), Setup(3)]
+    as_json = [setup.as_json() for setup in setups]
+    launch(2, "save_untruthful", {"folder": str(tmp_path), "setups": as_json, "model": "BigLM"})
+    cases = [
+        {"setup": target.as_json(), "folder": str(tmp_path / f"{source.name}-dp2")}
+        for source in setups
+        for target in (Setup(1), Setup(3))
+    ]
+    launch(3, "frugal", {"cases": cases})

@@ -1,0 +1,919 @@
+"""The planner, against layouts that are written out element by element and moved by hand.
+
+Every element of every tensor has a number of its own. The simulated files are bytearrays that hold these numbers,
+among headers and padding; the simulated engine is a list of the numbers that have to arrive.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from elastic_ckpt.catalog import (
+    BUFFER,
+    FROZEN,
+    MASTER,
+    Catalog,
+    Extent,
+    LogicalTensor,
+    SavedParameter,
+    SourceFacts,
+    SourceFile,
+)
+from elastic_ckpt.destinations import Destinations, FlatPartition, Fragment, LiveGroup, WholeTensor
+from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
+from elastic_ckpt.geometry import FlatRange
+from elastic_ckpt.plan import Copy, Plan
+from elastic_ckpt.planner import LoadOptions, merge_neighbours, plan_load
+
+Shape = tuple[int, ...]
+#: (name, key, index of the element)
+Element = tuple[str, str, int]
+STATES = ("exp_avg", "exp_avg_sq")
+KEYS = (MASTER, *STATES)
+BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8}
+PADDING = b"\xff"
+ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+
+
+# --- a simulated checkpoint -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Disk:
+    """Files of numbered elements, and where each element lies."""
+
+    files: list[bytearray] = field(default_factory=list)
+    where: dict[Element, tuple[int, int]] = field(default_factory=dict)
+    numbers: dict[Element, int] = field(default_factory=dict)
+
+    def new_file(self, header: int) -> int:
+        self.files.append(bytearray(b"\xee" * header))
+        return len(self.files) - 1
+
+    def write(self, file: int, elements: Iterable[Element | None], itemsize: int) -> None:
+        for element in elements:
+            if element is None:
+                self.files[file] += PADDING * itemsize
+                continue
+            self.where[element] = (file, len(self.files[file]))
+            self.files[file] += self.number(element).to_bytes(itemsize, "little")
+
+    def number(self, element: Element) -> int:
+        return self.numbers.setdefault(element, len(self.numbers))
+
+    def tensor(self, name: str, key: str, shape: Shape, dtype: str) -> LogicalTensor:
+        """The extents of one tensor, from where its elements lie."""
+        extents: list[Extent] = []
+        for index in range(math.prod(shape)):
+            file, offset = self.where[name, key, index]
+            last = extents[-1] if extents else None
+            if last and last.file == file and last.byte_offset + last.range.numel * BYTES[dtype] == offset:
+                extents[-1] = Extent(FlatRange(last.range.start, index + 1), file, last.byte_offset)
+            else:
+                extents.append(Extent(FlatRange(index, index + 1), file, offset))
+        return LogicalTensor(name, key, shape, dtype, tuple(extents))
+
+
+def elements_of(name: str, key: str, shape: Shape) -> list[Element]:
+    return [(name, key, index) for index in range(math.prod(shape))]
+
+
+def flat_group_cut(
+    names: Sequence[str], key: str, shapes: Mapping[str, Shape], alignments: Mapping[str, int], dp: int, tail: int
+) -> list[list[Element | None]]:
+    """ZeRO-1/2: one flat buffer, aligned behind each parameter, padded at the end, cut into equal parts."""
+    flat: list[Element | None] = []
+    for name in names:
+        flat += elements_of(name, key, shapes[name])
+        flat += [None] * alignments.get(name, 0)
+    flat += [None] * tail
+    while len(flat) % dp:
+        flat.append(None)
+    part = len(flat) // dp
+    return [flat[rank * part : (rank + 1) * part] for rank in range(dp)]
+
+
+def each_parameter_cut(
+    names: Sequence[str], key: str, shapes: Mapping[str, Shape], dp: int
+) -> list[list[Element | None]]:
+    """ZeRO-3: each parameter padded to a multiple of ``dp`` and dealt out in equal chunks."""
+    parts: list[list[Element | None]] = [[] for _ in range(dp)]
+    for name in names:
+        padded: list[Element | None] = [*elements_of(name, key, shapes[name])]
+        while len(padded) % dp:
+            padded.append(None)
+        chunk = len(padded) // dp
+        for rank in range(dp):
+            parts[rank] += padded[rank * chunk : (rank + 1) * chunk]
+    return parts
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one run cuts its parameters: ``flats[i]`` lists the members of flat partition ``i``."""
+
+    style: str
+    dp: int
+    groups: tuple[tuple[str, ...], ...]
+    flats: tuple[tuple[str, ...], ...]
+    flat_groups: tuple[int, ...]
+    alignments: Mapping[str, int]
+    tail: int
+
+    def partitions(self, flat: int, key: str, shapes: Mapping[str, Shape]) -> list[list[Element | None]]:
+        """What each rank holds of one flat tensor, element by element; ``None`` is padding."""
+        if self.style == "zero3":
+            return each_parameter_cut(self.flats[flat], key, shapes, self.dp)
+        return flat_group_cut(self.flats[flat], key, shapes, self.alignments, self.dp, self.tail)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One random load."""
+
+    shapes: Mapping[str, Shape]
+    wholes: Mapping[tuple[str, str], Shape]
+    catalog: Catalog
+    disk: Disk
+    target: Cut
+    restored: frozenset[str]
+    missing: frozenset[str]
+    extra: frozenset[str]
+
+
+shapes_of_parameters = st.lists(st.sampled_from([0, 1, 1, 2, 3, 5, 7]), max_size=3).map(tuple)
+
+
+@st.composite
+def cuts(draw: st.DrawFn, names: Sequence[str], style: str) -> Cut:
+    order = draw(st.permutations(names))
+    groups = [tuple(part) for part in draw(splits(order, 3))]
+    pieces = [(group, part) for group, members in enumerate(groups) for part in draw(splits(members, 4))]
+    if style != "zero3":
+        pieces = list(enumerate(groups))
+    return Cut(
+        style=style,
+        dp=draw(st.integers(1, 5)),
+        groups=tuple(groups),
+        flats=tuple(tuple(members) for _, members in pieces),
+        flat_groups=tuple(group for group, _ in pieces),
+        alignments={name: draw(st.integers(0, 3)) for name in names} if draw(st.booleans()) else {},
+        tail=draw(st.integers(0, 5)),
+    )
+
+
+@st.composite
+def splits(draw: st.DrawFn, members: Sequence[str], most: int) -> list[list[str]]:
+    """Cut a list into 1 to ``most`` runs, none empty."""
+    edges = sorted(draw(st.sets(st.integers(1, max(len(members) - 1, 1)), max_size=most - 1)))
+    bounds = [0, *(edge for edge in edges if edge < len(members)), len(members)]
+    return [list(members[a:b]) for a, b in pairwise(bounds)]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    shapes = {f"p{number}": draw(shapes_of_parameters) for number in range(draw(st.integers(1, 8)))}
+    names = list(shapes)
+    role = {name: draw(st.sampled_from(["both"] * 8 + ["live", "saved"])) for name in names}
+    saved = [name for name in names if role[name] != "live"] or names
+    live = [name for name in names if role[name] != "saved"] or names
+    wholes = {
+        (f"w{number}", draw(st.sampled_from([BUFFER, FROZEN]))): draw(shapes_of_parameters)
+        for number in range(draw(st.integers(0, 3)))
+    }
+    dtypes = {key: draw(st.sampled_from(["float32", "float32", "float16", "bfloat16"])) for key in KEYS}
+    dtypes |= {BUFFER: "int64", FROZEN: "bfloat16"}
+    style = draw(st.sampled_from(["zero12", "zero3", "universal"]))
+    source = draw(cuts(saved, style))
+    disk = Disk()
+    headers = st.integers(0, 9)
+    if style == "universal":
+        for name in saved:
+            for key in KEYS:
+                disk.write(disk.new_file(draw(headers)), elements_of(name, key, shapes[name]), BYTES[dtypes[key]])
+    else:
+        for rank in range(source.dp):
+            file = disk.new_file(draw(headers))
+            for flat in range(len(source.flats)):
+                for key in KEYS:
+                    disk.files[file] += b"\xee" * draw(st.integers(0, 2))
+                    disk.write(file, source.partitions(flat, key, shapes)[rank], BYTES[dtypes[key]])
+    for (name, key), shape in wholes.items():
+        parts = each_parameter_cut([name], key, {name: shape}, source.dp if key == FROZEN else 1)
+        for part in parts:
+            disk.write(disk.new_file(draw(headers)), part, BYTES[dtypes[key]])
+    described = [(name, key, shapes[name]) for name in saved for key in KEYS]
+    described += [(name, key, shape) for (name, key), shape in wholes.items()]
+    group_of = {name: number for number, group in enumerate(source.groups) for name in group}
+    catalog = Catalog(
+        source=SourceFacts("native", "/ckpt/tag", "tag", 3 if style == "zero3" else 2, source.dp, "0.19.8"),
+        files=tuple(SourceFile(f"/ckpt/tag/{number}.pt", len(raw)) for number, raw in enumerate(disk.files)),
+        parameters={name: SavedParameter(shapes[name], group_of[name], (("step", 4.0),)) for name in saved},
+        tensors={(name, key): disk.tensor(name, key, shape, dtypes[key]) for name, key, shape in described},
+        groups=tuple(dict(ADAM) for _ in source.groups),
+    )
+    return Case(
+        shapes=shapes,
+        wholes=wholes,
+        catalog=catalog,
+        disk=disk,
+        target=draw(cuts(live, draw(st.sampled_from(["zero12", "zero3"])))),
+        restored=frozenset(saved) & frozenset(live),
+        missing=frozenset(live) - frozenset(saved),
+        extra=frozenset(saved) - frozenset(live),
+    )
+
+
+# --- a simulated engine -----------------------------------------------------------------------------------------
+
+
+def fragments_of(flat: int, held: Sequence[Element | None], shapes: Mapping[str, Shape]) -> list[Fragment]:
+    """The pieces of parameters in one flat partition: runs of one name."""
+    found: list[Fragment] = []
+    for position, element in enumerate(held):
+        if element is None:
+            continue
+        name, _, index = element
+        last = found[-1] if found else None
+        if last and last.name == name and last.range.stop == index:
+            found[-1] = dataclasses.replace(last, range=FlatRange(last.range.start, index + 1))
+        else:
+            found.append(Fragment(name, shapes[name], FlatRange(index, index + 1), flat, position))
+    return found
+
+
+def engine_of(case: Case, rank: int) -> Destinations:
+    target, flats, fragments, wholes = case.target, [], [], []
+    for flat, members in enumerate(target.flats):
+        held = target.partitions(flat, MASTER, case.shapes)[rank]
+        flats.append(FlatPartition(flat, target.flat_groups[flat], len(held), "float32", members))
+        fragments += fragments_of(flat, held, case.shapes)
+    for (name, key), shape in case.wholes.items():
+        held_indices = [element[2] for element in whole_part(case, name, key, rank)]
+        held_range = FlatRange(held_indices[0], held_indices[-1] + 1) if held_indices else FlatRange(0, 0)
+        wholes.append(WholeTensor(name, key, shape, held_range, "int64" if key == BUFFER else "float32"))
+    return Destinations(
+        zero_stage=3 if target.style == "zero3" else 1,
+        dp=target.dp,
+        dp_rank=rank,
+        optimizer="torch.optim.AdamW",
+        state_keys=STATES,
+        scalar_keys=("step",),
+        flats=tuple(flats),
+        fragments=tuple(fragments),
+        wholes=tuple(wholes),
+        groups=tuple(LiveGroup(names, dict(ADAM)) for names in target.groups),
+    )
+
+
+def whole_part(case: Case, name: str, key: str, rank: int) -> list[Element]:
+    """A frozen parameter is cut by ZeRO-3; buffers and the other stages keep everything on every rank."""
+    cut = case.target.style == "zero3" and key == FROZEN
+    parts = each_parameter_cut([name], key, {name: case.wholes[name, key]}, case.target.dp if cut else 1)
+    return [element for element in parts[rank if cut else 0] if element is not None]
+
+
+def expected_slots(case: Case, rank: int) -> dict[tuple[str, int, str], list[int | None]]:
+    """The number that each element of each slot has to receive; ``None``: it must be left alone."""
+    expected: dict[tuple[str, int, str], list[int | None]] = {}
+    for flat, members in enumerate(case.target.flats):
+        for key in KEYS if case.restored & set(members) else (MASTER,):
+            held = case.target.partitions(flat, key, case.shapes)[rank]
+            expected[key, flat, ""] = [
+                case.disk.number(element) if element is not None and element[0] in case.restored else None
+                for element in held
+            ]
+    for name, key in case.wholes:
+        expected[key, -1, name] = [case.disk.number(element) for element in whole_part(case, name, key, rank)]
+    return expected
+
+
+def simulate(plan: Plan, disk: Disk) -> dict[tuple[str, int, str], list[int | None]]:
+    """Do the copies of a plan on lists; nothing may be written twice, nor read beyond the end of a file."""
+    slots: list[list[int | None]] = [[None] * slot.numel for slot in plan.slots]
+    for copy in plan.copies:
+        itemsize = BYTES[copy.dtype]
+        for step in range(copy.numel):
+            start = copy.byte_offset + step * itemsize
+            raw = disk.files[copy.file][start : start + itemsize]
+            assert len(raw) == itemsize, f"{copy} reads beyond the end of the file"
+            assert slots[copy.slot][copy.slot_offset + step] is None, f"{copy} writes an element a second time"
+            slots[copy.slot][copy.slot_offset + step] = int.from_bytes(raw, "little")
+    named = {(slot.key, slot.flat, slot.name): values for slot, values in zip(plan.slots, slots, strict=True)}
+    assert len(named) == len(plan.slots), "two slots are the same tensor"
+    return named
+
+
+def runs_of_none(values: Sequence[int | None]) -> list[FlatRange]:
+    found: list[FlatRange] = []
+    for position, value in enumerate(values):
+        if value is not None:
+            continue
+        if found and found[-1].stop == position:
+            found[-1] = FlatRange(found[-1].start, position + 1)
+        else:
+            found.append(FlatRange(position, position + 1))
+    return found
+
+
+@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(cases())
+def test_every_rank_gets_exactly_its_own_elements(case: Case) -> None:
+    strict = not (case.missing or case.extra)
+    for rank in range(case.target.dp):
+        plan = plan_load(case.catalog, engine_of(case, rank), LoadOptions(strict=strict))
+        expected = expected_slots(case, rank)
+        assert simulate(plan, case.disk) == expected
+        for slot in plan.slots:
+            wanted = expected[slot.key, slot.flat, slot.name]
+            assert slot.numel == len(wanted)
+            assert list(slot.gaps) == runs_of_none(wanted)
+        assert list(plan.copies) == sorted(plan.copies, key=lambda copy: (copy.file, copy.byte_offset))
+        assert plan.files == case.catalog.files
+        assert plan.fresh == tuple(sorted(case.missing))
+        assert plan.ignored == tuple(sorted(case.extra))
+        assert plan.restores_states
+        for members, scalars in zip(case.target.flats, plan.scalars, strict=True):
+            assert scalars == ({"step": 4.0} if case.restored & set(members) else None)
+        for members, values in zip(case.target.groups, plan.hyperparameters, strict=True):
+            assert values == (ADAM if case.restored & set(members) else {})
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(cases(), st.data())
+def test_a_lost_piece_is_an_error_on_the_ranks_that_need_it(case: Case, data: st.DataObject) -> None:
+    candidates = [
+        (name, key) for name in sorted(case.restored) for key in KEYS if case.catalog.tensors[name, key].extents
+    ]
+    if not candidates:
+        return
+    name, key = data.draw(st.sampled_from(candidates))
+    tensor = case.catalog.tensors[name, key]
+    lost = data.draw(st.integers(0, len(tensor.extents) - 1))
+    gone = tensor.extents[lost].range
+    holey = dataclasses.replace(tensor, extents=tensor.extents[:lost] + tensor.extents[lost + 1 :])
+    catalog = dataclasses.replace(case.catalog, tensors={**case.catalog.tensors, (name, key): holey})
+    for rank in range(case.target.dp):
+        engine = engine_of(case, rank)
+        needs_it = any(part.name == name and part.range.intersect(gone) for part in engine.fragments)
+        if not needs_it:
+            plan_load(catalog, engine, LoadOptions(strict=False))
+            continue
+        with pytest.raises(DamagedError) as caught:
+            plan_load(catalog, engine, LoadOptions(strict=False))
+        assert caught.value.parameter == name
+
+
+# --- directed ---------------------------------------------------------------------------------------------------
+
+
+def saved(
+    shapes: Mapping[str, Shape],
+    *,
+    groups: Mapping[str, int] | None = None,
+    hyperparameters: Sequence[Mapping[str, Any]] = (ADAM,),
+    states: Sequence[str] = STATES,
+    scalars: Mapping[str, Sequence[tuple[str, float]]] | None = None,
+    dtype: str = "float32",
+    wholes: Mapping[tuple[str, str], tuple[Shape, str]] | None = None,
+    **more: Any,
+) -> Catalog:
+    """A checkpoint in one file, everything whole."""
+    disk = Disk()
+    file = disk.new_file(5)
+    tensors = {}
+    for name, shape in shapes.items():
+        for key in (MASTER, *states):
+            disk.write(file, elements_of(name, key, shape), BYTES[dtype])
+            tensors[name, key] = disk.tensor(name, key, shape, dtype)
+    for (name, key), (shape, whole_dtype) in (wholes or {}).items():
+        extents = (Extent(FlatRange(0, math.prod(shape)), file, len(disk.files[file])),)
+        disk.files[file] += bytes(8 * math.prod(shape))
+        tensors[name, key] = LogicalTensor(name, key, shape, whole_dtype, extents)
+    default_scalars = (("step", 4.0),) if states else ()
+    return Catalog(
+        source=SourceFacts("native", "/ckpt/tag", "tag", 2, 1, "0.19.8"),
+        files=(SourceFile("/ckpt/tag/states.pt", len(disk.files[file])),),
+        parameters={
+            name: SavedParameter(shape, (groups or {}).get(name, 0), tuple((scalars or {}).get(name, default_scalars)))
+            for name, shape in shapes.items()
+        },
+        tensors=tensors,
+        groups=tuple(hyperparameters),
+        **more,
+    )
+
+
+def live(
+    shapes: Mapping[str, Shape],
+    *,
+    groups: Sequence[Sequence[str]] | None = None,
+    states: Sequence[str] = STATES,
+    scalar_keys: Sequence[str] = ("step",),
+    dtype: str = "float32",
+    wholes: Mapping[tuple[str, str], tuple[Shape, str]] | None = None,
+) -> Destinations:
+    """An engine on one rank, ZeRO-1/2."""
+    flats, fragments = [], []
+    groups = groups or [list(shapes)]
+    for number, names in enumerate(groups):
+        position = 0
+        for name in names:
+            numel = math.prod(shapes[name])
+            fragments.append(Fragment(name, shapes[name], FlatRange(0, numel), number, position))
+            position += numel
+        flats.append(FlatPartition(number, number, position, dtype, tuple(names)))
+    return Destinations(
+        zero_stage=1,
+        dp=1,
+        dp_rank=0,
+        optimizer="torch.optim.AdamW",
+        state_keys=tuple(states),
+        scalar_keys=tuple(scalar_keys),
+        flats=tuple(flats),
+        fragments=tuple(fragments),
+        wholes=tuple(
+            WholeTensor(name, key, shape, FlatRange(0, math.prod(shape)), whole_dtype)
+            for (name, key), (shape, whole_dtype) in (wholes or {}).items()
+        ),
+        groups=tuple(LiveGroup(tuple(names), dict(ADAM)) for names in groups),
+    )
+
+
+def with_extents(catalog: Catalog, name: str, key: str, *pieces: tuple[int, int]) -> Catalog:
+    """The same checkpoint, with other stretches of one tensor in it."""
+    tensor = catalog.tensors[name, key]
+    base = tensor.extents[0].byte_offset
+    extents = tuple(Extent(FlatRange(a, b), 0, base + a * BYTES[tensor.dtype]) for a, b in pieces)
+    changed = dataclasses.replace(tensor, extents=extents)
+    return dataclasses.replace(catalog, tensors={**catalog.tensors, (name, key): changed})
+
+
+def slot_names(plan: Plan) -> list[tuple[str, int, str]]:
+    return [(slot.key, slot.flat, slot.name) for slot in plan.slots]
+
+
+TWO = {"a.weight": (2, 5), "b.weight": (3,)}
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize(
+    ("pieces", "lost"),
+    [
+        ([(0, 4), (7, 10)], "elements 4 to 7"),
+        ([(3, 10)], "elements 0 to 3"),
+        ([(0, 9)], "elements 9 to 10"),
+        ([], "elements 0 to 10"),
+    ],
+)
+def test_a_hole_is_damage_and_the_parameter_is_named(pieces: list[tuple[int, int]], lost: str, key: str) -> None:
+    with pytest.raises(DamagedError, match="incomplete") as caught:
+        plan_load(with_extents(saved(TWO), "a.weight", key, *pieces), live(TWO), LoadOptions())
+    assert caught.value.parameter == "a.weight"
+    assert key in caught.value.problem
+    assert str(caught.value.found) == f"{lost} in no file"
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        pytest.param([(0, 6), (4, 10)], id="partly"),
+        pytest.param([(0, 10), (3, 5)], id="one inside the other"),
+        pytest.param([(0, 10), (0, 10)], id="the same twice"),
+        pytest.param([(0, 10), (0, 4)], id="the same start"),
+        pytest.param([(0, 5), (5, 10), (5, 10)], id="the same twice at the end"),
+    ],
+)
+def test_elements_that_are_held_twice_are_damage_and_the_parameter_is_named(pieces: list[tuple[int, int]]) -> None:
+    with pytest.raises(DamagedError) as caught:
+        plan_load(with_extents(saved(TWO), "a.weight", MASTER, *pieces), live(TWO), LoadOptions())
+    assert caught.value.parameter == "a.weight"
+    assert "held twice" in caught.value.problem, caught.value
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_elements_that_are_held_twice_are_damage_where_the_cut_falls_on_the_second_start(rank: int) -> None:
+    catalog = with_extents(saved({"a": (10,)}, states=()), "a", MASTER, (0, 10), (5, 10))
+    half = FlatRange(5 * rank, 5 * rank + 5)
+    engine = dataclasses.replace(
+        live({"a": (10,)}),
+        dp=2,
+        dp_rank=rank,
+        flats=(FlatPartition(0, 0, 5, "float32", ("a",)),),
+        fragments=(Fragment("a", (10,), half, 0, 0),),
+    )
+    if rank == 0:
+        plan_load(catalog, engine, LoadOptions())
+        return
+    with pytest.raises(DamagedError, match="held twice"):
+        plan_load(catalog, engine, LoadOptions())
+
+
+def test_a_state_that_only_some_parameters_have_is_damage_and_the_parameter_is_named() -> None:
+    catalog = saved(TWO)
+    tensors = {where: tensor for where, tensor in catalog.tensors.items() if where != ("b.weight", "exp_avg_sq")}
+    with pytest.raises(DamagedError, match="exp_avg_sq") as caught:
+        plan_load(dataclasses.replace(catalog, tensors=tensors), live(TWO), LoadOptions())
+    assert caught.value.parameter == "b.weight"
+
+
+def test_a_parameter_that_the_checkpoint_lacks_is_an_error_when_strict() -> None:
+    with pytest.raises(MismatchError) as caught:
+        plan_load(saved({"a.weight": (2, 5)}), live(TWO), LoadOptions(strict=True))
+    assert caught.value.parameter == "b.weight"
+    assert "b.weight" in str(caught.value.expected)
+    assert "load_module_strict=False" in str(caught.value.remedy)
+
+
+def test_a_parameter_that_the_checkpoint_lacks_stays_fresh_when_not_strict() -> None:
+    plan = plan_load(saved({"a.weight": (2, 5)}), live(TWO), LoadOptions(strict=False))
+    assert plan.fresh == ("b.weight",)
+    assert [slot.gaps for slot in plan.slots] == [(FlatRange(10, 13),)] * 3
+    assert sum(copy.numel for copy in plan.copies) == 30
+
+
+def test_a_parameter_that_the_model_lacks_is_an_error_when_strict() -> None:
+    with pytest.raises(MismatchError) as caught:
+        plan_load(saved(TWO), live({"a.weight": (2, 5)}), LoadOptions(strict=True))
+    assert caught.value.parameter == "b.weight"
+    assert "b.weight" in str(caught.value.found)
+
+
+def test_a_parameter_that_the_model_lacks_is_ignored_when_not_strict() -> None:
+    plan = plan_load(saved(TWO), live({"a.weight": (2, 5)}), LoadOptions(strict=False))
+    assert plan.ignored == ("b.weight",)
+    assert plan.fresh == ()
+    assert sum(copy.numel for copy in plan.copies) == 30
+
+
+def test_many_missing_names_are_cut_short_and_counted() -> None:
+    many = {f"layer{number:02}": (1,) for number in range(20)}
+    with pytest.raises(MismatchError, match="layer07 and 12 more"):
+        plan_load(saved({"a": (1,)}), live({"a": (1,), **many}), LoadOptions())
+
+
+@pytest.mark.parametrize("key", [BUFFER, FROZEN])
+def test_missing_and_extra_buffers_and_frozen_weights_are_treated_like_parameters(key: str) -> None:
+    catalog = saved(TWO, wholes={("old", key): ((2,), "float32")})
+    engine = live(TWO, wholes={("new", key): ((2,), "float32")})
+    with pytest.raises(MismatchError) as caught:
+        plan_load(catalog, engine, LoadOptions(strict=True))
+    assert "new" in str(caught.value.expected)
+    assert "old" in str(caught.value.found)
+    plan = plan_load(catalog, engine, LoadOptions(strict=False))
+    assert (plan.fresh, plan.ignored) == (("new",), ("old",))
+    assert all(slot.name != "new" for slot in plan.slots)
+
+
+def test_a_name_that_was_tied_at_save_time_is_explained() -> None:
+    catalog = saved({"a.weight": (2, 5)}, aliases={"b.weight": "a.weight"})
+    with pytest.raises(MismatchError, match=r"tied at save time, not now: b.weight = a.weight"):
+        plan_load(catalog, live(TWO), LoadOptions())
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_parameter_that_was_trained_and_is_frozen_now_is_refused(strict: bool) -> None:
+    engine = live({"a.weight": (2, 5)}, wholes={("b.weight", FROZEN): ((3,), "float32")})
+    with pytest.raises(UnsupportedError, match="trainable at save time is frozen now") as caught:
+        plan_load(saved(TWO), engine, LoadOptions(strict=strict))
+    assert caught.value.parameter == "b.weight"
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_parameter_that_was_frozen_and_is_trained_now_is_refused(strict: bool) -> None:
+    catalog = saved({"a.weight": (2, 5)}, wholes={("b.weight", FROZEN): ((3,), "float32")})
+    with pytest.raises(UnsupportedError, match="frozen at save time is trainable now") as caught:
+        plan_load(catalog, live(TWO), LoadOptions(strict=strict))
+    assert caught.value.parameter == "b.weight"
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("shape", [(5, 2), (10,), (2, 6), (2, 5, 1)])
+def test_another_shape_is_an_error_even_when_not_strict(shape: Shape, strict: bool) -> None:
+    with pytest.raises(MismatchError, match="shape") as caught:
+        plan_load(saved({**TWO, "a.weight": shape}), live(TWO), LoadOptions(strict=strict))
+    assert caught.value.parameter == "a.weight"
+    assert str(caught.value.found).startswith(str(shape))
+    assert str(caught.value.expected).startswith("(2, 5)")
+
+
+@pytest.mark.parametrize("key", [BUFFER, FROZEN])
+def test_another_shape_of_a_buffer_is_an_error_even_when_not_strict(key: str) -> None:
+    catalog = saved(TWO, wholes={("mask", key): ((2, 2), "float32")})
+    engine = live(TWO, wholes={("mask", key): ((4,), "float32")})
+    with pytest.raises(MismatchError, match="shape") as caught:
+        plan_load(catalog, engine, LoadOptions(strict=False))
+    assert caught.value.parameter == "mask"
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [("float64", "float32"), ("float32", "bfloat16"), ("float32", "float16"), ("float16", "bfloat16")],
+)
+def test_a_master_that_would_lose_precision_is_refused(source: str, target: str) -> None:
+    with pytest.raises(MismatchError, match="lose precision") as caught:
+        plan_load(saved(TWO, dtype=source), live(TWO, dtype=target), LoadOptions())
+    assert caught.value.parameter == "a.weight"
+    assert caught.value.file == "/ckpt/tag/states.pt"
+    assert source in str(caught.value.found)
+    assert target in str(caught.value.expected)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [("bfloat16", "float32"), ("float16", "float32"), ("float32", "float64"), ("bfloat16", "float64")],
+)
+def test_a_master_that_becomes_wider_is_planned_with_the_dtype_of_the_file(source: str, target: str) -> None:
+    plan = plan_load(saved(TWO, dtype=source), live(TWO, dtype=target), LoadOptions())
+    assert {slot.dtype for slot in plan.slots} == {target}
+    assert {copy.dtype for copy in plan.copies} == {source}
+    assert sum(copy.numel for copy in plan.copies) == 39
+
+
+def test_a_floating_buffer_changes_its_dtype_with_a_note() -> None:
+    catalog = saved(TWO, wholes={("trace", BUFFER): ((3,), "float32")})
+    plan = plan_load(catalog, live(TWO, wholes={("trace", BUFFER): ((3,), "bfloat16")}), LoadOptions())
+    assert [note for note in plan.notes if "trace" in note and "float32" in note and "bfloat16" in note]
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [("int64", "float32"), ("float32", "int64"), ("int64", "int32"), ("bool", "uint8")]
+)
+def test_a_buffer_of_whole_numbers_keeps_its_dtype_or_is_refused(source: str, target: str) -> None:
+    catalog = saved(TWO, wholes={("ticks", BUFFER): ((1,), source)})
+    with pytest.raises(MismatchError, match="dtype") as caught:
+        plan_load(catalog, live(TWO, wholes={("ticks", BUFFER): ((1,), target)}), LoadOptions())
+    assert caught.value.parameter == "ticks"
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        "uint8",
+        "uint16",
+        "uint32",
+        "uint64",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "bool",
+        "float16",
+        "bfloat16",
+        "float32",
+        "float64",
+        "complex32",
+        "complex64",
+        "complex128",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "float8_e4m3fnuz",
+        "float8_e5m2fnuz",
+        "float8_e8m0fnu",
+    ],
+)
+def test_a_buffer_of_every_dtype_of_torch_is_planned_with_the_right_item_size(dtype: str) -> None:
+    wholes = {("buffer", BUFFER): ((6,), dtype)}
+    catalog = saved({"a": (1,)}, wholes=wholes)
+    itemsize = getattr(torch, dtype).itemsize
+    extents = (Extent(FlatRange(0, 2), 0, 100), Extent(FlatRange(2, 6), 0, 100 + 2 * itemsize))
+    tensor = LogicalTensor("buffer", BUFFER, (6,), dtype, extents)
+    catalog = dataclasses.replace(catalog, tensors={**catalog.tensors, ("buffer", BUFFER): tensor})
+    plan = plan_load(catalog, live({"a": (1,)}, wholes=wholes), LoadOptions())
+    slot = slot_names(plan).index((BUFFER, -1, "buffer"))
+    assert [copy for copy in plan.copies if copy.slot == slot] == [Copy(0, 100, slot, 0, 6, dtype)]
+
+
+def test_a_buffer_without_elements_has_a_slot_and_no_copy() -> None:
+    wholes = {("empty", BUFFER): ((0, 3), "float32")}
+    plan = plan_load(saved({"a": (1,)}, wholes=wholes), live({"a": (1,)}, wholes=wholes), LoadOptions())
+    slot = slot_names(plan).index((BUFFER, -1, "empty"))
+    assert plan.slots[slot].numel == 0
+    assert all(copy.slot != slot for copy in plan.copies)
+
+
+def test_different_step_counts_inside_one_flat_tensor_are_an_error() -> None:
+    scalars = {"a.weight": [("step", 4.0)], "b.weight": [("step", 5.0)]}
+    with pytest.raises(MismatchError, match="share one flat tensor") as caught:
+        plan_load(saved(TWO, scalars=scalars), live(TWO), LoadOptions())
+    assert {"a.weight", "b.weight"} == set(str(caught.value.parameter).split(", "))
+    assert "4.0" in str(caught.value.found)
+    assert "5.0" in str(caught.value.found)
+
+
+def test_a_step_count_on_some_members_only_is_an_error_too() -> None:
+    with pytest.raises(MismatchError, match="share one flat tensor"):
+        plan_load(saved(TWO, scalars={"b.weight": []}), live(TWO), LoadOptions())
+
+
+def test_different_step_counts_in_different_flat_tensors_are_kept() -> None:
+    scalars = {"a.weight": [("step", 4.0)], "b.weight": [("step", 5.0)]}
+    engine = live(TWO, groups=[["b.weight"], ["a.weight"]])
+    assert plan_load(saved(TWO, scalars=scalars), engine, LoadOptions()).scalars == ({"step": 5.0}, {"step": 4.0})
+
+
+def test_different_step_counts_do_not_matter_without_optimizer_states() -> None:
+    scalars = {"a.weight": [("step", 4.0)], "b.weight": [("step", 5.0)]}
+    plan_load(saved(TWO, scalars=scalars), live(TWO), LoadOptions(optimizer_states=False))
+
+
+def test_a_flat_tensor_whose_parameters_have_no_state_yet_gets_none() -> None:
+    catalog = saved(TWO, scalars={"b.weight": []})
+    tensors = {
+        where: tensor for where, tensor in catalog.tensors.items() if where[0] != "b.weight" or where[1] == MASTER
+    }
+    catalog = dataclasses.replace(catalog, tensors=tensors)
+    plan = plan_load(catalog, live(TWO, groups=[["a.weight"], ["b.weight"]]), LoadOptions())
+    assert plan.scalars == ({"step": 4.0}, None)
+    assert slot_names(plan) == [(MASTER, 0, ""), ("exp_avg", 0, ""), ("exp_avg_sq", 0, ""), (MASTER, 1, "")]
+
+
+def test_a_group_that_mixes_different_hyperparameters_is_an_error() -> None:
+    catalog = saved(TWO, groups={"a.weight": 0, "b.weight": 1}, hyperparameters=[ADAM, {**ADAM, "lr": 5e-4}])
+    with pytest.raises(MismatchError, match="different hyperparameters") as caught:
+        plan_load(catalog, live(TWO), LoadOptions())
+    found = str(caught.value.found)
+    assert "0.001" in found
+    assert "0.0005" in found
+    assert "betas" not in found, "what does not differ is not listed"
+
+
+@pytest.mark.parametrize("bearer", [0, 1])
+def test_a_hyperparameter_that_only_one_saved_group_has_is_listed_as_the_difference(bearer: int) -> None:
+    hyperparameters = [{**ADAM, **({"decoupled": True} if number == bearer else {})} for number in range(2)]
+    catalog = saved(TWO, groups={"a.weight": 0, "b.weight": 1}, hyperparameters=hyperparameters)
+    with pytest.raises(MismatchError) as caught:
+        plan_load(catalog, live(TWO), LoadOptions())
+    assert "decoupled" in str(caught.value.found), caught.value
+
+
+def test_groups_with_the_same_hyperparameters_may_be_merged() -> None:
+    catalog = saved(TWO, groups={"a.weight": 0, "b.weight": 1}, hyperparameters=[ADAM, dict(ADAM)])
+    assert plan_load(catalog, live(TWO), LoadOptions()).hyperparameters == (ADAM,)
+
+
+def test_groups_that_differ_in_choices_of_implementation_only_may_be_merged() -> None:
+    hyperparameters = [
+        {**ADAM, "fused": True, "foreign": False, "_ds_x": 1},
+        {**ADAM, "capturable": True, "differentiable": False},
+    ]
+    catalog = saved(TWO, groups={"a.weight": 0, "b.weight": 1}, hyperparameters=hyperparameters)
+    assert plan_load(catalog, live(TWO), LoadOptions()).hyperparameters == (ADAM,)
+
+
+def test_groups_that_torch_built_from_named_parameters_may_be_merged() -> None:
+    # torch.optim keeps the names beside "params" when it is given (name, parameter) pairs
+    hyperparameters = [{**ADAM, "param_names": ["a.weight"]}, {**ADAM, "param_names": ["b.weight"]}]
+    catalog = saved(TWO, groups={"a.weight": 0, "b.weight": 1}, hyperparameters=hyperparameters)
+    assert plan_load(catalog, live(TWO), LoadOptions()).hyperparameters == (ADAM,)
+
+
+def test_every_group_gets_the_hyperparameters_of_the_saved_group_that_its_members_were_in() -> None:
+    slow, fast = {**ADAM, "lr": 1e-5, "name": "slow"}, {**ADAM, "lr": 1e-2, "name": "fast"}
+    three = {**TWO, "c": (2,)}
+    catalog = saved(three, groups={"a.weight": 0, "b.weight": 1, "c": 0}, hyperparameters=[slow, fast])
+    engine = live(three, groups=[["b.weight"], ["c"], ["a.weight"]])
+    assert plan_load(catalog, engine, LoadOptions()).hyperparameters == (fast, slow, slow)
+
+
+def test_a_group_of_fresh_parameters_keeps_its_own_hyperparameters() -> None:
+    engine = live(TWO, groups=[["b.weight"], ["a.weight"]])
+    plan = plan_load(saved({"a.weight": (2, 5)}), engine, LoadOptions(strict=False))
+    assert plan.hyperparameters == ({}, ADAM)
+
+
+def test_a_state_of_unknown_layout_is_refused_by_name() -> None:
+    catalog = saved(TWO, opaque_states={"state1": "uint8 of shape (4, 4) for a partition of 13"})
+    with pytest.raises(UnsupportedError, match="'state1'") as caught:
+        plan_load(catalog, live(TWO), LoadOptions())
+    assert "uint8" in str(caught.value.found)
+    plan_load(catalog, live(TWO), LoadOptions(optimizer_states=False))
+
+
+@pytest.mark.parametrize(
+    ("was", "now"),
+    [(("exp_avg",), STATES), (STATES, ("exp_avg",)), (("momentum_buffer",), STATES), (STATES, (*STATES, "max"))],
+)
+def test_states_of_another_optimizer_are_an_error(was: Sequence[str], now: Sequence[str]) -> None:
+    with pytest.raises(MismatchError, match="keeps other states") as caught:
+        plan_load(saved(TWO, states=was), live(TWO, states=now), LoadOptions())
+    assert all(key in str(caught.value.found) for key in was)
+    assert all(key in str(caught.value.expected) for key in now)
+    plan_load(saved(TWO, states=was), live(TWO, states=now), LoadOptions(optimizer_states=False))
+
+
+def test_other_scalar_states_are_an_error_too() -> None:
+    with pytest.raises(MismatchError, match="keeps other states"):
+        plan_load(saved(TWO), live(TWO, scalar_keys=()), LoadOptions())
+
+
+def test_a_checkpoint_without_any_state_leaves_states_fresh_and_says_so() -> None:
+    plan = plan_load(saved(TWO, states=()), live(TWO), LoadOptions())
+    assert plan.scalars == (None,)
+    assert slot_names(plan) == [(MASTER, 0, "")]
+    assert plan.restores_states
+    assert plan.hyperparameters == (ADAM,)
+    assert [note for note in plan.notes if "no optimizer state" in note]
+
+
+def test_an_optimizer_without_scalar_states_keeps_its_elementwise_ones() -> None:
+    states = ("momentum_buffer",)
+    catalog = saved(TWO, states=states, scalars=dict.fromkeys(TWO, ()))
+    plan = plan_load(catalog, live(TWO, states=states, scalar_keys=()), LoadOptions())
+    assert slot_names(plan) == [(MASTER, 0, ""), ("momentum_buffer", 0, "")]
+    assert plan.scalars == ({},)
+    assert not [note for note in plan.notes if "no optimizer state" in note]
+
+
+def test_without_optimizer_states_only_masters_are_planned() -> None:
+    plan = plan_load(saved(TWO), live(TWO), LoadOptions(optimizer_states=False))
+    assert slot_names(plan) == [(MASTER, 0, "")]
+    assert not plan.restores_states
+    assert plan.hyperparameters == ()
+    assert plan.scalars == (None,)
+    assert sum(copy.numel for copy in plan.copies) == 13
+    assert not [note for note in plan.notes if "optimizer state" in note]
+
+
+def test_notes_of_the_checkpoint_are_handed_on() -> None:
+    assert "read in the dark" in plan_load(saved(TWO, notes=("read in the dark",)), live(TWO), LoadOptions()).notes
+
+
+def test_an_engine_whose_fragments_overlap_is_a_programming_error() -> None:
+    engine = live(TWO)
+    shifted = dataclasses.replace(engine.fragments[1], flat_offset=9)
+    with pytest.raises(AssertionError, match="overlap"):
+        plan_load(saved(TWO), dataclasses.replace(engine, fragments=(engine.fragments[0], shifted)), LoadOptions())
+
+
+# --- merging ----------------------------------------------------------------------------------------------------
+
+Move = tuple[int, int, int, int, str]
+
+
+@st.composite
+def copies(draw: st.DrawFn) -> list[Copy]:
+    """Copies that overlap neither in the files nor in the slots, many of them neighbours, in any order."""
+    file_ends, slot_ends = [3, 0], [0, 2]
+    found = []
+    for _ in range(draw(st.integers(0, 14))):
+        file, slot = draw(st.integers(0, 1)), draw(st.integers(0, 1))
+        numel, dtype = draw(st.integers(1, 4)), draw(st.sampled_from(["float32", "float32", "bfloat16"]))
+        byte_offset = file_ends[file] + draw(st.sampled_from([0, 0, 0, 1, 4]))
+        slot_offset = slot_ends[slot] + draw(st.sampled_from([0, 0, 0, 1]))
+        found.append(Copy(file, byte_offset, slot, slot_offset, numel, dtype))
+        file_ends[file], slot_ends[slot] = byte_offset + numel * BYTES[dtype], slot_offset + numel
+    return draw(st.permutations(found))
+
+
+def moves(some: Iterable[Copy]) -> Counter[Move]:
+    """Every element that is moved: from which byte of which file to which place."""
+    return Counter(
+        (copy.file, copy.byte_offset + step * BYTES[copy.dtype], copy.slot, copy.slot_offset + step, copy.dtype)
+        for copy in some
+        for step in range(copy.numel)
+    )
+
+
+def touching_pairs(some: Sequence[Copy]) -> int:
+    return sum(
+        (left.file, left.slot, left.dtype) == (right.file, right.slot, right.dtype)
+        and left.byte_offset + left.numel * BYTES[left.dtype] == right.byte_offset
+        and left.slot_offset + left.numel == right.slot_offset
+        for left in some
+        for right in some
+    )
+
+
+@settings(deadline=None)
+@given(copies())
+def test_merging_joins_exactly_the_neighbours_and_moves_the_same_bytes(some: list[Copy]) -> None:
+    merged = list(merge_neighbours(some))
+    assert moves(merged) == moves(some)
+    assert len(merged) == len(some) - touching_pairs(some)
+    assert touching_pairs(merged) == 0
+    assert merged == sorted(merged, key=lambda copy: (copy.file, copy.byte_offset))
+
+
+def test_neighbours_in_the_file_alone_or_in_the_slot_alone_stay_apart() -> None:
+    first = Copy(0, 0, 0, 0, 2, "float32")
+    for other in (
+        Copy(0, 8, 0, 3, 2, "float32"),
+        Copy(0, 9, 0, 2, 2, "float32"),
+        Copy(0, 8, 1, 2, 2, "float32"),
+        Copy(1, 8, 0, 2, 2, "float32"),
+        Copy(0, 8, 0, 2, 2, "bfloat16"),
+    ):
+        assert list(merge_neighbours([first, other])) == [first, other]
+    assert list(merge_neighbours([Copy(0, 8, 0, 2, 5, "float32"), first])) == [Copy(0, 0, 0, 0, 7, "float32")]

@@ -1,0 +1,317 @@
+"""Executing plans on real files, against slices of the bytes that were written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from elastic_ckpt.catalog import MASTER, SourceFile
+from elastic_ckpt.errors import DamagedError
+from elastic_ckpt.plan import Copy, Plan, Slot
+from elastic_ckpt.reader import ReadOptions, ReadStats, check_files, execute
+
+UNTOUCHED = -7.0
+
+
+def plan_of(files: Sequence[Path], tensors: Sequence[torch.Tensor], copies: Sequence[Copy]) -> Plan:
+    return Plan(
+        files=tuple(SourceFile(str(path), path.stat().st_size if path.exists() else 0) for path in files),
+        slots=tuple(
+            Slot(MASTER, number, "", tensor.numel(), str(tensor.dtype).removeprefix("torch."))
+            for number, tensor in enumerate(tensors)
+        ),
+        copies=tuple(sorted(copies, key=lambda copy: (copy.file, copy.byte_offset))),
+        restores_states=False,
+        scalars=(),
+        hyperparameters=(),
+        fresh=(),
+        ignored=(),
+        notes=(),
+    )
+
+
+def run(
+    files: Sequence[Path], tensors: Sequence[torch.Tensor], copies: Sequence[Copy], options: ReadOptions | None = None
+) -> ReadStats:
+    plan = plan_of(files, tensors, copies)
+    check_files(plan)
+    return execute(plan, tensors, options or ReadOptions(), show_progress=False)
+
+
+def write(path: Path, values: torch.Tensor, header: int = 0) -> Path:
+    """A file of a header and the raw bytes of a tensor."""
+    path.write_bytes(b"\xee" * header + values.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return path
+
+
+def untouched(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.full((numel,), UNTOUCHED, dtype=dtype)
+
+
+def test_ranges_go_where_the_plan_says_and_nowhere_else(tmp_path: Path) -> None:
+    values = torch.arange(20.0)
+    file = write(tmp_path / "a", values, header=3)
+    first, second = untouched(10), untouched(6)
+    copies = [Copy(0, 3 + 4 * 2, 0, 1, 4, "float32"), Copy(0, 3 + 4 * 9, 1, 0, 5, "float32")]
+    stats = run([file], [first, second], copies)
+    assert first.tolist() == [UNTOUCHED, 2, 3, 4, 5, *[UNTOUCHED] * 5]
+    assert second.tolist() == [9, 10, 11, 12, 13, UNTOUCHED]
+    assert stats == ReadStats(nbytes=36, calls=2, staged_nbytes=0)
+
+
+def test_a_plan_without_copies_reads_nothing(tmp_path: Path) -> None:
+    tensor = untouched(3)
+    assert run([tmp_path / "not there"], [tensor], []) == ReadStats(0, 0, 0)
+    assert tensor.tolist() == [UNTOUCHED] * 3
+
+
+@pytest.mark.parametrize("dtype", ["bool", "uint8", "int64", "float16", "bfloat16", "float64", "complex64", "int16"])
+def test_tensors_of_any_dtype_are_read_bit_by_bit(tmp_path: Path, dtype: str) -> None:
+    torch_dtype = getattr(torch, dtype)
+    values = torch.tensor([1, 0, 1, 1, 0]).to(torch_dtype)
+    target = torch.zeros(5, dtype=torch_dtype)
+    stats = run([write(tmp_path / "a", values, header=1)], [target], [Copy(0, 1, 0, 0, 5, dtype)])
+    assert torch.equal(target, values)
+    assert stats.staged_nbytes == 0
+
+
+def test_neighbours_in_a_file_are_read_in_one_call_whatever_their_slots(tmp_path: Path) -> None:
+    file = write(tmp_path / "a", torch.arange(12.0))
+    tensors = [untouched(4) for _ in range(3)]
+    copies = [Copy(0, 16 * number, 2 - number, 0, 4, "float32") for number in range(3)]
+    assert run([file], tensors, copies) == ReadStats(48, 1, 0)
+    assert torch.cat(tensors[::-1]).tolist() == list(range(12))
+
+
+def test_more_buffers_than_the_kernel_takes_become_several_calls(tmp_path: Path) -> None:
+    count = 2500
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+    file = write(tmp_path / "a", torch.arange(float(count)))
+    target = untouched(count)
+    copies = [Copy(0, 4 * number, 0, int(order[number]), 1, "float32") for number in range(count)]
+    stats = run([file], [target], copies)
+    assert torch.equal(target[order], torch.arange(float(count)))
+    assert stats == ReadStats(4 * count, 3, 0)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7, 8, 199, 200, 201])
+def test_no_single_read_is_longer_than_a_chunk(tmp_path: Path, chunk: int) -> None:
+    file = write(tmp_path / "a", torch.arange(50.0), header=5)
+    target = untouched(50)
+    stats = run([file], [target], [Copy(0, 5, 0, 0, 50, "float32")], ReadOptions(chunk_nbytes=chunk))
+    assert target.tolist() == list(range(50))
+    assert stats == ReadStats(200, -(-200 // chunk), 0)
+
+
+def test_small_neighbours_share_a_chunk_but_do_not_exceed_it(tmp_path: Path) -> None:
+    file = write(tmp_path / "a", torch.arange(9.0))
+    tensors = [untouched(3) for _ in range(3)]
+    copies = [Copy(0, 12 * number, number, 0, 3, "float32") for number in range(3)]
+    assert run([file], tensors, copies, ReadOptions(chunk_nbytes=24)).calls == 2
+    assert torch.cat(tensors).tolist() == list(range(9))
+
+
+def test_ranges_of_several_files_are_kept_apart(tmp_path: Path) -> None:
+    files = [write(tmp_path / str(number), torch.arange(4.0) + 10 * number, header=8 * number) for number in range(3)]
+    target = untouched(12)
+    copies = [Copy(number, 8 * number, 0, 4 * (2 - number), 4, "float32") for number in range(3)]
+    assert run(files, [target], copies).calls == 3
+    assert target.tolist() == [20, 21, 22, 23, 10, 11, 12, 13, 0, 1, 2, 3]
+
+
+def test_bf16_in_the_file_is_widened_into_an_fp32_slot(tmp_path: Path) -> None:
+    values = torch.tensor([1.0, -2.5, 3.140625, float("inf"), 2.0**-126]).bfloat16()
+    target = untouched(7)
+    stats = run([write(tmp_path / "a", values, header=6)], [target], [Copy(0, 6, 0, 1, 5, "bfloat16")])
+    assert target.tolist() == [UNTOUCHED, *values.float().tolist(), UNTOUCHED]
+    assert stats == ReadStats(nbytes=10, calls=1, staged_nbytes=10)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("offset", [0, 4])
+def test_a_transposed_tensor_is_written_by_its_row_major_positions(tmp_path: Path, dtype: str, offset: int) -> None:
+    values = torch.arange(15).to(getattr(torch, dtype))
+    target = torch.full((5, 3), UNTOUCHED).t()  # 3 x 5, strides (1, 3)
+    assert not target.is_contiguous()
+    itemsize = values.element_size()
+    stats = run([write(tmp_path / "a", values)], [target], [Copy(0, offset * itemsize, 0, offset, 15 - offset, dtype)])
+    assert target.flatten().tolist() == [UNTOUCHED] * offset + list(range(offset, 15))
+    assert stats.staged_nbytes == (15 - offset) * itemsize
+
+
+def test_a_tensor_with_gaps_between_its_elements_leaves_the_gaps_alone(tmp_path: Path) -> None:
+    memory = untouched(10)
+    run([write(tmp_path / "a", torch.arange(5.0))], [memory[::2]], [Copy(0, 0, 0, 0, 5, "float32")])
+    assert memory.tolist() == [0, UNTOUCHED, 1, UNTOUCHED, 2, UNTOUCHED, 3, UNTOUCHED, 4, UNTOUCHED]
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (1, 6, 1), ()])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_contiguous_tensors_of_any_shape_are_written_in_place(
+    tmp_path: Path, dtype: str, shape: tuple[int, ...]
+) -> None:
+    target = torch.full(shape, UNTOUCHED)
+    values = torch.arange(float(target.numel())).to(getattr(torch, dtype))
+    run([write(tmp_path / "a", values)], [target], [Copy(0, 0, 0, 0, target.numel(), dtype)])
+    assert torch.equal(target, values.float().reshape(shape))
+
+
+def test_an_empty_tensor_is_a_slot_like_any_other(tmp_path: Path) -> None:
+    target, other = torch.empty(0, 3), untouched(2)
+    run([write(tmp_path / "a", torch.arange(2.0))], [target, other], [Copy(0, 0, 1, 0, 2, "float32")])
+    assert other.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(("staging", "threads"), [(1, 4), (16, 1), (40, 2), (200, 1), (1 << 20, 3)])
+def test_staged_reads_are_cut_to_the_memory_that_is_allowed(tmp_path: Path, staging: int, threads: int) -> None:
+    values = torch.arange(100).bfloat16()
+    target = untouched(102)
+    options = ReadOptions(threads=threads, staging_nbytes=staging)
+    stats = run([write(tmp_path / "a", values, header=2)], [target], [Copy(0, 2, 0, 1, 100, "bfloat16")], options)
+    assert target.tolist() == [UNTOUCHED, *range(100), UNTOUCHED]
+    bounce = max(staging // threads, 16)  # never less than one element of the widest dtype
+    assert stats == ReadStats(200, -(-200 // min(bounce, 200)), 200)
+
+
+def test_staged_reads_are_no_longer_than_a_chunk(tmp_path: Path) -> None:
+    target = untouched(20)
+    file = write(tmp_path / "a", torch.arange(20).bfloat16())
+    stats = run([file], [target], [Copy(0, 0, 0, 0, 20, "bfloat16")], ReadOptions(chunk_nbytes=7))
+    assert target.tolist() == list(range(20))
+    assert stats.calls == 7
+
+
+def test_direct_and_staged_copies_of_one_file_add_up(tmp_path: Path) -> None:
+    raw = (
+        torch.arange(3.0).view(torch.uint8).numpy().tobytes()
+        + torch.arange(4).bfloat16().view(torch.uint8).numpy().tobytes()
+    )
+    (tmp_path / "a").write_bytes(raw)
+    masters, widened = untouched(3), untouched(4)
+    copies = [Copy(0, 0, 0, 0, 3, "float32"), Copy(0, 12, 1, 0, 4, "bfloat16")]
+    assert run([tmp_path / "a"], [masters, widened], copies) == ReadStats(nbytes=20, calls=2, staged_nbytes=8)
+    assert (masters.tolist(), widened.tolist()) == ([0, 1, 2], [0, 1, 2, 3])
+
+
+@st.composite
+def tilings(draw: st.DrawFn) -> tuple[list[int], list[int]]:
+    """Lengths of pieces of a file, and the order in which they go into the slot."""
+    lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=30))
+    return lengths, draw(st.permutations(range(len(lengths))))
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    tilings(),
+    st.sampled_from(["float32", "float16"]),
+    st.integers(1, 300),
+    st.integers(1, 200),
+    st.integers(1, 5),
+    st.booleans(),
+)
+def test_any_cut_chunk_and_number_of_threads_gives_the_same_tensor(
+    tmp_path: Path,
+    tiling: tuple[list[int], list[int]],
+    dtype: str,
+    chunk: int,
+    staging: int,
+    threads: int,
+    strided: bool,
+) -> None:
+    lengths, order = tiling
+    starts = [sum(lengths[:number]) for number in range(len(lengths))]
+    values = torch.arange(sum(lengths)).to(getattr(torch, dtype))
+    target = untouched(2 * len(values))[::2] if strided else untouched(len(values))
+    copies, expected, position = [], [], 0
+    for piece in order:
+        byte_offset = 5 + starts[piece] * values.element_size()
+        copies.append(Copy(0, byte_offset, 0, position, lengths[piece], dtype))
+        expected += range(starts[piece], starts[piece] + lengths[piece])
+        position += lengths[piece]
+    options = ReadOptions(threads=threads, chunk_nbytes=chunk, staging_nbytes=staging)
+    stats = run([write(tmp_path / "a", values, header=5)], [target], copies, options)
+    assert target.tolist() == expected
+    nbytes = len(values) * values.element_size()
+    assert stats.nbytes == nbytes
+    assert stats.staged_nbytes == (nbytes if strided or dtype != "float32" else 0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_file_that_ends_early_is_damage_and_is_named(tmp_path: Path, dtype: str) -> None:
+    file = write(tmp_path / "short", torch.arange(10).to(getattr(torch, dtype)))
+    target = untouched(20)
+    plan = plan_of([file], [target], [Copy(0, 0, 0, 0, 20, dtype)])
+    with pytest.raises(DamagedError, match="reading a file") as caught:
+        execute(plan, [target], ReadOptions(threads=2), show_progress=False)
+    assert caught.value.file == str(file)
+    assert str(caught.value.found) == f"end of file at byte {file.stat().st_size}"
+
+
+def test_a_file_that_cannot_be_read_is_damage_and_is_named(tmp_path: Path) -> None:
+    target = untouched(2)
+    plan = plan_of([tmp_path], [target], [Copy(0, 0, 0, 0, 2, "float32")])  # a folder
+    with pytest.raises(DamagedError, match="IsADirectoryError") as caught:
+        execute(plan, [target], ReadOptions(), show_progress=False)
+    assert caught.value.file == str(tmp_path)
+
+
+def test_a_file_that_vanished_after_the_check_is_damage_and_is_named(tmp_path: Path) -> None:
+    file = write(tmp_path / "gone", torch.arange(2.0))
+    target = untouched(2)
+    plan = plan_of([file], [target], [Copy(0, 0, 0, 0, 2, "float32")])
+    file.unlink()
+    with pytest.raises(DamagedError) as caught:
+        execute(plan, [target], ReadOptions(), show_progress=False)
+    assert caught.value.file == str(file)
+
+
+def test_files_are_closed_after_success_and_after_failure(tmp_path: Path) -> None:
+    file = write(tmp_path / "a", torch.arange(4.0))
+    before = set(os.listdir("/proc/self/fd"))
+    target = untouched(8)
+    execute(plan_of([file], [target], [Copy(0, 0, 0, 0, 4, "float32")]), [target], ReadOptions(), False)
+    with pytest.raises(DamagedError):
+        execute(plan_of([file], [target], [Copy(0, 0, 0, 0, 8, "float32")]), [target], ReadOptions(), False)
+    assert len(os.listdir("/proc/self/fd")) <= len(before)
+
+
+def test_check_files_passes_over_files_that_no_copy_reads(tmp_path: Path) -> None:
+    file = write(tmp_path / "a", torch.arange(2.0))
+    plan = plan_of([tmp_path / "not there", file], [untouched(2)], [Copy(1, 0, 0, 0, 2, "float32")])
+    check_files(plan)
+
+
+@pytest.mark.parametrize("nbytes", [0, 7, 9])
+def test_check_files_notices_another_size(tmp_path: Path, nbytes: int) -> None:
+    file = write(tmp_path / "a", torch.arange(2.0))
+    plan = plan_of([file], [untouched(2)], [Copy(0, 0, 0, 0, 2, "float32")])
+    file.write_bytes(bytes(nbytes))
+    with pytest.raises(DamagedError, match="same size") as caught:
+        check_files(plan)
+    assert caught.value.file == str(file)
+    assert (str(caught.value.expected), str(caught.value.found)) == ("8 bytes", f"{nbytes} bytes")
+
+
+def test_check_files_notices_a_file_that_this_rank_does_not_see(tmp_path: Path) -> None:
+    plan = plan_of([tmp_path / "not there"], [untouched(2)], [Copy(0, 0, 0, 0, 2, "float32")])
+    with pytest.raises(DamagedError, match="cannot be reached") as caught:
+        check_files(plan)
+    assert caught.value.file == str(tmp_path / "not there")
+    assert "FileNotFoundError" in str(caught.value.found)
+
+
+@pytest.mark.parametrize(("wanted", "may", "drawn"), [(True, True, True), (True, False, False), (False, True, False)])
+def test_the_progress_bar_is_drawn_where_wanted_and_allowed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], wanted: bool, may: bool, drawn: bool
+) -> None:
+    file = write(tmp_path / "a", torch.arange(2.0))
+    target = untouched(2)
+    plan = plan_of([file], [target], [Copy(0, 0, 0, 0, 2, "float32")])
+    execute(plan, [target], ReadOptions(progress=wanted), show_progress=may)
+    assert ("elastic_ckpt" in capfd.readouterr().err) == drawn
