@@ -8,7 +8,7 @@ from typing import Any
 
 from elastic_ckpt.catalog import FROZEN, MASTER, Catalog
 from elastic_ckpt.destinations import Destinations, FlatPartition
-from elastic_ckpt.errors import MismatchError, UnsupportedError
+from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
 
 #: Choices of implementation, not of training: the live run's own are kept.
 _IMPLEMENTATION_KEYS = frozenset({"params", "foreign", "fused", "capturable", "differentiable"})
@@ -110,7 +110,24 @@ def match_states(
             found=_shorten(saved[0] | saved[1]),
             remedy="resume with the optimizer that saved it, or with load_optimizer_states=False",
         )
+    for flat, values in zip(destinations.flats, scalars, strict=True):
+        if values is None:
+            _refuse_states_without_scalars(catalog, flat, matching)
     return tuple(sorted(saved[0])), scalars
+
+
+def _refuse_states_without_scalars(catalog: Catalog, flat: FlatPartition, matching: Matching) -> None:
+    for name in flat.members:
+        keys = [key for key in catalog.state_keys if (name, key) in catalog.tensors]
+        if keys and name in matching.restored:
+            raise DamagedError(
+                "the checkpoint holds states of this parameter, but not its scalar states",
+                parameter=name,
+                file=catalog.source.folder,
+                expected=f"{', '.join(keys)} and a step count",
+                found=f"{', '.join(keys)} alone",
+                remedy="restore the missing files, or load with load_optimizer_states=False",
+            )
 
 
 def _flat_scalars(catalog: Catalog, flat: FlatPartition, matching: Matching) -> Mapping[str, float] | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from tqdm import tqdm
 
 from elastic_ckpt.catalog import BUFFER, FROZEN, MASTER, Catalog, SourceFacts
 from elastic_ckpt.destinations import Destinations
@@ -65,7 +66,8 @@ class LoadReport:
             if names:
                 table.add_row(what, ", ".join(names))
         seconds = ", ".join(f"{phase} {value:.2f}" for phase, value in self.seconds.items())
-        table.add_row(f"rank {self.rank} read", f"{self.nbytes_read / 1e6:.1f} MB in {self.read_calls} calls")
+        size = tqdm.format_sizeof(self.nbytes_read, suffix="B")
+        table.add_row(f"rank {self.rank} read", f"{size} in {self.read_calls} calls")
         table.add_row("seconds", seconds)
         for note in self.notes:
             table.add_row("note", note)

@@ -37,6 +37,7 @@ launch() {
 }
 
 started_training=$SECONDS
+echo "DeepSpeed first compiles its CPU communication, which takes about half a minute ..."
 launch 2 launch/demo_train.py --deepspeed_config configs/zero3.json --steps "$steps" \
     --save-at "$save_at" --save-dir "$output/checkpoints" --losses "$output/uninterrupted.csv"
 

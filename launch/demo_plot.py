@@ -7,6 +7,7 @@ import csv
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from rich.console import Console
@@ -71,7 +72,7 @@ def loss_table(uninterrupted: Curve, resumed: Curve, apart: dict[int, float]) ->
 
 def draw(uninterrupted: Curve, resumed: Curve, apart: dict[int, float], png: Path) -> None:
     """Both curves with the resume point, and below them the absolute difference per step."""
-    style = {
+    style: dict[Any, Any] = {
         "font.size": 11,
         "text.color": INK,
         "axes.labelcolor": INK,
@@ -88,7 +89,7 @@ def draw(uninterrupted: Curve, resumed: Curve, apart: dict[int, float], png: Pat
             2, 1, sharex=True, figsize=(10, 6.4), height_ratios=(3, 1), layout="constrained"
         )
         figure.suptitle(
-            f"Saved with {uninterrupted.label}, resumed with {resumed.label}: the same losses",
+            f"Saved with {uninterrupted.label}, resumed with {resumed.label}",
             x=0.01,
             ha="left",
             fontsize=14,
@@ -110,20 +111,22 @@ def draw(uninterrupted: Curve, resumed: Curve, apart: dict[int, float], png: Pat
         above.set_ylabel("loss")
         above.legend(frameon=False, loc="upper right")
         above.annotate(
-            "saved and resumed here",
+            f"checkpoint of step {resume_at}",
             xy=(resume_at, 1),
             xycoords=above.get_xaxis_transform(),
-            xytext=(6, -4),
+            xytext=(-8, -8),
             textcoords="offset points",
+            ha="right",
             va="top",
         )
         below.bar(apart.keys(), apart.values(), color=RESUMED, width=0.8)
         below.annotate(
             f"largest: {worst:.1e}",
-            xy=(0, 1),
-            xycoords="axes fraction",
-            xytext=(8, -4),
+            xy=(resume_at, 1),
+            xycoords=below.get_xaxis_transform(),
+            xytext=(-8, -8),
             textcoords="offset points",
+            ha="right",
             va="top",
         )
         below.set_ylabel("absolute\ndifference")

@@ -40,7 +40,8 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map ``[batch, time, WIDTH]`` to the same shape; a position sees itself and what is before it."""
         heads = self.qkv(self.attention_norm(x)).unflatten(-1, (3 * HEADS, WIDTH // HEADS)).transpose(1, 2)
-        attended = functional.scaled_dot_product_attention(*heads.chunk(3, dim=1), is_causal=True)
+        query, key, value = heads.chunk(3, dim=1)
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.attention_out(attended.transpose(1, 2).flatten(2))
         return x + self.mlp_out(functional.gelu(self.mlp_in(self.mlp_norm(x))))
 

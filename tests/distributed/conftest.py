@@ -33,6 +33,8 @@ EXTRA = [
     Setup(3, optimizer="cpuadam", zero=SUB_GROUPS),
     Setup(1, optimizer="adam_amsgrad"),
     Setup(3, optimizer="adam_amsgrad"),
+    Setup(2, groups="idle"),
+    Setup(3, groups="idle"),
 ]
 
 

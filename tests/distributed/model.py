@@ -111,7 +111,7 @@ class Setup:
         bf16: bf16 weights with fp32 masters; else fp32.
         optimizer: ``adamw``, ``adam_amsgrad`` or ``cpuadam``.
         zero: more entries of ``zero_optimization``.
-        groups: ``several`` param groups, or ``one``.
+        groups: ``several`` param groups, ``one``, or ``idle``: a third one that never gets a gradient.
         config: more top-level entries of the DeepSpeed config.
     """
 
@@ -142,10 +142,15 @@ def param_groups(model: TinyLM, kind: str) -> list[dict[str, Any]]:
     if kind == "one":
         return [{"params": list(named.values()), "lr": 1e-2, "weight_decay": 0.01}]
     plain = ("hidden.bias", "norm.weight", "norm.bias", "gain")
-    return [
-        {"params": [p for n, p in named.items() if n not in plain], "lr": 1e-2, "weight_decay": 0.1, "name": "decay"},
+    idle = ("never_used",) if kind == "idle" else ()
+    decay = [param for name, param in named.items() if name not in plain + idle]
+    groups: list[dict[str, Any]] = [
+        {"params": decay, "lr": 1e-2, "weight_decay": 0.1, "name": "decay"},
         {"params": [named[n] for n in plain], "lr": 3e-3, "weight_decay": 0.0, "betas": (0.8, 0.95), "name": "plain"},
     ]
+    if idle:
+        groups.append({"params": [named[n] for n in idle], "lr": 2e-3, "weight_decay": 0.3, "name": "idle"})
+    return groups
 
 
 def build_optimizer(model: TinyLM, setup: Setup) -> torch.optim.Optimizer:

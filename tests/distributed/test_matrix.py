@@ -33,6 +33,7 @@ def test_round_robin_alignment_amsgrad_and_cpu_adam_resume_bit_exactly_on(
 ) -> None:
     adam, cpu = Setup(1), Setup(1, optimizer="cpuadam")
     extra = {setup.name: setup for setup in EXTRA}
+    idle = [setup for setup in EXTRA if setup.groups == "idle"]
     amsgrad = [setup for setup in EXTRA if setup.optimizer == "adam_amsgrad"]
     round_robin = [extra[name] for name in extra if "round_robin" in name]
     crossings = [
@@ -46,6 +47,7 @@ def test_round_robin_alignment_amsgrad_and_cpu_adam_resume_bit_exactly_on(
         (cpu, [cpu, Setup(3), extra["z3-fp32-cpuadam-sub_group_size-stage3_param_persistence_threshold"]]),
         (Setup(3, optimizer="cpuadam"), [cpu, adam]),
         *[(target, amsgrad) for target in amsgrad],
+        *[(target, idle) for target in idle],
     ]
     targets = [
         {"setup": target.as_json(), "sources": sources(native, found, [2, 3], "native"), "continue": [0]}

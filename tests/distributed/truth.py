@@ -107,7 +107,8 @@ def assert_equal(engine: Any, truth: dict[str, Any], where: str) -> None:
             assert torch.equal(found, expected), f"{where}: {kind} {key} differs by {(found - expected).abs().max()}"
     for kind in ("steps", "groups", "counters", "scheduler"):
         assert now[kind] == truth[kind], f"{where}: {kind}: {now[kind]} instead of {truth[kind]}"
-    held = [id(state["step"]) for state in engine.optimizer.optimizer.state.values() if torch.is_tensor(state["step"])]
+    counts = [state.get("step") for state in engine.optimizer.optimizer.state.values()]
+    held = [id(count) for count in counts if torch.is_tensor(count)]
     assert len(held) == len(set(held)), f"{where}: flat tensors share one step tensor"
 
 

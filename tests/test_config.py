@@ -1,0 +1,228 @@
+"""The section of the DeepSpeed config, and the command-line flags that win over it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from elastic_ckpt.config import (
+    CONFIG_KEY,
+    ElasticConfig,
+    add_arguments,
+    clear_flags,
+    flag_given,
+    read_config,
+    set_flags,
+)
+from elastic_ckpt.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def no_flags() -> Iterator[None]:
+    clear_flags()
+    yield
+    clear_flags()
+
+
+@pytest.fixture
+def parser() -> argparse.ArgumentParser:
+    return add_arguments(argparse.ArgumentParser())
+
+
+def read(**section: Any) -> ElasticConfig:
+    return read_config({"train_batch_size": 8, CONFIG_KEY: section})
+
+
+def test_the_key_is_spelled_as_documented() -> None:
+    assert CONFIG_KEY == "elastic_checkpoint"
+
+
+@pytest.mark.parametrize("config", [{}, {CONFIG_KEY: {}}, {"train_batch_size": 8}])
+def test_without_a_section_the_defaults_are_safe(config: dict[str, Any]) -> None:
+    options = read_config(config)
+    assert options == ElasticConfig()
+    assert options.mode == "auto"
+    assert options.trust_pickle is False
+    assert options.check_shards is True
+    assert (options.read_threads, options.read_chunk_mib, options.max_extra_memory_mib) == (4, 16, 64)
+    assert options.progress is None
+    assert options.report is True
+
+
+def test_every_option_can_be_set() -> None:
+    values = {
+        "mode": "require",
+        "trust_pickle": True,
+        "check_shards": False,
+        "read_threads": 8,
+        "read_chunk_mib": 1,
+        "max_extra_memory_mib": 4,
+        "progress": False,
+        "report": False,
+    }
+    assert set(values) == set(ElasticConfig.model_fields), "a new option has no test here"
+    assert read(**values).model_dump() == values
+
+
+def test_every_option_is_described() -> None:
+    assert all(field.description for field in ElasticConfig.model_fields.values())
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("read_thread", "read_threads"),
+        ("Mode", "mode"),
+        ("trustpickle", "trust_pickle"),
+        ("read-chunk-mib", "read_chunk_mib"),
+        ("max_extra_memory", "max_extra_memory_mib"),
+    ],
+)
+def test_an_unknown_key_is_an_error_that_names_the_nearest(key: str, nearest: str) -> None:
+    with pytest.raises(ConfigError, match=f'unknown key "{key}"') as caught:
+        read(**{key: 1})
+    assert f'"{nearest}"' in str(caught.value.remedy)
+    assert caught.value.found == key
+
+
+def test_an_unknown_key_that_resembles_nothing_is_still_an_error() -> None:
+    with pytest.raises(ConfigError, match="unknown key") as caught:
+        read(**{"": 1})
+    assert all(name in str(caught.value.expected) for name in ElasticConfig.model_fields)
+    with pytest.raises(ConfigError, match='unknown key "3"'):
+        read_config({CONFIG_KEY: {3: 1}})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("mode", "on"),
+        ("mode", False),
+        ("mode", None),
+        ("trust_pickle", "perhaps"),
+        ("trust_pickle", None),
+        ("read_threads", 0),
+        ("read_threads", 65),
+        ("read_threads", 2.5),
+        ("read_threads", "many"),
+        ("read_chunk_mib", 0),
+        ("max_extra_memory_mib", 3),
+        ("report", []),
+    ],
+)
+def test_a_bad_value_is_an_error_that_names_key_and_value(key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f'"{key}"') as caught:
+        read(**{key: value})
+    assert caught.value.found == repr(value)
+    assert str(ElasticConfig.model_fields[key].description) in str(caught.value.expected)
+
+
+@pytest.mark.parametrize("section", [True, "auto", ["auto"], None, 3])
+def test_a_section_that_is_not_an_object_is_an_error(section: Any) -> None:
+    with pytest.raises(ConfigError, match="must be an object") as caught:
+        read_config({CONFIG_KEY: section})
+    assert caught.value.found == repr(section)
+
+
+def test_options_cannot_be_changed_after_they_were_read() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        read().mode = "off"  # type: ignore[misc]
+
+
+def test_flags_win_over_the_config() -> None:
+    set_flags(mode="require", read_threads=2)
+    options = read(mode="off", read_threads=9, report=False)
+    assert (options.mode, options.read_threads, options.report) == ("require", 2, False)
+
+
+def test_cleared_flags_no_longer_win() -> None:
+    set_flags(mode="require")
+    clear_flags()
+    assert read(mode="off").mode == "off"
+    assert not flag_given()
+
+
+def test_a_bad_flag_value_is_an_error_that_does_not_blame_the_config() -> None:
+    set_flags(read_threads=0)
+    with pytest.raises(ConfigError) as caught:
+        read_config({})
+    assert CONFIG_KEY not in caught.value.problem, caught.value
+
+
+@pytest.mark.parametrize(
+    ("arguments", "mode", "given"),
+    [
+        ([], "auto", False),
+        (["--universal-checkpoint"], "auto", True),
+        (["--universal-checkpoint=auto"], "auto", True),
+        (["--universal-checkpoint=require"], "require", True),
+        (["--universal-checkpoint", "require"], "require", True),
+        (["--universal-checkpoint=off"], "off", False),
+    ],
+)
+def test_the_universal_checkpoint_flag_sets_the_mode(
+    parser: argparse.ArgumentParser, arguments: list[str], mode: str, given: bool
+) -> None:
+    parsed = parser.parse_args(arguments)
+    assert read_config({}).mode == mode
+    assert flag_given() is given
+    assert parsed.universal_checkpoint == (mode if arguments else None)
+
+
+def test_a_bare_flag_wins_over_a_config_that_says_off(parser: argparse.ArgumentParser) -> None:
+    parser.parse_args(["--universal-checkpoint"])
+    assert read(mode="off").mode == "auto"
+
+
+def test_the_last_of_two_flags_counts(parser: argparse.ArgumentParser) -> None:
+    parser.parse_args(["--universal-checkpoint", "--universal-checkpoint=off"])
+    assert read().mode == "off"
+    assert not flag_given()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--universal-checkpoint=on"],
+        ["--universal-checkpoint", "yes"],
+        ["--elastic-read-threads"],
+        ["--elastic-read-threads=many"],
+        ["--elastic-trust-pickle=1"],
+    ],
+)
+def test_a_bad_argument_ends_the_script_and_sets_nothing(
+    parser: argparse.ArgumentParser, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parser.parse_args(arguments)
+    assert caught.value.code == 2
+    assert arguments[0].split("=")[0] in capsys.readouterr().err
+    assert read_config({}) == ElasticConfig()
+
+
+def test_the_other_flags_set_their_options(parser: argparse.ArgumentParser) -> None:
+    parsed = parser.parse_args(["--elastic-trust-pickle", "--elastic-read-threads", "7"])
+    assert (parsed.elastic_trust_pickle, parsed.elastic_read_threads) == (True, 7)
+    options = read(trust_pickle=False, read_threads=1)
+    assert (options.trust_pickle, options.read_threads) == (True, 7)
+
+
+def test_flags_that_are_not_given_leave_the_config_alone(parser: argparse.ArgumentParser) -> None:
+    parsed = parser.parse_args([])
+    assert (parsed.elastic_trust_pickle, parsed.elastic_read_threads) == (False, None)
+    options = read(trust_pickle=True, read_threads=1)
+    assert (options.trust_pickle, options.read_threads) == (True, 1)
+
+
+def test_flags_stand_beside_a_scripts_own_and_those_of_deepspeed() -> None:
+    import deepspeed
+
+    parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+    parser.add_argument("--lr", type=float)
+    assert add_arguments(parser) is parser
+    parsed = parser.parse_args(["--deepspeed", "--lr", "0.1", "--universal-checkpoint", "--elastic-trust-pickle"])
+    assert (parsed.deepspeed, parsed.lr, parsed.universal_checkpoint) == (True, 0.1, "auto")
+    assert "elastic_ckpt" in parser.format_help()

@@ -1,0 +1,295 @@
+"""Which checkpoint a folder holds: names of files, ``latest``, ``latest_universal``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from elastic_ckpt.detect import find_checkpoint, list_tags, look_at
+from elastic_ckpt.errors import NotFoundError
+from elastic_ckpt.formats import Found
+
+ZERO12 = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+BF16 = ("mp_rank_00_model_states.pt", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
+ZERO3 = ("zero_pp_rank_0_mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+
+
+def native(root: Path, tag: str, names: Sequence[str] = ZERO12, steps: int | None = None) -> Path:
+    """A tag's folder with the right names in it; model-states files hold ``global_steps`` where they are opened."""
+    folder = root / tag
+    folder.mkdir(parents=True)
+    for name in names:
+        (folder / name).touch()
+        if steps is not None and "model_states" in name:
+            torch.save({"global_steps": steps}, folder / name)
+    return folder
+
+
+def universal(root: Path, tag: str, names: Sequence[str] = ZERO12[:1], steps: int | None = None) -> Path:
+    folder = native(root, tag, names, steps)
+    (folder / "zero" / "weight").mkdir(parents=True)
+    (folder / "zero" / "optimizer_state.pt").touch()
+    (folder / "zero" / "weight" / "fp32.pt").touch()
+    return folder
+
+
+def point(root: Path, tag: str, name: str = "latest") -> None:
+    (root / name).write_text(tag)
+
+
+def find(root: Path, tag: str | None = None, prefer_universal: bool = False) -> Found | None:
+    return find_checkpoint(str(root), tag, prefer_universal)
+
+
+def found_at(root: Path, tag: str | None = None, prefer_universal: bool = False) -> Found:
+    found = find(root, tag, prefer_universal)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("names", [ZERO12, BF16, ZERO3])
+def test_latest_names_a_native_checkpoint(tmp_path: Path, names: Sequence[str]) -> None:
+    folder = native(tmp_path, "global_step4", names)
+    native(tmp_path, "global_step8", names)
+    point(tmp_path, "global_step4")
+    found = found_at(tmp_path)
+    assert (found.format, found.folder, found.tag, found.notes) == ("native", str(folder), "global_step4", ())
+    assert found.path("x") == str(folder / "x")
+
+
+def test_white_space_around_the_tag_in_latest_does_not_matter(tmp_path: Path) -> None:
+    native(tmp_path, "global_step4")
+    point(tmp_path, " global_step4\n")
+    assert found_at(tmp_path).tag == "global_step4"
+
+
+def test_latest_may_name_a_universal_checkpoint(tmp_path: Path) -> None:
+    universal(tmp_path, "global_step4")
+    point(tmp_path, "global_step4")
+    assert found_at(tmp_path).format == "universal"
+
+
+@pytest.mark.parametrize("prefer_universal", [True, False])
+def test_latest_universal_alone_is_followed(tmp_path: Path, prefer_universal: bool) -> None:
+    folder = universal(tmp_path, "global_step4_universal")
+    point(tmp_path, "global_step4_universal", "latest_universal")
+    found = found_at(tmp_path, prefer_universal=prefer_universal)
+    assert (found.format, found.folder) == ("universal", str(folder))
+
+
+@pytest.mark.parametrize("prefer_universal", [True, False])
+def test_latest_alone_is_followed(tmp_path: Path, prefer_universal: bool) -> None:
+    native(tmp_path, "global_step4")
+    universal(tmp_path, "global_step4_universal")
+    point(tmp_path, "global_step4")
+    assert found_at(tmp_path, prefer_universal=prefer_universal).tag == "global_step4"
+
+
+@pytest.mark.parametrize(("prefer_universal", "tag"), [(True, "step4_universal"), (False, "step4")])
+@pytest.mark.parametrize("names", [ZERO12, ZERO3])
+def test_where_both_are_equally_far_the_preference_decides(
+    tmp_path: Path, names: Sequence[str], prefer_universal: bool, tag: str
+) -> None:
+    native(tmp_path, "step4", names, steps=4)
+    universal(tmp_path, "step4_universal", names[:1], steps=4)
+    point(tmp_path, "step4")
+    point(tmp_path, "step4_universal", "latest_universal")
+    found = found_at(tmp_path, prefer_universal=prefer_universal)
+    other = {"step4", "step4_universal"} - {tag}
+    assert found.tag == tag
+    assert [f"loaded {tag} (step 4); {other.pop()} (step 4) is there too"] == list(found.notes)
+
+
+@pytest.mark.parametrize("prefer_universal", [True, False])
+def test_a_native_checkpoint_that_is_further_wins_whatever_is_preferred(tmp_path: Path, prefer_universal: bool) -> None:
+    folder = native(tmp_path, "step9", steps=9)
+    universal(tmp_path, "step4_universal", steps=4)
+    point(tmp_path, "step9")
+    point(tmp_path, "step4_universal", "latest_universal")
+    found = found_at(tmp_path, prefer_universal=prefer_universal)
+    assert (found.format, found.folder) == ("native", str(folder))
+    assert list(found.notes) == ["loaded step9 (step 9); step4_universal (step 4) is there too"]
+
+
+def test_a_universal_checkpoint_that_is_preferred_and_further_is_taken(tmp_path: Path) -> None:
+    native(tmp_path, "step4", steps=4)
+    universal(tmp_path, "step9_universal", steps=9)
+    point(tmp_path, "step4")
+    point(tmp_path, "step9_universal", "latest_universal")
+    assert found_at(tmp_path, prefer_universal=True).tag == "step9_universal"
+
+
+def test_where_both_files_name_one_folder_nothing_is_opened(tmp_path: Path) -> None:
+    universal(tmp_path, "step4")
+    point(tmp_path, "step4")
+    point(tmp_path, "step4", "latest_universal")
+    found = found_at(tmp_path)
+    assert (found.tag, found.format, found.notes) == ("step4", "universal", ())
+
+
+def test_a_tag_that_is_asked_for_is_taken_whatever_latest_says(tmp_path: Path) -> None:
+    folder = native(tmp_path, "best")
+    universal(tmp_path, "step4_universal")
+    point(tmp_path, "gone")
+    point(tmp_path, "step4_universal", "latest_universal")
+    found = found_at(tmp_path, tag="best", prefer_universal=True)
+    assert (found.format, found.folder, found.tag) == ("native", str(folder), "best")
+    assert found_at(tmp_path, tag="step4_universal").format == "universal"
+
+
+def test_a_tag_may_be_a_number(tmp_path: Path) -> None:
+    native(tmp_path, "100")
+    assert found_at(tmp_path, tag=100).tag == "100"  # type: ignore[arg-type]
+
+
+def test_a_wrong_tag_is_an_error_that_lists_the_tags_and_how_to_load_the_newest(tmp_path: Path) -> None:
+    for age, tag in enumerate(["step2", "step10", "step1"]):
+        os.utime(native(tmp_path, tag), (1000 - age, 1000 - age))
+    (tmp_path / "logs").mkdir()
+    point(tmp_path, "step2")
+    with pytest.raises(NotFoundError) as caught:
+        find(tmp_path, tag="step3")
+    assert "'step3'" in str(caught.value.expected)
+    assert str(caught.value.found) == "checkpoints under the tags step2, step10, step1"
+    assert caught.value.remedy == f"load_checkpoint({str(tmp_path)!r}, tag='step2')"
+    assert caught.value.file == str(tmp_path / "step3")
+
+
+def test_tags_without_a_latest_file_are_an_error_that_lists_them(tmp_path: Path) -> None:
+    native(tmp_path, "step4")
+    with pytest.raises(NotFoundError) as caught:
+        find(tmp_path)
+    assert "'latest'" in str(caught.value.expected)
+    assert "step4" in str(caught.value.found)
+    assert caught.value.file == str(tmp_path / "latest")
+
+
+@pytest.mark.parametrize("name", ["latest", "latest_universal"])
+def test_a_latest_file_that_names_a_missing_tag_is_an_error_that_lists_the_tags(tmp_path: Path, name: str) -> None:
+    native(tmp_path, "step4")
+    point(tmp_path, "step9", name)
+    with pytest.raises(NotFoundError) as caught:
+        find(tmp_path)
+    assert str(caught.value.expected) == f"the tag 'step9' that {tmp_path / name} names"
+    assert caught.value.file == str(tmp_path / "step9")
+    assert "step4" in str(caught.value.found)
+
+
+@pytest.mark.parametrize("name", ["latest", "latest_universal"])
+@pytest.mark.parametrize("text", ["", "  \n", "..", "../other/step4", "/somewhere/step4"])
+def test_a_latest_file_that_names_nothing_below_its_folder_is_an_error(tmp_path: Path, name: str, text: str) -> None:
+    native(tmp_path / "run", "step4")
+    native(tmp_path / "other", "step4")
+    point(tmp_path / "run", text, name)
+    with pytest.raises(NotFoundError) as caught:
+        find(tmp_path / "run")
+    assert str(tmp_path / "run" / name) in str(caught.value)
+
+
+def test_a_latest_file_in_a_folder_without_checkpoints_is_an_error(tmp_path: Path) -> None:
+    point(tmp_path, "step9")
+    with pytest.raises(NotFoundError, match="no checkpoint in"):
+        find(tmp_path)
+
+
+def test_a_universal_checkpoint_that_was_removed_does_not_stop_a_native_resume(tmp_path: Path) -> None:
+    native(tmp_path, "step9", steps=9)
+    point(tmp_path, "step9")
+    point(tmp_path, "step4_universal", "latest_universal")  # DeepSpeed never looks at this file without load_universal
+    assert found_at(tmp_path, prefer_universal=False).tag == "step9"
+
+
+def test_a_native_checkpoint_that_was_removed_does_not_stop_a_preferred_universal_one(tmp_path: Path) -> None:
+    universal(tmp_path, "step4_universal", steps=4)
+    point(tmp_path, "step4")
+    point(tmp_path, "step4_universal", "latest_universal")
+    assert found_at(tmp_path, prefer_universal=True).tag == "step4_universal"
+
+
+@pytest.mark.parametrize("tag", [None, "step4"])
+def test_an_empty_folder_holds_nothing(tmp_path: Path, tag: str | None) -> None:
+    assert find(tmp_path, tag) is None
+
+
+@pytest.mark.parametrize("tag", [None, "step4"])
+def test_a_folder_that_is_not_there_holds_nothing(tmp_path: Path, tag: str | None) -> None:
+    assert find(tmp_path / "not there", tag) is None
+
+
+def test_a_file_instead_of_a_folder_holds_nothing(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").touch()
+    assert find(tmp_path / "model.bin") is None
+
+
+@pytest.mark.parametrize("tag", [None, "step4"])
+def test_folders_of_others_hold_nothing(tmp_path: Path, tag: str | None) -> None:
+    folder = tmp_path / "step4"
+    folder.mkdir()
+    for name in ("pytorch_model.bin", "optimizer.pt", "rng_state_0.pth", "zero_to_fp32.py", "model_states.pt"):
+        (folder / name).touch()
+    assert find(tmp_path, tag) is None
+
+
+def test_a_hugging_face_checkpoint_folder_is_followed_to_its_deepspeed_tag(tmp_path: Path) -> None:
+    inner = native(tmp_path / "checkpoint-500", "global_step500", BF16)
+    for name in ("trainer_state.json", "rng_state_0.pth", "scheduler.pt", "zero_to_fp32.py"):
+        (tmp_path / "checkpoint-500" / name).touch()
+    point(tmp_path / "checkpoint-500", "global_step500")
+    found = found_at(tmp_path / "checkpoint-500")
+    assert (found.format, found.folder, found.tag) == ("native", str(inner), "global_step500")
+    assert find(tmp_path) is None, "the output folder above it is not a DeepSpeed folder"
+
+
+def test_folders_are_absolute_even_when_asked_for_relatively(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = native(tmp_path / "run", "step4")
+    point(tmp_path / "run", "step4")
+    monkeypatch.chdir(tmp_path)
+    found = find_checkpoint("run", None, prefer_universal=False)
+    assert found is not None
+    assert found.folder == str(folder)
+
+
+def test_files_are_sorted_into_their_kinds_by_rank(tmp_path: Path) -> None:
+    names = [f"zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt" for rank in (10, 2, 0) for kind in ("model", "optim")]
+    found = look_at(str(tmp_path), native(tmp_path, "step4", [*names, "mp_rank_01_model_states.pt", "notes.txt"]).name)
+    assert found is not None
+    assert set(found.files.optimizer) == {(0, 0), (2, 0), (10, 0)} == set(found.files.model_zero3)
+    assert found.files.optimizer[10, 0] == "zero_pp_rank_10_mp_rank_00_optim_states.pt"
+    assert found.files.model == {1: "mp_rank_01_model_states.pt"}
+    assert found.files.mp_ranks == {0, 1}
+    assert found.files.clashes == ()
+    assert not found.files.is_universal
+
+
+def test_a_bf16_and_an_fp32_save_in_one_folder_clash(tmp_path: Path) -> None:
+    found = look_at(str(tmp_path), native(tmp_path, "step4", [*ZERO12, BF16[1]]).name)
+    assert found is not None
+    assert len(found.files.clashes) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("layer_00-model_states.pt", "layers"),
+        ("layer_12-model_01-model_states.pt", "layers"),
+        ("layer_0_expert_3_mp_rank_00_model_states.pt", "experts"),
+        ("expp_rank_0_mp_rank_00_optim_states.pt", "experts"),
+    ],
+)
+def test_files_of_pipeline_layers_and_experts_are_recognised(tmp_path: Path, name: str, kind: str) -> None:
+    found = look_at(str(tmp_path), native(tmp_path, "step4", [*ZERO12, name]).name)
+    assert found is not None
+    assert getattr(found.files, kind) == (name,)
+
+
+def test_tags_are_listed_newest_first(tmp_path: Path) -> None:
+    for age, tag in enumerate(["b", "c", "a"]):
+        os.utime(native(tmp_path, tag), (1000 + age, 1000 + age))
+    (tmp_path / "d").mkdir()
+    (tmp_path / "latest").touch()
+    assert list_tags(str(tmp_path)) == ["a", "c", "b"]
+    assert list_tags(str(tmp_path / "not there")) == []

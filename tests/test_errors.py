@@ -1,0 +1,87 @@
+"""Errors print what is known, and survive the way from one rank to the others."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+
+from elastic_ckpt import errors
+from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError
+
+DETAILS = {
+    "parameter": "layers.0.weight",
+    "file": "/ckpt/step4/zero_pp_rank_1_mp_rank_00_optim_states.pt",
+    "expected": "(2, 5) in the live model",
+    "found": "(5, 2) in the checkpoint",
+    "remedy": "build the model as it was",
+    "rank": 3,
+}
+KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, ElasticCkptError)]
+
+
+def test_there_are_the_kinds_that_the_documentation_names() -> None:
+    assert {kind.__name__ for kind in KINDS} == {
+        "ElasticCkptError",
+        "ConfigError",
+        "NotFoundError",
+        "DamagedError",
+        "UnsafePickleError",
+        "MismatchError",
+        "UnsupportedError",
+        "PartialLoadError",
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_error_prints_its_problem_first_and_then_every_detail(kind: type[ElasticCkptError]) -> None:
+    lines = str(kind("shape differs", **DETAILS)).splitlines()
+    assert lines[0] == "shape differs"
+    assert [line.split(":", 1)[0].strip() for line in lines[1:]] == list(DETAILS)
+    assert [line.split(":", 1)[1].strip() for line in lines[1:]] == [str(value) for value in DETAILS.values()]
+    assert len({len(line) - len(line.split(":", 1)[1].lstrip()) for line in lines[1:]}) == 1, "values are aligned"
+
+
+def test_what_is_not_known_is_not_printed() -> None:
+    assert str(DamagedError("gone")) == "gone"
+    assert str(DamagedError("gone", file="/x")).splitlines() == ["gone", "  file:      /x"]
+
+
+def test_rank_zero_and_empty_findings_are_known() -> None:
+    text = str(DamagedError("gone", found="", rank=0, expected=0))
+    assert "rank:" in text
+    assert "found:" in text
+    assert "expected:" in text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("details", [DETAILS, {}, {"rank": 0}, {"file": "/x", "found": [1, 2]}])
+def test_an_error_survives_pickling(kind: type[ElasticCkptError], details: dict[str, object]) -> None:
+    error = kind("shape differs", **details)  # type: ignore[arg-type]
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        back = pickle.loads(pickle.dumps(error, protocol))
+        assert type(back) is kind
+        assert vars(back) == vars(error)
+        assert str(back) == str(error)
+        assert back.args == error.args
+
+
+def test_an_error_survives_copying() -> None:
+    error = MismatchError("shape differs", **DETAILS)
+    back = copy.deepcopy(error)
+    assert (type(back), vars(back)) == (MismatchError, vars(error))
+
+
+def test_values_of_any_kind_become_text_so_that_they_can_travel() -> None:
+    error = MismatchError("x", expected=lambda: 0, found={"lr": 1})  # a lambda cannot be pickled
+    back = pickle.loads(pickle.dumps(error))
+    assert back.found == "{'lr': 1}"
+    assert "lambda" in back.expected
+
+
+def test_an_error_can_be_caught_as_one_family_and_as_an_exception() -> None:
+    assert issubclass(ElasticCkptError, Exception)
+    for kind in KINDS:
+        with pytest.raises(ElasticCkptError):
+            raise kind("x")
