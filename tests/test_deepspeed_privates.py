@@ -1,0 +1,78 @@
+"""DeepSpeed's private names that engines/ and formats/ lean on: this notices when a release moves them."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+import elastic_ckpt
+
+PACKAGE = Path(elastic_ckpt.__file__).parent
+USED = {
+    DeepSpeedZeroOptimizer: [
+        "round_robin_bit16_groups",
+        "round_robin_bit16_offsets",
+        "partition_size",
+        "single_partition_of_fp32_groups",
+        "real_dp_process_group",
+        "dp_process_group",
+        "_hp_optimizer_states_linked",
+        "_lazy_init_hp_params_optimizer_state",
+        "_restore_from_bit16_weights",
+        "update_lp_params",
+        "loss_scaler",
+        "overflow",
+    ],
+    DeepSpeedZeroOptimizer_Stage3: [
+        "fp16_groups",
+        "fp16_partitioned_groups",
+        "fp16_partitioned_groups_flat",
+        "fp32_partitioned_groups_flat",
+        "sub_group_to_group_id",
+        "persistent_parameters",
+        "checkpoint_event_prologue",
+        "checkpoint_event_epilogue",
+        "refresh_fp32_params",
+        "swap_optimizer",
+        "params_in_nvme_and_cpu",
+        "unflatten",
+        "dp_process_group",
+    ],
+    DeepSpeedEngine: [
+        "param_names",
+        "mp_world_size",
+        "seq_dp_world_size",
+        "has_moe_layers",
+        "zero_nvme_offload_optimizer",
+        "loaded_checkpoint_dp_world_size",
+        "loaded_checkpoint_mp_world_size",
+        "random_ltd_enabled",
+        "curriculum_learning_enabled",
+        "load_universal_checkpoint",
+        "_config",
+    ],
+}
+
+
+@pytest.mark.parametrize(("owner", "name"), [(owner, name) for owner, names in USED.items() for name in names])
+def test_deepspeed_still_has(owner: type, name: str) -> None:
+    assert re.search(rf"\b{name}\b", inspect.getsource(owner)), f"{owner.__name__} no longer mentions {name}"
+
+
+def test_private_attributes_of_deepspeed_are_touched_in_engines_and_formats_only() -> None:
+    private = re.compile(r"\b(?:engine|optimizer|param|scaler)\._[a-z]")
+    for path in PACKAGE.rglob("*.py"):
+        if path.parent.name not in ("engines", "formats"):
+            assert not private.search(path.read_text(encoding="utf-8")), path
+
+
+def test_the_planner_and_its_data_import_nothing_that_touches_the_world() -> None:
+    for name in ("geometry", "catalog", "destinations", "plan", "planner", "matching", "dtypes"):
+        source = (PACKAGE / f"{name}.py").read_text(encoding="utf-8")
+        assert not re.search(r"^(?:import|from) (?:torch|deepspeed|os)\b", source, re.MULTILINE), name

@@ -1,0 +1,163 @@
+"""``python -m elastic_ckpt.run``: the script must not notice, except that the hook is there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import elastic_ckpt
+from elastic_ckpt.config import clear_flags
+from elastic_ckpt.run import main
+
+REPO = Path(elastic_ckpt.__file__).resolve().parents[1]
+
+SCRIPT = """\
+import json, os, pickle, sys
+import neighbour
+from deepspeed.runtime.engine import DeepSpeedEngine
+from elastic_ckpt.config import flag_given, read_config
+
+class Mine:
+    pass
+
+if __name__ == "__main__":
+    print("FACTS" + json.dumps({
+        "argv": sys.argv,
+        "name": __name__,
+        "file": os.path.abspath(__file__),
+        "neighbour": neighbour.VALUE,
+        "patched": "elastic_ckpt" in DeepSpeedEngine.load_checkpoint.__code__.co_filename,
+        "mode": read_config({}).mode,
+        "flag": flag_given(),
+        "pickles": type(pickle.loads(pickle.dumps(Mine()))) is Mine,
+    }))
+    sys.exit(3 if "fail" in sys.argv else 0)
+"""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    code: int
+    facts: dict[str, Any]
+    errors: str
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A script on its own, and the same as a module of a package."""
+    for place in (tmp_path / "scripts", tmp_path / "package"):
+        place.mkdir()
+        (place / "train.py").write_text(SCRIPT)
+    (tmp_path / "package" / "__init__.py").touch()
+    (tmp_path / "scripts" / "neighbour.py").write_text("VALUE = 'beside the script'")
+    (tmp_path / "neighbour.py").write_text("VALUE = 'in the working directory'")
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def no_flags() -> Iterator[None]:
+    clear_flags()
+    yield
+    clear_flags()
+
+
+def run(folder: Path, *arguments: str) -> Outcome:
+    done = subprocess.run(
+        [sys.executable, "-m", "elastic_ckpt.run", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(REPO), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    facts = [line.removeprefix("FACTS") for line in done.stdout.splitlines() if line.startswith("FACTS")]
+    return Outcome(done.returncode, json.loads(facts[0]) if facts else {}, done.stderr)
+
+
+def test_a_script_runs_as_main_with_its_own_arguments_and_the_hook_installed(folder: Path) -> None:
+    script = os.path.join("scripts", "train.py")
+    outcome = run(folder, script, "--help", "-m", "--universal-checkpoint=off", "x")
+    assert outcome.code == 0, outcome.errors
+    assert outcome.facts == {
+        "argv": [script, "--help", "-m", "--universal-checkpoint=off", "x"],
+        "name": "__main__",
+        "file": str(folder / "scripts" / "train.py"),
+        "neighbour": "beside the script",
+        "patched": True,
+        "mode": "auto",
+        "flag": False,
+        "pickles": True,
+    }
+
+
+def test_a_module_runs_as_main_from_the_working_directory_and_the_flag_is_set(folder: Path) -> None:
+    outcome = run(folder, "--universal-checkpoint=require", "-m", "package.train", "--epochs", "3")
+    assert outcome.code == 0, outcome.errors
+    assert outcome.facts == {
+        "argv": [str(folder / "package" / "train.py"), "--epochs", "3"],
+        "name": "__main__",
+        "file": str(folder / "package" / "train.py"),
+        "neighbour": "in the working directory",
+        "patched": True,
+        "mode": "require",
+        "flag": True,
+        "pickles": True,
+    }
+
+
+def test_the_launchers_local_rank_is_handed_on_and_the_exit_code_handed_back(folder: Path) -> None:
+    script = str(folder / "scripts" / "train.py")
+    outcome = run(folder, "--local_rank=0", "--universal-checkpoint=off", script, "fail")
+    assert outcome.code == 3, outcome.errors
+    assert outcome.facts["argv"] == [script, "--local_rank=0", "fail"]
+    assert (outcome.facts["mode"], outcome.facts["flag"], outcome.facts["patched"]) == ("off", False, True)
+
+
+def test_a_script_that_is_not_there_is_named(folder: Path) -> None:
+    outcome = run(folder, "--universal-checkpoint", "nowhere.py")
+    assert outcome.code != 0
+    assert "nowhere.py" in outcome.errors.splitlines()[-1]
+
+
+def test_an_unknown_flag_ends_the_process_before_the_script(folder: Path) -> None:
+    outcome = run(folder, "--my-flag", os.path.join("scripts", "train.py"))
+    assert outcome.code == 1
+    assert outcome.facts == {}
+    assert "unknown flag --my-flag" in outcome.errors
+    assert "usage:" in outcome.errors
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_is_printed_and_nothing_runs(capsys: pytest.CaptureFixture[str], flag: str) -> None:
+    main([flag, "script.py"])
+    printed = capsys.readouterr()
+    assert printed.out.startswith("usage: python -m elastic_ckpt.run")
+    assert "--universal-checkpoint" in printed.out
+    assert printed.err == ""
+
+
+@pytest.mark.parametrize("arguments", [[], ["-m"], ["--universal-checkpoint"], ["--local_rank=0"]])
+def test_a_command_without_a_script_ends_with_the_usage(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit, match=r"which script\?\n\nusage:"):
+        main(arguments)
+
+
+@pytest.mark.parametrize("argument", ["--universal-checkpoint=on", "--universal-checkpoint=AUTO"])
+def test_a_mode_that_does_not_exist_ends_with_the_choices(argument: str) -> None:
+    with pytest.raises(SystemExit, match="choose auto, require or off"):
+        main([argument, "script.py"])
+
+
+@pytest.mark.parametrize("argument", ["--universal-checkpoint-x", "--local_rank", "-x", "--", "--mode=off"])
+def test_only_the_documented_flags_are_taken(argument: str) -> None:
+    with pytest.raises(SystemExit, match=f"unknown flag {argument}"):
+        main([argument, "script.py"])
