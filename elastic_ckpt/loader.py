@@ -16,7 +16,7 @@ from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.engines import EngineAdapter, select_adapter
 from elastic_ckpt.engines.host import HostCommit, LoadArguments
 from elastic_ckpt.errors import ElasticCkptError, PartialLoadError
-from elastic_ckpt.formats import READERS, Checkpoint, Found
+from elastic_ckpt.formats import READERS, Found
 from elastic_ckpt.formats import ReadOptions as MetadataOptions
 from elastic_ckpt.plan import Plan
 from elastic_ckpt.planner import LoadOptions, plan_load
@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 def load(engine: Any, found: Found, arguments: LoadArguments, config: ElasticConfig) -> tuple[str, dict[str, Any]]:
     """Restore a checkpoint into a live engine. Collective: every rank of the job calls it.
 
-    1. read metadata, each file on one rank; 2. describe the engine; 3. plan; 4. agree; 5. read; 6. commit.
-    Up to step 4 nothing of the engine changes.
+    1. read metadata, each file on one rank; 2. describe the engine and plan; 3. agree; 4. scheduler; 5. read;
+    6. commit. Up to step 3 nothing of the engine changes, and step 4 is taken back where any rank fails in it.
 
     Returns:
         What ``DeepSpeedEngine.load_checkpoint`` returns: path of the model-states file, and client state.
@@ -51,23 +51,20 @@ def load(engine: Any, found: Found, arguments: LoadArguments, config: ElasticCon
         plan = plan_load(checkpoint.catalog, destinations, options)
         check_files(plan)
     host = HostCommit(engine, checkpoint.host, arguments)
+    _load_scheduler(host)
     try:
-        with parallel.agreement("load the lr scheduler"):
-            host.load_scheduler()
-    except ElasticCkptError:
-        host.undo_scheduler()
-        raise
-    with clock("read"):
-        stats = _read(adapter, plan, config)
-    with clock("commit"):
-        adapter.commit(plan, exact_masters=states)
-        client_state = host.finish()
-    engine.elastic_report = LoadReport(
+        with clock("read"):
+            stats = _read(adapter, plan, config)
+        with clock("commit"):
+            client_state = _commit(adapter, plan, host, exact_masters=states)
+    except ElasticCkptError as error:
+        raise _spoilt(error) from error
+    report = LoadReport(
         source=checkpoint.catalog.source,
         zero_stage=destinations.zero_stage,
         dp=destinations.dp,
         rank=parallel.rank(),
-        restored=count_restored(checkpoint.catalog, destinations, plan),
+        restored=count_restored(destinations, plan),
         fresh=plan.fresh,
         ignored=plan.ignored,
         global_steps=engine.global_steps,
@@ -75,11 +72,22 @@ def load(engine: Any, found: Found, arguments: LoadArguments, config: ElasticCon
         read_calls=stats.calls,
         files_opened=checkpoint.files_opened,
         seconds=clock.seconds,
-        notes=plan.notes + tuple(host.notes) + _notes(checkpoint, arguments),
+        notes=plan.notes + tuple(host.notes) + _notes(arguments),
     )
+    engine.elastic_report = report
     if config.report and parallel.rank() == 0:
-        Console(file=sys.stderr).print(engine.elastic_report.table())
+        Console(file=sys.stderr).print(report.table())
     return checkpoint.model_path, client_state
+
+
+def _load_scheduler(host: HostCommit) -> None:
+    """The one step of a commit that runs a user's code: done first, and taken back on all ranks if any fails."""
+    try:
+        with parallel.agreement("load the lr scheduler"):
+            host.load_scheduler()
+    except ElasticCkptError:
+        host.undo_scheduler()
+        raise
 
 
 def _read(adapter: EngineAdapter, plan: Plan, config: ElasticConfig) -> ReadStats:
@@ -89,30 +97,36 @@ def _read(adapter: EngineAdapter, plan: Plan, config: ElasticConfig) -> ReadStat
         staging_nbytes=config.max_extra_memory_mib << 20,
         progress=config.progress,
     )
-    try:
-        with parallel.agreement("read the checkpoint's tensors"):
-            return execute(plan, adapter.prepare(plan), options, show_progress=parallel.rank() == 0)
-    except ElasticCkptError as error:
-        raise PartialLoadError(
-            f"{error.problem}: the engine is partly overwritten and must not be trained or saved",
-            parameter=error.parameter,
-            file=error.file,
-            expected=error.expected,
-            found=error.found,
-            remedy="mend the cause, then load again into this engine or a new one",
-            rank=error.rank,
-        ) from error
+    with parallel.agreement("read the checkpoint's tensors"):
+        return execute(plan, adapter.prepare(plan), options, show_progress=parallel.rank() == 0)
 
 
-def _notes(checkpoint: Checkpoint, arguments: LoadArguments) -> tuple[str, ...]:
-    notes = []
+def _commit(adapter: EngineAdapter, plan: Plan, host: HostCommit, exact_masters: bool) -> dict[str, Any]:
+    with parallel.agreement("set optimizer states and hyperparameters"):
+        adapter.set_scalars_and_groups(plan)
+    adapter.refresh_weights(plan, exact_masters)
+    with parallel.agreement("set counters and client state"):
+        return host.finish()
+
+
+def _spoilt(error: ElasticCkptError) -> PartialLoadError:
+    return PartialLoadError(
+        f"{error.problem}: the engine is partly overwritten and must not be trained or saved",
+        parameter=error.parameter,
+        file=error.file,
+        expected=error.expected,
+        found=error.found,
+        remedy="mend the cause, then load again into this engine or a new one",
+        rank=error.rank,
+    )
+
+
+def _notes(arguments: LoadArguments) -> tuple[str, ...]:
     if arguments.load_module_only:
-        notes.append("load_module_only: optimizer, scheduler and counters are left as they were")
-    elif not arguments.load_optimizer_states:
-        notes.append("load_optimizer_states=False: optimizer states are left as they were; masters are the weights")
-    if not checkpoint.catalog.parameters:
-        notes.append("the checkpoint holds no trained parameters")
-    return tuple(notes)
+        return ("load_module_only: optimizer, scheduler and counters are left as they were",)
+    if not arguments.load_optimizer_states:
+        return ("load_optimizer_states=False: optimizer states are left as they were; masters are the weights",)
+    return ()
 
 
 class _Clock:

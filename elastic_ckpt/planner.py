@@ -60,10 +60,7 @@ def plan_load(catalog: Catalog, destinations: Destinations, options: LoadOptions
         if not any(scalars) and destinations.flats:
             notes.append("the checkpoint holds no optimizer state (saved before the first step): states start fresh")
     builder = _PlanBuilder(catalog)
-    fragments: dict[int, list[Fragment]] = {flat.index: [] for flat in destinations.flats}
-    for fragment in destinations.fragments:
-        if fragment.name in matching.restored:
-            fragments[fragment.flat].append(fragment)
+    fragments = _restored_fragments(destinations, matching)
     for flat in destinations.flats:
         held = fragments[flat.index]
         builder.add_flat(flat, MASTER, held)
@@ -84,6 +81,15 @@ def plan_load(catalog: Catalog, destinations: Destinations, options: LoadOptions
         ignored=tuple(sorted(matching.ignored)),
         notes=tuple(notes),
     )
+
+
+def _restored_fragments(destinations: Destinations, matching: Matching) -> dict[int, list[Fragment]]:
+    """Per flat partition, the fragments of parameters that the checkpoint has, in flat order."""
+    fragments: dict[int, list[Fragment]] = {flat.index: [] for flat in destinations.flats}
+    for fragment in destinations.fragments:
+        if fragment.name in matching.restored:
+            fragments[fragment.flat].append(fragment)
+    return fragments
 
 
 class _PlanBuilder:
@@ -222,6 +228,3 @@ def _touches(left: Copy, right: Copy) -> bool:
         and left.slot_offset + left.numel == right.slot_offset
         and left.byte_offset + left.numel * ITEMSIZE[left.dtype] == right.byte_offset
     )
-
-
-__all__ = ["LoadOptions", "Matching", "merge_neighbours", "plan_load"]

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from elastic_ckpt.catalog import BUFFER, FROZEN, MASTER, Catalog, SourceFacts
+from elastic_ckpt.catalog import BUFFER, FROZEN, MASTER, SourceFacts
 from elastic_ckpt.destinations import Destinations
 from elastic_ckpt.plan import Plan
 
@@ -61,7 +61,8 @@ class LoadReport:
         table.add_row("from", f"{source.format} {source.folder}")
         table.add_row("saved", f"ZeRO-{source.zero_stage}, DP={source.dp}, DeepSpeed {source.ds_version}")
         table.add_row("now", f"ZeRO-{self.zero_stage}, DP={self.dp}, at step {self.global_steps}")
-        table.add_row("restored", ", ".join(f"{count} {what}" for what, count in self.restored.items()) or "nothing")
+        restored = ", ".join(f"{what} {count}" for what, count in self.restored.items())
+        table.add_row("restored", restored or "nothing")
         for what, names in (("fresh", self.fresh), ("ignored", self.ignored)):
             if names:
                 table.add_row(what, ", ".join(names))
@@ -80,7 +81,7 @@ class LoadReport:
         return capture.get()
 
 
-def count_restored(catalog: Catalog, destinations: Destinations, plan: Plan) -> dict[str, int]:
+def count_restored(destinations: Destinations, plan: Plan) -> dict[str, int]:
     """How many tensors of the whole model a plan restores, by kind."""
     restored: Counter[str] = Counter()
     left_out = set(plan.fresh)

@@ -23,8 +23,11 @@ class EngineAdapter(Protocol):
     def prepare(self, plan: Plan) -> list[torch.Tensor]:
         """A 1-D tensor for every slot of the plan, allocated where the engine has none yet. Local."""
 
-    def commit(self, plan: Plan, exact_masters: bool) -> None:
-        """Derive everything else from the masters just read. Collective.
+    def set_scalars_and_groups(self, plan: Plan) -> None:
+        """Set scalar states and hyperparameters, where the plan restores them. Local."""
+
+    def refresh_weights(self, plan: Plan, exact_masters: bool) -> None:
+        """Derive the low-precision weights from the masters just read. Collective.
 
         Args:
             plan: the plan that was executed.

@@ -88,10 +88,9 @@ class Zero12Adapter(FlatOptimizer):
         """See :class:`elastic_ckpt.engines.base.EngineAdapter`."""
         return self.memory(plan, self._frozen())
 
-    def commit(self, plan: Plan, exact_masters: bool) -> None:
+    def refresh_weights(self, plan: Plan, exact_masters: bool) -> None:
         """See :class:`elastic_ckpt.engines.base.EngineAdapter`."""
         optimizer = self._optimizer
-        self.set_scalars_and_groups(plan)
         optimizer.update_lp_params()
         if not exact_masters:
             optimizer._restore_from_bit16_weights()

@@ -95,13 +95,12 @@ class Zero3Adapter(FlatOptimizer):
         }
         return self.memory(plan, frozen)
 
-    def commit(self, plan: Plan, exact_masters: bool) -> None:
+    def refresh_weights(self, plan: Plan, exact_masters: bool) -> None:
         """See :class:`elastic_ckpt.engines.base.EngineAdapter`.
 
         The low-precision part follows ``_rigid_load_state_dict`` (stage3.py).
         """
         optimizer = self._optimizer
-        self.set_scalars_and_groups(plan)
         for index, master in enumerate(self.masters):
             low_precision = optimizer.fp16_partitioned_groups_flat[index]
             low_precision.data.copy_(master.data)

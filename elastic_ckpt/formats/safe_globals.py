@@ -7,7 +7,9 @@ choosing. A name that the installed DeepSpeed does not have is left out: files t
 from __future__ import annotations
 
 import importlib
+import pickle
 from contextlib import AbstractContextManager
+from enum import Enum
 from functools import cache
 from typing import Any
 
@@ -34,6 +36,17 @@ _NUMPY_FLOATS = ("Float16", "Float32", "Float64")
 _OLD_NUMPY = {"numpy._core.multiarray": "numpy.core.multiarray"}
 
 
+def enum_member(enum: Any, name: str) -> Enum:
+    """Stands in for ``getattr``, which Python 3.11.0 to 3.11.3 (Debian 12's) pickles a member of an enum by.
+
+    Raises:
+        pickle.UnpicklingError: the first argument is no enum; the real ``getattr`` would open far more than that.
+    """
+    if not (isinstance(enum, type) and issubclass(enum, Enum)):
+        raise pickle.UnpicklingError("Unsupported global: getattr of something that is not an enum")
+    return enum[name]
+
+
 @cache
 def safe_global_list() -> tuple[Any, ...]:
     """Entries for :func:`torch.serialization.safe_globals`: objects, or (object, "name in the pickle")."""
@@ -46,6 +59,7 @@ def safe_global_list() -> tuple[Any, ...]:
         entries.append((found, f"{module_name}.{name}"))
         if module_name in _OLD_NUMPY:
             entries.append((found, f"{_OLD_NUMPY[module_name]}.{name}"))
+    entries += [(enum_member, "builtins.getattr"), (enum_member, "__builtin__.getattr")]
     numpy_dtypes = importlib.import_module("numpy.dtypes")
     entries += [getattr(numpy_dtypes, f"{kind}DType") for kind in _NUMPY_DTYPES + _NUMPY_FLOATS]
     return tuple(entries)

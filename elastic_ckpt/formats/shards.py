@@ -67,11 +67,33 @@ class OptimizerShard:
     overflow: bool
 
 
-def partition_counts(saved: Any) -> tuple[int, ...]:
+def _partition_counts(saved: Any) -> tuple[int, ...]:
     """``partition_count`` as DeepSpeed writes it (a number, or one a group) in one form; empty where not recorded."""
     if saved is None:
         return ()
     return tuple(int(count) for count in saved) if isinstance(saved, (list, tuple)) else (int(saved),)
+
+
+def build_shard(
+    file: PickledFile, dp_rank: int, zero_stage: int, flats: list[FlatShard], param_groups: Any, flat_groups: list[int]
+) -> OptimizerShard:
+    """An :class:`OptimizerShard` from what the stage's own module found, and from what all stages write alike."""
+    state = file.section("optimizer_state_dict")
+    scaler = state.get("loss_scaler")
+    return OptimizerShard(
+        path=file.path,
+        nbytes=file.nbytes,
+        dp_rank=dp_rank,
+        partition_count=_partition_counts(state.get("partition_count")),
+        zero_stage=zero_stage,
+        ds_version=str(file.tree.get("ds_version")),
+        flats=tuple(flats),
+        groups=read_groups(file, param_groups),
+        flat_groups=tuple(flat_groups),
+        loss_scaler=scaler,
+        loss_scale=getattr(scaler, "cur_scale", None),
+        overflow=bool(state.get("overflow", False)),
+    )
 
 
 def flat_ref(file: PickledFile, what: str, ref: Any) -> TensorRef:

@@ -15,7 +15,7 @@ from typing import Any
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.pickled import PickledFile
-from elastic_ckpt.formats.shards import FlatShard, OptimizerShard, flat_ref, partition_counts, read_groups, sort_states
+from elastic_ckpt.formats.shards import FlatShard, OptimizerShard, build_shard, flat_ref, sort_states
 from elastic_ckpt.geometry import Placement, contiguous_partition, group_offsets
 
 
@@ -39,24 +39,12 @@ def index_zero12(file: PickledFile, dp_rank: int) -> OptimizerShard:
     masters = file.section("optimizer_state_dict", "single_partition_of_fp32_groups")
     paddings = file.section("optimizer_state_dict", "group_paddings")
     alignments = state.get("param_alignment_paddings") or [None] * len(masters)
-    scaler = state.get("loss_scaler")
-    return OptimizerShard(
-        path=file.path,
-        nbytes=file.nbytes,
-        dp_rank=dp_rank,
-        partition_count=partition_counts(state.get("partition_count")),
-        zero_stage=int(state.get("zero_stage", 1)),
-        ds_version=str(state.get("ds_version")),
-        flats=tuple(
-            _index_flat(file, index, master, paddings[index], base["state"].get(index, {}), alignments[index])
-            for index, master in enumerate(masters)
-        ),
-        groups=read_groups(file, base["param_groups"]),
-        flat_groups=tuple(range(len(masters))),
-        loss_scaler=scaler,
-        loss_scale=getattr(scaler, "cur_scale", None),
-        overflow=bool(state.get("overflow", False)),
-    )
+    flats = [
+        _index_flat(file, index, master, paddings[index], base["state"].get(index, {}), alignments[index])
+        for index, master in enumerate(masters)
+    ]
+    stage = int(state.get("zero_stage", 1))
+    return build_shard(file, dp_rank, stage, flats, base["param_groups"], list(range(len(masters))))
 
 
 def _index_flat(

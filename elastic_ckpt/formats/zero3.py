@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.pickled import PickledFile
-from elastic_ckpt.formats.shards import FlatShard, OptimizerShard, flat_ref, partition_counts, read_groups, sort_states
+from elastic_ckpt.formats.shards import FlatShard, OptimizerShard, build_shard, flat_ref, sort_states
 from elastic_ckpt.geometry import Placement, per_parameter_numel, per_parameter_partition
 
 
@@ -42,21 +42,7 @@ def index_zero3(file: PickledFile, dp_rank: int) -> OptimizerShard:
         ref = flat_ref(file, f"fp32 partition of sub-group {index}", master)
         states, scalars, opaque = sort_states(file, base["state"].get(index, {}), ref.numel)
         flats.append(FlatShard(ref, ref.numel, states, scalars, opaque))
-    scaler = state.get("loss_scaler")
-    return OptimizerShard(
-        path=file.path,
-        nbytes=file.nbytes,
-        dp_rank=dp_rank,
-        partition_count=partition_counts(state.get("partition_count")),
-        zero_stage=3,
-        ds_version=str(file.tree.get("ds_version")),
-        flats=tuple(flats),
-        groups=read_groups(file, base["param_groups"]),
-        flat_groups=tuple(flat_groups),
-        loss_scaler=scaler,
-        loss_scale=getattr(scaler, "cur_scale", None),
-        overflow=bool(state.get("overflow", False)),
-    )
+    return build_shard(file, dp_rank, 3, flats, base["param_groups"], flat_groups)
 
 
 def place_zero3(model: ModelShard, shard: OptimizerShard, flat: int, dp: int) -> Sequence[Placement]:

@@ -1,0 +1,48 @@
+"""What a pickle may name: enums as every Python writes them, and no more of getattr than that."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime.zero.config import ZeroStageEnum
+
+from elastic_ckpt.errors import UnsafePickleError
+from elastic_ckpt.formats.pickled import open_pickled
+
+
+class AsPython3112Writes:
+    """An object whose pickle is ``getattr(owner, name)``, as an enum member's is in Python 3.11.0 to 3.11.3."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.owner, self.name = owner, name
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return getattr, (self.owner, self.name)
+
+
+def test_an_enum_member_pickled_by_name_is_read(tmp_path: Path) -> None:
+    torch.save({"zero_stage": AsPython3112Writes(ZeroStageEnum, "gradients")}, tmp_path / "file.pt")
+    stage = open_pickled(str(tmp_path / "file.pt")).section("zero_stage")
+    assert stage is ZeroStageEnum.gradients
+
+
+@pytest.mark.parametrize(("owner", "name"), [(torch.Size, "numel"), (ZeroStageEnum, "__class__"), ("text", "upper")])
+def test_getattr_of_anything_else_is_refused(owner: Any, name: str, tmp_path: Path) -> None:
+    torch.save({"x": AsPython3112Writes(owner, name)}, tmp_path / "file.pt")
+    with pytest.raises(Exception, match=r"safe globals|unreadable") as caught:
+        open_pickled(str(tmp_path / "file.pt"))
+    assert type(caught.value).__name__ in ("UnsafePickleError", "DamagedError")
+
+
+class Private(IntEnum):
+    ONE = 1
+
+
+def test_an_enum_that_is_not_listed_is_refused(tmp_path: Path) -> None:
+    torch.save({"x": AsPython3112Writes(Private, "ONE")}, tmp_path / "file.pt")
+    with pytest.raises(UnsafePickleError, match="Private"):
+        open_pickled(str(tmp_path / "file.pt"))
