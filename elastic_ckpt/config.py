@@ -87,8 +87,9 @@ def read_config(ds_config: Mapping[str, Any]) -> ElasticConfig:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
+        where = "on the command line" if key in _flags else f'under "{CONFIG_KEY}"'
         raise ConfigError(
-            f'the value of "{key}" under "{CONFIG_KEY}" is not understood',
+            f'the value of "{key}" {where} is not understood',
             expected=f"{first['msg']} ({ElasticConfig.model_fields[key].description})",
             found=repr(first["input"]),
         ) from error

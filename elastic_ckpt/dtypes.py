@@ -16,11 +16,18 @@ ITEMSIZE = MappingProxyType(
         "int16": 2,
         "int8": 1,
         "uint8": 1,
+        "uint16": 2,
+        "uint32": 4,
+        "uint64": 8,
         "bool": 1,
+        "complex32": 4,
         "complex64": 8,
         "complex128": 16,
         "float8_e4m3fn": 1,
         "float8_e5m2": 1,
+        "float8_e4m3fnuz": 1,
+        "float8_e5m2fnuz": 1,
+        "float8_e8m0fnu": 1,
     }
 )
 

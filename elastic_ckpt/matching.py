@@ -10,8 +10,8 @@ from elastic_ckpt.catalog import FROZEN, MASTER, Catalog
 from elastic_ckpt.destinations import Destinations, FlatPartition
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
 
-#: Choices of implementation, not of training: the live run's own are kept.
-_IMPLEMENTATION_KEYS = frozenset({"params", "foreign", "fused", "capturable", "differentiable"})
+#: Lists of members, and choices of implementation rather than of training: the live run's own are kept.
+_IMPLEMENTATION_KEYS = frozenset({"params", "param_names", "foreign", "fused", "capturable", "differentiable"})
 _NAMES_SHOWN = 8
 
 
@@ -96,8 +96,9 @@ def match_states(
             found=description,
             remedy="load at the topology it was saved with, or with load_optimizer_states=False",
         )
-    scalars = [_flat_scalars(catalog, flat, matching) for flat in destinations.flats]
-    if not any(scalars) and not catalog.state_keys:
+    stateful = {name for name, key in catalog.tensors if key in catalog.state_keys}
+    stateful |= {name for name, saved in catalog.parameters.items() if saved.scalars}
+    if not stateful:
         return (), [None] * len(destinations.flats)
     saved_scalars = {key for saved in catalog.parameters.values() for key, _ in saved.scalars}
     saved = (set(catalog.state_keys), saved_scalars)
@@ -110,40 +111,37 @@ def match_states(
             found=_shorten(saved[0] | saved[1]),
             remedy="resume with the optimizer that saved it, or with load_optimizer_states=False",
         )
+    scalars = [_flat_scalars(catalog, flat, matching, stateful) for flat in destinations.flats]
     for flat, values in zip(destinations.flats, scalars, strict=True):
-        if values is None:
-            _refuse_states_without_scalars(catalog, flat, matching)
+        if values is not None and set(values) != live[1]:
+            raise DamagedError(
+                "the checkpoint holds states of these parameters, but not all of their scalar states",
+                parameter=_shorten(flat.members),
+                file=catalog.source.folder,
+                expected=f"{_shorten(live[1])} beside {_shorten(live[0])}",
+                found=_shorten(values),
+                remedy="restore the missing files, or load with load_optimizer_states=False",
+            )
     return tuple(sorted(saved[0])), scalars
 
 
-def _refuse_states_without_scalars(catalog: Catalog, flat: FlatPartition, matching: Matching) -> None:
-    for name in flat.members:
-        keys = [key for key in catalog.state_keys if (name, key) in catalog.tensors]
-        if keys and name in matching.restored:
-            raise DamagedError(
-                "the checkpoint holds states of this parameter, but not its scalar states",
-                parameter=name,
-                file=catalog.source.folder,
-                expected=f"{', '.join(keys)} and a step count",
-                found=f"{', '.join(keys)} alone",
-                remedy="restore the missing files, or load with load_optimizer_states=False",
-            )
-
-
-def _flat_scalars(catalog: Catalog, flat: FlatPartition, matching: Matching) -> Mapping[str, float] | None:
+def _flat_scalars(
+    catalog: Catalog, flat: FlatPartition, matching: Matching, stateful: set[str]
+) -> Mapping[str, float] | None:
+    """Scalar states of one flat tensor; ``None`` where the checkpoint holds no state of its members at all."""
     members = [name for name in flat.members if name in matching.restored]
-    values = {name: catalog.parameters[name].scalars for name in members}
-    distinct = sorted(set(values.values()))
+    values = {name: catalog.parameters[name].scalars if name in stateful else None for name in members}
+    distinct = sorted(set(values.values()), key=repr)
     if len(distinct) > 1:
         examples = [next(name for name in members if values[name] == value) for value in distinct[:2]]
         raise MismatchError(
             "parameters that now share one flat tensor were saved with different scalar states",
             parameter=", ".join(examples),
             expected="one value for all, since the optimizer keeps one per flat tensor",
-            found=" and ".join(str(dict(value)) for value in distinct[:2]),
+            found=" and ".join("no state" if value is None else str(dict(value)) for value in distinct[:2]),
             remedy="put them in param groups of their own, or load with load_optimizer_states=False",
         )
-    return dict(distinct[0]) if distinct and distinct[0] else None
+    return None if not distinct or distinct[0] is None else dict(distinct[0])
 
 
 def match_groups(catalog: Catalog, destinations: Destinations, matching: Matching) -> tuple[Mapping[str, Any], ...]:
@@ -157,7 +155,9 @@ def match_groups(catalog: Catalog, destinations: Destinations, matching: Matchin
         sources = sorted({catalog.parameters[name].group for name in group.names if name in matching.restored})
         values = [_transferable(catalog.groups[source]) for source in sources]
         if any(value != values[0] for value in values[1:]):
-            differ = sorted({key for value in values for key in value if value[key] != values[0].get(key)})
+            differ = sorted(
+                key for key in set().union(*values) if any(v.get(key) != values[0].get(key) for v in values)
+            )
             raise MismatchError(
                 f"param group {number} now mixes parameters whose saved groups had different hyperparameters",
                 parameter=_shorten(group.names),

@@ -6,6 +6,7 @@ parameter which is not.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -57,7 +58,7 @@ def plan_load(catalog: Catalog, destinations: Destinations, options: LoadOptions
     if options.optimizer_states:
         hyperparameters = match_groups(catalog, destinations, matching)
         state_keys, scalars = match_states(catalog, destinations, matching)
-        if not any(scalars) and destinations.flats:
+        if destinations.flats and all(values is None for values in scalars):
             notes.append("the checkpoint holds no optimizer state (saved before the first step): states start fresh")
     builder = _PlanBuilder(catalog)
     fragments = _restored_fragments(destinations, matching)
@@ -97,6 +98,7 @@ class _PlanBuilder:
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
+        self._tiled: set[tuple[str, str]] = set()
         self.slots: list[Slot] = []
         self.copies: list[Copy] = []
 
@@ -156,30 +158,34 @@ class _PlanBuilder:
                 found="none",
                 remedy="the save is incomplete: take another tag, or load with load_optimizer_states=False",
             )
+        if (name, key) not in self._tiled:
+            _check_tiling(self._catalog, tensor)
+            self._tiled.add((name, key))
         return tensor
 
     def _cover(self, tensor: LogicalTensor, wanted: FlatRange, slot: int, slot_offset: int) -> None:
-        """Append copies that write ``wanted`` to the slot, in order and without holes."""
-        position = wanted.start
+        """Append copies that write ``wanted`` to the slot; the extents tile the tensor, so each element once."""
         for part, byte_offset, file in _pieces(tensor, wanted):
-            if part.start != position:
-                raise self._hole(tensor, FlatRange(*sorted((position, part.start))), part.start < position)
-            self.copies.append(
-                Copy(file, byte_offset, slot, slot_offset + part.start - wanted.start, part.numel, tensor.dtype)
-            )
-            position = part.stop
-        if position != wanted.stop:
-            raise self._hole(tensor, FlatRange(position, wanted.stop), overlap=False)
+            position = slot_offset + part.start - wanted.start
+            self.copies.append(Copy(file, byte_offset, slot, position, part.numel, tensor.dtype))
 
-    def _hole(self, tensor: LogicalTensor, where: FlatRange, overlap: bool) -> DamagedError:
-        return DamagedError(
-            f"{tensor.key} of this parameter is {'held twice' if overlap else 'incomplete'} in the checkpoint",
-            parameter=tensor.name,
-            file=self._catalog.source.folder,
-            expected="every element in exactly one file",
-            found=f"elements {where.start} to {where.stop} in {'two files' if overlap else 'no file'}",
-            remedy="a shard is missing or belongs to another save: restore the folder from its original",
-        )
+
+def _check_tiling(catalog: Catalog, tensor: LogicalTensor) -> None:
+    """Every element of the whole tensor, on this rank or not, lies in exactly one extent."""
+    position = 0
+    ends = [(extent.range.start, extent.range.stop) for extent in tensor.extents]
+    for start, stop in [*ends, (math.prod(tensor.shape),) * 2]:
+        if start != position:
+            said, where = ("held twice", "two files") if start < position else ("incomplete", "no file")
+            raise DamagedError(
+                f"{tensor.key} of this parameter is {said} in the checkpoint",
+                parameter=tensor.name,
+                file=catalog.source.folder,
+                expected="every element in exactly one file",
+                found=f"elements {min(start, position)} to {max(start, position)} in {where}",
+                remedy="a shard is missing or belongs to another save: restore the folder from its original",
+            )
+        position = stop
 
 
 def _pieces(tensor: LogicalTensor, wanted: FlatRange) -> Iterator[tuple[FlatRange, int, int]]:

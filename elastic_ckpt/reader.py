@@ -111,8 +111,10 @@ class _Descriptors:
     def __init__(self, plan: Plan, stack: ExitStack) -> None:
         self._opened: dict[int, int] = {}
         for file in sorted({copy.file for copy in plan.copies}):
-            path = plan.files[file].path
-            self._opened[file] = os.open(path, os.O_RDONLY)
+            try:
+                self._opened[file] = os.open(plan.files[file].path, os.O_RDONLY)
+            except OSError as error:
+                raise _broken(plan, file, 0, f"{type(error).__name__}: {error.strerror}") from error
             stack.callback(os.close, self._opened[file])
 
     def __getitem__(self, file: int) -> int:
@@ -169,7 +171,9 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview | None:
     """The tensor's memory, or ``None`` where ``preadv`` cannot write into it."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         return None
-    return tensor.detach().view(-1).view(torch.uint8).numpy().data
+    # as_strided: a tensor of one element counts as contiguous whatever its stride is, and then has no byte view
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
+    return flat.view(torch.uint8).numpy().data
 
 
 def _split_staged(copy: Copy, chunk_nbytes: int) -> Iterator[_StagedRead]:

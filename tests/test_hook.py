@@ -24,6 +24,7 @@ def original() -> Iterator[Any]:
     yield function
     uninstall()
     assert vars(DeepSpeedEngine)[OWN] is function
+    assert not hasattr(DeepSpeedEngine, "elastic_report")
 
 
 def test_importing_the_package_patches_nothing(original: Any) -> None:

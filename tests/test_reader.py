@@ -118,9 +118,10 @@ def test_small_neighbours_share_a_chunk_but_do_not_exceed_it(tmp_path: Path) -> 
 
 
 def test_ranges_of_several_files_are_kept_apart(tmp_path: Path) -> None:
-    files = [write(tmp_path / str(number), torch.arange(4.0) + 10 * number, header=8 * number) for number in range(3)]
+    # each range begins at the offset where that of the file before it ends
+    files = [write(tmp_path / str(number), torch.arange(4.0) + 10 * number, header=16 * number) for number in range(3)]
     target = untouched(12)
-    copies = [Copy(number, 8 * number, 0, 4 * (2 - number), 4, "float32") for number in range(3)]
+    copies = [Copy(number, 16 * number, 0, 4 * (2 - number), 4, "float32") for number in range(3)]
     assert run(files, [target], copies).calls == 3
     assert target.tolist() == [20, 21, 22, 23, 10, 11, 12, 13, 0, 1, 2, 3]
 
@@ -166,6 +167,33 @@ def test_an_empty_tensor_is_a_slot_like_any_other(tmp_path: Path) -> None:
     target, other = torch.empty(0, 3), untouched(2)
     run([write(tmp_path / "a", torch.arange(2.0))], [target, other], [Copy(0, 0, 1, 0, 2, "float32")])
     assert other.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bool"])
+@pytest.mark.parametrize("numel", [0, 1])
+def test_a_slice_too_short_to_show_its_stride_is_a_slot_like_any_other(tmp_path: Path, numel: int, dtype: str) -> None:
+    memory = torch.zeros(6, dtype=getattr(torch, dtype))
+    target = memory[1::2][:numel]
+    assert target.is_contiguous() and target.stride() == (2,), "torch ignores strides of single elements"
+    file = write(tmp_path / "a", torch.ones(1, dtype=memory.dtype))
+    run([file], [target], [Copy(0, 0, 0, 0, 1, dtype)] if numel else [])
+    assert memory.tolist() == [0, numel, 0, 0, 0, 0]
+
+
+def test_a_read_that_returns_less_than_was_asked_for_is_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # regular files on local disks do not do this, network file systems may
+    preadv = os.preadv
+
+    def at_most_three_bytes(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        return preadv(descriptor, [buffers[0][:3]], offset)
+
+    monkeypatch.setattr(os, "preadv", at_most_three_bytes)
+    tensors = [untouched(4), untouched(2)]
+    copies = [Copy(0, 0, 1, 0, 2, "float32"), Copy(0, 8, 0, 0, 4, "float32")]
+    run([write(tmp_path / "a", torch.arange(6.0))], tensors, copies)
+    assert (tensors[1].tolist(), tensors[0].tolist()) == ([0, 1], [2, 3, 4, 5])
 
 
 @pytest.mark.parametrize(("staging", "threads"), [(1, 4), (16, 1), (40, 2), (200, 1), (1 << 20, 3)])

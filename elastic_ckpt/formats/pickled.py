@@ -6,6 +6,8 @@ in the file (``_checkpoint_offset``), reading none of them. Each tensor becomes 
 
 from __future__ import annotations
 
+import argparse
+import copy
 import os
 import pickle
 import zipfile
@@ -14,12 +16,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from elastic_ckpt.errors import DamagedError, UnsafePickleError
+from elastic_ckpt.dtypes import ITEMSIZE
+from elastic_ckpt.errors import DamagedError, ElasticCkptError, UnsafePickleError, UnsupportedError
 from elastic_ckpt.formats.safe_globals import safe_globals
 
-_FORBIDDEN_MARKERS = ("Unsupported global", "Unsupported class", "GLOBAL ", "Weights only load failed")
+# What torch's unpickler says where it meets a name that is not allowed, and nowhere else.
+_FORBIDDEN_MARKERS = ("GLOBAL", "allowlisted")
+_UNPICKLER_PREFIX = "WeightsUnpickler error:"
+
+# Objects whose attributes may hold tensors: scheduler-like things in a client state, DeepSpeed's loss scalers.
+_PLAIN_OBJECTS = (argparse.Namespace, LossScalerBase)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +106,14 @@ def open_pickled(path: str, trust_pickle: bool = False) -> PickledFile:
     try:
         with FakeTensorMode(), safe_globals():
             loaded = torch.load(path, map_location="cpu", weights_only=not trust_pickle)
+        nbytes = os.path.getsize(path)
+        return PickledFile(path, nbytes, replace_leaves(loaded, lambda leaf: _to_ref(leaf, path, nbytes)))
+    except ElasticCkptError:
+        raise
     except pickle.UnpicklingError as error:
         raise _unsafe_or_damaged(path, error) from error
     except Exception as error:  # noise in a pickle can make the unpickler raise anything at all
         raise _unreadable(path, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
-    nbytes = os.path.getsize(path)
-    return PickledFile(path, nbytes, replace_leaves(loaded, lambda leaf: _to_ref(leaf, path, nbytes)))
 
 
 def _check_is_archive(path: str) -> None:
@@ -114,8 +125,15 @@ def _check_is_archive(path: str) -> None:
             found="no such file",
             remedy="restore the file, take another tag, or put the folder on storage that all nodes share",
         )
-    if not zipfile.is_zipfile(path):
-        raise _unreadable(path, f"{os.path.getsize(path)} bytes without a zip directory at the end")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            pickles = [name for name in archive.namelist() if name.endswith("data.pkl")]
+            for name in pickles:
+                archive.read(name)  # checks the CRC32 of the pickle, which torch.load does not
+    except (zipfile.BadZipFile, OSError, NotImplementedError, RuntimeError, ValueError) as error:
+        raise _unreadable(path, f"{os.path.getsize(path)} bytes; {error}") from error
+    if not pickles:
+        raise _unreadable(path, "a zip archive without a pickle")
 
 
 def _unreadable(path: str, found: str) -> DamagedError:
@@ -130,9 +148,11 @@ def _unreadable(path: str, found: str) -> DamagedError:
 
 def _unsafe_or_damaged(path: str, error: pickle.UnpicklingError) -> Exception:
     text = str(error)
-    if not any(marker in text for marker in _FORBIDDEN_MARKERS):
-        return _unreadable(path, f"UnpicklingError: {text.splitlines()[0]}")
-    offender = next((line.strip() for line in text.splitlines() if "Unsupported" in line or "GLOBAL" in line), text)
+    said = text.partition(_UNPICKLER_PREFIX)[2] if _UNPICKLER_PREFIX in text else text
+    lines = said.strip().splitlines()
+    offender = next((line.strip() for line in lines if any(marker in line for marker in _FORBIDDEN_MARKERS)), None)
+    if offender is None:
+        return _unreadable(path, f"UnpicklingError: {lines[0] if lines else 'no details'}")
     return UnsafePickleError(
         "this file asks for a Python class or function that is not on the list of safe globals",
         file=path,
@@ -146,13 +166,21 @@ def _unsafe_or_damaged(path: str, error: pickle.UnpicklingError) -> Exception:
 
 
 def replace_leaves(node: Any, replace: Callable[[Any], Any]) -> Any:
-    """Copy a tree of dicts, lists and tuples, with every other object passed through ``replace``."""
+    """Copy a tree of containers and plain objects, with every leaf passed through ``replace``."""
     if isinstance(node, dict):
-        return type(node)((key, replace_leaves(value, replace)) for key, value in node.items())
+        copied = copy.copy(node)  # keeps what a subclass adds: an order, a default factory
+        for key, value in node.items():
+            copied[key] = replace_leaves(value, replace)
+        return copied
     if isinstance(node, list):
         return [replace_leaves(value, replace) for value in node]
-    if type(node) is tuple:
-        return tuple(replace_leaves(value, replace) for value in node)
+    if isinstance(node, tuple):
+        parts = [replace_leaves(value, replace) for value in node]
+        return type(node)(*parts) if hasattr(node, "_fields") else type(node)(parts)
+    if isinstance(node, _PLAIN_OBJECTS):
+        plain = copy.copy(node)
+        vars(plain).update({key: replace_leaves(value, replace) for key, value in vars(node).items()})
+        return plain
     return replace(node)
 
 
@@ -160,6 +188,14 @@ def _to_ref(leaf: Any, path: str, nbytes: int) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     dtype = str(leaf.dtype).removeprefix("torch.")
+    if leaf.layout != torch.strided or leaf.is_quantized or leaf.is_conj() or leaf.is_neg() or dtype not in ITEMSIZE:
+        raise UnsupportedError(
+            "this file holds a tensor of a kind that cannot be read by its bytes",
+            file=path,
+            expected="a dense tensor of a plain dtype, neither conjugated nor negated lazily",
+            found=f"{leaf.layout} {leaf.dtype} of shape {tuple(leaf.shape)}",
+            remedy="resolve or densify it before saving, or load at the topology it was saved with",
+        )
     storage = leaf.untyped_storage()
     base = getattr(storage, "_checkpoint_offset", None)
     if base is None:

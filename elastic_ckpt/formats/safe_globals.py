@@ -43,7 +43,7 @@ def enum_member(enum: Any, name: str) -> Enum:
         pickle.UnpicklingError: the first argument is no enum; the real ``getattr`` would open far more than that.
     """
     if not (isinstance(enum, type) and issubclass(enum, Enum)):
-        raise pickle.UnpicklingError("Unsupported global: getattr of something that is not an enum")
+        raise pickle.UnpicklingError("Unsupported GLOBAL builtins.getattr of something that is not an enum")
     return enum[name]
 
 
