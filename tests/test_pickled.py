@@ -196,6 +196,20 @@ def test_a_missing_section_is_damage_and_says_what_is_there(tmp_path: Path, keys
     assert str(caught.value.found) in ("['optimizer']", "['state']", "int")
 
 
+class Holder:
+    """An object with a tensor inside, as a user's own scheduler may be."""
+
+    def __init__(self) -> None:
+        self.weights = torch.tensor([1.0, 2.0])
+
+    def __repr__(self) -> str:
+        return f"Holder({self.weights!r})"
+
+
+class Listing(list):  # type: ignore[type-arg]
+    pass
+
+
 # --- reading back -----------------------------------------------------------------------------------------------
 
 
@@ -269,7 +283,12 @@ def test_what_people_keep_in_their_client_state_is_allowed(tmp_path: Path, value
         pytest.param(collections.Counter({"ham": 2, "spam": 1}), False, id="Counter"),
         pytest.param(collections.defaultdict(list, {"a": [1]}), True, id="defaultdict"),
         pytest.param(argparse.Namespace(weights=torch.tensor([1.0, 2.0])), False, id="tensor in a Namespace"),
+        pytest.param(argparse.Namespace(deep=argparse.Namespace(w=[torch.ones(1)])), False, id="Namespace in it"),
         pytest.param({"seen": (1, {2: [torch.tensor([1.0])]})}, False, id="nested"),
+        pytest.param({torch.tensor([1.0])}, False, id="tensor in a set"),
+        pytest.param(collections.deque([torch.tensor([1.0])]), True, id="tensor in a deque"),
+        pytest.param(Holder(), True, id="tensor in an object"),
+        pytest.param(Listing([1, 2]), True, id="a kind of list"),
         pytest.param(torch.tensor([1 + 2j]).conj(), False, id="conjugated tensor"),
         pytest.param(torch.eye(2).to_sparse(), False, id="sparse tensor"),
         pytest.param(torch.ones(2, device="meta"), False, id="meta tensor"),
@@ -414,6 +433,17 @@ def test_a_flipped_bit_in_the_pickle_is_damage_because_the_archive_has_its_check
     with pytest.raises(DamagedError) as caught:
         open_pickled(path)
     assert caught.value.file == path
+
+
+def test_a_file_that_was_saved_without_checksums_is_read(tmp_path: Path) -> None:
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        path = saved(tmp_path, TREE)
+    finally:
+        torch.serialization.set_crc32_options(before)
+    file = open_pickled(path)
+    assert spelled_out(materialise(file, file.tree)) == as_torch_loads(path)
 
 
 def test_a_file_shorter_than_its_tensors_claim_is_damage(tmp_path: Path) -> None:

@@ -354,7 +354,9 @@ def test_every_rank_gets_exactly_its_own_elements(case: Case) -> None:
 
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(cases(), st.data())
-def test_a_lost_piece_is_an_error_on_the_ranks_that_need_it(case: Case, data: st.DataObject) -> None:
+def test_a_lost_piece_is_an_error_on_every_rank_that_holds_some_of_the_parameter(
+    case: Case, data: st.DataObject
+) -> None:
     candidates = [
         (name, key) for name in sorted(case.restored) for key in KEYS if case.catalog.tensors[name, key].extents
     ]
@@ -363,13 +365,11 @@ def test_a_lost_piece_is_an_error_on_the_ranks_that_need_it(case: Case, data: st
     name, key = data.draw(st.sampled_from(candidates))
     tensor = case.catalog.tensors[name, key]
     lost = data.draw(st.integers(0, len(tensor.extents) - 1))
-    gone = tensor.extents[lost].range
     holey = dataclasses.replace(tensor, extents=tensor.extents[:lost] + tensor.extents[lost + 1 :])
     catalog = dataclasses.replace(case.catalog, tensors={**case.catalog.tensors, (name, key): holey})
     for rank in range(case.target.dp):
         engine = engine_of(case, rank)
-        needs_it = any(part.name == name and part.range.intersect(gone) for part in engine.fragments)
-        if not needs_it:
+        if all(part.name != name for part in engine.fragments):
             plan_load(catalog, engine, LoadOptions(strict=False))
             continue
         with pytest.raises(DamagedError) as caught:
@@ -505,8 +505,15 @@ def test_elements_that_are_held_twice_are_damage_and_the_parameter_is_named(piec
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_elements_that_are_held_twice_are_damage_where_the_cut_falls_on_the_second_start(rank: int) -> None:
-    catalog = with_extents(saved({"a": (10,)}, states=()), "a", MASTER, (0, 10), (5, 10))
+@pytest.mark.parametrize(
+    ("pieces", "problem"),
+    [
+        pytest.param([(0, 10), (5, 10)], "held twice", id="the cut falls on the second start"),
+        pytest.param([(0, 5)], "incomplete", id="the cut falls on the end"),
+    ],
+)
+def test_damage_is_noticed_on_both_sides_of_a_cut(pieces: list[tuple[int, int]], problem: str, rank: int) -> None:
+    catalog = with_extents(saved({"a": (10,)}, states=()), "a", MASTER, *pieces)
     half = FlatRange(5 * rank, 5 * rank + 5)
     engine = dataclasses.replace(
         live({"a": (10,)}),
@@ -515,10 +522,7 @@ def test_elements_that_are_held_twice_are_damage_where_the_cut_falls_on_the_seco
         flats=(FlatPartition(0, 0, 5, "float32", ("a",)),),
         fragments=(Fragment("a", (10,), half, 0, 0),),
     )
-    if rank == 0:
-        plan_load(catalog, engine, LoadOptions())
-        return
-    with pytest.raises(DamagedError, match="held twice"):
+    with pytest.raises(DamagedError, match=problem):
         plan_load(catalog, engine, LoadOptions())
 
 

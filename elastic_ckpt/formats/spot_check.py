@@ -50,13 +50,17 @@ def spot_check(catalog: Catalog, model: ModelShard, file: int) -> None:
                 "this shard's fp32 masters are not those of the weights saved beside it",
                 parameter=name,
                 file=catalog.files[file].path,
-                expected=f"{weights[:4].tolist()} from element {extent.range.start} on, as in {model.path}",
-                found=f"{masters[:4].tolist()}",
+                expected=f"{_first(weights)} ... from element {extent.range.start} on, as in {model.path}",
+                found=f"{_first(masters)} ...",
                 remedy=(
                     "the shard is of another run, or weights were changed by hand before the save; "
                     'if that was meant: "elastic_checkpoint": {"check_shards": false}'
                 ),
             )
+
+
+def _first(values: torch.Tensor) -> str:
+    return ", ".join(f"{value:.5g}" for value in values[:4].tolist())
 
 
 def _read(path: str, offset: int, numel: int, dtype: str) -> torch.Tensor:
