@@ -11,6 +11,8 @@ from elastic_ckpt.engines.host import LoadArguments
 from elastic_ckpt.formats import Found
 from elastic_ckpt.formats.pickled import open_pickled
 
+_LAYOUTS = {0: "whole", 1: "zero12", 2: "zero12", 3: "zero3"}
+
 
 def deepspeed_loads_it_right(engine: Any, found: Found, arguments: LoadArguments) -> bool:
     """Whether DeepSpeed's own loader is known to restore a folder that elastic_ckpt does not. Collective.
@@ -33,17 +35,16 @@ def _same_topology(engine: Any, found: Found) -> bool:
         file = open_pickled(found.path(names[0]))
     except Exception:  # an unreadable file is not one that DeepSpeed is known to load right
         return False
-    saved_zero = _saved_stage(file.tree.get("ds_config"))
     return (
         file.tree.get("dp_world_size") == engine.seq_dp_world_size
         and file.tree.get("mp_world_size") == engine.mp_world_size
         and len(files.mp_ranks) == dist.get_world_size() // max(engine.seq_dp_world_size, 1)
-        and saved_zero == engine.zero_optimization_stage()
+        and _saved_layout(found) == _LAYOUTS.get(engine.zero_optimization_stage())
     )
 
 
-def _saved_stage(config: Any) -> int | None:
-    if not isinstance(config, dict):
-        return None
-    section = config.get("zero_optimization", {})
-    return section.get("stage", 0) if isinstance(section, dict) else None
+def _saved_layout(found: Found) -> str:
+    """Which stages' loader reads the files, told by their names: the saved config may be no more than a path."""
+    if found.files.model_zero3:
+        return "zero3"
+    return "zero12" if found.files.optimizer else "whole"

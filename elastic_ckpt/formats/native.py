@@ -61,8 +61,7 @@ def read_native(found: Found, options: ReadOptions) -> Checkpoint:
         catalog = _build_catalog(found, models, optimizers, own)
     with parallel.agreement("compare shards with the saved weights"):
         if options.check_shards:
-            for position in opened:
-                spot_check(catalog, models[0], position)
+            spot_check(catalog, models[0], opened)
     host = _host_state(opened, models, optimizers)
     return Checkpoint(catalog, host, models[own].path, len(opened))
 

@@ -8,10 +8,12 @@ another run, with the same shapes and the same number of steps, does not. ZeRO-3
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Collection
 
 import torch
 
-from elastic_ckpt.catalog import MASTER, Catalog
+from elastic_ckpt.catalog import MASTER, Catalog, Extent, LogicalTensor
 from elastic_ckpt.dtypes import ITEMSIZE
 from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.formats.model_states import ModelShard
@@ -20,43 +22,48 @@ _ELEMENTS = 16
 _PARAMETERS = 8
 
 
-def spot_check(catalog: Catalog, model: ModelShard, file: int) -> None:
-    """Compare a few masters in one optimizer file with the weights in the model-states file.
+def spot_check(catalog: Catalog, model: ModelShard, files: Collection[int]) -> None:
+    """Compare a few masters in each of some files with the weights in the model-states file. Local.
+
+    Universal checkpoints made from stages 1 and 2 keep the same weights beside them, and are checked alike.
 
     Args:
         catalog: the checkpoint.
         model: its model-states file; nothing is compared where it holds no weights (ZeRO-3).
-        file: index of the optimizer file in ``catalog.files``.
+        files: indices of the files in ``catalog.files`` to look into.
 
     Raises:
         DamagedError: they differ.
     """
-    checked = 0
+    checked: Counter[int] = Counter()
     for name in catalog.parameters:
-        weight = model.weights.get(name)
-        if checked == _PARAMETERS or weight is None or not weight.numel or not weight.is_contiguous:
+        weight, tensor = model.weights.get(name), catalog.tensors.get((name, MASTER))
+        if weight is None or tensor is None or weight.shape != tensor.shape or not weight.is_contiguous:
             continue
-        tensor = catalog.tensors[name, MASTER]
-        extent = next((extent for extent in tensor.extents if extent.file == file), None)
-        if extent is None:
-            continue
-        checked += 1
-        count = min(_ELEMENTS, extent.range.numel)
-        masters = _read(catalog.files[file].path, extent.byte_offset, count, tensor.dtype)
-        weight_offset = weight.byte_offset + extent.range.start * ITEMSIZE[weight.dtype]
-        weights = _read(model.path, weight_offset, count, weight.dtype)
-        if not torch.equal(masters.to(weights.dtype).nan_to_num(), weights.nan_to_num()):
-            raise DamagedError(
-                "this shard's fp32 masters are not those of the weights saved beside it",
-                parameter=name,
-                file=catalog.files[file].path,
-                expected=f"{_first(weights)} ... from element {extent.range.start} on, as in {model.path}",
-                found=f"{_first(masters)} ...",
-                remedy=(
-                    "the shard is of another run, or weights were changed by hand before the save; "
-                    'if that was meant: "elastic_checkpoint": {"check_shards": false}'
-                ),
-            )
+        for extent in tensor.extents:
+            if extent.file in files and checked[extent.file] < _PARAMETERS:
+                checked[extent.file] += 1
+                _compare(catalog, model, tensor, extent)
+
+
+def _compare(catalog: Catalog, model: ModelShard, tensor: LogicalTensor, extent: Extent) -> None:
+    weight = model.weights[tensor.name]
+    count = min(_ELEMENTS, extent.range.numel)
+    masters = _read(catalog.files[extent.file].path, extent.byte_offset, count, tensor.dtype)
+    weight_offset = weight.byte_offset + extent.range.start * ITEMSIZE[weight.dtype]
+    weights = _read(model.path, weight_offset, count, weight.dtype)
+    if not torch.equal(masters.to(weights.dtype).nan_to_num(), weights.nan_to_num()):
+        raise DamagedError(
+            "the fp32 masters in this file are not those of the weights saved beside it",
+            parameter=tensor.name,
+            file=catalog.files[extent.file].path,
+            expected=f"{_first(weights)} ... from element {extent.range.start} on, as in {model.path}",
+            found=f"{_first(masters)} ...",
+            remedy=(
+                "the file is of another run, or weights were changed by hand before the save; "
+                'if that was meant: "elastic_checkpoint": {"check_shards": false}'
+            ),
+        )
 
 
 def _first(values: torch.Tensor) -> str:

@@ -38,6 +38,7 @@ from elastic_ckpt.formats.module_tensors import module_tensors
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER
 from elastic_ckpt.formats.pickled import PickledFile, TensorRef, materialise
 from elastic_ckpt.formats.shards import read_groups
+from elastic_ckpt.formats.spot_check import spot_check
 from elastic_ckpt.geometry import FlatRange
 
 
@@ -101,6 +102,10 @@ def read_universal(found: Found, options: ReadOptions) -> Checkpoint:
         _refuse_round_robin(models[0], optimizer)
         states = [item for item in indexed if isinstance(item, StateFile)]
         catalog = _build_catalog(found, models, optimizer, states)
+        positions = {path: position for position, path in enumerate(file.path for file in catalog.files)}
+    with parallel.agreement("compare masters with the saved weights"):
+        if options.check_shards:
+            spot_check(catalog, models[0], {positions[file.path] for file in opened.values() if file.path in positions})
     host: HostState | None = None
     with parallel.agreement("read counters, scheduler and client state"):
         if parallel.rank() == 0:  # which opened the first model-states file

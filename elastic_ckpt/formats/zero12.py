@@ -23,7 +23,7 @@ def index_zero12(file: PickledFile, dp_rank: int) -> OptimizerShard:
     """Sort out one ZeRO-1/2 optimizer-states file.
 
     Raises:
-        UnsupportedError: saved with the legacy ``zero_optimization.elastic_checkpoint``.
+        UnsupportedError: saved by ``BF16_Optimizer``, or with the legacy ``zero_optimization.elastic_checkpoint``.
         DamagedError: entries are missing or of another kind.
     """
     base = file.section("optimizer_state_dict", "base_optimizer_state")
@@ -36,6 +36,14 @@ def index_zero12(file: PickledFile, dp_rank: int) -> OptimizerShard:
             remedy="resume it at the topology it was saved with and save again without elastic_checkpoint",
         )
     state = file.section("optimizer_state_dict")
+    if "zero_stage" not in state:
+        raise UnsupportedError(
+            "this checkpoint was saved by BF16_Optimizer (ZeRO-1 with fp32 gradient accumulation)",
+            file=file.path,
+            expected="partitions of a ZeRO-1, 2 or 3 optimizer",
+            found=f"entries {', '.join(sorted(map(str, state))[:8])}",
+            remedy="resume it at the topology it was saved with",
+        )
     masters = file.section("optimizer_state_dict", "single_partition_of_fp32_groups")
     paddings = file.section("optimizer_state_dict", "group_paddings")
     alignments = state.get("param_alignment_paddings") or [None] * len(masters)
@@ -43,7 +51,7 @@ def index_zero12(file: PickledFile, dp_rank: int) -> OptimizerShard:
         _index_flat(file, index, master, paddings[index], base["state"].get(index, {}), alignments[index])
         for index, master in enumerate(masters)
     ]
-    stage = int(state.get("zero_stage", 1))
+    stage = int(state["zero_stage"])
     return build_shard(file, dp_rank, stage, flats, base["param_groups"], list(range(len(masters))))
 
 

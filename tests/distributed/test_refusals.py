@@ -13,6 +13,7 @@ from tests.distributed.conftest import Launch
 from tests.distributed.model import Setup
 
 Z1, Z3 = "z1-fp32-adamw-dp2", "z3-fp32-adamw-dp2"
+FP32_ACCUMULATION = Setup(1, bf16=True, config=(("data_types", {"grad_accum_dtype": "fp32"}),))
 RANK1 = damage.OPTIMIZER.format(1)
 RANK2 = damage.OPTIMIZER.format(2)
 MODEL = "mp_rank_00_model_states.pt"
@@ -31,6 +32,7 @@ def others(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         "legacy": {"setups": legacy, "steps": 2},
         "frozen": {"setups": plain, "model": "HalfFrozenLM"},
         "sgd": {"setups": [Setup(1, optimizer="sgd").as_json()]},
+        "bf16_optimizer": {"setups": [FP32_ACCUMULATION.as_json()]},
     }.items():
         folder = tmp_path_factory.mktemp("other")
         job = "save_untruthful" if name == "frozen" else "save"
@@ -127,6 +129,8 @@ def live_cases(native: Path, others: dict[str, Path]) -> list[dict[str, Any]]:
         case("a tag that is not there", "NotFoundError", ["step9", "step4"], arguments={"tag": "step9"}),
         case("another optimizer", "UnsupportedError", ["SGD"], setup=Setup(1, optimizer="sgd").as_json()),
         case("states of another optimizer", "MismatchError", ["momentum_buffer"], folder=str(others["sgd"] / "z1-fp32-sgd-dp2")),
+        case("saved by BF16_Optimizer", "UnsupportedError", ["BF16_Optimizer"], folder=str(others["bf16_optimizer"] / FP32_ACCUMULATION.name) + "-dp2"),
+        case("BF16_Optimizer now", "UnsupportedError", ["BF16_Optimizer"], setup=FP32_ACCUMULATION.as_json()),
         case("another variant", "MismatchError", ["max_exp_avg_sq"], setup=Setup(1, optimizer="adam_amsgrad").as_json()),
         case("legacy elastic", "UnsupportedError", ["elastic_checkpoint"], folder=str(others["legacy"] / "z1-fp32-adamw-elastic_checkpoint-dp2")),
         case("custom_load_fn at another topology", "UnsupportedError", ["custom_load_fn"], arguments={"custom_load_fn": 1}),

@@ -123,7 +123,8 @@ def fingerprint(engine: Any) -> dict[str, str]:
         "groups": repr([{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]),
         "scheduler": repr(engine.lr_scheduler.state_dict()),
         "counters": repr((engine.global_steps, engine.global_samples, engine.skipped_steps, engine.micro_steps)),
-        "scaler": repr(vars(optimizer.loss_scaler)) + repr(optimizer.overflow),
+        "scaler": repr(vars(getattr(optimizer, "loss_scaler", Exception())))
+        + repr(getattr(optimizer, "overflow", None)),
         "dp": repr(engine.loaded_checkpoint_dp_world_size),
     }
 
@@ -131,6 +132,8 @@ def fingerprint(engine: Any) -> dict[str, str]:
 def _flats(optimizer: Any) -> list[torch.Tensor]:
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
         return list(optimizer.fp32_partitioned_groups_flat)
+    if hasattr(optimizer, "fp32_groups_flat_partition"):  # BF16_Optimizer
+        return list(optimizer.fp32_groups_flat_partition)
     return list(optimizer.single_partition_of_fp32_groups)
 
 
