@@ -72,6 +72,7 @@ def universal(native: Path, extensions_dir: str, tmp_path_factory: pytest.TempPa
     """The matrix at DP=2 and 3 as universal checkpoints, made by DeepSpeed's own converter."""
     folder = tmp_path_factory.mktemp("universal")
     names = [f"{setup.name}-dp{degree}" for setup in MATRIX for degree in (2, 3)]
+    names.append(f"{Setup(2, zero=ROUND_ROBIN).name}-dp2")
     log = folder / "convert.log"
     command = [sys.executable, "-m", "tests.distributed.convert", str(native), str(folder), *names]
     process = start(command, environment(extensions_dir), log)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.distributed import damage
-from tests.distributed.conftest import Launch
+from tests.distributed.conftest import ROUND_ROBIN, Launch
 from tests.distributed.model import Setup
 
 Z1, Z3 = "z1-fp32-adamw-dp2", "z3-fp32-adamw-dp2"
@@ -104,7 +104,19 @@ def universal_cases(universal: Path, native: Path, tmp_path: Path) -> list[dict[
         else:
             file.write_bytes(file.read_bytes()[: int(file.stat().st_size * kept)])
         cases.append({"name": name, "folder": str(copy), "error": error, "says": says})
-    return cases
+    return cases + round_robin_cases(universal, tmp_path)
+
+
+def round_robin_cases(universal: Path, tmp_path: Path) -> list[dict[str, Any]]:
+    """DeepSpeed's converter scrambles these; the saved config tells, and where it does not, the values do."""
+    scrambled = universal / f"{Setup(2, zero=ROUND_ROBIN).name}-dp2"
+    unknown = tmp_path / "unknown config"
+    shutil.copytree(scrambled, unknown)
+    damage.edit(MODEL, lambda tree: tree.update(ds_config="/home/user/zero2.json"))(unknown)
+    return [
+        {"name": "round robin", "folder": str(scrambled), "error": "UnsupportedError", "says": ["round_robin"]},
+        {"name": "unknown", "folder": str(unknown), "error": "DamagedError", "says": ["masters", "check_shards"]},
+    ]
 
 
 def live_cases(native: Path, others: dict[str, Path]) -> list[dict[str, Any]]:
