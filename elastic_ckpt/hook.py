@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -15,7 +16,7 @@ from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.detect import find_checkpoint
 from elastic_ckpt.engines.fallback import deepspeed_loads_it_right
 from elastic_ckpt.engines.host import LoadArguments, ds_config, load_universal_flag, universal_flag_off
-from elastic_ckpt.errors import NotFoundError, UnsupportedError
+from elastic_ckpt.errors import ConfigError, NotFoundError, UnsupportedError
 from elastic_ckpt.formats import Found
 from elastic_ckpt.loader import load
 
@@ -77,6 +78,7 @@ def _load_or_delegate(engine: Any, arguments: LoadArguments, own: Callable[..., 
     engine.elastic_report = None
     with parallel.agreement("read the configuration"):
         config = elastic_config.read_config(ds_config(engine))
+    _refuse_different_calls(config, arguments)
     if config.mode == "off":
         return _delegate(engine, arguments, None, own)
     found = _find(engine, arguments, config)
@@ -99,6 +101,25 @@ def _load_or_delegate(engine: Any, arguments: LoadArguments, own: Callable[..., 
         if parallel.rank() == 0:
             logger.warning("elastic_ckpt leaves this load to DeepSpeed's own loader: %s", error.problem)
         return _delegate(engine, arguments, found, own)
+
+
+def _refuse_different_calls(config: ElasticConfig, arguments: LoadArguments) -> None:
+    """Ranks that were asked for different things would wait for each other for ever.
+
+    Raises:
+        ConfigError: on every rank, naming the first rank that differs from rank 0.
+    """
+    asked = {**asdict(replace(arguments, custom_load_fn=arguments.custom_load_fn is not None)), **config.model_dump()}
+    for rank, other in enumerate(calls := parallel.share(asked)):
+        differ = [key for key, value in calls[0].items() if other[key] != value]
+        if differ:
+            raise ConfigError(
+                f"ranks call load_checkpoint with different arguments or options: {', '.join(differ)}",
+                expected=f"{ ({key: calls[0][key] for key in differ}) }, as on rank 0",
+                found=f"{ ({key: other[key] for key in differ}) } on rank {rank}",
+                remedy="give every rank the same arguments and the same DeepSpeed config",
+                rank=rank,
+            )
 
 
 def _find(engine: Any, arguments: LoadArguments, config: ElasticConfig) -> Found | None:

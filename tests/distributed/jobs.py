@@ -116,6 +116,26 @@ def expect_error(case: dict[str, Any], engine: Any) -> str:
     raise AssertionError(f"{case['name']}: loaded without an error")
 
 
+def diverge(arguments: dict[str, Any]) -> None:
+    """Ranks that ask for different things all get the same error, and none waits for another."""
+    elastic_ckpt.install()
+    engine = build_engine(setup_from_json(arguments["setup"]))
+    before = oracle.fingerprint(engine)
+    first = dist.get_rank() == 0
+    for name, here in (
+        ("load_dir", {"folder": arguments["folder"] if first else "/nowhere"}),
+        ("tag", {"folder": arguments["folder"], "arguments": {"tag": "step4" if first else None}}),
+        ("load_module_only", {"folder": arguments["folder"], "arguments": {"load_module_only": first}}),
+    ):
+        message = expect_error({"name": name, "error": "ConfigError", **here}, engine)
+        oracle.agree(message)
+        assert name in message and "rank 1" in message, message
+    elastic_ckpt.config.set_flags(mode="off" if first else "auto")
+    oracle.agree(expect_error({"name": "mode", "folder": arguments["folder"], "error": "ConfigError"}, engine))
+    elastic_ckpt.config.clear_flags()
+    assert oracle.fingerprint(engine) == before
+
+
 def break_reading(arguments: dict[str, Any]) -> None:
     """A disk that fails after the plan was agreed on: an error on all ranks that says the engine is spoilt."""
     elastic_ckpt.install()

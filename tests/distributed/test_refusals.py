@@ -151,3 +151,7 @@ def live_cases(native: Path, others: dict[str, Path]) -> list[dict[str, Any]]:
 
 def test_a_disk_that_fails_while_reading_is_an_error_on_all_ranks(launch: Launch, native: Path) -> None:
     launch(2, "break_reading", {"setup": Setup(2).as_json(), "folder": str(native / Z1)})
+
+
+def test_ranks_that_ask_for_different_things_get_the_same_error(launch: Launch, native: Path) -> None:
+    launch(2, "diverge", {"setup": Setup(2).as_json(), "folder": str(native / Z1)}, timeout=100)
