@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 
 from elastic_ckpt import errors
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError
 
-DETAILS = {
+DETAILS: dict[str, Any] = {
     "parameter": "layers.0.weight",
     "file": "/ckpt/step4/zero_pp_rank_1_mp_rank_00_optim_states.pt",
     "expected": "(2, 5) in the live model",
@@ -57,8 +58,8 @@ def test_rank_zero_and_empty_findings_are_known() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("details", [DETAILS, {}, {"rank": 0}, {"file": "/x", "found": [1, 2]}])
-def test_an_error_survives_pickling(kind: type[ElasticCkptError], details: dict[str, object]) -> None:
-    error = kind("shape differs", **details)  # type: ignore[arg-type]
+def test_an_error_survives_pickling(kind: type[ElasticCkptError], details: dict[str, Any]) -> None:
+    error = kind("shape differs", **details)
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
         back = pickle.loads(pickle.dumps(error, protocol))
         assert type(back) is kind

@@ -95,11 +95,13 @@ def test_an_empty_range_is_a_range() -> None:
     assert FlatRange(3, 3).numel == 0
 
 
+@settings(deadline=None)
 @given(ranges())
 def test_numel_counts_the_elements(one: FlatRange) -> None:
     assert one.numel == len(range(one.start, one.stop))
 
 
+@settings(deadline=None)
 @given(ranges(), ranges())
 def test_intersect_is_the_intersection_of_the_element_sets(one: FlatRange, other: FlatRange) -> None:
     shared = set(range(one.start, one.stop)) & set(range(other.start, other.stop))
@@ -109,11 +111,13 @@ def test_intersect_is_the_intersection_of_the_element_sets(one: FlatRange, other
     assert common == other.intersect(one)
 
 
+@settings(deadline=None)
 @given(st.lists(ranges()))
 def test_ranges_sort_by_start_then_stop(many: list[FlatRange]) -> None:
     assert [(one.start, one.stop) for one in sorted(many)] == sorted((one.start, one.stop) for one in many)
 
 
+@settings(deadline=None)
 @given(flat_groups())
 def test_group_offsets_are_the_positions_of_first_elements(
     group: tuple[list[int], list[int] | None, int, int],
@@ -165,6 +169,7 @@ def test_per_parameter_partition_is_the_cut_of_every_parameter(numels: list[int]
         assert paint(placements, len(naive[rank])) == naive[rank]
 
 
+@settings(deadline=None)
 @given(st.integers(0, 200), degrees)
 def test_per_parameter_numel_is_what_every_rank_holds_of_a_padded_parameter(numel: int, world_size: int) -> None:
     assert {len(held) for held in cut_each_parameter([numel], world_size)} == {per_parameter_numel(numel, world_size)}

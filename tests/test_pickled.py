@@ -206,7 +206,7 @@ class Holder:
         return f"Holder({self.weights!r})"
 
 
-class Listing(list):  # type: ignore[type-arg]
+class Listing(list):
     pass
 
 

@@ -159,14 +159,14 @@ shapes_of_parameters = st.lists(st.sampled_from([3, 5, 7, 2, 1, 0]), max_size=3)
 def cuts(draw: st.DrawFn, names: Sequence[str], style: str) -> Cut:
     order = draw(st.permutations(names))
     groups = [tuple(part) for part in draw(splits(order, 3))]
-    pieces = [(group, part) for group, members in enumerate(groups) for part in draw(splits(members, 4))]
+    pieces = [(group, tuple(part)) for group, members in enumerate(groups) for part in draw(splits(members, 4))]
     if style != "zero3":
         pieces = list(enumerate(groups))
     return Cut(
         style=style,
         dp=draw(st.sampled_from([2, 3, 5, 4, 1])),
         groups=tuple(groups),
-        flats=tuple(tuple(members) for _, members in pieces),
+        flats=tuple(members for _, members in pieces),
         flat_groups=tuple(group for group, _ in pieces),
         alignments={name: draw(st.integers(0, 3)) for name in names} if draw(st.booleans()) else {},
         tail=draw(st.integers(0, 5)),

@@ -256,7 +256,9 @@ def test_any_cut_chunk_and_number_of_threads_gives_the_same_tensor(
     starts = [sum(lengths[:number]) for number in range(len(lengths))]
     values = torch.arange(sum(lengths)).to(getattr(torch, dtype))
     target = untouched(2 * len(values))[::2] if strided else untouched(len(values))
-    copies, expected, position = [], [], 0
+    copies: list[Copy] = []
+    expected: list[int] = []
+    position = 0
     for piece in order:
         byte_offset = 5 + starts[piece] * values.element_size()
         copies.append(Copy(0, byte_offset, 0, position, lengths[piece], dtype))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import io
 import os
 import pickle
 import zipfile
@@ -129,7 +130,8 @@ def _check_is_archive(path: str) -> None:
         with zipfile.ZipFile(path) as archive:
             pickles = [name for name in archive.namelist() if name.endswith("data.pkl")]
             for name in pickles:
-                archive.read(name)  # checks the CRC32 of the pickle, which torch.load does not
+                if archive.getinfo(name).CRC:  # 0: saved with torch.serialization.set_crc32_options(False)
+                    archive.read(name)  # checks the CRC32 of the pickle, which torch.load does not
     except (zipfile.BadZipFile, OSError, NotImplementedError, RuntimeError, ValueError) as error:
         raise _unreadable(path, f"{os.path.getsize(path)} bytes; {error}") from error
     if not pickles:
@@ -172,11 +174,12 @@ def replace_leaves(node: Any, replace: Callable[[Any], Any]) -> Any:
         for key, value in node.items():
             copied[key] = replace_leaves(value, replace)
         return copied
-    if isinstance(node, list):
+    if type(node) is list:
         return [replace_leaves(value, replace) for value in node]
-    if isinstance(node, tuple):
-        parts = [replace_leaves(value, replace) for value in node]
-        return type(node)(*parts) if hasattr(node, "_fields") else type(node)(parts)
+    if type(node) is tuple or isinstance(node, torch.Size):
+        return type(node)(replace_leaves(value, replace) for value in node)
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return type(node)(*(replace_leaves(value, replace) for value in node))
     if isinstance(node, _PLAIN_OBJECTS):
         plain = copy.copy(node)
         vars(plain).update({key: replace_leaves(value, replace) for key, value in vars(node).items()})
@@ -186,6 +189,7 @@ def replace_leaves(node: Any, replace: Callable[[Any], Any]) -> Any:
 
 def _to_ref(leaf: Any, path: str, nbytes: int) -> Any:
     if not isinstance(leaf, torch.Tensor):
+        _refuse_hidden_tensors(leaf, path)
         return leaf
     dtype = str(leaf.dtype).removeprefix("torch.")
     if leaf.layout != torch.strided or leaf.is_quantized or leaf.is_conj() or leaf.is_neg() or dtype not in ITEMSIZE:
@@ -215,6 +219,34 @@ def _to_ref(leaf: Any, path: str, nbytes: int) -> Any:
         byte_offset=start,
         is_parameter=isinstance(leaf, torch.nn.Parameter),
     )
+
+
+class _TensorSeeker(pickle.Pickler):
+    """Pickles an object to nowhere, to find out whether a tensor hides in it."""
+
+    def persistent_id(self, obj: Any) -> None:
+        if isinstance(obj, torch.Tensor):
+            raise _TensorFound
+
+
+class _TensorFound(Exception):
+    """A tensor was met."""
+
+
+def _refuse_hidden_tensors(leaf: Any, path: str) -> None:
+    """A tensor inside an object of a class unknown here would stay without data: refuse it by name."""
+    if leaf is None or isinstance(leaf, (bool, int, float, complex, str, bytes, torch.dtype, torch.device)):
+        return
+    try:
+        _TensorSeeker(io.BytesIO()).dump(leaf)
+    except _TensorFound as found:
+        raise UnsupportedError(
+            "this file holds a tensor inside an object that cannot be read piece by piece",
+            file=path,
+            expected="tensors in dicts, lists, tuples, or argparse.Namespace",
+            found=type(leaf).__name__,
+            remedy="keep the tensor in a dict, or load at the topology it was saved with",
+        ) from found
 
 
 def _reach(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
