@@ -19,7 +19,7 @@ Mode = Literal["auto", "require", "off"]
 class ElasticConfig(BaseModel):
     """Options of elastic loading. Unknown keys are an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     mode: Mode = Field(
         "auto",
@@ -30,7 +30,9 @@ class ElasticConfig(BaseModel):
         False, description="let checkpoint files run code while they are read; only for files you trust"
     )
     check_shards: bool = Field(
-        True, description="compare a few fp32 masters of every ZeRO-1/2 shard with the weights saved beside it"
+        True,
+        description="compare a few fp32 masters of every ZeRO-1/2 shard with the weights saved beside it, and the "
+        "step count of ZeRO-3 shards with the counters",
     )
     read_threads: int = Field(4, ge=1, le=64, description="threads that read, on each rank")
     read_chunk_mib: int = Field(16, ge=1, le=1024, description="largest single read, in MiB")

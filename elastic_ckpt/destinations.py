@@ -7,7 +7,7 @@ An engine adapter (:mod:`elastic_ckpt.engines`) fills these in; the planner read
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from elastic_ckpt.geometry import FlatRange
@@ -93,6 +93,7 @@ class Destinations:
         fragments: pieces of parameters inside them, in flat order.
         wholes: buffers and frozen parameters.
         groups: param groups.
+        ties: parameter -> the other names that it has in the live module.
     """
 
     zero_stage: int
@@ -105,3 +106,4 @@ class Destinations:
     fragments: tuple[Fragment, ...]
     wholes: tuple[WholeTensor, ...]
     groups: tuple[LiveGroup, ...]
+    ties: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

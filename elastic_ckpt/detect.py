@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 from elastic_ckpt.errors import NotFoundError
 from elastic_ckpt.formats.base import Found
@@ -17,7 +18,7 @@ def find_checkpoint(load_dir: str, tag: str | None, prefer_universal: bool, trus
     """Find out what lies in a folder.
 
     With a tag, that folder and no other. Without one, what ``latest_universal`` or ``latest`` names: where both
-    do, the one that ``prefer_universal`` asks for, unless the other has been trained further.
+    do, ``latest``; with ``prefer_universal`` the universal one, unless the native one has been trained further.
 
     Args:
         load_dir: as given to ``load_checkpoint``.
@@ -36,19 +37,32 @@ def find_checkpoint(load_dir: str, tag: str | None, prefer_universal: bool, trus
         if found is None and list_tags(load_dir):
             raise _no_such_tag(load_dir, f"the tag {str(tag)!r} that load_checkpoint was given", str(tag))
         return found
-    named = [(latest, _read_latest(load_dir, latest)) for latest in (LATEST, LATEST_UNIVERSAL)]
-    choices = [found for _, tag in named if tag and (found := look_at(load_dir, tag))]
+    return _follow_latest(load_dir, prefer_universal, trust_pickle)
+
+
+def _follow_latest(load_dir: str, prefer_universal: bool, trust_pickle: bool) -> Found | None:
+    """The checkpoint that the two ``latest`` files lead to; a pointer to nothing is an error where it was asked for."""
+    order = (LATEST_UNIVERSAL, LATEST) if prefer_universal else (LATEST, LATEST_UNIVERSAL)
+    choices: list[Found] = []
+    broken: list[NotFoundError] = []
+    for latest in order:
+        tag = _read_latest(load_dir, latest)
+        found = look_at(load_dir, tag) if tag is not None and _is_below(tag) else None
+        if found is not None:
+            choices.append(found)
+        elif tag is not None:
+            broken.append(_no_such_tag(load_dir, f"the tag {tag!r} that {os.path.join(load_dir, latest)} names", tag))
+            if latest == order[0]:
+                raise broken[0]
     if not choices:
-        for latest, missing in named:
-            if missing:
-                wanted = f"the tag {missing!r} that {os.path.join(load_dir, latest)} names"
-                raise _no_such_tag(load_dir, wanted, missing)
+        if broken:
+            raise broken[0]
         if list_tags(load_dir):
             raise _no_such_tag(load_dir, f"a file {LATEST!r} that names the tag to load", None)
         return None
     if len(choices) == 1 or choices[0].folder == choices[1].folder:
         return choices[0]
-    return _choose(choices[0], choices[1], prefer_universal, trust_pickle)
+    return _choose(choices[0], choices[1], trust_pickle)
 
 
 def look_at(load_dir: str, tag: str) -> Found | None:
@@ -77,16 +91,12 @@ def _read_latest(load_dir: str, latest: str) -> str | None:
     if not os.path.isfile(path):
         return None
     with open(path, encoding="utf-8") as stream:
-        tag = stream.read().strip()
-    if not tag or os.path.isabs(tag) or ".." in tag.split("/"):
-        raise NotFoundError(
-            "this file does not name a tag below its own folder",
-            file=path,
-            expected="the name of a folder beside it",
-            found=repr(tag),
-            remedy=f"write the tag's name into it, or call load_checkpoint({load_dir!r}, tag=...)",
-        )
-    return tag
+        return stream.read().strip()
+
+
+def _is_below(tag: str) -> bool:
+    """Whether a tag names something below its own folder: a ``latest`` file is untrusted input."""
+    return bool(tag) and not os.path.isabs(tag) and ".." not in tag.split("/")
 
 
 def _no_such_tag(load_dir: str, wanted: str, tag: str | None) -> NotFoundError:
@@ -100,14 +110,13 @@ def _no_such_tag(load_dir: str, wanted: str, tag: str | None) -> NotFoundError:
     )
 
 
-def _choose(native: Found, universal: Found, prefer_universal: bool, trust_pickle: bool) -> Found:
+def _choose(preferred: Found, other: Found, trust_pickle: bool) -> Found:
     """``latest`` and ``latest_universal`` name different folders: the flag prefers, progress decides."""
-    chosen, other = (universal, native) if prefer_universal else (native, universal)
-    chosen_steps, other_steps = _global_steps(chosen, trust_pickle), _global_steps(other, trust_pickle)
-    if prefer_universal and other_steps > chosen_steps:
-        chosen, other, chosen_steps, other_steps = other, chosen, other_steps, chosen_steps
-    note = f"loaded {chosen.tag} (step {chosen_steps}); {other.tag} (step {other_steps}) is there too"
-    return Found(chosen.format, chosen.folder, chosen.tag, chosen.files, (note,))
+    steps, other_steps = _global_steps(preferred, trust_pickle), _global_steps(other, trust_pickle)
+    if preferred.format == "universal" and other_steps > steps:
+        preferred, other, steps, other_steps = other, preferred, other_steps, steps
+    note = f"loaded {preferred.tag} (step {steps}); {other.tag} (step {other_steps}) is there too"
+    return replace(preferred, notes=(note,))
 
 
 def _global_steps(found: Found, trust_pickle: bool) -> int:

@@ -41,8 +41,10 @@ def install() -> None:
 
 def uninstall() -> None:
     """Undo :func:`install`."""
-    original = getattr(DeepSpeedEngine.load_checkpoint, _ORIGINAL, None)
-    if original is not None:
+    patched = DeepSpeedEngine.load_checkpoint
+    original = getattr(patched, _ORIGINAL, None)
+    # functools.wraps copies our mark to a wrapper that somebody put around the patch: that one is not ours to remove
+    if original is not None and getattr(patched, "__wrapped__", None) is original:
         DeepSpeedEngine.load_checkpoint = original
         del DeepSpeedEngine.elastic_report
 
@@ -109,7 +111,10 @@ def _refuse_different_calls(config: ElasticConfig, arguments: LoadArguments) -> 
     Raises:
         ConfigError: on every rank, naming the first rank that differs from rank 0.
     """
-    asked = {**asdict(replace(arguments, custom_load_fn=arguments.custom_load_fn is not None)), **config.model_dump()}
+    asked = {
+        **asdict(replace(arguments, custom_load_fn=arguments.custom_load_fn is not None)),
+        **config.model_dump(exclude={"report", "progress"}),
+    }
     for rank, other in enumerate(calls := parallel.share(asked)):
         differ = [key for key, value in calls[0].items() if other[key] != value]
         if differ:

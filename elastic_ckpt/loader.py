@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from rich.console import Console
 from elastic_ckpt import parallel
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.engines import EngineAdapter, select_adapter
-from elastic_ckpt.engines.host import HostCommit, LoadArguments
+from elastic_ckpt.engines.host import HostCommit, LoadArguments, refuse_pending_gradients, restores_scheduler
 from elastic_ckpt.errors import ElasticCkptError, PartialLoadError
 from elastic_ckpt.formats import READERS, Found
 from elastic_ckpt.formats import ReadOptions as MetadataOptions
@@ -44,10 +45,15 @@ def load(engine: Any, found: Found, arguments: LoadArguments, config: ElasticCon
         metadata = MetadataOptions(config.trust_pickle, config.check_shards)
         checkpoint = READERS[found.format](found, metadata)
     with clock("plan"), parallel.agreement("plan the load"):
-        adapter = select_adapter(engine)
-        destinations = adapter.destinations()
+        refuse_pending_gradients(engine)
         states = arguments.load_optimizer_states and not arguments.load_module_only
-        options = LoadOptions(strict=arguments.load_module_strict, optimizer_states=states)
+        adapter = select_adapter(engine, with_states=states)
+        destinations = adapter.destinations()
+        options = LoadOptions(
+            strict=arguments.load_module_strict,
+            optimizer_states=states,
+            scheduler=restores_scheduler(engine, checkpoint.host, arguments),
+        )
         plan = plan_load(checkpoint.catalog, destinations, options)
         check_files(plan)
     host = HostCommit(engine, checkpoint.host, arguments)
@@ -76,8 +82,17 @@ def load(engine: Any, found: Found, arguments: LoadArguments, config: ElasticCon
     )
     engine.elastic_report = report
     if config.report and parallel.rank() == 0:
+        _print(report)
+    # as DeepSpeed's own loader returns it: below load_dir as the caller wrote it
+    return os.path.join(arguments.load_dir, found.tag, os.path.basename(checkpoint.model_path)), client_state
+
+
+def _print(report: LoadReport) -> None:
+    """A load that succeeded must not fail for want of a place to print."""
+    try:
         Console(file=sys.stderr).print(report.table())
-    return checkpoint.model_path, client_state
+    except Exception:
+        logger.warning("elastic_ckpt could not print its load report", exc_info=True)
 
 
 def _load_scheduler(host: HostCommit) -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from elastic_ckpt.catalog import FROZEN, MASTER, Catalog
-from elastic_ckpt.destinations import Destinations, FlatPartition
+from elastic_ckpt.destinations import Destinations, FlatPartition, LiveGroup
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
 
 #: Lists of members, and choices of implementation rather than of training: the live run's own are kept.
 _IMPLEMENTATION_KEYS = frozenset({"params", "param_names", "foreign", "fused", "capturable", "differentiable"})
+_DECOUPLED = "decoupled_weight_decay"
 _NAMES_SHOWN = 8
 
 
@@ -24,12 +25,35 @@ class Matching:
     ignored: frozenset[str]
 
 
+def adopt_live_names(catalog: Catalog, destinations: Destinations) -> Catalog:
+    """Give a tied parameter that was saved under another of its names the name that the live engine uses.
+
+    Which name of a tied parameter counts depends on the order in which modules are registered.
+    """
+    renamed = {}
+    for name, others in destinations.ties.items():
+        saved = [other for other in others if other in catalog.parameters]
+        if name not in catalog.parameters and len(saved) == 1:
+            renamed[saved[0]] = name
+    if not renamed:
+        return catalog
+    return replace(
+        catalog,
+        parameters={renamed.get(name, name): saved for name, saved in catalog.parameters.items()},
+        tensors={
+            (renamed.get(name, name), key): replace(tensor, name=renamed.get(name, name))
+            for (name, key), tensor in catalog.tensors.items()
+        },
+        notes=(*catalog.notes, *(f"tied: {old} in the checkpoint is {new} here" for old, new in renamed.items())),
+    )
+
+
 def match_parameters(catalog: Catalog, destinations: Destinations, strict: bool) -> Matching:
     """Match names of live and saved parameters, buffers and frozen weights.
 
     Raises:
-        MismatchError: a name is on one side only and ``strict`` is set, or a parameter was trainable on one
-            side and frozen on the other.
+        MismatchError: a name is on one side only and ``strict`` is set.
+        UnsupportedError: a parameter was trainable on one side and frozen on the other.
     """
     live = {name for flat in destinations.flats for name in flat.members}
     wholes = {(whole.name, whole.key) for whole in destinations.wholes}
@@ -144,6 +168,27 @@ def _flat_scalars(
     return None if not distinct or distinct[0] is None else dict(distinct[0])
 
 
+def _saved_groups(catalog: Catalog, group: LiveGroup, matching: Matching) -> list[int]:
+    return sorted({catalog.parameters[name].group for name in group.names if name in matching.restored})
+
+
+def refuse_rebuilt_groups(catalog: Catalog, destinations: Destinations, matching: Matching) -> None:
+    """An lr scheduler keeps its base rates by position: with other groups it would give each the wrong one.
+
+    Raises:
+        MismatchError: the live groups are not the saved ones, in the saved order.
+    """
+    sources = [_saved_groups(catalog, group, matching) for group in destinations.groups]
+    moved = any(source not in ([], [number]) for number, source in enumerate(sources))
+    if moved or len(sources) != len(catalog.groups):
+        raise MismatchError(
+            "param groups were rebuilt since the save, and the lr scheduler keeps its state by group position",
+            expected=f"{len(catalog.groups)} groups in the saved order",
+            found=f"live groups made of saved groups {sources}",
+            remedy="build the groups as they were saved, or load with load_lr_scheduler_states=False",
+        )
+
+
 def match_groups(catalog: Catalog, destinations: Destinations, matching: Matching) -> tuple[Mapping[str, Any], ...]:
     """Hyperparameters for every live group, from the saved group that its members were in.
 
@@ -152,7 +197,7 @@ def match_groups(catalog: Catalog, destinations: Destinations, matching: Matchin
     """
     chosen: list[Mapping[str, Any]] = []
     for number, group in enumerate(destinations.groups):
-        sources = sorted({catalog.parameters[name].group for name in group.names if name in matching.restored})
+        sources = _saved_groups(catalog, group, matching)
         values = [_transferable(catalog.groups[source]) for source in sources]
         if any(value != values[0] for value in values[1:]):
             differ = sorted(
@@ -168,15 +213,31 @@ def match_groups(catalog: Catalog, destinations: Destinations, matching: Matchin
                 ),
                 remedy="build the param groups as they were when the checkpoint was saved",
             )
+        _refuse_other_weight_decay(number, group, [catalog.groups[source] for source in sources])
         chosen.append(values[0] if values else {})
     return tuple(chosen)
+
+
+def _refuse_other_weight_decay(number: int, group: LiveGroup, saved: list[Mapping[str, Any]]) -> None:
+    """Adam and AdamW keep the same states and differ in one flag, which decides what weight decay means."""
+    live = group.hyperparameters.get(_DECOUPLED)
+    for values in saved:
+        if live is not None and values.get(_DECOUPLED, live) != live:
+            kinds = {True: "decoupled (AdamW)", False: "L2 (Adam)"}
+            raise MismatchError(
+                f"weight decay of param group {number} is of another kind",
+                parameter=_shorten(group.names),
+                expected=f"{kinds[bool(live)]} in the live optimizer",
+                found=f"{kinds[bool(values[_DECOUPLED])]} in the checkpoint",
+                remedy="resume with the optimizer that saved it, or with load_optimizer_states=False",
+            )
 
 
 def _transferable(hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: value
         for key, value in hyperparameters.items()
-        if key not in _IMPLEMENTATION_KEYS and not key.startswith("_ds_")
+        if key not in _IMPLEMENTATION_KEYS and key != _DECOUPLED and not key.startswith("_ds_")
     }
 
 

@@ -17,7 +17,14 @@ from elastic_ckpt.destinations import Destinations, FlatPartition, Fragment, Who
 from elastic_ckpt.dtypes import ITEMSIZE, converts_exactly, is_floating
 from elastic_ckpt.errors import DamagedError, MismatchError
 from elastic_ckpt.geometry import FlatRange
-from elastic_ckpt.matching import Matching, match_groups, match_parameters, match_states
+from elastic_ckpt.matching import (
+    Matching,
+    adopt_live_names,
+    match_groups,
+    match_parameters,
+    match_states,
+    refuse_rebuilt_groups,
+)
 from elastic_ckpt.plan import Copy, Plan, Slot
 
 
@@ -28,10 +35,12 @@ class LoadOptions:
     Attributes:
         strict: ``load_module_strict``.
         optimizer_states: ``load_optimizer_states``, and not ``load_module_only``.
+        scheduler: whether the state of an lr scheduler will be restored too.
     """
 
     strict: bool = True
     optimizer_states: bool = True
+    scheduler: bool = False
 
 
 def plan_load(catalog: Catalog, destinations: Destinations, options: LoadOptions) -> Plan:
@@ -50,6 +59,7 @@ def plan_load(catalog: Catalog, destinations: Destinations, options: LoadOptions
         MismatchError: names, shapes, dtypes, states or groups do not fit.
         DamagedError: the checkpoint's extents leave a hole in, or overlap on, a tensor.
     """
+    catalog = adopt_live_names(catalog, destinations)
     matching = match_parameters(catalog, destinations, options.strict)
     state_keys: tuple[str, ...] = ()
     scalars: list[Mapping[str, float] | None] = [None] * len(destinations.flats)
@@ -57,6 +67,8 @@ def plan_load(catalog: Catalog, destinations: Destinations, options: LoadOptions
     notes = list(catalog.notes)
     if options.optimizer_states:
         hyperparameters = match_groups(catalog, destinations, matching)
+        if options.scheduler:
+            refuse_rebuilt_groups(catalog, destinations, matching)
         state_keys, scalars = match_states(catalog, destinations, matching)
         if destinations.flats and all(values is None for values in scalars):
             notes.append("the checkpoint holds no optimizer state (saved before the first step): states start fresh")

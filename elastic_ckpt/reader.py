@@ -8,6 +8,7 @@ accelerator, a strided buffer) is *staged* through a bounce buffer of a fixed si
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -106,19 +107,33 @@ def execute(plan: Plan, tensors: Sequence[torch.Tensor], options: ReadOptions, s
 
 
 class _Descriptors:
-    """The files of a plan, each open once, until the stack unwinds."""
+    """At most one open file for each thread: reads come in file order, and a checkpoint may have thousands."""
 
     def __init__(self, plan: Plan, stack: ExitStack) -> None:
-        self._opened: dict[int, int] = {}
-        for file in sorted({copy.file for copy in plan.copies}):
-            try:
-                self._opened[file] = os.open(plan.files[file].path, os.O_RDONLY)
-            except OSError as error:
-                raise _broken(plan, file, 0, f"{type(error).__name__}: {error.strerror}") from error
-            stack.callback(os.close, self._opened[file])
+        self._plan = plan
+        self._mine = threading.local()
+        self._open: set[int] = set()
+        stack.callback(self._close_all)
 
     def __getitem__(self, file: int) -> int:
-        return self._opened[file]
+        held = getattr(self._mine, "held", None)
+        if held is not None and held[0] == file:
+            return held[1]
+        if held is not None:
+            os.close(held[1])
+            self._open.discard(held[1])
+            self._mine.held = None
+        try:
+            descriptor = os.open(self._plan.files[file].path, os.O_RDONLY)
+        except OSError as error:
+            raise _broken(self._plan, file, 0, f"{type(error).__name__}: {error.strerror}") from error
+        self._open.add(descriptor)
+        self._mine.held = (file, descriptor)
+        return descriptor
+
+    def _close_all(self) -> None:
+        for descriptor in self._open:
+            os.close(descriptor)
 
 
 def check_files(plan: Plan) -> None:
@@ -130,7 +145,8 @@ def check_files(plan: Plan) -> None:
     for file in sorted({copy.file for copy in plan.copies}):
         source = plan.files[file]
         try:
-            nbytes = os.stat(source.path).st_size
+            with open(source.path, "rb") as stream:  # not only stat: a file may be visible and yet not readable
+                nbytes = os.fstat(stream.fileno()).st_size
         except OSError as error:
             raise DamagedError(
                 "a file of the checkpoint cannot be reached from this rank",
@@ -152,6 +168,9 @@ def check_files(plan: Plan) -> None:
 def _sort_copies(
     plan: Plan, tensors: Sequence[torch.Tensor], options: ReadOptions
 ) -> tuple[list[_DirectRead], list[_StagedRead]]:
+    for slot, tensor in zip(plan.slots, tensors, strict=True):
+        if tensor.numel() != slot.numel:
+            raise ValueError(f"{slot.key} {slot.name}: the plan is for {slot.numel} elements, not {tensor.numel()}")
     views = [_bytes_of(tensor) for tensor in tensors]
     direct: list[tuple[Copy, memoryview]] = []
     staged: list[_StagedRead] = []

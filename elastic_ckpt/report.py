@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from tqdm import tqdm
 
@@ -58,20 +59,20 @@ class LoadReport:
         table.add_column(style="bold")
         table.add_column(overflow="fold")
         source = self.source
-        table.add_row("from", f"{source.format} {source.folder}")
+        table.add_row("from", escape(f"{source.format} {source.folder}"))
         table.add_row("saved", f"ZeRO-{source.zero_stage}, DP={source.dp}, DeepSpeed {source.ds_version}")
         table.add_row("now", f"ZeRO-{self.zero_stage}, DP={self.dp}, at step {self.global_steps}")
         restored = ", ".join(f"{what} {count}" for what, count in self.restored.items())
         table.add_row("restored", restored or "nothing")
         for what, names in (("fresh", self.fresh), ("ignored", self.ignored)):
             if names:
-                table.add_row(what, ", ".join(names))
+                table.add_row(what, escape(", ".join(names)))
         seconds = ", ".join(f"{phase} {value:.2f}" for phase, value in self.seconds.items())
         size = tqdm.format_sizeof(self.nbytes_read, suffix="B")
         table.add_row(f"rank {self.rank} read", f"{size} in {self.read_calls} calls")
         table.add_row("seconds", seconds)
         for note in self.notes:
-            table.add_row("note", note)
+            table.add_row("note", escape(note))
         return table
 
     def __str__(self) -> str:

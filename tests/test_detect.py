@@ -210,6 +210,28 @@ def test_a_native_checkpoint_that_was_removed_does_not_stop_a_preferred_universa
     assert found_at(tmp_path, prefer_universal=True).tag == "step4_universal"
 
 
+@pytest.mark.parametrize("prefer_universal", [True, False])
+@pytest.mark.parametrize("removed", ["latest", "latest_universal"])
+def test_a_latest_file_that_leads_nowhere_is_never_passed_over_in_silence_where_it_was_asked_for(
+    tmp_path: Path, removed: str, prefer_universal: bool
+) -> None:
+    native(tmp_path, "step9", steps=9)
+    universal(tmp_path, "step4_universal", steps=4)
+    point(tmp_path, "step9")
+    point(tmp_path, "step4_universal", "latest_universal")
+    point(tmp_path, "gone", removed)
+    asked_for = "latest_universal" if prefer_universal else "latest"
+    if removed != asked_for:
+        assert found_at(tmp_path, prefer_universal=prefer_universal).tag != "gone"
+        return
+    try:
+        found = found_at(tmp_path, prefer_universal=prefer_universal)
+    except NotFoundError as error:
+        assert "gone" in str(error)
+        return
+    assert any("gone" in note for note in found.notes), "the run resumes from another checkpoint, and nobody is told"
+
+
 @pytest.mark.parametrize("tag", [None, "step4"])
 def test_an_empty_folder_holds_nothing(tmp_path: Path, tag: str | None) -> None:
     assert find(tmp_path, tag) is None

@@ -406,6 +406,7 @@ def test_a_broken_pickle_is_damage_and_nobody_is_told_to_trust_it(
     assert caught.value.file == broken
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @settings(REUSED_FOLDER, max_examples=100)
 @given(st.data())
 def test_noise_in_a_pickle_ends_in_an_error_of_ours_or_in_none(tmp_path: Path, data: st.DataObject) -> None:
@@ -517,7 +518,8 @@ def test_a_class_that_is_not_on_the_list_is_refused_by_name_until_the_user_adds_
 def test_a_numpy_array_of_a_kind_that_is_not_on_the_list_is_refused_by_name(tmp_path: Path, value: Any) -> None:
     with pytest.raises(UnsafePickleError) as caught:
         open_pickled(saved(tmp_path, {"client": value}))
-    assert f"numpy.dtypes.{type(value.dtype).__name__}" in str(caught.value.found), caught.value
+    assert "numpy.dtype" in str(caught.value.found), caught.value
+    assert "numeric" in str(caught.value.found), caught.value
 
 
 def test_opening_a_file_leaves_torchs_own_list_of_safe_globals_alone(tmp_path: Path) -> None:

@@ -64,6 +64,21 @@ class FlatOptimizer:
         self.masters = masters
         self.groups = groups
 
+    def ties(self) -> dict[str, tuple[str, ...]]:
+        """Parameter -> the other names that the module has for it."""
+        names: dict[int, list[str]] = {}
+        for name, param in self.module.named_parameters(remove_duplicate=False):
+            names.setdefault(id(param), []).append(name)
+        found = {self.param_names[param]: names.get(id(param), []) for param in self.param_names}
+        return {name: tuple(other for other in all_ if other != name) for name, all_ in found.items() if len(all_) > 1}
+
+    def group_hyperparameters(self, number: int) -> dict[str, Any]:
+        """Hyperparameters of one live group; DeepSpeedCPUAdam's kind of weight decay is told as torch tells it."""
+        group = {key: value for key, value in self.base.param_groups[number].items() if key != "params"}
+        if hasattr(self.base, "adam_w_mode"):
+            group["decoupled_weight_decay"] = bool(self.base.adam_w_mode)
+        return group
+
     def buffers(self) -> dict[str, torch.Tensor]:
         """Persistent buffers of the module, by the name they have in its state dict."""
         saved = self.module.state_dict(keep_vars=True)

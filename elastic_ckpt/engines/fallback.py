@@ -17,11 +17,14 @@ _LAYOUTS = {0: "whole", 1: "zero12", 2: "zero12", 3: "zero3"}
 def deepspeed_loads_it_right(engine: Any, found: Found, arguments: LoadArguments) -> bool:
     """Whether DeepSpeed's own loader is known to restore a folder that elastic_ckpt does not. Collective.
 
-    That is so for native checkpoints at the topology and ZeRO stage they were saved with.
+    That is so for native checkpoints at the topology and ZeRO stage they were saved with; and at any data-parallel
+    degree, where only weights are asked for and they lie whole in one file, which is so below ZeRO-3.
     """
     answer: bool | None = None
     if parallel.rank() == 0:
-        answer = found.format == "native" and _same_topology(engine, found)
+        answer = found.format == "native" and (
+            _same_topology(engine, found) or _whole_weights(engine, found, arguments)
+        )
     return parallel.broadcast(answer, src=0)
 
 
@@ -41,6 +44,12 @@ def _same_topology(engine: Any, found: Found) -> bool:
         and len(files.mp_ranks) == dist.get_world_size() // max(engine.seq_dp_world_size, 1)
         and _saved_layout(found) == _LAYOUTS.get(engine.zero_optimization_stage())
     )
+
+
+def _whole_weights(engine: Any, found: Found, arguments: LoadArguments) -> bool:
+    weights_only = arguments.load_module_only or not arguments.load_optimizer_states
+    whole_here = set(found.files.model) == {0} and not (found.files.layers or found.files.experts)
+    return weights_only and whole_here and engine.zero_optimization_stage() < 3 and engine.mp_world_size == 1
 
 
 def _saved_layout(found: Found) -> str:

@@ -6,12 +6,16 @@ Follows ``DeepSpeedEngine._load_checkpoint`` (engine.py), whose meaning of every
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from elastic_ckpt.catalog import HostState
+from elastic_ckpt.errors import MismatchError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,29 @@ def universal_flag_off(engine: Any) -> Iterator[None]:
         engine._config.load_universal_checkpoint = before
 
 
+def restores_scheduler(engine: Any, host: HostState, arguments: LoadArguments) -> bool:
+    """Whether a load will restore the state of an lr scheduler."""
+    wanted = arguments.load_lr_scheduler_states and not arguments.load_module_only
+    return wanted and engine.lr_scheduler is not None and host.lr_scheduler is not None
+
+
+def refuse_pending_gradients(engine: Any) -> None:
+    """Gradients of the old weights that wait for a step would be mixed into the first step after the load.
+
+    Raises:
+        MismatchError: the engine is between backward and step.
+    """
+    partitions = getattr(engine.optimizer, "averaged_gradients", None)
+    waiting = engine.zero_optimization_stage() == 3 and partitions and any(g is not None for g in partitions.values())
+    if waiting or engine.micro_steps % engine.gradient_accumulation_steps():
+        raise MismatchError(
+            "the engine holds gradients that no step has used yet; they would be mixed into the restored run",
+            expected="a load right after engine.step(), or before the first backward",
+            found=f"micro step {engine.micro_steps} of {engine.gradient_accumulation_steps()} accumulation steps",
+            remedy="finish the step with engine.step() (its result is overwritten), then load",
+        )
+
+
 class HostCommit:
     """Sets the engine's Python state, and can take it back until every rank is sure.
 
@@ -67,12 +94,11 @@ class HostCommit:
 
     def load_scheduler(self) -> None:
         """Load the learning-rate scheduler: a user's class, and so the one step of a commit that may fail."""
-        wanted = self._arguments.load_lr_scheduler_states and not self._arguments.load_module_only
-        scheduler = self._engine.lr_scheduler
-        if not wanted or scheduler is None:
-            return
-        if self._host.lr_scheduler is None:
-            self.notes.append("the checkpoint holds no lr scheduler state: the live scheduler keeps its own")
+        scheduler, saved = self._engine.lr_scheduler, self._host.lr_scheduler
+        if not restores_scheduler(self._engine, self._host, self._arguments):
+            if self._arguments.load_lr_scheduler_states and (scheduler is None) != (saved is None):
+                there, not_there = ("live engine", "checkpoint") if saved is None else ("checkpoint", "live engine")
+                self.notes.append(f"lr scheduler: the {there} has one, the {not_there} has none; nothing is restored")
             return
         self._groups_before = [
             {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
@@ -85,7 +111,10 @@ class HostCommit:
         """Take :meth:`load_scheduler` back: another rank could not do it."""
         if self._scheduler_before is None:
             return
-        self._engine.lr_scheduler.load_state_dict(self._scheduler_before)
+        try:
+            self._engine.lr_scheduler.load_state_dict(self._scheduler_before)
+        except Exception:  # a scheduler that cannot load even its own state; the error to show is the first one
+            logger.exception("elastic_ckpt could not give the lr scheduler its state back")
         for group, before in zip(self._engine.optimizer.param_groups, self._groups_before, strict=True):
             group.update(before)
 
@@ -125,6 +154,13 @@ class HostCommit:
                 f"loss scaler: the checkpoint has a {type(saved).__name__}, the config a "
                 f"{type(optimizer.loss_scaler).__name__}, which is kept"
             )
+            return
+        if not getattr(saved, "dynamic", False):
+            if saved.cur_scale != optimizer.loss_scaler.cur_scale:
+                self.notes.append(
+                    f"static loss scale: {saved.cur_scale} in the checkpoint, {optimizer.loss_scaler.cur_scale} in the "
+                    "config, which is kept"
+                )
             return
         values = {key: value for key, value in vars(saved).items() if key != "dtype"}
         vars(optimizer.loss_scaler).update(copy.deepcopy(values))

@@ -13,6 +13,7 @@ from elastic_ckpt.engines.base import EngineAdapter
 from elastic_ckpt.engines.zero3 import Zero3Adapter
 from elastic_ckpt.engines.zero12 import Zero12Adapter
 from elastic_ckpt.errors import UnsupportedError
+from elastic_ckpt.states.schema import schema_of, unknown_states
 
 # Exact classes: a subclass (MiCS, ZenFlow) lays out or steps its partitions in its own way.
 _ADAPTERS: dict[type, type[Zero12Adapter] | type[Zero3Adapter]] = {
@@ -21,8 +22,17 @@ _ADAPTERS: dict[type, type[Zero12Adapter] | type[Zero3Adapter]] = {
 }
 
 
-def select_adapter(engine: Any) -> EngineAdapter:
+def _is_partly_offloaded(optimizer: Any) -> bool:
+    """Twin-Flow: some sub-groups step on a second base optimizer, whose states are neither saved nor loaded."""
+    return bool(getattr(optimizer, "offload_optimizer", False)) and getattr(optimizer, "partial_offload", 1.0) < 1.0
+
+
+def select_adapter(engine: Any, with_states: bool) -> EngineAdapter:
     """The adapter of a live engine. Local, changes nothing.
+
+    Args:
+        engine: the live engine.
+        with_states: whether optimizer states will be restored; if not, any optimizer will do.
 
     Raises:
         UnsupportedError: naming the feature that cannot be restored yet.
@@ -35,6 +45,7 @@ def select_adapter(engine: Any) -> EngineAdapter:
         (getattr(engine, "zenflow", False), "ZenFlow"),
         (getattr(engine.optimizer, "swap_optimizer", False), "swapped optimizer states"),
         (getattr(engine.optimizer, "params_in_nvme_and_cpu", False), "parameters offloaded to NVMe"),
+        (_is_partly_offloaded(engine.optimizer), "partly offloaded optimizer states (offload_optimizer.ratio < 1)"),
         (bool(getattr(engine.optimizer, "offloaded_states", None)), "engine.offload_states() in effect"),
     ):
         if present:
@@ -47,7 +58,8 @@ def select_adapter(engine: Any) -> EngineAdapter:
             found=f"{type(engine.optimizer).__name__} at ZeRO stage {engine.zero_optimization_stage()}",
             remedy='"zero_optimization": {"stage": 1}, 2 or 3 in the DeepSpeed config',
         )
-    chosen = adapter(engine)
+    base = engine.optimizer.optimizer
+    chosen = adapter(engine, schema_of(base) if with_states else unknown_states(base))
     masters = {master.dtype for master in chosen.masters}
     if masters - {torch.float32}:
         raise UnsupportedError(

@@ -19,19 +19,19 @@ from elastic_ckpt.destinations import Destinations, FlatPartition, Fragment, Liv
 from elastic_ckpt.engines.base import FlatOptimizer
 from elastic_ckpt.geometry import FlatRange, contiguous_partition
 from elastic_ckpt.plan import Plan
-from elastic_ckpt.states.schema import schema_of
+from elastic_ckpt.states.schema import StateSchema
 
 
 class Zero12Adapter(FlatOptimizer):
     """Adapter of a ZeRO-1/2 optimizer: one flat partition for each param group."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, schema: StateSchema) -> None:
         self._optimizer = engine.optimizer
         super().__init__(
             module=engine.module,
             param_names=engine.param_names,
             base=engine.optimizer.optimizer,
-            schema=schema_of(engine.optimizer.optimizer),
+            schema=schema,
             masters=engine.optimizer.single_partition_of_fp32_groups,
             groups=range(len(engine.optimizer.single_partition_of_fp32_groups)),
         )
@@ -54,7 +54,7 @@ class Zero12Adapter(FlatOptimizer):
                 Fragment(names[p.index], tuple(params[p.index].shape), p.range, index, p.flat_offset)
                 for p in contiguous_partition(numels, offsets, optimizer.partition_size[index], rank)
             ]
-            groups.append(LiveGroup(names, _without_params(self.base.param_groups[index])))
+            groups.append(LiveGroup(names, self.group_hyperparameters(index)))
         return Destinations(
             zero_stage=self._zero_stage,
             dp=dist.get_world_size(group=optimizer.dp_process_group),
@@ -66,6 +66,7 @@ class Zero12Adapter(FlatOptimizer):
             fragments=tuple(fragments),
             wholes=tuple(self.whole_buffers() + self._whole_frozen()),
             groups=tuple(groups),
+            ties=self.ties(),
         )
 
     def _frozen(self) -> Mapping[str, torch.Tensor]:
@@ -100,7 +101,3 @@ class Zero12Adapter(FlatOptimizer):
             optimizer._hp_optimizer_states_linked = False
             if all(self.base.state.get(master) for master in self.masters):
                 optimizer._lazy_init_hp_params_optimizer_state()
-
-
-def _without_params(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}

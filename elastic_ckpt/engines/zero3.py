@@ -19,20 +19,20 @@ from elastic_ckpt.destinations import Destinations, FlatPartition, Fragment, Liv
 from elastic_ckpt.engines.base import FlatOptimizer
 from elastic_ckpt.geometry import FlatRange, per_parameter_partition
 from elastic_ckpt.plan import Plan
-from elastic_ckpt.states.schema import schema_of
+from elastic_ckpt.states.schema import StateSchema
 
 
 class Zero3Adapter(FlatOptimizer):
     """Adapter of a ZeRO-3 optimizer: one flat partition for each sub-group."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, schema: StateSchema) -> None:
         self._optimizer = engine.optimizer
         masters = engine.optimizer.fp32_partitioned_groups_flat
         super().__init__(
             module=engine.module,
             param_names=engine.param_names,
             base=engine.optimizer.optimizer,
-            schema=schema_of(engine.optimizer.optimizer),
+            schema=schema,
             masters=masters,
             groups=[engine.optimizer.sub_group_to_group_id[index] for index in range(len(masters))],
         )
@@ -65,9 +65,9 @@ class Zero3Adapter(FlatOptimizer):
             fragments=tuple(fragments),
             wholes=tuple(self.whole_buffers() + self._whole_frozen(world, rank)),
             groups=tuple(
-                LiveGroup(tuple(names), {key: value for key, value in group.items() if key != "params"})
-                for names, group in zip(group_names, self.base.param_groups, strict=True)
+                LiveGroup(tuple(names), self.group_hyperparameters(number)) for number, names in enumerate(group_names)
             ),
+            ties=self.ties(),
         )
 
     def _frozen_params(self) -> Mapping[str, Any]:

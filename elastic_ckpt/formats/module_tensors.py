@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from elastic_ckpt.catalog import BUFFER, FROZEN, Extent, LogicalTensor
-from elastic_ckpt.errors import DamagedError
+from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.pickled import TensorRef
 from elastic_ckpt.geometry import FlatRange, per_parameter_partition
@@ -50,13 +50,13 @@ def _is_zero3(shard: ModelShard) -> bool:
 
 def _whole(shard: ModelShard, name: str, key: str, ref: TensorRef, file: int) -> LogicalTensor:
     if not ref.is_contiguous:
-        raise DamagedError(
-            f"this {key} was saved as a view that is not contiguous",
+        raise UnsupportedError(
+            f"this {key} was saved as a view that is not contiguous, which is not supported yet",
             parameter=name,
             file=shard.path,
             expected="a contiguous tensor",
             found=f"shape {ref.shape}, strides {ref.stride}",
-            remedy="make it contiguous before saving",
+            remedy="load at the topology it was saved with, or make it contiguous before saving",
         )
     extents = (Extent(FlatRange(0, ref.numel), file, ref.byte_offset),) if ref.numel else ()
     return LogicalTensor(name, key, ref.shape, ref.dtype, extents)

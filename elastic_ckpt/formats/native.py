@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from elastic_ckpt import parallel
@@ -30,6 +31,7 @@ from elastic_ckpt.formats.base import (
 from elastic_ckpt.formats.model_states import ModelShard, index_model_states, read_host_state
 from elastic_ckpt.formats.module_tensors import module_tensors
 from elastic_ckpt.formats.pickled import PickledFile
+from elastic_ckpt.formats.progress import compare_progress
 from elastic_ckpt.formats.shards import OptimizerShard
 from elastic_ckpt.formats.spot_check import spot_check
 from elastic_ckpt.formats.zero3 import index_zero3, place_zero3
@@ -59,6 +61,9 @@ def read_native(found: Found, options: ReadOptions) -> Checkpoint:
         _check_belong_together(models, optimizers)
         own = parallel.rank() if len(models) == parallel.world_size() else 0
         catalog = _build_catalog(found, models, optimizers, own)
+        refuse = options.check_shards and optimizers[0].zero_stage == 3
+        notes = compare_progress(catalog.parameters, models[0].counters, models[0].path, refuse)
+        catalog = replace(catalog, notes=catalog.notes + notes)
     with parallel.agreement("compare shards with the saved weights"):
         if options.check_shards:
             spot_check(catalog, models[0], opened)
@@ -203,4 +208,5 @@ def _host_state(
         if position in opened:
             scaler: Any = optimizers[0].loss_scaler
             mine = read_host_state(opened[position], scaler, optimizers[0].overflow)
-    return mine if per_rank and mine is not None else parallel.broadcast(mine, src=0)
+        pickled = None if per_rank or mine is None else parallel.pack(mine)
+    return mine if per_rank and mine is not None else parallel.unpack(parallel.broadcast(pickled, src=0))

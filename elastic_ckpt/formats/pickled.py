@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from elastic_ckpt.dtypes import ITEMSIZE
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, UnsafePickleError, UnsupportedError
 from elastic_ckpt.formats.safe_globals import safe_globals
+from elastic_ckpt.formats.safe_numpy import finished
 
 # What torch's unpickler says where it meets a name that is not allowed, and nowhere else.
 _FORBIDDEN_MARKERS = ("GLOBAL", "allowlisted")
@@ -189,6 +190,7 @@ def replace_leaves(node: Any, replace: Callable[[Any], Any]) -> Any:
 
 def _to_ref(leaf: Any, path: str, nbytes: int) -> Any:
     if not isinstance(leaf, torch.Tensor):
+        leaf = finished(leaf)
         _refuse_hidden_tensors(leaf, path)
         return leaf
     dtype = str(leaf.dtype).removeprefix("torch.")
@@ -247,6 +249,13 @@ def _refuse_hidden_tensors(leaf: Any, path: str) -> None:
             found=type(leaf).__name__,
             remedy="keep the tensor in a dict, or load at the topology it was saved with",
         ) from found
+    except Exception as error:
+        raise UnsupportedError(
+            "this file holds an object that cannot be looked into for tensors",
+            file=path,
+            found=f"{type(leaf).__name__}; {type(error).__name__}: {error}",
+            remedy="leave it out of the client state, or load at the topology it was saved with",
+        ) from error
 
 
 def _reach(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:

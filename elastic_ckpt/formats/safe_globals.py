@@ -1,7 +1,7 @@
 """The classes and functions that a checkpoint's pickles may name beyond torch's own list.
 
-Each is either a plain data class of DeepSpeed or numpy's array reconstruction; none runs code of the file's
-choosing. A name that the installed DeepSpeed does not have is left out: files that need it are then refused.
+Each is either a plain data class of DeepSpeed or a stand-in for numpy's array reconstruction; none runs code of the
+file's choosing. A name that the installed DeepSpeed does not have is left out: files that need it are then refused.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from elastic_ckpt.formats.safe_numpy import ArrayStandIn, DtypeStandIn, reconstruct, scalar
+
 _SAFE_NAMES = (
     ("argparse", "Namespace"),
     ("collections", "OrderedDict"),
@@ -23,17 +25,10 @@ _SAFE_NAMES = (
     ("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"),
     ("deepspeed.utils.tensor_fragment", "fragment_address"),
     ("deepspeed.checkpoint.universal_checkpoint", "SubparamShape"),
-    # numpy arrays and RNG states, which people keep in client_state
-    ("numpy", "ndarray"),
-    ("numpy", "dtype"),
-    ("numpy._core.multiarray", "_reconstruct"),
-    ("numpy._core.multiarray", "scalar"),
     ("_codecs", "encode"),
 )
-_NUMPY_DTYPES = ("Bool", "UInt8", "Int8", "UInt16", "Int16", "UInt32", "Int32", "UInt64", "Int64")
-_NUMPY_FLOATS = ("Float16", "Float32", "Float64")
-#: numpy 1.x and older pickles name the same functions here.
-_OLD_NUMPY = {"numpy._core.multiarray": "numpy.core.multiarray"}
+#: numpy 2 and older name the same functions in different modules.
+_NUMPY_CORES = ("numpy._core.multiarray", "numpy.core.multiarray")
 
 
 def enum_member(enum: Any, name: str) -> Enum:
@@ -57,11 +52,10 @@ def safe_global_list() -> tuple[Any, ...]:
         except (ImportError, AttributeError):
             continue
         entries.append((found, f"{module_name}.{name}"))
-        if module_name in _OLD_NUMPY:
-            entries.append((found, f"{_OLD_NUMPY[module_name]}.{name}"))
     entries += [(enum_member, "builtins.getattr"), (enum_member, "__builtin__.getattr")]
-    numpy_dtypes = importlib.import_module("numpy.dtypes")
-    entries += [getattr(numpy_dtypes, f"{kind}DType") for kind in _NUMPY_DTYPES + _NUMPY_FLOATS]
+    entries += [(DtypeStandIn, "numpy.dtype"), (ArrayStandIn, "numpy.ndarray")]
+    for core in _NUMPY_CORES:
+        entries += [(reconstruct, f"{core}._reconstruct"), (scalar, f"{core}.scalar")]
     return tuple(entries)
 
 

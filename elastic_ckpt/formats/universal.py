@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from elastic_ckpt import parallel
@@ -37,6 +37,7 @@ from elastic_ckpt.formats.model_states import ModelShard, index_model_states, re
 from elastic_ckpt.formats.module_tensors import module_tensors
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER
 from elastic_ckpt.formats.pickled import PickledFile, TensorRef, materialise
+from elastic_ckpt.formats.progress import compare_progress
 from elastic_ckpt.formats.shards import read_groups
 from elastic_ckpt.formats.spot_check import spot_check
 from elastic_ckpt.geometry import FlatRange
@@ -102,15 +103,19 @@ def read_universal(found: Found, options: ReadOptions) -> Checkpoint:
         _refuse_round_robin(models[0], optimizer)
         states = [item for item in indexed if isinstance(item, StateFile)]
         catalog = _build_catalog(found, models, optimizer, states)
+        refuse = options.check_shards and optimizer.zero_stage == 3
+        notes = compare_progress(catalog.parameters, models[0].counters, models[0].path, refuse)
+        catalog = replace(catalog, notes=catalog.notes + notes)
         positions = {path: position for position, path in enumerate(file.path for file in catalog.files)}
     with parallel.agreement("compare masters with the saved weights"):
         if options.check_shards:
             spot_check(catalog, models[0], {positions[file.path] for file in opened.values() if file.path in positions})
-    host: HostState | None = None
+    pickled: bytes | None = None
     with parallel.agreement("read counters, scheduler and client state"):
         if parallel.rank() == 0:  # which opened the first model-states file
-            host = read_host_state(opened[0], optimizer.loss_scaler, optimizer.overflow)
-    return Checkpoint(catalog, parallel.broadcast(host, src=0), models[0].path, len(opened))
+            pickled = parallel.pack(read_host_state(opened[0], optimizer.loss_scaler, optimizer.overflow))
+    host: HostState = parallel.unpack(parallel.broadcast(pickled, src=0))
+    return Checkpoint(catalog, host, models[0].path, len(opened))
 
 
 def _model_files(found: Found) -> list[str]:

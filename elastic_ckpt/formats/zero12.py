@@ -72,6 +72,14 @@ def place_zero12(model: ModelShard, shard: OptimizerShard, flat: int, dp: int) -
     """
     numels = [math.prod(shape) for _, shape in model.param_shapes[flat]]
     part = shard.flats[flat]
+    if part.alignment_paddings is not None and len(part.alignment_paddings) != len(numels):
+        raise DamagedError(
+            f"param_alignment_paddings of param group {flat} does not have one entry a parameter",
+            file=shard.path,
+            expected=f"{len(numels)} entries, as many as parameters in {model.path}",
+            found=len(part.alignment_paddings),
+            remedy="model-states and optimizer-states files are of different saves: restore the folder",
+        )
     offsets = group_offsets(numels, part.alignment_paddings)
     needed = offsets[-1] + numels[-1] if numels else 0
     if needed > part.partition_numel * dp:

@@ -59,6 +59,12 @@ def schema_of(optimizer: torch.optim.Optimizer) -> StateSchema:
     )
 
 
+def unknown_states(optimizer: torch.optim.Optimizer) -> StateSchema:
+    """The schema to use where states are left alone: it names no state at all."""
+    kind = type(optimizer)
+    return StateSchema(f"{kind.__module__}.{kind.__qualname__}", (), (), _int_step)
+
+
 def _tensor_step(value: float, group: Mapping[str, Any], flat: torch.Tensor) -> torch.Tensor:
     """As ``torch.optim.adam._init_group`` makes it: on the parameter's device only for capturable and fused."""
     on_device = group.get("capturable") or group.get("fused")

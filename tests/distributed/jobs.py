@@ -278,6 +278,44 @@ def not_strict(arguments: dict[str, Any]) -> None:
         close(poorer)
 
 
+def head_first(arguments: dict[str, Any]) -> None:
+    """A tied pair that is registered in another order is still the same parameter."""
+    elastic_ckpt.install()
+    for case in arguments["cases"]:
+        truth = torch.load(os.path.join(case["folder"], "truth.pt"), weights_only=False)
+        engine = build_engine(setup_from_json(case["setup"]), models.HeadFirstLM())
+        engine.load_checkpoint(case["folder"])
+        oracle.relink(engine)
+        held = oracle.gather(engine, ["exp_avg", "exp_avg_sq"])
+        assert "head.weight" in held["masters"] and "embedding.weight" not in held["masters"]
+        for kind in ("masters", "states"):
+            for key, expected in truth[kind].items():
+                live = {"embedding.weight": "head.weight"}
+                key = live.get(key, key) if kind == "masters" else (live.get(key[0], key[0]), key[1])  # noqa: PLW2901
+                assert torch.equal(held[kind][key], expected), (case, key)
+        assert any("head.weight" in note for note in engine.elastic_report.notes)
+        close(engine)
+
+
+def pending(arguments: dict[str, Any]) -> None:
+    """Gradients that wait for a step are refused, and the remedy works."""
+    elastic_ckpt.install()
+    for case in arguments["cases"]:
+        engine = build_engine(setup_from_json(case["setup"]))
+        truth = torch.load(os.path.join(case["folder"], "truth.pt"), weights_only=False)
+        rows = models.batch(70, dist.get_world_size(), dist.get_rank())
+        engine.backward(engine(rows[: len(rows) // engine.gradient_accumulation_steps()]))
+        if engine.gradient_accumulation_steps() > 1:
+            engine.step()  # of the first micro-batch: no update yet
+        oracle.agree(expect_error({"name": "pending", "error": "MismatchError", **case}, engine))
+        if engine.gradient_accumulation_steps() > 1:
+            engine.backward(engine(rows[: len(rows) // 2]))
+        engine.step()
+        engine.load_checkpoint(case["folder"])
+        oracle.assert_equal(engine, truth, f"{case}: after the remedy")
+        close(engine)
+
+
 def frozen(arguments: dict[str, Any]) -> None:
     """Frozen weights come back at another degree and stage."""
     elastic_ckpt.install()

@@ -84,6 +84,16 @@ class BigLM(TinyLM):
         self.bulk = nn.Parameter(torch.randn(1031, 1033))
 
 
+class HeadFirstLM(TinyLM):
+    """The tied pair is registered in the other order, so the head's name is the one that counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        tied = self.embedding
+        del self.embedding
+        self.embedding = tied
+
+
 class HalfFrozenLM(TinyLM):
     """The embedding does not train."""
 
@@ -92,7 +102,9 @@ class HalfFrozenLM(TinyLM):
         self.embedding.weight.requires_grad_(False)
 
 
-BUILDERS = {kind.__name__: kind for kind in (TinyLM, WiderLM, RicherLM, PoorerLM, UntiedLM, HalfFrozenLM, BigLM)}
+BUILDERS = {
+    kind.__name__: kind for kind in (TinyLM, WiderLM, RicherLM, PoorerLM, UntiedLM, HalfFrozenLM, BigLM, HeadFirstLM)
+}
 
 
 def batch(step: int, dp: int, rank: int) -> torch.Tensor:
@@ -109,7 +121,7 @@ class Setup:
     Attributes:
         stage: ZeRO stage.
         bf16: bf16 weights with fp32 masters; else fp32.
-        optimizer: ``adamw``, ``adam_amsgrad`` or ``cpuadam``.
+        optimizer: a name that :func:`build_optimizer` knows.
         zero: more entries of ``zero_optimization``.
         groups: ``several`` param groups, ``one``, or ``idle``: a third one that never gets a gradient.
         config: more top-level entries of the DeepSpeed config.
@@ -159,11 +171,15 @@ def build_optimizer(model: TinyLM, setup: Setup) -> torch.optim.Optimizer:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         return DeepSpeedCPUAdam(groups)
-    if setup.optimizer == "adam_amsgrad":
-        return torch.optim.Adam(groups, amsgrad=True)
-    if setup.optimizer == "sgd":
-        return torch.optim.SGD(groups, momentum=0.9)
-    return torch.optim.AdamW(groups)
+    makers = {
+        "adamw": lambda: torch.optim.AdamW(groups),
+        "adamw_amsgrad": lambda: torch.optim.AdamW(groups, amsgrad=True),
+        "adamw_reversed": lambda: torch.optim.AdamW(groups[::-1]),
+        "adam": lambda: torch.optim.Adam(groups),
+        "adam_amsgrad": lambda: torch.optim.Adam(groups, amsgrad=True),
+        "sgd": lambda: torch.optim.SGD(groups, momentum=0.9),
+    }
+    return makers[setup.optimizer]()
 
 
 def build_engine(setup: Setup, model: nn.Module | None = None) -> Any:

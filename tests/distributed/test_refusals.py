@@ -82,6 +82,14 @@ def test_damage_is_named_on_all_ranks_and_nothing_changes(
         shutil.copytree(native / source, copy)
         apply(copy)
         cases.append({"name": name, "folder": str(copy), "error": error, "says": says})
+    mixed = tmp_path / "mixed"
+    shutil.copytree(native / Z3, mixed)
+    for rank in (0, 1):
+        damage.replace_by(
+            damage.OPTIMIZER.format(rank), others["shorter"] / Z3 / "step4" / damage.OPTIMIZER.format(rank)
+        )(mixed)
+    says = ["different steps", "optimizer step 4", "optimizer step 3", "check_shards"]
+    cases.append({"name": "all shards of another step", "folder": str(mixed), "error": "DamagedError", "says": says})
     cases += universal_cases(universal, native, tmp_path)
     cases += live_cases(native, others)
     for setup in (Setup(2), Setup(3)):
@@ -143,7 +151,9 @@ def live_cases(native: Path, others: dict[str, Path]) -> list[dict[str, Any]]:
         case("states of another optimizer", "MismatchError", ["momentum_buffer"], folder=str(others["sgd"] / "z1-fp32-sgd-dp2")),
         case("saved by BF16_Optimizer", "UnsupportedError", ["BF16_Optimizer"], folder=str(others["bf16_optimizer"] / FP32_ACCUMULATION.name) + "-dp2"),
         case("BF16_Optimizer now", "UnsupportedError", ["BF16_Optimizer"], setup=FP32_ACCUMULATION.as_json()),
-        case("another variant", "MismatchError", ["max_exp_avg_sq"], setup=Setup(1, optimizer="adam_amsgrad").as_json()),
+        case("Adam for AdamW", "MismatchError", ["weight decay", "AdamW"], setup=Setup(1, optimizer="adam").as_json()),
+        case("groups in another order", "MismatchError", ["groups", "load_lr_scheduler_states=False"], setup=Setup(3, optimizer="adamw_reversed").as_json()),
+        case("another variant", "MismatchError", ["max_exp_avg_sq"], setup=Setup(1, optimizer="adamw_amsgrad").as_json()),
         case("legacy elastic", "UnsupportedError", ["elastic_checkpoint"], folder=str(others["legacy"] / "z1-fp32-adamw-elastic_checkpoint-dp2")),
         case("custom_load_fn at another topology", "UnsupportedError", ["custom_load_fn"], arguments={"custom_load_fn": 1}),
     ]  # fmt: skip

@@ -71,6 +71,21 @@ def test_not_strict_restores_what_matches_and_names_the_rest(launch: Launch, nat
     launch(3, "not_strict", {"cases": cases})
 
 
+def test_a_tied_pair_registered_in_another_order_is_the_same_parameter(launch: Launch, native: Path) -> None:
+    cases = [
+        {"setup": target.as_json(), "folder": str(native / f"{source.name}-dp2")}
+        for source, target in [(Setup(1), Setup(3)), (Setup(3), Setup(2))]
+    ]
+    launch(3, "head_first", {"cases": cases})
+
+
+def test_gradients_that_wait_for_a_step_are_refused(launch: Launch, native: Path) -> None:
+    accumulate = (("gradient_accumulation_steps", 2), ("train_micro_batch_size_per_gpu", 3))
+    setups = [Setup(1, config=accumulate), Setup(3, config=accumulate), Setup(3)]
+    cases = [{"setup": setup.as_json(), "folder": str(native / "z1-fp32-adamw-dp2")} for setup in setups]
+    launch(2, "pending", {"cases": cases})
+
+
 def test_frozen_weights_come_back(launch: Launch, tmp_path: Path) -> None:
     setups = [Setup(1), Setup(3), Setup(2, bf16=True), Setup(3, bf16=True)]
     as_json = [setup.as_json() for setup in setups]

@@ -1,0 +1,47 @@
+"""Are counters and optimizer states of the same step?
+
+A job that dies while it overwrites a tag leaves model-states files of one step beside optimizer shards of another.
+With ZeRO-1/2 the weights saved beside the masters tell (:mod:`elastic_ckpt.formats.spot_check`); with ZeRO-3 nothing
+but the step counts does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from elastic_ckpt.catalog import SavedParameter
+from elastic_ckpt.errors import DamagedError
+
+
+def compare_progress(
+    parameters: Mapping[str, SavedParameter], counters: Mapping[str, Any], file: str, refuse: bool
+) -> tuple[str, ...]:
+    """Compare the optimizer's ``step`` with ``global_steps - skipped_steps``.
+
+    Args:
+        parameters: the saved parameters, with their scalar states.
+        counters: counters of the model-states file.
+        file: that file, for the error.
+        refuse: whether a difference is an error; if not, it is a note for the report.
+
+    Raises:
+        DamagedError: they differ, and ``refuse`` is set.
+    """
+    steps = {value for saved in parameters.values() for key, value in saved.scalars if key == "step"}
+    expected = int(counters["global_steps"]) - int(counters["skipped_steps"])
+    if not steps or steps == {expected}:
+        return ()
+    found = ", ".join(f"{step:g}" for step in sorted(steps))
+    if not refuse:
+        return (f"optimizer states are at step {found}, counters at {expected}: as after a reset of the optimizer",)
+    raise DamagedError(
+        "optimizer states and counters are of different steps: files of two saves may be mixed in this folder",
+        file=file,
+        expected=f"optimizer step {expected}, from global_steps and skipped_steps",
+        found=f"optimizer step {found}",
+        remedy=(
+            "take another tag; if the optimizer was reset during the run, which explains it: "
+            '"elastic_checkpoint": {"check_shards": false}'
+        ),
+    )
