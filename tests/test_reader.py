@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -345,3 +346,24 @@ def test_the_progress_bar_is_drawn_where_wanted_and_allowed(
     plan = plan_of([file], [target], [Copy(0, 0, 0, 0, 2, "float32")])
     execute(plan, [target], ReadOptions(progress=wanted), show_progress=may)
     assert ("elastic_ckpt" in capfd.readouterr().err) == drawn
+
+
+def test_a_checkpoint_of_more_files_than_a_process_may_open_is_read(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    count = 300
+    target = untouched(count)
+    files = [write(tmp_path / f"{number}", torch.tensor([float(number)])) for number in range(count)]
+    copies = [Copy(number, 0, 0, number, 1, "float32") for number in range(count)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
+    try:
+        run(files, [target], copies, ReadOptions(threads=8))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert torch.equal(target, torch.arange(float(count)))
+
+
+def test_no_file_stays_open(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        run([write(tmp_path / "a", torch.ones(4))], [untouched(4)], [Copy(0, 0, 0, 0, 4, "float32")])
+    assert len(os.listdir("/proc/self/fd")) == before
