@@ -8,16 +8,18 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
 
 from elastic_ckpt import parallel
 from elastic_ckpt.config import ElasticConfig
+from elastic_ckpt.destinations import Destinations
 from elastic_ckpt.engines import EngineAdapter, select_adapter
 from elastic_ckpt.engines.host import HostCommit, LoadArguments, refuse_pending_gradients, restores_scheduler
 from elastic_ckpt.errors import ElasticCkptError, PartialLoadError
-from elastic_ckpt.formats import READERS, Found
+from elastic_ckpt.formats import READERS, Checkpoint, Found
 from elastic_ckpt.formats import ReadOptions as MetadataOptions
 from elastic_ckpt.plan import Plan
 from elastic_ckpt.planner import LoadOptions, plan_load
@@ -44,16 +46,13 @@ def load(engine: Any, found: Found, arguments: LoadArguments, config: ElasticCon
     with clock("metadata"):
         metadata = MetadataOptions(config.trust_pickle, config.check_shards)
         checkpoint = READERS[found.format](found, metadata)
+    states = arguments.load_optimizer_states and not arguments.load_module_only
     with clock("plan"), parallel.agreement("plan the load"):
-        refuse_pending_gradients(engine)
-        states = arguments.load_optimizer_states and not arguments.load_module_only
         adapter = select_adapter(engine, with_states=states)
+        refuse_pending_gradients(engine)
         destinations = adapter.destinations()
-        options = LoadOptions(
-            strict=arguments.load_module_strict,
-            optimizer_states=states,
-            scheduler=restores_scheduler(engine, checkpoint.host, arguments),
-        )
+        scheduler = restores_scheduler(engine, checkpoint.host, arguments)
+        options = LoadOptions(strict=arguments.load_module_strict, optimizer_states=states, scheduler=scheduler)
         plan = plan_load(checkpoint.catalog, destinations, options)
         check_files(plan)
     host = HostCommit(engine, checkpoint.host, arguments)
@@ -65,7 +64,18 @@ def load(engine: Any, found: Found, arguments: LoadArguments, config: ElasticCon
             client_state = _commit(adapter, plan, host, exact_masters=states)
     except ElasticCkptError as error:
         raise _spoilt(error) from error
-    report = LoadReport(
+    report = _report(checkpoint, destinations, plan, stats)
+    notes = plan.notes + tuple(host.notes) + _notes(arguments)
+    report = replace(report, global_steps=engine.global_steps, seconds=clock.seconds, notes=notes)
+    engine.elastic_report = report
+    if config.report and parallel.rank() == 0:
+        _print(report)
+    # as DeepSpeed's own loader returns it: below load_dir as the caller wrote it
+    return os.path.join(arguments.load_dir, found.tag, os.path.basename(checkpoint.model_path)), client_state
+
+
+def _report(checkpoint: Checkpoint, destinations: Destinations, plan: Plan, stats: ReadStats) -> LoadReport:
+    return LoadReport(
         source=checkpoint.catalog.source,
         zero_stage=destinations.zero_stage,
         dp=destinations.dp,
@@ -73,18 +83,10 @@ def load(engine: Any, found: Found, arguments: LoadArguments, config: ElasticCon
         restored=count_restored(destinations, plan),
         fresh=plan.fresh,
         ignored=plan.ignored,
-        global_steps=engine.global_steps,
         nbytes_read=stats.nbytes,
         read_calls=stats.calls,
         files_opened=checkpoint.files_opened,
-        seconds=clock.seconds,
-        notes=plan.notes + tuple(host.notes) + _notes(arguments),
     )
-    engine.elastic_report = report
-    if config.report and parallel.rank() == 0:
-        _print(report)
-    # as DeepSpeed's own loader returns it: below load_dir as the caller wrote it
-    return os.path.join(arguments.load_dir, found.tag, os.path.basename(checkpoint.model_path)), client_state
 
 
 def _print(report: LoadReport) -> None:

@@ -42,7 +42,7 @@ class LoadReport:
     restored: dict[str, int]
     fresh: tuple[str, ...]
     ignored: tuple[str, ...]
-    global_steps: int
+    global_steps: int = 0
     nbytes_read: int = 0
     read_calls: int = 0
     files_opened: int = 0
