@@ -136,6 +136,40 @@ def diverge(arguments: dict[str, Any]) -> None:
     assert oracle.fingerprint(engine) == before
 
 
+def bad_scheduler(arguments: dict[str, Any]) -> None:
+    """A scheduler that fails on one rank is taken back on all."""
+    elastic_ckpt.install()
+    engine = build_engine(setup_from_json(arguments["setup"]))
+    train(engine, 50, 51)
+    real = type(engine.lr_scheduler)
+
+    class Failing(real):
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            super().load_state_dict(state_dict)
+            if dist.get_rank() == 1 and state_dict["last_epoch"] == SAVE_AT:
+                raise KeyError("a key that this scheduler wants")
+
+    engine.lr_scheduler.__class__ = Failing
+    before = oracle.fingerprint(engine)
+    message = expect_error({"name": "scheduler", "error": "ElasticCkptError", **arguments}, engine)
+    oracle.agree(message)
+    assert "lr scheduler" in message and "a key that this scheduler wants" in message, message
+    assert oracle.fingerprint(engine) == before
+    engine.load_checkpoint(arguments["folder"], load_lr_scheduler_states=False)
+    assert engine.global_steps == SAVE_AT
+
+
+def weights_alone(arguments: dict[str, Any]) -> None:
+    """Any optimizer will do where its states are left alone."""
+    elastic_ckpt.install()
+    engine = build_engine(setup_from_json(arguments["setup"]))
+    truth = torch.load(os.path.join(arguments["folder"], "truth.pt"), weights_only=False)
+    engine.load_checkpoint(arguments["folder"], load_optimizer_states=False)
+    held = oracle.gather(engine, [])
+    for name, expected in truth["weights"].items():
+        assert torch.equal(held["weights"][name], expected), name
+
+
 def break_reading(arguments: dict[str, Any]) -> None:
     """A disk that fails after the plan was agreed on: an error on all ranks that says the engine is spoilt."""
     elastic_ckpt.install()

@@ -165,3 +165,11 @@ def test_a_disk_that_fails_while_reading_is_an_error_on_all_ranks(launch: Launch
 
 def test_ranks_that_ask_for_different_things_get_the_same_error(launch: Launch, native: Path) -> None:
     launch(2, "diverge", {"setup": Setup(2).as_json(), "folder": str(native / Z1)}, timeout=100)
+
+
+def test_a_scheduler_that_fails_on_one_rank_is_taken_back_on_all(launch: Launch, native: Path) -> None:
+    launch(2, "bad_scheduler", {"setup": Setup(2).as_json(), "folder": str(native / Z3)})
+
+
+def test_weights_alone_load_under_any_optimizer(launch: Launch, native: Path) -> None:
+    launch(3, "weights_alone", {"setup": Setup(3, optimizer="sgd").as_json(), "folder": str(native / Z1)})
