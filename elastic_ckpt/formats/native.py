@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from elastic_ckpt import parallel
@@ -31,7 +30,7 @@ from elastic_ckpt.formats.base import (
 from elastic_ckpt.formats.model_states import ModelShard, index_model_states, read_host_state
 from elastic_ckpt.formats.module_tensors import module_tensors
 from elastic_ckpt.formats.pickled import PickledFile
-from elastic_ckpt.formats.progress import compare_progress
+from elastic_ckpt.formats.progress import with_progress_compared
 from elastic_ckpt.formats.shards import OptimizerShard
 from elastic_ckpt.formats.spot_check import spot_check
 from elastic_ckpt.formats.zero3 import index_zero3, place_zero3
@@ -61,9 +60,7 @@ def read_native(found: Found, options: ReadOptions) -> Checkpoint:
         _check_belong_together(models, optimizers)
         own = parallel.rank() if len(models) == parallel.world_size() else 0
         catalog = _build_catalog(found, models, optimizers, own)
-        refuse = options.check_shards and optimizers[0].zero_stage == 3
-        notes = compare_progress(catalog.parameters, models[0].counters, models[0].path, refuse)
-        catalog = replace(catalog, notes=catalog.notes + notes)
+        catalog = with_progress_compared(catalog, models[0], options.check_shards)
     with parallel.agreement("compare shards with the saved weights"):
         if options.check_shards:
             spot_check(catalog, models[0], opened)

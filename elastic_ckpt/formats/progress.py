@@ -8,10 +8,23 @@ but the step counts does.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from elastic_ckpt.catalog import SavedParameter
+from elastic_ckpt.catalog import Catalog, SavedParameter
 from elastic_ckpt.errors import DamagedError
+from elastic_ckpt.formats.model_states import ModelShard
+
+
+def with_progress_compared(catalog: Catalog, model: ModelShard, check_shards: bool) -> Catalog:
+    """The catalog, with a note where counters and optimizer states differ; with ZeRO-3 that is an error.
+
+    Raises:
+        DamagedError: they differ in a checkpoint of ZeRO-3, and ``check_shards`` is set.
+    """
+    refuse = check_shards and catalog.source.zero_stage == 3
+    notes = compare_progress(catalog.parameters, model.counters, model.path, refuse)
+    return replace(catalog, notes=catalog.notes + notes)
 
 
 def compare_progress(

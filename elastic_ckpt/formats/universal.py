@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from elastic_ckpt import parallel
@@ -37,7 +37,7 @@ from elastic_ckpt.formats.model_states import ModelShard, index_model_states, re
 from elastic_ckpt.formats.module_tensors import module_tensors
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER
 from elastic_ckpt.formats.pickled import PickledFile, TensorRef, materialise
-from elastic_ckpt.formats.progress import compare_progress
+from elastic_ckpt.formats.progress import with_progress_compared
 from elastic_ckpt.formats.shards import read_groups
 from elastic_ckpt.formats.spot_check import spot_check
 from elastic_ckpt.geometry import FlatRange
@@ -85,8 +85,9 @@ def read_universal(found: Found, options: ReadOptions) -> Checkpoint:
     with parallel.agreement("look at the checkpoint's files"):
         refuse_unsupported_folder(found)
         model_names = _model_files(found)
+        listed = _list_state_files(found) if parallel.rank() == 0 else None
     models_to_open = [found.path(name) for name in model_names]
-    state_paths = parallel.broadcast(_list_state_files(found) if parallel.rank() == 0 else None, src=0)
+    state_paths = parallel.broadcast(listed, src=0)
     optimizer_path = found.path(os.path.join(UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER))
     paths = [*models_to_open, optimizer_path, *state_paths]
 
@@ -103,9 +104,7 @@ def read_universal(found: Found, options: ReadOptions) -> Checkpoint:
         _refuse_round_robin(models[0], optimizer)
         states = [item for item in indexed if isinstance(item, StateFile)]
         catalog = _build_catalog(found, models, optimizer, states)
-        refuse = options.check_shards and optimizer.zero_stage == 3
-        notes = compare_progress(catalog.parameters, models[0].counters, models[0].path, refuse)
-        catalog = replace(catalog, notes=catalog.notes + notes)
+        catalog = with_progress_compared(catalog, models[0], options.check_shards)
         positions = {path: position for position, path in enumerate(file.path for file in catalog.files)}
     with parallel.agreement("compare masters with the saved weights"):
         if options.check_shards:
