@@ -64,7 +64,7 @@ class LogicalTensor:
 
 @dataclass(frozen=True, slots=True)
 class SavedParameter:
-    """An optimizer-owned parameter: its shape, its group, and its scalar states (``step``)."""
+    """A parameter that the optimizer was given: its shape, its group, and its scalar states (``step``)."""
 
     shape: tuple[int, ...]
     group: int
@@ -79,7 +79,7 @@ class SourceFacts:
         format: ``"native"`` or ``"universal"``.
         folder: absolute path of the tag's folder.
         tag: name of the tag.
-        zero_stage: stage of the run that saved it.
+        zero_stage: stage of the run that saved it; 0 where optimizer states were not partitioned.
         dp: data-parallel degree of the run that saved it.
         ds_version: DeepSpeed version that saved it.
     """
@@ -104,6 +104,9 @@ class Catalog:
         groups: hyperparameters of each saved param group, in saved order.
         aliases: tied names: name without data of its own -> name that holds it.
         opaque_states: states whose layout is not understood: state key -> description.
+        frozen_recorded: whether the checkpoint lists the frozen parameters of the saved model; if not, they may have
+            been left out on purpose (``exclude_frozen_parameters=True``).
+        buffers_of_this_rank: whether each rank reads buffers from a file of its own, so that they may differ.
         notes: what the reader noticed and the user should know.
     """
 
@@ -114,6 +117,8 @@ class Catalog:
     groups: tuple[Mapping[str, Any], ...]
     aliases: Mapping[str, str] = field(default_factory=dict)
     opaque_states: Mapping[str, str] = field(default_factory=dict)
+    frozen_recorded: bool = True
+    buffers_of_this_rank: bool = False
     notes: tuple[str, ...] = ()
 
     def names(self, key: str) -> list[str]:
@@ -124,22 +129,3 @@ class Catalog:
     def state_keys(self) -> tuple[str, ...]:
         """Names of the elementwise optimizer states that the checkpoint holds."""
         return tuple(sorted({key for _, key in self.tensors} - {MASTER, BUFFER, FROZEN}))
-
-
-@dataclass(frozen=True)
-class HostState:
-    """What a checkpoint holds beside tensors of the model: small Python objects.
-
-    Attributes:
-        counters: ``global_steps``, ``global_samples``, ``skipped_steps``, ``dp_world_size``, ``mp_world_size``.
-        lr_scheduler: state dict of the scheduler, or ``None``.
-        loss_scaler: DeepSpeed's loss scaler object, or ``None``.
-        overflow: the optimizer's overflow flag.
-        checkpoint: every other top-level entry of the model-states file, the client state among them.
-    """
-
-    counters: Mapping[str, Any]
-    lr_scheduler: Any
-    loss_scaler: Any
-    overflow: bool
-    checkpoint: Mapping[str, Any]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from elastic_ckpt.errors import ConfigError
 
@@ -41,6 +42,30 @@ class ElasticConfig(BaseModel):
     )
     progress: bool | None = Field(None, description="progress bar on rank 0; null: only on a terminal")
     report: bool = Field(True, description="print the load report on rank 0")
+    report_path: str | None = Field(None, description="file to which rank 0 writes the load report, as JSON")
+    rename: list[Annotated[tuple[str, str], Field(strict=False)]] = Field(
+        [],
+        description="[pattern, replacement] for names in the checkpoint, as for Python's re.sub; the first pattern "
+        "found in a name is applied",
+    )
+    param_groups: Literal["match", "keep_live"] = Field(
+        "match",
+        description="match: each live param group takes the hyperparameters of the saved group that its members were "
+        "in; keep_live: all keep those of the live run",
+    )
+    on_batch_size_change: Literal["warn", "error"] = Field(
+        "warn", description="what a change of the global batch, or of the micro-batches in a step, is"
+    )
+
+    @field_validator("rename")
+    @classmethod
+    def _patterns_compile(cls, rules: list[tuple[str, str]]) -> list[tuple[str, str]]:
+        for pattern, replacement in rules:
+            try:
+                re.compile(pattern + "|").sub(replacement, "")  # the empty alternative has the replacement parsed
+            except (re.error, IndexError) as error:
+                raise ValueError(f"{pattern!r} -> {replacement!r}: {error}") from error
+        return rules
 
 
 _flags: dict[str, Any] = {}
@@ -88,7 +113,7 @@ def read_config(ds_config: Mapping[str, Any]) -> ElasticConfig:
         return ElasticConfig(**{**section, **_flags})
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
+        key = str(first["loc"][0])
         where = "on the command line" if key in _flags else f'under "{CONFIG_KEY}"'
         raise ConfigError(
             f'the value of "{key}" {where} is not understood',

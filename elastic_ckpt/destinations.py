@@ -15,14 +15,15 @@ from elastic_ckpt.geometry import FlatRange
 
 @dataclass(frozen=True, slots=True)
 class FlatPartition:
-    """One flat fp32 tensor of this rank, on which the optimizer steps.
+    """One fp32 tensor of this rank, on which the optimizer steps.
 
     Attributes:
-        index: ZeRO-1/2: the param group; ZeRO-3: the sub-group.
+        index: ZeRO-1/2: the param group; ZeRO-3: the sub-group; without partitions, often the parameter.
         group: index into :attr:`Destinations.groups`.
         numel: elements, padding included.
         dtype: name of the torch dtype of the master weights.
         members: names of all parameters of the group or sub-group, on this rank or not.
+        replicated: whether every data-parallel rank holds the same bytes.
     """
 
     index: int
@@ -30,6 +31,7 @@ class FlatPartition:
     numel: int
     dtype: str
     members: tuple[str, ...]
+    replicated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,7 @@ class WholeTensor:
         shape: logical shape.
         range: the elements that this rank holds.
         dtype: name of the live torch dtype.
+        replicated: whether every data-parallel rank holds the same bytes.
     """
 
     name: str
@@ -68,11 +71,17 @@ class WholeTensor:
     shape: tuple[int, ...]
     range: FlatRange
     dtype: str
+    replicated: bool = False
 
 
 @dataclass(frozen=True)
 class LiveGroup:
-    """A live param group: names of its trainable parameters, and its hyperparameters."""
+    """A live param group.
+
+    Attributes:
+        names: its parameters, in the order in which ``torch.optim`` numbers them.
+        hyperparameters: its values, without ``params``.
+    """
 
     names: tuple[str, ...]
     hyperparameters: Mapping[str, Any]
@@ -83,7 +92,7 @@ class Destinations:
     """All that one rank's engine holds.
 
     Attributes:
-        zero_stage: 1, 2 or 3.
+        zero_stage: 0 to 3.
         dp: data-parallel degree.
         dp_rank: this rank's place in it.
         optimizer: class name of the base optimizer.

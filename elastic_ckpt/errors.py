@@ -6,9 +6,18 @@ on every rank of the job (see :mod:`elastic_ckpt.parallel`), so all of them can 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+_NAMES_SHOWN = 8
 _DETAILS = ("parameter", "file", "expected", "found", "remedy", "rank")
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names for an error message: sorted, the first few, and how many more there are."""
+    ordered = sorted(names)
+    more = f" and {len(ordered) - _NAMES_SHOWN} more" if len(ordered) > _NAMES_SHOWN else ""
+    return (", ".join(ordered[:_NAMES_SHOWN]) or "none") + more
 
 
 class ElasticCkptError(Exception):

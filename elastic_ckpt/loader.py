@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from elastic_ckpt import parallel
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.destinations import Destinations
 from elastic_ckpt.engines import EngineAdapter, select_adapter
-from elastic_ckpt.engines.host import HostCommit, LoadArguments, refuse_pending_gradients, restores_scheduler
-from elastic_ckpt.errors import ElasticCkptError, PartialLoadError
+from elastic_ckpt.engines.batch import compare_batches
+from elastic_ckpt.engines.host import (
+    HostCommit,
+    LoadArguments,
+    refuse_pending_gradients,
+    restores_scheduler,
+    restores_states,
+)
+from elastic_ckpt.engines.loss_scale import warn_of_unscaled_gradients
+from elastic_ckpt.errors import ElasticCkptError, MismatchError, PartialLoadError
+from elastic_ckpt.exchange import exchange_shares
 from elastic_ckpt.formats import READERS, Checkpoint, Found
 from elastic_ckpt.formats import ReadOptions as MetadataOptions
-from elastic_ckpt.plan import Plan
+from elastic_ckpt.plan import Outcome, Plan
 from elastic_ckpt.planner import LoadOptions, plan_load
-from elastic_ckpt.reader import ReadOptions, ReadStats, check_files, execute
-from elastic_ckpt.report import LoadReport, count_restored
+from elastic_ckpt.reader import ReadOptions, check_files, execute
+from elastic_ckpt.report import LoadReport, RankWork
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +43,9 @@ logger = logging.getLogger(__name__)
 def load(engine: Any, found: Found, arguments: LoadArguments, config: ElasticConfig) -> tuple[str, dict[str, Any]]:
     """Restore a checkpoint into a live engine. Collective: every rank of the job calls it.
 
-    1. read metadata, each file on one rank; 2. describe the engine and plan; 3. agree; 4. scheduler; 5. read;
-    6. commit. Up to step 3 nothing of the engine changes, and step 4 is taken back where any rank fails in it.
+    1. describe the engine; 2. read metadata, each file on one rank; 3. plan and agree; 4. scheduler; 5. read, and
+    send around what every rank holds; 6. commit. Up to step 3 nothing of the engine changes, and step 4 is taken back
+    where any rank fails in it.
 
     Returns:
         What ``DeepSpeedEngine.load_checkpoint`` returns: path of the model-states file, and client state.
@@ -43,50 +55,118 @@ def load(engine: Any, found: Found, arguments: LoadArguments, config: ElasticCon
             :class:`PartialLoadError`.
     """
     clock = _Clock()
-    with clock("metadata"):
-        metadata = MetadataOptions(config.trust_pickle, config.check_shards)
-        checkpoint = READERS[found.format](found, metadata)
-    states = arguments.load_optimizer_states and not arguments.load_module_only
-    with clock("plan"), parallel.agreement("plan the load"):
-        adapter = select_adapter(engine, with_states=states)
-        refuse_pending_gradients(engine)
-        destinations = adapter.destinations()
-        scheduler = restores_scheduler(engine, checkpoint.host, arguments)
-        options = LoadOptions(strict=arguments.load_module_strict, optimizer_states=states, scheduler=scheduler)
-        plan = plan_load(checkpoint.catalog, destinations, options)
-        check_files(plan)
-    host = HostCommit(engine, checkpoint.host, arguments)
-    _load_scheduler(host)
+    ready = _prepare(engine, found, arguments, config, clock)
+    adapter, plan = ready.adapter, ready.plan
+    host = HostCommit(engine, ready.checkpoint.host, arguments)
+    _load_scheduler(host, plan)
     try:
         with clock("read"):
-            stats = _read(adapter, plan, config)
+            done = _read(adapter, plan, config)
+        with clock("exchange"):
+            received_nbytes = exchange_shares(plan, done.tensors, adapter.dp_group)
         with clock("commit"):
-            client_state = _commit(adapter, plan, host, exact_masters=states)
+            client_state = _commit(adapter, plan, host, exact_masters=restores_states(arguments))
     except ElasticCkptError as error:
         raise _spoilt(error) from error
-    report = _report(checkpoint, destinations, plan, stats)
-    notes = plan.notes + tuple(host.notes) + _notes(arguments)
-    report = replace(report, global_steps=engine.global_steps, seconds=clock.seconds, notes=notes)
-    engine.elastic_report = report
-    if config.report and parallel.rank() == 0:
-        _print(report)
-    # as DeepSpeed's own loader returns it: below load_dir as the caller wrote it
-    return os.path.join(arguments.load_dir, found.tag, os.path.basename(checkpoint.model_path)), client_state
-
-
-def _report(checkpoint: Checkpoint, destinations: Destinations, plan: Plan, stats: ReadStats) -> LoadReport:
-    return LoadReport(
-        source=checkpoint.catalog.source,
-        zero_stage=destinations.zero_stage,
-        dp=destinations.dp,
+    opened = ready.checkpoint.files_opened
+    work = RankWork(parallel.rank(), done.nbytes, received_nbytes, done.calls, opened, dict(clock.seconds))
+    report = LoadReport(
+        source=ready.checkpoint.catalog.source,
+        zero_stage=ready.destinations.zero_stage,
+        dp=ready.destinations.dp,
         rank=parallel.rank(),
-        restored=count_restored(destinations, plan),
-        fresh=plan.fresh,
-        ignored=plan.ignored,
-        nbytes_read=stats.nbytes,
-        read_calls=stats.calls,
-        files_opened=checkpoint.files_opened,
+        outcomes=plan.outcomes + tuple(host.outcomes) + _left_alone(arguments),
+        global_steps=engine.global_steps,
+        ranks=tuple(parallel.share(work)),
+        notes=plan.notes + ready.warnings,
     )
+    engine.elastic_report = report
+    if parallel.rank() == 0:
+        publish(report, ready.warnings, config)
+    # as DeepSpeed's own loader returns it: below load_dir as the caller wrote it
+    return os.path.join(arguments.load_dir, found.tag, os.path.basename(ready.checkpoint.model_path)), client_state
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """All that is known before anything changes: both sides, the plan, and what to warn of."""
+
+    adapter: EngineAdapter
+    destinations: Destinations
+    checkpoint: Checkpoint
+    plan: Plan
+    warnings: tuple[str, ...]
+
+
+def _prepare(engine: Any, found: Found, arguments: LoadArguments, config: ElasticConfig, clock: _Clock) -> _Prepared:
+    """Describe the engine, read metadata, plan, agree. Collective; changes nothing."""
+    with clock("plan"), parallel.agreement("describe the live engine"):
+        adapter = select_adapter(engine, with_states=restores_states(arguments))
+        refuse_pending_gradients(engine)
+        destinations = adapter.destinations()
+    with clock("metadata"):
+        live_groups = tuple(group.names for group in destinations.groups)
+        options = MetadataOptions(config.trust_pickle, config.check_shards, live_groups, config.rename)
+        checkpoint = READERS[found.format](found, options)
+    with clock("plan"):
+        with parallel.agreement("plan the load"):
+            warnings = _compare_runs(engine, checkpoint, arguments, config)
+            scheduler = restores_scheduler(engine, checkpoint.host, arguments)
+            plan = plan_load(checkpoint.catalog, destinations, _options(arguments, config, scheduler))
+            check_files(plan)
+        _refuse_different_shares(plan)
+    return _Prepared(adapter, destinations, checkpoint, plan, warnings)
+
+
+def _compare_runs(
+    engine: Any, checkpoint: Checkpoint, arguments: LoadArguments, config: ElasticConfig
+) -> tuple[str, ...]:
+    """Warnings of what is not part of the state and yet changes the run; weights alone make no run."""
+    if arguments.load_module_only:
+        return ()
+    warnings = compare_batches(engine, checkpoint.host.batch, config.on_batch_size_change == "error")
+    if not restores_states(arguments):
+        return warnings
+    return warnings + warn_of_unscaled_gradients(engine, checkpoint.host, checkpoint.catalog.source.zero_stage)
+
+
+def _options(arguments: LoadArguments, config: ElasticConfig, scheduler: bool) -> LoadOptions:
+    return LoadOptions(
+        strict=arguments.load_module_strict,
+        optimizer_states=restores_states(arguments),
+        scheduler=scheduler,
+        keep_live_groups=config.param_groups == "keep_live",
+        rename=config.rename,
+    )
+
+
+def _refuse_different_shares(plan: Plan) -> None:
+    """Ranks that would deal out replicated tensors differently would wait for each other for ever. Collective."""
+    shared = [(slot.key, slot.name, slot.flat, slot.numel, slot.dtype) for slot in plan.slots if slot.replicated]
+    digest = hashlib.sha256(repr((shared, plan.shares)).encode()).hexdigest()
+    for rank, other in enumerate(digests := parallel.share(digest)):
+        if other != digests[0]:
+            raise MismatchError(
+                "ranks hold different models: their buffers, frozen or unpartitioned parameters do not agree",
+                expected="the same names, sizes and dtypes on every rank",
+                found=f"rank {rank} differs from rank 0",
+                remedy="build the same model on every rank",
+                rank=rank,
+            )
+
+
+def publish(report: LoadReport, warnings: tuple[str, ...], config: ElasticConfig) -> None:
+    """Print the report and write it down. A load that succeeded must not fail for want of a place to do so."""
+    for warning in warnings:
+        logger.warning("elastic_ckpt: %s", warning)
+    if config.report:
+        _print(report)
+    if config.report_path is not None:
+        try:
+            with open(config.report_path, "w", encoding="utf-8") as stream:
+                stream.write(report.as_json() + "\n")
+        except OSError as error:
+            logger.warning("elastic_ckpt could not write its load report to %s: %s", config.report_path, error)
 
 
 def _print(report: LoadReport) -> None:
@@ -97,25 +177,42 @@ def _print(report: LoadReport) -> None:
         logger.warning("elastic_ckpt could not print its load report", exc_info=True)
 
 
-def _load_scheduler(host: HostCommit) -> None:
+def _load_scheduler(host: HostCommit, plan: Plan) -> None:
     """The one step of a commit that runs a user's code: done first, and taken back on all ranks if any fails."""
     try:
         with parallel.agreement("load the lr scheduler"):
-            host.load_scheduler()
+            host.load_scheduler(plan)
     except ElasticCkptError:
         host.undo_scheduler()
         raise
 
 
-def _read(adapter: EngineAdapter, plan: Plan, config: ElasticConfig) -> ReadStats:
+@dataclass
+class _Read:
+    """What was read: bytes, system calls, and live tensors by slot."""
+
+    nbytes: int = 0
+    calls: int = 0
+    tensors: Mapping[int, torch.Tensor] = field(default_factory=dict)
+
+
+def _read(adapter: EngineAdapter, plan: Plan, config: ElasticConfig) -> _Read:
     options = ReadOptions(
         threads=config.read_threads,
         chunk_nbytes=config.read_chunk_mib << 20,
         staging_nbytes=config.max_extra_memory_mib << 20,
         progress=config.progress,
     )
+    done = _Read()
+
+    def read(part: Plan, tensors: Sequence[torch.Tensor]) -> None:
+        stats = execute(part, tensors, options, show_progress=parallel.rank() == 0)
+        done.nbytes += stats.nbytes
+        done.calls += stats.calls
+
     with parallel.agreement("read the checkpoint's tensors"):
-        return execute(plan, adapter.prepare(plan), options, show_progress=parallel.rank() == 0)
+        done.tensors = adapter.fill(plan, read)
+    return done
 
 
 def _commit(adapter: EngineAdapter, plan: Plan, host: HostCommit, exact_masters: bool) -> dict[str, Any]:
@@ -138,11 +235,15 @@ def _spoilt(error: ElasticCkptError) -> PartialLoadError:
     )
 
 
-def _notes(arguments: LoadArguments) -> tuple[str, ...]:
+def _left_alone(arguments: LoadArguments) -> tuple[Outcome, ...]:
     if arguments.load_module_only:
-        return ("load_module_only: optimizer, scheduler and counters are left as they were",)
+        return tuple(
+            Outcome(role, "skipped", (), "load_module_only: left as they were")
+            for role in ("optimizer states", "param groups", "counters")
+        )
     if not arguments.load_optimizer_states:
-        return ("load_optimizer_states=False: optimizer states are left as they were; masters are the weights",)
+        reason = "load_optimizer_states=False: left as they were; masters are the weights"
+        return tuple(Outcome(role, "skipped", (), reason) for role in ("optimizer states", "param groups"))
     return ()
 
 

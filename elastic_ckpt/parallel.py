@@ -17,6 +17,8 @@ import torch.distributed as dist
 from elastic_ckpt.errors import ElasticCkptError
 
 T = TypeVar("T")
+#: The one backend that a device's tensors go by, where a group has no other.
+_DEVICE_BACKENDS = {"cuda": "nccl", "xpu": "xccl", "npu": "hccl", "hpu": "hccl"}
 
 
 def rank() -> int:
@@ -54,6 +56,16 @@ def pack(item: Any) -> bytes:
 def unpack(item: bytes) -> Any:
     """Undo :func:`pack`; the bytes come from another rank of this job. Local."""
     return pickle.loads(item)
+
+
+def can_broadcast(device_type: str, group: Any) -> bool:
+    """Whether a process group can send tensors of a device to its members. Local; false where it has one member."""
+    if not dist.is_initialized() or dist.get_world_size(group=group) == 1:
+        return False
+    backend = str(dist.get_backend(group=group))
+    if device_type == "cpu":
+        return "gloo" in backend or "mpi" in backend
+    return backend == _DEVICE_BACKENDS.get(device_type) or f"{device_type}:" in backend
 
 
 @contextmanager

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from elastic_ckpt.catalog import SourceFile
@@ -21,6 +21,7 @@ class Slot:
         numel: elements.
         dtype: name of its torch dtype.
         gaps: ranges of the slot that no copy writes: padding, and parameters that stay fresh.
+        replicated: whether all data-parallel ranks fill it together: each reads its :class:`Share` and sends it on.
     """
 
     key: str
@@ -29,6 +30,51 @@ class Slot:
     numel: int
     dtype: str
     gaps: tuple[FlatRange, ...] = ()
+    replicated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A piece of a replicated slot: one data-parallel rank reads it and sends it to the others.
+
+    Attributes:
+        slot: index into :attr:`Plan.slots`.
+        range: which of its elements.
+        owner: data-parallel rank that reads them.
+    """
+
+    slot: int
+    range: FlatRange
+    owner: int
+
+
+#: Roles whose names are not those of parameters or buffers.
+NOT_TENSORS = frozenset({"param groups", "random state"})
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What becomes of some items of the checkpoint or of the live engine.
+
+    Attributes:
+        role: kind of item: ``"fp32"``, a state key, ``"optimizer states"``, ``"buffer"``, ``"frozen"``,
+            ``"param groups"``, ``"lr scheduler"``, ``"loss scale"``, ``"counters"``, ``"client state"``.
+        what: ``"restored"``; ``"fresh"``: the live engine keeps or starts its own; ``"skipped"``: the checkpoint
+            has it and it was not asked for or cannot apply; ``"ignored"``: the live model has no place for it.
+        names: the items; empty where the role has only one.
+        reason: why, unless restored.
+    """
+
+    role: str
+    what: str
+    names: tuple[str, ...] = ()
+    reason: str = ""
+
+
+def names_of(outcomes: Iterable[Outcome], what: str) -> tuple[str, ...]:
+    """Names of parameters and buffers with one outcome, sorted."""
+    tensors = [outcome for outcome in outcomes if outcome.what == what and outcome.role not in NOT_TENSORS]
+    return tuple(sorted({name for outcome in tensors for name in outcome.names}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +106,48 @@ class Plan:
         files: source files.
         slots: what is written.
         copies: sorted by file and offset, neighbours merged.
+        shares: who reads which piece of the replicated slots; the same on every rank.
         restores_states: whether optimizer states and hyperparameters are part of the load.
         scalars: per flat partition, its scalar states; ``None`` clears that partition's optimizer state.
         hyperparameters: per live group, the values to set.
-        fresh: parameters, buffers and frozen weights that keep what the live model has.
-        ignored: names in the checkpoint that the live model does not have.
+        saved_groups: number of param groups in the checkpoint.
+        group_sources: per live group, the saved groups that its values come from; none: the live values stay.
+        outcomes: what is restored, and what is not and why.
         notes: sentences for the report.
     """
 
     files: tuple[SourceFile, ...]
     slots: tuple[Slot, ...]
     copies: tuple[Copy, ...]
-    restores_states: bool
-    scalars: tuple[Mapping[str, float] | None, ...]
-    hyperparameters: tuple[Mapping[str, Any], ...]
-    fresh: tuple[str, ...]
-    ignored: tuple[str, ...]
-    notes: tuple[str, ...]
+    shares: tuple[Share, ...] = ()
+    restores_states: bool = False
+    scalars: tuple[Mapping[str, float] | None, ...] = ()
+    hyperparameters: tuple[Mapping[str, Any], ...] = ()
+    saved_groups: int = 0
+    group_sources: tuple[tuple[int, ...], ...] = ()
+    outcomes: tuple[Outcome, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def only(self, slots: Sequence[int]) -> Plan:
+        """The plan of some slots alone, numbered anew in the order given."""
+        numbers = {slot: number for number, slot in enumerate(slots)}
+        return replace(
+            self,
+            slots=tuple(self.slots[slot] for slot in slots),
+            copies=tuple(replace(copy, slot=numbers[copy.slot]) for copy in self.copies if copy.slot in numbers),
+            shares=tuple(replace(share, slot=numbers[share.slot]) for share in self.shares if share.slot in numbers),
+        )
+
+    def names(self, what: str) -> tuple[str, ...]:
+        """Names of parameters and buffers with one outcome, sorted."""
+        return names_of(self.outcomes, what)
+
+    @property
+    def fresh(self) -> tuple[str, ...]:
+        """Names of which the live engine keeps, or newly starts, something."""
+        return self.names("fresh")
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Names in the checkpoint that the live model does not have."""
+        return self.names("ignored")

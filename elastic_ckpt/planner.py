@@ -8,39 +8,38 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from elastic_ckpt.catalog import BUFFER, FROZEN, MASTER, Catalog, LogicalTensor
 from elastic_ckpt.destinations import Destinations, FlatPartition, Fragment, WholeTensor
 from elastic_ckpt.dtypes import ITEMSIZE, converts_exactly, is_floating
 from elastic_ckpt.errors import DamagedError, MismatchError
 from elastic_ckpt.geometry import FlatRange
-from elastic_ckpt.matching import (
-    Matching,
-    adopt_live_names,
-    match_groups,
-    match_parameters,
-    match_states,
-    refuse_rebuilt_groups,
-)
-from elastic_ckpt.plan import Copy, Plan, Slot
+from elastic_ckpt.groups import GroupMatching, match_groups
+from elastic_ckpt.matching import Matching, StateMatching, match_parameters, match_states, weights_key
+from elastic_ckpt.plan import Copy, Outcome, Plan, Slot
+from elastic_ckpt.renaming import RenameRules, adopt_live_names, rename_saved
+from elastic_ckpt.shares import Sharing
 
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """What the caller of ``load_checkpoint`` asked for, in DeepSpeed's own words.
+    """What to restore.
 
     Attributes:
         strict: ``load_module_strict``.
         optimizer_states: ``load_optimizer_states``, and not ``load_module_only``.
         scheduler: whether the state of an lr scheduler will be restored too.
+        keep_live_groups: hyperparameters of the live param groups stay.
+        rename: (pattern, replacement) for saved names.
     """
 
     strict: bool = True
     optimizer_states: bool = True
     scheduler: bool = False
+    keep_live_groups: bool = False
+    rename: RenameRules = ()
 
 
 def plan_load(catalog: Catalog, destinations: Destinations, options: LoadOptions) -> Plan:
@@ -52,48 +51,60 @@ def plan_load(catalog: Catalog, destinations: Destinations, options: LoadOptions
         options: what to restore.
 
     Returns:
-        The plan; its copies write each element of each master weight, state, buffer and frozen weight
-        that the checkpoint holds for this rank exactly once.
+        The plan; its copies, and those of the other data-parallel ranks for replicated slots, write each element
+        of each master weight, state, buffer and frozen weight that the checkpoint holds for this rank exactly once.
 
     Raises:
         MismatchError: names, shapes, dtypes, states or groups do not fit.
         DamagedError: the checkpoint's extents leave a hole in, or overlap on, a tensor.
     """
-    catalog = adopt_live_names(catalog, destinations)
+    catalog = adopt_live_names(rename_saved(catalog, options.rename), destinations)
     matching = match_parameters(catalog, destinations, options.strict)
-    state_keys: tuple[str, ...] = ()
-    scalars: list[Mapping[str, float] | None] = [None] * len(destinations.flats)
-    hyperparameters: tuple[Mapping[str, Any], ...] = ()
-    notes = list(catalog.notes)
+    states = StateMatching((), (None,) * len(destinations.flats), frozenset(), ())
+    groups = GroupMatching((), ())
+    if options.optimizer_states or options.scheduler:
+        groups = match_groups(catalog, destinations, options.keep_live_groups, options.optimizer_states)
     if options.optimizer_states:
-        hyperparameters = match_groups(catalog, destinations, matching)
-        if options.scheduler:
-            refuse_rebuilt_groups(catalog, destinations, matching)
-        state_keys, scalars = match_states(catalog, destinations, matching)
-        if destinations.flats and all(values is None for values in scalars):
-            notes.append("the checkpoint holds no optimizer state (saved before the first step): states start fresh")
-    builder = _PlanBuilder(catalog)
+        states = match_states(catalog, destinations, matching)
+    builder = _PlanBuilder(catalog, Sharing(destinations.dp, destinations.dp_rank))
     fragments = _restored_fragments(destinations, matching)
     for flat in destinations.flats:
         held = fragments[flat.index]
         builder.add_flat(flat, MASTER, held)
-        if scalars[flat.index] is not None:
-            for key in state_keys:
-                builder.add_flat(flat, key, held)
+        if states.scalars[flat.index] is not None:
+            for key in states.keys:
+                builder.add_flat(flat, key, [part for part in held if part.name in states.stateful])
+    notes = list(catalog.notes)
     for whole in destinations.wholes:
-        if whole.name not in matching.fresh:
+        if (whole.name, whole.key) in matching.wholes:
             notes.extend(builder.add_whole(whole))
     return Plan(
         files=catalog.files,
         slots=tuple(builder.slots),
         copies=tuple(merge_neighbours(builder.copies)),
+        shares=tuple(builder.sharing.shares),
         restores_states=options.optimizer_states,
-        scalars=tuple(scalars),
-        hyperparameters=hyperparameters,
-        fresh=tuple(sorted(matching.fresh)),
-        ignored=tuple(sorted(matching.ignored)),
+        scalars=states.scalars,
+        hyperparameters=groups.hyperparameters,
+        saved_groups=len(catalog.groups),
+        group_sources=groups.sources,
+        outcomes=_restored(matching, states, groups if options.optimizer_states else None)
+        + matching.outcomes
+        + states.outcomes,
         notes=tuple(notes),
     )
+
+
+def _restored(matching: Matching, states: StateMatching, groups: GroupMatching | None) -> tuple[Outcome, ...]:
+    outcomes = [Outcome(MASTER, "restored", tuple(sorted(matching.restored)))]
+    outcomes += [Outcome(key, "restored", tuple(sorted(states.stateful))) for key in states.keys]
+    for kind in (BUFFER, FROZEN):
+        outcomes.append(Outcome(kind, "restored", tuple(sorted(name for name, key in matching.wholes if key == kind))))
+    sources = groups.sources if groups else ()
+    for what, reason in (("restored", ""), ("fresh", "hyperparameters of the live group stay")):
+        numbers = [str(n) for n, source in enumerate(sources) if (not source) == (what == "fresh")]
+        outcomes.append(Outcome("param groups", what, tuple(numbers), reason))
+    return tuple(outcome for outcome in outcomes if outcome.names)
 
 
 def _restored_fragments(destinations: Destinations, matching: Matching) -> dict[int, list[Fragment]]:
@@ -108,8 +119,9 @@ def _restored_fragments(destinations: Destinations, matching: Matching) -> dict[
 class _PlanBuilder:
     """Collects slots and the copies into them."""
 
-    def __init__(self, catalog: Catalog) -> None:
+    def __init__(self, catalog: Catalog, sharing: Sharing) -> None:
         self._catalog = catalog
+        self.sharing = sharing
         self._tiled: set[tuple[str, str]] = set()
         self.slots: list[Slot] = []
         self.copies: list[Copy] = []
@@ -117,6 +129,7 @@ class _PlanBuilder:
     def add_flat(self, flat: FlatPartition, key: str, held: list[Fragment]) -> None:
         """A master or state tensor of one flat partition, filled from ``held``, which is in flat order."""
         slot = len(self.slots)
+        mine = self.sharing.mine(slot, flat.numel, flat.dtype) if flat.replicated else None
         gaps, position = [], 0
         for part in held:
             if part.flat_offset < position:
@@ -124,7 +137,7 @@ class _PlanBuilder:
             if part.flat_offset > position:
                 gaps.append(FlatRange(position, part.flat_offset))
             position = part.flat_offset + part.range.numel
-            tensor = self._tensor(part.name, key)
+            tensor = self._tensor(part.name, weights_key(self._catalog, part.name) if key == MASTER else key)
             _check_shape(part.name, tensor, part.shape)
             if not converts_exactly(tensor.dtype, flat.dtype):
                 raise MismatchError(
@@ -135,15 +148,16 @@ class _PlanBuilder:
                     found=f"{tensor.dtype} in the checkpoint",
                     remedy="resume with the dtype of master weights and states that the checkpoint was saved with",
                 )
-            self._cover(tensor, part.range, slot, part.flat_offset)
+            self._cover(tensor, part.range, slot, part.flat_offset, mine)
         if position < flat.numel:
             gaps.append(FlatRange(position, flat.numel))
-        self.slots.append(Slot(key, flat.index, "", flat.numel, flat.dtype, tuple(gaps)))
+        self.slots.append(Slot(key, flat.index, "", flat.numel, flat.dtype, tuple(gaps), flat.replicated))
 
     def add_whole(self, whole: WholeTensor) -> list[str]:
         """A buffer or a frozen parameter; returns a note where its dtype changes."""
         notes = []
-        tensor = self._tensor(whole.name, whole.key)
+        key = weights_key(self._catalog, whole.name) if whole.key == FROZEN else whole.key
+        tensor = self._tensor(whole.name, key)
         _check_shape(whole.name, tensor, whole.shape)
         if tensor.dtype != whole.dtype:
             if not (is_floating(tensor.dtype) and is_floating(whole.dtype)):
@@ -154,9 +168,12 @@ class _PlanBuilder:
                     found=f"{tensor.dtype} in the checkpoint",
                 )
             notes.append(f"{whole.key} {whole.name} converted from {tensor.dtype} to {whole.dtype}")
+        slot = len(self.slots)
+        replicated = whole.replicated and not (whole.key == BUFFER and self._catalog.buffers_of_this_rank)
+        mine = self.sharing.mine(slot, whole.range.numel, whole.dtype) if replicated else None
         if whole.range.numel:
-            self._cover(tensor, whole.range, len(self.slots), 0)
-        self.slots.append(Slot(whole.key, -1, whole.name, whole.range.numel, whole.dtype))
+            self._cover(tensor, whole.range, slot, 0, mine)
+        self.slots.append(Slot(whole.key, -1, whole.name, whole.range.numel, whole.dtype, (), replicated))
         return notes
 
     def _tensor(self, name: str, key: str) -> LogicalTensor:
@@ -175,8 +192,23 @@ class _PlanBuilder:
             self._tiled.add((name, key))
         return tensor
 
-    def _cover(self, tensor: LogicalTensor, wanted: FlatRange, slot: int, slot_offset: int) -> None:
-        """Append copies that write ``wanted`` to the slot; the extents tile the tensor, so each element once."""
+    def _cover(
+        self, tensor: LogicalTensor, wanted: FlatRange, slot: int, slot_offset: int, mine: FlatRange | None
+    ) -> None:
+        """Append copies that write ``wanted`` to the slot; the extents tile the tensor, so each element once.
+
+        Args:
+            tensor: the source.
+            wanted: which of its elements.
+            slot, slot_offset: where they go.
+            mine: elements of the slot that this rank reads; ``None``: all.
+        """
+        if mine is not None:
+            inside = FlatRange(slot_offset, slot_offset + wanted.numel).intersect(mine)
+            if inside is None:
+                return
+            start = wanted.start + inside.start - slot_offset
+            wanted, slot_offset = FlatRange(start, start + inside.numel), inside.start
         for part, byte_offset, file in _pieces(tensor, wanted):
             position = slot_offset + part.start - wanted.start
             self.copies.append(Copy(file, byte_offset, slot, position, part.numel, tensor.dtype))

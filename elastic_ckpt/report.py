@@ -1,8 +1,9 @@
-"""What a load did: one record, and one table of it."""
+"""What a load did: one record, one table of it, and its JSON."""
 
 from __future__ import annotations
 
-from collections import Counter
+import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -12,26 +13,46 @@ from rich.table import Table
 from tqdm import tqdm
 
 from elastic_ckpt.catalog import BUFFER, FROZEN, MASTER, SourceFacts
-from elastic_ckpt.destinations import Destinations
-from elastic_ckpt.plan import Plan
+from elastic_ckpt.plan import Outcome, names_of
+
+_NAMES_SHOWN = 12
+#: Roles as people call them.
+_TITLES = {MASTER: "fp32 masters", BUFFER: "buffers", FROZEN: "frozen parameters"}
+
+
+@dataclass(frozen=True)
+class RankWork:
+    """What one rank did.
+
+    Attributes:
+        rank: global rank.
+        nbytes_read: bytes of tensors read from files.
+        nbytes_received: bytes of tensors that other ranks read and sent.
+        read_calls: system calls that took.
+        files_opened: metadata files opened.
+        seconds: wall-clock seconds of each phase.
+    """
+
+    rank: int
+    nbytes_read: int
+    nbytes_received: int
+    read_calls: int
+    files_opened: int
+    seconds: dict[str, float]
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What an elastic load restored, on this rank.
+    """What an elastic load restored.
 
     Attributes:
         source: where the checkpoint comes from.
         zero_stage, dp: stage and data-parallel degree of the live engine.
         rank: global rank that this report is of.
-        restored: what was restored: kind -> number of tensors of the whole model (states: per state key).
-        fresh: names that keep the live model's values, since the checkpoint does not have them.
-        ignored: names in the checkpoint that the live model does not have.
+        outcomes: everything that was restored, is fresh, skipped or ignored; see
+            :class:`elastic_ckpt.plan.Outcome`.
         global_steps: the step to go on from.
-        nbytes_read: bytes of tensors that this rank read.
-        read_calls: system calls that took.
-        files_opened: metadata files that this rank opened.
-        seconds: wall-clock seconds of each phase on this rank.
+        ranks: what each rank of the job did, in rank order.
         notes: what the user should know.
     """
 
@@ -39,19 +60,43 @@ class LoadReport:
     zero_stage: int
     dp: int
     rank: int
-    restored: dict[str, int]
-    fresh: tuple[str, ...]
-    ignored: tuple[str, ...]
+    outcomes: tuple[Outcome, ...]
     global_steps: int = 0
-    nbytes_read: int = 0
-    read_calls: int = 0
-    files_opened: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
+    ranks: tuple[RankWork, ...] = field(default=())
     notes: tuple[str, ...] = ()
+
+    def names(self, what: str) -> tuple[str, ...]:
+        """Names of parameters and buffers with one outcome (``"fresh"`` ...), sorted."""
+        return names_of(self.outcomes, what)
+
+    @property
+    def fresh(self) -> tuple[str, ...]:
+        """Names of which the live engine keeps, or newly starts, something."""
+        return self.names("fresh")
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Names in the checkpoint that the live model does not have."""
+        return self.names("ignored")
+
+    @property
+    def restored(self) -> dict[str, int]:
+        """What was restored: kind -> number of tensors (or groups) of the whole model."""
+        restored = [outcome for outcome in self.outcomes if outcome.what == "restored" and outcome.names]
+        return {title(outcome.role): len(outcome.names) for outcome in restored}
+
+    @property
+    def mine(self) -> RankWork:
+        """What this rank did."""
+        return self.ranks[self.rank]
 
     def as_dict(self) -> dict[str, Any]:
         """The report as plain containers, for JSON."""
         return asdict(self)
+
+    def as_json(self) -> str:
+        """The report as JSON text."""
+        return json.dumps(self.as_dict(), indent=2, default=str)
 
     def table(self) -> Table:
         """The report as a rich table."""
@@ -62,15 +107,14 @@ class LoadReport:
         table.add_row("from", escape(f"{source.format} {source.folder}"))
         table.add_row("saved", f"ZeRO-{source.zero_stage}, DP={source.dp}, DeepSpeed {source.ds_version}")
         table.add_row("now", f"ZeRO-{self.zero_stage}, DP={self.dp}, at step {self.global_steps}")
-        restored = ", ".join(f"{what} {count}" for what, count in self.restored.items())
-        table.add_row("restored", restored or "nothing")
-        for what, names in (("fresh", self.fresh), ("ignored", self.ignored)):
-            if names:
-                table.add_row(what, escape(", ".join(names)))
-        seconds = ", ".join(f"{phase} {value:.2f}" for phase, value in self.seconds.items())
-        size = tqdm.format_sizeof(self.nbytes_read, suffix="B")
-        table.add_row(f"rank {self.rank} read", f"{size} in {self.read_calls} calls")
-        table.add_row("seconds", seconds)
+        done = [title(o.role) + (f" {len(o.names)}" if o.names else "") for o in self.outcomes if o.what == "restored"]
+        table.add_row("restored", ", ".join(done) or "nothing")
+        for what in ("fresh", "skipped", "ignored"):
+            for outcome in self.outcomes:
+                if outcome.what == what:
+                    table.add_row(what, escape(_line(outcome)))
+        for row in _work_rows(self.ranks):
+            table.add_row(*row)
         for note in self.notes:
             table.add_row("note", escape(note))
         return table
@@ -82,26 +126,31 @@ class LoadReport:
         return capture.get()
 
 
-def count_restored(destinations: Destinations, plan: Plan) -> dict[str, int]:
-    """How many tensors of the whole model a plan restores, by kind."""
-    restored: Counter[str] = Counter()
-    left_out = set(plan.fresh)
-    trained = {name for flat in destinations.flats for name in flat.members} - left_out
-    if trained:
-        restored["fp32 masters"] = len(trained)
-    stateful = {
-        name
-        for flat in destinations.flats
-        if plan.scalars[flat.index] is not None
-        for name in flat.members
-        if name not in left_out
-    }
-    for key in sorted({slot.key for slot in plan.slots} - {MASTER, BUFFER, FROZEN}):
-        restored[key] = len(stateful)
-    for key, what in ((BUFFER, "buffers"), (FROZEN, "frozen parameters")):
-        count = sum(1 for whole in destinations.wholes if whole.key == key and whole.name not in left_out)
-        if count:
-            restored[what] = count
-    if plan.restores_states:
-        restored["param groups"] = len(plan.hyperparameters)
-    return dict(restored)
+def title(role: str) -> str:
+    """A role as people call it."""
+    return _TITLES.get(role, role)
+
+
+def _line(outcome: Outcome) -> str:
+    shown = ", ".join(outcome.names[:_NAMES_SHOWN])
+    if len(outcome.names) > _NAMES_SHOWN:
+        shown += f" and {len(outcome.names) - _NAMES_SHOWN} more"
+    return f"{title(outcome.role)}{' ' + shown if shown else ''}: {outcome.reason}"
+
+
+def _work_rows(ranks: Sequence[RankWork]) -> list[tuple[str, str]]:
+    """Bytes and seconds over all ranks: the least and the most, where they differ."""
+    if not ranks:
+        return []
+    rows = [("read per rank", _span([work.nbytes_read for work in ranks]))]
+    received = [work.nbytes_received for work in ranks]
+    if any(received):
+        rows.append(("received per rank", _span(received)))
+    phases = [f"{phase} {max(work.seconds.get(phase, 0.0) for work in ranks):.2f}" for phase in ranks[0].seconds]
+    rows.append(("seconds, slowest rank", ", ".join(phases)))
+    return rows
+
+
+def _span(nbytes: Sequence[int]) -> str:
+    least, most = (tqdm.format_sizeof(value, suffix="B") for value in (min(nbytes), max(nbytes)))
+    return most if least == most else f"{least} to {most}"

@@ -50,6 +50,10 @@ def test_without_a_section_the_defaults_are_safe(config: dict[str, Any]) -> None
     assert (options.read_threads, options.read_chunk_mib, options.max_extra_memory_mib) == (4, 16, 64)
     assert options.progress is None
     assert options.report is True
+    assert options.report_path is None
+    assert options.rename == []
+    assert options.param_groups == "match"
+    assert options.on_batch_size_change == "warn"
 
 
 def test_every_option_can_be_set() -> None:
@@ -62,6 +66,10 @@ def test_every_option_can_be_set() -> None:
         "max_extra_memory_mib": 4,
         "progress": False,
         "report": False,
+        "report_path": "/logs/load.json",
+        "rename": [("^old", "new")],
+        "param_groups": "keep_live",
+        "on_batch_size_change": "error",
     }
     assert set(values) == set(ElasticConfig.model_fields), "a new option has no test here"
     assert read(**values).model_dump() == values
@@ -79,6 +87,9 @@ def test_every_option_is_described() -> None:
         ("trustpickle", "trust_pickle"),
         ("read-chunk-mib", "read_chunk_mib"),
         ("max_extra_memory", "max_extra_memory_mib"),
+        ("renames", "rename"),
+        ("param_group", "param_groups"),
+        ("on_batch_change", "on_batch_size_change"),
     ],
 )
 def test_an_unknown_key_is_an_error_that_names_the_nearest(key: str, nearest: str) -> None:
@@ -111,6 +122,11 @@ def test_an_unknown_key_that_resembles_nothing_is_still_an_error() -> None:
         ("read_chunk_mib", 0),
         ("max_extra_memory_mib", 3),
         ("report", []),
+        ("report_path", 3),
+        ("param_groups", "live"),
+        ("param_groups", None),
+        ("on_batch_size_change", "ignore"),
+        ("on_batch_size_change", True),
     ],
 )
 def test_a_bad_value_is_an_error_that_names_key_and_value(key: str, value: Any) -> None:
@@ -118,6 +134,42 @@ def test_a_bad_value_is_an_error_that_names_key_and_value(key: str, value: Any) 
         read(**{key: value})
     assert caught.value.found == repr(value)
     assert str(ElasticConfig.model_fields[key].description) in str(caught.value.expected)
+
+
+def test_renames_are_pairs_as_json_writes_them() -> None:
+    rules = [[r"^model\.(\w+)", r"\1"], ["a", r"\g<0>b"], ["c", ""]]
+    assert read(rename=rules).rename == [tuple(rule) for rule in rules]
+    assert read(rename=[(r"(?P<layer>\d+)", r"layer\g<layer>")]).rename == [(r"(?P<layer>\d+)", r"layer\g<layer>")]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "replacement"),
+    [
+        pytest.param("(", "x", id="an open group"),
+        pytest.param("*", "x", id="nothing to repeat"),
+        pytest.param("a", r"\1", id="a group that the pattern does not have"),
+        pytest.param("(a)", r"\2", id="one group too many"),
+        pytest.param("(a)", r"\g<name>", id="an unknown name"),
+        pytest.param("a", r"\q", id="a bad escape"),
+    ],
+)
+def test_a_rename_that_python_would_not_take_is_an_error_that_shows_it(pattern: str, replacement: str) -> None:
+    with pytest.raises(ConfigError, match='"rename"') as caught:
+        read(rename=[["fine", "fine"], [pattern, replacement]])
+    assert repr(pattern) in str(caught.value.expected)
+    assert repr(replacement) in str(caught.value.expected)
+
+
+@pytest.mark.parametrize(
+    "rules", [["a", "b"], [["a"]], [["a", "b", "c"]], [["a", 1]], [[None, "b"]], {"a": "b"}, "a", [("a", None)]]
+)
+def test_renames_of_another_form_are_an_error_that_names_the_key(rules: Any) -> None:
+    with pytest.raises(ConfigError, match="rename"):
+        read(rename=rules)
+
+
+def test_a_pattern_that_matches_the_empty_name_only_is_no_error() -> None:
+    assert read(rename=[["^$", "x"]]).rename == [("^$", "x")]
 
 
 @pytest.mark.parametrize("section", [True, "auto", ["auto"], None, 3])

@@ -1,90 +1,256 @@
-"""Rules of matching that keep a resume from being wrong in silence: groups, kinds of weight decay, tied names."""
+"""Which saved names and states belong to which live ones, and what is said of those that belong to none."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from elastic_ckpt.catalog import MASTER
-from elastic_ckpt.destinations import Destinations, LiveGroup
-from elastic_ckpt.errors import MismatchError
-from elastic_ckpt.formats.progress import compare_progress
+from elastic_ckpt.catalog import BUFFER, FROZEN, MASTER, Catalog
+from elastic_ckpt.destinations import Destinations
+from elastic_ckpt.errors import DamagedError, MismatchError
+from elastic_ckpt.matching import match_parameters, match_states, weights_key
+from elastic_ckpt.plan import Outcome
 from elastic_ckpt.planner import LoadOptions, plan_load
-from tests.test_planner import ADAM, TWO, live, saved
+from tests.test_planner import ADAM, STATES, TWO, live, saved, unpartitioned, without_states
 
-SLOW = {**ADAM, "lr": 1e-4}
-WITH_SCHEDULER = LoadOptions(scheduler=True)
-
-
-def two_groups(order: Sequence[Sequence[str]]) -> tuple[Any, Destinations]:
-    catalog = saved(TWO, groups={"a.weight": 0, "b.weight": 1}, hyperparameters=(ADAM, SLOW))
-    return catalog, live(TWO, groups=order)
+ROLES = ("trained", FROZEN, BUFFER, None)
+A = {"a.weight": (2, 5)}
+B_FROZEN = {("b.weight", FROZEN): ((3,), "float32")}
+STEP_4 = "; zeros, at its flat tensor's step 4"
 
 
-def with_live_hyperparameters(engine: Destinations, values: Mapping[str, Any]) -> Destinations:
-    groups = tuple(LiveGroup(group.names, {**group.hyperparameters, **values}) for group in engine.groups)
-    return replace(engine, groups=groups)
+def sides(roles: dict[str, tuple[Any, Any]]) -> tuple[Catalog, Destinations]:
+    """A checkpoint and an engine in which each name has the first role in one, the second in the other."""
+    was, now = ({name: pair[side] for name, pair in roles.items()} for side in (0, 1))
+
+    def split(side: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]], dict[tuple[str, str], Any]]:
+        trained: dict[str, tuple[int, ...]] = {name: (2,) for name, role in side.items() if role == "trained"}
+        return trained, {(name, role): ((2,), "float32") for name, role in side.items() if role in (FROZEN, BUFFER)}
+
+    return saved(split(was)[0], wholes=split(was)[1]), live(split(now)[0], wholes=split(now)[1])
 
 
-def test_groups_in_the_saved_order_may_have_a_scheduler() -> None:
-    plan = plan_load(*two_groups([["a.weight"], ["b.weight"]]), WITH_SCHEDULER)
-    assert [values["lr"] for values in plan.hyperparameters] == [1e-3, 1e-4]
+@given(st.dictionaries(st.sampled_from("abcdefgh"), st.tuples(st.sampled_from(ROLES), st.sampled_from(ROLES))))
+def test_every_name_is_restored_or_told_of_under_the_role_it_has(roles: dict[str, tuple[Any, Any]]) -> None:
+    # a buffer that became a parameter, or the other way round, has no place on the other side
+    roles = {name: pair for name, pair in roles.items() if BUFFER not in pair or set(pair) <= {BUFFER, None}}
+    catalog, engine = sides(roles)
+    same = {name: pair for name, pair in roles.items() if None not in pair}
+    fresh = {name: pair[1] for name, pair in roles.items() if pair[0] is None and pair[1] is not None}
+    extra = {name: pair[0] for name, pair in roles.items() if pair[1] is None and pair[0] is not None}
+    if fresh or extra:
+        with pytest.raises(MismatchError):
+            match_parameters(catalog, engine, strict=True)
+    matching = match_parameters(catalog, engine, strict=False)
+    assert matching.restored == {name for name, pair in same.items() if pair[1] == "trained"}
+    assert matching.wholes == {(name, pair[1]) for name, pair in same.items() if pair[1] != "trained"}
+    key = {"trained": MASTER, FROZEN: FROZEN, BUFFER: BUFFER}
+    expected = {("fresh", key[role], name) for name, role in fresh.items()}
+    expected |= {("ignored", key[role], name) for name, role in extra.items()}
+    told = [(outcome.what, outcome.role, name) for outcome in matching.outcomes for name in outcome.names]
+    assert len(told) == len(set(told))
+    assert set(told) == expected
+    assert all(outcome.names and outcome.reason for outcome in matching.outcomes)
+    if not (fresh or extra):
+        assert match_parameters(catalog, engine, strict=True) == matching
 
 
-def test_groups_in_another_order_keep_their_own_hyperparameters() -> None:
-    plan = plan_load(*two_groups([["b.weight"], ["a.weight"]]), LoadOptions())
-    assert [values["lr"] for values in plan.hyperparameters] == [1e-4, 1e-3]
-
-
-def test_groups_in_another_order_are_refused_where_a_scheduler_would_mix_up_their_rates() -> None:
-    with pytest.raises(MismatchError, match="rebuilt") as caught:
-        plan_load(*two_groups([["b.weight"], ["a.weight"]]), WITH_SCHEDULER)
-    assert "load_lr_scheduler_states=False" in str(caught.value.remedy)
-
-
-def test_merged_groups_are_refused_where_a_scheduler_keeps_a_rate_for_each() -> None:
-    catalog = saved(TWO, groups={"a.weight": 0, "b.weight": 1}, hyperparameters=(ADAM, ADAM))
-    assert plan_load(catalog, live(TWO), LoadOptions()).hyperparameters == (ADAM,)
-    with pytest.raises(MismatchError, match="rebuilt"):
-        plan_load(catalog, live(TWO), WITH_SCHEDULER)
-
-
-@pytest.mark.parametrize("was", [True, False])
-def test_adam_for_adamw_is_refused_although_both_keep_the_same_states(was: bool) -> None:
-    catalog = saved(TWO, hyperparameters=({**ADAM, "decoupled_weight_decay": was},))
-    same = with_live_hyperparameters(live(TWO), {"decoupled_weight_decay": was})
-    other = with_live_hyperparameters(live(TWO), {"decoupled_weight_decay": not was})
-    assert "decoupled_weight_decay" not in plan_load(catalog, same, LoadOptions()).hyperparameters[0]
-    with pytest.raises(MismatchError, match="weight decay"):
-        plan_load(catalog, other, LoadOptions())
-
-
-def test_a_tied_parameter_is_found_under_another_of_its_live_names() -> None:
-    engine = replace(live({"head": (2, 5)}), ties={"head": ("embedding",)})
-    plan = plan_load(saved({"embedding": (2, 5)}), engine, LoadOptions())
-    assert sum(copy.numel for copy in plan.copies) == 30
-    assert {slot.key for slot in plan.slots} >= {MASTER}
-    assert any("embedding" in note and "head" in note for note in plan.notes)
-
-
-def test_a_tied_parameter_is_not_taken_from_a_name_of_its_own() -> None:
-    """Untied at save time: two parameters, of which a tied live model can take only its own."""
-    engine = replace(live({"head": (2, 5)}), ties={"head": ("embedding",)})
+@pytest.mark.parametrize(("was", "now"), [("trained", BUFFER), (BUFFER, "trained"), (FROZEN, BUFFER), (BUFFER, FROZEN)])
+def test_a_buffer_that_became_a_parameter_or_was_one_is_another_tensor(was: str, now: str) -> None:
+    catalog, engine = sides({"x": (was, now), "y": ("trained", "trained")})
     with pytest.raises(MismatchError) as caught:
-        plan_load(saved({"embedding": (2, 5), "head": (2, 5)}), engine, LoadOptions())
-    assert "embedding" in str(caught.value.found)
+        match_parameters(catalog, engine, strict=True)
+    assert caught.value.parameter == "x"
+    matching = match_parameters(catalog, engine, strict=False)
+    assert matching.restored == {"y"}
+    assert matching.wholes == set()
+    assert [outcome.what for outcome in matching.outcomes if "x" in outcome.names] == ["fresh"]
 
 
-@pytest.mark.parametrize(("skipped", "agrees"), [(0, False), (1, True)])
-def test_step_counts_are_compared_with_the_counters(skipped: int, agrees: bool) -> None:
-    parameters = saved(TWO, scalars=dict.fromkeys(TWO, (("step", 7.0),))).parameters
-    counters = {"global_steps": 8, "skipped_steps": skipped}
-    if agrees:
-        assert compare_progress(parameters, counters, "file", refuse=True) == ()
-        return
-    assert "step 7" in compare_progress(parameters, counters, "file", refuse=False)[0]
-    with pytest.raises(Exception, match="different steps"):
-        compare_progress(parameters, counters, "file", refuse=True)
+@pytest.mark.parametrize("key", [MASTER, FROZEN])
+def test_weights_are_looked_for_under_the_role_they_were_saved_in(key: str) -> None:
+    catalog = saved(TWO) if key == MASTER else saved(A, wholes=B_FROZEN)
+    assert weights_key(catalog, "b.weight") == key
+    assert weights_key(catalog, "a.weight") == MASTER
+
+
+def test_weights_of_a_trained_parameter_that_were_lost_are_looked_for_as_masters() -> None:
+    catalog = saved(TWO)
+    tensors = {where: tensor for where, tensor in catalog.tensors.items() if where != ("b.weight", MASTER)}
+    catalog = replace(catalog, tensors=tensors)
+    assert weights_key(catalog, "b.weight") == MASTER
+    with pytest.raises(DamagedError, match="no fp32") as caught:
+        plan_load(catalog, live(TWO), LoadOptions())
+    assert caught.value.parameter == "b.weight"
+
+
+# --- frozen weights that were left out of the save --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_frozen_weights_that_were_left_out_on_purpose_are_no_error(strict: bool) -> None:
+    catalog = replace(saved(A), frozen_recorded=False)
+    matching = match_parameters(catalog, live(A, wholes=B_FROZEN), strict)
+    reason = "saved without frozen parameters (exclude_frozen_parameters=True): the model's own values stay"
+    assert matching.outcomes == (Outcome(FROZEN, "fresh", ("b.weight",), reason),)
+    assert matching.wholes == set()
+
+
+def test_frozen_weights_that_the_checkpoint_would_list_are_an_error() -> None:
+    with pytest.raises(MismatchError) as caught:
+        match_parameters(saved(A), live(A, wholes=B_FROZEN), strict=True)
+    assert caught.value.parameter == "b.weight"
+    (outcome,) = match_parameters(saved(A), live(A, wholes=B_FROZEN), strict=False).outcomes
+    assert (outcome.role, outcome.what, outcome.names) == (FROZEN, "fresh", ("b.weight",))
+    assert "exclude_frozen" not in outcome.reason
+
+
+def test_frozen_weights_were_not_left_out_where_others_were_saved() -> None:
+    catalog = replace(saved(A, wholes={("other", FROZEN): ((1,), "float32")}), frozen_recorded=False)
+    with pytest.raises(MismatchError) as caught:
+        match_parameters(catalog, live(A, wholes={**B_FROZEN, ("other", FROZEN): ((1,), "float32")}), strict=True)
+    assert caught.value.parameter == "b.weight"
+
+
+def test_the_second_name_of_a_tied_frozen_weight_does_not_prove_that_frozen_weights_were_saved() -> None:
+    tied = {("head", FROZEN): ((3,), "float32")}
+    catalog = replace(saved(A, wholes=tied), frozen_recorded=False)
+    engine = live(A, wholes={**B_FROZEN, **tied})
+    with pytest.raises(MismatchError):
+        match_parameters(catalog, engine, strict=True)
+    matching = match_parameters(catalog, replace(engine, ties={"head": ("embedding",)}), strict=True)
+    assert matching.wholes == {("head", FROZEN)}
+    assert [outcome.names for outcome in matching.outcomes] == [("b.weight",)]
+
+
+def test_a_trained_parameter_or_a_buffer_is_never_left_out_on_purpose() -> None:
+    catalog = replace(saved(A), frozen_recorded=False)
+    for engine in (live(TWO), live(A, wholes={("mask", BUFFER): ((1,), "int64")})):
+        with pytest.raises(MismatchError):
+            match_parameters(catalog, engine, strict=True)
+
+
+# --- states -----------------------------------------------------------------------------------------------------
+
+
+def outcomes_of_states(catalog: Catalog, engine: Destinations) -> tuple[Outcome, ...]:
+    return match_states(catalog, engine, match_parameters(catalog, engine, strict=False)).outcomes
+
+
+def fresh(reason: str, *names: str) -> Outcome:
+    return Outcome("optimizer states", "fresh", names, reason)
+
+
+APART = [["a.weight"], ["b.weight"]]
+NO_GRADIENT = "the checkpoint holds no state of it (it got no gradient before the save)"
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize(
+    ("catalog", "reason"),
+    [
+        (unpartitioned(without_states(saved(TWO), "b.weight")), NO_GRADIENT),
+        (saved(A, wholes=B_FROZEN), "it was frozen at save time"),
+        (saved(A), "not in the checkpoint"),
+    ],
+    ids=["no gradient", "frozen", "new"],
+)
+def test_states_that_start_fresh_are_told_of_with_the_reason(catalog: Catalog, reason: str, together: bool) -> None:
+    engine = live(TWO, groups=None if together else APART)
+    expected = fresh(reason + (STEP_4 if together else ""), "b.weight")
+    assert outcomes_of_states(catalog, engine) == (expected,)
+
+
+def test_states_that_start_fresh_for_different_reasons_are_told_of_apart_and_those_for_one_together() -> None:
+    shapes = {**TWO, "c": (1,), "d": (1,), "e": (1,)}
+    catalog = saved({**TWO, "d": (1,)}, wholes={("c", FROZEN): ((1,), "float32")})
+    catalog = unpartitioned(without_states(without_states(catalog, "b.weight"), "d"))
+    assert outcomes_of_states(catalog, live(shapes)) == (
+        fresh("it was frozen at save time" + STEP_4, "c"),
+        fresh("not in the checkpoint" + STEP_4, "e"),
+        fresh(NO_GRADIENT + STEP_4, "b.weight", "d"),
+    )
+
+
+def test_an_optimizer_without_steps_gives_no_step_in_the_reason() -> None:
+    catalog = unpartitioned(without_states(saved(TWO, states=("m",), scalars=dict.fromkeys(TWO, ())), "b.weight"))
+    engine = live(TWO, states=("m",), scalar_keys=())
+    (outcome,) = outcomes_of_states(catalog, engine)
+    assert outcome.reason in (NO_GRADIENT, NO_GRADIENT + "; zeros")
+
+
+def test_states_of_a_parameter_that_is_frozen_now_are_skipped_with_the_reason() -> None:
+    (outcome,) = outcomes_of_states(saved(TWO), live(A, wholes=B_FROZEN))
+    assert outcome == Outcome("optimizer states", "skipped", ("b.weight",), "frozen now: only the weights are restored")
+
+
+def test_states_of_a_parameter_that_was_frozen_and_still_is_are_not_spoken_of() -> None:
+    assert outcomes_of_states(saved(A, wholes=B_FROZEN), live(A, wholes=B_FROZEN)) == ()
+
+
+def test_states_of_a_stateless_parameter_that_is_frozen_now_are_not_spoken_of() -> None:
+    catalog = unpartitioned(without_states(saved(TWO), "b.weight"))
+    assert outcomes_of_states(catalog, live(A, wholes=B_FROZEN)) == ()
+
+
+def test_states_of_a_parameter_that_the_model_no_longer_has_are_not_spoken_of() -> None:
+    assert outcomes_of_states(saved(TWO), live(A)) == ()
+
+
+def test_a_checkpoint_from_before_the_first_step_says_so_once() -> None:
+    catalog = saved(TWO, states=())
+    reason = "the checkpoint holds no optimizer state (saved before the first step)"
+    assert outcomes_of_states(catalog, live(TWO, groups=APART)) == (fresh(reason),)
+
+
+def test_restored_states_are_those_of_parameters_that_have_them_on_both_sides() -> None:
+    shapes = {**TWO, "c": (1,)}
+    catalog = unpartitioned(without_states(saved(shapes), "b.weight"))
+    engine = live({**TWO, "new": (1,)}, wholes={("c", FROZEN): ((1,), "float32")})
+    states = match_states(catalog, engine, match_parameters(catalog, engine, strict=False))
+    assert states.stateful == {"a.weight"}
+    assert states.keys == STATES
+    assert states.scalars == ({"step": 4.0},)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_stateless_parameter_beside_stateful_ones_is_damage_in_every_partitioned_stage(stage: int) -> None:
+    catalog = without_states(saved(TWO), "b.weight")
+    catalog = replace(catalog, source=replace(catalog.source, zero_stage=stage))
+    with pytest.raises(DamagedError, match="others in its param group") as caught:
+        outcomes_of_states(catalog, live(TWO))
+    assert caught.value.parameter == "b.weight"
+    assert "exp_avg" in str(caught.value.expected)
+
+
+def test_a_stateless_parameter_without_a_stateful_one_in_its_group_is_no_damage() -> None:
+    catalog = without_states(saved(TWO, groups={"b.weight": 1}, hyperparameters=(ADAM, ADAM)), "b.weight")
+    assert outcomes_of_states(catalog, live(TWO)) == (fresh(NO_GRADIENT + STEP_4, "b.weight"),)
+
+
+def test_a_parameter_with_elementwise_states_and_without_a_step_is_damage() -> None:
+    catalog = unpartitioned(saved(TWO, scalars={"b.weight": ()}))
+    with pytest.raises(DamagedError, match="not all of their scalar states") as caught:
+        outcomes_of_states(catalog, live(TWO, groups=APART))
+    assert caught.value.parameter == "b.weight"
+    assert caught.value.expected == "step beside exp_avg, exp_avg_sq"
+    with pytest.raises(MismatchError, match="share one flat tensor"):
+        outcomes_of_states(catalog, live(TWO))
+
+
+def test_a_parameter_with_a_step_and_without_elementwise_states_is_damage() -> None:
+    catalog = without_states(saved(TWO), "b.weight")
+    parameters = {**catalog.parameters, "b.weight": replace(catalog.parameters["b.weight"], scalars=(("step", 4.0),))}
+    with pytest.raises(DamagedError, match="holds no exp_avg") as caught:
+        plan_load(unpartitioned(replace(catalog, parameters=parameters)), live(TWO), LoadOptions())
+    assert caught.value.parameter == "b.weight"
+
+
+def test_steps_of_a_parameter_that_is_frozen_now_do_not_count() -> None:
+    catalog = saved(TWO, scalars={"b.weight": [("step", 9.0)]})
+    engine = live(A, wholes=B_FROZEN)
+    assert match_states(catalog, engine, match_parameters(catalog, engine, strict=True)).scalars == ({"step": 4.0},)

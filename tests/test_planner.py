@@ -33,7 +33,7 @@ from elastic_ckpt.catalog import (
 from elastic_ckpt.destinations import Destinations, FlatPartition, Fragment, LiveGroup, WholeTensor
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
 from elastic_ckpt.geometry import FlatRange
-from elastic_ckpt.plan import Copy, Plan
+from elastic_ckpt.plan import Copy, Outcome, Plan
 from elastic_ckpt.planner import LoadOptions, merge_neighbours, plan_load
 
 Shape = tuple[int, ...]
@@ -317,6 +317,26 @@ def simulate(plan: Plan, disk: Disk) -> dict[tuple[str, int, str], list[int | No
     return named
 
 
+def names_of(plan: Plan, role: str, what: str) -> tuple[str, ...]:
+    """All names of one role with one outcome."""
+    return tuple(
+        name for outcome in plan.outcomes if (outcome.role, outcome.what) == (role, what) for name in outcome.names
+    )
+
+
+def check_outcomes(case: Case, plan: Plan) -> None:
+    for key in KEYS if case.restored else (MASTER,):
+        assert names_of(plan, key, "restored") == tuple(sorted(case.restored))
+    for key in (BUFFER, FROZEN):
+        assert names_of(plan, key, "restored") == tuple(sorted(name for name, kind in case.wholes if kind == key))
+    assert names_of(plan, MASTER, "fresh") == tuple(sorted(case.missing))
+    assert set(names_of(plan, "optimizer states", "fresh")) == case.missing
+    assert plan.ignored == names_of(plan, MASTER, "ignored") == tuple(sorted(case.extra))
+    known = [bool(case.restored & set(members)) for members in case.target.groups]
+    assert names_of(plan, "param groups", "restored") == tuple(str(n) for n, old in enumerate(known) if old)
+    assert names_of(plan, "param groups", "fresh") == tuple(str(n) for n, old in enumerate(known) if not old)
+
+
 def runs_of_none(values: Sequence[int | None]) -> list[FlatRange]:
     found: list[FlatRange] = []
     for position, value in enumerate(values):
@@ -343,9 +363,9 @@ def test_every_rank_gets_exactly_its_own_elements(case: Case) -> None:
             assert list(slot.gaps) == runs_of_none(wanted)
         assert list(plan.copies) == sorted(plan.copies, key=lambda copy: (copy.file, copy.byte_offset))
         assert plan.files == case.catalog.files
-        assert plan.fresh == tuple(sorted(case.missing))
-        assert plan.ignored == tuple(sorted(case.extra))
+        assert plan.shares == ()
         assert plan.restores_states
+        check_outcomes(case, plan)
         for members, scalars in zip(case.target.flats, plan.scalars, strict=True):
             assert scalars == ({"step": 4.0} if case.restored & set(members) else None)
         for members, values in zip(case.target.groups, plan.hyperparameters, strict=True):
@@ -544,7 +564,7 @@ def test_a_parameter_that_the_checkpoint_lacks_is_an_error_when_strict() -> None
 
 def test_a_parameter_that_the_checkpoint_lacks_stays_fresh_when_not_strict() -> None:
     plan = plan_load(saved({"a.weight": (2, 5)}), live(TWO), LoadOptions(strict=False))
-    assert plan.fresh == ("b.weight",)
+    assert plan.fresh == names_of(plan, MASTER, "fresh") == ("b.weight",)
     assert [slot.gaps for slot in plan.slots] == [(FlatRange(10, 13),)] * 3
     assert sum(copy.numel for copy in plan.copies) == 30
 
@@ -578,7 +598,8 @@ def test_missing_and_extra_buffers_and_frozen_weights_are_treated_like_parameter
     assert "new" in str(caught.value.expected)
     assert "old" in str(caught.value.found)
     plan = plan_load(catalog, engine, LoadOptions(strict=False))
-    assert (plan.fresh, plan.ignored) == (("new",), ("old",))
+    assert names_of(plan, key, "fresh") == plan.fresh == ("new",)
+    assert names_of(plan, key, "ignored") == plan.ignored == ("old",)
     assert all(slot.name != "new" for slot in plan.slots)
 
 
@@ -589,18 +610,58 @@ def test_a_name_that_was_tied_at_save_time_is_explained() -> None:
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_a_parameter_that_was_trained_and_is_frozen_now_is_refused(strict: bool) -> None:
-    engine = live({"a.weight": (2, 5)}, wholes={("b.weight", FROZEN): ((3,), "float32")})
-    with pytest.raises(UnsupportedError, match="trainable at save time is frozen now") as caught:
-        plan_load(saved(TWO), engine, LoadOptions(strict=strict))
-    assert caught.value.parameter == "b.weight"
+def test_a_parameter_that_was_trained_and_is_frozen_now_gets_its_masters_and_no_states(strict: bool) -> None:
+    catalog = saved(TWO)
+    engine = live({"a.weight": (2, 5)}, wholes={("b.weight", FROZEN): ((3,), "bfloat16")})
+    plan = plan_load(catalog, engine, LoadOptions(strict=strict))
+    slot = slot_names(plan).index((FROZEN, -1, "b.weight"))
+    assert plan.slots[slot].dtype == "bfloat16"
+    start = catalog.tensors["b.weight", MASTER].extents[0].byte_offset
+    assert [copy for copy in plan.copies if copy.slot == slot] == [Copy(0, start, slot, 0, 3, "float32")]
+    assert sum(copy.numel for copy in plan.copies) == 30 + 3
+    assert [note for note in plan.notes if "b.weight" in note and "float32 to bfloat16" in note]
+    assert names_of(plan, FROZEN, "restored") == ("b.weight",)
+    assert names_of(plan, "optimizer states", "skipped") == ("b.weight",)
+    assert names_of(plan, "exp_avg", "restored") == ("a.weight",)
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_a_parameter_that_was_frozen_and_is_trained_now_is_refused(strict: bool) -> None:
+def test_a_parameter_that_was_frozen_and_is_trained_now_gets_its_weights_and_fresh_states(strict: bool) -> None:
+    catalog = saved({"a.weight": (2, 5)}, wholes={("b.weight", FROZEN): ((3,), "bfloat16")})
+    plan = plan_load(catalog, live(TWO), LoadOptions(strict=strict))
+    extent = catalog.tensors["b.weight", FROZEN].extents[0]
+    assert Copy(0, extent.byte_offset, 0, 10, 3, "bfloat16") in plan.copies
+    assert [slot.gaps for slot in plan.slots] == [(), (FlatRange(10, 13),), (FlatRange(10, 13),)]
+    assert sum(copy.numel for copy in plan.copies) == 13 + 10 + 10
+    assert plan.scalars == ({"step": 4.0},)
+    assert names_of(plan, MASTER, "restored") == ("a.weight", "b.weight")
+    assert names_of(plan, "exp_avg", "restored") == ("a.weight",)
+    assert names_of(plan, "optimizer states", "fresh") == plan.fresh == ("b.weight",)
+
+
+def test_a_flat_tensor_of_parameters_that_were_all_frozen_gets_no_states() -> None:
     catalog = saved({"a.weight": (2, 5)}, wholes={("b.weight", FROZEN): ((3,), "float32")})
-    with pytest.raises(UnsupportedError, match="frozen at save time is trainable now") as caught:
-        plan_load(catalog, live(TWO), LoadOptions(strict=strict))
+    plan = plan_load(catalog, live(TWO, groups=[["a.weight"], ["b.weight"]]), LoadOptions())
+    assert plan.scalars == ({"step": 4.0}, None)
+    assert slot_names(plan) == [(MASTER, 0, ""), ("exp_avg", 0, ""), ("exp_avg_sq", 0, ""), (MASTER, 1, "")]
+    assert plan.group_sources == ((0,), ())
+    assert plan.hyperparameters == (ADAM, {})
+
+
+@pytest.mark.parametrize(("was", "now"), [("float32", "bfloat16"), ("float64", "float32")])
+def test_frozen_weights_that_would_lose_precision_as_masters_are_refused(was: str, now: str) -> None:
+    catalog = saved({"a.weight": (2, 5)}, dtype="bfloat16", wholes={("b.weight", FROZEN): ((3,), was)})
+    with pytest.raises(MismatchError, match="lose precision") as caught:
+        plan_load(catalog, live(TWO, dtype=now), LoadOptions())
+    assert caught.value.parameter == "b.weight"
+
+
+@pytest.mark.parametrize("now_frozen", [True, False])
+def test_a_shape_that_differs_is_an_error_when_the_role_changed_too(now_frozen: bool) -> None:
+    one, whole = {"a.weight": (2, 5)}, {("b.weight", FROZEN): ((4,), "float32")}
+    catalog, engine = (saved(TWO), live(one, wholes=whole)) if now_frozen else (saved(one, wholes=whole), live(TWO))
+    with pytest.raises(MismatchError, match="shape") as caught:
+        plan_load(catalog, engine, LoadOptions(strict=False))
     assert caught.value.parameter == "b.weight"
 
 
@@ -734,12 +795,43 @@ def test_different_step_counts_do_not_matter_without_optimizer_states() -> None:
     plan_load(saved(TWO, scalars=scalars), live(TWO), LoadOptions(optimizer_states=False))
 
 
+def without_states(catalog: Catalog, name: str) -> Catalog:
+    """The same checkpoint, with no optimizer state of one parameter."""
+    tensors = {where: tensor for where, tensor in catalog.tensors.items() if where[0] != name or where[1] == MASTER}
+    parameters = {**catalog.parameters, name: dataclasses.replace(catalog.parameters[name], scalars=())}
+    return dataclasses.replace(catalog, tensors=tensors, parameters=parameters)
+
+
+def unpartitioned(catalog: Catalog) -> Catalog:
+    """The same checkpoint, as a run without ZeRO would have saved it."""
+    return dataclasses.replace(catalog, source=dataclasses.replace(catalog.source, zero_stage=0))
+
+
+def test_a_stateless_parameter_beside_stateful_ones_is_damage_in_a_partitioned_checkpoint() -> None:
+    with pytest.raises(DamagedError, match="no optimizer state") as caught:
+        plan_load(without_states(saved(TWO), "b.weight"), live(TWO), LoadOptions())
+    assert caught.value.parameter == "b.weight"
+    plan_load(without_states(saved(TWO), "b.weight"), live(TWO), LoadOptions(optimizer_states=False))
+
+
+def test_a_stateless_parameter_in_a_saved_group_of_its_own_is_no_damage() -> None:
+    catalog = without_states(saved(TWO, groups={"b.weight": 1}, hyperparameters=(ADAM, ADAM)), "b.weight")
+    plan = plan_load(catalog, live(TWO, groups=[["a.weight"], ["b.weight"]]), LoadOptions())
+    assert plan.scalars == ({"step": 4.0}, None)
+
+
+def test_without_partitions_a_stateless_parameter_may_share_a_flat_tensor_with_stateful_ones() -> None:
+    plan = plan_load(unpartitioned(without_states(saved(TWO), "b.weight")), live(TWO), LoadOptions())
+    assert [slot.gaps for slot in plan.slots] == [(), (FlatRange(10, 13),), (FlatRange(10, 13),)]
+    assert plan.scalars == ({"step": 4.0},)
+    told = next(outcome for outcome in plan.outcomes if outcome.role == "optimizer states")
+    assert (told.what, told.names) == ("fresh", ("b.weight",))
+    assert "no gradient before the save" in told.reason
+    assert "step 4" in told.reason
+
+
 def test_a_flat_tensor_whose_parameters_have_no_state_yet_gets_none() -> None:
-    catalog = saved(TWO, scalars={"b.weight": []})
-    tensors = {
-        where: tensor for where, tensor in catalog.tensors.items() if where[0] != "b.weight" or where[1] == MASTER
-    }
-    catalog = dataclasses.replace(catalog, tensors=tensors)
+    catalog = unpartitioned(without_states(saved(TWO), "b.weight"))
     plan = plan_load(catalog, live(TWO, groups=[["a.weight"], ["b.weight"]]), LoadOptions())
     assert plan.scalars == ({"step": 4.0}, None)
     assert slot_names(plan) == [(MASTER, 0, ""), ("exp_avg", 0, ""), ("exp_avg_sq", 0, ""), (MASTER, 1, "")]
@@ -786,7 +878,7 @@ def test_groups_that_torch_built_from_named_parameters_may_be_merged() -> None:
 
 
 def test_every_group_gets_the_hyperparameters_of_the_saved_group_that_its_members_were_in() -> None:
-    slow, fast = {**ADAM, "lr": 1e-5, "name": "slow"}, {**ADAM, "lr": 1e-2, "name": "fast"}
+    slow, fast = {**ADAM, "lr": 1e-5}, {**ADAM, "lr": 1e-2}
     three = {**TWO, "c": (2,)}
     catalog = saved(three, groups={"a.weight": 0, "b.weight": 1, "c": 0}, hyperparameters=[slow, fast])
     engine = live(three, groups=[["b.weight"], ["c"], ["a.weight"]])
@@ -830,7 +922,9 @@ def test_a_checkpoint_without_any_state_leaves_states_fresh_and_says_so() -> Non
     assert slot_names(plan) == [(MASTER, 0, "")]
     assert plan.restores_states
     assert plan.hyperparameters == (ADAM,)
-    assert [note for note in plan.notes if "no optimizer state" in note]
+    told = [outcome for outcome in plan.outcomes if outcome.role == "optimizer states"]
+    assert [(outcome.what, outcome.names) for outcome in told] == [("fresh", ())]
+    assert "no optimizer state" in told[0].reason
 
 
 def test_an_optimizer_without_scalar_states_keeps_its_elementwise_ones() -> None:
@@ -839,7 +933,7 @@ def test_an_optimizer_without_scalar_states_keeps_its_elementwise_ones() -> None
     plan = plan_load(catalog, live(TWO, states=states, scalar_keys=()), LoadOptions())
     assert slot_names(plan) == [(MASTER, 0, ""), ("momentum_buffer", 0, "")]
     assert plan.scalars == ({},)
-    assert not [note for note in plan.notes if "no optimizer state" in note]
+    assert not [outcome for outcome in plan.outcomes if outcome.role == "optimizer states"]
 
 
 def test_without_optimizer_states_only_masters_are_planned() -> None:
@@ -849,7 +943,7 @@ def test_without_optimizer_states_only_masters_are_planned() -> None:
     assert plan.hyperparameters == ()
     assert plan.scalars == (None,)
     assert sum(copy.numel for copy in plan.copies) == 13
-    assert not [note for note in plan.notes if "optimizer state" in note]
+    assert plan.outcomes == (Outcome(MASTER, "restored", ("a.weight", "b.weight")),)
 
 
 def test_notes_of_the_checkpoint_are_handed_on() -> None:

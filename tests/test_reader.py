@@ -28,12 +28,6 @@ def plan_of(files: Sequence[Path], tensors: Sequence[torch.Tensor], copies: Sequ
             for number, tensor in enumerate(tensors)
         ),
         copies=tuple(sorted(copies, key=lambda copy: (copy.file, copy.byte_offset))),
-        restores_states=False,
-        scalars=(),
-        hyperparameters=(),
-        fresh=(),
-        ignored=(),
-        notes=(),
     )
 
 

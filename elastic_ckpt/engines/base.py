@@ -2,26 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from elastic_ckpt.catalog import BUFFER, FROZEN, MASTER
-from elastic_ckpt.destinations import Destinations, WholeTensor
+from elastic_ckpt.destinations import Destinations, FlatPartition, Fragment, LiveGroup, WholeTensor
 from elastic_ckpt.geometry import FlatRange
+from elastic_ckpt.parallel import can_broadcast
 from elastic_ckpt.plan import Plan, Slot
 from elastic_ckpt.states.schema import StateSchema
 
+#: Reads the copies of a plan, or of a part of one, into a tensor for each of its slots.
+ReadPart = Callable[[Plan, Sequence[torch.Tensor]], None]
+
 
 class EngineAdapter(Protocol):
-    """One kind of live ZeRO optimizer."""
+    """One kind of live optimizer.
+
+    Attributes:
+        dp_group: its data-parallel process group.
+    """
+
+    dp_group: Any
 
     def destinations(self) -> Destinations:
         """Describe what this rank holds. Local, changes nothing."""
 
-    def prepare(self, plan: Plan) -> list[torch.Tensor]:
-        """A 1-D tensor for every slot of the plan, allocated where the engine has none yet. Local."""
+    def fill(self, plan: Plan, read: ReadPart) -> Mapping[int, torch.Tensor]:
+        """Have every slot of the plan read into live memory, allocated where the engine has none yet. Local.
+
+        Args:
+            plan: the plan.
+            read: called with the plan, or with one part of it after the other where not all of the engine's memory
+                is there at a time, and a tensor for each slot of it.
+
+        Returns:
+            The tensors of those slots, by number, that are still in memory: of the replicated ones, all.
+        """
 
     def set_scalars_and_groups(self, plan: Plan) -> None:
         """Set scalar states and hyperparameters, where the plan restores them. Local."""
@@ -46,6 +66,7 @@ class FlatOptimizer:
         schema: which states it keeps.
         masters: the flat fp32 tensors, one a flat partition.
         groups: per flat partition, the index of its param group in ``base.param_groups``.
+        dp_group: the data-parallel process group.
     """
 
     def __init__(
@@ -56,6 +77,7 @@ class FlatOptimizer:
         schema: StateSchema,
         masters: Sequence[torch.Tensor],
         groups: Sequence[int],
+        dp_group: Any,
     ) -> None:
         self.module = module
         self.param_names = param_names
@@ -63,6 +85,52 @@ class FlatOptimizer:
         self.schema = schema
         self.masters = masters
         self.groups = groups
+        self.dp_group = dp_group
+
+    def describe(
+        self,
+        zero_stage: int,
+        flats: Sequence[FlatPartition],
+        fragments: Sequence[Fragment],
+        frozen: Sequence[WholeTensor],
+        group_names: Sequence[Sequence[str]],
+    ) -> Destinations:
+        """What the stages' own parts come to, with what they share.
+
+        Args:
+            zero_stage: ZeRO stage.
+            flats, fragments: the partitions and what lies in them.
+            frozen: parameters that no optimizer owns.
+            group_names: per param group, its parameters in the order in which ``torch.optim`` numbers them.
+        """
+        return Destinations(
+            zero_stage=zero_stage,
+            dp=dist.get_world_size(group=self.dp_group),
+            dp_rank=dist.get_rank(group=self.dp_group),
+            optimizer=self.schema.optimizer,
+            state_keys=self.schema.elementwise,
+            scalar_keys=self.schema.scalars,
+            flats=tuple(flats),
+            fragments=tuple(fragments),
+            wholes=(*self.whole_buffers(), *frozen),
+            groups=tuple(
+                LiveGroup(tuple(names), self.group_hyperparameters(number)) for number, names in enumerate(group_names)
+            ),
+            ties=self.ties(),
+        )
+
+    def names_of(self, params: Iterable[torch.nn.Parameter]) -> tuple[str, ...]:
+        """DeepSpeed's names of some parameters."""
+        return tuple(self.param_names[param] for param in params)
+
+    @staticmethod
+    def dtype_of(tensor: torch.Tensor) -> str:
+        """Name of a tensor's dtype, as the catalog spells it."""
+        return str(tensor.dtype).removeprefix("torch.")
+
+    def can_send(self, tensor: torch.Tensor) -> bool:
+        """Whether one rank may read a tensor's bytes and send them to the others."""
+        return tensor.is_contiguous() and can_broadcast(tensor.device.type, self.dp_group)
 
     def ties(self) -> dict[str, tuple[str, ...]]:
         """Parameter -> the other names that the module has for it."""
@@ -86,10 +154,23 @@ class FlatOptimizer:
 
     def whole_buffers(self) -> list[WholeTensor]:
         """The buffers as destinations."""
-        return [
-            WholeTensor(name, BUFFER, tuple(b.shape), FlatRange(0, b.numel()), str(b.dtype).removeprefix("torch."))
-            for name, b in self.buffers().items()
-        ]
+        return [self._whole(name, BUFFER, buffer) for name, buffer in self.buffers().items()]
+
+    def whole_frozen(self, frozen: Mapping[str, torch.Tensor]) -> list[WholeTensor]:
+        """Frozen parameters of which each rank holds the whole, as destinations."""
+        return [self._whole(name, FROZEN, data) for name, data in frozen.items()]
+
+    def _whole(self, name: str, key: str, tensor: torch.Tensor) -> WholeTensor:
+        every = FlatRange(0, tensor.numel())
+        return WholeTensor(name, key, tuple(tensor.shape), every, self.dtype_of(tensor), self.can_send(tensor))
+
+    def fill_at_once(
+        self, plan: Plan, read: ReadPart, frozen: Mapping[str, torch.Tensor]
+    ) -> Mapping[int, torch.Tensor]:
+        """:meth:`EngineAdapter.fill` where all of the engine's memory is there."""
+        tensors = self.memory(plan, frozen)
+        read(plan, tensors)
+        return dict(enumerate(tensors))
 
     def memory(self, plan: Plan, frozen: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """A tensor for every slot; new optimizer states are allocated, gaps in states are zeroed.
@@ -119,7 +200,7 @@ class FlatOptimizer:
             state[slot.key] = torch.zeros_like(master.data, memory_format=torch.preserve_format)
             return state[slot.key]
         for gap in slot.gaps:
-            tensor[gap.start : gap.stop].zero_()
+            tensor.view(-1)[gap.start : gap.stop].zero_()
         return tensor
 
     def set_scalars_and_groups(self, plan: Plan) -> None:

@@ -7,15 +7,21 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from elastic_ckpt.catalog import HostState
+from elastic_ckpt.engines.loss_scale import set_loss_scale
 from elastic_ckpt.errors import MismatchError
+from elastic_ckpt.host_state import HostState
+from elastic_ckpt.plan import Outcome, Plan
+from elastic_ckpt.schedulers import fit_scheduler
 
 logger = logging.getLogger(__name__)
+#: Names under which training scripts keep the state of random number generators (Megatron's, torch's, numpy's).
+_RANDOM = re.compile(r"(^|_)rng(_|$)|random_state", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -58,21 +64,34 @@ def restores_scheduler(engine: Any, host: HostState, arguments: LoadArguments) -
     return wanted and engine.lr_scheduler is not None and host.lr_scheduler is not None
 
 
+def restores_states(arguments: LoadArguments) -> bool:
+    """Whether optimizer states and hyperparameters are asked for."""
+    return arguments.load_optimizer_states and not arguments.load_module_only
+
+
 def refuse_pending_gradients(engine: Any) -> None:
     """Gradients of the old weights that wait for a step would be mixed into the first step after the load.
 
     Raises:
         MismatchError: the engine is between backward and step.
     """
-    partitions = getattr(engine.optimizer, "averaged_gradients", None)
-    waiting = engine.zero_optimization_stage() == 3 and partitions and any(g is not None for g in partitions.values())
-    if waiting or engine.micro_steps % engine.gradient_accumulation_steps():
+    if _holds_gradients(engine) or engine.micro_steps % engine.gradient_accumulation_steps():
         raise MismatchError(
             "the engine holds gradients that no step has used yet; they would be mixed into the restored run",
             expected="a load right after engine.step(), or before the first backward",
             found=f"micro step {engine.micro_steps} of {engine.gradient_accumulation_steps()} accumulation steps",
             remedy="finish the step with engine.step() (its result is overwritten), then load",
         )
+
+
+def _holds_gradients(engine: Any) -> bool:
+    """Each optimizer keeps what backward made in a place of its own, and empties it in step."""
+    optimizer = engine.optimizer
+    if engine.zero_optimization_stage() == 0:
+        return any(param.grad is not None for param in engine.module.parameters())
+    partitions = getattr(optimizer, "averaged_gradients", None) or {}
+    in_bf16 = getattr(optimizer, "fp32_groups_has_gradients", ())  # BF16_Optimizer
+    return any(gradient is not None for gradient in partitions.values()) or any(any(group) for group in in_bf16)
 
 
 class HostCommit:
@@ -88,24 +107,37 @@ class HostCommit:
         self._engine = engine
         self._host = host
         self._arguments = arguments
+        self._consumed: set[str] = set()
         self._scheduler_before: Any = None
         self._groups_before: list[dict[str, Any]] = []
-        self.notes: list[str] = []
+        self.outcomes: list[Outcome] = []
 
-    def load_scheduler(self) -> None:
+    def load_scheduler(self, plan: Plan) -> None:
         """Load the learning-rate scheduler: a user's class, and so the one step of a commit that may fail."""
         scheduler, saved = self._engine.lr_scheduler, self._host.lr_scheduler
         if not restores_scheduler(self._engine, self._host, self._arguments):
-            if self._arguments.load_lr_scheduler_states and (scheduler is None) != (saved is None):
-                there, not_there = ("live engine", "checkpoint") if saved is None else ("checkpoint", "live engine")
-                self.notes.append(f"lr scheduler: the {there} has one, the {not_there} has none; nothing is restored")
+            self._say_why_not(scheduler, saved)
             return
         self._groups_before = [
             {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
             for group in self._engine.optimizer.param_groups
         ]
         self._scheduler_before = copy.deepcopy(scheduler.state_dict())
-        scheduler.load_state_dict(copy.deepcopy(self._host.lr_scheduler))
+        state = copy.deepcopy(saved)
+        state = fit_scheduler(state, self._scheduler_before, plan.group_sources, plan.saved_groups)
+        scheduler.load_state_dict(state)
+        self.outcomes.append(Outcome("lr scheduler", "restored"))
+
+    def _say_why_not(self, scheduler: Any, saved: Any) -> None:
+        if scheduler is None and saved is None:
+            return
+        if saved is None:
+            outcome = Outcome("lr scheduler", "fresh", (), "the checkpoint holds none")
+        elif scheduler is None:
+            outcome = Outcome("lr scheduler", "ignored", (), "the live engine has none")
+        else:
+            outcome = Outcome("lr scheduler", "skipped", (), "not asked for")
+        self.outcomes.append(outcome)
 
     def undo_scheduler(self) -> None:
         """Take :meth:`load_scheduler` back: another rank could not do it."""
@@ -132,44 +164,28 @@ class HostCommit:
             engine.global_samples = host.counters.get("global_samples", steps * engine.train_batch_size())
             engine.skipped_steps = host.counters["skipped_steps"]
             engine.loaded_checkpoint_mp_world_size = host.counters["mp_world_size"]
+            self.outcomes.append(Outcome("counters", "restored"))
             self._load_deepspeed_schedulers()
-            if arguments.load_optimizer_states:
-                self._load_loss_scaler()
+        self.outcomes += set_loss_scale(engine, host, wanted=restores_states(arguments))
         return self._client_state()
 
     def _load_deepspeed_schedulers(self) -> None:
         engine, saved = self._engine, self._host.checkpoint
         if engine.random_ltd_enabled() and engine.random_ltd_scheduler is not None and "random_ltd" in saved:
             engine.random_ltd_scheduler.load_state_dict(saved["random_ltd"])
+            self._consumed.add("random_ltd")
         if engine.training_dataloader is not None and engine.curriculum_learning_enabled() and "data_sampler" in saved:
             engine.training_dataloader.data_sampler.load_state_dict(saved["data_sampler"])
-
-    def _load_loss_scaler(self) -> None:
-        optimizer, saved = self._engine.optimizer, self._host.loss_scaler
-        optimizer.overflow = self._host.overflow
-        if saved is None:
-            return
-        if type(saved) is not type(optimizer.loss_scaler):
-            self.notes.append(
-                f"loss scaler: the checkpoint has a {type(saved).__name__}, the config a "
-                f"{type(optimizer.loss_scaler).__name__}, which is kept"
-            )
-            return
-        if not getattr(saved, "dynamic", False):
-            if saved.cur_scale != optimizer.loss_scaler.cur_scale:
-                self.notes.append(
-                    f"static loss scale: {saved.cur_scale} in the checkpoint, {optimizer.loss_scaler.cur_scale} in the "
-                    "config, which is kept"
-                )
-            return
-        values = {key: value for key, value in vars(saved).items() if key != "dtype"}
-        vars(optimizer.loss_scaler).update(copy.deepcopy(values))
+            self._consumed.add("data_sampler")
 
     def _client_state(self) -> dict[str, Any]:
+        """What the caller gets back: as DeepSpeed's own loader gives it, and the states of a data sampler that no
+        part of this engine has taken."""
         arguments = self._arguments
         own = {"module"}
         if not arguments.load_module_only:
-            own |= {"skipped_steps", "global_steps", "dp_world_size", "mp_world_size", "data_sampler", "random_ltd"}
+            own |= {"skipped_steps", "global_steps", "dp_world_size", "mp_world_size"}
+            own |= {key for key in ("data_sampler", "random_ltd") if key in self._consumed or not self._saved(key)}
         if arguments.load_lr_scheduler_states:
             own.add("lr_scheduler")
         if arguments.load_optimizer_states:
@@ -177,4 +193,18 @@ class HostCommit:
         saved = dict(self._host.checkpoint)
         saved["lr_scheduler"] = self._host.lr_scheduler
         saved["optimizer"] = None
+        self._say_whose_random_state(saved)
         return {key: value for key, value in saved.items() if key not in own}
+
+    def _saved(self, key: str) -> Any:
+        return self._host.checkpoint.get(key)
+
+    def _say_whose_random_state(self, saved: Mapping[str, Any]) -> None:
+        """Random number generators differ between ranks; after a change of topology there is only rank 0's state."""
+        random = tuple(sorted(key for key in saved if _RANDOM.search(key)))
+        if random and not self._host.same_ranks:
+            reason = (
+                "the job has other ranks than the save; no generator is touched, and the client state holds rank 0's "
+                "entries: give each rank a seed of its own rather than these"
+            )
+            self.outcomes.append(Outcome("random state", "skipped", random, reason))

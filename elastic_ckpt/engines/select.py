@@ -5,26 +5,68 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from elastic_ckpt.engines.base import EngineAdapter
+from elastic_ckpt.engines.features import live_features
+from elastic_ckpt.engines.unpartitioned import FusedAdapter, PlainAdapter, UnfusedAdapter
 from elastic_ckpt.engines.zero3 import Zero3Adapter
-from elastic_ckpt.engines.zero12 import Zero12Adapter
+from elastic_ckpt.engines.zero3_nvme import Zero3NvmeAdapter
+from elastic_ckpt.engines.zero12 import Bf16Adapter, Zero12Adapter
 from elastic_ckpt.errors import UnsupportedError
 from elastic_ckpt.states.schema import schema_of, unknown_states
 
+Adapter = Zero12Adapter | Zero3Adapter | PlainAdapter
 # Exact classes: a subclass (MiCS, ZenFlow) lays out or steps its partitions in its own way.
-_ADAPTERS: dict[type, type[Zero12Adapter] | type[Zero3Adapter]] = {
+_ADAPTERS: dict[type, type[Adapter]] = {
     DeepSpeedZeroOptimizer: Zero12Adapter,
     DeepSpeedZeroOptimizer_Stage3: Zero3Adapter,
+    BF16_Optimizer: Bf16Adapter,
+    FP16_UnfusedOptimizer: UnfusedAdapter,
+    FP16_Optimizer: FusedAdapter,
 }
 
 
 def _is_partly_offloaded(optimizer: Any) -> bool:
     """Twin-Flow: some sub-groups step on a second base optimizer, whose states are neither saved nor loaded."""
     return bool(getattr(optimizer, "offload_optimizer", False)) and getattr(optimizer, "partial_offload", 1.0) < 1.0
+
+
+def _swaps(optimizer: Any) -> bool:
+    """Whether a ZeRO-3 optimizer swaps states or parameters to NVMe."""
+    return bool(optimizer.swap_optimizer or optimizer.params_in_nvme_and_cpu)
+
+
+def _adapter_of(engine: Any) -> type[Adapter] | None:
+    kind = type(engine.optimizer)
+    if kind is DeepSpeedZeroOptimizer_Stage3 and _swaps(engine.optimizer):
+        return Zero3NvmeAdapter
+    if kind in _ADAPTERS:
+        return _ADAPTERS[kind]
+    plain = engine.zero_optimization_stage() == 0 and isinstance(engine.optimizer, torch.optim.Optimizer)
+    return PlainAdapter if plain else None
+
+
+def _refuse_special(engine: Any) -> None:
+    """Refuse by name what a live engine has that no adapter can restore."""
+    features = live_features(engine).names
+    for present, what in (
+        (isinstance(engine.module, PipelineModule), "pipeline parallelism (PipelineModule)"),
+        (engine.mp_world_size > 1, "tensor or model parallelism"),
+        (features, features),
+        (isinstance(engine, DeepSpeedHybridEngine), "the hybrid engine"),
+        (getattr(engine, "zenflow", False), "ZenFlow"),
+        (_is_partly_offloaded(engine.optimizer), "partly offloaded optimizer states (offload_optimizer.ratio < 1)"),
+        (bool(getattr(engine.optimizer, "offloaded_states", None)), "engine.offload_states() in effect"),
+    ):
+        if present:
+            raise UnsupportedError(f"the live engine uses {what}, which is not supported yet")
 
 
 def select_adapter(engine: Any, with_states: bool) -> EngineAdapter:
@@ -37,28 +79,16 @@ def select_adapter(engine: Any, with_states: bool) -> EngineAdapter:
     Raises:
         UnsupportedError: naming the feature that cannot be restored yet.
     """
-    for present, what in (
-        (isinstance(engine.module, PipelineModule), "pipeline parallelism (PipelineModule)"),
-        (engine.mp_world_size > 1, "tensor or model parallelism"),
-        (engine.has_moe_layers, "mixture of experts"),
-        (engine.zero_nvme_offload_optimizer(), "optimizer states offloaded to NVMe"),
-        (getattr(engine, "zenflow", False), "ZenFlow"),
-        (getattr(engine.optimizer, "swap_optimizer", False), "swapped optimizer states"),
-        (getattr(engine.optimizer, "params_in_nvme_and_cpu", False), "parameters offloaded to NVMe"),
-        (_is_partly_offloaded(engine.optimizer), "partly offloaded optimizer states (offload_optimizer.ratio < 1)"),
-        (bool(getattr(engine.optimizer, "offloaded_states", None)), "engine.offload_states() in effect"),
-    ):
-        if present:
-            raise UnsupportedError(f"the live engine uses {what}, which is not supported yet")
-    adapter = _ADAPTERS.get(type(engine.optimizer))
+    _refuse_special(engine)
+    adapter = _adapter_of(engine)
     if adapter is None:
         raise UnsupportedError(
             "the live engine's optimizer is not supported yet",
-            expected="ZeRO stage 1, 2 or 3 with fp32 gradient accumulation left at its default",
+            expected="an optimizer, at ZeRO stage 0, 1, 2 or 3",
             found=f"{type(engine.optimizer).__name__} at ZeRO stage {engine.zero_optimization_stage()}",
-            remedy='"zero_optimization": {"stage": 1}, 2 or 3 in the DeepSpeed config',
+            remedy='"zero_optimization": {"stage": 0}, 1, 2 or 3 in the DeepSpeed config',
         )
-    base = engine.optimizer.optimizer
+    base = getattr(engine.optimizer, "optimizer", engine.optimizer)
     chosen = adapter(engine, schema_of(base) if with_states else unknown_states(base))
     masters = {master.dtype for master in chosen.masters}
     if masters - {torch.float32}:

@@ -1,23 +1,22 @@
-"""Live ZeRO-1 and ZeRO-2 engines (``DeepSpeedZeroOptimizer``).
+"""Live ZeRO-1 and ZeRO-2 engines: ``DeepSpeedZeroOptimizer``, and ``BF16_Optimizer``.
 
-Private attributes used, all of DeepSpeed 0.19: ``round_robin_bit16_groups``, ``round_robin_bit16_offsets``,
-``bit16_groups_flat``, ``partition_size``, ``single_partition_of_fp32_groups``, ``real_dp_process_group``,
-``_hp_optimizer_states_linked``, ``_lazy_init_hp_params_optimizer_state``, ``_restore_from_bit16_weights``.
+Private attributes used, all of DeepSpeed 0.19. Both: ``real_dp_process_group``, ``_hp_optimizer_states_linked``,
+``_lazy_init_hp_params_optimizer_state``, ``_restore_from_bit16_weights``. ``DeepSpeedZeroOptimizer``:
+``bit16_groups``, ``round_robin_bit16_groups``, ``round_robin_bit16_offsets``, ``partition_size``,
+``single_partition_of_fp32_groups``. ``BF16_Optimizer``: ``bf16_groups``, ``fp32_groups_flat_partition``.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from elastic_ckpt.catalog import FROZEN
-from elastic_ckpt.destinations import Destinations, FlatPartition, Fragment, LiveGroup, WholeTensor
-from elastic_ckpt.engines.base import FlatOptimizer
-from elastic_ckpt.geometry import FlatRange, contiguous_partition
+from elastic_ckpt.destinations import Destinations, FlatPartition, Fragment
+from elastic_ckpt.engines.base import FlatOptimizer, ReadPart
+from elastic_ckpt.geometry import contiguous_partition, group_offsets
 from elastic_ckpt.plan import Plan
 from elastic_ckpt.states.schema import StateSchema
 
@@ -26,68 +25,58 @@ class Zero12Adapter(FlatOptimizer):
     """Adapter of a ZeRO-1/2 optimizer: one flat partition for each param group."""
 
     def __init__(self, engine: Any, schema: StateSchema) -> None:
-        self._optimizer = engine.optimizer
+        masters = self._masters(engine.optimizer)
         super().__init__(
             module=engine.module,
             param_names=engine.param_names,
             base=engine.optimizer.optimizer,
             schema=schema,
-            masters=engine.optimizer.single_partition_of_fp32_groups,
-            groups=range(len(engine.optimizer.single_partition_of_fp32_groups)),
+            masters=masters,
+            groups=range(len(masters)),
+            dp_group=engine.optimizer.dp_process_group,
         )
+        self._optimizer = engine.optimizer
         self._zero_stage = engine.zero_optimization_stage()
+
+    def _masters(self, optimizer: Any) -> Sequence[torch.Tensor]:
+        """The flat fp32 partitions of this rank."""
+        return optimizer.single_partition_of_fp32_groups
+
+    def _flat_params(self) -> Sequence[Sequence[torch.nn.Parameter]]:
+        """Per group, its parameters in the order of the flat buffer."""
+        return self._optimizer.round_robin_bit16_groups
+
+    def _flat_offsets(self) -> Sequence[Sequence[int]]:
+        """Per group, where its parameters start in the flat buffer."""
+        return self._optimizer.round_robin_bit16_offsets
+
+    def _numbered_params(self) -> Sequence[Sequence[torch.nn.Parameter]]:
+        """Per group, its parameters in the order in which the base optimizer was given them."""
+        return self._optimizer.bit16_groups
 
     def destinations(self) -> Destinations:
         """See :class:`elastic_ckpt.engines.base.EngineAdapter`."""
-        optimizer = self._optimizer
-        flats, fragments, groups = [], [], []
-        for index, (params, offsets) in enumerate(
-            zip(optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_offsets, strict=True)
-        ):
-            names = tuple(self.param_names[param] for param in params)
+        flats, fragments = [], []
+        for index, (params, offsets) in enumerate(zip(self._flat_params(), self._flat_offsets(), strict=True)):
+            names = self.names_of(params)
             numels = [param.numel() for param in params]
-            rank = dist.get_rank(group=optimizer.real_dp_process_group[index])
+            rank = dist.get_rank(group=self._optimizer.real_dp_process_group[index])
             master = self.masters[index]
-            dtype = str(master.dtype).removeprefix("torch.")
-            flats.append(FlatPartition(index, index, master.numel(), dtype, names))
+            flats.append(FlatPartition(index, index, master.numel(), self.dtype_of(master), names))
             fragments += [
                 Fragment(names[p.index], tuple(params[p.index].shape), p.range, index, p.flat_offset)
-                for p in contiguous_partition(numels, offsets, optimizer.partition_size[index], rank)
+                for p in contiguous_partition(numels, offsets, master.numel(), rank)
             ]
-            groups.append(LiveGroup(names, self.group_hyperparameters(index)))
-        return Destinations(
-            zero_stage=self._zero_stage,
-            dp=dist.get_world_size(group=optimizer.dp_process_group),
-            dp_rank=dist.get_rank(group=optimizer.dp_process_group),
-            optimizer=self.schema.optimizer,
-            state_keys=self.schema.elementwise,
-            scalar_keys=self.schema.scalars,
-            flats=tuple(flats),
-            fragments=tuple(fragments),
-            wholes=tuple(self.whole_buffers() + self._whole_frozen()),
-            groups=tuple(groups),
-            ties=self.ties(),
-        )
+        group_names = [self.names_of(params) for params in self._numbered_params()]
+        return self.describe(self._zero_stage, flats, fragments, self.whole_frozen(self._frozen()), group_names)
 
     def _frozen(self) -> Mapping[str, torch.Tensor]:
-        owned = {id(param) for params in self._optimizer.round_robin_bit16_groups for param in params}
+        owned = {id(param) for params in self._flat_params() for param in params}
         return {name: param.data for param, name in self.param_names.items() if id(param) not in owned}
 
-    def _whole_frozen(self) -> list[WholeTensor]:
-        return [
-            WholeTensor(
-                name,
-                FROZEN,
-                tuple(data.shape),
-                FlatRange(0, math.prod(data.shape)),
-                str(data.dtype).removeprefix("torch."),
-            )
-            for name, data in self._frozen().items()
-        ]
-
-    def prepare(self, plan: Plan) -> list[torch.Tensor]:
+    def fill(self, plan: Plan, read: ReadPart) -> Mapping[int, torch.Tensor]:
         """See :class:`elastic_ckpt.engines.base.EngineAdapter`."""
-        return self.memory(plan, self._frozen())
+        return self.fill_at_once(plan, read, self._frozen())
 
     def refresh_weights(self, plan: Plan, exact_masters: bool) -> None:
         """See :class:`elastic_ckpt.engines.base.EngineAdapter`."""
@@ -101,3 +90,19 @@ class Zero12Adapter(FlatOptimizer):
             optimizer._hp_optimizer_states_linked = False
             if all(self.base.state.get(master) for master in self.masters):
                 optimizer._lazy_init_hp_params_optimizer_state()
+
+
+class Bf16Adapter(Zero12Adapter):
+    """Adapter of ``BF16_Optimizer``: ZeRO-1 that accumulates gradients in fp32."""
+
+    def _masters(self, optimizer: Any) -> Sequence[torch.Tensor]:
+        return optimizer.fp32_groups_flat_partition
+
+    def _flat_params(self) -> Sequence[Sequence[torch.nn.Parameter]]:
+        return self._optimizer.bf16_groups
+
+    def _flat_offsets(self) -> Sequence[Sequence[int]]:
+        return [group_offsets([param.numel() for param in params]) for params in self._optimizer.bf16_groups]
+
+    def _numbered_params(self) -> Sequence[Sequence[torch.nn.Parameter]]:
+        return self._optimizer.bf16_groups

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from elastic_ckpt.catalog import FROZEN
-from elastic_ckpt.destinations import Destinations, FlatPartition, Fragment, LiveGroup, WholeTensor
-from elastic_ckpt.engines.base import FlatOptimizer
+from elastic_ckpt.destinations import Destinations, FlatPartition, Fragment, WholeTensor
+from elastic_ckpt.engines.base import FlatOptimizer, ReadPart
 from elastic_ckpt.geometry import FlatRange, per_parameter_partition
 from elastic_ckpt.plan import Plan
 from elastic_ckpt.states.schema import StateSchema
@@ -35,40 +35,28 @@ class Zero3Adapter(FlatOptimizer):
             schema=schema,
             masters=masters,
             groups=[engine.optimizer.sub_group_to_group_id[index] for index in range(len(masters))],
+            dp_group=engine.optimizer.dp_process_group,
         )
-        self._dp_group = engine.optimizer.dp_process_group
 
     def destinations(self) -> Destinations:
         """See :class:`elastic_ckpt.engines.base.EngineAdapter`."""
-        world, rank = dist.get_world_size(group=self._dp_group), dist.get_rank(group=self._dp_group)
+        world, rank = dist.get_world_size(group=self.dp_group), dist.get_rank(group=self.dp_group)
         flats, fragments = [], []
         group_names: list[list[str]] = [[] for _ in self.base.param_groups]
         for index, params in enumerate(self._optimizer.fp16_groups):
-            names = tuple(self.param_names[param] for param in params)
+            names = self.names_of(params)
             shapes = [tuple(param.ds_shape) for param in params]
-            master = self.masters[index]
-            dtype = str(master.dtype).removeprefix("torch.")
-            flats.append(FlatPartition(index, self.groups[index], master.numel(), dtype, names))
+            dtype = self.dtype_of(self.masters[index])
+            flats.append(FlatPartition(index, self.groups[index], self._partition_numel(index), dtype, names))
             fragments += [
                 Fragment(names[p.index], shapes[p.index], p.range, index, p.flat_offset)
                 for p in per_parameter_partition([math.prod(shape) for shape in shapes], world, rank)
             ]
             group_names[self.groups[index]] += names
-        return Destinations(
-            zero_stage=3,
-            dp=world,
-            dp_rank=rank,
-            optimizer=self.schema.optimizer,
-            state_keys=self.schema.elementwise,
-            scalar_keys=self.schema.scalars,
-            flats=tuple(flats),
-            fragments=tuple(fragments),
-            wholes=tuple(self.whole_buffers() + self._whole_frozen(world, rank)),
-            groups=tuple(
-                LiveGroup(tuple(names), self.group_hyperparameters(number)) for number, names in enumerate(group_names)
-            ),
-            ties=self.ties(),
-        )
+        return self.describe(3, flats, fragments, self._whole_frozen(world, rank), group_names)
+
+    def _partition_numel(self, index: int) -> int:
+        return self.masters[index].numel()
 
     def _frozen_params(self) -> Mapping[str, Any]:
         owned = {id(param) for params in self._optimizer.fp16_groups for param in params}
@@ -79,21 +67,23 @@ class Zero3Adapter(FlatOptimizer):
         for name, param in self._frozen_params().items():
             shape = tuple(param.ds_shape)
             held = [p.range for p in per_parameter_partition([math.prod(shape)], world, rank)]
-            dtype = str(param.ds_tensor.dtype).removeprefix("torch.")
-            wholes.append(WholeTensor(name, FROZEN, shape, held[0] if held else FlatRange(0, 0), dtype))
+            part = held[0] if held else FlatRange(0, 0)
+            wholes.append(WholeTensor(name, FROZEN, shape, part, self.dtype_of(param.ds_tensor)))
         return wholes
 
-    def prepare(self, plan: Plan) -> list[torch.Tensor]:
+    def fill(self, plan: Plan, read: ReadPart) -> Mapping[int, torch.Tensor]:
         """See :class:`elastic_ckpt.engines.base.EngineAdapter`.
 
         Partitions all parameters first: a gathered one would otherwise keep its old values.
         """
         self._optimizer.checkpoint_event_prologue()
+        return self.fill_at_once(plan, read, self._frozen_memory(plan))
+
+    def _frozen_memory(self, plan: Plan) -> dict[str, torch.Tensor]:
         numels = {slot.name: slot.numel for slot in plan.slots}
-        frozen = {
+        return {
             name: param.ds_tensor.data.view(-1)[: numels.get(name, 0)] for name, param in self._frozen_params().items()
         }
-        return self.memory(plan, frozen)
 
     def refresh_weights(self, plan: Plan, exact_masters: bool) -> None:
         """See :class:`elastic_ckpt.engines.base.EngineAdapter`.
@@ -109,6 +99,11 @@ class Zero3Adapter(FlatOptimizer):
                 partition.data = values.data
         if not exact_masters:
             optimizer.refresh_fp32_params()
+        self._finish_weights()
+
+    def _finish_weights(self) -> None:
+        """Persistent parameters are held whole on every rank: gather them anew. Collective."""
+        optimizer = self._optimizer
         if optimizer.persistent_parameters:
             optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
         optimizer.checkpoint_event_epilogue()

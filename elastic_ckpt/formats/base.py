@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from elastic_ckpt import parallel
-from elastic_ckpt.catalog import Catalog, HostState, SourceFile
+from elastic_ckpt.catalog import Catalog, SourceFile
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.naming import FolderFiles
 from elastic_ckpt.formats.pickled import PickledFile, open_pickled
+from elastic_ckpt.host_state import HostState
+from elastic_ckpt.renaming import RenameRules
 
 T = TypeVar("T")
+_WHERE_SAVED = "resume it with the number of ranks and the layout that saved it"
 
 
 @dataclass(frozen=True)
@@ -41,10 +44,19 @@ class Found:
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How to read metadata: ``trust_pickle`` and ``check_shards`` of :class:`elastic_ckpt.config.ElasticConfig`."""
+    """How to read metadata.
+
+    Attributes:
+        trust_pickle, check_shards: see :class:`elastic_ckpt.config.ElasticConfig`.
+        live_groups: names in the live param groups, in the optimizer's order: for checkpoints that number their
+            parameters and do not name them.
+        rename: the user's renames of saved names.
+    """
 
     trust_pickle: bool = False
     check_shards: bool = True
+    live_groups: tuple[tuple[str, ...], ...] = ()
+    rename: RenameRules = ()
 
 
 @dataclass(frozen=True)
@@ -85,9 +97,15 @@ def refuse_unsupported_folder(found: Found) -> None:
             remedy="remove the files of the older save, or take another tag",
         )
     if files.layers:
-        raise UnsupportedError("pipeline-parallel checkpoints are not supported yet", file=files.layers[0])
+        raise UnsupportedError(
+            "pipeline-parallel checkpoints are not supported yet", file=found.path(files.layers[0]), remedy=_WHERE_SAVED
+        )
     if files.experts:
-        raise UnsupportedError("mixture-of-experts checkpoints are not supported yet", file=files.experts[0])
+        raise UnsupportedError(
+            "mixture-of-experts checkpoints are not supported yet: each expert-parallel rank has experts of its own",
+            file=found.path(files.experts[0]),
+            remedy=_WHERE_SAVED,
+        )
     if len(files.mp_ranks) > 1:
         raise UnsupportedError(
             "tensor-parallel checkpoints are not supported yet",

@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 
-from elastic_ckpt.catalog import HostState
 from elastic_ckpt.errors import DamagedError, UnsupportedError
+from elastic_ckpt.formats.features import Features, features_in
 from elastic_ckpt.formats.pickled import PickledFile, TensorRef, materialise
+from elastic_ckpt.formats.zero0_index import UnpartitionedState, index_unpartitioned
 
-_COUNTERS = ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size")
+#: What DeepSpeed counts, and the degrees of the run.
+COUNTERS = ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size")
 
 Shape = tuple[int, ...]
 
@@ -36,10 +38,14 @@ class ModelShard:
         buffers_crc32: checksum over the buffers' bytes, to see whether ranks differ.
         frozen_shapes: names and logical shapes of parameters that no optimizer owned.
         frozen_fragments: this file's data of them.
+        frozen_recorded: whether the file lists frozen parameters, be it none of them (ZeRO-2 and 3 do, unless they
+            are left out).
         shared: tied name -> name that holds the data.
-        counters: see :class:`elastic_ckpt.catalog.HostState`.
+        counters: see :class:`elastic_ckpt.host_state.HostState`.
         ds_version: DeepSpeed version.
         zero: the ``zero_optimization`` section of the run's DeepSpeed config.
+        features: what only DeepSpeed's own loader restores.
+        optimizer: the optimizer's state, where it was not partitioned (ZeRO stage 0).
     """
 
     path: str
@@ -51,10 +57,13 @@ class ModelShard:
     buffers_crc32: int
     frozen_shapes: tuple[tuple[str, Shape], ...]
     frozen_fragments: Mapping[str, TensorRef]
+    frozen_recorded: bool
     shared: Mapping[str, str]
     counters: Mapping[str, Any]
     ds_version: str
     zero: Mapping[str, Any]
+    features: Features
+    optimizer: UnpartitionedState | None
 
 
 def index_model_states(file: PickledFile, dp_rank: int) -> ModelShard:
@@ -68,6 +77,8 @@ def index_model_states(file: PickledFile, dp_rank: int) -> ModelShard:
     weights = {name: ref for name, ref in module.items() if isinstance(ref, TensorRef)}
     buffers = tuple(name for name in file.section("buffer_names") if name in weights)
     tree = file.tree
+    optimizer = index_unpartitioned(file)
+    shared = dict(tree.get("shared_params") or {})
     return ModelShard(
         path=file.path,
         nbytes=file.nbytes,
@@ -78,11 +89,24 @@ def index_model_states(file: PickledFile, dp_rank: int) -> ModelShard:
         buffers_crc32=_checksum(file, [weights[name] for name in buffers]),
         frozen_shapes=_named_shapes(tree.get("frozen_param_shapes") or {}),
         frozen_fragments=dict(tree.get("frozen_param_fragments") or {}),
-        shared=dict(tree.get("shared_params") or {}),
-        counters={key: file.section(key) for key in _COUNTERS if key in tree or key != "global_samples"},
+        frozen_recorded=tree.get("frozen_param_shapes") is not None,
+        shared=_same_storage(weights) if optimizer is not None else shared,
+        counters={key: file.section(key) for key in COUNTERS if key in tree or key != "global_samples"},
         ds_version=str(file.section("ds_version")),
         zero=_zero_section(file),
+        features=features_in(file),
+        optimizer=optimizer,
     )
+
+
+def _same_storage(weights: Mapping[str, TensorRef]) -> dict[str, str]:
+    """Tied names, told by the place where their bytes lie: later name -> first name."""
+    first: dict[TensorRef, str] = {}
+    shared = {}
+    for name, ref in weights.items():
+        if ref.numel and first.setdefault(ref, name) != name:
+            shared[name] = first[ref]
+    return shared
 
 
 def _refuse_extra_state(file: PickledFile, module: Mapping[str, Any]) -> None:
@@ -103,17 +127,19 @@ def _named_shapes(shapes: Mapping[str, Any]) -> tuple[tuple[str, Shape], ...]:
     return tuple((str(name), tuple(int(size) for size in shape)) for name, shape in shapes.items())
 
 
-def _zero_section(file: PickledFile) -> Mapping[str, Any]:
-    """``ds_config["zero_optimization"]``; the config may have been saved as a dict, a JSON string or a path."""
+def saved_config(file: PickledFile) -> Mapping[str, Any] | None:
+    """The run's DeepSpeed config, which may have been saved as a dict, a JSON string or a path; ``None``: a path."""
     config = file.tree.get("ds_config")
     if isinstance(config, str):
         try:
             config = json.loads(config)
         except ValueError:
-            config = None  # a path on the machine that saved it: the section is unknown, not empty
-    if not isinstance(config, Mapping):
-        return {}
-    section = config.get("zero_optimization", {})
+            return None  # a path on the machine that saved it: the config is unknown, not empty
+    return config if isinstance(config, Mapping) else None
+
+
+def _zero_section(file: PickledFile) -> Mapping[str, Any]:
+    section = (saved_config(file) or {}).get("zero_optimization", {})
     return dict(section) if isinstance(section, Mapping) else {}
 
 
@@ -122,22 +148,6 @@ def _checksum(file: PickledFile, refs: list[TensorRef]) -> int:
     for tensor in materialise(file, refs):
         crc = zlib.crc32(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes(), crc)
     return crc
-
-
-def read_host_state(file: PickledFile, loss_scaler: Any, overflow: bool) -> HostState:
-    """The Python side of a model-states file, with its small tensors read.
-
-    Weights stay where they are; frozen fragments too, which DeepSpeed's own loader hands out as "client state".
-    """
-    left_out = ("module", "optimizer", "lr_scheduler", "frozen_param_fragments")
-    rest = {key: value for key, value in file.tree.items() if key not in left_out}
-    return HostState(
-        counters={key: file.tree[key] for key in _COUNTERS if key in file.tree},
-        lr_scheduler=materialise(file, file.tree.get("lr_scheduler")),
-        loss_scaler=loss_scaler,
-        overflow=overflow,
-        checkpoint=materialise(file, rest),
-    )
 
 
 def check_same_save(shards: list[ModelShard]) -> None:

@@ -17,6 +17,8 @@ _PIPELINE_LAYER = re.compile(r"^layer_\d+-model_(?:\d+-model_)?states\.pt$")
 
 #: Folder inside a universal checkpoint that holds one folder a parameter.
 UNIVERSAL_FOLDER = "zero"
+#: Folder inside a tag's folder to which optimizer states on NVMe are copied.
+SWAPPED_FOLDER = "offloaded_tensors"
 #: File inside it that holds what belongs to no parameter.
 UNIVERSAL_OPTIMIZER = "optimizer_state.pt"
 

@@ -1,23 +1,15 @@
-"""Native ZeRO-1, 2 and 3 checkpoints -> Catalog."""
+"""Native checkpoints, of any ZeRO stage -> Catalog."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
 
 from elastic_ckpt import parallel
 from elastic_ckpt.catalog import (
-    MASTER,
     Catalog,
-    Extent,
-    HostState,
-    LogicalTensor,
-    SavedParameter,
-    SourceFacts,
 )
-from elastic_ckpt.dtypes import ITEMSIZE
-from elastic_ckpt.errors import DamagedError, UnsupportedError
+from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.formats import model_states, shards
 from elastic_ckpt.formats.base import (
     Checkpoint,
@@ -25,16 +17,19 @@ from elastic_ckpt.formats.base import (
     ReadOptions,
     open_my_share,
     refuse_unsupported_folder,
-    source_file,
 )
-from elastic_ckpt.formats.model_states import ModelShard, index_model_states, read_host_state
-from elastic_ckpt.formats.module_tensors import module_tensors
+from elastic_ckpt.formats.features import Features, refuse_features
+from elastic_ckpt.formats.host_state import loss_scale_from, loss_scale_of, read_host_state
+from elastic_ckpt.formats.model_states import ModelShard, index_model_states
+from elastic_ckpt.formats.partitioned import partitioned_catalog
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.progress import with_progress_compared
 from elastic_ckpt.formats.shards import OptimizerShard
 from elastic_ckpt.formats.spot_check import spot_check
-from elastic_ckpt.formats.zero3 import index_zero3, place_zero3
-from elastic_ckpt.formats.zero12 import index_zero12, place_zero12
+from elastic_ckpt.formats.zero0 import unpartitioned_catalog
+from elastic_ckpt.formats.zero3 import index_zero3
+from elastic_ckpt.formats.zero12 import index_zero12
+from elastic_ckpt.host_state import HostState, LossScale
 
 
 def read_native(found: Found, options: ReadOptions) -> Checkpoint:
@@ -57,9 +52,8 @@ def read_native(found: Found, options: ReadOptions) -> Checkpoint:
     models = [item for item in indexed if isinstance(item, ModelShard)]
     optimizers = [item for item in indexed if isinstance(item, OptimizerShard)]
     with parallel.agreement("fit the checkpoint's files together"):
-        _check_belong_together(models, optimizers)
         own = parallel.rank() if len(models) == parallel.world_size() else 0
-        catalog = _build_catalog(found, models, optimizers, own)
+        catalog = _fit_together(found, models, optimizers, own, options)
         catalog = with_progress_compared(catalog, models[0], options.check_shards)
     with parallel.agreement("compare shards with the saved weights"):
         if options.check_shards:
@@ -68,19 +62,24 @@ def read_native(found: Found, options: ReadOptions) -> Checkpoint:
     return Checkpoint(catalog, host, models[own].path, len(opened))
 
 
+def _fit_together(
+    found: Found, models: list[ModelShard], optimizers: list[OptimizerShard], own: int, options: ReadOptions
+) -> Catalog:
+    features = models[0].features | (optimizers[0].features if optimizers else Features())
+    refuse_features(features, models[0].path)
+    if optimizers:
+        _check_belong_together(models, optimizers)
+        return partitioned_catalog(found, models, optimizers, own, 1 < len(models) == parallel.world_size())
+    if models[0].optimizer is None:
+        raise _missing(found, "*zero_pp_rank_0_mp_rank_00_optim_states.pt", "none")
+    return unpartitioned_catalog(found, models[0], options)
+
+
 def _expected_files(found: Found) -> tuple[list[str], list[str]]:
     """Names of model-states and optimizer-states files in rank order; errors where the set has holes."""
     optimizer = {dp: name for (dp, _), name in found.files.optimizer.items()}
     zero3 = {dp: name for (dp, _), name in found.files.model_zero3.items()}
     model = list(found.files.model.values())
-    if not optimizer:
-        raise UnsupportedError(
-            "this folder holds no ZeRO optimizer shards (saved at ZeRO stage 0, or stripped of them)",
-            file=found.folder,
-            expected="*zero_pp_rank_*_optim_states.pt",
-            found=", ".join(model) or "none",
-            remedy="checkpoints without ZeRO partitions are not supported yet",
-        )
     if model and zero3:
         raise DamagedError(
             "model-states files of ZeRO-3 and of another stage lie in one folder",
@@ -155,55 +154,23 @@ def _of_rank(path: str, rank: int) -> str:
     return os.path.join(folder, name.replace("zero_pp_rank_0_", f"zero_pp_rank_{rank}_"))
 
 
-def _build_catalog(found: Found, models: list[ModelShard], optimizers: list[OptimizerShard], own: int) -> Catalog:
-    files = tuple([source_file(item) for item in models] + [source_file(item) for item in optimizers])
-    parameters: dict[str, SavedParameter] = {}
-    extents: dict[tuple[str, str], list[Extent]] = {}
-    dtypes: dict[tuple[str, str], str] = {}
-    opaque: dict[str, str] = {}
-    stage, dp = optimizers[0].zero_stage, len(optimizers)
-    place = place_zero3 if stage == 3 else place_zero12
-    for flat, named_shapes in enumerate(models[0].param_shapes):
-        scalars, group = optimizers[0].flats[flat].scalars, optimizers[0].flat_groups[flat]
-        parameters.update((name, SavedParameter(shape, group, scalars)) for name, shape in named_shapes)
-        for rank, shard in enumerate(optimizers):
-            part = shard.flats[flat]
-            opaque.update(part.opaque)
-            regions = {MASTER: part.master, **part.states}
-            for placement in place(models[0], shard, flat, dp):
-                name = named_shapes[placement.index][0]
-                for key, ref in regions.items():
-                    offset = ref.byte_offset + placement.flat_offset * ITEMSIZE[ref.dtype]
-                    extents.setdefault((name, key), []).append(Extent(placement.range, len(models) + rank, offset))
-                    dtypes[name, key] = ref.dtype
-    tensors = {
-        (name, key): LogicalTensor(name, key, parameters[name].shape, dtypes[name, key], tuple(found_extents))
-        for (name, key), found_extents in extents.items()
-    }
-    whole, notes = module_tensors(models, own, frozenset(parameters))
-    tensors.update(whole)
-    return Catalog(
-        source=SourceFacts("native", found.folder, found.tag, stage, dp, models[0].ds_version),
-        files=files,
-        parameters=parameters,
-        tensors=tensors,
-        groups=optimizers[0].groups,
-        aliases=models[0].shared,
-        opaque_states=opaque,
-        notes=found.notes + notes,
-    )
-
-
 def _host_state(
     opened: dict[int, PickledFile], models: Sequence[ModelShard], optimizers: Sequence[OptimizerShard]
 ) -> HostState:
     """This rank's own host state where the topology allows, else rank 0's. Collective."""
+    unchanged = int(models[0].counters["dp_world_size"]) == parallel.world_size()
     per_rank = len(models) == parallel.world_size()
     mine: HostState | None = None
     with parallel.agreement("read counters, scheduler and client state"):
         position = parallel.rank() if per_rank else 0
         if position in opened:
-            scaler: Any = optimizers[0].loss_scaler
-            mine = read_host_state(opened[position], scaler, optimizers[0].overflow)
+            overflow = optimizers[0].overflow if optimizers else False
+            mine = read_host_state(opened[position], _loss_scale(models, optimizers), overflow, per_rank or unchanged)
         pickled = None if per_rank or mine is None else parallel.pack(mine)
     return mine if per_rank and mine is not None else parallel.unpack(parallel.broadcast(pickled, src=0))
+
+
+def _loss_scale(models: Sequence[ModelShard], optimizers: Sequence[OptimizerShard]) -> LossScale | None:
+    if optimizers:
+        return loss_scale_of(optimizers[0].loss_scaler)
+    return None if models[0].optimizer is None else loss_scale_from(models[0].optimizer.scaler)

@@ -43,6 +43,8 @@ class TensorRef:
         stride: its strides, in elements.
         byte_offset: absolute offset of its first element in the file.
         is_parameter: whether it was saved as ``nn.Parameter``.
+        swap_id: name of the swap file that holds its data, where DeepSpeed swaps it to NVMe; its own bytes are then
+            missing or stale.
     """
 
     dtype: str
@@ -50,6 +52,7 @@ class TensorRef:
     stride: tuple[int, ...]
     byte_offset: int
     is_parameter: bool = False
+    swap_id: str | None = None
 
     @property
     def numel(self) -> int:
@@ -220,7 +223,14 @@ def _to_ref(leaf: Any, path: str, nbytes: int) -> Any:
         stride=stride,
         byte_offset=start,
         is_parameter=isinstance(leaf, torch.nn.Parameter),
+        swap_id=_swap_id(leaf),
     )
+
+
+def _swap_id(leaf: torch.Tensor) -> str | None:
+    """The attribute by which DeepSpeed's optimizer swapper names a tensor's file; pickled with the tensor."""
+    found = vars(leaf).get("ds_id") if hasattr(leaf, "__dict__") else None
+    return found if isinstance(found, str) else None
 
 
 class _TensorSeeker(pickle.Pickler):

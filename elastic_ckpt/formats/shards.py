@@ -7,10 +7,12 @@ names of the entries they hold the same things. The two modules beside this one 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from elastic_ckpt.catalog import SourceFile
 from elastic_ckpt.errors import DamagedError
+from elastic_ckpt.formats.features import Features, features_in
 from elastic_ckpt.formats.pickled import PickledFile, TensorRef, materialise
 
 
@@ -25,6 +27,8 @@ class FlatShard:
         scalars: scalar optimizer states as (key, value), sorted by key.
         opaque: states of any other layout: key -> description.
         alignment_paddings: elements behind each parameter (``param_alignment_paddings``), where recorded.
+        swapped: key -> swap file that holds the data of the master (``fp32``) and of each state, from its first byte
+            on; empty where they lie in this file. ``partition_numel`` is then -1.
     """
 
     master: TensorRef
@@ -33,6 +37,7 @@ class FlatShard:
     scalars: tuple[tuple[str, float], ...]
     opaque: Mapping[str, str]
     alignment_paddings: tuple[int, ...] | None = None
+    swapped: Mapping[str, SourceFile] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,7 @@ class OptimizerShard:
         loss_scaler: DeepSpeed's loss scaler object.
         loss_scale: its current scale, for comparison across files.
         overflow: the optimizer's overflow flag.
+        features: what only DeepSpeed's own loader restores.
     """
 
     path: str
@@ -65,6 +71,7 @@ class OptimizerShard:
     loss_scaler: Any
     loss_scale: Any
     overflow: bool
+    features: Features
 
 
 def _partition_counts(saved: Any) -> tuple[int, ...]:
@@ -93,6 +100,7 @@ def build_shard(
         loss_scaler=scaler,
         loss_scale=getattr(scaler, "cur_scale", None),
         overflow=bool(state.get("overflow", False)),
+        features=features_in(file),
     )
 
 
@@ -185,4 +193,4 @@ def _scalars(shard: OptimizerShard) -> list[Any]:
 
 
 def _keys(shard: OptimizerShard) -> list[Any]:
-    return [sorted(flat.states) + sorted(flat.opaque) for flat in shard.flats]
+    return [sorted({*flat.states, *flat.opaque, *flat.swapped}) for flat in shard.flats]

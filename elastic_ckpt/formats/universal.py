@@ -18,7 +18,6 @@ from elastic_ckpt.catalog import (
     MASTER,
     Catalog,
     Extent,
-    HostState,
     LogicalTensor,
     SavedParameter,
     SourceFacts,
@@ -33,7 +32,9 @@ from elastic_ckpt.formats.base import (
     refuse_unsupported_folder,
     source_file,
 )
-from elastic_ckpt.formats.model_states import ModelShard, index_model_states, read_host_state
+from elastic_ckpt.formats.features import refuse_features
+from elastic_ckpt.formats.host_state import loss_scale_of, read_host_state
+from elastic_ckpt.formats.model_states import ModelShard, index_model_states
 from elastic_ckpt.formats.module_tensors import module_tensors
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER
 from elastic_ckpt.formats.pickled import PickledFile, TensorRef, materialise
@@ -41,6 +42,7 @@ from elastic_ckpt.formats.progress import with_progress_compared
 from elastic_ckpt.formats.shards import read_groups
 from elastic_ckpt.formats.spot_check import spot_check
 from elastic_ckpt.geometry import FlatRange
+from elastic_ckpt.host_state import HostState
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ def read_universal(found: Found, options: ReadOptions) -> Checkpoint:
     optimizer = next(item for item in indexed if isinstance(item, OptimizerFile))
     with parallel.agreement("fit the checkpoint's files together"):
         model_states.check_same_save(models)
+        refuse_features(models[0].features, models[0].path)
         _refuse_round_robin(models[0], optimizer)
         states = [item for item in indexed if isinstance(item, StateFile)]
         catalog = _build_catalog(found, models, optimizer, states)
@@ -112,7 +115,9 @@ def read_universal(found: Found, options: ReadOptions) -> Checkpoint:
     pickled: bytes | None = None
     with parallel.agreement("read counters, scheduler and client state"):
         if parallel.rank() == 0:  # which opened the first model-states file
-            pickled = parallel.pack(read_host_state(opened[0], optimizer.loss_scaler, optimizer.overflow))
+            unchanged = len(models) == 1 and int(models[0].counters["dp_world_size"]) == parallel.world_size()
+            mine = read_host_state(opened[0], loss_scale_of(optimizer.loss_scaler), optimizer.overflow, unchanged)
+            pickled = parallel.pack(mine)
     host: HostState = parallel.unpack(parallel.broadcast(pickled, src=0))
     return Checkpoint(catalog, host, models[0].path, len(opened))
 
@@ -225,6 +230,7 @@ def _build_catalog(
         tensors=tensors,
         groups=optimizer.groups,
         aliases=models[0].shared,
+        frozen_recorded=models[0].frozen_recorded,
         notes=found.notes + notes,
     )
 

@@ -4,6 +4,9 @@ Source of the layout: ``DeepSpeedZeroOptimizer.state_dict`` (stage_1_and_2.py). 
 buffer, cut into equal partitions. Its order is that of ``param_shapes`` in the model-states file, which DeepSpeed
 writes from ``round_robin_bit16_groups``: the true order, with ``round_robin_gradients`` too, where
 ``param_slice_mappings`` is wrong. So those mappings are never used.
+
+``BF16_Optimizer`` (ZeRO-1 with fp32 gradient accumulation) writes the same entries (bf16_optimizer.py), without
+``zero_stage``, and its masters with the padding of the last partition.
 """
 
 from __future__ import annotations
@@ -18,12 +21,14 @@ from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.shards import FlatShard, OptimizerShard, build_shard, flat_ref, sort_states
 from elastic_ckpt.geometry import Placement, contiguous_partition, group_offsets
 
+_ZERO_STAGE = "zero_stage"
+
 
 def index_zero12(file: PickledFile, dp_rank: int) -> OptimizerShard:
     """Sort out one ZeRO-1/2 optimizer-states file.
 
     Raises:
-        UnsupportedError: saved by ``BF16_Optimizer``, or with the legacy ``zero_optimization.elastic_checkpoint``.
+        UnsupportedError: saved with the legacy ``zero_optimization.elastic_checkpoint``.
         DamagedError: entries are missing or of another kind.
     """
     base = file.section("optimizer_state_dict", "base_optimizer_state")
@@ -36,22 +41,16 @@ def index_zero12(file: PickledFile, dp_rank: int) -> OptimizerShard:
             remedy="resume it at the topology it was saved with and save again without elastic_checkpoint",
         )
     state = file.section("optimizer_state_dict")
-    if "zero_stage" not in state:
-        raise UnsupportedError(
-            "this checkpoint was saved by BF16_Optimizer (ZeRO-1 with fp32 gradient accumulation)",
-            file=file.path,
-            expected="partitions of a ZeRO-1, 2 or 3 optimizer",
-            found=f"entries {', '.join(sorted(map(str, state))[:8])}",
-            remedy="resume it at the topology it was saved with",
-        )
     masters = file.section("optimizer_state_dict", "single_partition_of_fp32_groups")
     paddings = file.section("optimizer_state_dict", "group_paddings")
+    if _ZERO_STAGE not in state:
+        paddings = [0] * len(masters)  # BF16_Optimizer saves its partitions with the padding
     alignments = state.get("param_alignment_paddings") or [None] * len(masters)
     flats = [
         _index_flat(file, index, master, paddings[index], base["state"].get(index, {}), alignments[index])
         for index, master in enumerate(masters)
     ]
-    stage = int(state["zero_stage"])
+    stage = int(state.get(_ZERO_STAGE, 1))
     return build_shard(file, dp_rank, stage, flats, base["param_groups"], list(range(len(masters))))
 
 

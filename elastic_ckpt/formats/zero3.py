@@ -2,7 +2,8 @@
 
 Source of the layout: ``DeepSpeedZeroOptimizer_Stage3._rigid_state_dict`` (stage3.py). Every parameter is cut on
 its own into ``ceil(numel / world)`` elements a rank; a sub-group's flat tensor holds the pieces of its parameters
-one behind the other. ``param_shapes`` in the model-states file lists the parameters of each sub-group.
+one behind the other. ``param_shapes`` in the model-states file lists the parameters of each sub-group. On NVMe, the
+data of a sub-group lies in files of its own (:mod:`elastic_ckpt.formats.swapped`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.shards import FlatShard, OptimizerShard, build_shard, flat_ref, sort_states
+from elastic_ckpt.formats.swapped import check_swap_file, refuse_unnamed_swap_files, swap_files
 from elastic_ckpt.geometry import Placement, per_parameter_numel, per_parameter_partition
 
 
@@ -40,8 +42,12 @@ def index_zero3(file: PickledFile, dp_rank: int) -> OptimizerShard:
     flats = []
     for index, master in enumerate(masters):
         ref = flat_ref(file, f"fp32 partition of sub-group {index}", master)
-        states, scalars, opaque = sort_states(file, base["state"].get(index, {}), ref.numel)
-        flats.append(FlatShard(ref, ref.numel, states, scalars, opaque))
+        state = base["state"].get(index, {})
+        swapped = swap_files(file, dp_rank, ref, state)
+        kept = {key: value for key, value in state.items() if key not in swapped}
+        states, scalars, opaque = sort_states(file, kept, ref.numel)
+        flats.append(FlatShard(ref, -1 if swapped else ref.numel, states, scalars, opaque, swapped=swapped))
+    refuse_unnamed_swap_files(file, dp_rank, any(flat.swapped for flat in flats))
     return build_shard(file, dp_rank, 3, flats, base["param_groups"], flat_groups)
 
 
@@ -53,7 +59,9 @@ def place_zero3(model: ModelShard, shard: OptimizerShard, flat: int, dp: int) ->
     """
     numels = [math.prod(shape) for _, shape in model.param_shapes[flat]]
     expected = sum(per_parameter_numel(numel, dp) for numel in numels)
-    if expected != shard.flats[flat].partition_numel:
+    for source in shard.flats[flat].swapped.values():
+        check_swap_file(source, expected)
+    if not shard.flats[flat].swapped and expected != shard.flats[flat].partition_numel:
         raise DamagedError(
             f"sub-group {flat} does not have the size that its parameters need",
             file=shard.path,

@@ -14,6 +14,8 @@ import torch
 
 from elastic_ckpt.errors import UnsupportedError
 
+_DEEPSPEED_ADAMS = ("deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam", "deepspeed.ops.adam.fused_adam.FusedAdam")
+
 ScalarMaker = Callable[[float, Mapping[str, Any], torch.Tensor], Any]
 
 
@@ -49,11 +51,11 @@ def schema_of(optimizer: torch.optim.Optimizer) -> StateSchema:
             raise UnsupportedError(f"{name} with amsgrad in some param groups only is not supported yet")
         extra = ("max_exp_avg_sq",) if amsgrad == {True} else ()
         return StateSchema(name, ("exp_avg", "exp_avg_sq", *extra), ("step",), _tensor_step)
-    if name == "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam":
+    if name in _DEEPSPEED_ADAMS:
         return StateSchema(name, ("exp_avg", "exp_avg_sq"), ("step",), _int_step)
     raise UnsupportedError(
         f"the states of optimizer {name} are not known yet",
-        expected="torch.optim.Adam, torch.optim.AdamW or DeepSpeedCPUAdam",
+        expected="torch.optim.Adam, torch.optim.AdamW, DeepSpeedCPUAdam or DeepSpeed's FusedAdam",
         found=name,
         remedy="load at the topology it was saved with, or with load_optimizer_states=False",
     )

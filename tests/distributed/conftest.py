@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.launch import end, environment, run_ranks, start
+from tests.distributed.launch import close_zygotes, end, environment, run_ranks, start
 from tests.distributed.model import Setup
 
 SUB_GROUPS = (("sub_group_size", 150), ("stage3_param_persistence_threshold", 0))
@@ -20,15 +21,15 @@ STAGES = [Setup(1), Setup(2), Setup(3), Setup(3, zero=SUB_GROUPS)]
 DEGREES = [1, 2, 3, 4]
 
 
-def in_precision(setup: Setup, bf16: bool) -> Setup:
-    return Setup(setup.stage, bf16, setup.optimizer, setup.zero, setup.groups, setup.config)
+def in_precision(setup: Setup, precision: str) -> Setup:
+    return replace(setup, precision=precision)
 
 
-MATRIX = [in_precision(setup, bf16) for setup in STAGES for bf16 in (False, True)]
+MATRIX = [in_precision(setup, precision) for setup in STAGES for precision in ("fp32", "bf16")]
 #: Saved at DP=2 and 3 only.
 EXTRA = [
     Setup(2, zero=ROUND_ROBIN),
-    Setup(1, bf16=True, zero=(*ROUND_ROBIN, ("parameter_alignment", True))),
+    Setup(1, precision="bf16", zero=(*ROUND_ROBIN, ("parameter_alignment", True))),
     Setup(1, optimizer="cpuadam"),
     Setup(3, optimizer="cpuadam", zero=SUB_GROUPS),
     Setup(1, optimizer="adam_amsgrad"),
@@ -38,10 +39,16 @@ EXTRA = [
 ]
 
 
+def saved_at(setup: Setup) -> list[int]:
+    """Degrees at which the session saves a setup."""
+    return DEGREES if setup in MATRIX and setup.precision == "fp32" else [2, 3]
+
+
 @pytest.fixture(scope="session")
-def extensions_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+def extensions_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Private to this run: a killed build leaves a lock behind that would hang the next run."""
-    return str(tmp_path_factory.mktemp("extensions"))
+    yield str(tmp_path_factory.mktemp("extensions"))
+    close_zygotes()
 
 
 Launch = Callable[..., None]
@@ -59,27 +66,71 @@ def launch(extensions_dir: str) -> Launch:
 
 @pytest.fixture(scope="session")
 def native(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with ``<setup>-dp<n>/step4`` for every setup of the matrix at DP 1 to 4, and extras at 2 and 3."""
+    """A folder with ``<setup>-dp<n>/step4``: the matrix in fp32 at DP 1 to 4, in bf16 and the extras at 2 and 3."""
     folder = tmp_path_factory.mktemp("native")
     for degree in DEGREES:
-        setups = MATRIX + (EXTRA if degree in (2, 3) else [])
+        setups = [setup for setup in MATRIX + EXTRA if degree in saved_at(setup)]
         launch(degree, "save", {"folder": str(folder), "setups": [setup.as_json() for setup in setups]})
     return folder
 
 
+Convert = Callable[[Path, Path, list[str]], None]
+
+
 @pytest.fixture(scope="session")
-def universal(native: Path, extensions_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def convert(extensions_dir: str) -> Convert:
+    """``convert(native, universal, names)``: run DeepSpeed's own converter on ``native/name`` for every name."""
+
+    def run(native: Path, universal: Path, names: list[str]) -> None:
+        log = universal / "convert.log"
+        command = [sys.executable, "-m", "tests.distributed.convert", str(native), str(universal), *names]
+        process = start(command, environment(extensions_dir), log)
+        try:
+            assert process.wait(300) == 0, log.read_text()[-6000:]
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"conversion hung\n{log.read_text()[-6000:]}")
+        finally:
+            end(process)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def universal(native: Path, convert: Convert, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The matrix at DP=2 and 3 as universal checkpoints, made by DeepSpeed's own converter."""
     folder = tmp_path_factory.mktemp("universal")
     names = [f"{setup.name}-dp{degree}" for setup in MATRIX for degree in (2, 3)]
     names.append(f"{Setup(2, zero=ROUND_ROBIN).name}-dp2")
-    log = folder / "convert.log"
-    command = [sys.executable, "-m", "tests.distributed.convert", str(native), str(folder), *names]
-    process = start(command, environment(extensions_dir), log)
-    try:
-        assert process.wait(300) == 0, log.read_text()[-6000:]
-    except subprocess.TimeoutExpired:
-        pytest.fail(f"conversion hung\n{log.read_text()[-6000:]}")
-    finally:
-        end(process)
+    convert(native, folder, names)
+    return folder
+
+
+#: Engines of which every rank holds everything, ZeRO-1 that accumulates in fp32, and fp16 in all of them.
+UNPARTITIONED = [
+    Setup(0),
+    Setup(0, "bf16"),
+    Setup(0, "fp16"),
+    Setup(0, "fp16_static"),
+    Setup(0, "bf16", "fusedadam"),
+    Setup(0, "fp32", "fusedadam"),
+    Setup(1, "bf16_fp32acc"),
+    Setup(3, "fp16"),
+    Setup(1, "fp16_static"),
+]
+
+
+@pytest.fixture(scope="session")
+def unpartitioned(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with ``<setup>-dp<n>/step4`` for every setup of :data:`UNPARTITIONED` at DP=2 and 3."""
+    folder = tmp_path_factory.mktemp("unpartitioned")
+    for degree in (2, 3):
+        launch(degree, "save", {"folder": str(folder), "setups": [setup.as_json() for setup in UNPARTITIONED]})
+    return folder
+
+
+@pytest.fixture(scope="session")
+def universal_bf16(unpartitioned: Path, convert: Convert, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``BF16_Optimizer``'s checkpoint of two ranks as a universal one."""
+    folder = tmp_path_factory.mktemp("universal_bf16")
+    convert(unpartitioned, folder, [f"{Setup(1, 'bf16_fp32acc').name}-dp2"])
     return folder

@@ -49,6 +49,48 @@ def end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
+class Zygote:
+    """A process that forks the ranks of test jobs; see :mod:`tests.distributed.zygote`.
+
+    Args:
+        extensions_dir: where DeepSpeed may build its extensions.
+    """
+
+    def __init__(self, extensions_dir: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.distributed.zygote"],
+            env=environment(extensions_dir),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, ranks: Sequence[dict[str, object]], argv: Sequence[str], timeout: float) -> list[int | None]:
+        """Run a job; see :func:`tests.distributed.zygote.run`."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        request = {"ranks": list(ranks), "argv": list(argv), "timeout": timeout}
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        assert answer, "the process that forks test ranks has died"
+        return json.loads(answer)
+
+    def close(self) -> None:
+        """End it; it has no children between jobs."""
+        end(self._process)
+
+
+_zygotes: dict[str, Zygote] = {}
+
+
+def close_zygotes() -> None:
+    """End all of them."""
+    while _zygotes:
+        _zygotes.popitem()[1].close()
+
+
 def run_ranks(world_size: int, job: str, arguments: dict, extensions_dir: str, timeout: float = 300) -> None:
     """Run ``job`` of :mod:`tests.distributed.jobs` on ``world_size`` processes; fail with their output.
 
@@ -60,26 +102,15 @@ def run_ranks(world_size: int, job: str, arguments: dict, extensions_dir: str, t
         timeout: seconds until all of them are ended.
     """
     port = free_port()
+    zygote = _zygotes.get(extensions_dir) or _zygotes.setdefault(extensions_dir, Zygote(extensions_dir))
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder) / f"rank{rank}.log" for rank in range(world_size)]
-        processes = []
-        for rank in range(world_size):
-            env = environment(extensions_dir) | {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(world_size),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-            }
-            command = [sys.executable, "-m", "tests.distributed.jobs", job, json.dumps(arguments)]
-            processes.append(start(command, env, logs[rank]))
-        try:
-            codes = [process.wait(timeout) for process in processes]
-        except subprocess.TimeoutExpired:
-            codes = [process.poll() for process in processes]
-        finally:
-            for process in processes:
-                end(process)
+        ranks = []
+        for rank, log in enumerate(logs):
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
+            env = {key: str(value) for key, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
+            ranks.append({"env": env, "log": str(log)})
+        codes = zygote.run(ranks, [job, json.dumps(arguments)], timeout)
         if any(code != 0 for code in codes):
             outputs = "\n".join(f"--- rank {r}, exit {c}\n{logs[r].read_text()[-6000:]}" for r, c in enumerate(codes))
             raise AssertionError(

@@ -9,6 +9,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 GLOBAL_BATCH = 12
@@ -16,11 +17,15 @@ VOCABULARY = 37
 
 
 class TinyLM(nn.Module):
-    """Odd sizes, a tied head, parameters without a gradient, buffers of two dtypes that change."""
+    """Odd sizes, a tied head, parameters without a gradient, buffers of two dtypes that change.
 
-    def __init__(self) -> None:
+    Args:
+        seed: of the initial weights; an engine that resumes is built with another one.
+    """
+
+    def __init__(self, seed: int = 7) -> None:
         super().__init__()
-        torch.manual_seed(7)
+        torch.manual_seed(seed)
         self.embedding = nn.Embedding(VOCABULARY, 13)
         self.hidden = nn.Linear(13, 29)
         self.norm = nn.LayerNorm(29)
@@ -44,8 +49,8 @@ class TinyLM(nn.Module):
 class WiderLM(TinyLM):
     """A hidden layer of another size."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, seed: int = 7) -> None:
+        super().__init__(seed)
         self.hidden = nn.Linear(13, 31)
         self.norm = nn.LayerNorm(31)
         self.back = nn.Linear(31, 13, bias=False)
@@ -54,8 +59,8 @@ class WiderLM(TinyLM):
 class RicherLM(TinyLM):
     """One parameter and one buffer more."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, seed: int = 7) -> None:
+        super().__init__(seed)
         self.newcomer = nn.Parameter(torch.ones(11))
         self.register_buffer("new_buffer", torch.ones(2))
 
@@ -63,32 +68,48 @@ class RicherLM(TinyLM):
 class PoorerLM(TinyLM):
     """One parameter fewer."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, seed: int = 7) -> None:
+        super().__init__(seed)
         del self.never_used
 
 
 class UntiedLM(TinyLM):
     """The head has weights of its own."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, seed: int = 7) -> None:
+        super().__init__(seed)
         self.head.weight = nn.Parameter(self.embedding.weight.detach().clone())
 
 
 class BigLM(TinyLM):
     """Big enough that tensor bytes outweigh metadata."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, seed: int = 7) -> None:
+        super().__init__(seed)
         self.bulk = nn.Parameter(torch.randn(1031, 1033))
+
+
+class HugeLM(TinyLM):
+    """Two parameters big enough for DeepSpeed to swap their states to NVMe, at up to three ranks.
+
+    All its parameters get gradients: DeepSpeed 0.19.8 puts swapped gradients in the wrong place behind one that has none.
+    """
+
+    def __init__(self, seed: int = 7) -> None:
+        super().__init__(seed)
+        del self.never_used
+        self.bulk = nn.Parameter(torch.randn(1031, 1033))
+        self.other_bulk = nn.Parameter(torch.randn(1201, 801))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) + self.bulk.square().mean() + self.other_bulk.square().mean()
 
 
 class HeadFirstLM(TinyLM):
     """The tied pair is registered in the other order, so the head's name is the one that counts."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, seed: int = 7) -> None:
+        super().__init__(seed)
         tied = self.embedding
         del self.embedding
         self.embedding = tied
@@ -97,13 +118,62 @@ class HeadFirstLM(TinyLM):
 class HalfFrozenLM(TinyLM):
     """The embedding does not train."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, seed: int = 7) -> None:
+        super().__init__(seed)
         self.embedding.weight.requires_grad_(False)
 
 
+class LoraLM(TinyLM):
+    """A frozen base, buffers, and two small matrices that train."""
+
+    def __init__(self, seed: int = 7) -> None:
+        super().__init__(seed)
+        for param in self.parameters():
+            param.requires_grad_(False)
+        self.lora_a = nn.Parameter(torch.randn(29, 3) / 5)
+        self.lora_b = nn.Parameter(torch.randn(3, 13) / 5)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.ticks += 1
+        self.trace += 0.125
+        hidden = torch.tanh(self.norm(self.hidden(self.embedding(tokens[:, :-1]))))
+        logits = self.head((self.back(hidden) + hidden @ self.lora_a @ self.lora_b) * self.gain)
+        return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class RenamedLM(TinyLM):
+    """Two modules, and with them their parameters, and a buffer under other names."""
+
+    def __init__(self, seed: int = 7) -> None:
+        super().__init__(seed)
+        modules = self._modules
+        self._modules = {{"hidden": "inner", "norm": "scale"}.get(name, name): modules[name] for name in modules}
+        del self.trace
+        self.register_buffer("track", torch.zeros(3, 5))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.ticks += 1
+        self.track += 0.125
+        hidden = torch.tanh(self.scale(self.inner(self.embedding(tokens[:, :-1]))))
+        logits = self.head(self.back(hidden) * self.gain)
+        return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
 BUILDERS = {
-    kind.__name__: kind for kind in (TinyLM, WiderLM, RicherLM, PoorerLM, UntiedLM, HalfFrozenLM, BigLM, HeadFirstLM)
+    kind.__name__: kind
+    for kind in (
+        TinyLM,
+        WiderLM,
+        RicherLM,
+        PoorerLM,
+        UntiedLM,
+        HalfFrozenLM,
+        BigLM,
+        HugeLM,
+        HeadFirstLM,
+        LoraLM,
+        RenamedLM,
+    )
 }
 
 
@@ -114,21 +184,31 @@ def batch(step: int, dp: int, rank: int) -> torch.Tensor:
     return tokens[rank::dp]
 
 
+#: What goes into the DeepSpeed config. ``bf16_fp32acc`` at stage 1 is ``BF16_Optimizer``.
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "bf16_fp32acc": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 5, "loss_scale_window": 2, "hysteresis": 1}},
+    "fp16_static": {"fp16": {"enabled": True, "loss_scale": 128}},
+}
+
+
 @dataclass(frozen=True)
 class Setup:
     """One kind of engine.
 
     Attributes:
         stage: ZeRO stage.
-        bf16: bf16 weights with fp32 masters; else fp32.
+        precision: a key of :data:`PRECISIONS`.
         optimizer: a name that :func:`build_optimizer` knows.
         zero: more entries of ``zero_optimization``.
-        groups: ``several`` param groups, ``one``, or ``idle``: a third one that never gets a gradient.
+        groups: which param groups; see :func:`param_groups`.
         config: more top-level entries of the DeepSpeed config.
     """
 
     stage: int
-    bf16: bool = False
+    precision: str = "fp32"
     optimizer: str = "adamw"
     zero: tuple[tuple[str, Any], ...] = ()
     groups: str = "several"
@@ -138,7 +218,7 @@ class Setup:
     def name(self) -> str:
         extra = "".join(f"-{key}" for key, _ in self.zero)
         groups = "" if self.groups == "several" else f"-{self.groups}group"
-        return f"z{self.stage}-{'bf16' if self.bf16 else 'fp32'}-{self.optimizer}{extra}{groups}"
+        return f"z{self.stage}-{self.precision}-{self.optimizer}{extra}{groups}"
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -150,31 +230,42 @@ def setup_from_json(values: dict[str, Any]) -> Setup:
 
 
 def param_groups(model: TinyLM, kind: str) -> list[dict[str, Any]]:
+    """Param groups of a model's trainable parameters.
+
+    Args:
+        model: a model of this module.
+        kind: ``one``; ``several``: with and without weight decay, each with its own rate; ``idle``: a third one that
+            never gets a gradient; ``reversed``: ``several`` in the other order; ``split``: the first of ``several``
+            cut in two; ``mixed``: ``several``, with one parameter in the other group.
+    """
     named = {name: param for name, param in model.named_parameters() if param.requires_grad}
     if kind == "one":
         return [{"params": list(named.values()), "lr": 1e-2, "weight_decay": 0.01}]
-    plain = ("hidden.bias", "norm.weight", "norm.bias", "gain")
-    idle = ("never_used",) if kind == "idle" else ()
-    decay = [param for name, param in named.items() if name not in plain + idle]
-    groups: list[dict[str, Any]] = [
-        {"params": decay, "lr": 1e-2, "weight_decay": 0.1, "name": "decay"},
-        {"params": [named[n] for n in plain], "lr": 3e-3, "weight_decay": 0.0, "betas": (0.8, 0.95), "name": "plain"},
-    ]
-    if idle:
-        groups.append({"params": [named[n] for n in idle], "lr": 2e-3, "weight_decay": 0.3, "name": "idle"})
-    return groups
+    plain = [name for name in named if name.endswith((".bias", "norm.weight", "scale.weight", "gain"))]
+    plain += ["back.weight"] if kind == "mixed" else []
+    idle = ["never_used"] if kind == "idle" else []
+    decayed = [name for name in named if name not in plain + idle]
+    first = {"lr": 1e-2, "weight_decay": 0.1, "name": "decay"}
+    second = {"lr": 3e-3, "weight_decay": 0.0, "betas": (0.8, 0.95), "name": "plain"}
+    members = [(decayed, first), (plain, second)]
+    if kind == "split":
+        members = [(decayed[:1], first), (decayed[1:], {**first, "name": "more decay"}), (plain, second)]
+    if kind == "reversed":
+        members.reverse()
+    if kind == "idle":
+        members.append((idle, {"lr": 2e-3, "weight_decay": 0.3, "name": "idle"}))
+    return [{"params": [named[name] for name in names], **values} for names, values in members if names]
 
 
 def build_optimizer(model: TinyLM, setup: Setup) -> torch.optim.Optimizer:
     groups = param_groups(model, setup.groups)
-    if setup.optimizer == "cpuadam":
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
+    if setup.optimizer in ("cpuadam", "fusedadam"):
+        from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
-        return DeepSpeedCPUAdam(groups)
+        return DeepSpeedCPUAdam(groups) if setup.optimizer == "cpuadam" else FusedAdam(groups)
     makers = {
         "adamw": lambda: torch.optim.AdamW(groups),
         "adamw_amsgrad": lambda: torch.optim.AdamW(groups, amsgrad=True),
-        "adamw_reversed": lambda: torch.optim.AdamW(groups[::-1]),
         "adam": lambda: torch.optim.Adam(groups),
         "adam_amsgrad": lambda: torch.optim.Adam(groups, amsgrad=True),
         "sgd": lambda: torch.optim.SGD(groups, momentum=0.9),
@@ -185,6 +276,7 @@ def build_optimizer(model: TinyLM, setup: Setup) -> torch.optim.Optimizer:
 def build_engine(setup: Setup, model: nn.Module | None = None) -> Any:
     """A live DeepSpeed engine on the default process group."""
     model = TinyLM() if model is None else model
+    get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed does not believe it of a CPU
     optimizer = build_optimizer(model, setup)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5)
     config = {
@@ -193,7 +285,7 @@ def build_engine(setup: Setup, model: nn.Module | None = None) -> Any:
         "zero_optimization": {"stage": setup.stage, **dict(setup.zero)},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "bf16": {"enabled": setup.bf16},
+        **PRECISIONS[setup.precision],
         **dict(setup.config),
     }
     return deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)[0]

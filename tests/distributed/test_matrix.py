@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.conftest import DEGREES, EXTRA, MATRIX, Launch, in_precision
+from tests.distributed.conftest import DEGREES, EXTRA, MATRIX, Launch, in_precision, saved_at
 from tests.distributed.model import Setup
 
 
@@ -20,8 +20,8 @@ def test_any_stage_and_degree_resumes_bit_exactly_on(
 ) -> None:
     targets = []
     for target in MATRIX:
-        same_precision = [setup for setup in MATRIX if setup.bf16 == target.bf16]
-        found = sources(native, same_precision, DEGREES, "native")
+        same_precision = [setup for setup in MATRIX if setup.precision == target.precision]
+        found = sources(native, same_precision, saved_at(target), "native")
         found += sources(universal, same_precision, [2, 3], "universal")
         targets.append({"setup": target.as_json(), "sources": found, "continue": list(range(0, len(found), 5))})
     launch(degree, "load", {"targets": targets}, timeout=500)
@@ -38,10 +38,10 @@ def test_round_robin_alignment_amsgrad_and_cpu_adam_resume_bit_exactly_on(
     round_robin = [extra[name] for name in extra if "round_robin" in name]
     crossings = [
         *[
-            (target, [target, in_precision(Setup(1), target.bf16), in_precision(Setup(3), target.bf16)])
+            (target, [target, in_precision(Setup(1), target.precision), in_precision(Setup(3), target.precision)])
             for target in round_robin
         ],
-        (Setup(2, bf16=True), [round_robin[1]]),
+        (Setup(2, precision="bf16"), [round_robin[1]]),
         (Setup(3, zero=(("sub_group_size", 150),)), [Setup(2, zero=(("round_robin_gradients", True),)), cpu]),
         (Setup(2), [Setup(2, zero=(("round_robin_gradients", True),))]),
         (cpu, [cpu, Setup(3), extra["z3-fp32-cpuadam-sub_group_size-stage3_param_persistence_threshold"]]),

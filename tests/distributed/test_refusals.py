@@ -13,7 +13,6 @@ from tests.distributed.conftest import ROUND_ROBIN, Launch
 from tests.distributed.model import Setup
 
 Z1, Z3 = "z1-fp32-adamw-dp2", "z3-fp32-adamw-dp2"
-FP32_ACCUMULATION = Setup(1, bf16=True, config=(("data_types", {"grad_accum_dtype": "fp32"}),))
 RANK1 = damage.OPTIMIZER.format(1)
 RANK2 = damage.OPTIMIZER.format(2)
 MODEL = "mp_rank_00_model_states.pt"
@@ -22,7 +21,7 @@ MODEL3 = "zero_pp_rank_1_mp_rank_00_model_states.pt"
 
 @pytest.fixture(scope="module")
 def others(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Runs of the same shapes: one with other data, one a step shorter, one legacy-elastic, one half frozen."""
+    """Runs of the same shapes: with other data, a step shorter, legacy-elastic, of another optimizer, without ZeRO."""
     folders = {}
     plain = [Setup(1).as_json(), Setup(3).as_json()]
     legacy = [Setup(1, zero=(("elastic_checkpoint", True),)).as_json()]
@@ -30,14 +29,15 @@ def others(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         "other data": {"setups": plain, "first": 30},
         "shorter": {"setups": plain, "steps": 3},
         "legacy": {"setups": legacy, "steps": 2},
-        "frozen": {"setups": plain, "model": "HalfFrozenLM"},
         "sgd": {"setups": [Setup(1, optimizer="sgd").as_json()]},
-        "bf16_optimizer": {"setups": [FP32_ACCUMULATION.as_json()]},
+        "whole": {"setups": [Setup(0).as_json()]},
     }.items():
         folder = tmp_path_factory.mktemp("other")
-        job = "save_untruthful" if name == "frozen" else "save"
-        launch(2, job, {"folder": str(folder), **arguments})
+        launch(2, "save", {"folder": str(folder), **arguments})
         folders[name] = folder
+    folders["stripped"] = tmp_path_factory.mktemp("stripped") / "ckpt"
+    shutil.copytree(folders["whole"] / "z0-fp32-adamw-dp2", folders["stripped"])
+    damage.edit(MODEL, lambda tree: tree.update(optimizer=None))(folders["stripped"])
     return folders
 
 
@@ -136,23 +136,29 @@ def live_cases(native: Path, others: dict[str, Path]) -> list[dict[str, Any]]:
     def config(**section: Any) -> dict[str, Any]:
         return Setup(1, config=(("elastic_checkpoint", section),)).as_json()
 
+    def batch(**sizes: int) -> dict[str, Any]:
+        section = ("elastic_checkpoint", {"on_batch_size_change": "error"})
+        return Setup(1, config=(*sizes.items(), section)).as_json()
+
     return [
         case("wider model", "MismatchError", ["shape", "hidden", "29", "31"], model="WiderLM"),
         case("wider model, not strict", "MismatchError", ["31"], model="WiderLM", arguments={"load_module_strict": False}),
         case("a parameter more", "MismatchError", ["newcomer", "load_module_strict=False"], model="RicherLM"),
         case("a parameter fewer", "MismatchError", ["never_used", "load_module_strict=False"], model="PoorerLM"),
         case("untied now", "MismatchError", ["head.weight", "embedding.weight", "tied"], model="UntiedLM"),
-        case("frozen now", "UnsupportedError", ["embedding.weight", "frozen"], model="HalfFrozenLM"),
-        case("frozen then", "UnsupportedError", ["embedding.weight", "frozen"], folder=str(others["frozen"] / Z3)),
         case("unknown config key", "ConfigError", ["trust_pickel", "trust_pickle"], setup=config(trust_pickel=True)),
         case("bad config value", "ConfigError", ["mode"], setup=config(mode="always")),
         case("a tag that is not there", "NotFoundError", ["step9", "step4"], arguments={"tag": "step9"}),
         case("another optimizer", "UnsupportedError", ["SGD"], setup=Setup(1, optimizer="sgd").as_json()),
         case("states of another optimizer", "MismatchError", ["momentum_buffer"], folder=str(others["sgd"] / "z1-fp32-sgd-dp2")),
-        case("saved by BF16_Optimizer", "UnsupportedError", ["BF16_Optimizer"], folder=str(others["bf16_optimizer"] / FP32_ACCUMULATION.name) + "-dp2"),
-        case("BF16_Optimizer now", "UnsupportedError", ["BF16_Optimizer"], setup=FP32_ACCUMULATION.as_json()),
         case("Adam for AdamW", "MismatchError", ["weight decay", "AdamW"], setup=Setup(1, optimizer="adam").as_json()),
-        case("groups in another order", "MismatchError", ["groups", "load_lr_scheduler_states=False"], setup=Setup(3, optimizer="adamw_reversed").as_json()),
+        case("nameless states", "MismatchError", ["without names", "[4, 4]", "[8]"], folder=str(others["whole"] / "z0-fp32-adamw-dp2"), setup=Setup(1, groups="one").as_json()),
+        case("whole, but no optimizer", "DamagedError", ["optim_states", "missing"], folder=str(others["stripped"])),
+        case("batch size", "MismatchError", ["12 samples", "is 24", '"train_batch_size": 12', "on_batch_size_change"], setup=batch(train_batch_size=24, train_micro_batch_size_per_gpu=8)),
+        case("micro-batches", "MismatchError", ["1 micro-batches", "2 of 2"], setup=batch(train_micro_batch_size_per_gpu=2)),
+        case("two renamed to one", "MismatchError", ["hidden.weight", "back.weight", "same.weight"], setup=config(rename=[["^(hidden|back).weight", "same.weight"]])),
+        case("bad pattern", "ConfigError", ["rename", "(unclosed"], setup=config(rename=[["(unclosed", ""]])),
+        case("bad replacement", "ConfigError", ["rename", "invalid group reference"], setup=config(rename=[["a", "\\2"]])),
         case("another variant", "MismatchError", ["max_exp_avg_sq"], setup=Setup(1, optimizer="adamw_amsgrad").as_json()),
         case("legacy elastic", "UnsupportedError", ["elastic_checkpoint"], folder=str(others["legacy"] / "z1-fp32-adamw-elastic_checkpoint-dp2")),
         case("custom_load_fn at another topology", "UnsupportedError", ["custom_load_fn"], arguments={"custom_load_fn": 1}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ ARGUMENTS = [
 ]
 
 
-@pytest.mark.parametrize("setup", [Setup(1), Setup(2, bf16=True), Setup(3, bf16=True)], ids=lambda setup: setup.name)
+@pytest.mark.parametrize(
+    "setup", [Setup(1), Setup(2, precision="bf16"), Setup(3, precision="bf16")], ids=lambda setup: setup.name
+)
 def test_every_argument_does_what_deepspeeds_own_loader_does(setup: Setup, launch: Launch, native: Path) -> None:
     folder = str(native / f"{setup.name}-dp2")
     # DeepSpeed's own ZeRO-3 load wants a pristine engine (docstring of load_checkpoint).
@@ -87,10 +90,16 @@ def test_gradients_that_wait_for_a_step_are_refused(launch: Launch, native: Path
 
 
 def test_frozen_weights_come_back(launch: Launch, tmp_path: Path) -> None:
-    setups = [Setup(1), Setup(3), Setup(2, bf16=True), Setup(3, bf16=True)]
+    setups = [Setup(1), Setup(3), Setup(2, precision="bf16"), Setup(3, precision="bf16")]
     as_json = [setup.as_json() for setup in setups]
     launch(2, "save_untruthful", {"folder": str(tmp_path), "setups": as_json, "model": "HalfFrozenLM"})
-    crossings = [(0, Setup(3)), (1, Setup(1)), (1, Setup(3)), (2, Setup(3, bf16=True)), (3, Setup(2, bf16=True))]
+    crossings = [
+        (0, Setup(3)),
+        (1, Setup(1)),
+        (1, Setup(3)),
+        (2, Setup(3, precision="bf16")),
+        (3, Setup(2, precision="bf16")),
+    ]
     cases = [
         {"setup": target.as_json(), "folder": str(tmp_path / f"{setups[source].name}-dp2")}
         for source, target in crossings
@@ -103,7 +112,11 @@ def test_saving_after_an_elastic_load_gives_what_deepspeed_loads_alone(
 ) -> None:
     cases = [
         {"setup": target.as_json(), "folder": str(native / f"{source.name}-dp2")}
-        for source, target in [(Setup(1), Setup(3)), (Setup(3, True), Setup(2, True)), (Setup(2, True), Setup(3, True))]
+        for source, target in [
+            (Setup(1), Setup(3)),
+            (Setup(3, "bf16"), Setup(2, "bf16")),
+            (Setup(2, "bf16"), Setup(3, "bf16")),
+        ]
     ]
     launch(3, "save_again", {"cases": cases, "folder": str(tmp_path)})
 
@@ -117,4 +130,11 @@ def test_each_file_is_opened_once_and_each_rank_reads_what_it_owns(launch: Launc
         for source in setups
         for target in (Setup(1), Setup(3))
     ]
+    written = tmp_path / "report.json"
+    cases[-1]["setup"]["config"] = (("elastic_checkpoint", {"report_path": str(written), "report": False}),)
     launch(3, "frugal", {"cases": cases})
+    report = json.loads(written.read_text(encoding="utf-8"))
+    assert [work["rank"] for work in report["ranks"]] == [0, 1, 2]
+    assert all(work["nbytes_read"] > 0 and work["seconds"]["read"] > 0 for work in report["ranks"])
+    restored = {item["role"]: len(item["names"]) for item in report["outcomes"] if item["what"] == "restored"}
+    assert restored.items() >= {"fp32": 9, "exp_avg": 9, "exp_avg_sq": 9, "buffer": 2, "param groups": 2}.items()

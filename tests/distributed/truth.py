@@ -10,26 +10,35 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 
+def base_of(engine: Any) -> torch.optim.Optimizer:
+    """The optimizer that the user made."""
+    return getattr(engine.optimizer, "optimizer", engine.optimizer)
+
+
 def relink(engine: Any) -> None:
     """ZeRO-1/2 of DeepSpeed 0.19 links only the first group's states by itself; link them all."""
-    if engine.zero_optimization_stage() < 3:
+    if engine.zero_optimization_stage() in (1, 2):
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
 
 
 def state_keys(engine: Any) -> list[str]:
-    """Names of the elementwise states of the first flat tensor."""
-    state = next(iter(engine.optimizer.optimizer.state.values()))
-    return sorted(key for key, value in state.items() if torch.is_tensor(value) and value.dim() == 1)
+    """Names of the elementwise states of the first tensor."""
+    state = next(iter(base_of(engine).state.values()))
+    return sorted(key for key, value in state.items() if torch.is_tensor(value) and key != "step")
 
 
 def gather(engine: Any, keys: list[str]) -> dict[str, Any]:
     """Masters, states, buffers, steps, hyperparameters, counters and scheduler of a whole job. Collective."""
     truth: dict[str, Any] = {"masters": {}, "states": {}, "weights": {}}
-    if engine.zero_optimization_stage() < 3 and engine.zero_round_robin_gradients():
+    if engine.zero_optimization_stage() == 0:
+        gather_unpartitioned(engine, keys, truth)
+    elif engine.zero_optimization_stage() < 3 and engine.zero_round_robin_gradients():
         gather_by_address(engine, keys, truth)
     else:
         for name, param in engine.module.named_parameters():
+            if not param.requires_grad:
+                continue
             truth["masters"][name] = safe_get_full_fp32_param(param).clone()
             for key in keys:
                 truth["states"][name, key] = safe_get_full_optimizer_state(param, key).clone()
@@ -39,7 +48,35 @@ def gather(engine: Any, keys: list[str]) -> dict[str, Any]:
     truth["groups"] = hyperparameters(engine)
     truth["counters"] = (engine.global_steps, engine.global_samples, engine.skipped_steps)
     truth["scheduler"] = engine.lr_scheduler.state_dict()
+    truth["scale"] = loss_scale(engine)
     return truth
+
+
+def gather_unpartitioned(engine: Any, keys: list[str], truth: dict[str, Any]) -> None:
+    """Without ZeRO: DeepSpeed has no getters for it, but everything lies whole in the optimizer."""
+    optimizer, base = engine.optimizer, base_of(engine)
+    for group, values in enumerate(base.param_groups):
+        params = optimizer.fp16_groups[group] if hasattr(optimizer, "fp16_groups") else values["params"]
+        flat = hasattr(optimizer, "fp32_groups_flat")
+        position = 0
+        for number, param in enumerate(params):
+            holder = values["params"][0 if flat else number]
+            part = slice(position, position + param.numel()) if flat else slice(None)
+            name = engine.param_names[param]
+            truth["masters"][name] = holder.detach().reshape(-1)[part].view(param.shape).clone()
+            for key in keys:
+                if key in base.state.get(holder, {}):
+                    truth["states"][name, key] = base.state[holder][key].reshape(-1)[part].view(param.shape).clone()
+            position += param.numel()
+
+
+def loss_scale(engine: Any) -> dict[str, Any] | None:
+    """What moves in the loss scaler of an fp16 run."""
+    if not engine.fp16_enabled():
+        return None
+    scaler = getattr(engine.optimizer, "loss_scale_config", None) or engine.optimizer.loss_scaler
+    moving = ("cur_scale", "cur_iter", "last_overflow_iter") if engine.dynamic_loss_scale() else ("cur_scale",)
+    return {"dynamic": engine.dynamic_loss_scale(), **{key: getattr(scaler, key) for key in moving}}
 
 
 def gather_by_address(engine: Any, keys: list[str], truth: dict[str, Any]) -> None:
@@ -83,31 +120,41 @@ def low_precision(engine: Any) -> dict[str, torch.Tensor]:
 
 def steps(engine: Any) -> list[float]:
     """The distinct step counts over all flat tensors of this rank."""
-    return sorted({float(state["step"]) for state in engine.optimizer.optimizer.state.values() if "step" in state})
+    counts = sorted({float(state["step"]) for state in base_of(engine).state.values() if "step" in state})
+    # FusedAdam counts for a whole group, in the state of the last tensor that got a gradient, and uses that count alone
+    return counts[-1:] if type(base_of(engine)).__name__ == "FusedAdam" else counts
 
 
 def hyperparameters(engine: Any) -> list[dict[str, Any]]:
     return [
         {key: group[key] for key in ("lr", "weight_decay", "betas", "eps", "initial_lr", "name") if key in group}
-        for group in engine.optimizer.param_groups
+        for group in base_of(engine).param_groups
     ]
 
 
 def assert_equal(engine: Any, truth: dict[str, Any], where: str) -> None:
-    """The engine holds exactly ``truth``. Collective."""
+    """The engine holds exactly ``truth``, its weights and buffers in its own precision. Collective."""
     keys = sorted({key for _, key in truth["states"]})
     if keys:
         relink(engine)
     now = gather(engine, keys)
     assert now["masters"].keys() == truth["masters"].keys(), where
+    assert truth["states"].keys() <= now["states"].keys(), where
+    for key in now["states"].keys() - truth["states"].keys():
+        assert not now["states"][key].any(), f"{where}: {key} was not in the checkpoint and is not zero"
     for kind in ("masters", "states", "weights", "buffers"):
-        for key, expected in truth[kind].items():
+        for key, original in truth[kind].items():
             found = now[kind][key]
+            derived = truth["masters"].get(key, original) if kind == "weights" else original
+            expected = derived.to(found.dtype) if kind in ("weights", "buffers") else derived
             assert found.dtype == expected.dtype, f"{where}: dtype of {kind} {key}: {found.dtype} {expected.dtype}"
             assert torch.equal(found, expected), f"{where}: {kind} {key} differs by {(found - expected).abs().max()}"
     for kind in ("steps", "groups", "counters", "scheduler"):
         assert now[kind] == truth[kind], f"{where}: {kind}: {now[kind]} instead of {truth[kind]}"
-    counts = [state.get("step") for state in engine.optimizer.optimizer.state.values()]
+    was, is_now = truth.get("scale"), now["scale"]
+    if was and is_now and was["dynamic"] == is_now["dynamic"]:
+        assert was == is_now, f"{where}: loss scale {is_now} instead of {was}"
+    counts = [state.get("step") for state in base_of(engine).state.values()]
     held = [id(count) for count in counts if torch.is_tensor(count)]
     assert len(held) == len(set(held)), f"{where}: flat tensors share one step tensor"
 
@@ -124,6 +171,7 @@ def fingerprint(engine: Any) -> dict[str, str]:
         "scheduler": repr(engine.lr_scheduler.state_dict()),
         "counters": repr((engine.global_steps, engine.global_samples, engine.skipped_steps, engine.micro_steps)),
         "scaler": repr(vars(getattr(optimizer, "loss_scaler", Exception())))
+        + repr(getattr(optimizer, "loss_scale_config", None))
         + repr(getattr(optimizer, "overflow", None)),
         "dp": repr(engine.loaded_checkpoint_dp_world_size),
     }
@@ -132,13 +180,12 @@ def fingerprint(engine: Any) -> dict[str, str]:
 def _flats(optimizer: Any) -> list[torch.Tensor]:
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
         return list(optimizer.fp32_partitioned_groups_flat)
-    if hasattr(optimizer, "fp32_groups_flat_partition"):  # BF16_Optimizer
-        return list(optimizer.fp32_groups_flat_partition)
-    return list(optimizer.single_partition_of_fp32_groups)
+    base = getattr(optimizer, "optimizer", optimizer)
+    return [param for group in base.param_groups for param in group["params"]]
 
 
 def _state_values(optimizer: Any, flat: torch.Tensor) -> list[Any]:
-    state = optimizer.optimizer.state.get(flat, {})
+    state = getattr(optimizer, "optimizer", optimizer).state.get(flat, {})
     return [state[key] for key in sorted(state)]
 
 

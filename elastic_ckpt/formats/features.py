@@ -1,0 +1,118 @@
+"""Features that only DeepSpeed's own loader restores, as a checkpoint's files show them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from elastic_ckpt.errors import UnsupportedError
+from elastic_ckpt.formats.pickled import PickledFile
+
+#: 1-bit optimizers of DeepSpeed before 0.19, by lower-case class name, which is their name in the config too.
+ONE_BIT_OPTIMIZERS = frozenset({"onebitadam", "onebitlamb", "zerooneadam"})
+_ONE_BIT_STATES = {"worker_error", "server_error", "momentum_accumulator", "lamb_coeff_freeze", "scaling_coeff"}
+
+
+@dataclass(frozen=True)
+class Features:
+    """What is special about a run.
+
+    Attributes:
+        experts: number of experts, by layer.
+        expert_groups: names of the param groups of experts, which tell their expert-parallel degree.
+        one_bit: whether a 1-bit optimizer steps.
+        mics: ranks in a MiCS shard group; 0 without MiCS.
+    """
+
+    experts: tuple[int, ...] = ()
+    expert_groups: tuple[str, ...] = ()
+    one_bit: bool = False
+    mics: int = 0
+
+    def __or__(self, other: Features) -> Features:
+        return Features(
+            self.experts or other.experts,
+            tuple(sorted({*self.expert_groups, *other.expert_groups})),
+            self.one_bit or other.one_bit,
+            max(self.mics, other.mics),
+        )
+
+    @property
+    def names(self) -> str:
+        """The features as people call them; empty where there is none."""
+        names = (
+            (bool(self.experts or self.expert_groups), "mixture of experts"),
+            (self.one_bit, "a 1-bit optimizer"),
+            (self.mics > 0, f"MiCS (mics_shard_size {self.mics})"),
+        )
+        return ", ".join(name for present, name in names if present)
+
+
+def features_in(file: PickledFile) -> Features:
+    """What a model-states or optimizer-states file shows. Local."""
+    tree = file.tree if isinstance(file.tree, Mapping) else {}
+    config = _config(tree)
+    experts = tree.get("num_experts") or ()
+    values = _mappings(_base_state(tree).get("state"))
+    optimizer = str(_section(config, "optimizer").get("type", "")).lower()
+    mics = _section(config, "zero_optimization").get("mics_shard_size", 0)
+    return Features(
+        experts=tuple(experts) if isinstance(experts, (list, tuple)) else (experts,),
+        expert_groups=tuple(sorted({str(group.get("name")) for group in base_groups(file) if group.get("moe")})),
+        one_bit=optimizer in ONE_BIT_OPTIMIZERS or any(_ONE_BIT_STATES & set(value) for value in values),
+        mics=max(mics, 0) if isinstance(mics, int) else 0,
+    )
+
+
+def base_groups(file: PickledFile) -> list[Mapping[str, Any]]:
+    """The param groups that a file holds, of the base optimizer; none where it holds no optimizer."""
+    tree = file.tree if isinstance(file.tree, Mapping) else {}
+    return [group for group in _base_state(tree).get("param_groups") or () if isinstance(group, Mapping)]
+
+
+def refuse_features(features: Features, file: str) -> None:
+    """Refuse by name what cannot be restored at another topology.
+
+    Raises:
+        UnsupportedError: naming the features and why.
+    """
+    if features.names:
+        raise UnsupportedError(
+            f"the checkpoint was saved with {features.names}, whose parameters or states are not laid out as ZeRO's "
+            "and cannot be cut for another topology yet",
+            file=file,
+            expected="a run of plain ZeRO",
+            found=features.names,
+            remedy="resume it with the number of ranks, the layout and the optimizer that saved it",
+        )
+
+
+def _config(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    config = tree.get("ds_config")
+    if isinstance(config, str):
+        try:
+            config = json.loads(config)
+        except ValueError:
+            return {}
+    return config if isinstance(config, Mapping) else {}
+
+
+def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    section = config.get(key)
+    return section if isinstance(section, Mapping) else {}
+
+
+def _base_state(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The base optimizer's ``state_dict``, wherever the ZeRO stage puts it."""
+    state = tree.get("optimizer_state_dict", tree.get("optimizer"))
+    for key in ("base_optimizer_state", "optimizer_state_dict"):
+        if isinstance(state, Mapping) and isinstance(state.get(key), Mapping):
+            state = state[key]
+    return state if isinstance(state, Mapping) else {}
+
+
+def _mappings(states: Any) -> Iterable[Mapping[str, Any]]:
+    values = states.values() if isinstance(states, Mapping) else ()
+    return [value for value in values if isinstance(value, Mapping)]

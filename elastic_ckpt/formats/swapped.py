@@ -1,0 +1,132 @@
+"""Optimizer states of ZeRO-3 on NVMe: swap files beside the shards.
+
+``DeepSpeedEngine.save_checkpoint`` copies the swap folder of rank R to ``<tag>/offloaded_tensors/rankR``. A sub-group
+whose partition has at least ``max(1 MiB, aio.block_size)`` bytes is swapped: its master lies in ``<id>.tensor.swp``, a
+state in ``<state>-<id>.tensor.swp``, raw fp32 from the first byte on, padded at the end to a multiple of
+``1024 * aio.intra_op_parallelism`` bytes. In the shard itself, the tensors of such a sub-group are empty or, with
+``pipeline_read`` or ``pipeline_write``, of full size and stale; each has the name of its file as an attribute. Sources:
+``swap_tensor/optimizer_utils.py``, ``swap_tensor/pipelined_optimizer_swapper.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from elastic_ckpt.catalog import MASTER, SourceFile
+from elastic_ckpt.errors import DamagedError, UnsupportedError
+from elastic_ckpt.formats.naming import SWAPPED_FOLDER
+from elastic_ckpt.formats.pickled import PickledFile, TensorRef
+
+_SUFFIX = ".tensor.swp"
+_ID = re.compile(r"\d+_\d+")
+_STATE = re.compile(r"\w+")
+#: Bytes of padding behind the data can be no more than this (``intra_op_parallelism`` of 1024).
+_MOST_PADDING_NBYTES = 1 << 20
+_ALIGNMENT_NBYTES = 1024
+
+
+def swap_files(file: PickledFile, dp_rank: int, master: TensorRef, state: Mapping[str, Any]) -> dict[str, SourceFile]:
+    """The swap files of one sub-group: catalog key -> file; empty where the sub-group lies in the shard itself.
+
+    Args:
+        file: the optimizer-states file.
+        dp_rank: whose file it is.
+        master: the sub-group's master there.
+        state: its optimizer states there.
+
+    Raises:
+        DamagedError: a swap file is missing, or has a name that is none.
+        UnsupportedError: it cannot be told whether the sub-group was swapped.
+    """
+    folder = _folder(file, dp_rank)
+    states = {key: ref for key, ref in state.items() if isinstance(ref, TensorRef) and ref.swap_id is not None}
+    if not states and not _master_is_swapped(file, folder, master, state):
+        return {}
+    if master.swap_id is None or not _ID.fullmatch(master.swap_id):
+        raise _nameless(file, "the fp32 master", master.swap_id)
+    for key, ref in states.items():
+        if not _STATE.fullmatch(key) or ref.swap_id != f"{key}-{master.swap_id}":
+            raise _nameless(file, key, ref.swap_id)
+    found = {MASTER: _swap_file(folder, master.swap_id)}
+    return found | {key: _swap_file(folder, f"{key}-{master.swap_id}") for key in states}
+
+
+def _master_is_swapped(file: PickledFile, folder: str, master: TensorRef, state: Mapping[str, Any]) -> bool:
+    """Whether a sub-group without swapped states is on NVMe all the same: none of its states is there yet."""
+    if master.numel == 0:
+        return master.swap_id is not None
+    if state or master.swap_id is None or not os.path.isfile(os.path.join(folder, master.swap_id + _SUFFIX)):
+        return False
+    raise UnsupportedError(
+        "this checkpoint was saved before the first step by a run that swaps optimizer states to NVMe: which of its "
+        "masters are up to date cannot be told",
+        file=file.path,
+        expected="a checkpoint saved after a step, or without pipeline_read and pipeline_write",
+        found=f"a swap file and {master.numel} elements in the shard",
+        remedy="start from the initial weights instead",
+    )
+
+
+def refuse_unnamed_swap_files(file: PickledFile, dp_rank: int, swapped: bool) -> None:
+    """Swap files that no tensor of the shard names: the shard was written again, and its own tensors may be stale.
+
+    Raises:
+        UnsupportedError: there are swap files, and no sub-group is known to be swapped.
+    """
+    folder = _folder(file, dp_rank)
+    if swapped or not os.path.isdir(folder) or not any(name.endswith(_SUFFIX) for name in os.listdir(folder)):
+        return
+    raise UnsupportedError(
+        "swap files lie beside this shard, but none of its tensors says that it was swapped to NVMe",
+        file=file.path,
+        expected="tensors that name their swap files, as DeepSpeed saves them",
+        found=f"unnamed files in {folder}",
+        remedy="take the shard as DeepSpeed saved it; if nothing was swapped, remove the folder",
+    )
+
+
+def _folder(file: PickledFile, dp_rank: int) -> str:
+    return os.path.join(os.path.dirname(file.path), SWAPPED_FOLDER, f"rank{dp_rank:02d}")
+
+
+def _swap_file(folder: str, stem: str) -> SourceFile:
+    path = os.path.join(folder, stem + _SUFFIX)
+    if not os.path.isfile(path):
+        raise DamagedError(
+            "a swap file of the checkpoint is missing",
+            file=path,
+            expected="the copy of a swap file that DeepSpeed makes when it saves",
+            found="no such file",
+            remedy="restore the file, or take another tag",
+        )
+    return SourceFile(path, os.path.getsize(path))
+
+
+def check_swap_file(source: SourceFile, numel: int) -> None:
+    """The size of a swap file must be that of its data, padded.
+
+    Raises:
+        DamagedError: it is not.
+    """
+    padding = source.nbytes - 4 * numel
+    if not 0 <= padding < _MOST_PADDING_NBYTES or source.nbytes % _ALIGNMENT_NBYTES:
+        raise DamagedError(
+            "a swap file of the checkpoint has the wrong size",
+            file=source.path,
+            expected=f"{numel} fp32 elements, padded to a multiple of {_ALIGNMENT_NBYTES} bytes",
+            found=f"{source.nbytes} bytes",
+            remedy="it is truncated, or of another run that used the same swap folder: take another tag",
+        )
+
+
+def _nameless(file: PickledFile, what: str, found: str | None) -> DamagedError:
+    return DamagedError(
+        f"{what} was swapped to NVMe, but does not name its swap file",
+        file=file.path,
+        expected="<first>_<last> for a master, <state>-<first>_<last> for a state",
+        found=repr(found),
+        remedy="take another tag",
+    )

@@ -1,0 +1,130 @@
+"""The optimizer entry of a checkpoint without ZeRO partitions (stage 0).
+
+Three layouts, all inside ``mp_rank_00_model_states.pt``, told apart by what lies beside the optimizer's state dict:
+
+- *plain* (fp32): the state dict alone; the weights in ``module`` are the masters.
+- *unfused* (``FP16_UnfusedOptimizer``, fp16 and bf16): ``fp32_groups``, one master for each parameter.
+- *fused* (``FP16_Optimizer``): ``fp32_groups_flat``, one flat master for each param group.
+
+In all of them parameters are numbered, not named. Sources: ``fp16/unfused_optimizer.py``, ``fp16/fused_optimizer.py``,
+``torch.optim.Optimizer.state_dict``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from elastic_ckpt.errors import DamagedError
+from elastic_ckpt.formats.pickled import PickledFile, TensorRef, materialise
+
+PLAIN, UNFUSED, FUSED = "plain", "unfused", "fused"
+#: A state of this name is a count, of a parameter without dimensions too.
+STEP = "step"
+_MASTERS = {"fp32_groups": UNFUSED, "fp32_groups_flat": FUSED}
+
+
+@dataclass(frozen=True)
+class UnpartitionedState:
+    """The optimizer entry, small enough to be sent to every rank.
+
+    Attributes:
+        kind: :data:`PLAIN`, :data:`UNFUSED` or :data:`FUSED`.
+        groups: hyperparameters per param group.
+        members: per param group, the numbers of its tensors: parameters, or the one flat tensor (fused).
+        names: per param group, the parameters' names where the optimizer was given named ones.
+        masters: per param group, the fp32 masters; empty where plain.
+        tensors: number -> its states that are tensors.
+        scalars: number -> its states that are numbers or tensors without a dimension.
+        opaque: states of any other kind: key -> description.
+        scaler: entries about loss scaling.
+    """
+
+    kind: str
+    groups: tuple[Mapping[str, Any], ...]
+    members: tuple[tuple[int, ...], ...]
+    names: tuple[tuple[str, ...], ...] | None
+    masters: tuple[tuple[TensorRef, ...], ...]
+    tensors: Mapping[int, Mapping[str, TensorRef]]
+    scalars: Mapping[int, Mapping[str, float]]
+    opaque: Mapping[str, str]
+    scaler: Mapping[str, Any]
+
+
+def index_unpartitioned(file: PickledFile) -> UnpartitionedState | None:
+    """Sort out the optimizer entry of a model-states file; ``None`` where there is none (ZeRO keeps it elsewhere).
+
+    Raises:
+        DamagedError: the entry is not an optimizer's.
+    """
+    saved = file.tree.get("optimizer")
+    if saved is None:
+        return None
+    if not isinstance(saved, Mapping):
+        raise _damaged(file, "a dict", type(saved).__name__)
+    kind = next((kind for key, kind in _MASTERS.items() if key in saved), PLAIN)
+    state = saved if kind == PLAIN else saved.get("optimizer_state_dict")
+    if not isinstance(state, Mapping) or "state" not in state or "param_groups" not in state:
+        raise _damaged(file, "'state' and 'param_groups' of a torch optimizer", sorted(map(str, saved))[:8])
+    groups = state["param_groups"]
+    names = tuple(tuple(map(str, group.get("param_names") or ())) for group in groups)
+    tensors, scalars, opaque = _sort_states(file, state["state"])
+    return UnpartitionedState(
+        kind=kind,
+        groups=_hyperparameters(file, groups),
+        members=tuple(tuple(group["params"]) for group in groups),
+        names=names if kind != FUSED and all(names) else None,
+        masters=_masters(file, saved, kind),
+        tensors=tensors,
+        scalars=scalars,
+        opaque=opaque,
+        scaler={key: value for key, value in saved.items() if isinstance(value, (int, float, bool))},
+    )
+
+
+def _hyperparameters(file: PickledFile, groups: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+    read = [
+        materialise(file, {k: v for k, v in group.items() if k not in ("params", "param_names")}) for group in groups
+    ]
+    return tuple({k: v.item() if hasattr(v, "item") else v for k, v in values.items()} for values in read)
+
+
+def _masters(file: PickledFile, saved: Mapping[str, Any], kind: str) -> tuple[tuple[TensorRef, ...], ...]:
+    if kind == PLAIN:
+        return ()
+    raw = saved[next(key for key, other in _MASTERS.items() if other == kind)]
+    masters = tuple(tuple(group) if kind == UNFUSED else (group,) for group in raw)
+    for master in (master for group in masters for master in group):
+        if not isinstance(master, TensorRef) or not master.is_contiguous:
+            raise _damaged(file, "dense fp32 masters", str(master)[:200])
+    return masters
+
+
+def _sort_states(
+    file: PickledFile, saved: Mapping[int, Mapping[str, Any]]
+) -> tuple[dict[int, dict[str, TensorRef]], dict[int, dict[str, float]], dict[str, str]]:
+    tensors: dict[int, dict[str, TensorRef]] = {}
+    scalars: dict[int, dict[str, float]] = {}
+    opaque: dict[str, str] = {}
+    for number, state in saved.items():
+        for key, value in state.items():
+            if isinstance(value, TensorRef):
+                tensors.setdefault(int(number), {})[key] = value
+                if not value.shape:
+                    scalars.setdefault(int(number), {})[key] = materialise(file, value).item()
+            elif isinstance(value, (int, float)) and not isinstance(value, bool):
+                scalars.setdefault(int(number), {})[key] = value
+            else:
+                opaque[key] = f"a {type(value).__name__}"
+    return tensors, scalars, opaque
+
+
+def _damaged(file: PickledFile, expected: str, found: Any) -> DamagedError:
+    return DamagedError(
+        "the optimizer entry of this file is not one that DeepSpeed writes",
+        file=file.path,
+        expected=expected,
+        found=found,
+        remedy="the file is of another kind of run; take another tag, or load_optimizer_states=False",
+    )

@@ -1,0 +1,186 @@
+"""Which parameter is which in an optimizer state that numbers its parameters and names none (ZeRO stage 0).
+
+Names come from the optimizer itself (named parameters), from the live param groups, or from the order of the model, in
+this order; shapes must agree. Where parameters were frozen, set free, added or removed since the save, so that a live
+group has some more or some fewer than the saved one, shapes must leave exactly one way to fit them together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from elastic_ckpt.errors import MismatchError
+from elastic_ckpt.formats.model_states import ModelShard
+from elastic_ckpt.formats.zero0_index import FUSED, PLAIN, STEP, UnpartitionedState
+from elastic_ckpt.renaming import RenameRules, rename
+
+Shape = tuple[int, ...]
+Names = Sequence[Sequence[str]]
+Fits = Callable[[int, int], bool]
+#: Per group and number in it; ``None``: a parameter that does not train any more, whose state is not needed.
+Members = Sequence[Sequence[str | None]]
+
+
+def member_names(
+    model: ModelShard, state: UnpartitionedState, live_groups: Names, rules: RenameRules
+) -> tuple[Members, tuple[str, ...]]:
+    """Saved names of every saved group's members, and a note where they had to be inferred.
+
+    Args:
+        model: the model-states file.
+        state: its optimizer entry.
+        live_groups: names in the live param groups, in the optimizer's order.
+        rules: the user's renames, which live names have behind them.
+
+    Raises:
+        MismatchError: it cannot be told which parameter is which.
+    """
+    shapes = {name: ref.shape for name, ref in model.weights.items()}
+    if state.names is not None:
+        fitted = _fit_named(state, shapes)
+        if fitted is not None:
+            return fitted, ()
+    origins = {rename(name, rules): model.shared.get(name, name) for name in shapes}
+    live = [[origins[name] for name in group if name in origins] for group in live_groups]
+    in_order = [name for name in shapes if name not in model.buffers and name not in model.shared]
+    candidates: dict[str, Members] = {}
+    for origin, names in (("the live param groups", live), ("the model", [in_order])):
+        fitted = _fit(state, names, shapes)
+        if fitted is not None and not _loses(state, fitted, names, shapes):
+            candidates[origin] = fitted
+    distinct = {tuple(map(tuple, names)) for names in candidates.values()}
+    if not candidates or (len(distinct) > 1 and state.kind == PLAIN):
+        raise _unnamed(model, state, live_groups, list(candidates))
+    origin, chosen = next(iter(candidates.items()))
+    proof = "shapes agree" if state.kind == PLAIN else "shapes and values agree"
+    notes = [f"without ZeRO, DeepSpeed saves optimizer states without names: taken in the order of {origin}; {proof}"]
+    dropped = sum(name is None for group in chosen for name in group)
+    if dropped:
+        notes.append(f"optimizer states of {dropped} saved parameters are skipped: they do not train in the live run")
+    return chosen, tuple(notes)
+
+
+def _fit(state: UnpartitionedState, names: Names, shapes: Mapping[str, Shape]) -> Members | None:
+    """These names as the members of the saved groups, or ``None`` where they do not fit."""
+    if len(names) != len(state.members):
+        return None
+    if state.kind == FUSED:
+        held = [math.prod(masters[0].shape) for masters in state.masters]
+        named = [sum(math.prod(shapes[name]) for name in group) for group in names]
+        return names if held == named else None
+    fitted = [align(_held_shapes(state, group), members, shapes) for group, members in enumerate(names)]
+    return None if any(members is None for members in fitted) else [members or [] for members in fitted]
+
+
+def _fit_named(state: UnpartitionedState, shapes: Mapping[str, Shape]) -> Members | None:
+    """The optimizer's own names, where they are the module's; of parameters without a state, some may be missing."""
+    assert state.names is not None
+    fitted: list[list[str | None]] = []
+    for group, members in enumerate(state.names):
+        held = _held_shapes(state, group)
+        if len(held) != len(members):
+            return None
+        known = [name if name in shapes else None for name in members]
+        for shape, name in zip(held, known, strict=True):
+            if shape is not None and (name is None or shapes[name] != shape):
+                return None
+        fitted.append(known)
+    return fitted
+
+
+def _loses(state: UnpartitionedState, fitted: Members, names: Names, shapes: Mapping[str, Shape]) -> bool:
+    """Whether a saved state that is left out may be that of a live parameter that is left without one."""
+    if state.kind == FUSED:
+        return False
+    placed = {name for group in fitted for name in group}
+    without = {shapes[name] for group in names for name in group if name not in placed}
+    dropped = [
+        shape
+        for group, members in enumerate(fitted)
+        for shape, name in zip(_held_shapes(state, group), members, strict=True)
+        if name is None and shape is not None
+    ]
+    return any(shape in without for shape in dropped)
+
+
+def _held_shapes(state: UnpartitionedState, group: int) -> list[Shape | None]:
+    """Shapes of a saved group's members; ``None``: not known, since it has no state (fp32, never a gradient)."""
+    if state.kind != PLAIN:
+        return [master.shape for master in state.masters[group]]
+    held: list[Shape | None] = []
+    for number in state.members[group]:
+        tensors = state.tensors.get(number, {})
+        held.append(next((ref.shape for key, ref in tensors.items() if key != STEP), None))
+    return held
+
+
+def align(held: Sequence[Shape | None], names: Sequence[str], shapes: Mapping[str, Shape]) -> list[str | None] | None:
+    """Fit names to saved tensors by shape, both in their own order.
+
+    Of two lists of one length, each fits its counterpart. Else the shorter one must fit into the longer one in exactly
+    one way.
+
+    Args:
+        held: shapes of the saved tensors; ``None`` fits any.
+        names: names that may belong to them.
+        shapes: shapes of the named parameters.
+
+    Returns:
+        The name of each saved tensor, ``None`` for those that belong to no name; or ``None``: no or no single way.
+    """
+    short, long = (held, names) if len(held) <= len(names) else (names, held)
+    swapped = len(held) > len(names)
+
+    def fits(i: int, j: int) -> bool:
+        shape, name = (held[j], names[i]) if swapped else (held[i], names[j])
+        return shape is None or shape == shapes[name]
+
+    chosen = _only_way(len(short), len(long), fits)
+    if chosen is None:
+        return None
+    if not swapped:
+        return [names[j] for j in chosen]
+    fitted: list[str | None] = [None] * len(held)
+    for i, j in enumerate(chosen):
+        fitted[j] = names[i]
+    return fitted
+
+
+def _only_way(short: int, long: int, fits: Fits) -> list[int] | None:
+    """Positions in the longer list that the members of the shorter one take, if there is exactly one way."""
+    # first[i]: earliest place of i with all before it placed; last[i]: latest with all behind it placed
+    first, last = [-1] * short, [-1] * short
+    j = 0
+    for i in range(short):
+        while j < long and not fits(i, j):
+            j += 1
+        if j == long:
+            return None
+        first[i] = j
+        j += 1
+    j = long - 1
+    for i in reversed(range(short)):
+        while not fits(i, j):
+            j -= 1
+        last[i] = j
+        j -= 1
+    return first if first == last else None
+
+
+def _unnamed(model: ModelShard, state: UnpartitionedState, live_groups: Names, fitting: Sequence[str]) -> MismatchError:
+    sizes = [len(members) for members in (state.masters if state.kind != PLAIN else state.members)]
+    if fitting:
+        found = f"the orders of {' and of '.join(fitting)} both fit, and differ"
+    else:
+        found = f"{sizes} tensors in the saved groups, {[len(group) for group in live_groups]} in the live ones"
+    return MismatchError(
+        "without ZeRO, DeepSpeed saves optimizer states without names, and which parameter is which cannot be told",
+        file=model.path,
+        expected="live param groups with the parameters of the saved ones, in their order",
+        found=found,
+        remedy=(
+            "build the param groups as they were when the checkpoint was saved, frozen parameters included, "
+            "or load with load_optimizer_states=False"
+        ),
+    )

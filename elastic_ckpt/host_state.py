@@ -1,0 +1,61 @@
+"""What a checkpoint holds beside tensors of the model: small Python objects. Pure data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """State of an fp16 loss scaler, in one form for every optimizer that keeps one.
+
+    Attributes:
+        dynamic: whether it moves by itself; if not, only ``cur_scale`` counts.
+        values: ``cur_scale``; if dynamic also ``cur_iter``, ``last_overflow_iter``, ``scale_factor`` and
+            ``scale_window``, and from the partitioned optimizers ``cur_hysteresis`` and the settings around it.
+    """
+
+    dynamic: bool
+    values: Mapping[str, Any]
+
+    @property
+    def kind(self) -> str:
+        return "dynamic" if self.dynamic else "static"
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """How a run cuts its data: the global batch in samples, the micro batch of a rank, micro-batches a step.
+
+    ``None`` where the checkpoint does not tell.
+    """
+
+    global_batch: int | None
+    micro_batch: int | None
+    accumulation_steps: int | None
+
+
+@dataclass(frozen=True)
+class HostState:
+    """The Python side of a checkpoint.
+
+    Attributes:
+        counters: ``global_steps``, ``global_samples``, ``skipped_steps``, ``dp_world_size``, ``mp_world_size``.
+        batch: batch sizes of the run that saved it.
+        lr_scheduler: state dict of the scheduler, or ``None``.
+        loss_scale: state of the fp16 loss scaler; ``None`` where the run did not train in fp16.
+        overflow: the optimizer's overflow flag.
+        checkpoint: every other top-level entry of the model-states file, the client state among them.
+        same_ranks: whether the job has the ranks of the save, so that what belongs to one rank still belongs to it;
+            if not, this is rank 0's on every rank.
+    """
+
+    counters: Mapping[str, Any]
+    batch: BatchSizes
+    lr_scheduler: Any
+    loss_scale: LossScale | None
+    overflow: bool
+    checkpoint: Mapping[str, Any]
+    same_ranks: bool = False

@@ -1,0 +1,169 @@
+"""Partitions that lie elsewhere: in host memory beside an accelerator's, in sub-groups, on NVMe."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deepspeed.ops.op_builder import AsyncIOBuilder
+
+from tests.distributed.conftest import Launch
+from tests.distributed.launch import end, environment, start
+from tests.distributed.model import Setup
+
+CPU = ("offload_optimizer", {"device": "cpu", "pin_memory": True})
+PARAM = ("offload_param", {"device": "cpu", "pin_memory": True})
+HPZ = Setup(3, "bf16", zero=(("zero_hpz_partition_size", 2), ("stage3_param_persistence_threshold", 0)))
+OFFLOADED = [
+    Setup(1, "bf16", "cpuadam", zero=(CPU,)),
+    Setup(2, zero=(CPU,)),
+    Setup(3, optimizer="cpuadam", zero=(CPU, ("sub_group_size", 150))),
+    Setup(3, "bf16", zero=(CPU, PARAM)),
+    Setup(3, zero=(("stage3_param_persistence_threshold", 50), ("sub_group_size", 400))),
+]
+
+needs_aio = pytest.mark.skipif(
+    not AsyncIOBuilder().is_compatible(verbose=False), reason="DeepSpeed's async_io op needs libaio (libaio-dev)"
+)
+
+
+@pytest.fixture(scope="module")
+def aio(extensions_dir: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """DeepSpeed's async_io op, built before a test with a time limit needs it: that takes minutes."""
+    log = tmp_path_factory.mktemp("aio") / "build.log"
+    build = "from deepspeed.ops.op_builder import AsyncIOBuilder; AsyncIOBuilder().load(verbose=False)"
+    process = start([sys.executable, "-c", build], environment(extensions_dir), log)
+    try:
+        assert process.wait(550) == 0, log.read_text()[-6000:]
+    finally:
+        end(process)
+
+
+@pytest.fixture(scope="module")
+def offloaded(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with ``<setup>-dp2/step4`` for every setup here."""
+    folder = tmp_path_factory.mktemp("offloaded")
+    launch(2, "save", {"folder": str(folder), "setups": [setup.as_json() for setup in [*OFFLOADED, HPZ]]})
+    return folder
+
+
+def targets(crossings: list[tuple[Setup, list[tuple[Path, Setup]]]], **more: Any) -> list[dict[str, Any]]:
+    return [
+        {
+            "setup": target.as_json(),
+            "sources": [
+                {"folder": str(folder / f"{s.name}-dp2"), "format": "native", "alike": s.precision == target.precision}
+                for folder, s in found
+            ],
+            "continue": list(range(len(found))),
+            **more,
+        }
+        for target, found in crossings
+    ]
+
+
+@pytest.mark.parametrize("degree", [1, 4])
+def test_offloaded_and_split_partitions_resume_bit_exactly_on(
+    degree: int, launch: Launch, native: Path, offloaded: Path
+) -> None:
+    plain = [(native, Setup(1)), (native, Setup(3, "bf16"))]
+    every = [(offloaded, setup) for setup in [*OFFLOADED, HPZ]]
+    crossings = [(target, [*plain, (offloaded, target)]) for target in OFFLOADED]
+    crossings += [(target, every) for target in (Setup(1), Setup(3, "bf16"), Setup(0))]
+    if degree % 2 == 0:
+        crossings.append((HPZ, [*plain, (offloaded, HPZ)]))
+    launch(degree, "load", {"targets": targets(crossings)})
+
+
+def test_saving_after_an_elastic_load_gives_what_deepspeed_loads_alone(
+    launch: Launch, native: Path, tmp_path: Path
+) -> None:
+    folder = str(native / f"{Setup(1).name}-dp2")
+    cases = [{"setup": setup.as_json(), "folder": folder} for setup in OFFLOADED]
+    launch(3, "save_again", {"cases": cases, "folder": str(tmp_path)})
+
+
+def nvme(
+    folder: Path, optimizer: str = "cpuadam", pipeline: bool = False, precision: str = "fp32", **more: Any
+) -> Setup:
+    """ZeRO-3 with two sub-groups on NVMe, and smaller ones in memory."""
+    swap = {
+        "device": "nvme",
+        "nvme_path": str(folder),
+        "buffer_count": 16 if pipeline else 5,
+        "pipeline_read": pipeline,
+        "pipeline_write": pipeline,
+    }
+    zero = (("offload_optimizer", swap), ("sub_group_size", 300_000), ("stage3_param_persistence_threshold", 0))
+    aio = {
+        "block_size": 1 << 20,
+        "queue_depth": 8,
+        "intra_op_parallelism": 1,
+        "single_submit": False,
+        "overlap_events": True,
+    }
+    return Setup(3, precision, optimizer, zero=(*zero, *more.items()), config=(("aio", aio),))
+
+
+@needs_aio
+@pytest.mark.usefixtures("aio")
+def test_states_on_nvme_come_and_go_bit_exactly(launch: Launch, tmp_path: Path) -> None:
+    swap = tmp_path / "swap"
+    swap.mkdir()
+    sources = {"plain": Setup(3), "nvme": nvme(swap), "pipeline": nvme(swap, "adamw", pipeline=True)}
+    for name, setup in sources.items():
+        arguments = {"folder": str(tmp_path / name), "setups": [setup.as_json()], "model": "HugeLM"}
+        launch(2, "save", arguments)
+    every = [(tmp_path / name, setup) for name, setup in sources.items()]
+    for degree in (1, 2, 3):
+        crossings = [(Setup(3), every[1:]), (nvme(swap), every)]
+        crossings += [(Setup(1), every[1:]), (nvme(swap, "adamw", pipeline=True), every)] if degree == 2 else []
+        launch(degree, "load", {"targets": targets(crossings, model="HugeLM")})
+    bf16 = nvme(
+        swap, precision="bf16", offload_param={"device": "nvme", "nvme_path": str(swap), "buffer_size": 1 << 20}
+    )
+    launch(2, "load", {"targets": targets([(bf16, every[:2])], model="HugeLM")})
+
+
+@needs_aio
+@pytest.mark.usefixtures("aio")
+def test_what_is_wrong_with_swap_files_is_named(launch: Launch, tmp_path: Path) -> None:
+    swap = tmp_path / "swap"
+    swap.mkdir()
+    setup = nvme(swap)
+    launch(2, "save", {"folder": str(tmp_path), "setups": [setup.as_json()], "model": "HugeLM"})
+    whole = tmp_path / f"{setup.name}-dp2"
+    swapped = sorted((whole / "step4" / "offloaded_tensors" / "rank01").glob("exp_avg-*.swp"))
+    gone = swapped[0].name
+    cases = []
+    for number, (name, error, says) in enumerate(
+        [("gone", "DamagedError", [gone, "missing"]), ("short", "DamagedError", [gone, "wrong size"])]
+    ):
+        copy = tmp_path / str(number)
+        shutil.copytree(whole, copy)
+        file = copy / "step4" / "offloaded_tensors" / "rank01" / gone
+        if name == "gone":
+            file.unlink()
+        else:
+            file.write_bytes(file.read_bytes()[:-4096])
+        case = {"name": name, "folder": str(copy), "error": error, "says": says, "model": "HugeLM"}
+        cases.append({**case, "setup": Setup(1).as_json()})
+    launch(2, "refuse", {"cases": cases})
+
+
+@needs_aio
+@pytest.mark.usefixtures("aio")
+def test_a_fresh_start_and_weights_alone_reach_states_on_nvme(launch: Launch, tmp_path: Path) -> None:
+    swap = tmp_path / "swap"
+    swap.mkdir()
+    plain = Setup(3)
+    launch(2, "save", {"folder": str(tmp_path / "0"), "setups": [plain.as_json()], "model": "HugeLM", "steps": 0})
+    launch(2, "save", {"folder": str(tmp_path / "4"), "setups": [plain.as_json()], "model": "HugeLM"})
+    never = {"setup": nvme(swap, "adamw").as_json(), "folder": str(tmp_path / "0" / f"{plain.name}-dp2")}
+    launch(2, "never_stepped", {"cases": [{**never, "model": "HugeLM"}]})
+    folder = str(tmp_path / "4" / f"{plain.name}-dp2")
+    case = {"folder": folder, "model": "HugeLM", "arguments": {"load_optimizer_states": False}, "trained": True}
+    launch(2, "weights_only", {"cases": [{**case, "setup": setup.as_json()} for setup in (nvme(swap), Setup(1))]})

@@ -1,0 +1,139 @@
+"""ZeRO-0, BF16_Optimizer and fp16: to and from everything else, bit by bit; and changes of precision."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.conftest import ROUND_ROBIN, UNPARTITIONED, Launch
+from tests.distributed.model import Setup
+
+PARTITIONED = [Setup(1), Setup(3), Setup(2, "bf16"), Setup(3, "bf16")]
+ADAMW = [setup for setup in UNPARTITIONED if setup.optimizer == "adamw"]
+TARGETS = [
+    *ADAMW,
+    Setup(1),
+    Setup(3),
+    Setup(2, "fp16"),
+    Setup(3, "bf16"),
+    Setup(1, "fp16_static"),
+    Setup(2, zero=ROUND_ROBIN),
+]
+FUSED = [setup for setup in UNPARTITIONED if setup.optimizer == "fusedadam"]
+
+
+def alike(source: Setup, target: Setup) -> bool:
+    """Whether training goes on as the saved run did: DeepSpeed's fp16 without ZeRO has gradients of another unit."""
+    crosses_fp16 = "fp16" in source.precision and (source.stage == 0) != (target.stage == 0)
+    return source.precision == target.precision and not crosses_fp16
+
+
+def sources(folder: Path, setups: list[Setup], target: Setup, degrees: tuple[int, ...], kind: str) -> list[Any]:
+    return [
+        {"folder": str(folder / f"{s.name}-dp{n}"), "format": kind, "alike": alike(s, target)}
+        for s in setups
+        for n in degrees
+    ]
+
+
+@pytest.mark.parametrize("degree", [1, 2, 3])
+def test_engines_without_partitions_resume_bit_exactly_on(
+    degree: int, launch: Launch, native: Path, universal: Path, unpartitioned: Path, universal_bf16: Path
+) -> None:
+    targets = []
+    for target in TARGETS:
+        found = sources(unpartitioned, ADAMW, target, (2, 3), "native")
+        found += sources(universal_bf16, [Setup(1, "bf16_fp32acc")], target, (2,), "universal")
+        if target in ADAMW:
+            found += sources(native, PARTITIONED, target, (2,), "native")
+            found += sources(universal, PARTITIONED, target, (3,), "universal")
+        every = list(range(len(found)))
+        targets.append({"setup": target.as_json(), "sources": found, "continue": every if degree == 3 else every[::4]})
+    launch(degree, "load", {"targets": targets}, timeout=400)
+
+
+def test_fused_adam_and_adamw_take_over_from_each_other(launch: Launch, native: Path, unpartitioned: Path) -> None:
+    crossings = [(target, [*FUSED, Setup(0), Setup(0, "bf16")]) for target in FUSED]
+    crossings += [
+        (Setup(1), FUSED),
+        (Setup(3, "bf16"), FUSED),
+        (Setup(0), FUSED),
+        (Setup(2, optimizer="fusedadam"), FUSED),
+    ]
+    targets = [
+        {"setup": target.as_json(), "sources": sources(unpartitioned, found, target, (2, 3), "native"), "continue": [0]}
+        for target, found in crossings
+    ]
+    launch(3, "load", {"targets": targets})
+
+
+def test_a_loss_scale_is_kept_or_its_change_is_told(launch: Launch, native: Path, unpartitioned: Path) -> None:
+    """What the report says, and what the scaler holds, for every pair of kinds."""
+    kinds = {
+        "dynamic": [Setup(0, "fp16"), Setup(3, "fp16")],
+        "static": [Setup(0, "fp16_static"), Setup(1, "fp16_static")],
+    }
+    cases = []
+    for saved, from_setups in kinds.items():
+        for live, to_setups in kinds.items():
+            for source in from_setups:
+                for target in to_setups:
+                    folder = str(unpartitioned / f"{source.name}-dp2")
+                    cases.append({"folder": folder, "setup": target.as_json(), "saved": saved, "live": live})
+        cases += [
+            {"folder": str(native / f"{source.name}-dp2"), "setup": target.as_json(), "saved": None, "live": saved}
+            for source in (Setup(1), Setup(3, "bf16"))
+            for target in from_setups
+        ]
+        cases += [
+            {
+                "folder": str(unpartitioned / f"{source.name}-dp2"),
+                "setup": target.as_json(),
+                "saved": saved,
+                "live": None,
+            }
+            for source in from_setups
+            for target in (Setup(0, "bf16"), Setup(3))
+        ]
+    launch(3, "loss_scales", {"cases": cases})
+
+
+def test_what_every_rank_holds_is_read_once_and_sent_around(launch: Launch, tmp_path: Path) -> None:
+    setups = [Setup(0), Setup(0, "bf16"), Setup(1)]
+    as_json = [setup.as_json() for setup in setups]
+    launch(2, "save_untruthful", {"folder": str(tmp_path), "setups": as_json, "model": "BigLM"})
+    cases = [
+        {"setup": target.as_json(), "folder": str(tmp_path / f"{source.name}-dp2")}
+        for source in setups
+        for target in (Setup(0), Setup(3))
+        if "bf16" not in (source.precision, target.precision) or target.stage == 0
+    ]
+    launch(3, "frugal", {"cases": cases})
+
+
+@pytest.mark.parametrize("setup", [Setup(0), Setup(0, "bf16"), Setup(1, "bf16_fp32acc")], ids=lambda setup: setup.name)
+def test_arguments_do_what_deepspeeds_own_loader_does(setup: Setup, launch: Launch, unpartitioned: Path) -> None:
+    folder = str(unpartitioned / f"{setup.name}-dp2")
+    arguments: list[dict[str, Any]] = [{}, {"load_module_only": True}, {"load_lr_scheduler_states": False}]
+    if setup.stage > 0:
+        # without ZeRO, DeepSpeed leaves old masters behind, which undo the loaded weights at the next step
+        arguments.append({"load_optimizer_states": False})
+    cases = [{"setup": setup.as_json(), "folder": folder, "arguments": each, "trained": True} for each in arguments]
+    launch(2, "same_as_deepspeed", {"cases": cases})
+
+
+def test_saving_after_an_elastic_load_gives_what_deepspeed_loads_alone(
+    launch: Launch, native: Path, unpartitioned: Path, tmp_path: Path
+) -> None:
+    crossings = [(native, Setup(1), target) for target in (Setup(0), Setup(0, "bf16"), Setup(0, "fp16"))]
+    crossings += [
+        (native, Setup(3, "bf16"), Setup(1, "bf16_fp32acc")),
+        (unpartitioned, Setup(0, "bf16"), Setup(3, "bf16")),
+    ]
+    cases = [
+        {"setup": target.as_json(), "folder": str(folder / f"{source.name}-dp2")}
+        for folder, source, target in crossings
+    ]
+    launch(3, "save_again", {"cases": cases, "folder": str(tmp_path)})

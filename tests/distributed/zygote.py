@@ -1,0 +1,74 @@
+"""``python -m tests.distributed.zygote``: forks test processes that have torch and DeepSpeed imported already.
+
+Reads requests from standard input, one JSON object a line, and answers each with one. A test suite of many short
+distributed jobs would otherwise spend most of its time on imports. The process itself starts no thread and never
+touches torch beyond importing it, so its children start from a clean state.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from typing import Any
+
+from tests.distributed import jobs
+
+
+def serve() -> None:
+    """Answer requests until standard input ends."""
+    gc.collect()
+    gc.freeze()  # DeepSpeed and the tests collect garbage often: not again in what the imports left
+    answers = os.fdopen(os.dup(1), "w")
+    for line in sys.stdin:
+        request = json.loads(line)
+        codes = run(request["ranks"], request["argv"], request["timeout"])
+        answers.write(json.dumps(codes) + "\n")
+        answers.flush()
+
+
+def run(ranks: list[dict[str, Any]], argv: list[str], timeout: float) -> list[int | None]:
+    """Fork a process for each rank and wait for all; exit codes, ``None`` where one had to be ended at the time limit."""
+    pids = [_fork(rank["env"], rank["log"], argv) for rank in ranks]
+    codes: dict[int, int] = {}
+    limit = time.monotonic() + timeout
+    while len(codes) < len(pids) and time.monotonic() < limit:
+        for pid in set(pids) - set(codes):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                codes[pid] = os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+    for pid in set(pids) - set(codes):
+        os.killpg(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return [codes.get(pid) for pid in pids]
+
+
+def _fork(env: dict[str, str], log: str, argv: list[str]) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    os.setsid()
+    stream = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(stream, 1)
+    os.dup2(stream, 2)
+    os.environ.update(env)
+    sys.argv = [jobs.__file__, *argv]
+    code = 1
+    try:
+        jobs.main()
+        code = 0
+    except BaseException:  # the end of this process, whatever it was
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    serve()

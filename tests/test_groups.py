@@ -1,0 +1,187 @@
+"""Param groups that were merged, split, put in another order or built anew: whose hyperparameters they get."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_ckpt.catalog import FROZEN, Catalog
+from elastic_ckpt.destinations import Destinations, LiveGroup
+from elastic_ckpt.errors import MismatchError
+from elastic_ckpt.groups import match_groups, transferable
+from elastic_ckpt.planner import LoadOptions, plan_load
+from tests.test_planner import ADAM, TWO, live, names_of, saved
+
+SLOW = {**ADAM, "lr": 1e-4}
+KEEP_LIVE = LoadOptions(keep_live_groups=True)
+
+
+def two_groups(
+    order: Sequence[Sequence[str]], hyperparameters: Sequence[Mapping[str, Any]] = (ADAM, SLOW)
+) -> tuple[Catalog, Destinations]:
+    catalog = saved(TWO, groups={"a.weight": 0, "b.weight": 1}, hyperparameters=hyperparameters)
+    return catalog, live(TWO, groups=order)
+
+
+def with_live_hyperparameters(engine: Destinations, values: Mapping[str, Any]) -> Destinations:
+    groups = tuple(LiveGroup(group.names, {**group.hyperparameters, **values}) for group in engine.groups)
+    return replace(engine, groups=groups)
+
+
+@st.composite
+def regrouped(draw: st.DrawFn) -> tuple[Catalog, Destinations]:
+    """Parameters dealt out into saved and into live groups, some of them on one side only."""
+    names = [f"p{number}" for number in range(draw(st.integers(1, 6)))]
+    was = {name: draw(st.integers(0, 2)) for name in names}
+    now = {name: draw(st.integers(0, 3)) for name in [*names, "new"]}
+    rates = draw(st.lists(st.sampled_from([1e-3, 1e-4]), min_size=3, max_size=3))
+    catalog = saved(dict.fromkeys(names, (1,)), groups=was, hyperparameters=[{**ADAM, "lr": rate} for rate in rates])
+    groups = [[name for name in now if now[name] == number] for number in range(4)]
+    return catalog, live(dict.fromkeys(now, (1,)), groups=groups)
+
+
+@given(regrouped())
+def test_every_live_group_takes_the_values_that_all_its_members_had(case: tuple[Catalog, Destinations]) -> None:
+    catalog, engine = case
+    was = [[catalog.parameters[name].group for name in group.names if name != "new"] for group in engine.groups]
+    if any(len({catalog.groups[source]["lr"] for source in sources}) > 1 for sources in was):
+        with pytest.raises(MismatchError, match="different hyperparameters"):
+            match_groups(catalog, engine, keep_live=False)
+        return
+    matching = match_groups(catalog, engine, keep_live=False)
+    assert len(matching.sources) == len(matching.hyperparameters) == 4
+    for sources, source, values in zip(was, matching.sources, matching.hyperparameters, strict=True):
+        assert source == tuple(sorted(set(sources)))
+        assert values == (catalog.groups[source[0]] if source else {})
+
+
+def test_groups_in_another_order_keep_their_own_hyperparameters() -> None:
+    plan = plan_load(*two_groups([["b.weight"], ["a.weight"]]), LoadOptions())
+    assert [values["lr"] for values in plan.hyperparameters] == [1e-4, 1e-3]
+    assert plan.group_sources == ((1,), (0,))
+    assert plan.saved_groups == 2
+    assert names_of(plan, "param groups", "restored") == ("0", "1")
+
+
+def test_a_group_that_was_split_gives_both_halves_its_values() -> None:
+    plan = plan_load(saved(TWO, hyperparameters=(SLOW,)), live(TWO, groups=[["b.weight"], ["a.weight"]]), LoadOptions())
+    assert plan.hyperparameters == (SLOW, SLOW)
+    assert (plan.group_sources, plan.saved_groups) == (((0,), (0,)), 1)
+
+
+def test_groups_with_the_same_values_may_be_merged() -> None:
+    plan = plan_load(*two_groups([["a.weight", "b.weight"]], (ADAM, dict(ADAM))), LoadOptions())
+    assert (plan.group_sources, plan.saved_groups) == (((0, 1),), 2)
+    assert plan.hyperparameters == (ADAM,)
+
+
+def test_merged_groups_with_different_values_are_refused_with_both_and_the_way_out() -> None:
+    with pytest.raises(MismatchError, match="param group 0 ") as caught:
+        plan_load(*two_groups([["b.weight", "a.weight"]]), LoadOptions())
+    found = str(caught.value.found)
+    assert found == "saved group 0: {'lr': 0.001}; saved group 1: {'lr': 0.0001}"
+    assert caught.value.parameter == "a.weight, b.weight"
+    assert '"param_groups": "keep_live"' in str(caught.value.remedy)
+
+
+@pytest.mark.parametrize("other", ["a.weight", "b.weight", "c"])
+def test_one_saved_group_of_three_that_differs_is_enough_to_refuse(other: str) -> None:
+    three = {**TWO, "c": (1,)}
+    hyperparameters = [SLOW if name == other else ADAM for name in three]
+    catalog = saved(three, groups={name: n for n, name in enumerate(three)}, hyperparameters=hyperparameters)
+    with pytest.raises(MismatchError) as caught:
+        plan_load(catalog, live(three), LoadOptions())
+    assert str(caught.value.found).count("saved group") == 3
+    plan_load(catalog, live(three), KEEP_LIVE)
+
+
+def test_the_group_that_mixes_is_named_by_its_live_number() -> None:
+    three = {**TWO, "c": (1,)}
+    catalog = saved(three, groups={"a.weight": 1, "b.weight": 0, "c": 2}, hyperparameters=(ADAM, ADAM, SLOW))
+    with pytest.raises(MismatchError, match="param group 1 "):
+        plan_load(catalog, live(three, groups=[["a.weight"], ["b.weight", "c"]]), LoadOptions())
+
+
+def test_a_group_without_saved_members_keeps_its_own_values_and_says_so() -> None:
+    catalog = saved({"a.weight": (2, 5)})
+    plan = plan_load(catalog, live(TWO, groups=[["b.weight"], ["a.weight"]]), LoadOptions(strict=False))
+    assert plan.group_sources == ((), (0,))
+    assert plan.hyperparameters == ({}, ADAM)
+    assert names_of(plan, "param groups", "restored") == ("1",)
+    assert names_of(plan, "param groups", "fresh") == ("0",)
+
+
+def test_a_parameter_that_was_frozen_brings_no_group_with_it() -> None:
+    catalog = saved({"a.weight": (2, 5)}, wholes={("b.weight", FROZEN): ((3,), "float32")}, hyperparameters=(SLOW,))
+    assert plan_load(catalog, live(TWO), LoadOptions()).group_sources == ((0,),)
+    assert plan_load(catalog, live(TWO, groups=[["b.weight"], ["a.weight"]]), LoadOptions()).group_sources == ((), (0,))
+
+
+def test_keep_live_leaves_every_group_alone_and_says_so() -> None:
+    plan = plan_load(*two_groups([["b.weight", "a.weight"]]), KEEP_LIVE)
+    assert plan.group_sources == ((),)
+    assert plan.hyperparameters == ({},)
+    assert names_of(plan, "param groups", "fresh") == ("0",)
+    assert names_of(plan, "param groups", "restored") == ()
+    assert names_of(plan, "exp_avg", "restored") == ("a.weight", "b.weight")
+
+
+def test_without_optimizer_states_groups_are_matched_for_a_scheduler_only() -> None:
+    case = two_groups([["b.weight"], ["a.weight"]])
+    assert plan_load(*case, LoadOptions(optimizer_states=False)).group_sources == ()
+    plan = plan_load(*case, LoadOptions(optimizer_states=False, scheduler=True))
+    assert plan.group_sources == ((1,), (0,))
+    assert not [outcome for outcome in plan.outcomes if outcome.role == "param groups"]
+    assert not plan.restores_states
+
+
+@pytest.mark.parametrize("was", [True, False])
+@pytest.mark.parametrize("options", [LoadOptions(), KEEP_LIVE])
+def test_adam_for_adamw_is_refused_although_both_keep_the_same_states(was: bool, options: LoadOptions) -> None:
+    catalog = saved(TWO, hyperparameters=({**ADAM, "decoupled_weight_decay": was},))
+    same = with_live_hyperparameters(live(TWO), {"decoupled_weight_decay": was})
+    other = with_live_hyperparameters(live(TWO), {"decoupled_weight_decay": not was})
+    assert "decoupled_weight_decay" not in plan_load(catalog, same, options).hyperparameters[0]
+    with pytest.raises(MismatchError, match="weight decay of param group 0") as caught:
+        plan_load(catalog, other, options)
+    kinds = ("AdamW", "L2") if was else ("L2", "AdamW")
+    assert kinds[0] in str(caught.value.found)
+    assert kinds[1] in str(caught.value.expected)
+    plan_load(catalog, other, LoadOptions(optimizer_states=False, scheduler=True))
+
+
+@pytest.mark.parametrize(("saved_kind", "live_kind"), [({}, True), ({}, False), (True, {}), (False, {}), ({}, {})])
+def test_a_kind_of_weight_decay_that_one_side_does_not_tell_is_no_difference(saved_kind: Any, live_kind: Any) -> None:
+    def told(kind: Any) -> dict[str, Any]:
+        return {} if kind == {} else {"decoupled_weight_decay": kind}
+
+    catalog = saved(TWO, hyperparameters=({**ADAM, **told(saved_kind)},))
+    engine = with_live_hyperparameters(live(TWO), told(live_kind))
+    assert plan_load(catalog, engine, LoadOptions()).hyperparameters == (ADAM,)
+
+
+def test_one_of_two_merged_groups_with_another_kind_of_weight_decay_is_refused() -> None:
+    hyperparameters = [{**ADAM, "decoupled_weight_decay": kind} for kind in (True, False)]
+    catalog, engine = two_groups([["a.weight", "b.weight"]], hyperparameters)
+    with pytest.raises(MismatchError, match="weight decay"):
+        plan_load(catalog, with_live_hyperparameters(engine, {"decoupled_weight_decay": True}), LoadOptions())
+
+
+def test_what_belongs_to_the_live_run_is_not_taken_over() -> None:
+    training = {"lr": 1.0, "initial_lr": 2.0, "betas": (0.5, 0.9), "maximize": True, "amsgrad": False, "mine": "x"}
+    live_only = dict.fromkeys(
+        ("params", "param_names", "name", "foreign", "fused", "capturable", "differentiable", "decoupled_weight_decay"),
+        "saved",
+    )
+    assert transferable({**training, **live_only, "_ds_anything": 1}) == training
+
+
+def test_a_group_keeps_its_live_name() -> None:
+    hyperparameters = [{**ADAM, "name": "old"}, {**ADAM, "name": "older"}]
+    plan = plan_load(*two_groups([["a.weight", "b.weight"]], hyperparameters), LoadOptions())
+    assert plan.hyperparameters == (ADAM,)

@@ -1,0 +1,221 @@
+"""The Python side of a model-states file: batch sizes, loss scale, fp16, counters, client state."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_ckpt.formats.host_state import loss_scale_from, loss_scale_of, read_host_state
+from elastic_ckpt.formats.pickled import PickledFile, open_pickled
+from elastic_ckpt.host_state import BatchSizes, HostState, LossScale
+
+SCALE = LossScale(True, {"cur_scale": 256.0})
+KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def host(loss_scale: LossScale | None = None, **tree: Any) -> HostState:
+    """As it is read from a file without tensors: any file does."""
+    return read_host_state(PickledFile(__file__, 0, tree), loss_scale, overflow=False, same_ranks=True)
+
+
+# --- batch sizes ------------------------------------------------------------------------------------------------
+
+
+def completed_by_deepspeed(sizes: tuple[int | None, ...], dp: int) -> tuple[int | None, ...] | None:
+    """What DeepSpeed itself makes of a config's batch sizes; ``None``: it refuses them."""
+    config = SimpleNamespace(world_size=dp, **dict(zip(KEYS, sizes, strict=True)))
+    config._set_batch_related_parameters = lambda: DeepSpeedConfig._set_batch_related_parameters(config)
+    config._batch_assertion = lambda: DeepSpeedConfig._batch_assertion(config)
+    try:
+        DeepSpeedConfig._configure_train_batch_size(config)
+    except (AssertionError, ZeroDivisionError):
+        return None
+    return tuple(getattr(config, key) for key in KEYS)
+
+
+sizes = st.none() | st.sampled_from([1, 2, 3, 4, 6, 8, 12, 24])
+
+
+@given(st.tuples(sizes, sizes, sizes), st.integers(1, 4), st.booleans())
+def test_batch_sizes_are_completed_as_deepspeed_does_it(
+    given_sizes: tuple[int | None, ...], dp: int, as_text: bool
+) -> None:
+    expected = completed_by_deepspeed(given_sizes, dp)
+    if expected is None:
+        return
+    config: Any = {key: value for key, value in zip(KEYS, given_sizes, strict=True) if value is not None}
+    assert host(ds_config=json.dumps(config) if as_text else config, dp_world_size=dp).batch == BatchSizes(*expected)
+
+
+@pytest.mark.parametrize("config", ["/home/me/ds.json", None, {}, {"train_batch_size": "auto"}, {KEYS[0]: True}])
+def test_where_the_config_does_not_tell_the_counters_give_the_global_batch_alone(config: Any) -> None:
+    read = host(ds_config=config, dp_world_size=2, global_steps=5, global_samples=40).batch
+    assert read == BatchSizes(8, None, None)
+
+
+@pytest.mark.parametrize(
+    "counters",
+    [
+        {"global_steps": 0, "global_samples": 0},
+        {"global_steps": 3, "global_samples": 40},
+        {"global_steps": 3},
+        {"global_samples": 3},
+        {"global_steps": None, "global_samples": 3},
+    ],
+)
+def test_counters_that_give_no_whole_batch_are_not_guessed_from(counters: dict[str, Any]) -> None:
+    assert host(dp_world_size=2, **counters).batch == BatchSizes(None, None, None)
+
+
+def test_the_config_counts_more_than_the_counters() -> None:
+    """The batch may have been changed during the run; the config is that of the save."""
+    read = host(ds_config={KEYS[0]: 16, KEYS[2]: 2}, dp_world_size=4, global_steps=5, global_samples=40).batch
+    assert read == BatchSizes(16, 2, 2)
+
+
+def test_counters_help_a_config_that_gives_the_accumulation_steps_alone() -> None:
+    read = host(ds_config={KEYS[2]: 2}, dp_world_size=2, global_steps=5, global_samples=40).batch
+    assert read == BatchSizes(8, 2, 2)
+
+
+@pytest.mark.parametrize("value", [0, -4, 2.0, "8", True, None, [8]])
+def test_a_batch_size_that_is_no_positive_number_is_not_used(value: Any) -> None:
+    assert host(ds_config={KEYS[0]: value}, dp_world_size=2).batch == BatchSizes(None, None, None)
+
+
+@pytest.mark.parametrize("dp", [None, 0])
+def test_without_the_number_of_ranks_only_what_the_config_says_is_known(dp: int | None) -> None:
+    assert host(ds_config={KEYS[0]: 8, KEYS[1]: 2}, dp_world_size=dp).batch == BatchSizes(8, 2, None)
+    assert host(ds_config={KEYS[1]: 2}, dp_world_size=dp).batch.global_batch is None
+
+
+# --- fp16 -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "in_fp16"),
+    [
+        ({"fp16": {"enabled": True}}, True),
+        ({"fp16": {"enabled": False}}, False),
+        ({"fp16": {}}, False),
+        ({"fp16": "on"}, False),
+        ({"bf16": {"enabled": True}}, False),
+        ({}, False),
+        ('{"fp16": {"enabled": true}}', True),
+        ('{"fp16": {"enabled": false}}', False),
+        ("{}", False),
+    ],
+)
+@pytest.mark.parametrize("scale", [SCALE, LossScale(False, {"cur_scale": 1.0})])
+def test_the_config_tells_whether_a_run_trained_in_fp16(config: Any, in_fp16: bool, scale: LossScale) -> None:
+    assert host(scale, ds_config=config).loss_scale == (scale if in_fp16 else None)
+
+
+@pytest.mark.parametrize("config", ["/home/me/ds.json", None, "[1]"])
+@pytest.mark.parametrize(
+    ("scale", "in_fp16"),
+    [
+        (SCALE, True),
+        (LossScale(True, {"cur_scale": 1.0}), True),
+        (LossScale(False, {"cur_scale": 128.0}), True),
+        (LossScale(False, {"cur_scale": 1.0}), False),
+    ],
+)
+def test_without_the_config_a_scale_that_scales_nothing_is_none(config: Any, scale: LossScale, in_fp16: bool) -> None:
+    assert host(scale, ds_config=config).loss_scale == (scale if in_fp16 else None)
+
+
+def test_without_a_scale_there_is_none_whatever_the_config_says() -> None:
+    assert host(None, ds_config={"fp16": {"enabled": True}}).loss_scale is None
+
+
+def test_a_dynamic_scaler_gives_all_that_moves_it() -> None:
+    scaler = DynamicLossScaler(2.0**20, 500, 0.5, 3, consecutive_hysteresis=True, raise_error_at_min_scale=False)
+    scaler.cur_iter, scaler.last_overflow_iter, scaler.cur_hysteresis = 17, 5, 2
+    read = loss_scale_of(scaler)
+    assert read is not None
+    assert read.kind == "dynamic"
+    assert read.values == {
+        "cur_scale": 2.0**20,
+        "cur_iter": 17,
+        "last_overflow_iter": 5,
+        "scale_factor": 2.0,
+        "scale_window": 500,
+        "cur_hysteresis": 2,
+        "delayed_shift": 3,
+        "consecutive_hysteresis": True,
+        "min_scale": 0.5,
+        "raise_error_at_min_scale": False,
+    }
+
+
+def test_a_static_scaler_gives_its_scale_alone() -> None:
+    read = loss_scale_of(LossScaler(scale=64.0))
+    assert read == LossScale(False, {"cur_scale": 64.0})
+    assert read.kind == "static"
+    assert loss_scale_of(None) is None
+
+
+def test_entries_of_an_unpartitioned_optimizer_give_the_same_form() -> None:
+    entries = {
+        "dynamic_loss_scale": True,
+        "cur_scale": 512.0,
+        "cur_iter": 9,
+        "last_overflow_iter": -1,
+        "scale_factor": 2.0,
+        "scale_window": 1000,
+        "clip_grad": 1.0,
+        "overflow": False,
+    }
+    names = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
+    assert loss_scale_from(entries) == LossScale(True, {name: entries[name] for name in names})
+    assert loss_scale_from({**entries, "dynamic_loss_scale": False}) == LossScale(False, {"cur_scale": 512.0})
+    assert loss_scale_from({"clip_grad": 1.0}) is None
+
+
+# --- the rest ---------------------------------------------------------------------------------------------------
+
+
+def test_the_rest_of_a_file_is_read_with_its_tensors_and_weights_stay_where_they_are(tmp_path: Path) -> None:
+    tree = {
+        "module": {"weight": torch.ones(3)},
+        "optimizer": {"state": {}},
+        "frozen_param_fragments": {"frozen": torch.ones(2)},
+        "lr_scheduler": {"last_epoch": 3, "best": torch.tensor(0.5)},
+        "global_steps": 4,
+        "global_samples": 32,
+        "skipped_steps": 1,
+        "dp_world_size": 2,
+        "mp_world_size": 1,
+        "mine": {"seen": torch.tensor([1, 2])},
+        "torch_rng_state": torch.get_rng_state(),
+    }
+    torch.save(tree, tmp_path / "file.pt")
+    read = read_host_state(open_pickled(str(tmp_path / "file.pt")), None, overflow=True, same_ranks=False)
+    assert read.counters == {
+        "global_steps": 4,
+        "global_samples": 32,
+        "skipped_steps": 1,
+        "dp_world_size": 2,
+        "mp_world_size": 1,
+    }
+    assert read.lr_scheduler == {"last_epoch": 3, "best": torch.tensor(0.5)}
+    assert not {"module", "optimizer", "lr_scheduler", "frozen_param_fragments"} & set(read.checkpoint)
+    assert read.checkpoint["mine"]["seen"].tolist() == [1, 2]
+    assert torch.equal(read.checkpoint["torch_rng_state"], tree["torch_rng_state"])  # type: ignore[arg-type]
+    assert (read.overflow, read.same_ranks) == (True, False)
+
+
+def test_a_file_without_a_scheduler_has_none() -> None:
+    read = host(lr_scheduler=None, global_steps=1)
+    assert read.lr_scheduler is None
+    assert read.counters == {"global_steps": 1}

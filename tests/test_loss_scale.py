@@ -1,0 +1,164 @@
+"""The fp16 loss scale of a live engine, for every kind of scaler on either side."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaleConfig, LossScaler
+
+from elastic_ckpt.engines.loss_scale import set_loss_scale, warn_of_unscaled_gradients
+from elastic_ckpt.formats.host_state import loss_scale_from, loss_scale_of
+from elastic_ckpt.host_state import BatchSizes, HostState, LossScale
+
+STATIC = LossScale(False, {"cur_scale": 64.0})
+DYNAMIC = LossScale(
+    True, {"cur_scale": 2048.0, "cur_iter": 17, "last_overflow_iter": 5, "scale_factor": 2.0, "scale_window": 100}
+)
+
+
+def host_of(loss_scale: LossScale | None, overflow: bool = False) -> HostState:
+    return HostState({}, BatchSizes(None, None, None), None, loss_scale, overflow, {})
+
+
+def scaler_of(kind: str, owner: str, scale: float = 8.0) -> Any:
+    """A live scaler: an object of the partitioned optimizers, or a config of the others."""
+    dynamic = kind == "dynamic"
+    if owner == "config":
+        arguments = {"init_scale": scale, "scale_window": 7, "min_scale": 1.0, "delayed_shift": 2}
+        return LossScaleConfig(
+            low_precision_dtype=torch.float16,
+            dynamic_loss_scale=dynamic,
+            static_loss_scale=scale,
+            dynamic_loss_args=arguments if dynamic else None,
+        )
+    if not dynamic:
+        return LossScaler(scale=scale)
+    return DynamicLossScaler(scale, scale_window=7, min_scale=1.0, delayed_shift=2, consecutive_hysteresis=False)
+
+
+def engine_of(scaler: Any, owner: str = "object", fp16: bool = True, stage: int = 1) -> Any:
+    name = "loss_scale_config" if owner == "config" else "loss_scaler"
+    optimizer = SimpleNamespace(overflow=True, **({} if scaler is None else {name: scaler}))
+    return SimpleNamespace(optimizer=optimizer, fp16_enabled=lambda: fp16, zero_optimization_stage=lambda: stage)
+
+
+@pytest.mark.parametrize("owner", ["object", "config"])
+@pytest.mark.parametrize("saved", [STATIC, DYNAMIC])
+def test_a_scale_of_the_same_kind_is_restored_whole(saved: LossScale, owner: str) -> None:
+    scaler = scaler_of(saved.kind, owner)
+    before = dict(vars(scaler))
+    (outcome,) = set_loss_scale(engine_of(scaler, owner), host_of(saved), wanted=True)
+    assert (outcome.role, outcome.what, outcome.names) == ("loss scale", "restored", ())
+    assert f"{saved.values['cur_scale']:g}" in outcome.reason
+    for key, value in saved.values.items():
+        assert getattr(scaler, key) == value
+    assert {key: value for key, value in vars(scaler).items() if key not in saved.values} == {
+        key: value for key, value in before.items() if key not in saved.values
+    }
+
+
+@pytest.mark.parametrize("owner", ["object", "config"])
+@pytest.mark.parametrize("saved", [STATIC, DYNAMIC])
+def test_a_scale_of_another_kind_is_left_to_the_config_and_told_of(saved: LossScale, owner: str) -> None:
+    kind = "static" if saved.dynamic else "dynamic"
+    scaler = scaler_of(kind, owner, scale=32.0)
+    before = dict(vars(scaler))
+    (outcome,) = set_loss_scale(engine_of(scaler, owner), host_of(saved), wanted=True)
+    assert outcome.what == "fresh"
+    assert all(words in outcome.reason for words in (saved.kind, f"{saved.values['cur_scale']:g}", kind, "32"))
+    assert vars(scaler) == before
+
+
+@pytest.mark.parametrize("owner", ["object", "config"])
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_a_checkpoint_without_a_scale_leaves_the_live_one_and_says_so(kind: str, owner: str) -> None:
+    scaler = scaler_of(kind, owner)
+    before = dict(vars(scaler))
+    (outcome,) = set_loss_scale(engine_of(scaler, owner), host_of(None), wanted=True)
+    assert outcome.what == "fresh"
+    assert kind in outcome.reason
+    assert vars(scaler) == before
+
+
+@pytest.mark.parametrize("saved", [STATIC, DYNAMIC])
+@pytest.mark.parametrize("scaler", [None, "one that scales nothing"])
+def test_a_saved_scale_that_the_live_engine_has_no_use_for_is_told_of(saved: LossScale, scaler: Any) -> None:
+    # ZeRO keeps a scaler in every precision
+    live = None if scaler is None else scaler_of("static", "object", scale=1.0)
+    (outcome,) = set_loss_scale(engine_of(live, fp16=False), host_of(saved), wanted=True)
+    assert outcome.what == "ignored"
+    assert f"{saved.values['cur_scale']:g}" in outcome.reason
+    assert live is None or live.cur_scale == 1.0
+
+
+def test_neither_side_in_fp16_is_not_spoken_of() -> None:
+    engine = engine_of(scaler_of("static", "object"), fp16=False)
+    assert set_loss_scale(engine, host_of(None), wanted=True) == []
+    assert engine.optimizer.overflow is False
+
+
+@pytest.mark.parametrize("saved", [STATIC, DYNAMIC, None])
+def test_what_was_not_asked_for_stays_and_is_told_of_where_there_is_some(saved: LossScale | None) -> None:
+    engine = engine_of(scaler_of("dynamic", "object"))
+    before = dict(vars(engine.optimizer.loss_scaler))
+    outcomes = set_loss_scale(engine, host_of(saved), wanted=False)
+    assert [outcome.what for outcome in outcomes] == ([] if saved is None else ["skipped"])
+    assert vars(engine.optimizer.loss_scaler) == before
+    assert engine.optimizer.overflow is True
+
+
+@pytest.mark.parametrize("overflow", [True, False])
+def test_the_overflow_flag_is_restored_where_the_optimizer_has_one(overflow: bool) -> None:
+    engine = engine_of(scaler_of("dynamic", "object"))
+    set_loss_scale(engine, host_of(DYNAMIC, overflow), wanted=True)
+    assert engine.optimizer.overflow is overflow
+    del engine.optimizer.overflow
+    set_loss_scale(engine, host_of(DYNAMIC, overflow), wanted=True)
+    assert not hasattr(engine.optimizer, "overflow")
+
+
+def test_the_live_scaler_does_not_share_objects_with_the_checkpoint() -> None:
+    values = {"cur_scale": torch.tensor(4.0)}
+    scaler = scaler_of("static", "object")
+    set_loss_scale(engine_of(scaler), host_of(LossScale(False, values)), wanted=True)
+    assert scaler.cur_scale is not values["cur_scale"]
+    assert torch.equal(scaler.cur_scale, values["cur_scale"])
+
+
+def test_a_scaler_object_goes_to_an_unpartitioned_optimizer_and_back() -> None:
+    scaler = scaler_of("dynamic", "object")
+    scaler.cur_scale, scaler.cur_iter, scaler.last_overflow_iter = 1024.0, 30, 12
+    config = scaler_of("dynamic", "config")
+    set_loss_scale(engine_of(config, "config"), host_of(loss_scale_of(scaler)), wanted=True)
+    assert (config.cur_scale, config.cur_iter, config.last_overflow_iter) == (1024.0, 30, 12)
+    # as FP16_Optimizer.state_dict writes it
+    names = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
+    entries = {"dynamic_loss_scale": True, **{name: getattr(config, name) for name in names}}
+    other = scaler_of("dynamic", "object")
+    set_loss_scale(engine_of(other), host_of(loss_scale_from(entries)), wanted=True)
+    assert (other.cur_scale, other.cur_iter, other.last_overflow_iter) == (1024.0, 30, 12)
+
+
+@pytest.mark.parametrize(
+    ("saved", "saved_stage", "fp16", "live_stage", "warned"),
+    [
+        (DYNAMIC, 0, True, 0, None),
+        (DYNAMIC, 0, True, 1, "the saved run's gradients"),
+        (DYNAMIC, 0, False, 0, "the saved run's gradients"),
+        (STATIC, 2, True, 0, "the live run's gradients"),
+        (None, 0, True, 0, "the live run's gradients"),
+        (STATIC, 2, True, 3, None),
+        (None, 0, False, 0, None),
+        (None, 1, False, 0, None),
+    ],
+)
+def test_a_load_into_or_out_of_fp16_without_zero_is_warned_of(
+    saved: LossScale | None, saved_stage: int, fp16: bool, live_stage: int, warned: str | None
+) -> None:
+    engine = engine_of(scaler_of("static", "object"), fp16=fp16, stage=live_stage)
+    warnings = warn_of_unscaled_gradients(engine, host_of(saved), saved_stage)
+    assert len(warnings) == (warned is not None)
+    assert warned is None or warned in warnings[0]

@@ -1,0 +1,134 @@
+"""Counters against the optimizer's step counts, and masters against the weights beside them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ckpt.catalog import MASTER, Catalog, Extent, LogicalTensor, SavedParameter, SourceFacts, SourceFile
+from elastic_ckpt.errors import DamagedError
+from elastic_ckpt.formats.pickled import TensorRef
+from elastic_ckpt.formats.progress import compare_progress, with_progress_compared
+from elastic_ckpt.formats.spot_check import spot_check
+from elastic_ckpt.formats.zero0_index import FUSED, PLAIN, UNFUSED
+from elastic_ckpt.geometry import FlatRange
+from tests.test_planner import TWO, saved, unpartitioned
+
+
+def at_steps(*steps: float) -> Catalog:
+    return saved(TWO, scalars={name: [("step", step)] for name, step in zip(TWO, steps * 2, strict=False)})
+
+
+@pytest.mark.parametrize(("skipped", "agrees"), [(0, False), (1, True)])
+def test_step_counts_are_compared_with_the_counters(skipped: int, agrees: bool) -> None:
+    parameters = at_steps(7.0).parameters
+    counters = {"global_steps": 8, "skipped_steps": skipped}
+    if agrees:
+        assert compare_progress(parameters, counters, "file", refuse=True) == ()
+        return
+    assert "step 7" in compare_progress(parameters, counters, "file", refuse=False)[0]
+    with pytest.raises(DamagedError, match="different steps") as caught:
+        compare_progress(parameters, counters, "file", refuse=True)
+    assert caught.value.file == "file"
+
+
+@pytest.mark.parametrize("refuse", [True, False])
+def test_one_step_more_than_the_counters_is_a_note_at_most(refuse: bool) -> None:
+    parameters, counters = at_steps(8.0).parameters, {"global_steps": 9, "skipped_steps": 2}
+    (note,) = compare_progress(parameters, counters, "file", refuse)
+    assert "one step ahead" in note
+    assert compare_progress(parameters, counters, "file", refuse, model_counts_more=True) == ()
+
+
+@pytest.mark.parametrize("steps", [(9.0,), (5.0,), (7.0, 8.0), (8.0, 9.0)])
+def test_any_other_difference_is_an_error_with_all_steps_in_it(steps: tuple[float, ...]) -> None:
+    with pytest.raises(DamagedError) as caught:
+        compare_progress(at_steps(*steps).parameters, {"global_steps": 7, "skipped_steps": 0}, "file", refuse=True)
+    assert all(f"{step:g}" in str(caught.value.found) for step in steps)
+    assert "step 7" in str(caught.value.expected)
+
+
+def test_a_checkpoint_without_steps_agrees_with_any_counters() -> None:
+    parameters = saved(TWO, states=()).parameters
+    assert compare_progress(parameters, {"global_steps": 7, "skipped_steps": 0}, "file", refuse=True) == ()
+
+
+def model_of(kind: str | None, steps: int) -> Any:
+    optimizer = None if kind is None else SimpleNamespace(kind=kind)
+    return SimpleNamespace(counters={"global_steps": steps, "skipped_steps": 0}, path="file", optimizer=optimizer)
+
+
+@pytest.mark.parametrize(("stage", "check", "refused"), [(3, True, True), (3, False, False), (2, True, False)])
+def test_only_zero3_refuses_and_only_where_shards_are_checked(stage: int, check: bool, refused: bool) -> None:
+    catalog = at_steps(4.0)
+    catalog = replace(catalog, source=replace(catalog.source, zero_stage=stage), notes=("before",))
+    if refused:
+        with pytest.raises(DamagedError):
+            with_progress_compared(catalog, model_of(None, 9), check)
+        return
+    compared = with_progress_compared(catalog, model_of(None, 9), check)
+    assert compared.notes[0] == "before"
+    assert len(compared.notes) == 2
+    assert replace(compared, notes=()) == replace(catalog, notes=())
+
+
+@pytest.mark.parametrize(("kind", "notes"), [(PLAIN, 1), (UNFUSED, 0), (FUSED, 0)])
+def test_optimizers_that_step_once_when_built_count_one_more(kind: str, notes: int) -> None:
+    assert len(with_progress_compared(unpartitioned(at_steps(4.0)), model_of(kind, 3), True).notes) == notes
+
+
+# --- masters against weights ------------------------------------------------------------------------------------
+
+
+def checkpoint(folder: Path, stage: int, count: int, wrong: int | None) -> tuple[Catalog, Any]:
+    """Many parameters of 20 elements, bf16 weights in one file and fp32 masters in another."""
+    masters = [torch.arange(20.0) + 100 * number for number in range(count)]
+    weights = [master.bfloat16() for master in masters]
+    if wrong is not None:
+        masters[wrong] = masters[wrong] + 1000
+    (folder / "masters").write_bytes(b"".join(master.numpy().tobytes() for master in masters))
+    (folder / "weights").write_bytes(b"".join(weight.view(torch.int16).numpy().tobytes() for weight in weights))
+    names = [f"p{number:02}" for number in range(count)]
+    paths = [str(folder / "weights"), str(folder / "masters")]
+    catalog = Catalog(
+        source=SourceFacts("native", str(folder), "tag", stage, 1, "0.19.8"),
+        files=tuple(SourceFile(path, 0) for path in paths),
+        parameters={name: SavedParameter((20,), 0, ()) for name in names},
+        tensors={
+            (name, MASTER): LogicalTensor(name, MASTER, (20,), "float32", (Extent(FlatRange(0, 20), 1, 80 * number),))
+            for number, name in enumerate(names)
+        },
+        groups=({},),
+    )
+    refs = {name: TensorRef("bfloat16", (20,), (1,), 40 * number) for number, name in enumerate(names)}
+    return catalog, SimpleNamespace(path=paths[0], weights=refs)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_masters_of_their_weights_pass(tmp_path: Path, stage: int) -> None:
+    catalog, model = checkpoint(tmp_path, stage, 12, wrong=None)
+    spot_check(catalog, model, {0, 1})
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_masters_of_other_weights_are_damage_and_named(tmp_path: Path, stage: int) -> None:
+    catalog, model = checkpoint(tmp_path, stage, 12, wrong=3)
+    with pytest.raises(DamagedError, match="not those of the weights") as caught:
+        spot_check(catalog, model, {1})
+    assert caught.value.parameter == "p03"
+    assert caught.value.file == catalog.files[1].path
+    spot_check(catalog, model, {0})
+
+
+def test_without_partitions_all_parameters_are_compared(tmp_path: Path) -> None:
+    """There, values also prove which parameter is which."""
+    catalog, model = checkpoint(tmp_path, 0, 40, wrong=39)
+    with pytest.raises(DamagedError) as caught:
+        spot_check(catalog, model, {1})
+    assert caught.value.parameter == "p39"
+    spot_check(*checkpoint(tmp_path, 1, 40, wrong=39), {1})

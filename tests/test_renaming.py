@@ -1,0 +1,204 @@
+"""Renames of the user's, and tied names: what becomes of every saved name, and of what hangs on it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_ckpt.catalog import BUFFER, FROZEN, MASTER, Catalog
+from elastic_ckpt.errors import MismatchError
+from elastic_ckpt.planner import LoadOptions, plan_load
+from elastic_ckpt.renaming import RenameRules, adopt_live_names, rename, rename_saved
+from tests.test_planner import TWO, live, names_of, saved
+
+WHOLES = {("mask", BUFFER): ((2,), "int64"), ("old.bias", FROZEN): ((4,), "float32")}
+
+
+def names_in(catalog: Catalog) -> set[str]:
+    assert all(name == tensor.name for (name, _), tensor in catalog.tensors.items()), "a tensor kept its old name"
+    return {*catalog.parameters, *(name for name, _ in catalog.tensors), *catalog.aliases}
+
+
+# --- renames of the user's --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rules", "expected"),
+    [
+        ([], "model.layer.1.weight"),
+        ([("layer", "block")], "model.block.1.weight"),
+        ([(r"^model\.", "")], "layer.1.weight"),
+        ([(r"layer\.(\d+)", r"blocks.\1.inner")], "model.blocks.1.inner.weight"),
+        ([(r"layer\.(?P<number>\d+)", r"\g<number>")], "model.1.weight"),
+        ([("l", "L")], "modeL.Layer.1.weight"),
+        ([("nothing", "x"), ("weight$", "kernel")], "model.layer.1.kernel"),
+        ([("layer", "block"), ("block", "stage"), ("model", "net")], "model.block.1.weight"),
+        ([("$", ".main")], "model.layer.1.weight.main"),
+        ([("LAYER", "block")], "model.layer.1.weight"),
+        ([("layer", "layer"), ("layer", "block")], "model.layer.1.weight"),
+    ],
+)
+def test_the_first_rule_found_in_a_name_is_applied_to_it_and_no_other(rules: RenameRules, expected: str) -> None:
+    assert rename("model.layer.1.weight", rules) == expected
+
+
+@given(
+    st.lists(st.text("ab.", min_size=1, max_size=5), min_size=1, max_size=6, unique=True),
+    st.lists(st.tuples(st.sampled_from(["a", "b", "^a", "b$", "(a|b)", r"\."]), st.text("xy", max_size=2)), max_size=3),
+)
+def test_every_saved_name_goes_by_its_first_rule_or_two_that_collide_are_refused(
+    names: list[str], rules: list[tuple[str, str]]
+) -> None:
+    expected = []
+    for name in names:
+        fitting = [(pattern, new) for pattern, new in rules if re.compile(pattern).search(name)]
+        expected.append(re.compile(fitting[0][0]).sub(fitting[0][1], name) if fitting else name)
+    catalog = saved(dict.fromkeys(names, (1,)))
+    if len(set(expected)) < len(expected):
+        with pytest.raises(MismatchError, match="one name"):
+            rename_saved(catalog, rules)
+        return
+    renamed = rename_saved(catalog, rules)
+    assert list(renamed.parameters) == expected
+    for old, new in zip(names, expected, strict=True):
+        assert renamed.parameters[new] == catalog.parameters[old]
+        for key in (MASTER, "exp_avg", "exp_avg_sq"):
+            assert renamed.tensors[new, key] == replace(catalog.tensors[old, key], name=new)
+
+
+def test_buffers_frozen_weights_and_ties_are_renamed_too() -> None:
+    catalog = saved({"old.weight": (3,)}, wholes={**WHOLES, ("old.mask", BUFFER): ((1,), "bool")})
+    catalog = replace(catalog, aliases={"old.head": "old.weight"})
+    renamed = rename_saved(catalog, [("^old", "new")])
+    assert names_in(renamed) == {"new.weight", "new.bias", "new.mask", "mask", "new.head"}
+    assert renamed.names(FROZEN) == ["new.bias"]
+    assert renamed.names(BUFFER) == ["mask", "new.mask"]
+    assert renamed.aliases == {"new.head": "new.weight"}
+
+
+def test_a_catalog_without_rules_is_handed_on_as_it_is() -> None:
+    catalog = saved(TWO)
+    assert rename_saved(catalog, []) is catalog
+
+
+@pytest.mark.parametrize(
+    ("rules", "clash"),
+    [
+        ([("^[ab]", "c")], "c.weight"),
+        ([("^a", "b")], "b.weight"),
+        ([("^a.weight$", "mask")], "mask"),
+        ([("^mask$", "b.weight")], "b.weight"),
+        ([("^old", "a"), ("^a.weight", "a.bias")], "a.bias"),
+        ([("^tied$", "a.weight")], "a.weight"),
+    ],
+)
+def test_two_saved_names_that_become_one_are_refused_and_both_are_shown(rules: RenameRules, clash: str) -> None:
+    catalog = replace(saved(TWO, wholes=WHOLES), aliases={"tied": "a.weight"})
+    with pytest.raises(MismatchError, match="one name") as caught:
+        rename_saved(catalog, rules)
+    assert caught.value.parameter == clash
+    found = str(caught.value.found).split(", ")
+    assert len(found) == 2
+    assert all(rename(name, rules) == clash for name in found)
+    assert '"rename"' in str(caught.value.remedy)
+
+
+def test_names_that_change_places_do_not_collide() -> None:
+    catalog = saved({"a": (2,), "b": (3,)})
+    renamed = rename_saved(catalog, [("^a$", "b"), ("^b$", "a")])
+    assert {name: parameter.shape for name, parameter in renamed.parameters.items()} == {"b": (2,), "a": (3,)}
+
+
+def test_notes_count_the_names_of_every_rule_and_name_the_idle_ones() -> None:
+    catalog = replace(saved({"a1": (1,), "a2": (1,), "b": (1,)}, wholes=WHOLES), notes=("before",))
+    renamed = rename_saved(catalog, [("^nothing", "x"), ("^a", "c"), ("1$", "9"), ("mask", "cover")])
+    assert renamed.notes[0] == "before"
+    told = {
+        pattern: note for note in renamed.notes[1:] for pattern in ("^nothing", "^a", "1$", "mask") if pattern in note
+    }
+    assert len(told) == len(renamed.notes) - 1 == 4
+    assert "no name" in told["^nothing"]
+    assert " 2 names" in told["^a"]
+    assert "no name" in told["1$"], "an earlier rule took its only name"
+    assert " 1 names" in told["mask"]
+
+
+def test_a_plan_is_made_by_the_new_names() -> None:
+    catalog = saved({"net.0.w": (2, 5), "net.1.w": (3,)}, wholes={("net.mask", BUFFER): ((2,), "int64")})
+    engine = live({"body.0.w": (2, 5), "body.1.w": (3,)}, wholes={("body.mask", BUFFER): ((2,), "int64")})
+    with pytest.raises(MismatchError) as caught:
+        plan_load(catalog, engine, LoadOptions())
+    assert '"rename"' in str(caught.value.remedy)
+    plan = plan_load(catalog, engine, LoadOptions(rename=[(r"^net\.", "body.")]))
+    assert names_of(plan, MASTER, "restored") == ("body.0.w", "body.1.w")
+    assert names_of(plan, BUFFER, "restored") == ("body.mask",)
+    assert plan.copies == plan_load(saved_as(catalog, "body."), engine, LoadOptions()).copies
+    assert any("rename" in note for note in plan.notes)
+
+
+def saved_as(catalog: Catalog, prefix: str) -> Catalog:
+    """The same checkpoint as if it had been saved under the new names."""
+    old = len("net.")
+    return replace(
+        catalog,
+        parameters={prefix + name[old:]: parameter for name, parameter in catalog.parameters.items()},
+        tensors={
+            (prefix + name[old:], key): replace(tensor, name=prefix + name[old:])
+            for (name, key), tensor in catalog.tensors.items()
+        },
+    )
+
+
+# --- tied names -------------------------------------------------------------------------------------------------
+
+
+def test_a_tied_parameter_is_found_under_another_of_its_live_names() -> None:
+    engine = replace(live({"head": (2, 5)}), ties={"head": ("embedding",)})
+    plan = plan_load(saved({"embedding": (2, 5)}), engine, LoadOptions())
+    assert sum(copy.numel for copy in plan.copies) == 30
+    assert {slot.key for slot in plan.slots} >= {MASTER}
+    assert any("embedding" in note and "head" in note for note in plan.notes)
+
+
+def test_a_tied_parameter_is_not_taken_from_a_name_of_its_own() -> None:
+    """Untied at save time: two parameters, of which a tied live model can take only its own."""
+    engine = replace(live({"head": (2, 5)}), ties={"head": ("embedding",)})
+    with pytest.raises(MismatchError) as caught:
+        plan_load(saved({"embedding": (2, 5), "head": (2, 5)}), engine, LoadOptions())
+    assert "embedding" in str(caught.value.found)
+
+
+def test_a_tied_parameter_is_not_taken_from_two_others() -> None:
+    engine = replace(live({"head": (2, 5)}), ties={"head": ("embedding", "decoder")})
+    catalog = saved({"embedding": (2, 5), "decoder": (2, 5)})
+    assert adopt_live_names(catalog, engine) is catalog
+    with pytest.raises(MismatchError):
+        plan_load(catalog, engine, LoadOptions())
+
+
+@pytest.mark.parametrize("ties", [{}, {"head": ("decoder",)}, {"embedding": ("head",)}])
+def test_ties_that_the_checkpoint_does_not_need_change_nothing(ties: dict[str, Sequence[str]]) -> None:
+    catalog = saved({"embedding": (2, 5)})
+    engine = replace(live({"embedding": (2, 5)}), ties={name: tuple(others) for name, others in ties.items()})
+    assert adopt_live_names(catalog, engine) is catalog
+
+
+def test_a_frozen_tied_parameter_and_a_tied_buffer_are_found_too() -> None:
+    catalog = replace(saved(TWO, wholes=WHOLES), aliases={"twin": "old.bias"}, notes=("before",))
+    engine = replace(live(TWO), ties={"new.bias": ("old.bias",), "cover": ("mask",)})
+    adopted = adopt_live_names(catalog, engine)
+    assert names_in(adopted) == {*TWO, "new.bias", "cover", "twin"}
+    assert adopted.aliases == {"twin": "new.bias"}
+    assert adopted.notes[0] == "before"
+    assert [("old.bias" in note, "mask" in note) for note in adopted.notes[1:]] == [(True, False), (False, True)]
+
+
+def test_ties_are_looked_for_behind_the_renames() -> None:
+    engine = replace(live({"head": (2, 5)}), ties={"head": ("body.embedding",)})
+    plan = plan_load(saved({"net.embedding": (2, 5)}), engine, LoadOptions(rename=[("^net", "body")]))
+    assert names_of(plan, MASTER, "restored") == ("head",)

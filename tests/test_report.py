@@ -1,0 +1,200 @@
+"""The load report: names, counts, table and JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from elastic_ckpt.catalog import BUFFER, FROZEN, MASTER, SourceFacts
+from elastic_ckpt.config import CONFIG_KEY, read_config
+from elastic_ckpt.loader import publish
+from elastic_ckpt.plan import Outcome, Plan
+from elastic_ckpt.report import LoadReport, RankWork, title
+
+SOURCE = SourceFacts("native", "/ckpt/step[4]", "step[4]", 3, 2, "0.19.8")
+OUTCOMES = (
+    Outcome(MASTER, "restored", ("a", "b")),
+    Outcome("exp_avg", "restored", ("a",)),
+    Outcome(BUFFER, "restored", ("mask",)),
+    Outcome(FROZEN, "restored", ("head",)),
+    Outcome("lr scheduler", "restored"),
+    Outcome("counters", "restored"),
+    Outcome("optimizer states", "fresh", ("b",), "it was frozen at save time"),
+    Outcome(MASTER, "fresh", ("z", "c"), "not in the checkpoint"),
+    Outcome("optimizer states", "skipped", ("head",), "frozen now"),
+    Outcome("loss scale", "skipped", (), "not asked for"),
+    Outcome(FROZEN, "ignored", ("old[2].bias",), "the live model has no such entry"),
+    Outcome("loss scale", "ignored", (), "the live engine does not train in fp16"),
+)
+
+
+def work(rank: int, nbytes: int = 0, received: int = 0, **seconds: float) -> RankWork:
+    return RankWork(rank, nbytes, received, read_calls=3, files_opened=2, seconds=seconds)
+
+
+def report_of(*outcomes: Outcome, **more: Any) -> LoadReport:
+    return LoadReport(SOURCE, zero_stage=1, dp=4, rank=more.pop("rank", 0), outcomes=outcomes, **more)
+
+
+def rows(report: LoadReport) -> list[tuple[str, str]]:
+    """The table's rows, as they are printed on a very wide terminal."""
+    console = Console(width=1000, force_terminal=False)
+    with console.capture() as capture:
+        console.print(report.table())
+    lines = [re.split(r"[│┃|]", line)[1:3] for line in capture.get().splitlines() if re.search(r"[│┃|]", line)]
+    return [(left.strip(), right.strip()) for left, right in lines]
+
+
+def test_names_are_those_of_one_outcome_sorted_and_each_once() -> None:
+    report = report_of(*OUTCOMES)
+    assert report.names("fresh") == report.fresh == ("b", "c", "z")
+    assert report.names("restored") == ("a", "b", "head", "mask")
+    assert report.names("skipped") == ("head",)
+    assert report.ignored == ("old[2].bias",)
+    assert report.names("nothing") == ()
+
+
+def test_a_plan_and_its_report_tell_the_same_names() -> None:
+    plan = Plan(files=(), slots=(), copies=(), outcomes=OUTCOMES)
+    report = report_of(*OUTCOMES)
+    assert (plan.fresh, plan.ignored) == (report.fresh, report.ignored)
+    assert all(plan.names(what) == report.names(what) for what in ("restored", "skipped"))
+
+
+def test_restored_counts_tensors_by_kind() -> None:
+    assert report_of(*OUTCOMES).restored == {"fp32 masters": 2, "exp_avg": 1, "buffers": 1, "frozen parameters": 1}
+    assert report_of(Outcome("counters", "restored")).restored == {}
+
+
+@pytest.mark.parametrize(
+    ("role", "name"),
+    [(MASTER, "fp32 masters"), (BUFFER, "buffers"), (FROZEN, "frozen parameters"), ("lr scheduler", "lr scheduler")],
+)
+def test_roles_are_called_as_people_call_them(role: str, name: str) -> None:
+    assert title(role) == name
+
+
+def test_mine_is_the_work_of_this_rank() -> None:
+    ranks = (work(0, 10), work(1, 20))
+    assert report_of(rank=1, ranks=ranks).mine == ranks[1]
+
+
+def test_the_table_has_every_outcome() -> None:
+    printed = rows(report_of(*OUTCOMES, global_steps=7, notes=("look [here]", "and there")))
+    assert printed[:3] == [
+        ("from", "native /ckpt/step[4]"),
+        ("saved", "ZeRO-3, DP=2, DeepSpeed 0.19.8"),
+        ("now", "ZeRO-1, DP=4, at step 7"),
+    ]
+    assert printed[3] == (
+        "restored",
+        "fp32 masters 2, exp_avg 1, buffers 1, frozen parameters 1, lr scheduler, counters",
+    )
+    assert printed[4:10] == [
+        ("fresh", "optimizer states b: it was frozen at save time"),
+        ("fresh", "fp32 masters z, c: not in the checkpoint"),
+        ("skipped", "optimizer states head: frozen now"),
+        ("skipped", "loss scale: not asked for"),
+        ("ignored", "frozen parameters old[2].bias: the live model has no such entry"),
+        ("ignored", "loss scale: the live engine does not train in fp16"),
+    ]
+    assert printed[10:] == [("note", "look [here]"), ("note", "and there")]
+
+
+def test_the_table_of_a_load_that_restored_nothing_says_so() -> None:
+    assert ("restored", "nothing") in rows(report_of())
+
+
+@pytest.mark.parametrize(("count", "more"), [(12, ""), (13, " and 1 more"), (40, " and 28 more")])
+def test_long_lists_of_names_are_cut_short_in_the_table_and_whole_in_the_report(count: int, more: str) -> None:
+    names = tuple(f"p{number:02}" for number in range(count))
+    report = report_of(Outcome(MASTER, "fresh", names, "why"))
+    shown = ", ".join(names[:12])
+    assert rows(report)[4] == ("fresh", f"fp32 masters {shown}{more}: why")
+    assert report.fresh == names
+
+
+def test_the_text_is_the_table_and_breaks_off_nothing() -> None:
+    names = tuple(f"a.rather.long.name.of.a.parameter.{number}" for number in range(12))
+    text = str(report_of(Outcome(MASTER, "fresh", names, "not in the checkpoint")))
+    assert text.startswith("elastic_ckpt: checkpoint restored")
+    assert max(map(len, text.splitlines())) <= 110
+    together = re.sub(r"[\s│┃|]+", "", text)
+    assert all(name in together for name in names)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "shown"),
+    [([], None), ([512], "512B"), ([2000, 2000], "2.00kB"), ([2000, 3500000, 0], "0.00B to 3.50MB")],
+)
+def test_bytes_read_are_shown_as_a_span_where_ranks_differ(nbytes: list[int], shown: str | None) -> None:
+    ranks = tuple(work(rank, count) for rank, count in enumerate(nbytes))
+    assert dict(rows(report_of(ranks=ranks))).get("read per rank") == (shown)
+
+
+def test_received_bytes_are_shown_only_where_there_are_any() -> None:
+    assert "received per rank" not in dict(rows(report_of(ranks=(work(0, 5), work(1, 5)))))
+    printed = dict(rows(report_of(ranks=(work(0, 5, 0), work(1, 5, 3000)))))
+    assert printed["received per rank"] == "0.00B to 3.00kB"
+
+
+def test_seconds_are_those_of_the_slowest_rank_of_each_phase() -> None:
+    ranks = (work(0, plan=0.5, read=1.0), work(1, plan=0.25, read=2.0), work(2, plan=0.1))
+    assert dict(rows(report_of(ranks=ranks)))["seconds, slowest rank"] == "plan 0.50, read 2.00"
+
+
+def test_json_has_everything_and_can_be_read_back() -> None:
+    report = report_of(*OUTCOMES, global_steps=7, ranks=(work(0, 5, 6, read=1.5),), notes=("a", "ü"))
+    read = json.loads(report.as_json())
+    assert read["source"] == {
+        "format": "native",
+        "folder": "/ckpt/step[4]",
+        "tag": "step[4]",
+        "zero_stage": 3,
+        "dp": 2,
+        "ds_version": "0.19.8",
+    }
+    assert [Outcome(o["role"], o["what"], tuple(o["names"]), o["reason"]) for o in read["outcomes"]] == [*OUTCOMES]
+    assert read["ranks"] == [
+        {
+            "rank": 0,
+            "nbytes_read": 5,
+            "nbytes_received": 6,
+            "read_calls": 3,
+            "files_opened": 2,
+            "seconds": {"read": 1.5},
+        }
+    ]
+    assert (read["zero_stage"], read["dp"], read["rank"], read["global_steps"]) == (1, 4, 0, 7)
+    assert read["notes"] == ["a", "ü"]
+
+
+# --- what is done with it ---------------------------------------------------------------------------------------
+
+
+def test_the_report_is_written_where_the_config_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = report_of(*OUTCOMES, global_steps=7)
+    publish(report, (), read_config({CONFIG_KEY: {"report_path": str(tmp_path / "report.json"), "report": False}}))
+    assert json.loads((tmp_path / "report.json").read_text(encoding="utf-8")) == json.loads(report.as_json())
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_report_is_printed_beside_the_scripts_own_output(capsys: pytest.CaptureFixture[str]) -> None:
+    publish(report_of(*OUTCOMES), (), read_config({}))
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "checkpoint restored" in err
+
+
+def test_a_report_that_cannot_be_written_is_a_warning_and_no_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = str(tmp_path / "no such folder" / "report.json")
+    publish(report_of(), ("mind the gap",), read_config({CONFIG_KEY: {"report_path": path, "report": False}}))
+    assert "mind the gap" in caplog.text
+    assert path in caplog.text

@@ -1,0 +1,262 @@
+"""Saved lr schedulers for rebuilt param groups, against schedulers of torch and DeepSpeed that ran on such groups."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime.lr_schedules import OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from torch.optim import lr_scheduler
+
+from elastic_ckpt.engines.host import HostCommit, LoadArguments
+from elastic_ckpt.errors import MismatchError
+from elastic_ckpt.groups import transferable
+from elastic_ckpt.host_state import BatchSizes, HostState
+from elastic_ckpt.planner import LoadOptions, plan_load
+from elastic_ckpt.schedulers import fit_scheduler
+from tests.test_planner import ADAM, TWO, live, saved
+
+#: Per parameter, all that a run sets by group.
+RATES = {"a": 0.1, "b": 0.02, "c": 0.02, "new": 0.3}
+FLOORS = {"a": 0.06, "b": 0.004, "c": 0.004, "new": 0.1}
+LOSSES = [3.0, 2.0, 2.5, 2.6, 2.7, 1.0, 1.5, 1.6, 1.7, 1.8, 1.9, 2.0]
+Factory = Callable[[torch.optim.Optimizer, list[str]], Any]
+
+
+class Decay:
+    """A callable object, whose attributes torch saves for each group."""
+
+    def __init__(self, half_life: float) -> None:
+        self.half_life = half_life
+
+    def __call__(self, step: int) -> float:
+        return math.pow(0.5, step / self.half_life)
+
+
+def by_name(optimizer: torch.optim.Optimizer, names: list[str]) -> Any:
+    return lr_scheduler.LambdaLR(optimizer, [Decay(100 * RATES[name]) for name in names])
+
+
+def cyclic(optimizer: torch.optim.Optimizer, names: list[str]) -> Any:
+    floors = [FLOORS[name] for name in names]
+    highest = [2 * RATES[name] for name in names]
+    momenta: Any = [RATES[name] for name in names]
+    most: Any = [0.9 for _ in names]
+    return lr_scheduler.CyclicLR(optimizer, floors, highest, step_size_up=3, base_momentum=momenta, max_momentum=most)
+
+
+def chained(optimizer: torch.optim.Optimizer, names: list[str]) -> Any:
+    inner = [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4), lr_scheduler.ExponentialLR(optimizer, 0.9)]
+    return lr_scheduler.ChainedScheduler(inner, optimizer)
+
+
+def sequential(optimizer: torch.optim.Optimizer, names: list[str]) -> Any:
+    inner = [
+        lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4),
+        lr_scheduler.CosineAnnealingLR(optimizer, 20),
+        by_name(optimizer, names),
+    ]
+    return lr_scheduler.SequentialLR(optimizer, inner, [3, 6])
+
+
+def plateau(optimizer: torch.optim.Optimizer, names: list[str]) -> Any:
+    return lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, min_lr=[FLOORS[name] for name in names])
+
+
+def one_cycle(optimizer: torch.optim.Optimizer, names: list[str]) -> Any:
+    return lr_scheduler.OneCycleLR(optimizer, [2 * RATES[name] for name in names], total_steps=20)
+
+
+FACTORIES: Mapping[str, Factory] = {
+    "LambdaLR": by_name,
+    "MultiplicativeLR": lambda opt, names: lr_scheduler.MultiplicativeLR(opt, [lambda _: 0.9 for _ in names]),
+    "StepLR": lambda opt, _: lr_scheduler.StepLR(opt, 2, 0.5),
+    "MultiStepLR": lambda opt, _: lr_scheduler.MultiStepLR(opt, [2, 6], 0.5),
+    "CosineAnnealingLR": lambda opt, _: lr_scheduler.CosineAnnealingLR(opt, 9),
+    "CosineAnnealingWarmRestarts": lambda opt, _: lr_scheduler.CosineAnnealingWarmRestarts(opt, 3, 2),
+    "PolynomialLR": lambda opt, _: lr_scheduler.PolynomialLR(opt, 10, 2.0),
+    "CyclicLR": cyclic,
+    "OneCycleLR": one_cycle,
+    "ChainedScheduler": chained,
+    "SequentialLR": sequential,
+    "ReduceLROnPlateau": plateau,
+    "WarmupLR": lambda opt, names: WarmupLR(opt, warmup_max_lr=[RATES[name] for name in names], warmup_num_steps=7),
+    "WarmupDecayLR": lambda opt, names: WarmupDecayLR(
+        opt, 12, warmup_max_lr=[RATES[name] for name in names], warmup_num_steps=5
+    ),
+    "WarmupCosineLR": lambda opt, names: WarmupCosineLR(opt, 12, warmup_num_steps=5),
+    "OneCycle": lambda opt, names: OneCycle(opt, 0.01, 0.2, cycle_first_step_size=4),
+}
+#: Saved groups, live groups, and for each live group the saved one. Groups are named by their first member.
+REBUILT = {
+    "another order": (["a", "b"], ["b", "a"], [1, 0]),
+    "three in another order": (["a", "b", "new"], ["new", "a", "b"], [2, 0, 1]),
+    "merged": (["a", "b", "c"], ["a", "b"], [0, 1]),
+    "merged and in another order": (["b", "a", "c"], ["a", "b"], [1, 0]),
+    "split": (["a", "b"], ["a", "b", "c"], [0, 1, 1]),
+    "one fewer": (["a", "b"], ["b"], [1]),
+}
+
+
+def optimizer_of(names: Sequence[str]) -> torch.optim.Optimizer:
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": RATES[name]} for name in names]
+    return torch.optim.SGD(groups, momentum=0.9)
+
+
+def advance(optimizer: torch.optim.Optimizer, scheduler: Any, losses: Sequence[float]) -> list[list[float]]:
+    """The rates of all groups after each step."""
+    rates = []
+    for loss in losses:
+        optimizer.step()
+        scheduler.step(*([loss] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else []))
+        rates.append([group["lr"] for group in optimizer.param_groups])
+    return rates
+
+
+def as_tuples(sources: Sequence[int | None]) -> list[tuple[int, ...]]:
+    """One saved group for each live one, or none."""
+    return [() if source is None else (source,) for source in sources]
+
+
+def resumed(make: Factory, was: list[str], now: list[str], sources: Sequence[int | None], steps: int) -> Any:
+    """A run of other groups, after the restore of one that was saved."""
+    old = optimizer_of(was)
+    scheduler = make(old, was)
+    advance(old, scheduler, LOSSES[:steps])
+    state = copy.deepcopy(scheduler.state_dict())
+    optimizer = optimizer_of(now)
+    restored = make(optimizer, now)
+    restored.load_state_dict(fit_scheduler(state, copy.deepcopy(restored.state_dict()), as_tuples(sources), len(was)))
+    for group, source in zip(optimizer.param_groups, sources, strict=True):
+        group.update({} if source is None else transferable(old.param_groups[source]))
+    return optimizer, restored
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("case", REBUILT)
+@pytest.mark.parametrize("kind", FACTORIES)
+def test_rates_go_on_as_if_the_groups_had_always_been_so(kind: str, case: str) -> None:
+    make = FACTORIES[kind]
+    was, now, sources = REBUILT[case]
+    reference = optimizer_of(now)
+    expected = advance(reference, make(reference, now), LOSSES)
+    for steps in (1, 5, 8):
+        optimizer, scheduler = resumed(make, was, now, sources, steps)
+        assert [group["lr"] for group in optimizer.param_groups] == expected[steps - 1]
+        if kind not in ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle"):
+            assert list(scheduler.get_last_lr()) == expected[steps - 1]
+        assert advance(optimizer, scheduler, LOSSES[steps:]) == expected[steps:]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", ["LambdaLR", "CosineAnnealingWarmRestarts", "CyclicLR"])
+def test_a_new_group_has_the_rates_that_the_live_scheduler_gives_it(kind: str) -> None:
+    make = FACTORIES[kind]
+    reference = optimizer_of(["new", "b", "a"])
+    expected = advance(reference, make(reference, ["new", "b", "a"]), LOSSES)
+    optimizer, scheduler = resumed(make, ["a", "b"], ["new", "b", "a"], [None, 1, 0], 5)
+    assert advance(optimizer, scheduler, LOSSES[5:]) == expected[5:]
+
+
+def test_groups_that_all_keep_their_live_values_keep_the_live_lists() -> None:
+    state = {"base_lrs": [1.0, 2.0], "last_epoch": 7, "_last_lr": [0.5, 1.0]}
+    now = {"base_lrs": [3.0], "last_epoch": 0, "_last_lr": [3.0]}
+    assert fit_scheduler(state, now, as_tuples([None]), 2) == {"base_lrs": [3.0], "last_epoch": 7, "_last_lr": [3.0]}
+
+
+def test_groups_as_they_were_take_the_state_as_it_is_whatever_is_in_it() -> None:
+    state = {"base_lrs": [1.0, 2.0], "mine": [1, 2], "odd": [3]}
+    fitted = fit_scheduler(state, {}, as_tuples([0, 1]), 2)
+    assert fitted == state
+    assert fit_scheduler({"base_lrs": [1.0]}, {}, as_tuples([0, 1]), 2) == {"base_lrs": [1.0]}
+
+
+@pytest.mark.parametrize("sources", [[0], [0, 1, None], [None, None], [0, 0], [1, 0], [0, 1, 1]])
+def test_any_other_groups_are_not_as_they_were(sources: list[int | None]) -> None:
+    with pytest.raises(MismatchError, match="rebuilt"):
+        fit_scheduler({"mine": [1, 2]}, {}, as_tuples(sources), 2)
+
+
+@pytest.mark.parametrize("value", [[1, 2], (1, 2)])
+def test_a_list_that_may_go_by_group_is_an_error_that_shows_it(value: Any) -> None:
+    with pytest.raises(MismatchError, match="rebuilt") as caught:
+        fit_scheduler({"base_lrs": [1.0, 2.0], "per_group_boost": value}, {}, as_tuples([1, 0]), 2)
+    assert "per_group_boost" in str(caught.value.found)
+    assert "per_group_boost" in str(caught.value.expected)
+    assert "load_lr_scheduler_states=False" in str(caught.value.remedy)
+
+
+@pytest.mark.parametrize("value", [[1, 2, 3], (1,), [], "ab", 2, None, {"x": [1, 2]}])
+def test_what_cannot_go_by_group_is_handed_on(value: Any) -> None:
+    assert fit_scheduler({"mine": value}, {}, as_tuples([1, 0]), 2) == {"mine": value}
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "min_lrs", "base_momentums", "max_momentums", "eta_mins"],
+)
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_known_lists_by_group_are_put_in_order(key: str, kind: type) -> None:
+    assert fit_scheduler({key: kind([5, 6])}, {key: [7, 8, 9]}, as_tuples([1, None, 0]), 2) == {key: [6, 8, 5]}
+
+
+@pytest.mark.parametrize("key", ["_milestones", "milestones"])
+def test_milestones_do_not_go_by_group_however_many_there_are(key: str) -> None:
+    assert fit_scheduler({key: [3, 6]}, {}, as_tuples([1, 0]), 2) == {key: [3, 6]}
+
+
+def test_a_list_of_another_length_is_an_error() -> None:
+    with pytest.raises(MismatchError, match="rebuilt") as caught:
+        fit_scheduler({"base_lrs": [1.0, 2.0, 3.0]}, {}, as_tuples([1, 0]), 2)
+    assert "2 entries" in str(caught.value.expected)
+
+
+@pytest.mark.parametrize("now", [{}, {"base_lrs": [1.0]}, {"base_lrs": None}, {"base_lrs": [1.0] * 3}])
+def test_a_live_scheduler_without_an_entry_for_a_new_group_is_an_error(now: dict[str, Any]) -> None:
+    with pytest.raises(MismatchError, match="rebuilt"):
+        fit_scheduler({"base_lrs": [1.0]}, now, as_tuples([0, None]), 1)
+    assert fit_scheduler({"base_lrs": [1.0]}, now, as_tuples([0, 0]), 1) == {"base_lrs": [1.0, 1.0]}
+
+
+def test_lists_inside_nested_schedulers_are_put_in_order_too() -> None:
+    state = {"_schedulers": [{"base_lrs": [1, 2]}, {"_schedulers": [{"base_lrs": (3, 4)}], "last_epoch": 5}]}
+    now = {"_schedulers": [{"base_lrs": [6, 7, 8]}, {"_schedulers": [{"base_lrs": [9, 10, 11]}], "last_epoch": 0}]}
+    assert fit_scheduler(state, now, as_tuples([None, 1, 0]), 2) == {
+        "_schedulers": [{"base_lrs": [6, 2, 1]}, {"_schedulers": [{"base_lrs": [9, 4, 3]}], "last_epoch": 5}]
+    }
+
+
+@pytest.mark.parametrize("now", [{}, {"_schedulers": []}, {"_schedulers": [{"base_lrs": [5, 6]}]}])
+def test_no_nested_scheduler_is_lost_where_the_live_one_has_fewer(now: dict[str, Any]) -> None:
+    """torch itself refuses such a state dict; a shorter one it would take."""
+    state = {"_schedulers": [{"base_lrs": [1, 2]}, {"base_lrs": [3, 4]}]}
+    assert fit_scheduler(state, now, as_tuples([1, 0]), 2) == {
+        "_schedulers": [{"base_lrs": [2, 1]}, {"base_lrs": [4, 3]}]
+    }
+
+
+@pytest.mark.parametrize("kind", ["CyclicLR", "ReduceLROnPlateau"])
+def test_merged_groups_that_differ_for_the_scheduler_alone_are_refused(kind: str) -> None:
+    """Both groups have the same hyperparameters now, but the scheduler would have led them apart."""
+
+    def make(names: list[str], values: list[float]) -> Any:
+        optimizer = optimizer_of(names)
+        if kind == "CyclicLR":
+            return lr_scheduler.CyclicLR(optimizer, 0.02, values, cycle_momentum=False)
+        return lr_scheduler.ReduceLROnPlateau(optimizer, min_lr=values)
+
+    catalog = saved(TWO, groups={"a.weight": 0, "b.weight": 1}, hyperparameters=(ADAM, ADAM))
+    plan = plan_load(catalog, live(TWO), LoadOptions(scheduler=True))
+    scheduler = make(["b"], [0.1])
+    engine = SimpleNamespace(lr_scheduler=scheduler, optimizer=scheduler.optimizer)
+    for values, refused in (([0.1, 0.1], False), ([0.1, 0.2], True)):
+        state = make(["b", "c"], values).state_dict()
+        host = HostState({}, BatchSizes(None, None, None), state, None, False, {})
+        with pytest.raises(MismatchError) if refused else nullcontext():
+            HostCommit(engine, host, LoadArguments("/ckpt")).load_scheduler(plan)

@@ -1,0 +1,356 @@
+"""Checkpoints without ZeRO, written by torch.save from real optimizers, against the optimizers themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ckpt.catalog import BUFFER, FROZEN, MASTER
+from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
+from elastic_ckpt.formats.zero0_index import FUSED, PLAIN, UNFUSED
+from elastic_ckpt.planner import LoadOptions, plan_load
+from tests.test_planner import live
+from tests.unpartitioned import STATES, Model, catalog_of, check_states, contents, indexed, trained
+
+NAMES = ["a", "scale", "b", "c"]
+
+
+def adamw(model: Model, *groups: str, **more: Any) -> torch.optim.AdamW:
+    """One param group for each string of names, in its order."""
+    params = dict(model.named_parameters())
+    return torch.optim.AdamW([{"params": [params[name] for name in group.split()]} for group in groups], **more)
+
+
+# --- plain ------------------------------------------------------------------------------------------------------
+
+
+def test_named_parameters_are_found_by_their_names_whatever_the_live_groups(tmp_path: Path) -> None:
+    model = Model()
+    optimizer = torch.optim.AdamW(reversed(list(model.named_parameters())), lr=0.1)
+    shard = indexed(tmp_path, model.state_dict(), trained(model, optimizer))
+    assert shard.optimizer is not None
+    assert (shard.optimizer.kind, shard.optimizer.names) == (PLAIN, (("c", "b", "scale", "a"),))
+    for live_groups in ([], [["a", "c", "b", "scale"]], [["nobody"]]):
+        catalog = catalog_of(tmp_path, shard, live_groups)
+        check_states(catalog, model, optimizer)
+        assert not [note for note in catalog.notes if "without names" in note]
+    assert catalog.source.zero_stage == 0
+    assert catalog.source.dp == 2
+    assert catalog.groups[0]["lr"] == 0.1
+    assert not {"params", "param_names"} & set(catalog.groups[0])
+    assert contents(catalog, "mask", BUFFER).tolist() == [1, 0]
+    assert catalog.opaque_states == {}
+
+
+def test_named_parameters_in_several_groups_keep_their_groups(tmp_path: Path) -> None:
+    model = Model()
+    params = dict(model.named_parameters())
+    groups = [{"params": [(name, params[name]) for name in names], "lr": lr} for names, lr in (("bc", 0.1), ("a", 0.2))]
+    groups.append({"params": [("scale", params["scale"])]})
+    optimizer = torch.optim.AdamW(groups)
+    catalog = catalog_of(tmp_path, indexed(tmp_path, model.state_dict(), trained(model, optimizer)))
+    check_states(catalog, model, optimizer)
+    assert [group["lr"] for group in catalog.groups] == [0.1, 0.2, 0.001]
+
+
+@pytest.mark.parametrize("missing", ["foreign", "left out"])
+def test_names_that_are_not_the_modules_are_passed_over(tmp_path: Path, missing: str) -> None:
+    """Names of the user's own, or of frozen weights that were left out of the save."""
+    model = Model()
+    pairs = [(f"my.{name}" if missing == "foreign" else name, param) for name, param in model.named_parameters()]
+    optimizer = torch.optim.AdamW(pairs)
+    model.b.requires_grad_(missing == "foreign")
+    module = {name: value for name, value in model.state_dict().items() if missing == "foreign" or name != "b"}
+    shard = indexed(tmp_path, module, trained(model, optimizer))
+    if missing == "foreign":
+        check_states(catalog_of(tmp_path, shard, [NAMES]), model, optimizer)
+        return
+    catalog = catalog_of(tmp_path, shard, [["a", "scale", "c"]])
+    assert set(catalog.parameters) == {"a", "scale", "c"}
+
+
+def test_numbered_parameters_are_taken_in_the_order_of_the_live_groups(tmp_path: Path) -> None:
+    model = Model()
+    optimizer = adamw(model, "c b", "scale a")
+    shard = indexed(tmp_path, model.state_dict(), trained(model, optimizer))
+    assert shard.optimizer is not None
+    assert shard.optimizer.names is None
+    catalog = catalog_of(tmp_path, shard, [["c", "b"], ["scale", "a"]])
+    check_states(catalog, model, optimizer)
+    (note,) = catalog.notes
+    assert "the live param groups" in note
+    assert "shapes agree" in note
+
+
+def test_numbered_parameters_of_a_single_group_are_taken_in_the_order_of_the_model(tmp_path: Path) -> None:
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    shard = indexed(tmp_path, model.state_dict(), trained(model, optimizer))
+    for live_groups in ([["a"], ["scale", "b", "c"]], [["b", "a", "scale", "c"]], []):
+        catalog = catalog_of(tmp_path, shard, live_groups)
+        check_states(catalog, model, optimizer)
+        (note,) = catalog.notes
+        assert "the model" in note
+
+
+def test_two_orders_that_both_fit_are_refused(tmp_path: Path) -> None:
+    model = Model()
+    with torch.no_grad():
+        model.c = torch.nn.Parameter(torch.randn(2, 3))
+    shard = indexed(tmp_path, model.state_dict(), trained(model, torch.optim.AdamW(model.parameters())))
+    with pytest.raises(MismatchError, match="which parameter is which") as caught:
+        catalog_of(tmp_path, shard, [["c", "scale", "b", "a"]])
+    assert "both fit" in str(caught.value.found)
+    check_order = catalog_of(tmp_path, shard, [NAMES])
+    assert list(check_order.parameters) == NAMES
+
+
+@pytest.mark.parametrize("live_groups", [[["b", "c"], ["a", "scale"]], [["c", "b", "scale", "a"]], [["c"], ["b"], []]])
+def test_an_order_that_does_not_fit_is_refused_with_the_sizes(tmp_path: Path, live_groups: list[list[str]]) -> None:
+    model = Model()
+    shard = indexed(tmp_path, model.state_dict(), trained(model, adamw(model, "c b", "scale a")))
+    with pytest.raises(MismatchError, match="which parameter is which") as caught:
+        catalog_of(tmp_path, shard, live_groups)
+    assert caught.value.found == f"[2, 2] tensors in the saved groups, {[len(g) for g in live_groups]} in the live ones"
+    assert "load_optimizer_states=False" in str(caught.value.remedy)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_parameter_that_never_got_a_gradient_has_weights_and_no_state(tmp_path: Path, named: bool) -> None:
+    model = Model()
+    optimizer = torch.optim.AdamW(model.named_parameters() if named else model.parameters())
+    shard = indexed(tmp_path, model.state_dict(), trained(model, optimizer, idle=["b", "scale"]))
+    check_states(catalog_of(tmp_path, shard, [NAMES]), model, optimizer, idle=["b", "scale"])
+
+
+def test_a_frozen_parameter_inside_a_group_is_trained_as_far_as_the_optimizer_tells(tmp_path: Path) -> None:
+    model = Model()
+    model.b.requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    shard = indexed(tmp_path, model.state_dict(), trained(model, optimizer, idle=["b"]))
+    catalog = catalog_of(tmp_path, shard, [NAMES])
+    check_states(catalog, model, optimizer, idle=["b"])
+    assert catalog.names(FROZEN) == []
+    engine = live(
+        {"a": (2, 3), "scale": (), "c": (3, 2)},
+        wholes={("mask", BUFFER): ((2,), "int64"), ("b", FROZEN): ((5,), "float32")},
+    )
+    plan = plan_load(catalog, engine, LoadOptions())
+    assert plan.fresh == ()
+    assert plan.scalars == ({"step": 3.0},)
+
+
+def test_a_frozen_parameter_outside_the_groups_is_frozen(tmp_path: Path) -> None:
+    model = Model()
+    model.b.requires_grad_(False)
+    optimizer = adamw(model, "a c", "scale")
+    catalog = catalog_of(
+        tmp_path, indexed(tmp_path, model.state_dict(), trained(model, optimizer)), [["a", "c"], ["scale"]]
+    )
+    assert catalog.names(FROZEN) == ["b"]
+    assert torch.equal(contents(catalog, "b", FROZEN), model.b.detach())
+    assert set(catalog.parameters) == {"a", "scale", "c"}
+
+
+def test_states_of_a_parameter_without_dimensions_are_states_and_its_step_is_a_count(tmp_path: Path) -> None:
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
+    catalog = catalog_of(tmp_path, indexed(tmp_path, model.state_dict(), trained(model, optimizer)), [NAMES])
+    assert catalog.parameters["scale"].scalars == (("step", 3.0),)
+    for key in (*STATES, "max_exp_avg_sq"):
+        assert catalog.tensors["scale", key].shape == ()
+        assert torch.equal(contents(catalog, "scale", key), optimizer.state[model.scale][key])
+    assert catalog.state_keys == (*STATES, "max_exp_avg_sq")
+
+
+def test_an_empty_parameter_has_no_extents(tmp_path: Path) -> None:
+    model = Model()
+    model.b = torch.nn.Parameter(torch.zeros(0, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    catalog = catalog_of(tmp_path, indexed(tmp_path, model.state_dict(), trained(model, optimizer)), [NAMES])
+    assert catalog.parameters["b"].shape == (0, 4)
+    assert catalog.tensors["b", "exp_avg"].extents == ()
+    check_states(catalog, model, optimizer)
+
+
+def fused_adam_group(**more: Any) -> dict[str, Any]:
+    return {"lr": 1e-3, "bias_correction": True, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, **more}
+
+
+@pytest.mark.parametrize(
+    ("extra", "expected"), [({}, [7, 7, 9]), ({"amsgrad": False}, [1, 7, 9])], ids=["FusedAdam", "another"]
+)
+def test_fused_adam_counts_the_steps_of_a_group_in_its_last_tensor(
+    tmp_path: Path, extra: dict[str, Any], expected: list[int]
+) -> None:
+    model = Model()
+
+    def state(name: str, step: int) -> dict[str, Any]:
+        value = getattr(model, name).detach()
+        return {"step": step, "exp_avg": value * 2, "exp_avg_sq": value * 3}
+
+    optimizer = {
+        "state": {0: state("a", 1), 2: state("b", 7), 3: state("c", 9)},
+        "param_groups": [fused_adam_group(params=[0, 1, 2], **extra), fused_adam_group(params=[3], **extra)],
+    }
+    catalog = catalog_of(tmp_path, indexed(tmp_path, model.state_dict(), optimizer), [["a", "scale", "b"], ["c"]])
+    steps = {name: dict(parameter.scalars).get("step") for name, parameter in catalog.parameters.items()}
+    assert steps == {"a": expected[0], "scale": None, "b": expected[1], "c": expected[2]}
+
+
+def test_tied_names_are_one_parameter_under_the_first(tmp_path: Path) -> None:
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = trained(model, optimizer)
+    catalog = catalog_of(tmp_path, indexed(tmp_path, {**model.state_dict(), "twin": model.a.data}, state), [NAMES])
+    assert catalog.aliases == {"twin": "a"}
+    check_states(catalog, model, optimizer)
+    assert catalog.names(FROZEN) == []
+    tied = [["twin", "scale", "b", "c"]]
+    assert catalog_of(tmp_path, indexed(tmp_path, {**model.state_dict(), "twin": model.a.data}, state), tied) == catalog
+
+
+def test_a_weight_saved_as_a_view_is_refused_by_name(tmp_path: Path) -> None:
+    model = Model()
+    state = trained(model, torch.optim.AdamW(model.parameters()))
+    module = {**model.state_dict(), "c": torch.randn(2, 3).t()}
+    with pytest.raises(UnsupportedError, match="not contiguous") as caught:
+        catalog_of(tmp_path, indexed(tmp_path, module, state), [NAMES])
+    assert caught.value.parameter == "c"
+
+
+def test_states_of_another_shape_and_of_no_tensor_are_not_understood(tmp_path: Path) -> None:
+    model = Model()
+    state = trained(model, torch.optim.AdamW(model.parameters()))
+    for number in state["state"]:
+        state["state"][number]["row"] = torch.zeros(7)
+        state["state"][number]["history"] = [1, 2]
+        state["state"][number] = dict(sorted(state["state"][number].items()))
+    catalog = catalog_of(tmp_path, indexed(tmp_path, model.state_dict(), state), [NAMES])
+    assert set(catalog.opaque_states) == {"row", "history"}
+    assert "list" in catalog.opaque_states["history"]
+
+
+# --- with masters -----------------------------------------------------------------------------------------------
+
+
+def with_masters(model: Model, kind: str, groups: list[list[str]]) -> tuple[dict[str, Any], torch.optim.Optimizer]:
+    """The optimizer entry of FP16_UnfusedOptimizer or FP16_Optimizer, and the optimizer inside."""
+    params = dict(model.named_parameters())
+    masters = [[params[name].detach().clone() for name in group] for group in groups]
+    if kind == FUSED:
+        masters = [[torch.cat([master.view(-1) for master in group])] for group in masters]
+    leaves = [[torch.nn.Parameter(master) for master in group] for group in masters]
+    optimizer = torch.optim.AdamW([{"params": group} for group in leaves], lr=0.01)
+    for group in leaves:
+        for master in group:
+            master.grad = torch.randn_like(master)
+    optimizer.step()
+    entry = {
+        "dynamic_loss_scale": True,
+        "cur_scale": 256.0,
+        "cur_iter": 3,
+        "last_overflow_iter": -1,
+        "scale_factor": 2.0,
+        "scale_window": 1000,
+        "optimizer_state_dict": optimizer.state_dict(),
+        "clip_grad": 1.0,
+        "overflow": False,
+    }
+    data = [[master.data for master in group] for group in leaves]
+    if kind == FUSED:
+        return {**entry, "fp32_groups_flat": [group[0] for group in data]}, optimizer
+    return {**entry, "fp32_groups": data}, optimizer
+
+
+@pytest.mark.parametrize("kind", [UNFUSED, FUSED])
+@pytest.mark.parametrize("groups", [[NAMES], [["c", "b"], ["scale", "a"]]], ids=["one group", "two groups"])
+def test_masters_and_states_of_a_wrapped_optimizer_are_found(
+    tmp_path: Path, kind: str, groups: list[list[str]]
+) -> None:
+    model = Model()
+    entry, optimizer = with_masters(model, kind, groups)
+    module = {
+        name: value.bfloat16() if value.is_floating_point() else value for name, value in model.state_dict().items()
+    }
+    shard = indexed(tmp_path, module, entry)
+    assert shard.optimizer is not None
+    assert shard.optimizer.kind == kind
+    assert shard.optimizer.scaler["cur_scale"] == 256.0
+    catalog = catalog_of(tmp_path, shard, groups)
+    assert [set(group) >= {"lr", "betas"} for group in catalog.groups] == [True] * len(groups)
+    for number, names in enumerate(groups):
+        tensors = optimizer.param_groups[number]["params"]
+        for key in (MASTER, *STATES):
+            values = [tensor.detach() if key == MASTER else optimizer.state[tensor][key] for tensor in tensors]
+            flat = torch.cat([value.view(-1) for value in values])
+            read = [contents(catalog, name, key).view(-1) for name in names]
+            assert torch.equal(torch.cat(read), flat)
+        for name in names:
+            assert catalog.parameters[name].group == number
+            assert catalog.parameters[name].scalars == (("step", 1.0),)
+            assert catalog.tensors[name, MASTER].dtype == "float32"
+            assert catalog.tensors[name, MASTER].shape == tuple(model.state_dict()[name].shape)
+    assert "shapes and values agree" in catalog.notes[0]
+
+
+@pytest.mark.parametrize("kind", [UNFUSED, FUSED])
+def test_masters_that_do_not_fit_any_order_are_refused(tmp_path: Path, kind: str) -> None:
+    model = Model()
+    entry, _ = with_masters(model, kind, [["c", "b"], ["scale", "a"]])
+    with pytest.raises(MismatchError, match="which parameter is which") as caught:
+        catalog_of(tmp_path, indexed(tmp_path, model.state_dict(), entry), [["b", "scale"], ["c", "a"]])
+    sizes = "[1, 1]" if kind == FUSED else "[2, 2]"
+    assert caught.value.found == f"{sizes} tensors in the saved groups, [2, 2] in the live ones"
+
+
+def test_of_two_orders_that_fit_the_live_one_is_taken_where_values_are_compared(tmp_path: Path) -> None:
+    model = Model()
+    model.c = torch.nn.Parameter(torch.randn(2, 3))
+    entry, _ = with_masters(model, UNFUSED, [["c", "scale", "b", "a"]])
+    catalog = catalog_of(tmp_path, indexed(tmp_path, model.state_dict(), entry), [["c", "scale", "b", "a"]])
+    assert torch.equal(contents(catalog, "c", MASTER).view(-1), entry["fp32_groups"][0][0].view(-1))
+
+
+# --- damaged entries --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        pytest.param([1, 2], id="no dict"),
+        pytest.param({}, id="empty"),
+        pytest.param({"state": {}}, id="no groups"),
+        pytest.param({"param_groups": []}, id="no state"),
+        pytest.param({"fp32_groups": []}, id="masters without an optimizer"),
+        pytest.param({"fp32_groups": [], "optimizer_state_dict": {"state": {}}}, id="half an optimizer"),
+        pytest.param({"fp32_groups_flat": [], "state": {}, "param_groups": []}, id="state dict in the wrong place"),
+    ],
+)
+def test_an_entry_that_is_no_optimizers_is_damage(tmp_path: Path, optimizer: Any) -> None:
+    with pytest.raises(DamagedError, match="optimizer entry") as caught:
+        indexed(tmp_path, Model().state_dict(), optimizer)
+    assert str(caught.value.file).endswith("mp_rank_00_model_states.pt")
+
+
+@pytest.mark.parametrize("master", [None, 3, "text", torch.randn(3, 2).t()])
+def test_masters_that_are_no_dense_tensors_are_damage(tmp_path: Path, master: Any) -> None:
+    entry, _ = with_masters(Model(), UNFUSED, [NAMES])
+    entry["fp32_groups"][0][3] = master
+    with pytest.raises(DamagedError, match="optimizer entry"):
+        indexed(tmp_path, Model().state_dict(), entry)
+
+
+def test_a_file_without_an_optimizer_entry_has_none(tmp_path: Path) -> None:
+    assert indexed(tmp_path, Model().state_dict(), None).optimizer is None
+
+
+def test_hyperparameters_that_are_tensors_are_read_as_numbers(tmp_path: Path) -> None:
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.25), foreach=False)
+    catalog = catalog_of(tmp_path, indexed(tmp_path, model.state_dict(), trained(model, optimizer)), [NAMES])
+    assert catalog.groups[0]["lr"] == 0.25
+    assert type(catalog.groups[0]["lr"]) is float
