@@ -48,6 +48,8 @@ def match_groups(
     sources: list[tuple[int, ...]] = []
     for number, group in enumerate(destinations.groups):
         found = sorted({catalog.parameters[name].group for name in group.names if name in catalog.parameters})
+        if not group.names and _has_no_members(catalog, number) and len(catalog.groups) == len(destinations.groups):
+            found = [number]  # its members are all frozen, here and there
         if with_states:
             _refuse_other_weight_decay(number, group, [catalog.groups[source] for source in found])
         if keep_live:
@@ -56,6 +58,10 @@ def match_groups(
         sources.append(tuple(found))
     values = tuple(transferable(catalog.groups[found[0]]) if found else {} for found in sources)
     return GroupMatching(tuple(sources), values)
+
+
+def _has_no_members(catalog: Catalog, number: int) -> bool:
+    return all(saved.group != number for saved in catalog.parameters.values())
 
 
 def _refuse_mixed(catalog: Catalog, number: int, group: LiveGroup, found: list[int]) -> None:

@@ -98,11 +98,18 @@ def _load_or_delegate(engine: Any, arguments: LoadArguments, own: Callable[..., 
             raise UnsupportedError("custom_load_fn is handled by DeepSpeed's own loader only")
         return load(engine, found, arguments, config)
     except UnsupportedError as error:
-        if config.mode == "require" or not deepspeed_loads_it_right(engine, found, arguments):
+        if _asks_for_more(config, arguments) or not deepspeed_loads_it_right(engine, found, arguments):
             raise
         if parallel.rank() == 0:
             logger.warning("elastic_ckpt leaves this load to DeepSpeed's own loader: %s", error.problem)
         return _delegate(engine, arguments, found, own)
+
+
+def _asks_for_more(config: ElasticConfig, arguments: LoadArguments) -> bool:
+    """Whether the user asked for what DeepSpeed's own loader would pass over in silence."""
+    weights_alone = arguments.load_module_only or not arguments.load_optimizer_states
+    options = config.rename or config.param_groups != "match" or config.on_batch_size_change != "warn"
+    return config.mode == "require" or bool(options) or not (arguments.load_module_strict or weights_alone)
 
 
 def _refuse_different_calls(config: ElasticConfig, arguments: LoadArguments) -> None:

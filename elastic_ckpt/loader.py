@@ -68,6 +68,8 @@ def load(engine: Any, found: Found, arguments: LoadArguments, config: ElasticCon
             client_state = _commit(adapter, plan, host, exact_masters=restores_states(arguments))
     except ElasticCkptError as error:
         raise _spoilt(error) from error
+    except Exception as error:  # of a collective, where ranks cannot agree any more
+        raise _spoilt(ElasticCkptError(f"{type(error).__name__}: {error}", rank=parallel.rank())) from error
     opened = ready.checkpoint.files_opened
     work = RankWork(parallel.rank(), done.nbytes, received_nbytes, done.calls, opened, dict(clock.seconds))
     report = LoadReport(
@@ -106,7 +108,8 @@ def _prepare(engine: Any, found: Found, arguments: LoadArguments, config: Elasti
         destinations = adapter.destinations()
     with clock("metadata"):
         live_groups = tuple(group.names for group in destinations.groups)
-        options = MetadataOptions(config.trust_pickle, config.check_shards, live_groups, config.rename)
+        hyperparameters = tuple(group.hyperparameters for group in destinations.groups)
+        options = MetadataOptions(config.trust_pickle, config.check_shards, live_groups, hyperparameters, config.rename)
         checkpoint = READERS[found.format](found, options)
     with clock("plan"):
         with parallel.agreement("plan the load"):
@@ -238,7 +241,7 @@ def _spoilt(error: ElasticCkptError) -> PartialLoadError:
 def _left_alone(arguments: LoadArguments) -> tuple[Outcome, ...]:
     if arguments.load_module_only:
         return tuple(
-            Outcome(role, "skipped", (), "load_module_only: left as they were")
+            Outcome(role, "skipped", (), "load_module_only: left as they were; masters are the weights")
             for role in ("optimizer states", "param groups", "counters")
         )
     if not arguments.load_optimizer_states:

@@ -6,12 +6,13 @@ group of ``torch.distributed`` and turn into local no-ops when none is initialis
 
 from __future__ import annotations
 
-import pickle
+import io
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from elastic_ckpt.errors import ElasticCkptError
@@ -50,12 +51,14 @@ def broadcast(item: T | None, src: int) -> T:
 
 def pack(item: Any) -> bytes:
     """Pickle an object for :func:`broadcast`: inside an agreement, where a failure reaches all ranks. Local."""
-    return pickle.dumps(item)
+    buffer = io.BytesIO()
+    torch.save(item, buffer)  # pickle alone does not know every dtype
+    return buffer.getvalue()
 
 
 def unpack(item: bytes) -> Any:
     """Undo :func:`pack`; the bytes come from another rank of this job. Local."""
-    return pickle.loads(item)
+    return torch.load(io.BytesIO(item), map_location="cpu", weights_only=False)
 
 
 def can_broadcast(device_type: str, group: Any) -> bool:

@@ -49,7 +49,7 @@ class Share:
 
 
 #: Roles whose names are not those of parameters or buffers.
-NOT_TENSORS = frozenset({"param groups", "random state"})
+NOT_TENSORS = frozenset({"param groups", "random state", "lr scheduler"})
 
 
 @dataclass(frozen=True, slots=True)

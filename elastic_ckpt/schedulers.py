@@ -48,11 +48,22 @@ def fit_scheduler(
             ]
         elif key in _PER_GROUP and isinstance(value, (list, tuple)):
             fitted[key] = _reorder(key, value, live.get(key), sources, saved_groups)
-        elif isinstance(value, (list, tuple)) and key not in _NOT_PER_GROUP and len(value) == saved_groups:
-            raise _unknown(key, value, f"the list {key!r} has as many entries as there were groups")
+        elif key not in _NOT_PER_GROUP and _may_go_by_group(value, saved_groups):
+            raise _unknown(key, value, f"{key!r} has as many entries as there were groups")
         else:
             fitted[key] = value
     return fitted
+
+
+def _may_go_by_group(value: Any, saved_groups: int) -> bool:
+    """Whether anything in a value, at any depth, has as many entries as there were groups."""
+    if isinstance(value, Mapping):
+        numbered = len(value) == saved_groups and all(isinstance(key, int) for key in value)
+        return numbered or any(_may_go_by_group(inner, saved_groups) for inner in value.values())
+    if isinstance(value, (list, tuple)):
+        return len(value) == saved_groups or any(_may_go_by_group(inner, saved_groups) for inner in value)
+    shape: tuple[int, ...] = tuple(getattr(value, "shape", ()))  # of a tensor or an array
+    return bool(shape) and shape[0] == saved_groups
 
 
 def _reorder(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from elastic_ckpt.catalog import MASTER, Catalog, Extent, LogicalTensor, SavedParameter, SourceFacts, SourceFile
-from elastic_ckpt.errors import DamagedError
+from elastic_ckpt.errors import DamagedError, MismatchError
 from elastic_ckpt.formats.pickled import TensorRef
 from elastic_ckpt.formats.progress import compare_progress, with_progress_compared
 from elastic_ckpt.formats.spot_check import spot_check
@@ -115,10 +115,12 @@ def test_masters_of_their_weights_pass(tmp_path: Path, stage: int) -> None:
     spot_check(catalog, model, {0, 1})
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-def test_masters_of_other_weights_are_damage_and_named(tmp_path: Path, stage: int) -> None:
+@pytest.mark.parametrize(
+    ("stage", "error", "says"), [(0, MismatchError, "without names"), (1, DamagedError, "not those of the weights")]
+)
+def test_masters_of_other_weights_are_named(tmp_path: Path, stage: int, error: type[Exception], says: str) -> None:
     catalog, model = checkpoint(tmp_path, stage, 12, wrong=3)
-    with pytest.raises(DamagedError, match="not those of the weights") as caught:
+    with pytest.raises(error, match=says) as caught:
         spot_check(catalog, model, {1})
     assert caught.value.parameter == "p03"
     assert caught.value.file == catalog.files[1].path
@@ -128,7 +130,7 @@ def test_masters_of_other_weights_are_damage_and_named(tmp_path: Path, stage: in
 def test_without_partitions_all_parameters_are_compared(tmp_path: Path) -> None:
     """There, values also prove which parameter is which."""
     catalog, model = checkpoint(tmp_path, 0, 40, wrong=39)
-    with pytest.raises(DamagedError) as caught:
+    with pytest.raises(MismatchError) as caught:
         spot_check(catalog, model, {1})
     assert caught.value.parameter == "p39"
     spot_check(*checkpoint(tmp_path, 1, 40, wrong=39), {1})

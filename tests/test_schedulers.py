@@ -183,7 +183,9 @@ def test_any_other_groups_are_not_as_they_were(sources: list[int | None]) -> Non
         fit_scheduler({"mine": [1, 2]}, {}, as_tuples(sources), 2)
 
 
-@pytest.mark.parametrize("value", [[1, 2], (1, 2)])
+@pytest.mark.parametrize(
+    "value", [[1, 2], (1, 2), {"inner": [1, 2]}, {0: 1.0, 1: 2.0}, torch.tensor([1.0, 2.0]), [{"rates": (1, 2)}]]
+)
 def test_a_list_that_may_go_by_group_is_an_error_that_shows_it(value: Any) -> None:
     with pytest.raises(MismatchError, match="rebuilt") as caught:
         fit_scheduler({"base_lrs": [1.0, 2.0], "per_group_boost": value}, {}, as_tuples([1, 0]), 2)
@@ -192,7 +194,7 @@ def test_a_list_that_may_go_by_group_is_an_error_that_shows_it(value: Any) -> No
     assert "load_lr_scheduler_states=False" in str(caught.value.remedy)
 
 
-@pytest.mark.parametrize("value", [[1, 2, 3], (1,), [], "ab", 2, None, {"x": [1, 2]}])
+@pytest.mark.parametrize("value", [[1, 2, 3], (1,), [], "ab", 2, None, {"x": 1, "y": 2}])
 def test_what_cannot_go_by_group_is_handed_on(value: Any) -> None:
     assert fit_scheduler({"mine": value}, {}, as_tuples([1, 0]), 2) == {"mine": value}
 

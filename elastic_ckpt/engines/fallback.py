@@ -15,6 +15,8 @@ from elastic_ckpt.formats.features import base_groups
 from elastic_ckpt.formats.naming import SWAPPED_FOLDER
 from elastic_ckpt.formats.pickled import PickledFile, open_pickled
 
+#: Entries of a param group that say nothing about the optimizer's kind.
+_NOT_COMPARED = frozenset({"params", "param_names", "step"})
 _LAYOUTS = {0: "whole", 1: "zero12", 2: "zero12", 3: "zero3"}
 
 
@@ -63,25 +65,61 @@ def _model_file(found: Found) -> PickledFile | None:
 
 
 def _same_optimizer(engine: Any, found: Found, arguments: LoadArguments) -> bool:
-    """Whether the saved groups have all hyperparameters of the live optimizer.
+    """Whether the saved optimizer is of the live one's kind and steps on the same tensors in the same order.
 
-    DeepSpeed's own loader gives the states of any optimizer to any other; their hyperparameters tell most kinds apart.
+    DeepSpeed's own loader gives states by position, and the states of any optimizer to any other; the names of their
+    hyperparameters tell most kinds apart.
     """
     if arguments.load_module_only or not arguments.load_optimizer_states:
         return True
+    model = _model_file(found)
     base = getattr(engine.optimizer, "optimizer", engine.optimizer)
-    wanted = set(getattr(base, "defaults", {}))
     shards = list(found.files.optimizer.values())
-    file = open_pickled(found.path(shards[0])) if shards else _model_file(found)
-    groups = base_groups(file) if file is not None else []
-    return not groups or all(wanted <= set(group) for group in groups)
+    if shards and shards[0].startswith("bf16_") != engine.bfloat16_enabled():
+        return False
+    # without ZeRO, the optimizer of experts has a file of its own
+    own = [name for name in found.files.experts if name.startswith("expp_rank_0_")] or shards
+    file = open_pickled(found.path(own[0])) if own else model
+    saved = [set(group) - _NOT_COMPARED for group in base_groups(file)] if file is not None else []
+    live = [set(group) - _NOT_COMPARED for group in base.param_groups]
+    return saved == live and model is not None and _same_order(engine, model, file)
+
+
+def _same_order(engine: Any, model: PickledFile, file: PickledFile | None) -> bool:
+    """Whether parameters lie in the same order: of the flat buffers, or without ZeRO of the model and its groups."""
+    if engine.zero_optimization_stage() > 0:
+        saved = [[(str(k), tuple(v)) for k, v in group.items()] for group in model.tree.get("param_shapes") or ()]
+        live = [[(k, tuple(v)) for k, v in group.items()] for group in engine._get_zero_param_shapes()]
+        return saved == live
+    names = [name for name in engine.module.state_dict() if name in model.tree["module"]]
+    optimizer = (file or model).tree.get("optimizer") or {}
+    kinds = [key in optimizer for key in ("fp32_groups", "fp32_groups_flat")]
+    live_kinds = [hasattr(engine.optimizer, key) for key in ("fp32_groups", "fp32_groups_flat")]
+    sizes = [len(group["params"]) for group in base_groups(file or model)]
+    base = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    same_groups = sizes == [len(group["params"]) for group in base.param_groups]
+    return (
+        names == [name for name in model.tree["module"] if name in set(names)] and kinds == live_kinds and same_groups
+    )
 
 
 def _whole_weights(engine: Any, found: Found, arguments: LoadArguments) -> bool:
-    weights_only = arguments.load_module_only or not arguments.load_optimizer_states
+    weights_only = arguments.load_module_only or not arguments.load_optimizer_states or engine.optimizer is None
     whole_here = set(found.files.model) == {0} and not (found.files.layers or found.files.experts)
     plain = engine.mp_world_size == 1 and not engine.has_moe_layers
-    return weights_only and whole_here and engine.zero_optimization_stage() < 3 and plain
+    return (
+        weights_only
+        and whole_here
+        and engine.zero_optimization_stage() < 3
+        and plain
+        and not _keeps_old_masters(engine, arguments)
+    )
+
+
+def _keeps_old_masters(engine: Any, arguments: LoadArguments) -> bool:
+    """Without ZeRO in fp16 or bf16, DeepSpeed leaves masters behind that undo the loaded weights at the next step."""
+    low_precision = hasattr(engine.optimizer, "refresh_fp32_params")
+    return engine.zero_optimization_stage() == 0 and low_precision and not arguments.load_module_only
 
 
 def _saved_layout(found: Found) -> str:

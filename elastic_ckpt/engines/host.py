@@ -127,6 +127,11 @@ class HostCommit:
         state = fit_scheduler(state, self._scheduler_before, plan.group_sources, plan.saved_groups)
         scheduler.load_state_dict(state)
         self.outcomes.append(Outcome("lr scheduler", "restored"))
+        without = [number for number, source in enumerate(plan.group_sources) if not source]
+        if without:
+            rates = ", ".join(f"{self._engine.optimizer.param_groups[number]['lr']:g}" for number in without)
+            reason = f"the schedule so far was not applied to these param groups, which go on from lr {rates}"
+            self.outcomes.append(Outcome("lr scheduler", "fresh", tuple(map(str, without)), reason))
 
     def _say_why_not(self, scheduler: Any, saved: Any) -> None:
         if scheduler is None and saved is None:

@@ -102,7 +102,7 @@ class UnfusedAdapter(PlainAdapter):
         for master, params in zip(self.masters, self._members(), strict=True):
             position = 0
             for param in params:
-                values = master.data.view(-1)[position : position + param.numel()]
+                values = master.data.reshape(-1)[position : position + param.numel()]
                 param.data.copy_(values.view(param.shape))
                 position += param.numel()
         if not exact_masters:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from elastic_ckpt import parallel
 from elastic_ckpt.catalog import Catalog, SourceFile
@@ -50,12 +50,14 @@ class ReadOptions:
         trust_pickle, check_shards: see :class:`elastic_ckpt.config.ElasticConfig`.
         live_groups: names in the live param groups, in the optimizer's order: for checkpoints that number their
             parameters and do not name them.
+        live_hyperparameters: of the live param groups, for the same purpose.
         rename: the user's renames of saved names.
     """
 
     trust_pickle: bool = False
     check_shards: bool = True
     live_groups: tuple[tuple[str, ...], ...] = ()
+    live_hyperparameters: tuple[Mapping[str, Any], ...] = ()
     rename: RenameRules = ()
 
 

@@ -74,7 +74,7 @@ def _trained_in_fp16(file: PickledFile, loss_scale: LossScale | None) -> bool:
 
 
 def _batch_sizes(file: PickledFile) -> BatchSizes:
-    """From the saved config where it tells; the global batch also from counters, which add it at every step."""
+    """From the saved config, where it tells."""
     config = saved_config(file) or {}
 
     def positive(key: str) -> int | None:
@@ -90,17 +90,8 @@ def _batch_sizes(file: PickledFile) -> BatchSizes:
         steps = 1
     if whole is None and micro is not None and dp:
         whole = micro * (steps or 1) * dp
-    if whole is None:
-        whole = _mean_batch(file.tree)
     if steps is None and whole and micro and dp:
         steps = whole // (micro * dp)
     if micro is None and whole and steps and dp:
         micro = whole // (steps * dp)
     return BatchSizes(whole, micro, steps)
-
-
-def _mean_batch(tree: Mapping[str, Any]) -> int | None:
-    steps, samples = tree.get("global_steps"), tree.get("global_samples")
-    if not isinstance(steps, int) or not isinstance(samples, int) or steps < 1 or samples % steps:
-        return None
-    return samples // steps

@@ -64,6 +64,8 @@ class TensorRef:
     @property
     def is_contiguous(self) -> bool:
         """Whether its elements lie one behind the other, in row-major order."""
+        if not self.numel:
+            return True
         step = 1
         for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
             if size != 1 and stride != step:

@@ -15,7 +15,7 @@ import torch
 
 from elastic_ckpt.catalog import MASTER, Catalog, Extent, LogicalTensor
 from elastic_ckpt.dtypes import ITEMSIZE
-from elastic_ckpt.errors import DamagedError
+from elastic_ckpt.errors import DamagedError, MismatchError
 from elastic_ckpt.formats.model_states import ModelShard
 
 _ELEMENTS = 16
@@ -34,6 +34,7 @@ def spot_check(catalog: Catalog, model: ModelShard, files: Collection[int]) -> N
 
     Raises:
         DamagedError: they differ.
+        MismatchError: they differ in a checkpoint without ZeRO, where parameters are matched by their order.
     """
     checked: Counter[int] = Counter()
     # without partitions, values also prove which parameter is which: look at all of them
@@ -55,6 +56,8 @@ def _compare(catalog: Catalog, model: ModelShard, tensor: LogicalTensor, extent:
     weight_offset = weight.byte_offset + extent.range.start * ITEMSIZE[weight.dtype]
     weights = _read(model.path, weight_offset, count, weight.dtype)
     if not torch.equal(masters.to(weights.dtype).nan_to_num(), weights.nan_to_num()):
+        if catalog.source.zero_stage == 0:
+            raise _other_order(tensor.name, catalog.files[extent.file].path, weights, masters)
         raise DamagedError(
             "the fp32 masters in this file are not those of the weights saved beside it",
             parameter=tensor.name,
@@ -66,6 +69,20 @@ def _compare(catalog: Catalog, model: ModelShard, tensor: LogicalTensor, extent:
                 'if that was meant: "elastic_checkpoint": {"check_shards": false}'
             ),
         )
+
+
+def _other_order(name: str, file: str, weights: torch.Tensor, masters: torch.Tensor) -> MismatchError:
+    return MismatchError(
+        "without ZeRO, DeepSpeed saves masters without names, and this parameter's are not those of its weights",
+        parameter=name,
+        file=file,
+        expected=f"{_first(weights)} ...",
+        found=f"{_first(masters)} ...",
+        remedy=(
+            "build the live param groups with the parameters of the saved ones, in their order; if they are, the file "
+            "is damaged: take another tag"
+        ),
+    )
 
 
 def _first(values: torch.Tensor) -> str:

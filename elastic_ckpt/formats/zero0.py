@@ -35,7 +35,7 @@ def unpartitioned_catalog(found: Found, model: ModelShard, options: ReadOptions)
     """
     state = model.optimizer
     assert state is not None
-    names, note = member_names(model, state, options.live_groups, options.rename)
+    names, note = member_names(model, state, options)
     builder = _Builder(model, state)
     for number, members in enumerate(names):
         builder.add_group(number, members)

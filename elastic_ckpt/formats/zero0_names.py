@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from elastic_ckpt.errors import MismatchError
+from elastic_ckpt.formats.base import ReadOptions
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.zero0_index import FUSED, PLAIN, STEP, UnpartitionedState
-from elastic_ckpt.renaming import RenameRules, rename
+from elastic_ckpt.renaming import rename
 
 Shape = tuple[int, ...]
 Names = Sequence[Sequence[str]]
@@ -22,16 +24,13 @@ Fits = Callable[[int, int], bool]
 Members = Sequence[Sequence[str | None]]
 
 
-def member_names(
-    model: ModelShard, state: UnpartitionedState, live_groups: Names, rules: RenameRules
-) -> tuple[Members, tuple[str, ...]]:
-    """Saved names of every saved group's members, and a note where they had to be inferred.
+def member_names(model: ModelShard, state: UnpartitionedState, options: ReadOptions) -> tuple[Members, tuple[str, ...]]:
+    """Saved names of every saved group's members, and notes where they had to be inferred.
 
     Args:
         model: the model-states file.
         state: its optimizer entry.
-        live_groups: names in the live param groups, in the optimizer's order.
-        rules: the user's renames, which live names have behind them.
+        options: the live param groups, and the user's renames, which live names have behind them.
 
     Raises:
         MismatchError: it cannot be told which parameter is which.
@@ -41,24 +40,56 @@ def member_names(
         fitted = _fit_named(state, shapes)
         if fitted is not None:
             return fitted, ()
-    origins = {rename(name, rules): model.shared.get(name, name) for name in shapes}
-    live = [[origins[name] for name in group if name in origins] for group in live_groups]
+    origins = {rename(name, options.rename): model.shared.get(name, name) for name in shapes}
+    live = [[origins[name] for name in group if name in origins] for group in options.live_groups]
     in_order = [name for name in shapes if name not in model.buffers and name not in model.shared]
     candidates: dict[str, Members] = {}
-    for origin, names in (("the live param groups", live), ("the model", [in_order])):
-        fitted = _fit(state, names, shapes)
-        if fitted is not None and not _loses(state, fitted, names, shapes):
+    for origin, names in (("the live param groups", _in_saved_order(state, live, options)), ("the model", [in_order])):
+        fitted = None if names is None else _fit(state, names, shapes)
+        if fitted is not None and names is not None and not _loses(state, fitted, names, shapes):
             candidates[origin] = fitted
+    proven = state.kind != PLAIN and options.check_shards
     distinct = {tuple(map(tuple, names)) for names in candidates.values()}
-    if not candidates or (len(distinct) > 1 and state.kind == PLAIN):
-        raise _unnamed(model, state, live_groups, list(candidates))
+    if not candidates or (len(distinct) > 1 and not proven):
+        raise _unnamed(model, state, options.live_groups, list(candidates))
     origin, chosen = next(iter(candidates.items()))
-    proof = "shapes agree" if state.kind == PLAIN else "shapes and values agree"
+    return chosen, _notes(state, model, chosen, origin, proven)
+
+
+def _in_saved_order(state: UnpartitionedState, live: Names, options: ReadOptions) -> Names | None:
+    """The live groups in the order of the saved ones: by the ``name`` of the groups where all have one.
+
+    ``None`` where their hyperparameters say that they are in another order, and no names tell in which.
+    """
+    saved_labels = [group.get("name") for group in state.groups]
+    live_labels = [group.get("name") for group in options.live_hyperparameters]
+    if None not in saved_labels and set(saved_labels) == set(live_labels) and len(set(live_labels)) == len(live):
+        return [live[live_labels.index(label)] for label in saved_labels]
+    saved = [_signature(group) for group in state.groups]
+    now = [_signature(group) for group in options.live_hyperparameters]
+    return None if saved != now and sorted(saved) == sorted(now) else live
+
+
+def _signature(group: Mapping[str, Any]) -> str:
+    """What of a param group stays the same while it trains."""
+    return repr([group.get(key) for key in ("initial_lr", "weight_decay", "eps")] + list(group.get("betas") or ()))
+
+
+def _notes(state: UnpartitionedState, model: ModelShard, chosen: Members, origin: str, proven: bool) -> tuple[str, ...]:
+    proof = "shapes and values agree" if proven else "shapes agree"
     notes = [f"without ZeRO, DeepSpeed saves optimizer states without names: taken in the order of {origin}; {proof}"]
+    placed = {name for group in chosen for name in group if name is not None}
+    others = [name for name in model.weights if name not in placed | {*model.buffers, *model.shared}]
+    twins = {model.weights[name].shape for name in placed} & {model.weights[name].shape for name in others}
+    if twins and not proven:
+        notes.append(
+            "some parameters that do not train have the shape of some that do: this is right only if the same ones "
+            "trained before the save; torch.optim with model.named_parameters() makes such saves unambiguous"
+        )
     dropped = sum(name is None for group in chosen for name in group)
     if dropped:
         notes.append(f"optimizer states of {dropped} saved parameters are skipped: they do not train in the live run")
-    return chosen, tuple(notes)
+    return tuple(notes)
 
 
 def _fit(state: UnpartitionedState, names: Names, shapes: Mapping[str, Shape]) -> Members | None:

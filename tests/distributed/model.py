@@ -268,6 +268,7 @@ def build_optimizer(model: TinyLM, setup: Setup) -> torch.optim.Optimizer:
         "adamw_amsgrad": lambda: torch.optim.AdamW(groups, amsgrad=True),
         "adam": lambda: torch.optim.Adam(groups),
         "adam_amsgrad": lambda: torch.optim.Adam(groups, amsgrad=True),
+        "radam": lambda: torch.optim.RAdam(groups),
         "sgd": lambda: torch.optim.SGD(groups, momentum=0.9),
     }
     return makers[setup.optimizer]()

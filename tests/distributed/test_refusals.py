@@ -165,6 +165,33 @@ def live_cases(native: Path, others: dict[str, Path]) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
+def test_what_deepspeeds_own_loader_would_get_wrong_is_not_left_to_it(
+    launch: Launch, native: Path, others: dict[str, Path]
+) -> None:
+    """At the saved topology, by an optimizer that only DeepSpeed knows: it gives masters and states by position."""
+    sgd, adamw = str(others["sgd"] / "z1-fp32-sgd-dp2"), str(native / Z1)
+
+    def case(name: str, folder: str, setup: Setup, **more: Any) -> dict[str, Any]:
+        values = {"name": name, "folder": folder, "setup": setup.as_json(), "error": "UnsupportedError"}
+        return {**values, "says": [setup.optimizer.upper()[:3]], **more}
+
+    renaming = (("elastic_checkpoint", {"rename": [["^hidden", "hidden"]]}),)
+    launch(
+        2,
+        "refuse",
+        {
+            "cases": [
+                case("groups in another order", sgd, Setup(1, optimizer="sgd", groups="reversed")),
+                case("round robin now", sgd, Setup(1, optimizer="sgd", zero=ROUND_ROBIN)),
+                case("another precision", sgd, Setup(1, "bf16", optimizer="sgd")),
+                case("renames", sgd, Setup(1, optimizer="sgd", config=renaming)),
+                case("not strict", sgd, Setup(1, optimizer="sgd"), arguments={"load_module_strict": False}),
+                case("states of AdamW", adamw, Setup(1, optimizer="radam"), says=["RAdam"]),
+            ]
+        },
+    )
+
+
 def test_a_disk_that_fails_while_reading_is_an_error_on_all_ranks(launch: Launch, native: Path) -> None:
     launch(2, "break_reading", {"setup": Setup(2).as_json(), "folder": str(native / Z1)})
 

@@ -69,6 +69,19 @@ def test_fused_adam_and_adamw_take_over_from_each_other(launch: Launch, native: 
     launch(3, "load", {"targets": targets})
 
 
+def test_rebuilt_groups_are_told_by_their_names_where_states_have_none(launch: Launch, unpartitioned: Path) -> None:
+    cases = [
+        {
+            "folder": str(unpartitioned / f"{source.name}-dp2"),
+            "setup": Setup(stage, source.precision, groups="reversed").as_json(),
+            "groups": [{"weight_decay": 0.0, "initial_lr": 3e-3}, {"weight_decay": 0.1, "initial_lr": 1e-2}],
+        }
+        for source in (Setup(0), Setup(0, "bf16"))
+        for stage in (0, 1)
+    ]
+    launch(3, "changed", {"cases": cases})
+
+
 def test_a_loss_scale_is_kept_or_its_change_is_told(launch: Launch, native: Path, unpartitioned: Path) -> None:
     """What the report says, and what the scaler holds, for every pair of kinds."""
     kinds = {
