@@ -42,9 +42,18 @@ def _is_swapped(engine: Any, found: Found) -> bool:
 
 
 def _fits(engine: Any, found: Found, arguments: LoadArguments) -> bool:
+    if _leaves_old_masters(engine, arguments):
+        return False
     if _whole_weights(engine, found, arguments):
         return True
     return _same_topology(engine, found) and same_features(engine, found) and _same_optimizer(engine, found, arguments)
+
+
+def _leaves_old_masters(engine: Any, arguments: LoadArguments) -> bool:
+    """Without ZeRO in fp16 or bf16, DeepSpeed leaves masters behind that undo the loaded weights at the next step."""
+    low_precision = hasattr(engine.optimizer, "refresh_fp32_params")
+    without_states = not (arguments.load_module_only or arguments.load_optimizer_states)
+    return engine.zero_optimization_stage() == 0 and low_precision and without_states
 
 
 def _same_topology(engine: Any, found: Found) -> bool:
@@ -107,19 +116,7 @@ def _whole_weights(engine: Any, found: Found, arguments: LoadArguments) -> bool:
     weights_only = arguments.load_module_only or not arguments.load_optimizer_states or engine.optimizer is None
     whole_here = set(found.files.model) == {0} and not (found.files.layers or found.files.experts)
     plain = engine.mp_world_size == 1 and not engine.has_moe_layers
-    return (
-        weights_only
-        and whole_here
-        and engine.zero_optimization_stage() < 3
-        and plain
-        and not _keeps_old_masters(engine, arguments)
-    )
-
-
-def _keeps_old_masters(engine: Any, arguments: LoadArguments) -> bool:
-    """Without ZeRO in fp16 or bf16, DeepSpeed leaves masters behind that undo the loaded weights at the next step."""
-    low_precision = hasattr(engine.optimizer, "refresh_fp32_params")
-    return engine.zero_optimization_stage() == 0 and low_precision and not arguments.load_module_only
+    return weights_only and whole_here and engine.zero_optimization_stage() < 3 and plain
 
 
 def _saved_layout(found: Found) -> str:
