@@ -454,23 +454,6 @@ def pending(arguments: dict[str, Any]) -> None:
         close(engine)
 
 
-def frozen(arguments: dict[str, Any]) -> None:
-    """Frozen weights come back at another degree and stage."""
-    elastic_ckpt.install()
-    for case in arguments["cases"]:
-        engine = build_engine(setup_from_json(case["setup"]), models.HalfFrozenLM())
-        with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
-            if dist.get_rank() == 0:
-                engine.module.embedding.weight.data.mul_(3)
-        dist.barrier()
-        engine.load_checkpoint(case["folder"])
-        expected = models.HalfFrozenLM().embedding.weight.to(engine.module.embedding.weight.dtype)
-        found = oracle.low_precision(engine)["embedding.weight"]
-        assert torch.equal(found, expected), f"{case}: frozen weights differ"
-        assert engine.elastic_report.restored["frozen parameters"] == 1
-        close(engine)
-
-
 def loss_scales(arguments: dict[str, Any]) -> None:
     """The loss scale of an fp16 run is kept where checkpoint and config have the same kind; else the report says."""
     elastic_ckpt.install()

@@ -20,14 +20,16 @@ def test_any_stage_and_degree_resumes_bit_exactly_on(
 ) -> None:
     targets = []
     for target in MATRIX:
+        if target.precision != "fp32" and degree % 2 == 0:
+            continue  # another precision changes nothing about the cuts
         same_precision = [setup for setup in MATRIX if setup.precision == target.precision]
         found = sources(native, same_precision, saved_at(target), "native")
-        found += sources(universal, same_precision, [2, 3], "universal")
+        found += sources(universal, same_precision, [2 + degree % 2], "universal")
         targets.append({"setup": target.as_json(), "sources": found, "continue": list(range(0, len(found), 5))})
     launch(degree, "load", {"targets": targets}, timeout=500)
 
 
-@pytest.mark.parametrize("degree", [1, 2, 4])
+@pytest.mark.parametrize("degree", [1, 3])
 def test_round_robin_alignment_amsgrad_and_cpu_adam_resume_bit_exactly_on(
     degree: int, launch: Launch, native: Path
 ) -> None:
@@ -50,7 +52,7 @@ def test_round_robin_alignment_amsgrad_and_cpu_adam_resume_bit_exactly_on(
         *[(target, idle) for target in idle],
     ]
     targets = [
-        {"setup": target.as_json(), "sources": sources(native, found, [2, 3], "native"), "continue": [0]}
+        {"setup": target.as_json(), "sources": sources(native, found, [2], "native"), "continue": [0]}
         for target, found in crossings
     ]
     launch(degree, "load", {"targets": targets})

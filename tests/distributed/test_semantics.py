@@ -89,24 +89,6 @@ def test_gradients_that_wait_for_a_step_are_refused(launch: Launch, native: Path
     launch(2, "pending", {"cases": cases})
 
 
-def test_frozen_weights_come_back(launch: Launch, tmp_path: Path) -> None:
-    setups = [Setup(1), Setup(3), Setup(2, precision="bf16"), Setup(3, precision="bf16")]
-    as_json = [setup.as_json() for setup in setups]
-    launch(2, "save_untruthful", {"folder": str(tmp_path), "setups": as_json, "model": "HalfFrozenLM"})
-    crossings = [
-        (0, Setup(3)),
-        (1, Setup(1)),
-        (1, Setup(3)),
-        (2, Setup(3, precision="bf16")),
-        (3, Setup(2, precision="bf16")),
-    ]
-    cases = [
-        {"setup": target.as_json(), "folder": str(tmp_path / f"{setups[source].name}-dp2")}
-        for source, target in crossings
-    ]
-    launch(3, "frozen", {"cases": cases})
-
-
 def test_saving_after_an_elastic_load_gives_what_deepspeed_loads_alone(
     launch: Launch, native: Path, tmp_path: Path
 ) -> None:

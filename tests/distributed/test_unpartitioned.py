@@ -38,19 +38,19 @@ def sources(folder: Path, setups: list[Setup], target: Setup, degrees: tuple[int
     ]
 
 
-@pytest.mark.parametrize("degree", [1, 2, 3])
+@pytest.mark.parametrize("degree", [1, 3])
 def test_engines_without_partitions_resume_bit_exactly_on(
     degree: int, launch: Launch, native: Path, universal: Path, unpartitioned: Path, universal_bf16: Path
 ) -> None:
     targets = []
     for target in TARGETS:
-        found = sources(unpartitioned, ADAMW, target, (2, 3), "native")
+        found = sources(unpartitioned, ADAMW, target, (2 if degree == 3 else 3,), "native")
         found += sources(universal_bf16, [Setup(1, "bf16_fp32acc")], target, (2,), "universal")
         if target in ADAMW:
             found += sources(native, PARTITIONED, target, (2,), "native")
             found += sources(universal, PARTITIONED, target, (3,), "universal")
         every = list(range(len(found)))
-        targets.append({"setup": target.as_json(), "sources": found, "continue": every if degree == 3 else every[::4]})
+        targets.append({"setup": target.as_json(), "sources": found, "continue": every[::2]})
     launch(degree, "load", {"targets": targets}, timeout=400)
 
 
@@ -63,7 +63,7 @@ def test_fused_adam_and_adamw_take_over_from_each_other(launch: Launch, native: 
         (Setup(2, optimizer="fusedadam"), FUSED),
     ]
     targets = [
-        {"setup": target.as_json(), "sources": sources(unpartitioned, found, target, (2, 3), "native"), "continue": [0]}
+        {"setup": target.as_json(), "sources": sources(unpartitioned, found, target, (2,), "native"), "continue": [0]}
         for target, found in crossings
     ]
     launch(3, "load", {"targets": targets})
@@ -91,14 +91,12 @@ def test_a_loss_scale_is_kept_or_its_change_is_told(launch: Launch, native: Path
     cases = []
     for saved, from_setups in kinds.items():
         for live, to_setups in kinds.items():
-            for source in from_setups:
-                for target in to_setups:
-                    folder = str(unpartitioned / f"{source.name}-dp2")
-                    cases.append({"folder": folder, "setup": target.as_json(), "saved": saved, "live": live})
+            for source, target in zip(from_setups, reversed(to_setups), strict=True):
+                folder = str(unpartitioned / f"{source.name}-dp2")
+                cases.append({"folder": folder, "setup": target.as_json(), "saved": saved, "live": live})
         cases += [
             {"folder": str(native / f"{source.name}-dp2"), "setup": target.as_json(), "saved": None, "live": saved}
-            for source in (Setup(1), Setup(3, "bf16"))
-            for target in from_setups
+            for source, target in zip((Setup(1), Setup(3, "bf16")), from_setups, strict=True)
         ]
         cases += [
             {
@@ -107,8 +105,7 @@ def test_a_loss_scale_is_kept_or_its_change_is_told(launch: Launch, native: Path
                 "saved": saved,
                 "live": None,
             }
-            for source in from_setups
-            for target in (Setup(0, "bf16"), Setup(3))
+            for source, target in zip(from_setups, (Setup(3), Setup(0, "bf16")), strict=True)
         ]
     launch(3, "loss_scales", {"cases": cases})
 
