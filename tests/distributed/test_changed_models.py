@@ -72,7 +72,7 @@ def frozen_universal(
 def test_a_frozen_base_comes_back_under_what_trains(
     launch: Launch, frozen: dict[str, Path], frozen_universal: dict[str, Path]
 ) -> None:
-    for degree, stages in ((1, (0, 3)), (3, (0, 2, 3))):
+    for degree, stages in ((1, (3,)), (3, (0, 2))):
         cases = [
             case(frozen[kind], source, target, model=model, says=["frozen parameters"], **{"continue": True})
             for kind, model in (("half", "HalfFrozenLM"), ("lora", "LoraLM"))

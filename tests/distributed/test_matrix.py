@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.conftest import DEGREES, EXTRA, MATRIX, Launch, in_precision, saved_at
+from tests.distributed.conftest import EXTRA, MATRIX, Launch, in_precision, saved_at
 from tests.distributed.model import Setup
 
 
@@ -14,7 +14,7 @@ def sources(folder: Path, setups: list[Setup], degrees: list[int], kind: str) ->
     return [{"folder": str(folder / f"{s.name}-dp{n}"), "format": kind} for s in setups for n in degrees]
 
 
-@pytest.mark.parametrize("degree", DEGREES)
+@pytest.mark.parametrize("degree", [1, 3, 4])  # 2 is what most other tests load on
 def test_any_stage_and_degree_resumes_bit_exactly_on(
     degree: int, launch: Launch, native: Path, universal: Path
 ) -> None:
