@@ -15,7 +15,13 @@ from elastic_ckpt import parallel
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.detect import find_checkpoint
 from elastic_ckpt.engines.fallback import deepspeed_loads_it_right
-from elastic_ckpt.engines.host import LoadArguments, ds_config, load_universal_flag, universal_flag_off
+from elastic_ckpt.engines.host import (
+    LoadArguments,
+    ds_config,
+    load_universal_flag,
+    restores_states,
+    universal_flag_off,
+)
 from elastic_ckpt.errors import ConfigError, NotFoundError, UnsupportedError
 from elastic_ckpt.formats import Found
 from elastic_ckpt.loader import load
@@ -107,9 +113,10 @@ def _load_or_delegate(engine: Any, arguments: LoadArguments, own: Callable[..., 
 
 def _asks_for_more(config: ElasticConfig, arguments: LoadArguments) -> bool:
     """Whether the user asked for what DeepSpeed's own loader would pass over in silence."""
-    weights_alone = arguments.load_module_only or not arguments.load_optimizer_states
     options = config.rename or config.param_groups != "match" or config.on_batch_size_change != "warn"
-    return config.mode == "require" or bool(options) or not (arguments.load_module_strict or weights_alone)
+    return (
+        config.mode == "require" or bool(options) or (restores_states(arguments) and not arguments.load_module_strict)
+    )
 
 
 def _refuse_different_calls(config: ElasticConfig, arguments: LoadArguments) -> None:

@@ -239,15 +239,12 @@ def _spoilt(error: ElasticCkptError) -> PartialLoadError:
 
 
 def _left_alone(arguments: LoadArguments) -> tuple[Outcome, ...]:
-    if arguments.load_module_only:
-        return tuple(
-            Outcome(role, "skipped", (), "load_module_only: left as they were; masters are the weights")
-            for role in ("optimizer states", "param groups", "counters")
-        )
-    if not arguments.load_optimizer_states:
-        reason = "load_optimizer_states=False: left as they were; masters are the weights"
-        return tuple(Outcome(role, "skipped", (), reason) for role in ("optimizer states", "param groups"))
-    return ()
+    if restores_states(arguments):
+        return ()
+    asked = "load_module_only" if arguments.load_module_only else "load_optimizer_states=False"
+    states = Outcome("optimizer states", "skipped", (), f"{asked}: left as they were; masters are the weights")
+    others = ("param groups", "counters") if arguments.load_module_only else ("param groups",)
+    return states, *(Outcome(role, "skipped", (), f"{asked}: left as they were") for role in others)
 
 
 class _Clock:

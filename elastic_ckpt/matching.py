@@ -235,4 +235,4 @@ def _shown(values: Mapping[str, float]) -> str:
 
 def weights_key(catalog: Catalog, name: str) -> str:
     """The catalog key under which a parameter's weights lie: it may have been frozen at save time."""
-    return MASTER if (name, MASTER) in catalog.tensors or name in catalog.parameters else FROZEN
+    return MASTER if name in catalog.parameters else FROZEN

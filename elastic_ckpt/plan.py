@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -71,10 +71,25 @@ class Outcome:
     reason: str = ""
 
 
-def names_of(outcomes: Iterable[Outcome], what: str) -> tuple[str, ...]:
-    """Names of parameters and buffers with one outcome, sorted."""
-    tensors = [outcome for outcome in outcomes if outcome.what == what and outcome.role not in NOT_TENSORS]
-    return tuple(sorted({name for outcome in tensors for name in outcome.names}))
+class HasOutcomes:
+    """What a plan and a report of it can be asked."""
+
+    outcomes: tuple[Outcome, ...]
+
+    def names(self, what: str) -> tuple[str, ...]:
+        """Names of parameters and buffers with one outcome (``"fresh"`` ...), sorted."""
+        tensors = [outcome for outcome in self.outcomes if outcome.what == what and outcome.role not in NOT_TENSORS]
+        return tuple(sorted({name for outcome in tensors for name in outcome.names}))
+
+    @property
+    def fresh(self) -> tuple[str, ...]:
+        """Names of which the live engine keeps, or newly starts, something."""
+        return self.names("fresh")
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Names in the checkpoint that the live model does not have."""
+        return self.names("ignored")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +114,7 @@ class Copy:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(HasOutcomes):
     """What one rank will do.
 
     Attributes:
@@ -128,26 +143,21 @@ class Plan:
     outcomes: tuple[Outcome, ...] = ()
     notes: tuple[str, ...] = ()
 
-    def only(self, slots: Sequence[int]) -> Plan:
-        """The plan of some slots alone, numbered anew in the order given."""
-        numbers = {slot: number for number, slot in enumerate(slots)}
-        return replace(
-            self,
-            slots=tuple(self.slots[slot] for slot in slots),
-            copies=tuple(replace(copy, slot=numbers[copy.slot]) for copy in self.copies if copy.slot in numbers),
-            shares=tuple(replace(share, slot=numbers[share.slot]) for share in self.shares if share.slot in numbers),
-        )
+    def by_flat(self) -> dict[int, tuple[list[int], Plan]]:
+        """The plan in parts: flat partition -> the numbers of its slots here, and the plan of these slots alone.
 
-    def names(self, what: str) -> tuple[str, ...]:
-        """Names of parameters and buffers with one outcome, sorted."""
-        return names_of(self.outcomes, what)
-
-    @property
-    def fresh(self) -> tuple[str, ...]:
-        """Names of which the live engine keeps, or newly starts, something."""
-        return self.names("fresh")
-
-    @property
-    def ignored(self) -> tuple[str, ...]:
-        """Names in the checkpoint that the live model does not have."""
-        return self.names("ignored")
+        Buffers and frozen parameters are the part ``-1``.
+        """
+        numbers: dict[int, list[int]] = {}
+        place = {}
+        for number, slot in enumerate(self.slots):
+            members = numbers.setdefault(slot.flat, [])
+            place[number] = len(members)
+            members.append(number)
+        copies: dict[int, list[Copy]] = {flat: [] for flat in numbers}
+        for copy in self.copies:
+            copies[self.slots[copy.slot].flat].append(replace(copy, slot=place[copy.slot]))
+        return {
+            flat: (members, replace(self, slots=tuple(self.slots[n] for n in members), copies=tuple(copies[flat])))
+            for flat, members in numbers.items()
+        }

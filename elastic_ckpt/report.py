@@ -13,7 +13,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from elastic_ckpt.catalog import BUFFER, FROZEN, MASTER, SourceFacts
-from elastic_ckpt.plan import Outcome, names_of
+from elastic_ckpt.plan import HasOutcomes, Outcome
 
 _NAMES_SHOWN = 12
 #: Roles as people call them.
@@ -42,7 +42,7 @@ class RankWork:
 
 
 @dataclass(frozen=True)
-class LoadReport:
+class LoadReport(HasOutcomes):
     """What an elastic load restored.
 
     Attributes:
@@ -64,20 +64,6 @@ class LoadReport:
     global_steps: int = 0
     ranks: tuple[RankWork, ...] = field(default=())
     notes: tuple[str, ...] = ()
-
-    def names(self, what: str) -> tuple[str, ...]:
-        """Names of parameters and buffers with one outcome (``"fresh"`` ...), sorted."""
-        return names_of(self.outcomes, what)
-
-    @property
-    def fresh(self) -> tuple[str, ...]:
-        """Names of which the live engine keeps, or newly starts, something."""
-        return self.names("fresh")
-
-    @property
-    def ignored(self) -> tuple[str, ...]:
-        """Names in the checkpoint that the live model does not have."""
-        return self.names("ignored")
 
     @property
     def restored(self) -> dict[str, int]:

@@ -87,6 +87,7 @@ USED = {
     PipelinedOptimizerSwapper: ["swap_out_optimizer_state", "swap_in_optimizer_state"],
     DeepSpeedEngine: [
         "seq_data_parallel_group",
+        "_get_zero_param_shapes",
         "num_experts",
         "fp16_enabled",
         "param_names",

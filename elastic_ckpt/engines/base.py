@@ -19,6 +19,11 @@ from elastic_ckpt.states.schema import StateSchema
 ReadPart = Callable[[Plan, Sequence[torch.Tensor]], None]
 
 
+def base_optimizer(engine: Any) -> Any:
+    """The optimizer that the user made, inside DeepSpeed's or without one around it; ``None`` where there is none."""
+    return getattr(engine.optimizer, "optimizer", engine.optimizer)
+
+
 class EngineAdapter(Protocol):
     """One kind of live optimizer.
 

@@ -8,12 +8,14 @@ from typing import Any
 import torch.distributed as dist
 
 from elastic_ckpt import parallel
+from elastic_ckpt.engines.base import base_optimizer
 from elastic_ckpt.engines.features import same_features
-from elastic_ckpt.engines.host import LoadArguments
+from elastic_ckpt.engines.host import LoadArguments, restores_states
 from elastic_ckpt.formats import Found
-from elastic_ckpt.formats.features import base_groups
+from elastic_ckpt.formats.features import base_groups, features_in
 from elastic_ckpt.formats.naming import SWAPPED_FOLDER
 from elastic_ckpt.formats.pickled import PickledFile, open_pickled
+from elastic_ckpt.formats.zero0_index import MASTER_ENTRIES
 
 #: Entries of a param group that say nothing about the optimizer's kind.
 _NOT_COMPARED = frozenset({"params", "param_names", "step"})
@@ -46,7 +48,21 @@ def _fits(engine: Any, found: Found, arguments: LoadArguments) -> bool:
         return False
     if _whole_weights(engine, found, arguments):
         return True
-    return _same_topology(engine, found) and same_features(engine, found) and _same_optimizer(engine, found, arguments)
+    model, optimizer = _representatives(found)
+    features = features_in(model) | features_in(optimizer)
+    alike = _same_topology(engine, found, model) and same_features(engine, features)
+    return alike and (not restores_states(arguments) or _same_optimizer(engine, found, model, optimizer))
+
+
+def _representatives(found: Found) -> tuple[PickledFile, PickledFile]:
+    """A model-states file and a file with the optimizer's state: without ZeRO the same, experts have one of their own.
+
+    DeepSpeed's loader trusts pickles anyhow; what is looked at here, the safe way gives too.
+    """
+    files = found.files
+    model = open_pickled(found.path([*files.model.values(), *files.model_zero3.values()][0]))
+    own = [name for name in files.experts if name.startswith("expp_rank_0_")] + list(files.optimizer.values())
+    return model, open_pickled(found.path(own[0])) if own else model
 
 
 def _leaves_old_masters(engine: Any, arguments: LoadArguments) -> bool:
@@ -56,67 +72,53 @@ def _leaves_old_masters(engine: Any, arguments: LoadArguments) -> bool:
     return engine.zero_optimization_stage() == 0 and low_precision and without_states
 
 
-def _same_topology(engine: Any, found: Found) -> bool:
-    file = _model_file(found)
+def _whole_weights(engine: Any, found: Found, arguments: LoadArguments) -> bool:
+    weights_only = not restores_states(arguments) or engine.optimizer is None
+    whole_here = set(found.files.model) == {0} and not (found.files.layers or found.files.experts)
+    plain = engine.mp_world_size == 1 and not engine.has_moe_layers
+    return weights_only and whole_here and engine.zero_optimization_stage() < 3 and plain
+
+
+def _same_topology(engine: Any, found: Found, model: PickledFile) -> bool:
     return (
-        file is not None
-        and file.tree.get("dp_world_size") == engine.seq_dp_world_size
-        and file.tree.get("mp_world_size") == engine.mp_world_size
+        model.tree.get("dp_world_size") == engine.seq_dp_world_size
+        and model.tree.get("mp_world_size") == engine.mp_world_size
         and len(found.files.mp_ranks) == dist.get_world_size() // max(engine.seq_dp_world_size, 1)
         and _saved_layout(found) == _LAYOUTS.get(engine.zero_optimization_stage())
     )
 
 
-def _model_file(found: Found) -> PickledFile | None:
-    """A model-states file. DeepSpeed's loader trusts pickles anyhow; what is looked at here, the safe way gives too."""
-    names = list(found.files.model.values()) + list(found.files.model_zero3.values())
-    return open_pickled(found.path(names[0])) if names else None
-
-
-def _same_optimizer(engine: Any, found: Found, arguments: LoadArguments) -> bool:
+def _same_optimizer(engine: Any, found: Found, model: PickledFile, optimizer: PickledFile) -> bool:
     """Whether the saved optimizer is of the live one's kind and steps on the same tensors in the same order.
 
     DeepSpeed's own loader gives states by position, and the states of any optimizer to any other; the names of their
     hyperparameters tell most kinds apart.
     """
-    if arguments.load_module_only or not arguments.load_optimizer_states:
-        return True
-    model = _model_file(found)
-    base = getattr(engine.optimizer, "optimizer", engine.optimizer)
-    shards = list(found.files.optimizer.values())
-    if shards and shards[0].startswith("bf16_") != engine.bfloat16_enabled():
+    in_bf16 = any(name.startswith("bf16_") for name in found.files.optimizer.values())
+    if found.files.optimizer and in_bf16 != engine.bfloat16_enabled():
         return False
-    # without ZeRO, the optimizer of experts has a file of its own
-    own = [name for name in found.files.experts if name.startswith("expp_rank_0_")] or shards
-    file = open_pickled(found.path(own[0])) if own else model
-    saved = [set(group) - _NOT_COMPARED for group in base_groups(file)] if file is not None else []
-    live = [set(group) - _NOT_COMPARED for group in base.param_groups]
-    return saved == live and model is not None and _same_order(engine, model, file)
+    saved = [set(group) - _NOT_COMPARED for group in base_groups(optimizer)]
+    live = [set(group) - _NOT_COMPARED for group in base_optimizer(engine).param_groups]
+    same_order = _same_flat_order if engine.zero_optimization_stage() > 0 else _same_module_order
+    return saved == live and same_order(engine, model, optimizer)
 
 
-def _same_order(engine: Any, model: PickledFile, file: PickledFile | None) -> bool:
-    """Whether parameters lie in the same order: of the flat buffers, or without ZeRO of the model and its groups."""
-    if engine.zero_optimization_stage() > 0:
-        saved = [[(str(k), tuple(v)) for k, v in group.items()] for group in model.tree.get("param_shapes") or ()]
-        live = [[(k, tuple(v)) for k, v in group.items()] for group in engine._get_zero_param_shapes()]
-        return saved == live
-    names = [name for name in engine.module.state_dict() if name in model.tree["module"]]
-    optimizer = (file or model).tree.get("optimizer") or {}
-    kinds = [key in optimizer for key in ("fp32_groups", "fp32_groups_flat")]
-    live_kinds = [hasattr(engine.optimizer, key) for key in ("fp32_groups", "fp32_groups_flat")]
-    sizes = [len(group["params"]) for group in base_groups(file or model)]
-    base = getattr(engine.optimizer, "optimizer", engine.optimizer)
-    same_groups = sizes == [len(group["params"]) for group in base.param_groups]
+def _same_flat_order(engine: Any, model: PickledFile, optimizer: PickledFile) -> bool:
+    """ZeRO: names and shapes in each flat buffer, as DeepSpeed itself lists them."""
+    saved = [[(str(k), tuple(v)) for k, v in group.items()] for group in model.tree["param_shapes"]]
+    return saved == [[(k, tuple(v)) for k, v in group.items()] for group in engine._get_zero_param_shapes()]
+
+
+def _same_module_order(engine: Any, model: PickledFile, optimizer: PickledFile) -> bool:
+    """Without ZeRO: the order of the model, the sizes of the groups, and how masters are kept."""
+    module, state = model.tree["module"], optimizer.tree["optimizer"]
+    in_both = [name for name in engine.module.state_dict() if name in module]
+    sizes = [len(group["params"]) for group in base_groups(optimizer)]
     return (
-        names == [name for name in model.tree["module"] if name in set(names)] and kinds == live_kinds and same_groups
+        in_both == [name for name in module if name in in_both]
+        and sizes == [len(group["params"]) for group in base_optimizer(engine).param_groups]
+        and all((key in state) == hasattr(engine.optimizer, key) for key in MASTER_ENTRIES)
     )
-
-
-def _whole_weights(engine: Any, found: Found, arguments: LoadArguments) -> bool:
-    weights_only = arguments.load_module_only or not arguments.load_optimizer_states or engine.optimizer is None
-    whole_here = set(found.files.model) == {0} and not (found.files.layers or found.files.experts)
-    plain = engine.mp_world_size == 1 and not engine.has_moe_layers
-    return weights_only and whole_here and engine.zero_optimization_stage() < 3 and plain
 
 
 def _saved_layout(found: Found) -> str:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from elastic_ckpt.formats import Found
-from elastic_ckpt.formats.features import ONE_BIT_OPTIMIZERS, Features, features_in
-from elastic_ckpt.formats.pickled import open_pickled
+from elastic_ckpt.engines.base import base_optimizer
+from elastic_ckpt.formats.features import ONE_BIT_OPTIMIZERS, Features
 
 
 def live_features(engine: Any) -> Features:
     """What is special about a live engine."""
-    base = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    base = base_optimizer(engine)
     groups = getattr(base, "param_groups", ())
     # MiCS left DeepSpeed with 0.19; older engines are a subclass of ZeRO-3's
     mics = type(engine.optimizer).__name__ == "MiCS_Optimizer"
@@ -23,19 +23,8 @@ def live_features(engine: Any) -> Features:
     )
 
 
-def same_features(engine: Any, found: Found) -> bool:
-    """Whether the files have what the live engine has, as DeepSpeed's own loader expects. Opens two files."""
-    files = found.files
-    models = list(files.model.values()) + list(files.model_zero3.values())
-    # without ZeRO, the optimizer of experts has files of its own
-    optimizers = [name for name in files.experts if name.startswith("expp_rank_0_")] + list(files.optimizer.values())
-    saved = Features()
-    for name in models[:1] + optimizers[:1]:
-        saved |= features_in(open_pickled(found.path(name)))
+def same_features(engine: Any, saved: Features) -> bool:
+    """Whether a checkpoint has what the live engine has, as DeepSpeed's own loader expects."""
     live, dp = live_features(engine), engine.seq_dp_world_size
-    return (live.experts, live.expert_groups, live.one_bit, live.mics or dp) == (
-        saved.experts,
-        saved.expert_groups,
-        saved.one_bit,
-        saved.mics or dp,
-    )
+    # a MiCS group as big as the job lies in files as ZeRO-3 does
+    return replace(live, mics=live.mics or dp) == replace(saved, mics=saved.mics or dp)

@@ -13,7 +13,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from elastic_ckpt.engines.base import EngineAdapter
+from elastic_ckpt.engines.base import EngineAdapter, base_optimizer
 from elastic_ckpt.engines.features import live_features
 from elastic_ckpt.engines.unpartitioned import FusedAdapter, PlainAdapter, UnfusedAdapter
 from elastic_ckpt.engines.zero3 import Zero3Adapter
@@ -88,7 +88,7 @@ def select_adapter(engine: Any, with_states: bool) -> EngineAdapter:
             found=f"{type(engine.optimizer).__name__} at ZeRO stage {engine.zero_optimization_stage()}",
             remedy='"zero_optimization": {"stage": 0}, 1, 2 or 3 in the DeepSpeed config',
         )
-    base = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    base = base_optimizer(engine)
     chosen = adapter(engine, schema_of(base) if with_states else unknown_states(base))
     masters = {master.dtype for master in chosen.masters}
     if masters - {torch.float32}:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from elastic_ckpt.destinations import Destinations, FlatPartition, Fragment
-from elastic_ckpt.engines.base import FlatOptimizer, ReadPart
+from elastic_ckpt.engines.base import FlatOptimizer, ReadPart, base_optimizer
 from elastic_ckpt.geometry import FlatRange, group_offsets
 from elastic_ckpt.plan import Plan
 from elastic_ckpt.states.schema import StateSchema
@@ -25,7 +25,7 @@ class PlainAdapter(FlatOptimizer):
 
     def __init__(self, engine: Any, schema: StateSchema) -> None:
         self._optimizer = engine.optimizer
-        base = getattr(engine.optimizer, "optimizer", engine.optimizer)
+        base = base_optimizer(engine)
         masters = self._masters(base)
         super().__init__(
             module=engine.module,

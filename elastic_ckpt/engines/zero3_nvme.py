@@ -10,17 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
 
-from elastic_ckpt.catalog import BUFFER, FROZEN
 from elastic_ckpt.engines.base import ReadPart
 from elastic_ckpt.engines.zero3 import Zero3Adapter
 from elastic_ckpt.errors import UnsupportedError
 from elastic_ckpt.plan import Plan
 from elastic_ckpt.states.schema import StateSchema
+
+#: The part of a plan that belongs to no sub-group.
+_WHOLES = -1
 
 
 class Zero3NvmeAdapter(Zero3Adapter):
@@ -48,13 +51,13 @@ class Zero3NvmeAdapter(Zero3Adapter):
     def fill(self, plan: Plan, read: ReadPart) -> Mapping[int, torch.Tensor]:
         """See :class:`elastic_ckpt.engines.base.EngineAdapter`."""
         self._optimizer.checkpoint_event_prologue()
-        wholes = [number for number, slot in enumerate(plan.slots) if slot.key in (BUFFER, FROZEN)]
-        part = plan.only(wholes)
+        parts = plan.by_flat()
+        wholes, part = parts.get(_WHOLES, ([], replace(plan, slots=(), copies=())))
         tensors = self.memory(part, self._frozen_memory(part))
         read(part, tensors)
         for index in range(len(self.masters)):
             with self._in_memory(index, clears_states=plan.restores_states and plan.scalars[index] is None):
-                part = plan.only([number for number, slot in enumerate(plan.slots) if slot.flat == index])
+                _, part = parts[index]
                 read(part, self.memory(part, {}))
                 if not plan.restores_states:
                     self._round_master(index)

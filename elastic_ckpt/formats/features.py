@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from elastic_ckpt.errors import UnsupportedError
 from elastic_ckpt.formats.pickled import PickledFile
+from elastic_ckpt.formats.saved_config import config_section
 
 #: 1-bit optimizers of DeepSpeed before 0.19, by lower-case class name, which is their name in the config too.
 ONE_BIT_OPTIMIZERS = frozenset({"onebitadam", "onebitlamb", "zerooneadam"})
@@ -53,11 +53,10 @@ class Features:
 def features_in(file: PickledFile) -> Features:
     """What a model-states or optimizer-states file shows. Local."""
     tree = file.tree if isinstance(file.tree, Mapping) else {}
-    config = _config(tree)
     experts = tree.get("num_experts") or ()
     values = _mappings(_base_state(tree).get("state"))
-    optimizer = str(_section(config, "optimizer").get("type", "")).lower()
-    mics = _section(config, "zero_optimization").get("mics_shard_size", 0)
+    optimizer = str(config_section(file, "optimizer").get("type", "")).lower()
+    mics = config_section(file, "zero_optimization").get("mics_shard_size", 0)
     return Features(
         experts=tuple(experts) if isinstance(experts, (list, tuple)) else (experts,),
         expert_groups=tuple(sorted({str(group.get("name")) for group in base_groups(file) if group.get("moe")})),
@@ -87,21 +86,6 @@ def refuse_features(features: Features, file: str) -> None:
             found=features.names,
             remedy="resume it with the number of ranks, the layout and the optimizer that saved it",
         )
-
-
-def _config(tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    config = tree.get("ds_config")
-    if isinstance(config, str):
-        try:
-            config = json.loads(config)
-        except ValueError:
-            return {}
-    return config if isinstance(config, Mapping) else {}
-
-
-def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    section = config.get(key)
-    return section if isinstance(section, Mapping) else {}
 
 
 def _base_state(tree: Mapping[str, Any]) -> Mapping[str, Any]:

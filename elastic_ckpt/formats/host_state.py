@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from elastic_ckpt.formats.model_states import COUNTERS, saved_config
+from elastic_ckpt.formats.model_states import COUNTERS
 from elastic_ckpt.formats.pickled import PickledFile, materialise
+from elastic_ckpt.formats.saved_config import config_section, saved_config
 from elastic_ckpt.host_state import BatchSizes, HostState, LossScale
 
 #: State of a dynamic scaler as ``DynamicLossScaler`` and ``FP16_Optimizer.state_dict`` name it (loss_scaler.py).
@@ -66,10 +67,8 @@ def loss_scale_from(optimizer: Mapping[str, Any]) -> LossScale | None:
 def _trained_in_fp16(file: PickledFile, loss_scale: LossScale | None) -> bool:
     if loss_scale is None:
         return False
-    config = saved_config(file)
-    if config is not None:
-        section = config.get("fp16")
-        return isinstance(section, Mapping) and bool(section.get("enabled"))
+    if saved_config(file) is not None:
+        return bool(config_section(file, "fp16").get("enabled"))
     return loss_scale.dynamic or loss_scale.values["cur_scale"] != 1.0
 
 

@@ -6,7 +6,6 @@ ZeRO-1/2 write one for the job (``mp_rank_00``), ZeRO-3 one for each data-parall
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import torch
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.features import Features, features_in
 from elastic_ckpt.formats.pickled import PickledFile, TensorRef, materialise
+from elastic_ckpt.formats.saved_config import config_section
 from elastic_ckpt.formats.zero0_index import UnpartitionedState, index_unpartitioned
 
 #: What DeepSpeed counts, and the degrees of the run.
@@ -93,7 +93,7 @@ def index_model_states(file: PickledFile, dp_rank: int) -> ModelShard:
         shared=_same_storage(weights) if optimizer is not None else shared,
         counters={key: file.section(key) for key in COUNTERS if key in tree or key != "global_samples"},
         ds_version=str(file.section("ds_version")),
-        zero=_zero_section(file),
+        zero=dict(config_section(file, "zero_optimization")),
         features=features_in(file),
         optimizer=optimizer,
     )
@@ -125,22 +125,6 @@ def _refuse_extra_state(file: PickledFile, module: Mapping[str, Any]) -> None:
 
 def _named_shapes(shapes: Mapping[str, Any]) -> tuple[tuple[str, Shape], ...]:
     return tuple((str(name), tuple(int(size) for size in shape)) for name, shape in shapes.items())
-
-
-def saved_config(file: PickledFile) -> Mapping[str, Any] | None:
-    """The run's DeepSpeed config, which may have been saved as a dict, a JSON string or a path; ``None``: a path."""
-    config = file.tree.get("ds_config")
-    if isinstance(config, str):
-        try:
-            config = json.loads(config)
-        except ValueError:
-            return None  # a path on the machine that saved it: the config is unknown, not empty
-    return config if isinstance(config, Mapping) else None
-
-
-def _zero_section(file: PickledFile) -> Mapping[str, Any]:
-    section = (saved_config(file) or {}).get("zero_optimization", {})
-    return dict(section) if isinstance(section, Mapping) else {}
 
 
 def _checksum(file: PickledFile, refs: list[TensorRef]) -> int:

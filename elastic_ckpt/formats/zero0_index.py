@@ -22,7 +22,8 @@ from elastic_ckpt.formats.pickled import PickledFile, TensorRef, materialise
 PLAIN, UNFUSED, FUSED = "plain", "unfused", "fused"
 #: A state of this name is a count, of a parameter without dimensions too.
 STEP = "step"
-_MASTERS = {"fp32_groups": UNFUSED, "fp32_groups_flat": FUSED}
+#: Entry that holds the masters, which is also the live optimizer's name for them -> layout.
+MASTER_ENTRIES = {"fp32_groups": UNFUSED, "fp32_groups_flat": FUSED}
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def index_unpartitioned(file: PickledFile) -> UnpartitionedState | None:
         return None
     if not isinstance(saved, Mapping):
         raise _damaged(file, "a dict", type(saved).__name__)
-    kind = next((kind for key, kind in _MASTERS.items() if key in saved), PLAIN)
+    kind = next((kind for key, kind in MASTER_ENTRIES.items() if key in saved), PLAIN)
     state = saved if kind == PLAIN else saved.get("optimizer_state_dict")
     if not isinstance(state, Mapping) or "state" not in state or "param_groups" not in state:
         raise _damaged(file, "'state' and 'param_groups' of a torch optimizer", sorted(map(str, saved))[:8])
@@ -93,7 +94,7 @@ def _hyperparameters(file: PickledFile, groups: Sequence[Mapping[str, Any]]) -> 
 def _masters(file: PickledFile, saved: Mapping[str, Any], kind: str) -> tuple[tuple[TensorRef, ...], ...]:
     if kind == PLAIN:
         return ()
-    raw = saved[next(key for key, other in _MASTERS.items() if other == kind)]
+    raw = saved[next(key for key, other in MASTER_ENTRIES.items() if other == kind)]
     masters = tuple(tuple(group) if kind == UNFUSED else (group,) for group in raw)
     for master in (master for group in masters for master in group):
         if not isinstance(master, TensorRef) or not master.is_contiguous:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from elastic_ckpt.errors import MismatchError
+from elastic_ckpt.errors import MismatchError, listed
 from elastic_ckpt.formats.base import ReadOptions
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.zero0_index import FUSED, PLAIN, STEP, UnpartitionedState
@@ -51,7 +51,7 @@ def member_names(model: ModelShard, state: UnpartitionedState, options: ReadOpti
     proven = state.kind != PLAIN and options.check_shards
     distinct = {tuple(map(tuple, names)) for names in candidates.values()}
     if not candidates or (len(distinct) > 1 and not proven):
-        raise _unnamed(model, state, options.live_groups, list(candidates))
+        raise _unnamed(model, state, options, list(candidates))
     origin, chosen = next(iter(candidates.items()))
     return chosen, _notes(state, model, chosen, origin, proven)
 
@@ -65,9 +65,13 @@ def _in_saved_order(state: UnpartitionedState, live: Names, options: ReadOptions
     live_labels = [group.get("name") for group in options.live_hyperparameters]
     if None not in saved_labels and set(saved_labels) == set(live_labels) and len(set(live_labels)) == len(live):
         return [live[live_labels.index(label)] for label in saved_labels]
+    return None if _are_in_another_order(state, options) else live
+
+
+def _are_in_another_order(state: UnpartitionedState, options: ReadOptions) -> bool:
     saved = [_signature(group) for group in state.groups]
     now = [_signature(group) for group in options.live_hyperparameters]
-    return None if saved != now and sorted(saved) == sorted(now) else live
+    return saved != now and sorted(saved) == sorted(now)
 
 
 def _signature(group: Mapping[str, Any]) -> str:
@@ -199,14 +203,19 @@ def _only_way(short: int, long: int, fits: Fits) -> list[int] | None:
     return first if first == last else None
 
 
-def _unnamed(model: ModelShard, state: UnpartitionedState, live_groups: Names, fitting: Sequence[str]) -> MismatchError:
+def _unnamed(
+    model: ModelShard, state: UnpartitionedState, options: ReadOptions, fitting: Sequence[str]
+) -> MismatchError:
     sizes = [len(members) for members in (state.masters if state.kind != PLAIN else state.members)]
     if fitting:
         found = f"the orders of {' and of '.join(fitting)} both fit, and differ"
+    elif _are_in_another_order(state, options):
+        found = "live param groups with the saved hyperparameters, in another order, and no name in each group"
     else:
-        found = f"{sizes} tensors in the saved groups, {[len(group) for group in live_groups]} in the live ones"
+        found = f"{sizes} tensors in the saved groups, {[len(group) for group in options.live_groups]} in the live ones"
     return MismatchError(
         "without ZeRO, DeepSpeed saves optimizer states without names, and which parameter is which cannot be told",
+        parameter=listed(name for group in options.live_groups for name in group),
         file=model.path,
         expected="live param groups with the parameters of the saved ones, in their order",
         found=found,
