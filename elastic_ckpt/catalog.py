@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elastic_ckpt.geometry import FlatRange
+from elastic_ckpt.states.kinds import BlockFormat
 
 #: Catalog key of the fp32 master weights; optimizer states go under their own names beside it.
 MASTER = "fp32"
@@ -29,6 +30,22 @@ class SourceFile:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockCode:
+    """How the elements of an extent are quantized.
+
+    Attributes:
+        format: blocks and quantization map.
+        position: of the extent's first element in the tensor whose blocks are counted: ``position // format.numel`` is
+            its block.
+        scales_offset: absolute offset in the extent's file of the scale of block 0 (fp32, one a block).
+    """
+
+    format: BlockFormat
+    position: int
+    scales_offset: int
+
+
+@dataclass(frozen=True, slots=True)
 class Extent:
     """A stretch of a logical tensor that lies in one file without gaps.
 
@@ -36,11 +53,13 @@ class Extent:
         range: which elements of the logical tensor.
         file: index into :attr:`Catalog.files`.
         byte_offset: absolute offset of the first element in that file.
+        code: how its elements are quantized; ``None``: they are values.
     """
 
     range: FlatRange
     file: int
     byte_offset: int
+    code: BlockCode | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +69,10 @@ class LogicalTensor:
     Attributes:
         name: name of the parameter or buffer in the model.
         key: :data:`MASTER`, :data:`BUFFER`, :data:`FROZEN`, or the name of an optimizer state.
-        shape: logical shape.
-        dtype: name of the torch dtype in the file (``"float32"``).
+        shape: logical shape; of a state with rows, ``(rows, *shape of the parameter)``.
+        dtype: name of the torch dtype in the file (``"float32"``); of the codes, where it is quantized.
         extents: sorted by ``range.start``.
+        is_whole: whether it is a state with a shape of its own, which cannot be cut with its parameter.
     """
 
     name: str
@@ -60,15 +80,45 @@ class LogicalTensor:
     shape: tuple[int, ...]
     dtype: str
     extents: tuple[Extent, ...]
+    is_whole: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicatedState:
+    """A tensor state that is never sharded: one for a whole partition, whatever its size.
+
+    Attributes:
+        key, dtype, shape: what it is.
+        file: index into :attr:`Catalog.files` of one copy.
+        byte_offset: where that copy starts.
+        crc32: of its bytes.
+        differs: whether ranks saved different values.
+    """
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: int
+    byte_offset: int
+    crc32: int
+    differs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class SavedParameter:
-    """A parameter that the optimizer was given: its shape, its group, and its scalar states (``step``)."""
+    """A parameter that the optimizer was given.
+
+    Attributes:
+        shape: its logical shape.
+        group: its param group.
+        scalars: scalar states (``step``) as (key, value), sorted.
+        replicated: states of the partition that it lay in.
+    """
 
     shape: tuple[int, ...]
     group: int
     scalars: tuple[tuple[str, float], ...]
+    replicated: tuple[ReplicatedState, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +154,7 @@ class Catalog:
         groups: hyperparameters of each saved param group, in saved order.
         aliases: tied names: name without data of its own -> name that holds it.
         opaque_states: states whose layout is not understood: state key -> description.
+        scalar_forms: scalar state -> how it was saved: ``"int"``, ``"float"``, or the name of a torch dtype.
         frozen_recorded: whether the checkpoint lists the frozen parameters of the saved model; if not, they may have
             been left out on purpose (``exclude_frozen_parameters=True``).
         buffers_of_this_rank: whether each rank reads buffers from a file of its own, so that they may differ.
@@ -117,6 +168,7 @@ class Catalog:
     groups: tuple[Mapping[str, Any], ...]
     aliases: Mapping[str, str] = field(default_factory=dict)
     opaque_states: Mapping[str, str] = field(default_factory=dict)
+    scalar_forms: Mapping[str, str] = field(default_factory=dict)
     frozen_recorded: bool = True
     buffers_of_this_rank: bool = False
     notes: tuple[str, ...] = ()
@@ -127,5 +179,5 @@ class Catalog:
 
     @property
     def state_keys(self) -> tuple[str, ...]:
-        """Names of the elementwise optimizer states that the checkpoint holds."""
+        """Names of the optimizer states that belong to parameters and are tensors."""
         return tuple(sorted({key for _, key in self.tensors} - {MASTER, BUFFER, FROZEN}))

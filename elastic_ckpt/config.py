@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from elastic_ckpt.errors import ConfigError
+from elastic_ckpt.states.classify import NON_SHARD_KEYS, StateOptions
 
 #: The key in the DeepSpeed config.
 CONFIG_KEY = "elastic_checkpoint"
@@ -53,6 +54,31 @@ class ElasticConfig(BaseModel):
         description="match: each live param group takes the hyperparameters of the saved group that its members were "
         "in; keep_live: all keep those of the live run",
     )
+    non_shard_state_keys: list[str] = Field(
+        list(NON_SHARD_KEYS),
+        description="optimizer states that are never sharded: the same tensor whatever the partition, by exact name",
+    )
+    non_shard_max_numel: int = Field(
+        0,
+        ge=0,
+        description="take optimizer states of an unknown layout with at most so many elements as never sharded; the "
+        "report names them. 0: none. Unsafe: a small state may be a cut one",
+    )
+    state_schema: dict[str, Literal["elementwise", "replicated", "fresh"]] = Field(
+        {},
+        description="what an optimizer state is, by name: elementwise (cut like its parameters), replicated (never "
+        "sharded), fresh (not restored)",
+    )
+    convert_optimizer: bool = Field(
+        False,
+        description="take the states of another optimizer of the same family: torch's, DeepSpeed's or apex's Adam and "
+        "AdamW, and those of bitsandbytes",
+    )
+    eight_bit_realign: Literal["requantize", "error"] = Field(
+        "requantize",
+        description="what becomes of an 8-bit block that a change of topology cuts: it is quantized anew, by at most "
+        "0.7 % of its largest value, or the load is refused",
+    )
     on_batch_size_change: Literal["warn", "error"] = Field(
         "warn", description="what a change of the global batch, or of the micro-batches in a step, is"
     )
@@ -66,6 +92,14 @@ class ElasticConfig(BaseModel):
             except (re.error, IndexError) as error:
                 raise ValueError(f"{pattern!r} -> {replacement!r}: {error}") from error
         return rules
+
+
+def state_options(config: ElasticConfig) -> StateOptions:
+    """What the user says of optimizer states."""
+    named = config.non_shard_state_keys if "non_shard_state_keys" in config.model_fields_set else []
+    return StateOptions(
+        tuple(config.non_shard_state_keys), tuple(named), config.non_shard_max_numel, dict(config.state_schema)
+    )
 
 
 _flags: dict[str, Any] = {}

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elastic_ckpt.geometry import FlatRange
+from elastic_ckpt.states.kinds import LiveState
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,9 @@ class FlatPartition:
         dtype: name of the torch dtype of the master weights.
         members: names of all parameters of the group or sub-group, on this rank or not.
         replicated: whether every data-parallel rank holds the same bytes.
+        states: the tensor states that the optimizer keeps for it; ``None``: an optimizer that is not known, which
+            takes the states of the checkpoint as they are.
+        scalars: the scalar states that it keeps for it (``step``), sorted; ``None``: not known.
     """
 
     index: int
@@ -32,6 +36,8 @@ class FlatPartition:
     dtype: str
     members: tuple[str, ...]
     replicated: bool = False
+    states: tuple[LiveState, ...] | None = ()
+    scalars: tuple[str, ...] | None = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +102,7 @@ class Destinations:
         dp: data-parallel degree.
         dp_rank: this rank's place in it.
         optimizer: class name of the base optimizer.
-        state_keys: the elementwise states that this optimizer keeps, sorted.
-        scalar_keys: the scalar states that it keeps (``step``).
+        family: optimizers of one family keep the same states under different names; ``None``: no other one does.
         flats: flat partitions.
         fragments: pieces of parameters inside them, in flat order.
         wholes: buffers and frozen parameters.
@@ -109,10 +114,9 @@ class Destinations:
     dp: int
     dp_rank: int
     optimizer: str
-    state_keys: tuple[str, ...]
-    scalar_keys: tuple[str, ...]
     flats: tuple[FlatPartition, ...]
     fragments: tuple[Fragment, ...]
     wholes: tuple[WholeTensor, ...]
     groups: tuple[LiveGroup, ...]
     ties: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    family: str | None = None

@@ -13,6 +13,8 @@ from elastic_ckpt.errors import MismatchError, listed
 #: Lists of members, a name for people, and choices of implementation rather than of training: the live run's own
 #: are kept.
 _LIVE_KEYS = frozenset({"params", "param_names", "name", "foreign", "fused", "capturable", "differentiable"})
+#: A count that some optimizers keep in the group: it is a scalar state.
+_STEP = "step"
 _DECOUPLED = "decoupled_weight_decay"
 
 
@@ -31,7 +33,7 @@ class GroupMatching:
 
 
 def match_groups(
-    catalog: Catalog, destinations: Destinations, keep_live: bool, with_states: bool = True
+    catalog: Catalog, destinations: Destinations, keep_live: bool, with_states: bool = True, converted: bool = False
 ) -> GroupMatching:
     """Find hyperparameters for every live group.
 
@@ -40,6 +42,7 @@ def match_groups(
         destinations: what the live engine holds.
         keep_live: ``"param_groups": "keep_live"``: every live group keeps its own.
         with_states: whether optimizer states are restored too, so that the optimizers must be alike.
+        converted: whether the checkpoint is of another optimizer, so that only what both know is taken over.
 
     Raises:
         MismatchError: members of one live group come from saved groups with different hyperparameters, or weight
@@ -56,8 +59,14 @@ def match_groups(
             found = []
         _refuse_mixed(catalog, number, group, found)
         sources.append(tuple(found))
-    values = tuple(transferable(catalog.groups[found[0]]) if found else {} for found in sources)
-    return GroupMatching(tuple(sources), values)
+    values = [transferable(catalog.groups[found[0]]) if found else {} for found in sources]
+    if converted:
+        known = [group.hyperparameters for group in destinations.groups]
+        values = [
+            {key: value for key, value in taken.items() if key in live or key == "initial_lr"}
+            for taken, live in zip(values, known, strict=True)
+        ]
+    return GroupMatching(tuple(sources), tuple(values))
 
 
 def _has_no_members(catalog: Catalog, number: int) -> bool:
@@ -104,5 +113,5 @@ def transferable(hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: value
         for key, value in hyperparameters.items()
-        if key not in _LIVE_KEYS and key != _DECOUPLED and not key.startswith("_ds_")
+        if key not in _LIVE_KEYS and key not in (_DECOUPLED, _STEP) and not key.startswith("_ds_")
     }

@@ -113,9 +113,16 @@ def _load_or_delegate(engine: Any, arguments: LoadArguments, own: Callable[..., 
 
 def _asks_for_more(config: ElasticConfig, arguments: LoadArguments) -> bool:
     """Whether the user asked for what DeepSpeed's own loader would pass over in silence."""
-    options = config.rename or config.param_groups != "match" or config.on_batch_size_change != "warn"
+    options = (
+        config.rename,
+        config.param_groups != "match",
+        config.on_batch_size_change != "warn",
+        config.state_schema,
+        config.convert_optimizer,
+        config.eight_bit_realign == "error",
+    )
     return (
-        config.mode == "require" or bool(options) or (restores_states(arguments) and not arguments.load_module_strict)
+        config.mode == "require" or any(options) or (restores_states(arguments) and not arguments.load_module_strict)
     )
 
 

@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from elastic_ckpt import parallel
-from elastic_ckpt.config import ElasticConfig
+from elastic_ckpt.config import ElasticConfig, state_options
 from elastic_ckpt.destinations import Destinations
 from elastic_ckpt.engines import EngineAdapter, select_adapter
 from elastic_ckpt.engines.batch import compare_batches
@@ -35,6 +35,7 @@ from elastic_ckpt.formats import ReadOptions as MetadataOptions
 from elastic_ckpt.plan import Outcome, Plan
 from elastic_ckpt.planner import LoadOptions, plan_load
 from elastic_ckpt.reader import ReadOptions, check_files, execute
+from elastic_ckpt.recoder import RecodeStats
 from elastic_ckpt.report import LoadReport, RankWork
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,17 @@ def load(engine: Any, found: Found, arguments: LoadArguments, config: ElasticCon
     except Exception as error:  # of a collective, where ranks cannot agree any more
         raise _spoilt(ElasticCkptError(f"{type(error).__name__}: {error}", rank=parallel.rank())) from error
     opened = ready.checkpoint.files_opened
-    work = RankWork(parallel.rank(), done.nbytes, received_nbytes, done.calls, opened, dict(clock.seconds))
+    work = RankWork(
+        rank=parallel.rank(),
+        nbytes_read=done.nbytes,
+        nbytes_received=received_nbytes,
+        read_calls=done.calls,
+        files_opened=opened,
+        seconds=dict(clock.seconds),
+        blocks=plan.blocks,
+        blocks_requantized=done.recoded.blocks,
+        worst_requantization_error=done.recoded.worst_error,
+    )
     report = LoadReport(
         source=ready.checkpoint.catalog.source,
         zero_stage=ready.destinations.zero_stage,
@@ -109,7 +120,9 @@ def _prepare(engine: Any, found: Found, arguments: LoadArguments, config: Elasti
     with clock("metadata"):
         live_groups = tuple(group.names for group in destinations.groups)
         hyperparameters = tuple(group.hyperparameters for group in destinations.groups)
-        options = MetadataOptions(config.trust_pickle, config.check_shards, live_groups, hyperparameters, config.rename)
+        options = MetadataOptions(
+            config.trust_pickle, config.check_shards, live_groups, hyperparameters, config.rename, state_options(config)
+        )
         checkpoint = READERS[found.format](found, options)
     with clock("plan"):
         with parallel.agreement("plan the load"):
@@ -140,6 +153,8 @@ def _options(arguments: LoadArguments, config: ElasticConfig, scheduler: bool) -
         scheduler=scheduler,
         keep_live_groups=config.param_groups == "keep_live",
         rename=config.rename,
+        convert_optimizer=config.convert_optimizer,
+        realign=config.eight_bit_realign == "requantize",
     )
 
 
@@ -192,10 +207,11 @@ def _load_scheduler(host: HostCommit, plan: Plan) -> None:
 
 @dataclass
 class _Read:
-    """What was read: bytes, system calls, and live tensors by slot."""
+    """What was read: bytes, calls, 8-bit blocks that were cut anew, and live tensors by slot."""
 
     nbytes: int = 0
     calls: int = 0
+    recoded: RecodeStats = field(default_factory=RecodeStats)
     tensors: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
 
@@ -212,6 +228,7 @@ def _read(adapter: EngineAdapter, plan: Plan, config: ElasticConfig) -> _Read:
         stats = execute(part, tensors, options, show_progress=parallel.rank() == 0)
         done.nbytes += stats.nbytes
         done.calls += stats.calls
+        done.recoded += stats.recoded
 
     with parallel.agreement("read the checkpoint's tensors"):
         done.tensors = adapter.fill(plan, read)

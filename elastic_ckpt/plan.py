@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from elastic_ckpt.catalog import SourceFile
+from elastic_ckpt.catalog import BlockCode, SourceFile
 from elastic_ckpt.geometry import FlatRange
+from elastic_ckpt.states.kinds import ELEMENTWISE, BlockFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,10 @@ class Slot:
         dtype: name of its torch dtype.
         gaps: ranges of the slot that no copy writes: padding, and parameters that stay fresh.
         replicated: whether all data-parallel ranks fill it together: each reads its :class:`Share` and sends it on.
+        layout: of a state: which kind it is (:mod:`elastic_ckpt.states.kinds`).
+        rows: of an elementwise state: leading dimension.
+        shape: of a state of another layout.
+        fill: value of the gaps of a state: what stands for zero in it.
     """
 
     key: str
@@ -31,6 +36,10 @@ class Slot:
     dtype: str
     gaps: tuple[FlatRange, ...] = ()
     replicated: bool = False
+    layout: str = ELEMENTWISE
+    rows: int = 1
+    shape: tuple[int, ...] = ()
+    fill: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +122,49 @@ class Copy:
     dtype: str
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Source elements of a :class:`Recode`.
+
+    Attributes:
+        file, byte_offset: where they start.
+        start: where they go, in elements of the slot.
+        numel: how many.
+        dtype: name of the torch dtype in the file.
+        code: how they are quantized; its ``position`` is that of the first one.
+    """
+
+    file: int
+    byte_offset: int
+    start: int
+    numel: int
+    dtype: str
+    code: BlockCode | None
+
+
+@dataclass(frozen=True, slots=True)
+class Recode:
+    """Elements that have to be decoded, quantized, or both, on their way into a slot.
+
+    Attributes:
+        slot: index into :attr:`Plan.slots`, of codes or of values.
+        start: its first element; the first of a block.
+        numel: how many elements, gaps among them: whole blocks, or up to the end of a row.
+        target: how they are to be quantized; ``None``: the slot takes values.
+        scales_slot: slot of the scales.
+        scales_start: place in it of the first block's scale.
+        pieces: the source elements, in order of ``start``.
+    """
+
+    slot: int
+    start: int
+    numel: int
+    target: BlockFormat | None
+    scales_slot: int
+    scales_start: int
+    pieces: tuple[Piece, ...]
+
+
 @dataclass(frozen=True)
 class Plan(HasOutcomes):
     """What one rank will do.
@@ -123,7 +175,10 @@ class Plan(HasOutcomes):
         copies: sorted by file and offset, neighbours merged.
         shares: who reads which piece of the replicated slots; the same on every rank.
         restores_states: whether optimizer states and hyperparameters are part of the load.
+        recodes: what goes through another format on its way.
+        blocks: number of 8-bit blocks that the plan fills.
         scalars: per flat partition, its scalar states; ``None`` clears that partition's optimizer state.
+        scalar_forms: see :attr:`elastic_ckpt.catalog.Catalog.scalar_forms`.
         hyperparameters: per live group, the values to set.
         saved_groups: number of param groups in the checkpoint.
         group_sources: per live group, the saved groups that its values come from; none: the live values stay.
@@ -135,8 +190,11 @@ class Plan(HasOutcomes):
     slots: tuple[Slot, ...]
     copies: tuple[Copy, ...]
     shares: tuple[Share, ...] = ()
+    recodes: tuple[Recode, ...] = ()
+    blocks: int = 0
     restores_states: bool = False
     scalars: tuple[Mapping[str, float] | None, ...] = ()
+    scalar_forms: Mapping[str, str] = field(default_factory=dict)
     hyperparameters: tuple[Mapping[str, Any], ...] = ()
     saved_groups: int = 0
     group_sources: tuple[tuple[int, ...], ...] = ()
@@ -157,7 +215,20 @@ class Plan(HasOutcomes):
         copies: dict[int, list[Copy]] = {flat: [] for flat in numbers}
         for copy in self.copies:
             copies[self.slots[copy.slot].flat].append(replace(copy, slot=place[copy.slot]))
+        recodes: dict[int, list[Recode]] = {flat: [] for flat in numbers}
+        for recode in self.recodes:
+            scales = place[recode.scales_slot] if recode.target else -1
+            moved = replace(recode, slot=place[recode.slot], scales_slot=scales)
+            recodes[self.slots[recode.slot].flat].append(moved)
         return {
-            flat: (members, replace(self, slots=tuple(self.slots[n] for n in members), copies=tuple(copies[flat])))
+            flat: (
+                members,
+                replace(
+                    self,
+                    slots=tuple(self.slots[n] for n in members),
+                    copies=tuple(copies[flat]),
+                    recodes=tuple(recodes[flat]),
+                ),
+            )
             for flat, members in numbers.items()
         }

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 
 import torch
@@ -20,7 +20,9 @@ from tqdm import tqdm
 
 from elastic_ckpt.dtypes import ITEMSIZE
 from elastic_ckpt.errors import DamagedError
+from elastic_ckpt.memory import write_flat
 from elastic_ckpt.plan import Copy, Plan
+from elastic_ckpt.recoder import Chunk, RecodeStats, chunks, run_chunk
 
 # The kernel takes at most this many buffers in one call (limits.h, IOV_MAX).
 _MAX_BUFFERS = 1024
@@ -46,11 +48,12 @@ class ReadOptions:
 
 @dataclass(frozen=True)
 class ReadStats:
-    """What was done: bytes read, calls made, bytes that went through bounce buffers."""
+    """What was done: bytes read, calls made, bytes that went through bounce buffers, and 8-bit blocks cut anew."""
 
     nbytes: int
     calls: int
     staged_nbytes: int
+    recoded: RecodeStats = field(default_factory=RecodeStats)
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ class _StagedRead:
 
 
 def execute(plan: Plan, tensors: Sequence[torch.Tensor], options: ReadOptions, show_progress: bool) -> ReadStats:
-    """Run every copy of a plan. Local; call it on every rank.
+    """Run every copy and recode of a plan. Local; call it on every rank.
 
     Args:
         plan: what to copy.
@@ -84,9 +87,11 @@ def execute(plan: Plan, tensors: Sequence[torch.Tensor], options: ReadOptions, s
         DamagedError: a file ended early or could not be read; the slots are then partly overwritten.
     """
     direct, staged = _sort_copies(plan, tensors, options)
+    recoded = [chunk for recode in plan.recodes for chunk in chunks(recode, options.staging_nbytes // options.threads)]
     with ExitStack() as stack:
         descriptors = _Descriptors(plan, stack)
-        total = sum(read.nbytes for read in direct) + sum(read.nbytes for read in staged)
+        copied = sum(read.nbytes for read in direct) + sum(read.nbytes for read in staged)
+        total = copied + sum(chunk.nbytes for chunk in recoded)
         disable: bool | None = (None if options.progress is None else not options.progress) if show_progress else True
         bar = stack.enter_context(
             tqdm(total=total, unit="B", unit_scale=True, desc="elastic_ckpt", disable=disable, leave=False)
@@ -101,9 +106,22 @@ def execute(plan: Plan, tensors: Sequence[torch.Tensor], options: ReadOptions, s
             _stage(descriptors, plan, read.copy, tensors)
             return read.nbytes
 
+        def read_bytes(file: int, byte_offset: int, nbytes: int) -> bytearray:
+            raw = bytearray(nbytes)
+            _read_fully(descriptors, plan, file, byte_offset, [memoryview(raw)])
+            return raw
+
+        def run_recode(chunk: Chunk) -> RecodeStats:
+            return run_chunk(chunk, tensors, read_bytes)
+
         for nbytes in chain(pool.map(run_direct, direct), pool.map(run_staged, staged)):
             bar.update(nbytes)
-    return ReadStats(total, len(direct) + len(staged), sum(read.nbytes for read in staged))
+        stats = RecodeStats()
+        for done, chunk in zip(pool.map(run_recode, recoded), recoded, strict=True):
+            stats += done
+            bar.update(chunk.nbytes)
+    staged_nbytes = sum(read.nbytes for read in staged) + stats.nbytes
+    return ReadStats(copied + stats.nbytes, len(direct) + len(staged) + len(recoded), staged_nbytes, stats)
 
 
 class _Descriptors:
@@ -142,7 +160,8 @@ def check_files(plan: Plan) -> None:
     Raises:
         DamagedError: a file is not visible on this rank, or not of the size its metadata was read at.
     """
-    for file in sorted({copy.file for copy in plan.copies}):
+    pieces = (piece for recode in plan.recodes for piece in recode.pieces)
+    for file in sorted({copy.file for copy in plan.copies} | {piece.file for piece in pieces}):
         source = plan.files[file]
         try:
             with open(source.path, "rb") as stream:  # not only stat: a file may be visible and yet not readable
@@ -261,14 +280,5 @@ def _stage(descriptors: _Descriptors, plan: Plan, copy: Copy, tensors: Sequence[
     target = tensors[copy.slot]
     if target.dim() == 1:
         target[copy.slot_offset : copy.slot_offset + copy.numel].copy_(values)
-        return
-    _copy_strided(target, copy.slot_offset, values)
-
-
-def _copy_strided(target: torch.Tensor, offset: int, values: torch.Tensor) -> None:
-    """Write into a tensor of any shape and strides, by row-major position."""
-    if target.is_contiguous():
-        target.view(-1)[offset : offset + values.numel()].copy_(values)
-        return
-    positions = torch.arange(offset, offset + values.numel())
-    target[torch.unravel_index(positions, target.shape)] = values.to(target.dtype).to(target.device)
+    else:
+        write_flat(target, copy.slot_offset, values)

@@ -31,6 +31,9 @@ class RankWork:
         read_calls: system calls that took.
         files_opened: metadata files opened.
         seconds: wall-clock seconds of each phase.
+        blocks: 8-bit blocks that the rank's states have.
+        blocks_requantized: those that mix elements of several saved blocks, or were not quantized before.
+        worst_requantization_error: largest change of a value by that, as a fraction of its new block's scale.
     """
 
     rank: int
@@ -39,6 +42,9 @@ class RankWork:
     read_calls: int
     files_opened: int
     seconds: dict[str, float]
+    blocks: int = 0
+    blocks_requantized: int = 0
+    worst_requantization_error: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -132,6 +138,12 @@ def _work_rows(ranks: Sequence[RankWork]) -> list[tuple[str, str]]:
     received = [work.nbytes_received for work in ranks]
     if any(received):
         rows.append(("received per rank", _span(received)))
+    blocks = sum(work.blocks for work in ranks)
+    if blocks:
+        requantized = sum(work.blocks_requantized for work in ranks)
+        worst = max(work.worst_requantization_error for work in ranks)
+        change = f", values changed by at most {100 * worst:.3f} % of their block's largest" if requantized else ""
+        rows.append(("8-bit blocks", f"{blocks - requantized} exact, {requantized} of {blocks} quantized anew{change}"))
     phases = [f"{phase} {max(work.seconds.get(phase, 0.0) for work in ranks):.2f}" for phase in ranks[0].seconds]
     rows.append(("seconds, slowest rank", ", ".join(phases)))
     return rows

@@ -6,6 +6,8 @@ the rank that has least to read so far.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from elastic_ckpt.dtypes import ITEMSIZE
 from elastic_ckpt.geometry import FlatRange
 from elastic_ckpt.plan import Share
@@ -36,6 +38,19 @@ class Sharing:
             if owner == self._dp_rank:
                 mine = piece
         return mine
+
+    def whole(self, slots: Sequence[tuple[int, int, str]]) -> bool:
+        """Deal out slots that must be read together; returns whether this rank reads them.
+
+        Args:
+            slots: (slot, elements, dtype) of each.
+        """
+        owner = self._load_nbytes.index(min(self._load_nbytes))
+        for slot, numel, dtype in slots:
+            if numel:
+                self.shares.append(Share(slot, FlatRange(0, numel), owner))
+                self._load_nbytes[owner] += numel * ITEMSIZE[dtype]
+        return owner == self._dp_rank
 
     def _deal(self, numel: int, itemsize: int) -> list[tuple[int, FlatRange]]:
         if not numel:

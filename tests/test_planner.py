@@ -35,6 +35,7 @@ from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
 from elastic_ckpt.geometry import FlatRange
 from elastic_ckpt.plan import Copy, Outcome, Plan
 from elastic_ckpt.planner import LoadOptions, merge_neighbours, plan_load
+from elastic_ckpt.states.kinds import LiveState
 
 Shape = tuple[int, ...]
 #: (name, key, index of the element)
@@ -43,7 +44,7 @@ STATES = ("exp_avg", "exp_avg_sq")
 KEYS = (MASTER, *STATES)
 BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8}
 PADDING = b"\xff"
-ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "amsgrad": False}
 
 
 # --- a simulated checkpoint -------------------------------------------------------------------------------------
@@ -255,11 +256,25 @@ def fragments_of(flat: int, held: Sequence[Element | None], shapes: Mapping[str,
     return found
 
 
+def flat_partition(
+    index: int,
+    group: int,
+    numel: int,
+    dtype: str,
+    members: tuple[str, ...],
+    states: Sequence[str] = STATES,
+    scalars: Sequence[str] = ("step",),
+) -> FlatPartition:
+    """A flat partition with elementwise states."""
+    kinds = tuple(LiveState(key, dtype) for key in states)
+    return FlatPartition(index, group, numel, dtype, members, states=kinds, scalars=tuple(scalars))
+
+
 def engine_of(case: Case, rank: int) -> Destinations:
     target, flats, fragments, wholes = case.target, [], [], []
     for flat, members in enumerate(target.flats):
         held = target.partitions(flat, MASTER, case.shapes)[rank]
-        flats.append(FlatPartition(flat, target.flat_groups[flat], len(held), "float32", members))
+        flats.append(flat_partition(flat, target.flat_groups[flat], len(held), "float32", members))
         fragments += fragments_of(flat, held, case.shapes)
     for (name, key), shape in case.wholes.items():
         held_indices = [element[2] for element in whole_part(case, name, key, rank)]
@@ -270,8 +285,6 @@ def engine_of(case: Case, rank: int) -> Destinations:
         dp=target.dp,
         dp_rank=rank,
         optimizer="torch.optim.AdamW",
-        state_keys=STATES,
-        scalar_keys=("step",),
         flats=tuple(flats),
         fragments=tuple(fragments),
         wholes=tuple(wholes),
@@ -455,14 +468,12 @@ def live(
             numel = math.prod(shapes[name])
             fragments.append(Fragment(name, shapes[name], FlatRange(0, numel), number, position))
             position += numel
-        flats.append(FlatPartition(number, number, position, dtype, tuple(names)))
+        flats.append(flat_partition(number, number, position, dtype, tuple(names), states, scalar_keys))
     return Destinations(
         zero_stage=1,
         dp=1,
         dp_rank=0,
         optimizer="torch.optim.AdamW",
-        state_keys=tuple(states),
-        scalar_keys=tuple(scalar_keys),
         flats=tuple(flats),
         fragments=tuple(fragments),
         wholes=tuple(

@@ -222,7 +222,7 @@ def test_a_weight_saved_as_a_view_is_refused_by_name(tmp_path: Path) -> None:
     assert caught.value.parameter == "c"
 
 
-def test_states_of_another_shape_and_of_no_tensor_are_not_understood(tmp_path: Path) -> None:
+def test_states_of_another_shape_belong_to_whole_parameters_and_those_of_no_tensor_are_not_understood(tmp_path: Path) -> None:
     model = Model()
     state = trained(model, torch.optim.AdamW(model.parameters()))
     for number in state["state"]:
@@ -230,7 +230,9 @@ def test_states_of_another_shape_and_of_no_tensor_are_not_understood(tmp_path: P
         state["state"][number]["history"] = [1, 2]
         state["state"][number] = dict(sorted(state["state"][number].items()))
     catalog = catalog_of(tmp_path, indexed(tmp_path, model.state_dict(), state), [NAMES])
-    assert set(catalog.opaque_states) == {"row", "history"}
+    assert set(catalog.opaque_states) == {"history"}
+    assert catalog.tensors["a", "row"].is_whole and catalog.tensors["a", "row"].shape == (7,)
+    assert not catalog.tensors["a", "exp_avg"].is_whole
     assert "list" in catalog.opaque_states["history"]
 
 

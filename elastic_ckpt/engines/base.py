@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +14,7 @@ from elastic_ckpt.destinations import Destinations, FlatPartition, Fragment, Liv
 from elastic_ckpt.geometry import FlatRange
 from elastic_ckpt.parallel import can_broadcast
 from elastic_ckpt.plan import Plan, Slot
-from elastic_ckpt.states.schema import StateSchema
+from elastic_ckpt.states.schema import StateSchema, Stepped
 
 #: Reads the copies of a plan, or of a part of one, into a tensor for each of its slots.
 ReadPart = Callable[[Plan, Sequence[torch.Tensor]], None]
@@ -91,6 +92,7 @@ class FlatOptimizer:
         self.masters = masters
         self.groups = groups
         self.dp_group = dp_group
+        self._known_positions: dict[int, int] | None = None
 
     def describe(
         self,
@@ -113,9 +115,8 @@ class FlatOptimizer:
             dp=dist.get_world_size(group=self.dp_group),
             dp_rank=dist.get_rank(group=self.dp_group),
             optimizer=self.schema.optimizer,
-            state_keys=self.schema.elementwise,
-            scalar_keys=self.schema.scalars,
-            flats=tuple(flats),
+            family=self.schema.family,
+            flats=tuple(self._with_states(flat) for flat in flats),
             fragments=tuple(fragments),
             wholes=(*self.whole_buffers(), *frozen),
             groups=tuple(
@@ -123,6 +124,27 @@ class FlatOptimizer:
             ),
             ties=self.ties(),
         )
+
+    def _with_states(self, flat: FlatPartition) -> FlatPartition:
+        stepped = self.stepped(flat.index, flat.numel)
+        return replace(flat, states=self.schema.states(stepped), scalars=self.schema.scalars(stepped))
+
+    def stepped(self, flat: int, numel: int | None = None) -> Stepped:
+        """What the base optimizer steps on in place of one flat partition, which may be swapped out."""
+        master, group = self.masters[flat], self.groups[flat]
+        numel = master.numel() if numel is None else numel
+        return Stepped(master, numel, group, self._positions().get(id(master), 0), self.keeps_touched())
+
+    def _positions(self) -> Mapping[int, int]:
+        """Where each master stands in its param group; ZeRO-3 puts one there at a time, and here none."""
+        if self._known_positions is None:
+            groups = self.base.param_groups
+            self._known_positions = {id(p): place for group in groups for place, p in enumerate(group["params"])}
+        return self._known_positions
+
+    def keeps_touched(self) -> bool:
+        """See :class:`elastic_ckpt.states.schema.Stepped`."""
+        return False
 
     def names_of(self, params: Iterable[torch.nn.Parameter]) -> tuple[str, ...]:
         """DeepSpeed's names of some parameters."""
@@ -146,10 +168,10 @@ class FlatOptimizer:
         return {name: tuple(other for other in all_ if other != name) for name, all_ in found.items() if len(all_) > 1}
 
     def group_hyperparameters(self, number: int) -> dict[str, Any]:
-        """Hyperparameters of one live group; DeepSpeedCPUAdam's kind of weight decay is told as torch tells it."""
+        """Hyperparameters of one live group; its kind of weight decay is told as torch tells it."""
         group = {key: value for key, value in self.base.param_groups[number].items() if key != "params"}
-        if hasattr(self.base, "adam_w_mode"):
-            group["decoupled_weight_decay"] = bool(self.base.adam_w_mode)
+        if self.schema.decoupled is not None:
+            group["decoupled_weight_decay"] = self.schema.decoupled
         return group
 
     def buffers(self) -> dict[str, torch.Tensor]:
@@ -178,13 +200,14 @@ class FlatOptimizer:
         return dict(enumerate(tensors))
 
     def memory(self, plan: Plan, frozen: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """A tensor for every slot; new optimizer states are allocated, gaps in states are zeroed.
+        """A tensor for every slot; new optimizer states are allocated, gaps in states get what stands for zero.
 
         Args:
             plan: the plan to prepare for.
             frozen: live memory of frozen parameters, by name.
         """
         buffers = self.buffers()
+        self._allocate(plan)
         tensors = []
         for slot in plan.slots:
             if slot.key == MASTER:
@@ -197,15 +220,18 @@ class FlatOptimizer:
                 tensors.append(self._state(slot))
         return tensors
 
+    def _allocate(self, plan: Plan) -> None:
+        slots: dict[int, list[Slot]] = {}
+        for slot in plan.slots:
+            if slot.key not in (MASTER, BUFFER, FROZEN):
+                slots.setdefault(slot.flat, []).append(slot)
+        for flat, states in slots.items():
+            self.schema.allocate(self.stepped(flat), states)
+
     def _state(self, slot: Slot) -> torch.Tensor:
-        master = self.masters[slot.flat]
-        state = self.base.state[master]
-        tensor = state.get(slot.key)
-        if not isinstance(tensor, torch.Tensor) or tensor.shape != master.shape or tensor.dtype != master.dtype:
-            state[slot.key] = torch.zeros_like(master.data, memory_format=torch.preserve_format)
-            return state[slot.key]
+        tensor: torch.Tensor = self.base.state[self.masters[slot.flat]][slot.key]
         for gap in slot.gaps:
-            tensor.view(-1)[gap.start : gap.stop].zero_()
+            tensor.view(-1)[gap.start : gap.stop].fill_(slot.fill)
         return tensor
 
     def set_scalars_and_groups(self, plan: Plan) -> None:
@@ -218,10 +244,8 @@ class FlatOptimizer:
             master = self.masters[flat]
             if scalars is None:
                 self.base.state.pop(master, None)
-                continue
-            group = self.base.param_groups[self.groups[flat]]
-            for key, value in scalars.items():
-                self.base.state[master][key] = self.schema.make_scalar(value, group, master)
+            else:
+                self.schema.set_scalars(self.stepped(flat), scalars, plan.scalar_forms)
 
 
 def set_hyperparameters(group: dict[str, Any], values: Mapping[str, Any]) -> None:

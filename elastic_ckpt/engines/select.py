@@ -20,7 +20,8 @@ from elastic_ckpt.engines.zero3 import Zero3Adapter
 from elastic_ckpt.engines.zero3_nvme import Zero3NvmeAdapter
 from elastic_ckpt.engines.zero12 import Bf16Adapter, Zero12Adapter
 from elastic_ckpt.errors import UnsupportedError
-from elastic_ckpt.states.schema import schema_of, unknown_states
+from elastic_ckpt.states.optimizers import schema_of
+from elastic_ckpt.states.schema import NoStates
 
 Adapter = Zero12Adapter | Zero3Adapter | PlainAdapter
 # Exact classes: a subclass (MiCS, ZenFlow) lays out or steps its partitions in its own way.
@@ -89,7 +90,7 @@ def select_adapter(engine: Any, with_states: bool) -> EngineAdapter:
             remedy='"zero_optimization": {"stage": 0}, 1, 2 or 3 in the DeepSpeed config',
         )
     base = base_optimizer(engine)
-    chosen = adapter(engine, schema_of(base) if with_states else unknown_states(base))
+    chosen = adapter(engine, schema_of(base) if with_states else NoStates(base))
     masters = {master.dtype for master in chosen.masters}
     if masters - {torch.float32}:
         raise UnsupportedError(

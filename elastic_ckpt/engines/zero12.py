@@ -54,6 +54,10 @@ class Zero12Adapter(FlatOptimizer):
         """Per group, its parameters in the order in which the base optimizer was given them."""
         return self._optimizer.bit16_groups
 
+    def keeps_touched(self) -> bool:
+        """Muon orthogonalizes whole gradients, on every rank that holds a part; offloaded, it gathers them instead."""
+        return not getattr(self._optimizer, "cpu_offload", False)
+
     def destinations(self) -> Destinations:
         """See :class:`elastic_ckpt.engines.base.EngineAdapter`."""
         flats, fragments = [], []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from elastic_ckpt import parallel
@@ -14,6 +14,7 @@ from elastic_ckpt.formats.naming import FolderFiles
 from elastic_ckpt.formats.pickled import PickledFile, open_pickled
 from elastic_ckpt.host_state import HostState
 from elastic_ckpt.renaming import RenameRules
+from elastic_ckpt.states.classify import StateOptions
 
 T = TypeVar("T")
 _WHERE_SAVED = "resume it with the number of ranks and the layout that saved it"
@@ -52,6 +53,7 @@ class ReadOptions:
             parameters and do not name them.
         live_hyperparameters: of the live param groups, for the same purpose.
         rename: the user's renames of saved names.
+        states: the user's word on optimizer states.
     """
 
     trust_pickle: bool = False
@@ -59,6 +61,7 @@ class ReadOptions:
     live_groups: tuple[tuple[str, ...], ...] = ()
     live_hyperparameters: tuple[Mapping[str, Any], ...] = ()
     rename: RenameRules = ()
+    states: StateOptions = field(default_factory=StateOptions)
 
 
 @dataclass(frozen=True)

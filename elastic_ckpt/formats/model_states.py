@@ -18,11 +18,13 @@ from elastic_ckpt.formats.features import Features, features_in
 from elastic_ckpt.formats.pickled import PickledFile, TensorRef, materialise
 from elastic_ckpt.formats.saved_config import config_section
 from elastic_ckpt.formats.zero0_index import UnpartitionedState, index_unpartitioned
+from elastic_ckpt.states.classify import StateOptions
 
 #: What DeepSpeed counts, and the degrees of the run.
 COUNTERS = ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size")
 
 Shape = tuple[int, ...]
+_DEFAULTS = StateOptions()
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class ModelShard:
     optimizer: UnpartitionedState | None
 
 
-def index_model_states(file: PickledFile, dp_rank: int) -> ModelShard:
+def index_model_states(file: PickledFile, dp_rank: int, options: StateOptions = _DEFAULTS) -> ModelShard:
     """Sort out one model-states file.
 
     Raises:
@@ -77,7 +79,7 @@ def index_model_states(file: PickledFile, dp_rank: int) -> ModelShard:
     weights = {name: ref for name, ref in module.items() if isinstance(ref, TensorRef)}
     buffers = tuple(name for name in file.section("buffer_names") if name in weights)
     tree = file.tree
-    optimizer = index_unpartitioned(file)
+    optimizer = index_unpartitioned(file, options)
     shared = dict(tree.get("shared_params") or {})
     return ModelShard(
         path=file.path,

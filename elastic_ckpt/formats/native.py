@@ -30,6 +30,7 @@ from elastic_ckpt.formats.zero0 import unpartitioned_catalog
 from elastic_ckpt.formats.zero3 import index_zero3
 from elastic_ckpt.formats.zero12 import index_zero12
 from elastic_ckpt.host_state import HostState, LossScale
+from elastic_ckpt.states.classify import StateOptions
 
 
 def read_native(found: Found, options: ReadOptions) -> Checkpoint:
@@ -45,8 +46,8 @@ def read_native(found: Found, options: ReadOptions) -> Checkpoint:
 
     def index(file: PickledFile, position: int) -> ModelShard | OptimizerShard:
         if position < len(model_names):
-            return index_model_states(file, dp_rank=position)
-        return _index_optimizer(file, dp_rank=position - len(model_names))
+            return index_model_states(file, position, options.states)
+        return _index_optimizer(file, position - len(model_names), options.states)
 
     indexed, opened = open_my_share(paths, index, options.trust_pickle)
     models = [item for item in indexed if isinstance(item, ModelShard)]
@@ -69,7 +70,8 @@ def _fit_together(
     refuse_features(features, models[0].path)
     if optimizers:
         _check_belong_together(models, optimizers)
-        return partitioned_catalog(found, models, optimizers, own, 1 < len(models) == parallel.world_size())
+        per_rank = 1 < len(models) == parallel.world_size()
+        return partitioned_catalog(found, models, optimizers, own, per_rank, options.states)
     if models[0].optimizer is None:
         raise _missing(found, "*zero_pp_rank_0_mp_rank_00_optim_states.pt", "none")
     return unpartitioned_catalog(found, models[0], options)
@@ -109,9 +111,9 @@ def _missing(found: Found, name: str, have: str) -> DamagedError:
     )
 
 
-def _index_optimizer(file: PickledFile, dp_rank: int) -> OptimizerShard:
-    state = file.section("optimizer_state_dict")
-    return index_zero3(file, dp_rank) if "fp32_flat_groups" in state else index_zero12(file, dp_rank)
+def _index_optimizer(file: PickledFile, dp_rank: int, options: StateOptions) -> OptimizerShard:
+    index = index_zero3 if "fp32_flat_groups" in file.section("optimizer_state_dict") else index_zero12
+    return index(file, dp_rank, options)
 
 
 def _check_belong_together(models: list[ModelShard], optimizers: list[OptimizerShard]) -> None:

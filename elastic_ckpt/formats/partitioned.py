@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 from elastic_ckpt.catalog import (
     MASTER,
+    BlockCode,
     Catalog,
     Extent,
     LogicalTensor,
+    ReplicatedState,
     SavedParameter,
     SourceFacts,
     SourceFile,
@@ -17,15 +20,28 @@ from elastic_ckpt.dtypes import ITEMSIZE
 from elastic_ckpt.formats.base import Found, source_file
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.module_tensors import module_tensors
+from elastic_ckpt.formats.pickled import TensorRef
+from elastic_ckpt.formats.saved_groups import normal_groups, with_group_step
+from elastic_ckpt.formats.saved_states import kind_notes, resolve_codebooks
 from elastic_ckpt.formats.shards import FlatShard, OptimizerShard
 from elastic_ckpt.formats.zero3 import place_zero3
 from elastic_ckpt.formats.zero12 import place_zero12
+from elastic_ckpt.geometry import FlatRange, Placement
+from elastic_ckpt.states.bitsandbytes import COMPANIONS
+from elastic_ckpt.states.classify import FRESH, OPAQUE, Held, SavedKind, StateOptions, classify
+from elastic_ckpt.states.kinds import ELEMENTWISE, REPLICATED, TOUCHED, BlockFormat, Codebook
 
+_PLAIN = SavedKind(ELEMENTWISE)
 _SWAPPED_DTYPE = "float32"
 
 
 def partitioned_catalog(
-    found: Found, models: Sequence[ModelShard], optimizers: Sequence[OptimizerShard], own: int, per_rank: bool
+    found: Found,
+    models: Sequence[ModelShard],
+    optimizers: Sequence[OptimizerShard],
+    own: int,
+    per_rank: bool,
+    options: StateOptions,
 ) -> Catalog:
     """The catalog of a checkpoint whose optimizer states are partitioned.
 
@@ -35,15 +51,13 @@ def partitioned_catalog(
         optimizers: its optimizer-states files, in rank order.
         own: the model-states file to take buffers from.
         per_rank: whether each rank of the job takes them from another file.
+        options: the user's word on optimizer states.
     """
     files = [source_file(item) for item in models] + [source_file(item) for item in optimizers]
-    collector = _Collector(files, first_shard=len(models))
-    for flat, named_shapes in enumerate(models[0].param_shapes):
-        scalars, group = optimizers[0].flats[flat].scalars, optimizers[0].flat_groups[flat]
-        for name, shape in named_shapes:
-            collector.parameters[name] = SavedParameter(shape, group, scalars)
-        for shard in optimizers:
-            collector.add(models[0], shard, flat, len(optimizers))
+    codebooks, map_notes = resolve_codebooks((shard.path, flat.states) for shard in optimizers for flat in shard.flats)
+    collector = _Collector(files, models[0], optimizers, codebooks, options)
+    for flat in range(len(models[0].param_shapes)):
+        collector.add(flat, first_shard=len(models))
     tensors = collector.tensors()
     whole, notes = module_tensors(models, own, frozenset(collector.parameters))
     return Catalog(
@@ -53,51 +67,163 @@ def partitioned_catalog(
         files=tuple(collector.files),
         parameters=collector.parameters,
         tensors={**tensors, **whole},
-        groups=optimizers[0].groups,
+        groups=normal_groups(optimizers[0].groups, is_bitsandbytes=bool(codebooks)),
         aliases=models[0].shared,
         opaque_states=collector.opaque,
+        scalar_forms=collector.scalar_forms,
         frozen_recorded=models[own].frozen_recorded,
         buffers_of_this_rank=per_rank,
-        notes=found.notes + notes,
+        notes=found.notes + notes + map_notes + kind_notes(collector.kinds, options),
     )
 
 
 class _Collector:
-    """Collects parameters and the extents of their tensors, shard by shard."""
+    """Collects parameters and the extents of their tensors, one flat partition after the other."""
 
-    def __init__(self, files: list[SourceFile], first_shard: int) -> None:
+    def __init__(
+        self,
+        files: list[SourceFile],
+        model: ModelShard,
+        shards: Sequence[OptimizerShard],
+        codebooks: Mapping[str, Codebook],
+        options: StateOptions,
+    ) -> None:
         self.files = files
         self.parameters: dict[str, SavedParameter] = {}
         self.opaque: dict[str, str] = {}
-        self._first_shard = first_shard
+        self.scalar_forms: dict[str, str] = {}
+        self.kinds: dict[str, SavedKind] = {}
+        self._model = model
+        self._shards = shards
+        self._codebooks = codebooks
+        self._options = options
         self._extents: dict[tuple[str, str], list[Extent]] = {}
         self._dtypes: dict[tuple[str, str], str] = {}
+        self._rows: dict[tuple[str, str], int] = {}
 
-    def add(self, model: ModelShard, shard: OptimizerShard, flat: int, dp: int) -> None:
-        """One flat partition of one rank."""
-        part = shard.flats[flat]
-        self.opaque.update(part.opaque)
-        place = place_zero3 if shard.zero_stage == 3 else place_zero12
-        placements = place(model, shard, flat, dp)
-        for key, file, start, dtype in self._regions(part, self._first_shard + shard.dp_rank):
-            for placement in placements:
-                name = model.param_shapes[flat][placement.index][0]
-                offset = start + placement.flat_offset * ITEMSIZE[dtype]
-                self._extents.setdefault((name, key), []).append(Extent(placement.range, file, offset))
-                self._dtypes[name, key] = dtype
+    def add(self, flat: int, first_shard: int) -> None:
+        """One flat partition, of all ranks."""
+        dp = len(self._shards)
+        place = place_zero3 if self._shards[0].zero_stage == 3 else place_zero12
+        placements = [place(self._model, shard, flat, dp) for shard in self._shards]
+        kinds = self._classify(flat, placements)
+        self._add_parameters(flat, kinds, first_shard)
+        for shard, placed in zip(self._shards, placements, strict=True):
+            part, file = shard.flats[flat], first_shard + shard.dp_rank
+            self._add_swapped(flat, part, placed)
+            if MASTER not in part.swapped:
+                self._add_region(flat, MASTER, part.master, file, placed, _PLAIN, part)
+            for key, kind in kinds.items():
+                ref = part.states.tensors[key]
+                if kind.kind == TOUCHED:
+                    self._add_touched(flat, key, ref, file, placed)
+                elif kind.kind == ELEMENTWISE:
+                    self._add_region(flat, key, ref, file, placed, kind, part)
 
-    def _regions(self, part: FlatShard, shard_file: int) -> Iterator[tuple[str, int, int, str]]:
-        """(key, file, byte offset, dtype) of the master and each state of a flat partition."""
-        in_shard = {key: ref for key, ref in {MASTER: part.master, **part.states}.items() if key not in part.swapped}
-        for key, ref in in_shard.items():
-            yield key, shard_file, ref.byte_offset, ref.dtype
+    def _classify(self, flat: int, placements: Sequence[Sequence[Placement]]) -> dict[str, SavedKind]:
+        shapes = self._model.param_shapes[flat]
+        held = []
+        for shard, placed in zip(self._shards, placements, strict=True):
+            part = shard.flats[flat]
+            touched = sum(math.prod(shapes[index][1]) for index in {placement.index for placement in placed})
+            states = part.states
+            held.append(Held(shard.path, part.partition_numel, touched, states.tensors, states.digests))
+        kinds = classify(held, self._options) if held[0].tensors else {}
+        for key, kind in kinds.items():
+            if kind.kind == OPAQUE:
+                self.opaque[key] = kind.why
+        self.kinds.update(kinds)
+        skipped = {key for key, word in self._options.schema.items() if word == FRESH}
+        for shard in self._shards:
+            states = shard.flats[flat].states
+            self.opaque.update({key: what for key, what in states.opaque.items() if key not in skipped})
+        return kinds
+
+    def _add_parameters(self, flat: int, kinds: Mapping[str, SavedKind], first_shard: int) -> None:
+        first = self._shards[0]
+        part, group = first.flats[flat], first.flat_groups[flat]
+        states = part.states
+        skipped = {key for key, word in self._options.schema.items() if word == FRESH}
+        scalars = tuple(scalar for scalar in states.scalars if scalar[0] not in skipped)
+        scalars = with_group_step(
+            scalars, bool(states.tensors or part.swapped), first.groups[group] if first.groups else {}
+        )
+        self.scalar_forms.update(states.scalar_forms)
+        replicated = tuple(
+            self._replicated(flat, key, first_shard) for key, kind in kinds.items() if kind.kind == REPLICATED
+        )
+        for name, shape in self._model.param_shapes[flat]:
+            self.parameters[name] = SavedParameter(shape, group, scalars, replicated)
+
+    def _replicated(self, flat: int, key: str, first_shard: int) -> ReplicatedState:
+        digests = {shard.flats[flat].states.digests.get(key) for shard in self._shards}
+        states = self._shards[0].flats[flat].states
+        ref, digest = states.tensors[key], states.digests.get(key)
+        differs = len(digests) > 1 or digest is None or not ref.is_contiguous
+        crc32 = 0 if digest is None else digest.crc32
+        return ReplicatedState(key, ref.dtype, ref.shape, first_shard, ref.byte_offset, crc32, differs)
+
+    def _add_swapped(self, flat: int, part: FlatShard, placements: Sequence[Placement]) -> None:
         for key, source in part.swapped.items():
             self.files.append(source)
-            yield key, len(self.files) - 1, 0, _SWAPPED_DTYPE
+            for placement in placements:
+                offset = placement.flat_offset * ITEMSIZE[_SWAPPED_DTYPE]
+                extent = Extent(placement.range, len(self.files) - 1, offset)
+                self._append(flat, placement.index, key, extent, _SWAPPED_DTYPE)
+
+    def _add_region(
+        self,
+        flat: int,
+        key: str,
+        ref: TensorRef,
+        file: int,
+        placements: Sequence[Placement],
+        kind: SavedKind,
+        part: FlatShard,
+    ) -> None:
+        """A tensor that is cut as the partition is, ``rows`` times one behind the other."""
+        if not ref.is_contiguous:
+            self.opaque[key] = f"a view of shape {ref.shape} and strides {ref.stride}"
+            return
+        itemsize = ITEMSIZE[ref.dtype]
+        for row in range(kind.rows):
+            for placement in placements:
+                numel = math.prod(self._model.param_shapes[flat][placement.index][1])
+                inside = FlatRange(row * numel + placement.range.start, row * numel + placement.range.stop)
+                offset = ref.byte_offset + (row * part.partition_numel + placement.flat_offset) * itemsize
+                code = self._code(key, kind, part, row, placement.flat_offset) if kind.block_numel else None
+                self._append(flat, placement.index, key, Extent(inside, file, offset, code), ref.dtype, kind.rows)
+
+    def _code(self, key: str, kind: SavedKind, part: FlatShard, row: int, position: int) -> BlockCode:
+        scales, qmap = COMPANIONS[key]
+        blocks = BlockFormat(kind.block_numel, scales, self._codebooks[qmap])
+        first = row * blocks.blocks(part.partition_numel) * ITEMSIZE["float32"]
+        return BlockCode(blocks, position, part.states.tensors[scales].byte_offset + first)
+
+    def _add_touched(self, flat: int, key: str, ref: TensorRef, file: int, placements: Sequence[Placement]) -> None:
+        """Whole parameters, of which several ranks may hold the same ones: the first rank's are taken."""
+        position = 0
+        for placement in placements:
+            name, shape = self._model.param_shapes[flat][placement.index]
+            numel = math.prod(shape)
+            if (name, key) not in self._extents:
+                offset = ref.byte_offset + position * ITEMSIZE[ref.dtype]
+                self._append(flat, placement.index, key, Extent(FlatRange(0, numel), file, offset), ref.dtype)
+            position += numel
+
+    def _append(self, flat: int, index: int, key: str, extent: Extent, dtype: str, rows: int = 1) -> None:
+        name = self._model.param_shapes[flat][index][0]
+        self._extents.setdefault((name, key), []).append(extent)
+        self._dtypes[name, key] = dtype
+        self._rows[name, key] = rows
 
     def tensors(self) -> dict[tuple[str, str], LogicalTensor]:
         """The logical tensors by (name, key)."""
-        return {
-            (name, key): LogicalTensor(name, key, self.parameters[name].shape, self._dtypes[name, key], tuple(extents))
-            for (name, key), extents in self._extents.items()
-        }
+        made = {}
+        for (name, key), extents in self._extents.items():
+            shape, rows = self.parameters[name].shape, self._rows[name, key]
+            if rows > 1:
+                shape = (rows, *shape)
+                extents.sort(key=lambda extent: extent.range.start)
+            made[name, key] = LogicalTensor(name, key, shape, self._dtypes[name, key], tuple(extents))
+        return made

@@ -13,7 +13,9 @@ from typing import Any
 from elastic_ckpt.catalog import SourceFile
 from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.formats.features import Features, features_in
-from elastic_ckpt.formats.pickled import PickledFile, TensorRef, materialise
+from elastic_ckpt.formats.pickled import PickledFile, TensorRef
+from elastic_ckpt.formats.saved_groups import read_groups
+from elastic_ckpt.formats.saved_states import StatesOfOne
 
 
 @dataclass(frozen=True)
@@ -23,9 +25,7 @@ class FlatShard:
     Attributes:
         master: the fp32 master weights.
         partition_numel: elements of the partition, padding included.
-        states: elementwise optimizer states, each of ``partition_numel`` elements.
-        scalars: scalar optimizer states as (key, value), sorted by key.
-        opaque: states of any other layout: key -> description.
+        states: its optimizer states.
         alignment_paddings: elements behind each parameter (``param_alignment_paddings``), where recorded.
         swapped: key -> swap file that holds the data of the master (``fp32``) and of each state, from its first byte
             on; empty where they lie in this file. ``partition_numel`` is then -1.
@@ -33,9 +33,7 @@ class FlatShard:
 
     master: TensorRef
     partition_numel: int
-    states: Mapping[str, TensorRef]
-    scalars: tuple[tuple[str, float], ...]
-    opaque: Mapping[str, str]
+    states: StatesOfOne
     alignment_paddings: tuple[int, ...] | None = None
     swapped: Mapping[str, SourceFile] = field(default_factory=dict)
 
@@ -121,36 +119,6 @@ def flat_ref(file: PickledFile, what: str, ref: Any) -> TensorRef:
     return ref
 
 
-def sort_states(
-    file: PickledFile, saved: Mapping[str, Any], partition_numel: int
-) -> tuple[dict[str, TensorRef], tuple[tuple[str, float], ...], dict[str, str]]:
-    """Sort one flat tensor's optimizer states into elementwise, scalar and opaque ones."""
-    states: dict[str, TensorRef] = {}
-    scalars: dict[str, float] = {}
-    opaque: dict[str, str] = {}
-    for key, value in saved.items():
-        if isinstance(value, TensorRef) and value.shape == (partition_numel,) and value.is_contiguous:
-            states[key] = value
-        elif isinstance(value, TensorRef) and value.shape == ():
-            scalars[key] = materialise(file, value).item()
-        elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            scalars[key] = value
-        elif isinstance(value, TensorRef):
-            opaque[key] = f"{value.dtype} of shape {value.shape} for a partition of {partition_numel}"
-        else:
-            opaque[key] = f"a {type(value).__name__}"
-    return states, tuple(sorted(scalars.items())), opaque
-
-
-def read_groups(file: PickledFile, param_groups: Any) -> tuple[Mapping[str, Any], ...]:
-    """Hyperparameters of every param group; tensors (a capturable ``lr``) become Python numbers."""
-    groups = []
-    for group in param_groups:
-        values = materialise(file, {key: value for key, value in group.items() if key != "params"})
-        groups.append({key: value.item() if hasattr(value, "item") else value for key, value in values.items()})
-    return tuple(groups)
-
-
 def check_same_save(shards: list[OptimizerShard]) -> None:
     """All optimizer-states files must come from one save.
 
@@ -189,8 +157,8 @@ def _sizes(shard: OptimizerShard) -> list[int]:
 
 
 def _scalars(shard: OptimizerShard) -> list[Any]:
-    return [flat.scalars for flat in shard.flats]
+    return [flat.states.scalars for flat in shard.flats]
 
 
 def _keys(shard: OptimizerShard) -> list[Any]:
-    return [sorted({*flat.states, *flat.opaque, *flat.swapped}) for flat in shard.flats]
+    return [sorted({*flat.states.tensors, *flat.states.opaque, *flat.swapped}) for flat in shard.flats]

@@ -39,7 +39,7 @@ from elastic_ckpt.formats.module_tensors import module_tensors
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER
 from elastic_ckpt.formats.pickled import PickledFile, TensorRef, materialise
 from elastic_ckpt.formats.progress import with_progress_compared
-from elastic_ckpt.formats.shards import read_groups
+from elastic_ckpt.formats.saved_groups import normal_groups, read_groups
 from elastic_ckpt.formats.spot_check import spot_check
 from elastic_ckpt.geometry import FlatRange
 from elastic_ckpt.host_state import HostState
@@ -228,7 +228,8 @@ def _build_catalog(
         files=files,
         parameters=parameters,
         tensors=tensors,
-        groups=optimizer.groups,
+        groups=normal_groups(optimizer.groups, is_bitsandbytes=False),
+        scalar_forms={key: "float" for p in parameters.values() for key, _ in p.scalars},
         aliases=models[0].shared,
         frozen_recorded=models[0].frozen_recorded,
         notes=found.notes + notes,

@@ -8,18 +8,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from elastic_ckpt.catalog import MASTER, Catalog, Extent, LogicalTensor, SavedParameter, SourceFacts
+from elastic_ckpt.catalog import (
+    MASTER,
+    BlockCode,
+    Catalog,
+    Extent,
+    LogicalTensor,
+    ReplicatedState,
+    SavedParameter,
+    SourceFacts,
+)
 from elastic_ckpt.dtypes import ITEMSIZE
 from elastic_ckpt.errors import UnsupportedError
 from elastic_ckpt.formats.base import Found, ReadOptions, source_file
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.module_tensors import module_tensors
 from elastic_ckpt.formats.pickled import TensorRef
-from elastic_ckpt.formats.zero0_index import FUSED, PLAIN, STEP, UnpartitionedState
+from elastic_ckpt.formats.saved_groups import normal_groups, with_group_step
+from elastic_ckpt.formats.saved_states import StatesOfOne, kind_notes, resolve_codebooks
+from elastic_ckpt.formats.zero0_index import FUSED, PLAIN, UnpartitionedState
 from elastic_ckpt.formats.zero0_names import member_names
 from elastic_ckpt.geometry import FlatRange
+from elastic_ckpt.states.bitsandbytes import COMPANIONS
+from elastic_ckpt.states.classify import ELEMENTWISE_NAMES, FRESH, OPAQUE, Held, SavedKind, StateOptions, classify
+from elastic_ckpt.states.kinds import ELEMENTWISE, REPLICATED, BlockFormat, Codebook
+
+Shape = tuple[int, ...]
 
 
 def unpartitioned_catalog(found: Found, model: ModelShard, options: ReadOptions) -> Catalog:
@@ -36,7 +52,8 @@ def unpartitioned_catalog(found: Found, model: ModelShard, options: ReadOptions)
     state = model.optimizer
     assert state is not None
     names, note = member_names(model, state, options)
-    builder = _Builder(model, state)
+    codebooks, map_notes = resolve_codebooks((model.path, states) for states in state.states.values())
+    builder = _Builder(model, state, codebooks, options.states)
     for number, members in enumerate(names):
         builder.add_group(number, members)
     whole, notes = module_tensors([model], 0, frozenset(builder.parameters))
@@ -47,23 +64,30 @@ def unpartitioned_catalog(found: Found, model: ModelShard, options: ReadOptions)
         files=(source_file(model),),
         parameters=builder.parameters,
         tensors={**builder.tensors, **whole},
-        groups=state.groups,
+        groups=normal_groups(state.groups, is_bitsandbytes=bool(codebooks)),
         aliases=model.shared,
         opaque_states=builder.opaque,
+        scalar_forms=builder.scalar_forms,
         frozen_recorded=model.frozen_recorded,
-        notes=(*found.notes, *notes, *note),
+        notes=(*found.notes, *notes, *note, *map_notes, *kind_notes(builder.kinds, options.states)),
     )
 
 
 class _Builder:
     """Collects parameters and logical tensors, group by group."""
 
-    def __init__(self, model: ModelShard, state: UnpartitionedState) -> None:
+    def __init__(
+        self, model: ModelShard, state: UnpartitionedState, codebooks: Mapping[str, Codebook], options: StateOptions
+    ) -> None:
         self._model = model
         self._state = state
+        self._codebooks = codebooks
+        self._options = options
         self.parameters: dict[str, SavedParameter] = {}
         self.tensors: dict[tuple[str, str], LogicalTensor] = {}
-        self.opaque: dict[str, str] = dict(state.opaque)
+        self.opaque: dict[str, str] = {}
+        self.scalar_forms: dict[str, str] = {}
+        self.kinds: dict[str, SavedKind] = {}
 
     def add_group(self, group: int, members: Sequence[str | None]) -> None:
         offset = 0
@@ -71,18 +95,18 @@ class _Builder:
             if name is None:
                 continue
             shape = self._model.weights[name].shape
-            numel = math.prod(shape)
             if self._state.kind == FUSED:
-                number, base, held = self._state.members[group][0], offset, self._state.masters[group][0].shape
+                number, base = self._state.members[group][0], offset
                 master = self._state.masters[group][0]
+                held = master.shape
             else:
                 number, base, held = self._state.members[group][position], 0, shape
                 plain = self._state.kind == PLAIN
                 master = self._model.weights[name] if plain else self._state.masters[group][position]
             self._add_tensor(name, MASTER, shape, master, base)
-            scalars = self._add_states(name, shape, number, base, held)
-            self.parameters[name] = SavedParameter(shape, group, tuple(sorted(scalars.items())))
-            offset += numel
+            states = self._state.states.get(number, StatesOfOne({}))
+            self.parameters[name] = self._parameter(name, group, shape, states, base, held)
+            offset += math.prod(shape)
         if self._state.kind == PLAIN and _is_fused_adam(self._state.groups[group]):
             self._use_last_step([name for name in members if name is not None])
 
@@ -92,20 +116,71 @@ class _Builder:
         for name in stateful:
             self.parameters[name] = replace(self.parameters[name], scalars=self.parameters[stateful[-1]].scalars)
 
-    def _add_states(
-        self, name: str, shape: tuple[int, ...], number: int, base: int, held: tuple[int, ...]
-    ) -> Mapping[str, float]:
-        """States of one parameter, inside a tensor of shape ``held``; returns the scalar ones."""
-        scalars = dict(self._state.scalars.get(number, {}))
-        for key, ref in self._state.tensors.get(number, {}).items():
-            if ref.shape == held and key != STEP:
-                scalars.pop(key, None)
-                self._add_tensor(name, key, shape, ref, base)
-            elif ref.shape:
-                self.opaque[key] = f"{ref.dtype} of shape {ref.shape} for {name} of shape {shape}"
-        return scalars
+    def _parameter(
+        self, name: str, group: int, shape: Shape, states: StatesOfOne, base: int, held: Shape
+    ) -> SavedParameter:
+        """Adds the states of one parameter, inside tensors of shape ``held``."""
+        skipped = {key for key, word in self._options.schema.items() if word == FRESH}
+        self.opaque.update({key: what for key, what in states.opaque.items() if key not in skipped})
+        scalars = {key: value for key, value in states.scalars if key not in skipped}
+        if held == ():
+            for key in ELEMENTWISE_NAMES & set(states.points):
+                del scalars[key]
+                self._add_tensor(name, key, shape, states.points[key], base)
+        replicated = []
+        for key, kind in self._classify(states, held).items():
+            ref = states.tensors[key]
+            if kind.kind == REPLICATED:
+                digest = states.digests.get(key)
+                crc32 = 0 if digest is None else digest.crc32
+                replicated.append(ReplicatedState(key, ref.dtype, ref.shape, 0, ref.byte_offset, crc32, digest is None))
+            elif kind.kind == OPAQUE and self._state.kind != FUSED and key not in COMPANIONS:
+                self._add_tensor(name, key, ref.shape, ref, 0, is_whole=True)
+            elif kind.kind == OPAQUE:
+                self.opaque[key] = kind.why
+            elif kind.kind == ELEMENTWISE:
+                self._add_elementwise(name, key, shape, states, kind, base, math.prod(held))
+        self.scalar_forms.update(states.scalar_forms)
+        counted = with_group_step(tuple(sorted(scalars.items())), bool(states.tensors), self._state.groups[group])
+        return SavedParameter(shape, group, counted, tuple(replicated))
 
-    def _add_tensor(self, name: str, key: str, shape: tuple[int, ...], ref: TensorRef, base: int) -> None:
+    def _classify(self, states: StatesOfOne, held: Shape) -> dict[str, SavedKind]:
+        numel = math.prod(held)
+        flat = {key: _Flat(_flattened(ref.shape, held), ref.dtype) for key, ref in states.tensors.items()}
+        kinds = classify([Held(self._model.path, numel, -1, flat, states.digests)], self._options)
+        self.kinds.update(kinds)
+        return kinds
+
+    def _add_elementwise(
+        self, name: str, key: str, shape: Shape, states: StatesOfOne, kind: SavedKind, base: int, held_numel: int
+    ) -> None:
+        """A state of ``rows`` rows of ``held_numel`` elements, in each of which the parameter starts at ``base``."""
+        ref = states.tensors[key]
+        if kind.rows == 1 and not kind.block_numel:
+            self._add_tensor(name, key, shape, ref, base)
+            return
+        self._refuse_view(name, key, ref)
+        numel, extents = math.prod(shape), []
+        for row in range(kind.rows):
+            offset = ref.byte_offset + (row * held_numel + base) * ITEMSIZE[ref.dtype]
+            code = None
+            if kind.block_numel:
+                scales, qmap = COMPANIONS[key]
+                blocks = BlockFormat(kind.block_numel, scales, self._codebooks[qmap])
+                first = row * blocks.blocks(held_numel) * ITEMSIZE["float32"]
+                code = BlockCode(blocks, base, states.tensors[scales].byte_offset + first)
+            extents.append(Extent(FlatRange(row * numel, (row + 1) * numel), 0, offset, code))
+        rows = (kind.rows,) if kind.rows > 1 else ()
+        self.tensors[name, key] = LogicalTensor(name, key, rows + shape, ref.dtype, tuple(extents) if numel else ())
+
+    def _add_tensor(self, name: str, key: str, shape: Shape, ref: TensorRef, base: int, is_whole: bool = False) -> None:
+        self._refuse_view(name, key, ref)
+        numel = math.prod(shape)
+        offset = ref.byte_offset + base * ITEMSIZE[ref.dtype]
+        extents = (Extent(FlatRange(0, numel), 0, offset),) if numel else ()
+        self.tensors[name, key] = LogicalTensor(name, key, shape, ref.dtype, extents, is_whole)
+
+    def _refuse_view(self, name: str, key: str, ref: TensorRef) -> None:
         if not ref.is_contiguous:
             raise UnsupportedError(
                 f"{key} of this parameter was saved as a view that is not contiguous, which is not supported yet",
@@ -115,10 +190,24 @@ class _Builder:
                 found=f"shape {ref.shape}, strides {ref.stride}",
                 remedy="load at the topology it was saved with",
             )
-        numel = math.prod(shape)
-        offset = ref.byte_offset + base * ITEMSIZE[ref.dtype]
-        extents = (Extent(FlatRange(0, numel), 0, offset),) if numel else ()
-        self.tensors[name, key] = LogicalTensor(name, key, shape, ref.dtype, extents)
+
+
+@dataclass(frozen=True, slots=True)
+class _Flat:
+    """A state's tensor as classification sees it: of a flattened parameter."""
+
+    shape: Shape
+    dtype: str
+
+
+def _flattened(shape: Shape, held: Shape) -> Shape:
+    """The shape of a state beside a flattened parameter of shape ``held``."""
+    if shape == held:
+        return (math.prod(held),)
+    if len(held) > 0 and shape[1:] == held:
+        return (shape[0], math.prod(held))
+    # its last dimension may be as long as the parameter by chance, and it is another tensor all the same
+    return (*shape, 1) if len(shape) > 1 else shape
 
 
 def _is_fused_adam(group: Mapping[str, object]) -> bool:

@@ -12,16 +12,17 @@ In all of them parameters are numbered, not named. Sources: ``fp16/unfused_optim
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from elastic_ckpt.errors import DamagedError
-from elastic_ckpt.formats.pickled import PickledFile, TensorRef, materialise
+from elastic_ckpt.formats.pickled import PickledFile, TensorRef
+from elastic_ckpt.formats.saved_groups import read_groups
+from elastic_ckpt.formats.saved_states import StatesOfOne, sort_states
+from elastic_ckpt.states.classify import ELEMENTWISE_NAMES, StateOptions
 
 PLAIN, UNFUSED, FUSED = "plain", "unfused", "fused"
-#: A state of this name is a count, of a parameter without dimensions too.
-STEP = "step"
 #: Entry that holds the masters, which is also the live optimizer's name for them -> layout.
 MASTER_ENTRIES = {"fp32_groups": UNFUSED, "fp32_groups_flat": FUSED}
 
@@ -36,9 +37,7 @@ class UnpartitionedState:
         members: per param group, the numbers of its tensors: parameters, or the one flat tensor (fused).
         names: per param group, the parameters' names where the optimizer was given named ones.
         masters: per param group, the fp32 masters; empty where plain.
-        tensors: number -> its states that are tensors.
-        scalars: number -> its states that are numbers or tensors without a dimension.
-        opaque: states of any other kind: key -> description.
+        states: number -> its states.
         scaler: entries about loss scaling.
     """
 
@@ -47,13 +46,11 @@ class UnpartitionedState:
     members: tuple[tuple[int, ...], ...]
     names: tuple[tuple[str, ...], ...] | None
     masters: tuple[tuple[TensorRef, ...], ...]
-    tensors: Mapping[int, Mapping[str, TensorRef]]
-    scalars: Mapping[int, Mapping[str, float]]
-    opaque: Mapping[str, str]
+    states: Mapping[int, StatesOfOne]
     scaler: Mapping[str, Any]
 
 
-def index_unpartitioned(file: PickledFile) -> UnpartitionedState | None:
+def index_unpartitioned(file: PickledFile, options: StateOptions) -> UnpartitionedState | None:
     """Sort out the optimizer entry of a model-states file; ``None`` where there is none (ZeRO keeps it elsewhere).
 
     Raises:
@@ -70,25 +67,15 @@ def index_unpartitioned(file: PickledFile) -> UnpartitionedState | None:
         raise _damaged(file, "'state' and 'param_groups' of a torch optimizer", sorted(map(str, saved))[:8])
     groups = state["param_groups"]
     names = tuple(tuple(map(str, group.get("param_names") or ())) for group in groups)
-    tensors, scalars, opaque = _sort_states(file, state["state"])
     return UnpartitionedState(
         kind=kind,
-        groups=_hyperparameters(file, groups),
+        groups=read_groups(file, groups),
         members=tuple(tuple(group["params"]) for group in groups),
         names=names if kind != FUSED and all(names) else None,
         masters=_masters(file, saved, kind),
-        tensors=tensors,
-        scalars=scalars,
-        opaque=opaque,
+        states={int(number): sort_states(file, states, options) for number, states in state["state"].items()},
         scaler={key: value for key, value in saved.items() if isinstance(value, (int, float, bool))},
     )
-
-
-def _hyperparameters(file: PickledFile, groups: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
-    read = [
-        materialise(file, {k: v for k, v in group.items() if k not in ("params", "param_names")}) for group in groups
-    ]
-    return tuple({k: v.item() if hasattr(v, "item") else v for k, v in values.items()} for values in read)
 
 
 def _masters(file: PickledFile, saved: Mapping[str, Any], kind: str) -> tuple[tuple[TensorRef, ...], ...]:
@@ -102,23 +89,16 @@ def _masters(file: PickledFile, saved: Mapping[str, Any], kind: str) -> tuple[tu
     return masters
 
 
-def _sort_states(
-    file: PickledFile, saved: Mapping[int, Mapping[str, Any]]
-) -> tuple[dict[int, dict[str, TensorRef]], dict[int, dict[str, float]], dict[str, str]]:
-    tensors: dict[int, dict[str, TensorRef]] = {}
-    scalars: dict[int, dict[str, float]] = {}
-    opaque: dict[str, str] = {}
-    for number, state in saved.items():
-        for key, value in state.items():
-            if isinstance(value, TensorRef):
-                tensors.setdefault(int(number), {})[key] = value
-                if not value.shape:
-                    scalars.setdefault(int(number), {})[key] = materialise(file, value).item()
-            elif isinstance(value, (int, float)) and not isinstance(value, bool):
-                scalars.setdefault(int(number), {})[key] = value
-            else:
-                opaque[key] = f"a {type(value).__name__}"
-    return tensors, scalars, opaque
+def saved_shape(states: StatesOfOne) -> tuple[int, ...] | None:
+    """The shape of the parameter that has these states, as far as they tell; ``None``: they do not."""
+    for key in ("state2", *sorted(ELEMENTWISE_NAMES)):  # of state1, some optimizers keep two rows
+        if key in states.tensors:
+            return states.tensors[key].shape
+    if {"row_var", "col_var"} <= set(states.tensors):  # Adafactor
+        return (*states.tensors["row_var"].shape[:-1], states.tensors["col_var"].shape[-1])
+    points = [key for key in states.points if key in ELEMENTWISE_NAMES]
+    others = [ref.shape for ref in states.tensors.values()]
+    return () if points else next(iter(others), None)
 
 
 def _damaged(file: PickledFile, expected: str, found: Any) -> DamagedError:

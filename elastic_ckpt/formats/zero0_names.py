@@ -14,7 +14,7 @@ from typing import Any
 from elastic_ckpt.errors import MismatchError, listed
 from elastic_ckpt.formats.base import ReadOptions
 from elastic_ckpt.formats.model_states import ModelShard
-from elastic_ckpt.formats.zero0_index import FUSED, PLAIN, STEP, UnpartitionedState
+from elastic_ckpt.formats.zero0_index import FUSED, PLAIN, UnpartitionedState, saved_shape
 from elastic_ckpt.renaming import rename
 
 Shape = tuple[int, ...]
@@ -143,11 +143,8 @@ def _held_shapes(state: UnpartitionedState, group: int) -> list[Shape | None]:
     """Shapes of a saved group's members; ``None``: not known, since it has no state (fp32, never a gradient)."""
     if state.kind != PLAIN:
         return [master.shape for master in state.masters[group]]
-    held: list[Shape | None] = []
-    for number in state.members[group]:
-        tensors = state.tensors.get(number, {})
-        held.append(next((ref.shape for key, ref in tensors.items() if key != STEP), None))
-    return held
+    states = (state.states.get(number) for number in state.members[group])
+    return [None if found is None else saved_shape(found) for found in states]
 
 
 def align(held: Sequence[Shape | None], names: Sequence[str], shapes: Mapping[str, Shape]) -> list[str | None] | None:

@@ -18,13 +18,15 @@ from typing import Any
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.pickled import PickledFile
-from elastic_ckpt.formats.shards import FlatShard, OptimizerShard, build_shard, flat_ref, sort_states
+from elastic_ckpt.formats.saved_states import sort_states
+from elastic_ckpt.formats.shards import FlatShard, OptimizerShard, build_shard, flat_ref
 from elastic_ckpt.geometry import Placement, contiguous_partition, group_offsets
+from elastic_ckpt.states.classify import StateOptions
 
 _ZERO_STAGE = "zero_stage"
 
 
-def index_zero12(file: PickledFile, dp_rank: int) -> OptimizerShard:
+def index_zero12(file: PickledFile, dp_rank: int, options: StateOptions) -> OptimizerShard:
     """Sort out one ZeRO-1/2 optimizer-states file.
 
     Raises:
@@ -47,7 +49,7 @@ def index_zero12(file: PickledFile, dp_rank: int) -> OptimizerShard:
         paddings = [0] * len(masters)  # BF16_Optimizer saves its partitions with the padding
     alignments = state.get("param_alignment_paddings") or [None] * len(masters)
     flats = [
-        _index_flat(file, index, master, paddings[index], base["state"].get(index, {}), alignments[index])
+        _index_flat(file, index, master, paddings[index], base["state"].get(index, {}), alignments[index], options)
         for index, master in enumerate(masters)
     ]
     stage = int(state.get(_ZERO_STAGE, 1))
@@ -55,12 +57,18 @@ def index_zero12(file: PickledFile, dp_rank: int) -> OptimizerShard:
 
 
 def _index_flat(
-    file: PickledFile, index: int, master: Any, padding: int, saved: Mapping[str, Any], alignment: Any
+    file: PickledFile,
+    index: int,
+    master: Any,
+    padding: int,
+    saved: Mapping[str, Any],
+    alignment: Any,
+    options: StateOptions,
 ) -> FlatShard:
     ref = flat_ref(file, f"fp32 partition of param group {index}", master)
     partition_numel = ref.numel + int(padding)
-    states, scalars, opaque = sort_states(file, saved, partition_numel)
-    return FlatShard(ref, partition_numel, states, scalars, opaque, None if alignment is None else tuple(alignment))
+    states = sort_states(file, saved, options)
+    return FlatShard(ref, partition_numel, states, None if alignment is None else tuple(alignment))
 
 
 def place_zero12(model: ModelShard, shard: OptimizerShard, flat: int, dp: int) -> Sequence[Placement]:

@@ -14,12 +14,14 @@ from collections.abc import Sequence
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.pickled import PickledFile
-from elastic_ckpt.formats.shards import FlatShard, OptimizerShard, build_shard, flat_ref, sort_states
+from elastic_ckpt.formats.saved_states import sort_states
+from elastic_ckpt.formats.shards import FlatShard, OptimizerShard, build_shard, flat_ref
 from elastic_ckpt.formats.swapped import check_swap_file, refuse_unnamed_swap_files, swap_files
 from elastic_ckpt.geometry import Placement, per_parameter_numel, per_parameter_partition
+from elastic_ckpt.states.classify import StateOptions
 
 
-def index_zero3(file: PickledFile, dp_rank: int) -> OptimizerShard:
+def index_zero3(file: PickledFile, dp_rank: int, options: StateOptions) -> OptimizerShard:
     """Sort out one ZeRO-3 optimizer-states file.
 
     Raises:
@@ -45,8 +47,8 @@ def index_zero3(file: PickledFile, dp_rank: int) -> OptimizerShard:
         state = base["state"].get(index, {})
         swapped = swap_files(file, dp_rank, ref, state)
         kept = {key: value for key, value in state.items() if key not in swapped}
-        states, scalars, opaque = sort_states(file, kept, ref.numel)
-        flats.append(FlatShard(ref, -1 if swapped else ref.numel, states, scalars, opaque, swapped=swapped))
+        states = sort_states(file, kept, options)
+        flats.append(FlatShard(ref, -1 if swapped else ref.numel, states, swapped=swapped))
     refuse_unnamed_swap_files(file, dp_rank, any(flat.swapped for flat in flats))
     return build_shard(file, dp_rank, 3, flats, base["param_groups"], flat_groups)
 

@@ -1,79 +1,138 @@
-"""The states that each supported optimizer keeps for one flat tensor.
+"""The states that a live base optimizer keeps for one flat tensor, and how to make them.
 
-A state is *elementwise* (one value an element, cut like the parameter) or *scalar* (one value for the tensor,
-``step``). Optimizers that are not listed here are refused by name.
+Optimizers are told by their class (:mod:`elastic_ckpt.states.optimizers`, :mod:`elastic_ckpt.states.bitsandbytes`). One
+that is not known takes the states of the checkpoint as they are, where their layout is certain.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from elastic_ckpt.errors import UnsupportedError
-
-_DEEPSPEED_ADAMS = ("deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam", "deepspeed.ops.adam.fused_adam.FusedAdam")
-
-ScalarMaker = Callable[[float, Mapping[str, Any], torch.Tensor], Any]
+from elastic_ckpt.plan import Slot
+from elastic_ckpt.states.kinds import ELEMENTWISE, LiveState
 
 
 @dataclass(frozen=True)
-class StateSchema:
-    """States of one optimizer.
+class Stepped:
+    """One tensor that a base optimizer steps on.
 
     Attributes:
-        optimizer: its class name.
-        elementwise: names of its elementwise states, sorted.
-        scalars: names of its scalar states, sorted.
-        make_scalar: builds a scalar state's live form from (value, param group, flat tensor); a new object at each
-            call, since optimizers update it in place.
+        master: the tensor; without elements while it is swapped out.
+        numel: its elements, padding included.
+        group: index of its param group.
+        position: its place among the group's ``params`` while the optimizer steps on it.
+        keeps_touched: whether DeepSpeed keeps Muon's momentum for all parameters that touch it, whole.
+    """
+
+    master: torch.Tensor
+    numel: int
+    group: int
+    position: int
+    keeps_touched: bool = False
+
+
+class StateSchema(Protocol):
+    """One live optimizer's states.
+
+    Attributes:
+        optimizer: class name.
+        family: optimizers of one family keep the same states under other names or in other formats.
+        decoupled: whether weight decay is apart from the gradient, where its param groups do not say so themselves.
     """
 
     optimizer: str
-    elementwise: tuple[str, ...]
-    scalars: tuple[str, ...]
-    make_scalar: ScalarMaker
+    family: str | None
+    decoupled: bool | None
+
+    def states(self, stepped: Stepped) -> tuple[LiveState, ...] | None:
+        """The tensor states of one flat tensor; ``None``: not known. Changes nothing."""
+
+    def scalars(self, stepped: Stepped) -> tuple[str, ...] | None:
+        """The scalar states of one flat tensor (``step``), sorted; ``None``: not known."""
+
+    def allocate(self, stepped: Stepped, slots: Sequence[Slot]) -> None:
+        """Have a live tensor for every slot in the optimizer's state; those that fit are kept, with their values."""
+
+    def set_scalars(self, stepped: Stepped, values: Mapping[str, float], forms: Mapping[str, str]) -> None:
+        """Set scalar states, each an object of its own, since optimizers update them in place.
+
+        Args:
+            stepped: whose.
+            values: by key.
+            forms: how they were saved (:attr:`elastic_ckpt.catalog.Catalog.scalar_forms`).
+        """
 
 
-def schema_of(optimizer: torch.optim.Optimizer) -> StateSchema:
-    """The schema of a live base optimizer.
+class UnknownSchema:
+    """An optimizer of which nothing is known beforehand.
 
-    Raises:
-        UnsupportedError: its class is not listed, or its groups disagree on ``amsgrad``.
+    Args:
+        base: the live optimizer.
     """
-    kind = type(optimizer)
-    name = f"{kind.__module__}.{kind.__qualname__}"
-    if kind in (torch.optim.Adam, torch.optim.AdamW):
-        amsgrad = {bool(group.get("amsgrad")) for group in optimizer.param_groups}
-        if amsgrad == {True, False}:
-            raise UnsupportedError(f"{name} with amsgrad in some param groups only is not supported yet")
-        extra = ("max_exp_avg_sq",) if amsgrad == {True} else ()
-        return StateSchema(name, ("exp_avg", "exp_avg_sq", *extra), ("step",), _tensor_step)
-    if name in _DEEPSPEED_ADAMS:
-        return StateSchema(name, ("exp_avg", "exp_avg_sq"), ("step",), _int_step)
-    raise UnsupportedError(
-        f"the states of optimizer {name} are not known yet",
-        expected="torch.optim.Adam, torch.optim.AdamW, DeepSpeedCPUAdam or DeepSpeed's FusedAdam",
-        found=name,
-        remedy="load at the topology it was saved with, or with load_optimizer_states=False",
-    )
+
+    family: str | None = None
+    decoupled: bool | None = None
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self._base = base
+        self.optimizer = class_name(base)
+
+    def states(self, stepped: Stepped) -> tuple[LiveState, ...] | None:
+        """See :class:`StateSchema`."""
+        return None
+
+    def scalars(self, stepped: Stepped) -> tuple[str, ...] | None:
+        """See :class:`StateSchema`."""
+        return None
+
+    def allocate(self, stepped: Stepped, slots: Sequence[Slot]) -> None:
+        """See :class:`StateSchema`."""
+        allocate_plain(self._base, stepped, slots)
+
+    def set_scalars(self, stepped: Stepped, values: Mapping[str, float], forms: Mapping[str, str]) -> None:
+        """See :class:`StateSchema`. Scalars come back in the form in which they were saved."""
+        for key, value in values.items():
+            form = forms[key]
+            made: Any = value if form == "float" else int(value)
+            if form not in ("int", "float"):
+                made = torch.tensor(value, dtype=getattr(torch, form))
+            self._base.state[stepped.master][key] = made
 
 
-def unknown_states(optimizer: torch.optim.Optimizer) -> StateSchema:
-    """The schema to use where states are left alone: it names no state at all."""
-    kind = type(optimizer)
-    return StateSchema(f"{kind.__module__}.{kind.__qualname__}", (), (), _int_step)
+class NoStates(UnknownSchema):
+    """Where states are left alone: it names no state at all."""
+
+    def states(self, stepped: Stepped) -> tuple[LiveState, ...] | None:
+        """See :class:`StateSchema`."""
+        return ()
+
+    def scalars(self, stepped: Stepped) -> tuple[str, ...] | None:
+        """See :class:`StateSchema`."""
+        return ()
 
 
-def _tensor_step(value: float, group: Mapping[str, Any], flat: torch.Tensor) -> torch.Tensor:
-    """As ``torch.optim.adam._init_group`` makes it: on the parameter's device only for capturable and fused."""
-    on_device = group.get("capturable") or group.get("fused")
-    wide = torch.get_default_dtype() == torch.float64 and not group.get("fused")
-    dtype = torch.float64 if wide else torch.float32
-    return torch.tensor(float(value), dtype=dtype, device=flat.device if on_device else "cpu")
+def class_name(optimizer: Any) -> str:
+    """Module and name of an optimizer's class."""
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 
-def _int_step(value: float, group: Mapping[str, Any], flat: torch.Tensor) -> int:
-    return int(value)
+def allocate_plain(base: torch.optim.Optimizer, stepped: Stepped, slots: Sequence[Slot]) -> None:
+    """Zeros beside the master, of the shape that each slot's layout asks for; what no slot names goes away."""
+    master, state = stepped.master, base.state[stepped.master]
+    for key in set(state) - {slot.key for slot in slots}:
+        del state[key]
+    for slot in slots:
+        rows = (slot.rows,) if slot.rows > 1 else ()
+        shape = rows + tuple(master.shape) if slot.layout == ELEMENTWISE else slot.shape
+        dtype: torch.dtype = getattr(torch, slot.dtype)
+        there = state.get(slot.key)
+        if isinstance(there, torch.Tensor) and tuple(there.shape) == shape and there.dtype == dtype:
+            continue
+        if shape == tuple(master.shape):
+            state[slot.key] = torch.zeros_like(master.data, dtype=dtype, memory_format=torch.preserve_format)
+        else:
+            state[slot.key] = torch.zeros(shape, dtype=dtype, device=master.device)

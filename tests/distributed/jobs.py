@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
@@ -538,7 +539,9 @@ def main() -> None:
     torch.set_num_threads(1)
     random.seed(0)
     deepspeed.init_distributed(dist_backend="gloo")
-    globals()[sys.argv[1]](json.loads(sys.argv[2]))
+    module, _, job = sys.argv[1].rpartition(".")
+    jobs = importlib.import_module(f"tests.distributed.{module}") if module else sys.modules[__name__]
+    getattr(jobs, job)(json.loads(sys.argv[2]))
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import importlib
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -258,20 +260,47 @@ def param_groups(model: TinyLM, kind: str) -> list[dict[str, Any]]:
 
 
 def build_optimizer(model: TinyLM, setup: Setup) -> torch.optim.Optimizer:
+    """A torch optimizer by name, ``cpuadam`` and the like, or ``bnb.<class>``."""
     groups = param_groups(model, setup.groups)
-    if setup.optimizer in ("cpuadam", "fusedadam"):
-        from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+    kind, _, bits = setup.optimizer.partition("@")
+    if kind.startswith("bnb."):
+        import bitsandbytes
 
-        return DeepSpeedCPUAdam(groups) if setup.optimizer == "cpuadam" else FusedAdam(groups)
-    makers = {
-        "adamw": lambda: torch.optim.AdamW(groups),
-        "adamw_amsgrad": lambda: torch.optim.AdamW(groups, amsgrad=True),
-        "adam": lambda: torch.optim.Adam(groups),
-        "adam_amsgrad": lambda: torch.optim.Adam(groups, amsgrad=True),
-        "radam": lambda: torch.optim.RAdam(groups),
-        "sgd": lambda: torch.optim.SGD(groups, momentum=0.9),
-    }
-    return makers[setup.optimizer]()
+        options = {"momentum": 0.9} if kind.startswith(("bnb.SGD", "bnb.LARS")) else {}
+        optimizer = getattr(bitsandbytes.optim, kind.removeprefix("bnb."))(groups, lr=1e-3, **options)
+        if bits:
+            optimizer.args.min_8bit_size = int(bits)
+        return optimizer
+    if setup.optimizer in _DEEPSPEED:
+        module, name = _DEEPSPEED[setup.optimizer]
+        return getattr(importlib.import_module(module), name)(groups)
+    return _TORCH[setup.optimizer](groups)
+
+
+_DEEPSPEED = {
+    "cpuadam": ("deepspeed.ops.adam", "DeepSpeedCPUAdam"),
+    "fusedadam": ("deepspeed.ops.adam", "FusedAdam"),
+    "cpulion": ("deepspeed.ops.lion", "DeepSpeedCPULion"),
+    "cpuadagrad": ("deepspeed.ops.adagrad", "DeepSpeedCPUAdagrad"),
+}
+_TORCH: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adamw_amsgrad": lambda groups: torch.optim.AdamW(groups, amsgrad=True),
+    "adam": torch.optim.Adam,
+    "adam_amsgrad": lambda groups: torch.optim.Adam(groups, amsgrad=True),
+    "radam": torch.optim.RAdam,
+    "nadam": torch.optim.NAdam,
+    "adamax": torch.optim.Adamax,
+    "sgd": lambda groups: torch.optim.SGD(groups, momentum=0.9),
+    "sgd_plain": torch.optim.SGD,
+    "adagrad": torch.optim.Adagrad,
+    "rmsprop": torch.optim.RMSprop,
+    "rmsprop_centered": lambda groups: torch.optim.RMSprop(groups, momentum=0.5, centered=True),
+    "adadelta": torch.optim.Adadelta,
+    "rprop": torch.optim.Rprop,
+    "asgd": torch.optim.ASGD,
+    "adafactor": torch.optim.Adafactor,
+}
 
 
 def build_engine(setup: Setup, model: nn.Module | None = None) -> Any:

@@ -1,0 +1,94 @@
+"""Which optimizer saved a checkpoint, as far as its states and hyperparameters tell. Pure.
+
+DeepSpeed saves neither its class nor its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from elastic_ckpt.catalog import Catalog
+from elastic_ckpt.destinations import Destinations, FlatPartition
+from elastic_ckpt.errors import MismatchError, listed
+from elastic_ckpt.states.kinds import SCRATCH
+
+#: Family -> the names that its members give the same states.
+_FAMILIES: Mapping[str, tuple[tuple[str, ...], ...]] = {"adam": (("exp_avg", "exp_avg_sq"), ("state1", "state2"))}
+#: Hyperparameters that tell kinds of optimizers apart.
+_MARKS = frozenset(
+    {"betas", "momentum", "dampening", "nesterov", "rho", "alpha", "t_alpha", "centered", "lr_decay", "etas", "lambd"}
+    | {"beta2_decay", "ns_steps", "ns_method", "momentum_decay", "initial_accumulator_value", "eps", "use_muon", "d"}
+)
+#: A state that only some of bitsandbytes' optimizers with two states keep (LAMB).
+_NOT_ADAM = "unorm_vec"
+
+
+def renamed_states(
+    catalog: Catalog, destinations: Destinations, name: str, saved: frozenset[str], live: frozenset[str]
+) -> Mapping[str, str] | None:
+    """Live state -> saved state, where both optimizers are of one family and differ in names; ``None`` where not."""
+    parameter = catalog.parameters[name]
+    plain = all(catalog.tensors[name, key].shape == parameter.shape for key in saved)
+    if not plain or any(state.key == _NOT_ADAM for state in parameter.replicated):
+        return None
+    spellings = _FAMILIES.get(destinations.family or "", ())
+    theirs = next((names for names in spellings if set(names) == saved), None)
+    ours = next((names for names in spellings if set(names) == live), None)
+    return None if theirs is None or ours is None else dict(zip(ours, theirs, strict=True))
+
+
+def saved_optimizer(catalog: Catalog) -> str:
+    """The optimizer that saved a checkpoint, in words."""
+    keys = catalog.state_keys
+    group = catalog.groups[0] if catalog.groups else {}
+    if {"state1"} <= set(keys):
+        return f"a bitsandbytes optimizer with {listed(keys)}"
+    if set(keys) == {"exp_avg", "exp_avg_sq"} and _is_adam(group):
+        if "bias_correction" in group:
+            return "DeepSpeed's or apex's Adam"
+        return "torch.optim.AdamW" if group.get("decoupled_weight_decay") else "torch.optim.Adam"
+    return f"an optimizer with {listed(keys) or 'no tensor states'}"
+
+
+def refuse_other_kind(
+    catalog: Catalog, destinations: Destinations, flat: FlatPartition, members: Sequence[str]
+) -> None:
+    """Optimizers of different kinds may keep states of the same names: their hyperparameters tell them apart.
+
+    Raises:
+        MismatchError: the hyperparameters are those of another optimizer, or (bitsandbytes) it keeps a tensor more.
+    """
+    live = destinations.groups[flat.group].hyperparameters if flat.group < len(destinations.groups) else {}
+    for number in sorted({catalog.parameters[name].group for name in members}):
+        saved = catalog.groups[number]
+        if saved and live and _signature(saved) != _signature(live):
+            raise _other_kind(catalog, destinations, members, sorted(map(str, live)), sorted(map(str, saved)))
+    replicated = {state.key for state in catalog.parameters[members[0]].replicated}
+    scratch = {state.key for state in flat.states or () if state.layout == SCRATCH}
+    if (_NOT_ADAM in replicated) != (_NOT_ADAM in scratch) and flat.states is not None:
+        raise _other_kind(catalog, destinations, members, sorted(scratch), sorted(replicated))
+
+
+def _other_kind(
+    catalog: Catalog, destinations: Destinations, members: Sequence[str], live: Sequence[str], saved: Sequence[str]
+) -> MismatchError:
+    return MismatchError(
+        "the checkpoint was saved by another kind of optimizer, whose states have the same names",
+        parameter=listed(members),
+        file=catalog.source.folder,
+        expected=f"{listed(live) or 'nothing'} (live optimizer {destinations.optimizer})",
+        found=listed(saved) or "nothing",
+        remedy="resume with the optimizer that saved it, or with load_optimizer_states=False",
+    )
+
+
+def _signature(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    if "use_muon" in group:  # its Adam half takes over whatever its helper optimizer knows
+        return ("muon", bool(group["use_muon"]))
+    return ("adam",) if _is_adam(group) else tuple(sorted(_MARKS & set(group)))
+
+
+def _is_adam(group: Mapping[str, Any]) -> bool:
+    """Adam and AdamW of torch, DeepSpeed and apex."""
+    return "betas" in group and "eps" in group and ("amsgrad" in group or "bias_correction" in group)

@@ -1,0 +1,107 @@
+"""What kinds of optimizer state there are, as pure data: how each lies beside the flat partition it belongs to.
+
+A flat partition of ``N`` elements may have, beside scalars (``step``):
+
+- *elementwise* states: ``[N]`` or ``[rows, N]`` (AdEMAMix keeps two averages in one tensor), cut like the parameters;
+- *per-block* states: 8-bit codes, elementwise, and one scale for each block of them, counted from the start;
+- *touched* states: whole parameters, all those that have an element in the partition, one behind the other
+  (DeepSpeed's Muon in ZeRO-1 and 2);
+- *whole* states: a tensor of any shape that belongs to one whole parameter and cannot be cut (Adafactor's factors);
+- *replicated* states: the same tensor whatever the partition (quantization maps): never sharded.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from math import isfinite
+
+ELEMENTWISE = "elementwise"
+TOUCHED = "touched"
+WHOLE = "whole"
+REPLICATED = "replicated"
+SCRATCH = "scratch"
+
+
+@dataclass(frozen=True)
+class Codebook:
+    """A quantization map: the value of each code, as a fraction of its block's scale.
+
+    Attributes:
+        values: 256 values, ascending, from -1 (or 0) to 1.
+    """
+
+    values: tuple[float, ...]
+
+    @cached_property
+    def problem(self) -> str | None:
+        """What makes it unusable, or ``None``."""
+        values = self.values
+        if len(values) != 256:
+            return f"{len(values)} values instead of 256"
+        if not all(map(isfinite, values)):
+            return "values that are not finite"
+        if any(b <= a for a, b in pairwise(values)):
+            return "values that do not ascend"
+        if values[-1] != 1.0 or not -1.0 <= values[0] <= 0.0:
+            return f"values from {values[0]} to {values[-1]}"
+        return None if 0.0 in values else "no code for zero"
+
+    @property
+    def zero(self) -> int:
+        """The code whose value is zero: 127 in bitsandbytes' signed map, 0 in its unsigned one."""
+        return bisect_left(self.values, 0.0)
+
+    @property
+    def signed(self) -> bool:
+        return self.values[0] < 0.0
+
+    @cached_property
+    def bound(self) -> float:
+        """The most by which quantizing changes a value, as a fraction of its block's scale: half the widest gap."""
+        return max(b - a for a, b in pairwise(self.values)) / 2
+
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """How a state is quantized: code ``c`` in a block of scale ``s`` stands for ``codebook.values[c] * s``.
+
+    Attributes:
+        numel: elements in a block; the last one of a row may be shorter.
+        scales: key of the state that holds the scales, fp32.
+        codebook: the quantization map.
+    """
+
+    numel: int
+    scales: str
+    codebook: Codebook
+
+    def blocks(self, numel: int) -> int:
+        """Number of blocks in a row of ``numel`` elements."""
+        return -(-numel // self.numel)
+
+
+@dataclass(frozen=True)
+class LiveState:
+    """A tensor state that the live optimizer keeps for one flat partition.
+
+    Attributes:
+        key: its name.
+        dtype: name of its torch dtype: of the codes, where it is quantized.
+        layout: :data:`ELEMENTWISE`, :data:`TOUCHED`, :data:`WHOLE`, :data:`REPLICATED`, or :data:`SCRATCH`, which
+            nothing needs to restore.
+        rows: leading dimension of an elementwise state.
+        blocks: how it is quantized; ``None``: it is not.
+        shape: of a whole, replicated or scratch state.
+        initial: value of elements that no step has touched.
+    """
+
+    key: str
+    dtype: str
+    layout: str = ELEMENTWISE
+    rows: int = 1
+    blocks: BlockFormat | None = None
+    shape: tuple[int, ...] = ()
+    initial: float = 0.0

@@ -1,0 +1,169 @@
+"""What optimizers of every kind hold, by parameter name and in fp32: decoded by code of its own.
+
+Flat partitions of all ranks are decoded where they lie and put one behind the other; where a parameter lies in them is
+told by memory addresses (ZeRO-1/2) or by the sizes of DeepSpeed's own pieces (ZeRO-3).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from tests.distributed.truth import base_of
+
+BLOCKS = {"state1": ("absmax1", "qmap1"), "state2": ("absmax2", "qmap2")}
+NOT_ELEMENTWISE = {"step", "mu_product", "absmax1", "absmax2", "qmap1", "qmap2", "unorm_vec"}
+States = dict[tuple[str, str], torch.Tensor]
+
+
+def decoded(engine: Any) -> tuple[States, States]:
+    """All elementwise states of a whole job, and the scale of the block that each element lies in. Collective.
+
+    Both have the shape of the parameter, behind a leading dimension of rows. Scales of states in fp32 are zero.
+    """
+    values: States = {}
+    scales: States = {}
+    for flat, pieces in _layout(engine):
+        state = base_of(engine).state.get(flat, {})
+        for key in sorted(state):
+            if key in NOT_ELEMENTWISE or not torch.is_tensor(state[key]):
+                continue
+            of_rank = [_decode(state, key, flat.numel())] if state[key].numel() % max(flat.numel(), 1) == 0 else None
+            if of_rank is None:  # Muon: whole parameters that touch the partition
+                _touched(engine, flat, state[key], key, values, scales)
+                continue
+            for name, shape, parts in pieces:
+                found = [_whole(piece, parts, shape) for piece in of_rank[0]]
+                values[name, key], scales[name, key] = found
+    return values, scales
+
+
+def _decode(state: dict[str, Any], key: str, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values and scales ``[rows, numel]`` of one partition."""
+    raw = state[key].detach().reshape(-1, numel)
+    if raw.dtype != torch.uint8:
+        return raw.float(), torch.zeros_like(raw, dtype=torch.float32)
+    absmax, qmap = (state[name].detach().numpy() for name in BLOCKS[key])
+    rows = []
+    for row, of_blocks in zip(raw.numpy(), absmax.reshape(len(raw), -1), strict=True):
+        every = np.repeat(of_blocks, 256)[:numel]
+        rows.append((qmap[row] * every, every))
+    return tuple(torch.from_numpy(np.stack(part)) for part in zip(*rows, strict=True))  # type: ignore[return-value]
+
+
+def _layout(engine: Any) -> list[tuple[torch.Tensor, list[tuple[str, tuple[int, ...], list[tuple[int, int, int]]]]]]:
+    """Per flat tensor, its parameters: (name, shape, [(rank, start in its partition, elements)] in order)."""
+    optimizer, stage, dp = engine.optimizer, engine.zero_optimization_stage(), dist.get_world_size()
+    found = []
+    if stage == 0:
+        for group in base_of(engine).param_groups:
+            for param in group["params"]:
+                found.append((param, [(engine.param_names[param], tuple(param.shape), [(-1, 0, param.numel())])]))
+    elif stage == 3:
+        for flat, params in zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True):
+            start, pieces = 0, []
+            for param in params:
+                each, left, parts = param.ds_tensor.ds_numel, param.ds_numel, []
+                for rank in range(dp):
+                    parts.append((rank, start, max(0, min(each, left))))
+                    left -= each
+                pieces.append((engine.param_names[param], tuple(param.ds_shape), parts))
+                start += each
+            found.append((flat, pieces))
+    else:
+        for group, flat in enumerate(optimizer.single_partition_of_fp32_groups):
+            whole = optimizer.bit16_groups_flat[group]
+            pieces = []
+            for param in optimizer.bit16_groups[group]:
+                first = (param.data_ptr() - whole.data_ptr()) // whole.element_size()
+                parts = []
+                for rank in range(dp):
+                    start, stop = max(first, rank * flat.numel()), min(first + param.numel(), (rank + 1) * flat.numel())
+                    parts.append((rank, start - rank * flat.numel(), max(0, stop - start)))
+                pieces.append((engine.param_names[param], tuple(param.shape), parts))
+            found.append((flat, pieces))
+    return found
+
+
+_gathered: dict[int, list[torch.Tensor]] = {}
+
+
+def _whole(mine: torch.Tensor, parts: list[tuple[int, int, int]], shape: tuple[int, ...]) -> torch.Tensor:
+    """A parameter's values from those of all ranks' partitions."""
+    if parts[0][0] < 0:
+        everyone = {-1: mine}
+    else:
+        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, mine.contiguous())
+        everyone = dict(enumerate(gathered))
+    pieces = [everyone[rank][:, start : start + numel] for rank, start, numel in parts if numel]
+    return torch.cat(pieces, dim=1).reshape(len(mine), *shape).clone()
+
+
+def _touched(engine: Any, flat: torch.Tensor, held: torch.Tensor, key: str, values: States, scales: States) -> None:
+    raise AssertionError(f"{key} has {held.numel()} elements beside a partition of {flat.numel()}")
+
+
+def muon_momentum(engine: Any) -> States:
+    """ZeRO-1/2: momentum of whole parameters, as every rank that has some of them holds it. Collective."""
+    optimizer, mine = engine.optimizer, {}
+    for group, flat in enumerate(optimizer.single_partition_of_fp32_groups):
+        buffer = base_of(engine).state.get(flat, {}).get("momentum_buffer")
+        if buffer is None:
+            continue
+        position = 0
+        for param in optimizer.params_in_partition[group]:
+            name = engine.param_names[param]
+            mine[name] = buffer[position : position + param.numel()].reshape(param.shape).clone()
+            position += param.numel()
+        assert position == buffer.numel()
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    found: States = {}
+    for held in everyone:
+        for name, values in held.items():
+            assert torch.equal(found.setdefault((name, "momentum_buffer"), values), values), f"ranks disagree on {name}"
+    return found
+
+
+def whole_states(engine: Any) -> dict[str, Any]:
+    """Without ZeRO: every tensor that is not elementwise, as it is."""
+    found = {}
+    for param, state in base_of(engine).state.items():
+        for key, value in state.items():
+            if torch.is_tensor(value) and value.dim() and value.numel() != param.numel() and key not in NOT_ELEMENTWISE:
+                found[engine.param_names[param], key] = value.clone()
+    return found
+
+
+def scalars(engine: Any) -> dict[str, list[float]]:
+    """Distinct values of each scalar state, wherever it lives."""
+    found: dict[str, set[float]] = {}
+    for state in base_of(engine).state.values():
+        for key in ("step", "mu_product"):
+            if key in state:
+                found.setdefault(key, set()).add(float(state[key]))
+    for group in base_of(engine).param_groups:
+        if "step" in group and "step" not in found:
+            found["step"] = {float(group["step"])}
+    return {key: sorted(values) for key, values in found.items()}
+
+
+def shared_maps(engine: Any) -> dict[str, int]:
+    """How many different tensor objects stand for each quantization map."""
+    objects: dict[str, set[int]] = {}
+    for state in base_of(engine).state.values():
+        for key in ("qmap1", "qmap2"):
+            if key in state:
+                objects.setdefault(key, set()).add(id(state[key]))
+    return {key: len(found) for key, found in objects.items()}
+
+
+def numel_of_blocks(engine: Any) -> int:
+    """8-bit blocks on this rank."""
+    states = base_of(engine).state.values()
+    return sum(math.prod(state[key].shape) for state in states for key in ("absmax1", "absmax2") if key in state)
