@@ -15,7 +15,15 @@ setup(
     python_requires=">=3.11",
     install_requires=["torch>=2.13", "deepspeed>=0.19.8", "pydantic>=2.5", "tqdm>=4.62", "rich>=13.0", "numpy>=1.25"],
     extras_require={
-        "test": ["pytest", "pytest-timeout", "hypothesis", "ruff>=0.17.5,<0.18", "mypy>=2.4,<3", "matplotlib"],
+        "test": [
+            "pytest",
+            "pytest-timeout",
+            "hypothesis",
+            "ruff>=0.17.5,<0.18",
+            "mypy>=2.4,<3",
+            "matplotlib",
+            "bitsandbytes>=0.50",
+        ],
         "plots": ["matplotlib"],
         "bitsandbytes": ["bitsandbytes>=0.50"],
         "megatron": ["megatron-core>=0.16.1"],

@@ -79,6 +79,14 @@ class ElasticConfig(BaseModel):
         description="what becomes of an 8-bit block that a change of topology cuts: it is quantized anew, by at most "
         "0.7 % of its largest value, or the load is refused",
     )
+    align_partitions: int = Field(
+        0,
+        ge=0,
+        le=1 << 20,
+        description="pad every ZeRO partition (ZeRO-3: of every parameter) to a multiple of so many elements, from the "
+        "start of training; with 4096, 8-bit states of bitsandbytes move between data-parallel degrees exactly, "
+        "for good. 0: as DeepSpeed pads them",
+    )
     on_batch_size_change: Literal["warn", "error"] = Field(
         "warn", description="what a change of the global batch, or of the micro-batches in a step, is"
     )

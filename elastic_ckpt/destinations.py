@@ -103,6 +103,7 @@ class Destinations:
         dp_rank: this rank's place in it.
         optimizer: class name of the base optimizer.
         family: optimizers of one family keep the same states under different names; ``None``: no other one does.
+        defaults: names of the hyperparameters that this optimizer knows.
         flats: flat partitions.
         fragments: pieces of parameters inside them, in flat order.
         wholes: buffers and frozen parameters.
@@ -120,3 +121,4 @@ class Destinations:
     groups: tuple[LiveGroup, ...]
     ties: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     family: str | None = None
+    defaults: frozenset[str] = frozenset()

@@ -77,20 +77,32 @@ def contiguous_partition(
             yield Placement(index, inside, held.start - left)
 
 
-def per_parameter_numel(numel: int, world_size: int) -> int:
-    """ZeRO-3: elements of one parameter's partition, padding included (``ceil(numel / world_size)``)."""
-    return -(-numel // world_size)
+def per_parameter_numel(numel: int, world_size: int, multiple: int = 1) -> int:
+    """ZeRO-3: elements of one parameter's partition, padding included.
+
+    Args:
+        numel: of the parameter.
+        world_size: number of partitions.
+        multiple: ``"align_partitions"``: partitions are multiples of so many elements; DeepSpeed's own are
+            ``ceil(numel / world_size)``.
+    """
+    least = -(-numel // world_size)
+    return -(-least // multiple) * multiple
 
 
-def per_parameter_partition(numels: Sequence[int], world_size: int, rank: int) -> Iterator[Placement]:
+def per_parameter_partition(numels: Sequence[int], steps: Sequence[int], rank: int) -> Iterator[Placement]:
     """ZeRO-3: each parameter is cut on its own; a rank's pieces lie one behind the other, padded.
 
     Yields what rank ``rank`` holds of each parameter; a rank beyond the end of a small one holds nothing.
     Source of the rule: ``Init._partition_param`` (partition_parameters.py).
+
+    Args:
+        numels: of the parameters.
+        steps: elements of each parameter's partition (:func:`per_parameter_numel`).
+        rank: whose pieces.
     """
     offset = 0
-    for index, numel in enumerate(numels):
-        step = per_parameter_numel(numel, world_size)
+    for index, (numel, step) in enumerate(zip(numels, steps, strict=True)):
         start, stop = min(rank * step, numel), min((rank + 1) * step, numel)
         if start < stop:
             yield Placement(index, FlatRange(start, stop), offset)

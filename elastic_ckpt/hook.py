@@ -14,6 +14,7 @@ from elastic_ckpt import config as elastic_config
 from elastic_ckpt import parallel
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.detect import find_checkpoint
+from elastic_ckpt.engines.alignment import install_alignment, uninstall_alignment
 from elastic_ckpt.engines.fallback import deepspeed_loads_it_right
 from elastic_ckpt.engines.host import (
     LoadArguments,
@@ -33,7 +34,8 @@ _ORIGINAL = "_elastic_ckpt_original"
 def install() -> None:
     """Make every DeepSpeed engine of this process load checkpoints of any topology.
 
-    Call it once, before or after ``deepspeed.initialize``; a second call changes nothing.
+    Call it once, before or after ``deepspeed.initialize`` (before it, where ``"align_partitions"`` is set); a second
+    call changes nothing.
     ``PipelineEngine`` inherits the patched method.
     """
     original = DeepSpeedEngine.load_checkpoint
@@ -43,6 +45,7 @@ def install() -> None:
     setattr(patched, _ORIGINAL, original)
     DeepSpeedEngine.load_checkpoint = patched
     DeepSpeedEngine.elastic_report = None
+    install_alignment()
 
 
 def uninstall() -> None:
@@ -53,6 +56,7 @@ def uninstall() -> None:
     if original is not None and getattr(patched, "__wrapped__", None) is original:
         DeepSpeedEngine.load_checkpoint = original
         del DeepSpeedEngine.elastic_report
+        uninstall_alignment()
 
 
 def _patch(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -121,9 +125,7 @@ def _asks_for_more(config: ElasticConfig, arguments: LoadArguments) -> bool:
         config.convert_optimizer,
         config.eight_bit_realign == "error",
     )
-    return (
-        config.mode == "require" or any(options) or (restores_states(arguments) and not arguments.load_module_strict)
-    )
+    return config.mode == "require" or any(options) or (restores_states(arguments) and not arguments.load_module_strict)
 
 
 def _refuse_different_calls(config: ElasticConfig, arguments: LoadArguments) -> None:

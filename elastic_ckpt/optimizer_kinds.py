@@ -20,8 +20,8 @@ _MARKS = frozenset(
     {"betas", "momentum", "dampening", "nesterov", "rho", "alpha", "t_alpha", "centered", "lr_decay", "etas", "lambd"}
     | {"beta2_decay", "ns_steps", "ns_method", "momentum_decay", "initial_accumulator_value", "eps", "use_muon", "d"}
 )
-#: A state that only some of bitsandbytes' optimizers with two states keep (LAMB).
-_NOT_ADAM = "unorm_vec"
+#: A state of bitsandbytes' LAMB and LARS alone: the norm of an update.
+UPDATE_NORM = "unorm_vec"
 
 
 def renamed_states(
@@ -30,7 +30,7 @@ def renamed_states(
     """Live state -> saved state, where both optimizers are of one family and differ in names; ``None`` where not."""
     parameter = catalog.parameters[name]
     plain = all(catalog.tensors[name, key].shape == parameter.shape for key in saved)
-    if not plain or any(state.key == _NOT_ADAM for state in parameter.replicated):
+    if not plain or any(state.key == UPDATE_NORM for state in parameter.replicated):
         return None
     spellings = _FAMILIES.get(destinations.family or "", ())
     theirs = next((names for names in spellings if set(names) == saved), None)
@@ -59,14 +59,18 @@ def refuse_other_kind(
     Raises:
         MismatchError: the hyperparameters are those of another optimizer, or (bitsandbytes) it keeps a tensor more.
     """
-    live = destinations.groups[flat.group].hyperparameters if flat.group < len(destinations.groups) else {}
+    own = destinations.groups[flat.group].hyperparameters if flat.group < len(destinations.groups) else {}
+    live = {key: value for key, value in own.items() if key in destinations.defaults or not destinations.defaults}
     for number in sorted({catalog.parameters[name].group for name in members}):
         saved = catalog.groups[number]
-        if saved and live and _signature(saved) != _signature(live):
-            raise _other_kind(catalog, destinations, members, sorted(map(str, live)), sorted(map(str, saved)))
+        if "use_muon" in own and "use_muon" in saved:  # its Adam half takes over whatever its helper optimizer knows
+            continue
+        # a user may have put more into a group than the optimizer knows
+        if _is_adam(saved) != _is_adam(live) or not (_is_adam(live) or _MARKS & set(live) <= set(saved)):
+            raise _other_kind(catalog, destinations, members, sorted(live), sorted(map(str, saved)))
     replicated = {state.key for state in catalog.parameters[members[0]].replicated}
     scratch = {state.key for state in flat.states or () if state.layout == SCRATCH}
-    if (_NOT_ADAM in replicated) != (_NOT_ADAM in scratch) and flat.states is not None:
+    if (UPDATE_NORM in replicated) != (UPDATE_NORM in scratch) and flat.states is not None:
         raise _other_kind(catalog, destinations, members, sorted(scratch), sorted(replicated))
 
 
@@ -81,12 +85,6 @@ def _other_kind(
         found=listed(saved) or "nothing",
         remedy="resume with the optimizer that saved it, or with load_optimizer_states=False",
     )
-
-
-def _signature(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    if "use_muon" in group:  # its Adam half takes over whatever its helper optimizer knows
-        return ("muon", bool(group["use_muon"]))
-    return ("adam",) if _is_adam(group) else tuple(sorted(_MARKS & set(group)))
 
 
 def _is_adam(group: Mapping[str, Any]) -> bool:

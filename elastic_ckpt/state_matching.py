@@ -10,7 +10,7 @@ from elastic_ckpt.catalog import FROZEN, Catalog, ReplicatedState
 from elastic_ckpt.destinations import Destinations, FlatPartition
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError, listed
 from elastic_ckpt.matching import Matching
-from elastic_ckpt.optimizer_kinds import refuse_other_kind, renamed_states, saved_optimizer
+from elastic_ckpt.optimizer_kinds import UPDATE_NORM, refuse_other_kind, renamed_states, saved_optimizer
 from elastic_ckpt.plan import Outcome
 from elastic_ckpt.states.kinds import ELEMENTWISE, REPLICATED, SCRATCH, WHOLE, LiveState
 
@@ -345,6 +345,13 @@ def _notes(
         shown = ", ".join(f"{key} ({layout})" for key, layout in sorted(kinds.items()))
         notes.append(
             f"{destinations.optimizer} is not known: its states were taken as the checkpoint has them: {shown}"
+        )
+    moved = (catalog.source.zero_stage, catalog.source.dp) != (destinations.zero_stage, destinations.dp)
+    norms = any(link.live.key == UPDATE_NORM for found in links.values() for link in found)
+    if norms and moved:
+        notes.append(
+            f"{destinations.optimizer} scales updates by the norm of each flat partition, and these are others now: "
+            "states are restored, and the run goes on a little differently than it would have"
         )
     return tuple(notes)
 

@@ -69,6 +69,12 @@ def test_every_option_can_be_set() -> None:
         "report_path": "/logs/load.json",
         "rename": [("^old", "new")],
         "param_groups": "keep_live",
+        "non_shard_state_keys": ["my_map"],
+        "non_shard_max_numel": 256,
+        "state_schema": {"my_state": "elementwise"},
+        "convert_optimizer": True,
+        "eight_bit_realign": "error",
+        "align_partitions": 4096,
         "on_batch_size_change": "error",
     }
     assert set(values) == set(ElasticConfig.model_fields), "a new option has no test here"

@@ -163,8 +163,9 @@ def test_contiguous_partition_refuses_lists_of_different_lengths(numels: list[in
 @given(numels_lists, degrees)
 def test_per_parameter_partition_is_the_cut_of_every_parameter(numels: list[int], world_size: int) -> None:
     naive = cut_each_parameter(numels, world_size)
+    steps = [per_parameter_numel(numel, world_size) for numel in numels]
     for rank in range(world_size):
-        placements = list(per_parameter_partition(numels, world_size, rank))
+        placements = list(per_parameter_partition(numels, steps, rank))
         assert_lean(placements)
         assert paint(placements, len(naive[rank])) == naive[rank]
 
@@ -177,5 +178,30 @@ def test_per_parameter_numel_is_what_every_rank_holds_of_a_padded_parameter(nume
 
 def test_a_rank_beyond_the_end_of_a_small_parameter_holds_nothing_of_it() -> None:
     # 3 elements over 5 ranks: ranks 3 and 4 hold padding alone; 5 over 4: two each, so that rank 3 holds none
-    assert [list(per_parameter_partition([3], 5, rank)) for rank in (3, 4)] == [[], []]
-    assert list(per_parameter_partition([5, 4], 4, 3)) == [Placement(1, FlatRange(3, 4), 2)]
+    assert [list(per_parameter_partition([3], [1], rank)) for rank in (3, 4)] == [[], []]
+    assert list(per_parameter_partition([5, 4], [2, 1], 3)) == [Placement(1, FlatRange(3, 4), 2)]
+
+
+@given(st.integers(0, 2000), degrees, st.sampled_from([1, 3, 64, 256]))
+def test_aligned_pieces_are_the_least_multiple_that_holds_the_parameter(numel: int, dp: int, multiple: int) -> None:
+    piece = per_parameter_numel(numel, dp, multiple)
+    assert piece % multiple == 0 and piece * dp >= numel
+    assert piece == 0 or (piece - multiple) * dp < numel
+
+
+@given(
+    st.lists(st.integers(1, 3000), min_size=1, max_size=4), st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 2, 5])
+)
+def test_aligned_pieces_are_cut_between_the_same_blocks_at_every_degree(numels: list[int], a: int, b: int) -> None:
+    def blocks(dp: int) -> set[tuple[int, int, int]]:
+        """(parameter, start, stop) of all blocks of 256 elements of all ranks' flat tensors, without padding."""
+        found = set()
+        steps = [per_parameter_numel(numel, dp, 256) for numel in numels]
+        for rank in range(dp):
+            for placed in per_parameter_partition(numels, steps, rank):
+                assert placed.flat_offset % 256 == placed.range.start % 256 == 0
+                for start in range(placed.range.start, placed.range.stop, 256):
+                    found.add((placed.index, start, min(start + 256, placed.range.stop)))
+        return found
+
+    assert blocks(a) == blocks(b)

@@ -168,6 +168,9 @@ def test_json_has_everything_and_can_be_read_back() -> None:
             "read_calls": 3,
             "files_opened": 2,
             "seconds": {"read": 1.5},
+            "blocks": 0,
+            "blocks_requantized": 0,
+            "worst_requantization_error": 0.0,
         }
     ]
     assert (read["zero_stage"], read["dp"], read["rank"], read["global_steps"]) == (1, 4, 0, 7)

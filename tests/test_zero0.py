@@ -222,7 +222,9 @@ def test_a_weight_saved_as_a_view_is_refused_by_name(tmp_path: Path) -> None:
     assert caught.value.parameter == "c"
 
 
-def test_states_of_another_shape_belong_to_whole_parameters_and_those_of_no_tensor_are_not_understood(tmp_path: Path) -> None:
+def test_states_of_another_shape_belong_to_whole_parameters_and_those_of_no_tensor_are_not_understood(
+    tmp_path: Path,
+) -> None:
     model = Model()
     state = trained(model, torch.optim.AdamW(model.parameters()))
     for number in state["state"]:

@@ -116,6 +116,7 @@ class FlatOptimizer:
             dp_rank=dist.get_rank(group=self.dp_group),
             optimizer=self.schema.optimizer,
             family=self.schema.family,
+            defaults=frozenset(self.base.defaults),
             flats=tuple(self._with_states(flat) for flat in flats),
             fragments=tuple(fragments),
             wholes=(*self.whole_buffers(), *frozen),

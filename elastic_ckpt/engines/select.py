@@ -44,6 +44,11 @@ def _swaps(optimizer: Any) -> bool:
     return bool(optimizer.swap_optimizer or optimizer.params_in_nvme_and_cpu)
 
 
+def _keeps_muon_apart(optimizer: Any) -> bool:
+    """Muon's momentum in buffers of DeepSpeed's own, beside the optimizer's state."""
+    return bool(getattr(optimizer, "use_muon", False) and optimizer.save_muon_momentum_buffer_in_memory)
+
+
 def _adapter_of(engine: Any) -> type[Adapter] | None:
     kind = type(engine.optimizer)
     if kind is DeepSpeedZeroOptimizer_Stage3 and _swaps(engine.optimizer):
@@ -65,6 +70,7 @@ def _refuse_special(engine: Any) -> None:
         (getattr(engine, "zenflow", False), "ZenFlow"),
         (_is_partly_offloaded(engine.optimizer), "partly offloaded optimizer states (offload_optimizer.ratio < 1)"),
         (bool(getattr(engine.optimizer, "offloaded_states", None)), "engine.offload_states() in effect"),
+        (_keeps_muon_apart(engine.optimizer), '"save_muon_momentum_buffer_in_memory"'),
     ):
         if present:
             raise UnsupportedError(f"the live engine uses {what}, which is not supported yet")

@@ -8,7 +8,7 @@ Private attributes used, all of DeepSpeed 0.19: ``fp16_groups``, ``fp16_partitio
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ class Zero3Adapter(FlatOptimizer):
 
     def destinations(self) -> Destinations:
         """See :class:`elastic_ckpt.engines.base.EngineAdapter`."""
-        world, rank = dist.get_world_size(group=self.dp_group), dist.get_rank(group=self.dp_group)
+        rank = dist.get_rank(group=self.dp_group)
         flats, fragments = [], []
         group_names: list[list[str]] = [[] for _ in self.base.param_groups]
         for index, params in enumerate(self._optimizer.fp16_groups):
@@ -50,10 +50,10 @@ class Zero3Adapter(FlatOptimizer):
             flats.append(FlatPartition(index, self.groups[index], self._partition_numel(index), dtype, names))
             fragments += [
                 Fragment(names[p.index], shapes[p.index], p.range, index, p.flat_offset)
-                for p in per_parameter_partition([math.prod(shape) for shape in shapes], world, rank)
+                for p in per_parameter_partition(list(map(math.prod, shapes)), _steps(params), rank)
             ]
             group_names[self.groups[index]] += names
-        return self.describe(3, flats, fragments, self._whole_frozen(world, rank), group_names)
+        return self.describe(3, flats, fragments, self._whole_frozen(rank), group_names)
 
     def _partition_numel(self, index: int) -> int:
         return self.masters[index].numel()
@@ -62,11 +62,11 @@ class Zero3Adapter(FlatOptimizer):
         owned = {id(param) for params in self._optimizer.fp16_groups for param in params}
         return {name: param for param, name in self.param_names.items() if id(param) not in owned}
 
-    def _whole_frozen(self, world: int, rank: int) -> list[WholeTensor]:
+    def _whole_frozen(self, rank: int) -> list[WholeTensor]:
         wholes = []
         for name, param in self._frozen_params().items():
             shape = tuple(param.ds_shape)
-            held = [p.range for p in per_parameter_partition([math.prod(shape)], world, rank)]
+            held = [p.range for p in per_parameter_partition([math.prod(shape)], _steps([param]), rank)]
             part = held[0] if held else FlatRange(0, 0)
             wholes.append(WholeTensor(name, FROZEN, shape, part, self.dtype_of(param.ds_tensor)))
         return wholes
@@ -107,3 +107,8 @@ class Zero3Adapter(FlatOptimizer):
         if optimizer.persistent_parameters:
             optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
         optimizer.checkpoint_event_epilogue()
+
+
+def _steps(params: Sequence[Any]) -> list[int]:
+    """Elements of each parameter's partition, padding included."""
+    return [int(param.ds_tensor.ds_numel) for param in params]

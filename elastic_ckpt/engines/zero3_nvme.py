@@ -16,10 +16,12 @@ from typing import Any
 import torch
 from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
 
+from elastic_ckpt.destinations import Destinations
 from elastic_ckpt.engines.base import ReadPart
 from elastic_ckpt.engines.zero3 import Zero3Adapter
 from elastic_ckpt.errors import UnsupportedError
 from elastic_ckpt.plan import Plan
+from elastic_ckpt.states.kinds import ELEMENTWISE
 from elastic_ckpt.states.schema import StateSchema
 
 #: The part of a plan that belongs to no sub-group.
@@ -44,6 +46,20 @@ class Zero3NvmeAdapter(Zero3Adapter):
                     found='"offload_param": {"device": "nvme"}',
                     remedy='"offload_param": {"device": "cpu"}',
                 )
+
+    def destinations(self) -> Destinations:
+        """See :class:`elastic_ckpt.engines.base.EngineAdapter`."""
+        found = super().destinations()
+        for flat in found.flats:
+            for state in flat.states or ():
+                if state.dtype != "float32" or state.layout != ELEMENTWISE or state.rows > 1:
+                    raise UnsupportedError(
+                        f"state {state.key} of {found.optimizer} cannot be swapped to NVMe and back here",
+                        expected="states of one fp32 value an element",
+                        found=f"{state.dtype}, {state.layout}, {state.rows} rows",
+                        remedy='"offload_optimizer": {"device": "cpu"}',
+                    )
+        return found
 
     def _partition_numel(self, index: int) -> int:
         return int(self._optimizer.fp16_partitioned_groups_flat_numel[index])

@@ -46,6 +46,7 @@ class ModelShard:
         counters: see :class:`elastic_ckpt.host_state.HostState`.
         ds_version: DeepSpeed version.
         zero: the ``zero_optimization`` section of the run's DeepSpeed config.
+        alignment: elements that ZeRO-3's partitions were padded to a multiple of (``"align_partitions"``); 1: none.
         features: what only DeepSpeed's own loader restores.
         optimizer: the optimizer's state, where it was not partitioned (ZeRO stage 0).
     """
@@ -64,6 +65,7 @@ class ModelShard:
     counters: Mapping[str, Any]
     ds_version: str
     zero: Mapping[str, Any]
+    alignment: int
     features: Features
     optimizer: UnpartitionedState | None
 
@@ -96,9 +98,15 @@ def index_model_states(file: PickledFile, dp_rank: int, options: StateOptions = 
         counters={key: file.section(key) for key in COUNTERS if key in tree or key != "global_samples"},
         ds_version=str(file.section("ds_version")),
         zero=dict(config_section(file, "zero_optimization")),
+        alignment=_alignment(file),
         features=features_in(file),
         optimizer=optimizer,
     )
+
+
+def _alignment(file: PickledFile) -> int:
+    numel = config_section(file, "elastic_checkpoint").get("align_partitions")
+    return numel if isinstance(numel, int) and numel > 0 else 1
 
 
 def _same_storage(weights: Mapping[str, TensorRef]) -> dict[str, str]:

@@ -9,7 +9,7 @@ from elastic_ckpt.catalog import BUFFER, FROZEN, Extent, LogicalTensor
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.pickled import TensorRef
-from elastic_ckpt.geometry import FlatRange, per_parameter_partition
+from elastic_ckpt.geometry import FlatRange, per_parameter_numel, per_parameter_partition
 
 Tensors = dict[tuple[str, str], LogicalTensor]
 
@@ -67,10 +67,11 @@ def _partitioned(models: Sequence[ModelShard], name: str, shape: tuple[int, ...]
     numel = math.prod(shape)
     extents = []
     dtype = models[0].frozen_fragments[name].dtype
+    step = models[0].frozen_fragments[name].numel  # "align_partitions" may have made it longer than need be
     for rank, shard in enumerate(models):
         ref = shard.frozen_fragments[name]
-        for placement in per_parameter_partition([numel], len(models), rank):
-            if placement.range.numel > ref.numel or ref.dtype != dtype:
+        for placement in per_parameter_partition([numel], [max(step, per_parameter_numel(numel, len(models)))], rank):
+            if placement.range.numel > ref.numel or ref.numel != step or ref.dtype != dtype:
                 raise DamagedError(
                     "a rank's part of this frozen parameter has the wrong size or dtype",
                     parameter=name,

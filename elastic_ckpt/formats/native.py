@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from elastic_ckpt import parallel
 from elastic_ckpt.catalog import (
@@ -20,6 +20,7 @@ from elastic_ckpt.formats.base import (
 )
 from elastic_ckpt.formats.features import Features, refuse_features
 from elastic_ckpt.formats.host_state import loss_scale_from, loss_scale_of, read_host_state
+from elastic_ckpt.formats.legacy import LegacyShard, refuse_legacy
 from elastic_ckpt.formats.model_states import ModelShard, index_model_states
 from elastic_ckpt.formats.partitioned import partitioned_catalog
 from elastic_ckpt.formats.pickled import PickledFile
@@ -44,7 +45,7 @@ def read_native(found: Found, options: ReadOptions) -> Checkpoint:
         model_names, optimizer_names = _expected_files(found)
     paths = [found.path(name) for name in model_names + optimizer_names]
 
-    def index(file: PickledFile, position: int) -> ModelShard | OptimizerShard:
+    def index(file: PickledFile, position: int) -> ModelShard | OptimizerShard | LegacyShard:
         if position < len(model_names):
             return index_model_states(file, position, options.states)
         return _index_optimizer(file, position - len(model_names), options.states)
@@ -53,6 +54,7 @@ def read_native(found: Found, options: ReadOptions) -> Checkpoint:
     models = [item for item in indexed if isinstance(item, ModelShard)]
     optimizers = [item for item in indexed if isinstance(item, OptimizerShard)]
     with parallel.agreement("fit the checkpoint's files together"):
+        refuse_legacy([item for item in indexed if isinstance(item, LegacyShard)])
         own = parallel.rank() if len(models) == parallel.world_size() else 0
         catalog = _fit_together(found, models, optimizers, own, options)
         catalog = with_progress_compared(catalog, models[0], options.check_shards)
@@ -111,8 +113,10 @@ def _missing(found: Found, name: str, have: str) -> DamagedError:
     )
 
 
-def _index_optimizer(file: PickledFile, dp_rank: int, options: StateOptions) -> OptimizerShard:
-    index = index_zero3 if "fp32_flat_groups" in file.section("optimizer_state_dict") else index_zero12
+def _index_optimizer(file: PickledFile, dp_rank: int, options: StateOptions) -> OptimizerShard | LegacyShard:
+    index: Callable[..., OptimizerShard | LegacyShard] = (
+        index_zero3 if "fp32_flat_groups" in file.section("optimizer_state_dict") else index_zero12
+    )
     return index(file, dp_rank, options)
 
 

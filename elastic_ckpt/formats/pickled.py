@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from elastic_ckpt.dtypes import ITEMSIZE
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, UnsafePickleError, UnsupportedError
@@ -30,6 +30,8 @@ _FORBIDDEN_MARKERS = ("GLOBAL", "allowlisted")
 _UNPICKLER_PREFIX = "WeightsUnpickler error:"
 
 # Objects whose attributes may hold tensors: scheduler-like things in a client state, DeepSpeed's loss scalers.
+#: What ``torch.load`` makes of dense tensors.
+_DENSE = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 _PLAIN_OBJECTS = (argparse.Namespace, LossScalerBase)
 
 
@@ -159,6 +161,8 @@ def _unsafe_or_damaged(path: str, error: pickle.UnpicklingError) -> Exception:
     said = text.partition(_UNPICKLER_PREFIX)[2] if _UNPICKLER_PREFIX in text else text
     lines = said.strip().splitlines()
     offender = next((line.strip() for line in lines if any(marker in line for marker in _FORBIDDEN_MARKERS)), None)
+    if offender is not None and "torchao" in offender:
+        return _subclass(path, offender[:300])
     if offender is None:
         return _unreadable(path, f"UnpicklingError: {lines[0] if lines else 'no details'}")
     return UnsafePickleError(
@@ -193,11 +197,23 @@ def replace_leaves(node: Any, replace: Callable[[Any], Any]) -> Any:
     return replace(node)
 
 
+def _subclass(path: str, name: str) -> UnsupportedError:
+    return UnsupportedError(
+        "this file holds a tensor of a class of its own, whose parts cannot be cut for another topology",
+        file=path,
+        expected="torch.Tensor",
+        found=name,
+        remedy="load at the topology it was saved with; the 8- and 4-bit formats of torchao are not supported",
+    )
+
+
 def _to_ref(leaf: Any, path: str, nbytes: int) -> Any:
     if not isinstance(leaf, torch.Tensor):
         leaf = finished(leaf)
         _refuse_hidden_tensors(leaf, path)
         return leaf
+    if type(leaf) not in _DENSE and type(leaf).__module__.partition(".")[0] != "torch":
+        raise _subclass(path, f"{type(leaf).__module__}.{type(leaf).__qualname__}")
     dtype = str(leaf.dtype).removeprefix("torch.")
     if leaf.layout != torch.strided or leaf.is_quantized or leaf.is_conj() or leaf.is_neg() or dtype not in ITEMSIZE:
         raise UnsupportedError(

@@ -15,7 +15,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from elastic_ckpt.errors import DamagedError, UnsupportedError
+from elastic_ckpt.errors import DamagedError
+from elastic_ckpt.formats.legacy import LegacyShard, index_legacy
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.saved_states import sort_states
@@ -26,22 +27,15 @@ from elastic_ckpt.states.classify import StateOptions
 _ZERO_STAGE = "zero_stage"
 
 
-def index_zero12(file: PickledFile, dp_rank: int, options: StateOptions) -> OptimizerShard:
+def index_zero12(file: PickledFile, dp_rank: int, options: StateOptions) -> OptimizerShard | LegacyShard:
     """Sort out one ZeRO-1/2 optimizer-states file.
 
     Raises:
-        UnsupportedError: saved with the legacy ``zero_optimization.elastic_checkpoint``.
         DamagedError: entries are missing or of another kind.
     """
     base = file.section("optimizer_state_dict", "base_optimizer_state")
     if not isinstance(base, Mapping):
-        raise UnsupportedError(
-            "this checkpoint was saved with the legacy zero_optimization.elastic_checkpoint",
-            file=file.path,
-            expected='"zero_optimization": {"elastic_checkpoint": false} at save time',
-            found="optimizer states cut to the unpadded length, which is exact for elementwise states only",
-            remedy="resume it at the topology it was saved with and save again without elastic_checkpoint",
-        )
+        return index_legacy(file, base)
     state = file.section("optimizer_state_dict")
     masters = file.section("optimizer_state_dict", "single_partition_of_fp32_groups")
     paddings = file.section("optimizer_state_dict", "group_paddings")

@@ -60,15 +60,18 @@ def place_zero3(model: ModelShard, shard: OptimizerShard, flat: int, dp: int) ->
         DamagedError: the flat tensor is not as long as the parameters' pieces are together.
     """
     numels = [math.prod(shape) for _, shape in model.param_shapes[flat]]
-    expected = sum(per_parameter_numel(numel, dp) for numel in numels)
-    for source in shard.flats[flat].swapped.values():
-        check_swap_file(source, expected)
-    if not shard.flats[flat].swapped and expected != shard.flats[flat].partition_numel:
+    part = shard.flats[flat]
+    # a run may have had "align_partitions" in its config and not have installed elastic_ckpt
+    candidates = [[per_parameter_numel(n, dp, multiple) for n in numels] for multiple in {model.alignment: 0, 1: 0}]
+    steps = candidates[0] if part.swapped else next((c for c in candidates if sum(c) == part.partition_numel), None)
+    for source in part.swapped.values():
+        check_swap_file(source, sum(candidates[0]))
+    if steps is None:
         raise DamagedError(
             f"sub-group {flat} does not have the size that its parameters need",
             file=shard.path,
-            expected=f"{expected} elements for {len(numels)} parameters over {dp} ranks, from {model.path}",
-            found=shard.flats[flat].partition_numel,
+            expected=f"{sum(candidates[0])} elements for {len(numels)} parameters over {dp} ranks, from {model.path}",
+            found=part.partition_numel,
             remedy="model-states and optimizer-states files are of different saves: restore the folder",
         )
-    return list(per_parameter_partition(numels, dp, shard.dp_rank))
+    return list(per_parameter_partition(numels, steps, shard.dp_rank))

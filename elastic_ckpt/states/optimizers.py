@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from elastic_ckpt.errors import UnsupportedError
 from elastic_ckpt.plan import Slot
 from elastic_ckpt.states.bitsandbytes import BitsAndBytesSchema, is_bitsandbytes
 from elastic_ckpt.states.kinds import TOUCHED, WHOLE, LiveState
@@ -105,7 +106,18 @@ _KINDS: dict[str, _Kind] = {
 
 
 def schema_of(base: torch.optim.Optimizer) -> StateSchema:
-    """The schema of a live base optimizer. Changes nothing."""
+    """The schema of a live base optimizer. Changes nothing.
+
+    Raises:
+        UnsupportedError: it keeps its states in a form that cannot be cut.
+    """
+    if class_name(base).startswith("torchao."):
+        raise UnsupportedError(
+            "torchao's optimizers keep their states in tensor classes of their own, which cannot be cut exactly",
+            expected="bitsandbytes' 8-bit optimizers, or states in plain tensors",
+            found=class_name(base),
+            remedy="load at the topology it was saved with, or with load_optimizer_states=False",
+        )
     if is_bitsandbytes(base):
         return BitsAndBytesSchema(base)
     kind = _KINDS.get(class_name(base))

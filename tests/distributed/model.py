@@ -307,9 +307,11 @@ def build_engine(setup: Setup, model: nn.Module | None = None) -> Any:
     """A live DeepSpeed engine on the default process group."""
     model = TinyLM() if model is None else model
     get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed does not believe it of a CPU
-    optimizer = build_optimizer(model, setup)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5)
+    muon = {"optimizer": {"type": "Muon", "params": {"lr": 1e-2, "momentum": 0.9}}} if setup.optimizer == "muon" else {}
+    optimizer = None if muon else build_optimizer(model, setup)
+    scheduler = None if muon else torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5)
     config = {
+        **muon,
         "train_batch_size": GLOBAL_BATCH,
         "train_micro_batch_size_per_gpu": GLOBAL_BATCH // dist.get_world_size(),
         "zero_optimization": {"stage": setup.stage, **dict(setup.zero)},
@@ -318,7 +320,10 @@ def build_engine(setup: Setup, model: nn.Module | None = None) -> Any:
         **PRECISIONS[setup.precision],
         **dict(setup.config),
     }
-    return deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)[0]
+    params = list(model.parameters()) if muon else None  # DeepSpeed makes the optimizer itself
+    return deepspeed.initialize(
+        model=model, optimizer=optimizer, model_parameters=params, lr_scheduler=scheduler, config=config
+    )[0]
 
 
 def train(engine: Any, first: int, last: int) -> list[float]:

@@ -20,25 +20,25 @@ NOT_ELEMENTWISE = {"step", "mu_product", "absmax1", "absmax2", "qmap1", "qmap2",
 States = dict[tuple[str, str], torch.Tensor]
 
 
-def decoded(engine: Any) -> tuple[States, States]:
+def decoded(engine: Any, skipped: set[str]) -> tuple[States, States]:
     """All elementwise states of a whole job, and the scale of the block that each element lies in. Collective.
 
-    Both have the shape of the parameter, behind a leading dimension of rows. Scales of states in fp32 are zero.
+    Both have the shape of the parameter, behind a leading dimension of rows. Scales of states in fp32 are zero. States
+    named in ``skipped`` are left out.
     """
     values: States = {}
     scales: States = {}
     for flat, pieces in _layout(engine):
         state = base_of(engine).state.get(flat, {})
         for key in sorted(state):
-            if key in NOT_ELEMENTWISE or not torch.is_tensor(state[key]):
+            if key in NOT_ELEMENTWISE | skipped or not torch.is_tensor(state[key]) or not state[key].dim():
                 continue
-            of_rank = [_decode(state, key, flat.numel())] if state[key].numel() % max(flat.numel(), 1) == 0 else None
-            if of_rank is None:  # Muon: whole parameters that touch the partition
-                _touched(engine, flat, state[key], key, values, scales)
-                continue
+            if state[key].numel() % flat.numel():
+                assert engine.zero_optimization_stage() == 0, f"{key}: {state[key].shape} beside {flat.numel()}"
+                continue  # see whole_states
+            decoded_here = _decode(state, key, flat.numel())
             for name, shape, parts in pieces:
-                found = [_whole(piece, parts, shape) for piece in of_rank[0]]
-                values[name, key], scales[name, key] = found
+                values[name, key], scales[name, key] = (_whole(part, parts, shape) for part in decoded_here)
     return values, scales
 
 
@@ -89,9 +89,6 @@ def _layout(engine: Any) -> list[tuple[torch.Tensor, list[tuple[str, tuple[int, 
     return found
 
 
-_gathered: dict[int, list[torch.Tensor]] = {}
-
-
 def _whole(mine: torch.Tensor, parts: list[tuple[int, int, int]], shape: tuple[int, ...]) -> torch.Tensor:
     """A parameter's values from those of all ranks' partitions."""
     if parts[0][0] < 0:
@@ -104,12 +101,11 @@ def _whole(mine: torch.Tensor, parts: list[tuple[int, int, int]], shape: tuple[i
     return torch.cat(pieces, dim=1).reshape(len(mine), *shape).clone()
 
 
-def _touched(engine: Any, flat: torch.Tensor, held: torch.Tensor, key: str, values: States, scales: States) -> None:
-    raise AssertionError(f"{key} has {held.numel()} elements beside a partition of {flat.numel()}")
-
-
 def muon_momentum(engine: Any) -> States:
-    """ZeRO-1/2: momentum of whole parameters, as every rank that has some of them holds it. Collective."""
+    """ZeRO-1/2: momentum of whole parameters, as every rank that has some of them holds it. Collective.
+
+    The Adam half of the optimizer is left to :func:`decoded`.
+    """
     optimizer, mine = engine.optimizer, {}
     for group, flat in enumerate(optimizer.single_partition_of_fp32_groups):
         buffer = base_of(engine).state.get(flat, {}).get("momentum_buffer")
@@ -135,7 +131,7 @@ def whole_states(engine: Any) -> dict[str, Any]:
     found = {}
     for param, state in base_of(engine).state.items():
         for key, value in state.items():
-            if torch.is_tensor(value) and value.dim() and value.numel() != param.numel() and key not in NOT_ELEMENTWISE:
+            if torch.is_tensor(value) and value.dim() and value.numel() % param.numel() and key not in NOT_ELEMENTWISE:
                 found[engine.param_names[param], key] = value.clone()
     return found
 
@@ -144,13 +140,14 @@ def scalars(engine: Any) -> dict[str, list[float]]:
     """Distinct values of each scalar state, wherever it lives."""
     found: dict[str, set[float]] = {}
     for state in base_of(engine).state.values():
-        for key in ("step", "mu_product"):
+        for key in ("step", "mu_product", "eta", "mu"):
             if key in state:
                 found.setdefault(key, set()).add(float(state[key]))
     for group in base_of(engine).param_groups:
         if "step" in group and "step" not in found:
             found["step"] = {float(group["step"])}
-    return {key: sorted(values) for key, values in found.items()}
+    # FusedAdam counts for a whole group, in the state of its last tensor alone: the others stay at 0
+    return {key: sorted(values - {0.0} or values) for key, values in found.items()}
 
 
 def shared_maps(engine: Any) -> dict[str, int]:

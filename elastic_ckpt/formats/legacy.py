@@ -1,0 +1,51 @@
+"""Shards that were saved with the legacy ``zero_optimization.elastic_checkpoint``: refused, with what they lost.
+
+``DeepSpeedZeroOptimizer._get_state_without_padding`` (stage_1_and_2.py) cuts as many elements off every state tensor as
+the partition has padding, quantization maps and scales included, and leaves out all hyperparameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from elastic_ckpt.errors import UnsupportedError
+from elastic_ckpt.formats.pickled import PickledFile, TensorRef
+
+
+@dataclass(frozen=True)
+class LegacyShard:
+    """One such file, and the tensors in it that have lost elements, in words."""
+
+    path: str
+    lost: tuple[str, ...]
+
+
+def index_legacy(file: PickledFile, base: Sequence[Mapping[str, Any]]) -> LegacyShard:
+    """See what one file has lost; ``base`` is its optimizer state, by param group."""
+    masters = file.section("optimizer_state_dict", "single_partition_of_fp32_groups")
+    paddings = file.section("optimizer_state_dict", "group_paddings")
+    lost = []
+    for group, (states, master, padding) in enumerate(zip(base, masters, paddings, strict=False)):
+        for key, ref in states.items():
+            # a state as long as the masters, which have no padding either, has lost its padding alone
+            if padding and isinstance(ref, TensorRef) and ref.shape and ref.numel != master.numel:
+                lost.append(f"{key} of param group {group}: {padding} of {ref.numel + padding} elements")
+    return LegacyShard(file.path, tuple(lost))
+
+
+def refuse_legacy(shards: Sequence[LegacyShard]) -> None:
+    """Refuse the files of a checkpoint, naming the one that has lost something, if any.
+
+    Raises:
+        UnsupportedError: there is such a file.
+    """
+    for shard in sorted(shards, key=lambda shard: not shard.lost)[:1]:
+        raise UnsupportedError(
+            "this checkpoint was saved with the legacy zero_optimization.elastic_checkpoint, which loses states",
+            file=shard.path,
+            expected='"zero_optimization": {"elastic_checkpoint": false} at save time',
+            found=f"lost: {'; '.join(shard.lost) or 'the hyperparameters of all param groups'}",
+            remedy="load_optimizer_states=False; or resume it where it was saved and save again without that option",
+        )
