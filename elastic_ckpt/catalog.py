@@ -154,6 +154,7 @@ class Catalog:
         groups: hyperparameters of each saved param group, in saved order.
         aliases: tied names: name without data of its own -> name that holds it.
         opaque_states: states whose layout is not understood: state key -> description.
+        damaged_states: states of which something is missing: state key -> description.
         scalar_forms: scalar state -> how it was saved: ``"int"``, ``"float"``, or the name of a torch dtype.
         frozen_recorded: whether the checkpoint lists the frozen parameters of the saved model; if not, they may have
             been left out on purpose (``exclude_frozen_parameters=True``).
@@ -168,6 +169,7 @@ class Catalog:
     groups: tuple[Mapping[str, Any], ...]
     aliases: Mapping[str, str] = field(default_factory=dict)
     opaque_states: Mapping[str, str] = field(default_factory=dict)
+    damaged_states: Mapping[str, str] = field(default_factory=dict)
     scalar_forms: Mapping[str, str] = field(default_factory=dict)
     frozen_recorded: bool = True
     buffers_of_this_rank: bool = False

@@ -121,7 +121,13 @@ def _prepare(engine: Any, found: Found, arguments: LoadArguments, config: Elasti
         live_groups = tuple(group.names for group in destinations.groups)
         hyperparameters = tuple(group.hyperparameters for group in destinations.groups)
         options = MetadataOptions(
-            config.trust_pickle, config.check_shards, live_groups, hyperparameters, config.rename, state_options(config)
+            trust_pickle=config.trust_pickle,
+            check_shards=config.check_shards,
+            live_groups=live_groups,
+            live_hyperparameters=hyperparameters,
+            rename=config.rename,
+            states=state_options(config),
+            with_states=restores_states(arguments),
         )
         checkpoint = READERS[found.format](found, options)
     with clock("plan"):

@@ -20,6 +20,7 @@ _MARKS = frozenset(
     {"betas", "momentum", "dampening", "nesterov", "rho", "alpha", "t_alpha", "centered", "lr_decay", "etas", "lambd"}
     | {"beta2_decay", "ns_steps", "ns_method", "momentum_decay", "initial_accumulator_value", "eps", "use_muon", "d"}
 )
+_ADAM_MARKS = frozenset({"amsgrad", "bias_correction"})
 #: A state of bitsandbytes' LAMB and LARS alone: the norm of an update.
 UPDATE_NORM = "unorm_vec"
 
@@ -66,7 +67,8 @@ def refuse_other_kind(
         if "use_muon" in own and "use_muon" in saved:  # its Adam half takes over whatever its helper optimizer knows
             continue
         # a user may have put more into a group than the optimizer knows
-        if _is_adam(saved) != _is_adam(live) or not (_is_adam(live) or _MARKS & set(live) <= set(saved)):
+        adams = _is_adam(saved) and (_is_adam(live) or bool(_ADAM_MARKS & (set(saved) - set(live))))
+        if adams != _is_adam(live) or not (adams or _MARKS & set(live) <= set(saved)):
             raise _other_kind(catalog, destinations, members, sorted(live), sorted(map(str, saved)))
     replicated = {state.key for state in catalog.parameters[members[0]].replicated}
     scratch = {state.key for state in flat.states or () if state.layout == SCRATCH}
@@ -89,4 +91,4 @@ def _other_kind(
 
 def _is_adam(group: Mapping[str, Any]) -> bool:
     """Adam and AdamW of torch, DeepSpeed and apex."""
-    return "betas" in group and "eps" in group and ("amsgrad" in group or "bias_correction" in group)
+    return "betas" in group and "eps" in group and bool(_ADAM_MARKS & set(group))

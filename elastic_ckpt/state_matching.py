@@ -114,6 +114,15 @@ def match_states(
 
 
 def _refuse_opaque(catalog: Catalog) -> None:
+    for key, description in catalog.damaged_states.items():
+        raise DamagedError(
+            f"optimizer state {key!r} does not have the scales that its 8-bit codes need",
+            parameter=key,
+            file=catalog.source.folder,
+            expected="one scale for each block of 256 or 2048 elements",
+            found=description,
+            remedy="restore the files from their original, take another tag, or load with load_optimizer_states=False",
+        )
     for key, description in catalog.opaque_states.items():
         raise UnsupportedError(
             f"optimizer state {key!r} has a layout that cannot be cut for another topology",
@@ -347,7 +356,7 @@ def _notes(
             f"{destinations.optimizer} is not known: its states were taken as the checkpoint has them: {shown}"
         )
     moved = (catalog.source.zero_stage, catalog.source.dp) != (destinations.zero_stage, destinations.dp)
-    norms = any(link.live.key == UPDATE_NORM for found in links.values() for link in found)
+    norms = any(link.live.key in (UPDATE_NORM, "variance") for found in links.values() for link in found)
     if norms and moved:
         notes.append(
             f"{destinations.optimizer} scales updates by the norm of each flat partition, and these are others now: "

@@ -54,6 +54,7 @@ class ReadOptions:
         live_hyperparameters: of the live param groups, for the same purpose.
         rename: the user's renames of saved names.
         states: the user's word on optimizer states.
+        with_states: whether they are to be restored.
     """
 
     trust_pickle: bool = False
@@ -62,6 +63,7 @@ class ReadOptions:
     live_hyperparameters: tuple[Mapping[str, Any], ...] = ()
     rename: RenameRules = ()
     states: StateOptions = field(default_factory=StateOptions)
+    with_states: bool = True
 
 
 @dataclass(frozen=True)

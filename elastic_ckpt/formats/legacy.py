@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from elastic_ckpt.errors import UnsupportedError
+from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.pickled import PickledFile, TensorRef
 
 
@@ -35,14 +35,20 @@ def index_legacy(file: PickledFile, base: Sequence[Mapping[str, Any]]) -> Legacy
     return LegacyShard(file.path, tuple(lost))
 
 
-def refuse_legacy(shards: Sequence[LegacyShard]) -> None:
+def refuse_legacy(shards: Sequence[LegacyShard], with_states: bool) -> None:
     """Refuse the files of a checkpoint, naming the one that has lost something, if any.
 
+    Args:
+        shards: those of its files that are legacy ones.
+        with_states: whether optimizer states are asked for.
+
     Raises:
+        DamagedError: states are asked for, and elements of them are lost; DeepSpeed itself fills in zeros.
         UnsupportedError: there is such a file.
     """
     for shard in sorted(shards, key=lambda shard: not shard.lost)[:1]:
-        raise UnsupportedError(
+        error = DamagedError if shard.lost and with_states else UnsupportedError
+        raise error(
             "this checkpoint was saved with the legacy zero_optimization.elastic_checkpoint, which loses states",
             file=shard.path,
             expected='"zero_optimization": {"elastic_checkpoint": false} at save time',

@@ -54,7 +54,7 @@ def read_native(found: Found, options: ReadOptions) -> Checkpoint:
     models = [item for item in indexed if isinstance(item, ModelShard)]
     optimizers = [item for item in indexed if isinstance(item, OptimizerShard)]
     with parallel.agreement("fit the checkpoint's files together"):
-        refuse_legacy([item for item in indexed if isinstance(item, LegacyShard)])
+        refuse_legacy([item for item in indexed if isinstance(item, LegacyShard)], options.with_states)
         own = parallel.rank() if len(models) == parallel.world_size() else 0
         catalog = _fit_together(found, models, optimizers, own, options)
         catalog = with_progress_compared(catalog, models[0], options.check_shards)

@@ -28,7 +28,7 @@ from elastic_ckpt.formats.zero3 import place_zero3
 from elastic_ckpt.formats.zero12 import place_zero12
 from elastic_ckpt.geometry import FlatRange, Placement
 from elastic_ckpt.states.bitsandbytes import COMPANIONS
-from elastic_ckpt.states.classify import FRESH, OPAQUE, Held, SavedKind, StateOptions, classify
+from elastic_ckpt.states.classify import DAMAGED, FRESH, OPAQUE, Held, SavedKind, StateOptions, classify
 from elastic_ckpt.states.kinds import ELEMENTWISE, REPLICATED, TOUCHED, BlockFormat, Codebook
 
 _PLAIN = SavedKind(ELEMENTWISE)
@@ -70,6 +70,7 @@ def partitioned_catalog(
         groups=normal_groups(optimizers[0].groups, is_bitsandbytes=bool(codebooks)),
         aliases=models[0].shared,
         opaque_states=collector.opaque,
+        damaged_states=collector.damaged,
         scalar_forms=collector.scalar_forms,
         frozen_recorded=models[own].frozen_recorded,
         buffers_of_this_rank=per_rank,
@@ -91,6 +92,7 @@ class _Collector:
         self.files = files
         self.parameters: dict[str, SavedParameter] = {}
         self.opaque: dict[str, str] = {}
+        self.damaged: dict[str, str] = {}
         self.scalar_forms: dict[str, str] = {}
         self.kinds: dict[str, SavedKind] = {}
         self._model = model
@@ -132,6 +134,8 @@ class _Collector:
         for key, kind in kinds.items():
             if kind.kind == OPAQUE:
                 self.opaque[key] = kind.why
+            elif kind.kind == DAMAGED:
+                self.damaged[key] = kind.why
         self.kinds.update(kinds)
         skipped = {key for key, word in self._options.schema.items() if word == FRESH}
         for shard in self._shards:

@@ -32,7 +32,16 @@ from elastic_ckpt.formats.zero0_index import FUSED, PLAIN, UnpartitionedState
 from elastic_ckpt.formats.zero0_names import member_names
 from elastic_ckpt.geometry import FlatRange
 from elastic_ckpt.states.bitsandbytes import COMPANIONS
-from elastic_ckpt.states.classify import ELEMENTWISE_NAMES, FRESH, OPAQUE, Held, SavedKind, StateOptions, classify
+from elastic_ckpt.states.classify import (
+    DAMAGED,
+    ELEMENTWISE_NAMES,
+    FRESH,
+    OPAQUE,
+    Held,
+    SavedKind,
+    StateOptions,
+    classify,
+)
 from elastic_ckpt.states.kinds import ELEMENTWISE, REPLICATED, BlockFormat, Codebook
 
 Shape = tuple[int, ...]
@@ -67,6 +76,7 @@ def unpartitioned_catalog(found: Found, model: ModelShard, options: ReadOptions)
         groups=normal_groups(state.groups, is_bitsandbytes=bool(codebooks)),
         aliases=model.shared,
         opaque_states=builder.opaque,
+        damaged_states=builder.damaged,
         scalar_forms=builder.scalar_forms,
         frozen_recorded=model.frozen_recorded,
         notes=(*found.notes, *notes, *note, *map_notes, *kind_notes(builder.kinds, options.states)),
@@ -86,6 +96,7 @@ class _Builder:
         self.parameters: dict[str, SavedParameter] = {}
         self.tensors: dict[tuple[str, str], LogicalTensor] = {}
         self.opaque: dict[str, str] = {}
+        self.damaged: dict[str, str] = {}
         self.scalar_forms: dict[str, str] = {}
         self.kinds: dict[str, SavedKind] = {}
 
@@ -138,6 +149,8 @@ class _Builder:
                 self._add_tensor(name, key, ref.shape, ref, 0, is_whole=True)
             elif kind.kind == OPAQUE:
                 self.opaque[key] = kind.why
+            elif kind.kind == DAMAGED:
+                self.damaged[key] = f"{kind.why} ({name})"
             elif kind.kind == ELEMENTWISE:
                 self._add_elementwise(name, key, shape, states, kind, base, math.prod(held))
         self.scalar_forms.update(states.scalar_forms)

@@ -16,6 +16,8 @@ from elastic_ckpt.states.bitsandbytes import COMPANIONS, block_numel_of
 from elastic_ckpt.states.kinds import ELEMENTWISE, REPLICATED, TOUCHED
 
 OPAQUE = "opaque"
+#: A tensor that belongs to it is missing or too short.
+DAMAGED = "damaged"
 FRESH = "fresh"
 #: The default of ``"non_shard_state_keys"``: bitsandbytes' tensors that do not grow with the partition.
 NON_SHARD_KEYS = ("qmap1", "qmap2", "max1", "max2", "new_max1", "new_max2", "gnorm_vec", "unorm_vec")
@@ -95,7 +97,8 @@ class SavedKind:
     """The kind of one saved state.
 
     Attributes:
-        kind: one of :mod:`elastic_ckpt.states.kinds`, :data:`OPAQUE`, or :data:`FRESH` (the user wants it left).
+        kind: one of :mod:`elastic_ckpt.states.kinds`, :data:`OPAQUE`, :data:`DAMAGED`, or :data:`FRESH` (the user wants
+            it left).
         rows: leading dimension of an elementwise state.
         block_numel: of a state in 8-bit codes, elements in a block; 0: not quantized.
         why: of an opaque state, what it looks like; of a replicated one, by which guess, where it was one.
@@ -143,11 +146,14 @@ def _codes(ranks: Sequence[Held], key: str) -> SavedKind:
         fits = rows is not None and _rows(held.tensors[key].shape, held.numel) == rows and count % rows == 0
         found.add(block_numel_of(held.numel, count // rows) if fits and rows else None)
     if len(found) > 1 or None in found or rows is None:
-        shapes = {name: ranks[0].tensors[name].shape for name in (key, scales_key) if name in ranks[0].tensors}
-        return SavedKind(
-            OPAQUE, why=f"8-bit codes and scales of shapes {shapes} for a partition of {ranks[0].numel} elements, in "
-            "which no version of bitsandbytes' blocks fits (scales lost, or quantized tensor-wise: block_wise=False)"
-        )  # fmt: skip
+        shapes = [
+            {name: held.tensors[name].shape for name in (key, scales_key) if name in held.tensors} for held in ranks
+        ]
+        what = f"8-bit codes and scales of shapes {shapes[0]} for a partition of {ranks[0].numel} elements"
+        if f"max{key[-1]}" in ranks[0].tensors:
+            return SavedKind(OPAQUE, why=f"{what}: quantized tensor-wise (block_wise=False)")
+        different = next((shape for shape in shapes if shape != shapes[0]), None)
+        return SavedKind(DAMAGED, why=f"{what}{f', {different} on another rank' if different else ''}")
     return SavedKind(ELEMENTWISE, rows, found.pop() or 0)
 
 

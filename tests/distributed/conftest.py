@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -48,8 +49,11 @@ def saved_at(setup: Setup) -> list[int]:
 
 @pytest.fixture(scope="session")
 def extensions_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Private to this run: a killed build leaves a lock behind that would hang the next run."""
-    yield str(tmp_path_factory.mktemp("extensions"))
+    """Private to this run: a killed build leaves a lock behind that would hang the next run.
+
+    ``ELASTIC_CKPT_TEST_EXTENSIONS`` names a folder to build in once and use again, for work on a few tests.
+    """
+    yield os.environ.get("ELASTIC_CKPT_TEST_EXTENSIONS") or str(tmp_path_factory.mktemp("extensions"))
     close_zygotes()
 
 

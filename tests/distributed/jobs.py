@@ -241,25 +241,25 @@ def same_as_deepspeed(arguments: dict[str, Any]) -> None:
 def delegate(arguments: dict[str, Any]) -> None:
     """What is DeepSpeed's stays DeepSpeed's."""
     elastic_ckpt.install()
-    plain, sgd = arguments["plain"], arguments["sgd"]
-    truth = torch.load(os.path.join(sgd, "truth.pt"), weights_only=False)
+    plain, diary = arguments["plain"], arguments["diary"]
+    truth = torch.load(os.path.join(diary, "truth.pt"), weights_only=False)
 
-    engine = build_engine(setup_from_json(arguments["sgd_setup"]))
+    engine = build_engine(setup_from_json(arguments["diary_setup"]))
     engine._config.load_universal_checkpoint = True  # left on by mistake: must not break a native resume
-    path, client_state = engine.load_checkpoint(sgd)
+    path, client_state = engine.load_checkpoint(diary)
     assert engine.elastic_report is None and path.endswith("model_states.pt") and client_state["note"] == "hello"
     assert engine.load_universal_checkpoint() is True
     oracle.assert_equal(engine, truth, "an optimizer that only DeepSpeed knows, at its own topology")
 
     seen = []
     engine._config.load_universal_checkpoint = False
-    engine.load_checkpoint(sgd, custom_load_fn=lambda src, dst: seen.append(sorted(src)))
+    engine.load_checkpoint(diary, custom_load_fn=lambda src, dst: seen.append(sorted(src)))
     assert seen and "hidden.weight" in seen[0] and engine.elastic_report is None
     assert engine.load_checkpoint(arguments["empty"]) == (None, None)
     assert engine.load_checkpoint(os.path.join(arguments["empty"], "nowhere")) == (None, None)
-    message = expect_error({"name": "AdamW's states for SGD", "folder": plain, "error": "UnsupportedError"}, engine)
+    message = expect_error({"name": "AdamW's states for another", "folder": plain, "error": "MismatchError"}, engine)
     oracle.agree(message)
-    assert "SGD" in message, message
+    assert "Wanderer" in message, message
     close(engine)
 
     engine = build_engine(setup_from_json(arguments["require_setup"]))

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
+from tests.distributed.custom import Wanderer
+
 GLOBAL_BATCH = 12
 VOCABULARY = 37
 
@@ -271,17 +273,19 @@ def build_optimizer(model: TinyLM, setup: Setup) -> torch.optim.Optimizer:
         if bits:
             optimizer.args.min_8bit_size = int(bits)
         return optimizer
-    if setup.optimizer in _DEEPSPEED:
-        module, name = _DEEPSPEED[setup.optimizer]
+    if setup.optimizer in _ELSEWHERE:
+        module, name = _ELSEWHERE[setup.optimizer]
         return getattr(importlib.import_module(module), name)(groups)
     return _TORCH[setup.optimizer](groups)
 
 
-_DEEPSPEED = {
+_ELSEWHERE = {
     "cpuadam": ("deepspeed.ops.adam", "DeepSpeedCPUAdam"),
     "fusedadam": ("deepspeed.ops.adam", "FusedAdam"),
     "cpulion": ("deepspeed.ops.lion", "DeepSpeedCPULion"),
     "cpuadagrad": ("deepspeed.ops.adagrad", "DeepSpeedCPUAdagrad"),
+    "unknown": ("tests.distributed.custom", "Wanderer"),
+    "apex": ("tests.distributed.custom", "FusedAdam"),
 }
 _TORCH: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
@@ -299,6 +303,7 @@ _TORCH: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adadelta": torch.optim.Adadelta,
     "rprop": torch.optim.Rprop,
     "asgd": torch.optim.ASGD,
+    "diary": lambda groups: Wanderer(groups, diary=True),
     "adafactor": torch.optim.Adafactor,
 }
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import elastic_ckpt
+from tests.distributed import old_blocks as old
 from tests.distributed import optimizer_truth as oracle
 from tests.distributed import truth as plain
-from tests.distributed.model import Setup, TinyLM, build_engine, close, setup_from_json, train
+from tests.distributed.model import TinyLM, build_engine, close, setup_from_json, train
 
 SAVE_AT = 4
 CONTINUE_TO = 7
@@ -80,7 +83,8 @@ def load(arguments: dict[str, Any]) -> None:
     """Load many checkpoints into one engine after another, and compare each with its truth.
 
     Of each source: ``exact``: whether every state must come back bit by bit; else within :data:`BOUNDS`. ``rename``:
-    saved state -> live state. ``loss``: by how much the losses of the continued run may differ.
+    saved state -> live state. ``loss``: by how much the losses of the continued run may differ. ``says``: words of the
+    report. ``resave``: where to save it again.
     """
     elastic_ckpt.install()
     for target in arguments["targets"]:
@@ -92,6 +96,10 @@ def load(arguments: dict[str, Any]) -> None:
             engine.load_checkpoint(source["folder"])
             assert engine.elastic_report is not None, f"{where}: DeepSpeed's own path ran"
             compare(engine, truth, source, where)
+            if "resave" in source:
+                engine.save_checkpoint(source["resave"], tag="step4")
+                if dist.get_rank() == 0:
+                    torch.save(truth, os.path.join(source["resave"], "truth.pt"))
             if number in target.get("continue", [0]):
                 losses = train(engine, SAVE_AT, CONTINUE_TO)
                 worst = max(abs(a - b) for a, b in zip(losses, truth["losses"], strict=True))
@@ -137,6 +145,11 @@ def compare(engine: Any, truth: dict[str, Any], source: dict[str, Any], where: s
 
 def check_report(engine: Any, source: dict[str, Any], worst: float, where: str) -> None:
     """The report counts the blocks that were quantized anew, and says how far that moved values."""
+    text = " ".join(str(engine.elastic_report).replace("│", " ").split())
+    for words in source.get("says", []):
+        assert words in text, f"{where}: {words!r} is not in\n{engine.elastic_report}"
+    table = torch.linspace(0.5, 1.5, 100)
+    assert all(torch.equal(held, table) for held in oracle.tables(engine)), where
     work = engine.elastic_report.mine
     assert work.blocks == oracle.numel_of_blocks(engine), (where, work)
     totals = engine.elastic_report.ranks
@@ -147,7 +160,7 @@ def check_report(engine: Any, source: dict[str, Any], worst: float, where: str) 
         assert requantized == 0 and seen == 0.0, (where, requantized, seen)
     else:
         assert requantized > 0 and seen > 0.0, where
-        assert f"{requantized} of {sum(rank.blocks for rank in totals)} quantized anew" in str(engine.elastic_report)
+        assert f"{requantized} of {sum(rank.blocks for rank in totals)} quantized anew" in text
 
 
 def refuse(arguments: dict[str, Any]) -> None:
@@ -170,5 +183,26 @@ def refuse(arguments: dict[str, Any]) -> None:
         close(engine)
 
 
-def setup_of(values: dict[str, Any]) -> Setup:
-    return setup_from_json(values)
+def old_blocks(arguments: dict[str, Any]) -> None:
+    """States in blocks of 2048, decoded here from the files themselves, against what the engine holds."""
+    elastic_ckpt.install()
+    engine = build_engine(setup_from_json(arguments["setup"]), WideLM(seed=8))
+    engine.load_checkpoint(arguments["folder"])
+    files = sorted(Path(arguments["folder"]).glob("*/*_optim_states.pt"))
+    saved = [torch.load(path, weights_only=False)["optimizer_state_dict"]["base_optimizer_state"] for path in files]
+    for group, flat in enumerate(engine.optimizer.single_partition_of_fp32_groups):
+        state = plain.base_of(engine).state[flat]
+        for number in (1, 2):
+            if f"absmax{number}" not in state:
+                continue
+            mine, scales = (part[0] for part in oracle.decode_flat(state, f"state{number}", flat.numel()))
+            whole = np.concatenate([old.decode(file["state"][group], number, old.OLD_BLOCK) for file in saved])
+            whole = whole[: sum(param.numel() for param in engine.optimizer.bit16_groups[group])]
+            first = dist.get_rank() * flat.numel()
+            expected = torch.from_numpy(whole[first : first + flat.numel()])
+            found, scales = mine[: expected.numel()], scales[: expected.numel()]
+            if arguments["exact"]:
+                assert torch.equal(found, expected), (group, number)
+            assert ((found - expected).abs() <= BOUNDS[f"state{number}"] * scales * (1 + 1e-5)).all(), (group, number)
+            assert not mine[expected.numel() :].any()
+    train(engine, SAVE_AT, CONTINUE_TO)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tests.distributed.truth import base_of
 
 BLOCKS = {"state1": ("absmax1", "qmap1"), "state2": ("absmax2", "qmap2")}
-NOT_ELEMENTWISE = {"step", "mu_product", "absmax1", "absmax2", "qmap1", "qmap2", "unorm_vec"}
+NOT_ELEMENTWISE = {"step", "mu_product", "absmax1", "absmax2", "qmap1", "qmap2", "unorm_vec", "table"}
 States = dict[tuple[str, str], torch.Tensor]
 
 
@@ -36,13 +36,13 @@ def decoded(engine: Any, skipped: set[str]) -> tuple[States, States]:
             if state[key].numel() % flat.numel():
                 assert engine.zero_optimization_stage() == 0, f"{key}: {state[key].shape} beside {flat.numel()}"
                 continue  # see whole_states
-            decoded_here = _decode(state, key, flat.numel())
+            decoded_here = decode_flat(state, key, flat.numel())
             for name, shape, parts in pieces:
                 values[name, key], scales[name, key] = (_whole(part, parts, shape) for part in decoded_here)
     return values, scales
 
 
-def _decode(state: dict[str, Any], key: str, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+def decode_flat(state: dict[str, Any], key: str, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Values and scales ``[rows, numel]`` of one partition."""
     raw = state[key].detach().reshape(-1, numel)
     if raw.dtype != torch.uint8:
@@ -75,10 +75,12 @@ def _layout(engine: Any) -> list[tuple[torch.Tensor, list[tuple[str, tuple[int, 
                 start += each
             found.append((flat, pieces))
     else:
-        for group, flat in enumerate(optimizer.single_partition_of_fp32_groups):
-            whole = optimizer.bit16_groups_flat[group]
+        in_bf16 = hasattr(optimizer, "bf16_groups")  # BF16_Optimizer
+        flats = optimizer.fp32_groups_flat_partition if in_bf16 else optimizer.single_partition_of_fp32_groups
+        for group, flat in enumerate(flats):
+            whole = (optimizer.bf16_groups_flat if in_bf16 else optimizer.bit16_groups_flat)[group]
             pieces = []
-            for param in optimizer.bit16_groups[group]:
+            for param in (optimizer.bf16_groups if in_bf16 else optimizer.bit16_groups)[group]:
                 first = (param.data_ptr() - whole.data_ptr()) // whole.element_size()
                 parts = []
                 for rank in range(dp):
@@ -140,7 +142,7 @@ def scalars(engine: Any) -> dict[str, list[float]]:
     """Distinct values of each scalar state, wherever it lives."""
     found: dict[str, set[float]] = {}
     for state in base_of(engine).state.values():
-        for key in ("step", "mu_product", "eta", "mu"):
+        for key in ("step", "mu_product", "eta", "mu", "count"):
             if key in state:
                 found.setdefault(key, set()).add(float(state[key]))
     for group in base_of(engine).param_groups:
@@ -148,6 +150,11 @@ def scalars(engine: Any) -> dict[str, list[float]]:
             found["step"] = {float(group["step"])}
     # FusedAdam counts for a whole group, in the state of its last tensor alone: the others stay at 0
     return {key: sorted(values - {0.0} or values) for key, values in found.items()}
+
+
+def tables(engine: Any) -> list[torch.Tensor]:
+    """The table of every tensor on this rank, of an optimizer that has one."""
+    return [state["table"] for state in base_of(engine).state.values() if "table" in state]
 
 
 def shared_maps(engine: Any) -> dict[str, int]:

@@ -38,8 +38,8 @@ def test_every_argument_does_what_deepspeeds_own_loader_does(setup: Setup, launc
 
 
 def test_what_only_deepspeed_can_load_is_left_to_it(launch: Launch, native: Path, tmp_path: Path) -> None:
-    sgd, plain = Setup(1, optimizer="sgd"), Setup(1)
-    launch(2, "save", {"folder": str(tmp_path), "setups": [sgd.as_json()]})
+    diary, plain = Setup(1, optimizer="diary"), Setup(1)
+    launch(2, "save", {"folder": str(tmp_path), "setups": [diary.as_json()]})
     (tmp_path / "empty").mkdir()
     modes = {mode: Setup(1, config=(("elastic_checkpoint", {"mode": mode}),)).as_json() for mode in ("require", "off")}
     launch(
@@ -47,9 +47,9 @@ def test_what_only_deepspeed_can_load_is_left_to_it(launch: Launch, native: Path
         "delegate",
         {
             "plain": str(native / f"{plain.name}-dp2"),
-            "sgd": str(tmp_path / f"{sgd.name}-dp2"),
+            "diary": str(tmp_path / f"{diary.name}-dp2"),
             "empty": str(tmp_path / "empty"),
-            "sgd_setup": sgd.as_json(),
+            "diary_setup": diary.as_json(),
             "require_setup": modes["require"],
             "off_setup": modes["off"],
         },

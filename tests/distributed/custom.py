@@ -1,0 +1,69 @@
+"""Optimizers that elastic_ckpt does not know, and one with the state layout of NVIDIA apex's FusedAdam."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class Wanderer(torch.optim.Optimizer):
+    """Momentum in ``trail``, a count, and a table that is the same for every tensor.
+
+    Args:
+        params: param groups.
+        diary: in place of the table, keep a list of all rates, which nothing can cut.
+    """
+
+    def __init__(self, params: Any, diary: bool = False) -> None:
+        self.diary = diary
+        super().__init__(params, {"lr": 1e-2, "decay": 0.9})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state["trail"] = torch.zeros_like(param)
+                    state["count"] = 0
+                    state["diary" if self.diary else "table"] = [] if self.diary else torch.linspace(0.5, 1.5, 100)
+                state["count"] += 1
+                if self.diary:
+                    state["diary"].append(float(group["lr"]))
+                state["trail"].mul_(group["decay"]).add_(param.grad)
+                factor = 1.0 if self.diary else state["table"][state["count"] % 100]
+                param.sub_(state["trail"] * factor, alpha=group["lr"])
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """Adam as apex keeps it: moments in the state, the step count in the param group."""
+
+    def __init__(self, params: Any) -> None:
+        defaults = {"lr": 1e-3, "bias_correction": True, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+        self.adam_w_mode = 1
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            beta1, beta2 = group["betas"]
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
+                state["exp_avg"].lerp_(param.grad, 1 - beta1)
+                state["exp_avg_sq"].mul_(beta2).addcmul_(param.grad, param.grad, value=1 - beta2)
+                first = state["exp_avg"] / (1 - beta1 ** group["step"])
+                second = state["exp_avg_sq"] / (1 - beta2 ** group["step"])
+                param.mul_(1 - group["lr"] * group["weight_decay"])
+                param.sub_(first / (second.sqrt() + group["eps"]), alpha=group["lr"])
+
+
+FusedAdam.__module__ = "apex.optimizers.fused_adam"

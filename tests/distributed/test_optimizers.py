@@ -1,0 +1,263 @@
+"""Optimizer states of every kind, on another topology: exact, or within the bound of 8-bit blocks that were cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.conftest import Launch
+from tests.distributed.model import Setup
+from tests.distributed.old_blocks import flip_map, lose_map, lose_scales, to_flat_blocks_of_2048
+
+SUB_GROUPS = (("sub_group_size", 5000),)
+SCATTERED = (("reduce_scatter", False),)
+#: Their updates are scaled by the norm of a flat partition, which a change of degree changes.
+BY_NORM = ("bnb.LAMB", "adafactor")
+
+
+def bnb(name: str, stage: int, **more: Any) -> Setup:
+    return Setup(stage, optimizer=f"bnb.{name}", zero=SUB_GROUPS if stage == 3 else (), **more)
+
+
+def configured(setup: Setup, **options: Any) -> Setup:
+    return replace(setup, config=(("elastic_checkpoint", options),))
+
+
+EIGHT_BIT = [
+    *[bnb("AdamW8bit", stage) for stage in (0, 1, 2, 3)],
+    bnb("Adam8bit", 2),
+    bnb("Lion8bit", 1),
+    bnb("Lion8bit", 3),
+    bnb("AdEMAMix8bit", 2),
+    bnb("AdEMAMix8bit", 3),
+    bnb("RMSprop8bit", 1),
+    bnb("SGD8bit", 2),
+    bnb("Adagrad8bit", 3),
+    bnb("LAMB8bit", 1),
+    bnb("PagedAdamW8bit", 2),
+    bnb("AdamW8bit", 2, precision="bf16"),
+    Setup(1, optimizer="bnb.AdamW8bit", zero=(("offload_optimizer", {"device": "cpu"}),)),
+]
+THIRTY_TWO_BIT = [bnb("AdamW32bit", 1), bnb("Lion", 3), bnb("AdEMAMix", 2), bnb("LAMB", 2), bnb("PagedAdam32bit", 1)]
+#: Partitions of two ranks have 8,600 elements, those of four 4,300: 8-bit on two, fp32 on four.
+CROSSING = Setup(1, optimizer="bnb.AdamW8bit@6000")
+OTHERS = [
+    *[Setup(stage, optimizer="sgd") for stage in (0, 2, 3)],
+    Setup(1, optimizer="sgd_plain"),
+    Setup(2, optimizer="adagrad", groups="one"),
+    Setup(3, optimizer="adagrad", groups="one"),
+    *[Setup(stage, optimizer="rmsprop_centered") for stage in (1, 3)],
+    Setup(2, optimizer="adadelta"),
+    *[Setup(stage, optimizer="nadam") for stage in (0, 1)],
+    Setup(3, optimizer="radam"),
+    Setup(1, optimizer="adamax"),
+    Setup(2, optimizer="rprop"),
+    *[Setup(stage, optimizer="adafactor") for stage in (0, 1)],
+    *[Setup(stage, optimizer="asgd") for stage in (0, 2)],
+    Setup(1, optimizer="cpulion"),
+    Setup(3, optimizer="cpuadagrad"),
+    Setup(1, optimizer="unknown"),
+    Setup(3, optimizer="unknown", zero=SUB_GROUPS),
+    Setup(2, optimizer="apex"),
+]
+MUON = [
+    Setup(1, optimizer="muon"),
+    Setup(2, "bf16", optimizer="muon"),
+    Setup(3, optimizer="muon", zero=SCATTERED),
+    Setup(1, optimizer="muon", zero=(("offload_optimizer", {"device": "cpu"}),)),
+    Setup(0, optimizer="muon"),
+]
+ALIGNED = [*[Setup(stage, optimizer="bnb.AdamW8bit") for stage in (1, 2, 3)], Setup(2, optimizer="bnb.AdEMAMix8bit")]
+Folder = Callable[[Setup, int], str]
+
+
+def save(launch: Launch, folder: Path, setups: Iterable[Setup], degree: int = 2) -> Folder:
+    values = {"folder": str(folder), "setups": [setup.as_json() for setup in setups]}
+    launch(degree, "optimizer_jobs.save", values, timeout=590)  # some optimizers are compiled first
+    return lambda setup, dp=degree: str(folder / f"{setup.name}-dp{dp}")
+
+
+@pytest.fixture(scope="module")
+def eight_bit(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    return save(launch, tmp_path_factory.mktemp("eight_bit"), [*EIGHT_BIT, *THIRTY_TWO_BIT, CROSSING])
+
+
+@pytest.fixture(scope="module")
+def others(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    return save(launch, tmp_path_factory.mktemp("others"), [*OTHERS, *MUON, Setup(1), Setup(3)])
+
+
+def load(launch: Launch, degree: int, targets: Sequence[tuple[Setup, Sequence[dict[str, Any]]]]) -> None:
+    values = [
+        {"setup": setup.as_json(), "sources": list(sources), "continue": list(range(len(sources)))}
+        for setup, sources in targets
+    ]
+    launch(degree, "optimizer_jobs.load", {"targets": values}, timeout=500)
+
+
+def exact(folder: str, loss: float = 1e-5, **more: Any) -> dict[str, Any]:
+    return {"folder": folder, "exact": True, "loss": loss, **more}
+
+
+def bounded(folder: str, loss: float = 2e-2, **more: Any) -> dict[str, Any]:
+    return {"folder": folder, "exact": False, "loss": loss, **more}
+
+
+def test_blocks_that_stay_whole_keep_their_bytes(launch: Launch, eight_bit: Folder) -> None:
+    load(launch, 2, [(setup, [exact(eight_bit(setup))]) for setup in EIGHT_BIT])
+
+
+def test_blocks_that_are_cut_are_quantized_anew_within_the_bound(launch: Launch, eight_bit: Folder) -> None:
+    targets = [(setup, [bounded(eight_bit(setup))]) for setup in EIGHT_BIT if setup.stage > 0]
+    every = [bnb("AdamW8bit", stage) for stage in (1, 2, 3)]
+    crossed = [(target, [bounded(eight_bit(source)) for source in every]) for target in (every[0], every[2])]
+    load(launch, 3, [*targets, *crossed, (bnb("AdamW8bit", 0), [exact(eight_bit(bnb("AdamW8bit", 0)))])])
+
+
+def test_eight_bit_states_go_to_one_rank_and_to_four(launch: Launch, eight_bit: Folder) -> None:
+    kinds = [bnb("AdamW8bit", 1), bnb("AdamW8bit", 3), bnb("AdEMAMix8bit", 2)]
+    unpartitioned = (bnb("AdamW8bit", 0), [bounded(eight_bit(bnb("AdamW8bit", stage))) for stage in (1, 3)])
+    load(launch, 1, [*[(setup, [bounded(eight_bit(setup))]) for setup in kinds], unpartitioned])
+    load(launch, 4, [(setup, [bounded(eight_bit(setup))]) for setup in kinds[:2]])
+
+
+def test_thirty_two_bit_states_are_exact(launch: Launch, eight_bit: Folder) -> None:
+    load(
+        launch,
+        3,
+        [
+            (setup, [exact(eight_bit(setup), loss=1.0 if setup.optimizer in BY_NORM else 1e-5)])
+            for setup in THIRTY_TWO_BIT
+        ],
+    )
+
+
+def test_states_change_their_kind_where_partitions_cross_the_smallest_size(
+    launch: Launch, eight_bit: Folder, tmp_path: Path
+) -> None:
+    load(launch, 4, [(CROSSING, [exact(eight_bit(CROSSING), loss=2e-2)])])
+    on_four = save(launch, tmp_path, [CROSSING], degree=4)
+    load(launch, 2, [(CROSSING, [bounded(on_four(CROSSING))])])
+
+
+def test_aligned_partitions_make_changes_of_degree_exact_for_good(launch: Launch, tmp_path: Path) -> None:
+    """From two ranks to one, three and four, and back."""
+    setups = [configured(setup, align_partitions=4096) for setup in ALIGNED]
+    on_two = save(launch, tmp_path, setups)
+    away = {degree: [str(tmp_path / f"{s.name}-dp{degree}") for s in setups] for degree in (1, 3, 4)}
+    for degree, folders in away.items():
+        there = [[exact(on_two(setup), resave=folder)] for setup, folder in zip(setups, folders, strict=True)]
+        load(launch, degree, list(zip(setups, there, strict=True)))
+    back = [[exact(folders[number]) for folders in away.values()] for number in range(len(setups))]
+    load(launch, 2, list(zip(setups, back, strict=True)))
+
+
+def test_alignment_changes_nothing_about_training(launch: Launch, tmp_path: Path) -> None:
+    setups = [Setup(stage, precision) for stage in (1, 3) for precision in ("fp32", "bf16")]
+    setups.append(Setup(1, "bf16_fp32acc"))
+    for degree in (1, 3):
+        plain = save(launch, tmp_path / "plain", setups, degree)
+        aligned = save(launch, tmp_path / "aligned", [configured(s, align_partitions=64) for s in setups], degree)
+        for setup in setups:
+            a, b = (torch.load(Path(folder(setup)) / "truth.pt", weights_only=False) for folder in (plain, aligned))
+            bound = 1e-6 if setup.precision == "fp32" else 5e-3  # memory that begins elsewhere adds up in other orders
+            assert a["losses"] == pytest.approx(b["losses"], abs=bound), setup
+
+
+def test_adam_in_fp32_and_in_8_bits_become_each_other(launch: Launch, eight_bit: Folder, others: Folder) -> None:
+    to_bnb = {"exp_avg": "state1", "exp_avg_sq": "state2"}
+    from_bnb = {new: old for old, new in to_bnb.items()}
+    loose = 0.5  # two implementations of Adam
+    adamw = [bounded(others(Setup(stage)), loss=loose, rename=to_bnb) for stage in (1, 3)]
+    codes = [exact(eight_bit(bnb("AdamW8bit", stage)), loss=loose, rename=from_bnb) for stage in (1, 3)]
+    convert = {"convert_optimizer": True}
+    load(
+        launch,
+        3,
+        [
+            (configured(bnb("AdamW8bit", 2), **convert), adamw),
+            (configured(Setup(2), **convert), codes),
+            (configured(Setup(3, optimizer="cpuadam"), **convert), codes[:1]),
+        ],
+    )
+
+
+def test_other_optimizers_come_back_exactly(launch: Launch, others: Folder) -> None:
+    kinds = {setup.optimizer for setup in OTHERS}
+    targets = []
+    for kind in sorted(kinds):
+        setups = [setup for setup in OTHERS if setup.optimizer == kind]
+        # Adafactor's factors of a matrix are no states of a flat partition
+        sources = [[target] if kind == "adafactor" else setups for target in setups]
+        targets += [
+            (target, [exact(others(s), loss=1.0 if kind in BY_NORM else 1e-5) for s in found])
+            for target, found in zip(setups, sources, strict=True)
+        ]
+    load(launch, 3, targets)
+
+
+def test_the_step_count_moves_between_state_and_param_group(launch: Launch, others: Folder) -> None:
+    apex, torch_adam = Setup(2, optimizer="apex"), Setup(1)
+    load(launch, 3, [(apex, [exact(others(torch_adam), loss=1e-3)]), (torch_adam, [exact(others(apex), loss=1e-3)])])
+
+
+def test_muon_comes_back_exactly_in_every_stage(launch: Launch, others: Folder) -> None:
+    def source(target: Setup, setup: Setup) -> dict[str, Any]:
+        # without ZeRO, DeepSpeed's Muon is another computation
+        alike = setup.precision == target.precision and (setup.stage == 0) == (target.stage == 0)
+        return exact(others(setup), loss=1e-4 if alike else 0.5)
+
+    load(launch, 3, [(target, [source(target, setup) for setup in MUON]) for target in MUON])
+
+
+def test_files_of_older_bitsandbytes_are_read(launch: Launch, eight_bit: Folder, tmp_path: Path) -> None:
+    """Flat layout and blocks of 2048: cut into 256 exactly, and a cut elsewhere within the bound."""
+    setup = bnb("AdamW8bit", 1)
+    folder = to_flat_blocks_of_2048(Path(eight_bit(setup)), tmp_path / "old")
+    launch(2, "optimizer_jobs.old_blocks", {"setup": setup.as_json(), "folder": str(folder), "exact": True})
+    launch(3, "optimizer_jobs.old_blocks", {"setup": setup.as_json(), "folder": str(folder), "exact": False})
+
+
+def test_a_damaged_quantization_map_is_rebuilt_and_told_of(launch: Launch, eight_bit: Folder, tmp_path: Path) -> None:
+    setup = bnb("AdamW8bit", 2)
+    cases = [(flip_map, "qmap1 in"), (lose_map, "qmap2 in")]
+    sources = []
+    for number, (damage, says) in enumerate(cases):
+        folder = damage(Path(eight_bit(setup)), tmp_path / str(number))
+        sources.append(exact(str(folder), says=[says, "rebuilt from bitsandbytes' own map"]))
+    load(launch, 2, [(setup, sources)])
+
+
+def test_what_cannot_be_restored_is_refused(launch: Launch, eight_bit: Folder, others: Folder, tmp_path: Path) -> None:
+    adam8, adamw, legacy = bnb("AdamW8bit", 2), Setup(1), bnb("AdamW8bit", 1)
+    legacy = replace(legacy, zero=(("elastic_checkpoint", True),))
+    save(launch, tmp_path, [legacy])
+
+    def case(setup: Setup, folder: str, *says: str) -> dict[str, Any]:
+        return {"setup": setup.as_json(), "folder": folder, "says": list(says)}
+
+    def mislabelled(**schema: str) -> dict[str, Any]:
+        (key,) = schema
+        return case(configured(adam8, state_schema=schema), eight_bit(adam8), key, "state_schema")
+
+    cases = [
+        case(adam8, others(adamw), "torch.optim.AdamW", "AdamW8bit", '"convert_optimizer": true'),
+        case(adamw, eight_bit(adam8), "bitsandbytes", "torch.optim.adamw.AdamW", '"convert_optimizer": true'),
+        case(bnb("Lion8bit", 1), eight_bit(adam8), "state2", "Lion8bit"),
+        case(bnb("LAMB8bit", 1), eight_bit(adam8), "unorm_vec"),
+        case(Setup(1, optimizer="radam"), others(adamw), "amsgrad", "RAdam"),
+        case(Setup(1, optimizer="adafactor"), others(Setup(0, optimizer="adafactor")), "row_var", "Adafactor"),
+        case(adam8, str(lose_scales(Path(eight_bit(adam8)), tmp_path / "scales")), "state1", "scales"),
+        case(configured(bnb("AdamW8bit", 3), eight_bit_realign="error"), eight_bit(adam8), "eight_bit_realign"),
+        case(adam8, str(tmp_path / f"{legacy.name}-dp2"), "legacy", "qmap1", "of 256 elements"),
+        mislabelled(qmap1="elementwise"),
+        mislabelled(absmax1="replicated"),
+        mislabelled(state1="replicated"),
+        case(configured(adamw, non_shard_state_keys=["exp_avg"]), others(adamw), "exp_avg", "non_shard_state_keys"),
+    ]
+    launch(2, "optimizer_jobs.refuse", {"cases": cases})

@@ -1,0 +1,531 @@
+"""Optimizer states as files hold them, read from real ``torch.save`` files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import bitsandbytes as bnb
+import pytest
+import torch
+
+from elastic_ckpt.errors import DamagedError, UnsupportedError
+from elastic_ckpt.formats import saved_states
+from elastic_ckpt.formats.legacy import LegacyShard, index_legacy, refuse_legacy
+from elastic_ckpt.formats.pickled import PickledFile, open_pickled
+from elastic_ckpt.formats.saved_groups import normal_groups, read_groups, with_group_step
+from elastic_ckpt.formats.saved_states import StatesOfOne, kind_notes, resolve_codebooks, sort_states
+from elastic_ckpt.formats.zero0_index import index_unpartitioned, saved_shape
+from elastic_ckpt.states.bitsandbytes import codebook_of, own_maps
+from elastic_ckpt.states.classify import FRESH, OPAQUE, Digest, SavedKind, StateOptions
+from elastic_ckpt.states.kinds import ELEMENTWISE, REPLICATED, Codebook
+
+DEFAULTS = StateOptions()
+NESTED = "__bnb_optimizer_quant_state__"
+
+
+def written(folder: Path, tree: Any, name: str = "states.pt") -> PickledFile:
+    torch.save(tree, folder / name)
+    return open_pickled(str(folder / name))
+
+
+def sorted_of(folder: Path, states: Mapping[str, Any], options: StateOptions = DEFAULTS) -> StatesOfOne:
+    file = written(folder, dict(states))
+    return sort_states(file, file.tree, options)
+
+
+def stepped(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state dict after two steps."""
+    for _ in range(2):
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                param.grad = torch.ones_like(param)
+        optimizer.step()
+    return optimizer.state_dict()
+
+
+def parameter(*shape: int) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.linspace(-1, 1, torch.Size(shape).numel()).reshape(shape))
+
+
+# --- sorting ----------------------------------------------------------------------------------------------------
+
+
+def test_states_are_sorted_by_what_they_are(tmp_path: Path) -> None:
+    found = sorted_of(
+        tmp_path,
+        {
+            "tensor": torch.arange(6.0).reshape(2, 3),
+            "empty": torch.empty(0),
+            "point": torch.tensor(2.5, dtype=torch.float64),
+            "count": torch.tensor(7),
+            "int": 3,
+            "float": 0.25,
+            "nothing": None,
+            "bool": True,
+            "text": "x",
+            "list": [torch.ones(2), 1],
+        },
+    )
+    assert set(found.tensors) == {"tensor", "empty"}
+    assert found.tensors["tensor"].shape == (2, 3)
+    assert found.scalars == (("count", 7), ("float", 0.25), ("int", 3), ("point", 2.5))
+    assert found.scalar_forms == {"point": "float64", "count": "int64", "int": "int", "float": "float"}
+    assert set(found.points) == {"point", "count"}
+    assert found.opaque == {"bool": "a bool", "text": "a str", "list": "a list"}
+
+
+def test_states_of_a_real_adamw_are_tensors_and_a_step(tmp_path: Path) -> None:
+    state = stepped(torch.optim.AdamW([parameter(3, 4)]))["state"][0]
+    found = sorted_of(tmp_path, state)
+    assert set(found.tensors) == {"exp_avg", "exp_avg_sq"}
+    assert (found.scalars, found.scalar_forms) == ((("step", 2.0),), {"step": "float32"})
+    assert found.opaque == {}
+
+
+def test_a_buffer_that_is_not_used_is_no_state(tmp_path: Path) -> None:
+    assert sorted_of(tmp_path, {"momentum_buffer": None}) == StatesOfOne({})
+    state = stepped(torch.optim.SGD([parameter(4)]))["state"]
+    assert [sorted_of(tmp_path, found) for found in state.values()] in ([], [StatesOfOne({})])
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_quantized_states_are_the_same_nested_or_flat(tmp_path: Path, nested: bool) -> None:
+    param = parameter(5000)
+    optimizer = bnb.optim.AdamW8bit([param])
+    state = stepped(optimizer)["state"][0]
+    assert NESTED in state
+    tree = state if nested else {**{key: value for key, value in state.items() if key != NESTED}, **state[NESTED]}
+    found = sorted_of(tmp_path, tree)
+    assert set(found.tensors) == {"state1", "state2", "qmap1", "qmap2", "absmax1", "absmax2"}
+    assert (found.scalars, found.scalar_forms) == ((("step", 2),), {"step": "int"})
+    assert found.opaque == {}
+    assert found.codebooks == own_maps()
+    assert found.digests == {}
+    assert found.tensors["state1"].dtype == "uint8"
+    raw = (tmp_path / "states.pt").read_bytes()
+    start = found.tensors["absmax2"].byte_offset
+    assert raw[start : start + 80] == optimizer.state[param]["absmax2"].numpy().tobytes()
+
+
+def digest_of(folder: Path, tensor: torch.Tensor, key: str = "mine", options: StateOptions = DEFAULTS) -> Digest | None:
+    return sorted_of(folder, {key: tensor}, options).digests.get(key)
+
+
+def test_small_tensors_are_looked_into_and_large_ones_where_the_user_calls_them_replicated(tmp_path: Path) -> None:
+    assert digest_of(tmp_path, torch.zeros(4096)) is not None
+    assert digest_of(tmp_path, torch.zeros(4097)) is None
+    assert digest_of(tmp_path, torch.zeros(64, 65)) is None
+    for options in (StateOptions(("mine",)), StateOptions(schema={"mine": "replicated"})):
+        assert digest_of(tmp_path, torch.zeros(5000), options=options) is not None
+    assert digest_of(tmp_path, torch.zeros(5000), options=StateOptions(("mine",), schema={"mine": "fresh"})) is None
+    assert digest_of(tmp_path, torch.zeros(20), "absmax1") is None
+    assert digest_of(tmp_path, torch.zeros(256), "qmap3") is not None
+    assert digest_of(tmp_path, torch.zeros(256), "qmap1") is None
+
+
+def test_a_tensor_that_is_too_large_to_be_replicated_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saved_states, "_MOST_REPLICATED_NUMEL", 5000)
+    options = StateOptions(("mine",))
+    assert digest_of(tmp_path, torch.zeros(5000), options=options) is not None
+    assert digest_of(tmp_path, torch.zeros(5001), options=options) is None
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.randn(7), torch.arange(6).reshape(2, 3), torch.randn(5).bfloat16(), torch.zeros(3, dtype=torch.bool)],
+)
+def test_digests_tell_equal_bytes_from_others(tmp_path: Path, tensor: torch.Tensor) -> None:
+    first = digest_of(tmp_path, tensor)
+    assert first is not None
+    assert digest_of(tmp_path, tensor.clone()) == first
+    other = tensor.clone()
+    other.view(-1)[-1] = not other.view(-1)[-1] if other.dtype == torch.bool else other.view(-1)[-1] + 1
+    found = digest_of(tmp_path, other)
+    assert found is not None
+    assert found.crc32 != first.crc32
+
+
+def test_digests_are_of_the_elements_in_order_whatever_the_strides(tmp_path: Path) -> None:
+    tensor = torch.randn(3, 4)
+    assert digest_of(tmp_path, tensor.t().contiguous().t()) == digest_of(tmp_path, tensor)
+    assert digest_of(tmp_path, tensor.t()) != digest_of(tmp_path, tensor)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([0.0, 1.0, 2.0], True),
+        ([0.0, 0.0, 1.0], False),
+        ([2.0, 1.0], False),
+        ([1.0], False),
+        ([0.0, float("nan"), 1.0], False),
+        ([0, 1, 2], True),
+    ],
+)
+def test_a_table_is_known_by_its_ascending_values(tmp_path: Path, values: list[float], expected: bool) -> None:
+    digest = digest_of(tmp_path, torch.tensor(values))
+    assert digest is not None
+    assert digest.ascending == expected
+
+
+def test_complex_and_empty_tensors_ascend_nowhere(tmp_path: Path) -> None:
+    for tensor in (torch.tensor([0 + 0j, 1 + 0j]), torch.empty(0), torch.empty(3, 0)):
+        digest = digest_of(tmp_path, tensor)
+        assert digest is not None
+        assert not digest.ascending
+
+
+def test_a_map_of_a_wild_size_is_not_read_and_one_of_a_wrong_size_is_told_of(tmp_path: Path) -> None:
+    assert sorted_of(tmp_path, {"qmap1": torch.zeros(4097)}).codebooks == {}
+    assert len(sorted_of(tmp_path, {"qmap1": torch.zeros(255)}).codebooks["qmap1"].values) == 255
+
+
+# --- quantization maps ------------------------------------------------------------------------------------------
+
+SIGNED, UNSIGNED = own_maps()["qmap1"], own_maps()["qmap2"]
+#: A map of nobody's, as good as any.
+OTHER = Codebook((*torch.linspace(-1, 1, 255).tolist()[:127], 0.0, *torch.linspace(1 / 128, 1, 128).tolist()))
+
+
+def quantized(folder: Path, **maps: Codebook | None) -> StatesOfOne:
+    """The states of a file with these maps, as a file would give them."""
+    tree: dict[str, Any] = {}
+    for qmap, codebook in maps.items():
+        tree[f"state{qmap[-1]}"] = torch.zeros(5000, dtype=torch.uint8)
+        tree[f"absmax{qmap[-1]}"] = torch.zeros(20)
+        if codebook is not None:
+            tree[qmap] = torch.tensor(codebook.values)
+    return sorted_of(folder, tree)
+
+
+def flipped(codebook: Codebook, bit: int = 30, position: int = 100) -> Codebook:
+    """A map in which one bit of one value is wrong."""
+    values = torch.tensor(codebook.values)
+    values.view(torch.int32)[position] ^= 1 << bit
+    return codebook_of(values)
+
+
+def test_the_map_of_nobody_is_a_map() -> None:
+    assert len(OTHER.values) == 256
+    assert OTHER.problem is None
+
+
+def test_the_map_that_all_files_hold_is_taken_without_a_word(tmp_path: Path) -> None:
+    states = quantized(tmp_path, qmap1=SIGNED, qmap2=UNSIGNED)
+    maps, notes = resolve_codebooks([("a", states), ("b", states)])
+    assert maps == {"qmap1": SIGNED, "qmap2": UNSIGNED}
+    assert notes == ()
+
+
+def test_no_codes_need_no_map(tmp_path: Path) -> None:
+    states = sorted_of(tmp_path, {"exp_avg": torch.zeros(5), "state1": torch.zeros(5), "qmap1": torch.zeros(256)})
+    assert resolve_codebooks([("a", states)]) == ({}, ())
+    assert resolve_codebooks([]) == ({}, ())
+
+
+def test_a_file_without_codes_beside_others_is_passed_over(tmp_path: Path) -> None:
+    plain = sorted_of(tmp_path, {"state1": torch.zeros(5)})
+    maps, notes = resolve_codebooks([("a", plain), ("b", quantized(tmp_path, qmap1=SIGNED))])
+    assert (maps, notes) == ({"qmap1": SIGNED}, ())
+
+
+def test_another_map_that_all_files_hold_is_taken_as_saved_and_told_of(tmp_path: Path) -> None:
+    states = quantized(tmp_path, qmap1=OTHER, qmap2=UNSIGNED)
+    maps, notes = resolve_codebooks([("a", states), ("b", states)])
+    assert maps == {"qmap1": OTHER, "qmap2": UNSIGNED}
+    (note,) = notes
+    assert "qmap1" in note
+    assert "taken as saved" in note
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("damaged", "words"),
+    [
+        (None, "is missing"),
+        (flipped(SIGNED), "has values"),
+        (flipped(SIGNED, bit=1), "differs from that of other ranks"),
+        (OTHER, "differs from that of other ranks"),
+        (Codebook(SIGNED.values[:255]), "has 255 values"),
+    ],
+)
+def test_a_map_that_one_rank_lost_is_rebuilt_from_bitsandbytes_and_told_of(
+    tmp_path: Path, damaged: Codebook | None, words: str, position: int
+) -> None:
+    if damaged is not None and words.startswith("differs"):
+        assert damaged.problem is None
+    files = [(f"{number}.pt", quantized(tmp_path, qmap1=SIGNED)) for number in range(3)]
+    files[position] = (files[position][0], quantized(tmp_path, qmap1=damaged))
+    maps, notes = resolve_codebooks(files)
+    assert maps == {"qmap1": SIGNED}
+    (note,) = notes
+    assert note.startswith(f"qmap1 in {position}.pt {words}")
+    assert note.endswith("rebuilt from bitsandbytes' own map")
+
+
+@pytest.mark.parametrize("damaged", [None, flipped(SIGNED), Codebook(SIGNED.values[::-1])])
+def test_a_map_that_is_damaged_everywhere_is_rebuilt_too(tmp_path: Path, damaged: Codebook | None) -> None:
+    files = [(name, quantized(tmp_path, qmap1=damaged, qmap2=UNSIGNED)) for name in "ab"]
+    maps, notes = resolve_codebooks(files)
+    assert maps == {"qmap1": SIGNED, "qmap2": UNSIGNED}
+    (note,) = notes
+    assert note.startswith("qmap1 in a ")
+
+
+def test_maps_none_of_which_is_bitsandbytes_own_are_refused(tmp_path: Path) -> None:
+    files = [("a", quantized(tmp_path, qmap1=OTHER)), ("b", quantized(tmp_path, qmap1=flipped(OTHER, bit=1)))]
+    with pytest.raises(DamagedError, match="qmap1 is damaged") as caught:
+        resolve_codebooks(files)
+    assert (caught.value.parameter, caught.value.file) == ("qmap1", "a")
+    assert caught.value.found == "2 different ones"
+    assert "install the version that saved them" in str(caught.value.remedy)
+    with pytest.raises(DamagedError, match="qmap2"):
+        resolve_codebooks([("a", quantized(tmp_path, qmap2=OTHER)), ("b", quantized(tmp_path, qmap2=None))])
+
+
+@pytest.mark.parametrize(("damaged", "words"), [(None, "is missing"), (flipped(SIGNED), "has values")])
+def test_without_bitsandbytes_a_damaged_map_is_refused_and_a_good_one_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: Codebook | None, words: str
+) -> None:
+    monkeypatch.setattr(saved_states, "own_maps", dict)
+    good, bad = quantized(tmp_path, qmap1=SIGNED), quantized(tmp_path, qmap1=damaged)
+    assert resolve_codebooks([("a", good), ("b", good)]) == ({"qmap1": SIGNED}, ())
+    with pytest.raises(DamagedError) as caught:
+        resolve_codebooks([("a", bad), ("b", bad)])
+    assert words in str(caught.value.found)
+    assert "pip install bitsandbytes" in str(caught.value.remedy)
+    with pytest.raises(DamagedError, match="qmap1"):
+        resolve_codebooks([("a", good), ("b", bad)])
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        (SIGNED.values, None),
+        (UNSIGNED.values, None),
+        (SIGNED.values[:-1], "255 values"),
+        ((*SIGNED.values, 2.0), "257 values"),
+        ((*SIGNED.values[:5], float("nan"), *SIGNED.values[6:]), "not finite"),
+        ((*SIGNED.values[:-1], float("inf")), "not finite"),
+        ((*SIGNED.values[:5], SIGNED.values[4], *SIGNED.values[6:]), "do not ascend"),
+        ((*SIGNED.values[:-1], 1.5), "to 1.5"),
+        ((-1.5, *SIGNED.values[1:]), "from -1.5"),
+        (tuple(value + 1e-9 if value == 0.0 else value for value in SIGNED.values), "no code for zero"),
+    ],
+)
+def test_a_map_is_usable_if_it_has_256_ascending_values_one_of_them_zero(
+    values: tuple[float, ...], problem: str | None
+) -> None:
+    found = Codebook(values).problem
+    assert found is problem is None or problem in str(found)
+
+
+def test_the_code_of_zero_and_the_sign_are_those_of_bitsandbytes() -> None:
+    assert [SIGNED.zero, UNSIGNED.zero] == [127, 0]
+    assert [SIGNED.signed, UNSIGNED.signed] == [True, False]
+    gaps = torch.tensor(SIGNED.values).diff()
+    assert pytest.approx(float(gaps.max()) / 2, abs=1e-7) == SIGNED.bound
+
+
+# --- notes ------------------------------------------------------------------------------------------------------
+
+
+def test_guesses_and_words_that_met_nothing_are_told_of() -> None:
+    kinds = {
+        "exp_avg": SavedKind(ELEMENTWISE),
+        "table": SavedKind(REPLICATED, why="the same values on all ranks"),
+        "declared": SavedKind(REPLICATED),
+        "left": SavedKind(FRESH),
+        "odd": SavedKind(OPAQUE, why="odd"),
+    }
+    options = StateOptions(
+        ("declared", "nobody", "default"), ("declared", "nobody"), schema={"left": "fresh", "no one": "fresh"}
+    )
+    replicated, fresh, unmatched = kind_notes(kinds, options)
+    assert replicated == "optimizer state table was taken as replicated: the same values on all ranks"
+    assert fresh == 'optimizer state left starts fresh: "state_schema" says so'
+    assert "no one, nobody, of which" in unmatched
+    assert "default" not in unmatched
+
+
+def test_words_about_scales_and_maps_meet_them() -> None:
+    kinds = {"state1": SavedKind(ELEMENTWISE, block_numel=256)}
+    options = StateOptions(("qmap1", "qmap2"), ("qmap1", "qmap2"))
+    (note,) = kind_notes(kinds, options)
+    assert "named qmap2, of which" in note
+    assert kind_notes(kinds, replace(options, named=("qmap1",), schema={"qmap1": "replicated"})) == ()
+    assert len(kind_notes({"state1": SavedKind(ELEMENTWISE)}, replace(options, named=("qmap1",)))) == 1
+
+
+def test_a_checkpoint_without_states_meets_no_word_and_says_nothing() -> None:
+    assert kind_notes({}, StateOptions(("mine",), ("mine",), schema={"other": "fresh"})) == ()
+    assert kind_notes({"exp_avg": SavedKind(ELEMENTWISE)}, DEFAULTS) == ()
+
+
+# --- the legacy "elastic_checkpoint" of DeepSpeed ---------------------------------------------------------------
+
+
+def legacy_file(
+    folder: Path, states: list[dict[str, Any]], masters: list[int], paddings: list[int], name: str = "legacy.pt"
+) -> LegacyShard:
+    tree = {
+        "optimizer_state_dict": {
+            "base_optimizer_state": states,
+            "single_partition_of_fp32_groups": [torch.zeros(numel) for numel in masters],
+            "group_paddings": paddings,
+        }
+    }
+    file = written(folder, tree, name)
+    return index_legacy(file, file.section("optimizer_state_dict", "base_optimizer_state"))
+
+
+def test_a_legacy_shard_names_every_tensor_that_lost_elements(tmp_path: Path) -> None:
+    state = {
+        "state1": torch.zeros(4990, dtype=torch.uint8),
+        "qmap1": torch.zeros(246),
+        "absmax1": torch.zeros(10),
+        "step": 3,
+        "point": torch.tensor(3.0),
+        "nothing": None,
+    }
+    shard = legacy_file(tmp_path, [state, state], [4990, 4990], [10, 0])
+    assert shard.path == str(tmp_path / "legacy.pt")
+    assert shard.lost == ("qmap1 of param group 0: 10 of 256 elements", "absmax1 of param group 0: 10 of 20 elements")
+    shard = legacy_file(tmp_path, [state, state], [4990, 4990], [0, 10])
+    assert all("param group 1" in lost for lost in shard.lost)
+    assert len(shard.lost) == 2
+
+
+def test_a_legacy_shard_without_padding_or_with_states_of_the_masters_length_lost_nothing(tmp_path: Path) -> None:
+    state = {"exp_avg": torch.zeros(90), "exp_avg_sq": torch.zeros(90), "step": 3}
+    for padding in (0, 10):
+        assert legacy_file(tmp_path, [state], [90], [padding]).lost == ()
+    assert legacy_file(tmp_path, [{"exp_avg": torch.zeros(80)}], [90], [0]).lost == ()
+
+
+def test_legacy_shards_are_refused_by_the_one_that_lost_something() -> None:
+    whole, broken = LegacyShard("whole", ()), LegacyShard("broken", ("qmap1: 1 of 256", "absmax1: 1 of 2"))
+    for shards in ([whole, broken], [broken, whole]):
+        with pytest.raises(UnsupportedError, match="legacy") as caught:
+            refuse_legacy(shards)
+        assert caught.value.file == "broken"
+        assert caught.value.found == "lost: qmap1: 1 of 256; absmax1: 1 of 2"
+    with pytest.raises(UnsupportedError) as caught:
+        refuse_legacy([whole, replace(whole, path="other")])
+    assert caught.value.file == "whole"
+    assert "hyperparameters" in str(caught.value.found)
+    assert "load_optimizer_states=False" in str(caught.value.remedy)
+    refuse_legacy([])
+
+
+def test_a_legacy_file_without_its_entries_is_damaged(tmp_path: Path) -> None:
+    file = written(tmp_path, {"optimizer_state_dict": {"group_paddings": [0]}})
+    with pytest.raises(DamagedError):
+        index_legacy(file, [])
+
+
+# --- saved groups -----------------------------------------------------------------------------------------------
+
+
+def test_a_step_count_in_the_param_group_is_a_state_of_its_members() -> None:
+    assert with_group_step((), True, {"step": 7}) == (("step", 7),)
+    assert with_group_step((("z", 1.0), ("a", 2.0)), True, {"step": 7}) == (("a", 2.0), ("step", 7), ("z", 1.0))
+
+
+@pytest.mark.parametrize(
+    ("scalars", "has_states", "group"),
+    [
+        ((), False, {"step": 7}),
+        ((), True, {}),
+        ((), True, {"step": None}),
+        ((), True, {"step": 7.5}),
+        ((("step", 3.0),), True, {"step": 7}),
+    ],
+)
+def test_a_step_count_that_belongs_to_no_state_is_none(
+    scalars: tuple[tuple[str, float], ...], has_states: bool, group: dict[str, Any]
+) -> None:
+    assert with_group_step(scalars, has_states, group) == scalars
+
+
+def test_saved_groups_lose_their_step_and_bitsandbytes_tells_its_weight_decay() -> None:
+    groups = [{"lr": 0.1, "step": 7}, {"lr": 0.2, "decoupled_weight_decay": False}]
+    assert normal_groups(groups, is_bitsandbytes=False) == ({"lr": 0.1}, groups[1])
+    assert normal_groups(groups, is_bitsandbytes=True) == (
+        {"lr": 0.1, "decoupled_weight_decay": True},
+        {"lr": 0.2, "decoupled_weight_decay": True},
+    )
+    assert groups[0] == {"lr": 0.1, "step": 7}
+
+
+def test_groups_are_read_as_python_numbers_without_their_members(tmp_path: Path) -> None:
+    param = parameter(3)
+    optimizer = torch.optim.AdamW([("w", param)], lr=torch.tensor(0.25), capturable=False, foreach=False)
+    file = written(tmp_path, optimizer.state_dict())
+    (group,) = read_groups(file, file.tree["param_groups"])
+    assert group["lr"] == 0.25
+    assert type(group["lr"]) is float
+    assert group["betas"] == (0.9, 0.999)
+    assert not {"params", "param_names"} & set(group)
+
+
+# --- the shape of an unpartitioned parameter, from its states ---------------------------------------------------
+
+
+def shape_of(folder: Path, optimizer: torch.optim.Optimizer) -> tuple[int, ...] | None:
+    """What the states of the optimizer's only parameter tell of its shape."""
+    file = written(folder, {"optimizer": stepped(optimizer)})
+    state = index_unpartitioned(file, DEFAULTS)
+    assert state is not None
+    (states,) = state.states.values()
+    return saved_shape(states)
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "Adam": torch.optim.Adam,
+    "NAdam": torch.optim.NAdam,
+    "Adamax": torch.optim.Adamax,
+    "RMSprop": lambda params: torch.optim.RMSprop(params, momentum=0.9, centered=True),
+    "Adagrad": torch.optim.Adagrad,
+    "Adadelta": torch.optim.Adadelta,
+    "Rprop": torch.optim.Rprop,
+    "Adafactor": torch.optim.Adafactor,
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "bnb Adam": bnb.optim.Adam,
+    "bnb Lion": bnb.optim.Lion,
+    "bnb AdEMAMix": bnb.optim.AdEMAMix,
+    "bnb LAMB": bnb.optim.LAMB,
+}
+
+
+@pytest.mark.parametrize("shape", [(12,), (3, 4), (2, 3, 4), (1,), (1, 1)])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_states_tell_the_shape_of_their_parameter(tmp_path: Path, name: str, shape: tuple[int, ...]) -> None:
+    assert shape_of(tmp_path, OPTIMIZERS[name]([parameter(*shape)])) == shape
+
+
+@pytest.mark.parametrize("name", ["bnb.AdamW8bit", "AdEMAMix8bit", "Lion8bit"])
+def test_8_bit_states_tell_the_shape_of_their_parameter(tmp_path: Path, name: str) -> None:
+    cls = getattr(bnb.optim, name.rpartition(".")[2])
+    assert shape_of(tmp_path, cls([parameter(70, 90)])) == (70, 90)
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if not name.startswith("bnb")])
+def test_states_of_a_parameter_without_dimensions_tell_that_it_has_none(tmp_path: Path, name: str) -> None:
+    assert shape_of(tmp_path, OPTIMIZERS[name]([parameter()])) == ()
+
+
+def test_states_that_tell_nothing_tell_nothing(tmp_path: Path) -> None:
+    assert saved_shape(StatesOfOne({})) is None
+    assert saved_shape(sorted_of(tmp_path, {"step": torch.tensor(3.0), "n": 4})) is None
+    assert saved_shape(sorted_of(tmp_path, {"mine": torch.zeros(3, 4), "step": 3})) == (3, 4)
+
+
+def test_of_two_rows_the_single_one_tells_the_shape(tmp_path: Path) -> None:
+    assert saved_shape(sorted_of(tmp_path, {"state1": torch.zeros(2, 5), "state2": torch.zeros(5)})) == (5,)
+    assert saved_shape(sorted_of(tmp_path, {"mine": torch.zeros(7), "exp_avg": torch.zeros(5)})) == (5,)
