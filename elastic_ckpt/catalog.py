@@ -155,11 +155,13 @@ class Catalog:
         aliases: tied names: name without data of its own -> name that holds it.
         opaque_states: states whose layout is not understood: state key -> description.
         damaged_states: states of which something is missing: state key -> description.
+        fresh_states: states that are there and that the user wants left.
         scalar_forms: scalar state -> how it was saved: ``"int"``, ``"float"``, or the name of a torch dtype.
         frozen_recorded: whether the checkpoint lists the frozen parameters of the saved model; if not, they may have
             been left out on purpose (``exclude_frozen_parameters=True``).
         buffers_of_this_rank: whether each rank reads buffers from a file of its own, so that they may differ.
         notes: what the reader noticed and the user should know.
+        warnings: what the user should look at.
     """
 
     source: SourceFacts
@@ -170,10 +172,12 @@ class Catalog:
     aliases: Mapping[str, str] = field(default_factory=dict)
     opaque_states: Mapping[str, str] = field(default_factory=dict)
     damaged_states: Mapping[str, str] = field(default_factory=dict)
+    fresh_states: frozenset[str] = frozenset()
     scalar_forms: Mapping[str, str] = field(default_factory=dict)
     frozen_recorded: bool = True
     buffers_of_this_rank: bool = False
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     def names(self, key: str) -> list[str]:
         """Names that have a tensor under ``key``, in catalog order."""

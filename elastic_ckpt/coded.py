@@ -63,22 +63,23 @@ def plan_row(row: Row, pieces: Iterable[Piece]) -> tuple[list[Copy], list[Recode
 
 
 def recut_blocks(recode: Recode) -> int:
-    """How many blocks of a recode mix elements of several source blocks, or take values that were not quantized."""
+    """How many blocks of a recode mix elements of several source blocks, or take values that no code of theirs has."""
     if recode.target is None:
         return 0
     sources: dict[int, set[tuple[int, int, int]]] = {}
     numel = recode.target.numel
     for piece in recode.pieces:
-        for start, stop, source in _source_blocks(piece):
+        for start, stop, source in _source_blocks(piece, recode.target):
             for block in range((start - recode.start) // numel, _ceil(stop - recode.start, numel)):
                 sources.setdefault(block, set()).add(source)
     return sum(len(found) > 1 or (-1, -1, -1) in found for found in sources.values())
 
 
-def _source_blocks(piece: Piece) -> Iterator[tuple[int, int, tuple[int, int, int]]]:
-    """Elements of the slot that come from one source block: (start, stop, which block)."""
+def _source_blocks(piece: Piece, target: BlockFormat) -> Iterator[tuple[int, int, tuple[int, int, int]]]:
+    """Elements of the slot that come from one source block: (start, stop, which block); of values, or codes of another
+    map, it is no block whose codes could stay."""
     code, end = piece.code, piece.start + piece.numel
-    if code is None:
+    if code is None or code.format.codebook != target.codebook:
         yield piece.start, end, (-1, -1, -1)
         return
     start = piece.start

@@ -12,7 +12,7 @@ from elastic_ckpt.errors import MismatchError, listed
 
 #: Lists of members, a name for people, and choices of implementation rather than of training: the live run's own
 #: are kept.
-_LIVE_KEYS = frozenset({"params", "param_names", "name", "foreign", "fused", "capturable", "differentiable"})
+_LIVE_KEYS = frozenset({"params", "param_names", "name", "foreach", "fused", "capturable", "differentiable"})
 #: A count that some optimizers keep in the group: it is a scalar state.
 _STEP = "step"
 _DECOUPLED = "decoupled_weight_decay"

@@ -149,6 +149,7 @@ def _compare_runs(
     warnings = compare_batches(engine, checkpoint.host.batch, config.on_batch_size_change == "error")
     if not restores_states(arguments):
         return warnings
+    warnings += checkpoint.catalog.warnings
     return warnings + warn_of_unscaled_gradients(engine, checkpoint.host, checkpoint.catalog.source.zero_stage)
 
 

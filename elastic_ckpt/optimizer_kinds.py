@@ -17,7 +17,7 @@ from elastic_ckpt.states.kinds import SCRATCH
 _FAMILIES: Mapping[str, tuple[tuple[str, ...], ...]] = {"adam": (("exp_avg", "exp_avg_sq"), ("state1", "state2"))}
 #: Hyperparameters that tell kinds of optimizers apart.
 _MARKS = frozenset(
-    {"betas", "momentum", "dampening", "nesterov", "rho", "alpha", "t_alpha", "centered", "lr_decay", "etas", "lambd"}
+    {"betas", "momentum", "dampening", "nesterov", "rho", "centered", "lr_decay", "etas", "lambd"}
     | {"beta2_decay", "ns_steps", "ns_method", "momentum_decay", "initial_accumulator_value", "eps", "use_muon", "d"}
 )
 _ADAM_MARKS = frozenset({"amsgrad", "bias_correction"})
@@ -33,6 +33,8 @@ def renamed_states(
     plain = all(catalog.tensors[name, key].shape == parameter.shape for key in saved)
     if not plain or any(state.key == UPDATE_NORM for state in parameter.replicated):
         return None
+    if saved == set(_FAMILIES["adam"][0]) and not _is_adam(catalog.groups[parameter.group]):
+        return None  # of another optimizer that keeps states of these names
     spellings = _FAMILIES.get(destinations.family or "", ())
     theirs = next((names for names in spellings if set(names) == saved), None)
     ours = next((names for names in spellings if set(names) == live), None)
@@ -68,7 +70,8 @@ def refuse_other_kind(
             continue
         # a user may have put more into a group than the optimizer knows
         adams = _is_adam(saved) and (_is_adam(live) or bool(_ADAM_MARKS & (set(saved) - set(live))))
-        if adams != _is_adam(live) or not (adams or _MARKS & set(live) <= set(saved)):
+        unlike = not _MARKS & set(live) <= set(saved) or ("eps" in saved and "eps" not in live)
+        if adams != _is_adam(live) or (unlike and not adams):
             raise _other_kind(catalog, destinations, members, sorted(live), sorted(map(str, saved)))
     replicated = {state.key for state in catalog.parameters[members[0]].replicated}
     scratch = {state.key for state in flat.states or () if state.layout == SCRATCH}

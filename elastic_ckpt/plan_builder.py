@@ -20,6 +20,8 @@ from elastic_ckpt.state_matching import StateLink
 from elastic_ckpt.states.kinds import REPLICATED, SCRATCH, TOUCHED, WHOLE, LiveState
 
 _SCALES_DTYPE = "float32"
+#: What codes stand for.
+_VALUES_DTYPE = "float32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ class PlanBuilder:
             fragments: all that lies in the partition, in flat order.
             held: those whose states are restored.
         """
-        live = link.live
+        live, held = link.live, held if link.source else ()
         if live.layout == SCRATCH:
             return
         if live.layout == REPLICATED:
@@ -129,7 +131,7 @@ class PlanBuilder:
 
     def _check_dtype(self, part: _Part, key: str, dtype: str) -> None:
         tensor = part.tensor
-        if not converts_exactly(tensor.dtype, dtype):
+        if not converts_exactly(_VALUES_DTYPE if _is_coded(tensor) else tensor.dtype, dtype):
             raise MismatchError(
                 f"{key} of this parameter would lose precision",
                 parameter=part.fragment.name,
@@ -142,6 +144,9 @@ class PlanBuilder:
     def _add_coded(self, flat: FlatPartition, live: LiveState, parts: Sequence[_Part], numel: int) -> None:
         """A state that is quantized in the checkpoint, in the live optimizer, or in both."""
         slot, target = len(self.slots), live.blocks
+        for part in parts:
+            if part.tensor.extents:  # of nothing it cannot be told whether it was quantized
+                self._check_dtype(part, live.key, live.dtype if target is None else _VALUES_DTYPE)
         fill = live.initial if target is None else target.codebook.zero
         gaps = _gaps(parts, live.rows, numel)
         self.slots.append(
@@ -195,19 +200,28 @@ class PlanBuilder:
             )
 
     def _add_whole_state(self, flat: FlatPartition, live: LiveState, parts: Sequence[_Part]) -> None:
-        (part,) = parts
         numel, slot = math.prod(live.shape), len(self.slots)
-        _check_shape(part.fragment.name, part.tensor, live.shape)
-        dtype = live.dtype or part.tensor.dtype
-        self._check_dtype(part, live.key, dtype)
+        dtype = live.dtype or (parts[0].tensor.dtype if parts else flat.dtype)
         mine = self.sharing.mine(slot, numel, dtype) if flat.replicated else None
-        self._cover(part.tensor, FlatRange(0, numel), slot, 0, mine)
+        for part in parts:  # one, or none
+            _check_shape(part.fragment.name, part.tensor, live.shape)
+            self._check_dtype(part, live.key, dtype)
+            self._cover(part.tensor, FlatRange(0, numel), slot, 0, mine)
+        gaps = () if parts else (FlatRange(0, numel),)
         self.slots.append(
-            Slot(live.key, flat.index, "", numel, dtype, (), flat.replicated, WHOLE, 1, live.shape, live.initial)
+            Slot(live.key, flat.index, "", numel, dtype, gaps, flat.replicated, WHOLE, 1, live.shape, live.initial)
         )
 
     def _add_replicated(self, flat: FlatPartition, live: LiveState, saved: ReplicatedState) -> None:
         """Every rank reads it by itself: it is small."""
+        if (live.dtype, live.shape) != (saved.dtype, saved.shape):
+            raise MismatchError(
+                f"optimizer state {live.key!r}, which is one for all partitions, is of another kind",
+                file=self._catalog.files[saved.file].path,
+                expected=f"{live.dtype} of shape {live.shape} in the live optimizer",
+                found=f"{saved.dtype} of shape {saved.shape} in the checkpoint",
+                remedy="resume with the optimizer that saved it, or with load_optimizer_states=False",
+            )
         numel, slot = math.prod(saved.shape), len(self.slots)
         self.copies.append(Copy(saved.file, saved.byte_offset, slot, 0, numel, saved.dtype))
         self.slots.append(Slot(live.key, flat.index, "", numel, saved.dtype, (), False, REPLICATED, 1, saved.shape))

@@ -24,7 +24,7 @@ class StateLink:
 
     Attributes:
         live: the live state.
-        source: catalog key of the saved one.
+        source: catalog key of the saved one; empty: it starts fresh.
         replicated: the saved one, where it is replicated.
     """
 
@@ -99,7 +99,7 @@ def match_states(
         links[flat.index] = renamed.links
         _refuse_other_scalars(catalog, destinations, flat, values)
         for link in renamed.links:
-            if link.live.layout != SCRATCH:
+            if link.live.layout != SCRATCH and link.source:
                 restored.setdefault(link.live.key, set()).update(members)
     outcomes = _state_outcomes(catalog, destinations, matching, frozenset(keys), scalars)
     return StateMatching(
@@ -107,7 +107,7 @@ def match_states(
         scalars=tuple(scalars),
         stateful=stateful,
         restored={key: tuple(sorted(names)) for key, names in sorted(restored.items())},
-        outcomes=outcomes + _unused_replicated(catalog, links),
+        outcomes=outcomes + _left_by_the_user(catalog) + _unused_replicated(catalog, links),
         converted=converted,
         notes=_notes(catalog, destinations, links, converted),
     )
@@ -185,7 +185,7 @@ def _link(
         return _Linked(_adopted(catalog, destinations, flat, members, saved))
     wanted = [live for live in flat.states if live.layout not in (REPLICATED, SCRATCH)]
     others = [live for live in flat.states if live.layout in (REPLICATED, SCRATCH)]
-    names = {live.key: live.key for live in wanted}
+    names = {live.key: live.key for live in wanted if live.key not in catalog.fresh_states}
     converted = False
     if set(names) != saved:
         renamed = renamed_states(catalog, destinations, members[0], saved, frozenset(names))
@@ -196,7 +196,7 @@ def _link(
         names, converted = dict(renamed), True
     else:
         refuse_other_kind(catalog, destinations, flat, members)
-    links = [StateLink(live, names[live.key]) for live in wanted]
+    links = [StateLink(live, names.get(live.key, "")) for live in wanted]
     for live in others:
         shared = _replicated(catalog, members, live.key) if live.layout == REPLICATED else None
         links.append(StateLink(live, live.key, shared))
@@ -328,6 +328,11 @@ def _state_outcomes(
         reason = "frozen now: only the weights are restored"
         outcomes.append(Outcome(_ROLE, "skipped", tuple(sorted(dropped)), reason))
     return tuple(outcomes)
+
+
+def _left_by_the_user(catalog: Catalog) -> tuple[Outcome, ...]:
+    reason = '"state_schema" says so'
+    return tuple(Outcome(key, "fresh", (), reason) for key in sorted(catalog.fresh_states))
 
 
 def _unused_replicated(catalog: Catalog, links: Mapping[int, Sequence[StateLink]]) -> tuple[Outcome, ...]:

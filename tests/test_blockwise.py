@@ -153,7 +153,7 @@ def test_any_block_is_encoded_to_the_nearest_codes(
     values = random.normal(size=(blocks, numel)) * 10.0 ** (exponent + spread * random.normal(size=(blocks, numel)))
     values[random.random((blocks, numel)) < 0.1] = 0.0
     values[np.abs(values).max(axis=1) < 1e-36] = 0.0  # whole blocks of subnormal numbers: see below
-    values = np.clip(values, -1e38, 1e38).astype(np.float32)
+    values = np.clip(values, -1e36, 1e36).astype(np.float32)
     check(values if codebook.signed else np.abs(values), codebook)
 
 
@@ -268,14 +268,13 @@ def test_the_smallest_numbers_there_are_survive(codebook: Codebook, units: int) 
     assert decoded.numpy().tolist() == values[0].tolist()
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="the bound leaves no room for subnormal rounding")
 @pytest.mark.parametrize(("codebook", "units"), [(SIGNED, 100), (UNSIGNED, 150), (UNSIGNED, 5000)])
 def test_a_block_that_has_decayed_to_subnormal_numbers_is_encoded(codebook: Codebook, units: int) -> None:
     # second moments of gradients near 1e-21 are such numbers; a code may be half a unit further off than the bound
     values = torch.arange(units + 1.0)[None] * 2.0**-149
     encoded = encode(values, codebook)
     decoded = decode(encoded.codes[0], encoded.scales.expand(units + 1), codebook)
-    assert ((decoded - values[0]).abs() * 2.0**149).max() <= codebook.bound * units + 0.5
+    assert ((decoded - values[0]).abs().double() * 2.0**149).max() <= codebook.bound * units + 0.5 + 1e-3
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

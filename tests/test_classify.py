@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.states.classify import (
+    DAMAGED,
     ELEMENTWISE_NAMES,
     FRESH,
     NON_SHARD_KEYS,
@@ -261,40 +262,40 @@ BLOCKS = -(-N // 256)
     ],
 )
 @pytest.mark.parametrize("where", ["everywhere", "first", "last"])
-def test_codes_whose_scales_do_not_fit_are_opaque(scales: Saved | None, where: str) -> None:
+def test_codes_whose_scales_do_not_fit_are_damaged(scales: Saved | None, where: str) -> None:
     good = quantized(N, 256)
     bad = {key: value for key, value in {**good, "absmax1": scales}.items() if value is not None}
     each = {"everywhere": (bad, bad), "first": (bad, good), "last": (good, bad)}[where]
     (kind,) = classify(ranks(N, *each), said()).values()
-    assert kind.kind == OPAQUE
+    assert kind.kind == DAMAGED
     assert str(N) in kind.why
-    assert "scales lost" in kind.why
+    assert ("on another rank" in kind.why) == (where != "everywhere")
 
 
-def test_scales_of_blocks_of_different_sizes_on_two_ranks_are_opaque() -> None:
+def test_scales_of_blocks_of_different_sizes_on_two_ranks_are_damaged() -> None:
     held = ranks(N, quantized(N, 256), quantized(N, 2048))
-    assert classify(held, said())["state1"].kind == OPAQUE
+    assert classify(held, said())["state1"].kind == DAMAGED
 
 
 @pytest.mark.parametrize("shape", [(N - 1,), (N, 1), (2, 2, N)])
 @pytest.mark.parametrize("where", [0, 1])
-def test_codes_of_another_length_than_the_partition_are_opaque(shape: Shape, where: int) -> None:
+def test_codes_of_another_length_than_the_partition_are_damaged(shape: Shape, where: int) -> None:
     each = [quantized(N, 256), quantized(N, 256)]
     each[where]["state1"] = Saved(shape, "uint8")
     (kind,) = classify(ranks(N, *each), said()).values()
-    assert kind.kind == OPAQUE
+    assert kind.kind == DAMAGED
 
 
-def test_codes_with_more_rows_on_one_rank_are_opaque() -> None:
+def test_codes_with_more_rows_on_one_rank_are_damaged() -> None:
     held = ranks(N, quantized(N, 256, rows=2), quantized(N, 256, rows=3))
-    assert classify(held, said())["state1"].kind == OPAQUE
+    assert classify(held, said())["state1"].kind == DAMAGED
 
 
-def test_scales_that_do_not_divide_into_rows_are_opaque() -> None:
+def test_scales_that_do_not_divide_into_rows_are_damaged() -> None:
     states = {**quantized(N, 256, rows=2), "absmax1": Saved((2 * BLOCKS - 1,))}
-    assert classify(ranks(N, states), said())["state1"].kind == OPAQUE
+    assert classify(ranks(N, states), said())["state1"].kind == DAMAGED
     states["absmax1"] = Saved((2 * BLOCKS + 1,))
-    assert classify(ranks(N, states), said())["state1"].kind == OPAQUE
+    assert classify(ranks(N, states), said())["state1"].kind == DAMAGED
 
 
 def test_tensor_wise_quantization_of_old_versions_is_opaque() -> None:
@@ -307,6 +308,7 @@ def test_tensor_wise_quantization_of_old_versions_is_opaque() -> None:
     kinds = classify(ranks(N, states, states), said())
     assert kinds["state1"].kind == OPAQUE
     assert "block_wise=False" in kinds["state1"].why
+    assert kind_of(Saved((N - 1,), "uint8"), key="state1").kind == DAMAGED
     assert kinds["max1"] == kinds["new_max1"] == SavedKind(REPLICATED)
 
 
@@ -454,6 +456,27 @@ def test_scales_are_not_put_into_the_list_of_replicated_states() -> None:
 def test_codes_are_not_called_replicated() -> None:
     held = ranks(N, quantized(N, 256), quantized(N, 256))
     refused(held, said(state1="replicated"), "state1", "replicated")
+
+
+CODED = {"state1": SavedKind(ELEMENTWISE, block_numel=256)}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (said(state1="elementwise"), CODED),
+        (said(state1="elementwise", max_numel=1000), CODED),
+        (said(state1="fresh"), {"state1": SavedKind(FRESH)}),
+    ],
+)
+def test_a_true_word_on_codes_leaves_them_with_their_scales(
+    options: StateOptions, expected: Mapping[str, SavedKind]
+) -> None:
+    assert classify(ranks(N, quantized(N, 256), quantized(N, 256)), options) == expected
+
+
+def test_codes_are_not_put_into_the_list_of_replicated_states() -> None:
+    refused(ranks(N, quantized(N, 256), quantized(N, 256)), said(["state1"]), "state1", "replicated")
 
 
 def test_the_word_on_one_state_leaves_the_others_alone() -> None:

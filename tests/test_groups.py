@@ -175,7 +175,7 @@ def test_one_of_two_merged_groups_with_another_kind_of_weight_decay_is_refused()
 def test_what_belongs_to_the_live_run_is_not_taken_over() -> None:
     training = {"lr": 1.0, "initial_lr": 2.0, "betas": (0.5, 0.9), "maximize": True, "amsgrad": False, "mine": "x"}
     live_only = dict.fromkeys(
-        ("params", "param_names", "name", "foreign", "fused", "capturable", "differentiable", "decoupled_weight_decay"),
+        ("params", "param_names", "name", "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"),
         "saved",
     )
     assert transferable({**training, **live_only, "_ds_anything": 1}) == training

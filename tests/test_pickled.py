@@ -7,6 +7,8 @@ import collections
 import os
 import random
 import re
+import sys
+import types
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +20,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elastic_ckpt.errors import DamagedError, ElasticCkptError, UnsafePickleError
+from elastic_ckpt.errors import DamagedError, ElasticCkptError, UnsafePickleError, UnsupportedError
 from elastic_ckpt.formats.pickled import PickledFile, TensorRef, materialise, open_pickled
 
 #: Written by tests that run under hypothesis: one folder for all examples is enough.
@@ -528,3 +530,30 @@ def test_opening_a_file_leaves_torchs_own_list_of_safe_globals_alone(tmp_path: P
     with pytest.raises(UnsafePickleError):
         open_pickled(saved(tmp_path, {"client": Plain()}))
     assert sorted(torch.serialization.get_safe_globals(), key=repr) == before
+
+
+class _Quantized(torch.Tensor):
+    """A tensor class of somebody else's, as torchao keeps optimizer states in."""
+
+
+def test_a_tensor_of_a_class_of_its_own_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "subclass.pt"
+    torch.save({"exp_avg": torch.arange(4.0).as_subclass(_Quantized)}, path)
+    with (
+        torch.serialization.safe_globals([_Quantized]),
+        pytest.raises(UnsupportedError, match="class of its own") as caught,
+    ):
+        open_pickled(str(path))
+    assert "_Quantized" in str(caught.value.found)
+    assert caught.value.file == str(path)
+
+
+def test_a_state_of_torchao_is_refused_by_name_without_torchao(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("torchao.optim.subclass_8bit")
+    module.OptimState8bit = type("OptimState8bit", (), {"__module__": module.__name__})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torchao", types.ModuleType("torchao"))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    torch.save({"exp_avg": module.OptimState8bit()}, tmp_path / "torchao.pt")
+    with pytest.raises(UnsupportedError, match="class of its own") as caught:
+        open_pickled(str(tmp_path / "torchao.pt"))
+    assert "torchao.optim.subclass_8bit.OptimState8bit" in str(caught.value.found)

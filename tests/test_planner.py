@@ -874,7 +874,7 @@ def test_groups_with_the_same_hyperparameters_may_be_merged() -> None:
 
 def test_groups_that_differ_in_choices_of_implementation_only_may_be_merged() -> None:
     hyperparameters = [
-        {**ADAM, "fused": True, "foreign": False, "_ds_x": 1},
+        {**ADAM, "fused": True, "foreach": False, "_ds_x": 1},
         {**ADAM, "capturable": True, "differentiable": False},
     ]
     catalog = saved(TWO, groups={"a.weight": 0, "b.weight": 1}, hyperparameters=hyperparameters)

@@ -16,7 +16,13 @@ from elastic_ckpt.formats import saved_states
 from elastic_ckpt.formats.legacy import LegacyShard, index_legacy, refuse_legacy
 from elastic_ckpt.formats.pickled import PickledFile, open_pickled
 from elastic_ckpt.formats.saved_groups import normal_groups, read_groups, with_group_step
-from elastic_ckpt.formats.saved_states import StatesOfOne, kind_notes, resolve_codebooks, sort_states
+from elastic_ckpt.formats.saved_states import (
+    StatesOfOne,
+    kind_notes,
+    resolve_codebooks,
+    sort_states,
+    unmatched_names,
+)
 from elastic_ckpt.formats.zero0_index import index_unpartitioned, saved_shape
 from elastic_ckpt.states.bitsandbytes import codebook_of, own_maps
 from elastic_ckpt.states.classify import FRESH, OPAQUE, Digest, SavedKind, StateOptions
@@ -346,9 +352,8 @@ def test_guesses_and_words_that_met_nothing_are_told_of() -> None:
     options = StateOptions(
         ("declared", "nobody", "default"), ("declared", "nobody"), schema={"left": "fresh", "no one": "fresh"}
     )
-    replicated, fresh, unmatched = kind_notes(kinds, options)
+    (replicated,), (unmatched,) = kind_notes(kinds), unmatched_names(kinds, options)
     assert replicated == "optimizer state table was taken as replicated: the same values on all ranks"
-    assert fresh == 'optimizer state left starts fresh: "state_schema" says so'
     assert "no one, nobody, of which" in unmatched
     assert "default" not in unmatched
 
@@ -356,15 +361,15 @@ def test_guesses_and_words_that_met_nothing_are_told_of() -> None:
 def test_words_about_scales_and_maps_meet_them() -> None:
     kinds = {"state1": SavedKind(ELEMENTWISE, block_numel=256)}
     options = StateOptions(("qmap1", "qmap2"), ("qmap1", "qmap2"))
-    (note,) = kind_notes(kinds, options)
+    (note,) = unmatched_names(kinds, options)
     assert "named qmap2, of which" in note
-    assert kind_notes(kinds, replace(options, named=("qmap1",), schema={"qmap1": "replicated"})) == ()
-    assert len(kind_notes({"state1": SavedKind(ELEMENTWISE)}, replace(options, named=("qmap1",)))) == 1
+    assert unmatched_names(kinds, replace(options, named=("qmap1",), schema={"qmap1": "replicated"})) == ()
+    assert len(unmatched_names({"state1": SavedKind(ELEMENTWISE)}, replace(options, named=("qmap1",)))) == 1
 
 
 def test_a_checkpoint_without_states_meets_no_word_and_says_nothing() -> None:
-    assert kind_notes({}, StateOptions(("mine",), ("mine",), schema={"other": "fresh"})) == ()
-    assert kind_notes({"exp_avg": SavedKind(ELEMENTWISE)}, DEFAULTS) == ()
+    assert unmatched_names({}, StateOptions(("mine",), ("mine",), schema={"other": "fresh"})) == ()
+    assert unmatched_names({"exp_avg": SavedKind(ELEMENTWISE)}, DEFAULTS) == ()
 
 
 # --- the legacy "elastic_checkpoint" of DeepSpeed ---------------------------------------------------------------
@@ -408,19 +413,20 @@ def test_a_legacy_shard_without_padding_or_with_states_of_the_masters_length_los
     assert legacy_file(tmp_path, [{"exp_avg": torch.zeros(80)}], [90], [0]).lost == ()
 
 
-def test_legacy_shards_are_refused_by_the_one_that_lost_something() -> None:
+@pytest.mark.parametrize("with_states", [True, False])
+def test_legacy_shards_are_refused_by_the_one_that_lost_something(with_states: bool) -> None:
     whole, broken = LegacyShard("whole", ()), LegacyShard("broken", ("qmap1: 1 of 256", "absmax1: 1 of 2"))
     for shards in ([whole, broken], [broken, whole]):
-        with pytest.raises(UnsupportedError, match="legacy") as caught:
-            refuse_legacy(shards)
+        with pytest.raises(DamagedError if with_states else UnsupportedError, match="legacy") as caught:
+            refuse_legacy(shards, with_states)
         assert caught.value.file == "broken"
         assert caught.value.found == "lost: qmap1: 1 of 256; absmax1: 1 of 2"
-    with pytest.raises(UnsupportedError) as caught:
-        refuse_legacy([whole, replace(whole, path="other")])
-    assert caught.value.file == "whole"
-    assert "hyperparameters" in str(caught.value.found)
-    assert "load_optimizer_states=False" in str(caught.value.remedy)
-    refuse_legacy([])
+    with pytest.raises(UnsupportedError) as unsupported:
+        refuse_legacy([whole, replace(whole, path="other")], with_states)
+    assert unsupported.value.file == "whole"
+    assert "hyperparameters" in str(unsupported.value.found)
+    assert "load_optimizer_states=False" in str(unsupported.value.remedy)
+    refuse_legacy([], with_states)
 
 
 def test_a_legacy_file_without_its_entries_is_damaged(tmp_path: Path) -> None:

@@ -518,7 +518,6 @@ def test_an_override_that_makes_8_bits_of_32_is_heeded(manager: Any) -> None:
     assert optimizer.state[param]["state1"].dtype == torch.uint8
 
 
-@pytest.mark.xfail(strict=True, raises=KeyError, reason="the codebook is probed with 1 element, which stays in fp32")
 def test_an_override_of_the_smallest_size_is_heeded(manager: Any) -> None:
     param = parameter((500,))
     manager.override_config(param, key_value_dict={"min_8bit_size": 400})
@@ -527,7 +526,6 @@ def test_an_override_of_the_smallest_size_is_heeded(manager: Any) -> None:
     assert optimizer.state[param]["state1"].dtype == torch.uint8
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="check_overrides() runs in the first step only")
 def test_an_override_that_a_module_registered_is_heeded_before_the_first_step(manager: Any) -> None:
     """As ``bitsandbytes.nn.StableEmbedding`` does."""
     module = torch.nn.Linear(100, 100, bias=False)

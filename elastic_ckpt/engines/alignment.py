@@ -17,7 +17,9 @@ Without the option, each wrapper calls what it wraps.
 from __future__ import annotations
 
 import functools
+import json
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -164,6 +166,9 @@ def _flatten(
 def _init(original: Callable[..., Any], init: Any, *args: Any, **kwargs: Any) -> None:
     numel = _numel.get()
     given = kwargs.get("config_dict_or_path", kwargs.get("config"))
+    if isinstance(given, (str, os.PathLike)) and os.path.isfile(given):
+        with open(given, encoding="utf-8") as stream:
+            given = json.load(stream)
     if not numel and isinstance(given, Mapping):
         numel = read_config(given).align_partitions
     setattr(init, _ATTRIBUTE, numel)

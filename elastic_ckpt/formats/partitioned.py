@@ -22,7 +22,7 @@ from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.module_tensors import module_tensors
 from elastic_ckpt.formats.pickled import TensorRef
 from elastic_ckpt.formats.saved_groups import normal_groups, with_group_step
-from elastic_ckpt.formats.saved_states import kind_notes, resolve_codebooks
+from elastic_ckpt.formats.saved_states import kind_notes, resolve_codebooks, unmatched_names
 from elastic_ckpt.formats.shards import FlatShard, OptimizerShard
 from elastic_ckpt.formats.zero3 import place_zero3
 from elastic_ckpt.formats.zero12 import place_zero12
@@ -71,10 +71,12 @@ def partitioned_catalog(
         aliases=models[0].shared,
         opaque_states=collector.opaque,
         damaged_states=collector.damaged,
+        fresh_states=frozenset(key for key, kind in collector.kinds.items() if kind.kind == FRESH),
         scalar_forms=collector.scalar_forms,
         frozen_recorded=models[own].frozen_recorded,
         buffers_of_this_rank=per_rank,
-        notes=found.notes + notes + map_notes + kind_notes(collector.kinds, options),
+        notes=found.notes + notes + map_notes + kind_notes(collector.kinds),
+        warnings=unmatched_names(collector.kinds, options),
     )
 
 

@@ -11,6 +11,7 @@ import copy
 import io
 import os
 import pickle
+import re
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from elastic_ckpt.formats.safe_numpy import finished
 
 # What torch's unpickler says where it meets a name that is not allowed, and nowhere else.
 _FORBIDDEN_MARKERS = ("GLOBAL", "allowlisted")
+_TENSOR_SUBCLASS = re.compile(r"new Tensor subclass (\w+)")
 _UNPICKLER_PREFIX = "WeightsUnpickler error:"
 
 # Objects whose attributes may hold tensors: scheduler-like things in a client state, DeepSpeed's loss scalers.
@@ -121,6 +123,10 @@ def open_pickled(path: str, trust_pickle: bool = False) -> PickledFile:
         raise
     except pickle.UnpicklingError as error:
         raise _unsafe_or_damaged(path, error) from error
+    except RuntimeError as error:
+        if found := _TENSOR_SUBCLASS.search(str(error)):  # what fake tensors cannot stand in for
+            raise _subclass(path, found[1]) from error
+        raise _unreadable(path, f"RuntimeError: {str(error).partition(chr(10))[0]}") from error
     except Exception as error:  # noise in a pickle can make the unpickler raise anything at all
         raise _unreadable(path, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
 

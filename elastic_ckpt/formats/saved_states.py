@@ -12,7 +12,7 @@ import torch
 from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.formats.pickled import PickledFile, TensorRef, materialise
 from elastic_ckpt.states.bitsandbytes import COMPANIONS, NESTED, codebook_of, own_maps
-from elastic_ckpt.states.classify import FRESH, Digest, SavedKind, StateOptions
+from elastic_ckpt.states.classify import Digest, SavedKind, StateOptions
 from elastic_ckpt.states.kinds import REPLICATED, Codebook
 
 #: Tensors up to this size are looked into: they might be the same on all ranks.
@@ -125,24 +125,25 @@ def resolve_codebooks(files: Iterable[tuple[str, StatesOfOne]]) -> tuple[dict[st
     return resolved, tuple(notes)
 
 
-def kind_notes(kinds: Mapping[str, SavedKind], options: StateOptions) -> tuple[str, ...]:
-    """What the user should know of how states were told apart: guesses, words that met nothing, what was left."""
-    notes = [
+def kind_notes(kinds: Mapping[str, SavedKind]) -> tuple[str, ...]:
+    """The states that were told apart by a guess."""
+    return tuple(
         f"optimizer state {key} was taken as replicated: {kind.why}"
         for key, kind in kinds.items()
         if kind.kind == REPLICATED and kind.why
-    ]
-    notes += [
-        f'optimizer state {key} starts fresh: "state_schema" says so' for key in kinds if kinds[key].kind == FRESH
-    ]
+    )
+
+
+def unmatched_names(kinds: Mapping[str, SavedKind], options: StateOptions) -> tuple[str, ...]:
+    """A warning of names in the user's options that no state of the checkpoint has."""
     companions = {name for key, kind in kinds.items() if kind.block_numel for name in COMPANIONS[key]}
     unmatched = sorted({*options.named, *options.schema} - {*kinds, *companions}) if kinds else []
-    if unmatched:
-        notes.append(
-            f'the checkpoint holds no optimizer state named {", ".join(unmatched)}, of which "non_shard_state_keys" or '
-            '"state_schema" speaks'
-        )
-    return tuple(notes)
+    if not unmatched:
+        return ()
+    return (
+        f'the checkpoint holds no optimizer state named {", ".join(unmatched)}, of which "non_shard_state_keys" or '
+        '"state_schema" speaks',
+    )
 
 
 def _problem(codebook: Codebook | None) -> str:

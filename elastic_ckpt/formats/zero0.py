@@ -27,7 +27,7 @@ from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.module_tensors import module_tensors
 from elastic_ckpt.formats.pickled import TensorRef
 from elastic_ckpt.formats.saved_groups import normal_groups, with_group_step
-from elastic_ckpt.formats.saved_states import StatesOfOne, kind_notes, resolve_codebooks
+from elastic_ckpt.formats.saved_states import StatesOfOne, kind_notes, resolve_codebooks, unmatched_names
 from elastic_ckpt.formats.zero0_index import FUSED, PLAIN, UnpartitionedState
 from elastic_ckpt.formats.zero0_names import member_names
 from elastic_ckpt.geometry import FlatRange
@@ -77,9 +77,11 @@ def unpartitioned_catalog(found: Found, model: ModelShard, options: ReadOptions)
         aliases=model.shared,
         opaque_states=builder.opaque,
         damaged_states=builder.damaged,
+        fresh_states=frozenset(key for key, kind in builder.kinds.items() if kind.kind == FRESH),
         scalar_forms=builder.scalar_forms,
         frozen_recorded=model.frozen_recorded,
-        notes=(*found.notes, *notes, *note, *map_notes, *kind_notes(builder.kinds, options.states)),
+        notes=(*found.notes, *notes, *note, *map_notes, *kind_notes(builder.kinds)),
+        warnings=unmatched_names(builder.kinds, options.states),
     )
 
 

@@ -4,7 +4,8 @@ Nothing here is a copy of its rules. A shallow copy of the live optimizer makes 
 that has no memory (device ``meta``), so its class, version, ``min_8bit_size`` and overrides decide.
 
 Attributes of ``bitsandbytes.optim.optimizer.Optimizer8bit`` used: ``init_state``, ``fill_qmap``, ``name2qmap``,
-``is_paged``, ``args.min_8bit_size``, ``optimizer_name``, and ``bitsandbytes.functional.create_dynamic_map``.
+``is_paged``, ``initialized``, ``check_overrides``, ``get_config``, ``mng`` (``pid2config``,
+``module_weight_config_triple``), ``optimizer_name``, and ``bitsandbytes.functional.create_dynamic_map``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import importlib.util
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -51,8 +52,13 @@ def own_maps() -> Mapping[str, Codebook]:
 
 
 def codebook_of(values: torch.Tensor) -> Codebook:
-    """A quantization map as data."""
-    return Codebook(tuple(values.detach().float().cpu().view(-1).tolist()))
+    """A quantization map as data; equal ones are one object, which is sent around once."""
+    return _interned(Codebook(tuple(values.detach().float().cpu().view(-1).tolist())))
+
+
+@lru_cache(maxsize=64)
+def _interned(codebook: Codebook) -> Codebook:
+    return codebook
 
 
 class BitsAndBytesSchema:
@@ -106,23 +112,33 @@ class BitsAndBytesSchema:
 
     def _codebook(self, qmap: str, stepped: Stepped) -> Codebook:
         if qmap not in self._codebooks:
-            smallest = self._probe(torch.zeros(1), stepped, min_8bit_size=0)
-            self._codebooks |= {k: codebook_of(v) for k, v in smallest.items() if k.startswith("qmap")}
+            probe = self._probe_optimizer(stepped)
+            group = probe.param_groups[stepped.group]
+            least = probe.get_config(stepped.group, stepped.position, group)["min_8bit_size"]
+            made = self._probe(torch.zeros(max(1, min(least, stepped.numel))), stepped)
+            self._codebooks |= {key: codebook_of(value) for key, value in made.items() if key.startswith("qmap")}
         return self._codebooks[qmap]
 
-    def _probe(self, tensor: torch.Tensor, stepped: Stepped, **arguments: Any) -> dict[str, Any]:
+    def _probe(self, tensor: torch.Tensor, stepped: Stepped) -> dict[str, Any]:
         """The state that the optimizer would make for ``tensor`` in the place of the live one."""
+        probe = self._probe_optimizer(stepped)
+        probe.init_state(probe.param_groups[stepped.group], tensor, stepped.group, stepped.position)
+        return probe.state[tensor]
+
+    def _probe_optimizer(self, stepped: Stepped) -> Any:
+        """A shallow copy of the live optimizer that may make a state of its own."""
         probe = object.__new__(type(self._base))
         probe.__dict__.update(self._base.__dict__)  # copy.copy would leave out what torch does not pickle
         probe.state, probe.name2qmap, probe.is_paged = defaultdict(dict), {}, False
         probe.param_groups = [dict(group) for group in self._base.param_groups]
         params = [stepped.master] * (stepped.position + 1)
         probe.param_groups[stepped.group]["params"] = params  # get_config looks overrides up by them
-        probe.args = copy.copy(self._base.args)
-        for key, value in arguments.items():
-            setattr(probe.args, key, value)
-        probe.init_state(probe.param_groups[stepped.group], tensor, stepped.group, stepped.position)
-        return probe.state[tensor]
+        probe.mng = copy.copy(self._base.mng)
+        probe.mng.pid2config = dict(self._base.mng.pid2config)
+        for module, name, override in self._base.mng.module_weight_config_triple:
+            if getattr(module, name) is stepped.master:  # bitsandbytes sees to these in the first step
+                probe.mng.pid2config[id(stepped.master)] = override
+        return probe
 
     def allocate(self, stepped: Stepped, slots: Sequence[Slot]) -> None:
         """See :class:`elastic_ckpt.states.schema.StateSchema`. bitsandbytes makes the tensors, and shares its maps."""
@@ -130,6 +146,8 @@ class BitsAndBytesSchema:
         if all(_is_there(state.get(slot.key), slot) for slot in slots):
             return
         state.clear()
+        if not self._base.initialized:
+            self._base.check_overrides()
         group = self._base.param_groups[stepped.group]
         params = group["params"]
         group["params"] = [stepped.master] * (stepped.position + 1)  # empty between two steps of ZeRO-3

@@ -17,6 +17,8 @@ from elastic_ckpt.states.kinds import Codebook
 
 #: Rounding of the fp32 arithmetic, relative to a block's scale.
 _ROUNDING = 1e-6
+#: The least difference of two fp32 numbers.
+_LEAST = 2.0**-149
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,8 @@ class Encoded:
     Attributes:
         codes: uint8, one an element.
         scales: fp32, one a block.
-        worst_error: largest change of a value, as a fraction of its block's scale.
+        worst_error: largest change of a value, as a fraction of its block's scale; blocks of denormal numbers, which
+            move by a rounding, apart.
     """
 
     codes: torch.Tensor
@@ -77,6 +80,9 @@ def encode(values: torch.Tensor, codebook: Codebook) -> Encoded:
         )
     divisors = torch.where(scales > 0, scales, torch.ones_like(scales)).unsqueeze(1)
     codes = torch.bucketize(values / divisors, midpoints)
-    worst = ((table[codes] * scales.unsqueeze(1) - values).abs() / divisors).max().item() if values.numel() else 0.0
-    assert worst <= codebook.bound + _ROUNDING, f"a value changed by {worst} of its block's scale"
+    change = (table[codes] * scales.unsqueeze(1) - values).abs()
+    allowed = scales.unsqueeze(1) * (codebook.bound + _ROUNDING) + _LEAST
+    assert (change <= allowed).all(), f"values changed by up to {change.max()} in blocks of scale {scales.max()}"
+    normal = scales >= torch.finfo(torch.float32).tiny  # below it, values have no more digits to lose
+    worst = (change[normal] / divisors[normal]).max().item() if normal.any() else 0.0
     return Encoded(codes.to(torch.uint8), scales, worst)

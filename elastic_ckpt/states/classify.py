@@ -124,15 +124,25 @@ def classify(ranks: Sequence[Held], options: StateOptions) -> dict[str, SavedKin
     """
     kinds: dict[str, SavedKind] = {}
     companions: set[str] = set()
-    for key in ranks[0].tensors:
-        if key in COMPANIONS and ranks[0].tensors[key].dtype in _CODES_DTYPES and key not in options.schema:
-            kinds[key] = _codes(ranks, key)
+    for key, tensor in ranks[0].tensors.items():
+        if key in COMPANIONS and tensor.dtype in _CODES_DTYPES:
+            kinds[key] = _declared_codes(ranks, key, options)
             companions |= set(COMPANIONS[key])
     _refuse_declared_companions(ranks, companions, options)
     for key in ranks[0].tensors:
         if key not in kinds and key not in companions:
             kinds[key] = _declared(ranks, key, options) or _by_shape(ranks, key, options)
     return kinds
+
+
+def _declared_codes(ranks: Sequence[Held], key: str, options: StateOptions) -> SavedKind:
+    """Codes are elementwise, whether the user says so or not."""
+    word = options.schema.get(key)
+    if word == FRESH:
+        return SavedKind(FRESH)
+    if options.says_replicated(key):
+        raise _contradiction(ranks, key, REPLICATED, f"8-bit codes of {ranks[0].numel} elements")
+    return _codes(ranks, key)
 
 
 def _codes(ranks: Sequence[Held], key: str) -> SavedKind:
@@ -146,9 +156,8 @@ def _codes(ranks: Sequence[Held], key: str) -> SavedKind:
         fits = rows is not None and _rows(held.tensors[key].shape, held.numel) == rows and count % rows == 0
         found.add(block_numel_of(held.numel, count // rows) if fits and rows else None)
     if len(found) > 1 or None in found or rows is None:
-        shapes = [
-            {name: held.tensors[name].shape for name in (key, scales_key) if name in held.tensors} for held in ranks
-        ]
+        both = [[(name, held.tensors[name]) for name in (key, scales_key) if name in held.tensors] for held in ranks]
+        shapes = [{name: f"{tensor.dtype} {tensor.shape}" for name, tensor in pair} for pair in both]
         what = f"8-bit codes and scales of shapes {shapes[0]} for a partition of {ranks[0].numel} elements"
         if f"max{key[-1]}" in ranks[0].tensors:
             return SavedKind(OPAQUE, why=f"{what}: quantized tensor-wise (block_wise=False)")

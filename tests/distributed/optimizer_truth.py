@@ -60,9 +60,10 @@ def _layout(engine: Any) -> list[tuple[torch.Tensor, list[tuple[str, tuple[int, 
     optimizer, stage, dp = engine.optimizer, engine.zero_optimization_stage(), dist.get_world_size()
     found = []
     if stage == 0:
-        for group in base_of(engine).param_groups:
-            for param in group["params"]:
-                found.append((param, [(engine.param_names[param], tuple(param.shape), [(-1, 0, param.numel())])]))
+        for number, group in enumerate(base_of(engine).param_groups):
+            params = getattr(optimizer, "fp16_groups", None)  # FP16_UnfusedOptimizer
+            for master, param in zip(group["params"], params[number] if params else group["params"], strict=True):
+                found.append((master, [(engine.param_names[param], tuple(param.shape), [(-1, 0, param.numel())])]))
     elif stage == 3:
         for flat, params in zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True):
             start, pieces = 0, []

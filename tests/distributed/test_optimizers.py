@@ -30,6 +30,7 @@ def configured(setup: Setup, **options: Any) -> Setup:
 
 EIGHT_BIT = [
     *[bnb("AdamW8bit", stage) for stage in (0, 1, 2, 3)],
+    bnb("AdamW8bit", 0, precision="bf16"),
     bnb("Adam8bit", 2),
     bnb("Lion8bit", 1),
     bnb("Lion8bit", 3),
@@ -116,7 +117,11 @@ def test_blocks_that_are_cut_are_quantized_anew_within_the_bound(launch: Launch,
     targets = [(setup, [bounded(eight_bit(setup))]) for setup in EIGHT_BIT if setup.stage > 0]
     every = [bnb("AdamW8bit", stage) for stage in (1, 2, 3)]
     crossed = [(target, [bounded(eight_bit(source)) for source in every]) for target in (every[0], every[2])]
-    load(launch, 3, [*targets, *crossed, (bnb("AdamW8bit", 0), [exact(eight_bit(bnb("AdamW8bit", 0)))])])
+    load(
+        launch,
+        3,
+        [*targets, *crossed, *[(setup, [exact(eight_bit(setup))]) for setup in EIGHT_BIT if setup.stage == 0]],
+    )
 
 
 def test_eight_bit_states_go_to_one_rank_and_to_four(launch: Launch, eight_bit: Folder) -> None:
