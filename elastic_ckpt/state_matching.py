@@ -12,7 +12,7 @@ from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError, l
 from elastic_ckpt.matching import Matching
 from elastic_ckpt.optimizer_kinds import UPDATE_NORM, refuse_other_kind, renamed_states, saved_optimizer
 from elastic_ckpt.plan import Outcome
-from elastic_ckpt.states.kinds import ELEMENTWISE, REPLICATED, SCRATCH, WHOLE, LiveState
+from elastic_ckpt.states.kinds import ELEMENTWISE, NON_SHARD_KEYS, REPLICATED, SCRATCH, WHOLE, LiveState
 
 _ROLE = "optimizer states"
 Scalars = Mapping[str, float]
@@ -185,6 +185,11 @@ def _link(
         return _Linked(_adopted(catalog, destinations, flat, members, saved))
     wanted = [live for live in flat.states if live.layout not in (REPLICATED, SCRATCH)]
     others = [live for live in flat.states if live.layout in (REPLICATED, SCRATCH)]
+    # of an optimizer that is known, only what bitsandbytes keeps beside its states may have no place
+    beside = {state.key for name in members for state in catalog.parameters[name].replicated}
+    strange = beside - {live.key for live in others} - set(NON_SHARD_KEYS)
+    if strange:
+        raise _other_states(catalog, destinations, flat, members, saved | strange)
     names = {live.key: live.key for live in wanted if live.key not in catalog.fresh_states}
     converted = False
     if set(names) != saved:

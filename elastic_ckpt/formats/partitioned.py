@@ -27,9 +27,8 @@ from elastic_ckpt.formats.shards import FlatShard, OptimizerShard
 from elastic_ckpt.formats.zero3 import place_zero3
 from elastic_ckpt.formats.zero12 import place_zero12
 from elastic_ckpt.geometry import FlatRange, Placement
-from elastic_ckpt.states.bitsandbytes import COMPANIONS
 from elastic_ckpt.states.classify import DAMAGED, FRESH, OPAQUE, Held, SavedKind, StateOptions, classify
-from elastic_ckpt.states.kinds import ELEMENTWISE, REPLICATED, TOUCHED, BlockFormat, Codebook
+from elastic_ckpt.states.kinds import COMPANIONS, ELEMENTWISE, REPLICATED, TOUCHED, BlockFormat, Codebook
 
 _PLAIN = SavedKind(ELEMENTWISE)
 _SWAPPED_DTYPE = "float32"

@@ -11,9 +11,9 @@ import torch
 
 from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.formats.pickled import PickledFile, TensorRef, materialise
-from elastic_ckpt.states.bitsandbytes import COMPANIONS, NESTED, codebook_of, own_maps
+from elastic_ckpt.states.bitsandbytes import NESTED, codebook_of, own_maps
 from elastic_ckpt.states.classify import Digest, SavedKind, StateOptions
-from elastic_ckpt.states.kinds import REPLICATED, Codebook
+from elastic_ckpt.states.kinds import COMPANIONS, REPLICATED, Codebook
 
 #: Tensors up to this size are looked into: they might be the same on all ranks.
 _SMALL_NUMEL = 4096

@@ -31,7 +31,6 @@ from elastic_ckpt.formats.saved_states import StatesOfOne, kind_notes, resolve_c
 from elastic_ckpt.formats.zero0_index import FUSED, PLAIN, UnpartitionedState
 from elastic_ckpt.formats.zero0_names import member_names
 from elastic_ckpt.geometry import FlatRange
-from elastic_ckpt.states.bitsandbytes import COMPANIONS
 from elastic_ckpt.states.classify import (
     DAMAGED,
     ELEMENTWISE_NAMES,
@@ -42,7 +41,7 @@ from elastic_ckpt.states.classify import (
     StateOptions,
     classify,
 )
-from elastic_ckpt.states.kinds import ELEMENTWISE, REPLICATED, BlockFormat, Codebook
+from elastic_ckpt.states.kinds import COMPANIONS, ELEMENTWISE, REPLICATED, BlockFormat, Codebook
 
 Shape = tuple[int, ...]
 

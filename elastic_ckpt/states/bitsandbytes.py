@@ -22,17 +22,21 @@ import torch
 
 from elastic_ckpt.errors import UnsupportedError
 from elastic_ckpt.plan import Slot
-from elastic_ckpt.states.kinds import REPLICATED, SCRATCH, BlockFormat, Codebook, LiveState
+from elastic_ckpt.states.kinds import (
+    COMPANIONS,
+    REPLICATED,
+    SCRATCH,
+    BlockFormat,
+    Codebook,
+    LiveState,
+    block_numel_of,
+)
 from elastic_ckpt.states.schema import Stepped
 
-#: state key -> keys of its scales and of its quantization map.
-COMPANIONS = {"state1": ("absmax1", "qmap1"), "state2": ("absmax2", "qmap2")}
 #: Entry under which ``state_dict`` hides the quantized tensors from FSDP since 0.49.2.
 NESTED = "__bnb_optimizer_quant_state__"
 #: Tensors that each step writes before it reads them.
 _SCRATCH = frozenset({"unorm_vec"})
-#: A block of any version of bitsandbytes: 2048 until 0.43.3, 256 from 0.44.
-BLOCK_NUMELS = (256, 2048)
 
 
 def is_bitsandbytes(optimizer: torch.optim.Optimizer) -> bool:
@@ -167,8 +171,3 @@ def _is_there(value: Any, slot: Slot) -> bool:
         and value.numel() == slot.numel
         and str(value.dtype).removeprefix("torch.") == slot.dtype
     )
-
-
-def block_numel_of(numel: int, scales: int) -> int | None:
-    """Elements in a block of a row of ``numel`` elements with so many scales; ``None`` where no version cuts so."""
-    return next((block for block in BLOCK_NUMELS if -(-numel // block) == scales), None)

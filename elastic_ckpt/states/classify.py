@@ -12,15 +12,12 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from elastic_ckpt.errors import MismatchError
-from elastic_ckpt.states.bitsandbytes import COMPANIONS, block_numel_of
-from elastic_ckpt.states.kinds import ELEMENTWISE, REPLICATED, TOUCHED
+from elastic_ckpt.states.kinds import COMPANIONS, ELEMENTWISE, NON_SHARD_KEYS, REPLICATED, TOUCHED, block_numel_of
 
 OPAQUE = "opaque"
 #: A tensor that belongs to it is missing or too short.
 DAMAGED = "damaged"
 FRESH = "fresh"
-#: The default of ``"non_shard_state_keys"``: bitsandbytes' tensors that do not grow with the partition.
-NON_SHARD_KEYS = ("qmap1", "qmap2", "max1", "max2", "new_max1", "new_max2", "gnorm_vec", "unorm_vec")
 #: Names under which known optimizers keep elementwise states.
 ELEMENTWISE_NAMES = frozenset(
     {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "sum"}

@@ -24,6 +24,13 @@ WHOLE = "whole"
 REPLICATED = "replicated"
 SCRATCH = "scratch"
 
+#: bitsandbytes' 8-bit states: key of the codes -> keys of their scales and of their quantization map.
+COMPANIONS = {"state1": ("absmax1", "qmap1"), "state2": ("absmax2", "qmap2")}
+#: Elements in a block of any version of bitsandbytes: 2048 until 0.43.3, 256 from 0.44.
+BLOCK_NUMELS = (256, 2048)
+#: bitsandbytes' tensors that do not grow with the partition: the default of ``"non_shard_state_keys"``.
+NON_SHARD_KEYS = ("qmap1", "qmap2", "max1", "max2", "new_max1", "new_max2", "gnorm_vec", "unorm_vec")
+
 
 @dataclass(frozen=True)
 class Codebook:
@@ -105,3 +112,8 @@ class LiveState:
     blocks: BlockFormat | None = None
     shape: tuple[int, ...] = ()
     initial: float = 0.0
+
+
+def block_numel_of(numel: int, scales: int) -> int | None:
+    """Elements in a block of a row of ``numel`` elements with so many scales; ``None`` where no version cuts so."""
+    return next((block for block in BLOCK_NUMELS if -(-numel // block) == scales), None)
