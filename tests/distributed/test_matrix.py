@@ -19,12 +19,14 @@ def test_any_stage_and_degree_resumes_bit_exactly_on(
     degree: int, launch: Launch, native: Path, universal: Path
 ) -> None:
     targets = []
-    for target in MATRIX:
+    for number, target in enumerate(MATRIX):
         if target.precision != "fp32" and degree % 2 == 0:
             continue  # another precision changes nothing about the cuts
         same_precision = [setup for setup in MATRIX if setup.precision == target.precision]
         found = sources(native, same_precision, saved_at(target), "native")
         found += sources(universal, same_precision, [2 + degree % 2], "universal")
+        if degree > 1:  # every second one, of each stage at some degree: the cuts are proven in test_planner.py
+            found = found[(number + degree) % 2 :: 2]
         targets.append({"setup": target.as_json(), "sources": found, "continue": list(range(0, len(found), 8))})
     launch(degree, "load", {"targets": targets}, timeout=500)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -60,12 +61,12 @@ OTHERS = [
     Setup(2, optimizer="rprop"),
     *[Setup(stage, optimizer="adafactor") for stage in (0, 1)],
     *[Setup(stage, optimizer="asgd") for stage in (0, 2)],
-    Setup(1, optimizer="cpulion"),
-    Setup(3, optimizer="cpuadagrad"),
     Setup(1, optimizer="unknown"),
     Setup(3, optimizer="unknown", zero=SUB_GROUPS),
     Setup(2, optimizer="apex"),
 ]
+#: Their kernels are compiled first.
+COMPILED = [Setup(1, optimizer="cpulion"), Setup(3, optimizer="cpuadagrad")]
 MUON = [
     Setup(1, optimizer="muon"),
     Setup(2, "bf16", optimizer="muon"),
@@ -109,18 +110,25 @@ def bounded(folder: str, loss: float = 2e-2, **more: Any) -> dict[str, Any]:
     return {"folder": folder, "exact": False, "loss": loss, **more}
 
 
+def rounding(setup: Setup) -> float:
+    """By how much losses differ where ranks add gradients up in another order."""
+    return 1e-5 if setup.precision == "fp32" else 5e-3
+
+
 def test_blocks_that_stay_whole_keep_their_bytes(launch: Launch, eight_bit: Folder) -> None:
     load(launch, 2, [(setup, [exact(eight_bit(setup))]) for setup in EIGHT_BIT])
 
 
 def test_blocks_that_are_cut_are_quantized_anew_within_the_bound(launch: Launch, eight_bit: Folder) -> None:
     targets = [(setup, [bounded(eight_bit(setup))]) for setup in EIGHT_BIT if setup.stage > 0]
+    whole = [setup for setup in EIGHT_BIT if setup.stage == 0]
+    unpartitioned = [(setup, [exact(eight_bit(setup), loss=rounding(setup))]) for setup in whole]
     every = [bnb("AdamW8bit", stage) for stage in (1, 2, 3)]
     crossed = [(target, [bounded(eight_bit(source)) for source in every]) for target in (every[0], every[2])]
     load(
         launch,
         3,
-        [*targets, *crossed, *[(setup, [exact(eight_bit(setup))]) for setup in EIGHT_BIT if setup.stage == 0]],
+        [*targets, *crossed, *unpartitioned],
     )
 
 
@@ -206,6 +214,15 @@ def test_other_optimizers_come_back_exactly(launch: Launch, others: Folder) -> N
     load(launch, 3, targets)
 
 
+@pytest.mark.skipif(
+    not os.environ.get("ELASTIC_CKPT_TEST_OPS"),
+    reason="compiles two more of DeepSpeed's CPU kernels, which takes minutes: set ELASTIC_CKPT_TEST_OPS=1",
+)
+def test_lion_and_adagrad_of_deepspeed_come_back_exactly(launch: Launch, tmp_path: Path) -> None:
+    saved = save(launch, tmp_path, COMPILED)
+    load(launch, 3, [(setup, [exact(saved(setup))]) for setup in COMPILED])
+
+
 def test_the_step_count_moves_between_state_and_param_group(launch: Launch, others: Folder) -> None:
     apex, torch_adam = Setup(2, optimizer="apex"), Setup(1)
     load(launch, 3, [(apex, [exact(others(torch_adam), loss=1e-3)]), (torch_adam, [exact(others(apex), loss=1e-3)])])
@@ -215,7 +232,7 @@ def test_muon_comes_back_exactly_in_every_stage(launch: Launch, others: Folder) 
     def source(target: Setup, setup: Setup) -> dict[str, Any]:
         # without ZeRO, DeepSpeed's Muon is another computation
         alike = setup.precision == target.precision and (setup.stage == 0) == (target.stage == 0)
-        return exact(others(setup), loss=1e-4 if alike else 0.5)
+        return exact(others(setup), loss=max(1e-4, rounding(target)) if alike else 0.5)
 
     load(launch, 3, [(target, [source(target, setup) for setup in MUON]) for target in MUON])
 
