@@ -15,7 +15,7 @@ from elastic_ckpt.destinations import Destinations, LiveGroup
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.groups import match_groups, transferable
 from elastic_ckpt.planner import LoadOptions, plan_load
-from tests.test_planner import ADAM, TWO, live, names_of, saved
+from tests.simulation import ADAM, TWO, live, names_of, saved
 
 SLOW = {**ADAM, "lr": 1e-4}
 KEEP_LIVE = LoadOptions(keep_live_groups=True)

@@ -16,7 +16,7 @@ from elastic_ckpt.matching import match_parameters, weights_key
 from elastic_ckpt.plan import Outcome
 from elastic_ckpt.planner import LoadOptions, plan_load
 from elastic_ckpt.state_matching import match_states
-from tests.test_planner import ADAM, STATES, TWO, live, saved, unpartitioned, without_states
+from tests.simulation import ADAM, STATES, TWO, live, saved, unpartitioned, without_states
 
 ROLES = ("trained", FROZEN, BUFFER, None)
 A = {"a.weight": (2, 5)}

@@ -17,7 +17,7 @@ from elastic_ckpt.formats.progress import compare_progress, with_progress_compar
 from elastic_ckpt.formats.spot_check import spot_check
 from elastic_ckpt.formats.zero0_index import FUSED, PLAIN, UNFUSED
 from elastic_ckpt.geometry import FlatRange
-from tests.test_planner import TWO, saved, unpartitioned
+from tests.simulation import TWO, saved, unpartitioned
 
 
 def at_steps(*steps: float) -> Catalog:

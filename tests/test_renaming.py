@@ -14,7 +14,7 @@ from elastic_ckpt.catalog import BUFFER, FROZEN, MASTER, Catalog
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.planner import LoadOptions, plan_load
 from elastic_ckpt.renaming import RenameRules, adopt_live_names, rename, rename_saved
-from tests.test_planner import TWO, live, names_of, saved
+from tests.simulation import TWO, live, names_of, saved
 
 WHOLES = {("mask", BUFFER): ((2,), "int64"), ("old.bias", FROZEN): ((4,), "float32")}
 

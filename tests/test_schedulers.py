@@ -20,7 +20,7 @@ from elastic_ckpt.groups import transferable
 from elastic_ckpt.host_state import BatchSizes, HostState
 from elastic_ckpt.planner import LoadOptions, plan_load
 from elastic_ckpt.schedulers import fit_scheduler
-from tests.test_planner import ADAM, TWO, live, saved
+from tests.simulation import ADAM, TWO, live, saved
 
 #: Per parameter, all that a run sets by group.
 RATES = {"a": 0.1, "b": 0.02, "c": 0.02, "new": 0.3}

@@ -15,7 +15,7 @@ from elastic_ckpt.geometry import FlatRange
 from elastic_ckpt.plan import Plan, Share
 from elastic_ckpt.planner import LoadOptions, plan_load
 from elastic_ckpt.shares import Sharing
-from tests.test_planner import BYTES, Case, cases, engine_of, live, saved
+from tests.simulation import BYTES, Case, cases, engine_of, live, saved
 
 #: A tensor of more than this for each rank is cut.
 SMALL = 1 << 20

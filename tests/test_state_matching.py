@@ -22,7 +22,7 @@ from elastic_ckpt.states.bitsandbytes import own_maps
 from elastic_ckpt.states.kinds import ELEMENTWISE, REPLICATED, SCRATCH, WHOLE, BlockFormat, LiveState
 from elastic_ckpt.states.optimizers import schema_of
 from elastic_ckpt.states.schema import Stepped
-from tests.test_planner import ADAM, TWO, live, saved, unpartitioned
+from tests.simulation import ADAM, TWO, live, saved, unpartitioned
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 CODED = ("state1", "state2")

@@ -95,7 +95,7 @@ def _aligned_to(numel: int) -> Iterator[None]:
 
 
 def _configure(original: Callable[..., Any], engine: Any, optimizer: Any) -> Any:
-    numel = read_config(ds_config(engine)).align_partitions
+    numel = _asked_for(ds_config(engine))
     if not numel:
         return original(engine, optimizer)
     _refuse_other_paths(engine, numel)
@@ -105,6 +105,13 @@ def _configure(original: Callable[..., Any], engine: Any, optimizer: Any) -> Any
     with parallel.agreement("align the partitions"):
         _check(made, numel)
     return made
+
+
+def _asked_for(config: Mapping[str, Any]) -> int:
+    """``"align_partitions"`` of a DeepSpeed config; what else is wrong with our section is found when it is needed."""
+    section = config.get(CONFIG_KEY)
+    asked = isinstance(section, Mapping) and section.get("align_partitions")
+    return read_config(config).align_partitions if asked else 0
 
 
 def _refuse_other_paths(engine: Any, numel: int) -> None:
@@ -170,7 +177,7 @@ def _init(original: Callable[..., Any], init: Any, *args: Any, **kwargs: Any) ->
         with open(given, encoding="utf-8") as stream:
             given = json.load(stream)
     if not numel and isinstance(given, Mapping):
-        numel = read_config(given).align_partitions
+        numel = _asked_for(given)
     setattr(init, _ATTRIBUTE, numel)
     original(init, *args, **kwargs)
 

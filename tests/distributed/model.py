@@ -303,6 +303,8 @@ _TORCH: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adadelta": torch.optim.Adadelta,
     "rprop": torch.optim.Rprop,
     "asgd": torch.optim.ASGD,
+    # takes matrices alone; what is left belongs to no optimizer
+    "torch_muon": lambda groups: torch.optim.Muon([p for group in groups for p in group["params"] if p.dim() == 2]),
     "diary": lambda groups: Wanderer(groups, diary=True),
     "adafactor": torch.optim.Adafactor,
 }

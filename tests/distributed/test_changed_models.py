@@ -179,7 +179,7 @@ def test_groups_that_mix_different_hyperparameters_need_a_word_from_the_user(lau
         }
         for stage in (0, 1, 3)
     ]
-    launch(2, "refuse", {"cases": refused})
+    launch(2, "refusal_jobs.refuse", {"cases": refused})
     live = [{**DECAY, "lr": 1e-2}, {**PLAIN, "lr": 3e-3}]
     cases = [
         case(

@@ -153,7 +153,7 @@ def test_what_is_wrong_with_swap_files_is_named(launch: Launch, tmp_path: Path) 
             file.write_bytes(file.read_bytes()[:-4096])
         case = {"name": name, "folder": str(copy), "error": error, "says": says, "model": "HugeLM"}
         cases.append({**case, "setup": Setup(1).as_json()})
-    launch(2, "refuse", {"cases": cases})
+    launch(2, "refusal_jobs.refuse", {"cases": cases})
 
 
 @needs_aio

@@ -61,6 +61,7 @@ OTHERS = [
     Setup(2, optimizer="rprop"),
     *[Setup(stage, optimizer="adafactor") for stage in (0, 1)],
     *[Setup(stage, optimizer="asgd") for stage in (0, 2)],
+    Setup(0, optimizer="torch_muon"),
     Setup(1, optimizer="unknown"),
     Setup(3, optimizer="unknown", zero=SUB_GROUPS),
     Setup(2, optimizer="apex"),

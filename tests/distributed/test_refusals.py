@@ -93,7 +93,7 @@ def test_damage_is_named_on_all_ranks_and_nothing_changes(
     cases += universal_cases(universal, native, tmp_path)
     cases += live_cases(native, others)
     for setup in (Setup(2), Setup(3)):
-        launch(3, "refuse", {"setup": setup.as_json(), "cases": cases})
+        launch(3, "refusal_jobs.refuse", {"setup": setup.as_json(), "cases": cases})
 
 
 def universal_cases(universal: Path, native: Path, tmp_path: Path) -> list[dict[str, Any]]:
@@ -178,7 +178,7 @@ def test_what_deepspeeds_own_loader_would_get_wrong_is_not_left_to_it(
     renaming = (("elastic_checkpoint", {"rename": [["^hidden", "hidden"]]}),)
     launch(
         2,
-        "refuse",
+        "refusal_jobs.refuse",
         {
             "cases": [
                 case("groups in another order", diary, Setup(1, optimizer="diary", groups="reversed")),
@@ -193,15 +193,15 @@ def test_what_deepspeeds_own_loader_would_get_wrong_is_not_left_to_it(
 
 
 def test_a_disk_that_fails_while_reading_is_an_error_on_all_ranks(launch: Launch, native: Path) -> None:
-    launch(2, "break_reading", {"setup": Setup(2).as_json(), "folder": str(native / Z1)})
+    launch(2, "refusal_jobs.break_reading", {"setup": Setup(2).as_json(), "folder": str(native / Z1)})
 
 
 def test_ranks_that_ask_for_different_things_get_the_same_error(launch: Launch, native: Path) -> None:
-    launch(2, "diverge", {"setup": Setup(2).as_json(), "folder": str(native / Z1)}, timeout=100)
+    launch(2, "refusal_jobs.diverge", {"setup": Setup(2).as_json(), "folder": str(native / Z1)}, timeout=100)
 
 
 def test_a_scheduler_that_fails_on_one_rank_is_taken_back_on_all(launch: Launch, native: Path) -> None:
-    launch(2, "bad_scheduler", {"setup": Setup(2).as_json(), "folder": str(native / Z3)})
+    launch(2, "refusal_jobs.bad_scheduler", {"setup": Setup(2).as_json(), "folder": str(native / Z3)})
 
 
 def test_weights_alone_load_under_any_optimizer(launch: Launch, native: Path) -> None:

@@ -44,7 +44,7 @@ def test_what_only_deepspeed_can_load_is_left_to_it(launch: Launch, native: Path
     modes = {mode: Setup(1, config=(("elastic_checkpoint", {"mode": mode}),)).as_json() for mode in ("require", "off")}
     launch(
         2,
-        "delegate",
+        "refusal_jobs.delegate",
         {
             "plain": str(native / f"{plain.name}-dp2"),
             "diary": str(tmp_path / f"{diary.name}-dp2"),
@@ -86,7 +86,7 @@ def test_gradients_that_wait_for_a_step_are_refused(launch: Launch, native: Path
     accumulate = (("gradient_accumulation_steps", 2), ("train_micro_batch_size_per_gpu", 3))
     setups = [Setup(1, config=accumulate), Setup(3, config=accumulate), Setup(3)]
     cases = [{"setup": setup.as_json(), "folder": str(native / "z1-fp32-adamw-dp2")} for setup in setups]
-    launch(2, "pending", {"cases": cases})
+    launch(2, "refusal_jobs.pending", {"cases": cases})
 
 
 def test_saving_after_an_elastic_load_gives_what_deepspeed_loads_alone(

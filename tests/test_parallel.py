@@ -1,0 +1,48 @@
+"""What ranks send each other comes out as it went in. Collectives themselves are tested on real processes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from elastic_ckpt.formats.pickled import TensorRef
+from elastic_ckpt.parallel import pack, share, unpack
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool, torch.complex64)
+RARE = (torch.uint16, torch.uint32, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, *RARE], ids=str)
+def test_tensors_of_every_dtype_are_sent_bit_by_bit(dtype: torch.dtype) -> None:
+    raw = torch.arange(48, dtype=torch.uint8)
+    tensor = raw.view(dtype) if dtype != torch.bool else raw > 20
+    sent = unpack(pack({"state": [tensor, ("step", 4)]}))["state"]
+    assert sent[0].dtype == dtype and sent[1] == ("step", 4)
+    assert torch.equal(sent[0].view(torch.uint8), tensor.view(torch.uint8))
+
+
+def test_views_are_sent_with_their_shape_and_values() -> None:
+    tensor = torch.arange(12.0).view(3, 4).t()[1:]
+    assert torch.equal(unpack(pack(tensor)), tensor)
+
+
+def test_a_process_alone_shares_with_itself() -> None:
+    assert share({"a": 1}) == [{"a": 1}]
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride", "contiguous"),
+    [
+        ((0, 3), (1, 7), True),
+        ((2, 3), (3, 1), True),
+        ((2, 3), (1, 2), False),
+        ((2, 1, 3), (3, 99, 1), True),
+        ((1,), (5,), True),
+        ((), (), True),
+        ((4,), (2,), False),
+    ],
+)
+def test_a_reference_knows_whether_its_elements_lie_one_behind_the_other(
+    shape: tuple[int, ...], stride: tuple[int, ...], contiguous: bool
+) -> None:
+    assert TensorRef("float32", shape, stride, 64).is_contiguous == contiguous
