@@ -13,8 +13,6 @@ from elastic_ckpt.errors import MismatchError, listed
 #: Lists of members, a name for people, and choices of implementation rather than of training: the live run's own
 #: are kept.
 _LIVE_KEYS = frozenset({"params", "param_names", "name", "foreach", "fused", "capturable", "differentiable"})
-#: A count that some optimizers keep in the group: it is a scalar state.
-_STEP = "step"
 _DECOUPLED = "decoupled_weight_decay"
 
 
@@ -113,5 +111,5 @@ def transferable(hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: value
         for key, value in hyperparameters.items()
-        if key not in _LIVE_KEYS and key not in (_DECOUPLED, _STEP) and not key.startswith("_ds_")
+        if key not in _LIVE_KEYS and key != _DECOUPLED and not key.startswith("_ds_")
     }

@@ -124,6 +124,7 @@ def _asks_for_more(config: ElasticConfig, arguments: LoadArguments) -> bool:
         config.state_schema,
         config.convert_optimizer,
         config.eight_bit_realign == "error",
+        config.align_partitions,
     )
     return config.mode == "require" or any(options) or (restores_states(arguments) and not arguments.load_module_strict)
 

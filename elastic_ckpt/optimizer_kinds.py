@@ -20,6 +20,8 @@ _MARKS = frozenset(
     {"betas", "momentum", "dampening", "nesterov", "rho", "centered", "lr_decay", "etas", "lambd"}
     | {"beta2_decay", "ns_steps", "ns_method", "momentum_decay", "initial_accumulator_value", "eps", "use_muon", "d"}
 )
+#: What an optimizer without these hyperparameters does.
+_USUAL = {"maximize": False, "bias_correction": True}
 _ADAM_MARKS = frozenset({"amsgrad", "bias_correction"})
 #: A state of bitsandbytes' LAMB and LARS alone: the norm of an update.
 UPDATE_NORM = "unorm_vec"
@@ -39,6 +41,30 @@ def renamed_states(
     theirs = next((names for names in spellings if set(names) == saved), None)
     ours = next((names for names in spellings if set(names) == live), None)
     return None if theirs is None or ours is None else dict(zip(ours, theirs, strict=True))
+
+
+def refuse_lost_choices(
+    catalog: Catalog, destinations: Destinations, flat: FlatPartition, members: Sequence[str]
+) -> None:
+    """Hyperparameters that one Adam has and another lacks mean their usual values there: others would be lost.
+
+    Raises:
+        MismatchError: naming the hyperparameter.
+    """
+    live = destinations.groups[flat.group].hyperparameters if flat.group < len(destinations.groups) else {}
+    for number in sorted({catalog.parameters[name].group for name in members}):
+        saved = catalog.groups[number]
+        for key, usual in _USUAL.items():
+            for mine, other in ((saved, live), (live, saved)):
+                if key in mine and key not in other and bool(mine[key]) != usual and mine and other:
+                    raise MismatchError(
+                        f'"{key}" of param group {number} means something that the other optimizer has no word for',
+                        parameter=listed(members),
+                        file=catalog.source.folder,
+                        expected=f"{live.get(key, f'{usual}, always')} (live optimizer {destinations.optimizer})",
+                        found=f"{saved.get(key, f'{usual}, always')} in the checkpoint",
+                        remedy="resume with the optimizer that saved it, or with load_optimizer_states=False",
+                    )
 
 
 def saved_optimizer(catalog: Catalog) -> str:

@@ -10,7 +10,13 @@ from elastic_ckpt.catalog import FROZEN, Catalog, ReplicatedState
 from elastic_ckpt.destinations import Destinations, FlatPartition
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError, listed
 from elastic_ckpt.matching import Matching
-from elastic_ckpt.optimizer_kinds import UPDATE_NORM, refuse_other_kind, renamed_states, saved_optimizer
+from elastic_ckpt.optimizer_kinds import (
+    UPDATE_NORM,
+    refuse_lost_choices,
+    refuse_other_kind,
+    renamed_states,
+    saved_optimizer,
+)
 from elastic_ckpt.plan import Outcome
 from elastic_ckpt.states.kinds import ELEMENTWISE, NON_SHARD_KEYS, REPLICATED, SCRATCH, WHOLE, LiveState
 
@@ -97,6 +103,7 @@ def match_states(
         renamed = _link(catalog, destinations, flat, members, saved, convert)
         converted = converted or renamed.converted
         links[flat.index] = renamed.links
+        refuse_lost_choices(catalog, destinations, flat, members)
         _refuse_other_scalars(catalog, destinations, flat, values)
         for link in renamed.links:
             if link.live.layout != SCRATCH and link.source:
@@ -182,6 +189,7 @@ def _link(
     """The links of one flat partition."""
     if flat.states is None:
         refuse_other_kind(catalog, destinations, flat, members)
+        _refuse_unknown_start(catalog, destinations, flat, members)
         return _Linked(_adopted(catalog, destinations, flat, members, saved))
     wanted = [live for live in flat.states if live.layout not in (REPLICATED, SCRATCH)]
     others = [live for live in flat.states if live.layout in (REPLICATED, SCRATCH)]
@@ -206,6 +214,22 @@ def _link(
         shared = _replicated(catalog, members, live.key) if live.layout == REPLICATED else None
         links.append(StateLink(live, live.key, shared))
     return _Linked(tuple(links), converted)
+
+
+def _refuse_unknown_start(
+    catalog: Catalog, destinations: Destinations, flat: FlatPartition, members: Sequence[str]
+) -> None:
+    """What an unknown optimizer's states start with is not known: zeros could undo the weights."""
+    fresh = sorted(set(flat.members) - set(members))
+    if fresh or catalog.fresh_states:
+        raise MismatchError(
+            f"{destinations.optimizer} is not known, nor what its states start with where the checkpoint has none",
+            parameter=listed(fresh or members),
+            file=catalog.source.folder,
+            expected="a saved state for every parameter of a flat tensor",
+            found="none" if fresh else f'"state_schema": {listed(catalog.fresh_states)} fresh',
+            remedy="put such parameters into param groups of their own, or load with load_optimizer_states=False",
+        )
 
 
 def _adopted(

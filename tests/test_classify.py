@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -229,9 +229,22 @@ def test_a_single_block_is_read_alike_whatever_its_size(numel: int) -> None:
     assert classify(ranks(numel, quantized(numel, 2048)), said())["state1"] == SavedKind(ELEMENTWISE, block_numel=256)
 
 
-def test_signed_codes_and_scales_in_one_row_are_quantized_too() -> None:
-    states = {**quantized(N, 256, rows=2, codes="int8"), "absmax1": Saved((8,))}
+def test_scales_in_one_row_belong_to_codes_in_several() -> None:
+    states = {**quantized(N, 256, rows=2), "absmax1": Saved((8,))}
     assert classify(ranks(N, states), said()) == {"state1": SavedKind(ELEMENTWISE, rows=2, block_numel=256)}
+
+
+def test_signed_codes_are_none_of_bitsandbytes() -> None:
+    kinds = classify(ranks(N, quantized(N, 256, codes="int8")), said())
+    assert kinds["state1"] == SavedKind(ELEMENTWISE)
+    assert kinds["absmax1"].kind == OPAQUE
+
+
+def test_equal_values_that_are_all_one_value_are_no_evidence_of_a_replicated_state() -> None:
+    states = {"exp_avg": Saved((N,)), "scale": Saved((10,))}
+    for constant, expected in ((True, OPAQUE), (False, REPLICATED)):
+        held = [replace(each, digests={"scale": Digest(7, False, constant)}) for each in ranks(N, states, states)]
+        assert classify(held, said())["scale"].kind == expected
 
 
 def test_both_states_of_an_8_bit_adam_are_quantized_and_nothing_else_is_left() -> None:

@@ -439,18 +439,20 @@ def test_a_legacy_file_without_its_entries_is_damaged(tmp_path: Path) -> None:
 
 
 def test_a_step_count_in_the_param_group_is_a_state_of_its_members() -> None:
-    assert with_group_step((), True, {"step": 7}) == (("step", 7),)
-    assert with_group_step((("z", 1.0), ("a", 2.0)), True, {"step": 7}) == (("a", 2.0), ("step", 7), ("z", 1.0))
+    apex = {"step": 7, "bias_correction": True}
+    assert with_group_step((), True, apex) == (("step", 7),)
+    assert with_group_step((("z", 1.0), ("a", 2.0)), True, apex) == (("a", 2.0), ("step", 7), ("z", 1.0))
+    assert with_group_step((), True, {"step": 7}) == ()  # of another optimizer it is a hyperparameter like others
 
 
 @pytest.mark.parametrize(
     ("scalars", "has_states", "group"),
     [
-        ((), False, {"step": 7}),
+        ((), False, {"step": 7, "bias_correction": True}),
         ((), True, {}),
-        ((), True, {"step": None}),
-        ((), True, {"step": 7.5}),
-        ((("step", 3.0),), True, {"step": 7}),
+        ((), True, {"step": None, "bias_correction": True}),
+        ((), True, {"step": 7.5, "bias_correction": True}),
+        ((("step", 3.0),), True, {"step": 7, "bias_correction": True}),
     ],
 )
 def test_a_step_count_that_belongs_to_no_state_is_none(
@@ -460,13 +462,14 @@ def test_a_step_count_that_belongs_to_no_state_is_none(
 
 
 def test_saved_groups_lose_their_step_and_bitsandbytes_tells_its_weight_decay() -> None:
-    groups = [{"lr": 0.1, "step": 7}, {"lr": 0.2, "decoupled_weight_decay": False}]
-    assert normal_groups(groups, is_bitsandbytes=False) == ({"lr": 0.1}, groups[1])
+    groups = [{"lr": 0.1, "step": 7, "bias_correction": True}, {"lr": 0.2, "decoupled_weight_decay": False}]
+    assert normal_groups(groups, is_bitsandbytes=False) == ({"lr": 0.1, "bias_correction": True}, groups[1])
     assert normal_groups(groups, is_bitsandbytes=True) == (
-        {"lr": 0.1, "decoupled_weight_decay": True},
+        {"lr": 0.1, "bias_correction": True, "decoupled_weight_decay": True},
         {"lr": 0.2, "decoupled_weight_decay": True},
     )
-    assert groups[0] == {"lr": 0.1, "step": 7}
+    assert groups[0]["step"] == 7
+    assert normal_groups([{"step": 3}], is_bitsandbytes=False) == ({"step": 3},)
 
 
 def test_groups_are_read_as_python_numbers_without_their_members(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import functools
 import json
 import math
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -45,6 +46,8 @@ from elastic_ckpt.geometry import per_parameter_numel
 _numel: ContextVar[int] = ContextVar("align_partitions", default=0)
 _ATTRIBUTE = "_elastic_ckpt_alignment"
 _SCATTER = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
+#: Optimizers whose partitions are padded.
+_aligned: weakref.WeakSet[Any] = weakref.WeakSet()
 #: (owner, name, original) of everything that is wrapped.
 _replaced: list[tuple[Any, str, Any]] = []
 
@@ -55,6 +58,7 @@ def install_alignment() -> None:
         return
     for owner, name, wrapper in (
         (DeepSpeedEngine, "_configure_zero_optimizer", _configure),
+        (DeepSpeedEngine, "_configure_bf16_optimizer", _configure),
         (DeepSpeedZeroOptimizer, "flatten_dense_tensors_aligned", _flatten),
         (BF16_Optimizer, "_flatten_dense_tensors_aligned", _flatten),
         (Init, "__init__", _init),
@@ -70,8 +74,15 @@ def install_alignment() -> None:
         setattr(owner, name, _wrap(original, wrapper))
 
 
+def alignment_of(optimizer: Any) -> int:
+    """Elements to which the partitions of a live optimizer are padded; 0: as DeepSpeed pads them."""
+    return int(getattr(optimizer, _ATTRIBUTE, 0))
+
+
 def uninstall_alignment() -> None:
-    """Undo :func:`install_alignment`. Engines that were built with the option need it as long as they train."""
+    """Undo :func:`install_alignment`, unless an engine that was built with the option still trains on it."""
+    if _aligned:
+        return
     while _replaced:
         owner, name, original = _replaced.pop()
         setattr(owner, name, original)
@@ -97,11 +108,14 @@ def _aligned_to(numel: int) -> Iterator[None]:
 def _configure(original: Callable[..., Any], engine: Any, optimizer: Any) -> Any:
     numel = _asked_for(ds_config(engine))
     if not numel:
-        return original(engine, optimizer)
+        made = original(engine, optimizer)
+        _check_parameters(made, 0)
+        return made
     _refuse_other_paths(engine, numel)
     with _aligned_to(numel):
         made = original(engine, optimizer)
     setattr(made, _ATTRIBUTE, numel)
+    _aligned.add(made)
     with parallel.agreement("align the partitions"):
         _check(made, numel)
     return made
@@ -121,15 +135,15 @@ def _refuse_other_paths(engine: Any, numel: int) -> None:
         ConfigError: naming the option.
     """
     zero = engine._config.zero_config
-    if engine.zero_optimization_stage() < 3:
-        return
-    for present, option in (
+    flat = ((zero.round_robin_gradients, '"round_robin_gradients", whose order of parameters depends on the degree'),)
+    each = (
         (not zero.reduce_scatter, '"reduce_scatter": false (which Muon needs)'),
         (zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights, '"zero_quantized_weights"'),
         (zero.zero_quantized_gradients, '"zero_quantized_gradients"'),
         (zero.zero_hpz_partition_size > 1, '"zero_hpz_partition_size"'),
         (zero.use_all_reduce_for_fetch_params, '"use_all_reduce_for_fetch_params"'),
-    ):
+    )
+    for present, option in each if engine.zero_optimization_stage() == 3 else flat:
         if present:
             raise ConfigError(
                 f'"align_partitions" cannot be used together with {option}',
@@ -139,26 +153,40 @@ def _refuse_other_paths(engine: Any, numel: int) -> None:
 
 
 def _check(optimizer: Any, numel: int) -> None:
-    """Every partition has to be aligned, also of parameters that ``deepspeed.zero.Init`` made before the engine."""
-    params = [
-        param for group in getattr(optimizer, "fp16_groups", ()) for param in group if hasattr(param, "ds_tensor")
-    ]
-    sizes = [
-        (f"parameter {param.ds_id} of shape {tuple(param.ds_shape)}", param.ds_tensor.ds_numel) for param in params
-    ]
+    """Every partition has to be aligned."""
+    _check_parameters(optimizer, numel)
     flats = [*getattr(optimizer, "single_partition_of_fp32_groups", ())]
     flats += getattr(optimizer, "fp32_groups_flat_partition", ())
-    sizes += [(f"param group {number}", flat.numel()) for number, flat in enumerate(flats)]
-    for what, size in sizes:
-        if size % numel:
-            raise ConfigError(
-                '"align_partitions" did not reach all of the model',
-                parameter=what,
-                expected=f"a partition of a multiple of {numel} elements",
-                found=size,
-                remedy="call elastic_ckpt.install() first, and give deepspeed.zero.Init the config: "
-                "zero.Init(config_dict_or_path=ds_config)",
-            )
+    for number, flat in enumerate(flats):
+        if flat.numel() % numel:
+            raise _not_reached(f"param group {number}", f"a partition of a multiple of {numel} elements", flat.numel())
+
+
+def _check_parameters(optimizer: Any, numel: int) -> None:
+    """ZeRO-3: gradients are cut where the engine's option says, parameters where that of ``deepspeed.zero.Init`` said.
+
+    Raises:
+        ConfigError: these are different places, and training would be wrong.
+    """
+    for param in (param for group in getattr(optimizer, "fp16_groups", ()) for param in group):
+        if not hasattr(param, "ds_process_group"):
+            return
+        world_size = dist.get_world_size(param.ds_process_group)
+        expected = per_parameter_numel(param.ds_numel, world_size, numel or 1)
+        if param.ds_tensor.ds_numel != expected:
+            what = f"parameter {param.ds_id} of shape {tuple(param.ds_shape)}"
+            raise _not_reached(what, f"a partition of {expected} elements", param.ds_tensor.ds_numel)
+
+
+def _not_reached(what: str, expected: str, found: Any) -> ConfigError:
+    return ConfigError(
+        '"align_partitions" of the engine is not what the model was partitioned with',
+        parameter=what,
+        expected=expected,
+        found=found,
+        remedy="call elastic_ckpt.install() first, and give deepspeed.zero.Init the engine's config: "
+        "zero.Init(config_dict_or_path=ds_config)",
+    )
 
 
 def _flatten(

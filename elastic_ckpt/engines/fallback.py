@@ -8,6 +8,8 @@ from typing import Any
 import torch.distributed as dist
 
 from elastic_ckpt import parallel
+from elastic_ckpt.config import CONFIG_KEY
+from elastic_ckpt.engines.alignment import alignment_of
 from elastic_ckpt.engines.base import base_optimizer
 from elastic_ckpt.engines.features import same_features
 from elastic_ckpt.engines.host import LoadArguments, restores_states
@@ -15,6 +17,7 @@ from elastic_ckpt.formats import Found
 from elastic_ckpt.formats.features import base_groups, features_in
 from elastic_ckpt.formats.naming import SWAPPED_FOLDER
 from elastic_ckpt.formats.pickled import PickledFile, open_pickled
+from elastic_ckpt.formats.saved_config import config_section
 from elastic_ckpt.formats.zero0_index import MASTER_ENTRIES
 
 #: Entries of a param group that say nothing about the optimizer's kind.
@@ -50,7 +53,7 @@ def _fits(engine: Any, found: Found, arguments: LoadArguments) -> bool:
         return True
     model, optimizer = _representatives(found)
     features = features_in(model) | features_in(optimizer)
-    alike = _same_topology(engine, found, model) and same_features(engine, features)
+    alike = _same_topology(engine, found, model) and same_features(engine, features) and _same_padding(engine, model)
     return alike and (not restores_states(arguments) or _same_optimizer(engine, found, model, optimizer))
 
 
@@ -63,6 +66,11 @@ def _representatives(found: Found) -> tuple[PickledFile, PickledFile]:
     model = open_pickled(found.path([*files.model.values(), *files.model_zero3.values()][0]))
     own = [name for name in files.experts if name.startswith("expp_rank_0_")] + list(files.optimizer.values())
     return model, open_pickled(found.path(own[0])) if own else model
+
+
+def _same_padding(engine: Any, model: PickledFile) -> bool:
+    """DeepSpeed's loader pads masters of another size with zeros, and shifts what follows."""
+    return (config_section(model, CONFIG_KEY).get("align_partitions") or 0) == alignment_of(engine.optimizer)
 
 
 def _leaves_old_masters(engine: Any, arguments: LoadArguments) -> bool:

@@ -148,10 +148,8 @@ class _Collector:
         first = self._shards[0]
         part, group = first.flats[flat], first.flat_groups[flat]
         states = part.states
-        skipped = {key for key, word in self._options.schema.items() if word == FRESH}
-        scalars = tuple(scalar for scalar in states.scalars if scalar[0] not in skipped)
         scalars = with_group_step(
-            scalars, bool(states.tensors or part.swapped), first.groups[group] if first.groups else {}
+            states.scalars, bool(states.tensors or part.swapped), first.groups[group] if first.groups else {}
         )
         self.scalar_forms.update(states.scalar_forms)
         replicated = tuple(

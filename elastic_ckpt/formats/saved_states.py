@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from elastic_ckpt.catalog import BUFFER, FROZEN, MASTER
 from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.formats.pickled import PickledFile, TensorRef, materialise
 from elastic_ckpt.states.bitsandbytes import NESTED, codebook_of, own_maps
@@ -53,9 +54,11 @@ def sort_states(file: PickledFile, saved: Mapping[str, Any], options: StateOptio
     opaque: dict[str, str] = {}
     points: dict[str, TensorRef] = {}
     for key, value in flat.items():
-        if value is None:
+        if key in (MASTER, BUFFER, FROZEN):
+            opaque[key] = "a state of a name that masters, buffers or frozen parameters go by here"
+        elif value is None:
             continue  # a buffer that the optimizer does not use, as SGD's without momentum
-        if isinstance(value, TensorRef) and value.shape:
+        elif isinstance(value, TensorRef) and value.shape:
             tensors[key] = value
         elif isinstance(value, TensorRef):
             scalars[key], forms[key] = materialise(file, value).item(), value.dtype
@@ -88,7 +91,7 @@ def _digest(tensor: torch.Tensor) -> Digest:
     flat = tensor.contiguous().view(-1)
     crc32 = zlib.crc32(flat.view(torch.uint8).numpy().tobytes())
     ascending = flat.numel() > 1 and not flat.dtype.is_complex and bool((flat[1:] > flat[:-1]).all())
-    return Digest(crc32, ascending)
+    return Digest(crc32, ascending, flat.numel() > 1 and bool((flat == flat[0]).all()))
 
 
 def resolve_codebooks(files: Iterable[tuple[str, StatesOfOne]]) -> tuple[dict[str, Codebook], tuple[str, ...]]:

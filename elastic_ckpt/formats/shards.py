@@ -134,7 +134,10 @@ def check_same_save(shards: list[OptimizerShard]) -> None:
                     file=shard.path,
                     expected=str(expected)[:300],
                     found=str(found)[:300],
-                    remedy="remove the foreign file and restore the right one, or take another tag",
+                    remedy=(
+                        "remove the foreign file and restore the right one, or take another tag; if an optimizer's "
+                        "own counts differ between ranks: load_optimizer_states=False"
+                    ),
                 )
 
 

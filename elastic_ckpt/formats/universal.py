@@ -105,6 +105,7 @@ def read_universal(found: Found, options: ReadOptions) -> Checkpoint:
         model_states.check_same_save(models)
         refuse_features(models[0].features, models[0].path)
         _refuse_round_robin(models[0], optimizer)
+        _refuse_aligned(models[0], optimizer)
         states = [item for item in indexed if isinstance(item, StateFile)]
         catalog = _build_catalog(found, models, optimizer, states)
         catalog = with_progress_compared(catalog, models[0], options.check_shards)
@@ -195,6 +196,18 @@ def _refuse_round_robin(model: ModelShard, optimizer: OptimizerFile) -> None:
             expected="a universal checkpoint from a run without round_robin_gradients",
             found='"zero_optimization": {"round_robin_gradients": true} in the saved config',
             remedy="load the native checkpoint instead: elastic_ckpt restores its true order",
+        )
+
+
+def _refuse_aligned(model: ModelShard, optimizer: OptimizerFile) -> None:
+    if optimizer.zero_stage == 3 and model.alignment > 1:
+        raise UnsupportedError(
+            'this universal checkpoint was converted from a ZeRO-3 run with "align_partitions": DeepSpeed\'s converter '
+            "takes padding for parameters there",
+            file=model.path,
+            expected='a universal checkpoint from a run without "align_partitions"',
+            found=f'"align_partitions": {model.alignment} in the saved config',
+            remedy="load the native checkpoint instead",
         )
 
 

@@ -134,7 +134,7 @@ class _Builder:
         """Adds the states of one parameter, inside tensors of shape ``held``."""
         skipped = {key for key, word in self._options.schema.items() if word == FRESH}
         self.opaque.update({key: what for key, what in states.opaque.items() if key not in skipped})
-        scalars = {key: value for key, value in states.scalars if key not in skipped}
+        scalars = dict(states.scalars)
         if held == ():
             for key in ELEMENTWISE_NAMES & set(states.points):
                 del scalars[key]

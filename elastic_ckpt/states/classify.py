@@ -54,10 +54,12 @@ class Digest:
     Attributes:
         crc32: of its bytes.
         ascending: whether each value is greater than the one before.
+        constant: whether all its values are one, of which there are several: no evidence that ranks must agree.
     """
 
     crc32: int
     ascending: bool
+    constant: bool = False
 
 
 class Tensor(Protocol):
@@ -122,7 +124,7 @@ def classify(ranks: Sequence[Held], options: StateOptions) -> dict[str, SavedKin
     kinds: dict[str, SavedKind] = {}
     companions: set[str] = set()
     for key, tensor in ranks[0].tensors.items():
-        if key in COMPANIONS and tensor.dtype in _CODES_DTYPES:
+        if key in COMPANIONS and tensor.dtype == "uint8":
             kinds[key] = _declared_codes(ranks, key, options)
             companions |= set(COMPANIONS[key])
     _refuse_declared_companions(ranks, companions, options)
@@ -224,7 +226,7 @@ def _of_fixed_size(ranks: Sequence[Held], key: str, options: StateOptions) -> Sa
     if any(tensor.dtype in _CODES_DTYPES for tensor in ranks[0].tensors.values()):
         return _opaque(ranks, key, "beside 8-bit codes: it may be their scales")
     digests = [held.digests.get(key) for held in ranks]
-    if len(ranks) > 1 and digests[0] is not None and len(set(digests)) == 1:
+    if len(ranks) > 1 and digests[0] is not None and len(set(digests)) == 1 and not digests[0].constant:
         return SavedKind(REPLICATED, why="the same values on all ranks")
     return _opaque(ranks, key, "")
 

@@ -9,7 +9,7 @@ import torch
 
 
 class Wanderer(torch.optim.Optimizer):
-    """Momentum in ``trail``, a count, and a table that is the same for every tensor.
+    """Momentum in ``trail``, a count, another one in the param group, and a table that is the same for every tensor.
 
     Args:
         params: param groups.
@@ -23,6 +23,7 @@ class Wanderer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
         for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1  # of its own: no state of any parameter
             for param in group["params"]:
                 if param.grad is None:
                     continue

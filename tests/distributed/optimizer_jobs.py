@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ import elastic_ckpt
 from tests.distributed import old_blocks as old
 from tests.distributed import optimizer_truth as oracle
 from tests.distributed import truth as plain
-from tests.distributed.model import TinyLM, build_engine, close, setup_from_json, train
+from tests.distributed.model import Setup, TinyLM, build_engine, close, setup_from_json, train
 
 SAVE_AT = 4
 CONTINUE_TO = 7
@@ -206,3 +207,21 @@ def old_blocks(arguments: dict[str, Any]) -> None:
             assert ((found - expected).abs() <= BOUNDS[f"state{number}"] * scales * (1 + 1e-5)).all(), (group, number)
             assert not mine[expected.numel() :].any()
     train(engine, SAVE_AT, CONTINUE_TO)
+
+
+def mismatched_init(arguments: dict[str, Any]) -> None:
+    """``deepspeed.zero.Init`` and the engine have to pad alike, or gradients would be cut elsewhere than parameters."""
+    elastic_ckpt.install()
+    for made_with, trained_with in ((256, 0), (256, 64), (0, 64)):
+        config = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}
+        if made_with:
+            config["elastic_checkpoint"] = {"align_partitions": made_with}
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            model = WideLM()
+        options = (("elastic_checkpoint", {"align_partitions": trained_with}),) if trained_with else ()
+        try:
+            build_engine(Setup(3, config=options), model)
+        except elastic_ckpt.ElasticCkptError as error:
+            assert "align_partitions" in str(error) and "zero.Init" in str(error), error
+        else:
+            raise AssertionError(f"made with {made_with}, trained with {trained_with}: no error")

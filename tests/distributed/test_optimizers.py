@@ -183,6 +183,10 @@ def test_alignment_changes_nothing_about_training(launch: Launch, tmp_path: Path
             assert a["losses"] == pytest.approx(b["losses"], abs=bound), setup
 
 
+def test_a_model_that_was_partitioned_otherwise_is_refused(launch: Launch) -> None:
+    launch(2, "optimizer_jobs.mismatched_init", {})
+
+
 def test_adam_in_fp32_and_in_8_bits_become_each_other(launch: Launch, eight_bit: Folder, others: Folder) -> None:
     to_bnb = {"exp_avg": "state1", "exp_avg_sq": "state2"}
     from_bnb = {new: old for old, new in to_bnb.items()}
@@ -278,6 +282,7 @@ def test_what_cannot_be_restored_is_refused(launch: Launch, eight_bit: Folder, o
         case(adam8, str(lose_scales(Path(eight_bit(adam8)), tmp_path / "scales")), "state1", "scales"),
         case(configured(bnb("AdamW8bit", 3), eight_bit_realign="error"), eight_bit(adam8), "eight_bit_realign"),
         case(adam8, str(tmp_path / f"{legacy.name}-dp2"), "legacy", "qmap1", "of 256 elements"),
+        case(Setup(2, optimizer="unknown", groups="split"), others(Setup(1)), "another kind", "Wanderer"),
         mislabelled(qmap1="elementwise"),
         mislabelled(absmax1="replicated"),
         mislabelled(state1="replicated"),
