@@ -538,3 +538,10 @@ def test_states_that_tell_nothing_tell_nothing(tmp_path: Path) -> None:
 def test_of_two_rows_the_single_one_tells_the_shape(tmp_path: Path) -> None:
     assert saved_shape(sorted_of(tmp_path, {"state1": torch.zeros(2, 5), "state2": torch.zeros(5)})) == (5,)
     assert saved_shape(sorted_of(tmp_path, {"mine": torch.zeros(7), "exp_avg": torch.zeros(5)})) == (5,)
+
+
+@pytest.mark.parametrize("name", ["fp32", "buffer", "frozen"])
+def test_a_state_of_a_name_of_our_own_is_not_understood(tmp_path: Path, name: str) -> None:
+    states = sorted_of(tmp_path, {name: torch.zeros(4), "m": torch.zeros(4)})
+    assert set(states.tensors) == {"m"}
+    assert set(states.opaque) == {name}

@@ -617,3 +617,47 @@ def test_codes_that_lost_their_scales_on_the_way_are_never_taken_for_values() ->
             catalog = with_tensor(catalog, name, key, dtype="uint8")
     with pytest.raises(MismatchError):
         plan_load(catalog, bnb_engine(), LoadOptions())
+
+
+def test_what_an_unknown_optimizers_states_start_with_is_not_guessed() -> None:
+    catalog = replace(saved({"a.weight": (2, 5)}, states=("m",)), fresh_states=frozenset())
+    destinations = unknown()
+    matching = match_parameters(catalog, destinations, strict=False)
+    with pytest.raises(MismatchError, match="nor what its states start with") as caught:
+        match_states(catalog, destinations, matching)
+    assert caught.value.parameter == "b.weight"
+    apart = unknown(apart=True)
+    assert match_states(catalog, apart, match_parameters(catalog, apart, strict=False)).stateful == {"a.weight"}
+    with pytest.raises(MismatchError, match="nor what its states start with"):
+        matched(replace(saved(TWO, states=("m",)), fresh_states=frozenset({"n"})), destinations)
+
+
+def test_a_state_that_the_user_wants_left_starts_fresh_and_is_told_of() -> None:
+    catalog = replace(saved(TWO, states=("exp_avg",)), fresh_states=frozenset({"exp_avg_sq"}))
+    matching = matched(replace(catalog, groups=(ADAMW_GROUP,)), adam_engine())
+    assert sources(matching) == {"exp_avg": "exp_avg", "exp_avg_sq": ""}
+    assert matching.restored == {"exp_avg": ("a.weight", "b.weight")}
+    assert Outcome("exp_avg_sq", "fresh", (), '"state_schema" says so') in matching.outcomes
+
+
+@pytest.mark.parametrize(
+    ("was", "now"),
+    [
+        ({"maximize": True}, {}),
+        ({"bias_correction": False}, {}),
+        ({}, {"bias_correction": False}),
+        ({}, {"maximize": True}),
+    ],
+)
+def test_a_choice_that_the_other_adam_has_no_word_for_is_not_lost(was: dict[str, bool], now: dict[str, bool]) -> None:
+    plain = {**ADAM, "amsgrad": False}
+    usual = {"maximize": False, "bias_correction": True}
+    for unusual in (True, False):
+        kinds = [{key: values[key] if unusual else usual[key] for key in values} for values in (was, now)]
+        catalog = replace(adam_saved(), groups=({**plain, **kinds[0]},))
+        destinations = adam_engine(group={**plain, **kinds[1]})
+        if unusual:
+            with pytest.raises(MismatchError, match="no word for"):
+                matched(catalog, destinations)
+        else:
+            assert matched(catalog, destinations).stateful == set(TWO)
