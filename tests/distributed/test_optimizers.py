@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.conftest import Launch
+from tests.distributed.conftest import Convert, Launch
 from tests.distributed.model import Setup
 from tests.distributed.old_blocks import flip_map, lose_map, lose_scales, to_flat_blocks_of_2048
 
@@ -66,6 +66,8 @@ OTHERS = [
     Setup(3, optimizer="unknown", zero=SUB_GROUPS),
     Setup(2, optimizer="apex"),
 ]
+#: What only DeepSpeed's own loader takes.
+DIARY = Setup(1, optimizer="diary")
 #: Their kernels are compiled first.
 COMPILED = [Setup(1, optimizer="cpulion"), Setup(3, optimizer="cpuadagrad")]
 MUON = [
@@ -92,7 +94,7 @@ def eight_bit(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Folde
 
 @pytest.fixture(scope="module")
 def others(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Folder:
-    return save(launch, tmp_path_factory.mktemp("others"), [*OTHERS, *MUON, Setup(1), Setup(3)])
+    return save(launch, tmp_path_factory.mktemp("others"), [*OTHERS, *MUON, DIARY, Setup(1), Setup(3)])
 
 
 def load(launch: Launch, degree: int, targets: Sequence[tuple[Setup, Sequence[dict[str, Any]]]]) -> None:
@@ -183,6 +185,19 @@ def test_alignment_changes_nothing_about_training(launch: Launch, tmp_path: Path
             assert a["losses"] == pytest.approx(b["losses"], abs=bound), setup
 
 
+def test_a_universal_checkpoint_of_padded_parameters_is_refused(
+    launch: Launch, convert: Convert, tmp_path: Path
+) -> None:
+    """DeepSpeed's converter takes their padding for values."""
+    padded = configured(Setup(3), align_partitions=64)
+    save(launch, tmp_path / "native", [padded])
+    (tmp_path / "universal").mkdir()
+    convert(tmp_path / "native", tmp_path / "universal", [f"{padded.name}-dp2"])
+    folder = str(tmp_path / "universal" / f"{padded.name}-dp2")
+    says = ["align_partitions", "native checkpoint"]
+    launch(2, "optimizer_jobs.refuse", {"cases": [{"setup": Setup(1).as_json(), "folder": folder, "says": says}]})
+
+
 def test_a_model_that_was_partitioned_otherwise_is_refused(launch: Launch) -> None:
     launch(2, "optimizer_jobs.mismatched_init", {})
 
@@ -264,6 +279,8 @@ def test_what_cannot_be_restored_is_refused(launch: Launch, eight_bit: Folder, o
     adam8, adamw, legacy = bnb("AdamW8bit", 2), Setup(1), bnb("AdamW8bit", 1)
     legacy = replace(legacy, zero=(("elastic_checkpoint", True),))
     save(launch, tmp_path, [legacy])
+    padded = configured(DIARY, align_partitions=4096)
+    save(launch, tmp_path / "padded", [padded])
 
     def case(setup: Setup, folder: str, *says: str) -> dict[str, Any]:
         return {"setup": setup.as_json(), "folder": folder, "says": list(says)}
@@ -283,6 +300,8 @@ def test_what_cannot_be_restored_is_refused(launch: Launch, eight_bit: Folder, o
         case(configured(bnb("AdamW8bit", 3), eight_bit_realign="error"), eight_bit(adam8), "eight_bit_realign"),
         case(adam8, str(tmp_path / f"{legacy.name}-dp2"), "legacy", "qmap1", "of 256 elements"),
         case(Setup(2, optimizer="unknown", groups="split"), others(Setup(1)), "another kind", "Wanderer"),
+        case(padded, others(DIARY), "diary"),
+        case(DIARY, str(tmp_path / "padded" / f"{padded.name}-dp2"), "diary"),
         mislabelled(qmap1="elementwise"),
         mislabelled(absmax1="replicated"),
         mislabelled(state1="replicated"),
