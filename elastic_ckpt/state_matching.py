@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from elastic_ckpt.catalog import FROZEN, Catalog, ReplicatedState
 from elastic_ckpt.destinations import Destinations, FlatPartition
-from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError, listed
+from elastic_ckpt.errors import DamagedError, MismatchError, listed
 from elastic_ckpt.matching import Matching
 from elastic_ckpt.optimizer_kinds import (
     UPDATE_NORM,
@@ -18,6 +18,7 @@ from elastic_ckpt.optimizer_kinds import (
     saved_optimizer,
 )
 from elastic_ckpt.plan import Outcome
+from elastic_ckpt.saved_state_checks import keys_by_name, refuse_opaque, refuse_partial
 from elastic_ckpt.states.kinds import ELEMENTWISE, NON_SHARD_KEYS, REPLICATED, SCRATCH, WHOLE, LiveState
 
 _ROLE = "optimizer states"
@@ -81,12 +82,12 @@ def match_states(
         MismatchError: the optimizers keep different states, or one flat tensor would need two step counts.
         DamagedError: states that belong together are only partly there.
     """
-    _refuse_opaque(catalog)
-    keys = _keys_by_name(catalog)
+    refuse_opaque(catalog)
+    keys = keys_by_name(catalog)
     if not keys:
         reason = "the checkpoint holds no optimizer state (saved before the first step)"
         return StateMatching(scalars=(None,) * len(destinations.flats), outcomes=(Outcome(_ROLE, "fresh", (), reason),))
-    _refuse_partial(catalog, keys)
+    refuse_partial(catalog, keys)
     stateful = frozenset(keys) & matching.restored
     links: dict[int, tuple[StateLink, ...]] = {}
     scalars: list[Scalars | None] = []
@@ -118,58 +119,6 @@ def match_states(
         converted=converted,
         notes=_notes(catalog, destinations, links, converted),
     )
-
-
-def _refuse_opaque(catalog: Catalog) -> None:
-    for key, description in catalog.damaged_states.items():
-        raise DamagedError(
-            f"optimizer state {key!r} does not have the scales that its 8-bit codes need",
-            parameter=key,
-            file=catalog.source.folder,
-            expected="one scale for each block of 256 or 2048 elements",
-            found=description,
-            remedy="restore the files from their original, take another tag, or load with load_optimizer_states=False",
-        )
-    for key, description in catalog.opaque_states.items():
-        raise UnsupportedError(
-            f"optimizer state {key!r} has a layout that cannot be cut for another topology",
-            parameter=key,
-            file=catalog.source.folder,
-            expected="one value per element of the partition, one per tensor, or a tensor that all ranks share",
-            found=description,
-            remedy=(
-                f'if you know what it is: "elastic_checkpoint": {{"state_schema": {{"{key}": "elementwise" (or '
-                '"replicated", "fresh")}}; else load at the topology it was saved with, or with '
-                "load_optimizer_states=False"
-            ),
-        )
-
-
-def _keys_by_name(catalog: Catalog) -> dict[str, frozenset[str]]:
-    """Tensor states by parameter, for those that have any state."""
-    keys: dict[str, set[str]] = {name: set() for name, saved in catalog.parameters.items() if saved.scalars}
-    state_keys = set(catalog.state_keys)
-    for name, key in catalog.tensors:
-        if key in state_keys:
-            keys.setdefault(name, set()).add(key)
-    return {name: frozenset(found) for name, found in keys.items()}
-
-
-def _refuse_partial(catalog: Catalog, stateful: Mapping[str, frozenset[str]]) -> None:
-    """A partitioned optimizer keeps states for all members of a group or for none: anything else is a loss."""
-    if catalog.source.zero_stage == 0:
-        return
-    with_state = {catalog.parameters[name].group for name in stateful if name in catalog.parameters}
-    for name, saved in catalog.parameters.items():
-        if saved.group in with_state and name not in stateful:
-            raise DamagedError(
-                "the checkpoint holds no optimizer state of this parameter, but of others in its param group",
-                parameter=name,
-                file=catalog.source.folder,
-                expected=f"{listed(catalog.state_keys)} and step",
-                found="none",
-                remedy="restore the missing files, or load with load_optimizer_states=False",
-            )
 
 
 @dataclass(frozen=True)

@@ -140,6 +140,7 @@ def test_the_planner_and_its_data_import_nothing_that_touches_the_world() -> Non
         "coded",
         "matching",
         "state_matching",
+        "saved_state_checks",
         "optimizer_kinds",
         "states/kinds",
         "groups",
