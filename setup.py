@@ -18,6 +18,7 @@ setup(
         "test": [
             "pytest",
             "pytest-timeout",
+            "pytest-xdist",
             "hypothesis",
             "ruff>=0.17.5,<0.18",
             "mypy>=2.4,<3",

@@ -8,4 +8,9 @@ source launch/environment.sh
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
 "$PYTHON" -m mypy
-"$PYTHON" -m pytest "$@"
+if [[ $# -gt 0 ]]; then
+    "$PYTHON" -m pytest "$@"
+else
+    "$PYTHON" -m pytest -n 2 --ignore=tests/distributed
+    "$PYTHON" -m pytest tests/distributed # its jobs have processes of their own
+fi

@@ -176,7 +176,7 @@ def test_aligned_partitions_make_changes_of_degree_exact_for_good(launch: Launch
 def test_alignment_changes_nothing_about_training(launch: Launch, tmp_path: Path) -> None:
     setups = [Setup(stage, precision) for stage in (1, 3) for precision in ("fp32", "bf16")]
     setups.append(Setup(1, "bf16_fp32acc"))
-    for degree in (1, 3):
+    for degree in (3,):  # one rank trains on padded parameters in the test above
         plain = save(launch, tmp_path / "plain", setups, degree)
         aligned = save(launch, tmp_path / "aligned", [configured(s, align_partitions=64) for s in setups], degree)
         for setup in setups:
