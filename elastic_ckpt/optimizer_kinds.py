@@ -54,17 +54,23 @@ def refuse_lost_choices(
     live = destinations.groups[flat.group].hyperparameters if flat.group < len(destinations.groups) else {}
     for number in sorted({catalog.parameters[name].group for name in members}):
         saved = catalog.groups[number]
-        for key, usual in _USUAL.items():
-            for mine, other in ((saved, live), (live, saved)):
-                if key in mine and key not in other and bool(mine[key]) != usual and mine and other:
-                    raise MismatchError(
-                        f'"{key}" of param group {number} means something that the other optimizer has no word for',
-                        parameter=listed(members),
-                        file=catalog.source.folder,
-                        expected=f"{live.get(key, f'{usual}, always')} (live optimizer {destinations.optimizer})",
-                        found=f"{saved.get(key, f'{usual}, always')} in the checkpoint",
-                        remedy="resume with the optimizer that saved it, or with load_optimizer_states=False",
-                    )
+        lost = [key for key in _USUAL if saved and live and _unusual_on_one_side(key, saved, live)]
+        if lost:
+            always = f"{_USUAL[lost[0]]}, always"
+            raise MismatchError(
+                f'"{lost[0]}" of param group {number} means something that the other optimizer has no word for',
+                parameter=listed(members),
+                file=catalog.source.folder,
+                expected=f"{live.get(lost[0], always)} (live optimizer {destinations.optimizer})",
+                found=f"{saved.get(lost[0], always)} in the checkpoint",
+                remedy="resume with the optimizer that saved it, or with load_optimizer_states=False",
+            )
+
+
+def _unusual_on_one_side(key: str, saved: Mapping[str, Any], live: Mapping[str, Any]) -> bool:
+    if (key in saved) == (key in live):
+        return False
+    return bool((saved if key in saved else live)[key]) != _USUAL[key]
 
 
 def saved_optimizer(catalog: Catalog) -> str:

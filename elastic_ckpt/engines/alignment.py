@@ -7,8 +7,9 @@ and only where a parameter starts), so :func:`install_alignment` wraps these of 
 - ZeRO-1/2: ``DeepSpeedZeroOptimizer.flatten_dense_tensors_aligned`` and
   ``BF16_Optimizer._flatten_dense_tensors_aligned``, which pad a group's flat buffer. ``nccl_start_alignment_factor``
   keeps its value, since asserts about addresses and bucket sizes hang on it.
-- ZeRO-3: ``Init._padding_size``, which pads each parameter; ``reduce_scatter_coalesced`` in ``stage3``, which cuts
-  gradients at the unpadded places; ``_dist_allgather_fn``, ``NoGatherHandle`` and ``NoGatherCoalescedHandle`` in
+- ZeRO-3: ``Init._padding_size``, which pads each parameter; ``Init._partition_param``, which leaves padding as memory
+  happens to be, and would so scale the last real elements' 8-bit block by garbage; ``reduce_scatter_coalesced`` in
+  ``stage3``, which cuts gradients at the unpadded places; ``_dist_allgather_fn``, ``NoGatherHandle`` and ``NoGatherCoalescedHandle`` in
   ``partition_parameters``, which take a gathered parameter to be no longer than it has to be.
 
 Without the option, each wrapper calls what it wraps.
@@ -63,6 +64,7 @@ def install_alignment() -> None:
         (BF16_Optimizer, "_flatten_dense_tensors_aligned", _flatten),
         (Init, "__init__", _init),
         (Init, "_padding_size", _padding_size),
+        (Init, "_partition_param", _partition_param),
         (DeepSpeedZeroOptimizer_Stage3, _SCATTER, _scatter),
         (stage3, "reduce_scatter_coalesced", _reduce_scatter),
         (partition_parameters, "_dist_allgather_fn", _allgather),
@@ -216,6 +218,15 @@ def _padding_size(original: Callable[..., Any], init: Any, param: Any) -> int:
         return int(original(init, param))
     world_size = init._partition_world_size(param)
     return per_parameter_numel(param.ds_numel, world_size, numel) * world_size - int(param.ds_numel)
+
+
+def _partition_param(original: Callable[..., Any], init: Any, param: Any, *args: Any, **kwargs: Any) -> None:
+    is_new = param.ds_tensor is None
+    original(init, param, *args, **kwargs)
+    held = param.ds_tensor
+    if getattr(init, _ATTRIBUTE, 0) and is_new and held.numel():  # none held: it went to NVMe
+        start = init._partition_rank(param) * held.numel()
+        held[max(0, min(param.ds_numel - start, held.numel())) :] = 0
 
 
 def _scatter(original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:

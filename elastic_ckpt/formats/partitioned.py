@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 
 from elastic_ckpt.catalog import (
     MASTER,
-    BlockCode,
     Catalog,
     Extent,
     LogicalTensor,
@@ -22,13 +21,13 @@ from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.module_tensors import module_tensors
 from elastic_ckpt.formats.pickled import TensorRef
 from elastic_ckpt.formats.saved_groups import normal_groups, with_group_step
-from elastic_ckpt.formats.saved_states import kind_notes, resolve_codebooks, unmatched_names
+from elastic_ckpt.formats.saved_states import block_code, kind_notes, resolve_codebooks, unmatched_names
 from elastic_ckpt.formats.shards import FlatShard, OptimizerShard
 from elastic_ckpt.formats.zero3 import place_zero3
 from elastic_ckpt.formats.zero12 import place_zero12
 from elastic_ckpt.geometry import FlatRange, Placement
 from elastic_ckpt.states.classify import DAMAGED, FRESH, OPAQUE, Held, SavedKind, StateOptions, classify
-from elastic_ckpt.states.kinds import COMPANIONS, ELEMENTWISE, REPLICATED, TOUCHED, BlockFormat, Codebook
+from elastic_ckpt.states.kinds import ELEMENTWISE, REPLICATED, TOUCHED, Codebook
 
 _PLAIN = SavedKind(ELEMENTWISE)
 _SWAPPED_DTYPE = "float32"
@@ -194,14 +193,9 @@ class _Collector:
                 numel = math.prod(self._model.param_shapes[flat][placement.index][1])
                 inside = FlatRange(row * numel + placement.range.start, row * numel + placement.range.stop)
                 offset = ref.byte_offset + (row * part.partition_numel + placement.flat_offset) * itemsize
-                code = self._code(key, kind, part, row, placement.flat_offset) if kind.block_numel else None
+                start = placement.flat_offset
+                code = block_code(key, kind, part.states, self._codebooks, row, part.partition_numel, start)
                 self._append(flat, placement.index, key, Extent(inside, file, offset, code), ref.dtype, kind.rows)
-
-    def _code(self, key: str, kind: SavedKind, part: FlatShard, row: int, position: int) -> BlockCode:
-        scales, qmap = COMPANIONS[key]
-        blocks = BlockFormat(kind.block_numel, scales, self._codebooks[qmap])
-        first = row * blocks.blocks(part.partition_numel) * ITEMSIZE["float32"]
-        return BlockCode(blocks, position, part.states.tensors[scales].byte_offset + first)
 
     def _add_touched(self, flat: int, key: str, ref: TensorRef, file: int, placements: Sequence[Placement]) -> None:
         """Whole parameters, of which several ranks may hold the same ones: the first rank's are taken."""

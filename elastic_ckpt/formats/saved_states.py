@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
-from elastic_ckpt.catalog import BUFFER, FROZEN, MASTER
+from elastic_ckpt.catalog import BUFFER, FROZEN, MASTER, BlockCode
+from elastic_ckpt.dtypes import ITEMSIZE
 from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.formats.pickled import PickledFile, TensorRef, materialise
 from elastic_ckpt.states.bitsandbytes import NESTED, codebook_of, own_maps
 from elastic_ckpt.states.classify import Digest, SavedKind, StateOptions
-from elastic_ckpt.states.kinds import COMPANIONS, REPLICATED, Codebook
+from elastic_ckpt.states.kinds import COMPANIONS, REPLICATED, BlockFormat, Codebook
 
 #: Tensors up to this size are looked into: they might be the same on all ranks.
 _SMALL_NUMEL = 4096
@@ -92,6 +93,27 @@ def _digest(tensor: torch.Tensor) -> Digest:
     crc32 = zlib.crc32(flat.view(torch.uint8).numpy().tobytes())
     ascending = flat.numel() > 1 and not flat.dtype.is_complex and bool((flat[1:] > flat[:-1]).all())
     return Digest(crc32, ascending, flat.numel() > 1 and bool((flat == flat[0]).all()))
+
+
+def block_code(
+    key: str, kind: SavedKind, states: StatesOfOne, codebooks: Mapping[str, Codebook], row: int, numel: int, start: int
+) -> BlockCode | None:
+    """How an extent of a saved state is quantized; ``None``: it is not.
+
+    Args:
+        key, kind: of the state.
+        states: the states that it lies among, its scales too.
+        codebooks: the quantization maps (:func:`resolve_codebooks`).
+        row: in which row of the state.
+        numel: elements of a row, padding included: blocks are counted anew in each.
+        start: of the extent in its row.
+    """
+    if not kind.block_numel:
+        return None
+    scales, qmap = COMPANIONS[key]
+    blocks = BlockFormat(kind.block_numel, scales, codebooks[qmap])
+    first = row * blocks.blocks(numel) * ITEMSIZE["float32"]
+    return BlockCode(blocks, start, states.tensors[scales].byte_offset + first)
 
 
 def resolve_codebooks(files: Iterable[tuple[str, StatesOfOne]]) -> tuple[dict[str, Codebook], tuple[str, ...]]:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 from elastic_ckpt.catalog import (
     MASTER,
-    BlockCode,
     Catalog,
     Extent,
     LogicalTensor,
@@ -27,7 +26,7 @@ from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.module_tensors import module_tensors
 from elastic_ckpt.formats.pickled import TensorRef
 from elastic_ckpt.formats.saved_groups import normal_groups, with_group_step
-from elastic_ckpt.formats.saved_states import StatesOfOne, kind_notes, resolve_codebooks, unmatched_names
+from elastic_ckpt.formats.saved_states import StatesOfOne, block_code, kind_notes, resolve_codebooks, unmatched_names
 from elastic_ckpt.formats.zero0_index import FUSED, PLAIN, UnpartitionedState
 from elastic_ckpt.formats.zero0_names import member_names
 from elastic_ckpt.geometry import FlatRange
@@ -41,7 +40,7 @@ from elastic_ckpt.states.classify import (
     StateOptions,
     classify,
 )
-from elastic_ckpt.states.kinds import COMPANIONS, ELEMENTWISE, REPLICATED, BlockFormat, Codebook
+from elastic_ckpt.states.kinds import COMPANIONS, ELEMENTWISE, REPLICATED, Codebook
 
 Shape = tuple[int, ...]
 
@@ -177,12 +176,7 @@ class _Builder:
         numel, extents = math.prod(shape), []
         for row in range(kind.rows):
             offset = ref.byte_offset + (row * held_numel + base) * ITEMSIZE[ref.dtype]
-            code = None
-            if kind.block_numel:
-                scales, qmap = COMPANIONS[key]
-                blocks = BlockFormat(kind.block_numel, scales, self._codebooks[qmap])
-                first = row * blocks.blocks(held_numel) * ITEMSIZE["float32"]
-                code = BlockCode(blocks, base, states.tensors[scales].byte_offset + first)
+            code = block_code(key, kind, states, self._codebooks, row, held_numel, base)
             extents.append(Extent(FlatRange(row * numel, (row + 1) * numel), 0, offset, code))
         rows = (kind.rows,) if kind.rows > 1 else ()
         self.tensors[name, key] = LogicalTensor(name, key, rows + shape, ref.dtype, tuple(extents) if numel else ())

@@ -77,7 +77,11 @@ MUON = [
     Setup(1, optimizer="muon", zero=(("offload_optimizer", {"device": "cpu"}),)),
     Setup(0, optimizer="muon"),
 ]
-ALIGNED = [*[Setup(stage, optimizer="bnb.AdamW8bit") for stage in (1, 2, 3)], Setup(2, optimizer="bnb.AdEMAMix8bit")]
+ALIGNED = [
+    *[Setup(stage, optimizer="bnb.AdamW8bit") for stage in (1, 2, 3)],
+    Setup(2, optimizer="bnb.AdEMAMix8bit"),
+    Setup(3, optimizer="bnb.Adagrad8bit"),  # whose weight decay goes into the state: padding must be defined
+]
 Folder = Callable[[Setup, int], str]
 
 
