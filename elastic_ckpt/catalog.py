@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elastic_ckpt.geometry import FlatRange
+from elastic_ckpt.rules.declared import Declared
 from elastic_ckpt.states.kinds import BlockFormat
 
 #: Catalog key of the fp32 master weights; optimizer states go under their own names beside it.
@@ -47,19 +48,21 @@ class BlockCode:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A stretch of a logical tensor that lies in one file without gaps.
+    """A stretch of a logical tensor, or of one tensor-parallel shard of it, that lies in one file without gaps.
 
     Attributes:
-        range: which elements of the logical tensor.
+        range: which elements of the tensor or shard.
         file: index into :attr:`Catalog.files`.
         byte_offset: absolute offset of the first element in that file.
         code: how its elements are quantized; ``None``: they are values.
+        shard: tensor-parallel rank that saved it.
     """
 
     range: FlatRange
     file: int
     byte_offset: int
     code: BlockCode | None = None
+    shard: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +72,12 @@ class LogicalTensor:
     Attributes:
         name: name of the parameter or buffer in the model.
         key: :data:`MASTER`, :data:`BUFFER`, :data:`FROZEN`, or the name of an optimizer state.
-        shape: logical shape; of a state with rows, ``(rows, *shape of the parameter)``.
+        shape: logical shape; of a state with rows, ``(rows, *shape of the parameter)``. Of a checkpoint with
+            tensor-parallel shards, the shape of the first one.
         dtype: name of the torch dtype in the file (``"float32"``); of the codes, where it is quantized.
-        extents: sorted by ``range.start``.
+        extents: sorted by shard and ``range.start``.
         is_whole: whether it is a state with a shape of its own, which cannot be cut with its parameter.
+        shards: shape of each tensor-parallel shard; empty: there is one, of ``shape``.
     """
 
     name: str
@@ -81,6 +86,12 @@ class LogicalTensor:
     dtype: str
     extents: tuple[Extent, ...]
     is_whole: bool = False
+    shards: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def shard_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shape of every tensor-parallel shard, be it only one."""
+        return self.shards or (self.shape,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +124,14 @@ class SavedParameter:
         group: its param group.
         scalars: scalar states (``step``) as (key, value), sorted.
         replicated: states of the partition that it lay in.
+        shards: its shape on each tensor-parallel rank; empty: there is one, of ``shape``.
     """
 
     shape: tuple[int, ...]
     group: int
     scalars: tuple[tuple[str, float], ...]
     replicated: tuple[ReplicatedState, ...] = ()
+    shards: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +145,7 @@ class SourceFacts:
         zero_stage: stage of the run that saved it; 0 where optimizer states were not partitioned.
         dp: data-parallel degree of the run that saved it.
         ds_version: DeepSpeed version that saved it.
+        tp, pp: tensor- and pipeline-parallel degree of the files; a universal checkpoint holds whole tensors.
     """
 
     format: str
@@ -140,6 +154,8 @@ class SourceFacts:
     zero_stage: int
     dp: int
     ds_version: str
+    tp: int = 1
+    pp: int = 1
 
 
 @dataclass(frozen=True)
@@ -160,6 +176,9 @@ class Catalog:
         frozen_recorded: whether the checkpoint lists the frozen parameters of the saved model; if not, they may have
             been left out on purpose (``exclude_frozen_parameters=True``).
         buffers_of_this_rank: whether each rank reads buffers from a file of its own, so that they may differ.
+        declared: what the checkpoint says about its tensor-parallel shards.
+        run: arguments of the run that saved it (Megatron's ``args``).
+        twins: copies of a tied parameter that other pipeline stages saved, by ``(name, key)``.
         notes: what the reader noticed and the user should know.
         warnings: what the user should look at.
     """
@@ -176,6 +195,9 @@ class Catalog:
     scalar_forms: Mapping[str, str] = field(default_factory=dict)
     frozen_recorded: bool = True
     buffers_of_this_rank: bool = False
+    declared: Declared = field(default_factory=Declared)
+    run: Mapping[str, Any] = field(default_factory=dict)
+    twins: Mapping[tuple[str, str], tuple[LogicalTensor, ...]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 

@@ -130,12 +130,12 @@ def _recode(
     """The blocks ``[first, last)`` of the row; ``starts`` are those of the pieces."""
     start, stop = first * target.numel, min(last * target.numel, row.numel)
     near = pieces[max(bisect_right(starts, start) - 1, 0) : bisect_left(starts, stop)]
-    clipped = (_clip(piece, start, stop) for piece in near)
+    clipped = (clip(piece, start, stop) for piece in near)
     inside = tuple(replace(piece, start=row.start + piece.start) for piece in clipped if piece.numel > 0)
     return Recode(row.slot, row.start + start, stop - start, target, row.scales_slot, row.scales_start + first, inside)
 
 
-def _clip(piece: Piece, start: int, stop: int) -> Piece:
+def clip(piece: Piece, start: int, stop: int) -> Piece:
     """The part of a piece between two elements; without elements where there is none."""
     first, last = max(piece.start, start), min(piece.start + piece.numel, stop)
     skipped = first - piece.start

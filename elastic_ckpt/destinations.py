@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from elastic_ckpt.bands import Split
 from elastic_ckpt.geometry import FlatRange
 from elastic_ckpt.states.kinds import LiveState
 
@@ -46,7 +47,7 @@ class Fragment:
 
     Attributes:
         name: parameter.
-        shape: its logical shape.
+        shape: its shape; of a tensor-parallel one, that of this rank's shard.
         range: which elements of it.
         flat: index into :attr:`Destinations.flats`.
         flat_offset: where the piece starts in that flat partition, in elements.
@@ -80,6 +81,25 @@ class WholeTensor:
     replicated: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class LiveLayout:
+    """How the live tensor-parallel ranks hold a parameter, as far as it tells.
+
+    Attributes:
+        shapes: its shape on each tensor-parallel rank.
+        dim: dimension that is cut, where the parameter says so; -1: it says that it is replicated; ``None``: nothing.
+        stride: number of sub-parameters that lie one behind the other on each rank (Megatron's ``partition_stride``).
+        owner: top-level packages of the module that holds it (``"megatron.core"``).
+        split: how it is cut, where that is recorded in full (AutoTP).
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    dim: int | None = None
+    stride: int = 1
+    owner: str = ""
+    split: Split | None = None
+
+
 @dataclass(frozen=True)
 class LiveGroup:
     """A live param group.
@@ -109,6 +129,10 @@ class Destinations:
         wholes: buffers and frozen parameters.
         groups: param groups.
         ties: parameter -> the other names that it has in the live module.
+        tp, tp_rank: tensor-parallel degree, and this rank's place in it.
+        pp, pp_rank: pipeline-parallel degree, and this rank's place in it.
+        elsewhere: names of parameters and buffers that only other pipeline stages hold.
+        layouts: how tensor-parallel ranks hold each parameter and buffer; empty where nothing is known.
     """
 
     zero_stage: int
@@ -122,3 +146,9 @@ class Destinations:
     ties: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     family: str | None = None
     defaults: frozenset[str] = frozenset()
+    tp: int = 1
+    tp_rank: int = 0
+    pp: int = 1
+    pp_rank: int = 0
+    elsewhere: frozenset[str] = frozenset()
+    layouts: Mapping[str, LiveLayout] = field(default_factory=dict)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from elastic_ckpt.catalog import BlockCode, SourceFile
+from elastic_ckpt.dtypes import ITEMSIZE
 from elastic_ckpt.geometry import FlatRange
 from elastic_ckpt.states.kinds import ELEMENTWISE, BlockFormat
 
@@ -103,15 +104,17 @@ class HasOutcomes:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Move ``numel`` elements of ``dtype`` from a file to a slot.
+    """Move ``numel`` elements of ``dtype`` from a file to a slot, once or in ``rows`` at regular distances.
 
     Attributes:
         file: index into :attr:`Plan.files`.
         byte_offset: where they start in the file.
         slot: index into :attr:`Plan.slots`.
         slot_offset: where they go, in elements.
-        numel: how many elements.
+        numel: how many elements, of one row.
         dtype: name of the torch dtype in the file; the slot's own unless a widening conversion is needed.
+        rows: how many rows.
+        file_stride, slot_stride: elements from the start of one row to that of the next, in the file and in the slot.
     """
 
     file: int
@@ -120,6 +123,36 @@ class Copy:
     slot_offset: int
     numel: int
     dtype: str
+    rows: int = 1
+    file_stride: int = 0
+    slot_stride: int = 0
+
+    def row(self, number: int) -> Copy:
+        """One of its rows, as a copy of its own."""
+        return Copy(
+            self.file,
+            self.byte_offset + number * self.file_stride * ITEMSIZE[self.dtype],
+            self.slot,
+            self.slot_offset + number * self.slot_stride,
+            self.numel,
+            self.dtype,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Elements that several ranks saved, and that should be the same.
+
+    Attributes:
+        name, key: what it is.
+        numel: elements of each copy.
+        copies: per copy, where it lies: pieces whose ``start`` counts from its first element.
+    """
+
+    name: str
+    key: str
+    numel: int
+    copies: tuple[tuple[Piece, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +177,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Recode:
-    """Elements that have to be decoded, quantized, or both, on their way into a slot.
+    """Elements that have to be decoded, quantized, or both, on their way into a slot; or to be added up.
 
     Attributes:
         slot: index into :attr:`Plan.slots`, of codes or of values.
@@ -154,6 +187,7 @@ class Recode:
         scales_slot: slot of the scales.
         scales_start: place in it of the first block's scale.
         pieces: the source elements, in order of ``start``.
+        scale: the values are so many times the sum of all pieces at their place; ``None``: each has one piece.
     """
 
     slot: int
@@ -163,6 +197,7 @@ class Recode:
     scales_slot: int
     scales_start: int
     pieces: tuple[Piece, ...]
+    scale: float | None = None
 
 
 @dataclass(frozen=True)
@@ -176,6 +211,8 @@ class Plan(HasOutcomes):
         shares: who reads which piece of the replicated slots; the same on every rank.
         restores_states: whether optimizer states and hyperparameters are part of the load.
         recodes: what goes through another format on its way.
+        comparisons: copies in the checkpoint that this rank compares before anything is written.
+        averaged: names of those of which a rule says that they may differ.
         blocks: number of 8-bit blocks that the plan fills.
         scalars: per flat partition, its scalar states; ``None`` clears that partition's optimizer state.
         scalar_forms: see :attr:`elastic_ckpt.catalog.Catalog.scalar_forms`.
@@ -191,6 +228,8 @@ class Plan(HasOutcomes):
     copies: tuple[Copy, ...]
     shares: tuple[Share, ...] = ()
     recodes: tuple[Recode, ...] = ()
+    comparisons: tuple[Comparison, ...] = ()
+    averaged: frozenset[str] = frozenset()
     blocks: int = 0
     restores_states: bool = False
     scalars: tuple[Mapping[str, float] | None, ...] = ()

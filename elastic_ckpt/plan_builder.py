@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from elastic_ckpt.catalog import BUFFER, FROZEN, MASTER, Catalog, Extent, LogicalTensor, ReplicatedState
+from elastic_ckpt.bands import Transfer, copied
+from elastic_ckpt.catalog import BUFFER, FROZEN, MASTER, Catalog, LogicalTensor, ReplicatedState
 from elastic_ckpt.coded import Row, plan_row, recut_blocks
 from elastic_ckpt.destinations import FlatPartition, Fragment, WholeTensor
-from elastic_ckpt.dtypes import ITEMSIZE, converts_exactly, is_floating
+from elastic_ckpt.dtypes import converts_exactly, is_floating
 from elastic_ckpt.errors import DamagedError, MismatchError
 from elastic_ckpt.geometry import FlatRange
 from elastic_ckpt.matching import weights_key
@@ -18,6 +18,7 @@ from elastic_ckpt.plan import Copy, Piece, Recode, Slot
 from elastic_ckpt.shares import Sharing
 from elastic_ckpt.state_matching import StateLink
 from elastic_ckpt.states.kinds import REPLICATED, SCRATCH, TOUCHED, WHOLE, LiveState
+from elastic_ckpt.strips import Strip, check_tiling, strips
 
 _SCALES_DTYPE = "float32"
 #: What codes stand for.
@@ -31,6 +32,15 @@ class _Part:
     fragment: Fragment
     tensor: LogicalTensor
     offset: int
+    transfer: Transfer
+
+    def strips(self, row: int, rows: int) -> Iterator[Strip]:
+        """Where they lie in the checkpoint."""
+        return strips(self.tensor, self.transfer, self.fragment.range, row, rows)
+
+    def place(self, row: int, row_numel: int) -> int:
+        """What has to be added to a place in the live shard to come to one in the slot."""
+        return row * row_numel + self.offset - self.fragment.range.start
 
 
 class PlanBuilder:
@@ -40,11 +50,23 @@ class PlanBuilder:
         catalog: what the checkpoint holds.
         sharing: deals out what every data-parallel rank holds.
         realign: whether 8-bit blocks may be cut anew.
+        resharding: how parameters and buffers come from shards that were cut otherwise, by (name, key of the state);
+            the key is empty where it is the same for all. All others come from the shard of ``tp_rank``.
+        tp_rank: this rank's place among the tensor-parallel ones.
     """
 
-    def __init__(self, catalog: Catalog, sharing: Sharing, realign: bool = True) -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        sharing: Sharing,
+        realign: bool = True,
+        resharding: Mapping[tuple[str, str], Transfer] | None = None,
+        tp_rank: int = 0,
+    ) -> None:
         self._catalog = catalog
         self._realign = realign
+        self._resharding = resharding or {}
+        self._tp_rank = tp_rank
         self._tiled: set[tuple[str, str]] = set()
         self.sharing = sharing
         self.slots: list[Slot] = []
@@ -83,7 +105,20 @@ class PlanBuilder:
             self._add_elements(flat, live, self._parts(held, lambda name: link.source), flat.numel)
 
     def _parts(self, held: Sequence[Fragment], key_of: Callable[[str], str]) -> list[_Part]:
-        return [_Part(part, self._tensor(part.name, key_of(part.name)), part.flat_offset) for part in held]
+        return [self._part(part, key_of(part.name), part.flat_offset) for part in held]
+
+    def _part(self, fragment: Fragment, key: str, offset: int) -> _Part:
+        tensor = self._tensor(fragment.name, key)
+        return _Part(fragment, tensor, offset, self._transfer(tensor, key, math.prod(fragment.shape)))
+
+    def _transfer(self, tensor: LogicalTensor, key: str, numel: int) -> Transfer:
+        """Where this rank's shard of a tensor comes from."""
+        name = tensor.name
+        found = self._resharding.get((name, key)) or self._resharding.get((name, ""))
+        return found or copied(self._tp_rank if tensor.shards else 0, numel)
+
+    def _is_resharded(self, name: str) -> bool:
+        return (name, "") in self._resharding
 
     def _touched(self, fragments: Sequence[Fragment], held: Sequence[Fragment], key: str) -> tuple[list[_Part], int]:
         """Whole parameters, one behind the other: those that are restored, and the size of all."""
@@ -93,14 +128,17 @@ class PlanBuilder:
             numel = math.prod(part.shape)
             if part.name in restored:
                 whole = replace(part, range=FlatRange(0, numel))
-                parts.append(_Part(whole, self._tensor(part.name, key), position))
+                if self._is_resharded(part.name):
+                    raise _cannot_be_cut(part.name, key)
+                parts.append(self._part(whole, key, position))
             position += numel
         return parts, position
 
     def _add_elements(self, flat: FlatPartition, live: LiveState, parts: Sequence[_Part], numel: int) -> None:
         """A tensor of ``rows`` times ``numel`` elements, into which the parts go, in order of their offsets."""
         for part in parts:
-            _check_shape(part.fragment.name, part.tensor, _state_shape(part.fragment.shape, live.rows))
+            if not self._is_resharded(part.fragment.name):
+                self._check_shape(part.tensor, _state_shape(part.fragment.shape, live.rows))
         if live.blocks is not None or any(_is_coded(part.tensor) for part in parts):
             self._add_coded(flat, live, parts, numel)
             return
@@ -110,7 +148,7 @@ class PlanBuilder:
         for part in parts:
             self._check_dtype(part, live.key, dtype)
             for row in range(live.rows):
-                self._cover(part.tensor, _in_row(part.fragment, row), slot, row * numel + part.offset, mine)
+                self._cover(part, row, live.rows, slot, numel, mine)
         gaps = _gaps(parts, live.rows, numel)
         shape = () if live.layout != TOUCHED else (numel,)
         self.slots.append(
@@ -145,6 +183,8 @@ class PlanBuilder:
         """A state that is quantized in the checkpoint, in the live optimizer, or in both."""
         slot, target = len(self.slots), live.blocks
         for part in parts:
+            if part.transfer.blend:
+                raise _cannot_be_blended(part.fragment.name, live.key)
             if part.tensor.extents:  # of nothing it cannot be told whether it was quantized
                 self._check_dtype(part, live.key, live.dtype if target is None else _VALUES_DTYPE)
         fill = live.initial if target is None else target.codebook.zero
@@ -177,7 +217,7 @@ class PlanBuilder:
             return
         for row in range(live.rows):
             where = Row(slot, row * numel, numel, target, slot + 1, row * blocks)
-            pieces = (piece for part in parts for piece in _source_pieces(part, row))
+            pieces = (piece for part in parts for piece in _source_pieces(part, row, live.rows))
             copies, recodes = plan_row(where, pieces)
             self.copies += copies
             self.recodes += recodes
@@ -195,7 +235,7 @@ class PlanBuilder:
                 found=f"{recut} of {blocks} blocks of this partition mix elements of several saved blocks",
                 remedy=(
                     '"elastic_checkpoint": {"eight_bit_realign": "requantize"}; or load at the topology it was saved '
-                    'with; runs that are started with "align_partitions" never meet this'
+                    'with; under "align_partitions", a change of the data-parallel degree alone never needs it'
                 ),
             )
 
@@ -204,9 +244,13 @@ class PlanBuilder:
         dtype = live.dtype or (parts[0].tensor.dtype if parts else flat.dtype)
         mine = self.sharing.mine(slot, numel, dtype) if flat.replicated else None
         for part in parts:  # one, or none
-            _check_shape(part.fragment.name, part.tensor, live.shape)
+            if self._is_resharded(part.fragment.name):
+                raise _cannot_be_cut(part.fragment.name, live.key)
+            self._check_shape(part.tensor, live.shape)
             self._check_dtype(part, live.key, dtype)
-            self._cover(part.tensor, FlatRange(0, numel), slot, 0, mine)
+            whole = Fragment(part.fragment.name, live.shape, FlatRange(0, numel), flat.index, 0)
+            shard = self._tp_rank if part.tensor.shards else 0
+            self._cover(_Part(whole, part.tensor, 0, copied(shard, numel)), 0, 1, slot, numel, mine)
         gaps = () if parts else (FlatRange(0, numel),)
         self.slots.append(
             Slot(live.key, flat.index, "", numel, dtype, gaps, flat.replicated, WHOLE, 1, live.shape, live.initial)
@@ -231,7 +275,8 @@ class PlanBuilder:
         notes = []
         key = weights_key(self._catalog, whole.name) if whole.key == FROZEN else whole.key
         tensor = self._tensor(whole.name, key)
-        _check_shape(whole.name, tensor, whole.shape)
+        if not self._is_resharded(whole.name):
+            self._check_shape(tensor, whole.shape)
         if tensor.dtype != whole.dtype:
             if not (is_floating(tensor.dtype) and is_floating(whole.dtype)):
                 raise MismatchError(
@@ -244,9 +289,11 @@ class PlanBuilder:
         slot = len(self.slots)
         replicated = whole.replicated and not (whole.key == BUFFER and self._catalog.buffers_of_this_rank)
         mine = self.sharing.mine(slot, whole.range.numel, whole.dtype) if replicated else None
-        if whole.range.numel:
-            self._cover(tensor, whole.range, slot, 0, mine)
-        self.slots.append(Slot(whole.key, -1, whole.name, whole.range.numel, whole.dtype, (), replicated))
+        fragment = Fragment(whole.name, whole.shape, whole.range, -1, 0)
+        part = _Part(fragment, tensor, 0, self._transfer(tensor, key, math.prod(whole.shape)))
+        self._cover(part, 0, 1, slot, whole.range.numel, mine)
+        gaps = _gaps([part], 1, whole.range.numel)
+        self.slots.append(Slot(whole.key, -1, whole.name, whole.range.numel, whole.dtype, gaps, replicated))
         return notes
 
     def _tensor(self, name: str, key: str) -> LogicalTensor:
@@ -261,54 +308,73 @@ class PlanBuilder:
                 remedy="the save is incomplete: take another tag, or load with load_optimizer_states=False",
             )
         if (name, key) not in self._tiled:
-            _check_tiling(self._catalog, tensor)
+            check_tiling(self._catalog, tensor)
             self._tiled.add((name, key))
         return tensor
 
-    def _cover(
-        self, tensor: LogicalTensor, wanted: FlatRange, slot: int, slot_offset: int, mine: FlatRange | None
-    ) -> None:
-        """Append copies that write ``wanted`` to the slot; the extents tile the tensor, so each element once.
+    def _check_shape(self, tensor: LogicalTensor, live_shape: tuple[int, ...]) -> None:
+        saved = tensor.shard_shapes[self._tp_rank if tensor.shards else 0]
+        if saved != live_shape:
+            raise MismatchError(
+                f"shape of {'this ' + tensor.key if tensor.key in (BUFFER, FROZEN) else tensor.key} differs",
+                parameter=tensor.name,
+                expected=f"{live_shape} in the live model",
+                found=f"{saved} in the checkpoint",
+                remedy="build the model with the sizes it was saved with; no loader option makes shapes fit",
+            )
+
+    def _cover(self, part: _Part, row: int, rows: int, slot: int, row_numel: int, mine: FlatRange | None) -> None:
+        """Append what writes one row of a part to the slot; extents tile their shard, so each element once.
 
         Args:
-            tensor: the source.
-            wanted: which of its elements.
-            slot, slot_offset: where they go.
+            part: what to write.
+            row, rows: which row, of how many.
+            slot: where it goes.
+            row_numel: elements of a row of the slot.
             mine: elements of the slot that this rank reads; ``None``: all.
         """
+        offset = part.place(row, row_numel)
+        wanted = part.fragment.range
         if mine is not None:
-            inside = FlatRange(slot_offset, slot_offset + wanted.numel).intersect(mine)
+            inside = FlatRange(wanted.start + offset, wanted.stop + offset).intersect(mine)
             if inside is None:
                 return
-            start = wanted.start + inside.start - slot_offset
-            wanted, slot_offset = FlatRange(start, start + inside.numel), inside.start
-        for part, byte_offset, extent in _pieces(tensor, wanted):
-            position = slot_offset + part.start - wanted.start
-            self.copies.append(Copy(extent.file, byte_offset, slot, position, part.numel, tensor.dtype))
+            wanted = FlatRange(inside.start - offset, inside.stop - offset)
+        found = strips(part.tensor, part.transfer, wanted, row, rows)
+        if part.transfer.blend:
+            pieces = sorted((piece for strip in found for piece in strip.pieces(offset)), key=lambda piece: piece.start)
+            scale = part.transfer.scale
+            self.recodes.append(Recode(slot, wanted.start + offset, wanted.numel, None, -1, 0, tuple(pieces), scale))
+            return
+        for strip in found:
+            band = strip.band
+            self.copies.append(
+                Copy(
+                    strip.extent.file,
+                    strip.byte_offset,
+                    slot,
+                    band.target + offset,
+                    band.width,
+                    strip.dtype,
+                    band.rows,
+                    band.source_stride if band.rows > 1 else 0,
+                    band.target_stride if band.rows > 1 else 0,
+                )
+            )
 
 
 def _state_shape(shape: tuple[int, ...], rows: int) -> tuple[int, ...]:
     return shape if rows == 1 else (rows, *shape)
 
 
-def _in_row(fragment: Fragment, row: int) -> FlatRange:
-    """The elements of a fragment in one row of a state with several."""
-    base = row * math.prod(fragment.shape)
-    return FlatRange(base + fragment.range.start, base + fragment.range.stop)
-
-
 def _is_coded(tensor: LogicalTensor) -> bool:
     return any(extent.code is not None for extent in tensor.extents)
 
 
-def _source_pieces(part: _Part, row: int) -> Iterator[Piece]:
-    """The source elements of one part in one row; ``start`` counts from the start of the row."""
-    wanted = _in_row(part.fragment, row)
-    for held, byte_offset, extent in _pieces(part.tensor, wanted):
-        skipped = held.start - extent.range.start
-        code = None if extent.code is None else replace(extent.code, position=extent.code.position + skipped)
-        start = part.offset + held.start - wanted.start
-        yield Piece(extent.file, byte_offset, start, held.numel, part.tensor.dtype, code)
+def _source_pieces(part: _Part, row: int, rows: int) -> list[Piece]:
+    """The source elements of one part in one row, ascending; ``start`` counts from the start of the row."""
+    pieces = [piece for strip in part.strips(row, rows) for piece in strip.pieces(part.place(0, 0))]
+    return sorted(pieces, key=lambda piece: piece.start)
 
 
 def _gaps(parts: Sequence[_Part], rows: int, numel: int) -> tuple[FlatRange, ...]:
@@ -321,49 +387,32 @@ def _gaps(parts: Sequence[_Part], rows: int, numel: int) -> tuple[FlatRange, ...
                 raise AssertionError(f"fragments of {part.fragment.name} overlap")
             if part.offset > position:
                 gaps.append(FlatRange(row * numel + position, row * numel + part.offset))
+            for missing in part.transfer.missing:
+                gap = missing.intersect(part.fragment.range)
+                if gap is not None:
+                    place = part.place(row, numel)
+                    gaps.append(FlatRange(gap.start + place, gap.stop + place))
             position = part.offset + part.fragment.range.numel
         if position < numel:
             gaps.append(FlatRange(row * numel + position, (row + 1) * numel))
     return tuple(gaps)
 
 
-def _check_tiling(catalog: Catalog, tensor: LogicalTensor) -> None:
-    """Every element of the whole tensor, on this rank or not, lies in exactly one extent."""
-    position = 0
-    ends = [(extent.range.start, extent.range.stop) for extent in tensor.extents]
-    for start, stop in [*ends, (math.prod(tensor.shape),) * 2]:
-        if start != position:
-            said, where = ("held twice", "two files") if start < position else ("incomplete", "no file")
-            raise DamagedError(
-                f"{tensor.key} of this parameter is {said} in the checkpoint",
-                parameter=tensor.name,
-                file=catalog.source.folder,
-                expected="every element in exactly one file",
-                found=f"elements {min(start, position)} to {max(start, position)} in {where}",
-                remedy="a shard is missing or belongs to another save: restore the folder from its original",
-            )
-        position = stop
+def _cannot_be_cut(name: str, key: str) -> MismatchError:
+    return MismatchError(
+        f"{key} is kept for a parameter as a whole, and cannot be cut for another tensor-parallel degree",
+        parameter=name,
+        expected="a state with one value for each element",
+        found=f"{key}, of a shape of its own",
+        remedy="load at the tensor-parallel degree it was saved with, or with load_optimizer_states=False",
+    )
 
 
-def _pieces(tensor: LogicalTensor, wanted: FlatRange) -> Iterator[tuple[FlatRange, int, Extent]]:
-    """The parts of ``wanted`` that the extents hold: (range, byte offset, extent), by ascending start."""
-    itemsize = ITEMSIZE[tensor.dtype]
-    extents = tensor.extents
-    first = max(bisect_right(extents, wanted.start, key=lambda extent: extent.range.start) - 1, 0)
-    for extent in extents[first:]:
-        if extent.range.start >= wanted.stop:
-            return
-        part = extent.range.intersect(wanted)
-        if part is not None:
-            yield part, extent.byte_offset + (part.start - extent.range.start) * itemsize, extent
-
-
-def _check_shape(name: str, tensor: LogicalTensor, live_shape: tuple[int, ...]) -> None:
-    if tensor.shape != live_shape:
-        raise MismatchError(
-            f"shape of {'this ' + tensor.key if tensor.key in (BUFFER, FROZEN) else tensor.key} differs",
-            parameter=name,
-            expected=f"{live_shape} in the live model",
-            found=f"{tensor.shape} in the checkpoint",
-            remedy="build the model with the sizes it was saved with; no loader option makes shapes fit",
-        )
+def _cannot_be_blended(name: str, key: str) -> MismatchError:
+    return MismatchError(
+        f"{key} is quantized, and would have to be averaged or added up over tensor-parallel ranks",
+        parameter=name,
+        expected="a state of plain values",
+        found="8-bit codes",
+        remedy='"elastic_checkpoint": {"replicated_params": "first"}, or load_optimizer_states=False',
+    )

@@ -7,7 +7,7 @@ parameter which is not.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from elastic_ckpt.catalog import BUFFER, FROZEN, MASTER, Catalog
 from elastic_ckpt.destinations import Destinations, Fragment
@@ -17,6 +17,9 @@ from elastic_ckpt.matching import Matching, match_parameters
 from elastic_ckpt.plan import Copy, Outcome, Plan
 from elastic_ckpt.plan_builder import PlanBuilder
 from elastic_ckpt.renaming import RenameRules, adopt_live_names, rename_saved
+from elastic_ckpt.replicas import compare_replicas
+from elastic_ckpt.rules.book import RuleBook
+from elastic_ckpt.rules.resolve import STRICT, resolve
 from elastic_ckpt.shares import Sharing
 from elastic_ckpt.state_matching import NOTHING_MATCHED, StateMatching, match_states
 
@@ -33,6 +36,9 @@ class LoadOptions:
         rename: (pattern, replacement) for saved names.
         convert_optimizer: whether the states of another optimizer of the same family will do.
         realign: whether 8-bit blocks may be cut anew.
+        rules: the user's word on how tensor-parallel ranks hold parameters.
+        replicated: what is done about parameters that every tensor-parallel rank saved whole: ``strict``, ``first``
+            or ``mean``.
     """
 
     strict: bool = True
@@ -42,6 +48,8 @@ class LoadOptions:
     rename: RenameRules = ()
     convert_optimizer: bool = False
     realign: bool = True
+    rules: RuleBook = field(default_factory=RuleBook)
+    replicated: str = STRICT
 
 
 def plan_load(catalog: Catalog, destinations: Destinations, options: LoadOptions) -> Plan:
@@ -63,6 +71,8 @@ def plan_load(catalog: Catalog, destinations: Destinations, options: LoadOptions
     """
     catalog = adopt_live_names(rename_saved(catalog, options.rename), destinations)
     matching = match_parameters(catalog, destinations, options.strict)
+    restored = matching.restored | {name for name, _ in matching.wholes}
+    resharding = resolve(catalog, destinations, restored, options.rules, options.replicated)
     states = NOTHING_MATCHED
     groups = GroupMatching((), ())
     if options.optimizer_states:
@@ -74,14 +84,20 @@ def plan_load(catalog: Catalog, destinations: Destinations, options: LoadOptions
     by_flat: dict[int, list[Fragment]] = {flat.index: [] for flat in destinations.flats}
     for fragment in destinations.fragments:
         by_flat[fragment.flat].append(fragment)
-    builder = PlanBuilder(catalog, Sharing(destinations.dp, destinations.dp_rank), options.realign)
+    builder = PlanBuilder(
+        catalog,
+        Sharing(destinations.dp, destinations.dp_rank),
+        options.realign,
+        resharding.transfers,
+        destinations.tp_rank,
+    )
     for flat in destinations.flats:
         fragments = by_flat[flat.index]
         builder.add_masters(flat, [part for part in fragments if part.name in matching.restored])
         held = [part for part in fragments if part.name in states.stateful]
         for link in states.links.get(flat.index, ()):
             builder.add_state(flat, link, fragments, held)
-    notes = [*catalog.notes, *states.notes]
+    notes = [*catalog.notes, *resharding.notes, *states.notes]
     for whole in destinations.wholes:
         if (whole.name, whole.key) in matching.wholes:
             notes.extend(builder.add_whole(whole))
@@ -91,6 +107,8 @@ def plan_load(catalog: Catalog, destinations: Destinations, options: LoadOptions
         copies=tuple(merge_neighbours(builder.copies)),
         shares=tuple(builder.sharing.shares),
         recodes=tuple(builder.recodes),
+        comparisons=compare_replicas(catalog, destinations, resharding, restored, options.optimizer_states),
+        averaged=resharding.averaged,
         blocks=builder.blocks,
         restores_states=options.optimizer_states,
         scalars=states.scalars or (None,) * len(destinations.flats),
@@ -133,7 +151,8 @@ def merge_neighbours(copies: Iterable[Copy]) -> Iterator[Copy]:
 
 def _touches(left: Copy, right: Copy) -> bool:
     return (
-        left.file == right.file
+        left.rows == right.rows == 1
+        and left.file == right.file
         and left.slot == right.slot
         and left.dtype == right.dtype
         and left.slot_offset + left.numel == right.slot_offset

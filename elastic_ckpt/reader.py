@@ -112,7 +112,10 @@ def execute(plan: Plan, tensors: Sequence[torch.Tensor], options: ReadOptions, s
             return raw
 
         def run_recode(chunk: Chunk) -> RecodeStats:
-            return run_chunk(chunk, tensors, read_bytes)
+            try:
+                return run_chunk(chunk, tensors, read_bytes)
+            except DamagedError as error:
+                raise _located(plan, chunk, error) from error
 
         for nbytes in chain(pool.map(run_direct, direct), pool.map(run_staged, staged)):
             bar.update(nbytes)
@@ -194,7 +197,7 @@ def _sort_copies(
     direct: list[tuple[Copy, memoryview]] = []
     staged: list[_StagedRead] = []
     staging_chunk = max(options.staging_nbytes // options.threads, ITEMSIZE["complex128"])
-    for copy in plan.copies:
+    for copy in chain.from_iterable(map(_rows, plan.copies)):
         view = views[copy.slot]
         if view is not None and copy.dtype == plan.slots[copy.slot].dtype:
             itemsize = ITEMSIZE[copy.dtype]
@@ -203,6 +206,10 @@ def _sort_copies(
         else:
             staged += _split_staged(copy, min(staging_chunk, options.chunk_nbytes))
     return list(_batch(direct, options.chunk_nbytes)), staged
+
+
+def _rows(copy: Copy) -> Iterator[Copy]:
+    return iter((copy,)) if copy.rows == 1 else (copy.row(number) for number in range(copy.rows))
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview | None:
@@ -261,6 +268,21 @@ def _read_fully(
             count -= len(remaining.pop(0))
         if remaining and count:
             remaining[0] = remaining[0][count:]
+
+
+def _located(plan: Plan, chunk: Chunk, error: DamagedError) -> DamagedError:
+    """Values that cannot be recoded know neither their state nor their file."""
+    if error.file is not None:
+        return error
+    slot = plan.slots[chunk.recode.slot]
+    return DamagedError(
+        error.problem,
+        parameter=f"{slot.key} of flat partition {slot.flat}",
+        file=plan.files[chunk.pieces[0].file].path,
+        expected=error.expected,
+        found=error.found,
+        remedy=error.remedy,
+    )
 
 
 def _broken(plan: Plan, file: int, byte_offset: int, found: str) -> DamagedError:

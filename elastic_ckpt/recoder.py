@@ -67,8 +67,10 @@ def chunks(recode: Recode, staging_nbytes: int) -> list[Chunk]:
         last = first
         while last < len(recode.pieces) and recode.pieces[last].start < stop:
             last += 1
-        if last > first:
-            found.append(Chunk(recode, start, stop, recode.pieces[first:last]))
+        # of pieces that are added up, one may end before another that started earlier
+        inside = tuple(piece for piece in recode.pieces[first:last] if piece.start + piece.numel > start)
+        if inside:
+            found.append(Chunk(recode, start, stop, inside))
     return found
 
 
@@ -83,7 +85,21 @@ def run_chunk(chunk: Chunk, tensors: Sequence[torch.Tensor], read: ReadBytes) ->
     Raises:
         DamagedError: values that cannot be quantized.
     """
+    if chunk.recode.scale is not None:
+        return _to_sum(chunk, chunk.recode.scale, tensors, read)
     return _to_values(chunk, tensors, read) if chunk.recode.target is None else _to_codes(chunk, tensors, read)
+
+
+def _to_sum(chunk: Chunk, scale: float, tensors: Sequence[torch.Tensor], read: ReadBytes) -> RecodeStats:
+    """Added up in double precision: equal shares give back exactly what they are the shares of."""
+    total = torch.zeros(chunk.stop - chunk.start, dtype=torch.float64)
+    nbytes = 0
+    for piece in chunk.pieces:
+        source = _Source(chunk, piece, read)
+        total[source.start - chunk.start : source.stop - chunk.start] += source.values()
+        nbytes += source.nbytes
+    write_flat(tensors[chunk.recode.slot], chunk.start, (total * scale).float())
+    return RecodeStats(nbytes)
 
 
 def _to_values(chunk: Chunk, tensors: Sequence[torch.Tensor], read: ReadBytes) -> RecodeStats:
@@ -169,9 +185,9 @@ class _Source:
         return self._scales
 
     def values(self) -> torch.Tensor:
-        """The value of each element, fp32."""
+        """The value of each element; decoded ones are fp32."""
         if self._piece.code is None:
-            return self.raw.float()
+            return self.raw
         return decode(self.raw, self.scales(), self._piece.code.format.codebook)
 
 

@@ -158,6 +158,8 @@ def test_json_has_everything_and_can_be_read_back() -> None:
         "zero_stage": 3,
         "dp": 2,
         "ds_version": "0.19.8",
+        "tp": 1,
+        "pp": 1,
     }
     assert [Outcome(o["role"], o["what"], tuple(o["names"]), o["reason"]) for o in read["outcomes"]] == [*OUTCOMES]
     assert read["ranks"] == [

@@ -9,8 +9,9 @@ and only where a parameter starts), so :func:`install_alignment` wraps these of 
   keeps its value, since asserts about addresses and bucket sizes hang on it.
 - ZeRO-3: ``Init._padding_size``, which pads each parameter; ``Init._partition_param``, which leaves padding as memory
   happens to be, and would so scale the last real elements' 8-bit block by garbage; ``reduce_scatter_coalesced`` in
-  ``stage3``, which cuts gradients at the unpadded places; ``_dist_allgather_fn``, ``NoGatherHandle`` and ``NoGatherCoalescedHandle`` in
-  ``partition_parameters``, which take a gathered parameter to be no longer than it has to be.
+  ``stage3``, which cuts gradients at the unpadded places; ``_dist_allgather_fn``, ``NoGatherHandle`` and
+  ``NoGatherCoalescedHandle`` in ``partition_parameters``, which take a gathered parameter to be no longer than it has
+  to be.
 
 Without the option, each wrapper calls what it wraps.
 """

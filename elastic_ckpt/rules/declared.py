@@ -1,0 +1,163 @@
+"""``universal_checkpoint_info``: what a checkpoint says about its tensor-parallel shards. Pure.
+
+Source of the keys: ``deepspeed/checkpoint/constants.py``; of their meaning, ``merge_tp_slices`` (ds_to_universal.py)
+and ``ParamAffineMap`` (affine.py). Patterns are unanchored there (``re.match``). A parameter that no pattern matches is
+not declared: the converter takes it for cut along dimension 0, and a run with one tensor-parallel rank declares no
+rows.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from elastic_ckpt.bands import Shape, Split, replicated
+from elastic_ckpt.rules.kinds import AVERAGED, COLUMN, REPLICATED, ROW, VOCABULARY, CannotSplit, Rule
+
+_AFFINE_VERSION = 1
+#: In the order in which DeepSpeed's converter looks at them; vocabulary comes on top of the others there.
+_LISTS = (
+    ("vocabulary_parameter_patterns", VOCABULARY),
+    ("tp_replicated_parameter_patterns", REPLICATED),
+    ("parameter_to_average_patterns", AVERAGED),
+    ("parameter_with_row_parallelism_patterns", ROW),
+)
+_TWO = "parameter_with_2_sub_params_cat_dim_0"
+_SUB_PARAMS = "parameter_with_sub_params"
+
+
+@dataclass(frozen=True)
+class Declared:
+    """What checkpoints say of themselves, of all pipeline stages together.
+
+    Attributes:
+        rules: (pattern, rule); the first whose pattern matches a name counts.
+        affine: pattern -> recorded map of all ranks' shards.
+        unsupported: pattern -> why it has no layout that can be described.
+        vocabulary: rows of the vocabulary that are no padding.
+    """
+
+    rules: tuple[tuple[str, Rule], ...] = ()
+    affine: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    unsupported: Mapping[str, str] = field(default_factory=dict)
+    vocabulary: int | None = None
+
+    def __or__(self, other: Declared) -> Declared:
+        known = {pattern for pattern, _ in self.rules}
+        return Declared(
+            self.rules + tuple(rule for rule in other.rules if rule[0] not in known),
+            {**other.affine, **self.affine},
+            {**other.unsupported, **self.unsupported},
+            self.vocabulary or other.vocabulary,
+        )
+
+    def rule(self, name: str) -> Rule | None:
+        """The first rule for a name."""
+        return next((rule for pattern, rule in self.rules if re.match(pattern, name)), None)
+
+    def split(self, name: str) -> Split | None:
+        """The recorded layout of a parameter.
+
+        Raises:
+            CannotSplit: it is recorded in a form that is no cut along one dimension.
+        """
+        why = next((why for pattern, why in self.unsupported.items() if re.match(pattern, name)), None)
+        if why is not None:
+            raise CannotSplit(f"the run that saved it could not describe its layout: {why}")
+        entry = next((entry for pattern, entry in self.affine.items() if re.match(pattern, name)), None)
+        return None if entry is None else split_of_affine(entry)
+
+
+def declared_by(info: Any) -> Declared:
+    """From one file's ``universal_checkpoint_info``; what is not understood is passed over, as if it were not there."""
+    if not isinstance(info, Mapping):
+        return Declared()
+    rules: list[tuple[str, Rule]] = []
+    for key, kind in _LISTS:
+        rules += [(pattern, Rule(pattern=pattern, kind=kind)) for pattern in _patterns(info.get(key))]
+    for pattern in _patterns(info.get(_TWO)):
+        rules.append((pattern, Rule(pattern=pattern, kind=COLUMN, sub_parameters=[1, 1])))
+    rules += _sub_param_rules(info)
+    affine = info.get("affine_map") or {}
+    known = isinstance(affine, Mapping) and affine.get("version", _AFFINE_VERSION) == _AFFINE_VERSION
+    vocabulary = info.get("original_vocab_size")
+    return Declared(
+        tuple(rules),
+        dict(affine.get("params") or {}) if known else {},
+        dict(info.get("autotp_unsupported_parameter_patterns") or {}),
+        vocabulary if isinstance(vocabulary, int) and vocabulary > 0 else None,
+    )
+
+
+def _patterns(values: Any) -> list[str]:
+    found = []
+    for value in values if isinstance(values, (list, tuple)) else ():
+        if isinstance(value, str) and len(value) <= 512:
+            try:
+                re.compile(value)
+            except re.error:
+                continue
+            found.append(value)
+    return found
+
+
+def _sub_param_rules(info: Mapping[str, Any]) -> list[tuple[str, Rule]]:
+    """Fused parameters: relative widths of their parts; a lone number in the shape is how many equal ones there are."""
+    rules = []
+    for saved in info.get(_SUB_PARAMS) or ():
+        entry = saved if isinstance(saved, Mapping) else vars(saved)
+        dim = int(entry["partition_dim"])
+        spec = entry["shape"][dim]
+        widths = [int(width) for width in spec] if isinstance(spec, (list, tuple)) else [1] * int(spec)
+        common = math.gcd(*widths)
+        for pattern in _patterns(entry["patterns"]):
+            parts = [width // common for width in widths]
+            rules.append((pattern, Rule(pattern=pattern, kind=COLUMN, dim=dim, sub_parameters=parts)))
+    return rules
+
+
+def split_of_affine(entry: Mapping[str, Any]) -> Split:
+    """A recorded affine map as a cut along one dimension.
+
+    Raises:
+        CannotSplit: it is not one.
+    """
+    shape = tuple(int(size) for size in entry["logical_shape"])
+    by_rank = {int(rank): list(held["pieces"]) for rank, held in entry["ranks"].items()}
+    degree = len(by_rank)
+    every = [piece for pieces in by_rank.values() for piece in pieces]
+    if any(float(piece.get("scale", 1.0)) != 1.0 for piece in every):
+        raise CannotSplit("its shards are recorded as scaled, which is not supported")
+    if all(tuple(piece["shape"]) == shape for piece in every) and all(len(p) == 1 for p in by_rank.values()):
+        return replicated(shape, degree)
+    differing = {dim for piece in every for dim, (a, b) in enumerate(zip(piece["shape"], shape, strict=True)) if a != b}
+    if len(differing) != 1:
+        raise CannotSplit(f"its shards are recorded as cut along dimensions {sorted(differing)}")
+    dim = differing.pop()
+    return Split(shape, dim, tuple(_stretches(by_rank[rank], shape, dim) for rank in range(degree)))
+
+
+def _stretches(pieces: Sequence[Mapping[str, Any]], shape: Shape, dim: int) -> tuple[tuple[int, int], ...]:
+    """The stretches of one rank: each piece a view (offset, strides) of the whole tensor and one of the shard."""
+    inner = math.prod(shape[dim + 1 :])
+    width = sum(int(piece["shape"][dim]) for piece in pieces)
+    strides, shard_strides = _strides(shape), _strides((*shape[:dim], width, *shape[dim + 1 :]))
+    found, position = [], 0
+    for piece in sorted(pieces, key=lambda piece: int(piece["dest"][0])):
+        (source_offset, source_strides), (dest_offset, dest_strides) = piece["source"], piece["dest"]
+        start, rest = divmod(int(source_offset), inner)
+        size = int(piece["shape"][dim])
+        if rest or tuple(source_strides) != strides or tuple(dest_strides) != shard_strides:
+            raise CannotSplit("its shards are recorded in a form that is no cut along one dimension")
+        if int(dest_offset) != position * inner:
+            raise CannotSplit("its shards are recorded with holes")
+        found.append((start, start + size))
+        position += size
+    return tuple(found)
+
+
+def _strides(shape: Shape) -> tuple[int, ...]:
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))

@@ -1,0 +1,76 @@
+"""Errors about tensor-parallel layouts, each with the config lines that settle it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+
+from elastic_ckpt.bands import Shape
+from elastic_ckpt.errors import MismatchError
+from elastic_ckpt.rules.book import Saying
+
+
+def undecided(
+    name: str, folder: str, saved: Sequence[Shape], live: Sequence[Shape], why: str, is_fused: bool
+) -> MismatchError:
+    """Nobody says how a parameter is cut."""
+    choices: list[Mapping[str, object]] = [{"pattern": name, "kind": "column"}]
+    if is_fused:
+        choices.append({"pattern": name, "kind": "column", "sub_parameters": [1, 1, 1]})
+        meaning = (
+            "the first where nothing is fused, or each head (or group) holds its own q, k and v; the second where each "
+            'rank holds its q, then its k, then its v ([1, 1]: gate and up), each cut on its own; "tp_preset" names a '
+            "code base instead"
+        )
+    else:
+        choices += [{"pattern": name, "kind": kind} for kind in ("row", "vocabulary", "replicated")]
+        meaning = "whichever it is"
+    fused = ": it is made of several, whose arrangement its shape does not tell" if is_fused else ""
+    return MismatchError(
+        f"the tensor-parallel degree changes, and it is not known how this parameter is cut{fused}",
+        parameter=name,
+        file=folder,
+        expected="a rule of yours, of the checkpoint, of the live parameter or of a preset",
+        found=f"{why}; {_shards(saved)} in the checkpoint, {_shards(live)} in the live model",
+        remedy=f"{' or '.join(map(_config, choices))}: {meaning}",
+    )
+
+
+def contradiction(
+    name: str, folder: str, saved: Sequence[Shape], live: Sequence[Shape], chosen: Saying | None, why: str
+) -> MismatchError:
+    """What is said of a parameter and its shapes do not fit together."""
+    said = f"{chosen.rule.kind}, according to {chosen.origin}" if chosen else "a recorded layout"
+    return MismatchError(
+        "what is said about this parameter's tensor-parallel layout, and the shapes, contradict each other",
+        parameter=name,
+        file=folder,
+        expected=f"{said}: {why}",
+        found=f"{_shards(saved)} in the checkpoint, {_shards(live)} in the live model",
+        remedy=f"say how it is cut (column, row, vocabulary ...): {_config({'pattern': name, 'kind': 'row'})}",
+    )
+
+
+def vocabulary_too_small(name: str, folder: str, saved: int, live: int, real: int | None) -> MismatchError:
+    """Rows would be dropped that may be no padding."""
+    known = f", of which {real} are no padding" if real else ", and nothing says which of them are padding"
+    return MismatchError(
+        "the live vocabulary has fewer rows than the saved one",
+        parameter=name,
+        file=folder,
+        expected=f"{live} rows",
+        found=f"{saved} rows{known}",
+        remedy="build the model with a vocabulary that holds all tokens; if it does: "
+        + _config({"pattern": name, "kind": "vocabulary", "vocabulary": real or live}),
+    )
+
+
+def _shards(shapes: Sequence[Shape]) -> str:
+    distinct = list(dict.fromkeys(shapes))
+    return f"{len(shapes)} x {distinct[0]}" if len(distinct) == 1 else " + ".join(map(str, shapes))
+
+
+def _config(rule: Mapping[str, object]) -> str:
+    escaped = {**rule, "pattern": re.escape(str(rule["pattern"]))}
+    return f'"elastic_checkpoint": {{"tp_rules": [{json.dumps(escaped)}]}}'

@@ -1,0 +1,103 @@
+"""Where the elements of a live shard lie in the files of a checkpoint. Pure."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from elastic_ckpt.bands import Band, Transfer, clip_source, clip_target
+from elastic_ckpt.catalog import Catalog, Extent, LogicalTensor
+from elastic_ckpt.dtypes import ITEMSIZE
+from elastic_ckpt.errors import DamagedError
+from elastic_ckpt.geometry import FlatRange
+from elastic_ckpt.plan import Piece
+
+
+@dataclass(frozen=True, slots=True)
+class Strip:
+    """Rows of elements of one extent.
+
+    Attributes:
+        extent: which one.
+        dtype: name of the torch dtype in the file.
+        band: its source counts from the extent's first element, its target from the live shard's.
+    """
+
+    extent: Extent
+    dtype: str
+    band: Band
+
+    @property
+    def byte_offset(self) -> int:
+        """Absolute offset of its first element in the file."""
+        return self.extent.byte_offset + self.band.source * ITEMSIZE[self.dtype]
+
+    def pieces(self, offset: int) -> Iterator[Piece]:
+        """Its rows, each for itself; ``offset`` is added to where they go."""
+        band, code = self.band, self.extent.code
+        for row in range(band.rows):
+            skipped = band.source + row * band.source_stride
+            yield Piece(
+                self.extent.file,
+                self.extent.byte_offset + skipped * ITEMSIZE[self.dtype],
+                offset + band.target + row * band.target_stride,
+                band.width,
+                self.dtype,
+                None if code is None else replace(code, position=code.position + skipped),
+            )
+
+
+def strips(
+    tensor: LogicalTensor, transfer: Transfer, wanted: FlatRange, row: int = 0, rows: int = 1
+) -> Iterator[Strip]:
+    """The strips that hold some elements of a live shard.
+
+    Args:
+        tensor: the saved tensor.
+        transfer: where the live shard gets its elements from.
+        wanted: which of its elements.
+        row, rows: of a state with several rows: which one, and how many there are.
+    """
+    extents, shapes = tensor.extents, tensor.shard_shapes
+    for shard, band in transfer.bands:
+        base = row * (math.prod(shapes[shard]) // rows)
+        for part in clip_target(band, wanted):
+            source = part.moved(base, 0)
+            end = source.source + (source.rows - 1) * source.source_stride + source.width
+            first = max(bisect_right(extents, (shard, source.source), key=_place) - 1, 0)
+            for extent in extents[first:]:
+                if (extent.shard, extent.range.start) >= (shard, end):
+                    break
+                if extent.shard == shard:
+                    for held in clip_source(source, extent.range):
+                        yield Strip(extent, tensor.dtype, held.moved(-extent.range.start, 0))
+
+
+def _place(extent: Extent) -> tuple[int, int]:
+    return extent.shard, extent.range.start
+
+
+def check_tiling(catalog: Catalog, tensor: LogicalTensor) -> None:
+    """Every element of the whole tensor, on this rank or not, lies in exactly one extent.
+
+    Raises:
+        DamagedError: naming the first elements of which that is not so.
+    """
+    for shard, shape in enumerate(tensor.shard_shapes):
+        position = 0
+        ends = [(extent.range.start, extent.range.stop) for extent in tensor.extents if extent.shard == shard]
+        for start, stop in [*ends, (math.prod(shape),) * 2]:
+            if start != position:
+                said, where = ("held twice", "two files") if start < position else ("incomplete", "no file")
+                of = f" of tensor-parallel rank {shard}" if tensor.shards else ""
+                raise DamagedError(
+                    f"{tensor.key} of this parameter is {said} in the checkpoint",
+                    parameter=tensor.name,
+                    file=catalog.source.folder,
+                    expected="every element in exactly one file",
+                    found=f"elements {min(start, position)} to {max(start, position)}{of} in {where}",
+                    remedy="a shard is missing or belongs to another save: restore the folder from its original",
+                )
+            position = stop

@@ -1,0 +1,143 @@
+"""Bands against torch: whatever is cut, a tensor filled with its own element numbers comes out right."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_ckpt.bands import Band, Split, blended, clip_source, clip_target, copied, fused, replicated, reshard
+from elastic_ckpt.geometry import FlatRange
+
+
+def apply(band: Band, source: torch.Tensor, target: torch.Tensor) -> None:
+    """Element by element, and never twice."""
+    for row in range(band.rows):
+        for column in range(band.width):
+            place = band.target + row * band.target_stride + column
+            assert target[place] == -1, "written twice"
+            target[place] = source[band.source + row * band.source_stride + column]
+
+
+@st.composite
+def bands(draw: st.DrawFn) -> Band:
+    rows, width = draw(st.integers(1, 5)), draw(st.integers(1, 6))
+    strides = [width + draw(st.integers(0, 4)) for _ in range(2)]
+    return Band(rows, width, draw(st.integers(0, 5)), strides[0], draw(st.integers(0, 5)), strides[1])
+
+
+@given(bands(), st.integers(0, 60), st.integers(0, 60))
+def test_a_clipped_band_is_what_lies_in_the_range(band: Band, start: int, numel: int) -> None:
+    source = torch.arange(100)
+    whole, parts = torch.full((100,), -1), torch.full((100,), -1)
+    apply(band, source, whole)
+    wanted = FlatRange(start, start + numel)
+    found = list(clip_target(band, wanted))
+    assert len(found) <= 3
+    assert [part.target for part in found] == sorted(part.target for part in found)
+    for part in found:
+        apply(part, source, parts)
+    inside = (torch.arange(100) >= wanted.start) & (torch.arange(100) < wanted.stop)
+    assert torch.equal(parts, torch.where(inside, whole, -1))
+
+
+@given(bands(), st.integers(0, 60), st.integers(0, 60))
+def test_clipping_the_source_is_clipping_the_target_of_the_way_back(band: Band, start: int, numel: int) -> None:
+    source = torch.arange(100)
+    source[:start] = -1
+    source[start + numel :] = -1
+    whole, parts = torch.full((100,), -1), torch.full((100,), -1)
+    apply(band, source, whole)
+    for part in clip_source(band, FlatRange(start, start + numel)):
+        assert part.numel > 0
+        apply(part, torch.arange(100), parts)
+    assert torch.equal(parts, whole)
+
+
+def shards(whole: torch.Tensor, split: Split) -> list[torch.Tensor]:
+    """By torch's own cutting."""
+    return [
+        torch.cat([whole.narrow(split.dim, a, b - a) for a, b in held] or [whole.narrow(split.dim, 0, 0)], split.dim)
+        for held in split.held
+    ]
+
+
+@st.composite
+def resharding(draw: st.DrawFn) -> tuple[torch.Tensor, Split, Split]:
+    """One parameter, cut in two ways: sub-parameters of any widths, any dimension, uneven shards, replicated ones."""
+    dims = draw(st.integers(1, 3))
+    dim = draw(st.integers(0, dims - 1))
+    subs = [draw(st.integers(1, 8)) for _ in range(draw(st.integers(1, 3)))]
+    shape = [draw(st.integers(1, 4)) for _ in range(dims)]
+    shape[dim] = sum(subs)
+
+    def cut() -> Split:
+        degree = draw(st.sampled_from([1, 2, 3, 4]))
+        if draw(st.integers(0, 4)) == 0:
+            return replicated(tuple(shape), degree)
+        widths = []
+        for sub in subs:
+            ends = sorted(draw(st.lists(st.integers(0, sub), min_size=degree - 1, max_size=degree - 1)))
+            widths.append([b - a for a, b in zip([0, *ends], [*ends, sub], strict=True)])
+        return fused(tuple(shape), dim, widths)
+
+    return torch.arange(math.prod(shape)).view(shape), cut(), cut()
+
+
+@given(resharding())
+def test_any_cut_becomes_any_other(case: tuple[torch.Tensor, Split, Split]) -> None:
+    whole, source, target = case
+    if source.dim != target.dim:  # one of them is replicated, which has no dimension of its own
+        source = (
+            Split(source.shape, target.dim, (((0, source.shape[target.dim]),),) * source.degree)
+            if (source.held[0] == ((0, source.shape[0]),) and source.dim == 0)
+            else source
+        )
+        target = (
+            Split(target.shape, source.dim, (((0, target.shape[source.dim]),),) * target.degree)
+            if (source.dim != target.dim)
+            else target
+        )
+    saved = [shard.reshape(-1) for shard in shards(whole, source)]
+    for rank, expected in enumerate(shards(whole, target)):
+        assert target.shard_shape(rank) == tuple(expected.shape)
+        transfer = reshard(source, target, rank)
+        found = torch.full((expected.numel(),), -1)
+        for shard, band in transfer.bands:
+            apply(band, saved[shard], found)
+        assert torch.equal(found, expected.reshape(-1))
+        assert not transfer.missing
+
+
+def test_the_same_cut_on_both_sides_is_one_plain_copy() -> None:
+    split = fused((6, 8, 3), 1, [[4, 4]])
+    assert reshard(split, split, 1).bands == copied(1, 6 * 4 * 3).bands
+
+
+def test_rows_of_padding_that_were_not_saved_are_missing() -> None:
+    source, target = fused((5, 3), 0, [[5]]), fused((8, 3), 0, [[4, 4]])
+    assert reshard(source, target, 0).missing == ()
+    transfer = reshard(source, target, 1)
+    assert transfer.missing == (FlatRange(3, 12),)
+    assert transfer.bands == ((0, Band(1, 3, 12, 15, 0, 12)),) or transfer.bands[0][1].numel == 3
+
+
+def test_more_saved_rows_than_live_ones_are_left_out() -> None:
+    source, target = fused((8, 2), 0, [[4, 4]]), fused((5, 2), 0, [[5]])
+    transfer = reshard(source, target, 0)
+    assert [(shard, band.numel) for shard, band in transfer.bands] == [(0, 8), (1, 2)]
+
+
+def test_missing_columns_are_no_padding() -> None:
+    with pytest.raises(ValueError, match="dimension 1"):
+        reshard(fused((2, 4), 1, [[4]]), fused((2, 6), 1, [[3, 3]]), 1)
+
+
+def test_a_blend_takes_every_shard() -> None:
+    transfer = blended(3, 7, 0.5)
+    assert transfer.blend
+    assert transfer.scale == 0.5
+    assert [shard for shard, _ in transfer.bands] == [0, 1, 2]
