@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from elastic_ckpt.errors import ConfigError
+from elastic_ckpt.rules.kinds import Rule
 from elastic_ckpt.states.classify import NON_SHARD_KEYS, StateOptions
 
 #: The key in the DeepSpeed config.
@@ -86,6 +87,21 @@ class ElasticConfig(BaseModel):
         description="pad every ZeRO partition (ZeRO-3: of every parameter) to a multiple of so many elements, from the "
         "start of training; with 4096, 8-bit states of bitsandbytes move between data-parallel degrees exactly, "
         "for good. 0: as DeepSpeed pads them",
+    )
+    tp_rules: list[Rule] = Field(
+        [],
+        strict=False,
+        description="how tensor-parallel ranks hold parameters, where their degree changes: pattern of the name, kind "
+        "(column, row, vocabulary, replicated, averaged, summed, custom), sub_parameters of fused ones",
+    )
+    tp_preset: str | None = Field(
+        None,
+        description="rules of a code base: bloom, gpt-neox, megatron-core ..., or the path of a JSON file of rules",
+    )
+    replicated_params: Literal["strict", "first", "mean"] = Field(
+        "strict",
+        description="parameters that every tensor-parallel rank saved whole, and that differ: strict: an error; first: "
+        "the first rank's; mean: the mean of all",
     )
     on_batch_size_change: Literal["warn", "error"] = Field(
         "warn", description="what a change of the global batch, or of the micro-batches in a step, is"

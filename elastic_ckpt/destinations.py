@@ -100,6 +100,23 @@ class LiveLayout:
     split: Split | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank stands in its job: data-, tensor- and pipeline-parallel degree, and its rank in each."""
+
+    dp: int = 1
+    dp_rank: int = 0
+    tp: int = 1
+    tp_rank: int = 0
+    pp: int = 1
+    pp_rank: int = 0
+
+    @property
+    def mp_rank(self) -> int:
+        """The number that DeepSpeed's files of this rank go by."""
+        return self.pp_rank * self.tp + self.tp_rank
+
+
 @dataclass(frozen=True)
 class LiveGroup:
     """A live param group.

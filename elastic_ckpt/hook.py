@@ -26,6 +26,7 @@ from elastic_ckpt.engines.host import (
 from elastic_ckpt.errors import ConfigError, NotFoundError, UnsupportedError
 from elastic_ckpt.formats import Found
 from elastic_ckpt.loader import load
+from elastic_ckpt.pipe import install_pipe, uninstall_pipe
 
 logger = logging.getLogger(__name__)
 _ORIGINAL = "_elastic_ckpt_original"
@@ -46,6 +47,7 @@ def install() -> None:
     DeepSpeedEngine.load_checkpoint = patched
     DeepSpeedEngine.elastic_report = None
     install_alignment()
+    install_pipe()
 
 
 def uninstall() -> None:
@@ -57,6 +59,7 @@ def uninstall() -> None:
         DeepSpeedEngine.load_checkpoint = original
         del DeepSpeedEngine.elastic_report
         uninstall_alignment()
+        uninstall_pipe()
 
 
 def _patch(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -125,6 +128,9 @@ def _asks_for_more(config: ElasticConfig, arguments: LoadArguments) -> bool:
         config.convert_optimizer,
         config.eight_bit_realign == "error",
         config.align_partitions,
+        config.tp_rules,
+        config.tp_preset,
+        config.replicated_params != "strict",
     )
     return config.mode == "require" or any(options) or (restores_states(arguments) and not arguments.load_module_strict)
 

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from rich.console import Console
 
 from elastic_ckpt import parallel
 from elastic_ckpt.config import ElasticConfig, state_options
-from elastic_ckpt.destinations import Destinations
+from elastic_ckpt.destinations import Destinations, Place
+from elastic_ckpt.drift import find_drift, judge_drift
 from elastic_ckpt.engines import EngineAdapter, select_adapter
 from elastic_ckpt.engines.batch import compare_batches
 from elastic_ckpt.engines.host import (
@@ -28,6 +29,7 @@ from elastic_ckpt.engines.host import (
     restores_states,
 )
 from elastic_ckpt.engines.loss_scale import warn_of_unscaled_gradients
+from elastic_ckpt.engines.place import place_of, with_place
 from elastic_ckpt.errors import ElasticCkptError, MismatchError, PartialLoadError
 from elastic_ckpt.exchange import exchange_shares
 from elastic_ckpt.formats import READERS, Checkpoint, Found
@@ -37,6 +39,8 @@ from elastic_ckpt.planner import LoadOptions, plan_load
 from elastic_ckpt.reader import ReadOptions, check_files, execute
 from elastic_ckpt.recoder import RecodeStats
 from elastic_ckpt.report import LoadReport, RankWork
+from elastic_ckpt.rules.book import RuleBook
+from elastic_ckpt.rules.presets import load_preset
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +121,9 @@ def _prepare(engine: Any, found: Found, arguments: LoadArguments, config: Elasti
         adapter = select_adapter(engine, with_states=restores_states(arguments))
         refuse_pending_gradients(engine)
         destinations = adapter.destinations()
+        place = place_of(engine, destinations.dp, destinations.dp_rank)
+    with clock("plan"):
+        destinations = with_place(destinations, engine, place)
     with clock("metadata"):
         live_groups = tuple(group.names for group in destinations.groups)
         hyperparameters = tuple(group.hyperparameters for group in destinations.groups)
@@ -128,6 +135,7 @@ def _prepare(engine: Any, found: Found, arguments: LoadArguments, config: Elasti
             rename=config.rename,
             states=state_options(config),
             with_states=restores_states(arguments),
+            place=place,
         )
         checkpoint = READERS[found.format](found, options)
     with clock("plan"):
@@ -136,8 +144,20 @@ def _prepare(engine: Any, found: Found, arguments: LoadArguments, config: Elasti
             scheduler = restores_scheduler(engine, checkpoint.host, arguments)
             plan = plan_load(checkpoint.catalog, destinations, _options(arguments, config, scheduler))
             check_files(plan)
-        _refuse_different_shares(plan)
+        _refuse_different_shares(plan, place)
+    with clock("metadata"):
+        plan = _compare_copies(plan, config)
     return _Prepared(adapter, destinations, checkpoint, plan, warnings)
+
+
+def _compare_copies(plan: Plan, config: ElasticConfig) -> Plan:
+    """The plan, with notes of copies in the checkpoint that are not the same. Collective; changes nothing."""
+    with parallel.agreement("compare copies of replicated parameters"):
+        mine = find_drift(plan, _read_options(config))
+    everybody = [drift for found in parallel.share(mine) for drift in found]
+    with parallel.agreement("judge copies of replicated parameters"):
+        notes = judge_drift(everybody, plan.averaged, config.replicated_params)
+    return replace(plan, notes=plan.notes + notes)
 
 
 def _compare_runs(
@@ -162,19 +182,26 @@ def _options(arguments: LoadArguments, config: ElasticConfig, scheduler: bool) -
         rename=config.rename,
         convert_optimizer=config.convert_optimizer,
         realign=config.eight_bit_realign == "requantize",
+        rules=RuleBook(tuple(config.tp_rules), load_preset(config.tp_preset) if config.tp_preset else None),
+        replicated=config.replicated_params,
     )
 
 
-def _refuse_different_shares(plan: Plan) -> None:
-    """Ranks that would deal out replicated tensors differently would wait for each other for ever. Collective."""
+def _refuse_different_shares(plan: Plan, place: Place) -> None:
+    """Ranks that would deal out replicated tensors differently would wait for each other for ever. Collective.
+
+    Ranks of other tensor- or pipeline-parallel places deal out others.
+    """
     shared = [(slot.key, slot.name, slot.flat, slot.numel, slot.dtype) for slot in plan.slots if slot.replicated]
     digest = hashlib.sha256(repr((shared, plan.shares)).encode()).hexdigest()
-    for rank, other in enumerate(digests := parallel.share(digest)):
-        if other != digests[0]:
+    first: dict[int, tuple[int, str]] = {}
+    for rank, (mp_rank, other) in enumerate(parallel.share((place.mp_rank, digest))):
+        reference, expected = first.setdefault(mp_rank, (rank, other))
+        if other != expected:
             raise MismatchError(
                 "ranks hold different models: their buffers, frozen or unpartitioned parameters do not agree",
                 expected="the same names, sizes and dtypes on every rank",
-                found=f"rank {rank} differs from rank 0",
+                found=f"rank {rank} differs from rank {reference}",
                 remedy="build the same model on every rank",
                 rank=rank,
             )
@@ -223,12 +250,7 @@ class _Read:
 
 
 def _read(adapter: EngineAdapter, plan: Plan, config: ElasticConfig) -> _Read:
-    options = ReadOptions(
-        threads=config.read_threads,
-        chunk_nbytes=config.read_chunk_mib << 20,
-        staging_nbytes=config.max_extra_memory_mib << 20,
-        progress=config.progress,
-    )
+    options = _read_options(config)
     done = _Read()
 
     def read(part: Plan, tensors: Sequence[torch.Tensor]) -> None:
@@ -240,6 +262,15 @@ def _read(adapter: EngineAdapter, plan: Plan, config: ElasticConfig) -> _Read:
     with parallel.agreement("read the checkpoint's tensors"):
         done.tensors = adapter.fill(plan, read)
     return done
+
+
+def _read_options(config: ElasticConfig) -> ReadOptions:
+    return ReadOptions(
+        threads=config.read_threads,
+        chunk_nbytes=config.read_chunk_mib << 20,
+        staging_nbytes=config.max_extra_memory_mib << 20,
+        progress=config.progress,
+    )
 
 
 def _commit(adapter: EngineAdapter, plan: Plan, host: HostCommit, exact_masters: bool) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def match_parameters(catalog: Catalog, destinations: Destinations, strict: bool)
     missing |= {kind: {name for name, key in wholes - found if key == kind} for kind in (BUFFER, FROZEN)}
     excluded = missing.pop(FROZEN) if _frozen_were_left_out(catalog, destinations) else set()
     live_names = live | {name for name, _ in wholes}
-    unexpected = (weights | buffers) - live_names
+    unexpected = (weights | buffers) - live_names - destinations.elsewhere
     if strict and (any(missing.values()) or unexpected):
         raise _names_differ(catalog, set().union(*missing.values()), unexpected)
     outcomes = [_outcome(role, "fresh", names, _NOT_SAVED) for role, names in missing.items()]

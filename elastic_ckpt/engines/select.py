@@ -9,7 +9,6 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine
-from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
@@ -63,8 +62,6 @@ def _refuse_special(engine: Any) -> None:
     """Refuse by name what a live engine has that no adapter can restore."""
     features = live_features(engine).names
     for present, what in (
-        (isinstance(engine.module, PipelineModule), "pipeline parallelism (PipelineModule)"),
-        (engine.mp_world_size > 1, "tensor or model parallelism"),
         (features, features),
         (isinstance(engine, DeepSpeedHybridEngine), "the hybrid engine"),
         (getattr(engine, "zenflow", False), "ZenFlow"),

@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 from elastic_ckpt import parallel
 from elastic_ckpt.catalog import Catalog, SourceFile
+from elastic_ckpt.destinations import Place
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.naming import FolderFiles
 from elastic_ckpt.formats.pickled import PickledFile, open_pickled
@@ -55,6 +56,7 @@ class ReadOptions:
         rename: the user's renames of saved names.
         states: the user's word on optimizer states.
         with_states: whether they are to be restored.
+        place: this rank's place in the live topology.
     """
 
     trust_pickle: bool = False
@@ -64,6 +66,7 @@ class ReadOptions:
     rename: RenameRules = ()
     states: StateOptions = field(default_factory=StateOptions)
     with_states: bool = True
+    place: Place = field(default_factory=Place)
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ def refuse_unsupported_folder(found: Found) -> None:
     """Refuse by name what no reader here can restore yet.
 
     Raises:
-        UnsupportedError: tensor or pipeline parallelism, mixture of experts.
+        UnsupportedError: mixture of experts.
         DamagedError: two files claim the same place.
     """
     files = found.files
@@ -103,22 +106,11 @@ def refuse_unsupported_folder(found: Found) -> None:
             found=files.clashes[0] + " beside its twin",
             remedy="remove the files of the older save, or take another tag",
         )
-    if files.layers:
-        raise UnsupportedError(
-            "pipeline-parallel checkpoints are not supported yet", file=found.path(files.layers[0]), remedy=_WHERE_SAVED
-        )
     if files.experts:
         raise UnsupportedError(
             "mixture-of-experts checkpoints are not supported yet: each expert-parallel rank has experts of its own",
             file=found.path(files.experts[0]),
             remedy=_WHERE_SAVED,
-        )
-    if len(files.mp_ranks) > 1:
-        raise UnsupportedError(
-            "tensor-parallel checkpoints are not supported yet",
-            file=found.folder,
-            expected="one model-parallel rank (mp_rank_00)",
-            found=f"{len(files.mp_ranks)} of them",
         )
 
 

@@ -7,8 +7,9 @@ ZeRO-1/2 write one for the job (``mp_rank_00``), ZeRO-3 one for each data-parall
 from __future__ import annotations
 
 import zlib
+from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from elastic_ckpt.formats.features import Features, features_in
 from elastic_ckpt.formats.pickled import PickledFile, TensorRef, materialise
 from elastic_ckpt.formats.saved_config import config_section
 from elastic_ckpt.formats.zero0_index import UnpartitionedState, index_unpartitioned
+from elastic_ckpt.rules.declared import Declared, declared_by
 from elastic_ckpt.states.classify import StateOptions
 
 #: What DeepSpeed counts, and the degrees of the run.
@@ -37,6 +39,7 @@ class ModelShard:
         param_shapes: per group (ZeRO-3: per sub-group), names and logical shapes in flat-buffer order.
         weights: module entries that have data: name -> reference.
         buffers: names of module buffers.
+        buffer_names: the same, of those too whose data lies in files of pipeline layers.
         buffers_crc32: checksum over the buffers' bytes, to see whether ranks differ.
         frozen_shapes: names and logical shapes of parameters that no optimizer owned.
         frozen_fragments: this file's data of them.
@@ -48,6 +51,9 @@ class ModelShard:
         zero: the ``zero_optimization`` section of the run's DeepSpeed config.
         alignment: elements that ZeRO-3's partitions were padded to a multiple of (``"align_partitions"``); 1: none.
         features: what only DeepSpeed's own loader restores.
+        degrees: tensor- and pipeline-parallel degree, where the file tells.
+        declared: what it says about tensor-parallel shards.
+        run: arguments of the run that saved it, as far as they are plain values.
         optimizer: the optimizer's state, where it was not partitioned (ZeRO stage 0).
     """
 
@@ -68,6 +74,10 @@ class ModelShard:
     alignment: int
     features: Features
     optimizer: UnpartitionedState | None
+    buffer_names: tuple[str, ...] = ()
+    degrees: tuple[int, int] | None = None
+    declared: Declared = field(default_factory=Declared)
+    run: Mapping[str, Any] = field(default_factory=dict)
 
 
 def index_model_states(file: PickledFile, dp_rank: int, options: StateOptions = _DEFAULTS) -> ModelShard:
@@ -101,7 +111,29 @@ def index_model_states(file: PickledFile, dp_rank: int, options: StateOptions = 
         alignment=_alignment(file),
         features=features_in(file),
         optimizer=optimizer,
+        buffer_names=tuple(map(str, file.section("buffer_names"))),
+        degrees=_degrees(tree),
+        declared=declared_by(tree.get("universal_checkpoint_info")),
+        run=run_arguments(tree.get("args")),
     )
+
+
+def _degrees(tree: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Tensor- and pipeline-parallel degree."""
+    saved = tree.get("checkpoint_parallel_dimensions")
+    if not isinstance(saved, Mapping):
+        return None
+    tp, pp = saved.get("tp_degree"), saved.get("pp_degree")
+    return (int(tp), int(pp)) if tp and pp else None
+
+
+def run_arguments(saved: Any) -> dict[str, Any]:
+    """Plain values of a saved ``args`` (Megatron's namespace, gpt-neox's dict)."""
+    values = vars(saved) if isinstance(saved, Namespace) else saved
+    if not isinstance(values, Mapping):
+        return {}
+    plain = (str, int, float, bool, type(None))
+    return {str(key): value for key, value in values.items() if isinstance(value, plain)}
 
 
 def _alignment(file: PickledFile) -> int:

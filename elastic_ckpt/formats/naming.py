@@ -13,7 +13,7 @@ _OPTIMIZER = re.compile(r"^(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?opt
 _MODEL_ZERO3 = re.compile(r"^zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt$")
 _MODEL = re.compile(r"^mp_rank_(\d+)_model_states\.pt$")
 _EXPERT = re.compile(r"^(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt$|^expp_rank_\d+_.*optim_states\.pt$")
-_PIPELINE_LAYER = re.compile(r"^layer_\d+-model_(?:\d+-model_)?states\.pt$")
+_PIPELINE_LAYER = re.compile(r"^layer_(\d+)-model_(?:(\d+)-model_)?states\.pt$")
 
 #: Folder inside a universal checkpoint that holds one folder a parameter.
 UNIVERSAL_FOLDER = "zero"
@@ -32,7 +32,7 @@ class FolderFiles:
         model: mp rank -> ``mp_rank_*_model_states.pt``.
         model_zero3: (dp rank, mp rank) -> ``zero_pp_rank_*_model_states.pt``.
         experts: files of mixture-of-experts layers.
-        layers: files of pipeline layers.
+        layers: (layer, tensor-parallel rank) -> its file.
         clashes: names that claim a place another file already has (a bf16 and an fp32 save in one folder).
         is_universal: whether the folder holds a universal checkpoint.
     """
@@ -41,7 +41,7 @@ class FolderFiles:
     model: dict[int, str]
     model_zero3: dict[tuple[int, int], str]
     experts: tuple[str, ...]
-    layers: tuple[str, ...]
+    layers: dict[tuple[int, int], str]
     clashes: tuple[str, ...]
     is_universal: bool
 
@@ -61,7 +61,8 @@ def sort_names(names: Iterable[str], is_universal: bool) -> FolderFiles:
     optimizer: dict[tuple[int, int], str] = {}
     model: dict[int, str] = {}
     model_zero3: dict[tuple[int, int], str] = {}
-    experts, layers, clashes = [], [], []
+    layers: dict[tuple[int, int], str] = {}
+    experts, clashes = [], []
     for name in sorted(names):
         if match := _OPTIMIZER.match(name):
             if optimizer.setdefault((int(match[1]), int(match[2])), name) != name:
@@ -72,6 +73,6 @@ def sort_names(names: Iterable[str], is_universal: bool) -> FolderFiles:
             model[int(match[1])] = name
         elif _EXPERT.match(name):
             experts.append(name)
-        elif _PIPELINE_LAYER.match(name):
-            layers.append(name)
-    return FolderFiles(optimizer, model, model_zero3, tuple(experts), tuple(layers), tuple(clashes), is_universal)
+        elif match := _PIPELINE_LAYER.match(name):
+            layers[int(match[1]), int(match[2] or 0)] = name
+    return FolderFiles(optimizer, model, model_zero3, tuple(experts), layers, tuple(clashes), is_universal)

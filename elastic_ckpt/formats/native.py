@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from elastic_ckpt import parallel
 from elastic_ckpt.catalog import (
     Catalog,
 )
-from elastic_ckpt.errors import DamagedError
+from elastic_ckpt.destinations import Place
+from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats import model_states, shards
 from elastic_ckpt.formats.base import (
     Checkpoint,
@@ -19,19 +22,43 @@ from elastic_ckpt.formats.base import (
     refuse_unsupported_folder,
 )
 from elastic_ckpt.formats.features import Features, refuse_features
+from elastic_ckpt.formats.grid import Grid, grid_of
 from elastic_ckpt.formats.host_state import loss_scale_from, loss_scale_of, read_host_state
+from elastic_ckpt.formats.layers import LayerShard, index_layer, layer_tensors
 from elastic_ckpt.formats.legacy import LegacyShard, refuse_legacy
+from elastic_ckpt.formats.merging import merge_shards, merge_stages
 from elastic_ckpt.formats.model_states import ModelShard, index_model_states
 from elastic_ckpt.formats.partitioned import partitioned_catalog
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.progress import with_progress_compared
 from elastic_ckpt.formats.shards import OptimizerShard
-from elastic_ckpt.formats.spot_check import spot_check
+from elastic_ckpt.formats.spot_check import SavedWeights, spot_check
 from elastic_ckpt.formats.zero0 import unpartitioned_catalog
 from elastic_ckpt.formats.zero3 import index_zero3
 from elastic_ckpt.formats.zero12 import index_zero12
 from elastic_ckpt.host_state import HostState, LossScale
 from elastic_ckpt.states.classify import StateOptions
+
+
+@dataclass(frozen=True)
+class _Names:
+    """Names of one model-parallel rank's files, in data-parallel order."""
+
+    models: tuple[str, ...]
+    optimizers: tuple[str, ...]
+
+
+@dataclass
+class _Rank:
+    """What one model-parallel rank's files hold, and the positions at which they stand in the list of all files."""
+
+    models: dict[int, ModelShard] = field(default_factory=dict)
+    optimizers: dict[int, OptimizerShard] = field(default_factory=dict)
+
+    @property
+    def positions(self) -> list[int]:
+        """In the order of the files of the rank's catalog."""
+        return [*self.models, *self.optimizers]
 
 
 def read_native(found: Found, options: ReadOptions) -> Checkpoint:
@@ -42,65 +69,179 @@ def read_native(found: Found, options: ReadOptions) -> Checkpoint:
     """
     with parallel.agreement("look at the checkpoint's files"):
         refuse_unsupported_folder(found)
-        model_names, optimizer_names = _expected_files(found)
-    paths = [found.path(name) for name in model_names + optimizer_names]
+        names = {mp: _expected_files(found, mp) for mp in sorted(found.files.mp_ranks)}
+    kinds = [(mp, dp, "model") for mp, mine in names.items() for dp in range(len(mine.models))]
+    kinds += [(mp, dp, "optimizer") for mp, mine in names.items() for dp in range(len(mine.optimizers))]
+    kinds += [(*place, "layer") for place in sorted(found.files.layers)]
+    paths = [found.path(_name_of(found, names, kind)) for kind in kinds]
 
-    def index(file: PickledFile, position: int) -> ModelShard | OptimizerShard | LegacyShard:
-        if position < len(model_names):
-            return index_model_states(file, position, options.states)
-        return _index_optimizer(file, position - len(model_names), options.states)
+    def index(file: PickledFile, position: int) -> ModelShard | OptimizerShard | LegacyShard | LayerShard:
+        first, second, kind = kinds[position]
+        if kind == "layer":
+            return index_layer(file, first, second)
+        if kind == "model":
+            return index_model_states(file, second, options.states)
+        return _index_optimizer(file, second, options.states)
 
     indexed, opened = open_my_share(paths, index, options.trust_pickle)
-    models = [item for item in indexed if isinstance(item, ModelShard)]
-    optimizers = [item for item in indexed if isinstance(item, OptimizerShard)]
     with parallel.agreement("fit the checkpoint's files together"):
         refuse_legacy([item for item in indexed if isinstance(item, LegacyShard)], options.with_states)
-        own = parallel.rank() if len(models) == parallel.world_size() else 0
-        catalog = _fit_together(found, models, optimizers, own, options)
-        catalog = with_progress_compared(catalog, models[0], options.check_shards)
+        ranks = _by_rank(kinds, indexed)
+        grid = grid_of({mp: next(iter(rank.models.values())) for mp, rank in ranks.items()}, found.folder)
+        _check_one_save(ranks)
+        layers = [item for item in indexed if isinstance(item, LayerShard)]
+        catalogs = {mp: _fit_together(found, rank, grid, options) for mp, rank in ranks.items()}
+        catalog = merge_stages([merge_shards([catalogs[mp] for mp in stage]) for stage in grid.stages])
+        catalog = _with_layers(catalog, ranks, layers, grid)
+        catalog = with_progress_compared(catalog, next(iter(ranks[0].models.values())), options.check_shards)
     with parallel.agreement("compare shards with the saved weights"):
         if options.check_shards:
-            spot_check(catalog, models[0], opened)
-    host = _host_state(opened, models, optimizers)
-    return Checkpoint(catalog, host, models[own].path, len(opened))
+            _spot_check(catalogs, ranks, layers, grid, opened)
+    own = _own_position(ranks, grid, options.place)
+    host = _host_state(opened, kinds, ranks, own, _is_unchanged(ranks, grid, options.place))
+    return Checkpoint(catalog, host, paths[own], len(opened))
 
 
-def _fit_together(
-    found: Found, models: list[ModelShard], optimizers: list[OptimizerShard], own: int, options: ReadOptions
-) -> Catalog:
+def _name_of(found: Found, names: Mapping[int, _Names], kind: tuple[int, int, str]) -> str:
+    first, second, what = kind
+    if what == "layer":
+        return found.files.layers[first, second]
+    return (names[first].models if what == "model" else names[first].optimizers)[second]
+
+
+def _by_rank(kinds: Sequence[tuple[int, int, str]], indexed: Sequence[Any]) -> dict[int, _Rank]:
+    ranks: dict[int, _Rank] = {}
+    for position, ((mp, _, _), item) in enumerate(zip(kinds, indexed, strict=True)):
+        if isinstance(item, ModelShard):
+            ranks.setdefault(mp, _Rank()).models[position] = item
+        elif isinstance(item, OptimizerShard):
+            ranks.setdefault(mp, _Rank()).optimizers[position] = item
+    return ranks
+
+
+def _is_unchanged(ranks: Mapping[int, _Rank], grid: Grid, place: Place) -> bool:
+    """Whether the job has the topology of the save."""
+    saved_dp = int(next(iter(ranks[0].models.values())).counters["dp_world_size"])
+    return (grid.tp, grid.pp, saved_dp) == (place.tp, place.pp, place.dp)
+
+
+def _own_position(ranks: Mapping[int, _Rank], grid: Grid, place: Place) -> int:
+    """The model-states file that holds what belongs to this rank: its own where the topology allows, else rank 0's."""
+    mine = ranks[place.mp_rank if (grid.tp, grid.pp) == (place.tp, place.pp) else 0]
+    per_rank = len(mine.models) > 1 and _is_unchanged(ranks, grid, place)
+    return list(mine.models)[place.dp_rank if per_rank else 0]
+
+
+def _fit_together(found: Found, rank: _Rank, grid: Grid, options: ReadOptions) -> Catalog:
+    """The catalog of one model-parallel rank's files."""
+    models, optimizers = list(rank.models.values()), list(rank.optimizers.values())
     features = models[0].features | (optimizers[0].features if optimizers else Features())
     refuse_features(features, models[0].path)
     if optimizers:
         _check_belong_together(models, optimizers)
-        per_rank = 1 < len(models) == parallel.world_size()
-        return partitioned_catalog(found, models, optimizers, own, per_rank, options.states)
-    if models[0].optimizer is None:
+        unchanged = _is_unchanged({0: rank}, grid, options.place)
+        own = options.place.dp_rank if len(models) > 1 and unchanged else 0
+        _refuse_swapped(optimizers, grid)
+        per_rank = len(models) > 1 and unchanged
+        catalog = partitioned_catalog(found, models, optimizers, own, per_rank, options.states)
+    elif models[0].optimizer is None:
         raise _missing(found, "*zero_pp_rank_0_mp_rank_00_optim_states.pt", "none")
-    return unpartitioned_catalog(found, models[0], options)
+    else:
+        _refuse_unnamed(found, models[0])
+        catalog = unpartitioned_catalog(found, models[0], options)
+    return replace(catalog, declared=models[0].declared, run=models[0].run)
 
 
-def _expected_files(found: Found) -> tuple[list[str], list[str]]:
-    """Names of model-states and optimizer-states files in rank order; errors where the set has holes."""
-    optimizer = {dp: name for (dp, _), name in found.files.optimizer.items()}
-    zero3 = {dp: name for (dp, _), name in found.files.model_zero3.items()}
-    model = list(found.files.model.values())
+def _refuse_swapped(optimizers: Sequence[OptimizerShard], grid: Grid) -> None:
+    if grid.tp * grid.pp > 1 and any(flat.swapped for shard in optimizers for flat in shard.flats):
+        raise UnsupportedError(
+            "optimizer states on NVMe of a model-parallel run are not supported yet",
+            file=optimizers[0].path,
+            expected="states inside the optimizer-states files, or a run without tensor and pipeline parallelism",
+            found=f"{grid.tp * grid.pp} model-parallel ranks",
+        )
+
+
+def _refuse_unnamed(found: Found, model: ModelShard) -> None:
+    """Without ZeRO, states are numbered in the order of the module, and pipelines do not save that order."""
+    if found.files.layers:
+        raise UnsupportedError(
+            "pipeline checkpoints without ZeRO do not say which optimizer state is of which parameter",
+            file=model.path,
+            expected='a save with "zero_optimization": {"stage": 1} (or bf16 with fp32 gradient accumulation)',
+            found="optimizer states that are numbered, not named",
+            remedy="load it at the topology it was saved with, or with load_optimizer_states=False",
+        )
+
+
+def _check_one_save(ranks: Mapping[int, _Rank]) -> None:
+    """Model-parallel ranks have parameters of their own, but the same counters."""
+    first = next(iter(ranks[0].models.values()))
+    for rank in ranks.values():
+        model = next(iter(rank.models.values()))
+        for what in ("counters", "ds_version"):
+            if getattr(model, what) != getattr(first, what):
+                raise DamagedError(
+                    f"this file belongs to another save than {first.path}: {what} differ",
+                    file=model.path,
+                    expected=str(getattr(first, what)),
+                    found=str(getattr(model, what)),
+                    remedy="remove the foreign file and restore the right one, or take another tag",
+                )
+
+
+def _with_layers(catalog: Catalog, ranks: Mapping[int, _Rank], layers: Sequence[LayerShard], grid: Grid) -> Catalog:
+    if not layers:
+        return catalog
+    models = [model for rank in ranks.values() for model in rank.models.values()]
+    buffers = frozenset(name for model in models for name in model.buffer_names)
+    tensors, files = layer_tensors(catalog, layers, buffers, grid.tp)
+    return replace(catalog, tensors={**catalog.tensors, **tensors}, files=catalog.files + files)
+
+
+def _spot_check(
+    catalogs: Mapping[int, Catalog],
+    ranks: Mapping[int, _Rank],
+    layers: Sequence[LayerShard],
+    grid: Grid,
+    opened: Mapping[int, PickledFile],
+) -> None:
+    """Compare each rank's masters with its weights, in the files that this process opened."""
+    for mp, rank in ranks.items():
+        mine = {number for number, position in enumerate(rank.positions) if position in opened}
+        model = next(iter(rank.models.values()))
+        spot_check(catalogs[mp], SavedWeights(model.path, model.weights), mine)
+        tp_rank = next(stage.index(mp) for stage in grid.stages if mp in stage)
+        known = frozenset(catalogs[mp].parameters)
+        for layer in layers:
+            if layer.tp_rank == tp_rank:
+                spot_check(catalogs[mp], SavedWeights(layer.path, layer.named(known)), mine)
+
+
+def _expected_files(found: Found, mp: int) -> _Names:
+    """Names of one rank's model-states and optimizer-states files; errors where the set has holes."""
+    optimizer = {dp: name for (dp, rank), name in found.files.optimizer.items() if rank == mp}
+    zero3 = {dp: name for (dp, rank), name in found.files.model_zero3.items() if rank == mp}
+    model = found.files.model.get(mp)
     if model and zero3:
         raise DamagedError(
             "model-states files of ZeRO-3 and of another stage lie in one folder",
-            file=found.path(model[0]),
+            file=found.path(model),
             expected="files of one save",
-            found=f"{model[0]} beside {zero3[min(zero3)]}",
+            found=f"{model} beside {zero3[min(zero3)]}",
             remedy="remove the files of the older save, or take another tag",
         )
     if not model and not zero3:
-        raise _missing(found, "mp_rank_00_model_states.pt (or zero_pp_rank_*_mp_rank_00_model_states.pt)", "none")
+        raise _missing(
+            found, f"mp_rank_{mp:02d}_model_states.pt (or zero_pp_rank_*_mp_rank_{mp:02d}_model_states.pt)", "none"
+        )
     for kind, names in (("optim_states", optimizer), ("model_states", zero3)):
         holes = set(range(max(names, default=-1) + 1)) - set(names)
         if holes:
-            sample = next(iter(names.values())).replace(f"rank_{next(iter(names))}_", f"rank_{min(holes)}_")
+            sample = next(iter(names.values())).replace(f"rank_{next(iter(names))}_", f"rank_{min(holes)}_", 1)
             raise _missing(found, sample, f"{kind} of ranks {sorted(names)}")
-    models = model or [zero3[rank] for rank in sorted(zero3)]
-    return models, [optimizer[rank] for rank in sorted(optimizer)]
+    models = (model,) if model else tuple(zero3[rank] for rank in sorted(zero3))
+    return _Names(models, tuple(optimizer[rank] for rank in sorted(optimizer)))
 
 
 def _missing(found: Found, name: str, have: str) -> DamagedError:
@@ -161,19 +302,31 @@ def _of_rank(path: str, rank: int) -> str:
 
 
 def _host_state(
-    opened: dict[int, PickledFile], models: Sequence[ModelShard], optimizers: Sequence[OptimizerShard]
+    opened: Mapping[int, PickledFile],
+    kinds: Sequence[tuple[int, int, str]],
+    ranks: Mapping[int, _Rank],
+    own: int,
+    unchanged: bool,
 ) -> HostState:
-    """This rank's own host state where the topology allows, else rank 0's. Collective."""
-    unchanged = int(models[0].counters["dp_world_size"]) == parallel.world_size()
-    per_rank = len(models) == parallel.world_size()
+    """The host state of the file at position ``own``, whichever rank has opened it. Collective."""
+    asked = parallel.share(own)
+    elsewhere = {position for rank, position in enumerate(asked) if rank != parallel.rank()}
     mine: HostState | None = None
     with parallel.agreement("read counters, scheduler and client state"):
-        position = parallel.rank() if per_rank else 0
-        if position in opened:
+        packed: dict[int, bytes] = {}
+        for position in sorted({own, *elsewhere} & set(opened)):
+            rank = ranks[kinds[position][0]]
+            models, optimizers = list(rank.models.values()), list(rank.optimizers.values())
             overflow = optimizers[0].overflow if optimizers else False
-            mine = read_host_state(opened[position], _loss_scale(models, optimizers), overflow, per_rank or unchanged)
-        pickled = None if per_rank or mine is None else parallel.pack(mine)
-    return mine if per_rank and mine is not None else parallel.unpack(parallel.broadcast(pickled, src=0))
+            state = read_host_state(opened[position], _loss_scale(models, optimizers), overflow, unchanged)
+            if position == own:
+                mine = state
+            if position in elsewhere:
+                packed[position] = parallel.pack(state)
+    everybody: dict[int, bytes] = {}
+    for part in parallel.share(packed):
+        everybody.update(part)
+    return mine if mine is not None else parallel.unpack(everybody[own])
 
 
 def _loss_scale(models: Sequence[ModelShard], optimizers: Sequence[OptimizerShard]) -> LossScale | None:

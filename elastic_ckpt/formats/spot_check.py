@@ -9,27 +9,36 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 import torch
 
 from elastic_ckpt.catalog import MASTER, Catalog, Extent, LogicalTensor
 from elastic_ckpt.dtypes import ITEMSIZE
 from elastic_ckpt.errors import DamagedError, MismatchError
-from elastic_ckpt.formats.model_states import ModelShard
+from elastic_ckpt.formats.pickled import TensorRef
 
 _ELEMENTS = 16
 _PARAMETERS = 8
 
 
-def spot_check(catalog: Catalog, model: ModelShard, files: Collection[int]) -> None:
+@dataclass(frozen=True)
+class SavedWeights:
+    """Low-precision weights beside the masters: a file, and what of it is which parameter."""
+
+    path: str
+    weights: Mapping[str, TensorRef]
+
+
+def spot_check(catalog: Catalog, model: SavedWeights, files: Collection[int]) -> None:
     """Compare a few masters in each of some files with the weights in the model-states file. Local.
 
     Universal checkpoints made from stages 1 and 2 keep the same weights beside them, and are checked alike.
 
     Args:
         catalog: the checkpoint.
-        model: its model-states file; nothing is compared where it holds no weights (ZeRO-3).
+        model: the weights saved beside it; nothing is compared where it holds no weights (ZeRO-3).
         files: indices of the files in ``catalog.files`` to look into.
 
     Raises:
@@ -49,7 +58,7 @@ def spot_check(catalog: Catalog, model: ModelShard, files: Collection[int]) -> N
                 _compare(catalog, model, tensor, extent)
 
 
-def _compare(catalog: Catalog, model: ModelShard, tensor: LogicalTensor, extent: Extent) -> None:
+def _compare(catalog: Catalog, model: SavedWeights, tensor: LogicalTensor, extent: Extent) -> None:
     weight = model.weights[tensor.name]
     count = min(_ELEMENTS, extent.range.numel)
     masters = _read(catalog.files[extent.file].path, extent.byte_offset, count, tensor.dtype)

@@ -40,7 +40,7 @@ from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER
 from elastic_ckpt.formats.pickled import PickledFile, TensorRef, materialise
 from elastic_ckpt.formats.progress import with_progress_compared
 from elastic_ckpt.formats.saved_groups import normal_groups, read_groups
-from elastic_ckpt.formats.spot_check import spot_check
+from elastic_ckpt.formats.spot_check import SavedWeights, spot_check
 from elastic_ckpt.geometry import FlatRange
 from elastic_ckpt.host_state import HostState
 
@@ -112,7 +112,8 @@ def read_universal(found: Found, options: ReadOptions) -> Checkpoint:
         positions = {path: position for position, path in enumerate(file.path for file in catalog.files)}
     with parallel.agreement("compare masters with the saved weights"):
         if options.check_shards:
-            spot_check(catalog, models[0], {positions[file.path] for file in opened.values() if file.path in positions})
+            weights = SavedWeights(models[0].path, models[0].weights)
+            spot_check(catalog, weights, {positions[file.path] for file in opened.values() if file.path in positions})
     pickled: bytes | None = None
     with parallel.agreement("read counters, scheduler and client state"):
         if parallel.rank() == 0:  # which opened the first model-states file

@@ -1,0 +1,118 @@
+"""Where a rank stands in a live job, and how tensor-parallel ranks hold the live parameters.
+
+Read from DeepSpeed's pipeline grid, or from the ``mpu`` that the engine was given; parameters tell by the attributes of
+Megatron's parallel layers (``tensor_model_parallel``, ``partition_dim``, ``partition_stride``) or by what AutoTP notes
+on them (``ds_autotp_universal_checkpoint_meta``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from deepspeed.checkpoint.constants import AFFINE_MAP, DS_AUTOTP_UC_META
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.utils.bwc import (
+    bwc_pipeline_parallel_world_size,
+    bwc_tensor_model_parallel_rank,
+    bwc_tensor_model_parallel_world_size,
+)
+
+from elastic_ckpt import parallel
+from elastic_ckpt.bands import Shape, Split
+from elastic_ckpt.destinations import Destinations, LiveLayout, Place
+from elastic_ckpt.errors import UnsupportedError
+from elastic_ckpt.rules.declared import split_of_affine
+from elastic_ckpt.rules.kinds import CannotSplit
+
+
+@dataclass(frozen=True)
+class _OneRank:
+    """What one rank tells the others: where it stands, and its shard of each parameter and buffer."""
+
+    place: Place
+    layouts: Mapping[str, LiveLayout]
+
+
+def place_of(engine: Any, dp: int, dp_rank: int) -> Place:
+    """Where this rank stands. Local.
+
+    Raises:
+        UnsupportedError: pipeline parallelism that is not DeepSpeed's.
+    """
+    if isinstance(engine, PipelineEngine):
+        grid = engine.grid
+        return Place(
+            dp,
+            dp_rank,
+            grid.get_slice_parallel_world_size(),
+            grid.get_slice_parallel_rank(),
+            grid.pipe_parallel_size,
+            grid.get_stage_id(),
+        )
+    if engine.mpu is None or engine.mp_world_size == 1:
+        return Place(dp, dp_rank)
+    if bwc_pipeline_parallel_world_size(engine.mpu) > 1:
+        raise UnsupportedError(
+            "the live engine uses pipeline parallelism of its own, which is not supported",
+            expected="DeepSpeed's PipelineModule",
+            found=f"{type(engine.module).__name__}, and an mpu of several stages",
+        )
+    tp = bwc_tensor_model_parallel_world_size(engine.mpu)
+    return Place(dp, dp_rank, tp, bwc_tensor_model_parallel_rank(engine.mpu))
+
+
+def with_place(destinations: Destinations, engine: Any, place: Place) -> Destinations:
+    """Add where this rank stands, and how the parameters of its stage are held. Collective where there is a choice."""
+    mine = _OneRank(place, _layouts(engine))
+    everybody = parallel.share(mine) if place.tp * place.pp > 1 else [mine]
+    stage = [
+        other for other in everybody if (other.place.pp_rank, other.place.dp_rank) == (place.pp_rank, place.dp_rank)
+    ]
+    stage.sort(key=lambda other: other.place.tp_rank)
+    layouts = {
+        name: replace(layout, shapes=tuple(other.layouts[name].shapes[0] for other in stage if name in other.layouts))
+        for name, layout in mine.layouts.items()
+    }
+    elsewhere = {name for other in everybody for name in other.layouts} - set(mine.layouts)
+    return replace(
+        destinations,
+        tp=place.tp,
+        tp_rank=place.tp_rank,
+        pp=place.pp,
+        pp_rank=place.pp_rank,
+        elsewhere=frozenset(elsewhere),
+        layouts=layouts,
+    )
+
+
+def _layouts(engine: Any) -> dict[str, LiveLayout]:
+    """Every parameter by DeepSpeed's name for it, and every buffer; each with this rank's shape alone."""
+    owners = {
+        id(tensor): type(module).__module__
+        for module in engine.module.modules()
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    }
+    named = {name: param for param, name in engine.param_names.items()}
+    buffers = dict(engine.module.named_buffers(remove_duplicate=False))
+    return {name: _layout(tensor, owners.get(id(tensor), "")) for name, tensor in {**buffers, **named}.items()}
+
+
+def _layout(tensor: torch.Tensor, owner: str) -> LiveLayout:
+    shape: Shape = tuple(getattr(tensor, "ds_shape", tensor.shape))
+    said = getattr(tensor, "tensor_model_parallel", None)
+    dim = None if said is None else int(getattr(tensor, "partition_dim", -1)) if said else -1
+    stride = int(getattr(tensor, "partition_stride", 1)) if said else 1
+    return LiveLayout((shape,), dim, max(stride, 1), owner, _recorded(tensor))
+
+
+def _recorded(tensor: torch.Tensor) -> Split | None:
+    """AutoTP's map of all ranks' shards, where there is one that is a cut along one dimension."""
+    conversion = (getattr(tensor, DS_AUTOTP_UC_META, None) or {}).get("conversion") or {}
+    entry = conversion.get(AFFINE_MAP)
+    try:
+        return None if entry is None else split_of_affine(entry)
+    except CannotSplit:
+        return None

@@ -1,0 +1,88 @@
+"""``layer_NN-model_MM-model_states.pt``: the weights and buffers of pipeline layers.
+
+Source of the layout: ``PipelineModule.save_state_dict`` (pipe/module.py): the state dict of each layer, without its
+number, which is the layer's number in the whole model, whatever the stage. Of a tied layer, the first occurrence has a
+file, under the number of that layer, while its parameters are called ``tied_modules.<key>.*``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from elastic_ckpt.catalog import BUFFER, FROZEN, Catalog, Extent, LogicalTensor, SourceFile
+from elastic_ckpt.formats.pickled import PickledFile, TensorRef
+from elastic_ckpt.geometry import FlatRange
+
+_TIED = re.compile(r"^tied_modules\.[^.]+\.")
+
+
+@dataclass(frozen=True)
+class LayerShard:
+    """What one layer's file says.
+
+    Attributes:
+        path, nbytes: the file.
+        layer: number of the layer in the model.
+        tp_rank: tensor-parallel rank that saved it.
+        weights: entries with data, by name within the layer.
+    """
+
+    path: str
+    nbytes: int
+    layer: int
+    tp_rank: int
+    weights: Mapping[str, TensorRef]
+
+    def named(self, known: frozenset[str]) -> dict[str, TensorRef]:
+        """Its entries by their names in the model; of a tied layer, by those of the tied module.
+
+        Args:
+            known: names of parameters and buffers.
+        """
+        tied = {_TIED.sub("", name): name for name in known if _TIED.match(name)}
+        found = {}
+        for key, ref in self.weights.items():
+            name = f"{self.layer}.{key}"
+            found[name if name in known else tied.get(key, name)] = ref
+        return found
+
+
+def index_layer(file: PickledFile, layer: int, tp_rank: int) -> LayerShard:
+    """Sort out one layer's file."""
+    weights = {str(name): ref for name, ref in file.tree.items() if isinstance(ref, TensorRef)}
+    return LayerShard(file.path, file.nbytes, layer, tp_rank, weights)
+
+
+def layer_tensors(
+    catalog: Catalog, layers: Sequence[LayerShard], buffers: frozenset[str], tp: int
+) -> tuple[dict[tuple[str, str], LogicalTensor], tuple[SourceFile, ...]]:
+    """Buffers, and parameters that no optimizer owned: logical tensors, and the files they lie in.
+
+    Args:
+        catalog: of the optimizer's parameters; the files follow its own.
+        layers: all layers' files.
+        buffers: names of the module's buffers.
+        tp: tensor-parallel degree.
+    """
+    known = frozenset(catalog.parameters) | buffers
+    shards: dict[str, list[tuple[int, int, TensorRef]]] = {}
+    for number, layer in enumerate(layers):
+        for name, ref in layer.named(known).items():
+            if name not in catalog.parameters and ref.is_contiguous:
+                shards.setdefault(name, []).append((layer.tp_rank, len(catalog.files) + number, ref))
+    tensors = {}
+    for name, held in shards.items():
+        held.sort(key=lambda item: item[0])
+        if [rank for rank, _, _ in held] != list(range(tp)):
+            continue
+        key = BUFFER if name in buffers else FROZEN
+        extents = tuple(
+            Extent(FlatRange(0, ref.numel), file, ref.byte_offset, shard=rank if tp > 1 else 0)
+            for rank, file, ref in held
+            if ref.numel
+        )
+        shapes = tuple(ref.shape for _, _, ref in held) if tp > 1 else ()
+        tensors[name, key] = LogicalTensor(name, key, held[0][2].shape, held[0][2].dtype, extents, shards=shapes)
+    return tensors, tuple(SourceFile(layer.path, layer.nbytes) for layer in layers)

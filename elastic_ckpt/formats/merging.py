@@ -1,0 +1,164 @@
+"""Catalogs of model-parallel ranks -> the catalog of all: shards side by side, pipeline stages one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from elastic_ckpt.catalog import MASTER, Catalog, LogicalTensor, ReplicatedState, SavedParameter
+from elastic_ckpt.errors import DamagedError, UnsupportedError
+from elastic_ckpt.rules.declared import Declared
+
+
+def merge_shards(catalogs: Sequence[Catalog]) -> Catalog:
+    """One pipeline stage: tensor-parallel ranks with the same names, each with its own shard of every tensor.
+
+    Raises:
+        DamagedError: they do not belong together.
+    """
+    first = catalogs[0]
+    if len(catalogs) == 1:
+        return first
+    offsets = _offsets(catalogs)
+    for catalog in catalogs[1:]:
+        _check_alike(first, catalog)
+    tensors = {
+        place: _shard_by_shard(
+            [_moved(catalog.tensors[place], at) for catalog, at in zip(catalogs, offsets, strict=True)]
+        )
+        for place in first.tensors
+    }
+    parameters = {name: _one_parameter([catalog.parameters[name] for catalog in catalogs]) for name in first.parameters}
+    merged = _together(catalogs, tensors, parameters)
+    return replace(merged, source=replace(first.source, tp=len(catalogs)))
+
+
+def merge_stages(catalogs: Sequence[Catalog]) -> Catalog:
+    """All pipeline stages: of a tied parameter, the first stage's copy counts, and the others are kept to be compared.
+
+    Raises:
+        UnsupportedError: their param groups have other hyperparameters.
+    """
+    first = catalogs[0]
+    if len(catalogs) == 1:
+        return first
+    offsets = _offsets(catalogs)
+    tensors: dict[tuple[str, str], LogicalTensor] = {}
+    twins: dict[tuple[str, str], tuple[LogicalTensor, ...]] = {}
+    parameters: dict[str, SavedParameter] = {}
+    for catalog, at in zip(catalogs, offsets, strict=True):
+        if list(catalog.groups) != list(first.groups):
+            raise UnsupportedError(
+                "the pipeline stages were saved with different param groups, which is not supported yet",
+                file=first.source.folder,
+                expected=f"{list(first.groups)}",
+                found=f"{list(catalog.groups)}",
+            )
+        for place, tensor in catalog.tensors.items():
+            moved = _moved(tensor, at)
+            if place in tensors:
+                twins[place] = (*twins.get(place, ()), moved)
+            else:
+                tensors[place] = moved
+        for name, saved in catalog.parameters.items():
+            parameters.setdefault(name, _parameter_moved(saved, at))
+    merged = _together(catalogs, tensors, parameters)
+    return replace(merged, source=replace(first.source, pp=len(catalogs)), twins=twins)
+
+
+def _offsets(catalogs: Iterable[Catalog]) -> list[int]:
+    """Where the files of each begin in the list of all."""
+    offsets, position = [], 0
+    for catalog in catalogs:
+        offsets.append(position)
+        position += len(catalog.files)
+    return offsets
+
+
+def _moved(tensor: LogicalTensor, files: int) -> LogicalTensor:
+    return (
+        replace(tensor, extents=tuple(replace(extent, file=extent.file + files) for extent in tensor.extents))
+        if files
+        else tensor
+    )
+
+
+def _shard_by_shard(shards: Sequence[LogicalTensor]) -> LogicalTensor:
+    extents = [replace(extent, shard=rank) for rank, tensor in enumerate(shards) for extent in tensor.extents]
+    return replace(shards[0], extents=tuple(extents), shards=tuple(tensor.shape for tensor in shards))
+
+
+def _one_parameter(shards: Sequence[SavedParameter]) -> SavedParameter:
+    """States of whole partitions are the first rank's, and must be the same on all."""
+    replicated = []
+    for number, state in enumerate(shards[0].replicated):
+        others = [shard.replicated[number] for shard in shards if number < len(shard.replicated)]
+        same = len(others) == len(shards) and len({other.crc32 for other in others}) == 1
+        replicated.append(replace(state, differs=state.differs or not same))
+    return replace(shards[0], replicated=tuple(replicated), shards=tuple(shard.shape for shard in shards))
+
+
+def _parameter_moved(saved: SavedParameter, files: int) -> SavedParameter:
+    moved: tuple[ReplicatedState, ...] = tuple(replace(s, file=s.file + files) for s in saved.replicated)
+    return replace(saved, replicated=moved)
+
+
+def _check_alike(first: Catalog, other: Catalog) -> None:
+    compared: list[tuple[str, Any, Any]] = [
+        ("parameters", sorted(first.parameters), sorted(other.parameters)),
+        ("tensors", sorted(first.tensors), sorted(other.tensors)),
+        ("hyperparameters of the param groups", list(first.groups), list(other.groups)),
+        ("scalar optimizer states", _scalars(first), _scalars(other)),
+        ("dtypes", _dtypes(first), _dtypes(other)),
+    ]
+    for what, expected, found in compared:
+        if expected != found:
+            raise DamagedError(
+                f"tensor-parallel ranks of one pipeline stage were saved with different {what}",
+                file=other.files[0].path,
+                expected=str(expected)[:300],
+                found=str(found)[:300],
+                remedy="files of two saves are mixed: restore the folder from its original, or take another tag",
+            )
+
+
+def _scalars(catalog: Catalog) -> list[Any]:
+    return [(name, saved.group, saved.scalars) for name, saved in sorted(catalog.parameters.items())]
+
+
+def _dtypes(catalog: Catalog) -> list[Any]:
+    return [(place, tensor.dtype) for place, tensor in sorted(catalog.tensors.items()) if place[1] == MASTER]
+
+
+def _together(
+    catalogs: Sequence[Catalog],
+    tensors: Mapping[tuple[str, str], LogicalTensor],
+    parameters: Mapping[str, SavedParameter],
+) -> Catalog:
+    """What is said of several catalogs, united."""
+    declared = Declared()
+    for catalog in catalogs:
+        declared = declared | catalog.declared
+    return replace(
+        catalogs[0],
+        files=tuple(file for catalog in catalogs for file in catalog.files),
+        parameters=parameters,
+        tensors=tensors,
+        aliases=_united(catalog.aliases for catalog in catalogs),
+        opaque_states=_united(catalog.opaque_states for catalog in catalogs),
+        damaged_states=_united(catalog.damaged_states for catalog in catalogs),
+        fresh_states=frozenset().union(*(catalog.fresh_states for catalog in catalogs)),
+        scalar_forms=_united(catalog.scalar_forms for catalog in catalogs),
+        frozen_recorded=all(catalog.frozen_recorded for catalog in catalogs),
+        declared=declared,
+        notes=tuple(dict.fromkeys(note for catalog in catalogs for note in catalog.notes)),
+        warnings=tuple(dict.fromkeys(warning for catalog in catalogs for warning in catalog.warnings)),
+    )
+
+
+def _united(parts: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    united: dict[str, str] = {}
+    for part in parts:
+        united = {**part, **united}
+    return united

@@ -1,0 +1,112 @@
+"""Megatron Core's parallel state under the names that DeepSpeed calls on its ``mpu``.
+
+``deepspeed.initialize(..., mpu=elastic_ckpt.megatron.mpu())`` after ``parallel_state.initialize_model_parallel()``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from elastic_ckpt.errors import ElasticCkptError
+
+
+class MegatronMpu:
+    """What DeepSpeed asks a model-parallel unit, answered by Megatron Core.
+
+    DeepSpeed's "model parallel" spans all ranks that hold one copy of the model, and numbers the files
+    ``mp_rank_XX``: tensor parallel ranks of the first pipeline stage, then of the second. Its "slice parallel" is
+    tensor parallel. Without pipeline parallelism the two are the same.
+
+    Args:
+        state: ``megatron.core.parallel_state``, with model parallelism initialised.
+    """
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+
+    def get_model_parallel_group(self) -> Any:
+        return self._state.get_model_parallel_group()
+
+    def get_model_parallel_world_size(self) -> int:
+        return dist.get_world_size(group=self.get_model_parallel_group())
+
+    def get_model_parallel_rank(self) -> int:
+        return dist.get_rank(group=self.get_model_parallel_group())
+
+    def get_model_parallel_src_rank(self) -> int:
+        """Global rank of the first member of this rank's model parallel group."""
+        return dist.get_global_rank(self.get_model_parallel_group(), 0)
+
+    def get_tensor_model_parallel_group(self) -> Any:
+        return self._state.get_tensor_model_parallel_group()
+
+    def get_tensor_model_parallel_world_size(self) -> int:
+        return int(self._state.get_tensor_model_parallel_world_size())
+
+    def get_tensor_model_parallel_rank(self) -> int:
+        return int(self._state.get_tensor_model_parallel_rank())
+
+    def get_tensor_model_parallel_src_rank(self) -> int:
+        """Global rank of the first member of this rank's tensor parallel group."""
+        return int(self._state.get_tensor_model_parallel_src_rank())
+
+    get_slice_parallel_group = get_tensor_model_parallel_group
+    get_slice_parallel_world_size = get_tensor_model_parallel_world_size
+    get_slice_parallel_rank = get_tensor_model_parallel_rank
+    get_slice_parallel_src_rank = get_tensor_model_parallel_src_rank
+
+    def get_pipeline_model_parallel_group(self) -> Any:
+        return self._state.get_pipeline_model_parallel_group()
+
+    def get_pipeline_model_parallel_world_size(self) -> int:
+        return int(self._state.get_pipeline_model_parallel_world_size())
+
+    def get_pipeline_model_parallel_rank(self) -> int:
+        return int(self._state.get_pipeline_model_parallel_rank())
+
+    get_pipe_parallel_group = get_pipeline_model_parallel_group
+    get_pipe_parallel_world_size = get_pipeline_model_parallel_world_size
+    get_pipe_parallel_rank = get_pipeline_model_parallel_rank
+
+    def get_data_parallel_group(self) -> Any:
+        return self._state.get_data_parallel_group()
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        """Global ranks of this rank's data parallel group, in its order."""
+        return dist.get_process_group_ranks(self.get_data_parallel_group())
+
+    def get_data_parallel_world_size(self) -> int:
+        return int(self._state.get_data_parallel_world_size())
+
+    def get_data_parallel_rank(self) -> int:
+        return int(self._state.get_data_parallel_rank())
+
+
+def mpu() -> MegatronMpu:
+    """The ``mpu`` for ``deepspeed.initialize`` in a job whose model is built with Megatron Core.
+
+    Raises:
+        ImportError: Megatron Core is not installed.
+        ElasticCkptError: Megatron's model parallelism is not initialised, or it has context parallelism, over which
+            DeepSpeed would not average gradients.
+    """
+    try:
+        from megatron.core import parallel_state  # noqa: PLC0415  an optional package
+    except ImportError as error:
+        raise ImportError("elastic_ckpt.megatron needs megatron-core: pip install elastic_ckpt[megatron]") from error
+    if not parallel_state.model_parallel_is_initialized():
+        raise ElasticCkptError(
+            "Megatron's model parallelism is not initialised",
+            remedy="call megatron.core.parallel_state.initialize_model_parallel() before elastic_ckpt.megatron.mpu()",
+        )
+    context_parallel = parallel_state.get_context_parallel_world_size()
+    if context_parallel > 1:
+        raise ElasticCkptError(
+            "DeepSpeed does not average gradients over Megatron's context parallel ranks",
+            expected="context_parallel_size=1",
+            found=f"context_parallel_size={context_parallel}",
+            remedy="train long sequences with DeepSpeed's own sequence parallelism instead",
+        )
+    return MegatronMpu(parallel_state)

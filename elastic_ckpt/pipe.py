@@ -1,0 +1,322 @@
+"""Weighted pipeline stages: ``partition_method="type:embed:2|transformer:1"``.
+
+DeepSpeed's ``type:regex`` counts layers of one kind, and all of them alike; what follows a second colon it drops
+without a word. Here each alternative ``regex:weight`` says how heavy the layers are whose class or function name it
+matches: case-insensitively, anywhere in the name, the first alternative that matches. Layers that none matches weigh
+nothing. ``weighted_type:`` is another name for the same, which DeepSpeed alone refuses. A ``type:`` without weights,
+and every other method, goes to DeepSpeed.
+
+Stages are consecutive layers. Of all ways to cut them, :func:`partition_weights` takes the one with, in this order,
+
+1. the lightest heaviest stage (DeepSpeed's ``partition_balanced`` often, not always, finds it),
+2. the least sum of squared stage weights,
+3. no stage without layers, if there are enough of them. It costs nothing: an empty stage can take a layer of another,
+   which makes neither the heaviest stage nor the sum of squares greater,
+4. the least sum of squared numbers of layers, since layers of no weight take time and memory too,
+5. each cut as late as possible, so that layers of one weight are cut as ``uniform`` cuts them.
+
+All of it is integer arithmetic, so every rank arrives at the same cuts. :func:`install_pipe` wraps
+``PipelineModule._partition_layers`` (0.19), which also serves ``DualPipeVModule``.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule
+from deepspeed.utils import logger
+from torch import nn
+
+from elastic_ckpt.errors import ConfigError, listed
+
+_ORIGINAL = "_elastic_ckpt_original"
+_PLAIN, _WEIGHTED = "type:", "weighted_type:"
+_FORM = "'type:regex:weight|regex:weight', such as 'type:embed:2|transformer:1'"
+#: What a regex consists of, as far as groups matter: an escape, a set, or one character.
+_TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
+#: Three digits of exponent, since "1e-999999999" is a fraction that fills the memory.
+_NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?")
+
+
+def install_pipe() -> None:
+    """Teach ``PipelineModule`` the weighted methods; a second call changes nothing."""
+    original = PipelineModule._partition_layers
+    if hasattr(original, _ORIGINAL):
+        return
+    patched = _patch(original)
+    setattr(patched, _ORIGINAL, original)
+    PipelineModule._partition_layers = patched
+
+
+def uninstall_pipe() -> None:
+    """Undo :func:`install_pipe`, unless somebody has put a wrapper around the patch."""
+    patched = PipelineModule._partition_layers
+    original = getattr(patched, _ORIGINAL, None)
+    # functools.wraps copies our mark to a wrapper around the patch: that one is not ours to remove
+    if original is not None and getattr(patched, "__wrapped__", None) is original:
+        PipelineModule._partition_layers = original
+
+
+def _patch(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _partition_layers(self: Any, *args: Any, **kwargs: Any) -> Any:
+        method = args[0] if args else kwargs.get("method")
+        if isinstance(method, str) and is_weighted(method):
+            return _partition(self, method)
+        return original(self, *args, **kwargs)
+
+    return _partition_layers
+
+
+def _partition(module: Any, method: str) -> None:
+    """What DeepSpeed's ``_partition_layers`` does, with our weights and cuts."""
+    names = [layer_name(layer) for layer in module._layer_specs]
+    weights = layer_weights(method, names)
+    module.parts = partition_weights(weights, module.num_stages)
+    if module.global_rank == 0:
+        logger.info(f"Partitioning pipeline stages with method {method}")
+        for stage, (start, stop) in enumerate(itertools.pairwise(module.parts)):
+            logger.info(f"stage={stage} {_summary(start, names[start:stop], weights[start:stop])}")
+    stage = module._topo.get_coord(module.global_rank).pipe
+    module._set_bounds(start=module.parts[stage], stop=module.parts[stage + 1])
+
+
+def _summary(start: int, names: Sequence[str | None], weights: Sequence[Fraction]) -> str:
+    total = sum(weights, Fraction(0))
+    shown = Decimal(total.numerator) / total.denominator  # float(total) may overflow
+    runs = [(name or "unnamed", len(list(run))) for name, run in itertools.groupby(names)]
+    held = ", ".join(name if count == 1 else f"{name} x {count}" for name, count in runs)
+    return f"layers=[{start}, {start + len(names)}) weight={shown:.6g}: {held or 'none'}"
+
+
+def layer_name(layer: Any) -> str | None:
+    """The name by which DeepSpeed's ``_find_layer_type`` knows a layer; ``None``: it passes over this one."""
+    if isinstance(layer, LayerSpec):
+        return layer.typename.__name__
+    if isinstance(layer, nn.Module):
+        return type(layer).__name__
+    return getattr(layer, "__name__", None)
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """Layers whose names a regex matches, and what each of them weighs."""
+
+    regex: re.Pattern[str]
+    weight: Fraction
+
+
+def is_weighted(method: str) -> bool:
+    """Whether a partition method is ours: ``weighted_type:``, or ``type:`` with a number behind an alternative."""
+    kind = method.lower()
+    if kind.startswith(_WEIGHTED):
+        return True
+    if not kind.startswith(_PLAIN):
+        return False
+    return any(_is_float(_cut_weight(text)[1]) for text in _split(method[len(_PLAIN) :]))
+
+
+def layer_weights(method: str, names: Sequence[str | None]) -> list[Fraction]:
+    """What each layer weighs by a weighted partition method.
+
+    Args:
+        method: for which :func:`is_weighted` holds.
+        names: of the layers; those of ``None`` weigh nothing.
+
+    Raises:
+        ConfigError: the method is malformed, one of its regexes matches no layer, or the layers weigh nothing.
+    """
+    alternatives = _parse(method)
+    for alternative in alternatives:
+        if not any(alternative.regex.search(name) for name in names if name is not None):
+            raise ConfigError(
+                f"the partition method names layers that the model does not have: '{alternative.regex.pattern}'",
+                expected=f"a regex that matches one of: {listed({name for name in names if name})}",
+                found=method,
+                remedy="correct the regex, or leave out this alternative",
+            )
+    weights = [_weight(name, alternatives) for name in names]
+    if not any(weights):
+        raise ConfigError(
+            "by the partition method, all layers weigh nothing",
+            expected="a weight above 0 for some layer",
+            found=method,
+            remedy="give a weight to the layers that take the most time",
+        )
+    return weights
+
+
+def _weight(name: str | None, alternatives: Sequence[Alternative]) -> Fraction:
+    if name is not None:
+        for alternative in alternatives:
+            if alternative.regex.search(name):
+                return alternative.weight
+    return Fraction(0)
+
+
+def _parse(method: str) -> list[Alternative]:
+    text = method[len(_WEIGHTED if method.lower().startswith(_WEIGHTED) else _PLAIN) :]
+    return [_parse_alternative(alternative, method) for alternative in _split(text)]
+
+
+def _parse_alternative(text: str, method: str) -> Alternative:
+    pattern, weight = _cut_weight(text)
+    try:
+        # not lowercased, as DeepSpeed does it: that would turn \S into \s
+        regex = re.compile(pattern, re.IGNORECASE)
+    except (re.error, OverflowError) as error:
+        raise ConfigError(
+            f"the partition method has a regex that does not compile: '{pattern}'",
+            expected=_FORM,
+            found=f"{method} ({error})",
+            remedy="correct the regex",
+        ) from error
+    if not pattern or weight is None:
+        raise ConfigError(
+            f"the partition method has an alternative without {'weight' if pattern else 'regex'}: '{text}'",
+            expected=_FORM,
+            found=method,
+            remedy="write regex:weight in every alternative; layers that match none weigh 0",
+        )
+    return Alternative(regex, _parse_weight(weight, pattern, method))
+
+
+def _parse_weight(text: str, pattern: str, method: str) -> Fraction:
+    # of the decimal digits themselves, so that 0.1 three times is 0.3
+    value = Fraction(text) if _NUMBER.fullmatch(text) and math.isfinite(float(text)) else None
+    if value is None or value < 0:
+        raise ConfigError(
+            f"the partition method has a weight that is no weight: '{text}', of '{pattern}'",
+            expected="a finite number that is not negative, such as 2 or 0.5",
+            found=method,
+            remedy="correct the weight",
+        )
+    return value
+
+
+def _split(text: str) -> list[str]:
+    """The alternatives of a regex; a ``|`` in a group belongs to the group."""
+    bars = [position for position, token in _outside_groups(text) if token == "|"]
+    return [text[start + 1 : stop] for start, stop in itertools.pairwise([-1, *bars, len(text)])]
+
+
+def _cut_weight(text: str) -> tuple[str, str | None]:
+    """Regex and weight of an alternative; the last colon parts them, but not that of a group such as ``(?:a)``."""
+    colons = [position for position, token in _outside_groups(text) if token == ":"]
+    if not colons:
+        return text.strip(), None
+    return text[: colons[-1]].strip(), text[colons[-1] + 1 :].strip()
+
+
+def _outside_groups(text: str) -> Iterator[tuple[int, str]]:
+    """The characters of a regex, with their positions, that are in no group, set or escape."""
+    depth = 0
+    for match in _TOKEN.finditer(text):
+        token = match.group()
+        if token == "(":
+            depth += 1
+        elif token == ")":
+            depth -= 1
+        elif depth == 0:
+            yield match.start(), token
+
+
+def _is_float(text: str | None) -> bool:
+    """Whether this was meant as a number, be it one that is no weight, such as -1 or nan."""
+    try:
+        float(text or "")
+    except ValueError:
+        return False
+    return True
+
+
+def partition_weights(weights: Sequence[Fraction | int], num_parts: int) -> list[int]:
+    """Cut layers into stages, as even as they get; the module's docstring says what that means.
+
+    Returns:
+        ``num_parts + 1`` ints that start with 0 and end with the number of layers; stage ``s`` holds the layers from
+        the ``s``-th to the one before the next.
+
+    Raises:
+        ValueError: a weight is negative, or there are no stages.
+    """
+    if num_parts < 1 or any(weight < 0 for weight in weights):
+        raise ValueError(f"cannot cut layers of weights {list(weights)} into {num_parts} stages")
+    count = len(weights)
+    if count <= num_parts:
+        return [min(stage, count) for stage in range(num_parts + 1)]
+    scale = math.lcm(*(weight.denominator for weight in weights))
+    sums = [0, *itertools.accumulate(int(weight * scale) for weight in weights)]
+    bound = _least_bound(sums, num_parts)
+    return _most_even(_cost(sums, bound), count, num_parts)
+
+
+def _least_bound(sums: Sequence[int], num_parts: int) -> int:
+    """The weight of the heaviest stage, where that is least.
+
+    Args:
+        sums: weights of the first 0, 1, 2, ... layers.
+        num_parts: number of stages.
+    """
+    low = max(stop - start for start, stop in itertools.pairwise(sums))
+    high = sums[-1]
+    while low < high:
+        middle = (low + high) // 2
+        position = 0
+        for _ in range(num_parts):  # each stage takes all that it can carry
+            position = bisect_right(sums, sums[position] + middle) - 1
+        if position == len(sums) - 1:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _cost(sums: Sequence[int], bound: int) -> Callable[[int, int], int]:
+    """The cost of a stage from one layer to another, so that the least sum of costs is what we look for.
+
+    Three criteria in one number, each of which outweighs any sum of those behind it: what the stage weighs beyond
+    ``bound``; the square of its weight; the square of its number of layers. All are convex, and so is the sum, which
+    :func:`_most_even` relies on; an infinite cost would make ties between cuts that are all out of the question.
+    """
+    for_weight = len(sums) ** 2
+    for_excess = for_weight * (sums[-1] ** 2 + 1)
+
+    def cost(start: int, stop: int) -> int:
+        weight = sums[stop] - sums[start]
+        excess = for_excess * (weight - bound) if weight > bound else 0
+        return excess + for_weight * weight * weight + (stop - start) ** 2
+
+    return cost
+
+
+def _most_even(cost: Callable[[int, int], int], count: int, num_parts: int) -> list[int]:
+    """Dynamic programming: the best cuts of the first ``stop`` layers into ``stage`` stages, none of them empty.
+
+    For a convex cost, the last cut moves neither back when a layer is added, nor back when a stage is added (Knuth
+    and Yao). Looking between these two makes it quadratic in all; of equally good cuts, the last one is taken.
+    """
+    best = [cost(0, stop) if stop else 0 for stop in range(count + 1)]
+    cuts = [[0] * (count + 1)]
+    for stage in range(2, num_parts + 1):
+        before, fewer = best, cuts[-1]
+        best, last = [0] * (count + 1), [0] * (count + 1)
+        latest = count - 1
+        for stop in range(count, stage - 1, -1):
+            starts = range(max(fewer[stop], stage - 1), min(latest, stop - 1) + 1)
+            best[stop], back = min((before[start] + cost(start, stop), -start) for start in starts)
+            last[stop] = latest = -back
+        cuts.append(last)
+    parts = [count]
+    for last in reversed(cuts):
+        parts.append(last[parts[-1]])
+    return parts[::-1]

@@ -1,0 +1,108 @@
+"""Jobs that save tensor and pipeline parallel engines, and load their checkpoints into engines of other topologies."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+
+import elastic_ckpt
+from tests.distributed import parallel_truth as oracle
+from tests.distributed import truth as plain
+from tests.distributed.model import close
+from tests.distributed.parallel_cuts import cut_of, piece_of
+from tests.distributed.parallel_models import Parallel, build, folder_name, place_of, train
+
+SAVE_AT = 4
+CONTINUE_TO = 7
+
+
+def save(arguments: dict[str, Any]) -> None:
+    """Train each setup to step ``SAVE_AT``, save it, write down the truth, and train on for the reference losses."""
+    for parallel in (Parallel(**values) for values in arguments["setups"]):
+        folder = os.path.join(arguments["folder"], folder_name(parallel))
+        engine = build(parallel)
+        oracle.assert_fresh(engine, parallel, seed=7)
+        before = train(engine, parallel, 0, SAVE_AT)
+        engine.save_checkpoint(folder, tag="step4", client_state={"note": "hello"})
+        truth = oracle.gather(engine, parallel)
+        truth["losses"] = train(engine, parallel, SAVE_AT, CONTINUE_TO)
+        truth["losses_before"] = before
+        if dist.get_rank() == 0:
+            torch.save(truth, os.path.join(folder, "truth.pt"))
+        close(engine)
+        dist.barrier()
+
+
+def load(arguments: dict[str, Any]) -> None:
+    """Load many checkpoints into one engine after another, and compare each with its truth.
+
+    Of each target: its ``setup``, and ``config``: more entries of DeepSpeed's. Of each of its ``sources``: ``folder``;
+    ``exact``: whether everything has to be bit-equal (by default it has); ``tolerance`` of losses.
+    """
+    elastic_ckpt.install()
+    for target in arguments["targets"]:
+        parallel = Parallel(**target["setup"])
+        engine = build(parallel, seed=8, config=target.get("config"))
+        for number, source in enumerate(target["sources"]):
+            where = f"{source['folder']} -> {folder_name(parallel)}"
+            truth = torch.load(os.path.join(source["folder"], "truth.pt"), weights_only=False)
+            _, client_state = engine.load_checkpoint(source["folder"])
+            assert engine.elastic_report is not None, f"{where}: DeepSpeed's own path ran"
+            assert client_state["note"] == "hello", where
+            if source.get("exact", True):
+                oracle.compare(engine, parallel, truth, where)
+            assert_continues(engine, parallel, truth, source.get("tolerance", 1e-5), where)
+            train(engine, parallel, 100 + number, 101 + number)  # leave other values for the next load to replace
+        close(engine)
+
+
+def plant(arguments: dict[str, Any]) -> None:
+    """Put truths into ZeRO-1 and 2 engines of other topologies by DeepSpeed's own setters, without elastic_ckpt.
+
+    That training goes on from them as it did proves the truths, whatever elastic_ckpt does.
+    """
+    for target in arguments["targets"]:
+        parallel = Parallel(**target["setup"])
+        for source in target["sources"]:
+            where = f"{source['folder']} planted into {folder_name(parallel)}"
+            truth = torch.load(os.path.join(source["folder"], "truth.pt"), weights_only=False)
+            engine = build(parallel, seed=8)
+            train(engine, parallel, 100, 101)  # makes the states
+            plant_tensors(engine, parallel, truth)
+            base = plain.base_of(engine)
+            for names, group in zip(engine.members, base.param_groups, strict=True):
+                group.update(truth["groups"][names[0]])
+            for state in base.state.values():
+                state["step"].fill_(truth["steps"][0])
+            engine.lr_scheduler.last_epoch = truth["scheduler"]["last_epoch"]
+            oracle.compare_tensors(oracle.gather(engine, parallel), truth, where)
+            assert_continues(engine, parallel, truth, source.get("tolerance", 1e-5), where)
+            close(engine)
+
+
+def plant_tensors(engine: Any, parallel: Parallel, truth: dict[str, Any]) -> None:
+    """This rank's shards of all masters, states and weights, and the buffers."""
+    plain.relink(engine)
+    rank = place_of(parallel, dist.get_rank()).tp
+    keys = {key for _, key in truth["states"]}
+    for name, param in engine.module.named_parameters():
+        master = truth["masters"][name]
+        cut = cut_of(parallel, name, list(master.shape))
+        safe_set_full_fp32_param(param, piece_of(master, cut, rank))
+        param.data.copy_(piece_of(master, cut, rank))
+        for key in keys:
+            safe_set_full_optimizer_state(param, piece_of(truth["states"][name, key], cut, rank), key)
+    for name, buffer in engine.module.named_buffers():
+        if name in truth["buffers"]:
+            buffer.copy_(truth["buffers"][name])
+
+
+def assert_continues(engine: Any, parallel: Parallel, truth: dict[str, Any], tolerance: float, where: str) -> None:
+    """Training goes on as the saved run did."""
+    losses = train(engine, parallel, SAVE_AT, CONTINUE_TO)
+    difference = max(abs(a - b) for a, b in zip(losses, truth["losses"], strict=True))
+    assert difference <= tolerance, f"{where}: losses {losses}, uninterrupted {truth['losses']}"

@@ -1,0 +1,542 @@
+"""Tiny models that are tensor and pipeline parallel, their data, and their engines, on one to four ranks.
+
+Every parameter is filled by its name from a seed, as a slice of the whole that every topology shares, and a step's
+global batch is the same at every topology: losses agree up to rounding, wherever a run goes on.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
+from deepspeed.utils import groups
+from torch import nn
+from torch.nn import functional
+
+from tests.distributed.model import GLOBAL_BATCH, PRECISIONS
+from tests.distributed.parallel_cuts import cut_of, piece_of, whole_shape
+
+TOKENS = 61
+SEQUENCE = 8
+HIDDEN = 32
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """One kind of engine.
+
+    Attributes:
+        kind: ``megatron`` (Megatron Core), ``pipeline`` (DeepSpeed's), ``3d`` (that with tensor parallel layers) or
+            ``autotp`` (DeepSpeed shards a plain model).
+        style: of ``megatron``: ``llama`` or ``gpt``; of ``pipeline`` and ``3d``: how layers are partitioned; of
+            ``autotp``: ``llama``, ``tied``, ``uneven``, ``fused`` or ``fused_uneven``.
+        tp: tensor parallel degree.
+        pp: pipeline parallel degree.
+        stage: ZeRO stage.
+        precision: a key of :data:`tests.distributed.model.PRECISIONS`.
+        rows: rows of the vocabulary, padding included, where it is padded.
+    """
+
+    kind: str
+    style: str
+    tp: int = 1
+    pp: int = 1
+    stage: int = 0
+    precision: str = "fp32"
+    rows: int = 64
+
+    @property
+    def name(self) -> str:
+        rows = "" if self.rows == 64 else f"-v{self.rows}"
+        return f"{self.kind}-{self.style}-tp{self.tp}-pp{self.pp}-z{self.stage}-{self.precision}{rows}"
+
+    @property
+    def dp(self) -> int:
+        dp, rest = divmod(dist.get_world_size(), self.tp * self.pp)
+        assert rest == 0, f"{self.name} on {dist.get_world_size()} ranks"
+        return dp
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is: ranks count tensor parallel ones first, then data parallel ones, then stages."""
+
+    tp: int
+    dp: int
+    pp: int
+
+
+def place_of(parallel: Parallel, rank: int) -> Place:
+    """The same for all kinds of engine."""
+    rest, tp = divmod(rank, parallel.tp)
+    pp, dp = divmod(rest, parallel.dp)
+    return Place(tp, dp, pp)
+
+
+def folder_name(parallel: Parallel) -> str:
+    """What a checkpoint of this world is called."""
+    return f"{parallel.name}-dp{parallel.dp}"
+
+
+# --- Megatron Core ----------------------------------------------------------------------------------------------------
+
+
+def megatron_model(parallel: Parallel) -> tuple[nn.Module, Any]:
+    """A GPTModel of two layers, and its ``mpu``. Collective."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.tensor_parallel.random import initialize_rng_tracker
+    from megatron.core.transformer import TransformerConfig
+
+    import elastic_ckpt.megatron
+
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=parallel.tp)
+    is_llama = parallel.style == "llama"
+    llama = {"num_query_groups": 2, "normalization": "RMSNorm", "gated_linear_unit": True}
+    llama |= {"add_bias_linear": False, "activation_func": functional.silu, "ffn_hidden_size": 44}
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=HIDDEN,
+        num_attention_heads=8,
+        tensor_model_parallel_size=parallel.tp,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        bf16=parallel.precision.startswith("bf16"),
+        bias_activation_fusion=False,
+        **(llama if is_llama else {"ffn_hidden_size": 52}),
+    )
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=get_gpt_layer_local_spec(normalization=config.normalization),
+        vocab_size=parallel.rows,
+        max_sequence_length=SEQUENCE + 3,
+        share_embeddings_and_output_weights=not is_llama,
+        position_embedding_type="rope" if is_llama else "learned_absolute",
+    )
+    return model, elastic_ckpt.megatron.mpu()
+
+
+def megatron_loss(engine: Any, rows: torch.Tensor) -> torch.Tensor:
+    """Mean loss of some rows of tokens; the same on all tensor parallel ranks."""
+    inputs, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+    positions = torch.arange(SEQUENCE).expand_as(inputs)
+    hidden = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
+    return engine(inputs, positions, hidden, labels=labels).float().mean()
+
+
+# --- tensor parallel layers of our own, for DeepSpeed's pipelines -----------------------------------------------------
+
+
+class Copy(torch.autograd.Function):
+    """The identity, whose gradient is summed over tensor parallel ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        gradient = gradient.contiguous().clone()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
+class Sum(torch.autograd.Function):
+    """The sum over tensor parallel ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, group: Any) -> torch.Tensor:
+        values = values.contiguous().clone()
+        dist.all_reduce(values, group=group)
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+class Gather(torch.autograd.Function):
+    """The last dimension of all tensor parallel ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, values.contiguous(), group=group)
+        return torch.cat(parts, -1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient.chunk(dist.get_world_size(ctx.group), -1)[dist.get_rank(ctx.group)].contiguous(), None
+
+
+def marked(param: nn.Parameter, dim: int, stride: int = 1) -> nn.Parameter:
+    """With the attributes by which Megatron's parameters tell their layout."""
+    param.tensor_model_parallel, param.partition_dim, param.partition_stride = True, dim, stride
+    return param
+
+
+class Column(nn.Module):
+    """A linear layer cut by its outputs, of one or several sub-parameters."""
+
+    def __init__(self, inputs: int, outputs: int, group: Any, bias: bool = True, stride: int = 1) -> None:
+        super().__init__()
+        self.group = group
+        mine = outputs // dist.get_world_size(group)
+        self.weight = marked(nn.Parameter(torch.empty(mine, inputs)), 0, stride)
+        self.bias = marked(nn.Parameter(torch.empty(mine)), 0, stride) if bias else None
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return functional.linear(Copy.apply(values, self.group), self.weight, self.bias)
+
+
+class Row(nn.Module):
+    """A linear layer cut by its inputs; its bias is whole."""
+
+    def __init__(self, inputs: int, outputs: int, group: Any, bias: bool = True) -> None:
+        super().__init__()
+        self.group = group
+        self.weight = marked(nn.Parameter(torch.empty(outputs, inputs // dist.get_world_size(group))), 1)
+        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        whole = Sum.apply(functional.linear(values, self.weight), self.group)
+        return whole if self.bias is None else whole + self.bias
+
+
+class Vocabulary(nn.Module):
+    """An embedding cut by its rows, and with :func:`logits` the head that is tied to it."""
+
+    def __init__(self, rows: int, group: Any) -> None:
+        super().__init__()
+        self.group = group
+        self.mine = rows // dist.get_world_size(group)
+        self.weight = marked(nn.Parameter(torch.empty(self.mine, HIDDEN)), 0)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        tokens = tokens - self.mine * dist.get_rank(self.group)
+        is_mine = (tokens >= 0) & (tokens < self.mine)
+        found = functional.embedding(tokens.where(is_mine, 0), self.weight)
+        return Sum.apply(found * is_mine.unsqueeze(-1), self.group)
+
+
+def logits(vocabulary: Vocabulary, values: torch.Tensor) -> torch.Tensor:
+    """Scores of all rows."""
+    return Gather.apply(functional.linear(Copy.apply(values, vocabulary.group), vocabulary.weight), vocabulary.group)
+
+
+class PlainBlock(nn.Module):
+    """Norm, up, down, with biases."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.up = Column(HIDDEN, 52, group)
+        self.down = Row(52, HIDDEN, group)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return values + self.down(torch.tanh(self.up(self.norm(values))))
+
+
+class GatedBlock(nn.Module):
+    """A fused gate and up, and a buffer that changes."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.gate_up = Column(HIDDEN, 88, group, bias=False, stride=2)
+        self.down = Row(44, HIDDEN, group, bias=False)
+        self.register_buffer("trace", torch.zeros(3, 5))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        self.trace += 0.125
+        gate, up = self.gate_up(self.norm(values)).chunk(2, -1)
+        return values + self.down(functional.silu(gate) * up)
+
+
+class Positions(nn.Module):
+    """Learned positions, and a vector: DeepSpeed's ZeRO-1 hangs where stages differ in their number of param groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(SEQUENCE, HIDDEN))
+        self.bias = nn.Parameter(torch.empty(HIDDEN))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return values + self.weight + self.bias
+
+
+def halve(values: torch.Tensor) -> torch.Tensor:
+    """A layer without parameters."""
+    return values / 2
+
+
+def mean_loss(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(scores.float().flatten(0, 1), labels.flatten())
+
+
+def pipeline_model(parallel: Parallel) -> tuple[nn.Module, Any]:
+    """Nine layers: tied embedding and head, positions, four blocks of two kinds, a function, a norm. Collective."""
+    dp, group = parallel.dp, None
+    for start in range(0, dist.get_world_size(), parallel.tp):
+        members = range(start, start + parallel.tp)
+        made = dist.new_group(list(members))
+        group = made if dist.get_rank() in members else group
+    topology = PipeDataParallelTopology(num_pp=parallel.pp, num_dp=dp)
+    if parallel.kind == "3d":
+        topology = PipeModelDataParallelTopology(num_pp=parallel.pp, num_mp=parallel.tp, num_dp=dp)
+    layers = [
+        TiedLayerSpec("embed", Vocabulary, parallel.rows, group),
+        LayerSpec(Positions),
+        LayerSpec(PlainBlock, group),
+        LayerSpec(GatedBlock, group),
+        halve,
+        LayerSpec(PlainBlock, group),
+        LayerSpec(GatedBlock, group),
+        LayerSpec(nn.LayerNorm, HIDDEN),
+        TiedLayerSpec("embed", Vocabulary, parallel.rows, group, forward_fn=logits),
+    ]
+    return PipelineModule(layers, topology=topology, loss_fn=mean_loss, partition_method=parallel.style), None
+
+
+def micro_batches(rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """What a pipeline takes in a step."""
+    for part in rows.split(micro_batch_size(len(rows))):
+        yield part[:, :-1].contiguous(), part[:, 1:].contiguous()
+
+
+def micro_batch_size(rows: int) -> int:
+    """Of a pipeline: several of them where there are enough rows."""
+    return 3 if rows % 3 == 0 else 2
+
+
+# --- AutoTP -----------------------------------------------------------------------------------------------------------
+
+#: Heads, heads of keys and values, intermediate size and vocabulary of AutoTP's models.
+AUTOTP_STYLES = {
+    "llama": (8, 4, 44, 64),
+    "tied": (8, 4, 44, 64),
+    "uneven": (6, 3, 45, TOKENS),
+    "fused": (8, 4, 44, 64),
+    "fused_uneven": (6, 3, 45, TOKENS),
+}
+HEAD_SIZE = 4
+
+
+class FusedBlock(nn.Module):
+    """Attention with contiguous q, k, v of unequal sizes, and a fused gate and up; whoever cuts it, heads stay whole."""
+
+    def __init__(self, heads: int, kv_heads: int, intermediate: int) -> None:
+        super().__init__()
+        hidden = heads * HEAD_SIZE
+        self.ratio = heads // kv_heads
+        self.norm = nn.LayerNorm(hidden)
+        self.qkv_proj = nn.Linear(hidden, (heads + 2 * kv_heads) * HEAD_SIZE)
+        self.o_proj = nn.Linear(hidden, hidden)
+        self.mlp = nn.ModuleDict(
+            {
+                "gate_up_proj": nn.Linear(hidden, 2 * intermediate, bias=False),
+                "down_proj": nn.Linear(intermediate, hidden, bias=False),
+            }
+        )
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        fused = self.qkv_proj(self.norm(values))
+        kv = fused.shape[-1] // (self.ratio + 2)
+        parts = fused.split([kv * self.ratio, kv, kv], -1)
+        q, k, v = (part.unflatten(-1, (-1, HEAD_SIZE)).transpose(1, 2) for part in parts)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        values = values + self.o_proj(mixed.transpose(1, 2).flatten(2))
+        gate, up = self.mlp["gate_up_proj"](self.norm(values)).chunk(2, -1)
+        return values + self.mlp["down_proj"](functional.silu(gate) * up)
+
+
+class FusedLM(nn.Module):
+    """Two fused blocks; takes and gives what a transformers model does."""
+
+    def __init__(self, heads: int, kv_heads: int, intermediate: int, rows: int) -> None:
+        super().__init__()
+        hidden = heads * HEAD_SIZE
+        self.config = SimpleNamespace(num_attention_heads=heads, num_key_value_heads=kv_heads, hidden_size=hidden)
+        self.embed_tokens = nn.Embedding(rows, hidden)
+        self.layers = nn.ModuleList(FusedBlock(heads, kv_heads, intermediate) for _ in range(2))
+        self.register_buffer("trace", torch.zeros(3, 5))
+        self.lm_head = nn.Linear(hidden, rows, bias=False)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, use_cache: bool = False) -> Any:
+        self.trace += 0.125
+        values = self.embed_tokens(input_ids)
+        for layer in self.layers:
+            values = layer(values)
+        return SimpleNamespace(loss=mean_loss(self.lm_head(values)[:, :-1], labels[:, 1:]))
+
+
+def autotp_model(parallel: Parallel) -> tuple[nn.Module, Any]:
+    """A plain model; DeepSpeed shards it by its ``tensor_parallel`` configuration."""
+    heads, kv_heads, intermediate, rows = AUTOTP_STYLES[parallel.style]
+    if parallel.style.startswith("fused"):
+        return FusedLM(heads, kv_heads, intermediate, rows), None
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=rows,
+        hidden_size=heads * HEAD_SIZE,
+        intermediate_size=intermediate,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=16,
+        tie_word_embeddings=parallel.style == "tied",
+    )
+    return LlamaForCausalLM(config), None
+
+
+def autotp_config(parallel: Parallel) -> dict[str, Any]:
+    """``tensor_parallel`` for DeepSpeed: transformers' own plan, or rules for the fused model."""
+    if parallel.tp == 1:
+        return {}
+    if not parallel.style.startswith("fused"):
+        return {"tensor_parallel": {"autotp_size": parallel.tp}}
+    heads, kv_heads, _, _ = AUTOTP_STYLES[parallel.style]
+    sizes = [heads * HEAD_SIZE, kv_heads * HEAD_SIZE, kv_heads * HEAD_SIZE]
+    specs = [
+        {"patterns": [".*qkv_proj.weight$"], "partition_type": "column", "shape": [sizes, -1], "partition_dim": 0},
+        {"patterns": [".*gate_up_proj.weight$"], "partition_type": "column", "shape": [2, -1], "partition_dim": 0},
+        {"patterns": [".*(o_proj|down_proj).weight$"], "partition_type": "row"},
+        {"patterns": [".*(embed_tokens|lm_head).weight$"], "partition_type": "skip"},
+    ]
+    rules = {"use_default_specs": False, "layer_specs": specs}
+    return {"tensor_parallel": {"autotp_size": parallel.tp, "partition_config": rules}}
+
+
+def autotp_loss(engine: Any, rows: torch.Tensor) -> torch.Tensor:
+    return engine(input_ids=rows, labels=rows, use_cache=False).loss
+
+
+# --- engines ----------------------------------------------------------------------------------------------------------
+
+MODELS = {
+    "megatron": megatron_model,
+    "pipeline": pipeline_model,
+    "3d": pipeline_model,
+    "autotp": autotp_model,
+}
+LOSSES = {"megatron": megatron_loss, "autotp": autotp_loss}
+
+
+def initial(name: str, shape: list[int], seed: int) -> torch.Tensor:
+    """A whole parameter before the first step, by its name."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+    values = torch.randn(shape, generator=generator) / 5
+    return values + 1 if len(shape) == 1 and name.endswith("weight") else values
+
+
+def fill(module: nn.Module, parallel: Parallel, seed: int) -> None:
+    """Give a module the values of :func:`initial`. AutoTP has not cut its parameters yet."""
+    rank = place_of(parallel, dist.get_rank()).tp
+    for name, param in module.named_parameters():
+        if parallel.kind == "autotp":
+            param.data.copy_(initial(name, list(param.shape), seed))
+            continue
+        shape = whole_shape(parallel, name, [param.shape] * parallel.tp)
+        param.data.copy_(piece_of(initial(name, shape, seed), cut_of(parallel, name, shape), rank))
+
+
+def group_members(module: nn.Module) -> list[list[str]]:
+    """Names of the parameters with and without weight decay, on this rank; a group without members is left out."""
+    named = dict(module.named_parameters())
+    decayed = [name for name in named if named[name].dim() > 1]
+    return [members for members in (decayed, [name for name in named if name not in decayed]) if members]
+
+
+def build_optimizer(module: nn.Module, members: list[list[str]]) -> torch.optim.Optimizer:
+    """AdamW, with different rates for matrices and vectors, and an ``eps`` under which rounding of tiny gradients is."""
+    named = dict(module.named_parameters())
+    decayed = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-5}
+    plain = {"lr": 3e-3, "weight_decay": 0.0, "betas": (0.8, 0.95), "eps": 1e-5}
+    hyperparameters = [decayed if named[names[0]].dim() > 1 else plain for names in members]
+    return torch.optim.AdamW(
+        [
+            {"params": [named[name] for name in names], **values}
+            for names, values in zip(members, hyperparameters, strict=True)
+        ]
+    )
+
+
+def forget_groups() -> None:
+    """Let DeepSpeed forget the process groups of the last engine of this process."""
+    groups.mpu, groups.mesh_device = None, None
+    for name in ("_TENSOR_MODEL_PARALLEL_GROUP", "_MODEL_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP"):
+        setattr(groups, name, None)
+
+
+def build(parallel: Parallel, seed: int = 7, config: dict[str, Any] | None = None) -> Any:
+    """A live engine on the default process group; ``config`` has more entries for DeepSpeed. Collective."""
+    forget_groups()
+    get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed does not believe it of a CPU
+    module, mpu = MODELS[parallel.kind](parallel)
+    fill(module, parallel, seed)
+    members = group_members(module)
+    optimizer = build_optimizer(module, members)
+    rows = GLOBAL_BATCH // parallel.dp
+    settings = {
+        "train_micro_batch_size_per_gpu": rows if parallel.kind in LOSSES else micro_batch_size(rows),
+        "gradient_accumulation_steps": 1 if parallel.kind in LOSSES else rows // micro_batch_size(rows),
+        "zero_optimization": {"stage": parallel.stage},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "gradient_clipping": 0.0,  # by default 1.0, and without ZeRO tied parameters count once for every stage
+        **(autotp_config(parallel) if parallel.kind == "autotp" else {}),
+        **PRECISIONS[parallel.precision],
+        **(config or {}),
+    }
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5)
+    engine = deepspeed.initialize(model=module, optimizer=optimizer, lr_scheduler=scheduler, mpu=mpu, config=settings)[
+        0
+    ]
+    engine.members = members
+    return engine
+
+
+def batch(parallel: Parallel, step: int) -> torch.Tensor:
+    """This rank's rows of the global batch of one step."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    tokens = torch.randint(0, TOKENS, (GLOBAL_BATCH, SEQUENCE + 1), generator=generator)
+    return tokens[place_of(parallel, dist.get_rank()).dp :: parallel.dp]
+
+
+def train(engine: Any, parallel: Parallel, first: int, last: int) -> list[float]:
+    """Train steps ``first`` to ``last``, excluding ``last``; mean losses over the global batch."""
+    losses = []
+    for step in range(first, last):
+        rows = batch(parallel, step)
+        if parallel.kind in LOSSES:
+            loss = LOSSES[parallel.kind](engine, rows)
+            engine.backward(loss)
+            engine.step()
+        else:
+            loss = engine.train_batch(micro_batches(rows))
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, (place_of(parallel, dist.get_rank()).dp, float(loss)))
+        if parallel.kind in LOSSES:
+            assert len(set(everyone)) <= parallel.dp, f"tensor parallel ranks have other losses: {everyone}"
+        losses.append(sum(value for _, value in everyone) / len(everyone))
+    return losses
