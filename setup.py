@@ -11,7 +11,9 @@ setup(
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="MIT",
-    packages=find_packages(include=["elastic_ckpt", "elastic_ckpt.*"]),
+    packages=[*find_packages(include=["elastic_ckpt", "elastic_ckpt.*"]), "elastic_ckpt.rules.presets"],
+    package_dir={"elastic_ckpt.rules.presets": "configs/rules"},  # where people look for them
+    package_data={"elastic_ckpt.rules.presets": ["*.json"]},
     python_requires=">=3.11",
     install_requires=["torch>=2.13", "deepspeed>=0.19.8", "pydantic>=2.5", "tqdm>=4.62", "rich>=13.0", "numpy>=1.25"],
     extras_require={
@@ -24,6 +26,8 @@ setup(
             "mypy>=2.4,<3",
             "matplotlib",
             "bitsandbytes>=0.50",
+            "megatron-core>=0.16.1",
+            "transformers>=5.0",
         ],
         "plots": ["matplotlib"],
         "bitsandbytes": ["bitsandbytes>=0.50"],

@@ -220,6 +220,30 @@ def reshard(source: Split, target: Split, rank: int) -> Transfer:
     return Transfer(_merged(bands), missing=tuple(missing))
 
 
+#: The same elements in two saved shards: (shard, band); both bands have the same target.
+Overlap = tuple[tuple[int, Band], tuple[int, Band]]
+
+
+def duplicates(split: Split) -> tuple[Overlap, ...]:
+    """The elements that several ranks hold: each copy beside that of the first rank that holds them."""
+    inner, rows = math.prod(split.shape[split.dim + 1 :]), math.prod(split.shape[: split.dim])
+    owners, found = _owners(split), []
+
+    def band(rank: int, offset: int, width: int) -> tuple[int, Band]:
+        stride = sum(stop - start for start, stop in split.held[rank]) * inner
+        return rank, Band(rows, width * inner, offset * inner, stride, 0, width * inner).joined()
+
+    for rank, stretches in enumerate(split.held):
+        position = 0
+        for start, stop in stretches:
+            for low, high, owner, offset in _overlapping(owners, start, stop):
+                mine = position + low - start
+                if (owner, offset) != (rank, mine):
+                    found.append((band(owner, offset, high - low), band(rank, mine, high - low)))
+            position += stop - start
+    return tuple(found)
+
+
 def _owners(split: Split) -> list[tuple[int, int, int, int]]:
     """The stretches of a dimension, each once: (start, stop, rank that holds it, where in its shard), ascending."""
     found: list[tuple[int, int, int, int]] = []

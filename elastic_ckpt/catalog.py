@@ -176,9 +176,12 @@ class Catalog:
         frozen_recorded: whether the checkpoint lists the frozen parameters of the saved model; if not, they may have
             been left out on purpose (``exclude_frozen_parameters=True``).
         buffers_of_this_rank: whether each rank reads buffers from a file of its own, so that they may differ.
+        buffers_recorded: whether the checkpoint holds the module's buffers.
+        merged_from: tensor-parallel degree whose shards DeepSpeed's converter has put together.
         declared: what the checkpoint says about its tensor-parallel shards.
         run: arguments of the run that saved it (Megatron's ``args``).
         twins: copies of a tied parameter that other pipeline stages saved, by ``(name, key)``.
+        saved_names: names that were changed since the save: name -> name in the files.
         notes: what the reader noticed and the user should know.
         warnings: what the user should look at.
     """
@@ -195,9 +198,12 @@ class Catalog:
     scalar_forms: Mapping[str, str] = field(default_factory=dict)
     frozen_recorded: bool = True
     buffers_of_this_rank: bool = False
+    buffers_recorded: bool = True
+    merged_from: int = 1
     declared: Declared = field(default_factory=Declared)
     run: Mapping[str, Any] = field(default_factory=dict)
     twins: Mapping[tuple[str, str], tuple[LogicalTensor, ...]] = field(default_factory=dict)
+    saved_names: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 

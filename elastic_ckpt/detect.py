@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
+from elastic_ckpt.catalog import MASTER
 from elastic_ckpt.errors import NotFoundError
 from elastic_ckpt.formats.base import Found
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER, sort_names
@@ -70,11 +71,20 @@ def look_at(load_dir: str, tag: str) -> Found | None:
     folder = os.path.abspath(os.path.join(load_dir, tag))
     if not os.path.isdir(folder):
         return None
-    is_universal = os.path.isfile(os.path.join(folder, UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER))
+    is_universal = _holds_parameters(os.path.join(folder, UNIVERSAL_FOLDER))
     files = sort_names(os.listdir(folder), is_universal)
     if not files.is_checkpoint:
         return None
     return Found("universal" if is_universal else "native", folder, tag, files)
+
+
+def _holds_parameters(folder: str) -> bool:
+    """Whether this is the folder of a universal checkpoint; BLOOM's has no file for the optimizer."""
+    if not os.path.isdir(folder):
+        return False
+    if os.path.isfile(os.path.join(folder, UNIVERSAL_OPTIMIZER)):
+        return True
+    return any(os.path.isfile(os.path.join(entry.path, f"{MASTER}.pt")) for entry in os.scandir(folder))
 
 
 def list_tags(load_dir: str) -> list[str]:

@@ -29,6 +29,7 @@ class Drift:
         name, key: what it is.
         largest, mean: of the differences from the first copy.
         copies: how many there are.
+        taken: what is made of them: the ``first`` or the ``mean``.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Drift:
     largest: float
     mean: float
     copies: int
+    taken: str
 
     def __str__(self) -> str:
         what = "" if self.key in (MASTER, BUFFER, FROZEN) else f" {self.key}"
@@ -63,11 +65,12 @@ def _compare(plan: Plan, comparison: Comparison, options: ReadOptions) -> Iterat
             other = _read(plan, pieces, start, stop, options)
             if not torch.allclose(first, other, rtol=0, atol=0, equal_nan=True):
                 differs = True
-                apart = (first - other).abs().nan_to_num(nan=math.inf)
+                same = (first == other) | (first.isnan() & other.isnan())
+                apart = (first - other).abs().nan_to_num(nan=math.inf, posinf=math.inf).masked_fill(same, 0)
                 largest, total = max(largest, apart.max().item()), total + apart.sum().item()
     if differs:
         mean = total / comparison.numel / (len(comparison.copies) - 1)
-        yield Drift(comparison.name, comparison.key, largest, mean, len(comparison.copies))
+        yield Drift(comparison.name, comparison.key, largest, mean, len(comparison.copies), comparison.taken)
 
 
 def _read(plan: Plan, pieces: Iterable[Piece], start: int, stop: int, options: ReadOptions) -> torch.Tensor:
@@ -103,13 +106,12 @@ def judge_drift(found: Iterable[Drift], averaged: frozenset[str], policy: str) -
             found="; ".join(map(str, asked[:_SHOWN])) + more,
             remedy=(
                 '"elastic_checkpoint": {"replicated_params": "first"} keeps the copy of the first rank, '
-                '{"replicated_params": "mean"} takes the mean of all'
+                '{"replicated_params": "mean"} takes the mean of all tensor-parallel ranks'
             ),
         )
     notes = []
     for drift in drifts[:_SHOWN]:
-        mean = drift.name in averaged or policy == MEAN
-        notes.append(f"replicated, but different when saved: {drift}; the {'mean' if mean else 'first'} was taken")
+        notes.append(f"replicated, but different when saved: {drift}; the {drift.taken} was taken")
     if len(drifts) > _SHOWN:
         notes.append(f"and {len(drifts) - _SHOWN} more replicated tensors that were different when saved")
     return tuple(notes)

@@ -53,8 +53,8 @@ def match_groups(
             found = [number]  # its members are all frozen, here and there
         if with_states:
             _refuse_other_weight_decay(number, group, [catalog.groups[source] for source in found])
-        if keep_live:
-            found = []
+        if keep_live or not all(catalog.groups[source] for source in found):
+            found = []  # or the checkpoint does not know them (BLOOM's universal one)
         _refuse_mixed(catalog, number, group, found)
         sources.append(tuple(found))
     values = [transferable(catalog.groups[found[0]]) if found else {} for found in sources]

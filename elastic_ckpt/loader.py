@@ -182,7 +182,11 @@ def _options(arguments: LoadArguments, config: ElasticConfig, scheduler: bool) -
         rename=config.rename,
         convert_optimizer=config.convert_optimizer,
         realign=config.eight_bit_realign == "requantize",
-        rules=RuleBook(tuple(config.tp_rules), load_preset(config.tp_preset) if config.tp_preset else None),
+        rules=RuleBook(
+            tuple(config.tp_rules),
+            load_preset(config.tp_preset) if config.tp_preset else None,
+            load_preset("megatron-core"),
+        ),
         replicated=config.replicated_params,
     )
 

@@ -11,6 +11,7 @@ from elastic_ckpt.plan import Outcome
 
 _NOT_SAVED = "not in the checkpoint: the model's own values stay"
 _EXCLUDED = "saved without frozen parameters (exclude_frozen_parameters=True): the model's own values stay"
+_NOT_CONVERTED = "DeepSpeed's converter drops the buffers of pipeline layers: the model's own values stay"
 _NO_PLACE = "the live model has no such entry"
 
 
@@ -45,6 +46,7 @@ def match_parameters(catalog: Catalog, destinations: Destinations, strict: bool)
     found = {(name, key) for name, key in wholes if name in (buffers if key == BUFFER else weights)}
     missing = {"fp32": live - weights}
     missing |= {kind: {name for name, key in wholes - found if key == kind} for kind in (BUFFER, FROZEN)}
+    unsaved = set() if catalog.buffers_recorded else missing.pop(BUFFER)
     excluded = missing.pop(FROZEN) if _frozen_were_left_out(catalog, destinations) else set()
     live_names = live | {name for name, _ in wholes}
     unexpected = (weights | buffers) - live_names - destinations.elsewhere
@@ -52,6 +54,7 @@ def match_parameters(catalog: Catalog, destinations: Destinations, strict: bool)
         raise _names_differ(catalog, set().union(*missing.values()), unexpected)
     outcomes = [_outcome(role, "fresh", names, _NOT_SAVED) for role, names in missing.items()]
     outcomes.append(_outcome(FROZEN, "fresh", excluded, _EXCLUDED))
+    outcomes.append(_outcome(BUFFER, "fresh", unsaved, _NOT_CONVERTED))
     outcomes.append(_outcome("fp32", "ignored", unexpected & set(catalog.parameters), _NO_PLACE))
     outcomes.append(_outcome(FROZEN, "ignored", unexpected & (weights - set(catalog.parameters)), _NO_PLACE))
     outcomes.append(_outcome(BUFFER, "ignored", unexpected & buffers, _NO_PLACE))

@@ -147,12 +147,14 @@ class Comparison:
         name, key: what it is.
         numel: elements of each copy.
         copies: per copy, where it lies: pieces whose ``start`` counts from its first element.
+        taken: what the plan makes of copies that differ: ``first`` or ``mean``.
     """
 
     name: str
     key: str
     numel: int
     copies: tuple[tuple[Piece, ...], ...]
+    taken: str = "first"
 
 
 @dataclass(frozen=True, slots=True)

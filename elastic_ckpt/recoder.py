@@ -98,7 +98,7 @@ def _to_sum(chunk: Chunk, scale: float, tensors: Sequence[torch.Tensor], read: R
         source = _Source(chunk, piece, read)
         total[source.start - chunk.start : source.stop - chunk.start] += source.values()
         nbytes += source.nbytes
-    write_flat(tensors[chunk.recode.slot], chunk.start, (total * scale).float())
+    write_flat(tensors[chunk.recode.slot], chunk.start, total * scale)
     return RecodeStats(nbytes)
 
 

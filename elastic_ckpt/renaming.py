@@ -78,8 +78,14 @@ def adopt_live_names(catalog: Catalog, destinations: Destinations) -> Catalog:
 
 
 def _with_names(catalog: Catalog, new_name: Callable[[str], str], notes: Sequence[str]) -> Catalog:
+    every = [*catalog.parameters, *(name for name, _ in catalog.tensors)]
     return replace(
         catalog,
+        saved_names={new_name(name): catalog.saved_names.get(name, name) for name in every},
+        twins={
+            (new_name(name), key): tuple(replace(tensor, name=new_name(name)) for tensor in tensors)
+            for (name, key), tensors in catalog.twins.items()
+        },
         parameters={new_name(name): saved for name, saved in catalog.parameters.items()},
         tensors={
             (new_name(name), key): replace(tensor, name=new_name(name))

@@ -7,14 +7,14 @@ copy of its own, and in big runs they drift apart; a load at another degree can 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from elastic_ckpt.bands import copied
+from elastic_ckpt.bands import Transfer, copied
 from elastic_ckpt.catalog import Catalog, LogicalTensor
 from elastic_ckpt.destinations import Destinations
 from elastic_ckpt.geometry import FlatRange
 from elastic_ckpt.plan import Comparison, Piece
-from elastic_ckpt.rules.resolve import Resharding
+from elastic_ckpt.rules.resolve import FIRST, MEAN, Resharding
 from elastic_ckpt.strips import strips
 
 
@@ -31,20 +31,38 @@ def compare_replicas(
         with_states: whether optimizer states are.
     """
     names, state_keys = set(restored), set(catalog.state_keys)
-    found = []
+    found: list[Comparison] = []
     for (name, key), tensor in sorted(catalog.tensors.items()):
         if name not in names or tensor.is_whole or (not with_states and key in state_keys):
             continue
-        shards = range(len(tensor.shard_shapes)) if name in resharding.replicas else range(1)
-        copies = [_pieces(tensor, shard) for shard in shards]
-        copies += [_pieces(twin, 0) for twin in catalog.twins.get((name, key), ())]
-        if len(copies) > 1:
-            found.append(Comparison(name, key, math.prod(tensor.shard_shapes[0]), tuple(copies)))
+        twins = catalog.twins.get((name, key), ())
+        shards = range(len(tensor.shard_shapes))
+        if name in resharding.replicas:
+            transfer = resharding.transfers.get((name, ""))
+            taken = MEAN if transfer is not None and transfer.blend else FIRST
+            found.append(_comparison(name, key, [(tensor, copied_shard(tensor, shard)) for shard in shards], taken))
+        for twin in twins:
+            for shard in shards:
+                both = [(tensor, copied_shard(tensor, shard)), (twin, copied_shard(twin, shard))]
+                found.append(_comparison(name, key, both, FIRST))
+        for first, second in resharding.overlaps.get(name, ()):
+            both = [(tensor, Transfer((first,))), (tensor, Transfer((second,)))]
+            found.append(_comparison(name, key, both, FIRST))
     lane = destinations.tp_rank * destinations.dp + destinations.dp_rank
     return tuple(found[lane :: destinations.tp * destinations.dp])
 
 
-def _pieces(tensor: LogicalTensor, shard: int) -> tuple[Piece, ...]:
-    numel = math.prod(tensor.shard_shapes[shard])
-    found = strips(tensor, copied(shard, numel), FlatRange(0, numel))
+def copied_shard(tensor: LogicalTensor, shard: int) -> Transfer:
+    """One saved shard as it is."""
+    return copied(shard, math.prod(tensor.shard_shapes[shard]))
+
+
+def _comparison(name: str, key: str, copies: Sequence[tuple[LogicalTensor, Transfer]], taken: str) -> Comparison:
+    numel = sum(band.numel for _, band in copies[0][1].bands)
+    return Comparison(name, key, numel, tuple(_pieces(*copy) for copy in copies), taken)
+
+
+def _pieces(tensor: LogicalTensor, transfer: Transfer) -> tuple[Piece, ...]:
+    numel = sum(band.numel for _, band in transfer.bands)
+    found = strips(tensor, transfer, FlatRange(0, numel))
     return tuple(sorted((piece for strip in found for piece in strip.pieces(0)), key=lambda piece: piece.start))

@@ -294,18 +294,21 @@ def test_a_bf16_and_an_fp32_save_in_one_folder_clash(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"),
+    ("name", "place"),
     [
-        ("layer_00-model_states.pt", "layers"),
-        ("layer_12-model_01-model_states.pt", "layers"),
-        ("layer_0_expert_3_mp_rank_00_model_states.pt", "experts"),
-        ("expp_rank_0_mp_rank_00_optim_states.pt", "experts"),
+        ("layer_00-model_states.pt", (0, 0)),
+        ("layer_12-model_01-model_states.pt", (12, 1)),
+        ("layer_0_expert_3_mp_rank_00_model_states.pt", None),
+        ("expp_rank_0_mp_rank_00_optim_states.pt", None),
     ],
 )
-def test_files_of_pipeline_layers_and_experts_are_recognised(tmp_path: Path, name: str, kind: str) -> None:
+def test_files_of_pipeline_layers_and_experts_are_recognised(
+    tmp_path: Path, name: str, place: tuple[int, int] | None
+) -> None:
     found = look_at(str(tmp_path), native(tmp_path, "step4", [*ZERO12, name]).name)
     assert found is not None
-    assert getattr(found.files, kind) == (name,)
+    assert found.files.layers == ({} if place is None else {place: name})
+    assert found.files.experts == ((name,) if place is None else ())
 
 
 def test_tags_are_listed_newest_first(tmp_path: Path) -> None:

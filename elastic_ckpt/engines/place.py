@@ -96,16 +96,21 @@ def _layouts(engine: Any) -> dict[str, LiveLayout]:
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
     }
     named = {name: param for param, name in engine.param_names.items()}
+    by_autotp = any(getattr(param, DS_AUTOTP_UC_META, None) for param in named.values())
     buffers = dict(engine.module.named_buffers(remove_duplicate=False))
-    return {name: _layout(tensor, owners.get(id(tensor), "")) for name, tensor in {**buffers, **named}.items()}
+    layouts = {name: _layout(tensor, owners.get(id(tensor), "")) for name, tensor in {**buffers, **named}.items()}
+    if by_autotp:  # which leaves whole what it does not note anything on
+        untouched = {name for name, param in named.items() if not getattr(param, DS_AUTOTP_UC_META, None)}
+        layouts |= {name: replace(layouts[name], dim=-1) for name in untouched}
+    return layouts
 
 
 def _layout(tensor: torch.Tensor, owner: str) -> LiveLayout:
     shape: Shape = tuple(getattr(tensor, "ds_shape", tensor.shape))
-    said = getattr(tensor, "tensor_model_parallel", None)
-    dim = None if said is None else int(getattr(tensor, "partition_dim", -1)) if said else -1
-    stride = int(getattr(tensor, "partition_stride", 1)) if said else 1
-    return LiveLayout((shape,), dim, max(stride, 1), owner, _recorded(tensor))
+    is_cut = getattr(tensor, "tensor_model_parallel", None)
+    dim = -1 if is_cut is False else getattr(tensor, "partition_dim", None) if is_cut else None
+    stride = max(int(getattr(tensor, "partition_stride", 1)), 1) if is_cut else 1
+    return LiveLayout((shape,), dim, stride, owner, _recorded(tensor))
 
 
 def _recorded(tensor: torch.Tensor) -> Split | None:

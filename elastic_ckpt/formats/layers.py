@@ -41,11 +41,15 @@ class LayerShard:
         Args:
             known: names of parameters and buffers.
         """
-        tied = {_TIED.sub("", name): name for name in known if _TIED.match(name)}
+        tied: dict[str, str] = {}
+        for name in sorted(known):
+            if _TIED.match(name):
+                inner = _TIED.sub("", name)
+                tied[inner] = "" if inner in tied else name  # of two that end alike, nothing tells which it is
         found = {}
         for key, ref in self.weights.items():
             name = f"{self.layer}.{key}"
-            found[name if name in known else tied.get(key, name)] = ref
+            found[name if name in known else tied.get(key) or name] = ref
         return found
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from elastic_ckpt.catalog import MASTER, Catalog, LogicalTensor, ReplicatedState, SavedParameter
+from elastic_ckpt.catalog import Catalog, LogicalTensor, ReplicatedState, SavedParameter
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.rules.declared import Declared
 
@@ -24,8 +24,8 @@ def merge_shards(catalogs: Sequence[Catalog]) -> Catalog:
     for catalog in catalogs[1:]:
         _check_alike(first, catalog)
     tensors = {
-        place: _shard_by_shard(
-            [_moved(catalog.tensors[place], at) for catalog, at in zip(catalogs, offsets, strict=True)]
+        place: shard_by_shard(
+            [moved(catalog.tensors[place], at) for catalog, at in zip(catalogs, offsets, strict=True)]
         )
         for place in first.tensors
     }
@@ -56,11 +56,10 @@ def merge_stages(catalogs: Sequence[Catalog]) -> Catalog:
                 found=f"{list(catalog.groups)}",
             )
         for place, tensor in catalog.tensors.items():
-            moved = _moved(tensor, at)
             if place in tensors:
-                twins[place] = (*twins.get(place, ()), moved)
+                twins[place] = (*twins.get(place, ()), moved(tensor, at))
             else:
-                tensors[place] = moved
+                tensors[place] = moved(tensor, at)
         for name, saved in catalog.parameters.items():
             parameters.setdefault(name, _parameter_moved(saved, at))
     merged = _together(catalogs, tensors, parameters)
@@ -76,7 +75,8 @@ def _offsets(catalogs: Iterable[Catalog]) -> list[int]:
     return offsets
 
 
-def _moved(tensor: LogicalTensor, files: int) -> LogicalTensor:
+def moved(tensor: LogicalTensor, files: int) -> LogicalTensor:
+    """A tensor whose files come ``files`` places later in the list of all."""
     return (
         replace(tensor, extents=tuple(replace(extent, file=extent.file + files) for extent in tensor.extents))
         if files
@@ -84,7 +84,10 @@ def _moved(tensor: LogicalTensor, files: int) -> LogicalTensor:
     )
 
 
-def _shard_by_shard(shards: Sequence[LogicalTensor]) -> LogicalTensor:
+def shard_by_shard(shards: Sequence[LogicalTensor]) -> LogicalTensor:
+    """The tensor whose shards, in tensor-parallel order, these are."""
+    if len(shards) == 1:
+        return shards[0]
     extents = [replace(extent, shard=rank) for rank, tensor in enumerate(shards) for extent in tensor.extents]
     return replace(shards[0], extents=tuple(extents), shards=tuple(tensor.shape for tensor in shards))
 
@@ -128,7 +131,11 @@ def _scalars(catalog: Catalog) -> list[Any]:
 
 
 def _dtypes(catalog: Catalog) -> list[Any]:
-    return [(place, tensor.dtype) for place, tensor in sorted(catalog.tensors.items()) if place[1] == MASTER]
+    kinds = []
+    for place, tensor in sorted(catalog.tensors.items()):
+        is_coded = any(extent.code is not None for extent in tensor.extents)
+        kinds.append((place, tensor.dtype, tensor.is_whole, is_coded or not tensor.extents))
+    return kinds
 
 
 def _together(

@@ -6,8 +6,8 @@ ZeRO-1/2 write one for the job (``mp_rank_00``), ZeRO-3 one for each data-parall
 
 from __future__ import annotations
 
+import os
 import zlib
-from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.features import Features, features_in
 from elastic_ckpt.formats.pickled import PickledFile, TensorRef, materialise
+from elastic_ckpt.formats.run_arguments import run_arguments
 from elastic_ckpt.formats.saved_config import config_section
 from elastic_ckpt.formats.zero0_index import UnpartitionedState, index_unpartitioned
 from elastic_ckpt.rules.declared import Declared, declared_by
@@ -86,6 +87,7 @@ def index_model_states(file: PickledFile, dp_rank: int, options: StateOptions = 
     Raises:
         DamagedError: an entry that DeepSpeed always writes is missing or of another kind.
     """
+    _refuse_old(file)
     module = file.section("module") or {}
     _refuse_extra_state(file, module)
     weights = {name: ref for name, ref in module.items() if isinstance(ref, TensorRef)}
@@ -114,7 +116,7 @@ def index_model_states(file: PickledFile, dp_rank: int, options: StateOptions = 
         buffer_names=tuple(map(str, file.section("buffer_names"))),
         degrees=_degrees(tree),
         declared=declared_by(tree.get("universal_checkpoint_info")),
-        run=run_arguments(tree.get("args")),
+        run=run_arguments(tree.get("args"), os.path.dirname(file.path)),
     )
 
 
@@ -125,15 +127,6 @@ def _degrees(tree: Mapping[str, Any]) -> tuple[int, int] | None:
         return None
     tp, pp = saved.get("tp_degree"), saved.get("pp_degree")
     return (int(tp), int(pp)) if tp and pp else None
-
-
-def run_arguments(saved: Any) -> dict[str, Any]:
-    """Plain values of a saved ``args`` (Megatron's namespace, gpt-neox's dict)."""
-    values = vars(saved) if isinstance(saved, Namespace) else saved
-    if not isinstance(values, Mapping):
-        return {}
-    plain = (str, int, float, bool, type(None))
-    return {str(key): value for key, value in values.items() if isinstance(value, plain)}
 
 
 def _alignment(file: PickledFile) -> int:
@@ -149,6 +142,18 @@ def _same_storage(weights: Mapping[str, TensorRef]) -> dict[str, str]:
         if ref.numel and first.setdefault(ref, name) != name:
             shared[name] = first[ref]
     return shared
+
+
+def _refuse_old(file: PickledFile) -> None:
+    """DeepSpeed before 0.4 says neither its version, nor shapes or groups of parameters, nor what is a buffer."""
+    if "csr_tensor_module_names" in file.tree and "ds_version" not in file.tree:
+        raise UnsupportedError(
+            "checkpoints of DeepSpeed 0.3, or gpt-neox's DeeperSpeed 0.3.15 (GPT-NeoX-20B, Pythia), are not supported",
+            file=file.path,
+            expected="files of DeepSpeed 0.6.2 or later",
+            found="csr_tensor_module_names, and no ds_version",
+            remedy="resume it once with the code that wrote it, on a DeepSpeed of 0.6.2 or later, and save it there",
+        )
 
 
 def _refuse_extra_state(file: PickledFile, module: Mapping[str, Any]) -> None:
@@ -192,5 +197,25 @@ def check_same_save(shards: list[ModelShard]) -> None:
                     file=shard.path,
                     expected=str(expected)[:300],
                     found=str(found)[:300],
+                    remedy="remove the foreign file and restore the right one, or take another tag",
+                )
+
+
+def check_same_counters(shards: list[ModelShard]) -> None:
+    """Files of different model-parallel ranks have parameters of their own, but counters and versions of one save.
+
+    Raises:
+        DamagedError: naming the first file that disagrees with the first one, and in what.
+    """
+    first = shards[0]
+    for shard in shards[1:]:
+        for what in ("counters", "ds_version"):
+            expected, found = getattr(first, what), getattr(shard, what)
+            if expected != found:
+                raise DamagedError(
+                    f"this file belongs to another save than {first.path}: {what} differ",
+                    file=shard.path,
+                    expected=str(expected),
+                    found=str(found),
                     remedy="remove the foreign file and restore the right one, or take another tag",
                 )

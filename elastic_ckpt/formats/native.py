@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from elastic_ckpt import parallel
-from elastic_ckpt.catalog import (
-    Catalog,
-)
+from elastic_ckpt.catalog import Catalog, SourceFacts
 from elastic_ckpt.destinations import Place
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats import model_states, shards
@@ -20,6 +19,7 @@ from elastic_ckpt.formats.base import (
     ReadOptions,
     open_my_share,
     refuse_unsupported_folder,
+    source_file,
 )
 from elastic_ckpt.formats.features import Features, refuse_features
 from elastic_ckpt.formats.grid import Grid, grid_of
@@ -86,10 +86,11 @@ def read_native(found: Found, options: ReadOptions) -> Checkpoint:
     indexed, opened = open_my_share(paths, index, options.trust_pickle)
     with parallel.agreement("fit the checkpoint's files together"):
         refuse_legacy([item for item in indexed if isinstance(item, LegacyShard)], options.with_states)
+        layers = [item for item in indexed if isinstance(item, LayerShard)]
         ranks = _by_rank(kinds, indexed)
         grid = grid_of({mp: next(iter(rank.models.values())) for mp, rank in ranks.items()}, found.folder)
-        _check_one_save(ranks)
-        layers = [item for item in indexed if isinstance(item, LayerShard)]
+        model_states.check_same_counters([next(iter(rank.models.values())) for rank in ranks.values()])
+        _list_missing_shapes(ranks, grid, layers)
         catalogs = {mp: _fit_together(found, rank, grid, options) for mp, rank in ranks.items()}
         catalog = merge_stages([merge_shards([catalogs[mp] for mp in stage]) for stage in grid.stages])
         catalog = _with_layers(catalog, ranks, layers, grid)
@@ -116,7 +117,41 @@ def _by_rank(kinds: Sequence[tuple[int, int, str]], indexed: Sequence[Any]) -> d
             ranks.setdefault(mp, _Rank()).models[position] = item
         elif isinstance(item, OptimizerShard):
             ranks.setdefault(mp, _Rank()).optimizers[position] = item
+    return _with_ties(ranks)
+
+
+def _with_ties(ranks: dict[int, _Rank]) -> dict[int, _Rank]:
+    """DeepSpeed lists tied names in the file of the job's first rank alone (``_get_shared_params``, engine.py)."""
+    models = [model for rank in ranks.values() for model in rank.models.values()]
+    shared = {name: target for model in reversed(models) for name, target in model.shared.items()}
+    for rank in ranks.values():
+        for position, model in rank.models.items():
+            known = {name: target for name, target in shared.items() if name in model.weights}
+            rank.models[position] = replace(model, shared=known if model.optimizer is None else model.shared)
     return ranks
+
+
+def _list_missing_shapes(ranks: Mapping[int, _Rank], grid: Grid, layers: Sequence[LayerShard]) -> None:
+    """``BF16_Optimizer`` without ZeRO lists no ``param_shapes``: names are those of its slices, shapes those of layers.
+
+    That its slices are right is proven by :func:`_spot_check`; only ZeRO-1/2 in round-robin order writes wrong ones.
+    """
+    for stage in grid.stages:
+        for tp_rank, mp in enumerate(stage):
+            rank = ranks[mp]
+            shards = list(rank.optimizers.values())
+            model = next(iter(rank.models.values()))
+            if not shards or model.param_shapes or not all(shard.slice_names for shard in shards):
+                continue
+            by_flat = zip(*(shard.slice_names for shard in shards), strict=True)
+            flats = [dict.fromkeys(chain.from_iterable(names)) for names in by_flat]
+            known = frozenset(chain.from_iterable(flats))
+            shapes = {name: ref.shape for name, ref in model.weights.items()}
+            for layer in layers:
+                if layer.tp_rank == tp_rank:
+                    shapes |= {name: ref.shape for name, ref in layer.named(known).items()}
+            listed = tuple(tuple((name, shapes[name]) for name in names) for names in flats)
+            rank.models = {at: replace(item, param_shapes=listed) for at, item in rank.models.items()}
 
 
 def _is_unchanged(ranks: Mapping[int, _Rank], grid: Grid, place: Place) -> bool:
@@ -146,10 +181,19 @@ def _fit_together(found: Found, rank: _Rank, grid: Grid, options: ReadOptions) -
         catalog = partitioned_catalog(found, models, optimizers, own, per_rank, options.states)
     elif models[0].optimizer is None:
         raise _missing(found, "*zero_pp_rank_0_mp_rank_00_optim_states.pt", "none")
+    elif found.files.layers and not options.with_states:
+        catalog = _without_states(found, models[0])
     else:
         _refuse_unnamed(found, models[0])
         catalog = unpartitioned_catalog(found, models[0], options)
     return replace(catalog, declared=models[0].declared, run=models[0].run)
+
+
+def _without_states(found: Found, model: ModelShard) -> Catalog:
+    """Weights alone, which lie in the files of the layers."""
+    dp = int(model.counters["dp_world_size"])
+    source = SourceFacts("native", found.folder, found.tag, 0, dp, model.ds_version)
+    return Catalog(source, (source_file(model),), {}, {}, (), frozen_recorded=False, notes=found.notes)
 
 
 def _refuse_swapped(optimizers: Sequence[OptimizerShard], grid: Grid) -> None:
@@ -172,22 +216,6 @@ def _refuse_unnamed(found: Found, model: ModelShard) -> None:
             found="optimizer states that are numbered, not named",
             remedy="load it at the topology it was saved with, or with load_optimizer_states=False",
         )
-
-
-def _check_one_save(ranks: Mapping[int, _Rank]) -> None:
-    """Model-parallel ranks have parameters of their own, but the same counters."""
-    first = next(iter(ranks[0].models.values()))
-    for rank in ranks.values():
-        model = next(iter(rank.models.values()))
-        for what in ("counters", "ds_version"):
-            if getattr(model, what) != getattr(first, what):
-                raise DamagedError(
-                    f"this file belongs to another save than {first.path}: {what} differ",
-                    file=model.path,
-                    expected=str(getattr(first, what)),
-                    found=str(getattr(model, what)),
-                    remedy="remove the foreign file and restore the right one, or take another tag",
-                )
 
 
 def _with_layers(catalog: Catalog, ranks: Mapping[int, _Rank], layers: Sequence[LayerShard], grid: Grid) -> Catalog:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import pickle
+import sys
 from contextlib import AbstractContextManager
 from enum import Enum
 from functools import cache
@@ -24,19 +25,49 @@ _SAFE_NAMES = (
     ("deepspeed.runtime.fp16.loss_scaler", "LossScaler"),
     ("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"),
     ("deepspeed.utils.tensor_fragment", "fragment_address"),
+    ("deepspeed.runtime.bf16_optimizer", "fragment_address"),  # its name until September 2022 (0.7.2)
     ("deepspeed.checkpoint.universal_checkpoint", "SubparamShape"),
     ("_codecs", "encode"),
 )
 #: numpy 2 and older name the same functions in different modules.
 _NUMPY_CORES = ("numpy._core.multiarray", "numpy.core.multiarray")
+#: Enums among Megatron's ``args`` (``enums.py`` of bigscience's and deepspeedai's Megatron-DeepSpeed, and of Megatron).
+_MEGATRON_ENUMS = (
+    ("megatron.enums", ("ModelType", "LayerType", "AttnType", "AttnMaskType", "PositionEmbeddingType")),
+    ("megatron.model.enums", ("ModelType", "LayerType", "AttnType", "AttnMaskType", "PositionEmbeddingType")),
+    ("megatron.core.enums", ("ModelType",)),
+    ("megatron.core.transformer.enums", ("LayerType", "AttnType", "AttnMaskType", "AttnBackend")),
+)
 
 
-def enum_member(enum: Any, name: str) -> Enum:
+class ForeignEnum:
+    """A member of an enum of Megatron, where the job has not imported it: data alone.
+
+    Attributes:
+        said: its value, or its name, whichever the pickle has.
+    """
+
+    def __init__(self, said: Any) -> None:
+        self.said = said if isinstance(said, (int, str)) else None
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and vars(other) == vars(self)
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.said))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.said!r})"
+
+
+def enum_member(enum: Any, name: str) -> Enum | ForeignEnum:
     """Stands in for ``getattr``, which Python 3.11.0 to 3.11.3 (Debian 12's) pickles a member of an enum by.
 
     Raises:
         pickle.UnpicklingError: the first argument is no enum; the real ``getattr`` would open far more than that.
     """
+    if enum is ForeignEnum:
+        return ForeignEnum(name)
     if not (isinstance(enum, type) and issubclass(enum, Enum)):
         raise pickle.UnpicklingError("Unsupported GLOBAL builtins.getattr of something that is not an enum")
     return enum[name]
@@ -59,6 +90,18 @@ def safe_global_list() -> tuple[Any, ...]:
     return tuple(entries)
 
 
+def _megatron_enums() -> list[tuple[Any, str]]:
+    """Megatron's own enums where the job has imported them, so that client state has them as it was saved."""
+    entries = []
+    for module_name, names in _MEGATRON_ENUMS:
+        module = sys.modules.get(module_name)  # never imported from here: that would run code because a file says so
+        for name in names:
+            found = getattr(module, name, None)
+            is_enum = isinstance(found, type) and issubclass(found, Enum)
+            entries.append((found if is_enum else ForeignEnum, f"{module_name}.{name}"))
+    return entries
+
+
 def safe_globals() -> AbstractContextManager[None]:
     """Allow this module's list for the ``torch.load`` calls inside the context."""
-    return torch.serialization.safe_globals(list(safe_global_list()))
+    return torch.serialization.safe_globals([*safe_global_list(), *_megatron_enums()])

@@ -55,6 +55,7 @@ class OptimizerShard:
         loss_scale: its current scale, for comparison across files.
         overflow: the optimizer's overflow flag.
         features: what only DeepSpeed's own loader restores.
+        slice_names: per flat partition, names of the parameters of which it holds something, in flat order.
     """
 
     path: str
@@ -70,6 +71,7 @@ class OptimizerShard:
     loss_scale: Any
     overflow: bool
     features: Features
+    slice_names: tuple[tuple[str, ...], ...] = ()
 
 
 def _partition_counts(saved: Any) -> tuple[int, ...]:
@@ -99,7 +101,13 @@ def build_shard(
         loss_scale=getattr(scaler, "cur_scale", None),
         overflow=bool(state.get("overflow", False)),
         features=features_in(file),
+        slice_names=tuple(map(_in_flat_order, state.get("param_slice_mappings") or ())),
     )
+
+
+def _in_flat_order(slices: Mapping[Any, Any]) -> tuple[str, ...]:
+    """Names by where their slices (``fragment_address``) start."""
+    return tuple(str(name) for name, _ in sorted(slices.items(), key=lambda item: item[1].start))
 
 
 def flat_ref(file: PickledFile, what: str, ref: Any) -> TensorRef:

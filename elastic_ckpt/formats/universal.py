@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from elastic_ckpt import parallel
 from elastic_ckpt.catalog import (
@@ -33,49 +31,25 @@ from elastic_ckpt.formats.base import (
     source_file,
 )
 from elastic_ckpt.formats.features import refuse_features
+from elastic_ckpt.formats.grid import Grid, grid_of
 from elastic_ckpt.formats.host_state import loss_scale_of, read_host_state
+from elastic_ckpt.formats.merging import moved, shard_by_shard
 from elastic_ckpt.formats.model_states import ModelShard, index_model_states
 from elastic_ckpt.formats.module_tensors import module_tensors
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER
-from elastic_ckpt.formats.pickled import PickledFile, TensorRef, materialise
+from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.progress import with_progress_compared
-from elastic_ckpt.formats.saved_groups import normal_groups, read_groups
+from elastic_ckpt.formats.saved_groups import normal_groups
 from elastic_ckpt.formats.spot_check import SavedWeights, spot_check
+from elastic_ckpt.formats.universal_files import OptimizerFile, StateFile, index_optimizer, index_state
 from elastic_ckpt.geometry import FlatRange
 from elastic_ckpt.host_state import HostState
+from elastic_ckpt.rules.declared import Declared
 
-
-@dataclass(frozen=True)
-class StateFile:
-    """One ``zero/<name>/<key>.pt``: a whole tensor, or a scalar."""
-
-    path: str
-    nbytes: int
-    name: str
-    key: str
-    tensor: TensorRef | None
-    scalar: float | None
-
-
-@dataclass(frozen=True)
-class OptimizerFile:
-    """``zero/optimizer_state.pt``.
-
-    Attributes:
-        zero_stage: stage of the run that saved the native checkpoint.
-        groups: hyperparameters per param group.
-        members: per param group, the indices of its flat tensors.
-        scalars: per flat tensor, its scalar states; empty from stages 1 and 2.
-        loss_scaler: DeepSpeed's loss scaler object.
-        overflow: the optimizer's overflow flag.
-    """
-
-    zero_stage: int
-    groups: tuple[Mapping[str, Any], ...]
-    members: tuple[tuple[int, ...], ...]
-    scalars: Mapping[int, Mapping[str, float]]
-    loss_scaler: Any
-    overflow: bool
+_NO_OPTIMIZER_FILE = (
+    "the universal checkpoint has no zero/optimizer_state.pt (BLOOM's have none): the optimizer's step was taken from "
+    "the counters, and hyperparameters of the live param groups stay"
+)
 
 
 def read_universal(found: Found, options: ReadOptions) -> Checkpoint:
@@ -86,48 +60,53 @@ def read_universal(found: Found, options: ReadOptions) -> Checkpoint:
     """
     with parallel.agreement("look at the checkpoint's files"):
         refuse_unsupported_folder(found)
-        model_names = _model_files(found)
+        places = _model_files(found)
         listed = _list_state_files(found) if parallel.rank() == 0 else None
-    models_to_open = [found.path(name) for name in model_names]
+    models_to_open = [found.path(name) for name in places.values()]
     state_paths = parallel.broadcast(listed, src=0)
-    optimizer_path = found.path(os.path.join(UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER))
-    paths = [*models_to_open, optimizer_path, *state_paths]
+    ranks = list(places)
+    paths = [*models_to_open, *state_paths]
 
     def index(file: PickledFile, position: int) -> ModelShard | OptimizerFile | StateFile:
-        if position < len(model_names):
-            return index_model_states(file, dp_rank=position)
-        return _index_optimizer(file) if file.path == optimizer_path else _index_state(file)
+        if position < len(ranks):
+            return index_model_states(file, dp_rank=ranks[position][1])
+        return index_optimizer(file) if os.path.basename(file.path) == UNIVERSAL_OPTIMIZER else index_state(file)
 
     indexed, opened = open_my_share(paths, index, options.trust_pickle)
-    models = [item for item in indexed if isinstance(item, ModelShard)]
-    optimizer = next(item for item in indexed if isinstance(item, OptimizerFile))
+    models = {place: item for place, item in zip(ranks, indexed, strict=False) if isinstance(item, ModelShard)}
+    optimizer = next((item for item in indexed if isinstance(item, OptimizerFile)), None)
+    first = models[ranks[0]]
     with parallel.agreement("fit the checkpoint's files together"):
-        model_states.check_same_save(models)
-        refuse_features(models[0].features, models[0].path)
-        _refuse_round_robin(models[0], optimizer)
-        _refuse_aligned(models[0], optimizer)
+        _check_one_save(models)
+        refuse_features(first.features, first.path)
+        if optimizer is not None:
+            _refuse_round_robin(first, optimizer)
+            _refuse_aligned(first, optimizer)
         states = [item for item in indexed if isinstance(item, StateFile)]
         catalog = _build_catalog(found, models, optimizer, states)
-        catalog = with_progress_compared(catalog, models[0], options.check_shards)
+        catalog = with_progress_compared(catalog, first, options.check_shards)
         positions = {path: position for position, path in enumerate(file.path for file in catalog.files)}
     with parallel.agreement("compare masters with the saved weights"):
-        if options.check_shards:
-            weights = SavedWeights(models[0].path, models[0].weights)
+        if options.check_shards and catalog.merged_from == 1:
+            weights = SavedWeights(first.path, first.weights)
             spot_check(catalog, weights, {positions[file.path] for file in opened.values() if file.path in positions})
     pickled: bytes | None = None
     with parallel.agreement("read counters, scheduler and client state"):
         if parallel.rank() == 0:  # which opened the first model-states file
-            unchanged = len(models) == 1 and int(models[0].counters["dp_world_size"]) == parallel.world_size()
-            mine = read_host_state(opened[0], loss_scale_of(optimizer.loss_scaler), optimizer.overflow, unchanged)
-            pickled = parallel.pack(mine)
+            unchanged = len(models) == 1 and int(first.counters["dp_world_size"]) == parallel.world_size()
+            scale = None if optimizer is None else loss_scale_of(optimizer.loss_scaler)
+            overflow = optimizer is not None and optimizer.overflow
+            pickled = parallel.pack(read_host_state(opened[0], scale, overflow, unchanged))
     host: HostState = parallel.unpack(parallel.broadcast(pickled, src=0))
-    return Checkpoint(catalog, host, models[0].path, len(opened))
+    return Checkpoint(catalog, host, first.path, len(opened))
 
 
-def _model_files(found: Found) -> list[str]:
-    zero3 = found.files.model_zero3
-    names = list(found.files.model.values()) or [zero3[key] for key in sorted(zero3)]
-    if not names:
+def _model_files(found: Found) -> dict[tuple[int, int], str]:
+    """(model-parallel rank, data-parallel rank) -> its model-states file."""
+    files = found.files
+    places = {(mp, 0): name for mp, name in files.model.items()}
+    places = places or {(mp, dp): name for (dp, mp), name in files.model_zero3.items()}
+    if not places:
         raise DamagedError(
             "a file of the universal checkpoint is missing",
             file=found.path("mp_rank_00_model_states.pt"),
@@ -135,7 +114,16 @@ def _model_files(found: Found) -> list[str]:
             found="none",
             remedy="convert the native checkpoint again",
         )
-    return names
+    return dict(sorted(places.items()))
+
+
+def _check_one_save(models: Mapping[tuple[int, int], ModelShard]) -> None:
+    by_rank: dict[int, list[ModelShard]] = {}
+    for (mp, _), model in models.items():
+        by_rank.setdefault(mp, []).append(model)
+    for mine in by_rank.values():
+        model_states.check_same_save(mine)
+    model_states.check_same_counters([mine[0] for mine in by_rank.values()])
 
 
 def _list_state_files(found: Found) -> list[str]:
@@ -144,48 +132,8 @@ def _list_state_files(found: Found) -> list[str]:
     for folder in sorted(os.scandir(root), key=lambda entry: entry.name):
         if folder.is_dir():
             paths += sorted(file.path for file in os.scandir(folder.path) if file.name.endswith(".pt"))
-    return paths
-
-
-def _index_state(file: PickledFile) -> StateFile:
-    folder, base = os.path.split(file.path)
-    value = file.tree["param"] if isinstance(file.tree, dict) and "param" in file.tree else file.tree
-    name, key = os.path.basename(folder), base.removesuffix(".pt")
-    if isinstance(value, TensorRef) and value.shape:
-        if not value.is_contiguous:
-            raise DamagedError(
-                f"{key} of this parameter was saved as a view that is not contiguous", parameter=name, file=file.path
-            )
-        return StateFile(file.path, file.nbytes, name, key, value, None)
-    scalar = materialise(file, value)
-    scalar = scalar.item() if hasattr(scalar, "item") else scalar
-    if isinstance(scalar, bool) or not isinstance(scalar, (int, float)):
-        raise DamagedError(
-            f"{key} of this parameter is neither a tensor nor a number",
-            parameter=name,
-            file=file.path,
-            expected="a tensor, or a dict with 'param'",
-            found=type(scalar).__name__,
-            remedy="convert the native checkpoint again",
-        )
-    return StateFile(file.path, file.nbytes, name, key, None, scalar)
-
-
-def _index_optimizer(file: PickledFile) -> OptimizerFile:
-    groups = file.section("param_groups")
-    states = file.tree.get("optimizer_state_dict", {}).get("state", {})
-    scalars: dict[int, dict[str, float]] = {}
-    for flat, state in states.items():
-        read = {k: materialise(file, v) for k, v in state.items() if not isinstance(v, TensorRef) or not v.shape}
-        scalars[int(flat)] = {key: v.item() if hasattr(v, "item") else v for key, v in read.items()}
-    return OptimizerFile(
-        zero_stage=int(file.tree.get("zero_stage", 1)),
-        groups=read_groups(file, groups),
-        members=tuple(tuple(group["params"]) for group in groups),
-        scalars=scalars,
-        loss_scaler=file.tree.get("loss_scaler"),
-        overflow=bool(file.tree.get("overflow", False)),
-    )
+    optimizer = os.path.join(root, UNIVERSAL_OPTIMIZER)
+    return [optimizer, *paths] if os.path.isfile(optimizer) else paths
 
 
 def _refuse_round_robin(model: ModelShard, optimizer: OptimizerFile) -> None:
@@ -213,41 +161,117 @@ def _refuse_aligned(model: ModelShard, optimizer: OptimizerFile) -> None:
 
 
 def _build_catalog(
-    found: Found, models: list[ModelShard], optimizer: OptimizerFile, states: list[StateFile]
+    found: Found,
+    models: Mapping[tuple[int, int], ModelShard],
+    optimizer: OptimizerFile | None,
+    states: list[StateFile],
 ) -> Catalog:
-    files = tuple([source_file(item) for item in models] + [source_file(item) for item in states])
-    step_files: dict[str, dict[str, float]] = {}
-    for item in states:
-        if item.scalar is not None:
-            step_files.setdefault(item.name, {})[item.key] = item.scalar
-    group_of = {flat: number for number, members in enumerate(optimizer.members) for flat in members}
-    parameters: dict[str, SavedParameter] = {}
-    for flat, named_shapes in enumerate(models[0].param_shapes):
-        shared = optimizer.scalars.get(flat, {})
-        for name, shape in named_shapes:
-            scalars = {**shared, **step_files.get(name, {})}
-            parameters[name] = SavedParameter(shape, group_of.get(flat, flat), tuple(sorted(scalars.items())))
+    shards, grid = list(models.values()), grid_of({mp: models[mp, dp] for mp, dp in models if dp == 0}, found.folder)
+    first = shards[0]
+    files = tuple([source_file(item) for item in shards] + [source_file(item) for item in states])
+    parameters, declared = _parameters(shards, optimizer, states, grid), Declared()
+    for model in shards:
+        declared = declared | model.declared
+    noted = tuple((f"^{item.rule.pattern}$", item.rule) for item in states if item.rule is not None)
     tensors: dict[tuple[str, str], LogicalTensor] = {}
-    for position, item in enumerate(states, start=len(models)):
+    for position, item in enumerate(states, start=len(shards)):
         if item.tensor is not None and item.name in parameters:
             shape = parameters[item.name].shape
             _check_numel(item, shape)
             extent = Extent(FlatRange(0, item.tensor.numel), position, item.tensor.byte_offset)
             tensors[item.name, item.key] = LogicalTensor(item.name, item.key, shape, item.tensor.dtype, (extent,))
-    whole, notes = module_tensors(models, 0, frozenset(parameters))
-    tensors.update(whole)
-    stage, dp = optimizer.zero_stage, int(models[0].counters["dp_world_size"])
+    whole, notes = _module_tensors(shards, frozenset(parameters), grid)
+    stage = 1 if optimizer is None else optimizer.zero_stage
+    groups = () if optimizer is None else normal_groups(optimizer.groups, is_bitsandbytes=False)
+    most = max((saved.group for saved in parameters.values()), default=0) + 1
+    if optimizer is None:
+        notes += (_NO_OPTIMIZER_FILE,)
     return Catalog(
-        source=SourceFacts("universal", found.folder, found.tag, stage, dp, models[0].ds_version),
+        source=SourceFacts(
+            "universal", found.folder, found.tag, stage, int(first.counters["dp_world_size"]), first.ds_version
+        ),
         files=files,
         parameters=parameters,
-        tensors=tensors,
-        groups=normal_groups(optimizer.groups, is_bitsandbytes=False),
+        tensors={**tensors, **whole},
+        groups=groups or ({},) * most,
         scalar_forms={key: "float" for p in parameters.values() for key, _ in p.scalars},
-        aliases=models[0].shared,
-        frozen_recorded=models[0].frozen_recorded,
+        aliases=first.shared,
+        frozen_recorded=first.frozen_recorded,
+        buffers_recorded=any(model.weights for model in shards),
+        merged_from=grid.tp,
+        declared=Declared(noted) | declared,
+        run=first.run,
         notes=found.notes + notes,
     )
+
+
+def _parameters(
+    models: Sequence[ModelShard], optimizer: OptimizerFile | None, states: Sequence[StateFile], grid: Grid
+) -> dict[str, SavedParameter]:
+    """The parameters of all pipeline stages, of the shapes of their files.
+
+    From stage 3 these are flat, and the model-states file lists the shapes.
+    """
+    step_files: dict[str, dict[str, float]] = {}
+    for item in states:
+        if item.scalar is not None:
+            step_files.setdefault(item.name, {})[item.key] = item.scalar
+    shapes = {item.name: item.tensor for item in states if item.tensor is not None and item.key == MASTER}
+    stateful = {item.name for item in states if item.tensor is not None and item.key != MASTER}
+    members = () if optimizer is None else optimizer.members
+    group_of = {flat: number for number, inside in enumerate(members) for flat in inside}
+    parameters: dict[str, SavedParameter] = {}
+    for model in models:
+        for flat, named_shapes in enumerate(model.param_shapes):
+            shared = dict(optimizer.scalars.get(flat, {})) if optimizer is not None else {}
+            for name, listed in named_shapes:
+                if optimizer is None and name in stateful:
+                    shared = {"step": _steps(model)}
+                scalars = {**shared, **step_files.get(name, {})}
+                ref = shapes.get(name)
+                shape = ref.shape if ref is not None and (len(ref.shape) > 1 or len(listed) == 1) else listed
+                if grid.tp > 1 and len(shape) > 1 and ref is not None and len(ref.shape) == 1:
+                    raise _flat_shards(name, ref.shape, model.path)
+                saved = SavedParameter(shape, group_of.get(flat, flat), tuple(sorted(scalars.items())))
+                parameters.setdefault(name, saved)
+    return parameters
+
+
+def _steps(model: ModelShard) -> float:
+    return float(int(model.counters["global_steps"]) - int(model.counters["skipped_steps"]))
+
+
+def _flat_shards(name: str, shape: tuple[int, ...], file: str) -> UnsupportedError:
+    return UnsupportedError(
+        "this universal checkpoint was converted from a tensor-parallel ZeRO-3 run, whose shards DeepSpeed's converter "
+        "does not put together",
+        parameter=name,
+        file=file,
+        expected="tensors of the whole parameters",
+        found=f"a flat tensor of {shape[0]} elements",
+        remedy="load the native checkpoint instead",
+    )
+
+
+def _module_tensors(
+    models: Sequence[ModelShard], trained: frozenset[str], grid: Grid
+) -> tuple[dict[tuple[str, str], LogicalTensor], tuple[str, ...]]:
+    """Buffers and frozen parameters: as the model-states files have them, each tensor-parallel rank its own shard."""
+    if grid.tp * grid.pp == 1:
+        return module_tensors(models, 0, trained)
+    dp = len(models) // (grid.tp * grid.pp)
+    tensors: dict[tuple[str, str], LogicalTensor] = {}
+    notes: tuple[str, ...] = ()
+    for stage in grid.stages:
+        parts = []
+        for rank in stage:
+            mine, said = module_tensors(models[rank * dp : (rank + 1) * dp], 0, trained)
+            notes += said
+            parts.append({place: moved(tensor, rank * dp) for place, tensor in mine.items()})
+        for place in parts[0]:
+            if all(place in part for part in parts):
+                tensors.setdefault(place, shard_by_shard([part[place] for part in parts]))
+    return tensors, tuple(dict.fromkeys(notes))
 
 
 def _check_numel(item: StateFile, shape: tuple[int, ...]) -> None:

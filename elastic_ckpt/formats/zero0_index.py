@@ -57,8 +57,8 @@ def index_unpartitioned(file: PickledFile, options: StateOptions) -> Unpartition
         DamagedError: the entry is not an optimizer's.
     """
     saved = file.tree.get("optimizer")
-    if saved is None:
-        return None
+    if saved is None or (isinstance(saved, Mapping) and "base_optimizer_state" in saved):
+        return None  # BF16_Optimizer of a pipeline writes a partition here, beside the files of all of them
     if not isinstance(saved, Mapping):
         raise _damaged(file, "a dict", type(saved).__name__)
     kind = next((kind for key, kind in MASTER_ENTRIES.items() if key in saved), PLAIN)

@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from elastic_ckpt.errors import DamagedError
+from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.legacy import LegacyShard, index_legacy
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.pickled import PickledFile
@@ -25,6 +25,9 @@ from elastic_ckpt.geometry import Placement, contiguous_partition, group_offsets
 from elastic_ckpt.states.classify import StateOptions
 
 _ZERO_STAGE = "zero_stage"
+#: Entries by which older files are told.
+_SUB_PARTITIONS = "local_sub_partitions_of_fp32_groups"
+_SHAPES = "param_shapes"
 
 
 def index_zero12(file: PickledFile, dp_rank: int, options: StateOptions) -> OptimizerShard | LegacyShard:
@@ -33,14 +36,15 @@ def index_zero12(file: PickledFile, dp_rank: int, options: StateOptions) -> Opti
     Raises:
         DamagedError: entries are missing or of another kind.
     """
+    _refuse_old(file)
     base = file.section("optimizer_state_dict", "base_optimizer_state")
     if not isinstance(base, Mapping):
         return index_legacy(file, base)
     state = file.section("optimizer_state_dict")
     masters = file.section("optimizer_state_dict", "single_partition_of_fp32_groups")
-    paddings = file.section("optimizer_state_dict", "group_paddings")
-    if _ZERO_STAGE not in state:
-        paddings = [0] * len(masters)  # BF16_Optimizer saves its partitions with the padding
+    # BF16_Optimizer saves its partitions with the padding, and called the entry "groups_padding" until 0.7.0
+    in_masters = _ZERO_STAGE not in state
+    paddings = [0] * len(masters) if in_masters else file.section("optimizer_state_dict", "group_paddings")
     alignments = state.get("param_alignment_paddings") or [None] * len(masters)
     flats = [
         _index_flat(file, index, master, paddings[index], base["state"].get(index, {}), alignments[index], options)
@@ -48,6 +52,25 @@ def index_zero12(file: PickledFile, dp_rank: int, options: StateOptions) -> Opti
     ]
     stage = int(state.get(_ZERO_STAGE, 1))
     return build_shard(file, dp_rank, stage, flats, base["param_groups"], list(range(len(masters))))
+
+
+def _refuse_old(file: PickledFile) -> None:
+    """ZeRO of DeepSpeed before 0.6.2: parameters without groups or paddings, and in 0.3 in another order.
+
+    Raises:
+        UnsupportedError: the file is one.
+    """
+    signs = [key for key in (_SUB_PARTITIONS,) if key in file.section("optimizer_state_dict")]
+    signs += [key for key in (_SHAPES,) if key in file.tree]
+    if signs:
+        version = "0.3 (and gpt-neox's DeeperSpeed 0.3.15)" if _SUB_PARTITIONS in signs else "before 0.6.2"
+        raise UnsupportedError(
+            f"optimizer states of DeepSpeed {version} are not supported: where each parameter lies is not said in them",
+            file=file.path,
+            expected="files of DeepSpeed 0.6.2 or later",
+            found=", ".join(signs),
+            remedy="resume it once with the code that wrote it, on a DeepSpeed of 0.6.2 or later, and save it there",
+        )
 
 
 def _index_flat(

@@ -10,26 +10,57 @@ from typing import Any
 from elastic_ckpt.bands import Shape
 from elastic_ckpt.destinations import LiveLayout
 from elastic_ckpt.rules.declared import Declared
-from elastic_ckpt.rules.kinds import AMBIGUOUS, COLUMN, REPLICATED, ROW, Rule
+from elastic_ckpt.rules.kinds import AMBIGUOUS, COLUMN, REPLICATED, ROW, VOCABULARY, Rule
 from elastic_ckpt.rules.presets import Preset
 
 #: Names of parameters that code bases fuse from several, in ways that neither shapes nor ``partition_dim`` tell.
 _FUSED = re.compile(
-    r"query_key_value|qkv|(^|[._])(q_k_v|kv_proj|key_value)([._]|$)|gate_up|up_gate|gate_and_up|w1_w3|w13"
-    r"|h_to_4h|linear_fc1|fc1_gate|(^|[._])wqkv|c_attn|in_proj_weight|in_proj_bias",
+    r"query_key_value|qkv|(^|[._])(q_k_v|kv_proj|key_value)([._]|$)|gate_up|up_gate|gate_and_up|w1_w3|w1?[23]([._]|$)"
+    r"|h_to_4h|linear_fc1|(^|[._])(fc1_weight|fc1_bias|fc1_gate|linear1|input_linear|W_pack|c_attn|in_proj\w*|conv1d)",
     re.IGNORECASE,
 )
-#: Packages whose parallel layers tell all of it by ``partition_dim`` and ``partition_stride``.
-_TRUSTED = ("megatron.core",)
+#: Those that Megatron Core interleaves, so that ``partition_dim`` says all of them.
+_INTERLEAVED = re.compile(r"(^|[._])linear_(qkv|kv)[._]")
+_VOCABULARY = re.compile(r"^(?!.*(pos|token_?type)).*(embed|wte|lm_head|output_layer|final_linear)", re.IGNORECASE)
+_MEGATRON = "megatron.core"
 
 
 @dataclass(frozen=True)
 class Saying:
-    """A rule, and who says so."""
+    """A rule, and who says so.
+
+    Attributes:
+        rule, origin: what, and who, in words.
+        is_users: whether the user wrote it for this run.
+        is_guess: whether it is only what the shapes allow.
+    """
 
     rule: Rule
     origin: str
     is_users: bool = False
+    is_guess: bool = False
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A parameter whose layout is asked for.
+
+    Attributes:
+        name: in the live model.
+        saved_name: in the checkpoint, which may be another (``rename``, tied names).
+        shapes: of its saved shards.
+        is_fused: whether it is made of several.
+    """
+
+    name: str
+    saved_name: str
+    shapes: Sequence[Shape]
+    is_fused: bool
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Both of its names."""
+        return tuple(dict.fromkeys((self.name, self.saved_name)))
 
 
 @dataclass(frozen=True)
@@ -39,42 +70,48 @@ class RuleBook:
     Attributes:
         rules: of the user's config.
         preset: named in the config; ``None``: none was.
+        builtin: applied, after what the live parameters say, to models of the package of the same name.
     """
 
     rules: Sequence[Rule] = ()
     preset: Preset | None = None
+    builtin: Preset | None = None
 
-    def said(
-        self,
-        name: str,
-        saved: Sequence[Shape],
-        layout: LiveLayout,
-        declared: Declared,
-        run: Mapping[str, Any],
-        fused: bool,
-    ) -> list[Saying]:
+    def said(self, asked: Asked, layout: LiveLayout, declared: Declared, run: Mapping[str, Any]) -> list[Saying]:
         """All that is said about a parameter, the weightiest first.
 
         Args:
-            name: of the parameter.
-            saved: shapes of its saved shards.
+            asked: the parameter.
             layout: how the live ranks hold it.
             declared: what the checkpoint says.
             run: arguments of the run that saved it.
-            fused: whether it is made of several (:func:`is_fused`).
+
+        Raises:
+            CannotSplit: what the checkpoint says cannot be understood.
         """
-        found = [Saying(rule, 'your "tp_rules"', is_users=True) for rule in self.rules if rule.applies(name, run)][:1]
-        rule = declared.rule(name)
+        users = (rule for rule in self.rules for name in asked.names if rule.applies(name, run))
+        found = [Saying(rule, 'your "tp_rules"', is_users=True) for rule in users][:1]
+        if found:
+            return found
+        rule = declared.rule(asked.saved_name)
         if rule is not None:
             found.append(Saying(rule, "the checkpoint's universal_checkpoint_info"))
-        live = _live(name, layout, fused)
+        found += _of_preset(self.preset, asked, run)
+        live = _live(asked, layout)
         if live is not None:
             found.append(live)
-        if self.preset is not None:
-            of_preset = (rule for rule in self.preset.rules if rule.applies(name, run))
-            found += [Saying(rule, f'the preset "{self.preset.name}"') for rule in of_preset][:1]
-        shapes = None if fused else _by_shapes(name, saved, layout.shapes)
+        if layout.owner.startswith(_MEGATRON):
+            found += _of_preset(self.builtin, asked, run)
+        shapes = None if asked.is_fused else _by_shapes(asked, layout.shapes)
         return found if shapes is None else [*found, shapes]
+
+
+def _of_preset(preset: Preset | None, asked: Asked, run: Mapping[str, Any]) -> list[Saying]:
+    """The first rule of a preset that applies."""
+    if preset is None:
+        return []
+    found = (rule for rule in preset.rules if rule.applies(asked.saved_name, run))
+    return [Saying(rule, f'the preset "{preset.name}"') for rule in found][:1]
 
 
 def is_fused(name: str) -> bool:
@@ -82,26 +119,29 @@ def is_fused(name: str) -> bool:
     return _FUSED.search(name) is not None
 
 
-def _live(name: str, layout: LiveLayout, fused: bool) -> Saying | None:
+def _live(asked: Asked, layout: LiveLayout) -> Saying | None:
     """What the live parameter says of itself (Megatron's attributes)."""
-    pattern = re.escape(name)
+    pattern = re.escape(asked.name)
     if layout.dim is None:
         return None
     if layout.dim < 0:
         return Saying(Rule(pattern=pattern, kind=REPLICATED), "the live parameter (not tensor_model_parallel)")
+    is_whole_truth = layout.owner.startswith(_MEGATRON) and _INTERLEAVED.search(asked.name) is not None
+    if layout.stride == 1 and asked.is_fused and not is_whole_truth:
+        return None  # it says nothing about the parts
     origin = f"the live parameter (partition_dim {layout.dim}, partition_stride {layout.stride})"
-    if layout.stride == 1 and fused and not layout.owner.startswith(_TRUSTED):
-        return None  # it says nothing about its parts
     parts = [1] * layout.stride if layout.stride > 1 else None
     kind = ROW if layout.dim == 1 else COLUMN
     return Saying(Rule(pattern=pattern, kind=kind, dim=layout.dim, sub_parameters=parts), origin)
 
 
-def _by_shapes(name: str, saved: Sequence[Shape], live: Sequence[Shape]) -> Saying | None:
+def _by_shapes(asked: Asked, live: Sequence[Shape]) -> Saying | None:
     """Equal shards are replicated; else the one dimension along which both sides add up to the same is cut."""
-    pattern, origin = re.escape(name), "the shapes"
+    pattern, origin, saved = re.escape(asked.name), "the shapes", asked.shapes
     if len({*saved, *live}) == 1:
-        return Saying(Rule(pattern=pattern, kind=REPLICATED), origin)
+        if len(saved) == 1 and len(live[0]) > 1 and _VOCABULARY.search(asked.name):
+            return None  # as big on each of several ranks as it was on one: padding of a vocabulary looks like that
+        return Saying(Rule(pattern=pattern, kind=REPLICATED), origin, is_guess=True)
     if len({len(shape) for shape in (*saved, *live)}) > 1:
         return None
     fitting = []
@@ -112,7 +152,19 @@ def _by_shapes(name: str, saved: Sequence[Shape], live: Sequence[Shape]) -> Sayi
     if len(fitting) != 1:
         return None
     kind = ROW if fitting[0] == 1 else COLUMN
-    return Saying(Rule(pattern=pattern, kind=kind, dim=fitting[0]), origin)
+    return Saying(Rule(pattern=pattern, kind=kind, dim=fitting[0]), origin, is_guess=True)
+
+
+def choose(sayings: Sequence[Saying]) -> Saying | None:
+    """The weightiest; where it says that dimension 0 is cut, one that knows this to be a vocabulary."""
+    if not sayings:
+        return None
+    first = sayings[0]
+    if first.rule.kind == COLUMN and first.rule.cut_dim == 0 and first.rule.sub_parameters is None:
+        return next((saying for saying in sayings if saying.rule.kind == VOCABULARY), first)
+    if is_ambiguous(first):  # a live parameter may say what a preset leaves open
+        return next((saying for saying in sayings if not is_ambiguous(saying) and not saying.is_guess), first)
+    return first
 
 
 def is_ambiguous(saying: Saying) -> bool:

@@ -12,12 +12,15 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from elastic_ckpt.bands import Shape, Split, replicated
-from elastic_ckpt.rules.kinds import AVERAGED, COLUMN, REPLICATED, ROW, VOCABULARY, CannotSplit, Rule
+from elastic_ckpt.bands import Shape, Split, fused, replicated
+from elastic_ckpt.rules.kinds import AMBIGUOUS, AVERAGED, COLUMN, REPLICATED, ROW, VOCABULARY, CannotSplit, Rule
 
+T = TypeVar("T")
 _AFFINE_VERSION = 1
+#: Characters of a pattern.
+_LONGEST = 512
 #: In the order in which DeepSpeed's converter looks at them; vocabulary comes on top of the others there.
 _LISTS = (
     ("vocabulary_parameter_patterns", VOCABULARY),
@@ -36,71 +39,113 @@ class Declared:
     Attributes:
         rules: (pattern, rule); the first whose pattern matches a name counts.
         affine: pattern -> recorded map of all ranks' shards.
+        widths: pattern -> (dimension, per sub-parameter what each rank holds of it).
         unsupported: pattern -> why it has no layout that can be described.
         vocabulary: rows of the vocabulary that are no padding.
+        unreadable: what of it could not be understood, so that nothing of it is used; empty: all could.
     """
 
     rules: tuple[tuple[str, Rule], ...] = ()
     affine: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    widths: Mapping[str, tuple[int, tuple[tuple[int, ...], ...]]] = field(default_factory=dict)
     unsupported: Mapping[str, str] = field(default_factory=dict)
     vocabulary: int | None = None
+    unreadable: str = ""
 
     def __or__(self, other: Declared) -> Declared:
         known = {pattern for pattern, _ in self.rules}
         return Declared(
             self.rules + tuple(rule for rule in other.rules if rule[0] not in known),
             {**other.affine, **self.affine},
+            {**other.widths, **self.widths},
             {**other.unsupported, **self.unsupported},
             self.vocabulary or other.vocabulary,
+            self.unreadable or other.unreadable,
         )
 
     def rule(self, name: str) -> Rule | None:
-        """The first rule for a name."""
-        return next((rule for pattern, rule in self.rules if re.match(pattern, name)), None)
-
-    def split(self, name: str) -> Split | None:
-        """The recorded layout of a parameter.
+        """The first rule for a name.
 
         Raises:
-            CannotSplit: it is recorded in a form that is no cut along one dimension.
+            CannotSplit: what the checkpoint says could not be understood.
         """
-        why = next((why for pattern, why in self.unsupported.items() if re.match(pattern, name)), None)
+        if self.unreadable:
+            raise CannotSplit(f"its universal_checkpoint_info cannot be understood: {self.unreadable}")
+        return next((rule for pattern, rule in self.rules if re.match(pattern, name)), None)
+
+    def is_recorded(self, name: str) -> bool:
+        """Whether there is a recorded layout of its shards."""
+        return any(re.match(pattern, name) for pattern in (*self.affine, *self.widths))
+
+    def split(self, name: str, shapes: Sequence[Shape]) -> Split | None:
+        """The recorded layout of a parameter with shards of these shapes.
+
+        Raises:
+            CannotSplit: it is recorded in a form that is no cut along one dimension, or of other shards.
+        """
+        why = _matching(self.unsupported, name)
         if why is not None:
             raise CannotSplit(f"the run that saved it could not describe its layout: {why}")
-        entry = next((entry for pattern, entry in self.affine.items() if re.match(pattern, name)), None)
-        return None if entry is None else split_of_affine(entry)
+        entry, widths = _matching(self.affine, name), _matching(self.widths, name)
+        split = None
+        if entry is not None and (math.prod(entry["logical_shape"]) or not any(map(math.prod, shapes))):
+            split = split_of_affine(entry)  # of ZeRO-3's untouched parameters it records that they are empty
+        elif widths is not None:
+            dim, parts = widths
+            whole = (*shapes[0][:dim], sum(map(sum, parts)), *shapes[0][dim + 1 :])
+            split = fused(whole, dim, parts)
+        if split is not None and tuple(map(split.shard_shape, range(split.degree))) != tuple(shapes):
+            raise CannotSplit(f"the checkpoint records a layout of {split.degree} ranks for {split.shape}")
+        return split
+
+
+def _matching(entries: Mapping[str, T], name: str) -> T | None:
+    return next((entry for pattern, entry in entries.items() if re.match(pattern, name)), None)
 
 
 def declared_by(info: Any) -> Declared:
-    """From one file's ``universal_checkpoint_info``; what is not understood is passed over, as if it were not there."""
-    if not isinstance(info, Mapping):
+    """From one file's ``universal_checkpoint_info``; that it cannot be understood is an error once it is asked."""
+    if info is None or info == {}:
         return Declared()
+    try:
+        return _declared(info)
+    except (TypeError, KeyError, IndexError, ValueError, AttributeError, re.error, CannotSplit) as error:
+        return Declared(unreadable=f"{type(error).__name__}: {error}"[:200])
+
+
+def _declared(info: Mapping[str, Any]) -> Declared:
     rules: list[tuple[str, Rule]] = []
     for key, kind in _LISTS:
         rules += [(pattern, Rule(pattern=pattern, kind=kind)) for pattern in _patterns(info.get(key))]
     for pattern in _patterns(info.get(_TWO)):
         rules.append((pattern, Rule(pattern=pattern, kind=COLUMN, sub_parameters=[1, 1])))
-    rules += _sub_param_rules(info)
+    parts = _sub_param_rules(info)
+    dims = {pattern: rule.cut_dim for pattern, rule in parts}
+    widths = {
+        pattern: (dims[pattern], tuple(tuple(map(int, ranks)) for ranks in saved))
+        for pattern, saved in (info.get("sub_param_shard_widths") or {}).items()
+    }
     affine = info.get("affine_map") or {}
-    known = isinstance(affine, Mapping) and affine.get("version", _AFFINE_VERSION) == _AFFINE_VERSION
+    if affine.get("version", _AFFINE_VERSION) != _AFFINE_VERSION:
+        raise ValueError(f"affine_map of version {affine['version']}, of which only {_AFFINE_VERSION} is known")
+    maps, unsupported = dict(affine.get("params") or {}), dict(info.get("autotp_unsupported_parameter_patterns") or {})
+    _patterns([*maps, *unsupported])
+    for entry in maps.values():
+        if not isinstance(entry["ranks"], Mapping) or not isinstance(entry["logical_shape"], (list, tuple)):
+            raise TypeError("an affine map without ranks")
     vocabulary = info.get("original_vocab_size")
-    return Declared(
-        tuple(rules),
-        dict(affine.get("params") or {}) if known else {},
-        dict(info.get("autotp_unsupported_parameter_patterns") or {}),
-        vocabulary if isinstance(vocabulary, int) and vocabulary > 0 else None,
-    )
+    known = vocabulary if isinstance(vocabulary, int) and vocabulary > 0 else None
+    return Declared((*rules, *parts), maps, widths, unsupported, known)
 
 
 def _patterns(values: Any) -> list[str]:
+    """Patterns that compile."""
     found = []
-    for value in values if isinstance(values, (list, tuple)) else ():
-        if isinstance(value, str) and len(value) <= 512:
-            try:
-                re.compile(value)
-            except re.error:
-                continue
-            found.append(value)
+    for value in values or ():
+        if not isinstance(value, str) or len(value) > _LONGEST:
+            raise TypeError(f"{str(value)[:40]!r} is no pattern")
+        re.compile(value)
+        found.append(value)
     return found
 
 
@@ -112,9 +157,12 @@ def _sub_param_rules(info: Mapping[str, Any]) -> list[tuple[str, Rule]]:
         dim = int(entry["partition_dim"])
         spec = entry["shape"][dim]
         widths = [int(width) for width in spec] if isinstance(spec, (list, tuple)) else [1] * int(spec)
-        common = math.gcd(*widths)
         for pattern in _patterns(entry["patterns"]):
-            parts = [width // common for width in widths]
+            if not widths or min(widths) <= 0:
+                why = f"the checkpoint declares sub-parameters of the widths {spec}, which say nothing"
+                rules.append((pattern, Rule(pattern=pattern, kind=AMBIGUOUS, dim=dim, ambiguous=why)))
+                continue
+            parts = [width // math.gcd(*widths) for width in widths]
             rules.append((pattern, Rule(pattern=pattern, kind=COLUMN, dim=dim, sub_parameters=parts)))
     return rules
 
@@ -137,7 +185,11 @@ def split_of_affine(entry: Mapping[str, Any]) -> Split:
     if len(differing) != 1:
         raise CannotSplit(f"its shards are recorded as cut along dimensions {sorted(differing)}")
     dim = differing.pop()
-    return Split(shape, dim, tuple(_stretches(by_rank[rank], shape, dim) for rank in range(degree)))
+    held = tuple(_stretches(by_rank[rank], shape, dim) for rank in range(degree))
+    covered = {place for stretches in held for start, stop in stretches for place in range(start, stop)}
+    if covered != set(range(shape[dim])):
+        raise CannotSplit(f"its shards are recorded with holes in dimension {dim}")
+    return Split(shape, dim, held)
 
 
 def _stretches(pieces: Sequence[Mapping[str, Any]], shape: Shape, dim: int) -> tuple[tuple[int, int], ...]:

@@ -24,7 +24,7 @@ AMBIGUOUS: Kind = "whole_only"
 WHOLE_KINDS = frozenset({REPLICATED, AVERAGED, SUMMED})
 _QKV = "qkv"
 _DIMS = {COLUMN: 0, VOCABULARY: 0, ROW: 1, CUSTOM: 0}
-_KV_HEADS = ("num_key_value_heads", "num_query_groups", "num_kv_heads")
+KV_HEADS = ("num_key_value_heads", "num_query_groups", "num_kv_heads")
 
 
 class Rule(BaseModel):
@@ -35,7 +35,7 @@ class Rule(BaseModel):
     pattern: str = Field(max_length=512, description="Python regex for the whole name of a parameter")
     kind: Kind
     dim: Annotated[int | None, Field(ge=0)] = None
-    sub_parameters: list[Annotated[int, Field(gt=0)]] | Literal["qkv"] | None = None
+    sub_parameters: Annotated[list[Annotated[int, Field(gt=0)]], Field(min_length=1)] | Literal["qkv"] | None = None
     groups: Annotated[int | None, Field(gt=0)] = None
     slices: dict[int, list[list[tuple[int, int]]]] = {}
     vocabulary: Annotated[int | None, Field(gt=0)] = None
@@ -135,7 +135,7 @@ def _check_groups(rule: Rule, sizes: Sequence[int]) -> None:
     if rule.groups is None:
         return
     total = sum(sizes)
-    if total % rule.groups or any(size % (total // rule.groups) for size in sizes):
+    if not total or total % rule.groups or any(size % (total // rule.groups) for size in sizes):
         raise CannotSplit(f"{rule.groups} groups, but the shards have {list(sizes)} of {total} elements")
 
 
@@ -151,7 +151,9 @@ def _widths(rule: Rule, sizes: Sequence[int], facts: Facts) -> list[list[int]]:
 
 def _qkv(args: Mapping[str, Any]) -> list[int]:
     heads = args.get("num_attention_heads")
-    groups = next((args[key] for key in _KV_HEADS if args.get(key)), heads)
+    groups = next((args[key] for key in KV_HEADS if args.get(key)), heads)
+    if args.get("group_query_attention") is False:  # Megatron Core writes one group then, and means as many as heads
+        groups = heads
     if not isinstance(heads, int) or not isinstance(groups, int) or heads % groups:
         raise CannotSplit(
             'sub-parameters "qkv", but the checkpoint does not say how many attention heads there are; give their '

@@ -42,13 +42,15 @@ def contradiction(
 ) -> MismatchError:
     """What is said of a parameter and its shapes do not fit together."""
     said = f"{chosen.rule.kind}, according to {chosen.origin}" if chosen else "a recorded layout"
+    rests = {shape[1:] for shape in (*saved, *live)}
+    kind = "vocabulary" if len(rests) == 1 and sum(s[0] for s in saved) != sum(s[0] for s in live) else "row"
     return MismatchError(
         "what is said about this parameter's tensor-parallel layout, and the shapes, contradict each other",
         parameter=name,
         file=folder,
         expected=f"{said}: {why}",
         found=f"{_shards(saved)} in the checkpoint, {_shards(live)} in the live model",
-        remedy=f"say how it is cut (column, row, vocabulary ...): {_config({'pattern': name, 'kind': 'row'})}",
+        remedy=f"say how it is cut (column, row, vocabulary ...): {_config({'pattern': name, 'kind': kind})}",
     )
 
 
@@ -63,6 +65,19 @@ def vocabulary_too_small(name: str, folder: str, saved: int, live: int, real: in
         found=f"{saved} rows{known}",
         remedy="build the model with a vocabulary that holds all tokens; if it does: "
         + _config({"pattern": name, "kind": "vocabulary", "vocabulary": real or live}),
+    )
+
+
+def wrongly_merged(name: str, folder: str, degree: int, chosen: Saying) -> MismatchError:
+    """A universal checkpoint whose converter did not know what a parameter is made of."""
+    return MismatchError(
+        "DeepSpeed's converter has put the tensor-parallel shards of this parameter side by side, and it is made of "
+        "several that each were cut on their own: the universal checkpoint holds them in a wrong order",
+        parameter=name,
+        file=folder,
+        expected=f"its parts one behind the other, according to {chosen.origin}",
+        found=f"{degree} shards one behind the other, since the run that saved it declared no sub-parameters",
+        remedy="load the native checkpoint instead",
     )
 
 

@@ -4,15 +4,39 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NoReturn
 
-from elastic_ckpt.bands import Shape, Split, Transfer, blended, copied, fused, replicated, reshard
-from elastic_ckpt.catalog import BUFFER, FROZEN, MASTER, Catalog, LogicalTensor
+from elastic_ckpt.bands import (
+    Overlap,
+    Shape,
+    Split,
+    Transfer,
+    blended,
+    copied,
+    duplicates,
+    fused,
+    replicated,
+    reshard,
+)
+from elastic_ckpt.catalog import FROZEN, MASTER, Catalog
 from elastic_ckpt.destinations import Destinations, LiveLayout
-from elastic_ckpt.rules.book import RuleBook, Saying, is_ambiguous, is_fused
-from elastic_ckpt.rules.kinds import AVERAGED, REPLICATED, SUMMED, VOCABULARY, WHOLE_KINDS, CannotSplit, Facts, split_by
-from elastic_ckpt.rules.refusals import contradiction, undecided, vocabulary_too_small
+from elastic_ckpt.dtypes import is_floating
+from elastic_ckpt.rules.book import Asked, RuleBook, Saying, choose, is_ambiguous, is_fused
+from elastic_ckpt.rules.cross_checks import disagreement, gate_factor, objection, tensor_of
+from elastic_ckpt.rules.kinds import (
+    AVERAGED,
+    COLUMN,
+    REPLICATED,
+    SUMMED,
+    VOCABULARY,
+    WHOLE_KINDS,
+    CannotSplit,
+    Facts,
+    split_by,
+)
+from elastic_ckpt.rules.refusals import contradiction, undecided, vocabulary_too_small, wrongly_merged
 
 STRICT = "strict"
 FIRST = "first"
@@ -28,12 +52,14 @@ class Resharding:
             for master and states.
         replicas: names of which every saved rank held the whole, and which therefore should be equal.
         averaged: those of them of which a rule says that they may differ.
+        overlaps: name -> elements that several saved ranks held, of a parameter that is cut otherwise.
         notes: sentences for the report.
     """
 
     transfers: dict[tuple[str, str], Transfer] = field(default_factory=dict)
     replicas: frozenset[str] = frozenset()
     averaged: frozenset[str] = frozenset()
+    overlaps: Mapping[str, tuple[Overlap, ...]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
@@ -55,25 +81,35 @@ def resolve(
     Raises:
         MismatchError: nobody says how a parameter is cut, or what is said and the shapes contradict each other.
     """
-    if catalog.source.tp == destinations.tp:
-        return Resharding()
     resolver = _Resolver(catalog, destinations, book, policy)
     for name in sorted(names):
         resolver.add(name)
     return resolver.resharding()
 
 
+@dataclass(frozen=True)
+class _Held:
+    """How both sides hold a parameter, and whether the checkpoint or the live parameter has recorded it in full."""
+
+    source: Split
+    target: Split
+    is_recorded: bool
+
+
 class _Resolver:
     def __init__(self, catalog: Catalog, destinations: Destinations, book: RuleBook, policy: str) -> None:
         self._catalog = catalog
         self._rank = destinations.tp_rank
+        self._degree = destinations.tp
         self._layouts = destinations.layouts
+        self._is_universal = catalog.source.format == "universal"
         self._book = book
         self._policy = policy
         self._facts = Facts(catalog.run, catalog.declared.vocabulary)
         self._transfers: dict[tuple[str, str], Transfer] = {}
         self._replicas: set[str] = set()
         self._averaged: set[str] = set()
+        self._overlaps: dict[str, tuple[Overlap, ...]] = {}
         self._origins: Counter[str] = Counter()
         self._padded: list[str] = []
 
@@ -84,67 +120,109 @@ class _Resolver:
         if self._padded:
             shown = ", ".join(self._padded[:4])
             notes.append(f"rows of vocabulary padding that the checkpoint lacks keep the live values: {shown}")
-        return Resharding(self._transfers, frozenset(self._replicas), frozenset(self._averaged), tuple(notes))
+        return Resharding(
+            self._transfers, frozenset(self._replicas), frozenset(self._averaged), self._overlaps, tuple(notes)
+        )
 
     def add(self, name: str) -> None:
         """One parameter or buffer."""
-        tensor, layout = self._tensor(name), self._layouts.get(name)
-        if tensor is None or layout is None:
+        tensor, layout = tensor_of(self._catalog, name), self._layouts.get(name)
+        if tensor is None or (layout is None and len(tensor.shard_shapes) == self._degree):
             return
-        saved = tensor.shard_shapes
-        is_one_of_several = self._is_fused(name)
-        sayings = self._book.said(name, saved, layout, self._catalog.declared, self._catalog.run, is_one_of_several)
-        chosen = sayings[0] if sayings else None
-        folder = self._catalog.source.folder
-        if chosen is not None and is_ambiguous(chosen):
-            why = f"{chosen.origin}: {chosen.rule.ambiguous}"
-            raise undecided(name, folder, saved, layout.shapes, why, is_one_of_several)
+        layout = layout or LiveLayout(())
+        saved_name = self._catalog.saved_names.get(name, name)
+        asked = Asked(name, saved_name, tensor.shard_shapes, self._is_fused(name) or self._is_fused(saved_name))
+        was_merged = asked.is_fused and self._catalog.merged_from > 1 and len(asked.shapes) == 1
+        as_saved = len(asked.shapes) == len(layout.shapes) and not was_merged
+        if as_saved and (not self._is_universal or asked.shapes == layout.shapes):
+            return
+        self._resolve(asked, layout, tensor.dtype, was_merged)
+
+    def _resolve(self, asked: Asked, layout: LiveLayout, dtype: str, was_merged: bool) -> None:
+        folder, chosen = self._catalog.source.folder, None
         try:
-            source, target = self._splits(name, saved, layout, chosen)
+            sayings = self._book.said(asked, layout, self._catalog.declared, self._catalog.run)
+            chosen = choose(sayings)
+            self._cross_check(asked, layout.shapes, sayings, chosen)
+            if was_merged:
+                self._refuse_wrong_merge(asked, chosen)
+            held = self._splits(asked, layout, chosen)
         except CannotSplit as error:
-            raise contradiction(name, folder, saved, layout.shapes, chosen, str(error)) from error
-        if source is None or target is None:
-            raise undecided(name, folder, saved, layout.shapes, "nothing says so", is_one_of_several)
-        self._origins["recorded maps" if chosen is None else chosen.origin] += 1
-        self._choose(name, chosen, source, target)
+            raise contradiction(asked.name, folder, asked.shapes, layout.shapes, chosen, str(error)) from error
+        ambiguous = chosen is not None and is_ambiguous(chosen)
+        if held is None or (ambiguous and not held.is_recorded):
+            why = f"{chosen.origin}: {chosen.rule.ambiguous}" if chosen is not None and ambiguous else "nothing says so"
+            raise undecided(asked.name, folder, asked.shapes, layout.shapes, why, asked.is_fused)
+        self._origins["recorded layouts" if held.is_recorded or chosen is None else chosen.origin] += 1
+        self._choose(asked, chosen, held, is_floating(dtype))
 
-    def _choose(self, name: str, chosen: Saying | None, source: Split, target: Split) -> None:
-        kind = REPLICATED if chosen is None else chosen.rule.kind
-        if kind in WHOLE_KINDS or (_holds_whole(source) and source.degree > 1):
-            if source.shape != target.shape:
-                self._refuse(name, source, target, chosen, "every rank holds the whole")
-            self._add_whole(name, kind, source, target)
+    def _choose(self, asked: Asked, chosen: Saying | None, held: _Held, is_float: bool) -> None:
+        source, target = held.source, held.target
+        is_whole = _holds_whole(source)
+        kind = chosen.rule.kind if chosen is not None else COLUMN
+        if held.is_recorded and not (is_whole and kind in (AVERAGED, SUMMED)):
+            kind = REPLICATED if is_whole and source.degree > 1 else VOCABULARY if kind == VOCABULARY else COLUMN
+        if kind in WHOLE_KINDS:
+            if source.shape != target.shape or not is_whole or (kind == SUMMED and not _holds_whole(target)):
+                self._refuse(asked, held, chosen, "every rank holds the whole")
+            self._add_whole(asked.name, kind, source, target, is_float)
             return
-        self._check_sizes(name, source, target, chosen)
+        self._check_sizes(asked, kind, held, chosen)
         transfer = reshard(source, target, self._rank)
+        if transfer.missing and kind != VOCABULARY:
+            self._refuse(asked, held, chosen, "no saved shard has all of it")
         if transfer.missing:
-            self._padded.append(name)
-        self._transfers[name, ""] = transfer
+            self._padded.append(asked.name)
+        self._transfers[asked.name, ""] = transfer
+        overlaps = duplicates(source)
+        if overlaps:
+            self._overlaps[asked.name] = overlaps
 
-    def _tensor(self, name: str) -> LogicalTensor | None:
-        found = (self._catalog.tensors.get((name, key)) for key in (MASTER, FROZEN, BUFFER))
-        return next((tensor for tensor in found if tensor is not None), None)
+    def _cross_check(
+        self, asked: Asked, live: Sequence[Shape], sayings: Sequence[Saying], chosen: Saying | None
+    ) -> None:
+        folder = self._catalog.source.folder
+        two = disagreement(sayings)
+        if two is not None:
+            other = f"but {two[1].rule.kind}, according to {two[1].origin}"
+            raise contradiction(asked.name, folder, asked.shapes, live, two[0], other)
+        if chosen is not None and not chosen.is_users:
+            against = objection(self._catalog, asked.name, chosen.rule)
+            if against is not None:
+                raise contradiction(asked.name, folder, asked.shapes, live, chosen, against)
 
-    def _splits(
-        self, name: str, saved: Sequence[Shape], layout: LiveLayout, chosen: Saying | None
-    ) -> tuple[Split | None, Split | None]:
+    def _refuse_wrong_merge(self, asked: Asked, chosen: Saying | None) -> None:
+        """DeepSpeed's converter puts shards of fused parameters side by side unless it is told of their parts."""
+        declared = self._catalog.declared
+        rule = declared.rule(asked.saved_name)
+        knew = declared.is_recorded(asked.saved_name) or (rule is not None and rule.sub_parameters is not None)
+        if not knew and chosen is not None and chosen.rule.sub_parameters is not None:
+            raise wrongly_merged(asked.name, self._catalog.source.folder, self._catalog.merged_from, chosen)
+
+    def _splits(self, asked: Asked, layout: LiveLayout, chosen: Saying | None) -> _Held | None:
         """How both sides hold it; recorded layouts go before rules, and the user's rules before these."""
         by_user = chosen is not None and chosen.is_users
-        recorded = self._catalog.declared.split(name) if len(saved) > 1 and not by_user else None
-        if recorded is not None and tuple(map(recorded.shard_shape, range(recorded.degree))) != tuple(saved):
-            raise CannotSplit(f"the checkpoint records a layout of {recorded.degree} ranks for {recorded.shape}")
+        ask = len(asked.shapes) > 1 and not by_user
+        recorded = self._catalog.declared.split(asked.saved_name, asked.shapes) if ask else None
         live = None if by_user else layout.split
-        dims = [split.dim for split in (recorded, live) if split is not None]
+        dims = [split.dim for split in (recorded, live) if split is not None and not _holds_whole(split)]
         dim = dims[0] if dims else 0 if chosen is None else chosen.rule.cut_dim
-        return recorded or self._one_side(saved, dim, chosen), live or self._one_side(layout.shapes, dim, chosen)
+        source = recorded or self._one_side(asked.shapes, dim, chosen)
+        target = live or self._one_side(layout.shapes, dim, chosen)
+        if source is None or target is None:
+            return None
+        return _Held(source, target, recorded is not None or (live is not None and len(asked.shapes) == 1))
 
     def _one_side(self, shapes: Sequence[Shape], dim: int, chosen: Saying | None) -> Split | None:
-        if len(shapes) == 1 and (chosen is None or chosen.rule.kind not in WHOLE_KINDS):
+        in_order = chosen is None or (chosen.rule.kind not in WHOLE_KINDS and 1 not in chosen.rule.slices)
+        if len(shapes) == 1 and in_order:
             shape = shapes[0]
             return fused(shape, dim, [[shape[dim]]]) if len(shape) > dim else replicated(shape, 1)
-        return None if chosen is None else split_by(chosen.rule, shapes, self._facts)
+        if chosen is None or is_ambiguous(chosen) or not shapes:
+            return None
+        return split_by(chosen.rule, shapes, self._facts)
 
-    def _add_whole(self, name: str, kind: str, source: Split, target: Split) -> None:
+    def _add_whole(self, name: str, kind: str, source: Split, target: Split, is_float: bool) -> None:
         """Every saved rank held all of it."""
         numel, shards = math.prod(target.shape), source.degree
         if kind == SUMMED:
@@ -155,42 +233,35 @@ class _Resolver:
             self._replicas.add(name)
         if kind == AVERAGED:
             self._averaged.add(name)
-        if not _holds_whole(target):  # by recorded maps: whole on one side, cut on the other
+        if not _holds_whole(target):  # by recorded layouts: whole on one side, cut on the other
             whole = fused(target.shape, target.dim, [[target.shape[target.dim]]])
             self._transfers[name, ""] = reshard(whole, target, self._rank)
-        elif shards > 1 and (kind == AVERAGED or (kind == REPLICATED and self._policy == MEAN)):
+        elif shards > 1 and is_float and (kind == AVERAGED or (kind == REPLICATED and self._policy == MEAN)):
             self._transfers[name, ""] = blended(shards, numel, 1 / shards)
         else:
             self._transfers[name, ""] = copied(0, numel)
 
     def _is_fused(self, name: str) -> bool:
         """Whether its name says that it is made of several; of a plain ``h_to_4h`` its counterpart tells otherwise."""
-        if not is_fused(name) or "h_to_4h" not in name:
-            return is_fused(name)
-        stem = name.rpartition(".")[0].replace("h_to_4h", "4h_to_h")
-        up, down = self._tensor(name), self._tensor(f"{stem}.weight")
-        if up is None or down is None:
-            return True
-        rows = sum(shape[0] for shape in up.shard_shapes)
-        return rows != sum(shape[1] for shape in down.shard_shapes if len(shape) > 1)
+        return is_fused(name) and gate_factor(self._catalog, name) != 1
 
-    def _check_sizes(self, name: str, source: Split, target: Split, chosen: Saying | None) -> None:
+    def _check_sizes(self, asked: Asked, kind: str, held: _Held, chosen: Saying | None) -> None:
+        source, target = held.source, held.target
         if (source.shape, source.dim) == (target.shape, target.dim):
             return
-        if chosen is None or chosen.rule.kind != VOCABULARY or source.shape[1:] != target.shape[1:] or source.dim:
+        if kind != VOCABULARY or source.shape[1:] != target.shape[1:] or source.dim or target.dim:
             whole = (
                 f"the whole parameter would be {source.shape} in the checkpoint and {target.shape} in the live model"
             )
-            self._refuse(name, source, target, chosen, whole)
-            return
-        real = chosen.rule.vocabulary or self._facts.vocabulary
+            self._refuse(asked, held, chosen, whole)
+        real = (chosen.rule.vocabulary if chosen is not None else None) or self._facts.vocabulary
         if target.shape[0] < source.shape[0] and (real is None or real > target.shape[0]):
-            raise vocabulary_too_small(name, self._catalog.source.folder, source.shape[0], target.shape[0], real)
+            raise vocabulary_too_small(asked.name, self._catalog.source.folder, source.shape[0], target.shape[0], real)
 
-    def _refuse(self, name: str, source: Split, target: Split, chosen: Saying | None, why: str) -> None:
-        saved = [source.shard_shape(rank) for rank in range(source.degree)]
-        live = [target.shard_shape(rank) for rank in range(target.degree)]
-        raise contradiction(name, self._catalog.source.folder, saved, live, chosen, why)
+    def _refuse(self, asked: Asked, held: _Held, chosen: Saying | None, why: str) -> NoReturn:
+        live = [held.target.shard_shape(rank) for rank in range(held.target.degree)]
+        said = None if held.is_recorded else chosen
+        raise contradiction(asked.name, self._catalog.source.folder, asked.shapes, live, said, why)
 
 
 def _holds_whole(split: Split) -> bool:

@@ -1,0 +1,115 @@
+"""The files below ``zero/`` of a universal checkpoint: one tensor or number each, and one for the optimizer."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from elastic_ckpt.errors import DamagedError
+from elastic_ckpt.formats.pickled import PickledFile, TensorRef, materialise
+from elastic_ckpt.formats.saved_groups import read_groups
+from elastic_ckpt.rules.kinds import COLUMN, ROW, VOCABULARY, Rule
+
+
+@dataclass(frozen=True)
+class StateFile:
+    """One ``zero/<name>/<key>.pt``: a whole tensor, or a scalar.
+
+    Attributes:
+        path, nbytes: the file.
+        name, key: of the parameter and its state.
+        tensor, scalar: what it holds.
+        rule: what it says about the parameter's shards.
+    """
+
+    path: str
+    nbytes: int
+    name: str
+    key: str
+    tensor: TensorRef | None
+    scalar: float | None
+    rule: Rule | None = None
+
+
+@dataclass(frozen=True)
+class OptimizerFile:
+    """``zero/optimizer_state.pt``.
+
+    Attributes:
+        zero_stage: stage of the run that saved the native checkpoint.
+        groups: hyperparameters per param group.
+        members: per param group, the indices of its flat tensors.
+        scalars: per flat tensor, its scalar states; empty from stages 1 and 2.
+        loss_scaler: DeepSpeed's loss scaler object.
+        overflow: the optimizer's overflow flag.
+    """
+
+    zero_stage: int
+    groups: tuple[Mapping[str, Any], ...]
+    members: tuple[tuple[int, ...], ...]
+    scalars: Mapping[int, Mapping[str, float]]
+    loss_scaler: Any
+    overflow: bool
+
+
+def index_state(file: PickledFile) -> StateFile:
+    """Sort out one parameter's file.
+
+    Raises:
+        DamagedError: it holds neither a dense tensor nor a number.
+    """
+    folder, base = os.path.split(file.path)
+    value = file.tree["param"] if isinstance(file.tree, dict) and "param" in file.tree else file.tree
+    name, key = os.path.basename(folder), base.removesuffix(".pt")
+    if isinstance(value, TensorRef) and value.shape:
+        if not value.is_contiguous:
+            raise DamagedError(
+                f"{key} of this parameter was saved as a view that is not contiguous", parameter=name, file=file.path
+            )
+        return StateFile(file.path, file.nbytes, name, key, value, None, _rule_of(name, file.tree))
+    scalar = materialise(file, value)
+    scalar = scalar.item() if hasattr(scalar, "item") else scalar
+    if isinstance(scalar, bool) or not isinstance(scalar, (int, float)):
+        raise DamagedError(
+            f"{key} of this parameter is neither a tensor nor a number",
+            parameter=name,
+            file=file.path,
+            expected="a tensor, or a dict with 'param'",
+            found=type(scalar).__name__,
+            remedy="convert the native checkpoint again",
+        )
+    return StateFile(file.path, file.nbytes, name, key, None, scalar)
+
+
+def _rule_of(name: str, tree: Any) -> Rule | None:
+    """What DeepSpeed's converter notes beside a tensor; that it was put together along dimension 0 is its default, and
+    means nothing."""
+    if not isinstance(tree, dict):
+        return None
+    pattern = re.escape(name)
+    if tree.get("vocab_tensor") or "vocab_divisibility_padding_tensor" in tree:
+        return Rule(pattern=pattern, kind=VOCABULARY)
+    if tree.get("param_n_sub_params"):
+        return Rule(pattern=pattern, kind=COLUMN, dim=0, sub_parameters=[1] * int(tree["param_n_sub_params"]))
+    return Rule(pattern=pattern, kind=ROW) if tree.get("cat_dim") == 1 else None
+
+
+def index_optimizer(file: PickledFile) -> OptimizerFile:
+    """Sort out the optimizer's file."""
+    groups = file.section("param_groups")
+    states = file.tree.get("optimizer_state_dict", {}).get("state", {})
+    scalars: dict[int, dict[str, float]] = {}
+    for flat, state in states.items():
+        read = {k: materialise(file, v) for k, v in state.items() if not isinstance(v, TensorRef) or not v.shape}
+        scalars[int(flat)] = {key: v.item() if hasattr(v, "item") else v for key, v in read.items()}
+    return OptimizerFile(
+        zero_stage=int(file.tree.get("zero_stage", 1)),
+        groups=read_groups(file, groups),
+        members=tuple(tuple(group["params"]) for group in groups),
+        scalars=scalars,
+        loss_scaler=file.tree.get("loss_scaler"),
+        overflow=bool(file.tree.get("overflow", False)),
+    )
