@@ -136,6 +136,8 @@ def _list_missing_shapes(ranks: Mapping[int, _Rank], grid: Grid, layers: Sequenc
 
     That its slices are right is proven by :func:`_spot_check`; only ZeRO-1/2 in round-robin order writes wrong ones.
     """
+    sliced = (names for rank in ranks.values() for shard in rank.optimizers.values() for names in shard.slice_names)
+    known = frozenset(chain.from_iterable(sliced))
     for stage in grid.stages:
         for tp_rank, mp in enumerate(stage):
             rank = ranks[mp]
@@ -145,7 +147,6 @@ def _list_missing_shapes(ranks: Mapping[int, _Rank], grid: Grid, layers: Sequenc
                 continue
             by_flat = zip(*(shard.slice_names for shard in shards), strict=True)
             flats = [dict.fromkeys(chain.from_iterable(names)) for names in by_flat]
-            known = frozenset(chain.from_iterable(flats))
             shapes = {name: ref.shape for name, ref in model.weights.items()}
             for layer in layers:
                 if layer.tp_rank == tp_rank:
@@ -235,12 +236,12 @@ def _spot_check(
     opened: Mapping[int, PickledFile],
 ) -> None:
     """Compare each rank's masters with its weights, in the files that this process opened."""
+    known = frozenset(chain.from_iterable(catalog.parameters for catalog in catalogs.values()))
     for mp, rank in ranks.items():
         mine = {number for number, position in enumerate(rank.positions) if position in opened}
         model = next(iter(rank.models.values()))
         spot_check(catalogs[mp], SavedWeights(model.path, model.weights), mine)
         tp_rank = next(stage.index(mp) for stage in grid.stages if mp in stage)
-        known = frozenset(catalogs[mp].parameters)
         for layer in layers:
             if layer.tp_rank == tp_rank:
                 spot_check(catalogs[mp], SavedWeights(layer.path, layer.named(known)), mine)
