@@ -50,6 +50,7 @@ class HostState:
         checkpoint: every other top-level entry of the model-states file, the client state among them.
         same_ranks: whether the job has the ranks of the save, so that what belongs to one rank still belongs to it;
             if not, this is rank 0's on every rank.
+        degrees: tensor- and pipeline-parallel degree of the save.
     """
 
     counters: Mapping[str, Any]
@@ -59,3 +60,4 @@ class HostState:
     overflow: bool
     checkpoint: Mapping[str, Any]
     same_ranks: bool = False
+    degrees: tuple[int, int] = (1, 1)

@@ -62,7 +62,7 @@ def load(engine: Any, found: Found, arguments: LoadArguments, config: ElasticCon
     clock = _Clock()
     ready = _prepare(engine, found, arguments, config, clock)
     adapter, plan = ready.adapter, ready.plan
-    host = HostCommit(engine, ready.checkpoint.host, arguments)
+    host = HostCommit(engine, ready.checkpoint.host, arguments, ready.place)
     _load_scheduler(host, plan)
     try:
         with clock("read"):
@@ -112,6 +112,7 @@ class _Prepared:
     destinations: Destinations
     checkpoint: Checkpoint
     plan: Plan
+    place: Place
     warnings: tuple[str, ...]
 
 
@@ -147,7 +148,7 @@ def _prepare(engine: Any, found: Found, arguments: LoadArguments, config: Elasti
         _refuse_different_shares(plan, place)
     with clock("metadata"):
         plan = _compare_copies(plan, config)
-    return _Prepared(adapter, destinations, checkpoint, plan, warnings)
+    return _Prepared(adapter, destinations, checkpoint, plan, place, warnings)
 
 
 def _compare_copies(plan: Plan, config: ElasticConfig) -> Plan:

@@ -13,9 +13,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from elastic_ckpt import parallel
+from elastic_ckpt.destinations import Place
 from elastic_ckpt.engines.loss_scale import set_loss_scale
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.host_state import HostState
+from elastic_ckpt.megatron_runs import follow_topology, reseed
 from elastic_ckpt.plan import Outcome, Plan
 from elastic_ckpt.schedulers import fit_scheduler
 
@@ -101,9 +104,11 @@ class HostCommit:
         engine: the live engine.
         host: what the checkpoint holds.
         arguments: what the caller of ``load_checkpoint`` asked for.
+        place: where this rank stands.
     """
 
-    def __init__(self, engine: Any, host: HostState, arguments: LoadArguments) -> None:
+    def __init__(self, engine: Any, host: HostState, arguments: LoadArguments, place: Place | None = None) -> None:
+        self._place = place or Place()
         self._engine = engine
         self._host = host
         self._arguments = arguments
@@ -198,8 +203,25 @@ class HostCommit:
         saved = dict(self._host.checkpoint)
         saved["lr_scheduler"] = self._host.lr_scheduler
         saved["optimizer"] = None
-        self._say_whose_random_state(saved)
+        if "args" in saved:
+            saved["args"] = follow_topology(saved["args"], self._place, parallel.rank())
+        reseeded, seed = self._reseed(saved)
+        saved |= reseeded
+        if seed is None:
+            self._say_whose_random_state(saved)
         return {key: value for key, value in saved.items() if key not in own}
+
+    def _reseed(self, saved: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
+        """Random states of a Megatron run whose ranks of the model are others now."""
+        if self._host.degrees == (self._place.tp, self._place.pp):
+            return {}, None
+        entries, seed = reseed(saved, self._place)
+        if seed is not None:
+            reason = (
+                f"the model-parallel topology changed: seeded anew from args.seed ({seed}), as Megatron seeds a new run"
+            )
+            self.outcomes.append(Outcome("random state", "fresh", tuple(sorted(entries)), reason))
+        return entries, seed
 
     def _saved(self, key: str) -> Any:
         return self._host.checkpoint.get(key)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from elastic_ckpt.catalog import Catalog, LogicalTensor, ReplicatedState, SavedParameter
+from elastic_ckpt.catalog import FROZEN, Catalog, LogicalTensor, ReplicatedState, SavedParameter
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.rules.declared import Declared
+from elastic_ckpt.rules.kinds import CannotSplit
 
 
 def merge_shards(catalogs: Sequence[Catalog]) -> Catalog:
@@ -17,9 +19,10 @@ def merge_shards(catalogs: Sequence[Catalog]) -> Catalog:
     Raises:
         DamagedError: they do not belong together.
     """
-    first = catalogs[0]
     if len(catalogs) == 1:
-        return first
+        return catalogs[0]
+    catalogs = _with_empty_shards(catalogs)
+    first = catalogs[0]
     offsets = _offsets(catalogs)
     for catalog in catalogs[1:]:
         _check_alike(first, catalog)
@@ -64,6 +67,33 @@ def merge_stages(catalogs: Sequence[Catalog]) -> Catalog:
             parameters.setdefault(name, _parameter_moved(saved, at))
     merged = _together(catalogs, tensors, parameters)
     return replace(merged, source=replace(first.source, pp=len(catalogs)), twins=twins)
+
+
+def _with_empty_shards(catalogs: Sequence[Catalog]) -> list[Catalog]:
+    """AutoTP may leave a rank without an element of a parameter, which its files then do not list."""
+    every = {name: catalog for catalog in reversed(catalogs) for name in catalog.parameters}
+    completed = []
+    for rank, catalog in enumerate(catalogs):
+        parameters, tensors = dict(catalog.parameters), dict(catalog.tensors)
+        for name in every.keys() - catalog.parameters.keys():
+            shape = _recorded_shape(catalog.declared, name, rank)
+            if shape is not None and math.prod(shape) == 0:
+                parameters[name] = replace(every[name].parameters[name], shape=shape, replicated=())
+                tensors.pop((name, FROZEN), None)
+                for place, tensor in every[name].tensors.items():
+                    if place[0] == name:
+                        rows = tensor.shape[: len(tensor.shape) - len(shape)]
+                        tensors[place] = replace(tensor, shape=(*rows, *shape), extents=())
+        completed.append(replace(catalog, parameters=parameters, tensors=tensors))
+    return completed
+
+
+def _recorded_shape(declared: Declared, name: str, rank: int) -> tuple[int, ...] | None:
+    try:
+        split = declared.recorded(name)
+    except CannotSplit:
+        return None
+    return None if split is None or rank >= split.degree else split.shard_shape(rank)
 
 
 def _offsets(catalogs: Iterable[Catalog]) -> list[int]:
@@ -113,15 +143,15 @@ def _check_alike(first: Catalog, other: Catalog) -> None:
         ("tensors", sorted(first.tensors), sorted(other.tensors)),
         ("hyperparameters of the param groups", list(first.groups), list(other.groups)),
         ("scalar optimizer states", _scalars(first), _scalars(other)),
-        ("dtypes", _dtypes(first), _dtypes(other)),
+        ("dtypes", _dtypes(first, other), _dtypes(other, first)),
     ]
     for what, expected, found in compared:
         if expected != found:
             raise DamagedError(
                 f"tensor-parallel ranks of one pipeline stage were saved with different {what}",
                 file=other.files[0].path,
-                expected=str(expected)[:300],
-                found=str(found)[:300],
+                expected=str([item for item in expected if item not in found])[:300],
+                found=str([item for item in found if item not in expected])[:300],
                 remedy="files of two saves are mixed: restore the folder from its original, or take another tag",
             )
 
@@ -130,11 +160,12 @@ def _scalars(catalog: Catalog) -> list[Any]:
     return [(name, saved.group, saved.scalars) for name, saved in sorted(catalog.parameters.items())]
 
 
-def _dtypes(catalog: Catalog) -> list[Any]:
+def _dtypes(catalog: Catalog, other: Catalog) -> list[Any]:
+    """Of what both hold an element of: the dtype, and whether it is quantized, or has a shape of its own."""
     kinds = []
     for place, tensor in sorted(catalog.tensors.items()):
-        is_coded = any(extent.code is not None for extent in tensor.extents)
-        kinds.append((place, tensor.dtype, tensor.is_whole, is_coded or not tensor.extents))
+        if tensor.extents and place in other.tensors and other.tensors[place].extents:
+            kinds.append((place, tensor.dtype, tensor.is_whole, any(extent.code for extent in tensor.extents)))
     return kinds
 
 

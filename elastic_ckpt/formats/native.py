@@ -100,6 +100,7 @@ def read_native(found: Found, options: ReadOptions) -> Checkpoint:
             _spot_check(catalogs, ranks, layers, grid, opened)
     own = _own_position(ranks, grid, options.place)
     host = _host_state(opened, kinds, ranks, own, _is_unchanged(ranks, grid, options.place))
+    host = replace(host, degrees=(grid.tp, grid.pp))
     return Checkpoint(catalog, host, paths[own], len(opened))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from elastic_ckpt import parallel
 from elastic_ckpt.catalog import (
@@ -96,7 +97,9 @@ def read_universal(found: Found, options: ReadOptions) -> Checkpoint:
             unchanged = len(models) == 1 and int(first.counters["dp_world_size"]) == parallel.world_size()
             scale = None if optimizer is None else loss_scale_of(optimizer.loss_scaler)
             overflow = optimizer is not None and optimizer.overflow
-            pickled = parallel.pack(read_host_state(opened[0], scale, overflow, unchanged))
+            grid = _grid(models, found.folder)
+            state = replace(read_host_state(opened[0], scale, overflow, unchanged), degrees=(grid.tp, grid.pp))
+            pickled = parallel.pack(state)
     host: HostState = parallel.unpack(parallel.broadcast(pickled, src=0))
     return Checkpoint(catalog, host, first.path, len(opened))
 
@@ -166,7 +169,7 @@ def _build_catalog(
     optimizer: OptimizerFile | None,
     states: list[StateFile],
 ) -> Catalog:
-    shards, grid = list(models.values()), grid_of({mp: models[mp, dp] for mp, dp in models if dp == 0}, found.folder)
+    shards, grid = list(models.values()), _grid(models, found.folder)
     first = shards[0]
     files = tuple([source_file(item) for item in shards] + [source_file(item) for item in states])
     parameters, declared = _parameters(shards, optimizer, states, grid), Declared()
@@ -203,6 +206,10 @@ def _build_catalog(
         run=first.run,
         notes=found.notes + notes,
     )
+
+
+def _grid(models: Mapping[tuple[int, int], ModelShard], folder: str) -> Grid:
+    return grid_of({mp: models[mp, dp] for mp, dp in models if dp == 0}, folder)
 
 
 def _parameters(

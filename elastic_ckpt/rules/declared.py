@@ -77,6 +77,15 @@ class Declared:
         """Whether there is a recorded layout of its shards."""
         return any(re.match(pattern, name) for pattern in (*self.affine, *self.widths))
 
+    def recorded(self, name: str) -> Split | None:
+        """The recorded map of a parameter.
+
+        Raises:
+            CannotSplit: it is no cut along one dimension.
+        """
+        entry = _matching(self.affine, name)
+        return None if entry is None else split_of_affine(entry)
+
     def split(self, name: str, shapes: Sequence[Shape]) -> Split | None:
         """The recorded layout of a parameter with shards of these shapes.
 

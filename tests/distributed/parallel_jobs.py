@@ -106,3 +106,22 @@ def assert_continues(engine: Any, parallel: Parallel, truth: dict[str, Any], tol
     losses = train(engine, parallel, SAVE_AT, CONTINUE_TO)
     difference = max(abs(a - b) for a, b in zip(losses, truth["losses"], strict=True))
     assert difference <= tolerance, f"{where}: losses {losses}, uninterrupted {truth['losses']}"
+
+
+def refuse(arguments: dict[str, Any]) -> None:
+    """A load that has to be refused, with these words, and that changes nothing."""
+    elastic_ckpt.install()
+    parallel = Parallel(**arguments["setup"])
+    engine = build(parallel, seed=8, config=arguments.get("config"))
+    train(engine, parallel, 0, 1)
+    before = oracle.gather(engine, parallel)
+    try:
+        engine.load_checkpoint(arguments["sources"][0]["folder"])
+    except elastic_ckpt.ElasticCkptError as error:
+        text = str(error)
+        missing = [words for words in arguments["says"] if words not in text]
+        assert not missing, f"{missing} not in: {text}"
+    else:
+        raise AssertionError("it was loaded")
+    oracle.compare_tensors(oracle.gather(engine, parallel), before, "refused")
+    close(engine)
