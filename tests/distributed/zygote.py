@@ -8,6 +8,7 @@ touches torch beyond importing it, so its children start from a clean state.
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import signal
@@ -30,9 +31,19 @@ def serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
         request = json.loads(line)
+        _import_for(request["argv"][0])
         codes = run(request["ranks"], request["argv"], request["timeout"])
         answers.write(json.dumps(codes) + "\n")
         answers.flush()
+
+
+def _import_for(job: str) -> None:
+    """What takes long to import and only some jobs need."""
+    if job.startswith("parallel_jobs.") and "transformers" not in sys.modules:
+        importlib.import_module("megatron.core.models.gpt")
+        importlib.import_module("transformers.models.llama.modeling_llama")
+        gc.collect()
+        gc.freeze()
 
 
 def run(ranks: list[dict[str, Any]], argv: list[str], timeout: float) -> list[int | None]:
