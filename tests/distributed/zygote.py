@@ -26,6 +26,8 @@ def serve() -> None:
     """Answer requests until standard input ends."""
     info = cpuinfo.get_cpu_info()  # a process of a second or two, which DeepSpeed starts for every op in every rank
     cpuinfo.get_cpu_info = lambda: info
+    for name in ("torch._dynamo", "bitsandbytes"):  # two seconds in each rank otherwise
+        importlib.import_module(name)
     gc.collect()
     gc.freeze()  # DeepSpeed and the tests collect garbage often: not again in what the imports left
     answers = os.fdopen(os.dup(1), "w")
