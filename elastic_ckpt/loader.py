@@ -38,7 +38,7 @@ from elastic_ckpt.plan import Outcome, Plan
 from elastic_ckpt.planner import LoadOptions, plan_load
 from elastic_ckpt.reader import ReadOptions, check_files, execute
 from elastic_ckpt.recoder import RecodeStats
-from elastic_ckpt.report import LoadReport, RankWork
+from elastic_ckpt.report import LoadReport, RankWork, united
 from elastic_ckpt.rules.book import RuleBook
 from elastic_ckpt.rules.presets import load_preset
 
@@ -92,16 +92,27 @@ def load(engine: Any, found: Found, arguments: LoadArguments, config: ElasticCon
         zero_stage=ready.destinations.zero_stage,
         dp=ready.destinations.dp,
         rank=parallel.rank(),
-        outcomes=plan.outcomes + tuple(host.outcomes) + _left_alone(arguments),
+        outcomes=_outcomes_of_all(plan, host, arguments, ready.place),
         global_steps=engine.global_steps,
         ranks=tuple(parallel.share(work)),
         notes=plan.notes + ready.warnings,
+        tp=ready.place.tp,
+        pp=ready.place.pp,
     )
     engine.elastic_report = report
     if parallel.rank() == 0:
         publish(report, ready.warnings, config)
     # as DeepSpeed's own loader returns it: below load_dir as the caller wrote it
     return os.path.join(arguments.load_dir, found.tag, os.path.basename(ready.checkpoint.model_path)), client_state
+
+
+def _outcomes_of_all(plan: Plan, host: HostCommit, arguments: LoadArguments, place: Place) -> tuple[Outcome, ...]:
+    """What became of everything, on all pipeline stages. Collective where there are several."""
+    mine = plan.outcomes + tuple(host.outcomes) + _left_alone(arguments)
+    if place.pp == 1:
+        return mine
+    stages = dict(reversed(parallel.share((place.pp_rank, mine))))
+    return united([stages[stage] for stage in sorted(stages)])
 
 
 @dataclass(frozen=True)

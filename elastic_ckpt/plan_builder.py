@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from elastic_ckpt.bands import Transfer, copied
 from elastic_ckpt.catalog import BUFFER, FROZEN, MASTER, Catalog, LogicalTensor, ReplicatedState
@@ -14,33 +14,16 @@ from elastic_ckpt.dtypes import converts_exactly, is_floating
 from elastic_ckpt.errors import DamagedError, MismatchError
 from elastic_ckpt.geometry import FlatRange
 from elastic_ckpt.matching import weights_key
-from elastic_ckpt.plan import Copy, Piece, Recode, Slot
+from elastic_ckpt.parts import Part, cannot_be_blended, cannot_be_cut, gaps_of, is_coded, source_pieces, state_shape
+from elastic_ckpt.plan import Copy, Recode, Slot
 from elastic_ckpt.shares import Sharing
 from elastic_ckpt.state_matching import StateLink
 from elastic_ckpt.states.kinds import REPLICATED, SCRATCH, TOUCHED, WHOLE, LiveState
-from elastic_ckpt.strips import Strip, check_tiling, strips
+from elastic_ckpt.strips import check_tiling, strips
 
 _SCALES_DTYPE = "float32"
 #: What codes stand for.
 _VALUES_DTYPE = "float32"
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Elements of one parameter in a slot: which ones, from which tensor, and where they go in a row of it."""
-
-    fragment: Fragment
-    tensor: LogicalTensor
-    offset: int
-    transfer: Transfer
-
-    def strips(self, row: int, rows: int) -> Iterator[Strip]:
-        """Where they lie in the checkpoint."""
-        return strips(self.tensor, self.transfer, self.fragment.range, row, rows)
-
-    def place(self, row: int, row_numel: int) -> int:
-        """What has to be added to a place in the live shard to come to one in the slot."""
-        return row * row_numel + self.offset - self.fragment.range.start
 
 
 class PlanBuilder:
@@ -104,12 +87,12 @@ class PlanBuilder:
         else:
             self._add_elements(flat, live, self._parts(held, lambda name: link.source), flat.numel)
 
-    def _parts(self, held: Sequence[Fragment], key_of: Callable[[str], str]) -> list[_Part]:
+    def _parts(self, held: Sequence[Fragment], key_of: Callable[[str], str]) -> list[Part]:
         return [self._part(part, key_of(part.name), part.flat_offset) for part in held]
 
-    def _part(self, fragment: Fragment, key: str, offset: int) -> _Part:
+    def _part(self, fragment: Fragment, key: str, offset: int) -> Part:
         tensor = self._tensor(fragment.name, key)
-        return _Part(fragment, tensor, offset, self._transfer(tensor, key, math.prod(fragment.shape)))
+        return Part(fragment, tensor, offset, self._transfer(tensor, key, math.prod(fragment.shape)))
 
     def _transfer(self, tensor: LogicalTensor, key: str, numel: int) -> Transfer:
         """Where this rank's shard of a tensor comes from."""
@@ -120,7 +103,7 @@ class PlanBuilder:
     def _is_resharded(self, name: str) -> bool:
         return (name, "") in self._resharding
 
-    def _touched(self, fragments: Sequence[Fragment], held: Sequence[Fragment], key: str) -> tuple[list[_Part], int]:
+    def _touched(self, fragments: Sequence[Fragment], held: Sequence[Fragment], key: str) -> tuple[list[Part], int]:
         """Whole parameters, one behind the other: those that are restored, and the size of all."""
         restored = {part.name for part in held}
         parts, position = [], 0
@@ -129,17 +112,17 @@ class PlanBuilder:
             if part.name in restored:
                 whole = replace(part, range=FlatRange(0, numel))
                 if self._is_resharded(part.name):
-                    raise _cannot_be_cut(part.name, key)
+                    raise cannot_be_cut(part.name, key)
                 parts.append(self._part(whole, key, position))
             position += numel
         return parts, position
 
-    def _add_elements(self, flat: FlatPartition, live: LiveState, parts: Sequence[_Part], numel: int) -> None:
+    def _add_elements(self, flat: FlatPartition, live: LiveState, parts: Sequence[Part], numel: int) -> None:
         """A tensor of ``rows`` times ``numel`` elements, into which the parts go, in order of their offsets."""
         for part in parts:
             if not self._is_resharded(part.fragment.name):
-                self._check_shape(part.tensor, _state_shape(part.fragment.shape, live.rows))
-        if live.blocks is not None or any(_is_coded(part.tensor) for part in parts):
+                self._check_shape(part.tensor, state_shape(part.fragment.shape, live.rows))
+        if live.blocks is not None or any(is_coded(part.tensor) for part in parts):
             self._add_coded(flat, live, parts, numel)
             return
         dtype = live.dtype or (parts[0].tensor.dtype if parts else flat.dtype)
@@ -149,7 +132,7 @@ class PlanBuilder:
             self._check_dtype(part, live.key, dtype)
             for row in range(live.rows):
                 self._cover(part, row, live.rows, slot, numel, mine)
-        gaps = _gaps(parts, live.rows, numel)
+        gaps = gaps_of(parts, live.rows, numel)
         shape = () if live.layout != TOUCHED else (numel,)
         self.slots.append(
             Slot(
@@ -167,9 +150,9 @@ class PlanBuilder:
             )
         )
 
-    def _check_dtype(self, part: _Part, key: str, dtype: str) -> None:
+    def _check_dtype(self, part: Part, key: str, dtype: str) -> None:
         tensor = part.tensor
-        if not converts_exactly(_VALUES_DTYPE if _is_coded(tensor) else tensor.dtype, dtype):
+        if not converts_exactly(_VALUES_DTYPE if is_coded(tensor) else tensor.dtype, dtype):
             raise MismatchError(
                 f"{key} of this parameter would lose precision",
                 parameter=part.fragment.name,
@@ -179,16 +162,16 @@ class PlanBuilder:
                 remedy="resume with the dtype of master weights and states that the checkpoint was saved with",
             )
 
-    def _add_coded(self, flat: FlatPartition, live: LiveState, parts: Sequence[_Part], numel: int) -> None:
+    def _add_coded(self, flat: FlatPartition, live: LiveState, parts: Sequence[Part], numel: int) -> None:
         """A state that is quantized in the checkpoint, in the live optimizer, or in both."""
         slot, target = len(self.slots), live.blocks
         for part in parts:
             if part.transfer.blend:
-                raise _cannot_be_blended(part.fragment.name, live.key)
+                raise cannot_be_blended(part.fragment.name, live.key)
             if part.tensor.extents:  # of nothing it cannot be told whether it was quantized
                 self._check_dtype(part, live.key, live.dtype if target is None else _VALUES_DTYPE)
         fill = live.initial if target is None else target.codebook.zero
-        gaps = _gaps(parts, live.rows, numel)
+        gaps = gaps_of(parts, live.rows, numel)
         self.slots.append(
             Slot(
                 live.key,
@@ -217,14 +200,14 @@ class PlanBuilder:
             return
         for row in range(live.rows):
             where = Row(slot, row * numel, numel, target, slot + 1, row * blocks)
-            pieces = (piece for part in parts for piece in _source_pieces(part, row, live.rows))
+            pieces = (piece for part in parts for piece in source_pieces(part, row, live.rows))
             copies, recodes = plan_row(where, pieces)
             self.copies += copies
             self.recodes += recodes
             if not self._realign:
                 self._refuse_recut(live, parts, recodes, blocks)
 
-    def _refuse_recut(self, live: LiveState, parts: Sequence[_Part], recodes: Sequence[Recode], blocks: int) -> None:
+    def _refuse_recut(self, live: LiveState, parts: Sequence[Part], recodes: Sequence[Recode], blocks: int) -> None:
         recut = sum(map(recut_blocks, recodes))
         if recut:
             raise MismatchError(
@@ -239,18 +222,18 @@ class PlanBuilder:
                 ),
             )
 
-    def _add_whole_state(self, flat: FlatPartition, live: LiveState, parts: Sequence[_Part]) -> None:
+    def _add_whole_state(self, flat: FlatPartition, live: LiveState, parts: Sequence[Part]) -> None:
         numel, slot = math.prod(live.shape), len(self.slots)
         dtype = live.dtype or (parts[0].tensor.dtype if parts else flat.dtype)
         mine = self.sharing.mine(slot, numel, dtype) if flat.replicated else None
         for part in parts:  # one, or none
             if self._is_resharded(part.fragment.name):
-                raise _cannot_be_cut(part.fragment.name, live.key)
+                raise cannot_be_cut(part.fragment.name, live.key)
             self._check_shape(part.tensor, live.shape)
             self._check_dtype(part, live.key, dtype)
             whole = Fragment(part.fragment.name, live.shape, FlatRange(0, numel), flat.index, 0)
             shard = self._tp_rank if part.tensor.shards else 0
-            self._cover(_Part(whole, part.tensor, 0, copied(shard, numel)), 0, 1, slot, numel, mine)
+            self._cover(Part(whole, part.tensor, 0, copied(shard, numel)), 0, 1, slot, numel, mine)
         gaps = () if parts else (FlatRange(0, numel),)
         self.slots.append(
             Slot(live.key, flat.index, "", numel, dtype, gaps, flat.replicated, WHOLE, 1, live.shape, live.initial)
@@ -290,9 +273,9 @@ class PlanBuilder:
         replicated = whole.replicated and not (whole.key == BUFFER and self._catalog.buffers_of_this_rank)
         mine = self.sharing.mine(slot, whole.range.numel, whole.dtype) if replicated else None
         fragment = Fragment(whole.name, whole.shape, whole.range, -1, 0)
-        part = _Part(fragment, tensor, 0, self._transfer(tensor, key, math.prod(whole.shape)))
+        part = Part(fragment, tensor, 0, self._transfer(tensor, key, math.prod(whole.shape)))
         self._cover(part, 0, 1, slot, whole.range.numel, mine)
-        gaps = _gaps([part], 1, whole.range.numel)
+        gaps = gaps_of([part], 1, whole.range.numel)
         self.slots.append(Slot(whole.key, -1, whole.name, whole.range.numel, whole.dtype, gaps, replicated))
         return notes
 
@@ -323,7 +306,7 @@ class PlanBuilder:
                 remedy="build the model with the sizes it was saved with; no loader option makes shapes fit",
             )
 
-    def _cover(self, part: _Part, row: int, rows: int, slot: int, row_numel: int, mine: FlatRange | None) -> None:
+    def _cover(self, part: Part, row: int, rows: int, slot: int, row_numel: int, mine: FlatRange | None) -> None:
         """Append what writes one row of a part to the slot; extents tile their shard, so each element once.
 
         Args:
@@ -361,58 +344,3 @@ class PlanBuilder:
                     band.target_stride if band.rows > 1 else 0,
                 )
             )
-
-
-def _state_shape(shape: tuple[int, ...], rows: int) -> tuple[int, ...]:
-    return shape if rows == 1 else (rows, *shape)
-
-
-def _is_coded(tensor: LogicalTensor) -> bool:
-    return any(extent.code is not None for extent in tensor.extents)
-
-
-def _source_pieces(part: _Part, row: int, rows: int) -> list[Piece]:
-    """The source elements of one part in one row, ascending; ``start`` counts from the start of the row."""
-    pieces = [piece for strip in part.strips(row, rows) for piece in strip.pieces(part.place(0, 0))]
-    return sorted(pieces, key=lambda piece: piece.start)
-
-
-def _gaps(parts: Sequence[_Part], rows: int, numel: int) -> tuple[FlatRange, ...]:
-    """Elements of a slot into which no part goes."""
-    gaps = []
-    for row in range(rows):
-        position = 0
-        for part in parts:
-            if part.offset < position:
-                raise AssertionError(f"fragments of {part.fragment.name} overlap")
-            if part.offset > position:
-                gaps.append(FlatRange(row * numel + position, row * numel + part.offset))
-            for missing in part.transfer.missing:
-                gap = missing.intersect(part.fragment.range)
-                if gap is not None:
-                    place = part.place(row, numel)
-                    gaps.append(FlatRange(gap.start + place, gap.stop + place))
-            position = part.offset + part.fragment.range.numel
-        if position < numel:
-            gaps.append(FlatRange(row * numel + position, (row + 1) * numel))
-    return tuple(gaps)
-
-
-def _cannot_be_cut(name: str, key: str) -> MismatchError:
-    return MismatchError(
-        f"{key} is kept for a parameter as a whole, and cannot be cut for another tensor-parallel degree",
-        parameter=name,
-        expected="a state with one value for each element",
-        found=f"{key}, of a shape of its own",
-        remedy="load at the tensor-parallel degree it was saved with, or with load_optimizer_states=False",
-    )
-
-
-def _cannot_be_blended(name: str, key: str) -> MismatchError:
-    return MismatchError(
-        f"{key} is quantized, and would have to be averaged or added up over tensor-parallel ranks",
-        parameter=name,
-        expected="a state of plain values",
-        found="8-bit codes",
-        remedy='"elastic_checkpoint": {"replicated_params": "first"}, or load_optimizer_states=False',
-    )

@@ -53,7 +53,7 @@ class LoadReport(HasOutcomes):
 
     Attributes:
         source: where the checkpoint comes from.
-        zero_stage, dp: stage and data-parallel degree of the live engine.
+        zero_stage, dp, tp, pp: stage, and data-, tensor- and pipeline-parallel degree of the live engine.
         rank: global rank that this report is of.
         outcomes: everything that was restored, is fresh, skipped or ignored; see
             :class:`elastic_ckpt.plan.Outcome`.
@@ -70,6 +70,8 @@ class LoadReport(HasOutcomes):
     global_steps: int = 0
     ranks: tuple[RankWork, ...] = field(default=())
     notes: tuple[str, ...] = ()
+    tp: int = 1
+    pp: int = 1
 
     @property
     def restored(self) -> dict[str, int]:
@@ -97,8 +99,9 @@ class LoadReport(HasOutcomes):
         table.add_column(overflow="fold")
         source = self.source
         table.add_row("from", escape(f"{source.format} {source.folder}"))
-        table.add_row("saved", f"ZeRO-{source.zero_stage}, DP={source.dp}, DeepSpeed {source.ds_version}")
-        table.add_row("now", f"ZeRO-{self.zero_stage}, DP={self.dp}, at step {self.global_steps}")
+        saved = _topology(source.zero_stage, source.dp, source.tp, source.pp)
+        table.add_row("saved", f"{saved}, DeepSpeed {source.ds_version}")
+        table.add_row("now", f"{_topology(self.zero_stage, self.dp, self.tp, self.pp)}, at step {self.global_steps}")
         done = [title(o.role) + (f" {len(o.names)}" if o.names else "") for o in self.outcomes if o.what == "restored"]
         table.add_row("restored", ", ".join(done) or "nothing")
         for what in ("fresh", "skipped", "ignored"):
@@ -121,6 +124,19 @@ class LoadReport(HasOutcomes):
 def title(role: str) -> str:
     """A role as people call it."""
     return _TITLES.get(role, role)
+
+
+def _topology(zero_stage: int, dp: int, tp: int, pp: int) -> str:
+    others = "".join(f", {name}={degree}" for name, degree in (("TP", tp), ("PP", pp)) if degree > 1)
+    return f"ZeRO-{zero_stage}, DP={dp}{others}"
+
+
+def united(stages: Sequence[Sequence[Outcome]]) -> tuple[Outcome, ...]:
+    """The outcomes of all pipeline stages as those of one model."""
+    names: dict[tuple[str, str, str], dict[str, None]] = {}
+    for outcome in (outcome for outcomes in stages for outcome in outcomes):
+        names.setdefault((outcome.role, outcome.what, outcome.reason), {}).update(dict.fromkeys(outcome.names))
+    return tuple(Outcome(role, what, tuple(found), reason) for (role, what, reason), found in names.items())
 
 
 def _line(outcome: Outcome) -> str:
