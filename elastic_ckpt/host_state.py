@@ -50,7 +50,8 @@ class HostState:
         checkpoint: every other top-level entry of the model-states file, the client state among them.
         same_ranks: whether the job has the ranks of the save, so that what belongs to one rank still belongs to it;
             if not, this is rank 0's on every rank.
-        degrees: tensor- and pipeline-parallel degree of the save.
+        degrees: tensor- and pipeline-parallel degree of the save, if this is the state of the model-parallel rank whose
+            place this one has taken; else zeros.
     """
 
     counters: Mapping[str, Any]

@@ -98,7 +98,9 @@ def read_universal(found: Found, options: ReadOptions) -> Checkpoint:
             scale = None if optimizer is None else loss_scale_of(optimizer.loss_scaler)
             overflow = optimizer is not None and optimizer.overflow
             grid = _grid(models, found.folder)
-            state = replace(read_host_state(opened[0], scale, overflow, unchanged), degrees=(grid.tp, grid.pp))
+            state = read_host_state(opened[0], scale, overflow, unchanged)
+            if grid.tp * grid.pp > 1:
+                state = replace(state, degrees=(0, 0))  # one model-parallel rank's, on every rank
             pickled = parallel.pack(state)
     host: HostState = parallel.unpack(parallel.broadcast(pickled, src=0))
     return Checkpoint(catalog, host, first.path, len(opened))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from argparse import Namespace
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ def save(arguments: dict[str, Any]) -> None:
         engine = build(parallel)
         oracle.assert_fresh(engine, parallel, seed=7)
         before = train(engine, parallel, 0, SAVE_AT)
-        engine.save_checkpoint(folder, tag="step4", client_state={"note": "hello"})
+        engine.save_checkpoint(folder, tag="step4", client_state=client_state_of(parallel))
         truth = oracle.gather(engine, parallel)
         truth["losses"] = train(engine, parallel, SAVE_AT, CONTINUE_TO)
         truth["losses_before"] = before
@@ -52,12 +53,39 @@ def load(arguments: dict[str, Any]) -> None:
             truth = torch.load(os.path.join(source["folder"], "truth.pt"), weights_only=False)
             _, client_state = engine.load_checkpoint(source["folder"])
             assert engine.elastic_report is not None, f"{where}: DeepSpeed's own path ran"
-            assert client_state["note"] == "hello", where
+            assert_client_state(client_state, engine, parallel, where)
             if source.get("exact", True):
                 oracle.compare(engine, parallel, truth, where)
             assert_continues(engine, parallel, truth, source.get("tolerance", 1e-5), where)
             train(engine, parallel, 100 + number, 101 + number)  # leave other values for the next load to replace
         close(engine)
+
+
+def client_state_of(parallel: Parallel) -> dict[str, Any]:
+    """As Megatron's scripts save it: arguments, and random states of this rank."""
+    place = place_of(parallel, dist.get_rank())
+    tracker = {"model-parallel-rng": random_state(1000 + place.pp * parallel.tp + place.tp)}
+    args = Namespace(
+        tensor_model_parallel_size=parallel.tp, pipeline_model_parallel_size=parallel.pp, seed=1234, rank=0
+    )
+    return {"note": "hello", "args": args, "rng_tracker_states": tracker}
+
+
+def random_state(seed: int) -> torch.Tensor:
+    return torch.Generator().manual_seed(seed).get_state()
+
+
+def assert_client_state(state: dict[str, Any], engine: Any, parallel: Parallel, where: str) -> None:
+    """Arguments follow the topology; random states are the saved ones, or of a new run where TP or PP changed."""
+    place, saved = place_of(parallel, dist.get_rank()), engine.elastic_report.source
+    assert state["note"] == "hello", where
+    args = state["args"]
+    found = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.rank
+    assert found == (parallel.tp, parallel.pp, dist.get_rank()), f"{where}: {args}"
+    expected = random_state(1234 + 100 * place.pp + 2718 + place.tp)
+    if (saved.tp, saved.pp) == (parallel.tp, parallel.pp) and saved.format == "native":
+        expected = random_state(1000 + place.pp * parallel.tp + place.tp)
+    assert torch.equal(state["rng_tracker_states"]["model-parallel-rng"], expected), where
 
 
 def plant(arguments: dict[str, Any]) -> None:
