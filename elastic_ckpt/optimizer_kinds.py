@@ -98,6 +98,8 @@ def refuse_other_kind(
     live = {key: value for key, value in own.items() if key in destinations.defaults or not destinations.defaults}
     for number in sorted({catalog.parameters[name].group for name in members}):
         saved = catalog.groups[number]
+        if not saved:  # BLOOM's universal checkpoint does not tell, which a note says
+            continue
         if "use_muon" in own and "use_muon" in saved:  # its Adam half takes over whatever its helper optimizer knows
             continue
         # a user may have put more into a group than the optimizer knows

@@ -9,7 +9,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ckpt.bands import Band, Split, blended, clip_source, clip_target, copied, fused, replicated, reshard
+from elastic_ckpt.bands import (
+    Band,
+    Split,
+    blended,
+    clip_source,
+    clip_target,
+    copied,
+    duplicates,
+    fused,
+    replicated,
+    reshard,
+)
 from elastic_ckpt.geometry import FlatRange
 
 
@@ -141,3 +152,46 @@ def test_a_blend_takes_every_shard() -> None:
     assert transfer.blend
     assert transfer.scale == 0.5
     assert [shard for shard, _ in transfer.bands] == [0, 1, 2]
+
+
+@given(resharding())
+def test_elements_that_several_ranks_hold_are_named_beside_the_first_ones(
+    case: tuple[torch.Tensor, Split, Split],
+) -> None:
+    whole, split, _ = case
+    held = shards(whole, split)
+    taken = [torch.full((shard.numel(),), -1) for shard in held]
+    for rank, shard in enumerate(shards(whole, fused(split.shape, split.dim, [[split.shape[split.dim]]]))):
+        for source, band in reshard(
+            split, Split(split.shape, split.dim, (((0, split.shape[split.dim]),),)), rank
+        ).bands:
+            apply(band.turned(), torch.ones(shard.numel(), dtype=torch.int64), taken[source])
+    for (owner, first), (other, second) in duplicates(split):
+        values = [torch.full((band.numel,), -1) for band in (first, second)]
+        apply(first, held[owner].flatten(), values[0])
+        apply(second, held[other].flatten(), values[1])
+        assert torch.equal(*values)
+        assert owner < other
+        apply(second.turned(), torch.full((band_end(second),), 2), taken[other])
+    assert all((marks > 0).all() for marks in taken)  # each element is taken, or compared with one that is
+
+
+def band_end(band: Band) -> int:
+    return band.target + (band.rows - 1) * band.target_stride + band.width
+
+
+def test_no_rank_holds_a_plain_cut_twice() -> None:
+    assert duplicates(fused((6, 4), 1, [[1, 1], [1, 1]])) == ()
+    assert duplicates(replicated((6, 4), 1)) == ()
+    assert [(a[0], b[0], a[1].numel) for a, b in duplicates(replicated((6, 4), 3))] == [(0, 1, 24), (0, 2, 24)]
+
+
+def test_a_stretch_that_one_rank_holds_twice_is_compared_too() -> None:
+    ((owner, first), (other, second)) = duplicates(Split((4,), 0, (((0, 4), (1, 3)),)))[0]
+    assert (owner, other) == (0, 0)
+    assert (first.source, second.source, first.numel, second.numel) == (1, 4, 2, 2)
+
+
+def test_columns_that_two_ranks_hold_are_compared_row_by_row() -> None:
+    split = Split((2, 4), 1, (((0, 3),), ((2, 4),)))
+    assert duplicates(split) == (((0, Band(2, 1, 2, 3, 0, 1)), (1, Band(2, 1, 0, 2, 0, 1))),)

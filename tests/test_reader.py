@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -361,3 +362,54 @@ def test_no_file_stays_open(tmp_path: Path) -> None:
     for _ in range(3):
         run([write(tmp_path / "a", torch.ones(4))], [untouched(4)], [Copy(0, 0, 0, 0, 4, "float32")])
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+# --- rows at regular distances ----------------------------------------------------------------------------------
+
+STRIDED = Copy(0, 3 + 4 * 2, 0, 1, 3, "float32", rows=4, file_stride=6, slot_stride=5)
+
+
+def strided_truth() -> list[float]:
+    """Rows of three, six apart in a file of 0, 1, 2 ..., from the third element on; five apart in the slot."""
+    expected = [UNTOUCHED] * 24
+    for row in range(4):
+        for column in range(3):
+            expected[1 + 5 * row + column] = 2 + 6 * row + column
+    return expected
+
+
+def test_rows_go_straight_into_the_slot(tmp_path: Path) -> None:
+    target = untouched(24)
+    stats = run([write(tmp_path / "a", torch.arange(30.0), header=3)], [target], [STRIDED])
+    assert target.tolist() == strided_truth()
+    assert stats == ReadStats(nbytes=48, calls=4, staged_nbytes=0)
+
+
+@pytest.mark.parametrize("chunk", [4, 8, 1 << 20])
+def test_rows_of_another_dtype_are_staged_by_the_strides_of_the_file(tmp_path: Path, chunk: int) -> None:
+    file, target = write(tmp_path / "a", torch.arange(30).bfloat16(), header=3), untouched(24)
+    copy = replace(STRIDED, byte_offset=3 + 2 * 2, dtype="bfloat16")
+    stats = run([file], [target], [copy], ReadOptions(chunk_nbytes=chunk))
+    assert target.tolist() == strided_truth()
+    assert (stats.nbytes, stats.staged_nbytes) == (24, 24)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_go_into_a_strided_tensor_by_its_row_major_positions(tmp_path: Path, dtype: str) -> None:
+    values = torch.arange(30).to(getattr(torch, dtype))
+    target = torch.full((6, 4), UNTOUCHED).t()
+    copy = replace(STRIDED, byte_offset=2 * values.element_size(), dtype=dtype)
+    run([write(tmp_path / "a", values)], [target], [copy])
+    assert target.flatten().tolist() == strided_truth()
+
+
+def test_rows_that_touch_in_the_file_are_read_in_one_call(tmp_path: Path) -> None:
+    target = untouched(24)
+    copy = replace(STRIDED, byte_offset=0, file_stride=3)
+    assert run([write(tmp_path / "a", torch.arange(12.0))], [target], [copy]) == ReadStats(48, 1, 0)
+    assert [target[1 + 5 * row + column].item() for row in range(4) for column in range(3)] == list(range(12))
+
+
+def test_a_row_beyond_the_end_of_the_file_is_damage(tmp_path: Path) -> None:
+    with pytest.raises(DamagedError, match="failed"):
+        run([write(tmp_path / "a", torch.arange(22.0))], [untouched(24)], [replace(STRIDED, byte_offset=8)])

@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import torch.distributed as dist
+from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from elastic_ckpt import parallel
 from elastic_ckpt.config import CONFIG_KEY
@@ -16,7 +17,7 @@ from elastic_ckpt.engines.host import LoadArguments, restores_states
 from elastic_ckpt.formats import Found
 from elastic_ckpt.formats.features import base_groups, features_in
 from elastic_ckpt.formats.naming import SWAPPED_FOLDER
-from elastic_ckpt.formats.pickled import PickledFile, open_pickled
+from elastic_ckpt.formats.pickled import PickledFile, TensorRef, open_pickled
 from elastic_ckpt.formats.saved_config import config_section
 from elastic_ckpt.formats.zero0_index import MASTER_ENTRIES
 
@@ -34,12 +35,14 @@ def deepspeed_loads_it_right(engine: Any, found: Found, arguments: LoadArguments
     the masters of big sub-groups alone.
     """
     answer: bool | None = None
-    if parallel.rank() == 0:
+    staged = bool(found.files.layers) and isinstance(engine, PipelineEngine)
+    if parallel.rank() == 0 or staged:
+        fits = _stage_fits if staged else _fits
         try:
-            answer = found.format == "native" and not _is_swapped(engine, found) and _fits(engine, found, arguments)
+            answer = found.format == "native" and not _is_swapped(engine, found) and fits(engine, found, arguments)
         except Exception:  # files that cannot be read are not ones that DeepSpeed is known to load right
             answer = False
-    return parallel.broadcast(answer, src=0)
+    return all(parallel.share(answer)) if staged else parallel.broadcast(answer, src=0)
 
 
 def _is_swapped(engine: Any, found: Found) -> bool:
@@ -55,6 +58,32 @@ def _fits(engine: Any, found: Found, arguments: LoadArguments) -> bool:
     features = features_in(model) | features_in(optimizer)
     alike = _same_topology(engine, found, model) and same_features(engine, features) and _same_padding(engine, model)
     return alike and (not restores_states(arguments) or _same_optimizer(engine, found, model, optimizer))
+
+
+def _stage_fits(engine: Any, found: Found, arguments: LoadArguments) -> bool:
+    """A pipeline without ZeRO: whether this rank's file holds states of the very parameters of its stage.
+
+    With ZeRO elastic_ckpt restores them itself, or what it refuses DeepSpeed cannot restore either.
+    """
+    if engine.zero_optimization_stage() or found.files.optimizer or _leaves_old_masters(engine, arguments):
+        return False
+    model = open_pickled(found.path(found.files.model[engine.checkpoint_mp_rank]))
+    groups, live = base_groups(model), base_optimizer(engine).param_groups
+    saved = [[_shape_of(model, number) for number in group["params"]] for group in groups]
+    here = [[tuple(param.shape) for param in group["params"]] for group in live]
+    same_shapes = len(saved) == len(here) and all(
+        len(mine) == len(other) and all(a in (None, b) for a, b in zip(mine, other, strict=True))
+        for mine, other in zip(saved, here, strict=True)
+    )
+    same_names = [set(group) - _NOT_COMPARED for group in groups] == [set(group) - _NOT_COMPARED for group in live]
+    plain = not any(key in model.tree["optimizer"] for key in MASTER_ENTRIES)
+    return same_shapes and same_names and plain and _same_topology(engine, found, model)
+
+
+def _shape_of(model: PickledFile, number: int) -> tuple[int, ...] | None:
+    """Shape of a parameter by its states; ``None``: it has none."""
+    state = model.tree["optimizer"]["state"].get(number, {})
+    return next((ref.shape for ref in state.values() if isinstance(ref, TensorRef) and ref.shape), None)
 
 
 def _representatives(found: Found) -> tuple[PickledFile, PickledFile]:

@@ -49,7 +49,7 @@ from elastic_ckpt.rules.declared import Declared
 
 _NO_OPTIMIZER_FILE = (
     "the universal checkpoint has no zero/optimizer_state.pt (BLOOM's have none): the optimizer's step was taken from "
-    "the counters, and hyperparameters of the live param groups stay"
+    "the counters, hyperparameters of the live param groups stay, and whether Adam or AdamW saved it is not known"
 )
 
 

@@ -139,10 +139,10 @@ def _by_shapes(asked: Asked, live: Sequence[Shape]) -> Saying | None:
     """Equal shards are replicated; else the one dimension along which both sides add up to the same is cut."""
     pattern, origin, saved = re.escape(asked.name), "the shapes", asked.shapes
     if len({*saved, *live}) == 1:
-        if len(saved) == 1 and len(live[0]) > 1 and _VOCABULARY.search(asked.name):
+        if len(saved) == 1 and len(saved[0]) > 1 and _VOCABULARY.search(asked.name):
             return None  # as big on each of several ranks as it was on one: padding of a vocabulary looks like that
         return Saying(Rule(pattern=pattern, kind=REPLICATED), origin, is_guess=True)
-    if len({len(shape) for shape in (*saved, *live)}) > 1:
+    if not live or len({len(shape) for shape in (*saved, *live)}) > 1:
         return None
     fitting = []
     for dim in range(len(live[0])):

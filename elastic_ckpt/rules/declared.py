@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -84,7 +84,7 @@ class Declared:
             CannotSplit: it is no cut along one dimension.
         """
         entry = _matching(self.affine, name)
-        return None if entry is None else split_of_affine(entry)
+        return None if entry is None else _understood(lambda: split_of_affine(entry))
 
     def split(self, name: str, shapes: Sequence[Shape]) -> Split | None:
         """The recorded layout of a parameter with shards of these shapes.
@@ -92,6 +92,9 @@ class Declared:
         Raises:
             CannotSplit: it is recorded in a form that is no cut along one dimension, or of other shards.
         """
+        return _understood(lambda: self._split(name, shapes))
+
+    def _split(self, name: str, shapes: Sequence[Shape]) -> Split | None:
         why = _matching(self.unsupported, name)
         if why is not None:
             raise CannotSplit(f"the run that saved it could not describe its layout: {why}")
@@ -106,6 +109,14 @@ class Declared:
         if split is not None and tuple(map(split.shard_shape, range(split.degree))) != tuple(shapes):
             raise CannotSplit(f"the checkpoint records a layout of {split.degree} ranks for {split.shape}")
         return split
+
+
+def _understood(read: Callable[[], T]) -> T:
+    """What is recorded, in whatever state it is."""
+    try:
+        return read()
+    except (TypeError, KeyError, IndexError, ValueError, AttributeError) as error:
+        raise CannotSplit(f"its recorded layout cannot be understood: {type(error).__name__}: {error}") from error
 
 
 def _matching(entries: Mapping[str, T], name: str) -> T | None:
@@ -134,6 +145,8 @@ def _declared(info: Mapping[str, Any]) -> Declared:
         pattern: (dims[pattern], tuple(tuple(map(int, ranks)) for ranks in saved))
         for pattern, saved in (info.get("sub_param_shard_widths") or {}).items()
     }
+    if any(len(set(map(len, parts))) != 1 or not parts[0] for _, parts in widths.values()):
+        raise ValueError("sub_param_shard_widths of unequal length")
     affine = info.get("affine_map") or {}
     if affine.get("version", _AFFINE_VERSION) != _AFFINE_VERSION:
         raise ValueError(f"affine_map of version {affine['version']}, of which only {_AFFINE_VERSION} is known")
@@ -203,7 +216,7 @@ def split_of_affine(entry: Mapping[str, Any]) -> Split:
 
 def _stretches(pieces: Sequence[Mapping[str, Any]], shape: Shape, dim: int) -> tuple[tuple[int, int], ...]:
     """The stretches of one rank: each piece a view (offset, strides) of the whole tensor and one of the shard."""
-    inner = math.prod(shape[dim + 1 :])
+    inner = max(math.prod(shape[dim + 1 :]), 1)
     width = sum(int(piece["shape"][dim]) for piece in pieces)
     strides, shard_strides = _strides(shape), _strides((*shape[:dim], width, *shape[dim + 1 :]))
     found, position = [], 0

@@ -68,14 +68,14 @@ def vocabulary_too_small(name: str, folder: str, saved: int, live: int, real: in
     )
 
 
-def wrongly_merged(name: str, folder: str, degree: int, chosen: Saying) -> MismatchError:
+def wrongly_merged(name: str, folder: str, degree: int, origin: str) -> MismatchError:
     """A universal checkpoint whose converter did not know what a parameter is made of."""
     return MismatchError(
         "DeepSpeed's converter has put the tensor-parallel shards of this parameter side by side, and it is made of "
         "several that each were cut on their own: the universal checkpoint holds them in a wrong order",
         parameter=name,
         file=folder,
-        expected=f"its parts one behind the other, according to {chosen.origin}",
+        expected=f"its parts one behind the other, according to {origin}",
         found=f"{degree} shards one behind the other, since the run that saved it declared no sub-parameters",
         remedy="load the native checkpoint instead",
     )

@@ -112,11 +112,18 @@ class _Resolver:
         self._overlaps: dict[str, tuple[Overlap, ...]] = {}
         self._origins: Counter[str] = Counter()
         self._padded: list[str] = []
+        self._summed: list[str] = []
 
     def resharding(self) -> Resharding:
         """All that was found out."""
         origins = ", ".join(f"{origin} ({count})" for origin, count in sorted(self._origins.items()))
         notes = [f"tensor-parallel layout of parameters according to: {origins}"] if origins else []
+        if self._summed:
+            times = f"{self._degree}/{self._catalog.source.tp}"
+            notes.append(
+                f"{len(self._summed)} parameters are sums of shares of the ranks, each of which moves by the learning "
+                f"rate: from here on the sums move {times} times as far; scale their rate to go on as before"
+            )
         if self._padded:
             shown = ", ".join(self._padded[:4])
             notes.append(f"rows of vocabulary padding that the checkpoint lacks keep the live values: {shown}")
@@ -132,20 +139,20 @@ class _Resolver:
         layout = layout or LiveLayout(())
         saved_name = self._catalog.saved_names.get(name, name)
         asked = Asked(name, saved_name, tensor.shard_shapes, self._is_fused(name) or self._is_fused(saved_name))
-        was_merged = asked.is_fused and self._catalog.merged_from > 1 and len(asked.shapes) == 1
-        as_saved = len(asked.shapes) == len(layout.shapes) and not was_merged
+        was_merged = self._catalog.merged_from > 1 and len(asked.shapes) == 1
+        if was_merged:
+            self._refuse_wrong_merge(asked, layout)
+        as_saved = len(asked.shapes) == len(layout.shapes)
         if as_saved and (not self._is_universal or asked.shapes == layout.shapes):
             return
-        self._resolve(asked, layout, tensor.dtype, was_merged)
+        self._resolve(asked, layout, tensor.dtype)
 
-    def _resolve(self, asked: Asked, layout: LiveLayout, dtype: str, was_merged: bool) -> None:
+    def _resolve(self, asked: Asked, layout: LiveLayout, dtype: str) -> None:
         folder, chosen = self._catalog.source.folder, None
         try:
             sayings = self._book.said(asked, layout, self._catalog.declared, self._catalog.run)
             chosen = choose(sayings)
             self._cross_check(asked, layout.shapes, sayings, chosen)
-            if was_merged:
-                self._refuse_wrong_merge(asked, chosen)
             held = self._splits(asked, layout, chosen)
         except CannotSplit as error:
             raise contradiction(asked.name, folder, asked.shapes, layout.shapes, chosen, str(error)) from error
@@ -191,13 +198,31 @@ class _Resolver:
             if against is not None:
                 raise contradiction(asked.name, folder, asked.shapes, live, chosen, against)
 
-    def _refuse_wrong_merge(self, asked: Asked, chosen: Saying | None) -> None:
+    def _refuse_wrong_merge(self, asked: Asked, layout: LiveLayout) -> None:
         """DeepSpeed's converter puts shards of fused parameters side by side unless it is told of their parts."""
-        declared = self._catalog.declared
-        rule = declared.rule(asked.saved_name)
-        knew = declared.is_recorded(asked.saved_name) or (rule is not None and rule.sub_parameters is not None)
-        if not knew and chosen is not None and chosen.rule.sub_parameters is not None:
-            raise wrongly_merged(asked.name, self._catalog.source.folder, self._catalog.merged_from, chosen)
+        declared, folder = self._catalog.declared, self._catalog.source.folder
+        try:
+            rule = declared.rule(asked.saved_name)
+            sayings = self._book.said(asked, layout, declared, self._catalog.run)
+        except CannotSplit as error:
+            if asked.is_fused:
+                raise contradiction(asked.name, folder, asked.shapes, layout.shapes, None, str(error)) from error
+            return
+        chosen = choose(sayings)
+        if asked.is_fused:
+            self._cross_check(asked, layout.shapes, sayings, chosen)
+        if declared.is_recorded(asked.saved_name) or (rule is not None and rule.sub_parameters is not None):
+            return
+        in_parts = chosen is not None and (chosen.rule.sub_parameters is not None or bool(chosen.rule.slices))
+        origin = chosen.origin if chosen is not None and in_parts else ""
+        if not in_parts and layout.split is not None and not (chosen is not None and chosen.is_users):
+            in_parts = any(len(held) > 1 for held in layout.split.held)
+            origin = "the live parameter (a recorded layout)"
+        if in_parts:
+            raise wrongly_merged(asked.name, folder, self._catalog.merged_from, origin)
+        if asked.is_fused and (chosen is None or is_ambiguous(chosen)):
+            why = f"{chosen.origin}: {chosen.rule.ambiguous}" if chosen is not None else "nothing says so"
+            raise undecided(asked.name, folder, asked.shapes, layout.shapes, why, True)
 
     def _splits(self, asked: Asked, layout: LiveLayout, chosen: Saying | None) -> _Held | None:
         """How both sides hold it; recorded layouts go before rules, and the user's rules before these."""
@@ -227,6 +252,7 @@ class _Resolver:
         numel, shards = math.prod(target.shape), source.degree
         if kind == SUMMED:
             # each rank adds its share of the value; the gradient of a share is that of the whole, and so are moments
+            self._summed.append(name)
             share = blended(shards, numel, 1 / target.degree)
             self._transfers[name, MASTER] = self._transfers[name, FROZEN] = share
         elif shards > 1:

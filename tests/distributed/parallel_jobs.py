@@ -153,3 +153,17 @@ def refuse(arguments: dict[str, Any]) -> None:
         raise AssertionError("it was loaded")
     oracle.compare_tensors(oracle.gather(engine, parallel), before, "refused")
     close(engine)
+
+
+def delegate(arguments: dict[str, Any]) -> None:
+    """A load that DeepSpeed's own loader does right, and elastic_ckpt leaves to it."""
+    elastic_ckpt.install()
+    parallel = Parallel(**arguments["setup"])
+    folder = arguments["sources"][0]["folder"]
+    truth = torch.load(os.path.join(folder, "truth.pt"), weights_only=False)
+    engine = build(parallel, seed=8)
+    engine.load_checkpoint(folder)
+    assert engine.elastic_report is None, "elastic_ckpt loaded it"
+    oracle.compare(engine, parallel, truth, folder)
+    assert_continues(engine, parallel, truth, 1e-5, folder)
+    close(engine)

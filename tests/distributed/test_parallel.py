@@ -28,6 +28,7 @@ SAVED: dict[int, list[Parallel]] = {
         Parallel(*GPT, tp=2, stage=1, precision="bf16"),
         Parallel("pipeline", "parameters", pp=2, stage=1),
         Parallel("pipeline", "uniform", pp=2, precision="bf16"),
+        Parallel("pipeline", "uniform", pp=2),
         Parallel("autotp", "fused_uneven", tp=2, stage=1),
         Parallel("autotp", "tied", tp=2, stage=1),
         Parallel("autotp", "fused", tp=2, stage=1),
@@ -96,7 +97,9 @@ def test_pipelines_change_their_stages(load: Callable[..., None]) -> None:
     bf16 = [(2, Parallel("pipeline", "uniform", pp=2, precision="bf16"))]
     one = Parallel("pipeline", "uniform", stage=1)
     load(1, (one, two), (Parallel("pipeline", "uniform", stage=1, precision="bf16"), bf16))
-    load(4, (Parallel("pipeline", "uniform", pp=4, stage=1), two), (Parallel("pipeline", "uniform", pp=2, stage=1), two))
+    load(
+        4, (Parallel("pipeline", "uniform", pp=4, stage=1), two), (Parallel("pipeline", "uniform", pp=2, stage=1), two)
+    )
 
 
 def test_three_dimensions_change_at_once(load: Callable[..., None]) -> None:
@@ -126,7 +129,11 @@ def test_rows_of_vocabulary_padding_stay_or_are_the_models_own(launch: Launch, s
     wider["sources"][0]["tolerance"] = 0.3  # other padding is another denominator of the softmax
     launch(2, "parallel_jobs.load", {"targets": [wider]}, timeout=200)
     narrower = target_json(saved, Parallel(*LLAMA, stage=1, rows=61), [(2, Parallel(*LLAMA, tp=2, stage=1))])
-    says = ["embedding.word_embeddings.weight", "64 rows, and nothing says which of them are padding", '"vocabulary": 61']
+    says = [
+        "embedding.word_embeddings.weight",
+        "64 rows, and nothing says which of them are padding",
+        '"vocabulary": 61',
+    ]
     launch(1, "parallel_jobs.refuse", {**narrower, "says": says})
 
 
@@ -141,3 +148,11 @@ def test_universal_checkpoints_of_tensor_parallel_runs(
     # the converter knew no rules and put everything side by side, replicated biases too
     wrong = target_json(tmp_path, Parallel("3d", "uniform", stage=1), [(2, setups[1])])
     launch(1, "parallel_jobs.refuse", {**wrong, "says": ["universal", "1.bias", "(64,)", "(32,)"]})
+
+
+def test_states_that_are_numbered_by_stage_stay_with_their_stage(launch: Launch, saved: Path) -> None:
+    source = [(2, Parallel("pipeline", "uniform", pp=2))]
+    launch(2, "parallel_jobs.delegate", target_json(saved, Parallel("pipeline", "uniform", pp=2), source))
+    says = ["numbered, not named", '"stage": 1']
+    other = target_json(saved, Parallel("pipeline", "uniform", stage=1), source)
+    launch(1, "parallel_jobs.refuse", {**other, "says": says})

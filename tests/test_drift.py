@@ -1,0 +1,300 @@
+"""Copies that should be equal, in real files: which are compared, how far they are apart, and what becomes of them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from elastic_ckpt.bands import fused
+from elastic_ckpt.catalog import (
+    BUFFER,
+    MASTER,
+    BlockCode,
+    Catalog,
+    Extent,
+    LogicalTensor,
+    SavedParameter,
+    SourceFacts,
+    SourceFile,
+)
+from elastic_ckpt.destinations import Destinations, LiveLayout
+from elastic_ckpt.drift import Drift, find_drift, judge_drift
+from elastic_ckpt.errors import MismatchError
+from elastic_ckpt.geometry import FlatRange
+from elastic_ckpt.plan import Comparison, Piece, Plan, Recode, Slot
+from elastic_ckpt.reader import ReadOptions, execute
+from elastic_ckpt.replicas import compare_replicas
+from elastic_ckpt.rules.book import RuleBook
+from elastic_ckpt.rules.declared import declared_by
+from elastic_ckpt.rules.kinds import Rule
+from elastic_ckpt.rules.resolve import FIRST, MEAN, STRICT, Resharding, resolve
+from elastic_ckpt.states.kinds import BlockFormat, Codebook
+from elastic_ckpt.strips import strips
+
+OPTIONS = ReadOptions(threads=2)
+NAN, INF = math.nan, math.inf
+
+
+def write(path: Path, *tensors: torch.Tensor) -> SourceFile:
+    raw = b"\xee" * 3 + b"".join(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors)
+    path.write_bytes(raw)
+    return SourceFile(str(path), len(raw))
+
+
+def drift_of(tmp_path: Path, *copies: torch.Tensor, taken: str = FIRST) -> list[Drift]:
+    files = tuple(write(tmp_path / str(number), copy) for number, copy in enumerate(copies))
+    dtype = str(copies[0].dtype).removeprefix("torch.")
+    pieces = tuple((Piece(number, 3, 0, copies[0].numel(), dtype, None),) for number in range(len(copies)))
+    comparison = Comparison("a", MASTER, copies[0].numel(), pieces, taken)
+    return find_drift(Plan(files, (), (), comparisons=(comparison,)), OPTIONS)
+
+
+# --- how far copies are apart -----------------------------------------------------------------------------------
+
+
+def test_equal_copies_are_no_drift(tmp_path: Path) -> None:
+    same = torch.tensor([0.1, NAN, INF, -INF, -0.0])
+    assert drift_of(tmp_path, same, same.clone(), same.clone()) == []
+    assert drift_of(tmp_path, torch.zeros(2), -torch.zeros(2)) == []
+    assert drift_of(tmp_path, torch.empty(0), torch.empty(0)) == []
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64", "int64"])
+def test_the_largest_and_the_mean_difference_are_those_from_the_first_copy(tmp_path: Path, dtype: str) -> None:
+    first = torch.tensor([1, 2, 3, 4]).to(getattr(torch, dtype))
+    second, third = first.clone(), first.clone()
+    second[1] += 4
+    third[0] -= 2
+    third[3] += 2
+    (found,) = drift_of(tmp_path, first, second, third, taken=MEAN)
+    assert found == Drift("a", MASTER, largest=4.0, mean=1.0, copies=3, taken=MEAN)
+    assert str(found) == "a: 3 copies, at most 4 and in the mean 1 apart"
+    assert str(replace(found, key="exp_avg")).startswith("a exp_avg: 3 copies")
+
+
+def test_numbers_beyond_single_precision_are_told_apart(tmp_path: Path) -> None:
+    big = torch.tensor([2**53 - 1], dtype=torch.int64)
+    assert drift_of(tmp_path, big, big.clone()) == []
+    assert drift_of(tmp_path, big, big - 1)[0].largest == 1.0
+    tiny = torch.tensor([1.0], dtype=torch.float64)
+    assert drift_of(tmp_path, tiny, tiny + 2**-50)[0].largest == 2**-50
+
+
+@pytest.mark.parametrize("odd", [NAN, INF, -INF])
+def test_what_is_no_number_in_one_copy_only_is_infinitely_far(tmp_path: Path, odd: float) -> None:
+    (found,) = drift_of(tmp_path, torch.tensor([1.0, odd]), torch.tensor([1.0, 2.0]))
+    assert found.largest == INF
+    (found,) = drift_of(tmp_path, torch.tensor([1.0, INF]), torch.tensor([1.0, -INF]))
+    assert found.largest == INF
+
+
+def test_equal_infinities_beside_a_difference_count_as_equal(tmp_path: Path) -> None:
+    (found,) = drift_of(tmp_path, torch.tensor([INF, NAN, 1.0, 1.0]), torch.tensor([INF, NAN, 1.5, 1.0]))
+    assert (found.largest, found.mean) == (0.5, 0.125)
+
+
+def test_differences_are_added_up_over_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_ckpt.drift._CHUNK_NUMEL", 3)
+    first = torch.arange(8.0)
+    second = first + torch.tensor([0, 1, 0, 0, 0, 0, 0, 7.0])
+    (found,) = drift_of(tmp_path, first, second)
+    assert (found.largest, found.mean) == (7.0, 1.0)
+    assert drift_of(tmp_path, first, first + torch.tensor([0, 0, 0, 0, 2.0, 0, 0, 0]))[0].mean == 0.25
+
+
+def test_quantized_copies_are_compared_by_their_values(tmp_path: Path) -> None:
+    book = Codebook(tuple(code / 255 for code in range(256)))
+    codes, scales = torch.tensor([51, 102], dtype=torch.uint8), [torch.tensor([s]) for s in (1.0, 2.0, 0.5)]
+    files = tuple(write(tmp_path / str(n), scale, codes * (1 if n < 2 else 2)) for n, scale in enumerate(scales))
+    code = BlockCode(BlockFormat(256, "absmax1", book), 0, 3)
+    pieces = [(Piece(number, 7, 0, 2, "uint8", code),) for number in range(3)]
+
+    def drift(*copies: int) -> list[Drift]:
+        one = Comparison("a", "exp_avg", 2, tuple(pieces[copy] for copy in copies))
+        return find_drift(Plan(files, (), (), comparisons=(one,)), OPTIONS)
+
+    assert drift(0, 1)[0].largest == pytest.approx(0.4)
+    assert drift(0, 2) == []  # other codes, other scales, the same values
+
+
+# --- what becomes of them ---------------------------------------------------------------------------------------
+
+BIG, SMALL = Drift("big", MASTER, 2.0, 1.0, 4, FIRST), Drift("small", "exp_avg", 0.5, 0.25, 4, MEAN)
+
+
+def test_drift_is_refused_unless_the_user_says_what_to_take() -> None:
+    with pytest.raises(MismatchError, match="only one can be kept") as caught:
+        judge_drift([SMALL, BIG, BIG], frozenset(), STRICT)
+    assert caught.value.parameter == "big, small"
+    assert caught.value.found == f"{BIG}; {SMALL}"
+    assert '"replicated_params": "first"' in str(caught.value.remedy)
+    for policy in (FIRST, MEAN):
+        notes = judge_drift([SMALL, BIG, BIG], frozenset(), policy)
+        assert notes == (
+            f"replicated, but different when saved: {BIG}; the first was taken",
+            f"replicated, but different when saved: {SMALL}; the mean was taken",
+        )
+
+
+def test_what_a_rule_averages_may_differ() -> None:
+    assert len(judge_drift([BIG, SMALL], frozenset({"big", "small"}), STRICT)) == 2
+    with pytest.raises(MismatchError) as caught:
+        judge_drift([BIG, SMALL], frozenset({"big"}), STRICT)
+    assert caught.value.parameter == "small"
+    assert judge_drift([], frozenset(), STRICT) == ()
+
+
+def test_many_differences_are_cut_short_and_counted() -> None:
+    many = [replace(BIG, name=f"p{number}", largest=float(number)) for number in range(9)]
+    with pytest.raises(MismatchError, match="; and 3 more"):
+        judge_drift(many, frozenset(), STRICT)
+    notes = judge_drift(many, frozenset(), FIRST)
+    assert len(notes) == 7
+    assert "p8" in notes[0]
+    assert notes[-1].startswith("and 3 more")
+    assert not any("more" in note for note in judge_drift(many[:6], frozenset(), FIRST))
+
+
+# --- which copies are compared, and what a plan takes -----------------------------------------------------------
+
+
+def checkpoint(folder: Path, held: Mapping[str, Sequence[torch.Tensor]], keys: Sequence[str] = (MASTER,)) -> Catalog:
+    """A file for each shard of each tensor; states are ten times the weights."""
+    files: list[SourceFile] = []
+    tensors = {}
+    for name, shards in held.items():
+        for key in keys:
+            extents = []
+            for rank, shard in enumerate(shards):
+                values = shard * (1 if key == keys[0] else 10)
+                extents.append(Extent(FlatRange(0, shard.numel()), len(files), 3, shard=rank))
+                files.append(write(folder / f"{name}-{key}-{rank}", values))
+            shapes = tuple(tuple(shard.shape) for shard in shards)
+            dtype = str(shards[0].dtype).removeprefix("torch.")
+            sharded = shapes if len(shapes) > 1 else ()
+            tensors[name, key] = LogicalTensor(name, key, shapes[0], dtype, tuple(extents), shards=sharded)
+    parameters = {name: SavedParameter(tuple(shards[0].shape), 0, ()) for name, shards in held.items()}
+    facts = SourceFacts("native", str(folder), "tag", 1, 1, "0")
+    return Catalog(facts, tuple(files), parameters, tensors, ({},))
+
+
+def engine(
+    layouts: Mapping[str, LiveLayout], tp: int = 1, tp_rank: int = 0, dp: int = 1, dp_rank: int = 0
+) -> Destinations:
+    return Destinations(1, dp, dp_rank, "o", (), (), (), (), tp=tp, tp_rank=tp_rank, layouts=layouts)
+
+
+def drift_in(catalog: Catalog, live: Destinations, resharding: Resharding, states: bool = True) -> list[Drift]:
+    names = {name for name, _ in catalog.tensors}
+    comparisons = compare_replicas(catalog, live, resharding, names, states)
+    return find_drift(Plan(catalog.files, (), (), comparisons=comparisons), OPTIONS)
+
+
+def taken(catalog: Catalog, name: str, resharding: Resharding, numel: int) -> torch.Tensor:
+    """What a plan would put into the live shard."""
+    transfer, tensor = resharding.transfers[name, ""], catalog.tensors[name, MASTER]
+    values = torch.zeros(numel, dtype=torch.float64)
+    pieces = [p for strip in strips(tensor, transfer, FlatRange(0, numel)) for p in strip.pieces(0)]
+    scale = transfer.scale if transfer.blend else None
+    recode = Recode(0, 0, numel, None, -1, 0, tuple(sorted(pieces, key=lambda piece: piece.start)), scale)
+    execute(
+        Plan(catalog.files, (Slot(MASTER, 0, "", numel, "float64"),), (), recodes=(recode,)), [values], OPTIONS, False
+    )
+    return values
+
+
+@pytest.mark.parametrize("live_is_cut", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "policy"), [("replicated", STRICT), ("replicated", FIRST), ("replicated", MEAN), ("averaged", STRICT)]
+)
+def test_what_the_notes_say_was_taken_is_what_the_plan_takes(
+    tmp_path: Path, kind: str, policy: str, live_is_cut: bool
+) -> None:
+    copies = [torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([3.0, 6.0, 3.0, 4.0])]
+    catalog = checkpoint(tmp_path, {"norm": copies}, (MASTER, "exp_avg"))
+    preset = {"parameter_to_average_patterns" if kind == "averaged" else "tp_replicated_parameter_patterns": ["norm"]}
+    catalog = replace(catalog, declared=declared_by(preset))
+    split = fused((4,), 0, [[1, 1, 1, 1]])
+    layout = LiveLayout(((1,),) * 4, split=split) if live_is_cut else LiveLayout(((4,),))
+    live = engine({"norm": layout})
+    live = replace(live, tp=len(layout.shapes))
+    found = resolve(catalog, live, ["norm"], RuleBook(), policy)
+    got = taken(catalog, "norm", found, 1 if live_is_cut else 4)
+    every = [drift for rank in range(live.tp) for drift in drift_in(catalog, replace(live, tp_rank=rank), found)]
+    weights, states = sorted(every, key=lambda drift: drift.largest)
+    assert (weights.key, weights.largest, weights.mean, weights.copies) == (MASTER, 4.0, 1.5, 2)
+    assert (states.key, states.largest) == ("exp_avg", 40.0)
+    wanted = {FIRST: copies[0], MEAN: torch.stack(copies).mean(0)}[weights.taken]
+    assert got.tolist() == wanted[: len(got)].tolist()
+    if kind == "averaged":
+        assert judge_drift(every, found.averaged, policy)
+
+
+def test_integers_are_compared_and_the_first_is_taken_whatever_the_policy(tmp_path: Path) -> None:
+    catalog = checkpoint(tmp_path, {"ids": [torch.tensor([1, 2]), torch.tensor([1, 4])]}, (BUFFER,))
+    found = resolve(catalog, engine({"ids": LiveLayout(((2,),))}), ["ids"], RuleBook(), MEAN)
+    assert drift_in(catalog, engine({}), found) == [Drift("ids", BUFFER, 2.0, 1.0, 2, FIRST)]
+
+
+def test_what_is_summed_is_not_compared(tmp_path: Path) -> None:
+    catalog = checkpoint(tmp_path, {"bias": [torch.tensor([1.0]), torch.tensor([2.0])]})
+    book = RuleBook((Rule(pattern="bias", kind="summed"),))
+    found = resolve(catalog, engine({"bias": LiveLayout(((1,),))}), ["bias"], book, STRICT)
+    assert drift_in(catalog, engine({}), found) == []
+
+
+def test_every_shard_of_a_tied_parameter_is_compared_with_its_twins(tmp_path: Path) -> None:
+    shards = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])]
+    catalog = checkpoint(tmp_path, {"tied": shards, "twin": [shards[0], shards[1] + 1], "same": shards})
+    twins = tuple(replace(catalog.tensors[name, MASTER], name="tied") for name in ("same", "twin"))
+    both = replace(
+        catalog, tensors={("tied", MASTER): catalog.tensors["tied", MASTER]}, twins={("tied", MASTER): twins}
+    )
+    assert drift_in(both, engine({}), Resharding()) == [Drift("tied", MASTER, 1.0, 1.0, 2, FIRST)]
+    mended = replace(both, twins={("tied", MASTER): twins[:1]})
+    assert drift_in(mended, engine({}), Resharding()) == []
+    assert compare_replicas(both, engine({}), Resharding(), [], True) == ()
+
+
+def test_parts_that_several_ranks_hold_of_a_parameter_that_is_cut_are_compared(tmp_path: Path) -> None:
+    whole = torch.arange(8.0).view(2, 4)  # the last column is on both ranks
+    held = (((0, 1), (3, 4)), ((1, 3), (3, 4)))
+    shards = [torch.cat([whole[:, a:b] for a, b in rank], 1) for rank in held]
+    rule = Rule(pattern="p", kind="custom", dim=1, slices={2: [list(rank) for rank in held], 1: [[(0, 4)]]})
+    for change, expected in ((0.0, []), (2.0, [Drift("p", MASTER, 2.0, 1.0, 2, FIRST)])):
+        shards[1][1, 2] += change
+        catalog = checkpoint(tmp_path, {"p": shards})
+        found = resolve(catalog, engine({"p": LiveLayout(((2, 4),))}), ["p"], RuleBook((rule,)), MEAN)
+        assert drift_in(catalog, engine({}), found) == expected
+        assert taken(catalog, "p", found, 8).tolist() == whole.flatten().tolist()
+
+
+def test_states_are_compared_only_if_they_are_loaded_and_only_what_can_be_cut(tmp_path: Path) -> None:
+    catalog = checkpoint(tmp_path, {"a": [torch.zeros(2), torch.ones(2)]}, (MASTER, "exp_avg"))
+    found = Resharding(replicas=frozenset("a"))
+    assert [drift.key for drift in drift_in(catalog, engine({}), found)] == ["exp_avg", MASTER]
+    assert [drift.key for drift in drift_in(catalog, engine({}), found, states=False)] == [MASTER]
+    factor = {("a", "exp_avg"): replace(catalog.tensors["a", "exp_avg"], is_whole=True)}
+    assert drift_in(replace(catalog, tensors=factor), engine({}), found) == []
+
+
+@pytest.mark.parametrize(("tp", "dp"), [(1, 1), (1, 3), (2, 2), (3, 1), (4, 4)])
+def test_each_comparison_is_dealt_to_exactly_one_rank_of_a_stage(tmp_path: Path, tp: int, dp: int) -> None:
+    names = [f"p{number}" for number in range(7)]
+    catalog = checkpoint(tmp_path, {name: [torch.zeros(1)] * 2 for name in names}, (MASTER, "exp_avg"))
+    found = Resharding(replicas=frozenset(names))
+    shares = []
+    for rank in range(tp):
+        for dp_rank in range(dp):
+            mine = compare_replicas(catalog, engine({}, tp, rank, dp, dp_rank), found, names, True)
+            shares.append([(one.name, one.key) for one in mine])
+    assert Counter(one for share in shares for one in share) == Counter(
+        (n, k) for n in names for k in (MASTER, "exp_avg")
+    )
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1

@@ -1,0 +1,278 @@
+"""Which file is of which rank, and how their catalogs become one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from elastic_ckpt.catalog import (
+    BUFFER,
+    FROZEN,
+    MASTER,
+    BlockCode,
+    Catalog,
+    Extent,
+    LogicalTensor,
+    ReplicatedState,
+    SavedParameter,
+    SourceFacts,
+    SourceFile,
+)
+from elastic_ckpt.errors import DamagedError, UnsupportedError
+from elastic_ckpt.formats.features import Features
+from elastic_ckpt.formats.grid import grid_of
+from elastic_ckpt.formats.layers import LayerShard, layer_tensors
+from elastic_ckpt.formats.merging import merge_shards, merge_stages
+from elastic_ckpt.formats.model_states import ModelShard
+from elastic_ckpt.formats.pickled import TensorRef
+from elastic_ckpt.geometry import FlatRange
+from elastic_ckpt.rules.declared import declared_by
+from elastic_ckpt.states.kinds import BlockFormat, Codebook
+
+# --- ranks ------------------------------------------------------------------------------------------------------
+
+
+def model(names: Sequence[str] = (), degrees: tuple[int, int] | None = None, weights: Sequence[str] = ()) -> ModelShard:
+    refs = {name: TensorRef("float32", (1,), (1,), 0) for name in weights}
+    shapes = (tuple((name, (1,)) for name in names),) if names else ()
+    return ModelShard(
+        "/ckpt/mp_rank.pt", 1, 0, shapes, refs, (), 0, (), {}, True, {}, {}, "0.19.8", {}, 1, Features(), None, degrees=degrees
+    )  # fmt: skip
+
+
+def ranks(*models: ModelShard) -> dict[int, ModelShard]:
+    return dict(enumerate(models))
+
+
+@pytest.mark.parametrize("degrees", [(2, 3), (3, 2), (6, 1), (1, 6)])
+def test_the_files_say_how_many_ranks_of_each_kind_there_are(degrees: tuple[int, int]) -> None:
+    grid = grid_of(ranks(*[model(["a"], degrees)] * 6), "/ckpt")
+    assert (grid.tp, grid.pp) == degrees
+    assert [rank for stage in grid.stages for rank in stage] == list(range(6))
+
+
+@pytest.mark.parametrize(
+    ("names", "stages"),
+    [
+        ("a a a a", ((0, 1, 2, 3),)),
+        ("a a b b", ((0, 1), (2, 3))),
+        ("a b c d", ((0,), (1,), (2,), (3,))),
+        ("a b a b", ((0,), (1,), (2,), (3,))),
+        ("a", ((0,),)),
+    ],
+)
+@pytest.mark.parametrize("where", ["shapes", "weights"])
+def test_older_files_are_told_apart_by_their_parameters(
+    names: str, stages: tuple[tuple[int, ...], ...], where: str
+) -> None:
+    models = [model([name]) if where == "shapes" else model(weights=[name]) for name in names.split()]
+    assert grid_of(ranks(*models), "/ckpt").stages == stages
+
+
+def test_ranks_that_cannot_be_told_apart_are_refused() -> None:
+    for models in ([model(["a"]), model(["a"]), model(["b"])], [model(), model()], [model(["a"]), model()]):
+        with pytest.raises(UnsupportedError, match="cannot be told"):
+            grid_of(ranks(*models), "/ckpt")
+    assert grid_of(ranks(model()), "/ckpt").stages == ((0,),)
+
+
+@pytest.mark.parametrize(
+    ("held", "degrees", "found"),
+    [
+        ([0, 2], None, "none of rank 1"),
+        ([1, 2], None, "none of rank 0"),
+        ([0, 1], (2, 2), "none of rank 2, 3"),
+        ([0, 1, 2], (2, 1), "none of rank 1 only"),
+    ],
+)
+def test_missing_ranks_are_damage(held: list[int], degrees: tuple[int, int] | None, found: str) -> None:
+    with pytest.raises(DamagedError, match="missing") as caught:
+        grid_of({rank: model(["a"], degrees) for rank in held}, "/ckpt")
+    assert caught.value.found == found
+
+
+# --- merging ----------------------------------------------------------------------------------------------------
+
+
+def tensor(name: str, key: str, numel: int, file: int = 0, dtype: str = "float32", **more: Any) -> LogicalTensor:
+    extents = (Extent(FlatRange(0, numel), file, 8),) if numel else ()
+    return LogicalTensor(name, key, (numel,), dtype, extents, **more)
+
+
+def catalog(
+    held: Mapping[str, int],
+    files: Sequence[str] = ("a.pt",),
+    scalars: tuple[tuple[str, float], ...] = (("step", 4.0),),
+    **more: Any,
+) -> Catalog:
+    """One rank's: of each parameter so many elements, and their states in the last file."""
+    last = len(files) - 1
+    return Catalog(
+        source=SourceFacts("native", "/ckpt", "tag", 1, 1, "0"),
+        files=tuple(SourceFile(name, 100) for name in files),
+        parameters={name: SavedParameter((numel,), 0, scalars) for name, numel in held.items()},
+        tensors={(name, key): tensor(name, key, numel, last) for name, numel in held.items() for key in (MASTER, "exp_avg")},
+        groups=({"lr": 0.1},),
+        **more,
+    )  # fmt: skip
+
+
+def test_shards_lie_side_by_side_each_in_its_own_files() -> None:
+    merged = merge_shards(
+        [
+            catalog({"a": 4, "b": 1}, ["0a", "0b"]),
+            catalog({"a": 3, "b": 1}, ["1a"]),
+            catalog({"a": 0, "b": 1}, ["2a", "2b"]),
+        ]
+    )
+    assert [file.path for file in merged.files] == ["0a", "0b", "1a", "2a", "2b"]
+    a = merged.tensors["a", "exp_avg"]
+    assert a.shards == ((4,), (3,), (0,))
+    assert [(extent.shard, extent.file, extent.range.stop) for extent in a.extents] == [(0, 1, 4), (1, 2, 3)]
+    assert [(extent.shard, extent.file) for extent in merged.tensors["b", MASTER].extents] == [(0, 1), (1, 2), (2, 4)]
+    assert merged.parameters["a"].shards == ((4,), (3,), (0,))
+    assert merged.parameters["a"].shape == (4,)
+    assert merged.source.tp == 3
+
+
+def test_one_rank_and_one_stage_stay_as_they_are() -> None:
+    alone = catalog({"a": 4})
+    assert merge_shards([alone]) is merge_stages([alone]) is alone
+
+
+def coded(name: str) -> LogicalTensor:
+    code = BlockCode(BlockFormat(4, "absmax1", Codebook((0.0, 1.0))), 0, 0)
+    return LogicalTensor(name, "exp_avg", (4,), "float32", (Extent(FlatRange(0, 4), 0, 0, code),))
+
+
+def with_state(state: LogicalTensor) -> Catalog:
+    one = catalog({"a": 4})
+    return replace(one, tensors={**one.tensors, ("a", "exp_avg"): state})
+
+
+@pytest.mark.parametrize(
+    ("other", "what"),
+    [
+        (catalog({"a": 4, "b": 1}), "parameters"),
+        (replace(catalog({"a": 4}), tensors={("a", MASTER): tensor("a", MASTER, 4)}), "tensors"),
+        (replace(catalog({"a": 4}), groups=({"lr": 0.2},)), "hyperparameters of the param groups"),
+        (catalog({"a": 4}, scalars=(("step", 5.0),)), "scalar optimizer states"),
+        (with_state(tensor("a", "exp_avg", 4, dtype="bfloat16")), "dtypes"),
+        (with_state(coded("a")), "dtypes"),
+        (with_state(tensor("a", "exp_avg", 4, is_whole=True)), "dtypes"),
+    ],
+)
+def test_ranks_of_a_stage_that_disagree_are_damage_by_name(other: Catalog, what: str) -> None:
+    with pytest.raises(DamagedError) as caught:
+        merge_shards([catalog({"a": 4}), catalog({"a": 4}), replace(other, files=(SourceFile("other.pt", 1),))])
+    assert caught.value.file == "other.pt"
+    assert caught.value.problem.endswith(f"with different {what}")
+
+
+def test_replicated_states_must_be_the_same_on_all_ranks() -> None:
+    def rank(crc: int, *more: ReplicatedState) -> Catalog:
+        state = ReplicatedState("qmap1", "float32", (256,), 0, 8, crc)
+        one = catalog({"a": 4})
+        return replace(one, parameters={"a": replace(one.parameters["a"], replicated=(state, *more))})
+
+    second = ReplicatedState("qmap2", "float32", (256,), 0, 8, 1)
+    assert not merge_shards([rank(1), rank(1)]).parameters["a"].replicated[0].differs
+    assert merge_shards([rank(1), rank(2)]).parameters["a"].replicated[0].differs
+    assert [s.differs for s in merge_shards([rank(1, second), rank(1)]).parameters["a"].replicated] == [False, True]
+    stages = merge_stages([catalog({"b": 1}, ["0", "1"]), merge_shards([rank(1), rank(1)])])
+    assert stages.parameters["a"].replicated[0].file == 2
+
+
+def test_stages_follow_each_other_and_copies_of_tied_parameters_are_twins() -> None:
+    stages = [
+        catalog({"a": 4, "tied": 2}, ["0"]),
+        catalog({"tied": 2, "b": 3}, ["1a", "1b"]),
+        catalog({"tied": 2}, ["2"]),
+    ]
+    merged = merge_stages(stages)
+    assert [file.path for file in merged.files] == ["0", "1a", "1b", "2"]
+    assert list(merged.parameters) == ["a", "tied", "b"]
+    assert merged.tensors["tied", MASTER].extents[0].file == 0
+    assert merged.tensors["b", MASTER].extents[0].file == 2
+    assert [twin.extents[0].file for twin in merged.twins["tied", "exp_avg"]] == [2, 3]
+    assert set(merged.twins) == {("tied", MASTER), ("tied", "exp_avg")}
+    assert (merged.source.pp, merged.source.tp) == (3, 1)
+    with pytest.raises(UnsupportedError, match="different param groups"):
+        merge_stages([stages[0], replace(stages[1], groups=({"lr": 0.2},))])
+
+
+def test_what_is_said_of_several_catalogs_is_united() -> None:
+    one = catalog(
+        {"a": 1},
+        aliases={"x": "a"},
+        notes=("n",),
+        warnings=("w",),
+        scalar_forms={"step": "int"},
+        declared=declared_by({"parameter_with_row_parallelism_patterns": ["a"]}),
+    )
+    two = catalog({"b": 1}, aliases={"x": "b", "y": "b"}, notes=("n", "m"), frozen_recorded=False, scalar_forms={"step": "float"}, opaque_states={"s": "?"}, damaged_states={"d": "!"}, fresh_states=frozenset("f"), declared=declared_by({"tp_replicated_parameter_patterns": ["b"]}))  # fmt: skip
+    merged = merge_stages([one, two])
+    assert merged.aliases == {"x": "a", "y": "b"}
+    assert (merged.notes, merged.warnings) == (("n", "m"), ("w",))
+    assert (merged.opaque_states, merged.damaged_states, merged.fresh_states) == ({"s": "?"}, {"d": "!"}, {"f"})
+    assert merged.scalar_forms == {"step": "int"}
+    assert not merged.frozen_recorded
+    assert [merged.declared.rule(name).kind for name in "ab"] == ["row", "replicated"]  # type: ignore[union-attr]
+
+
+# --- files of pipeline layers -----------------------------------------------------------------------------------
+
+
+def ref(*shape: int, offset: int = 64, stride: tuple[int, ...] | None = None) -> TensorRef:
+    strides = (*shape[1:], 1) if len(shape) > 1 else (1,) * len(shape)
+    return TensorRef("bfloat16", shape, stride or strides, offset)
+
+
+def layer(number: int, tp_rank: int, **weights: TensorRef) -> LayerShard:
+    return LayerShard(f"/ckpt/layer_{number:02}-model_{tp_rank:02}.pt", 10, number, tp_rank, weights)
+
+
+def test_entries_of_layers_have_the_names_of_the_model() -> None:
+    known = frozenset(["3.weight", "tied_modules.embed.weight", "tied_modules.embed.norm.weight", "0.bias"])
+    entries = {"weight": ref(2), "norm.weight": ref(2), "bias": ref(2), "extra": ref(2)}
+    first = LayerShard("p", 1, 0, 0, entries).named(known)
+    assert set(first) == {"tied_modules.embed.weight", "tied_modules.embed.norm.weight", "0.bias", "0.extra"}
+    assert "3.weight" in LayerShard("p", 1, 3, 0, entries).named(known)
+
+
+def test_two_tied_modules_that_end_alike_are_not_told_apart() -> None:
+    known = frozenset(["tied_modules.embed.weight", "tied_modules.head.weight", "tied_modules.head.bias"])
+    found = LayerShard("p", 1, 7, 0, {"weight": ref(2), "bias": ref(2)}).named(known)
+    assert set(found) == {"7.weight", "tied_modules.head.bias"}
+    assert set(LayerShard("p", 1, 7, 0, {"weight": ref(2)}).named(known | {"7.weight"})) == {"7.weight"}
+
+
+def test_buffers_and_frozen_parameters_come_from_the_layers_of_all_ranks_in_order() -> None:
+    layers = [
+        layer(1, 1, table=ref(3, offset=72), frozen=ref(2, 3)),
+        layer(0, 0, weight=ref(2)),
+        layer(1, 0, table=ref(2), frozen=ref(1, 3), empty=ref(0)),
+        layer(0, 1, weight=ref(2)),
+        layer(2, 0, alone=ref(2)),
+    ]
+    base = catalog({"0.weight": 4}, ["a", "b"])
+    found, files = layer_tensors(base, layers, frozenset(["1.table"]), tp=2)
+    assert [file.path for file in files] == [item.path for item in layers]
+    assert set(found) == {("1.table", BUFFER), ("1.frozen", FROZEN)}
+    table, frozen = found["1.table", BUFFER], found["1.frozen", FROZEN]
+    assert (table.shards, table.shape, table.dtype) == (((2,), (3,)), (2,), "bfloat16")
+    assert table.extents == (Extent(FlatRange(0, 2), 4, 64, shard=0), Extent(FlatRange(0, 3), 2, 72, shard=1))
+    assert frozen.shards == ((1, 3), (2, 3))
+
+
+def test_without_tensor_parallelism_there_are_no_shards_and_what_is_strided_is_left_out() -> None:
+    layers = [layer(0, 0, mask=ref(2, 2), turned=ref(2, 2, stride=(1, 2)), none=ref(0))]
+    found, _ = layer_tensors(catalog({}), layers, frozenset(["0.mask", "0.none"]), tp=1)
+    assert found["0.mask", BUFFER] == LogicalTensor(
+        "0.mask", BUFFER, (2, 2), "bfloat16", (Extent(FlatRange(0, 4), 1, 64),)
+    )
+    assert found["0.none", BUFFER].extents == ()
+    assert set(found) == {("0.mask", BUFFER), ("0.none", BUFFER)}

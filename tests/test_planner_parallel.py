@@ -1,0 +1,75 @@
+"""Any tensor-, pipeline- and data-parallel degree to any other: every element of every live shard, against torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from hypothesis import HealthCheck, given, settings
+
+from elastic_ckpt.plan import Plan, Slot
+from elastic_ckpt.planner import LoadOptions, plan_load
+from tests.simulation_parallel import (
+    NAMES,
+    TIED,
+    Case,
+    carry_out,
+    engine,
+    expected,
+    keys_of,
+    parallel_cases,
+    rules_of,
+    save,
+    values_of,
+)
+
+slow = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+
+
+def gap_places(slot: Slot) -> list[int]:
+    return [place for gap in slot.gaps for place in range(gap.start, gap.stop)]
+
+
+def holes(values: Sequence[int]) -> list[int]:
+    return [place for place, value in enumerate(values) if value == -1]
+
+
+@settings(slow, max_examples=100)
+@given(parallel_cases())
+def test_every_live_rank_gets_exactly_the_elements_of_its_shards(case: Case) -> None:
+    saved, options = save(case), LoadOptions(rules=rules_of(case))
+    target = case.target
+    for stage in range(len(target.stages)):
+        for rank in range(target.tp):
+            for dp_rank in range(target.dp):
+                plan = plan_load(saved.catalog, engine(case, stage, rank, dp_rank), options)
+                wanted = expected(case, stage, rank, dp_rank)
+                assert carry_out(plan, saved.files) == wanted
+                for slot in plan.slots:
+                    assert gap_places(slot) == holes(wanted[slot.key, slot.flat, slot.name])
+                assert not plan.recodes
+                assert plan.fresh == plan.ignored == ()
+
+
+@settings(slow, max_examples=40)
+@given(parallel_cases())
+def test_ranks_of_a_stage_compare_each_replica_and_each_twin_once(case: Case) -> None:
+    saved, options = save(case), LoadOptions(rules=rules_of(case))
+    source, target = case.source, case.target
+    for stage, names in enumerate(target.stages):
+        plans: list[Plan] = []
+        for rank in range(target.tp):
+            plans += [plan_load(saved.catalog, engine(case, stage, rank, dp), options) for dp in range(target.dp)]
+        compared = [comparison for plan in plans for comparison in plan.comparisons]
+        wanted: Counter[tuple[str, str, int]] = Counter()
+        for name in names:
+            for key in keys_of(name):
+                if NAMES[name] == "replicated" and source.tp > 1 and source.tp != target.tp:
+                    wanted[name, key, source.tp] += 1
+                if name == TIED and len(source.stages) > 1:
+                    wanted[name, key, 2] += source.tp
+        assert Counter((one.name, one.key, len(one.copies)) for one in compared) == wanted
+        for comparison in compared:
+            first, *others = (values_of(copy, comparison.numel, saved.files) for copy in comparison.copies)
+            assert -1 not in first
+            assert all(other == first for other in others)

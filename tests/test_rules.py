@@ -1,0 +1,410 @@
+"""Rules on real shards, what DeepSpeed declares by DeepSpeed's own code, and the presets of ``configs/rules``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.checkpoint.affine import (
+    AffinePiece,
+    ParamAffineMap,
+    block_gather_map,
+    contiguous_split_map,
+    replicated_map,
+    segmented_map,
+    sub_param_map,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from elastic_ckpt.bands import Split
+from elastic_ckpt.errors import ConfigError
+from elastic_ckpt.rules.book import is_fused
+from elastic_ckpt.rules.declared import Declared, declared_by, split_of_affine
+from elastic_ckpt.rules.kinds import CannotSplit, Facts, Rule, split_by
+from elastic_ckpt.rules.presets import load_preset, preset_names
+
+NOTHING = Facts({})
+
+
+def cut(whole: torch.Tensor, split: Split) -> list[torch.Tensor]:
+    """What each rank holds."""
+    return [
+        torch.cat([whole.narrow(split.dim, a, b - a) for a, b in held] or [whole.narrow(split.dim, 0, 0)], split.dim)
+        for held in split.held
+    ]
+
+
+def by_rule(
+    rule: Mapping[str, Any], whole: torch.Tensor, shards: Sequence[torch.Tensor], facts: Facts = NOTHING
+) -> None:
+    """A rule finds out from the shards' shapes alone how they were cut."""
+    split = split_by(Rule(pattern="x", **rule), [tuple(shard.shape) for shard in shards], facts)
+    assert split.shape == tuple(whole.shape)
+    found = cut(whole, split)
+    assert len(found) == len(shards)
+    assert all(torch.equal(a, b) for a, b in zip(found, shards, strict=True))
+
+
+def refuses(rule: Mapping[str, Any], shapes: Sequence[tuple[int, ...]], why: str, args: Mapping[str, Any] = {}) -> None:
+    with pytest.raises(CannotSplit, match=why):
+        split_by(Rule(pattern="x", **rule), shapes, Facts(args))
+
+
+def numbered(*shape: int) -> torch.Tensor:
+    return torch.arange(torch.Size(shape).numel()).view(shape)
+
+
+def parts_of(whole: torch.Tensor, widths: Sequence[int], degree: int, dim: int = 0) -> list[torch.Tensor]:
+    pieces = [part.chunk(degree, dim) for part in whole.split(list(widths), dim)]
+    return [torch.cat([part[rank] for part in pieces], dim) for rank in range(degree)]
+
+
+# --- rules ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("degree", [1, 2, 3])
+def test_plain_cuts(degree: int) -> None:
+    whole = numbered(7, 5, 6)
+    by_rule({"kind": "column"}, whole, whole.tensor_split(degree))
+    by_rule({"kind": "vocabulary"}, whole, whole.tensor_split(degree))
+    by_rule({"kind": "row"}, whole, whole.tensor_split(degree, 1))
+    by_rule({"kind": "column", "dim": 2}, whole, whole.tensor_split(degree, 2))
+    by_rule({"kind": "row", "dim": 2}, whole, whole.tensor_split(degree, 2))
+    for kind in ("replicated", "averaged", "summed"):
+        by_rule({"kind": kind}, whole, [whole] * degree)
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4])
+@pytest.mark.parametrize(("parts", "widths"), [([1, 1], [8, 8]), ([2, 1, 1], [16, 8, 8]), ([1, 3], [4, 12])])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_sub_parameters_are_each_cut_on_their_own(parts: list[int], widths: list[int], degree: int, dim: int) -> None:
+    whole = numbered(*((sum(widths), 3) if dim == 0 else (3, sum(widths))))
+    shards = parts_of(whole, widths, degree, dim)
+    by_rule({"kind": "row" if dim else "column", "sub_parameters": parts}, whole, shards)
+    by_rule({"kind": "column", "dim": dim, "sub_parameters": parts}, whole, shards)
+
+
+@pytest.mark.parametrize(
+    ("args", "widths"),
+    [
+        ({"num_attention_heads": 8}, [8, 8, 8]),
+        ({"num_attention_heads": 8, "num_key_value_heads": 4}, [16, 8, 8]),
+        ({"num_attention_heads": 8, "num_query_groups": 2}, [32, 8, 8]),
+        ({"num_attention_heads": 8, "num_query_groups": 2, "group_query_attention": True}, [32, 8, 8]),
+        # Megatron Core writes one group where it means as many as heads
+        ({"num_attention_heads": 8, "num_query_groups": 1, "group_query_attention": False}, [8, 8, 8]),
+    ],
+)
+def test_queries_keys_and_values_by_the_heads_of_the_run(args: Mapping[str, Any], widths: list[int]) -> None:
+    whole = numbered(sum(widths), 2)
+    by_rule({"kind": "column", "sub_parameters": "qkv"}, whole, parts_of(whole, widths, 2), Facts(args))
+
+
+@pytest.mark.parametrize("args", [{}, {"num_attention_heads": 8, "num_kv_heads": 3}, {"num_attention_heads": "8"}])
+def test_queries_keys_and_values_of_unknown_heads_are_refused(args: Mapping[str, Any]) -> None:
+    refuses({"kind": "column", "sub_parameters": "qkv"}, [(24, 2)] * 2, "how many attention heads", args)
+
+
+def test_slices_say_what_each_rank_holds() -> None:
+    whole, slices = numbered(3, 8), {2: [[(4, 6), (0, 2)], [(2, 4), (6, 8), (0, 2)]]}
+    shards = [whole[:, [4, 5, 0, 1]], whole[:, [2, 3, 6, 7, 0, 1]]]
+    by_rule({"kind": "custom", "dim": 1, "slices": slices}, whole, shards)
+    rule = {"kind": "custom", "dim": 1, "slices": slices}
+    refuses(rule, [(3, 4)] * 3, "says nothing of 3")
+    refuses(rule, [(3, 4), (3, 4)], "rank 1 are not 4 elements")
+    refuses({"kind": "custom", "slices": {2: [[(0, 2)]]}}, [(2,), (2,)], "says nothing of 2")
+    refuses({"kind": "custom", "slices": {2: [[(0, 2)], [(3, 5)]]}}, [(2,), (2,)], "leave out elements")
+    refuses({"kind": "custom", "slices": {2: [[(0, 2)], [(2, 2), (2, 4)]]}}, [(2,), (2,)], "rank 1 are not")
+    refuses({"kind": "custom", "slices": {1: [[(1, 3)]]}}, [(2,)], "leave out elements")
+
+
+def test_shards_that_a_rule_cannot_have_cut_are_refused() -> None:
+    refuses({"kind": "row"}, [(4,), (4,)], "dimension 1")
+    refuses({"kind": "column"}, [(4, 2), (4, 3)], "differ in others")
+    refuses({"kind": "row"}, [(4, 2), (3, 2)], "differ in others")
+    refuses({"kind": "replicated"}, [(4, 2), (3, 2)], "replicated, but")
+    refuses({"kind": "column", "sub_parameters": [2, 1]}, [(6, 2), (4, 2)], "proportions")
+
+
+def test_groups_are_cut_only_between_each_other() -> None:
+    by_rule({"kind": "column", "groups": 4}, numbered(12, 2), numbered(12, 2).split([3, 9]))
+    refuses({"kind": "column", "groups": 4}, [(4, 2), (8, 2)], "4 groups")
+    refuses({"kind": "column", "groups": 5}, [(6, 2), (6, 2)], "5 groups")
+    refuses({"kind": "column", "groups": 3}, [(0, 2), (0, 2)], "3 groups")
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"kind": "column", "sub_parameters": []},
+        {"kind": "column", "sub_parameters": [1, 0]},
+        {"kind": "column", "sub_parameters": "kv"},
+        {"kind": "replicated", "sub_parameters": [1, 1]},
+        {"kind": "vocabulary", "sub_parameters": [1, 1]},
+        {"kind": "custom"},
+        {"kind": "column", "slices": {1: [[(0, 1)]]}},
+        {"kind": "column", "groups": 0},
+        {"kind": "column", "dim": -1},
+        {"kind": "vocabulary", "vocabulary": 0},
+        {"kind": "diagonal"},
+        {"kind": "column", "pattern": "("},
+        {"kind": "column", "pattern": "x" * 513},
+        {"kind": "column", "extra": 1},
+    ],
+)
+def test_rules_that_mean_nothing_are_refused(rule: Mapping[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        Rule(**{"pattern": "x", **rule})
+
+
+def test_a_rule_applies_to_whole_names_and_to_runs_that_have_all_it_asks_for() -> None:
+    rule = Rule(pattern=r"\d+\.weight", kind="column", when={"swiglu": [True, 1], "bias": False})
+    assert rule.applies("3.weight", {"swiglu": True, "bias": False})
+    for name, run in (
+        ("3.weights", {"swiglu": True, "bias": False}),
+        ("m.3.weight", {"swiglu": True, "bias": False}),
+        ("3.weight", {"swiglu": False, "bias": False}),
+        ("3.weight", {"swiglu": True, "bias": True}),
+        ("3.weight", {"swiglu": True}),
+        ("3.weight", {}),
+    ):
+        assert not rule.applies(name, run)
+
+
+def test_names_of_parameters_that_are_made_of_several() -> None:
+    fused = "attention.query_key_value.bias self_attn.qkv_proj.weight Wqkv.weight gate_up_proj dense_h_to_4h.weight kv_proj.weight"
+    assert all(map(is_fused, fused.split()))
+    plain = "q_proj.weight k_proj.weight dense_4h_to_h.weight gate_proj.weight up_proj.weight norm.weight kv_projection2.weight"
+    assert not any(map(is_fused, plain.split()))
+
+
+# --- what a checkpoint declares ---------------------------------------------------------------------------------
+
+
+@st.composite
+def recorded_maps(draw: st.DrawFn) -> ParamAffineMap:
+    degree, dims = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    shape, dim = [draw(st.integers(1, 4)) for _ in range(dims)], draw(st.integers(0, dims - 1))
+
+    def widths(size: int) -> list[int]:
+        ends = sorted(draw(st.lists(st.integers(0, size), min_size=degree - 1, max_size=degree - 1)))
+        return [b - a for a, b in zip([0, *ends], [*ends, size], strict=True)]
+
+    kind = draw(st.sampled_from(["contiguous", "sub", "segmented", "replicated", "blocks"]))
+    subs = [draw(st.integers(1, 6)) for _ in range(draw(st.integers(1, 3)))]
+    if kind == "replicated":
+        return replicated_map(shape, degree)
+    if kind == "blocks":
+        order = draw(st.permutations(range(degree * 2)))
+        shape[dim] = 4 * degree
+        ids = {rank: order[2 * rank : 2 * rank + 2] for rank in range(degree)}
+        return block_gather_map(shape, ids, 2, dim)
+    shape[dim] = sum(subs)
+    if kind == "contiguous":
+        return contiguous_split_map(shape, widths(shape[dim]), dim)
+    if kind == "sub":
+        return sub_param_map(shape, subs, [widths(sub) for sub in subs], dim)
+    segments = [(sub, draw(st.booleans())) for sub in subs]
+    return segmented_map(shape, segments, dim, degree, [widths(sub) for sub, whole in segments if not whole])
+
+
+@settings(deadline=None, max_examples=150)
+@given(recorded_maps())
+def test_a_recorded_map_is_read_as_deepspeed_reads_it(recorded: ParamAffineMap) -> None:
+    entry = json.loads(json.dumps(recorded.to_dict()))  # keys of ranks are text then
+    whole = numbered(*recorded.logical_shape)
+    split = split_of_affine(entry)
+    found = cut(whole, split)
+    assert split.shape == tuple(whole.shape)
+    for rank in range(split.degree):
+        assert torch.equal(found[rank], recorded.extract(whole, rank))
+    assert torch.equal(recorded.rebuild(dict(enumerate(found))), whole)
+    shapes = [tuple(shard.shape) for shard in found]
+    declared = declared_by({"affine_map": {"version": 1, "params": {r"^a\.b$": recorded.to_dict()}}})
+    assert declared.split("a.b", shapes) == split
+    assert declared.is_recorded("a.b")
+    assert declared.split("a.c", shapes) is None
+    assert not declared.is_recorded("a.c")
+
+
+def one_piece(shape: tuple[int, ...], piece: AffinePiece) -> ParamAffineMap:
+    return ParamAffineMap(shape, {0: piece.shape}, {0: [piece]})
+
+
+@pytest.mark.parametrize(
+    ("recorded", "why"),
+    [
+        (replicated_map((4,), 2, scale=0.5), "scaled"),
+        (one_piece((4, 4), AffinePiece((2, 2), 0, (4, 1), 0, (2, 1), [0])), r"dimensions \[0, 1\]"),
+        (one_piece((4, 2), AffinePiece((2, 2), 0, (2, 1), 0, (1, 2), [0])), "no cut"),
+        (one_piece((4, 2), AffinePiece((2, 2), 0, (4, 1), 0, (2, 1), [0])), "no cut"),
+        (one_piece((4, 2), AffinePiece((2, 2), 1, (2, 1), 0, (2, 1), [0])), "no cut"),
+        (one_piece((4, 2), AffinePiece((2, 2), 0, (2, 1), 0, (2, 1), [0])), "holes in dimension 0"),
+        (one_piece((4, 2), AffinePiece((2, 2), 0, (2, 1), 2, (2, 1), [0])), "recorded with holes"),
+    ],
+)  # fmt: skip
+def test_a_map_that_is_no_cut_along_one_dimension_is_refused(recorded: ParamAffineMap, why: str) -> None:
+    with pytest.raises(CannotSplit, match=why):
+        split_of_affine(recorded.to_dict())
+
+
+def test_empty_shards_of_untouched_parameters_say_nothing() -> None:
+    empty = contiguous_split_map((0,), [0, 0], 0)
+    declared = declared_by({"affine_map": {"params": {"a": empty.to_dict()}}})
+    assert declared.split("a", [(2,), (2,)]) is None
+    split = declared.split("a", [(0,), (0,)])
+    assert split is not None
+    assert split.shape == (0,)
+
+
+def test_each_list_of_patterns_is_a_rule() -> None:
+    info = {
+        "vocabulary_parameter_patterns": ["words"],
+        "tp_replicated_parameter_patterns": ["norm"],
+        "parameter_to_average_patterns": ["drift"],
+        "parameter_with_row_parallelism_patterns": ["row"],
+        "parameter_with_2_sub_params_cat_dim_0": ["halves"],
+        "parameter_with_sub_params": [
+            {"patterns": ["heads"], "shape": [(960, 320, 320), -1], "partition_dim": 0},
+            {"patterns": ["three"], "shape": [2, 3], "partition_dim": 1},
+        ],
+        "original_vocab_size": 17,
+    }
+    declared = declared_by(info)
+    said = {
+        name: declared.rule(f"{name}.weight") for name in ["words", "norm", "drift", "row", "halves", "heads", "three"]
+    }
+    kinds = ["vocabulary", "replicated", "averaged", "row", "column", "column", "column"]
+    assert [rule.kind for rule in said.values() if rule] == kinds
+    assert [rule.sub_parameters for rule in said.values() if rule] == [None] * 4 + [[1, 1], [3, 1, 1], [1, 1, 1]]
+    assert [rule.cut_dim for rule in said.values() if rule][3:] == [1, 0, 0, 1]
+    assert declared.rule("m.norm") is None  # from the start of the name, as re.match
+    assert declared.vocabulary == 17
+
+
+def test_of_several_patterns_the_first_list_counts_and_stages_are_united() -> None:
+    one = declared_by({"parameter_with_row_parallelism_patterns": ["a"], "vocabulary_parameter_patterns": ["a"]})
+    two = declared_by({"tp_replicated_parameter_patterns": ["a", "b"], "original_vocab_size": 5})
+    both = one | two
+    assert [both.rule(name).kind for name in "ab"] == ["vocabulary", "replicated"]  # type: ignore[union-attr]
+    assert [(two | one).rule(name).kind for name in "ab"] == ["replicated", "replicated"]  # type: ignore[union-attr]
+    assert both.vocabulary == (two | one).vocabulary == 5
+    affine = [declared_by({"affine_map": {"params": {"a": replicated_map((n,), 2).to_dict()}}}) for n in (1, 2)]
+    assert (affine[0] | affine[1]).split("a", [(1,), (1,)]) is not None
+    assert (declared_by([1]) | one).unreadable
+    assert (one | declared_by([1])).unreadable
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        [1],
+        "abc",
+        {"parameter_with_sub_params": ["x"]},
+        {"parameter_with_sub_params": [{}]},
+        {"parameter_with_sub_params": 5},
+        {"parameter_with_sub_params": [{"patterns": ["x"], "shape": [3], "partition_dim": 2}]},
+        {"affine_map": {"params": [1]}},
+        {"affine_map": {"version": 2, "params": {}}},
+        {"affine_map": {"params": {"(": {}}}},
+        {"affine_map": {"params": {"x": {}}}},
+        {"affine_map": {"params": {"x": {"logical_shape": [2], "ranks": []}}}},
+        {"autotp_unsupported_parameter_patterns": ["x"]},
+        {"autotp_unsupported_parameter_patterns": {"(": "y"}},
+        {"vocabulary_parameter_patterns": [3]},
+        {"vocabulary_parameter_patterns": ["x" * 513]},
+        {"sub_param_shard_widths": {"x": [[1, 1]]}},
+    ],
+)
+def test_what_cannot_be_understood_is_an_error_only_once_it_is_asked(info: Any) -> None:
+    declared = declared_by(info)
+    assert declared.unreadable
+    with pytest.raises(CannotSplit, match="cannot be understood"):
+        declared.rule("x")
+
+
+def test_a_run_that_declares_nothing_says_nothing() -> None:
+    assert declared_by(None) == declared_by({}) == Declared()
+    assert Declared().rule("x") is Declared().split("x", [(1,)]) is None
+    for size in (0, -1, "7", None):
+        assert declared_by({"original_vocab_size": size}).vocabulary is None
+
+
+@pytest.mark.parametrize("shape", [[(3, 0), 2], [0, 2], [-1, 2]])
+def test_sub_parameters_without_a_width_are_ambiguous(shape: list[Any]) -> None:
+    declared = declared_by({"parameter_with_sub_params": [{"patterns": ["x"], "shape": shape, "partition_dim": 0}]})
+    rule = declared.rule("x")
+    assert rule is not None
+    assert rule.kind == "whole_only"
+    assert "say nothing" in rule.ambiguous
+
+
+# --- presets ----------------------------------------------------------------------------------------------------
+
+
+def applying(preset: str, name: str, run: Mapping[str, Any]) -> Rule | None:
+    return next((rule for rule in load_preset(preset).rules if rule.applies(name, run)), None)
+
+
+def test_every_preset_loads_and_goes_by_the_name_of_its_file() -> None:
+    assert len(preset_names()) >= 6
+    for name in preset_names():
+        assert load_preset(name).name == name
+        assert all(rule.ambiguous for rule in load_preset(name).rules if rule.kind == "whole_only")
+
+
+@pytest.mark.parametrize(
+    ("preset", "name", "run", "kind", "parts"),
+    [
+        ("bloom", "3.self_attention.query_key_value.weight", {}, "column", None),
+        ("bloom", "3.input_layernorm.weight", {}, "averaged", None),
+        ("gpt-neox", "2.attention.dense.weight", {}, "row", None),
+        ("megatron-core", "decoder.layers.0.mlp.linear_fc1.weight", {"swiglu": True}, "column", [1, 1]),
+        ("megatron-core", "decoder.layers.0.mlp.linear_fc1.weight", {"swiglu": False}, "column", None),
+        ("megatron-core", "decoder.layers.0.mlp.linear_fc1.weight", {}, "whole_only", None),
+        ("megatron-core", "embedding.word_embeddings.weight", {}, "vocabulary", None),
+        ("megatron-deepspeed-contiguous", "2.self_attention.query_key_value.weight", {}, "column", "qkv"),
+        ("megatron-deepspeed-interleaved", "2.self_attention.query_key_value.weight", {}, "column", None),
+        ("megatron-deepspeed-interleaved", "2.self_attention.query_key_value.weight",
+         {"ds_sequence_parallel_fpdt": False}, "whole_only", None),
+        ("megatron-deepspeed-contiguous", "2.mlp.dense_h_to_4h.bias", {"swiglu": True}, "column", [1, 1]),
+        ("megatron-deepspeed-contiguous", "2.mlp.dense_4h_to_h.bias", {}, "replicated", None),
+        ("gpt-neox-gptj-residual", "2.mlp.dense_4h_to_h.bias", {}, "summed", None),
+    ],
+)  # fmt: skip
+def test_what_presets_say_of_well_known_parameters(
+    preset: str, name: str, run: Mapping[str, Any], kind: str, parts: Any
+) -> None:
+    rule = applying(preset, name, run)
+    assert rule is not None
+    assert (rule.kind, rule.sub_parameters) == (kind, parts)
+
+
+def test_an_unknown_preset_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ConfigError, match='no preset "gpt-5"') as caught:
+        load_preset("gpt-5")
+    assert all(name in str(caught.value.expected) for name in preset_names())
+
+
+def test_a_preset_may_be_a_file_of_the_users(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text('{"name": "mine", "description": "", "rules": [{"pattern": "a", "kind": "row"}]}')
+    assert load_preset(str(path)).rules == [Rule(pattern="a", kind="row")]
+
+
+@pytest.mark.parametrize(
+    "text", [None, "{", "[]", '{"name": "x"}', '{"name": "x", "description": "", "rules": [{"pattern": "("}]}']
+)
+def test_a_file_that_is_no_preset_is_refused_by_its_path(tmp_path: Path, text: str | None) -> None:
+    path = tmp_path / "mine.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match="cannot be read") as caught:
+        load_preset(str(path))
+    assert caught.value.file == str(path)

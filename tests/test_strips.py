@@ -1,0 +1,177 @@
+"""Where elements of a live shard lie in the files, against torch's own cutting and the bytes that were written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic_ckpt.bands import Transfer, copied, fused, replicated, reshard
+from elastic_ckpt.catalog import BlockCode, Catalog, Extent, LogicalTensor, SourceFacts
+from elastic_ckpt.dtypes import ITEMSIZE
+from elastic_ckpt.errors import DamagedError
+from elastic_ckpt.geometry import FlatRange
+from elastic_ckpt.states.kinds import BlockFormat, Codebook
+from elastic_ckpt.strips import check_tiling, strips
+
+FORMAT = BlockFormat(4, "absmax1", Codebook((0.0, 1.0)))
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A tensor in files, each element under its number; of each file, where in a quantized tensor its bytes lie."""
+
+    tensor: LogicalTensor
+    files: list[torch.Tensor]
+
+
+def save(shards: Sequence[torch.Tensor], ends: Sequence[Sequence[int]], dtype: str, is_coded: bool) -> Saved:
+    """Every shard in extents that end where is said, each in a file of its own, behind a header."""
+    extents, itemsize = [], ITEMSIZE[dtype]
+    files: list[torch.Tensor] = []
+    for shard, values in enumerate(shards):
+        bounds = [0, *sorted({end for end in ends[shard] if 0 < end < values.numel()}), values.numel()]
+        for start, stop in pairwise(bounds):
+            if start == stop:
+                continue
+            code = BlockCode(FORMAT, 100 * len(files), 7) if is_coded else None
+            extents.append(Extent(FlatRange(start, stop), len(files), 3 * itemsize, code, shard))
+            files.append(torch.cat([torch.full((3,), -9), values.flatten()[start:stop]]))
+    shapes = tuple(tuple(shard.shape) for shard in shards)
+    return Saved(LogicalTensor("p", "state", shapes[0], dtype, tuple(extents), shards=shapes), files)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[torch.Tensor, Saved, Transfer, int, FlatRange, torch.Tensor, int]:
+    rows, dims = draw(st.sampled_from([1, 2, 3])), draw(st.integers(1, 3))
+    dim, parts = draw(st.integers(0, dims - 1)), draw(st.integers(1, 2))
+    shape = [draw(st.integers(1, 3)) for _ in range(dims)]
+    shape[dim] = 6 * parts
+    whole = torch.arange(rows * math.prod(shape)).view(rows, *shape)
+
+    def cut(degree: int) -> tuple[list[torch.Tensor], list[list[int]]]:
+        pieces = [part.chunk(degree, dim + 1) for part in whole.chunk(parts, dim + 1)]
+        widths = [[piece.shape[dim + 1] for piece in part] for part in pieces]
+        return [torch.cat([part[rank] for part in pieces], dim + 1) for rank in range(degree)], widths
+
+    source, target = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2, 3]))
+    (saved, source_widths), (live, target_widths) = cut(source), cut(target)
+    if rows == 1:
+        saved = [shard.squeeze(0) for shard in saved]
+    rank = draw(st.integers(0, target - 1))
+    transfer = reshard(fused(tuple(shape), dim, source_widths), fused(tuple(shape), dim, target_widths), rank)
+    ends = [draw(st.lists(st.integers(0, saved[0].numel()), max_size=3)) for _ in saved]
+    numel = live[rank].numel() // rows
+    start = draw(st.integers(0, numel))
+    wanted = FlatRange(start, draw(st.integers(start, numel)))
+    dtype, is_coded = draw(st.sampled_from([("float32", False), ("bfloat16", False), ("uint8", True)]))
+    return (
+        whole,
+        save(saved, ends, dtype, is_coded),
+        transfer,
+        rows,
+        wanted,
+        live[rank].reshape(rows, -1),
+        draw(st.integers(-3, 5)),
+    )
+
+
+@settings(deadline=None, max_examples=150)
+@given(cases())
+def test_the_strips_of_a_range_hold_its_elements_once(
+    case: tuple[torch.Tensor, Saved, Transfer, int, FlatRange, torch.Tensor, int],
+) -> None:
+    _, saved, transfer, rows, wanted, live, offset = case
+    itemsize = ITEMSIZE[saved.tensor.dtype]
+    for row in range(rows):
+        by_strip, by_piece = torch.full((2, live.shape[1]), -1)
+        for strip in strips(saved.tensor, transfer, wanted, row, rows):
+            band, file = strip.band, saved.files[strip.extent.file]
+            assert strip.dtype == saved.tensor.dtype
+            for step in range(band.rows):
+                there = slice(
+                    band.target + step * band.target_stride, band.target + step * band.target_stride + band.width
+                )
+                here = strip.byte_offset // itemsize + step * band.source_stride
+                assert (by_strip[there] == -1).all(), "written twice"
+                by_strip[there] = file[here : here + band.width]
+            for piece in strip.pieces(offset):
+                first, rest = divmod(piece.byte_offset, itemsize)
+                start = piece.start - offset
+                assert rest == 0
+                assert piece.file == strip.extent.file
+                by_piece[start : start + piece.numel] = file[first : first + piece.numel]
+                if strip.extent.code is None:
+                    assert piece.code is None
+                else:  # the place of its first element among the blocks of its file
+                    assert piece.code == BlockCode(FORMAT, 100 * piece.file + first - 3, 7)
+        inside = torch.full_like(by_strip, -1)
+        inside[wanted.start : wanted.stop] = live[row, wanted.start : wanted.stop]
+        assert torch.equal(by_strip, inside)
+        assert torch.equal(by_piece, inside)
+
+
+def test_a_strided_band_of_one_extent_is_one_strip() -> None:
+    whole = torch.arange(6 * 8).view(6, 8)
+    saved = save([whole], [[]], "float32", False)
+    transfer = reshard(fused((6, 8), 1, [[8]]), fused((6, 8), 1, [[4, 4]]), 1)
+    (strip,) = strips(saved.tensor, transfer, FlatRange(0, 24))
+    assert (strip.band.rows, strip.band.width, strip.band.source_stride, strip.byte_offset) == (6, 4, 8, (3 + 4) * 4)
+    assert [piece.start for piece in strip.pieces(2)] == [2, 6, 10, 14, 18, 22]
+
+
+def test_each_copy_of_what_is_added_up_is_found() -> None:
+    saved = save([torch.arange(4), torch.arange(4) + 10], [[2], []], "float32", False)
+    both = Transfer(copied(0, 4).bands + copied(1, 4).bands, True, 0.5)
+    found = [piece.numel for strip in strips(saved.tensor, both, FlatRange(1, 4)) for piece in strip.pieces(0)]
+    assert found == [1, 2, 3]
+    first = reshard(replicated((4,), 2), replicated((4,), 2), 1)
+    assert [strip.extent.shard for strip in strips(saved.tensor, first, FlatRange(0, 4))] == [0, 0]
+
+
+# --- tiling -----------------------------------------------------------------------------------------------------
+
+CATALOG = Catalog(SourceFacts("native", "/ckpt/tag", "tag", 1, 1, "0"), (), {}, {}, ({},))
+
+
+def tiled(*pieces: tuple[int, int, int], shards: tuple[tuple[int, ...], ...] = ((2, 3), (4,))) -> LogicalTensor:
+    extents = tuple(Extent(FlatRange(start, stop), 0, 0, shard=shard) for shard, start, stop in pieces)
+    return LogicalTensor("a.weight", "exp_avg", (2, 3), "float32", extents, shards=shards)
+
+
+def test_shards_that_are_tiled_are_whole() -> None:
+    check_tiling(CATALOG, tiled((0, 0, 4), (0, 4, 6), (1, 0, 4)))
+    check_tiling(CATALOG, tiled((0, 0, 6), shards=((2, 3), (0,))))
+    check_tiling(CATALOG, tiled((0, 0, 6), shards=()))
+
+
+@pytest.mark.parametrize(
+    ("pieces", "problem", "found"),
+    [
+        ([(0, 0, 6), (1, 1, 4)], "incomplete", "elements 0 to 1 of tensor-parallel rank 1 in no file"),
+        ([(0, 0, 6), (1, 0, 3)], "incomplete", "elements 3 to 4 of tensor-parallel rank 1 in no file"),
+        ([(0, 0, 6)], "incomplete", "elements 0 to 4 of tensor-parallel rank 1 in no file"),
+        ([(0, 0, 2), (0, 3, 6), (1, 0, 4)], "incomplete", "elements 2 to 3 of tensor-parallel rank 0 in no file"),
+        ([(0, 0, 6), (1, 0, 3), (1, 2, 4)], "held twice", "elements 2 to 3 of tensor-parallel rank 1 in two files"),
+        ([(0, 0, 6), (1, 0, 5)], "held twice", "elements 4 to 5 of tensor-parallel rank 1 in two files"),
+        ([(0, 0, 6), (0, 0, 4)], "held twice", "elements 0 to 6 of tensor-parallel rank 0 in two files"),
+    ],
+)
+def test_each_shard_has_to_be_tiled(pieces: list[tuple[int, int, int]], problem: str, found: str) -> None:
+    with pytest.raises(DamagedError, match=problem) as caught:
+        check_tiling(CATALOG, tiled(*pieces))
+    assert caught.value.found == found
+    assert caught.value.parameter == "a.weight"
+    assert "exp_avg" in caught.value.problem
+
+
+def test_of_one_shard_no_rank_is_named() -> None:
+    with pytest.raises(DamagedError) as caught:
+        check_tiling(CATALOG, tiled((0, 0, 5), shards=()))
+    assert caught.value.found == "elements 5 to 6 in no file"
