@@ -8,6 +8,7 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
+import torch
 from deepspeed.checkpoint import ds_to_universal
 
 
@@ -16,7 +17,7 @@ def convert(native: Path, universal: Path, name: str) -> None:
     target = universal / name
     target.mkdir()
     arguments = Namespace(
-        input_folder=str(native / name / "step4"),
+        input_folder=str(_without_extra_state(native / name / "step4", target / "native")),
         output_folder=str(target / "step4_universal"),
         num_extract_workers=1,
         num_merge_workers=1,
@@ -27,6 +28,19 @@ def convert(native: Path, universal: Path, name: str) -> None:
     with contextlib.redirect_stdout(None):
         ds_to_universal.main(arguments)
     shutil.copy(native / name / "truth.pt", target / "truth.pt")
+
+
+def _without_extra_state(folder: Path, copy: Path) -> Path:
+    """The folder, or a copy without Megatron's empty ``_extra_state`` entries, on which the converter fails."""
+    files = sorted(folder.glob("mp_rank_*_model_states.pt"))
+    states = [torch.load(file, weights_only=False) for file in files]
+    if not any(value is None for state in states for value in (state["module"] or {}).values()):
+        return folder
+    shutil.copytree(folder, copy)
+    for file, state in zip(files, states, strict=True):
+        state["module"] = {name: value for name, value in state["module"].items() if value is not None}
+        torch.save(state, copy / file.name)
+    return copy
 
 
 if __name__ == "__main__":
