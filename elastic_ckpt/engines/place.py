@@ -52,7 +52,7 @@ def place_of(engine: Any, dp: int, dp_rank: int) -> Place:
             grid.pipe_parallel_size,
             grid.get_stage_id(),
         )
-    if engine.mpu is None or engine.mp_world_size == 1:
+    if engine.mpu is None:
         return Place(dp, dp_rank)
     if bwc_pipeline_parallel_world_size(engine.mpu) > 1:
         raise UnsupportedError(
@@ -60,6 +60,8 @@ def place_of(engine: Any, dp: int, dp_rank: int) -> Place:
             expected="DeepSpeed's PipelineModule",
             found=f"{type(engine.module).__name__}, and an mpu of several stages",
         )
+    if engine.mp_world_size == 1:
+        return Place(dp, dp_rank)
     tp = bwc_tensor_model_parallel_world_size(engine.mpu)
     return Place(dp, dp_rank, tp, bwc_tensor_model_parallel_rank(engine.mpu))
 
