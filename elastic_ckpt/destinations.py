@@ -91,6 +91,7 @@ class LiveLayout:
         stride: number of sub-parameters that lie one behind the other on each rank (Megatron's ``partition_stride``).
         owner: top-level packages of the module that holds it (``"megatron.core"``).
         split: how it is cut, where that is recorded in full (AutoTP).
+        values: checksum of a buffer's values on each tensor-parallel rank; empty for parameters.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -98,6 +99,7 @@ class LiveLayout:
     stride: int = 1
     owner: str = ""
     split: Split | None = None
+    values: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

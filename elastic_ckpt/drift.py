@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,6 +32,7 @@ class Drift:
         largest, mean: of the differences from the first copy.
         copies: how many there are.
         taken: what is made of them: the ``first`` or the ``mean``.
+        is_guess: whether only shapes say that these are copies.
     """
 
     name: str
@@ -38,6 +41,7 @@ class Drift:
     mean: float
     copies: int
     taken: str
+    is_guess: bool = False
 
     def __str__(self) -> str:
         what = "" if self.key in (MASTER, BUFFER, FROZEN) else f" {self.key}"
@@ -70,7 +74,15 @@ def _compare(plan: Plan, comparison: Comparison, options: ReadOptions) -> Iterat
                 largest, total = max(largest, apart.max().item()), total + apart.sum().item()
     if differs:
         mean = total / comparison.numel / (len(comparison.copies) - 1)
-        yield Drift(comparison.name, comparison.key, largest, mean, len(comparison.copies), comparison.taken)
+        yield Drift(
+            comparison.name,
+            comparison.key,
+            largest,
+            mean,
+            len(comparison.copies),
+            comparison.taken,
+            comparison.is_guess,
+        )
 
 
 def _read(plan: Plan, pieces: Iterable[Piece], start: int, stop: int, options: ReadOptions) -> torch.Tensor:
@@ -97,6 +109,9 @@ def judge_drift(found: Iterable[Drift], averaged: frozenset[str], policy: str) -
     """
     drifts = sorted({(drift.name, drift.key): drift for drift in found}.values(), key=lambda drift: -drift.largest)
     asked = [drift for drift in drifts if drift.name not in averaged]
+    guessed = [drift for drift in asked if drift.is_guess]
+    if guessed:
+        raise _no_copies(guessed)
     if asked and policy not in (FIRST, MEAN):
         more = f"; and {len(asked) - _SHOWN} more" if len(asked) > _SHOWN else ""
         raise MismatchError(
@@ -115,3 +130,19 @@ def judge_drift(found: Iterable[Drift], averaged: frozenset[str], policy: str) -
     if len(drifts) > _SHOWN:
         notes.append(f"and {len(drifts) - _SHOWN} more replicated tensors that were different when saved")
     return tuple(notes)
+
+
+def _no_copies(guessed: Sequence[Drift]) -> MismatchError:
+    """Tensors of equal shape on every rank that have other values: most likely each rank's own part."""
+    names = listed(dict.fromkeys(drift.name for drift in guessed))
+    pattern = re.escape(guessed[0].name)
+    return MismatchError(
+        "tensors that by their shapes alone would be copies are not the same on the tensor-parallel ranks",
+        parameter=names,
+        expected="equal copies, or a word on how it is cut",
+        found="; ".join(map(str, guessed[:_SHOWN])),
+        remedy=(
+            f'"elastic_checkpoint": {{"tp_rules": [{{"pattern": {json.dumps(pattern)}, "kind": "vocabulary"}}]}} (or '
+            'column, row; replicated only for copies that drifted apart, together with "replicated_params")'
+        ),
+    )

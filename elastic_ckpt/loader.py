@@ -148,6 +148,7 @@ def _prepare(engine: Any, found: Found, arguments: LoadArguments, config: Elasti
             states=state_options(config),
             with_states=restores_states(arguments),
             place=place,
+            live_names=frozenset(destinations.layouts) | destinations.elsewhere,
         )
         checkpoint = READERS[found.format](found, options)
     with clock("plan"):
@@ -158,17 +159,20 @@ def _prepare(engine: Any, found: Found, arguments: LoadArguments, config: Elasti
             check_files(plan)
         _refuse_different_shares(plan, place)
     with clock("metadata"):
-        plan = _compare_copies(plan, config)
+        plan = _compare_copies(plan, place, config)
     return _Prepared(adapter, destinations, checkpoint, plan, place, warnings)
 
 
-def _compare_copies(plan: Plan, config: ElasticConfig) -> Plan:
+def _compare_copies(plan: Plan, place: Place, config: ElasticConfig) -> Plan:
     """The plan, with notes of copies in the checkpoint that are not the same. Collective; changes nothing."""
     with parallel.agreement("compare copies of replicated parameters"):
         mine = find_drift(plan, _read_options(config))
     everybody = [drift for found in parallel.share(mine) for drift in found]
     with parallel.agreement("judge copies of replicated parameters"):
         notes = judge_drift(everybody, plan.averaged, config.replicated_params)
+    if place.tp * place.pp > 1:  # each knows of the parameters of its own stage and shard
+        said = dict.fromkeys(note for other in parallel.share(plan.notes) for note in other)
+        return replace(plan, notes=(*said, *notes))
     return replace(plan, notes=plan.notes + notes)
 
 

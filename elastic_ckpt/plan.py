@@ -148,6 +148,7 @@ class Comparison:
         numel: elements of each copy.
         copies: per copy, where it lies: pieces whose ``start`` counts from its first element.
         taken: what the plan makes of copies that differ: ``first`` or ``mean``.
+        is_guess: whether only shapes say that these are copies.
     """
 
     name: str
@@ -155,6 +156,7 @@ class Comparison:
     numel: int
     copies: tuple[tuple[Piece, ...], ...]
     taken: str = "first"
+    is_guess: bool = False
 
 
 @dataclass(frozen=True, slots=True)

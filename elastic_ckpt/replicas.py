@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from elastic_ckpt.bands import Transfer, copied
-from elastic_ckpt.catalog import Catalog, LogicalTensor
+from elastic_ckpt.catalog import BUFFER, Catalog, LogicalTensor
 from elastic_ckpt.destinations import Destinations
 from elastic_ckpt.geometry import FlatRange
 from elastic_ckpt.plan import Comparison, Piece
@@ -40,7 +41,9 @@ def compare_replicas(
         if name in resharding.replicas:
             transfer = resharding.transfers.get((name, ""))
             taken = MEAN if transfer is not None and transfer.blend else FIRST
-            found.append(_comparison(name, key, [(tensor, copied_shard(tensor, shard)) for shard in shards], taken))
+            every = [(tensor, copied_shard(tensor, shard)) for shard in shards]
+            is_guess = name in resharding.guessed and (key == BUFFER or len(tensor.shard_shapes[0]) > 1)
+            found.append(replace(_comparison(name, key, every, taken), is_guess=is_guess))
         for twin in twins:
             for shard in shards:
                 both = [(tensor, copied_shard(tensor, shard)), (twin, copied_shard(twin, shard))]

@@ -239,7 +239,11 @@ def test_what_the_notes_say_was_taken_is_what_the_plan_takes(
 def test_integers_are_compared_and_the_first_is_taken_whatever_the_policy(tmp_path: Path) -> None:
     catalog = checkpoint(tmp_path, {"ids": [torch.tensor([1, 2]), torch.tensor([1, 4])]}, (BUFFER,))
     found = resolve(catalog, engine({"ids": LiveLayout(((2,),))}), ["ids"], RuleBook(), MEAN)
-    assert drift_in(catalog, engine({}), found) == [Drift("ids", BUFFER, 2.0, 1.0, 2, FIRST)]
+    every = drift_in(catalog, engine({}), found)
+    assert every == [Drift("ids", BUFFER, 2.0, 1.0, 2, FIRST, is_guess=True)]
+    for policy in (STRICT, FIRST, MEAN):  # each rank's own bounds, say: no policy makes one of them right for all
+        with pytest.raises(MismatchError, match="by their shapes alone"):
+            judge_drift(every, frozenset(), policy)
 
 
 def test_what_is_summed_is_not_compared(tmp_path: Path) -> None:

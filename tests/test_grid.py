@@ -82,10 +82,10 @@ def test_ranks_that_cannot_be_told_apart_are_refused() -> None:
 @pytest.mark.parametrize(
     ("held", "degrees", "found"),
     [
-        ([0, 2], None, "none of rank 1"),
-        ([1, 2], None, "none of rank 0"),
-        ([0, 1], (2, 2), "none of rank 2, 3"),
-        ([0, 1, 2], (2, 1), "none of rank 1 only"),
+        ([0, 2], None, "2: 0, 2"),
+        ([1, 2], None, "2: 1, 2"),
+        ([0, 1], (2, 2), "2: 0, 1"),
+        ([0, 1, 2], (2, 1), "3: 0, 1, 2"),
     ],
 )
 def test_missing_ranks_are_damage(held: list[int], degrees: tuple[int, int] | None, found: str) -> None:

@@ -165,7 +165,7 @@ def test_a_fused_parameter_is_refused_with_the_choices_unless_somebody_says_how(
         assert "made of several" in error.problem
         assert error.found == "nothing says so; 2 x (12, 8) in the checkpoint, 1 x (24, 8) in the live model"
         assert '"kind": "column"}' in str(error.remedy)
-        assert '"sub_parameters": [1, 1, 1]}' in str(error.remedy)
+        assert '"sub_parameters": "<relative widths>"}' in str(error.remedy)
     check(name, merged_halves(whole, 2), [whole], said={"dim": 0, "stride": 2})
     check(name, merged_halves(whole, 2), [whole], book=rules(name, kind="column", sub_parameters=[1, 1]))
     check(name, whole.chunk(2), [whole], book=rules(name, kind="column"))
@@ -207,7 +207,7 @@ def test_of_a_widening_layer_its_counterpart_tells_whether_a_gate_is_fused_into_
     ("columns", "parts", "why"),
     [
         (8, None, "so a gate is fused into it"),
-        (16, [1, 1], "so no gate is fused into it"),
+        (16, [1, 1], "so nothing is fused into it"),
         (8, [1, 1], None),
         (16, None, None),
         (5, None, None),
@@ -266,3 +266,34 @@ def test_without_a_layout_of_the_live_side_nothing_is_decided() -> None:
     with pytest.raises(MismatchError, match="it is not known how"):
         resolve(catalog, engine, ["m.weight"], RuleBook(), STRICT)
     assert not resolve(catalog, replace(engine, tp=2), ["m.weight"], RuleBook(), STRICT).transfers
+
+
+@pytest.mark.parametrize("said", [{}, {"dim": 0}])
+def test_a_name_that_tells_nothing_does_not_hide_a_gate(said: dict[str, Any]) -> None:
+    up, down = numbered(16, 4), numbered(4, 8)
+    for shards in ([up], list(up.chunk(2))):
+        catalog = checkpoint(
+            {"0.mlp.first.weight": shards, "0.mlp.second.weight": list(down.chunk(len(shards), dim=1))}
+        )
+        live = [up] if len(shards) == 2 else list(up.chunk(2))
+        with pytest.raises(MismatchError, match="made of several"):
+            decided(catalog, "0.mlp.first.weight", layout(live, **said))
+
+
+def test_widths_of_query_key_and_value_are_told_by_the_layer_behind() -> None:
+    name, whole = "attn.qkv_proj.weight", numbered(24, 16)  # 16 of queries, 4 of keys, 4 of values
+    catalog = checkpoint({name: whole.chunk(2), "attn.o_proj.weight": numbered(16, 16).chunk(2, dim=1)})
+    with pytest.raises(MismatchError, match="made of several") as refused_one:
+        decided(catalog, name, layout([whole]))
+    assert '"sub_parameters": [4, 1, 1]}' in str(refused_one.value.remedy)
+    with pytest.raises(MismatchError, match=r"as wide as \[4, 1, 1\]"):
+        decided(catalog, name, layout([whole]), 0, rules(name, kind="column", sub_parameters=[1, 1, 1]))
+
+
+def test_buffers_that_differ_between_live_ranks_are_no_copies_of_a_saved_one() -> None:
+    start = numbered(1)
+    catalog = checkpoint({"embed.start": [start]})
+    same = replace(layout([start, start]), values=(7, 7))
+    assert torch.equal(arrives(decided(catalog, "embed.start", same), "embed.start", [start], start), start)
+    with pytest.raises(MismatchError, match="it is not known how"):
+        decided(catalog, "embed.start", replace(same, values=(7, 8)))

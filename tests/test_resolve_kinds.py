@@ -121,7 +121,10 @@ def test_equal_shapes_of_other_names_are_replicated(name: str) -> None:
     assert not check(name, [same], [same, same]).replicas
     found = check(name, [same] * 2, [same] * 4)
     assert found.replicas == {name}
-    assert found.notes == ("tensor-parallel layout of parameters according to: the shapes (1)",)
+    assert found.notes == (
+        "tensor-parallel layout of parameters according to: the shapes (1)",
+        f"only their shapes tell how these are held: {name}",
+    )
 
 
 def test_a_cut_along_rows_is_a_vocabulary_once_anybody_knows_that() -> None:

@@ -408,3 +408,19 @@ def test_a_file_that_is_no_preset_is_refused_by_its_path(tmp_path: Path, text: s
     with pytest.raises(ConfigError, match="cannot be read") as caught:
         load_preset(str(path))
     assert caught.value.file == str(path)
+
+
+@pytest.mark.parametrize("pattern", ["([a-z_.0-9]+)+!", "(a|ab)*c", "((a+))+$", "(a*){2,}"])
+def test_patterns_that_could_take_for_ever_are_not_understood(pattern: str) -> None:
+    declared = declared_by({"tp_replicated_parameter_patterns": [pattern]})
+    with pytest.raises(CannotSplit, match="for ever"):
+        declared.rule("layers.0.norm.weight")
+
+
+def test_maps_of_enormous_shapes_take_no_memory() -> None:
+    entry = {
+        "logical_shape": [10**12, 4],
+        "ranks": {0: {"pieces": [{"shape": [5, 4], "source": [0, [4, 1]], "dest": [0, [4, 1]]}]}},
+    }
+    with pytest.raises(CannotSplit, match="holes"):
+        split_of_affine(entry)

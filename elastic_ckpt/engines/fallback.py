@@ -35,9 +35,10 @@ def deepspeed_loads_it_right(engine: Any, found: Found, arguments: LoadArguments
     the masters of big sub-groups alone.
     """
     answer: bool | None = None
-    staged = bool(found.files.layers) and isinstance(engine, PipelineEngine)
+    staged = len(found.files.mp_ranks) > 1 or isinstance(engine, PipelineEngine)  # each rank has files of its own
     if parallel.rank() == 0 or staged:
-        fits = _stage_fits if staged else _fits
+        without_zero = isinstance(engine, PipelineEngine) and not found.files.optimizer
+        fits = _stage_fits if without_zero else _fits
         try:
             answer = found.format == "native" and not _is_swapped(engine, found) and fits(engine, found, arguments)
         except Exception:  # files that cannot be read are not ones that DeepSpeed is known to load right
@@ -54,7 +55,7 @@ def _fits(engine: Any, found: Found, arguments: LoadArguments) -> bool:
         return False
     if _whole_weights(engine, found, arguments):
         return True
-    model, optimizer = _representatives(found)
+    model, optimizer = _representatives(found, engine.checkpoint_mp_rank)
     features = features_in(model) | features_in(optimizer)
     alike = _same_topology(engine, found, model) and same_features(engine, features) and _same_padding(engine, model)
     return alike and (not restores_states(arguments) or _same_optimizer(engine, found, model, optimizer))
@@ -86,14 +87,19 @@ def _shape_of(model: PickledFile, number: int) -> tuple[int, ...] | None:
     return next((ref.shape for ref in state.values() if isinstance(ref, TensorRef) and ref.shape), None)
 
 
-def _representatives(found: Found) -> tuple[PickledFile, PickledFile]:
-    """A model-states file and a file with the optimizer's state: without ZeRO the same, experts have one of their own.
+def _representatives(found: Found, mp_rank: int) -> tuple[PickledFile, PickledFile]:
+    """A model-states file and a file with the optimizer's state, of one model-parallel rank.
+
+    Without ZeRO they are the same; experts have one of their own.
 
     DeepSpeed's loader trusts pickles anyhow; what is looked at here, the safe way gives too.
     """
     files = found.files
-    model = open_pickled(found.path([*files.model.values(), *files.model_zero3.values()][0]))
-    own = [name for name in files.experts if name.startswith("expp_rank_0_")] + list(files.optimizer.values())
+    zero3 = [name for (_, mp), name in files.model_zero3.items() if mp == mp_rank]
+    whole = [name for mp, name in files.model.items() if mp == mp_rank]
+    model = open_pickled(found.path([*whole, *zero3][0]))
+    own = [name for name in files.experts if name.startswith("expp_rank_0_")]
+    own += [name for (_, mp), name in files.optimizer.items() if mp == mp_rank]
     return model, open_pickled(found.path(own[0])) if own else model
 
 

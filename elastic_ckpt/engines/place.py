@@ -7,6 +7,7 @@ on them (``ds_autotp_universal_checkpoint_meta``).
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,6 +27,9 @@ from elastic_ckpt.destinations import Destinations, LiveLayout, Place
 from elastic_ckpt.errors import UnsupportedError
 from elastic_ckpt.rules.declared import split_of_affine
 from elastic_ckpt.rules.kinds import CannotSplit
+
+#: Elements of a buffer that is looked into: a rank's own bounds and offsets are small.
+_MOST_COMPARED = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -68,14 +72,19 @@ def place_of(engine: Any, dp: int, dp_rank: int) -> Place:
 
 def with_place(destinations: Destinations, engine: Any, place: Place) -> Destinations:
     """Add where this rank stands, and how the parameters of its stage are held. Collective where there is a choice."""
-    mine = _OneRank(place, _layouts(engine))
+    with parallel.agreement("describe how the live parameters are held"):
+        mine = _OneRank(place, _layouts(engine, with_values=place.tp > 1))
     everybody = parallel.share(mine) if place.tp * place.pp > 1 else [mine]
     stage = [
         other for other in everybody if (other.place.pp_rank, other.place.dp_rank) == (place.pp_rank, place.dp_rank)
     ]
     stage.sort(key=lambda other: other.place.tp_rank)
     layouts = {
-        name: replace(layout, shapes=tuple(other.layouts[name].shapes[0] for other in stage if name in other.layouts))
+        name: replace(
+            layout,
+            shapes=tuple(other.layouts[name].shapes[0] for other in stage if name in other.layouts),
+            values=tuple(value for other in stage if name in other.layouts for value in other.layouts[name].values),
+        )
         for name, layout in mine.layouts.items()
     }
     elsewhere = {name for other in everybody for name in other.layouts} - set(mine.layouts)
@@ -90,7 +99,7 @@ def with_place(destinations: Destinations, engine: Any, place: Place) -> Destina
     )
 
 
-def _layouts(engine: Any) -> dict[str, LiveLayout]:
+def _layouts(engine: Any, with_values: bool) -> dict[str, LiveLayout]:
     """Every parameter by DeepSpeed's name for it, and every buffer; each with this rank's shape alone."""
     owners = {
         id(tensor): type(module).__module__
@@ -101,17 +110,25 @@ def _layouts(engine: Any) -> dict[str, LiveLayout]:
     by_autotp = any(getattr(param, DS_AUTOTP_UC_META, None) for param in named.values())
     buffers = dict(engine.module.named_buffers(remove_duplicate=False))
     layouts = {name: _layout(tensor, owners.get(id(tensor), "")) for name, tensor in {**buffers, **named}.items()}
+    if with_values:
+        small = {name: buffer for name, buffer in buffers.items() if buffer.numel() <= _MOST_COMPARED}
+        layouts |= {name: replace(layouts[name], values=(_checksum(buffer),)) for name, buffer in small.items()}
     if by_autotp:  # which leaves whole what it does not note anything on
         untouched = {name for name, param in named.items() if not getattr(param, DS_AUTOTP_UC_META, None)}
         layouts |= {name: replace(layouts[name], dim=-1) for name in untouched}
     return layouts
 
 
+def _checksum(buffer: torch.Tensor) -> int:
+    flat = buffer.detach().cpu().contiguous().reshape(-1)
+    return zlib.crc32(flat.view(torch.uint8).numpy().tobytes()) if flat.numel() else 0
+
+
 def _layout(tensor: torch.Tensor, owner: str) -> LiveLayout:
     shape: Shape = tuple(getattr(tensor, "ds_shape", tensor.shape))
     is_cut = getattr(tensor, "tensor_model_parallel", None)
     dim = -1 if is_cut is False else getattr(tensor, "partition_dim", None) if is_cut else None
-    stride = max(int(getattr(tensor, "partition_stride", 1)), 1) if is_cut else 1
+    stride = max(int(getattr(tensor, "partition_stride", 1) or 1), 1) if is_cut else 1
     return LiveLayout((shape,), dim, stride, owner, _recorded(tensor))
 
 

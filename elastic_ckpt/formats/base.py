@@ -57,6 +57,7 @@ class ReadOptions:
         states: the user's word on optimizer states.
         with_states: whether they are to be restored.
         place: this rank's place in the live topology.
+        live_names: of all parameters and buffers of the job, on every pipeline stage.
     """
 
     trust_pickle: bool = False
@@ -67,6 +68,7 @@ class ReadOptions:
     states: StateOptions = field(default_factory=StateOptions)
     with_states: bool = True
     place: Place = field(default_factory=Place)
+    live_names: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -100,9 +102,9 @@ def refuse_unsupported_folder(found: Found) -> None:
     files = found.files
     if files.clashes:
         raise DamagedError(
-            "two optimizer files claim the same rank: two saves are mixed in one folder",
+            "two files claim the same place: two saves are mixed in one folder",
             file=found.path(files.clashes[0]),
-            expected="either bf16_zero_pp_rank_* or zero_pp_rank_* files",
+            expected="files of one save: bf16_zero_pp_rank_* or zero_pp_rank_*, layer_NN-model_MM-* or layer_NN-*",
             found=files.clashes[0] + " beside its twin",
             remedy="remove the files of the older save, or take another tag",
         )

@@ -40,15 +40,24 @@ def grid_of(models: Mapping[int, ModelShard], folder: str) -> Grid:
     ranks = sorted(models)
     first = models[ranks[0]]
     said = first.degrees
+    for model in models.values():
+        if model.degrees != said:
+            raise DamagedError(
+                f"this file belongs to another save than {first.path}: tensor- and pipeline-parallel degree differ",
+                file=model.path,
+                expected=said,
+                found=model.degrees,
+                remedy="remove the foreign files, or take another tag",
+            )
     expected = said[0] * said[1] if said else max(ranks) + 1
-    if ranks != list(range(expected)):
-        missing = sorted(set(range(expected)) - set(ranks))
+    if len(ranks) != expected or ranks[-1] != expected - 1:
+        fewer = len(ranks) < expected
         raise DamagedError(
-            "files of a model-parallel rank are missing",
-            file=folder,
-            expected=f"{expected} model-parallel ranks",
-            found=f"none of rank {', '.join(map(str, missing)) or f'{expected - 1} only'}",
-            remedy="restore the folder from its original, or take another tag",
+            "files of model-parallel ranks are missing" if fewer else "there are files of more ranks than were saved",
+            file=models[ranks[-1]].path if not fewer else folder,
+            expected=f"{expected} model-parallel ranks, 0 to {expected - 1}",
+            found=f"{len(ranks)}: {', '.join(map(str, ranks[:16]))}",
+            remedy="restore the missing files, or remove those of another save; or take another tag",
         )
     stages = _as_said(ranks, said[0]) if said else _by_names([models[rank] for rank in ranks])
     if stages is None or len({len(stage) for stage in stages}) > 1:

@@ -60,7 +60,11 @@ def index_layer(file: PickledFile, layer: int, tp_rank: int) -> LayerShard:
 
 
 def layer_tensors(
-    catalog: Catalog, layers: Sequence[LayerShard], buffers: frozenset[str], tp: int
+    catalog: Catalog,
+    layers: Sequence[LayerShard],
+    buffers: frozenset[str],
+    tp: int,
+    live_names: frozenset[str] = frozenset(),
 ) -> tuple[dict[tuple[str, str], LogicalTensor], tuple[SourceFile, ...]]:
     """Buffers, and parameters that no optimizer owned: logical tensors, and the files they lie in.
 
@@ -69,8 +73,9 @@ def layer_tensors(
         layers: all layers' files.
         buffers: names of the module's buffers.
         tp: tensor-parallel degree.
+        live_names: of the live model, which tell what a tied module is called of which no optimizer owned anything.
     """
-    known = frozenset(catalog.parameters) | buffers
+    known = frozenset(catalog.parameters) | buffers | live_names
     shards: dict[str, list[tuple[int, int, TensorRef]]] = {}
     for number, layer in enumerate(layers):
         for name, ref in layer.named(known).items():

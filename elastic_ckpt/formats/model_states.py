@@ -126,7 +126,9 @@ def _degrees(tree: Mapping[str, Any]) -> tuple[int, int] | None:
     if not isinstance(saved, Mapping):
         return None
     tp, pp = saved.get("tp_degree"), saved.get("pp_degree")
-    return (int(tp), int(pp)) if tp and pp else None
+    if not isinstance(tp, int) or not isinstance(pp, int) or tp < 1 or pp < 1:
+        return None
+    return tp, pp
 
 
 def _alignment(file: PickledFile) -> int:

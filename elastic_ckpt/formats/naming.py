@@ -74,5 +74,6 @@ def sort_names(names: Iterable[str], is_universal: bool) -> FolderFiles:
         elif _EXPERT.match(name):
             experts.append(name)
         elif match := _PIPELINE_LAYER.match(name):
-            layers[int(match[1]), int(match[2] or 0)] = name
+            place = int(match[1]), int(match[2] or 0)
+            clashes += [name] if layers.setdefault(place, name) != name else []
     return FolderFiles(optimizer, model, model_zero3, tuple(experts), layers, tuple(clashes), is_universal)

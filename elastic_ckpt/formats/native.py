@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -12,6 +13,7 @@ from elastic_ckpt import parallel
 from elastic_ckpt.catalog import Catalog, SourceFacts
 from elastic_ckpt.destinations import Place
 from elastic_ckpt.errors import DamagedError, UnsupportedError
+from elastic_ckpt.errors import listed as listed_names
 from elastic_ckpt.formats import model_states, shards
 from elastic_ckpt.formats.base import (
     Checkpoint,
@@ -93,7 +95,7 @@ def read_native(found: Found, options: ReadOptions) -> Checkpoint:
         _list_missing_shapes(ranks, grid, layers)
         catalogs = {mp: _fit_together(found, rank, grid, options) for mp, rank in ranks.items()}
         catalog = merge_stages([merge_shards([catalogs[mp] for mp in stage]) for stage in grid.stages])
-        catalog = _with_layers(catalog, ranks, layers, grid)
+        catalog = _with_layers(catalog, ranks, layers, grid, options.live_names)
         catalog = with_progress_compared(catalog, next(iter(ranks[0].models.values())), options.check_shards)
     with parallel.agreement("compare shards with the saved weights"):
         if options.check_shards:
@@ -152,8 +154,23 @@ def _list_missing_shapes(ranks: Mapping[int, _Rank], grid: Grid, layers: Sequenc
             for layer in layers:
                 if layer.tp_rank == tp_rank:
                     shapes |= {name: ref.shape for name, ref in layer.named(known).items()}
+            _refuse_unlisted(found_in=model.path, names=chain.from_iterable(flats), shapes=shapes)
             listed = tuple(tuple((name, shapes[name]) for name in names) for names in flats)
             rank.models = {at: replace(item, param_shapes=listed) for at, item in rank.models.items()}
+
+
+def _refuse_unlisted(found_in: str, names: Iterable[str], shapes: Mapping[str, Any]) -> None:
+    missing = [name for name in names if name not in shapes]
+    if missing:
+        layer = missing[0].partition(".")[0]
+        raise DamagedError(
+            "the optimizer holds states of parameters of which no layer file has the weights",
+            parameter=listed_names(missing),
+            file=os.path.join(os.path.dirname(found_in), f"layer_{layer:0>2}-*model_states.pt"),
+            expected="a file of every pipeline layer",
+            found="none with these parameters",
+            remedy="restore the file from its original, or take another tag",
+        )
 
 
 def _is_unchanged(ranks: Mapping[int, _Rank], grid: Grid, place: Place) -> bool:
@@ -182,7 +199,8 @@ def _fit_together(found: Found, rank: _Rank, grid: Grid, options: ReadOptions) -
         per_rank = len(models) > 1 and unchanged
         catalog = partitioned_catalog(found, models, optimizers, own, per_rank, options.states)
     elif models[0].optimizer is None:
-        raise _missing(found, "*zero_pp_rank_0_mp_rank_00_optim_states.pt", "none")
+        number = re.search(r"mp_rank_(\d+)", os.path.basename(models[0].path))
+        raise _missing(found, f"*zero_pp_rank_0_mp_rank_{number[1] if number else '00'}_optim_states.pt", "none")
     elif found.files.layers and not options.with_states:
         catalog = _without_states(found, models[0])
     else:
@@ -220,12 +238,18 @@ def _refuse_unnamed(found: Found, model: ModelShard) -> None:
         )
 
 
-def _with_layers(catalog: Catalog, ranks: Mapping[int, _Rank], layers: Sequence[LayerShard], grid: Grid) -> Catalog:
+def _with_layers(
+    catalog: Catalog,
+    ranks: Mapping[int, _Rank],
+    layers: Sequence[LayerShard],
+    grid: Grid,
+    live_names: frozenset[str],
+) -> Catalog:
     if not layers:
         return catalog
     models = [model for rank in ranks.values() for model in rank.models.values()]
     buffers = frozenset(name for model in models for name in model.buffer_names)
-    tensors, files = layer_tensors(catalog, layers, buffers, grid.tp)
+    tensors, files = layer_tensors(catalog, layers, buffers, grid.tp, live_names)
     return replace(catalog, tensors={**catalog.tensors, **tensors}, files=catalog.files + files)
 
 

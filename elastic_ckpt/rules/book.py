@@ -16,7 +16,8 @@ from elastic_ckpt.rules.presets import Preset
 #: Names of parameters that code bases fuse from several, in ways that neither shapes nor ``partition_dim`` tell.
 _FUSED = re.compile(
     r"query_key_value|qkv|(^|[._])(q_k_v|kv_proj|key_value)([._]|$)|gate_up|up_gate|gate_and_up|w1_w3|w1?[23]([._]|$)"
-    r"|h_to_4h|linear_fc1|(^|[._])(fc1_weight|fc1_bias|fc1_gate|linear1|input_linear|W_pack|c_attn|in_proj\w*|conv1d)",
+    r"|h_to_4h|linear_fc1|(^|[._])(fc1|fc1_weight|fc1_bias|fc1_gate|linear_?1|input_linear|W_pack|c_attn|in_proj\w*|conv1d)"
+    r"|(^|[._])(to_|W)?(kv|qk)(\.|$)|(^|[._])w_?i([._]|$)|(^|[._])(proj|lin)_in([._]|$)|glu([._]|$)|gated|c_kv|kv_b",
     re.IGNORECASE,
 )
 #: Those that Megatron Core interleaves, so that ``partition_dim`` says all of them.
@@ -50,12 +51,14 @@ class Asked:
         saved_name: in the checkpoint, which may be another (``rename``, tied names).
         shapes: of its saved shards.
         is_fused: whether it is made of several.
+        differs_live: whether it is a buffer that has other values on other live ranks.
     """
 
     name: str
     saved_name: str
     shapes: Sequence[Shape]
     is_fused: bool
+    differs_live: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -141,6 +144,8 @@ def _by_shapes(asked: Asked, live: Sequence[Shape]) -> Saying | None:
     if len({*saved, *live}) == 1:
         if len(saved) == 1 and len(saved[0]) > 1 and _VOCABULARY.search(asked.name):
             return None  # as big on each of several ranks as it was on one: padding of a vocabulary looks like that
+        if asked.differs_live:
+            return None
         return Saying(Rule(pattern=pattern, kind=REPLICATED), origin, is_guess=True)
     if not live or len({len(shape) for shape in (*saved, *live)}) > 1:
         return None

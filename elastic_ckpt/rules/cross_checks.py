@@ -1,13 +1,15 @@
 """Do the shapes of other parameters bear out what is said about a fused one? Pure.
 
-A gated layer has twice as many rows as its counterpart has columns, and ``query_key_value`` has three times as many
-rows as columns, unless key-value heads are fewer: what a rule says without having seen the model can be held against
-that.
+Within a module, a layer that widens has as many rows as the layer that narrows again has columns. Where it has more, it
+is made of several: a gate beside it, or query, key and value. What a rule says without having seen the model can be
+held against that, and a name that tells nothing does not hide it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import re
+from collections.abc import Sequence
 from typing import Any
 
 from elastic_ckpt.bands import Shape
@@ -16,8 +18,8 @@ from elastic_ckpt.rules.book import Saying
 from elastic_ckpt.rules.kinds import KV_HEADS, WHOLE_KINDS, Rule
 
 #: Layer that widens -> layer that narrows again.
-_COUNTERPARTS = (("h_to_4h", "4h_to_h"), ("linear_fc1", "linear_fc2"), ("linear1", "linear2"))
-_QKV = "query_key_value"
+_COUNTERPARTS = (("h_to_4h", "4h_to_h"), ("fc1", "fc2"), ("linear1", "linear2"), ("wi", "wo"))
+_QKV = re.compile(r"query_key_value|qkv|W_pack|c_attn", re.IGNORECASE)
 
 
 def tensor_of(catalog: Catalog, name: str) -> LogicalTensor | None:
@@ -26,53 +28,105 @@ def tensor_of(catalog: Catalog, name: str) -> LogicalTensor | None:
     return next((tensor for tensor in found if tensor is not None), None)
 
 
-def gate_factor(catalog: Catalog, name: str) -> int | None:
-    """How many times as many rows a widening layer has as its counterpart has columns; ``None``: not to be told."""
-    for wide, narrow in _COUNTERPARTS:
-        if wide in name:
-            stem = name.rpartition(".")[0]
-            up, down = tensor_of(catalog, name), tensor_of(catalog, stem.replace(wide, narrow) + ".weight")
-            if up is None or down is None or any(len(shape) < 2 for shape in down.shard_shapes):
-                return None
-            rows, columns = _total(up.shard_shapes, 0), _total(down.shard_shapes, 1)
-            return rows // columns if columns and rows % columns == 0 else None
-    return None
+class Structure:
+    """What the shapes of a model's matrices say about each other.
+
+    Args:
+        catalog: what the checkpoint holds.
+    """
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._modules: dict[str, list[LogicalTensor]] = {}
+        for name, key in catalog.tensors:
+            tensor = catalog.tensors[name, key]
+            if key in (MASTER, FROZEN) and len(tensor.shard_shapes[0]) == 2:
+                self._modules.setdefault(_module(name), []).append(tensor)
+
+    def gate_factor(self, name: str) -> int | None:
+        """How many times as many rows a widening layer has as its counterpart has columns; ``None``: not to be told."""
+        for wide, narrow in _COUNTERPARTS:
+            if wide in name:
+                stem = name.rpartition(".")[0]
+                up, down = (
+                    tensor_of(self._catalog, name),
+                    tensor_of(self._catalog, stem.replace(wide, narrow) + ".weight"),
+                )
+                if up is None or down is None or down is up or any(len(shape) < 2 for shape in down.shard_shapes):
+                    continue
+                rows, columns = _total(up.shard_shapes, 0), _total(down.shard_shapes, 1)
+                return rows // columns if columns and rows % columns == 0 else None
+        return None
+
+    def _widths(self, name: str) -> tuple[int, int]:
+        """Rows of a layer's weight, and columns of the layer of its module that takes its output; 0: not to be told."""
+        weight = tensor_of(self._catalog, name.rpartition(".")[0] + ".weight")
+        if weight is None or any(len(shape) != 2 for shape in weight.shard_shapes):
+            return 0, 0
+        rows, columns = _total(weight.shard_shapes, 0), weight.shard_shapes[0][1]
+        others = [
+            _total(tensor.shard_shapes, 1)
+            for tensor in self._modules.get(_module(name), ())
+            if tensor.name != weight.name and tensor.shard_shapes[0][0] == columns
+        ]
+        if not others:
+            return 0, 0
+        return rows, rows if rows in others else max(others)
+
+    def is_made_of_several(self, name: str) -> bool:
+        """Whether a layer has more rows than the layer that takes its output has columns."""
+        rows, taken = self._widths(name)
+        return rows > taken > 0
+
+    def qkv_widths(self, name: str) -> list[int] | None:
+        """Relative widths of query, key and value, if the layer is made of these; ``None``: not to be told."""
+        rows, taken = self._widths(name)
+        if not rows > taken > 0 or (rows - taken) % 2:
+            return None
+        key = (rows - taken) // 2
+        common = math.gcd(taken, key)
+        return [taken // common, key // common, key // common]
+
+    def objection(self, name: str, rule: Rule, by_user: bool) -> str | None:
+        """What speaks against a rule; ``None``: nothing. A user may know what shapes do not tell."""
+        if rule.kind in WHOLE_KINDS:
+            return None
+        parts, factor = rule.sub_parameters, self.gate_factor(name)
+        if factor == 2 and parts is None and not by_user:
+            return "it has twice as many rows as its counterpart has columns, so a gate is fused into it"
+        if factor == 1 and parts is not None and not by_user:
+            return "it has as many rows as its counterpart has columns, so nothing is fused into it"
+        return self._objection_to_heads(name, parts, by_user) if _QKV.search(name) else None
+
+    def _objection_to_heads(self, name: str, parts: Any, by_user: bool) -> str | None:
+        widths = self.qkv_widths(name)
+        if isinstance(parts, list) and len(parts) == 3 and widths is not None:
+            given = [part // math.gcd(*parts) for part in parts]
+            return None if given == widths else f"by the shapes of its module, its parts are as wide as {widths}"
+        if parts is None and not by_user and "query_key_value" in name and self._has_fewer_kv_heads(name):
+            return "it does not have three times as many rows as columns, so key-value heads are fewer than query heads"
+        return None
+
+    def _has_fewer_kv_heads(self, name: str) -> bool:
+        run = self._catalog.run
+        if any(run.get(key) for key in KV_HEADS):
+            return False  # the run says how many there are, and rules may ask it
+        heads, width, hidden = (run.get(key) for key in ("num_attention_heads", "kv_channels", "hidden_size"))
+        if isinstance(heads, int) and isinstance(width, int) and isinstance(hidden, int) and heads * width != hidden:
+            return False  # all heads together are not as wide as the hidden state
+        weight = tensor_of(self._catalog, name.rpartition(".")[0] + ".weight")
+        if weight is None or any(len(shape) != 2 for shape in weight.shard_shapes):
+            return False
+        return _total(weight.shard_shapes, 0) != 3 * weight.shard_shapes[0][1]
+
+
+def _module(name: str) -> str:
+    """The module whose layer a parameter is of."""
+    return name.rpartition(".")[0].rpartition(".")[0]
 
 
 def _total(shapes: Sequence[Shape], dim: int) -> int:
     return sum(shape[dim] for shape in shapes)
-
-
-def objection(catalog: Catalog, name: str, rule: Rule) -> str | None:
-    """What speaks against a rule that nobody who knows the model has made; ``None``: nothing."""
-    if rule.kind in WHOLE_KINDS:
-        return None
-    factor = gate_factor(catalog, name)
-    if factor == 2 and rule.sub_parameters is None:
-        return "it has twice as many rows as its counterpart has columns, so a gate is fused into it"
-    if factor == 1 and rule.sub_parameters is not None:
-        return "it has as many rows as its counterpart has columns, so no gate is fused into it"
-    if _QKV in name and rule.sub_parameters is None and _has_fewer_kv_heads(catalog, name):
-        return "it does not have three times as many rows as columns, so key-value heads are fewer than query heads"
-    return None
-
-
-def _has_fewer_kv_heads(catalog: Catalog, name: str) -> bool:
-    run: Mapping[str, Any] = catalog.run
-    if any(run.get(key) for key in KV_HEADS) or _has_wide_heads(run):
-        return False  # the run says how many there are, and rules may ask it
-    weight = tensor_of(catalog, name.rpartition(".")[0] + ".weight")
-    if weight is None or any(len(shape) != 2 for shape in weight.shard_shapes):
-        return False
-    return _total(weight.shard_shapes, 0) != 3 * weight.shard_shapes[0][1]
-
-
-def _has_wide_heads(run: Mapping[str, Any]) -> bool:
-    """Whether all heads together are not as wide as the hidden state."""
-    heads, width, hidden = (run.get(key) for key in ("num_attention_heads", "kv_channels", "hidden_size"))
-    if not (isinstance(heads, int) and isinstance(width, int) and isinstance(hidden, int)):
-        return False
-    return heads * width != hidden
 
 
 def disagreement(sayings: Sequence[Saying]) -> tuple[Saying, Saying] | None:

@@ -18,6 +18,8 @@ from elastic_ckpt.bands import Shape, Split, fused, replicated
 from elastic_ckpt.rules.kinds import AMBIGUOUS, AVERAGED, COLUMN, REPLICATED, ROW, VOCABULARY, CannotSplit, Rule
 
 T = TypeVar("T")
+#: A group with a choice or a repetition inside that is itself repeated: a checkpoint must not be able to stall a job.
+_SLOW = re.compile(r"[*+|}].*\)[*+{]")
 _AFFINE_VERSION = 1
 #: Characters of a pattern.
 _LONGEST = 512
@@ -167,6 +169,8 @@ def _patterns(values: Any) -> list[str]:
         if not isinstance(value, str) or len(value) > _LONGEST:
             raise TypeError(f"{str(value)[:40]!r} is no pattern")
         re.compile(value)
+        if _SLOW.search(value):
+            raise ValueError(f"the pattern {value[:40]!r} repeats what repeats, which could take for ever")
         found.append(value)
     return found
 
@@ -208,8 +212,12 @@ def split_of_affine(entry: Mapping[str, Any]) -> Split:
         raise CannotSplit(f"its shards are recorded as cut along dimensions {sorted(differing)}")
     dim = differing.pop()
     held = tuple(_stretches(by_rank[rank], shape, dim) for rank in range(degree))
-    covered = {place for stretches in held for start, stop in stretches for place in range(start, stop)}
-    if covered != set(range(shape[dim])):
+    end = 0
+    for start, stop in sorted(stretch for stretches in held for stretch in stretches):
+        if start > end:
+            break
+        end = max(end, stop)
+    if end != shape[dim]:
         raise CannotSplit(f"its shards are recorded with holes in dimension {dim}")
     return Split(shape, dim, held)
 

@@ -12,16 +12,23 @@ from elastic_ckpt.rules.book import Saying
 
 
 def undecided(
-    name: str, folder: str, saved: Sequence[Shape], live: Sequence[Shape], why: str, is_fused: bool
+    name: str,
+    folder: str,
+    saved: Sequence[Shape],
+    live: Sequence[Shape],
+    why: str,
+    is_fused: bool,
+    widths: Sequence[int] | None = None,
 ) -> MismatchError:
-    """Nobody says how a parameter is cut."""
+    """Nobody says how a parameter is cut; ``widths``: of query, key and value, if it is made of these."""
     choices: list[Mapping[str, object]] = [{"pattern": name, "kind": "column"}]
     if is_fused:
-        choices.append({"pattern": name, "kind": "column", "sub_parameters": [1, 1, 1]})
+        shown = list(widths) if widths else "<relative widths>"
+        choices.append({"pattern": name, "kind": "column", "sub_parameters": shown})
         meaning = (
             "the first where nothing is fused, or each head (or group) holds its own q, k and v; the second where each "
-            'rank holds its q, then its k, then its v ([1, 1]: gate and up), each cut on its own; "tp_preset" names a '
-            "code base instead"
+            "rank holds its parts one behind the other, each cut on its own: [heads, key-value heads, key-value heads] "
+            'for q, k and v, [1, 1] for gate and up; "tp_preset" names a code base instead'
         )
     else:
         choices += [{"pattern": name, "kind": kind} for kind in ("row", "vocabulary", "replicated")]

@@ -24,7 +24,7 @@ from elastic_ckpt.catalog import FROZEN, MASTER, Catalog
 from elastic_ckpt.destinations import Destinations, LiveLayout
 from elastic_ckpt.dtypes import is_floating
 from elastic_ckpt.rules.book import Asked, RuleBook, Saying, choose, is_ambiguous, is_fused
-from elastic_ckpt.rules.cross_checks import disagreement, gate_factor, objection, tensor_of
+from elastic_ckpt.rules.cross_checks import Structure, disagreement, tensor_of
 from elastic_ckpt.rules.kinds import (
     AVERAGED,
     COLUMN,
@@ -53,6 +53,7 @@ class Resharding:
         replicas: names of which every saved rank held the whole, and which therefore should be equal.
         averaged: those of them of which a rule says that they may differ.
         overlaps: name -> elements that several saved ranks held, of a parameter that is cut otherwise.
+        guessed: names of which nothing but their shapes says how they are held.
         notes: sentences for the report.
     """
 
@@ -60,6 +61,7 @@ class Resharding:
     replicas: frozenset[str] = frozenset()
     averaged: frozenset[str] = frozenset()
     overlaps: Mapping[str, tuple[Overlap, ...]] = field(default_factory=dict)
+    guessed: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
 
 
@@ -105,6 +107,8 @@ class _Resolver:
         self._is_universal = catalog.source.format == "universal"
         self._book = book
         self._policy = policy
+        self._structure = Structure(catalog)
+        self._guessed: list[str] = []
         self._facts = Facts(catalog.run, catalog.declared.vocabulary)
         self._transfers: dict[tuple[str, str], Transfer] = {}
         self._replicas: set[str] = set()
@@ -127,9 +131,22 @@ class _Resolver:
         if self._padded:
             shown = ", ".join(self._padded[:4])
             notes.append(f"rows of vocabulary padding that the checkpoint lacks keep the live values: {shown}")
+        matrices = [name for name in self._guessed if self._is_matrix(name)]
+        if matrices:
+            more = f" and {len(matrices) - 8} more" if len(matrices) > 8 else ""
+            notes.append(f"only their shapes tell how these are held: {', '.join(matrices[:8])}{more}")
         return Resharding(
-            self._transfers, frozenset(self._replicas), frozenset(self._averaged), self._overlaps, tuple(notes)
+            self._transfers,
+            frozenset(self._replicas),
+            frozenset(self._averaged),
+            self._overlaps,
+            frozenset(self._guessed),
+            tuple(notes),
         )
+
+    def _is_matrix(self, name: str) -> bool:
+        tensor = tensor_of(self._catalog, name)
+        return tensor is not None and len(tensor.shard_shapes[0]) > 1
 
     def add(self, name: str) -> None:
         """One parameter or buffer."""
@@ -138,7 +155,8 @@ class _Resolver:
             return
         layout = layout or LiveLayout(())
         saved_name = self._catalog.saved_names.get(name, name)
-        asked = Asked(name, saved_name, tensor.shard_shapes, self._is_fused(name) or self._is_fused(saved_name))
+        fused_one = self._is_fused(name) or self._is_fused(saved_name)
+        asked = Asked(name, saved_name, tensor.shard_shapes, fused_one, len(set(layout.values)) > 1)
         was_merged = self._catalog.merged_from > 1 and len(asked.shapes) == 1
         if was_merged:
             self._refuse_wrong_merge(asked, layout)
@@ -159,8 +177,18 @@ class _Resolver:
         ambiguous = chosen is not None and is_ambiguous(chosen)
         if held is None or (ambiguous and not held.is_recorded):
             why = f"{chosen.origin}: {chosen.rule.ambiguous}" if chosen is not None and ambiguous else "nothing says so"
-            raise undecided(asked.name, folder, asked.shapes, layout.shapes, why, asked.is_fused)
+            raise undecided(
+                asked.name,
+                folder,
+                asked.shapes,
+                layout.shapes,
+                why,
+                asked.is_fused,
+                self._structure.qkv_widths(asked.name),
+            )
         self._origins["recorded layouts" if held.is_recorded or chosen is None else chosen.origin] += 1
+        if chosen is not None and chosen.is_guess and not held.is_recorded:
+            self._guessed.append(asked.name)
         self._choose(asked, chosen, held, is_floating(dtype))
 
     def _choose(self, asked: Asked, chosen: Saying | None, held: _Held, is_float: bool) -> None:
@@ -193,8 +221,8 @@ class _Resolver:
         if two is not None:
             other = f"but {two[1].rule.kind}, according to {two[1].origin}"
             raise contradiction(asked.name, folder, asked.shapes, live, two[0], other)
-        if chosen is not None and not chosen.is_users:
-            against = objection(self._catalog, asked.name, chosen.rule)
+        if chosen is not None:
+            against = self._structure.objection(asked.name, chosen.rule, chosen.is_users)
             if against is not None:
                 raise contradiction(asked.name, folder, asked.shapes, live, chosen, against)
 
@@ -222,7 +250,9 @@ class _Resolver:
             raise wrongly_merged(asked.name, folder, self._catalog.merged_from, origin)
         if asked.is_fused and (chosen is None or is_ambiguous(chosen)):
             why = f"{chosen.origin}: {chosen.rule.ambiguous}" if chosen is not None else "nothing says so"
-            raise undecided(asked.name, folder, asked.shapes, layout.shapes, why, True)
+            raise undecided(
+                asked.name, folder, asked.shapes, layout.shapes, why, True, self._structure.qkv_widths(asked.name)
+            )
 
     def _splits(self, asked: Asked, layout: LiveLayout, chosen: Saying | None) -> _Held | None:
         """How both sides hold it; recorded layouts go before rules, and the user's rules before these."""
@@ -269,7 +299,8 @@ class _Resolver:
 
     def _is_fused(self, name: str) -> bool:
         """Whether its name says that it is made of several; of a plain ``h_to_4h`` its counterpart tells otherwise."""
-        return is_fused(name) and gate_factor(self._catalog, name) != 1
+        by_name = is_fused(name) and self._structure.gate_factor(name) != 1
+        return by_name or self._structure.is_made_of_several(name)
 
     def _check_sizes(self, asked: Asked, kind: str, held: _Held, chosen: Saying | None) -> None:
         source, target = held.source, held.target
