@@ -6,12 +6,13 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from elastic_ckpt.errors import UnsafePickleError
-from elastic_ckpt.formats.pickled import open_pickled
+from elastic_ckpt.formats.pickled import materialise, open_pickled
 
 
 class AsPython3112Writes:
@@ -46,3 +47,22 @@ def test_an_enum_that_is_not_listed_is_refused(tmp_path: Path) -> None:
     torch.save({"x": AsPython3112Writes(Private, "ONE")}, tmp_path / "file.pt")
     with pytest.raises(UnsafePickleError, match="Private"):
         open_pickled(str(tmp_path / "file.pt"))
+
+
+def test_ours_count_whatever_else_the_process_allows(tmp_path: Path) -> None:
+    """Megatron Core registers numpy's own functions, which cannot be mixed with stand-ins for the others."""
+    path = tmp_path / "file.pt"
+    values = np.arange(5, dtype=np.int64)
+    torch.save({"x": values, "y": Private.ONE}, path)
+    theirs = [np.dtype, np.ndarray, np._core.multiarray._reconstruct, Private]
+    before = torch.serialization.get_safe_globals()
+    torch.serialization.add_safe_globals(theirs)
+    try:
+        for _ in range(3):
+            read = open_pickled(str(path))
+            assert (materialise(read, read.section("x")) == values).all()
+            assert read.section("y") is Private.ONE
+        assert set(map(id, theirs)) <= set(map(id, torch.serialization.get_safe_globals())), "theirs were taken away"
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(before)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib
 import pickle
 import sys
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum
 from functools import cache
 from typing import Any
@@ -102,6 +103,24 @@ def _megatron_enums() -> list[tuple[Any, str]]:
     return entries
 
 
-def safe_globals() -> AbstractContextManager[None]:
-    """Allow this module's list for the ``torch.load`` calls inside the context."""
-    return torch.serialization.safe_globals([*safe_global_list(), *_megatron_enums()])
+@contextmanager
+def safe_globals() -> Iterator[None]:
+    """Allow this module's list for the ``torch.load`` calls inside the context.
+
+    What the process has allowed besides stays allowed; but of one name ours counts. Megatron Core, for one, registers
+    numpy's own classes when it is imported, and torch keeps all of them in a set, in no order.
+    """
+    ours = [*safe_global_list(), *_megatron_enums()]
+    names = {name for _, name in ours}
+    before = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    torch.serialization.add_safe_globals([*(entry for entry in before if _name_of(entry) not in names), *ours])
+    try:
+        yield
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(before)
+
+
+def _name_of(entry: Any) -> str:
+    return entry[1] if isinstance(entry, tuple) else f"{entry.__module__}.{entry.__qualname__}"
