@@ -234,7 +234,7 @@ def _refuse_unnamed(found: Found, model: ModelShard) -> None:
             file=model.path,
             expected='a save with "zero_optimization": {"stage": 1} (or bf16 with fp32 gradient accumulation)',
             found="optimizer states that are numbered, not named",
-            remedy="load it at the topology it was saved with, or with load_optimizer_states=False",
+            remedy="load it at the topology it was saved with, or its weights alone: load_module_only=True",
         )
 
 

@@ -61,7 +61,8 @@ class Structure:
     def _widths(self, name: str) -> tuple[int, int]:
         """Rows of a layer's weight, and columns of the layer of its module that takes its output; 0: not to be told."""
         weight = tensor_of(self._catalog, name.rpartition(".")[0] + ".weight")
-        if weight is None or any(len(shape) != 2 for shape in weight.shard_shapes):
+        at_root = not _module(name)  # where layers stand that have nothing to do with each other
+        if at_root or weight is None or any(len(shape) != 2 for shape in weight.shard_shapes):
             return 0, 0
         rows, columns = _total(weight.shard_shapes, 0), weight.shard_shapes[0][1]
         others = [

@@ -199,3 +199,19 @@ def delegate(arguments: dict[str, Any]) -> None:
     oracle.compare(engine, parallel, truth, folder)
     assert_continues(engine, parallel, truth, 1e-5, folder)
     close(engine)
+
+
+def weights(arguments: dict[str, Any]) -> None:
+    """A load of weights alone: masters are the saved weights, whatever optimizer there was."""
+    elastic_ckpt.install()
+    parallel = Parallel(**arguments["setup"])
+    folder = arguments["sources"][0]["folder"]
+    truth = torch.load(os.path.join(folder, "truth.pt"), weights_only=False)
+    engine = build(parallel, seed=8)
+    engine.load_checkpoint(folder, load_module_only=True)
+    assert engine.elastic_report is not None, "DeepSpeed's own path ran"
+    found = oracle.gather(engine, parallel)["weights"]
+    assert found.keys() == truth["weights"].keys()
+    for name, expected in truth["weights"].items():
+        assert torch.equal(found[name], expected), name
+    close(engine)

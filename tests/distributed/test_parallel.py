@@ -174,3 +174,4 @@ def test_states_that_are_numbered_by_stage_stay_with_their_stage(launch: Launch,
     says = ["numbered, not named", '"stage": 1']
     other = target_json(saved, Parallel("pipeline", "uniform", stage=1), source)
     launch(1, "parallel_jobs.refuse", {**other, "says": says})
+    launch(1, "parallel_jobs.weights", other)  # the tied embedding among them, which no file names
