@@ -4,6 +4,9 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
+#: JSON files that are part of the package, and lie at the top of the repository, where people look for them.
+READY_CONFIGS = {"elastic_ckpt.configs.rules": "configs/rules"}
+
 setup(
     name="elastic_ckpt",
     version="0.1.0",
@@ -11,9 +14,9 @@ setup(
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="MIT",
-    packages=[*find_packages(include=["elastic_ckpt", "elastic_ckpt.*"]), "elastic_ckpt.rules.presets"],
-    package_dir={"elastic_ckpt.rules.presets": "configs/rules"},  # where people look for them
-    package_data={"elastic_ckpt.rules.presets": ["*.json"]},
+    packages=[*find_packages(include=["elastic_ckpt", "elastic_ckpt.*"]), *READY_CONFIGS],
+    package_dir=READY_CONFIGS,
+    package_data={package: ["*.json"] for package in READY_CONFIGS},
     python_requires=">=3.11",
     install_requires=["torch>=2.13", "deepspeed>=0.19.8", "pydantic>=2.5", "tqdm>=4.62", "rich>=13.0", "numpy>=1.25"],
     extras_require={

@@ -12,5 +12,5 @@ if [[ $# -gt 0 ]]; then
     "$PYTHON" -m pytest "$@"
 else
     "$PYTHON" -m pytest -n 2 --ignore=tests/distributed
-    "$PYTHON" -m pytest tests/distributed # its jobs have processes of their own
+    "$PYTHON" -m pytest --maxfail=3 tests/distributed # its jobs have processes of their own
 fi

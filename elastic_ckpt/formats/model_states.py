@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -183,15 +183,24 @@ def _checksum(file: PickledFile, refs: list[TensorRef]) -> int:
     return crc
 
 
-def check_same_save(shards: list[ModelShard]) -> None:
+#: What all files of one save have in common, and what those of one model-parallel rank have besides.
+_OF_ALL = ("counters", "ds_version")
+_OF_ONE_RANK = ("param_shapes", "frozen_shapes", "buffers")
+
+
+def check_same_save(shards: Sequence[ModelShard], one_rank: bool = True) -> None:
     """All model-states files must come from one save.
+
+    Args:
+        shards: what they say.
+        one_rank: whether they are of one model-parallel rank, and so of the same parameters.
 
     Raises:
         DamagedError: naming the first file that disagrees with the first one, and in what.
     """
     first = shards[0]
     for shard in shards[1:]:
-        for what in ("counters", "ds_version", "param_shapes", "frozen_shapes", "buffers"):
+        for what in _OF_ALL + (_OF_ONE_RANK if one_rank else ()):
             expected, found = getattr(first, what), getattr(shard, what)
             if expected != found:
                 raise DamagedError(
@@ -199,25 +208,5 @@ def check_same_save(shards: list[ModelShard]) -> None:
                     file=shard.path,
                     expected=str(expected)[:300],
                     found=str(found)[:300],
-                    remedy="remove the foreign file and restore the right one, or take another tag",
-                )
-
-
-def check_same_counters(shards: list[ModelShard]) -> None:
-    """Files of different model-parallel ranks have parameters of their own, but counters and versions of one save.
-
-    Raises:
-        DamagedError: naming the first file that disagrees with the first one, and in what.
-    """
-    first = shards[0]
-    for shard in shards[1:]:
-        for what in ("counters", "ds_version"):
-            expected, found = getattr(first, what), getattr(shard, what)
-            if expected != found:
-                raise DamagedError(
-                    f"this file belongs to another save than {first.path}: {what} differ",
-                    file=shard.path,
-                    expected=str(expected),
-                    found=str(found),
                     remedy="remove the foreign file and restore the right one, or take another tag",
                 )

@@ -91,7 +91,7 @@ def read_native(found: Found, options: ReadOptions) -> Checkpoint:
         layers = [item for item in indexed if isinstance(item, LayerShard)]
         ranks = _by_rank(kinds, indexed)
         grid = grid_of({mp: next(iter(rank.models.values())) for mp, rank in ranks.items()}, found.folder)
-        model_states.check_same_counters([next(iter(rank.models.values())) for rank in ranks.values()])
+        model_states.check_same_save([next(iter(rank.models.values())) for rank in ranks.values()], one_rank=False)
         _list_missing_shapes(ranks, grid, layers)
         catalogs = {mp: _fit_together(found, rank, grid, options) for mp, rank in ranks.items()}
         catalog = merge_stages([merge_shards([catalogs[mp] for mp in stage]) for stage in grid.stages])

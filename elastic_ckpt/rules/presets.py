@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from importlib import resources
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from elastic_ckpt.errors import ConfigError
+from elastic_ckpt.ready_configs import config_folder
 from elastic_ckpt.rules.kinds import Rule
 
 
@@ -22,15 +22,9 @@ class Preset(BaseModel):
     rules: list[Rule]
 
 
-def _folder() -> Path:
-    """Installed, the files lie in the package; in a checkout, at the top."""
-    installed = Path(str(resources.files("elastic_ckpt.rules"))) / "presets"
-    return installed if installed.is_dir() else Path(__file__).parents[2] / "configs" / "rules"
-
-
 def preset_names() -> list[str]:
     """Names of the presets there are."""
-    return sorted(path.stem for path in _folder().glob("*.json"))
+    return sorted(path.stem for path in config_folder("rules").glob("*.json"))
 
 
 def load_preset(name: str) -> Preset:
@@ -39,7 +33,7 @@ def load_preset(name: str) -> Preset:
     Raises:
         ConfigError: there is none of this name, or the file is no preset.
     """
-    path = Path(name) if name.endswith(".json") else _folder() / f"{name}.json"
+    path = Path(name) if name.endswith(".json") else config_folder("rules") / f"{name}.json"
     if not name.endswith(".json") and name not in preset_names():
         raise ConfigError(
             f'there is no preset "{name}"',

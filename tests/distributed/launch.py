@@ -29,12 +29,20 @@ def environment(extensions_dir: str) -> dict[str, str]:
         "TORCH_EXTENSIONS_DIR": extensions_dir,
         "OMP_NUM_THREADS": "1",
         "DS_ACCELERATOR": "cpu",
-        "LOCAL_SIZE": "1",
+        # More than any job has ranks. A job of just so many would use DeepSpeed's shared-memory all-reduce, which is not
+        # gloo and leaves 66 MiB in /dev/shm for every rank: a few hundred jobs fill the machine's memory.
+        "LOCAL_SIZE": "64",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")])),
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_OFFLINE": "1",
         "TORCHDYNAMO_DISABLE": "1",  # Muon's kernel: compiling it takes longer than all its tests
     }
+
+
+def remove_shared_memory(port: int) -> None:
+    """Remove what DeepSpeed's shared-memory all-reduce left behind of the job with this master port."""
+    for leftover in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_{os.getuid()}_*_{port}_*"):
+        leftover.unlink()
 
 
 def start(command: Sequence[str], env: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
@@ -72,11 +80,20 @@ class Zygote:
         """Run a job; see :func:`tests.distributed.zygote.run`."""
         assert self._process.stdin is not None and self._process.stdout is not None
         request = {"ranks": list(ranks), "argv": list(argv), "timeout": timeout}
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
+        try:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+            answer = self._process.stdout.readline()
+        except BaseException:  # a test's time limit: the answer, when it came, would be taken for the next job's
+            self.close()
+            raise
         assert answer, "the process that forks test ranks has died"
         return json.loads(answer)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it takes requests."""
+        return self._process.poll() is None
 
     def close(self) -> None:
         """End it; it has no children between jobs."""
@@ -103,7 +120,9 @@ def run_ranks(world_size: int, job: str, arguments: dict, extensions_dir: str, t
         timeout: seconds until all of them are ended.
     """
     port = free_port()
-    zygote = _zygotes.get(extensions_dir) or _zygotes.setdefault(extensions_dir, Zygote(extensions_dir))
+    zygote = _zygotes.get(extensions_dir)
+    if zygote is None or not zygote.is_alive:
+        zygote = _zygotes[extensions_dir] = Zygote(extensions_dir)
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder) / f"rank{rank}.log" for rank in range(world_size)]
         ranks = []
@@ -111,7 +130,10 @@ def run_ranks(world_size: int, job: str, arguments: dict, extensions_dir: str, t
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
             env = {key: str(value) for key, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
             ranks.append({"env": env, "log": str(log)})
-        codes = zygote.run(ranks, [job, json.dumps(arguments)], timeout)
+        try:
+            codes = zygote.run(ranks, [job, json.dumps(arguments)], timeout)
+        finally:
+            remove_shared_memory(port)
         if any(code != 0 for code in codes):
             outputs = "\n".join(f"--- rank {r}, exit {c}\n{logs[r].read_text()[-6000:]}" for r, c in enumerate(codes))
             raise AssertionError(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed.launch import REPO, end, environment, free_port, start
+from tests.distributed.launch import REPO, end, environment, free_port, remove_shared_memory, start
 
 SCRIPT = str(REPO / "tests" / "distributed" / "unchanged_script.py")
 LAUNCHERS = {
@@ -25,7 +25,8 @@ def test_an_unchanged_script_resumes_on_another_topology_under(
 ) -> None:
     source = native / "z3-fp32-adamw-dp3"
     output, log = tmp_path / "result.json", tmp_path / "log"
-    command = [sys.executable, "-m", *[word.format(port=free_port()) for word in LAUNCHERS[launcher]]]
+    port = free_port()
+    command = [sys.executable, "-m", *[word.format(port=port) for word in LAUNCHERS[launcher]]]
     process = start(
         [*command, SCRIPT, "--resume-from", str(source), "--output", str(output)], environment(extensions_dir), log
     )
@@ -35,6 +36,7 @@ def test_an_unchanged_script_resumes_on_another_topology_under(
         pytest.fail(log.read_text()[-4000:])
     finally:
         end(process)
+        remove_shared_memory(port)
     result = json.loads(output.read_text())
     truth = torch.load(source / "truth.pt", weights_only=False)
     assert result["world"] == 2

@@ -7,6 +7,7 @@ touches torch beyond importing it, so its children start from a clean state.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import json
@@ -20,6 +21,9 @@ from typing import Any
 import cpuinfo
 
 from tests.distributed import jobs
+
+#: Of ``prctl`` (linux/prctl.h): the signal that a process gets when its parent ends.
+_PR_SET_PDEATHSIG = 1
 
 
 def serve() -> None:
@@ -70,6 +74,7 @@ def _fork(env: dict[str, str], log: str, argv: list[str]) -> int:
     if pid:
         return pid
     os.setsid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # no orphans where the test run is ended
     stream = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(stream, 1)
     os.dup2(stream, 2)
