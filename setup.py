@@ -5,7 +5,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 #: JSON files that are part of the package, and lie at the top of the repository, where people look for them.
-READY_CONFIGS = {"elastic_ckpt.configs.rules": "configs/rules"}
+READY_CONFIGS = {"elastic_ckpt.configs.rules": "configs/rules", "elastic_ckpt.configs.scale": "configs/scale"}
 
 setup(
     name="elastic_ckpt",
@@ -18,7 +18,17 @@ setup(
     package_dir=READY_CONFIGS,
     package_data={package: ["*.json"] for package in READY_CONFIGS},
     python_requires=">=3.11",
-    install_requires=["torch>=2.13", "deepspeed>=0.19.8", "pydantic>=2.5", "tqdm>=4.62", "rich>=13.0", "numpy>=1.25"],
+    install_requires=[
+        "torch>=2.13",
+        "deepspeed>=0.19.8",
+        "pydantic>=2.5",
+        "tqdm>=4.62",
+        "rich>=13.0",
+        "numpy>=1.25",
+        "typer>=0.12",
+        "isal>=1.6",
+    ],
+    entry_points={"console_scripts": ["elastic-ckpt=elastic_ckpt.cli:app"]},
     extras_require={
         "test": [
             "pytest",

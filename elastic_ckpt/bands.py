@@ -43,12 +43,13 @@ class Band:
 
     def part(self, row: int, rows: int, column: int, width: int) -> Band:
         """The band of some of the rows, and of some of the columns of these."""
-        return replace(
-            self,
-            rows=rows,
-            width=width,
-            source=self.source + row * self.source_stride + column,
-            target=self.target + row * self.target_stride + column,
+        return Band(
+            rows,
+            width,
+            self.source + row * self.source_stride + column,
+            self.source_stride,
+            self.target + row * self.target_stride + column,
+            self.target_stride,
         )
 
     def turned(self) -> Band:
@@ -57,7 +58,9 @@ class Band:
 
     def moved(self, source: int, target: int) -> Band:
         """The same band of tensors that start elsewhere."""
-        return replace(self, source=self.source + source, target=self.target + target)
+        return Band(
+            self.rows, self.width, self.source + source, self.source_stride, self.target + target, self.target_stride
+        )
 
     def joined(self) -> Band:
         """The same band as one row, where it has no gaps on either side."""
@@ -74,6 +77,10 @@ def whole_band(numel: int) -> Band:
 def clip_target(band: Band, wanted: FlatRange) -> Iterator[Band]:
     """The parts of a band, at most three, whose target elements lie in a range; by ascending target."""
     if band.numel == 0 or not wanted.numel:
+        return
+    end = band.target + (band.rows - 1) * band.target_stride + band.width
+    if wanted.start <= band.target and end <= wanted.stop:
+        yield band.joined()
         return
     stride = max(band.target_stride, 1)
     first = max(-(-(wanted.start - band.target - band.width + 1) // stride), 0)

@@ -181,6 +181,8 @@ class Catalog:
         declared: what the checkpoint says about its tensor-parallel shards.
         run: arguments of the run that saved it (Megatron's ``args``).
         twins: copies of a tied parameter that other pipeline stages saved, by ``(name, key)``.
+        stages: name of a parameter, or of another tensor of a stage's own files -> the pipeline stages that saved it,
+            ascending; empty where there was one stage.
         saved_names: names that were changed since the save: name -> name in the files.
         notes: what the reader noticed and the user should know.
         warnings: what the user should look at.
@@ -203,6 +205,7 @@ class Catalog:
     declared: Declared = field(default_factory=Declared)
     run: Mapping[str, Any] = field(default_factory=dict)
     twins: Mapping[tuple[str, str], tuple[LogicalTensor, ...]] = field(default_factory=dict)
+    stages: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     saved_names: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()

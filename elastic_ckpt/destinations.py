@@ -92,6 +92,7 @@ class LiveLayout:
         owner: top-level packages of the module that holds it (``"megatron.core"``).
         split: how it is cut, where that is recorded in full (AutoTP).
         values: checksum of a buffer's values on each tensor-parallel rank; empty for parameters.
+        origin: who says so, where it is not a live parameter.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -100,6 +101,7 @@ class LiveLayout:
     owner: str = ""
     split: Split | None = None
     values: tuple[int, ...] = ()
+    origin: str = ""
 
 
 @dataclass(frozen=True, slots=True)

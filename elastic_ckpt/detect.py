@@ -6,7 +6,7 @@ import os
 from dataclasses import replace
 
 from elastic_ckpt.catalog import MASTER
-from elastic_ckpt.errors import NotFoundError
+from elastic_ckpt.errors import DamagedError, NotFoundError
 from elastic_ckpt.formats.base import Found
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER, sort_names
 from elastic_ckpt.formats.pickled import open_pickled
@@ -32,6 +32,7 @@ def find_checkpoint(load_dir: str, tag: str | None, prefer_universal: bool, trus
 
     Raises:
         NotFoundError: there are checkpoints here, but not the one that was asked for.
+        DamagedError: a ``latest`` file cannot be read.
     """
     if tag is not None:
         found = look_at(load_dir, str(tag))
@@ -47,7 +48,7 @@ def _follow_latest(load_dir: str, prefer_universal: bool, trust_pickle: bool) ->
     choices: list[Found] = []
     broken: list[NotFoundError] = []
     for latest in order:
-        tag = _read_latest(load_dir, latest)
+        tag = read_latest(load_dir, latest)
         found = look_at(load_dir, tag) if tag is not None and _is_below(tag) else None
         if found is not None:
             choices.append(found)
@@ -95,13 +96,26 @@ def list_tags(load_dir: str) -> list[str]:
     return [entry.name for entry in sorted(entries, key=lambda entry: entry.stat().st_mtime, reverse=True)]
 
 
-def _read_latest(load_dir: str, latest: str) -> str | None:
-    """The tag that a ``latest`` file names, or ``None`` where there is no such file."""
+def read_latest(load_dir: str, latest: str) -> str | None:
+    """The tag that a ``latest`` file names, or ``None`` where there is no such file.
+
+    Raises:
+        DamagedError: it cannot be read, or is no text.
+    """
     path = os.path.join(load_dir, latest)
     if not os.path.isfile(path):
         return None
-    with open(path, encoding="utf-8") as stream:
-        return stream.read().strip()
+    try:
+        with open(path, encoding="utf-8") as stream:
+            return stream.read().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DamagedError(
+            "the file that names the newest tag cannot be read",
+            file=path,
+            expected="the name of a tag (global_step100)",
+            found=str(error),
+            remedy=f"load_checkpoint({load_dir!r}, tag=...), or write the tag into it",
+        ) from error
 
 
 def _is_below(tag: str) -> bool:

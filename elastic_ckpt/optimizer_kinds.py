@@ -75,8 +75,11 @@ def _unusual_on_one_side(key: str, saved: Mapping[str, Any], live: Mapping[str, 
 
 def saved_optimizer(catalog: Catalog) -> str:
     """The optimizer that saved a checkpoint, in words."""
-    keys = catalog.state_keys
-    group = catalog.groups[0] if catalog.groups else {}
+    return optimizer_of(catalog.state_keys, catalog.groups[0] if catalog.groups else {})
+
+
+def optimizer_of(keys: Sequence[str], group: Mapping[str, Any]) -> str:
+    """The optimizer with these tensor states and hyperparameters, in words."""
     if {"state1"} <= set(keys):
         return f"a bitsandbytes optimizer with {listed(keys)}"
     if set(keys) == {"exp_avg", "exp_avg_sq"} and _is_adam(group):

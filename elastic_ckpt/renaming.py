@@ -86,6 +86,7 @@ def _with_names(catalog: Catalog, new_name: Callable[[str], str], notes: Sequenc
             (new_name(name), key): tuple(replace(tensor, name=new_name(name)) for tensor in tensors)
             for (name, key), tensors in catalog.twins.items()
         },
+        stages={new_name(name): stages for name, stages in catalog.stages.items()},
         parameters={new_name(name): saved for name, saved in catalog.parameters.items()},
         tensors={
             (new_name(name), key): replace(tensor, name=new_name(name))

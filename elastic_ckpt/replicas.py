@@ -7,8 +7,9 @@ copy of its own, and in big runs they drift apart; a load at another degree can 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
 
 from elastic_ckpt.bands import Transfer, copied
 from elastic_ckpt.catalog import BUFFER, Catalog, LogicalTensor
@@ -31,8 +32,26 @@ def compare_replicas(
         restored: names that are restored.
         with_states: whether optimizer states are.
     """
-    names, state_keys = set(restored), set(catalog.state_keys)
-    found: list[Comparison] = []
+    lane = destinations.tp_rank * destinations.dp + destinations.dp_rank
+    every = _all(catalog, resharding, frozenset(restored), with_states)
+    mine = islice(every, lane, None, destinations.tp * destinations.dp)
+    return tuple(replace(_comparison(one.name, one.key, one.copies, one.taken), is_guess=one.is_guess) for one in mine)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A comparison whose pieces have not been looked for yet."""
+
+    name: str
+    key: str
+    copies: Sequence[tuple[LogicalTensor, Transfer]]
+    taken: str = FIRST
+    is_guess: bool = False
+
+
+def _all(catalog: Catalog, resharding: Resharding, names: frozenset[str], with_states: bool) -> Iterator[_Wanted]:
+    """Those of all ranks of the stage, in the same order on each."""
+    state_keys = set(catalog.state_keys)
     for (name, key), tensor in sorted(catalog.tensors.items()):
         if name not in names or tensor.is_whole or (not with_states and key in state_keys):
             continue
@@ -43,16 +62,12 @@ def compare_replicas(
             taken = MEAN if transfer is not None and transfer.blend else FIRST
             every = [(tensor, copied_shard(tensor, shard)) for shard in shards]
             is_guess = name in resharding.guessed and (key == BUFFER or len(tensor.shard_shapes[0]) > 1)
-            found.append(replace(_comparison(name, key, every, taken), is_guess=is_guess))
+            yield _Wanted(name, key, every, taken, is_guess)
         for twin in twins:
             for shard in shards:
-                both = [(tensor, copied_shard(tensor, shard)), (twin, copied_shard(twin, shard))]
-                found.append(_comparison(name, key, both, FIRST))
+                yield _Wanted(name, key, [(tensor, copied_shard(tensor, shard)), (twin, copied_shard(twin, shard))])
         for first, second in resharding.overlaps.get(name, ()):
-            both = [(tensor, Transfer((first,))), (tensor, Transfer((second,)))]
-            found.append(_comparison(name, key, both, FIRST))
-    lane = destinations.tp_rank * destinations.dp + destinations.dp_rank
-    return tuple(found[lane :: destinations.tp * destinations.dp])
+            yield _Wanted(name, key, [(tensor, Transfer((first,))), (tensor, Transfer((second,)))])
 
 
 def copied_shard(tensor: LogicalTensor, shard: int) -> Transfer:

@@ -64,14 +64,15 @@ def strips(
     for shard, band in transfer.bands:
         base = row * (math.prod(shapes[shard]) // rows)
         for part in clip_target(band, wanted):
-            source = part.moved(base, 0)
+            source = part.moved(base, 0) if base else part
             end = source.source + (source.rows - 1) * source.source_stride + source.width
             first = max(bisect_right(extents, (shard, source.source), key=_place) - 1, 0)
             for extent in extents[first:]:
                 if (extent.shard, extent.range.start) >= (shard, end):
                     break
                 if extent.shard == shard:
-                    for held in clip_source(source, extent.range):
+                    is_all = extent.range.start <= source.source and end <= extent.range.stop
+                    for held in (source,) if is_all else clip_source(source, extent.range):
                         yield Strip(extent, tensor.dtype, held.moved(-extent.range.start, 0))
 
 

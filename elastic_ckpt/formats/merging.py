@@ -50,7 +50,10 @@ def merge_stages(catalogs: Sequence[Catalog]) -> Catalog:
     tensors: dict[tuple[str, str], LogicalTensor] = {}
     twins: dict[tuple[str, str], tuple[LogicalTensor, ...]] = {}
     parameters: dict[str, SavedParameter] = {}
-    for catalog, at in zip(catalogs, offsets, strict=True):
+    stages: dict[str, tuple[int, ...]] = {}
+    for stage, (catalog, at) in enumerate(zip(catalogs, offsets, strict=True)):
+        for name in dict.fromkeys([*catalog.parameters, *(name for name, _ in catalog.tensors)]):
+            stages[name] = (*stages.get(name, ()), stage)
         if list(catalog.groups) != list(first.groups):
             raise UnsupportedError(
                 "the pipeline stages were saved with different param groups, which is not supported yet",
@@ -66,7 +69,7 @@ def merge_stages(catalogs: Sequence[Catalog]) -> Catalog:
         for name, saved in catalog.parameters.items():
             parameters.setdefault(name, _parameter_moved(saved, at))
     merged = _together(catalogs, tensors, parameters)
-    return replace(merged, source=replace(first.source, pp=len(catalogs)), twins=twins)
+    return replace(merged, source=replace(first.source, pp=len(catalogs)), twins=twins, stages=stages)
 
 
 def _with_empty_shards(catalogs: Sequence[Catalog]) -> list[Catalog]:

@@ -11,7 +11,12 @@ from elastic_ckpt.formats.pickled import PickledFile
 
 def saved_config(file: PickledFile) -> Mapping[str, Any] | None:
     """The config, which may have been saved as a dict, a JSON string or a path; ``None``: a path, or not saved."""
-    config = file.tree.get("ds_config") if isinstance(file.tree, Mapping) else None
+    return config_in(file.tree)
+
+
+def config_in(tree: Any) -> Mapping[str, Any] | None:
+    """The config among the entries of a model-states file; see :func:`saved_config`."""
+    config = tree.get("ds_config") if isinstance(tree, Mapping) else None
     if isinstance(config, str):
         try:
             config = json.loads(config)

@@ -80,7 +80,7 @@ def read_universal(found: Found, options: ReadOptions) -> Checkpoint:
     with parallel.agreement("fit the checkpoint's files together"):
         _check_one_save(models)
         refuse_features(first.features, first.path)
-        if optimizer is not None:
+        if optimizer is not None and not optimizer.in_true_order:
             _refuse_round_robin(first, optimizer)
             _refuse_aligned(first, optimizer)
         states = [item for item in indexed if isinstance(item, StateFile)]

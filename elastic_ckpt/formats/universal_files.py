@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic_ckpt.errors import DamagedError
+from elastic_ckpt.formats.common_state import TRUE_ORDER
 from elastic_ckpt.formats.pickled import PickledFile, TensorRef, materialise
 from elastic_ckpt.formats.saved_groups import read_groups
 from elastic_ckpt.rules.kinds import COLUMN, ROW, VOCABULARY, Rule
@@ -45,6 +46,7 @@ class OptimizerFile:
         scalars: per flat tensor, its scalar states; empty from stages 1 and 2.
         loss_scaler: DeepSpeed's loss scaler object.
         overflow: the optimizer's overflow flag.
+        in_true_order: whether whoever wrote it vouches that each parameter has its own data.
     """
 
     zero_stage: int
@@ -53,6 +55,7 @@ class OptimizerFile:
     scalars: Mapping[int, Mapping[str, float]]
     loss_scaler: Any
     overflow: bool
+    in_true_order: bool = False
 
 
 def index_state(file: PickledFile) -> StateFile:
@@ -112,4 +115,5 @@ def index_optimizer(file: PickledFile) -> OptimizerFile:
         scalars=scalars,
         loss_scaler=file.tree.get("loss_scaler"),
         overflow=bool(file.tree.get("overflow", False)),
+        in_true_order=file.tree.get(TRUE_ORDER) is True,
     )

@@ -20,7 +20,7 @@ from elastic_ckpt.catalog import (
     SourceFacts,
 )
 from elastic_ckpt.dtypes import ITEMSIZE
-from elastic_ckpt.errors import UnsupportedError
+from elastic_ckpt.errors import MismatchError, UnsupportedError
 from elastic_ckpt.formats.base import Found, ReadOptions, source_file
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.module_tensors import module_tensors
@@ -46,7 +46,7 @@ Shape = tuple[int, ...]
 
 
 def unpartitioned_catalog(found: Found, model: ModelShard, options: ReadOptions) -> Catalog:
-    """The catalog of a checkpoint whose optimizer state is whole.
+    """The catalog of a checkpoint whose optimizer state is whole; without a live engine, of its weights if need be.
 
     Args:
         found: the folder.
@@ -54,11 +54,16 @@ def unpartitioned_catalog(found: Found, model: ModelShard, options: ReadOptions)
         options: how to read, live names among them.
 
     Raises:
-        MismatchError: it cannot be told which parameter is which.
+        MismatchError: it cannot be told which parameter is which, and there are live groups, or states are asked for.
     """
     state = model.optimizer
     assert state is not None
-    names, note = member_names(model, state, options)
+    try:
+        names, note = member_names(model, state, options)
+    except MismatchError:
+        if options.with_states or options.live_groups:
+            raise
+        return weights_alone(found, model)
     codebooks, map_notes = resolve_codebooks((model.path, states) for states in state.states.values())
     builder = _Builder(model, state, codebooks, options.states)
     for number, members in enumerate(names):
@@ -80,6 +85,22 @@ def unpartitioned_catalog(found: Found, model: ModelShard, options: ReadOptions)
         frozen_recorded=model.frozen_recorded,
         notes=(*found.notes, *notes, *note, *map_notes, *kind_notes(builder.kinds)),
         warnings=unmatched_names(builder.kinds, options.states),
+    )
+
+
+def weights_alone(found: Found, model: ModelShard) -> Catalog:
+    """The catalog of the weights as the module has them; those of a pipeline lie in the files of its layers."""
+    dp = int(model.counters["dp_world_size"])
+    tensors, notes = module_tensors([model], 0, frozenset())
+    return Catalog(
+        source=SourceFacts("native", found.folder, found.tag, 0, dp, model.ds_version),
+        files=(source_file(model),),
+        parameters={},
+        tensors=tensors,
+        groups=(),
+        aliases=model.shared,
+        frozen_recorded=False,
+        notes=found.notes + notes,
     )
 
 

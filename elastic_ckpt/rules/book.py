@@ -10,7 +10,7 @@ from typing import Any
 from elastic_ckpt.bands import Shape
 from elastic_ckpt.destinations import LiveLayout
 from elastic_ckpt.rules.declared import Declared
-from elastic_ckpt.rules.kinds import AMBIGUOUS, COLUMN, REPLICATED, ROW, VOCABULARY, Rule
+from elastic_ckpt.rules.kinds import AMBIGUOUS, COLUMN, REPLICATED, ROW, VOCABULARY, Kind, Rule
 from elastic_ckpt.rules.presets import Preset
 
 #: Names of parameters that code bases fuse from several, in ways that neither shapes nor ``partition_dim`` tell.
@@ -128,11 +128,11 @@ def _live(asked: Asked, layout: LiveLayout) -> Saying | None:
     if layout.dim is None:
         return None
     if layout.dim < 0:
-        return Saying(Rule(pattern=pattern, kind=REPLICATED), "the live parameter (not tensor_model_parallel)")
+        return Saying(_rule(pattern, REPLICATED), "the live parameter (not tensor_model_parallel)")
     is_whole_truth = layout.owner.startswith(_MEGATRON) and _INTERLEAVED.search(asked.name) is not None
     if layout.stride == 1 and asked.is_fused and not is_whole_truth:
         return None  # it says nothing about the parts
-    origin = f"the live parameter (partition_dim {layout.dim}, partition_stride {layout.stride})"
+    origin = layout.origin or f"the live parameter (partition_dim {layout.dim}, partition_stride {layout.stride})"
     parts = [1] * layout.stride if layout.stride > 1 else None
     kind = ROW if layout.dim == 1 else COLUMN
     return Saying(Rule(pattern=pattern, kind=kind, dim=layout.dim, sub_parameters=parts), origin)
@@ -146,7 +146,7 @@ def _by_shapes(asked: Asked, live: Sequence[Shape]) -> Saying | None:
             return None  # as big on each of several ranks as it was on one: padding of a vocabulary looks like that
         if asked.differs_live:
             return None
-        return Saying(Rule(pattern=pattern, kind=REPLICATED), origin, is_guess=True)
+        return Saying(_rule(pattern, REPLICATED), origin, is_guess=True)
     if not live or len({len(shape) for shape in (*saved, *live)}) > 1:
         return None
     fitting = []
@@ -157,7 +157,12 @@ def _by_shapes(asked: Asked, live: Sequence[Shape]) -> Saying | None:
     if len(fitting) != 1:
         return None
     kind = ROW if fitting[0] == 1 else COLUMN
-    return Saying(Rule(pattern=pattern, kind=kind, dim=fitting[0]), origin, is_guess=True)
+    return Saying(_rule(pattern, kind, fitting[0]), origin, is_guess=True)
+
+
+def _rule(pattern: str, kind: Kind, dim: int | None = None) -> Rule:
+    """A rule of an escaped name. There is one for every parameter, and compiling them is most of a plan's time."""
+    return Rule.model_construct(pattern=pattern, kind=kind, dim=dim)
 
 
 def choose(sayings: Sequence[Saying]) -> Saying | None:

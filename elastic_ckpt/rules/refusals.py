@@ -89,6 +89,8 @@ def wrongly_merged(name: str, folder: str, degree: int, origin: str) -> Mismatch
 
 
 def _shards(shapes: Sequence[Shape]) -> str:
+    if not shapes:
+        return "nothing yet"  # of a job that does not run
     distinct = list(dict.fromkeys(shapes))
     return f"{len(shapes)} x {distinct[0]}" if len(distinct) == 1 else " + ".join(map(str, shapes))
 

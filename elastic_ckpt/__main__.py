@@ -1,0 +1,5 @@
+"""``python -m elastic_ckpt``: the command line."""
+
+from elastic_ckpt.cli import app
+
+app()

@@ -1,0 +1,71 @@
+"""``elastic-ckpt convert``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+from tqdm import tqdm
+
+from elastic_ckpt.cli.app import app
+from elastic_ckpt.cli.options import AsJson, Config, Folder, Preset, Tag, TrustPickle
+from elastic_ckpt.cli.output import console, errors_end_the_command, print_json
+from elastic_ckpt.conversion import ConversionOptions, ConversionReport
+from elastic_ckpt.conversion import convert as run_conversion
+from elastic_ckpt.opened import config_of, locate, open_checkpoint
+
+_EXAMPLE = "Example: [bold]elastic-ckpt convert checkpoints universal/global_step100[/]"
+
+
+@app.command(epilog=_EXAMPLE)
+def convert(
+    folder: Folder,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make. latest_universal beside it names it.")],
+    to: Annotated[str, typer.Option("--to", help="Format to write; universal is the one there is.")] = "universal",
+    tag: Tag = None,
+    config: Config = None,
+    preset: Preset = None,
+    replicated: Annotated[
+        str | None,
+        typer.Option("--replicated", help='Copies that differ: strict, first or mean ("replicated_params").'),
+    ] = None,
+    threads: Annotated[int, typer.Option("--threads", min=1, max=64, help="Files written at a time.")] = 4,
+    chunk_mib: Annotated[int, typer.Option("--chunk-mib", min=1, max=1024, help="Memory of a thread, in MiB.")] = 32,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Throw away what an interrupted conversion of something else left.")
+    ] = False,
+    trust_pickle: TrustPickle = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a universal checkpoint that DeepSpeed loads by itself at another data-parallel degree.
+
+    elastic_ckpt needs no conversion to load a checkpoint; this is for jobs that run without it. An interrupted
+    conversion goes on where it was when the same command is given again.
+    """
+    if to != "universal":
+        raise typer.BadParameter(f"there is no format {to!r}: universal", param_hint="--to")
+    with errors_end_the_command(as_json):
+        options = config_of(config, tp_preset=preset, trust_pickle=trust_pickle or None, replicated_params=replicated)
+        opened = open_checkpoint(locate(str(folder), tag, False, options.trust_pickle), options)
+        progress = False if as_json else None
+        report = run_conversion(opened, out, ConversionOptions(threads, chunk_mib << 20, progress, restart))
+    if as_json:
+        print_json(report)
+    else:
+        console.print(_table(report))
+
+
+def _table(report: ConversionReport) -> Table:
+    table = Table(title="elastic_ckpt: checkpoint converted", title_justify="left", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    table.add_row("universal checkpoint", escape(report.folder))
+    kept = f", {report.files_kept} kept from an earlier attempt" if report.files_kept else ""
+    table.add_row("written", f"{report.files} files, {tqdm.format_sizeof(report.nbytes, 'B')}{kept}")
+    table.add_row("seconds", f"{report.seconds:.1f}")
+    for note in report.notes:
+        table.add_row("note", escape(note))
+    return table

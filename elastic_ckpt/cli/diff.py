@@ -1,0 +1,72 @@
+"""``elastic-ckpt diff``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+from tqdm import tqdm
+
+from elastic_ckpt.cli.app import app
+from elastic_ckpt.cli.options import AsJson, Config, Preset, TrustPickle
+from elastic_ckpt.cli.output import EXIT_FOUND, console, errors_end_the_command, print_json
+from elastic_ckpt.comparison import Comparison, compare
+from elastic_ckpt.opened import config_of, locate, open_checkpoint
+
+_EXAMPLE = "Example: [bold]elastic-ckpt diff checkpoints/step100 universal/step100[/]"
+_SHOWN = 50
+_Checkpoint = Annotated[
+    Path, typer.Argument(help="Folder with a [bold]latest[/] file, or the folder of one tag.", show_default=False)
+]
+
+
+@app.command(epilog=_EXAMPLE)
+def diff(
+    a: _Checkpoint,
+    b: _Checkpoint,
+    config: Config = None,
+    preset: Preset = None,
+    replicated: Annotated[
+        str | None, typer.Option("--replicated", help='Copies that differ: first or mean ("replicated_params").')
+    ] = "first",
+    threads: Annotated[int, typer.Option("--threads", min=1, max=64, help="Tensors compared at a time.")] = 4,
+    show_all: Annotated[bool, typer.Option("--all", help=f"Show all differences, not the first {_SHOWN}.")] = False,
+    trust_pickle: TrustPickle = False,
+    as_json: AsJson = False,
+) -> None:
+    """Compare two checkpoints by logical tensor, whatever their topologies, ZeRO stages and formats.
+
+    Masters, optimizer states, buffers, frozen weights, steps, hyperparameters, counters and the lr scheduler. Exit
+    code 1 where anything differs or is missing.
+    """
+    with errors_end_the_command(as_json):
+        options = config_of(config, tp_preset=preset, trust_pickle=trust_pickle or None, replicated_params=replicated)
+        both = [open_checkpoint(locate(str(path), None, False, options.trust_pickle), options) for path in (a, b)]
+        outcome = compare(both[0], both[1], threads, False if as_json else None)
+    if as_json:
+        print_json(outcome)
+    else:
+        _show(outcome, show_all)
+    if outcome.differences:
+        raise typer.Exit(EXIT_FOUND)
+
+
+def _show(outcome: Comparison, show_all: bool) -> None:
+    size = tqdm.format_sizeof(outcome.nbytes, "B")
+    if not outcome.differences:
+        console.print(f"[green]equal[/]: {outcome.equal} tensors and other values ({size} read)")
+    else:
+        shown = outcome.differences if show_all else outcome.differences[:_SHOWN]
+        table = Table(title=f"{len(outcome.differences)} differences, {outcome.equal} equal ({size} read)")
+        for column in ("name", "of it", "", "values in A and B"):
+            table.add_column(column, overflow="fold")
+        for difference in shown:
+            table.add_row(difference.name, difference.key, difference.what, escape(difference.detail))
+        console.print(table)
+        if len(shown) < len(outcome.differences):
+            console.print(f"and {len(outcome.differences) - len(shown)} more: --all shows them")
+    for note in outcome.notes:
+        console.print(f"note: {escape(note)}", soft_wrap=True)

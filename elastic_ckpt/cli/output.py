@@ -1,0 +1,52 @@
+"""What the commands print, and how they end."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from elastic_ckpt.errors import ConfigError, ElasticCkptError
+
+#: Something was found; wrong usage; the checkpoint cannot be read.
+EXIT_FOUND, EXIT_USAGE, EXIT_UNREADABLE = 1, 2, 3
+
+console = Console()
+_errors = Console(stderr=True)
+
+
+def print_json(what: Any) -> None:
+    """A record, as JSON, to standard output."""
+    print(json.dumps(what, indent=2, default=_plain))
+
+
+def _plain(item: Any) -> Any:
+    if dataclasses.is_dataclass(item) and not isinstance(item, type):
+        return dataclasses.asdict(item)
+    return sorted(map(str, item)) if isinstance(item, set | frozenset) else str(item)
+
+
+def error_as_dict(error: ElasticCkptError) -> Mapping[str, Any]:
+    """An error as plain data: what is known of problem, parameter, file, expected, found, remedy."""
+    details = ("problem", "parameter", "file", "expected", "found", "remedy")
+    values = {name: getattr(error, name) for name in details}
+    return {"error": type(error).__name__, **{name: value for name, value in values.items() if value is not None}}
+
+
+@contextmanager
+def errors_end_the_command(as_json: bool) -> Iterator[None]:
+    """Print an :class:`ElasticCkptError` instead of a traceback, and exit with 3, or 2 where a config is wrong."""
+    try:
+        yield
+    except ElasticCkptError as error:
+        if as_json:
+            print_json(error_as_dict(error))
+        else:
+            _errors.print(f"[bold red]{type(error).__name__}[/]: {escape(str(error))}", soft_wrap=True)
+        raise typer.Exit(EXIT_USAGE if isinstance(error, ConfigError) else EXIT_UNREADABLE) from error

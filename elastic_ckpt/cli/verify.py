@@ -1,0 +1,80 @@
+"""``elastic-ckpt verify``."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from elastic_ckpt.cli.app import app
+from elastic_ckpt.cli.options import AsJson, Config, Folder, Preset, Tag, TrustPickle
+from elastic_ckpt.cli.output import EXIT_FOUND, console, errors_end_the_command, print_json
+from elastic_ckpt.opened import config_of
+from elastic_ckpt.verification import Verification
+from elastic_ckpt.verification import verify as verify_checkpoint
+
+_MOST_THREADS = 16
+_EXAMPLE = "Example: elastic-ckpt verify /ckpt --full --preset megatron-core"
+_notes = Console(stderr=True)
+
+
+@app.command("verify", epilog=_EXAMPLE)
+def verify(
+    folder: Folder,
+    full: Annotated[
+        bool,
+        typer.Option(
+            "--full",
+            help="Read every byte: CRC32 of every record, NaN and infinite values, copies that have drifted apart.",
+        ),
+    ] = False,
+    tag: Tag = None,
+    config: Config = None,
+    preset: Preset = None,
+    trust_pickle: TrustPickle = False,
+    as_json: AsJson = False,
+    threads: Annotated[
+        int | None,
+        typer.Option("--threads", min=1, max=256, help="Threads that read; default: a core each, at most 16."),
+    ] = None,
+) -> None:
+    """Look for missing, foreign and damaged files, and list all that is wrong, one line each.
+
+    Without --full, metadata alone: every file opens, all are there and of one save, every element of every tensor
+    lies in exactly one file. Ends with 1 if anything is wrong. Notes go to standard error: what was not checked, and
+    what is worth knowing.
+    """
+    with errors_end_the_command(as_json):
+        found = verify_checkpoint(
+            str(folder),
+            tag,
+            config_of(config, tp_preset=preset, trust_pickle=trust_pickle or None),
+            full,
+            threads or min(os.cpu_count() or 1, _MOST_THREADS),
+            show_progress=False if as_json else None,
+        )
+    if as_json:
+        print_json({"ok": not found.findings, **dataclasses.asdict(found)})
+    else:
+        _print(found)
+    if found.findings:
+        raise typer.Exit(EXIT_FOUND)
+
+
+def _print(found: Verification) -> None:
+    for note in found.notes:
+        _notes.print(f"note: {escape(note.line(found.folder))}", soft_wrap=True, highlight=False)
+    for finding in found.findings:
+        console.print(escape(finding.line(found.folder)), soft_wrap=True, highlight=False)
+    if not found.findings:
+        what = "" if found.full else "metadata of "
+        console.print(
+            f"ok: {found.files} files, {found.tensors} tensors, {what}{found.nbytes:,} bytes checked in "
+            f"{found.seconds:.2f} s",
+            soft_wrap=True,
+            highlight=False,
+        )

@@ -1,0 +1,265 @@
+"""The files of a native checkpoint, each sorted out on its own -> the catalog of all. Opens nothing."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any
+
+from elastic_ckpt.catalog import Catalog
+from elastic_ckpt.destinations import Place
+from elastic_ckpt.errors import DamagedError, UnsupportedError
+from elastic_ckpt.errors import listed as listed_names
+from elastic_ckpt.formats import model_states, shards
+from elastic_ckpt.formats.base import Found, ReadOptions
+from elastic_ckpt.formats.features import Features, refuse_features
+from elastic_ckpt.formats.grid import Grid, grid_of
+from elastic_ckpt.formats.layers import LayerShard, layer_tensors
+from elastic_ckpt.formats.legacy import LegacyShard, refuse_legacy
+from elastic_ckpt.formats.merging import merge_shards, merge_stages
+from elastic_ckpt.formats.model_states import ModelShard
+from elastic_ckpt.formats.partitioned import partitioned_catalog
+from elastic_ckpt.formats.progress import with_progress_compared
+from elastic_ckpt.formats.shards import OptimizerShard
+from elastic_ckpt.formats.zero0 import unpartitioned_catalog, weights_alone
+
+#: What a file is of: (model-parallel rank, data-parallel rank, ``"model"`` or ``"optimizer"``), or (layer,
+#: tensor-parallel rank, ``"layer"``).
+Kind = tuple[int, int, str]
+
+
+@dataclass
+class RankFiles:
+    """What one model-parallel rank's files hold, and the positions at which they stand in the list of all files."""
+
+    models: dict[int, ModelShard] = field(default_factory=dict)
+    optimizers: dict[int, OptimizerShard] = field(default_factory=dict)
+
+    @property
+    def positions(self) -> list[int]:
+        """In the order of the files of the rank's catalog."""
+        return [*self.models, *self.optimizers]
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """What the files of a checkpoint come to.
+
+    Attributes:
+        ranks: by model-parallel rank, what its files hold.
+        layers: what the files of pipeline layers hold.
+        grid: which model-parallel rank is of which stage.
+        catalogs: of each model-parallel rank alone.
+        catalog: of all of them.
+    """
+
+    ranks: Mapping[int, RankFiles]
+    layers: Sequence[LayerShard]
+    grid: Grid
+    catalogs: Mapping[int, Catalog]
+    catalog: Catalog
+
+
+def assemble(found: Found, kinds: Sequence[Kind], indexed: Sequence[Any], options: ReadOptions) -> Assembled:
+    """Fit the files of a checkpoint together. Local.
+
+    Args:
+        found: the folder.
+        kinds: what each file is of.
+        indexed: what each file holds: :class:`ModelShard`, :class:`OptimizerShard`, :class:`LayerShard` or
+            :class:`LegacyShard`.
+        options: how to read.
+
+    Raises:
+        ElasticCkptError: they are of different saves, do not suffice, or are not supported.
+    """
+    refuse_legacy([item for item in indexed if isinstance(item, LegacyShard)], options.with_states)
+    layers = [item for item in indexed if isinstance(item, LayerShard)]
+    ranks = _by_rank(kinds, indexed)
+    grid = grid_of({mp: next(iter(rank.models.values())) for mp, rank in ranks.items()}, found.folder)
+    model_states.check_same_save([next(iter(rank.models.values())) for rank in ranks.values()], one_rank=False)
+    _list_missing_shapes(ranks, grid, layers)
+    catalogs = {mp: _fit_together(found, rank, grid, options) for mp, rank in ranks.items()}
+    catalog = merge_stages([merge_shards([catalogs[mp] for mp in stage]) for stage in grid.stages])
+    catalog = _with_layers(catalog, ranks, layers, grid, options.live_names)
+    catalog = with_progress_compared(catalog, next(iter(ranks[0].models.values())), options.check_shards)
+    return Assembled(ranks, layers, grid, catalogs, catalog)
+
+
+def _by_rank(kinds: Sequence[Kind], indexed: Sequence[Any]) -> dict[int, RankFiles]:
+    ranks: dict[int, RankFiles] = {}
+    for position, ((mp, _, _), item) in enumerate(zip(kinds, indexed, strict=True)):
+        if isinstance(item, ModelShard):
+            ranks.setdefault(mp, RankFiles()).models[position] = item
+        elif isinstance(item, OptimizerShard):
+            ranks.setdefault(mp, RankFiles()).optimizers[position] = item
+    return _with_ties(ranks)
+
+
+def _with_ties(ranks: dict[int, RankFiles]) -> dict[int, RankFiles]:
+    """DeepSpeed lists tied names in the file of the job's first rank alone (``_get_shared_params``, engine.py)."""
+    models = [model for rank in ranks.values() for model in rank.models.values()]
+    shared = {name: target for model in reversed(models) for name, target in model.shared.items()}
+    for rank in ranks.values():
+        for position, model in rank.models.items():
+            known = {name: target for name, target in shared.items() if name in model.weights}
+            rank.models[position] = replace(model, shared=known if model.optimizer is None else model.shared)
+    return ranks
+
+
+def _list_missing_shapes(ranks: Mapping[int, RankFiles], grid: Grid, layers: Sequence[LayerShard]) -> None:
+    """``BF16_Optimizer`` without ZeRO lists no ``param_shapes``: names are those of its slices, shapes those of layers.
+
+    That its slices are right the spot check proves (native.py); only ZeRO-1/2 in round-robin order writes wrong ones.
+    """
+    sliced = (names for rank in ranks.values() for shard in rank.optimizers.values() for names in shard.slice_names)
+    known = frozenset(chain.from_iterable(sliced))
+    for stage in grid.stages:
+        for tp_rank, mp in enumerate(stage):
+            rank = ranks[mp]
+            shards = list(rank.optimizers.values())
+            model = next(iter(rank.models.values()))
+            if not shards or model.param_shapes or not all(shard.slice_names for shard in shards):
+                continue
+            by_flat = zip(*(shard.slice_names for shard in shards), strict=True)
+            flats = [dict.fromkeys(chain.from_iterable(names)) for names in by_flat]
+            shapes = {name: ref.shape for name, ref in model.weights.items()}
+            for layer in layers:
+                if layer.tp_rank == tp_rank:
+                    shapes |= {name: ref.shape for name, ref in layer.named(known).items()}
+            _refuse_unlisted(found_in=model.path, names=chain.from_iterable(flats), shapes=shapes)
+            listed = tuple(tuple((name, shapes[name]) for name in names) for names in flats)
+            rank.models = {at: replace(item, param_shapes=listed) for at, item in rank.models.items()}
+
+
+def _refuse_unlisted(found_in: str, names: Iterable[str], shapes: Mapping[str, Any]) -> None:
+    missing = [name for name in names if name not in shapes]
+    if missing:
+        layer = missing[0].partition(".")[0]
+        raise DamagedError(
+            "the optimizer holds states of parameters of which no layer file has the weights",
+            parameter=listed_names(missing),
+            file=os.path.join(os.path.dirname(found_in), f"layer_{layer:0>2}-*model_states.pt"),
+            expected="a file of every pipeline layer",
+            found="none with these parameters",
+            remedy="restore the file from its original, or take another tag",
+        )
+
+
+def is_unchanged(ranks: Mapping[int, RankFiles], grid: Grid, place: Place) -> bool:
+    """Whether the job has the topology of the save."""
+    saved_dp = int(next(iter(ranks[0].models.values())).counters["dp_world_size"])
+    return (grid.tp, grid.pp, saved_dp) == (place.tp, place.pp, place.dp)
+
+
+def _fit_together(found: Found, rank: RankFiles, grid: Grid, options: ReadOptions) -> Catalog:
+    """The catalog of one model-parallel rank's files."""
+    models, optimizers = list(rank.models.values()), list(rank.optimizers.values())
+    features = models[0].features | (optimizers[0].features if optimizers else Features())
+    refuse_features(features, models[0].path)
+    if optimizers:
+        _check_belong_together(models, optimizers)
+        unchanged = is_unchanged({0: rank}, grid, options.place)
+        own = options.place.dp_rank if len(models) > 1 and unchanged else 0
+        _refuse_swapped(optimizers, grid)
+        per_rank = len(models) > 1 and unchanged
+        catalog = partitioned_catalog(found, models, optimizers, own, per_rank, options.states)
+    elif models[0].optimizer is None:
+        number = re.search(r"mp_rank_(\d+)", os.path.basename(models[0].path))
+        raise missing_file(found, f"*zero_pp_rank_0_mp_rank_{number[1] if number else '00'}_optim_states.pt", "none")
+    elif found.files.layers and not options.with_states:
+        catalog = weights_alone(found, models[0])
+    else:
+        _refuse_unnamed(found, models[0])
+        catalog = unpartitioned_catalog(found, models[0], options)
+    return replace(catalog, declared=models[0].declared, run=models[0].run)
+
+
+def _refuse_swapped(optimizers: Sequence[OptimizerShard], grid: Grid) -> None:
+    if grid.tp * grid.pp > 1 and any(flat.swapped for shard in optimizers for flat in shard.flats):
+        raise UnsupportedError(
+            "optimizer states on NVMe of a model-parallel run are not supported yet",
+            file=optimizers[0].path,
+            expected="states inside the optimizer-states files, or a run without tensor and pipeline parallelism",
+            found=f"{grid.tp * grid.pp} model-parallel ranks",
+        )
+
+
+def _refuse_unnamed(found: Found, model: ModelShard) -> None:
+    """Without ZeRO, states are numbered in the order of the module, and pipelines do not save that order."""
+    if found.files.layers:
+        raise UnsupportedError(
+            "pipeline checkpoints without ZeRO do not say which optimizer state is of which parameter",
+            file=model.path,
+            expected='a save with "zero_optimization": {"stage": 1} (or bf16 with fp32 gradient accumulation)',
+            found="optimizer states that are numbered, not named",
+            remedy="load it at the topology it was saved with, or its weights alone: load_module_only=True",
+        )
+
+
+def _with_layers(
+    catalog: Catalog,
+    ranks: Mapping[int, RankFiles],
+    layers: Sequence[LayerShard],
+    grid: Grid,
+    live_names: frozenset[str],
+) -> Catalog:
+    if not layers:
+        return catalog
+    models = [model for rank in ranks.values() for model in rank.models.values()]
+    buffers = frozenset(name for model in models for name in model.buffer_names)
+    tensors, files = layer_tensors(catalog, layers, buffers, grid.tp, live_names)
+    return replace(catalog, tensors={**catalog.tensors, **tensors}, files=catalog.files + files)
+
+
+def missing_file(found: Found, name: str, have: str) -> DamagedError:
+    return DamagedError(
+        "a file of the checkpoint is missing",
+        file=found.path(name),
+        expected=name,
+        found=have,
+        remedy="restore the file from its original, or take another tag",
+    )
+
+
+def _check_belong_together(models: list[ModelShard], optimizers: list[OptimizerShard]) -> None:
+    shards.check_same_save(optimizers)
+    model_states.check_same_save(models)
+    optimizer_paths = [shard.path for shard in optimizers]
+    model_paths = [shard.path for shard in models]
+    for count in optimizers[0].partition_count or (len(optimizers),):
+        _check_count(optimizer_paths, count, "partition_count of the optimizer-states files")
+    _check_count(optimizer_paths, int(models[0].counters["dp_world_size"]), f"dp_world_size in {models[0].path}")
+    if optimizers[0].zero_stage == 3:
+        _check_count(model_paths, len(optimizers), "the number of optimizer-states files")
+    if len(models[0].param_shapes) != len(optimizers[0].flats):
+        raise DamagedError(
+            "model-states and optimizer-states files are of different saves",
+            file=optimizers[0].path,
+            expected=f"{len(models[0].param_shapes)} flat tensors, from {models[0].path}",
+            found=len(optimizers[0].flats),
+            remedy="restore the folder from its original",
+        )
+
+
+def _check_count(paths: list[str], expected: int, according_to: str) -> None:
+    """There must be one file for each of ``expected`` ranks; names the first that is missing or too many."""
+    if len(paths) == expected:
+        return
+    offender = paths[expected] if len(paths) > expected else _of_rank(paths[0], len(paths))
+    raise DamagedError(
+        f"a file of the checkpoint is {'missing' if len(paths) < expected else 'one too many'}",
+        file=offender,
+        expected=f"{expected} files, according to {according_to}",
+        found=f"{len(paths)} files, {os.path.basename(paths[0])} to {os.path.basename(paths[-1])}",
+        remedy="restore the missing shards, or remove those of another save",
+    )
+
+
+def _of_rank(path: str, rank: int) -> str:
+    """The path of rank 0's file, turned into another rank's."""
+    folder, name = os.path.split(path)
+    return os.path.join(folder, name.replace("zero_pp_rank_0_", f"zero_pp_rank_{rank}_"))

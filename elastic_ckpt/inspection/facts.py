@@ -1,0 +1,304 @@
+"""What an inspection finds out, as plain facts that become JSON. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Literal
+
+Shape = tuple[int, ...]
+Level = Literal["error", "warning", "note"]
+ERROR: Level = "error"
+WARNING: Level = "warning"
+NOTE: Level = "note"
+
+#: Roles of a parameter or tensor. ``WEIGHT``: the optimizer states are not named, so nothing says whether it trained.
+TRAINED, FROZEN_ROLE, BUFFER_ROLE, WEIGHT = "trained", "frozen", "buffer", "weight"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something odd.
+
+    Attributes:
+        level: ``"error"``: a load would be refused, or lose something; ``"warning"``: look at it; ``"note"``: know it.
+        kind: one word for programs, the same in every version (``"missing_file"``).
+        text: what it is.
+        parameter, file, expected, found, remedy: as far as they are known.
+    """
+
+    level: Level
+    kind: str
+    text: str
+    parameter: str | None = None
+    file: str | None = None
+    expected: str | None = None
+    found: str | None = None
+    remedy: str | None = None
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """The run that saved it; ``None``: not known.
+
+    Attributes:
+        step, samples, skipped_steps: its counters.
+        ds_version: DeepSpeed version.
+        zero_stage: 0 to 3; ``BF16_Optimizer`` without ZeRO partitions as stage 1 does, and counts as that.
+        dp, tp, pp: data-, tensor- and pipeline-parallel degree.
+        precision: ``"fp32"``, ``"bf16"``, ``"fp16"`` or ``"unknown"``.
+        precision_from: what says so, in words.
+        optimizer: in words.
+        optimizer_from: what says so.
+        global_batch, micro_batch, accumulation_steps: samples a step, samples of a rank at once, micro-batches a step.
+        lr_scheduler: what is short in the state of the lr scheduler; ``None``: there is none.
+        loss_scale: of fp16: ``kind`` and its values.
+        overflow: whether the last step before the save was skipped.
+        client_state: entries that the training script put in.
+        config: the saved DeepSpeed config.
+        arguments: of the training script (Megatron's ``args``).
+    """
+
+    step: int | None = None
+    samples: int | None = None
+    skipped_steps: int | None = None
+    ds_version: str | None = None
+    zero_stage: int | None = None
+    dp: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+    precision: str = "unknown"
+    precision_from: tuple[str, ...] = ()
+    optimizer: str = "unknown"
+    optimizer_from: str = ""
+    global_batch: int | None = None
+    micro_batch: int | None = None
+    accumulation_steps: int | None = None
+    lr_scheduler: Mapping[str, Any] | None = None
+    loss_scale: Mapping[str, Any] | None = None
+    overflow: bool = False
+    client_state: tuple[str, ...] = ()
+    config: Mapping[str, Any] | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Tensors of one role, as they are stored: of all tensor-parallel shards together.
+
+    Attributes:
+        tensors: how many.
+        numel, nbytes: elements and bytes; of 8-bit states, of the codes, without their scales.
+        dtypes: names of their dtypes.
+    """
+
+    tensors: int = 0
+    numel: int = 0
+    nbytes: int = 0
+    dtypes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class StateSummary:
+    """One kind of one optimizer state; 8-bit optimizers keep some states of a key in blocks and some in 32 bits.
+
+    Attributes:
+        key: its name.
+        kind: ``"elementwise"``, ``"blocks"`` (8-bit codes with a scale each), ``"whole"`` (a shape of its own),
+            ``"replicated"``, ``"scalar"``, ``"opaque"``, ``"damaged"``, ``"fresh"`` (the config says to leave it) or
+            ``"unnamed"`` (numbered, of nobody knows which parameter).
+        dtype: of its tensors; of a scalar, how it was saved.
+        parameters: how many have it.
+        rows: values that it has for each element.
+        block_numel: elements in a block; 0: no blocks.
+        numel, nbytes: as in :class:`Totals`.
+        values: of a scalar: the least and the greatest.
+        why: of an opaque or damaged one.
+    """
+
+    key: str
+    kind: str
+    dtype: str
+    parameters: int
+    rows: int = 1
+    block_numel: int = 0
+    numel: int = 0
+    nbytes: int = 0
+    values: tuple[float, ...] = ()
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class GroupSummary:
+    """A param group: its hyperparameters, number of members, and elements in their masters (all shards)."""
+
+    number: int
+    members: int
+    numel: int | None
+    hyperparameters: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ParameterEntry:
+    """A parameter or buffer.
+
+    Attributes:
+        name, role: :data:`TRAINED`, :data:`FROZEN_ROLE`, :data:`BUFFER_ROLE` or :data:`WEIGHT`.
+        shape: of the whole; ``None``: there are shards, and nothing says how they were cut.
+        shards: shape of each tensor-parallel shard.
+        dtype: of its master, or of its weights where it did not train.
+        group: its param group; ``None``: it has none.
+        states: keys of its optimizer states, scalar ones too.
+        numel: elements of its master or weights, as stored, of all shards together.
+        nbytes: bytes of all that is stored of it, states and further copies included.
+        tied: other names of it.
+        copies: how often its master is stored: more than once where pipeline stages share it.
+        rule: how its shards were cut, in words; empty: there is one, and nothing is said of it.
+        rule_from: who says so.
+    """
+
+    name: str
+    role: str
+    shape: Shape | None
+    shards: tuple[Shape, ...]
+    dtype: str
+    group: int | None
+    states: tuple[str, ...]
+    numel: int
+    nbytes: int
+    tied: tuple[str, ...] = ()
+    copies: int = 1
+    rule: str = ""
+    rule_from: str = ""
+
+
+@dataclass(frozen=True)
+class RuleUse:
+    """Parameters that are cut in one way by the word of one source."""
+
+    rule: str
+    origin: str
+    parameters: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RuleFacts:
+    """What is known of the tensor-parallel shards.
+
+    Attributes:
+        patterns: kind -> number of patterns that the checkpoint declares of it.
+        recorded: number of parameters whose shards the checkpoint records in full (AutoTP).
+        vocabulary_rows: rows of the vocabulary that are no padding, where the checkpoint says so.
+        unreadable: what of the declaration cannot be understood; empty: it can.
+        user_rules: number of ``"tp_rules"`` in the config.
+        preset: that the user named.
+        uses: which parameters are cut in which way.
+        undecided: parameters of which nothing says how their shards were cut.
+        contradictions: parameter -> what is said of it that its shards contradict.
+        fitting_presets: presets that have rules for undecided parameters -> for how many; those that know the most.
+    """
+
+    patterns: Mapping[str, int] = field(default_factory=dict)
+    recorded: int = 0
+    vocabulary_rows: int | None = None
+    unreadable: str = ""
+    user_rules: int = 0
+    preset: str | None = None
+    uses: tuple[RuleUse, ...] = ()
+    undecided: tuple[str, ...] = ()
+    contradictions: Mapping[str, str] = field(default_factory=dict)
+    fitting_presets: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """A file of the tag's folder.
+
+    Attributes:
+        name: below the folder.
+        kind: ``"model states"``, ``"optimizer states"``, ``"layer"``, ``"parameter"`` (of a universal checkpoint),
+            ``"optimizer"`` (of one), ``"expert"``, ``"swapped"`` (from NVMe) or ``"other"``.
+        nbytes: its size.
+        dp, tp, pp, mp: ranks it is of; ``mp`` counts stages and tensor-parallel ranks together.
+        layer: pipeline layer.
+        tensors: key -> number of parameters of which it holds some.
+    """
+
+    name: str
+    kind: str
+    nbytes: int
+    dp: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+    mp: int | None = None
+    layer: int | None = None
+    tensors: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """Everything that the metadata of a checkpoint tells.
+
+    Attributes:
+        format, folder, tag: of the checkpoint.
+        readable: whether its metadata fits together; if not, the rest is what single files and file names tell.
+        weights_only: whether optimizer states could not be named, so that only weights are listed.
+        run: the run that saved it.
+        masters, frozen, buffers, weights: totals of each role; ``weights`` where ``weights_only``.
+        states: optimizer states.
+        groups: param groups.
+        rules: of tensor-parallel shards.
+        parameters: parameters and buffers.
+        aliases: tied name -> the name that holds the data.
+        files: in the tag's folder, by name.
+        missing: files that should be there.
+        tags: checkpoints beside this one, newest first, itself included.
+        latest: name of a ``latest`` file -> the tag in it.
+        findings: what is odd, the gravest first.
+    """
+
+    format: str
+    folder: str
+    tag: str
+    readable: bool
+    weights_only: bool
+    run: SavedRun
+    masters: Totals = field(default_factory=Totals)
+    frozen: Totals = field(default_factory=Totals)
+    buffers: Totals = field(default_factory=Totals)
+    weights: Totals = field(default_factory=Totals)
+    states: tuple[StateSummary, ...] = ()
+    groups: tuple[GroupSummary, ...] = ()
+    rules: RuleFacts = field(default_factory=RuleFacts)
+    parameters: tuple[ParameterEntry, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    files: tuple[FileEntry, ...] = ()
+    missing: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()
+    latest: Mapping[str, str] = field(default_factory=dict)
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing was found that a load would stumble over."""
+        return not any(finding.level == ERROR for finding in self.findings)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The inspection as plain containers, for JSON."""
+        return {"ok": self.ok, **plain(self)}
+
+
+def plain(value: Any) -> Any:
+    """A value as what JSON knows: objects that it does not know become text, and so do infinities and nan."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {item.name: plain(getattr(value, item.name)) for item in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, Set):
+        return sorted(map(str, value))
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)[:1000]

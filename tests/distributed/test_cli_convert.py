@@ -1,0 +1,204 @@
+"""``elastic-ckpt convert``: what it writes is loaded by DeepSpeed alone, and by elastic_ckpt."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from elastic_ckpt.cli import app
+from elastic_ckpt.conversion import run as conversion_run
+from tests.distributed.conftest import MATRIX, ROUND_ROBIN, Convert, Launch
+from tests.distributed.model import Setup
+from tests.distributed.parallel_models import Parallel
+
+LLAMA, GPT = ("megatron", "llama"), ("megatron", "gpt")
+#: What is converted: every stage, at two degrees.
+SETUPS = [setup for setup in MATRIX if not setup.zero]
+
+
+def run(*words: object) -> Any:
+    return CliRunner().invoke(app, ["convert", *map(str, words)], catch_exceptions=False)
+
+
+def convert_all(native: Path, universal: Path, names: list[str]) -> None:
+    for name in names:
+        result = run(native / name, universal / name / "step4_universal")
+        assert result.exit_code == 0, result.output
+        shutil.copy(native / name / "truth.pt", universal / name / "truth.pt")
+
+
+@pytest.fixture(scope="module")
+def ours(native: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of every stage as universal ones."""
+    folder = tmp_path_factory.mktemp("ours")
+    convert_all(native, folder, [f"{setup.name}-dp{degree}" for setup in SETUPS for degree in (2, 3)])
+    return folder
+
+
+def test_deepspeed_alone_loads_it_at_another_degree(launch: Launch, ours: Path, universal: Path) -> None:
+    for degree, saved in ((3, 2), (2, 3)):
+        targets = []
+        for setup in SETUPS:
+            name = f"{setup.name}-dp{saved}"
+            targets.append({"setup": setup.as_json(), "ours": str(ours / name), "theirs": str(universal / name)})
+        launch(degree, "convert_jobs.deepspeed_loads", {"targets": targets})
+
+
+def test_elastic_ckpt_restores_everything_from_it_into_another_stage(launch: Launch, ours: Path) -> None:
+    targets = []
+    for setup in (Setup(1), Setup(3)):
+        sources = [
+            {"folder": str(ours / f"{saved.name}-dp3"), "format": "universal"}
+            for saved in SETUPS
+            if saved.precision == "fp32"
+        ]
+        targets.append({"setup": setup.as_json(), "sources": sources, "continue": [0, 2]})
+    launch(2, "load", {"targets": targets})
+
+
+def test_a_run_in_round_robin_order_gets_its_true_order(launch: Launch, native: Path, tmp_path: Path) -> None:
+    """DeepSpeed's own converter gives almost every parameter of such a run the data of others."""
+    name = f"{Setup(2, zero=ROUND_ROBIN).name}-dp2"
+    convert_all(native, tmp_path, [name])
+    source = {"folder": str(tmp_path / name), "format": "universal"}
+    launch(1, "load", {"targets": [{"setup": Setup(1).as_json(), "sources": [source]}]})
+
+
+def tensors_of(folder: Path) -> dict[str, Any]:
+    """Every tensor below ``zero/``, with what is noted beside it."""
+    found = {}
+    for path in sorted((folder / "zero").glob("*/*.pt")):
+        found[str(path.relative_to(folder))] = torch.load(path, weights_only=False)
+    return found
+
+
+def noted(value: Any) -> set[str]:
+    return set(value) if isinstance(value, dict) else set()
+
+
+@pytest.fixture(scope="module")
+def megatron(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tensor-parallel checkpoints that declare their patterns as Megatron-DeepSpeed's do."""
+    folder = tmp_path_factory.mktemp("megatron")
+    setups = [Parallel(*LLAMA, tp=2, stage=1), Parallel(*GPT, tp=2, stage=1)]
+    launch(2, "parallel_jobs.save", {"folder": str(folder), "setups": [s.as_json() for s in setups], "declares": True})
+    return folder
+
+
+@pytest.mark.parametrize("style", ["llama", "gpt"])
+def test_tensor_parallel_shards_are_put_together_as_deepspeeds_converter_does(
+    style: str, megatron: Path, convert: Convert, tmp_path: Path
+) -> None:
+    name = f"{Parallel('megatron', style, tp=2, stage=1).name}-dp1"
+    convert(megatron, tmp_path, [name])
+    result = run(megatron / name, tmp_path / "ours", "--preset", "megatron-core")
+    assert result.exit_code == 0, result.output
+    theirs, mine = tensors_of(tmp_path / name / "step4_universal"), tensors_of(tmp_path / "ours")
+    assert mine.keys() == theirs.keys()
+    for path, expected in theirs.items():
+        found = mine[path]
+        if not isinstance(expected, dict):
+            assert found == expected, path
+            continue
+        rows = expected["param"].shape[0]  # theirs drops padding of the vocabulary
+        assert torch.equal(found["param"][:rows], expected["param"]), path
+        assert found["param"].shape[0] == rows or expected.get("vocab_tensor"), path
+        beside = {key: value for key, value in found.items() if key != "param"}
+        assert beside == {key: value for key, value in expected.items() if key != "param"}, path
+    both = [str(megatron / name), str(tmp_path / "ours"), "--preset", "megatron-core"]
+    assert CliRunner().invoke(app, ["diff", *both]).exit_code == 0
+    both[1] = str(tmp_path / name)
+    outcome = json.loads(CliRunner().invoke(app, ["diff", *both, "--json"]).stdout)
+    padded = {item["name"] for item in outcome["differences"] if "shape" in item["detail"]}
+    assert padded == {item["name"] for item in outcome["differences"]}
+    assert padded == {path.split("/")[1] for path, value in theirs.items() if "vocab_tensor" in noted(value)}
+
+
+def test_every_checksum_is_right(ours: Path) -> None:
+    """torch never looks at them; others do."""
+    files = sorted(ours.rglob("*.pt"))
+    assert len(files) > 200
+    for path in files:
+        if path.name != "truth.pt":
+            with zipfile.ZipFile(path) as archive:
+                assert archive.testzip() is None, path
+
+
+def test_an_interrupted_conversion_goes_on(native: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, out = native / "z1-fp32-adamw-dp3", tmp_path / "out"
+    write, calls = conversion_run.write_tensor_file, []
+
+    def dies(*arguments: Any) -> int:
+        calls.append(arguments[0])
+        if len(calls) == 6:
+            raise OSError(28, "No space left on device")
+        return write(*arguments)
+
+    monkeypatch.setattr(conversion_run, "write_tensor_file", dies)
+    failed = run(source, out, "--threads", "1")
+    assert failed.exit_code == 3 and "No space left" in failed.stderr and "goes on from here" in failed.stderr
+    assert not out.exists() and not (tmp_path / "latest_universal").exists()
+    monkeypatch.undo()
+    kept = sorted((tmp_path / ".out.partial").rglob("*.pt"))
+    assert len(kept) >= 5
+    written = {path: path.stat().st_mtime_ns for path in kept}
+    result = run(source, out, "--json")
+    report = json.loads(result.stdout)
+    assert report["files_kept"] == len(kept)
+    for path, before in written.items():
+        assert (out / path.relative_to(tmp_path / ".out.partial")).stat().st_mtime_ns == before
+    assert (tmp_path / "latest_universal").read_text() == "out"
+    assert not list(out.rglob("*.part")) and not (out / "conversion.json").exists()
+    whole = tmp_path / "whole"
+    run(source, whole)
+    assert [p.relative_to(out) for p in sorted(out.rglob("*"))] == [
+        p.relative_to(whole) for p in sorted(whole.rglob("*"))
+    ]
+    for path, expected in tensors_of(whole).items():
+        found = tensors_of(out)[path]
+        assert torch.equal(found["param"], expected["param"]) if isinstance(expected, dict) else found == expected
+
+
+def test_what_was_interrupted_is_not_mixed_with_something_else(native: Path, tmp_path: Path) -> None:
+    (tmp_path / ".out.partial" / "zero" / "head.weight").mkdir(parents=True)
+    stale = tmp_path / ".out.partial" / "zero" / "head.weight" / "fp32.pt"
+    stale.write_bytes(b"another run's")
+    result = run(native / "z1-fp32-adamw-dp2", tmp_path / "out")
+    assert result.exit_code == 3 and "--restart" in result.stderr
+    assert run(native / "z1-fp32-adamw-dp2", tmp_path / "out", "--restart").exit_code == 0
+    assert not (tmp_path / ".out.partial").exists()
+    again = run(native / "z1-fp32-adamw-dp2", tmp_path / "out")
+    assert again.exit_code == 3 and "there already" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("z0-bf16-adamw-dp2", "without ZeRO"), ("z1-bf16_fp32acc-adamw-dp2", "")],
+)
+def test_without_partitions(name: str, says: str, unpartitioned: Path, tmp_path: Path) -> None:
+    result = run(unpartitioned / name, tmp_path / "out")
+    assert result.exit_code == (3 if says else 0), result.output
+    assert says in result.stderr.replace("\n", " ")
+
+
+def test_a_universal_checkpoint_is_one_already(universal: Path, tmp_path: Path) -> None:
+    result = run(universal / "z1-fp32-adamw-dp2", tmp_path / "out")
+    assert result.exit_code == 3 and "universal checkpoint already" in result.stderr.replace("\n", " ")
+
+
+def test_a_truncated_source_leaves_no_checkpoint(native: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(native / "z1-fp32-adamw-dp2", source)
+    shard = next((source / "step4").glob("*zero_pp_rank_1*optim_states.pt"))
+    os.truncate(shard, shard.stat().st_size // 2)
+    result = run(source, tmp_path / "out")
+    assert result.exit_code == 3 and shard.name in result.stderr.replace("\n", "")
+    assert not (tmp_path / "out").exists() and not (tmp_path / "latest_universal").exists()

@@ -1,0 +1,82 @@
+"""``elastic-ckpt diff``: the same state under other topologies and formats is equal; a changed element is found."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from elastic_ckpt.cli import app
+from tests.distributed.conftest import ROUND_ROBIN
+from tests.distributed.model import Setup
+
+
+def run(*words: object) -> Any:
+    return CliRunner().invoke(app, ["diff", *map(str, words)], catch_exceptions=False)
+
+
+def differences(*words: object) -> dict[tuple[str, str], dict[str, Any]]:
+    result = run(*words, "--json")
+    found = json.loads(result.stdout)["differences"]
+    assert result.exit_code == (1 if found else 0)
+    return {(item["name"], item["key"]): item for item in found}
+
+
+@pytest.mark.parametrize("name", ["z1-fp32-adamw-dp2", "z2-bf16-adamw-dp3", "z3-fp32-adamw-dp2", "z3-fp32-adamw-dp3"])
+def test_a_conversion_by_deepspeed_is_equal(name: str, native: Path, universal: Path) -> None:
+    found = differences(native / name, universal / name)
+    # the converter drops nothing but what is not in its format: buffers lie in the model-states files
+    assert found == {}
+
+
+def test_what_deepspeeds_converter_scrambles_is_found(native: Path, universal: Path, tmp_path: Path) -> None:
+    """Round-robin order: refused as a source of a load, and so here; the native one compares with itself."""
+    name = f"{Setup(2, zero=ROUND_ROBIN).name}-dp2"
+    assert run(native / name, universal / name).exit_code == 3
+    assert differences(native / name, native / name) == {}
+
+
+def test_every_difference_is_found_where_it_is(native: Path, tmp_path: Path) -> None:
+    source, changed = native / "z1-fp32-adamw-dp2", tmp_path / "changed"
+    shutil.copytree(source, changed)
+    for rank in (0, 1):
+        file = next((changed / "step4").glob(f"*zero_pp_rank_{rank}_*optim_states.pt"))
+        state = torch.load(file, weights_only=False)
+        group = state["optimizer_state_dict"]["base_optimizer_state"]["param_groups"][0]
+        group["lr"] = 0.5
+        if rank == 0:
+            state["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["exp_avg"][3] += 2.0
+        torch.save(state, file)
+    model = next((changed / "step4").glob("mp_rank_00_model_states.pt"))
+    state = torch.load(model, weights_only=False)
+    first = next(iter(state["param_shapes"][0]))  # the first group's first parameter lies first in the partition
+    shape = state["param_shapes"][0][first]
+    buffer = state["buffer_names"][0]
+    state["module"][buffer].view(-1)[0] += 1
+    state["global_samples"] += 1
+    torch.save(state, model)
+    found = differences(source, changed)
+    assert set(found) == {
+        (first, "exp_avg"),
+        (buffer, "buffer"),
+        ("param group 0", "lr"),
+        ("global_samples", "counter"),
+    }
+    moment = found[first, "exp_avg"]
+    assert moment["differing"] == 1
+    assert tuple(moment["at"]) == tuple(int(i) for i in torch.unravel_index(torch.tensor(3), tuple(shape)))
+    assert moment["max_abs"] == pytest.approx(2.0)
+    assert found["global_samples", "counter"]["max_abs"] == 1
+
+
+def test_names_on_one_side_only_are_missing(native: Path) -> None:
+    plain, amsgrad = native / "z1-fp32-adamw-dp2", native / "z1-fp32-adam_amsgrad-dp2"
+    found = differences(plain, amsgrad)
+    lacking = {place for place, item in found.items() if item["what"] == "missing" and place[1] == "max_exp_avg_sq"}
+    truth = torch.load(amsgrad / "truth.pt", weights_only=False)
+    assert lacking == {place for place in truth["states"] if place[1] == "max_exp_avg_sq"}

@@ -1,0 +1,162 @@
+"""Writing universal checkpoints: files as torch.save writes them, names that lead nowhere else, and durable folders."""
+
+from __future__ import annotations
+
+import os
+import re
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic_ckpt.catalog import Catalog, Extent, LogicalTensor, SavedParameter, SourceFacts, SourceFile
+from elastic_ckpt.conversion.archive import write_tensor_file
+from elastic_ckpt.conversion.contents import checked_name, refuse_unconvertible
+from elastic_ckpt.conversion.workplace import Workplace, fingerprint
+from elastic_ckpt.errors import ElasticCkptError, UnsupportedError
+from elastic_ckpt.geometry import FlatRange
+
+
+def write(path: Path, tensor: torch.Tensor, wrap: Any, chunk_nbytes: int) -> list[FlatRange]:
+    asked = []
+
+    def fill(wanted: FlatRange, out: torch.Tensor) -> None:
+        asked.append(wanted)
+        assert out.numel() == wanted.numel and out.dtype == tensor.dtype
+        out.copy_(tensor.reshape(-1)[wanted.start : wanted.stop])
+
+    scratch = torch.full((chunk_nbytes,), 255, dtype=torch.uint8)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    nbytes = write_tensor_file(str(path), wrap, tuple(tensor.shape), dtype, fill, scratch)
+    assert nbytes == path.stat().st_size
+    return asked
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=st.lists(st.integers(0, 40), max_size=3).map(tuple),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.int64]),
+    chunk_nbytes=st.integers(8, 5000),
+    as_dict=st.booleans(),
+)
+def test_a_streamed_file_is_what_torch_saves(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    chunk_nbytes: int,
+    as_dict: bool,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    folder = tmp_path_factory.mktemp("archive")
+    tensor = torch.randint(0, 200, shape).to(dtype)
+
+    def wrap(tensor: torch.Tensor) -> Any:
+        return {"cat_dim": 0, "param": tensor} if as_dict else tensor
+
+    asked = write(folder / "ours.pt", tensor, wrap, chunk_nbytes)
+    assert all(part.numel * tensor.itemsize <= chunk_nbytes for part in asked)
+    loaded = torch.load(folder / "ours.pt", weights_only=True)
+    found = loaded["param"] if as_dict else loaded
+    assert found.dtype == dtype and found.shape == tensor.shape and torch.equal(found, tensor)
+    (folder / "theirs").mkdir()
+    torch.save(wrap(tensor), folder / "theirs" / "ours.pt")
+    with zipfile.ZipFile(folder / "ours.pt") as ours, zipfile.ZipFile(folder / "theirs" / "ours.pt") as theirs:
+        assert ours.testzip() is None
+        for mine, expected in zip(ours.infolist(), theirs.infolist(), strict=True):
+            same = (mine.filename, mine.header_offset, mine.file_size)
+            assert same == (expected.filename, expected.header_offset, expected.file_size)
+            if not mine.filename.endswith("serialization_id"):
+                assert mine.CRC == expected.CRC and ours.read(mine) == theirs.read(expected)
+
+
+@pytest.mark.parametrize("name", ["../escape", "a/b", "..", ".", "", ".hidden", "a\\b", "nul\0", "x" * 256])
+def test_names_that_lead_elsewhere_are_refused(name: str) -> None:
+    with pytest.raises(UnsupportedError, match="cannot be the name of a folder"):
+        checked_name(name, "/ckpt")
+
+
+def test_names_of_parameters_pass() -> None:
+    for name in ("a", "module.layers.0.weight", "tied_modules.embed.weight", "x" * 255, "a..b"):
+        assert checked_name(name, "/ckpt") == name
+
+
+def catalog(**changes: Any) -> Catalog:
+    extent = Extent(FlatRange(0, 4), 0, 0)
+    tensors = {("w", key): LogicalTensor("w", key, (4,), "float32", (extent,)) for key in ("fp32", "exp_avg")}
+    source = SourceFacts("native", "/ckpt", "step", 1, 2, "0.19.8")
+    plain = Catalog(
+        source, (SourceFile("/ckpt/a", 99),), {"w": SavedParameter((4,), 0, (("step", 1.0),))}, tensors, ({},)
+    )
+    return replace(plain, **changes)
+
+
+def test_what_the_format_has_no_place_for_is_named() -> None:
+    refuse_unconvertible(catalog())
+    whole = LogicalTensor("w", "row", (2,), "float32", (Extent(FlatRange(0, 2), 0, 0),), is_whole=True)
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"source": replace(catalog().source, zero_stage=0)}, "without ZeRO"),
+        ({"source": replace(catalog().source, format="universal")}, "already"),
+        ({"opaque_states": {"odd": "a list"}}, "unknown layout (odd)"),
+        ({"damaged_states": {"absmax1": "cut"}}, "damaged states (absmax1)"),
+        ({"tensors": {**catalog().tensors, ("w", "row"): whole}}, "shape of their own (row)"),
+        (
+            {"parameters": {"w": SavedParameter((4,), 0, (("mu_product", 0.5), ("step", 1.0)))}},
+            "beside the step (mu_product)",
+        ),
+    ]
+    for changes, says in cases:
+        with pytest.raises(UnsupportedError, match=re.escape(says)):
+            refuse_unconvertible(catalog(**changes))
+
+
+def test_a_folder_gets_its_name_when_all_is_there(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    with Workplace(target, "abc", restart=False) as place:
+        place.write("zero/w/fp32.pt", lambda path: path.write_bytes(b"x" * 7))
+        assert place.has("zero/w/fp32.pt") and not place.has("zero/w/step.pt")
+        assert not target.exists()
+        with pytest.raises(ElasticCkptError, match="under way"):
+            Workplace(target, "abc", restart=False)
+    with Workplace(target, "abc", restart=False) as place:  # goes on
+        assert place.has("zero/w/fp32.pt")
+        place.finish("latest_universal")
+    assert [path.name for path in target.rglob("*")] == ["zero", "w", "fp32.pt"]
+    assert (tmp_path / "latest_universal").read_text() == "out"
+    with pytest.raises(ElasticCkptError, match="there already"):
+        Workplace(target, "abc", restart=False)
+
+
+def test_another_source_does_not_go_on_from_what_lies_there(tmp_path: Path) -> None:
+    with Workplace(tmp_path / "out", "abc", restart=False) as place:
+        place.write("zero/w/fp32.pt", lambda path: path.write_bytes(b"x"))
+    with pytest.raises(ElasticCkptError, match="something else") as error:
+        Workplace(tmp_path / "out", "xyz", restart=False)
+    assert "--restart" in str(error.value)
+    with Workplace(tmp_path / "out", "xyz", restart=True) as place:
+        assert not place.has("zero/w/fp32.pt")
+
+
+def test_a_file_that_fails_has_no_name(tmp_path: Path) -> None:
+    def fails(path: Path) -> None:
+        path.write_bytes(b"half")
+        raise OSError("disk full")
+
+    with Workplace(tmp_path / "out", "abc", restart=False) as place:
+        with pytest.raises(OSError, match="disk full"):
+            place.write("zero/w/fp32.pt", fails)
+        assert not place.has("zero/w/fp32.pt")
+
+
+def test_a_changed_source_changes_the_fingerprint(tmp_path: Path) -> None:
+    path = tmp_path / "shard.pt"
+    path.write_bytes(b"12")
+    before = fingerprint([SourceFile(str(path), 2)], 1)
+    assert before == fingerprint([SourceFile(str(path), 2)], 1) != fingerprint([SourceFile(str(path), 2)], 2)
+    path.write_bytes(b"34")
+
+    os.utime(path, ns=(1, 1))
+    assert before != fingerprint([SourceFile(str(path), 2)], 1)
