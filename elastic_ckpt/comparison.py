@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from elastic_ckpt.catalog import Catalog
+from elastic_ckpt.catalog import Catalog, ReplicatedState
 from elastic_ckpt.dtypes import ITEMSIZE
 from elastic_ckpt.geometry import FlatRange
 from elastic_ckpt.logical import LogicalReader, Whole
@@ -20,6 +20,7 @@ from elastic_ckpt.reader import ReadOptions
 
 EQUAL, DIFFERS, MISSING = "equal", "differs", "missing"
 _MIB = 1 << 20
+_ONE_CHUNK = ReadOptions(threads=1, chunk_nbytes=16 * _MIB, staging_nbytes=16 * _MIB)
 
 
 @dataclass(frozen=True)
@@ -84,13 +85,16 @@ def compare(first: Opened, second: Opened, threads: int, progress: bool | None =
     differing = [fact for fact in facts if fact is not None]
     equal = len(both) + len(facts) - len([d for d in found if d.what == DIFFERS]) - len(differing)
     nbytes = sum(_nbytes(side.tensors[place]) for side in sides for place in both)
-    notes = tuple(dict.fromkeys(note for side in sides for note in side.reader.notes))
+    notes = tuple(f"{which}: {note}" for which, side in zip("AB", sides, strict=True) for note in side.notes)
+    lacking, not_compared = _not_understood(first, second)
+    found, notes = [*found, *lacking], (*notes, *not_compared)
     return Comparison(equal, (*found, *differing), nbytes, notes)
 
 
 class _Side:
     def __init__(self, opened: Opened) -> None:
         self.reader = LogicalReader(opened.checkpoint.catalog, load_options(opened.config))
+        self.notes = (*self.reader.notes, *self.reader.compare_copies(_ONE_CHUNK))
         self.tensors = {(whole.name, whole.key): whole for whole in self.reader.tensors()}
 
 
@@ -109,7 +113,6 @@ def _compare(sides: list[_Side], place: tuple[str, str]) -> Difference | None:
     left, right = (side.tensors[place] for side in sides)
     if left.shape != right.shape:
         return Difference(*place, DIFFERS, f"shape {left.shape} and {right.shape}")
-    options = ReadOptions(threads=1, chunk_nbytes=16 * _MIB, staging_nbytes=16 * _MIB)
     step = 16 * _MIB // max(ITEMSIZE[left.dtype], ITEMSIZE[right.dtype])
     buffers = [torch.empty(min(step, whole.numel), dtype=getattr(torch, whole.dtype)) for whole in (left, right)]
     worst, at, differing = 0.0, 0, 0
@@ -117,7 +120,7 @@ def _compare(sides: list[_Side], place: tuple[str, str]) -> Difference | None:
         wanted = FlatRange(start, min(start + step, left.numel))
         values = []
         for side, whole, buffer in zip(sides, (left, right), buffers, strict=True):
-            side.reader.read(whole, wanted, buffer[: wanted.numel], options)
+            side.reader.read(whole, wanted, buffer[: wanted.numel], _ONE_CHUNK)
             values.append(buffer[: wanted.numel])
         if _same_bytes(*values):
             continue
@@ -138,10 +141,11 @@ def _same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 def _apart(left: torch.Tensor, right: torch.Tensor) -> tuple[float, int, int]:
     """Largest difference, where it is, and how many elements differ; not-a-numbers are equal to each other."""
-    if left.is_complex() or right.is_complex():
-        left, right = torch.view_as_real(left), torch.view_as_real(right)
-    a, b = left.to(torch.float64), right.to(torch.float64)
+    wide = torch.complex128 if left.is_complex() or right.is_complex() else torch.float64
+    a, b = left.to(wide), right.to(wide)
     same = (a == b) | (a.isnan() & b.isnan())
+    if left.dtype == right.dtype and not (left.is_floating_point() or left.is_complex()):
+        same &= left == right  # integers beyond 2^53 may be one and the same as floats
     apart = (a - b).abs().nan_to_num(nan=math.inf, posinf=math.inf).masked_fill(same, 0)
     index = int(apart.argmax()) if apart.numel() else 0
     return float(apart.reshape(-1)[index]), index, int((~same).sum())
@@ -152,15 +156,41 @@ def _facts(first: Opened, second: Opened) -> Iterator[Difference | None]:
     left, right = first.checkpoint.catalog, second.checkpoint.catalog
     for name in left.parameters:
         if name in right.parameters:
-            mine, theirs = dict(left.parameters[name].scalars), dict(right.parameters[name].scalars)
+            mine: dict[str, Any] = dict(left.parameters[name].scalars)
+            theirs: dict[str, Any] = dict(right.parameters[name].scalars)
+            mine |= {state.key: _replicated(state) for state in left.parameters[name].replicated}
+            theirs |= {state.key: _replicated(state) for state in right.parameters[name].replicated}
             for key in sorted({*mine, *theirs}):
                 yield _fact(name, key, mine.get(key), theirs.get(key))
     yield from _groups(left, right)
     counters = [opened.checkpoint.host.counters for opened in (first, second)]
     for key in ("global_steps", "global_samples", "skipped_steps"):
         yield _fact(key, "counter", *(values.get(key) for values in counters))
+    scales = [opened.checkpoint.host.loss_scale for opened in (first, second)]
+    yield _fact("loss scale", "", *(None if scale is None else scale.values.get("cur_scale") for scale in scales))
     schedulers = [repr(opened.checkpoint.host.lr_scheduler) for opened in (first, second)]
     yield _fact("lr scheduler", "", *schedulers)
+
+
+def _replicated(state: ReplicatedState) -> str:
+    """A state that is one for a whole partition: its values by their checksum."""
+    ranks = ", not the same on all ranks" if state.differs else ""
+    return f"{state.dtype} of shape {state.shape} with CRC32 {state.crc32:08x}{ranks}"
+
+
+def _not_understood(first: Opened, second: Opened) -> tuple[list[Difference], list[str]]:
+    """States that cannot be compared: differences where one side alone has them, and notes."""
+    catalogs = [opened.checkpoint.catalog for opened in (first, second)]
+    left, right = ({**catalog.opaque_states, **catalog.damaged_states} for catalog in catalogs)
+    differences, notes = [], []
+    for key in sorted({*left, *right}):
+        if key in left and key in right:
+            notes.append(f"not compared: optimizer state {key}, whose layout is not understood ({left[key]})")
+            continue
+        which, there, other = ("second", left, catalogs[1]) if key in left else ("first", right, catalogs[0])
+        lacks = "holds it in another form" if key in other.state_keys else "does not have it"
+        differences.append(Difference("optimizer", key, MISSING, f"the {which} checkpoint {lacks} ({there[key]})"))
+    return differences, notes
 
 
 def _groups(left: Catalog, right: Catalog) -> Iterator[Difference | None]:

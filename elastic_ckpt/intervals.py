@@ -34,7 +34,7 @@ class Intervals:
 
 def intervals(pairs: Iterable[tuple[int, int]]) -> Intervals:
     """Of (start, stop)."""
-    array = _numbers(list(pairs), 2)
+    array = rows_of(list(pairs), 2)
     return Intervals(array[:, 0], array[:, 1])
 
 
@@ -45,9 +45,9 @@ def together(parts: Sequence[Intervals]) -> Intervals:
     return Intervals(np.concatenate([part.starts for part in parts]), np.concatenate([part.stops for part in parts]))
 
 
-def strided(rows: Iterable[tuple[int, int, int, int]]) -> Intervals:
+def strided(rows: Sequence[tuple[int, int, int, int]] | Numbers) -> Intervals:
     """Of (start, width, how often, distance from one to the next)."""
-    array = _numbers(list(rows), 4)
+    array = rows_of(rows, 4)
     start, width, count, stride = array.T
     joined = (count > 1) & (stride == width)  # no gaps between them
     width, count = np.where(joined, width * count, width), np.where(joined, 1, count)
@@ -57,7 +57,8 @@ def strided(rows: Iterable[tuple[int, int, int, int]]) -> Intervals:
     return Intervals(starts, starts + width[which])
 
 
-def _numbers(rows: Sequence[Any], columns: int) -> Numbers:
+def rows_of(rows: Sequence[Any] | Numbers, columns: int) -> Numbers:
+    """An array of so many columns, be it without rows."""
     return np.array(rows, dtype=np.int64).reshape(-1, columns)
 
 
@@ -89,10 +90,10 @@ def coverage(kinds: Sequence[tuple[Intervals, Numbers | int]]) -> Stretches:
             change[:, column] = sign * weight
             positions.append(ends)
             changes.append(change)
-    position = np.concatenate(positions) if positions else _numbers([], 1)[:, 0]
+    position = np.concatenate(positions) if positions else rows_of([], 1)[:, 0]
     order = np.argsort(position, kind="stable")
     position = position[order]
-    counts = np.cumsum(np.concatenate(changes)[order], axis=0) if len(position) else _numbers([], len(kinds))
+    counts = np.cumsum(np.concatenate(changes)[order], axis=0) if len(position) else rows_of([], len(kinds))
     wide = np.flatnonzero(position[1:] > position[:-1]) if len(position) else np.array([], dtype=np.int64)
     return Stretches(position[wide], position[wide + 1], counts[wide])
 

@@ -65,7 +65,7 @@ class LogicalReader:
         self.catalog = catalog
         self._options = options
         weights = (name for name, key in catalog.tensors if key in (MASTER, FROZEN, BUFFER))
-        self._names = tuple(dict.fromkeys((*catalog.parameters, *weights)))
+        self._names = tuple(dict.fromkeys(weights))
         self._layouts = virtual_layouts(catalog, self._names, 1, options.rules)
         is_sharded = catalog.source.tp > 1 or catalog.merged_from > 1
         self._destinations = Destinations(0, 1, 0, "", (), (), (), (), layouts=self._layouts if is_sharded else {})
@@ -80,11 +80,16 @@ class LogicalReader:
     def compare_copies(self, options: ReadOptions) -> tuple[str, ...]:
         """Compare what several ranks saved and should be the same; notes of what was made of differences.
 
+        No live shard shows that a vector is whole on each rank, so that one of which nothing but its shape says so is
+        a guess here, as matrices are in a load.
+
         Raises:
             MismatchError: copies differ, and the policy is ``strict``.
         """
         comparisons = compare_replicas(self.catalog, self._destinations, self._resharding, self._names, True)
-        plan = Plan(self.catalog.files, (), (), comparisons=comparisons)
+        guessed = self._resharding.guessed
+        judged = tuple(replace(one, is_guess=one.is_guess or one.name in guessed) for one in comparisons)
+        plan = Plan(self.catalog.files, (), (), comparisons=judged)
         return judge_drift(find_drift(plan, options), self._resharding.averaged, self._options.replicated)
 
     def read(self, whole: Whole, wanted: FlatRange, out: torch.Tensor, options: ReadOptions) -> None:

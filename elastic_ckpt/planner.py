@@ -19,7 +19,7 @@ from elastic_ckpt.plan_builder import PlanBuilder
 from elastic_ckpt.renaming import RenameRules, adopt_live_names, rename_saved
 from elastic_ckpt.replicas import compare_replicas
 from elastic_ckpt.rules.book import RuleBook
-from elastic_ckpt.rules.resolve import STRICT, resolve
+from elastic_ckpt.rules.resolve import STRICT, Resharding, resolve
 from elastic_ckpt.shares import Sharing
 from elastic_ckpt.state_matching import NOTHING_MATCHED, StateMatching, match_states
 
@@ -52,13 +52,16 @@ class LoadOptions:
     replicated: str = STRICT
 
 
-def plan_load(catalog: Catalog, destinations: Destinations, options: LoadOptions) -> Plan:
+def plan_load(
+    catalog: Catalog, destinations: Destinations, options: LoadOptions, known: Resharding | None = None
+) -> Plan:
     """Plan the load of one rank.
 
     Args:
         catalog: what the checkpoint holds.
         destinations: what this rank's engine holds.
         options: what to restore.
+        known: what :func:`resharding_of` says, where it has been asked.
 
     Returns:
         The plan; its copies and recodes, and those of the other data-parallel ranks for replicated slots, write each
@@ -72,7 +75,7 @@ def plan_load(catalog: Catalog, destinations: Destinations, options: LoadOptions
     catalog = adopt_live_names(rename_saved(catalog, options.rename), destinations)
     matching = match_parameters(catalog, destinations, options.strict)
     restored = matching.restored | {name for name, _ in matching.wholes}
-    resharding = resolve(catalog, destinations, restored, options.rules, options.replicated)
+    resharding = known or resolve(catalog, destinations, restored, options.rules, options.replicated)
     states = NOTHING_MATCHED
     groups = GroupMatching((), ())
     if options.optimizer_states:
@@ -121,6 +124,14 @@ def plan_load(catalog: Catalog, destinations: Destinations, options: LoadOptions
         + states.outcomes,
         notes=tuple(notes),
     )
+
+
+def resharding_of(catalog: Catalog, destinations: Destinations, options: LoadOptions) -> Resharding:
+    """How tensor-parallel shards are cut anew: the same for all data-parallel ranks beside this one."""
+    catalog = adopt_live_names(rename_saved(catalog, options.rename), destinations)
+    matching = match_parameters(catalog, destinations, options.strict)
+    restored = matching.restored | {name for name, _ in matching.wholes}
+    return resolve(catalog, destinations, restored, options.rules, options.replicated)
 
 
 def _restored(matching: Matching, states: StateMatching, groups: GroupMatching | None) -> tuple[Outcome, ...]:

@@ -22,10 +22,9 @@ from elastic_ckpt.dtypes import ITEMSIZE
 from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.memory import write_flat
 from elastic_ckpt.plan import Copy, Plan
+from elastic_ckpt.read_sizes import LEAST_STAGING_NBYTES, MAX_BUFFERS
 from elastic_ckpt.recoder import Chunk, RecodeStats, chunks, run_chunk
 
-# The kernel takes at most this many buffers in one call (limits.h, IOV_MAX).
-_MAX_BUFFERS = 1024
 _MIB = 1 << 20
 
 
@@ -196,7 +195,7 @@ def _sort_copies(
     views = [_bytes_of(tensor) for tensor in tensors]
     direct: list[tuple[Copy, memoryview]] = []
     staged: list[_StagedRead] = []
-    staging_chunk = max(options.staging_nbytes // options.threads, ITEMSIZE["complex128"])
+    staging_chunk = max(options.staging_nbytes // options.threads, LEAST_STAGING_NBYTES)
     for copy in chain.from_iterable(map(_rows, plan.copies)):
         view = views[copy.slot]
         if view is not None and copy.dtype == plan.slots[copy.slot].dtype:
@@ -240,7 +239,7 @@ def _batch(copies: Sequence[tuple[Copy, memoryview]], chunk_nbytes: int) -> Iter
             piece = view[piece_start : piece_start + chunk_nbytes]
             offset = copy.byte_offset + piece_start
             fits = copy.file == file and offset == end and end - start + len(piece) <= chunk_nbytes
-            if buffers and not (fits and len(buffers) < _MAX_BUFFERS):
+            if buffers and not (fits and len(buffers) < MAX_BUFFERS):
                 yield _DirectRead(file, start, end - start, tuple(buffers))
                 buffers = []
             if not buffers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,8 +12,8 @@ from elastic_ckpt.bands import Shape
 from elastic_ckpt.catalog import BUFFER, FROZEN, MASTER, Catalog, LogicalTensor
 from elastic_ckpt.destinations import Destinations
 from elastic_ckpt.dtypes import ITEMSIZE
-from elastic_ckpt.intervals import Intervals, Numbers, Stretches, coverage, covers_exactly, strided
-from elastic_ckpt.plan import Piece, Plan
+from elastic_ckpt.intervals import Intervals, Numbers, Stretches, coverage, covers_exactly, rows_of, strided
+from elastic_ckpt.plan import Copy, Piece, Plan
 from elastic_ckpt.rules.cross_checks import tensor_of
 from elastic_ckpt.states.kinds import COMPANIONS, REPLICATED
 
@@ -21,8 +21,8 @@ from elastic_ckpt.states.kinds import COMPANIONS, REPLICATED
 SCALES = frozenset(scales for scales, _ in COMPANIONS.values())
 #: Of an extent: each element is read just so often; at least once, or compared; not more often than that.
 _EXACTLY, _AT_LEAST, _AT_MOST = range(3)
-#: (start byte, bytes, how often, bytes from one to the next)
-_Rows = list[tuple[int, int, int, int]]
+#: (file, start byte, bytes, how often, bytes from one to the next)
+_Row = tuple[int, int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,8 @@ class SourceCoverage:
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
-        self._read: dict[int, _Rows] = {}
-        self._compared: dict[int, _Rows] = {}
+        self._read: list[Numbers] = []
+        self._compared: list[Numbers] = []
         self._stages: dict[tuple[str, str], set[int]] = {}
         self._alone: set[tuple[str, str]] = set()
         self._live: dict[str, tuple[Shape, ...]] = {}
@@ -103,32 +103,25 @@ class SourceCoverage:
             if whole.name not in shared and (whole.key == BUFFER or destinations.zero_stage < 3):
                 self._alone.add((whole.name, whole.key))
         apart = [slot.key in SCALES or slot.layout == REPLICATED for slot in plan.slots]
-        for copy in plan.copies:
-            if not apart[copy.slot]:
-                size = ITEMSIZE[copy.dtype]
-                row = (copy.byte_offset, copy.numel * size, copy.rows, copy.file_stride * size)
-                self._read.setdefault(copy.file, []).append(row)
-        for recode in plan.recodes:
-            for piece in recode.pieces:
-                self._read.setdefault(piece.file, []).append(_bytes_of(piece))
-        for comparison in plan.comparisons:
-            for piece in (piece for pieces in comparison.copies for piece in pieces):
-                self._compared.setdefault(piece.file, []).append(_bytes_of(piece))
+        read = [_bytes_of_copy(copy) for copy in plan.copies if not apart[copy.slot]]
+        read += [_bytes_of(piece) for recode in plan.recodes for piece in recode.pieces]
+        self._read.append(rows_of(read, 5))
+        compared = (pieces for comparison in plan.comparisons for pieces in comparison.copies)
+        self._compared.append(rows_of([_bytes_of(piece) for pieces in compared for piece in pieces], 5))
 
     def faults(self) -> Iterator[Fault]:
         """What is read too often, not at all, or is no part of a tensor."""
-        held = self._held()
-        for file in sorted({*held, *self._read}):
-            yield from self._faults_of(file, held.get(file))
+        held, read, compared = self._held(), _by_file(self._read), _by_file(self._compared)
+        nothing = strided(())
+        for file in sorted({*held, *read}):
+            yield from self._faults_of(file, held.get(file), read.get(file, nothing), compared.get(file, nothing))
 
-    def _faults_of(self, file: int, held: _Held | None) -> Iterator[Fault]:
-        read = strided(self._read.get(file, ()))
+    def _faults_of(self, file: int, held: _Held | None, read: Intervals, compared: Intervals) -> Iterator[Fault]:
         if held is None:
             yield Fault("is read, and holds no tensor", "bytes", "", self._catalog.files[file].path, 0, read.numel)
             return
         if (held.kinds == _EXACTLY).all() and (held.times == 1).all() and covers_exactly(read, held.bytes):
             return
-        compared = strided(self._compared.get(file, ()))
         kinds: list[tuple[Intervals, Numbers | int]] = [(read, 1), (compared, 1), (held.bytes, 1)]
         kinds += [(held.bytes, np.where(held.kinds == kind, held.times, 0)) for kind in (_EXACTLY, _AT_MOST)]
         kinds.append((held.bytes, (held.kinds == _AT_LEAST).astype(np.int64)))
@@ -195,8 +188,39 @@ class SourceCoverage:
         return (_EXACTLY if now == before else _AT_MOST), times
 
 
-def _bytes_of(piece: Piece) -> tuple[int, int, int, int]:
-    return piece.byte_offset, piece.numel * ITEMSIZE[piece.dtype], 1, 0
+def _bytes_of(piece: Piece) -> _Row:
+    return piece.file, piece.byte_offset, piece.numel * ITEMSIZE[piece.dtype], 1, 0
+
+
+def _bytes_of_copy(copy: Copy) -> _Row:
+    size = ITEMSIZE[copy.dtype]
+    return copy.file, copy.byte_offset, copy.numel * size, copy.rows, copy.file_stride * size
+
+
+def _by_file(parts: list[Numbers]) -> Mapping[int, Intervals]:
+    """What lies in each file, rows of strided copies one by one, once they are asked for."""
+    rows = np.concatenate([rows_of([], 5), *parts])
+    if not len(rows):
+        return {}
+    rows = rows[np.argsort(rows[:, 0], kind="stable")]
+    files, firsts = np.unique(rows[:, 0], return_index=True)
+    return _Lazily({int(file): part[:, 1:] for file, part in zip(files, np.split(rows, firsts[1:]), strict=True)})
+
+
+class _Lazily(Mapping[int, Intervals]):
+    """One file's rows expanded at a time: all of them together may be gigabytes."""
+
+    def __init__(self, rows: dict[int, Numbers]) -> None:
+        self._rows = rows
+
+    def __getitem__(self, file: int) -> Intervals:
+        return strided(self._rows[file])
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
 
 
 def _total(shapes: tuple[Shape, ...]) -> int:

@@ -373,6 +373,19 @@ def test_a_zip_archive_of_something_else_is_damage(tmp_path: Path) -> None:
         open_pickled(path)
 
 
+def test_an_archive_that_was_compressed_since_is_damage(tmp_path: Path) -> None:
+    """Tensors are read by the place of their bytes, which hold something else then."""
+    plain, packed = tmp_path / "plain.pt", tmp_path / "packed.pt"
+    torch.save({"w": torch.zeros(1000)}, plain)
+    with zipfile.ZipFile(plain) as source, zipfile.ZipFile(packed, "w") as target:
+        for entry in source.infolist():
+            kind = zipfile.ZIP_DEFLATED if entry.filename.endswith("data/0") else zipfile.ZIP_STORED
+            target.writestr(entry.filename, source.read(entry), compress_type=kind)
+    with pytest.raises(DamagedError) as error:
+        open_pickled(str(packed))
+    assert "data/0 is compressed" in str(error.value)
+
+
 @settings(REUSED_FOLDER, max_examples=60)
 @given(st.floats(0, 1, exclude_max=True))
 def test_a_truncated_file_is_damage(tmp_path: Path, part: float) -> None:

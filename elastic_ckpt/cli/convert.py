@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from elastic_ckpt.cli.app import app
 from elastic_ckpt.cli.options import AsJson, Config, Folder, Preset, Tag, TrustPickle
-from elastic_ckpt.cli.output import console, errors_end_the_command, print_json
+from elastic_ckpt.cli.output import console, errors_end_the_command, print_json, printable
 from elastic_ckpt.conversion import ConversionOptions, ConversionReport
 from elastic_ckpt.conversion import convert as run_conversion
 from elastic_ckpt.opened import config_of, locate, open_checkpoint
@@ -67,5 +67,5 @@ def _table(report: ConversionReport) -> Table:
     table.add_row("written", f"{report.files} files, {tqdm.format_sizeof(report.nbytes, 'B')}{kept}")
     table.add_row("seconds", f"{report.seconds:.1f}")
     for note in report.notes:
-        table.add_row("note", escape(note))
+        table.add_row("note", escape(printable(note)))
     return table

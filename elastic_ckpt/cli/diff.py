@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from elastic_ckpt.cli.app import app
 from elastic_ckpt.cli.options import AsJson, Config, Preset, TrustPickle
-from elastic_ckpt.cli.output import EXIT_FOUND, console, errors_end_the_command, print_json
+from elastic_ckpt.cli.output import EXIT_FOUND, console, errors_end_the_command, print_json, printable
 from elastic_ckpt.comparison import Comparison, compare
 from elastic_ckpt.opened import config_of, locate, open_checkpoint
 
@@ -64,9 +64,10 @@ def _show(outcome: Comparison, show_all: bool) -> None:
         for column in ("name", "of it", "", "values in A and B"):
             table.add_column(column, overflow="fold")
         for difference in shown:
-            table.add_row(difference.name, difference.key, difference.what, escape(difference.detail))
+            words = (difference.name, difference.key, difference.what, difference.detail)
+            table.add_row(*(escape(printable(word)) for word in words))
         console.print(table)
         if len(shown) < len(outcome.differences):
             console.print(f"and {len(outcome.differences) - len(shown)} more: --all shows them")
     for note in outcome.notes:
-        console.print(f"note: {escape(note)}", soft_wrap=True)
+        console.print(f"note: {escape(printable(note))}", soft_wrap=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -23,7 +24,21 @@ _errors = Console(stderr=True)
 
 def print_json(what: Any) -> None:
     """A record, as JSON, to standard output."""
-    print(json.dumps(what, indent=2, default=_plain))
+    print(json.dumps(_finite(json.loads(json.dumps(what, default=_plain))), indent=2, allow_nan=False))
+
+
+def _finite(item: Any) -> Any:
+    """JSON has no words for infinities and not-a-numbers: they become text."""
+    if isinstance(item, dict):
+        return {key: _finite(value) for key, value in item.items()}
+    if isinstance(item, list):
+        return [_finite(value) for value in item]
+    return str(item) if isinstance(item, float) and not math.isfinite(item) else item
+
+
+def printable(text: str) -> str:
+    """Text from a checkpoint, fit for a terminal: control characters and what is no character are escaped."""
+    return "".join(sign if sign.isprintable() or sign == "\n" else ascii(sign)[1:-1] for sign in text)
 
 
 def _plain(item: Any) -> Any:
@@ -48,5 +63,5 @@ def errors_end_the_command(as_json: bool) -> Iterator[None]:
         if as_json:
             print_json(error_as_dict(error))
         else:
-            _errors.print(f"[bold red]{type(error).__name__}[/]: {escape(str(error))}", soft_wrap=True)
+            _errors.print(f"[bold red]{type(error).__name__}[/]: {escape(printable(str(error)))}", soft_wrap=True)
         raise typer.Exit(EXIT_USAGE if isinstance(error, ConfigError) else EXIT_UNREADABLE) from error

@@ -44,9 +44,9 @@ def verify(
 ) -> None:
     """Look for missing, foreign and damaged files, and list all that is wrong, one line each.
 
-    Without --full, metadata alone: every file opens, all are there and of one save, every element of every tensor
-    lies in exactly one file. Ends with 1 if anything is wrong. Notes go to standard error: what was not checked, and
-    what is worth knowing.
+    Metadata alone, without --full: does every file open, are all there and of one save, does every element lie in one?
+
+    Ends with 1 if anything is wrong. Notes, of what was not checked or is worth knowing, go to standard error.
     """
     with errors_end_the_command(as_json):
         found = verify_checkpoint(

@@ -9,24 +9,28 @@ and nothing of rank 0's partitions is carried along.
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from deepspeed.checkpoint.constants import CAT_DIM, PARAM_N_SUB_PARAMS, SUB_PARAM_SHAPE, VOCAB_TENSOR
+from deepspeed.checkpoint.constants import CAT_DIM, PARAM_N_SUB_PARAMS, PARAM_SHAPES, SUB_PARAM_SHAPE, VOCAB_TENSOR
 from deepspeed.checkpoint.universal_checkpoint import SubparamShape
 
 from elastic_ckpt.bands import Shape
-from elastic_ckpt.catalog import MASTER, Catalog
-from elastic_ckpt.errors import UnsupportedError, listed
+from elastic_ckpt.catalog import BUFFER, FROZEN, MASTER, Catalog
+from elastic_ckpt.errors import DamagedError, UnsupportedError, listed
+from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.logical import LogicalReader, Whole
 from elastic_ckpt.rules.kinds import VOCABULARY, WHOLE_KINDS, Rule
 
 _STEP = "step"
 _UNSAFE = re.compile(r"[/\\\x00]|^\.{0,2}$|^\.")
 _LONGEST_NAME = 255
+#: How the files of pipeline layers are called.
+_LAYER = "layer_"
 #: What stage 3 of DeepSpeed loads, whatever else there is.
 _ADAM = frozenset({MASTER, "exp_avg", "exp_avg_sq"})
 
@@ -80,13 +84,34 @@ def refuse_unconvertible(catalog: Catalog) -> None:
             )
 
 
+def refuse_without_shapes(model: PickledFile) -> None:
+    """Refuse model-states files that do not list the parameters, as ``BF16_Optimizer``'s without ZeRO.
+
+    Raises:
+        UnsupportedError: neither DeepSpeed's loader nor any other would find the parameters in the conversion.
+    """
+    if model.tree.get(PARAM_SHAPES) is None:
+        raise UnsupportedError(
+            "this checkpoint cannot be converted to DeepSpeed's universal format: its model-states files do not list "
+            "the parameters of the optimizer",
+            file=model.path,
+            expected=f"{PARAM_SHAPES}, as runs with ZeRO save them",
+            found="none",
+            remedy="load it as it is: elastic_ckpt needs no conversion",
+        )
+
+
 def parameter_files(reader: LogicalReader, rules: Mapping[str, Rule | None]) -> Iterator[TensorFile | ScalarFile]:
     """The files below ``zero/``, in catalog order.
 
     Raises:
+        DamagedError: a parameter has no master weights.
         UnsupportedError: a parameter's name cannot be the name of a folder.
     """
     catalog = reader.catalog
+    for name in catalog.parameters:
+        if (name, MASTER) not in catalog.tensors:
+            raise _without_master(name, catalog.source.folder)
     for whole in reader.tensors():
         if whole.name in catalog.parameters:
             folder = f"zero/{checked_name(whole.name, catalog.source.folder)}"
@@ -98,18 +123,27 @@ def parameter_files(reader: LogicalReader, rules: Mapping[str, Rule | None]) -> 
             yield ScalarFile(f"{folder}/{key}.pt", _scalar(value, catalog.scalar_forms.get(key, "float")))
 
 
+def _without_master(name: str, folder: str) -> DamagedError:
+    return DamagedError(
+        "the checkpoint knows this parameter but holds no master weights of it",
+        parameter=name,
+        file=folder,
+        remedy="the save is incomplete: take another tag",
+    )
+
+
 def checked_name(name: str, folder: str) -> str:
     """A name from the checkpoint, fit to be that of a folder or file.
 
     Raises:
         UnsupportedError: it would lead elsewhere, or is too long.
     """
-    if _UNSAFE.search(name) or len(name.encode()) > _LONGEST_NAME:
+    if _UNSAFE.search(name) or not name.isprintable() or len(name.encode()) > _LONGEST_NAME:
         raise UnsupportedError(
             "a name in the checkpoint cannot be the name of a folder",
             parameter=repr(name)[:300],
             file=folder,
-            expected="a name without path separators, of at most 255 bytes",
+            expected="a name without path separators and control characters, of at most 255 bytes",
         )
     return name
 
@@ -147,7 +181,7 @@ def _sub_parameters(parts: list[int], name: str, shape: Shape, dim: int) -> Subp
 
 def notes_on(catalog: Catalog, rules: Mapping[str, Rule | None]) -> tuple[str, ...]:
     """What DeepSpeed's own loader will not restore from the conversion, or not as it was."""
-    notes = []
+    notes = [*_notes_on_modules(catalog), *_notes_on_cuts(catalog, rules)]
     keys = set(catalog.state_keys)
     if catalog.source.zero_stage == 3:
         lost = keys - _ADAM
@@ -164,6 +198,41 @@ def notes_on(catalog: Catalog, rules: Mapping[str, Rule | None]) -> tuple[str, .
     if padded:
         notes.append(f"padding rows of the vocabulary are kept ({listed(padded)}): rows from {real} on")
     return tuple(notes)
+
+
+def _notes_on_modules(catalog: Catalog) -> Iterator[str]:
+    """DeepSpeed does not read what lies in the model-states files; layer files are no part of the format."""
+    held = {place: tensor for place, tensor in catalog.tensors.items() if place[1] in (BUFFER, FROZEN)}
+    in_layers = [
+        name
+        for (name, _), tensor in held.items()
+        if any(os.path.basename(catalog.files[extent.file].path).startswith(_LAYER) for extent in tensor.extents)
+    ]
+    if in_layers:
+        lost = "buffers and frozen weights of pipeline layers have no place in this format, and are lost"
+        yield f"{lost}: {listed(in_layers)}"
+    if len(in_layers) < len(held):
+        yield (
+            "DeepSpeed's own loader restores neither buffers nor frozen weights from universal checkpoints; they are "
+            "in the model-states files, and elastic_ckpt restores them"
+        )
+
+
+def _notes_on_cuts(catalog: Catalog, rules: Mapping[str, Rule | None]) -> Iterator[str]:
+    """What DeepSpeed's own loader cannot cut as it was."""
+    custom = [name for name, rule in rules.items() if rule is not None and rule.slices]
+    if custom:
+        yield f"slices of {listed(custom)} have no words in this format: DeepSpeed would cut them in equal chunks"
+    elsewhere = [name for name in catalog.parameters if not catalog.declared.is_recorded(_saved_name(catalog, name))]
+    if catalog.source.zero_stage == 3 and catalog.source.tp > 1 and elsewhere:
+        yield (
+            "DeepSpeed's ZeRO-3 cuts tensors of universal checkpoints for AutoTP alone; with other tensor parallelism "
+            "it loads this one wrongly, elastic_ckpt rightly"
+        )
+
+
+def _saved_name(catalog: Catalog, name: str) -> str:
+    return catalog.saved_names.get(name, name)
 
 
 def _rows(catalog: Catalog, name: str) -> int:

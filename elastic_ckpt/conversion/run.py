@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from elastic_ckpt.config import state_options
 from elastic_ckpt.conversion.archive import write_tensor_file
 from elastic_ckpt.conversion.contents import (
     ScalarFile,
@@ -22,9 +23,10 @@ from elastic_ckpt.conversion.contents import (
     notes_on,
     parameter_files,
     refuse_unconvertible,
+    refuse_without_shapes,
 )
 from elastic_ckpt.conversion.workplace import Workplace, fingerprint
-from elastic_ckpt.detect import LATEST_UNIVERSAL
+from elastic_ckpt.detect import LATEST, LATEST_UNIVERSAL
 from elastic_ckpt.dtypes import ITEMSIZE
 from elastic_ckpt.errors import ElasticCkptError
 from elastic_ckpt.formats.common_state import common_optimizer_state
@@ -90,6 +92,34 @@ def convert(opened: Opened, target: Path, options: ConversionOptions) -> Convers
         ElasticCkptError: the checkpoint cannot be converted exactly, or the target is taken. What was written so far
             stays in a folder whose name starts with a dot, and the next attempt goes on from there.
     """
+    target = target.absolute()
+    _check_target(target, Path(opened.found.folder))
+    try:
+        return _convert(opened, target, options)
+    except OSError as error:
+        raise ElasticCkptError(
+            "the conversion could not be read or written",
+            file=str(error.filename or target),
+            expected="a source that stays, and a folder to write to",
+            found=f"{type(error).__name__}: {error.strerror or error}",
+            remedy="check the path, its file system and its permissions; the same command goes on from here",
+        ) from error
+
+
+def _check_target(target: Path, source: Path) -> None:
+    """A name of its own, outside of the checkpoint that is converted."""
+    inside = source.resolve() in target.resolve().parents
+    if inside or target.name in ("", "..", LATEST, LATEST_UNIVERSAL):
+        raise ElasticCkptError(
+            "a checkpoint cannot be written there",
+            file=str(target),
+            expected="a folder with a name of its own, outside of the folder of the tag that is converted",
+            found=f"a folder within {source}" if inside else repr(target.name),
+            remedy="choose another folder, beside that of the tag for example",
+        )
+
+
+def _convert(opened: Opened, target: Path, options: ConversionOptions) -> ConversionReport:
     started = time.monotonic()
     catalog = opened.checkpoint.catalog
     refuse_unconvertible(catalog)
@@ -98,14 +128,27 @@ def convert(opened: Opened, target: Path, options: ConversionOptions) -> Convers
     rules = known_rules(catalog, catalog.parameters, load.rules)
     read = ReadOptions(threads=1, chunk_nbytes=options.chunk_nbytes, staging_nbytes=options.chunk_nbytes)
     tasks = _tasks(opened, reader, rules, read)
-    facts = (_VERSION, target.name, load.rules, load.replicated, load.rename)
-    with Workplace(target.absolute(), fingerprint(catalog.files, *facts), options.restart) as place:
+    facts = (_VERSION, target.name, load.rules, load.replicated, load.rename, state_options(opened.config))
+    before = fingerprint(catalog.files, *facts)
+    with Workplace(target, before, options.restart) as place:
         notes = catalog.notes + reader.notes + reader.compare_copies(read) + notes_on(catalog, rules)
         todo = [task for task in tasks if not place.has(task.path)]
         nbytes = _run(place, todo, options)
+        if fingerprint(catalog.files, *facts) != before:
+            raise _source_changed(catalog.source.folder)
         place.finish(LATEST_UNIVERSAL)
     kept = len(tasks) - len(todo)
     return ConversionReport(str(target), len(todo), nbytes, kept, time.monotonic() - started, notes)
+
+
+def _source_changed(folder: str) -> ElasticCkptError:
+    return ElasticCkptError(
+        "the checkpoint was written to while it was converted",
+        file=folder,
+        expected="files that stay as they are",
+        found="other sizes or times than at the start",
+        remedy="convert it again with --restart once nobody writes there",
+    )
 
 
 def _tasks(opened: Opened, reader: LogicalReader, rules: Any, read: ReadOptions) -> list[_Task]:
@@ -122,6 +165,7 @@ def _tasks(opened: Opened, reader: LogicalReader, rules: Any, read: ReadOptions)
         path = found.path(name)
         nbytes = Path(path).stat().st_size
         tasks.append(_Task(name, nbytes, partial(shutil.copyfile, path)))
+    refuse_without_shapes(open_pickled(found.path(models[0]), opened.config.trust_pickle))
     first = found.path(found.files.optimizer[min(found.files.optimizer)])
     common = common_optimizer_state(open_pickled(first, opened.config.trust_pickle))
     tasks.append(_Task(f"{UNIVERSAL_FOLDER}/{UNIVERSAL_OPTIMIZER}", 0, lambda part: torch.save(common, part)))
@@ -187,6 +231,6 @@ def _cannot_write(place: Workplace, task: _Task, error: OSError) -> ElasticCkptE
         "a file of the conversion could not be written",
         file=str(place.folder / task.path),
         expected=f"about {task.nbytes} bytes more on the disk",
-        found=f"{type(error).__name__}: {error.strerror or error}",
-        remedy="make room; the same command goes on from here",
+        found=f"{type(error).__name__}: {error.strerror or error}{f' ({error.filename})' if error.filename else ''}",
+        remedy="make room, or mend it; the same command goes on from here",
     )

@@ -37,24 +37,23 @@ class Workplace:
     def __init__(self, target: Path, fingerprint: str, restart: bool) -> None:
         self.target = target
         self.folder = target.with_name(f".{target.name}.partial")
-        if target.exists():
+        self._mine = {"fingerprint": fingerprint}
+        # an attempt that ended between the folder's last name and the ``latest`` file: only that is left to do
+        is_named = _read(target / _MANIFEST) == self._mine
+        if os.path.lexists(target) and not is_named:
             raise ElasticCkptError(
                 "the folder to convert to is there already",
                 file=str(target),
                 expected="a folder that is not there yet",
                 remedy="choose another name, or remove it",
             )
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self.folder, os.O_RDONLY)
+        found = target if is_named else self.folder
+        found.mkdir(parents=True, exist_ok=True)
+        self._lock = _locked(found)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(self._lock)
-            raise ElasticCkptError(
-                "another conversion to the same folder is under way", file=str(self.folder), remedy="wait for it"
-            ) from error
-        try:
-            self._adopt(fingerprint, restart)
+            if is_named:
+                os.rename(target, self.folder)
+            self._adopt(restart)
         except BaseException:
             os.close(self._lock)
             raise
@@ -67,24 +66,23 @@ class Workplace:
     ) -> None:
         os.close(self._lock)
 
-    def _adopt(self, fingerprint: str, restart: bool) -> None:
+    def _adopt(self, restart: bool) -> None:
         manifest = self.folder / _MANIFEST
-        mine = {"fingerprint": fingerprint}
-        others = list(self.folder.iterdir())
+        others = [path for path in self.folder.iterdir() if path != _part_of(manifest)]
         known = _read(manifest)
-        if known == mine:
+        if known == self._mine:
             return
         if others and not restart:
             raise ElasticCkptError(
                 "an interrupted conversion of something else lies here",
                 file=str(self.folder),
-                expected=mine,
+                expected=self._mine,
                 found=known if known is not None else f"{len(others)} files without {_MANIFEST}",
                 remedy="--restart throws it away",
             )
         for path in others:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-        write_durably(manifest, lambda path: path.write_text(json.dumps(mine), encoding="utf-8"))
+        write_durably(manifest, lambda path: path.write_text(json.dumps(self._mine), encoding="utf-8"))
 
     def has(self, path: str) -> bool:
         """Whether a file is complete already."""
@@ -103,8 +101,10 @@ class Workplace:
         return final.stat().st_size
 
     def finish(self, latest: str) -> None:
-        """Make the folder the checkpoint that it is, and have ``latest`` beside it name it."""
-        (self.folder / _MANIFEST).unlink()
+        """Make the folder the checkpoint that it is, and have ``latest`` beside it name it.
+
+        The manifest goes last: as long as it is there, the next attempt finishes what is left of this.
+        """
         for folder, _, _ in os.walk(self.folder):
             _sync(Path(folder))
         os.rename(self.folder, self.target)
@@ -112,6 +112,8 @@ class Workplace:
         name = self.target.name
         write_durably(self.target.parent / latest, lambda path: path.write_text(name, encoding="utf-8"))
         _sync(self.target.parent)
+        (self.target / _MANIFEST).unlink()
+        _sync(self.target)
 
 
 def fingerprint(files: Iterable[SourceFile], *options: object) -> str:
@@ -122,10 +124,32 @@ def fingerprint(files: Iterable[SourceFile], *options: object) -> str:
 
 def write_durably(final: Path, write: Callable[[Path], object]) -> None:
     """Write a file under another name, sync it, rename it."""
-    part = final.with_name(f"{final.name}.part")
+    part = _part_of(final)
     write(part)
     _sync(part)
     os.replace(part, final)
+
+
+def _part_of(final: Path) -> Path:
+    return final.with_name(f"{final.name}.part")
+
+
+def _locked(folder: Path) -> int:
+    """A descriptor of a folder that nobody else works in."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.path.samestat(os.fstat(descriptor), os.stat(folder)):
+            raise FileNotFoundError(folder)
+    except (BlockingIOError, FileNotFoundError) as error:  # it is held, or it got its last name just now
+        os.close(descriptor)
+        raise ElasticCkptError(
+            "another conversion to the same folder is under way", file=str(folder), remedy="wait for it"
+        ) from error
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def _sync(path: Path) -> None:

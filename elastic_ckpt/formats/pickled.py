@@ -146,10 +146,13 @@ def _check_is_archive(path: str) -> None:
             for name in pickles:
                 if archive.getinfo(name).CRC:  # 0: saved with torch.serialization.set_crc32_options(False)
                     archive.read(name)  # checks the CRC32 of the pickle, which torch.load does not
-    except (zipfile.BadZipFile, OSError, NotImplementedError, RuntimeError, ValueError) as error:
-        raise _unreadable(path, f"{os.path.getsize(path)} bytes; {error}") from error
+            compressed = [entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
+    except Exception as error:  # noise in a directory can make zipfile and its decompressors raise anything at all
+        raise _unreadable(path, f"{os.path.getsize(path)} bytes; {type(error).__name__}: {error}") from error
     if not pickles:
         raise _unreadable(path, "a zip archive without a pickle")
+    if compressed:  # tensors are read where their bytes lie, and there they would be something else
+        raise _unreadable(path, f"a zip archive that was packed anew: {compressed[0]} is compressed")
 
 
 def _unreadable(path: str, found: str) -> DamagedError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -65,9 +66,10 @@ def index_state(file: PickledFile) -> StateFile:
         DamagedError: it holds neither a dense tensor nor a number.
     """
     folder, base = os.path.split(file.path)
-    value = file.tree["param"] if isinstance(file.tree, dict) and "param" in file.tree else file.tree
+    is_parameters = isinstance(file.tree, dict) and "param" in file.tree
+    value = file.tree["param"] if is_parameters else file.tree
     name, key = os.path.basename(folder), base.removesuffix(".pt")
-    if isinstance(value, TensorRef) and value.shape:
+    if isinstance(value, TensorRef) and (value.shape or is_parameters):  # of a parameter that may have no dimension
         if not value.is_contiguous:
             raise DamagedError(
                 f"{key} of this parameter was saved as a view that is not contiguous", parameter=name, file=file.path
@@ -97,7 +99,21 @@ def _rule_of(name: str, tree: Any) -> Rule | None:
         return Rule(pattern=pattern, kind=VOCABULARY)
     if tree.get("param_n_sub_params"):
         return Rule(pattern=pattern, kind=COLUMN, dim=0, sub_parameters=[1] * int(tree["param_n_sub_params"]))
+    parts = _sub_parameters(tree.get("sub_param_shape"))
+    if parts is not None:
+        return Rule(pattern=pattern, kind=COLUMN, dim=parts[0], sub_parameters=parts[1])
     return Rule(pattern=pattern, kind=ROW) if tree.get("cat_dim") == 1 else None
+
+
+def _sub_parameters(noted: Any) -> tuple[int, list[int]] | None:
+    """Dimension and relative widths of a noted ``SubparamShape``; ``None``: it is none, or says nothing."""
+    dim, shape = getattr(noted, "partition_dim", None), getattr(noted, "shape", None)
+    if not isinstance(dim, int) or not isinstance(shape, (list, tuple)) or not 0 <= dim < len(shape):
+        return None
+    widths = shape[dim]
+    if not isinstance(widths, (list, tuple)) or not all(isinstance(width, int) and width > 0 for width in widths):
+        return None
+    return (dim, [width // math.gcd(*widths) for width in widths]) if widths else None
 
 
 def index_optimizer(file: PickledFile) -> OptimizerFile:

@@ -22,7 +22,6 @@ CUSTOM: Kind = "custom"
 AMBIGUOUS: Kind = "whole_only"
 #: Kinds of which every rank holds the whole.
 WHOLE_KINDS = frozenset({REPLICATED, AVERAGED, SUMMED})
-_QKV = "qkv"
 _DIMS = {COLUMN: 0, VOCABULARY: 0, ROW: 1, CUSTOM: 0}
 KV_HEADS = ("num_key_value_heads", "num_query_groups", "num_kv_heads")
 
@@ -141,12 +140,20 @@ def _check_groups(rule: Rule, sizes: Sequence[int]) -> None:
 
 def _widths(rule: Rule, sizes: Sequence[int], facts: Facts) -> list[list[int]]:
     """Per sub-parameter, how much of it each rank holds."""
-    relative = _qkv(facts.args) if rule.sub_parameters == _QKV else rule.sub_parameters or [1]
-    assert not isinstance(relative, str)
+    relative = relative_widths(rule, facts) or [1]
     parts = sum(relative)
     if any(size % parts for size in sizes):
         raise CannotSplit(f"sub-parameters in proportions {relative}, but the shards have {list(sizes)} elements")
     return [[size // parts * share for size in sizes] for share in relative]
+
+
+def relative_widths(rule: Rule, facts: Facts) -> list[int] | None:
+    """How wide the sub-parameters are, relative to each other; ``None``: there are none.
+
+    Raises:
+        CannotSplit: it takes the number of heads, and the run does not say it.
+    """
+    return _qkv(facts.args) if isinstance(rule.sub_parameters, str) else rule.sub_parameters
 
 
 def _qkv(args: Mapping[str, Any]) -> list[int]:

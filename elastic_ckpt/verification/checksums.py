@@ -108,9 +108,13 @@ def check(works: Sequence[Work], threads: int, show_progress: bool | None = Fals
     with _one_thread_each(), ThreadPoolExecutor(threads, thread_name_prefix="elastic_ckpt") as pool:
         total = sum(work.nbytes for work in works)
         with tqdm(total=total, unit="B", unit_scale=True, desc="verify", disable=disable, leave=False) as bar:
-            for piece, part in pool.map(run, slices):
-                _add(results[piece.work], works[piece.work], part)
-                bar.update(part.nbytes)
+            try:
+                for piece, part in pool.map(run, slices):
+                    _add(results[piece.work], works[piece.work], part)
+                    bar.update(part.nbytes)
+            except BaseException:  # Ctrl-C must not wait for a terabyte that nobody will ask for
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
     return results
 
 

@@ -68,6 +68,7 @@ def _states(catalog: Catalog) -> tuple[list[Finding], list[Finding]]:
     without: dict[int, list[str]] = {}
     for group in range(len(catalog.groups)):
         members = [name for name, saved in catalog.parameters.items() if saved.group == group]
+        members = [name for name in members if (name, MASTER) in catalog.tensors]  # the others are found already
         held = {name: keys.get(name, frozenset()) | _scalars(catalog, name) for name in members}
         every = frozenset().union(*held.values())
         if members and not every and keys:

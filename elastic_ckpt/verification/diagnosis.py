@@ -76,14 +76,18 @@ def read_metadata(found: Found, config: ElasticConfig) -> Diagnosis:
 
 
 def _diagnose(found: Found, config: ElasticConfig, error: ElasticCkptError) -> Diagnosis:
-    indexed, findings = _open_all(found, config)
+    indexed, opened = _open_all(found, config)
+    findings = [finding for finding in opened if finding.code != UNCHECKED]
+    unsupported = [finding for finding in opened if finding.code == UNCHECKED]
     findings += _missing(found, indexed)
-    findings += _foreign(indexed)
+    odd = _foreign(indexed)
+    findings += odd.findings
     named = {finding.file for finding in findings}
     if isinstance(error, UnsupportedError):
-        return Diagnosis(findings, [of_error(error, UNCHECKED)])
-    if error.file in named:
-        return Diagnosis(findings, [Finding(UNCHECKED, "the tensors, since not all files can be read together")])
+        return Diagnosis(findings, [*unsupported, of_error(error, UNCHECKED)])
+    if error.file in named or _complaint(error) in odd.complaints:
+        note = Finding(UNCHECKED, "the tensors, since not all files can be read together")
+        return Diagnosis(findings, [*unsupported, note])
     if not findings and config.check_shards:
         return _without_shard_checks(found, config, error, indexed)
     return _refused(found, findings, error)
@@ -101,7 +105,8 @@ def _open_all(found: Found, config: ElasticConfig) -> tuple[_Indexed, list[Findi
     indexed, findings = _Indexed(), []
     for path in checkpoint_files(found):
         try:
-            item = _index(open_pickled(path, config.trust_pickle), path, config)
+            file = open_pickled(path, config.trust_pickle)
+            item = None if os.path.basename(path) in found.files.experts else _index(file, path, config)
         except ElasticCkptError as error:
             finding = of_error(error)
             findings.append(Finding(UNREADABLE, *_rest(finding)) if finding.code == DAMAGED else finding)
@@ -115,7 +120,7 @@ def _open_all(found: Found, config: ElasticConfig) -> tuple[_Indexed, list[Findi
                 indexed.models.setdefault(rank, []).append(item)
             elif isinstance(item, OptimizerShard):
                 indexed.optimizers.setdefault(rank, []).append(item)
-    return indexed, [finding for finding in findings if finding.code != UNCHECKED]
+    return indexed, findings
 
 
 def _rest(finding: Finding) -> tuple[str, str | None, str | None]:
@@ -143,10 +148,15 @@ def _missing(found: Found, indexed: _Indexed) -> list[Finding]:
     models = indexed.every_model
     if not models:
         return _named(found, missing_files(found.files, None, None))
-    most = _majority([int(model.counters["dp_world_size"]) for model in models])
+    most = _majority([_number(model.counters["dp_world_size"]) for model in models])
     degrees = _majority([model.degrees for model in models])
     ranks = degrees[0] * degrees[1] if degrees else None
     return _named(found, missing_files(found.files, None if found.files.is_universal else most, ranks))
+
+
+def _number(claim: Any) -> int:
+    """What a file says is a number; 0 where it is none."""
+    return claim if isinstance(claim, int) else 0
 
 
 def _majority(items: Sequence[T]) -> T:
@@ -157,40 +167,70 @@ def _named(found: Found, names: Iterable[str]) -> list[Finding]:
     return [Finding(MISSING, "no such file; restore it, or take another tag", found.path(name)) for name in names]
 
 
-def _foreign(indexed: _Indexed) -> list[Finding]:
+@dataclass
+class _Odd:
+    """Files of other saves.
+
+    Attributes:
+        findings: those that differ from most of their kind.
+        complaints: all that was said in comparing them. The reader takes the first file of a kind for the right one; if
+            that is the foreign one, it complains about another.
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    complaints: set[tuple[str | None, ...]] = field(default_factory=set)
+
+    def compare(self, items: Sequence[T], check: Callable[[list[T]], None], likeliest: Sequence[T]) -> None:
+        """Find the items against which ``check`` has something, beside the one that most agree with.
+
+        Args:
+            items: all of a kind, in the reader's order.
+            check: raises where the second of two is not of the save of the first.
+            likeliest: the same, those first that are most likely right.
+        """
+        fewest: list[ElasticCkptError] | None = None
+        for reference in (*likeliest[:_MOST_REFERENCES], *items[:1]):
+            if fewest is not None and 2 * len(fewest) < len(items) and reference is not items[0]:
+                continue
+            errors = _against(reference, items, check)
+            self.complaints |= {_complaint(error) for error in errors}
+            if fewest is None or len(errors) < len(fewest):
+                fewest = errors
+        self.findings += [of_error(error, FOREIGN) for error in fewest or []]
+
+
+def _complaint(error: ElasticCkptError) -> tuple[str | None, ...]:
+    """An error without the rank that raised it."""
+    return error.problem, error.file, error.expected, error.found
+
+
+def _foreign(indexed: _Indexed) -> _Odd:
     """Files that are not of the save that most of their kind are of."""
-    errors: list[ElasticCkptError] = []
+    odd = _Odd()
     steps = _steps(indexed.every_model)
     for models in indexed.models.values():
-        errors += _odd_ones(models, model_states.check_same_save)
+        odd.compare(models, model_states.check_same_save, models)
     firsts = [models[0] for models in indexed.models.values()]
-    errors += _odd_ones(firsts, lambda pair: model_states.check_same_save(pair, one_rank=False))
+    odd.compare(firsts, lambda pair: model_states.check_same_save(pair, one_rank=False), firsts)
     for optimizers in indexed.optimizers.values():
         likeliest = sorted(optimizers, key=lambda shard: steps is None or steps not in _steps_of(shard))
-        errors += _odd_ones(likeliest, shards.check_same_save)
-    return list(without_repeats(of_error(error, FOREIGN) for error in errors))
+        odd.compare(optimizers, shards.check_same_save, likeliest)
+    return odd
 
 
-def _odd_ones(items: Sequence[T], check: Callable[[list[T]], None]) -> list[ElasticCkptError]:
-    """What ``check`` has against each file beside the one that most agree with."""
-    fewest: list[ElasticCkptError] | None = None
-    for reference in items[:_MOST_REFERENCES]:
-        errors = []
-        for item in items:
-            if item is not reference:
-                try:
-                    check([reference, item])
-                except ElasticCkptError as error:
-                    errors.append(error)
-        if fewest is None or len(errors) < len(fewest):
-            fewest = errors
-        if 2 * len(fewest) < len(items):
-            break
-    return fewest or []
+def _against(reference: T, items: Sequence[T], check: Callable[[list[T]], None]) -> list[ElasticCkptError]:
+    errors = []
+    for item in items:
+        if item is not reference:
+            try:
+                check([reference, item])
+            except ElasticCkptError as error:
+                errors.append(error)
+    return errors
 
 
 def _steps(models: Sequence[ModelShard]) -> int | None:
-    counted = [int(model.counters["global_steps"]) - int(model.counters["skipped_steps"]) for model in models]
+    counted = [_number(model.counters["global_steps"]) - _number(model.counters["skipped_steps"]) for model in models]
     return _majority(counted) if counted else None
 
 

@@ -8,15 +8,16 @@ from collections.abc import Iterator
 
 from elastic_ckpt.detect import LATEST as LATEST_FILE
 from elastic_ckpt.detect import LATEST_UNIVERSAL, list_tags, look_at
-from elastic_ckpt.errors import ElasticCkptError, listed
+from elastic_ckpt.errors import ElasticCkptError, NotFoundError, listed
 from elastic_ckpt.formats import Found
 from elastic_ckpt.formats.naming import SWAPPED_FOLDER, UNIVERSAL_FOLDER, FolderFiles
 from elastic_ckpt.opened import locate
-from elastic_ckpt.verification.findings import LATEST, UNCHECKED, Finding, of_error
+from elastic_ckpt.verification.findings import LATEST, UNCHECKED, UNREADABLE, Finding, of_error
 
 _RANKS = re.compile(r"zero_pp_rank_\d+_mp_rank_\d+")
 #: Numbers of ranks in a file are only claims: beyond this many, what is missing is not listed.
 _MOST_RANKS = 1 << 14
+_MOST_TAG_NBYTES = 4096
 #: Scripts that DeepSpeed copies into checkpoints.
 _SCRIPT = ".py"
 
@@ -24,7 +25,7 @@ _SCRIPT = ".py"
 def choose(folder: str, tag: str | None, trust_pickle: bool) -> tuple[Found | None, list[Finding], list[Finding]]:
     """The checkpoint to verify; findings about the ``latest`` files; notes.
 
-    Where ``latest`` is of no use, but there is one tag only, that is the one.
+    Where ``latest`` is of no use, ``latest_universal`` may be; or there is one tag only.
 
     Raises:
         NotFoundError: there is no checkpoint at all, or not the one that was asked for.
@@ -41,7 +42,11 @@ def choose(folder: str, tag: str | None, trust_pickle: bool) -> tuple[Found | No
         tags = list_tags(path)
         if not tags:
             raise
-        findings = findings or [of_error(error, LATEST)]
+        findings = findings or [of_error(error, LATEST if isinstance(error, NotFoundError) else UNREADABLE)]
+    for name in (LATEST_FILE, LATEST_UNIVERSAL):
+        pointed = _tag_of(os.path.join(path, name))
+        if pointed in tags:
+            return look_at(path, pointed), findings, [Finding(LATEST, f"verified {pointed}, which {name} names", path)]
     if len(tags) > 1:
         return None, findings, [Finding(UNCHECKED, f"none of the tags {listed(tags)}: say which with --tag", path)]
     return look_at(path, tags[0]), findings, [Finding(LATEST, f"verified {tags[0]}, the only tag there is", path)]
@@ -52,15 +57,22 @@ def _pointer(folder: str, name: str) -> Iterator[Finding]:
     if not os.path.lexists(path):
         return
     try:
-        with open(path, "rb") as stream:
-            raw = stream.read(4096)
-        tag = raw.decode("utf-8").strip()
+        with open(path, encoding="utf-8") as stream:
+            tag = stream.read(_MOST_TAG_NBYTES).strip()
     except (OSError, UnicodeDecodeError) as error:
         yield Finding(LATEST, f"cannot be read: {error}", path)
         return
     tags = list_tags(folder)
     if tag not in tags and not (_is_relative(tag) and look_at(folder, tag) is not None):
         yield Finding(LATEST, f"names {tag!r}, which is not there; there are {listed(tags)}", path)
+
+
+def _tag_of(path: str) -> str | None:
+    try:
+        with open(path, encoding="utf-8") as stream:
+            return stream.read(_MOST_TAG_NBYTES).strip()
+    except (OSError, UnicodeDecodeError):
+        return None
 
 
 def _is_relative(tag: str) -> bool:
@@ -106,10 +118,11 @@ def missing_files(files: FolderFiles, dp: int | None, model_parallel: int | None
         model_parallel: number of model-parallel ranks, as files say.
     """
     seen = [at for at, _ in (*files.optimizer, *files.model_zero3)]
-    dps = range(max(dp or 0, max(seen, default=-1) + 1))
-    mps = range(max(model_parallel or 0, max(files.mp_ranks, default=-1) + 1))
-    if len(dps) * len(mps) > _MOST_RANKS:
+    dp_count = max(dp or 0, max(seen, default=-1) + 1)
+    mp_count = max(model_parallel or 0, max(files.mp_ranks, default=-1) + 1)
+    if dp_count * mp_count > _MOST_RANKS:
         return []
+    dps, mps = range(dp_count), range(mp_count)
     missing = [f"mp_rank_{mp:02d}_model_states.pt" for mp in mps if files.model and mp not in files.model]
     for names in (files.model_zero3, files.optimizer):
         if names:

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 
 from elastic_ckpt.catalog import Catalog
 from elastic_ckpt.config import ElasticConfig
-from elastic_ckpt.errors import DamagedError, ElasticCkptError
+from elastic_ckpt.errors import DamagedError, ElasticCkptError, listed
 from elastic_ckpt.formats import Found
 from elastic_ckpt.formats.pickled import open_pickled
+from elastic_ckpt.opened import rule_book
 from elastic_ckpt.verification.archive import Directory, Problem, read_directory
 from elastic_ckpt.verification.checksums import Checked, Work, check, has_checksums, wrong_records
 from elastic_ckpt.verification.contents import check_catalog
@@ -72,24 +73,24 @@ def verify(
         ConfigError: the config names rules that are not there.
     """
     began = time.perf_counter()
+    rule_book(config)  # a preset that is not there is an error at once, not after an hour of reading
     report = _Report()
     found, findings, notes = choose(folder, tag, config.trust_pickle)
     report.add((findings, notes))
-    files: list[str] = []
+    files = [] if found is None else [*checkpoint_files(found), *swap_files(found)]
     catalog: Catalog | None = None
     if found is not None:
-        files = [*checkpoint_files(found), *swap_files(found)]
         diagnosis = read_metadata(found, config)
-        report.add((diagnosis.findings, diagnosis.notes))
         catalog = diagnosis.catalog
+        report.add((diagnosis.findings, diagnosis.notes))
+        if others := other_files(found):
+            report.notes.append(Finding(UNCHECKED, f"files that are none of DeepSpeed's: {listed(others)}"))
         if catalog is not None:
             report.add(check_catalog(catalog))
-        if others := other_files(found):
-            report.notes.append(Finding(UNCHECKED, f"files that are none of DeepSpeed's: {', '.join(others[:8])}"))
         if full:
             _check_bytes(found, diagnosis, config, threads, show_progress, report)
-        else:
-            report.nbytes = sum(os.path.getsize(path) for path in files if os.path.isfile(path))
+    if not full:
+        report.nbytes = sum(os.path.getsize(path) for path in files if os.path.isfile(path))
     return Verification(
         folder=os.path.abspath(folder),
         tag=found.tag if found is not None else None,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 
 from elastic_ckpt.catalog import BUFFER, FROZEN, MASTER, Catalog
 from elastic_ckpt.destinations import (
@@ -30,9 +29,10 @@ from elastic_ckpt.geometry import (
     per_parameter_partition,
 )
 from elastic_ckpt.plan import Plan
-from elastic_ckpt.planner import LoadOptions, plan_load
+from elastic_ckpt.planner import LoadOptions, plan_load, resharding_of
 from elastic_ckpt.renaming import rename_saved
 from elastic_ckpt.rules.cross_checks import tensor_of
+from elastic_ckpt.rules.resolve import Resharding
 from elastic_ckpt.virtual.layouts import virtual_layouts
 from elastic_ckpt.virtual.stages import stages_of
 from elastic_ckpt.virtual.states import SavedStates
@@ -58,10 +58,16 @@ class VirtualJob:
 
     def __init__(self, catalog: Catalog, topology: Topology, options: LoadOptions) -> None:
         catalog = rename_saved(catalog, options.rename)
+        saved = catalog.source
+        unchanged = (topology.dp, topology.tp, topology.pp) == (saved.dp, saved.tp, saved.pp)
+        if unchanged and saved.format == "native" and saved.zero_stage == 3:
+            # then each rank reads buffers from a file of its own; here all from the first one, which is as long
+            catalog = replace(catalog, buffers_of_this_rank=True)
         self.catalog = catalog
         self.topology = topology
         self.options = replace(options, rename=())
         self._states = SavedStates(catalog)
+        self._resharding: dict[tuple[int, int], Resharding] = {}
         self._keys = dict.fromkeys(catalog.parameters, MASTER)
         self._keys |= {name: key for name, key in catalog.tensors if key in (BUFFER, FROZEN) and name not in self._keys}
         self.layouts: Mapping[str, LiveLayout] = virtual_layouts(catalog, self._keys, topology.tp, options.rules)
@@ -75,7 +81,10 @@ class VirtualJob:
     def planned(self, place: Place) -> tuple[Destinations, Plan]:
         """What the engine of one rank would hold, and its plan."""
         destinations = self.destinations(place)
-        return destinations, plan_load(self.catalog, destinations, self.options)
+        at = (place.pp_rank, place.tp_rank)
+        if at not in self._resharding:
+            self._resharding[at] = resharding_of(self.catalog, destinations, self.options)
+        return destinations, plan_load(self.catalog, destinations, self.options, self._resharding[at])
 
     def destinations(self, place: Place) -> Destinations:
         """What the engine of one rank would hold."""
@@ -98,12 +107,8 @@ class VirtualJob:
             pp=place.pp,
             pp_rank=place.pp_rank,
             elsewhere=frozenset(self._keys) - frozenset(mine),
-            layouts=self.layouts if place.tp > 1 or self._is_sharded else {},
+            layouts={name: self.layouts[name] for name in mine},
         )
-
-    @cached_property
-    def _is_sharded(self) -> bool:
-        return self.catalog.source.tp > 1 or self.catalog.merged_from > 1
 
     def _of_group(self, names: Sequence[str], number: int) -> list[str]:
         parameters = self.catalog.parameters

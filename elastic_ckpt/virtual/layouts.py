@@ -14,7 +14,16 @@ from elastic_ckpt.destinations import LiveLayout
 from elastic_ckpt.errors import ElasticCkptError, MismatchError
 from elastic_ckpt.rules.book import Asked, RuleBook, Saying, choose, is_ambiguous, is_fused
 from elastic_ckpt.rules.cross_checks import Structure, tensor_of
-from elastic_ckpt.rules.kinds import COLUMN, VOCABULARY, WHOLE_KINDS, CannotSplit, Facts, Rule, split_by
+from elastic_ckpt.rules.kinds import (
+    COLUMN,
+    VOCABULARY,
+    WHOLE_KINDS,
+    CannotSplit,
+    Facts,
+    Rule,
+    relative_widths,
+    split_by,
+)
 from elastic_ckpt.rules.refusals import contradiction, undecided
 
 _BY_DEFAULT = "the checkpoint's universal_checkpoint_info, by its default"
@@ -66,6 +75,8 @@ def said_offline(catalog: Catalog, asked: Asked, book: RuleBook) -> Saying | Non
 def known_rules(catalog: Catalog, names: Iterable[str], book: RuleBook) -> dict[str, Rule | None]:
     """By which rule tensor-parallel ranks hold each parameter; ``None``: nothing says so, or a recorded map says all.
 
+    The widths of sub-parameters are numbers, even where the rule takes them from the run.
+
     Raises:
         MismatchError: what is said does not fit the shapes.
     """
@@ -80,9 +91,12 @@ def _known_rule(catalog: Catalog, structure: Structure, name: str, book: RuleBoo
     asked = asked_offline(catalog, structure, tensor)
     try:
         chosen = said_offline(catalog, asked, book)
+        if chosen is None:
+            return None
+        parts = relative_widths(chosen.rule, Facts(catalog.run, catalog.declared.vocabulary))
     except CannotSplit as error:
         raise contradiction(name, catalog.source.folder, asked.shapes, (), None, str(error)) from error
-    return None if chosen is None else chosen.rule
+    return chosen.rule if parts is None else chosen.rule.model_copy(update={"sub_parameters": parts})
 
 
 def decided_layouts(

@@ -1,0 +1,99 @@
+"""Which source file feeds which rank, as a picture. Needs matplotlib, which is an extra."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from elastic_ckpt.errors import ConfigError
+from elastic_ckpt.forecast import RankForecast
+from elastic_ckpt.virtual import VirtualJob
+
+#: Of so many rows or columns, each has a name; of more, a few have.
+_MOST_NAMED, _FEW_NAMED = 40, 16
+_FORMATS = (".png", ".pdf", ".svg")
+
+
+def refuse_without_matplotlib() -> None:
+    """Before anything is planned.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError(
+            "--plot needs matplotlib, which is not installed",
+            expected="matplotlib",
+            found="nothing of this name",
+            remedy="pip install matplotlib (or elastic_ckpt[plots])",
+        )
+
+
+def bytes_matrix(ranks: Sequence[RankForecast]) -> tuple[npt.NDArray[np.float64], list[int]]:
+    """Bytes by rank (row) and file (column), and the indices of the files, which are those that are read at all."""
+    files = sorted({file for each in ranks for file in each.by_file})
+    columns = {file: column for column, file in enumerate(files)}
+    matrix = np.zeros((len(ranks), len(files)))
+    for row, each in enumerate(ranks):
+        for file, nbytes in each.by_file.items():
+            matrix[row, columns[file]] = nbytes
+    return matrix, files
+
+
+def draw(job: VirtualJob, ranks: Sequence[RankForecast], path: Path) -> None:
+    """Write the picture.
+
+    Raises:
+        ConfigError: it cannot be written there.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415  an optional package
+    from matplotlib.colors import LogNorm  # noqa: PLC0415
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    matrix, files = bytes_matrix(ranks)
+    width, height = (min(max(0.28 * count, 4.0), 11.0) + 3.0 for count in reversed(matrix.shape))
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    shown = np.ma.masked_equal(matrix / 2**20, 0)
+    norm = LogNorm() if shown.count() and shown.min() < shown.max() else None
+    image = axes.imshow(shown, aspect="auto", interpolation="nearest", cmap="viridis_r", norm=norm)
+    figure.colorbar(image, ax=axes, label="MiB read")
+    _name_ticks(axes.yaxis, [f"rank {each.rank}" for each in ranks])
+    names = [os.path.relpath(job.catalog.files[file].path, job.catalog.source.folder) for file in files]
+    _name_ticks(axes.xaxis, [name.removesuffix("_states.pt") for name in names])
+    axes.tick_params(axis="x", labelrotation=90)
+    source = job.catalog.source
+    _draw_borders(axes, job, len(ranks))
+    saved = f"ZeRO-{source.zero_stage}, DP={source.dp}, TP={source.tp}, PP={source.pp}"
+    axes.set_title(f"{saved}  →  {job.topology}")
+    axes.set_xlabel(f"source files ({len(files)})")
+    axes.set_ylabel(f"ranks ({len(ranks)})")
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            "the picture cannot be written",
+            file=str(path),
+            expected=f"a path in a folder that is there, ending in {', '.join(_FORMATS)}",
+            found=str(error),
+        ) from error
+
+
+def _name_ticks(axis: Any, names: Sequence[str]) -> None:
+    step = 1 if len(names) <= _MOST_NAMED else -(-len(names) // _FEW_NAMED)
+    axis.set_ticks(range(0, len(names), step), names[::step], fontsize=7)
+
+
+def _draw_borders(axes: Any, job: VirtualJob, ranks: int) -> None:
+    """Between pipeline stages."""
+    per_stage = job.topology.dp * job.topology.tp
+    for stage in range(1, job.topology.pp):
+        if stage * per_stage < ranks:
+            axes.axhline(stage * per_stage - 0.5, color="grey", linewidth=0.5)

@@ -1,0 +1,86 @@
+"""Jobs that hold what a job that does not run would hold against live engines, and its bytes against a real load."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch.distributed as dist
+
+import elastic_ckpt
+from elastic_ckpt.destinations import Destinations, Place
+from elastic_ckpt.engines.place import place_of, with_place
+from elastic_ckpt.engines.select import select_adapter
+from elastic_ckpt.forecast import reads_of
+from elastic_ckpt.opened import config_of, load_options, locate, open_checkpoint
+from elastic_ckpt.reader import ReadOptions
+from elastic_ckpt.virtual import Topology, VirtualJob
+from tests.distributed import parallel_models
+from tests.distributed.model import build_engine, close, setup_from_json
+from tests.distributed.parallel_models import Parallel
+
+
+def compare(arguments: dict[str, Any]) -> None:
+    """Of each target, its ``setup``; of its ``folder``, a checkpoint of another topology."""
+    elastic_ckpt.install()
+    for target in arguments["targets"]:
+        setup = setup_from_json(target["setup"])
+        engine = build_engine(setup)
+        sub_group = dict(setup.zero).get("sub_group_size")
+        assert_alike(engine, target["folder"], setup.stage, f"{target['folder']} -> {setup.name}", sub_group)
+        close(engine)
+
+
+def compare_pipelines(arguments: dict[str, Any]) -> None:
+    """Save a pipeline, and compare engines of other numbers of stages; ``saved`` and ``targets`` are setups."""
+    elastic_ckpt.install()
+    saved = Parallel(**arguments["saved"])
+    folder = os.path.join(arguments["folder"], parallel_models.folder_name(saved))
+    engine = parallel_models.build(saved)
+    parallel_models.train(engine, saved, 0, 2)
+    engine.save_checkpoint(folder, tag="step2")
+    assert_alike(engine, folder, saved.stage, f"{saved.name}, as it was saved")
+    close(engine)
+    dist.barrier()
+    for parallel in (Parallel(**values) for values in arguments["targets"]):
+        engine = parallel_models.build(parallel)
+        assert_alike(engine, folder, parallel.stage, f"{saved.name} -> {parallel.name}")
+        close(engine)
+
+
+def assert_alike(engine: Any, folder: str, stage: int, where: str, sub_group: int | None = None) -> None:
+    """What the rank holds, and what it reads in a load."""
+    adapter = select_adapter(engine, with_states=True)
+    live = adapter.destinations()
+    place = place_of(engine, live.dp, live.dp_rank)
+    live = with_place(live, engine, place)
+    config = config_of(None)
+    catalog = open_checkpoint(locate(folder, None), config).checkpoint.catalog
+    more = {} if sub_group is None else {"sub_group_numel": sub_group}
+    job = VirtualJob(catalog, Topology(place.dp, place.tp, place.pp, stage, **more), load_options(config))
+    assert job.topology.place(dist.get_rank()) == place, where
+    assert_same_destinations(job.destinations(place), live, place, where)
+    engine.load_checkpoint(folder)
+    destinations, plan = job.planned(place)
+    reads = reads_of(destinations, plan, ReadOptions(), on_accelerator=False)
+    work = engine.elastic_report.mine
+    found = reads.nbytes, reads.calls, reads.nbytes_received
+    assert found == (work.nbytes_read, work.read_calls, work.nbytes_received), (where, reads, work)
+    assert reads.nbytes + reads.nbytes_received > 0, where
+
+
+def assert_same_destinations(virtual: Destinations, live: Destinations, place: Place, where: str) -> None:
+    """Everything that decides what is read, and where it goes."""
+    assert (virtual.zero_stage, virtual.dp, virtual.dp_rank) == (live.zero_stage, place.dp, place.dp_rank), where
+    assert len(virtual.flats) == len(live.flats), f"{where}: {len(virtual.flats)} flats, live {len(live.flats)}"
+    for ours, theirs in zip(virtual.flats, live.flats, strict=True):
+        for what in ("index", "group", "numel", "dtype", "members", "replicated"):
+            assert getattr(ours, what) == getattr(theirs, what), f"{where}: {what} of {ours}, live {theirs}"
+        states = {(state.key, state.dtype, state.layout, state.rows) for state in ours.states or ()}
+        assert states == {(s.key, s.dtype, s.layout, s.rows) for s in theirs.states or ()}, (where, states, theirs)
+    assert virtual.fragments == live.fragments, where
+    assert virtual.wholes == live.wholes, (where, virtual.wholes, live.wholes)
+    assert [group.names for group in virtual.groups] == [group.names for group in live.groups], where
+    assert virtual.elsewhere == live.elsewhere, where
+    layouts = {name: layout.shapes for name, layout in virtual.layouts.items()}
+    assert layouts.items() <= {name: layout.shapes for name, layout in live.layouts.items()}.items(), where

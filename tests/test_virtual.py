@@ -1,0 +1,328 @@
+"""Jobs that do not run: what their ranks hold, against DeepSpeed's own arithmetic and element-wise simulations."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import pytest
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from deepspeed.runtime.utils import partition_balanced
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic_ckpt.catalog import BUFFER, FROZEN, MASTER, Catalog
+from elastic_ckpt.destinations import Destinations, Place
+from elastic_ckpt.errors import MismatchError, UnsupportedError
+from elastic_ckpt.formats.merging import merge_shards, merge_stages
+from elastic_ckpt.planner import LoadOptions, plan_load
+from elastic_ckpt.rules.book import RuleBook
+from elastic_ckpt.rules.kinds import Rule
+from elastic_ckpt.states.kinds import REPLICATED, WHOLE, BlockFormat, Codebook
+from elastic_ckpt.virtual import Topology, VirtualJob
+from elastic_ckpt.virtual.stages import stages_of
+from elastic_ckpt.virtual.states import SavedStates
+from tests.simulation import Element, Shape, elements_of, saved
+
+OPTIONS = LoadOptions()
+
+
+def job_of(catalog: Catalog, options: LoadOptions = OPTIONS, **topology: int) -> VirtualJob:
+    return VirtualJob(catalog, Topology(**topology), options)
+
+
+# --- topology ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("pp", "dp", "tp"), [(1, 1, 1), (3, 2, 4), (2, 5, 1), (1, 3, 2)])
+def test_ranks_are_numbered_as_deepspeed_numbers_them(pp: int, dp: int, tp: int) -> None:
+    theirs, ours = PipeModelDataParallelTopology(num_pp=pp, num_mp=tp, num_dp=dp), Topology(dp=dp, tp=tp, pp=pp)
+    places = list(ours.places())
+    assert len(places) == ours.ranks == pp * dp * tp
+    for rank, place in enumerate(places):
+        coordinates = theirs.get_coord(rank)
+        assert (place.pp_rank, place.dp_rank, place.tp_rank) == (coordinates.pipe, coordinates.data, coordinates.model)
+        assert (place.pp, place.dp, place.tp) == (pp, dp, tp)
+
+
+# --- partitions -------------------------------------------------------------------------------------------------------
+
+
+def held_elements(destinations: Destinations, flat: int) -> list[Element | None]:
+    """A flat partition, element by element; ``None`` is padding."""
+    held: list[Element | None] = [None] * destinations.flats[flat].numel
+    for part in destinations.fragments:
+        if part.flat == flat:
+            for step in range(part.range.numel):
+                assert held[part.flat_offset + step] is None, "fragments overlap"
+                held[part.flat_offset + step] = (part.name, MASTER, part.range.start + step)
+    return held
+
+
+def in_equal_parts(flat: Sequence[Element | None], count: int, unit: int) -> list[list[Element | None]]:
+    padded = list(flat)
+    while len(padded) % (count * unit):
+        padded.append(None)
+    part = len(padded) // count
+    return [padded[rank * part : (rank + 1) * part] for rank in range(count)]
+
+
+SHAPES = {"a.weight": (7, 3), "b.weight": (5,), "c.weight": (), "d.weight": (4, 2, 3), "e.bias": (9,)}
+GROUPS = {"b.weight": 1, "e.bias": 1}
+
+
+@pytest.mark.parametrize("dp", [1, 2, 3, 5])
+@pytest.mark.parametrize("alignment", [1, 4])
+def test_stages_1_and_2_cut_each_group_into_equal_parts(dp: int, alignment: int) -> None:
+    catalog = saved(SHAPES, groups=GROUPS, hyperparameters=({"lr": 1.0}, {"lr": 2.0}))
+    members = [["a.weight", "c.weight", "d.weight"], ["b.weight", "e.bias"]]
+    job = job_of(catalog, dp=dp, zero_stage=2, alignment=alignment)
+    for group, names in enumerate(members):
+        flat = [element for name in names for element in elements_of(name, MASTER, SHAPES[name])]
+        for rank, expected in enumerate(in_equal_parts(flat, dp, max(alignment, 2))):
+            destinations = job.destinations(job.topology.place(rank))
+            assert destinations.flats[group].members == tuple(names)
+            assert destinations.flats[group].group == group
+            assert held_elements(destinations, group) == expected
+
+
+@pytest.mark.parametrize("dp", [1, 2, 3])
+@pytest.mark.parametrize("limit", [1, 6, 20, 1000])
+def test_stage_3_cuts_each_parameter_and_groups_at_sub_group_size(dp: int, limit: int) -> None:
+    catalog = saved(SHAPES, groups=GROUPS, hyperparameters=({"lr": 1.0}, {"lr": 2.0}))
+    job = job_of(catalog, dp=dp, zero_stage=3, sub_group_numel=limit)
+    expected_groups: list[list[str]] = []
+    for names in (["a.weight", "c.weight", "d.weight"], ["b.weight", "e.bias"]):
+        gathered, numel = [], 0
+        for name in names:
+            gathered.append(name)
+            numel += -(-math.prod(SHAPES[name]) // dp)
+            if numel >= limit or name == names[-1]:
+                expected_groups.append(gathered)
+                gathered, numel = [], 0
+    for rank in range(dp):
+        destinations = job.destinations(job.topology.place(rank))
+        assert [list(flat.members) for flat in destinations.flats] == expected_groups
+        for number, names in enumerate(expected_groups):
+            parts = [in_equal_parts(elements_of(name, MASTER, SHAPES[name]), dp, 1)[rank] for name in names]
+            assert held_elements(destinations, number) == [element for part in parts for element in part]
+
+
+def test_without_zero_each_parameter_is_a_flat_tensor_that_all_ranks_hold() -> None:
+    job = job_of(saved(SHAPES), dp=2, zero_stage=0)
+    for rank in range(2):
+        destinations = job.destinations(job.topology.place(rank))
+        assert [(flat.members, flat.numel, flat.replicated) for flat in destinations.flats] == [
+            ((name,), math.prod(shape), True) for name, shape in SHAPES.items()
+        ]
+    assert not any(flat.replicated for flat in job_of(saved(SHAPES), zero_stage=0).destinations(Place()).flats)
+
+
+def test_buffers_are_whole_and_stage_3_cuts_frozen_weights() -> None:
+    wholes = {
+        ("steps", BUFFER): ((5,), "int64"),
+        ("base", FROZEN): ((3, 3), "bfloat16"),
+        ("tiny", FROZEN): ((1,), "float32"),
+    }
+    catalog = saved({"a": (4,)}, wholes=wholes)
+    ranges = {}
+    for stage in (1, 3):
+        job = job_of(catalog, dp=2, zero_stage=stage)
+        every = [job.destinations(job.topology.place(rank)).wholes for rank in range(2)]
+        assert [(whole.name, whole.key, whole.dtype) for whole in every[0]] == [
+            ("steps", BUFFER, "int64"),
+            ("base", FROZEN, "bfloat16"),
+            ("tiny", FROZEN, "float32"),
+        ]
+        ranges[stage] = [[(whole.range.start, whole.range.stop, whole.replicated) for whole in held] for held in every]
+    assert ranges[1] == [[(0, 5, True), (0, 9, True), (0, 1, True)]] * 2
+    assert ranges[3] == [
+        [(0, 5, True), (0, 5, False), (0, 1, False)],
+        [(0, 5, True), (5, 9, False), (0, 0, False)],
+    ]
+
+
+@pytest.mark.parametrize(("zero_stage", "dp", "own"), [(3, 2, True), (3, 3, False), (2, 2, False)])
+def test_ranks_of_an_unchanged_zero_3_job_read_their_own_buffers(zero_stage: int, dp: int, own: bool) -> None:
+    catalog = saved({"a": (4,)}, wholes={("steps", BUFFER): ((5,), "int64")})
+    source = dataclasses.replace(catalog.source, zero_stage=zero_stage, dp=2)
+    job = job_of(dataclasses.replace(catalog, source=source), dp=dp, zero_stage=3)
+    for rank in range(dp):
+        slot = next(slot for slot in job.plan(job.topology.place(rank)).slots if slot.key == BUFFER)
+        assert slot.replicated != own
+
+
+def test_names_are_those_after_the_users_renames() -> None:
+    job = job_of(saved({"old.a": (4,), "b": (3,)}), LoadOptions(rename=((r"^old\.", "new."),)), dp=2)
+    plan = job.plan(job.topology.place(0))
+    assert [flat.members for flat in job.destinations(job.topology.place(0)).flats] == [("new.a", "b")]
+    assert {outcome.names for outcome in plan.outcomes if outcome.role == MASTER} == {("b", "new.a")}
+    assert "rename: 1 names go by '^old\\\\.'" in plan.notes
+
+
+# --- tensor parallelism -----------------------------------------------------------------------------------------------
+
+RULES = RuleBook(
+    (
+        Rule(pattern=r".*\.up", kind="column"),
+        Rule(pattern=r".*\.down", kind="row"),
+        Rule(pattern=r".*\.norm", kind="replicated"),
+        Rule(pattern="words", kind="vocabulary"),
+    )
+)
+SHARDS = {"words": (10, 4), "0.up": (8, 4), "0.down": (4, 8), "0.norm": (4,)}
+
+
+def sharded(tp: int, shapes: dict[str, Shape] = SHARDS) -> Catalog:
+    return merge_stages([merge_shards([saved(shapes) for _ in range(tp)])])
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_shards_of_another_degree_follow_from_the_rules(tp: int) -> None:
+    job = job_of(sharded(2), LoadOptions(rules=RULES), tp=tp)
+    expected = {"words": (-(-20 // tp), 4), "0.up": (16 // tp, 4), "0.down": (4, 16 // tp), "0.norm": (4,)}
+    for rank in range(tp):
+        destinations = job.destinations(job.topology.place(rank))
+        assert destinations.tp_rank == rank
+        assert {part.name: part.shape for part in destinations.fragments} == expected
+        assert {name: layout.shapes for name, layout in destinations.layouts.items()} == {
+            name: (shape,) * tp for name, shape in expected.items()
+        }
+
+
+def test_a_degree_that_does_not_divide_is_refused() -> None:
+    with pytest.raises(MismatchError, match=r"dimension 0 of this parameter does not divide") as caught:
+        job_of(sharded(2), LoadOptions(rules=RULES), tp=3)
+    assert (caught.value.parameter, caught.value.expected, caught.value.found) == ("0.up", "a multiple of 3", "16")
+
+
+def test_a_parameter_that_nobody_knows_is_refused_with_the_lines_that_settle_it() -> None:
+    with pytest.raises(MismatchError, match="it is not known how this parameter is cut") as caught:
+        job_of(sharded(2), tp=4)
+    assert caught.value.parameter == "words"
+    assert '"tp_rules": [{"pattern": "words", "kind": "column"}]' in str(caught.value.remedy)
+    assert "nothing yet in the live model" in str(caught.value.found)
+
+
+@pytest.mark.parametrize(
+    "topology", [{"dp": 3, "tp": 4}, {"dp": 2, "tp": 1, "zero_stage": 3}, {"dp": 2, "tp": 2, "zero_stage": 0}]
+)
+def test_what_ranks_share_does_not_change_their_plans(topology: dict[str, int]) -> None:
+    """The job asks once for each tensor-parallel rank how shards are cut; a load asks on every rank."""
+    options = LoadOptions(rules=RULES)
+    job = job_of(sharded(2), options, **topology)
+    for place in job.topology.places():
+        assert job.plan(place) == plan_load(job.catalog, job.destinations(place), options)
+
+
+# --- stages -----------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=12), st.integers(1, 5), st.integers(0, 60))
+def test_layers_are_balanced_as_deepspeed_balances_them(numels: list[int], pp: int, tied: int) -> None:
+    weights = {f"{layer}.weight": numel for layer, numel in enumerate(numels) if numel}
+    if not weights:
+        return
+    names = {"tied_modules.embed.weight": tied, **weights} if tied else weights
+    found = stages_of(names, pp, saved({"a": (1,)}))
+    last = max(int(name.partition(".")[0]) for name in weights)
+    layers = [weights.get(f"{layer}.weight", 0) for layer in range(last + 1)]
+    ends = [tied] if tied else []
+    bounds = partition_balanced([*ends, *layers, *ends], pp) if pp > 1 else [0, len(layers) + 2]
+    for name in weights:
+        place = int(name.partition(".")[0]) + len(ends)
+        assert found[name] == (next(stage for stage in range(pp) if bounds[stage] <= place < bounds[stage + 1]),)
+    if tied:
+        assert found["tied_modules.embed.weight"] == ((0, pp - 1) if pp > 1 else (0,))
+
+
+#: Cut otherwise than a balance of parameters would cut it.
+STAGES = [
+    {"tied_modules.e.words": (6, 2), "tied_modules.e.norm": (2,), "1.a": (40,)},
+    {"2.a": (3,), "3.a": (3,), "tied_modules.e.words": (6, 2)},
+]
+
+
+def pipeline() -> Catalog:
+    return merge_stages([saved(shapes) for shapes in STAGES])
+
+
+def held_by(job: VirtualJob) -> list[set[str]]:
+    places = [next(p for p in job.topology.places() if p.pp_rank == stage) for stage in range(job.topology.pp)]
+    return [{name for flat in job.destinations(place).flats for name in flat.members} for place in places]
+
+
+def test_as_many_stages_as_were_saved_hold_what_they_held() -> None:
+    assert held_by(job_of(pipeline(), pp=2)) == [set(STAGES[0]), set(STAGES[1])]
+    job = job_of(pipeline(), pp=2)
+    assert job.destinations(job.topology.place(0)).elsewhere == {"2.a", "3.a"}
+
+
+def test_other_numbers_of_stages_share_tied_weights_but_not_what_one_stage_alone_held() -> None:
+    first, second, third = held_by(job_of(pipeline(), pp=3))
+    assert "tied_modules.e.words" in first & third - second
+    assert "tied_modules.e.norm" in first - second - third
+    assert held_by(job_of(pipeline(), pp=1)) == [set(STAGES[0]) | set(STAGES[1])]
+
+
+def test_a_model_without_numbered_layers_has_one_stage() -> None:
+    with pytest.raises(UnsupportedError, match="numbered layers") as caught:
+        job_of(saved({"embed.weight": (4,), "0.weight": (3,)}), pp=2)
+    assert caught.value.parameter == "embed.weight"
+    assert caught.value.remedy == "a pipeline-parallel degree of 1"
+
+
+# --- states -----------------------------------------------------------------------------------------------------------
+
+
+def test_states_are_those_that_were_saved() -> None:
+    catalog = saved({"a": (3, 2), "b": (4,)}, states=("exp_avg", "both"))
+    rows = dataclasses.replace(catalog.tensors["a", "both"], shape=(2, 3, 2))
+    catalog = dataclasses.replace(catalog, tensors={**catalog.tensors, ("a", "both"): rows})
+    states = SavedStates(catalog).of(["a"], is_partitioned=True)
+    assert states is not None
+    assert [(state.key, state.rows, state.blocks) for state in states] == [("both", 2, None), ("exp_avg", 1, None)]
+
+
+def test_8_bit_states_have_blocks_of_todays_size() -> None:
+    catalog = saved({"a": (5000,), "b": (4,)}, states=("state1",), dtype="float32")
+    codebook = Codebook(tuple(number / 255 for number in range(256)))
+    extents = tuple(
+        dataclasses.replace(extent, code=_code(BlockFormat(2048, "absmax1", codebook)))
+        for extent in catalog.tensors["a", "state1"].extents
+    )
+    coded = dataclasses.replace(catalog.tensors["a", "state1"], dtype="uint8", extents=extents)
+    catalog = dataclasses.replace(catalog, tensors={**catalog.tensors, ("a", "state1"): coded})
+    for members in (["a", "b"], ["b", "a"]):
+        (state,) = SavedStates(catalog).of(members, is_partitioned=True) or ()
+        assert (state.dtype, state.blocks) == ("uint8", BlockFormat(256, "absmax1", codebook))
+    (plain,) = SavedStates(catalog).of(["b"], is_partitioned=True) or ()
+    assert (plain.dtype, plain.blocks) == ("float32", None)
+
+
+def _code(blocks: BlockFormat) -> object:
+    from elastic_ckpt.catalog import BlockCode
+
+    return BlockCode(blocks, 0, 0)
+
+
+def test_states_of_a_shape_of_their_own_belong_to_one_whole_parameter() -> None:
+    catalog = saved({"a": (3, 2), "b": (4,)}, states=("row_var",))
+    whole = dataclasses.replace(catalog.tensors["a", "row_var"], shape=(3, 1), is_whole=True)
+    states = SavedStates(dataclasses.replace(catalog, tensors={**catalog.tensors, ("a", "row_var"): whole}))
+    (state,) = states.of(["a"], is_partitioned=False) or ()
+    assert (state.layout, state.shape) == (WHOLE, (3, 1))
+    assert states.of(["a"], is_partitioned=True) is None
+    assert states.of(["a", "b"], is_partitioned=False) is None
+
+
+def test_replicated_states_are_kept_but_for_tables_that_bitsandbytes_makes() -> None:
+    from elastic_ckpt.catalog import ReplicatedState
+
+    catalog = saved({"a": (4,)}, states=())
+    both = tuple(ReplicatedState(key, "float32", (2,), 0, 0, 1) for key in ("table", "qmap1"))
+    one = dataclasses.replace(catalog.parameters["a"], replicated=both)
+    (state,) = SavedStates(dataclasses.replace(catalog, parameters={"a": one})).of(["a"], is_partitioned=True) or ()
+    assert (state.key, state.layout, state.shape) == ("table", REPLICATED, (2,))
