@@ -239,6 +239,8 @@ class Coverage:
     def _remember(self, place: _Place, destinations: Destinations) -> None:
         """What the rank holds of each live shard."""
         by_all = {flat.index for flat in destinations.flats if flat.replicated}
+        for name, layout in destinations.layouts.items():  # a rank may hold no element of a parameter
+            place.shapes.setdefault(name, layout.shapes[destinations.tp_rank])
         for flat in destinations.flats:
             for name in flat.members:
                 place.held.setdefault((name, MASTER), [])

@@ -14,6 +14,7 @@ from elastic_ckpt.destinations import Destinations
 from elastic_ckpt.dtypes import ITEMSIZE
 from elastic_ckpt.intervals import Intervals, Numbers, Stretches, coverage, covers_exactly, rows_of, strided
 from elastic_ckpt.plan import Copy, Piece, Plan
+from elastic_ckpt.rules.book import is_vocabulary
 from elastic_ckpt.rules.cross_checks import tensor_of
 from elastic_ckpt.states.kinds import COMPANIONS, REPLICATED
 
@@ -180,7 +181,8 @@ class SourceCoverage:
             return _EXACTLY, times
         base = tensor_of(self._catalog, name)
         shapes = {*(base.shard_shapes if base is not None else saved), *self._live[name]}
-        if len(shapes) == 1:
+        # of a vocabulary, equal shapes may as well be padding that is new, or gone
+        if len(shapes) == 1 and not is_vocabulary(name):
             return (_EXACTLY, times * self._tp) if len(saved) == 1 else (_AT_LEAST, 1)
         before, now = _total(base.shard_shapes if base is not None else saved), _total(self._live[name])
         if now > before:

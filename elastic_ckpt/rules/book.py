@@ -122,6 +122,11 @@ def is_fused(name: str) -> bool:
     return _FUSED.search(name) is not None
 
 
+def is_vocabulary(name: str) -> bool:
+    """Whether a parameter is, by its name, one whose first dimension may be padded."""
+    return _VOCABULARY.search(name) is not None
+
+
 def _live(asked: Asked, layout: LiveLayout) -> Saying | None:
     """What the live parameter says of itself (Megatron's attributes)."""
     pattern = re.escape(asked.name)
@@ -142,7 +147,7 @@ def _by_shapes(asked: Asked, live: Sequence[Shape]) -> Saying | None:
     """Equal shards are replicated; else the one dimension along which both sides add up to the same is cut."""
     pattern, origin, saved = re.escape(asked.name), "the shapes", asked.shapes
     if len({*saved, *live}) == 1:
-        if len(saved) == 1 and len(saved[0]) > 1 and _VOCABULARY.search(asked.name):
+        if len(saved) == 1 and len(saved[0]) > 1 and is_vocabulary(asked.name):
             return None  # as big on each of several ranks as it was on one: padding of a vocabulary looks like that
         if asked.differs_live:
             return None

@@ -1,0 +1,313 @@
+"""Checkpoints of big models, without a tensor: their sizes, and the same made of real files at a small size."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+import re
+import time
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ckpt.catalog import MASTER, Catalog
+from elastic_ckpt.config import ElasticConfig
+from elastic_ckpt.errors import ConfigError, MismatchError
+from elastic_ckpt.opened import load_options, locate, open_checkpoint
+from elastic_ckpt.virtual import Topology, VirtualJob
+from elastic_ckpt.virtual.scale import scale_catalog
+from elastic_ckpt.virtual.scale_config import ScaleModel, load_scale, scale_names
+
+
+@pytest.fixture(scope="module")
+def bloom() -> Catalog:
+    return scale_catalog(load_scale("bloom-176b"))
+
+
+def numel_of(catalog: Catalog) -> int:
+    """Elements of the whole model: what every rank holds counts once, and so does what several stages hold."""
+    total = 0
+    for name in catalog.parameters:
+        tensor = catalog.tensors[name, MASTER]
+        is_cut = re.search(r"query_key_value|h_to_4h|word_embeddings\.weight|dense\.weight|4h_to_h\.weight", name)
+        total += math.prod(tensor.shape) * (len(tensor.shard_shapes) if is_cut else 1)
+    return total
+
+
+def test_published_numbers_of_parameters(bloom: Catalog) -> None:
+    assert set(scale_names()) >= {"104b", "bloom-176b"}
+    assert numel_of(bloom) == load_scale("bloom-176b").parameters == 176_247_271_424
+    h, layers, positions, rows = 16384, 32, 2048, 50688
+    expected = layers * (12 * h * h + 13 * h) + rows * h + positions * h + 2 * h
+    assert numel_of(scale_catalog(load_scale("104b"))) == load_scale("104b").parameters == expected
+    assert round((expected - (rows - 50257) * h) / 1e9) == 104
+
+
+def test_bloom_lies_where_bloom_lies(bloom: Catalog) -> None:
+    names = [os.path.basename(file.path) for file in bloom.files]
+    assert len([name for name in names if name.endswith("optim_states.pt")]) == 384
+    assert len([name for name in names if re.fullmatch(r"mp_rank_\d\d_model_states\.pt", name)]) == 48
+    assert len([name for name in names if re.fullmatch(r"layer_\d\d-model_0[0-3]-model_states\.pt", name)]) == 72 * 4
+    assert {"bf16_zero_pp_rank_7_mp_rank_47_optim_states.pt", "layer_74-model_03-model_states.pt"} < set(names)
+    assert not any(name.startswith(("layer_02", "layer_73", "layer_75")) for name in names)
+    assert (bloom.source.tp, bloom.source.pp, bloom.source.dp, bloom.source.zero_stage) == (4, 12, 8, 1)
+    blocks = [
+        {int(n.partition(".")[0]) for n, s in bloom.stages.items() if s == (stage,) and n[0].isdigit()}
+        for stage in range(12)
+    ]
+    assert [len(block & set(range(3, 73))) for block in blocks] == [5, *[6] * 10, 5]
+    assert bloom.stages["tied_modules.embed.word_embeddings.weight"] == (0, 11)
+    assert bloom.stages["tied_modules.embed.word_embeddings.norm.weight"] == (0,)
+    assert bloom.stages["74.weight"] == (11,)
+    assert set(bloom.twins) == {
+        ("tied_modules.embed.word_embeddings.weight", key) for key in (MASTER, "exp_avg", "exp_avg_sq")
+    }
+    assert bloom.tensors["3.self_attention.dense.weight", MASTER].shard_shapes == ((14336, 3584),) * 4
+    assert bloom.tensors["tied_modules.embed.word_embeddings.weight", MASTER].shard_shapes == ((62720, 14336),) * 4
+    assert {saved.scalars for saved in bloom.parameters.values()} == {(("step", 95000.0),)}
+    assert {name for name, saved in bloom.parameters.items() if saved.group == 1} == {
+        name for name, saved in bloom.parameters.items() if len(saved.shape) == 1
+    }
+
+
+@pytest.mark.parametrize("name", ["104b", "bloom-176b"])
+def test_extents_fill_their_files(name: str) -> None:
+    catalog = scale_catalog(load_scale(name))
+    held: dict[int, list[tuple[int, int]]] = {}
+    twins = [twin for twins in catalog.twins.values() for twin in twins]
+    for tensor in [*catalog.tensors.values(), *twins]:
+        assert tensor.dtype == "float32"
+        for extent in tensor.extents:
+            held.setdefault(extent.file, []).append((extent.byte_offset, extent.byte_offset + 4 * extent.range.numel))
+    optimizer = {number for number, file in enumerate(catalog.files) if file.path.endswith("optim_states.pt")}
+    assert set(held) == optimizer
+    for number, pieces in held.items():
+        pieces.sort()
+        assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(pieces))
+        # of each group masters and two moments, and each of them at a multiple of 64 bytes
+        starts = [start for (start, _), (_, before) in zip(pieces, [(0, 0), *pieces], strict=False) if start != before]
+        assert len(starts) == 6
+        assert all(start % 64 == 0 for start in starts)
+        rest = catalog.files[number].nbytes - sum(stop - start for start, stop in pieces)
+        assert 0 < rest < 64 << 10
+
+
+def test_a_model_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
+    good = json.loads(Path(__file__).parents[1].joinpath("configs/scale/104b.json").read_text())
+    layers = good["layers"]
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"parameters": 104}, "the layers have 103950090240 parameters"),
+        ({"saved": {**good["saved"], "tp": 3}}, "does not divide by 3 ranks"),
+        ({"saved": {**good["saved"], "stages": [1, 3]}}, "the first layers of the stages"),
+        ({"sizes": {"h": 16384, "v": 50688}}, "'s' is no size"),
+        ({"groups": good["groups"][:1]}, "no param group holds vectors"),
+        ({"layers": [*layers, layers[2]]}, "two layers have the same number"),
+        ({"layers": [{**layers[1], "again": [7]}]}, "belong to a tied layer"),
+        ({"oops": 1}, "oops"),
+    ]
+    for change, says in cases:
+        path = tmp_path / "model.json"
+        path.write_text(json.dumps(good | change))
+        with pytest.raises(ConfigError, match="does not describe a model") as caught:
+            load_scale(str(path))
+        assert says in str(caught.value.found), change
+        assert caught.value.file == str(path)
+    with pytest.raises(ConfigError, match='no model "105b"') as caught:
+        load_scale("105b")
+    assert "104b, bloom-176b" in str(caught.value.expected)
+    with pytest.raises(ConfigError, match="does not describe"):
+        load_scale(str(tmp_path / "nowhere.json"))
+
+
+# --- planning ---------------------------------------------------------------------------------------------------------
+
+TOPOLOGIES = [
+    {"dp": 8, "tp": 4, "pp": 12},
+    {"dp": 4, "tp": 8, "pp": 6},
+    {"dp": 8, "tp": 2, "pp": 12},
+    {"dp": 48, "tp": 8, "zero_stage": 3},
+]
+PRESET = load_options(ElasticConfig(tp_preset="bloom"))
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
+def test_any_rank_of_bloom_is_planned_in_a_second_and_200_mib(bloom: Catalog, topology: dict[str, int]) -> None:
+    start = time.process_time()
+    job = VirtualJob(bloom, Topology(**topology), PRESET)
+    made = time.process_time() - start
+    for rank in (0, job.topology.ranks // 2, job.topology.ranks - 1):
+        start = time.process_time()
+        plan = job.plan(job.topology.place(rank))
+        assert made + time.process_time() - start < 1.0
+        assert plan.copies
+    tracemalloc.start()
+    job = VirtualJob(bloom, Topology(**topology), PRESET)
+    job.plan(job.topology.place(1))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 200 << 20
+
+
+def test_another_degree_needs_rules(bloom: Catalog) -> None:
+    with pytest.raises(MismatchError, match="it is not known how this parameter is cut"):
+        VirtualJob(bloom, Topology(dp=8, tp=8, pp=6), load_options(ElasticConfig()))
+
+
+# --- against real files -----------------------------------------------------------------------------------------------
+
+SMALL: dict[str, Any] = {
+    "name": "small",
+    "description": "Like the big ones.",
+    "parameters": 12 * 4 + 5 * 4 + 4 + 2 * (12 * 16 + 13 * 4) + 2 * 4,
+    "saved": {
+        "tag": "step3",
+        "step": 3,
+        "ds_version": "0.19.8",
+        "tp": 2,
+        "dp": 3,
+        "stages": [0, 3],
+        "optimizer": "DeepSpeedZeroOptimizer",
+        "weights_dtype": "bfloat16",
+    },
+    "universal_checkpoint_info": {"vocabulary_parameter_patterns": [r"tied_modules.embed.word_embeddings.weight"]},
+    "arguments": {"num_attention_heads": 2, "swiglu": False, "glu_activation": None},
+    "sizes": {"h": 4, "v": 12, "s": 5},
+    "states": ["exp_avg", "exp_avg_sq"],
+}
+
+
+def small_model(optimizer: str = "DeepSpeedZeroOptimizer") -> ScaleModel:
+    big = load_scale("104b").model_dump()
+    embed, blocks, norm = big["layers"]
+    first_only = {"name": "word_embeddings.norm.weight", "shape": ["h"], "first_only": True}
+    embed = {**embed, "again": [5], "parameters": [*embed["parameters"], first_only]}
+    layers = [embed, {**blocks, "count": 2}, {**norm, "first": 4}]
+    step_free = [{**group, "hyperparameters": {**group["hyperparameters"], "step": 3}} for group in big["groups"]]
+    saved = {**SMALL["saved"], "optimizer": optimizer}
+    return ScaleModel(**{**SMALL, "saved": saved, "layers": layers, "groups": step_free})
+
+
+def write(model: ScaleModel, folder: Path) -> None:
+    """The files that such a run of DeepSpeed leaves, tensors and all."""
+    saved, tag = model.saved, folder / model.saved.tag
+    tag.mkdir(parents=True)
+    (folder / "latest").write_text(model.saved.tag)
+    for stage in range(len(saved.stages)):
+        mine = [parameter for parameter in model.every_parameter() if stage in parameter.stages]
+        groups = [[p for p in mine if (len(p.shape) > 1) == is_matrix] for is_matrix in (True, False)]
+        for rank in range(saved.tp):
+            mp = stage * saved.tp + rank
+            torch.save(model_states(model, groups), tag / f"mp_rank_{mp:02d}_model_states.pt")
+            for dp in range(saved.dp):
+                prefix = "bf16_" if saved.optimizer == "BF16_Optimizer" else ""
+                path = tag / f"{prefix}zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt"
+                torch.save(optimizer_states(model, groups, dp), path)
+    for layer in sorted({parameter.layer for parameter in model.every_parameter()}):
+        for rank in range(saved.tp):
+            weights = {
+                parameter.key: torch.zeros(parameter.shard_shape(saved.tp), dtype=torch.bfloat16)
+                for parameter in model.every_parameter()
+                if parameter.layer == layer
+            }
+            torch.save(weights, tag / f"layer_{layer:02d}-model_{rank:02d}-model_states.pt")
+
+
+def model_states(model: ScaleModel, groups: list[Any]) -> dict[str, Any]:
+    shapes = [{p.name: torch.Size(p.shard_shape(model.saved.tp)) for p in group} for group in groups]
+    return {
+        "module": None,
+        "buffer_names": [],
+        "param_shapes": shapes,
+        "frozen_param_shapes": None,
+        "shared_params": {},
+        "global_steps": model.saved.step,
+        "global_samples": model.saved.step,
+        "skipped_steps": 0,
+        "dp_world_size": model.saved.dp,
+        "mp_world_size": model.saved.tp,
+        "ds_config": {"zero_optimization": {"stage": 1}},
+        "ds_version": model.saved.ds_version,
+        "checkpoint_parallel_dimensions": {"tp_degree": model.saved.tp, "pp_degree": len(model.saved.stages)},
+        "universal_checkpoint_info": model.universal_checkpoint_info,
+        "args": argparse.Namespace(**model.arguments),
+    }
+
+
+def optimizer_states(model: ScaleModel, groups: list[Any], dp: int) -> dict[str, Any]:
+    masters, states, paddings = [], {}, []
+    for number, group in enumerate(groups):
+        numel = sum(math.prod(p.shard_shape(model.saved.tp)) for p in group)
+        while numel % (2 * model.saved.dp):
+            numel += 1
+        part = numel // model.saved.dp
+        real = sum(math.prod(p.shard_shape(model.saved.tp)) for p in group)
+        padding = min(max((dp + 1) * part - real, 0), part)
+        paddings.append(0 if model.saved.optimizer == "BF16_Optimizer" else padding)
+        states[number] = {"exp_avg": torch.zeros(part), "exp_avg_sq": torch.zeros(part)}
+        masters.append(torch.zeros(part - paddings[-1]))
+    groups_of_torch = [
+        {"params": [number], **group.hyperparameters, "step": model.saved.step}
+        for number, group in enumerate(model.groups)
+    ]
+    tree = {
+        "base_optimizer_state": {"state": states, "param_groups": groups_of_torch},
+        "single_partition_of_fp32_groups": masters,
+        "partition_count": [model.saved.dp] * len(groups),
+        "group_paddings": paddings,
+        "ds_version": model.saved.ds_version,
+    }
+    if model.saved.optimizer != "BF16_Optimizer":
+        tree["zero_stage"] = 1
+    return {"optimizer_state_dict": tree, "ds_config": {}, "ds_version": model.saved.ds_version}
+
+
+@pytest.mark.parametrize("optimizer", ["DeepSpeedZeroOptimizer", "BF16_Optimizer"])
+def test_an_imagined_checkpoint_is_the_real_one(tmp_path: Path, optimizer: str) -> None:
+    model = small_model(optimizer)
+    write(model, tmp_path)
+    imagined = scale_catalog(model)
+    real = open_checkpoint(locate(str(tmp_path), None), ElasticConfig()).checkpoint.catalog
+
+    def described(catalog: Catalog) -> dict[str, Any]:
+        names = [os.path.basename(file.path) for file in catalog.files]
+        every = {**{place: (tensor,) for place, tensor in catalog.tensors.items()}}
+        every |= {(name, key, "twin"): twins for (name, key), twins in catalog.twins.items()}  # type: ignore[misc]
+        return {
+            "tensors": {
+                place: [
+                    (t.shape, t.dtype, t.shards, [(e.range, names[e.file], e.shard) for e in t.extents])
+                    for t in tensors
+                ]
+                for place, tensors in every.items()
+            },
+            "parameters": dict(catalog.parameters),
+            "names": sorted(names),
+            "groups": [{**group, "betas": tuple(group["betas"])} for group in catalog.groups],
+            "stages": dict(catalog.stages),
+            "declared": catalog.declared,
+            "run": {key: catalog.run.get(key) for key in model.arguments},
+            "source": (catalog.source.zero_stage, catalog.source.dp, catalog.source.tp, catalog.source.pp),
+        }
+
+    ours, theirs = described(imagined), described(real)
+    for what in ours:
+        assert ours[what] == theirs[what], what
+    # in each file, tensors stand in the same order, each aligned as torch.save aligns it
+    for place, tensor in imagined.tensors.items():
+        for extent, other in zip(tensor.extents, real.tensors[place].extents, strict=True):
+            assert (extent.byte_offset - other.byte_offset) % 64 == 0
+    orders = []
+    for catalog in (imagined, real):
+        where: dict[str, list[tuple[int, Any]]] = {}
+        for place, tensor in catalog.tensors.items():
+            for extent in tensor.extents:
+                name = os.path.basename(catalog.files[extent.file].path)
+                where.setdefault(name, []).append((extent.byte_offset, (place, extent.range.start)))
+        orders.append({name: [what for _, what in sorted(found)] for name, found in where.items()})
+    assert orders[0] == orders[1]
