@@ -7,6 +7,7 @@ import re
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +17,22 @@ from hypothesis import strategies as st
 
 from elastic_ckpt.catalog import Catalog, Extent, LogicalTensor, SavedParameter, SourceFacts, SourceFile
 from elastic_ckpt.conversion.archive import write_tensor_file
-from elastic_ckpt.conversion.contents import checked_name, refuse_unconvertible
+from elastic_ckpt.conversion.contents import (
+    _beside,
+    checked_name,
+    notes_on,
+    parameter_files,
+    refuse_unconvertible,
+    refuse_without_shapes,
+)
 from elastic_ckpt.conversion.workplace import Workplace, fingerprint
-from elastic_ckpt.errors import ElasticCkptError, UnsupportedError
+from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError, UnsupportedError
 from elastic_ckpt.geometry import FlatRange
+from elastic_ckpt.logical import LogicalReader, Whole
+from elastic_ckpt.planner import LoadOptions
+from elastic_ckpt.rules.book import RuleBook
+from elastic_ckpt.rules.kinds import Rule
+from elastic_ckpt.virtual.layouts import known_rules
 
 
 def write(path: Path, tensor: torch.Tensor, wrap: Any, chunk_nbytes: int) -> list[FlatRange]:
@@ -73,7 +86,9 @@ def test_a_streamed_file_is_what_torch_saves(
                 assert mine.CRC == expected.CRC and ours.read(mine) == theirs.read(expected)
 
 
-@pytest.mark.parametrize("name", ["../escape", "a/b", "..", ".", "", ".hidden", "a\\b", "nul\0", "x" * 256])
+@pytest.mark.parametrize(
+    "name", ["../escape", "a/b", "..", ".", "", ".hidden", "a\\b", "nul\0", "x" * 256, "\ud800", "a\nb"]
+)
 def test_names_that_lead_elsewhere_are_refused(name: str) -> None:
     with pytest.raises(UnsupportedError, match="cannot be the name of a folder"):
         checked_name(name, "/ckpt")
@@ -113,6 +128,45 @@ def test_what_the_format_has_no_place_for_is_named() -> None:
             refuse_unconvertible(catalog(**changes))
 
 
+def test_parts_whose_widths_the_run_says_are_noted_in_numbers() -> None:
+    """DeepSpeed cuts by what is noted: without it, queries would be taken for keys."""
+    name = "layer.query_key_value.weight"
+    shards = ((32, 8), (32, 8))
+    tensors = {(name, "fp32"): LogicalTensor(name, "fp32", (32, 8), "float32", (), shards=shards)}
+    book = RuleBook((Rule(pattern=".*query_key_value.*", kind="column", sub_parameters="qkv"),))
+    run = {"num_attention_heads": 8, "num_query_groups": 4}
+    held = catalog(tensors=tensors, parameters={name: SavedParameter((32, 8), 0, ())}, run=run)
+    noted = _beside(known_rules(held, [name], book)[name], Whole(name, "fp32", (64, 8), "float32"))
+    assert noted.keys() == {"sub_param_shape"}
+    assert (noted["sub_param_shape"].shape, noted["sub_param_shape"].partition_dim) == (((32, 16, 16), 8), 0)
+    with pytest.raises(MismatchError, match="how many attention heads"):
+        known_rules(replace(held, run={}), [name], book)
+
+
+def test_what_deepspeed_will_not_restore_is_noted() -> None:
+    assert notes_on(catalog(), {}) == ()
+    frozen = LogicalTensor("f", "frozen", (4,), "float32", (Extent(FlatRange(0, 4), 0, 0),))
+    held = catalog(tensors={**catalog().tensors, ("f", "frozen"): frozen})
+    (note,) = notes_on(held, {})
+    assert "neither buffers nor frozen weights" in note
+    (note,) = notes_on(replace(held, files=(SourceFile("/ckpt/layer_03-model_states.pt", 9),)), {})
+    assert note.endswith("are lost: f")
+    custom = Rule(pattern="w", kind="custom", slices={2: [[(0, 2)], [(2, 4)]]})
+    (note,) = notes_on(catalog(), {"w": custom})
+    assert note.startswith("slices of w ")
+    (note,) = notes_on(catalog(source=replace(catalog().source, zero_stage=3, tp=2)), {})
+    assert "AutoTP alone" in note
+
+
+def test_parameters_without_masters_or_shapes_are_refused() -> None:
+    held = catalog(parameters={**catalog().parameters, "lost": SavedParameter((4,), 0, ())})
+    with pytest.raises(DamagedError, match="no master weights") as error:
+        list(parameter_files(LogicalReader(held, LoadOptions()), {}))
+    assert error.value.parameter == "lost"
+    with pytest.raises(UnsupportedError, match="do not list the parameters"):
+        refuse_without_shapes(SimpleNamespace(path="/ckpt/a", tree={"param_shapes": None}))  # type: ignore[arg-type]
+
+
 def test_a_folder_gets_its_name_when_all_is_there(tmp_path: Path) -> None:
     target = tmp_path / "out"
     with Workplace(target, "abc", restart=False) as place:
@@ -128,6 +182,26 @@ def test_a_folder_gets_its_name_when_all_is_there(tmp_path: Path) -> None:
     assert (tmp_path / "latest_universal").read_text() == "out"
     with pytest.raises(ElasticCkptError, match="there already"):
         Workplace(target, "abc", restart=False)
+
+
+def test_an_attempt_that_ended_in_its_last_moments_goes_on(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    (tmp_path / ".out.partial").mkdir()
+    (tmp_path / ".out.partial" / "conversion.json.part").write_text("{")  # ended before its first file had a name
+    with Workplace(target, "abc", restart=False) as place:
+        place.write("zero/w/fp32.pt", lambda path: path.write_bytes(b"x"))
+        manifest = (tmp_path / ".out.partial" / "conversion.json").read_text()
+        place.finish("latest_universal")
+    (target / "conversion.json").write_text(manifest)  # as if it had ended before the latest file was written
+    (tmp_path / "latest_universal").unlink()
+    with pytest.raises(ElasticCkptError, match="there already"):
+        Workplace(target, "xyz", restart=False)
+    with Workplace(target, "abc", restart=False) as place:
+        assert place.has("zero/w/fp32.pt")
+        place.finish("latest_universal")
+    assert (tmp_path / "latest_universal").read_text() == "out"
+    assert [path.name for path in target.rglob("*")] == ["zero", "w", "fp32.pt"]
+    assert not (tmp_path / ".out.partial").exists()
 
 
 def test_another_source_does_not_go_on_from_what_lies_there(tmp_path: Path) -> None:

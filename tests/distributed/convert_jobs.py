@@ -43,7 +43,7 @@ def deepspeed_loads(arguments: dict[str, Any]) -> None:
 
 
 def deepspeed_loads_parallel(arguments: dict[str, Any]) -> None:
-    """Load folders into tensor and pipeline parallel engines with DeepSpeed: masters, states and buffers are the truth.
+    """Load folders into tensor and pipeline parallel engines with DeepSpeed: masters and states are the truth.
 
     Of each target: ``setup``, and ``folder``, which has a ``truth.pt``.
     """
@@ -57,7 +57,7 @@ def deepspeed_loads_parallel(arguments: dict[str, Any]) -> None:
         path, _ = engine.load_checkpoint(target["folder"])
         assert path is not None and not hasattr(engine, "elastic_report"), where
         now = parallel_truth.gather(engine, parallel)
-        for kind in ("masters", "states", "buffers"):
+        for kind in ("masters", "states"):
             assert now[kind].keys() == truth[kind].keys(), f"{where}: {kind}"
             for key, expected in truth[kind].items():
                 assert torch.equal(now[kind][key], expected), f"{where}: {kind} {key}"

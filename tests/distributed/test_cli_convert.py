@@ -20,6 +20,7 @@ from tests.distributed.model import Setup
 from tests.distributed.parallel_models import Parallel
 
 LLAMA, GPT = ("megatron", "llama"), ("megatron", "gpt")
+PIPELINE, PIPELINE_OF_ONE = (Parallel("pipeline", "uniform", pp=pp, stage=1) for pp in (2, 1))
 #: What is converted: every stage, at two degrees.
 SETUPS = [setup for setup in MATRIX if not setup.zero]
 
@@ -86,11 +87,28 @@ def noted(value: Any) -> set[str]:
 
 @pytest.fixture(scope="module")
 def megatron(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tensor-parallel checkpoints that declare their patterns as Megatron-DeepSpeed's do."""
+    """Tensor-parallel checkpoints that declare their patterns as Megatron-DeepSpeed's do, and one of a pipeline."""
     folder = tmp_path_factory.mktemp("megatron")
     setups = [Parallel(*LLAMA, tp=2, stage=1), Parallel(*GPT, tp=2, stage=1)]
     launch(2, "parallel_jobs.save", {"folder": str(folder), "setups": [s.as_json() for s in setups], "declares": True})
+    launch(2, "parallel_jobs.save", {"folder": str(folder), "setups": [PIPELINE.as_json()]})
     return folder
+
+
+def test_deepspeed_alone_cuts_it_for_another_tensor_and_pipeline_parallel_degree(
+    launch: Launch, megatron: Path, tmp_path: Path
+) -> None:
+    """DeepSpeed reads how from what is noted beside the tensors."""
+    notes, targets = {}, []
+    kinds = [Parallel(*LLAMA, tp=2, stage=1), Parallel(*GPT, tp=2, stage=1), PIPELINE]
+    for saved, live in zip(kinds, (Parallel(*LLAMA, stage=1), Parallel(*GPT, stage=2), PIPELINE_OF_ONE), strict=True):
+        name = f"{saved.name}-dp1"
+        result = run(megatron / name, tmp_path / name / "out", "--preset", "megatron-core", "--json")
+        notes[saved.kind] = " ".join(json.loads(result.stdout)["notes"])
+        shutil.copy(megatron / name / "truth.pt", tmp_path / name / "truth.pt")
+        targets.append({"setup": live.as_json(), "folder": str(tmp_path / name)})
+    launch(1, "convert_jobs.deepspeed_loads_parallel", {"targets": targets})
+    assert "are lost: 3.trace, 6.trace" in notes["pipeline"] and "lost" not in notes["megatron"]
 
 
 @pytest.mark.parametrize("style", ["llama", "gpt"])
@@ -192,6 +210,37 @@ def test_without_partitions(name: str, says: str, unpartitioned: Path, tmp_path:
 def test_a_universal_checkpoint_is_one_already(universal: Path, tmp_path: Path) -> None:
     result = run(universal / "z1-fp32-adamw-dp2", tmp_path / "out")
     assert result.exit_code == 3 and "universal checkpoint already" in result.stderr.replace("\n", " ")
+
+
+def test_a_source_that_changes_meanwhile_leaves_no_checkpoint(
+    native: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, write = tmp_path / "source", conversion_run.write_tensor_file
+    shutil.copytree(native / "z1-fp32-adamw-dp2", source)
+
+    def touches(*arguments: Any) -> int:
+        os.utime(next((source / "step4").glob("*optim_states.pt")), ns=(1, 1))
+        return write(*arguments)
+
+    monkeypatch.setattr(conversion_run, "write_tensor_file", touches)
+    result = run(source, tmp_path / "out")
+    assert result.exit_code == 3 and "while it was converted" in result.stderr.replace("\n", " ")
+    assert not (tmp_path / "out").exists() and not (tmp_path / "latest_universal").exists()
+    monkeypatch.undo()
+    assert run(source, tmp_path / "out").exit_code == 3  # what lies there is of the old files
+    assert run(source, tmp_path / "out", "--restart").exit_code == 0
+
+
+def test_where_nothing_can_be_written_there_is_an_error(native: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(native / "z1-fp32-adamw-dp2", source)
+    (tmp_path / "file").touch()
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    places = ("file/out", "dangling", "source/step4/zero", "latest_universal", "x" * 250, "new/..")
+    for place in places:
+        result = run(source, f"{tmp_path}/{place}")
+        assert result.exit_code == 3, (place, result.output)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dangling", "file", "source"]
 
 
 def test_a_truncated_source_leaves_no_checkpoint(native: Path, tmp_path: Path) -> None:

@@ -1,0 +1,73 @@
+"""Comparing checkpoints: values, and what cannot be compared; how it is printed."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ckpt.catalog import Catalog, Extent, LogicalTensor, SavedParameter, SourceFacts, SourceFile
+from elastic_ckpt.cli.output import print_json, printable
+from elastic_ckpt.comparison import _apart, _not_understood
+from elastic_ckpt.errors import MismatchError
+from elastic_ckpt.geometry import FlatRange
+from elastic_ckpt.logical import LogicalReader
+from elastic_ckpt.planner import LoadOptions
+from elastic_ckpt.reader import ReadOptions
+from elastic_ckpt.rules.book import RuleBook
+from elastic_ckpt.rules.kinds import Rule
+
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "differing", "at"),
+    [
+        ([2**60, 5], [2**60 + 1, 5], 1, None),  # the same as floats
+        ([1 + 1j, 2j, 3], [1 + 1j, 2j, 4], 1, 2),
+        ([INF, 1.0], [-INF, 1.0], 1, 0),
+        ([0.0, NAN, -0.0], [-0.0, NAN, 0.0], 0, None),
+        ([1.0, NAN], [1.0, 2.0], 1, 1),
+        ([True, False], [True, True], 1, 1),
+    ],
+)
+def test_elements_that_differ_are_counted_and_found(left: list, right: list, differing: int, at: int | None) -> None:
+    _, index, count = _apart(torch.tensor(left), torch.tensor(right))
+    assert count == differing
+    assert at is None or index == at
+
+
+def opened(**states: str) -> Any:
+    source = SourceFacts("native", "/ckpt", "step", 1, 2, "0.19.8")
+    return SimpleNamespace(checkpoint=SimpleNamespace(catalog=Catalog(source, (), {}, {}, (), opaque_states=states)))
+
+
+def test_states_of_unknown_layout_are_not_equal_in_silence() -> None:
+    differences, notes = _not_understood(opened(odd="a list", mine="a dict"), opened(odd="a list"))
+    assert [(d.key, d.what) for d in differences] == [("mine", "missing")] and "second" in differences[0].detail
+    assert len(notes) == 1 and "odd" in notes[0] and "not compared" in notes[0]
+
+
+def test_a_vector_that_is_whole_by_its_shape_alone_is_no_drifted_copy(tmp_path: Any) -> None:
+    """It may as well be each rank's own part; a rule makes it a copy."""
+    path = tmp_path / "a"
+    path.write_bytes(torch.tensor([1.0, 2.0, 1.0, 3.0]).numpy().tobytes())
+    extents = tuple(Extent(FlatRange(0, 2), 0, 8 * rank, shard=rank) for rank in (0, 1))
+    tensors = {("b", "fp32"): LogicalTensor("b", "fp32", (2,), "float32", extents, shards=((2,), (2,)))}
+    source = SourceFacts("native", "/ckpt", "step", 1, 1, "0.19.8", tp=2)
+    catalog = Catalog(source, (SourceFile(str(path), 16),), {"b": SavedParameter((2,), 0, ())}, tensors, ({},))
+    with pytest.raises(MismatchError, match="by their shapes alone"):
+        LogicalReader(catalog, LoadOptions(replicated="first")).compare_copies(ReadOptions())
+    book = RuleBook((Rule(pattern="b", kind="replicated"),))
+    reader = LogicalReader(catalog, LoadOptions(replicated="first", rules=book))
+    assert "the first was taken" in reader.compare_copies(ReadOptions())[0]
+
+
+def test_json_stays_json_and_text_stays_text(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"max_abs": INF, "at": [NAN, 1.5], "none": None})
+    text = capsys.readouterr().out
+    assert json.loads(text, parse_constant=pytest.fail) == {"max_abs": "inf", "at": ["nan", 1.5], "none": None}
+    assert printable("a\ud800\x1b[2J\tb\nc\u00e9") == "a\\ud800\\x1b[2J\\tb\nc\u00e9"
