@@ -13,6 +13,8 @@ What is proven, of all that is restored:
    tensor-parallel rank saved whole, and of tied copies, each element is restored, or compared with the one that is.
    What is read belongs to a tensor.
 4. *Complete.* Every parameter, state, buffer and frozen weight of the checkpoint is restored by some stage.
+5. *Right.* What is read goes into the tensor that it is of; where shards stay as they were saved, or every rank held
+   the whole, to the very element.
 
 What is expected follows from the shapes on both sides, not from what the planner thinks of them.
 """
@@ -24,6 +26,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from elastic_ckpt.catalog import BUFFER, FROZEN, MASTER, Catalog
+from elastic_ckpt.correspondence import Correspondence
 from elastic_ckpt.destinations import Destinations, FlatPartition
 from elastic_ckpt.intervals import Intervals, coverage, covers_exactly, intervals, strided, together
 from elastic_ckpt.plan import Plan, Slot
@@ -164,6 +167,7 @@ class Coverage:
             if key in self._states:
                 self._states[key].add(name)
         self._source = SourceCoverage(catalog)
+        self._correspondence = Correspondence(catalog)
         self._numel_written = 0
 
     def add(self, destinations: Destinations, plan: Plan) -> None:
@@ -177,6 +181,7 @@ class Coverage:
         self._check_restored(place, destinations, plan)
         self._check_beyond(place, plan)
         self._check_written(place, destinations, plan)
+        self._faults += self._correspondence.faults(destinations, plan)
 
     def proof(self) -> Proof:
         """What all of them come to."""

@@ -182,7 +182,7 @@ class SourceCoverage:
         base = tensor_of(self._catalog, name)
         shapes = {*(base.shard_shapes if base is not None else saved), *self._live[name]}
         # of a vocabulary, equal shapes may as well be padding that is new, or gone
-        if len(shapes) == 1 and not is_vocabulary(name):
+        if len(shapes) == 1 and not (len(saved[0]) > 1 and is_vocabulary(name)):
             return (_EXACTLY, times * self._tp) if len(saved) == 1 else (_AT_LEAST, 1)
         before, now = _total(base.shard_shapes if base is not None else saved), _total(self._live[name])
         if now > before:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -22,11 +23,10 @@ from elastic_ckpt.plan import Copy, Plan
 from elastic_ckpt.planner import LoadOptions, plan_load
 from elastic_ckpt.virtual import Topology, VirtualJob
 from elastic_ckpt.virtual.scale import scale_catalog
-from elastic_ckpt.virtual.scale_config import load_scale
 from tests import simulation_parallel as parallel
 from tests.simulation import cases as flat_cases
 from tests.simulation import engine_of, saved
-from tests.test_scale import small_model
+from tests.test_scale import catalog_of, small_model
 from tests.test_virtual import RULES, sharded
 
 slow = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
@@ -145,7 +145,7 @@ def test_it_holds_where_means_are_taken(policy: str, preset: str) -> None:
 
 def test_it_holds_for_all_ranks_of_bloom() -> None:
     job = VirtualJob(
-        scale_catalog(load_scale("bloom-176b")),
+        catalog_of("bloom-176b"),
         Topology(dp=8, tp=4, pp=12),
         load_options(ElasticConfig(tp_preset="bloom")),
     )
@@ -166,12 +166,20 @@ def ranks_of(job: VirtualJob) -> list[Rank]:
     return [job.planned(place) for place in job.topology.places()]
 
 
-def proof_after(change: Change, **topology: int) -> Proof:
-    job = small_job(**(topology or {"dp": 3, "tp": 4, "pp": 1}))
+@lru_cache
+def good(dp: int = 3, tp: int = 4, pp: int = 1, zero_stage: int = 1) -> tuple[Catalog, tuple[Rank, ...]]:
+    """A job of which the proof holds."""
+    job = small_job(dp=dp, tp=tp, pp=pp, zero_stage=zero_stage)
     ranks = ranks_of(job)
     assert prove(job.catalog, ranks).holds
+    return job.catalog, tuple(ranks)
+
+
+def proof_after(change: Change, **topology: int) -> Proof:
+    catalog, planned = good(**topology)
+    ranks = list(planned)
     change(ranks)
-    return prove(job.catalog, ranks)
+    return prove(catalog, ranks)
 
 
 def with_copies(rank: Rank, copies: Sequence[Copy]) -> Rank:
@@ -195,7 +203,7 @@ def problems(proof: Proof) -> set[str]:
 
 
 def copies_of_rank_5() -> int:
-    return len(ranks_of(small_job(dp=3, tp=4, pp=1))[5][1].copies)
+    return len(good()[1][5][1].copies)
 
 
 @pytest.mark.parametrize("number", range(copies_of_rank_5()))
@@ -239,7 +247,7 @@ def test_a_copy_that_is_displaced(changes: dict[str, Any], says: set[str]) -> No
 
 
 def test_rows_of_a_strided_copy() -> None:
-    strided_ones = [n for n, copy in enumerate(ranks_of(small_job(dp=1, tp=4, pp=1))[1][1].copies) if copy.rows > 1]
+    strided_ones = [n for n, copy in enumerate(good(dp=1)[1][1][1].copies) if copy.rows > 1]
     assert strided_ones
     for number in strided_ones:
         for changes in (
@@ -254,7 +262,36 @@ def test_rows_of_a_strided_copy() -> None:
                 copies[number] = dataclasses.replace(copies[number], **values)
                 ranks[1] = with_copies(ranks[1], copies)
 
-            assert not proof_after(change, dp=1, tp=4, pp=1).holds, (number, changes)
+            assert not proof_after(change, dp=1).holds, (number, changes)
+
+
+def test_a_copy_from_another_tensor_of_the_same_file() -> None:
+    """Masters into the moments and the other way round: all is written once, all is read once."""
+
+    def change(ranks: list[Rank]) -> None:
+        plan = ranks[5][1]
+        numbers = [next(n for n, slot in enumerate(plan.slots) if slot.key == key) for key in ("exp_avg", "exp_avg_sq")]
+        turned = dict(zip(numbers, reversed(numbers), strict=True))
+        copies = [dataclasses.replace(copy, slot=turned.get(copy.slot, copy.slot)) for copy in plan.copies]
+        ranks[5] = with_copies(ranks[5], copies)
+
+    found = proof_after(change)
+    assert not found.holds
+    assert all(
+        problem.startswith(("is filled from exp_avg ", "is filled from exp_avg_sq ")) for problem in problems(found)
+    )
+
+
+def test_two_shards_that_change_places() -> None:
+    """At the saved degree each rank gets its own shard."""
+
+    def change(ranks: list[Rank]) -> None:
+        plans = [plan for _, plan in ranks]
+        ranks[:] = [(ranks[n][0], plans[n ^ 1]) for n in range(len(ranks))]  # ranks of one data-parallel rank
+
+    found = proof_after(change, dp=1, tp=2, pp=1)
+    assert not found.holds
+    assert all(problem.startswith("is filled from elements") for problem in problems(found))
 
 
 def test_the_fault_names_the_elements() -> None:
@@ -355,7 +392,7 @@ def test_copies_that_nobody_compares() -> None:
     def change(ranks: list[Rank]) -> None:
         ranks[:] = [(destinations, dataclasses.replace(plan, comparisons=())) for destinations, plan in ranks]
 
-    found = proof_after(change, dp=3, tp=4, pp=1)
+    found = proof_after(change)
     assert problems(found) == {"is not read"}
     # of two saved tensor-parallel ranks the second one's norms and biases, and the last stage's tied weights
     kinds = {fault.name.partition(".")[2] for fault in found.faults}

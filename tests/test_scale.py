@@ -9,6 +9,7 @@ import math
 import os
 import re
 import tracemalloc
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,15 @@ from elastic_ckpt.virtual.scale import scale_catalog
 from elastic_ckpt.virtual.scale_config import ScaleModel, load_scale, scale_names
 
 
+@lru_cache
+def catalog_of(name: str) -> Catalog:
+    """Of a ready model."""
+    return scale_catalog(load_scale(name))
+
+
 @pytest.fixture(scope="module")
 def bloom() -> Catalog:
-    return scale_catalog(load_scale("bloom-176b"))
+    return catalog_of("bloom-176b")
 
 
 def numel_of(catalog: Catalog) -> int:
@@ -44,7 +51,7 @@ def test_published_numbers_of_parameters(bloom: Catalog) -> None:
     assert numel_of(bloom) == load_scale("bloom-176b").parameters == 176_247_271_424
     h, layers, positions, rows = 16384, 32, 2048, 50688
     expected = layers * (12 * h * h + 13 * h) + rows * h + positions * h + 2 * h
-    assert numel_of(scale_catalog(load_scale("104b"))) == load_scale("104b").parameters == expected
+    assert numel_of(catalog_of("104b")) == load_scale("104b").parameters == expected
     assert round((expected - (rows - 50257) * h) / 1e9) == 104
 
 
@@ -77,7 +84,7 @@ def test_bloom_lies_where_bloom_lies(bloom: Catalog) -> None:
 
 @pytest.mark.parametrize("name", ["104b", "bloom-176b"])
 def test_extents_fill_their_files(name: str) -> None:
-    catalog = scale_catalog(load_scale(name))
+    catalog = catalog_of(name)
     held: dict[int, list[tuple[int, int]]] = {}
     twins = [twin for twins in catalog.twins.values() for twin in twins]
     for tensor in [*catalog.tensors.values(), *twins]:
@@ -126,12 +133,7 @@ def test_a_model_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
 
 # --- planning ---------------------------------------------------------------------------------------------------------
 
-TOPOLOGIES = [
-    {"dp": 8, "tp": 4, "pp": 12},
-    {"dp": 4, "tp": 8, "pp": 6},
-    {"dp": 8, "tp": 2, "pp": 12},
-    {"dp": 48, "tp": 8, "zero_stage": 3},
-]
+TOPOLOGIES = [{"dp": 4, "tp": 8, "pp": 6}, {"dp": 48, "tp": 8, "zero_stage": 3}]
 PRESET = load_options(ElasticConfig(tp_preset="bloom"))
 
 
@@ -142,7 +144,7 @@ def test_any_rank_of_bloom_is_planned_in_200_mib(bloom: Catalog, topology: dict[
     assert job.plan(job.topology.place(1)).copies
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 200 << 20
+    assert 1 << 16 < peak < 200 << 20
 
 
 def test_another_degree_needs_rules(bloom: Catalog) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import click
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -91,21 +90,22 @@ def plan(
     Exit code 1: the load would be refused. It says why, and what would help.
     """
     if (folder is None) == (model is None):
-        raise click.UsageError("give either the folder of a checkpoint, or --model")
+        raise typer.BadParameter("give either the folder of a checkpoint, or --model")
     if rank is not None and (every or prove or plot):
-        raise click.UsageError("--rank plans one rank; --all, --prove and --plot need them all")
+        raise typer.BadParameter("--rank plans one rank; --all, --prove and --plot need them all")
     with errors_end_the_command(as_json):
         if plot is not None:
             refuse_without_matplotlib()
         options = config_of(config, tp_preset=preset, trust_pickle=trust_pickle or None)
         source = _of_model(model, options) if model else _of_folder(str(folder), tag, options, not weights_only)
+        loading = load_options(source.config, not weights_only)
     topology = _topology(source, dp, tp, pp, zero, sub_group_size)
     if rank is not None and rank >= topology.ranks:
         raise typer.BadParameter(f"{topology} has the ranks 0 to {topology.ranks - 1}", param_hint="--rank")
     cluster = Cluster(topology.ranks, nodes or -(-topology.ranks // _RANKS_PER_NODE), bandwidth)
     setting = _setting(source.config, cluster, Precision(precision.long, gradients.long), offload)
     with _refusals_end_the_command(as_json):
-        job = VirtualJob(source.catalog, topology, load_options(source.config, not weights_only))
+        job = VirtualJob(source.catalog, topology, loading)
         found = _survey(job, setting, rank, every or plot is not None, prove, as_json)
     with errors_end_the_command(as_json):
         if plot is not None:
@@ -159,7 +159,7 @@ def _topology(
         alignment=max(source.config.align_partitions, 1),
     )
     if topology.ranks > MOST_RANKS:
-        raise click.UsageError(f"{topology} would be {topology.ranks} ranks, and {MOST_RANKS} are the most")
+        raise typer.BadParameter(f"{topology} would be {topology.ranks} ranks, and {MOST_RANKS} are the most")
     return topology
 
 

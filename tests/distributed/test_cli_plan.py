@@ -1,0 +1,86 @@
+"""``elastic-ckpt plan``: jobs that do not run, held against live engines and their loads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from typer.testing import CliRunner
+
+from elastic_ckpt.cli import app
+from tests.distributed.conftest import SUB_GROUPS, Launch
+from tests.distributed.model import Setup
+from tests.distributed.parallel_models import Parallel
+
+#: Of what a run is resumed from, and as what.
+SOURCES = [Setup(1), Setup(3), Setup(2, precision="bf16"), Setup(3, zero=SUB_GROUPS), Setup(1)]
+TARGETS = [Setup(0), Setup(1), Setup(2, precision="bf16"), Setup(3), Setup(3, zero=SUB_GROUPS)]
+
+
+def folder_of(native: Path, setup: Setup, dp: int) -> str:
+    return str(native / f"{setup.name}-dp{dp}")
+
+
+def test_virtual_ranks_hold_and_read_what_real_ones_do(launch: Launch, native: Path) -> None:
+    """Flats, fragments and wholes, states, bytes, reads, and bytes that others send: of DP 2 and 3, from both."""
+    for dp in (2, 3):
+        targets = [
+            {"setup": target.as_json(), "folder": folder_of(native, source, (number + dp) % 2 + 2)}
+            for number, (source, target) in enumerate(zip(SOURCES, TARGETS, strict=True))
+        ]
+        launch(dp, "plan_jobs.compare", {"targets": targets})
+
+
+def test_virtual_stages_are_those_of_real_pipelines(launch: Launch, tmp_path: Path) -> None:
+    """Tied layers at both ends; as saved, and balanced as DeepSpeed balances other numbers of stages."""
+    others = [Parallel("3d", "parameters", pp=pp, stage=1).as_json() for pp in (4, 1)]
+    saved = Parallel("3d", "uniform", pp=2, stage=1).as_json()
+    launch(4, "plan_jobs.compare_pipelines", {"folder": str(tmp_path), "saved": saved, "targets": others})
+
+
+def told(*arguments: str, code: int = 0) -> dict[str, Any]:
+    result = CliRunner().invoke(app, ["plan", *arguments, "--json"])
+    assert result.exit_code == code, result.output
+    return json.loads(result.stdout)
+
+
+def test_a_real_checkpoint(native: Path, tmp_path: Path) -> None:
+    folder = folder_of(native, Setup(3), 2)
+    found = told(folder, "--prove", "--all")
+    assert found["name"] == f"{folder}/step4"
+    target = {key: found["target"][key] for key in ("zero_stage", "dp", "tp", "pp", "ranks")}
+    assert target == {"zero_stage": 3, "dp": 2, "tp": 1, "pp": 1, "ranks": 2}
+    assert found["proof"]["holds"]
+    numel = 37 * 13 + (13 + 1) * 29 + 2 * 29 + 29 * 13 + 1 + 5 * 7  # the tied head counts once
+    buffers = 8 + 3 * 5 * 4
+    assert found["nbytes_read"]["total"] == 12 * numel + 2 * buffers
+    assert found["source"]["files"] == 4
+    picture = tmp_path / "plot.png"
+    other = told(folder, "--dp", "3", "--zero", "1", "--prove", "--plot", str(picture))
+    assert other["proof"]["holds"] and other["ranks_planned"] == 3
+    assert other["nbytes_read"]["total"] == 12 * numel + buffers
+    assert other["nbytes_received"]["total"] == 2 * buffers
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    every = {rank["rank"]: rank for rank in told(folder, "--dp", "3", "--zero", "1", "--all")["ranks"]}
+    one = told(folder, "--dp", "3", "--zero", "1", "--rank", "1")["ranks"]
+    assert one == [every[1]]
+
+
+def test_a_job_that_could_not_be(native: Path) -> None:
+    folder = folder_of(native, Setup(1), 2)
+    refused = told(folder, "--tp", "2", code=1)["refused"]
+    assert refused["error"] == "MismatchError"
+    assert refused["parameter"] == "never_used"
+    assert "--preset" in refused["option"]
+    refused = told(folder, "--pp", "2", code=1)["refused"]
+    assert refused["remedy"] == "a pipeline-parallel degree of 1"
+
+
+def test_states_without_names_are_left_out_on_demand(unpartitioned: Path) -> None:
+    folder = folder_of(unpartitioned, Setup(0), 2)
+    error = told(folder, code=3)
+    assert error["remedy"].startswith("--weights-only")
+    found = told(folder, "--weights-only", "--zero", "3", "--prove")
+    assert found["proof"]["holds"]
+    assert found["memory"]["states"] == []

@@ -1,0 +1,226 @@
+"""``elastic-ckpt plan`` of models that nobody has saved: what it prints, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from elastic_ckpt.catalog import Catalog
+from elastic_ckpt.cli import app
+from elastic_ckpt.cli.plan_options import bandwidth
+from elastic_ckpt.cli.plan_plot import bytes_matrix
+from elastic_ckpt.forecast import Memory, RankForecast, Reads
+from elastic_ckpt.virtual.scale import scale_catalog
+from elastic_ckpt.virtual.scale_config import ScaleModel, scale_names
+from tests.test_scale import catalog_of, small_model
+
+H = 16384
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model in a file of the user's own."""
+    path = tmp_path_factory.mktemp("models") / "small.json"
+    path.write_text(small_model().model_dump_json())
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def _one_catalog_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Making one of a big model takes a second."""
+
+    def made(model: ScaleModel) -> Catalog:
+        return catalog_of(model.name) if model.name in scale_names() else scale_catalog(model)
+
+    monkeypatch.setattr(sys.modules["elastic_ckpt.cli.plan"], "scale_catalog", made)
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["plan", *arguments], env={"COLUMNS": "120"})
+
+
+def told(*arguments: str, code: int = 0) -> dict[str, Any]:
+    """The JSON document, which is all there is on standard output."""
+    result = run(*arguments, "--json")
+    assert result.exit_code == code, result.output
+    return json.loads(result.stdout)
+
+
+def test_the_topology_of_the_save_is_the_default(small: str) -> None:
+    found = told("--model", small, "--prove", "--all")
+    degrees = {key: found["target"][key] for key in ("dp", "tp", "pp", "zero_stage", "ranks")}
+    assert degrees == {"dp": 3, "tp": 2, "pp": 2, "zero_stage": 1, "ranks": 12}
+    assert found["proof"]["holds"] and found["proof"]["faults"] == [] and found["proof"]["ranks"] == 12
+    assert found["ranks_planned"] == len(found["ranks"]) == 12
+    # at the saved topology a rank reads its own partition, masters and two moments
+    own = [rank for rank in found["ranks"] if rank["place"]["pp_rank"] == 0]
+    assert all(len(rank["files"]) == 1 for rank in own)
+    for rank in own:
+        (path,) = rank["files"]
+        place = rank["place"]
+        assert path.endswith(f"zero_pp_rank_{place['dp_rank']}_mp_rank_{place['tp_rank']:02d}_optim_states.pt")
+    assert found["nbytes_read"]["total"] == sum(rank["reads"]["nbytes"] for rank in found["ranks"])
+    assert found["nbytes_read"]["total"] == 4 * found["proof"]["numel_written"]
+
+
+def test_a_big_job_by_the_node_and_in_detail() -> None:
+    found = told(
+        "--model",
+        "104b",
+        "--dp",
+        "8",
+        "--tp",
+        "4",
+        "--pp",
+        "2",
+        "--zero",
+        "3",
+        "--offload",
+        "cpu",
+        "--nodes",
+        "4",
+        "--bandwidth",
+        "5GB/s",
+    )
+    assert found["source"]["files"] == 512 + 128 + 34 * 4
+    assert found["cluster"] == {"ranks": 64, "nodes": 4, "bandwidth": 5e9, "ranks_per_node": 16}
+    assert found["ranks_planned"] == 64 and "ranks" not in found
+    # 32 layers, positions, two norms; tied embeddings on two stages; and copies of what is not cut, on four ranks
+    numel = 32 * (12 * H * H + 13 * H) + 2 * (50688 + 2048) * H + 2 * H + 3 * (2 * 2048 * H + 2 * H + 32 * 6 * H)
+    assert abs(found["nbytes_read"]["total"] - 12 * numel) < 64 * 8 * 1000
+    memory = found["memory"]
+    assert memory["offloaded"] and memory["host"] == memory["masters"] + sum(s["nbytes"] for s in memory["states"])
+    assert memory["device"] == memory["weights"] + memory["gradients"] == 3 * memory["weights"]
+    assert memory["masters"] == 2 * memory["weights"]
+    slowest = max(node["nbytes"] for node in found["nodes"])
+    assert found["seconds"]["reading"] == slowest / 5e9
+    assert found["seconds"]["total"] == found["seconds"]["reading"] + 13 * found["seconds"]["seconds_per_file"]
+    assert ["refuses ZeRO-3" in warning for warning in found["warnings"]] == [True]
+
+
+def test_of_big_jobs_some_nodes_are_planned_unless_all_are_asked_for() -> None:
+    found = told("--model", "bloom-176b")
+    assert (found["target"]["ranks"], found["ranks_planned"], len(found["nodes"])) == (384, 64, 8)
+    assert found["seconds"]["is_estimate"]
+    result = run("--model", "bloom-176b")
+    assert "64 of them; --all plans every one" in result.output
+    assert "ZeRO-1, DP=8, TP=4, PP=12: 384 ranks" in result.output
+
+
+def test_one_rank_in_detail() -> None:
+    found = told("--model", "bloom-176b", "--rank", "100", "--tp", "8", "--dp", "4", "--pp", "6")
+    assert [rank["rank"] for rank in found["ranks"]] == [100]
+    assert found["ranks"][0]["place"] == {"dp": 4, "dp_rank": 0, "tp": 8, "tp_rank": 4, "pp": 6, "pp_rank": 3}
+    assert any('the preset "bloom"' in note for note in found["notes"])
+    result = run("--model", "bloom-176b", "--rank", "100", "--tp", "8", "--dp", "4", "--pp", "6")
+    assert "rank 100: pipeline stage 3, data-parallel rank 0, tensor-parallel rank 4" in result.output
+    assert "fp32 masters" in result.output and "bf16_zero_pp_rank_0_mp_rank_26_optim_states.pt" in result.output
+
+
+def test_a_refusal_says_why_and_what_would_help() -> None:
+    result = run("--model", "104b", "--tp", "8")
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    for words in ("refused: the tensor-parallel degree changes", "2.self_attention.query_key_value.weight", "--preset"):
+        assert words in result.stderr
+    refused = told("--model", "104b", "--tp", "8", code=1)["refused"]
+    assert refused["error"] == "MismatchError"
+    assert refused["parameter"] == "2.self_attention.query_key_value.weight"
+    assert "megatron-deepspeed-interleaved" in refused["option"]
+    assert (
+        told("--model", "104b", "--tp", "8", "--preset", "megatron-deepspeed-interleaved", "--rank", "0")[
+            "ranks_planned"
+        ]
+        == 1
+    )
+    other = told("--model", "104b", "--tp", "3", "--preset", "megatron-deepspeed-interleaved", code=1)["refused"]
+    assert other["expected"] == "a multiple of 3" and "option" not in other
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((), "either the folder of a checkpoint, or --model"),
+        (("somewhere", "--model", "104b"), "either the folder of a checkpoint, or --model"),
+        (("--model", "104b", "--rank", "3", "--all"), "--rank plans one rank"),
+        (("--model", "104b", "--rank", "3", "--prove"), "--rank plans one rank"),
+        (("--model", "104b", "--rank", "512"), "has the ranks 0 to 511"),
+        (("--model", "104b", "--dp", "65536"), "and 1048576 are the most"),
+        (("--model", "104b", "--zero", "4"), "Invalid value for '--zero'"),
+        (("--model", "104b", "--bandwidth", "fast"), "'fast' is no bandwidth"),
+        (("--model", "105b"), 'there is no model "105b"'),
+        (("--model", "104b", "--preset", "nobody"), "nobody"),
+        (
+            ("--model", "104b", "--dp", "1", "--pp", "1", "--plot", "/nowhere/at/all/plot.png"),
+            "the picture cannot be written",
+        ),
+    ],
+)
+def test_wrong_usage_ends_with_2(arguments: tuple[str, ...], says: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    assert says in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_no_checkpoint_ends_with_3(tmp_path: Path) -> None:
+    result = run(str(tmp_path))
+    assert result.exit_code == 3
+    assert "there is no DeepSpeed checkpoint here" in result.stderr
+    assert told(str(tmp_path), code=3)["error"] == "NotFoundError"
+
+
+def test_bandwidths() -> None:
+    texts = ("5GB/s", "800 MB/s", "25Gbit/s", "1.5TB", "64kB/s", "2GiB/s", "7B/s")
+    assert [bandwidth(text) for text in texts] == [5e9, 8e8, 25e9 / 8, 1.5e12, 64e3, 2 * 1024**3, 7]
+
+
+def test_a_proof_that_does_not_hold_ends_with_1(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from elastic_ckpt.virtual import VirtualJob
+
+    planned = VirtualJob.planned
+
+    def without_a_copy(job: VirtualJob, place: Any) -> Any:
+        import dataclasses
+
+        destinations, plan = planned(job, place)
+        return destinations, dataclasses.replace(plan, copies=plan.copies[1:])
+
+    monkeypatch.setattr(VirtualJob, "planned", without_a_copy)
+    result = run("--model", small, "--prove")
+    assert result.exit_code == 1
+    output = " ".join(result.output.replace("│", " ").split())
+    assert "not proven: " in output and "is not written" in output
+    assert not told("--model", small, "--prove", code=1)["proof"]["holds"]
+
+
+def test_the_picture(small: str, tmp_path: Path) -> None:
+    path = tmp_path / "plot.png"
+    result = run("--model", small, "--dp", "2", "--plot", str(path))
+    assert result.exit_code == 0, result.output
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_picture_shows_bytes_by_rank_and_file() -> None:
+    def rank(number: int, by_file: dict[int, int]) -> RankForecast:
+        return RankForecast(number, Reads(0, 0, 0, 0, 0, 0, 0), Memory(0, (), 0, 0, 0, False), by_file)
+
+    matrix, files = bytes_matrix([rank(0, {7: 5}), rank(1, {}), rank(4, {3: 2, 7: 1})])
+    assert files == [3, 7]
+    assert np.array_equal(matrix, [[0, 5], [0, 0], [2, 1]])
+
+
+def test_without_matplotlib_the_picture_is_refused_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import importlib.util
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "matplotlib" else find(name, *a))
+    result = run("--model", "104b", "--plot", str(tmp_path / "plot.png"))
+    assert result.exit_code == 2
+    assert "pip install matplotlib" in result.stderr

@@ -1,0 +1,260 @@
+"""Forecasts: reads against the reader's own batching, memory against bytes a parameter, nodes and seconds."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic_ckpt import read_sizes as sizes_module
+from elastic_ckpt import reader as reader_module
+from elastic_ckpt.catalog import BUFFER, SourceFile
+from elastic_ckpt.config import ElasticConfig
+from elastic_ckpt.dtypes import ITEMSIZE
+from elastic_ckpt.forecast import (
+    SECONDS_PER_FILE,
+    Cluster,
+    Memory,
+    Precision,
+    RankForecast,
+    Reads,
+    bytes_by_file,
+    forecast_rank,
+    memory_of,
+    nodes_of,
+    reads_of,
+    seconds_of,
+)
+from elastic_ckpt.opened import load_options
+from elastic_ckpt.plan import Copy, Piece, Plan, Recode, Slot
+from elastic_ckpt.planner import LoadOptions
+from elastic_ckpt.read_sizes import read_sizes
+from elastic_ckpt.reader import ReadOptions, _sort_copies, execute
+from elastic_ckpt.virtual import Topology, VirtualJob
+from elastic_ckpt.virtual.survey import Setting, some_ranks, spread, survey
+from tests.simulation import saved
+from tests.test_scale import catalog_of
+from tests.test_virtual import RULES, sharded
+
+# --- reads ------------------------------------------------------------------------------------------------------------
+
+
+#: In place of the kernel's limit, which takes thousands of rows to reach.
+FEW_BUFFERS = 6
+
+
+@st.composite
+def copies(draw: st.DrawFn) -> list[Copy]:
+    """Copies into one slot of floats, often neighbours in the file, some of them strided, some of another dtype."""
+    found: list[Copy] = []
+    file, offset = 0, 0
+    for _ in range(draw(st.integers(1, 8))):
+        gap = draw(st.sampled_from([0, 0, 0, 4, 8]))
+        if draw(st.integers(0, 9)) == 0:
+            file, offset = file + 1, 0
+        numel = draw(st.sampled_from([0, 1, 2, 3, 5, 8, 13, 40]))
+        rows = draw(st.sampled_from([1, 1, 2, 3, 7, FEW_BUFFERS, 2 * FEW_BUFFERS + 1])) if numel else 1
+        dtype = draw(st.sampled_from(["float32", "float32", "float32", "bfloat16"]))
+        between = draw(st.sampled_from([0, 0, 1, 3]))
+        stride = numel + between if rows > 1 else 0
+        copy = Copy(file, offset + gap, 0, 0, numel, dtype, rows, stride, stride)
+        found.append(copy)
+        offset = copy.byte_offset + ((rows - 1) * stride + numel) * ITEMSIZE[dtype]
+    return found
+
+
+@settings(deadline=None, max_examples=150)
+@given(copies(), st.sampled_from([4, 8, 12, 20, 64, 100, 4096, 1 << 24]), st.sampled_from([16, 64, 1 << 20]))
+def test_reads_are_those_of_the_reader(held: list[Copy], chunk_nbytes: int, staging_nbytes: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (reader_module, sizes_module):
+            patch.setattr(module, "MAX_BUFFERS", FEW_BUFFERS)
+        compare_with_reader(held, chunk_nbytes, staging_nbytes)
+
+
+def compare_with_reader(held: list[Copy], chunk_nbytes: int, staging_nbytes: int) -> None:
+    numel = max(2, *((copy.rows - 1) * copy.slot_stride + copy.numel for copy in held))
+    plan = Plan((), (Slot("fp32", 0, "", numel, "float32"),), tuple(held))
+    options = ReadOptions(threads=2, chunk_nbytes=chunk_nbytes, staging_nbytes=staging_nbytes)
+    direct, staged = _sort_copies(plan, [torch.zeros(numel)], options)
+    expected = Counter(read.nbytes for read in (*direct, *staged) if read.nbytes)
+    found: Counter[int] = Counter()
+    for nbytes, count in read_sizes(plan, 2, chunk_nbytes, staging_nbytes, on_accelerator=False):
+        assert count >= 0
+        found[nbytes] += count
+    assert +found == expected
+    # what preadv cannot write into: every row by itself
+    staged = _sort_copies(plan, [torch.zeros(2 * numel)[::2]], options)[1]
+    found = Counter()
+    for nbytes, count in read_sizes(plan, 2, chunk_nbytes, staging_nbytes, on_accelerator=True):
+        found[nbytes] += count
+    assert +found == Counter(read.nbytes for read in staged)
+
+
+def test_means_are_read_in_chunks(tmp_path: Path) -> None:
+    """Of a mean of two copies, both are read: 5,000 elements of bfloat16 each, in as many chunks as the reader's."""
+    path = tmp_path / "file"
+    path.write_bytes(torch.ones(12_000, dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes())
+    pieces = tuple(Piece(0, start * 2, 0, 5_000, "bfloat16", None) for start in (100, 6_000))
+    slots = (Slot("fp32", 0, "", 5_000, "float32"),)
+    recode = Recode(0, 0, 5_000, None, -1, 0, pieces, 0.5)
+    plan = Plan((SourceFile(str(path), 24_000),), slots, (), recodes=(recode,))
+    options = ReadOptions(threads=2, staging_nbytes=2 * 48 * 1_500)
+    stats = execute(plan, [torch.zeros(5_000)], options, show_progress=False)
+    sizes = read_sizes(plan, 2, options.chunk_nbytes, options.staging_nbytes, on_accelerator=False)
+    assert (sum(n * c for n, c in sizes), sum(c for _, c in sizes)) == (stats.nbytes, stats.calls) == (20_000, 4)
+    assert bytes_by_file(plan) == {0: 20_000}
+
+
+def test_of_what_ranks_read_together_each_receives_the_rest() -> None:
+    job = VirtualJob(saved({"a": (6,), "b": (10,)}, states=("exp_avg",)), Topology(dp=2, zero_stage=0), LoadOptions())
+    found = []
+    for rank in range(2):
+        destinations, plan = job.planned(job.topology.place(rank))
+        reads = reads_of(destinations, plan, ReadOptions(), on_accelerator=False)
+        assert sum(bytes_by_file(plan).values()) == reads.nbytes
+        found.append((reads.nbytes, reads.nbytes_received))
+    total = 4 * 2 * 16
+    assert [a + b for a, b in found] == [total, total]
+    assert sum(a for a, _ in found) == total
+
+
+def test_copies_that_are_compared_are_counted_apart() -> None:
+    job = VirtualJob(sharded(2), Topology(tp=1), LoadOptions(rules=RULES))
+    destinations, plan = job.planned(job.topology.place(0))
+    reads = reads_of(destinations, plan, ReadOptions(), on_accelerator=False)
+    # masters and two moments: of the norm two copies of 4 elements, and one is read
+    assert reads.nbytes_compared == 3 * 2 * 4 * 4
+    assert reads.nbytes == 3 * 4 * (20 * 4 + 16 * 4 + 4 * 16 + 4)
+    assert reads.files == 2
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+N = 1 << 12
+BYTES = {"weights": 2, "gradients": 4, "masters": 4, "states": 8}
+
+
+@pytest.mark.parametrize("dp", [1, 4])
+@pytest.mark.parametrize(
+    ("stage", "divided"),
+    [(0, ()), (1, ("masters", "states")), (2, ("masters", "states", "gradients")), (3, tuple(BYTES))],
+)
+def test_18_bytes_for_each_parameter_before_zero_divides_them(stage: int, divided: tuple[str, ...], dp: int) -> None:
+    catalog = saved({"a": (N // 2,), "b": (N // 4, 2)})
+    job = VirtualJob(catalog, Topology(dp=dp, zero_stage=stage), LoadOptions())
+    for place in job.topology.places():
+        memory = memory_of(*job.planned(place), Precision(), offload=False)
+        expected = {what: size * N // (dp if what in divided else 1) for what, size in BYTES.items()}
+        found = {what: getattr(memory, what) for what in ("weights", "gradients", "masters")}
+        assert found | {"states": sum(nbytes for *_, nbytes in memory.states)} == expected
+        assert memory.states == (
+            ("exp_avg", "float32", expected["states"] // 2),
+            ("exp_avg_sq", "float32", expected["states"] // 2),
+        )
+        assert (memory.device, memory.host) == (sum(expected.values()), 0)
+        moved = memory_of(*job.planned(place), Precision(), offload=True)
+        assert moved.host == expected["masters"] + expected["states"]
+        assert moved.device == expected["weights"] + expected["gradients"]
+
+
+def test_precision_decides_about_weights_and_gradients() -> None:
+    catalog = saved({"a": (N,)}, wholes={("mask", BUFFER): ((10,), "int64")})
+    found = {}
+    for stage, weights, gradients in (
+        (0, "float32", "float32"),
+        (0, "bfloat16", "bfloat16"),
+        (1, "float32", "float16"),
+    ):
+        job = VirtualJob(catalog, Topology(zero_stage=stage), LoadOptions())
+        memory = memory_of(*job.planned(job.topology.place(0)), Precision(weights, gradients), offload=False)
+        assert memory.others == 80
+        found[stage, weights] = (memory.weights, memory.gradients)
+    # without ZeRO, an fp32 optimizer steps on the weights themselves
+    assert found == {(0, "float32"): (0, 4 * N), (0, "bfloat16"): (2 * N, 2 * N), (1, "float32"): (4 * N, 2 * N)}
+
+
+def test_tensor_and_pipeline_parallelism_divide_the_weights() -> None:
+    catalog = catalog_of("bloom-176b")
+    job = VirtualJob(catalog, Topology(dp=8, tp=4, pp=12), load_options(ElasticConfig(tp_preset="bloom")))
+    memory = memory_of(*job.planned(job.topology.place(100)), Precision(), offload=False)
+    h = 14336  # stage 3 has six layers: of each 12 h^2 and 7 h of the 13 h are cut over four ranks
+    numel = 6 * (12 * h * h + 7 * h) // 4 + 6 * 6 * h
+    assert (memory.weights, memory.gradients) == (2 * numel, 4 * numel)
+    assert abs(memory.masters - 4 * numel / 8) < 64
+
+
+# --- nodes and seconds ------------------------------------------------------------------------------------------------
+
+
+def rank_forecast(rank: int, nbytes: int, compared: int = 0) -> RankForecast:
+    return RankForecast(rank, Reads(nbytes, 1, nbytes, nbytes, 1, compared, 0), Memory(0, (), 0, 0, 0, False), {})
+
+
+def test_the_slowest_node_counts() -> None:
+    cluster = Cluster(ranks=7, nodes=3, bandwidth=50.0)
+    ranks = [rank_forecast(rank, nbytes) for rank, nbytes in enumerate([10, 10, 10, 40, 40, 0, 70])]
+    ranks[4] = rank_forecast(4, 40, compared=5)
+    assert cluster.ranks_per_node == 3
+    assert [cluster.ranks_of(node) for node in range(4)] == [3, 3, 1, 0]
+    assert [(node.node, node.ranks, node.nbytes, node.is_complete) for node in nodes_of(ranks, cluster)] == [
+        (0, 3, 30, True),
+        (1, 3, 85, True),
+        (2, 1, 70, True),
+    ]
+    seconds = seconds_of(ranks, cluster, files=15, seconds_per_file=0.5)
+    assert (seconds.node_nbytes, seconds.reading, seconds.is_estimate) == (85, 1.7, False)
+    assert (seconds.metadata, seconds.total) == (3 * 0.5, 1.7 + 1.5)
+    assert seconds_of(ranks, cluster, 7).metadata == SECONDS_PER_FILE
+
+
+def test_of_a_few_ranks_the_rest_is_estimated() -> None:
+    cluster = Cluster(ranks=8, nodes=2, bandwidth=1.0)
+    alone = seconds_of([rank_forecast(5, 30)], cluster, files=1)
+    assert (alone.node_nbytes, alone.is_estimate) == (4 * 30, True)
+    node = seconds_of([rank_forecast(rank, 10 * rank) for rank in range(4)], cluster, files=1)
+    assert (node.node_nbytes, node.is_estimate) == (60, True)
+
+
+def test_of_a_big_job_some_nodes_are_planned() -> None:
+    assert some_ranks(Cluster(64, 8)) == list(range(64))
+    found = some_ranks(Cluster(384, 48))
+    assert len(found) == 64
+    assert found[:8] == list(range(8)) and found[-8:] == list(range(376, 384))
+    assert Counter(rank // 8 for rank in found).most_common()[-1][1] == 8
+    assert some_ranks(Cluster(300, 2)) == list(range(300))  # the first node and the last
+    assert some_ranks(Cluster(1000, 1)) == list(range(1000))
+    assert some_ranks(Cluster(100, 30))[-1] == 99
+
+
+def test_a_survey_is_of_the_ranks_that_were_asked_for() -> None:
+    job = VirtualJob(saved({"a": (40,), "b": (7,)}), Topology(dp=4), LoadOptions())
+    setting = Setting(Cluster(4, 2, 100.0), Precision(), ReadOptions())
+    found = survey(job, range(4), setting, prove=True)
+    assert [each.rank for each in found.ranks] == [0, 1, 2, 3]
+    assert found.proof is not None and found.proof.holds
+    assert sum(each.reads.nbytes for each in found.ranks) == 3 * 4 * 47
+    assert found.seconds.files == 1
+    part = survey(job, [2], setting)
+    assert part.proof is None and part.ranks == (found.ranks[2],)
+    assert part.last[0].dp_rank == 2
+    with pytest.raises(ValueError, match="no ranks"):
+        survey(job, [], setting)
+    values = spread([3, 1, 8])
+    assert (values.least, values.mean, values.most, values.total) == (1, 4.0, 8, 12)
+
+
+def test_forecasts_are_plain_data() -> None:
+    job = VirtualJob(saved({"a": (40,)}), Topology(dp=2), LoadOptions())
+    destinations, plan = job.planned(job.topology.place(1))
+    for offload, staged in ((False, True), (True, False)):
+        each = forecast_rank(1, destinations, plan, Precision(), ReadOptions(), offload, on_accelerator=True)
+        assert each.memory.offloaded == offload
+        assert json.loads(json.dumps(dataclasses.asdict(each)))["reads"]["nbytes"] == 3 * 4 * 20
+        assert each.reads.calls == len(plan.copies) if staged else each.reads.calls <= len(plan.copies)
