@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import typer
 from rich.console import Console
@@ -89,19 +90,14 @@ def plan(
 
     Exit code 1: the load would be refused. It says why, and what would help.
     """
-    if (folder is None) == (model is None):
-        raise typer.BadParameter("give either the folder of a checkpoint, or --model")
-    if rank is not None and (every or prove or plot):
-        raise typer.BadParameter("--rank plans one rank; --all, --prove and --plot need them all")
+    _refuse_wrong_usage(folder, model, rank, every or prove or plot is not None)
     with errors_end_the_command(as_json):
         if plot is not None:
             refuse_without_matplotlib()
         options = config_of(config, tp_preset=preset, trust_pickle=trust_pickle or None)
         source = _of_model(model, options) if model else _of_folder(str(folder), tag, options, not weights_only)
         loading = load_options(source.config, not weights_only)
-    topology = _topology(source, dp, tp, pp, zero, sub_group_size)
-    if rank is not None and rank >= topology.ranks:
-        raise typer.BadParameter(f"{topology} has the ranks 0 to {topology.ranks - 1}", param_hint="--rank")
+    topology = _topology(source, dp, tp, pp, zero, sub_group_size, rank or 0)
     cluster = Cluster(topology.ranks, nodes or -(-topology.ranks // _RANKS_PER_NODE), bandwidth)
     setting = _setting(source.config, cluster, Precision(precision.long, gradients.long), offload)
     with _refusals_end_the_command(as_json):
@@ -110,13 +106,16 @@ def plan(
     with errors_end_the_command(as_json):
         if plot is not None:
             draw(job, found.ranks, plot)
-    in_detail = every or rank is not None
-    if as_json:
-        print_json(document(job, found, setting, source.name, in_detail))
-    else:
-        _print(job, found, setting, source.name, in_detail)
+    _print(job, found, setting, source.name, every or rank is not None, as_json)
     if found.proof is not None and not found.proof.holds:
         raise typer.Exit(EXIT_FOUND)
+
+
+def _refuse_wrong_usage(folder: Path | None, model: str | None, rank: int | None, needs_all: bool) -> None:
+    if (folder is None) == (model is None):
+        raise typer.BadParameter("give either the folder of a checkpoint, or --model")
+    if rank is not None and needs_all:
+        raise typer.BadParameter("--rank plans one rank; --all, --prove and --plot need them all")
 
 
 @dataclass(frozen=True)
@@ -146,9 +145,9 @@ def _of_model(name: str, config: ElasticConfig) -> _Source:
 
 
 def _topology(
-    source: _Source, dp: int | None, tp: int | None, pp: int | None, zero: int | None, sub_group_size: int
+    source: _Source, dp: int | None, tp: int | None, pp: int | None, zero: int | None, sub_group_size: int, rank: int
 ) -> Topology:
-    """What is not given is that of the save."""
+    """What is not given is that of the save; ``rank`` is one of its ranks."""
     saved = source.catalog.source
     topology = Topology(
         dp=dp or saved.dp,
@@ -160,6 +159,8 @@ def _topology(
     )
     if topology.ranks > MOST_RANKS:
         raise typer.BadParameter(f"{topology} would be {topology.ranks} ranks, and {MOST_RANKS} are the most")
+    if rank >= topology.ranks:
+        raise typer.BadParameter(f"{topology} has the ranks 0 to {topology.ranks - 1}", param_hint="--rank")
     return topology
 
 
@@ -201,7 +202,10 @@ def _refusals_end_the_command(as_json: bool) -> Iterator[None]:
         raise typer.Exit(EXIT_FOUND) from error
 
 
-def _print(job: VirtualJob, found: Survey, setting: Setting, name: str, in_detail: bool) -> None:
+def _print(job: VirtualJob, found: Survey, setting: Setting, name: str, in_detail: bool, as_json: bool) -> None:
+    if as_json:
+        print_json(document(job, found, setting, name, in_detail))
+        return
     wide = console if console.is_terminal else Console(width=max(console.width, _WIDTH))
     for part in report(job, found, setting, name, in_detail):
         wide.print(part)

@@ -68,11 +68,15 @@ def _balanced(
     weights = [0] * (max(layer_of.values()) + 1)
     for name, layer in layer_of.items():
         weights[layer] += numels[name]
+    bounds: Sequence[int]
     if tied:  # a tied layer stands before all others and behind them, and each of the two counts
-        ends = sum(numels[name] for name in tied)
-        bounds = [bound - 1 for bound in _partition((ends, *weights, ends), pp)]
+        ends, first = sum(numels[name] for name in tied), min(layer_of.values())
+        shift = 0 if first else 1
+        weights = [0] * shift + weights
+        weights[first + shift - 1] = ends
+        bounds = [bound - shift for bound in _partition((*weights, ends), pp)]
     else:
-        bounds = list(_partition(tuple(weights), pp))
+        bounds = _partition(tuple(weights), pp)
     stage_of_layer = {layer: stage for stage in range(pp) for layer in range(bounds[stage], bounds[stage + 1])}
     held: Stages = {name: (stage_of_layer[layer],) for name, layer in layer_of.items()}
     return held | {name: (0,) if len(saved.get(name, ())) == 1 else (0, pp - 1) for name in tied}

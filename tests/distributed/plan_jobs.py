@@ -80,7 +80,9 @@ def assert_same_destinations(virtual: Destinations, live: Destinations, place: P
         assert states == {(s.key, s.dtype, s.layout, s.rows) for s in theirs.states or ()}, (where, states, theirs)
     assert virtual.fragments == live.fragments, where
     assert virtual.wholes == live.wholes, (where, virtual.wholes, live.wholes)
-    assert [group.names for group in virtual.groups] == [group.names for group in live.groups], where
+    # a stage without vectors has no group of them: the tests' engines leave empty groups out
+    held = [group.names for group in virtual.groups if group.names]
+    assert held == [group.names for group in live.groups], where
     assert virtual.elsewhere == live.elsewhere, where
     layouts = {name: layout.shapes for name, layout in virtual.layouts.items()}
     assert layouts.items() <= {name: layout.shapes for name, layout in live.layouts.items()}.items(), where

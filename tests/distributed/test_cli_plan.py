@@ -33,9 +33,9 @@ def test_virtual_ranks_hold_and_read_what_real_ones_do(launch: Launch, native: P
 
 
 def test_virtual_stages_are_those_of_real_pipelines(launch: Launch, tmp_path: Path) -> None:
-    """Tied layers at both ends; as saved, and balanced as DeepSpeed balances other numbers of stages."""
-    others = [Parallel("3d", "parameters", pp=pp, stage=1).as_json() for pp in (4, 1)]
-    saved = Parallel("3d", "uniform", pp=2, stage=1).as_json()
+    """Heavy tied layers at both ends; as saved, and balanced as DeepSpeed balances other numbers of stages."""
+    others = [Parallel("3d", "parameters", pp=pp, stage=1, rows=512).as_json() for pp in (4, 1)]
+    saved = Parallel("3d", "uniform", pp=2, stage=1, rows=512).as_json()
     launch(4, "plan_jobs.compare_pipelines", {"folder": str(tmp_path), "saved": saved, "targets": others})
 
 
