@@ -18,7 +18,7 @@ from elastic_ckpt.logical import LogicalReader, Whole
 from elastic_ckpt.opened import Opened, load_options
 from elastic_ckpt.reader import ReadOptions
 
-EQUAL, DIFFERS, MISSING = "equal", "differs", "missing"
+DIFFERS, MISSING = "differs", "missing"
 _MIB = 1 << 20
 _ONE_CHUNK = ReadOptions(threads=1, chunk_nbytes=16 * _MIB, staging_nbytes=16 * _MIB)
 
