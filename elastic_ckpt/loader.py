@@ -36,7 +36,7 @@ from elastic_ckpt.formats import READERS, Checkpoint, Found
 from elastic_ckpt.formats import ReadOptions as MetadataOptions
 from elastic_ckpt.plan import Outcome, Plan
 from elastic_ckpt.planner import LoadOptions, plan_load
-from elastic_ckpt.reader import ReadOptions, check_files, execute
+from elastic_ckpt.reader import check_files, execute, read_options
 from elastic_ckpt.recoder import RecodeStats
 from elastic_ckpt.report import LoadReport, RankWork, united
 from elastic_ckpt.rules.book import RuleBook
@@ -166,10 +166,12 @@ def _prepare(engine: Any, found: Found, arguments: LoadArguments, config: Elasti
 def _compare_copies(plan: Plan, place: Place, config: ElasticConfig) -> Plan:
     """The plan, with notes of copies in the checkpoint that are not the same. Collective; changes nothing."""
     with parallel.agreement("compare copies of replicated parameters"):
-        mine = find_drift(plan, _read_options(config))
-    everybody = [drift for found in parallel.share(mine) for drift in found]
+        mine = find_drift(plan, read_options(config))
+    everybody = parallel.share((mine, plan.averaged))  # of a parameter only ranks of its stage know that it may differ
+    found = [difference for differences, _ in everybody for difference in differences]
+    averaged = frozenset().union(*(names for _, names in everybody))
     with parallel.agreement("judge copies of replicated parameters"):
-        notes = judge_drift(everybody, plan.averaged, config.replicated_params)
+        notes = judge_drift(found, averaged, config.replicated_params)
     if place.tp * place.pp > 1:  # each knows of the parameters of its own stage and shard
         said = dict.fromkeys(note for other in parallel.share(plan.notes) for note in other)
         return replace(plan, notes=(*said, *notes))
@@ -270,7 +272,7 @@ class _Read:
 
 
 def _read(adapter: EngineAdapter, plan: Plan, config: ElasticConfig) -> _Read:
-    options = _read_options(config)
+    options = read_options(config)
     done = _Read()
 
     def read(part: Plan, tensors: Sequence[torch.Tensor]) -> None:
@@ -282,15 +284,6 @@ def _read(adapter: EngineAdapter, plan: Plan, config: ElasticConfig) -> _Read:
     with parallel.agreement("read the checkpoint's tensors"):
         done.tensors = adapter.fill(plan, read)
     return done
-
-
-def _read_options(config: ElasticConfig) -> ReadOptions:
-    return ReadOptions(
-        threads=config.read_threads,
-        chunk_nbytes=config.read_chunk_mib << 20,
-        staging_nbytes=config.max_extra_memory_mib << 20,
-        progress=config.progress,
-    )
 
 
 def _commit(adapter: EngineAdapter, plan: Plan, host: HostCommit, exact_masters: bool) -> dict[str, Any]:

@@ -94,9 +94,25 @@ def agreement(doing: str) -> Iterator[None]:
     except Exception as error:  # any other failure must reach all ranks too, or they hang
         cause = error
         mine = _unforeseen(doing, error)
-    failures = [error for error in share(mine) if error is not None]
-    if failures:
-        raise failures[0] from cause
+    if _any(mine is not None):  # most agreements are reached: one number is sent round then, and no object
+        raise next(error for error in share(mine) if error is not None) from cause
+
+
+def _any(mine: bool) -> bool:
+    """Whether it is so on any rank."""
+    if world_size() == 1:
+        return mine
+    flag = torch.tensor([int(mine)], dtype=torch.int32, device=_collective_device())
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag.item())
+
+
+def _collective_device() -> torch.device:
+    """A device whose tensors the default process group sends."""
+    device = torch.accelerator.current_accelerator()
+    if device is None or can_broadcast("cpu", None):
+        return torch.device("cpu")
+    return torch.device(device.type, torch.accelerator.current_device_index())
 
 
 def _unforeseen(doing: str, error: Exception) -> ElasticCkptError:

@@ -141,7 +141,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Elements that several ranks saved, and that should be the same.
+    """Elements that several ranks saved, and that should be the same: all of a tensor, or a piece of it.
 
     Attributes:
         name, key: what it is.
@@ -149,6 +149,9 @@ class Comparison:
         copies: per copy, where it lies: pieces whose ``start`` counts from its first element.
         taken: what the plan makes of copies that differ: ``first`` or ``mean``.
         is_guess: whether only shapes say that these are copies.
+        start: the first of the elements, of those that are compared by all ranks together.
+        whole_numel: how many these are; 0: ``numel``.
+        number: which comparison of this tensor it is, or is a piece of: each shard of a tied one has its own.
     """
 
     name: str
@@ -157,6 +160,9 @@ class Comparison:
     copies: tuple[tuple[Piece, ...], ...]
     taken: str = "first"
     is_guess: bool = False
+    start: int = 0
+    whole_numel: int = 0
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,8 @@ def plan_load(
         MismatchError: names, shapes, dtypes, states or groups do not fit.
         DamagedError: the checkpoint's extents leave a hole in, or overlap on, a tensor.
     """
-    catalog = adopt_live_names(rename_saved(catalog, options.rename), destinations)
+    renamed = rename_saved(catalog, options.rename)
+    catalog = adopt_live_names(renamed, destinations)
     matching = match_parameters(catalog, destinations, options.strict)
     restored = matching.restored | {name for name, _ in matching.wholes}
     resharding = known or resolve(catalog, destinations, restored, options.rules, options.replicated)
@@ -110,7 +111,7 @@ def plan_load(
         copies=tuple(merge_neighbours(builder.copies)),
         shares=tuple(builder.sharing.shares),
         recodes=tuple(builder.recodes),
-        comparisons=compare_replicas(catalog, destinations, resharding, restored, options.optimizer_states),
+        comparisons=compare_replicas(catalog, destinations, resharding, restored, options.optimizer_states, renamed),
         averaged=resharding.averaged,
         blocks=builder.blocks,
         restores_states=options.optimizer_states,

@@ -2,14 +2,14 @@
 
 A copy whose slot is a contiguous CPU tensor of the file's dtype is *direct*: ``preadv`` writes into the tensor.
 Neighbouring ranges of a file go into one call, whatever slots they are for. Any other copy (another dtype, an
-accelerator, a strided buffer) is *staged* through a bounce buffer of a fixed size.
+accelerator, a strided buffer) is *staged* through bounce buffers of a fixed size (:mod:`elastic_ckpt.lanes`).
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -18,11 +18,13 @@ from itertools import chain
 import torch
 from tqdm import tqdm
 
-from elastic_ckpt.dtypes import ITEMSIZE
+from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.errors import DamagedError
-from elastic_ckpt.memory import write_flat
-from elastic_ckpt.plan import Copy, Plan
-from elastic_ckpt.read_sizes import LEAST_STAGING_NBYTES, MAX_BUFFERS
+from elastic_ckpt.lanes import Lanes, Transfer, transfer_for
+from elastic_ckpt.plan import Plan
+from elastic_ckpt.prefault import Prefault
+from elastic_ckpt.read_sizes import LEAST_STAGING_NBYTES, ReadLimits
+from elastic_ckpt.reads import DirectRead, StagedRead, sort_copies, tasks
 from elastic_ckpt.recoder import Chunk, RecodeStats, chunks, run_chunk
 
 _MIB = 1 << 20
@@ -37,12 +39,35 @@ class ReadOptions:
         chunk_nbytes: largest single read.
         staging_nbytes: host memory for all bounce buffers together.
         progress: whether to draw a progress bar; ``None``: if standard error is a terminal.
+        gap_nbytes: reads that lie at most so far apart are made as one, with the bytes between them.
+        huge_pages: whether to try huge pages for memory that was never touched.
     """
 
     threads: int = 4
     chunk_nbytes: int = 16 * _MIB
     staging_nbytes: int = 64 * _MIB
     progress: bool | None = None
+    gap_nbytes: int = 0
+    huge_pages: bool = True
+
+    @property
+    def limits(self) -> ReadLimits:
+        """The sizes to keep within: every thread has two bounce buffers."""
+        of_thread = self.staging_nbytes // self.threads
+        staged = min(max(of_thread // 2, LEAST_STAGING_NBYTES), self.chunk_nbytes)
+        return ReadLimits(self.chunk_nbytes, staged, of_thread, self.gap_nbytes)
+
+
+def read_options(config: ElasticConfig) -> ReadOptions:
+    """How a user wants it read."""
+    return ReadOptions(
+        threads=config.read_threads,
+        chunk_nbytes=config.read_chunk_mib << 20,
+        staging_nbytes=config.max_extra_memory_mib << 20,
+        progress=config.progress,
+        gap_nbytes=config.read_gap_kib << 10,
+        huge_pages=config.huge_pages,
+    )
 
 
 @dataclass(frozen=True)
@@ -55,25 +80,13 @@ class ReadStats:
     recoded: RecodeStats = field(default_factory=RecodeStats)
 
 
-@dataclass(frozen=True)
-class _DirectRead:
-    """One ``preadv``: consecutive bytes of a file into these buffers."""
-
-    file: int
-    byte_offset: int
-    nbytes: int
-    buffers: tuple[memoryview, ...]
-
-
-@dataclass(frozen=True)
-class _StagedRead:
-    """One bounce: ``numel`` elements through host memory into ``slot[slot_offset:]``."""
-
-    copy: Copy
-    nbytes: int
-
-
-def execute(plan: Plan, tensors: Sequence[torch.Tensor], options: ReadOptions, show_progress: bool) -> ReadStats:
+def execute(
+    plan: Plan,
+    tensors: Sequence[torch.Tensor],
+    options: ReadOptions,
+    show_progress: bool,
+    make_transfer: Callable[[torch.device], Transfer] = transfer_for,
+) -> ReadStats:
     """Run every copy and recode of a plan. Local; call it on every rank.
 
     Args:
@@ -81,49 +94,81 @@ def execute(plan: Plan, tensors: Sequence[torch.Tensor], options: ReadOptions, s
         tensors: the live tensor of every slot; overwritten.
         options: how to read.
         show_progress: whether this rank may draw the progress bar.
+        make_transfer: how values get from bounce buffers into tensors of a device.
 
     Raises:
         DamagedError: a file ended early or could not be read; the slots are then partly overwritten.
     """
-    direct, staged = _sort_copies(plan, tensors, options)
-    recoded = [chunk for recode in plan.recodes for chunk in chunks(recode, options.staging_nbytes // options.threads)]
+    limits = options.limits
+    direct, staged = sort_copies(plan, tensors, limits)
+    recoded = [chunk for recode in plan.recodes for chunk in chunks(recode, limits.recode_nbytes)]
+    copied = sum(read.nbytes for read in direct) + sum(read.nbytes for read in staged)
     with ExitStack() as stack:
-        descriptors = _Descriptors(plan, stack)
-        copied = sum(read.nbytes for read in direct) + sum(read.nbytes for read in staged)
-        total = copied + sum(chunk.nbytes for chunk in recoded)
-        disable: bool | None = (None if options.progress is None else not options.progress) if show_progress else True
         bar = stack.enter_context(
-            tqdm(total=total, unit="B", unit_scale=True, desc="elastic_ckpt", disable=disable, leave=False)
+            _bar(copied + sum(chunk.nbytes for chunk in recoded), options.progress if show_progress else False)
         )
+        work = _Work(plan, tensors, _Descriptors(plan, stack), Prefault(options.huge_pages))
+        if staged:
+            held = [tensors[slot] for slot in {read.copy.slot for read in staged}]
+            buffer_nbytes = max(limits.staged_nbytes, LEAST_STAGING_NBYTES)
+            work.lanes = Lanes(options.threads, buffer_nbytes, held, make_transfer)
         pool = stack.enter_context(ThreadPoolExecutor(options.threads, thread_name_prefix="elastic_ckpt"))
-
-        def run_direct(read: _DirectRead) -> int:
-            _read_fully(descriptors, plan, read.file, read.byte_offset, read.buffers)
-            return read.nbytes
-
-        def run_staged(read: _StagedRead) -> int:
-            _stage(descriptors, plan, read.copy, tensors)
-            return read.nbytes
-
-        def read_bytes(file: int, byte_offset: int, nbytes: int) -> bytearray:
-            raw = bytearray(nbytes)
-            _read_fully(descriptors, plan, file, byte_offset, [memoryview(raw)])
-            return raw
-
-        def run_recode(chunk: Chunk) -> RecodeStats:
-            try:
-                return run_chunk(chunk, tensors, read_bytes)
-            except DamagedError as error:
-                raise _located(plan, chunk, error) from error
-
-        for nbytes in chain(pool.map(run_direct, direct), pool.map(run_staged, staged)):
+        for nbytes in chain(
+            pool.map(work.run_direct, tasks(direct, options.threads)), pool.map(work.run_staged, staged)
+        ):
             bar.update(nbytes)
+        if work.lanes is not None:
+            work.lanes.finish()
         stats = RecodeStats()
-        for done, chunk in zip(pool.map(run_recode, recoded), recoded, strict=True):
+        for done, chunk in zip(pool.map(work.run_recode, recoded), recoded, strict=True):
             stats += done
             bar.update(chunk.nbytes)
     staged_nbytes = sum(read.nbytes for read in staged) + stats.nbytes
-    return ReadStats(copied + stats.nbytes, len(direct) + len(staged) + len(recoded), staged_nbytes, stats)
+    calls = len(direct) + sum(read.copy.rows for read in staged) + len(recoded)
+    return ReadStats(copied + stats.nbytes, calls, staged_nbytes, stats)
+
+
+def _bar(total: int, progress: bool | None) -> tqdm:
+    disable = None if progress is None else not progress
+    return tqdm(total=total, unit="B", unit_scale=True, desc="elastic_ckpt", disable=disable, leave=False)
+
+
+@dataclass
+class _Work:
+    """What the threads of the pool do."""
+
+    plan: Plan
+    tensors: Sequence[torch.Tensor]
+    descriptors: _Descriptors
+    prefault: Prefault
+    lanes: Lanes | None = None
+
+    def run_direct(self, reads: Sequence[DirectRead]) -> int:
+        for read in reads:
+            self.prefault(read.buffers)
+            _read_fully(self.descriptors, self.plan, read.file, read.byte_offset, read.buffers)
+        return sum(read.nbytes for read in reads)
+
+    def run_staged(self, read: StagedRead) -> int:
+        assert self.lanes is not None
+        copy, lane = read.copy, self.lanes.mine()
+        buffer, row_nbytes = lane.buffer(read.nbytes), read.row_nbytes
+        for number in range(copy.rows):
+            row = buffer[number * row_nbytes : (number + 1) * row_nbytes]
+            _read_fully(self.descriptors, self.plan, copy.file, copy.row(number).byte_offset, [row])
+        lane.deliver(read.nbytes, copy.dtype, self.tensors[copy.slot], copy.slot_offset)
+        return read.nbytes
+
+    def run_recode(self, chunk: Chunk) -> RecodeStats:
+        try:
+            return run_chunk(chunk, self.tensors, self._read_bytes)
+        except DamagedError as error:
+            raise _located(self.plan, chunk, error) from error
+
+    def _read_bytes(self, file: int, byte_offset: int, nbytes: int) -> bytearray:
+        raw = bytearray(nbytes)
+        _read_fully(self.descriptors, self.plan, file, byte_offset, [memoryview(raw)])
+        return raw
 
 
 class _Descriptors:
@@ -186,70 +231,6 @@ def check_files(plan: Plan) -> None:
             )
 
 
-def _sort_copies(
-    plan: Plan, tensors: Sequence[torch.Tensor], options: ReadOptions
-) -> tuple[list[_DirectRead], list[_StagedRead]]:
-    for slot, tensor in zip(plan.slots, tensors, strict=True):
-        if tensor.numel() != slot.numel:
-            raise ValueError(f"{slot.key} {slot.name}: the plan is for {slot.numel} elements, not {tensor.numel()}")
-    views = [_bytes_of(tensor) for tensor in tensors]
-    direct: list[tuple[Copy, memoryview]] = []
-    staged: list[_StagedRead] = []
-    staging_chunk = max(options.staging_nbytes // options.threads, LEAST_STAGING_NBYTES)
-    for copy in chain.from_iterable(map(_rows, plan.copies)):
-        view = views[copy.slot]
-        if view is not None and copy.dtype == plan.slots[copy.slot].dtype:
-            itemsize = ITEMSIZE[copy.dtype]
-            start = copy.slot_offset * itemsize
-            direct.append((copy, view[start : start + copy.numel * itemsize]))
-        else:
-            staged += _split_staged(copy, min(staging_chunk, options.chunk_nbytes))
-    return list(_batch(direct, options.chunk_nbytes)), staged
-
-
-def _rows(copy: Copy) -> Iterator[Copy]:
-    return iter((copy,)) if copy.rows == 1 else (copy.row(number) for number in range(copy.rows))
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview | None:
-    """The tensor's memory, or ``None`` where ``preadv`` cannot write into it."""
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
-        return None
-    # as_strided: a tensor of one element counts as contiguous whatever its stride is, and then has no byte view
-    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
-    return flat.view(torch.uint8).numpy().data
-
-
-def _split_staged(copy: Copy, chunk_nbytes: int) -> Iterator[_StagedRead]:
-    itemsize = ITEMSIZE[copy.dtype]
-    step = max(chunk_nbytes // itemsize, 1)
-    for start in range(0, copy.numel, step):
-        numel = min(step, copy.numel - start)
-        offset = copy.byte_offset + start * itemsize
-        part = Copy(copy.file, offset, copy.slot, copy.slot_offset + start, numel, copy.dtype)
-        yield _StagedRead(part, numel * itemsize)
-
-
-def _batch(copies: Sequence[tuple[Copy, memoryview]], chunk_nbytes: int) -> Iterator[_DirectRead]:
-    """Join copies that are neighbours in their file, and split what is longer than a chunk."""
-    buffers: list[memoryview] = []
-    file, start, end = -1, 0, 0
-    for copy, view in copies:
-        for piece_start in range(0, len(view), chunk_nbytes):
-            piece = view[piece_start : piece_start + chunk_nbytes]
-            offset = copy.byte_offset + piece_start
-            fits = copy.file == file and offset == end and end - start + len(piece) <= chunk_nbytes
-            if buffers and not (fits and len(buffers) < MAX_BUFFERS):
-                yield _DirectRead(file, start, end - start, tuple(buffers))
-                buffers = []
-            if not buffers:
-                file, start, end = copy.file, offset, offset
-            buffers.append(piece)
-            end += len(piece)
-    if buffers:
-        yield _DirectRead(file, start, end - start, tuple(buffers))
-
-
 def _read_fully(
     descriptors: _Descriptors, plan: Plan, file: int, byte_offset: int, buffers: Sequence[memoryview]
 ) -> None:
@@ -292,14 +273,3 @@ def _broken(plan: Plan, file: int, byte_offset: int, found: str) -> DamagedError
         found=f"{found} at byte {byte_offset}",
         remedy="check the disk or network file system",
     )
-
-
-def _stage(descriptors: _Descriptors, plan: Plan, copy: Copy, tensors: Sequence[torch.Tensor]) -> None:
-    raw = bytearray(copy.numel * ITEMSIZE[copy.dtype])
-    _read_fully(descriptors, plan, copy.file, copy.byte_offset, [memoryview(raw)])
-    values = torch.frombuffer(raw, dtype=getattr(torch, copy.dtype))
-    target = tensors[copy.slot]
-    if target.dim() == 1:
-        target[copy.slot_offset : copy.slot_offset + copy.numel].copy_(values)
-    else:
-        write_flat(target, copy.slot_offset, values)

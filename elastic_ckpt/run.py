@@ -50,7 +50,8 @@ def main(arguments: list[str]) -> None:
         elif argument.split("=")[0] == "--universal-checkpoint":
             _set_mode(argument.partition("=")[2] or "auto")
         else:
-            sys.exit(f"elastic_ckpt.run: unknown flag {argument}\n\n{_USAGE}")
+            meant = "; did you mean --universal-checkpoint?" if "universal" in argument else ""
+            sys.exit(f"elastic_ckpt.run: unknown flag {argument}{meant}\n\n{_USAGE}")
     if position == len(arguments):
         sys.exit(f"elastic_ckpt.run: which script?\n\n{_USAGE}")
     script = arguments[position]

@@ -17,6 +17,7 @@ from elastic_ckpt.cli import app
 from elastic_ckpt.cli.plan_options import bandwidth
 from elastic_ckpt.cli.plan_plot import bytes_matrix
 from elastic_ckpt.forecast import Memory, RankForecast, Reads
+from elastic_ckpt.scaling import load_scaling
 from elastic_ckpt.virtual.scale import scale_catalog
 from elastic_ckpt.virtual.scale_config import ScaleModel, scale_names
 from tests.test_scale import catalog_of, small_model
@@ -88,9 +89,11 @@ def test_a_big_job_by_the_node_and_in_detail() -> None:
         "4",
         "--bandwidth",
         "5GB/s",
+        "--cores",
+        "128",
     )
     assert found["source"]["files"] == 512 + 128 + 34 * 4
-    assert found["cluster"] == {"ranks": 64, "nodes": 4, "bandwidth": 5e9, "ranks_per_node": 16}
+    assert found["cluster"] == {"ranks": 64, "nodes": 4, "bandwidth": 5e9, "cores": 128, "ranks_per_node": 16}
     assert found["ranks_planned"] == 64 and "ranks" not in found
     # 32 layers, positions, two norms; tied embeddings on two stages; and copies of what is not cut, on four ranks
     numel = 32 * (12 * H * H + 13 * H) + 2 * (50688 + 2048) * H + 2 * H + 3 * (2 * 2048 * H + 2 * H + 32 * 6 * H)
@@ -100,8 +103,14 @@ def test_a_big_job_by_the_node_and_in_detail() -> None:
     assert memory["device"] == memory["weights"] + memory["gradients"] == 3 * memory["weights"]
     assert memory["masters"] == 2 * memory["weights"]
     slowest = max(node["nbytes"] for node in found["nodes"])
-    assert found["seconds"]["reading"] == slowest / 5e9
-    assert found["seconds"]["total"] == found["seconds"]["reading"] + 13 * found["seconds"]["seconds_per_file"]
+    seconds, costs = found["seconds"], found["scaling"]["coefficients"]
+    assert seconds["by_bandwidth"] == slowest / 5e9
+    assert seconds["reading"] == max(seconds["by_bandwidth"], seconds["by_work"])
+    steps = ("reading", "opening", "metadata", "planning", "agreeing")
+    assert seconds["total"] == pytest.approx(sum(seconds[step] for step in steps))
+    assert seconds["opening"] == pytest.approx(found["files"]["most"] * costs["file_read"])
+    assert costs == load_scaling().coefficients.model_dump()
+    assert len(seconds["left_out"]) == 3
     assert ["refuses ZeRO-3" in warning for warning in found["warnings"]] == [True]
 
 
@@ -122,6 +131,23 @@ def test_one_rank_in_detail() -> None:
     result = run("--model", "bloom-176b", "--rank", "100", "--tp", "8", "--dp", "4", "--pp", "6")
     assert "rank 100: pipeline stage 3, data-parallel rank 0, tensor-parallel rank 4" in result.output
     assert "fp32 masters" in result.output and "bf16_zero_pp_rank_0_mp_rank_26_optim_states.pt" in result.output
+
+
+def test_the_users_own_scaling_model(small: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    mine = json.loads(load_scaling().model_dump_json())
+    mine["coefficients"] = dict.fromkeys(mine["coefficients"], 0.0) | {"file_read": 3.0, "file_metadata": 5.0}
+    path.write_text(json.dumps(mine | {"machine": "a slide rule"}))
+    found = told("--model", small, "--scaling", str(path), "--nodes", "1", "--cores", "4")
+    each = -(-found["source"]["files"] // 12)
+    # twelve ranks on four cores
+    assert found["seconds"]["opening"] == 3 * 3.0 * found["files"]["most"]
+    assert found["seconds"]["metadata"] == 3 * 5.0 * each
+    assert found["seconds"]["planning"] == found["seconds"]["agreeing"] == found["seconds"]["by_work"] == 0
+    shown = " ".join(run("--model", small, "--scaling", str(path), "--cores", "4").output.replace("│", " ").split())
+    assert "fitted on a slide rule (--scaling); left out: the commit" in shown
+    for step in ("reading", "opening", "metadata", "planning", "agreeing"):
+        assert f"{step} " in shown
 
 
 def test_a_refusal_says_why_and_what_would_help() -> None:
@@ -156,6 +182,9 @@ def test_a_refusal_says_why_and_what_would_help() -> None:
         (("--model", "104b", "--zero", "4"), "Invalid value for '--zero'"),
         (("--model", "104b", "--bandwidth", "fast"), "'fast' is no bandwidth"),
         (("--model", "105b"), 'there is no model "105b"'),
+        (("--model", "104b", "--scaling", "abacus"), 'there is no scaling model "abacus"'),
+        (("--model", "104b", "--scaling", "/nowhere/fit.json"), "this file is no scaling model"),
+        (("--model", "104b", "--cores", "0"), "Invalid value for '--cores'"),
         (("--model", "104b", "--preset", "nobody"), "nobody"),
         (
             ("--model", "104b", "--dp", "1", "--pp", "1", "--plot", "/nowhere/at/all/plot.png"),

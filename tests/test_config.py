@@ -1,8 +1,7 @@
-"""The section of the DeepSpeed config, and the command-line flags that win over it."""
+"""The section of the DeepSpeed config, and what wins over it."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 from elastic_ckpt.config import (
     CONFIG_KEY,
     ElasticConfig,
-    add_arguments,
     clear_flags,
     flag_given,
     read_config,
@@ -25,11 +23,6 @@ def no_flags() -> Iterator[None]:
     clear_flags()
     yield
     clear_flags()
-
-
-@pytest.fixture
-def parser() -> argparse.ArgumentParser:
-    return add_arguments(argparse.ArgumentParser())
 
 
 def read(**section: Any) -> ElasticConfig:
@@ -63,6 +56,8 @@ def test_every_option_can_be_set() -> None:
         "check_shards": False,
         "read_threads": 8,
         "read_chunk_mib": 1,
+        "read_gap_kib": 64,
+        "huge_pages": False,
         "max_extra_memory_mib": 4,
         "progress": False,
         "report": False,
@@ -214,77 +209,28 @@ def test_a_bad_flag_value_is_an_error_that_does_not_blame_the_config() -> None:
     assert CONFIG_KEY not in caught.value.problem, caught.value
 
 
-@pytest.mark.parametrize(
-    ("arguments", "mode", "given"),
-    [
-        ([], "auto", False),
-        (["--universal-checkpoint"], "auto", True),
-        (["--universal-checkpoint=auto"], "auto", True),
-        (["--universal-checkpoint=require"], "require", True),
-        (["--universal-checkpoint", "require"], "require", True),
-        (["--universal-checkpoint=off"], "off", False),
-    ],
-)
-def test_the_universal_checkpoint_flag_sets_the_mode(
-    parser: argparse.ArgumentParser, arguments: list[str], mode: str, given: bool
-) -> None:
-    parsed = parser.parse_args(arguments)
-    assert read_config({}).mode == mode
-    assert flag_given() is given
-    assert parsed.universal_checkpoint == (mode if arguments else None)
+@pytest.mark.parametrize("key", ["load_universal_checkpoint", "universal_checkpoint", "load_universal"])
+def test_wrong_keys_are_answered_with_the_right_one(key: str) -> None:
+    with pytest.raises(ConfigError, match=f'"{key}"') as caught:
+        read_config({key: True})
+    assert '"checkpoint": {"load_universal": true}' in str(caught.value.remedy)
 
 
-def test_a_bare_flag_wins_over_a_config_that_says_off(parser: argparse.ArgumentParser) -> None:
-    parser.parse_args(["--universal-checkpoint"])
-    assert read(mode="off").mode == "auto"
+@pytest.mark.parametrize("key", ["load_universal_checkpoint", "universal_checkpoint", "universal"])
+def test_wrong_keys_beside_the_right_one_are_answered_too(key: str) -> None:
+    with pytest.raises(ConfigError, match=f'"{key}" under "checkpoint"') as caught:
+        read_config({"checkpoint": {"tag_validation": "Warn", key: True}})
+    assert '"checkpoint": {"load_universal": true}' in str(caught.value.remedy)
 
 
-def test_the_last_of_two_flags_counts(parser: argparse.ArgumentParser) -> None:
-    parser.parse_args(["--universal-checkpoint", "--universal-checkpoint=off"])
-    assert read().mode == "off"
-    assert not flag_given()
+@pytest.mark.parametrize("key", ["elastic_ckpt", "elastic_checkpointing", "elastic-checkpoint"])
+def test_a_section_under_another_name_is_answered_with_the_right_one(key: str) -> None:
+    with pytest.raises(ConfigError, match=f'"{key}"') as caught:
+        read_config({key: {"mode": "off"}})
+    assert f'"{CONFIG_KEY}"' in str(caught.value.remedy)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--universal-checkpoint=on"],
-        ["--universal-checkpoint", "yes"],
-        ["--elastic-read-threads"],
-        ["--elastic-read-threads=many"],
-        ["--elastic-trust-pickle=1"],
-    ],
-)
-def test_a_bad_argument_ends_the_script_and_sets_nothing(
-    parser: argparse.ArgumentParser, arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        parser.parse_args(arguments)
-    assert caught.value.code == 2
-    assert arguments[0].split("=")[0] in capsys.readouterr().err
-    assert read_config({}) == ElasticConfig.model_validate({})
-
-
-def test_the_other_flags_set_their_options(parser: argparse.ArgumentParser) -> None:
-    parsed = parser.parse_args(["--elastic-trust-pickle", "--elastic-read-threads", "7"])
-    assert (parsed.elastic_trust_pickle, parsed.elastic_read_threads) == (True, 7)
-    options = read(trust_pickle=False, read_threads=1)
-    assert (options.trust_pickle, options.read_threads) == (True, 7)
-
-
-def test_flags_that_are_not_given_leave_the_config_alone(parser: argparse.ArgumentParser) -> None:
-    parsed = parser.parse_args([])
-    assert (parsed.elastic_trust_pickle, parsed.elastic_read_threads) == (False, None)
-    options = read(trust_pickle=True, read_threads=1)
-    assert (options.trust_pickle, options.read_threads) == (True, 1)
-
-
-def test_flags_stand_beside_a_scripts_own_and_those_of_deepspeed() -> None:
-    import deepspeed
-
-    parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
-    parser.add_argument("--lr", type=float)
-    assert add_arguments(parser) is parser
-    parsed = parser.parse_args(["--deepspeed", "--lr", "0.1", "--universal-checkpoint", "--elastic-trust-pickle"])
-    assert (parsed.deepspeed, parsed.lr, parsed.universal_checkpoint) == (True, 0.1, "auto")
-    assert "elastic_ckpt" in parser.format_help()
+def test_keys_of_deepspeed_are_none_of_them() -> None:
+    section = {"tag_validation": "Warn", "load_universal": True, "use_node_local_storage": False}
+    assert read_config({"checkpoint": section, "elasticity": {"enabled": False}}).mode == "auto"
+    assert read_config({"checkpoint": None}).mode == "auto"

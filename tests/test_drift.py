@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,11 +25,11 @@ from elastic_ckpt.catalog import (
     SourceFile,
 )
 from elastic_ckpt.destinations import Destinations, LiveLayout
-from elastic_ckpt.drift import Drift, find_drift, judge_drift
+from elastic_ckpt.drift import Difference, Drift, find_drift, judge_drift, united
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.geometry import FlatRange
 from elastic_ckpt.plan import Comparison, Piece, Plan, Recode, Slot
-from elastic_ckpt.reader import ReadOptions, execute
+from elastic_ckpt.reader import ReadOptions, ReadStats, execute
 from elastic_ckpt.replicas import compare_replicas
 from elastic_ckpt.rules.book import RuleBook
 from elastic_ckpt.rules.declared import declared_by
@@ -47,12 +48,12 @@ def write(path: Path, *tensors: torch.Tensor) -> SourceFile:
     return SourceFile(str(path), len(raw))
 
 
-def drift_of(tmp_path: Path, *copies: torch.Tensor, taken: str = FIRST) -> list[Drift]:
+def drift_of(tmp_path: Path, *copies: torch.Tensor, taken: str = FIRST, options: ReadOptions = OPTIONS) -> list[Drift]:
     files = tuple(write(tmp_path / str(number), copy) for number, copy in enumerate(copies))
-    dtype = str(copies[0].dtype).removeprefix("torch.")
-    pieces = tuple((Piece(number, 3, 0, copies[0].numel(), dtype, None),) for number in range(len(copies)))
+    dtypes = [str(copy.dtype).removeprefix("torch.") for copy in copies]
+    pieces = tuple((Piece(number, 3, 0, copies[0].numel(), dtype, None),) for number, dtype in enumerate(dtypes))
     comparison = Comparison("a", MASTER, copies[0].numel(), pieces, taken)
-    return find_drift(Plan(files, (), (), comparisons=(comparison,)), OPTIONS)
+    return united(find_drift(Plan(files, (), (), comparisons=(comparison,)), options))
 
 
 # --- how far copies are apart -----------------------------------------------------------------------------------
@@ -100,12 +101,55 @@ def test_equal_infinities_beside_a_difference_count_as_equal(tmp_path: Path) -> 
 
 
 def test_differences_are_added_up_over_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_ckpt.drift._CHUNK_NUMEL", 3)
-    first = torch.arange(8.0)
-    second = first + torch.tensor([0, 1, 0, 0, 0, 0, 0, 7.0])
-    (found,) = drift_of(tmp_path, first, second)
-    assert (found.largest, found.mean) == (7.0, 1.0)
-    assert drift_of(tmp_path, first, first + torch.tensor([0, 0, 0, 0, 2.0, 0, 0, 0]))[0].mean == 0.25
+    """Whether they are read in several goes, or told apart in several steps."""
+    few = replace(OPTIONS, staging_nbytes=2 * 2 * 3 * 4)
+    for patched in ("_LEAST_NBYTES", "_STEP_NUMEL"):
+        monkeypatch.setattr(f"elastic_ckpt.drift.{patched}", 3)
+        first = torch.arange(8.0)
+        second = first + torch.tensor([0, 1, 0, 0, 0, 0, 0, 7.0])
+        (found,) = drift_of(tmp_path, first, second, options=few)
+        assert (found.largest, found.mean) == (7.0, 1.0)
+        apart = drift_of(tmp_path, first, first + torch.tensor([0, 0, 0, 0, 2.0, 0, 0, 0]), options=few)
+        assert apart[0].mean == 0.25
+
+
+def test_other_bytes_of_the_same_numbers_are_no_drift(tmp_path: Path) -> None:
+    nans = torch.tensor([0x7FC00000, 0x7FC00001, 0x3F800000, -0x80000000], dtype=torch.int32).view(torch.float32)
+    same = torch.tensor([NAN, NAN, 1.0, 0.0])
+    assert nans.view(torch.int32).tolist() != same.view(torch.int32).tolist()
+    assert drift_of(tmp_path, nans, same) == []
+    (found,) = drift_of(tmp_path, nans, same + torch.tensor([0.0, 0.0, 0.0, 2.0]))
+    assert (found.largest, found.mean) == (2.0, 0.5)
+
+
+def test_copies_of_other_dtypes_are_compared_by_their_values(tmp_path: Path) -> None:
+    wide = torch.tensor([1.0, 2.0, 3.0])
+    assert drift_of(tmp_path, wide.bfloat16(), wide, wide.double()) == []
+    (found,) = drift_of(tmp_path, wide.bfloat16(), wide, wide.double() + torch.tensor([0, 0.75, 0]))
+    assert (found.largest, found.mean, found.copies) == (0.75, 0.125, 3)
+
+
+def test_equal_copies_are_read_once_and_never_turned_into_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans: list[Plan] = []
+
+    def counted(plan: Plan, *others: Any, **named: Any) -> ReadStats:
+        plans.append(plan)
+        return execute(plan, *others, **named)
+
+    monkeypatch.setattr("elastic_ckpt.drift.execute", counted)
+    monkeypatch.setattr("elastic_ckpt.drift._STEP_NUMEL", 0)  # to take a step would fail
+    files = [write(tmp_path / str(number), torch.arange(100.0)) for number in range(2)]
+    small = [
+        Comparison(str(at), MASTER, 10, tuple((Piece(file, 3 + 40 * at, 0, 10, "float32", None),) for file in (0, 1)))
+        for at in range(10)
+    ]
+    assert find_drift(Plan(tuple(files), (), (), comparisons=tuple(small)), OPTIONS) == []
+    (plan,) = plans  # all of them in one go
+    assert sum(copy.numel for copy in plan.copies) == 200
+    assert not plan.recodes
+    assert {slot.dtype for slot in plan.slots} == {"float32"}
 
 
 def test_quantized_copies_are_compared_by_their_values(tmp_path: Path) -> None:
@@ -117,7 +161,7 @@ def test_quantized_copies_are_compared_by_their_values(tmp_path: Path) -> None:
 
     def drift(*copies: int) -> list[Drift]:
         one = Comparison("a", "exp_avg", 2, tuple(pieces[copy] for copy in copies))
-        return find_drift(Plan(files, (), (), comparisons=(one,)), OPTIONS)
+        return united(find_drift(Plan(files, (), (), comparisons=(one,)), OPTIONS))
 
     assert drift(0, 1)[0].largest == pytest.approx(0.4)
     assert drift(0, 2) == []  # other codes, other scales, the same values
@@ -128,14 +172,40 @@ def test_quantized_copies_are_compared_by_their_values(tmp_path: Path) -> None:
 BIG, SMALL = Drift("big", MASTER, 2.0, 1.0, 4, FIRST), Drift("small", "exp_avg", 0.5, 0.25, 4, MEAN)
 
 
+def judge(drifts: Sequence[Drift], averaged: frozenset[str], policy: str) -> tuple[str, ...]:
+    """As one piece each."""
+    found = []
+    for one in drifts:
+        asked = Comparison(one.name, one.key, 10, (), one.taken, one.is_guess)
+        found.append(Difference(asked, one.copies, one.largest, one.mean * 10 * (one.copies - 1)))
+    return judge_drift(found, averaged, policy)
+
+
+def difference(start: int, numel: int, largest: float, total: float, **other: Any) -> Difference:
+    whole = {"whole_numel": 100, "number": 1, **other}
+    return Difference(Comparison("a", MASTER, numel, (), start=start, **whole), 3, largest, total)
+
+
+def test_what_ranks_found_in_pieces_of_a_tensor_is_one_line() -> None:
+    first, second = difference(0, 10, 0.5, 4.0), difference(60, 30, 2.0, 6.0)
+    assert united([second, first]) == [Drift("a", MASTER, 2.0, 10.0 / 100 / 2, 3, FIRST)]
+    assert united([first, second, first]) == united([first, second])  # two ranks compared the same
+    other_shard = difference(0, 50, 1.0, 10.0, whole_numel=300, number=2)
+    assert united([first, other_shard, second]) == [Drift("a", MASTER, 2.0, 20.0 / 400 / 2, 3, FIRST)]
+    guess = difference(90, 10, 0.0, 0.0, is_guess=True, taken=MEAN)
+    (both,) = united([first, guess])
+    assert both.is_guess and both.taken == MEAN
+    assert united([]) == []
+
+
 def test_drift_is_refused_unless_the_user_says_what_to_take() -> None:
     with pytest.raises(MismatchError, match="only one can be kept") as caught:
-        judge_drift([SMALL, BIG, BIG], frozenset(), STRICT)
+        judge([SMALL, BIG, BIG], frozenset(), STRICT)
     assert caught.value.parameter == "big, small"
     assert caught.value.found == f"{BIG}; {SMALL}"
     assert '"replicated_params": "first"' in str(caught.value.remedy)
     for policy in (FIRST, MEAN):
-        notes = judge_drift([SMALL, BIG, BIG], frozenset(), policy)
+        notes = judge([SMALL, BIG, BIG], frozenset(), policy)
         assert notes == (
             f"replicated, but different when saved: {BIG}; the first was taken",
             f"replicated, but different when saved: {SMALL}; the mean was taken",
@@ -143,9 +213,9 @@ def test_drift_is_refused_unless_the_user_says_what_to_take() -> None:
 
 
 def test_what_a_rule_averages_may_differ() -> None:
-    assert len(judge_drift([BIG, SMALL], frozenset({"big", "small"}), STRICT)) == 2
+    assert len(judge([BIG, SMALL], frozenset({"big", "small"}), STRICT)) == 2
     with pytest.raises(MismatchError) as caught:
-        judge_drift([BIG, SMALL], frozenset({"big"}), STRICT)
+        judge([BIG, SMALL], frozenset({"big"}), STRICT)
     assert caught.value.parameter == "small"
     assert judge_drift([], frozenset(), STRICT) == ()
 
@@ -153,12 +223,12 @@ def test_what_a_rule_averages_may_differ() -> None:
 def test_many_differences_are_cut_short_and_counted() -> None:
     many = [replace(BIG, name=f"p{number}", largest=float(number)) for number in range(9)]
     with pytest.raises(MismatchError, match="; and 3 more"):
-        judge_drift(many, frozenset(), STRICT)
-    notes = judge_drift(many, frozenset(), FIRST)
+        judge(many, frozenset(), STRICT)
+    notes = judge(many, frozenset(), FIRST)
     assert len(notes) == 7
     assert "p8" in notes[0]
     assert notes[-1].startswith("and 3 more")
-    assert not any("more" in note for note in judge_drift(many[:6], frozenset(), FIRST))
+    assert not any("more" in note for note in judge(many[:6], frozenset(), FIRST))
 
 
 # --- which copies are compared, and what a plan takes -----------------------------------------------------------
@@ -190,10 +260,16 @@ def engine(
     return Destinations(1, dp, dp_rank, "o", (), (), (), (), tp=tp, tp_rank=tp_rank, layouts=layouts)
 
 
-def drift_in(catalog: Catalog, live: Destinations, resharding: Resharding, states: bool = True) -> list[Drift]:
+def difference_in(
+    catalog: Catalog, live: Destinations, resharding: Resharding, states: bool = True
+) -> list[Difference]:
     names = {name for name, _ in catalog.tensors}
     comparisons = compare_replicas(catalog, live, resharding, names, states)
     return find_drift(Plan(catalog.files, (), (), comparisons=comparisons), OPTIONS)
+
+
+def drift_in(catalog: Catalog, live: Destinations, resharding: Resharding, states: bool = True) -> list[Drift]:
+    return united(difference_in(catalog, live, resharding, states))
 
 
 def taken(catalog: Catalog, name: str, resharding: Resharding, numel: int) -> torch.Tensor:
@@ -226,8 +302,8 @@ def test_what_the_notes_say_was_taken_is_what_the_plan_takes(
     live = replace(live, tp=len(layout.shapes))
     found = resolve(catalog, live, ["norm"], RuleBook(), policy)
     got = taken(catalog, "norm", found, 1 if live_is_cut else 4)
-    every = [drift for rank in range(live.tp) for drift in drift_in(catalog, replace(live, tp_rank=rank), found)]
-    weights, states = sorted(every, key=lambda drift: drift.largest)
+    every = [each for rank in range(live.tp) for each in difference_in(catalog, replace(live, tp_rank=rank), found)]
+    states, weights = united(every)
     assert (weights.key, weights.largest, weights.mean, weights.copies) == (MASTER, 4.0, 1.5, 2)
     assert (states.key, states.largest) == ("exp_avg", 40.0)
     wanted = {FIRST: copies[0], MEAN: torch.stack(copies).mean(0)}[weights.taken]
@@ -239,8 +315,8 @@ def test_what_the_notes_say_was_taken_is_what_the_plan_takes(
 def test_integers_are_compared_and_the_first_is_taken_whatever_the_policy(tmp_path: Path) -> None:
     catalog = checkpoint(tmp_path, {"ids": [torch.tensor([1, 2]), torch.tensor([1, 4])]}, (BUFFER,))
     found = resolve(catalog, engine({"ids": LiveLayout(((2,),))}), ["ids"], RuleBook(), MEAN)
-    every = drift_in(catalog, engine({}), found)
-    assert every == [Drift("ids", BUFFER, 2.0, 1.0, 2, FIRST, is_guess=True)]
+    every = difference_in(catalog, engine({}), found)
+    assert united(every) == [Drift("ids", BUFFER, 2.0, 1.0, 2, FIRST, is_guess=True)]
     for policy in (STRICT, FIRST, MEAN):  # each rank's own bounds, say: no policy makes one of them right for all
         with pytest.raises(MismatchError, match="by their shapes alone"):
             judge_drift(every, frozenset(), policy)
@@ -282,7 +358,7 @@ def test_parts_that_several_ranks_hold_of_a_parameter_that_is_cut_are_compared(t
 def test_states_are_compared_only_if_they_are_loaded_and_only_what_can_be_cut(tmp_path: Path) -> None:
     catalog = checkpoint(tmp_path, {"a": [torch.zeros(2), torch.ones(2)]}, (MASTER, "exp_avg"))
     found = Resharding(replicas=frozenset("a"))
-    assert [drift.key for drift in drift_in(catalog, engine({}), found)] == ["exp_avg", MASTER]
+    assert sorted(drift.key for drift in drift_in(catalog, engine({}), found)) == ["exp_avg", MASTER]
     assert [drift.key for drift in drift_in(catalog, engine({}), found, states=False)] == [MASTER]
     factor = {("a", "exp_avg"): replace(catalog.tensors["a", "exp_avg"], is_whole=True)}
     assert drift_in(replace(catalog, tensors=factor), engine({}), found) == []

@@ -13,29 +13,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ckpt import read_sizes as sizes_module
-from elastic_ckpt import reader as reader_module
+from elastic_ckpt import reads as reads_module
 from elastic_ckpt.catalog import BUFFER, SourceFile
 from elastic_ckpt.config import ElasticConfig
+from elastic_ckpt.destinations import Destinations
 from elastic_ckpt.dtypes import ITEMSIZE
 from elastic_ckpt.forecast import (
-    SECONDS_PER_FILE,
     Cluster,
     Memory,
     Precision,
     RankForecast,
     Reads,
+    Saved,
     bytes_by_file,
     forecast_rank,
     memory_of,
     nodes_of,
     reads_of,
+    saved_of,
     seconds_of,
 )
 from elastic_ckpt.opened import load_options
 from elastic_ckpt.plan import Copy, Piece, Plan, Recode, Slot
 from elastic_ckpt.planner import LoadOptions
 from elastic_ckpt.read_sizes import read_sizes
-from elastic_ckpt.reader import ReadOptions, _sort_copies, execute
+from elastic_ckpt.reader import ReadOptions, execute
+from elastic_ckpt.reads import StagedRead, sort_copies
+from elastic_ckpt.scaling import Coefficients, Scaling
 from elastic_ckpt.virtual import Topology, VirtualJob
 from elastic_ckpt.virtual.survey import Setting, some_ranks, spread, survey
 from tests.simulation import saved
@@ -70,31 +74,41 @@ def copies(draw: st.DrawFn) -> list[Copy]:
 
 
 @settings(deadline=None, max_examples=150)
-@given(copies(), st.sampled_from([4, 8, 12, 20, 64, 100, 4096, 1 << 24]), st.sampled_from([16, 64, 1 << 20]))
-def test_reads_are_those_of_the_reader(held: list[Copy], chunk_nbytes: int, staging_nbytes: int) -> None:
+@given(
+    copies(),
+    st.sampled_from([4, 8, 12, 20, 64, 100, 4096, 1 << 24]),
+    st.sampled_from([16, 64, 1 << 20]),
+    st.sampled_from([0, 0, 4, 8, 12, 4096]),
+)
+def test_reads_are_those_of_the_reader(
+    held: list[Copy], chunk_nbytes: int, staging_nbytes: int, gap_nbytes: int
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (reader_module, sizes_module):
+        for module in (reads_module, sizes_module):
             patch.setattr(module, "MAX_BUFFERS", FEW_BUFFERS)
-        compare_with_reader(held, chunk_nbytes, staging_nbytes)
+        compare_with_reader(held, ReadOptions(2, chunk_nbytes, staging_nbytes, gap_nbytes=gap_nbytes))
 
 
-def compare_with_reader(held: list[Copy], chunk_nbytes: int, staging_nbytes: int) -> None:
+def compare_with_reader(held: list[Copy], options: ReadOptions) -> None:
     numel = max(2, *((copy.rows - 1) * copy.slot_stride + copy.numel for copy in held))
     plan = Plan((), (Slot("fp32", 0, "", numel, "float32"),), tuple(held))
-    options = ReadOptions(threads=2, chunk_nbytes=chunk_nbytes, staging_nbytes=staging_nbytes)
-    direct, staged = _sort_copies(plan, [torch.zeros(numel)], options)
-    expected = Counter(read.nbytes for read in (*direct, *staged) if read.nbytes)
+    direct, staged = sort_copies(plan, [torch.zeros(numel)], options.limits)
+    expected = Counter(read.nbytes for read in direct if read.nbytes) + by_row(staged)
     found: Counter[int] = Counter()
-    for nbytes, count in read_sizes(plan, 2, chunk_nbytes, staging_nbytes, on_accelerator=False):
+    for nbytes, count in read_sizes(plan, options.limits, on_accelerator=False):
         assert count >= 0
         found[nbytes] += count
     assert +found == expected
     # what preadv cannot write into: every row by itself
-    staged = _sort_copies(plan, [torch.zeros(2 * numel)[::2]], options)[1]
+    staged = sort_copies(plan, [torch.zeros(2 * numel)[::2]], options.limits)[1]
     found = Counter()
-    for nbytes, count in read_sizes(plan, 2, chunk_nbytes, staging_nbytes, on_accelerator=True):
+    for nbytes, count in read_sizes(plan, options.limits, on_accelerator=True):
         found[nbytes] += count
-    assert +found == Counter(read.nbytes for read in staged)
+    assert +found == by_row(staged)
+
+
+def by_row(staged: list[StagedRead]) -> Counter[int]:
+    return +sum((Counter({read.row_nbytes: read.copy.rows}) for read in staged), Counter())
 
 
 def test_means_are_read_in_chunks(tmp_path: Path) -> None:
@@ -107,7 +121,7 @@ def test_means_are_read_in_chunks(tmp_path: Path) -> None:
     plan = Plan((SourceFile(str(path), 24_000),), slots, (), recodes=(recode,))
     options = ReadOptions(threads=2, staging_nbytes=2 * 48 * 1_500)
     stats = execute(plan, [torch.zeros(5_000)], options, show_progress=False)
-    sizes = read_sizes(plan, 2, options.chunk_nbytes, options.staging_nbytes, on_accelerator=False)
+    sizes = read_sizes(plan, options.limits, on_accelerator=False)
     assert (sum(n * c for n, c in sizes), sum(c for _, c in sizes)) == (stats.nbytes, stats.calls) == (20_000, 4)
     assert bytes_by_file(plan) == {0: 20_000}
 
@@ -123,6 +137,37 @@ def test_of_what_ranks_read_together_each_receives_the_rest() -> None:
     total = 4 * 2 * 16
     assert [a + b for a, b in found] == [total, total]
     assert sum(a for a, _ in found) == total
+
+
+def test_what_is_fresh_staged_and_strided_is_counted() -> None:
+    slots = (Slot("fp32", 0, "", 100, "float32"), Slot("exp_avg", 0, "", 100, "float32"))
+    held = (
+        Copy(0, 0, 0, 0, 10, "float32", rows=3, file_stride=20, slot_stride=30),
+        Copy(0, 1000, 1, 0, 50, "float32"),
+        Copy(1, 0, 1, 50, 50, "bfloat16"),  # to be converted, through a buffer
+    )
+    pieces = (Piece(2, 0, 90, 7, "float32", None), Piece(2, 400, 90, 7, "float32", None))
+    plan = Plan((), slots, held, recodes=(Recode(0, 90, 7, None, -1, 0, pieces, 0.5),))
+    nothing = Destinations(0, 1, 0, "", (), (), (), ())
+    reads = reads_of(nothing, plan, ReadOptions(), on_accelerator=False)
+    assert (reads.nbytes, reads.files, reads.copies) == (3 * 40 + 200 + 100 + 56, 3, 4)
+    assert (reads.nbytes_fresh, reads.nbytes_staged) == (400, 100 + 56)
+    assert (reads.calls, reads.calls_staged, reads.pieces) == (3 + 1 + 1 + 1, 2, 3 + 1 + 1 + 2)
+    # in an accelerator's memory nothing costs page faults, and all comes through buffers
+    moved = reads_of(nothing, plan, ReadOptions(), on_accelerator=True)
+    assert (moved.nbytes_fresh, moved.nbytes_staged, moved.calls_staged) == (0, reads.nbytes, moved.calls)
+    compared = dataclasses.replace(reads, nbytes_compared=1000).work
+    assert (compared.nbytes, compared.nbytes_fresh, compared.reads) == (reads.nbytes + 1000, 400, 6)
+    assert (compared.nbytes_staged, compared.reads_staged, compared.pieces, compared.files) == (156, 2, 7, 3)
+
+
+def test_a_checkpoint_is_counted_for_its_metadata() -> None:
+    catalog = saved({"a": (40,), "b": (7,)}, states=("exp_avg",))
+    extents = sum(len(tensor.extents) for tensor in catalog.tensors.values())
+    assert extents >= 4
+    assert saved_of(catalog, 3) == Saved(len(catalog.files), 2, extents, 3)
+    bloom = catalog_of("bloom-176b")
+    assert saved_of(bloom, 6) == Saved(720, 845 / 12, 11664, 6)
 
 
 def test_copies_that_are_compared_are_counted_apart() -> None:
@@ -197,6 +242,12 @@ def rank_forecast(rank: int, nbytes: int, compared: int = 0) -> RankForecast:
     return RankForecast(rank, Reads(nbytes, 1, nbytes, nbytes, 1, compared, 0), Memory(0, (), 0, 0, 0, False), {})
 
 
+def costing(**coefficients: float) -> Scaling:
+    """A model in which nothing else costs anything."""
+    zeros = dict.fromkeys(Coefficients.model_fields, 0.0)
+    return Scaling(machine="", cores=1, measured="", coefficients=Coefficients(**{**zeros, **coefficients}))
+
+
 def test_the_slowest_node_counts() -> None:
     cluster = Cluster(ranks=7, nodes=3, bandwidth=50.0)
     ranks = [rank_forecast(rank, nbytes) for rank, nbytes in enumerate([10, 10, 10, 40, 40, 0, 70])]
@@ -208,17 +259,19 @@ def test_the_slowest_node_counts() -> None:
         (1, 3, 85, True),
         (2, 1, 70, True),
     ]
-    seconds = seconds_of(ranks, cluster, files=15, seconds_per_file=0.5)
+    seconds = seconds_of(ranks, cluster, Saved(15, 0, 0), costing(file_metadata=0.5), threads=4)
     assert (seconds.node_nbytes, seconds.reading, seconds.is_estimate) == (85, 1.7, False)
     assert (seconds.metadata, seconds.total) == (3 * 0.5, 1.7 + 1.5)
-    assert seconds_of(ranks, cluster, 7).metadata == SECONDS_PER_FILE
+    # the rank that reads most is not on the node that reads most
+    seconds = seconds_of(ranks, cluster, Saved(15, 0, 0), costing(byte=0.5), threads=4)
+    assert (seconds.by_bandwidth, seconds.by_work, seconds.reading) == (1.7, 70 * 0.5 / 4, 70 * 0.5 / 4)
 
 
 def test_of_a_few_ranks_the_rest_is_estimated() -> None:
     cluster = Cluster(ranks=8, nodes=2, bandwidth=1.0)
-    alone = seconds_of([rank_forecast(5, 30)], cluster, files=1)
+    alone = seconds_of([rank_forecast(5, 30)], cluster, Saved(1, 0, 0), costing(), 4)
     assert (alone.node_nbytes, alone.is_estimate) == (4 * 30, True)
-    node = seconds_of([rank_forecast(rank, 10 * rank) for rank in range(4)], cluster, files=1)
+    node = seconds_of([rank_forecast(rank, 10 * rank) for rank in range(4)], cluster, Saved(1, 0, 0), costing(), 4)
     assert (node.node_nbytes, node.is_estimate) == (60, True)
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from unittest.mock import patch
 
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from elastic_ckpt.plan import Plan, Slot
+from elastic_ckpt.plan import Comparison, Plan, Slot
 from elastic_ckpt.planner import LoadOptions, plan_load
 from tests.simulation_parallel import (
     NAMES,
@@ -52,24 +54,33 @@ def test_every_live_rank_gets_exactly_the_elements_of_its_shards(case: Case) -> 
 
 
 @settings(slow, max_examples=40)
-@given(parallel_cases())
-def test_ranks_of_a_stage_compare_each_replica_and_each_twin_once(case: Case) -> None:
+@given(parallel_cases(), st.integers(1, 9))
+def test_ranks_of_a_job_compare_each_element_of_each_replica_and_twin_once(case: Case, grain: int) -> None:
     saved, options = save(case), LoadOptions(rules=rules_of(case))
     source, target = case.source, case.target
-    for stage, names in enumerate(target.stages):
-        plans: list[Plan] = []
-        for rank in range(target.tp):
-            plans += [plan_load(saved.catalog, engine(case, stage, rank, dp), options) for dp in range(target.dp)]
-        compared = [comparison for plan in plans for comparison in plan.comparisons]
-        wanted: Counter[tuple[str, str, int]] = Counter()
-        for name in names:
-            for key in keys_of(name):
-                if NAMES[name] == "replicated" and source.tp > 1 and source.tp != target.tp:
-                    wanted[name, key, source.tp] += 1
-                if name == TIED and len(source.stages) > 1:
-                    wanted[name, key, 2] += source.tp
-        assert Counter((one.name, one.key, len(one.copies)) for one in compared) == wanted
-        for comparison in compared:
-            first, *others = (values_of(copy, comparison.numel, saved.files) for copy in comparison.copies)
-            assert -1 not in first
-            assert all(other == first for other in others)
+    plans: list[Plan] = []
+    with patch("elastic_ckpt.replicas.GRAIN_NUMEL", grain):
+        for stage in range(len(target.stages)):
+            for rank in range(target.tp):
+                every = (engine(case, stage, rank, dp) for dp in range(target.dp))
+                plans += [plan_load(saved.catalog, one, options) for one in every]
+    wanted: Counter[tuple[str, str, int]] = Counter()
+    for name in case.said:
+        for key in keys_of(name):
+            if NAMES[name] == "replicated" and source.tp > 1 and source.tp != target.tp:
+                wanted[name, key, source.tp] += 1
+            if name == TIED and len(source.stages) > 1:
+                wanted[name, key, 2] += source.tp
+    tiled: dict[tuple[str, str, int, int], list[Comparison]] = {}
+    for one in (comparison for plan in plans for comparison in plan.comparisons):
+        tiled.setdefault((one.name, one.key, len(one.copies), one.number), []).append(one)
+        first, *others = (values_of(copy, one.numel, saved.files) for copy in one.copies)
+        assert -1 not in first
+        assert all(other == first for other in others)
+    assert Counter(what[:3] for what in tiled) == wanted
+    for pieces in tiled.values():
+        position = 0
+        for piece in sorted(pieces, key=lambda piece: piece.start):
+            assert piece.start == position and piece.numel
+            position += piece.numel
+        assert position == pieces[0].whole_numel == sum(piece.numel for piece in pieces)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from elastic_ckpt.catalog import MASTER, SourceFile
+from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.plan import Copy, Plan, Slot
-from elastic_ckpt.reader import ReadOptions, ReadStats, check_files, execute
+from elastic_ckpt.reader import ReadOptions, ReadStats, check_files, execute, read_options
 
 UNTOUCHED = -7.0
 
@@ -199,7 +201,7 @@ def test_staged_reads_are_cut_to_the_memory_that_is_allowed(tmp_path: Path, stag
     options = ReadOptions(threads=threads, staging_nbytes=staging)
     stats = run([write(tmp_path / "a", values, header=2)], [target], [Copy(0, 2, 0, 1, 100, "bfloat16")], options)
     assert target.tolist() == [UNTOUCHED, *range(100), UNTOUCHED]
-    bounce = max(staging // threads, 16)  # never less than one element of the widest dtype
+    bounce = max(staging // threads // 2, 16)  # two a thread, never less than one element of the widest dtype
     assert stats == ReadStats(200, -(-200 // min(bounce, 200)), 200)
 
 
@@ -413,3 +415,122 @@ def test_rows_that_touch_in_the_file_are_read_in_one_call(tmp_path: Path) -> Non
 def test_a_row_beyond_the_end_of_the_file_is_damage(tmp_path: Path) -> None:
     with pytest.raises(DamagedError, match="failed"):
         run([write(tmp_path / "a", torch.arange(22.0))], [untouched(24)], [replace(STRIDED, byte_offset=8)])
+
+
+def test_a_config_says_how_to_read() -> None:
+    config = ElasticConfig(
+        read_threads=2, read_chunk_mib=3, max_extra_memory_mib=5, progress=False, read_gap_kib=7, huge_pages=False
+    )
+    assert read_options(config) == ReadOptions(2, 3 << 20, 5 << 20, False, 7 << 10, False)
+    assert read_options(ElasticConfig()) == ReadOptions()
+
+
+# --- reads that lie nearly side by side, and slow storage -------------------------------------------------------------
+
+
+def test_reads_with_small_gaps_between_them_are_one_if_that_is_wanted(tmp_path: Path) -> None:
+    """Rows of 6 of every 10 floats, as a row-parallel weight has them at another degree."""
+    values = torch.arange(100.0)
+    file = write(tmp_path / "a", values)
+    expected = values.view(10, 10)[:, :6].reshape(-1)
+    for gap_nbytes, calls, nbytes in ((0, 10, 240), (15, 10, 240), (16, 1, 10 * 24 + 9 * 16), (1 << 20, 1, 384)):
+        target = untouched(60)
+        copy = Copy(0, 0, 0, 0, 6, "float32", 10, 10, 6)
+        stats = run([file], [target], [copy], ReadOptions(gap_nbytes=gap_nbytes))
+        assert torch.equal(target, expected)
+        assert stats == ReadStats(nbytes, calls, 0)
+
+
+@pytest.mark.parametrize("chunk", [24, 63, 64, 104, 4096])
+def test_reads_that_were_joined_over_gaps_are_no_longer_than_a_chunk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    values = torch.arange(100.0)
+    file = write(tmp_path / "a", values)
+    sizes = []
+    preadv = os.preadv
+
+    def noted(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        sizes.append(sum(map(len, buffers)))
+        return preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", noted)
+    target = untouched(60)
+    copy = Copy(0, 0, 0, 0, 6, "float32", 10, 10, 6)
+    run([file], [target], [copy], ReadOptions(gap_nbytes=16, chunk_nbytes=chunk))
+    assert torch.equal(target, values.view(10, 10)[:, :6].reshape(-1))
+    rows = max((chunk + 16) // 40, 1)  # of 24 bytes, 16 apart
+    assert max(sizes) == min(rows * 40 - 16, 384)
+    assert len(sizes) == -(-10 // rows)
+
+
+class SlowStorage:
+    """In place of ``preadv``: as on a network file system the first reads wait, here until all of them are there.
+
+    Args:
+        together: how many reads wait for each other.
+    """
+
+    def __init__(self, together: int) -> None:
+        self._preadv = os.preadv
+        self._barrier = threading.Barrier(together)
+        self._together = together
+        self._lock = threading.Lock()
+        self._now = 0
+        self.most = 0
+        self.sizes: list[int] = []
+
+    def __call__(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        with self._lock:
+            self._now += 1
+            self.most = max(self.most, self._now)
+            self.sizes.append(sum(map(len, buffers)))
+            waits = len(self.sizes) <= self._together
+        if waits:
+            self._barrier.wait(60)
+        try:
+            return self._preadv(descriptor, buffers, offset)
+        finally:
+            with self._lock:
+                self._now -= 1
+
+
+@pytest.mark.parametrize("threads", [1, 4, 16])
+@pytest.mark.parametrize("staged", [False, True])
+def test_reads_overlap_on_slow_storage_but_no_more_than_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int, staged: bool
+) -> None:
+    slow = SlowStorage(threads)
+    monkeypatch.setattr(os, "preadv", slow)
+    numel = 24 << 20
+    file = tmp_path / "a"
+    with file.open("wb") as stream:
+        stream.truncate(4 * numel)
+    target = torch.ones(numel, dtype=torch.float32 if staged else torch.uint8)
+    options = ReadOptions(threads=threads, chunk_nbytes=1 << 20)
+    run([file], [target], [Copy(0, 0, 0, 0, numel, "uint8")], options)
+    assert not target.any()
+    assert slow.most == threads
+    assert slow.sizes == [1 << 20] * 24
+
+
+def test_many_small_reads_overlap_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = SlowStorage(4)
+    monkeypatch.setattr(os, "preadv", slow)
+    values = torch.arange(4000.0)
+    target = untouched(1000)
+    run([write(tmp_path / "a", values)], [target], [Copy(0, 0, 0, 0, 1, "float32", 1000, 4, 1)])
+    assert torch.equal(target, values[::4])
+    assert (len(slow.sizes), slow.most) == (1000, 4)
+
+
+def test_rows_on_their_way_through_a_buffer_travel_together(tmp_path: Path) -> None:
+    """10 rows of 6 of every 10 values; of bfloat16, so that they have to be converted."""
+    values = torch.arange(100).bfloat16()
+    file = write(tmp_path / "a", values)
+    for staging_nbytes in (16, 2 * 12, 2 * 24, 2 * 40, 1 << 20):
+        target = untouched(60)
+        copy = Copy(0, 0, 0, 0, 6, "bfloat16", 10, 10, 6)
+        stats = run([file], [target], [copy], ReadOptions(threads=1, staging_nbytes=staging_nbytes))
+        assert torch.equal(target, values.view(10, 10)[:, :6].reshape(-1).float())
+        assert stats == ReadStats(120, 10, 120)

@@ -1,11 +1,15 @@
-"""The README says what the code does."""
+"""README and docs/ say what the code does."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import re
 from pathlib import Path
+from typing import Any
 
+import deepspeed
 import pytest
 
 from elastic_ckpt import ElasticConfig, add_arguments
@@ -13,23 +17,38 @@ from elastic_ckpt.config import CONFIG_KEY, clear_flags, read_config
 
 REPO = Path(__file__).parents[1]
 README = (REPO / "README.md").read_text(encoding="utf-8")
+PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md")), *sorted((REPO / "benchmarks").glob("*.md"))]
 
 
-@pytest.mark.parametrize("key", ElasticConfig.model_fields)
-def test_every_option_is_listed_with_its_default(key: str) -> None:
-    default = json.dumps(ElasticConfig.model_fields[key].default)
-    assert f"| `{key}` | `{default}` |" in README
+def reference() -> Any:
+    """The script docs/reference.py, as a module."""
+    spec = importlib.util.spec_from_file_location("reference", REPO / "docs" / "reference.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def test_no_option_is_listed_that_does_not_exist() -> None:
+def test_the_configuration_page_is_that_of_the_model() -> None:
+    written = (REPO / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert written == reference().page(), "run python docs/reference.py"
+    for key, field in ElasticConfig.model_fields.items():
+        assert f"| `{key}` | `{json.dumps(field.default)}` |" in written
+
+
+def test_the_options_in_the_readme_exist_and_have_these_defaults() -> None:
     table = README.split("| key | default | meaning |")[1].split("\n\n")[0]
-    listed = [line.split("`")[1] for line in table.splitlines() if line.startswith("| `")]
-    assert listed == list(ElasticConfig.model_fields)
+    rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| `")]
+    assert len(rows) > 5
+    for keys, default, *_ in rows:
+        for key in re.findall(r"`(\w+)`", keys):
+            assert key in ElasticConfig.model_fields
+            assert not default or json.loads(default.strip("`")) == ElasticConfig.model_fields[key].default
 
 
 def test_every_flag_is_listed() -> None:
     parser = add_arguments(argparse.ArgumentParser(add_help=False))
-    for action in parser._actions:
+    for action in (one for one in parser._actions if one.help != argparse.SUPPRESS):
         assert f"`{action.option_strings[0]}" in README
 
 
@@ -39,3 +58,36 @@ def test_the_ready_configs_are_understood(path: Path) -> None:
     config = json.loads(path.read_text(encoding="utf-8"))
     assert CONFIG_KEY in config
     assert read_config(config).mode == "auto"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]*)(?:#[\w-]*)?\)", page.read_text(encoding="utf-8")):
+        if target and "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_anchors_are_headings(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)#([\w-]*)\)", page.read_text(encoding="utf-8")):
+        text = (page.parent / target if target else page).read_text(encoding="utf-8")
+        headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+        assert anchor in {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+#: Texts in docs/troubleshooting.md, and where in DeepSpeed they come from.
+TEXTS = {
+    "of ZeRO's optimizer state partitioning with a new world size is not": "runtime/engine.py",
+    "Invalid for universal checkpoint: ": "runtime/engine.py",
+    "Unable to find latest file at ": "runtime/engine.py",
+    "state is missing in checkpoint. Verify that client creates this state.": "checkpoint/ds_to_universal.py",
+    "zero_optimization.parameter_alignment": "runtime/zero/stage_1_and_2.py",
+}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_errors_that_people_search_for_are_those_of_deepspeed(text: str) -> None:
+    page = (REPO / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    source = (Path(deepspeed.__file__).parent / TEXTS[text]).read_text(encoding="utf-8")
+    assert text in source
+    assert text in page.replace("\n", " ")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.runtime.utils import partition_balanced
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from elastic_ckpt.catalog import BUFFER, FROZEN, MASTER, Catalog
@@ -221,6 +221,8 @@ def test_what_ranks_share_does_not_change_their_plans(topology: dict[str, int]) 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=12), st.integers(1, 5), st.integers(0, 60))
+@example([0, 1], 4, 1)
+@example([0, 0, 7, 3], 2, 5)
 def test_layers_are_balanced_as_deepspeed_balances_them(numels: list[int], pp: int, tied: int) -> None:
     weights = {f"{layer}.weight": numel for layer, numel in enumerate(numels) if numel}
     if not weights:
@@ -229,10 +231,13 @@ def test_layers_are_balanced_as_deepspeed_balances_them(numels: list[int], pp: i
     found = stages_of(names, pp, saved({"a": (1,)}))
     last = max(int(name.partition(".")[0]) for name in weights)
     layers = [weights.get(f"{layer}.weight", 0) for layer in range(last + 1)]
-    ends = [tied] if tied else []
-    bounds = partition_balanced([*ends, *layers, *ends], pp) if pp > 1 else [0, len(layers) + 2]
+    before = [tied] if tied and layers[0] else []
+    if tied and not layers[0]:  # numbers count the tied layer too: it is the one in front of the first that has weights
+        layers[min(int(name.partition(".")[0]) for name in weights) - 1] = tied
+    held = [*before, *layers, *([tied] if tied else [])]
+    bounds = partition_balanced(held, pp) if pp > 1 else [0, len(held)]
     for name in weights:
-        place = int(name.partition(".")[0]) + len(ends)
+        place = int(name.partition(".")[0]) + len(before)
         assert found[name] == (next(stage for stage in range(pp) if bounds[stage] <= place < bounds[stage + 1]),)
     if tied:
         assert found["tied_modules.embed.weight"] == ((0, pp - 1) if pp > 1 else (0,))

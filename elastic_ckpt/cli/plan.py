@@ -20,6 +20,7 @@ from elastic_ckpt.cli.plan_document import document
 from elastic_ckpt.cli.plan_options import (
     MOST_RANKS,
     Bandwidth,
+    Cores,
     Dp,
     Dtype,
     Every,
@@ -33,6 +34,7 @@ from elastic_ckpt.cli.plan_options import (
     Pp,
     Prove,
     Rank,
+    ScalingModel,
     SubGroupSize,
     Tp,
     Weights,
@@ -43,10 +45,11 @@ from elastic_ckpt.cli.plan_plot import draw, refuse_without_matplotlib
 from elastic_ckpt.cli.plan_view import report
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.errors import ElasticCkptError, MismatchError
-from elastic_ckpt.forecast import DEFAULT_BANDWIDTH, Cluster, Precision
+from elastic_ckpt.forecast import DEFAULT_BANDWIDTH, DEFAULT_CORES, Cluster, Precision
 from elastic_ckpt.opened import config_of, load_options, locate, open_checkpoint
-from elastic_ckpt.reader import ReadOptions
+from elastic_ckpt.reader import read_options
 from elastic_ckpt.rules.presets import preset_names
+from elastic_ckpt.scaling import DEFAULT_SCALING, Scaling, load_scaling
 from elastic_ckpt.virtual import Topology, VirtualJob
 from elastic_ckpt.virtual.scale import scale_catalog
 from elastic_ckpt.virtual.scale_config import ScaleModel, load_scale
@@ -73,6 +76,8 @@ def plan(
     gradients: Gradients = Dtype.FP32,
     nodes: Nodes = None,
     bandwidth: Bandwidth = f"{DEFAULT_BANDWIDTH / 1e9:g}GB/s",  # type: ignore[assignment]  # its parser makes a float
+    cores: Cores = DEFAULT_CORES,
+    scaling: ScalingModel = DEFAULT_SCALING,
     weights_only: WeightsOnly = False,
     rank: Rank = None,
     every: Every = False,
@@ -94,12 +99,13 @@ def plan(
     with errors_end_the_command(as_json):
         if plot is not None:
             refuse_without_matplotlib()
+        fitted = load_scaling(scaling)
         options = config_of(config, tp_preset=preset, trust_pickle=trust_pickle or None)
         source = _of_model(model, options) if model else _of_folder(str(folder), tag, options, not weights_only)
         loading = load_options(source.config, not weights_only)
     topology = _topology(source, dp, tp, pp, zero, sub_group_size, rank or 0)
-    cluster = Cluster(topology.ranks, nodes or -(-topology.ranks // _RANKS_PER_NODE), bandwidth)
-    setting = _setting(source.config, cluster, Precision(precision.long, gradients.long), offload)
+    cluster = Cluster(topology.ranks, nodes or -(-topology.ranks // _RANKS_PER_NODE), bandwidth, cores)
+    setting = _setting(source.config, cluster, Precision(precision.long, gradients.long), offload, fitted)
     with _refusals_end_the_command(as_json):
         job = VirtualJob(source.catalog, topology, loading)
         found = _survey(job, setting, rank, every or plot is not None, prove, as_json)
@@ -164,13 +170,10 @@ def _topology(
     return topology
 
 
-def _setting(config: ElasticConfig, cluster: Cluster, precision: Precision, offload: Offload) -> Setting:
-    reading = ReadOptions(
-        threads=config.read_threads,
-        chunk_nbytes=config.read_chunk_mib << 20,
-        staging_nbytes=config.max_extra_memory_mib << 20,
-    )
-    return Setting(cluster, precision, reading, offload is Offload.CPU)
+def _setting(
+    config: ElasticConfig, cluster: Cluster, precision: Precision, offload: Offload, scaling: Scaling
+) -> Setting:
+    return Setting(cluster, precision, read_options(config), offload is Offload.CPU, scaling=scaling)
 
 
 def _survey(job: VirtualJob, setting: Setting, rank: int | None, every: bool, prove: bool, as_json: bool) -> Survey:

@@ -10,6 +10,13 @@ from elastic_ckpt.forecast import Memory, RankForecast
 from elastic_ckpt.virtual import Topology, VirtualJob
 from elastic_ckpt.virtual.survey import Setting, Survey, heaviest, spread
 
+#: What the seconds of a forecast are not about.
+LEFT_OUT = (
+    "the commit (weights from masters, gathered)",
+    "what ranks send each other",
+    "copies to accelerators",
+)
+
 
 def document(job: VirtualJob, found: Survey, setting: Setting, name: str, in_detail: bool) -> Mapping[str, Any]:
     """All that is known; ``in_detail``: of each rank that was planned, too."""
@@ -28,7 +35,8 @@ def document(job: VirtualJob, found: Survey, setting: Setting, name: str, in_det
         "memory": _memory(most.memory) | {"rank": most.rank},
         "cluster": dataclasses.asdict(setting.cluster) | {"ranks_per_node": setting.cluster.ranks_per_node},
         "nodes": found.nodes,
-        "seconds": dataclasses.asdict(found.seconds) | {"total": found.seconds.total},
+        "seconds": dataclasses.asdict(found.seconds) | {"total": found.seconds.total, "left_out": LEFT_OUT},
+        "scaling": setting.scaling.model_dump(),
         "warnings": warnings_of(job.topology),
         "notes": found.notes,
     }

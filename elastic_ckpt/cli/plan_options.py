@@ -76,6 +76,11 @@ Nodes = Annotated[
 Bandwidth = Annotated[
     float, typer.Option("--bandwidth", parser=bandwidth, metavar="RATE", help="What a node reads: 5GB/s, 25Gbit/s.")
 ]
+Cores = Annotated[int, typer.Option("--cores", min=1, help="Cores of a node.")]
+ScalingModel = Annotated[
+    str,
+    typer.Option("--scaling", metavar="FILE", help="What python -m benchmarks.scaling wrote on a machine like yours."),
+]
 WeightsOnly = Annotated[
     bool, typer.Option("--weights-only", help="Of load_module_only=True: neither optimizer states nor their memory.")
 ]

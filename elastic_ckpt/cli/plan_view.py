@@ -12,11 +12,12 @@ from rich.text import Text
 from tqdm import tqdm
 
 from elastic_ckpt.catalog import BUFFER, FROZEN, MASTER, SourceFacts
-from elastic_ckpt.cli.plan_document import warnings_of
+from elastic_ckpt.cli.plan_document import LEFT_OUT, warnings_of
 from elastic_ckpt.coverage import Proof
 from elastic_ckpt.destinations import Place
-from elastic_ckpt.forecast import RankForecast, Seconds
+from elastic_ckpt.forecast import RankForecast, Reads
 from elastic_ckpt.plan import Plan
+from elastic_ckpt.scaling import ROUNDS
 from elastic_ckpt.virtual import VirtualJob
 from elastic_ckpt.virtual.survey import Setting, Survey, heaviest, spread
 
@@ -141,22 +142,28 @@ def _memory(job: VirtualJob, found: Survey, setting: Setting) -> Table:
 
 def _time(found: Survey, setting: Setting) -> Table:
     seconds, cluster = found.seconds, setting.cluster
-    table = _facts("time, by bytes and files alone")
-    table.add_row("nodes", f"{cluster.nodes}, of {cluster.ranks_per_node} ranks each")
+    table = _facts("time")
+    table.add_row("nodes", f"{cluster.nodes}, of {cluster.ranks_per_node} ranks and {cluster.cores} cores each")
     how = "the most of those that were planned" if seconds.is_estimate else "the most"
     table.add_row("one node reads", f"{size(seconds.node_nbytes)} ({how})")
-    table.add_row("reading", f"{seconds.reading:.1f} s at {size(seconds.bandwidth)}/s a node (--bandwidth)")
-    table.add_row("metadata", _metadata(seconds))
+    work = f"{seconds.by_work:.1f} s is the busiest rank at work"
+    rate = f"{seconds.by_bandwidth:.1f} s by {size(seconds.bandwidth)}/s a node (--bandwidth)"
+    table.add_row("reading", f"{seconds.reading:.1f} s: {rate}; {work}")
+    table.add_row(
+        "opening", f"{seconds.opening:.1f} s: {_most(found, lambda each: each.files)} files, to read from them"
+    )
+    each = -(-seconds.files // seconds.ranks)
+    extents = f"{seconds.extents:,} extents, told to every rank"
+    table.add_row("metadata", f"{seconds.metadata:.1f} s: {seconds.files} files, {each} a rank; {extents}")
+    table.add_row("planning", f"{seconds.planning:.1f} s: {_most(found, lambda each: each.copies)} copies")
+    table.add_row("agreeing", f"{seconds.agreeing:.1f} s: {ROUNDS} rounds of {seconds.ranks} ranks")
     table.add_row("load", f"{seconds.total:.1f} s", style="bold")
+    table.caption = f"fitted on {escape(setting.scaling.machine)} (--scaling); left out: {', '.join(LEFT_OUT)}"
     return table
 
 
-def _metadata(seconds: Seconds) -> str:
-    each = -(-seconds.files // seconds.ranks)
-    return (
-        f"{seconds.metadata:.1f} s: {seconds.files} files, {each} a rank, "
-        f"{seconds.seconds_per_file:g} s each (SECONDS_PER_FILE)"
-    )
+def _most(found: Survey, value: Callable[[Reads], int]) -> str:
+    return f"{max(value(each.reads) for each in found.ranks):,}"
 
 
 def _every_rank(job: VirtualJob, found: Survey, per_node: int) -> Table:

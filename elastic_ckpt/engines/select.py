@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import NoneType
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
@@ -85,6 +87,14 @@ def select_adapter(engine: Any, with_states: bool) -> EngineAdapter:
     """
     _refuse_special(engine)
     adapter = _adapter_of(engine)
+    if adapter is None and isinstance(engine.optimizer, (NoneType, DeepSpeedZeRoOffload)):
+        raise UnsupportedError(
+            "the live engine was made without an optimizer, which is not supported yet",
+            expected="an engine with an optimizer, into which weights alone load too (load_module_only=True)",
+            found=f"none, at ZeRO stage {engine.zero_optimization_stage()}",
+            remedy="give deepspeed.initialize an optimizer; or load weights from a checkpoint of ZeRO stage 0, 1 or 2 "
+            "into an engine without ZeRO, which DeepSpeed does itself",
+        )
     if adapter is None:
         raise UnsupportedError(
             "the live engine's optimizer is not supported yet",

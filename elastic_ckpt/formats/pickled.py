@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from elastic_ckpt.dtypes import ITEMSIZE
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, UnsafePickleError, UnsupportedError
+from elastic_ckpt.formats.light_tensors import light_tensors
 from elastic_ckpt.formats.safe_globals import safe_globals
 from elastic_ckpt.formats.safe_numpy import finished
 
@@ -115,7 +116,7 @@ def open_pickled(path: str, trust_pickle: bool = False) -> PickledFile:
     """
     _check_is_archive(path)
     try:
-        with FakeTensorMode(), safe_globals():
+        with FakeTensorMode(), safe_globals(), light_tensors():
             loaded = torch.load(path, map_location="cpu", weights_only=not trust_pickle)
         nbytes = os.path.getsize(path)
         return PickledFile(path, nbytes, replace_leaves(loaded, lambda leaf: _to_ref(leaf, path, nbytes)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,11 +38,12 @@ class Structure:
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
-        self._modules: dict[str, list[LogicalTensor]] = {}
+        # (module, rows of a matrix on the first rank) -> how often which number of columns: of all ranks
+        self._columns: dict[tuple[str, int], Counter[int]] = {}
         for name, key in catalog.tensors:
-            tensor = catalog.tensors[name, key]
-            if key in (MASTER, FROZEN) and len(tensor.shard_shapes[0]) == 2:
-                self._modules.setdefault(_module(name), []).append(tensor)
+            shapes = catalog.tensors[name, key].shard_shapes
+            if key in (MASTER, FROZEN) and len(shapes[0]) == 2:
+                self._columns.setdefault((_module(name), shapes[0][0]), Counter())[_total(shapes, 1)] += 1
 
     def gate_factor(self, name: str) -> int | None:
         """How many times as many rows a widening layer has as its counterpart has columns; ``None``: not to be told."""
@@ -65,11 +67,9 @@ class Structure:
         if at_root or weight is None or any(len(shape) != 2 for shape in weight.shard_shapes):
             return 0, 0
         rows, columns = _total(weight.shard_shapes, 0), weight.shard_shapes[0][1]
-        others = [
-            _total(tensor.shard_shapes, 1)
-            for tensor in self._modules.get(_module(name), ())
-            if tensor.name != weight.name and tensor.shard_shapes[0][0] == columns
-        ]
+        others = self._columns.get((_module(name), columns), Counter())
+        if weight.shard_shapes[0][0] == columns and weight.key in (MASTER, FROZEN):
+            others = others - Counter([_total(weight.shard_shapes, 1)])  # it is not its own counterpart
         if not others:
             return 0, 0
         return rows, rows if rows in others else max(others)

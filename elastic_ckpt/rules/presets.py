@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from pydantic import BaseModel, ConfigDict
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-
-from elastic_ckpt.errors import ConfigError
-from elastic_ckpt.ready_configs import config_folder
+from elastic_ckpt.ready_configs import ReadyConfigs
 from elastic_ckpt.rules.kinds import Rule
 
 
@@ -22,9 +18,19 @@ class Preset(BaseModel):
     rules: list[Rule]
 
 
+_PRESETS = ReadyConfigs(
+    kind="rules",
+    form=Preset,
+    what="preset",
+    unreadable="this file of tensor-parallel rules cannot be read",
+    expected='{"name": ..., "description": ..., "rules": [{"pattern": ..., "kind": ...}]}',
+    remedy='"elastic_checkpoint": {"tp_preset": "{name}"}',
+)
+
+
 def preset_names() -> list[str]:
     """Names of the presets there are."""
-    return sorted(path.stem for path in config_folder("rules").glob("*.json"))
+    return _PRESETS.names()
 
 
 def load_preset(name: str) -> Preset:
@@ -33,20 +39,4 @@ def load_preset(name: str) -> Preset:
     Raises:
         ConfigError: there is none of this name, or the file is no preset.
     """
-    path = Path(name) if name.endswith(".json") else config_folder("rules") / f"{name}.json"
-    if not name.endswith(".json") and name not in preset_names():
-        raise ConfigError(
-            f'there is no preset "{name}"',
-            expected=f"one of {', '.join(preset_names())}, or the path of a JSON file",
-            found=name,
-            remedy=f'"elastic_checkpoint": {{"tp_preset": "{preset_names()[0]}"}}',
-        )
-    try:
-        return Preset(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, ValidationError) as error:
-        raise ConfigError(
-            "this file of tensor-parallel rules cannot be read",
-            file=str(path),
-            expected='{"name": ..., "description": ..., "rules": [{"pattern": ..., "kind": ...}]}',
-            found=str(error),
-        ) from error
+    return _PRESETS.load(name)

@@ -154,14 +154,17 @@ class _Resolver:
         if tensor is None or (layout is None and len(tensor.shard_shapes) == self._degree):
             return
         layout = layout or LiveLayout(())
+        shapes = tensor.shard_shapes
+        was_merged = self._catalog.merged_from > 1 and len(shapes) == 1
+        as_saved = len(shapes) == len(layout.shapes) and (not self._is_universal or shapes == layout.shapes)
+        if as_saved and not was_merged:
+            return
         saved_name = self._catalog.saved_names.get(name, name)
         fused_one = self._is_fused(name) or self._is_fused(saved_name)
-        asked = Asked(name, saved_name, tensor.shard_shapes, fused_one, len(set(layout.values)) > 1)
-        was_merged = self._catalog.merged_from > 1 and len(asked.shapes) == 1
+        asked = Asked(name, saved_name, shapes, fused_one, len(set(layout.values)) > 1)
         if was_merged:
             self._refuse_wrong_merge(asked, layout)
-        as_saved = len(asked.shapes) == len(layout.shapes)
-        if as_saved and (not self._is_universal or asked.shapes == layout.shapes):
+        if as_saved:
             return
         self._resolve(asked, layout, tensor.dtype)
 

@@ -121,7 +121,11 @@ def class_name(optimizer: Any) -> str:
 
 
 def allocate_plain(base: torch.optim.Optimizer, stepped: Stepped, slots: Sequence[Slot]) -> None:
-    """Zeros beside the master, of the shape that each slot's layout asks for; what no slot names goes away."""
+    """Memory beside the master, of the shape that each slot's layout asks for; what no slot names goes away.
+
+    What is as big as the master is not filled: every element of a slot is either read or one of its gaps, and writing
+    zeros first would have each page written twice.
+    """
     master, state = stepped.master, base.state[stepped.master]
     for key in set(state) - {slot.key for slot in slots}:
         del state[key]
@@ -133,6 +137,6 @@ def allocate_plain(base: torch.optim.Optimizer, stepped: Stepped, slots: Sequenc
         if isinstance(there, torch.Tensor) and tuple(there.shape) == shape and there.dtype == dtype:
             continue
         if shape == tuple(master.shape):
-            state[slot.key] = torch.zeros_like(master.data, dtype=dtype, memory_format=torch.preserve_format)
+            state[slot.key] = torch.empty_like(master.data, dtype=dtype, memory_format=torch.preserve_format)
         else:
             state[slot.key] = torch.zeros(shape, dtype=dtype, device=master.device)

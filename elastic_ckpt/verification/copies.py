@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from elastic_ckpt.catalog import BUFFER, FROZEN, MASTER, Catalog
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.destinations import Destinations, LiveLayout
-from elastic_ckpt.drift import Drift, find_drift
+from elastic_ckpt.drift import Drift, find_drift, united
 from elastic_ckpt.errors import ElasticCkptError, listed
 from elastic_ckpt.opened import rule_book
 from elastic_ckpt.plan import Plan
@@ -50,7 +50,7 @@ def check_copies(catalog: Catalog, config: ElasticConfig, threads: int) -> tuple
     )
     findings: list[Finding] = []
     notes: list[Finding] = []
-    for drift in find_drift(plan, ReadOptions(threads=threads, progress=False)):
+    for drift in united(find_drift(plan, ReadOptions(threads=threads, progress=False))):
         if drift.name in resharding.guessed and (drift.name, drift.key) not in catalog.twins:
             unknown.add(drift.name)
         else:

@@ -5,19 +5,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from elastic_ckpt.errors import ConfigError
-from elastic_ckpt.ready_configs import config_folder
+from elastic_ckpt.ready_configs import ReadyConfigs
 
 Shape = tuple[int, ...]
 Positive = Annotated[int, Field(gt=0, le=1 << 50)]
@@ -211,9 +208,19 @@ class ScaleModel(_Strict):
         raise ValueError(f"no param group holds {kind}, such as {parameter.name}")
 
 
+_MODELS = ReadyConfigs(
+    kind="scale",
+    form=ScaleModel,
+    what="model",
+    unreadable="this file does not describe a model",
+    expected="what the files in configs/scale say",
+    remedy="--model {name}",
+)
+
+
 def scale_names() -> list[str]:
     """Names of the models there are."""
-    return sorted(path.stem for path in config_folder("scale").glob("*.json"))
+    return _MODELS.names()
 
 
 def load_scale(name: str) -> ScaleModel:
@@ -222,21 +229,4 @@ def load_scale(name: str) -> ScaleModel:
     Raises:
         ConfigError: there is none of this name, or the file describes none.
     """
-    path = Path(name) if name.endswith(".json") else config_folder("scale") / f"{name}.json"
-    if not name.endswith(".json") and name not in scale_names():
-        raise ConfigError(
-            f'there is no model "{name}"',
-            expected=f"one of {', '.join(scale_names())}, or the path of a JSON file",
-            found=name,
-            remedy=f"--model {scale_names()[0]}",
-        )
-    try:
-        loaded: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return ScaleModel(**loaded)
-    except (OSError, ValueError, TypeError, ValidationError) as error:
-        raise ConfigError(
-            "this file does not describe a model",
-            file=str(path),
-            expected="what the files in configs/scale say",
-            found=str(error),
-        ) from error
+    return _MODELS.load(name)

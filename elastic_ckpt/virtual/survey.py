@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from elastic_ckpt.coverage import Coverage, Proof
 from elastic_ckpt.destinations import Destinations
@@ -15,10 +15,12 @@ from elastic_ckpt.forecast import (
     Seconds,
     forecast_rank,
     nodes_of,
+    saved_of,
     seconds_of,
 )
 from elastic_ckpt.plan import Plan
 from elastic_ckpt.reader import ReadOptions
+from elastic_ckpt.scaling import Scaling, load_scaling
 from elastic_ckpt.virtual.job import VirtualJob
 
 #: Of bigger jobs, about so many ranks are planned, unless all are asked for.
@@ -35,6 +37,7 @@ class Setting:
         reading: how its ranks read.
         offload: whether masters and states are in host memory.
         on_accelerator: whether it has accelerators.
+        scaling: how long the steps of a load take.
     """
 
     cluster: Cluster
@@ -42,6 +45,7 @@ class Setting:
     reading: ReadOptions
     offload: bool = False
     on_accelerator: bool = True
+    scaling: Scaling = field(default_factory=load_scaling)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +118,13 @@ def survey(job: VirtualJob, ranks: Iterable[int], setting: Setting, prove: bool 
     return Survey(
         ranks=tuple(found),
         nodes=tuple(nodes_of(found, setting.cluster)),
-        seconds=seconds_of(found, setting.cluster, len(job.catalog.files)),
+        seconds=seconds_of(
+            found,
+            setting.cluster,
+            saved_of(job.catalog, job.topology.pp),
+            setting.scaling,
+            setting.reading.threads,
+        ),
         notes=tuple(notes),
         proof=coverage.proof() if coverage is not None else None,
         last=last,

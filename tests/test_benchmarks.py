@@ -1,0 +1,339 @@
+"""The pure parts of the benchmarks: cases, statistics, tables, pictures, and values that every rank works out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from rich.console import Console
+
+from benchmarks import chart, flat_view
+from benchmarks.cases import (
+    CONTENDERS,
+    MODELS,
+    QUICK,
+    Case,
+    enumerate_cases,
+    parse_pair,
+    rotated,
+    sources_of,
+    that_run,
+    with_their_floors,
+)
+from benchmarks.checkpoints import Store
+from benchmarks.flat_cases import FILES, PARAMETERS, FlatCase, FlatPoint, enumerate_flat, growth, lines_of, point_of
+from benchmarks.launching import JobFailed, Launcher
+from benchmarks.meter import Opens
+from benchmarks.model import SAVED, build_model, build_optimizer, fill, is_filled, values
+from benchmarks.results import CaseResult, all_wrong, find, over_floor, spread, summarize, targets
+from benchmarks.run import machine_need, repeat_options, settings_of, words
+from benchmarks.table import full_report
+
+MACHINE = {
+    "cpu": "A processor",
+    "cores": 2,
+    "memory_nbytes": 24 << 30,
+    "kernel": "6.1",
+    "python": "3.11",
+    "torch": "2.13",
+    "deepspeed": "0.19.8",
+}
+
+
+def sample(contender: str, kind: str, number: int, seconds: list[float], wrong: str = "", phases: bool = False) -> dict:
+    ranks = [
+        {
+            "seconds": each,
+            "own_seconds": each,
+            "read_nbytes": 1000 + 24 * rank,
+            "disk_nbytes": 0,
+            "peak_nbytes": 0,
+            "opens": 7 + rank,
+            "files": 3,
+            "extra_nbytes": (rank + 1) << 20,
+            "owned_nbytes": 1000,
+            "tensor_nbytes": 1000 if phases else None,
+            "phases": {"plan": each / 4, "read": each / 2} if phases else {},
+        }
+        for rank, each in enumerate(seconds)
+    ]
+    restored = {"fp32": True} | ({wrong: False} if wrong else {})
+    return {"contender": contender, "kind": kind, "round": number, "ranks": ranks, "restored": restored}
+
+
+def canned(case: Case = Case("270M", 3, 2, 4)) -> CaseResult:
+    """Round 0 is slow and must not count; medians of the others: floor 1, native 2, DeepSpeed 12."""
+    samples = []
+    for number, (floor, native, theirs) in enumerate([(90, 90, 90), (1, 2, 10), (0.5, 5, 12), (3, 1, 40)]):
+        samples.append(sample("floor", "resume", number, [floor, floor / 2], phases=True))
+        samples.append(sample("native", "resume", number, [native / 2, native], phases=True))
+        samples.append(sample("ds-universal", "resume", number, [theirs, theirs], "steps" if number == 0 else ""))
+    return CaseResult(case, samples, {"conversion_seconds": 100.0}, {"dcp": "no room for it"})
+
+
+def test_cases_of_one_checkpoint_stand_side_by_side() -> None:
+    cases = enumerate_cases(["30M"], [1, 3], [(2, 4), (4, 2), (2, 2), (2, 4)])
+    assert [(case.stage, case.saved_dp, case.dp) for case in cases] == [
+        (1, 2, 2),
+        (1, 2, 4),
+        (1, 4, 2),
+        (3, 2, 2),
+        (3, 2, 4),
+        (3, 4, 2),
+    ]
+
+
+@pytest.mark.parametrize("text", ["2", "2:", "0:2", "2:x", "-1:2", "1:2:3", "2:65"])
+def test_pairs_that_are_none(text: str) -> None:
+    with pytest.raises(ValueError, match="no pair of data-parallel degrees"):
+        parse_pair(text)
+
+
+def test_only_the_saved_degree_suits_deepspeeds_native_load_and_conversion_is_not_run_twice() -> None:
+    assert "ds-native" in that_run(Case("30M", 1, 2, 2), CONTENDERS)
+    assert that_run(Case("30M", 1, 2, 4), ["native", "ds-native", "ds-convert", "ds-universal"]) == [
+        "native",
+        "ds-universal",
+    ]
+
+
+def test_floors_come_with_who_is_held_against_them() -> None:
+    assert with_their_floors(["universal"]) == ["floor-universal", "universal"]
+    assert with_their_floors(["dcp", "native"]) == ["floor", "native", "dcp"]
+
+
+def test_every_contender_starts_a_round() -> None:
+    rounds = [rotated(["a", "b", "c"], number) for number in range(4)]
+    assert rounds == [["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"], ["a", "b", "c"]]
+
+
+@pytest.mark.parametrize(("size", "millions"), [("30M", 30), ("270M", 270), ("700M", 700)])
+def test_models_have_the_size_that_they_are_called_by(size: str, millions: int) -> None:
+    assert abs(MODELS[size].numel / 1e6 - millions) < 0.02 * millions
+
+
+def test_the_number_of_parameters_is_that_of_the_real_model() -> None:
+    model = build_model(MODELS["1M"], saved=True)
+    assert sum(param.numel() for param in model.parameters()) == MODELS["1M"].numel
+    assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
+    assert all(is_filled(param.data.view(-1), name, "fp32", 0) for name, param in model.named_parameters())
+    assert not any(param.any() for param in build_model(MODELS["1M"], saved=False).parameters())
+    optimizer = build_optimizer(model, SAVED)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+
+
+def test_values_can_be_worked_out_from_anywhere() -> None:
+    whole = values("a.weight", "exp_avg", 0, 1000)
+    assert torch.equal(whole[300:700], values("a.weight", "exp_avg", 300, 700))
+    assert len(whole.unique()) > 990
+    assert not torch.equal(whole, values("b.weight", "exp_avg", 0, 1000))
+    assert values("a", "exp_avg_sq", 0, 1000).min() >= 0 > values("a", "fp32", 0, 1000).min()
+
+
+def test_a_changed_bit_and_a_shift_are_noticed() -> None:
+    tensor = torch.empty(1000)
+    fill(tensor, "a", "fp32", 5)
+    assert is_filled(tensor, "a", "fp32", 5)
+    assert not is_filled(tensor, "a", "fp32", 6)
+    tensor.view(torch.int32)[999] ^= 1
+    assert not is_filled(tensor, "a", "fp32", 5)
+
+
+def test_masters_rounded_through_bf16_are_not_the_saved_ones() -> None:
+    tensor = values("a", "fp32", 0, 100)
+    assert not is_filled(tensor.bfloat16().float(), "a", "fp32", 0)
+
+
+def test_the_first_round_does_not_count_and_the_slowest_rank_does() -> None:
+    floor, native = (find(summarize(canned()), key) for key in ("floor", "native"))
+    assert floor is not None and native is not None
+    assert (floor.seconds.median, floor.seconds.least, floor.seconds.most, floor.seconds.count) == (1, 0.5, 3, 3)
+    assert native.seconds.median == 2
+    assert native.phases == {"plan": 0.5, "read": 1.0}
+    assert (native.read_nbytes, native.metadata_nbytes, native.extra_nbytes, native.opens) == (1024, 24, 2 << 20, 8)
+
+
+def test_conversion_is_added_and_shares_the_loads() -> None:
+    summaries = summarize(canned())
+    load, both = find(summaries, "ds-universal"), find(summaries, "ds-convert")
+    assert load is not None and both is not None
+    assert (load.seconds.median, both.seconds.median, both.seconds.least) == (12, 112, 110)
+    assert load.metadata_nbytes is None
+    assert over_floor(load, summaries) == 12
+
+
+def test_what_was_wrong_once_is_told_of_every_way_that_shares_the_load() -> None:
+    result = canned()
+    assert all_wrong(result, "ds-universal") == all_wrong(result, "ds-convert") == ("steps",)
+    assert all_wrong(result, "native") == ()
+
+
+def test_aims_are_judged_where_they_apply() -> None:
+    aims = {aim.what: aim for aim in targets(canned())}
+    assert (aims["times the floor, resume"].value, aims["times the floor, resume"].is_met) == (2.0, False)
+    theirs = aims["times as fast as DeepSpeed, universal"]
+    assert (theirs.value, theirs.is_met, theirs.applies) == (6.0, False, True)
+    both = aims["times as fast as DeepSpeed, conversion + universal"]
+    assert (both.value, both.is_met, both.applies) == (56.0, True, True)
+    assert aims["tensor bytes read / bytes owned"].value == 1.0
+    assert aims["extra memory of a rank, MiB"].value == 2.0
+    small = {aim.what: aim for aim in targets(canned(Case("30M", 3, 2, 4)))}
+    assert not small["times the floor, resume"].applies
+
+
+def test_nothing_measured_is_an_error() -> None:
+    with pytest.raises(ValueError, match="nothing was measured"):
+        spread([])
+
+
+def test_results_survive_json() -> None:
+    result = canned()
+    again = CaseResult.from_dict(json.loads(json.dumps(result.as_dict())))
+    assert summarize(again) == summarize(result)
+    assert result.as_dict()["summaries"][1]["times_floor"] == 2.0
+
+
+def test_tables_show_figures_reasons_and_what_is_wrong() -> None:
+    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(full_report(canned()))
+    text = console.export_text()
+    rows = {line.split("│")[1].strip(): line for line in text.splitlines() if line.startswith("│")}
+    assert "112.000" in rows["DeepSpeed, conversion + universal"] and "steps" in rows["DeepSpeed, universal"]
+    assert "no room for it" in rows["torch.distributed.checkpoint"]
+    assert "missed" in rows["times the floor, resume"] and "met" in rows["tensor bytes read / bytes owned"]
+
+
+def test_pictures_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    results = [canned(), canned(Case("30M", 1, 2, 2)), CaseResult(Case("30M", 3, 2, 2), [], {}, {"native": "failed"})]
+    assert {size: len(row) for size, row in chart.chart_rows(results).items()} == {"270M": 1, "30M": 1}
+    assert [bar.contender for bar in chart.bars_of(results[0], "resume")] == ["native", "ds-universal", "ds-convert"]
+    chart.draw(results, MACHINE, "warm", tmp_path / "chart.png")
+    points = [FlatPoint(FlatCase(PARAMETERS, 1, n, 1, 2, 2), 6, n, {"metadata": n, "plan": n}, n, 9, 9) for n in (1, 9)]
+    flat_view.draw(points, tmp_path / "flat.png")
+    for name in ("chart.png", "flat.png"):
+        assert (tmp_path / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_lists_on_the_command_line() -> None:
+    argv = ["--stages", "1", "3", "--cold", "--dp", "2:4", "4:2", "--out", "x"]
+    assert repeat_options(argv) == [
+        "--stages", "1", "--stages", "3", "--cold", "--dp", "2:4", "--dp", "4:2", "--out", "x",
+    ]  # fmt: skip
+    assert words(["2:4,4:2", "2:2"], "") == words(["2:4 4:2 2:2"], "") == ["2:4", "4:2", "2:2"]
+    assert words(None, "1,3") == ["1", "3"]
+
+
+@pytest.mark.parametrize(
+    ("params", "stages", "dp", "contenders"),
+    [
+        (["31M"], [1], ["2:2"], []),
+        (["30M"], [0], ["2:2"], []),
+        (["30M"], [1], ["2-2"], []),
+        (["30M"], [1], ["2:2"], ["x"]),
+    ],
+)
+def test_wrong_usage_is_refused(params: list[str], stages: list[int], dp: list[str], contenders: list[str]) -> None:
+    with pytest.raises(typer.BadParameter):
+        settings_of(params, stages, dp, contenders, ("resume",), 5, False, Path("x"), 1.0)
+
+
+def test_disk_and_memory_are_reckoned_before_anything_is_made(tmp_path: Path) -> None:
+    store = Store(tmp_path, 25 << 30, Launcher(tmp_path, tmp_path), lambda line: None)
+    every = sources_of(CONTENDERS)
+    assert store.fits(Case("270M", 3, 2, 4), every)
+    assert not store.fits(Case("700M", 3, 2, 4), every)
+    assert store.fits(Case("700M", 3, 2, 4), ["native", "dcp"])
+    numel = MODELS["700M"].numel
+    assert machine_need(Case("700M", 1, 2, 4)) - machine_need(Case("700M", 3, 2, 4)) == 6 * numel
+
+
+def test_the_checkpoint_of_dcp_serves_every_stage(tmp_path: Path) -> None:
+    store = Store(tmp_path, 1, Launcher(tmp_path, tmp_path), lambda line: None)
+    stages = [Case("30M", stage, 2, 4) for stage in (1, 3)]
+    assert len({store.folder(case, "dcp") for case in stages}) == 1
+    assert len({store.folder(case, "native") for case in stages}) == 2
+    assert store.conversion(stages[0]) == {}
+
+
+def test_what_was_used_least_recently_makes_room(tmp_path: Path) -> None:
+    import os
+
+    for age, name in enumerate(("new", "old", "needed")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "data").write_bytes(b"x" * 100)
+        (tmp_path / name / "made.json").write_text("")
+        os.utime(tmp_path / name / "made.json", (1000 - age, 1000 - age))
+    store = Store(tmp_path, 300, Launcher(tmp_path, tmp_path), lambda line: None)
+    store._make_room(50, {tmp_path.resolve() / "needed"})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["needed", "new"]
+
+
+def test_opened_files_are_counted_below_the_folder_alone(tmp_path: Path) -> None:
+    opens = Opens()
+    (tmp_path / "in").mkdir()
+    for name in ("in/a", "in/b", "other"):
+        (tmp_path / name).write_text("x")
+    opens.start(tmp_path / "in")
+    for name in ("in/a", "in/a", "in/b", "other"):
+        (tmp_path / name).read_text()
+    paths = opens.stop()
+    (tmp_path / "in/a").read_text()
+    assert [Path(path).name for path in paths] == ["a", "a", "b"]
+
+
+def test_quick_has_every_contender() -> None:
+    assert {key for case in QUICK for key in that_run(case, CONTENDERS)} == set(CONTENDERS) - {"ds-convert"}
+
+
+def test_what_is_varied() -> None:
+    cases = enumerate_flat([100, 10_000], [1, 100], [1, 8], [1, 4], most_universal=1000, stages=(3,))
+    universal = [case.parameters for case in cases if case.source == "universal"]
+    assert universal == [100]
+    assert sorted((case.saved_dp, case.dp) for case in cases if case.series == FILES) == [
+        (1, 1),
+        (1, 4),
+        (8, 1),
+        (8, 4),
+    ]
+
+
+def test_points_and_lines() -> None:
+    rounds = [
+        [
+            {
+                "phases": {"plan": plan},
+                "seconds": 2 * plan,
+                "read_nbytes": 9,
+                "tensor_nbytes": 5,
+                "opens": 3,
+                "files": 2,
+            }
+            for plan in plans
+        ]
+        for plans in ([1, 2], [9, 1], [4, 3])
+    ]
+    point = point_of(FlatCase(PARAMETERS, 3, 100, 1, 2, 2), 7, rounds)
+    assert (point.phases, point.seconds, point.metadata_nbytes, point.opened) == ({"plan": 4}, 8, 4, 2)
+    assert list(lines_of([point])[PARAMETERS]) == ["ZeRO-3, native"]
+
+
+def test_growth_is_the_power() -> None:
+    assert growth([(100, 2.0), (10_000, 2.0)]) == 0
+    assert growth([(100, 2.0), (1000, 9.0), (10_000, 200.0)]) == pytest.approx(1)
+    assert growth([(1, 2.0)]) == 0
+
+
+def test_a_job_that_hangs_or_fails_is_ended_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.launching.sys.executable", "/bin/false")
+    with pytest.raises(JobFailed, match="failed with exit code 1"):
+        Launcher(tmp_path, tmp_path).run(1, "save", {}, 10)
+    script = tmp_path / "hang"
+    script.write_text("#!/bin/sh\necho started\nsleep 60\n")
+    script.chmod(0o755)
+    monkeypatch.setattr("benchmarks.launching.sys.executable", str(script))
+    with pytest.raises(JobFailed, match=r"(?s)ran past 0 s.*started"):
+        Launcher(tmp_path, tmp_path).run(1, "save", {}, 0.4)

@@ -1,0 +1,193 @@
+"""Command-line flags: what they set, what they answer, and how they get into a DeepSpeed config."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_ckpt.config import CONFIG_KEY, ElasticConfig, clear_flags, flag_given, read_config
+from elastic_ckpt.errors import ConfigError
+from elastic_ckpt.flags import add_arguments, with_arguments
+
+
+@pytest.fixture(autouse=True)
+def no_flags() -> Iterator[None]:
+    clear_flags()
+    yield
+    clear_flags()
+
+
+@pytest.fixture
+def parser() -> argparse.ArgumentParser:
+    return add_arguments(argparse.ArgumentParser())
+
+
+def read(**section: Any) -> ElasticConfig:
+    return read_config({"train_batch_size": 8, CONFIG_KEY: section})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "mode", "given"),
+    [
+        ([], "auto", False),
+        (["--universal-checkpoint"], "auto", True),
+        (["--universal-checkpoint=auto"], "auto", True),
+        (["--universal-checkpoint=require"], "require", True),
+        (["--universal-checkpoint", "require"], "require", True),
+        (["--universal-checkpoint=off"], "off", False),
+    ],
+)
+def test_the_universal_checkpoint_flag_sets_the_mode(
+    parser: argparse.ArgumentParser, arguments: list[str], mode: str, given: bool
+) -> None:
+    parsed = parser.parse_args(arguments)
+    assert read_config({}).mode == mode
+    assert flag_given() is given
+    assert parsed.universal_checkpoint == (mode if arguments else None)
+
+
+def test_a_bare_flag_wins_over_a_config_that_says_off(parser: argparse.ArgumentParser) -> None:
+    parser.parse_args(["--universal-checkpoint"])
+    assert read(mode="off").mode == "auto"
+
+
+def test_the_last_of_two_flags_counts(parser: argparse.ArgumentParser) -> None:
+    parser.parse_args(["--universal-checkpoint", "--universal-checkpoint=off"])
+    assert read().mode == "off"
+    assert not flag_given()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--universal-checkpoint=on"],
+        ["--universal-checkpoint", "yes"],
+        ["--elastic-read-threads"],
+        ["--elastic-read-threads=many"],
+        ["--elastic-trust-pickle=1"],
+    ],
+)
+def test_a_bad_argument_ends_the_script_and_sets_nothing(
+    parser: argparse.ArgumentParser, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parser.parse_args(arguments)
+    assert caught.value.code == 2
+    assert arguments[0].split("=")[0] in capsys.readouterr().err
+    assert read_config({}) == ElasticConfig.model_validate({})
+
+
+def test_the_other_flags_set_their_options(parser: argparse.ArgumentParser) -> None:
+    parsed = parser.parse_args(["--elastic-trust-pickle", "--elastic-read-threads", "7"])
+    assert (parsed.elastic_trust_pickle, parsed.elastic_read_threads) == (True, 7)
+    options = read(trust_pickle=False, read_threads=1)
+    assert (options.trust_pickle, options.read_threads) == (True, 7)
+
+
+def test_flags_that_are_not_given_leave_the_config_alone(parser: argparse.ArgumentParser) -> None:
+    parsed = parser.parse_args([])
+    assert (parsed.elastic_trust_pickle, parsed.elastic_read_threads) == (False, None)
+    options = read(trust_pickle=True, read_threads=1)
+    assert (options.trust_pickle, options.read_threads) == (True, 1)
+
+
+def test_flags_stand_beside_a_scripts_own_and_those_of_deepspeed() -> None:
+    import deepspeed
+
+    parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+    parser.add_argument("--lr", type=float)
+    assert add_arguments(parser) is parser
+    parsed = parser.parse_args(["--deepspeed", "--lr", "0.1", "--universal-checkpoint", "--elastic-trust-pickle"])
+    assert (parsed.deepspeed, parsed.lr, parsed.universal_checkpoint) == (True, 0.1, "auto")
+    assert "elastic_ckpt" in parser.format_help()
+
+
+def megatron_parser() -> argparse.ArgumentParser:
+    """As Megatron-DeepSpeed's has it."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--universal-checkpoint", action="store_true")
+    return parser
+
+
+CONFIG = {
+    "train_batch_size": 8,
+    "checkpoint": {"tag_validation": "Fail", "load_universal": False},
+    CONFIG_KEY: {"report": False},
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "mode"),
+    [(["--universal-checkpoint"], "auto"), (["--universal-checkpoint=require"], "require")],
+)
+def test_the_flag_reaches_a_config_and_replaces_nothing(
+    parser: argparse.ArgumentParser, arguments: list[str], mode: str
+) -> None:
+    config = copy.deepcopy(CONFIG)
+    made = with_arguments(config, parser.parse_args(arguments))
+    assert config == CONFIG
+    assert made == {
+        "train_batch_size": 8,
+        "checkpoint": {"tag_validation": "Fail", "load_universal": True},
+        CONFIG_KEY: {"report": False, "mode": mode},
+    }
+    clear_flags()  # the config alone says it
+    assert read_config(made).mode == mode
+
+
+def test_a_parser_that_has_the_flag_keeps_it() -> None:
+    parser = add_arguments(megatron_parser())
+    arguments = parser.parse_args(["--universal-checkpoint", "--elastic-read-threads", "3"])
+    assert arguments.universal_checkpoint is True
+    made = with_arguments(CONFIG, arguments)
+    assert made["checkpoint"] == {"tag_validation": "Fail", "load_universal": True}
+    assert read_config(made).read_threads == 3
+
+
+def test_without_the_flag_a_config_stays_as_it_is(parser: argparse.ArgumentParser) -> None:
+    assert with_arguments(CONFIG, parser.parse_args([])) == CONFIG
+    assert with_arguments(CONFIG, megatron_parser().parse_args([])) == CONFIG
+    assert with_arguments(CONFIG, argparse.Namespace()) == CONFIG
+
+
+def test_off_turns_elastic_loading_off_and_leaves_deepspeeds_own_key_alone(parser: argparse.ArgumentParser) -> None:
+    made = with_arguments(CONFIG, parser.parse_args(["--universal-checkpoint=off"]))
+    assert made["checkpoint"] == CONFIG["checkpoint"] and made[CONFIG_KEY]["mode"] == "off"
+
+
+def test_a_config_may_be_a_file_or_nothing(parser: argparse.ArgumentParser, tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(CONFIG))
+    arguments = parser.parse_args(["--universal-checkpoint"])
+    expected = with_arguments(CONFIG, arguments)
+    assert with_arguments(path, arguments) == with_arguments(str(path), arguments) == expected
+    assert with_arguments(None, arguments) == {CONFIG_KEY: {"mode": "auto"}, "checkpoint": {"load_universal": True}}
+
+
+@pytest.mark.parametrize("key", ["checkpoint", CONFIG_KEY])
+def test_a_section_that_is_no_object_is_an_error(parser: argparse.ArgumentParser, key: str) -> None:
+    with pytest.raises(ConfigError, match=f'"{key}"'):
+        with_arguments({key: True}, parser.parse_args(["--universal-checkpoint"]))
+
+
+@pytest.mark.parametrize("arguments", [["--universal_checkpoint"], ["--universal_checkpoint=require"]])
+def test_a_wrong_flag_is_answered_with_the_right_one(
+    parser: argparse.ArgumentParser, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parser.parse_known_args(arguments)
+    assert caught.value.code == 2
+    assert "did you mean --universal-checkpoint?" in capsys.readouterr().err
+
+
+def test_the_answer_takes_no_name_that_a_script_may_want(parser: argparse.ArgumentParser) -> None:
+    assert set(vars(parser.parse_args([]))) == {"universal_checkpoint", "elastic_trust_pickle", "elastic_read_threads"}
+    own = argparse.ArgumentParser()
+    own.add_argument("--universal_checkpoint", action="store_true")
+    assert add_arguments(own).parse_args(["--universal_checkpoint"]).universal_checkpoint is True

@@ -1,0 +1,156 @@
+"""Bounce buffers, on the way into slots that take their time: a device that copies later, and one in hand if there is."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from elastic_ckpt.catalog import MASTER, SourceFile
+from elastic_ckpt.lanes import HostTransfer, Lanes, StreamTransfer
+from elastic_ckpt.memory import write_flat
+from elastic_ckpt.plan import Copy, Plan, Slot
+from elastic_ckpt.reader import ReadOptions, ReadStats, execute
+
+needs_accelerator = pytest.mark.skipif(
+    not torch.accelerator.is_available(), reason="needs an accelerator, and torch sees none here"
+)
+
+
+class LateTransfer:
+    """Does each copy some time after it was asked for, on a thread of its own, as a stream does."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._queue: queue.Queue[tuple[torch.Tensor, torch.Tensor, int, threading.Event]] = queue.Queue()
+        self.most_waiting = 0
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            values, target, offset, done = self._queue.get()
+            time.sleep(self._seconds)
+            write_flat(target, offset, values)
+            done.set()
+            self._queue.task_done()
+
+    def start(self, values: torch.Tensor, target: torch.Tensor, offset: int) -> Callable[[], None]:
+        done = threading.Event()
+        self._queue.put((values, target, offset, done))
+        self.most_waiting = max(self.most_waiting, self._queue.unfinished_tasks)
+        return lambda: None if done.wait(30) else pytest.fail("the copy was never done")
+
+    def finish(self) -> None:
+        self._queue.join()
+
+
+class ForgetfulTransfer(LateTransfer):
+    """Says that a buffer is free while it is not."""
+
+    def start(self, values: torch.Tensor, target: torch.Tensor, offset: int) -> Callable[[], None]:
+        super().start(values, target, offset)
+        return lambda: None
+
+
+def plan_into(tensors: list[torch.Tensor], path: Path, dtype: str, numel: int) -> Plan:
+    slots = tuple(Slot(MASTER, n, "", t.numel(), str(t.dtype).removeprefix("torch.")) for n, t in enumerate(tensors))
+    itemsize = getattr(torch, dtype).itemsize
+    copies = tuple(Copy(0, n * numel * itemsize, n, 0, numel, dtype) for n in range(len(tensors)))
+    return Plan((SourceFile(str(path), path.stat().st_size),), slots, copies)
+
+
+@pytest.fixture
+def halves(tmp_path: Path) -> Iterator[tuple[Path, torch.Tensor]]:
+    """A file of 4,000 values of bfloat16."""
+    values = torch.randn(4000, generator=torch.Generator().manual_seed(1)).bfloat16()
+    path = tmp_path / "values"
+    path.write_bytes(values.view(torch.uint8).numpy().tobytes())
+    yield path, values
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_buffer_is_written_again_only_when_what_was_in_it_has_left(
+    halves: tuple[Path, torch.Tensor], threads: int
+) -> None:
+    path, values = halves
+    targets = [torch.full((2000,), -7.0) for _ in range(2)]
+    made: list[LateTransfer] = []
+
+    def make(device: torch.device) -> LateTransfer:
+        made.append(LateTransfer(0.002))
+        return made[-1]
+
+    options = ReadOptions(threads=threads, staging_nbytes=400 * threads)
+    plan = plan_into(targets, path, "bfloat16", 2000)
+    stats = execute(plan, targets, options, show_progress=False, make_transfer=make)
+    assert torch.equal(torch.cat(targets), values.float())
+    assert stats == ReadStats(8000, 40, 8000)
+    assert len(made) == threads
+    # the next read was started while the last one was on its way, and never more than that
+    assert max(transfer.most_waiting for transfer in made) == 2
+
+
+def test_a_transfer_that_frees_its_buffer_too_early_is_noticed_by_these_tests(
+    halves: tuple[Path, torch.Tensor],
+) -> None:
+    path, values = halves
+    targets = [torch.full((2000,), -7.0) for _ in range(2)]
+    options = ReadOptions(threads=1, staging_nbytes=400)
+    plan = plan_into(targets, path, "bfloat16", 2000)
+    execute(plan, targets, options, show_progress=False, make_transfer=lambda device: ForgetfulTransfer(0.002))
+    assert not torch.equal(torch.cat(targets), values.float())
+
+
+def test_every_thread_has_a_lane_of_its_own() -> None:
+    lanes = Lanes(3, 64, [torch.zeros(1)])
+    found: list[object] = []
+    threads = [threading.Thread(target=lambda: found.append(lanes.mine())) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(map(id, found))) == 3
+
+
+def test_host_tensors_are_written_before_their_buffer_is_given_back() -> None:
+    target = torch.zeros(4)
+    values = torch.tensor([1.0, 2.0])
+    HostTransfer().start(values, target, 1)()
+    values.fill_(9.0)
+    assert target.tolist() == [0, 1, 2, 0]
+
+
+@needs_accelerator
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tensors_of_an_accelerator_are_filled(halves: tuple[Path, torch.Tensor], dtype: str) -> None:
+    path, values = halves
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    targets = [torch.full((2000,), -7.0, device=device) for _ in range(2)]
+    if dtype == "float32":
+        path.write_bytes(values.float().view(torch.uint8).numpy().tobytes())
+    options = ReadOptions(threads=2, staging_nbytes=1600)
+    execute(plan_into(targets, path, dtype, 2000), targets, options, show_progress=False)
+    assert torch.equal(torch.cat(targets).cpu(), values.float())
+
+
+@needs_accelerator
+@pytest.mark.gpu
+def test_a_stream_waits_for_what_prepared_the_slot() -> None:
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    target = torch.zeros(1 << 22, device=device)
+    for _ in range(50):  # keeps the stream of the computation busy: the zeros are still to come
+        target.add_(1)
+    target.zero_()
+    transfer = StreamTransfer(target.device)
+    values = torch.ones(1 << 22).pin_memory()
+    transfer.start(values, target, 0)
+    transfer.finish()
+    assert torch.equal(target.cpu(), torch.ones(1 << 22))

@@ -1,0 +1,260 @@
+"""Who compares which elements of which copies: dealt out over a job of any size, against plain counting."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic_ckpt.catalog import BUFFER, MASTER, Catalog, Extent, LogicalTensor, SavedParameter, SourceFacts, SourceFile
+from elastic_ckpt.destinations import Destinations, LiveLayout
+from elastic_ckpt.drift import Difference, find_drift, united
+from elastic_ckpt.dtypes import ITEMSIZE
+from elastic_ckpt.geometry import FlatRange
+from elastic_ckpt.plan import Comparison, Plan
+from elastic_ckpt.reader import ReadOptions
+from elastic_ckpt.replicas import compare_replicas
+from elastic_ckpt.rules.resolve import Resharding
+
+OPTIONS = ReadOptions(threads=1)
+#: (file, byte offset) of an element, and which comparison it is part of.
+Element = tuple[int, int, tuple[str, str, int]]
+
+
+@dataclass
+class Checkpoint:
+    """Tied tensors, saved by several stages, and replicated ones; every copy in two extents, which are files."""
+
+    tied: dict[str, tuple[int, int, int]]  # name -> elements of a shard, shards, stages that saved it
+    replicated: dict[str, tuple[int, int]]  # name -> elements, copies
+    dtype: str
+    keys: tuple[str, ...] = (MASTER, "exp_avg")
+    files: int = 0
+
+    def catalog(self) -> Catalog:
+        tensors, twins = {}, {}
+        for key in self.keys:
+            for name, (numel, shards, stages) in self.tied.items():
+                tensors[name, key], *others = (self._tensor(name, key, numel, shards) for _ in range(stages))
+                twins[name, key] = tuple(others)
+            for name, (numel, copies) in self.replicated.items():
+                tensors[name, key] = self._tensor(name, key, numel, copies)
+        files = tuple(SourceFile(str(number), 0) for number in range(self.files))
+        parameters = {name: SavedParameter((1,), 0, ()) for name in (*self.tied, *self.replicated)}
+        facts = SourceFacts("native", "", "tag", 1, 1, "0")
+        return Catalog(facts, files, parameters, tensors, ({},), twins=twins)
+
+    def _tensor(self, name: str, key: str, numel: int, shards: int) -> LogicalTensor:
+        extents = []
+        for shard in range(shards):
+            for start, stop in ((0, numel // 3), (numel // 3, numel)):
+                extents.append(Extent(FlatRange(start, stop), self.files, 8, shard=shard))
+                self.files += 1
+        return LogicalTensor(name, key, (numel,), self.dtype, tuple(extents), shards=((numel,),) * shards)
+
+    def elements(self, catalog: Catalog) -> Counter[Element]:
+        """Those of the first copy count once for each comparison with another."""
+        found: Counter[Element] = Counter()
+        for (name, key), tensor in catalog.tensors.items():
+            if name in self.replicated:
+                found.update(self._elements_of(tensor, (name, key, 0), None))
+            pairs = [
+                (twin, shard) for twin in catalog.twins.get((name, key), ()) for shard in range(self.tied[name][1])
+            ]
+            for number, (twin, shard) in enumerate(pairs, 1):
+                found.update(self._elements_of(tensor, (name, key, number), shard))
+                found.update(self._elements_of(twin, (name, key, number), shard))
+        return found
+
+    def _elements_of(self, tensor: LogicalTensor, what: tuple[str, str, int], shard: int | None) -> Iterator[Element]:
+        for extent in tensor.extents:
+            if shard in (None, extent.shard):
+                for number in range(extent.range.numel):
+                    yield extent.file, extent.byte_offset + number * ITEMSIZE[tensor.dtype], what
+
+
+def jobs(checkpoint: Checkpoint, tp: int, dp: int, pp: int, stages: dict[str, tuple[int, ...]]) -> list[Destinations]:
+    """Every rank; ``stages``: which of them hold each name."""
+    names = [*checkpoint.tied, *checkpoint.replicated]
+    ranks = []
+    for stage in range(pp):
+        mine = [name for name in names if stage in stages[name]]
+        layouts = {name: LiveLayout(()) for name in mine}
+        elsewhere = frozenset(names) - frozenset(mine)
+        for rank in range(tp * dp):
+            at = divmod(rank, dp)
+            one = Destinations(1, dp, at[1], "o", (), (), (), (), tp=tp, tp_rank=at[0], pp=pp, pp_rank=stage)
+            ranks.append(replace(one, layouts=layouts, elsewhere=elsewhere))
+    return ranks
+
+
+def shares(checkpoint: Checkpoint, catalog: Catalog, ranks: Sequence[Destinations]) -> list[tuple[Comparison, ...]]:
+    """What each rank compares; names of other stages' replicas are not known."""
+    every = []
+    for rank in ranks:
+        replicas = frozenset(rank.layouts) & frozenset(checkpoint.replicated)
+        every.append(compare_replicas(catalog, rank, Resharding(replicas=replicas), rank.layouts, True))
+    return every
+
+
+def elements_of(comparison: Comparison) -> Iterator[Element]:
+    what = (comparison.name, comparison.key, comparison.number)
+    for pieces in comparison.copies:
+        assert sum(piece.numel for piece in pieces) == comparison.numel
+        position = 0
+        for piece in pieces:
+            assert piece.start == position
+            position += piece.numel
+            for number in range(piece.numel):
+                yield piece.file, piece.byte_offset + number * ITEMSIZE[piece.dtype], what
+
+
+@st.composite
+def checkpoints(draw: st.DrawFn) -> Checkpoint:
+    sizes = st.one_of(st.integers(1, 5), st.integers(20, 90))
+    tied = {
+        f"t{n}": (draw(sizes), draw(st.integers(1, 3)), draw(st.integers(2, 3))) for n in range(draw(st.integers(0, 3)))
+    }
+    replicated = {f"r{n}": (draw(sizes), draw(st.integers(2, 4))) for n in range(draw(st.integers(0, 5)))}
+    return Checkpoint(tied, replicated, draw(st.sampled_from(["float32", "bfloat16"])))
+
+
+@settings(deadline=None)
+@given(st.data(), checkpoints(), st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.integers(1, 7))
+def test_each_element_of_each_copy_is_compared_by_exactly_one_rank_and_all_compare_as_much(
+    data: st.DataObject, checkpoint: Checkpoint, tp: int, dp: int, pp: int, grain: int
+) -> None:
+    catalog = checkpoint.catalog()
+    stage = st.integers(0, pp - 1)
+    stages = {name: tuple(data.draw(st.sets(stage, min_size=1, max_size=2))) for name in checkpoint.tied}
+    stages |= {name: (data.draw(stage),) for name in checkpoint.replicated}
+    ranks = jobs(checkpoint, tp, dp, pp, stages)
+    with patch("elastic_ckpt.replicas.GRAIN_NUMEL", grain), patch("elastic_ckpt.replicas._READ_NBYTES", 0):
+        every = shares(checkpoint, catalog, ranks)
+    assert Counter(e for share in every for one in share for e in elements_of(one)) == checkpoint.elements(catalog)
+    size = ITEMSIZE[checkpoint.dtype]
+    for names, together in ((checkpoint.tied, [range(len(ranks))]), (checkpoint.replicated, _by_stage(ranks))):
+        for group in together:
+            nbytes = [
+                sum(one.numel * len(one.copies) * size for one in every[rank] if one.name in names) for rank in group
+            ]
+            copies = max((len(one.copies) for rank in group for one in every[rank]), default=0)
+            if pp > 1:  # in one stage, both lie on one line
+                assert max(nbytes) - min(nbytes) <= 2 * grain * copies * size
+    if pp == 1:
+        nbytes = [sum(one.numel * len(one.copies) * size for one in share) for share in every]
+        copies = max((len(one.copies) for share in every for one in share), default=0)
+        assert max(nbytes) - min(nbytes) <= 2 * grain * copies * size
+
+
+def _by_stage(ranks: Sequence[Destinations]) -> list[list[int]]:
+    stages = sorted({rank.pp_rank for rank in ranks})
+    return [[number for number, rank in enumerate(ranks) if rank.pp_rank == stage] for stage in stages]
+
+
+def test_big_copies_are_shared_out_and_small_ones_are_not_cut() -> None:
+    """The tied embedding of a model of 176 billion parameters, and many norms."""
+    shard = 250880 // 4 * 14336
+    checkpoint = Checkpoint({"embedding": (shard, 4, 2)}, {f"norm{n}": (14336, 4) for n in range(40)}, "float32")
+    catalog = checkpoint.catalog()
+    stages: dict[str, tuple[int, ...]] = {
+        name: (0, 5) if name == "embedding" else (int(name[4:]) % 6,) for name in catalog.parameters
+    }
+    ranks = jobs(checkpoint, 8, 4, 6, stages)
+    every = shares(checkpoint, catalog, ranks)
+    nbytes = [sum(one.numel * len(one.copies) * 4 for one in share) for share in every]
+    assert sum(nbytes) == 2 * 4 * (shard * 4 * 2 + 40 * 14336 * 4)
+    assert max(nbytes) < 1.02 * sum(nbytes) / len(ranks)
+    assert all(one.numel == 14336 for share in every for one in share if one.name != "embedding")
+    assert all(one.start % (1 << 18) == 0 for share in every for one in share)
+
+
+def test_many_small_copies_are_not_all_left_to_one_rank() -> None:
+    """Each is a read of its own: of a big tensor and many small ones, by bytes alone one rank would get all of these."""
+    checkpoint = Checkpoint({}, {"a": (1 << 24, 2)} | {f"n{n:04}": (8, 2) for n in range(1000)}, "float32", (MASTER,))
+    every = shares(
+        checkpoint, checkpoint.catalog(), jobs(checkpoint, 1, 4, 1, dict.fromkeys([*checkpoint.replicated], (0,)))
+    )
+    assert max(map(len, every)) < 400
+
+
+def test_buffers_that_several_stages_saved_are_compared_in_each_stage_that_holds_them() -> None:
+    """Ranks may have buffers of their own in their catalogs."""
+    checkpoint = Checkpoint({"ids": (100, 1, 2)}, {}, "float32", (BUFFER,))
+    catalog = checkpoint.catalog()
+    ranks = jobs(checkpoint, 1, 2, 3, {"ids": (0, 2)})
+    every = shares(checkpoint, catalog, ranks)
+    assert [sum(one.numel for one in share) for share in every] in ([100, 0, 0, 0, 100, 0], [0, 100, 0, 0, 0, 100])
+
+
+def test_a_name_that_only_one_stage_knows_by_another_is_compared_there() -> None:
+    """Tied within its stage, and saved under another of its names: the other stages know the saved one alone."""
+    checkpoint = Checkpoint({"old": (100, 1, 2), "other": (100, 1, 2)}, {}, "float32", (MASTER,))
+    saved = checkpoint.catalog()
+    ranks = jobs(checkpoint, 1, 2, 2, {"old": (0,), "other": (1,)})
+    found: Counter[str] = Counter()
+    for rank in ranks:
+        mine, live = saved, replace(rank, elsewhere=frozenset({"new"}))
+        if rank.pp_rank == 0:
+            twins = {_new(place): tuple(map(_renamed, twins)) for place, twins in saved.twins.items()}
+            tensors = {_new(place): _renamed(tensor) for place, tensor in saved.tensors.items()}
+            mine, live = replace(saved, tensors=tensors, twins=twins), replace(rank, layouts={"new": LiveLayout(())})
+        comparisons = compare_replicas(mine, live, Resharding(), live.layouts, True, saved)
+        found.update({one.name: one.numel for one in comparisons})
+    assert found == {"new": 100, "other": 100}
+
+
+def _new(place: tuple[str, str]) -> tuple[str, str]:
+    return ("new" if place[0] == "old" else place[0], place[1])
+
+
+def _renamed(tensor: LogicalTensor) -> LogicalTensor:
+    return replace(tensor, name=_new((tensor.name, ""))[0])
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data(), st.integers(1, 90), st.integers(1, 3), st.integers(1, 3), st.integers(1, 9), st.integers(8, 200))
+def test_drift_is_found_wherever_it_lies_whoever_looks(
+    data: st.DataObject, numel: int, pp: int, dp: int, grain: int, staging_nbytes: int
+) -> None:
+    checkpoint = Checkpoint({"t": (numel, 2, 2)}, {}, "float32", (MASTER,))
+    catalog = checkpoint.catalog()
+    changes = data.draw(st.dictionaries(st.tuples(st.integers(0, 1), st.integers(0, numel - 1)), st.integers(1, 9)))
+    with tempfile.TemporaryDirectory() as folder:
+        catalog = replace(catalog, files=tuple(_write(Path(folder), catalog, changes)))
+        differences: list[Difference] = []
+        with patch("elastic_ckpt.replicas.GRAIN_NUMEL", grain), patch("elastic_ckpt.drift._LEAST_NBYTES", 8):
+            for share in shares(checkpoint, catalog, jobs(checkpoint, 1, dp, pp, {"t": (0, pp - 1)})):
+                plan = Plan(catalog.files, (), (), comparisons=share)
+                differences += find_drift(plan, replace(OPTIONS, staging_nbytes=staging_nbytes))
+    found = united(differences)
+    if not changes:
+        assert found == []
+        return
+    (drift,) = found
+    shards = {shard for shard, _ in changes}
+    assert drift.largest == max(changes.values())
+    assert drift.mean == pytest.approx(sum(changes.values()) / len(shards) / numel)
+    assert (drift.name, drift.copies) == ("t", 2)
+
+
+def _write(folder: Path, catalog: Catalog, changes: dict[tuple[int, int], int]) -> Iterator[SourceFile]:
+    (twin,) = catalog.twins["t", MASTER]
+    for number in range(len(catalog.files)):
+        for tensor in (catalog.tensors["t", MASTER], twin):
+            for extent in tensor.extents:
+                if extent.file == number:
+                    values = torch.arange(float(extent.range.start), extent.range.stop)
+                    for at in range(extent.range.numel if tensor is twin else 0):
+                        values[at] += changes.get((extent.shard, extent.range.start + at), 0)
+                    path = folder / str(number)
+                    path.write_bytes(b"\xee" * extent.byte_offset + values.numpy().tobytes())
+                    yield SourceFile(str(path), path.stat().st_size)
