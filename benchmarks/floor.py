@@ -1,0 +1,165 @@
+"""The floor: the bytes that elastic_ckpt's plan reads, and nothing but ``preadv``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.cases import FRESH, RESUME
+from benchmarks.held import Held, Part, judge_parts
+from elastic_ckpt import loader
+from elastic_ckpt.config import read_config
+from elastic_ckpt.dtypes import ITEMSIZE
+from elastic_ckpt.plan import Plan
+
+_CHUNK = 16 << 20
+
+
+@dataclass
+class Recorded:
+    """The plan that a load carried out."""
+
+    plan: Plan | None = None
+
+
+@contextmanager
+def record_plan() -> Iterator[Recorded]:
+    """Note the plan of the load in the body, which goes on as ever."""
+    recorded = Recorded()
+    execute = loader.execute
+
+    def note(plan: Plan, *rest: Any, **keywords: Any) -> Any:
+        recorded.plan = plan
+        return execute(plan, *rest, **keywords)
+
+    loader.execute = note
+    try:
+        yield recorded
+    finally:
+        loader.execute = execute
+
+
+@dataclass(frozen=True)
+class _Extent:
+    """Bytes of a file, at most a chunk of them, and where they go: a slot and the bytes before them in it."""
+
+    path: str
+    byte_offset: int
+    nbytes: int
+    slot: int
+    slot_byte_offset: int
+
+
+def extents_of(plan: Plan) -> list[_Extent]:
+    """The plan's copies in pieces of at most 16 MiB, in the order of the files.
+
+    Raises:
+        ValueError: the plan does more than copy.
+    """
+    extents = []
+    for copy in plan.copies:
+        itemsize = ITEMSIZE[copy.dtype]
+        if copy.rows != 1 or copy.dtype != plan.slots[copy.slot].dtype or plan.recodes:
+            raise ValueError("there is no floor for strided or converting reads")
+        nbytes = copy.numel * itemsize
+        for first in range(0, nbytes, _CHUNK):
+            size = min(_CHUNK, nbytes - first)
+            path = plan.files[copy.file].path
+            place = copy.slot_offset * itemsize + first
+            extents.append(_Extent(path, copy.byte_offset + first, size, copy.slot, place))
+    return extents
+
+
+@dataclass
+class Floor:
+    """The same ranks read the same bytes of the same files into memory of the same kind.
+
+    Attributes:
+        held: the engine; its masters are read into where the kind does not ask for fresh ones.
+        folder: whose files are read.
+        recorded: the plan.
+    """
+
+    held: Held
+    folder: Path
+    recorded: Recorded
+    phases: dict[str, float] = field(default_factory=dict)
+    tensor_nbytes: int | None = None
+
+    def __post_init__(self) -> None:
+        assert self.recorded.plan is not None, "no load went before"
+        self._plan = self.recorded.plan
+        self._extents = extents_of(self._plan)
+        self._buffers: list[torch.Tensor] = []
+        self._threads = read_config({}).read_threads
+        self.owned_nbytes = self.held.owned_nbytes
+        self.tensor_nbytes = sum(extent.nbytes for extent in self._extents)
+
+    def prepare(self, kind: str) -> int:
+        """See :class:`benchmarks.contenders.Runner`."""
+        if kind in (RESUME, FRESH):
+            self._buffers = []
+            self.held.scramble(RESUME)
+        for buffer in self._buffers:
+            buffer.fill_(-1.0)
+        slots = self._plan.slots
+        return sum(4 * slot.numel for slot in slots if self._is_new(kind, slot.key))
+
+    @staticmethod
+    def _is_new(kind: str, key: str) -> bool:
+        return kind == FRESH or (kind == RESUME and key != "fp32")
+
+    def load(self, kind: str) -> None:
+        """See :class:`benchmarks.contenders.Runner`."""
+        if kind in (RESUME, FRESH):
+            self._buffers = [
+                torch.empty(slot.numel) if self._is_new(kind, slot.key) else self.held.masters[slot.flat].data
+                for slot in self._plan.slots
+            ]
+        read_extents(self._extents, self._buffers, self._threads)
+
+    def parts(self) -> Iterator[Part]:
+        """See :class:`benchmarks.contenders.Runner`."""
+        numbers = {(slot.flat, slot.key): number for number, slot in enumerate(self._plan.slots)}
+        for piece in self.held.pieces:
+            for key in ("fp32", "exp_avg", "exp_avg_sq"):
+                buffer = self._buffers[numbers[piece.flat, key]]
+                yield piece.name, key, piece.start, buffer[piece.offset : piece.offset + piece.numel]
+
+    def judge(self) -> dict[str, bool]:
+        """See :class:`benchmarks.contenders.Runner`."""
+        return judge_parts(self.parts())
+
+    def drop(self) -> None:
+        """See :class:`benchmarks.contenders.Runner`."""
+        self._buffers = []
+
+
+def read_extents(extents: Sequence[_Extent], buffers: Sequence[torch.Tensor], threads: int) -> None:
+    """Read them all, from a pool of threads, each file opened once."""
+    views = [buffer.view(torch.uint8).numpy().data for buffer in buffers]
+    descriptors = {path: os.open(path, os.O_RDONLY) for path in dict.fromkeys(each.path for each in extents)}
+
+    def read(extent: _Extent) -> None:
+        view = views[extent.slot][extent.slot_byte_offset : extent.slot_byte_offset + extent.nbytes]
+        offset = extent.byte_offset
+        while view:
+            count = os.preadv(descriptors[extent.path], [view], offset)
+            if count == 0:
+                raise EOFError(extent.path)
+            view, offset = view[count:], offset + count
+
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            for _ in pool.map(read, extents):
+                pass
+    finally:
+        for descriptor in descriptors.values():
+            os.close(descriptor)
