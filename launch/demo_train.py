@@ -12,6 +12,7 @@ import argparse
 import csv
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import Any
 
 import deepspeed
 import torch
@@ -74,8 +75,10 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=120, help="train until this step")
     parser.add_argument("--save-at", type=int, help="save a checkpoint after this step")
+    parser.add_argument("--save-every", type=int, help="save a checkpoint after every so many steps")
     parser.add_argument("--save-dir", default="checkpoints", help="where to save it")
-    parser.add_argument("--resume-from", help="load the latest checkpoint of this folder first")
+    parser.add_argument("--resume-from", help="load the latest checkpoint of this folder first, if it holds one")
+    parser.add_argument("--stop-file", type=Path, help="save and end after the step in which this file appears")
     parser.add_argument("--losses", type=Path, required=True, help="CSV file of step and loss to write")
     parser.add_argument("--local_rank", type=int, default=-1, help="set by some launchers")
     deepspeed.add_config_arguments(parser)
@@ -97,6 +100,28 @@ def local_batch(text: torch.Tensor, step: int, global_batch: int) -> torch.Tenso
     return text[rows[:, None] + torch.arange(CONTEXT + 1)]
 
 
+def train_step(engine: Any, text: torch.Tensor, step: int) -> float:
+    """One optimizer step, in as many micro-batches as the engine accumulates; the mean loss over all ranks."""
+    rows = local_batch(text, step, engine.train_batch_size()).to(engine.device)
+    total = torch.zeros((), device=engine.device)
+    for micro_batch in rows.split(engine.train_micro_batch_size_per_gpu()):
+        loss = engine(micro_batch)
+        engine.backward(loss)
+        engine.step()
+        total += loss.detach()
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size() / engine.gradient_accumulation_steps()
+
+
+def asked_to_stop(stop_file: Path | None) -> bool:
+    """Whether the file is there. Rank 0 looks, and all ranks take its answer: one must not go on without the others."""
+    if stop_file is None:
+        return False
+    answer = [stop_file.exists()]
+    dist.broadcast_object_list(answer, src=0)
+    return answer[0]
+
+
 def train(arguments: argparse.Namespace) -> list[tuple[int, float]]:
     """Build, perhaps resume, train, perhaps save; the mean loss over all ranks of each step that was trained."""
     torch.manual_seed(0)
@@ -108,16 +133,14 @@ def train(arguments: argparse.Namespace) -> list[tuple[int, float]]:
 
     losses = []
     for step in range(engine.global_steps + 1, arguments.steps + 1):
-        loss = engine(local_batch(text, step, engine.train_batch_size()).to(engine.device))
-        engine.backward(loss)
-        engine.step()
-        mean = loss.detach().clone()
-        dist.all_reduce(mean)
-        losses.append((step, mean.item() / dist.get_world_size()))
+        losses.append((step, train_step(engine, text, step)))
         if dist.get_rank() == 0 and step % 20 == 0:
             print(f"step {step:4d}   loss {losses[-1][1]:.4f}", flush=True)
-        if step == arguments.save_at:
+        stop = asked_to_stop(arguments.stop_file)
+        if stop or step == arguments.save_at or (arguments.save_every and step % arguments.save_every == 0):
             engine.save_checkpoint(arguments.save_dir)
+        if stop:
+            break
     return losses
 
 

@@ -8,9 +8,11 @@ source launch/environment.sh
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
 "$PYTHON" -m mypy
+shellcheck launch/*.sh launch/*.sbatch .ci/run
 if [[ $# -gt 0 ]]; then
     "$PYTHON" -m pytest "$@"
 else
-    "$PYTHON" -m pytest -n 2 --ignore=tests/distributed
-    "$PYTHON" -m pytest --maxfail=3 tests/distributed # its jobs have processes of their own
+    "$PYTHON" -m pytest -n 2 --ignore=tests/distributed --ignore=tests/integration
+    # jobs with processes of their own; together, so that DeepSpeed's ops are built once
+    "$PYTHON" -m pytest --maxfail=3 tests/distributed tests/integration
 fi

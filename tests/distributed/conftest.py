@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.launch import close_zygotes, end, environment, run_ranks, start
+from tests.distributed.launch import end, environment, run_ranks, start
 from tests.distributed.model import Setup
 
 SUB_GROUPS = (("sub_group_size", 150), ("stage3_param_persistence_threshold", 0))
@@ -45,16 +44,6 @@ def saved_at(setup: Setup) -> list[int]:
     if setup not in MATRIX:
         return [2]
     return DEGREES if setup.precision == "fp32" else [2, 3]
-
-
-@pytest.fixture(scope="session")
-def extensions_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Private to this run: a killed build leaves a lock behind that would hang the next run.
-
-    ``ELASTIC_CKPT_TEST_EXTENSIONS`` names a folder to build in once and use again, for work on a few tests.
-    """
-    yield os.environ.get("ELASTIC_CKPT_TEST_EXTENSIONS") or str(tmp_path_factory.mktemp("extensions"))
-    close_zygotes()
 
 
 Launch = Callable[..., None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -13,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
+#: Of ``prctl`` (linux/prctl.h): the signal that a process gets when its parent ends.
+_PR_SET_PDEATHSIG = 1
 
 
 def free_port() -> int:
@@ -49,6 +52,11 @@ def start(command: Sequence[str], env: dict[str, str], log: Path) -> subprocess.
     """Start a process in a session of its own, so that its children can be ended with it."""
     with log.open("wb") as stream:
         return subprocess.Popen(command, env=env, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+def end_with_parent() -> None:
+    """Have this process killed when its parent ends: torchrun puts ranks in sessions of their own, which :func:`end` misses."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

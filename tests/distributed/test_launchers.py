@@ -1,35 +1,71 @@
-"""An unchanged script, started by the launchers that people use, resumes on another topology."""
+"""A training script, started by the launchers that people use, resumes on another topology."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.distributed.launch import REPO, end, environment, free_port, remove_shared_memory, start
+from tests.distributed.model import GLOBAL_BATCH
 
-SCRIPT = str(REPO / "tests" / "distributed" / "unchanged_script.py")
+UNCHANGED = str(REPO / "tests" / "distributed" / "unchanged_script.py")
+INSTALLED = str(REPO / "tests" / "distributed" / "installed_script.py")
+TORCHRUN = ["torch.distributed.run", "--nproc_per_node", "2", "--master_port", "{port}"]
+DEEPSPEED = ["deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", "{port}"]
+
+
+@dataclass(frozen=True)
+class Start:
+    """One way to start a script: the words before its arguments, and its own."""
+
+    words: list[str]
+    arguments: tuple[str, ...] = ()
+    section: Any = None
+
+
+#: The last one's config says "off": only the flag on its command line has elastic_ckpt load.
 LAUNCHERS = {
-    "torchrun": ["torch.distributed.run", "--nproc_per_node", "2", "--master_port", "{port}", "-m", "elastic_ckpt.run"],
-    "deepspeed": ["deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", "{port}", "--module", "elastic_ckpt.run"],
-}  # fmt: skip
+    "torchrun -m elastic_ckpt.run": Start([*TORCHRUN, "-m", "elastic_ckpt.run", UNCHANGED]),
+    "deepspeed --module elastic_ckpt.run": Start([*DEEPSPEED, "--module", "elastic_ckpt.run", UNCHANGED]),
+    "torchrun": Start([*TORCHRUN, INSTALLED], (), {"mode": "require"}),
+    "deepspeed": Start([*DEEPSPEED, INSTALLED], ("--universal-checkpoint",), {"mode": "off"}),
+}
+
+
+def config_arguments(section: Any, folder: Path) -> list[str]:
+    """DeepSpeed's own flags, for a config with this section."""
+    path = folder / "config.json"
+    config = {
+        "train_batch_size": GLOBAL_BATCH,
+        "zero_optimization": {"stage": 1},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "elastic_checkpoint": section,
+    }
+    path.write_text(json.dumps(config))
+    return ["--deepspeed", "--deepspeed_config", str(path)]
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_an_unchanged_script_resumes_on_another_topology_under(
+def test_a_script_resumes_on_another_topology_under(
     launcher: str, native: Path, extensions_dir: str, tmp_path: Path
 ) -> None:
+    way = LAUNCHERS[launcher]
     source = native / "z3-fp32-adamw-dp3"
     output, log = tmp_path / "result.json", tmp_path / "log"
     port = free_port()
-    command = [sys.executable, "-m", *[word.format(port=port) for word in LAUNCHERS[launcher]]]
-    process = start(
-        [*command, SCRIPT, "--resume-from", str(source), "--output", str(output)], environment(extensions_dir), log
-    )
+    command = [sys.executable, "-m", *[word.format(port=port) for word in way.words]]
+    command += ["--resume-from", str(source), "--output", str(output), *way.arguments]
+    if way.section is not None:
+        command += config_arguments(way.section, tmp_path)
+    process = start(command, environment(extensions_dir), log)
     try:
         assert process.wait(200) == 0, log.read_text()[-4000:]
     except subprocess.TimeoutExpired:

@@ -12,6 +12,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
+from tests.distributed.launch import end_with_parent
 from tests.distributed.model import Setup, build_engine, train
 
 
@@ -21,6 +22,7 @@ def main() -> None:
     parser.add_argument("--resume-from", required=True)
     parser.add_argument("--output", required=True)
     arguments = parser.parse_args()
+    end_with_parent()
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo")
     engine = build_engine(Setup(1))

@@ -44,7 +44,12 @@ def serve() -> None:
 
 
 def _import_for(job: str) -> None:
-    """What takes long to import and only some jobs need."""
+    """What takes long to import and only some jobs need; of ``module:function``, the module."""
+    module, colon, _ = job.partition(":")
+    if colon and module not in sys.modules:
+        importlib.import_module(module)
+        gc.collect()
+        gc.freeze()
     if job.startswith("parallel_jobs.") and "transformers" not in sys.modules:
         importlib.import_module("megatron.core.models.gpt")
         importlib.import_module("transformers.models.llama.modeling_llama")
@@ -82,7 +87,11 @@ def _fork(env: dict[str, str], log: str, argv: list[str]) -> int:
     sys.argv = [jobs.__file__, *argv]
     code = 1
     try:
-        jobs.main()
+        module, colon, function = argv[0].partition(":")
+        if colon:
+            getattr(sys.modules[module], function)(json.loads(argv[1]))
+        else:
+            jobs.main()
         code = 0
     except BaseException:  # the end of this process, whatever it was
         traceback.print_exc()

@@ -1,0 +1,72 @@
+"""Jobs that train with the ready configs of ``configs/``, one after the other, and resume what they saved."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+import elastic_ckpt
+from tests.distributed import optimizer_jobs as coded
+from tests.distributed import truth as oracle
+from tests.distributed.model import Setup, TinyLM, batch, build_optimizer, close
+
+
+def _is_8bit(config: dict[str, Any]) -> bool:
+    return "align_partitions" in config["elastic_checkpoint"]
+
+
+def _engine(config: dict[str, Any], seed: int) -> Any:
+    """As the config says; where it leaves the optimizer to the script, the one that it is meant for."""
+    model = coded.WideLM(seed) if _is_8bit(config) else TinyLM(seed)
+    if "optimizer" in config:
+        return deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    optimizer = build_optimizer(model, Setup(1, optimizer="bnb.AdamW8bit" if _is_8bit(config) else "adamw"))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5)
+    return deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)[0]
+
+
+def save(arguments: dict[str, Any]) -> None:
+    """Two steps with each config, a save, and the truth."""
+    elastic_ckpt.install()
+    for path in map(Path, arguments["configs"]):
+        config = json.loads(path.read_text())
+        engine = _engine(config, seed=7)
+        for number in range(2 * engine.gradient_accumulation_steps()):
+            engine.backward(engine(batch(number, dist.get_world_size(), dist.get_rank())))
+            engine.step()
+        folder = Path(arguments["folder"]) / path.stem
+        engine.save_checkpoint(str(folder))
+        if _is_8bit(config):
+            truth = coded.everything(engine)
+        else:
+            oracle.relink(engine)
+            truth = oracle.gather(engine, oracle.state_keys(engine))
+        if dist.get_rank() == 0:
+            torch.save(truth, folder / "truth.pt")
+        close(engine)
+        dist.barrier()
+
+
+def resume(arguments: dict[str, Any]) -> None:
+    """A fresh engine of each config restores every master and state, bit by bit."""
+    elastic_ckpt.install()
+    for path in map(Path, arguments["configs"]):
+        folder = Path(arguments["folder"]) / path.stem
+        config = json.loads(path.read_text())
+        engine = _engine(config, seed=8)
+        engine.load_checkpoint(str(folder))
+        report = str(engine.elastic_report)
+        stage = engine.zero_optimization_stage()
+        assert f"ZeRO-{stage}, DP={arguments['saved']}" in report, report
+        assert f"ZeRO-{stage}, DP={dist.get_world_size()}, at step 2" in report, report
+        truth = torch.load(folder / "truth.pt", weights_only=False)
+        if _is_8bit(config):
+            coded.compare(engine, truth, {}, path.name)
+        else:
+            oracle.assert_equal(engine, truth, path.name)
+        close(engine)

@@ -1,0 +1,55 @@
+"""``launch/demo_train.py`` that waits in front of a step, where the environment says so, until it is asked to stop.
+
+A test that ends a job in the middle then knows which step that was, on a machine of any speed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.distributed.launch import REPO, end_with_parent
+
+#: The step in front of which to wait.
+HOLD_AT = "ELASTIC_CKPT_TEST_HOLD_AT"
+#: A folder: ``held`` appears in it when the wait begins, ``stop`` ends it.
+HOLD_IN = "ELASTIC_CKPT_TEST_HOLD_IN"
+
+
+def load_demo() -> Any:
+    """The demo, as a module."""
+    spec = importlib.util.spec_from_file_location("demo_train", REPO / "launch" / "demo_train.py")
+    assert spec is not None and spec.loader is not None
+    demo = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(demo)
+    return demo
+
+
+def main() -> None:
+    end_with_parent()
+    demo = load_demo()
+    train_step = demo.train_step
+
+    def held_step(engine: Any, text: Any, step: int) -> float:
+        if step == int(os.environ.get(HOLD_AT, "0")):
+            folder = Path(os.environ[HOLD_IN])
+            (folder / "held").touch()
+            limit = time.monotonic() + 120
+            while not (folder / "stop").exists():
+                assert time.monotonic() < limit, "held for two minutes"
+                time.sleep(0.05)
+        return train_step(engine, text, step)
+
+    demo.train_step = held_step
+    demo.main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # as in unchanged_script.py
+
+
+if __name__ == "__main__":
+    main()
