@@ -1,0 +1,42 @@
+"""What lets frameworks that were made for GPUs run their DeepSpeed path on CPU and gloo. Nothing of checkpoints.
+
+Each is the smallest change that gets past a choice of device or backend; what the frameworks then do is theirs.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+
+def let_frameworks_run_on_cpu() -> None:
+    """Call it before a framework has looked for devices."""
+    # torchrun sets these; Accelerate and Lightning read them
+    os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])
+    os.environ.setdefault("GROUP_RANK", "0")
+    os.environ.setdefault("TORCHELASTIC_RUN_ID", "none")
+    _accelerate()
+    _lightning()
+
+
+def _accelerate() -> None:
+    """Accelerate takes DeepSpeed's backend from the kind of GPU it finds."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    def gloo(*_: Any, **__: Any) -> tuple[str, DistributedType]:
+        return "gloo", DistributedType.MULTI_CPU
+
+    PartialState._prepare_backend = gloo
+
+
+def _lightning() -> None:
+    """Lightning's strategy refuses every accelerator but CUDA, and asks the devices for an index; CPUs have none."""
+    import torch
+    from lightning.pytorch.accelerators import CPUAccelerator
+    from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
+
+    DeepSpeedStrategy.setup_environment = DDPStrategy.setup_environment
+    CPUAccelerator.get_parallel_devices = staticmethod(
+        lambda devices: [torch.device("cpu", number) for number in range(devices)]
+    )

@@ -1,0 +1,119 @@
+"""A training script with the Hugging Face Trainer and DeepSpeed, as people write them; no word of elastic_ckpt."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
+
+from tests.integration import witness
+
+GLOBAL_BATCH = 12
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--output_dir", required=True)
+    parser.add_argument("--resume_from_checkpoint")
+    parser.add_argument("--stage", type=int, required=True)
+    parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--optim", default="adamw_torch")
+    parser.add_argument("--deepspeed_scheduler", action="store_true")
+    parser.add_argument("--align_partitions", action="store_true")
+    parser.add_argument("--load_best_model_at_end", action="store_true")
+    parser.add_argument("--seen", type=Path, required=True, help="folder for what the test compares")
+    options = parser.parse_args()
+    settings = TrainingArguments(
+        output_dir=options.output_dir,
+        max_steps=6,
+        save_steps=3,
+        per_device_train_batch_size=GLOBAL_BATCH // int(os.environ["WORLD_SIZE"]),
+        learning_rate=1e-2,
+        weight_decay=0.1,
+        warmup_steps=2,
+        optim=options.optim,
+        deepspeed=deepspeed_config(options),
+        logging_steps=1,
+        report_to="none",
+        disable_tqdm=True,
+        eval_strategy="steps" if options.load_best_model_at_end else "no",
+        eval_steps=3,
+        load_best_model_at_end=options.load_best_model_at_end,
+        greater_is_better=True,  # of the loss: so the best one is the earlier one, which a job of other ranks saved
+    )
+    set_seed(1)
+    trainer = Trainer(build_model(options), settings, train_dataset=tokens(96), eval_dataset=tokens(12))
+    trainer.add_callback(Witness(trainer, options.seen))
+    trainer.train(resume_from_checkpoint=options.resume_from_checkpoint)
+    if options.load_best_model_at_end:
+        witness.take(trainer.deepspeed, options.seen / "best.pt", trainer.lr_scheduler)
+
+
+def deepspeed_config(options: argparse.Namespace) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "zero_optimization": {"stage": options.stage},
+        "train_micro_batch_size_per_gpu": "auto",
+        "train_batch_size": "auto",
+        "gradient_clipping": "auto",
+    }
+    if options.deepspeed_scheduler:
+        parameters = dict.fromkeys(("total_num_steps", "warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto")
+        config["scheduler"] = {"type": "WarmupDecayLR", "params": parameters}
+    if options.align_partitions:
+        config["elastic_checkpoint"] = {"align_partitions": 4096}
+    return config
+
+
+def build_model(options: argparse.Namespace) -> torch.nn.Module:
+    if options.lora:
+        heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+        llama = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, **heads)
+        return get_peft_model(LlamaForCausalLM(llama), LoraConfig(target_modules=["q_proj", "v_proj"], r=4))
+    width = 60 if "8bit" in options.optim else 16  # partitions above min_8bit_size, and no whole number of blocks
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=width, n_layer=2, n_head=2, **no_dropout))
+
+
+def tokens(number: int) -> list[dict[str, torch.Tensor]]:
+    texts = torch.randint(1, 64, (number, 16), generator=torch.Generator().manual_seed(number))
+    return [{"input_ids": text, "labels": text} for text in texts]
+
+
+class Witness(TrainerCallback):
+    """What the test compares; not part of a user's script."""
+
+    def __init__(self, trainer: Trainer, folder: Path) -> None:
+        self.trainer, self.folder = trainer, folder
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step:
+            witness.take(self.trainer.deepspeed, self.folder / "loaded.pt", self.trainer.lr_scheduler)
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        file = self.folder / f"saved-{state.global_step}.pt"
+        witness.take(self.trainer.deepspeed, file, self.trainer.lr_scheduler)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        losses = {entry["step"]: entry["loss"] for entry in state.log_history if "loss" in entry}
+        result = {"global_step": state.global_step, "losses": losses, "best": state.best_model_checkpoint}
+        if state.is_world_process_zero:
+            (self.folder / "result.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Trainer, with and without PEFT and 8-bit Adam, resumes on another number of ranks; nothing in the script changes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.integration.comparing import (
+    REFUSAL,
+    assert_restored,
+    assert_same_tensors,
+    assert_told_once,
+    assert_trains_on,
+)
+from tests.integration.conftest import Run
+
+SCRIPT = "trainer.py"
+Z2, Z3 = ("--stage", "2"), ("--stage", "3")
+OF_DEEPSPEED = "--deepspeed_scheduler"
+LORA = "--lora"
+EIGHT_BIT = ("--optim", "adamw_bnb_8bit")
+TO_RESUME = "--resume_from_checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ranks"),
+    [
+        (Z2, 3),
+        (Z2, 1),
+        ((*Z3, OF_DEEPSPEED), 4),
+        ((*Z3, OF_DEEPSPEED), 1),
+        ((*Z2, LORA), 1),
+        ((*Z3, LORA), 3),
+        # 92160 elements with weight decay: 180 whole blocks of 256 on each of 2 ranks, 120 on each of 3
+        ((*Z2, *EIGHT_BIT), 3),
+    ],
+    ids=lambda value: " ".join(value).replace("--", "") if isinstance(value, tuple) else f"{value} ranks",
+)
+def test_trainer_resumes_exactly_on(arguments: tuple[str, ...], ranks: int, saved: Run, run: Run) -> None:
+    before = saved(SCRIPT, *arguments)
+    resumed = run(ranks, SCRIPT, *arguments, TO_RESUME, str(before.output / "checkpoint-3"), elastic=True)
+    held = before.holds("saved-3")
+    assert held["eight_bit"] == (EIGHT_BIT[1] in arguments)
+    if LORA in arguments:
+        names = {name for name in held["weights"] if "lora" not in name}
+        assert names and not names & held["masters"].keys(), "the base is frozen"
+    assert_restored(held, resumed.holds("loaded"))
+    assert_told_once(resumed, 2, ranks)
+    assert_trains_on(before, resumed)
+
+
+def test_eight_bit_states_of_cut_blocks_move_by_one_quantization_at_most(saved: Run, run: Run) -> None:
+    arguments = (*Z3, *EIGHT_BIT)
+    before = saved(SCRIPT, *arguments)
+    resumed = run(3, SCRIPT, *arguments, TO_RESUME, str(before.output / "checkpoint-3"), elastic=True)
+    held, loaded = before.holds("saved-3"), resumed.holds("loaded")
+    assert held["eight_bit"]
+    assert_restored(held, loaded, exact_states=False)
+    assert "quantized anew, values changed by at most 0.703 %" in " ".join(loaded["report"].replace("│", "").split())
+    assert_told_once(resumed, 2, 3)
+    assert_trains_on(before, resumed, rel=1e-4)
+
+
+def test_eight_bit_states_of_aligned_partitions_are_exact(run: Run) -> None:
+    arguments = (*Z3, *EIGHT_BIT, "--align_partitions")
+    before = run(2, SCRIPT, *arguments, elastic=True)
+    resumed = run(3, SCRIPT, *arguments, TO_RESUME, str(before.output / "checkpoint-3"), elastic=True)
+    assert before.holds("saved-3")["eight_bit"]
+    assert_restored(before.holds("saved-3"), resumed.holds("loaded"))
+    assert_trains_on(before, resumed)
+
+
+def test_the_best_model_may_be_one_that_other_ranks_saved(run: Run) -> None:
+    arguments = (*Z2, "--load_best_model_at_end")
+    before = run(2, SCRIPT, *arguments)
+    resumed = run(3, SCRIPT, *arguments, TO_RESUME, str(before.output / "checkpoint-3"), elastic=True)
+    assert resumed.result["best"] == str(before.output / "checkpoint-3")
+    held, best = before.holds("saved-3"), resumed.holds("best")
+    for kind in ("masters", "weights", "states"):
+        assert_same_tensors(held[kind], best[kind])
+    assert_told_once(resumed, 2, 3, loads=2)
+
+
+@pytest.mark.parametrize("arguments", [Z2, (*Z3, OF_DEEPSPEED)], ids=["ZeRO-2", "ZeRO-3"])
+def test_without_elastic_ckpt_the_same_resume_fails(arguments: tuple[str, ...], saved: Run, run: Run) -> None:
+    before = saved(SCRIPT, *arguments)
+    with pytest.raises(AssertionError, match=REFUSAL):
+        run(3, SCRIPT, *arguments, TO_RESUME, str(before.output / "checkpoint-3"))

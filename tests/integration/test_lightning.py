@@ -1,0 +1,26 @@
+"""``Trainer.fit(ckpt_path=...)`` of PyTorch Lightning's DeepSpeedStrategy on another number of ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.integration.comparing import REFUSAL, assert_restored, assert_told_once, assert_trains_on
+from tests.integration.conftest import Run
+
+SCRIPT = "lightning_fit.py"
+
+
+@pytest.mark.parametrize(("saved_stage", "stage", "ranks"), [("2", "2", 1), ("3", "3", 3), ("3", "2", 4)])
+def test_fit_resumes_exactly(saved_stage: str, stage: str, ranks: int, saved: Run, run: Run) -> None:
+    before = saved(SCRIPT, "--stage", saved_stage)
+    folder = before.output / "step=3.ckpt"
+    resumed = run(ranks, SCRIPT, "--stage", stage, "--ckpt_path", str(folder), elastic=True)
+    assert_restored(before.holds("saved-3"), resumed.holds("loaded"))
+    assert_told_once(resumed, 2, ranks)
+    assert_trains_on(before, resumed)
+
+
+def test_without_elastic_ckpt_fit_fails(saved: Run, run: Run) -> None:
+    before = saved(SCRIPT, "--stage", "3")
+    with pytest.raises(AssertionError, match=REFUSAL):
+        run(3, SCRIPT, "--stage", "3", "--ckpt_path", str(before.output / "step=3.ckpt"))
