@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 #: Kinds of memory that a load writes into; see README.md.
 RESUME, TOUCHED, FRESH = "resume", "touched", "fresh"
-KINDS = (RESUME, TOUCHED, FRESH)
 #: What a contender reads.
 NATIVE, UNIVERSAL, DCP = "native", "universal", "dcp"
 
@@ -154,6 +153,13 @@ def rotated(keys: Sequence[str], round_number: int) -> list[str]:
     """The order of one round: each starts with another contender, so that none always follows the same one."""
     start = round_number % max(len(keys), 1)
     return [*keys[start:], *keys[:start]]
+
+
+def kinds_of(key: str, quick: bool) -> tuple[str, ...]:
+    """Kinds of memory in which a contender is run; in a hurry, only elastic_ckpt and its floor in two."""
+    if not quick:
+        return CONTENDERS[key].kinds
+    return (RESUME, TOUCHED) if key in ("floor", "native") else (RESUME,)
 
 
 def sources_of(keys: Iterable[str]) -> list[str]:

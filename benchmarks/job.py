@@ -24,7 +24,7 @@ from deepspeed.checkpoint import ds_to_universal
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 from benchmarks import sharded
-from benchmarks.cases import CONTENDERS, DCP, NATIVE, Case, rotated
+from benchmarks.cases import DCP, NATIVE, Case, rotated
 from benchmarks.contenders import Runner, build_runner
 from benchmarks.flat_jobs import flat_load, flat_save
 from benchmarks.held import Held, agreed, build_engine, checksum
@@ -118,7 +118,7 @@ def measure(arguments: dict[str, Any]) -> None:
     samples: list[dict[str, Any]] = []
     for number in range(arguments["repeats"] + 1):
         for key in rotated(list(runners), number):
-            for kind in (kind for kind in CONTENDERS[key].kinds if kind in arguments["kinds"]):
+            for kind in arguments["kinds"][key]:
                 sample = _turn(runners[key], key, kind, meter, history)
                 samples.append({"contender": key, "kind": kind, "round": number, **sample})
             runners[key].drop()

@@ -16,14 +16,12 @@ from rich.console import Console
 from benchmarks import chart, machine
 from benchmarks.cases import (
     CONTENDERS,
-    KINDS,
     MODELS,
     QUICK,
-    RESUME,
-    TOUCHED,
     UNIVERSAL,
     Case,
     enumerate_cases,
+    kinds_of,
     parse_pair,
     sources_of,
     that_run,
@@ -47,7 +45,7 @@ class Settings:
 
     cases: tuple[Case, ...]
     contenders: tuple[str, ...]
-    kinds: tuple[str, ...]
+    quick: bool
     repeats: int
     cold: bool
     out: Path
@@ -116,7 +114,7 @@ class Session:
             "contenders": list(keys),
             "repeats": self._settings.repeats,
             "cold": self._settings.cold,
-            "kinds": list(self._settings.kinds),
+            "kinds": {key: kinds_of(key, self._settings.quick) for key in keys},
             "out": str(raw.resolve()),
         }
         self._launcher.run(case.dp, "measure", arguments, self._settings.timeout_s)
@@ -168,7 +166,7 @@ def settings_of(
     stages: Sequence[int],
     dp: Sequence[str],
     contenders: Sequence[str],
-    kinds: Sequence[str],
+    quick: bool,
     repeats: int,
     cold: bool,
     out: Path,
@@ -190,9 +188,7 @@ def settings_of(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     cases = tuple(enumerate_cases(params, stages, pairs))
-    return Settings(
-        cases, tuple(with_their_floors(contenders or CONTENDERS)), tuple(kinds), repeats, cold, out, timeout_s
-    )
+    return Settings(cases, tuple(with_their_floors(contenders or CONTENDERS)), quick, repeats, cold, out, timeout_s)
 
 
 def repeat_options(argv: Sequence[str], options: Sequence[str] = _LISTS) -> list[str]:
@@ -239,7 +235,7 @@ def main(
         [int(stage) if stage.isdigit() else -1 for stage in words(stages, "1,3")],
         words(dp, "2:4,4:2,2:2"),
         words(contenders, ""),
-        (RESUME, TOUCHED) if quick else KINDS,
+        quick,
         repeats or (3 if quick else 5),
         cold,
         out,
