@@ -136,6 +136,8 @@ def _turn(runner: Runner, key: str, kind: str, meter: Meter, history: History) -
     total = checksum(runner.parts())
     is_first = key not in history.checksums
     verdict = agreed(runner.judge() if is_first else {"same as judged": total == history.checksums[key]})
+    # what a load keeps has to be new to the process, or the kind of memory is not what it is called
+    verdict |= agreed({"fresh memory": cost.peak_nbytes > 0.8 * kept_nbytes or not kept_nbytes})
     history.checksums.setdefault(key, total)
     history.peaks[key, kind] = max(peak_nbytes, cost.peak_nbytes)
     mine = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import mmap
 import os
 import sys
 import time
@@ -89,8 +90,8 @@ class Meter:
             used_nbytes: memory that it is expected to take: so much is touched and freed just before, so that every
                 load finds pages that this process had until a moment ago.
         """
-        settle()
         set_pages(folder, self._cold)
+        settle()
         lend_memory(used_nbytes, folder)
         before = _resident()
         _reset_peak()
@@ -126,7 +127,12 @@ def lend_memory(nbytes: int, folder: Path) -> None:
     spare = meminfo("MemAvailable") - sum(path.stat().st_size for path in files_below(folder))
     nbytes = min(nbytes, max(int(0.8 * spare) // dist.get_world_size(), 0))
     dist.barrier()
-    torch.empty(nbytes, dtype=torch.uint8).fill_(1)
+    if nbytes:
+        # mapped, not allocated: the C library would keep the pages, and the next load would find them there
+        with mmap.mmap(-1, nbytes) as lent:
+            view = torch.frombuffer(lent, dtype=torch.uint8)
+            view.fill_(1)
+            del view
     dist.barrier()
 
 

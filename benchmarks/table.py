@@ -21,7 +21,7 @@ def case_table(result: CaseResult) -> Table:
         table.add_column(name, no_wrap=True)
     for name in ("seconds", "(least - most)", "x floor", "read MiB", "x owned", "metadata KiB", "extra MiB", "opened"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("not as saved")
+    table.add_column("not right")
     summaries = summarize(result)
     last = ""
     for summary in summaries:
