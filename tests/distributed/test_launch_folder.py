@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.held_script import HOLD_AT, HOLD_IN
-from tests.distributed.launch import REPO, end, environment, free_port, start
+from tests.distributed.launch import REPO, end, environment, free_port, remove_shared_memory, start
 
 SCRIPT = str(REPO / "tests" / "distributed" / "held_script.py")
 #: 24 samples a step on any number of ranks, 2 at a time.
@@ -68,6 +68,8 @@ def running(script: str, arguments: list[str], log: Path, env: dict[str, str]) -
         yield Run(process, log)
     finally:
         end(process)
+        if "PORT" in env:  # DeepSpeed's launcher tells its ranks how many of them are here: they make shared memory
+            remove_shared_memory(int(env["PORT"]))
 
 
 def training(losses: Path, folder: Path) -> list[str]:
