@@ -11,11 +11,13 @@ All of this is advice: where the kernel does not take it, the read faults the pa
 from __future__ import annotations
 
 import ctypes
+import mmap
 import sys
 import time
 from collections.abc import Iterable
+from typing import Any
 
-_PAGE_NBYTES = 4096
+_PAGE_NBYTES = mmap.PAGESIZE
 _HUGE_NBYTES = 2 << 20
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
@@ -34,12 +36,13 @@ class Prefault:
 
     def __init__(self, huge: bool = True) -> None:
         self._libc = _libc()
-        self._huge = huge and self._libc is not None
+        self._works = self._libc is not None  # apart, so that no thread finds the library gone between two lines
+        self._huge = huge
 
     def __call__(self, buffers: Iterable[memoryview]) -> None:
         """Map those of the buffers that are big and not mapped yet. Their contents stay as they are."""
         for buffer in buffers:
-            if self._libc is None:
+            if not self._works:
                 return
             if len(buffer) < _LEAST_NBYTES:
                 continue
@@ -74,18 +77,17 @@ class Prefault:
             self._advise(page, stop - page, _MADV_POPULATE_WRITE)
 
     def _advise(self, start: int, nbytes: int, advice: int) -> None:
-        if self._libc is not None and self._libc.madvise(start, nbytes, advice) != 0 and advice == _MADV_POPULATE_WRITE:
-            self._libc = None  # an old kernel, or no memory left, of which the read itself tells
+        if self._works and self._libc.madvise(start, nbytes, advice) != 0 and advice == _MADV_POPULATE_WRITE:
+            self._works = False  # an old kernel, or no memory left, of which the read itself tells
 
     def _is_mapped(self, address: int) -> bool:
-        if self._libc is None:
-            return True
         held = ctypes.c_ubyte(0)
         page = address // _PAGE_NBYTES * _PAGE_NBYTES
         return self._libc.mincore(page, _PAGE_NBYTES, ctypes.byref(held)) == 0 and bool(held.value & 1)
 
 
-def _libc() -> ctypes.CDLL | None:
+def _libc() -> Any:
+    """The C library; ``None`` where it has no such advice."""
     if sys.platform != "linux":
         return None
     libc = ctypes.CDLL(None)
