@@ -3,7 +3,8 @@
 Private attributes used, all of DeepSpeed 0.19. Both: ``real_dp_process_group``, ``_hp_optimizer_states_linked``,
 ``_lazy_init_hp_params_optimizer_state``, ``_restore_from_bit16_weights``. ``DeepSpeedZeroOptimizer``:
 ``bit16_groups``, ``round_robin_bit16_groups``, ``round_robin_bit16_offsets``, ``partition_size``,
-``single_partition_of_fp32_groups``. ``BF16_Optimizer``: ``bf16_groups``, ``fp32_groups_flat_partition``.
+``single_partition_of_fp32_groups``, ``parallel_partitioned_bit16_groups``. ``BF16_Optimizer``: ``bf16_groups``,
+``fp32_groups_flat_partition``, ``bf16_partitioned_groups``.
 """
 
 from __future__ import annotations
@@ -58,6 +59,10 @@ class Zero12Adapter(FlatOptimizer):
         """Muon orthogonalizes whole gradients, on every rank that holds a part; offloaded, it gathers them instead."""
         return not getattr(self._optimizer, "cpu_offload", False)
 
+    def _partitions(self) -> Sequence[Sequence[torch.Tensor]]:
+        """Per group, the partitions of all ranks in its flat low-precision buffer, each as big as the others."""
+        return self._optimizer.parallel_partitioned_bit16_groups
+
     def destinations(self) -> Destinations:
         """See :class:`elastic_ckpt.engines.base.EngineAdapter`."""
         flats, fragments = [], []
@@ -85,7 +90,10 @@ class Zero12Adapter(FlatOptimizer):
     def refresh_weights(self, plan: Plan, exact_masters: bool) -> None:
         """See :class:`elastic_ckpt.engines.base.EngineAdapter`."""
         optimizer = self._optimizer
-        optimizer.update_lp_params()
+        if all(partitions[0].device.type == "cpu" for partitions in self._partitions()):
+            self._spread_partitions()
+        else:
+            optimizer.update_lp_params()
         if not exact_masters:
             optimizer._restore_from_bit16_weights()
         if plan.restores_states:
@@ -94,6 +102,24 @@ class Zero12Adapter(FlatOptimizer):
             optimizer._hp_optimizer_states_linked = False
             if all(self.base.state.get(master) for master in self.masters):
                 optimizer._lazy_init_hp_params_optimizer_state()
+
+    def _spread_partitions(self) -> None:
+        """What ``update_lp_params`` does, in place: every rank's part of the low-precision weights to all. Collective.
+
+        DeepSpeed gathers whole groups at once, and gloo gathers into memory of its own before it copies: a second
+        low-precision model. It broadcasts in place.
+        """
+        for index, (partitions, master) in enumerate(zip(self._partitions(), self.masters, strict=True)):
+            group = self._optimizer.real_dp_process_group[index]
+            partitions[dist.get_rank(group=group)].data.copy_(master.data)
+            members = dist.get_process_group_ranks(group)
+            pending = [
+                # as bytes: not every backend knows every dtype
+                dist.broadcast(partition.data.view(torch.uint8), src=member, group=group, async_op=True)
+                for partition, member in zip(partitions, members, strict=True)
+            ]
+            for work in pending:
+                work.wait()
 
 
 class Bf16Adapter(Zero12Adapter):
@@ -110,3 +136,6 @@ class Bf16Adapter(Zero12Adapter):
 
     def _numbered_params(self) -> Sequence[Sequence[torch.nn.Parameter]]:
         return self._optimizer.bf16_groups
+
+    def _partitions(self) -> Sequence[Sequence[torch.Tensor]]:
+        return self._optimizer.bf16_partitioned_groups

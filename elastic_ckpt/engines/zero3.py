@@ -2,13 +2,14 @@
 
 Private attributes used, all of DeepSpeed 0.19: ``fp16_groups``, ``fp16_partitioned_groups``,
 ``fp16_partitioned_groups_flat``, ``fp32_partitioned_groups_flat``, ``sub_group_to_group_id``,
-``persistent_parameters``, ``checkpoint_event_prologue`` / ``_epilogue``, and ``ds_shape``, ``ds_tensor`` of parameters.
+``persistent_parameters``, ``checkpoint_event_prologue`` / ``_epilogue``, and of parameters ``ds_shape``, ``ds_numel``,
+``ds_tensor``, ``ds_secondary_tensor``, ``partition``, ``all_gather_coalesced``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ from elastic_ckpt.engines.base import FlatOptimizer, ReadPart
 from elastic_ckpt.geometry import FlatRange, per_parameter_partition
 from elastic_ckpt.plan import Plan
 from elastic_ckpt.states.schema import StateSchema
+
+#: What one collective gathers of small parameters; DeepSpeed keeps a second copy of it meanwhile.
+_BUCKET_NBYTES = 16 << 20
 
 
 class Zero3Adapter(FlatOptimizer):
@@ -102,11 +106,40 @@ class Zero3Adapter(FlatOptimizer):
         self._finish_weights()
 
     def _finish_weights(self) -> None:
-        """Persistent parameters are held whole on every rank: gather them anew. Collective."""
-        optimizer = self._optimizer
-        if optimizer.persistent_parameters:
-            optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
-        optimizer.checkpoint_event_epilogue()
+        """Nothing that was gathered, or kept for gathering, outlives the load. Collective.
+
+        Persistent parameters are whole on every rank: they are gathered anew, many in one collective, where DeepSpeed's
+        epilogue takes one for each. hpZ's second partitions, from which the next forward pass would gather, hold old
+        values; the epilogue drops those of trained parameters, and a frozen one would keep its own for good.
+        """
+        every: Iterable[Any] = self.param_names
+        persistent = list(self._optimizer.persistent_parameters)
+        if persistent:
+            persistent[0].partition(persistent)
+        for param in every:
+            if param.ds_secondary_tensor is not None:
+                param.ds_secondary_tensor = None
+        for bucket in _gathering_buckets(persistent):
+            bucket[0].all_gather_coalesced(bucket).wait()
+        # gathers what is left: quantized parameters
+        self._optimizer.checkpoint_event_epilogue()
+
+
+def _gathering_buckets(params: Sequence[Any]) -> Iterator[list[Any]]:
+    """Parameters that are gathered as they lie, in lists of at most 16 MiB, or one bigger parameter."""
+    bucket: list[Any] = []
+    nbytes = 0
+    for param in params:
+        if hasattr(param.ds_tensor, "ds_quant_scale"):
+            continue
+        more = param.ds_numel * param.ds_tensor.element_size()
+        if bucket and nbytes + more > _BUCKET_NBYTES:
+            yield bucket
+            bucket, nbytes = [], 0
+        bucket.append(param)
+        nbytes += more
+    if bucket:
+        yield bucket
 
 
 def _steps(params: Sequence[Any]) -> list[int]:

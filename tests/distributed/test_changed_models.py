@@ -28,6 +28,7 @@ NEW_NAMES = {
     "norm.bias": "scale.bias",
     "trace": "track",
 }
+PERSISTENT_NOTHING = ("stage3_param_persistence_threshold", 0)
 DECAY = {"lr": 5e-3, "weight_decay": 0.1, "initial_lr": 1e-2, "betas": [0.9, 0.999]}
 PLAIN = {"lr": 1.5e-3, "weight_decay": 0.0, "initial_lr": 3e-3, "betas": [0.8, 0.95]}
 
@@ -87,6 +88,23 @@ def test_a_frozen_base_comes_back_under_what_trains(
         cases.append(case(frozen["lora"], Setup(2, "bf16"), Setup(3, "bf16"), model="LoraLM"))
         cases.append(case(frozen["lora"], Setup(3, "bf16"), Setup(2, "bf16"), model="LoraLM"))
         launch(degree, "changed", {"cases": cases})
+
+
+def test_a_frozen_base_comes_back_where_each_node_keeps_a_second_partition(
+    launch: Launch, frozen: dict[str, Path]
+) -> None:
+    # hpZ: forward passes gather from the second partition, which DeepSpeed fills when it builds the engine
+    hpz = [Setup(3, zero=(("zero_hpz_partition_size", 2), *more)) for more in ((), (PERSISTENT_NOTHING,))]
+    launch(
+        4,
+        "changed",
+        {
+            "cases": [
+                case(frozen["lora"], Setup(1), target, model="LoraLM", says=["frozen parameters"], **{"continue": True})
+                for target in hpz
+            ]
+        },
+    )
 
 
 def test_a_base_that_was_left_out_of_the_save_stays_as_the_model_has_it(
