@@ -1,7 +1,7 @@
 """The metadata of a ``torch.save`` file, without its tensor data.
 
-``torch.load`` under ``FakeTensorMode`` builds the pickled object and notes for every storage where its bytes lie
-in the file (``_checkpoint_offset``), reading none of them. Each tensor becomes a :class:`TensorRef`.
+``torch.load(map_location="meta")`` builds the pickled object and notes for every storage where its bytes lie in the
+file (``_checkpoint_offset``), reading none of them. Each tensor becomes a :class:`TensorRef`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import copy
 import io
 import os
 import pickle
-import re
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,22 +18,19 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from elastic_ckpt.dtypes import ITEMSIZE
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, UnsafePickleError, UnsupportedError
-from elastic_ckpt.formats.light_tensors import light_tensors
 from elastic_ckpt.formats.safe_globals import safe_globals
 from elastic_ckpt.formats.safe_numpy import finished
 
 # What torch's unpickler says where it meets a name that is not allowed, and nowhere else.
 _FORBIDDEN_MARKERS = ("GLOBAL", "allowlisted")
-_TENSOR_SUBCLASS = re.compile(r"new Tensor subclass (\w+)")
 _UNPICKLER_PREFIX = "WeightsUnpickler error:"
 
-# Objects whose attributes may hold tensors: scheduler-like things in a client state, DeepSpeed's loss scalers.
 #: What ``torch.load`` makes of dense tensors.
-_DENSE = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+_DENSE = (torch.Tensor, torch.nn.Parameter)
+#: Objects whose attributes may hold tensors: scheduler-like things in a client state, DeepSpeed's loss scalers.
 _PLAIN_OBJECTS = (argparse.Namespace, LossScalerBase)
 
 
@@ -116,18 +112,14 @@ def open_pickled(path: str, trust_pickle: bool = False) -> PickledFile:
     """
     _check_is_archive(path)
     try:
-        with FakeTensorMode(), safe_globals(), light_tensors():
-            loaded = torch.load(path, map_location="cpu", weights_only=not trust_pickle)
+        with safe_globals():
+            loaded = torch.load(path, map_location="meta", weights_only=not trust_pickle)
         nbytes = os.path.getsize(path)
         return PickledFile(path, nbytes, replace_leaves(loaded, lambda leaf: _to_ref(leaf, path, nbytes)))
     except ElasticCkptError:
         raise
     except pickle.UnpicklingError as error:
         raise _unsafe_or_damaged(path, error) from error
-    except RuntimeError as error:
-        if found := _TENSOR_SUBCLASS.search(str(error)):  # what fake tensors cannot stand in for
-            raise _subclass(path, found[1]) from error
-        raise _unreadable(path, f"RuntimeError: {str(error).partition(chr(10))[0]}") from error
     except Exception as error:  # noise in a pickle can make the unpickler raise anything at all
         raise _unreadable(path, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
 
@@ -275,7 +267,7 @@ class _TensorFound(Exception):
 
 def _refuse_hidden_tensors(leaf: Any, path: str) -> None:
     """A tensor inside an object of a class unknown here would stay without data: refuse it by name."""
-    if leaf is None or isinstance(leaf, (bool, int, float, complex, str, bytes, torch.dtype, torch.device)):
+    if leaf is None or isinstance(leaf, (bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device)):
         return
     try:
         _TensorSeeker(io.BytesIO()).dump(leaf)
