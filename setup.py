@@ -30,6 +30,7 @@ setup(
         "numpy>=1.25",
         "typer>=0.12",
         "isal>=1.6",
+        "hjson>=3.1",
     ],
     entry_points={"console_scripts": ["elastic-ckpt=elastic_ckpt.cli:app"]},
     extras_require={

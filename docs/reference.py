@@ -19,7 +19,7 @@ Everything is optional, and goes under one top-level key of the DeepSpeed config
 that names the nearest one.
 
 ```json
-{"elastic_checkpoint": {"mode": "auto"}}
+{"elastic_checkpoint": {"mode": "require", "report_path": "load.json"}}
 ```
 
 | key | default | type | meaning |

@@ -145,9 +145,8 @@ def state_options(config: ElasticConfig) -> StateOptions:
 #: Keys that people write in place of the right ones; DeepSpeed does not know them and says nothing.
 _LOAD_UNIVERSAL = '"checkpoint": {"load_universal": true}, or leave it out: elastic_ckpt detects universal checkpoints'
 _WRONG_KEYS = dict.fromkeys(("load_universal_checkpoint", "universal_checkpoint", "load_universal"), _LOAD_UNIVERSAL)
-_WRONG_SECTIONS = dict.fromkeys(
-    ("elastic_ckpt", "elastic_checkpointing", "elastic-checkpoint"), f'"{CONFIG_KEY}": {{...}}'
-)
+#: How like :data:`CONFIG_KEY` a key must be to be taken for it; DeepSpeed's own are at most 0.71.
+_ALIKE = 0.8
 _WRONG_IN_CHECKPOINT = dict.fromkeys(
     ("load_universal_checkpoint", "universal_checkpoint", "universal"), _LOAD_UNIVERSAL
 )
@@ -156,8 +155,9 @@ _WRONG_IN_CHECKPOINT = dict.fromkeys(
 def _refuse_wrong_keys(ds_config: Mapping[str, Any]) -> None:
     section = ds_config.get("checkpoint")
     inside = section if isinstance(section, Mapping) else {}
+    alike = [key for key in ds_config if key != CONFIG_KEY and _is_like_ours(str(key))]
     for where, keys, known in (
-        ("", ds_config, {**_WRONG_KEYS, **_WRONG_SECTIONS}),
+        ("", ds_config, _WRONG_KEYS | dict.fromkeys(alike, f'"{CONFIG_KEY}": {{...}}')),
         (' under "checkpoint"', inside, _WRONG_IN_CHECKPOINT),
     ):
         for key in known.keys() & keys.keys():
@@ -167,6 +167,10 @@ def _refuse_wrong_keys(ds_config: Mapping[str, Any]) -> None:
                 found=f'"{key}": {keys[key]!r}',
                 remedy=f"write {known[key]}",
             )
+
+
+def _is_like_ours(key: str) -> bool:
+    return difflib.SequenceMatcher(None, key.lower(), CONFIG_KEY).ratio() >= _ALIKE
 
 
 _flags: dict[str, Any] = {}

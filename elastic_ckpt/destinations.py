@@ -71,6 +71,7 @@ class WholeTensor:
         range: the elements that this rank holds.
         dtype: name of the live torch dtype.
         replicated: whether every data-parallel rank holds the same bytes.
+        trains: whether an optimizer would own it, if the engine had one.
     """
 
     name: str
@@ -79,6 +80,7 @@ class WholeTensor:
     range: FlatRange
     dtype: str
     replicated: bool = False
+    trains: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ def find_checkpoint(load_dir: str, tag: str | None, prefer_universal: bool, trus
     """
     if tag is not None:
         found = look_at(load_dir, str(tag))
-        if found is None and list_tags(load_dir):
+        if found is None and (read_latest(load_dir, LATEST) is not None or list_tags(load_dir)):
             raise _no_such_tag(load_dir, f"the tag {str(tag)!r} that load_checkpoint was given", str(tag))
         return found
     return _follow_latest(load_dir, prefer_universal, trust_pickle)

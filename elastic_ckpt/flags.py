@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import base64
 import copy
-import json
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import hjson
+from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
 
 from elastic_ckpt.config import CONFIG_KEY, set_flags
 from elastic_ckpt.errors import ConfigError
@@ -59,7 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     Returns:
         The same parser.
     """
-    group = parser.add_argument_group("elastic_ckpt", "loading checkpoints of any topology")
+    # whatever the parser does about conflicts: with "resolve", its own flag would be taken away
+    group = parser.add_argument_group("elastic_ckpt", "loading checkpoints of any topology", conflict_handler="error")
     with suppress(argparse.ArgumentError):  # it has one of its own
         group.add_argument(
             _FLAG,
@@ -95,25 +100,46 @@ def with_arguments(ds_config: Mapping[str, Any] | str | Path | None, arguments: 
     replaced.
 
     Args:
-        ds_config: the config, the path of its JSON file, or nothing; not changed.
+        ds_config: the config, in any form that DeepSpeed takes: an object, the path of its JSON file, or the file's
+            text in base64; or nothing. It is not changed.
         arguments: of the command line; ``universal_checkpoint`` may be a mode, or ``True`` of a parser's own flag.
 
     Returns:
-        A new config, for ``deepspeed.initialize(config=...)``.
+        A new config, for ``deepspeed.initialize(config=...)``; ``args.deepspeed_config`` must be ``None`` then.
 
     Raises:
-        ConfigError: ``"checkpoint"`` or ``"elastic_checkpoint"`` is no object.
+        ConfigError: it cannot be read, or ``"checkpoint"`` or ``"elastic_checkpoint"`` in it is no object.
     """
-    held = ds_config if isinstance(ds_config, Mapping) or ds_config is None else json.loads(Path(ds_config).read_text())
-    made: dict[str, Any] = copy.deepcopy(dict(held or {}))
+    made = copy.deepcopy(dict(ds_config or {})) if isinstance(ds_config, Mapping | None) else _read(str(ds_config))
     given = getattr(arguments, "universal_checkpoint", None)
     if not given:
         return made
     mode = "auto" if given is True else given
-    _section(made, CONFIG_KEY)["mode"] = mode
+    if mode != "auto":
+        _section(made, CONFIG_KEY)["mode"] = mode
+    elif CONFIG_KEY in made:
+        _section(made, CONFIG_KEY).pop("mode", None)  # it is the default, and Accelerate takes "auto" for its own
     if mode != "off":
         _section(made, "checkpoint")["load_universal"] = True
     return made
+
+
+def _read(source: str) -> dict[str, Any]:
+    """As DeepSpeed reads it, comments and all."""
+    try:
+        is_file = os.path.exists(source)
+        text = Path(source).read_bytes() if is_file else base64.urlsafe_b64decode(source)
+        held = hjson.loads(text.decode(), object_pairs_hook=dict_raise_error_on_duplicate_keys)
+        if isinstance(held, dict):
+            return held
+        found = f"{type(held).__name__} in {source!r}"
+    except (OSError, ValueError) as error:
+        found = f"{source!r}: {error}"
+    raise ConfigError(
+        "the DeepSpeed config cannot be read",
+        expected="an object, the path of a JSON file that holds one, or the text of such a file in base64",
+        found=found,
+    )
 
 
 def _section(ds_config: dict[str, Any], key: str) -> dict[str, Any]:

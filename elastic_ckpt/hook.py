@@ -15,6 +15,7 @@ from elastic_ckpt import parallel
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.detect import find_checkpoint
 from elastic_ckpt.engines.alignment import install_alignment, uninstall_alignment
+from elastic_ckpt.engines.base import has_optimizer
 from elastic_ckpt.engines.fallback import deepspeed_loads_it_right
 from elastic_ckpt.engines.host import (
     LoadArguments,
@@ -23,7 +24,7 @@ from elastic_ckpt.engines.host import (
     restores_states,
     universal_flag_off,
 )
-from elastic_ckpt.errors import ConfigError, NotFoundError, UnsupportedError
+from elastic_ckpt.errors import ConfigError, DamagedError, NotFoundError, UnsupportedError
 from elastic_ckpt.formats import Found
 from elastic_ckpt.loader import load
 from elastic_ckpt.pipe import install_pipe, uninstall_pipe
@@ -82,6 +83,7 @@ def _patch(original: Callable[..., Any]) -> Callable[..., Any]:
             load_lr_scheduler_states,
             load_module_only,
             custom_load_fn,
+            has_optimizer(self),
         )
         return _load_or_delegate(self, arguments, functools.partial(original, self))
 
@@ -110,12 +112,19 @@ def _load_or_delegate(engine: Any, arguments: LoadArguments, own: Callable[..., 
         if arguments.custom_load_fn is not None:
             raise UnsupportedError("custom_load_fn is handled by DeepSpeed's own loader only")
         return load(engine, found, arguments, config)
-    except UnsupportedError as error:
+    except (UnsupportedError, DamagedError) as error:
+        if isinstance(error, DamagedError) and not _weights_would_do(arguments, found):
+            raise
         if _asks_for_more(config, arguments) or not deepspeed_loads_it_right(engine, found, arguments):
             raise
         if parallel.rank() == 0:
             logger.warning("elastic_ckpt leaves this load to DeepSpeed's own loader: %s", error.problem)
         return _delegate(engine, arguments, found, own)
+
+
+def _weights_would_do(arguments: LoadArguments, found: Found) -> bool:
+    """Whether what is missing may be masters and states that somebody removed, for an engine that needs neither."""
+    return not (arguments.has_optimizer or found.files.optimizer)
 
 
 def _asks_for_more(config: ElasticConfig, arguments: LoadArguments) -> bool:

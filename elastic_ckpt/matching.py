@@ -47,7 +47,8 @@ def match_parameters(catalog: Catalog, destinations: Destinations, strict: bool)
     missing = {"fp32": live - weights}
     missing |= {kind: {name for name, key in wholes - found if key == kind} for kind in (BUFFER, FROZEN)}
     unsaved = set() if catalog.buffers_recorded else missing.pop(BUFFER)
-    excluded = missing.pop(FROZEN) if _frozen_were_left_out(catalog, destinations) else set()
+    excluded = missing[FROZEN] & _frozen_that_were_left_out(catalog, destinations)
+    missing[FROZEN] -= excluded
     live_names = live | {name for name, _ in wholes}
     unexpected = (weights | buffers) - live_names - destinations.elsewhere
     if strict and (any(missing.values()) or unexpected):
@@ -65,13 +66,15 @@ def match_parameters(catalog: Catalog, destinations: Destinations, strict: bool)
     )
 
 
-def _frozen_were_left_out(catalog: Catalog, destinations: Destinations) -> bool:
-    """Whether the save left out frozen parameters on purpose, as far as it tells.
+def _frozen_that_were_left_out(catalog: Catalog, destinations: Destinations) -> set[str]:
+    """Live frozen parameters, if the save left them out on purpose, as far as it tells.
 
     ZeRO-2 and 3 list frozen parameters, none of them too, unless they are left out. Below, a save without them looks as
     if the model had none; of tied ones it keeps the second name.
     """
-    return not catalog.frozen_recorded and set(catalog.names(FROZEN)) <= set(destinations.ties)
+    if catalog.frozen_recorded or not set(catalog.names(FROZEN)) <= set(destinations.ties):
+        return set()
+    return {whole.name for whole in destinations.wholes if whole.key == FROZEN and not whole.trains}
 
 
 def _outcome(role: str, what: str, names: set[str], reason: str) -> Outcome:

@@ -253,22 +253,19 @@ class PlanBuilder:
         self.copies.append(Copy(saved.file, saved.byte_offset, slot, 0, numel, saved.dtype))
         self.slots.append(Slot(live.key, flat.index, "", numel, saved.dtype, (), False, REPLICATED, 1, saved.shape))
 
-    def add_whole(self, whole: WholeTensor) -> list[str]:
-        """A buffer or a frozen parameter; returns a note where its dtype changes."""
-        notes = []
+    def add_whole(self, whole: WholeTensor) -> str:
+        """A buffer or a frozen parameter; returns the dtype that it was saved in."""
         key = weights_key(self._catalog, whole.name) if whole.key == FROZEN else whole.key
         tensor = self._tensor(whole.name, key)
         if not self._is_resharded(whole.name):
             self._check_shape(tensor, whole.shape)
-        if tensor.dtype != whole.dtype:
-            if not (is_floating(tensor.dtype) and is_floating(whole.dtype)):
-                raise MismatchError(
-                    f"dtype of this {whole.key} differs",
-                    parameter=whole.name,
-                    expected=f"{whole.dtype} in the live model",
-                    found=f"{tensor.dtype} in the checkpoint",
-                )
-            notes.append(f"{whole.key} {whole.name} converted from {tensor.dtype} to {whole.dtype}")
+        if tensor.dtype != whole.dtype and not (is_floating(tensor.dtype) and is_floating(whole.dtype)):
+            raise MismatchError(
+                f"dtype of this {whole.key} differs",
+                parameter=whole.name,
+                expected=f"{whole.dtype} in the live model",
+                found=f"{tensor.dtype} in the checkpoint",
+            )
         slot = len(self.slots)
         replicated = whole.replicated and not (whole.key == BUFFER and self._catalog.buffers_of_this_rank)
         mine = self.sharing.mine(slot, whole.range.numel, whole.dtype) if replicated else None
@@ -277,7 +274,7 @@ class PlanBuilder:
         self._cover(part, 0, 1, slot, whole.range.numel, mine)
         gaps = gaps_of([part], 1, whole.range.numel)
         self.slots.append(Slot(whole.key, -1, whole.name, whole.range.numel, whole.dtype, gaps, replicated))
-        return notes
+        return tensor.dtype
 
     def _tensor(self, name: str, key: str) -> LogicalTensor:
         tensor = self._catalog.tensors.get((name, key))

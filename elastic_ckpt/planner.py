@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from elastic_ckpt.catalog import BUFFER, FROZEN, MASTER, Catalog
 from elastic_ckpt.destinations import Destinations, Fragment
 from elastic_ckpt.dtypes import ITEMSIZE
+from elastic_ckpt.errors import listed
 from elastic_ckpt.groups import GroupMatching, match_groups
 from elastic_ckpt.matching import Matching, match_parameters
 from elastic_ckpt.plan import Copy, Outcome, Plan
@@ -22,6 +23,9 @@ from elastic_ckpt.rules.book import RuleBook
 from elastic_ckpt.rules.resolve import STRICT, Resharding, resolve
 from elastic_ckpt.shares import Sharing
 from elastic_ckpt.state_matching import NOTHING_MATCHED, StateMatching, match_states
+
+#: What tensors that no optimizer owns are called.
+_KINDS = {BUFFER: "buffers", FROZEN: "frozen parameters"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +105,15 @@ def plan_load(
         held = [part for part in fragments if part.name in states.stateful]
         for link in states.links.get(flat.index, ()):
             builder.add_state(flat, link, fragments, held)
-    notes = [*catalog.notes, *resharding.notes, *states.notes]
+    converted: dict[str, list[str]] = {}
     for whole in destinations.wholes:
         if (whole.name, whole.key) in matching.wholes:
-            notes.extend(builder.add_whole(whole))
+            dtype = builder.add_whole(whole)
+            if dtype != whole.dtype:
+                change = f"{_KINDS[whole.key]} converted from {dtype} to {whole.dtype}"
+                converted.setdefault(change, []).append(whole.name)
+    notes = [*catalog.notes, *resharding.notes, *states.notes]
+    notes += [f"{change}: {listed(names)}" for change, names in converted.items()]
     return Plan(
         files=catalog.files,
         slots=tuple(builder.slots),

@@ -6,13 +6,21 @@ Works under launchers: ``torchrun --nproc_per_node 4 -m elastic_ckpt.run train.p
 
 from __future__ import annotations
 
+import io
 import os
+import pkgutil
 import runpy
 import sys
+from importlib.abc import InspectLoader
+from importlib.machinery import SourceFileLoader
+from importlib.util import find_spec
+from types import CodeType, ModuleType
+from typing import Any
 
 from elastic_ckpt.config import set_flags
 from elastic_ckpt.hook import install
 
+_MODES = ("auto", "require", "off")
 _USAGE = """\
 usage: python -m elastic_ckpt.run [--universal-checkpoint[=auto|require|off]] [-m] script [script arguments ...]
 
@@ -48,7 +56,12 @@ def main(arguments: list[str]) -> None:
         if argument.startswith(("--local_rank=", "--local-rank=")):
             forwarded.append(argument)
         elif argument.split("=")[0] == "--universal-checkpoint":
-            _set_mode(argument.partition("=")[2] or "auto")
+            following = arguments[position : position + 1]
+            if "=" not in argument and following and following[0] in _MODES:  # and no script's name
+                position += 1
+            else:
+                following = [argument.partition("=")[2] or "auto"]
+            _set_mode(following[0])
         else:
             meant = "; did you mean --universal-checkpoint?" if "universal" in argument else ""
             sys.exit(f"elastic_ckpt.run: unknown flag {argument}{meant}\n\n{_USAGE}")
@@ -58,15 +71,49 @@ def main(arguments: list[str]) -> None:
     sys.argv = [script, *forwarded, *arguments[position + 1 :]]
     install()
     if as_module:
-        sys.path.insert(0, os.getcwd())
-        runpy.run_module(script, run_name="__main__", alter_sys=True)
+        _run_module(script)
     else:
-        sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
-        runpy.run_path(script, run_name="__main__")
+        _run_script(script)
+
+
+def _run_script(script: str) -> None:
+    """As ``python script`` does."""
+    path = os.path.abspath(script)
+    if not sys.flags.safe_path:
+        sys.path[0] = os.path.dirname(os.path.realpath(path))  # in place of the one that -m put there
+    if pkgutil.get_importer(path) is not None:  # a folder or an archive
+        runpy.run_path(path, run_name="__main__")
+        return
+    with io.open_code(path) as stream:
+        code = compile(stream.read(), path, "exec", dont_inherit=True)
+    _run_as_main(code, __file__=path, __loader__=SourceFileLoader("__main__", path))
+
+
+def _run_module(name: str) -> None:
+    """As ``python -m name`` does."""
+    spec = find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = find_spec(f"{name}.__main__")
+    code = spec.loader.get_code(spec.name) if spec and isinstance(spec.loader, InspectLoader) else None
+    if spec is None or code is None:
+        sys.exit(f"elastic_ckpt.run: No module named {name!r} that can be run")
+    sys.argv[0] = spec.origin or name
+    _run_as_main(code, __file__=spec.origin, __loader__=spec.loader, __package__=spec.parent, __spec__=spec)
+
+
+def _run_as_main(code: CodeType, **attributes: Any) -> None:
+    """Run it in a ``__main__`` that stays, as :mod:`runpy`'s does not.
+
+    Threads and what runs at exit need it; and its second name, whatever spawned processes send back.
+    """
+    module = ModuleType("__main__")
+    vars(module).update({"__annotations__": {}, "__cached__": None, **attributes})
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = module
+    exec(code, vars(module))
 
 
 def _set_mode(mode: str) -> None:
-    if mode not in ("auto", "require", "off"):
+    if mode not in _MODES:
         sys.exit(f"elastic_ckpt.run: --universal-checkpoint={mode}: choose auto, require or off\n\n{_USAGE}")
     set_flags(mode=mode)
 

@@ -13,6 +13,10 @@ if [[ $# -eq 0 ]]; then
     echo "usage: [RANKS=8] [HOSTFILE=hosts] [PORT=29500] bash $0 script [arguments ...]" >&2
     exit 2
 fi
+if [[ -n ${HOSTFILE:-} && ! -f $HOSTFILE ]]; then # deepspeed would run on this node alone
+    echo "$0: HOSTFILE=$HOSTFILE: there is no such file" >&2
+    exit 2
+fi
 options=(--master_port "${PORT:-29500}")
 [[ -z ${RANKS:-} ]] || options+=(--num_gpus "$RANKS")
 [[ -z ${HOSTFILE:-} ]] || options+=(--hostfile "$HOSTFILE")

@@ -223,7 +223,17 @@ def test_wrong_keys_beside_the_right_one_are_answered_too(key: str) -> None:
     assert '"checkpoint": {"load_universal": true}' in str(caught.value.remedy)
 
 
-@pytest.mark.parametrize("key", ["elastic_ckpt", "elastic_checkpointing", "elastic-checkpoint"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "elastic_ckpt",
+        "elastic_checkpointing",
+        "elastic-checkpoint",
+        "elastic_checkpoints",
+        "elastic_chekpoint",
+        "elasticCheckpoint",
+    ],
+)
 def test_a_section_under_another_name_is_answered_with_the_right_one(key: str) -> None:
     with pytest.raises(ConfigError, match=f'"{key}"') as caught:
         read_config({key: {"mode": "off"}})
@@ -232,5 +242,6 @@ def test_a_section_under_another_name_is_answered_with_the_right_one(key: str) -
 
 def test_keys_of_deepspeed_are_none_of_them() -> None:
     section = {"tag_validation": "Warn", "load_universal": True, "use_node_local_storage": False}
-    assert read_config({"checkpoint": section, "elasticity": {"enabled": False}}).mode == "auto"
+    others = {"elasticity": {"enabled": False}, "activation_checkpointing": {}, "checkpoint_engine": {}}
+    assert read_config({"checkpoint": section, **others}).mode == "auto"
     assert read_config({"checkpoint": None}).mode == "auto"

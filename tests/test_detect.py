@@ -159,6 +159,16 @@ def test_a_wrong_tag_is_an_error_that_lists_the_tags_and_how_to_load_the_newest(
     assert caught.value.file == str(tmp_path / "step3")
 
 
+def test_a_tag_whose_folder_is_gone_is_an_error_although_there_is_no_other(tmp_path: Path) -> None:
+    """As Accelerate asks for it, by name; DeepSpeed would end in an AssertionError without a word."""
+    assert find(tmp_path, tag="pytorch_model") is None
+    point(tmp_path, "pytorch_model")
+    with pytest.raises(NotFoundError) as caught:
+        find(tmp_path, tag="pytorch_model")
+    assert caught.value.file == str(tmp_path / "pytorch_model")
+    assert caught.value.found == f"no checkpoint in {tmp_path}"
+
+
 def test_tags_without_a_latest_file_are_an_error_that_lists_them(tmp_path: Path) -> None:
     native(tmp_path, "step4")
     with pytest.raises(NotFoundError) as caught:

@@ -45,12 +45,12 @@ def test_the_config_of_megatron_deepspeed_keeps_its_checkpoint_section(
     shown: dict[str, Any] = {}
     exec(block("python"), shown)
     made = shown["_create_ds_config_dict"]()
-    asked = {"checkpoint": {"tag_validation": "Fail", "load_universal": True}, CONFIG_KEY: {"mode": "auto"}}
+    asked = {"checkpoint": {"tag_validation": "Fail", "load_universal": True}}
     assert made == ({**config, **asked} if given else config)
     assert args.deepspeed_config is None
 
 
 def test_the_options_shown_are_those_of_the_ready_config() -> None:
     ready = json.loads((Path(__file__).parents[1] / "configs" / "megatron_3d.json").read_text())
-    assert {"mode": "auto", **json.loads(block("json"))[CONFIG_KEY]} == ready[CONFIG_KEY]
+    assert json.loads(block("json"))[CONFIG_KEY] == ready[CONFIG_KEY]
     assert isinstance(read_config(ready), ElasticConfig)

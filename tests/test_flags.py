@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import base64
 import copy
 import json
 from collections.abc import Iterator
@@ -108,9 +109,9 @@ def test_flags_stand_beside_a_scripts_own_and_those_of_deepspeed() -> None:
     assert "elastic_ckpt" in parser.format_help()
 
 
-def megatron_parser() -> argparse.ArgumentParser:
+def megatron_parser(**options: Any) -> argparse.ArgumentParser:
     """As Megatron-DeepSpeed's has it."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(**options)
     parser.add_argument("--universal-checkpoint", action="store_true")
     return parser
 
@@ -123,11 +124,11 @@ CONFIG = {
 
 
 @pytest.mark.parametrize(
-    ("arguments", "mode"),
-    [(["--universal-checkpoint"], "auto"), (["--universal-checkpoint=require"], "require")],
+    ("arguments", "section"),
+    [(["--universal-checkpoint"], {}), (["--universal-checkpoint=require"], {"mode": "require"})],
 )
 def test_the_flag_reaches_a_config_and_replaces_nothing(
-    parser: argparse.ArgumentParser, arguments: list[str], mode: str
+    parser: argparse.ArgumentParser, arguments: list[str], section: dict[str, str]
 ) -> None:
     config = copy.deepcopy(CONFIG)
     made = with_arguments(config, parser.parse_args(arguments))
@@ -135,14 +136,23 @@ def test_the_flag_reaches_a_config_and_replaces_nothing(
     assert made == {
         "train_batch_size": 8,
         "checkpoint": {"tag_validation": "Fail", "load_universal": True},
-        CONFIG_KEY: {"report": False, "mode": mode},
+        CONFIG_KEY: {"report": False, **section},
     }
     clear_flags()  # the config alone says it
-    assert read_config(made).mode == mode
+    assert read_config(made).mode == section.get("mode", "auto")
 
 
-def test_a_parser_that_has_the_flag_keeps_it() -> None:
-    parser = add_arguments(megatron_parser())
+def test_a_bare_flag_takes_the_off_out_of_a_config_and_writes_nothing_that_accelerate_takes_for_its_own(
+    parser: argparse.ArgumentParser,
+) -> None:
+    made = with_arguments({CONFIG_KEY: {"mode": "off"}}, parser.parse_args(["--universal-checkpoint"]))
+    assert made == {CONFIG_KEY: {}, "checkpoint": {"load_universal": True}}
+
+
+@pytest.mark.parametrize("conflicts", ["error", "resolve"])
+def test_a_parser_that_has_the_flag_keeps_it(conflicts: str) -> None:
+    parser = add_arguments(megatron_parser(conflict_handler=conflicts))
+    assert parser.parse_args([]).universal_checkpoint is False
     arguments = parser.parse_args(["--universal-checkpoint", "--elastic-read-threads", "3"])
     assert arguments.universal_checkpoint is True
     made = with_arguments(CONFIG, arguments)
@@ -167,7 +177,26 @@ def test_a_config_may_be_a_file_or_nothing(parser: argparse.ArgumentParser, tmp_
     arguments = parser.parse_args(["--universal-checkpoint"])
     expected = with_arguments(CONFIG, arguments)
     assert with_arguments(path, arguments) == with_arguments(str(path), arguments) == expected
-    assert with_arguments(None, arguments) == {CONFIG_KEY: {"mode": "auto"}, "checkpoint": {"load_universal": True}}
+    assert with_arguments(None, arguments) == {"checkpoint": {"load_universal": True}}
+
+
+def test_a_config_may_be_what_else_deepspeed_takes(parser: argparse.ArgumentParser, tmp_path: Path) -> None:
+    arguments = parser.parse_args(["--universal-checkpoint"])
+    expected = with_arguments(CONFIG, arguments)
+    (tmp_path / "ds.json").write_text("# a comment\n" + json.dumps(CONFIG))
+    assert with_arguments(tmp_path / "ds.json", arguments) == expected
+    assert with_arguments(base64.urlsafe_b64encode(json.dumps(CONFIG).encode()).decode(), arguments) == expected
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", '{"a": ', '{"a": 1, "a": 2}', None])
+def test_a_config_that_cannot_be_read_is_named(
+    text: str | None, parser: argparse.ArgumentParser, tmp_path: Path
+) -> None:
+    path = tmp_path / "ds.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=r"ds\.json"):
+        with_arguments(path, parser.parse_args([]))
 
 
 @pytest.mark.parametrize("key", ["checkpoint", CONFIG_KEY])

@@ -101,6 +101,15 @@ def test_frozen_weights_that_were_left_out_on_purpose_are_no_error(strict: bool)
     assert matching.wholes == set()
 
 
+def test_what_is_frozen_only_for_want_of_an_optimizer_was_not_left_out_on_purpose() -> None:
+    catalog = replace(saved(A), frozen_recorded=False)
+    engine = live({}, wholes={("a.weight", FROZEN): ((2, 5), "float32"), **B_FROZEN})
+    engine = replace(engine, wholes=tuple(replace(whole, trains=True) for whole in engine.wholes))
+    with pytest.raises(MismatchError) as caught:
+        match_parameters(catalog, engine, strict=True)
+    assert caught.value.parameter == "b.weight"
+
+
 def test_frozen_weights_that_the_checkpoint_would_list_are_an_error() -> None:
     with pytest.raises(MismatchError) as caught:
         match_parameters(saved(A), live(A, wholes=B_FROZEN), strict=True)

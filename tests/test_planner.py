@@ -640,3 +640,14 @@ def test_neighbours_in_the_file_alone_or_in_the_slot_alone_stay_apart() -> None:
     ):
         assert list(merge_neighbours([first, other])) == [first, other]
     assert list(merge_neighbours([Copy(0, 8, 0, 2, 5, "float32"), first])) == [Copy(0, 0, 0, 0, 7, "float32")]
+
+
+def test_one_note_tells_of_all_frozen_weights_whose_dtype_changes() -> None:
+    catalog = saved({"b": (4,), "a": (3,)}, wholes={("ticks", BUFFER): ((1,), "float32")})
+    wholes = {
+        ("a", FROZEN): ((3,), "bfloat16"),
+        ("b", FROZEN): ((4,), "bfloat16"),
+        ("ticks", BUFFER): ((1,), "float32"),
+    }
+    plan = plan_load(catalog, live({}, wholes=wholes), LoadOptions(optimizer_states=False))
+    assert plan.notes == ("frozen parameters converted from float32 to bfloat16: a, b",)

@@ -11,6 +11,7 @@ import pytest
 from deepspeed import comm as dist
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 
+from elastic_ckpt.config import ElasticConfig, read_config
 from elastic_ckpt.rules.presets import load_preset
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -40,6 +41,14 @@ def test_deepspeed_understands_it(path: Path, parsed: Parse) -> None:
     assert config.zero_optimization_stage == stage
     offloaded = config.zero_config.offload_optimizer is not None, config.zero_config.offload_param is not None
     assert offloaded == {"zero2_offload": (True, False), "zero3_offload": (True, True)}.get(name, (False, False))
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda path: path.name)
+def test_accelerate_takes_nothing_of_it_for_its_own(path: Path) -> None:
+    """A value "auto" that it does not know is an error of Accelerate, and so of the Trainer."""
+    config = json.loads(path.read_text())
+    assert "auto" not in config["elastic_checkpoint"].values()
+    assert isinstance(read_config(config), ElasticConfig)
 
 
 @pytest.mark.parametrize(("ranks", "accumulated"), [(1, 12), (2, 6), (3, 4), (4, 3), (6, 2), (12, 1)])

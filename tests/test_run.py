@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 import elastic_ckpt
-from elastic_ckpt.config import clear_flags
+from elastic_ckpt.config import clear_flags, read_config
 from elastic_ckpt.run import main
 
 REPO = Path(elastic_ckpt.__file__).resolve().parents[1]
@@ -32,7 +33,9 @@ if __name__ == "__main__":
     print("FACTS" + json.dumps({
         "argv": sys.argv,
         "name": __name__,
-        "file": os.path.abspath(__file__),
+        "file": __file__,
+        "folder": sys.path[0],
+        "elsewhere": os.getcwd() in sys.path[1:],
         "neighbour": neighbour.VALUE,
         "patched": "elastic_ckpt" in DeepSpeedEngine.load_checkpoint.__code__.co_filename,
         "mode": read_config({}).mode,
@@ -91,6 +94,8 @@ def test_a_script_runs_as_main_with_its_own_arguments_and_the_hook_installed(fol
         "argv": [script, "--help", "-m", "--universal-checkpoint=off", "x"],
         "name": "__main__",
         "file": str(folder / "scripts" / "train.py"),
+        "folder": str(folder / "scripts"),
+        "elsewhere": False,
         "neighbour": "beside the script",
         "patched": True,
         "mode": "auto",
@@ -99,13 +104,16 @@ def test_a_script_runs_as_main_with_its_own_arguments_and_the_hook_installed(fol
     }
 
 
-def test_a_module_runs_as_main_from_the_working_directory_and_the_flag_is_set(folder: Path) -> None:
-    outcome = run(folder, "--universal-checkpoint=require", "-m", "package.train", "--epochs", "3")
-    assert outcome.code == 0, outcome.errors
+def test_a_module_runs_as_main_from_the_working_directory_and_its_exit_code_is_handed_back(folder: Path) -> None:
+    """With what DeepSpeed's launcher puts before its name."""
+    outcome = run(folder, "--local_rank=0", "--universal-checkpoint=require", "-m", "package.train", "--epochs", "fail")
+    assert outcome.code == 3, outcome.errors
     assert outcome.facts == {
-        "argv": [str(folder / "package" / "train.py"), "--epochs", "3"],
+        "argv": [str(folder / "package" / "train.py"), "--local_rank=0", "--epochs", "fail"],
         "name": "__main__",
         "file": str(folder / "package" / "train.py"),
+        "folder": str(folder),
+        "elsewhere": False,
         "neighbour": "in the working directory",
         "patched": True,
         "mode": "require",
@@ -114,26 +122,70 @@ def test_a_module_runs_as_main_from_the_working_directory_and_the_flag_is_set(fo
     }
 
 
-def test_the_launchers_local_rank_is_handed_on_and_the_exit_code_handed_back(folder: Path) -> None:
-    script = str(folder / "scripts" / "train.py")
-    outcome = run(folder, "--local_rank=0", "--universal-checkpoint=off", script, "fail")
-    assert outcome.code == 3, outcome.errors
-    assert outcome.facts["argv"] == [script, "--local_rank=0", "fail"]
-    assert (outcome.facts["mode"], outcome.facts["flag"], outcome.facts["patched"]) == ("off", False, True)
+LATE = """\
+import atexit, multiprocessing, os, pickle, signal, threading, time
+
+class Mine:
+    pass
+
+def same(value):
+    return value
+
+def end():
+    pickle.dumps(Mine())
+    os.kill(os.getpid(), signal.SIGTERM)
+
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(pool.map_async(same, [Mine()]).get(timeout=60))
+    atexit.register(end)
+    threading.Thread(target=lambda: (time.sleep(0.2), print(pickle.dumps(Mine())))).start()
+"""
 
 
-def test_a_script_that_is_not_there_is_named(folder: Path) -> None:
-    outcome = run(folder, "--universal-checkpoint", "nowhere.py")
-    assert outcome.code != 0
-    assert "nowhere.py" in outcome.errors.splitlines()[-1]
+def test_spawned_processes_threads_and_what_runs_at_exit_find_the_scripts_classes(folder: Path) -> None:
+    (folder / "late.py").write_text(LATE)
+    outcome = run(folder, "late.py")
+    assert outcome.code == -signal.SIGTERM, outcome.errors  # all of it has run; a signal ends it as it would the script
+    assert "Traceback" not in outcome.errors
 
 
-def test_an_unknown_flag_ends_the_process_before_the_script(folder: Path) -> None:
-    outcome = run(folder, "--my-flag", os.path.join("scripts", "train.py"))
-    assert outcome.code == 1
-    assert outcome.facts == {}
-    assert "unknown flag --my-flag" in outcome.errors
-    assert "usage:" in outcome.errors
+@pytest.mark.parametrize(
+    ("words", "mode"),
+    [
+        (["--universal-checkpoint", "require"], "require"),
+        (["--universal-checkpoint=require"], "require"),
+        (["--universal-checkpoint", "--universal-checkpoint", "off"], "off"),
+        (["--universal-checkpoint"], "auto"),
+    ],
+)
+def test_a_mode_may_be_a_word_of_its_own(words: list[str], mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    monkeypatch.setattr("elastic_ckpt.run.install", lambda: None)
+    monkeypatch.setattr("elastic_ckpt.run._run_script", ran.append)
+    monkeypatch.setattr(sys, "argv", [])
+    main([*words, "train.py", "require"])
+    assert ran == ["train.py"] and sys.argv == ["train.py", "require"]
+    assert read_config({}).mode == mode
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["nowhere.py"], FileNotFoundError),
+        (["-m", "nowhere"], SystemExit),
+        (["-m", "nowhere.train"], ModuleNotFoundError),
+        (["-m", "json"], SystemExit),  # a package that has no __main__
+    ],
+)
+def test_a_script_that_is_not_there_is_named(
+    arguments: list[str], error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elastic_ckpt.run.install", lambda: None)
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(error, match=arguments[-1].split(".")[0]):
+        main(arguments)
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])

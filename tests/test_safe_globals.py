@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 from enum import IntEnum
-from pathlib import Path
+from pathlib import Path, PosixPath, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -31,12 +34,47 @@ def test_an_enum_member_pickled_by_name_is_read(tmp_path: Path) -> None:
     assert stage is ZeroStageEnum.gradients
 
 
-@pytest.mark.parametrize(("owner", "name"), [(torch.Size, "numel"), (ZeroStageEnum, "__class__"), ("text", "upper")])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(torch.Size, "numel"), (ZeroStageEnum, "__class__"), ("text", "upper"), (PosixPath, "cwd"), (Path(), "touch")],
+)
 def test_getattr_of_anything_else_is_refused(owner: Any, name: str, tmp_path: Path) -> None:
     torch.save({"x": AsPython3112Writes(owner, name)}, tmp_path / "file.pt")
     with pytest.raises(Exception, match=r"safe globals|unreadable") as caught:
         open_pickled(str(tmp_path / "file.pt"))
     assert type(caught.value).__name__ in ("UnsafePickleError", "DamagedError")
+
+
+class Made:
+    """An object that a pickle makes by calling something."""
+
+    def __init__(self, call: Any, *arguments: Any) -> None:
+        self.made = call, arguments
+
+    def __reduce__(self) -> Any:
+        return self.made
+
+
+@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])  # until Python 3.12, and of 3.13
+@pytest.mark.parametrize("kind", [PosixPath, PurePosixPath])
+def test_paths_are_read(kind: type, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = kind("/checkpoints", "step=3.ckpt")
+    monkeypatch.setitem(sys.modules, "pathlib._local", sys.modules["pathlib"])
+    monkeypatch.setattr(kind, "__module__", module)
+    torch.save({"callback": {"last": path}}, tmp_path / "file.pt")
+    monkeypatch.undo()
+    assert module.encode() in (tmp_path / "file.pt").read_bytes()
+    read = open_pickled(str(tmp_path / "file.pt")).section("callback")["last"]
+    assert type(read) is kind and read == path
+
+
+@pytest.mark.parametrize("call", [os.mkdir, getattr(Path, "mkdir"), shutil.rmtree])  # noqa: B009 - of the class
+def test_nothing_is_done_with_a_path(call: Any, tmp_path: Path) -> None:
+    target = tmp_path / "there"
+    torch.save({"x": Made(call, target)}, tmp_path / "file.pt")
+    with pytest.raises(UnsafePickleError):
+        open_pickled(str(tmp_path / "file.pt"))
+    assert not target.exists() and tmp_path.exists()
 
 
 class Private(IntEnum):

@@ -1,17 +1,46 @@
-"""Which live engines no adapter fits, and what the error says of them."""
+"""Which adapter a live engine gets."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from deepspeed.runtime.utils import DummyOptim
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
+from elastic_ckpt.engines.base import has_optimizer
 from elastic_ckpt.engines.select import select_adapter
-from elastic_ckpt.errors import UnsupportedError
+from elastic_ckpt.engines.without_optimizer import PartitionedWeightsAdapter, WholeWeightsAdapter
 
 
-def test_an_engine_without_an_optimizer_is_called_that() -> None:
-    engine = SimpleNamespace(optimizer=None, has_moe_layers=False, zero_optimization_stage=lambda: 0)
-    with pytest.raises(UnsupportedError, match="made without an optimizer") as caught:
-        select_adapter(engine, with_states=False)
-    assert "give deepspeed.initialize an optimizer" in str(caught.value)
+def engine(optimizer: Any, stage: int) -> SimpleNamespace:
+    return SimpleNamespace(
+        optimizer=optimizer,
+        has_moe_layers=False,
+        module=torch.nn.Linear(2, 2),
+        param_names={},
+        seq_dp_world_size=1,
+        seq_data_parallel_group=None,
+        zero_optimization_stage=lambda: stage,
+    )
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "stage", "adapter"),
+    [
+        (None, 0, WholeWeightsAdapter),
+        (SimpleNamespace(optimizer=DummyOptim([])), 0, WholeWeightsAdapter),  # as BF16_Optimizer has it
+        (object.__new__(DeepSpeedZeRoOffload), 3, PartitionedWeightsAdapter),
+    ],
+)
+def test_an_engine_without_an_optimizer_takes_weights_alone(optimizer: Any, stage: int, adapter: type) -> None:
+    live = engine(optimizer, stage)
+    assert not has_optimizer(live)
+    assert type(select_adapter(live, with_states=False)) is adapter
+
+
+def test_an_engine_with_an_optimizer_is_known_by_it() -> None:
+    plain = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1)
+    assert has_optimizer(engine(plain, 0)) and has_optimizer(engine(SimpleNamespace(optimizer=plain), 1))

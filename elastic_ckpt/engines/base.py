@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.utils import DummyOptim
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
 from elastic_ckpt.catalog import BUFFER, FROZEN, MASTER
 from elastic_ckpt.destinations import Destinations, FlatPartition, Fragment, LiveGroup, WholeTensor
@@ -23,6 +25,12 @@ ReadPart = Callable[[Plan, Sequence[torch.Tensor]], None]
 def base_optimizer(engine: Any) -> Any:
     """The optimizer that the user made, inside DeepSpeed's or without one around it; ``None`` where there is none."""
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
+
+
+def has_optimizer(engine: Any) -> bool:
+    """Whether a live engine was made with an optimizer. ``trainer.validate`` and the like make it without one."""
+    base = base_optimizer(engine)
+    return base is not None and not isinstance(base, (DummyOptim, DeepSpeedZeRoOffload))
 
 
 class EngineAdapter(Protocol):

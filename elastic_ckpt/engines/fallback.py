@@ -51,7 +51,7 @@ def _is_swapped(engine: Any, found: Found) -> bool:
 
 
 def _fits(engine: Any, found: Found, arguments: LoadArguments) -> bool:
-    if _leaves_old_masters(engine, arguments):
+    if _leaves_old_masters(engine, arguments) or _fails_without_optimizer(engine, arguments):
         return False
     if _whole_weights(engine, found, arguments):
         return True
@@ -115,11 +115,15 @@ def _leaves_old_masters(engine: Any, arguments: LoadArguments) -> bool:
     return engine.zero_optimization_stage() == 0 and low_precision and without_states
 
 
+def _fails_without_optimizer(engine: Any, arguments: LoadArguments) -> bool:
+    """DeepSpeed 0.19 calls methods of ZeRO-3's optimizer, which an engine made without one does not have."""
+    return engine.zero_optimization_stage() == 3 and not arguments.has_optimizer
+
+
 def _whole_weights(engine: Any, found: Found, arguments: LoadArguments) -> bool:
-    weights_only = not restores_states(arguments) or engine.optimizer is None
     whole_here = set(found.files.model) == {0} and not (found.files.layers or found.files.experts)
     plain = engine.mp_world_size == 1 and not engine.has_moe_layers
-    return weights_only and whole_here and engine.zero_optimization_stage() < 3 and plain
+    return not restores_states(arguments) and whole_here and engine.zero_optimization_stage() < 3 and plain
 
 
 def _same_topology(engine: Any, found: Found, model: PickledFile) -> bool:

@@ -29,7 +29,7 @@ _RANDOM = re.compile(r"(^|_)rng(_|$)|random_state", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class LoadArguments:
-    """Arguments of ``DeepSpeedEngine.load_checkpoint``, by their DeepSpeed names."""
+    """Arguments of ``DeepSpeedEngine.load_checkpoint``, by their DeepSpeed names; and whether it has an optimizer."""
 
     load_dir: str
     tag: str | None = None
@@ -38,6 +38,7 @@ class LoadArguments:
     load_lr_scheduler_states: bool = True
     load_module_only: bool = False
     custom_load_fn: Any = None
+    has_optimizer: bool = True
 
 
 def ds_config(engine: Any) -> Mapping[str, Any]:
@@ -68,8 +69,8 @@ def restores_scheduler(engine: Any, host: HostState, arguments: LoadArguments) -
 
 
 def restores_states(arguments: LoadArguments) -> bool:
-    """Whether optimizer states and hyperparameters are asked for."""
-    return arguments.load_optimizer_states and not arguments.load_module_only
+    """Whether optimizer states and hyperparameters are asked for, and there is an optimizer for them."""
+    return arguments.has_optimizer and arguments.load_optimizer_states and not arguments.load_module_only
 
 
 def refuse_pending_gradients(engine: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import NoneType
 from typing import Any
 
 import torch
@@ -14,9 +13,10 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from elastic_ckpt.engines.base import EngineAdapter, base_optimizer
+from elastic_ckpt.engines.base import EngineAdapter, base_optimizer, has_optimizer
 from elastic_ckpt.engines.features import live_features
 from elastic_ckpt.engines.unpartitioned import FusedAdapter, PlainAdapter, UnfusedAdapter
+from elastic_ckpt.engines.without_optimizer import PartitionedWeightsAdapter, WholeWeightsAdapter
 from elastic_ckpt.engines.zero3 import Zero3Adapter
 from elastic_ckpt.engines.zero3_nvme import Zero3NvmeAdapter
 from elastic_ckpt.engines.zero12 import Bf16Adapter, Zero12Adapter
@@ -24,7 +24,7 @@ from elastic_ckpt.errors import UnsupportedError
 from elastic_ckpt.states.optimizers import schema_of
 from elastic_ckpt.states.schema import NoStates
 
-Adapter = Zero12Adapter | Zero3Adapter | PlainAdapter
+Adapter = Zero12Adapter | Zero3Adapter | PlainAdapter | WholeWeightsAdapter
 # Exact classes: a subclass (MiCS, ZenFlow) lays out or steps its partitions in its own way.
 _ADAPTERS: dict[type, type[Adapter]] = {
     DeepSpeedZeroOptimizer: Zero12Adapter,
@@ -52,6 +52,8 @@ def _keeps_muon_apart(optimizer: Any) -> bool:
 
 def _adapter_of(engine: Any) -> type[Adapter] | None:
     kind = type(engine.optimizer)
+    if not has_optimizer(engine):
+        return PartitionedWeightsAdapter if kind is DeepSpeedZeRoOffload else WholeWeightsAdapter
     if kind is DeepSpeedZeroOptimizer_Stage3 and _swaps(engine.optimizer):
         return Zero3NvmeAdapter
     if kind in _ADAPTERS:
@@ -87,14 +89,6 @@ def select_adapter(engine: Any, with_states: bool) -> EngineAdapter:
     """
     _refuse_special(engine)
     adapter = _adapter_of(engine)
-    if adapter is None and isinstance(engine.optimizer, (NoneType, DeepSpeedZeRoOffload)):
-        raise UnsupportedError(
-            "the live engine was made without an optimizer, which is not supported yet",
-            expected="an engine with an optimizer, into which weights alone load too (load_module_only=True)",
-            found=f"none, at ZeRO stage {engine.zero_optimization_stage()}",
-            remedy="give deepspeed.initialize an optimizer; or load weights from a checkpoint of ZeRO stage 0, 1 or 2 "
-            "into an engine without ZeRO, which DeepSpeed does itself",
-        )
     if adapter is None:
         raise UnsupportedError(
             "the live engine's optimizer is not supported yet",

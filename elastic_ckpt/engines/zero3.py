@@ -106,23 +106,30 @@ class Zero3Adapter(FlatOptimizer):
         self._finish_weights()
 
     def _finish_weights(self) -> None:
-        """Nothing that was gathered, or kept for gathering, outlives the load. Collective.
-
-        Persistent parameters are whole on every rank: they are gathered anew, many in one collective, where DeepSpeed's
-        epilogue takes one for each. hpZ's second partitions, from which the next forward pass would gather, hold old
-        values; the epilogue drops those of trained parameters, and a frozen one would keep its own for good.
-        """
-        every: Iterable[Any] = self.param_names
-        persistent = list(self._optimizer.persistent_parameters)
-        if persistent:
-            persistent[0].partition(persistent)
-        for param in every:
-            if param.ds_secondary_tensor is not None:
-                param.ds_secondary_tensor = None
-        for bucket in _gathering_buckets(persistent):
-            bucket[0].all_gather_coalesced(bucket).wait()
-        # gathers what is left: quantized parameters
+        gather_anew(self.param_names, self._optimizer.persistent_parameters)
         self._optimizer.checkpoint_event_epilogue()
+
+
+def gather_anew(params: Iterable[Any], persistent: Sequence[Any]) -> None:
+    """Nothing that was gathered, or kept for gathering, outlives a load. Collective.
+
+    Persistent parameters are whole on every rank: they are gathered anew, many in one collective, where DeepSpeed takes
+    one for each. hpZ's second partitions, from which the next forward pass would gather, hold old values; DeepSpeed
+    drops those of parameters that an optimizer owns, and a frozen one would keep its own for good.
+
+    Args:
+        params: all parameters of a ZeRO-3 engine.
+        persistent: those of them that are never partitioned, in the same order on every rank.
+    """
+    if persistent:
+        persistent[0].partition(persistent)
+    for param in params:
+        if param.ds_secondary_tensor is not None:
+            param.ds_secondary_tensor = None
+    for bucket in _gathering_buckets(persistent):
+        bucket[0].all_gather_coalesced(bucket).wait()
+    if persistent:  # what is left: quantized parameters
+        persistent[0].all_gather(persistent)
 
 
 def _gathering_buckets(params: Sequence[Any]) -> Iterator[list[Any]]:

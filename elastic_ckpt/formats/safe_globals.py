@@ -1,12 +1,13 @@
 """The classes and functions that a checkpoint's pickles may name beyond torch's own list.
 
-Each is either a plain data class of DeepSpeed or a stand-in for numpy's array reconstruction; none runs code of the
-file's choosing. A name that the installed DeepSpeed does not have is left out: files that need it are then refused.
+Each is either plain data, of DeepSpeed or of Python, or a stand-in for numpy's array reconstruction; none runs code of
+the file's choosing. A name that the installed DeepSpeed does not have is left out: files that need it are then refused.
 """
 
 from __future__ import annotations
 
 import importlib
+import pathlib
 import pickle
 import sys
 from collections.abc import Iterator
@@ -30,6 +31,10 @@ _SAFE_NAMES = (
     ("deepspeed.checkpoint.universal_checkpoint", "SubparamShape"),
     ("_codecs", "encode"),
 )
+#: In the state of Lightning's callbacks, for one. Made from strings alone, and no file is touched; the second module is
+#: Python 3.13's.
+_PATHS = (pathlib.PosixPath, pathlib.PurePosixPath)
+_PATH_MODULES = ("pathlib", "pathlib._local")
 #: numpy 2 and older name the same functions in different modules.
 _NUMPY_CORES = ("numpy._core.multiarray", "numpy.core.multiarray")
 #: Enums among Megatron's ``args`` (``enums.py`` of bigscience's and deepspeedai's Megatron-DeepSpeed, and of Megatron).
@@ -84,6 +89,7 @@ def safe_global_list() -> tuple[Any, ...]:
         except (ImportError, AttributeError):
             continue
         entries.append((found, f"{module_name}.{name}"))
+    entries += [(path, f"{module}.{path.__name__}") for path in _PATHS for module in _PATH_MODULES]
     entries += [(enum_member, "builtins.getattr"), (enum_member, "__builtin__.getattr")]
     entries += [(DtypeStandIn, "numpy.dtype"), (ArrayStandIn, "numpy.ndarray")]
     for core in _NUMPY_CORES:

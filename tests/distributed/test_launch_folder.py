@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.held_script import HOLD_AT, HOLD_IN
-from tests.distributed.launch import REPO, end, environment, free_port, remove_shared_memory, start
+from tests.distributed.launch import REPO, end, environment, free_port, start
 
 SCRIPT = str(REPO / "tests" / "distributed" / "held_script.py")
 #: 24 samples a step on any number of ranks, 2 at a time.
@@ -52,8 +52,15 @@ class Run:
 
     def reaches(self, mark: Path) -> None:
         """Wait for a file."""
+        self._waits_for(mark.exists)
+
+    def says(self, words: str) -> None:
+        """Wait until it has printed something."""
+        self._waits_for(lambda: words in self.log.read_text())
+
+    def _waits_for(self, has_come: Callable[[], bool]) -> None:
         limit = time.monotonic() + LIMIT
-        while not mark.exists():
+        while not has_come():
             assert self.process.poll() is None and time.monotonic() < limit, self.log.read_text()[-6000:]
             time.sleep(0.05)
 
@@ -68,8 +75,6 @@ def running(script: str, arguments: list[str], log: Path, env: dict[str, str]) -
         yield Run(process, log)
     finally:
         end(process)
-        if "PORT" in env:  # DeepSpeed's launcher tells its ranks how many of them are here: they make shared memory
-            remove_shared_memory(int(env["PORT"]))
 
 
 def training(losses: Path, folder: Path) -> list[str]:
@@ -125,7 +130,10 @@ def uninterrupted(env: dict[str, str], tmp_path_factory: pytest.TempPathFactory)
         (["torchrun.sh"], {}, "usage: "),
         (["torchrun.sh", "train.py"], {"NODES": "1:2"}, "HEAD_NODE=host"),
         (["deepspeed.sh"], {}, "usage: "),
+        (["deepspeed.sh", "train.py"], {"HOSTFILE": "no such/hosts"}, "HOSTFILE=no such/hosts: there is no such file"),
         (["slurm.sbatch", "train.py"], {}, "CHECKPOINTS: the folder that all nodes see"),
+        (["slurm.sbatch", "train.py"], {"CHECKPOINTS": "/tmp"}, "SLURM_JOB_ID: is set in a job"),
+        (["slurm.sbatch"], {"CHECKPOINTS": "/tmp", "SLURM_JOB_ID": "1"}, "usage: "),
     ],
 )
 def test_a_script_says_what_it_was_not_told(words: list[str], more: dict[str, str], said: str) -> None:
@@ -134,11 +142,27 @@ def test_a_script_says_what_it_was_not_told(words: list[str], more: dict[str, st
     assert ended.returncode != 0 and said in ended.stderr
 
 
-def test_deepspeed_sh_resumes_on_two_ranks(uninterrupted: Uninterrupted, env: dict[str, str], tmp_path: Path) -> None:
-    arguments = training(tmp_path / "losses.csv", uninterrupted.folder)
-    with running("deepspeed.sh", arguments, tmp_path / "log", {**env, "RANKS": "2", "PORT": str(free_port())}) as run:
-        assert "ZeRO-1, DP=2" in run.ends_well()
-    uninterrupted.go_on_like(read_losses(tmp_path / "losses.csv"), first=5)
+@pytest.mark.parametrize(
+    ("told", "options"),
+    [
+        ({}, ["--master_port", "29500"]),
+        ({"RANKS": "2", "PORT": "7"}, ["--master_port", "7", "--num_gpus", "2"]),
+        ({"HOSTFILE": "my hosts"}, ["--master_port", "29500", "--hostfile", "my hosts"]),
+    ],
+)
+def test_deepspeed_sh_starts_the_script_under_elastic_ckpt(
+    told: dict[str, str], options: list[str], tmp_path: Path
+) -> None:
+    """What it starts is run for real by ``test_launchers.py``."""
+    (tmp_path / "my hosts").touch()
+    stub = tmp_path / "deepspeed"
+    stub.write_text("#!/usr/bin/env bash\nprintf '%s\\n' \"$@\"\nexit 3\n")
+    stub.chmod(0o755)
+    env = {**os.environ, **told, "PATH": os.pathsep.join([str(tmp_path), os.environ["PATH"]])}
+    command = ["bash", str(REPO / "launch" / "deepspeed.sh"), "my train.py", "--note", "two words"]
+    ended = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=20, check=False)
+    started = [*options, "--module", "elastic_ckpt.run", "my train.py", "--note", "two words"]
+    assert ended.stdout.splitlines() == started and ended.returncode == 3, ended.stderr
 
 
 def test_a_lost_node_leaves_a_job_of_fewer_ranks_that_resumes_with_the_same_global_batch(
@@ -146,17 +170,16 @@ def test_a_lost_node_leaves_a_job_of_fewer_ranks_that_resumes_with_the_same_glob
 ) -> None:
     arguments = [*training(tmp_path / "losses.csv", tmp_path), "--save-every", "3"]
     job = {**env, "NODES": "1:2", "HEAD_NODE": f"localhost:{free_port()}", "RANKS": "1", "RESTARTS": "1"}
-    # The first node waits so long for a second: at the start, for as long as two agents may differ in starting up.
+    # The node that is left waits so long for another.
     wait = "last_call_timeout=10,keep_alive_interval=2,keep_alive_max_attempt=2"
     head = {**job, "RDZV_CONF": f"is_host=1,{wait}"}
-    other = {**job, "RDZV_CONF": f"is_host=0,{wait}", HOLD_AT: "8", HOLD_IN: str(tmp_path)}
-    with (
-        running("torchrun.sh", arguments, tmp_path / "head.log", head) as staying,
-        running("torchrun.sh", arguments, tmp_path / "other.log", other) as leaving,
-    ):
-        leaving.reaches(tmp_path / "held")  # steps 1 to 7 are done, 3 and 6 are saved
-        leaving.process.kill()  # its rank goes with it, as on a node that is lost
-        printed = staying.ends_well()
+    other = {**job, "RDZV_CONF": f"is_host=0,{wait}", HOLD_AT: "8", HOLD_IN: str(tmp_path), "LOGLEVEL": "INFO"}
+    with running("torchrun.sh", arguments, tmp_path / "other.log", other) as leaving:
+        leaving.says("Starting elastic_operator")  # it is waiting for the first node, which else might start without it
+        with running("torchrun.sh", arguments, tmp_path / "head.log", head) as staying:
+            leaving.reaches(tmp_path / "held")  # steps 1 to 7 are done, 3 and 6 are saved
+            leaving.process.kill()  # its rank goes with it, as on a node that is lost
+            printed = staying.ends_well()
     before, after = printed.split("checkpoint restored")
     assert "local_rank: 0" in before and "failed (exitcode: 1)" in before, before[-3000:]
     assert "at step 6" in after and "ZeRO-1, DP=2" in after and "ZeRO-1, DP=1" in after

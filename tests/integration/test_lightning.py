@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from tests.integration.comparing import REFUSAL, assert_restored, assert_told_once, assert_trains_on
+from tests.integration.comparing import (
+    REFUSAL,
+    assert_restored,
+    assert_same_tensors,
+    assert_told_once,
+    assert_trains_on,
+)
 from tests.integration.conftest import Run
 
 SCRIPT = "lightning_fit.py"
@@ -18,6 +25,22 @@ def test_fit_resumes_exactly(saved_stage: str, stage: str, ranks: int, saved: Ru
     assert_restored(before.holds("saved-3"), resumed.holds("loaded"))
     assert_told_once(resumed, 2, ranks)
     assert_trains_on(before, resumed)
+
+
+@pytest.mark.parametrize(
+    ("what", "stage", "precision", "ranks"), [("validate", "3", "32-true", 3), ("test", "2", "bf16-true", 1)]
+)
+def test_evaluation_takes_the_weights_without_an_optimizer(
+    what: str, stage: str, precision: str, ranks: int, saved: Run, run: Run
+) -> None:
+    before = saved(SCRIPT, "--stage", "3")
+    arguments = ("--stage", stage, "--precision", precision, "--evaluate", what)
+    evaluated = run(ranks, SCRIPT, *arguments, "--ckpt_path", str(before.output / "step=3.ckpt"), elastic=True)
+    held = evaluated.holds("loaded")
+    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    masters = before.holds("saved-3")["masters"]
+    assert_same_tensors({name: master.to(dtype) for name, master in masters.items()}, held["weights"])
+    assert_told_once(evaluated, 2, ranks)
 
 
 def test_without_elastic_ckpt_fit_fails(saved: Run, run: Run) -> None:

@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from tests.distributed.truth import low_precision
 from tests.integration import witness
 
 GLOBAL_BATCH, EPOCHS, STEPS_PER_EPOCH = 12, 2, 3
@@ -33,6 +34,11 @@ class LanguageModel(pl.LightningModule):
         self.log("loss", loss, sync_dist=True)
         return loss
 
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.log("val_loss", self.model(input_ids=batch, labels=batch).loss, sync_dist=True)
+
+    test_step = validation_step
+
     def configure_optimizers(self) -> dict[str, Any]:
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
         scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, EPOCHS * STEPS_PER_EPOCH)
@@ -44,6 +50,8 @@ def main() -> None:
     parser.add_argument("--output_dir", required=True)
     parser.add_argument("--ckpt_path")
     parser.add_argument("--stage", type=int, required=True)
+    parser.add_argument("--precision", default="32-true")
+    parser.add_argument("--evaluate", choices=["validate", "test"], help="do not train")
     parser.add_argument("--seen", type=Path, required=True, help="folder for what the test compares")
     options = parser.parse_args()
     pl.seed_everything(1)
@@ -59,10 +67,14 @@ def main() -> None:
             ModelCheckpoint(options.output_dir, "{step}", monitor="loss", save_top_k=-1, every_n_epochs=1),
             Witness(options.seen),
         ],
+        precision=options.precision,
         logger=False,
         enable_progress_bar=False,
     )
-    trainer.fit(LanguageModel(), loader, ckpt_path=options.ckpt_path)
+    if options.evaluate:
+        getattr(trainer, options.evaluate)(LanguageModel(), loader, ckpt_path=options.ckpt_path)
+    else:
+        trainer.fit(LanguageModel(), loader, ckpt_path=options.ckpt_path)
 
 
 class Witness(pl.Callback):
@@ -78,6 +90,14 @@ class Witness(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step:
             self._take(trainer, "loaded.pt")
+
+    def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        weights = low_precision(trainer.strategy.deepspeed_engine)
+        if trainer.is_global_zero:
+            report = str(trainer.strategy.deepspeed_engine.elastic_report)
+            torch.save({"weights": weights, "report": report}, self.folder / "loaded.pt")
+
+    on_test_end = on_validation_end
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self.losses[trainer.global_step] = float(trainer.callback_metrics["loss"])

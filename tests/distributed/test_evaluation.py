@@ -1,0 +1,30 @@
+"""Engines without an optimizer take the weights of any checkpoint, at any number of ranks."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from tests.distributed.conftest import SUB_GROUPS, Launch
+from tests.distributed.model import Setup
+
+NOTHING_PERSISTS = (("stage3_param_persistence_threshold", 0), ("offload_param", {"device": "cpu"}))
+ENGINES = [Setup(0), Setup(0, "bf16"), Setup(3), Setup(3, "bf16"), Setup(3, zero=NOTHING_PERSISTS)]
+SAVED = [Setup(1), Setup(3, zero=SUB_GROUPS), Setup(2, "bf16")]
+
+
+def test_weights_of_every_stage_load_into_engines_without_an_optimizer(
+    launch: Launch, native: Path, universal: Path, unpartitioned: Path
+) -> None:
+    folders = [str(native / f"{setup.name}-dp2") for setup in SAVED]
+    folders += [str(universal / f"{Setup(3, 'bf16').name}-dp2"), str(unpartitioned / f"{Setup(0).name}-dp2")]
+    targets = [{"setup": setup.as_json(), "folders": folders} for setup in ENGINES]
+    launch(3, "evaluation_jobs.evaluate", {"targets": targets})
+
+
+def test_a_folder_without_masters_is_left_to_deepspeed(launch: Launch, native: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "stripped"
+    shutil.copytree(native / f"{Setup(1).name}-dp2", folder)
+    for path in (folder / "step4").glob("*optim_states.pt"):
+        path.unlink()
+    launch(2, "evaluation_jobs.without_masters", {"folder": str(folder), "zero3": str(native / f"{Setup(3).name}-dp2")})

@@ -1,0 +1,56 @@
+"""``docs/troubleshooting.md`` goes by the texts of errors: those that DeepSpeed, Accelerate and elastic_ckpt really have."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+PAGE = (Path(__file__).parents[1] / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+OF_OTHERS = [
+    (
+        "deepspeed",
+        "engine.py",
+        "Automatic adjustment of ZeRO's optimizer state partitioning with a new world size is not",
+    ),
+    ("deepspeed", "engine.py", "Invalid for universal checkpoint: "),
+    ("deepspeed", "engine.py", "Unable to find latest file at "),
+    ("deepspeed", "ds_to_universal.py", " state is missing in checkpoint. Verify that client creates this state."),
+    (
+        "deepspeed",
+        "stage_1_and_2.py",
+        "zero_optimization.parameter_alignment setting. Load with the setting used to save ",
+    ),
+    ("deepspeed", "engine.py", "_restore_from_bit16_weights"),
+    ("accelerate", "dataclasses.py", "` not found in kwargs. "),
+]
+
+
+@cache
+def text_of(package: str, name: str = "*.py") -> str:
+    """Source of a package, or of its files of one name, with literals that are cut into lines put together."""
+    spec = find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip(f"{package} is not installed")
+    files = Path(spec.submodule_search_locations[0]).rglob(name)
+    source = "\n".join(path.read_text(encoding="utf-8") for path in sorted(files))
+    return re.sub(r"""["'] *\\?\n\s*f?["']""", "", source)
+
+
+@pytest.mark.parametrize(("package", "file", "words"), OF_OTHERS)
+def test_the_page_has_the_words_of_others(package: str, file: str, words: str) -> None:
+    assert words in text_of(package, file)
+    assert words.strip(" `") in PAGE.replace("\n", " ")
+
+
+def test_the_page_has_our_own_words() -> None:
+    table = PAGE.partition("## Errors of elastic_ckpt")[2]
+    texts = re.findall(r"^\| `(.+?)` \|", table, re.MULTILINE)
+    assert len(texts) >= 7
+    for text in texts:
+        # what depends on the case is a quoted key or a flag
+        fixed = max(re.split(r'"\w+"|--[\w-]+\??', text), key=len).strip()
+        assert len(fixed) > 15 and fixed in text_of("elastic_ckpt"), text
