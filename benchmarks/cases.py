@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -149,10 +150,9 @@ def that_run(case: Case, keys: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(each.measured for each in possible))
 
 
-def rotated(keys: Sequence[str], round_number: int) -> list[str]:
-    """The order of one round: each starts with another contender, so that none always follows the same one."""
-    start = round_number % max(len(keys), 1)
-    return [*keys[start:], *keys[:start]]
+def shuffled(keys: Sequence[str], round_number: int) -> list[str]:
+    """The order of one round, another one each time, so that none always follows the same one; alike on all ranks."""
+    return random.Random(round_number).sample(list(keys), len(keys))
 
 
 def kinds_of(key: str, quick: bool) -> tuple[str, ...]:

@@ -83,7 +83,7 @@ class InEngine:
 
     def parts(self) -> Iterator[Part]:
         """See :class:`Runner`."""
-        return self._held.parts()
+        return self._held.everything()
 
     def judge(self) -> dict[str, bool]:
         """See :class:`Runner`."""

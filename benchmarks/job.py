@@ -24,7 +24,7 @@ from deepspeed.checkpoint import ds_to_universal
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 from benchmarks import sharded
-from benchmarks.cases import DCP, NATIVE, Case, rotated
+from benchmarks.cases import DCP, NATIVE, Case, shuffled
 from benchmarks.contenders import Runner, build_runner
 from benchmarks.flat_jobs import flat_load, flat_save
 from benchmarks.held import Held, agreed, build_engine, checksum
@@ -99,10 +99,10 @@ def _write(folders: Any, facts: dict[str, Any]) -> None:
 
 @dataclass
 class History:
-    """What this rank saw before: peaks of memory by contender and kind, the checksum that was judged by contender."""
+    """What this rank saw before: peaks of memory by contender and kind, the checksum that was judged by both."""
 
     peaks: dict[tuple[str, str], int] = field(default_factory=dict)
-    checksums: dict[str, int] = field(default_factory=dict)
+    checksums: dict[tuple[str, str], int] = field(default_factory=dict)
 
 
 def measure(arguments: dict[str, Any]) -> None:
@@ -117,7 +117,7 @@ def measure(arguments: dict[str, Any]) -> None:
     history = History()
     samples: list[dict[str, Any]] = []
     for number in range(arguments["repeats"] + 1):
-        for key in rotated(list(runners), number):
+        for key in shuffled(list(runners), number):
             for kind in arguments["kinds"][key]:
                 sample = _turn(runners[key], key, kind, meter, history)
                 samples.append({"contender": key, "kind": kind, "round": number, **sample})
@@ -134,11 +134,12 @@ def _turn(runner: Runner, key: str, kind: str, meter: Meter, history: History) -
     peak_nbytes = history.peaks.get((key, kind), 0)
     cost = meter.measure(lambda: runner.load(kind), runner.folder, max(kept_nbytes, peak_nbytes))
     total = checksum(runner.parts())
-    is_first = key not in history.checksums
-    verdict = agreed(runner.judge() if is_first else {"same as judged": total == history.checksums[key]})
+    is_first = (key, kind) not in history.checksums
+    verdict = agreed(runner.judge() if is_first else {"same as judged": total == history.checksums[key, kind]})
     # what a load keeps has to be new to the process, or the kind of memory is not what it is called
     verdict |= agreed({"fresh memory": cost.peak_nbytes > 0.8 * kept_nbytes or not kept_nbytes})
-    history.checksums.setdefault(key, total)
+    verdict |= agreed({"lent memory": cost.lent_nbytes >= max(kept_nbytes, peak_nbytes)})
+    history.checksums.setdefault((key, kind), total)
     history.peaks[key, kind] = max(peak_nbytes, cost.peak_nbytes)
     mine = {
         **asdict(cost),

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import mmap
 import os
+import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -34,6 +35,9 @@ class Cost:
         peak_nbytes: how far its resident memory rose above where it was before.
         opens: times that a file of the checkpoint was opened.
         files: how many files that were.
+        system_seconds: CPU time in the kernel: reading, and mapping memory.
+        faults: pages that had to be mapped.
+        lent_nbytes: memory that was touched and freed just before.
     """
 
     seconds: float
@@ -43,6 +47,9 @@ class Cost:
     peak_nbytes: int
     opens: int
     files: int
+    system_seconds: float
+    faults: int
+    lent_nbytes: int
 
 
 class Opens:
@@ -92,18 +99,18 @@ class Meter:
         """
         set_pages(folder, self._cold)
         settle()
-        lend_memory(used_nbytes, folder)
+        lent_nbytes = lend_memory(used_nbytes, folder)
         before = _resident()
         _reset_peak()
         self._opens.start(folder)
-        reads = _reads()
+        reads, usage = _reads(), resource.getrusage(resource.RUSAGE_SELF)
         dist.barrier()
         start = time.perf_counter()
         load()
         own = time.perf_counter()
         dist.barrier()
         end = time.perf_counter()
-        after = _reads()
+        after, used = _reads(), resource.getrusage(resource.RUSAGE_SELF)
         paths = self._opens.stop()
         return Cost(
             seconds=end - start,
@@ -113,6 +120,9 @@ class Meter:
             peak_nbytes=max(_status("VmHWM") - before, 0),
             opens=len(paths),
             files=len(set(paths)),
+            system_seconds=used.ru_stime - usage.ru_stime,
+            faults=used.ru_minflt - usage.ru_minflt,
+            lent_nbytes=lent_nbytes,
         )
 
 
@@ -122,8 +132,12 @@ def settle() -> None:
     _LIBC.malloc_trim(0)
 
 
-def lend_memory(nbytes: int, folder: Path) -> None:
-    """Touch so much memory, as far as there is any beside the files' pages, and free it again. Collective."""
+def lend_memory(nbytes: int, folder: Path) -> int:
+    """Touch so much memory, as far as there is any beside the files' pages, and free it again. Collective.
+
+    Returns:
+        How much that was.
+    """
     spare = meminfo("MemAvailable") - sum(path.stat().st_size for path in files_below(folder))
     nbytes = min(nbytes, max(int(0.8 * spare) // dist.get_world_size(), 0))
     dist.barrier()
@@ -134,6 +148,7 @@ def lend_memory(nbytes: int, folder: Path) -> None:
             view.fill_(1)
             del view
     dist.barrier()
+    return nbytes
 
 
 def files_below(folder: Path) -> list[Path]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,10 @@ def drop_states(engine: Any) -> None:
 
 
 def low_precision(engine: Any) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """What this rank holds of the low-precision weights: name, first element, flat tensor without padding."""
+    """What this rank holds of the low-precision weights: name, first element, flat tensor without padding.
+
+    Of what ZeRO-3 keeps gathered, both the partition and the whole.
+    """
     rank = dist.get_rank()
     for name, param in engine.module.named_parameters():
         if engine.zero_optimization_stage() < 3:
@@ -83,6 +87,8 @@ def low_precision(engine: Any) -> Iterator[tuple[str, int, torch.Tensor]]:
         start = rank * param.ds_tensor.ds_numel
         numel = max(min(param.ds_tensor.ds_numel, param.ds_numel - start), 0)
         yield name, start, param.ds_tensor.data.view(-1)[:numel]
+        if param.ds_status == ZeroParamStatus.AVAILABLE:
+            yield name, 0, param.data.view(-1)
 
 
 def prefer_universal(engine: Any, wanted: bool) -> None:

@@ -199,8 +199,12 @@ def _apart(copies: Sequence[_Values]) -> tuple[float, float] | None:
             continue
         for start in range(0, first.values.numel(), _STEP_NUMEL):
             here = slice(start, start + _STEP_NUMEL)
-            a, b = first.values[here].to(torch.float64), other.values[here].to(torch.float64)
+            pair = first.values[here], other.values[here]
+            wide = torch.complex128 if pair[0].is_complex() else torch.float64
+            a, b = (values.to(wide) for values in pair)
             same = (a == b) | (a.isnan() & b.isnan())  # zeros of either sign are
+            if not (pair[0].is_floating_point() or pair[0].is_complex()):
+                same &= pair[0] == pair[1]  # integers beyond 2^53 may be one and the same as floats
             if not same.all():
                 apart = (a - b).abs().nan_to_num(nan=math.inf, posinf=math.inf).masked_fill(same, 0)
                 largest, total = found or (0.0, 0.0)

@@ -113,6 +113,7 @@ def execute(
             buffer_nbytes = max(limits.staged_nbytes, LEAST_STAGING_NBYTES)
             work.lanes = Lanes(options.threads, buffer_nbytes, held, make_transfer)
         pool = stack.enter_context(ThreadPoolExecutor(options.threads, thread_name_prefix="elastic_ckpt"))
+        stack.callback(pool.shutdown, cancel_futures=True)  # after a failure nobody waits for the rest
         for nbytes in chain(
             pool.map(work.run_direct, tasks(direct, options.threads)), pool.map(work.run_staged, staged)
         ):
@@ -185,9 +186,10 @@ class _Descriptors:
         if held is not None and held[0] == file:
             return held[1]
         if held is not None:
-            os.close(held[1])
+            # forgotten first: once it is closed, another thread's open may be given its number
             self._open.discard(held[1])
             self._mine.held = None
+            os.close(held[1])
         try:
             descriptor = os.open(self._plan.files[file].path, os.O_RDONLY)
         except OSError as error:

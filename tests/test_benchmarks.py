@@ -18,7 +18,7 @@ from benchmarks.cases import (
     Case,
     enumerate_cases,
     parse_pair,
-    rotated,
+    shuffled,
     sources_of,
     that_run,
     with_their_floors,
@@ -53,6 +53,9 @@ def sample(contender: str, kind: str, number: int, seconds: list[float], wrong: 
             "peak_nbytes": 0,
             "opens": 7 + rank,
             "files": 3,
+            "system_seconds": 0.1,
+            "faults": 10,
+            "lent_nbytes": 0,
             "extra_nbytes": (rank + 1) << 20,
             "owned_nbytes": 1000,
             "tensor_nbytes": 1000 if phases else None,
@@ -108,9 +111,13 @@ def test_floors_come_with_who_is_held_against_them() -> None:
     assert with_their_floors(["dcp", "native"]) == ["floor", "native", "dcp"]
 
 
-def test_every_contender_starts_a_round() -> None:
-    rounds = [rotated(["a", "b", "c"], number) for number in range(4)]
-    assert rounds == [["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"], ["a", "b", "c"]]
+def test_no_contender_always_follows_the_same_one() -> None:
+    keys = ["a", "b", "c", "d", "e"]
+    rounds = [shuffled(keys, number) for number in range(6)]
+    assert all(sorted(order) == keys for order in rounds)
+    assert rounds[3] == shuffled(keys, 3)  # every rank draws it for itself
+    for key in keys:
+        assert len({order[order.index(key) - 1] for order in rounds if order[0] != key}) > 1
 
 
 @pytest.mark.parametrize(("size", "millions"), [("30M", 30), ("270M", 270), ("700M", 700)])

@@ -87,6 +87,19 @@ def test_numbers_beyond_single_precision_are_told_apart(tmp_path: Path) -> None:
     assert drift_of(tmp_path, tiny, tiny + 2**-50)[0].largest == 2**-50
 
 
+@pytest.mark.parametrize(
+    "copies",
+    [
+        (torch.tensor([2**53, 5]), torch.tensor([2**53 + 1, 5])),
+        (torch.tensor([1 + 2j, 3j]), torch.tensor([1 - 2j, 3j])),
+    ],
+)
+def test_numbers_that_fit_into_no_float_are_told_apart(
+    tmp_path: Path, copies: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    assert len(drift_of(tmp_path, *copies)) == 1
+
+
 @pytest.mark.parametrize("odd", [NAN, INF, -INF])
 def test_what_is_no_number_in_one_copy_only_is_infinitely_far(tmp_path: Path, odd: float) -> None:
     (found,) = drift_of(tmp_path, torch.tensor([1.0, odd]), torch.tensor([1.0, 2.0]))

@@ -386,6 +386,18 @@ def test_an_archive_that_was_compressed_since_is_damage(tmp_path: Path) -> None:
     assert "data/0 is compressed" in str(error.value)
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_an_archive_that_was_packed_anew_is_damage(tmp_path: Path, order: int) -> None:
+    """torch does not look where its records lie: it adds up what it would have written itself."""
+    plain, packed = saved(tmp_path, {"a": torch.arange(10.0), "b": torch.arange(100.0, 105.0)}), tmp_path / "packed.pt"
+    with zipfile.ZipFile(plain) as source, zipfile.ZipFile(packed, "w", zipfile.ZIP_STORED) as target:
+        for entry in source.infolist()[::order]:
+            target.writestr(entry.filename, source.read(entry))
+    assert torch.load(packed, weights_only=True)["b"].tolist() == [100.0, 101.0, 102.0, 103.0, 104.0]
+    with pytest.raises(DamagedError, match="packed anew"):
+        open_pickled(str(packed))
+
+
 @settings(REUSED_FOLDER, max_examples=60)
 @given(st.floats(0, 1, exclude_max=True))
 def test_a_truncated_file_is_damage(tmp_path: Path, part: float) -> None:

@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.torch_autocast import has_comm_dtype
 
 from elastic_ckpt.catalog import FROZEN
 from elastic_ckpt.destinations import Destinations, FlatPartition, Fragment, WholeTensor
 from elastic_ckpt.engines.base import FlatOptimizer, ReadPart
+from elastic_ckpt.errors import UnsupportedError
 from elastic_ckpt.geometry import FlatRange, per_parameter_partition
 from elastic_ckpt.plan import Plan
 from elastic_ckpt.states.schema import StateSchema
@@ -69,6 +71,13 @@ class Zero3Adapter(FlatOptimizer):
     def _whole_frozen(self, rank: int) -> list[WholeTensor]:
         wholes = []
         for name, param in self._frozen_params().items():
+            if hasattr(param.ds_tensor, "ds_quant_scale"):
+                raise UnsupportedError(
+                    "a frozen parameter is quantized, and its scales are not in the checkpoint",
+                    parameter=name,
+                    found='"zero_quantized_nontrainable_weights": true',
+                    remedy="leave that option out, or load at the topology it was saved with",
+                )
             shape = tuple(param.ds_shape)
             held = [p.range for p in per_parameter_partition([math.prod(shape)], _steps([param]), rank)]
             part = held[0] if held else FlatRange(0, 0)
@@ -128,7 +137,7 @@ def gather_anew(params: Iterable[Any], persistent: Sequence[Any]) -> None:
             param.ds_secondary_tensor = None
     for bucket in _gathering_buckets(persistent):
         bucket[0].all_gather_coalesced(bucket).wait()
-    if persistent:  # what is left: quantized parameters
+    if persistent:  # what is left: quantized parameters, empty ones, and those of torch_autocast
         persistent[0].all_gather(persistent)
 
 
@@ -137,10 +146,11 @@ def _gathering_buckets(params: Sequence[Any]) -> Iterator[list[Any]]:
     bucket: list[Any] = []
     nbytes = 0
     for param in params:
-        if hasattr(param.ds_tensor, "ds_quant_scale"):
+        # torch_autocast's would come back rounded to the dtype they travel in, and empty ones cannot travel together
+        if hasattr(param.ds_tensor, "ds_quant_scale") or has_comm_dtype(param) or not param.ds_numel:
             continue
         more = param.ds_numel * param.ds_tensor.element_size()
-        if bucket and nbytes + more > _BUCKET_NBYTES:
+        if bucket and (nbytes + more > _BUCKET_NBYTES or bucket[0].ds_tensor.dtype != param.ds_tensor.dtype):
             yield bucket
             bucket, nbytes = [], 0
         bucket.append(param)

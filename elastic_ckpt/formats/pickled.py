@@ -11,6 +11,7 @@ import copy
 import io
 import os
 import pickle
+import struct
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -110,12 +111,16 @@ def open_pickled(path: str, trust_pickle: bool = False) -> PickledFile:
         DamagedError: missing, truncated, not a ``torch.save`` file, or shorter than its tensors say.
         UnsafePickleError: names a class or function that is not on the list of safe globals.
     """
-    _check_is_archive(path)
+    last = _check_is_archive(path)
+    bases: set[int] = set()
     try:
         with safe_globals():
             loaded = torch.load(path, map_location="meta", weights_only=not trust_pickle)
         nbytes = os.path.getsize(path)
-        return PickledFile(path, nbytes, replace_leaves(loaded, lambda leaf: _to_ref(leaf, path, nbytes)))
+        tree = replace_leaves(loaded, lambda leaf: _to_ref(leaf, path, nbytes, bases))
+        if bases and max(bases) != last:  # torch does not look where records lie: it adds up what it would have written
+            raise _unreadable(path, "a zip archive that was packed anew: tensors do not lie where torch.save puts them")
+        return PickledFile(path, nbytes, tree)
     except ElasticCkptError:
         raise
     except pickle.UnpicklingError as error:
@@ -124,7 +129,8 @@ def open_pickled(path: str, trust_pickle: bool = False) -> PickledFile:
         raise _unreadable(path, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
 
 
-def _check_is_archive(path: str) -> None:
+def _check_is_archive(path: str) -> int | None:
+    """Where the last record of a tensor's bytes really starts; ``None``: there is none."""
     if not os.path.isfile(path):
         raise DamagedError(
             "a file of the checkpoint is missing",
@@ -140,12 +146,19 @@ def _check_is_archive(path: str) -> None:
                 if archive.getinfo(name).CRC:  # 0: saved with torch.serialization.set_crc32_options(False)
                     archive.read(name)  # checks the CRC32 of the pickle, which torch.load does not
             compressed = [entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
+            records = [entry.header_offset for entry in archive.infolist() if "/data/" in entry.filename]
+        last = max(records, default=None)
+        if last is not None:
+            with open(path, "rb") as stream:
+                stream.seek(last + 26)
+                last += 30 + sum(struct.unpack("<HH", stream.read(4)))  # the header's own name and padding
     except Exception as error:  # noise in a directory can make zipfile and its decompressors raise anything at all
         raise _unreadable(path, f"{os.path.getsize(path)} bytes; {type(error).__name__}: {error}") from error
     if not pickles:
         raise _unreadable(path, "a zip archive without a pickle")
     if compressed:  # tensors are read where their bytes lie, and there they would be something else
         raise _unreadable(path, f"a zip archive that was packed anew: {compressed[0]} is compressed")
+    return last
 
 
 def _unreadable(path: str, found: str) -> DamagedError:
@@ -209,12 +222,12 @@ def _subclass(path: str, name: str) -> UnsupportedError:
     )
 
 
-def _to_ref(leaf: Any, path: str, nbytes: int) -> Any:
+def _to_ref(leaf: Any, path: str, nbytes: int, bases: set[int]) -> Any:
     if not isinstance(leaf, torch.Tensor):
         leaf = finished(leaf)
         _refuse_hidden_tensors(leaf, path)
         return leaf
-    if type(leaf) not in _DENSE and type(leaf).__module__.partition(".")[0] != "torch":
+    if type(leaf) not in _DENSE:
         raise _subclass(path, f"{type(leaf).__module__}.{type(leaf).__qualname__}")
     dtype = str(leaf.dtype).removeprefix("torch.")
     if leaf.layout != torch.strided or leaf.is_quantized or leaf.is_conj() or leaf.is_neg() or dtype not in ITEMSIZE:
@@ -231,6 +244,8 @@ def _to_ref(leaf: Any, path: str, nbytes: int) -> Any:
         if leaf.numel():
             raise _unreadable(path, f"a {type(leaf).__name__} of shape {tuple(leaf.shape)} without an offset")
         base = 0
+    else:
+        bases.add(int(base))
     start = int(base + leaf.storage_offset() * leaf.element_size())
     shape, stride = tuple(leaf.shape), tuple(leaf.stride())
     # the storage too, but also the tensor itself: sizes in a pickle are only claims

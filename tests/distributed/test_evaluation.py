@@ -9,7 +9,16 @@ from tests.distributed.conftest import SUB_GROUPS, Launch
 from tests.distributed.model import Setup
 
 NOTHING_PERSISTS = (("stage3_param_persistence_threshold", 0), ("offload_param", {"device": "cpu"}))
-ENGINES = [Setup(0), Setup(0, "bf16"), Setup(3), Setup(3, "bf16"), Setup(3, zero=NOTHING_PERSISTS)]
+#: DeepSpeed would gather weights in bf16 for it, and what it keeps gathered must not come back rounded.
+AUTOCAST = (("torch_autocast", {"enabled": True, "dtype": "bfloat16"}),)
+ENGINES = [
+    Setup(0),
+    Setup(0, "bf16"),
+    Setup(3),
+    Setup(3, "bf16"),
+    Setup(3, zero=NOTHING_PERSISTS),
+    Setup(3, config=AUTOCAST),
+]
 SAVED = [Setup(1), Setup(3, zero=SUB_GROUPS), Setup(2, "bf16")]
 
 
