@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -93,9 +93,7 @@ def _patch(original: Callable[..., Any]) -> Callable[..., Any]:
 def _load_or_delegate(engine: Any, arguments: LoadArguments, own: Callable[..., Any]) -> Any:
     """Decide, the same way on every rank, who loads; then let them."""
     engine.elastic_report = None
-    with parallel.agreement("read the configuration"):
-        config = elastic_config.read_config(ds_config(engine))
-    _refuse_different_calls(config, arguments)
+    config = _read_config(engine, arguments)
     if config.mode == "off":
         return _delegate(engine, arguments, None, own)
     found = _find(engine, arguments, config)
@@ -144,17 +142,28 @@ def _asks_for_more(config: ElasticConfig, arguments: LoadArguments) -> bool:
     return config.mode == "require" or any(options) or (restores_states(arguments) and not arguments.load_module_strict)
 
 
-def _refuse_different_calls(config: ElasticConfig, arguments: LoadArguments) -> None:
-    """Ranks that were asked for different things would wait for each other for ever.
+def _read_config(engine: Any, arguments: LoadArguments) -> ElasticConfig:
+    """The configuration. Collective.
 
     Raises:
-        ConfigError: on every rank, naming the first rank that differs from rank 0.
+        ConfigError: on every rank; it is wrong, or ranks were asked for different things: they would wait for each
+            other for ever.
     """
-    asked = {
-        **asdict(replace(arguments, custom_load_fn=arguments.custom_load_fn is not None)),
-        **config.model_dump(exclude={"report", "progress"}),
-    }
-    for rank, other in enumerate(calls := parallel.share(asked)):
+    configs = []
+
+    def ask() -> dict[str, Any]:
+        configs.append(config := elastic_config.read_config(ds_config(engine)))
+        return {
+            **asdict(replace(arguments, custom_load_fn=arguments.custom_load_fn is not None)),
+            **config.model_dump(exclude={"report", "progress"}),
+        }
+
+    _refuse_different_calls(parallel.gathered("read the configuration", ask))
+    return configs[0]
+
+
+def _refuse_different_calls(calls: Sequence[Mapping[str, Any]]) -> None:
+    for rank, other in enumerate(calls):
         differ = [key for key, value in calls[0].items() if other[key] != value]
         if differ:
             raise ConfigError(
@@ -168,12 +177,12 @@ def _refuse_different_calls(config: ElasticConfig, arguments: LoadArguments) -> 
 
 def _find(engine: Any, arguments: LoadArguments, config: ElasticConfig) -> Found | None:
     """Detection on rank 0, so that a half-visible file system cannot make ranks decide differently."""
-    found: Found | None = None
-    with parallel.agreement("look for a checkpoint"):
-        if parallel.rank() == 0:
-            prefer = load_universal_flag(engine) or elastic_config.flag_given()
-            found = find_checkpoint(arguments.load_dir, arguments.tag, prefer, config.trust_pickle)
-    return parallel.broadcast(found, src=0)
+
+    def find() -> Found | None:
+        prefer = load_universal_flag(engine) or elastic_config.flag_given()
+        return find_checkpoint(arguments.load_dir, arguments.tag, prefer, config.trust_pickle)
+
+    return parallel.told("look for a checkpoint", find)
 
 
 def _delegate(engine: Any, arguments: LoadArguments, found: Found | None, own: Callable[..., Any]) -> Any:

@@ -19,7 +19,7 @@ from rich.console import Console
 from elastic_ckpt import parallel
 from elastic_ckpt.config import ElasticConfig, state_options
 from elastic_ckpt.destinations import Destinations, Place
-from elastic_ckpt.drift import find_drift, judge_drift
+from elastic_ckpt.drift import Difference, find_drift, judge_drift
 from elastic_ckpt.engines import EngineAdapter, select_adapter
 from elastic_ckpt.engines.batch import compare_batches
 from elastic_ckpt.engines.host import (
@@ -154,12 +154,18 @@ def _prepare(engine: Any, found: Found, arguments: LoadArguments, config: Elasti
         )
         checkpoint = READERS[found.format](found, options)
     with clock("plan"):
-        with parallel.agreement("plan the load"):
+        planned: list[tuple[Plan, tuple[str, ...]]] = []
+
+        def make_plan() -> tuple[int, str]:
             warnings = _compare_runs(engine, checkpoint, arguments, config)
             scheduler = restores_scheduler(engine, checkpoint.host, arguments)
             plan = plan_load(checkpoint.catalog, destinations, _options(arguments, config, scheduler))
             check_files(plan)
-        _refuse_different_shares(plan, place)
+            planned.append((plan, warnings))
+            return place.mp_rank, _digest_of_shares(plan)
+
+        _refuse_different_shares(parallel.gathered("plan the load", make_plan))
+        plan, warnings = planned[0]
     with clock("metadata"):
         plan = _compare_copies(plan, place, config)
     return _Prepared(adapter, destinations, checkpoint, plan, place, warnings)
@@ -167,13 +173,18 @@ def _prepare(engine: Any, found: Found, arguments: LoadArguments, config: Elasti
 
 def _compare_copies(plan: Plan, place: Place, config: ElasticConfig) -> Plan:
     """The plan, with notes of copies in the checkpoint that are not the same. Collective; changes nothing."""
-    with parallel.agreement("compare copies of replicated parameters"):
-        mine = find_drift(plan, read_options(config))
-    everybody = parallel.share((mine, plan.averaged))  # of a parameter only ranks of its stage know that it may differ
+
+    def compare() -> tuple[list[Difference], frozenset[str]]:
+        return find_drift(plan, read_options(config)), plan.averaged
+
+    # of a parameter only ranks of its stage know that it may differ
+    everybody = parallel.gathered("compare copies of replicated parameters", compare)
     found = [difference for differences, _ in everybody for difference in differences]
     averaged = frozenset().union(*(names for _, names in everybody))
-    with parallel.agreement("judge copies of replicated parameters"):
-        notes = judge_drift(found, averaged, config.replicated_params)
+    notes: tuple[str, ...] = ()
+    if found:  # on all ranks alike
+        with parallel.agreement("judge copies of replicated parameters"):
+            notes = judge_drift(found, averaged, config.replicated_params)
     if place.tp * place.pp > 1:  # each knows of the parameters of its own stage and shard
         said = dict.fromkeys(note for other in parallel.share(plan.notes) for note in other)
         return replace(plan, notes=(*said, *notes))
@@ -211,15 +222,20 @@ def _options(arguments: LoadArguments, config: ElasticConfig, scheduler: bool) -
     )
 
 
-def _refuse_different_shares(plan: Plan, place: Place) -> None:
-    """Ranks that would deal out replicated tensors differently would wait for each other for ever. Collective.
-
-    Ranks of other tensor- or pipeline-parallel places deal out others.
-    """
+def _digest_of_shares(plan: Plan) -> str:
+    """The same on ranks that deal out replicated tensors in the same way."""
     shared = [(slot.key, slot.name, slot.flat, slot.numel, slot.dtype) for slot in plan.slots if slot.replicated]
-    digest = hashlib.sha256(repr((shared, plan.shares)).encode()).hexdigest()
+    return hashlib.sha256(repr((shared, plan.shares)).encode()).hexdigest()
+
+
+def _refuse_different_shares(digests: Sequence[tuple[int, str]]) -> None:
+    """Ranks that would deal out replicated tensors differently would wait for each other for ever.
+
+    Args:
+        digests: by rank, its tensor- and pipeline-parallel place, and the digest; other places deal out others.
+    """
     first: dict[int, tuple[int, str]] = {}
-    for rank, (mp_rank, other) in enumerate(parallel.share((place.mp_rank, digest))):
+    for rank, (mp_rank, other) in enumerate(digests):
         reference, expected = first.setdefault(mp_rank, (rank, other))
         if other != expected:
             raise MismatchError(

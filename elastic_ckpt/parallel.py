@@ -7,8 +7,9 @@ group of ``torch.distributed`` and turn into local no-ops when none is initialis
 from __future__ import annotations
 
 import io
+import pickle
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -18,6 +19,9 @@ import torch.distributed as dist
 from elastic_ckpt.errors import ElasticCkptError
 
 T = TypeVar("T")
+#: How much of a message goes with its length: most are shorter.
+_INLINE_NBYTES = 4096
+_LENGTH_NBYTES = 8
 #: The one backend that a device's tensors go by, where a group has no other.
 _DEVICE_BACKENDS = {"cuda": "nccl", "xpu": "xccl", "npu": "hccl", "hpu": "hccl"}
 
@@ -36,17 +40,102 @@ def share(item: T) -> list[T]:
     """Give every rank the list of all ranks' items, in rank order."""
     if world_size() == 1:
         return [item]
-    items: list[Any] = [None] * world_size()
-    dist.all_gather_object(items, item)
-    return items
+    return [pickle.loads(message) for message in _sent_round(pickle.dumps(item))]
+
+
+def gathered(doing: str, work: Callable[[], T]) -> list[T]:
+    """:func:`agreement` and :func:`share` in one round: run ``work`` on every rank, give every rank all results.
+
+    Args:
+        doing: as for :func:`agreement`.
+        work: must not contain collectives that a failing rank would leave the others waiting in.
+
+    Raises:
+        ElasticCkptError: the failure of the lowest failing rank, with its ``rank`` filled in.
+    """
+    if world_size() == 1:
+        with agreement(doing):
+            return [work()]
+    mine, cause = _message(doing, work)
+    return _results([pickle.loads(message) for message in _sent_round(mine)], cause)
+
+
+def told(doing: str, work: Callable[[], T], src: int = 0) -> T:
+    """Run ``work`` on rank ``src`` alone, and give every rank its result, or its failure.
+
+    Args:
+        doing, work: as for :func:`gathered`.
+        src: global rank.
+
+    Raises:
+        ElasticCkptError: the failure of that rank, with its ``rank`` filled in.
+    """
+    if world_size() == 1:
+        with agreement(doing):
+            return work()
+    mine, cause = _message(doing, work) if rank() == src else (b"", None)
+    return _results([pickle.loads(_sent_out(mine, src))], cause)[0]
 
 
 def broadcast(item: T | None, src: int) -> T:
     """Give every rank the item that rank ``src`` passed in; the others' items are ignored."""
-    box = [item]
-    if world_size() > 1:
-        dist.broadcast_object_list(box, src=src)
-    return box[0]  # type: ignore[return-value]
+    if world_size() == 1:
+        return item  # type: ignore[return-value]
+    return pickle.loads(_sent_out(pickle.dumps(item) if rank() == src else b"", src))
+
+
+def _message(doing: str, work: Callable[[], Any]) -> tuple[bytes, Exception | None]:
+    """What became of some work on this rank, to be sent: the error or the result; and the error's cause."""
+    try:
+        return pickle.dumps((None, work())), None
+    except Exception as error:
+        return pickle.dumps((_failure(doing, error), None)), None if isinstance(error, ElasticCkptError) else error
+
+
+def _results(outcomes: Sequence[tuple[ElasticCkptError | None, T]], cause: Exception | None) -> list[T]:
+    """The results; or the first error is raised."""
+    for error, _ in outcomes:
+        if error is not None:
+            raise error from cause
+    return [result for _, result in outcomes]
+
+
+def _sent_round(mine: bytes) -> list[bytes]:
+    """The messages of all ranks. Small ones take a single collective, of which each costs more than what it sends."""
+    heads = _gathered_bytes(_head(mine))
+    nbytes = [int.from_bytes(head[:_LENGTH_NBYTES], "little") for head in heads]
+    longest = max(nbytes) - _INLINE_NBYTES
+    tails = _gathered_bytes(mine[_INLINE_NBYTES:].ljust(longest, b"\0")) if longest > 0 else [b""] * len(heads)
+    return [(head[_LENGTH_NBYTES:] + tail)[:count] for head, tail, count in zip(heads, tails, nbytes, strict=True)]
+
+
+def _sent_out(mine: bytes, src: int) -> bytes:
+    """The message of one rank."""
+    head = _broadcast_bytes(_head(mine), src)
+    nbytes = int.from_bytes(head[:_LENGTH_NBYTES], "little")
+    rest = nbytes - _INLINE_NBYTES
+    tail = _broadcast_bytes(mine[_INLINE_NBYTES:] if rank() == src else bytes(rest), src) if rest > 0 else b""
+    return (head[_LENGTH_NBYTES:] + tail)[:nbytes]
+
+
+def _head(message: bytes) -> bytes:
+    """Its length and its beginning, as long as all heads."""
+    return len(message).to_bytes(_LENGTH_NBYTES, "little") + message[:_INLINE_NBYTES].ljust(_INLINE_NBYTES, b"\0")
+
+
+def _gathered_bytes(mine: bytes) -> list[bytes]:
+    """What all ranks passed in; as long on every rank."""
+    sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(_collective_device())
+    received = [torch.empty_like(sent) for _ in range(world_size())]
+    dist.all_gather(received, sent)
+    return [bytes(each.cpu().numpy()) for each in received]
+
+
+def _broadcast_bytes(mine: bytes, src: int) -> bytes:
+    """What one rank passed in; as long on every rank."""
+    sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(_collective_device())
+    dist.broadcast(sent, src=src)
+    return bytes(sent.cpu().numpy())
 
 
 def pack(item: Any) -> bytes:
@@ -87,15 +176,20 @@ def agreement(doing: str) -> Iterator[None]:
     cause: Exception | None = None
     try:
         yield
-    except ElasticCkptError as error:
-        mine = error
-        if mine.rank is None:
-            mine.rank = rank()
-    except Exception as error:  # any other failure must reach all ranks too, or they hang
-        cause = error
-        mine = _unforeseen(doing, error)
+    except Exception as error:  # any failure must reach all ranks, or they hang
+        mine = _failure(doing, error)
+        cause = None if mine is error else error
     if _any(mine is not None):  # most agreements are reached: one number is sent round then, and no object
         raise next(error for error in share(mine) if error is not None) from cause
+
+
+def _failure(doing: str, error: Exception) -> ElasticCkptError:
+    """The error as it is raised on all ranks."""
+    if not isinstance(error, ElasticCkptError):
+        return _unforeseen(doing, error)
+    if error.rank is None:
+        error.rank = rank()
+    return error
 
 
 def _any(mine: bool) -> bool:

@@ -63,6 +63,9 @@ def strips(
     extents, shapes = tensor.extents, tensor.shard_shapes
     for shard, band in transfer.bands:
         base = row * (math.prod(shapes[shard]) // rows)
+        if band.rows == 1:
+            yield from _of_one_row(tensor, shard, band, base, wanted)
+            continue
         for part in clip_target(band, wanted):
             source = part.moved(base, 0) if base else part
             end = source.source + (source.rows - 1) * source.source_stride + source.width
@@ -74,6 +77,24 @@ def strips(
                     is_all = extent.range.start <= source.source and end <= extent.range.stop
                     for held in (source,) if is_all else clip_source(source, extent.range):
                         yield Strip(extent, tensor.dtype, held.moved(-extent.range.start, 0))
+
+
+def _of_one_row(tensor: LogicalTensor, shard: int, band: Band, base: int, wanted: FlatRange) -> Iterator[Strip]:
+    """The same for what is not cut along a dimension of its own: most of what is planned, so without detours."""
+    start, stop = max(wanted.start, band.target), min(wanted.stop, band.target + band.width)
+    if start >= stop:
+        return
+    to_source = base + band.source - band.target
+    source_start, source_stop = start + to_source, stop + to_source
+    first = max(bisect_right(tensor.extents, (shard, source_start), key=_place) - 1, 0)
+    for extent in tensor.extents[first:]:
+        held = extent.range
+        if extent.shard > shard or (extent.shard == shard and held.start >= source_stop):
+            break
+        left, right = max(held.start, source_start), min(held.stop, source_stop)
+        if extent.shard == shard and left < right:
+            numel = right - left
+            yield Strip(extent, tensor.dtype, Band(1, numel, left - held.start, numel, left - to_source, numel))
 
 
 def _place(extent: Extent) -> tuple[int, int]:

@@ -23,10 +23,14 @@ PLACE = Place(tp=1, pp=2, pp_rank=1)
 def compared(monkeypatch: pytest.MonkeyPatch, elsewhere: frozenset[str]) -> Plan:
     """The plan of a rank that finds a parameter's copies apart, of which a rank of another stage knows a rule."""
 
+    def gathered(doing: str, work: Any) -> list[Any]:
+        return [([], elsewhere), work()]
+
     def share(item: Any) -> list[Any]:
-        return [([], elsewhere), item] if isinstance(item, tuple) and len(item) == 2 else [item, ("of the other",)]
+        return [item, ("of the other",)]
 
     monkeypatch.setattr(loader, "find_drift", lambda plan, options: [DRIFTED])
+    monkeypatch.setattr(loader.parallel, "gathered", gathered)
     monkeypatch.setattr(loader.parallel, "share", share)
     return loader._compare_copies(NOTHING, PLACE, ElasticConfig())
 

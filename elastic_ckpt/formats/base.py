@@ -146,13 +146,14 @@ def open_my_share(
     Returns:
         The results in the order of ``paths``, and the files that this rank opened, by position.
     """
-    mine: dict[int, T] = {}
     opened: dict[int, PickledFile] = {}
-    with parallel.agreement("read the checkpoint's metadata"):
+
+    def read() -> dict[int, T]:
         for position in range(parallel.rank(), len(paths), parallel.world_size()):
             opened[position] = open_pickled(paths[position], trust_pickle)
-            mine[position] = index(opened[position], position)
+        return {position: index(file, position) for position, file in opened.items()}
+
     everything: dict[int, T] = {}
-    for part in parallel.share(mine):
+    for part in parallel.gathered("read the checkpoint's metadata", read):
         everything.update(part)
     return [everything[position] for position in range(len(paths))], opened

@@ -56,15 +56,19 @@ def read_native(found: Found, options: ReadOptions) -> Checkpoint:
         return _index_optimizer(file, second, options.states)
 
     indexed, opened = open_my_share(paths, index, options.trust_pickle)
-    with parallel.agreement("fit the checkpoint's files together"):
-        files = assemble(found, kinds, indexed, options)
-    with parallel.agreement("compare shards with the saved weights"):
+    assembled: list[Assembled] = []
+
+    def fit() -> int:
+        assembled.append(files := assemble(found, kinds, indexed, options))
         if options.check_shards:
             _spot_check(files, opened)
-    own = _own_position(files.ranks, files.grid, options.place)
-    host = _host_state(opened, kinds, files.ranks, own, is_unchanged(files.ranks, files.grid, options.place))
+        return _own_position(files.ranks, files.grid, options.place)
+
+    wanted = parallel.gathered("fit the checkpoint's files together", fit)
+    files = assembled[0]
+    host = _host_state(opened, kinds, files.ranks, wanted, is_unchanged(files.ranks, files.grid, options.place))
     host = replace(host, degrees=(files.grid.tp, files.grid.pp))
-    return Checkpoint(files.catalog, host, paths[own], len(opened))
+    return Checkpoint(files.catalog, host, paths[wanted[parallel.rank()]], len(opened))
 
 
 def _name_of(found: Found, names: Mapping[int, _Names], kind: Kind) -> str:
@@ -132,28 +136,30 @@ def _host_state(
     opened: Mapping[int, PickledFile],
     kinds: Sequence[Kind],
     ranks: Mapping[int, RankFiles],
-    own: int,
+    wanted: Sequence[int],
     unchanged: bool,
 ) -> HostState:
-    """The host state of the file at position ``own``, whichever rank has opened it. Collective."""
-    asked = parallel.share(own)
-    elsewhere = {position for rank, position in enumerate(asked) if rank != parallel.rank()}
-    mine: HostState | None = None
-    with parallel.agreement("read counters, scheduler and client state"):
-        packed: dict[int, bytes] = {}
-        for position in sorted({own, *elsewhere} & set(opened)):
+    """The host state of the file that this rank wants, whichever rank has opened it. Collective.
+
+    Args:
+        wanted: by rank, the position of the file.
+    """
+    own = wanted[parallel.rank()]
+    mine: dict[int, HostState] = {}
+
+    def read() -> dict[int, bytes]:
+        for position in sorted(set(wanted) & set(opened)):
             rank = ranks[kinds[position][0]]
             models, optimizers = list(rank.models.values()), list(rank.optimizers.values())
             overflow = optimizers[0].overflow if optimizers else False
-            state = read_host_state(opened[position], _loss_scale(models, optimizers), overflow, unchanged)
-            if position == own:
-                mine = state
-            if position in elsewhere:
-                packed[position] = parallel.pack(state)
+            mine[position] = read_host_state(opened[position], _loss_scale(models, optimizers), overflow, unchanged)
+        others = {position for rank, position in enumerate(wanted) if rank != parallel.rank()}
+        return {position: parallel.pack(state) for position, state in mine.items() if position in others}
+
     everybody: dict[int, bytes] = {}
-    for part in parallel.share(packed):
+    for part in parallel.gathered("read counters, scheduler and client state", read):
         everybody.update(part)
-    return mine if mine is not None else parallel.unpack(everybody[own])
+    return mine[own] if own in mine else parallel.unpack(everybody[own])
 
 
 def _loss_scale(models: Sequence[ModelShard], optimizers: Sequence[OptimizerShard]) -> LossScale | None:

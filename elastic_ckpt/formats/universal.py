@@ -87,22 +87,22 @@ def read_universal(found: Found, options: ReadOptions) -> Checkpoint:
         catalog = _build_catalog(found, models, optimizer, states)
         catalog = with_progress_compared(catalog, first, options.check_shards)
         positions = {path: position for position, path in enumerate(file.path for file in catalog.files)}
-    with parallel.agreement("compare masters with the saved weights"):
         if options.check_shards and catalog.merged_from == 1:
             weights = SavedWeights(first.path, first.weights)
             spot_check(catalog, weights, {positions[file.path] for file in opened.values() if file.path in positions})
-    pickled: bytes | None = None
-    with parallel.agreement("read counters, scheduler and client state"):
-        if parallel.rank() == 0:  # which opened the first model-states file
-            unchanged = len(models) == 1 and int(first.counters["dp_world_size"]) == parallel.world_size()
-            scale = None if optimizer is None else loss_scale_of(optimizer.loss_scaler)
-            overflow = optimizer is not None and optimizer.overflow
-            grid = _grid(models, found.folder)
-            state = read_host_state(opened[0], scale, overflow, unchanged)
-            if grid.tp * grid.pp > 1:
-                state = replace(state, degrees=(0, 0))  # one model-parallel rank's, on every rank
-            pickled = parallel.pack(state)
-    host: HostState = parallel.unpack(parallel.broadcast(pickled, src=0))
+
+    def read_host() -> bytes:
+        unchanged = len(models) == 1 and int(first.counters["dp_world_size"]) == parallel.world_size()
+        scale = None if optimizer is None else loss_scale_of(optimizer.loss_scaler)
+        overflow = optimizer is not None and optimizer.overflow
+        grid = _grid(models, found.folder)
+        state = read_host_state(opened[0], scale, overflow, unchanged)
+        if grid.tp * grid.pp > 1:
+            state = replace(state, degrees=(0, 0))  # one model-parallel rank's, on every rank
+        return parallel.pack(state)
+
+    # by rank 0, which opened the first model-states file
+    host: HostState = parallel.unpack(parallel.told("read counters, scheduler and client state", read_host))
     return Checkpoint(catalog, host, first.path, len(opened))
 
 
