@@ -82,11 +82,6 @@ def clip_target(band: Band, wanted: FlatRange) -> Iterator[Band]:
     if wanted.start <= band.target and end <= wanted.stop:
         yield band.joined()
         return
-    if band.rows == 1:  # as in all that is not cut along a dimension of its own: the planner's most frequent question
-        left, right = max(wanted.start - band.target, 0), min(wanted.stop - band.target, band.width)
-        if left < right:
-            yield band.part(0, 1, left, right - left)
-        return
     stride = max(band.target_stride, 1)
     first = max(-(-(wanted.start - band.target - band.width + 1) // stride), 0)
     last = min((wanted.stop - 1 - band.target) // stride, band.rows - 1)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from elastic_ckpt.plan import Plan, Share
 
+T = TypeVar("T")
 #: Small pieces travel together, up to this many bytes.
 _BUCKET_NBYTES = 16 << 20
 
@@ -50,14 +51,23 @@ def _buckets(plan: Plan, tensors: Mapping[int, torch.Tensor]) -> Iterator[list[S
         tensor = tensors[share.slot]
         kinds.setdefault((share.owner, tensor.dtype, tensor.device), []).append(share)
     for (_, dtype, _), shares in kinds.items():
-        bucket: list[Share] = []
-        nbytes = 0
-        for share in shares:
-            more = share.range.numel * dtype.itemsize
-            if bucket and nbytes + more > _BUCKET_NBYTES:
-                yield bucket
-                bucket, nbytes = [], 0
-            bucket.append(share)
-            nbytes += more
-        if bucket:
+        yield from in_buckets(shares, [share.range.numel * dtype.itemsize for share in shares])
+
+
+def in_buckets(items: Iterable[T], nbytes: Iterable[int]) -> Iterator[list[T]]:
+    """What can travel together: consecutive items of at most 16 MiB, or one bigger item.
+
+    Args:
+        items: what is to be sent.
+        nbytes: of each.
+    """
+    bucket: list[T] = []
+    total = 0
+    for item, more in zip(items, nbytes, strict=True):
+        if bucket and total + more > _BUCKET_NBYTES:
             yield bucket
+            bucket, total = [], 0
+        bucket.append(item)
+        total += more
+    if bucket:
+        yield bucket

@@ -70,10 +70,12 @@ class PartitionedWeightsAdapter(Zero3Adapter):
     """Adapter of ``DeepSpeedZeRoOffload``, which is ZeRO-3 without an optimizer."""
 
     def __init__(self, engine: Any, schema: StateSchema) -> None:
-        parameters: Iterable[Any] = engine.param_names
-        if any(param.ds_tensor.final_location == OffloadDeviceEnum.nvme for param in parameters):
+        named: Mapping[Any, str] = engine.param_names
+        swapped = [name for param, name in named.items() if param.ds_tensor.final_location == OffloadDeviceEnum.nvme]
+        if swapped:
             raise UnsupportedError(
                 "the live engine has no optimizer and keeps its parameters on NVMe, which is not supported yet",
+                parameter=swapped[0],
                 expected="parameters on the accelerator, or in host memory",
                 found='"offload_param": {"device": "nvme"}',
                 remedy='"offload_param": {"device": "cpu"}',

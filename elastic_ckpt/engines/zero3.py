@@ -20,12 +20,10 @@ from elastic_ckpt.catalog import FROZEN
 from elastic_ckpt.destinations import Destinations, FlatPartition, Fragment, WholeTensor
 from elastic_ckpt.engines.base import FlatOptimizer, ReadPart
 from elastic_ckpt.errors import UnsupportedError
+from elastic_ckpt.exchange import in_buckets
 from elastic_ckpt.geometry import FlatRange, per_parameter_partition
 from elastic_ckpt.plan import Plan
 from elastic_ckpt.states.schema import StateSchema
-
-#: What one collective gathers of small parameters; DeepSpeed keeps a second copy of it meanwhile.
-_BUCKET_NBYTES = 16 << 20
 
 
 class Zero3Adapter(FlatOptimizer):
@@ -75,6 +73,7 @@ class Zero3Adapter(FlatOptimizer):
                 raise UnsupportedError(
                     "a frozen parameter is quantized, and its scales are not in the checkpoint",
                     parameter=name,
+                    expected="frozen weights as the model has them",
                     found='"zero_quantized_nontrainable_weights": true',
                     remedy="leave that option out, or load at the topology it was saved with",
                 )
@@ -142,21 +141,14 @@ def gather_anew(params: Iterable[Any], persistent: Sequence[Any]) -> None:
 
 
 def _gathering_buckets(params: Sequence[Any]) -> Iterator[list[Any]]:
-    """Parameters that are gathered as they lie, in lists of at most 16 MiB, or one bigger parameter."""
-    bucket: list[Any] = []
-    nbytes = 0
+    """Parameters that come back from a common collective as they lie; each dtype by itself."""
+    kinds: dict[torch.dtype, list[Any]] = {}
     for param in params:
         # torch_autocast's would come back rounded to the dtype they travel in, and empty ones cannot travel together
-        if hasattr(param.ds_tensor, "ds_quant_scale") or has_comm_dtype(param) or not param.ds_numel:
-            continue
-        more = param.ds_numel * param.ds_tensor.element_size()
-        if bucket and (nbytes + more > _BUCKET_NBYTES or bucket[0].ds_tensor.dtype != param.ds_tensor.dtype):
-            yield bucket
-            bucket, nbytes = [], 0
-        bucket.append(param)
-        nbytes += more
-    if bucket:
-        yield bucket
+        if not (hasattr(param.ds_tensor, "ds_quant_scale") or has_comm_dtype(param) or not param.ds_numel):
+            kinds.setdefault(param.ds_tensor.dtype, []).append(param)
+    for dtype, alike in kinds.items():
+        yield from in_buckets(alike, [param.ds_numel * dtype.itemsize for param in alike])
 
 
 def _steps(params: Sequence[Any]) -> list[int]:
