@@ -7,6 +7,7 @@ have in common is a few *bands*: rows of equal width, at a stride of its own in 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -181,6 +182,7 @@ class Transfer:
     missing: tuple[FlatRange, ...] = ()
 
 
+@functools.lru_cache(maxsize=1024)
 def copied(shard: int, numel: int) -> Transfer:
     """The live shard is a saved one."""
     return Transfer(((shard, whole_band(numel)),))

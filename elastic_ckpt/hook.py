@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -24,7 +24,7 @@ from elastic_ckpt.engines.host import (
     restores_states,
     universal_flag_off,
 )
-from elastic_ckpt.errors import ConfigError, DamagedError, NotFoundError, UnsupportedError
+from elastic_ckpt.errors import ConfigError, DamagedError, ElasticCkptError, NotFoundError, UnsupportedError
 from elastic_ckpt.formats import Found
 from elastic_ckpt.loader import load
 from elastic_ckpt.pipe import install_pipe, uninstall_pipe
@@ -93,10 +93,9 @@ def _patch(original: Callable[..., Any]) -> Callable[..., Any]:
 def _load_or_delegate(engine: Any, arguments: LoadArguments, own: Callable[..., Any]) -> Any:
     """Decide, the same way on every rank, who loads; then let them."""
     engine.elastic_report = None
-    config = _read_config(engine, arguments)
+    config, found = _ask(engine, arguments)
     if config.mode == "off":
         return _delegate(engine, arguments, None, own)
-    found = _find(engine, arguments, config)
     if found is None:
         if config.mode == "require":
             raise NotFoundError(
@@ -142,24 +141,51 @@ def _asks_for_more(config: ElasticConfig, arguments: LoadArguments) -> bool:
     return config.mode == "require" or any(options) or (restores_states(arguments) and not arguments.load_module_strict)
 
 
-def _read_config(engine: Any, arguments: LoadArguments) -> ElasticConfig:
-    """The configuration. Collective.
+@dataclass(frozen=True)
+class _Asked:
+    """What one rank was asked for; and from rank 0 what it has found, or why it could not look."""
+
+    call: Mapping[str, Any]
+    found: Found | None = None
+    failure: ElasticCkptError | None = None
+
+
+def _ask(engine: Any, arguments: LoadArguments) -> tuple[ElasticConfig, Found | None]:
+    """The configuration and the checkpoint. Collective.
+
+    Detection is rank 0's, so that a half-visible file system cannot make ranks decide differently.
 
     Raises:
-        ConfigError: on every rank; it is wrong, or ranks were asked for different things: they would wait for each
-            other for ever.
+        ConfigError: on every rank; the configuration is wrong, or ranks were asked for different things: they would
+            wait for each other for ever.
+        ElasticCkptError: what rank 0 says of the folder.
     """
     configs = []
 
-    def ask() -> dict[str, Any]:
+    def ask() -> _Asked:
         configs.append(config := elastic_config.read_config(ds_config(engine)))
-        return {
+        call = {
             **asdict(replace(arguments, custom_load_fn=arguments.custom_load_fn is not None)),
             **config.model_dump(exclude={"report", "progress"}),
         }
+        if parallel.rank() or config.mode == "off":
+            return _Asked(call)
+        try:
+            return _Asked(call, _find(engine, arguments, config))
+        except ElasticCkptError as error:  # ranks that were sent to different folders hear of that first
+            error.rank = 0
+            return _Asked(call, failure=error)
 
-    _refuse_different_calls(parallel.gathered("read the configuration", ask))
-    return configs[0]
+    everybody = parallel.gathered("read the configuration and look for a checkpoint", ask)
+    _refuse_different_calls([each.call for each in everybody])
+    if everybody[0].failure is not None:
+        raise everybody[0].failure
+    return configs[0], everybody[0].found
+
+
+def _find(engine: Any, arguments: LoadArguments, config: ElasticConfig) -> Found | None:
+    prefer = load_universal_flag(engine) or elastic_config.flag_given()
+    return find_checkpoint(arguments.load_dir, arguments.tag, prefer, config.trust_pickle)
 
 
 def _refuse_different_calls(calls: Sequence[Mapping[str, Any]]) -> None:
@@ -173,16 +199,6 @@ def _refuse_different_calls(calls: Sequence[Mapping[str, Any]]) -> None:
                 remedy="give every rank the same arguments and the same DeepSpeed config",
                 rank=rank,
             )
-
-
-def _find(engine: Any, arguments: LoadArguments, config: ElasticConfig) -> Found | None:
-    """Detection on rank 0, so that a half-visible file system cannot make ranks decide differently."""
-
-    def find() -> Found | None:
-        prefer = load_universal_flag(engine) or elastic_config.flag_given()
-        return find_checkpoint(arguments.load_dir, arguments.tag, prefer, config.trust_pickle)
-
-    return parallel.told("look for a checkpoint", find)
 
 
 def _delegate(engine: Any, arguments: LoadArguments, found: Found | None, own: Callable[..., Any]) -> Any:

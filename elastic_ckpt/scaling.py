@@ -31,7 +31,7 @@ Factors = Mapping[str, float]
 #: The fit that forecasts use unless they are told another.
 DEFAULT_SCALING = "epyc-2-cores"
 #: How often the ranks of a load wait for each other.
-ROUNDS = 16
+ROUNDS = 8
 
 
 class _Strict(BaseModel):

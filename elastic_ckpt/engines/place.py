@@ -8,7 +8,7 @@ on them (``ds_autotp_universal_checkpoint_meta``).
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,6 @@ from deepspeed.utils.bwc import (
     bwc_tensor_model_parallel_world_size,
 )
 
-from elastic_ckpt import parallel
 from elastic_ckpt.bands import Shape, Split
 from elastic_ckpt.destinations import Destinations, LiveLayout, Place
 from elastic_ckpt.errors import UnsupportedError
@@ -33,11 +32,21 @@ _MOST_COMPARED = 1 << 16
 
 
 @dataclass(frozen=True)
-class _OneRank:
+class OneRank:
     """What one rank tells the others: where it stands, and its shard of each parameter and buffer."""
 
     place: Place
     layouts: Mapping[str, LiveLayout]
+
+
+def one_rank(engine: Any, dp: int, dp_rank: int) -> OneRank:
+    """What this rank has to tell. Local.
+
+    Raises:
+        UnsupportedError: pipeline parallelism that is not DeepSpeed's.
+    """
+    place = place_of(engine, dp, dp_rank)
+    return OneRank(place, _layouts(engine, with_values=place.tp > 1))
 
 
 def place_of(engine: Any, dp: int, dp_rank: int) -> Place:
@@ -70,11 +79,15 @@ def place_of(engine: Any, dp: int, dp_rank: int) -> Place:
     return Place(dp, dp_rank, tp, bwc_tensor_model_parallel_rank(engine.mpu))
 
 
-def with_place(destinations: Destinations, engine: Any, place: Place) -> Destinations:
-    """Add where this rank stands, and how the parameters of its stage are held. Collective where there is a choice."""
-    with parallel.agreement("describe how the live parameters are held"):
-        mine = _OneRank(place, _layouts(engine, with_values=place.tp > 1))
-    everybody = parallel.share(mine) if place.tp * place.pp > 1 else [mine]
+def with_place(destinations: Destinations, mine: OneRank, everybody: Sequence[OneRank]) -> Destinations:
+    """Add where this rank stands, and how the parameters of its stage are held. Local.
+
+    Args:
+        destinations: what this rank's engine holds.
+        mine: what it told the others.
+        everybody: what all ranks told; without tensor and pipeline parallelism, this one's word is enough.
+    """
+    place = mine.place
     stage = [
         other for other in everybody if (other.place.pp_rank, other.place.dp_rank) == (place.pp_rank, place.dp_rank)
     ]
@@ -85,7 +98,7 @@ def with_place(destinations: Destinations, engine: Any, place: Place) -> Destina
             shapes=tuple(other.layouts[name].shapes[0] for other in stage if name in other.layouts),
             values=tuple(value for other in stage if name in other.layouts for value in other.layouts[name].values),
         )
-        for name, layout in mine.layouts.items()
+        for name, layout in (mine.layouts.items() if len(stage) > 1 else ())
     }
     elsewhere = {name for other in everybody for name in other.layouts} - set(mine.layouts)
     return replace(
@@ -95,7 +108,7 @@ def with_place(destinations: Destinations, engine: Any, place: Place) -> Destina
         pp=place.pp,
         pp_rank=place.pp_rank,
         elsewhere=frozenset(elsewhere),
-        layouts=layouts,
+        layouts=layouts or mine.layouts,
     )
 
 

@@ -100,4 +100,7 @@ class PartitionedWeightsAdapter(Zero3Adapter):
 
     def refresh_weights(self, plan: Plan, exact_masters: bool) -> None:
         """See :class:`elastic_ckpt.engines.base.EngineAdapter`."""
-        gather_anew(self.param_names, self._offload.persistent_parameters)
+        persistent = self._offload.persistent_parameters
+        gather_anew(self.param_names, persistent)
+        if persistent:
+            persistent[0].all_gather(persistent)  # what is left

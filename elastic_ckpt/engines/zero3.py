@@ -3,7 +3,7 @@
 Private attributes used, all of DeepSpeed 0.19: ``fp16_groups``, ``fp16_partitioned_groups``,
 ``fp16_partitioned_groups_flat``, ``fp32_partitioned_groups_flat``, ``sub_group_to_group_id``,
 ``persistent_parameters``, ``checkpoint_event_prologue`` / ``_epilogue``, and of parameters ``ds_shape``, ``ds_numel``,
-``ds_tensor``, ``ds_secondary_tensor``, ``partition``, ``all_gather_coalesced``.
+``ds_tensor``, ``ds_secondary_tensor``, ``all_gather_coalesced``.
 """
 
 from __future__ import annotations
@@ -115,6 +115,7 @@ class Zero3Adapter(FlatOptimizer):
 
     def _finish_weights(self) -> None:
         gather_anew(self.param_names, self._optimizer.persistent_parameters)
+        # gathers what is left
         self._optimizer.checkpoint_event_epilogue()
 
 
@@ -122,22 +123,19 @@ def gather_anew(params: Iterable[Any], persistent: Sequence[Any]) -> None:
     """Nothing that was gathered, or kept for gathering, outlives a load. Collective.
 
     Persistent parameters are whole on every rank: they are gathered anew, many in one collective, where DeepSpeed takes
-    one for each. hpZ's second partitions, from which the next forward pass would gather, hold old values; DeepSpeed
-    drops those of parameters that an optimizer owns, and a frozen one would keep its own for good.
+    one for each; what does not travel together (quantized parameters, empty ones, those of torch_autocast) is left to
+    it. hpZ's second partitions, from which the next forward pass would gather, hold old values; DeepSpeed drops those
+    of parameters that an optimizer owns, and a frozen one would keep its own for good.
 
     Args:
-        params: all parameters of a ZeRO-3 engine.
-        persistent: those of them that are never partitioned, in the same order on every rank.
+        params: all parameters of a ZeRO-3 engine; each is partitioned, or DeepSpeed raises an error.
+        persistent: those of them that a forward pass finds whole, in the same order on every rank.
     """
-    if persistent:
-        persistent[0].partition(persistent)
     for param in params:
         if param.ds_secondary_tensor is not None:
             param.ds_secondary_tensor = None
     for bucket in _gathering_buckets(persistent):
         bucket[0].all_gather_coalesced(bucket).wait()
-    if persistent:  # what is left: quantized parameters, empty ones, and those of torch_autocast
-        persistent[0].all_gather(persistent)
 
 
 def _gathering_buckets(params: Sequence[Any]) -> Iterator[list[Any]]:

@@ -131,12 +131,17 @@ def source_file(item: Sized) -> SourceFile:
     return SourceFile(item.path, item.nbytes)
 
 
+def opener_of(position: int) -> int:
+    """The rank that opens a file, by the file's position in the list of all."""
+    return position % parallel.world_size()
+
+
 def open_my_share(
     paths: Sequence[str], index: Callable[[PickledFile, int], T], trust_pickle: bool
 ) -> tuple[list[T], dict[int, PickledFile]]:
     """Read the metadata of all files, each on one rank of the job, and give everybody the result.
 
-    File ``i`` is opened by rank ``i % world_size``. Collective.
+    Each file is opened by :func:`opener_of` its position. Collective.
 
     Args:
         paths: the files; the same list on every rank.
@@ -149,8 +154,9 @@ def open_my_share(
     opened: dict[int, PickledFile] = {}
 
     def read() -> dict[int, T]:
-        for position in range(parallel.rank(), len(paths), parallel.world_size()):
-            opened[position] = open_pickled(paths[position], trust_pickle)
+        for position in range(len(paths)):
+            if opener_of(position) == parallel.rank():
+                opened[position] = open_pickled(paths[position], trust_pickle)
         return {position: index(file, position) for position, file in opened.items()}
 
     everything: dict[int, T] = {}

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 
 from elastic_ckpt import parallel
-from elastic_ckpt.destinations import Place
 from elastic_ckpt.errors import DamagedError
-from elastic_ckpt.formats.assembling import Assembled, Kind, RankFiles, assemble, is_unchanged, missing_file
+from elastic_ckpt.formats.assembling import Assembled, Kind, assemble, missing_file
 from elastic_ckpt.formats.base import Checkpoint, Found, ReadOptions, open_my_share, refuse_unsupported_folder
-from elastic_ckpt.formats.grid import Grid
-from elastic_ckpt.formats.host_state import loss_scale_from, loss_scale_of, read_host_state
+from elastic_ckpt.formats.host_exchange import HostStates, Wanted
 from elastic_ckpt.formats.layers import LayerShard, index_layer
 from elastic_ckpt.formats.legacy import LegacyShard
 from elastic_ckpt.formats.model_states import ModelShard, index_model_states
@@ -21,7 +19,6 @@ from elastic_ckpt.formats.shards import OptimizerShard
 from elastic_ckpt.formats.spot_check import SavedWeights, spot_check
 from elastic_ckpt.formats.zero3 import index_zero3
 from elastic_ckpt.formats.zero12 import index_zero12
-from elastic_ckpt.host_state import HostState, LossScale
 from elastic_ckpt.states.classify import StateOptions
 
 
@@ -39,9 +36,8 @@ def read_native(found: Found, options: ReadOptions) -> Checkpoint:
     Raises:
         ElasticCkptError: on every rank, where the folder is incomplete, mixed, damaged or not supported.
     """
-    with parallel.agreement("look at the checkpoint's files"):
-        refuse_unsupported_folder(found)
-        names = {mp: _expected_files(found, mp) for mp in sorted(found.files.mp_ranks)}
+    refuse_unsupported_folder(found)  # the names of files are the same on every rank, and so is what is said of them
+    names = {mp: _expected_files(found, mp) for mp in sorted(found.files.mp_ranks)}
     kinds = [(mp, dp, "model") for mp, mine in names.items() for dp in range(len(mine.models))]
     kinds += [(mp, dp, "optimizer") for mp, mine in names.items() for dp in range(len(mine.optimizers))]
     kinds += [(*place, "layer") for place in sorted(found.files.layers)]
@@ -56,19 +52,20 @@ def read_native(found: Found, options: ReadOptions) -> Checkpoint:
         return _index_optimizer(file, second, options.states)
 
     indexed, opened = open_my_share(paths, index, options.trust_pickle)
-    assembled: list[Assembled] = []
+    assembled: list[tuple[Assembled, HostStates]] = []
 
-    def fit() -> int:
-        assembled.append(files := assemble(found, kinds, indexed, options))
+    def fit() -> Wanted:
+        files = assemble(found, kinds, indexed, options)
         if options.check_shards:
             _spot_check(files, opened)
-        return _own_position(files.ranks, files.grid, options.place)
+        hosts = HostStates(files, kinds, opened, options.place)
+        assembled.append((files, hosts))
+        return hosts.wanted()
 
-    wanted = parallel.gathered("fit the checkpoint's files together", fit)
-    files = assembled[0]
-    host = _host_state(opened, kinds, files.ranks, wanted, is_unchanged(files.ranks, files.grid, options.place))
-    host = replace(host, degrees=(files.grid.tp, files.grid.pp))
-    return Checkpoint(files.catalog, host, paths[wanted[parallel.rank()]], len(opened))
+    everybody = parallel.gathered("fit the checkpoint's files together", fit)
+    files, hosts = assembled[0]
+    host = replace(hosts.exchanged(everybody), degrees=(files.grid.tp, files.grid.pp))
+    return Checkpoint(files.catalog, host, paths[everybody[parallel.rank()].position], len(opened))
 
 
 def _name_of(found: Found, names: Mapping[int, _Names], kind: Kind) -> str:
@@ -76,13 +73,6 @@ def _name_of(found: Found, names: Mapping[int, _Names], kind: Kind) -> str:
     if what == "layer":
         return found.files.layers[first, second]
     return (names[first].models if what == "model" else names[first].optimizers)[second]
-
-
-def _own_position(ranks: Mapping[int, RankFiles], grid: Grid, place: Place) -> int:
-    """The model-states file that holds what belongs to this rank: its own where the topology allows, else rank 0's."""
-    mine = ranks[place.mp_rank if (grid.tp, grid.pp) == (place.tp, place.pp) else 0]
-    per_rank = len(mine.models) > 1 and is_unchanged(ranks, grid, place)
-    return list(mine.models)[place.dp_rank if per_rank else 0]
 
 
 def _spot_check(files: Assembled, opened: Mapping[int, PickledFile]) -> None:
@@ -130,39 +120,3 @@ def _index_optimizer(file: PickledFile, dp_rank: int, options: StateOptions) -> 
         index_zero3 if "fp32_flat_groups" in file.section("optimizer_state_dict") else index_zero12
     )
     return index(file, dp_rank, options)
-
-
-def _host_state(
-    opened: Mapping[int, PickledFile],
-    kinds: Sequence[Kind],
-    ranks: Mapping[int, RankFiles],
-    wanted: Sequence[int],
-    unchanged: bool,
-) -> HostState:
-    """The host state of the file that this rank wants, whichever rank has opened it. Collective.
-
-    Args:
-        wanted: by rank, the position of the file.
-    """
-    own = wanted[parallel.rank()]
-    mine: dict[int, HostState] = {}
-
-    def read() -> dict[int, bytes]:
-        for position in sorted(set(wanted) & set(opened)):
-            rank = ranks[kinds[position][0]]
-            models, optimizers = list(rank.models.values()), list(rank.optimizers.values())
-            overflow = optimizers[0].overflow if optimizers else False
-            mine[position] = read_host_state(opened[position], _loss_scale(models, optimizers), overflow, unchanged)
-        others = {position for rank, position in enumerate(wanted) if rank != parallel.rank()}
-        return {position: parallel.pack(state) for position, state in mine.items() if position in others}
-
-    everybody: dict[int, bytes] = {}
-    for part in parallel.gathered("read counters, scheduler and client state", read):
-        everybody.update(part)
-    return mine[own] if own in mine else parallel.unpack(everybody[own])
-
-
-def _loss_scale(models: Sequence[ModelShard], optimizers: Sequence[OptimizerShard]) -> LossScale | None:
-    if optimizers:
-        return loss_scale_of(optimizers[0].loss_scaler)
-    return None if models[0].optimizer is None else loss_scale_from(models[0].optimizer.scaler)

@@ -190,10 +190,11 @@ class _Collector:
         itemsize = ITEMSIZE[ref.dtype]
         for row in range(kind.rows):
             for placement in placements:
-                numel = math.prod(self._model.param_shapes[flat][placement.index][1])
-                inside = FlatRange(row * numel + placement.range.start, row * numel + placement.range.stop)
-                offset = ref.byte_offset + (row * part.partition_numel + placement.flat_offset) * itemsize
-                start = placement.flat_offset
+                inside, start = placement.range, placement.flat_offset
+                if row:
+                    skipped = row * math.prod(self._model.param_shapes[flat][placement.index][1])
+                    inside = FlatRange(skipped + inside.start, skipped + inside.stop)
+                offset = ref.byte_offset + (row * part.partition_numel + start) * itemsize
                 code = block_code(key, kind, part.states, self._codebooks, row, part.partition_numel, start)
                 self._append(flat, placement.index, key, Extent(inside, file, offset, code), ref.dtype, kind.rows)
 

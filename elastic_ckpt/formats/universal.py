@@ -59,12 +59,10 @@ def read_universal(found: Found, options: ReadOptions) -> Checkpoint:
     Raises:
         ElasticCkptError: on every rank, where the folder is incomplete, damaged or not supported.
     """
-    with parallel.agreement("look at the checkpoint's files"):
-        refuse_unsupported_folder(found)
-        places = _model_files(found)
-        listed = _list_state_files(found) if parallel.rank() == 0 else None
+    refuse_unsupported_folder(found)  # the names of files are the same on every rank, and so is what is said of them
+    places = _model_files(found)
     models_to_open = [found.path(name) for name in places.values()]
-    state_paths = parallel.broadcast(listed, src=0)
+    state_paths = parallel.told("look at the checkpoint's files", lambda: _list_state_files(found))
     ranks = list(places)
     paths = [*models_to_open, *state_paths]
 
@@ -77,7 +75,9 @@ def read_universal(found: Found, options: ReadOptions) -> Checkpoint:
     models = {place: item for place, item in zip(ranks, indexed, strict=False) if isinstance(item, ModelShard)}
     optimizer = next((item for item in indexed if isinstance(item, OptimizerFile)), None)
     first = models[ranks[0]]
-    with parallel.agreement("fit the checkpoint's files together"):
+    fitted: list[Catalog] = []
+
+    def fit() -> bytes | None:
         _check_one_save(models)
         refuse_features(first.features, first.path)
         if optimizer is not None and not optimizer.in_true_order:
@@ -90,20 +90,29 @@ def read_universal(found: Found, options: ReadOptions) -> Checkpoint:
         if options.check_shards and catalog.merged_from == 1:
             weights = SavedWeights(first.path, first.weights)
             spot_check(catalog, weights, {positions[file.path] for file in opened.values() if file.path in positions})
+        fitted.append(catalog)
+        return parallel.pack(_read_host(opened[0], models, optimizer, found.folder)) if 0 in opened else None
 
-    def read_host() -> bytes:
-        unchanged = len(models) == 1 and int(first.counters["dp_world_size"]) == parallel.world_size()
-        scale = None if optimizer is None else loss_scale_of(optimizer.loss_scaler)
-        overflow = optimizer is not None and optimizer.overflow
-        grid = _grid(models, found.folder)
-        state = read_host_state(opened[0], scale, overflow, unchanged)
-        if grid.tp * grid.pp > 1:
-            state = replace(state, degrees=(0, 0))  # one model-parallel rank's, on every rank
-        return parallel.pack(state)
+    everybody = parallel.gathered("fit the checkpoint's files together", fit)
+    packed = next(each for each in everybody if each is not None)
+    return Checkpoint(fitted[0], parallel.unpack(packed), first.path, len(opened))
 
-    # by rank 0, which opened the first model-states file
-    host: HostState = parallel.unpack(parallel.told("read counters, scheduler and client state", read_host))
-    return Checkpoint(catalog, host, first.path, len(opened))
+
+def _read_host(
+    file: PickledFile,
+    models: Mapping[tuple[int, int], ModelShard],
+    optimizer: OptimizerFile | None,
+    folder: str,
+) -> HostState:
+    """What the first model-states file says of everything but tensors."""
+    dp = int(next(iter(models.values())).counters["dp_world_size"])
+    unchanged = len(models) == 1 and dp == parallel.world_size()
+    scale = None if optimizer is None else loss_scale_of(optimizer.loss_scaler)
+    overflow = optimizer is not None and optimizer.overflow
+    grid = _grid(models, folder)
+    state = read_host_state(file, scale, overflow, unchanged)
+    # one model-parallel rank's, on every rank
+    return replace(state, degrees=(0, 0)) if grid.tp * grid.pp > 1 else state
 
 
 def _model_files(found: Found) -> dict[tuple[int, int], str]:

@@ -8,8 +8,9 @@ from typing import Any
 import torch.distributed as dist
 
 import elastic_ckpt
+from elastic_ckpt import parallel as ranks
 from elastic_ckpt.destinations import Destinations, Place
-from elastic_ckpt.engines.place import place_of, with_place
+from elastic_ckpt.engines.place import one_rank, with_place
 from elastic_ckpt.engines.select import select_adapter
 from elastic_ckpt.forecast import reads_of
 from elastic_ckpt.opened import config_of, load_options, locate, open_checkpoint
@@ -52,8 +53,9 @@ def assert_alike(engine: Any, folder: str, stage: int, where: str, sub_group: in
     """What the rank holds, and what it reads in a load."""
     adapter = select_adapter(engine, with_states=True)
     live = adapter.destinations()
-    place = place_of(engine, live.dp, live.dp_rank)
-    live = with_place(live, engine, place)
+    mine = one_rank(engine, live.dp, live.dp_rank)
+    place = mine.place
+    live = with_place(live, mine, ranks.share(mine))
     config = config_of(None)
     catalog = open_checkpoint(locate(folder, None), config).checkpoint.catalog
     more = {} if sub_group is None else {"sub_group_numel": sub_group}

@@ -56,6 +56,9 @@ def diverge(arguments: dict[str, Any]) -> None:
     first = dist.get_rank() == 0
     for name, here in (
         ("load_dir", {"folder": arguments["folder"] if first else "/nowhere"}),
+        # rank 0 looks for the checkpoint: what it does not find is not the point
+        ("load_dir", {"folder": "/nowhere" if first else arguments["folder"]}),
+        ("tag", {"folder": arguments["folder"], "arguments": {"tag": "no_such_tag" if first else "step4"}}),
         ("tag", {"folder": arguments["folder"], "arguments": {"tag": "step4" if first else None}}),
         ("load_module_only", {"folder": arguments["folder"], "arguments": {"load_module_only": first}}),
     ):
