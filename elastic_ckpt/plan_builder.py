@@ -129,7 +129,7 @@ class PlanBuilder:
         slot = len(self.slots)
         mine = self.sharing.mine(slot, live.rows * numel, dtype) if flat.replicated else None
         for part in parts:
-            self._check_dtype(part, live.key, dtype)
+            self._check_dtype(part, live.key, part.tensor.dtype, dtype)
             for row in range(live.rows):
                 self._cover(part, row, live.rows, slot, numel, mine)
         gaps = gaps_of(parts, live.rows, numel)
@@ -150,9 +150,9 @@ class PlanBuilder:
             )
         )
 
-    def _check_dtype(self, part: Part, key: str, dtype: str) -> None:
+    def _check_dtype(self, part: Part, key: str, saved: str, dtype: str) -> None:
         tensor = part.tensor
-        if not converts_exactly(_VALUES_DTYPE if is_coded(tensor) else tensor.dtype, dtype):
+        if not converts_exactly(saved, dtype):
             raise MismatchError(
                 f"{key} of this parameter would lose precision",
                 parameter=part.fragment.name,
@@ -169,7 +169,8 @@ class PlanBuilder:
             if part.transfer.blend:
                 raise cannot_be_blended(part.fragment.name, live.key)
             if part.tensor.extents:  # of nothing it cannot be told whether it was quantized
-                self._check_dtype(part, live.key, live.dtype if target is None else _VALUES_DTYPE)
+                expected = live.dtype if target is None else _VALUES_DTYPE
+                self._check_dtype(part, live.key, _values_dtype(part.tensor), expected)
         fill = live.initial if target is None else target.codebook.zero
         gaps = gaps_of(parts, live.rows, numel)
         self.slots.append(
@@ -230,7 +231,7 @@ class PlanBuilder:
             if self._is_resharded(part.fragment.name):
                 raise cannot_be_cut(part.fragment.name, live.key)
             self._check_shape(part.tensor, live.shape)
-            self._check_dtype(part, live.key, dtype)
+            self._check_dtype(part, live.key, _values_dtype(part.tensor), dtype)
             whole = Fragment(part.fragment.name, live.shape, FlatRange(0, numel), flat.index, 0)
             shard = self._tp_rank if part.tensor.shards else 0
             self._cover(Part(whole, part.tensor, 0, copied(shard, numel)), 0, 1, slot, numel, mine)
@@ -341,3 +342,8 @@ class PlanBuilder:
                     band.target_stride if band.rows > 1 else 0,
                 )
             )
+
+
+def _values_dtype(tensor: LogicalTensor) -> str:
+    """Of what a saved tensor holds, or its codes stand for."""
+    return _VALUES_DTYPE if is_coded(tensor) else tensor.dtype

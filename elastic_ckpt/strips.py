@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from elastic_ckpt.bands import Band, Transfer, clip_source, clip_target
@@ -13,6 +13,9 @@ from elastic_ckpt.dtypes import ITEMSIZE
 from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.geometry import FlatRange
 from elastic_ckpt.plan import Piece
+
+#: Extents that are looked through sooner than searched.
+_FEW = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +89,15 @@ def _of_one_row(tensor: LogicalTensor, shard: int, band: Band, base: int, wanted
         return
     to_source = base + band.source - band.target
     source_start, source_stop = start + to_source, stop + to_source
-    first = max(bisect_right(tensor.extents, (shard, source_start), key=_place) - 1, 0)
-    for extent in tensor.extents[first:]:
+    extents = tensor.extents
+    if len(extents) > _FEW:
+        extents = extents[max(bisect_right(extents, (shard, source_start), key=_place) - 1, 0) :]
+    for extent in extents:
         held = extent.range
         if extent.shard > shard or (extent.shard == shard and held.start >= source_stop):
             break
-        left, right = max(held.start, source_start), min(held.stop, source_stop)
+        left = held.start if held.start > source_start else source_start
+        right = held.stop if held.stop < source_stop else source_stop
         if extent.shard == shard and left < right:
             numel = right - left
             yield Strip(extent, tensor.dtype, Band(1, numel, left - held.start, numel, left - to_source, numel))
@@ -107,6 +113,8 @@ def check_tiling(catalog: Catalog, tensor: LogicalTensor) -> None:
     Raises:
         DamagedError: naming the first elements of which that is not so.
     """
+    if not tensor.shards and _tiles(tensor.extents, math.prod(tensor.shape)):
+        return
     for shard, shape in enumerate(tensor.shard_shapes):
         position = 0
         ends = [(extent.range.start, extent.range.stop) for extent in tensor.extents if extent.shard == shard]
@@ -123,3 +131,12 @@ def check_tiling(catalog: Catalog, tensor: LogicalTensor) -> None:
                     remedy="a shard is missing or belongs to another save: restore the folder from its original",
                 )
             position = stop
+
+
+def _tiles(extents: Iterable[Extent], numel: int) -> bool:
+    position = 0
+    for extent in extents:
+        if extent.range.start != position:
+            return False
+        position = extent.range.stop
+    return position == numel

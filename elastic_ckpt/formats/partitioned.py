@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from elastic_ckpt.catalog import (
     MASTER,
@@ -78,6 +79,15 @@ def partitioned_catalog(
     )
 
 
+@dataclass(slots=True)
+class _Collected:
+    """What is known so far of one tensor: its dtype, how many rows of its parameter's elements it has, its extents."""
+
+    dtype: str
+    rows: int
+    extents: list[Extent]
+
+
 class _Collector:
     """Collects parameters and the extents of their tensors, one flat partition after the other."""
 
@@ -99,9 +109,7 @@ class _Collector:
         self._shards = shards
         self._codebooks = codebooks
         self._options = options
-        self._extents: dict[tuple[str, str], list[Extent]] = {}
-        self._dtypes: dict[tuple[str, str], str] = {}
-        self._rows: dict[tuple[str, str], int] = {}
+        self._collected: dict[tuple[str, str], _Collected] = {}
 
     def add(self, flat: int, first_shard: int) -> None:
         """One flat partition, of all ranks."""
@@ -204,24 +212,27 @@ class _Collector:
         for placement in placements:
             name, shape = self._model.param_shapes[flat][placement.index]
             numel = math.prod(shape)
-            if (name, key) not in self._extents:
+            if (name, key) not in self._collected:
                 offset = ref.byte_offset + position * ITEMSIZE[ref.dtype]
                 self._append(flat, placement.index, key, Extent(FlatRange(0, numel), file, offset), ref.dtype)
             position += numel
 
     def _append(self, flat: int, index: int, key: str, extent: Extent, dtype: str, rows: int = 1) -> None:
-        name = self._model.param_shapes[flat][index][0]
-        self._extents.setdefault((name, key), []).append(extent)
-        self._dtypes[name, key] = dtype
-        self._rows[name, key] = rows
+        place = self._model.param_shapes[flat][index][0], key
+        collected = self._collected.get(place)
+        if collected is None:
+            self._collected[place] = _Collected(dtype, rows, [extent])
+        else:
+            collected.extents.append(extent)
+            collected.dtype, collected.rows = dtype, rows
 
     def tensors(self) -> dict[tuple[str, str], LogicalTensor]:
         """The logical tensors by (name, key)."""
         made = {}
-        for (name, key), extents in self._extents.items():
-            shape, rows = self.parameters[name].shape, self._rows[name, key]
-            if rows > 1:
-                shape = (rows, *shape)
-                extents.sort(key=lambda extent: extent.range.start)
-            made[name, key] = LogicalTensor(name, key, shape, self._dtypes[name, key], tuple(extents))
+        for (name, key), collected in self._collected.items():
+            shape = self.parameters[name].shape
+            if collected.rows > 1:
+                shape = (collected.rows, *shape)
+                collected.extents.sort(key=lambda extent: extent.range.start)
+            made[name, key] = LogicalTensor(name, key, shape, collected.dtype, tuple(collected.extents))
         return made
