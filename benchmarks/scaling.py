@@ -37,7 +37,6 @@ from benchmarks.scaling_jobs import (
     write_data,
     write_save,
 )
-from elastic_ckpt.forecast import saved_of
 from elastic_ckpt.opened import config_of, load_options, locate, open_checkpoint
 from elastic_ckpt.planner import plan_load
 from elastic_ckpt.ready_configs import config_folder
@@ -54,6 +53,7 @@ from elastic_ckpt.scaling import (
     planning_factors,
     reading_factors,
 )
+from elastic_ckpt.timing import saved_of
 from elastic_ckpt.virtual import Topology, VirtualJob
 from elastic_ckpt.virtual.scale import scale_catalog
 from elastic_ckpt.virtual.scale_config import load_scale
@@ -108,7 +108,7 @@ def add_job(found: Mapping[str, list[Measured]], timed: Timed, work: Work, room:
         found["reading"].append(Measured(factors, seconds, room.ranks))
     for save, seconds in zip(work.saves, timed.saves, strict=True):
         opened = open_checkpoint(locate(str(Path(work.folder) / save.name), None), config_of(None))
-        held = saved_of(opened.checkpoint.catalog, stages=1)
+        held = saved_of(opened.checkpoint.catalog, tp=1, stages=1)
         factors = metadata_factors(held.files, held.parameters, held.extents, room.ranks, room)
         found["metadata"].append(Measured(factors, seconds, room.ranks))
     if room.ranks > 1:
@@ -129,7 +129,8 @@ def planning_points() -> list[Measured]:
                 plan = plan_load(job.catalog, destinations, job.options)
                 seconds = _median_of(partial(plan_load, job.catalog, destinations, job.options))
                 copies = len(plan.copies) + len(plan.recodes)
-                factors = planning_factors(saved_of(job.catalog, pp).extents / pp, copies, alone)
+                saved = saved_of(job.catalog, tp, pp)
+                factors = planning_factors(saved.extents / pp, copies, saved.recut, alone)
                 found.append(Measured(factors, seconds, 1))
     return found
 

@@ -60,6 +60,7 @@ class Coefficients(_Strict):
         extent_metadata: of every extent of the checkpoint, for every rank.
         extent_planned: of every extent of this rank's pipeline stage.
         copy_planned: of every copy in its plan.
+        parameter_recut: of every parameter of this rank's pipeline stage, where tensor-parallel shards are cut anew.
         round_of_rank: one round in which all ranks tell each other something, by their number.
     """
 
@@ -76,6 +77,7 @@ class Coefficients(_Strict):
     extent_metadata: float = _seconds()
     extent_planned: float = _seconds()
     copy_planned: float = _seconds()
+    parameter_recut: float = _seconds()
     round_of_rank: float = _seconds()
 
     def of(self, factors: Factors) -> float:
@@ -208,9 +210,20 @@ def metadata_factors(files: int, parameters: float, extents: int, ranks: int, ro
     }
 
 
-def planning_factors(extents: float, copies: int, room: Room) -> Factors:
-    """Of planning one rank's load: ``extents`` of the tensors that it holds, and ``copies`` in its plan."""
-    return {"extent_planned": extents * room.crowding, "copy_planned": copies * room.crowding}
+def planning_factors(extents: float, copies: int, recut: float, room: Room) -> Factors:
+    """Of planning one rank's load.
+
+    Args:
+        extents: of the tensors of its pipeline stage.
+        copies: in its plan.
+        recut: parameters of the stage, where tensor-parallel shards are cut anew; else 0.
+        room: of the rank.
+    """
+    return {
+        "extent_planned": extents * room.crowding,
+        "copy_planned": copies * room.crowding,
+        "parameter_recut": recut * room.crowding,
+    }
 
 
 def agreeing_factors(ranks: int, rounds: int = ROUNDS) -> Factors:

@@ -19,19 +19,14 @@ from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.destinations import Destinations
 from elastic_ckpt.dtypes import ITEMSIZE
 from elastic_ckpt.forecast import (
-    Cluster,
     Memory,
     Precision,
     RankForecast,
     Reads,
-    Saved,
     bytes_by_file,
     forecast_rank,
     memory_of,
-    nodes_of,
     reads_of,
-    saved_of,
-    seconds_of,
 )
 from elastic_ckpt.opened import load_options
 from elastic_ckpt.plan import Copy, Piece, Plan, Recode, Slot
@@ -40,6 +35,7 @@ from elastic_ckpt.read_sizes import read_sizes
 from elastic_ckpt.reader import ReadOptions, execute
 from elastic_ckpt.reads import StagedRead, sort_copies
 from elastic_ckpt.scaling import Coefficients, Scaling
+from elastic_ckpt.timing import Cluster, Saved, nodes_of, saved_of, seconds_of
 from elastic_ckpt.virtual import Topology, VirtualJob
 from elastic_ckpt.virtual.survey import Setting, some_ranks, spread, survey
 from tests.simulation import saved
@@ -165,9 +161,10 @@ def test_a_checkpoint_is_counted_for_its_metadata() -> None:
     catalog = saved({"a": (40,), "b": (7,)}, states=("exp_avg",))
     extents = sum(len(tensor.extents) for tensor in catalog.tensors.values())
     assert extents >= 4
-    assert saved_of(catalog, 3) == Saved(len(catalog.files), 2, extents, 3)
+    assert saved_of(catalog, catalog.source.tp, 3) == Saved(len(catalog.files), 2, extents, 3)
     bloom = catalog_of("bloom-176b")
-    assert saved_of(bloom, 6) == Saved(720, 845 / 12, 11664, 6)
+    assert saved_of(bloom, 4, 6) == Saved(720, 845 / 12, 11664, 6)
+    assert saved_of(bloom, 8, 6) == Saved(720, 845 / 12, 11664, 6, 845 / 6)
 
 
 def test_copies_that_are_compared_are_counted_apart() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.scaling_fit import Measured, checks, errors, fit, held_out, nonnegative
 from elastic_ckpt.errors import ConfigError
-from elastic_ckpt.forecast import Cluster, Memory, RankForecast, Reads, Saved, seconds_of
+from elastic_ckpt.forecast import Memory, RankForecast, Reads
 from elastic_ckpt.scaling import (
     DEFAULT_SCALING,
     ROUNDS,
@@ -29,6 +29,7 @@ from elastic_ckpt.scaling import (
     planning_factors,
     reading_factors,
 )
+from elastic_ckpt.timing import Cluster, Saved, seconds_of
 
 NAMES = list(Coefficients.model_fields)
 #: Of powers of two: sums of them are exact, and tell what they are of.
@@ -68,7 +69,11 @@ def test_each_file_is_opened_once_and_extents_are_told_to_everybody() -> None:
         assert factors == {"file_metadata": files_of_one, "parameter_metadata": 20, "extent_metadata": 300}
     crowded = metadata_factors(files=10, parameters=20, extents=300, ranks=8, room=Room(8, 2, 4))
     assert list(crowded.values()) == [2 * 4, 20 * 4, 300 * 4]
-    assert planning_factors(90, 7, Room(4, 2, 4)) == {"extent_planned": 180, "copy_planned": 14}
+    assert planning_factors(90, 7, 5, Room(4, 2, 4)) == {
+        "extent_planned": 180,
+        "copy_planned": 14,
+        "parameter_recut": 10,
+    }
     assert agreeing_factors(1) == {"round_of_rank": 0}
     assert agreeing_factors(8) == {"round_of_rank": 8 * ROUNDS}
 
@@ -79,7 +84,7 @@ def test_every_coefficient_is_part_of_the_model() -> None:
         reading_factors(WORK, room),
         opening_factors(WORK, room),
         metadata_factors(10, 20, 300, 2, room),
-        planning_factors(90, 7, room),
+        planning_factors(90, 7, 5, room),
         agreeing_factors(2),
     )
     assert sorted(name for factors in steps for name in factors) == sorted(NAMES)
@@ -89,7 +94,7 @@ def test_every_coefficient_is_part_of_the_model() -> None:
 
 
 READS = Reads(4000, 40, 100, 100, 4, 80, 0, nbytes_fresh=900, nbytes_staged=600, calls_staged=5, pieces=70, copies=12)
-SAVED = Saved(files=9, parameters=50.0, extents=400, stages=2)
+SAVED = Saved(files=9, parameters=50.0, extents=400, stages=2, recut=3.0)
 MODEL = Scaling(machine="a slide rule", cores=1, measured="1972-01-01", coefficients=BY_HAND)
 
 
@@ -110,7 +115,7 @@ def test_a_whole_load_by_hand() -> None:
     assert found.reading == max(found.by_bandwidth, found.by_work)
     assert found.opening == 2 * 4 * c.file_read
     assert found.metadata == 2 * (3 * c.file_metadata + 50 * c.parameter_metadata + 400 * c.extent_metadata)
-    assert found.planning == 2 * (200 * c.extent_planned + 12 * c.copy_planned)
+    assert found.planning == 2 * (200 * c.extent_planned + 12 * c.copy_planned + 3 * c.parameter_recut)
     assert found.agreeing == 4 * ROUNDS * c.round_of_rank
     assert found.total == found.reading + found.opening + found.metadata + found.planning + found.agreeing
     slow = seconds_of(ranks, dataclasses.replace(cluster, bandwidth=1e-3), SAVED, MODEL, 4)
@@ -137,8 +142,8 @@ def test_more_bytes_take_longer(name: str) -> None:
 def test_more_of_everything_else() -> None:
     cluster = Cluster(ranks=4, nodes=2, bandwidth=1e9, cores=3)
     before = total_of(READS, cluster, SAVED)
-    for saved in (Saved(13, 50.0, 400, 2), Saved(9, 51.0, 400, 2), Saved(9, 50.0, 401, 2), Saved(9, 50.0, 400, 1)):
-        assert total_of(READS, cluster, saved) > before
+    for more in ({"files": 13}, {"parameters": 51.0}, {"extents": 401}, {"stages": 1}, {"recut": 4.0}):
+        assert total_of(READS, cluster, dataclasses.replace(SAVED, **more)) > before
     assert total_of(READS, dataclasses.replace(cluster, cores=1), SAVED) > before
     assert total_of(READS, dataclasses.replace(cluster, nodes=1), SAVED) > before
     roomy = dataclasses.replace(cluster, cores=64)

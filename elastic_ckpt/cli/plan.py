@@ -45,11 +45,12 @@ from elastic_ckpt.cli.plan_plot import draw, refuse_without_matplotlib
 from elastic_ckpt.cli.plan_view import report
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.errors import ElasticCkptError, MismatchError
-from elastic_ckpt.forecast import DEFAULT_BANDWIDTH, DEFAULT_CORES, Cluster, Precision
+from elastic_ckpt.forecast import Precision
 from elastic_ckpt.opened import config_of, load_options, locate, open_checkpoint
 from elastic_ckpt.reader import read_options
 from elastic_ckpt.rules.presets import preset_names
 from elastic_ckpt.scaling import DEFAULT_SCALING, Scaling, load_scaling
+from elastic_ckpt.timing import DEFAULT_BANDWIDTH, DEFAULT_CORES, Cluster
 from elastic_ckpt.virtual import Topology, VirtualJob
 from elastic_ckpt.virtual.scale import scale_catalog
 from elastic_ckpt.virtual.scale_config import ScaleModel, load_scale

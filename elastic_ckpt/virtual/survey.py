@@ -7,20 +7,11 @@ from dataclasses import dataclass, field
 
 from elastic_ckpt.coverage import Coverage, Proof
 from elastic_ckpt.destinations import Destinations
-from elastic_ckpt.forecast import (
-    Cluster,
-    Node,
-    Precision,
-    RankForecast,
-    Seconds,
-    forecast_rank,
-    nodes_of,
-    saved_of,
-    seconds_of,
-)
+from elastic_ckpt.forecast import Precision, RankForecast, forecast_rank
 from elastic_ckpt.plan import Plan
 from elastic_ckpt.reader import ReadOptions
 from elastic_ckpt.scaling import Scaling, load_scaling
+from elastic_ckpt.timing import Cluster, Node, Seconds, nodes_of, saved_of, seconds_of
 from elastic_ckpt.virtual.job import VirtualJob
 
 #: Of bigger jobs, about so many ranks are planned, unless all are asked for.
@@ -121,7 +112,7 @@ def survey(job: VirtualJob, ranks: Iterable[int], setting: Setting, prove: bool 
         seconds=seconds_of(
             found,
             setting.cluster,
-            saved_of(job.catalog, job.topology.pp),
+            saved_of(job.catalog, job.topology.tp, job.topology.pp),
             setting.scaling,
             setting.reading.threads,
         ),
