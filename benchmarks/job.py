@@ -23,7 +23,7 @@ import torch.distributed as dist
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-from benchmarks import sharded
+from benchmarks import privates, sharded
 from benchmarks.cases import DCP, NATIVE, Case, shuffled
 from benchmarks.contenders import Runner, build_runner
 from benchmarks.flat_jobs import flat_load, flat_save
@@ -58,8 +58,7 @@ def save(arguments: dict[str, Any]) -> None:
 
 def _prove(engine: Any) -> None:
     """What is saved lies where DeepSpeed's public getters look for it: small tensors of every kind. Collective."""
-    if engine.zero_optimization_stage() < 3:
-        engine.optimizer._lazy_init_hp_params_optimizer_state()
+    privates.link_states(engine)
     for name, param in list(engine.module.named_parameters())[2:16]:
         if not is_filled(safe_get_full_fp32_param(param).view(-1), name, "fp32", 0):
             raise AssertionError(f"{name}: DeepSpeed holds another master weight")

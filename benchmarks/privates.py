@@ -76,6 +76,12 @@ def drop_states(engine: Any) -> None:
     engine.optimizer._hp_optimizer_states_linked = False
 
 
+def link_states(engine: Any) -> None:
+    """Let DeepSpeed's public getters find states that the optimizer has been given since it was built."""
+    if engine.zero_optimization_stage() < 3:
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
+
+
 def low_precision(engine: Any) -> Iterator[tuple[str, int, torch.Tensor]]:
     """What this rank holds of the low-precision weights: name, first element, flat tensor without padding.
 

@@ -172,9 +172,8 @@ def _ask(engine: Any, arguments: LoadArguments) -> tuple[ElasticConfig, Found | 
             return _Asked(call)
         try:
             return _Asked(call, _find(engine, arguments, config))
-        except ElasticCkptError as error:  # ranks that were sent to different folders hear of that first
-            error.rank = 0
-            return _Asked(call, failure=error)
+        except Exception as error:  # ranks that were sent to different folders hear of that first
+            return _Asked(call, failure=parallel.failure("look for a checkpoint", error))
 
     everybody = parallel.gathered("read the configuration and look for a checkpoint", ask)
     _refuse_different_calls([each.call for each in everybody])

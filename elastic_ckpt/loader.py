@@ -68,14 +68,12 @@ def load(engine: Any, found: Found, arguments: LoadArguments, config: ElasticCon
         raise _spoilt(error) from error
     except Exception as error:  # of a collective, where ranks cannot agree any more
         raise _spoilt(ElasticCkptError(f"{type(error).__name__}: {error}", rank=parallel.rank())) from error
-    stages = sorted((done for done in everybody if done.outcomes), key=lambda done: done.pp_rank)
-    by_stage = [done.outcomes for done in stages]
     report = LoadReport(
         source=ready.checkpoint.catalog.source,
         zero_stage=ready.destinations.zero_stage,
         dp=ready.destinations.dp,
         rank=parallel.rank(),
-        outcomes=united(by_stage) if by_stage else _outcomes(ready.plan, host, arguments),
+        outcomes=_of_all_stages(everybody) or _outcomes(ready.plan, host, arguments),
         global_steps=engine.global_steps,
         ranks=tuple(each.work for each in everybody),
         notes=ready.plan.notes + ready.warnings,
@@ -138,6 +136,12 @@ def _overwrite(
 
     everybody = parallel.gathered("set counters and client state", finish)
     return everybody, client_state[0]
+
+
+def _of_all_stages(everybody: Sequence[_Done]) -> tuple[Outcome, ...]:
+    """What became of everything on any pipeline stage; empty where there is one."""
+    told = sorted((done for done in everybody if done.outcomes), key=lambda done: done.pp_rank)
+    return united([done.outcomes for done in told])
 
 
 def _outcomes(plan: Plan, host: HostCommit, arguments: LoadArguments) -> tuple[Outcome, ...]:

@@ -22,6 +22,8 @@ T = TypeVar("T")
 #: How much of a message goes with its length: most are shorter.
 _INLINE_NBYTES = 4096
 _LENGTH_NBYTES = 8
+#: So much may be sent for nothing, to make all messages as long as the longest.
+_PADDED_NBYTES = 16 << 20
 #: The one backend that a device's tensors go by, where a group has no other.
 _DEVICE_BACKENDS = {"cuda": "nccl", "xpu": "xccl", "npu": "hccl", "hpu": "hccl"}
 
@@ -89,7 +91,7 @@ def _message(doing: str, work: Callable[[], Any]) -> tuple[bytes, Exception | No
     try:
         return pickle.dumps((None, work())), None
     except Exception as error:
-        return pickle.dumps((_failure(doing, error), None)), None if isinstance(error, ElasticCkptError) else error
+        return pickle.dumps((failure(doing, error), None)), None if isinstance(error, ElasticCkptError) else error
 
 
 def _results(outcomes: Sequence[tuple[ElasticCkptError | None, T]], cause: Exception | None) -> list[T]:
@@ -104,9 +106,24 @@ def _sent_round(mine: bytes) -> list[bytes]:
     """The messages of all ranks. Small ones take a single collective, of which each costs more than what it sends."""
     heads = _gathered_bytes(_head(mine))
     nbytes = [int.from_bytes(head[:_LENGTH_NBYTES], "little") for head in heads]
-    longest = max(nbytes) - _INLINE_NBYTES
-    tails = _gathered_bytes(mine[_INLINE_NBYTES:].ljust(longest, b"\0")) if longest > 0 else [b""] * len(heads)
+    tails = _tails(mine[_INLINE_NBYTES:], [max(count - _INLINE_NBYTES, 0) for count in nbytes])
     return [(head[_LENGTH_NBYTES:] + tail)[:count] for head, tail, count in zip(heads, tails, nbytes, strict=True)]
+
+
+def _tails(mine: bytes, nbytes: Sequence[int]) -> list[bytes]:
+    """What did not fit into the heads: all at once, each made as long as the longest; or one by one, where they differ.
+
+    Args:
+        mine: this rank's.
+        nbytes: of all ranks'.
+    """
+    longest, speaking = max(nbytes), [src for src, count in enumerate(nbytes) if count]
+    if len(speaking) > 1 and len(nbytes) * longest <= max(2 * sum(nbytes), _PADDED_NBYTES):
+        return _gathered_bytes(mine.ljust(longest, b"\0"))
+    tails = [b""] * len(nbytes)
+    for src in speaking:
+        tails[src] = _broadcast_bytes(mine if rank() == src else bytes(nbytes[src]), src)
+    return tails
 
 
 def _sent_out(mine: bytes, src: int) -> bytes:
@@ -177,14 +194,36 @@ def agreement(doing: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # any failure must reach all ranks, or they hang
-        mine = _failure(doing, error)
+        mine = failure(doing, error)
         cause = None if mine is error else error
     if _any(mine is not None):  # most agreements are reached: one number is sent round then, and no object
         raise next(error for error in share(mine) if error is not None) from cause
 
 
-def _failure(doing: str, error: Exception) -> ElasticCkptError:
-    """The error as it is raised on all ranks."""
+@contextmanager
+def alike(doing: str) -> Iterator[None]:
+    """:func:`agreement` without a round: for what every rank works out from the same facts, and so fails in alike.
+
+    Args:
+        doing: as for :func:`agreement`.
+    """
+    try:
+        yield
+    except ElasticCkptError:
+        raise
+    except Exception as error:
+        unforeseen = _unforeseen(doing, error)
+        unforeseen.rank = None
+        raise unforeseen from error
+
+
+def failure(doing: str, error: Exception) -> ElasticCkptError:
+    """An error of this rank as it is raised on all ranks.
+
+    Args:
+        doing: as for :func:`agreement`.
+        error: any.
+    """
     if not isinstance(error, ElasticCkptError):
         return _unforeseen(doing, error)
     if error.rank is None:

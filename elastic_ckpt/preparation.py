@@ -70,9 +70,9 @@ def prepare(engine: Any, found: Found, arguments: LoadArguments, config: Elastic
         everybody = parallel.gathered("plan the load", make_plan)
         _refuse_different_shares(everybody)
         plan, warnings = planned[0]
-        plan = replace(plan, notes=_notes(plan, everybody, config))
-    loads_scheduler = any(each.loads_scheduler for each in everybody)
-    return Prepared(adapter, destinations, checkpoint, plan, place, warnings, loads_scheduler)
+        with parallel.alike("judge copies of replicated parameters"):
+            plan = replace(plan, notes=_notes(plan, everybody, config))
+    return Prepared(adapter, destinations, checkpoint, plan, place, warnings, _any_loads_scheduler(everybody))
 
 
 def _describe(engine: Any, arguments: LoadArguments) -> tuple[EngineAdapter, Destinations, Place]:
@@ -133,6 +133,11 @@ def _told(plan: Plan, place: Place, differences: Sequence[Difference], scheduler
     # without tensor and pipeline parallelism all ranks note the same
     notes = plan.notes if place.tp * place.pp > 1 else ()
     return _Planned(place.mp_rank, _digest_of_shares(plan), differences, plan.averaged, notes, scheduler)
+
+
+def _any_loads_scheduler(everybody: Sequence[_Planned]) -> bool:
+    """The same on all ranks: those that load none wait for those that do."""
+    return any(each.loads_scheduler for each in everybody)
 
 
 def _notes(plan: Plan, everybody: Sequence[_Planned], config: ElasticConfig) -> tuple[str, ...]:

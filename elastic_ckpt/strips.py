@@ -136,7 +136,7 @@ def check_tiling(catalog: Catalog, tensor: LogicalTensor) -> None:
 def _tiles(extents: Iterable[Extent], numel: int) -> bool:
     position = 0
     for extent in extents:
-        if extent.range.start != position:
+        if extent.shard or extent.range.start != position:
             return False
         position = extent.range.stop
     return position == numel

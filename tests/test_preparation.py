@@ -8,10 +8,11 @@ import pytest
 
 from elastic_ckpt.catalog import MASTER
 from elastic_ckpt.config import ElasticConfig
+from elastic_ckpt.destinations import Place
 from elastic_ckpt.drift import Difference
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.plan import Comparison, Plan
-from elastic_ckpt.preparation import _notes, _Planned, _refuse_different_shares
+from elastic_ckpt.preparation import _any_loads_scheduler, _notes, _Planned, _refuse_different_shares, _told
 
 DRIFTED = Difference(Comparison("ema.weight", MASTER, 4, ()), copies=2, largest=0.5, total=1.0)
 PLAN = Plan((), (), (), notes=("of this rank",))
@@ -45,3 +46,15 @@ def test_ranks_of_other_stages_may_deal_out_other_tensors_and_no_others() -> Non
     with pytest.raises(MismatchError, match="rank 2 differs from rank 1") as caught:
         _refuse_different_shares([other(), HERE, replace(HERE, digest="another")])
     assert caught.value.rank == 2
+
+
+def test_notes_are_told_where_ranks_have_others() -> None:
+    for place in (Place(tp=2), Place(pp=2, pp_rank=1)):
+        assert _told(PLAN, place, [DRIFTED], scheduler=True).notes == PLAN.notes
+    alone = _told(PLAN, Place(dp=2), [DRIFTED], scheduler=True)
+    assert alone.notes == () and alone.differences == [DRIFTED] and alone.loads_scheduler
+
+
+def test_all_ranks_wait_for_a_scheduler_that_one_of_them_loads() -> None:
+    assert not _any_loads_scheduler([HERE, HERE])
+    assert _any_loads_scheduler([HERE, replace(HERE, loads_scheduler=True)])

@@ -36,8 +36,9 @@ def read_native(found: Found, options: ReadOptions) -> Checkpoint:
     Raises:
         ElasticCkptError: on every rank, where the folder is incomplete, mixed, damaged or not supported.
     """
-    refuse_unsupported_folder(found)  # the names of files are the same on every rank, and so is what is said of them
-    names = {mp: _expected_files(found, mp) for mp in sorted(found.files.mp_ranks)}
+    with parallel.alike("look at the checkpoint's files"):  # at their names, as rank 0 has found them
+        refuse_unsupported_folder(found)
+        names = {mp: _expected_files(found, mp) for mp in sorted(found.files.mp_ranks)}
     kinds = [(mp, dp, "model") for mp, mine in names.items() for dp in range(len(mine.models))]
     kinds += [(mp, dp, "optimizer") for mp, mine in names.items() for dp in range(len(mine.optimizers))]
     kinds += [(*place, "layer") for place in sorted(found.files.layers)]

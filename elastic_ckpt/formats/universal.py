@@ -59,8 +59,9 @@ def read_universal(found: Found, options: ReadOptions) -> Checkpoint:
     Raises:
         ElasticCkptError: on every rank, where the folder is incomplete, damaged or not supported.
     """
-    refuse_unsupported_folder(found)  # the names of files are the same on every rank, and so is what is said of them
-    places = _model_files(found)
+    with parallel.alike("look at the checkpoint's files"):  # at their names, as rank 0 has found them
+        refuse_unsupported_folder(found)
+        places = _model_files(found)
     models_to_open = [found.path(name) for name in places.values()]
     state_paths = parallel.told("look at the checkpoint's files", lambda: _list_state_files(found))
     ranks = list(places)

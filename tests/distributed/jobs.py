@@ -33,7 +33,8 @@ def save(arguments: dict[str, Any]) -> None:
         folder = os.path.join(arguments["folder"], f"{setup.name}-dp{dist.get_world_size()}")
         engine = build_engine(setup, models.BUILDERS[arguments.get("model", "TinyLM")]())
         train(engine, first, first + count)
-        client_state = {"note": "hello", "epoch": 3, "rng": [1, 2, 3], "tensor": torch.arange(6).view(2, 3).t()}
+        rng = [dist.get_rank(), 2, 3]
+        client_state = {"note": "hello", "epoch": 3, "rng": rng, "tensor": torch.arange(6).view(2, 3).t()}
         client_state["sampler"] = {"consumed": 48, "order": torch.arange(5), "nested": [{"seed": 3}]}
         engine.save_checkpoint(
             folder,
@@ -83,6 +84,11 @@ def load(arguments: dict[str, Any]) -> None:
             sampler = client_state["sampler"]
             assert sampler["consumed"] == 48 and sampler["nested"] == [{"seed": 3}], where
             assert torch.equal(sampler["order"], torch.arange(5)), where
+            saved = (
+                engine.elastic_report.source
+            )  # ZeRO-3 saves a file for each rank, which finds its own if it is there
+            has_own = (saved.format, saved.zero_stage, saved.dp) == ("native", 3, dist.get_world_size())
+            assert client_state["rng"] == [dist.get_rank() if has_own else 0, 2, 3], (where, client_state["rng"])
             oracle.assert_equal(engine, truth, where)
             if number in target.get("continue", [0]):
                 losses = train(engine, SAVE_AT, CONTINUE_TO)

@@ -39,6 +39,12 @@ def messages(arguments: dict[str, Any]) -> None:
             assert everybody[me] == (me, mine)
             assert everybody == parallel.gathered("talk", lambda mine=mine: (me, mine)), size
         assert parallel.share(mixed)[1] == b"x" * size
+        # as where padding all to the longest would send too much
+        parallel._PADDED_NBYTES, before = 0, parallel._PADDED_NBYTES
+        assert parallel.share((me, b"y" * (size * me * me))) == [
+            (src, b"y" * (size * src * src)) for src in range(world)
+        ]
+        parallel._PADDED_NBYTES = before
         for src in range(world):
             assert parallel.broadcast(bytes([me]) * size if me == src else None, src) == bytes([src]) * size
             assert parallel.told("talk", lambda: bytes([me]) * size, src) == bytes([src]) * size  # noqa: B023
