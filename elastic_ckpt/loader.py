@@ -107,7 +107,7 @@ def _overwrite(
 ) -> tuple[list[_Done], dict[str, Any]]:
     """Steps 5 and 6. Collective: returns what all ranks have done, and the client state."""
     adapter, plan = ready.adapter, ready.plan
-    with clock("read"), parallel.agreement("read the checkpoint's tensors"):
+    with clock("read"), parallel.agreement("read the checkpoint's tensors and set hyperparameters"):
         done = _read(adapter, plan, config)
         adapter.set_scalars_and_groups(plan)
     with clock("exchange"):

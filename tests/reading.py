@@ -1,0 +1,43 @@
+"""Plans by hand, on files that a test has written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from elastic_ckpt.catalog import MASTER, SourceFile
+from elastic_ckpt.plan import Copy, Plan, Slot
+from elastic_ckpt.reader import ReadOptions, ReadStats, check_files, execute
+
+UNTOUCHED = -7.0
+
+
+def plan_of(files: Sequence[Path], tensors: Sequence[torch.Tensor], copies: Sequence[Copy]) -> Plan:
+    return Plan(
+        files=tuple(SourceFile(str(path), path.stat().st_size if path.exists() else 0) for path in files),
+        slots=tuple(
+            Slot(MASTER, number, "", tensor.numel(), str(tensor.dtype).removeprefix("torch."))
+            for number, tensor in enumerate(tensors)
+        ),
+        copies=tuple(sorted(copies, key=lambda copy: (copy.file, copy.byte_offset))),
+    )
+
+
+def run(
+    files: Sequence[Path], tensors: Sequence[torch.Tensor], copies: Sequence[Copy], options: ReadOptions | None = None
+) -> ReadStats:
+    plan = plan_of(files, tensors, copies)
+    check_files(plan)
+    return execute(plan, tensors, options or ReadOptions(), show_progress=False)
+
+
+def write(path: Path, values: torch.Tensor, header: int = 0) -> Path:
+    """A file of a header and the raw bytes of a tensor."""
+    path.write_bytes(b"\xee" * header + values.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return path
+
+
+def untouched(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.full((numel,), UNTOUCHED, dtype=dtype)
