@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from elastic_ckpt.errors import DamagedError, ElasticCkptError
 from elastic_ckpt.formats.pickled import TensorRef
-from elastic_ckpt.parallel import pack, share, unpack
+from elastic_ckpt.parallel import alike, pack, share, unpack
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool, torch.complex64)
 RARE = (torch.uint16, torch.uint32, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -28,6 +29,20 @@ def test_views_are_sent_with_their_shape_and_values() -> None:
 
 def test_a_process_alone_shares_with_itself() -> None:
     assert share({"a": 1}) == [{"a": 1}]
+
+
+def test_what_all_ranks_fail_in_alike_is_no_single_ranks_failure() -> None:
+    with (
+        pytest.raises(ElasticCkptError, match=r"failed to look: KeyError: 'nobody thought of it'") as caught,
+        alike("look"),
+    ):
+        raise KeyError("nobody thought of it")
+    assert caught.value.rank is None
+    assert isinstance(caught.value.__cause__, KeyError)
+    torn = DamagedError("torn", file="a.pt")
+    with pytest.raises(DamagedError) as foreseen, alike("look"):
+        raise torn
+    assert foreseen.value is torn and torn.rank is None
 
 
 @pytest.mark.parametrize(

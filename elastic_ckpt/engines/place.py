@@ -92,14 +92,9 @@ def with_place(destinations: Destinations, mine: OneRank, everybody: Sequence[On
         other for other in everybody if (other.place.pp_rank, other.place.dp_rank) == (place.pp_rank, place.dp_rank)
     ]
     stage.sort(key=lambda other: other.place.tp_rank)
-    layouts = {
-        name: replace(
-            layout,
-            shapes=tuple(other.layouts[name].shapes[0] for other in stage if name in other.layouts),
-            values=tuple(value for other in stage if name in other.layouts for value in other.layouts[name].values),
-        )
-        for name, layout in (mine.layouts.items() if len(stage) > 1 else ())
-    }
+    layouts = (
+        mine.layouts if len(stage) == 1 else {name: _held(name, layout, stage) for name, layout in mine.layouts.items()}
+    )
     elsewhere = {name for other in everybody for name in other.layouts} - set(mine.layouts)
     return replace(
         destinations,
@@ -108,7 +103,17 @@ def with_place(destinations: Destinations, mine: OneRank, everybody: Sequence[On
         pp=place.pp,
         pp_rank=place.pp_rank,
         elsewhere=frozenset(elsewhere),
-        layouts=layouts or mine.layouts,
+        layouts=layouts,
+    )
+
+
+def _held(name: str, layout: LiveLayout, stage: Sequence[OneRank]) -> LiveLayout:
+    """How all tensor-parallel ranks of a stage, in their order, hold a parameter or buffer."""
+    held = [other.layouts[name] for other in stage if name in other.layouts]
+    return replace(
+        layout,
+        shapes=tuple(other.shapes[0] for other in held),
+        values=tuple(value for other in held for value in other.values),
     )
 
 

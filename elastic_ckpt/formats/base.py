@@ -154,8 +154,9 @@ def open_my_share(
     opened: dict[int, PickledFile] = {}
 
     def read() -> dict[int, T]:
+        me = parallel.rank()
         for position in range(len(paths)):
-            if opener_of(position) == parallel.rank():
+            if opener_of(position) == me:
                 opened[position] = open_pickled(paths[position], trust_pickle)
         return {position: index(file, position) for position, file in opened.items()}
 

@@ -103,6 +103,12 @@ def test_saving_after_an_elastic_load_gives_what_deepspeed_loads_alone(
     launch(3, "save_again", {"cases": cases, "folder": str(tmp_path)})
 
 
+def test_at_the_same_degree_each_rank_finds_its_own_client_state(launch: Launch, native: Path) -> None:
+    """ZeRO-3 saves a file for each rank: random states of all ranks come back, into another stage too."""
+    source = {"folder": str(native / f"{Setup(3).name}-dp2"), "format": "native"}
+    launch(2, "load", {"targets": [{"setup": Setup(stage).as_json(), "sources": [source]} for stage in (3, 1)]})
+
+
 def test_each_file_is_opened_once_and_each_rank_reads_what_it_owns(launch: Launch, tmp_path: Path) -> None:
     setups = [Setup(1), Setup(3)]
     as_json = [setup.as_json() for setup in setups]
