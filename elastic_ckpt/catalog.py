@@ -12,6 +12,7 @@ from typing import Any
 
 from elastic_ckpt.geometry import FlatRange
 from elastic_ckpt.rules.declared import Declared
+from elastic_ckpt.sequence import NO_SEQUENCE_PARALLEL, SequenceParallel
 from elastic_ckpt.states.kinds import BlockFormat
 
 #: Catalog key of the fp32 master weights; optimizer states go under their own names beside it.
@@ -143,9 +144,10 @@ class SourceFacts:
         folder: absolute path of the tag's folder.
         tag: name of the tag.
         zero_stage: stage of the run that saved it; 0 where optimizer states were not partitioned.
-        dp: data-parallel degree of the run that saved it.
+        dp: ranks of the run that saved it over which ZeRO partitioned.
         ds_version: DeepSpeed version that saved it.
         tp, pp: tensor- and pipeline-parallel degree of the files; a universal checkpoint holds whole tensors.
+        sequence: how sequence parallelism divided the ``dp`` ranks.
     """
 
     format: str
@@ -156,6 +158,7 @@ class SourceFacts:
     ds_version: str
     tp: int = 1
     pp: int = 1
+    sequence: SequenceParallel = NO_SEQUENCE_PARALLEL
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 from elastic_ckpt.bands import Split
 from elastic_ckpt.geometry import FlatRange
+from elastic_ckpt.sequence import NO_SEQUENCE_PARALLEL, SequenceParallel
 from elastic_ckpt.states.kinds import LiveState
 
 
@@ -108,7 +109,15 @@ class LiveLayout:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank stands in its job: data-, tensor- and pipeline-parallel degree, and its rank in each."""
+    """Where a rank stands in its job: degree of each parallelism, and its rank in each.
+
+    Attributes:
+        dp, dp_rank: of the ranks that ZeRO partitions over: data-parallel ones, times sequence-parallel ones.
+        tp, tp_rank: tensor-parallel.
+        pp, pp_rank: pipeline-parallel.
+        sequence: how sequence parallelism divides the ``dp`` ranks.
+        sp_rank: sequence-parallel rank.
+    """
 
     dp: int = 1
     dp_rank: int = 0
@@ -116,6 +125,18 @@ class Place:
     tp_rank: int = 0
     pp: int = 1
     pp_rank: int = 0
+    sequence: SequenceParallel = NO_SEQUENCE_PARALLEL
+    sp_rank: int = 0
+
+    @property
+    def data_degree(self) -> int:
+        """Data-parallel degree: ranks with samples of their own."""
+        return self.sequence.data_degree(self.dp)
+
+    @property
+    def data_rank(self) -> int:
+        """Which of them this is, or shares its samples."""
+        return self.sequence.data_rank(self.dp_rank)
 
     @property
     def mp_rank(self) -> int:

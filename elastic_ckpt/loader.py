@@ -79,6 +79,7 @@ def load(engine: Any, found: Found, arguments: LoadArguments, config: ElasticCon
         notes=ready.plan.notes + ready.warnings,
         tp=ready.place.tp,
         pp=ready.place.pp,
+        sequence=ready.place.sequence,
     )
     engine.elastic_report = report
     if parallel.rank() == 0:

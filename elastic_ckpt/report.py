@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from elastic_ckpt.catalog import BUFFER, FROZEN, MASTER, SourceFacts
 from elastic_ckpt.plan import HasOutcomes, Outcome
+from elastic_ckpt.sequence import NO_SEQUENCE_PARALLEL, SequenceParallel
 
 _NAMES_SHOWN = 12
 #: Roles as people call them.
@@ -53,7 +54,9 @@ class LoadReport(HasOutcomes):
 
     Attributes:
         source: where the checkpoint comes from.
-        zero_stage, dp, tp, pp: stage, and data-, tensor- and pipeline-parallel degree of the live engine.
+        zero_stage, dp, tp, pp: stage of the live engine, ranks that ZeRO partitions over, tensor- and pipeline-parallel
+            degree.
+        sequence: how sequence parallelism divides the ``dp`` ranks.
         rank: global rank that this report is of.
         outcomes: everything that was restored, is fresh, skipped or ignored; see
             :class:`elastic_ckpt.plan.Outcome`.
@@ -72,6 +75,7 @@ class LoadReport(HasOutcomes):
     notes: tuple[str, ...] = ()
     tp: int = 1
     pp: int = 1
+    sequence: SequenceParallel = NO_SEQUENCE_PARALLEL
 
     @property
     def restored(self) -> dict[str, int]:
@@ -99,9 +103,10 @@ class LoadReport(HasOutcomes):
         table.add_column(overflow="fold")
         source = self.source
         table.add_row("from", escape(f"{source.format} {source.folder}"))
-        saved = _topology(source.zero_stage, source.dp, source.tp, source.pp)
+        saved = topology_text(source.zero_stage, source.dp, source.tp, source.pp, source.sequence)
         table.add_row("saved", f"{saved}, DeepSpeed {source.ds_version}")
-        table.add_row("now", f"{_topology(self.zero_stage, self.dp, self.tp, self.pp)}, at step {self.global_steps}")
+        now = topology_text(self.zero_stage, self.dp, self.tp, self.pp, self.sequence)
+        table.add_row("now", f"{now}, at step {self.global_steps}")
         done = [title(o.role) + (f" {len(o.names)}" if o.names else "") for o in self.outcomes if o.what == "restored"]
         table.add_row("restored", ", ".join(done) or "nothing")
         for what in ("fresh", "skipped", "ignored"):
@@ -126,9 +131,11 @@ def title(role: str) -> str:
     return _TITLES.get(role, role)
 
 
-def _topology(zero_stage: int, dp: int, tp: int, pp: int) -> str:
-    others = "".join(f", {name}={degree}" for name, degree in (("TP", tp), ("PP", pp)) if degree > 1)
-    return f"ZeRO-{zero_stage}, DP={dp}{others}"
+def topology_text(zero_stage: int, dp: int, tp: int, pp: int, sequence: SequenceParallel) -> str:
+    """A topology in words, such as ``"ZeRO-3, DP=2, SP=4"``, where ZeRO partitions over ``dp`` ranks."""
+    degrees = (("SP", sequence.degree), ("TP", tp), ("PP", pp))
+    others = "".join(f", {name}={degree}" for name, degree in degrees if degree > 1)
+    return f"ZeRO-{zero_stage}, DP={sequence.data_degree(dp)}{others}"
 
 
 def united(stages: Sequence[Sequence[Outcome]]) -> tuple[Outcome, ...]:

@@ -21,25 +21,33 @@ from elastic_ckpt.catalog import (
     SourceFacts,
     SourceFile,
 )
+from elastic_ckpt.destinations import Place
 from elastic_ckpt.errors import DamagedError, UnsupportedError
+from elastic_ckpt.formats.degrees import StatedDegrees
 from elastic_ckpt.formats.features import Features
-from elastic_ckpt.formats.grid import grid_of
+from elastic_ckpt.formats.grid import Grid, grid_of
 from elastic_ckpt.formats.layers import LayerShard, layer_tensors
 from elastic_ckpt.formats.merging import merge_shards, merge_stages
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.pickled import TensorRef
 from elastic_ckpt.geometry import FlatRange
 from elastic_ckpt.rules.declared import declared_by
+from elastic_ckpt.sequence import SequenceParallel
 from elastic_ckpt.states.kinds import BlockFormat, Codebook
 
 # --- ranks ------------------------------------------------------------------------------------------------------
 
 
-def model(names: Sequence[str] = (), degrees: tuple[int, int] | None = None, weights: Sequence[str] = ()) -> ModelShard:
+def model(
+    names: Sequence[str] = (),
+    degrees: tuple[int, int] | None = None,
+    weights: Sequence[str] = (),
+    mp: int | None = None,
+) -> ModelShard:
     refs = {name: TensorRef("float32", (1,), (1,), 0) for name in weights}
     shapes = (tuple((name, (1,)) for name in names),) if names else ()
     return ModelShard(
-        "/ckpt/mp_rank.pt", 1, 0, shapes, refs, (), 0, (), {}, True, {}, {}, "0.19.8", {}, 1, Features(), None, degrees=degrees
+        "/ckpt/mp_rank.pt", 1, 0, shapes, refs, (), 0, (), {}, True, {}, {}, "0.19.8", {}, 1, Features(), None, stated=StatedDegrees(degrees, mp)
     )  # fmt: skip
 
 
@@ -92,6 +100,51 @@ def test_missing_ranks_are_damage(held: list[int], degrees: tuple[int, int] | No
     with pytest.raises(DamagedError, match="missing") as caught:
         grid_of({rank: model(["a"], degrees) for rank in held}, "/ckpt")
     assert caught.value.found == found
+
+
+def test_a_sequence_parallel_degree_that_stands_in_the_tensor_parallel_ones_place_is_told_by_the_files() -> None:
+    grid = grid_of(
+        {0: replace(model(["a"]), stated=StatedDegrees((2, 1), 1, 4), counters={"dp_world_size": 4})}, "/ckpt"
+    )
+    assert (grid.tp, grid.pp, grid.dp, grid.sequence) == (1, 1, 4, SequenceParallel(2))
+
+
+def test_entries_that_contradict_each_other_and_the_files_are_both_named() -> None:
+    with pytest.raises(DamagedError, match="contradict each other") as caught:
+        grid_of(ranks(*[model(["a"], (2, 1), mp=1)] * 3), "/ckpt")
+    expected = str(caught.value.expected)
+    assert "mp_world_size 1" in expected and "'tp_degree': 2, 'pp_degree': 1" in expected
+    assert caught.value.found == "3: 0, 1, 2"
+
+
+@pytest.mark.parametrize(("held", "mp"), [([0], 2), ([1], 2)])
+def test_a_lost_tensor_parallel_rank_is_not_taken_for_sequence_parallelism(held: list[int], mp: int) -> None:
+    with pytest.raises(DamagedError, match="missing"):
+        grid_of({rank: model(["a"], (2, 1), mp=mp) for rank in held}, "/ckpt")
+
+
+#: Saved, live: data-parallel degree and sequence parallelism.
+@pytest.mark.parametrize(
+    ("saved", "live", "own"),
+    [
+        ((2, SequenceParallel(2)), (2, SequenceParallel(2)), [0, 1, 2, 3]),
+        ((2, SequenceParallel(2)), (2, SequenceParallel()), [0, 2]),
+        ((2, SequenceParallel()), (2, SequenceParallel(2)), [0, 0, 1, 1]),
+        ((2, SequenceParallel(4)), (2, SequenceParallel(2)), [0, 0, 4, 4]),
+        ((2, SequenceParallel(2, partitioned=False)), (2, SequenceParallel(2)), [0, 0, 1, 1]),
+        ((2, SequenceParallel(2)), (2, SequenceParallel(2, partitioned=False)), [0, 2]),
+        ((2, SequenceParallel(2)), (4, SequenceParallel()), [None] * 4),
+        ((4, SequenceParallel()), (2, SequenceParallel(2)), [None] * 4),
+    ],
+)
+def test_what_belongs_to_a_data_parallel_rank_is_found_at_any_sequence_parallel_degree(
+    saved: tuple[int, SequenceParallel], live: tuple[int, SequenceParallel], own: list[int | None]
+) -> None:
+    grid = Grid(((0,),), saved[0] * saved[1].ranks_per_sample, saved[1])
+    dp, per_sample = live[0] * live[1].ranks_per_sample, live[1].ranks_per_sample
+    places = [Place(dp, rank, sequence=live[1], sp_rank=rank % per_sample) for rank in range(dp)]
+    assert [grid.own_file(place) for place in places] == own
+    assert all(grid.has_ranks_of(place) == (own[0] is not None) for place in places)
 
 
 # --- merging ----------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from elastic_ckpt.destinations import Place
 from elastic_ckpt.formats import host_exchange
 from elastic_ckpt.formats.assembling import Assembled, RankFiles
 from elastic_ckpt.formats.base import opener_of
+from elastic_ckpt.formats.grid import Grid
 from elastic_ckpt.formats.host_exchange import HostStates, Wanted
 
 #: Tensor-parallel, pipeline-parallel and data-parallel degree.
@@ -38,7 +39,7 @@ class Job:
         ranks: dict[int, RankFiles] = {}
         for position, (mp, _, _) in enumerate(self.kinds):
             ranks.setdefault(mp, RankFiles()).models[position] = model
-        grid: Any = SimpleNamespace(tp=tp, pp=pp)
+        grid = Grid(tuple(tuple(range(stage * tp, (stage + 1) * tp)) for stage in range(pp)), dp)
         nothing: Any = None
         self.files = Assembled(ranks, (), grid, {}, nothing)
         self.live = live

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from elastic_ckpt.formats.host_state import loss_scale_from, loss_scale_of, read_host_state
 from elastic_ckpt.formats.pickled import PickledFile, open_pickled
 from elastic_ckpt.host_state import BatchSizes, HostState, LossScale
+from elastic_ckpt.sequence import SequenceParallel
 
 SCALE = LossScale(True, {"cur_scale": 256.0})
 KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -24,7 +25,9 @@ KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumula
 
 def host(loss_scale: LossScale | None = None, **tree: Any) -> HostState:
     """As it is read from a file without tensors: any file does."""
-    return read_host_state(PickledFile(__file__, 0, tree), loss_scale, overflow=False, same_ranks=True)
+    return read_host_state(
+        PickledFile(__file__, 0, tree), loss_scale, overflow=False, same_ranks=True, sequence=SequenceParallel()
+    )
 
 
 # --- batch sizes ------------------------------------------------------------------------------------------------
@@ -176,7 +179,9 @@ def test_the_rest_of_a_file_is_read_with_its_tensors_and_weights_stay_where_they
         "torch_rng_state": torch.get_rng_state(),
     }
     torch.save(tree, tmp_path / "file.pt")
-    read = read_host_state(open_pickled(str(tmp_path / "file.pt")), None, overflow=True, same_ranks=False)
+    read = read_host_state(
+        open_pickled(str(tmp_path / "file.pt")), None, overflow=True, same_ranks=False, sequence=SequenceParallel()
+    )
     assert read.counters == {
         "global_steps": 4,
         "global_samples": 32,

@@ -26,6 +26,7 @@ from elastic_ckpt.catalog import (
 from elastic_ckpt.cli.inspect_view import clean, file_tree, parameter_table, report
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
 from elastic_ckpt.formats.base import Checkpoint, Found
+from elastic_ckpt.formats.degrees import Degrees
 from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.formats.peek import Peeked
 from elastic_ckpt.geometry import FlatRange
@@ -39,6 +40,7 @@ from elastic_ckpt.rules.book import RuleBook
 from elastic_ckpt.rules.declared import declared_by
 from elastic_ckpt.rules.kinds import Rule
 from elastic_ckpt.rules.presets import Preset
+from elastic_ckpt.sequence import SequenceParallel
 from elastic_ckpt.states.kinds import BlockFormat, Codebook
 
 FOLDER = "/ckpt/step7"
@@ -73,7 +75,12 @@ def found_of(*names: str, universal: bool = False) -> Found:
 def peeked_of(**more: Any) -> Peeked:
     counters = {"global_steps": 7, "skipped_steps": 2, "dp_world_size": more.pop("dp", 1)}
     host = HostState(counters, BatchSizes(8, 2, 4), None, more.pop("scale", None), False, {})
-    fields: dict[str, Any] = {"config": {}, "degrees": (1, 1), "weight_dtypes": ("float32",), "parameters": ()}
+    fields: dict[str, Any] = {
+        "config": {},
+        "degrees": Degrees(1, 1, SequenceParallel()),
+        "weight_dtypes": ("float32",),
+        "parameters": (),
+    }
     rest = {"client_state": (), "unnamed": {}, "holds_optimizer": False, **more}
     return Peeked(name=MODEL, host=host, ds_version="0.19.8", **{**fields, **rest})
 
@@ -276,7 +283,7 @@ ZERO3 = "zero_pp_rank_{}_mp_rank_{:02d}_model_states.pt"
         ([ZERO3.format(0, 0), SHARD.format(0, 0), SHARD.format(1, 0)], None, [ZERO3.format(1, 0)]),
         (
             [MODEL, SHARD.format(0, 0)],
-            peeked_of(degrees=(2, 1)),
+            peeked_of(degrees=Degrees(2, 1, SequenceParallel())),
             ["mp_rank_01_model_states.pt", SHARD.format(0, 1)],
         ),
         ([MODEL, SHARD.format(0, 0)], peeked_of(dp=10**15), []),

@@ -106,7 +106,8 @@ def _saved(run: SavedRun) -> Iterator[str]:
         yield f"step {run.step}" + (f" ({run.samples} samples{skipped})" if run.samples is not None else skipped)
     if run.zero_stage is not None:
         yield f"ZeRO-{run.zero_stage}"
-    yield from (f"{name}={degree}" for name, degree in (("DP", run.dp), ("TP", run.tp), ("PP", run.pp)) if degree)
+    degrees = (("DP", run.dp), ("SP", run.sp), ("TP", run.tp), ("PP", run.pp))
+    yield from (f"{name}={degree}" for name, degree in degrees if degree)
     if run.ds_version:
         yield f"DeepSpeed {clean(run.ds_version)}"
 

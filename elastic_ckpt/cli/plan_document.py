@@ -49,7 +49,8 @@ def document(job: VirtualJob, found: Survey, setting: Setting, name: str, in_det
 
 def _rank(job: VirtualJob, each: RankForecast) -> dict[str, Any]:
     files = {job.catalog.files[file].path: nbytes for file, nbytes in sorted(each.by_file.items())}
-    place = dataclasses.asdict(job.topology.place(each.rank))
+    stands = job.topology.place(each.rank)
+    place = {key: getattr(stands, key) for key in ("dp", "dp_rank", "tp", "tp_rank", "pp", "pp_rank")}
     return {"rank": each.rank, "place": place, "reads": each.reads, "memory": _memory(each.memory), "files": files}
 
 

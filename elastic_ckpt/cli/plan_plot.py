@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from elastic_ckpt.cli.plan_view import saved_topology
 from elastic_ckpt.errors import ConfigError
 from elastic_ckpt.forecast import RankForecast
 from elastic_ckpt.virtual import VirtualJob
@@ -71,8 +72,7 @@ def draw(job: VirtualJob, ranks: Sequence[RankForecast], path: Path) -> None:
     axes.tick_params(axis="x", labelrotation=90)
     source = job.catalog.source
     _draw_borders(axes, job, len(ranks))
-    saved = f"ZeRO-{source.zero_stage}, DP={source.dp}, TP={source.tp}, PP={source.pp}"
-    axes.set_title(f"{saved}  →  {job.topology}")
+    axes.set_title(f"{saved_topology(source)}  →  {job.topology}")
     axes.set_xlabel(f"source files ({len(files)})")
     axes.set_ylabel(f"ranks ({len(ranks)})")
     try:

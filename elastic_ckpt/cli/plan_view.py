@@ -78,7 +78,7 @@ def _overview(job: VirtualJob, found: Survey, setting: Setting, name: str) -> Ta
     files = len(job.catalog.files)
     total = sum(file.nbytes for file in job.catalog.files)
     table.add_row("checkpoint", escape(f"{name} ({source.format}, tag {source.tag}, {files} files, {size(total)})"))
-    table.add_row("saved", f"{_saved(source)}, DeepSpeed {escape(source.ds_version)}")
+    table.add_row("saved", f"{saved_topology(source)}, DeepSpeed {escape(source.ds_version)}")
     offload = ", masters and states in host memory" if setting.offload else ""
     table.add_row("resumed", f"{job.topology}: {job.topology.ranks} ranks{offload}")
     planned = len(found.ranks)
@@ -93,8 +93,11 @@ def _overview(job: VirtualJob, found: Survey, setting: Setting, name: str) -> Ta
     return table
 
 
-def _saved(source: SourceFacts) -> str:
-    return f"ZeRO-{source.zero_stage}, DP={source.dp}, TP={source.tp}, PP={source.pp}"
+def saved_topology(source: SourceFacts) -> str:
+    """The topology of the run that saved the checkpoint."""
+    sequence = source.sequence
+    sp = f", SP={sequence.degree}" if sequence.degree > 1 else ""
+    return f"ZeRO-{source.zero_stage}, DP={sequence.data_degree(source.dp)}{sp}, TP={source.tp}, PP={source.pp}"
 
 
 def _reads(found: Survey) -> Table:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from deepspeed.checkpoint.constants import AFFINE_MAP, DS_AUTOTP_UC_META
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.utils import groups
 from deepspeed.utils.bwc import (
     bwc_pipeline_parallel_world_size,
     bwc_tensor_model_parallel_rank,
@@ -26,6 +27,7 @@ from elastic_ckpt.destinations import Destinations, LiveLayout, Place
 from elastic_ckpt.errors import UnsupportedError
 from elastic_ckpt.rules.declared import split_of_affine
 from elastic_ckpt.rules.kinds import CannotSplit
+from elastic_ckpt.sequence import SequenceParallel
 
 #: Elements of a buffer that is looked into: a rank's own bounds and offsets are small.
 _MOST_COMPARED = 1 << 16
@@ -65,8 +67,10 @@ def place_of(engine: Any, dp: int, dp_rank: int) -> Place:
             grid.pipe_parallel_size,
             grid.get_stage_id(),
         )
+    sequence, sp_rank = sequence_of(engine, dp)
+    alone = Place(dp, dp_rank, sequence=sequence, sp_rank=sp_rank)
     if engine.mpu is None:
-        return Place(dp, dp_rank)
+        return alone
     if bwc_pipeline_parallel_world_size(engine.mpu) > 1:
         raise UnsupportedError(
             "the live engine uses pipeline parallelism of its own, which is not supported",
@@ -74,9 +78,24 @@ def place_of(engine: Any, dp: int, dp_rank: int) -> Place:
             found=f"{type(engine.module).__name__}, and an mpu of several stages",
         )
     if engine.mp_world_size == 1:
-        return Place(dp, dp_rank)
-    tp = bwc_tensor_model_parallel_world_size(engine.mpu)
-    return Place(dp, dp_rank, tp, bwc_tensor_model_parallel_rank(engine.mpu))
+        return alone
+    tp, tp_rank = bwc_tensor_model_parallel_world_size(engine.mpu), bwc_tensor_model_parallel_rank(engine.mpu)
+    return replace(alone, tp=tp, tp_rank=tp_rank)
+
+
+def sequence_of(engine: Any, dp: int) -> tuple[SequenceParallel, int]:
+    """Sequence parallelism of a live engine, and this rank's place in its sequence-parallel group. Local.
+
+    Args:
+        engine: the live engine.
+        dp: ranks that ZeRO partitions over.
+    """
+    degree = int(engine.sequence_parallel_size)
+    if degree == 1:
+        return SequenceParallel(), 0
+    data = engine.dp_world_size  # None with ``parallel_state_sp``, which always partitions over sequence ranks
+    partitioned = data is None or dp == data * degree
+    return SequenceParallel(degree, partitioned), groups._get_sequence_parallel_rank()
 
 
 def with_place(destinations: Destinations, mine: OneRank, everybody: Sequence[OneRank]) -> Destinations:

@@ -17,7 +17,7 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
 from elastic_ckpt.destinations import Destinations, WholeTensor
 from elastic_ckpt.engines.base import FlatOptimizer, ReadPart
-from elastic_ckpt.engines.zero3 import Zero3Adapter, gather_anew
+from elastic_ckpt.engines.zero3 import Zero3Adapter, gather_anew, partition_group
 from elastic_ckpt.errors import UnsupportedError
 from elastic_ckpt.plan import Plan
 from elastic_ckpt.states.schema import StateSchema
@@ -81,7 +81,7 @@ class PartitionedWeightsAdapter(Zero3Adapter):
                 remedy='"offload_param": {"device": "cpu"}',
             )
         self._offload = engine.optimizer
-        FlatOptimizer.__init__(self, **_without_masters(engine, schema, engine.seq_data_parallel_group))
+        FlatOptimizer.__init__(self, **_without_masters(engine, schema, partition_group(engine)))
 
     def destinations(self) -> Destinations:
         """See :class:`elastic_ckpt.engines.base.EngineAdapter`."""

@@ -3,7 +3,7 @@
 Private attributes used, all of DeepSpeed 0.19: ``fp16_groups``, ``fp16_partitioned_groups``,
 ``fp16_partitioned_groups_flat``, ``fp32_partitioned_groups_flat``, ``sub_group_to_group_id``,
 ``persistent_parameters``, ``checkpoint_event_prologue`` / ``_epilogue``, and of parameters ``ds_shape``, ``ds_numel``,
-``ds_tensor``, ``ds_secondary_tensor``, ``all_gather_coalesced``.
+``ds_tensor``, ``ds_secondary_tensor``, ``ds_process_group``, ``all_gather_coalesced``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Zero3Adapter(FlatOptimizer):
             schema=schema,
             masters=masters,
             groups=[engine.optimizer.sub_group_to_group_id[index] for index in range(len(masters))],
-            dp_group=engine.optimizer.dp_process_group,
+            dp_group=partition_group(engine),
         )
 
     def destinations(self) -> Destinations:
@@ -117,6 +117,15 @@ class Zero3Adapter(FlatOptimizer):
         gather_anew(self.param_names, self._optimizer.persistent_parameters)
         # gathers what is left
         self._optimizer.checkpoint_event_epilogue()
+
+
+def partition_group(engine: Any) -> Any:
+    """The process group over which ZeRO-3 partitions the parameters of an engine.
+
+    With a device mesh for sequence parallelism it is all ranks, and ``optimizer.dp_process_group`` is not.
+    """
+    groups = [param.ds_process_group for param in engine.param_names]
+    return groups[0] if groups else engine.seq_data_parallel_group
 
 
 def gather_anew(params: Iterable[Any], persistent: Sequence[Any]) -> None:

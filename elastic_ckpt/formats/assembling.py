@@ -10,7 +10,6 @@ from itertools import chain
 from typing import Any
 
 from elastic_ckpt.catalog import Catalog
-from elastic_ckpt.destinations import Place
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.errors import listed as listed_names
 from elastic_ckpt.formats import model_states, shards
@@ -149,12 +148,6 @@ def _refuse_unlisted(found_in: str, names: Iterable[str], shapes: Mapping[str, A
         )
 
 
-def is_unchanged(ranks: Mapping[int, RankFiles], grid: Grid, place: Place) -> bool:
-    """Whether the job has the topology of the save."""
-    saved_dp = int(next(iter(ranks[0].models.values())).counters["dp_world_size"])
-    return (grid.tp, grid.pp, saved_dp) == (place.tp, place.pp, place.dp)
-
-
 def _fit_together(found: Found, rank: RankFiles, grid: Grid, options: ReadOptions) -> Catalog:
     """The catalog of one model-parallel rank's files."""
     models, optimizers = list(rank.models.values()), list(rank.optimizers.values())
@@ -162,11 +155,9 @@ def _fit_together(found: Found, rank: RankFiles, grid: Grid, options: ReadOption
     refuse_features(features, models[0].path)
     if optimizers:
         _check_belong_together(models, optimizers)
-        unchanged = is_unchanged({0: rank}, grid, options.place)
-        own = options.place.dp_rank if len(models) > 1 and unchanged else 0
+        own = grid.own_file(options.place) if len(models) > 1 else None
         _refuse_swapped(optimizers, grid)
-        per_rank = len(models) > 1 and unchanged
-        catalog = partitioned_catalog(found, models, optimizers, own, per_rank, options.states)
+        catalog = partitioned_catalog(found, models, optimizers, own, options.states)
     elif models[0].optimizer is None:
         number = re.search(r"mp_rank_(\d+)", os.path.basename(models[0].path))
         raise missing_file(found, f"*zero_pp_rank_0_mp_rank_{number[1] if number else '00'}_optim_states.pt", "none")
@@ -175,7 +166,8 @@ def _fit_together(found: Found, rank: RankFiles, grid: Grid, options: ReadOption
     else:
         _refuse_unnamed(found, models[0])
         catalog = unpartitioned_catalog(found, models[0], options)
-    return replace(catalog, declared=models[0].declared, run=models[0].run)
+    source = replace(catalog.source, sequence=grid.sequence)
+    return replace(catalog, source=source, declared=models[0].declared, run=models[0].run)
 
 
 def _refuse_swapped(optimizers: Sequence[OptimizerShard], grid: Grid) -> None:

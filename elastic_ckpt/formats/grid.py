@@ -2,8 +2,9 @@
 
 DeepSpeed numbers them together: ``mp_rank = stage * tp + tensor-parallel rank`` (``PipelineParallelGrid``,
 topology.py). Since 0.17 the files say how many of each there are (``checkpoint_parallel_dimensions``); older ones are
-told apart by the parameters they list: ranks of one stage list the same names. File names are not asked: gpt-neox's
-would suggest another topology.
+told apart by the parameters they list: ranks of one stage list the same names. What the files say is held against how
+many there are (:mod:`elastic_ckpt.formats.degrees`); their names are not asked: gpt-neox's would suggest another
+topology.
 """
 
 from __future__ import annotations
@@ -11,15 +12,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from elastic_ckpt.destinations import Place
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.model_states import ModelShard
+from elastic_ckpt.sequence import NO_SEQUENCE_PARALLEL, SequenceParallel
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Model-parallel ranks by pipeline stage, each stage's in tensor-parallel order."""
+    """Model-parallel ranks by pipeline stage, each stage's in tensor-parallel order.
+
+    Attributes:
+        stages: the ranks.
+        dp: ranks that ZeRO partitioned over.
+        sequence: how sequence parallelism divided those.
+    """
 
     stages: tuple[tuple[int, ...], ...]
+    dp: int = 1
+    sequence: SequenceParallel = NO_SEQUENCE_PARALLEL
 
     @property
     def tp(self) -> int:
@@ -28,6 +39,26 @@ class Grid:
     @property
     def pp(self) -> int:
         return len(self.stages)
+
+    def has_ranks_of(self, place: Place) -> bool:
+        """Whether the live job has the data-, tensor- and pipeline-parallel ranks of the save.
+
+        What belongs to one rank (random states, positions in the data) then still belongs to it; ranks of one
+        sequence-parallel group share their samples, so their number does not matter.
+        """
+        saved = (self.tp, self.pp, self.sequence.data_degree(self.dp))
+        return saved == (place.tp, place.pp, place.data_degree)
+
+    def own_file(self, place: Place) -> int | None:
+        """Which of the files that a model-parallel rank has for each of the ``dp`` ranks belongs to this rank.
+
+        ``None``: the job has other ranks than the save. A rank of a sequence-parallel group of another size finds the
+        file of the group's first rank.
+        """
+        if not self.has_ranks_of(place):
+            return None
+        saved = self.sequence.ranks_per_sample
+        return place.data_rank * saved + (place.sp_rank if saved == place.sequence.ranks_per_sample > 1 else 0)
 
 
 def grid_of(models: Mapping[int, ModelShard], folder: str) -> Grid:
@@ -39,18 +70,21 @@ def grid_of(models: Mapping[int, ModelShard], folder: str) -> Grid:
     """
     ranks = sorted(models)
     first = models[ranks[0]]
-    said = first.degrees
+    stated = first.stated
     for model in models.values():
-        if model.degrees != said:
+        if model.stated.dimensions != stated.dimensions:
             raise DamagedError(
                 f"this file belongs to another save than {first.path}: tensor- and pipeline-parallel degree differ",
                 file=model.path,
-                expected=said,
-                found=model.degrees,
+                expected=stated.dimensions,
+                found=model.stated.dimensions,
                 remedy="remove the foreign files, or take another tag",
             )
-    expected = said[0] * said[1] if said else max(ranks) + 1
+    degrees = stated.borne_out(len(ranks))
+    expected = degrees.model_parallel or max(ranks) + 1
     if len(ranks) != expected or ranks[-1] != expected - 1:
+        if stated.disagree:
+            raise _contradiction(first, ranks)
         fewer = len(ranks) < expected
         raise DamagedError(
             "files of model-parallel ranks are missing" if fewer else "there are files of more ranks than were saved",
@@ -59,7 +93,7 @@ def grid_of(models: Mapping[int, ModelShard], folder: str) -> Grid:
             found=f"{len(ranks)}: {', '.join(map(str, ranks[:16]))}",
             remedy="restore the missing files, or remove those of another save; or take another tag",
         )
-    stages = _as_said(ranks, said[0]) if said else _by_names([models[rank] for rank in ranks])
+    stages = _as_stated(ranks, degrees.tp) if degrees.tp else _by_names([models[rank] for rank in ranks])
     if stages is None or len({len(stage) for stage in stages}) > 1:
         raise UnsupportedError(
             "it cannot be told which model-parallel file is of which pipeline stage and tensor-parallel rank",
@@ -67,10 +101,20 @@ def grid_of(models: Mapping[int, ModelShard], folder: str) -> Grid:
             expected="checkpoint_parallel_dimensions, or parameters that are the same within a stage",
             found=f"{len(ranks)} model-parallel ranks",
         )
-    return Grid(stages)
+    return Grid(stages, int(first.counters.get("dp_world_size", 1)), degrees.sequence)
 
 
-def _as_said(ranks: Sequence[int], tp: int) -> tuple[tuple[int, ...], ...]:
+def _contradiction(model: ModelShard, ranks: Sequence[int]) -> DamagedError:
+    return DamagedError(
+        "two entries of a model-states file contradict each other, and the files fit neither",
+        file=model.path,
+        expected=f"as many model-parallel ranks as {model.stated} say",
+        found=f"{len(ranks)}: {', '.join(map(str, ranks[:16]))}",
+        remedy="restore the missing files, or remove those of another save; or take another tag",
+    )
+
+
+def _as_stated(ranks: Sequence[int], tp: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(ranks[start : start + tp]) for start in range(0, len(ranks), tp))
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from elastic_ckpt import parallel
 from elastic_ckpt.destinations import Place
-from elastic_ckpt.formats.assembling import Assembled, Kind, is_unchanged
+from elastic_ckpt.formats.assembling import Assembled, Kind
 from elastic_ckpt.formats.base import opener_of
 from elastic_ckpt.formats.host_state import loss_scale_from, loss_scale_of, read_host_state
 from elastic_ckpt.formats.model_states import ModelShard
@@ -46,7 +46,7 @@ class HostStates:
         self._kinds = kinds
         self._opened = opened
         self._place = place
-        self._unchanged = is_unchanged(files.ranks, files.grid, place)
+        self._same_ranks = files.grid.has_ranks_of(place)
         self._known: dict[int, HostState] = {}
 
     def wanted(self) -> Wanted:
@@ -54,12 +54,12 @@ class HostStates:
         place, grid = self._place, self._files.grid
         same_model = (grid.tp, grid.pp) == (place.tp, place.pp)
         models = list(self._files.ranks[place.mp_rank if same_model else 0].models)
-        per_rank = len(models) > 1 and self._unchanged
-        position = models[place.dp_rank if per_rank else 0]
+        own = self._files.grid.own_file(place) if len(models) > 1 else None
+        position = models[own or 0]
         if position not in self._opened:
             return Wanted(position)
         state = self._read(position)
-        of_all = not per_rank and (not same_model or place.tp * place.pp == 1)
+        of_all = own is None and (not same_model or place.tp * place.pp == 1)
         return Wanted(position, parallel.pack(state) if of_all else None)
 
     def exchanged(self, everybody: Sequence[Wanted]) -> HostState:
@@ -89,9 +89,8 @@ class HostStates:
             rank = self._files.ranks[self._kinds[position][0]]
             models, optimizers = list(rank.models.values()), list(rank.optimizers.values())
             overflow = optimizers[0].overflow if optimizers else False
-            self._known[position] = read_host_state(
-                self._opened[position], _loss_scale(models, optimizers), overflow, self._unchanged
-            )
+            scale, sequence = _loss_scale(models, optimizers), self._files.grid.sequence
+            self._known[position] = read_host_state(self._opened[position], scale, overflow, self._same_ranks, sequence)
         return self._known[position]
 
 

@@ -9,6 +9,7 @@ from elastic_ckpt.formats.model_states import COUNTERS
 from elastic_ckpt.formats.pickled import PickledFile, materialise
 from elastic_ckpt.formats.saved_config import config_section, saved_config
 from elastic_ckpt.host_state import BatchSizes, HostState, LossScale
+from elastic_ckpt.sequence import SequenceParallel
 
 #: State of a dynamic scaler as ``DynamicLossScaler`` and ``FP16_Optimizer.state_dict`` name it (loss_scaler.py).
 _DYNAMIC = (
@@ -25,7 +26,13 @@ _DYNAMIC = (
 )
 
 
-def read_host_state(file: PickledFile, loss_scale: LossScale | None, overflow: bool, same_ranks: bool) -> HostState:
+def read_host_state(
+    file: PickledFile,
+    loss_scale: LossScale | None,
+    overflow: bool,
+    same_ranks: bool,
+    sequence: SequenceParallel,
+) -> HostState:
     """The Python side of a model-states file, with its small tensors read.
 
     Weights stay where they are; frozen fragments too, which DeepSpeed's own loader hands out as "client state".
@@ -34,7 +41,7 @@ def read_host_state(file: PickledFile, loss_scale: LossScale | None, overflow: b
     rest = {key: value for key, value in file.tree.items() if key not in left_out}
     return HostState(
         counters={key: file.tree[key] for key in COUNTERS if key in file.tree},
-        batch=_batch_sizes(file),
+        batch=_batch_sizes(file, sequence),
         lr_scheduler=materialise(file, file.tree.get("lr_scheduler")),
         loss_scale=loss_scale if _trained_in_fp16(file, loss_scale) else None,
         overflow=overflow,
@@ -72,7 +79,7 @@ def _trained_in_fp16(file: PickledFile, loss_scale: LossScale | None) -> bool:
     return loss_scale.dynamic or loss_scale.values["cur_scale"] != 1.0
 
 
-def _batch_sizes(file: PickledFile) -> BatchSizes:
+def _batch_sizes(file: PickledFile, sequence: SequenceParallel) -> BatchSizes:
     """From the saved config, where it tells."""
     config = saved_config(file) or {}
 
@@ -80,7 +87,7 @@ def _batch_sizes(file: PickledFile) -> BatchSizes:
         value = config.get(key)
         return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
-    dp = int(file.tree.get("dp_world_size") or 0)
+    dp = sequence.data_degree(int(file.tree.get("dp_world_size") or 0))
     whole, micro, steps = map(
         positive, ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     )

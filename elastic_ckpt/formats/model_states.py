@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from elastic_ckpt.errors import DamagedError, UnsupportedError
+from elastic_ckpt.formats.degrees import StatedDegrees, stated_degrees
 from elastic_ckpt.formats.features import Features, features_in
 from elastic_ckpt.formats.pickled import PickledFile, TensorRef, materialise
 from elastic_ckpt.formats.run_arguments import run_arguments
-from elastic_ckpt.formats.saved_config import config_section
+from elastic_ckpt.formats.saved_config import config_section, saved_config
 from elastic_ckpt.formats.zero0_index import UnpartitionedState, index_unpartitioned
 from elastic_ckpt.rules.declared import Declared, declared_by
 from elastic_ckpt.states.classify import StateOptions
@@ -52,7 +53,7 @@ class ModelShard:
         zero: the ``zero_optimization`` section of the run's DeepSpeed config.
         alignment: elements that ZeRO-3's partitions were padded to a multiple of (``"align_partitions"``); 1: none.
         features: what only DeepSpeed's own loader restores.
-        degrees: tensor- and pipeline-parallel degree, where the file tells.
+        stated: what it states about the parallel degrees of the run.
         declared: what it says about tensor-parallel shards.
         run: arguments of the run that saved it, as far as they are plain values.
         optimizer: the optimizer's state, where it was not partitioned (ZeRO stage 0).
@@ -76,7 +77,7 @@ class ModelShard:
     features: Features
     optimizer: UnpartitionedState | None
     buffer_names: tuple[str, ...] = ()
-    degrees: tuple[int, int] | None = None
+    stated: StatedDegrees = field(default_factory=StatedDegrees)
     declared: Declared = field(default_factory=Declared)
     run: Mapping[str, Any] = field(default_factory=dict)
 
@@ -95,6 +96,7 @@ def index_model_states(file: PickledFile, dp_rank: int, options: StateOptions = 
     tree = file.tree
     optimizer = index_unpartitioned(file, options)
     shared = dict(tree.get("shared_params") or {})
+    run = run_arguments(tree.get("args"), os.path.dirname(file.path))
     return ModelShard(
         path=file.path,
         nbytes=file.nbytes,
@@ -114,21 +116,10 @@ def index_model_states(file: PickledFile, dp_rank: int, options: StateOptions = 
         features=features_in(file),
         optimizer=optimizer,
         buffer_names=tuple(map(str, file.section("buffer_names"))),
-        degrees=_degrees(tree),
+        stated=stated_degrees(tree, saved_config(file) or {}, run),
         declared=declared_by(tree.get("universal_checkpoint_info")),
-        run=run_arguments(tree.get("args"), os.path.dirname(file.path)),
+        run=run,
     )
-
-
-def _degrees(tree: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Tensor- and pipeline-parallel degree."""
-    saved = tree.get("checkpoint_parallel_dimensions")
-    if not isinstance(saved, Mapping):
-        return None
-    tp, pp = saved.get("tp_degree"), saved.get("pp_degree")
-    if not isinstance(tp, int) or not isinstance(pp, int) or tp < 1 or pp < 1:
-        return None
-    return tp, pp
 
 
 def _alignment(file: PickledFile) -> int:

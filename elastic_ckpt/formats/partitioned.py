@@ -38,8 +38,7 @@ def partitioned_catalog(
     found: Found,
     models: Sequence[ModelShard],
     optimizers: Sequence[OptimizerShard],
-    own: int,
-    per_rank: bool,
+    own: int | None,
     options: StateOptions,
 ) -> Catalog:
     """The catalog of a checkpoint whose optimizer states are partitioned.
@@ -48,8 +47,8 @@ def partitioned_catalog(
         found: the folder.
         models: its model-states files, in rank order.
         optimizers: its optimizer-states files, in rank order.
-        own: the model-states file to take buffers from.
-        per_rank: whether each rank of the job takes them from another file.
+        own: the model-states file of this rank, where each rank of the job takes buffers from another one; ``None``:
+            all take them from the first.
         options: the user's word on optimizer states.
     """
     files = [source_file(item) for item in models] + [source_file(item) for item in optimizers]
@@ -58,7 +57,7 @@ def partitioned_catalog(
     for flat in range(len(models[0].param_shapes)):
         collector.add(flat, first_shard=len(models))
     tensors = collector.tensors()
-    whole, notes = module_tensors(models, own, frozenset(collector.parameters))
+    whole, notes = module_tensors(models, own or 0, frozenset(collector.parameters))
     return Catalog(
         source=SourceFacts(
             "native", found.folder, found.tag, optimizers[0].zero_stage, len(optimizers), models[0].ds_version
@@ -72,8 +71,8 @@ def partitioned_catalog(
         damaged_states=collector.damaged,
         fresh_states=frozenset(key for key, kind in collector.kinds.items() if kind.kind == FRESH),
         scalar_forms=collector.scalar_forms,
-        frozen_recorded=models[own].frozen_recorded,
-        buffers_of_this_rank=per_rank,
+        frozen_recorded=models[own or 0].frozen_recorded,
+        buffers_of_this_rank=own is not None,
         notes=found.notes + notes + map_notes + kind_notes(collector.kinds),
         warnings=unmatched_names(collector.kinds, options),
     )

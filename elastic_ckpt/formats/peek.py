@@ -11,8 +11,10 @@ from typing import Any
 from elastic_ckpt.dtypes import is_floating
 from elastic_ckpt.errors import ElasticCkptError
 from elastic_ckpt.formats.base import Found
+from elastic_ckpt.formats.degrees import Degrees, stated_degrees
 from elastic_ckpt.formats.host_state import loss_scale_from, read_host_state
 from elastic_ckpt.formats.pickled import PickledFile, TensorRef, open_pickled
+from elastic_ckpt.formats.run_arguments import run_arguments
 from elastic_ckpt.formats.saved_config import saved_config
 from elastic_ckpt.formats.zero0_index import UnpartitionedState, index_unpartitioned
 from elastic_ckpt.host_state import HostState
@@ -37,7 +39,7 @@ class Peeked:
         host: counters, batch sizes, scheduler, and the loss scale where it lies in this file.
         config: DeepSpeed config of the run; ``None``: only its path was saved, or nothing.
         ds_version: DeepSpeed version; empty: not said.
-        degrees: tensor- and pipeline-parallel degree, where the file tells.
+        degrees: parallel degrees of the run, as far as the file states them and other files bear them out.
         weight_dtypes: floating-point dtypes of the module's parameters, the most frequent first; those of an empty
             tensor count, which ZeRO-3 leaves in the place of a parameter.
         client_state: names of the entries that the training script put in.
@@ -50,7 +52,7 @@ class Peeked:
     host: HostState
     config: Mapping[str, Any] | None
     ds_version: str
-    degrees: tuple[int, int] | None
+    degrees: Degrees
     weight_dtypes: tuple[str, ...]
     client_state: tuple[str, ...]
     parameters: tuple[str, ...]
@@ -84,12 +86,15 @@ def _peeked(found: Found, mp: int, file: PickledFile, trust_pickle: bool) -> Pee
     dtypes = _dtypes(ref for key, ref in weights.items() if str(key) not in buffers)
     shapes = tree.get("param_shapes") or ()
     listed = [str(key) for group in shapes if isinstance(group, Mapping) for key in group]
+    config = saved_config(file)
+    stated = stated_degrees(tree, config or {}, run_arguments(tree.get("args"), found.folder))
+    degrees = stated.borne_out(len(found.files.mp_ranks))
     return Peeked(
         name=os.path.basename(file.path),
-        host=read_host_state(file, scale, overflow=False, same_ranks=False),
-        config=saved_config(file),
+        host=read_host_state(file, scale, overflow=False, same_ranks=False, sequence=degrees.sequence),
+        config=config,
         ds_version=str(tree.get("ds_version") or ""),
-        degrees=_degrees(tree),
+        degrees=degrees,
         weight_dtypes=dtypes or _layer_dtypes(found, trust_pickle),
         client_state=tuple(sorted(str(key) for key in tree if key not in _OWN_ENTRIES)),
         parameters=tuple(listed),
@@ -119,13 +124,6 @@ def _unnamed_elsewhere(found: Found, mp: int, trust_pickle: bool) -> dict[int, U
             continue
         states |= {} if state is None else {other: state}
     return states
-
-
-def _degrees(tree: Mapping[str, Any]) -> tuple[int, int] | None:
-    saved = tree.get("checkpoint_parallel_dimensions")
-    degrees = [saved.get("tp_degree"), saved.get("pp_degree")] if isinstance(saved, Mapping) else []
-    known = [degree for degree in degrees if isinstance(degree, int) and degree > 0]
-    return (known[0], known[1]) if len(known) == 2 else None
 
 
 def _layer_dtypes(found: Found, trust_pickle: bool) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from elastic_ckpt.catalog import (
     SavedParameter,
     SourceFacts,
 )
+from elastic_ckpt.destinations import Place
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
 from elastic_ckpt.formats import model_states
 from elastic_ckpt.formats.base import (
@@ -92,7 +93,11 @@ def read_universal(found: Found, options: ReadOptions) -> Checkpoint:
             weights = SavedWeights(first.path, first.weights)
             spot_check(catalog, weights, {positions[file.path] for file in opened.values() if file.path in positions})
         fitted.append(catalog)
-        return parallel.pack(_read_host(opened[0], models, optimizer, found.folder)) if 0 in opened else None
+        return (
+            parallel.pack(_read_host(opened[0], models, optimizer, found.folder, options.place))
+            if 0 in opened
+            else None
+        )
 
     everybody = parallel.gathered("fit the checkpoint's files together", fit)
     packed = next(each for each in everybody if each is not None)
@@ -104,14 +109,14 @@ def _read_host(
     models: Mapping[tuple[int, int], ModelShard],
     optimizer: OptimizerFile | None,
     folder: str,
+    place: Place,
 ) -> HostState:
     """What the first model-states file says of everything but tensors."""
-    dp = int(next(iter(models.values())).counters["dp_world_size"])
-    unchanged = len(models) == 1 and dp == parallel.world_size()
     scale = None if optimizer is None else loss_scale_of(optimizer.loss_scaler)
     overflow = optimizer is not None and optimizer.overflow
     grid = _grid(models, folder)
-    state = read_host_state(file, scale, overflow, unchanged)
+    same_ranks = len(models) == 1 and grid.has_ranks_of(place)
+    state = read_host_state(file, scale, overflow, same_ranks, grid.sequence)
     # one model-parallel rank's, on every rank
     return replace(state, degrees=(0, 0)) if grid.tp * grid.pp > 1 else state
 
@@ -203,7 +208,7 @@ def _build_catalog(
         notes += (_NO_OPTIMIZER_FILE,)
     return Catalog(
         source=SourceFacts(
-            "universal", found.folder, found.tag, stage, int(first.counters["dp_world_size"]), first.ds_version
+            "universal", found.folder, found.tag, stage, grid.dp, first.ds_version, sequence=grid.sequence
         ),
         files=files,
         parameters=parameters,

@@ -46,7 +46,7 @@ class SavedRun:
         step, samples, skipped_steps: its counters.
         ds_version: DeepSpeed version.
         zero_stage: 0 to 3; ``BF16_Optimizer`` without ZeRO partitions as stage 1 does, and counts as that.
-        dp, tp, pp: data-, tensor- and pipeline-parallel degree.
+        dp, sp, tp, pp: data-, sequence-, tensor- and pipeline-parallel degree; ``sp`` is ``None`` where it is 1.
         precision: ``"fp32"``, ``"bf16"``, ``"fp16"`` or ``"unknown"``.
         precision_from: what says so, in words.
         optimizer: in words.
@@ -66,6 +66,7 @@ class SavedRun:
     ds_version: str | None = None
     zero_stage: int | None = None
     dp: int | None = None
+    sp: int | None = None
     tp: int | None = None
     pp: int | None = None
     precision: str = "unknown"

@@ -151,7 +151,7 @@ def _expected(found: Found, peeked: Peeked | None) -> Iterator[str]:
 def _ranks(files: FolderFiles, peeked: Peeked | None) -> tuple[range, range]:
     """Data-parallel and model-parallel ranks, of which there are at least those that have files."""
     said_dp = 0 if peeked is None else peeked.host.counters.get("dp_world_size")
-    said_mp = peeked.degrees[0] * peeked.degrees[1] if peeked is not None and peeked.degrees else 0
+    said_mp = 0 if peeked is None else peeked.degrees.model_parallel
     dps = max((dp for dp, _ in (*files.optimizer, *files.model_zero3)), default=0) + 1
     dps = max(dps, said_dp) if isinstance(said_dp, int) else dps
     return range(dps), range(max(max(files.mp_ranks, default=0) + 1, said_mp))
@@ -172,7 +172,7 @@ def _expected_layers(files: FolderFiles, peeked: Peeked | None) -> Iterator[str]
         return
     named = (_LAYER.match(name) for name in (peeked.parameters if peeked else ()))
     layers = {layer for layer, _ in files.layers} | {int(match[1]) for match in named if match}
-    said = peeked.degrees[0] if peeked is not None and peeked.degrees else 0
+    said = 0 if peeked is None else peeked.degrees.tp or 0
     tp = max(said, max(rank for _, rank in files.layers) + 1)
     with_rank = any(_LAYER_OF_TP.search(name) for name in files.layers.values())
     if len(layers) * tp > _MOST_EXPECTED:

@@ -11,6 +11,7 @@ from elastic_ckpt.formats.peek import Peeked
 from elastic_ckpt.host_state import BatchSizes, HostState, LossScale
 from elastic_ckpt.inspection.facts import SavedRun
 from elastic_ckpt.optimizer_kinds import optimizer_of, saved_optimizer
+from elastic_ckpt.sequence import SequenceParallel
 
 UNKNOWN = "unknown"
 _BY_DTYPE = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -33,13 +34,15 @@ def saved_run(found: Found, peeked: Peeked | None, checkpoint: Checkpoint | None
     evidence = precision_evidence(found, peeked)
     optimizer, says_so = _optimizer(peeked, catalog)
     stage, dp, tp, pp = _topology(found, peeked, catalog, counters)
+    sequence = catalog.source.sequence if catalog else peeked.degrees.sequence if peeked else SequenceParallel()
     return SavedRun(
         step=_int(counters.get("global_steps")),
         samples=_int(counters.get("global_samples")),
         skipped_steps=_int(counters.get("skipped_steps")),
         ds_version=catalog.source.ds_version if catalog else (peeked.ds_version or None) if peeked else None,
         zero_stage=stage,
-        dp=dp,
+        dp=None if dp is None else sequence.data_degree(dp),
+        sp=sequence.degree if sequence.degree > 1 else None,
         tp=tp,
         pp=pp,
         precision=next(iter(evidence.values()), UNKNOWN),
@@ -86,7 +89,7 @@ def _topology(
     found: Found, peeked: Peeked | None, catalog: Catalog | None, counters: Mapping[str, Any]
 ) -> tuple[int | None, int | None, int | None, int | None]:
     """ZeRO stage, and data-, tensor- and pipeline-parallel degree."""
-    said = (None, None) if peeked is None or peeked.degrees is None else peeked.degrees
+    said = (None, None) if peeked is None else (peeked.degrees.tp, peeked.degrees.pp)
     if catalog is None:
         stage = 3 if found.files.model_zero3 else _int(zero_options(peeked).get("stage"))
         return stage, _int(counters.get("dp_world_size")), *said

@@ -149,8 +149,8 @@ def _missing(found: Found, indexed: _Indexed) -> list[Finding]:
     if not models:
         return _named(found, missing_files(found.files, None, None))
     most = _majority([_number(model.counters["dp_world_size"]) for model in models])
-    degrees = _majority([model.degrees for model in models])
-    ranks = degrees[0] * degrees[1] if degrees else None
+    degrees = _majority([model.stated for model in models]).borne_out(len(found.files.mp_ranks))
+    ranks = degrees.model_parallel or None
     return _named(found, missing_files(found.files, None if found.files.is_universal else most, ranks))
 
 

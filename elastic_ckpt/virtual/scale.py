@@ -15,6 +15,7 @@ from elastic_ckpt.catalog import Catalog
 from elastic_ckpt.dtypes import ITEMSIZE
 from elastic_ckpt.formats.assembling import Kind, assemble
 from elastic_ckpt.formats.base import Found, ReadOptions
+from elastic_ckpt.formats.degrees import StatedDegrees
 from elastic_ckpt.formats.features import Features
 from elastic_ckpt.formats.layers import LayerShard
 from elastic_ckpt.formats.model_states import ModelShard
@@ -142,7 +143,7 @@ class _Imagined:
             alignment=1,
             features=Features(),
             optimizer=None,
-            degrees=(saved.tp, self._pp),
+            stated=StatedDegrees((saved.tp, self._pp), saved.tp, saved.dp),
             declared=self._declared,
             run=self._model.arguments,
         )

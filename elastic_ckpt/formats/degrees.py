@@ -1,0 +1,96 @@
+"""The parallel degrees that a model-states file states, and which of its statements the other files bear out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from elastic_ckpt.sequence import SequenceParallel
+
+
+@dataclass(frozen=True, slots=True)
+class Degrees:
+    """Degrees of the run that saved a checkpoint; tensor and pipeline are ``None`` where no file tells."""
+
+    tp: int | None
+    pp: int | None
+    sequence: SequenceParallel
+
+    @property
+    def model_parallel(self) -> int:
+        """Model-parallel ranks, each with files of its own; 0: not known."""
+        return (self.tp or 0) * (self.pp or 0)
+
+
+@dataclass(frozen=True, slots=True)
+class StatedDegrees:
+    """What a model-states file states, not all of which need be right.
+
+    Attributes:
+        dimensions: tensor- and pipeline-parallel degree (``checkpoint_parallel_dimensions``, since DeepSpeed 0.17).
+        mp: ``mp_world_size``, the tensor-parallel degree; ``None``: not stated.
+        dp: ``dp_world_size``, the ranks that ZeRO partitions over; ``None``: not stated.
+        sequence: sequence-parallel degree of the saved config or arguments; ``None``: not stated.
+        mesh: whether the config makes a device mesh, over whose sequence ranks ZeRO-1 and 2 do not partition.
+    """
+
+    dimensions: tuple[int, int] | None = None
+    mp: int | None = None
+    dp: int | None = None
+    sequence: int | None = None
+    mesh: bool = False
+
+    def borne_out(self, model_parallel_ranks: int) -> Degrees:
+        """The degrees, given how many model-parallel ranks have files.
+
+        DeepSpeed 0.19 takes the sequence-parallel degree of ``parallel_state_sp`` for the tensor-parallel one
+        (``bwc_tensor_model_parallel_world_size`` finds ``get_model_parallel_world_size`` there, which is an alias).
+        Then ``mp_world_size`` states another degree, and of the two the one counts that the files bear out.
+        """
+        sequence = SequenceParallel(self.sequence or 1, partitioned=not self.mesh)
+        if self.dimensions is None:
+            return Degrees(None, None, sequence)
+        tp, pp = self.dimensions
+        is_sequence = tp * pp != model_parallel_ranks and self.mp is not None and self.mp * pp == model_parallel_ranks
+        if is_sequence and tp > 1 and (self.dp or 0) % tp == 0:
+            return Degrees(self.mp, pp, SequenceParallel(tp))
+        return Degrees(tp, pp, sequence)
+
+    @property
+    def disagree(self) -> bool:
+        """Whether two statements contradict each other."""
+        return self.dimensions is not None and self.mp is not None and self.mp != self.dimensions[0]
+
+    def __str__(self) -> str:
+        """The statements about model-parallel ranks, for errors."""
+        parts = [] if self.mp is None else [f"mp_world_size {self.mp}"]
+        if self.dimensions is not None:
+            tp, pp = self.dimensions
+            parts.append(f"checkpoint_parallel_dimensions {{'tp_degree': {tp}, 'pp_degree': {pp}}}")
+        return " and ".join(parts) or "nothing"
+
+
+def stated_degrees(tree: Mapping[str, Any], config: Mapping[str, Any], run: Mapping[str, Any]) -> StatedDegrees:
+    """What a model-states file states.
+
+    Args:
+        tree: its entries.
+        config: DeepSpeed config of the run; empty where it is not known.
+        run: its arguments (Megatron-DeepSpeed's ``args``), as far as they are plain values.
+    """
+    saved = tree.get("checkpoint_parallel_dimensions")
+    tp, pp = (_degree(saved, key) for key in ("tp_degree", "pp_degree")) if isinstance(saved, Mapping) else (None, None)
+    sequence = _degree(config, "sequence_parallel_size")
+    return StatedDegrees(
+        dimensions=None if tp is None or pp is None else (tp, pp),
+        mp=_degree(tree, "mp_world_size"),
+        dp=_degree(tree, "dp_world_size"),
+        sequence=_degree(run, "ds_sequence_parallel_size") if sequence is None else sequence,
+        mesh=sequence is not None and _degree(config, "data_parallel_size") is not None,
+    )
+
+
+def _degree(values: Mapping[str, Any], key: str) -> int | None:
+    value = values.get(key)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None

@@ -1,0 +1,56 @@
+"""What a model-states file states about the degrees of its run, and what counts where the statements differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_ckpt.formats.degrees import Degrees, StatedDegrees, stated_degrees
+from elastic_ckpt.sequence import SequenceParallel
+
+DEGREE = st.integers(1, 8)
+
+
+def tree(tp: Any, pp: Any, **more: Any) -> dict[str, Any]:
+    return {"checkpoint_parallel_dimensions": {"tp_degree": tp, "pp_degree": pp}, **more}
+
+
+@given(tp=DEGREE, pp=DEGREE, dp=DEGREE)
+def test_statements_that_agree_with_the_files_are_taken_as_they_are(tp: int, pp: int, dp: int) -> None:
+    stated = stated_degrees(tree(tp, pp, mp_world_size=tp, dp_world_size=dp), {}, {})
+    assert stated.borne_out(tp * pp) == Degrees(tp, pp, SequenceParallel())
+    assert not stated.disagree
+
+
+@given(sp=st.integers(2, 8), data=DEGREE)
+def test_parallel_state_sp_states_its_own_degree_as_the_tensor_parallel_one(sp: int, data: int) -> None:
+    """As DeepSpeed 0.19.8 saves it: one model-parallel rank, and ``tp_degree`` is the sequence-parallel degree."""
+    stated = stated_degrees(tree(sp, 1, mp_world_size=1, dp_world_size=sp * data), {}, {})
+    found = stated.borne_out(1)
+    assert found == Degrees(1, 1, SequenceParallel(sp))
+    assert found.sequence.data_degree(sp * data) == data
+    assert [found.sequence.data_rank(rank) for rank in range(sp * data)] == [rank // sp for rank in range(sp * data)]
+
+
+@given(tp=st.integers(2, 8), files=DEGREE)
+def test_lost_tensor_parallel_files_do_not_make_sequence_parallelism(tp: int, files: int) -> None:
+    stated = StatedDegrees((tp, 1), mp=tp, dp=tp * 8)
+    assert stated.borne_out(files) == Degrees(tp, 1, SequenceParallel())
+
+
+def test_the_saved_config_and_megatrons_arguments_tell_the_sequence_parallel_degree() -> None:
+    config = {"sequence_parallel_size": 2}
+    assert stated_degrees(tree(1, 1), config, {}).borne_out(1).sequence == SequenceParallel(2)
+    mesh = stated_degrees(tree(1, 1, dp_world_size=3), {**config, "data_parallel_size": 3}, {}).borne_out(1).sequence
+    assert mesh == SequenceParallel(2, partitioned=False)
+    assert (mesh.data_degree(3), mesh.data_rank(2)) == (3, 2)
+    assert stated_degrees(tree(4, 1), {}, {"ds_sequence_parallel_size": 2}).borne_out(4).sequence == SequenceParallel(2)
+
+
+@pytest.mark.parametrize("odd", [None, "2", True, 0, -1, 2.0, {}])
+def test_what_is_no_degree_states_nothing(odd: Any) -> None:
+    assert stated_degrees(tree(odd, 1), {"sequence_parallel_size": odd}, {}) == StatedDegrees()
+    assert stated_degrees({"checkpoint_parallel_dimensions": odd}, {}, {}).borne_out(3).model_parallel == 0
