@@ -81,6 +81,10 @@ class DamagedError(ElasticCkptError):
     """A file is missing, truncated, unreadable, or belongs to another save."""
 
 
+class LayoutError(DamagedError):
+    """Files do not fit the layout that they state: one is damaged or missing, or the layout is one not known here."""
+
+
 class UnsafePickleError(ElasticCkptError):
     """A file wants to run code that is not on the list of safe globals."""
 
@@ -91,6 +95,10 @@ class MismatchError(ElasticCkptError):
 
 class UnsupportedError(ElasticCkptError):
     """Something that this version cannot restore exactly, and therefore refuses by name."""
+
+
+class UnforeseenError(ElasticCkptError):
+    """An exception that nobody foresaw, on one rank or on all."""
 
 
 class PartialLoadError(ElasticCkptError):

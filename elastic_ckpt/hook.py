@@ -12,6 +12,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from elastic_ckpt import config as elastic_config
 from elastic_ckpt import parallel
+from elastic_ckpt.clock import Clock
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.detect import find_checkpoint
 from elastic_ckpt.engines.alignment import install_alignment, uninstall_alignment
@@ -22,12 +23,23 @@ from elastic_ckpt.engines.host import (
     ds_config,
     load_universal_flag,
     restores_states,
-    universal_flag_off,
+    separate_steps,
+    universal_flag,
 )
-from elastic_ckpt.errors import ConfigError, DamagedError, ElasticCkptError, NotFoundError, UnsupportedError
+from elastic_ckpt.engines.saves import warn_of_incomplete_saves
+from elastic_ckpt.errors import (
+    ConfigError,
+    DamagedError,
+    ElasticCkptError,
+    LayoutError,
+    NotFoundError,
+    UnforeseenError,
+    UnsupportedError,
+)
 from elastic_ckpt.formats import Found
-from elastic_ckpt.loader import load
+from elastic_ckpt.loader import collector_off, execute_load
 from elastic_ckpt.pipe import install_pipe, uninstall_pipe
+from elastic_ckpt.preparation import Prepared, prepare
 
 logger = logging.getLogger(__name__)
 _ORIGINAL = "_elastic_ckpt_original"
@@ -46,6 +58,7 @@ def install() -> None:
     patched = _patch(original)
     setattr(patched, _ORIGINAL, original)
     DeepSpeedEngine.load_checkpoint = patched
+    DeepSpeedEngine.__init__ = _warning(DeepSpeedEngine.__init__)
     DeepSpeedEngine.elastic_report = None
     install_alignment()
     install_pipe()
@@ -58,9 +71,22 @@ def uninstall() -> None:
     # functools.wraps copies our mark to a wrapper that somebody put around the patch: that one is not ours to remove
     if original is not None and getattr(patched, "__wrapped__", None) is original:
         DeepSpeedEngine.load_checkpoint = original
+        DeepSpeedEngine.__init__ = getattr(DeepSpeedEngine.__init__, _ORIGINAL, DeepSpeedEngine.__init__)
         del DeepSpeedEngine.elastic_report
         uninstall_alignment()
         uninstall_pipe()
+
+
+def _warning(original: Callable[..., None]) -> Callable[..., None]:
+    """``DeepSpeedEngine.__init__`` that warns of engines whose saves will not hold all of them."""
+
+    @functools.wraps(original)
+    def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        warn_of_incomplete_saves(self)
+
+    setattr(initialize, _ORIGINAL, original)
+    return initialize
 
 
 def _patch(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -105,18 +131,36 @@ def _load_or_delegate(engine: Any, arguments: LoadArguments, own: Callable[..., 
                 found="none",
             )
         return _delegate(engine, arguments, None, own)
+    clock = Clock()
+    with collector_off():
+        ready = _prepare_unless_left(engine, found, arguments, config, clock)
+        if ready is not None:
+            return execute_load(engine, found, ready, arguments, config, clock)
+    return _delegate(engine, arguments, found, own)
+
+
+def _prepare_unless_left(
+    engine: Any, found: Found, arguments: LoadArguments, config: ElasticConfig, clock: Clock
+) -> Prepared | None:
+    """What a load needs to know; ``None``: DeepSpeed's own loader restores what cannot be restored here. Collective.
+
+    Raises:
+        ElasticCkptError: the same on every rank; DeepSpeed's own loader is not known to restore it either.
+    """
     try:
         if arguments.custom_load_fn is not None:
             raise UnsupportedError("custom_load_fn is handled by DeepSpeed's own loader only")
-        return load(engine, found, arguments, config)
-    except (UnsupportedError, DamagedError) as error:
-        if isinstance(error, DamagedError) and not _weights_would_do(arguments, found):
+        return prepare(engine, found, arguments, config, clock)
+    except (UnsupportedError, DamagedError, UnforeseenError) as error:
+        may_be_our_limit = not isinstance(error, DamagedError) or isinstance(error, LayoutError)
+        if not (may_be_our_limit or _weights_would_do(arguments, found)):
             raise
-        if _asks_for_more(config, arguments) or not deepspeed_loads_it_right(engine, found, arguments):
+        known = isinstance(error, UnsupportedError)
+        if _asks_for_more(config, arguments) or not deepspeed_loads_it_right(engine, found, arguments, known):
             raise
         if parallel.rank() == 0:
             logger.warning("elastic_ckpt leaves this load to DeepSpeed's own loader: %s", error.problem)
-        return _delegate(engine, arguments, found, own)
+        return None
 
 
 def _weights_would_do(arguments: LoadArguments, found: Found) -> bool:
@@ -209,7 +253,11 @@ def _delegate(engine: Any, arguments: LoadArguments, found: Found | None, own: C
         "load_module_only": arguments.load_module_only,
         "custom_load_fn": arguments.custom_load_fn,
     }
-    if found is None or found.format != "native":
+    if found is None:
         return own(arguments.load_dir, **keywords)
-    with universal_flag_off(engine):
-        return own(arguments.load_dir, **{**keywords, "tag": found.tag})
+    is_universal = found.format == "universal"
+    with universal_flag(engine, is_universal):
+        result = own(arguments.load_dir, **{**keywords, "tag": found.tag})
+    if is_universal:
+        separate_steps(engine)
+    return result

@@ -23,7 +23,7 @@ from elastic_ckpt.errors import ElasticCkptError, PartialLoadError
 from elastic_ckpt.exchange import exchange_shares
 from elastic_ckpt.formats import Found
 from elastic_ckpt.plan import Outcome, Plan
-from elastic_ckpt.preparation import Prepared, prepare
+from elastic_ckpt.preparation import Prepared
 from elastic_ckpt.reader import execute, read_options
 from elastic_ckpt.recoder import RecodeStats
 from elastic_ckpt.report import LoadReport, RankWork, united
@@ -32,8 +32,11 @@ logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
-    """What is known of a load is many small objects that stay: a quarter of its time would go to finding no garbage."""
+def collector_off() -> Iterator[None]:
+    """Disable cyclic garbage collection: a load makes many small objects that stay, and collection finds none to free.
+
+    It costs about a quarter of a load's time.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -43,13 +46,21 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-@_uncollected()
-def load(engine: Any, found: Found, arguments: LoadArguments, config: ElasticConfig) -> tuple[str, dict[str, Any]]:
+def execute_load(
+    engine: Any, found: Found, ready: Prepared, arguments: LoadArguments, config: ElasticConfig, clock: Clock
+) -> tuple[str, dict[str, Any]]:
     """Restore a checkpoint into a live engine. Collective: every rank of the job calls it.
 
-    1. describe the engine; 2. read metadata, each file on one rank; 3. plan and agree; 4. scheduler; 5. read, and
-    send around what every rank holds; 6. commit. Up to step 3 nothing of the engine changes, and step 4 is taken back
-    where any rank fails in it.
+    1. scheduler; 2. read, and send around what every rank holds; 3. commit. Step 1 is taken back where any rank fails
+    in it.
+
+    Args:
+        engine: the live engine.
+        found: the checkpoint.
+        ready: what :func:`elastic_ckpt.preparation.prepare` returned.
+        arguments: of ``load_checkpoint``.
+        config: the options.
+        clock: on which the phases of this load are timed.
 
     Returns:
         What ``DeepSpeedEngine.load_checkpoint`` returns: path of the model-states file, and client state.
@@ -58,8 +69,6 @@ def load(engine: Any, found: Found, arguments: LoadArguments, config: ElasticCon
         ElasticCkptError: the same on every rank. The engine is as it was before the call, unless the error is a
             :class:`PartialLoadError`.
     """
-    clock = Clock()
-    ready = prepare(engine, found, arguments, config, clock)
     host = HostCommit(engine, ready.checkpoint.host, arguments, ready.place)
     _load_scheduler(host, ready)
     try:

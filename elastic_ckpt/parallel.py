@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from elastic_ckpt.errors import ElasticCkptError
+from elastic_ckpt.errors import ElasticCkptError, UnforeseenError
 
 T = TypeVar("T")
 #: How much of a message goes with its length: most are shorter.
@@ -248,9 +248,9 @@ def _collective_device() -> torch.device:
     return torch.device(device.type, torch.accelerator.current_device_index())
 
 
-def _unforeseen(doing: str, error: Exception) -> ElasticCkptError:
+def _unforeseen(doing: str, error: Exception) -> UnforeseenError:
     where = traceback.extract_tb(error.__traceback__)[-1]
-    return ElasticCkptError(
+    return UnforeseenError(
         f"failed to {doing}: {type(error).__name__}: {error}",
         file=getattr(error, "filename", None),
         found=f"raised at {where.filename}:{where.lineno}",

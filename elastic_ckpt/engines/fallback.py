@@ -9,14 +9,16 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from elastic_ckpt import parallel
+from elastic_ckpt.catalog import MASTER
 from elastic_ckpt.config import CONFIG_KEY
 from elastic_ckpt.engines.alignment import alignment_of
 from elastic_ckpt.engines.base import base_optimizer
 from elastic_ckpt.engines.features import same_features
 from elastic_ckpt.engines.host import LoadArguments, restores_states
+from elastic_ckpt.engines.saved_whole import is_whole_save
 from elastic_ckpt.formats import Found
 from elastic_ckpt.formats.features import base_groups, features_in
-from elastic_ckpt.formats.naming import SWAPPED_FOLDER
+from elastic_ckpt.formats.naming import SWAPPED_FOLDER, UNIVERSAL_FOLDER
 from elastic_ckpt.formats.pickled import PickledFile, TensorRef, open_pickled
 from elastic_ckpt.formats.saved_config import config_section
 from elastic_ckpt.formats.zero0_index import MASTER_ENTRIES
@@ -26,21 +28,29 @@ _NOT_COMPARED = frozenset({"params", "param_names", "step"})
 _LAYOUTS = {0: "whole", 1: "zero12", 2: "zero12", 3: "zero3"}
 
 
-def deepspeed_loads_it_right(engine: Any, found: Found, arguments: LoadArguments) -> bool:
+def deepspeed_loads_it_right(engine: Any, found: Found, arguments: LoadArguments, known: bool) -> bool:
     """Whether DeepSpeed's own loader is known to restore a folder that elastic_ckpt does not. Collective.
 
     That is so for native checkpoints at the topology, layout and ZeRO stage they were saved with, and with an optimizer
     of the same hyperparameters; and at any data-parallel degree, where only weights are asked for and they lie whole in
     one file, which is so below ZeRO-3. It is never so for optimizer states on NVMe, of which DeepSpeed 0.19 restores
-    the masters of big sub-groups alone.
+    the masters of big sub-groups alone. Of universal checkpoints it is so for those of AutoEP.
+
+    Args:
+        engine: the live engine.
+        found: the checkpoint.
+        arguments: of ``load_checkpoint``.
+        known: whether it is known what elastic_ckpt cannot restore. If not, it did not understand the files: they must
+            then have the sizes that the live engine has, and be of one save.
     """
     answer: bool | None = None
     staged = len(found.files.mp_ranks) > 1 or isinstance(engine, PipelineEngine)  # each rank has files of its own
     if parallel.rank() == 0 or staged:
         without_zero = isinstance(engine, PipelineEngine) and not found.files.optimizer
-        fits = _stage_fits if without_zero else _fits
+        fits = _universal_fits if found.format == "universal" else _stage_fits if without_zero else _fits
         try:
-            answer = found.format == "native" and not _is_swapped(engine, found) and fits(engine, found, arguments)
+            answer = not _is_swapped(engine, found) and fits(engine, found, arguments)
+            answer = answer and (known or is_whole_save(engine, found))
         except Exception:  # files that cannot be read are not ones that DeepSpeed is known to load right
             answer = False
     return all(parallel.share(answer)) if staged else parallel.broadcast(answer, src=0)
@@ -59,6 +69,24 @@ def _fits(engine: Any, found: Found, arguments: LoadArguments) -> bool:
     features = features_in(model) | features_in(optimizer)
     alike = _same_topology(engine, found, model) and same_features(engine, features) and _same_padding(engine, model)
     return alike and (not restores_states(arguments) or _same_optimizer(engine, found, model, optimizer))
+
+
+def _universal_fits(engine: Any, found: Found, arguments: LoadArguments) -> bool:
+    """AutoEP: whether every live parameter has what DeepSpeed reads, at any degree of data and experts.
+
+    It alone knows how experts are cut (``_resolve_autoep_partition``, universal_checkpoint.py); sizes that do not fit
+    are its own error. In ZeRO-3 it reads no states but Adam's, whatever the optimizer.
+    """
+    name = next(iter([*found.files.model.values(), *found.files.model_zero3.values()]))
+    tree = open_pickled(found.path(name)).tree
+    layers = tree.get("ds_autoep_layers") or tree.get("autoep_layers")
+    if not (layers and engine.has_moe_layers) or _fails_without_optimizer(engine, arguments):
+        return False
+    folders = [
+        found.path(f"{UNIVERSAL_FOLDER}/{name}") for param, name in engine.param_names.items() if param.requires_grad
+    ]
+    states = {entry.removesuffix(".pt") for folder in folders for entry in os.listdir(folder)}
+    return MASTER in states and states <= {MASTER, "exp_avg", "exp_avg_sq", "step"}
 
 
 def _stage_fits(engine: Any, found: Found, arguments: LoadArguments) -> bool:

@@ -13,8 +13,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from elastic_ckpt import parallel
 from elastic_ckpt.destinations import Place
+from elastic_ckpt.engines.base import base_optimizer
 from elastic_ckpt.engines.loss_scale import set_loss_scale
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.host_state import HostState
@@ -52,14 +55,25 @@ def load_universal_flag(engine: Any) -> bool:
 
 
 @contextmanager
-def universal_flag_off(engine: Any) -> Iterator[None]:
-    """Let DeepSpeed's own loader read a native checkpoint although ``load_universal`` was left on."""
+def universal_flag(engine: Any, value: bool) -> Iterator[None]:
+    """Let DeepSpeed's own loader read what the folder holds, whatever ``load_universal`` says."""
     before = engine._config.load_universal_checkpoint
-    engine._config.load_universal_checkpoint = False
+    engine._config.load_universal_checkpoint = value
     try:
         yield
     finally:
         engine._config.load_universal_checkpoint = before
+
+
+def separate_steps(engine: Any) -> None:
+    """Give every flat tensor a ``step`` of its own. Local.
+
+    DeepSpeed's universal load of ZeRO-3 (``load_hp_checkpoint_state_from_checkpoint_dir_stage3``) puts the same tensor
+    into all of them, which torch's optimizers then advance once for each.
+    """
+    for state in getattr(base_optimizer(engine), "state", {}).values():
+        if isinstance(state.get("step"), torch.Tensor):
+            state["step"] = state["step"].clone()
 
 
 def restores_scheduler(engine: Any, host: HostState, arguments: LoadArguments) -> bool:

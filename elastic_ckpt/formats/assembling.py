@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any
 
 from elastic_ckpt.catalog import Catalog
-from elastic_ckpt.errors import DamagedError, UnsupportedError
+from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError
 from elastic_ckpt.errors import listed as listed_names
 from elastic_ckpt.formats import model_states, shards
 from elastic_ckpt.formats.base import Found, ReadOptions
@@ -228,7 +228,7 @@ def _check_belong_together(models: list[ModelShard], optimizers: list[OptimizerS
     if optimizers[0].zero_stage == 3:
         _check_count(model_paths, len(optimizers), "the number of optimizer-states files")
     if len(models[0].param_shapes) != len(optimizers[0].flats):
-        raise DamagedError(
+        raise LayoutError(
             "model-states and optimizer-states files are of different saves",
             file=optimizers[0].path,
             expected=f"{len(models[0].param_shapes)} flat tensors, from {models[0].path}",
@@ -242,7 +242,7 @@ def _check_count(paths: list[str], expected: int, according_to: str) -> None:
     if len(paths) == expected:
         return
     offender = paths[expected] if len(paths) > expected else _of_rank(paths[0], len(paths))
-    raise DamagedError(
+    raise LayoutError(
         f"a file of the checkpoint is {'missing' if len(paths) < expected else 'one too many'}",
         file=offender,
         expected=f"{expected} files, according to {according_to}",

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic_ckpt.destinations import Place
-from elastic_ckpt.errors import DamagedError, UnsupportedError
+from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.sequence import NO_SEQUENCE_PARALLEL, SequenceParallel
 
@@ -86,7 +86,7 @@ def grid_of(models: Mapping[int, ModelShard], folder: str) -> Grid:
         if stated.disagree:
             raise _contradiction(first, ranks)
         fewer = len(ranks) < expected
-        raise DamagedError(
+        raise LayoutError(
             "files of model-parallel ranks are missing" if fewer else "there are files of more ranks than were saved",
             file=models[ranks[-1]].path if not fewer else folder,
             expected=f"{expected} model-parallel ranks, 0 to {expected - 1}",
@@ -105,7 +105,7 @@ def grid_of(models: Mapping[int, ModelShard], folder: str) -> Grid:
 
 
 def _contradiction(model: ModelShard, ranks: Sequence[int]) -> DamagedError:
-    return DamagedError(
+    return LayoutError(
         "two entries of a model-states file contradict each other, and the files fit neither",
         file=model.path,
         expected=f"as many model-parallel ranks as {model.stated} say",

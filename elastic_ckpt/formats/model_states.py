@@ -95,7 +95,9 @@ def index_model_states(file: PickledFile, dp_rank: int, options: StateOptions = 
     buffers = tuple(name for name in file.section("buffer_names") if name in weights)
     tree = file.tree
     optimizer = index_unpartitioned(file, options)
-    shared = dict(tree.get("shared_params") or {})
+    params = {name: ref for name, ref in weights.items() if name not in buffers}
+    # only the job's first rank lists tied names, and with a device mesh another one's file may have replaced its file
+    shared = dict(tree.get("shared_params") or {}) or _same_storage(params)
     run = run_arguments(tree.get("args"), os.path.dirname(file.path))
     return ModelShard(
         path=file.path,

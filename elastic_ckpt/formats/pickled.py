@@ -21,7 +21,7 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
 
 from elastic_ckpt.dtypes import ITEMSIZE
-from elastic_ckpt.errors import DamagedError, ElasticCkptError, UnsafePickleError, UnsupportedError
+from elastic_ckpt.errors import DamagedError, ElasticCkptError, LayoutError, UnsafePickleError, UnsupportedError
 from elastic_ckpt.formats.safe_globals import safe_globals
 from elastic_ckpt.formats.safe_numpy import finished
 
@@ -89,7 +89,7 @@ class PickledFile:
         node = self.tree
         for depth, key in enumerate(keys):
             if not isinstance(node, Mapping) or key not in node:
-                raise DamagedError(
+                raise LayoutError(
                     "this file lacks an entry that DeepSpeed always writes",
                     file=self.path,
                     expected=" / ".join(keys[: depth + 1]),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elastic_ckpt.catalog import SourceFile
-from elastic_ckpt.errors import DamagedError
+from elastic_ckpt.errors import DamagedError, LayoutError
 from elastic_ckpt.formats.features import Features, features_in
 from elastic_ckpt.formats.pickled import PickledFile, TensorRef
 from elastic_ckpt.formats.saved_groups import read_groups
@@ -117,7 +117,7 @@ def flat_ref(file: PickledFile, what: str, ref: Any) -> TensorRef:
         DamagedError: it is something else.
     """
     if not isinstance(ref, TensorRef) or len(ref.shape) != 1 or not ref.is_contiguous:
-        raise DamagedError(
+        raise LayoutError(
             f"{what} is not a dense flat tensor",
             file=file.path,
             expected="a contiguous tensor of one dimension",

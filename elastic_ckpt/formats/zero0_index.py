@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from elastic_ckpt.errors import DamagedError
+from elastic_ckpt.errors import DamagedError, LayoutError
 from elastic_ckpt.formats.pickled import PickledFile, TensorRef
 from elastic_ckpt.formats.saved_groups import read_groups
 from elastic_ckpt.formats.saved_states import StatesOfOne, sort_states
@@ -102,7 +102,7 @@ def saved_shape(states: StatesOfOne) -> tuple[int, ...] | None:
 
 
 def _damaged(file: PickledFile, expected: str, found: Any) -> DamagedError:
-    return DamagedError(
+    return LayoutError(
         "the optimizer entry of this file is not one that DeepSpeed writes",
         file=file.path,
         expected=expected,

@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from elastic_ckpt.errors import DamagedError, UnsupportedError
+from elastic_ckpt.errors import LayoutError, UnsupportedError
 from elastic_ckpt.formats.legacy import LegacyShard, index_legacy
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.pickled import PickledFile
@@ -97,7 +97,7 @@ def place_zero12(model: ModelShard, shard: OptimizerShard, flat: int, dp: int) -
     numels = [math.prod(shape) for _, shape in model.param_shapes[flat]]
     part = shard.flats[flat]
     if part.alignment_paddings is not None and len(part.alignment_paddings) != len(numels):
-        raise DamagedError(
+        raise LayoutError(
             f"param_alignment_paddings of param group {flat} does not have one entry a parameter",
             file=shard.path,
             expected=f"{len(numels)} entries, as many as parameters in {model.path}",
@@ -107,7 +107,7 @@ def place_zero12(model: ModelShard, shard: OptimizerShard, flat: int, dp: int) -
     offsets = group_offsets(numels, part.alignment_paddings)
     needed = offsets[-1] + numels[-1] if numels else 0
     if needed > part.partition_numel * dp:
-        raise DamagedError(
+        raise LayoutError(
             f"the partitions of param group {flat} are too small for its parameters",
             file=shard.path,
             expected=f"at least {needed} elements over {dp} partitions, from {model.path}",

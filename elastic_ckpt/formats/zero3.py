@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from elastic_ckpt.errors import DamagedError, UnsupportedError
+from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.saved_states import sort_states
@@ -19,6 +19,9 @@ from elastic_ckpt.formats.shards import FlatShard, OptimizerShard, build_shard, 
 from elastic_ckpt.formats.swapped import check_swap_file, refuse_unnamed_swap_files, swap_files
 from elastic_ckpt.geometry import Placement, per_parameter_numel, per_parameter_partition
 from elastic_ckpt.states.classify import StateOptions
+
+#: Sequence-parallel degrees that are tried where the saved config states none (``mesh_param`` leaves no trace).
+_OTHER_DEGREES = range(2, 65)
 
 
 def index_zero3(file: PickledFile, dp_rank: int, options: StateOptions) -> OptimizerShard:
@@ -67,7 +70,10 @@ def place_zero3(model: ModelShard, shard: OptimizerShard, flat: int, dp: int) ->
     for source in part.swapped.values():
         check_swap_file(source, sum(candidates[0]))
     if steps is None:
-        raise DamagedError(
+        partitions = _partitions_of_mesh(model, part.partition_numel, numels, dp)
+        if partitions is not None:
+            raise _lost_partitions(shard, model, dp, partitions)
+        raise LayoutError(
             f"sub-group {flat} does not have the size that its parameters need",
             file=shard.path,
             expected=f"{sum(candidates[0])} elements for {len(numels)} parameters over {dp} ranks, from {model.path}",
@@ -75,3 +81,28 @@ def place_zero3(model: ModelShard, shard: OptimizerShard, flat: int, dp: int) ->
             remedy="model-states and optimizer-states files are of different saves: restore the folder",
         )
     return list(per_parameter_partition(numels, steps, shard.dp_rank))
+
+
+def _partitions_of_mesh(model: ModelShard, partition_numel: int, numels: Sequence[int], dp: int) -> int | None:
+    """How many partitions there were, if sequence-parallel ranks had each their own and ``dp`` files were written."""
+    stated = [model.stated.sequence] if model.stated.sequence is not None else list(_OTHER_DEGREES)
+    for count in (degree * dp for degree in stated if degree > 1):
+        if sum(per_parameter_numel(numel, count, model.alignment) for numel in numels) == partition_numel:
+            return count
+    return None
+
+
+def _lost_partitions(shard: OptimizerShard, model: ModelShard, dp: int, partitions: int) -> DamagedError:
+    return DamagedError(
+        f"DeepSpeed saved {dp} of {partitions} ZeRO-3 partitions: with a device mesh for sequence parallelism it cuts "
+        "the model over data- and sequence-parallel ranks and names files by the data-parallel rank alone, so that "
+        "ranks of one sequence-parallel group overwrite each other's. The rest is nowhere, and nothing can bring it "
+        "back; DeepSpeed's own loader takes it without a word and puts wrong values into the model",
+        file=shard.path,
+        expected=f"{partitions} optimizer-states files, one for each partition, by the sizes in {model.path}",
+        found=dp,
+        remedy=(
+            "take a checkpoint of another run. Saves are complete with "
+            "mpu=deepspeed.runtime.sequence_parallel.parallel_state_sp instead of a mesh"
+        ),
+    )
