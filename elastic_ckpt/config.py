@@ -96,6 +96,11 @@ class ElasticConfig(BaseModel):
         description="what becomes of an 8-bit block that a change of topology cuts: it is quantized anew, by at most "
         "0.7 % of its largest value, or the load is refused",
     )
+    on_precision_loss: Literal["warn", "error"] = Field(
+        "warn",
+        description="what loading fp32 masters and states into an engine that keeps them in bf16 "
+        "(bf16_master_weights_and_grads) is: they are rounded and the report says so, or the load is refused",
+    )
     align_partitions: int = Field(
         0,
         ge=0,

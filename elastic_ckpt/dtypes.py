@@ -39,12 +39,20 @@ _EXACT = {
     ("float32", "float64"),
 }
 
+#: Conversions that round, and keep the range: no value becomes infinite or zero that is not next to it.
+_ROUNDING = {("float32", "bfloat16"), ("float16", "bfloat16")}
+
 _FLOATING = {"float64", "float32", "float16", "bfloat16"}
 
 
 def converts_exactly(source: str, target: str) -> bool:
     """Whether every value of ``source`` is a value of ``target``."""
     return source == target or (source, target) in _EXACT
+
+
+def converts_by_rounding(source: str, target: str) -> bool:
+    """Whether ``target`` has the range of ``source`` and fewer digits."""
+    return (source, target) in _ROUNDING
 
 
 def is_floating(dtype: str) -> bool:

@@ -177,6 +177,7 @@ def _asks_for_more(config: ElasticConfig, arguments: LoadArguments) -> bool:
         config.state_schema,
         config.convert_optimizer,
         config.eight_bit_realign == "error",
+        config.on_precision_loss == "error",
         config.align_partitions,
         config.tp_rules,
         config.tp_preset,

@@ -87,6 +87,7 @@ def load_options(config: ElasticConfig, optimizer_states: bool = True) -> LoadOp
         rename=config.rename,
         convert_optimizer=config.convert_optimizer,
         realign=config.eight_bit_realign == "requantize",
+        rounding=config.on_precision_loss == "warn",
         rules=rule_book(config),
         replicated=config.replicated_params,
     )

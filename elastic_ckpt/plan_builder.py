@@ -10,7 +10,7 @@ from elastic_ckpt.bands import Transfer, copied
 from elastic_ckpt.catalog import BUFFER, FROZEN, MASTER, Catalog, LogicalTensor, ReplicatedState
 from elastic_ckpt.coded import Row, plan_row, recut_blocks
 from elastic_ckpt.destinations import FlatPartition, Fragment, WholeTensor
-from elastic_ckpt.dtypes import converts_exactly, is_floating
+from elastic_ckpt.dtypes import converts_by_rounding, converts_exactly, is_floating
 from elastic_ckpt.errors import DamagedError, MismatchError
 from elastic_ckpt.geometry import FlatRange
 from elastic_ckpt.matching import weights_key
@@ -33,6 +33,7 @@ class PlanBuilder:
         catalog: what the checkpoint holds.
         sharing: deals out what every data-parallel rank holds.
         realign: whether 8-bit blocks may be cut anew.
+        rounding: whether masters and states may be rounded to the dtype that the live engine keeps them in.
         resharding: how parameters and buffers come from shards that were cut otherwise, by (name, key of the state);
             the key is empty where it is the same for all. All others come from the shard of ``tp_rank``.
         tp_rank: this rank's place among the tensor-parallel ones.
@@ -45,8 +46,10 @@ class PlanBuilder:
         realign: bool = True,
         resharding: Mapping[tuple[str, str], Transfer] | None = None,
         tp_rank: int = 0,
+        rounding: bool = True,
     ) -> None:
         self._catalog = catalog
+        self._rounding = rounding
         self._realign = realign
         self._resharding = resharding or {}
         self._tp_rank = tp_rank
@@ -56,6 +59,8 @@ class PlanBuilder:
         self.copies: list[Copy] = []
         self.recodes: list[Recode] = []
         self.blocks = 0
+        #: key, saved dtype and live dtype of what is rounded
+        self.rounded: dict[tuple[str, str, str], None] = {}
 
     def add_masters(self, flat: FlatPartition, held: Sequence[Fragment]) -> None:
         """The master weights of one flat partition, filled from ``held``, which is in flat order."""
@@ -152,15 +157,23 @@ class PlanBuilder:
 
     def _check_dtype(self, part: Part, key: str, saved: str, dtype: str) -> None:
         tensor = part.tensor
-        if not converts_exactly(saved, dtype):
-            raise MismatchError(
-                f"{key} of this parameter would lose precision",
-                parameter=part.fragment.name,
-                file=self._catalog.files[tensor.extents[0].file].path if tensor.extents else None,
-                expected=f"{dtype}, which the live optimizer keeps",
-                found=f"{tensor.dtype} in the checkpoint",
-                remedy="resume with the dtype of master weights and states that the checkpoint was saved with",
-            )
+        if converts_exactly(saved, dtype):
+            return
+        rounds = converts_by_rounding(saved, dtype) and not is_coded(tensor)
+        if rounds and self._rounding:
+            self.rounded[key, saved, dtype] = None
+            return
+        remedy = "resume with the dtype of master weights and states that the checkpoint was saved with"
+        if rounds:
+            remedy += '; or "elastic_checkpoint": {"on_precision_loss": "warn"}, which rounds them'
+        raise MismatchError(
+            f"{key} of this parameter would lose precision",
+            parameter=part.fragment.name,
+            file=self._catalog.files[tensor.extents[0].file].path if tensor.extents else None,
+            expected=f"{dtype}, which the live optimizer keeps",
+            found=f"{tensor.dtype} in the checkpoint",
+            remedy=remedy,
+        )
 
     def _add_coded(self, flat: FlatPartition, live: LiveState, parts: Sequence[Part], numel: int) -> None:
         """A state that is quantized in the checkpoint, in the live optimizer, or in both."""

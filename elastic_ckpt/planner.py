@@ -40,6 +40,7 @@ class LoadOptions:
         rename: (pattern, replacement) for saved names.
         convert_optimizer: whether the states of another optimizer of the same family will do.
         realign: whether 8-bit blocks may be cut anew.
+        rounding: whether fp32 masters and states may be rounded for a live engine that keeps them in bf16.
         rules: the user's word on how tensor-parallel ranks hold parameters.
         replicated: what is done about parameters that every tensor-parallel rank saved whole: ``strict``, ``first``
             or ``mean``.
@@ -52,6 +53,7 @@ class LoadOptions:
     rename: RenameRules = ()
     convert_optimizer: bool = False
     realign: bool = True
+    rounding: bool = True
     rules: RuleBook = field(default_factory=RuleBook)
     replicated: str = STRICT
 
@@ -98,6 +100,7 @@ def plan_load(
         options.realign,
         resharding.transfers,
         destinations.tp_rank,
+        options.rounding,
     )
     for flat in destinations.flats:
         fragments = by_flat[flat.index]
@@ -114,6 +117,10 @@ def plan_load(
                 converted.setdefault(change, []).append(whole.name)
     notes = [*catalog.notes, *resharding.notes, *states.notes]
     notes += [f"{change}: {listed(names)}" for change, names in converted.items()]
+    notes += [
+        f"{'masters' if key == MASTER else key} rounded from {saved} to {dtype}, in which the live engine keeps them"
+        for key, saved, dtype in builder.rounded
+    ]
     return Plan(
         files=catalog.files,
         slots=tuple(builder.slots),

@@ -176,6 +176,7 @@ def _options(arguments: LoadArguments, config: ElasticConfig, scheduler: bool) -
         rename=config.rename,
         convert_optimizer=config.convert_optimizer,
         realign=config.eight_bit_realign == "requantize",
+        rounding=config.on_precision_loss == "warn",
         rules=RuleBook(
             tuple(config.tp_rules),
             load_preset(config.tp_preset) if config.tp_preset else None,

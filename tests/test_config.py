@@ -69,6 +69,7 @@ def test_every_option_can_be_set() -> None:
         "state_schema": {"my_state": "elementwise"},
         "convert_optimizer": True,
         "eight_bit_realign": "error",
+        "on_precision_loss": "error",
         "align_partitions": 4096,
         "tp_rules": [{"pattern": ".*qkv.*", "kind": "column", "sub_parameters": [2, 1, 1]}],
         "tp_preset": "gpt-neox",

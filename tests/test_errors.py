@@ -28,9 +28,11 @@ def test_there_are_the_kinds_that_the_documentation_names() -> None:
         "ConfigError",
         "NotFoundError",
         "DamagedError",
+        "LayoutError",
         "UnsafePickleError",
         "MismatchError",
         "UnsupportedError",
+        "UnforeseenError",
         "PartialLoadError",
     }
 

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from elastic_ckpt.loader import _Done, _of_all_stages, _uncollected
+from elastic_ckpt.loader import _Done, _of_all_stages, collector_off
 from elastic_ckpt.plan import Outcome
 from elastic_ckpt.report import RankWork
 
@@ -27,7 +27,7 @@ def test_the_report_is_of_all_pipeline_stages_in_their_order() -> None:
 def test_the_garbage_collector_is_left_as_it_was(collects: bool) -> None:
     was_enabled = gc.isenabled()
 
-    @_uncollected()
+    @collector_off()
     def load() -> None:
         assert not gc.isenabled()
         raise KeyError

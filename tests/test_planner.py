@@ -287,7 +287,7 @@ def test_a_flat_tensor_of_parameters_that_were_all_frozen_gets_no_states() -> No
 def test_frozen_weights_that_would_lose_precision_as_masters_are_refused(was: str, now: str) -> None:
     catalog = saved({"a.weight": (2, 5)}, dtype="bfloat16", wholes={("b.weight", FROZEN): ((3,), was)})
     with pytest.raises(MismatchError, match="lose precision") as caught:
-        plan_load(catalog, live(TWO, dtype=now), LoadOptions())
+        plan_load(catalog, live(TWO, dtype=now), LoadOptions(rounding=False))
     assert caught.value.parameter == "b.weight"
 
 
@@ -325,11 +325,28 @@ def test_another_shape_of_a_buffer_is_an_error_even_when_not_strict(key: str) ->
 )
 def test_a_master_that_would_lose_precision_is_refused(source: str, target: str) -> None:
     with pytest.raises(MismatchError, match="lose precision") as caught:
-        plan_load(saved(TWO, dtype=source), live(TWO, dtype=target), LoadOptions())
+        plan_load(saved(TWO, dtype=source), live(TWO, dtype=target), LoadOptions(rounding=False))
     assert caught.value.parameter == "a.weight"
     assert caught.value.file == "/ckpt/tag/states.pt"
     assert source in str(caught.value.found)
     assert target in str(caught.value.expected)
+
+
+@pytest.mark.parametrize("source", ["float32", "float16"])
+def test_masters_and_states_are_rounded_to_bfloat16_with_a_note(source: str) -> None:
+    plan = plan_load(saved(TWO, dtype=source), live(TWO, dtype="bfloat16"), LoadOptions())
+    assert {copy.dtype for copy in plan.copies if plan.slots[copy.slot].key == MASTER} == {source}
+    assert f"masters rounded from {source} to bfloat16, in which the live engine keeps them" in plan.notes
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [("float64", "float32"), ("float32", "float16"), ("bfloat16", "float16"), ("float64", "bfloat16")],
+)
+def test_a_master_that_might_leave_the_range_is_refused_whatever_the_options(source: str, target: str) -> None:
+    with pytest.raises(MismatchError, match="lose precision") as caught:
+        plan_load(saved(TWO, dtype=source), live(TWO, dtype=target), LoadOptions())
+    assert "on_precision_loss" not in str(caught.value.remedy)
 
 
 @pytest.mark.parametrize(

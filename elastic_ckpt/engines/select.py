@@ -35,6 +35,10 @@ _ADAPTERS: dict[type, type[Adapter]] = {
 }
 
 
+#: float32, or what ``bf16_master_weights_and_grads`` and ``fp16_master_weights_and_grads`` make of it.
+_MASTER_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
+
+
 def _is_partly_offloaded(optimizer: Any) -> bool:
     """Twin-Flow: some sub-groups step on a second base optimizer, whose states are neither saved nor loaded."""
     return bool(getattr(optimizer, "offload_optimizer", False)) and getattr(optimizer, "partial_offload", 1.0) < 1.0
@@ -99,11 +103,10 @@ def select_adapter(engine: Any, with_states: bool) -> EngineAdapter:
     base = base_optimizer(engine)
     chosen = adapter(engine, schema_of(base) if with_states else NoStates(base))
     masters = {master.dtype for master in chosen.masters}
-    if masters - {torch.float32}:
+    if masters - _MASTER_DTYPES:
         raise UnsupportedError(
-            "the live engine keeps master weights in low precision, which is not supported yet",
-            expected="float32",
+            "the live engine keeps master weights of a dtype that is not supported",
+            expected=", ".join(sorted(map(str, _MASTER_DTYPES))),
             found=", ".join(sorted(map(str, masters))),
-            remedy='remove "bf16_master_weights_and_grads" / "fp16_master_weights_and_gradients" from the config',
         )
     return chosen

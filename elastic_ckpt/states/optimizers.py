@@ -7,7 +7,7 @@ apex's ``apex/optimizers/fused_adam.py``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from elastic_ckpt.states.schema import StateSchema, Stepped, UnknownSchema, allo
 
 Group = Mapping[str, Any]
 Describe = Callable[[Group, Stepped], tuple[LiveState, ...]]
+_MASTER_DTYPE = "float32"
 #: Where the step count lives: a tensor or an int in each state, or an int in the param group.
 TENSOR, INT, IN_GROUP = "tensor", "int", "group"
 
@@ -32,6 +33,7 @@ class _Kind:
         states: (param group, flat tensor) -> its tensor states.
         step: :data:`TENSOR`, :data:`INT`, :data:`IN_GROUP`; ``None``: it counts no steps.
         scalars: scalar states beside ``step``.
+        wide: whether states are float32 whatever the dtype of the tensor stepped on; if not, they have that dtype.
         family: see :class:`elastic_ckpt.states.schema.StateSchema`.
     """
 
@@ -39,6 +41,7 @@ class _Kind:
     step: str | None = TENSOR
     scalars: tuple[str, ...] = ()
     family: str | None = None
+    wide: bool = False
 
 
 def _fixed(*keys: str) -> Describe:
@@ -101,7 +104,7 @@ _KINDS: dict[str, _Kind] = {
     "deepspeed.ops.lion.cpu_lion.DeepSpeedCPULion": _Kind(_PLAIN_ADAM, INT),
     "deepspeed.ops.adagrad.cpu_adagrad.DeepSpeedCPUAdagrad": _Kind(_fixed("exp_avg_sq"), INT),
     "deepspeed.runtime.zero.muon.muon_optimizer.MuonWithAuxAdam": _Kind(_deepspeed_muon, INT),
-    "apex.optimizers.fused_adam.FusedAdam": _Kind(_PLAIN_ADAM, IN_GROUP, family="adam"),
+    "apex.optimizers.fused_adam.FusedAdam": _Kind(_PLAIN_ADAM, IN_GROUP, family="adam", wide=True),
 }
 
 
@@ -137,7 +140,12 @@ class _ListedSchema:
 
     def states(self, stepped: Stepped) -> tuple[LiveState, ...] | None:
         """See :class:`elastic_ckpt.states.schema.StateSchema`."""
-        return self._kind.states(self._base.param_groups[stepped.group], stepped)
+        states = self._kind.states(self._base.param_groups[stepped.group], stepped)
+        # DeepSpeed's optimizers for the CPU have an option for what apex always does
+        if self._kind.wide or getattr(self._base, "fp32_optimizer_states", False):
+            return states
+        dtype = str(stepped.master.dtype).removeprefix("torch.")
+        return tuple(replace(state, dtype=dtype) if state.dtype == _MASTER_DTYPE else state for state in states)
 
     def scalars(self, stepped: Stepped) -> tuple[str, ...] | None:
         """See :class:`elastic_ckpt.states.schema.StateSchema`."""

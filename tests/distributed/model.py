@@ -194,6 +194,14 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"bf16": {"enabled": True}},
     "bf16_fp32acc": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+    "bf16_masters": {
+        "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
+    },
+    # states in fp32, which DeepSpeed allows on the CPU alone, with its own Adam
+    "bf16_masters_fp32_states": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+    "fp16_masters": {
+        "fp16": {"enabled": True, "loss_scale": 128, "fp16_master_weights_and_grads": True},
+    },
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 5, "loss_scale_window": 2, "hysteresis": 1}},
     "fp16_static": {"fp16": {"enabled": True, "loss_scale": 128}},
 }

@@ -42,6 +42,8 @@ def gather(engine: Any, keys: list[str]) -> dict[str, Any]:
             truth["masters"][name] = safe_get_full_fp32_param(param).clone()
             for key in keys:
                 truth["states"][name, key] = safe_get_full_optimizer_state(param, key).clone()
+    if engine.zero_optimization_stage() == 3 and engine.optimizer.master_weights_and_grads_dtype != torch.float32:
+        truth["states"] = zero3_states(engine, keys)
     truth["buffers"] = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
     truth["weights"] = low_precision(engine)
     truth["steps"] = steps(engine)
@@ -99,6 +101,24 @@ def gather_by_address(engine: Any, keys: list[str], truth: dict[str, Any]) -> No
                     truth["masters"][name] = piece
                 else:
                     truth["states"][name, key] = piece
+
+
+def zero3_states(engine: Any, keys: list[str]) -> dict[tuple[str, str], torch.Tensor]:
+    """States of ZeRO-3 in their own dtype: DeepSpeed's getter rounds them to that of the masters.
+
+    A sub-group's flat tensor holds a piece of ``ds_tensor.ds_numel`` elements of each of its parameters, in order.
+    """
+    optimizer = engine.optimizer
+    states = {}
+    for flat, params in zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True):
+        for key in keys:
+            world = _whole(optimizer.optimizer.state[flat][key]).view(dist.get_world_size(), -1)
+            start = 0
+            for param in params:
+                pieces = world[:, start : start + param.ds_tensor.ds_numel].reshape(-1)
+                states[engine.param_names[param], key] = pieces[: param.ds_numel].view(param.ds_shape).clone()
+                start += param.ds_tensor.ds_numel
+    return states
 
 
 def _whole(partition: torch.Tensor) -> torch.Tensor:
