@@ -58,7 +58,7 @@ class Grid:
         if not self.has_ranks_of(place):
             return None
         saved = self.sequence.ranks_per_sample
-        return place.data_rank * saved + (place.sp_rank if saved == place.sequence.ranks_per_sample > 1 else 0)
+        return place.data_rank * saved + (place.sp_rank if saved == place.sequence.degree else 0)
 
 
 def grid_of(models: Mapping[int, ModelShard], folder: str) -> Grid:

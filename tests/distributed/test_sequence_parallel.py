@@ -1,0 +1,108 @@
+"""Sequence parallelism (Ulysses): any degree to any other, with data-parallel degree and ZeRO stage."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.conftest import Launch
+from tests.distributed.launch import environment
+from tests.distributed.model import Setup
+
+Z0, Z1, Z2, Z3 = (Setup(stage, "bf16").as_json() for stage in range(4))
+
+
+def case(world: int, kind: str, sp: int, stage: int) -> dict[str, Any]:
+    """A run that saves: of so many ranks, with sequence-parallel groups of ``sp``."""
+    name = f"{kind}{sp}-z{stage}-n{world}"
+    return {"name": name, "kind": kind, "sp": sp, "setup": (Z0, Z1, Z2, Z3)[stage], "data": world // sp, "stage": stage}
+
+
+SAVED = {
+    4: [case(4, "mpu", 2, 1), case(4, "mpu", 2, 3), case(4, "mpu", 4, 2), case(4, "mpu", 2, 0)],
+    2: [case(2, "mpu", 2, 3), case(2, "mesh", 2, 1), case(2, "mpu", 1, 3)],
+}
+CONVERTED = ["mpu2-z1-n4", "mpu2-z3-n4"]
+
+
+@pytest.fixture(scope="module")
+def saved(launch: Launch, extensions_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every case of :data:`SAVED`, and two of them as universal checkpoints, converted by ``elastic-ckpt``."""
+    folder = tmp_path_factory.mktemp("sequence")
+    for world, cases in SAVED.items():
+        launch(world, "sequence_jobs.save", {"folder": str(folder), "cases": cases})
+    for name in CONVERTED:
+        command = [sys.executable, "-m", "elastic_ckpt", "convert", str(folder / name), str(folder / f"{name}-u" / "u")]
+        (folder / f"{name}-u").mkdir()
+        subprocess.run(command, env=environment(extensions_dir), check=True, capture_output=True, timeout=100)
+    return folder
+
+
+def sources(saved: Path, names: list[str] | None = None) -> list[dict[str, Any]]:
+    """Native ones, and the universal ones beside them."""
+    every = {case["name"]: case for cases in SAVED.values() for case in cases}
+    found = []
+    for name in names or [*every, *(f"{name}-u" for name in CONVERTED)]:
+        base = every[name.removesuffix("-u")]
+        form = "universal" if name.endswith("-u") else "native"
+        found.append({**base, "name": name, "format": form, "truth": str(saved / base["name"])})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "kind", "sp", "stage"),
+    [
+        (1, "mpu", 1, 3),
+        (2, "mpu", 1, 1),
+        (2, "mpu", 2, 3),
+        (2, "mesh", 2, 1),
+        (2, "mesh", 2, 3),
+        (4, "mpu", 2, 2),
+        (4, "mpu", 2, 3),
+        (4, "mpu", 4, 1),
+        (4, "mesh", 2, 3),
+    ],
+)
+def test_every_source_loads_at_any_sequence_and_data_parallel_degree_and_stage(
+    world: int, kind: str, sp: int, stage: int, saved: Path, launch: Launch
+) -> None:
+    target = {**case(world, kind, sp, stage), "sources": sources(saved)}
+    launch(world, "sequence_jobs.load", {"folder": str(saved), "cases": [target]})
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_what_loads_without_elastic_loading_loads_with_it(world: int, saved: Path, launch: Launch) -> None:
+    launch(world, "sequence_jobs.same_as_deepspeed", {"folder": str(saved), "cases": SAVED[world]})
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_saves_of_a_mesh_in_zero_3_are_warned_of_and_refused_with_what_happened(
+    world: int, tmp_path: Path, launch: Launch
+) -> None:
+    launch(world, "sequence_jobs.incomplete", {"folder": str(tmp_path)})
+
+
+def test_the_command_line_names_the_degrees(saved: Path, extensions_dir: str) -> None:
+    command = [sys.executable, "-m", "elastic_ckpt", "inspect", str(saved / "mpu2-z3-n4")]
+    result = subprocess.run(
+        command, env=environment(extensions_dir), check=True, capture_output=True, text=True, timeout=60
+    )
+    assert "ZeRO-3, DP=2, SP=2, TP=1, PP=1" in result.stdout
+    assert "6 a rank x 1 micro-batches x DP 2" in result.stdout
+    assert "missing" not in result.stdout
+
+
+def test_a_lost_file_of_a_sequence_parallel_rank_is_named(saved: Path, tmp_path: Path, extensions_dir: str) -> None:
+    shutil.copytree(saved / "mpu2-z3-n4", tmp_path / "copy")
+    (tmp_path / "copy" / "step4" / "bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt").unlink()
+    command = [sys.executable, "-m", "elastic_ckpt", "verify", str(tmp_path / "copy")]
+    result = subprocess.run(
+        command, env=environment(extensions_dir), check=False, capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode != 0
+    assert "bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt" in result.stdout.replace("\n", "")
