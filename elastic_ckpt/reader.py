@@ -112,6 +112,7 @@ def execute(
             held = [tensors[slot] for slot in {read.copy.slot for read in staged}]
             buffer_nbytes = max(limits.staged_nbytes, LEAST_STAGING_NBYTES)
             work.lanes = Lanes(options.threads, buffer_nbytes, held, make_transfer)
+            stack.callback(work.lanes.finish)  # after a failure too: no transfer may outlive its slot
         pool = stack.enter_context(ThreadPoolExecutor(options.threads, thread_name_prefix="elastic_ckpt"))
         stack.callback(pool.shutdown, cancel_futures=True)  # after a failure nobody waits for the rest
         for nbytes in chain(

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from elastic_ckpt.catalog import MASTER, SourceFile
+from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.lanes import HostTransfer, Lanes, StreamTransfer
 from elastic_ckpt.memory import write_flat
 from elastic_ckpt.plan import Copy, Plan, Slot
@@ -104,6 +105,26 @@ def test_a_transfer_that_frees_its_buffer_too_early_is_noticed_by_these_tests(
     plan = plan_into(targets, path, "bfloat16", 2000)
     execute(plan, targets, options, show_progress=False, make_transfer=lambda device: ForgetfulTransfer(0.002))
     assert not torch.equal(torch.cat(targets), values.float())
+
+
+def test_no_transfer_is_under_way_any_more_when_a_failed_read_is_raised(halves: tuple[Path, torch.Tensor]) -> None:
+    path, _ = halves
+    targets = [torch.full((2000,), -7.0) for _ in range(2)]
+    plan = plan_into(targets, path, "bfloat16", 2000)
+    with path.open("r+b") as stream:
+        stream.truncate(6000)  # the last reads fail, with those before them still on their way
+    transfers: list[LateTransfer] = []
+
+    def make(device: torch.device) -> LateTransfer:
+        transfers.append(LateTransfer(0.05))
+        return transfers[-1]
+
+    with pytest.raises(DamagedError):
+        execute(plan, targets, ReadOptions(threads=1, staging_nbytes=1600), show_progress=False, make_transfer=make)
+    raised = torch.cat(targets).clone()
+    for transfer in transfers:
+        transfer.finish()
+    assert transfers and torch.equal(torch.cat(targets), raised)
 
 
 def test_every_thread_has_a_lane_of_its_own() -> None:
