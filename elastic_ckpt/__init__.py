@@ -1,12 +1,19 @@
-"""Elastic checkpoint loading for DeepSpeed: resume any checkpoint on any number of ranks."""
+"""Elastic checkpoint loading for DeepSpeed: resume any checkpoint on any number of ranks.
+
+The names below are imported when they are first used, so that importing the package loads neither torch nor deepspeed.
+"""
 
 from __future__ import annotations
 
-from elastic_ckpt.config import ElasticConfig
-from elastic_ckpt.errors import ElasticCkptError
-from elastic_ckpt.flags import add_arguments, with_arguments
-from elastic_ckpt.hook import install, uninstall
-from elastic_ckpt.report import LoadReport
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from elastic_ckpt.config import ElasticConfig
+    from elastic_ckpt.errors import ElasticCkptError
+    from elastic_ckpt.load.flags import add_arguments, with_arguments
+    from elastic_ckpt.load.hook import install, uninstall
+    from elastic_ckpt.report import LoadReport
 
 __version__ = "0.1.0"
 
@@ -19,3 +26,25 @@ __all__ = [
     "uninstall",
     "with_arguments",
 ]
+
+_MODULES = {
+    "ElasticCkptError": "elastic_ckpt.errors",
+    "ElasticConfig": "elastic_ckpt.config",
+    "LoadReport": "elastic_ckpt.report",
+    "add_arguments": "elastic_ckpt.load.flags",
+    "install": "elastic_ckpt.load.hook",
+    "uninstall": "elastic_ckpt.load.hook",
+    "with_arguments": "elastic_ckpt.load.flags",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_MODULES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,6 +1,6 @@
 """What a user can set: the top-level key ``"elastic_checkpoint"`` of the DeepSpeed config.
 
-Flags of a command line (:mod:`elastic_ckpt.flags`) end up here too.
+Flags of a command line (:mod:`elastic_ckpt.load.flags`) end up here too.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from elastic_ckpt.core.state_kinds import NON_SHARD_KEYS, StateOptions
+from elastic_ckpt.core.tp_rules import Rule
 from elastic_ckpt.errors import ConfigError
-from elastic_ckpt.rules.kinds import Rule
-from elastic_ckpt.states.classify import NON_SHARD_KEYS, StateOptions
 
 #: The key in the DeepSpeed config.
 CONFIG_KEY = "elastic_checkpoint"

@@ -1,7 +1,7 @@
 """The one family of errors that a user of elastic_ckpt meets.
 
 Every error names what is known of: parameter, file, expected, found, remedy. The same error is raised
-on every rank of the job (see :mod:`elastic_ckpt.parallel`), so all of them can be pickled.
+on every rank of the job (see :mod:`elastic_ckpt.distributed`), so all of them can be pickled.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ from rich.markup import escape
 from rich.table import Table
 from tqdm import tqdm
 
-from elastic_ckpt.catalog import BUFFER, FROZEN, MASTER, SourceFacts
-from elastic_ckpt.plan import HasOutcomes, Outcome
-from elastic_ckpt.sequence import NO_SEQUENCE_PARALLEL, SequenceParallel
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, SourceFacts
+from elastic_ckpt.core.read_plan import HasOutcomes, Outcome
+from elastic_ckpt.core.sequence import NO_SEQUENCE_PARALLEL, SequenceParallel
 
 _NAMES_SHOWN = 12
 #: Roles as people call them.
@@ -59,7 +59,7 @@ class LoadReport(HasOutcomes):
         sequence: how sequence parallelism divides the ``dp`` ranks.
         rank: global rank that this report is of.
         outcomes: everything that was restored, is fresh, skipped or ignored; see
-            :class:`elastic_ckpt.plan.Outcome`.
+            :class:`elastic_ckpt.core.read_plan.Outcome`.
         global_steps: the step to go on from.
         ranks: what each rank of the job did, in rank order.
         notes: what the user should know.

@@ -8,6 +8,7 @@ source launch/environment.sh
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
 "$PYTHON" -m mypy
+lint-imports
 shellcheck launch/*.sh launch/*.sbatch .ci/run
 if [[ $# -gt 0 ]]; then
     "$PYTHON" -m pytest "$@"

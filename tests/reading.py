@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from elastic_ckpt.catalog import MASTER, SourceFile
-from elastic_ckpt.plan import Copy, Plan, Slot
-from elastic_ckpt.reader import ReadOptions, ReadStats, check_files, execute
+from elastic_ckpt.core.metadata import MASTER, SourceFile
+from elastic_ckpt.core.read_plan import Copy, Plan, Slot
+from elastic_ckpt.io.reader import ReadOptions, ReadStats, check_files, execute
 
 UNTOUCHED = -7.0
 

@@ -11,15 +11,15 @@ import pytest
 import torch
 from deepspeed.checkpoint.affine import ParamAffineMap
 
-from elastic_ckpt.catalog import MASTER, Catalog, Extent, LogicalTensor, SavedParameter, SourceFacts
-from elastic_ckpt.destinations import Destinations, LiveLayout
+from elastic_ckpt.core.declared import declared_by
+from elastic_ckpt.core.flat_ranges import FlatRange
+from elastic_ckpt.core.local_state import Destinations, LiveLayout
+from elastic_ckpt.core.metadata import MASTER, Catalog, Extent, LogicalTensor, SavedParameter, SourceFacts
+from elastic_ckpt.core.tp_rules import Rule
 from elastic_ckpt.errors import MismatchError
-from elastic_ckpt.geometry import FlatRange
-from elastic_ckpt.rules.book import RuleBook
-from elastic_ckpt.rules.declared import declared_by
-from elastic_ckpt.rules.kinds import Rule
-from elastic_ckpt.rules.presets import Preset
-from elastic_ckpt.rules.resolve import STRICT, Resharding, resolve
+from elastic_ckpt.sharding.book import RuleBook
+from elastic_ckpt.sharding.presets import Preset
+from elastic_ckpt.sharding.resolve import STRICT, Resharding, resolve
 
 Tensors = Sequence[torch.Tensor]
 

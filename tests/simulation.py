@@ -15,7 +15,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from elastic_ckpt.catalog import (
+from elastic_ckpt.core.flat_ranges import FlatRange
+from elastic_ckpt.core.local_state import Destinations, FlatPartition, Fragment, LiveGroup, WholeTensor
+from elastic_ckpt.core.metadata import (
     BUFFER,
     FROZEN,
     MASTER,
@@ -26,10 +28,8 @@ from elastic_ckpt.catalog import (
     SourceFacts,
     SourceFile,
 )
-from elastic_ckpt.destinations import Destinations, FlatPartition, Fragment, LiveGroup, WholeTensor
-from elastic_ckpt.geometry import FlatRange
-from elastic_ckpt.plan import Plan
-from elastic_ckpt.states.kinds import LiveState
+from elastic_ckpt.core.read_plan import Plan
+from elastic_ckpt.core.state_kinds import LiveState
 
 Shape = tuple[int, ...]
 #: (name, key, index of the element)

@@ -13,15 +13,15 @@ import torch
 from deepspeed.checkpoint.affine import sub_param_map
 from hypothesis import strategies as st
 
-from elastic_ckpt.catalog import BUFFER, FROZEN, MASTER, Catalog, SavedParameter, SourceFacts, SourceFile
-from elastic_ckpt.destinations import Destinations, FlatPartition, LiveGroup, LiveLayout, WholeTensor
+from elastic_ckpt.core.declared import declared_by, split_of_affine
+from elastic_ckpt.core.flat_ranges import FlatRange
+from elastic_ckpt.core.local_state import Destinations, FlatPartition, LiveGroup, LiveLayout, WholeTensor
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, Catalog, SavedParameter, SourceFacts, SourceFile
+from elastic_ckpt.core.read_plan import Piece, Plan
+from elastic_ckpt.core.state_kinds import LiveState
+from elastic_ckpt.core.tp_rules import Rule
 from elastic_ckpt.formats.merging import merge_shards, merge_stages
-from elastic_ckpt.geometry import FlatRange
-from elastic_ckpt.plan import Piece, Plan
-from elastic_ckpt.rules.book import RuleBook
-from elastic_ckpt.rules.declared import declared_by, split_of_affine
-from elastic_ckpt.rules.kinds import Rule
-from elastic_ckpt.states.kinds import LiveState
+from elastic_ckpt.sharding.book import RuleBook
 from tests.simulation import ADAM, BYTES, Cut, Disk, Element, Shape, cuts, each_parameter_cut, fragments_of
 
 #: Keys of what belongs to a parameter -> leading rows.

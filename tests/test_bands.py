@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ckpt.bands import (
+from elastic_ckpt.core.flat_ranges import FlatRange
+from elastic_ckpt.core.strided import (
     Band,
     Split,
     blended,
@@ -21,7 +22,6 @@ from elastic_ckpt.bands import (
     replicated,
     reshard,
 )
-from elastic_ckpt.geometry import FlatRange
 
 
 def apply(band: Band, source: torch.Tensor, target: torch.Tensor) -> None:

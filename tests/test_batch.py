@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from elastic_ckpt.core.training_state import BatchSizes
 from elastic_ckpt.engines.batch import compare_batches
 from elastic_ckpt.errors import MismatchError
-from elastic_ckpt.host_state import BatchSizes
 
 SAVED = BatchSizes(16, 2, 4)
 

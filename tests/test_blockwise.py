@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
 from elastic_ckpt.errors import DamagedError
-from elastic_ckpt.states.bitsandbytes import own_maps
-from elastic_ckpt.states.blockwise import decode, encode
-from elastic_ckpt.states.kinds import BlockFormat, Codebook
+from elastic_ckpt.formats.codebooks import own_maps
+from elastic_ckpt.io.blockwise import decode, encode
 
 #: Rounding of a few fp32 operations, as a fraction of a scale.
 ROUNDING = 1e-6

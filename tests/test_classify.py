@@ -10,20 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_ckpt.core.state_kinds import ELEMENTWISE, NON_SHARD_KEYS, REPLICATED, TOUCHED, StateOptions
 from elastic_ckpt.errors import MismatchError
-from elastic_ckpt.states.classify import (
-    DAMAGED,
-    ELEMENTWISE_NAMES,
-    FRESH,
-    NON_SHARD_KEYS,
-    OPAQUE,
-    Digest,
-    Held,
-    SavedKind,
-    StateOptions,
-    classify,
-)
-from elastic_ckpt.states.kinds import ELEMENTWISE, REPLICATED, TOUCHED
+from elastic_ckpt.formats.classify import DAMAGED, ELEMENTWISE_NAMES, FRESH, OPAQUE, Digest, Held, SavedKind, classify
 
 Shape = tuple[int, ...]
 #: The same bytes, and ascending: what every rank has of a quantization map.

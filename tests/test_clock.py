@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_ckpt import clock as clock_module
-from elastic_ckpt.clock import Clock
+from elastic_ckpt.load import clock as clock_module
+from elastic_ckpt.load.clock import Clock
 
 
 @pytest.fixture

@@ -18,12 +18,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from elastic_ckpt.catalog import BlockCode
-from elastic_ckpt.coded import Row, plan_row, recut_blocks
+from elastic_ckpt.core.metadata import BlockCode
+from elastic_ckpt.core.read_plan import Copy, Piece, Recode
+from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
 from elastic_ckpt.errors import DamagedError
-from elastic_ckpt.plan import Copy, Piece, Recode
-from elastic_ckpt.recoder import Chunk, RecodeStats, chunks, run_chunk
-from elastic_ckpt.states.kinds import BlockFormat, Codebook
+from elastic_ckpt.io.requantize import Chunk, RecodeStats, chunks, run_chunk
+from elastic_ckpt.planning.quantized_items import Row, plan_row, recut_blocks
 
 ITEMSIZE = {"uint8": 1, "float32": 4, "bfloat16": 2}
 NUMPY = {"uint8": np.uint8, "float32": np.float32}

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ckpt.catalog import Catalog, Extent, LogicalTensor, SavedParameter, SourceFacts, SourceFile
 from elastic_ckpt.cli.output import print_json, printable
-from elastic_ckpt.comparison import _apart, _not_understood
+from elastic_ckpt.core.flat_ranges import FlatRange
+from elastic_ckpt.core.metadata import Catalog, Extent, LogicalTensor, SavedParameter, SourceFacts, SourceFile
+from elastic_ckpt.core.tp_rules import Rule
 from elastic_ckpt.errors import MismatchError
-from elastic_ckpt.geometry import FlatRange
-from elastic_ckpt.logical import LogicalReader
-from elastic_ckpt.planner import LoadOptions
-from elastic_ckpt.reader import ReadOptions
-from elastic_ckpt.rules.book import RuleBook
-from elastic_ckpt.rules.kinds import Rule
+from elastic_ckpt.io.reader import ReadOptions
+from elastic_ckpt.planning.planner import LoadOptions
+from elastic_ckpt.sharding.book import RuleBook
+from elastic_ckpt.tools.comparison import _apart, _not_understood
+from elastic_ckpt.tools.logical import LogicalReader
 
 INF, NAN = float("inf"), float("nan")
 

@@ -15,9 +15,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_ckpt.catalog import Catalog, Extent, LogicalTensor, SavedParameter, SourceFacts, SourceFile
-from elastic_ckpt.conversion.archive import write_tensor_file
-from elastic_ckpt.conversion.contents import (
+from elastic_ckpt.core.flat_ranges import FlatRange
+from elastic_ckpt.core.metadata import Catalog, Extent, LogicalTensor, SavedParameter, SourceFacts, SourceFile
+from elastic_ckpt.core.tp_rules import Rule
+from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError, UnsupportedError
+from elastic_ckpt.planning.planner import LoadOptions
+from elastic_ckpt.sharding.book import RuleBook
+from elastic_ckpt.sharding.offline import known_rules
+from elastic_ckpt.tools.conversion.archive import write_tensor_file
+from elastic_ckpt.tools.conversion.contents import (
     _beside,
     checked_name,
     notes_on,
@@ -25,14 +31,8 @@ from elastic_ckpt.conversion.contents import (
     refuse_unconvertible,
     refuse_without_shapes,
 )
-from elastic_ckpt.conversion.workplace import Workplace, fingerprint
-from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError, UnsupportedError
-from elastic_ckpt.geometry import FlatRange
-from elastic_ckpt.logical import LogicalReader, Whole
-from elastic_ckpt.planner import LoadOptions
-from elastic_ckpt.rules.book import RuleBook
-from elastic_ckpt.rules.kinds import Rule
-from elastic_ckpt.virtual.layouts import known_rules
+from elastic_ckpt.tools.conversion.workplace import Workplace, fingerprint
+from elastic_ckpt.tools.logical import LogicalReader, Whole
 
 
 def write(path: Path, tensor: torch.Tensor, wrap: Any, chunk_nbytes: int) -> list[FlatRange]:

@@ -12,18 +12,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elastic_ckpt.catalog import BUFFER, MASTER, Catalog
 from elastic_ckpt.config import ElasticConfig
-from elastic_ckpt.coverage import Proof, prove
-from elastic_ckpt.destinations import Destinations
-from elastic_ckpt.geometry import FlatRange
-from elastic_ckpt.intervals import coverage, covers_exactly, intervals, strided, together
-from elastic_ckpt.opened import load_options
-from elastic_ckpt.plan import Copy, Plan
-from elastic_ckpt.planner import LoadOptions, plan_load
-from elastic_ckpt.virtual import Topology, VirtualJob
-from elastic_ckpt.virtual.scale import scale_catalog
+from elastic_ckpt.core.flat_ranges import FlatRange
+from elastic_ckpt.core.local_state import Destinations
+from elastic_ckpt.core.metadata import BUFFER, MASTER, Catalog
+from elastic_ckpt.core.read_plan import Copy, Plan
+from elastic_ckpt.planning.planner import LoadOptions, plan_load
+from elastic_ckpt.tools.opened import load_options
+from elastic_ckpt.tools.virtual import Topology, VirtualJob
+from elastic_ckpt.tools.virtual.scale import scale_catalog
 from tests import simulation_parallel as parallel
+from tests.oracle.coverage import Proof, prove
+from tests.oracle.intervals import coverage, covers_exactly, intervals, strided, together
 from tests.simulation import cases as flat_cases
 from tests.simulation import engine_of, saved
 from tests.test_scale import catalog_of, small_model

@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from elastic_ckpt.catalog import MASTER, LogicalTensor
-from elastic_ckpt.rules.cross_checks import Structure
+from elastic_ckpt.core.metadata import MASTER, LogicalTensor
+from elastic_ckpt.sharding.cross_checks import Structure
 
 
 def structure(shards: dict[str, list[tuple[int, ...]]]) -> Structure:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -133,31 +136,45 @@ def test_deepspeed_still_has(owner: type, name: str) -> None:
     assert re.search(rf"\b{name}\b", inspect.getsource(owner)), f"{owner.__name__} no longer mentions {name}"
 
 
-def test_private_attributes_of_deepspeed_are_touched_in_engines_and_formats_only() -> None:
-    private = re.compile(r"\b(?:engine|optimizer|param|scaler)\._[a-z]")
+def _private_attributes(source: str) -> list[str]:
+    """Attributes with one leading underscore that are not of ``self``, ``cls`` or an imported module of the package."""
+    tree = ast.parse(source)
+    modules = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and re.match("_(?!_)", node.attr):
+            owner = node.value.id if isinstance(node.value, ast.Name) else ""
+            if owner not in {"self", "cls", *modules}:
+                found.append(f"line {node.lineno}: {ast.unparse(node)}")
+    return found
+
+
+def test_privates_of_other_packages_are_touched_in_engines_and_patches_only() -> None:
+    """What torch's archives need (``_checkpoint_offset``) is in ``formats/pickled.py`` until it has a reader of its own."""
     for path in PACKAGE.rglob("*.py"):
-        if path.parent.name not in ("engines", "formats"):
-            assert not private.search(path.read_text(encoding="utf-8")), path
+        if path.parent.name not in ("engines", "patches") and path.name != "pickled.py":
+            assert _private_attributes(path.read_text(encoding="utf-8")) == [], path
 
 
-def test_the_planner_and_its_data_import_nothing_that_touches_the_world() -> None:
-    for name in (
-        "geometry",
-        "catalog",
-        "destinations",
-        "plan",
-        "planner",
-        "plan_builder",
-        "coded",
-        "matching",
-        "state_matching",
-        "saved_state_checks",
-        "optimizer_kinds",
-        "states/kinds",
-        "groups",
-        "renaming",
-        "shares",
-        "dtypes",
-    ):
-        source = (PACKAGE / f"{name}.py").read_text(encoding="utf-8")
-        assert not re.search(r"^(?:import|from) (?:torch|deepspeed|os)\b", source, re.MULTILINE), name
+def test_the_guard_sees_privates_whatever_the_variable_is_called() -> None:
+    assert _private_attributes("module._layer_specs") == ["line 1: module._layer_specs"]
+    assert _private_attributes("engine.optimizer._hp_mapping") != []
+    assert _private_attributes("self._mine + cls._ours + x.__dict__") == []
+
+
+@pytest.mark.parametrize("room", ["core", "sharding", "planning"])
+def test_pure_rooms_can_be_imported_without_torch_and_deepspeed(room: str) -> None:
+    script = (
+        "import sys, pkgutil, importlib\n"
+        "for name in ('torch', 'deepspeed'): sys.modules[name] = None\n"
+        f"import elastic_ckpt.{room} as package\n"
+        "names = [info.name for info in pkgutil.walk_packages(package.__path__, package.__name__ + '.')]\n"
+        "assert names, package\n"
+        "[importlib.import_module(name) for name in names]\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

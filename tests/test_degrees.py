@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_ckpt.core.sequence import SequenceParallel
 from elastic_ckpt.formats.degrees import Degrees, StatedDegrees, stated_degrees
-from elastic_ckpt.sequence import SequenceParallel
 
 DEGREE = st.integers(1, 8)
 

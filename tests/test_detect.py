@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic_ckpt.detect import find_checkpoint, list_tags, look_at
 from elastic_ckpt.errors import NotFoundError
 from elastic_ckpt.formats import Found
+from elastic_ckpt.formats.detect import find_checkpoint, list_tags, look_at
 
 ZERO12 = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt")
 BF16 = ("mp_rank_00_model_states.pt", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ckpt.bands import fused
-from elastic_ckpt.catalog import (
+from elastic_ckpt.core.declared import declared_by
+from elastic_ckpt.core.flat_ranges import FlatRange
+from elastic_ckpt.core.local_state import Destinations, LiveLayout
+from elastic_ckpt.core.metadata import (
     BUFFER,
     MASTER,
     BlockCode,
@@ -24,19 +26,17 @@ from elastic_ckpt.catalog import (
     SourceFacts,
     SourceFile,
 )
-from elastic_ckpt.destinations import Destinations, LiveLayout
-from elastic_ckpt.drift import Difference, Drift, find_drift, judge_drift, united
+from elastic_ckpt.core.read_plan import Comparison, Piece, Plan, Recode, Slot
+from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
+from elastic_ckpt.core.strided import fused
+from elastic_ckpt.core.tp_rules import Rule
 from elastic_ckpt.errors import MismatchError
-from elastic_ckpt.geometry import FlatRange
-from elastic_ckpt.plan import Comparison, Piece, Plan, Recode, Slot
-from elastic_ckpt.reader import ReadOptions, ReadStats, execute
-from elastic_ckpt.replicas import compare_replicas
-from elastic_ckpt.rules.book import RuleBook
-from elastic_ckpt.rules.declared import declared_by
-from elastic_ckpt.rules.kinds import Rule
-from elastic_ckpt.rules.resolve import FIRST, MEAN, STRICT, Resharding, resolve
-from elastic_ckpt.states.kinds import BlockFormat, Codebook
-from elastic_ckpt.strips import strips
+from elastic_ckpt.io.compare_replicas import Difference, Drift, find_drift, judge_drift, united
+from elastic_ckpt.io.reader import ReadOptions, ReadStats, execute
+from elastic_ckpt.planning.replicas import compare_replicas
+from elastic_ckpt.planning.strips import strips
+from elastic_ckpt.sharding.book import RuleBook
+from elastic_ckpt.sharding.resolve import FIRST, MEAN, STRICT, Resharding, resolve
 
 OPTIONS = ReadOptions(threads=2)
 NAN, INF = math.nan, math.inf
@@ -117,7 +117,7 @@ def test_differences_are_added_up_over_chunks(tmp_path: Path, monkeypatch: pytes
     """Whether they are read in several goes, or told apart in several steps."""
     few = replace(OPTIONS, staging_nbytes=2 * 2 * 3 * 4)
     for patched in ("_LEAST_NBYTES", "_STEP_NUMEL"):
-        monkeypatch.setattr(f"elastic_ckpt.drift.{patched}", 3)
+        monkeypatch.setattr(f"elastic_ckpt.io.compare_replicas.{patched}", 3)
         first = torch.arange(8.0)
         second = first + torch.tensor([0, 1, 0, 0, 0, 0, 0, 7.0])
         (found,) = drift_of(tmp_path, first, second, options=few)
@@ -151,8 +151,8 @@ def test_equal_copies_are_read_once_and_never_turned_into_values(
         plans.append(plan)
         return execute(plan, *others, **named)
 
-    monkeypatch.setattr("elastic_ckpt.drift.execute", counted)
-    monkeypatch.setattr("elastic_ckpt.drift._STEP_NUMEL", 0)  # to take a step would fail
+    monkeypatch.setattr("elastic_ckpt.io.compare_replicas.execute", counted)
+    monkeypatch.setattr("elastic_ckpt.io.compare_replicas._STEP_NUMEL", 0)  # to take a step would fail
     files = [write(tmp_path / str(number), torch.arange(100.0)) for number in range(2)]
     small = [
         Comparison(str(at), MASTER, 10, tuple((Piece(file, 3 + 40 * at, 0, 10, "float32", None),) for file in (0, 1)))

@@ -14,7 +14,7 @@ import pytest
 
 from elastic_ckpt.config import CONFIG_KEY, ElasticConfig, clear_flags, flag_given, read_config
 from elastic_ckpt.errors import ConfigError
-from elastic_ckpt.flags import add_arguments, with_arguments
+from elastic_ckpt.load.flags import add_arguments, with_arguments
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_ckpt.geometry import (
+from elastic_ckpt.core.flat_ranges import (
     FlatRange,
     Placement,
     contiguous_partition,

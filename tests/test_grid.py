@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 
-from elastic_ckpt.catalog import (
+from elastic_ckpt.core.declared import declared_by
+from elastic_ckpt.core.features import Features
+from elastic_ckpt.core.flat_ranges import FlatRange
+from elastic_ckpt.core.local_state import Place
+from elastic_ckpt.core.metadata import (
     BUFFER,
     FROZEN,
     MASTER,
@@ -21,19 +25,15 @@ from elastic_ckpt.catalog import (
     SourceFacts,
     SourceFile,
 )
-from elastic_ckpt.destinations import Place
+from elastic_ckpt.core.sequence import SequenceParallel
+from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.degrees import StatedDegrees
-from elastic_ckpt.formats.features import Features
 from elastic_ckpt.formats.grid import Grid, grid_of
 from elastic_ckpt.formats.layers import LayerShard, layer_tensors
 from elastic_ckpt.formats.merging import merge_shards, merge_stages
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.pickled import TensorRef
-from elastic_ckpt.geometry import FlatRange
-from elastic_ckpt.rules.declared import declared_by
-from elastic_ckpt.sequence import SequenceParallel
-from elastic_ckpt.states.kinds import BlockFormat, Codebook
 
 # --- ranks ------------------------------------------------------------------------------------------------------
 

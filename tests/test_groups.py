@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ckpt.catalog import FROZEN, Catalog
-from elastic_ckpt.destinations import Destinations, LiveGroup
+from elastic_ckpt.core.local_state import Destinations, LiveGroup
+from elastic_ckpt.core.metadata import FROZEN, Catalog
 from elastic_ckpt.errors import MismatchError
-from elastic_ckpt.groups import match_groups, transferable
-from elastic_ckpt.planner import LoadOptions, plan_load
+from elastic_ckpt.planning.groups import match_groups, transferable
+from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from tests.simulation import ADAM, TWO, live, names_of, saved
 
 SLOW = {**ADAM, "lr": 1e-4}

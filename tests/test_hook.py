@@ -11,11 +11,12 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 import elastic_ckpt
-from elastic_ckpt import hook, install, uninstall
+from elastic_ckpt import install, uninstall
 from elastic_ckpt.engines.host import LoadArguments
 from elastic_ckpt.errors import ConfigError, ElasticCkptError
 from elastic_ckpt.formats import Found
 from elastic_ckpt.formats.naming import sort_names
+from elastic_ckpt.load import hook
 
 OWN = "load_checkpoint"
 
@@ -128,8 +129,8 @@ class Ranks:
             return look()
 
         monkeypatch.setattr(hook, "find_checkpoint", find)
-        monkeypatch.setattr(hook.parallel, "rank", lambda: rank)
-        monkeypatch.setattr(hook.parallel, "gathered", self._gathered)
+        monkeypatch.setattr(hook.distributed, "rank", lambda: rank)
+        monkeypatch.setattr(hook.distributed, "gathered", self._gathered)
         monkeypatch.setattr(hook, "ds_config", lambda engine: {})
         monkeypatch.setattr(hook, "load_universal_flag", lambda engine: False)
 

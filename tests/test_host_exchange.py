@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elastic_ckpt.destinations import Place
+from elastic_ckpt.core.local_state import Place
 from elastic_ckpt.formats import host_exchange
 from elastic_ckpt.formats.assembling import Assembled, RankFiles
 from elastic_ckpt.formats.base import opener_of
@@ -46,9 +46,9 @@ class Job:
         self.world = live[0] * live[1] * live[2]
         self.me = 0
         self.told: list[dict[int, bytes]] = []
-        monkeypatch.setattr(host_exchange.parallel, "rank", lambda: self.me)
-        monkeypatch.setattr(host_exchange.parallel, "world_size", lambda: self.world)
-        monkeypatch.setattr(host_exchange.parallel, "gathered", self._gathered)
+        monkeypatch.setattr(host_exchange.distributed, "rank", lambda: self.me)
+        monkeypatch.setattr(host_exchange.distributed, "world_size", lambda: self.world)
+        monkeypatch.setattr(host_exchange.distributed, "gathered", self._gathered)
         monkeypatch.setattr(host_exchange, "read_host_state", lambda file, *_: file)
 
     def _gathered(self, doing: str, work: Any) -> list[dict[int, bytes]]:

@@ -14,10 +14,10 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_ckpt.core.sequence import SequenceParallel
+from elastic_ckpt.core.training_state import BatchSizes, HostState, LossScale
 from elastic_ckpt.formats.host_state import loss_scale_from, loss_scale_of, read_host_state
 from elastic_ckpt.formats.pickled import PickledFile, open_pickled
-from elastic_ckpt.host_state import BatchSizes, HostState, LossScale
-from elastic_ckpt.sequence import SequenceParallel
 
 SCALE = LossScale(True, {"cur_scale": 256.0})
 KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

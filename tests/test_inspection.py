@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from elastic_ckpt.catalog import (
+from elastic_ckpt.cli.inspect_view import clean, file_tree, parameter_table, report
+from elastic_ckpt.core.declared import declared_by
+from elastic_ckpt.core.flat_ranges import FlatRange
+from elastic_ckpt.core.metadata import (
     BUFFER,
     FROZEN,
     MASTER,
@@ -23,25 +26,22 @@ from elastic_ckpt.catalog import (
     SourceFacts,
     SourceFile,
 )
-from elastic_ckpt.cli.inspect_view import clean, file_tree, parameter_table, report
+from elastic_ckpt.core.sequence import SequenceParallel
+from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
+from elastic_ckpt.core.tp_rules import Rule
+from elastic_ckpt.core.training_state import BatchSizes, HostState, LossScale
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
 from elastic_ckpt.formats.base import Checkpoint, Found
 from elastic_ckpt.formats.degrees import Degrees
 from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.formats.peek import Peeked
-from elastic_ckpt.geometry import FlatRange
-from elastic_ckpt.host_state import BatchSizes, HostState, LossScale
-from elastic_ckpt.inspection import Inspection, inspect_checkpoint
-from elastic_ckpt.inspection.facts import plain
-from elastic_ckpt.inspection.files import Listing, missing_files
-from elastic_ckpt.inspection.findings import hole_in
-from elastic_ckpt.inspection.look import Read
-from elastic_ckpt.rules.book import RuleBook
-from elastic_ckpt.rules.declared import declared_by
-from elastic_ckpt.rules.kinds import Rule
-from elastic_ckpt.rules.presets import Preset
-from elastic_ckpt.sequence import SequenceParallel
-from elastic_ckpt.states.kinds import BlockFormat, Codebook
+from elastic_ckpt.sharding.book import RuleBook
+from elastic_ckpt.sharding.presets import Preset
+from elastic_ckpt.tools.inspection import Inspection, inspect_checkpoint
+from elastic_ckpt.tools.inspection.facts import plain
+from elastic_ckpt.tools.inspection.files import Listing, missing_files
+from elastic_ckpt.tools.inspection.findings import hole_in
+from elastic_ckpt.tools.inspection.look import Read
 
 FOLDER = "/ckpt/step7"
 MODEL, OPTIMIZER = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"

@@ -9,9 +9,9 @@ import pytest
 import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaleConfig, LossScaler
 
+from elastic_ckpt.core.training_state import BatchSizes, HostState, LossScale
 from elastic_ckpt.engines.loss_scale import set_loss_scale, warn_of_unscaled_gradients
 from elastic_ckpt.formats.host_state import loss_scale_from, loss_scale_of
-from elastic_ckpt.host_state import BatchSizes, HostState, LossScale
 
 STATIC = LossScale(False, {"cur_scale": 64.0})
 DYNAMIC = LossScale(

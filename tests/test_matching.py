@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ckpt.catalog import BUFFER, FROZEN, MASTER, Catalog
-from elastic_ckpt.destinations import Destinations
+from elastic_ckpt.core.local_state import Destinations
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, Catalog
+from elastic_ckpt.core.read_plan import Outcome
 from elastic_ckpt.errors import DamagedError, MismatchError
-from elastic_ckpt.matching import match_parameters, weights_key
-from elastic_ckpt.plan import Outcome
-from elastic_ckpt.planner import LoadOptions, plan_load
-from elastic_ckpt.state_matching import match_states
+from elastic_ckpt.planning.matching import match_parameters, weights_key
+from elastic_ckpt.planning.planner import LoadOptions, plan_load
+from elastic_ckpt.planning.state_matching import match_states
 from tests.simulation import ADAM, STATES, TWO, live, saved, unpartitioned, without_states
 
 ROLES = ("trained", FROZEN, BUFFER, None)

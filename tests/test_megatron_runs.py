@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from elastic_ckpt.destinations import Place
-from elastic_ckpt.megatron_runs import follow_topology, reseed
+from elastic_ckpt.core.local_state import Place
+from elastic_ckpt.engines.megatron_runs import follow_topology, reseed
 
 PLACE = Place(dp=2, dp_rank=1, tp=4, tp_rank=3, pp=2, pp_rank=1)
 CUDA_STATE = torch.zeros(16, dtype=torch.uint8)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from elastic_ckpt.distributed import alike, pack, share, unpack
 from elastic_ckpt.errors import DamagedError, ElasticCkptError
 from elastic_ckpt.formats.pickled import TensorRef
-from elastic_ckpt.parallel import alike, pack, share, unpack
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool, torch.complex64)
 RARE = (torch.uint16, torch.uint32, torch.float8_e4m3fn, torch.float8_e5m2)

@@ -20,9 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from elastic_ckpt import pipe
 from elastic_ckpt.errors import ConfigError
-from elastic_ckpt.pipe import (
+from elastic_ckpt.patches import pipeline_stages as pipe
+from elastic_ckpt.patches.pipeline_stages import (
     install_pipe,
     is_weighted,
     layer_name,
@@ -64,7 +64,7 @@ def original() -> Iterator[Any]:
 
 
 def rank_of(weights: Weights, parts: Sequence[int]) -> tuple:
-    """What the docstring of ``elastic_ckpt.pipe`` promises, in its order: the least is the best."""
+    """What the docstring of ``elastic_ckpt.patches.pipeline_stages`` promises, in its order: the least is the best."""
     spans = list(itertools.pairwise(parts))
     held = [sum(weights[start:stop]) for start, stop in spans]
     empty = sum(start == stop for start, stop in spans)

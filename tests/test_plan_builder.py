@@ -13,7 +13,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from elastic_ckpt.catalog import (
+from elastic_ckpt.core.flat_ranges import FlatRange
+from elastic_ckpt.core.local_state import Destinations, FlatPartition, Fragment, LiveGroup
+from elastic_ckpt.core.metadata import (
     MASTER,
     BlockCode,
     Catalog,
@@ -24,15 +26,13 @@ from elastic_ckpt.catalog import (
     SourceFacts,
     SourceFile,
 )
-from elastic_ckpt.destinations import Destinations, FlatPartition, Fragment, LiveGroup
+from elastic_ckpt.core.read_plan import Copy, Piece, Plan, Recode, Share, Slot
+from elastic_ckpt.core.state_kinds import REPLICATED, SCRATCH, TOUCHED, WHOLE, BlockFormat, LiveState
 from elastic_ckpt.errors import MismatchError
-from elastic_ckpt.geometry import FlatRange
-from elastic_ckpt.plan import Copy, Piece, Plan, Recode, Share, Slot
-from elastic_ckpt.planner import LoadOptions, plan_load
-from elastic_ckpt.reader import ReadOptions, ReadStats, execute
-from elastic_ckpt.recoder import RecodeStats
-from elastic_ckpt.shares import Sharing
-from elastic_ckpt.states.kinds import REPLICATED, SCRATCH, TOUCHED, WHOLE, BlockFormat, LiveState
+from elastic_ckpt.io.reader import ReadOptions, ReadStats, execute
+from elastic_ckpt.io.requantize import RecodeStats
+from elastic_ckpt.planning.planner import LoadOptions, plan_load
+from elastic_ckpt.planning.shares import Sharing
 from tests.test_coded import ITEMSIZE, ROUNDING, SIGNED, UNSIGNED, Disk, Partition
 
 Shape = tuple[int, ...]

@@ -11,18 +11,18 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elastic_ckpt.catalog import (
+from elastic_ckpt.core.flat_ranges import FlatRange
+from elastic_ckpt.core.local_state import FlatPartition, Fragment
+from elastic_ckpt.core.metadata import (
     BUFFER,
     FROZEN,
     MASTER,
     Extent,
     LogicalTensor,
 )
-from elastic_ckpt.destinations import FlatPartition, Fragment
+from elastic_ckpt.core.read_plan import Copy, Outcome, Plan
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
-from elastic_ckpt.geometry import FlatRange
-from elastic_ckpt.plan import Copy, Outcome, Plan
-from elastic_ckpt.planner import LoadOptions, merge_neighbours, plan_load
+from elastic_ckpt.planning.planner import LoadOptions, merge_neighbours, plan_load
 from tests.simulation import (
     ADAM,
     BYTES,

@@ -9,8 +9,8 @@ from unittest.mock import patch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elastic_ckpt.plan import Comparison, Plan, Slot
-from elastic_ckpt.planner import LoadOptions, plan_load
+from elastic_ckpt.core.read_plan import Comparison, Plan, Slot
+from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from tests.simulation_parallel import (
     NAMES,
     TIED,
@@ -59,7 +59,7 @@ def test_ranks_of_a_job_compare_each_element_of_each_replica_and_twin_once(case:
     saved, options = save(case), LoadOptions(rules=rules_of(case))
     source, target = case.source, case.target
     plans: list[Plan] = []
-    with patch("elastic_ckpt.replicas.GRAIN_NUMEL", grain):
+    with patch("elastic_ckpt.planning.replicas.GRAIN_NUMEL", grain):
         for stage in range(len(target.stages)):
             for rank in range(target.tp):
                 every = (engine(case, stage, rank, dp) for dp in range(target.dp))

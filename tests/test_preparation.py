@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_ckpt.catalog import MASTER
 from elastic_ckpt.config import ElasticConfig
-from elastic_ckpt.destinations import Place
-from elastic_ckpt.drift import Difference
+from elastic_ckpt.core.local_state import Place
+from elastic_ckpt.core.metadata import MASTER
+from elastic_ckpt.core.read_plan import Comparison, Plan
 from elastic_ckpt.errors import MismatchError
-from elastic_ckpt.plan import Comparison, Plan
-from elastic_ckpt.preparation import _any_loads_scheduler, _notes, _Planned, _refuse_different_shares, _told
+from elastic_ckpt.io.compare_replicas import Difference
+from elastic_ckpt.load.prepare import _any_loads_scheduler, _notes, _Planned, _refuse_different_shares, _told
 
 DRIFTED = Difference(Comparison("ema.weight", MASTER, 4, ()), copies=2, largest=0.5, total=1.0)
 PLAN = Plan((), (), (), notes=("of this rank",))

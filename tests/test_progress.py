@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ckpt.catalog import MASTER, Catalog, Extent, LogicalTensor, SavedParameter, SourceFacts, SourceFile
+from elastic_ckpt.core.flat_ranges import FlatRange
+from elastic_ckpt.core.metadata import MASTER, Catalog, Extent, LogicalTensor, SavedParameter, SourceFacts, SourceFile
 from elastic_ckpt.errors import DamagedError, MismatchError
 from elastic_ckpt.formats.pickled import TensorRef
 from elastic_ckpt.formats.progress import compare_progress, with_progress_compared
 from elastic_ckpt.formats.spot_check import spot_check
 from elastic_ckpt.formats.zero0_index import FUSED, PLAIN, UNFUSED
-from elastic_ckpt.geometry import FlatRange
 from tests.simulation import TWO, saved, unpartitioned
 
 

@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from elastic_ckpt.config import ElasticConfig
+from elastic_ckpt.core.read_plan import Copy
 from elastic_ckpt.errors import DamagedError
-from elastic_ckpt.plan import Copy
-from elastic_ckpt.reader import ReadOptions, ReadStats, check_files, execute, read_options
+from elastic_ckpt.io.reader import ReadOptions, ReadStats, check_files, execute, read_options
 from tests.reading import UNTOUCHED, plan_of, run, untouched, write
 
 

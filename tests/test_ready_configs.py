@@ -12,7 +12,7 @@ from deepspeed import comm as dist
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 
 from elastic_ckpt.config import ElasticConfig, read_config
-from elastic_ckpt.rules.presets import load_preset
+from elastic_ckpt.sharding.presets import load_preset
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 

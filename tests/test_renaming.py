@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ckpt.catalog import BUFFER, FROZEN, MASTER, Catalog
+from elastic_ckpt.core.fqn import RenameRules, adopt_live_names, rename, rename_saved
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, Catalog
 from elastic_ckpt.errors import MismatchError
-from elastic_ckpt.planner import LoadOptions, plan_load
-from elastic_ckpt.renaming import RenameRules, adopt_live_names, rename, rename_saved
+from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from tests.simulation import TWO, live, names_of, saved
 
 WHOLES = {("mask", BUFFER): ((2,), "int64"), ("old.bias", FROZEN): ((4,), "float32")}

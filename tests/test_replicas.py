@@ -14,15 +14,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_ckpt.catalog import BUFFER, MASTER, Catalog, Extent, LogicalTensor, SavedParameter, SourceFacts, SourceFile
-from elastic_ckpt.destinations import Destinations, LiveLayout
-from elastic_ckpt.drift import Difference, find_drift, united
-from elastic_ckpt.dtypes import ITEMSIZE
-from elastic_ckpt.geometry import FlatRange
-from elastic_ckpt.plan import Comparison, Plan
-from elastic_ckpt.reader import ReadOptions
-from elastic_ckpt.replicas import compare_replicas
-from elastic_ckpt.rules.resolve import Resharding
+from elastic_ckpt.core.dtypes import ITEMSIZE
+from elastic_ckpt.core.flat_ranges import FlatRange
+from elastic_ckpt.core.local_state import Destinations, LiveLayout
+from elastic_ckpt.core.metadata import (
+    BUFFER,
+    MASTER,
+    Catalog,
+    Extent,
+    LogicalTensor,
+    SavedParameter,
+    SourceFacts,
+    SourceFile,
+)
+from elastic_ckpt.core.read_plan import Comparison, Plan
+from elastic_ckpt.io.compare_replicas import Difference, find_drift, united
+from elastic_ckpt.io.reader import ReadOptions
+from elastic_ckpt.planning.replicas import compare_replicas
+from elastic_ckpt.sharding.resolve import Resharding
 
 OPTIONS = ReadOptions(threads=1)
 #: (file, byte offset) of an element, and which comparison it is part of.
@@ -137,7 +146,10 @@ def test_each_element_of_each_copy_is_compared_by_exactly_one_rank_and_all_compa
     stages = {name: tuple(data.draw(st.sets(stage, min_size=1, max_size=2))) for name in checkpoint.tied}
     stages |= {name: (data.draw(stage),) for name in checkpoint.replicated}
     ranks = jobs(checkpoint, tp, dp, pp, stages)
-    with patch("elastic_ckpt.replicas.GRAIN_NUMEL", grain), patch("elastic_ckpt.replicas._READ_NBYTES", 0):
+    with (
+        patch("elastic_ckpt.planning.replicas.GRAIN_NUMEL", grain),
+        patch("elastic_ckpt.planning.replicas._READ_NBYTES", 0),
+    ):
         every = shares(checkpoint, catalog, ranks)
     assert Counter(e for share in every for one in share for e in elements_of(one)) == checkpoint.elements(catalog)
     size = ITEMSIZE[checkpoint.dtype]
@@ -231,7 +243,10 @@ def test_drift_is_found_wherever_it_lies_whoever_looks(
     with tempfile.TemporaryDirectory() as folder:
         catalog = replace(catalog, files=tuple(_write(Path(folder), catalog, changes)))
         differences: list[Difference] = []
-        with patch("elastic_ckpt.replicas.GRAIN_NUMEL", grain), patch("elastic_ckpt.drift._LEAST_NBYTES", 8):
+        with (
+            patch("elastic_ckpt.planning.replicas.GRAIN_NUMEL", grain),
+            patch("elastic_ckpt.io.compare_replicas._LEAST_NBYTES", 8),
+        ):
             for share in shares(checkpoint, catalog, jobs(checkpoint, 1, dp, pp, {"t": (0, pp - 1)})):
                 plan = Plan(catalog.files, (), (), comparisons=share)
                 differences += find_drift(plan, replace(OPTIONS, staging_nbytes=staging_nbytes))

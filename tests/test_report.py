@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from elastic_ckpt.catalog import BUFFER, FROZEN, MASTER, SourceFacts
 from elastic_ckpt.config import CONFIG_KEY, read_config
-from elastic_ckpt.loader import publish
-from elastic_ckpt.plan import Outcome, Plan
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, SourceFacts
+from elastic_ckpt.core.read_plan import Outcome, Plan
+from elastic_ckpt.load.execute import publish
 from elastic_ckpt.report import LoadReport, RankWork, title
 
 SOURCE = SourceFacts("native", "/ckpt/step[4]", "step[4]", 3, 2, "0.19.8")

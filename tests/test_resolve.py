@@ -15,14 +15,14 @@ from deepspeed.checkpoint.affine import (
     sub_param_map,
 )
 
-from elastic_ckpt.bands import Split
-from elastic_ckpt.destinations import Destinations
+from elastic_ckpt.core.declared import split_of_affine
+from elastic_ckpt.core.fqn import adopt_live_names, rename_saved
+from elastic_ckpt.core.local_state import Destinations
+from elastic_ckpt.core.strided import Split
 from elastic_ckpt.errors import MismatchError
-from elastic_ckpt.renaming import adopt_live_names, rename_saved
-from elastic_ckpt.rules.book import RuleBook
-from elastic_ckpt.rules.declared import split_of_affine
-from elastic_ckpt.rules.presets import load_preset
-from elastic_ckpt.rules.resolve import FIRST, MEAN, STRICT, resolve
+from elastic_ckpt.sharding.book import RuleBook
+from elastic_ckpt.sharding.presets import load_preset
+from elastic_ckpt.sharding.resolve import FIRST, MEAN, STRICT, resolve
 from tests.resolving import (
     affine,
     arrives,

@@ -10,15 +10,15 @@ import pytest
 import torch
 from deepspeed.checkpoint.affine import contiguous_split_map, replicated_map
 
-from elastic_ckpt.bands import Split
-from elastic_ckpt.catalog import BUFFER, FROZEN, MASTER
-from elastic_ckpt.destinations import LiveLayout
+from elastic_ckpt.core.flat_ranges import FlatRange
+from elastic_ckpt.core.local_state import LiveLayout
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
+from elastic_ckpt.core.strided import Split
+from elastic_ckpt.core.tp_rules import Rule
 from elastic_ckpt.errors import MismatchError
-from elastic_ckpt.geometry import FlatRange
-from elastic_ckpt.rules.book import RuleBook
-from elastic_ckpt.rules.kinds import Rule
-from elastic_ckpt.rules.presets import Preset
-from elastic_ckpt.rules.resolve import FIRST, MEAN, STRICT
+from elastic_ckpt.sharding.book import RuleBook
+from elastic_ckpt.sharding.presets import Preset
+from elastic_ckpt.sharding.resolve import FIRST, MEAN, STRICT
 from tests.resolving import (
     affine,
     arrives,

@@ -22,12 +22,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from elastic_ckpt.bands import Split
+from elastic_ckpt.core.declared import Declared, declared_by, split_of_affine
+from elastic_ckpt.core.strided import Split
+from elastic_ckpt.core.tp_rules import CannotSplit, Facts, Rule, split_by
 from elastic_ckpt.errors import ConfigError
-from elastic_ckpt.rules.book import is_fused
-from elastic_ckpt.rules.declared import Declared, declared_by, split_of_affine
-from elastic_ckpt.rules.kinds import CannotSplit, Facts, Rule, split_by
-from elastic_ckpt.rules.presets import load_preset, preset_names
+from elastic_ckpt.sharding.book import is_fused
+from elastic_ckpt.sharding.presets import load_preset, preset_names
 
 NOTHING = Facts({})
 

@@ -11,8 +11,11 @@ import bitsandbytes as bnb
 import pytest
 import torch
 
+from elastic_ckpt.core.state_kinds import ELEMENTWISE, REPLICATED, Codebook, StateOptions
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats import saved_states
+from elastic_ckpt.formats.classify import FRESH, OPAQUE, Digest, SavedKind
+from elastic_ckpt.formats.codebooks import codebook_of, own_maps
 from elastic_ckpt.formats.legacy import LegacyShard, index_legacy, refuse_legacy
 from elastic_ckpt.formats.pickled import PickledFile, open_pickled
 from elastic_ckpt.formats.saved_groups import normal_groups, read_groups, with_group_step
@@ -24,9 +27,6 @@ from elastic_ckpt.formats.saved_states import (
     unmatched_names,
 )
 from elastic_ckpt.formats.zero0_index import index_unpartitioned, saved_shape
-from elastic_ckpt.states.bitsandbytes import codebook_of, own_maps
-from elastic_ckpt.states.classify import FRESH, OPAQUE, Digest, SavedKind, StateOptions
-from elastic_ckpt.states.kinds import ELEMENTWISE, REPLICATED, Codebook
 
 DEFAULTS = StateOptions()
 NESTED = "__bnb_optimizer_quant_state__"

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ckpt.catalog import MASTER, Catalog
 from elastic_ckpt.config import ElasticConfig
+from elastic_ckpt.core.metadata import MASTER, Catalog
 from elastic_ckpt.errors import ConfigError, MismatchError
-from elastic_ckpt.opened import load_options, locate, open_checkpoint
-from elastic_ckpt.virtual import Topology, VirtualJob
-from elastic_ckpt.virtual.scale import scale_catalog
-from elastic_ckpt.virtual.scale_config import ScaleModel, load_scale, scale_names
+from elastic_ckpt.tools.opened import load_options, locate, open_checkpoint
+from elastic_ckpt.tools.virtual import Topology, VirtualJob
+from elastic_ckpt.tools.virtual.scale import scale_catalog
+from elastic_ckpt.tools.virtual.scale_config import ScaleModel, load_scale, scale_names
 
 
 @lru_cache

@@ -14,12 +14,12 @@ import torch
 from deepspeed.runtime.lr_schedules import OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from torch.optim import lr_scheduler
 
+from elastic_ckpt.core.training_state import BatchSizes, HostState
 from elastic_ckpt.engines.host import HostCommit, LoadArguments
+from elastic_ckpt.engines.schedulers import fit_scheduler
 from elastic_ckpt.errors import MismatchError
-from elastic_ckpt.groups import transferable
-from elastic_ckpt.host_state import BatchSizes, HostState
-from elastic_ckpt.planner import LoadOptions, plan_load
-from elastic_ckpt.schedulers import fit_scheduler
+from elastic_ckpt.planning.groups import transferable
+from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from tests.simulation import ADAM, TWO, live, saved
 
 #: Per parameter, all that a run sets by group.

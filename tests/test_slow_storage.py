@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic_ckpt.plan import Copy
-from elastic_ckpt.reader import ReadOptions, ReadStats
+from elastic_ckpt.core.read_plan import Copy
+from elastic_ckpt.io.reader import ReadOptions, ReadStats
 from tests.reading import run, untouched, write
 
 

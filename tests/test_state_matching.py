@@ -10,18 +10,18 @@ import bitsandbytes as bnb
 import pytest
 import torch
 
-from elastic_ckpt.catalog import BlockCode, Catalog, ReplicatedState
-from elastic_ckpt.destinations import Destinations, LiveGroup
+from elastic_ckpt.core.local_state import Destinations, LiveGroup
+from elastic_ckpt.core.metadata import BlockCode, Catalog, ReplicatedState
+from elastic_ckpt.core.read_plan import Outcome
+from elastic_ckpt.core.state_kinds import ELEMENTWISE, REPLICATED, SCRATCH, WHOLE, BlockFormat, LiveState
+from elastic_ckpt.engines.optimizers import schema_of
+from elastic_ckpt.engines.state_schema import Stepped
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
-from elastic_ckpt.groups import match_groups, transferable
-from elastic_ckpt.matching import match_parameters
-from elastic_ckpt.plan import Outcome
-from elastic_ckpt.planner import LoadOptions, plan_load
-from elastic_ckpt.state_matching import StateLink, StateMatching, match_states
-from elastic_ckpt.states.bitsandbytes import own_maps
-from elastic_ckpt.states.kinds import ELEMENTWISE, REPLICATED, SCRATCH, WHOLE, BlockFormat, LiveState
-from elastic_ckpt.states.optimizers import schema_of
-from elastic_ckpt.states.schema import Stepped
+from elastic_ckpt.formats.codebooks import own_maps
+from elastic_ckpt.planning.groups import match_groups, transferable
+from elastic_ckpt.planning.matching import match_parameters
+from elastic_ckpt.planning.planner import LoadOptions, plan_load
+from elastic_ckpt.planning.state_matching import StateLink, StateMatching, match_states
 from tests.simulation import ADAM, TWO, live, saved, unpartitioned
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

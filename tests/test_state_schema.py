@@ -16,12 +16,13 @@ import torch
 from bitsandbytes.optim.optimizer import Optimizer8bit
 from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
+from elastic_ckpt.core.read_plan import Slot
+from elastic_ckpt.core.state_kinds import ELEMENTWISE, REPLICATED, SCRATCH, TOUCHED, WHOLE, LiveState
+from elastic_ckpt.engines.bitsandbytes import BitsAndBytesSchema, block_numel_of, is_bitsandbytes
+from elastic_ckpt.engines.optimizers import _KINDS, schema_of
+from elastic_ckpt.engines.state_schema import NoStates, StateSchema, Stepped, UnknownSchema
 from elastic_ckpt.errors import UnsupportedError
-from elastic_ckpt.plan import Slot
-from elastic_ckpt.states.bitsandbytes import BitsAndBytesSchema, block_numel_of, is_bitsandbytes, own_maps
-from elastic_ckpt.states.kinds import ELEMENTWISE, REPLICATED, SCRATCH, TOUCHED, WHOLE, LiveState
-from elastic_ckpt.states.optimizers import _KINDS, schema_of
-from elastic_ckpt.states.schema import NoStates, StateSchema, Stepped, UnknownSchema
+from elastic_ckpt.formats.codebooks import own_maps
 
 Shape = tuple[int, ...]
 Make = Callable[[Any], torch.optim.Optimizer]

@@ -12,13 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_ckpt.bands import Transfer, copied, fused, replicated, reshard
-from elastic_ckpt.catalog import BlockCode, Catalog, Extent, LogicalTensor, SourceFacts
-from elastic_ckpt.dtypes import ITEMSIZE
+from elastic_ckpt.core.dtypes import ITEMSIZE
+from elastic_ckpt.core.flat_ranges import FlatRange
+from elastic_ckpt.core.metadata import BlockCode, Catalog, Extent, LogicalTensor, SourceFacts
+from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
+from elastic_ckpt.core.strided import Transfer, copied, fused, replicated, reshard
 from elastic_ckpt.errors import DamagedError
-from elastic_ckpt.geometry import FlatRange
-from elastic_ckpt.states.kinds import BlockFormat, Codebook
-from elastic_ckpt.strips import check_tiling, strips
+from elastic_ckpt.planning.strips import check_tiling, strips
 
 FORMAT = BlockFormat(4, "absmax1", Codebook((0.0, 1.0)))
 

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_ckpt.plan import Piece, Recode
-from elastic_ckpt.recoder import RecodeStats, chunks, run_chunk
+from elastic_ckpt.core.read_plan import Piece, Recode
+from elastic_ckpt.io.requantize import RecodeStats, chunks, run_chunk
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ckpt.bands import Shape
-from elastic_ckpt.catalog import (
+from elastic_ckpt.core.flat_ranges import FlatRange
+from elastic_ckpt.core.metadata import (
     MASTER,
     BlockCode,
     Catalog,
@@ -23,19 +23,19 @@ from elastic_ckpt.catalog import (
     SourceFacts,
     SourceFile,
 )
+from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
+from elastic_ckpt.core.strided import Shape
 from elastic_ckpt.errors import DamagedError, MismatchError
 from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.formats.pickled import open_pickled
-from elastic_ckpt.geometry import FlatRange
-from elastic_ckpt.states.kinds import BlockFormat, Codebook
-from elastic_ckpt.verification import checksums, findings
-from elastic_ckpt.verification.archive import Problem, read_directory
-from elastic_ckpt.verification.checksums import Checked, Work, check, has_checksums, wrong_records
-from elastic_ckpt.verification.contents import check_catalog
-from elastic_ckpt.verification.findings import Finding, of_error
-from elastic_ckpt.verification.folder import missing_files
-from elastic_ckpt.verification.records import Record, read_records
-from elastic_ckpt.verification.scan import FINE, Seen, Span, catalog_spans, judge, look
+from elastic_ckpt.tools.verification import checksums, findings
+from elastic_ckpt.tools.verification.archive import Problem, read_directory
+from elastic_ckpt.tools.verification.checksums import Checked, Work, check, has_checksums, wrong_records
+from elastic_ckpt.tools.verification.contents import check_catalog
+from elastic_ckpt.tools.verification.findings import Finding, of_error
+from elastic_ckpt.tools.verification.folder import missing_files
+from elastic_ckpt.tools.verification.records import Record, read_records
+from elastic_ckpt.tools.verification.scan import FINE, Seen, Span, catalog_spans, judge, look
 
 
 def problems_of(data: bytes) -> tuple[list[Problem], tuple[Record, ...], bool]:

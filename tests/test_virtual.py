@@ -12,17 +12,17 @@ from deepspeed.runtime.utils import partition_balanced
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from elastic_ckpt.catalog import BUFFER, FROZEN, MASTER, Catalog
-from elastic_ckpt.destinations import Destinations, Place
+from elastic_ckpt.core.local_state import Destinations, Place
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, Catalog
+from elastic_ckpt.core.state_kinds import REPLICATED, WHOLE, BlockFormat, Codebook
+from elastic_ckpt.core.tp_rules import Rule
 from elastic_ckpt.errors import MismatchError, UnsupportedError
 from elastic_ckpt.formats.merging import merge_shards, merge_stages
-from elastic_ckpt.planner import LoadOptions, plan_load
-from elastic_ckpt.rules.book import RuleBook
-from elastic_ckpt.rules.kinds import Rule
-from elastic_ckpt.states.kinds import REPLICATED, WHOLE, BlockFormat, Codebook
-from elastic_ckpt.virtual import Topology, VirtualJob
-from elastic_ckpt.virtual.stages import stages_of
-from elastic_ckpt.virtual.states import SavedStates
+from elastic_ckpt.planning.planner import LoadOptions, plan_load
+from elastic_ckpt.sharding.book import RuleBook
+from elastic_ckpt.tools.virtual import Topology, VirtualJob
+from elastic_ckpt.tools.virtual.stages import stages_of
+from elastic_ckpt.tools.virtual.states import SavedStates
 from tests.simulation import Element, Shape, elements_of, saved
 
 OPTIONS = LoadOptions()
@@ -308,7 +308,7 @@ def test_8_bit_states_have_blocks_of_todays_size() -> None:
 
 
 def _code(blocks: BlockFormat) -> object:
-    from elastic_ckpt.catalog import BlockCode
+    from elastic_ckpt.core.metadata import BlockCode
 
     return BlockCode(blocks, 0, 0)
 
@@ -324,7 +324,7 @@ def test_states_of_a_shape_of_their_own_belong_to_one_whole_parameter() -> None:
 
 
 def test_replicated_states_are_kept_but_for_tables_that_bitsandbytes_makes() -> None:
-    from elastic_ckpt.catalog import ReplicatedState
+    from elastic_ckpt.core.metadata import ReplicatedState
 
     catalog = saved({"a": (4,)}, states=())
     both = tuple(ReplicatedState(key, "float32", (2,), 0, 0, 1) for key in ("table", "qmap1"))

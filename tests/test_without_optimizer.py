@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from elastic_ckpt.core.read_plan import Plan
 from elastic_ckpt.engines import without_optimizer
 from elastic_ckpt.engines.without_optimizer import PartitionedWeightsAdapter
-from elastic_ckpt.plan import Plan
 
 
 class Persistent:

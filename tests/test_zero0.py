@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ckpt.catalog import BUFFER, FROZEN, MASTER
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
 from elastic_ckpt.formats.zero0_index import FUSED, PLAIN, UNFUSED
-from elastic_ckpt.planner import LoadOptions, plan_load
+from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from tests.simulation import live
 from tests.unpartitioned import STATES, Model, catalog_of, check_states, contents, indexed, trained
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from elastic_ckpt.catalog import Catalog
+from elastic_ckpt.core.metadata import Catalog
 from elastic_ckpt.formats.base import Found, ReadOptions
 from elastic_ckpt.formats.model_states import ModelShard, index_model_states
 from elastic_ckpt.formats.naming import sort_names

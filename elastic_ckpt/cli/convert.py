@@ -13,9 +13,9 @@ from tqdm import tqdm
 from elastic_ckpt.cli.app import app
 from elastic_ckpt.cli.options import AsJson, Config, Folder, Preset, Tag, TrustPickle
 from elastic_ckpt.cli.output import console, errors_end_the_command, print_json, printable
-from elastic_ckpt.conversion import ConversionOptions, ConversionReport
-from elastic_ckpt.conversion import convert as run_conversion
-from elastic_ckpt.opened import config_of, locate, open_checkpoint
+from elastic_ckpt.tools.conversion import ConversionOptions, ConversionReport
+from elastic_ckpt.tools.conversion import convert as run_conversion
+from elastic_ckpt.tools.opened import config_of, locate, open_checkpoint
 
 _EXAMPLE = "Example: [bold]elastic-ckpt convert checkpoints universal/global_step100[/]"
 

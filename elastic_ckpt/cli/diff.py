@@ -13,8 +13,8 @@ from tqdm import tqdm
 from elastic_ckpt.cli.app import app
 from elastic_ckpt.cli.options import AsJson, Config, Preset, TrustPickle
 from elastic_ckpt.cli.output import EXIT_FOUND, console, errors_end_the_command, print_json, printable
-from elastic_ckpt.comparison import Comparison, compare
-from elastic_ckpt.opened import config_of, locate, open_checkpoint
+from elastic_ckpt.tools.comparison import Comparison, compare
+from elastic_ckpt.tools.opened import config_of, locate, open_checkpoint
 
 _EXAMPLE = "Example: [bold]elastic-ckpt diff checkpoints/step100 universal/step100[/]"
 _SHOWN = 50

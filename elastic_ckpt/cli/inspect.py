@@ -11,8 +11,8 @@ from elastic_ckpt.cli.app import app
 from elastic_ckpt.cli.inspect_view import file_tree, parameter_table, report
 from elastic_ckpt.cli.options import AsJson, Config, Folder, Preset, Tag, TrustPickle
 from elastic_ckpt.cli.output import EXIT_FOUND, console, errors_end_the_command, print_json
-from elastic_ckpt.inspection import inspect_folder
-from elastic_ckpt.opened import config_of
+from elastic_ckpt.tools.inspection import inspect_folder
+from elastic_ckpt.tools.opened import config_of
 
 _EXAMPLE = "Example: [bold]elastic-ckpt inspect checkpoints --params[/]"
 #: Columns of the report where nobody looks at a terminal.

@@ -12,8 +12,8 @@ from rich.text import Text
 from rich.tree import Tree
 from tqdm import tqdm
 
-from elastic_ckpt.catalog import BUFFER, FROZEN, MASTER
-from elastic_ckpt.inspection.facts import (
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
+from elastic_ckpt.tools.inspection.facts import (
     ERROR,
     TRAINED,
     WARNING,
@@ -26,7 +26,7 @@ from elastic_ckpt.inspection.facts import (
     StateSummary,
     Totals,
 )
-from elastic_ckpt.inspection.files import sizes_by_kind
+from elastic_ckpt.tools.inspection.files import sizes_by_kind
 
 _NAMES_SHOWN = 4
 _STYLES = {ERROR: "bold red", WARNING: "yellow"}

@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.markup import escape
 from tqdm import tqdm
 
-from elastic_ckpt.catalog import Catalog
 from elastic_ckpt.cli.app import app
 from elastic_ckpt.cli.options import AsJson, Config, Preset, Tag, TrustPickle
 from elastic_ckpt.cli.output import EXIT_FOUND, console, error_as_dict, errors_end_the_command, print_json
@@ -20,7 +19,6 @@ from elastic_ckpt.cli.plan_document import document
 from elastic_ckpt.cli.plan_options import (
     MOST_RANKS,
     Bandwidth,
-    Cores,
     Dp,
     Dtype,
     Every,
@@ -32,9 +30,7 @@ from elastic_ckpt.cli.plan_options import (
     OffloadTo,
     Plot,
     Pp,
-    Prove,
     Rank,
-    ScalingModel,
     SubGroupSize,
     Tp,
     Weights,
@@ -44,17 +40,17 @@ from elastic_ckpt.cli.plan_options import (
 from elastic_ckpt.cli.plan_plot import draw, refuse_without_matplotlib
 from elastic_ckpt.cli.plan_view import report
 from elastic_ckpt.config import ElasticConfig
+from elastic_ckpt.core.metadata import Catalog
 from elastic_ckpt.errors import ElasticCkptError, MismatchError
-from elastic_ckpt.forecast import Precision
-from elastic_ckpt.opened import config_of, load_options, locate, open_checkpoint
-from elastic_ckpt.reader import read_options
-from elastic_ckpt.rules.presets import preset_names
-from elastic_ckpt.scaling import DEFAULT_SCALING, Scaling, load_scaling
-from elastic_ckpt.timing import DEFAULT_BANDWIDTH, DEFAULT_CORES, Cluster
-from elastic_ckpt.virtual import Topology, VirtualJob
-from elastic_ckpt.virtual.scale import scale_catalog
-from elastic_ckpt.virtual.scale_config import ScaleModel, load_scale
-from elastic_ckpt.virtual.survey import Setting, Survey, some_ranks, survey
+from elastic_ckpt.io.reader import read_options
+from elastic_ckpt.sharding.presets import preset_names
+from elastic_ckpt.tools.cluster import DEFAULT_BANDWIDTH, Cluster
+from elastic_ckpt.tools.forecast import Precision
+from elastic_ckpt.tools.opened import config_of, load_options, locate, open_checkpoint
+from elastic_ckpt.tools.virtual import Topology, VirtualJob
+from elastic_ckpt.tools.virtual.scale import scale_catalog
+from elastic_ckpt.tools.virtual.scale_config import ScaleModel, load_scale
+from elastic_ckpt.tools.virtual.survey import Setting, Survey, some_ranks, survey
 
 _EXAMPLE = "Example: [bold]elastic-ckpt plan /ckpt --dp 8 --tp 4 --pp 2 --nodes 8 --bandwidth 5GB/s[/]"
 _RANKS_PER_NODE = 8
@@ -77,12 +73,9 @@ def plan(
     gradients: Gradients = Dtype.FP32,
     nodes: Nodes = None,
     bandwidth: Bandwidth = f"{DEFAULT_BANDWIDTH / 1e9:g}GB/s",  # type: ignore[assignment]  # its parser makes a float
-    cores: Cores = DEFAULT_CORES,
-    scaling: ScalingModel = DEFAULT_SCALING,
     weights_only: WeightsOnly = False,
     rank: Rank = None,
     every: Every = False,
-    prove: Prove = False,
     plot: Plot = None,
     tag: Tag = None,
     config: Config = None,
@@ -90,39 +83,36 @@ def plan(
     trust_pickle: TrustPickle = False,
     as_json: AsJson = False,
 ) -> None:
-    """Plan a load on another topology, without a GPU: what each rank would read and need, and how long it would take.
+    """Plan a load on another topology, without a GPU: what each rank would read and need, and how long that takes.
 
     The planner is the one of a load. Degrees and ZeRO stage that are not given are those of the save.
 
     Exit code 1: the load would be refused. It says why, and what would help.
     """
-    _refuse_wrong_usage(folder, model, rank, every or prove or plot is not None)
+    _refuse_wrong_usage(folder, model, rank, every or plot is not None)
     with errors_end_the_command(as_json):
         if plot is not None:
             refuse_without_matplotlib()
-        fitted = load_scaling(scaling)
         options = config_of(config, tp_preset=preset, trust_pickle=trust_pickle or None)
         source = _of_model(model, options) if model else _of_folder(str(folder), tag, options, not weights_only)
         loading = load_options(source.config, not weights_only)
     topology = _topology(source, dp, tp, pp, zero, sub_group_size, rank or 0)
-    cluster = Cluster(topology.ranks, nodes or -(-topology.ranks // _RANKS_PER_NODE), bandwidth, cores)
-    setting = _setting(source.config, cluster, Precision(precision.long, gradients.long), offload, fitted)
+    cluster = Cluster(topology.ranks, nodes or -(-topology.ranks // _RANKS_PER_NODE), bandwidth)
+    setting = _setting(source.config, cluster, Precision(precision.long, gradients.long), offload)
     with _refusals_end_the_command(as_json):
         job = VirtualJob(source.catalog, topology, loading)
-        found = _survey(job, setting, rank, every or plot is not None, prove, as_json)
+        found = _survey(job, setting, rank, every or plot is not None, as_json)
     with errors_end_the_command(as_json):
         if plot is not None:
             draw(job, found.ranks, plot)
     _print(job, found, setting, source.name, every or rank is not None, as_json)
-    if found.proof is not None and not found.proof.holds:
-        raise typer.Exit(EXIT_FOUND)
 
 
 def _refuse_wrong_usage(folder: Path | None, model: str | None, rank: int | None, needs_all: bool) -> None:
     if (folder is None) == (model is None):
         raise typer.BadParameter("give either the folder of a checkpoint, or --model")
     if rank is not None and needs_all:
-        raise typer.BadParameter("--rank plans one rank; --all, --prove and --plot need them all")
+        raise typer.BadParameter("--rank plans one rank; --all and --plot need them all")
 
 
 @dataclass(frozen=True)
@@ -171,17 +161,15 @@ def _topology(
     return topology
 
 
-def _setting(
-    config: ElasticConfig, cluster: Cluster, precision: Precision, offload: Offload, scaling: Scaling
-) -> Setting:
-    return Setting(cluster, precision, read_options(config), offload is Offload.CPU, scaling=scaling)
+def _setting(config: ElasticConfig, cluster: Cluster, precision: Precision, offload: Offload) -> Setting:
+    return Setting(cluster, precision, read_options(config), offload is Offload.CPU)
 
 
-def _survey(job: VirtualJob, setting: Setting, rank: int | None, every: bool, prove: bool, as_json: bool) -> Survey:
+def _survey(job: VirtualJob, setting: Setting, rank: int | None, every: bool, as_json: bool) -> Survey:
     total = job.topology.ranks
-    numbers = [rank] if rank is not None else list(range(total)) if every or prove else some_ranks(setting.cluster)
+    numbers = [rank] if rank is not None else list(range(total)) if every else some_ranks(setting.cluster)
     with tqdm(numbers, desc="planning", unit=" ranks", leave=False, disable=True if as_json else None) as bar:
-        return survey(job, bar, setting, prove)
+        return survey(job, bar, setting)
 
 
 @contextmanager

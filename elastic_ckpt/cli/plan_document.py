@@ -6,16 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from elastic_ckpt.forecast import Memory, RankForecast
-from elastic_ckpt.virtual import Topology, VirtualJob
-from elastic_ckpt.virtual.survey import Setting, Survey, heaviest, spread
-
-#: What the seconds of a forecast are not about.
-LEFT_OUT = (
-    "the commit (weights from masters, gathered)",
-    "what ranks send each other",
-    "copies to accelerators",
-)
+from elastic_ckpt.tools.forecast import Memory, RankForecast
+from elastic_ckpt.tools.virtual import Topology, VirtualJob
+from elastic_ckpt.tools.virtual.survey import Setting, Survey, heaviest, spread
 
 
 def document(job: VirtualJob, found: Survey, setting: Setting, name: str, in_detail: bool) -> Mapping[str, Any]:
@@ -35,15 +28,12 @@ def document(job: VirtualJob, found: Survey, setting: Setting, name: str, in_det
         "memory": _memory(most.memory) | {"rank": most.rank},
         "cluster": dataclasses.asdict(setting.cluster) | {"ranks_per_node": setting.cluster.ranks_per_node},
         "nodes": found.nodes,
-        "seconds": dataclasses.asdict(found.seconds) | {"total": found.seconds.total, "left_out": LEFT_OUT},
-        "scaling": setting.scaling.model_dump(),
+        "seconds": dataclasses.asdict(found.time),
         "warnings": warnings_of(job.topology),
         "notes": found.notes,
     }
     if in_detail:
         told["ranks"] = [_rank(job, each) for each in ranks]
-    if found.proof is not None:
-        told["proof"] = dataclasses.asdict(found.proof) | {"holds": found.proof.holds}
     return told
 
 

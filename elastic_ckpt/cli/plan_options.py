@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from elastic_ckpt.virtual.survey import MOST_BY_DEFAULT
+from elastic_ckpt.tools.virtual.survey import MOST_BY_DEFAULT
 
 MOST_RANKS = 1 << 20
 _BANDWIDTH = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?)(i?)(B|bit)(?:/s)?")
@@ -76,20 +76,12 @@ Nodes = Annotated[
 Bandwidth = Annotated[
     float, typer.Option("--bandwidth", parser=bandwidth, metavar="RATE", help="What a node reads: 5GB/s, 25Gbit/s.")
 ]
-Cores = Annotated[int, typer.Option("--cores", min=1, help="Cores of a node.")]
-ScalingModel = Annotated[
-    str,
-    typer.Option("--scaling", metavar="FILE", help="What python -m benchmarks.scaling wrote on a machine like yours."),
-]
 WeightsOnly = Annotated[
     bool, typer.Option("--weights-only", help="Of load_module_only=True: neither optimizer states nor their memory.")
 ]
 Rank = Annotated[int | None, typer.Option("--rank", min=0, help="Plan this rank alone, in detail.")]
 Every = Annotated[
     bool, typer.Option("--all", help=f"Plan and list every rank; by default, of a big job, {MOST_BY_DEFAULT} of them.")
-]
-Prove = Annotated[
-    bool, typer.Option("--prove", help="Prove that all ranks restore every element, and none of them twice.")
 ]
 Plot = Annotated[
     Path | None, typer.Option("--plot", help="Draw which file feeds which rank: a picture (.png, .pdf, .svg).")

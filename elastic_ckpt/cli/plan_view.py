@@ -8,22 +8,19 @@ from collections.abc import Callable, Iterator, Sequence
 from rich.console import RenderableType
 from rich.markup import escape
 from rich.table import Table
-from rich.text import Text
 from tqdm import tqdm
 
-from elastic_ckpt.catalog import BUFFER, FROZEN, MASTER, SourceFacts
-from elastic_ckpt.cli.plan_document import LEFT_OUT, warnings_of
-from elastic_ckpt.coverage import Proof
-from elastic_ckpt.destinations import Place
-from elastic_ckpt.forecast import RankForecast, Reads
-from elastic_ckpt.plan import Plan
-from elastic_ckpt.scaling import ROUNDS
-from elastic_ckpt.virtual import VirtualJob
-from elastic_ckpt.virtual.survey import Setting, Survey, heaviest, spread
+from elastic_ckpt.cli.plan_document import warnings_of
+from elastic_ckpt.core.local_state import Place
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, SourceFacts
+from elastic_ckpt.core.read_plan import Plan
+from elastic_ckpt.tools.forecast import RankForecast
+from elastic_ckpt.tools.virtual import VirtualJob
+from elastic_ckpt.tools.virtual.survey import Setting, Survey, heaviest, spread
 
 _LEAST_WIDTH = 72
 #: Of long lists, so many rows.
-_FILES_SHOWN, _FAULTS_SHOWN, _NOTES_SHOWN = 16, 20, 12
+_FILES_SHOWN, _NOTES_SHOWN = 16, 12
 _DIVIDED = (
     "without ZeRO every data-parallel rank holds all of it",
     "ZeRO-1 divides masters and states over data-parallel ranks",
@@ -48,8 +45,6 @@ def report(job: VirtualJob, found: Survey, setting: Setting, name: str, in_detai
         yield from _details(job, found)
     elif in_detail:
         yield _every_rank(job, found, setting.cluster.ranks_per_node)
-    if found.proof is not None:
-        yield _proof(found.proof)
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -144,29 +139,14 @@ def _memory(job: VirtualJob, found: Survey, setting: Setting) -> Table:
 
 
 def _time(found: Survey, setting: Setting) -> Table:
-    seconds, cluster = found.seconds, setting.cluster
+    time, cluster = found.time, setting.cluster
     table = _facts("time")
-    table.add_row("nodes", f"{cluster.nodes}, of {cluster.ranks_per_node} ranks and {cluster.cores} cores each")
-    how = "the most of those that were planned" if seconds.is_estimate else "the most"
-    table.add_row("one node reads", f"{size(seconds.node_nbytes)} ({how})")
-    work = f"{seconds.by_work:.1f} s is the busiest rank at work"
-    rate = f"{seconds.by_bandwidth:.1f} s by {size(seconds.bandwidth)}/s a node (--bandwidth)"
-    table.add_row("reading", f"{seconds.reading:.1f} s: {rate}; {work}")
-    table.add_row(
-        "opening", f"{seconds.opening:.1f} s: {_most(found, lambda each: each.files)} files, to read from them"
-    )
-    each = -(-seconds.files // seconds.ranks)
-    extents = f"{seconds.extents:,} extents, told to every rank"
-    table.add_row("metadata", f"{seconds.metadata:.1f} s: {seconds.files} files, {each} a rank; {extents}")
-    table.add_row("planning", f"{seconds.planning:.1f} s: {_most(found, lambda each: each.copies)} copies")
-    table.add_row("agreeing", f"{seconds.agreeing:.1f} s: {ROUNDS} rounds of {seconds.ranks} ranks")
-    table.add_row("load", f"{seconds.total:.1f} s", style="bold")
-    table.caption = f"fitted on {escape(setting.scaling.machine)} (--scaling); left out: {', '.join(LEFT_OUT)}"
+    table.add_row("nodes", f"{cluster.nodes}, of {cluster.ranks_per_node} ranks each")
+    how = "the most of those that were planned" if time.is_estimate else "the most"
+    table.add_row("one node reads", f"{size(time.node_nbytes)} ({how})")
+    table.add_row("reading", f"{time.reading:.1f} s, at {size(time.bandwidth)}/s a node (--bandwidth)", style="bold")
+    table.caption = "left out: metadata, planning, the commit, and what ranks send each other"
     return table
-
-
-def _most(found: Survey, value: Callable[[Reads], int]) -> str:
-    return f"{max(value(each.reads) for each in found.ranks):,}"
 
 
 def _every_rank(job: VirtualJob, found: Survey, per_node: int) -> Table:
@@ -226,20 +206,4 @@ def _files(job: VirtualJob, each: RankForecast) -> Table:
     rest: Sequence[tuple[int, int]] = biggest[_FILES_SHOWN:]
     if rest:
         table.add_row(f"and {len(rest)} more", size(sum(nbytes for _, nbytes in rest)))
-    return table
-
-
-def _proof(proof: Proof) -> RenderableType:
-    if proof.holds:
-        return Text(
-            f"proven over {proof.ranks} ranks: {proof.numel_written:,} elements are written, each exactly once; of the "
-            f"{proof.numel_saved:,} in the checkpoint none is left out",
-            style="green",
-        )
-    table = _table(f"not proven: {len(proof.faults)} stretches of elements")
-    table.add_column(overflow="fold", style="red")
-    for fault in proof.faults[:_FAULTS_SHOWN]:
-        table.add_row(escape(str(fault)))
-    if len(proof.faults) > _FAULTS_SHOWN:
-        table.add_row(f"and {len(proof.faults) - _FAULTS_SHOWN} more, with --json")
     return table

@@ -13,9 +13,9 @@ from rich.markup import escape
 from elastic_ckpt.cli.app import app
 from elastic_ckpt.cli.options import AsJson, Config, Folder, Preset, Tag, TrustPickle
 from elastic_ckpt.cli.output import EXIT_FOUND, console, errors_end_the_command, print_json
-from elastic_ckpt.opened import config_of
-from elastic_ckpt.verification import Verification
-from elastic_ckpt.verification import verify as verify_checkpoint
+from elastic_ckpt.tools.opened import config_of
+from elastic_ckpt.tools.verification import Verification
+from elastic_ckpt.tools.verification import verify as verify_checkpoint
 
 _MOST_THREADS = 16
 _EXAMPLE = "Example: elastic-ckpt verify /ckpt --full --preset megatron-core"

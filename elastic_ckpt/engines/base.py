@@ -11,12 +11,12 @@ import torch.distributed as dist
 from deepspeed.runtime.utils import DummyOptim
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
-from elastic_ckpt.catalog import BUFFER, FROZEN, MASTER
-from elastic_ckpt.destinations import Destinations, FlatPartition, Fragment, LiveGroup, WholeTensor
-from elastic_ckpt.geometry import FlatRange
-from elastic_ckpt.parallel import can_broadcast
-from elastic_ckpt.plan import Plan, Slot
-from elastic_ckpt.states.schema import StateSchema, Stepped
+from elastic_ckpt.core.flat_ranges import FlatRange
+from elastic_ckpt.core.local_state import Destinations, FlatPartition, Fragment, LiveGroup, WholeTensor
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
+from elastic_ckpt.core.read_plan import Plan, Slot
+from elastic_ckpt.distributed import can_broadcast
+from elastic_ckpt.engines.state_schema import StateSchema, Stepped
 
 #: Reads the copies of a plan, or of a part of one, into a tensor for each of its slots.
 ReadPart = Callable[[Plan, Sequence[torch.Tensor]], None]
@@ -152,7 +152,7 @@ class FlatOptimizer:
         return self._known_positions
 
     def keeps_touched(self) -> bool:
-        """See :class:`elastic_ckpt.states.schema.Stepped`."""
+        """See :class:`elastic_ckpt.engines.state_schema.Stepped`."""
         return False
 
     def names_of(self, params: Iterable[torch.nn.Parameter]) -> tuple[str, ...]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from elastic_ckpt.core.training_state import BatchSizes
 from elastic_ckpt.errors import MismatchError
-from elastic_ckpt.host_state import BatchSizes
 
 
 def compare_batches(engine: Any, saved: BatchSizes, refuse: bool) -> tuple[str, ...]:

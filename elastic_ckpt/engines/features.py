@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from elastic_ckpt.core.features import ONE_BIT_OPTIMIZERS, Features
 from elastic_ckpt.engines.base import base_optimizer
-from elastic_ckpt.formats.features import ONE_BIT_OPTIMIZERS, Features
 
 
 def live_features(engine: Any) -> Features:

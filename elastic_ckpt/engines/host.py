@@ -8,22 +8,22 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from elastic_ckpt import parallel
-from elastic_ckpt.destinations import Place
+from elastic_ckpt import distributed
+from elastic_ckpt.core.local_state import Place
+from elastic_ckpt.core.read_plan import Outcome, Plan
+from elastic_ckpt.core.training_state import HostState
 from elastic_ckpt.engines.base import base_optimizer
 from elastic_ckpt.engines.loss_scale import set_loss_scale
+from elastic_ckpt.engines.megatron_runs import follow_topology, reseed
+from elastic_ckpt.engines.schedulers import fit_scheduler
 from elastic_ckpt.errors import MismatchError
-from elastic_ckpt.host_state import HostState
-from elastic_ckpt.megatron_runs import follow_topology, reseed
-from elastic_ckpt.plan import Outcome, Plan
-from elastic_ckpt.schedulers import fit_scheduler
 
 logger = logging.getLogger(__name__)
 #: Names under which training scripts keep the state of random number generators (Megatron's, torch's, numpy's).
@@ -47,6 +47,12 @@ class LoadArguments:
 def ds_config(engine: Any) -> Mapping[str, Any]:
     """The engine's DeepSpeed config as a dict, unknown top-level keys included."""
     return engine._config._param_dict or {}
+
+
+def zero_param_shapes(engine: Any) -> Sequence[Mapping[str, Any]]:
+    """Names and shapes in each flat buffer of a ZeRO optimizer, as DeepSpeed saves them (``param_shapes``). Local."""
+    shapes: Sequence[Mapping[str, Any]] = engine._get_zero_param_shapes()
+    return shapes
 
 
 def load_universal_flag(engine: Any) -> bool:
@@ -219,7 +225,7 @@ class HostCommit:
         saved["lr_scheduler"] = self._host.lr_scheduler
         saved["optimizer"] = None
         if "args" in saved:
-            saved["args"] = follow_topology(saved["args"], self._place, parallel.rank())
+            saved["args"] = follow_topology(saved["args"], self._place, distributed.rank())
         reseeded, seed = self._reseed(saved)
         saved |= reseeded
         if seed is None:

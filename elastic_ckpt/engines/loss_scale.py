@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from elastic_ckpt.host_state import HostState, LossScale
-from elastic_ckpt.plan import Outcome
+from elastic_ckpt.core.read_plan import Outcome
+from elastic_ckpt.core.training_state import HostState, LossScale
 
 _ROLE = "loss scale"
 

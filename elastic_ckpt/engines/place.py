@@ -22,12 +22,12 @@ from deepspeed.utils.bwc import (
     bwc_tensor_model_parallel_world_size,
 )
 
-from elastic_ckpt.bands import Shape, Split
-from elastic_ckpt.destinations import Destinations, LiveLayout, Place
+from elastic_ckpt.core.declared import split_of_affine
+from elastic_ckpt.core.local_state import Destinations, LiveLayout, Place
+from elastic_ckpt.core.sequence import SequenceParallel
+from elastic_ckpt.core.strided import Shape, Split
+from elastic_ckpt.core.tp_rules import CannotSplit
 from elastic_ckpt.errors import UnsupportedError
-from elastic_ckpt.rules.declared import split_of_affine
-from elastic_ckpt.rules.kinds import CannotSplit
-from elastic_ckpt.sequence import SequenceParallel
 
 #: Elements of a buffer that is looked into: a rank's own bounds and offsets are small.
 _MOST_COMPARED = 1 << 16

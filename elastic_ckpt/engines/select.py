@@ -15,14 +15,14 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from elastic_ckpt.engines.base import EngineAdapter, base_optimizer, has_optimizer
 from elastic_ckpt.engines.features import live_features
+from elastic_ckpt.engines.optimizers import schema_of
+from elastic_ckpt.engines.state_schema import NoStates
 from elastic_ckpt.engines.unpartitioned import FusedAdapter, PlainAdapter, UnfusedAdapter
 from elastic_ckpt.engines.without_optimizer import PartitionedWeightsAdapter, WholeWeightsAdapter
 from elastic_ckpt.engines.zero3 import Zero3Adapter
 from elastic_ckpt.engines.zero3_nvme import Zero3NvmeAdapter
 from elastic_ckpt.engines.zero12 import Bf16Adapter, Zero12Adapter
 from elastic_ckpt.errors import UnsupportedError
-from elastic_ckpt.states.optimizers import schema_of
-from elastic_ckpt.states.schema import NoStates
 
 Adapter = Zero12Adapter | Zero3Adapter | PlainAdapter | WholeWeightsAdapter
 # Exact classes: a subclass (MiCS, ZenFlow) lays out or steps its partitions in its own way.

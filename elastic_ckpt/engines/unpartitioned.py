@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from elastic_ckpt.destinations import Destinations, FlatPartition, Fragment
+from elastic_ckpt.core.flat_ranges import FlatRange, group_offsets
+from elastic_ckpt.core.local_state import Destinations, FlatPartition, Fragment
+from elastic_ckpt.core.read_plan import Plan
 from elastic_ckpt.engines.base import FlatOptimizer, ReadPart, base_optimizer
-from elastic_ckpt.geometry import FlatRange, group_offsets
-from elastic_ckpt.plan import Plan
-from elastic_ckpt.states.schema import StateSchema
+from elastic_ckpt.engines.state_schema import StateSchema
 
 Params = Sequence[Sequence[torch.nn.Parameter]]
 

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
-from elastic_ckpt.destinations import Destinations, WholeTensor
+from elastic_ckpt.core.local_state import Destinations, WholeTensor
+from elastic_ckpt.core.read_plan import Plan
 from elastic_ckpt.engines.base import FlatOptimizer, ReadPart
+from elastic_ckpt.engines.state_schema import StateSchema
 from elastic_ckpt.engines.zero3 import Zero3Adapter, gather_anew, partition_group
 from elastic_ckpt.errors import UnsupportedError
-from elastic_ckpt.plan import Plan
-from elastic_ckpt.states.schema import StateSchema
 
 
 def _without_masters(engine: Any, schema: StateSchema, dp_group: Any) -> dict[str, Any]:

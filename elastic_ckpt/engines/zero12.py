@@ -15,11 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elastic_ckpt.destinations import Destinations, FlatPartition, Fragment
+from elastic_ckpt.core.flat_ranges import contiguous_partition, group_offsets
+from elastic_ckpt.core.local_state import Destinations, FlatPartition, Fragment
+from elastic_ckpt.core.read_plan import Plan
 from elastic_ckpt.engines.base import FlatOptimizer, ReadPart
-from elastic_ckpt.geometry import contiguous_partition, group_offsets
-from elastic_ckpt.plan import Plan
-from elastic_ckpt.states.schema import StateSchema
+from elastic_ckpt.engines.state_schema import StateSchema
 
 
 class Zero12Adapter(FlatOptimizer):

@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.torch_autocast import has_comm_dtype
 
-from elastic_ckpt.catalog import FROZEN
-from elastic_ckpt.destinations import Destinations, FlatPartition, Fragment, WholeTensor
+from elastic_ckpt.core.flat_ranges import FlatRange, per_parameter_partition
+from elastic_ckpt.core.local_state import Destinations, FlatPartition, Fragment, WholeTensor
+from elastic_ckpt.core.metadata import FROZEN
+from elastic_ckpt.core.read_plan import Plan
+from elastic_ckpt.distributed import in_buckets
 from elastic_ckpt.engines.base import FlatOptimizer, ReadPart
+from elastic_ckpt.engines.state_schema import StateSchema
 from elastic_ckpt.errors import UnsupportedError
-from elastic_ckpt.exchange import in_buckets
-from elastic_ckpt.geometry import FlatRange, per_parameter_partition
-from elastic_ckpt.plan import Plan
-from elastic_ckpt.states.schema import StateSchema
 
 
 class Zero3Adapter(FlatOptimizer):

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
 
-from elastic_ckpt.destinations import Destinations
+from elastic_ckpt.core.local_state import Destinations
+from elastic_ckpt.core.read_plan import Plan
+from elastic_ckpt.core.state_kinds import ELEMENTWISE
 from elastic_ckpt.engines.base import ReadPart
+from elastic_ckpt.engines.state_schema import StateSchema
 from elastic_ckpt.engines.zero3 import Zero3Adapter
 from elastic_ckpt.errors import UnsupportedError
-from elastic_ckpt.plan import Plan
-from elastic_ckpt.states.kinds import ELEMENTWISE
-from elastic_ckpt.states.schema import StateSchema
 
 #: The part of a plan that belongs to no sub-group.
 _WHOLES = -1

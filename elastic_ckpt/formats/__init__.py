@@ -1,4 +1,4 @@
-"""On-disk formats, each read into the one form of :mod:`elastic_ckpt.catalog`."""
+"""On-disk formats, each read into the one form of :mod:`elastic_ckpt.core.metadata`."""
 
 from __future__ import annotations
 

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
-from elastic_ckpt.catalog import Catalog
+from elastic_ckpt.core.features import Features
+from elastic_ckpt.core.metadata import Catalog
 from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError
 from elastic_ckpt.errors import listed as listed_names
 from elastic_ckpt.formats import model_states, shards
 from elastic_ckpt.formats.base import Found, ReadOptions
-from elastic_ckpt.formats.features import Features, refuse_features
+from elastic_ckpt.formats.features import refuse_features
 from elastic_ckpt.formats.grid import Grid, grid_of
 from elastic_ckpt.formats.layers import LayerShard, layer_tensors
 from elastic_ckpt.formats.legacy import LegacyShard, refuse_legacy

@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from elastic_ckpt import parallel
-from elastic_ckpt.catalog import Catalog, SourceFile
-from elastic_ckpt.destinations import Place
+from elastic_ckpt import distributed
+from elastic_ckpt.core.fqn import RenameRules
+from elastic_ckpt.core.local_state import Place
+from elastic_ckpt.core.metadata import Catalog, SourceFile
+from elastic_ckpt.core.state_kinds import StateOptions
+from elastic_ckpt.core.training_state import HostState
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.naming import FolderFiles
 from elastic_ckpt.formats.pickled import PickledFile, open_pickled
-from elastic_ckpt.host_state import HostState
-from elastic_ckpt.renaming import RenameRules
-from elastic_ckpt.states.classify import StateOptions
 
 T = TypeVar("T")
 _WHERE_SAVED = "resume it with the number of ranks and the layout that saved it"
@@ -133,7 +133,7 @@ def source_file(item: Sized) -> SourceFile:
 
 def opener_of(position: int) -> int:
     """The rank that opens a file, by the file's position in the list of all."""
-    return position % parallel.world_size()
+    return position % distributed.world_size()
 
 
 def open_my_share(
@@ -154,13 +154,13 @@ def open_my_share(
     opened: dict[int, PickledFile] = {}
 
     def read() -> dict[int, T]:
-        me = parallel.rank()
+        me = distributed.rank()
         for position in range(len(paths)):
             if opener_of(position) == me:
                 opened[position] = open_pickled(paths[position], trust_pickle)
         return {position: index(file, position) for position, file in opened.items()}
 
     everything: dict[int, T] = {}
-    for part in parallel.gathered("read the checkpoint's metadata", read):
+    for part in distributed.gathered("read the checkpoint's metadata", read):
         everything.update(part)
     return [everything[position] for position in range(len(paths))], opened

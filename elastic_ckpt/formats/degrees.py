@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from elastic_ckpt.sequence import SequenceParallel
+from elastic_ckpt.core.sequence import SequenceParallel
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from elastic_ckpt.destinations import Place
+from elastic_ckpt.core.local_state import Place
+from elastic_ckpt.core.sequence import NO_SEQUENCE_PARALLEL, SequenceParallel
 from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError
 from elastic_ckpt.formats.model_states import ModelShard
-from elastic_ckpt.sequence import NO_SEQUENCE_PARALLEL, SequenceParallel
 
 
 @dataclass(frozen=True)

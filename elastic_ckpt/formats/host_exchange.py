@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from elastic_ckpt import parallel
-from elastic_ckpt.destinations import Place
+from elastic_ckpt import distributed
+from elastic_ckpt.core.local_state import Place
+from elastic_ckpt.core.training_state import HostState, LossScale
 from elastic_ckpt.formats.assembling import Assembled, Kind
 from elastic_ckpt.formats.base import opener_of
 from elastic_ckpt.formats.host_state import loss_scale_from, loss_scale_of, read_host_state
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.shards import OptimizerShard
-from elastic_ckpt.host_state import HostState, LossScale
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class HostStates:
             return Wanted(position)
         state = self._read(position)
         of_all = own is None and (not same_model or place.tp * place.pp == 1)
-        return Wanted(position, parallel.pack(state) if of_all else None)
+        return Wanted(position, distributed.pack(state) if of_all else None)
 
     def exchanged(self, everybody: Sequence[Wanted]) -> HostState:
         """The host state of the file that this rank wants. Collective where a rank still lacks its own.
@@ -77,12 +77,12 @@ class HostStates:
         if lacking:  # on all ranks alike
 
             def read() -> dict[int, bytes]:
-                return {at: parallel.pack(self._read(at)) for at in sorted(lacking & set(self._opened))}
+                return {at: distributed.pack(self._read(at)) for at in sorted(lacking & set(self._opened))}
 
-            for part in parallel.gathered("read counters, scheduler and client state", read):
+            for part in distributed.gathered("read counters, scheduler and client state", read):
                 packed.update(part)
-        own = everybody[parallel.rank()].position
-        return self._known[own] if own in self._known else parallel.unpack(packed[own])
+        own = everybody[distributed.rank()].position
+        return self._known[own] if own in self._known else distributed.unpack(packed[own])
 
     def _read(self, position: int) -> HostState:
         if position not in self._known:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from elastic_ckpt.core.sequence import SequenceParallel
+from elastic_ckpt.core.training_state import BatchSizes, HostState, LossScale
 from elastic_ckpt.formats.model_states import COUNTERS
 from elastic_ckpt.formats.pickled import PickledFile, materialise
 from elastic_ckpt.formats.saved_config import config_section, saved_config
-from elastic_ckpt.host_state import BatchSizes, HostState, LossScale
-from elastic_ckpt.sequence import SequenceParallel
 
 #: State of a dynamic scaler as ``DynamicLossScaler`` and ``FP16_Optimizer.state_dict`` name it (loss_scaler.py).
 _DYNAMIC = (

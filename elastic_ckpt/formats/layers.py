@@ -11,9 +11,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from elastic_ckpt.catalog import BUFFER, FROZEN, Catalog, Extent, LogicalTensor, SourceFile
+from elastic_ckpt.core.flat_ranges import FlatRange
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, Catalog, Extent, LogicalTensor, SourceFile
 from elastic_ckpt.formats.pickled import PickledFile, TensorRef
-from elastic_ckpt.geometry import FlatRange
 
 _TIED = re.compile(r"^tied_modules\.[^.]+\.")
 

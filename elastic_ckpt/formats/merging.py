@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from elastic_ckpt.catalog import FROZEN, Catalog, LogicalTensor, ReplicatedState, SavedParameter
+from elastic_ckpt.core.declared import Declared
+from elastic_ckpt.core.metadata import FROZEN, Catalog, LogicalTensor, ReplicatedState, SavedParameter
+from elastic_ckpt.core.tp_rules import CannotSplit
 from elastic_ckpt.errors import DamagedError, UnsupportedError
-from elastic_ckpt.rules.declared import Declared
-from elastic_ckpt.rules.kinds import CannotSplit
 
 
 def merge_shards(catalogs: Sequence[Catalog]) -> Catalog:

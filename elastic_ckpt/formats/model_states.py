@@ -14,15 +14,16 @@ from typing import Any
 
 import torch
 
+from elastic_ckpt.core.declared import Declared, declared_by
+from elastic_ckpt.core.features import Features
+from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.degrees import StatedDegrees, stated_degrees
-from elastic_ckpt.formats.features import Features, features_in
+from elastic_ckpt.formats.features import features_in
 from elastic_ckpt.formats.pickled import PickledFile, TensorRef, materialise
 from elastic_ckpt.formats.run_arguments import run_arguments
 from elastic_ckpt.formats.saved_config import config_section, saved_config
 from elastic_ckpt.formats.zero0_index import UnpartitionedState, index_unpartitioned
-from elastic_ckpt.rules.declared import Declared, declared_by
-from elastic_ckpt.states.classify import StateOptions
 
 #: What DeepSpeed counts, and the degrees of the run.
 COUNTERS = ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size")
@@ -48,7 +49,7 @@ class ModelShard:
         frozen_recorded: whether the file lists frozen parameters, be it none of them (ZeRO-2 and 3 do, unless they
             are left out).
         shared: tied name -> name that holds the data.
-        counters: see :class:`elastic_ckpt.host_state.HostState`.
+        counters: see :class:`elastic_ckpt.core.training_state.HostState`.
         ds_version: DeepSpeed version.
         zero: the ``zero_optimization`` section of the run's DeepSpeed config.
         alignment: elements that ZeRO-3's partitions were padded to a multiple of (``"align_partitions"``); 1: none.

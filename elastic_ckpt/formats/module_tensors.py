@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from elastic_ckpt.catalog import BUFFER, FROZEN, Extent, LogicalTensor
+from elastic_ckpt.core.flat_ranges import FlatRange, per_parameter_numel, per_parameter_partition
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, Extent, LogicalTensor
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.pickled import TensorRef
-from elastic_ckpt.geometry import FlatRange, per_parameter_numel, per_parameter_partition
 
 Tensors = dict[tuple[str, str], LogicalTensor]
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from elastic_ckpt import parallel
+from elastic_ckpt import distributed
+from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.formats.assembling import Assembled, Kind, assemble, missing_file
 from elastic_ckpt.formats.base import Checkpoint, Found, ReadOptions, open_my_share, refuse_unsupported_folder
@@ -19,7 +20,6 @@ from elastic_ckpt.formats.shards import OptimizerShard
 from elastic_ckpt.formats.spot_check import SavedWeights, spot_check
 from elastic_ckpt.formats.zero3 import index_zero3
 from elastic_ckpt.formats.zero12 import index_zero12
-from elastic_ckpt.states.classify import StateOptions
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def read_native(found: Found, options: ReadOptions) -> Checkpoint:
     Raises:
         ElasticCkptError: on every rank, where the folder is incomplete, mixed, damaged or not supported.
     """
-    with parallel.alike("look at the checkpoint's files"):  # at their names, as rank 0 has found them
+    with distributed.alike("look at the checkpoint's files"):  # at their names, as rank 0 has found them
         refuse_unsupported_folder(found)
         names = {mp: _expected_files(found, mp) for mp in sorted(found.files.mp_ranks)}
     kinds = [(mp, dp, "model") for mp, mine in names.items() for dp in range(len(mine.models))]
@@ -63,10 +63,10 @@ def read_native(found: Found, options: ReadOptions) -> Checkpoint:
         assembled.append((files, hosts))
         return hosts.wanted()
 
-    everybody = parallel.gathered("fit the checkpoint's files together", fit)
+    everybody = distributed.gathered("fit the checkpoint's files together", fit)
     files, hosts = assembled[0]
     host = replace(hosts.exchanged(everybody), degrees=(files.grid.tp, files.grid.pp))
-    return Checkpoint(files.catalog, host, paths[everybody[parallel.rank()].position], len(opened))
+    return Checkpoint(files.catalog, host, paths[everybody[distributed.rank()].position], len(opened))
 
 
 def _name_of(found: Found, names: Mapping[int, _Names], kind: Kind) -> str:

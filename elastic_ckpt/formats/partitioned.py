@@ -6,7 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from elastic_ckpt.catalog import (
+from elastic_ckpt.core.dtypes import ITEMSIZE
+from elastic_ckpt.core.flat_ranges import FlatRange, Placement
+from elastic_ckpt.core.metadata import (
     MASTER,
     Catalog,
     Extent,
@@ -16,8 +18,9 @@ from elastic_ckpt.catalog import (
     SourceFacts,
     SourceFile,
 )
-from elastic_ckpt.dtypes import ITEMSIZE
+from elastic_ckpt.core.state_kinds import ELEMENTWISE, REPLICATED, TOUCHED, Codebook, StateOptions
 from elastic_ckpt.formats.base import Found, source_file
+from elastic_ckpt.formats.classify import DAMAGED, FRESH, OPAQUE, Held, SavedKind, classify
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.module_tensors import module_tensors
 from elastic_ckpt.formats.pickled import TensorRef
@@ -26,9 +29,6 @@ from elastic_ckpt.formats.saved_states import block_code, kind_notes, resolve_co
 from elastic_ckpt.formats.shards import FlatShard, OptimizerShard
 from elastic_ckpt.formats.zero3 import place_zero3
 from elastic_ckpt.formats.zero12 import place_zero12
-from elastic_ckpt.geometry import FlatRange, Placement
-from elastic_ckpt.states.classify import DAMAGED, FRESH, OPAQUE, Held, SavedKind, StateOptions, classify
-from elastic_ckpt.states.kinds import ELEMENTWISE, REPLICATED, TOUCHED, Codebook
 
 _PLAIN = SavedKind(ELEMENTWISE)
 _SWAPPED_DTYPE = "float32"

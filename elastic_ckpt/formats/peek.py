@@ -8,7 +8,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from elastic_ckpt.dtypes import is_floating
+from elastic_ckpt.core.dtypes import is_floating
+from elastic_ckpt.core.state_kinds import StateOptions
+from elastic_ckpt.core.training_state import HostState
 from elastic_ckpt.errors import ElasticCkptError
 from elastic_ckpt.formats.base import Found
 from elastic_ckpt.formats.degrees import Degrees, stated_degrees
@@ -17,8 +19,6 @@ from elastic_ckpt.formats.pickled import PickledFile, TensorRef, open_pickled
 from elastic_ckpt.formats.run_arguments import run_arguments
 from elastic_ckpt.formats.saved_config import saved_config
 from elastic_ckpt.formats.zero0_index import UnpartitionedState, index_unpartitioned
-from elastic_ckpt.host_state import HostState
-from elastic_ckpt.states.classify import StateOptions
 
 #: Entries that DeepSpeed and Megatron write themselves; whatever else is there, the training script has put in.
 _OWN_ENTRIES = frozenset(

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
 
-from elastic_ckpt.dtypes import ITEMSIZE
+from elastic_ckpt.core.dtypes import ITEMSIZE
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, LayoutError, UnsafePickleError, UnsupportedError
 from elastic_ckpt.formats.safe_globals import safe_globals
 from elastic_ckpt.formats.safe_numpy import finished

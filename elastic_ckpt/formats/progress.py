@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from elastic_ckpt.catalog import Catalog, SavedParameter
+from elastic_ckpt.core.metadata import Catalog, SavedParameter
 from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.zero0_index import PLAIN

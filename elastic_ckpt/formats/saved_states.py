@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from elastic_ckpt.catalog import BUFFER, FROZEN, MASTER, BlockCode
-from elastic_ckpt.dtypes import ITEMSIZE
+from elastic_ckpt.core.dtypes import ITEMSIZE
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, BlockCode
+from elastic_ckpt.core.state_kinds import COMPANIONS, REPLICATED, BlockFormat, Codebook, StateOptions
 from elastic_ckpt.errors import DamagedError
+from elastic_ckpt.formats.classify import Digest, SavedKind
+from elastic_ckpt.formats.codebooks import NESTED, codebook_of, own_maps
 from elastic_ckpt.formats.pickled import PickledFile, TensorRef, materialise
-from elastic_ckpt.states.bitsandbytes import NESTED, codebook_of, own_maps
-from elastic_ckpt.states.classify import Digest, SavedKind, StateOptions
-from elastic_ckpt.states.kinds import COMPANIONS, REPLICATED, BlockFormat, Codebook
 
 #: Tensors up to this size are looked into: they might be the same on all ranks.
 _SMALL_NUMEL = 4096

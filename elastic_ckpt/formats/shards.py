@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from elastic_ckpt.catalog import SourceFile
+from elastic_ckpt.core.features import Features
+from elastic_ckpt.core.metadata import SourceFile
 from elastic_ckpt.errors import DamagedError, LayoutError
-from elastic_ckpt.formats.features import Features, features_in
+from elastic_ckpt.formats.features import features_in
 from elastic_ckpt.formats.pickled import PickledFile, TensorRef
 from elastic_ckpt.formats.saved_groups import read_groups
 from elastic_ckpt.formats.saved_states import StatesOfOne

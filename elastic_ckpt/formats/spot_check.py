@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from elastic_ckpt.catalog import MASTER, Catalog, Extent, LogicalTensor
-from elastic_ckpt.dtypes import ITEMSIZE
+from elastic_ckpt.core.dtypes import ITEMSIZE
+from elastic_ckpt.core.metadata import MASTER, Catalog, Extent, LogicalTensor
 from elastic_ckpt.errors import DamagedError, MismatchError
 from elastic_ckpt.formats.pickled import TensorRef
 

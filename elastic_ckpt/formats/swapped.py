@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from elastic_ckpt.catalog import MASTER, SourceFile
+from elastic_ckpt.core.metadata import MASTER, SourceFile
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.naming import SWAPPED_FOLDER
 from elastic_ckpt.formats.pickled import PickledFile, TensorRef

@@ -12,8 +12,11 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from elastic_ckpt import parallel
-from elastic_ckpt.catalog import (
+from elastic_ckpt import distributed
+from elastic_ckpt.core.declared import Declared
+from elastic_ckpt.core.flat_ranges import FlatRange
+from elastic_ckpt.core.local_state import Place
+from elastic_ckpt.core.metadata import (
     MASTER,
     Catalog,
     Extent,
@@ -21,7 +24,7 @@ from elastic_ckpt.catalog import (
     SavedParameter,
     SourceFacts,
 )
-from elastic_ckpt.destinations import Place
+from elastic_ckpt.core.training_state import HostState
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
 from elastic_ckpt.formats import model_states
 from elastic_ckpt.formats.base import (
@@ -44,9 +47,6 @@ from elastic_ckpt.formats.progress import with_progress_compared
 from elastic_ckpt.formats.saved_groups import normal_groups
 from elastic_ckpt.formats.spot_check import SavedWeights, spot_check
 from elastic_ckpt.formats.universal_files import OptimizerFile, StateFile, index_optimizer, index_state
-from elastic_ckpt.geometry import FlatRange
-from elastic_ckpt.host_state import HostState
-from elastic_ckpt.rules.declared import Declared
 
 _NO_OPTIMIZER_FILE = (
     "the universal checkpoint has no zero/optimizer_state.pt (BLOOM's have none): the optimizer's step was taken from "
@@ -60,11 +60,11 @@ def read_universal(found: Found, options: ReadOptions) -> Checkpoint:
     Raises:
         ElasticCkptError: on every rank, where the folder is incomplete, damaged or not supported.
     """
-    with parallel.alike("look at the checkpoint's files"):  # at their names, as rank 0 has found them
+    with distributed.alike("look at the checkpoint's files"):  # at their names, as rank 0 has found them
         refuse_unsupported_folder(found)
         places = _model_files(found)
     models_to_open = [found.path(name) for name in places.values()]
-    state_paths = parallel.told("look at the checkpoint's files", lambda: _list_state_files(found))
+    state_paths = distributed.told("look at the checkpoint's files", lambda: _list_state_files(found))
     ranks = list(places)
     paths = [*models_to_open, *state_paths]
 
@@ -94,14 +94,14 @@ def read_universal(found: Found, options: ReadOptions) -> Checkpoint:
             spot_check(catalog, weights, {positions[file.path] for file in opened.values() if file.path in positions})
         fitted.append(catalog)
         return (
-            parallel.pack(_read_host(opened[0], models, optimizer, found.folder, options.place))
+            distributed.pack(_read_host(opened[0], models, optimizer, found.folder, options.place))
             if 0 in opened
             else None
         )
 
-    everybody = parallel.gathered("fit the checkpoint's files together", fit)
+    everybody = distributed.gathered("fit the checkpoint's files together", fit)
     packed = next(each for each in everybody if each is not None)
-    return Checkpoint(fitted[0], parallel.unpack(packed), first.path, len(opened))
+    return Checkpoint(fitted[0], distributed.unpack(packed), first.path, len(opened))
 
 
 def _read_host(

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from elastic_ckpt.core.tp_rules import COLUMN, ROW, VOCABULARY, Rule
 from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.formats.common_state import TRUE_ORDER
 from elastic_ckpt.formats.pickled import PickledFile, TensorRef, materialise
 from elastic_ckpt.formats.saved_groups import read_groups
-from elastic_ckpt.rules.kinds import COLUMN, ROW, VOCABULARY, Rule
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from elastic_ckpt.catalog import (
+from elastic_ckpt.core.dtypes import ITEMSIZE
+from elastic_ckpt.core.flat_ranges import FlatRange
+from elastic_ckpt.core.metadata import (
     MASTER,
     Catalog,
     Extent,
@@ -19,9 +21,10 @@ from elastic_ckpt.catalog import (
     SavedParameter,
     SourceFacts,
 )
-from elastic_ckpt.dtypes import ITEMSIZE
+from elastic_ckpt.core.state_kinds import COMPANIONS, ELEMENTWISE, REPLICATED, Codebook, StateOptions
 from elastic_ckpt.errors import MismatchError, UnsupportedError
 from elastic_ckpt.formats.base import Found, ReadOptions, source_file
+from elastic_ckpt.formats.classify import DAMAGED, ELEMENTWISE_NAMES, FRESH, OPAQUE, Held, SavedKind, classify
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.module_tensors import module_tensors
 from elastic_ckpt.formats.pickled import TensorRef
@@ -29,18 +32,6 @@ from elastic_ckpt.formats.saved_groups import normal_groups, with_group_step
 from elastic_ckpt.formats.saved_states import StatesOfOne, block_code, kind_notes, resolve_codebooks, unmatched_names
 from elastic_ckpt.formats.zero0_index import FUSED, PLAIN, UnpartitionedState
 from elastic_ckpt.formats.zero0_names import member_names
-from elastic_ckpt.geometry import FlatRange
-from elastic_ckpt.states.classify import (
-    DAMAGED,
-    ELEMENTWISE_NAMES,
-    FRESH,
-    OPAQUE,
-    Held,
-    SavedKind,
-    StateOptions,
-    classify,
-)
-from elastic_ckpt.states.kinds import COMPANIONS, ELEMENTWISE, REPLICATED, Codebook
 
 Shape = tuple[int, ...]
 

@@ -11,11 +11,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from elastic_ckpt.core.fqn import rename
 from elastic_ckpt.errors import MismatchError, listed
 from elastic_ckpt.formats.base import ReadOptions
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.zero0_index import FUSED, PLAIN, UnpartitionedState, saved_shape
-from elastic_ckpt.renaming import rename
 
 Shape = tuple[int, ...]
 Names = Sequence[Sequence[str]]

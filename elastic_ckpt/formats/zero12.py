@@ -15,14 +15,14 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from elastic_ckpt.core.flat_ranges import Placement, contiguous_partition, group_offsets
+from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.errors import LayoutError, UnsupportedError
 from elastic_ckpt.formats.legacy import LegacyShard, index_legacy
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.saved_states import sort_states
 from elastic_ckpt.formats.shards import FlatShard, OptimizerShard, build_shard, flat_ref
-from elastic_ckpt.geometry import Placement, contiguous_partition, group_offsets
-from elastic_ckpt.states.classify import StateOptions
 
 _ZERO_STAGE = "zero_stage"
 #: Entries by which older files are told.

@@ -11,14 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from elastic_ckpt.core.flat_ranges import Placement, per_parameter_numel, per_parameter_partition
+from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.saved_states import sort_states
 from elastic_ckpt.formats.shards import FlatShard, OptimizerShard, build_shard, flat_ref
 from elastic_ckpt.formats.swapped import check_swap_file, refuse_unnamed_swap_files, swap_files
-from elastic_ckpt.geometry import Placement, per_parameter_numel, per_parameter_partition
-from elastic_ckpt.states.classify import StateOptions
 
 #: Sequence-parallel degrees that are tried where the saved config states none (``mesh_param`` leaves no trace).
 _OTHER_DEGREES = range(2, 65)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from elastic_ckpt import parallel
+from elastic_ckpt import distributed
 from elastic_ckpt.errors import DamagedError, ElasticCkptError
 
 #: Around the length up to which a message goes with its head.
@@ -34,23 +34,23 @@ def messages(arguments: dict[str, Any]) -> None:
     for size in SIZES:
         mixed = b"x" * (size * (me == 1))  # long on one rank alone
         for mine in (bytes([me]) * size, mixed):
-            everybody = parallel.share((me, mine))
+            everybody = distributed.share((me, mine))
             assert [rank for rank, _ in everybody] == list(range(world))
             assert everybody[me] == (me, mine)
-            assert everybody == parallel.gathered("talk", lambda mine=mine: (me, mine)), size
-        assert parallel.share(mixed)[1] == b"x" * size
+            assert everybody == distributed.gathered("talk", lambda mine=mine: (me, mine)), size
+        assert distributed.share(mixed)[1] == b"x" * size
         # as where padding all to the longest would send too much
-        parallel._PADDED_NBYTES, before = 0, parallel._PADDED_NBYTES
-        assert parallel.share((me, b"y" * (size * me * me))) == [
+        distributed._PADDED_NBYTES, before = 0, distributed._PADDED_NBYTES
+        assert distributed.share((me, b"y" * (size * me * me))) == [
             (src, b"y" * (size * src * src)) for src in range(world)
         ]
-        parallel._PADDED_NBYTES = before
+        distributed._PADDED_NBYTES = before
         for src in range(world):
-            assert parallel.broadcast(bytes([me]) * size if me == src else None, src) == bytes([src]) * size
-            assert parallel.told("talk", lambda: bytes([me]) * size, src) == bytes([src]) * size  # noqa: B023
+            assert distributed.broadcast(bytes([me]) * size if me == src else None, src) == bytes([src]) * size
+            assert distributed.told("talk", lambda: bytes([me]) * size, src) == bytes([src]) * size  # noqa: B023
     for work in (
-        lambda failing: parallel.gathered("talk", only(2, failing)),
-        lambda failing: parallel.told("talk", failing, 2),
+        lambda failing: distributed.gathered("talk", only(2, failing)),
+        lambda failing: distributed.told("talk", failing, 2),
     ):
         with pytest.raises(DamagedError) as caught:
             work(damaged)
@@ -62,6 +62,6 @@ def messages(arguments: dict[str, Any]) -> None:
             work(lambda: lambda: "what cannot be pickled")
         assert caught.value.rank == 2
     with pytest.raises(ElasticCkptError) as caught:  # of several, the lowest rank's
-        parallel.gathered("talk", lambda: damaged() if me else "fine")
+        distributed.gathered("talk", lambda: damaged() if me else "fine")
     assert caught.value.rank == 1
-    assert parallel.share(me) == list(range(world))
+    assert distributed.share(me) == list(range(world))

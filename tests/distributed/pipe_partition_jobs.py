@@ -11,7 +11,7 @@ from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule
 from torch import nn
 
 from elastic_ckpt.errors import ConfigError
-from elastic_ckpt.pipe import install_pipe, uninstall_pipe
+from elastic_ckpt.patches.pipeline_stages import install_pipe, uninstall_pipe
 
 WIDTH, VOCABULARY = 8, 16
 STEPS = 3

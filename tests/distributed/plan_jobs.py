@@ -8,14 +8,14 @@ from typing import Any
 import torch.distributed as dist
 
 import elastic_ckpt
-from elastic_ckpt import parallel as ranks
-from elastic_ckpt.destinations import Destinations, Place
+from elastic_ckpt import distributed as ranks
+from elastic_ckpt.core.local_state import Destinations, Place
 from elastic_ckpt.engines.place import one_rank, with_place
 from elastic_ckpt.engines.select import select_adapter
-from elastic_ckpt.forecast import reads_of
-from elastic_ckpt.opened import config_of, load_options, locate, open_checkpoint
-from elastic_ckpt.reader import ReadOptions
-from elastic_ckpt.virtual import Topology, VirtualJob
+from elastic_ckpt.io.reader import ReadOptions
+from elastic_ckpt.tools.forecast import reads_of
+from elastic_ckpt.tools.opened import config_of, load_options, locate, open_checkpoint
+from elastic_ckpt.tools.virtual import Topology, VirtualJob
 from tests.distributed import parallel_models
 from tests.distributed.model import build_engine, close, setup_from_json
 from tests.distributed.parallel_models import Parallel

@@ -14,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from elastic_ckpt.cli import app
-from elastic_ckpt.conversion import run as conversion_run
+from elastic_ckpt.tools.conversion import run as conversion_run
 from tests.distributed.conftest import MATRIX, ROUND_ROBIN, Convert, Launch
 from tests.distributed.model import Setup
 from tests.distributed.parallel_models import Parallel

@@ -9,9 +9,11 @@ from typing import Any
 from typer.testing import CliRunner
 
 from elastic_ckpt.cli import app
+from elastic_ckpt.tools.virtual import Topology
 from tests.distributed.conftest import SUB_GROUPS, Launch
 from tests.distributed.model import Setup
 from tests.distributed.parallel_models import Parallel
+from tests.oracle.proof import proof_of_folder
 
 #: Of what a run is resumed from, and as what.
 SOURCES = [Setup(1), Setup(3), Setup(2, precision="bf16"), Setup(3, zero=SUB_GROUPS), Setup(1)]
@@ -47,18 +49,18 @@ def told(*arguments: str, code: int = 0) -> dict[str, Any]:
 
 def test_a_real_checkpoint(native: Path, tmp_path: Path) -> None:
     folder = folder_of(native, Setup(3), 2)
-    found = told(folder, "--prove", "--all")
+    found = told(folder, "--all")
     assert found["name"] == f"{folder}/step4"
     target = {key: found["target"][key] for key in ("zero_stage", "dp", "tp", "pp", "ranks")}
     assert target == {"zero_stage": 3, "dp": 2, "tp": 1, "pp": 1, "ranks": 2}
-    assert found["proof"]["holds"]
+    assert proof_of_folder(folder, Topology(dp=2, zero_stage=3)).holds
     numel = 37 * 13 + (13 + 1) * 29 + 2 * 29 + 29 * 13 + 1 + 5 * 7  # the tied head counts once
     buffers = 8 + 3 * 5 * 4
     assert found["nbytes_read"]["total"] == 12 * numel + 2 * buffers
     assert found["source"]["files"] == 4
     picture = tmp_path / "plot.png"
-    other = told(folder, "--dp", "3", "--zero", "1", "--prove", "--plot", str(picture))
-    assert other["proof"]["holds"] and other["ranks_planned"] == 3
+    other = told(folder, "--dp", "3", "--zero", "1", "--plot", str(picture))
+    assert proof_of_folder(folder, Topology(dp=3)).holds and other["ranks_planned"] == 3
     assert other["nbytes_read"]["total"] == 12 * numel + buffers
     assert other["nbytes_received"]["total"] == 2 * buffers
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -81,6 +83,6 @@ def test_states_without_names_are_left_out_on_demand(unpartitioned: Path) -> Non
     folder = folder_of(unpartitioned, Setup(0), 2)
     error = told(folder, code=3)
     assert error["remedy"].startswith("--weights-only")
-    found = told(folder, "--weights-only", "--zero", "3", "--prove")
-    assert found["proof"]["holds"]
+    found = told(folder, "--weights-only", "--zero", "3")
+    assert proof_of_folder(folder, Topology(dp=2, zero_stage=3), with_states=False).holds
     assert found["memory"]["states"] == []

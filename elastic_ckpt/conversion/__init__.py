@@ -1,7 +1,0 @@
-"""Conversion of native checkpoints to DeepSpeed's universal format."""
-
-from __future__ import annotations
-
-from elastic_ckpt.conversion.run import ConversionOptions, ConversionReport, convert
-
-__all__ = ["ConversionOptions", "ConversionReport", "convert"]

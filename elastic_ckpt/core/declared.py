@@ -1,0 +1,245 @@
+"""``universal_checkpoint_info``: what a checkpoint says about its tensor-parallel shards. Pure.
+
+Source of the keys: ``deepspeed/checkpoint/constants.py``; of their meaning, ``merge_tp_slices`` (ds_to_universal.py)
+and ``ParamAffineMap`` (affine.py). Patterns are unanchored there (``re.match``). A parameter that no pattern matches is
+not declared: the converter takes it for cut along dimension 0, and a run with one tensor-parallel rank declares no
+rows.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from elastic_ckpt.core.strided import Shape, Split, fused, replicated
+from elastic_ckpt.core.tp_rules import AMBIGUOUS, AVERAGED, COLUMN, REPLICATED, ROW, VOCABULARY, CannotSplit, Rule
+
+T = TypeVar("T")
+#: A group with a choice or a repetition inside that is itself repeated: a checkpoint must not be able to stall a job.
+_SLOW = re.compile(r"[*+|}].*\)[*+{]")
+_AFFINE_VERSION = 1
+#: Characters of a pattern.
+_LONGEST = 512
+#: In the order in which DeepSpeed's converter looks at them; vocabulary comes on top of the others there.
+_LISTS = (
+    ("vocabulary_parameter_patterns", VOCABULARY),
+    ("tp_replicated_parameter_patterns", REPLICATED),
+    ("parameter_to_average_patterns", AVERAGED),
+    ("parameter_with_row_parallelism_patterns", ROW),
+)
+_TWO = "parameter_with_2_sub_params_cat_dim_0"
+_SUB_PARAMS = "parameter_with_sub_params"
+
+
+@dataclass(frozen=True)
+class Declared:
+    """What checkpoints say of themselves, of all pipeline stages together.
+
+    Attributes:
+        rules: (pattern, rule); the first whose pattern matches a name counts.
+        affine: pattern -> recorded map of all ranks' shards.
+        widths: pattern -> (dimension, per sub-parameter what each rank holds of it).
+        unsupported: pattern -> why it has no layout that can be described.
+        vocabulary: rows of the vocabulary that are no padding.
+        unreadable: what of it could not be understood, so that nothing of it is used; empty: all could.
+    """
+
+    rules: tuple[tuple[str, Rule], ...] = ()
+    affine: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    widths: Mapping[str, tuple[int, tuple[tuple[int, ...], ...]]] = field(default_factory=dict)
+    unsupported: Mapping[str, str] = field(default_factory=dict)
+    vocabulary: int | None = None
+    unreadable: str = ""
+
+    def __or__(self, other: Declared) -> Declared:
+        known = {pattern for pattern, _ in self.rules}
+        return Declared(
+            self.rules + tuple(rule for rule in other.rules if rule[0] not in known),
+            {**other.affine, **self.affine},
+            {**other.widths, **self.widths},
+            {**other.unsupported, **self.unsupported},
+            self.vocabulary or other.vocabulary,
+            self.unreadable or other.unreadable,
+        )
+
+    def rule(self, name: str) -> Rule | None:
+        """The first rule for a name.
+
+        Raises:
+            CannotSplit: what the checkpoint says could not be understood.
+        """
+        if self.unreadable:
+            raise CannotSplit(f"its universal_checkpoint_info cannot be understood: {self.unreadable}")
+        return next((rule for pattern, rule in self.rules if re.match(pattern, name)), None)
+
+    def is_recorded(self, name: str) -> bool:
+        """Whether there is a recorded layout of its shards."""
+        return any(re.match(pattern, name) for pattern in (*self.affine, *self.widths))
+
+    def recorded(self, name: str) -> Split | None:
+        """The recorded map of a parameter.
+
+        Raises:
+            CannotSplit: it is no cut along one dimension.
+        """
+        entry = _matching(self.affine, name)
+        return None if entry is None else _understood(lambda: split_of_affine(entry))
+
+    def split(self, name: str, shapes: Sequence[Shape]) -> Split | None:
+        """The recorded layout of a parameter with shards of these shapes.
+
+        Raises:
+            CannotSplit: it is recorded in a form that is no cut along one dimension, or of other shards.
+        """
+        return _understood(lambda: self._split(name, shapes))
+
+    def _split(self, name: str, shapes: Sequence[Shape]) -> Split | None:
+        why = _matching(self.unsupported, name)
+        if why is not None:
+            raise CannotSplit(f"the run that saved it could not describe its layout: {why}")
+        entry, widths = _matching(self.affine, name), _matching(self.widths, name)
+        split = None
+        if entry is not None and (math.prod(entry["logical_shape"]) or not any(map(math.prod, shapes))):
+            split = split_of_affine(entry)  # of ZeRO-3's untouched parameters it records that they are empty
+        elif widths is not None:
+            dim, parts = widths
+            whole = (*shapes[0][:dim], sum(map(sum, parts)), *shapes[0][dim + 1 :])
+            split = fused(whole, dim, parts)
+        if split is not None and tuple(map(split.shard_shape, range(split.degree))) != tuple(shapes):
+            raise CannotSplit(f"the checkpoint records a layout of {split.degree} ranks for {split.shape}")
+        return split
+
+
+def _understood(read: Callable[[], T]) -> T:
+    """What is recorded, in whatever state it is."""
+    try:
+        return read()
+    except (TypeError, KeyError, IndexError, ValueError, AttributeError) as error:
+        raise CannotSplit(f"its recorded layout cannot be understood: {type(error).__name__}: {error}") from error
+
+
+def _matching(entries: Mapping[str, T], name: str) -> T | None:
+    return next((entry for pattern, entry in entries.items() if re.match(pattern, name)), None)
+
+
+def declared_by(info: Any) -> Declared:
+    """From one file's ``universal_checkpoint_info``; that it cannot be understood is an error once it is asked."""
+    if info is None or info == {}:
+        return Declared()
+    try:
+        return _declared(info)
+    except (TypeError, KeyError, IndexError, ValueError, AttributeError, re.error, CannotSplit) as error:
+        return Declared(unreadable=f"{type(error).__name__}: {error}"[:200])
+
+
+def _declared(info: Mapping[str, Any]) -> Declared:
+    rules: list[tuple[str, Rule]] = []
+    for key, kind in _LISTS:
+        rules += [(pattern, Rule(pattern=pattern, kind=kind)) for pattern in _patterns(info.get(key))]
+    for pattern in _patterns(info.get(_TWO)):
+        rules.append((pattern, Rule(pattern=pattern, kind=COLUMN, sub_parameters=[1, 1])))
+    parts = _sub_param_rules(info)
+    dims = {pattern: rule.cut_dim for pattern, rule in parts}
+    widths = {
+        pattern: (dims[pattern], tuple(tuple(map(int, ranks)) for ranks in saved))
+        for pattern, saved in (info.get("sub_param_shard_widths") or {}).items()
+    }
+    if any(len(set(map(len, parts))) != 1 or not parts[0] for _, parts in widths.values()):
+        raise ValueError("sub_param_shard_widths of unequal length")
+    affine = info.get("affine_map") or {}
+    if affine.get("version", _AFFINE_VERSION) != _AFFINE_VERSION:
+        raise ValueError(f"affine_map of version {affine['version']}, of which only {_AFFINE_VERSION} is known")
+    maps, unsupported = dict(affine.get("params") or {}), dict(info.get("autotp_unsupported_parameter_patterns") or {})
+    _patterns([*maps, *unsupported])
+    for entry in maps.values():
+        if not isinstance(entry["ranks"], Mapping) or not isinstance(entry["logical_shape"], (list, tuple)):
+            raise TypeError("an affine map without ranks")
+    vocabulary = info.get("original_vocab_size")
+    known = vocabulary if isinstance(vocabulary, int) and vocabulary > 0 else None
+    return Declared((*rules, *parts), maps, widths, unsupported, known)
+
+
+def _patterns(values: Any) -> list[str]:
+    """Patterns that compile."""
+    found = []
+    for value in values or ():
+        if not isinstance(value, str) or len(value) > _LONGEST:
+            raise TypeError(f"{str(value)[:40]!r} is no pattern")
+        re.compile(value)
+        if _SLOW.search(value):
+            raise ValueError(f"the pattern {value[:40]!r} repeats what repeats, which could take for ever")
+        found.append(value)
+    return found
+
+
+def _sub_param_rules(info: Mapping[str, Any]) -> list[tuple[str, Rule]]:
+    """Fused parameters: relative widths of their parts; a lone number in the shape is how many equal ones there are."""
+    rules = []
+    for saved in info.get(_SUB_PARAMS) or ():
+        entry = saved if isinstance(saved, Mapping) else vars(saved)
+        dim = int(entry["partition_dim"])
+        spec = entry["shape"][dim]
+        widths = [int(width) for width in spec] if isinstance(spec, (list, tuple)) else [1] * int(spec)
+        for pattern in _patterns(entry["patterns"]):
+            if not widths or min(widths) <= 0:
+                why = f"the checkpoint declares sub-parameters of the widths {spec}, which say nothing"
+                rules.append((pattern, Rule(pattern=pattern, kind=AMBIGUOUS, dim=dim, ambiguous=why)))
+                continue
+            parts = [width // math.gcd(*widths) for width in widths]
+            rules.append((pattern, Rule(pattern=pattern, kind=COLUMN, dim=dim, sub_parameters=parts)))
+    return rules
+
+
+def split_of_affine(entry: Mapping[str, Any]) -> Split:
+    """A recorded affine map as a cut along one dimension.
+
+    Raises:
+        CannotSplit: it is not one.
+    """
+    shape = tuple(int(size) for size in entry["logical_shape"])
+    by_rank = {int(rank): list(held["pieces"]) for rank, held in entry["ranks"].items()}
+    degree = len(by_rank)
+    every = [piece for pieces in by_rank.values() for piece in pieces]
+    if any(float(piece.get("scale", 1.0)) != 1.0 for piece in every):
+        raise CannotSplit("its shards are recorded as scaled, which is not supported")
+    if all(tuple(piece["shape"]) == shape for piece in every) and all(len(p) == 1 for p in by_rank.values()):
+        return replicated(shape, degree)
+    differing = {dim for piece in every for dim, (a, b) in enumerate(zip(piece["shape"], shape, strict=True)) if a != b}
+    if len(differing) != 1:
+        raise CannotSplit(f"its shards are recorded as cut along dimensions {sorted(differing)}")
+    dim = differing.pop()
+    held = tuple(_stretches(by_rank[rank], shape, dim) for rank in range(degree))
+    end = 0
+    for start, stop in sorted(stretch for stretches in held for stretch in stretches):
+        if start > end:
+            break
+        end = max(end, stop)
+    if end != shape[dim]:
+        raise CannotSplit(f"its shards are recorded with holes in dimension {dim}")
+    return Split(shape, dim, held)
+
+
+def _stretches(pieces: Sequence[Mapping[str, Any]], shape: Shape, dim: int) -> tuple[tuple[int, int], ...]:
+    """The stretches of one rank: each piece a view (offset, strides) of the whole tensor and one of the shard."""
+    inner = max(math.prod(shape[dim + 1 :]), 1)
+    width = sum(int(piece["shape"][dim]) for piece in pieces)
+    strides, shard_strides = _strides(shape), _strides((*shape[:dim], width, *shape[dim + 1 :]))
+    found, position = [], 0
+    for piece in sorted(pieces, key=lambda piece: int(piece["dest"][0])):
+        (source_offset, source_strides), (dest_offset, dest_strides) = piece["source"], piece["dest"]
+        start, rest = divmod(int(source_offset), inner)
+        size = int(piece["shape"][dim])
+        if rest or tuple(source_strides) != strides or tuple(dest_strides) != shard_strides:
+            raise CannotSplit("its shards are recorded in a form that is no cut along one dimension")
+        if int(dest_offset) != position * inner:
+            raise CannotSplit("its shards are recorded with holes")
+        found.append((start, start + size))
+        position += size
+    return tuple(found)
+
+
+def _strides(shape: Shape) -> tuple[int, ...]:
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))

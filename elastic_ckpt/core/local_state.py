@@ -1,0 +1,198 @@
+"""What the live engine of one rank holds, as pure data: where every element has to go.
+
+An engine adapter (:mod:`elastic_ckpt.engines`) fills these in; the planner reads them. No tensors here: a
+*flat partition* is named by its index, and the adapter keeps the tensor that belongs to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from elastic_ckpt.core.flat_ranges import FlatRange
+from elastic_ckpt.core.sequence import NO_SEQUENCE_PARALLEL, SequenceParallel
+from elastic_ckpt.core.state_kinds import LiveState
+from elastic_ckpt.core.strided import Split
+
+
+@dataclass(frozen=True, slots=True)
+class FlatPartition:
+    """One fp32 tensor of this rank, on which the optimizer steps.
+
+    Attributes:
+        index: ZeRO-1/2: the param group; ZeRO-3: the sub-group; without partitions, often the parameter.
+        group: index into :attr:`Destinations.groups`.
+        numel: elements, padding included.
+        dtype: name of the torch dtype of the master weights.
+        members: names of all parameters of the group or sub-group, on this rank or not.
+        replicated: whether every data-parallel rank holds the same bytes.
+        states: the tensor states that the optimizer keeps for it; ``None``: an optimizer that is not known, which
+            takes the states of the checkpoint as they are.
+        scalars: the scalar states that it keeps for it (``step``), sorted; ``None``: not known.
+    """
+
+    index: int
+    group: int
+    numel: int
+    dtype: str
+    members: tuple[str, ...]
+    replicated: bool = False
+    states: tuple[LiveState, ...] | None = ()
+    scalars: tuple[str, ...] | None = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """A piece of one parameter inside a flat partition of this rank.
+
+    Attributes:
+        name: parameter.
+        shape: its shape; of a tensor-parallel one, that of this rank's shard.
+        range: which elements of it.
+        flat: index into :attr:`Destinations.flats`.
+        flat_offset: where the piece starts in that flat partition, in elements.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    range: FlatRange
+    flat: int
+    flat_offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class WholeTensor:
+    """A tensor that no optimizer owns: a buffer, or a frozen parameter (ZeRO-3: this rank's part of it).
+
+    Attributes:
+        name: name in the model.
+        key: :data:`elastic_ckpt.core.metadata.BUFFER` or :data:`elastic_ckpt.core.metadata.FROZEN`.
+        shape: logical shape.
+        range: the elements that this rank holds.
+        dtype: name of the live torch dtype.
+        replicated: whether every data-parallel rank holds the same bytes.
+        trains: whether an optimizer would own it, if the engine had one.
+    """
+
+    name: str
+    key: str
+    shape: tuple[int, ...]
+    range: FlatRange
+    dtype: str
+    replicated: bool = False
+    trains: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LiveLayout:
+    """How the live tensor-parallel ranks hold a parameter, as far as it tells.
+
+    Attributes:
+        shapes: its shape on each tensor-parallel rank.
+        dim: dimension that is cut, where the parameter says so; -1: it says that it is replicated; ``None``: nothing.
+        stride: number of sub-parameters that lie one behind the other on each rank (Megatron's ``partition_stride``).
+        owner: top-level packages of the module that holds it (``"megatron.core"``).
+        split: how it is cut, where that is recorded in full (AutoTP).
+        values: checksum of a buffer's values on each tensor-parallel rank; empty for parameters.
+        origin: who says so, where it is not a live parameter.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    dim: int | None = None
+    stride: int = 1
+    owner: str = ""
+    split: Split | None = None
+    values: tuple[int, ...] = ()
+    origin: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank stands in its job: degree of each parallelism, and its rank in each.
+
+    Attributes:
+        dp, dp_rank: of the ranks that ZeRO partitions over: data-parallel ones, times sequence-parallel ones.
+        tp, tp_rank: tensor-parallel.
+        pp, pp_rank: pipeline-parallel.
+        sequence: how sequence parallelism divides the ``dp`` ranks.
+        sp_rank: sequence-parallel rank.
+    """
+
+    dp: int = 1
+    dp_rank: int = 0
+    tp: int = 1
+    tp_rank: int = 0
+    pp: int = 1
+    pp_rank: int = 0
+    sequence: SequenceParallel = NO_SEQUENCE_PARALLEL
+    sp_rank: int = 0
+
+    @property
+    def data_degree(self) -> int:
+        """Data-parallel degree: ranks with samples of their own."""
+        return self.sequence.data_degree(self.dp)
+
+    @property
+    def data_rank(self) -> int:
+        """Which of them this is, or shares its samples."""
+        return self.sequence.data_rank(self.dp_rank)
+
+    @property
+    def mp_rank(self) -> int:
+        """The number that DeepSpeed's files of this rank go by."""
+        return self.pp_rank * self.tp + self.tp_rank
+
+
+@dataclass(frozen=True)
+class LiveGroup:
+    """A live param group.
+
+    Attributes:
+        names: its parameters, in the order in which ``torch.optim`` numbers them.
+        hyperparameters: its values, without ``params``.
+    """
+
+    names: tuple[str, ...]
+    hyperparameters: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Destinations:
+    """All that one rank's engine holds.
+
+    Attributes:
+        zero_stage: 0 to 3.
+        dp: data-parallel degree.
+        dp_rank: this rank's place in it.
+        optimizer: class name of the base optimizer.
+        family: optimizers of one family keep the same states under different names; ``None``: no other one does.
+        defaults: names of the hyperparameters that this optimizer knows.
+        flats: flat partitions.
+        fragments: pieces of parameters inside them, in flat order.
+        wholes: buffers and frozen parameters.
+        groups: param groups.
+        ties: parameter -> the other names that it has in the live module.
+        tp, tp_rank: tensor-parallel degree, and this rank's place in it.
+        pp, pp_rank: pipeline-parallel degree, and this rank's place in it.
+        elsewhere: names of parameters and buffers that only other pipeline stages hold.
+        layouts: how tensor-parallel ranks hold each parameter and buffer; empty where nothing is known.
+    """
+
+    zero_stage: int
+    dp: int
+    dp_rank: int
+    optimizer: str
+    flats: tuple[FlatPartition, ...]
+    fragments: tuple[Fragment, ...]
+    wholes: tuple[WholeTensor, ...]
+    groups: tuple[LiveGroup, ...]
+    ties: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    family: str | None = None
+    defaults: frozenset[str] = frozenset()
+    tp: int = 1
+    tp_rank: int = 0
+    pp: int = 1
+    pp_rank: int = 0
+    elsewhere: frozenset[str] = frozenset()
+    layouts: Mapping[str, LiveLayout] = field(default_factory=dict)

@@ -1,0 +1,111 @@
+"""What Megatron's training scripts keep in the client state and what depends on the topology: arguments and seeds.
+
+Scripts of Megatron-DeepSpeed, BLOOM and Megatron-LM save ``args`` and the states of all random number generators. After
+a change of the tensor- or pipeline-parallel degree there are ranks without a saved state, and ranks that must not share
+one; they start where a new run with the same seed would, by Megatron's own formulas: ``_set_random_seed``
+(training/initialize.py) and ``model_parallel_cuda_manual_seed`` (core/tensor_parallel/random.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import random
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from elastic_ckpt.core.local_state import Place
+
+#: Offset of the seed of what differs between tensor-parallel ranks (dropout inside parallel regions).
+_MODEL_PARALLEL = 2718
+_EXPERT_PARALLEL = 1024
+_TRACKER = "rng_tracker_states"
+#: Key of a state -> how it is made from a seed.
+_STATES = ("random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state", _TRACKER)
+#: Bytes of a CUDA generator's state: seed and offset (``CUDAGeneratorImpl::get_state``).
+_CUDA_NBYTES = 16
+
+
+def follow_topology(args: Any, place: Place, rank: int) -> Any:
+    """A copy of saved arguments whose topology fields are those of the live job; of anything else, the thing itself.
+
+    Args:
+        args: Megatron's namespace, or gpt-neox's dict.
+        place: where this rank stands.
+        rank: its global rank.
+    """
+    live = {
+        "tensor_model_parallel_size": place.tp,
+        "pipeline_model_parallel_size": place.pp,
+        "data_parallel_size": place.dp,
+        "transformer_pipeline_model_parallel_size": place.pp,
+        "model_parallel_size": place.tp,
+        "pipe_parallel_size": place.pp,
+        "world_size": place.dp * place.tp * place.pp,
+        "rank": rank,
+        "tensor_model_parallel_rank": place.tp_rank,
+        "pipeline_model_parallel_rank": place.pp_rank,
+    }
+    if not isinstance(args, (argparse.Namespace, dict)):
+        return args
+    changed = copy.copy(args)
+    values = vars(changed) if isinstance(changed, argparse.Namespace) else changed
+    for key, value in live.items():
+        if isinstance(values.get(key), int):
+            values[key] = value
+    return changed
+
+
+def reseed(saved: Mapping[str, Any], place: Place) -> tuple[dict[str, Any], int | None]:
+    """Random states for a rank of another model-parallel topology.
+
+    Args:
+        saved: the client state.
+        place: where this rank stands.
+
+    Returns:
+        The entries to replace, and the seed they come from; none where the client state has no such states, or does
+        not tell the seed.
+    """
+    args = saved.get("args")
+    values = vars(args) if isinstance(args, argparse.Namespace) else args if isinstance(args, dict) else {}
+    seed = values.get("seed")
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        return {}, None
+    rank_seed = seed + 100 * place.pp_rank
+    if values.get("data_parallel_random_init"):
+        rank_seed += 10 * place.dp_rank
+    found = {key: _state(key, saved[key], rank_seed, place) for key in _STATES if saved.get(key) is not None}
+    states = saved.get("rng_state")
+    if isinstance(states, list) and states and isinstance(states[0], Mapping):
+        first = states[0]
+        found["rng_state"] = [{key: _state(key, first[key], rank_seed, place) for key in first if key in _STATES}]
+    return found, seed if found else None
+
+
+def _state(key: str, saved: Any, seed: int, place: Place) -> Any:
+    """A generator's state after seeding, of the kind of the saved one."""
+    if key == "random_rng_state":
+        return random.Random(seed).getstate()  # noqa: S311: no secret
+    if key == "np_rng_state":
+        return np.random.RandomState(seed % 2**32).get_state()
+    if key == _TRACKER:
+        return {name: _generator_state(state, _tracked(name, seed, place)) for name, state in saved.items()}
+    return _generator_state(saved, seed)
+
+
+def _tracked(name: str, seed: int, place: Place) -> int:
+    """Seed of one of Megatron's named generators."""
+    if name == "model-parallel-rng":
+        return seed + _MODEL_PARALLEL + place.tp_rank
+    return seed + _EXPERT_PARALLEL + place.tp_rank if name == "expert-parallel-rng" else seed
+
+
+def _generator_state(saved: Any, seed: int) -> torch.Tensor:
+    if isinstance(saved, torch.Tensor) and saved.numel() == _CUDA_NBYTES:
+        return torch.frombuffer(bytearray(struct.pack("<Qq", seed % 2**64, 0)), dtype=torch.uint8)
+    return torch.Generator().manual_seed(seed).get_state()

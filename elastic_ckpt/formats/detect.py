@@ -1,0 +1,150 @@
+"""Which format, which tag: looks at names of files, and at the two ``latest`` files. Local, no collectives."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+from elastic_ckpt.core.metadata import MASTER
+from elastic_ckpt.errors import DamagedError, NotFoundError
+from elastic_ckpt.formats.base import Found
+from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER, sort_names
+from elastic_ckpt.formats.pickled import open_pickled
+
+LATEST = "latest"
+LATEST_UNIVERSAL = "latest_universal"
+
+
+def find_checkpoint(load_dir: str, tag: str | None, prefer_universal: bool, trust_pickle: bool = False) -> Found | None:
+    """Find out what lies in a folder.
+
+    With a tag, that folder and no other. Without one, what ``latest_universal`` or ``latest`` names: where both
+    do, ``latest``; with ``prefer_universal`` the universal one, unless the native one has been trained further.
+
+    Args:
+        load_dir: as given to ``load_checkpoint``.
+        tag: as given to ``load_checkpoint``.
+        prefer_universal: ``load_universal`` in the DeepSpeed config, or ``--universal-checkpoint``.
+        trust_pickle: see :class:`elastic_ckpt.config.ElasticConfig`.
+
+    Returns:
+        The checkpoint, or ``None`` where the folder holds nothing of DeepSpeed's.
+
+    Raises:
+        NotFoundError: there are checkpoints here, but not the one that was asked for.
+        DamagedError: a ``latest`` file cannot be read.
+    """
+    if tag is not None:
+        found = look_at(load_dir, str(tag))
+        if found is None and (read_latest(load_dir, LATEST) is not None or list_tags(load_dir)):
+            raise _no_such_tag(load_dir, f"the tag {str(tag)!r} that load_checkpoint was given", str(tag))
+        return found
+    return _follow_latest(load_dir, prefer_universal, trust_pickle)
+
+
+def _follow_latest(load_dir: str, prefer_universal: bool, trust_pickle: bool) -> Found | None:
+    """The checkpoint that the two ``latest`` files lead to; a pointer to nothing is an error where it was asked for."""
+    order = (LATEST_UNIVERSAL, LATEST) if prefer_universal else (LATEST, LATEST_UNIVERSAL)
+    choices: list[Found] = []
+    broken: list[NotFoundError] = []
+    for latest in order:
+        tag = read_latest(load_dir, latest)
+        found = look_at(load_dir, tag) if tag is not None and _is_below(tag) else None
+        if found is not None:
+            choices.append(found)
+        elif tag is not None:
+            broken.append(_no_such_tag(load_dir, f"the tag {tag!r} that {os.path.join(load_dir, latest)} names", tag))
+            if latest == order[0]:
+                raise broken[0]
+    if not choices:
+        if broken:
+            raise broken[0]
+        if list_tags(load_dir):
+            raise _no_such_tag(load_dir, f"a file {LATEST!r} that names the tag to load", None)
+        return None
+    if len(choices) == 1 or choices[0].folder == choices[1].folder:
+        return choices[0]
+    return _choose(choices[0], choices[1], trust_pickle)
+
+
+def look_at(load_dir: str, tag: str) -> Found | None:
+    """What one tag's folder holds, or ``None``."""
+    folder = os.path.abspath(os.path.join(load_dir, tag))
+    if not os.path.isdir(folder):
+        return None
+    is_universal = _holds_parameters(os.path.join(folder, UNIVERSAL_FOLDER))
+    files = sort_names(os.listdir(folder), is_universal)
+    if not files.is_checkpoint:
+        return None
+    return Found("universal" if is_universal else "native", folder, tag, files)
+
+
+def _holds_parameters(folder: str) -> bool:
+    """Whether this is the folder of a universal checkpoint; BLOOM's has no file for the optimizer."""
+    if not os.path.isdir(folder):
+        return False
+    if os.path.isfile(os.path.join(folder, UNIVERSAL_OPTIMIZER)):
+        return True
+    return any(os.path.isfile(os.path.join(entry.path, f"{MASTER}.pt")) for entry in os.scandir(folder))
+
+
+def list_tags(load_dir: str) -> list[str]:
+    """Names of all tags below a folder, by age, newest first."""
+    if not os.path.isdir(load_dir):
+        return []
+    entries = [entry for entry in os.scandir(load_dir) if entry.is_dir() and look_at(load_dir, entry.name)]
+    return [entry.name for entry in sorted(entries, key=lambda entry: entry.stat().st_mtime, reverse=True)]
+
+
+def read_latest(load_dir: str, latest: str) -> str | None:
+    """The tag that a ``latest`` file names, or ``None`` where there is no such file.
+
+    Raises:
+        DamagedError: it cannot be read, or is no text.
+    """
+    path = os.path.join(load_dir, latest)
+    if not os.path.isfile(path):
+        return None
+    try:
+        with open(path, encoding="utf-8") as stream:
+            return stream.read().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DamagedError(
+            "the file that names the newest tag cannot be read",
+            file=path,
+            expected="the name of a tag (global_step100)",
+            found=str(error),
+            remedy=f"load_checkpoint({load_dir!r}, tag=...), or write the tag into it",
+        ) from error
+
+
+def _is_below(tag: str) -> bool:
+    """Whether a tag names something below its own folder: a ``latest`` file is untrusted input."""
+    return bool(tag) and not os.path.isabs(tag) and ".." not in tag.split("/")
+
+
+def _no_such_tag(load_dir: str, wanted: str, tag: str | None) -> NotFoundError:
+    tags = list_tags(load_dir)
+    return NotFoundError(
+        "the checkpoint to load is not there",
+        file=os.path.join(load_dir, tag) if tag else os.path.join(load_dir, LATEST),
+        expected=wanted,
+        found=f"checkpoints under the tags {', '.join(tags[:8])}" if tags else f"no checkpoint in {load_dir}",
+        remedy=f"load_checkpoint({load_dir!r}, tag={tags[0]!r})" if tags else "check the path",
+    )
+
+
+def _choose(preferred: Found, other: Found, trust_pickle: bool) -> Found:
+    """``latest`` and ``latest_universal`` name different folders: the flag prefers, progress decides."""
+    steps, other_steps = _global_steps(preferred, trust_pickle), _global_steps(other, trust_pickle)
+    if preferred.format == "universal" and other_steps > steps:
+        preferred, other, steps, other_steps = other, preferred, other_steps, steps
+    note = f"loaded {preferred.tag} (step {steps}); {other.tag} (step {other_steps}) is there too"
+    return replace(preferred, notes=(note,))
+
+
+def _global_steps(found: Found, trust_pickle: bool) -> int:
+    names = list(found.files.model.values()) + list(found.files.model_zero3.values())
+    if not names:
+        return -1
+    return int(open_pickled(found.path(names[0]), trust_pickle).section("global_steps"))

@@ -1,0 +1,1 @@
+"""Executes a ReadPlan: coalesced reads, staging buffers, requantization, broadcasts."""

@@ -1,0 +1,88 @@
+"""Block-wise 8-bit codes: what they stand for, and how to make them. Arithmetic on CPU tensors, nothing else.
+
+The format is that of bitsandbytes' blockwise optimizers: each block of a state has one fp32 scale (its ``absmax``), and
+a code stands for ``quantization_map[code] * scale``, in fp32 (``optimizer_update_8bit_blockwise`` in
+``backends/cpu/ops.py``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from elastic_ckpt.core.state_kinds import Codebook
+from elastic_ckpt.errors import DamagedError
+
+#: Rounding of the fp32 arithmetic, relative to a block's scale.
+_ROUNDING = 1e-6
+#: The least difference of two fp32 numbers.
+_LEAST = 2.0**-149
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Blocks that were quantized.
+
+    Attributes:
+        codes: uint8, one an element.
+        scales: fp32, one a block.
+        worst_error: largest change of a value, as a fraction of its block's scale; blocks of denormal numbers, which
+            move by a rounding, apart.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    worst_error: float
+
+
+@lru_cache(maxsize=32)
+def _tables(codebook: Codebook) -> tuple[torch.Tensor, torch.Tensor]:
+    values = torch.tensor(codebook.values, dtype=torch.float32)
+    return values, (values[1:] + values[:-1]) / 2
+
+
+def decode(codes: torch.Tensor, scales: torch.Tensor, codebook: Codebook) -> torch.Tensor:
+    """Values of codes, in fp32, bit by bit those that bitsandbytes computes with.
+
+    Args:
+        codes: uint8 ``[n]``.
+        scales: fp32 ``[n]``: the scale of each element's block.
+        codebook: the quantization map.
+    """
+    return _tables(codebook)[0][codes.long()] * scales
+
+
+def encode(values: torch.Tensor, codebook: Codebook) -> Encoded:
+    """Quantize whole blocks, each value to the nearest code.
+
+    The scale of a block is the smallest that maps no value beyond the ends of the map, of which the negative one of
+    bitsandbytes' signed map is -0.99297, not -1.
+
+    Args:
+        values: fp32 ``[blocks, elements of a block]``; padding is zero.
+        codebook: the quantization map.
+
+    Raises:
+        DamagedError: a value is not finite, or negative where the map has no negative values.
+    """
+    table, midpoints = _tables(codebook)
+    scales = values.amax(dim=1).clamp(min=0)
+    if codebook.signed:
+        scales = torch.maximum(scales, (-values.amin(dim=1)).clamp(min=0) / -table[0])
+    if not torch.isfinite(scales).all() or (not codebook.signed and (values < 0).any()):
+        raise DamagedError(
+            "an optimizer state holds values that its 8-bit format cannot express",
+            expected="finite values" if codebook.signed else "finite values that are not negative",
+            found=f"{values.min().item()} to {values.max().item()}",
+            remedy="the run that saved it had diverged: take an earlier tag, or load_optimizer_states=False",
+        )
+    divisors = torch.where(scales > 0, scales, torch.ones_like(scales)).unsqueeze(1)
+    codes = torch.bucketize(values / divisors, midpoints)
+    change = (table[codes] * scales.unsqueeze(1) - values).abs()
+    allowed = scales.unsqueeze(1) * (codebook.bound + _ROUNDING) + _LEAST
+    assert (change <= allowed).all(), f"values changed by up to {change.max()} in blocks of scale {scales.max()}"
+    normal = scales >= torch.finfo(torch.float32).tiny  # below it, values have no more digits to lose
+    worst = (change[normal] / divisors[normal]).max().item() if normal.any() else 0.0
+    return Encoded(codes.to(torch.uint8), scales, worst)

@@ -1,0 +1,148 @@
+"""Bounce buffers: how bytes get into slots that ``preadv`` cannot write into.
+
+Every reading thread has a *lane* of two host buffers. While the second is read into, the first is on its way into the
+slot: for an accelerator in pinned memory, asynchronously, on a stream of the lane's own, so that disk and bus work at
+the same time. Memory stays as it is bounded, whatever a plan's size.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from elastic_ckpt.io.memory import write_flat
+
+
+class Transfer(Protocol):
+    """Moves values from a host buffer into slots of one device."""
+
+    def start(self, values: torch.Tensor, target: torch.Tensor, offset: int) -> Callable[[], None]:
+        """Begin to write 1-D ``values`` into ``target`` from its element ``offset`` on.
+
+        Returns:
+            Waits until ``values`` have been read, so that their buffer may be written again.
+        """
+
+    def finish(self) -> None:
+        """Wait until all is written."""
+
+
+class HostTransfer:
+    """Into host memory, at once."""
+
+    def start(self, values: torch.Tensor, target: torch.Tensor, offset: int) -> Callable[[], None]:
+        """See :class:`Transfer`."""
+        write_flat(target, offset, values)
+        return _nothing
+
+    def finish(self) -> None:
+        """See :class:`Transfer`."""
+
+
+class StreamTransfer:
+    """Into an accelerator, on a stream beside that of the computation.
+
+    Bytes travel as they lie in the file, and are converted there: half as many where 16-bit values become 32-bit ones.
+
+    Args:
+        device: whose.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.Stream(device=device)
+        # slots were allocated, and their gaps filled, on the stream of the computation
+        self._stream.wait_stream(torch.accelerator.current_stream(device))
+
+    def start(self, values: torch.Tensor, target: torch.Tensor, offset: int) -> Callable[[], None]:
+        """See :class:`Transfer`."""
+        with self._stream:
+            write_flat(target, offset, values.to(self._device, non_blocking=True))
+            return self._stream.record_event().synchronize
+
+    def finish(self) -> None:
+        """See :class:`Transfer`. Slots may be used on any stream afterwards."""
+        self._stream.synchronize()
+
+
+def transfer_for(device: torch.device) -> Transfer:
+    """How values get into tensors of a device. Call it on the thread whose stream prepared them."""
+    return HostTransfer() if device.type == "cpu" else StreamTransfer(device)
+
+
+class Lane:
+    """Two host buffers in turn. Used by one thread at a time.
+
+    Args:
+        buffer_nbytes: of each.
+        transfers: by device.
+        pinned: whether the buffers are page-locked.
+    """
+
+    def __init__(self, buffer_nbytes: int, transfers: dict[torch.device, Transfer], pinned: bool) -> None:
+        self._buffers = [torch.empty(buffer_nbytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+        self._free: list[Callable[[], None]] = [_nothing, _nothing]
+        self._transfers = transfers
+        self._turn = 0
+
+    def buffer(self, nbytes: int) -> memoryview:
+        """The next buffer, as soon as what was in it has left."""
+        self._free[self._turn]()
+        self._free[self._turn] = _nothing
+        return self._buffers[self._turn][:nbytes].numpy().data
+
+    def deliver(self, nbytes: int, dtype: str, target: torch.Tensor, offset: int) -> None:
+        """Send what was written into the buffer on its way: ``target[offset:]``, in elements."""
+        values = self._buffers[self._turn][:nbytes].view(getattr(torch, dtype))
+        self._free[self._turn] = self._transfers[target.device].start(values, target, offset)
+        self._turn = 1 - self._turn
+
+    def finish(self) -> None:
+        """Wait until all that was delivered is in its slots."""
+        for transfer in self._transfers.values():
+            transfer.finish()
+
+
+class Lanes:
+    """A lane for every thread. Made on the thread that prepared the slots: pinned memory belongs to its device.
+
+    Args:
+        threads: how many.
+        buffer_nbytes: of each of a lane's two buffers.
+        tensors: the slots.
+        make: makes a transfer.
+    """
+
+    def __init__(
+        self,
+        threads: int,
+        buffer_nbytes: int,
+        tensors: Iterable[torch.Tensor],
+        make: Callable[[torch.device], Transfer] = transfer_for,
+    ) -> None:
+        devices = {tensor.device for tensor in tensors}
+        pinned = any(device.type != "cpu" for device in devices)
+        self._lanes: Sequence[Lane] = [
+            Lane(buffer_nbytes, {device: make(device) for device in devices}, pinned) for _ in range(threads)
+        ]
+        self._spare = list(self._lanes)
+        self._mine: Any = threading.local()
+
+    def mine(self) -> Lane:
+        """The lane of the calling thread."""
+        lane = getattr(self._mine, "lane", None)
+        if lane is None:
+            lane = self._mine.lane = self._spare.pop()
+        return lane
+
+    def finish(self) -> None:
+        """Wait until all slots are written."""
+        for lane in self._lanes:
+            lane.finish()
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,1 @@
+"""One load, from the hook to the commit."""

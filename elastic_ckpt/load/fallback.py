@@ -1,0 +1,203 @@
+"""Would DeepSpeed's own loader restore this folder right?"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from elastic_ckpt import distributed
+from elastic_ckpt.config import CONFIG_KEY
+from elastic_ckpt.core.metadata import MASTER
+from elastic_ckpt.engines.base import base_optimizer
+from elastic_ckpt.engines.features import same_features
+from elastic_ckpt.engines.host import LoadArguments, restores_states, zero_param_shapes
+from elastic_ckpt.formats import Found
+from elastic_ckpt.formats.features import base_groups, features_in
+from elastic_ckpt.formats.naming import SWAPPED_FOLDER, UNIVERSAL_FOLDER
+from elastic_ckpt.formats.pickled import PickledFile, TensorRef, open_pickled
+from elastic_ckpt.formats.saved_config import config_section
+from elastic_ckpt.formats.zero0_index import MASTER_ENTRIES
+from elastic_ckpt.load.saved_whole import is_whole_save
+from elastic_ckpt.patches.aligned_partitions import alignment_of
+
+#: Entries of a param group that say nothing about the optimizer's kind.
+_NOT_COMPARED = frozenset({"params", "param_names", "step"})
+_LAYOUTS = {0: "whole", 1: "zero12", 2: "zero12", 3: "zero3"}
+
+
+def deepspeed_loads_it_right(engine: Any, found: Found, arguments: LoadArguments, known: bool) -> bool:
+    """Whether DeepSpeed's own loader is known to restore a folder that elastic_ckpt does not. Collective.
+
+    That is so for native checkpoints at the topology, layout and ZeRO stage they were saved with, and with an optimizer
+    of the same hyperparameters; and at any data-parallel degree, where only weights are asked for and they lie whole in
+    one file, which is so below ZeRO-3. It is never so for optimizer states on NVMe, of which DeepSpeed 0.19 restores
+    the masters of big sub-groups alone. Of universal checkpoints it is so for those of AutoEP.
+
+    Args:
+        engine: the live engine.
+        found: the checkpoint.
+        arguments: of ``load_checkpoint``.
+        known: whether it is known what elastic_ckpt cannot restore. If not, it did not understand the files: they must
+            then have the sizes that the live engine has, and be of one save.
+    """
+    answer: bool | None = None
+    staged = len(found.files.mp_ranks) > 1 or isinstance(engine, PipelineEngine)  # each rank has files of its own
+    if distributed.rank() == 0 or staged:
+        without_zero = isinstance(engine, PipelineEngine) and not found.files.optimizer
+        fits = _universal_fits if found.format == "universal" else _stage_fits if without_zero else _fits
+        try:
+            answer = not _is_swapped(engine, found) and fits(engine, found, arguments)
+            answer = answer and (known or is_whole_save(engine, found))
+        except Exception:  # files that cannot be read are not ones that DeepSpeed is known to load right
+            answer = False
+    return all(distributed.share(answer)) if staged else distributed.broadcast(answer, src=0)
+
+
+def _is_swapped(engine: Any, found: Found) -> bool:
+    return bool(engine.zero_nvme_offload_optimizer()) or os.path.isdir(found.path(SWAPPED_FOLDER))
+
+
+def _fits(engine: Any, found: Found, arguments: LoadArguments) -> bool:
+    if _leaves_old_masters(engine, arguments) or _fails_without_optimizer(engine, arguments):
+        return False
+    if _whole_weights(engine, found, arguments):
+        return True
+    model, optimizer = _representatives(found, engine.checkpoint_mp_rank)
+    features = features_in(model) | features_in(optimizer)
+    alike = _same_topology(engine, found, model) and same_features(engine, features) and _same_padding(engine, model)
+    return alike and (not restores_states(arguments) or _same_optimizer(engine, found, model, optimizer))
+
+
+def _universal_fits(engine: Any, found: Found, arguments: LoadArguments) -> bool:
+    """AutoEP: whether every live parameter has what DeepSpeed reads, at any degree of data and experts.
+
+    It alone knows how experts are cut (``_resolve_autoep_partition``, universal_checkpoint.py); sizes that do not fit
+    are its own error. In ZeRO-3 it reads no states but Adam's, whatever the optimizer.
+    """
+    name = next(iter([*found.files.model.values(), *found.files.model_zero3.values()]))
+    tree = open_pickled(found.path(name)).tree
+    layers = tree.get("ds_autoep_layers") or tree.get("autoep_layers")
+    if not (layers and engine.has_moe_layers) or _fails_without_optimizer(engine, arguments):
+        return False
+    folders = [
+        found.path(f"{UNIVERSAL_FOLDER}/{name}") for param, name in engine.param_names.items() if param.requires_grad
+    ]
+    states = {entry.removesuffix(".pt") for folder in folders for entry in os.listdir(folder)}
+    return MASTER in states and states <= {MASTER, "exp_avg", "exp_avg_sq", "step"}
+
+
+def _stage_fits(engine: Any, found: Found, arguments: LoadArguments) -> bool:
+    """A pipeline without ZeRO: whether this rank's file holds states of the very parameters of its stage.
+
+    With ZeRO elastic_ckpt restores them itself, or what it refuses DeepSpeed cannot restore either.
+    """
+    if engine.zero_optimization_stage() or found.files.optimizer or _leaves_old_masters(engine, arguments):
+        return False
+    model = open_pickled(found.path(found.files.model[engine.checkpoint_mp_rank]))
+    groups, live = base_groups(model), base_optimizer(engine).param_groups
+    saved = [[_shape_of(model, number) for number in group["params"]] for group in groups]
+    here = [[tuple(param.shape) for param in group["params"]] for group in live]
+    same_shapes = len(saved) == len(here) and all(
+        len(mine) == len(other) and all(a in (None, b) for a, b in zip(mine, other, strict=True))
+        for mine, other in zip(saved, here, strict=True)
+    )
+    same_names = [set(group) - _NOT_COMPARED for group in groups] == [set(group) - _NOT_COMPARED for group in live]
+    plain = not any(key in model.tree["optimizer"] for key in MASTER_ENTRIES)
+    return same_shapes and same_names and plain and _same_topology(engine, found, model)
+
+
+def _shape_of(model: PickledFile, number: int) -> tuple[int, ...] | None:
+    """Shape of a parameter by its states; ``None``: it has none."""
+    state = model.tree["optimizer"]["state"].get(number, {})
+    return next((ref.shape for ref in state.values() if isinstance(ref, TensorRef) and ref.shape), None)
+
+
+def _representatives(found: Found, mp_rank: int) -> tuple[PickledFile, PickledFile]:
+    """A model-states file and a file with the optimizer's state, of one model-parallel rank.
+
+    Without ZeRO they are the same; experts have one of their own.
+
+    DeepSpeed's loader trusts pickles anyhow; what is looked at here, the safe way gives too.
+    """
+    files = found.files
+    zero3 = [name for (_, mp), name in files.model_zero3.items() if mp == mp_rank]
+    whole = [name for mp, name in files.model.items() if mp == mp_rank]
+    model = open_pickled(found.path([*whole, *zero3][0]))
+    own = [name for name in files.experts if name.startswith("expp_rank_0_")]
+    own += [name for (_, mp), name in files.optimizer.items() if mp == mp_rank]
+    return model, open_pickled(found.path(own[0])) if own else model
+
+
+def _same_padding(engine: Any, model: PickledFile) -> bool:
+    """DeepSpeed's loader pads masters of another size with zeros, and shifts what follows."""
+    return (config_section(model, CONFIG_KEY).get("align_partitions") or 0) == alignment_of(engine.optimizer)
+
+
+def _leaves_old_masters(engine: Any, arguments: LoadArguments) -> bool:
+    """Without ZeRO in fp16 or bf16, DeepSpeed leaves masters behind that undo the loaded weights at the next step."""
+    low_precision = hasattr(engine.optimizer, "refresh_fp32_params")
+    without_states = not (arguments.load_module_only or arguments.load_optimizer_states)
+    return engine.zero_optimization_stage() == 0 and low_precision and without_states
+
+
+def _fails_without_optimizer(engine: Any, arguments: LoadArguments) -> bool:
+    """DeepSpeed 0.19 calls methods of ZeRO-3's optimizer, which an engine made without one does not have."""
+    return engine.zero_optimization_stage() == 3 and not arguments.has_optimizer
+
+
+def _whole_weights(engine: Any, found: Found, arguments: LoadArguments) -> bool:
+    whole_here = set(found.files.model) == {0} and not (found.files.layers or found.files.experts)
+    plain = engine.mp_world_size == 1 and not engine.has_moe_layers
+    return not restores_states(arguments) and whole_here and engine.zero_optimization_stage() < 3 and plain
+
+
+def _same_topology(engine: Any, found: Found, model: PickledFile) -> bool:
+    return (
+        model.tree.get("dp_world_size") == engine.seq_dp_world_size
+        and model.tree.get("mp_world_size") == engine.mp_world_size
+        and len(found.files.mp_ranks) == dist.get_world_size() // max(engine.seq_dp_world_size, 1)
+        and _saved_layout(found) == _LAYOUTS.get(engine.zero_optimization_stage())
+    )
+
+
+def _same_optimizer(engine: Any, found: Found, model: PickledFile, optimizer: PickledFile) -> bool:
+    """Whether the saved optimizer is of the live one's kind and steps on the same tensors in the same order.
+
+    DeepSpeed's own loader gives states by position, and the states of any optimizer to any other; the names of their
+    hyperparameters tell most kinds apart.
+    """
+    in_bf16 = any(name.startswith("bf16_") for name in found.files.optimizer.values())
+    if found.files.optimizer and in_bf16 != engine.bfloat16_enabled():
+        return False
+    saved = [set(group) - _NOT_COMPARED for group in base_groups(optimizer)]
+    live = [set(group) - _NOT_COMPARED for group in base_optimizer(engine).param_groups]
+    same_order = _same_flat_order if engine.zero_optimization_stage() > 0 else _same_module_order
+    return saved == live and same_order(engine, model, optimizer)
+
+
+def _same_flat_order(engine: Any, model: PickledFile, optimizer: PickledFile) -> bool:
+    """ZeRO: names and shapes in each flat buffer, as DeepSpeed itself lists them."""
+    saved = [[(str(k), tuple(v)) for k, v in group.items()] for group in model.tree["param_shapes"]]
+    return saved == [[(k, tuple(v)) for k, v in group.items()] for group in zero_param_shapes(engine)]
+
+
+def _same_module_order(engine: Any, model: PickledFile, optimizer: PickledFile) -> bool:
+    """Without ZeRO: the order of the model, the sizes of the groups, and how masters are kept."""
+    module, state = model.tree["module"], optimizer.tree["optimizer"]
+    in_both = [name for name in engine.module.state_dict() if name in module]
+    sizes = [len(group["params"]) for group in base_groups(optimizer)]
+    return (
+        in_both == [name for name in module if name in in_both]
+        and sizes == [len(group["params"]) for group in base_optimizer(engine).param_groups]
+        and all((key in state) == hasattr(engine.optimizer, key) for key in MASTER_ENTRIES)
+    )
+
+
+def _saved_layout(found: Found) -> str:
+    """Which stages' loader reads the files, told by their names: the saved config may be no more than a path."""
+    if found.files.model_zero3:
+        return "zero3"
+    return "zero12" if found.files.optimizer else "whole"

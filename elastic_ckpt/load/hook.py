@@ -1,0 +1,264 @@
+"""The patch of ``DeepSpeedEngine.load_checkpoint``: ours where it can be exact, else DeepSpeed's own."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from elastic_ckpt import config as elastic_config
+from elastic_ckpt import distributed
+from elastic_ckpt.config import ElasticConfig
+from elastic_ckpt.engines.base import has_optimizer
+from elastic_ckpt.engines.host import (
+    LoadArguments,
+    ds_config,
+    load_universal_flag,
+    restores_states,
+    separate_steps,
+    universal_flag,
+)
+from elastic_ckpt.engines.saves import warn_of_incomplete_saves
+from elastic_ckpt.errors import (
+    ConfigError,
+    DamagedError,
+    ElasticCkptError,
+    LayoutError,
+    NotFoundError,
+    UnforeseenError,
+    UnsupportedError,
+)
+from elastic_ckpt.formats import Found
+from elastic_ckpt.formats.detect import find_checkpoint
+from elastic_ckpt.load.clock import Clock
+from elastic_ckpt.load.execute import collector_off, execute_load
+from elastic_ckpt.load.fallback import deepspeed_loads_it_right
+from elastic_ckpt.load.prepare import Prepared, prepare
+from elastic_ckpt.patches.aligned_partitions import install_alignment, uninstall_alignment
+from elastic_ckpt.patches.pipeline_stages import install_pipe, uninstall_pipe
+
+logger = logging.getLogger(__name__)
+_ORIGINAL = "_elastic_ckpt_original"
+
+
+def install() -> None:
+    """Make every DeepSpeed engine of this process load checkpoints of any topology.
+
+    Call it once, before or after ``deepspeed.initialize`` (before it, where ``"align_partitions"`` is set); a second
+    call changes nothing.
+    ``PipelineEngine`` inherits the patched method.
+    """
+    original = DeepSpeedEngine.load_checkpoint
+    if hasattr(original, _ORIGINAL):
+        return
+    patched = _patch(original)
+    setattr(patched, _ORIGINAL, original)
+    DeepSpeedEngine.load_checkpoint = patched
+    DeepSpeedEngine.__init__ = _warning(DeepSpeedEngine.__init__)
+    DeepSpeedEngine.elastic_report = None
+    install_alignment()
+    install_pipe()
+
+
+def uninstall() -> None:
+    """Undo :func:`install`."""
+    patched = DeepSpeedEngine.load_checkpoint
+    original = getattr(patched, _ORIGINAL, None)
+    # functools.wraps copies our mark to a wrapper that somebody put around the patch: that one is not ours to remove
+    if original is not None and getattr(patched, "__wrapped__", None) is original:
+        DeepSpeedEngine.load_checkpoint = original
+        DeepSpeedEngine.__init__ = getattr(DeepSpeedEngine.__init__, _ORIGINAL, DeepSpeedEngine.__init__)
+        del DeepSpeedEngine.elastic_report
+        uninstall_alignment()
+        uninstall_pipe()
+
+
+def _warning(original: Callable[..., None]) -> Callable[..., None]:
+    """``DeepSpeedEngine.__init__`` that warns of engines whose saves will not hold all of them."""
+
+    @functools.wraps(original)
+    def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        warn_of_incomplete_saves(self)
+
+    setattr(initialize, _ORIGINAL, original)
+    return initialize
+
+
+def _patch(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def load_checkpoint(
+        self: Any,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        arguments = LoadArguments(
+            load_dir,
+            tag,
+            load_module_strict,
+            load_optimizer_states,
+            load_lr_scheduler_states,
+            load_module_only,
+            custom_load_fn,
+            has_optimizer(self),
+        )
+        return _load_or_delegate(self, arguments, functools.partial(original, self))
+
+    return load_checkpoint
+
+
+def _load_or_delegate(engine: Any, arguments: LoadArguments, own: Callable[..., Any]) -> Any:
+    """Decide, the same way on every rank, who loads; then let them."""
+    engine.elastic_report = None
+    config, found = _ask(engine, arguments)
+    if config.mode == "off":
+        return _delegate(engine, arguments, None, own)
+    if found is None:
+        if config.mode == "require":
+            raise NotFoundError(
+                "there is no DeepSpeed checkpoint to load",
+                file=arguments.load_dir,
+                expected="a checkpoint, since the mode is 'require'",
+                found="none",
+            )
+        return _delegate(engine, arguments, None, own)
+    clock = Clock()
+    with collector_off():
+        ready = _prepare_unless_left(engine, found, arguments, config, clock)
+        if ready is not None:
+            return execute_load(engine, found, ready, arguments, config, clock)
+    return _delegate(engine, arguments, found, own)
+
+
+def _prepare_unless_left(
+    engine: Any, found: Found, arguments: LoadArguments, config: ElasticConfig, clock: Clock
+) -> Prepared | None:
+    """What a load needs to know; ``None``: DeepSpeed's own loader restores what cannot be restored here. Collective.
+
+    Raises:
+        ElasticCkptError: the same on every rank; DeepSpeed's own loader is not known to restore it either.
+    """
+    try:
+        if arguments.custom_load_fn is not None:
+            raise UnsupportedError("custom_load_fn is handled by DeepSpeed's own loader only")
+        return prepare(engine, found, arguments, config, clock)
+    except (UnsupportedError, DamagedError, UnforeseenError) as error:
+        may_be_our_limit = not isinstance(error, DamagedError) or isinstance(error, LayoutError)
+        if not (may_be_our_limit or _weights_would_do(arguments, found)):
+            raise
+        known = isinstance(error, UnsupportedError)
+        if _asks_for_more(config, arguments) or not deepspeed_loads_it_right(engine, found, arguments, known):
+            raise
+        if distributed.rank() == 0:
+            logger.warning("elastic_ckpt leaves this load to DeepSpeed's own loader: %s", error.problem)
+        return None
+
+
+def _weights_would_do(arguments: LoadArguments, found: Found) -> bool:
+    """Whether what is missing may be masters and states that somebody removed, for an engine that needs neither."""
+    return not (arguments.has_optimizer or found.files.optimizer)
+
+
+def _asks_for_more(config: ElasticConfig, arguments: LoadArguments) -> bool:
+    """Whether the user asked for what DeepSpeed's own loader would pass over in silence."""
+    options = (
+        config.rename,
+        config.param_groups != "match",
+        config.on_batch_size_change != "warn",
+        config.state_schema,
+        config.convert_optimizer,
+        config.eight_bit_realign == "error",
+        config.on_precision_loss == "error",
+        config.align_partitions,
+        config.tp_rules,
+        config.tp_preset,
+        config.replicated_params != "strict",
+    )
+    return config.mode == "require" or any(options) or (restores_states(arguments) and not arguments.load_module_strict)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What one rank was asked for; and from rank 0 what it has found, or why it could not look."""
+
+    call: Mapping[str, Any]
+    found: Found | None = None
+    failure: ElasticCkptError | None = None
+
+
+def _ask(engine: Any, arguments: LoadArguments) -> tuple[ElasticConfig, Found | None]:
+    """The configuration and the checkpoint. Collective.
+
+    Detection is rank 0's, so that a half-visible file system cannot make ranks decide differently.
+
+    Raises:
+        ConfigError: on every rank; the configuration is wrong, or ranks were asked for different things: they would
+            wait for each other for ever.
+        ElasticCkptError: what rank 0 says of the folder.
+    """
+    configs = []
+
+    def ask() -> _Asked:
+        configs.append(config := elastic_config.read_config(ds_config(engine)))
+        call = {
+            **asdict(replace(arguments, custom_load_fn=arguments.custom_load_fn is not None)),
+            **config.model_dump(exclude={"report", "progress"}),
+        }
+        if distributed.rank() or config.mode == "off":
+            return _Asked(call)
+        try:
+            return _Asked(call, _find(engine, arguments, config))
+        except Exception as error:  # ranks that were sent to different folders hear of that first
+            return _Asked(call, failure=distributed.failure("look for a checkpoint", error))
+
+    everybody = distributed.gathered("read the configuration and look for a checkpoint", ask)
+    _refuse_different_calls([each.call for each in everybody])
+    if everybody[0].failure is not None:
+        raise everybody[0].failure
+    return configs[0], everybody[0].found
+
+
+def _find(engine: Any, arguments: LoadArguments, config: ElasticConfig) -> Found | None:
+    prefer = load_universal_flag(engine) or elastic_config.flag_given()
+    return find_checkpoint(arguments.load_dir, arguments.tag, prefer, config.trust_pickle)
+
+
+def _refuse_different_calls(calls: Sequence[Mapping[str, Any]]) -> None:
+    for rank, other in enumerate(calls):
+        differ = [key for key, value in calls[0].items() if other[key] != value]
+        if differ:
+            raise ConfigError(
+                f"ranks call load_checkpoint with different arguments or options: {', '.join(differ)}",
+                expected=f"{ ({key: calls[0][key] for key in differ}) }, as on rank 0",
+                found=f"{ ({key: other[key] for key in differ}) } on rank {rank}",
+                remedy="give every rank the same arguments and the same DeepSpeed config",
+                rank=rank,
+            )
+
+
+def _delegate(engine: Any, arguments: LoadArguments, found: Found | None, own: Callable[..., Any]) -> Any:
+    keywords = {
+        "tag": arguments.tag,
+        "load_module_strict": arguments.load_module_strict,
+        "load_optimizer_states": arguments.load_optimizer_states,
+        "load_lr_scheduler_states": arguments.load_lr_scheduler_states,
+        "load_module_only": arguments.load_module_only,
+        "custom_load_fn": arguments.custom_load_fn,
+    }
+    if found is None:
+        return own(arguments.load_dir, **keywords)
+    is_universal = found.format == "universal"
+    with universal_flag(engine, is_universal):
+        result = own(arguments.load_dir, **{**keywords, "tag": found.tag})
+    if is_universal:
+        separate_steps(engine)
+    return result

@@ -1,0 +1,211 @@
+"""Describe the engine, read metadata, plan, agree: all of a load that changes nothing."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+from elastic_ckpt import distributed
+from elastic_ckpt.config import ElasticConfig, state_options
+from elastic_ckpt.core.local_state import Destinations, Place
+from elastic_ckpt.core.read_plan import Plan
+from elastic_ckpt.engines import EngineAdapter, select_adapter
+from elastic_ckpt.engines.batch import compare_batches
+from elastic_ckpt.engines.host import LoadArguments, refuse_pending_gradients, restores_scheduler, restores_states
+from elastic_ckpt.engines.loss_scale import warn_of_unscaled_gradients
+from elastic_ckpt.engines.place import OneRank, one_rank, with_place
+from elastic_ckpt.errors import MismatchError
+from elastic_ckpt.formats import READERS, Checkpoint, Found
+from elastic_ckpt.formats import ReadOptions as MetadataOptions
+from elastic_ckpt.io.compare_replicas import Difference, find_drift, judge_drift
+from elastic_ckpt.io.reader import check_files, read_options
+from elastic_ckpt.load.clock import Clock
+from elastic_ckpt.planning.planner import LoadOptions, plan_load
+from elastic_ckpt.sharding.book import RuleBook
+from elastic_ckpt.sharding.presets import load_preset
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """All that is known before anything changes: both sides, the plan, and what to warn of.
+
+    ``loads_scheduler``: whether any rank will load the state of an lr scheduler.
+    """
+
+    adapter: EngineAdapter
+    destinations: Destinations
+    checkpoint: Checkpoint
+    plan: Plan
+    place: Place
+    warnings: tuple[str, ...]
+    loads_scheduler: bool
+
+
+def prepare(engine: Any, found: Found, arguments: LoadArguments, config: ElasticConfig, clock: Clock) -> Prepared:
+    """Describe the engine, read metadata, plan, agree. Collective; changes nothing.
+
+    Raises:
+        ElasticCkptError: the same on every rank.
+    """
+    with clock("plan"):
+        adapter, destinations, place = _describe(engine, arguments)
+    with clock("metadata"):
+        checkpoint = READERS[found.format](found, _metadata_options(destinations, place, arguments, config))
+    with clock("plan"):
+        planned: list[tuple[Plan, tuple[str, ...]]] = []
+
+        def make_plan() -> _Planned:
+            warnings = _compare_runs(engine, checkpoint, arguments, config)
+            scheduler = restores_scheduler(engine, checkpoint.host, arguments)
+            plan = plan_load(checkpoint.catalog, destinations, _options(arguments, config, scheduler))
+            check_files(plan)
+            planned.append((plan, warnings))
+            with clock("metadata"):
+                differences = find_drift(plan, read_options(config))
+            return _told(plan, place, differences, scheduler)
+
+        everybody = distributed.gathered("plan the load", make_plan)
+        _refuse_different_shares(everybody)
+        plan, warnings = planned[0]
+        with distributed.alike("judge copies of replicated parameters"):
+            plan = replace(plan, notes=_notes(plan, everybody, config))
+    return Prepared(adapter, destinations, checkpoint, plan, place, warnings, _any_loads_scheduler(everybody))
+
+
+def _describe(engine: Any, arguments: LoadArguments) -> tuple[EngineAdapter, Destinations, Place]:
+    """What this rank's engine holds, and where it stands. Collective."""
+    described: list[tuple[EngineAdapter, Destinations, OneRank]] = []
+
+    def describe() -> OneRank | None:
+        adapter = select_adapter(engine, with_states=restores_states(arguments))
+        refuse_pending_gradients(engine)
+        destinations = adapter.destinations()
+        mine = one_rank(engine, destinations.dp, destinations.dp_rank)
+        described.append((adapter, destinations, mine))
+        return mine if mine.place.tp * mine.place.pp > 1 else None
+
+    everybody = [other for other in distributed.gathered("describe the live engine", describe) if other is not None]
+    adapter, destinations, mine = described[0]
+    return adapter, with_place(destinations, mine, everybody or [mine]), mine.place
+
+
+def _metadata_options(
+    destinations: Destinations, place: Place, arguments: LoadArguments, config: ElasticConfig
+) -> MetadataOptions:
+    return MetadataOptions(
+        trust_pickle=config.trust_pickle,
+        check_shards=config.check_shards,
+        live_groups=tuple(group.names for group in destinations.groups),
+        live_hyperparameters=tuple(group.hyperparameters for group in destinations.groups),
+        rename=config.rename,
+        states=state_options(config),
+        with_states=restores_states(arguments),
+        place=place,
+        live_names=frozenset(destinations.layouts) | destinations.elsewhere,
+    )
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """What one rank tells the others of its plan.
+
+    Attributes:
+        mp_rank: its tensor- and pipeline-parallel place.
+        digest: the same on ranks that deal out replicated tensors in the same way.
+        differences: where copies in the checkpoint are not the same, in its share of them.
+        averaged: names of parameters that may differ; only ranks of its stage know.
+        notes: of its plan, where other ranks have others.
+        loads_scheduler: whether it will load the state of an lr scheduler.
+    """
+
+    mp_rank: int
+    digest: str
+    differences: Sequence[Difference]
+    averaged: frozenset[str]
+    notes: tuple[str, ...]
+    loads_scheduler: bool
+
+
+def _told(plan: Plan, place: Place, differences: Sequence[Difference], scheduler: bool) -> _Planned:
+    # without tensor and pipeline parallelism all ranks note the same
+    notes = plan.notes if place.tp * place.pp > 1 else ()
+    return _Planned(place.mp_rank, _digest_of_shares(plan), differences, plan.averaged, notes, scheduler)
+
+
+def _any_loads_scheduler(everybody: Sequence[_Planned]) -> bool:
+    """The same on all ranks: those that load none wait for those that do."""
+    return any(each.loads_scheduler for each in everybody)
+
+
+def _notes(plan: Plan, everybody: Sequence[_Planned], config: ElasticConfig) -> tuple[str, ...]:
+    """What the report notes: of all ranks' plans, and of copies that are not the same.
+
+    Raises:
+        MismatchError: they may not differ. All ranks know the same, so they raise the same.
+    """
+    said = tuple(dict.fromkeys(chain(*(each.notes for each in everybody)))) or plan.notes
+    differences = [difference for each in everybody for difference in each.differences]
+    if not differences:
+        return said
+    averaged = frozenset().union(*(each.averaged for each in everybody))
+    return said + judge_drift(differences, averaged, config.replicated_params)
+
+
+def _compare_runs(
+    engine: Any, checkpoint: Checkpoint, arguments: LoadArguments, config: ElasticConfig
+) -> tuple[str, ...]:
+    """Warnings of what is not part of the state and yet changes the run; weights alone make no run."""
+    if arguments.load_module_only or not arguments.has_optimizer:
+        return ()
+    warnings = compare_batches(engine, checkpoint.host.batch, config.on_batch_size_change == "error")
+    if not restores_states(arguments):
+        return warnings
+    warnings += checkpoint.catalog.warnings
+    return warnings + warn_of_unscaled_gradients(engine, checkpoint.host, checkpoint.catalog.source.zero_stage)
+
+
+def _options(arguments: LoadArguments, config: ElasticConfig, scheduler: bool) -> LoadOptions:
+    return LoadOptions(
+        strict=arguments.load_module_strict,
+        optimizer_states=restores_states(arguments),
+        scheduler=scheduler,
+        keep_live_groups=config.param_groups == "keep_live",
+        rename=config.rename,
+        convert_optimizer=config.convert_optimizer,
+        realign=config.eight_bit_realign == "requantize",
+        rounding=config.on_precision_loss == "warn",
+        rules=RuleBook(
+            tuple(config.tp_rules),
+            load_preset(config.tp_preset) if config.tp_preset else None,
+            load_preset("megatron-core"),
+        ),
+        replicated=config.replicated_params,
+    )
+
+
+def _digest_of_shares(plan: Plan) -> str:
+    """The same on ranks that deal out replicated tensors in the same way."""
+    shared = [(slot.key, slot.name, slot.flat, slot.numel, slot.dtype) for slot in plan.slots if slot.replicated]
+    return hashlib.sha256(repr((shared, plan.shares)).encode()).hexdigest()
+
+
+def _refuse_different_shares(everybody: Sequence[_Planned]) -> None:
+    """Ranks that would deal out replicated tensors differently would wait for each other for ever.
+
+    Args:
+        everybody: by rank; those of another tensor- and pipeline-parallel place deal out others.
+    """
+    first: dict[int, tuple[int, str]] = {}
+    for rank, other in enumerate(everybody):
+        reference, expected = first.setdefault(other.mp_rank, (rank, other.digest))
+        if other.digest != expected:
+            raise MismatchError(
+                "ranks hold different models: their buffers, frozen or unpartitioned parameters do not agree",
+                expected="the same names, sizes and dtypes on every rank",
+                found=f"rank {rank} differs from rank {reference}",
+                remedy="build the same model on every rank",
+                rank=rank,
+            )

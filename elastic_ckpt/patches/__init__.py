@@ -1,0 +1,1 @@
+"""Opt-in patches of training, not of loading."""

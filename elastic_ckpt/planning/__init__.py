@@ -1,0 +1,1 @@
+"""CheckpointMetadata x LocalState -> ReadPlan."""

@@ -1,0 +1,115 @@
+"""Which saved param group gives a live one its hyperparameters: by membership, not by position. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from elastic_ckpt.core.local_state import Destinations, LiveGroup
+from elastic_ckpt.core.metadata import Catalog
+from elastic_ckpt.errors import MismatchError, listed
+
+#: Lists of members, a name for people, and choices of implementation rather than of training: the live run's own
+#: are kept.
+_LIVE_KEYS = frozenset({"params", "param_names", "name", "foreach", "fused", "capturable", "differentiable"})
+_DECOUPLED = "decoupled_weight_decay"
+
+
+@dataclass(frozen=True)
+class GroupMatching:
+    """Where the values of every live group come from.
+
+    Attributes:
+        sources: per live group, the saved groups that its members were in, which all have the values that it takes;
+            none: its live values stay.
+        hyperparameters: per live group, those values; empty where there is no source.
+    """
+
+    sources: tuple[tuple[int, ...], ...]
+    hyperparameters: tuple[Mapping[str, Any], ...]
+
+
+def match_groups(
+    catalog: Catalog, destinations: Destinations, keep_live: bool, with_states: bool = True, converted: bool = False
+) -> GroupMatching:
+    """Find hyperparameters for every live group.
+
+    Args:
+        catalog: what the checkpoint holds.
+        destinations: what the live engine holds.
+        keep_live: ``"param_groups": "keep_live"``: every live group keeps its own.
+        with_states: whether optimizer states are restored too, so that the optimizers must be alike.
+        converted: whether the checkpoint is of another optimizer, so that only what both know is taken over.
+
+    Raises:
+        MismatchError: members of one live group come from saved groups with different hyperparameters, or weight
+            decay is of another kind.
+    """
+    sources: list[tuple[int, ...]] = []
+    for number, group in enumerate(destinations.groups):
+        found = sorted({catalog.parameters[name].group for name in group.names if name in catalog.parameters})
+        if not group.names and _has_no_members(catalog, number) and len(catalog.groups) == len(destinations.groups):
+            found = [number]  # its members are all frozen, here and there
+        if with_states:
+            _refuse_other_weight_decay(number, group, [catalog.groups[source] for source in found])
+        if keep_live or not all(catalog.groups[source] for source in found):
+            found = []  # or the checkpoint does not know them (BLOOM's universal one)
+        _refuse_mixed(catalog, number, group, found)
+        sources.append(tuple(found))
+    values = [transferable(catalog.groups[found[0]]) if found else {} for found in sources]
+    if converted:
+        known = [group.hyperparameters for group in destinations.groups]
+        values = [
+            {key: value for key, value in taken.items() if key in live or key == "initial_lr"}
+            for taken, live in zip(values, known, strict=True)
+        ]
+    return GroupMatching(tuple(sources), tuple(values))
+
+
+def _has_no_members(catalog: Catalog, number: int) -> bool:
+    return all(saved.group != number for saved in catalog.parameters.values())
+
+
+def _refuse_mixed(catalog: Catalog, number: int, group: LiveGroup, found: list[int]) -> None:
+    values = [transferable(catalog.groups[source]) for source in found]
+    if all(value == values[0] for value in values):
+        return
+    differ = sorted(key for key in set().union(*values) if any(v.get(key) != values[0].get(key) for v in values))
+    raise MismatchError(
+        f"param group {number} now mixes parameters whose saved groups had different hyperparameters",
+        parameter=listed(group.names),
+        expected="one set of hyperparameters for the group",
+        found="; ".join(
+            f"saved group {source}: { ({key: value.get(key) for key in differ}) }"
+            for source, value in zip(found, values, strict=True)
+        ),
+        remedy=(
+            "build the param groups as they were when the checkpoint was saved, or keep those of the live run: "
+            '"elastic_checkpoint": {"param_groups": "keep_live"}'
+        ),
+    )
+
+
+def _refuse_other_weight_decay(number: int, group: LiveGroup, saved: list[Mapping[str, Any]]) -> None:
+    """Adam and AdamW keep the same states and differ in one flag, which decides what weight decay means."""
+    live = group.hyperparameters.get(_DECOUPLED)
+    for values in saved:
+        if live is not None and values.get(_DECOUPLED, live) != live:
+            kinds = {True: "decoupled (AdamW)", False: "L2 (Adam)"}
+            raise MismatchError(
+                f"weight decay of param group {number} is of another kind",
+                parameter=listed(group.names),
+                expected=f"{kinds[bool(live)]} in the live optimizer",
+                found=f"{kinds[bool(values[_DECOUPLED])]} in the checkpoint",
+                remedy="resume with the optimizer that saved it, or with load_optimizer_states=False",
+            )
+
+
+def transferable(hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Those values of a saved group that a live group takes over."""
+    return {
+        key: value
+        for key, value in hyperparameters.items()
+        if key not in _LIVE_KEYS and key != _DECOUPLED and not key.startswith("_ds_")
+    }

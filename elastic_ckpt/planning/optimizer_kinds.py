@@ -1,0 +1,134 @@
+"""Which optimizer saved a checkpoint, as far as its states and hyperparameters tell. Pure.
+
+DeepSpeed saves neither its class nor its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from elastic_ckpt.core.local_state import Destinations, FlatPartition
+from elastic_ckpt.core.metadata import Catalog
+from elastic_ckpt.core.state_kinds import SCRATCH
+from elastic_ckpt.errors import MismatchError, listed
+
+#: Family -> the names that its members give the same states.
+_FAMILIES: Mapping[str, tuple[tuple[str, ...], ...]] = {"adam": (("exp_avg", "exp_avg_sq"), ("state1", "state2"))}
+#: Hyperparameters that tell kinds of optimizers apart.
+_MARKS = frozenset(
+    {"betas", "momentum", "dampening", "nesterov", "rho", "centered", "lr_decay", "etas", "lambd"}
+    | {"beta2_decay", "ns_steps", "ns_method", "momentum_decay", "initial_accumulator_value", "eps", "use_muon", "d"}
+)
+#: What an optimizer without these hyperparameters does.
+_USUAL = {"maximize": False, "bias_correction": True}
+_ADAM_MARKS = frozenset({"amsgrad", "bias_correction"})
+#: A state of bitsandbytes' LAMB and LARS alone: the norm of an update.
+UPDATE_NORM = "unorm_vec"
+
+
+def renamed_states(
+    catalog: Catalog, destinations: Destinations, name: str, saved: frozenset[str], live: frozenset[str]
+) -> Mapping[str, str] | None:
+    """Live state -> saved state, where both optimizers are of one family and differ in names; ``None`` where not."""
+    parameter = catalog.parameters[name]
+    plain = all(catalog.tensors[name, key].shape == parameter.shape for key in saved)
+    if not plain or any(state.key == UPDATE_NORM for state in parameter.replicated):
+        return None
+    if saved == set(_FAMILIES["adam"][0]) and not _is_adam(catalog.groups[parameter.group]):
+        return None  # of another optimizer that keeps states of these names
+    spellings = _FAMILIES.get(destinations.family or "", ())
+    theirs = next((names for names in spellings if set(names) == saved), None)
+    ours = next((names for names in spellings if set(names) == live), None)
+    return None if theirs is None or ours is None else dict(zip(ours, theirs, strict=True))
+
+
+def refuse_lost_choices(
+    catalog: Catalog, destinations: Destinations, flat: FlatPartition, members: Sequence[str]
+) -> None:
+    """Hyperparameters that one Adam has and another lacks mean their usual values there: others would be lost.
+
+    Raises:
+        MismatchError: naming the hyperparameter.
+    """
+    live = destinations.groups[flat.group].hyperparameters if flat.group < len(destinations.groups) else {}
+    for number in sorted({catalog.parameters[name].group for name in members}):
+        saved = catalog.groups[number]
+        lost = [key for key in _USUAL if saved and live and _unusual_on_one_side(key, saved, live)]
+        if lost:
+            always = f"{_USUAL[lost[0]]}, always"
+            raise MismatchError(
+                f'"{lost[0]}" of param group {number} means something that the other optimizer has no word for',
+                parameter=listed(members),
+                file=catalog.source.folder,
+                expected=f"{live.get(lost[0], always)} (live optimizer {destinations.optimizer})",
+                found=f"{saved.get(lost[0], always)} in the checkpoint",
+                remedy="resume with the optimizer that saved it, or with load_optimizer_states=False",
+            )
+
+
+def _unusual_on_one_side(key: str, saved: Mapping[str, Any], live: Mapping[str, Any]) -> bool:
+    if (key in saved) == (key in live):
+        return False
+    return bool((saved if key in saved else live)[key]) != _USUAL[key]
+
+
+def saved_optimizer(catalog: Catalog) -> str:
+    """The optimizer that saved a checkpoint, in words."""
+    return optimizer_of(catalog.state_keys, catalog.groups[0] if catalog.groups else {})
+
+
+def optimizer_of(keys: Sequence[str], group: Mapping[str, Any]) -> str:
+    """The optimizer with these tensor states and hyperparameters, in words."""
+    if {"state1"} <= set(keys):
+        return f"a bitsandbytes optimizer with {listed(keys)}"
+    if set(keys) == {"exp_avg", "exp_avg_sq"} and _is_adam(group):
+        if "bias_correction" in group:
+            return "DeepSpeed's or apex's Adam"
+        return "torch.optim.AdamW" if group.get("decoupled_weight_decay") else "torch.optim.Adam"
+    return f"an optimizer with {listed(keys) or 'no tensor states'}"
+
+
+def refuse_other_kind(
+    catalog: Catalog, destinations: Destinations, flat: FlatPartition, members: Sequence[str]
+) -> None:
+    """Optimizers of different kinds may keep states of the same names: their hyperparameters tell them apart.
+
+    Raises:
+        MismatchError: the hyperparameters are those of another optimizer, or (bitsandbytes) it keeps a tensor more.
+    """
+    own = destinations.groups[flat.group].hyperparameters if flat.group < len(destinations.groups) else {}
+    live = {key: value for key, value in own.items() if key in destinations.defaults or not destinations.defaults}
+    for number in sorted({catalog.parameters[name].group for name in members}):
+        saved = catalog.groups[number]
+        if not saved:  # BLOOM's universal checkpoint does not tell, which a note says
+            continue
+        if "use_muon" in own and "use_muon" in saved:  # its Adam half takes over whatever its helper optimizer knows
+            continue
+        # a user may have put more into a group than the optimizer knows
+        adams = _is_adam(saved) and (_is_adam(live) or bool(_ADAM_MARKS & (set(saved) - set(live))))
+        unlike = not _MARKS & set(live) <= set(saved) or ("eps" in saved and "eps" not in live)
+        if adams != _is_adam(live) or (unlike and not adams):
+            raise _other_kind(catalog, destinations, members, sorted(live), sorted(map(str, saved)))
+    replicated = {state.key for state in catalog.parameters[members[0]].replicated}
+    scratch = {state.key for state in flat.states or () if state.layout == SCRATCH}
+    if (UPDATE_NORM in replicated) != (UPDATE_NORM in scratch) and flat.states is not None:
+        raise _other_kind(catalog, destinations, members, sorted(scratch), sorted(replicated))
+
+
+def _other_kind(
+    catalog: Catalog, destinations: Destinations, members: Sequence[str], live: Sequence[str], saved: Sequence[str]
+) -> MismatchError:
+    return MismatchError(
+        "the checkpoint was saved by another kind of optimizer, whose states have the same names",
+        parameter=listed(members),
+        file=catalog.source.folder,
+        expected=f"{listed(live) or 'nothing'} (live optimizer {destinations.optimizer})",
+        found=listed(saved) or "nothing",
+        remedy="resume with the optimizer that saved it, or with load_optimizer_states=False",
+    )
+
+
+def _is_adam(group: Mapping[str, Any]) -> bool:
+    """Adam and AdamW of torch, DeepSpeed and apex."""
+    return "betas" in group and "eps" in group and bool(_ADAM_MARKS & set(group))

@@ -1,0 +1,166 @@
+"""Copies in a checkpoint that should be the same: which ones there are, and who compares them. Pure.
+
+Tensor-parallel ranks hold norms and some biases whole, and pipeline stages hold tied weights twice. Each rank trains a
+copy of its own, and in big runs they drift apart; a load at another degree can keep only one.
+
+What there is to compare lies on a line, which is cut into as many equal spans as there are ranks; each compares what
+begins in its own. Big copies, as of a tied embedding, are so cut into pieces, and small ones stay whole. Tied weights
+lie on one line for all ranks of the job, since every rank knows of them; what the tensor-parallel ranks of a pipeline
+stage saved whole only the ranks of a live stage that holds it can tell, and share out among them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from elastic_ckpt.core.dtypes import ITEMSIZE
+from elastic_ckpt.core.flat_ranges import FlatRange
+from elastic_ckpt.core.local_state import Destinations
+from elastic_ckpt.core.metadata import BUFFER, Catalog, LogicalTensor
+from elastic_ckpt.core.read_plan import Comparison, Piece
+from elastic_ckpt.core.strided import Transfer, copied
+from elastic_ckpt.planning.strips import strips
+from elastic_ckpt.sharding.resolve import FIRST, MEAN, Resharding
+
+#: Copies are cut at multiples of so many elements: 1 MiB of fp32.
+GRAIN_NUMEL = 1 << 18
+#: To read one more copy, however small, costs as much as to read so many bytes more of another.
+_READ_NBYTES = 1 << 18
+
+
+def compare_replicas(
+    catalog: Catalog,
+    destinations: Destinations,
+    resharding: Resharding,
+    restored: Iterable[str],
+    with_states: bool,
+    of_job: Catalog | None = None,
+) -> tuple[Comparison, ...]:
+    """This rank's share of the comparisons. Together the ranks of the job compare each element of each copy once.
+
+    Args:
+        catalog: what the checkpoint holds.
+        destinations: what the live engine holds.
+        resharding: which parameters every tensor-parallel rank saved whole.
+        restored: names that are restored.
+        with_states: whether optimizer states are.
+        of_job: the catalog as every rank of the job has it, before names that are tied on this rank alone were
+            changed; ``None``: the same.
+    """
+    names = frozenset(restored)
+    lanes = destinations.tp * destinations.dp
+    lane = destinations.tp_rank * destinations.dp + destinations.dp_rank
+    if destinations.pp == 1:
+        wanted = [*_twins(catalog, names, with_states), *_of_stage(catalog, resharding, names, with_states)]
+        return tuple(map(_comparison, _dealt(wanted, lane, lanes)))
+    everywhere = frozenset(destinations.layouts) | destinations.elsewhere  # the same names on every rank
+    of_all = [one for one in _twins(of_job or catalog, everywhere, with_states) if one.key != BUFFER]
+    known = {(one.name, one.key) for one in of_all}
+    alone = [one for one in _twins(catalog, names, with_states) if (one.name, one.key) not in known]
+    alone += _of_stage(catalog, resharding, names, with_states)
+    mine = _dealt(of_all, destinations.pp_rank * lanes + lane, destinations.pp * lanes)
+    return tuple(map(_comparison, [*mine, *_dealt(alone, lane, lanes)]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A comparison, or a range of its elements, whose pieces have not been looked for yet.
+
+    Attributes:
+        number: which of the comparisons of this tensor.
+    """
+
+    name: str
+    key: str
+    number: int
+    copies: Sequence[tuple[LogicalTensor, Transfer]]
+    taken: str = FIRST
+    is_guess: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Elements of each copy."""
+        return sum(band.numel for _, band in self.copies[0][1].bands)
+
+    @property
+    def cost(self) -> int:
+        """In bytes."""
+        return sum(self.numel * ITEMSIZE[tensor.dtype] + _READ_NBYTES for tensor, _ in self.copies)
+
+
+def _dealt(wanted: Sequence[_Wanted], lane: int, lanes: int) -> Iterator[tuple[_Wanted, FlatRange]]:
+    """What begins in one of ``lanes`` equal spans of the line, in pieces of whole grains."""
+    total = sum(one.cost for one in wanted)
+    first, last = (total * border // lanes for border in (lane, lane + 1))
+    base = 0
+    for one in wanted:
+        numel, cost = one.numel, one.cost
+        if numel and base < last and base + cost > first:
+            grains = -(-numel // GRAIN_NUMEL)
+            # the grain of number g begins at base + g * GRAIN_NUMEL * cost / numel
+            start, stop = (
+                min(max(-(-(border - base) * numel // (cost * GRAIN_NUMEL)), 0), grains) for border in (first, last)
+            )
+            if start < stop:
+                yield one, FlatRange(start * GRAIN_NUMEL, min(stop * GRAIN_NUMEL, numel))
+        base += cost
+
+
+def _wanted_tensors(
+    catalog: Catalog, tensors: Iterable[tuple[str, str]], names: frozenset[str], with_states: bool
+) -> Iterator[LogicalTensor]:
+    """In the same order on each rank."""
+    state_keys = frozenset(catalog.state_keys)
+    for name, key in sorted(tensors):
+        if name in names and (with_states or key not in state_keys):
+            tensor = catalog.tensors[name, key]
+            if not tensor.is_whole:
+                yield tensor
+
+
+def _twins(catalog: Catalog, names: frozenset[str], with_states: bool) -> Iterator[_Wanted]:
+    """Tied weights, which several pipeline stages saved; shard by shard, the first stage's beside each other one's."""
+    for tensor in _wanted_tensors(catalog, catalog.twins.keys() & catalog.tensors.keys(), names, with_states):
+        shards = range(len(tensor.shard_shapes))
+        pairs = [(twin, shard) for twin in catalog.twins[tensor.name, tensor.key] for shard in shards]
+        for number, (twin, shard) in enumerate(pairs, 1):
+            both = [(tensor, copied_shard(tensor, shard)), (twin, copied_shard(twin, shard))]
+            yield _Wanted(tensor.name, tensor.key, number, both)
+
+
+def _of_stage(catalog: Catalog, resharding: Resharding, names: frozenset[str], with_states: bool) -> Iterator[_Wanted]:
+    """What several tensor-parallel ranks of one pipeline stage saved."""
+    concerned = resharding.replicas | resharding.overlaps.keys()
+    if not concerned:
+        return
+    tensors = (place for place in catalog.tensors if place[0] in concerned)
+    for tensor in _wanted_tensors(catalog, tensors, names, with_states):
+        name, key = tensor.name, tensor.key
+        if name in resharding.replicas:
+            transfer = resharding.transfers.get((name, ""))
+            taken = MEAN if transfer is not None and transfer.blend else FIRST
+            every = [(tensor, copied_shard(tensor, shard)) for shard in range(len(tensor.shard_shapes))]
+            is_guess = name in resharding.guessed and (key == BUFFER or len(tensor.shard_shapes[0]) > 1)
+            yield _Wanted(name, key, 0, every, taken, is_guess)
+        for number, (first, second) in enumerate(resharding.overlaps.get(name, ()), 1):  # negative: no twins
+            yield _Wanted(name, key, -number, [(tensor, Transfer((first,))), (tensor, Transfer((second,)))])
+
+
+def copied_shard(tensor: LogicalTensor, shard: int) -> Transfer:
+    """One saved shard as it is."""
+    return copied(shard, math.prod(tensor.shard_shapes[shard]))
+
+
+def _comparison(dealt: tuple[_Wanted, FlatRange]) -> Comparison:
+    one, part = dealt
+    copies = tuple(_pieces(*copy, part) for copy in one.copies)
+    return Comparison(one.name, one.key, part.numel, copies, one.taken, one.is_guess, part.start, one.numel, one.number)
+
+
+def _pieces(tensor: LogicalTensor, transfer: Transfer, part: FlatRange) -> tuple[Piece, ...]:
+    found = strips(tensor, transfer, part)
+    return tuple(
+        sorted((piece for strip in found for piece in strip.pieces(-part.start)), key=lambda piece: piece.start)
+    )

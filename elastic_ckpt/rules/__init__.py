@@ -1,1 +1,0 @@
-"""Which tensor-parallel rank holds what of a parameter: said by the user, the checkpoint, the model, or its shapes."""

@@ -1,1 +1,0 @@
-"""What optimizer states are, and where each optimizer keeps its step count."""

@@ -1,0 +1,1 @@
+"""What needs no engine and no GPU: inspect, verify, convert, diff, plan."""

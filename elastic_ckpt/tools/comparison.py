@@ -1,0 +1,223 @@
+"""Are two checkpoints the same? By logical tensor, whatever their topologies and formats."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from elastic_ckpt.core.dtypes import ITEMSIZE
+from elastic_ckpt.core.flat_ranges import FlatRange
+from elastic_ckpt.core.metadata import Catalog, ReplicatedState
+from elastic_ckpt.io.reader import ReadOptions
+from elastic_ckpt.tools.logical import LogicalReader, Whole
+from elastic_ckpt.tools.opened import Opened, load_options
+
+DIFFERS, MISSING = "differs", "missing"
+_MIB = 1 << 20
+_ONE_CHUNK = ReadOptions(threads=1, chunk_nbytes=16 * _MIB, staging_nbytes=16 * _MIB)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What two checkpoints hold under one name.
+
+    Attributes:
+        name, key: of the parameter or buffer, and of what belongs to it; ``key`` is empty for what belongs to none.
+        what: ``"differs"``, or ``"missing"`` from one of them.
+        detail: in words: which values, shapes or dtypes, or which of the two lacks it.
+        max_abs: largest difference; ``None`` where they cannot be subtracted.
+        at: index of that element in the whole tensor.
+        differing: number of elements that differ.
+    """
+
+    name: str
+    key: str
+    what: str
+    detail: str
+    max_abs: float | None = None
+    at: tuple[int, ...] | None = None
+    differing: int = 0
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The outcome: how many tensors and other facts are equal, what is not, and what could not be compared."""
+
+    equal: int
+    differences: tuple[Difference, ...]
+    nbytes: int
+    notes: tuple[str, ...] = ()
+
+
+def compare(first: Opened, second: Opened, threads: int, progress: bool | None = None) -> Comparison:
+    """Compare masters, states, buffers, frozen weights, scalar states, hyperparameters and counters of two checkpoints.
+
+    Values are compared exactly; zeros of either sign are equal, and so are not-a-numbers. Of 8-bit states, what the
+    codes stand for is compared. Memory: a few chunks of 16 MiB for each thread.
+
+    Raises:
+        ElasticCkptError: one of them cannot be read, or its tensor-parallel shards cannot be put together.
+    """
+    sides = [_Side(opened) for opened in (first, second)]
+    left, right = (side.tensors for side in sides)
+    found = list(_missing(left, right))
+    both = [place for place in left if place in right]
+    with (
+        ThreadPoolExecutor(threads, thread_name_prefix="elastic_ckpt") as pool,
+        tqdm(
+            total=sum(_nbytes(left[place]) for place in both),
+            unit="B",
+            unit_scale=True,
+            desc="comparing",
+            disable=None if progress is None else not progress,
+        ) as bar,
+    ):
+        for place, difference in zip(both, pool.map(lambda at: _compare(sides, at), both), strict=True):
+            bar.update(_nbytes(left[place]))
+            found += [difference] if difference else []
+    facts = list(_facts(first, second))
+    differing = [fact for fact in facts if fact is not None]
+    equal = len(both) + len(facts) - len([d for d in found if d.what == DIFFERS]) - len(differing)
+    nbytes = sum(_nbytes(side.tensors[place]) for side in sides for place in both)
+    notes = tuple(f"{which}: {note}" for which, side in zip("AB", sides, strict=True) for note in side.notes)
+    lacking, not_compared = _not_understood(first, second)
+    found, notes = [*found, *lacking], (*notes, *not_compared)
+    return Comparison(equal, (*found, *differing), nbytes, notes)
+
+
+class _Side:
+    def __init__(self, opened: Opened) -> None:
+        self.reader = LogicalReader(opened.checkpoint.catalog, load_options(opened.config))
+        self.notes = (*self.reader.notes, *self.reader.compare_copies(_ONE_CHUNK))
+        self.tensors = {(whole.name, whole.key): whole for whole in self.reader.tensors()}
+
+
+def _nbytes(whole: Whole) -> int:
+    return whole.numel * ITEMSIZE[whole.dtype]
+
+
+def _missing(left: Mapping[tuple[str, str], Whole], right: Mapping[tuple[str, str], Whole]) -> Iterator[Difference]:
+    for mine, others, which in ((left, right, "second"), (right, left, "first")):
+        for name, key in mine:
+            if (name, key) not in others:
+                yield Difference(name, key, MISSING, f"the {which} checkpoint does not have it")
+
+
+def _compare(sides: list[_Side], place: tuple[str, str]) -> Difference | None:
+    left, right = (side.tensors[place] for side in sides)
+    if left.shape != right.shape:
+        return Difference(*place, DIFFERS, f"shape {left.shape} and {right.shape}")
+    step = 16 * _MIB // max(ITEMSIZE[left.dtype], ITEMSIZE[right.dtype])
+    buffers = [torch.empty(min(step, whole.numel), dtype=getattr(torch, whole.dtype)) for whole in (left, right)]
+    worst, at, differing = 0.0, 0, 0
+    for start in range(0, left.numel, step):
+        wanted = FlatRange(start, min(start + step, left.numel))
+        values = []
+        for side, whole, buffer in zip(sides, (left, right), buffers, strict=True):
+            side.reader.read(whole, wanted, buffer[: wanted.numel], _ONE_CHUNK)
+            values.append(buffer[: wanted.numel])
+        if _same_bytes(*values):
+            continue
+        apart, index, count = _apart(*values)
+        differing += count
+        if count and apart >= worst:
+            worst, at = apart, start + index
+    if differing:
+        where = tuple(int(place) for place in torch.unravel_index(torch.tensor(at), left.shape)) if left.shape else ()
+        of = f"{differing} of {left.numel} elements, at most {worst:.3g} apart, at {list(where)}"
+        return Difference(*place, DIFFERS, of, worst, where, differing)
+    return None if left.dtype == right.dtype else Difference(*place, DIFFERS, f"{left.dtype} and {right.dtype}", 0.0)
+
+
+def _same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return left.dtype == right.dtype and torch.equal(left.view(torch.uint8), right.view(torch.uint8))
+
+
+def _apart(left: torch.Tensor, right: torch.Tensor) -> tuple[float, int, int]:
+    """Largest difference, where it is, and how many elements differ; not-a-numbers are equal to each other."""
+    wide = torch.complex128 if left.is_complex() or right.is_complex() else torch.float64
+    a, b = left.to(wide), right.to(wide)
+    same = (a == b) | (a.isnan() & b.isnan())
+    if left.dtype == right.dtype and not (left.is_floating_point() or left.is_complex()):
+        same &= left == right  # integers beyond 2^53 may be one and the same as floats
+    apart = (a - b).abs().nan_to_num(nan=math.inf, posinf=math.inf).masked_fill(same, 0)
+    index = int(apart.argmax()) if apart.numel() else 0
+    return float(apart.reshape(-1)[index]), index, int((~same).sum())
+
+
+def _facts(first: Opened, second: Opened) -> Iterator[Difference | None]:
+    """What belongs to no tensor, one after the other: a difference, or ``None`` where they agree."""
+    left, right = first.checkpoint.catalog, second.checkpoint.catalog
+    for name in left.parameters:
+        if name in right.parameters:
+            mine: dict[str, Any] = dict(left.parameters[name].scalars)
+            theirs: dict[str, Any] = dict(right.parameters[name].scalars)
+            mine |= {state.key: _replicated(state) for state in left.parameters[name].replicated}
+            theirs |= {state.key: _replicated(state) for state in right.parameters[name].replicated}
+            for key in sorted({*mine, *theirs}):
+                yield _fact(name, key, mine.get(key), theirs.get(key))
+    yield from _groups(left, right)
+    counters = [opened.checkpoint.host.counters for opened in (first, second)]
+    for key in ("global_steps", "global_samples", "skipped_steps"):
+        yield _fact(key, "counter", *(values.get(key) for values in counters))
+    scales = [opened.checkpoint.host.loss_scale for opened in (first, second)]
+    yield _fact("loss scale", "", *(None if scale is None else scale.values.get("cur_scale") for scale in scales))
+    schedulers = [repr(opened.checkpoint.host.lr_scheduler) for opened in (first, second)]
+    yield _fact("lr scheduler", "", *schedulers)
+
+
+def _replicated(state: ReplicatedState) -> str:
+    """A state that is one for a whole partition: its values by their checksum."""
+    ranks = ", not the same on all ranks" if state.differs else ""
+    return f"{state.dtype} of shape {state.shape} with CRC32 {state.crc32:08x}{ranks}"
+
+
+def _not_understood(first: Opened, second: Opened) -> tuple[list[Difference], list[str]]:
+    """States that cannot be compared: differences where one side alone has them, and notes."""
+    catalogs = [opened.checkpoint.catalog for opened in (first, second)]
+    left, right = ({**catalog.opaque_states, **catalog.damaged_states} for catalog in catalogs)
+    differences, notes = [], []
+    for key in sorted({*left, *right}):
+        if key in left and key in right:
+            notes.append(f"not compared: optimizer state {key}, whose layout is not understood ({left[key]})")
+            continue
+        which, there, other = ("second", left, catalogs[1]) if key in left else ("first", right, catalogs[0])
+        lacks = "holds it in another form" if key in other.state_keys else "does not have it"
+        differences.append(Difference("optimizer", key, MISSING, f"the {which} checkpoint {lacks} ({there[key]})"))
+    return differences, notes
+
+
+def _groups(left: Catalog, right: Catalog) -> Iterator[Difference | None]:
+    """Hyperparameters by member: the groups may be numbered otherwise."""
+    seen = set()
+    for name in left.parameters:
+        if name not in right.parameters:
+            continue
+        pair = left.parameters[name].group, right.parameters[name].group
+        if pair in seen:
+            continue
+        seen.add(pair)
+        mine, theirs = dict(left.groups[pair[0]]), dict(right.groups[pair[1]])
+        for key in sorted({*mine, *theirs}, key=str):
+            if not str(key).startswith("_ds_"):
+                yield _fact(f"param group {pair[0]}", str(key), mine.get(key), theirs.get(key))
+
+
+def _fact(name: str, key: str, mine: Any, theirs: Any) -> Difference | None:
+    if mine == theirs or repr(mine) == repr(theirs):
+        return None
+    if mine is None or theirs is None:
+        return Difference(name, key, MISSING, f"{_short(mine)} and {_short(theirs)}")
+    apart = abs(mine - theirs) if isinstance(mine, int | float) and isinstance(theirs, int | float) else None
+    return Difference(name, key, DIFFERS, f"{_short(mine)} and {_short(theirs)}", apart)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else f"{text[:117]}..."

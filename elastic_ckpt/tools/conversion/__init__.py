@@ -1,0 +1,7 @@
+"""Conversion of native checkpoints to DeepSpeed's universal format."""
+
+from __future__ import annotations
+
+from elastic_ckpt.tools.conversion.run import ConversionOptions, ConversionReport, convert
+
+__all__ = ["ConversionOptions", "ConversionReport", "convert"]

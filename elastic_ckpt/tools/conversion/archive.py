@@ -1,0 +1,116 @@
+"""Writes a ``torch.save`` file whose one tensor never is in memory as a whole.
+
+``torch.serialization.skip_data`` has torch write the file with a hole where the tensor's bytes belong. They are filled
+in a chunk at a time, and then the checksum, which torch could not know, is put where the zip format wants it: behind
+the data and in the central directory. The result is byte for byte what ``torch.save`` writes, but for the record
+``.data/serialization_id``, which torch makes of the checksums as it knows them.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from isal import isal_zlib
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from elastic_ckpt.core.dtypes import ITEMSIZE
+from elastic_ckpt.core.flat_ranges import FlatRange
+
+#: Fills a flat tensor with the given elements of the one that is written.
+Fill = Callable[[FlatRange, torch.Tensor], None]
+
+#: Signatures, sizes and places of the zip format (APPNOTE.TXT, 4.3.7, 4.3.9, 4.3.12).
+_DESCRIPTOR = b"PK\x07\x08"
+_CENTRAL = b"PK\x01\x02"
+_LOCAL_NBYTES, _CENTRAL_NBYTES, _CENTRAL_CRC = 30, 46, 16
+#: How the record of a file's first tensor is called.
+_TENSOR = "/data/0"
+
+
+def write_tensor_file(
+    path: str,
+    wrap: Callable[[torch.Tensor], Any],
+    shape: tuple[int, ...],
+    dtype: str,
+    fill: Fill,
+    scratch: torch.Tensor,
+) -> int:
+    """Write one tensor file. Needs no memory beside ``scratch``.
+
+    Args:
+        path: file to write; overwritten.
+        wrap: puts the tensor, which has no data, into the object to pickle.
+        shape, dtype: of the tensor; the dtype by name.
+        fill: called for one chunk after the other, in order.
+        scratch: memory for one chunk: a flat uint8 tensor, overwritten. Fresh memory for every file would cost more
+            than reading it.
+
+    Returns:
+        Size of the file in bytes.
+    """
+    with FakeTensorMode():
+        fake = torch.empty(shape, dtype=getattr(torch, dtype))
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save(wrap(fake), path)
+    if not fake.numel():
+        return os.path.getsize(path)
+    with open(path, "r+b") as stream:
+        record = _find_record(stream.fileno(), path)
+        crc = _fill_in(stream.fileno(), record.data, fake.numel(), dtype, fill, scratch)
+        packed = struct.pack("<I", crc)
+        os.pwrite(stream.fileno(), packed, record.descriptor_crc)
+        os.pwrite(stream.fileno(), packed, record.central_crc)
+    return os.path.getsize(path)
+
+
+@dataclass(frozen=True)
+class _Record:
+    """Where a record's data starts, and the two places of its checksum; offsets in bytes."""
+
+    data: int
+    descriptor_crc: int
+    central_crc: int
+
+
+def _find_record(descriptor: int, path: str) -> _Record:
+    """The record of the one tensor."""
+    with zipfile.ZipFile(path) as archive:
+        position = archive.start_dir
+        for entry in archive.infolist():
+            head = os.pread(descriptor, _CENTRAL_NBYTES, position)
+            if entry.filename.endswith(_TENSOR):
+                local = os.pread(descriptor, _LOCAL_NBYTES, entry.header_offset)
+                data = entry.header_offset + _LOCAL_NBYTES + sum(struct.unpack("<HH", local[26:30]))
+                if os.pread(descriptor, 4, data + entry.file_size) != _DESCRIPTOR or head[:4] != _CENTRAL:
+                    break
+                return _Record(data, data + entry.file_size + len(_DESCRIPTOR), position + _CENTRAL_CRC)
+            position += _CENTRAL_NBYTES + sum(struct.unpack("<HHH", head[28:34]))
+    raise AssertionError(f"torch {torch.__version__} writes its files in a way that is not known here")
+
+
+def _fill_in(descriptor: int, start: int, numel: int, dtype: str, fill: Fill, scratch: torch.Tensor) -> int:
+    """Write the data; its CRC32."""
+    itemsize = ITEMSIZE[dtype]
+    step = scratch.numel() // itemsize
+    buffer = scratch[: step * itemsize].view(getattr(torch, dtype))
+    os.posix_fallocate(descriptor, start, numel * itemsize)  # a full disk shows here; and it is faster
+    crc = 0
+    for first in range(0, numel, step):
+        part = buffer[: min(step, numel - first)]
+        fill(FlatRange(first, first + part.numel()), part)
+        raw = part.view(torch.uint8).numpy().data
+        crc = isal_zlib.crc32(raw, crc)
+        _write_fully(descriptor, raw, start + first * itemsize)
+    return crc
+
+
+def _write_fully(descriptor: int, raw: memoryview, offset: int) -> None:
+    while raw:
+        count = os.pwrite(descriptor, raw, offset)
+        raw, offset = raw[count:], offset + count

@@ -1,0 +1,184 @@
+"""What a load would cost, from its plans: bytes and reads, and memory. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from elastic_ckpt.core.dtypes import ITEMSIZE
+from elastic_ckpt.core.local_state import Destinations
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
+from elastic_ckpt.core.read_plan import Plan
+from elastic_ckpt.io.read_sizes import read_sizes
+from elastic_ckpt.io.reader import ReadOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """What one rank reads.
+
+    Attributes:
+        nbytes: of tensors, by its plan (:attr:`elastic_ckpt.report.RankWork.nbytes_read`).
+        calls: reads, as :mod:`elastic_ckpt.io.reader` joins and splits them.
+        least_nbytes, most_nbytes: smallest and largest of them; a recode's count all together.
+        files: files that it reads from.
+        nbytes_compared: of copies that it compares before the load.
+        nbytes_received: of tensors that other ranks read and send.
+    """
+
+    nbytes: int
+    calls: int
+    least_nbytes: int
+    most_nbytes: int
+    files: int
+    nbytes_compared: int
+    nbytes_received: int
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What one rank needs for the state of training, in bytes.
+
+    Attributes:
+        masters: fp32 master weights.
+        states: optimizer states, as (key, dtype, bytes).
+        weights: those that the model computes with, where they are others than the masters.
+        gradients: of the whole stage, or with ZeRO-2 and 3 of this rank's part.
+        others: buffers and frozen weights.
+        offloaded: whether masters and states are in host memory.
+    """
+
+    masters: int
+    states: tuple[tuple[str, str, int], ...]
+    weights: int
+    gradients: int
+    others: int
+    offloaded: bool
+
+    @property
+    def optimizer(self) -> int:
+        """Masters and states."""
+        return self.masters + sum(nbytes for _, _, nbytes in self.states)
+
+    @property
+    def host(self) -> int:
+        """Host memory."""
+        return self.optimizer if self.offloaded else 0
+
+    @property
+    def device(self) -> int:
+        """Memory of the accelerator."""
+        return self.weights + self.gradients + self.others + (0 if self.offloaded else self.optimizer)
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Of the live run: dtype of the weights, and of the gradients that it accumulates.
+
+    With ``bfloat16`` and ``float32``, Adam takes 2 + 4 + 4 + 8 = 18 bytes for each parameter, before ZeRO divides them.
+    """
+
+    weights: str = "bfloat16"
+    gradients: str = "float32"
+
+
+@dataclass(frozen=True, slots=True)
+class RankForecast:
+    """One rank.
+
+    Attributes:
+        rank: global rank.
+        reads: what it reads.
+        memory: what it needs.
+        by_file: bytes that it reads from each file, by index into the catalog's files.
+    """
+
+    rank: int
+    reads: Reads
+    memory: Memory
+    by_file: Mapping[int, int]
+
+
+def forecast_rank(
+    rank: int,
+    destinations: Destinations,
+    plan: Plan,
+    precision: Precision,
+    options: ReadOptions,
+    offload: bool,
+    on_accelerator: bool,
+) -> RankForecast:
+    """What one rank reads and needs.
+
+    Args:
+        rank: its global rank.
+        destinations, plan: what it holds, and its plan.
+        precision: of the live run.
+        options: how it reads.
+        offload: whether masters and states are in host memory (``offload_optimizer``).
+        on_accelerator: whether the job has accelerators; if not, all is host memory, and read straight into it.
+    """
+    memory = memory_of(destinations, plan, precision, offload and on_accelerator)
+    reads = reads_of(destinations, plan, options, on_accelerator and not offload)
+    return RankForecast(rank, reads, memory, bytes_by_file(plan))
+
+
+def reads_of(destinations: Destinations, plan: Plan, options: ReadOptions, on_accelerator: bool) -> Reads:
+    """What executing a plan reads; ``on_accelerator``: through bounce buffers, straight into memory otherwise."""
+    runs = read_sizes(plan, options.limits, on_accelerator)
+    sizes = [nbytes for nbytes, count in runs if count]
+    copies = (pieces for comparison in plan.comparisons for pieces in comparison.copies)
+    received = (share for share in plan.shares if share.owner != destinations.dp_rank)
+    return Reads(
+        nbytes=sum(nbytes * count for nbytes, count in runs),
+        calls=sum(count for _, count in runs),
+        least_nbytes=min(sizes, default=0),
+        most_nbytes=max(sizes, default=0),
+        files=len(bytes_by_file(plan)),
+        nbytes_compared=sum(piece.numel * ITEMSIZE[piece.dtype] for pieces in copies for piece in pieces),
+        nbytes_received=sum(share.range.numel * ITEMSIZE[plan.slots[share.slot].dtype] for share in received),
+    )
+
+
+def bytes_by_file(plan: Plan) -> dict[int, int]:
+    """Bytes of tensors that a plan reads from each file; scales of blocks that are cut anew are left out."""
+    found: dict[int, int] = {}
+    for copy in plan.copies:
+        found[copy.file] = found.get(copy.file, 0) + copy.rows * copy.numel * ITEMSIZE[copy.dtype]
+    for recode in plan.recodes:
+        for piece in recode.pieces:
+            found[piece.file] = found.get(piece.file, 0) + piece.numel * ITEMSIZE[piece.dtype]
+    return found
+
+
+def memory_of(destinations: Destinations, plan: Plan, precision: Precision, offload: bool) -> Memory:
+    """What one rank needs for the state of training.
+
+    Persistent parameters of ZeRO-3, communication buckets and activations are left out.
+    """
+    stage, flat_numel = destinations.zero_stage, sum(flat.numel for flat in destinations.flats)
+    states: dict[tuple[str, str], int] = {}
+    for slot in plan.slots:
+        if slot.key not in (MASTER, BUFFER, FROZEN):
+            what = (slot.key, slot.dtype)
+            states[what] = states.get(what, 0) + slot.numel * ITEMSIZE[slot.dtype]
+    whole_numel = _numel_of_shards(destinations)
+    is_master = stage == 0 and precision.weights == "float32"  # then the optimizer steps on the weights themselves
+    weights_numel = 0 if is_master else flat_numel if stage == 3 else whole_numel
+    gradients_numel = flat_numel if stage >= 2 else whole_numel
+    return Memory(
+        masters=sum(flat.numel * ITEMSIZE[flat.dtype] for flat in destinations.flats),
+        states=tuple((key, dtype, nbytes) for (key, dtype), nbytes in sorted(states.items())),
+        weights=weights_numel * ITEMSIZE[precision.weights],
+        gradients=gradients_numel * ITEMSIZE[precision.gradients],
+        others=sum(whole.range.numel * ITEMSIZE[whole.dtype] for whole in destinations.wholes),
+        offloaded=offload,
+    )
+
+
+def _numel_of_shards(destinations: Destinations) -> int:
+    """Elements of the trainable parameters of this pipeline stage and tensor-parallel rank, however ZeRO cuts them."""
+    members = [name for flat in destinations.flats for name in flat.members]
+    shapes = {name: layout.shapes[destinations.tp_rank] for name, layout in destinations.layouts.items()}
+    return sum(math.prod(shapes[name]) for name in members)

@@ -1,0 +1,143 @@
+"""The run that saved a checkpoint: precision, optimizer, degrees, batch sizes. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from elastic_ckpt.core.metadata import Catalog
+from elastic_ckpt.core.sequence import SequenceParallel
+from elastic_ckpt.core.training_state import BatchSizes, HostState, LossScale
+from elastic_ckpt.formats.base import Checkpoint, Found
+from elastic_ckpt.formats.peek import Peeked
+from elastic_ckpt.planning.optimizer_kinds import optimizer_of, saved_optimizer
+from elastic_ckpt.tools.inspection.facts import SavedRun
+
+UNKNOWN = "unknown"
+_BY_DTYPE = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_SHORT = 16
+_CONFIG, _NAMES, _WEIGHTS = "saved config", "file names", "dtype of the weights"
+
+
+def saved_run(found: Found, peeked: Peeked | None, checkpoint: Checkpoint | None) -> SavedRun:
+    """What is known of it.
+
+    Args:
+        found: the folder.
+        peeked: what one model-states file says; ``None``: none can be read.
+        checkpoint: all metadata; ``None``: it does not fit together.
+    """
+    catalog = None if checkpoint is None else checkpoint.catalog
+    host = checkpoint.host if checkpoint is not None else None if peeked is None else peeked.host
+    counters = {} if host is None else host.counters
+    batch = BatchSizes(None, None, None) if host is None else host.batch
+    evidence = precision_evidence(found, peeked)
+    optimizer, says_so = _optimizer(peeked, catalog)
+    stage, dp, tp, pp = _topology(found, peeked, catalog, counters)
+    sequence = catalog.source.sequence if catalog else peeked.degrees.sequence if peeked else SequenceParallel()
+    return SavedRun(
+        step=_int(counters.get("global_steps")),
+        samples=_int(counters.get("global_samples")),
+        skipped_steps=_int(counters.get("skipped_steps")),
+        ds_version=catalog.source.ds_version if catalog else (peeked.ds_version or None) if peeked else None,
+        zero_stage=stage,
+        dp=None if dp is None else sequence.data_degree(dp),
+        sp=sequence.degree if sequence.degree > 1 else None,
+        tp=tp,
+        pp=pp,
+        precision=next(iter(evidence.values()), UNKNOWN),
+        precision_from=tuple(evidence),
+        optimizer=optimizer,
+        optimizer_from=says_so,
+        global_batch=batch.global_batch,
+        micro_batch=batch.micro_batch,
+        accumulation_steps=batch.accumulation_steps,
+        lr_scheduler=None if host is None else _scheduler(host),
+        loss_scale=None if host is None else _scale(host.loss_scale),
+        overflow=host is not None and host.overflow,
+        client_state=() if peeked is None else peeked.client_state,
+        config=None if peeked is None else peeked.config,
+        arguments={} if catalog is None else catalog.run,
+    )
+
+
+def precision_evidence(found: Found, peeked: Peeked | None) -> dict[str, str]:
+    """What says in which precision the run trained -> the precision, the weightiest first."""
+    evidence: dict[str, str] = {}
+    if peeked is not None and peeked.config is not None:
+        enabled = [name for name in ("fp16", "bf16") if _is_enabled(peeked.config, name)]
+        evidence[_CONFIG] = enabled[0] if enabled else "fp32"
+    if any(name.startswith("bf16_") for name in found.files.optimizer.values()):
+        evidence[_NAMES] = "bf16"
+    if peeked is not None and peeked.weight_dtypes:
+        evidence[_WEIGHTS] = _BY_DTYPE.get(peeked.weight_dtypes[0], peeked.weight_dtypes[0])
+    return evidence
+
+
+def _is_enabled(config: Mapping[str, Any], name: str) -> bool:
+    sections = [config.get(name), config.get("bfloat16") if name == "bf16" else None]
+    return any(isinstance(section, Mapping) and section.get("enabled") is True for section in sections)
+
+
+def zero_options(peeked: Peeked | None) -> Mapping[str, Any]:
+    """The ``zero_optimization`` section of the saved config; empty where it is not known."""
+    section = (peeked.config or {}).get("zero_optimization") if peeked is not None else None
+    return section if isinstance(section, Mapping) else {}
+
+
+def _topology(
+    found: Found, peeked: Peeked | None, catalog: Catalog | None, counters: Mapping[str, Any]
+) -> tuple[int | None, int | None, int | None, int | None]:
+    """ZeRO stage, and data-, tensor- and pipeline-parallel degree."""
+    said = (None, None) if peeked is None else (peeked.degrees.tp, peeked.degrees.pp)
+    if catalog is None:
+        stage = 3 if found.files.model_zero3 else _int(zero_options(peeked).get("stage"))
+        return stage, _int(counters.get("dp_world_size")), *said
+    source = catalog.source
+    if source.format == "universal":  # it holds whole tensors, whatever the run's degrees
+        return source.zero_stage, source.dp, catalog.merged_from, said[1] or 1
+    return source.zero_stage, source.dp, source.tp, source.pp
+
+
+def _optimizer(peeked: Peeked | None, catalog: Catalog | None) -> tuple[str, str]:
+    """The optimizer, and what says so: the config's, which DeepSpeed does not use where it is given another one."""
+    section = (peeked.config or {}).get("optimizer") if peeked is not None else None
+    named = section.get("type") if isinstance(section, Mapping) else None
+    by_states = _by_states(peeked, catalog)
+    if isinstance(named, str):
+        return named, f"{_CONFIG}; its states are those of {by_states}" if by_states else _CONFIG
+    return (by_states, "its states and hyperparameters") if by_states else (UNKNOWN, "")
+
+
+def _by_states(peeked: Peeked | None, catalog: Catalog | None) -> str:
+    if catalog is not None and catalog.parameters:
+        return saved_optimizer(catalog)
+    parts = [] if peeked is None else list(peeked.unnamed.values())
+    if not parts:
+        return ""
+    keys = sorted({key for part in parts for states in part.states.values() for key in states.tensors})
+    return optimizer_of(keys, parts[0].groups[0] if parts[0].groups else {})
+
+
+def _scheduler(host: HostState) -> Mapping[str, Any] | None:
+    """What is short in its state."""
+    state = host.lr_scheduler
+    if state is None:
+        return None
+    if not isinstance(state, Mapping):
+        return {"type": type(state).__name__}
+    return {str(key): value for key, value in state.items() if _is_short(value)}
+
+
+def _is_short(value: Any) -> bool:
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return len(value) <= _SHORT and all(isinstance(item, (int, float, str)) for item in value)
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _scale(scale: LossScale | None) -> Mapping[str, Any] | None:
+    return None if scale is None else {"kind": scale.kind, **scale.values}
+
+
+def _int(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None

@@ -1,0 +1,168 @@
+"""Whole logical tensors of a checkpoint, a stretch at a time, whatever files and shards they lie in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from elastic_ckpt.core.flat_ranges import FlatRange
+from elastic_ckpt.core.local_state import Destinations
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, Catalog, LogicalTensor
+from elastic_ckpt.core.read_plan import Copy, Plan, Recode, Slot
+from elastic_ckpt.core.strided import Shape, Transfer, copied
+from elastic_ckpt.io.compare_replicas import find_drift, judge_drift
+from elastic_ckpt.io.reader import ReadOptions, execute
+from elastic_ckpt.planning.planner import LoadOptions
+from elastic_ckpt.planning.replicas import compare_replicas
+from elastic_ckpt.planning.strips import check_tiling, strips
+from elastic_ckpt.sharding.offline import virtual_layouts
+from elastic_ckpt.sharding.resolve import resolve
+
+_DECODED = "float32"
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A logical tensor.
+
+    Attributes:
+        name, key: of the parameter or buffer, and of what belongs to it.
+        shape: of the whole, put together from all shards; of a state with rows, these come first.
+        dtype: name of the torch dtype in which it is read: of what 8-bit codes stand for, not of the codes.
+        rows: leading dimension of a state that has several values for each element of its parameter; 1: none.
+        is_coded: whether it is quantized in the files.
+        is_whole: whether it is a state with a shape of its own.
+    """
+
+    name: str
+    key: str
+    shape: Shape
+    dtype: str
+    rows: int = 1
+    is_coded: bool = False
+    is_whole: bool = False
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+class LogicalReader:
+    """Reads whole tensors: shards of tensor-parallel ranks are put together by the rules of a load.
+
+    Args:
+        catalog: of the checkpoint.
+        options: of a load; its rules and its policy for replicated parameters count.
+
+    Raises:
+        MismatchError: it is not known how a parameter is cut, or what is said of it contradicts the shapes.
+    """
+
+    def __init__(self, catalog: Catalog, options: LoadOptions) -> None:
+        self.catalog = catalog
+        self._options = options
+        weights = (name for name, key in catalog.tensors if key in (MASTER, FROZEN, BUFFER))
+        self._names = tuple(dict.fromkeys(weights))
+        self._layouts = virtual_layouts(catalog, self._names, 1, options.rules)
+        is_sharded = catalog.source.tp > 1 or catalog.merged_from > 1
+        self._destinations = Destinations(0, 1, 0, "", (), (), (), (), layouts=self._layouts if is_sharded else {})
+        self._resharding = resolve(catalog, self._destinations, self._names, options.rules, options.replicated)
+        self.notes: tuple[str, ...] = self._resharding.notes
+
+    def tensors(self) -> Iterator[Whole]:
+        """Everything there is to read, in catalog order."""
+        for tensor in self.catalog.tensors.values():
+            yield self._whole(tensor)
+
+    def compare_copies(self, options: ReadOptions) -> tuple[str, ...]:
+        """Compare what several ranks saved and should be the same; notes of what was made of differences.
+
+        No live shard shows that a vector is whole on each rank, so that one of which nothing but its shape says so is
+        a guess here, as matrices are in a load.
+
+        Raises:
+            MismatchError: copies differ, and the policy is ``strict``.
+        """
+        comparisons = compare_replicas(self.catalog, self._destinations, self._resharding, self._names, True)
+        guessed = self._resharding.guessed
+        judged = tuple(replace(one, is_guess=one.is_guess or one.name in guessed) for one in comparisons)
+        plan = Plan(self.catalog.files, (), (), comparisons=judged)
+        return judge_drift(find_drift(plan, options), self._resharding.averaged, self._options.replicated)
+
+    def read(self, whole: Whole, wanted: FlatRange, out: torch.Tensor, options: ReadOptions) -> None:
+        """Read some elements of a tensor. Thread-safe.
+
+        Args:
+            whole: the tensor.
+            wanted: which of its elements, counted through all rows.
+            out: contiguous CPU tensor of ``wanted.numel`` elements and of :attr:`Whole.dtype`; overwritten.
+            options: how to read.
+
+        Raises:
+            DamagedError: a file cannot be read.
+        """
+        tensor = self.catalog.tensors[whole.name, whole.key]
+        row_numel = whole.numel // whole.rows
+        for row in range(wanted.start // max(row_numel, 1), -(-wanted.stop // max(row_numel, 1))):
+            inside = wanted.intersect(FlatRange(row * row_numel, (row + 1) * row_numel))
+            if inside is not None:
+                part = FlatRange(inside.start - row * row_numel, inside.stop - row * row_numel)
+                target = out[inside.start - wanted.start : inside.stop - wanted.start]
+                self._read_row(whole, tensor, row, part, target, options)
+
+    def _read_row(
+        self,
+        whole: Whole,
+        tensor: LogicalTensor,
+        row: int,
+        wanted: FlatRange,
+        out: torch.Tensor,
+        options: ReadOptions,
+    ) -> None:
+        transfer = self._transfer(tensor, whole.numel // whole.rows)
+        found = list(strips(tensor, transfer, wanted, row, whole.rows))
+        slot = Slot(whole.key, 0, whole.name, wanted.numel, whole.dtype)
+        copies: Sequence[Copy] = ()
+        recodes: tuple[Recode, ...] = ()
+        if whole.is_coded or transfer.blend:
+            pieces = sorted((p for strip in found for p in strip.pieces(-wanted.start)), key=lambda piece: piece.start)
+            scale = transfer.scale if transfer.blend else None
+            recodes = (Recode(0, 0, wanted.numel, None, -1, 0, tuple(pieces), scale),)
+        else:
+            copies = [
+                Copy(
+                    strip.extent.file,
+                    strip.byte_offset,
+                    0,
+                    strip.band.target - wanted.start,
+                    strip.band.width,
+                    strip.dtype,
+                    strip.band.rows,
+                    strip.band.source_stride if strip.band.rows > 1 else 0,
+                    strip.band.target_stride if strip.band.rows > 1 else 0,
+                )
+                for strip in found
+            ]
+            copies.sort(key=lambda copy: (copy.file, copy.byte_offset))
+        plan = Plan(self.catalog.files, (slot,), tuple(copies), recodes=recodes)
+        execute(plan, [out], options, show_progress=False)
+
+    def _transfer(self, tensor: LogicalTensor, numel: int) -> Transfer:
+        found = self._resharding.transfers
+        if tensor.is_whole:
+            return copied(0, numel)
+        return found.get((tensor.name, tensor.key)) or found.get((tensor.name, "")) or copied(0, numel)
+
+    def _whole(self, tensor: LogicalTensor) -> Whole:
+        check_tiling(self.catalog, tensor)
+        is_coded = any(extent.code is not None for extent in tensor.extents)
+        layout = self._layouts.get(tensor.name)
+        if tensor.is_whole or layout is None:
+            return Whole(tensor.name, tensor.key, tensor.shape, tensor.dtype, 1, is_coded, tensor.is_whole)
+        shape, first = layout.shapes[0], tensor.shard_shapes[0]
+        rows = first[0] if len(first) == len(shape) + 1 else 1
+        whole = Whole(tensor.name, tensor.key, shape, _DECODED if is_coded else tensor.dtype, rows, is_coded)
+        return replace(whole, shape=(rows, *shape)) if rows > 1 else whole

@@ -1,0 +1,99 @@
+"""A checkpoint opened outside a training job: its metadata, read by this one process."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from elastic_ckpt.config import ElasticConfig, read_config, state_options
+from elastic_ckpt.errors import ConfigError, NotFoundError
+from elastic_ckpt.formats import READERS, Checkpoint, Found, ReadOptions
+from elastic_ckpt.formats.detect import find_checkpoint, look_at
+from elastic_ckpt.planning.planner import LoadOptions
+from elastic_ckpt.sharding.book import RuleBook
+from elastic_ckpt.sharding.presets import load_preset
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What :func:`open_checkpoint` found: the folder, its metadata, and the options by which it was read."""
+
+    found: Found
+    checkpoint: Checkpoint
+    config: ElasticConfig
+
+
+def locate(folder: str, tag: str | None, prefer_universal: bool = False, trust_pickle: bool = False) -> Found:
+    """Find the checkpoint in a folder: one with a ``latest`` file, or the folder of a tag itself.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    path = os.path.abspath(folder)
+    itself = None if tag is not None else look_at(os.path.dirname(path), os.path.basename(path))
+    found = itself or find_checkpoint(path, tag, prefer_universal, trust_pickle)
+    if found is None:
+        raise NotFoundError(
+            "there is no DeepSpeed checkpoint here",
+            file=path,
+            expected="a folder with a latest file, or the folder of a tag (global_step100)",
+            found="no such folder" if not os.path.isdir(path) else "a folder without either",
+            remedy="give the folder that you pass to load_checkpoint, or one of the folders in it",
+        )
+    return found
+
+
+def open_checkpoint(found: Found, config: ElasticConfig, with_states: bool = True) -> Opened:
+    """Read a checkpoint's metadata. Needs neither ``torch.distributed`` nor an engine.
+
+    Raises:
+        ElasticCkptError: it is incomplete, damaged or not supported.
+    """
+    options = ReadOptions(
+        trust_pickle=config.trust_pickle,
+        check_shards=config.check_shards,
+        rename=config.rename,
+        states=state_options(config),
+        with_states=with_states,
+    )
+    return Opened(found, READERS[found.format](found, options), config)
+
+
+def config_of(path: Path | None, **overrides: Any) -> ElasticConfig:
+    """The ``"elastic_checkpoint"`` section of a DeepSpeed config, with what the command line says on top.
+
+    Raises:
+        ConfigError: the file is no JSON object, or the section is not understood.
+    """
+    loaded: Any = {}
+    if path is not None:
+        try:
+            loaded = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError("this DeepSpeed config cannot be read", file=str(path), found=str(error)) from error
+        if not isinstance(loaded, dict):
+            raise ConfigError("this DeepSpeed config is no JSON object", file=str(path), found=type(loaded).__name__)
+    section = {**loaded.get("elastic_checkpoint", {}), **{k: v for k, v in overrides.items() if v is not None}}
+    return read_config({**loaded, "elastic_checkpoint": section})
+
+
+def load_options(config: ElasticConfig, optimizer_states: bool = True) -> LoadOptions:
+    """The options of a load that takes everything, as far as they do not depend on a live engine."""
+    return LoadOptions(
+        optimizer_states=optimizer_states,
+        rename=config.rename,
+        convert_optimizer=config.convert_optimizer,
+        realign=config.eight_bit_realign == "requantize",
+        rounding=config.on_precision_loss == "warn",
+        rules=rule_book(config),
+        replicated=config.replicated_params,
+    )
+
+
+def rule_book(config: ElasticConfig) -> RuleBook:
+    """The user's rules and preset, and the one that is built in."""
+    preset = load_preset(config.tp_preset) if config.tp_preset else None
+    return RuleBook(tuple(config.tp_rules), preset, load_preset("megatron-core"))

@@ -1,0 +1,104 @@
+"""Have copies of one parameter drifted apart: those of tensor-parallel ranks, and of pipeline stages?
+
+Which tensors every tensor-parallel rank holds whole, only rules say; a load learns it from the live model too. What no
+rule speaks of is noted, not guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from elastic_ckpt.config import ElasticConfig
+from elastic_ckpt.core.local_state import Destinations, LiveLayout
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, Catalog
+from elastic_ckpt.core.read_plan import Plan
+from elastic_ckpt.errors import ElasticCkptError, listed
+from elastic_ckpt.io.compare_replicas import Drift, find_drift, united
+from elastic_ckpt.io.reader import ReadOptions
+from elastic_ckpt.planning.replicas import compare_replicas
+from elastic_ckpt.sharding.offline import decided_layouts
+from elastic_ckpt.sharding.presets import preset_names
+from elastic_ckpt.sharding.resolve import STRICT, Resharding, resolve
+from elastic_ckpt.tools.opened import rule_book
+from elastic_ckpt.tools.verification.findings import DRIFT, UNCHECKED, Finding
+
+#: Parameters whose rules and shapes contradict each other are left out one by one, up to so many.
+_MOST_CONTRADICTIONS = 64
+
+
+def check_copies(catalog: Catalog, config: ElasticConfig, threads: int) -> tuple[list[Finding], list[Finding]]:
+    """Compare copies, value by value. Reads them.
+
+    Args:
+        catalog: what the checkpoint holds.
+        config: whose rules and preset count.
+        threads: how many read at once.
+
+    Raises:
+        ConfigError: there is no such preset.
+    """
+    if catalog.source.tp == 1 and not catalog.twins:
+        return [], []
+    weights = {name for name, key in catalog.tensors if key in (MASTER, FROZEN, BUFFER)}
+    resharding, layouts, unknown = _resharding(catalog, sorted(weights), config)
+    destinations = _whole_model(layouts)
+    plan = Plan(
+        files=catalog.files,
+        slots=(),
+        copies=(),
+        comparisons=compare_replicas(catalog, destinations, resharding, layouts, with_states=True),
+    )
+    findings: list[Finding] = []
+    notes: list[Finding] = []
+    for drift in united(find_drift(plan, ReadOptions(threads=threads, progress=False))):
+        if drift.name in resharding.guessed and (drift.name, drift.key) not in catalog.twins:
+            unknown.add(drift.name)
+        else:
+            may_differ = drift.name in resharding.averaged
+            (notes if may_differ else findings).append(_drifted(drift, catalog.source.folder))
+    if unknown:
+        notes.append(_no_rule(unknown, catalog.source.folder))
+    return findings, notes
+
+
+def _whole_model(layouts: Mapping[str, LiveLayout]) -> Destinations:
+    """One rank that would hold every parameter whole; where, does not matter here."""
+    return Destinations(1, 1, 0, "", (), (), (), (), layouts=layouts)
+
+
+def _resharding(
+    catalog: Catalog, names: Sequence[str], config: ElasticConfig
+) -> tuple[Resharding, Mapping[str, LiveLayout], set[str]]:
+    """How the saved ranks held each parameter, as far as rules say; and the names of which they do not."""
+    if catalog.source.tp == 1:
+        return Resharding(), {name: LiveLayout(()) for name in names}, set()
+    book = rule_book(config)
+    layouts, undecided = decided_layouts(catalog, names, 1, book)
+    unknown = set(undecided)
+    while layouts:
+        try:
+            return resolve(catalog, _whole_model(layouts), layouts, book, STRICT), layouts, unknown
+        except ElasticCkptError as error:
+            named = error.parameter
+            contradictory = {named} if named in layouts and named is not None else set(layouts)
+            if len(unknown) > len(undecided) + _MOST_CONTRADICTIONS:
+                contradictory = set(layouts)
+            unknown |= contradictory
+            layouts = {name: layout for name, layout in layouts.items() if name not in contradictory}
+    return Resharding(), {}, unknown
+
+
+def _no_rule(unknown: Iterable[str], folder: str) -> Finding:
+    message = (
+        "whether the copies of these on tensor-parallel ranks have drifted apart, since no rule says which are copies "
+        f"and which are cut: {listed(unknown)}; name the code base with --preset ({', '.join(preset_names())}), or "
+        'give "tp_rules" with --config'
+    )
+    return Finding(UNCHECKED, message, folder)
+
+
+def _drifted(drift: Drift, folder: str) -> Finding:
+    what = "" if drift.key in (MASTER, BUFFER, FROZEN) else f" of {drift.key}"
+    apart = f"at most {drift.largest:.3g} and in the mean {drift.mean:.3g} apart"
+    message = f"{drift.copies} copies{what}, which should be equal, are {apart}"
+    return Finding(DRIFT, message, folder, drift.name)

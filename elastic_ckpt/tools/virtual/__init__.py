@@ -1,0 +1,8 @@
+"""Jobs that do not run: what their ranks would hold, and what they would read. Pure."""
+
+from __future__ import annotations
+
+from elastic_ckpt.tools.virtual.job import VirtualJob
+from elastic_ckpt.tools.virtual.topology import Topology
+
+__all__ = ["Topology", "VirtualJob"]

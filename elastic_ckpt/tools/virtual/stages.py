@@ -1,0 +1,88 @@
+"""Which pipeline stage would hold what. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+
+from deepspeed.runtime.utils import partition_balanced
+
+from elastic_ckpt.core.metadata import Catalog
+from elastic_ckpt.errors import UnsupportedError, listed
+
+_LAYER = re.compile(r"^(\d+)\.")
+_TIED = "tied_modules."
+Stages = dict[str, tuple[int, ...]]
+
+
+def stages_of(numels: Mapping[str, int], pp: int, catalog: Catalog) -> Stages:
+    """The stages that hold each parameter or buffer of a ``PipelineModule``.
+
+    As many stages as were saved hold what they held then. Of another number, layers are balanced by their parameters,
+    as ``partition_method="parameters"`` does, DeepSpeed's default; tied modules are held by the first and the last
+    stage, but for what only one saved stage of several held (BLOOM's norm behind the embedding).
+
+    Args:
+        numels: name -> elements.
+        pp: pipeline-parallel degree.
+        catalog: of the checkpoint.
+
+    Raises:
+        UnsupportedError: names that do not say which layer they are of.
+    """
+    if pp == 1:
+        return dict.fromkeys(numels, (0,))
+    layer_of = {name: int(match[1]) for name in numels if (match := _LAYER.match(name))}
+    tied = [name for name in numels if name.startswith(_TIED)]
+    others = set(numels) - set(layer_of) - set(tied)
+    if others or not layer_of:
+        raise UnsupportedError(
+            "a pipeline of several stages needs a model that is built of numbered layers (DeepSpeed's PipelineModule)",
+            parameter=listed(others),
+            file=catalog.source.folder,
+            expected="names such as 3.self_attention.dense.weight",
+            found="a model that is no PipelineModule",
+            remedy="a pipeline-parallel degree of 1",
+        )
+    as_saved = _as_saved(numels, layer_of, catalog.stages) if catalog.source.pp == pp else None
+    return as_saved or _balanced(numels, layer_of, tied, pp, catalog.stages)
+
+
+def _as_saved(
+    numels: Mapping[str, int], layer_of: Mapping[str, int], saved: Mapping[str, tuple[int, ...]]
+) -> Stages | None:
+    """The saved stages; ``None`` where it is not known of all. A buffer is where its layer's parameters are."""
+    of_layer = {layer_of[name]: stages for name, stages in saved.items() if name in layer_of}
+    held = {name: saved.get(name) or of_layer.get(layer_of.get(name, -1), ()) for name in numels}
+    return held if all(held.values()) else None
+
+
+def _balanced(
+    numels: Mapping[str, int],
+    layer_of: Mapping[str, int],
+    tied: Sequence[str],
+    pp: int,
+    saved: Mapping[str, tuple[int, ...]],
+) -> Stages:
+    weights = [0] * (max(layer_of.values()) + 1)
+    for name, layer in layer_of.items():
+        weights[layer] += numels[name]
+    bounds: Sequence[int]
+    if tied:  # a tied layer stands before all others and behind them, and each of the two counts
+        ends, first = sum(numels[name] for name in tied), min(layer_of.values())
+        shift = 0 if first else 1
+        weights = [0] * shift + weights
+        weights[first + shift - 1] = ends
+        bounds = [bound - shift for bound in _partition((*weights, ends), pp)]
+    else:
+        bounds = _partition(tuple(weights), pp)
+    stage_of_layer = {layer: stage for stage in range(pp) for layer in range(bounds[stage], bounds[stage + 1])}
+    held: Stages = {name: (stage_of_layer[layer],) for name, layer in layer_of.items()}
+    return held | {name: (0,) if len(saved.get(name, ())) == 1 else (0, pp - 1) for name in tied}
+
+
+@lru_cache(maxsize=32)
+def _partition(weights: tuple[int, ...], pp: int) -> tuple[int, ...]:
+    """DeepSpeed's own, which takes seconds for many layers and stages."""
+    return tuple(map(int, partition_balanced(list(weights), pp)))

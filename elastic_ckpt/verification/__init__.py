@@ -1,8 +1,0 @@
-"""Is a checkpoint whole, of one save, and undamaged? Looks at all of it, and lists everything that is wrong."""
-
-from __future__ import annotations
-
-from elastic_ckpt.verification.findings import Finding, Verification
-from elastic_ckpt.verification.run import verify
-
-__all__ = ["Finding", "Verification", "verify"]

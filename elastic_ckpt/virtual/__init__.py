@@ -1,8 +1,0 @@
-"""Jobs that do not run: what their ranks would hold, and what they would read. Pure."""
-
-from __future__ import annotations
-
-from elastic_ckpt.virtual.job import VirtualJob
-from elastic_ckpt.virtual.topology import Topology
-
-__all__ = ["Topology", "VirtualJob"]

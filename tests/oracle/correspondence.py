@@ -1,0 +1,158 @@
+"""Does what a plan reads go where it belongs? Pure; see :mod:`tests.oracle.coverage`.
+
+Every element that is read is of the tensor that it is written to. Where tensor-parallel shards stay as they were saved,
+or every rank held the whole, it is the very same element too. How shards that are cut anew share a parameter follows
+from rules, which shapes alone do not tell.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from elastic_ckpt.core.dtypes import ITEMSIZE
+from elastic_ckpt.core.local_state import Destinations
+from elastic_ckpt.core.metadata import FROZEN, MASTER, Catalog, Extent, LogicalTensor
+from elastic_ckpt.core.read_plan import Copy, Plan, Slot
+from elastic_ckpt.core.state_kinds import ELEMENTWISE
+from elastic_ckpt.sharding.book import is_vocabulary
+from elastic_ckpt.sharding.cross_checks import tensor_of
+from tests.oracle.source_coverage import SCALES, Fault
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Elements of a tensor that lie one behind the other, in a file or in a slot.
+
+    Attributes:
+        name: of the parameter or buffer.
+        first: number of the first one in its shard.
+        left: how many there are.
+        shard: which shard; -1: not known.
+    """
+
+    name: str
+    key: str
+    first: int
+    left: int
+    shard: int = -1
+
+
+class Correspondence:
+    """Holds copies against the extents that they read and the fragments that they fill.
+
+    Args:
+        catalog: what the checkpoint holds.
+    """
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._extents: dict[int, list[tuple[int, Extent, LogicalTensor]]] = {}
+        for tensor in catalog.tensors.values():
+            for extent in tensor.extents:
+                self._extents.setdefault(extent.file, []).append((extent.byte_offset, extent, tensor))
+        for held in self._extents.values():
+            held.sort(key=lambda item: item[0])
+
+    def faults(self, destinations: Destinations, plan: Plan) -> Iterator[Fault]:
+        """What goes elsewhere, of one rank."""
+        where = f"pipeline stage {destinations.pp_rank}, tensor-parallel rank {destinations.tp_rank}"
+        where += f", data-parallel rank {destinations.dp_rank}"
+        places = _places(destinations)
+        for copy in _copies(plan):
+            slot = plan.slots[copy.slot]
+            if slot.layout == ELEMENTWISE and slot.key not in SCALES:
+                for number in sorted({0, copy.rows - 1}):  # what lies between them is between them on both sides
+                    yield from self._compare(copy.row(number), slot, places, destinations, where)
+
+    def _compare(
+        self, copy: Copy, slot: Slot, places: dict[int | str, _Places], destinations: Destinations, where: str
+    ) -> Iterator[Fault]:
+        done = 0
+        while done < copy.numel:
+            source = self._source(copy, done)
+            target = places[slot.flat if slot.flat >= 0 else slot.name].at(slot, copy.slot_offset + done)
+            if source is None or target is None:
+                return  # no tensor, or padding: the coverage of files and slots tells
+            step = min(source.left, target.left, copy.numel - done)
+            if source.name != target.name or not self._is_of(source.key, slot):
+                problem = f"is filled from {source.key} {source.name}"
+                yield Fault(problem, target.name, slot.key, where, target.first, target.first + step)
+            elif not self._agree(source, target, destinations):
+                problem = f"is filled from elements {source.first} to {source.first + step}"
+                yield Fault(problem, target.name, slot.key, where, target.first, target.first + step)
+            done += step
+
+    def _is_of(self, key: str, slot: Slot) -> bool:
+        """A frozen weight may have become a master, or the other way round."""
+        weights = {MASTER, FROZEN}
+        return key == slot.key or {key, slot.key} <= weights
+
+    def _source(self, copy: Copy, done: int) -> _Run | None:
+        size = ITEMSIZE[copy.dtype]
+        held, position = self._extents.get(copy.file, []), copy.byte_offset + done * size
+        index = bisect_right(held, position, key=lambda item: item[0]) - 1
+        if index < 0:
+            return None
+        start, extent, tensor = held[index]
+        skipped = (position - start) // size
+        if skipped >= extent.range.numel or tensor.dtype != copy.dtype:
+            return None
+        first = extent.range.start + skipped
+        return _Run(tensor.name, tensor.key, first, extent.range.stop - first, extent.shard)
+
+    def _agree(self, source: _Run, target: _Run, destinations: Destinations) -> bool:
+        tensor, layout = tensor_of(self._catalog, source.name), destinations.layouts.get(source.name)
+        if tensor is None:
+            return True
+        saved = tensor.shard_shapes
+        live = layout.shapes if layout is not None else saved
+        if len(saved) == len(live):
+            return source.first == target.first and (len(saved) == 1 or source.shard == destinations.tp_rank)
+        if len({*saved, *live}) == 1 and not (len(saved[0]) > 1 and is_vocabulary(source.name)):
+            return source.first == target.first
+        return True
+
+
+class _Places:
+    """The fragments of one flat partition, or one buffer or frozen weight."""
+
+    def __init__(self, numel: int) -> None:
+        self._numel = numel
+        self._starts: list[int] = []
+        self._held: list[tuple[str, int, int, int]] = []
+
+    def add(self, name: str, first: int, numel: int, offset: int, shard_numel: int) -> None:
+        """Elements ``[first, first + numel)`` of a shard, from an offset on; in ascending order."""
+        self._starts.append(offset)
+        self._held.append((name, first, numel, shard_numel))
+
+    def at(self, slot: Slot, position: int) -> _Run | None:
+        """What lies there, in whichever row of the slot."""
+        row, inside = divmod(position, self._numel) if self._numel else (0, position)
+        index = bisect_right(self._starts, inside) - 1
+        if index < 0 or row >= slot.rows:
+            return None
+        name, first, numel, shard_numel = self._held[index]
+        skipped = inside - self._starts[index]
+        return _Run(name, slot.key, row * shard_numel + first + skipped, numel - skipped) if skipped < numel else None
+
+
+def _places(destinations: Destinations) -> dict[int | str, _Places]:
+    found: dict[int | str, _Places] = {flat.index: _Places(flat.numel) for flat in destinations.flats}
+    for part in sorted(destinations.fragments, key=lambda part: (part.flat, part.flat_offset)):
+        found[part.flat].add(part.name, part.range.start, part.range.numel, part.flat_offset, math.prod(part.shape))
+    for whole in destinations.wholes:
+        found[whole.name] = _Places(whole.range.numel)
+        found[whole.name].add(whole.name, whole.range.start, whole.range.numel, 0, math.prod(whole.shape))
+    return found
+
+
+def _copies(plan: Plan) -> Iterator[Copy]:
+    """Copies, and the pieces of recodes as copies."""
+    yield from plan.copies
+    for recode in plan.recodes:
+        for piece in recode.pieces:
+            yield Copy(piece.file, piece.byte_offset, recode.slot, piece.start, piece.numel, piece.dtype)

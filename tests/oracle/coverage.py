@@ -1,0 +1,342 @@
+"""Proves of a whole job that its ranks restore everything, and nothing twice. Pure: plans in, a proof out.
+
+What is proven, of all that is restored:
+
+1. *Written.* On every rank, copies and recodes write each element of each slot exactly once, but for padding and rows
+   of a vocabulary that the checkpoint lacks. A slot that all data-parallel ranks fill together is written exactly once
+   by all of them.
+2. *Whole.* At each pipeline stage and tensor-parallel rank, the data-parallel ranks' fragments tile each live shard:
+   each element of it belongs to exactly one of them (without ZeRO: to each of them, once). With 1: each element of a
+   live shard is written exactly once.
+3. *Read.* Every element of every logical tensor in the checkpoint is read: one that is cut over tensor-parallel ranks
+   exactly once for each pipeline stage that holds it, so are shards that stay as they are; of one that every
+   tensor-parallel rank saved whole, and of tied copies, each element is restored, or compared with the one that is.
+   What is read belongs to a tensor.
+4. *Complete.* Every parameter, state, buffer and frozen weight of the checkpoint is restored by some stage.
+5. *Right.* What is read goes into the tensor that it is of; where shards stay as they were saved, or every rank held
+   the whole, to the very element.
+
+What is expected follows from the shapes on both sides, not from what the planner thinks of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from elastic_ckpt.core.local_state import Destinations, FlatPartition
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, Catalog
+from elastic_ckpt.core.read_plan import Plan, Slot
+from elastic_ckpt.core.state_kinds import ELEMENTWISE
+from tests.oracle.correspondence import Correspondence
+from tests.oracle.intervals import Intervals, coverage, covers_exactly, intervals, strided, together
+from tests.oracle.source_coverage import SCALES, Fault, SourceCoverage
+
+__all__ = ["Coverage", "Fault", "Proof", "prove"]
+
+#: Faults that are kept; a hole in every tensor need not be listed.
+_MOST_FAULTS = 1000
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What was found.
+
+    Attributes:
+        ranks: how many plans were looked at.
+        numel_written: elements of all slots of all ranks that were written, each once; what data-parallel ranks fill
+            together counts once.
+        numel_saved: elements of the checkpoint's logical tensors, each shard and each tied copy by itself.
+        faults: what speaks against it; none: it holds.
+    """
+
+    ranks: int
+    numel_written: int
+    numel_saved: int
+    faults: tuple[Fault, ...]
+
+    @property
+    def holds(self) -> bool:
+        return not self.faults
+
+
+def prove(catalog: Catalog, ranks: Iterable[tuple[Destinations, Plan]]) -> Proof:
+    """Look at every rank of a job.
+
+    Args:
+        catalog: what the checkpoint holds, with the names that the destinations use.
+        ranks: what each rank holds, and its plan.
+    """
+    coverage = Coverage(catalog)
+    for destinations, plan in ranks:
+        coverage.add(destinations, plan)
+    return coverage.proof()
+
+
+@dataclass
+class _Place:
+    """What is known of one pipeline stage and tensor-parallel rank.
+
+    Attributes:
+        where: in words.
+        dp: data-parallel degree.
+        shapes: name -> shape of the live shard.
+        held: (name, key) -> (start, stop) of what each data-parallel rank holds.
+        everywhere: (name, key) of what every one of them holds whole.
+        ranks: data-parallel ranks that were seen.
+        shared: slots that they fill together.
+        written: what they have written there.
+    """
+
+    where: str
+    dp: int
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    held: dict[tuple[str, str], list[tuple[int, int]]] = field(default_factory=dict)
+    everywhere: set[tuple[str, str]] = field(default_factory=set)
+    ranks: list[int] = field(default_factory=list)
+    shared: _Line | None = None
+    written: list[Intervals] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Line:
+    """Some slots of a plan, one behind the other; ``bases``: slot -> where it begins."""
+
+    slots: tuple[Slot, ...]
+    bases: dict[int, int]
+
+    def wanted(self) -> Intervals:
+        """Everything but gaps."""
+        pairs = []
+        for slot, base in zip(self.slots, self.bases.values(), strict=True):
+            position = 0
+            for gap in sorted(slot.gaps, key=lambda gap: gap.start):
+                pairs.append((base + position, base + gap.start))
+                position = gap.stop
+            pairs.append((base + position, base + slot.numel))
+        return intervals(pairs)
+
+    def at(self, position: int) -> tuple[Slot, int]:
+        """The slot there, and where it begins."""
+        bases = list(self.bases.values())
+        number = max(index for index, base in enumerate(bases) if base <= position)
+        return self.slots[number], bases[number]
+
+
+def _line(plan: Plan, replicated: bool) -> _Line:
+    """Its slots that data-parallel ranks fill together, or those of its own; no scales, which are no elements."""
+    slots, bases, end = [], {}, 0
+    for number, slot in enumerate(plan.slots):
+        if slot.replicated == replicated and slot.numel and slot.key not in SCALES:
+            slots.append(slot)
+            bases[number] = end
+            end += slot.numel
+    return _Line(tuple(slots), bases)
+
+
+def _writes(plan: Plan, line: _Line) -> Intervals:
+    """What a plan writes into these slots."""
+    rows = [
+        (line.bases[copy.slot] + copy.slot_offset, copy.numel, copy.rows, copy.slot_stride)
+        for copy in plan.copies
+        if copy.slot in line.bases
+    ]
+    for recode in plan.recodes:
+        base = line.bases.get(recode.slot)
+        if base is not None and recode.scale is not None:  # added up: all of it, from several pieces
+            rows.append((base + recode.start, recode.numel, 1, 0))
+        elif base is not None:
+            rows += [(base + piece.start, piece.numel, 1, 0) for piece in recode.pieces]
+    return strided(rows)
+
+
+class Coverage:
+    """Collects the plans of a job's ranks.
+
+    Args:
+        catalog: what the checkpoint holds.
+    """
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._faults: list[Fault] = []
+        self._places: dict[tuple[int, int], _Place] = {}
+        self._states = {key: set[str]() for key in catalog.state_keys}
+        for name, key in catalog.tensors:
+            if key in self._states:
+                self._states[key].add(name)
+        self._source = SourceCoverage(catalog)
+        self._correspondence = Correspondence(catalog)
+        self._numel_written = 0
+
+    def add(self, destinations: Destinations, plan: Plan) -> None:
+        """One rank."""
+        at = (destinations.pp_rank, destinations.tp_rank)
+        where = f"pipeline stage {at[0]}, tensor-parallel rank {at[1]}"
+        place = self._places.setdefault(at, _Place(where, destinations.dp))
+        place.ranks.append(destinations.dp_rank)
+        self._source.add(destinations, plan)
+        self._remember(place, destinations)
+        self._check_restored(place, destinations, plan)
+        self._check_beyond(place, plan)
+        self._check_written(place, destinations, plan)
+        self._faults += self._correspondence.faults(destinations, plan)
+
+    def proof(self) -> Proof:
+        """What all of them come to."""
+        for place in self._places.values():
+            self._check_place(place)
+        self._check_complete()
+        found = [*self._faults, *self._source.faults()]
+        return Proof(
+            ranks=sum(len(place.ranks) for place in self._places.values()),
+            numel_written=self._numel_written,
+            numel_saved=self._source.numel,
+            faults=tuple(found[:_MOST_FAULTS]),
+        )
+
+    def _check_beyond(self, place: _Place, plan: Plan) -> None:
+        for copy in plan.copies:
+            numel = plan.slots[copy.slot].numel
+            last = copy.slot_offset + (copy.rows - 1) * copy.slot_stride + copy.numel
+            if copy.slot_offset < 0 or last > numel:
+                slot = plan.slots[copy.slot]
+                self._fault("is written beyond its ends", _name(slot), slot.key, place.where, copy.slot_offset, last)
+
+    def _check_written(self, place: _Place, destinations: Destinations, plan: Plan) -> None:
+        """Each slot of its own exactly once; what ranks fill together is looked at when all of them are there."""
+        where = f"{place.where}, data-parallel rank {destinations.dp_rank}"
+        own, shared = _line(plan, replicated=False), _line(plan, replicated=True)
+        self._compare(_writes(plan, own), own, where)
+        if place.shared is None:
+            place.shared = shared
+        elif shared.slots != place.shared.slots:
+            self._fault("are not the same on all data-parallel ranks", "shared slots", "", place.where, 0, 0)
+            return
+        written = _writes(plan, shared)
+        mine = intervals(
+            (shared.bases[share.slot] + share.range.start, shared.bases[share.slot] + share.range.stop)
+            for share in plan.shares
+            if share.owner == destinations.dp_rank and share.slot in shared.bases
+        )
+        found = coverage([(written, 1), (mine, 1)])
+        for start, stop, (times, allowed) in zip(found.starts, found.stops, found.counts, strict=True):
+            if times and not allowed:
+                slot, base = shared.at(int(start))
+                problem = "is read by a rank that does not send it to the others"
+                self._fault(problem, _name(slot), slot.key, where, int(start) - base, int(stop) - base)
+        place.written.append(written)
+
+    def _compare(self, written: Intervals, line: _Line, where: str) -> None:
+        wanted = line.wanted()
+        self._numel_written += wanted.numel
+        if covers_exactly(written, wanted):
+            return
+        found = coverage([(written, 1), (wanted, 1)])
+        for start, stop, (times, once) in zip(found.starts, found.stops, found.counts, strict=True):
+            if times != once:
+                slot, base = line.at(int(start))
+                problem = "is not written" if times == 0 else f"is written {times} times"
+                problem = problem if once else "is written, and should be left alone"
+                self._fault(problem, _name(slot), slot.key, where, int(start) - base, int(stop) - base)
+
+    def _remember(self, place: _Place, destinations: Destinations) -> None:
+        """What the rank holds of each live shard."""
+        by_all = {flat.index for flat in destinations.flats if flat.replicated}
+        for name, layout in destinations.layouts.items():  # a rank may hold no element of a parameter
+            place.shapes.setdefault(name, layout.shapes[destinations.tp_rank])
+        for flat in destinations.flats:
+            for name in flat.members:
+                place.held.setdefault((name, MASTER), [])
+                if flat.index in by_all:
+                    place.everywhere.add((name, MASTER))
+        for fragment in destinations.fragments:
+            place.shapes[fragment.name] = fragment.shape
+            place.held.setdefault((fragment.name, MASTER), []).append((fragment.range.start, fragment.range.stop))
+        for whole in destinations.wholes:
+            what = (whole.name, whole.key)
+            place.shapes[whole.name] = whole.shape
+            place.held.setdefault(what, []).append((whole.range.start, whole.range.stop))
+            if whole.key == BUFFER or destinations.zero_stage < 3:
+                place.everywhere.add(what)
+
+    def _check_place(self, place: _Place) -> None:
+        if sorted(place.ranks) != list(range(place.dp)):
+            problem = f"of {place.dp} data-parallel ranks, these were planned: {sorted(place.ranks)[:8]}"
+            self._fault(problem, "plan", "", place.where, 0, 0)
+        if place.shared is not None:
+            self._compare(together(place.written), place.shared, f"{place.where}, its ranks together")
+        for (name, key), pieces in place.held.items():
+            saved = self._catalog.parameters.get(name)
+            numel = math.prod(place.shapes.get(name, saved.shape if saved is not None else (0,)))
+            times = place.dp if (name, key) in place.everywhere else 1
+            for start, stop, problem in _not_tiled(pieces, numel, times):
+                self._fault(problem, name, key, place.where, start, stop)
+
+    def _check_restored(self, place: _Place, destinations: Destinations, plan: Plan) -> None:
+        """What the checkpoint holds for this rank is restored, and has a slot without gaps where its fragments lie."""
+        restored = {(name, out.role) for out in plan.outcomes if out.what == "restored" for name in out.names}
+        slots = {(slot.flat, slot.name, slot.key): slot for slot in plan.slots}
+        places: dict[int, list[tuple[str, int, int]]] = {flat.index: [] for flat in destinations.flats}
+        for part in destinations.fragments:
+            places[part.flat].append((part.name, part.flat_offset, part.flat_offset + part.range.numel))
+        weights = {name for name, key in self._catalog.tensors if key in (MASTER, FROZEN)}
+        wanted = {MASTER: weights, **(self._states if plan.restores_states else {})}
+        for flat in destinations.flats:
+            for key, names in wanted.items():
+                members = [name for name in flat.members if name in names]
+                for name in members:
+                    if (name, key) not in restored:
+                        self._fault("is not restored", name, key, place.where, 0, 0)
+                slot = slots.get((flat.index, "", key))
+                if members and slot is None:
+                    self._fault("has no slot", members[0], key, place.where, 0, flat.numel)
+                elif members and slot is not None and slot.layout == ELEMENTWISE:
+                    held = set(members)
+                    self._check_gaps(place, flat, slot, [part for part in places[flat.index] if part[0] in held])
+        for whole in destinations.wholes:
+            if (whole.name, whole.key) in self._catalog.tensors and (-1, whole.name, whole.key) not in slots:
+                self._fault("has no slot", whole.name, whole.key, place.where, 0, whole.range.numel)
+
+    def _check_gaps(
+        self, place: _Place, flat: FlatPartition, slot: Slot, parts: Sequence[tuple[str, int, int]]
+    ) -> None:
+        """Gaps are padding, or rows of a vocabulary that the checkpoint lacks."""
+        if not slot.gaps or not parts:
+            return
+        places = [(a + row * flat.numel, b + row * flat.numel) for row in range(slot.rows) for _, a, b in parts]
+        gaps = intervals((gap.start, gap.stop) for gap in slot.gaps)
+        found = coverage([(gaps, 1), (intervals(places), 1)])
+        for number in (found.counts.min(axis=1) > 0).nonzero()[0]:
+            start = int(found.starts[number])
+            name = next(name for name, a, b in parts if a <= start % flat.numel < b)
+            if not self._source.is_padded(name):
+                problem = "is left out, although it is no padding"
+                self._fault(problem, name, slot.key, place.where, start, int(found.stops[number]))
+
+    def _check_complete(self) -> None:
+        """Every name of the checkpoint has a place in the job."""
+        held = {name for place in self._places.values() for name, _ in place.held}
+        for name in dict.fromkeys(name for name, _ in self._catalog.tensors):
+            if name not in held:
+                self._fault("has no place on any rank", name, "parameter", "the job", 0, 0)
+
+    def _fault(self, problem: str, name: str, key: str, where: str, start: int, stop: int) -> None:
+        if len(self._faults) < _MOST_FAULTS:
+            self._faults.append(Fault(problem, name, key, where, start, stop))
+
+
+def _not_tiled(pieces: Sequence[tuple[int, int]], numel: int, times: int) -> Iterator[tuple[int, int, str]]:
+    """Where some pieces do not hold each of ``numel`` elements so many times: (start, stop, what is wrong)."""
+    if times == 1 and covers_exactly(intervals(pieces), intervals([(0, numel)])):
+        return
+    found = coverage([(intervals(pieces), 1), (intervals([(0, numel)]), times)])
+    for start, stop, (held, wanted) in zip(found.starts, found.stops, found.counts, strict=True):
+        if held != wanted:
+            what = "is held by no data-parallel rank" if not held else f"is held {held} times, not {wanted}"
+            yield int(start), int(stop), what
+
+
+def _name(slot: Slot) -> str:
+    return slot.name or f"flat partition {slot.flat}"
