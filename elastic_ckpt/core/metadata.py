@@ -125,6 +125,8 @@ class SavedParameter:
         group: its param group.
         scalars: scalar states (``step``) as (key, value), sorted.
         replicated: states of the partition that it lay in.
+        own_step: the step count beside its own states, where the optimizer counts for a whole group instead
+            (DeepSpeed's FusedAdam without ZeRO); ``None``: the one in ``scalars``.
         shards: its shape on each tensor-parallel rank; empty: there is one, of ``shape``.
     """
 
@@ -132,6 +134,7 @@ class SavedParameter:
     group: int
     scalars: tuple[tuple[str, float], ...]
     replicated: tuple[ReplicatedState, ...] = ()
+    own_step: float | None = None
     shards: tuple[tuple[int, ...], ...] = ()
 
 

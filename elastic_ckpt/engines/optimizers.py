@@ -33,6 +33,7 @@ class _Kind:
         states: (param group, flat tensor) -> its tensor states.
         step: :data:`TENSOR`, :data:`INT`, :data:`IN_GROUP`; ``None``: it counts no steps.
         scalars: scalar states beside ``step``.
+        steps_in_group: whether it keeps an entry ``step`` in each param group besides, which stays 0.
         wide: whether states are float32 whatever the dtype of the tensor stepped on; if not, they have that dtype.
         family: see :class:`elastic_ckpt.engines.state_schema.StateSchema`.
     """
@@ -42,6 +43,7 @@ class _Kind:
     scalars: tuple[str, ...] = ()
     family: str | None = None
     wide: bool = False
+    steps_in_group: bool = False
 
 
 def _fixed(*keys: str) -> Describe:
@@ -99,7 +101,7 @@ _KINDS: dict[str, _Kind] = {
     "torch.optim.Adafactor": _Kind(_adafactor),
     "torch.optim.Muon": _Kind(_fixed("momentum_buffer"), step=None),
     "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam": _Kind(_PLAIN_ADAM, INT, family="adam"),
-    "deepspeed.ops.adam.fused_adam.FusedAdam": _Kind(_PLAIN_ADAM, INT, family="adam"),
+    "deepspeed.ops.adam.fused_adam.FusedAdam": _Kind(_PLAIN_ADAM, INT, family="adam", steps_in_group=True),
     # CPULion keeps a second tensor that it never uses
     "deepspeed.ops.lion.cpu_lion.DeepSpeedCPULion": _Kind(_PLAIN_ADAM, INT),
     "deepspeed.ops.adagrad.cpu_adagrad.DeepSpeedCPUAdagrad": _Kind(_fixed("exp_avg_sq"), INT),
@@ -159,6 +161,8 @@ class _ListedSchema:
     def set_scalars(self, stepped: Stepped, values: Mapping[str, float], forms: Mapping[str, str]) -> None:
         """See :class:`elastic_ckpt.engines.state_schema.StateSchema`."""
         group = self._base.param_groups[stepped.group]
+        if self._kind.steps_in_group:
+            group.setdefault("step", 0)
         for key, value in values.items():
             if self._kind.step == IN_GROUP:
                 group[key] = int(value)

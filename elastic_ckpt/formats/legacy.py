@@ -22,6 +22,12 @@ class LegacyShard:
     lost: tuple[str, ...]
 
 
+def is_legacy(file: PickledFile) -> bool:
+    """Whether an optimizer-states file is such a shard."""
+    state = file.tree.get("optimizer_state_dict") if isinstance(file.tree, Mapping) else None
+    return isinstance(state, Mapping) and isinstance(state.get("base_optimizer_state"), list)
+
+
 def index_legacy(file: PickledFile, base: Sequence[Mapping[str, Any]]) -> LegacyShard:
     """See what one file has lost; ``base`` is its optimizer state, by param group."""
     masters = file.section("optimizer_state_dict", "single_partition_of_fp32_groups")

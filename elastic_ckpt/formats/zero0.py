@@ -136,8 +136,10 @@ class _Builder:
     def _use_last_step(self, members: Sequence[str]) -> None:
         """FusedAdam counts the steps of a whole group in the state of its last tensor alone (fused_adam.py)."""
         stateful = [name for name in members if self.parameters[name].scalars]
+        counts = self.parameters[stateful[-1]].scalars if stateful else ()
         for name in stateful:
-            self.parameters[name] = replace(self.parameters[name], scalars=self.parameters[stateful[-1]].scalars)
+            saved = self.parameters[name]
+            self.parameters[name] = replace(saved, scalars=counts, own_step=dict(saved.scalars).get("step"))
 
     def _parameter(
         self, name: str, group: int, shape: Shape, states: StatesOfOne, base: int, held: Shape

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -22,6 +22,7 @@ from elastic_ckpt.planning.optimizer_kinds import (
 from elastic_ckpt.planning.saved_state_checks import keys_by_name, refuse_opaque, refuse_partial
 
 _ROLE = "optimizer states"
+_FUSED_ADAM = "deepspeed.ops.adam.fused_adam.FusedAdam"
 Scalars = Mapping[str, float]
 
 
@@ -112,7 +113,7 @@ def match_states(
     outcomes = _state_outcomes(catalog, destinations, matching, frozenset(keys), scalars)
     return StateMatching(
         links=links,
-        scalars=tuple(scalars),
+        scalars=tuple(_with_own_steps(catalog, destinations, scalars)),
         stateful=stateful,
         restored={key: tuple(sorted(names)) for key, names in sorted(restored.items())},
         outcomes=outcomes + _left_by_the_user(catalog) + _unused_replicated(catalog, links),
@@ -261,6 +262,17 @@ def _flat_scalars(catalog: Catalog, members: Sequence[str]) -> Scalars | None:
             remedy="put them in param groups of their own, or load with load_optimizer_states=False",
         )
     return dict(distinct[0]) if distinct else None
+
+
+def _with_own_steps(
+    catalog: Catalog, destinations: Destinations, scalars: Sequence[Scalars | None]
+) -> Iterator[Scalars | None]:
+    """FusedAdam without ZeRO gets back the count beside each tensor, of which it uses the last one of a group alone."""
+    last = {flat.group: flat.index for flat, values in zip(destinations.flats, scalars, strict=True) if values}
+    for flat, values in zip(destinations.flats, scalars, strict=True):
+        own = catalog.parameters[flat.members[0]].own_step if values and len(flat.members) == 1 else None
+        keeps = own is not None and destinations.optimizer == _FUSED_ADAM and flat.index != last[flat.group]
+        yield {**values, "step": own} if values and keeps and own is not None else values
 
 
 def _refuse_other_scalars(
