@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ def _one_catalog_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     def made(model: ScaleModel) -> Catalog:
         return catalog_of(model.name) if model.name in scale_names() else scale_catalog(model)
 
-    monkeypatch.setattr(sys.modules["elastic_ckpt.cli.plan"], "scale_catalog", made)
+    monkeypatch.setattr(importlib.import_module("elastic_ckpt.cli.plan"), "scale_catalog", made)
 
 
 def run(*arguments: str) -> Result:

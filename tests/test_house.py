@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from typer.testing import CliRunner
+
 import elastic_ckpt
+from elastic_ckpt.cli import app
+from elastic_ckpt.cli.app import COMMANDS
 
 PACKAGE = Path(elastic_ckpt.__file__).parent
 
@@ -25,3 +32,23 @@ def test_no_file_outgrows_its_room() -> None:
     too_long = {str(path): len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
     assert {path: lines for path, lines in too_long.items() if lines > 400} == {}
     assert len(list(PACKAGE.glob("*.py"))) <= 8
+
+
+def test_the_help_of_the_command_line_loads_neither_torch_nor_deepspeed() -> None:
+    script = (
+        "import sys\n"
+        "from typer.testing import CliRunner\n"
+        "from elastic_ckpt.cli import app\n"
+        "result = CliRunner().invoke(app, ['--help'])\n"
+        f"assert result.exit_code == 0 and all(name in result.output for name in {list(COMMANDS)}), result.output\n"
+        "assert not {'torch', 'deepspeed', 'numpy'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_command_says_of_itself_what_the_list_says(name: str) -> None:
+    callback = getattr(importlib.import_module(f"elastic_ckpt.cli.{name}"), name)
+    assert inspect.getdoc(callback).splitlines()[0] == COMMANDS[name]
+    result = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "200"})
+    assert result.exit_code == 0 and "Example:" in result.output

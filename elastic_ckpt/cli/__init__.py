@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from elastic_ckpt.cli import convert, diff, inspect, plan, verify  # each registers its command
 from elastic_ckpt.cli.app import app
 
-__all__ = ["app", "convert", "diff", "inspect", "plan", "verify"]
+__all__ = ["app"]

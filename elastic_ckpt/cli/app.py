@@ -6,13 +6,57 @@ usage; 3, the checkpoint cannot be read.
 
 from __future__ import annotations
 
+import importlib
 from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command_from_info
+
+#: Command -> the first line of its help; its module has the same name.
+COMMANDS = {
+    "convert": "Write a universal checkpoint that DeepSpeed loads by itself at another data-parallel degree.",
+    "diff": "Compare two checkpoints by logical tensor, whatever their topologies, ZeRO stages and formats.",
+    "inspect": "Show what a checkpoint holds, who saved it, and what is odd about it.",
+    "plan": (
+        "Plan a load on another topology, without a GPU: what each rank would read and need, and how long that takes."
+    ),
+    "verify": "Look for missing, foreign and damaged files, and list all that is wrong, one line each.",
+}
+
+
+class LazyCommands(TyperGroup):
+    """Imports the module of a command when the command is run: ``--help`` loads neither torch nor DeepSpeed.
+
+    Contexts and commands are click's, which newer versions of typer bring themselves.
+    """
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Their names."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """What the list of commands shows of one."""
+        return TyperCommand(cmd_name, help=COMMANDS[cmd_name]) if cmd_name in COMMANDS else None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        """The command to run."""
+        name, command, rest = super().resolve_command(ctx, args)
+        if name in COMMANDS:
+            importlib.import_module(f"elastic_ckpt.cli.{name}")
+            info = next(info for info in app.registered_commands if name in (info.name, _name_of(info.callback)))
+            command = get_command_from_info(info, pretty_exceptions_short=True, rich_markup_mode="rich")
+        return name, command, rest
+
+
+def _name_of(callback: object) -> str:
+    return str(getattr(callback, "__name__", ""))
+
 
 app = typer.Typer(
     name="elastic-ckpt",
+    cls=LazyCommands,
     no_args_is_help=True,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
