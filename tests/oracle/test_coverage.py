@@ -26,8 +26,8 @@ from tests.oracle.coverage import Proof, prove
 from tests.oracle.intervals import coverage, covers_exactly, intervals, strided, together
 from tests.simulation import cases as flat_cases
 from tests.simulation import engine_of, saved
-from tests.test_scale import catalog_of, small_model
-from tests.test_virtual import RULES, sharded
+from tests.tools.test_scale import catalog_of, small_model
+from tests.tools.test_virtual import RULES, sharded
 
 slow = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 

@@ -37,8 +37,8 @@ from elastic_ckpt.tools.opened import load_options
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
 from elastic_ckpt.tools.virtual.survey import Setting, some_ranks, spread, survey
 from tests.simulation import saved
-from tests.test_scale import catalog_of
-from tests.test_virtual import RULES, sharded
+from tests.tools.test_scale import catalog_of
+from tests.tools.test_virtual import RULES, sharded
 
 # --- reads ------------------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from elastic_ckpt.config import ElasticConfig, read_config
 from elastic_ckpt.sharding.presets import load_preset
 
-CONFIGS = Path(__file__).parents[1] / "configs"
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 Parse = Callable[..., DeepSpeedConfig]

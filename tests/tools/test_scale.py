@@ -105,7 +105,7 @@ def test_extents_fill_their_files(name: str) -> None:
 
 
 def test_a_model_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
-    good = json.loads(Path(__file__).parents[1].joinpath("configs/scale/104b.json").read_text())
+    good = json.loads(Path(__file__).parents[2].joinpath("configs/scale/104b.json").read_text())
     layers = good["layers"]
     cases: list[tuple[dict[str, Any], str]] = [
         ({"parameters": 104}, "the layers have 103950090240 parameters"),

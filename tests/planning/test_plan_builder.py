@@ -33,7 +33,7 @@ from elastic_ckpt.io.reader import ReadOptions, ReadStats, execute
 from elastic_ckpt.io.requantize import RecodeStats
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from elastic_ckpt.planning.shares import Sharing
-from tests.test_coded import ITEMSIZE, ROUNDING, SIGNED, UNSIGNED, Disk, Partition
+from tests.planning.test_quantized_items import ITEMSIZE, ROUNDING, SIGNED, UNSIGNED, Disk, Partition
 
 Shape = tuple[int, ...]
 Tensors = dict[tuple[str, str], LogicalTensor]

@@ -22,7 +22,7 @@ from elastic_ckpt.tools.virtual import Topology, VirtualJob
 from elastic_ckpt.tools.virtual.scale import scale_catalog
 from elastic_ckpt.tools.virtual.scale_config import ScaleModel, scale_names
 from tests.oracle.proof import proof_of
-from tests.test_scale import catalog_of, small_model
+from tests.tools.test_scale import catalog_of, small_model
 
 H = 16384
 
