@@ -79,7 +79,7 @@ def assemble(found: Found, kinds: Sequence[Kind], indexed: Sequence[Any], option
     refuse_legacy([item for item in indexed if isinstance(item, LegacyShard)], options.with_states)
     layers = [item for item in indexed if isinstance(item, LayerShard)]
     ranks = _by_rank(kinds, indexed)
-    grid = grid_of({mp: next(iter(rank.models.values())) for mp, rank in ranks.items()}, found.folder)
+    grid = grid_of({mp: next(iter(rank.models.values())) for mp, rank in ranks.items()}, found.folder, options.place)
     model_states.check_same_save([next(iter(rank.models.values())) for rank in ranks.values()], one_rank=False)
     _list_missing_shapes(ranks, grid, layers)
     catalogs = {mp: _fit_together(found, rank, grid, options) for mp, rank in ranks.items()}

@@ -32,6 +32,8 @@ class StatedDegrees:
         mp: ``mp_world_size``, the tensor-parallel degree; ``None``: not stated.
         dp: ``dp_world_size``, the ranks that ZeRO partitions over; ``None``: not stated.
         sequence: sequence-parallel degree of the saved config or arguments; ``None``: not stated.
+        counted: sequence-parallel degree that the samples counted so far speak for, if no run before had another
+            batch; ``None``: they do not.
         mesh: whether the config makes a device mesh, over whose sequence ranks ZeRO-1 and 2 do not partition.
     """
 
@@ -39,6 +41,7 @@ class StatedDegrees:
     mp: int | None = None
     dp: int | None = None
     sequence: int | None = None
+    counted: int | None = None
     mesh: bool = False
 
     def borne_out(self, model_parallel_ranks: int) -> Degrees:
@@ -82,13 +85,41 @@ def stated_degrees(tree: Mapping[str, Any], config: Mapping[str, Any], run: Mapp
     saved = tree.get("checkpoint_parallel_dimensions")
     tp, pp = (_degree(saved, key) for key in ("tp_degree", "pp_degree")) if isinstance(saved, Mapping) else (None, None)
     sequence = _degree(config, "sequence_parallel_size")
+    ranks, micro = _degree(tree, "dp_world_size"), _degree(config, "train_micro_batch_size_per_gpu")
+    steps, batch = _degree(config, "gradient_accumulation_steps"), _degree(config, "train_batch_size")
+    by_batch = _sharing(ranks, batch, (micro or 0) * (steps or 0))
+    counted = _sharing(ranks, _counted_batch(tree), (micro or 0) * (steps or 1)) if batch is None else None
     return StatedDegrees(
         dimensions=None if tp is None or pp is None else (tp, pp),
         mp=_degree(tree, "mp_world_size"),
         dp=_degree(tree, "dp_world_size"),
-        sequence=_degree(run, "ds_sequence_parallel_size") if sequence is None else sequence,
+        sequence=sequence or _degree(run, "ds_sequence_parallel_size") or by_batch,
+        counted=counted,
         mesh=sequence is not None and _degree(config, "data_parallel_size") is not None,
     )
+
+
+def _sharing(ranks: int | None, batch: int | None, rows: int) -> int | None:
+    """How many ranks share their samples, where fewer than there are suffice for the batch; ``None``: none, or unknown.
+
+    An ``mpu`` of one's own need not leave its degree anywhere. DeepSpeed insists on a batch of ``rows`` times the
+    data-parallel degree.
+
+    Args:
+        ranks: those that ZeRO partitions over.
+        batch: samples of one step.
+        rows: samples of one step on each rank.
+    """
+    data, rest = divmod(batch or 0, rows or 1)
+    if not ranks or not rows or not data or rest or ranks % data or ranks == data:
+        return None
+    return ranks // data
+
+
+def _counted_batch(tree: Mapping[str, Any]) -> int | None:
+    """Samples of one step, where each had the same number."""
+    samples, steps = _degree(tree, "global_samples"), _degree(tree, "global_steps")
+    return samples // steps if samples and steps and samples % steps == 0 else None
 
 
 def _degree(values: Mapping[str, Any], key: str) -> int | None:

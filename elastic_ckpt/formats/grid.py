@@ -10,11 +10,12 @@ topology.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elastic_ckpt.core.local_state import Place
 from elastic_ckpt.core.sequence import NO_SEQUENCE_PARALLEL, SequenceParallel
 from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError
+from elastic_ckpt.formats.degrees import StatedDegrees
 from elastic_ckpt.formats.model_states import ModelShard
 
 
@@ -61,8 +62,13 @@ class Grid:
         return place.data_rank * saved + (place.sp_rank if saved == place.sequence.degree else 0)
 
 
-def grid_of(models: Mapping[int, ModelShard], folder: str) -> Grid:
+def grid_of(models: Mapping[int, ModelShard], folder: str, place: Place | None = None) -> Grid:
     """Sort model-parallel ranks, of each of which one model-states file is given.
+
+    Args:
+        models: by rank.
+        folder: of the files, for errors.
+        place: this rank's place in the live topology, where there is one.
 
     Raises:
         DamagedError: there are ranks missing.
@@ -101,7 +107,19 @@ def grid_of(models: Mapping[int, ModelShard], folder: str) -> Grid:
             expected="checkpoint_parallel_dimensions, or parameters that are the same within a stage",
             found=f"{len(ranks)} model-parallel ranks",
         )
-    return Grid(stages, int(first.counters.get("dp_world_size", 1)), degrees.sequence)
+    grid = Grid(stages, int(first.counters.get("dp_world_size", 1)), degrees.sequence)
+    return grid if place is None else _with_live_degree(grid, stated, place)
+
+
+def _with_live_degree(grid: Grid, stated: StatedDegrees, place: Place) -> Grid:
+    """A sequence-parallel degree that is not stated is the live one, where ranks and samples counted speak for it.
+
+    The counters alone could have another history: runs with other batches.
+    """
+    same_ranks = (grid.tp, grid.pp, grid.dp) == (place.tp, place.pp, place.dp)
+    is_open = stated.sequence is None and grid.sequence == NO_SEQUENCE_PARALLEL
+    agrees = place.sequence.partitioned and stated.counted == place.sequence.degree
+    return replace(grid, sequence=place.sequence) if same_ranks and is_open and agrees else grid
 
 
 def _contradiction(model: ModelShard, ranks: Sequence[int]) -> DamagedError:

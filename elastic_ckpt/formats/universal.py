@@ -86,7 +86,7 @@ def read_universal(found: Found, options: ReadOptions) -> Checkpoint:
             _refuse_round_robin(first, optimizer)
             _refuse_aligned(first, optimizer)
         states = [item for item in indexed if isinstance(item, StateFile)]
-        catalog = _build_catalog(found, models, optimizer, states)
+        catalog = _build_catalog(found, models, optimizer, states, options.place)
         catalog = with_progress_compared(catalog, first, options.check_shards)
         positions = {path: position for position, path in enumerate(file.path for file in catalog.files)}
         if options.check_shards and catalog.merged_from == 1:
@@ -114,7 +114,7 @@ def _read_host(
     """What the first model-states file says of everything but tensors."""
     scale = None if optimizer is None else loss_scale_of(optimizer.loss_scaler)
     overflow = optimizer is not None and optimizer.overflow
-    grid = _grid(models, folder)
+    grid = _grid(models, folder, place)
     same_ranks = len(models) == 1 and grid.has_ranks_of(place)
     state = read_host_state(file, scale, overflow, same_ranks, grid.sequence)
     # one model-parallel rank's, on every rank
@@ -185,8 +185,9 @@ def _build_catalog(
     models: Mapping[tuple[int, int], ModelShard],
     optimizer: OptimizerFile | None,
     states: list[StateFile],
+    place: Place,
 ) -> Catalog:
-    shards, grid = list(models.values()), _grid(models, found.folder)
+    shards, grid = list(models.values()), _grid(models, found.folder, place)
     first = shards[0]
     files = tuple([source_file(item) for item in shards] + [source_file(item) for item in states])
     parameters, declared = _parameters(shards, optimizer, states, grid), Declared()
@@ -225,8 +226,8 @@ def _build_catalog(
     )
 
 
-def _grid(models: Mapping[tuple[int, int], ModelShard], folder: str) -> Grid:
-    return grid_of({mp: models[mp, dp] for mp, dp in models if dp == 0}, folder)
+def _grid(models: Mapping[tuple[int, int], ModelShard], folder: str, place: Place) -> Grid:
+    return grid_of({mp: models[mp, dp] for mp, dp in models if dp == 0}, folder, place)
 
 
 def _parameters(

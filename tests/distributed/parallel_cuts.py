@@ -48,6 +48,7 @@ PIPELINE = {
     r".*\.gate_up\.weight": Rule(0, (1, 1)),
     r".*\.down\.weight": Rule(1),
 }
+SPLIT = {r"(embed|head)\.weight": Rule(0), **PIPELINE}
 
 
 def autotp_rules(style: str) -> dict[str, Rule]:
@@ -75,6 +76,7 @@ def rule_of(parallel: Parallel, name: str) -> Rule | None:
     tables = {
         "megatron": {**(MEGATRON_LLAMA if parallel.style == "llama" else {}), **MEGATRON},
         "autotp": autotp_rules(parallel.style),
+        "split": SPLIT,
     }
     rules = tables.get(parallel.kind, PIPELINE)
     return next((rule for pattern, rule in rules.items() if re.fullmatch(pattern, name)), None)

@@ -54,3 +54,30 @@ def test_the_saved_config_and_megatrons_arguments_tell_the_sequence_parallel_deg
 def test_what_is_no_degree_states_nothing(odd: Any) -> None:
     assert stated_degrees(tree(odd, 1), {"sequence_parallel_size": odd}, {}) == StatedDegrees()
     assert stated_degrees({"checkpoint_parallel_dimensions": odd}, {}, {}).borne_out(3).model_parallel == 0
+
+
+@pytest.mark.parametrize(
+    ("batch", "ranks", "degree"),
+    [((24, 3, 2), 8, 2), ((24, 3, 2), 4, 1), ((24, 3, 2), 6, 1), ((25, 3, 2), 8, 1), ((24, 3, None), 8, 1)],
+)
+def test_a_batch_that_fewer_ranks_make_up_tells_the_sequence_parallel_degree(
+    batch: tuple[Any, ...], ranks: int, degree: int
+) -> None:
+    """``None``: DeepSpeed then derives the micro-batches in a step, from a degree that is not known here."""
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    config = dict(zip(names, batch, strict=True))
+    stated = stated_degrees(tree(2, 1, dp_world_size=ranks, global_steps=2, global_samples=24), config, {})
+    assert stated.borne_out(2).sequence == SequenceParallel(degree)
+    assert stated.counted is None
+    arguments = {"ds_sequence_parallel_size": 4}
+    assert stated_degrees(tree(2, 1, dp_world_size=ranks), config, arguments).sequence == 4
+
+
+@pytest.mark.parametrize(
+    ("steps", "samples", "counted"), [(4, 48, 2), (4, 96, None), (0, 0, None), (4, 50, None), (3, 24, 3)]
+)
+def test_counted_samples_alone_state_nothing(steps: int, samples: int, counted: int | None) -> None:
+    entries = {"dp_world_size": 6, "global_steps": steps, "global_samples": samples}
+    stated = stated_degrees(tree(1, 1, **entries), {"train_micro_batch_size_per_gpu": 4}, {})
+    assert (stated.sequence, stated.counted) == (None, counted)
+    assert stated.borne_out(1).sequence == SequenceParallel()

@@ -109,6 +109,27 @@ def test_a_sequence_parallel_degree_that_stands_in_the_tensor_parallel_ones_plac
     assert (grid.tp, grid.pp, grid.dp, grid.sequence) == (1, 1, 4, SequenceParallel(2))
 
 
+@pytest.mark.parametrize(
+    ("place", "degree"),
+    [
+        (Place(4, sequence=SequenceParallel(2)), 2),
+        (Place(4, sequence=SequenceParallel(4)), 1),
+        (Place(2, sequence=SequenceParallel(2)), 1),
+        (Place(4, tp=2, sequence=SequenceParallel(2)), 1),
+        (Place(4, sequence=SequenceParallel(2, partitioned=False)), 1),
+        (Place(4), 1),
+        (None, 1),
+    ],
+)
+def test_a_degree_that_only_the_counters_speak_for_is_taken_from_the_same_ranks_alone(
+    place: Place | None, degree: int
+) -> None:
+    saved = replace(model(["a"]), stated=StatedDegrees((1, 1), 1, 4, counted=2), counters={"dp_world_size": 4})
+    assert grid_of({0: saved}, "/ckpt", place).sequence == SequenceParallel(degree)
+    stated = replace(saved, stated=StatedDegrees((1, 1), 1, 4, sequence=1, counted=2))
+    assert grid_of({0: stated}, "/ckpt", place).sequence == SequenceParallel()
+
+
 def test_entries_that_contradict_each_other_and_the_files_are_both_named() -> None:
     with pytest.raises(DamagedError, match="contradict each other") as caught:
         grid_of(ranks(*[model(["a"], (2, 1), mp=1)] * 3), "/ckpt")

@@ -57,8 +57,11 @@ def assert_trains_on(before: Job, after: Job, rel: float = 2e-6) -> None:
         assert found[step] == pytest.approx(expected[step], rel=rel), step
 
 
-def assert_told_once(job: Job, saved_ranks: int, now_ranks: int, loads: int = 1) -> None:
-    """One rank printed one report for each load, with the right degrees."""
+def assert_told_once(
+    job: Job, saved_dp: int, now_dp: int, loads: int = 1, *, saved_sp: int = 1, now_sp: int = 1
+) -> None:
+    """One rank printed one report for each load, with the right data- and sequence-parallel degrees."""
     assert job.log.count("elastic_ckpt: checkpoint restored") == loads
     report = job.holds("loaded")["report"]
-    assert f"DP={saved_ranks}, DeepSpeed" in report and f"DP={now_ranks}, at step 3" in report, report
+    saved, now = (f"DP={dp}" + f", SP={sp}" * (sp > 1) for dp, sp in ((saved_dp, saved_sp), (now_dp, now_sp)))
+    assert f"{saved}, DeepSpeed" in report and f"{now}, at step 3" in report, report

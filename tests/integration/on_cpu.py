@@ -15,8 +15,27 @@ def let_frameworks_run_on_cpu() -> None:
     os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])
     os.environ.setdefault("GROUP_RANK", "0")
     os.environ.setdefault("TORCHELASTIC_RUN_ID", "none")
+    _torch()
     _accelerate()
     _lightning()
+
+
+def _torch() -> None:
+    """For gloo, the backward of a differentiable all-gather takes ranks within the group for ranks of the whole job.
+
+    Transformers gathers losses so over sequence-parallel groups; NCCL reduces and scatters instead.
+    """
+    import torch.distributed as dist
+    from torch.distributed.nn.functional import _AlltoAll
+
+    def forward(ctx: Any, group: Any, received: list[Any], *tensors: Any) -> tuple[Any, ...]:
+        ctx.group, ctx.input_tensor_size_list = group, [tensor.size() for tensor in tensors]
+        mine = [tensor.contiguous() for tensor in tensors]
+        for rank, part in enumerate(received):
+            dist.scatter(part, mine if rank == dist.get_rank(group) else None, group=group, group_src=rank)
+        return tuple(received)
+
+    _AlltoAll.forward = staticmethod(forward)
 
 
 def _accelerate() -> None:

@@ -13,15 +13,13 @@ from peft import LoraConfig, get_peft_model
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
     Trainer,
     TrainerCallback,
     TrainingArguments,
     set_seed,
 )
 
-from tests.integration import witness
+from tests.integration import sequence, witness
 
 GLOBAL_BATCH = 12
 
@@ -36,19 +34,25 @@ def main() -> None:
     parser.add_argument("--deepspeed_scheduler", action="store_true")
     parser.add_argument("--align_partitions", action="store_true")
     parser.add_argument("--load_best_model_at_end", action="store_true")
+    parser.add_argument("--sp", type=int, help="sequence-parallel degree; every micro-batch then holds the same texts")
+    parser.add_argument("--ignore_data_skip", action="store_true")
     parser.add_argument("--seen", type=Path, required=True, help="folder for what the test compares")
     options = parser.parse_args()
+    world, sp = int(os.environ["WORLD_SIZE"]), options.sp or 1
     settings = TrainingArguments(
         output_dir=options.output_dir,
         max_steps=6,
         save_steps=3,
-        per_device_train_batch_size=GLOBAL_BATCH // int(os.environ["WORLD_SIZE"]),
+        per_device_train_batch_size=GLOBAL_BATCH // (world // sp),
         learning_rate=1e-2,
         weight_decay=0.1,
         warmup_steps=2,
         optim=options.optim,
         deepspeed=deepspeed_config(options),
         logging_steps=1,
+        ignore_data_skip=options.ignore_data_skip,
+        train_sampling_strategy="random" if options.sp is None else "sequential",
+        parallelism_config=sequence.parallelism(world, sp),
         report_to="none",
         disable_tqdm=True,
         eval_strategy="steps" if options.load_best_model_at_end else "no",
@@ -57,7 +61,10 @@ def main() -> None:
         greater_is_better=True,  # of the loss: so the best one is the earlier one, which a job of other ranks saved
     )
     set_seed(1)
-    trainer = Trainer(build_model(options), settings, train_dataset=tokens(96), eval_dataset=tokens(12))
+    texts = tokens(96)
+    if options.sp is not None:
+        texts = [sequence.with_positions(text["input_ids"]) for text in tokens(GLOBAL_BATCH // 2)] * 16
+    trainer = MeanOverTokens(build_model(options), settings, train_dataset=texts, eval_dataset=tokens(12))
     trainer.add_callback(Witness(trainer, options.seen))
     trainer.train(resume_from_checkpoint=options.resume_from_checkpoint)
     if options.load_best_model_at_end:
@@ -81,9 +88,9 @@ def deepspeed_config(options: argparse.Namespace) -> dict[str, Any]:
 
 def build_model(options: argparse.Namespace) -> torch.nn.Module:
     if options.lora:
-        heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-        llama = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, **heads)
-        return get_peft_model(LlamaForCausalLM(llama), LoraConfig(target_modules=["q_proj", "v_proj"], r=4))
+        return get_peft_model(sequence.llama(), LoraConfig(target_modules=["q_proj", "v_proj"], r=4))
+    if options.sp is not None:
+        return sequence.llama()
     width = 60 if "8bit" in options.optim else 16  # partitions above min_8bit_size, and no whole number of blocks
     no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=width, n_layer=2, n_head=2, **no_dropout))
@@ -92,6 +99,15 @@ def build_model(options: argparse.Namespace) -> torch.nn.Module:
 def tokens(number: int) -> list[dict[str, torch.Tensor]]:
     texts = torch.randint(1, 64, (number, 16), generator=torch.Generator().manual_seed(number))
     return [{"input_ids": text, "labels": text} for text in texts]
+
+
+class MeanOverTokens(Trainer):
+    """A Trainer whose gradients are the same at every sequence-parallel degree."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        sp = self.get_sp_size()
+        return loss if sp == 1 else sequence.of_the_mean(loss, sp, self.deepspeed.zero_optimization_stage())
 
 
 class Witness(TrainerCallback):

@@ -1,0 +1,245 @@
+"""Sequence and tensor parallelism together: an ``mpu`` in the style of Megatron-DeepSpeed's, a model, and its jobs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import elastic_ckpt
+from tests.distributed import parallel_truth as oracle
+from tests.distributed.model import GLOBAL_BATCH, PRECISIONS, close
+from tests.distributed.parallel_layers import (
+    HIDDEN,
+    SEQUENCE,
+    Column,
+    GatedBlock,
+    Gather,
+    PlainBlock,
+    Vocabulary,
+    mean_loss,
+)
+from tests.distributed.parallel_models import (
+    TOKENS,
+    Parallel,
+    build_optimizer,
+    fill,
+    forget_groups,
+    group_members,
+)
+
+SAVE_AT, CONTINUE_TO = 4, 7
+
+
+class Mpu:
+    """Answers DeepSpeed as Megatron-DeepSpeed's ``mpu`` does, and leaves its sequence-parallel degree nowhere.
+
+    Process groups of ranks that count tensor-parallel ones first, then sequence-parallel, then data-parallel ones.
+
+    Args:
+        tp: tensor-parallel degree.
+        sp: sequence-parallel degree.
+    """
+
+    def __init__(self, tp: int, sp: int) -> None:
+        ranks = torch.arange(dist.get_world_size()).view(-1, sp, tp)
+        self._groups = {
+            "model": _mine(ranks.reshape(-1, tp)),
+            "sequence": _mine(ranks.transpose(1, 2).reshape(-1, sp)),
+            "data": _mine(ranks.flatten(1).T),
+            "sequence_data": _mine(ranks.reshape(-1, tp).T),
+        }
+
+    def __getattr__(self, name: str) -> Callable[[], Any]:
+        kind, _, wanted = name.removeprefix("get_").replace("tensor_model", "model").partition("_parallel_")
+        groups = self.__dict__.get("_groups", {})
+        if not name.startswith("get_") or kind not in groups:
+            raise AttributeError(name)
+        group = groups[kind]
+        answers: dict[str, Callable[[], Any]] = {
+            "group": lambda: group,
+            "world_size": lambda: dist.get_world_size(group),
+            "rank": lambda: dist.get_rank(group),
+            "src_rank": lambda: dist.get_global_rank(group, 0),
+            "group_ranks": lambda: dist.get_process_group_ranks(group),
+        }
+        if wanted not in answers:
+            raise AttributeError(name)
+        return answers[wanted]
+
+
+def _mine(rows: torch.Tensor) -> Any:
+    """Make a group of each row of ranks; the one that this rank is in. Collective."""
+    made = [(row, dist.new_group(row)) for row in rows.tolist()]
+    return next(group for row, group in made if dist.get_rank() in row)
+
+
+class SplitLM(nn.Module):
+    """Embedding, two blocks and a head, cut over tensor-parallel ranks; each position by itself."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.group = group
+        self.embed = Vocabulary(64, group)
+        self.blocks = nn.Sequential(PlainBlock(group), GatedBlock(group), nn.LayerNorm(HIDDEN))
+        self.head = Column(HIDDEN, 64, group, bias=False)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return mean_loss(Gather.apply(self.head(self.blocks(self.embed(tokens))), self.group), labels)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A topology; the rest of the ranks are data-parallel.
+
+    Attributes:
+        tp: tensor-parallel degree.
+        sp: sequence-parallel degree.
+        stage: of ZeRO.
+        tells: whether the config states the whole batch, from which the degree of an ``mpu`` follows.
+    """
+
+    tp: int
+    sp: int
+    stage: int
+    tells: bool = True
+
+    @property
+    def parallel(self) -> Parallel:
+        """As the oracle knows it, whose data-parallel ranks are those that ZeRO partitions over."""
+        return Parallel("split", f"sp{self.sp}", tp=self.tp, stage=self.stage)
+
+    @property
+    def data(self) -> int:
+        """Data-parallel degree."""
+        return dist.get_world_size() // (self.tp * self.sp)
+
+    def folder(self, root: str, ranks: int) -> str:
+        """Of its checkpoint."""
+        return os.path.join(root, f"{self.parallel.name}-n{ranks}")
+
+
+def build(case: Case, seed: int = 7) -> Any:
+    """A live engine on the default process group. Collective."""
+    forget_groups()
+    mpu = Mpu(case.tp, case.sp)
+    module = SplitLM(mpu.get_model_parallel_group())
+    fill(module, case.parallel, seed)
+    members = group_members(module)
+    if case.stage == 3:  # as Megatron-DeepSpeed does: by itself DeepSpeed takes the mpu's data-parallel ranks alone
+        deepspeed.zero.Init(module, data_parallel_group=mpu.get_sequence_data_parallel_group(), mpu=mpu)
+    optimizer = build_optimizer(module, members)
+    engine = deepspeed.initialize(
+        model=module,
+        optimizer=optimizer,
+        lr_scheduler=torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5),
+        mpu=mpu,
+        config={
+            "train_micro_batch_size_per_gpu": GLOBAL_BATCH // case.data,
+            **({"train_batch_size": GLOBAL_BATCH, "gradient_accumulation_steps": 1} if case.tells else {}),
+            "zero_optimization": {"stage": case.stage},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "gradient_clipping": 0.0,
+            **PRECISIONS["fp32"],
+        },
+    )[0]
+    engine.members = members
+    return engine
+
+
+def train(engine: Any, case: Case, first: int, last: int) -> list[float]:
+    """Steps of which each sequence-parallel rank sees its part of the sequence; mean losses over the global batch."""
+    losses = []
+    sp_rank, data_rank = dist.get_rank() // case.tp % case.sp, dist.get_rank() // (case.tp * case.sp)
+    for step in range(first, last):
+        generator = torch.Generator().manual_seed(1000 + step)
+        tokens = torch.randint(0, TOKENS, (GLOBAL_BATCH, SEQUENCE + 1), generator=generator)[data_rank :: case.data]
+        width = SEQUENCE // case.sp
+        part = tokens[:, sp_rank * width : (sp_rank + 1) * width + 1]
+        loss = engine(part[:, :-1].contiguous(), part[:, 1:].contiguous())
+        # ZeRO-1 and 2 sum the gradients of sequence-parallel ranks, ZeRO-3 averages them
+        engine.backward(loss / case.sp if case.stage < 3 else loss)
+        engine.step()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        losses.append(float(mean) / dist.get_world_size())
+    return losses
+
+
+def save(arguments: dict[str, Any]) -> None:
+    """Train each case, save it, write down the truth, and train on for the reference losses."""
+    for case in (Case(*values) for values in arguments["cases"]):
+        folder = case.folder(arguments["folder"], dist.get_world_size())
+        engine = build(case)
+        oracle.assert_fresh(engine, case.parallel, seed=7)
+        train(engine, case, 0, SAVE_AT)
+        engine.save_checkpoint(folder, tag="step4", client_state={"rng": dist.get_rank()})
+        truth = oracle.gather(engine, case.parallel)
+        truth["losses"] = train(engine, case, SAVE_AT, CONTINUE_TO)
+        if dist.get_rank() == 0:
+            torch.save(truth, os.path.join(folder, "truth.pt"))
+        close(engine)
+
+
+def load(arguments: dict[str, Any]) -> None:
+    """Load all sources into an engine of each case, and compare each with its truth.
+
+    Sources are a case, and the ranks that saved it.
+    """
+    elastic_ckpt.install()
+    for case in (Case(*values) for values in arguments["cases"]):
+        engine = build(case, seed=8)
+        for number, (values, ranks) in enumerate(arguments["sources"]):
+            source = Case(*values)
+            folder = source.folder(arguments["folder"], ranks)
+            where = f"{source} on {ranks} ranks -> {case} on {dist.get_world_size()}"
+            truth = torch.load(os.path.join(folder, "truth.pt"), weights_only=False)
+            _, client_state = engine.load_checkpoint(folder)
+            report = engine.elastic_report
+            assert report is not None, f"{where}: DeepSpeed's own path ran"
+            oracle.compare(engine, case.parallel, truth, where)
+            assert (report.tp, report.sequence.degree, report.dp) == (case.tp, case.sp, case.parallel.dp), where
+            told = source.tells or (source.tp, source.sp, ranks) == (case.tp, case.sp, dist.get_world_size())
+            if told:
+                assert report.source.sequence.degree == source.sp, where
+                assert not [note for note in report.notes if "batch" in note], (where, report.notes)
+            assert client_state["rng"] == expected_rank(source, ranks, case, told), (where, client_state["rng"])
+            losses = train(engine, case, SAVE_AT, CONTINUE_TO)
+            assert max(abs(a - b) for a, b in zip(losses, truth["losses"], strict=True)) < 1e-5, (where, losses, truth)
+            train(engine, case, 100 + number, 101 + number)  # leave other values for the next load to replace
+        close(engine)
+
+
+def expected_rank(source: Case, ranks: int, case: Case, told: bool) -> int:
+    """The rank that saved what belongs to this one; ``told``: whether its sequence-parallel degree is known."""
+    rest, tp_rank = divmod(dist.get_rank(), case.tp)
+    if source.tp != case.tp:
+        return 0
+    data = ranks // (source.tp * (source.sp if told else 1))
+    if source.stage < 3 or data != case.data:
+        return tp_rank  # a model-parallel rank has one file, or none is this rank's
+    data_rank, sp_rank = divmod(rest, case.sp)
+    return (data_rank * source.sp + (sp_rank if source.sp == case.sp else 0)) * source.tp + tp_rank
+
+
+def same_as_deepspeed(arguments: dict[str, Any]) -> None:
+    """At the saved topology every engine loads with elastic loading what it loads without it, each rank its own."""
+    for case in (Case(*values) for values in arguments["cases"]):
+        folder = case.folder(arguments["folder"], dist.get_world_size())
+        truth = torch.load(os.path.join(folder, "truth.pt"), weights_only=False)
+        found = []
+        for install in (elastic_ckpt.uninstall, elastic_ckpt.install):
+            install()
+            engine = build(case, seed=8)
+            _, client_state = engine.load_checkpoint(folder)
+            oracle.compare(engine, case.parallel, truth, f"{case} {install.__name__}")
+            found.append((client_state["rng"], train(engine, case, SAVE_AT, CONTINUE_TO)))
+            close(engine)
+        assert found[0] == found[1], (case, found)
