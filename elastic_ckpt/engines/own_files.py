@@ -32,13 +32,13 @@ def on_own_disks(engine: Any, found: Found) -> bool:
     return any(other != everybody[0] for other in everybody)
 
 
-def _listing(folder: str) -> list[tuple[str, int, int]]:
-    """Names, sizes and times of a folder's files; empty where there is no such folder."""
+def _listing(folder: str) -> list[tuple[str, int, int, int]]:
+    """What tells a folder's files from others of their names; empty where there is no such folder."""
     try:
         entries = [(entry.name, entry.stat()) for entry in os.scandir(folder) if entry.is_file()]
     except OSError:
         return []
-    return sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in entries)
+    return sorted((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in entries)
 
 
 def own_part(engine: Any, found: Found) -> Found:
