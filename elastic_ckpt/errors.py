@@ -97,6 +97,10 @@ class UnsupportedError(ElasticCkptError):
     """Something that this version cannot restore exactly, and therefore refuses by name."""
 
 
+class UnzippedError(UnsupportedError):
+    """A file in the format that ``torch.save`` wrote before zip archives: whole, but not to be read piece by piece."""
+
+
 class UnforeseenError(ElasticCkptError):
     """An exception that nobody foresaw, on one rank or on all."""
 

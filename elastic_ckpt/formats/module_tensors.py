@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from elastic_ckpt.core.flat_ranges import FlatRange, per_parameter_numel, per_parameter_partition
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, Extent, LogicalTensor
@@ -41,7 +41,18 @@ def module_tensors(models: Sequence[ModelShard], own: int, trained: frozenset[st
         for name, ref in source.weights.items():
             if name not in skipped:
                 tensors[name, FROZEN] = _whole(source, name, FROZEN, ref, file=0)
+        for name, ref in _left_by_alias(source, skipped).items():
+            tensors[name, FROZEN] = _whole(source, name, FROZEN, ref, file=0)
     return tensors, tuple(notes)
+
+
+def _left_by_alias(shard: ModelShard, skipped: Set[str]) -> dict[str, TensorRef]:
+    """Frozen weights of which a file has only a tied name: ``exclude_frozen_parameters`` removes the first alone."""
+    return {
+        target: shard.weights[alias]
+        for alias, target in shard.shared.items()
+        if alias in shard.weights and target not in shard.weights and target not in skipped
+    }
 
 
 def _is_zero3(shard: ModelShard) -> bool:

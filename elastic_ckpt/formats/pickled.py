@@ -24,6 +24,7 @@ from elastic_ckpt.core.dtypes import ITEMSIZE
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, LayoutError, UnsafePickleError, UnsupportedError
 from elastic_ckpt.formats.safe_globals import safe_globals
 from elastic_ckpt.formats.safe_numpy import finished
+from elastic_ckpt.formats.unzipped import refuse_unzipped
 
 # What torch's unpickler says where it meets a name that is not allowed, and nowhere else.
 _FORBIDDEN_MARKERS = ("GLOBAL", "allowlisted")
@@ -110,6 +111,7 @@ def open_pickled(path: str, trust_pickle: bool = False) -> PickledFile:
     Raises:
         DamagedError: missing, truncated, not a ``torch.save`` file, or shorter than its tensors say.
         UnsafePickleError: names a class or function that is not on the list of safe globals.
+        UnzippedError: a legacy pickle archive.
     """
     last = _check_is_archive(path)
     bases: set[int] = set()
@@ -139,6 +141,7 @@ def _check_is_archive(path: str) -> int | None:
             found="no such file",
             remedy="restore the file, take another tag, or put the folder on storage that all nodes share",
         )
+    refuse_unzipped(path)
     try:
         with zipfile.ZipFile(path) as archive:
             pickles = [name for name in archive.namelist() if name.endswith("data.pkl")]

@@ -18,10 +18,11 @@ from elastic_ckpt.formats import Found
 from elastic_ckpt.formats.features import base_groups, features_in
 from elastic_ckpt.formats.legacy import is_legacy
 from elastic_ckpt.formats.naming import SWAPPED_FOLDER, UNIVERSAL_FOLDER
-from elastic_ckpt.formats.pickled import PickledFile, TensorRef, open_pickled
+from elastic_ckpt.formats.pickled import PickledFile, TensorRef
 from elastic_ckpt.formats.saved_config import config_section
 from elastic_ckpt.formats.zero0_index import MASTER_ENTRIES
-from elastic_ckpt.load.saved_whole import is_whole_save
+from elastic_ckpt.load.own_files import open_any, own_part
+from elastic_ckpt.load.saved_whole import is_whole_save, one_save
 from elastic_ckpt.patches.aligned_partitions import alignment_of
 
 #: Entries of a param group that say nothing about the optimizer's kind.
@@ -47,14 +48,33 @@ def deepspeed_loads_it_right(engine: Any, found: Found, arguments: LoadArguments
     answer: bool | None = None
     staged = len(found.files.mp_ranks) > 1 or isinstance(engine, PipelineEngine)  # each rank has files of its own
     if distributed.rank() == 0 or staged:
-        without_zero = isinstance(engine, PipelineEngine) and not found.files.optimizer
-        fits = _universal_fits if found.format == "universal" else _stage_fits if without_zero else _fits
         try:
-            answer = not _is_swapped(engine, found) and fits(engine, found, arguments)
-            answer = answer and (known or is_whole_save(engine, found))
+            answer = _fits_here(engine, found, arguments) and (known or is_whole_save(engine, found))
         except Exception:  # files that cannot be read are not ones that DeepSpeed is known to load right
             answer = False
     return all(distributed.share(answer)) if staged else distributed.broadcast(answer, src=0)
+
+
+def own_files_fit(engine: Any, found: Found, arguments: LoadArguments) -> bool:
+    """Whether the same is known where each rank can look at no files but its own: all are of one save. Collective."""
+    save = None
+    try:
+        part = own_part(engine, found)
+        if found.format == "native" and _fits_here(engine, part, arguments):
+            save = one_save(engine, part, partitions=1)
+    except Exception:  # as above
+        save = None
+    everybody = distributed.share(save)
+    return save is not None and all(other == save for other in everybody)
+
+
+def _fits_here(engine: Any, found: Found, arguments: LoadArguments) -> bool:
+    without_zero = isinstance(engine, PipelineEngine) and not found.files.optimizer
+    names_told = found.format == "native" and not without_zero  # which parameters the states are of
+    if restores_states(arguments) and not arguments.load_module_strict and not names_told:
+        return False
+    fits = _universal_fits if found.format == "universal" else _stage_fits if without_zero else _fits
+    return not _is_swapped(engine, found) and fits(engine, found, arguments)
 
 
 def _is_swapped(engine: Any, found: Found) -> bool:
@@ -79,7 +99,7 @@ def _universal_fits(engine: Any, found: Found, arguments: LoadArguments) -> bool
     are its own error. In ZeRO-3 it reads no states but Adam's, whatever the optimizer.
     """
     name = next(iter([*found.files.model.values(), *found.files.model_zero3.values()]))
-    tree = open_pickled(found.path(name)).tree
+    tree = open_any(found.path(name)).tree
     layers = tree.get("ds_autoep_layers") or tree.get("autoep_layers")
     if not (layers and engine.has_moe_layers) or _fails_without_optimizer(engine, arguments):
         return False
@@ -97,7 +117,7 @@ def _stage_fits(engine: Any, found: Found, arguments: LoadArguments) -> bool:
     """
     if engine.zero_optimization_stage() or found.files.optimizer or _leaves_old_masters(engine, arguments):
         return False
-    model = open_pickled(found.path(found.files.model[engine.checkpoint_mp_rank]))
+    model = open_any(found.path(found.files.model[engine.checkpoint_mp_rank]))
     groups, live = base_groups(model), base_optimizer(engine).param_groups
     saved = [[_shape_of(model, number) for number in group["params"]] for group in groups]
     here = [[tuple(param.shape) for param in group["params"]] for group in live]
@@ -126,10 +146,10 @@ def _representatives(found: Found, mp_rank: int) -> tuple[PickledFile, PickledFi
     files = found.files
     zero3 = [name for (_, mp), name in files.model_zero3.items() if mp == mp_rank]
     whole = [name for mp, name in files.model.items() if mp == mp_rank]
-    model = open_pickled(found.path([*whole, *zero3][0]))
+    model = open_any(found.path([*whole, *zero3][0]))
     own = [name for name in files.experts if name.startswith("expp_rank_0_")]
     own += [name for (_, mp), name in files.optimizer.items() if mp == mp_rank]
-    return model, open_pickled(found.path(own[0])) if own else model
+    return model, open_any(found.path(own[0])) if own else model
 
 
 def _same_padding(engine: Any, model: PickledFile) -> bool:
@@ -194,6 +214,7 @@ def _same_module_order(engine: Any, model: PickledFile, optimizer: PickledFile) 
     sizes = [len(group["params"]) for group in base_groups(optimizer)]
     return (
         in_both == [name for name in module if name in in_both]
+        and all(name in module for name, param in engine.module.named_parameters() if param.requires_grad)
         and sizes == [len(group["params"]) for group in base_optimizer(engine).param_groups]
         and all((key in state) == hasattr(engine.optimizer, key) for key in MASTER_ENTRIES)
     )

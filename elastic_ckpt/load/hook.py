@@ -18,7 +18,6 @@ from elastic_ckpt.engines.host import (
     LoadArguments,
     ds_config,
     load_universal_flag,
-    restores_states,
     separate_steps,
     universal_flag,
 )
@@ -31,12 +30,14 @@ from elastic_ckpt.errors import (
     NotFoundError,
     UnforeseenError,
     UnsupportedError,
+    UnzippedError,
 )
 from elastic_ckpt.formats import Found
 from elastic_ckpt.formats.detect import find_checkpoint
 from elastic_ckpt.load.clock import Clock
 from elastic_ckpt.load.execute import collector_off, execute_load
-from elastic_ckpt.load.fallback import deepspeed_loads_it_right
+from elastic_ckpt.load.fallback import deepspeed_loads_it_right, own_files_fit
+from elastic_ckpt.load.own_files import on_own_disks
 from elastic_ckpt.load.prepare import Prepared, prepare
 from elastic_ckpt.patches.aligned_partitions import install_alignment, uninstall_alignment
 from elastic_ckpt.patches.pipeline_stages import install_pipe, uninstall_pipe
@@ -147,6 +148,10 @@ def _prepare_unless_left(
     Raises:
         ElasticCkptError: the same on every rank; DeepSpeed's own loader is not known to restore it either.
     """
+    asks_for_more = _asks_for_more(config)
+    if not asks_for_more and on_own_disks(engine, found) and own_files_fit(engine, found, arguments):
+        _say_left("each node has files of its own (use_node_local_storage), and they are those of this topology")
+        return None
     try:
         if arguments.custom_load_fn is not None:
             raise UnsupportedError("custom_load_fn is handled by DeepSpeed's own loader only")
@@ -155,12 +160,22 @@ def _prepare_unless_left(
         may_be_our_limit = not isinstance(error, DamagedError) or isinstance(error, LayoutError)
         if not (may_be_our_limit or _weights_would_do(arguments, found)):
             raise
-        known = isinstance(error, UnsupportedError)
-        if _asks_for_more(config, arguments) or not deepspeed_loads_it_right(engine, found, arguments, known):
+        if asks_for_more or not _is_right(engine, found, arguments, error):
             raise
-        if distributed.rank() == 0:
-            logger.warning("elastic_ckpt leaves this load to DeepSpeed's own loader: %s", error.problem)
+        _say_left(error.problem)
         return None
+
+
+def _is_right(engine: Any, found: Found, arguments: LoadArguments, error: ElasticCkptError) -> bool:
+    """Whether DeepSpeed's own loader is known to restore what elastic_ckpt says this of. Collective."""
+    if isinstance(error, UnzippedError):  # read whole, so each rank reads what it needs anyhow
+        return own_files_fit(engine, found, arguments)
+    return deepspeed_loads_it_right(engine, found, arguments, known=isinstance(error, UnsupportedError))
+
+
+def _say_left(why: str) -> None:
+    if distributed.rank() == 0:
+        logger.warning("elastic_ckpt leaves this load to DeepSpeed's own loader: %s", why)
 
 
 def _weights_would_do(arguments: LoadArguments, found: Found) -> bool:
@@ -168,7 +183,7 @@ def _weights_would_do(arguments: LoadArguments, found: Found) -> bool:
     return not (arguments.has_optimizer or found.files.optimizer)
 
 
-def _asks_for_more(config: ElasticConfig, arguments: LoadArguments) -> bool:
+def _asks_for_more(config: ElasticConfig) -> bool:
     """Whether the user asked for what DeepSpeed's own loader would pass over in silence."""
     options = (
         config.rename,
@@ -183,7 +198,7 @@ def _asks_for_more(config: ElasticConfig, arguments: LoadArguments) -> bool:
         config.tp_preset,
         config.replicated_params != "strict",
     )
-    return config.mode == "require" or any(options) or (restores_states(arguments) and not arguments.load_module_strict)
+    return config.mode == "require" or any(options)
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from elastic_ckpt.engines.base import has_optimizer
 from elastic_ckpt.formats import Found
 from elastic_ckpt.formats.model_states import COUNTERS
-from elastic_ckpt.formats.pickled import PickledFile, TensorRef, materialise, open_pickled
+from elastic_ckpt.formats.pickled import PickledFile, TensorRef, materialise
+from elastic_ckpt.load.own_files import open_any
 
 
 def is_whole_save(engine: Any, found: Found) -> bool:
@@ -21,30 +23,45 @@ def is_whole_save(engine: Any, found: Found) -> bool:
         engine: the live engine, whose model-parallel rank's files are looked at.
         found: the folder.
     """
+    return one_save(engine, found, engine.seq_dp_world_size) is not None
+
+
+def one_save(engine: Any, found: Found, partitions: int) -> tuple[Any, ...] | None:
+    """Which save the files of a native checkpoint are of: what it counted, and DeepSpeed's version. Local.
+
+    Args:
+        engine: the live engine, whose model-parallel rank's files are looked at.
+        found: the folder.
+        partitions: of how many data-parallel ranks there must be files.
+
+    Returns:
+        ``None`` where some are missing, they are not of one save, or not of the live sizes.
+    """
     mp, files = engine.checkpoint_mp_rank, found.files
     models = [name for at, name in files.model.items() if at == mp]
     models += [name for (_, at), name in sorted(files.model_zero3.items()) if at == mp]
     optimizers = [name for (_, at), name in sorted(files.optimizer.items()) if at == mp]
-    if files.clashes or len(optimizers) != (engine.seq_dp_world_size if engine.zero_optimization_stage() else 0):
-        return False
-    if files.model_zero3 and len(models) != len(optimizers):
-        return False
-    opened = [open_pickled(found.path(name)) for name in models]
-    states = [open_pickled(found.path(name)) for name in optimizers]
+    if files.clashes or len(optimizers) != (partitions if engine.zero_optimization_stage() else 0):
+        return None
+    if not models or (files.model_zero3 and len(models) != len(optimizers)):
+        return None
+    opened = [open_any(found.path(name)) for name in models]
+    states = [open_any(found.path(name)) for name in optimizers]
     counters = [tuple(file.tree.get(key) for key in COUNTERS) for file in opened]
-    versions = [file.tree.get("ds_version") for file in (*opened, *states)]
+    versions = [file.tree["ds_version"] for file in (*opened, *states) if "ds_version" in file.tree]
     if len({*counters}) > 1 or len({*versions}) > 1 or counters[0][0] is None:
-        return False
-    return not states or _fits_live(engine, states, counters[0][0] - (counters[0][2] or 0))
+        return None
+    step = counters[0][0] - (counters[0][2] or 0)
+    fits = not states or not has_optimizer(engine) or _fits_live(engine, states, step)
+    return (*counters[0], *versions[:1]) if fits else None
 
 
 def _fits_live(engine: Any, files: Sequence[PickledFile], step: int) -> bool:
     """Whether optimizer-states files hold partitions of the live sizes, at the step that the counters say."""
     optimizer = engine.optimizer
     zero3 = hasattr(optimizer, "fp32_partitioned_groups_flat")
-    masters = (
-        optimizer.fp32_partitioned_groups_flat if zero3 else getattr(optimizer, "single_partition_of_fp32_groups", None)
-    )
+    names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
+    masters = next((getattr(optimizer, name) for name in names if hasattr(optimizer, name)), None)
     if masters is None:
         return False
     live = [master.numel() for master in masters]

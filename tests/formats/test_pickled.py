@@ -20,7 +20,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elastic_ckpt.errors import DamagedError, ElasticCkptError, UnsafePickleError, UnsupportedError
+from elastic_ckpt.errors import DamagedError, ElasticCkptError, UnsafePickleError, UnsupportedError, UnzippedError
 from elastic_ckpt.formats.pickled import PickledFile, TensorRef, materialise, open_pickled
 
 #: Written by tests that run under hypothesis: one folder for all examples is enough.
@@ -358,11 +358,13 @@ def test_what_is_not_a_zip_archive_is_damage(tmp_path: Path, content: bytes) -> 
     assert str(len(content)) in str(caught.value.found)
 
 
-def test_the_old_format_of_torch_save_is_damage(tmp_path: Path) -> None:
+def test_the_old_format_of_torch_save_is_called_what_it_is(tmp_path: Path) -> None:
     path = str(tmp_path / "file.pt")
     torch.save(TREE, path, _use_new_zipfile_serialization=False)
-    with pytest.raises(DamagedError, match="truncated or unreadable"):
+    with pytest.raises(UnzippedError, match=r"legacy \(non-zip\) pickle archive") as caught:
         open_pickled(path)
+    assert '"checkpoint_serialization": true' in str(caught.value.remedy)
+    assert "damaged" not in str(caught.value) and "truncated" not in str(caught.value)
 
 
 def test_a_zip_archive_of_something_else_is_damage(tmp_path: Path) -> None:

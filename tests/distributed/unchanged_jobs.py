@@ -1,0 +1,346 @@
+"""Runs that go on where they stood: ``unchanged_jobs.<function>`` of :mod:`tests.distributed.jobs`.
+
+A cell is a configuration. It is saved by DeepSpeed alone, and loaded at the same topology by DeepSpeed alone and with
+elastic_ckpt installed; what every rank then holds is compared with what it held before the save.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import numpy as np
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
+from deepspeed.utils import groups
+from torch import nn
+
+import elastic_ckpt
+from tests.distributed import model as models
+from tests.distributed.model import GLOBAL_BATCH, PRECISIONS, VOCABULARY, Setup, batch, build_optimizer, close
+from tests.distributed.truth import base_of
+
+SAVE_AT = 4
+CONTINUE_TO = 6
+#: Of the returned client state: not the caller's own, and without ZeRO DeepSpeed puts the whole optimizer there.
+NOT_HANDED_OUT = ("optimizer", "frozen_param_fragments")
+PARTS = ("masters", "states", "weights", "buffers", "groups", "scheduler", "counters", "scaler")
+
+
+class SparseLM(nn.Module):
+    """Its embedding has sparse gradients."""
+
+    def __init__(self, seed: int = 7) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding = nn.Embedding(VOCABULARY, 12, sparse=True)
+        self.head = nn.Linear(12, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.embedding(tokens[:, :-1]))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+BUILDERS = {**models.BUILDERS, "SparseLM": SparseLM}
+
+
+class Schedule:
+    """A class of the user's own in the client state."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Schedule) and other.epoch == self.epoch
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def client_state(cell: dict[str, Any]) -> dict[str, Any]:
+    """What the training script saves: in ZeRO-3 each rank its own, below it only the first rank's is written."""
+    state = {
+        "note": "hello",
+        "epoch": 3,
+        "rng": [dist.get_rank() if cell["stage"] == 3 or cell["own_disk"] else 0, 2],
+        "order": torch.arange(5),
+        "args": argparse.Namespace(lr=0.1, names=["a"]),
+        "nested": OrderedDict(done={1, 2}, ratio=0.5, none=None, raw=b"x"),
+        "numpy": np.arange(3),
+    }
+    return {**state, "schedule": Schedule(3)} if cell["client"] == "class" else state
+
+
+def config_of(cell: dict[str, Any]) -> dict[str, Any]:
+    """The DeepSpeed config of a cell."""
+    return {
+        "train_batch_size": GLOBAL_BATCH,
+        "zero_optimization": {"stage": cell["stage"], **cell["zero"]},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        **PRECISIONS[cell["precision"]],
+        **cell["config"],
+    }
+
+
+@contextlib.contextmanager
+def live(cell: dict[str, Any], seed: int) -> Iterator[Any]:
+    """An engine of this configuration."""
+    get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed does not believe it of a CPU
+    models._padding["value"] = 0.0
+    config, sp = config_of(cell), cell["sp"]
+    if sp > 1:
+        parallel_state_sp.initialize_sequence_parallel(sp)
+    context = deepspeed.zero.Init(config_dict_or_path=config) if cell["init"] else contextlib.nullcontext()
+    with context:
+        model = BUILDERS[cell["model"]](seed=seed)
+    setup = Setup(cell["stage"], optimizer=cell["optimizer"])
+    optimizer: torch.optim.Optimizer | None = None
+    if cell["optimizer"] == "sparse":
+        optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    elif "optimizer" not in config:
+        optimizer = build_optimizer(model, setup)
+    scheduler = None
+    if optimizer is not None and "scheduler" not in config:
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5)
+    engine = deepspeed.initialize(
+        model=model,
+        optimizer=optimizer,
+        model_parameters=None if optimizer else models.param_groups(model, "several"),
+        lr_scheduler=scheduler,
+        config=config,
+        mpu=parallel_state_sp if sp > 1 else None,
+        training_data=torch.utils.data.TensorDataset(torch.arange(96)) if cell["data"] else None,
+    )[0]
+    try:
+        yield engine
+    finally:
+        close(engine)
+        if sp > 1:
+            parallel_state_sp._release_sequence_parallel_groups()
+            groups.mesh_device = groups.mpu = None
+
+
+def micro_batches(cell: dict[str, Any], engine: Any, step: int) -> list[torch.Tensor]:
+    """This rank's rows of one step, in as many parts as gradients are accumulated over."""
+    data = dist.get_world_size() // cell["sp"]
+    rows = batch(step, data, dist.get_rank() // cell["sp"])
+    return list(rows.chunk(int(engine.gradient_accumulation_steps())))
+
+
+def train(cell: dict[str, Any], engine: Any, first: int, last: int, pending: int = 0) -> list[float]:
+    """Train steps ``first`` to ``last``, and ``pending`` micro-batches of the next one; all local losses."""
+    losses = []
+    work = [rows for step in range(first, last) for rows in micro_batches(cell, engine, step)]
+    for rows in work + micro_batches(cell, engine, last)[:pending]:
+        loss = engine(rows)
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def held(cell: dict[str, Any], engine: Any) -> dict[str, dict[str, Any]]:
+    """All that this rank holds: no collective, so that looking changes nothing."""
+    optimizer, base = engine.optimizer, base_of(engine)
+    flats = getattr(optimizer, "fp32_partitioned_groups_flat", None)
+    flats = [param for group in base.param_groups for param in group["params"]] if flats is None else flats
+    scaler = getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
+    found: dict[str, dict[str, Any]] = {
+        "masters": dict(enumerate(flats)),
+        "states": {
+            (number, key): value for number, flat in enumerate(flats) for key, value in base.state[flat].items()
+        },
+        "weights": dict(_weights(engine)),
+        "buffers": dict(engine.module.named_buffers()),
+        "groups": {
+            (number, key): value
+            for number, group in enumerate(base.param_groups)
+            for key, value in group.items()
+            if key not in ("params", "step")  # a step that DeepSpeed's FusedAdam puts there and never reads
+        },
+        "scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else {},
+        "counters": {key: getattr(engine, key) for key in ("global_steps", "global_samples", "skipped_steps")},
+        "random_ltd": dict(engine.random_ltd_scheduler.state_dict()) if engine.random_ltd_enabled() else {},
+        "sampler": dict(engine.training_dataloader.data_sampler.state_dict()) if cell["data"] else {},
+        "scaler": {key: value for key, value in vars(scaler).items() if key != "mpu"} if engine.fp16_enabled() else {},
+    }
+    return {part: {key: _copy(value) for key, value in values.items()} for part, values in found.items()}
+
+
+def _weights(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, param in engine.module.named_parameters():
+        if not hasattr(param, "ds_tensor"):
+            yield name, param.data
+        else:
+            yield f"partition of {name}", param.ds_tensor.data
+            if param.numel() == param.ds_numel:  # DeepSpeed keeps it whole, so it must be the new one
+                yield f"{name} kept whole", param.data
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if torch.is_tensor(value) else value
+
+
+def same(one: Any, other: Any) -> bool:
+    """Bit for bit, tensors in containers too."""
+    if torch.is_tensor(one) or isinstance(one, np.ndarray):
+        if type(one) is not type(other) or one.shape != other.shape or one.dtype != other.dtype:
+            return False
+        return torch.equal(torch.as_tensor(one).cpu(), torch.as_tensor(other).cpu())
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def differences(expected: dict[str, dict[str, Any]], found: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """By part, the first thing that is not the same. Keys that only one side has count where neither is in the making:
+    a parameter may be whole on one side and partitioned on the other."""
+    wrong = {}
+    for part, values in expected.items():
+        here = found[part]
+        keys = [key for key in values if key in here or not str(key).endswith("kept whole")]
+        bad = [key for key in keys if key not in here or not same(values[key], here[key])]
+        if bad:
+            wrong[part] = f"{bad[0]}: {str(here.get(bad[0]))[:200]} instead of {str(values[bad[0]])[:200]}"
+    return wrong
+
+
+@contextlib.contextmanager
+def log_lines() -> Iterator[list[str]]:
+    """What elastic_ckpt logs meanwhile on this rank, INFO left out."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("elastic_ckpt")
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+
+
+def said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error)[:1500]}"
+
+
+def save(cell: dict[str, Any], folder: str) -> dict[str, dict[str, Any]]:
+    """Train, save, train on; what was held before the save, and the losses after it."""
+    elastic_ckpt.uninstall()
+    with live(cell, 7) as engine:
+        if cell["data"]:
+            sampler = iter(engine.training_dataloader.data_sampler)
+            for _ in range(3):
+                next(sampler)
+        train(cell, engine, 0, SAVE_AT, cell["pending"])
+        truth = held(cell, engine)
+        engine.save_checkpoint(
+            folder,
+            tag="4",
+            client_state=client_state(cell),
+            exclude_frozen_parameters=cell["exclude_frozen"],
+        )
+        truth["client"] = client_state(cell)
+        truth["losses"] = {} if cell["pending"] else dict(enumerate(train(cell, engine, SAVE_AT, CONTINUE_TO)))
+    return truth
+
+
+def load(cell: dict[str, Any], folder: str, arguments: dict[str, Any], ours: bool) -> dict[str, Any]:
+    """Load into another engine and train on: what it held, what was returned and logged, and who loaded."""
+    (elastic_ckpt.install if ours else elastic_ckpt.uninstall)()
+    with live(cell, 8) as engine, log_lines() as lines:
+        train(cell, engine, 60, 60 + cell["trained"])
+        where = {"load_dir": Path(folder), "tag": 4} if cell["path"] else {"load_dir": folder, "tag": "4"}
+        path, client = engine.load_checkpoint(**where, **arguments)
+        now: dict[str, Any] = held(cell, engine)
+        now["client"] = {key: value for key, value in (client or {}).items() if key not in NOT_HANDED_OUT}
+        now["path"] = {"": path}
+        now["losses"] = dict(enumerate(train(cell, engine, SAVE_AT, CONTINUE_TO)))
+        by = "ours" if getattr(engine, "elastic_report", None) is not None else "DeepSpeed"
+    elastic_ckpt.uninstall()
+    return {"held": now, "by": by, "lines": lines}
+
+
+def run_cell(cell: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Of this rank: what differs from the truth after each load, and between the two.
+
+    Where not all is loaded, or gradients were pending when it was saved, DeepSpeed's own loader says what is right.
+    """
+    result: dict[str, Any] = {"a": {}, "b": {}, "between": {}, "by": "", "lines": []}
+    try:
+        truth = save(cell, folder)
+    except Exception as error:
+        return {**result, "a": {"save": said(error)}}
+    for arguments in cell["loads"]:
+        loaded: dict[str, Any] = {}
+        for name, ours in (("a", False), ("b", True)):
+            try:
+                loaded[name] = load(cell, folder, arguments, ours)
+            except Exception as error:
+                result[name] |= {"load": said(error)}
+                continue
+            if not arguments:
+                own = loaded[name]["held"]
+                now = {**own, "client": {key: own["client"].get(key) for key in truth["client"]}}
+                result[name] |= differences(truth, now)
+        if "b" in loaded:
+            result |= {"by": loaded["b"]["by"], "lines": result["lines"] + loaded["b"]["lines"]}
+        if len(loaded) == 2:
+            wrong = differences(loaded["a"]["held"], loaded["b"]["held"])
+            result["between"] |= {f"{part} {arguments or ''}".strip(): text for part, text in wrong.items()}
+    return result
+
+
+def matrix(arguments: dict[str, Any]) -> None:
+    """Run all cells; rank 0 writes down by cell what any rank found."""
+    results: dict[str, Any] = {}
+    rank = dist.get_rank()
+    os.environ |= {"CROSS_SIZE": "1", "CROSS_RANK": "0"}  # of DeepSpeed's launcher, for "writer"
+    for cell in arguments["cells"]:
+        folder = os.path.join(arguments["folder"], cell["name"])
+        local_rank, place = os.environ["LOCAL_RANK"], os.getcwd()
+        if cell["own_disk"]:  # one rank a node, each with a disk of its own below the same path
+            os.environ["LOCAL_RANK"] = "0"
+            os.makedirs(f"{folder}-node{rank}")
+            os.chdir(f"{folder}-node{rank}")
+            folder = "/proc/self/cwd/checkpoints"
+        if cell["data"]:
+            os.chdir(arguments["folder"])  # the data sampler leaves files there
+        mine = run_cell(cell, folder)
+        os.chdir(place)
+        os.environ["LOCAL_RANK"] = local_rank
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        results[cell["name"]] = united(everyone)
+    if rank == 0:
+        with open(arguments["result"], "w", encoding="utf-8") as stream:
+            json.dump(results, stream)
+
+
+def united(everyone: list[dict[str, Any]]) -> dict[str, Any]:
+    """One result of all ranks': the lowest rank's words count."""
+    parts = {
+        name: {
+            part: f"rank {rank}: {text}"
+            for rank, one in reversed(list(enumerate(everyone)))
+            for part, text in one[name].items()
+        }
+        for name in ("a", "b", "between")
+    }
+    return {
+        **parts,
+        "by": everyone[0]["by"],
+        "lines": everyone[0]["lines"],
+        "others": [one["lines"] for one in everyone[1:]],
+    }
