@@ -16,7 +16,7 @@ from benchmarks.cases import FRESH, RESUME
 from benchmarks.held import Held, Part, judge_parts
 from elastic_ckpt.config import read_config
 from elastic_ckpt.core.dtypes import ITEMSIZE
-from elastic_ckpt.core.read_plan import Plan
+from elastic_ckpt.core.read_plan import ReadPlan
 from elastic_ckpt.load import execute as loader
 
 _CHUNK = 16 << 20
@@ -26,7 +26,7 @@ _CHUNK = 16 << 20
 class Recorded:
     """The plan that a load carried out."""
 
-    plan: Plan | None = None
+    plan: ReadPlan | None = None
 
 
 @contextmanager
@@ -35,7 +35,7 @@ def record_plan() -> Iterator[Recorded]:
     recorded = Recorded()
     execute = loader.execute
 
-    def note(plan: Plan, *rest: Any, **keywords: Any) -> Any:
+    def note(plan: ReadPlan, *rest: Any, **keywords: Any) -> Any:
         recorded.plan = plan
         return execute(plan, *rest, **keywords)
 
@@ -57,13 +57,13 @@ class _Extent:
     slot_byte_offset: int
 
 
-def extents_of(plan: Plan) -> list[_Extent]:
+def extents_of(plan: ReadPlan) -> list[_Extent]:
     """The plan's copies in pieces of at most 16 MiB, in the order of the files.
 
     Raises:
         ValueError: the plan does more than copy.
     """
-    extents = []
+    chunks = []
     for copy in plan.copies:
         itemsize = ITEMSIZE[copy.dtype]
         if copy.rows != 1 or copy.dtype != plan.slots[copy.slot].dtype or plan.recodes:
@@ -73,8 +73,8 @@ def extents_of(plan: Plan) -> list[_Extent]:
             size = min(_CHUNK, nbytes - first)
             path = plan.files[copy.file].path
             place = copy.slot_offset * itemsize + first
-            extents.append(_Extent(path, copy.byte_offset + first, size, copy.slot, place))
-    return extents
+            chunks.append(_Extent(path, copy.byte_offset + first, size, copy.slot, place))
+    return chunks
 
 
 @dataclass
@@ -100,7 +100,7 @@ class Floor:
         self._buffers: list[torch.Tensor] = []
         self._threads = read_config({}).read_threads
         self.owned_nbytes = self.held.owned_nbytes
-        self.tensor_nbytes = sum(extent.nbytes for extent in self._extents)
+        self.tensor_nbytes = sum(chunk.nbytes for chunk in self._extents)
 
     def prepare(self, kind: str) -> int:
         """See :class:`benchmarks.contenders.Runner`."""
@@ -142,23 +142,23 @@ class Floor:
         self._buffers = []
 
 
-def read_extents(extents: Sequence[_Extent], buffers: Sequence[torch.Tensor], threads: int) -> None:
+def read_extents(chunks: Sequence[_Extent], buffers: Sequence[torch.Tensor], threads: int) -> None:
     """Read them all, from a pool of threads, each file opened once."""
     views = [buffer.view(torch.uint8).numpy().data for buffer in buffers]
-    descriptors = {path: os.open(path, os.O_RDONLY) for path in dict.fromkeys(each.path for each in extents)}
+    descriptors = {path: os.open(path, os.O_RDONLY) for path in dict.fromkeys(each.path for each in chunks)}
 
-    def read(extent: _Extent) -> None:
-        view = views[extent.slot][extent.slot_byte_offset : extent.slot_byte_offset + extent.nbytes]
-        offset = extent.byte_offset
+    def read(chunk: _Extent) -> None:
+        view = views[chunk.slot][chunk.slot_byte_offset : chunk.slot_byte_offset + chunk.nbytes]
+        offset = chunk.byte_offset
         while view:
-            count = os.preadv(descriptors[extent.path], [view], offset)
+            count = os.preadv(descriptors[chunk.path], [view], offset)
             if count == 0:
-                raise EOFError(extent.path)
+                raise EOFError(chunk.path)
             view, offset = view[count:], offset + count
 
     try:
         with ThreadPoolExecutor(threads) as pool:
-            for _ in pool.map(read, extents):
+            for _ in pool.map(read, chunks):
                 pass
     finally:
         for descriptor in descriptors.values():

@@ -8,14 +8,14 @@ from pathlib import Path
 import torch
 
 from elastic_ckpt.core.metadata import MASTER, SourceFile
-from elastic_ckpt.core.read_plan import Copy, Plan, Slot
+from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, Slot
 from elastic_ckpt.io.reader import ReadOptions, ReadStats, check_files, execute
 
 UNTOUCHED = -7.0
 
 
-def plan_of(files: Sequence[Path], tensors: Sequence[torch.Tensor], copies: Sequence[Copy]) -> Plan:
-    return Plan(
+def plan_of(files: Sequence[Path], tensors: Sequence[torch.Tensor], copies: Sequence[ReadItem]) -> ReadPlan:
+    return ReadPlan(
         files=tuple(SourceFile(str(path), path.stat().st_size if path.exists() else 0) for path in files),
         slots=tuple(
             Slot(MASTER, number, "", tensor.numel(), str(tensor.dtype).removeprefix("torch."))
@@ -26,7 +26,10 @@ def plan_of(files: Sequence[Path], tensors: Sequence[torch.Tensor], copies: Sequ
 
 
 def run(
-    files: Sequence[Path], tensors: Sequence[torch.Tensor], copies: Sequence[Copy], options: ReadOptions | None = None
+    files: Sequence[Path],
+    tensors: Sequence[torch.Tensor],
+    copies: Sequence[ReadItem],
+    options: ReadOptions | None = None,
 ) -> ReadStats:
     plan = plan_of(files, tensors, copies)
     check_files(plan)

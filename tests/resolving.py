@@ -13,8 +13,15 @@ from deepspeed.checkpoint.affine import ParamAffineMap
 
 from elastic_ckpt.core.declared import declared_by
 from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.local_state import Destinations, LiveLayout
-from elastic_ckpt.core.metadata import MASTER, Catalog, Extent, LogicalTensor, SavedParameter, SourceFacts
+from elastic_ckpt.core.local_state import LiveLayout, LocalState
+from elastic_ckpt.core.metadata import (
+    MASTER,
+    CheckpointMetadata,
+    SavedParameter,
+    SourceFacts,
+    StorageChunk,
+    TensorMetadata,
+)
 from elastic_ckpt.core.tp_rules import Rule
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.sharding.book import RuleBook
@@ -24,15 +31,15 @@ from elastic_ckpt.sharding.resolve import STRICT, Resharding, resolve
 Tensors = Sequence[torch.Tensor]
 
 
-def logical(name: str, key: str, shards: Tensors) -> LogicalTensor:
+def logical(name: str, key: str, shards: Tensors) -> TensorMetadata:
     shapes = tuple(tuple(shard.shape) for shard in shards)
-    extents = [Extent(FlatRange(0, math.prod(s)), r, 0, shard=r) for r, s in enumerate(shapes) if math.prod(s)]
+    chunks = [StorageChunk(FlatRange(0, math.prod(s)), r, 0, shard=r) for r, s in enumerate(shapes) if math.prod(s)]
     dtype = str(shards[0].dtype).removeprefix("torch.")
-    return LogicalTensor(name, key, shapes[0], dtype, tuple(extents), shards=shapes if len(shapes) > 1 else ())
+    return TensorMetadata(name, key, shapes[0], dtype, tuple(chunks), shards=shapes if len(shapes) > 1 else ())
 
 
-def checkpoint(shards: Mapping[str, Tensors], key: str = MASTER, info: Any = None, **more: Any) -> Catalog:
-    return Catalog(
+def checkpoint(shards: Mapping[str, Tensors], key: str = MASTER, info: Any = None, **more: Any) -> CheckpointMetadata:
+    return CheckpointMetadata(
         SourceFacts("native", "/ckpt/tag", "tag", 1, 1, "0.19.8"),
         (),
         {name: SavedParameter(tuple(held[0].shape), 0, ()) for name, held in shards.items()},
@@ -48,10 +55,15 @@ def layout(live: Tensors, **more: Any) -> LiveLayout:
 
 
 def decided(
-    catalog: Catalog, name: str, held: LiveLayout, rank: int = 0, book: RuleBook | None = None, policy: str = STRICT
+    metadata: CheckpointMetadata,
+    name: str,
+    held: LiveLayout,
+    rank: int = 0,
+    book: RuleBook | None = None,
+    policy: str = STRICT,
 ) -> Resharding:
-    engine = Destinations(1, 1, 0, "o", (), (), (), (), tp=len(held.shapes), tp_rank=rank, layouts={name: held})
-    return resolve(catalog, engine, [name], book or RuleBook(), policy)
+    engine = LocalState(1, 1, 0, "o", (), (), (), (), tp=len(held.shapes), tp_rank=rank, layouts={name: held})
+    return resolve(metadata, engine, [name], book or RuleBook(), policy)
 
 
 def arrives(resharding: Resharding, name: str, saved: Tensors, like: torch.Tensor, key: str = MASTER) -> torch.Tensor:
@@ -81,9 +93,9 @@ def check(
     **more: Any,
 ) -> Resharding:
     """Every live rank gets its shard; returns what was decided for the last one."""
-    catalog = checkpoint({name: saved}, **more)
+    metadata = checkpoint({name: saved}, **more)
     for rank, expected in enumerate(live):
-        found = decided(catalog, name, layout(live, **(said or {})), rank, book, policy)
+        found = decided(metadata, name, layout(live, **(said or {})), rank, book, policy)
         assert torch.equal(arrives(found, name, saved, expected), expected), found
     return found
 

@@ -16,19 +16,19 @@ from typing import Any
 from hypothesis import strategies as st
 
 from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.local_state import Destinations, FlatPartition, Fragment, LiveGroup, WholeTensor
+from elastic_ckpt.core.local_state import FlatPartition, Fragment, LiveGroup, LocalState, WholeTensor
 from elastic_ckpt.core.metadata import (
     BUFFER,
     FROZEN,
     MASTER,
-    Catalog,
-    Extent,
-    LogicalTensor,
+    CheckpointMetadata,
     SavedParameter,
     SourceFacts,
     SourceFile,
+    StorageChunk,
+    TensorMetadata,
 )
-from elastic_ckpt.core.read_plan import Plan
+from elastic_ckpt.core.read_plan import ReadPlan
 from elastic_ckpt.core.state_kinds import LiveState
 
 Shape = tuple[int, ...]
@@ -67,17 +67,17 @@ class Disk:
     def number(self, element: Element) -> int:
         return self.numbers.setdefault(element, len(self.numbers))
 
-    def tensor(self, name: str, key: str, shape: Shape, dtype: str) -> LogicalTensor:
-        """The extents of one tensor, from where its elements lie."""
-        extents: list[Extent] = []
+    def tensor(self, name: str, key: str, shape: Shape, dtype: str) -> TensorMetadata:
+        """The chunks of one tensor, from where its elements lie."""
+        chunks: list[StorageChunk] = []
         for index in range(math.prod(shape)):
             file, offset = self.where[name, key, index]
-            last = extents[-1] if extents else None
+            last = chunks[-1] if chunks else None
             if last and last.file == file and last.byte_offset + last.range.numel * BYTES[dtype] == offset:
-                extents[-1] = Extent(FlatRange(last.range.start, index + 1), file, last.byte_offset)
+                chunks[-1] = StorageChunk(FlatRange(last.range.start, index + 1), file, last.byte_offset)
             else:
-                extents.append(Extent(FlatRange(index, index + 1), file, offset))
-        return LogicalTensor(name, key, shape, dtype, tuple(extents))
+                chunks.append(StorageChunk(FlatRange(index, index + 1), file, offset))
+        return TensorMetadata(name, key, shape, dtype, tuple(chunks))
 
 
 def elements_of(name: str, key: str, shape: Shape) -> list[Element]:
@@ -139,7 +139,7 @@ class Case:
 
     shapes: Mapping[str, Shape]
     wholes: Mapping[tuple[str, str], Shape]
-    catalog: Catalog
+    metadata: CheckpointMetadata
     disk: Disk
     target: Cut
     restored: frozenset[str]
@@ -213,7 +213,7 @@ def cases(draw: st.DrawFn) -> Case:
     described = [(name, key, shapes[name]) for name in saved for key in KEYS]
     described += [(name, key, shape) for (name, key), shape in wholes.items()]
     group_of = {name: number for number, group in enumerate(source.groups) for name in group}
-    catalog = Catalog(
+    metadata = CheckpointMetadata(
         source=SourceFacts("native", "/ckpt/tag", "tag", 3 if style == "zero3" else 2, source.dp, "0.19.8"),
         files=tuple(SourceFile(f"/ckpt/tag/{number}.pt", len(raw)) for number, raw in enumerate(disk.files)),
         parameters={name: SavedParameter(shapes[name], group_of[name], (("step", 4.0),)) for name in saved},
@@ -223,7 +223,7 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(
         shapes=shapes,
         wholes=wholes,
-        catalog=catalog,
+        metadata=metadata,
         disk=disk,
         target=draw(cuts(live, draw(st.sampled_from(["zero12", "zero3"])))),
         restored=frozenset(saved) & frozenset(live),
@@ -264,7 +264,7 @@ def flat_partition(
     return FlatPartition(index, group, numel, dtype, members, states=kinds, scalars=tuple(scalars))
 
 
-def engine_of(case: Case, rank: int) -> Destinations:
+def engine_of(case: Case, rank: int) -> LocalState:
     target, flats, fragments, wholes = case.target, [], [], []
     for flat, members in enumerate(target.flats):
         held = target.partitions(flat, MASTER, case.shapes)[rank]
@@ -274,7 +274,7 @@ def engine_of(case: Case, rank: int) -> Destinations:
         held_indices = [element[2] for element in whole_part(case, name, key, rank)]
         held_range = FlatRange(held_indices[0], held_indices[-1] + 1) if held_indices else FlatRange(0, 0)
         wholes.append(WholeTensor(name, key, shape, held_range, "int64" if key == BUFFER else "float32"))
-    return Destinations(
+    return LocalState(
         zero_stage=3 if target.style == "zero3" else 1,
         dp=target.dp,
         dp_rank=rank,
@@ -308,7 +308,7 @@ def expected_slots(case: Case, rank: int) -> dict[tuple[str, int, str], list[int
     return expected
 
 
-def simulate(plan: Plan, disk: Disk) -> dict[tuple[str, int, str], list[int | None]]:
+def simulate(plan: ReadPlan, disk: Disk) -> dict[tuple[str, int, str], list[int | None]]:
     """Do the copies of a plan on lists; nothing may be written twice, nor read beyond the end of a file."""
     slots: list[list[int | None]] = [[None] * slot.numel for slot in plan.slots]
     for copy in plan.copies:
@@ -324,7 +324,7 @@ def simulate(plan: Plan, disk: Disk) -> dict[tuple[str, int, str], list[int | No
     return named
 
 
-def names_of(plan: Plan, role: str, what: str) -> tuple[str, ...]:
+def names_of(plan: ReadPlan, role: str, what: str) -> tuple[str, ...]:
     """All names of one role with one outcome."""
     return tuple(
         name for outcome in plan.outcomes if (outcome.role, outcome.what) == (role, what) for name in outcome.names
@@ -341,7 +341,7 @@ def saved(
     dtype: str = "float32",
     wholes: Mapping[tuple[str, str], tuple[Shape, str]] | None = None,
     **more: Any,
-) -> Catalog:
+) -> CheckpointMetadata:
     """A checkpoint in one file, everything whole."""
     disk = Disk()
     file = disk.new_file(5)
@@ -351,11 +351,11 @@ def saved(
             disk.write(file, elements_of(name, key, shape), BYTES[dtype])
             tensors[name, key] = disk.tensor(name, key, shape, dtype)
     for (name, key), (shape, whole_dtype) in (wholes or {}).items():
-        extents = (Extent(FlatRange(0, math.prod(shape)), file, len(disk.files[file])),)
+        chunks = (StorageChunk(FlatRange(0, math.prod(shape)), file, len(disk.files[file])),)
         disk.files[file] += bytes(8 * math.prod(shape))
-        tensors[name, key] = LogicalTensor(name, key, shape, whole_dtype, extents)
+        tensors[name, key] = TensorMetadata(name, key, shape, whole_dtype, chunks)
     default_scalars = (("step", 4.0),) if states else ()
-    return Catalog(
+    return CheckpointMetadata(
         source=SourceFacts("native", "/ckpt/tag", "tag", 2, 1, "0.19.8"),
         files=(SourceFile("/ckpt/tag/states.pt", len(disk.files[file])),),
         parameters={
@@ -376,7 +376,7 @@ def live(
     scalar_keys: Sequence[str] = ("step",),
     dtype: str = "float32",
     wholes: Mapping[tuple[str, str], tuple[Shape, str]] | None = None,
-) -> Destinations:
+) -> LocalState:
     """An engine on one rank, ZeRO-1/2."""
     flats, fragments = [], []
     groups = groups or [list(shapes)]
@@ -387,7 +387,7 @@ def live(
             fragments.append(Fragment(name, shapes[name], FlatRange(0, numel), number, position))
             position += numel
         flats.append(flat_partition(number, number, position, dtype, tuple(names), states, scalar_keys))
-    return Destinations(
+    return LocalState(
         zero_stage=1,
         dp=1,
         dp_rank=0,
@@ -402,25 +402,25 @@ def live(
     )
 
 
-def with_extents(catalog: Catalog, name: str, key: str, *pieces: tuple[int, int]) -> Catalog:
+def with_extents(metadata: CheckpointMetadata, name: str, key: str, *pieces: tuple[int, int]) -> CheckpointMetadata:
     """The same checkpoint, with other stretches of one tensor in it."""
-    tensor = catalog.tensors[name, key]
-    base = tensor.extents[0].byte_offset
-    extents = tuple(Extent(FlatRange(a, b), 0, base + a * BYTES[tensor.dtype]) for a, b in pieces)
-    changed = dataclasses.replace(tensor, extents=extents)
-    return dataclasses.replace(catalog, tensors={**catalog.tensors, (name, key): changed})
+    tensor = metadata.tensors[name, key]
+    base = tensor.chunks[0].byte_offset
+    chunks = tuple(StorageChunk(FlatRange(a, b), 0, base + a * BYTES[tensor.dtype]) for a, b in pieces)
+    changed = dataclasses.replace(tensor, chunks=chunks)
+    return dataclasses.replace(metadata, tensors={**metadata.tensors, (name, key): changed})
 
 
 TWO = {"a.weight": (2, 5), "b.weight": (3,)}
 
 
-def without_states(catalog: Catalog, name: str) -> Catalog:
+def without_states(metadata: CheckpointMetadata, name: str) -> CheckpointMetadata:
     """The same checkpoint, with no optimizer state of one parameter."""
-    tensors = {where: tensor for where, tensor in catalog.tensors.items() if where[0] != name or where[1] == MASTER}
-    parameters = {**catalog.parameters, name: dataclasses.replace(catalog.parameters[name], scalars=())}
-    return dataclasses.replace(catalog, tensors=tensors, parameters=parameters)
+    tensors = {where: tensor for where, tensor in metadata.tensors.items() if where[0] != name or where[1] == MASTER}
+    parameters = {**metadata.parameters, name: dataclasses.replace(metadata.parameters[name], scalars=())}
+    return dataclasses.replace(metadata, tensors=tensors, parameters=parameters)
 
 
-def unpartitioned(catalog: Catalog) -> Catalog:
+def unpartitioned(metadata: CheckpointMetadata) -> CheckpointMetadata:
     """The same checkpoint, as a run without ZeRO would have saved it."""
-    return dataclasses.replace(catalog, source=dataclasses.replace(catalog.source, zero_stage=0))
+    return dataclasses.replace(metadata, source=dataclasses.replace(metadata.source, zero_stage=0))

@@ -15,9 +15,17 @@ from hypothesis import strategies as st
 
 from elastic_ckpt.core.declared import declared_by, split_of_affine
 from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.local_state import Destinations, FlatPartition, LiveGroup, LiveLayout, WholeTensor
-from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, Catalog, SavedParameter, SourceFacts, SourceFile
-from elastic_ckpt.core.read_plan import Piece, Plan
+from elastic_ckpt.core.local_state import FlatPartition, LiveGroup, LiveLayout, LocalState, WholeTensor
+from elastic_ckpt.core.metadata import (
+    BUFFER,
+    FROZEN,
+    MASTER,
+    CheckpointMetadata,
+    SavedParameter,
+    SourceFacts,
+    SourceFile,
+)
+from elastic_ckpt.core.read_plan import Piece, ReadPlan
 from elastic_ckpt.core.state_kinds import LiveState
 from elastic_ckpt.core.tp_rules import Rule
 from elastic_ckpt.formats.merging import merge_shards, merge_stages
@@ -213,7 +221,7 @@ def parallel_cases(draw: st.DrawFn) -> Case:
 class Saved:
     """A simulated checkpoint."""
 
-    catalog: Catalog
+    metadata: CheckpointMetadata
     files: list[bytearray]
 
 
@@ -223,11 +231,11 @@ def save(case: Case) -> Saved:
     for stage in range(len(case.source.stages)):
         shards = [save_rank(case, stage, rank) for rank in range(case.source.tp)]
         files += [file for _, disk in shards for file in disk.files]
-        stages.append(merge_shards([catalog for catalog, _ in shards]))
+        stages.append(merge_shards([metadata for metadata, _ in shards]))
     return Saved(merge_stages(stages), files)
 
 
-def save_rank(case: Case, stage: int, rank: int) -> tuple[Catalog, Disk]:
+def save_rank(case: Case, stage: int, rank: int) -> tuple[CheckpointMetadata, Disk]:
     """The files of one model-parallel rank."""
     side, disk, tensors = case.source, Disk(), {}
     names, cut = side.stages[stage], side.cuts[stage]
@@ -251,7 +259,7 @@ def save_rank(case: Case, stage: int, rank: int) -> tuple[Catalog, Disk]:
         for key in keys_of(name):
             shape = shapes[name] if ROWS.get(key, 1) == 1 else (ROWS[key], *shapes[name])
             tensors[name, key] = disk.tensor(name, key, shape, case.dtypes[key])
-    catalog = Catalog(
+    metadata = CheckpointMetadata(
         source=SourceFacts("native", "/ckpt/tag", "tag", 3 if cut.style == "zero3" else 2, side.dp, "0.19.8"),
         files=tuple(SourceFile(f"/ckpt/{stage}/{rank}/{n}.pt", len(raw)) for n, raw in enumerate(disk.files)),
         parameters={name: SavedParameter(shapes[name], 0, (("step", 4.0),)) for name in trained(names)},
@@ -259,7 +267,7 @@ def save_rank(case: Case, stage: int, rank: int) -> tuple[Catalog, Disk]:
         groups=(dict(ADAM),),
         declared=declared_by(info_of(case, names)),
     )
-    return catalog, disk
+    return metadata, disk
 
 
 def in_row(element: Element | None, row: int, shapes: Mapping[str, Shape]) -> Element | None:
@@ -302,7 +310,7 @@ def layout_of(case: Case, name: str) -> LiveLayout:
     return LiveLayout(shapes, split=split_of_affine(recorded(case, name, tp)) if said == "recorded" else None)
 
 
-def engine(case: Case, stage: int, rank: int, dp_rank: int) -> Destinations:
+def engine(case: Case, stage: int, rank: int, dp_rank: int) -> LocalState:
     """One rank of the target run."""
     side = case.target
     names, cut = side.stages[stage], side.cuts[stage]
@@ -318,7 +326,7 @@ def engine(case: Case, stage: int, rank: int, dp_rank: int) -> Destinations:
         if not is_trained(name):
             part = whole_range(case, stage, rank, dp_rank, name)
             wholes.append(WholeTensor(name, keys_of(name)[0], shapes[name], part, "float32"))
-    return Destinations(
+    return LocalState(
         zero_stage=3 if cut.style == "zero3" else 1,
         dp=side.dp,
         dp_rank=dp_rank,
@@ -373,7 +381,7 @@ def elements(files: Sequence[bytearray], file: int, byte_offset: int, numel: int
     return np.frombuffer(bytes(raw), dtype={4: "<u4", 2: "<u2"}[BYTES[dtype]]).tolist()
 
 
-def carry_out(plan: Plan, files: Sequence[bytearray]) -> dict[tuple[str, int, str], list[int]]:
+def carry_out(plan: ReadPlan, files: Sequence[bytearray]) -> dict[tuple[str, int, str], list[int]]:
     """Do the copies of a plan, row by row; nothing may be written twice."""
     slots = [[-1] * slot.numel for slot in plan.slots]
     for copy in plan.copies:

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from elastic_ckpt.core.metadata import Catalog
+from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.formats.base import Found, ReadOptions
 from elastic_ckpt.formats.model_states import ModelShard, index_model_states
 from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.formats.pickled import open_pickled
-from elastic_ckpt.formats.zero0 import unpartitioned_catalog
+from elastic_ckpt.formats.zero0 import unpartitioned_metadata
 
 FILE = "mp_rank_00_model_states.pt"
 STATES = ("exp_avg", "exp_avg_sq")
@@ -70,40 +70,42 @@ def indexed(folder: Path, module: Mapping[str, torch.Tensor], optimizer: Any, **
     return index_model_states(open_pickled(str(path)), dp_rank=0)
 
 
-def catalog_of(folder: Path, shard: ModelShard, live_groups: Sequence[Sequence[str]] = (), rename: Any = ()) -> Catalog:
+def catalog_of(
+    folder: Path, shard: ModelShard, live_groups: Sequence[Sequence[str]] = (), rename: Any = ()
+) -> CheckpointMetadata:
     found = Found("native", str(folder), folder.name, sort_names([FILE], is_universal=False))
     options = ReadOptions(live_groups=tuple(map(tuple, live_groups)), rename=rename)
-    return unpartitioned_catalog(found, shard, options)
+    return unpartitioned_metadata(found, shard, options)
 
 
-def contents(catalog: Catalog, name: str, key: str) -> torch.Tensor:
-    """A logical tensor, read at the offsets that the catalog gives."""
-    tensor = catalog.tensors[name, key]
+def contents(metadata: CheckpointMetadata, name: str, key: str) -> torch.Tensor:
+    """A logical tensor, read at the offsets that the metadata gives."""
+    tensor = metadata.tensors[name, key]
     dtype = getattr(torch, tensor.dtype)
     raw = bytearray()
     position = 0
-    for extent in tensor.extents:
-        assert extent.range.start == position
-        position = extent.range.stop
-        whole = Path(catalog.files[extent.file].path).read_bytes()
-        raw += whole[extent.byte_offset : extent.byte_offset + extent.range.numel * dtype.itemsize]
+    for chunk in tensor.chunks:
+        assert chunk.range.start == position
+        position = chunk.range.stop
+        whole = Path(metadata.files[chunk.file].path).read_bytes()
+        raw += whole[chunk.byte_offset : chunk.byte_offset + chunk.range.numel * dtype.itemsize]
     return torch.frombuffer(raw, dtype=dtype).reshape(tensor.shape) if raw else torch.empty(tensor.shape, dtype=dtype)
 
 
 def check_states(
-    catalog: Catalog, model: torch.nn.Module, optimizer: torch.optim.Optimizer, idle: Sequence[str] = ()
+    metadata: CheckpointMetadata, model: torch.nn.Module, optimizer: torch.optim.Optimizer, idle: Sequence[str] = ()
 ) -> None:
-    """The catalog's masters and states are those of the live model and optimizer, by name."""
+    """The metadata's masters and states are those of the live model and optimizer, by name."""
     numbers = {id(p): n for n, group in enumerate(optimizer.param_groups) for p in group["params"]}
     for name, param in model.named_parameters():
-        assert catalog.parameters[name].shape == tuple(param.shape)
-        assert catalog.parameters[name].group == numbers[id(param)]
-        assert torch.equal(contents(catalog, name, "fp32"), param.detach())
+        assert metadata.parameters[name].shape == tuple(param.shape)
+        assert metadata.parameters[name].group == numbers[id(param)]
+        assert torch.equal(contents(metadata, name, "fp32"), param.detach())
         state = optimizer.state.get(param, {})
         assert bool(state) == (name not in idle)
         expected = (("step", float(state["step"])),) if state else ()
-        assert catalog.parameters[name].scalars == expected
+        assert metadata.parameters[name].scalars == expected
         for key in STATES:
-            assert ((name, key) in catalog.tensors) == bool(state)
+            assert ((name, key) in metadata.tensors) == bool(state)
             if state:
-                assert torch.equal(contents(catalog, name, key), state[key])
+                assert torch.equal(contents(metadata, name, key), state[key])

@@ -40,7 +40,7 @@ from elastic_ckpt.cli.plan_options import (
 from elastic_ckpt.cli.plan_plot import draw, refuse_without_matplotlib
 from elastic_ckpt.cli.plan_view import report
 from elastic_ckpt.config import ElasticConfig
-from elastic_ckpt.core.metadata import Catalog
+from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.errors import ElasticCkptError, MismatchError
 from elastic_ckpt.io.reader import read_options
 from elastic_ckpt.sharding.presets import preset_names
@@ -48,7 +48,7 @@ from elastic_ckpt.tools.cluster import DEFAULT_BANDWIDTH, Cluster
 from elastic_ckpt.tools.forecast import Precision
 from elastic_ckpt.tools.opened import config_of, load_options, locate, open_checkpoint
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
-from elastic_ckpt.tools.virtual.scale import scale_catalog
+from elastic_ckpt.tools.virtual.scale import scale_metadata
 from elastic_ckpt.tools.virtual.scale_config import ScaleModel, load_scale
 from elastic_ckpt.tools.virtual.survey import Setting, Survey, some_ranks, survey
 
@@ -100,7 +100,7 @@ def plan(
     cluster = Cluster(topology.ranks, nodes or -(-topology.ranks // _RANKS_PER_NODE), bandwidth)
     setting = _setting(source.config, cluster, Precision(precision.long, gradients.long), offload)
     with _refusals_end_the_command(as_json):
-        job = VirtualJob(source.catalog, topology, loading)
+        job = VirtualJob(source.metadata, topology, loading)
         found = _survey(job, setting, rank, every or plot is not None, as_json)
     with errors_end_the_command(as_json):
         if plot is not None:
@@ -120,7 +120,7 @@ class _Source:
     """A checkpoint, or the one that a big model would have: its name, what it holds, and the options by which."""
 
     name: str
-    catalog: Catalog
+    metadata: CheckpointMetadata
     config: ElasticConfig
 
 
@@ -131,21 +131,21 @@ def _of_folder(folder: str, tag: str | None, config: ElasticConfig, with_states:
         if with_states:
             error.remedy = f"--weights-only plans the weights alone; of a live run: {error.remedy}"
         raise
-    return _Source(opened.found.folder, opened.checkpoint.catalog, config)
+    return _Source(opened.found.folder, opened.checkpoint.metadata, config)
 
 
 def _of_model(name: str, config: ElasticConfig) -> _Source:
     model: ScaleModel = load_scale(name)
     if config.tp_preset is None and model.preset is not None:
         config = config.model_copy(update={"tp_preset": model.preset})
-    return _Source(model.name, scale_catalog(model), config)
+    return _Source(model.name, scale_metadata(model), config)
 
 
 def _topology(
     source: _Source, dp: int | None, tp: int | None, pp: int | None, zero: int | None, sub_group_size: int, rank: int
 ) -> Topology:
     """What is not given is that of the save; ``rank`` is one of its ranks."""
-    saved = source.catalog.source
+    saved = source.metadata.source
     topology = Topology(
         dp=dp or saved.dp,
         tp=tp or saved.tp,

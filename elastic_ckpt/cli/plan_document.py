@@ -16,7 +16,7 @@ def document(job: VirtualJob, found: Survey, setting: Setting, name: str, in_det
     ranks, most = found.ranks, heaviest(found.ranks)
     told: dict[str, Any] = {
         "name": name,
-        "source": dataclasses.asdict(job.catalog.source) | {"files": len(job.catalog.files)},
+        "source": dataclasses.asdict(job.metadata.source) | {"files": len(job.metadata.files)},
         "target": dataclasses.asdict(job.topology) | {"ranks": job.topology.ranks, "offload": setting.offload},
         "precision": setting.precision,
         "ranks_planned": len(ranks),
@@ -38,7 +38,7 @@ def document(job: VirtualJob, found: Survey, setting: Setting, name: str, in_det
 
 
 def _rank(job: VirtualJob, each: RankForecast) -> dict[str, Any]:
-    files = {job.catalog.files[file].path: nbytes for file, nbytes in sorted(each.by_file.items())}
+    files = {job.metadata.files[file].path: nbytes for file, nbytes in sorted(each.by_file.items())}
     stands = job.topology.place(each.rank)
     place = {key: getattr(stands, key) for key in ("dp", "dp_rank", "tp", "tp_rank", "pp", "pp_rank")}
     return {"rank": each.rank, "place": place, "reads": each.reads, "memory": _memory(each.memory), "files": files}

@@ -67,10 +67,10 @@ def draw(job: VirtualJob, ranks: Sequence[RankForecast], path: Path) -> None:
     image = axes.imshow(shown, aspect="auto", interpolation="nearest", cmap="viridis_r", norm=norm)
     figure.colorbar(image, ax=axes, label="MiB read")
     _name_ticks(axes.yaxis, [f"rank {each.rank}" for each in ranks])
-    names = [os.path.relpath(job.catalog.files[file].path, job.catalog.source.folder) for file in files]
+    names = [os.path.relpath(job.metadata.files[file].path, job.metadata.source.folder) for file in files]
     _name_ticks(axes.xaxis, [name.removesuffix("_states.pt") for name in names])
     axes.tick_params(axis="x", labelrotation=90)
-    source = job.catalog.source
+    source = job.metadata.source
     _draw_borders(axes, job, len(ranks))
     axes.set_title(f"{saved_topology(source)}  →  {job.topology}")
     axes.set_xlabel(f"source files ({len(files)})")

@@ -11,9 +11,9 @@ from rich.table import Table
 from tqdm import tqdm
 
 from elastic_ckpt.cli.plan_document import warnings_of
-from elastic_ckpt.core.local_state import Place
+from elastic_ckpt.core.local_state import RankCoordinates
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, SourceFacts
-from elastic_ckpt.core.read_plan import Plan
+from elastic_ckpt.core.read_plan import ReadPlan
 from elastic_ckpt.tools.forecast import RankForecast
 from elastic_ckpt.tools.virtual import VirtualJob
 from elastic_ckpt.tools.virtual.survey import Setting, Survey, heaviest, spread
@@ -69,9 +69,9 @@ def _facts(title: str) -> Table:
 
 
 def _overview(job: VirtualJob, found: Survey, setting: Setting, name: str) -> Table:
-    table, source = _facts("elastic_ckpt: plan of a load"), job.catalog.source
-    files = len(job.catalog.files)
-    total = sum(file.nbytes for file in job.catalog.files)
+    table, source = _facts("elastic_ckpt: plan of a load"), job.metadata.source
+    files = len(job.metadata.files)
+    total = sum(file.nbytes for file in job.metadata.files)
     table.add_row("checkpoint", escape(f"{name} ({source.format}, tag {source.tag}, {files} files, {size(total)})"))
     table.add_row("saved", f"{saved_topology(source)}, DeepSpeed {escape(source.ds_version)}")
     offload = ", masters and states in host memory" if setting.offload else ""
@@ -152,7 +152,7 @@ def _time(found: Survey, setting: Setting) -> Table:
 def _every_rank(job: VirtualJob, found: Survey, per_node: int) -> Table:
     table = _table("ranks", "rank", "stage", "dp", "tp", "node", "read", "reads", "files", "device", "host")
     for each in found.ranks:
-        place: Place = job.topology.place(each.rank)
+        place: RankCoordinates = job.topology.place(each.rank)
         numbers = (each.rank, place.pp_rank, place.dp_rank, place.tp_rank, each.rank // per_node)
         reads, memory = each.reads, each.memory
         sizes = (size(reads.nbytes), f"{reads.calls:,}", str(reads.files), size(memory.device), size(memory.host))
@@ -162,7 +162,7 @@ def _every_rank(job: VirtualJob, found: Survey, per_node: int) -> Table:
 
 def _details(job: VirtualJob, found: Survey) -> Iterator[RenderableType]:
     """Of one rank: where it stands, what it fills, and from which files."""
-    destinations, plan = found.last
+    local_state, plan = found.last
     each = found.ranks[0]
     place = job.topology.place(each.rank)
     table = _table(
@@ -176,7 +176,7 @@ def _details(job: VirtualJob, found: Survey) -> Iterator[RenderableType]:
     )
     for key, dtype, tensors, numel, gaps in _slots(plan):
         table.add_row(escape(_TITLES.get(key, key)), dtype, str(tensors), f"{numel:,}", f"{gaps:,}")
-    fragments, flats = len(destinations.fragments), len(destinations.flats)
+    fragments, flats = len(local_state.fragments), len(local_state.flats)
     strided = sum(copy.rows > 1 for copy in plan.copies)
     table.caption = (
         f"{fragments} pieces of parameters in {flats} flat partitions; {len(plan.copies)} copies, {strided} of them "
@@ -187,7 +187,7 @@ def _details(job: VirtualJob, found: Survey) -> Iterator[RenderableType]:
     yield _files(job, each)
 
 
-def _slots(plan: Plan) -> list[tuple[str, str, int, int, int]]:
+def _slots(plan: ReadPlan) -> list[tuple[str, str, int, int, int]]:
     """(key, dtype, tensors, elements, of them gaps)."""
     found: dict[tuple[str, str], list[int]] = {}
     for slot in plan.slots:
@@ -202,7 +202,7 @@ def _files(job: VirtualJob, each: RankForecast) -> Table:
     table = _table("from these files", "file", "bytes")
     biggest = sorted(each.by_file.items(), key=lambda item: (-item[1], item[0]))
     for file, nbytes in biggest[:_FILES_SHOWN]:
-        table.add_row(escape(os.path.relpath(job.catalog.files[file].path, job.catalog.source.folder)), size(nbytes))
+        table.add_row(escape(os.path.relpath(job.metadata.files[file].path, job.metadata.source.folder)), size(nbytes))
     rest: Sequence[tuple[int, int]] = biggest[_FILES_SHOWN:]
     if rest:
         table.add_row(f"and {len(rest)} more", size(sum(nbytes for _, nbytes in rest)))

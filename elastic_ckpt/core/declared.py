@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from elastic_ckpt.core.strided import Shape, Split, fused, replicated
+from elastic_ckpt.core.strided import Shape, TPLayout, fused, replicated
 from elastic_ckpt.core.tp_rules import AMBIGUOUS, AVERAGED, COLUMN, REPLICATED, ROW, VOCABULARY, CannotSplit, Rule
 
 T = TypeVar("T")
@@ -79,7 +79,7 @@ class Declared:
         """Whether there is a recorded layout of its shards."""
         return any(re.match(pattern, name) for pattern in (*self.affine, *self.widths))
 
-    def recorded(self, name: str) -> Split | None:
+    def recorded(self, name: str) -> TPLayout | None:
         """The recorded map of a parameter.
 
         Raises:
@@ -88,7 +88,7 @@ class Declared:
         entry = _matching(self.affine, name)
         return None if entry is None else _understood(lambda: split_of_affine(entry))
 
-    def split(self, name: str, shapes: Sequence[Shape]) -> Split | None:
+    def split(self, name: str, shapes: Sequence[Shape]) -> TPLayout | None:
         """The recorded layout of a parameter with shards of these shapes.
 
         Raises:
@@ -96,7 +96,7 @@ class Declared:
         """
         return _understood(lambda: self._split(name, shapes))
 
-    def _split(self, name: str, shapes: Sequence[Shape]) -> Split | None:
+    def _split(self, name: str, shapes: Sequence[Shape]) -> TPLayout | None:
         why = _matching(self.unsupported, name)
         if why is not None:
             raise CannotSplit(f"the run that saved it could not describe its layout: {why}")
@@ -193,7 +193,7 @@ def _sub_param_rules(info: Mapping[str, Any]) -> list[tuple[str, Rule]]:
     return rules
 
 
-def split_of_affine(entry: Mapping[str, Any]) -> Split:
+def split_of_affine(entry: Mapping[str, Any]) -> TPLayout:
     """A recorded affine map as a cut along one dimension.
 
     Raises:
@@ -219,7 +219,7 @@ def split_of_affine(entry: Mapping[str, Any]) -> Split:
         end = max(end, stop)
     if end != shape[dim]:
         raise CannotSplit(f"its shards are recorded with holes in dimension {dim}")
-    return Split(shape, dim, held)
+    return TPLayout(shape, dim, held)
 
 
 def _stretches(pieces: Sequence[Mapping[str, Any]], shape: Shape, dim: int) -> tuple[tuple[int, int], ...]:

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from elastic_ckpt.core.local_state import Destinations
-from elastic_ckpt.core.metadata import Catalog
+from elastic_ckpt.core.local_state import LocalState
+from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.errors import MismatchError, listed
 
 RenameRules = Sequence[tuple[str, str]]
@@ -22,11 +22,11 @@ def rename(name: str, rules: RenameRules) -> str:
     return name
 
 
-def rename_saved(catalog: Catalog, rules: RenameRules) -> Catalog:
+def rename_saved(metadata: CheckpointMetadata, rules: RenameRules) -> CheckpointMetadata:
     """Apply the user's renames to every name in the checkpoint: parameters, buffers, frozen weights, ties.
 
     Args:
-        catalog: what the checkpoint holds.
+        metadata: what the checkpoint holds.
         rules: (pattern, replacement) as for :func:`re.sub`; the first rule whose pattern is found in a name is
             applied to it, the others are not.
 
@@ -34,15 +34,15 @@ def rename_saved(catalog: Catalog, rules: RenameRules) -> Catalog:
         MismatchError: two saved names would become one.
     """
     if not rules:
-        return catalog
-    names = dict.fromkeys([*catalog.parameters, *(name for name, _ in catalog.tensors), *catalog.aliases])
+        return metadata
+    names = dict.fromkeys([*metadata.parameters, *(name for name, _ in metadata.tensors), *metadata.aliases])
     renamed = {name: rename(name, rules) for name in names}
     used = Counter(next((p for p, _ in rules if re.search(p, name)), None) for name in names)
     _refuse_collisions(list(names), renamed)
     idle = [pattern for pattern, _ in rules if not used[pattern]]
     notes = [f"rename: {used[pattern]} names go by {pattern!r}" for pattern, _ in rules if used[pattern]]
     notes += [f"rename: no name in the checkpoint goes by {pattern!r}" for pattern in idle]
-    return _with_names(catalog, lambda name: rename(name, rules), notes)
+    return _with_names(metadata, lambda name: rename(name, rules), notes)
 
 
 def _refuse_collisions(names: Sequence[str], renamed: dict[str, str]) -> None:
@@ -60,38 +60,40 @@ def _refuse_collisions(names: Sequence[str], renamed: dict[str, str]) -> None:
             )
 
 
-def adopt_live_names(catalog: Catalog, destinations: Destinations) -> Catalog:
+def adopt_live_names(metadata: CheckpointMetadata, local_state: LocalState) -> CheckpointMetadata:
     """Give a tied parameter that was saved under another of its names the name that the live engine uses.
 
     Which name of a tied parameter counts depends on the order in which modules are registered.
     """
-    saved_names = {*catalog.parameters, *(name for name, _ in catalog.tensors)}
+    saved_names = {*metadata.parameters, *(name for name, _ in metadata.tensors)}
     renamed = {}
-    for name, others in destinations.ties.items():
+    for name, others in local_state.ties.items():
         saved = [other for other in others if other in saved_names]
         if name not in saved_names and len(saved) == 1:
             renamed[saved[0]] = name
     if not renamed:
-        return catalog
+        return metadata
     notes = [f"tied: {old} in the checkpoint is {new} here" for old, new in renamed.items()]
-    return _with_names(catalog, lambda name: renamed.get(name, name), notes)
+    return _with_names(metadata, lambda name: renamed.get(name, name), notes)
 
 
-def _with_names(catalog: Catalog, new_name: Callable[[str], str], notes: Sequence[str]) -> Catalog:
-    every = [*catalog.parameters, *(name for name, _ in catalog.tensors)]
+def _with_names(
+    metadata: CheckpointMetadata, new_name: Callable[[str], str], notes: Sequence[str]
+) -> CheckpointMetadata:
+    every = [*metadata.parameters, *(name for name, _ in metadata.tensors)]
     return replace(
-        catalog,
-        saved_names={new_name(name): catalog.saved_names.get(name, name) for name in every},
+        metadata,
+        saved_names={new_name(name): metadata.saved_names.get(name, name) for name in every},
         twins={
             (new_name(name), key): tuple(replace(tensor, name=new_name(name)) for tensor in tensors)
-            for (name, key), tensors in catalog.twins.items()
+            for (name, key), tensors in metadata.twins.items()
         },
-        stages={new_name(name): stages for name, stages in catalog.stages.items()},
-        parameters={new_name(name): saved for name, saved in catalog.parameters.items()},
+        stages={new_name(name): stages for name, stages in metadata.stages.items()},
+        parameters={new_name(name): saved for name, saved in metadata.parameters.items()},
         tensors={
             (new_name(name), key): replace(tensor, name=new_name(name))
-            for (name, key), tensor in catalog.tensors.items()
+            for (name, key), tensor in metadata.tensors.items()
         },
-        aliases={new_name(name): new_name(target) for name, target in catalog.aliases.items()},
-        notes=(*catalog.notes, *notes),
+        aliases={new_name(name): new_name(target) for name, target in metadata.aliases.items()},
+        notes=(*metadata.notes, *notes),
     )

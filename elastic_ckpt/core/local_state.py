@@ -13,7 +13,7 @@ from typing import Any
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.sequence import NO_SEQUENCE_PARALLEL, SequenceParallel
 from elastic_ckpt.core.state_kinds import LiveState
-from elastic_ckpt.core.strided import Split
+from elastic_ckpt.core.strided import TPLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class FlatPartition:
 
     Attributes:
         index: ZeRO-1/2: the param group; ZeRO-3: the sub-group; without partitions, often the parameter.
-        group: index into :attr:`Destinations.groups`.
+        group: index into :attr:`LocalState.groups`.
         numel: elements, padding included.
         dtype: name of the torch dtype of the master weights.
         members: names of all parameters of the group or sub-group, on this rank or not.
@@ -50,7 +50,7 @@ class Fragment:
         name: parameter.
         shape: its shape; of a tensor-parallel one, that of this rank's shard.
         range: which elements of it.
-        flat: index into :attr:`Destinations.flats`.
+        flat: index into :attr:`LocalState.flats`.
         flat_offset: where the piece starts in that flat partition, in elements.
     """
 
@@ -102,13 +102,13 @@ class LiveLayout:
     dim: int | None = None
     stride: int = 1
     owner: str = ""
-    split: Split | None = None
+    split: TPLayout | None = None
     values: tuple[int, ...] = ()
     origin: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankCoordinates:
     """Where a rank stands in its job: degree of each parallelism, and its rank in each.
 
     Attributes:
@@ -158,7 +158,7 @@ class LiveGroup:
 
 
 @dataclass(frozen=True)
-class Destinations:
+class LocalState:
     """All that one rank's engine holds.
 
     Attributes:

@@ -15,11 +15,11 @@ from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.sequence import NO_SEQUENCE_PARALLEL, SequenceParallel
 from elastic_ckpt.core.state_kinds import BlockFormat
 
-#: Catalog key of the fp32 master weights; optimizer states go under their own names beside it.
+#: CheckpointMetadata key of the fp32 master weights; optimizer states go under their own names beside it.
 MASTER = "fp32"
-#: Catalog key of a module buffer.
+#: CheckpointMetadata key of a module buffer.
 BUFFER = "buffer"
-#: Catalog key of a parameter that no optimizer owned at save time.
+#: CheckpointMetadata key of a parameter that no optimizer owned at save time.
 FROZEN = "frozen"
 
 
@@ -33,13 +33,13 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class BlockCode:
-    """How the elements of an extent are quantized.
+    """How the elements of an chunk are quantized.
 
     Attributes:
         format: blocks and quantization map.
-        position: of the extent's first element in the tensor whose blocks are counted: ``position // format.numel`` is
+        position: of the chunk's first element in the tensor whose blocks are counted: ``position // format.numel`` is
             its block.
-        scales_offset: absolute offset in the extent's file of the scale of block 0 (fp32, one a block).
+        scales_offset: absolute offset in the chunk's file of the scale of block 0 (fp32, one a block).
     """
 
     format: BlockFormat
@@ -48,12 +48,12 @@ class BlockCode:
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
+class StorageChunk:
     """A stretch of a logical tensor, or of one tensor-parallel shard of it, that lies in one file without gaps.
 
     Attributes:
         range: which elements of the tensor or shard.
-        file: index into :attr:`Catalog.files`.
+        file: index into :attr:`CheckpointMetadata.files`.
         byte_offset: absolute offset of the first element in that file.
         code: how its elements are quantized; ``None``: they are values.
         shard: tensor-parallel rank that saved it.
@@ -67,8 +67,8 @@ class Extent:
 
 
 @dataclass(frozen=True, slots=True)
-class LogicalTensor:
-    """One parameter, state, buffer or frozen weight, whole, and the extents that tile it.
+class TensorMetadata:
+    """One parameter, state, buffer or frozen weight, whole, and the chunks that tile it.
 
     Attributes:
         name: name of the parameter or buffer in the model.
@@ -76,7 +76,7 @@ class LogicalTensor:
         shape: logical shape; of a state with rows, ``(rows, *shape of the parameter)``. Of a checkpoint with
             tensor-parallel shards, the shape of the first one.
         dtype: name of the torch dtype in the file (``"float32"``); of the codes, where it is quantized.
-        extents: sorted by shard and ``range.start``.
+        chunks: sorted by shard and ``range.start``.
         is_whole: whether it is a state with a shape of its own, which cannot be cut with its parameter.
         shards: shape of each tensor-parallel shard; empty: there is one, of ``shape``.
     """
@@ -85,7 +85,7 @@ class LogicalTensor:
     key: str
     shape: tuple[int, ...]
     dtype: str
-    extents: tuple[Extent, ...]
+    chunks: tuple[StorageChunk, ...]
     is_whole: bool = False
     shards: tuple[tuple[int, ...], ...] = ()
 
@@ -101,7 +101,7 @@ class ReplicatedState:
 
     Attributes:
         key, dtype, shape: what it is.
-        file: index into :attr:`Catalog.files` of one copy.
+        file: index into :attr:`CheckpointMetadata.files` of one copy.
         byte_offset: where that copy starts.
         crc32: of its bytes.
         differs: whether ranks saved different values.
@@ -165,12 +165,12 @@ class SourceFacts:
 
 
 @dataclass(frozen=True)
-class Catalog:
+class CheckpointMetadata:
     """Everything a checkpoint holds.
 
     Attributes:
         source: where it comes from.
-        files: the files that extents point into.
+        files: the files that chunks point into.
         parameters: optimizer-owned parameters by name.
         tensors: logical tensors by ``(name, key)``.
         groups: hyperparameters of each saved param group, in saved order.
@@ -197,7 +197,7 @@ class Catalog:
     source: SourceFacts
     files: tuple[SourceFile, ...]
     parameters: Mapping[str, SavedParameter]
-    tensors: Mapping[tuple[str, str], LogicalTensor]
+    tensors: Mapping[tuple[str, str], TensorMetadata]
     groups: tuple[Mapping[str, Any], ...]
     aliases: Mapping[str, str] = field(default_factory=dict)
     opaque_states: Mapping[str, str] = field(default_factory=dict)
@@ -210,14 +210,14 @@ class Catalog:
     merged_from: int = 1
     declared: Declared = field(default_factory=Declared)
     run: Mapping[str, Any] = field(default_factory=dict)
-    twins: Mapping[tuple[str, str], tuple[LogicalTensor, ...]] = field(default_factory=dict)
+    twins: Mapping[tuple[str, str], tuple[TensorMetadata, ...]] = field(default_factory=dict)
     stages: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     saved_names: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
     def names(self, key: str) -> list[str]:
-        """Names that have a tensor under ``key``, in catalog order."""
+        """Names that have a tensor under ``key``, in metadata order."""
         return [name for name, tensor_key in self.tensors if tensor_key == key]
 
     @property

@@ -48,7 +48,7 @@ class Share:
     """A piece of a replicated slot: one data-parallel rank reads it and sends it to the others.
 
     Attributes:
-        slot: index into :attr:`Plan.slots`.
+        slot: index into :attr:`ReadPlan.slots`.
         range: which of its elements.
         owner: data-parallel rank that reads them.
     """
@@ -103,13 +103,13 @@ class HasOutcomes:
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class ReadItem:
     """Move ``numel`` elements of ``dtype`` from a file to a slot, once or in ``rows`` at regular distances.
 
     Attributes:
-        file: index into :attr:`Plan.files`.
+        file: index into :attr:`ReadPlan.files`.
         byte_offset: where they start in the file.
-        slot: index into :attr:`Plan.slots`.
+        slot: index into :attr:`ReadPlan.slots`.
         slot_offset: where they go, in elements.
         numel: how many elements, of one row.
         dtype: name of the torch dtype in the file; the slot's own unless a widening conversion is needed.
@@ -127,9 +127,9 @@ class Copy:
     file_stride: int = 0
     slot_stride: int = 0
 
-    def row(self, number: int) -> Copy:
+    def row(self, number: int) -> ReadItem:
         """One of its rows, as a copy of its own."""
-        return Copy(
+        return ReadItem(
             self.file,
             self.byte_offset + number * self.file_stride * ITEMSIZE[self.dtype],
             self.slot,
@@ -167,7 +167,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Source elements of a :class:`Recode`.
+    """Source elements of a :class:`RequantizeItem`.
 
     Attributes:
         file, byte_offset: where they start.
@@ -195,11 +195,11 @@ def clip(piece: Piece, start: int, stop: int) -> Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Recode:
+class RequantizeItem:
     """Elements that have to be decoded, quantized, or both, on their way into a slot; or to be added up.
 
     Attributes:
-        slot: index into :attr:`Plan.slots`, of codes or of values.
+        slot: index into :attr:`ReadPlan.slots`, of codes or of values.
         start: its first element; the first of a block.
         numel: how many elements, gaps among them: whole blocks, or up to the end of a row.
         target: how they are to be quantized; ``None``: the slot takes values.
@@ -220,7 +220,7 @@ class Recode:
 
 
 @dataclass(frozen=True)
-class Plan(HasOutcomes):
+class ReadPlan(HasOutcomes):
     """What one rank will do.
 
     Attributes:
@@ -234,7 +234,7 @@ class Plan(HasOutcomes):
         averaged: names of those of which a rule says that they may differ.
         blocks: number of 8-bit blocks that the plan fills.
         scalars: per flat partition, its scalar states; ``None`` clears that partition's optimizer state.
-        scalar_forms: see :attr:`elastic_ckpt.core.metadata.Catalog.scalar_forms`.
+        scalar_forms: see :attr:`elastic_ckpt.core.metadata.CheckpointMetadata.scalar_forms`.
         hyperparameters: per live group, the values to set.
         saved_groups: number of param groups in the checkpoint.
         group_sources: per live group, the saved groups that its values come from; none: the live values stay.
@@ -244,9 +244,9 @@ class Plan(HasOutcomes):
 
     files: tuple[SourceFile, ...]
     slots: tuple[Slot, ...]
-    copies: tuple[Copy, ...]
+    copies: tuple[ReadItem, ...]
     shares: tuple[Share, ...] = ()
-    recodes: tuple[Recode, ...] = ()
+    recodes: tuple[RequantizeItem, ...] = ()
     comparisons: tuple[Comparison, ...] = ()
     averaged: frozenset[str] = frozenset()
     blocks: int = 0
@@ -259,7 +259,7 @@ class Plan(HasOutcomes):
     outcomes: tuple[Outcome, ...] = ()
     notes: tuple[str, ...] = ()
 
-    def by_flat(self) -> dict[int, tuple[list[int], Plan]]:
+    def by_flat(self) -> dict[int, tuple[list[int], ReadPlan]]:
         """The plan in parts: flat partition -> the numbers of its slots here, and the plan of these slots alone.
 
         Buffers and frozen parameters are the part ``-1``.
@@ -270,10 +270,10 @@ class Plan(HasOutcomes):
             members = numbers.setdefault(slot.flat, [])
             place[number] = len(members)
             members.append(number)
-        copies: dict[int, list[Copy]] = {flat: [] for flat in numbers}
+        copies: dict[int, list[ReadItem]] = {flat: [] for flat in numbers}
         for copy in self.copies:
             copies[self.slots[copy.slot].flat].append(replace(copy, slot=place[copy.slot]))
-        recodes: dict[int, list[Recode]] = {flat: [] for flat in numbers}
+        recodes: dict[int, list[RequantizeItem]] = {flat: [] for flat in numbers}
         for recode in self.recodes:
             scales = place[recode.scales_slot] if recode.target else -1
             moved = replace(recode, slot=place[recode.slot], scales_slot=scales)

@@ -20,7 +20,7 @@ Stretch = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Band:
+class StridedCopy:
     """``rows`` times ``width`` elements of a source tensor, and where they go in a target tensor; both flat.
 
     Attributes:
@@ -42,9 +42,9 @@ class Band:
     def numel(self) -> int:
         return self.rows * self.width
 
-    def part(self, row: int, rows: int, column: int, width: int) -> Band:
+    def part(self, row: int, rows: int, column: int, width: int) -> StridedCopy:
         """The band of some of the rows, and of some of the columns of these."""
-        return Band(
+        return StridedCopy(
             rows,
             width,
             self.source + row * self.source_stride + column,
@@ -53,29 +53,29 @@ class Band:
             self.target_stride,
         )
 
-    def turned(self) -> Band:
+    def turned(self) -> StridedCopy:
         """Source and target exchanged."""
-        return Band(self.rows, self.width, self.target, self.target_stride, self.source, self.source_stride)
+        return StridedCopy(self.rows, self.width, self.target, self.target_stride, self.source, self.source_stride)
 
-    def moved(self, source: int, target: int) -> Band:
+    def moved(self, source: int, target: int) -> StridedCopy:
         """The same band of tensors that start elsewhere."""
-        return Band(
+        return StridedCopy(
             self.rows, self.width, self.source + source, self.source_stride, self.target + target, self.target_stride
         )
 
-    def joined(self) -> Band:
+    def joined(self) -> StridedCopy:
         """The same band as one row, where it has no gaps on either side."""
         if self.rows > 1 and self.source_stride == self.width == self.target_stride:
-            return Band(1, self.numel, self.source, self.numel, self.target, self.numel)
+            return StridedCopy(1, self.numel, self.source, self.numel, self.target, self.numel)
         return self
 
 
-def whole_band(numel: int) -> Band:
+def whole_band(numel: int) -> StridedCopy:
     """A tensor that is copied as it is."""
-    return Band(1, numel, 0, numel, 0, numel)
+    return StridedCopy(1, numel, 0, numel, 0, numel)
 
 
-def clip_target(band: Band, wanted: FlatRange) -> Iterator[Band]:
+def clip_target(band: StridedCopy, wanted: FlatRange) -> Iterator[StridedCopy]:
     """The parts of a band, at most three, whose target elements lie in a range; by ascending target."""
     if band.numel == 0 or not wanted.numel:
         return
@@ -90,7 +90,7 @@ def clip_target(band: Band, wanted: FlatRange) -> Iterator[Band]:
     if first > last:
         return
 
-    def cut(row: int) -> Band | None:
+    def cut(row: int) -> StridedCopy | None:
         """A row of which not all is wanted."""
         start = band.target + row * band.target_stride
         left, right = max(wanted.start - start, 0), min(wanted.stop - start, band.width)
@@ -109,14 +109,14 @@ def clip_target(band: Band, wanted: FlatRange) -> Iterator[Band]:
         yield tail
 
 
-def clip_source(band: Band, held: FlatRange) -> Iterator[Band]:
+def clip_source(band: StridedCopy, held: FlatRange) -> Iterator[StridedCopy]:
     """The parts of a band, at most three, whose source elements lie in a range; by ascending source."""
     for part in clip_target(band.turned(), held):
         yield part.turned()
 
 
 @dataclass(frozen=True)
-class Split:
+class TPLayout:
     """How tensor-parallel ranks hold a parameter.
 
     Attributes:
@@ -140,13 +140,13 @@ class Split:
         return (*self.shape[: self.dim], width, *self.shape[self.dim + 1 :])
 
 
-def replicated(shape: Shape, degree: int) -> Split:
+def replicated(shape: Shape, degree: int) -> TPLayout:
     """Every rank holds all."""
     size = shape[0] if shape else 1
-    return Split(shape or (1,), 0, (((0, size),),) * degree)
+    return TPLayout(shape or (1,), 0, (((0, size),),) * degree)
 
 
-def fused(shape: Shape, dim: int, widths: Sequence[Sequence[int]]) -> Split:
+def fused(shape: Shape, dim: int, widths: Sequence[Sequence[int]]) -> TPLayout:
     """Sub-parameters that lie one behind the other in a dimension, each cut on its own.
 
     Args:
@@ -162,7 +162,7 @@ def fused(shape: Shape, dim: int, widths: Sequence[Sequence[int]]) -> Split:
             if width:
                 held[rank].append((position, position + width))
             position += width
-    return Split(shape, dim, tuple(map(tuple, held)))
+    return TPLayout(shape, dim, tuple(map(tuple, held)))
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class Transfer:
         missing: ranges of the live shard that no saved one has.
     """
 
-    bands: tuple[tuple[int, Band], ...]
+    bands: tuple[tuple[int, StridedCopy], ...]
     blend: bool = False
     scale: float = 1.0
     missing: tuple[FlatRange, ...] = ()
@@ -193,7 +193,7 @@ def blended(shards: int, numel: int, scale: float) -> Transfer:
     return Transfer(tuple((shard, whole_band(numel)) for shard in range(shards)), True, scale)
 
 
-def reshard(source: Split, target: Split, rank: int) -> Transfer:
+def reshard(source: TPLayout, target: TPLayout, rank: int) -> Transfer:
     """What a live rank takes from the shards of a checkpoint; of stretches that several hold, the first one's.
 
     Args:
@@ -209,7 +209,7 @@ def reshard(source: Split, target: Split, rank: int) -> Transfer:
     rows = math.prod(target.shape[: target.dim])
     owners = _owners(source)
     target_width = sum(stop - start for start, stop in target.held[rank]) * inner
-    bands: list[tuple[int, Band]] = []
+    bands: list[tuple[int, StridedCopy]] = []
     missing: list[FlatRange] = []
     position = 0
     for start, stop in target.held[rank]:
@@ -219,7 +219,9 @@ def reshard(source: Split, target: Split, rank: int) -> Transfer:
                 missing.append(FlatRange((position + at - start) * inner, (position + low - start) * inner))
             width = sum(b - a for a, b in source.held[shard]) * inner
             here = (position + low - start) * inner
-            bands.append((shard, Band(rows, (high - low) * inner, offset * inner, width, here, target_width).joined()))
+            bands.append(
+                (shard, StridedCopy(rows, (high - low) * inner, offset * inner, width, here, target_width).joined())
+            )
             at = high
         if at < stop:
             missing.append(FlatRange((position + at - start) * inner, (position + stop - start) * inner))
@@ -230,17 +232,17 @@ def reshard(source: Split, target: Split, rank: int) -> Transfer:
 
 
 #: The same elements in two saved shards: (shard, band); both bands have the same target.
-Overlap = tuple[tuple[int, Band], tuple[int, Band]]
+Overlap = tuple[tuple[int, StridedCopy], tuple[int, StridedCopy]]
 
 
-def duplicates(split: Split) -> tuple[Overlap, ...]:
+def duplicates(split: TPLayout) -> tuple[Overlap, ...]:
     """The elements that several ranks hold: each copy beside that of the first rank that holds them."""
     inner, rows = math.prod(split.shape[split.dim + 1 :]), math.prod(split.shape[: split.dim])
     owners, found = _owners(split), []
 
-    def band(rank: int, offset: int, width: int) -> tuple[int, Band]:
+    def band(rank: int, offset: int, width: int) -> tuple[int, StridedCopy]:
         stride = sum(stop - start for start, stop in split.held[rank]) * inner
-        return rank, Band(rows, width * inner, offset * inner, stride, 0, width * inner).joined()
+        return rank, StridedCopy(rows, width * inner, offset * inner, stride, 0, width * inner).joined()
 
     for rank, stretches in enumerate(split.held):
         position = 0
@@ -253,7 +255,7 @@ def duplicates(split: Split) -> tuple[Overlap, ...]:
     return tuple(found)
 
 
-def _owners(split: Split) -> list[tuple[int, int, int, int]]:
+def _owners(split: TPLayout) -> list[tuple[int, int, int, int]]:
     """The stretches of a dimension, each once: (start, stop, rank that holds it, where in its shard), ascending."""
     found: list[tuple[int, int, int, int]] = []
     for rank, stretches in enumerate(split.held):
@@ -282,16 +284,16 @@ def _overlapping(
             yield a, b, rank, offset + a - low
 
 
-def _merged(bands: Sequence[tuple[int, Band]]) -> tuple[tuple[int, Band], ...]:
+def _merged(bands: Sequence[tuple[int, StridedCopy]]) -> tuple[tuple[int, StridedCopy], ...]:
     """Neighbouring columns of one shard, joined."""
-    merged: list[tuple[int, Band]] = []
+    merged: list[tuple[int, StridedCopy]] = []
     for shard, band in bands:
         if merged and merged[-1][0] == shard:
             last = merged[-1][1]
             if band == replace(band, source=last.source + last.width, target=last.target + last.width):
                 if last.rows == 1:
                     width = last.width + band.width
-                    merged[-1] = (shard, Band(1, width, last.source, width, last.target, width))
+                    merged[-1] = (shard, StridedCopy(1, width, last.source, width, last.target, width))
                 else:
                     merged[-1] = (shard, replace(last, width=last.width + band.width).joined())
                 continue

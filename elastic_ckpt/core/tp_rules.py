@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from elastic_ckpt.core.strided import Shape, Split, Stretch, fused, replicated
+from elastic_ckpt.core.strided import Shape, Stretch, TPLayout, fused, replicated
 
 Kind = Literal["column", "row", "vocabulary", "replicated", "averaged", "summed", "custom", "whole_only"]
 COLUMN: Kind = "column"
@@ -91,7 +91,7 @@ class Facts:
     vocabulary: int | None = None
 
 
-def split_by(rule: Rule, shapes: Sequence[Shape], facts: Facts) -> Split:
+def split_by(rule: Rule, shapes: Sequence[Shape], facts: Facts) -> TPLayout:
     """How ranks with shards of these shapes hold a parameter, by a rule.
 
     Raises:
@@ -114,7 +114,7 @@ def split_by(rule: Rule, shapes: Sequence[Shape], facts: Facts) -> Split:
     return fused(whole, dim, _widths(rule, sizes, facts))
 
 
-def _custom(rule: Rule, shapes: Sequence[Shape], dim: int) -> Split:
+def _custom(rule: Rule, shapes: Sequence[Shape], dim: int) -> TPLayout:
     held = rule.slices.get(len(shapes))
     if held is None or len(held) != len(shapes):
         raise CannotSplit(f'"slices" says nothing of {len(shapes)} tensor-parallel ranks')
@@ -126,7 +126,7 @@ def _custom(rule: Rule, shapes: Sequence[Shape], dim: int) -> Split:
     covered = sorted({place for mine in stretches for a, b in mine for place in range(a, b)})
     if covered != list(range(size)):
         raise CannotSplit(f'"slices" of {len(shapes)} ranks leave out elements of dimension {dim}')
-    return Split((*shapes[0][:dim], size, *shapes[0][dim + 1 :]), dim, stretches)
+    return TPLayout((*shapes[0][:dim], size, *shapes[0][dim + 1 :]), dim, stretches)
 
 
 def _check_groups(rule: Rule, sizes: Sequence[int]) -> None:

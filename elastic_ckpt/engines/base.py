@@ -1,4 +1,4 @@
-"""What every live engine provides: its Destinations, the memory behind them, and a commit."""
+"""What every live engine provides: its LocalState, the memory behind them, and a commit."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from deepspeed.runtime.utils import DummyOptim
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
 from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.local_state import Destinations, FlatPartition, Fragment, LiveGroup, WholeTensor
+from elastic_ckpt.core.local_state import FlatPartition, Fragment, LiveGroup, LocalState, WholeTensor
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
-from elastic_ckpt.core.read_plan import Plan, Slot
+from elastic_ckpt.core.read_plan import ReadPlan, Slot
 from elastic_ckpt.distributed import can_broadcast
 from elastic_ckpt.engines.state_schema import StateSchema, Stepped
 
 #: Reads the copies of a plan, or of a part of one, into a tensor for each of its slots.
-ReadPart = Callable[[Plan, Sequence[torch.Tensor]], None]
+ReadPart = Callable[[ReadPlan, Sequence[torch.Tensor]], None]
 
 
 def base_optimizer(engine: Any) -> Any:
@@ -42,10 +42,10 @@ class EngineAdapter(Protocol):
 
     dp_group: Any
 
-    def destinations(self) -> Destinations:
+    def local_state(self) -> LocalState:
         """Describe what this rank holds. Local, changes nothing."""
 
-    def fill(self, plan: Plan, read: ReadPart) -> Mapping[int, torch.Tensor]:
+    def fill(self, plan: ReadPlan, read: ReadPart) -> Mapping[int, torch.Tensor]:
         """Have every slot of the plan read into live memory, allocated where the engine has none yet. Local.
 
         Args:
@@ -57,10 +57,10 @@ class EngineAdapter(Protocol):
             The tensors of those slots, by number, that are still in memory: of the replicated ones, all.
         """
 
-    def set_scalars_and_groups(self, plan: Plan) -> None:
+    def set_scalars_and_groups(self, plan: ReadPlan) -> None:
         """Set scalar states and hyperparameters, where the plan restores them. Local."""
 
-    def refresh_weights(self, plan: Plan, exact_masters: bool) -> None:
+    def refresh_weights(self, plan: ReadPlan, exact_masters: bool) -> None:
         """Derive the low-precision weights from the masters just read. Collective.
 
         Args:
@@ -109,7 +109,7 @@ class FlatOptimizer:
         fragments: Sequence[Fragment],
         frozen: Sequence[WholeTensor],
         group_names: Sequence[Sequence[str]],
-    ) -> Destinations:
+    ) -> LocalState:
         """What the stages' own parts come to, with what they share.
 
         Args:
@@ -118,7 +118,7 @@ class FlatOptimizer:
             frozen: parameters that no optimizer owns.
             group_names: per param group, its parameters in the order in which ``torch.optim`` numbers them.
         """
-        return Destinations(
+        return LocalState(
             zero_stage=zero_stage,
             dp=dist.get_world_size(group=self.dp_group),
             dp_rank=dist.get_rank(group=self.dp_group),
@@ -161,7 +161,7 @@ class FlatOptimizer:
 
     @staticmethod
     def dtype_of(tensor: torch.Tensor) -> str:
-        """Name of a tensor's dtype, as the catalog spells it."""
+        """Name of a tensor's dtype, as the metadata spells it."""
         return str(tensor.dtype).removeprefix("torch.")
 
     def can_send(self, tensor: torch.Tensor) -> bool:
@@ -189,11 +189,11 @@ class FlatOptimizer:
         return {name: buffer for name, buffer in self.module.named_buffers(remove_duplicate=False) if name in saved}
 
     def whole_buffers(self) -> list[WholeTensor]:
-        """The buffers as destinations."""
+        """The buffers as local state."""
         return [self._whole(name, BUFFER, buffer) for name, buffer in self.buffers().items()]
 
     def whole_frozen(self, frozen: Mapping[str, torch.Tensor]) -> list[WholeTensor]:
-        """Frozen parameters of which each rank holds the whole, as destinations."""
+        """Frozen parameters of which each rank holds the whole, as local state."""
         return [self._whole(name, FROZEN, data) for name, data in frozen.items()]
 
     def _whole(self, name: str, key: str, tensor: torch.Tensor) -> WholeTensor:
@@ -201,14 +201,14 @@ class FlatOptimizer:
         return WholeTensor(name, key, tuple(tensor.shape), every, self.dtype_of(tensor), self.can_send(tensor))
 
     def fill_at_once(
-        self, plan: Plan, read: ReadPart, frozen: Mapping[str, torch.Tensor]
+        self, plan: ReadPlan, read: ReadPart, frozen: Mapping[str, torch.Tensor]
     ) -> Mapping[int, torch.Tensor]:
         """:meth:`EngineAdapter.fill` where all of the engine's memory is there."""
         tensors = self.memory(plan, frozen)
         read(plan, tensors)
         return dict(enumerate(tensors))
 
-    def memory(self, plan: Plan, frozen: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    def memory(self, plan: ReadPlan, frozen: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """A tensor for every slot; new optimizer states are allocated, gaps in states get what stands for zero.
 
         Args:
@@ -229,7 +229,7 @@ class FlatOptimizer:
                 tensors.append(self._state(slot))
         return tensors
 
-    def _allocate(self, plan: Plan) -> None:
+    def _allocate(self, plan: ReadPlan) -> None:
         slots: dict[int, list[Slot]] = {}
         for slot in plan.slots:
             if slot.key not in (MASTER, BUFFER, FROZEN):
@@ -243,7 +243,7 @@ class FlatOptimizer:
             tensor.view(-1)[gap.start : gap.stop].fill_(slot.fill)
         return tensor
 
-    def set_scalars_and_groups(self, plan: Plan) -> None:
+    def set_scalars_and_groups(self, plan: ReadPlan) -> None:
         """Scalar states of every flat tensor, each an object of its own, and hyperparameters of every group."""
         if not plan.restores_states:
             return

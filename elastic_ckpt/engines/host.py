@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from elastic_ckpt import distributed
-from elastic_ckpt.core.local_state import Place
-from elastic_ckpt.core.read_plan import Outcome, Plan
+from elastic_ckpt.core.local_state import RankCoordinates
+from elastic_ckpt.core.read_plan import Outcome, ReadPlan
 from elastic_ckpt.core.training_state import HostState
 from elastic_ckpt.engines.base import base_optimizer
 from elastic_ckpt.engines.loss_scale import set_loss_scale
@@ -128,8 +128,10 @@ class HostCommit:
         place: where this rank stands.
     """
 
-    def __init__(self, engine: Any, host: HostState, arguments: LoadArguments, place: Place | None = None) -> None:
-        self._place = place or Place()
+    def __init__(
+        self, engine: Any, host: HostState, arguments: LoadArguments, place: RankCoordinates | None = None
+    ) -> None:
+        self._place = place or RankCoordinates()
         self._engine = engine
         self._host = host
         self._arguments = arguments
@@ -138,7 +140,7 @@ class HostCommit:
         self._groups_before: list[dict[str, Any]] = []
         self.outcomes: list[Outcome] = []
 
-    def load_scheduler(self, plan: Plan) -> None:
+    def load_scheduler(self, plan: ReadPlan) -> None:
         """Load the learning-rate scheduler: a user's class, and so the one step of a commit that may fail."""
         scheduler, saved = self._engine.lr_scheduler, self._host.lr_scheduler
         if not restores_scheduler(self._engine, self._host, self._arguments):

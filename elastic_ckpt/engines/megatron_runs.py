@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from elastic_ckpt.core.local_state import Place
+from elastic_ckpt.core.local_state import RankCoordinates
 
 #: Offset of the seed of what differs between tensor-parallel ranks (dropout inside parallel regions).
 _MODEL_PARALLEL = 2718
@@ -30,7 +30,7 @@ _STATES = ("random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_stat
 _CUDA_NBYTES = 16
 
 
-def follow_topology(args: Any, place: Place, rank: int) -> Any:
+def follow_topology(args: Any, place: RankCoordinates, rank: int) -> Any:
     """A copy of saved arguments whose topology fields are those of the live job; of anything else, the thing itself.
 
     Args:
@@ -60,7 +60,7 @@ def follow_topology(args: Any, place: Place, rank: int) -> Any:
     return changed
 
 
-def reseed(saved: Mapping[str, Any], place: Place) -> tuple[dict[str, Any], int | None]:
+def reseed(saved: Mapping[str, Any], place: RankCoordinates) -> tuple[dict[str, Any], int | None]:
     """Random states for a rank of another model-parallel topology.
 
     Args:
@@ -87,7 +87,7 @@ def reseed(saved: Mapping[str, Any], place: Place) -> tuple[dict[str, Any], int 
     return found, seed if found else None
 
 
-def _state(key: str, saved: Any, seed: int, place: Place) -> Any:
+def _state(key: str, saved: Any, seed: int, place: RankCoordinates) -> Any:
     """A generator's state after seeding, of the kind of the saved one."""
     if key == "random_rng_state":
         return random.Random(seed).getstate()  # noqa: S311: no secret
@@ -98,7 +98,7 @@ def _state(key: str, saved: Any, seed: int, place: Place) -> Any:
     return _generator_state(saved, seed)
 
 
-def _tracked(name: str, seed: int, place: Place) -> int:
+def _tracked(name: str, seed: int, place: RankCoordinates) -> int:
     """Seed of one of Megatron's named generators."""
     if name == "model-parallel-rng":
         return seed + _MODEL_PARALLEL + place.tp_rank

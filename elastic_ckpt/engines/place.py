@@ -23,9 +23,9 @@ from deepspeed.utils.bwc import (
 )
 
 from elastic_ckpt.core.declared import split_of_affine
-from elastic_ckpt.core.local_state import Destinations, LiveLayout, Place
+from elastic_ckpt.core.local_state import LiveLayout, LocalState, RankCoordinates
 from elastic_ckpt.core.sequence import SequenceParallel
-from elastic_ckpt.core.strided import Shape, Split
+from elastic_ckpt.core.strided import Shape, TPLayout
 from elastic_ckpt.core.tp_rules import CannotSplit
 from elastic_ckpt.errors import UnsupportedError
 
@@ -37,7 +37,7 @@ _MOST_COMPARED = 1 << 16
 class OneRank:
     """What one rank tells the others: where it stands, and its shard of each parameter and buffer."""
 
-    place: Place
+    place: RankCoordinates
     layouts: Mapping[str, LiveLayout]
 
 
@@ -51,7 +51,7 @@ def one_rank(engine: Any, dp: int, dp_rank: int) -> OneRank:
     return OneRank(place, _layouts(engine, with_values=place.tp > 1))
 
 
-def place_of(engine: Any, dp: int, dp_rank: int) -> Place:
+def place_of(engine: Any, dp: int, dp_rank: int) -> RankCoordinates:
     """Where this rank stands. Local.
 
     Raises:
@@ -59,7 +59,7 @@ def place_of(engine: Any, dp: int, dp_rank: int) -> Place:
     """
     if isinstance(engine, PipelineEngine):
         grid = engine.grid
-        return Place(
+        return RankCoordinates(
             dp,
             dp_rank,
             grid.get_slice_parallel_world_size(),
@@ -68,7 +68,7 @@ def place_of(engine: Any, dp: int, dp_rank: int) -> Place:
             grid.get_stage_id(),
         )
     sequence, sp_rank = sequence_of(engine, dp)
-    alone = Place(dp, dp_rank, sequence=sequence, sp_rank=sp_rank)
+    alone = RankCoordinates(dp, dp_rank, sequence=sequence, sp_rank=sp_rank)
     if engine.mpu is None:
         return alone
     if bwc_pipeline_parallel_world_size(engine.mpu) > 1:
@@ -98,11 +98,11 @@ def sequence_of(engine: Any, dp: int) -> tuple[SequenceParallel, int]:
     return SequenceParallel(degree, partitioned), groups._get_sequence_parallel_rank()
 
 
-def with_place(destinations: Destinations, mine: OneRank, everybody: Sequence[OneRank]) -> Destinations:
+def with_place(local_state: LocalState, mine: OneRank, everybody: Sequence[OneRank]) -> LocalState:
     """Add where this rank stands, and how the parameters of its stage are held. Local.
 
     Args:
-        destinations: what this rank's engine holds.
+        local state: what this rank's engine holds.
         mine: what it told the others.
         everybody: what all ranks told; without tensor and pipeline parallelism, this one's word is enough.
     """
@@ -116,7 +116,7 @@ def with_place(destinations: Destinations, mine: OneRank, everybody: Sequence[On
     )
     elsewhere = {name for other in everybody for name in other.layouts} - set(mine.layouts)
     return replace(
-        destinations,
+        local_state,
         tp=place.tp,
         tp_rank=place.tp_rank,
         pp=place.pp,
@@ -169,7 +169,7 @@ def _layout(tensor: torch.Tensor, owner: str) -> LiveLayout:
     return LiveLayout((shape,), dim, stride, owner, _recorded(tensor))
 
 
-def _recorded(tensor: torch.Tensor) -> Split | None:
+def _recorded(tensor: torch.Tensor) -> TPLayout | None:
     """AutoTP's map of all ranks' shards, where there is one that is a cut along one dimension."""
     conversion = (getattr(tensor, DS_AUTOTP_UC_META, None) or {}).get("conversion") or {}
     entry = conversion.get(AFFINE_MAP)

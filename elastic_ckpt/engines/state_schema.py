@@ -63,7 +63,7 @@ class StateSchema(Protocol):
         Args:
             stepped: whose.
             values: by key.
-            forms: how they were saved (:attr:`elastic_ckpt.core.metadata.Catalog.scalar_forms`).
+            forms: how they were saved (:attr:`elastic_ckpt.core.metadata.CheckpointMetadata.scalar_forms`).
         """
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from elastic_ckpt.core.flat_ranges import FlatRange, group_offsets
-from elastic_ckpt.core.local_state import Destinations, FlatPartition, Fragment
-from elastic_ckpt.core.read_plan import Plan
+from elastic_ckpt.core.local_state import FlatPartition, Fragment, LocalState
+from elastic_ckpt.core.read_plan import ReadPlan
 from elastic_ckpt.engines.base import FlatOptimizer, ReadPart, base_optimizer
 from elastic_ckpt.engines.state_schema import StateSchema
 
@@ -52,7 +52,7 @@ class PlainAdapter(FlatOptimizer):
         """Per master, its parameters in flat order."""
         return [[param] for group in self._params() for param in group]
 
-    def destinations(self) -> Destinations:
+    def local_state(self) -> LocalState:
         """See :class:`elastic_ckpt.engines.base.EngineAdapter`."""
         flats, fragments = [], []
         for index, params in enumerate(self._members()):
@@ -74,11 +74,11 @@ class PlainAdapter(FlatOptimizer):
         owned = {id(param) for params in self._params() for param in params}
         return {name: param.data for param, name in self.param_names.items() if id(param) not in owned}
 
-    def fill(self, plan: Plan, read: ReadPart) -> Mapping[int, torch.Tensor]:
+    def fill(self, plan: ReadPlan, read: ReadPart) -> Mapping[int, torch.Tensor]:
         """See :class:`elastic_ckpt.engines.base.EngineAdapter`."""
         return self.fill_at_once(plan, read, self._frozen())
 
-    def refresh_weights(self, plan: Plan, exact_masters: bool) -> None:
+    def refresh_weights(self, plan: ReadPlan, exact_masters: bool) -> None:
         """Nothing to do: the masters are the weights. Local."""
 
 
@@ -94,7 +94,7 @@ class UnfusedAdapter(PlainAdapter):
     def _numbered_params(self) -> Params:
         return self._optimizer.fp16_groups
 
-    def refresh_weights(self, plan: Plan, exact_masters: bool) -> None:
+    def refresh_weights(self, plan: ReadPlan, exact_masters: bool) -> None:
         """See :class:`elastic_ckpt.engines.base.EngineAdapter`. Local.
 
         As the end of ``FP16_UnfusedOptimizer.step`` and of ``FP16_Optimizer.step`` does it.

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
-from elastic_ckpt.core.local_state import Destinations, WholeTensor
-from elastic_ckpt.core.read_plan import Plan
+from elastic_ckpt.core.local_state import LocalState, WholeTensor
+from elastic_ckpt.core.read_plan import ReadPlan
 from elastic_ckpt.engines.base import FlatOptimizer, ReadPart
 from elastic_ckpt.engines.state_schema import StateSchema
 from elastic_ckpt.engines.zero3 import Zero3Adapter, gather_anew, partition_group
@@ -54,15 +54,15 @@ class WholeWeightsAdapter(FlatOptimizer):
     def _weights(self) -> Mapping[str, torch.Tensor]:
         return {name: param.data for param, name in self.param_names.items()}
 
-    def destinations(self) -> Destinations:
+    def local_state(self) -> LocalState:
         """See :class:`elastic_ckpt.engines.base.EngineAdapter`."""
         return self.describe(0, (), (), _marked(self, self.whole_frozen(self._weights())), ())
 
-    def fill(self, plan: Plan, read: ReadPart) -> Mapping[int, torch.Tensor]:
+    def fill(self, plan: ReadPlan, read: ReadPart) -> Mapping[int, torch.Tensor]:
         """See :class:`elastic_ckpt.engines.base.EngineAdapter`."""
         return self.fill_at_once(plan, read, self._weights())
 
-    def refresh_weights(self, plan: Plan, exact_masters: bool) -> None:
+    def refresh_weights(self, plan: ReadPlan, exact_masters: bool) -> None:
         """Nothing to do: the weights are what was read. Local."""
 
 
@@ -83,14 +83,14 @@ class PartitionedWeightsAdapter(Zero3Adapter):
         self._offload = engine.optimizer
         FlatOptimizer.__init__(self, **_without_masters(engine, schema, partition_group(engine)))
 
-    def destinations(self) -> Destinations:
+    def local_state(self) -> LocalState:
         """See :class:`elastic_ckpt.engines.base.EngineAdapter`."""
         return self.describe(3, (), (), _marked(self, self._whole_frozen(dist.get_rank(group=self.dp_group))), ())
 
     def _frozen_params(self) -> Mapping[str, Any]:
         return {name: param for param, name in self.param_names.items()}
 
-    def fill(self, plan: Plan, read: ReadPart) -> Mapping[int, torch.Tensor]:
+    def fill(self, plan: ReadPlan, read: ReadPart) -> Mapping[int, torch.Tensor]:
         """See :class:`elastic_ckpt.engines.base.EngineAdapter`.
 
         Partitions all parameters first: a gathered one would otherwise keep its old values.
@@ -98,7 +98,7 @@ class PartitionedWeightsAdapter(Zero3Adapter):
         self._offload.partition_all_parameters()
         return self.fill_at_once(plan, read, self._frozen_memory(plan))
 
-    def refresh_weights(self, plan: Plan, exact_masters: bool) -> None:
+    def refresh_weights(self, plan: ReadPlan, exact_masters: bool) -> None:
         """See :class:`elastic_ckpt.engines.base.EngineAdapter`."""
         persistent = self._offload.persistent_parameters
         gather_anew(self.param_names, persistent)

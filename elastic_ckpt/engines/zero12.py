@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from elastic_ckpt.core.flat_ranges import contiguous_partition, group_offsets
-from elastic_ckpt.core.local_state import Destinations, FlatPartition, Fragment
-from elastic_ckpt.core.read_plan import Plan
+from elastic_ckpt.core.local_state import FlatPartition, Fragment, LocalState
+from elastic_ckpt.core.read_plan import ReadPlan
 from elastic_ckpt.engines.base import FlatOptimizer, ReadPart
 from elastic_ckpt.engines.state_schema import StateSchema
 
@@ -63,7 +63,7 @@ class Zero12Adapter(FlatOptimizer):
         """Per group, the partitions of all ranks in its flat low-precision buffer, each as big as the others."""
         return self._optimizer.parallel_partitioned_bit16_groups
 
-    def destinations(self) -> Destinations:
+    def local_state(self) -> LocalState:
         """See :class:`elastic_ckpt.engines.base.EngineAdapter`."""
         flats, fragments = [], []
         for index, (params, offsets) in enumerate(zip(self._flat_params(), self._flat_offsets(), strict=True)):
@@ -83,11 +83,11 @@ class Zero12Adapter(FlatOptimizer):
         owned = {id(param) for params in self._flat_params() for param in params}
         return {name: param.data for param, name in self.param_names.items() if id(param) not in owned}
 
-    def fill(self, plan: Plan, read: ReadPart) -> Mapping[int, torch.Tensor]:
+    def fill(self, plan: ReadPlan, read: ReadPart) -> Mapping[int, torch.Tensor]:
         """See :class:`elastic_ckpt.engines.base.EngineAdapter`."""
         return self.fill_at_once(plan, read, self._frozen())
 
-    def refresh_weights(self, plan: Plan, exact_masters: bool) -> None:
+    def refresh_weights(self, plan: ReadPlan, exact_masters: bool) -> None:
         """See :class:`elastic_ckpt.engines.base.EngineAdapter`."""
         optimizer = self._optimizer
         if all(partitions[0].device.type == "cpu" for partitions in self._partitions()):

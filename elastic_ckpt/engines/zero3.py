@@ -17,9 +17,9 @@ import torch.distributed as dist
 from deepspeed.runtime.torch_autocast import has_comm_dtype
 
 from elastic_ckpt.core.flat_ranges import FlatRange, per_parameter_partition
-from elastic_ckpt.core.local_state import Destinations, FlatPartition, Fragment, WholeTensor
+from elastic_ckpt.core.local_state import FlatPartition, Fragment, LocalState, WholeTensor
 from elastic_ckpt.core.metadata import FROZEN
-from elastic_ckpt.core.read_plan import Plan
+from elastic_ckpt.core.read_plan import ReadPlan
 from elastic_ckpt.distributed import in_buckets
 from elastic_ckpt.engines.base import FlatOptimizer, ReadPart
 from elastic_ckpt.engines.state_schema import StateSchema
@@ -42,7 +42,7 @@ class Zero3Adapter(FlatOptimizer):
             dp_group=partition_group(engine),
         )
 
-    def destinations(self) -> Destinations:
+    def local_state(self) -> LocalState:
         """See :class:`elastic_ckpt.engines.base.EngineAdapter`."""
         rank = dist.get_rank(group=self.dp_group)
         flats, fragments = [], []
@@ -83,7 +83,7 @@ class Zero3Adapter(FlatOptimizer):
             wholes.append(WholeTensor(name, FROZEN, shape, part, self.dtype_of(param.ds_tensor)))
         return wholes
 
-    def fill(self, plan: Plan, read: ReadPart) -> Mapping[int, torch.Tensor]:
+    def fill(self, plan: ReadPlan, read: ReadPart) -> Mapping[int, torch.Tensor]:
         """See :class:`elastic_ckpt.engines.base.EngineAdapter`.
 
         Partitions all parameters first: a gathered one would otherwise keep its old values.
@@ -91,13 +91,13 @@ class Zero3Adapter(FlatOptimizer):
         self._optimizer.checkpoint_event_prologue()
         return self.fill_at_once(plan, read, self._frozen_memory(plan))
 
-    def _frozen_memory(self, plan: Plan) -> dict[str, torch.Tensor]:
+    def _frozen_memory(self, plan: ReadPlan) -> dict[str, torch.Tensor]:
         numels = {slot.name: slot.numel for slot in plan.slots}
         return {
             name: param.ds_tensor.data.view(-1)[: numels.get(name, 0)] for name, param in self._frozen_params().items()
         }
 
-    def refresh_weights(self, plan: Plan, exact_masters: bool) -> None:
+    def refresh_weights(self, plan: ReadPlan, exact_masters: bool) -> None:
         """See :class:`elastic_ckpt.engines.base.EngineAdapter`.
 
         The low-precision part follows ``_rigid_load_state_dict`` (stage3.py).

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
 
-from elastic_ckpt.core.local_state import Destinations
-from elastic_ckpt.core.read_plan import Plan
+from elastic_ckpt.core.local_state import LocalState
+from elastic_ckpt.core.read_plan import ReadPlan
 from elastic_ckpt.core.state_kinds import ELEMENTWISE
 from elastic_ckpt.engines.base import ReadPart
 from elastic_ckpt.engines.state_schema import StateSchema
@@ -47,9 +47,9 @@ class Zero3NvmeAdapter(Zero3Adapter):
                     remedy='"offload_param": {"device": "cpu"}',
                 )
 
-    def destinations(self) -> Destinations:
+    def local_state(self) -> LocalState:
         """See :class:`elastic_ckpt.engines.base.EngineAdapter`."""
-        found = super().destinations()
+        found = super().local_state()
         for flat in found.flats:
             for state in flat.states or ():
                 if state.dtype != "float32" or state.layout != ELEMENTWISE or state.rows > 1:
@@ -64,7 +64,7 @@ class Zero3NvmeAdapter(Zero3Adapter):
     def _partition_numel(self, index: int) -> int:
         return int(self._optimizer.fp16_partitioned_groups_flat_numel[index])
 
-    def fill(self, plan: Plan, read: ReadPart) -> Mapping[int, torch.Tensor]:
+    def fill(self, plan: ReadPlan, read: ReadPart) -> Mapping[int, torch.Tensor]:
         """See :class:`elastic_ckpt.engines.base.EngineAdapter`."""
         self._optimizer.checkpoint_event_prologue()
         parts = plan.by_flat()
@@ -108,6 +108,6 @@ class Zero3NvmeAdapter(Zero3Adapter):
         master = self.masters[index]
         master.data.copy_(master.data.to(self._optimizer.dtype))
 
-    def refresh_weights(self, plan: Plan, exact_masters: bool) -> None:
+    def refresh_weights(self, plan: ReadPlan, exact_masters: bool) -> None:
         """Weights were derived while each sub-group was in memory. Collective."""
         self._finish_weights()

@@ -1,4 +1,4 @@
-"""The files of a native checkpoint, each sorted out on its own -> the catalog of all. Opens nothing."""
+"""The files of a native checkpoint, each sorted out on its own -> the metadata of all. Opens nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any
 
 from elastic_ckpt.core.features import Features
-from elastic_ckpt.core.metadata import Catalog
+from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError
 from elastic_ckpt.errors import listed as listed_names
 from elastic_ckpt.formats import model_states, shards
@@ -21,10 +21,10 @@ from elastic_ckpt.formats.layers import LayerShard, layer_tensors
 from elastic_ckpt.formats.legacy import LegacyShard, refuse_legacy
 from elastic_ckpt.formats.merging import merge_shards, merge_stages
 from elastic_ckpt.formats.model_states import ModelShard
-from elastic_ckpt.formats.partitioned import partitioned_catalog
+from elastic_ckpt.formats.partitioned import partitioned_metadata
 from elastic_ckpt.formats.progress import with_progress_compared
 from elastic_ckpt.formats.shards import OptimizerShard
-from elastic_ckpt.formats.zero0 import unpartitioned_catalog, weights_alone
+from elastic_ckpt.formats.zero0 import unpartitioned_metadata, weights_alone
 
 #: What a file is of: (model-parallel rank, data-parallel rank, ``"model"`` or ``"optimizer"``), or (layer,
 #: tensor-parallel rank, ``"layer"``).
@@ -40,7 +40,7 @@ class RankFiles:
 
     @property
     def positions(self) -> list[int]:
-        """In the order of the files of the rank's catalog."""
+        """In the order of the files of the rank's metadata."""
         return [*self.models, *self.optimizers]
 
 
@@ -52,15 +52,15 @@ class Assembled:
         ranks: by model-parallel rank, what its files hold.
         layers: what the files of pipeline layers hold.
         grid: which model-parallel rank is of which stage.
-        catalogs: of each model-parallel rank alone.
-        catalog: of all of them.
+        metadata: of each model-parallel rank alone.
+        metadata: of all of them.
     """
 
     ranks: Mapping[int, RankFiles]
     layers: Sequence[LayerShard]
     grid: Grid
-    catalogs: Mapping[int, Catalog]
-    catalog: Catalog
+    all_metadata: Mapping[int, CheckpointMetadata]
+    metadata: CheckpointMetadata
 
 
 def assemble(found: Found, kinds: Sequence[Kind], indexed: Sequence[Any], options: ReadOptions) -> Assembled:
@@ -82,11 +82,11 @@ def assemble(found: Found, kinds: Sequence[Kind], indexed: Sequence[Any], option
     grid = grid_of({mp: next(iter(rank.models.values())) for mp, rank in ranks.items()}, found.folder, options.place)
     model_states.check_same_save([next(iter(rank.models.values())) for rank in ranks.values()], one_rank=False)
     _list_missing_shapes(ranks, grid, layers)
-    catalogs = {mp: _fit_together(found, rank, grid, options) for mp, rank in ranks.items()}
-    catalog = merge_stages([merge_shards([catalogs[mp] for mp in stage]) for stage in grid.stages])
-    catalog = _with_layers(catalog, ranks, layers, grid, options.live_names)
-    catalog = with_progress_compared(catalog, next(iter(ranks[0].models.values())), options.check_shards)
-    return Assembled(ranks, layers, grid, catalogs, catalog)
+    all_metadata = {mp: _fit_together(found, rank, grid, options) for mp, rank in ranks.items()}
+    metadata = merge_stages([merge_shards([all_metadata[mp] for mp in stage]) for stage in grid.stages])
+    metadata = _with_layers(metadata, ranks, layers, grid, options.live_names)
+    metadata = with_progress_compared(metadata, next(iter(ranks[0].models.values())), options.check_shards)
+    return Assembled(ranks, layers, grid, all_metadata, metadata)
 
 
 def _by_rank(kinds: Sequence[Kind], indexed: Sequence[Any]) -> dict[int, RankFiles]:
@@ -149,8 +149,8 @@ def _refuse_unlisted(found_in: str, names: Iterable[str], shapes: Mapping[str, A
         )
 
 
-def _fit_together(found: Found, rank: RankFiles, grid: Grid, options: ReadOptions) -> Catalog:
-    """The catalog of one model-parallel rank's files."""
+def _fit_together(found: Found, rank: RankFiles, grid: Grid, options: ReadOptions) -> CheckpointMetadata:
+    """The metadata of one model-parallel rank's files."""
     models, optimizers = list(rank.models.values()), list(rank.optimizers.values())
     features = models[0].features | (optimizers[0].features if optimizers else Features())
     refuse_features(features, models[0].path)
@@ -158,17 +158,17 @@ def _fit_together(found: Found, rank: RankFiles, grid: Grid, options: ReadOption
         _check_belong_together(models, optimizers)
         own = grid.own_file(options.place) if len(models) > 1 else None
         _refuse_swapped(optimizers, grid)
-        catalog = partitioned_catalog(found, models, optimizers, own, options.states)
+        metadata = partitioned_metadata(found, models, optimizers, own, options.states)
     elif models[0].optimizer is None:
         number = re.search(r"mp_rank_(\d+)", os.path.basename(models[0].path))
         raise missing_file(found, f"*zero_pp_rank_0_mp_rank_{number[1] if number else '00'}_optim_states.pt", "none")
     elif found.files.layers and not options.with_states:
-        catalog = weights_alone(found, models[0])
+        metadata = weights_alone(found, models[0])
     else:
         _refuse_unnamed(found, models[0])
-        catalog = unpartitioned_catalog(found, models[0], options)
-    source = replace(catalog.source, sequence=grid.sequence)
-    return replace(catalog, source=source, declared=models[0].declared, run=models[0].run)
+        metadata = unpartitioned_metadata(found, models[0], options)
+    source = replace(metadata.source, sequence=grid.sequence)
+    return replace(metadata, source=source, declared=models[0].declared, run=models[0].run)
 
 
 def _refuse_swapped(optimizers: Sequence[OptimizerShard], grid: Grid) -> None:
@@ -194,18 +194,18 @@ def _refuse_unnamed(found: Found, model: ModelShard) -> None:
 
 
 def _with_layers(
-    catalog: Catalog,
+    metadata: CheckpointMetadata,
     ranks: Mapping[int, RankFiles],
     layers: Sequence[LayerShard],
     grid: Grid,
     live_names: frozenset[str],
-) -> Catalog:
+) -> CheckpointMetadata:
     if not layers:
-        return catalog
+        return metadata
     models = [model for rank in ranks.values() for model in rank.models.values()]
     buffers = frozenset(name for model in models for name in model.buffer_names)
-    tensors, files = layer_tensors(catalog, layers, buffers, grid.tp, live_names)
-    return replace(catalog, tensors={**catalog.tensors, **tensors}, files=catalog.files + files)
+    tensors, files = layer_tensors(metadata, layers, buffers, grid.tp, live_names)
+    return replace(metadata, tensors={**metadata.tensors, **tensors}, files=metadata.files + files)
 
 
 def missing_file(found: Found, name: str, have: str) -> DamagedError:

@@ -9,8 +9,8 @@ from typing import Any, Protocol, TypeVar
 
 from elastic_ckpt import distributed
 from elastic_ckpt.core.fqn import RenameRules
-from elastic_ckpt.core.local_state import Place
-from elastic_ckpt.core.metadata import Catalog, SourceFile
+from elastic_ckpt.core.local_state import RankCoordinates
+from elastic_ckpt.core.metadata import CheckpointMetadata, SourceFile
 from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.core.training_state import HostState
 from elastic_ckpt.errors import DamagedError, UnsupportedError
@@ -67,19 +67,19 @@ class ReadOptions:
     rename: RenameRules = ()
     states: StateOptions = field(default_factory=StateOptions)
     with_states: bool = True
-    place: Place = field(default_factory=Place)
+    place: RankCoordinates = field(default_factory=RankCoordinates)
     live_names: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint's metadata: tensors as a catalog, the rest as host state.
+    """A checkpoint's metadata: tensors as a metadata, the rest as host state.
 
     ``model_path`` is the model-states file whose path ``load_checkpoint`` returns; ``files_opened`` counts the
     files whose metadata this rank read.
     """
 
-    catalog: Catalog
+    metadata: CheckpointMetadata
     host: HostState
     model_path: str
     files_opened: int
@@ -127,7 +127,7 @@ class Sized(Protocol):
 
 
 def source_file(item: Sized) -> SourceFile:
-    """The catalog entry of an indexed file."""
+    """The metadata entry of an indexed file."""
     return SourceFile(item.path, item.nbytes)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from elastic_ckpt.core.local_state import Place
+from elastic_ckpt.core.local_state import RankCoordinates
 from elastic_ckpt.core.sequence import NO_SEQUENCE_PARALLEL, SequenceParallel
 from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError
 from elastic_ckpt.formats.degrees import StatedDegrees
@@ -41,7 +41,7 @@ class Grid:
     def pp(self) -> int:
         return len(self.stages)
 
-    def has_ranks_of(self, place: Place) -> bool:
+    def has_ranks_of(self, place: RankCoordinates) -> bool:
         """Whether the live job has the data-, tensor- and pipeline-parallel ranks of the save.
 
         What belongs to one rank (random states, positions in the data) then still belongs to it; ranks of one
@@ -50,7 +50,7 @@ class Grid:
         saved = (self.tp, self.pp, self.sequence.data_degree(self.dp))
         return saved == (place.tp, place.pp, place.data_degree)
 
-    def own_file(self, place: Place) -> int | None:
+    def own_file(self, place: RankCoordinates) -> int | None:
         """Which of the files that a model-parallel rank has for each of the ``dp`` ranks belongs to this rank.
 
         ``None``: the job has other ranks than the save. A rank of a sequence-parallel group of another size finds the
@@ -62,7 +62,7 @@ class Grid:
         return place.data_rank * saved + (place.sp_rank if saved == place.sequence.degree else 0)
 
 
-def grid_of(models: Mapping[int, ModelShard], folder: str, place: Place | None = None) -> Grid:
+def grid_of(models: Mapping[int, ModelShard], folder: str, place: RankCoordinates | None = None) -> Grid:
     """Sort model-parallel ranks, of each of which one model-states file is given.
 
     Args:
@@ -111,7 +111,7 @@ def grid_of(models: Mapping[int, ModelShard], folder: str, place: Place | None =
     return grid if place is None else _with_live_degree(grid, stated, place)
 
 
-def _with_live_degree(grid: Grid, stated: StatedDegrees, place: Place) -> Grid:
+def _with_live_degree(grid: Grid, stated: StatedDegrees, place: RankCoordinates) -> Grid:
     """A sequence-parallel degree that is not stated is the live one, where ranks and samples counted speak for it.
 
     The counters alone could have another history: runs with other batches.

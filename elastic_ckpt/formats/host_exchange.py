@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic_ckpt import distributed
-from elastic_ckpt.core.local_state import Place
+from elastic_ckpt.core.local_state import RankCoordinates
 from elastic_ckpt.core.training_state import HostState, LossScale
 from elastic_ckpt.formats.assembling import Assembled, Kind
 from elastic_ckpt.formats.base import opener_of
@@ -40,7 +40,7 @@ class HostStates:
     """
 
     def __init__(
-        self, files: Assembled, kinds: Sequence[Kind], opened: Mapping[int, PickledFile], place: Place
+        self, files: Assembled, kinds: Sequence[Kind], opened: Mapping[int, PickledFile], place: RankCoordinates
     ) -> None:
         self._files = files
         self._kinds = kinds

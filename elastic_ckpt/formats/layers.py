@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.metadata import BUFFER, FROZEN, Catalog, Extent, LogicalTensor, SourceFile
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, CheckpointMetadata, SourceFile, StorageChunk, TensorMetadata
 from elastic_ckpt.formats.pickled import PickledFile, TensorRef
 
 _TIED = re.compile(r"^tied_modules\.[^.]+\.")
@@ -60,38 +60,38 @@ def index_layer(file: PickledFile, layer: int, tp_rank: int) -> LayerShard:
 
 
 def layer_tensors(
-    catalog: Catalog,
+    metadata: CheckpointMetadata,
     layers: Sequence[LayerShard],
     buffers: frozenset[str],
     tp: int,
     live_names: frozenset[str] = frozenset(),
-) -> tuple[dict[tuple[str, str], LogicalTensor], tuple[SourceFile, ...]]:
+) -> tuple[dict[tuple[str, str], TensorMetadata], tuple[SourceFile, ...]]:
     """Buffers, and parameters that no optimizer owned: logical tensors, and the files they lie in.
 
     Args:
-        catalog: of the optimizer's parameters; the files follow its own.
+        metadata: of the optimizer's parameters; the files follow its own.
         layers: all layers' files.
         buffers: names of the module's buffers.
         tp: tensor-parallel degree.
         live_names: of the live model, which tell what a tied module is called of which no optimizer owned anything.
     """
-    known = frozenset(catalog.parameters) | buffers | live_names
+    known = frozenset(metadata.parameters) | buffers | live_names
     shards: dict[str, list[tuple[int, int, TensorRef]]] = {}
     for number, layer in enumerate(layers):
         for name, ref in layer.named(known).items():
-            if name not in catalog.parameters and ref.is_contiguous:
-                shards.setdefault(name, []).append((layer.tp_rank, len(catalog.files) + number, ref))
+            if name not in metadata.parameters and ref.is_contiguous:
+                shards.setdefault(name, []).append((layer.tp_rank, len(metadata.files) + number, ref))
     tensors = {}
     for name, held in shards.items():
         held.sort(key=lambda item: item[0])
         if [rank for rank, _, _ in held] != list(range(tp)):
             continue
         key = BUFFER if name in buffers else FROZEN
-        extents = tuple(
-            Extent(FlatRange(0, ref.numel), file, ref.byte_offset, shard=rank if tp > 1 else 0)
+        chunks = tuple(
+            StorageChunk(FlatRange(0, ref.numel), file, ref.byte_offset, shard=rank if tp > 1 else 0)
             for rank, file, ref in held
             if ref.numel
         )
         shapes = tuple(ref.shape for _, _, ref in held) if tp > 1 else ()
-        tensors[name, key] = LogicalTensor(name, key, held[0][2].shape, held[0][2].dtype, extents, shards=shapes)
+        tensors[name, key] = TensorMetadata(name, key, held[0][2].shape, held[0][2].dtype, chunks, shards=shapes)
     return tensors, tuple(SourceFile(layer.path, layer.nbytes) for layer in layers)

@@ -1,4 +1,4 @@
-"""Catalogs of model-parallel ranks -> the catalog of all: shards side by side, pipeline stages one after the other."""
+"""Metadata of model-parallel ranks -> the metadata of all: shards side by side, pipeline stages one after the other."""
 
 from __future__ import annotations
 
@@ -8,86 +8,88 @@ from dataclasses import replace
 from typing import Any
 
 from elastic_ckpt.core.declared import Declared
-from elastic_ckpt.core.metadata import FROZEN, Catalog, LogicalTensor, ReplicatedState, SavedParameter
+from elastic_ckpt.core.metadata import FROZEN, CheckpointMetadata, ReplicatedState, SavedParameter, TensorMetadata
 from elastic_ckpt.core.tp_rules import CannotSplit
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 
 
-def merge_shards(catalogs: Sequence[Catalog]) -> Catalog:
+def merge_shards(all_metadata: Sequence[CheckpointMetadata]) -> CheckpointMetadata:
     """One pipeline stage: tensor-parallel ranks with the same names, each with its own shard of every tensor.
 
     Raises:
         DamagedError: they do not belong together.
     """
-    if len(catalogs) == 1:
-        return catalogs[0]
-    catalogs = _with_empty_shards(catalogs)
-    first = catalogs[0]
-    offsets = _offsets(catalogs)
-    for catalog in catalogs[1:]:
-        _check_alike(first, catalog)
+    if len(all_metadata) == 1:
+        return all_metadata[0]
+    all_metadata = _with_empty_shards(all_metadata)
+    first = all_metadata[0]
+    offsets = _offsets(all_metadata)
+    for metadata in all_metadata[1:]:
+        _check_alike(first, metadata)
     tensors = {
         place: shard_by_shard(
-            [moved(catalog.tensors[place], at) for catalog, at in zip(catalogs, offsets, strict=True)]
+            [moved(metadata.tensors[place], at) for metadata, at in zip(all_metadata, offsets, strict=True)]
         )
         for place in first.tensors
     }
-    parameters = {name: _one_parameter([catalog.parameters[name] for catalog in catalogs]) for name in first.parameters}
-    merged = _together(catalogs, tensors, parameters)
-    return replace(merged, source=replace(first.source, tp=len(catalogs)))
+    parameters = {
+        name: _one_parameter([metadata.parameters[name] for metadata in all_metadata]) for name in first.parameters
+    }
+    merged = _together(all_metadata, tensors, parameters)
+    return replace(merged, source=replace(first.source, tp=len(all_metadata)))
 
 
-def merge_stages(catalogs: Sequence[Catalog]) -> Catalog:
+def merge_stages(all_metadata: Sequence[CheckpointMetadata]) -> CheckpointMetadata:
     """All pipeline stages: of a tied parameter, the first stage's copy counts, and the others are kept to be compared.
 
     Raises:
         UnsupportedError: their param groups have other hyperparameters.
     """
-    first = catalogs[0]
-    if len(catalogs) == 1:
+    first = all_metadata[0]
+    if len(all_metadata) == 1:
         return first
-    offsets = _offsets(catalogs)
-    tensors: dict[tuple[str, str], LogicalTensor] = {}
-    twins: dict[tuple[str, str], tuple[LogicalTensor, ...]] = {}
+    offsets = _offsets(all_metadata)
+    tensors: dict[tuple[str, str], TensorMetadata] = {}
+    twins: dict[tuple[str, str], tuple[TensorMetadata, ...]] = {}
     parameters: dict[str, SavedParameter] = {}
     stages: dict[str, tuple[int, ...]] = {}
-    for stage, (catalog, at) in enumerate(zip(catalogs, offsets, strict=True)):
-        for name in dict.fromkeys([*catalog.parameters, *(name for name, _ in catalog.tensors)]):
+    for stage, (metadata, at) in enumerate(zip(all_metadata, offsets, strict=True)):
+        for name in dict.fromkeys([*metadata.parameters, *(name for name, _ in metadata.tensors)]):
             stages[name] = (*stages.get(name, ()), stage)
-        if list(catalog.groups) != list(first.groups):
+        if list(metadata.groups) != list(first.groups):
             raise UnsupportedError(
                 "the pipeline stages were saved with different param groups, which is not supported yet",
                 file=first.source.folder,
                 expected=f"{list(first.groups)}",
-                found=f"{list(catalog.groups)}",
+                found=f"{list(metadata.groups)}",
             )
-        for place, tensor in catalog.tensors.items():
+        for place, tensor in metadata.tensors.items():
             if place in tensors:
                 twins[place] = (*twins.get(place, ()), moved(tensor, at))
             else:
                 tensors[place] = moved(tensor, at)
-        for name, saved in catalog.parameters.items():
+        for name, saved in metadata.parameters.items():
             parameters.setdefault(name, _parameter_moved(saved, at))
-    merged = _together(catalogs, tensors, parameters)
-    return replace(merged, source=replace(first.source, pp=len(catalogs)), twins=twins, stages=stages)
+    merged = _together(all_metadata, tensors, parameters)
+    return replace(merged, source=replace(first.source, pp=len(all_metadata)), twins=twins, stages=stages)
 
 
-def _with_empty_shards(catalogs: Sequence[Catalog]) -> list[Catalog]:
+def _with_empty_shards(all_metadata: Sequence[CheckpointMetadata]) -> list[CheckpointMetadata]:
     """AutoTP may leave a rank without an element of a parameter, which its files then do not list."""
-    every = {name: catalog for catalog in reversed(catalogs) for name in catalog.parameters}
+    every = {name: metadata for metadata in reversed(all_metadata) for name in metadata.parameters}
     completed = []
-    for rank, catalog in enumerate(catalogs):
-        parameters, tensors = dict(catalog.parameters), dict(catalog.tensors)
-        for name in every.keys() - catalog.parameters.keys():
-            shape = _recorded_shape(catalog.declared, name, rank)
+    for rank, metadata in enumerate(all_metadata):
+        parameters, tensors = dict(metadata.parameters), dict(metadata.tensors)
+        for name in every.keys() - metadata.parameters.keys():
+            shape = _recorded_shape(metadata.declared, name, rank)
             if shape is not None and math.prod(shape) == 0:
                 parameters[name] = replace(every[name].parameters[name], shape=shape, replicated=())
                 tensors.pop((name, FROZEN), None)
                 for place, tensor in every[name].tensors.items():
                     if place[0] == name:
                         rows = tensor.shape[: len(tensor.shape) - len(shape)]
-                        tensors[place] = replace(tensor, shape=(*rows, *shape), extents=())
-        completed.append(replace(catalog, parameters=parameters, tensors=tensors))
+                        tensors[place] = replace(tensor, shape=(*rows, *shape), chunks=())
+        completed.append(replace(metadata, parameters=parameters, tensors=tensors))
     return completed
 
 
@@ -99,30 +101,30 @@ def _recorded_shape(declared: Declared, name: str, rank: int) -> tuple[int, ...]
     return None if split is None or rank >= split.degree else split.shard_shape(rank)
 
 
-def _offsets(catalogs: Iterable[Catalog]) -> list[int]:
+def _offsets(all_metadata: Iterable[CheckpointMetadata]) -> list[int]:
     """Where the files of each begin in the list of all."""
     offsets, position = [], 0
-    for catalog in catalogs:
+    for metadata in all_metadata:
         offsets.append(position)
-        position += len(catalog.files)
+        position += len(metadata.files)
     return offsets
 
 
-def moved(tensor: LogicalTensor, files: int) -> LogicalTensor:
+def moved(tensor: TensorMetadata, files: int) -> TensorMetadata:
     """A tensor whose files come ``files`` places later in the list of all."""
     return (
-        replace(tensor, extents=tuple(replace(extent, file=extent.file + files) for extent in tensor.extents))
+        replace(tensor, chunks=tuple(replace(chunk, file=chunk.file + files) for chunk in tensor.chunks))
         if files
         else tensor
     )
 
 
-def shard_by_shard(shards: Sequence[LogicalTensor]) -> LogicalTensor:
+def shard_by_shard(shards: Sequence[TensorMetadata]) -> TensorMetadata:
     """The tensor whose shards, in tensor-parallel order, these are."""
     if len(shards) == 1:
         return shards[0]
-    extents = [replace(extent, shard=rank) for rank, tensor in enumerate(shards) for extent in tensor.extents]
-    return replace(shards[0], extents=tuple(extents), shards=tuple(tensor.shape for tensor in shards))
+    chunks = [replace(chunk, shard=rank) for rank, tensor in enumerate(shards) for chunk in tensor.chunks]
+    return replace(shards[0], chunks=tuple(chunks), shards=tuple(tensor.shape for tensor in shards))
 
 
 def _one_parameter(shards: Sequence[SavedParameter]) -> SavedParameter:
@@ -140,7 +142,7 @@ def _parameter_moved(saved: SavedParameter, files: int) -> SavedParameter:
     return replace(saved, replicated=moved)
 
 
-def _check_alike(first: Catalog, other: Catalog) -> None:
+def _check_alike(first: CheckpointMetadata, other: CheckpointMetadata) -> None:
     compared: list[tuple[str, Any, Any]] = [
         ("parameters", sorted(first.parameters), sorted(other.parameters)),
         ("tensors", sorted(first.tensors), sorted(other.tensors)),
@@ -159,42 +161,42 @@ def _check_alike(first: Catalog, other: Catalog) -> None:
             )
 
 
-def _scalars(catalog: Catalog) -> list[Any]:
-    return [(name, saved.group, saved.scalars) for name, saved in sorted(catalog.parameters.items())]
+def _scalars(metadata: CheckpointMetadata) -> list[Any]:
+    return [(name, saved.group, saved.scalars) for name, saved in sorted(metadata.parameters.items())]
 
 
-def _dtypes(catalog: Catalog, other: Catalog) -> list[Any]:
+def _dtypes(metadata: CheckpointMetadata, other: CheckpointMetadata) -> list[Any]:
     """Of what both hold an element of: the dtype, and whether it is quantized, or has a shape of its own."""
     kinds = []
-    for place, tensor in sorted(catalog.tensors.items()):
-        if tensor.extents and place in other.tensors and other.tensors[place].extents:
-            kinds.append((place, tensor.dtype, tensor.is_whole, any(extent.code for extent in tensor.extents)))
+    for place, tensor in sorted(metadata.tensors.items()):
+        if tensor.chunks and place in other.tensors and other.tensors[place].chunks:
+            kinds.append((place, tensor.dtype, tensor.is_whole, any(chunk.code for chunk in tensor.chunks)))
     return kinds
 
 
 def _together(
-    catalogs: Sequence[Catalog],
-    tensors: Mapping[tuple[str, str], LogicalTensor],
+    all_metadata: Sequence[CheckpointMetadata],
+    tensors: Mapping[tuple[str, str], TensorMetadata],
     parameters: Mapping[str, SavedParameter],
-) -> Catalog:
-    """What is said of several catalogs, united."""
+) -> CheckpointMetadata:
+    """What is said of several metadata, united."""
     declared = Declared()
-    for catalog in catalogs:
-        declared = declared | catalog.declared
+    for metadata in all_metadata:
+        declared = declared | metadata.declared
     return replace(
-        catalogs[0],
-        files=tuple(file for catalog in catalogs for file in catalog.files),
+        all_metadata[0],
+        files=tuple(file for metadata in all_metadata for file in metadata.files),
         parameters=parameters,
         tensors=tensors,
-        aliases=_united(catalog.aliases for catalog in catalogs),
-        opaque_states=_united(catalog.opaque_states for catalog in catalogs),
-        damaged_states=_united(catalog.damaged_states for catalog in catalogs),
-        fresh_states=frozenset().union(*(catalog.fresh_states for catalog in catalogs)),
-        scalar_forms=_united(catalog.scalar_forms for catalog in catalogs),
-        frozen_recorded=all(catalog.frozen_recorded for catalog in catalogs),
+        aliases=_united(metadata.aliases for metadata in all_metadata),
+        opaque_states=_united(metadata.opaque_states for metadata in all_metadata),
+        damaged_states=_united(metadata.damaged_states for metadata in all_metadata),
+        fresh_states=frozenset().union(*(metadata.fresh_states for metadata in all_metadata)),
+        scalar_forms=_united(metadata.scalar_forms for metadata in all_metadata),
+        frozen_recorded=all(metadata.frozen_recorded for metadata in all_metadata),
         declared=declared,
-        notes=tuple(dict.fromkeys(note for catalog in catalogs for note in catalog.notes)),
-        warnings=tuple(dict.fromkeys(warning for catalog in catalogs for warning in catalog.warnings)),
+        notes=tuple(dict.fromkeys(note for metadata in all_metadata for note in metadata.notes)),
+        warnings=tuple(dict.fromkeys(warning for metadata in all_metadata for warning in metadata.warnings)),
     )
 
 

@@ -6,19 +6,19 @@ import math
 from collections.abc import Sequence, Set
 
 from elastic_ckpt.core.flat_ranges import FlatRange, per_parameter_numel, per_parameter_partition
-from elastic_ckpt.core.metadata import BUFFER, FROZEN, Extent, LogicalTensor
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, StorageChunk, TensorMetadata
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.pickled import TensorRef
 
-Tensors = dict[tuple[str, str], LogicalTensor]
+Tensors = dict[tuple[str, str], TensorMetadata]
 
 
 def module_tensors(models: Sequence[ModelShard], own: int, trained: frozenset[str]) -> tuple[Tensors, tuple[str, ...]]:
     """Logical tensors of buffers and frozen parameters.
 
     Args:
-        models: all model-states files, in rank order, which is the order of the catalog's first files.
+        models: all model-states files, in rank order, which is the order of the metadata's first files.
         own: the file to take buffers from: this rank's own where the topology is unchanged, else 0.
         trained: names that an optimizer owned.
 
@@ -59,7 +59,7 @@ def _is_zero3(shard: ModelShard) -> bool:
     return "zero_pp_rank_" in shard.path.rsplit("/", 1)[-1]
 
 
-def _whole(shard: ModelShard, name: str, key: str, ref: TensorRef, file: int) -> LogicalTensor:
+def _whole(shard: ModelShard, name: str, key: str, ref: TensorRef, file: int) -> TensorMetadata:
     if not ref.is_contiguous:
         raise UnsupportedError(
             f"this {key} was saved as a view that is not contiguous, which is not supported yet",
@@ -69,14 +69,14 @@ def _whole(shard: ModelShard, name: str, key: str, ref: TensorRef, file: int) ->
             found=f"shape {ref.shape}, strides {ref.stride}",
             remedy="load at the topology it was saved with, or make it contiguous before saving",
         )
-    extents = (Extent(FlatRange(0, ref.numel), file, ref.byte_offset),) if ref.numel else ()
-    return LogicalTensor(name, key, ref.shape, ref.dtype, extents)
+    chunks = (StorageChunk(FlatRange(0, ref.numel), file, ref.byte_offset),) if ref.numel else ()
+    return TensorMetadata(name, key, ref.shape, ref.dtype, chunks)
 
 
-def _partitioned(models: Sequence[ModelShard], name: str, shape: tuple[int, ...]) -> LogicalTensor:
+def _partitioned(models: Sequence[ModelShard], name: str, shape: tuple[int, ...]) -> TensorMetadata:
     """ZeRO-3: each rank's file holds its padded slice of a frozen parameter."""
     numel = math.prod(shape)
-    extents = []
+    chunks = []
     dtype = models[0].frozen_fragments[name].dtype
     step = models[0].frozen_fragments[name].numel  # "align_partitions" may have made it longer than need be
     for rank, shard in enumerate(models):
@@ -91,5 +91,5 @@ def _partitioned(models: Sequence[ModelShard], name: str, shape: tuple[int, ...]
                     found=f"{ref.numel} of {ref.dtype}",
                     remedy="restore the folder from its original",
                 )
-            extents.append(Extent(placement.range, rank, ref.byte_offset))
-    return LogicalTensor(name, FROZEN, shape, dtype, tuple(extents))
+            chunks.append(StorageChunk(placement.range, rank, ref.byte_offset))
+    return TensorMetadata(name, FROZEN, shape, dtype, tuple(chunks))

@@ -1,4 +1,4 @@
-"""Native checkpoints, of any ZeRO stage -> Catalog."""
+"""Native checkpoints, of any ZeRO stage -> CheckpointMetadata."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def read_native(found: Found, options: ReadOptions) -> Checkpoint:
     everybody = distributed.gathered("fit the checkpoint's files together", fit)
     files, hosts = assembled[0]
     host = replace(hosts.exchanged(everybody), degrees=(files.grid.tp, files.grid.pp))
-    return Checkpoint(files.catalog, host, paths[everybody[distributed.rank()].position], len(opened))
+    return Checkpoint(files.metadata, host, paths[everybody[distributed.rank()].position], len(opened))
 
 
 def _name_of(found: Found, names: Mapping[int, _Names], kind: Kind) -> str:
@@ -78,16 +78,16 @@ def _name_of(found: Found, names: Mapping[int, _Names], kind: Kind) -> str:
 
 def _spot_check(files: Assembled, opened: Mapping[int, PickledFile]) -> None:
     """Compare each rank's masters with its weights, in the files that this process opened."""
-    catalogs = files.catalogs
-    known = frozenset(chain.from_iterable(catalog.parameters for catalog in catalogs.values()))
+    all_metadata = files.all_metadata
+    known = frozenset(chain.from_iterable(metadata.parameters for metadata in all_metadata.values()))
     for mp, rank in files.ranks.items():
         mine = {number for number, position in enumerate(rank.positions) if position in opened}
         model = next(iter(rank.models.values()))
-        spot_check(catalogs[mp], SavedWeights(model.path, model.weights), mine)
+        spot_check(all_metadata[mp], SavedWeights(model.path, model.weights), mine)
         tp_rank = next(stage.index(mp) for stage in files.grid.stages if mp in stage)
         for layer in files.layers:
             if layer.tp_rank == tp_rank:
-                spot_check(catalogs[mp], SavedWeights(layer.path, layer.named(known)), mine)
+                spot_check(all_metadata[mp], SavedWeights(layer.path, layer.named(known)), mine)
 
 
 def _expected_files(found: Found, mp: int) -> _Names:

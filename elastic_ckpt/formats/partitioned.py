@@ -1,4 +1,4 @@
-"""Checkpoints of ZeRO-1, 2 and 3 -> Catalog: where each parameter lies in the flat partitions of all ranks."""
+"""Checkpoints of ZeRO-1, 2 and 3 -> CheckpointMetadata: where each parameter is in the partitions of all ranks."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from elastic_ckpt.core.dtypes import ITEMSIZE
 from elastic_ckpt.core.flat_ranges import FlatRange, Placement
 from elastic_ckpt.core.metadata import (
     MASTER,
-    Catalog,
-    Extent,
-    LogicalTensor,
+    CheckpointMetadata,
     ReplicatedState,
     SavedParameter,
     SourceFacts,
     SourceFile,
+    StorageChunk,
+    TensorMetadata,
 )
 from elastic_ckpt.core.state_kinds import ELEMENTWISE, REPLICATED, TOUCHED, Codebook, StateOptions
 from elastic_ckpt.formats.base import Found, source_file
@@ -34,14 +34,14 @@ _PLAIN = SavedKind(ELEMENTWISE)
 _SWAPPED_DTYPE = "float32"
 
 
-def partitioned_catalog(
+def partitioned_metadata(
     found: Found,
     models: Sequence[ModelShard],
     optimizers: Sequence[OptimizerShard],
     own: int | None,
     options: StateOptions,
-) -> Catalog:
-    """The catalog of a checkpoint whose optimizer states are partitioned.
+) -> CheckpointMetadata:
+    """The metadata of a checkpoint whose optimizer states are partitioned.
 
     Args:
         found: the folder.
@@ -58,7 +58,7 @@ def partitioned_catalog(
         collector.add(flat, first_shard=len(models))
     tensors = collector.tensors()
     whole, notes = module_tensors(models, own or 0, frozenset(collector.parameters))
-    return Catalog(
+    return CheckpointMetadata(
         source=SourceFacts(
             "native", found.folder, found.tag, optimizers[0].zero_stage, len(optimizers), models[0].ds_version
         ),
@@ -80,15 +80,15 @@ def partitioned_catalog(
 
 @dataclass(slots=True)
 class _Collected:
-    """What is known so far of one tensor: its dtype, how many rows of its parameter's elements it has, its extents."""
+    """What is known so far of one tensor: its dtype, how many rows of its parameter's elements it has, its chunks."""
 
     dtype: str
     rows: int
-    extents: list[Extent]
+    chunks: list[StorageChunk]
 
 
 class _Collector:
-    """Collects parameters and the extents of their tensors, one flat partition after the other."""
+    """Collects parameters and the chunks of their tensors, one flat partition after the other."""
 
     def __init__(
         self,
@@ -177,8 +177,8 @@ class _Collector:
             self.files.append(source)
             for placement in placements:
                 offset = placement.flat_offset * ITEMSIZE[_SWAPPED_DTYPE]
-                extent = Extent(placement.range, len(self.files) - 1, offset)
-                self._append(flat, placement.index, key, extent, _SWAPPED_DTYPE)
+                chunk = StorageChunk(placement.range, len(self.files) - 1, offset)
+                self._append(flat, placement.index, key, chunk, _SWAPPED_DTYPE)
 
     def _add_region(
         self,
@@ -203,7 +203,7 @@ class _Collector:
                     inside = FlatRange(skipped + inside.start, skipped + inside.stop)
                 offset = ref.byte_offset + (row * part.partition_numel + start) * itemsize
                 code = block_code(key, kind, part.states, self._codebooks, row, part.partition_numel, start)
-                self._append(flat, placement.index, key, Extent(inside, file, offset, code), ref.dtype, kind.rows)
+                self._append(flat, placement.index, key, StorageChunk(inside, file, offset, code), ref.dtype, kind.rows)
 
     def _add_touched(self, flat: int, key: str, ref: TensorRef, file: int, placements: Sequence[Placement]) -> None:
         """Whole parameters, of which several ranks may hold the same ones: the first rank's are taken."""
@@ -213,25 +213,25 @@ class _Collector:
             numel = math.prod(shape)
             if (name, key) not in self._collected:
                 offset = ref.byte_offset + position * ITEMSIZE[ref.dtype]
-                self._append(flat, placement.index, key, Extent(FlatRange(0, numel), file, offset), ref.dtype)
+                self._append(flat, placement.index, key, StorageChunk(FlatRange(0, numel), file, offset), ref.dtype)
             position += numel
 
-    def _append(self, flat: int, index: int, key: str, extent: Extent, dtype: str, rows: int = 1) -> None:
+    def _append(self, flat: int, index: int, key: str, chunk: StorageChunk, dtype: str, rows: int = 1) -> None:
         place = self._model.param_shapes[flat][index][0], key
         collected = self._collected.get(place)
         if collected is None:
-            self._collected[place] = _Collected(dtype, rows, [extent])
+            self._collected[place] = _Collected(dtype, rows, [chunk])
         else:
-            collected.extents.append(extent)
+            collected.chunks.append(chunk)
             collected.dtype, collected.rows = dtype, rows
 
-    def tensors(self) -> dict[tuple[str, str], LogicalTensor]:
+    def tensors(self) -> dict[tuple[str, str], TensorMetadata]:
         """The logical tensors by (name, key)."""
         made = {}
         for (name, key), collected in self._collected.items():
             shape = self.parameters[name].shape
             if collected.rows > 1:
                 shape = (collected.rows, *shape)
-                collected.extents.sort(key=lambda extent: extent.range.start)
-            made[name, key] = LogicalTensor(name, key, shape, collected.dtype, tuple(collected.extents))
+                collected.chunks.sort(key=lambda chunk: chunk.range.start)
+            made[name, key] = TensorMetadata(name, key, shape, collected.dtype, tuple(collected.chunks))
         return made

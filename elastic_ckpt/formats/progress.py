@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from elastic_ckpt.core.metadata import Catalog, SavedParameter
+from elastic_ckpt.core.metadata import CheckpointMetadata, SavedParameter
 from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.zero0_index import PLAIN
@@ -22,16 +22,16 @@ _ONE_MORE = (
 )
 
 
-def with_progress_compared(catalog: Catalog, model: ModelShard, check_shards: bool) -> Catalog:
-    """The catalog, with a note where counters and optimizer states differ; with ZeRO-3 that is an error.
+def with_progress_compared(metadata: CheckpointMetadata, model: ModelShard, check_shards: bool) -> CheckpointMetadata:
+    """The metadata, with a note where counters and optimizer states differ; with ZeRO-3 that is an error.
 
     Raises:
         DamagedError: they differ in a checkpoint of ZeRO-3, and ``check_shards`` is set.
     """
-    refuse = check_shards and catalog.source.zero_stage == 3
+    refuse = check_shards and metadata.source.zero_stage == 3
     dummy = model.optimizer is not None and model.optimizer.kind != PLAIN
-    notes = compare_progress(catalog.parameters, model.counters, model.path, refuse, dummy)
-    return replace(catalog, notes=catalog.notes + notes)
+    notes = compare_progress(metadata.parameters, model.counters, model.path, refuse, dummy)
+    return replace(metadata, notes=metadata.notes + notes)
 
 
 def compare_progress(

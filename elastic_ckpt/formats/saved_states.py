@@ -98,7 +98,7 @@ def _digest(tensor: torch.Tensor) -> Digest:
 def block_code(
     key: str, kind: SavedKind, states: StatesOfOne, codebooks: Mapping[str, Codebook], row: int, numel: int, start: int
 ) -> BlockCode | None:
-    """How an extent of a saved state is quantized; ``None``: it is not.
+    """How an chunk of a saved state is quantized; ``None``: it is not.
 
     Args:
         key, kind: of the state.
@@ -106,7 +106,7 @@ def block_code(
         codebooks: the quantization maps (:func:`resolve_codebooks`).
         row: in which row of the state.
         numel: elements of a row, padding included: blocks are counted anew in each.
-        start: of the extent in its row.
+        start: of the chunk in its row.
     """
     if not kind.block_numel:
         return None

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from elastic_ckpt.core.dtypes import ITEMSIZE
-from elastic_ckpt.core.metadata import MASTER, Catalog, Extent, LogicalTensor
+from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata, StorageChunk, TensorMetadata
 from elastic_ckpt.errors import DamagedError, MismatchError
 from elastic_ckpt.formats.pickled import TensorRef
 
@@ -31,15 +31,15 @@ class SavedWeights:
     weights: Mapping[str, TensorRef]
 
 
-def spot_check(catalog: Catalog, model: SavedWeights, files: Collection[int]) -> None:
+def spot_check(metadata: CheckpointMetadata, model: SavedWeights, files: Collection[int]) -> None:
     """Compare a few masters in each of some files with the weights in the model-states file. Local.
 
     Universal checkpoints made from stages 1 and 2 keep the same weights beside them, and are checked alike.
 
     Args:
-        catalog: the checkpoint.
+        metadata: the checkpoint.
         model: the weights saved beside it; nothing is compared where it holds no weights (ZeRO-3).
-        files: indices of the files in ``catalog.files`` to look into.
+        files: indices of the files in ``metadata.files`` to look into.
 
     Raises:
         DamagedError: they differ.
@@ -47,31 +47,31 @@ def spot_check(catalog: Catalog, model: SavedWeights, files: Collection[int]) ->
     """
     checked: Counter[int] = Counter()
     # without partitions, values also prove which parameter is which: look at all of them
-    most = _PARAMETERS if catalog.source.zero_stage else len(catalog.parameters)
-    for name in catalog.parameters:
-        weight, tensor = model.weights.get(name), catalog.tensors.get((name, MASTER))
+    most = _PARAMETERS if metadata.source.zero_stage else len(metadata.parameters)
+    for name in metadata.parameters:
+        weight, tensor = model.weights.get(name), metadata.tensors.get((name, MASTER))
         if weight is None or tensor is None or weight.shape != tensor.shape or not weight.is_contiguous:
             continue
-        for extent in tensor.extents:
-            if extent.file in files and checked[extent.file] < most:
-                checked[extent.file] += 1
-                _compare(catalog, model, tensor, extent)
+        for chunk in tensor.chunks:
+            if chunk.file in files and checked[chunk.file] < most:
+                checked[chunk.file] += 1
+                _compare(metadata, model, tensor, chunk)
 
 
-def _compare(catalog: Catalog, model: SavedWeights, tensor: LogicalTensor, extent: Extent) -> None:
+def _compare(metadata: CheckpointMetadata, model: SavedWeights, tensor: TensorMetadata, chunk: StorageChunk) -> None:
     weight = model.weights[tensor.name]
-    count = min(_ELEMENTS, extent.range.numel)
-    masters = _read(catalog.files[extent.file].path, extent.byte_offset, count, tensor.dtype)
-    weight_offset = weight.byte_offset + extent.range.start * ITEMSIZE[weight.dtype]
+    count = min(_ELEMENTS, chunk.range.numel)
+    masters = _read(metadata.files[chunk.file].path, chunk.byte_offset, count, tensor.dtype)
+    weight_offset = weight.byte_offset + chunk.range.start * ITEMSIZE[weight.dtype]
     weights = _read(model.path, weight_offset, count, weight.dtype)
     if not torch.equal(masters.to(weights.dtype).nan_to_num(), weights.nan_to_num()):
-        if catalog.source.zero_stage == 0:
-            raise _other_order(tensor.name, catalog.files[extent.file].path, weights, masters)
+        if metadata.source.zero_stage == 0:
+            raise _other_order(tensor.name, metadata.files[chunk.file].path, weights, masters)
         raise DamagedError(
             "the fp32 masters in this file are not those of the weights saved beside it",
             parameter=tensor.name,
-            file=catalog.files[extent.file].path,
-            expected=f"{_first(weights)} ... from element {extent.range.start} on, as in {model.path}",
+            file=metadata.files[chunk.file].path,
+            expected=f"{_first(weights)} ... from element {chunk.range.start} on, as in {model.path}",
             found=f"{_first(masters)} ...",
             remedy=(
                 "the file is of another run, or weights were changed by hand before the save; "

@@ -29,7 +29,7 @@ _ALIGNMENT_NBYTES = 1024
 
 
 def swap_files(file: PickledFile, dp_rank: int, master: TensorRef, state: Mapping[str, Any]) -> dict[str, SourceFile]:
-    """The swap files of one sub-group: catalog key -> file; empty where the sub-group lies in the shard itself.
+    """The swap files of one sub-group: metadata key -> file; empty where the sub-group lies in the shard itself.
 
     Args:
         file: the optimizer-states file.

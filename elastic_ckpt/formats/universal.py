@@ -1,4 +1,4 @@
-"""DeepSpeed universal checkpoints -> Catalog.
+"""DeepSpeed universal checkpoints -> CheckpointMetadata.
 
 ``zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt`` hold one whole tensor each, beside copies of the model-states
 files. Source of the layout: ``ds_to_universal.py``. From stages 1 and 2 each file is a dict with ``param``, and
@@ -15,14 +15,14 @@ from dataclasses import replace
 from elastic_ckpt import distributed
 from elastic_ckpt.core.declared import Declared
 from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.local_state import Place
+from elastic_ckpt.core.local_state import RankCoordinates
 from elastic_ckpt.core.metadata import (
     MASTER,
-    Catalog,
-    Extent,
-    LogicalTensor,
+    CheckpointMetadata,
     SavedParameter,
     SourceFacts,
+    StorageChunk,
+    TensorMetadata,
 )
 from elastic_ckpt.core.training_state import HostState
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
@@ -77,7 +77,7 @@ def read_universal(found: Found, options: ReadOptions) -> Checkpoint:
     models = {place: item for place, item in zip(ranks, indexed, strict=False) if isinstance(item, ModelShard)}
     optimizer = next((item for item in indexed if isinstance(item, OptimizerFile)), None)
     first = models[ranks[0]]
-    fitted: list[Catalog] = []
+    fitted: list[CheckpointMetadata] = []
 
     def fit() -> bytes | None:
         _check_one_save(models)
@@ -86,13 +86,13 @@ def read_universal(found: Found, options: ReadOptions) -> Checkpoint:
             _refuse_round_robin(first, optimizer)
             _refuse_aligned(first, optimizer)
         states = [item for item in indexed if isinstance(item, StateFile)]
-        catalog = _build_catalog(found, models, optimizer, states, options.place)
-        catalog = with_progress_compared(catalog, first, options.check_shards)
-        positions = {path: position for position, path in enumerate(file.path for file in catalog.files)}
-        if options.check_shards and catalog.merged_from == 1:
+        metadata = _build_metadata(found, models, optimizer, states, options.place)
+        metadata = with_progress_compared(metadata, first, options.check_shards)
+        positions = {path: position for position, path in enumerate(file.path for file in metadata.files)}
+        if options.check_shards and metadata.merged_from == 1:
             weights = SavedWeights(first.path, first.weights)
-            spot_check(catalog, weights, {positions[file.path] for file in opened.values() if file.path in positions})
-        fitted.append(catalog)
+            spot_check(metadata, weights, {positions[file.path] for file in opened.values() if file.path in positions})
+        fitted.append(metadata)
         return (
             distributed.pack(_read_host(opened[0], models, optimizer, found.folder, options.place))
             if 0 in opened
@@ -109,7 +109,7 @@ def _read_host(
     models: Mapping[tuple[int, int], ModelShard],
     optimizer: OptimizerFile | None,
     folder: str,
-    place: Place,
+    place: RankCoordinates,
 ) -> HostState:
     """What the first model-states file says of everything but tensors."""
     scale = None if optimizer is None else loss_scale_of(optimizer.loss_scaler)
@@ -180,13 +180,13 @@ def _refuse_aligned(model: ModelShard, optimizer: OptimizerFile) -> None:
         )
 
 
-def _build_catalog(
+def _build_metadata(
     found: Found,
     models: Mapping[tuple[int, int], ModelShard],
     optimizer: OptimizerFile | None,
     states: list[StateFile],
-    place: Place,
-) -> Catalog:
+    place: RankCoordinates,
+) -> CheckpointMetadata:
     shards, grid = list(models.values()), _grid(models, found.folder, place)
     first = shards[0]
     files = tuple([source_file(item) for item in shards] + [source_file(item) for item in states])
@@ -194,20 +194,20 @@ def _build_catalog(
     for model in shards:
         declared = declared | model.declared
     noted = tuple((f"^{item.rule.pattern}$", item.rule) for item in states if item.rule is not None)
-    tensors: dict[tuple[str, str], LogicalTensor] = {}
+    tensors: dict[tuple[str, str], TensorMetadata] = {}
     for position, item in enumerate(states, start=len(shards)):
         if item.tensor is not None and item.name in parameters:
             shape = parameters[item.name].shape
             _check_numel(item, shape)
-            extent = Extent(FlatRange(0, item.tensor.numel), position, item.tensor.byte_offset)
-            tensors[item.name, item.key] = LogicalTensor(item.name, item.key, shape, item.tensor.dtype, (extent,))
+            chunk = StorageChunk(FlatRange(0, item.tensor.numel), position, item.tensor.byte_offset)
+            tensors[item.name, item.key] = TensorMetadata(item.name, item.key, shape, item.tensor.dtype, (chunk,))
     whole, notes = _module_tensors(shards, frozenset(parameters), grid)
     stage = 1 if optimizer is None else optimizer.zero_stage
     groups = () if optimizer is None else normal_groups(optimizer.groups, is_bitsandbytes=False)
     most = max((saved.group for saved in parameters.values()), default=0) + 1
     if optimizer is None:
         notes += (_NO_OPTIMIZER_FILE,)
-    return Catalog(
+    return CheckpointMetadata(
         source=SourceFacts(
             "universal", found.folder, found.tag, stage, grid.dp, first.ds_version, sequence=grid.sequence
         ),
@@ -226,7 +226,7 @@ def _build_catalog(
     )
 
 
-def _grid(models: Mapping[tuple[int, int], ModelShard], folder: str, place: Place) -> Grid:
+def _grid(models: Mapping[tuple[int, int], ModelShard], folder: str, place: RankCoordinates) -> Grid:
     return grid_of({mp: models[mp, dp] for mp, dp in models if dp == 0}, folder, place)
 
 
@@ -280,12 +280,12 @@ def _flat_shards(name: str, shape: tuple[int, ...], file: str) -> UnsupportedErr
 
 def _module_tensors(
     models: Sequence[ModelShard], trained: frozenset[str], grid: Grid
-) -> tuple[dict[tuple[str, str], LogicalTensor], tuple[str, ...]]:
+) -> tuple[dict[tuple[str, str], TensorMetadata], tuple[str, ...]]:
     """Buffers and frozen parameters: as the model-states files have them, each tensor-parallel rank its own shard."""
     if grid.tp * grid.pp == 1:
         return module_tensors(models, 0, trained)
     dp = len(models) // (grid.tp * grid.pp)
-    tensors: dict[tuple[str, str], LogicalTensor] = {}
+    tensors: dict[tuple[str, str], TensorMetadata] = {}
     notes: tuple[str, ...] = ()
     for stage in grid.stages:
         parts = []

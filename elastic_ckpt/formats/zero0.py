@@ -1,4 +1,4 @@
-"""Checkpoints without ZeRO partitions -> Catalog.
+"""Checkpoints without ZeRO partitions -> CheckpointMetadata.
 
 The optimizer numbers its parameters and names none: :mod:`elastic_ckpt.formats.zero0_names` finds the names. Where
 masters lie beside the weights, their values are compared too (:mod:`elastic_ckpt.formats.spot_check`).
@@ -14,12 +14,12 @@ from elastic_ckpt.core.dtypes import ITEMSIZE
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.metadata import (
     MASTER,
-    Catalog,
-    Extent,
-    LogicalTensor,
+    CheckpointMetadata,
     ReplicatedState,
     SavedParameter,
     SourceFacts,
+    StorageChunk,
+    TensorMetadata,
 )
 from elastic_ckpt.core.state_kinds import COMPANIONS, ELEMENTWISE, REPLICATED, Codebook, StateOptions
 from elastic_ckpt.errors import MismatchError, UnsupportedError
@@ -36,8 +36,8 @@ from elastic_ckpt.formats.zero0_names import member_names
 Shape = tuple[int, ...]
 
 
-def unpartitioned_catalog(found: Found, model: ModelShard, options: ReadOptions) -> Catalog:
-    """The catalog of a checkpoint whose optimizer state is whole; without a live engine, of its weights if need be.
+def unpartitioned_metadata(found: Found, model: ModelShard, options: ReadOptions) -> CheckpointMetadata:
+    """The metadata of a checkpoint whose optimizer state is whole; without a live engine, of its weights if need be.
 
     Args:
         found: the folder.
@@ -60,7 +60,7 @@ def unpartitioned_catalog(found: Found, model: ModelShard, options: ReadOptions)
     for number, members in enumerate(names):
         builder.add_group(number, members)
     whole, notes = module_tensors([model], 0, frozenset(builder.parameters))
-    return Catalog(
+    return CheckpointMetadata(
         source=SourceFacts(
             "native", found.folder, found.tag, 0, int(model.counters["dp_world_size"]), model.ds_version
         ),
@@ -79,11 +79,11 @@ def unpartitioned_catalog(found: Found, model: ModelShard, options: ReadOptions)
     )
 
 
-def weights_alone(found: Found, model: ModelShard) -> Catalog:
-    """The catalog of the weights as the module has them; those of a pipeline lie in the files of its layers."""
+def weights_alone(found: Found, model: ModelShard) -> CheckpointMetadata:
+    """The metadata of the weights as the module has them; those of a pipeline lie in the files of its layers."""
     dp = int(model.counters["dp_world_size"])
     tensors, notes = module_tensors([model], 0, frozenset())
-    return Catalog(
+    return CheckpointMetadata(
         source=SourceFacts("native", found.folder, found.tag, 0, dp, model.ds_version),
         files=(source_file(model),),
         parameters={},
@@ -106,7 +106,7 @@ class _Builder:
         self._codebooks = codebooks
         self._options = options
         self.parameters: dict[str, SavedParameter] = {}
-        self.tensors: dict[tuple[str, str], LogicalTensor] = {}
+        self.tensors: dict[tuple[str, str], TensorMetadata] = {}
         self.opaque: dict[str, str] = {}
         self.damaged: dict[str, str] = {}
         self.scalar_forms: dict[str, str] = {}
@@ -187,20 +187,20 @@ class _Builder:
             self._add_tensor(name, key, shape, ref, base)
             return
         self._refuse_view(name, key, ref)
-        numel, extents = math.prod(shape), []
+        numel, chunks = math.prod(shape), []
         for row in range(kind.rows):
             offset = ref.byte_offset + (row * held_numel + base) * ITEMSIZE[ref.dtype]
             code = block_code(key, kind, states, self._codebooks, row, held_numel, base)
-            extents.append(Extent(FlatRange(row * numel, (row + 1) * numel), 0, offset, code))
+            chunks.append(StorageChunk(FlatRange(row * numel, (row + 1) * numel), 0, offset, code))
         rows = (kind.rows,) if kind.rows > 1 else ()
-        self.tensors[name, key] = LogicalTensor(name, key, rows + shape, ref.dtype, tuple(extents) if numel else ())
+        self.tensors[name, key] = TensorMetadata(name, key, rows + shape, ref.dtype, tuple(chunks) if numel else ())
 
     def _add_tensor(self, name: str, key: str, shape: Shape, ref: TensorRef, base: int, is_whole: bool = False) -> None:
         self._refuse_view(name, key, ref)
         numel = math.prod(shape)
         offset = ref.byte_offset + base * ITEMSIZE[ref.dtype]
-        extents = (Extent(FlatRange(0, numel), 0, offset),) if numel else ()
-        self.tensors[name, key] = LogicalTensor(name, key, shape, ref.dtype, extents, is_whole)
+        chunks = (StorageChunk(FlatRange(0, numel), 0, offset),) if numel else ()
+        self.tensors[name, key] = TensorMetadata(name, key, shape, ref.dtype, chunks, is_whole)
 
     def _refuse_view(self, name: str, key: str, ref: TensorRef) -> None:
         if not ref.is_contiguous:

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elastic_ckpt.core.read_plan import Plan, Share
+from elastic_ckpt.core.read_plan import ReadPlan, Share
 from elastic_ckpt.distributed import in_buckets
 
 
-def exchange_shares(plan: Plan, tensors: Mapping[int, torch.Tensor], group: Any) -> int:
+def exchange_shares(plan: ReadPlan, tensors: Mapping[int, torch.Tensor], group: Any) -> int:
     """Broadcast every share of a plan from its owner. Collective over the data-parallel group.
 
     Args:
@@ -41,7 +41,7 @@ def exchange_shares(plan: Plan, tensors: Mapping[int, torch.Tensor], group: Any)
     return received_nbytes
 
 
-def _buckets(plan: Plan, tensors: Mapping[int, torch.Tensor]) -> Iterator[list[Share]]:
+def _buckets(plan: ReadPlan, tensors: Mapping[int, torch.Tensor]) -> Iterator[list[Share]]:
     """Shares of one owner, dtype and device that together are no bigger than a bucket, or one bigger share."""
     kinds: dict[tuple[int, torch.dtype, torch.device], list[Share]] = {}
     for share in plan.shares:

@@ -9,7 +9,7 @@ from itertools import chain
 import torch
 
 from elastic_ckpt.core.dtypes import ITEMSIZE
-from elastic_ckpt.core.read_plan import Copy, Plan
+from elastic_ckpt.core.read_plan import ReadItem, ReadPlan
 from elastic_ckpt.io.read_sizes import MAX_BUFFERS, ReadLimits
 
 #: What a thread takes on at a time, at most: a future for each small read would cost more than the read.
@@ -36,7 +36,7 @@ class StagedRead:
     Each row is a ``preadv`` of its own.
     """
 
-    copy: Copy
+    copy: ReadItem
     nbytes: int
 
     @property
@@ -50,7 +50,7 @@ _Piece = tuple[int, int, memoryview]
 
 
 def sort_copies(
-    plan: Plan, tensors: Sequence[torch.Tensor], limits: ReadLimits
+    plan: ReadPlan, tensors: Sequence[torch.Tensor], limits: ReadLimits
 ) -> tuple[list[DirectRead], list[StagedRead]]:
     """The reads that execute the copies of a plan, in file order.
 
@@ -89,7 +89,7 @@ def tasks(reads: Sequence[DirectRead], threads: int) -> Iterator[Sequence[Direct
         yield reads[first:]
 
 
-def _rows(copy: Copy, view: memoryview) -> Iterator[_Piece]:
+def _rows(copy: ReadItem, view: memoryview) -> Iterator[_Piece]:
     itemsize = ITEMSIZE[copy.dtype]
     nbytes, file_step, slot_step = (n * itemsize for n in (copy.numel, copy.file_stride, copy.slot_stride))
     start, offset = copy.slot_offset * itemsize, copy.byte_offset
@@ -107,7 +107,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview | None:
     return flat.view(torch.uint8).numpy().data
 
 
-def _staged(copy: Copy, step_nbytes: int) -> Iterator[StagedRead]:
+def _staged(copy: ReadItem, step_nbytes: int) -> Iterator[StagedRead]:
     """Rows that are neighbours in the slot go together, as many as a buffer holds; longer ones are cut."""
     row_nbytes = copy.numel * ITEMSIZE[copy.dtype]
     is_dense = copy.rows > 1 and copy.slot_stride == copy.numel
@@ -122,13 +122,13 @@ def _staged(copy: Copy, step_nbytes: int) -> Iterator[StagedRead]:
         yield StagedRead(part, rows * row_nbytes)
 
 
-def _split_staged(copy: Copy, step_nbytes: int) -> Iterator[StagedRead]:
+def _split_staged(copy: ReadItem, step_nbytes: int) -> Iterator[StagedRead]:
     itemsize = ITEMSIZE[copy.dtype]
     step = max(step_nbytes // itemsize, 1)
     for start in range(0, copy.numel, step):
         numel = min(step, copy.numel - start)
         offset = copy.byte_offset + start * itemsize
-        part = Copy(copy.file, offset, copy.slot, copy.slot_offset + start, numel, copy.dtype)
+        part = ReadItem(copy.file, offset, copy.slot, copy.slot_offset + start, numel, copy.dtype)
         yield StagedRead(part, numel * itemsize)
 
 

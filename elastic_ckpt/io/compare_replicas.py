@@ -14,7 +14,7 @@ import torch
 
 from elastic_ckpt.core.dtypes import ITEMSIZE
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
-from elastic_ckpt.core.read_plan import Comparison, Copy, Piece, Plan, Recode, Slot, clip
+from elastic_ckpt.core.read_plan import Comparison, Piece, ReadItem, ReadPlan, RequantizeItem, Slot, clip
 from elastic_ckpt.errors import MismatchError, listed
 from elastic_ckpt.io.reader import ReadOptions, execute
 from elastic_ckpt.sharding.resolve import FIRST, MEAN
@@ -71,7 +71,7 @@ class Drift:
         )
 
 
-def find_drift(plan: Plan, options: ReadOptions) -> list[Difference]:
+def find_drift(plan: ReadPlan, options: ReadOptions) -> list[Difference]:
     """Read this rank's share of the copies and compare them with the first one. Local.
 
     Raises:
@@ -151,13 +151,13 @@ def _dtype_of(comparison: Comparison) -> str:
     return dtypes.pop() if len(dtypes) == 1 and not is_coded else _WIDEST
 
 
-def _read(plan: Plan, parts: Sequence[_Part], arena: torch.Tensor, options: ReadOptions) -> Iterator[list[_Values]]:
+def _read(plan: ReadPlan, parts: Sequence[_Part], arena: torch.Tensor, options: ReadOptions) -> Iterator[list[_Values]]:
     """All copies of each part: those of all in one go; quantized ones, and those of several dtypes, decoded."""
     ends = accumulate(part.slot_nbytes for part in parts for _ in part.comparison.copies)
     slots: list[Slot] = []
     read: list[_Values] = []
-    copies: list[Copy] = []
-    recodes: list[Recode] = []
+    copies: list[ReadItem] = []
+    recodes: list[RequantizeItem] = []
     for part in parts:
         numel = part.stop - part.start
         for pieces in part.comparison.copies:
@@ -170,11 +170,11 @@ def _read(plan: Plan, parts: Sequence[_Part], arena: torch.Tensor, options: Read
             slots.append(Slot("", 0, "", numel, part.dtype))
             read.append(_Values(held.view(torch.int64), held.view(getattr(torch, part.dtype))[:numel]))
             if part.dtype == _WIDEST:
-                recodes.append(Recode(number, 0, numel, None, -1, 0, inside))
+                recodes.append(RequantizeItem(number, 0, numel, None, -1, 0, inside))
             else:
-                copies += (Copy(p.file, p.byte_offset, number, p.start, p.numel, p.dtype) for p in inside)
+                copies += (ReadItem(p.file, p.byte_offset, number, p.start, p.numel, p.dtype) for p in inside)
     copies.sort(key=lambda copy: (copy.file, copy.byte_offset))
-    mine = Plan(plan.files, tuple(slots), tuple(copies), recodes=tuple(recodes))
+    mine = ReadPlan(plan.files, tuple(slots), tuple(copies), recodes=tuple(recodes))
     execute(mine, [each.values for each in read], options, show_progress=False)
     every = iter(read)
     for part in parts:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from elastic_ckpt.core.dtypes import ITEMSIZE
-from elastic_ckpt.core.read_plan import Copy, Plan
+from elastic_ckpt.core.read_plan import ReadItem, ReadPlan
 from elastic_ckpt.io.requantize import Chunk, chunks
 
 #: Buffers that the kernel takes at most in one call (limits.h, IOV_MAX).
@@ -39,7 +39,7 @@ class ReadLimits:
     gap_nbytes: int = 0
 
 
-def read_sizes(plan: Plan, limits: ReadLimits, on_accelerator: bool) -> list[Run]:
+def read_sizes(plan: ReadPlan, limits: ReadLimits, on_accelerator: bool) -> list[Run]:
     """Sizes of the reads by which a plan is executed.
 
     Args:
@@ -72,7 +72,7 @@ def _nbytes_of(chunk: Chunk) -> int:
     return nbytes
 
 
-def _split(copy: Copy, step_nbytes: int) -> Iterator[Run]:
+def _split(copy: ReadItem, step_nbytes: int) -> Iterator[Run]:
     """Each row by itself, in steps of whole elements."""
     itemsize = ITEMSIZE[copy.dtype]
     step = max(step_nbytes // itemsize, 1)
@@ -119,7 +119,7 @@ class _Open:
     nbytes: int
     buffers: int
 
-    def join(self, copy: Copy, rows: _Rows, limits: ReadLimits) -> int:
+    def join(self, copy: ReadItem, rows: _Rows, limits: ReadLimits) -> int:
         """How many of a copy's rows join it."""
         gap = copy.byte_offset - self.end
         if copy.file != self.file or not 0 <= gap <= limits.gap_nbytes:
@@ -133,7 +133,7 @@ class _Open:
         return count
 
 
-def _joined(copies: Iterable[Copy], limits: ReadLimits) -> Iterator[Run]:
+def _joined(copies: Iterable[ReadItem], limits: ReadLimits) -> Iterator[Run]:
     """Neighbours in the file, and those nearly so, go into one read; what is longer than a chunk is split."""
     last: _Open | None = None
     chunk_nbytes = limits.chunk_nbytes

@@ -19,12 +19,12 @@ import torch
 from tqdm import tqdm
 
 from elastic_ckpt.config import ElasticConfig
-from elastic_ckpt.core.read_plan import Plan
+from elastic_ckpt.core.read_plan import ReadPlan
 from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.io.coalesce import DirectRead, StagedRead, sort_copies, tasks
 from elastic_ckpt.io.prefault import Prefault
 from elastic_ckpt.io.read_sizes import LEAST_STAGING_NBYTES, ReadLimits
-from elastic_ckpt.io.requantize import Chunk, RecodeStats, chunks, run_chunk
+from elastic_ckpt.io.requantize import Chunk, RequantizeStats, chunks, run_chunk
 from elastic_ckpt.io.staging import Lanes, Transfer, transfer_for
 
 _MIB = 1 << 20
@@ -77,11 +77,11 @@ class ReadStats:
     nbytes: int
     calls: int
     staged_nbytes: int
-    recoded: RecodeStats = field(default_factory=RecodeStats)
+    recoded: RequantizeStats = field(default_factory=RequantizeStats)
 
 
 def execute(
-    plan: Plan,
+    plan: ReadPlan,
     tensors: Sequence[torch.Tensor],
     options: ReadOptions,
     show_progress: bool,
@@ -121,7 +121,7 @@ def execute(
             bar.update(nbytes)
         if work.lanes is not None:
             work.lanes.finish()
-        stats = RecodeStats()
+        stats = RequantizeStats()
         for done, chunk in zip(pool.map(work.run_recode, recoded), recoded, strict=True):
             stats += done
             bar.update(chunk.nbytes)
@@ -139,7 +139,7 @@ def _bar(total: int, progress: bool | None) -> tqdm:
 class _Work:
     """What the threads of the pool do."""
 
-    plan: Plan
+    plan: ReadPlan
     tensors: Sequence[torch.Tensor]
     descriptors: _Descriptors
     prefault: Prefault
@@ -161,7 +161,7 @@ class _Work:
         lane.deliver(read.nbytes, copy.dtype, self.tensors[copy.slot], copy.slot_offset)
         return read.nbytes
 
-    def run_recode(self, chunk: Chunk) -> RecodeStats:
+    def run_recode(self, chunk: Chunk) -> RequantizeStats:
         try:
             return run_chunk(chunk, self.tensors, self._read_bytes)
         except DamagedError as error:
@@ -176,7 +176,7 @@ class _Work:
 class _Descriptors:
     """At most one open file for each thread: reads come in file order, and a checkpoint may have thousands."""
 
-    def __init__(self, plan: Plan, stack: ExitStack) -> None:
+    def __init__(self, plan: ReadPlan, stack: ExitStack) -> None:
         self._plan = plan
         self._mine = threading.local()
         self._open: set[int] = set()
@@ -204,7 +204,7 @@ class _Descriptors:
             os.close(descriptor)
 
 
-def check_files(plan: Plan) -> None:
+def check_files(plan: ReadPlan) -> None:
     """Look at the size of every file the plan reads, before anything is overwritten. Local.
 
     Raises:
@@ -235,7 +235,7 @@ def check_files(plan: Plan) -> None:
 
 
 def _read_fully(
-    descriptors: _Descriptors, plan: Plan, file: int, byte_offset: int, buffers: Sequence[memoryview]
+    descriptors: _Descriptors, plan: ReadPlan, file: int, byte_offset: int, buffers: Sequence[memoryview]
 ) -> None:
     """``preadv`` until all buffers are full; the kernel may return less than was asked for."""
     remaining = list(buffers)
@@ -253,7 +253,7 @@ def _read_fully(
             remaining[0] = remaining[0][count:]
 
 
-def _located(plan: Plan, chunk: Chunk, error: DamagedError) -> DamagedError:
+def _located(plan: ReadPlan, chunk: Chunk, error: DamagedError) -> DamagedError:
     """Values that cannot be recoded know neither their state nor their file."""
     if error.file is not None:
         return error
@@ -268,7 +268,7 @@ def _located(plan: Plan, chunk: Chunk, error: DamagedError) -> DamagedError:
     )
 
 
-def _broken(plan: Plan, file: int, byte_offset: int, found: str) -> DamagedError:
+def _broken(plan: ReadPlan, file: int, byte_offset: int, found: str) -> DamagedError:
     return DamagedError(
         "reading a file of the checkpoint failed",
         file=plan.files[file].path,

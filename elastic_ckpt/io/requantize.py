@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from elastic_ckpt.core.dtypes import ITEMSIZE
-from elastic_ckpt.core.read_plan import Piece, Recode
+from elastic_ckpt.core.read_plan import Piece, RequantizeItem
 from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.io.blockwise import decode, encode
 from elastic_ckpt.io.memory import write_flat
@@ -21,7 +21,7 @@ _SCALE_NBYTES = 4
 
 
 @dataclass(frozen=True)
-class RecodeStats:
+class RequantizeStats:
     """What was done.
 
     Attributes:
@@ -34,8 +34,8 @@ class RecodeStats:
     blocks: int = 0
     worst_error: float = 0.0
 
-    def __add__(self, other: RecodeStats) -> RecodeStats:
-        return RecodeStats(
+    def __add__(self, other: RequantizeStats) -> RequantizeStats:
+        return RequantizeStats(
             self.nbytes + other.nbytes, self.blocks + other.blocks, max(self.worst_error, other.worst_error)
         )
 
@@ -44,7 +44,7 @@ class RecodeStats:
 class Chunk:
     """A part of a recode, of whole blocks: elements ``[start, stop)`` of the slot."""
 
-    recode: Recode
+    recode: RequantizeItem
     start: int
     stop: int
     pieces: tuple[Piece, ...]
@@ -55,7 +55,7 @@ class Chunk:
         return sum(_overlap(self, piece) * ITEMSIZE[piece.dtype] for piece in self.pieces)
 
 
-def chunks(recode: Recode, staging_nbytes: int) -> list[Chunk]:
+def chunks(recode: RequantizeItem, staging_nbytes: int) -> list[Chunk]:
     """Cut a recode so that each part needs at most so much host memory, but at least one block."""
     block = 1 if recode.target is None else recode.target.numel
     step = max(staging_nbytes // _NBYTES_PER_ELEMENT // block, 1) * block
@@ -74,7 +74,7 @@ def chunks(recode: Recode, staging_nbytes: int) -> list[Chunk]:
     return found
 
 
-def run_chunk(chunk: Chunk, tensors: Sequence[torch.Tensor], read: ReadBytes) -> RecodeStats:
+def run_chunk(chunk: Chunk, tensors: Sequence[torch.Tensor], read: ReadBytes) -> RequantizeStats:
     """Fill one part of a slot, and of the slot of its scales.
 
     Args:
@@ -90,7 +90,7 @@ def run_chunk(chunk: Chunk, tensors: Sequence[torch.Tensor], read: ReadBytes) ->
     return _to_values(chunk, tensors, read) if chunk.recode.target is None else _to_codes(chunk, tensors, read)
 
 
-def _to_sum(chunk: Chunk, scale: float, tensors: Sequence[torch.Tensor], read: ReadBytes) -> RecodeStats:
+def _to_sum(chunk: Chunk, scale: float, tensors: Sequence[torch.Tensor], read: ReadBytes) -> RequantizeStats:
     """Added up in double precision: equal shares give back exactly what they are the shares of."""
     total = torch.zeros(chunk.stop - chunk.start, dtype=torch.float64)
     nbytes = 0
@@ -99,19 +99,19 @@ def _to_sum(chunk: Chunk, scale: float, tensors: Sequence[torch.Tensor], read: R
         total[source.start - chunk.start : source.stop - chunk.start] += source.values()
         nbytes += source.nbytes
     write_flat(tensors[chunk.recode.slot], chunk.start, total * scale)
-    return RecodeStats(nbytes)
+    return RequantizeStats(nbytes)
 
 
-def _to_values(chunk: Chunk, tensors: Sequence[torch.Tensor], read: ReadBytes) -> RecodeStats:
+def _to_values(chunk: Chunk, tensors: Sequence[torch.Tensor], read: ReadBytes) -> RequantizeStats:
     nbytes = 0
     for piece in chunk.pieces:
         source = _Source(chunk, piece, read)
         write_flat(tensors[chunk.recode.slot], source.start, source.values())
         nbytes += source.nbytes
-    return RecodeStats(nbytes)
+    return RequantizeStats(nbytes)
 
 
-def _to_codes(chunk: Chunk, tensors: Sequence[torch.Tensor], read: ReadBytes) -> RecodeStats:
+def _to_codes(chunk: Chunk, tensors: Sequence[torch.Tensor], read: ReadBytes) -> RequantizeStats:
     recode, target = chunk.recode, chunk.recode.target
     assert target is not None
     numel = chunk.stop - chunk.start
@@ -144,7 +144,7 @@ def _to_codes(chunk: Chunk, tensors: Sequence[torch.Tensor], read: ReadBytes) ->
     tensors[recode.slot].view(-1)[chunk.start : chunk.stop].copy_(codes[:numel])
     first = recode.scales_start + (chunk.start - recode.start) // target.numel
     tensors[recode.scales_slot].view(-1)[first : first + blocks].copy_(scales)
-    return RecodeStats(nbytes, int(mixed.sum()), encoded.worst_error if encoded else 0.0)
+    return RequantizeStats(nbytes, int(mixed.sum()), encoded.worst_error if encoded else 0.0)
 
 
 class _Source:

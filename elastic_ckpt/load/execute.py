@@ -16,14 +16,14 @@ from rich.console import Console
 
 from elastic_ckpt import distributed
 from elastic_ckpt.config import ElasticConfig
-from elastic_ckpt.core.read_plan import Outcome, Plan
+from elastic_ckpt.core.read_plan import Outcome, ReadPlan
 from elastic_ckpt.engines import EngineAdapter
 from elastic_ckpt.engines.host import HostCommit, LoadArguments, restores_states
 from elastic_ckpt.errors import ElasticCkptError, PartialLoadError
 from elastic_ckpt.formats import Found
 from elastic_ckpt.io.broadcast import exchange_shares
 from elastic_ckpt.io.reader import execute, read_options
-from elastic_ckpt.io.requantize import RecodeStats
+from elastic_ckpt.io.requantize import RequantizeStats
 from elastic_ckpt.load.clock import Clock
 from elastic_ckpt.load.prepare import Prepared
 from elastic_ckpt.report import LoadReport, RankWork, united
@@ -78,9 +78,9 @@ def execute_load(
     except Exception as error:  # of a collective, where ranks cannot agree any more
         raise _spoilt(ElasticCkptError(f"{type(error).__name__}: {error}", rank=distributed.rank())) from error
     report = LoadReport(
-        source=ready.checkpoint.catalog.source,
-        zero_stage=ready.destinations.zero_stage,
-        dp=ready.destinations.dp,
+        source=ready.checkpoint.metadata.source,
+        zero_stage=ready.local_state.zero_stage,
+        dp=ready.local_state.dp,
         rank=distributed.rank(),
         outcomes=_of_all_stages(everybody) or _outcomes(ready.plan, host, arguments),
         global_steps=engine.global_steps,
@@ -154,7 +154,7 @@ def _of_all_stages(everybody: Sequence[_Done]) -> tuple[Outcome, ...]:
     return united([done.outcomes for done in told])
 
 
-def _outcomes(plan: Plan, host: HostCommit, arguments: LoadArguments) -> tuple[Outcome, ...]:
+def _outcomes(plan: ReadPlan, host: HostCommit, arguments: LoadArguments) -> tuple[Outcome, ...]:
     return plan.outcomes + tuple(host.outcomes) + _left_alone(arguments)
 
 
@@ -199,15 +199,15 @@ class _Read:
 
     nbytes: int = 0
     calls: int = 0
-    recoded: RecodeStats = field(default_factory=RecodeStats)
+    recoded: RequantizeStats = field(default_factory=RequantizeStats)
     tensors: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
 
-def _read(adapter: EngineAdapter, plan: Plan, config: ElasticConfig) -> _Read:
+def _read(adapter: EngineAdapter, plan: ReadPlan, config: ElasticConfig) -> _Read:
     options = read_options(config)
     done = _Read()
 
-    def read(part: Plan, tensors: Sequence[torch.Tensor]) -> None:
+    def read(part: ReadPlan, tensors: Sequence[torch.Tensor]) -> None:
         stats = execute(part, tensors, options, show_progress=distributed.rank() == 0)
         done.nbytes += stats.nbytes
         done.calls += stats.calls

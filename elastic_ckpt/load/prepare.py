@@ -10,8 +10,8 @@ from typing import Any
 
 from elastic_ckpt import distributed
 from elastic_ckpt.config import ElasticConfig, state_options
-from elastic_ckpt.core.local_state import Destinations, Place
-from elastic_ckpt.core.read_plan import Plan
+from elastic_ckpt.core.local_state import LocalState, RankCoordinates
+from elastic_ckpt.core.read_plan import ReadPlan
 from elastic_ckpt.engines import EngineAdapter, select_adapter
 from elastic_ckpt.engines.batch import compare_batches
 from elastic_ckpt.engines.host import LoadArguments, refuse_pending_gradients, restores_scheduler, restores_states
@@ -36,10 +36,10 @@ class Prepared:
     """
 
     adapter: EngineAdapter
-    destinations: Destinations
+    local_state: LocalState
     checkpoint: Checkpoint
-    plan: Plan
-    place: Place
+    plan: ReadPlan
+    place: RankCoordinates
     warnings: tuple[str, ...]
     loads_scheduler: bool
 
@@ -51,16 +51,16 @@ def prepare(engine: Any, found: Found, arguments: LoadArguments, config: Elastic
         ElasticCkptError: the same on every rank.
     """
     with clock("plan"):
-        adapter, destinations, place = _describe(engine, arguments)
+        adapter, local_state, place = _describe(engine, arguments)
     with clock("metadata"):
-        checkpoint = READERS[found.format](found, _metadata_options(destinations, place, arguments, config))
+        checkpoint = READERS[found.format](found, _metadata_options(local_state, place, arguments, config))
     with clock("plan"):
-        planned: list[tuple[Plan, tuple[str, ...]]] = []
+        planned: list[tuple[ReadPlan, tuple[str, ...]]] = []
 
         def make_plan() -> _Planned:
             warnings = _compare_runs(engine, checkpoint, arguments, config)
             scheduler = restores_scheduler(engine, checkpoint.host, arguments)
-            plan = plan_load(checkpoint.catalog, destinations, _options(arguments, config, scheduler))
+            plan = plan_load(checkpoint.metadata, local_state, _options(arguments, config, scheduler))
             check_files(plan)
             planned.append((plan, warnings))
             with clock("metadata"):
@@ -72,39 +72,39 @@ def prepare(engine: Any, found: Found, arguments: LoadArguments, config: Elastic
         plan, warnings = planned[0]
         with distributed.alike("judge copies of replicated parameters"):
             plan = replace(plan, notes=_notes(plan, everybody, config))
-    return Prepared(adapter, destinations, checkpoint, plan, place, warnings, _any_loads_scheduler(everybody))
+    return Prepared(adapter, local_state, checkpoint, plan, place, warnings, _any_loads_scheduler(everybody))
 
 
-def _describe(engine: Any, arguments: LoadArguments) -> tuple[EngineAdapter, Destinations, Place]:
+def _describe(engine: Any, arguments: LoadArguments) -> tuple[EngineAdapter, LocalState, RankCoordinates]:
     """What this rank's engine holds, and where it stands. Collective."""
-    described: list[tuple[EngineAdapter, Destinations, OneRank]] = []
+    described: list[tuple[EngineAdapter, LocalState, OneRank]] = []
 
     def describe() -> OneRank | None:
         adapter = select_adapter(engine, with_states=restores_states(arguments))
         refuse_pending_gradients(engine)
-        destinations = adapter.destinations()
-        mine = one_rank(engine, destinations.dp, destinations.dp_rank)
-        described.append((adapter, destinations, mine))
+        local_state = adapter.local_state()
+        mine = one_rank(engine, local_state.dp, local_state.dp_rank)
+        described.append((adapter, local_state, mine))
         return mine if mine.place.tp * mine.place.pp > 1 else None
 
     everybody = [other for other in distributed.gathered("describe the live engine", describe) if other is not None]
-    adapter, destinations, mine = described[0]
-    return adapter, with_place(destinations, mine, everybody or [mine]), mine.place
+    adapter, local_state, mine = described[0]
+    return adapter, with_place(local_state, mine, everybody or [mine]), mine.place
 
 
 def _metadata_options(
-    destinations: Destinations, place: Place, arguments: LoadArguments, config: ElasticConfig
+    local_state: LocalState, place: RankCoordinates, arguments: LoadArguments, config: ElasticConfig
 ) -> MetadataOptions:
     return MetadataOptions(
         trust_pickle=config.trust_pickle,
         check_shards=config.check_shards,
-        live_groups=tuple(group.names for group in destinations.groups),
-        live_hyperparameters=tuple(group.hyperparameters for group in destinations.groups),
+        live_groups=tuple(group.names for group in local_state.groups),
+        live_hyperparameters=tuple(group.hyperparameters for group in local_state.groups),
         rename=config.rename,
         states=state_options(config),
         with_states=restores_states(arguments),
         place=place,
-        live_names=frozenset(destinations.layouts) | destinations.elsewhere,
+        live_names=frozenset(local_state.layouts) | local_state.elsewhere,
     )
 
 
@@ -129,7 +129,7 @@ class _Planned:
     loads_scheduler: bool
 
 
-def _told(plan: Plan, place: Place, differences: Sequence[Difference], scheduler: bool) -> _Planned:
+def _told(plan: ReadPlan, place: RankCoordinates, differences: Sequence[Difference], scheduler: bool) -> _Planned:
     # without tensor and pipeline parallelism all ranks note the same
     notes = plan.notes if place.tp * place.pp > 1 else ()
     return _Planned(place.mp_rank, _digest_of_shares(plan), differences, plan.averaged, notes, scheduler)
@@ -140,7 +140,7 @@ def _any_loads_scheduler(everybody: Sequence[_Planned]) -> bool:
     return any(each.loads_scheduler for each in everybody)
 
 
-def _notes(plan: Plan, everybody: Sequence[_Planned], config: ElasticConfig) -> tuple[str, ...]:
+def _notes(plan: ReadPlan, everybody: Sequence[_Planned], config: ElasticConfig) -> tuple[str, ...]:
     """What the report notes: of all ranks' plans, and of copies that are not the same.
 
     Raises:
@@ -163,8 +163,8 @@ def _compare_runs(
     warnings = compare_batches(engine, checkpoint.host.batch, config.on_batch_size_change == "error")
     if not restores_states(arguments):
         return warnings
-    warnings += checkpoint.catalog.warnings
-    return warnings + warn_of_unscaled_gradients(engine, checkpoint.host, checkpoint.catalog.source.zero_stage)
+    warnings += checkpoint.metadata.warnings
+    return warnings + warn_of_unscaled_gradients(engine, checkpoint.host, checkpoint.metadata.source.zero_stage)
 
 
 def _options(arguments: LoadArguments, config: ElasticConfig, scheduler: bool) -> LoadOptions:
@@ -186,7 +186,7 @@ def _options(arguments: LoadArguments, config: ElasticConfig, scheduler: bool) -
     )
 
 
-def _digest_of_shares(plan: Plan) -> str:
+def _digest_of_shares(plan: ReadPlan) -> str:
     """The same on ranks that deal out replicated tensors in the same way."""
     shared = [(slot.key, slot.name, slot.flat, slot.numel, slot.dtype) for slot in plan.slots if slot.replicated]
     return hashlib.sha256(repr((shared, plan.shares)).encode()).hexdigest()

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from elastic_ckpt.core.local_state import Destinations, LiveGroup
-from elastic_ckpt.core.metadata import Catalog
+from elastic_ckpt.core.local_state import LiveGroup, LocalState
+from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.errors import MismatchError, listed
 
 #: Lists of members, a name for people, and choices of implementation rather than of training: the live run's own
@@ -31,13 +31,17 @@ class GroupMatching:
 
 
 def match_groups(
-    catalog: Catalog, destinations: Destinations, keep_live: bool, with_states: bool = True, converted: bool = False
+    metadata: CheckpointMetadata,
+    local_state: LocalState,
+    keep_live: bool,
+    with_states: bool = True,
+    converted: bool = False,
 ) -> GroupMatching:
     """Find hyperparameters for every live group.
 
     Args:
-        catalog: what the checkpoint holds.
-        destinations: what the live engine holds.
+        metadata: what the checkpoint holds.
+        local state: what the live engine holds.
         keep_live: ``"param_groups": "keep_live"``: every live group keeps its own.
         with_states: whether optimizer states are restored too, so that the optimizers must be alike.
         converted: whether the checkpoint is of another optimizer, so that only what both know is taken over.
@@ -47,19 +51,19 @@ def match_groups(
             decay is of another kind.
     """
     sources: list[tuple[int, ...]] = []
-    for number, group in enumerate(destinations.groups):
-        found = sorted({catalog.parameters[name].group for name in group.names if name in catalog.parameters})
-        if not group.names and _has_no_members(catalog, number) and len(catalog.groups) == len(destinations.groups):
+    for number, group in enumerate(local_state.groups):
+        found = sorted({metadata.parameters[name].group for name in group.names if name in metadata.parameters})
+        if not group.names and _has_no_members(metadata, number) and len(metadata.groups) == len(local_state.groups):
             found = [number]  # its members are all frozen, here and there
         if with_states:
-            _refuse_other_weight_decay(number, group, [catalog.groups[source] for source in found])
-        if keep_live or not all(catalog.groups[source] for source in found):
+            _refuse_other_weight_decay(number, group, [metadata.groups[source] for source in found])
+        if keep_live or not all(metadata.groups[source] for source in found):
             found = []  # or the checkpoint does not know them (BLOOM's universal one)
-        _refuse_mixed(catalog, number, group, found)
+        _refuse_mixed(metadata, number, group, found)
         sources.append(tuple(found))
-    values = [transferable(catalog.groups[found[0]]) if found else {} for found in sources]
+    values = [transferable(metadata.groups[found[0]]) if found else {} for found in sources]
     if converted:
-        known = [group.hyperparameters for group in destinations.groups]
+        known = [group.hyperparameters for group in local_state.groups]
         values = [
             {key: value for key, value in taken.items() if key in live or key == "initial_lr"}
             for taken, live in zip(values, known, strict=True)
@@ -67,12 +71,12 @@ def match_groups(
     return GroupMatching(tuple(sources), tuple(values))
 
 
-def _has_no_members(catalog: Catalog, number: int) -> bool:
-    return all(saved.group != number for saved in catalog.parameters.values())
+def _has_no_members(metadata: CheckpointMetadata, number: int) -> bool:
+    return all(saved.group != number for saved in metadata.parameters.values())
 
 
-def _refuse_mixed(catalog: Catalog, number: int, group: LiveGroup, found: list[int]) -> None:
-    values = [transferable(catalog.groups[source]) for source in found]
+def _refuse_mixed(metadata: CheckpointMetadata, number: int, group: LiveGroup, found: list[int]) -> None:
+    values = [transferable(metadata.groups[source]) for source in found]
     if all(value == values[0] for value in values):
         return
     differ = sorted(key for key in set().union(*values) if any(v.get(key) != values[0].get(key) for v in values))

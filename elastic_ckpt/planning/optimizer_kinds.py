@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from elastic_ckpt.core.local_state import Destinations, FlatPartition
-from elastic_ckpt.core.metadata import Catalog
+from elastic_ckpt.core.local_state import FlatPartition, LocalState
+from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.core.state_kinds import SCRATCH
 from elastic_ckpt.errors import MismatchError, listed
 
@@ -28,40 +28,40 @@ UPDATE_NORM = "unorm_vec"
 
 
 def renamed_states(
-    catalog: Catalog, destinations: Destinations, name: str, saved: frozenset[str], live: frozenset[str]
+    metadata: CheckpointMetadata, local_state: LocalState, name: str, saved: frozenset[str], live: frozenset[str]
 ) -> Mapping[str, str] | None:
     """Live state -> saved state, where both optimizers are of one family and differ in names; ``None`` where not."""
-    parameter = catalog.parameters[name]
-    plain = all(catalog.tensors[name, key].shape == parameter.shape for key in saved)
+    parameter = metadata.parameters[name]
+    plain = all(metadata.tensors[name, key].shape == parameter.shape for key in saved)
     if not plain or any(state.key == UPDATE_NORM for state in parameter.replicated):
         return None
-    if saved == set(_FAMILIES["adam"][0]) and not _is_adam(catalog.groups[parameter.group]):
+    if saved == set(_FAMILIES["adam"][0]) and not _is_adam(metadata.groups[parameter.group]):
         return None  # of another optimizer that keeps states of these names
-    spellings = _FAMILIES.get(destinations.family or "", ())
+    spellings = _FAMILIES.get(local_state.family or "", ())
     theirs = next((names for names in spellings if set(names) == saved), None)
     ours = next((names for names in spellings if set(names) == live), None)
     return None if theirs is None or ours is None else dict(zip(ours, theirs, strict=True))
 
 
 def refuse_lost_choices(
-    catalog: Catalog, destinations: Destinations, flat: FlatPartition, members: Sequence[str]
+    metadata: CheckpointMetadata, local_state: LocalState, flat: FlatPartition, members: Sequence[str]
 ) -> None:
     """Hyperparameters that one Adam has and another lacks mean their usual values there: others would be lost.
 
     Raises:
         MismatchError: naming the hyperparameter.
     """
-    live = destinations.groups[flat.group].hyperparameters if flat.group < len(destinations.groups) else {}
-    for number in sorted({catalog.parameters[name].group for name in members}):
-        saved = catalog.groups[number]
+    live = local_state.groups[flat.group].hyperparameters if flat.group < len(local_state.groups) else {}
+    for number in sorted({metadata.parameters[name].group for name in members}):
+        saved = metadata.groups[number]
         lost = [key for key in _USUAL if saved and live and _unusual_on_one_side(key, saved, live)]
         if lost:
             always = f"{_USUAL[lost[0]]}, always"
             raise MismatchError(
                 f'"{lost[0]}" of param group {number} means something that the other optimizer has no word for',
                 parameter=listed(members),
-                file=catalog.source.folder,
-                expected=f"{live.get(lost[0], always)} (live optimizer {destinations.optimizer})",
+                file=metadata.source.folder,
+                expected=f"{live.get(lost[0], always)} (live optimizer {local_state.optimizer})",
                 found=f"{saved.get(lost[0], always)} in the checkpoint",
                 remedy="resume with the optimizer that saved it, or with load_optimizer_states=False",
             )
@@ -73,9 +73,9 @@ def _unusual_on_one_side(key: str, saved: Mapping[str, Any], live: Mapping[str, 
     return bool((saved if key in saved else live)[key]) != _USUAL[key]
 
 
-def saved_optimizer(catalog: Catalog) -> str:
+def saved_optimizer(metadata: CheckpointMetadata) -> str:
     """The optimizer that saved a checkpoint, in words."""
-    return optimizer_of(catalog.state_keys, catalog.groups[0] if catalog.groups else {})
+    return optimizer_of(metadata.state_keys, metadata.groups[0] if metadata.groups else {})
 
 
 def optimizer_of(keys: Sequence[str], group: Mapping[str, Any]) -> str:
@@ -90,17 +90,17 @@ def optimizer_of(keys: Sequence[str], group: Mapping[str, Any]) -> str:
 
 
 def refuse_other_kind(
-    catalog: Catalog, destinations: Destinations, flat: FlatPartition, members: Sequence[str]
+    metadata: CheckpointMetadata, local_state: LocalState, flat: FlatPartition, members: Sequence[str]
 ) -> None:
     """Optimizers of different kinds may keep states of the same names: their hyperparameters tell them apart.
 
     Raises:
         MismatchError: the hyperparameters are those of another optimizer, or (bitsandbytes) it keeps a tensor more.
     """
-    own = destinations.groups[flat.group].hyperparameters if flat.group < len(destinations.groups) else {}
-    live = {key: value for key, value in own.items() if key in destinations.defaults or not destinations.defaults}
-    for number in sorted({catalog.parameters[name].group for name in members}):
-        saved = catalog.groups[number]
+    own = local_state.groups[flat.group].hyperparameters if flat.group < len(local_state.groups) else {}
+    live = {key: value for key, value in own.items() if key in local_state.defaults or not local_state.defaults}
+    for number in sorted({metadata.parameters[name].group for name in members}):
+        saved = metadata.groups[number]
         if not saved:  # BLOOM's universal checkpoint does not tell, which a note says
             continue
         if "use_muon" in own and "use_muon" in saved:  # its Adam half takes over whatever its helper optimizer knows
@@ -109,21 +109,25 @@ def refuse_other_kind(
         adams = _is_adam(saved) and (_is_adam(live) or bool(_ADAM_MARKS & (set(saved) - set(live))))
         unlike = not _MARKS & set(live) <= set(saved) or ("eps" in saved and "eps" not in live)
         if adams != _is_adam(live) or (unlike and not adams):
-            raise _other_kind(catalog, destinations, members, sorted(live), sorted(map(str, saved)))
-    replicated = {state.key for state in catalog.parameters[members[0]].replicated}
+            raise _other_kind(metadata, local_state, members, sorted(live), sorted(map(str, saved)))
+    replicated = {state.key for state in metadata.parameters[members[0]].replicated}
     scratch = {state.key for state in flat.states or () if state.layout == SCRATCH}
     if (UPDATE_NORM in replicated) != (UPDATE_NORM in scratch) and flat.states is not None:
-        raise _other_kind(catalog, destinations, members, sorted(scratch), sorted(replicated))
+        raise _other_kind(metadata, local_state, members, sorted(scratch), sorted(replicated))
 
 
 def _other_kind(
-    catalog: Catalog, destinations: Destinations, members: Sequence[str], live: Sequence[str], saved: Sequence[str]
+    metadata: CheckpointMetadata,
+    local_state: LocalState,
+    members: Sequence[str],
+    live: Sequence[str],
+    saved: Sequence[str],
 ) -> MismatchError:
     return MismatchError(
         "the checkpoint was saved by another kind of optimizer, whose states have the same names",
         parameter=listed(members),
-        file=catalog.source.folder,
-        expected=f"{listed(live) or 'nothing'} (live optimizer {destinations.optimizer})",
+        file=metadata.source.folder,
+        expected=f"{listed(live) or 'nothing'} (live optimizer {local_state.optimizer})",
         found=listed(saved) or "nothing",
         remedy="resume with the optimizer that saved it, or with load_optimizer_states=False",
     )

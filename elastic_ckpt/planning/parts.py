@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.local_state import Fragment
-from elastic_ckpt.core.metadata import LogicalTensor
+from elastic_ckpt.core.metadata import TensorMetadata
 from elastic_ckpt.core.read_plan import Piece
 from elastic_ckpt.core.strided import Transfer
 from elastic_ckpt.errors import MismatchError
@@ -19,7 +19,7 @@ class Part:
     """Elements of one parameter in a slot: which ones, from which tensor, and where they go in a row of it."""
 
     fragment: Fragment
-    tensor: LogicalTensor
+    tensor: TensorMetadata
     offset: int
     transfer: Transfer
 
@@ -37,9 +37,9 @@ def state_shape(shape: tuple[int, ...], rows: int) -> tuple[int, ...]:
     return shape if rows == 1 else (rows, *shape)
 
 
-def is_coded(tensor: LogicalTensor) -> bool:
+def is_coded(tensor: TensorMetadata) -> bool:
     """Whether it is quantized in the checkpoint."""
-    return any(extent.code is not None for extent in tensor.extents)
+    return any(chunk.code is not None for chunk in tensor.chunks)
 
 
 def source_pieces(part: Part, row: int, rows: int) -> list[Piece]:

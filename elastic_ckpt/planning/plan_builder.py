@@ -9,8 +9,8 @@ from dataclasses import replace
 from elastic_ckpt.core.dtypes import converts_by_rounding, converts_exactly, is_floating
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.local_state import FlatPartition, Fragment, WholeTensor
-from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, Catalog, LogicalTensor, ReplicatedState
-from elastic_ckpt.core.read_plan import Copy, Recode, Slot
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata, ReplicatedState, TensorMetadata
+from elastic_ckpt.core.read_plan import ReadItem, RequantizeItem, Slot
 from elastic_ckpt.core.state_kinds import REPLICATED, SCRATCH, TOUCHED, WHOLE, LiveState
 from elastic_ckpt.core.strided import Transfer, copied
 from elastic_ckpt.errors import DamagedError, MismatchError
@@ -38,7 +38,7 @@ class PlanBuilder:
     """Collects slots, copies and recodes.
 
     Args:
-        catalog: what the checkpoint holds.
+        metadata: what the checkpoint holds.
         sharing: deals out what every data-parallel rank holds.
         realign: whether 8-bit blocks may be cut anew.
         rounding: whether masters and states may be rounded to the dtype that the live engine keeps them in.
@@ -49,14 +49,14 @@ class PlanBuilder:
 
     def __init__(
         self,
-        catalog: Catalog,
+        metadata: CheckpointMetadata,
         sharing: Sharing,
         realign: bool = True,
         resharding: Mapping[tuple[str, str], Transfer] | None = None,
         tp_rank: int = 0,
         rounding: bool = True,
     ) -> None:
-        self._catalog = catalog
+        self._catalog = metadata
         self._rounding = rounding
         self._realign = realign
         self._resharding = resharding or {}
@@ -64,8 +64,8 @@ class PlanBuilder:
         self._tiled: set[tuple[str, str]] = set()
         self.sharing = sharing
         self.slots: list[Slot] = []
-        self.copies: list[Copy] = []
-        self.recodes: list[Recode] = []
+        self.copies: list[ReadItem] = []
+        self.recodes: list[RequantizeItem] = []
         self.blocks = 0
         #: key, saved dtype and live dtype of what is rounded
         self.rounded: dict[tuple[str, str, str], None] = {}
@@ -107,7 +107,7 @@ class PlanBuilder:
         tensor = self._tensor(fragment.name, key)
         return Part(fragment, tensor, offset, self._transfer(tensor, key, math.prod(fragment.shape)))
 
-    def _transfer(self, tensor: LogicalTensor, key: str, numel: int) -> Transfer:
+    def _transfer(self, tensor: TensorMetadata, key: str, numel: int) -> Transfer:
         """Where this rank's shard of a tensor comes from."""
         name = tensor.name
         found = self._resharding.get((name, key)) or self._resharding.get((name, ""))
@@ -177,7 +177,7 @@ class PlanBuilder:
         raise MismatchError(
             f"{key} of this parameter would lose precision",
             parameter=part.fragment.name,
-            file=self._catalog.files[tensor.extents[0].file].path if tensor.extents else None,
+            file=self._catalog.files[tensor.chunks[0].file].path if tensor.chunks else None,
             expected=f"{dtype}, which the live optimizer keeps",
             found=f"{tensor.dtype} in the checkpoint",
             remedy=remedy,
@@ -189,7 +189,7 @@ class PlanBuilder:
         for part in parts:
             if part.transfer.blend:
                 raise cannot_be_blended(part.fragment.name, live.key)
-            if part.tensor.extents:  # of nothing it cannot be told whether it was quantized
+            if part.tensor.chunks:  # of nothing it cannot be told whether it was quantized
                 expected = live.dtype if target is None else _VALUES_DTYPE
                 self._check_dtype(part, live.key, _values_dtype(part.tensor), expected)
         fill = live.initial if target is None else target.codebook.zero
@@ -229,7 +229,9 @@ class PlanBuilder:
             if not self._realign:
                 self._refuse_recut(live, parts, recodes, blocks)
 
-    def _refuse_recut(self, live: LiveState, parts: Sequence[Part], recodes: Sequence[Recode], blocks: int) -> None:
+    def _refuse_recut(
+        self, live: LiveState, parts: Sequence[Part], recodes: Sequence[RequantizeItem], blocks: int
+    ) -> None:
         recut = sum(map(recut_blocks, recodes))
         if recut:
             raise MismatchError(
@@ -272,7 +274,7 @@ class PlanBuilder:
                 remedy="resume with the optimizer that saved it, or with load_optimizer_states=False",
             )
         numel, slot = math.prod(saved.shape), len(self.slots)
-        self.copies.append(Copy(saved.file, saved.byte_offset, slot, 0, numel, saved.dtype))
+        self.copies.append(ReadItem(saved.file, saved.byte_offset, slot, 0, numel, saved.dtype))
         self.slots.append(Slot(live.key, flat.index, "", numel, saved.dtype, (), False, REPLICATED, 1, saved.shape))
 
     def add_whole(self, whole: WholeTensor) -> str:
@@ -298,7 +300,7 @@ class PlanBuilder:
         self.slots.append(Slot(whole.key, -1, whole.name, whole.range.numel, whole.dtype, gaps, replicated))
         return tensor.dtype
 
-    def _tensor(self, name: str, key: str) -> LogicalTensor:
+    def _tensor(self, name: str, key: str) -> TensorMetadata:
         tensor = self._catalog.tensors.get((name, key))
         if tensor is None:
             raise DamagedError(
@@ -314,7 +316,7 @@ class PlanBuilder:
             self._tiled.add((name, key))
         return tensor
 
-    def _check_shape(self, tensor: LogicalTensor, live_shape: tuple[int, ...]) -> None:
+    def _check_shape(self, tensor: TensorMetadata, live_shape: tuple[int, ...]) -> None:
         saved = tensor.shard_shapes[self._tp_rank if tensor.shards else 0]
         if saved != live_shape:
             raise MismatchError(
@@ -326,7 +328,7 @@ class PlanBuilder:
             )
 
     def _cover(self, part: Part, row: int, rows: int, slot: int, row_numel: int, mine: FlatRange | None) -> None:
-        """Append what writes one row of a part to the slot; extents tile their shard, so each element once.
+        """Append what writes one row of a part to the slot; chunks tile their shard, so each element once.
 
         Args:
             part: what to write.
@@ -346,13 +348,15 @@ class PlanBuilder:
         if part.transfer.blend:
             pieces = sorted((piece for strip in found for piece in strip.pieces(offset)), key=lambda piece: piece.start)
             scale = part.transfer.scale
-            self.recodes.append(Recode(slot, wanted.start + offset, wanted.numel, None, -1, 0, tuple(pieces), scale))
+            self.recodes.append(
+                RequantizeItem(slot, wanted.start + offset, wanted.numel, None, -1, 0, tuple(pieces), scale)
+            )
             return
         for strip in found:
             band = strip.band
             self.copies.append(
-                Copy(
-                    strip.extent.file,
+                ReadItem(
+                    strip.chunk.file,
                     strip.byte_offset,
                     slot,
                     band.target + offset,
@@ -365,6 +369,6 @@ class PlanBuilder:
             )
 
 
-def _values_dtype(tensor: LogicalTensor) -> str:
+def _values_dtype(tensor: TensorMetadata) -> str:
     """Of what a saved tensor holds, or its codes stand for."""
     return _VALUES_DTYPE if is_coded(tensor) else tensor.dtype

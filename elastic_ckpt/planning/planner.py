@@ -1,4 +1,4 @@
-"""Catalog x Destinations -> Plan. Pure: no files, no collectives, no DeepSpeed, no devices.
+"""CheckpointMetadata x LocalState -> Plan. Pure: no files, no collectives, no DeepSpeed, no devices.
 
 Proves on the way that every destination element is written exactly once, or raises an error that names the
 parameter which is not.
@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 from elastic_ckpt.core.dtypes import ITEMSIZE
 from elastic_ckpt.core.fqn import RenameRules, adopt_live_names, rename_saved
-from elastic_ckpt.core.local_state import Destinations, Fragment
-from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, Catalog
-from elastic_ckpt.core.read_plan import Copy, Outcome, Plan
+from elastic_ckpt.core.local_state import Fragment, LocalState
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
+from elastic_ckpt.core.read_plan import Outcome, ReadItem, ReadPlan
 from elastic_ckpt.errors import listed
 from elastic_ckpt.planning.groups import GroupMatching, match_groups
 from elastic_ckpt.planning.matching import Matching, match_parameters
@@ -59,13 +59,13 @@ class LoadOptions:
 
 
 def plan_load(
-    catalog: Catalog, destinations: Destinations, options: LoadOptions, known: Resharding | None = None
-) -> Plan:
+    metadata: CheckpointMetadata, local_state: LocalState, options: LoadOptions, known: Resharding | None = None
+) -> ReadPlan:
     """Plan the load of one rank.
 
     Args:
-        catalog: what the checkpoint holds.
-        destinations: what this rank's engine holds.
+        metadata: what the checkpoint holds.
+        local state: what this rank's engine holds.
         options: what to restore.
         known: what :func:`resharding_of` says, where it has been asked.
 
@@ -76,65 +76,65 @@ def plan_load(
 
     Raises:
         MismatchError: names, shapes, dtypes, states or groups do not fit.
-        DamagedError: the checkpoint's extents leave a hole in, or overlap on, a tensor.
+        DamagedError: the checkpoint's chunks leave a hole in, or overlap on, a tensor.
     """
-    renamed = rename_saved(catalog, options.rename)
-    catalog = adopt_live_names(renamed, destinations)
-    matching = match_parameters(catalog, destinations, options.strict)
+    renamed = rename_saved(metadata, options.rename)
+    metadata = adopt_live_names(renamed, local_state)
+    matching = match_parameters(metadata, local_state, options.strict)
     restored = matching.restored | {name for name, _ in matching.wholes}
-    resharding = known or resolve(catalog, destinations, restored, options.rules, options.replicated)
+    resharding = known or resolve(metadata, local_state, restored, options.rules, options.replicated)
     states = NOTHING_MATCHED
     groups = GroupMatching((), ())
     if options.optimizer_states:
-        states = match_states(catalog, destinations, matching, options.convert_optimizer)
+        states = match_states(metadata, local_state, matching, options.convert_optimizer)
     if options.optimizer_states or options.scheduler:
         groups = match_groups(
-            catalog, destinations, options.keep_live_groups, options.optimizer_states, states.converted
+            metadata, local_state, options.keep_live_groups, options.optimizer_states, states.converted
         )
-    by_flat: dict[int, list[Fragment]] = {flat.index: [] for flat in destinations.flats}
-    for fragment in destinations.fragments:
+    by_flat: dict[int, list[Fragment]] = {flat.index: [] for flat in local_state.flats}
+    for fragment in local_state.fragments:
         by_flat[fragment.flat].append(fragment)
     builder = PlanBuilder(
-        catalog,
-        Sharing(destinations.dp, destinations.dp_rank),
+        metadata,
+        Sharing(local_state.dp, local_state.dp_rank),
         options.realign,
         resharding.transfers,
-        destinations.tp_rank,
+        local_state.tp_rank,
         options.rounding,
     )
-    for flat in destinations.flats:
+    for flat in local_state.flats:
         fragments = by_flat[flat.index]
         builder.add_masters(flat, [part for part in fragments if part.name in matching.restored])
         held = [part for part in fragments if part.name in states.stateful]
         for link in states.links.get(flat.index, ()):
             builder.add_state(flat, link, fragments, held)
     converted: dict[str, list[str]] = {}
-    for whole in destinations.wholes:
+    for whole in local_state.wholes:
         if (whole.name, whole.key) in matching.wholes:
             dtype = builder.add_whole(whole)
             if dtype != whole.dtype:
                 change = f"{_KINDS[whole.key]} converted from {dtype} to {whole.dtype}"
                 converted.setdefault(change, []).append(whole.name)
-    notes = [*catalog.notes, *resharding.notes, *states.notes]
+    notes = [*metadata.notes, *resharding.notes, *states.notes]
     notes += [f"{change}: {listed(names)}" for change, names in converted.items()]
     notes += [
         f"{'masters' if key == MASTER else key} rounded from {saved} to {dtype}, in which the live engine keeps them"
         for key, saved, dtype in builder.rounded
     ]
-    return Plan(
-        files=catalog.files,
+    return ReadPlan(
+        files=metadata.files,
         slots=tuple(builder.slots),
         copies=tuple(merge_neighbours(builder.copies)),
         shares=tuple(builder.sharing.shares),
         recodes=tuple(builder.recodes),
-        comparisons=compare_replicas(catalog, destinations, resharding, restored, options.optimizer_states, renamed),
+        comparisons=compare_replicas(metadata, local_state, resharding, restored, options.optimizer_states, renamed),
         averaged=resharding.averaged,
         blocks=builder.blocks,
         restores_states=options.optimizer_states,
-        scalars=states.scalars or (None,) * len(destinations.flats),
-        scalar_forms=catalog.scalar_forms,
+        scalars=states.scalars or (None,) * len(local_state.flats),
+        scalar_forms=metadata.scalar_forms,
         hyperparameters=groups.hyperparameters,
-        saved_groups=len(catalog.groups),
+        saved_groups=len(metadata.groups),
         group_sources=groups.sources,
         outcomes=_restored(matching, states, groups if options.optimizer_states else None)
         + matching.outcomes
@@ -143,12 +143,12 @@ def plan_load(
     )
 
 
-def resharding_of(catalog: Catalog, destinations: Destinations, options: LoadOptions) -> Resharding:
+def resharding_of(metadata: CheckpointMetadata, local_state: LocalState, options: LoadOptions) -> Resharding:
     """How tensor-parallel shards are cut anew: the same for all data-parallel ranks beside this one."""
-    catalog = adopt_live_names(rename_saved(catalog, options.rename), destinations)
-    matching = match_parameters(catalog, destinations, options.strict)
+    metadata = adopt_live_names(rename_saved(metadata, options.rename), local_state)
+    matching = match_parameters(metadata, local_state, options.strict)
     restored = matching.restored | {name for name, _ in matching.wholes}
-    return resolve(catalog, destinations, restored, options.rules, options.replicated)
+    return resolve(metadata, local_state, restored, options.rules, options.replicated)
 
 
 def _restored(matching: Matching, states: StateMatching, groups: GroupMatching | None) -> tuple[Outcome, ...]:
@@ -163,12 +163,14 @@ def _restored(matching: Matching, states: StateMatching, groups: GroupMatching |
     return tuple(outcome for outcome in outcomes if outcome.names)
 
 
-def merge_neighbours(copies: Iterable[Copy]) -> Iterator[Copy]:
+def merge_neighbours(copies: Iterable[ReadItem]) -> Iterator[ReadItem]:
     """Sort copies by file and offset, and join those that touch both in the file and in the slot."""
-    last: Copy | None = None
+    last: ReadItem | None = None
     for copy in sorted(copies, key=lambda c: (c.file, c.byte_offset, c.slot, c.slot_offset)):
         if last is not None and _touches(last, copy):
-            last = Copy(last.file, last.byte_offset, last.slot, last.slot_offset, last.numel + copy.numel, last.dtype)
+            last = ReadItem(
+                last.file, last.byte_offset, last.slot, last.slot_offset, last.numel + copy.numel, last.dtype
+            )
             continue
         if last is not None:
             yield last
@@ -177,7 +179,7 @@ def merge_neighbours(copies: Iterable[Copy]) -> Iterator[Copy]:
         yield last
 
 
-def _touches(left: Copy, right: Copy) -> bool:
+def _touches(left: ReadItem, right: ReadItem) -> bool:
     return (
         left.rows == right.rows == 1
         and left.file == right.file

@@ -1,8 +1,8 @@
 """Plans one row of an optimizer state that is quantized on either side. Pure.
 
-Blocks that lie whole, and in the same grid, on both sides are plain copies of codes and scales. All others are recoded
-(:class:`~elastic_ckpt.core.read_plan.Recode`); even there, a block whose source elements all have one scale keeps its
-codes.
+Blocks that are whole, and in the same grid, on both sides are plain copies of codes and scales. All others are
+requantized (:class:`~elastic_ckpt.core.read_plan.RequantizeItem`); even there, a block whose source elements all have
+one scale keeps its codes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from elastic_ckpt.core.dtypes import ITEMSIZE
-from elastic_ckpt.core.read_plan import Copy, Piece, Recode, clip
+from elastic_ckpt.core.read_plan import Piece, ReadItem, RequantizeItem, clip
 from elastic_ckpt.core.state_kinds import BlockFormat
 
 _SCALE_DTYPE = "float32"
@@ -39,7 +39,7 @@ class Row:
     scales_start: int = 0
 
 
-def plan_row(row: Row, pieces: Iterable[Piece]) -> tuple[list[Copy], list[Recode]]:
+def plan_row(row: Row, pieces: Iterable[Piece]) -> tuple[list[ReadItem], list[RequantizeItem]]:
     """Copies and recodes that fill one row.
 
     Args:
@@ -49,7 +49,7 @@ def plan_row(row: Row, pieces: Iterable[Piece]) -> tuple[list[Copy], list[Recode
     merged = list(_merge(pieces))
     if row.target is None:
         return _to_values(row, merged)
-    copies: list[Copy] = []
+    copies: list[ReadItem] = []
     rest: list[tuple[int, int]] = []
     for piece in merged:
         first, last = _same_blocks(row, row.target, piece)
@@ -63,7 +63,7 @@ def plan_row(row: Row, pieces: Iterable[Piece]) -> tuple[list[Copy], list[Recode
     return copies, [_recode(row, row.target, merged, starts, first, last) for first, last in _union(rest)]
 
 
-def recut_blocks(recode: Recode) -> int:
+def recut_blocks(recode: RequantizeItem) -> int:
     """How many blocks of a recode mix elements of several source blocks, or take values that no code of theirs has."""
     if recode.target is None:
         return 0
@@ -92,12 +92,14 @@ def _source_blocks(piece: Piece, target: BlockFormat) -> Iterator[tuple[int, int
         start = stop
 
 
-def _to_values(row: Row, pieces: Sequence[Piece]) -> tuple[list[Copy], list[Recode]]:
+def _to_values(row: Row, pieces: Sequence[Piece]) -> tuple[list[ReadItem], list[RequantizeItem]]:
     copies = [
-        Copy(p.file, p.byte_offset, row.slot, row.start + p.start, p.numel, p.dtype) for p in pieces if p.code is None
+        ReadItem(p.file, p.byte_offset, row.slot, row.start + p.start, p.numel, p.dtype)
+        for p in pieces
+        if p.code is None
     ]
     coded = tuple(replace(p, start=row.start + p.start) for p in pieces if p.code is not None)
-    return copies, [Recode(row.slot, row.start, row.numel, None, -1, 0, coded)] if coded else []
+    return copies, [RequantizeItem(row.slot, row.start, row.numel, None, -1, 0, coded)] if coded else []
 
 
 def _same_blocks(row: Row, target: BlockFormat, piece: Piece) -> tuple[int, int]:
@@ -112,7 +114,7 @@ def _same_blocks(row: Row, target: BlockFormat, piece: Piece) -> tuple[int, int]
     return _ceil(piece.start, target.numel), last
 
 
-def _copy_blocks(row: Row, target: BlockFormat, piece: Piece, first: int, last: int) -> list[Copy]:
+def _copy_blocks(row: Row, target: BlockFormat, piece: Piece, first: int, last: int) -> list[ReadItem]:
     start = first * target.numel
     numel = min(last * target.numel, row.numel) - start
     assert piece.code is not None
@@ -120,20 +122,22 @@ def _copy_blocks(row: Row, target: BlockFormat, piece: Piece, first: int, last: 
     codes = piece.byte_offset + (start - piece.start) * ITEMSIZE[piece.dtype]
     scales = piece.code.scales_offset + block * ITEMSIZE[_SCALE_DTYPE]
     return [
-        Copy(piece.file, codes, row.slot, row.start + start, numel, piece.dtype),
-        Copy(piece.file, scales, row.scales_slot, row.scales_start + first, last - first, _SCALE_DTYPE),
+        ReadItem(piece.file, codes, row.slot, row.start + start, numel, piece.dtype),
+        ReadItem(piece.file, scales, row.scales_slot, row.scales_start + first, last - first, _SCALE_DTYPE),
     ]
 
 
 def _recode(
     row: Row, target: BlockFormat, pieces: Sequence[Piece], starts: Sequence[int], first: int, last: int
-) -> Recode:
+) -> RequantizeItem:
     """The blocks ``[first, last)`` of the row; ``starts`` are those of the pieces."""
     start, stop = first * target.numel, min(last * target.numel, row.numel)
     near = pieces[max(bisect_right(starts, start) - 1, 0) : bisect_left(starts, stop)]
     clipped = (clip(piece, start, stop) for piece in near)
     inside = tuple(replace(piece, start=row.start + piece.start) for piece in clipped if piece.numel > 0)
-    return Recode(row.slot, row.start + start, stop - start, target, row.scales_slot, row.scales_start + first, inside)
+    return RequantizeItem(
+        row.slot, row.start + start, stop - start, target, row.scales_slot, row.scales_start + first, inside
+    )
 
 
 def _merge(pieces: Iterable[Piece]) -> Iterator[Piece]:

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from elastic_ckpt.core.dtypes import ITEMSIZE
 from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.local_state import Destinations
-from elastic_ckpt.core.metadata import BUFFER, Catalog, LogicalTensor
+from elastic_ckpt.core.local_state import LocalState
+from elastic_ckpt.core.metadata import BUFFER, CheckpointMetadata, TensorMetadata
 from elastic_ckpt.core.read_plan import Comparison, Piece
 from elastic_ckpt.core.strided import Transfer, copied
 from elastic_ckpt.planning.strips import strips
@@ -31,36 +31,36 @@ _READ_NBYTES = 1 << 18
 
 
 def compare_replicas(
-    catalog: Catalog,
-    destinations: Destinations,
+    metadata: CheckpointMetadata,
+    local_state: LocalState,
     resharding: Resharding,
     restored: Iterable[str],
     with_states: bool,
-    of_job: Catalog | None = None,
+    of_job: CheckpointMetadata | None = None,
 ) -> tuple[Comparison, ...]:
     """This rank's share of the comparisons. Together the ranks of the job compare each element of each copy once.
 
     Args:
-        catalog: what the checkpoint holds.
-        destinations: what the live engine holds.
+        metadata: what the checkpoint holds.
+        local state: what the live engine holds.
         resharding: which parameters every tensor-parallel rank saved whole.
         restored: names that are restored.
         with_states: whether optimizer states are.
-        of_job: the catalog as every rank of the job has it, before names that are tied on this rank alone were
+        of_job: the metadata as every rank of the job has it, before names that are tied on this rank alone were
             changed; ``None``: the same.
     """
     names = frozenset(restored)
-    lanes = destinations.tp * destinations.dp
-    lane = destinations.tp_rank * destinations.dp + destinations.dp_rank
-    if destinations.pp == 1:
-        wanted = [*_twins(catalog, names, with_states), *_of_stage(catalog, resharding, names, with_states)]
+    lanes = local_state.tp * local_state.dp
+    lane = local_state.tp_rank * local_state.dp + local_state.dp_rank
+    if local_state.pp == 1:
+        wanted = [*_twins(metadata, names, with_states), *_of_stage(metadata, resharding, names, with_states)]
         return tuple(map(_comparison, _dealt(wanted, lane, lanes)))
-    everywhere = frozenset(destinations.layouts) | destinations.elsewhere  # the same names on every rank
-    of_all = [one for one in _twins(of_job or catalog, everywhere, with_states) if one.key != BUFFER]
+    everywhere = frozenset(local_state.layouts) | local_state.elsewhere  # the same names on every rank
+    of_all = [one for one in _twins(of_job or metadata, everywhere, with_states) if one.key != BUFFER]
     known = {(one.name, one.key) for one in of_all}
-    alone = [one for one in _twins(catalog, names, with_states) if (one.name, one.key) not in known]
-    alone += _of_stage(catalog, resharding, names, with_states)
-    mine = _dealt(of_all, destinations.pp_rank * lanes + lane, destinations.pp * lanes)
+    alone = [one for one in _twins(metadata, names, with_states) if (one.name, one.key) not in known]
+    alone += _of_stage(metadata, resharding, names, with_states)
+    mine = _dealt(of_all, local_state.pp_rank * lanes + lane, local_state.pp * lanes)
     return tuple(map(_comparison, [*mine, *_dealt(alone, lane, lanes)]))
 
 
@@ -75,7 +75,7 @@ class _Wanted:
     name: str
     key: str
     number: int
-    copies: Sequence[tuple[LogicalTensor, Transfer]]
+    copies: Sequence[tuple[TensorMetadata, Transfer]]
     taken: str = FIRST
     is_guess: bool = False
 
@@ -109,34 +109,36 @@ def _dealt(wanted: Sequence[_Wanted], lane: int, lanes: int) -> Iterator[tuple[_
 
 
 def _wanted_tensors(
-    catalog: Catalog, tensors: Iterable[tuple[str, str]], names: frozenset[str], with_states: bool
-) -> Iterator[LogicalTensor]:
+    metadata: CheckpointMetadata, tensors: Iterable[tuple[str, str]], names: frozenset[str], with_states: bool
+) -> Iterator[TensorMetadata]:
     """In the same order on each rank."""
-    state_keys = frozenset(catalog.state_keys)
+    state_keys = frozenset(metadata.state_keys)
     for name, key in sorted(tensors):
         if name in names and (with_states or key not in state_keys):
-            tensor = catalog.tensors[name, key]
+            tensor = metadata.tensors[name, key]
             if not tensor.is_whole:
                 yield tensor
 
 
-def _twins(catalog: Catalog, names: frozenset[str], with_states: bool) -> Iterator[_Wanted]:
+def _twins(metadata: CheckpointMetadata, names: frozenset[str], with_states: bool) -> Iterator[_Wanted]:
     """Tied weights, which several pipeline stages saved; shard by shard, the first stage's beside each other one's."""
-    for tensor in _wanted_tensors(catalog, catalog.twins.keys() & catalog.tensors.keys(), names, with_states):
+    for tensor in _wanted_tensors(metadata, metadata.twins.keys() & metadata.tensors.keys(), names, with_states):
         shards = range(len(tensor.shard_shapes))
-        pairs = [(twin, shard) for twin in catalog.twins[tensor.name, tensor.key] for shard in shards]
+        pairs = [(twin, shard) for twin in metadata.twins[tensor.name, tensor.key] for shard in shards]
         for number, (twin, shard) in enumerate(pairs, 1):
             both = [(tensor, copied_shard(tensor, shard)), (twin, copied_shard(twin, shard))]
             yield _Wanted(tensor.name, tensor.key, number, both)
 
 
-def _of_stage(catalog: Catalog, resharding: Resharding, names: frozenset[str], with_states: bool) -> Iterator[_Wanted]:
+def _of_stage(
+    metadata: CheckpointMetadata, resharding: Resharding, names: frozenset[str], with_states: bool
+) -> Iterator[_Wanted]:
     """What several tensor-parallel ranks of one pipeline stage saved."""
     concerned = resharding.replicas | resharding.overlaps.keys()
     if not concerned:
         return
-    tensors = (place for place in catalog.tensors if place[0] in concerned)
-    for tensor in _wanted_tensors(catalog, tensors, names, with_states):
+    tensors = (place for place in metadata.tensors if place[0] in concerned)
+    for tensor in _wanted_tensors(metadata, tensors, names, with_states):
         name, key = tensor.name, tensor.key
         if name in resharding.replicas:
             transfer = resharding.transfers.get((name, ""))
@@ -148,7 +150,7 @@ def _of_stage(catalog: Catalog, resharding: Resharding, names: frozenset[str], w
             yield _Wanted(name, key, -number, [(tensor, Transfer((first,))), (tensor, Transfer((second,)))])
 
 
-def copied_shard(tensor: LogicalTensor, shard: int) -> Transfer:
+def copied_shard(tensor: TensorMetadata, shard: int) -> Transfer:
     """One saved shard as it is."""
     return copied(shard, math.prod(tensor.shard_shapes[shard]))
 
@@ -159,7 +161,7 @@ def _comparison(dealt: tuple[_Wanted, FlatRange]) -> Comparison:
     return Comparison(one.name, one.key, part.numel, copies, one.taken, one.is_guess, part.start, one.numel, one.number)
 
 
-def _pieces(tensor: LogicalTensor, transfer: Transfer, part: FlatRange) -> tuple[Piece, ...]:
+def _pieces(tensor: TensorMetadata, transfer: Transfer, part: FlatRange) -> tuple[Piece, ...]:
     found = strips(tensor, transfer, part)
     return tuple(
         sorted((piece for strip in found for piece in strip.pieces(-part.start)), key=lambda piece: piece.start)

@@ -4,30 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from elastic_ckpt.core.metadata import Catalog
+from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.errors import DamagedError, UnsupportedError, listed
 
 
-def refuse_opaque(catalog: Catalog) -> None:
+def refuse_opaque(metadata: CheckpointMetadata) -> None:
     """Refuse states that are damaged, or of a layout that cannot be cut.
 
     Raises:
         DamagedError, UnsupportedError: naming the first one.
     """
-    for key, description in catalog.damaged_states.items():
+    for key, description in metadata.damaged_states.items():
         raise DamagedError(
             f"optimizer state {key!r} does not have the scales that its 8-bit codes need",
             parameter=key,
-            file=catalog.source.folder,
+            file=metadata.source.folder,
             expected="one scale for each block of 256 or 2048 elements",
             found=description,
             remedy="restore the files from their original, take another tag, or load with load_optimizer_states=False",
         )
-    for key, description in catalog.opaque_states.items():
+    for key, description in metadata.opaque_states.items():
         raise UnsupportedError(
             f"optimizer state {key!r} has a layout that cannot be cut for another topology",
             parameter=key,
-            file=catalog.source.folder,
+            file=metadata.source.folder,
             expected="one value per element of the partition, one per tensor, or a tensor that all ranks share",
             found=description,
             remedy=(
@@ -38,28 +38,28 @@ def refuse_opaque(catalog: Catalog) -> None:
         )
 
 
-def keys_by_name(catalog: Catalog) -> dict[str, frozenset[str]]:
+def keys_by_name(metadata: CheckpointMetadata) -> dict[str, frozenset[str]]:
     """Tensor states by parameter, for those that have any state."""
-    keys: dict[str, set[str]] = {name: set() for name, saved in catalog.parameters.items() if saved.scalars}
-    state_keys = set(catalog.state_keys)
-    for name, key in catalog.tensors:
+    keys: dict[str, set[str]] = {name: set() for name, saved in metadata.parameters.items() if saved.scalars}
+    state_keys = set(metadata.state_keys)
+    for name, key in metadata.tensors:
         if key in state_keys:
             keys.setdefault(name, set()).add(key)
     return {name: frozenset(found) for name, found in keys.items()}
 
 
-def refuse_partial(catalog: Catalog, stateful: Mapping[str, frozenset[str]]) -> None:
+def refuse_partial(metadata: CheckpointMetadata, stateful: Mapping[str, frozenset[str]]) -> None:
     """A partitioned optimizer keeps states for all members of a group or for none: anything else is a loss."""
-    if catalog.source.zero_stage == 0:
+    if metadata.source.zero_stage == 0:
         return
-    with_state = {catalog.parameters[name].group for name in stateful if name in catalog.parameters}
-    for name, saved in catalog.parameters.items():
+    with_state = {metadata.parameters[name].group for name in stateful if name in metadata.parameters}
+    for name, saved in metadata.parameters.items():
         if saved.group in with_state and name not in stateful:
             raise DamagedError(
                 "the checkpoint holds no optimizer state of this parameter, but of others in its param group",
                 parameter=name,
-                file=catalog.source.folder,
-                expected=f"{listed(catalog.state_keys)} and step",
+                file=metadata.source.folder,
+                expected=f"{listed(metadata.state_keys)} and step",
                 found="none",
                 remedy="restore the missing files, or load with load_optimizer_states=False",
             )

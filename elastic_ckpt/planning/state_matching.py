@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from elastic_ckpt.core.local_state import Destinations, FlatPartition
-from elastic_ckpt.core.metadata import FROZEN, Catalog, ReplicatedState
+from elastic_ckpt.core.local_state import FlatPartition, LocalState
+from elastic_ckpt.core.metadata import FROZEN, CheckpointMetadata, ReplicatedState
 from elastic_ckpt.core.read_plan import Outcome
 from elastic_ckpt.core.state_kinds import ELEMENTWISE, NON_SHARD_KEYS, REPLICATED, SCRATCH, WHOLE, LiveState
 from elastic_ckpt.errors import DamagedError, MismatchError, listed
@@ -32,7 +32,7 @@ class StateLink:
 
     Attributes:
         live: the live state.
-        source: catalog key of the saved one; empty: it starts fresh.
+        source: metadata key of the saved one; empty: it starts fresh.
         replicated: the saved one, where it is replicated.
     """
 
@@ -68,13 +68,13 @@ NOTHING_MATCHED = StateMatching()
 
 
 def match_states(
-    catalog: Catalog, destinations: Destinations, matching: Matching, convert: bool = False
+    metadata: CheckpointMetadata, local_state: LocalState, matching: Matching, convert: bool = False
 ) -> StateMatching:
     """Find out which states to restore, and the scalar states (``step``) of every flat partition.
 
     Args:
-        catalog: what the checkpoint holds.
-        destinations: what the live engine holds.
+        metadata: what the checkpoint holds.
+        local state: what the live engine holds.
         matching: parameters on both sides.
         convert: whether the states of another optimizer of the same family will do.
 
@@ -83,42 +83,42 @@ def match_states(
         MismatchError: the optimizers keep different states, or one flat tensor would need two step counts.
         DamagedError: states that belong together are only partly there.
     """
-    refuse_opaque(catalog)
-    keys = keys_by_name(catalog)
+    refuse_opaque(metadata)
+    keys = keys_by_name(metadata)
     if not keys:
         reason = "the checkpoint holds no optimizer state (saved before the first step)"
-        return StateMatching(scalars=(None,) * len(destinations.flats), outcomes=(Outcome(_ROLE, "fresh", (), reason),))
-    refuse_partial(catalog, keys)
+        return StateMatching(scalars=(None,) * len(local_state.flats), outcomes=(Outcome(_ROLE, "fresh", (), reason),))
+    refuse_partial(metadata, keys)
     stateful = frozenset(keys) & matching.restored
     links: dict[int, tuple[StateLink, ...]] = {}
     scalars: list[Scalars | None] = []
     restored: dict[str, set[str]] = {}
     converted = False
-    for flat in destinations.flats:
+    for flat in local_state.flats:
         members = [name for name in flat.members if name in stateful]
-        values = _flat_scalars(catalog, members)
+        values = _flat_scalars(metadata, members)
         scalars.append(values)
         if values is None:
             continue
         # a member that lacks one of them is damage, which is found where its tensor is looked for
         saved = frozenset().union(*(keys[name] for name in members))
-        renamed = _link(catalog, destinations, flat, members, saved, convert)
+        renamed = _link(metadata, local_state, flat, members, saved, convert)
         converted = converted or renamed.converted
         links[flat.index] = renamed.links
-        refuse_lost_choices(catalog, destinations, flat, members)
-        _refuse_other_scalars(catalog, destinations, flat, values)
+        refuse_lost_choices(metadata, local_state, flat, members)
+        _refuse_other_scalars(metadata, local_state, flat, values)
         for link in renamed.links:
             if link.live.layout != SCRATCH and link.source:
                 restored.setdefault(link.live.key, set()).update(members)
-    outcomes = _state_outcomes(catalog, destinations, matching, frozenset(keys), scalars)
+    outcomes = _state_outcomes(metadata, local_state, matching, frozenset(keys), scalars)
     return StateMatching(
         links=links,
-        scalars=tuple(_with_own_steps(catalog, destinations, scalars)),
+        scalars=tuple(_with_own_steps(metadata, local_state, scalars)),
         stateful=stateful,
         restored={key: tuple(sorted(names)) for key, names in sorted(restored.items())},
-        outcomes=outcomes + _left_by_the_user(catalog) + _unused_replicated(catalog, links),
+        outcomes=outcomes + _left_by_the_user(metadata) + _unused_replicated(metadata, links),
         converted=converted,
-        notes=_notes(catalog, destinations, links, converted),
+        notes=_notes(metadata, local_state, links, converted),
     )
 
 
@@ -129,8 +129,8 @@ class _Linked:
 
 
 def _link(
-    catalog: Catalog,
-    destinations: Destinations,
+    metadata: CheckpointMetadata,
+    local_state: LocalState,
     flat: FlatPartition,
     members: Sequence[str],
     saved: frozenset[str],
@@ -138,80 +138,84 @@ def _link(
 ) -> _Linked:
     """The links of one flat partition."""
     if flat.states is None:
-        refuse_other_kind(catalog, destinations, flat, members)
-        _refuse_unknown_start(catalog, destinations, flat, members)
-        return _Linked(_adopted(catalog, destinations, flat, members, saved))
+        refuse_other_kind(metadata, local_state, flat, members)
+        _refuse_unknown_start(metadata, local_state, flat, members)
+        return _Linked(_adopted(metadata, local_state, flat, members, saved))
     wanted = [live for live in flat.states if live.layout not in (REPLICATED, SCRATCH)]
     others = [live for live in flat.states if live.layout in (REPLICATED, SCRATCH)]
     # of an optimizer that is known, only what bitsandbytes keeps beside its states may have no place
-    beside = {state.key for name in members for state in catalog.parameters[name].replicated}
+    beside = {state.key for name in members for state in metadata.parameters[name].replicated}
     strange = beside - {live.key for live in others} - set(NON_SHARD_KEYS)
     if strange:
-        raise _other_states(catalog, destinations, flat, members, saved | strange)
-    names = {live.key: live.key for live in wanted if live.key not in catalog.fresh_states}
+        raise _other_states(metadata, local_state, flat, members, saved | strange)
+    names = {live.key: live.key for live in wanted if live.key not in metadata.fresh_states}
     converted = False
     if set(names) != saved:
-        renamed = renamed_states(catalog, destinations, members[0], saved, frozenset(names))
+        renamed = renamed_states(metadata, local_state, members[0], saved, frozenset(names))
         if renamed is None:
-            raise _other_states(catalog, destinations, flat, members, saved)
+            raise _other_states(metadata, local_state, flat, members, saved)
         if not convert:
-            raise _not_asked_to_convert(catalog, destinations, members)
+            raise _not_asked_to_convert(metadata, local_state, members)
         names, converted = dict(renamed), True
     else:
-        refuse_other_kind(catalog, destinations, flat, members)
+        refuse_other_kind(metadata, local_state, flat, members)
     links = [StateLink(live, names.get(live.key, "")) for live in wanted]
     for live in others:
-        shared = _replicated(catalog, members, live.key) if live.layout == REPLICATED else None
+        shared = _replicated(metadata, members, live.key) if live.layout == REPLICATED else None
         links.append(StateLink(live, live.key, shared))
     return _Linked(tuple(links), converted)
 
 
 def _refuse_unknown_start(
-    catalog: Catalog, destinations: Destinations, flat: FlatPartition, members: Sequence[str]
+    metadata: CheckpointMetadata, local_state: LocalState, flat: FlatPartition, members: Sequence[str]
 ) -> None:
     """What an unknown optimizer's states start with is not known: zeros could undo the weights."""
     fresh = sorted(set(flat.members) - set(members))
-    if fresh or catalog.fresh_states:
+    if fresh or metadata.fresh_states:
         raise MismatchError(
-            f"{destinations.optimizer} is not known, nor what its states start with where the checkpoint has none",
+            f"{local_state.optimizer} is not known, nor what its states start with where the checkpoint has none",
             parameter=listed(fresh or members),
-            file=catalog.source.folder,
+            file=metadata.source.folder,
             expected="a saved state for every parameter of a flat tensor",
-            found="none" if fresh else f'"state_schema": {listed(catalog.fresh_states)} fresh',
+            found="none" if fresh else f'"state_schema": {listed(metadata.fresh_states)} fresh',
             remedy="put such parameters into param groups of their own, or load with load_optimizer_states=False",
         )
 
 
 def _adopted(
-    catalog: Catalog, destinations: Destinations, flat: FlatPartition, members: Sequence[str], saved: Iterable[str]
+    metadata: CheckpointMetadata,
+    local_state: LocalState,
+    flat: FlatPartition,
+    members: Sequence[str],
+    saved: Iterable[str],
 ) -> tuple[StateLink, ...]:
     """States of an optimizer that is not known: as the checkpoint has them."""
     links = []
     for key in sorted(saved):
-        name = next(name for name in members if (name, key) in catalog.tensors)
-        tensor, shape = catalog.tensors[name, key], catalog.parameters[name].shape
-        if any(extent.code is not None for extent in tensor.extents) or (
-            tensor.is_whole and (destinations.zero_stage > 0 or len(flat.members) > 1)
+        name = next(name for name in members if (name, key) in metadata.tensors)
+        tensor, shape = metadata.tensors[name, key], metadata.parameters[name].shape
+        if any(chunk.code is not None for chunk in tensor.chunks) or (
+            tensor.is_whole and (local_state.zero_stage > 0 or len(flat.members) > 1)
         ):
-            raise _other_states(catalog, destinations, flat, members, saved)
+            raise _other_states(metadata, local_state, flat, members, saved)
         rows = 1 if tensor.is_whole or tensor.shape == shape else tensor.shape[0]
         layout = WHOLE if tensor.is_whole else ELEMENTWISE
         links.append(StateLink(LiveState(key, tensor.dtype, layout, rows, None, tensor.shape), key))
-    for state in catalog.parameters[members[0]].replicated:
+    for state in metadata.parameters[members[0]].replicated:
         live = LiveState(state.key, state.dtype, REPLICATED, shape=state.shape)
-        links.append(StateLink(live, state.key, _replicated(catalog, members, state.key)))
+        links.append(StateLink(live, state.key, _replicated(metadata, members, state.key)))
     return tuple(links)
 
 
-def _replicated(catalog: Catalog, members: Sequence[str], key: str) -> ReplicatedState:
+def _replicated(metadata: CheckpointMetadata, members: Sequence[str], key: str) -> ReplicatedState:
     """The saved copy of a replicated state, which must be the same for all members."""
-    found = [state for name in members for state in catalog.parameters[name].replicated if state.key == key]
+    found = [state for name in members for state in metadata.parameters[name].replicated if state.key == key]
     same = len({(state.crc32, state.shape, state.dtype) for state in found}) == 1
     if len(found) != len(members) or not same or any(state.differs for state in found):
         raise MismatchError(
             f"optimizer state {key!r} should be one for all partitions, but ranks or partitions saved different values",
             parameter=listed(members),
-            file=catalog.source.folder,
+            file=metadata.source.folder,
             expected="the same bytes everywhere",
             found=f"{len({state.crc32 for state in found})} different values, or differences between ranks",
             remedy=(
@@ -223,34 +227,40 @@ def _replicated(catalog: Catalog, members: Sequence[str], key: str) -> Replicate
 
 
 def _other_states(
-    catalog: Catalog, destinations: Destinations, flat: FlatPartition, members: Sequence[str], saved: Iterable[str]
+    metadata: CheckpointMetadata,
+    local_state: LocalState,
+    flat: FlatPartition,
+    members: Sequence[str],
+    saved: Iterable[str],
 ) -> MismatchError:
     live = [state.key for state in flat.states or () if state.layout != SCRATCH]
-    scalars = {key for name in members for key, _ in catalog.parameters[name].scalars}
+    scalars = {key for name in members for key, _ in metadata.parameters[name].scalars}
     return MismatchError(
         "the checkpoint was saved by an optimizer that keeps other states",
         parameter=listed(members),
-        file=catalog.source.folder,
-        expected=f"{listed({*live, *(flat.scalars or ())})} (live optimizer {destinations.optimizer})",
-        found=f"{listed({*saved, *scalars})} ({saved_optimizer(catalog)})",
+        file=metadata.source.folder,
+        expected=f"{listed({*live, *(flat.scalars or ())})} (live optimizer {local_state.optimizer})",
+        found=f"{listed({*saved, *scalars})} ({saved_optimizer(metadata)})",
         remedy="resume with the optimizer that saved it, or with load_optimizer_states=False",
     )
 
 
-def _not_asked_to_convert(catalog: Catalog, destinations: Destinations, members: Sequence[str]) -> MismatchError:
+def _not_asked_to_convert(
+    metadata: CheckpointMetadata, local_state: LocalState, members: Sequence[str]
+) -> MismatchError:
     return MismatchError(
         "the checkpoint was saved by another optimizer, whose states can be converted",
         parameter=listed(members),
-        file=catalog.source.folder,
-        expected=f"states of the live optimizer {destinations.optimizer}",
-        found=f"states of {saved_optimizer(catalog)}",
+        file=metadata.source.folder,
+        expected=f"states of the live optimizer {local_state.optimizer}",
+        found=f"states of {saved_optimizer(metadata)}",
         remedy='"elastic_checkpoint": {"convert_optimizer": true}, or load_optimizer_states=False',
     )
 
 
-def _flat_scalars(catalog: Catalog, members: Sequence[str]) -> Scalars | None:
+def _flat_scalars(metadata: CheckpointMetadata, members: Sequence[str]) -> Scalars | None:
     """Scalar states of one flat tensor; ``None`` where the checkpoint holds no state of its members at all."""
-    values = {name: catalog.parameters[name].scalars for name in members}
+    values = {name: metadata.parameters[name].scalars for name in members}
     distinct = sorted(set(values.values()), key=repr)
     if len(distinct) > 1:
         examples = [next(name for name in values if values[name] == value) for value in distinct[:2]]
@@ -265,29 +275,29 @@ def _flat_scalars(catalog: Catalog, members: Sequence[str]) -> Scalars | None:
 
 
 def _with_own_steps(
-    catalog: Catalog, destinations: Destinations, scalars: Sequence[Scalars | None]
+    metadata: CheckpointMetadata, local_state: LocalState, scalars: Sequence[Scalars | None]
 ) -> Iterator[Scalars | None]:
     """FusedAdam without ZeRO gets back the count beside each tensor, of which it uses the last one of a group alone."""
-    last = {flat.group: flat.index for flat, values in zip(destinations.flats, scalars, strict=True) if values}
-    for flat, values in zip(destinations.flats, scalars, strict=True):
-        own = catalog.parameters[flat.members[0]].own_step if values and len(flat.members) == 1 else None
-        keeps = own is not None and destinations.optimizer == _FUSED_ADAM and flat.index != last[flat.group]
+    last = {flat.group: flat.index for flat, values in zip(local_state.flats, scalars, strict=True) if values}
+    for flat, values in zip(local_state.flats, scalars, strict=True):
+        own = metadata.parameters[flat.members[0]].own_step if values and len(flat.members) == 1 else None
+        keeps = own is not None and local_state.optimizer == _FUSED_ADAM and flat.index != last[flat.group]
         yield {**values, "step": own} if values and keeps and own is not None else values
 
 
 def _refuse_other_scalars(
-    catalog: Catalog, destinations: Destinations, flat: FlatPartition, values: Mapping[str, float]
+    metadata: CheckpointMetadata, local_state: LocalState, flat: FlatPartition, values: Mapping[str, float]
 ) -> None:
     if flat.scalars is None or set(values) == set(flat.scalars):
         return
-    saved = {key for saved in catalog.parameters.values() for key, _ in saved.scalars}
+    saved = {key for saved in metadata.parameters.values() for key, _ in saved.scalars}
     if saved != set(flat.scalars):
-        members = [name for name in flat.members if name in catalog.parameters]
-        raise _other_states(catalog, destinations, flat, members, [live.key for live in flat.states or ()])
+        members = [name for name in flat.members if name in metadata.parameters]
+        raise _other_states(metadata, local_state, flat, members, [live.key for live in flat.states or ()])
     raise DamagedError(
         "the checkpoint holds states of these parameters, but not all of their scalar states",
         parameter=listed(flat.members),
-        file=catalog.source.folder,
+        file=metadata.source.folder,
         expected=f"{listed(flat.scalars)} beside {listed(live.key for live in flat.states or ())}",
         found=listed(values),
         remedy="restore the missing files, or load with load_optimizer_states=False",
@@ -295,18 +305,18 @@ def _refuse_other_scalars(
 
 
 def _state_outcomes(
-    catalog: Catalog,
-    destinations: Destinations,
+    metadata: CheckpointMetadata,
+    local_state: LocalState,
     matching: Matching,
     stateful: frozenset[str],
     scalars: Sequence[Scalars | None],
 ) -> tuple[Outcome, ...]:
     """States that start fresh, by reason, and those of parameters that do not train any more."""
     fresh: dict[str, set[str]] = {}
-    for flat, values in zip(destinations.flats, scalars, strict=True):
+    for flat, values in zip(local_state.flats, scalars, strict=True):
         shared = "" if not values else f"; zeros, at its flat tensor's {_shown(values)}"
         for name in set(flat.members) - stateful:
-            if name in catalog.parameters:
+            if name in metadata.parameters:
                 why = "the checkpoint holds no state of it (it got no gradient before the save)"
             else:
                 why = "it was frozen at save time" if name in matching.restored else "not in the checkpoint"
@@ -320,14 +330,14 @@ def _state_outcomes(
     return tuple(outcomes)
 
 
-def _left_by_the_user(catalog: Catalog) -> tuple[Outcome, ...]:
+def _left_by_the_user(metadata: CheckpointMetadata) -> tuple[Outcome, ...]:
     reason = '"state_schema" says so'
-    return tuple(Outcome(key, "fresh", (), reason) for key in sorted(catalog.fresh_states))
+    return tuple(Outcome(key, "fresh", (), reason) for key in sorted(metadata.fresh_states))
 
 
-def _unused_replicated(catalog: Catalog, links: Mapping[int, Sequence[StateLink]]) -> tuple[Outcome, ...]:
+def _unused_replicated(metadata: CheckpointMetadata, links: Mapping[int, Sequence[StateLink]]) -> tuple[Outcome, ...]:
     """Saved states of whole partitions that the live optimizer does not take."""
-    saved = {state.key for saved in catalog.parameters.values() for state in saved.replicated}
+    saved = {state.key for saved in metadata.parameters.values() for state in saved.replicated}
     layouts = {link.live.key: link.live.layout for found in links.values() for link in found}
     outcomes = []
     for key in sorted(saved):
@@ -339,22 +349,20 @@ def _unused_replicated(catalog: Catalog, links: Mapping[int, Sequence[StateLink]
 
 
 def _notes(
-    catalog: Catalog, destinations: Destinations, links: Mapping[int, Sequence[StateLink]], converted: bool
+    metadata: CheckpointMetadata, local_state: LocalState, links: Mapping[int, Sequence[StateLink]], converted: bool
 ) -> tuple[str, ...]:
     notes = []
     if converted:
-        notes.append(f"optimizer states converted from {saved_optimizer(catalog)} to {destinations.optimizer}")
-    if any(flat.states is None for flat in destinations.flats if flat.index in links):
+        notes.append(f"optimizer states converted from {saved_optimizer(metadata)} to {local_state.optimizer}")
+    if any(flat.states is None for flat in local_state.flats if flat.index in links):
         kinds = {link.live.key: link.live.layout for found in links.values() for link in found}
         shown = ", ".join(f"{key} ({layout})" for key, layout in sorted(kinds.items()))
-        notes.append(
-            f"{destinations.optimizer} is not known: its states were taken as the checkpoint has them: {shown}"
-        )
-    moved = (catalog.source.zero_stage, catalog.source.dp) != (destinations.zero_stage, destinations.dp)
+        notes.append(f"{local_state.optimizer} is not known: its states were taken as the checkpoint has them: {shown}")
+    moved = (metadata.source.zero_stage, metadata.source.dp) != (local_state.zero_stage, local_state.dp)
     norms = any(link.live.key in (UPDATE_NORM, "variance") for found in links.values() for link in found)
     if norms and moved:
         notes.append(
-            f"{destinations.optimizer} scales updates by the norm of each flat partition, and these are others now: "
+            f"{local_state.optimizer} scales updates by the norm of each flat partition, and these are others now: "
             "states are restored, and the run goes on a little differently than it would have"
         )
     return tuple(notes)

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 from elastic_ckpt.core.dtypes import ITEMSIZE
 from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.metadata import Catalog, Extent, LogicalTensor
+from elastic_ckpt.core.metadata import CheckpointMetadata, StorageChunk, TensorMetadata
 from elastic_ckpt.core.read_plan import Piece
-from elastic_ckpt.core.strided import Band, Transfer, clip_source, clip_target
+from elastic_ckpt.core.strided import StridedCopy, Transfer, clip_source, clip_target
 from elastic_ckpt.errors import DamagedError
 
 #: Extents that are looked through sooner than searched.
@@ -20,31 +20,31 @@ _FEW = 8
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """Rows of elements of one extent.
+    """Rows of elements of one chunk.
 
     Attributes:
-        extent: which one.
+        chunk: which one.
         dtype: name of the torch dtype in the file.
-        band: its source counts from the extent's first element, its target from the live shard's.
+        band: its source counts from the chunk's first element, its target from the live shard's.
     """
 
-    extent: Extent
+    chunk: StorageChunk
     dtype: str
-    band: Band
+    band: StridedCopy
 
     @property
     def byte_offset(self) -> int:
         """Absolute offset of its first element in the file."""
-        return self.extent.byte_offset + self.band.source * ITEMSIZE[self.dtype]
+        return self.chunk.byte_offset + self.band.source * ITEMSIZE[self.dtype]
 
     def pieces(self, offset: int) -> Iterator[Piece]:
         """Its rows, each for itself; ``offset`` is added to where they go."""
-        band, code = self.band, self.extent.code
+        band, code = self.band, self.chunk.code
         for row in range(band.rows):
             skipped = band.source + row * band.source_stride
             yield Piece(
-                self.extent.file,
-                self.extent.byte_offset + skipped * ITEMSIZE[self.dtype],
+                self.chunk.file,
+                self.chunk.byte_offset + skipped * ITEMSIZE[self.dtype],
                 offset + band.target + row * band.target_stride,
                 band.width,
                 self.dtype,
@@ -53,7 +53,7 @@ class Strip:
 
 
 def strips(
-    tensor: LogicalTensor, transfer: Transfer, wanted: FlatRange, row: int = 0, rows: int = 1
+    tensor: TensorMetadata, transfer: Transfer, wanted: FlatRange, row: int = 0, rows: int = 1
 ) -> Iterator[Strip]:
     """The strips that hold some elements of a live shard.
 
@@ -63,7 +63,7 @@ def strips(
         wanted: which of its elements.
         row, rows: of a state with several rows: which one, and how many there are.
     """
-    extents, shapes = tensor.extents, tensor.shard_shapes
+    chunks, shapes = tensor.chunks, tensor.shard_shapes
     for shard, band in transfer.bands:
         base = row * (math.prod(shapes[shard]) // rows)
         if band.rows == 1:
@@ -72,52 +72,52 @@ def strips(
         for part in clip_target(band, wanted):
             source = part.moved(base, 0) if base else part
             end = source.source + (source.rows - 1) * source.source_stride + source.width
-            first = max(bisect_right(extents, (shard, source.source), key=_place) - 1, 0)
-            for extent in extents[first:]:
-                if (extent.shard, extent.range.start) >= (shard, end):
+            first = max(bisect_right(chunks, (shard, source.source), key=_place) - 1, 0)
+            for chunk in chunks[first:]:
+                if (chunk.shard, chunk.range.start) >= (shard, end):
                     break
-                if extent.shard == shard:
-                    is_all = extent.range.start <= source.source and end <= extent.range.stop
-                    for held in (source,) if is_all else clip_source(source, extent.range):
-                        yield Strip(extent, tensor.dtype, held.moved(-extent.range.start, 0))
+                if chunk.shard == shard:
+                    is_all = chunk.range.start <= source.source and end <= chunk.range.stop
+                    for held in (source,) if is_all else clip_source(source, chunk.range):
+                        yield Strip(chunk, tensor.dtype, held.moved(-chunk.range.start, 0))
 
 
-def _of_one_row(tensor: LogicalTensor, shard: int, band: Band, base: int, wanted: FlatRange) -> Iterator[Strip]:
+def _of_one_row(tensor: TensorMetadata, shard: int, band: StridedCopy, base: int, wanted: FlatRange) -> Iterator[Strip]:
     """The same for what is not cut along a dimension of its own: most of what is planned, so without detours."""
     start, stop = max(wanted.start, band.target), min(wanted.stop, band.target + band.width)
     if start >= stop:
         return
     to_source = base + band.source - band.target
     source_start, source_stop = start + to_source, stop + to_source
-    extents = tensor.extents
-    if len(extents) > _FEW:
-        extents = extents[max(bisect_right(extents, (shard, source_start), key=_place) - 1, 0) :]
-    for extent in extents:
-        held = extent.range
-        if extent.shard > shard or (extent.shard == shard and held.start >= source_stop):
+    chunks = tensor.chunks
+    if len(chunks) > _FEW:
+        chunks = chunks[max(bisect_right(chunks, (shard, source_start), key=_place) - 1, 0) :]
+    for chunk in chunks:
+        held = chunk.range
+        if chunk.shard > shard or (chunk.shard == shard and held.start >= source_stop):
             break
         left = held.start if held.start > source_start else source_start
         right = held.stop if held.stop < source_stop else source_stop
-        if extent.shard == shard and left < right:
+        if chunk.shard == shard and left < right:
             numel = right - left
-            yield Strip(extent, tensor.dtype, Band(1, numel, left - held.start, numel, left - to_source, numel))
+            yield Strip(chunk, tensor.dtype, StridedCopy(1, numel, left - held.start, numel, left - to_source, numel))
 
 
-def _place(extent: Extent) -> tuple[int, int]:
-    return extent.shard, extent.range.start
+def _place(chunk: StorageChunk) -> tuple[int, int]:
+    return chunk.shard, chunk.range.start
 
 
-def check_tiling(catalog: Catalog, tensor: LogicalTensor) -> None:
-    """Every element of the whole tensor, on this rank or not, lies in exactly one extent.
+def check_tiling(metadata: CheckpointMetadata, tensor: TensorMetadata) -> None:
+    """Every element of the whole tensor, on this rank or not, lies in exactly one chunk.
 
     Raises:
         DamagedError: naming the first elements of which that is not so.
     """
-    if not tensor.shards and _tiles(tensor.extents, math.prod(tensor.shape)):
+    if not tensor.shards and _tiles(tensor.chunks, math.prod(tensor.shape)):
         return
     for shard, shape in enumerate(tensor.shard_shapes):
         position = 0
-        ends = [(extent.range.start, extent.range.stop) for extent in tensor.extents if extent.shard == shard]
+        ends = [(chunk.range.start, chunk.range.stop) for chunk in tensor.chunks if chunk.shard == shard]
         for start, stop in [*ends, (math.prod(shape),) * 2]:
             if start != position:
                 said, where = ("held twice", "two files") if start < position else ("incomplete", "no file")
@@ -125,7 +125,7 @@ def check_tiling(catalog: Catalog, tensor: LogicalTensor) -> None:
                 raise DamagedError(
                     f"{tensor.key} of this parameter is {said} in the checkpoint",
                     parameter=tensor.name,
-                    file=catalog.source.folder,
+                    file=metadata.source.folder,
                     expected="every element in exactly one file",
                     found=f"elements {min(start, position)} to {max(start, position)}{of} in {where}",
                     remedy="a shard is missing or belongs to another save: restore the folder from its original",
@@ -133,10 +133,10 @@ def check_tiling(catalog: Catalog, tensor: LogicalTensor) -> None:
             position = stop
 
 
-def _tiles(extents: Iterable[Extent], numel: int) -> bool:
+def _tiles(chunks: Iterable[StorageChunk], numel: int) -> bool:
     position = 0
-    for extent in extents:
-        if extent.shard or extent.range.start != position:
+    for chunk in chunks:
+        if chunk.shard or chunk.range.start != position:
             return False
-        position = extent.range.stop
+        position = chunk.range.stop
     return position == numel

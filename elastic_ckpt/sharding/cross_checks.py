@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, Catalog, LogicalTensor
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata, TensorMetadata
 from elastic_ckpt.core.strided import Shape
 from elastic_ckpt.core.tp_rules import KV_HEADS, WHOLE_KINDS, Rule
 from elastic_ckpt.sharding.book import Saying
@@ -23,9 +23,9 @@ _COUNTERPARTS = (("h_to_4h", "4h_to_h"), ("fc1", "fc2"), ("linear1", "linear2"),
 _QKV = re.compile(r"query_key_value|qkv|W_pack|c_attn", re.IGNORECASE)
 
 
-def tensor_of(catalog: Catalog, name: str) -> LogicalTensor | None:
+def tensor_of(metadata: CheckpointMetadata, name: str) -> TensorMetadata | None:
     """The weights of a parameter, or a buffer."""
-    found = (catalog.tensors.get((name, key)) for key in (MASTER, FROZEN, BUFFER))
+    found = (metadata.tensors.get((name, key)) for key in (MASTER, FROZEN, BUFFER))
     return next((tensor for tensor in found if tensor is not None), None)
 
 
@@ -33,15 +33,15 @@ class Structure:
     """What the shapes of a model's matrices say about each other.
 
     Args:
-        catalog: what the checkpoint holds.
+        metadata: what the checkpoint holds.
     """
 
-    def __init__(self, catalog: Catalog) -> None:
-        self._catalog = catalog
+    def __init__(self, metadata: CheckpointMetadata) -> None:
+        self._catalog = metadata
         # (module, rows of a matrix on the first rank) -> how often which number of columns: of all ranks
         self._columns: dict[tuple[str, int], Counter[int]] = {}
-        for name, key in catalog.tensors:
-            shapes = catalog.tensors[name, key].shard_shapes
+        for name, key in metadata.tensors:
+            shapes = metadata.tensors[name, key].shard_shapes
             if key in (MASTER, FROZEN) and len(shapes[0]) == 2:
                 self._columns.setdefault((_module(name), shapes[0][0]), Counter())[_total(shapes, 1)] += 1
 

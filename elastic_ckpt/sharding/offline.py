@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from elastic_ckpt.core.local_state import LiveLayout
-from elastic_ckpt.core.metadata import BUFFER, Catalog, LogicalTensor
-from elastic_ckpt.core.strided import Shape, Split
+from elastic_ckpt.core.metadata import BUFFER, CheckpointMetadata, TensorMetadata
+from elastic_ckpt.core.strided import Shape, TPLayout
 from elastic_ckpt.core.tp_rules import (
     COLUMN,
     VOCABULARY,
@@ -29,14 +29,16 @@ from elastic_ckpt.sharding.refusals import contradiction, undecided
 _BY_DEFAULT = "the checkpoint's universal_checkpoint_info, by its default"
 
 
-def virtual_layouts(catalog: Catalog, names: Iterable[str], tp: int, book: RuleBook) -> dict[str, LiveLayout]:
+def virtual_layouts(
+    metadata: CheckpointMetadata, names: Iterable[str], tp: int, book: RuleBook
+) -> dict[str, LiveLayout]:
     """What ``tp`` ranks would hold of each parameter and buffer.
 
     Where nothing says how a vector or a buffer is held, it is taken for replicated: that is a guess, which a load (and
     a conversion) compares with the values of the saved copies.
 
     Args:
-        catalog: what the checkpoint holds.
+        metadata: what the checkpoint holds.
         names: of parameters, frozen weights and buffers.
         tp: tensor-parallel degree.
         book: the user's rules and presets.
@@ -44,35 +46,35 @@ def virtual_layouts(catalog: Catalog, names: Iterable[str], tp: int, book: RuleB
     Raises:
         MismatchError: nothing says how a matrix is cut, what is said does not fit, or a dimension does not divide.
     """
-    solver = _Solver(catalog, tp, book)
+    solver = _Solver(metadata, tp, book)
     return {name: solver.layout(name) for name in names}
 
 
-def asked_offline(catalog: Catalog, structure: Structure, tensor: LogicalTensor) -> Asked:
+def asked_offline(metadata: CheckpointMetadata, structure: Structure, tensor: TensorMetadata) -> Asked:
     """A parameter whose layout is asked for, as far as the checkpoint alone tells."""
     name, shapes = tensor.name, tensor.shard_shapes
     fused_one = is_fused(name) and structure.gate_factor(name) != 1
-    saved_name = catalog.saved_names.get(name, name)
+    saved_name = metadata.saved_names.get(name, name)
     return Asked(name, saved_name, shapes, fused_one or structure.is_made_of_several(name))
 
 
-def said_offline(catalog: Catalog, asked: Asked, book: RuleBook) -> Saying | None:
+def said_offline(metadata: CheckpointMetadata, asked: Asked, book: RuleBook) -> Saying | None:
     """Who says how a parameter is cut, where there is no live model; ``None``: nobody, or nothing that can be used.
 
     Raises:
         CannotSplit: what the checkpoint says cannot be understood.
     """
-    sayings = book.said(asked, LiveLayout(()), catalog.declared, catalog.run)
+    sayings = book.said(asked, LiveLayout(()), metadata.declared, metadata.run)
     chosen = choose([saying for saying in sayings if not saying.is_guess])
     chosen = None if chosen is not None and is_ambiguous(chosen) else chosen
-    is_buffer = (asked.name, BUFFER) in catalog.tensors
-    if chosen is None and catalog.declared.rules and len(asked.shapes) > 1 and not asked.is_fused and not is_buffer:
+    is_buffer = (asked.name, BUFFER) in metadata.tensors
+    if chosen is None and metadata.declared.rules and len(asked.shapes) > 1 and not asked.is_fused and not is_buffer:
         # a parameter that no pattern names is cut along dimension 0: ``merge_tp_slices``, ds_to_universal.py
         return Saying(Rule(pattern=".*", kind=COLUMN), _BY_DEFAULT)
     return chosen
 
 
-def known_rules(catalog: Catalog, names: Iterable[str], book: RuleBook) -> dict[str, Rule | None]:
+def known_rules(metadata: CheckpointMetadata, names: Iterable[str], book: RuleBook) -> dict[str, Rule | None]:
     """By which rule tensor-parallel ranks hold each parameter; ``None``: nothing says so, or a recorded map says all.
 
     The widths of sub-parameters are numbers, even where the rule takes them from the run.
@@ -80,30 +82,30 @@ def known_rules(catalog: Catalog, names: Iterable[str], book: RuleBook) -> dict[
     Raises:
         MismatchError: what is said does not fit the shapes.
     """
-    structure = Structure(catalog)
-    return {name: _known_rule(catalog, structure, name, book) for name in names}
+    structure = Structure(metadata)
+    return {name: _known_rule(metadata, structure, name, book) for name in names}
 
 
-def _known_rule(catalog: Catalog, structure: Structure, name: str, book: RuleBook) -> Rule | None:
-    tensor = tensor_of(catalog, name)
-    if tensor is None or catalog.declared.is_recorded(catalog.saved_names.get(name, name)):
+def _known_rule(metadata: CheckpointMetadata, structure: Structure, name: str, book: RuleBook) -> Rule | None:
+    tensor = tensor_of(metadata, name)
+    if tensor is None or metadata.declared.is_recorded(metadata.saved_names.get(name, name)):
         return None
-    asked = asked_offline(catalog, structure, tensor)
+    asked = asked_offline(metadata, structure, tensor)
     try:
-        chosen = said_offline(catalog, asked, book)
+        chosen = said_offline(metadata, asked, book)
         if chosen is None:
             return None
-        parts = relative_widths(chosen.rule, Facts(catalog.run, catalog.declared.vocabulary))
+        parts = relative_widths(chosen.rule, Facts(metadata.run, metadata.declared.vocabulary))
     except CannotSplit as error:
-        raise contradiction(name, catalog.source.folder, asked.shapes, (), None, str(error)) from error
+        raise contradiction(name, metadata.source.folder, asked.shapes, (), None, str(error)) from error
     return chosen.rule if parts is None else chosen.rule.model_copy(update={"sub_parameters": parts})
 
 
 def decided_layouts(
-    catalog: Catalog, names: Iterable[str], tp: int, book: RuleBook
+    metadata: CheckpointMetadata, names: Iterable[str], tp: int, book: RuleBook
 ) -> tuple[dict[str, LiveLayout], dict[str, ElasticCkptError]]:
     """As :func:`virtual_layouts`; what would be its errors comes second, by name."""
-    solver = _Solver(catalog, tp, book)
+    solver = _Solver(metadata, tp, book)
     decided: dict[str, LiveLayout] = {}
     errors: dict[str, ElasticCkptError] = {}
     for name in names:
@@ -115,12 +117,12 @@ def decided_layouts(
 
 
 class _Solver:
-    def __init__(self, catalog: Catalog, tp: int, book: RuleBook) -> None:
-        self._catalog = catalog
+    def __init__(self, metadata: CheckpointMetadata, tp: int, book: RuleBook) -> None:
+        self._catalog = metadata
         self._tp = tp
         self._book = book
-        self._facts = Facts(catalog.run, catalog.declared.vocabulary)
-        self._structure = Structure(catalog)
+        self._facts = Facts(metadata.run, metadata.declared.vocabulary)
+        self._structure = Structure(metadata)
 
     def layout(self, name: str) -> LiveLayout:
         """How the ranks hold it."""
@@ -140,7 +142,7 @@ class _Solver:
         is_default = chosen is not None and chosen.origin == _BY_DEFAULT
         return LiveLayout(shapes, dim=0, origin=_BY_DEFAULT) if is_default else LiveLayout(shapes)
 
-    def _cut(self, asked: Asked, tensor: LogicalTensor, chosen: Saying | None) -> tuple[Shape, ...]:
+    def _cut(self, asked: Asked, tensor: TensorMetadata, chosen: Saying | None) -> tuple[Shape, ...]:
         by_user = chosen is not None and chosen.is_users
         recorded = None
         if len(asked.shapes) > 1 and not by_user:
@@ -157,11 +159,11 @@ class _Solver:
             return (source.shape,) * self._tp
         return self._divided(asked, source.shape, source.dim, chosen)
 
-    def _source(self, asked: Asked, chosen: Saying) -> Split:
+    def _source(self, asked: Asked, chosen: Saying) -> TPLayout:
         if len(asked.shapes) > 1:
             return split_by(chosen.rule, asked.shapes, self._facts)
         dim = 0 if chosen.rule.kind in WHOLE_KINDS else chosen.rule.cut_dim
-        return Split(asked.shapes[0], dim, (((0, asked.shapes[0][dim] if asked.shapes[0] else 1),),))
+        return TPLayout(asked.shapes[0], dim, (((0, asked.shapes[0][dim] if asked.shapes[0] else 1),),))
 
     def _divided(self, asked: Asked, whole: Shape, dim: int, chosen: Saying | None) -> tuple[Shape, ...]:
         size = whole[dim]

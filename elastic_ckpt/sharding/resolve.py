@@ -1,4 +1,4 @@
-"""Catalog x Destinations -> where each tensor-parallel shard comes from. Pure."""
+"""CheckpointMetadata x LocalState -> where each tensor-parallel shard comes from. Pure."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from elastic_ckpt.core.dtypes import is_floating
-from elastic_ckpt.core.local_state import Destinations, LiveLayout
-from elastic_ckpt.core.metadata import FROZEN, MASTER, Catalog
+from elastic_ckpt.core.local_state import LiveLayout, LocalState
+from elastic_ckpt.core.metadata import FROZEN, MASTER, CheckpointMetadata
 from elastic_ckpt.core.strided import (
     Overlap,
     Shape,
-    Split,
+    TPLayout,
     Transfer,
     blended,
     copied,
@@ -66,15 +66,15 @@ class Resharding:
 
 
 def resolve(
-    catalog: Catalog, destinations: Destinations, names: Iterable[str], book: RuleBook, policy: str
+    metadata: CheckpointMetadata, local_state: LocalState, names: Iterable[str], book: RuleBook, policy: str
 ) -> Resharding:
     """Find out how each parameter and buffer is cut on both sides, where the two degrees differ.
 
     Where they do not, every live shard is a saved one, and nobody has to know how it was cut.
 
     Args:
-        catalog: what the checkpoint holds.
-        destinations: what the live engine holds.
+        metadata: what the checkpoint holds.
+        local state: what the live engine holds.
         names: of the parameters and buffers to restore.
         book: the user's rules and preset.
         policy: what is done about replicated parameters: ``strict`` and ``first`` take the first rank's, ``mean`` takes
@@ -83,7 +83,7 @@ def resolve(
     Raises:
         MismatchError: nobody says how a parameter is cut, or what is said and the shapes contradict each other.
     """
-    resolver = _Resolver(catalog, destinations, book, policy)
+    resolver = _Resolver(metadata, local_state, book, policy)
     for name in sorted(names):
         resolver.add(name)
     return resolver.resharding()
@@ -93,23 +93,23 @@ def resolve(
 class _Held:
     """How both sides hold a parameter, and whether the checkpoint or the live parameter has recorded it in full."""
 
-    source: Split
-    target: Split
+    source: TPLayout
+    target: TPLayout
     is_recorded: bool
 
 
 class _Resolver:
-    def __init__(self, catalog: Catalog, destinations: Destinations, book: RuleBook, policy: str) -> None:
-        self._catalog = catalog
-        self._rank = destinations.tp_rank
-        self._degree = destinations.tp
-        self._layouts = destinations.layouts
-        self._is_universal = catalog.source.format == "universal"
+    def __init__(self, metadata: CheckpointMetadata, local_state: LocalState, book: RuleBook, policy: str) -> None:
+        self._catalog = metadata
+        self._rank = local_state.tp_rank
+        self._degree = local_state.tp
+        self._layouts = local_state.layouts
+        self._is_universal = metadata.source.format == "universal"
         self._book = book
         self._policy = policy
-        self._structure = Structure(catalog)
+        self._structure = Structure(metadata)
         self._guessed: list[str] = []
-        self._facts = Facts(catalog.run, catalog.declared.vocabulary)
+        self._facts = Facts(metadata.run, metadata.declared.vocabulary)
         self._transfers: dict[tuple[str, str], Transfer] = {}
         self._replicas: set[str] = set()
         self._averaged: set[str] = set()
@@ -271,7 +271,7 @@ class _Resolver:
             return None
         return _Held(source, target, recorded is not None or (live is not None and len(asked.shapes) == 1))
 
-    def _one_side(self, shapes: Sequence[Shape], dim: int, chosen: Saying | None) -> Split | None:
+    def _one_side(self, shapes: Sequence[Shape], dim: int, chosen: Saying | None) -> TPLayout | None:
         in_order = chosen is None or (chosen.rule.kind not in WHOLE_KINDS and 1 not in chosen.rule.slices)
         if len(shapes) == 1 and in_order:
             shape = shapes[0]
@@ -280,7 +280,7 @@ class _Resolver:
             return None
         return split_by(chosen.rule, shapes, self._facts)
 
-    def _add_whole(self, name: str, kind: str, source: Split, target: Split, is_float: bool) -> None:
+    def _add_whole(self, name: str, kind: str, source: TPLayout, target: TPLayout, is_float: bool) -> None:
         """Every saved rank held all of it."""
         numel, shards = math.prod(target.shape), source.degree
         if kind == SUMMED:
@@ -324,6 +324,6 @@ class _Resolver:
         raise contradiction(asked.name, self._catalog.source.folder, asked.shapes, live, said, why)
 
 
-def _holds_whole(split: Split) -> bool:
+def _holds_whole(split: TPLayout) -> bool:
     size = split.shape[split.dim]
     return all(held == ((0, size),) for held in split.held)

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from elastic_ckpt.core.dtypes import ITEMSIZE
 from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.metadata import Catalog, ReplicatedState
+from elastic_ckpt.core.metadata import CheckpointMetadata, ReplicatedState
 from elastic_ckpt.io.reader import ReadOptions
 from elastic_ckpt.tools.logical import LogicalReader, Whole
 from elastic_ckpt.tools.opened import Opened, load_options
@@ -93,7 +93,7 @@ def compare(first: Opened, second: Opened, threads: int, progress: bool | None =
 
 class _Side:
     def __init__(self, opened: Opened) -> None:
-        self.reader = LogicalReader(opened.checkpoint.catalog, load_options(opened.config))
+        self.reader = LogicalReader(opened.checkpoint.metadata, load_options(opened.config))
         self.notes = (*self.reader.notes, *self.reader.compare_copies(_ONE_CHUNK))
         self.tensors = {(whole.name, whole.key): whole for whole in self.reader.tensors()}
 
@@ -153,7 +153,7 @@ def _apart(left: torch.Tensor, right: torch.Tensor) -> tuple[float, int, int]:
 
 def _facts(first: Opened, second: Opened) -> Iterator[Difference | None]:
     """What belongs to no tensor, one after the other: a difference, or ``None`` where they agree."""
-    left, right = first.checkpoint.catalog, second.checkpoint.catalog
+    left, right = first.checkpoint.metadata, second.checkpoint.metadata
     for name in left.parameters:
         if name in right.parameters:
             mine: dict[str, Any] = dict(left.parameters[name].scalars)
@@ -180,20 +180,20 @@ def _replicated(state: ReplicatedState) -> str:
 
 def _not_understood(first: Opened, second: Opened) -> tuple[list[Difference], list[str]]:
     """States that cannot be compared: differences where one side alone has them, and notes."""
-    catalogs = [opened.checkpoint.catalog for opened in (first, second)]
-    left, right = ({**catalog.opaque_states, **catalog.damaged_states} for catalog in catalogs)
+    all_metadata = [opened.checkpoint.metadata for opened in (first, second)]
+    left, right = ({**metadata.opaque_states, **metadata.damaged_states} for metadata in all_metadata)
     differences, notes = [], []
     for key in sorted({*left, *right}):
         if key in left and key in right:
             notes.append(f"not compared: optimizer state {key}, whose layout is not understood ({left[key]})")
             continue
-        which, there, other = ("second", left, catalogs[1]) if key in left else ("first", right, catalogs[0])
+        which, there, other = ("second", left, all_metadata[1]) if key in left else ("first", right, all_metadata[0])
         lacks = "holds it in another form" if key in other.state_keys else "does not have it"
         differences.append(Difference("optimizer", key, MISSING, f"the {which} checkpoint {lacks} ({there[key]})"))
     return differences, notes
 
 
-def _groups(left: Catalog, right: Catalog) -> Iterator[Difference | None]:
+def _groups(left: CheckpointMetadata, right: CheckpointMetadata) -> Iterator[Difference | None]:
     """Hyperparameters by member: the groups may be numbered otherwise."""
     seen = set()
     for name in left.parameters:

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from elastic_ckpt.core.dtypes import ITEMSIZE
-from elastic_ckpt.core.local_state import Destinations
+from elastic_ckpt.core.local_state import LocalState
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
-from elastic_ckpt.core.read_plan import Plan
+from elastic_ckpt.core.read_plan import ReadPlan
 from elastic_ckpt.io.read_sizes import read_sizes
 from elastic_ckpt.io.reader import ReadOptions
 
@@ -91,7 +91,7 @@ class RankForecast:
         rank: global rank.
         reads: what it reads.
         memory: what it needs.
-        by_file: bytes that it reads from each file, by index into the catalog's files.
+        by_file: bytes that it reads from each file, by index into the metadata's files.
     """
 
     rank: int
@@ -102,8 +102,8 @@ class RankForecast:
 
 def forecast_rank(
     rank: int,
-    destinations: Destinations,
-    plan: Plan,
+    local_state: LocalState,
+    plan: ReadPlan,
     precision: Precision,
     options: ReadOptions,
     offload: bool,
@@ -113,23 +113,23 @@ def forecast_rank(
 
     Args:
         rank: its global rank.
-        destinations, plan: what it holds, and its plan.
+        local state, plan: what it holds, and its plan.
         precision: of the live run.
         options: how it reads.
         offload: whether masters and states are in host memory (``offload_optimizer``).
         on_accelerator: whether the job has accelerators; if not, all is host memory, and read straight into it.
     """
-    memory = memory_of(destinations, plan, precision, offload and on_accelerator)
-    reads = reads_of(destinations, plan, options, on_accelerator and not offload)
+    memory = memory_of(local_state, plan, precision, offload and on_accelerator)
+    reads = reads_of(local_state, plan, options, on_accelerator and not offload)
     return RankForecast(rank, reads, memory, bytes_by_file(plan))
 
 
-def reads_of(destinations: Destinations, plan: Plan, options: ReadOptions, on_accelerator: bool) -> Reads:
+def reads_of(local_state: LocalState, plan: ReadPlan, options: ReadOptions, on_accelerator: bool) -> Reads:
     """What executing a plan reads; ``on_accelerator``: through bounce buffers, straight into memory otherwise."""
     runs = read_sizes(plan, options.limits, on_accelerator)
     sizes = [nbytes for nbytes, count in runs if count]
     copies = (pieces for comparison in plan.comparisons for pieces in comparison.copies)
-    received = (share for share in plan.shares if share.owner != destinations.dp_rank)
+    received = (share for share in plan.shares if share.owner != local_state.dp_rank)
     return Reads(
         nbytes=sum(nbytes * count for nbytes, count in runs),
         calls=sum(count for _, count in runs),
@@ -141,7 +141,7 @@ def reads_of(destinations: Destinations, plan: Plan, options: ReadOptions, on_ac
     )
 
 
-def bytes_by_file(plan: Plan) -> dict[int, int]:
+def bytes_by_file(plan: ReadPlan) -> dict[int, int]:
     """Bytes of tensors that a plan reads from each file; scales of blocks that are cut anew are left out."""
     found: dict[int, int] = {}
     for copy in plan.copies:
@@ -152,33 +152,33 @@ def bytes_by_file(plan: Plan) -> dict[int, int]:
     return found
 
 
-def memory_of(destinations: Destinations, plan: Plan, precision: Precision, offload: bool) -> Memory:
+def memory_of(local_state: LocalState, plan: ReadPlan, precision: Precision, offload: bool) -> Memory:
     """What one rank needs for the state of training.
 
     Persistent parameters of ZeRO-3, communication buckets and activations are left out.
     """
-    stage, flat_numel = destinations.zero_stage, sum(flat.numel for flat in destinations.flats)
+    stage, flat_numel = local_state.zero_stage, sum(flat.numel for flat in local_state.flats)
     states: dict[tuple[str, str], int] = {}
     for slot in plan.slots:
         if slot.key not in (MASTER, BUFFER, FROZEN):
             what = (slot.key, slot.dtype)
             states[what] = states.get(what, 0) + slot.numel * ITEMSIZE[slot.dtype]
-    whole_numel = _numel_of_shards(destinations)
+    whole_numel = _numel_of_shards(local_state)
     is_master = stage == 0 and precision.weights == "float32"  # then the optimizer steps on the weights themselves
     weights_numel = 0 if is_master else flat_numel if stage == 3 else whole_numel
     gradients_numel = flat_numel if stage >= 2 else whole_numel
     return Memory(
-        masters=sum(flat.numel * ITEMSIZE[flat.dtype] for flat in destinations.flats),
+        masters=sum(flat.numel * ITEMSIZE[flat.dtype] for flat in local_state.flats),
         states=tuple((key, dtype, nbytes) for (key, dtype), nbytes in sorted(states.items())),
         weights=weights_numel * ITEMSIZE[precision.weights],
         gradients=gradients_numel * ITEMSIZE[precision.gradients],
-        others=sum(whole.range.numel * ITEMSIZE[whole.dtype] for whole in destinations.wholes),
+        others=sum(whole.range.numel * ITEMSIZE[whole.dtype] for whole in local_state.wholes),
         offloaded=offload,
     )
 
 
-def _numel_of_shards(destinations: Destinations) -> int:
+def _numel_of_shards(local_state: LocalState) -> int:
     """Elements of the trainable parameters of this pipeline stage and tensor-parallel rank, however ZeRO cuts them."""
-    members = [name for flat in destinations.flats for name in flat.members]
-    shapes = {name: layout.shapes[destinations.tp_rank] for name, layout in destinations.layouts.items()}
+    members = [name for flat in local_state.flats for name in flat.members]
+    shapes = {name: layout.shapes[local_state.tp_rank] for name, layout in local_state.layouts.items()}
     return sum(math.prod(shapes[name]) for name in members)

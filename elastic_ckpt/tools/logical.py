@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.local_state import Destinations
-from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, Catalog, LogicalTensor
-from elastic_ckpt.core.read_plan import Copy, Plan, Recode, Slot
+from elastic_ckpt.core.local_state import LocalState
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata, TensorMetadata
+from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, RequantizeItem, Slot
 from elastic_ckpt.core.strided import Shape, Transfer, copied
 from elastic_ckpt.io.compare_replicas import find_drift, judge_drift
 from elastic_ckpt.io.reader import ReadOptions, execute
@@ -54,27 +54,27 @@ class LogicalReader:
     """Reads whole tensors: shards of tensor-parallel ranks are put together by the rules of a load.
 
     Args:
-        catalog: of the checkpoint.
+        metadata: of the checkpoint.
         options: of a load; its rules and its policy for replicated parameters count.
 
     Raises:
         MismatchError: it is not known how a parameter is cut, or what is said of it contradicts the shapes.
     """
 
-    def __init__(self, catalog: Catalog, options: LoadOptions) -> None:
-        self.catalog = catalog
+    def __init__(self, metadata: CheckpointMetadata, options: LoadOptions) -> None:
+        self.metadata = metadata
         self._options = options
-        weights = (name for name, key in catalog.tensors if key in (MASTER, FROZEN, BUFFER))
+        weights = (name for name, key in metadata.tensors if key in (MASTER, FROZEN, BUFFER))
         self._names = tuple(dict.fromkeys(weights))
-        self._layouts = virtual_layouts(catalog, self._names, 1, options.rules)
-        is_sharded = catalog.source.tp > 1 or catalog.merged_from > 1
-        self._destinations = Destinations(0, 1, 0, "", (), (), (), (), layouts=self._layouts if is_sharded else {})
-        self._resharding = resolve(catalog, self._destinations, self._names, options.rules, options.replicated)
+        self._layouts = virtual_layouts(metadata, self._names, 1, options.rules)
+        is_sharded = metadata.source.tp > 1 or metadata.merged_from > 1
+        self._destinations = LocalState(0, 1, 0, "", (), (), (), (), layouts=self._layouts if is_sharded else {})
+        self._resharding = resolve(metadata, self._destinations, self._names, options.rules, options.replicated)
         self.notes: tuple[str, ...] = self._resharding.notes
 
     def tensors(self) -> Iterator[Whole]:
-        """Everything there is to read, in catalog order."""
-        for tensor in self.catalog.tensors.values():
+        """Everything there is to read, in metadata order."""
+        for tensor in self.metadata.tensors.values():
             yield self._whole(tensor)
 
     def compare_copies(self, options: ReadOptions) -> tuple[str, ...]:
@@ -86,10 +86,10 @@ class LogicalReader:
         Raises:
             MismatchError: copies differ, and the policy is ``strict``.
         """
-        comparisons = compare_replicas(self.catalog, self._destinations, self._resharding, self._names, True)
+        comparisons = compare_replicas(self.metadata, self._destinations, self._resharding, self._names, True)
         guessed = self._resharding.guessed
         judged = tuple(replace(one, is_guess=one.is_guess or one.name in guessed) for one in comparisons)
-        plan = Plan(self.catalog.files, (), (), comparisons=judged)
+        plan = ReadPlan(self.metadata.files, (), (), comparisons=judged)
         return judge_drift(find_drift(plan, options), self._resharding.averaged, self._options.replicated)
 
     def read(self, whole: Whole, wanted: FlatRange, out: torch.Tensor, options: ReadOptions) -> None:
@@ -104,7 +104,7 @@ class LogicalReader:
         Raises:
             DamagedError: a file cannot be read.
         """
-        tensor = self.catalog.tensors[whole.name, whole.key]
+        tensor = self.metadata.tensors[whole.name, whole.key]
         row_numel = whole.numel // whole.rows
         for row in range(wanted.start // max(row_numel, 1), -(-wanted.stop // max(row_numel, 1))):
             inside = wanted.intersect(FlatRange(row * row_numel, (row + 1) * row_numel))
@@ -116,7 +116,7 @@ class LogicalReader:
     def _read_row(
         self,
         whole: Whole,
-        tensor: LogicalTensor,
+        tensor: TensorMetadata,
         row: int,
         wanted: FlatRange,
         out: torch.Tensor,
@@ -125,16 +125,16 @@ class LogicalReader:
         transfer = self._transfer(tensor, whole.numel // whole.rows)
         found = list(strips(tensor, transfer, wanted, row, whole.rows))
         slot = Slot(whole.key, 0, whole.name, wanted.numel, whole.dtype)
-        copies: Sequence[Copy] = ()
-        recodes: tuple[Recode, ...] = ()
+        copies: Sequence[ReadItem] = ()
+        recodes: tuple[RequantizeItem, ...] = ()
         if whole.is_coded or transfer.blend:
             pieces = sorted((p for strip in found for p in strip.pieces(-wanted.start)), key=lambda piece: piece.start)
             scale = transfer.scale if transfer.blend else None
-            recodes = (Recode(0, 0, wanted.numel, None, -1, 0, tuple(pieces), scale),)
+            recodes = (RequantizeItem(0, 0, wanted.numel, None, -1, 0, tuple(pieces), scale),)
         else:
             copies = [
-                Copy(
-                    strip.extent.file,
+                ReadItem(
+                    strip.chunk.file,
                     strip.byte_offset,
                     0,
                     strip.band.target - wanted.start,
@@ -147,18 +147,18 @@ class LogicalReader:
                 for strip in found
             ]
             copies.sort(key=lambda copy: (copy.file, copy.byte_offset))
-        plan = Plan(self.catalog.files, (slot,), tuple(copies), recodes=recodes)
+        plan = ReadPlan(self.metadata.files, (slot,), tuple(copies), recodes=recodes)
         execute(plan, [out], options, show_progress=False)
 
-    def _transfer(self, tensor: LogicalTensor, numel: int) -> Transfer:
+    def _transfer(self, tensor: TensorMetadata, numel: int) -> Transfer:
         found = self._resharding.transfers
         if tensor.is_whole:
             return copied(0, numel)
         return found.get((tensor.name, tensor.key)) or found.get((tensor.name, "")) or copied(0, numel)
 
-    def _whole(self, tensor: LogicalTensor) -> Whole:
-        check_tiling(self.catalog, tensor)
-        is_coded = any(extent.code is not None for extent in tensor.extents)
+    def _whole(self, tensor: TensorMetadata) -> Whole:
+        check_tiling(self.metadata, tensor)
+        is_coded = any(chunk.code is not None for chunk in tensor.chunks)
         layout = self._layouts.get(tensor.name)
         if tensor.is_whole or layout is None:
             return Whole(tensor.name, tensor.key, tensor.shape, tensor.dtype, 1, is_coded, tensor.is_whole)

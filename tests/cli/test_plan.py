@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 from elastic_ckpt.cli import app
 from elastic_ckpt.cli.plan_options import bandwidth
 from elastic_ckpt.cli.plan_plot import bytes_matrix
-from elastic_ckpt.core.metadata import Catalog
+from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.tools.forecast import Memory, RankForecast, Reads
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
-from elastic_ckpt.tools.virtual.scale import scale_catalog
+from elastic_ckpt.tools.virtual.scale import scale_metadata
 from elastic_ckpt.tools.virtual.scale_config import ScaleModel, scale_names
 from tests.oracle.proof import proof_of
 from tests.tools.test_scale import catalog_of, small_model
@@ -39,10 +39,10 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> str:
 def _one_catalog_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Making one of a big model takes a second."""
 
-    def made(model: ScaleModel) -> Catalog:
-        return catalog_of(model.name) if model.name in scale_names() else scale_catalog(model)
+    def made(model: ScaleModel) -> CheckpointMetadata:
+        return catalog_of(model.name) if model.name in scale_names() else scale_metadata(model)
 
-    monkeypatch.setattr(importlib.import_module("elastic_ckpt.cli.plan"), "scale_catalog", made)
+    monkeypatch.setattr(importlib.import_module("elastic_ckpt.cli.plan"), "scale_metadata", made)
 
 
 def run(*arguments: str) -> Result:
@@ -60,7 +60,7 @@ def test_the_topology_of_the_save_is_the_default(small: str) -> None:
     found = told("--model", small, "--all")
     degrees = {key: found["target"][key] for key in ("dp", "tp", "pp", "zero_stage", "ranks")}
     assert degrees == {"dp": 3, "tp": 2, "pp": 2, "zero_stage": 1, "ranks": 12}
-    proof = proof_of(VirtualJob(scale_catalog(small_model()), Topology(3, 2, 2, 1), LoadOptions()))
+    proof = proof_of(VirtualJob(scale_metadata(small_model()), Topology(3, 2, 2, 1), LoadOptions()))
     assert proof.holds and proof.ranks == 12
     assert found["ranks_planned"] == len(found["ranks"]) == 12
     # at the saved topology a rank reads its own partition, masters and two moments

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ckpt.core.fqn import RenameRules, adopt_live_names, rename, rename_saved
-from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, Catalog
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from tests.simulation import TWO, live, names_of, saved
@@ -19,9 +19,9 @@ from tests.simulation import TWO, live, names_of, saved
 WHOLES = {("mask", BUFFER): ((2,), "int64"), ("old.bias", FROZEN): ((4,), "float32")}
 
 
-def names_in(catalog: Catalog) -> set[str]:
-    assert all(name == tensor.name for (name, _), tensor in catalog.tensors.items()), "a tensor kept its old name"
-    return {*catalog.parameters, *(name for name, _ in catalog.tensors), *catalog.aliases}
+def names_in(metadata: CheckpointMetadata) -> set[str]:
+    assert all(name == tensor.name for (name, _), tensor in metadata.tensors.items()), "a tensor kept its old name"
+    return {*metadata.parameters, *(name for name, _ in metadata.tensors), *metadata.aliases}
 
 
 # --- renames of the user's --------------------------------------------------------------------------------------
@@ -58,23 +58,23 @@ def test_every_saved_name_goes_by_its_first_rule_or_two_that_collide_are_refused
     for name in names:
         fitting = [(pattern, new) for pattern, new in rules if re.compile(pattern).search(name)]
         expected.append(re.compile(fitting[0][0]).sub(fitting[0][1], name) if fitting else name)
-    catalog = saved(dict.fromkeys(names, (1,)))
+    metadata = saved(dict.fromkeys(names, (1,)))
     if len(set(expected)) < len(expected):
         with pytest.raises(MismatchError, match="one name"):
-            rename_saved(catalog, rules)
+            rename_saved(metadata, rules)
         return
-    renamed = rename_saved(catalog, rules)
+    renamed = rename_saved(metadata, rules)
     assert list(renamed.parameters) == expected
     for old, new in zip(names, expected, strict=True):
-        assert renamed.parameters[new] == catalog.parameters[old]
+        assert renamed.parameters[new] == metadata.parameters[old]
         for key in (MASTER, "exp_avg", "exp_avg_sq"):
-            assert renamed.tensors[new, key] == replace(catalog.tensors[old, key], name=new)
+            assert renamed.tensors[new, key] == replace(metadata.tensors[old, key], name=new)
 
 
 def test_buffers_frozen_weights_and_ties_are_renamed_too() -> None:
-    catalog = saved({"old.weight": (3,)}, wholes={**WHOLES, ("old.mask", BUFFER): ((1,), "bool")})
-    catalog = replace(catalog, aliases={"old.head": "old.weight"})
-    renamed = rename_saved(catalog, [("^old", "new")])
+    metadata = saved({"old.weight": (3,)}, wholes={**WHOLES, ("old.mask", BUFFER): ((1,), "bool")})
+    metadata = replace(metadata, aliases={"old.head": "old.weight"})
+    renamed = rename_saved(metadata, [("^old", "new")])
     assert names_in(renamed) == {"new.weight", "new.bias", "new.mask", "mask", "new.head"}
     assert renamed.names(FROZEN) == ["new.bias"]
     assert renamed.names(BUFFER) == ["mask", "new.mask"]
@@ -82,8 +82,8 @@ def test_buffers_frozen_weights_and_ties_are_renamed_too() -> None:
 
 
 def test_a_catalog_without_rules_is_handed_on_as_it_is() -> None:
-    catalog = saved(TWO)
-    assert rename_saved(catalog, []) is catalog
+    metadata = saved(TWO)
+    assert rename_saved(metadata, []) is metadata
 
 
 @pytest.mark.parametrize(
@@ -98,9 +98,9 @@ def test_a_catalog_without_rules_is_handed_on_as_it_is() -> None:
     ],
 )
 def test_two_saved_names_that_become_one_are_refused_and_both_are_shown(rules: RenameRules, clash: str) -> None:
-    catalog = replace(saved(TWO, wholes=WHOLES), aliases={"tied": "a.weight"})
+    metadata = replace(saved(TWO, wholes=WHOLES), aliases={"tied": "a.weight"})
     with pytest.raises(MismatchError, match="one name") as caught:
-        rename_saved(catalog, rules)
+        rename_saved(metadata, rules)
     assert caught.value.parameter == clash
     found = str(caught.value.found).split(", ")
     assert len(found) == 2
@@ -109,14 +109,14 @@ def test_two_saved_names_that_become_one_are_refused_and_both_are_shown(rules: R
 
 
 def test_names_that_change_places_do_not_collide() -> None:
-    catalog = saved({"a": (2,), "b": (3,)})
-    renamed = rename_saved(catalog, [("^a$", "b"), ("^b$", "a")])
+    metadata = saved({"a": (2,), "b": (3,)})
+    renamed = rename_saved(metadata, [("^a$", "b"), ("^b$", "a")])
     assert {name: parameter.shape for name, parameter in renamed.parameters.items()} == {"b": (2,), "a": (3,)}
 
 
 def test_notes_count_the_names_of_every_rule_and_name_the_idle_ones() -> None:
-    catalog = replace(saved({"a1": (1,), "a2": (1,), "b": (1,)}, wholes=WHOLES), notes=("before",))
-    renamed = rename_saved(catalog, [("^nothing", "x"), ("^a", "c"), ("1$", "9"), ("mask", "cover")])
+    metadata = replace(saved({"a1": (1,), "a2": (1,), "b": (1,)}, wholes=WHOLES), notes=("before",))
+    renamed = rename_saved(metadata, [("^nothing", "x"), ("^a", "c"), ("1$", "9"), ("mask", "cover")])
     assert renamed.notes[0] == "before"
     told = {
         pattern: note for note in renamed.notes[1:] for pattern in ("^nothing", "^a", "1$", "mask") if pattern in note
@@ -129,27 +129,27 @@ def test_notes_count_the_names_of_every_rule_and_name_the_idle_ones() -> None:
 
 
 def test_a_plan_is_made_by_the_new_names() -> None:
-    catalog = saved({"net.0.w": (2, 5), "net.1.w": (3,)}, wholes={("net.mask", BUFFER): ((2,), "int64")})
+    metadata = saved({"net.0.w": (2, 5), "net.1.w": (3,)}, wholes={("net.mask", BUFFER): ((2,), "int64")})
     engine = live({"body.0.w": (2, 5), "body.1.w": (3,)}, wholes={("body.mask", BUFFER): ((2,), "int64")})
     with pytest.raises(MismatchError) as caught:
-        plan_load(catalog, engine, LoadOptions())
+        plan_load(metadata, engine, LoadOptions())
     assert '"rename"' in str(caught.value.remedy)
-    plan = plan_load(catalog, engine, LoadOptions(rename=[(r"^net\.", "body.")]))
+    plan = plan_load(metadata, engine, LoadOptions(rename=[(r"^net\.", "body.")]))
     assert names_of(plan, MASTER, "restored") == ("body.0.w", "body.1.w")
     assert names_of(plan, BUFFER, "restored") == ("body.mask",)
-    assert plan.copies == plan_load(saved_as(catalog, "body."), engine, LoadOptions()).copies
+    assert plan.copies == plan_load(saved_as(metadata, "body."), engine, LoadOptions()).copies
     assert any("rename" in note for note in plan.notes)
 
 
-def saved_as(catalog: Catalog, prefix: str) -> Catalog:
+def saved_as(metadata: CheckpointMetadata, prefix: str) -> CheckpointMetadata:
     """The same checkpoint as if it had been saved under the new names."""
     old = len("net.")
     return replace(
-        catalog,
-        parameters={prefix + name[old:]: parameter for name, parameter in catalog.parameters.items()},
+        metadata,
+        parameters={prefix + name[old:]: parameter for name, parameter in metadata.parameters.items()},
         tensors={
             (prefix + name[old:], key): replace(tensor, name=prefix + name[old:])
-            for (name, key), tensor in catalog.tensors.items()
+            for (name, key), tensor in metadata.tensors.items()
         },
     )
 
@@ -175,23 +175,23 @@ def test_a_tied_parameter_is_not_taken_from_a_name_of_its_own() -> None:
 
 def test_a_tied_parameter_is_not_taken_from_two_others() -> None:
     engine = replace(live({"head": (2, 5)}), ties={"head": ("embedding", "decoder")})
-    catalog = saved({"embedding": (2, 5), "decoder": (2, 5)})
-    assert adopt_live_names(catalog, engine) is catalog
+    metadata = saved({"embedding": (2, 5), "decoder": (2, 5)})
+    assert adopt_live_names(metadata, engine) is metadata
     with pytest.raises(MismatchError):
-        plan_load(catalog, engine, LoadOptions())
+        plan_load(metadata, engine, LoadOptions())
 
 
 @pytest.mark.parametrize("ties", [{}, {"head": ("decoder",)}, {"embedding": ("head",)}])
 def test_ties_that_the_checkpoint_does_not_need_change_nothing(ties: dict[str, Sequence[str]]) -> None:
-    catalog = saved({"embedding": (2, 5)})
+    metadata = saved({"embedding": (2, 5)})
     engine = replace(live({"embedding": (2, 5)}), ties={name: tuple(others) for name, others in ties.items()})
-    assert adopt_live_names(catalog, engine) is catalog
+    assert adopt_live_names(metadata, engine) is metadata
 
 
 def test_a_frozen_tied_parameter_and_a_tied_buffer_are_found_too() -> None:
-    catalog = replace(saved(TWO, wholes=WHOLES), aliases={"twin": "old.bias"}, notes=("before",))
+    metadata = replace(saved(TWO, wholes=WHOLES), aliases={"twin": "old.bias"}, notes=("before",))
     engine = replace(live(TWO), ties={"new.bias": ("old.bias",), "cover": ("mask",)})
-    adopted = adopt_live_names(catalog, engine)
+    adopted = adopt_live_names(metadata, engine)
     assert names_in(adopted) == {*TWO, "new.bias", "cover", "twin"}
     assert adopted.aliases == {"twin": "new.bias"}
     assert adopted.notes[0] == "before"

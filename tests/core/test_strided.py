@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.strided import (
-    Band,
-    Split,
+    StridedCopy,
+    TPLayout,
     blended,
     clip_source,
     clip_target,
@@ -24,7 +24,7 @@ from elastic_ckpt.core.strided import (
 )
 
 
-def apply(band: Band, source: torch.Tensor, target: torch.Tensor) -> None:
+def apply(band: StridedCopy, source: torch.Tensor, target: torch.Tensor) -> None:
     """Element by element, and never twice."""
     for row in range(band.rows):
         for column in range(band.width):
@@ -34,14 +34,14 @@ def apply(band: Band, source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 @st.composite
-def bands(draw: st.DrawFn) -> Band:
+def bands(draw: st.DrawFn) -> StridedCopy:
     rows, width = draw(st.integers(1, 5)), draw(st.integers(1, 6))
     strides = [width + draw(st.integers(0, 4)) for _ in range(2)]
-    return Band(rows, width, draw(st.integers(0, 5)), strides[0], draw(st.integers(0, 5)), strides[1])
+    return StridedCopy(rows, width, draw(st.integers(0, 5)), strides[0], draw(st.integers(0, 5)), strides[1])
 
 
 @given(bands(), st.integers(0, 60), st.integers(0, 60))
-def test_a_clipped_band_is_what_lies_in_the_range(band: Band, start: int, numel: int) -> None:
+def test_a_clipped_band_is_what_lies_in_the_range(band: StridedCopy, start: int, numel: int) -> None:
     source = torch.arange(100)
     whole, parts = torch.full((100,), -1), torch.full((100,), -1)
     apply(band, source, whole)
@@ -56,7 +56,7 @@ def test_a_clipped_band_is_what_lies_in_the_range(band: Band, start: int, numel:
 
 
 @given(bands(), st.integers(0, 60), st.integers(0, 60))
-def test_clipping_the_source_is_clipping_the_target_of_the_way_back(band: Band, start: int, numel: int) -> None:
+def test_clipping_the_source_is_clipping_the_target_of_the_way_back(band: StridedCopy, start: int, numel: int) -> None:
     source = torch.arange(100)
     source[:start] = -1
     source[start + numel :] = -1
@@ -68,7 +68,7 @@ def test_clipping_the_source_is_clipping_the_target_of_the_way_back(band: Band, 
     assert torch.equal(parts, whole)
 
 
-def shards(whole: torch.Tensor, split: Split) -> list[torch.Tensor]:
+def shards(whole: torch.Tensor, split: TPLayout) -> list[torch.Tensor]:
     """By torch's own cutting."""
     return [
         torch.cat([whole.narrow(split.dim, a, b - a) for a, b in held] or [whole.narrow(split.dim, 0, 0)], split.dim)
@@ -77,7 +77,7 @@ def shards(whole: torch.Tensor, split: Split) -> list[torch.Tensor]:
 
 
 @st.composite
-def resharding(draw: st.DrawFn) -> tuple[torch.Tensor, Split, Split]:
+def resharding(draw: st.DrawFn) -> tuple[torch.Tensor, TPLayout, TPLayout]:
     """One parameter, cut in two ways: sub-parameters of any widths, any dimension, uneven shards, replicated ones."""
     dims = draw(st.integers(1, 3))
     dim = draw(st.integers(0, dims - 1))
@@ -85,7 +85,7 @@ def resharding(draw: st.DrawFn) -> tuple[torch.Tensor, Split, Split]:
     shape = [draw(st.integers(1, 4)) for _ in range(dims)]
     shape[dim] = sum(subs)
 
-    def cut() -> Split:
+    def cut() -> TPLayout:
         degree = draw(st.sampled_from([1, 2, 3, 4]))
         if draw(st.integers(0, 4)) == 0:
             return replicated(tuple(shape), degree)
@@ -99,16 +99,16 @@ def resharding(draw: st.DrawFn) -> tuple[torch.Tensor, Split, Split]:
 
 
 @given(resharding())
-def test_any_cut_becomes_any_other(case: tuple[torch.Tensor, Split, Split]) -> None:
+def test_any_cut_becomes_any_other(case: tuple[torch.Tensor, TPLayout, TPLayout]) -> None:
     whole, source, target = case
     if source.dim != target.dim:  # one of them is replicated, which has no dimension of its own
         source = (
-            Split(source.shape, target.dim, (((0, source.shape[target.dim]),),) * source.degree)
+            TPLayout(source.shape, target.dim, (((0, source.shape[target.dim]),),) * source.degree)
             if (source.held[0] == ((0, source.shape[0]),) and source.dim == 0)
             else source
         )
         target = (
-            Split(target.shape, source.dim, (((0, target.shape[source.dim]),),) * target.degree)
+            TPLayout(target.shape, source.dim, (((0, target.shape[source.dim]),),) * target.degree)
             if (source.dim != target.dim)
             else target
         )
@@ -133,7 +133,7 @@ def test_rows_of_padding_that_were_not_saved_are_missing() -> None:
     assert reshard(source, target, 0).missing == ()
     transfer = reshard(source, target, 1)
     assert transfer.missing == (FlatRange(3, 12),)
-    assert transfer.bands == ((0, Band(1, 3, 12, 15, 0, 12)),) or transfer.bands[0][1].numel == 3
+    assert transfer.bands == ((0, StridedCopy(1, 3, 12, 15, 0, 12)),) or transfer.bands[0][1].numel == 3
 
 
 def test_more_saved_rows_than_live_ones_are_left_out() -> None:
@@ -156,14 +156,14 @@ def test_a_blend_takes_every_shard() -> None:
 
 @given(resharding())
 def test_elements_that_several_ranks_hold_are_named_beside_the_first_ones(
-    case: tuple[torch.Tensor, Split, Split],
+    case: tuple[torch.Tensor, TPLayout, TPLayout],
 ) -> None:
     whole, split, _ = case
     held = shards(whole, split)
     taken = [torch.full((shard.numel(),), -1) for shard in held]
     for rank, shard in enumerate(shards(whole, fused(split.shape, split.dim, [[split.shape[split.dim]]]))):
         for source, band in reshard(
-            split, Split(split.shape, split.dim, (((0, split.shape[split.dim]),),)), rank
+            split, TPLayout(split.shape, split.dim, (((0, split.shape[split.dim]),),)), rank
         ).bands:
             apply(band.turned(), torch.ones(shard.numel(), dtype=torch.int64), taken[source])
     for (owner, first), (other, second) in duplicates(split):
@@ -176,7 +176,7 @@ def test_elements_that_several_ranks_hold_are_named_beside_the_first_ones(
     assert all((marks > 0).all() for marks in taken)  # each element is taken, or compared with one that is
 
 
-def band_end(band: Band) -> int:
+def band_end(band: StridedCopy) -> int:
     return band.target + (band.rows - 1) * band.target_stride + band.width
 
 
@@ -187,11 +187,11 @@ def test_no_rank_holds_a_plain_cut_twice() -> None:
 
 
 def test_a_stretch_that_one_rank_holds_twice_is_compared_too() -> None:
-    ((owner, first), (other, second)) = duplicates(Split((4,), 0, (((0, 4), (1, 3)),)))[0]
+    ((owner, first), (other, second)) = duplicates(TPLayout((4,), 0, (((0, 4), (1, 3)),)))[0]
     assert (owner, other) == (0, 0)
     assert (first.source, second.source, first.numel, second.numel) == (1, 4, 2, 2)
 
 
 def test_columns_that_two_ranks_hold_are_compared_row_by_row() -> None:
-    split = Split((2, 4), 1, (((0, 3),), ((2, 4),)))
-    assert duplicates(split) == (((0, Band(2, 1, 2, 3, 0, 1)), (1, Band(2, 1, 0, 2, 0, 1))),)
+    split = TPLayout((2, 4), 1, (((0, 3),), ((2, 4),)))
+    assert duplicates(split) == (((0, StridedCopy(2, 1, 2, 3, 0, 1)), (1, StridedCopy(2, 1, 0, 2, 0, 1))),)

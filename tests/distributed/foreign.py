@@ -22,7 +22,17 @@ from torch.nn import functional
 from tests.distributed.custom import FusedAdam
 from tests.distributed.model import GLOBAL_BATCH, PRECISIONS
 from tests.distributed.parallel_cuts import Cut, Rule, piece_of, widths
-from tests.distributed.parallel_layers import HEAD_SIZE, HIDDEN, Column, Copy, Gather, Row, Sum, Vocabulary, mean_loss
+from tests.distributed.parallel_layers import (
+    HEAD_SIZE,
+    HIDDEN,
+    Column,
+    Gather,
+    ReadItem,
+    Row,
+    Sum,
+    Vocabulary,
+    mean_loss,
+)
 from tests.distributed.parallel_models import Parallel, forget_groups, initial, micro_batch_size, place_of
 
 FFN = 64
@@ -58,7 +68,7 @@ class EmbeddingPipe(nn.Module):
 
 def head(values: torch.Tensor, weight: torch.Tensor, group: Any) -> torch.Tensor:
     """Scores of all rows of a vocabulary that is cut."""
-    return Gather.apply(functional.linear(Copy.apply(values, group), weight), group)
+    return Gather.apply(functional.linear(ReadItem.apply(values, group), weight), group)
 
 
 def tied_logits(embedding: EmbeddingPipe, values: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import elastic_ckpt
 from elastic_ckpt import distributed as ranks
-from elastic_ckpt.core.local_state import Destinations, Place
+from elastic_ckpt.core.local_state import LocalState, RankCoordinates
 from elastic_ckpt.engines.place import one_rank, with_place
 from elastic_ckpt.engines.select import select_adapter
 from elastic_ckpt.io.reader import ReadOptions
@@ -52,26 +52,26 @@ def compare_pipelines(arguments: dict[str, Any]) -> None:
 def assert_alike(engine: Any, folder: str, stage: int, where: str, sub_group: int | None = None) -> None:
     """What the rank holds, and what it reads in a load."""
     adapter = select_adapter(engine, with_states=True)
-    live = adapter.destinations()
+    live = adapter.local_state()
     mine = one_rank(engine, live.dp, live.dp_rank)
     place = mine.place
     live = with_place(live, mine, ranks.share(mine))
     config = config_of(None)
-    catalog = open_checkpoint(locate(folder, None), config).checkpoint.catalog
+    metadata = open_checkpoint(locate(folder, None), config).checkpoint.metadata
     more = {} if sub_group is None else {"sub_group_numel": sub_group}
-    job = VirtualJob(catalog, Topology(place.dp, place.tp, place.pp, stage, **more), load_options(config))
+    job = VirtualJob(metadata, Topology(place.dp, place.tp, place.pp, stage, **more), load_options(config))
     assert job.topology.place(dist.get_rank()) == place, where
-    assert_same_destinations(job.destinations(place), live, place, where)
+    assert_same_destinations(job.local_state(place), live, place, where)
     engine.load_checkpoint(folder)
-    destinations, plan = job.planned(place)
-    reads = reads_of(destinations, plan, ReadOptions(), on_accelerator=False)
+    local_state, plan = job.planned(place)
+    reads = reads_of(local_state, plan, ReadOptions(), on_accelerator=False)
     work = engine.elastic_report.mine
     found = reads.nbytes, reads.calls, reads.nbytes_received
     assert found == (work.nbytes_read, work.read_calls, work.nbytes_received), (where, reads, work)
     assert reads.nbytes + reads.nbytes_received > 0, where
 
 
-def assert_same_destinations(virtual: Destinations, live: Destinations, place: Place, where: str) -> None:
+def assert_same_destinations(virtual: LocalState, live: LocalState, place: RankCoordinates, where: str) -> None:
     """Everything that decides what is read, and where it goes."""
     assert (virtual.zero_stage, virtual.dp, virtual.dp_rank) == (live.zero_stage, place.dp, place.dp_rank), where
     assert len(virtual.flats) == len(live.flats), f"{where}: {len(virtual.flats)} flats, live {len(live.flats)}"

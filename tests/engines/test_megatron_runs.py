@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from elastic_ckpt.core.local_state import Place
+from elastic_ckpt.core.local_state import RankCoordinates
 from elastic_ckpt.engines.megatron_runs import follow_topology, reseed
 
-PLACE = Place(dp=2, dp_rank=1, tp=4, tp_rank=3, pp=2, pp_rank=1)
+PLACE = RankCoordinates(dp=2, dp_rank=1, tp=4, tp_rank=3, pp=2, pp_rank=1)
 CUDA_STATE = torch.zeros(16, dtype=torch.uint8)
 
 
@@ -79,7 +79,8 @@ def test_random_states_are_those_of_a_new_run_with_the_same_seed() -> None:
 def test_every_tensor_parallel_rank_drops_out_otherwise() -> None:
     saved = {"args": Namespace(seed=1), "rng_tracker_states": {"model-parallel-rng": state_of(0)}}
     states = [
-        reseed(saved, Place(tp=2, tp_rank=rank))[0]["rng_tracker_states"]["model-parallel-rng"] for rank in (0, 1)
+        reseed(saved, RankCoordinates(tp=2, tp_rank=rank))[0]["rng_tracker_states"]["model-parallel-rng"]
+        for rank in (0, 1)
     ]
     assert not torch.equal(*states)
 
@@ -94,7 +95,7 @@ def test_states_of_newer_versions_are_a_list() -> None:
         "args": Namespace(seed=5),
         "rng_state": [{"torch_rng_state": state_of(0)}, {"torch_rng_state": state_of(1)}],
     }
-    entries, _ = reseed(saved, Place(tp=2))
+    entries, _ = reseed(saved, RankCoordinates(tp=2))
     assert len(entries["rng_state"]) == 1
     assert torch.equal(entries["rng_state"][0]["torch_rng_state"], state_of(5))
 

@@ -253,8 +253,8 @@ def test_merged_groups_that_differ_for_the_scheduler_alone_are_refused(kind: str
             return lr_scheduler.CyclicLR(optimizer, 0.02, values, cycle_momentum=False)
         return lr_scheduler.ReduceLROnPlateau(optimizer, min_lr=values)
 
-    catalog = saved(TWO, groups={"a.weight": 0, "b.weight": 1}, hyperparameters=(ADAM, ADAM))
-    plan = plan_load(catalog, live(TWO), LoadOptions(scheduler=True))
+    metadata = saved(TWO, groups={"a.weight": 0, "b.weight": 1}, hyperparameters=(ADAM, ADAM))
+    plan = plan_load(metadata, live(TWO), LoadOptions(scheduler=True))
     scheduler = make(["b"], [0.1])
     engine = SimpleNamespace(lr_scheduler=scheduler, optimizer=scheduler.optimizer)
     for values, refused in (([0.1, 0.1], False), ([0.1, 0.2], True)):

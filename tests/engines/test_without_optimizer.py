@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from elastic_ckpt.core.read_plan import Plan
+from elastic_ckpt.core.read_plan import ReadPlan
 from elastic_ckpt.engines import without_optimizer
 from elastic_ckpt.engines.without_optimizer import PartitionedWeightsAdapter
 
@@ -32,8 +32,8 @@ def test_deepspeed_gathers_what_did_not_travel_with_the_others(monkeypatch: pyte
     adapter = PartitionedWeightsAdapter.__new__(PartitionedWeightsAdapter)
     adapter.param_names = {}
     adapter._offload = SimpleNamespace(persistent_parameters=params)
-    adapter.refresh_weights(Plan((), (), ()), exact_masters=False)
+    adapter.refresh_weights(ReadPlan((), (), ()), exact_masters=False)
     assert [param.gathered for param in params] == ["by DeepSpeed", "with others", "by DeepSpeed"]
     adapter._offload.persistent_parameters = []
     monkeypatch.setattr(without_optimizer, "gather_anew", lambda names, persistent: None)
-    adapter.refresh_weights(Plan((), (), ()), exact_masters=False)
+    adapter.refresh_weights(ReadPlan((), (), ()), exact_masters=False)

@@ -1,4 +1,4 @@
-"""Which file is of which rank, and how their catalogs become one."""
+"""Which file is of which rank, and how their metadata become one."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import pytest
 from elastic_ckpt.core.declared import declared_by
 from elastic_ckpt.core.features import Features
 from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.local_state import Place
+from elastic_ckpt.core.local_state import RankCoordinates
 from elastic_ckpt.core.metadata import (
     BUFFER,
     FROZEN,
     MASTER,
     BlockCode,
-    Catalog,
-    Extent,
-    LogicalTensor,
+    CheckpointMetadata,
     ReplicatedState,
     SavedParameter,
     SourceFacts,
     SourceFile,
+    StorageChunk,
+    TensorMetadata,
 )
 from elastic_ckpt.core.sequence import SequenceParallel
 from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
@@ -112,17 +112,17 @@ def test_a_sequence_parallel_degree_that_stands_in_the_tensor_parallel_ones_plac
 @pytest.mark.parametrize(
     ("place", "degree"),
     [
-        (Place(4, sequence=SequenceParallel(2)), 2),
-        (Place(4, sequence=SequenceParallel(4)), 1),
-        (Place(2, sequence=SequenceParallel(2)), 1),
-        (Place(4, tp=2, sequence=SequenceParallel(2)), 1),
-        (Place(4, sequence=SequenceParallel(2, partitioned=False)), 1),
-        (Place(4), 1),
+        (RankCoordinates(4, sequence=SequenceParallel(2)), 2),
+        (RankCoordinates(4, sequence=SequenceParallel(4)), 1),
+        (RankCoordinates(2, sequence=SequenceParallel(2)), 1),
+        (RankCoordinates(4, tp=2, sequence=SequenceParallel(2)), 1),
+        (RankCoordinates(4, sequence=SequenceParallel(2, partitioned=False)), 1),
+        (RankCoordinates(4), 1),
         (None, 1),
     ],
 )
 def test_a_degree_that_only_the_counters_speak_for_is_taken_from_the_same_ranks_alone(
-    place: Place | None, degree: int
+    place: RankCoordinates | None, degree: int
 ) -> None:
     saved = replace(model(["a"]), stated=StatedDegrees((1, 1), 1, 4, counted=2), counters={"dp_world_size": 4})
     assert grid_of({0: saved}, "/ckpt", place).sequence == SequenceParallel(degree)
@@ -163,7 +163,7 @@ def test_what_belongs_to_a_data_parallel_rank_is_found_at_any_sequence_parallel_
 ) -> None:
     grid = Grid(((0,),), saved[0] * saved[1].ranks_per_sample, saved[1])
     dp, per_sample = live[0] * live[1].ranks_per_sample, live[1].ranks_per_sample
-    places = [Place(dp, rank, sequence=live[1], sp_rank=rank % per_sample) for rank in range(dp)]
+    places = [RankCoordinates(dp, rank, sequence=live[1], sp_rank=rank % per_sample) for rank in range(dp)]
     assert [grid.own_file(place) for place in places] == own
     assert all(grid.has_ranks_of(place) == (own[0] is not None) for place in places)
 
@@ -171,20 +171,20 @@ def test_what_belongs_to_a_data_parallel_rank_is_found_at_any_sequence_parallel_
 # --- merging ----------------------------------------------------------------------------------------------------
 
 
-def tensor(name: str, key: str, numel: int, file: int = 0, dtype: str = "float32", **more: Any) -> LogicalTensor:
-    extents = (Extent(FlatRange(0, numel), file, 8),) if numel else ()
-    return LogicalTensor(name, key, (numel,), dtype, extents, **more)
+def tensor(name: str, key: str, numel: int, file: int = 0, dtype: str = "float32", **more: Any) -> TensorMetadata:
+    chunks = (StorageChunk(FlatRange(0, numel), file, 8),) if numel else ()
+    return TensorMetadata(name, key, (numel,), dtype, chunks, **more)
 
 
-def catalog(
+def metadata(
     held: Mapping[str, int],
     files: Sequence[str] = ("a.pt",),
     scalars: tuple[tuple[str, float], ...] = (("step", 4.0),),
     **more: Any,
-) -> Catalog:
+) -> CheckpointMetadata:
     """One rank's: of each parameter so many elements, and their states in the last file."""
     last = len(files) - 1
-    return Catalog(
+    return CheckpointMetadata(
         source=SourceFacts("native", "/ckpt", "tag", 1, 1, "0"),
         files=tuple(SourceFile(name, 100) for name in files),
         parameters={name: SavedParameter((numel,), 0, scalars) for name, numel in held.items()},
@@ -197,81 +197,81 @@ def catalog(
 def test_shards_lie_side_by_side_each_in_its_own_files() -> None:
     merged = merge_shards(
         [
-            catalog({"a": 4, "b": 1}, ["0a", "0b"]),
-            catalog({"a": 3, "b": 1}, ["1a"]),
-            catalog({"a": 0, "b": 1}, ["2a", "2b"]),
+            metadata({"a": 4, "b": 1}, ["0a", "0b"]),
+            metadata({"a": 3, "b": 1}, ["1a"]),
+            metadata({"a": 0, "b": 1}, ["2a", "2b"]),
         ]
     )
     assert [file.path for file in merged.files] == ["0a", "0b", "1a", "2a", "2b"]
     a = merged.tensors["a", "exp_avg"]
     assert a.shards == ((4,), (3,), (0,))
-    assert [(extent.shard, extent.file, extent.range.stop) for extent in a.extents] == [(0, 1, 4), (1, 2, 3)]
-    assert [(extent.shard, extent.file) for extent in merged.tensors["b", MASTER].extents] == [(0, 1), (1, 2), (2, 4)]
+    assert [(chunk.shard, chunk.file, chunk.range.stop) for chunk in a.chunks] == [(0, 1, 4), (1, 2, 3)]
+    assert [(chunk.shard, chunk.file) for chunk in merged.tensors["b", MASTER].chunks] == [(0, 1), (1, 2), (2, 4)]
     assert merged.parameters["a"].shards == ((4,), (3,), (0,))
     assert merged.parameters["a"].shape == (4,)
     assert merged.source.tp == 3
 
 
 def test_one_rank_and_one_stage_stay_as_they_are() -> None:
-    alone = catalog({"a": 4})
+    alone = metadata({"a": 4})
     assert merge_shards([alone]) is merge_stages([alone]) is alone
 
 
-def coded(name: str) -> LogicalTensor:
+def coded(name: str) -> TensorMetadata:
     code = BlockCode(BlockFormat(4, "absmax1", Codebook((0.0, 1.0))), 0, 0)
-    return LogicalTensor(name, "exp_avg", (4,), "float32", (Extent(FlatRange(0, 4), 0, 0, code),))
+    return TensorMetadata(name, "exp_avg", (4,), "float32", (StorageChunk(FlatRange(0, 4), 0, 0, code),))
 
 
-def with_state(state: LogicalTensor) -> Catalog:
-    one = catalog({"a": 4})
+def with_state(state: TensorMetadata) -> CheckpointMetadata:
+    one = metadata({"a": 4})
     return replace(one, tensors={**one.tensors, ("a", "exp_avg"): state})
 
 
 @pytest.mark.parametrize(
     ("other", "what"),
     [
-        (catalog({"a": 4, "b": 1}), "parameters"),
-        (replace(catalog({"a": 4}), tensors={("a", MASTER): tensor("a", MASTER, 4)}), "tensors"),
-        (replace(catalog({"a": 4}), groups=({"lr": 0.2},)), "hyperparameters of the param groups"),
-        (catalog({"a": 4}, scalars=(("step", 5.0),)), "scalar optimizer states"),
+        (metadata({"a": 4, "b": 1}), "parameters"),
+        (replace(metadata({"a": 4}), tensors={("a", MASTER): tensor("a", MASTER, 4)}), "tensors"),
+        (replace(metadata({"a": 4}), groups=({"lr": 0.2},)), "hyperparameters of the param groups"),
+        (metadata({"a": 4}, scalars=(("step", 5.0),)), "scalar optimizer states"),
         (with_state(tensor("a", "exp_avg", 4, dtype="bfloat16")), "dtypes"),
         (with_state(coded("a")), "dtypes"),
         (with_state(tensor("a", "exp_avg", 4, is_whole=True)), "dtypes"),
     ],
 )
-def test_ranks_of_a_stage_that_disagree_are_damage_by_name(other: Catalog, what: str) -> None:
+def test_ranks_of_a_stage_that_disagree_are_damage_by_name(other: CheckpointMetadata, what: str) -> None:
     with pytest.raises(DamagedError) as caught:
-        merge_shards([catalog({"a": 4}), catalog({"a": 4}), replace(other, files=(SourceFile("other.pt", 1),))])
+        merge_shards([metadata({"a": 4}), metadata({"a": 4}), replace(other, files=(SourceFile("other.pt", 1),))])
     assert caught.value.file == "other.pt"
     assert caught.value.problem.endswith(f"with different {what}")
 
 
 def test_replicated_states_must_be_the_same_on_all_ranks() -> None:
-    def rank(crc: int, *more: ReplicatedState) -> Catalog:
+    def rank(crc: int, *more: ReplicatedState) -> CheckpointMetadata:
         state = ReplicatedState("qmap1", "float32", (256,), 0, 8, crc)
-        one = catalog({"a": 4})
+        one = metadata({"a": 4})
         return replace(one, parameters={"a": replace(one.parameters["a"], replicated=(state, *more))})
 
     second = ReplicatedState("qmap2", "float32", (256,), 0, 8, 1)
     assert not merge_shards([rank(1), rank(1)]).parameters["a"].replicated[0].differs
     assert merge_shards([rank(1), rank(2)]).parameters["a"].replicated[0].differs
     assert [s.differs for s in merge_shards([rank(1, second), rank(1)]).parameters["a"].replicated] == [False, True]
-    stages = merge_stages([catalog({"b": 1}, ["0", "1"]), merge_shards([rank(1), rank(1)])])
+    stages = merge_stages([metadata({"b": 1}, ["0", "1"]), merge_shards([rank(1), rank(1)])])
     assert stages.parameters["a"].replicated[0].file == 2
 
 
 def test_stages_follow_each_other_and_copies_of_tied_parameters_are_twins() -> None:
     stages = [
-        catalog({"a": 4, "tied": 2}, ["0"]),
-        catalog({"tied": 2, "b": 3}, ["1a", "1b"]),
-        catalog({"tied": 2}, ["2"]),
+        metadata({"a": 4, "tied": 2}, ["0"]),
+        metadata({"tied": 2, "b": 3}, ["1a", "1b"]),
+        metadata({"tied": 2}, ["2"]),
     ]
     merged = merge_stages(stages)
     assert [file.path for file in merged.files] == ["0", "1a", "1b", "2"]
     assert list(merged.parameters) == ["a", "tied", "b"]
-    assert merged.tensors["tied", MASTER].extents[0].file == 0
-    assert merged.tensors["b", MASTER].extents[0].file == 2
-    assert [twin.extents[0].file for twin in merged.twins["tied", "exp_avg"]] == [2, 3]
+    assert merged.tensors["tied", MASTER].chunks[0].file == 0
+    assert merged.tensors["b", MASTER].chunks[0].file == 2
+    assert [twin.chunks[0].file for twin in merged.twins["tied", "exp_avg"]] == [2, 3]
     assert set(merged.twins) == {("tied", MASTER), ("tied", "exp_avg")}
     assert (merged.source.pp, merged.source.tp) == (3, 1)
     with pytest.raises(UnsupportedError, match="different param groups"):
@@ -279,7 +279,7 @@ def test_stages_follow_each_other_and_copies_of_tied_parameters_are_twins() -> N
 
 
 def test_what_is_said_of_several_catalogs_is_united() -> None:
-    one = catalog(
+    one = metadata(
         {"a": 1},
         aliases={"x": "a"},
         notes=("n",),
@@ -287,7 +287,7 @@ def test_what_is_said_of_several_catalogs_is_united() -> None:
         scalar_forms={"step": "int"},
         declared=declared_by({"parameter_with_row_parallelism_patterns": ["a"]}),
     )
-    two = catalog({"b": 1}, aliases={"x": "b", "y": "b"}, notes=("n", "m"), frozen_recorded=False, scalar_forms={"step": "float"}, opaque_states={"s": "?"}, damaged_states={"d": "!"}, fresh_states=frozenset("f"), declared=declared_by({"tp_replicated_parameter_patterns": ["b"]}))  # fmt: skip
+    two = metadata({"b": 1}, aliases={"x": "b", "y": "b"}, notes=("n", "m"), frozen_recorded=False, scalar_forms={"step": "float"}, opaque_states={"s": "?"}, damaged_states={"d": "!"}, fresh_states=frozenset("f"), declared=declared_by({"tp_replicated_parameter_patterns": ["b"]}))  # fmt: skip
     merged = merge_stages([one, two])
     assert merged.aliases == {"x": "a", "y": "b"}
     assert (merged.notes, merged.warnings) == (("n", "m"), ("w",))
@@ -332,21 +332,24 @@ def test_buffers_and_frozen_parameters_come_from_the_layers_of_all_ranks_in_orde
         layer(0, 1, weight=ref(2)),
         layer(2, 0, alone=ref(2)),
     ]
-    base = catalog({"0.weight": 4}, ["a", "b"])
+    base = metadata({"0.weight": 4}, ["a", "b"])
     found, files = layer_tensors(base, layers, frozenset(["1.table"]), tp=2)
     assert [file.path for file in files] == [item.path for item in layers]
     assert set(found) == {("1.table", BUFFER), ("1.frozen", FROZEN)}
     table, frozen = found["1.table", BUFFER], found["1.frozen", FROZEN]
     assert (table.shards, table.shape, table.dtype) == (((2,), (3,)), (2,), "bfloat16")
-    assert table.extents == (Extent(FlatRange(0, 2), 4, 64, shard=0), Extent(FlatRange(0, 3), 2, 72, shard=1))
+    assert table.chunks == (
+        StorageChunk(FlatRange(0, 2), 4, 64, shard=0),
+        StorageChunk(FlatRange(0, 3), 2, 72, shard=1),
+    )
     assert frozen.shards == ((1, 3), (2, 3))
 
 
 def test_without_tensor_parallelism_there_are_no_shards_and_what_is_strided_is_left_out() -> None:
     layers = [layer(0, 0, mask=ref(2, 2), turned=ref(2, 2, stride=(1, 2)), none=ref(0))]
-    found, _ = layer_tensors(catalog({}), layers, frozenset(["0.mask", "0.none"]), tp=1)
-    assert found["0.mask", BUFFER] == LogicalTensor(
-        "0.mask", BUFFER, (2, 2), "bfloat16", (Extent(FlatRange(0, 4), 1, 64),)
+    found, _ = layer_tensors(metadata({}), layers, frozenset(["0.mask", "0.none"]), tp=1)
+    assert found["0.mask", BUFFER] == TensorMetadata(
+        "0.mask", BUFFER, (2, 2), "bfloat16", (StorageChunk(FlatRange(0, 4), 1, 64),)
     )
-    assert found["0.none", BUFFER].extents == ()
+    assert found["0.none", BUFFER].chunks == ()
     assert set(found) == {("0.mask", BUFFER), ("0.none", BUFFER)}

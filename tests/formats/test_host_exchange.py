@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elastic_ckpt.core.local_state import Place
+from elastic_ckpt.core.local_state import RankCoordinates
 from elastic_ckpt.formats import host_exchange
 from elastic_ckpt.formats.assembling import Assembled, RankFiles
 from elastic_ckpt.formats.base import opener_of
@@ -82,11 +82,11 @@ class Job:
             self.me = rank
             yield
 
-    def _place(self) -> Place:
+    def _place(self) -> RankCoordinates:
         """In DeepSpeed's order: stages, replicas, tensor-parallel ranks."""
         tp, pp, dp = self.live
         stage, rest = divmod(self.me, dp * tp)
-        return Place(dp, rest // tp, tp, rest % tp, pp, stage)
+        return RankCoordinates(dp, rest // tp, tp, rest % tp, pp, stage)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,15 @@ import pytest
 import torch
 
 from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.metadata import MASTER, Catalog, Extent, LogicalTensor, SavedParameter, SourceFacts, SourceFile
+from elastic_ckpt.core.metadata import (
+    MASTER,
+    CheckpointMetadata,
+    SavedParameter,
+    SourceFacts,
+    SourceFile,
+    StorageChunk,
+    TensorMetadata,
+)
 from elastic_ckpt.errors import DamagedError, MismatchError
 from elastic_ckpt.formats.pickled import TensorRef
 from elastic_ckpt.formats.progress import compare_progress, with_progress_compared
@@ -20,7 +28,7 @@ from elastic_ckpt.formats.zero0_index import FUSED, PLAIN, UNFUSED
 from tests.simulation import TWO, saved, unpartitioned
 
 
-def at_steps(*steps: float) -> Catalog:
+def at_steps(*steps: float) -> CheckpointMetadata:
     return saved(TWO, scalars={name: [("step", step)] for name, step in zip(TWO, steps * 2, strict=False)})
 
 
@@ -65,16 +73,16 @@ def model_of(kind: str | None, steps: int) -> Any:
 
 @pytest.mark.parametrize(("stage", "check", "refused"), [(3, True, True), (3, False, False), (2, True, False)])
 def test_only_zero3_refuses_and_only_where_shards_are_checked(stage: int, check: bool, refused: bool) -> None:
-    catalog = at_steps(4.0)
-    catalog = replace(catalog, source=replace(catalog.source, zero_stage=stage), notes=("before",))
+    metadata = at_steps(4.0)
+    metadata = replace(metadata, source=replace(metadata.source, zero_stage=stage), notes=("before",))
     if refused:
         with pytest.raises(DamagedError):
-            with_progress_compared(catalog, model_of(None, 9), check)
+            with_progress_compared(metadata, model_of(None, 9), check)
         return
-    compared = with_progress_compared(catalog, model_of(None, 9), check)
+    compared = with_progress_compared(metadata, model_of(None, 9), check)
     assert compared.notes[0] == "before"
     assert len(compared.notes) == 2
-    assert replace(compared, notes=()) == replace(catalog, notes=())
+    assert replace(compared, notes=()) == replace(metadata, notes=())
 
 
 @pytest.mark.parametrize(("kind", "notes"), [(PLAIN, 1), (UNFUSED, 0), (FUSED, 0)])
@@ -85,7 +93,7 @@ def test_optimizers_that_step_once_when_built_count_one_more(kind: str, notes: i
 # --- masters against weights ------------------------------------------------------------------------------------
 
 
-def checkpoint(folder: Path, stage: int, count: int, wrong: int | None) -> tuple[Catalog, Any]:
+def checkpoint(folder: Path, stage: int, count: int, wrong: int | None) -> tuple[CheckpointMetadata, Any]:
     """Many parameters of 20 elements, bf16 weights in one file and fp32 masters in another."""
     masters = [torch.arange(20.0) + 100 * number for number in range(count)]
     weights = [master.bfloat16() for master in masters]
@@ -95,42 +103,44 @@ def checkpoint(folder: Path, stage: int, count: int, wrong: int | None) -> tuple
     (folder / "weights").write_bytes(b"".join(weight.view(torch.int16).numpy().tobytes() for weight in weights))
     names = [f"p{number:02}" for number in range(count)]
     paths = [str(folder / "weights"), str(folder / "masters")]
-    catalog = Catalog(
+    metadata = CheckpointMetadata(
         source=SourceFacts("native", str(folder), "tag", stage, 1, "0.19.8"),
         files=tuple(SourceFile(path, 0) for path in paths),
         parameters={name: SavedParameter((20,), 0, ()) for name in names},
         tensors={
-            (name, MASTER): LogicalTensor(name, MASTER, (20,), "float32", (Extent(FlatRange(0, 20), 1, 80 * number),))
+            (name, MASTER): TensorMetadata(
+                name, MASTER, (20,), "float32", (StorageChunk(FlatRange(0, 20), 1, 80 * number),)
+            )
             for number, name in enumerate(names)
         },
         groups=({},),
     )
     refs = {name: TensorRef("bfloat16", (20,), (1,), 40 * number) for number, name in enumerate(names)}
-    return catalog, SimpleNamespace(path=paths[0], weights=refs)
+    return metadata, SimpleNamespace(path=paths[0], weights=refs)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_masters_of_their_weights_pass(tmp_path: Path, stage: int) -> None:
-    catalog, model = checkpoint(tmp_path, stage, 12, wrong=None)
-    spot_check(catalog, model, {0, 1})
+    metadata, model = checkpoint(tmp_path, stage, 12, wrong=None)
+    spot_check(metadata, model, {0, 1})
 
 
 @pytest.mark.parametrize(
     ("stage", "error", "says"), [(0, MismatchError, "without names"), (1, DamagedError, "not those of the weights")]
 )
 def test_masters_of_other_weights_are_named(tmp_path: Path, stage: int, error: type[Exception], says: str) -> None:
-    catalog, model = checkpoint(tmp_path, stage, 12, wrong=3)
+    metadata, model = checkpoint(tmp_path, stage, 12, wrong=3)
     with pytest.raises(error, match=says) as caught:
-        spot_check(catalog, model, {1})
+        spot_check(metadata, model, {1})
     assert caught.value.parameter == "p03"
-    assert caught.value.file == catalog.files[1].path
-    spot_check(catalog, model, {0})
+    assert caught.value.file == metadata.files[1].path
+    spot_check(metadata, model, {0})
 
 
 def test_without_partitions_all_parameters_are_compared(tmp_path: Path) -> None:
     """There, values also prove which parameter is which."""
-    catalog, model = checkpoint(tmp_path, 0, 40, wrong=39)
+    metadata, model = checkpoint(tmp_path, 0, 40, wrong=39)
     with pytest.raises(MismatchError) as caught:
-        spot_check(catalog, model, {1})
+        spot_check(metadata, model, {1})
     assert caught.value.parameter == "p39"
     spot_check(*checkpoint(tmp_path, 1, 40, wrong=39), {1})

@@ -34,15 +34,15 @@ def test_named_parameters_are_found_by_their_names_whatever_the_live_groups(tmp_
     assert shard.optimizer is not None
     assert (shard.optimizer.kind, shard.optimizer.names) == (PLAIN, (("c", "b", "scale", "a"),))
     for live_groups in ([], [["a", "c", "b", "scale"]], [["nobody"]]):
-        catalog = catalog_of(tmp_path, shard, live_groups)
-        check_states(catalog, model, optimizer)
-        assert not [note for note in catalog.notes if "without names" in note]
-    assert catalog.source.zero_stage == 0
-    assert catalog.source.dp == 2
-    assert catalog.groups[0]["lr"] == 0.1
-    assert not {"params", "param_names"} & set(catalog.groups[0])
-    assert contents(catalog, "mask", BUFFER).tolist() == [1, 0]
-    assert catalog.opaque_states == {}
+        metadata = catalog_of(tmp_path, shard, live_groups)
+        check_states(metadata, model, optimizer)
+        assert not [note for note in metadata.notes if "without names" in note]
+    assert metadata.source.zero_stage == 0
+    assert metadata.source.dp == 2
+    assert metadata.groups[0]["lr"] == 0.1
+    assert not {"params", "param_names"} & set(metadata.groups[0])
+    assert contents(metadata, "mask", BUFFER).tolist() == [1, 0]
+    assert metadata.opaque_states == {}
 
 
 def test_named_parameters_in_several_groups_keep_their_groups(tmp_path: Path) -> None:
@@ -51,9 +51,9 @@ def test_named_parameters_in_several_groups_keep_their_groups(tmp_path: Path) ->
     groups = [{"params": [(name, params[name]) for name in names], "lr": lr} for names, lr in (("bc", 0.1), ("a", 0.2))]
     groups.append({"params": [("scale", params["scale"])]})
     optimizer = torch.optim.AdamW(groups)
-    catalog = catalog_of(tmp_path, indexed(tmp_path, model.state_dict(), trained(model, optimizer)))
-    check_states(catalog, model, optimizer)
-    assert [group["lr"] for group in catalog.groups] == [0.1, 0.2, 0.001]
+    metadata = catalog_of(tmp_path, indexed(tmp_path, model.state_dict(), trained(model, optimizer)))
+    check_states(metadata, model, optimizer)
+    assert [group["lr"] for group in metadata.groups] == [0.1, 0.2, 0.001]
 
 
 @pytest.mark.parametrize("missing", ["foreign", "left out"])
@@ -68,8 +68,8 @@ def test_names_that_are_not_the_modules_are_passed_over(tmp_path: Path, missing:
     if missing == "foreign":
         check_states(catalog_of(tmp_path, shard, [NAMES]), model, optimizer)
         return
-    catalog = catalog_of(tmp_path, shard, [["a", "scale", "c"]])
-    assert set(catalog.parameters) == {"a", "scale", "c"}
+    metadata = catalog_of(tmp_path, shard, [["a", "scale", "c"]])
+    assert set(metadata.parameters) == {"a", "scale", "c"}
 
 
 def test_numbered_parameters_are_taken_in_the_order_of_the_live_groups(tmp_path: Path) -> None:
@@ -78,9 +78,9 @@ def test_numbered_parameters_are_taken_in_the_order_of_the_live_groups(tmp_path:
     shard = indexed(tmp_path, model.state_dict(), trained(model, optimizer))
     assert shard.optimizer is not None
     assert shard.optimizer.names is None
-    catalog = catalog_of(tmp_path, shard, [["c", "b"], ["scale", "a"]])
-    check_states(catalog, model, optimizer)
-    (note,) = catalog.notes
+    metadata = catalog_of(tmp_path, shard, [["c", "b"], ["scale", "a"]])
+    check_states(metadata, model, optimizer)
+    (note,) = metadata.notes
     assert "the live param groups" in note
     assert "shapes agree" in note
 
@@ -90,9 +90,9 @@ def test_numbered_parameters_of_a_single_group_are_taken_in_the_order_of_the_mod
     optimizer = torch.optim.AdamW(model.parameters())
     shard = indexed(tmp_path, model.state_dict(), trained(model, optimizer))
     for live_groups in ([["a"], ["scale", "b", "c"]], [["b", "a", "scale", "c"]], []):
-        catalog = catalog_of(tmp_path, shard, live_groups)
-        check_states(catalog, model, optimizer)
-        (note,) = catalog.notes
+        metadata = catalog_of(tmp_path, shard, live_groups)
+        check_states(metadata, model, optimizer)
+        (note,) = metadata.notes
         assert "the model" in note
 
 
@@ -131,14 +131,14 @@ def test_a_frozen_parameter_inside_a_group_is_trained_as_far_as_the_optimizer_te
     model.b.requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters())
     shard = indexed(tmp_path, model.state_dict(), trained(model, optimizer, idle=["b"]))
-    catalog = catalog_of(tmp_path, shard, [NAMES])
-    check_states(catalog, model, optimizer, idle=["b"])
-    assert catalog.names(FROZEN) == []
+    metadata = catalog_of(tmp_path, shard, [NAMES])
+    check_states(metadata, model, optimizer, idle=["b"])
+    assert metadata.names(FROZEN) == []
     engine = live(
         {"a": (2, 3), "scale": (), "c": (3, 2)},
         wholes={("mask", BUFFER): ((2,), "int64"), ("b", FROZEN): ((5,), "float32")},
     )
-    plan = plan_load(catalog, engine, LoadOptions())
+    plan = plan_load(metadata, engine, LoadOptions())
     assert plan.fresh == ()
     assert plan.scalars == ({"step": 3.0},)
 
@@ -147,33 +147,33 @@ def test_a_frozen_parameter_outside_the_groups_is_frozen(tmp_path: Path) -> None
     model = Model()
     model.b.requires_grad_(False)
     optimizer = adamw(model, "a c", "scale")
-    catalog = catalog_of(
+    metadata = catalog_of(
         tmp_path, indexed(tmp_path, model.state_dict(), trained(model, optimizer)), [["a", "c"], ["scale"]]
     )
-    assert catalog.names(FROZEN) == ["b"]
-    assert torch.equal(contents(catalog, "b", FROZEN), model.b.detach())
-    assert set(catalog.parameters) == {"a", "scale", "c"}
+    assert metadata.names(FROZEN) == ["b"]
+    assert torch.equal(contents(metadata, "b", FROZEN), model.b.detach())
+    assert set(metadata.parameters) == {"a", "scale", "c"}
 
 
 def test_states_of_a_parameter_without_dimensions_are_states_and_its_step_is_a_count(tmp_path: Path) -> None:
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
-    catalog = catalog_of(tmp_path, indexed(tmp_path, model.state_dict(), trained(model, optimizer)), [NAMES])
-    assert catalog.parameters["scale"].scalars == (("step", 3.0),)
+    metadata = catalog_of(tmp_path, indexed(tmp_path, model.state_dict(), trained(model, optimizer)), [NAMES])
+    assert metadata.parameters["scale"].scalars == (("step", 3.0),)
     for key in (*STATES, "max_exp_avg_sq"):
-        assert catalog.tensors["scale", key].shape == ()
-        assert torch.equal(contents(catalog, "scale", key), optimizer.state[model.scale][key])
-    assert catalog.state_keys == (*STATES, "max_exp_avg_sq")
+        assert metadata.tensors["scale", key].shape == ()
+        assert torch.equal(contents(metadata, "scale", key), optimizer.state[model.scale][key])
+    assert metadata.state_keys == (*STATES, "max_exp_avg_sq")
 
 
 def test_an_empty_parameter_has_no_extents(tmp_path: Path) -> None:
     model = Model()
     model.b = torch.nn.Parameter(torch.zeros(0, 4))
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    catalog = catalog_of(tmp_path, indexed(tmp_path, model.state_dict(), trained(model, optimizer)), [NAMES])
-    assert catalog.parameters["b"].shape == (0, 4)
-    assert catalog.tensors["b", "exp_avg"].extents == ()
-    check_states(catalog, model, optimizer)
+    metadata = catalog_of(tmp_path, indexed(tmp_path, model.state_dict(), trained(model, optimizer)), [NAMES])
+    assert metadata.parameters["b"].shape == (0, 4)
+    assert metadata.tensors["b", "exp_avg"].chunks == ()
+    check_states(metadata, model, optimizer)
 
 
 def fused_adam_group(**more: Any) -> dict[str, Any]:
@@ -196,8 +196,8 @@ def test_fused_adam_counts_the_steps_of_a_group_in_its_last_tensor(
         "state": {0: state("a", 1), 2: state("b", 7), 3: state("c", 9)},
         "param_groups": [fused_adam_group(params=[0, 1, 2], **extra), fused_adam_group(params=[3], **extra)],
     }
-    catalog = catalog_of(tmp_path, indexed(tmp_path, model.state_dict(), optimizer), [["a", "scale", "b"], ["c"]])
-    steps = {name: dict(parameter.scalars).get("step") for name, parameter in catalog.parameters.items()}
+    metadata = catalog_of(tmp_path, indexed(tmp_path, model.state_dict(), optimizer), [["a", "scale", "b"], ["c"]])
+    steps = {name: dict(parameter.scalars).get("step") for name, parameter in metadata.parameters.items()}
     assert steps == {"a": expected[0], "scale": None, "b": expected[1], "c": expected[2]}
 
 
@@ -205,12 +205,14 @@ def test_tied_names_are_one_parameter_under_the_first(tmp_path: Path) -> None:
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters())
     state = trained(model, optimizer)
-    catalog = catalog_of(tmp_path, indexed(tmp_path, {**model.state_dict(), "twin": model.a.data}, state), [NAMES])
-    assert catalog.aliases == {"twin": "a"}
-    check_states(catalog, model, optimizer)
-    assert catalog.names(FROZEN) == []
+    metadata = catalog_of(tmp_path, indexed(tmp_path, {**model.state_dict(), "twin": model.a.data}, state), [NAMES])
+    assert metadata.aliases == {"twin": "a"}
+    check_states(metadata, model, optimizer)
+    assert metadata.names(FROZEN) == []
     tied = [["twin", "scale", "b", "c"]]
-    assert catalog_of(tmp_path, indexed(tmp_path, {**model.state_dict(), "twin": model.a.data}, state), tied) == catalog
+    assert (
+        catalog_of(tmp_path, indexed(tmp_path, {**model.state_dict(), "twin": model.a.data}, state), tied) == metadata
+    )
 
 
 def test_a_weight_saved_as_a_view_is_refused_by_name(tmp_path: Path) -> None:
@@ -231,11 +233,11 @@ def test_states_of_another_shape_belong_to_whole_parameters_and_those_of_no_tens
         state["state"][number]["row"] = torch.zeros(7)
         state["state"][number]["history"] = [1, 2]
         state["state"][number] = dict(sorted(state["state"][number].items()))
-    catalog = catalog_of(tmp_path, indexed(tmp_path, model.state_dict(), state), [NAMES])
-    assert set(catalog.opaque_states) == {"history"}
-    assert catalog.tensors["a", "row"].is_whole and catalog.tensors["a", "row"].shape == (7,)
-    assert not catalog.tensors["a", "exp_avg"].is_whole
-    assert "list" in catalog.opaque_states["history"]
+    metadata = catalog_of(tmp_path, indexed(tmp_path, model.state_dict(), state), [NAMES])
+    assert set(metadata.opaque_states) == {"history"}
+    assert metadata.tensors["a", "row"].is_whole and metadata.tensors["a", "row"].shape == (7,)
+    assert not metadata.tensors["a", "exp_avg"].is_whole
+    assert "list" in metadata.opaque_states["history"]
 
 
 # --- with masters -----------------------------------------------------------------------------------------------
@@ -284,21 +286,21 @@ def test_masters_and_states_of_a_wrapped_optimizer_are_found(
     assert shard.optimizer is not None
     assert shard.optimizer.kind == kind
     assert shard.optimizer.scaler["cur_scale"] == 256.0
-    catalog = catalog_of(tmp_path, shard, groups)
-    assert [set(group) >= {"lr", "betas"} for group in catalog.groups] == [True] * len(groups)
+    metadata = catalog_of(tmp_path, shard, groups)
+    assert [set(group) >= {"lr", "betas"} for group in metadata.groups] == [True] * len(groups)
     for number, names in enumerate(groups):
         tensors = optimizer.param_groups[number]["params"]
         for key in (MASTER, *STATES):
             values = [tensor.detach() if key == MASTER else optimizer.state[tensor][key] for tensor in tensors]
             flat = torch.cat([value.view(-1) for value in values])
-            read = [contents(catalog, name, key).view(-1) for name in names]
+            read = [contents(metadata, name, key).view(-1) for name in names]
             assert torch.equal(torch.cat(read), flat)
         for name in names:
-            assert catalog.parameters[name].group == number
-            assert catalog.parameters[name].scalars == (("step", 1.0),)
-            assert catalog.tensors[name, MASTER].dtype == "float32"
-            assert catalog.tensors[name, MASTER].shape == tuple(model.state_dict()[name].shape)
-    assert "shapes and values agree" in catalog.notes[0]
+            assert metadata.parameters[name].group == number
+            assert metadata.parameters[name].scalars == (("step", 1.0),)
+            assert metadata.tensors[name, MASTER].dtype == "float32"
+            assert metadata.tensors[name, MASTER].shape == tuple(model.state_dict()[name].shape)
+    assert "shapes and values agree" in metadata.notes[0]
 
 
 @pytest.mark.parametrize("kind", [UNFUSED, FUSED])
@@ -315,8 +317,8 @@ def test_of_two_orders_that_fit_the_live_one_is_taken_where_values_are_compared(
     model = Model()
     model.c = torch.nn.Parameter(torch.randn(2, 3))
     entry, _ = with_masters(model, UNFUSED, [["c", "scale", "b", "a"]])
-    catalog = catalog_of(tmp_path, indexed(tmp_path, model.state_dict(), entry), [["c", "scale", "b", "a"]])
-    assert torch.equal(contents(catalog, "c", MASTER).view(-1), entry["fp32_groups"][0][0].view(-1))
+    metadata = catalog_of(tmp_path, indexed(tmp_path, model.state_dict(), entry), [["c", "scale", "b", "a"]])
+    assert torch.equal(contents(metadata, "c", MASTER).view(-1), entry["fp32_groups"][0][0].view(-1))
 
 
 # --- damaged entries --------------------------------------------------------------------------------------------
@@ -355,6 +357,6 @@ def test_a_file_without_an_optimizer_entry_has_none(tmp_path: Path) -> None:
 def test_hyperparameters_that_are_tensors_are_read_as_numbers(tmp_path: Path) -> None:
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.25), foreach=False)
-    catalog = catalog_of(tmp_path, indexed(tmp_path, model.state_dict(), trained(model, optimizer)), [NAMES])
-    assert catalog.groups[0]["lr"] == 0.25
-    assert type(catalog.groups[0]["lr"]) is float
+    metadata = catalog_of(tmp_path, indexed(tmp_path, model.state_dict(), trained(model, optimizer)), [NAMES])
+    assert metadata.groups[0]["lr"] == 0.25
+    assert type(metadata.groups[0]["lr"]) is float

@@ -56,30 +56,30 @@ def test_a_parameter_that_was_frozen_and_trains_now_is_passed_over(tmp_path: Pat
     model = Model()
     optimizer = adamw(model, "a c", "scale")
     shard = indexed(tmp_path, model.state_dict(), trained(model, optimizer))
-    catalog = catalog_of(tmp_path, shard, [["a", "b", "c"], ["scale"]])
-    assert set(catalog.parameters) == {"a", "scale", "c"}
-    assert torch.equal(contents(catalog, "c", "exp_avg"), optimizer.state[model.c]["exp_avg"])
-    assert len(catalog.notes) == 1
+    metadata = catalog_of(tmp_path, shard, [["a", "b", "c"], ["scale"]])
+    assert set(metadata.parameters) == {"a", "scale", "c"}
+    assert torch.equal(contents(metadata, "c", "exp_avg"), optimizer.state[model.c]["exp_avg"])
+    assert len(metadata.notes) == 1
 
 
 def test_a_parameter_that_trained_and_is_frozen_now_has_its_states_skipped_with_a_note(tmp_path: Path) -> None:
     model = Model()
     optimizer = adamw(model, "a b c", "scale")
     shard = indexed(tmp_path, model.state_dict(), trained(model, optimizer))
-    catalog = catalog_of(tmp_path, shard, [["a", "c"], ["scale"]])
-    assert set(catalog.parameters) == {"a", "scale", "c"}
-    assert catalog.names("frozen") == ["b"]
-    assert catalog.opaque_states == {}
-    assert torch.equal(contents(catalog, "c", "exp_avg"), optimizer.state[model.c]["exp_avg"])
-    assert "1 saved parameters are skipped" in catalog.notes[1]
+    metadata = catalog_of(tmp_path, shard, [["a", "c"], ["scale"]])
+    assert set(metadata.parameters) == {"a", "scale", "c"}
+    assert metadata.names("frozen") == ["b"]
+    assert metadata.opaque_states == {}
+    assert torch.equal(contents(metadata, "c", "exp_avg"), optimizer.state[model.c]["exp_avg"])
+    assert "1 saved parameters are skipped" in metadata.notes[1]
 
 
 def test_a_new_parameter_of_the_live_model_does_not_confuse_the_order(tmp_path: Path) -> None:
     model = Model()
     optimizer = adamw(model, "c b", "scale a")
     shard = indexed(tmp_path, model.state_dict(), trained(model, optimizer))
-    catalog = catalog_of(tmp_path, shard, [["c", "new", "b"], ["scale", "a", "newer"]])
-    assert set(catalog.parameters) == set(NAMES)
+    metadata = catalog_of(tmp_path, shard, [["c", "new", "b"], ["scale", "a", "newer"]])
+    assert set(metadata.parameters) == set(NAMES)
 
 
 def test_live_names_are_taken_back_behind_the_users_renames(tmp_path: Path) -> None:
@@ -87,9 +87,9 @@ def test_live_names_are_taken_back_behind_the_users_renames(tmp_path: Path) -> N
     optimizer = adamw(model, "c b", "scale a")
     shard = indexed(tmp_path, model.state_dict(), trained(model, optimizer))
     live = [["net.c", "net.b"], ["net.scale", "net.a"]]
-    catalog = catalog_of(tmp_path, shard, live, rename=[("^", "net.")])
-    assert set(catalog.parameters) == set(NAMES), "saved names stay; the planner renames them"
-    assert torch.equal(contents(catalog, "c", "exp_avg"), optimizer.state[model.c]["exp_avg"])
+    metadata = catalog_of(tmp_path, shard, live, rename=[("^", "net.")])
+    assert set(metadata.parameters) == set(NAMES), "saved names stay; the planner renames them"
+    assert torch.equal(contents(metadata, "c", "exp_avg"), optimizer.state[model.c]["exp_avg"])
 
 
 @pytest.mark.parametrize("masters", [True, False])
@@ -100,7 +100,7 @@ def test_a_parameter_that_moved_to_another_group_is_not_taken_for_a_frozen_one(t
     entry = with_masters(model, "unfused", groups)[0] if masters else trained(model, adamw(model, "c b", "scale a"))
     shard = indexed(tmp_path, model.state_dict(), entry)
     try:
-        catalog = catalog_of(tmp_path, shard, [["c", "b", "scale"], ["a"]])
+        metadata = catalog_of(tmp_path, shard, [["c", "b", "scale"], ["a"]])
     except MismatchError:
         return
-    assert catalog.parameters["scale"].scalars, "the states of this parameter were dropped"
+    assert metadata.parameters["scale"].scalars, "the states of this parameter were dropped"

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 import elastic_ckpt.io.broadcast
 from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.read_plan import Plan, Share
+from elastic_ckpt.core.read_plan import ReadPlan, Share
 from elastic_ckpt.io.broadcast import _buckets, exchange_shares
 
 BUCKET = 16 << 20
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 
 
-def plan_of(shares: Sequence[Share]) -> Plan:
-    return Plan(files=(), slots=(), copies=(), shares=tuple(shares))
+def plan_of(shares: Sequence[Share]) -> ReadPlan:
+    return ReadPlan(files=(), slots=(), copies=(), shares=tuple(shares))
 
 
 def on_meta(sizes: Sequence[tuple[int, torch.dtype]]) -> dict[int, torch.Tensor]:

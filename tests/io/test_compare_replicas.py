@@ -14,19 +14,19 @@ import torch
 
 from elastic_ckpt.core.declared import declared_by
 from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.local_state import Destinations, LiveLayout
+from elastic_ckpt.core.local_state import LiveLayout, LocalState
 from elastic_ckpt.core.metadata import (
     BUFFER,
     MASTER,
     BlockCode,
-    Catalog,
-    Extent,
-    LogicalTensor,
+    CheckpointMetadata,
     SavedParameter,
     SourceFacts,
     SourceFile,
+    StorageChunk,
+    TensorMetadata,
 )
-from elastic_ckpt.core.read_plan import Comparison, Piece, Plan, Recode, Slot
+from elastic_ckpt.core.read_plan import Comparison, Piece, ReadPlan, RequantizeItem, Slot
 from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
 from elastic_ckpt.core.strided import fused
 from elastic_ckpt.core.tp_rules import Rule
@@ -53,7 +53,7 @@ def drift_of(tmp_path: Path, *copies: torch.Tensor, taken: str = FIRST, options:
     dtypes = [str(copy.dtype).removeprefix("torch.") for copy in copies]
     pieces = tuple((Piece(number, 3, 0, copies[0].numel(), dtype, None),) for number, dtype in enumerate(dtypes))
     comparison = Comparison("a", MASTER, copies[0].numel(), pieces, taken)
-    return united(find_drift(Plan(files, (), (), comparisons=(comparison,)), options))
+    return united(find_drift(ReadPlan(files, (), (), comparisons=(comparison,)), options))
 
 
 # --- how far copies are apart -----------------------------------------------------------------------------------
@@ -145,9 +145,9 @@ def test_copies_of_other_dtypes_are_compared_by_their_values(tmp_path: Path) -> 
 def test_equal_copies_are_read_once_and_never_turned_into_values(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plans: list[Plan] = []
+    plans: list[ReadPlan] = []
 
-    def counted(plan: Plan, *others: Any, **named: Any) -> ReadStats:
+    def counted(plan: ReadPlan, *others: Any, **named: Any) -> ReadStats:
         plans.append(plan)
         return execute(plan, *others, **named)
 
@@ -158,7 +158,7 @@ def test_equal_copies_are_read_once_and_never_turned_into_values(
         Comparison(str(at), MASTER, 10, tuple((Piece(file, 3 + 40 * at, 0, 10, "float32", None),) for file in (0, 1)))
         for at in range(10)
     ]
-    assert find_drift(Plan(tuple(files), (), (), comparisons=tuple(small)), OPTIONS) == []
+    assert find_drift(ReadPlan(tuple(files), (), (), comparisons=tuple(small)), OPTIONS) == []
     (plan,) = plans  # all of them in one go
     assert sum(copy.numel for copy in plan.copies) == 200
     assert not plan.recodes
@@ -174,7 +174,7 @@ def test_quantized_copies_are_compared_by_their_values(tmp_path: Path) -> None:
 
     def drift(*copies: int) -> list[Drift]:
         one = Comparison("a", "exp_avg", 2, tuple(pieces[copy] for copy in copies))
-        return united(find_drift(Plan(files, (), (), comparisons=(one,)), OPTIONS))
+        return united(find_drift(ReadPlan(files, (), (), comparisons=(one,)), OPTIONS))
 
     assert drift(0, 1)[0].largest == pytest.approx(0.4)
     assert drift(0, 2) == []  # other codes, other scales, the same values
@@ -247,53 +247,60 @@ def test_many_differences_are_cut_short_and_counted() -> None:
 # --- which copies are compared, and what a plan takes -----------------------------------------------------------
 
 
-def checkpoint(folder: Path, held: Mapping[str, Sequence[torch.Tensor]], keys: Sequence[str] = (MASTER,)) -> Catalog:
+def checkpoint(
+    folder: Path, held: Mapping[str, Sequence[torch.Tensor]], keys: Sequence[str] = (MASTER,)
+) -> CheckpointMetadata:
     """A file for each shard of each tensor; states are ten times the weights."""
     files: list[SourceFile] = []
     tensors = {}
     for name, shards in held.items():
         for key in keys:
-            extents = []
+            chunks = []
             for rank, shard in enumerate(shards):
                 values = shard * (1 if key == keys[0] else 10)
-                extents.append(Extent(FlatRange(0, shard.numel()), len(files), 3, shard=rank))
+                chunks.append(StorageChunk(FlatRange(0, shard.numel()), len(files), 3, shard=rank))
                 files.append(write(folder / f"{name}-{key}-{rank}", values))
             shapes = tuple(tuple(shard.shape) for shard in shards)
             dtype = str(shards[0].dtype).removeprefix("torch.")
             sharded = shapes if len(shapes) > 1 else ()
-            tensors[name, key] = LogicalTensor(name, key, shapes[0], dtype, tuple(extents), shards=sharded)
+            tensors[name, key] = TensorMetadata(name, key, shapes[0], dtype, tuple(chunks), shards=sharded)
     parameters = {name: SavedParameter(tuple(shards[0].shape), 0, ()) for name, shards in held.items()}
     facts = SourceFacts("native", str(folder), "tag", 1, 1, "0")
-    return Catalog(facts, tuple(files), parameters, tensors, ({},))
+    return CheckpointMetadata(facts, tuple(files), parameters, tensors, ({},))
 
 
 def engine(
     layouts: Mapping[str, LiveLayout], tp: int = 1, tp_rank: int = 0, dp: int = 1, dp_rank: int = 0
-) -> Destinations:
-    return Destinations(1, dp, dp_rank, "o", (), (), (), (), tp=tp, tp_rank=tp_rank, layouts=layouts)
+) -> LocalState:
+    return LocalState(1, dp, dp_rank, "o", (), (), (), (), tp=tp, tp_rank=tp_rank, layouts=layouts)
 
 
 def difference_in(
-    catalog: Catalog, live: Destinations, resharding: Resharding, states: bool = True
+    metadata: CheckpointMetadata, live: LocalState, resharding: Resharding, states: bool = True
 ) -> list[Difference]:
-    names = {name for name, _ in catalog.tensors}
-    comparisons = compare_replicas(catalog, live, resharding, names, states)
-    return find_drift(Plan(catalog.files, (), (), comparisons=comparisons), OPTIONS)
+    names = {name for name, _ in metadata.tensors}
+    comparisons = compare_replicas(metadata, live, resharding, names, states)
+    return find_drift(ReadPlan(metadata.files, (), (), comparisons=comparisons), OPTIONS)
 
 
-def drift_in(catalog: Catalog, live: Destinations, resharding: Resharding, states: bool = True) -> list[Drift]:
-    return united(difference_in(catalog, live, resharding, states))
+def drift_in(
+    metadata: CheckpointMetadata, live: LocalState, resharding: Resharding, states: bool = True
+) -> list[Drift]:
+    return united(difference_in(metadata, live, resharding, states))
 
 
-def taken(catalog: Catalog, name: str, resharding: Resharding, numel: int) -> torch.Tensor:
+def taken(metadata: CheckpointMetadata, name: str, resharding: Resharding, numel: int) -> torch.Tensor:
     """What a plan would put into the live shard."""
-    transfer, tensor = resharding.transfers[name, ""], catalog.tensors[name, MASTER]
+    transfer, tensor = resharding.transfers[name, ""], metadata.tensors[name, MASTER]
     values = torch.zeros(numel, dtype=torch.float64)
     pieces = [p for strip in strips(tensor, transfer, FlatRange(0, numel)) for p in strip.pieces(0)]
     scale = transfer.scale if transfer.blend else None
-    recode = Recode(0, 0, numel, None, -1, 0, tuple(sorted(pieces, key=lambda piece: piece.start)), scale)
+    recode = RequantizeItem(0, 0, numel, None, -1, 0, tuple(sorted(pieces, key=lambda piece: piece.start)), scale)
     execute(
-        Plan(catalog.files, (Slot(MASTER, 0, "", numel, "float64"),), (), recodes=(recode,)), [values], OPTIONS, False
+        ReadPlan(metadata.files, (Slot(MASTER, 0, "", numel, "float64"),), (), recodes=(recode,)),
+        [values],
+        OPTIONS,
+        False,
     )
     return values
 
@@ -306,16 +313,16 @@ def test_what_the_notes_say_was_taken_is_what_the_plan_takes(
     tmp_path: Path, kind: str, policy: str, live_is_cut: bool
 ) -> None:
     copies = [torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([3.0, 6.0, 3.0, 4.0])]
-    catalog = checkpoint(tmp_path, {"norm": copies}, (MASTER, "exp_avg"))
+    metadata = checkpoint(tmp_path, {"norm": copies}, (MASTER, "exp_avg"))
     preset = {"parameter_to_average_patterns" if kind == "averaged" else "tp_replicated_parameter_patterns": ["norm"]}
-    catalog = replace(catalog, declared=declared_by(preset))
+    metadata = replace(metadata, declared=declared_by(preset))
     split = fused((4,), 0, [[1, 1, 1, 1]])
     layout = LiveLayout(((1,),) * 4, split=split) if live_is_cut else LiveLayout(((4,),))
     live = engine({"norm": layout})
     live = replace(live, tp=len(layout.shapes))
-    found = resolve(catalog, live, ["norm"], RuleBook(), policy)
-    got = taken(catalog, "norm", found, 1 if live_is_cut else 4)
-    every = [each for rank in range(live.tp) for each in difference_in(catalog, replace(live, tp_rank=rank), found)]
+    found = resolve(metadata, live, ["norm"], RuleBook(), policy)
+    got = taken(metadata, "norm", found, 1 if live_is_cut else 4)
+    every = [each for rank in range(live.tp) for each in difference_in(metadata, replace(live, tp_rank=rank), found)]
     states, weights = united(every)
     assert (weights.key, weights.largest, weights.mean, weights.copies) == (MASTER, 4.0, 1.5, 2)
     assert (states.key, states.largest) == ("exp_avg", 40.0)
@@ -326,9 +333,9 @@ def test_what_the_notes_say_was_taken_is_what_the_plan_takes(
 
 
 def test_integers_are_compared_and_the_first_is_taken_whatever_the_policy(tmp_path: Path) -> None:
-    catalog = checkpoint(tmp_path, {"ids": [torch.tensor([1, 2]), torch.tensor([1, 4])]}, (BUFFER,))
-    found = resolve(catalog, engine({"ids": LiveLayout(((2,),))}), ["ids"], RuleBook(), MEAN)
-    every = difference_in(catalog, engine({}), found)
+    metadata = checkpoint(tmp_path, {"ids": [torch.tensor([1, 2]), torch.tensor([1, 4])]}, (BUFFER,))
+    found = resolve(metadata, engine({"ids": LiveLayout(((2,),))}), ["ids"], RuleBook(), MEAN)
+    every = difference_in(metadata, engine({}), found)
     assert united(every) == [Drift("ids", BUFFER, 2.0, 1.0, 2, FIRST, is_guess=True)]
     for policy in (STRICT, FIRST, MEAN):  # each rank's own bounds, say: no policy makes one of them right for all
         with pytest.raises(MismatchError, match="by their shapes alone"):
@@ -336,18 +343,18 @@ def test_integers_are_compared_and_the_first_is_taken_whatever_the_policy(tmp_pa
 
 
 def test_what_is_summed_is_not_compared(tmp_path: Path) -> None:
-    catalog = checkpoint(tmp_path, {"bias": [torch.tensor([1.0]), torch.tensor([2.0])]})
+    metadata = checkpoint(tmp_path, {"bias": [torch.tensor([1.0]), torch.tensor([2.0])]})
     book = RuleBook((Rule(pattern="bias", kind="summed"),))
-    found = resolve(catalog, engine({"bias": LiveLayout(((1,),))}), ["bias"], book, STRICT)
-    assert drift_in(catalog, engine({}), found) == []
+    found = resolve(metadata, engine({"bias": LiveLayout(((1,),))}), ["bias"], book, STRICT)
+    assert drift_in(metadata, engine({}), found) == []
 
 
 def test_every_shard_of_a_tied_parameter_is_compared_with_its_twins(tmp_path: Path) -> None:
     shards = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])]
-    catalog = checkpoint(tmp_path, {"tied": shards, "twin": [shards[0], shards[1] + 1], "same": shards})
-    twins = tuple(replace(catalog.tensors[name, MASTER], name="tied") for name in ("same", "twin"))
+    metadata = checkpoint(tmp_path, {"tied": shards, "twin": [shards[0], shards[1] + 1], "same": shards})
+    twins = tuple(replace(metadata.tensors[name, MASTER], name="tied") for name in ("same", "twin"))
     both = replace(
-        catalog, tensors={("tied", MASTER): catalog.tensors["tied", MASTER]}, twins={("tied", MASTER): twins}
+        metadata, tensors={("tied", MASTER): metadata.tensors["tied", MASTER]}, twins={("tied", MASTER): twins}
     )
     assert drift_in(both, engine({}), Resharding()) == [Drift("tied", MASTER, 1.0, 1.0, 2, FIRST)]
     mended = replace(both, twins={("tied", MASTER): twins[:1]})
@@ -362,30 +369,30 @@ def test_parts_that_several_ranks_hold_of_a_parameter_that_is_cut_are_compared(t
     rule = Rule(pattern="p", kind="custom", dim=1, slices={2: [list(rank) for rank in held], 1: [[(0, 4)]]})
     for change, expected in ((0.0, []), (2.0, [Drift("p", MASTER, 2.0, 1.0, 2, FIRST)])):
         shards[1][1, 2] += change
-        catalog = checkpoint(tmp_path, {"p": shards})
-        found = resolve(catalog, engine({"p": LiveLayout(((2, 4),))}), ["p"], RuleBook((rule,)), MEAN)
-        assert drift_in(catalog, engine({}), found) == expected
-        assert taken(catalog, "p", found, 8).tolist() == whole.flatten().tolist()
+        metadata = checkpoint(tmp_path, {"p": shards})
+        found = resolve(metadata, engine({"p": LiveLayout(((2, 4),))}), ["p"], RuleBook((rule,)), MEAN)
+        assert drift_in(metadata, engine({}), found) == expected
+        assert taken(metadata, "p", found, 8).tolist() == whole.flatten().tolist()
 
 
 def test_states_are_compared_only_if_they_are_loaded_and_only_what_can_be_cut(tmp_path: Path) -> None:
-    catalog = checkpoint(tmp_path, {"a": [torch.zeros(2), torch.ones(2)]}, (MASTER, "exp_avg"))
+    metadata = checkpoint(tmp_path, {"a": [torch.zeros(2), torch.ones(2)]}, (MASTER, "exp_avg"))
     found = Resharding(replicas=frozenset("a"))
-    assert sorted(drift.key for drift in drift_in(catalog, engine({}), found)) == ["exp_avg", MASTER]
-    assert [drift.key for drift in drift_in(catalog, engine({}), found, states=False)] == [MASTER]
-    factor = {("a", "exp_avg"): replace(catalog.tensors["a", "exp_avg"], is_whole=True)}
-    assert drift_in(replace(catalog, tensors=factor), engine({}), found) == []
+    assert sorted(drift.key for drift in drift_in(metadata, engine({}), found)) == ["exp_avg", MASTER]
+    assert [drift.key for drift in drift_in(metadata, engine({}), found, states=False)] == [MASTER]
+    factor = {("a", "exp_avg"): replace(metadata.tensors["a", "exp_avg"], is_whole=True)}
+    assert drift_in(replace(metadata, tensors=factor), engine({}), found) == []
 
 
 @pytest.mark.parametrize(("tp", "dp"), [(1, 1), (1, 3), (2, 2), (3, 1), (4, 4)])
 def test_each_comparison_is_dealt_to_exactly_one_rank_of_a_stage(tmp_path: Path, tp: int, dp: int) -> None:
     names = [f"p{number}" for number in range(7)]
-    catalog = checkpoint(tmp_path, {name: [torch.zeros(1)] * 2 for name in names}, (MASTER, "exp_avg"))
+    metadata = checkpoint(tmp_path, {name: [torch.zeros(1)] * 2 for name in names}, (MASTER, "exp_avg"))
     found = Resharding(replicas=frozenset(names))
     shares = []
     for rank in range(tp):
         for dp_rank in range(dp):
-            mine = compare_replicas(catalog, engine({}, tp, rank, dp, dp_rank), found, names, True)
+            mine = compare_replicas(metadata, engine({}, tp, rank, dp, dp_rank), found, names, True)
             shares.append([(one.name, one.key) for one in mine])
     assert Counter(one for share in shares for one in share) == Counter(
         (n, k) for n in names for k in (MASTER, "exp_avg")

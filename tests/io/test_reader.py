@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from elastic_ckpt.config import ElasticConfig
-from elastic_ckpt.core.read_plan import Copy
+from elastic_ckpt.core.read_plan import ReadItem
 from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.io.reader import ReadOptions, ReadStats, check_files, execute, read_options
 from tests.reading import UNTOUCHED, plan_of, run, untouched, write
@@ -23,7 +23,7 @@ def test_ranges_go_where_the_plan_says_and_nowhere_else(tmp_path: Path) -> None:
     values = torch.arange(20.0)
     file = write(tmp_path / "a", values, header=3)
     first, second = untouched(10), untouched(6)
-    copies = [Copy(0, 3 + 4 * 2, 0, 1, 4, "float32"), Copy(0, 3 + 4 * 9, 1, 0, 5, "float32")]
+    copies = [ReadItem(0, 3 + 4 * 2, 0, 1, 4, "float32"), ReadItem(0, 3 + 4 * 9, 1, 0, 5, "float32")]
     stats = run([file], [first, second], copies)
     assert first.tolist() == [UNTOUCHED, 2, 3, 4, 5, *[UNTOUCHED] * 5]
     assert second.tolist() == [9, 10, 11, 12, 13, UNTOUCHED]
@@ -41,7 +41,7 @@ def test_tensors_of_any_dtype_are_read_bit_by_bit(tmp_path: Path, dtype: str) ->
     torch_dtype = getattr(torch, dtype)
     values = torch.tensor([1, 0, 1, 1, 0]).to(torch_dtype)
     target = torch.zeros(5, dtype=torch_dtype)
-    stats = run([write(tmp_path / "a", values, header=1)], [target], [Copy(0, 1, 0, 0, 5, dtype)])
+    stats = run([write(tmp_path / "a", values, header=1)], [target], [ReadItem(0, 1, 0, 0, 5, dtype)])
     assert torch.equal(target, values)
     assert stats.staged_nbytes == 0
 
@@ -49,7 +49,7 @@ def test_tensors_of_any_dtype_are_read_bit_by_bit(tmp_path: Path, dtype: str) ->
 def test_neighbours_in_a_file_are_read_in_one_call_whatever_their_slots(tmp_path: Path) -> None:
     file = write(tmp_path / "a", torch.arange(12.0))
     tensors = [untouched(4) for _ in range(3)]
-    copies = [Copy(0, 16 * number, 2 - number, 0, 4, "float32") for number in range(3)]
+    copies = [ReadItem(0, 16 * number, 2 - number, 0, 4, "float32") for number in range(3)]
     assert run([file], tensors, copies) == ReadStats(48, 1, 0)
     assert torch.cat(tensors[::-1]).tolist() == list(range(12))
 
@@ -59,7 +59,7 @@ def test_more_buffers_than_the_kernel_takes_become_several_calls(tmp_path: Path)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
     file = write(tmp_path / "a", torch.arange(float(count)))
     target = untouched(count)
-    copies = [Copy(0, 4 * number, 0, int(order[number]), 1, "float32") for number in range(count)]
+    copies = [ReadItem(0, 4 * number, 0, int(order[number]), 1, "float32") for number in range(count)]
     stats = run([file], [target], copies)
     assert torch.equal(target[order], torch.arange(float(count)))
     assert stats == ReadStats(4 * count, 3, 0)
@@ -69,7 +69,7 @@ def test_more_buffers_than_the_kernel_takes_become_several_calls(tmp_path: Path)
 def test_no_single_read_is_longer_than_a_chunk(tmp_path: Path, chunk: int) -> None:
     file = write(tmp_path / "a", torch.arange(50.0), header=5)
     target = untouched(50)
-    stats = run([file], [target], [Copy(0, 5, 0, 0, 50, "float32")], ReadOptions(chunk_nbytes=chunk))
+    stats = run([file], [target], [ReadItem(0, 5, 0, 0, 50, "float32")], ReadOptions(chunk_nbytes=chunk))
     assert target.tolist() == list(range(50))
     assert stats == ReadStats(200, -(-200 // chunk), 0)
 
@@ -77,7 +77,7 @@ def test_no_single_read_is_longer_than_a_chunk(tmp_path: Path, chunk: int) -> No
 def test_small_neighbours_share_a_chunk_but_do_not_exceed_it(tmp_path: Path) -> None:
     file = write(tmp_path / "a", torch.arange(9.0))
     tensors = [untouched(3) for _ in range(3)]
-    copies = [Copy(0, 12 * number, number, 0, 3, "float32") for number in range(3)]
+    copies = [ReadItem(0, 12 * number, number, 0, 3, "float32") for number in range(3)]
     assert run([file], tensors, copies, ReadOptions(chunk_nbytes=24)).calls == 2
     assert torch.cat(tensors).tolist() == list(range(9))
 
@@ -86,7 +86,7 @@ def test_ranges_of_several_files_are_kept_apart(tmp_path: Path) -> None:
     # each range begins at the offset where that of the file before it ends
     files = [write(tmp_path / str(number), torch.arange(4.0) + 10 * number, header=16 * number) for number in range(3)]
     target = untouched(12)
-    copies = [Copy(number, 16 * number, 0, 4 * (2 - number), 4, "float32") for number in range(3)]
+    copies = [ReadItem(number, 16 * number, 0, 4 * (2 - number), 4, "float32") for number in range(3)]
     assert run(files, [target], copies).calls == 3
     assert target.tolist() == [20, 21, 22, 23, 10, 11, 12, 13, 0, 1, 2, 3]
 
@@ -94,7 +94,7 @@ def test_ranges_of_several_files_are_kept_apart(tmp_path: Path) -> None:
 def test_bf16_in_the_file_is_widened_into_an_fp32_slot(tmp_path: Path) -> None:
     values = torch.tensor([1.0, -2.5, 3.140625, float("inf"), 2.0**-126]).bfloat16()
     target = untouched(7)
-    stats = run([write(tmp_path / "a", values, header=6)], [target], [Copy(0, 6, 0, 1, 5, "bfloat16")])
+    stats = run([write(tmp_path / "a", values, header=6)], [target], [ReadItem(0, 6, 0, 1, 5, "bfloat16")])
     assert target.tolist() == [UNTOUCHED, *values.float().tolist(), UNTOUCHED]
     assert stats == ReadStats(nbytes=10, calls=1, staged_nbytes=10)
 
@@ -106,14 +106,16 @@ def test_a_transposed_tensor_is_written_by_its_row_major_positions(tmp_path: Pat
     target = torch.full((5, 3), UNTOUCHED).t()  # 3 x 5, strides (1, 3)
     assert not target.is_contiguous()
     itemsize = values.element_size()
-    stats = run([write(tmp_path / "a", values)], [target], [Copy(0, offset * itemsize, 0, offset, 15 - offset, dtype)])
+    stats = run(
+        [write(tmp_path / "a", values)], [target], [ReadItem(0, offset * itemsize, 0, offset, 15 - offset, dtype)]
+    )
     assert target.flatten().tolist() == [UNTOUCHED] * offset + list(range(offset, 15))
     assert stats.staged_nbytes == (15 - offset) * itemsize
 
 
 def test_a_tensor_with_gaps_between_its_elements_leaves_the_gaps_alone(tmp_path: Path) -> None:
     memory = untouched(10)
-    run([write(tmp_path / "a", torch.arange(5.0))], [memory[::2]], [Copy(0, 0, 0, 0, 5, "float32")])
+    run([write(tmp_path / "a", torch.arange(5.0))], [memory[::2]], [ReadItem(0, 0, 0, 0, 5, "float32")])
     assert memory.tolist() == [0, UNTOUCHED, 1, UNTOUCHED, 2, UNTOUCHED, 3, UNTOUCHED, 4, UNTOUCHED]
 
 
@@ -124,13 +126,13 @@ def test_contiguous_tensors_of_any_shape_are_written_in_place(
 ) -> None:
     target = torch.full(shape, UNTOUCHED)
     values = torch.arange(float(target.numel())).to(getattr(torch, dtype))
-    run([write(tmp_path / "a", values)], [target], [Copy(0, 0, 0, 0, target.numel(), dtype)])
+    run([write(tmp_path / "a", values)], [target], [ReadItem(0, 0, 0, 0, target.numel(), dtype)])
     assert torch.equal(target, values.float().reshape(shape))
 
 
 def test_an_empty_tensor_is_a_slot_like_any_other(tmp_path: Path) -> None:
     target, other = torch.empty(0, 3), untouched(2)
-    run([write(tmp_path / "a", torch.arange(2.0))], [target, other], [Copy(0, 0, 1, 0, 2, "float32")])
+    run([write(tmp_path / "a", torch.arange(2.0))], [target, other], [ReadItem(0, 0, 1, 0, 2, "float32")])
     assert other.tolist() == [0, 1]
 
 
@@ -141,7 +143,7 @@ def test_a_slice_too_short_to_show_its_stride_is_a_slot_like_any_other(tmp_path:
     target = memory[1::2][:numel]
     assert target.is_contiguous() and target.stride() == (2,), "torch ignores strides of single elements"
     file = write(tmp_path / "a", torch.ones(1, dtype=memory.dtype))
-    run([file], [target], [Copy(0, 0, 0, 0, 1, dtype)] if numel else [])
+    run([file], [target], [ReadItem(0, 0, 0, 0, 1, dtype)] if numel else [])
     assert memory.tolist() == [0, numel, 0, 0, 0, 0]
 
 
@@ -156,7 +158,7 @@ def test_a_read_that_returns_less_than_was_asked_for_is_continued(
 
     monkeypatch.setattr(os, "preadv", at_most_three_bytes)
     tensors = [untouched(4), untouched(2)]
-    copies = [Copy(0, 0, 1, 0, 2, "float32"), Copy(0, 8, 0, 0, 4, "float32")]
+    copies = [ReadItem(0, 0, 1, 0, 2, "float32"), ReadItem(0, 8, 0, 0, 4, "float32")]
     run([write(tmp_path / "a", torch.arange(6.0))], tensors, copies)
     assert (tensors[1].tolist(), tensors[0].tolist()) == ([0, 1], [2, 3, 4, 5])
 
@@ -166,7 +168,7 @@ def test_staged_reads_are_cut_to_the_memory_that_is_allowed(tmp_path: Path, stag
     values = torch.arange(100).bfloat16()
     target = untouched(102)
     options = ReadOptions(threads=threads, staging_nbytes=staging)
-    stats = run([write(tmp_path / "a", values, header=2)], [target], [Copy(0, 2, 0, 1, 100, "bfloat16")], options)
+    stats = run([write(tmp_path / "a", values, header=2)], [target], [ReadItem(0, 2, 0, 1, 100, "bfloat16")], options)
     assert target.tolist() == [UNTOUCHED, *range(100), UNTOUCHED]
     bounce = max(staging // threads // 2, 16)  # two a thread, never less than one element of the widest dtype
     assert stats == ReadStats(200, -(-200 // min(bounce, 200)), 200)
@@ -175,7 +177,7 @@ def test_staged_reads_are_cut_to_the_memory_that_is_allowed(tmp_path: Path, stag
 def test_staged_reads_are_no_longer_than_a_chunk(tmp_path: Path) -> None:
     target = untouched(20)
     file = write(tmp_path / "a", torch.arange(20).bfloat16())
-    stats = run([file], [target], [Copy(0, 0, 0, 0, 20, "bfloat16")], ReadOptions(chunk_nbytes=7))
+    stats = run([file], [target], [ReadItem(0, 0, 0, 0, 20, "bfloat16")], ReadOptions(chunk_nbytes=7))
     assert target.tolist() == list(range(20))
     assert stats.calls == 7
 
@@ -187,7 +189,7 @@ def test_direct_and_staged_copies_of_one_file_add_up(tmp_path: Path) -> None:
     )
     (tmp_path / "a").write_bytes(raw)
     masters, widened = untouched(3), untouched(4)
-    copies = [Copy(0, 0, 0, 0, 3, "float32"), Copy(0, 12, 1, 0, 4, "bfloat16")]
+    copies = [ReadItem(0, 0, 0, 0, 3, "float32"), ReadItem(0, 12, 1, 0, 4, "bfloat16")]
     assert run([tmp_path / "a"], [masters, widened], copies) == ReadStats(nbytes=20, calls=2, staged_nbytes=8)
     assert (masters.tolist(), widened.tolist()) == ([0, 1, 2], [0, 1, 2, 3])
 
@@ -221,12 +223,12 @@ def test_any_cut_chunk_and_number_of_threads_gives_the_same_tensor(
     starts = [sum(lengths[:number]) for number in range(len(lengths))]
     values = torch.arange(sum(lengths)).to(getattr(torch, dtype))
     target = untouched(2 * len(values))[::2] if strided else untouched(len(values))
-    copies: list[Copy] = []
+    copies: list[ReadItem] = []
     expected: list[int] = []
     position = 0
     for piece in order:
         byte_offset = 5 + starts[piece] * values.element_size()
-        copies.append(Copy(0, byte_offset, 0, position, lengths[piece], dtype))
+        copies.append(ReadItem(0, byte_offset, 0, position, lengths[piece], dtype))
         expected += range(starts[piece], starts[piece] + lengths[piece])
         position += lengths[piece]
     options = ReadOptions(threads=threads, chunk_nbytes=chunk, staging_nbytes=staging)
@@ -241,7 +243,7 @@ def test_any_cut_chunk_and_number_of_threads_gives_the_same_tensor(
 def test_a_file_that_ends_early_is_damage_and_is_named(tmp_path: Path, dtype: str) -> None:
     file = write(tmp_path / "short", torch.arange(10).to(getattr(torch, dtype)))
     target = untouched(20)
-    plan = plan_of([file], [target], [Copy(0, 0, 0, 0, 20, dtype)])
+    plan = plan_of([file], [target], [ReadItem(0, 0, 0, 0, 20, dtype)])
     with pytest.raises(DamagedError, match="reading a file") as caught:
         execute(plan, [target], ReadOptions(threads=2), show_progress=False)
     assert caught.value.file == str(file)
@@ -250,7 +252,7 @@ def test_a_file_that_ends_early_is_damage_and_is_named(tmp_path: Path, dtype: st
 
 def test_a_file_that_cannot_be_read_is_damage_and_is_named(tmp_path: Path) -> None:
     target = untouched(2)
-    plan = plan_of([tmp_path], [target], [Copy(0, 0, 0, 0, 2, "float32")])  # a folder
+    plan = plan_of([tmp_path], [target], [ReadItem(0, 0, 0, 0, 2, "float32")])  # a folder
     with pytest.raises(DamagedError, match="IsADirectoryError") as caught:
         execute(plan, [target], ReadOptions(), show_progress=False)
     assert caught.value.file == str(tmp_path)
@@ -259,7 +261,7 @@ def test_a_file_that_cannot_be_read_is_damage_and_is_named(tmp_path: Path) -> No
 def test_a_file_that_vanished_after_the_check_is_damage_and_is_named(tmp_path: Path) -> None:
     file = write(tmp_path / "gone", torch.arange(2.0))
     target = untouched(2)
-    plan = plan_of([file], [target], [Copy(0, 0, 0, 0, 2, "float32")])
+    plan = plan_of([file], [target], [ReadItem(0, 0, 0, 0, 2, "float32")])
     file.unlink()
     with pytest.raises(DamagedError) as caught:
         execute(plan, [target], ReadOptions(), show_progress=False)
@@ -270,22 +272,22 @@ def test_files_are_closed_after_success_and_after_failure(tmp_path: Path) -> Non
     file = write(tmp_path / "a", torch.arange(4.0))
     before = set(os.listdir("/proc/self/fd"))
     target = untouched(8)
-    execute(plan_of([file], [target], [Copy(0, 0, 0, 0, 4, "float32")]), [target], ReadOptions(), False)
+    execute(plan_of([file], [target], [ReadItem(0, 0, 0, 0, 4, "float32")]), [target], ReadOptions(), False)
     with pytest.raises(DamagedError):
-        execute(plan_of([file], [target], [Copy(0, 0, 0, 0, 8, "float32")]), [target], ReadOptions(), False)
+        execute(plan_of([file], [target], [ReadItem(0, 0, 0, 0, 8, "float32")]), [target], ReadOptions(), False)
     assert len(os.listdir("/proc/self/fd")) <= len(before)
 
 
 def test_check_files_passes_over_files_that_no_copy_reads(tmp_path: Path) -> None:
     file = write(tmp_path / "a", torch.arange(2.0))
-    plan = plan_of([tmp_path / "not there", file], [untouched(2)], [Copy(1, 0, 0, 0, 2, "float32")])
+    plan = plan_of([tmp_path / "not there", file], [untouched(2)], [ReadItem(1, 0, 0, 0, 2, "float32")])
     check_files(plan)
 
 
 @pytest.mark.parametrize("nbytes", [0, 7, 9])
 def test_check_files_notices_another_size(tmp_path: Path, nbytes: int) -> None:
     file = write(tmp_path / "a", torch.arange(2.0))
-    plan = plan_of([file], [untouched(2)], [Copy(0, 0, 0, 0, 2, "float32")])
+    plan = plan_of([file], [untouched(2)], [ReadItem(0, 0, 0, 0, 2, "float32")])
     file.write_bytes(bytes(nbytes))
     with pytest.raises(DamagedError, match="same size") as caught:
         check_files(plan)
@@ -294,7 +296,7 @@ def test_check_files_notices_another_size(tmp_path: Path, nbytes: int) -> None:
 
 
 def test_check_files_notices_a_file_that_this_rank_does_not_see(tmp_path: Path) -> None:
-    plan = plan_of([tmp_path / "not there"], [untouched(2)], [Copy(0, 0, 0, 0, 2, "float32")])
+    plan = plan_of([tmp_path / "not there"], [untouched(2)], [ReadItem(0, 0, 0, 0, 2, "float32")])
     with pytest.raises(DamagedError, match="cannot be reached") as caught:
         check_files(plan)
     assert caught.value.file == str(tmp_path / "not there")
@@ -307,7 +309,7 @@ def test_the_progress_bar_is_drawn_where_wanted_and_allowed(
 ) -> None:
     file = write(tmp_path / "a", torch.arange(2.0))
     target = untouched(2)
-    plan = plan_of([file], [target], [Copy(0, 0, 0, 0, 2, "float32")])
+    plan = plan_of([file], [target], [ReadItem(0, 0, 0, 0, 2, "float32")])
     execute(plan, [target], ReadOptions(progress=wanted), show_progress=may)
     assert ("elastic_ckpt" in capfd.readouterr().err) == drawn
 
@@ -317,7 +319,7 @@ def test_a_checkpoint_of_more_files_than_a_process_may_open_is_read(tmp_path: Pa
     count = 300
     target = untouched(count)
     files = [write(tmp_path / f"{number}", torch.tensor([float(number)])) for number in range(count)]
-    copies = [Copy(number, 0, 0, number, 1, "float32") for number in range(count)]
+    copies = [ReadItem(number, 0, 0, number, 1, "float32") for number in range(count)]
     resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
     try:
         run(files, [target], copies, ReadOptions(threads=8))
@@ -329,13 +331,13 @@ def test_a_checkpoint_of_more_files_than_a_process_may_open_is_read(tmp_path: Pa
 def test_no_file_stays_open(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
-        run([write(tmp_path / "a", torch.ones(4))], [untouched(4)], [Copy(0, 0, 0, 0, 4, "float32")])
+        run([write(tmp_path / "a", torch.ones(4))], [untouched(4)], [ReadItem(0, 0, 0, 0, 4, "float32")])
     assert len(os.listdir("/proc/self/fd")) == before
 
 
 # --- rows at regular distances ----------------------------------------------------------------------------------
 
-STRIDED = Copy(0, 3 + 4 * 2, 0, 1, 3, "float32", rows=4, file_stride=6, slot_stride=5)
+STRIDED = ReadItem(0, 3 + 4 * 2, 0, 1, 3, "float32", rows=4, file_stride=6, slot_stride=5)
 
 
 def strided_truth() -> list[float]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic_ckpt.core.read_plan import Copy
+from elastic_ckpt.core.read_plan import ReadItem
 from elastic_ckpt.io.reader import ReadOptions, ReadStats
 from tests.reading import run, untouched, write
 
@@ -22,7 +22,7 @@ def test_reads_with_small_gaps_between_them_are_one_if_that_is_wanted(tmp_path: 
     expected = values.view(10, 10)[:, :6].reshape(-1)
     for gap_nbytes, calls, nbytes in ((0, 10, 240), (15, 10, 240), (16, 1, 10 * 24 + 9 * 16), (1 << 20, 1, 384)):
         target = untouched(60)
-        copy = Copy(0, 0, 0, 0, 6, "float32", 10, 10, 6)
+        copy = ReadItem(0, 0, 0, 0, 6, "float32", 10, 10, 6)
         stats = run([file], [target], [copy], ReadOptions(gap_nbytes=gap_nbytes))
         assert torch.equal(target, expected)
         assert stats == ReadStats(nbytes, calls, 0)
@@ -43,7 +43,7 @@ def test_reads_that_were_joined_over_gaps_are_no_longer_than_a_chunk(
 
     monkeypatch.setattr(os, "preadv", noted)
     target = untouched(60)
-    copy = Copy(0, 0, 0, 0, 6, "float32", 10, 10, 6)
+    copy = ReadItem(0, 0, 0, 0, 6, "float32", 10, 10, 6)
     run([file], [target], [copy], ReadOptions(gap_nbytes=16, chunk_nbytes=chunk))
     assert torch.equal(target, values.view(10, 10)[:, :6].reshape(-1))
     rows = max((chunk + 16) // 40, 1)  # of 24 bytes, 16 apart
@@ -95,7 +95,7 @@ def test_reads_overlap_on_slow_storage_but_no_more_than_allowed(
         stream.truncate(4 * numel)
     target = torch.ones(numel, dtype=torch.float32 if staged else torch.uint8)
     options = ReadOptions(threads=threads, chunk_nbytes=1 << 20)
-    run([file], [target], [Copy(0, 0, 0, 0, numel, "uint8")], options)
+    run([file], [target], [ReadItem(0, 0, 0, 0, numel, "uint8")], options)
     assert not target.any()
     assert slow.most == threads
     assert slow.sizes == [1 << 20] * 24
@@ -106,7 +106,7 @@ def test_many_small_reads_overlap_too(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(os, "preadv", slow)
     values = torch.arange(4000.0)
     target = untouched(1000)
-    run([write(tmp_path / "a", values)], [target], [Copy(0, 0, 0, 0, 1, "float32", 1000, 4, 1)])
+    run([write(tmp_path / "a", values)], [target], [ReadItem(0, 0, 0, 0, 1, "float32", 1000, 4, 1)])
     assert torch.equal(target, values[::4])
     assert (len(slow.sizes), slow.most) == (1000, 4)
 
@@ -117,7 +117,7 @@ def test_rows_on_their_way_through_a_buffer_travel_together(tmp_path: Path) -> N
     file = write(tmp_path / "a", values)
     for staging_nbytes in (16, 2 * 12, 2 * 24, 2 * 40, 1 << 20):
         target = untouched(60)
-        copy = Copy(0, 0, 0, 0, 6, "bfloat16", 10, 10, 6)
+        copy = ReadItem(0, 0, 0, 0, 6, "bfloat16", 10, 10, 6)
         stats = run([file], [target], [copy], ReadOptions(threads=1, staging_nbytes=staging_nbytes))
         assert torch.equal(target, values.view(10, 10)[:, :6].reshape(-1).float())
         assert stats == ReadStats(120, 10, 120)

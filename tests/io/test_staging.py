@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from elastic_ckpt.core.metadata import MASTER, SourceFile
-from elastic_ckpt.core.read_plan import Copy, Plan, Slot
+from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, Slot
 from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.io.memory import write_flat
 from elastic_ckpt.io.reader import ReadOptions, ReadStats, execute
@@ -58,11 +58,11 @@ class ForgetfulTransfer(LateTransfer):
         return lambda: None
 
 
-def plan_into(tensors: list[torch.Tensor], path: Path, dtype: str, numel: int) -> Plan:
+def plan_into(tensors: list[torch.Tensor], path: Path, dtype: str, numel: int) -> ReadPlan:
     slots = tuple(Slot(MASTER, n, "", t.numel(), str(t.dtype).removeprefix("torch.")) for n, t in enumerate(tensors))
     itemsize = getattr(torch, dtype).itemsize
-    copies = tuple(Copy(0, n * numel * itemsize, n, 0, numel, dtype) for n in range(len(tensors)))
-    return Plan((SourceFile(str(path), path.stat().st_size),), slots, copies)
+    copies = tuple(ReadItem(0, n * numel * itemsize, n, 0, numel, dtype) for n in range(len(tensors)))
+    return ReadPlan((SourceFile(str(path), path.stat().st_size),), slots, copies)
 
 
 @pytest.fixture

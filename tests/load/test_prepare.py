@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 
 from elastic_ckpt.config import ElasticConfig
-from elastic_ckpt.core.local_state import Place
+from elastic_ckpt.core.local_state import RankCoordinates
 from elastic_ckpt.core.metadata import MASTER
-from elastic_ckpt.core.read_plan import Comparison, Plan
+from elastic_ckpt.core.read_plan import Comparison, ReadPlan
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.io.compare_replicas import Difference
 from elastic_ckpt.load.prepare import _any_loads_scheduler, _notes, _Planned, _refuse_different_shares, _told
 
 DRIFTED = Difference(Comparison("ema.weight", MASTER, 4, ()), copies=2, largest=0.5, total=1.0)
-PLAN = Plan((), (), (), notes=("of this rank",))
+PLAN = ReadPlan((), (), (), notes=("of this rank",))
 #: The rank that compares a parameter's copies stands in another pipeline stage than those that know its rule.
 HERE = _Planned(1, "here", [DRIFTED], frozenset(), ("of this rank",), loads_scheduler=False)
 
@@ -49,9 +49,9 @@ def test_ranks_of_other_stages_may_deal_out_other_tensors_and_no_others() -> Non
 
 
 def test_notes_are_told_where_ranks_have_others() -> None:
-    for place in (Place(tp=2), Place(pp=2, pp_rank=1)):
+    for place in (RankCoordinates(tp=2), RankCoordinates(pp=2, pp_rank=1)):
         assert _told(PLAN, place, [DRIFTED], scheduler=True).notes == PLAN.notes
-    alone = _told(PLAN, Place(dp=2), [DRIFTED], scheduler=True)
+    alone = _told(PLAN, RankCoordinates(dp=2), [DRIFTED], scheduler=True)
     assert alone.notes == () and alone.differences == [DRIFTED] and alone.loads_scheduler
 
 

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from elastic_ckpt.core.dtypes import ITEMSIZE
-from elastic_ckpt.core.local_state import Destinations
-from elastic_ckpt.core.metadata import FROZEN, MASTER, Catalog, Extent, LogicalTensor
-from elastic_ckpt.core.read_plan import Copy, Plan, Slot
+from elastic_ckpt.core.local_state import LocalState
+from elastic_ckpt.core.metadata import FROZEN, MASTER, CheckpointMetadata, StorageChunk, TensorMetadata
+from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, Slot
 from elastic_ckpt.core.state_kinds import ELEMENTWISE
 from elastic_ckpt.sharding.book import is_vocabulary
 from elastic_ckpt.sharding.cross_checks import tensor_of
@@ -41,34 +41,34 @@ class _Run:
 
 
 class Correspondence:
-    """Holds copies against the extents that they read and the fragments that they fill.
+    """Holds copies against the chunks that they read and the fragments that they fill.
 
     Args:
-        catalog: what the checkpoint holds.
+        metadata: what the checkpoint holds.
     """
 
-    def __init__(self, catalog: Catalog) -> None:
-        self._catalog = catalog
-        self._extents: dict[int, list[tuple[int, Extent, LogicalTensor]]] = {}
-        for tensor in catalog.tensors.values():
-            for extent in tensor.extents:
-                self._extents.setdefault(extent.file, []).append((extent.byte_offset, extent, tensor))
+    def __init__(self, metadata: CheckpointMetadata) -> None:
+        self._catalog = metadata
+        self._extents: dict[int, list[tuple[int, StorageChunk, TensorMetadata]]] = {}
+        for tensor in metadata.tensors.values():
+            for chunk in tensor.chunks:
+                self._extents.setdefault(chunk.file, []).append((chunk.byte_offset, chunk, tensor))
         for held in self._extents.values():
             held.sort(key=lambda item: item[0])
 
-    def faults(self, destinations: Destinations, plan: Plan) -> Iterator[Fault]:
+    def faults(self, local_state: LocalState, plan: ReadPlan) -> Iterator[Fault]:
         """What goes elsewhere, of one rank."""
-        where = f"pipeline stage {destinations.pp_rank}, tensor-parallel rank {destinations.tp_rank}"
-        where += f", data-parallel rank {destinations.dp_rank}"
-        places = _places(destinations)
+        where = f"pipeline stage {local_state.pp_rank}, tensor-parallel rank {local_state.tp_rank}"
+        where += f", data-parallel rank {local_state.dp_rank}"
+        places = _places(local_state)
         for copy in _copies(plan):
             slot = plan.slots[copy.slot]
             if slot.layout == ELEMENTWISE and slot.key not in SCALES:
                 for number in sorted({0, copy.rows - 1}):  # what lies between them is between them on both sides
-                    yield from self._compare(copy.row(number), slot, places, destinations, where)
+                    yield from self._compare(copy.row(number), slot, places, local_state, where)
 
     def _compare(
-        self, copy: Copy, slot: Slot, places: dict[int | str, _Places], destinations: Destinations, where: str
+        self, copy: ReadItem, slot: Slot, places: dict[int | str, _Places], local_state: LocalState, where: str
     ) -> Iterator[Fault]:
         done = 0
         while done < copy.numel:
@@ -80,7 +80,7 @@ class Correspondence:
             if source.name != target.name or not self._is_of(source.key, slot):
                 problem = f"is filled from {source.key} {source.name}"
                 yield Fault(problem, target.name, slot.key, where, target.first, target.first + step)
-            elif not self._agree(source, target, destinations):
+            elif not self._agree(source, target, local_state):
                 problem = f"is filled from elements {source.first} to {source.first + step}"
                 yield Fault(problem, target.name, slot.key, where, target.first, target.first + step)
             done += step
@@ -90,27 +90,27 @@ class Correspondence:
         weights = {MASTER, FROZEN}
         return key == slot.key or {key, slot.key} <= weights
 
-    def _source(self, copy: Copy, done: int) -> _Run | None:
+    def _source(self, copy: ReadItem, done: int) -> _Run | None:
         size = ITEMSIZE[copy.dtype]
         held, position = self._extents.get(copy.file, []), copy.byte_offset + done * size
         index = bisect_right(held, position, key=lambda item: item[0]) - 1
         if index < 0:
             return None
-        start, extent, tensor = held[index]
+        start, chunk, tensor = held[index]
         skipped = (position - start) // size
-        if skipped >= extent.range.numel or tensor.dtype != copy.dtype:
+        if skipped >= chunk.range.numel or tensor.dtype != copy.dtype:
             return None
-        first = extent.range.start + skipped
-        return _Run(tensor.name, tensor.key, first, extent.range.stop - first, extent.shard)
+        first = chunk.range.start + skipped
+        return _Run(tensor.name, tensor.key, first, chunk.range.stop - first, chunk.shard)
 
-    def _agree(self, source: _Run, target: _Run, destinations: Destinations) -> bool:
-        tensor, layout = tensor_of(self._catalog, source.name), destinations.layouts.get(source.name)
+    def _agree(self, source: _Run, target: _Run, local_state: LocalState) -> bool:
+        tensor, layout = tensor_of(self._catalog, source.name), local_state.layouts.get(source.name)
         if tensor is None:
             return True
         saved = tensor.shard_shapes
         live = layout.shapes if layout is not None else saved
         if len(saved) == len(live):
-            return source.first == target.first and (len(saved) == 1 or source.shard == destinations.tp_rank)
+            return source.first == target.first and (len(saved) == 1 or source.shard == local_state.tp_rank)
         if len({*saved, *live}) == 1 and not (len(saved[0]) > 1 and is_vocabulary(source.name)):
             return source.first == target.first
         return True
@@ -140,19 +140,19 @@ class _Places:
         return _Run(name, slot.key, row * shard_numel + first + skipped, numel - skipped) if skipped < numel else None
 
 
-def _places(destinations: Destinations) -> dict[int | str, _Places]:
-    found: dict[int | str, _Places] = {flat.index: _Places(flat.numel) for flat in destinations.flats}
-    for part in sorted(destinations.fragments, key=lambda part: (part.flat, part.flat_offset)):
+def _places(local_state: LocalState) -> dict[int | str, _Places]:
+    found: dict[int | str, _Places] = {flat.index: _Places(flat.numel) for flat in local_state.flats}
+    for part in sorted(local_state.fragments, key=lambda part: (part.flat, part.flat_offset)):
         found[part.flat].add(part.name, part.range.start, part.range.numel, part.flat_offset, math.prod(part.shape))
-    for whole in destinations.wholes:
+    for whole in local_state.wholes:
         found[whole.name] = _Places(whole.range.numel)
         found[whole.name].add(whole.name, whole.range.start, whole.range.numel, 0, math.prod(whole.shape))
     return found
 
 
-def _copies(plan: Plan) -> Iterator[Copy]:
+def _copies(plan: ReadPlan) -> Iterator[ReadItem]:
     """Copies, and the pieces of recodes as copies."""
     yield from plan.copies
     for recode in plan.recodes:
         for piece in recode.pieces:
-            yield Copy(piece.file, piece.byte_offset, recode.slot, piece.start, piece.numel, piece.dtype)
+            yield ReadItem(piece.file, piece.byte_offset, recode.slot, piece.start, piece.numel, piece.dtype)

@@ -25,9 +25,9 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from elastic_ckpt.core.local_state import Destinations, FlatPartition
-from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, Catalog
-from elastic_ckpt.core.read_plan import Plan, Slot
+from elastic_ckpt.core.local_state import FlatPartition, LocalState
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
+from elastic_ckpt.core.read_plan import ReadPlan, Slot
 from elastic_ckpt.core.state_kinds import ELEMENTWISE
 from tests.oracle.correspondence import Correspondence
 from tests.oracle.intervals import Intervals, coverage, covers_exactly, intervals, strided, together
@@ -61,16 +61,16 @@ class Proof:
         return not self.faults
 
 
-def prove(catalog: Catalog, ranks: Iterable[tuple[Destinations, Plan]]) -> Proof:
+def prove(metadata: CheckpointMetadata, ranks: Iterable[tuple[LocalState, ReadPlan]]) -> Proof:
     """Look at every rank of a job.
 
     Args:
-        catalog: what the checkpoint holds, with the names that the destinations use.
+        metadata: what the checkpoint holds, with the names that the local state use.
         ranks: what each rank holds, and its plan.
     """
-    coverage = Coverage(catalog)
-    for destinations, plan in ranks:
-        coverage.add(destinations, plan)
+    coverage = Coverage(metadata)
+    for local_state, plan in ranks:
+        coverage.add(local_state, plan)
     return coverage.proof()
 
 
@@ -124,7 +124,7 @@ class _Line:
         return self.slots[number], bases[number]
 
 
-def _line(plan: Plan, replicated: bool) -> _Line:
+def _line(plan: ReadPlan, replicated: bool) -> _Line:
     """Its slots that data-parallel ranks fill together, or those of its own; no scales, which are no elements."""
     slots, bases, end = [], {}, 0
     for number, slot in enumerate(plan.slots):
@@ -135,7 +135,7 @@ def _line(plan: Plan, replicated: bool) -> _Line:
     return _Line(tuple(slots), bases)
 
 
-def _writes(plan: Plan, line: _Line) -> Intervals:
+def _writes(plan: ReadPlan, line: _Line) -> Intervals:
     """What a plan writes into these slots."""
     rows = [
         (line.bases[copy.slot] + copy.slot_offset, copy.numel, copy.rows, copy.slot_stride)
@@ -155,33 +155,33 @@ class Coverage:
     """Collects the plans of a job's ranks.
 
     Args:
-        catalog: what the checkpoint holds.
+        metadata: what the checkpoint holds.
     """
 
-    def __init__(self, catalog: Catalog) -> None:
-        self._catalog = catalog
+    def __init__(self, metadata: CheckpointMetadata) -> None:
+        self._catalog = metadata
         self._faults: list[Fault] = []
         self._places: dict[tuple[int, int], _Place] = {}
-        self._states = {key: set[str]() for key in catalog.state_keys}
-        for name, key in catalog.tensors:
+        self._states = {key: set[str]() for key in metadata.state_keys}
+        for name, key in metadata.tensors:
             if key in self._states:
                 self._states[key].add(name)
-        self._source = SourceCoverage(catalog)
-        self._correspondence = Correspondence(catalog)
+        self._source = SourceCoverage(metadata)
+        self._correspondence = Correspondence(metadata)
         self._numel_written = 0
 
-    def add(self, destinations: Destinations, plan: Plan) -> None:
+    def add(self, local_state: LocalState, plan: ReadPlan) -> None:
         """One rank."""
-        at = (destinations.pp_rank, destinations.tp_rank)
+        at = (local_state.pp_rank, local_state.tp_rank)
         where = f"pipeline stage {at[0]}, tensor-parallel rank {at[1]}"
-        place = self._places.setdefault(at, _Place(where, destinations.dp))
-        place.ranks.append(destinations.dp_rank)
-        self._source.add(destinations, plan)
-        self._remember(place, destinations)
-        self._check_restored(place, destinations, plan)
+        place = self._places.setdefault(at, _Place(where, local_state.dp))
+        place.ranks.append(local_state.dp_rank)
+        self._source.add(local_state, plan)
+        self._remember(place, local_state)
+        self._check_restored(place, local_state, plan)
         self._check_beyond(place, plan)
-        self._check_written(place, destinations, plan)
-        self._faults += self._correspondence.faults(destinations, plan)
+        self._check_written(place, local_state, plan)
+        self._faults += self._correspondence.faults(local_state, plan)
 
     def proof(self) -> Proof:
         """What all of them come to."""
@@ -196,7 +196,7 @@ class Coverage:
             faults=tuple(found[:_MOST_FAULTS]),
         )
 
-    def _check_beyond(self, place: _Place, plan: Plan) -> None:
+    def _check_beyond(self, place: _Place, plan: ReadPlan) -> None:
         for copy in plan.copies:
             numel = plan.slots[copy.slot].numel
             last = copy.slot_offset + (copy.rows - 1) * copy.slot_stride + copy.numel
@@ -204,9 +204,9 @@ class Coverage:
                 slot = plan.slots[copy.slot]
                 self._fault("is written beyond its ends", _name(slot), slot.key, place.where, copy.slot_offset, last)
 
-    def _check_written(self, place: _Place, destinations: Destinations, plan: Plan) -> None:
+    def _check_written(self, place: _Place, local_state: LocalState, plan: ReadPlan) -> None:
         """Each slot of its own exactly once; what ranks fill together is looked at when all of them are there."""
-        where = f"{place.where}, data-parallel rank {destinations.dp_rank}"
+        where = f"{place.where}, data-parallel rank {local_state.dp_rank}"
         own, shared = _line(plan, replicated=False), _line(plan, replicated=True)
         self._compare(_writes(plan, own), own, where)
         if place.shared is None:
@@ -218,7 +218,7 @@ class Coverage:
         mine = intervals(
             (shared.bases[share.slot] + share.range.start, shared.bases[share.slot] + share.range.stop)
             for share in plan.shares
-            if share.owner == destinations.dp_rank and share.slot in shared.bases
+            if share.owner == local_state.dp_rank and share.slot in shared.bases
         )
         found = coverage([(written, 1), (mine, 1)])
         for start, stop, (times, allowed) in zip(found.starts, found.stops, found.counts, strict=True):
@@ -241,24 +241,24 @@ class Coverage:
                 problem = problem if once else "is written, and should be left alone"
                 self._fault(problem, _name(slot), slot.key, where, int(start) - base, int(stop) - base)
 
-    def _remember(self, place: _Place, destinations: Destinations) -> None:
+    def _remember(self, place: _Place, local_state: LocalState) -> None:
         """What the rank holds of each live shard."""
-        by_all = {flat.index for flat in destinations.flats if flat.replicated}
-        for name, layout in destinations.layouts.items():  # a rank may hold no element of a parameter
-            place.shapes.setdefault(name, layout.shapes[destinations.tp_rank])
-        for flat in destinations.flats:
+        by_all = {flat.index for flat in local_state.flats if flat.replicated}
+        for name, layout in local_state.layouts.items():  # a rank may hold no element of a parameter
+            place.shapes.setdefault(name, layout.shapes[local_state.tp_rank])
+        for flat in local_state.flats:
             for name in flat.members:
                 place.held.setdefault((name, MASTER), [])
                 if flat.index in by_all:
                     place.everywhere.add((name, MASTER))
-        for fragment in destinations.fragments:
+        for fragment in local_state.fragments:
             place.shapes[fragment.name] = fragment.shape
             place.held.setdefault((fragment.name, MASTER), []).append((fragment.range.start, fragment.range.stop))
-        for whole in destinations.wholes:
+        for whole in local_state.wholes:
             what = (whole.name, whole.key)
             place.shapes[whole.name] = whole.shape
             place.held.setdefault(what, []).append((whole.range.start, whole.range.stop))
-            if whole.key == BUFFER or destinations.zero_stage < 3:
+            if whole.key == BUFFER or local_state.zero_stage < 3:
                 place.everywhere.add(what)
 
     def _check_place(self, place: _Place) -> None:
@@ -274,16 +274,16 @@ class Coverage:
             for start, stop, problem in _not_tiled(pieces, numel, times):
                 self._fault(problem, name, key, place.where, start, stop)
 
-    def _check_restored(self, place: _Place, destinations: Destinations, plan: Plan) -> None:
+    def _check_restored(self, place: _Place, local_state: LocalState, plan: ReadPlan) -> None:
         """What the checkpoint holds for this rank is restored, and has a slot without gaps where its fragments lie."""
         restored = {(name, out.role) for out in plan.outcomes if out.what == "restored" for name in out.names}
         slots = {(slot.flat, slot.name, slot.key): slot for slot in plan.slots}
-        places: dict[int, list[tuple[str, int, int]]] = {flat.index: [] for flat in destinations.flats}
-        for part in destinations.fragments:
+        places: dict[int, list[tuple[str, int, int]]] = {flat.index: [] for flat in local_state.flats}
+        for part in local_state.fragments:
             places[part.flat].append((part.name, part.flat_offset, part.flat_offset + part.range.numel))
         weights = {name for name, key in self._catalog.tensors if key in (MASTER, FROZEN)}
         wanted = {MASTER: weights, **(self._states if plan.restores_states else {})}
-        for flat in destinations.flats:
+        for flat in local_state.flats:
             for key, names in wanted.items():
                 members = [name for name in flat.members if name in names]
                 for name in members:
@@ -295,7 +295,7 @@ class Coverage:
                 elif members and slot is not None and slot.layout == ELEMENTWISE:
                     held = set(members)
                     self._check_gaps(place, flat, slot, [part for part in places[flat.index] if part[0] in held])
-        for whole in destinations.wholes:
+        for whole in local_state.wholes:
             if (whole.name, whole.key) in self._catalog.tensors and (-1, whole.name, whole.key) not in slots:
                 self._fault("has no slot", whole.name, whole.key, place.where, 0, whole.range.numel)
 

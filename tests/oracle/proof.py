@@ -10,7 +10,7 @@ from tests.oracle.coverage import Coverage, Proof
 
 def proof_of(job: VirtualJob) -> Proof:
     """Plan every rank of the job and prove that together they write each saved element exactly once."""
-    coverage = Coverage(job.catalog)
+    coverage = Coverage(job.metadata)
     for place in job.topology.places():
         coverage.add(*job.planned(place))
     return coverage.proof()
@@ -19,4 +19,4 @@ def proof_of(job: VirtualJob) -> Proof:
 def proof_of_folder(folder: str, topology: Topology, with_states: bool = True) -> Proof:
     """:func:`proof_of` a job that resumes the checkpoint in a folder."""
     opened = open_checkpoint(locate(folder, None), ElasticConfig(), with_states)
-    return proof_of(VirtualJob(opened.checkpoint.catalog, topology, load_options(opened.config, with_states)))
+    return proof_of(VirtualJob(opened.checkpoint.metadata, topology, load_options(opened.config, with_states)))

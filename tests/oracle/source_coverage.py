@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from elastic_ckpt.core.dtypes import ITEMSIZE
-from elastic_ckpt.core.local_state import Destinations
-from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, Catalog, LogicalTensor
-from elastic_ckpt.core.read_plan import Copy, Piece, Plan
+from elastic_ckpt.core.local_state import LocalState
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata, TensorMetadata
+from elastic_ckpt.core.read_plan import Piece, ReadItem, ReadPlan
 from elastic_ckpt.core.state_kinds import COMPANIONS, REPLICATED
 from elastic_ckpt.core.strided import Shape
 from elastic_ckpt.sharding.book import is_vocabulary
@@ -20,7 +20,7 @@ from tests.oracle.intervals import Intervals, Numbers, Stretches, coverage, cove
 
 #: Keys of slots that hold the scales of 8-bit blocks, which are no logical tensors.
 SCALES = frozenset(scales for scales, _ in COMPANIONS.values())
-#: Of an extent: each element is read just so often; at least once, or compared; not more often than that.
+#: Of an chunk: each element is read just so often; at least once, or compared; not more often than that.
 _EXACTLY, _AT_LEAST, _AT_MOST = range(3)
 #: (file, start byte, bytes, how often, bytes from one to the next)
 _Row = tuple[int, int, int, int, int]
@@ -51,23 +51,23 @@ class Fault:
 
 @dataclass(frozen=True)
 class _Held:
-    """The extents of one file, by their first bytes; ``owners``: which tensor and shard each is of."""
+    """The chunks of one file, by their first bytes; ``owners``: which tensor and shard each is of."""
 
     bytes: Intervals
     kinds: Numbers
     times: Numbers
-    owners: list[tuple[LogicalTensor, int]]
+    owners: list[tuple[TensorMetadata, int]]
 
 
 class SourceCoverage:
     """Collects what ranks read.
 
     Args:
-        catalog: what the checkpoint holds.
+        metadata: what the checkpoint holds.
     """
 
-    def __init__(self, catalog: Catalog) -> None:
-        self._catalog = catalog
+    def __init__(self, metadata: CheckpointMetadata) -> None:
+        self._catalog = metadata
         self._read: list[Numbers] = []
         self._compared: list[Numbers] = []
         self._stages: dict[tuple[str, str], set[int]] = {}
@@ -81,27 +81,27 @@ class SourceCoverage:
         """Elements of all logical tensors, each shard and tied copy by itself."""
         twins = [tensor for tensors in self._catalog.twins.values() for tensor in tensors]
         every = [*self._catalog.tensors.values(), *twins]
-        return sum(extent.range.numel for tensor in every for extent in tensor.extents)
+        return sum(chunk.range.numel for tensor in every for chunk in tensor.chunks)
 
     def is_padded(self, name: str) -> bool:
         """Whether the live ranks hold more elements of a parameter than were saved."""
         tensor = tensor_of(self._catalog, name)
         return tensor is not None and name in self._live and _total(self._live[name]) > _total(tensor.shard_shapes)
 
-    def add(self, destinations: Destinations, plan: Plan) -> None:
+    def add(self, local_state: LocalState, plan: ReadPlan) -> None:
         """One rank."""
-        self._tp, self._dp = destinations.tp, destinations.dp
+        self._tp, self._dp = local_state.tp, local_state.dp
         self._with_states = self._with_states or plan.restores_states
-        for name, layout in destinations.layouts.items():
+        for name, layout in local_state.layouts.items():
             self._live.setdefault(name, layout.shapes)
-        stage = destinations.pp_rank
-        for flat in destinations.flats:
+        stage = local_state.pp_rank
+        for flat in local_state.flats:
             for name in flat.members:
                 self._stages.setdefault((name, MASTER), set()).add(stage)
         shared = {slot.name for slot in plan.slots if slot.flat < 0 and slot.replicated}
-        for whole in destinations.wholes:
+        for whole in local_state.wholes:
             self._stages.setdefault((whole.name, whole.key), set()).add(stage)
-            if whole.name not in shared and (whole.key == BUFFER or destinations.zero_stage < 3):
+            if whole.name not in shared and (whole.key == BUFFER or local_state.zero_stage < 3):
                 self._alone.add((whole.name, whole.key))
         apart = [slot.key in SCALES or slot.layout == REPLICATED for slot in plan.slots]
         read = [_bytes_of_copy(copy) for copy in plan.copies if not apart[copy.slot]]
@@ -141,8 +141,8 @@ class SourceCoverage:
                 yield Fault("is read, and is of no tensor", f"bytes {start} to {stop}", "", path, 0, 0)
                 continue
             index = int(np.searchsorted(held.bytes.starts, start, side="right")) - 1
-            tensor, extent = held.owners[index]
-            inside = tensor.extents[extent]
+            tensor, chunk = held.owners[index]
+            inside = tensor.chunks[chunk]
             first = inside.range.start + (start - inside.byte_offset) // ITEMSIZE[tensor.dtype]
             last = first + -(-(stop - start) // ITEMSIZE[tensor.dtype])
             wanted = int(exactly[number] or at_most[number])
@@ -150,15 +150,15 @@ class SourceCoverage:
             yield Fault(problem, tensor.name, tensor.key, path, first, last)
 
     def _held(self) -> dict[int, _Held]:
-        """The extents of every file, and how often each is to be read."""
-        rows: dict[int, list[tuple[int, int, int, int, LogicalTensor, int]]] = {}
+        """The chunks of every file, and how often each is to be read."""
+        rows: dict[int, list[tuple[int, int, int, int, TensorMetadata, int]]] = {}
         every = [(place, tensor, False) for place, tensor in self._catalog.tensors.items()]
         every += [(place, twin, True) for place, twins in self._catalog.twins.items() for twin in twins]
         for place, tensor, is_twin in every:
             kind, times = self._expected(place, tensor, is_twin)
-            for number, extent in enumerate(tensor.extents):
-                stop = extent.byte_offset + extent.range.numel * ITEMSIZE[tensor.dtype]
-                rows.setdefault(extent.file, []).append((extent.byte_offset, stop, kind, times, tensor, number))
+            for number, chunk in enumerate(tensor.chunks):
+                stop = chunk.byte_offset + chunk.range.numel * ITEMSIZE[tensor.dtype]
+                rows.setdefault(chunk.file, []).append((chunk.byte_offset, stop, kind, times, tensor, number))
         held = {}
         for file, found in rows.items():
             found.sort(key=lambda row: row[0])
@@ -166,7 +166,7 @@ class SourceCoverage:
             held[file] = _Held(Intervals(starts, stops), kinds, times_, [(row[4], row[5]) for row in found])
         return held
 
-    def _expected(self, place: tuple[str, str], tensor: LogicalTensor, is_twin: bool) -> tuple[int, int]:
+    def _expected(self, place: tuple[str, str], tensor: TensorMetadata, is_twin: bool) -> tuple[int, int]:
         """How often each element of a tensor has to be read, by the shapes on both sides."""
         name, key = place
         if key not in (MASTER, BUFFER, FROZEN) and not self._with_states:
@@ -194,7 +194,7 @@ def _bytes_of(piece: Piece) -> _Row:
     return piece.file, piece.byte_offset, piece.numel * ITEMSIZE[piece.dtype], 1, 0
 
 
-def _bytes_of_copy(copy: Copy) -> _Row:
+def _bytes_of_copy(copy: ReadItem) -> _Row:
     size = ITEMSIZE[copy.dtype]
     return copy.file, copy.byte_offset, copy.numel * size, copy.rows, copy.file_stride * size
 

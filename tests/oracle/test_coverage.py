@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.local_state import Destinations
-from elastic_ckpt.core.metadata import BUFFER, MASTER, Catalog
-from elastic_ckpt.core.read_plan import Copy, Plan
+from elastic_ckpt.core.local_state import LocalState
+from elastic_ckpt.core.metadata import BUFFER, MASTER, CheckpointMetadata
+from elastic_ckpt.core.read_plan import ReadItem, ReadPlan
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from elastic_ckpt.tools.opened import load_options
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
-from elastic_ckpt.tools.virtual.scale import scale_catalog
+from elastic_ckpt.tools.virtual.scale import scale_metadata
 from tests import simulation_parallel as parallel
 from tests.oracle.coverage import Proof, prove
 from tests.oracle.intervals import coverage, covers_exactly, intervals, strided, together
@@ -85,18 +85,18 @@ def test_it_holds_for_every_topology(case: parallel.Case) -> None:
     for stage in range(len(target.stages)):
         for rank in range(target.tp):
             for dp_rank in range(target.dp):
-                destinations = parallel.engine(case, stage, rank, dp_rank)
-                ranks.append((destinations, plan_load(saved_by.catalog, destinations, options)))
-    proof = prove(saved_by.catalog, ranks)
+                local_state = parallel.engine(case, stage, rank, dp_rank)
+                ranks.append((local_state, plan_load(saved_by.metadata, local_state, options)))
+    proof = prove(saved_by.metadata, ranks)
     assert proof.faults == ()
     assert proof.ranks == len(ranks)
     assert proof.numel_saved == sum(
-        extent.range.numel for tensors in every_tensor(saved_by.catalog) for extent in tensors.extents
+        chunk.range.numel for tensors in every_tensor(saved_by.metadata) for chunk in tensors.chunks
     )
 
 
-def every_tensor(catalog: Catalog) -> list[Any]:
-    return [*catalog.tensors.values(), *(twin for twins in catalog.twins.values() for twin in twins)]
+def every_tensor(metadata: CheckpointMetadata) -> list[Any]:
+    return [*metadata.tensors.values(), *(twin for twins in metadata.twins.values() for twin in twins)]
 
 
 @settings(slow, max_examples=25)
@@ -105,9 +105,9 @@ def test_without_tensor_parallelism_only_what_the_model_lacks_is_left_out(case: 
     options = LoadOptions(strict=False)
     ranks = []
     for rank in range(case.target.dp):
-        destinations = engine_of(case, rank)
-        ranks.append((destinations, plan_load(case.catalog, destinations, options)))
-    proof = prove(case.catalog, ranks)
+        local_state = engine_of(case, rank)
+        ranks.append((local_state, plan_load(case.metadata, local_state, options)))
+    proof = prove(case.metadata, ranks)
     assert {fault.name for fault in proof.faults} == set(case.extra)
     assert {fault.problem for fault in proof.faults} <= {
         "has no place on any rank",
@@ -121,14 +121,14 @@ SMALL = small_model()
 
 def small_job(options: LoadOptions | None = None, **topology: int) -> VirtualJob:
     rules = load_options(ElasticConfig(tp_preset="megatron-deepspeed-interleaved"))
-    return VirtualJob(scale_catalog(SMALL), Topology(**topology), options or rules)
+    return VirtualJob(scale_metadata(SMALL), Topology(**topology), options or rules)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(("dp", "tp", "pp"), [(3, 2, 2), (2, 4, 1), (4, 1, 3), (1, 1, 1)])
 def test_it_holds_for_jobs_of_every_stage(stage: int, dp: int, tp: int, pp: int) -> None:
     job = small_job(dp=dp, tp=tp, pp=pp, zero_stage=stage, sub_group_numel=50)
-    proof = prove(job.catalog, map(job.planned, job.topology.places()))
+    proof = prove(job.metadata, map(job.planned, job.topology.places()))
     assert proof.faults == ()
     assert proof.ranks == dp * tp * pp
 
@@ -140,7 +140,7 @@ def test_it_holds_where_means_are_taken(policy: str, preset: str) -> None:
     job = small_job(options, dp=3, tp=4, pp=2)
     ranks = ranks_of(job)
     assert any(plan.recodes for _, plan in ranks) == (policy == "mean" or preset == "bloom")
-    assert prove(job.catalog, ranks).faults == ()
+    assert prove(job.metadata, ranks).faults == ()
 
 
 def test_it_holds_for_all_ranks_of_bloom() -> None:
@@ -149,7 +149,7 @@ def test_it_holds_for_all_ranks_of_bloom() -> None:
         Topology(dp=8, tp=4, pp=12),
         load_options(ElasticConfig(tp_preset="bloom")),
     )
-    proof = prove(job.catalog, map(job.planned, job.topology.places()))
+    proof = prove(job.metadata, map(job.planned, job.topology.places()))
     assert (proof.ranks, proof.faults) == (384, ())
     replicas = 3 * (70 * 6 * 14336 + 4 * 14336)  # copies on three more ranks: norms, row biases, final and first norm
     assert proof.numel_saved == 3 * (176_247_271_424 + 250_880 * 14336 + replicas)
@@ -158,7 +158,7 @@ def test_it_holds_for_all_ranks_of_bloom() -> None:
 
 # --- where it must fail -----------------------------------------------------------------------------------------------
 
-Rank = tuple[Destinations, Plan]
+Rank = tuple[LocalState, ReadPlan]
 Change = Callable[[list[Rank]], None]
 
 
@@ -167,22 +167,22 @@ def ranks_of(job: VirtualJob) -> list[Rank]:
 
 
 @lru_cache
-def good(dp: int = 3, tp: int = 4, pp: int = 1, zero_stage: int = 1) -> tuple[Catalog, tuple[Rank, ...]]:
+def good(dp: int = 3, tp: int = 4, pp: int = 1, zero_stage: int = 1) -> tuple[CheckpointMetadata, tuple[Rank, ...]]:
     """A job of which the proof holds."""
     job = small_job(dp=dp, tp=tp, pp=pp, zero_stage=zero_stage)
     ranks = ranks_of(job)
-    assert prove(job.catalog, ranks).holds
-    return job.catalog, tuple(ranks)
+    assert prove(job.metadata, ranks).holds
+    return job.metadata, tuple(ranks)
 
 
 def proof_after(change: Change, **topology: int) -> Proof:
-    catalog, planned = good(**topology)
+    metadata, planned = good(**topology)
     ranks = list(planned)
     change(ranks)
-    return prove(catalog, ranks)
+    return prove(metadata, ranks)
 
 
-def with_copies(rank: Rank, copies: Sequence[Copy]) -> Rank:
+def with_copies(rank: Rank, copies: Sequence[ReadItem]) -> Rank:
     return rank[0], dataclasses.replace(rank[1], copies=tuple(copies))
 
 
@@ -308,18 +308,18 @@ def test_the_fault_names_the_elements() -> None:
     ranks[5] = with_copies(
         ranks[5], [*plan.copies[:number], dataclasses.replace(copy, numel=copy.numel - 2), *plan.copies[number + 1 :]]
     )
-    written, read = prove(job.catalog, ranks).faults
+    written, read = prove(job.metadata, ranks).faults
     assert (written.problem, written.name, written.key) == ("is not written", "flat partition 0", MASTER)
     assert (written.start, written.stop) == (copy.slot_offset + copy.numel - 2, copy.slot_offset + copy.numel)
     assert written.where == "pipeline stage 0, tensor-parallel rank 1, data-parallel rank 1"
-    assert (read.problem, read.key, read.where) == ("is not read", MASTER, job.catalog.files[copy.file].path)
-    extent = next(
+    assert (read.problem, read.key, read.where) == ("is not read", MASTER, job.metadata.files[copy.file].path)
+    chunk = next(
         e
-        for e in job.catalog.tensors[read.name, MASTER].extents
+        for e in job.metadata.tensors[read.name, MASTER].chunks
         if e.file == copy.file
         and e.byte_offset <= copy.byte_offset + 4 * copy.numel - 8 < e.byte_offset + 4 * e.range.numel
     )
-    last = extent.range.start + (copy.byte_offset - extent.byte_offset) // 4 + copy.numel
+    last = chunk.range.start + (copy.byte_offset - chunk.byte_offset) // 4 + copy.numel
     assert (read.start, read.stop) == (last - 2, last)
     assert str(read).startswith(f"elements {read.start} to {read.stop} of fp32 {read.name} (")
 
@@ -337,50 +337,50 @@ def test_fragments_that_overlap_or_leave_a_hole() -> None:
     for distance, says in ((1, "is held by no data-parallel rank"), (-1, "is held 2 times, not 1")):
 
         def change(ranks: list[Rank], distance: int = distance) -> None:
-            destinations, plan = ranks[5]
-            number = next(n for n, part in enumerate(destinations.fragments) if part.range.start > 0)
-            part = destinations.fragments[number]
+            local_state, plan = ranks[5]
+            number = next(n for n, part in enumerate(local_state.fragments) if part.range.start > 0)
+            part = local_state.fragments[number]
             moved = FlatRange(part.range.start + distance, part.range.stop)
-            parts = list(destinations.fragments)
+            parts = list(local_state.fragments)
             parts[number] = dataclasses.replace(part, range=moved)
-            ranks[5] = dataclasses.replace(destinations, fragments=tuple(parts)), plan
+            ranks[5] = dataclasses.replace(local_state, fragments=tuple(parts)), plan
 
         assert says in problems(proof_after(change)), distance
 
 
 def test_a_gap_that_is_no_padding() -> None:
     def change(ranks: list[Rank]) -> None:
-        destinations, plan = ranks[5]
+        local_state, plan = ranks[5]
         copy = plan.copies[0]
         slots = list(plan.slots)
         hidden = FlatRange(copy.slot_offset, copy.slot_offset + copy.numel)
         slots[copy.slot] = dataclasses.replace(slots[copy.slot], gaps=(*slots[copy.slot].gaps, hidden))
         plan = dataclasses.replace(plan, slots=tuple(slots), copies=plan.copies[1:])
-        ranks[5] = destinations, plan
+        ranks[5] = local_state, plan
 
     assert {"is left out, although it is no padding", "is not read"} <= problems(proof_after(change))
 
 
 def test_a_state_that_is_forgotten() -> None:
     def change(ranks: list[Rank]) -> None:
-        destinations, plan = ranks[5]
+        local_state, plan = ranks[5]
         number = next(n for n, slot in enumerate(plan.slots) if slot.key == "exp_avg_sq")
         kept = [copy for copy in plan.copies if copy.slot != number]
         moved = [dataclasses.replace(copy, slot=copy.slot - (copy.slot > number)) for copy in kept]
         slots = plan.slots[:number] + plan.slots[number + 1 :]
-        ranks[5] = destinations, dataclasses.replace(plan, slots=slots, copies=tuple(moved))
+        ranks[5] = local_state, dataclasses.replace(plan, slots=slots, copies=tuple(moved))
 
     assert {"has no slot", "is not read"} <= problems(proof_after(change))
 
 
 def test_a_parameter_that_is_not_restored() -> None:
     def change(ranks: list[Rank]) -> None:
-        for number, (destinations, plan) in enumerate(ranks):
+        for number, (local_state, plan) in enumerate(ranks):
             outcomes = [
                 dataclasses.replace(out, names=tuple(name for name in out.names if name != "3.mlp.dense_h_to_4h.bias"))
                 for out in plan.outcomes
             ]
-            ranks[number] = destinations, dataclasses.replace(plan, outcomes=tuple(outcomes))
+            ranks[number] = local_state, dataclasses.replace(plan, outcomes=tuple(outcomes))
 
     found = proof_after(change)
     assert {(fault.problem, fault.name) for fault in found.faults} == {("is not restored", "3.mlp.dense_h_to_4h.bias")}
@@ -390,7 +390,7 @@ def test_copies_that_nobody_compares() -> None:
     """Of replicated parameters one rank's copy is taken: the others must at least be looked at."""
 
     def change(ranks: list[Rank]) -> None:
-        ranks[:] = [(destinations, dataclasses.replace(plan, comparisons=())) for destinations, plan in ranks]
+        ranks[:] = [(local_state, dataclasses.replace(plan, comparisons=())) for local_state, plan in ranks]
 
     found = proof_after(change)
     assert problems(found) == {"is not read"}
@@ -440,14 +440,14 @@ def test_a_slot_that_is_written_beyond_its_end() -> None:
 
 
 def test_buffers_that_each_rank_reads_for_itself() -> None:
-    catalog = saved({"a": (4,)}, wholes={("steps", BUFFER): ((5,), "int64")})
-    catalog = dataclasses.replace(catalog, source=dataclasses.replace(catalog.source, zero_stage=3, dp=2))
-    job = VirtualJob(catalog, Topology(dp=2, zero_stage=3), LoadOptions())
+    metadata = saved({"a": (4,)}, wholes={("steps", BUFFER): ((5,), "int64")})
+    metadata = dataclasses.replace(metadata, source=dataclasses.replace(metadata.source, zero_stage=3, dp=2))
+    job = VirtualJob(metadata, Topology(dp=2, zero_stage=3), LoadOptions())
     ranks = ranks_of(job)
-    assert prove(job.catalog, ranks).holds
+    assert prove(job.metadata, ranks).holds
     plan = ranks[1][1]
     kept = [copy for copy in plan.copies if plan.slots[copy.slot].key != BUFFER]
-    assert problems(prove(job.catalog, [ranks[0], with_copies(ranks[1], kept)])) == {
+    assert problems(prove(job.metadata, [ranks[0], with_copies(ranks[1], kept)])) == {
         "is not written",
         "is read 1 times, not 2",
     }
@@ -457,6 +457,6 @@ def test_rows_of_a_vocabulary_that_was_not_saved_are_padding() -> None:
     """20 rows on two ranks; on eight, 3 each are 24."""
     job = VirtualJob(sharded(2), Topology(tp=8), LoadOptions(rules=RULES))
     ranks = ranks_of(job)
-    assert prove(job.catalog, ranks).holds
+    assert prove(job.metadata, ranks).holds
     gaps = [slot.gaps for _, plan in ranks for slot in plan.slots if slot.key == MASTER]
     assert np.sum([gap.numel for held in gaps for gap in held]) >= 4 * 4

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ckpt.core.local_state import Destinations, LiveGroup
-from elastic_ckpt.core.metadata import FROZEN, Catalog
+from elastic_ckpt.core.local_state import LiveGroup, LocalState
+from elastic_ckpt.core.metadata import FROZEN, CheckpointMetadata
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.planning.groups import match_groups, transferable
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
@@ -23,41 +23,43 @@ KEEP_LIVE = LoadOptions(keep_live_groups=True)
 
 def two_groups(
     order: Sequence[Sequence[str]], hyperparameters: Sequence[Mapping[str, Any]] = (ADAM, SLOW)
-) -> tuple[Catalog, Destinations]:
-    catalog = saved(TWO, groups={"a.weight": 0, "b.weight": 1}, hyperparameters=hyperparameters)
-    return catalog, live(TWO, groups=order)
+) -> tuple[CheckpointMetadata, LocalState]:
+    metadata = saved(TWO, groups={"a.weight": 0, "b.weight": 1}, hyperparameters=hyperparameters)
+    return metadata, live(TWO, groups=order)
 
 
-def with_live_hyperparameters(engine: Destinations, values: Mapping[str, Any]) -> Destinations:
+def with_live_hyperparameters(engine: LocalState, values: Mapping[str, Any]) -> LocalState:
     groups = tuple(LiveGroup(group.names, {**group.hyperparameters, **values}) for group in engine.groups)
     return replace(engine, groups=groups)
 
 
 @st.composite
-def regrouped(draw: st.DrawFn) -> tuple[Catalog, Destinations]:
+def regrouped(draw: st.DrawFn) -> tuple[CheckpointMetadata, LocalState]:
     """Parameters dealt out into saved and into live groups, some of them on one side only."""
     names = [f"p{number}" for number in range(draw(st.integers(1, 6)))]
     was = {name: draw(st.integers(0, 2)) for name in names}
     now = {name: draw(st.integers(0, 3)) for name in [*names, "new"]}
     rates = draw(st.lists(st.sampled_from([1e-3, 1e-4]), min_size=3, max_size=3))
-    catalog = saved(dict.fromkeys(names, (1,)), groups=was, hyperparameters=[{**ADAM, "lr": rate} for rate in rates])
+    metadata = saved(dict.fromkeys(names, (1,)), groups=was, hyperparameters=[{**ADAM, "lr": rate} for rate in rates])
     groups = [[name for name in now if now[name] == number] for number in range(4)]
-    return catalog, live(dict.fromkeys(now, (1,)), groups=groups)
+    return metadata, live(dict.fromkeys(now, (1,)), groups=groups)
 
 
 @given(regrouped())
-def test_every_live_group_takes_the_values_that_all_its_members_had(case: tuple[Catalog, Destinations]) -> None:
-    catalog, engine = case
-    was = [[catalog.parameters[name].group for name in group.names if name != "new"] for group in engine.groups]
-    if any(len({catalog.groups[source]["lr"] for source in sources}) > 1 for sources in was):
+def test_every_live_group_takes_the_values_that_all_its_members_had(
+    case: tuple[CheckpointMetadata, LocalState],
+) -> None:
+    metadata, engine = case
+    was = [[metadata.parameters[name].group for name in group.names if name != "new"] for group in engine.groups]
+    if any(len({metadata.groups[source]["lr"] for source in sources}) > 1 for sources in was):
         with pytest.raises(MismatchError, match="different hyperparameters"):
-            match_groups(catalog, engine, keep_live=False)
+            match_groups(metadata, engine, keep_live=False)
         return
-    matching = match_groups(catalog, engine, keep_live=False)
+    matching = match_groups(metadata, engine, keep_live=False)
     assert len(matching.sources) == len(matching.hyperparameters) == 4
     for sources, source, values in zip(was, matching.sources, matching.hyperparameters, strict=True):
         assert source == tuple(sorted(set(sources)))
-        assert values == (catalog.groups[source[0]] if source else {})
+        assert values == (metadata.groups[source[0]] if source else {})
 
 
 def test_groups_in_another_order_keep_their_own_hyperparameters() -> None:
@@ -93,23 +95,23 @@ def test_merged_groups_with_different_values_are_refused_with_both_and_the_way_o
 def test_one_saved_group_of_three_that_differs_is_enough_to_refuse(other: str) -> None:
     three = {**TWO, "c": (1,)}
     hyperparameters = [SLOW if name == other else ADAM for name in three]
-    catalog = saved(three, groups={name: n for n, name in enumerate(three)}, hyperparameters=hyperparameters)
+    metadata = saved(three, groups={name: n for n, name in enumerate(three)}, hyperparameters=hyperparameters)
     with pytest.raises(MismatchError) as caught:
-        plan_load(catalog, live(three), LoadOptions())
+        plan_load(metadata, live(three), LoadOptions())
     assert str(caught.value.found).count("saved group") == 3
-    plan_load(catalog, live(three), KEEP_LIVE)
+    plan_load(metadata, live(three), KEEP_LIVE)
 
 
 def test_the_group_that_mixes_is_named_by_its_live_number() -> None:
     three = {**TWO, "c": (1,)}
-    catalog = saved(three, groups={"a.weight": 1, "b.weight": 0, "c": 2}, hyperparameters=(ADAM, ADAM, SLOW))
+    metadata = saved(three, groups={"a.weight": 1, "b.weight": 0, "c": 2}, hyperparameters=(ADAM, ADAM, SLOW))
     with pytest.raises(MismatchError, match="param group 1 "):
-        plan_load(catalog, live(three, groups=[["a.weight"], ["b.weight", "c"]]), LoadOptions())
+        plan_load(metadata, live(three, groups=[["a.weight"], ["b.weight", "c"]]), LoadOptions())
 
 
 def test_a_group_without_saved_members_keeps_its_own_values_and_says_so() -> None:
-    catalog = saved({"a.weight": (2, 5)})
-    plan = plan_load(catalog, live(TWO, groups=[["b.weight"], ["a.weight"]]), LoadOptions(strict=False))
+    metadata = saved({"a.weight": (2, 5)})
+    plan = plan_load(metadata, live(TWO, groups=[["b.weight"], ["a.weight"]]), LoadOptions(strict=False))
     assert plan.group_sources == ((), (0,))
     assert plan.hyperparameters == ({}, ADAM)
     assert names_of(plan, "param groups", "restored") == ("1",)
@@ -117,9 +119,12 @@ def test_a_group_without_saved_members_keeps_its_own_values_and_says_so() -> Non
 
 
 def test_a_parameter_that_was_frozen_brings_no_group_with_it() -> None:
-    catalog = saved({"a.weight": (2, 5)}, wholes={("b.weight", FROZEN): ((3,), "float32")}, hyperparameters=(SLOW,))
-    assert plan_load(catalog, live(TWO), LoadOptions()).group_sources == ((0,),)
-    assert plan_load(catalog, live(TWO, groups=[["b.weight"], ["a.weight"]]), LoadOptions()).group_sources == ((), (0,))
+    metadata = saved({"a.weight": (2, 5)}, wholes={("b.weight", FROZEN): ((3,), "float32")}, hyperparameters=(SLOW,))
+    assert plan_load(metadata, live(TWO), LoadOptions()).group_sources == ((0,),)
+    assert plan_load(metadata, live(TWO, groups=[["b.weight"], ["a.weight"]]), LoadOptions()).group_sources == (
+        (),
+        (0,),
+    )
 
 
 def test_keep_live_leaves_every_group_alone_and_says_so() -> None:
@@ -143,16 +148,16 @@ def test_without_optimizer_states_groups_are_matched_for_a_scheduler_only() -> N
 @pytest.mark.parametrize("was", [True, False])
 @pytest.mark.parametrize("options", [LoadOptions(), KEEP_LIVE])
 def test_adam_for_adamw_is_refused_although_both_keep_the_same_states(was: bool, options: LoadOptions) -> None:
-    catalog = saved(TWO, hyperparameters=({**ADAM, "decoupled_weight_decay": was},))
+    metadata = saved(TWO, hyperparameters=({**ADAM, "decoupled_weight_decay": was},))
     same = with_live_hyperparameters(live(TWO), {"decoupled_weight_decay": was})
     other = with_live_hyperparameters(live(TWO), {"decoupled_weight_decay": not was})
-    assert "decoupled_weight_decay" not in plan_load(catalog, same, options).hyperparameters[0]
+    assert "decoupled_weight_decay" not in plan_load(metadata, same, options).hyperparameters[0]
     with pytest.raises(MismatchError, match="weight decay of param group 0") as caught:
-        plan_load(catalog, other, options)
+        plan_load(metadata, other, options)
     kinds = ("AdamW", "L2") if was else ("L2", "AdamW")
     assert kinds[0] in str(caught.value.found)
     assert kinds[1] in str(caught.value.expected)
-    plan_load(catalog, other, LoadOptions(optimizer_states=False, scheduler=True))
+    plan_load(metadata, other, LoadOptions(optimizer_states=False, scheduler=True))
 
 
 @pytest.mark.parametrize(("saved_kind", "live_kind"), [({}, True), ({}, False), (True, {}), (False, {}), ({}, {})])
@@ -160,16 +165,16 @@ def test_a_kind_of_weight_decay_that_one_side_does_not_tell_is_no_difference(sav
     def told(kind: Any) -> dict[str, Any]:
         return {} if kind == {} else {"decoupled_weight_decay": kind}
 
-    catalog = saved(TWO, hyperparameters=({**ADAM, **told(saved_kind)},))
+    metadata = saved(TWO, hyperparameters=({**ADAM, **told(saved_kind)},))
     engine = with_live_hyperparameters(live(TWO), told(live_kind))
-    assert plan_load(catalog, engine, LoadOptions()).hyperparameters == (ADAM,)
+    assert plan_load(metadata, engine, LoadOptions()).hyperparameters == (ADAM,)
 
 
 def test_one_of_two_merged_groups_with_another_kind_of_weight_decay_is_refused() -> None:
     hyperparameters = [{**ADAM, "decoupled_weight_decay": kind} for kind in (True, False)]
-    catalog, engine = two_groups([["a.weight", "b.weight"]], hyperparameters)
+    metadata, engine = two_groups([["a.weight", "b.weight"]], hyperparameters)
     with pytest.raises(MismatchError, match="weight decay"):
-        plan_load(catalog, with_live_hyperparameters(engine, {"decoupled_weight_decay": True}), LoadOptions())
+        plan_load(metadata, with_live_hyperparameters(engine, {"decoupled_weight_decay": True}), LoadOptions())
 
 
 def test_what_belongs_to_the_live_run_is_not_taken_over() -> None:

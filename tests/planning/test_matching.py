@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ckpt.core.local_state import Destinations
-from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, Catalog
+from elastic_ckpt.core.local_state import LocalState
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
 from elastic_ckpt.core.read_plan import Outcome
 from elastic_ckpt.errors import DamagedError, MismatchError
 from elastic_ckpt.planning.matching import match_parameters, weights_key
@@ -24,7 +24,7 @@ B_FROZEN = {("b.weight", FROZEN): ((3,), "float32")}
 STEP_4 = "; zeros, at its flat tensor's step 4"
 
 
-def sides(roles: dict[str, tuple[Any, Any]]) -> tuple[Catalog, Destinations]:
+def sides(roles: dict[str, tuple[Any, Any]]) -> tuple[CheckpointMetadata, LocalState]:
     """A checkpoint and an engine in which each name has the first role in one, the second in the other."""
     was, now = ({name: pair[side] for name, pair in roles.items()} for side in (0, 1))
 
@@ -39,14 +39,14 @@ def sides(roles: dict[str, tuple[Any, Any]]) -> tuple[Catalog, Destinations]:
 def test_every_name_is_restored_or_told_of_under_the_role_it_has(roles: dict[str, tuple[Any, Any]]) -> None:
     # a buffer that became a parameter, or the other way round, has no place on the other side
     roles = {name: pair for name, pair in roles.items() if BUFFER not in pair or set(pair) <= {BUFFER, None}}
-    catalog, engine = sides(roles)
+    metadata, engine = sides(roles)
     same = {name: pair for name, pair in roles.items() if None not in pair}
     fresh = {name: pair[1] for name, pair in roles.items() if pair[0] is None and pair[1] is not None}
     extra = {name: pair[0] for name, pair in roles.items() if pair[1] is None and pair[0] is not None}
     if fresh or extra:
         with pytest.raises(MismatchError):
-            match_parameters(catalog, engine, strict=True)
-    matching = match_parameters(catalog, engine, strict=False)
+            match_parameters(metadata, engine, strict=True)
+    matching = match_parameters(metadata, engine, strict=False)
     assert matching.restored == {name for name, pair in same.items() if pair[1] == "trained"}
     assert matching.wholes == {(name, pair[1]) for name, pair in same.items() if pair[1] != "trained"}
     key = {"trained": MASTER, FROZEN: FROZEN, BUFFER: BUFFER}
@@ -57,16 +57,16 @@ def test_every_name_is_restored_or_told_of_under_the_role_it_has(roles: dict[str
     assert set(told) == expected
     assert all(outcome.names and outcome.reason for outcome in matching.outcomes)
     if not (fresh or extra):
-        assert match_parameters(catalog, engine, strict=True) == matching
+        assert match_parameters(metadata, engine, strict=True) == matching
 
 
 @pytest.mark.parametrize(("was", "now"), [("trained", BUFFER), (BUFFER, "trained"), (FROZEN, BUFFER), (BUFFER, FROZEN)])
 def test_a_buffer_that_became_a_parameter_or_was_one_is_another_tensor(was: str, now: str) -> None:
-    catalog, engine = sides({"x": (was, now), "y": ("trained", "trained")})
+    metadata, engine = sides({"x": (was, now), "y": ("trained", "trained")})
     with pytest.raises(MismatchError) as caught:
-        match_parameters(catalog, engine, strict=True)
+        match_parameters(metadata, engine, strict=True)
     assert caught.value.parameter == "x"
-    matching = match_parameters(catalog, engine, strict=False)
+    matching = match_parameters(metadata, engine, strict=False)
     assert matching.restored == {"y"}
     assert matching.wholes == set()
     assert [outcome.what for outcome in matching.outcomes if "x" in outcome.names] == ["fresh"]
@@ -74,18 +74,18 @@ def test_a_buffer_that_became_a_parameter_or_was_one_is_another_tensor(was: str,
 
 @pytest.mark.parametrize("key", [MASTER, FROZEN])
 def test_weights_are_looked_for_under_the_role_they_were_saved_in(key: str) -> None:
-    catalog = saved(TWO) if key == MASTER else saved(A, wholes=B_FROZEN)
-    assert weights_key(catalog, "b.weight") == key
-    assert weights_key(catalog, "a.weight") == MASTER
+    metadata = saved(TWO) if key == MASTER else saved(A, wholes=B_FROZEN)
+    assert weights_key(metadata, "b.weight") == key
+    assert weights_key(metadata, "a.weight") == MASTER
 
 
 def test_weights_of_a_trained_parameter_that_were_lost_are_looked_for_as_masters() -> None:
-    catalog = saved(TWO)
-    tensors = {where: tensor for where, tensor in catalog.tensors.items() if where != ("b.weight", MASTER)}
-    catalog = replace(catalog, tensors=tensors)
-    assert weights_key(catalog, "b.weight") == MASTER
+    metadata = saved(TWO)
+    tensors = {where: tensor for where, tensor in metadata.tensors.items() if where != ("b.weight", MASTER)}
+    metadata = replace(metadata, tensors=tensors)
+    assert weights_key(metadata, "b.weight") == MASTER
     with pytest.raises(DamagedError, match="no fp32") as caught:
-        plan_load(catalog, live(TWO), LoadOptions())
+        plan_load(metadata, live(TWO), LoadOptions())
     assert caught.value.parameter == "b.weight"
 
 
@@ -94,19 +94,19 @@ def test_weights_of_a_trained_parameter_that_were_lost_are_looked_for_as_masters
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_frozen_weights_that_were_left_out_on_purpose_are_no_error(strict: bool) -> None:
-    catalog = replace(saved(A), frozen_recorded=False)
-    matching = match_parameters(catalog, live(A, wholes=B_FROZEN), strict)
+    metadata = replace(saved(A), frozen_recorded=False)
+    matching = match_parameters(metadata, live(A, wholes=B_FROZEN), strict)
     reason = "saved without frozen parameters (exclude_frozen_parameters=True): the model's own values stay"
     assert matching.outcomes == (Outcome(FROZEN, "fresh", ("b.weight",), reason),)
     assert matching.wholes == set()
 
 
 def test_what_is_frozen_only_for_want_of_an_optimizer_was_not_left_out_on_purpose() -> None:
-    catalog = replace(saved(A), frozen_recorded=False)
+    metadata = replace(saved(A), frozen_recorded=False)
     engine = live({}, wholes={("a.weight", FROZEN): ((2, 5), "float32"), **B_FROZEN})
     engine = replace(engine, wholes=tuple(replace(whole, trains=True) for whole in engine.wholes))
     with pytest.raises(MismatchError) as caught:
-        match_parameters(catalog, engine, strict=True)
+        match_parameters(metadata, engine, strict=True)
     assert caught.value.parameter == "b.weight"
 
 
@@ -120,35 +120,35 @@ def test_frozen_weights_that_the_checkpoint_would_list_are_an_error() -> None:
 
 
 def test_frozen_weights_were_not_left_out_where_others_were_saved() -> None:
-    catalog = replace(saved(A, wholes={("other", FROZEN): ((1,), "float32")}), frozen_recorded=False)
+    metadata = replace(saved(A, wholes={("other", FROZEN): ((1,), "float32")}), frozen_recorded=False)
     with pytest.raises(MismatchError) as caught:
-        match_parameters(catalog, live(A, wholes={**B_FROZEN, ("other", FROZEN): ((1,), "float32")}), strict=True)
+        match_parameters(metadata, live(A, wholes={**B_FROZEN, ("other", FROZEN): ((1,), "float32")}), strict=True)
     assert caught.value.parameter == "b.weight"
 
 
 def test_the_second_name_of_a_tied_frozen_weight_does_not_prove_that_frozen_weights_were_saved() -> None:
     tied = {("head", FROZEN): ((3,), "float32")}
-    catalog = replace(saved(A, wholes=tied), frozen_recorded=False)
+    metadata = replace(saved(A, wholes=tied), frozen_recorded=False)
     engine = live(A, wholes={**B_FROZEN, **tied})
     with pytest.raises(MismatchError):
-        match_parameters(catalog, engine, strict=True)
-    matching = match_parameters(catalog, replace(engine, ties={"head": ("embedding",)}), strict=True)
+        match_parameters(metadata, engine, strict=True)
+    matching = match_parameters(metadata, replace(engine, ties={"head": ("embedding",)}), strict=True)
     assert matching.wholes == {("head", FROZEN)}
     assert [outcome.names for outcome in matching.outcomes] == [("b.weight",)]
 
 
 def test_a_trained_parameter_or_a_buffer_is_never_left_out_on_purpose() -> None:
-    catalog = replace(saved(A), frozen_recorded=False)
+    metadata = replace(saved(A), frozen_recorded=False)
     for engine in (live(TWO), live(A, wholes={("mask", BUFFER): ((1,), "int64")})):
         with pytest.raises(MismatchError):
-            match_parameters(catalog, engine, strict=True)
+            match_parameters(metadata, engine, strict=True)
 
 
 # --- states -----------------------------------------------------------------------------------------------------
 
 
-def outcomes_of_states(catalog: Catalog, engine: Destinations) -> tuple[Outcome, ...]:
-    return match_states(catalog, engine, match_parameters(catalog, engine, strict=False)).outcomes
+def outcomes_of_states(metadata: CheckpointMetadata, engine: LocalState) -> tuple[Outcome, ...]:
+    return match_states(metadata, engine, match_parameters(metadata, engine, strict=False)).outcomes
 
 
 def fresh(reason: str, *names: str) -> Outcome:
@@ -161,7 +161,7 @@ NO_GRADIENT = "the checkpoint holds no state of it (it got no gradient before th
 
 @pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize(
-    ("catalog", "reason"),
+    ("metadata", "reason"),
     [
         (unpartitioned(without_states(saved(TWO), "b.weight")), NO_GRADIENT),
         (saved(A, wholes=B_FROZEN), "it was frozen at save time"),
@@ -169,17 +169,19 @@ NO_GRADIENT = "the checkpoint holds no state of it (it got no gradient before th
     ],
     ids=["no gradient", "frozen", "new"],
 )
-def test_states_that_start_fresh_are_told_of_with_the_reason(catalog: Catalog, reason: str, together: bool) -> None:
+def test_states_that_start_fresh_are_told_of_with_the_reason(
+    metadata: CheckpointMetadata, reason: str, together: bool
+) -> None:
     engine = live(TWO, groups=None if together else APART)
     expected = fresh(reason + (STEP_4 if together else ""), "b.weight")
-    assert outcomes_of_states(catalog, engine) == (expected,)
+    assert outcomes_of_states(metadata, engine) == (expected,)
 
 
 def test_states_that_start_fresh_for_different_reasons_are_told_of_apart_and_those_for_one_together() -> None:
     shapes = {**TWO, "c": (1,), "d": (1,), "e": (1,)}
-    catalog = saved({**TWO, "d": (1,)}, wholes={("c", FROZEN): ((1,), "float32")})
-    catalog = unpartitioned(without_states(without_states(catalog, "b.weight"), "d"))
-    assert outcomes_of_states(catalog, live(shapes)) == (
+    metadata = saved({**TWO, "d": (1,)}, wholes={("c", FROZEN): ((1,), "float32")})
+    metadata = unpartitioned(without_states(without_states(metadata, "b.weight"), "d"))
+    assert outcomes_of_states(metadata, live(shapes)) == (
         fresh("it was frozen at save time" + STEP_4, "c"),
         fresh("not in the checkpoint" + STEP_4, "e"),
         fresh(NO_GRADIENT + STEP_4, "b.weight", "d"),
@@ -187,9 +189,9 @@ def test_states_that_start_fresh_for_different_reasons_are_told_of_apart_and_tho
 
 
 def test_an_optimizer_without_steps_gives_no_step_in_the_reason() -> None:
-    catalog = unpartitioned(without_states(saved(TWO, states=("m",), scalars=dict.fromkeys(TWO, ())), "b.weight"))
+    metadata = unpartitioned(without_states(saved(TWO, states=("m",), scalars=dict.fromkeys(TWO, ())), "b.weight"))
     engine = live(TWO, states=("m",), scalar_keys=())
-    (outcome,) = outcomes_of_states(catalog, engine)
+    (outcome,) = outcomes_of_states(metadata, engine)
     assert outcome.reason in (NO_GRADIENT, NO_GRADIENT + "; zeros")
 
 
@@ -203,8 +205,8 @@ def test_states_of_a_parameter_that_was_frozen_and_still_is_are_not_spoken_of() 
 
 
 def test_states_of_a_stateless_parameter_that_is_frozen_now_are_not_spoken_of() -> None:
-    catalog = unpartitioned(without_states(saved(TWO), "b.weight"))
-    assert outcomes_of_states(catalog, live(A, wholes=B_FROZEN)) == ()
+    metadata = unpartitioned(without_states(saved(TWO), "b.weight"))
+    assert outcomes_of_states(metadata, live(A, wholes=B_FROZEN)) == ()
 
 
 def test_states_of_a_parameter_that_the_model_no_longer_has_are_not_spoken_of() -> None:
@@ -212,16 +214,16 @@ def test_states_of_a_parameter_that_the_model_no_longer_has_are_not_spoken_of() 
 
 
 def test_a_checkpoint_from_before_the_first_step_says_so_once() -> None:
-    catalog = saved(TWO, states=())
+    metadata = saved(TWO, states=())
     reason = "the checkpoint holds no optimizer state (saved before the first step)"
-    assert outcomes_of_states(catalog, live(TWO, groups=APART)) == (fresh(reason),)
+    assert outcomes_of_states(metadata, live(TWO, groups=APART)) == (fresh(reason),)
 
 
 def test_restored_states_are_those_of_parameters_that_have_them_on_both_sides() -> None:
     shapes = {**TWO, "c": (1,)}
-    catalog = unpartitioned(without_states(saved(shapes), "b.weight"))
+    metadata = unpartitioned(without_states(saved(shapes), "b.weight"))
     engine = live({**TWO, "new": (1,)}, wholes={("c", FROZEN): ((1,), "float32")})
-    states = match_states(catalog, engine, match_parameters(catalog, engine, strict=False))
+    states = match_states(metadata, engine, match_parameters(metadata, engine, strict=False))
     assert states.stateful == {"a.weight"}
     assert states.restored == dict.fromkeys(STATES, ("a.weight",))
     assert states.scalars == ({"step": 4.0},)
@@ -229,38 +231,38 @@ def test_restored_states_are_those_of_parameters_that_have_them_on_both_sides() 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_stateless_parameter_beside_stateful_ones_is_damage_in_every_partitioned_stage(stage: int) -> None:
-    catalog = without_states(saved(TWO), "b.weight")
-    catalog = replace(catalog, source=replace(catalog.source, zero_stage=stage))
+    metadata = without_states(saved(TWO), "b.weight")
+    metadata = replace(metadata, source=replace(metadata.source, zero_stage=stage))
     with pytest.raises(DamagedError, match="others in its param group") as caught:
-        outcomes_of_states(catalog, live(TWO))
+        outcomes_of_states(metadata, live(TWO))
     assert caught.value.parameter == "b.weight"
     assert "exp_avg" in str(caught.value.expected)
 
 
 def test_a_stateless_parameter_without_a_stateful_one_in_its_group_is_no_damage() -> None:
-    catalog = without_states(saved(TWO, groups={"b.weight": 1}, hyperparameters=(ADAM, ADAM)), "b.weight")
-    assert outcomes_of_states(catalog, live(TWO)) == (fresh(NO_GRADIENT + STEP_4, "b.weight"),)
+    metadata = without_states(saved(TWO, groups={"b.weight": 1}, hyperparameters=(ADAM, ADAM)), "b.weight")
+    assert outcomes_of_states(metadata, live(TWO)) == (fresh(NO_GRADIENT + STEP_4, "b.weight"),)
 
 
 def test_a_parameter_with_elementwise_states_and_without_a_step_is_damage() -> None:
-    catalog = unpartitioned(saved(TWO, scalars={"b.weight": ()}))
+    metadata = unpartitioned(saved(TWO, scalars={"b.weight": ()}))
     with pytest.raises(DamagedError, match="not all of their scalar states") as caught:
-        outcomes_of_states(catalog, live(TWO, groups=APART))
+        outcomes_of_states(metadata, live(TWO, groups=APART))
     assert caught.value.parameter == "b.weight"
     assert caught.value.expected == "step beside exp_avg, exp_avg_sq"
     with pytest.raises(MismatchError, match="share one flat tensor"):
-        outcomes_of_states(catalog, live(TWO))
+        outcomes_of_states(metadata, live(TWO))
 
 
 def test_a_parameter_with_a_step_and_without_elementwise_states_is_damage() -> None:
-    catalog = without_states(saved(TWO), "b.weight")
-    parameters = {**catalog.parameters, "b.weight": replace(catalog.parameters["b.weight"], scalars=(("step", 4.0),))}
+    metadata = without_states(saved(TWO), "b.weight")
+    parameters = {**metadata.parameters, "b.weight": replace(metadata.parameters["b.weight"], scalars=(("step", 4.0),))}
     with pytest.raises(DamagedError, match="holds no exp_avg") as caught:
-        plan_load(unpartitioned(replace(catalog, parameters=parameters)), live(TWO), LoadOptions())
+        plan_load(unpartitioned(replace(metadata, parameters=parameters)), live(TWO), LoadOptions())
     assert caught.value.parameter == "b.weight"
 
 
 def test_steps_of_a_parameter_that_is_frozen_now_do_not_count() -> None:
-    catalog = saved(TWO, scalars={"b.weight": [("step", 9.0)]})
+    metadata = saved(TWO, scalars={"b.weight": [("step", 9.0)]})
     engine = live(A, wholes=B_FROZEN)
-    assert match_states(catalog, engine, match_parameters(catalog, engine, strict=True)).scalars == ({"step": 4.0},)
+    assert match_states(metadata, engine, match_parameters(metadata, engine, strict=True)).scalars == ({"step": 4.0},)

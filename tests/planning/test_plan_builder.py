@@ -14,29 +14,29 @@ import torch
 from numpy.typing import NDArray
 
 from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.local_state import Destinations, FlatPartition, Fragment, LiveGroup
+from elastic_ckpt.core.local_state import FlatPartition, Fragment, LiveGroup, LocalState
 from elastic_ckpt.core.metadata import (
     MASTER,
     BlockCode,
-    Catalog,
-    Extent,
-    LogicalTensor,
+    CheckpointMetadata,
     ReplicatedState,
     SavedParameter,
     SourceFacts,
     SourceFile,
+    StorageChunk,
+    TensorMetadata,
 )
-from elastic_ckpt.core.read_plan import Copy, Piece, Plan, Recode, Share, Slot
+from elastic_ckpt.core.read_plan import Piece, ReadItem, ReadPlan, RequantizeItem, Share, Slot
 from elastic_ckpt.core.state_kinds import REPLICATED, SCRATCH, TOUCHED, WHOLE, BlockFormat, LiveState
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.io.reader import ReadOptions, ReadStats, execute
-from elastic_ckpt.io.requantize import RecodeStats
+from elastic_ckpt.io.requantize import RequantizeStats
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from elastic_ckpt.planning.shares import Sharing
 from tests.planning.test_quantized_items import ITEMSIZE, ROUNDING, SIGNED, UNSIGNED, Disk, Partition
 
 Shape = tuple[int, ...]
-Tensors = dict[tuple[str, str], LogicalTensor]
+Tensors = dict[tuple[str, str], TensorMetadata]
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "amsgrad": False}
 UNTOUCHED = 99
 FOUR = BlockFormat(4, "absmax1", SIGNED[0])
@@ -48,16 +48,16 @@ RANDOM = np.random.default_rng(0)
 # --- checkpoints and engines ------------------------------------------------------------------------------------
 
 
-def extent(part: Partition, first: int, numel: int, position: int) -> Extent:
+def chunk(part: Partition, first: int, numel: int, position: int) -> StorageChunk:
     """Elements of a tensor that lie in a partition from ``position`` on."""
     code = None if part.format is None else BlockCode(part.format, position, part.scales_offset)
     offset = part.byte_offset + position * ITEMSIZE[part.dtype]
-    return Extent(FlatRange(first, first + numel), part.file, offset, code)
+    return StorageChunk(FlatRange(first, first + numel), part.file, offset, code)
 
 
-def tensor_in(part: Partition, name: str, key: str, shape: Shape, position: int = 0) -> LogicalTensor:
+def tensor_in(part: Partition, name: str, key: str, shape: Shape, position: int = 0) -> TensorMetadata:
     """A tensor that lies whole in one partition."""
-    return LogicalTensor(name, key, shape, part.dtype, (extent(part, 0, math.prod(shape), position),))
+    return TensorMetadata(name, key, shape, part.dtype, (chunk(part, 0, math.prod(shape), position),))
 
 
 def numbers(numel: int) -> NDArray[np.float32]:
@@ -72,12 +72,12 @@ def coded(disk: Disk, numel: int, blocks: BlockFormat = FOUR) -> Partition:
 
 def catalog_of(
     disk: Disk, shapes: Mapping[str, Shape], states: Tensors, replicated: Sequence[ReplicatedState] = ()
-) -> Catalog:
+) -> CheckpointMetadata:
     """A checkpoint of these states, and of masters that lie whole."""
     masters = {
         (name, MASTER): tensor_in(disk.raw(numbers(math.prod(s))), name, MASTER, s) for name, s in shapes.items()
     }
-    return Catalog(
+    return CheckpointMetadata(
         source=SourceFacts("native", "/ckpt/tag", "tag", 2, 1, "0.19.8"),
         files=tuple(SourceFile(f"/ckpt/tag/{number}", len(raw)) for number, raw in enumerate(disk.files)),
         parameters={
@@ -109,11 +109,11 @@ def engine_of(
     dp: int = 1,
     rank: int = 0,
     fragments: Sequence[Fragment] | None = None,
-) -> Destinations:
+) -> LocalState:
     """One flat partition on one rank; ``numel`` is that of the partition."""
     numel = numel or sum(map(math.prod, shapes.values()))
     flat = FlatPartition(0, 0, numel, "float32", tuple(shapes), False, tuple(states), ("step",))
-    return Destinations(
+    return LocalState(
         zero_stage=1,
         dp=dp,
         dp_rank=rank,
@@ -127,7 +127,7 @@ def engine_of(
 
 def one_flat_each(
     shapes: Mapping[str, Shape], states: Sequence[LiveState], *, dp: int, rank: int, replicated: bool
-) -> Destinations:
+) -> LocalState:
     """Every parameter is a flat partition of its own: no ZeRO."""
     flats = [
         FlatPartition(number, 0, math.prod(shape), "float32", (name,), replicated, tuple(states), ("step",))
@@ -144,7 +144,7 @@ def one_flat_each(
 # --- carrying plans out -----------------------------------------------------------------------------------------
 
 
-def memory_of(plan: Plan) -> list[torch.Tensor]:
+def memory_of(plan: ReadPlan) -> list[torch.Tensor]:
     """A tensor for each slot, with its gaps filled as an engine does it."""
     tensors = [torch.full((slot.numel,), UNTOUCHED, dtype=getattr(torch, slot.dtype)) for slot in plan.slots]
     for slot, tensor in zip(plan.slots, tensors, strict=True):
@@ -154,7 +154,7 @@ def memory_of(plan: Plan) -> list[torch.Tensor]:
 
 
 def carry_out(
-    plan: Plan, disk: Disk, folder: Path, tensors: Sequence[torch.Tensor], options: ReadOptions | None = None
+    plan: ReadPlan, disk: Disk, folder: Path, tensors: Sequence[torch.Tensor], options: ReadOptions | None = None
 ) -> ReadStats:
     for number, raw in enumerate(disk.files):
         (folder / str(number)).write_bytes(raw)
@@ -162,7 +162,7 @@ def carry_out(
     return execute(replace(plan, files=files), tensors, options or ReadOptions(), show_progress=False)
 
 
-def loaded(plan: Plan, disk: Disk, folder: Path) -> dict[str, NDArray[Any]]:
+def loaded(plan: ReadPlan, disk: Disk, folder: Path) -> dict[str, NDArray[Any]]:
     """What is in the slots afterwards, of a plan with one flat partition."""
     tensors = memory_of(plan)
     carry_out(plan, disk, folder, tensors)
@@ -170,7 +170,7 @@ def loaded(plan: Plan, disk: Disk, folder: Path) -> dict[str, NDArray[Any]]:
     return {slot.key: tensor.numpy() for slot, tensor in zip(plan.slots, tensors, strict=True)}
 
 
-def slot_of(plan: Plan, key: str) -> Slot:
+def slot_of(plan: ReadPlan, key: str) -> Slot:
     (found,) = [slot for slot in plan.slots if slot.key == key]
     return found
 
@@ -201,13 +201,13 @@ def rows_in_partitions(disk: Disk, key: str, blocks: BlockFormat | None) -> tupl
     tensors: Tensors = {}
     for name, base in (("a", 0), ("b", 6)):
         numel = math.prod(TWO[name])
-        extents = [
-            extent(parts[(base + index) // 8][row], row * numel + index, 1, (base + index) % 8)
+        chunks = [
+            chunk(parts[(base + index) // 8][row], row * numel + index, 1, (base + index) % 8)
             for row in range(2)
             for index in range(numel)
         ]
         dtype = "float32" if blocks is None else "uint8"
-        tensors[name, key] = LogicalTensor(name, key, (2, *TWO[name]), dtype, tuple(extents))
+        tensors[name, key] = TensorMetadata(name, key, (2, *TWO[name]), dtype, tuple(chunks))
     return tensors, truth
 
 
@@ -215,12 +215,12 @@ def rows_in_partitions(disk: Disk, key: str, blocks: BlockFormat | None) -> tupl
 def test_a_state_of_two_rows_is_cut_row_by_row(tmp_path: Path, dp: int, step: int) -> None:
     disk = Disk()
     states, truth = rows_in_partitions(disk, "m1_m2", None)
-    catalog = catalog_of(disk, TWO, states)
+    metadata = catalog_of(disk, TWO, states)
     for rank in range(dp):
         engine = engine_of(
             TWO, [LiveState("m1_m2", "float32", rows=2)], numel=step, dp=dp, rank=rank, fragments=cut(TWO, step, rank)
         )
-        plan = plan_load(catalog, engine, LoadOptions())
+        plan = plan_load(metadata, engine, LoadOptions())
         slot = slot_of(plan, "m1_m2")
         assert (slot.numel, slot.rows, slot.shape, slot.dtype) == (2 * step, 2, (), "float32")
         held = truth[:, rank * step : (rank + 1) * step]
@@ -235,11 +235,11 @@ def test_a_state_of_two_rows_is_cut_row_by_row(tmp_path: Path, dp: int, step: in
 def test_a_coded_state_of_two_rows_has_blocks_of_its_own_in_each_row(tmp_path: Path, dp: int, step: int) -> None:
     disk = Disk()
     states, truth = rows_in_partitions(disk, "m1_m2", FOUR)
-    catalog = catalog_of(disk, TWO, states)
+    metadata = catalog_of(disk, TWO, states)
     live = LiveState("m1_m2", "uint8", rows=2, blocks=FOUR)
     for rank in range(dp):
         engine = engine_of(TWO, [live], numel=step, dp=dp, rank=rank, fragments=cut(TWO, step, rank))
-        plan = plan_load(catalog, engine, LoadOptions())
+        plan = plan_load(metadata, engine, LoadOptions())
         codes, scales = slot_of(plan, "m1_m2"), slot_of(plan, "absmax1")
         blocks = FOUR.blocks(step)
         assert (codes.numel, codes.rows, scales.numel, scales.rows, plan.blocks) == (
@@ -271,10 +271,10 @@ def test_a_state_of_two_rows_that_all_ranks_hold_is_shared_whole(tmp_path: Path)
     disk = Disk()
     parts = {name: disk.raw(numbers(2 * math.prod(shape))) for name, shape in shapes.items()}
     states = {(name, "m"): tensor_in(part, name, "m", (2, *shapes[name])) for name, part in parts.items()}
-    catalog = catalog_of(disk, shapes, states)
+    metadata = catalog_of(disk, shapes, states)
     live = LiveState("m", "float32", rows=2)
     for rank in range(2):
-        plan = plan_load(catalog, one_flat_each(shapes, [live], dp=2, rank=rank, replicated=True), LoadOptions())
+        plan = plan_load(metadata, one_flat_each(shapes, [live], dp=2, rank=rank, replicated=True), LoadOptions())
         tensors = memory_of(plan)
         carry_out(plan, disk, tmp_path, tensors)
         for number, slot in enumerate(plan.slots):
@@ -315,7 +315,7 @@ def test_a_touched_state_holds_whole_parameters_whatever_part_of_them_is_here(tm
     disk = Disk()
     parts = {name: disk.raw(numbers(math.prod(shape))) for name, shape in shapes.items()}
     states = {(name, "momentum"): tensor_in(part, name, "momentum", shapes[name]) for name, part in parts.items()}
-    catalog = catalog_of(disk, shapes, states)
+    metadata = catalog_of(disk, shapes, states)
     live = LiveState("momentum", "float32", TOUCHED)
     for rank, touched in enumerate(["ab", "bc", "cd"]):
         engine = engine_of(shapes, [live], numel=6 + rank, dp=3, rank=rank)
@@ -323,7 +323,7 @@ def test_a_touched_state_holds_whole_parameters_whatever_part_of_them_is_here(tm
         bounds = [(0, 8), (8, 12), (12, 17)][rank]
         engine = replace(engine, fragments=held_between(shapes, *bounds))
         assert "".join(part.name for part in engine.fragments) == touched
-        plan = plan_load(catalog, engine, LoadOptions())
+        plan = plan_load(metadata, engine, LoadOptions())
         slot = slot_of(plan, "momentum")
         expected = np.concatenate([parts[name].values for name in touched])
         assert (slot.layout, slot.numel, slot.shape, slot.gaps) == (TOUCHED, len(expected), (len(expected),), ())
@@ -359,7 +359,7 @@ def test_parameters_that_are_not_restored_leave_gaps_of_their_whole_size_in_a_to
     assert loaded(plan, disk, tmp_path)["momentum"].tolist() == expected
 
 
-def whole_state(part: Partition, name: str, key: str, shape: Shape) -> LogicalTensor:
+def whole_state(part: Partition, name: str, key: str, shape: Shape) -> TensorMetadata:
     return replace(tensor_in(part, name, key, shape), is_whole=True)
 
 
@@ -385,14 +385,14 @@ def test_a_whole_state_of_another_shape_or_precision_does_not_fit() -> None:
     shapes = {"a": (2, 3)}
     disk = Disk()
     states = {("a", "row"): whole_state(disk.raw(numbers(2)), "a", "row", (2, 1))}
-    catalog = catalog_of(disk, shapes, states)
+    metadata = catalog_of(disk, shapes, states)
     for live, problem in (
         (LiveState("row", "float32", WHOLE, shape=(1, 2)), "shape of row differs"),
         (LiveState("row", "bfloat16", WHOLE, shape=(2, 1)), "row of this parameter would lose precision"),
     ):
         engine = one_flat_each(shapes, [live], dp=1, rank=0, replicated=False)
         with pytest.raises(MismatchError, match=problem) as caught:
-            plan_load(catalog, engine, LoadOptions(rounding=False))
+            plan_load(metadata, engine, LoadOptions(rounding=False))
         assert caught.value.parameter == "a"
 
 
@@ -401,10 +401,10 @@ def test_whole_states_that_all_ranks_hold_are_read_by_one(tmp_path: Path) -> Non
     disk = Disk()
     parts = {name: disk.raw(numbers(2)) for name in shapes}
     states = {(name, "row"): whole_state(part, name, "row", (2,)) for name, part in parts.items()}
-    catalog = catalog_of(disk, shapes, states)
+    metadata = catalog_of(disk, shapes, states)
     live = LiveState("row", "float32", WHOLE, shape=(2,))
     plans = [
-        plan_load(catalog, one_flat_each(shapes, [live], dp=2, rank=rank, replicated=True), LoadOptions())
+        plan_load(metadata, one_flat_each(shapes, [live], dp=2, rank=rank, replicated=True), LoadOptions())
         for rank in range(2)
     ]
     assert plans[0].shares == plans[1].shares
@@ -428,11 +428,11 @@ def test_a_replicated_state_is_read_by_every_rank_by_itself(tmp_path: Path, repl
     moment, shared = disk.raw(numbers(3)), disk.raw(numbers(6))
     states = {("a", "state1"): tensor_in(moment, "a", "state1", (3,))}
     saved = ReplicatedState("table", "float32", (2, 3), shared.file, shared.byte_offset, 7)
-    catalog = catalog_of(disk, shapes, states, [saved])
+    metadata = catalog_of(disk, shapes, states, [saved])
     live = [LiveState("state1", "float32"), LiveState("table", "float32", REPLICATED, shape=(2, 3))]
     for rank in range(2):
         engine = one_flat_each(shapes, live, dp=2, rank=rank, replicated=replicated)
-        plan = plan_load(catalog, engine, LoadOptions())
+        plan = plan_load(metadata, engine, LoadOptions())
         slot = slot_of(plan, "table")
         assert (slot.layout, slot.shape, slot.numel, slot.gaps, slot.replicated) == (REPLICATED, (2, 3), 6, (), False)
         assert slot.flat == 0
@@ -444,9 +444,9 @@ def test_a_scratch_state_has_no_slot() -> None:
     shapes = {"a": (3,)}
     disk = Disk()
     moment = disk.raw(numbers(3))
-    catalog = catalog_of(disk, shapes, {("a", "state1"): tensor_in(moment, "a", "state1", (3,))})
+    metadata = catalog_of(disk, shapes, {("a", "state1"): tensor_in(moment, "a", "state1", (3,))})
     live = [LiveState("buffer", "float32", SCRATCH, shape=(1,)), LiveState("state1", "float32")]
-    plan = plan_load(catalog, engine_of(shapes, live), LoadOptions())
+    plan = plan_load(metadata, engine_of(shapes, live), LoadOptions())
     assert [slot.key for slot in plan.slots] == [MASTER, "state1"]
     assert [copy.slot for copy in plan.copies] == [1, 0]
 
@@ -505,13 +505,13 @@ def test_values_become_codes_where_the_live_optimizer_keeps_codes(tmp_path: Path
     disk = Disk()
     part = disk.raw(numbers(6))
     states = {("a", "state1"): tensor_in(part, "a", "state1", (6,))}
-    catalog = catalog_of(disk, {"a": (6,)}, states)
-    plan = plan_load(catalog, engine_of({"a": (6,)}, [CODED]), LoadOptions())
+    metadata = catalog_of(disk, {"a": (6,)}, states)
+    plan = plan_load(metadata, engine_of({"a": (6,)}, [CODED]), LoadOptions())
     got = loaded(plan, disk, tmp_path)
     values = decoded(got["state1"], got["absmax1"], FOUR)
     assert (np.abs(values - part.values) <= (FOUR.codebook.bound + ROUNDING) * np.repeat(got["absmax1"], 4)[:6]).all()
     with pytest.raises(MismatchError, match="quantized anew") as caught:
-        plan_load(catalog, engine_of({"a": (6,)}, [CODED]), LoadOptions(realign=False))
+        plan_load(metadata, engine_of({"a": (6,)}, [CODED]), LoadOptions(realign=False))
     assert str(caught.value.found).startswith("2 of 2 blocks")
 
 
@@ -520,11 +520,11 @@ def test_partitions_of_whole_blocks_are_loaded_exactly_at_any_degree(tmp_path: P
     shapes = {"a": (5,), "b": (7,), "c": (1, 3), "d": (1,)}
     disk = Disk()
     states, part = coded_states(disk, shapes)
-    catalog = catalog_of(disk, shapes, states)
+    metadata = catalog_of(disk, shapes, states)
     for rank in range(dp):
         step = 16 // dp
         engine = engine_of(shapes, [CODED], numel=step, dp=dp, rank=rank, fragments=cut(shapes, step, rank))
-        plan = plan_load(catalog, engine, LoadOptions(realign=False))
+        plan = plan_load(metadata, engine, LoadOptions(realign=False))
         assert plan.recodes == ()
         got = loaded(plan, disk, tmp_path)
         values = decoded(got["state1"], got["absmax1"], FOUR)
@@ -535,16 +535,16 @@ def test_without_realignment_a_plan_that_would_quantize_anew_is_refused() -> Non
     shapes = {"a": (5,), "b": (11,)}
     disk = Disk()
     states, _ = coded_states(disk, shapes)
-    catalog = catalog_of(disk, shapes, states)
+    metadata = catalog_of(disk, shapes, states)
     # 16 elements: rank 1 holds those from 7 to 14 (or from 5 to 10), which begin and end inside of blocks
     for step, rank, found in ((7, 0, ""), (7, 1, "2 of 2 blocks"), (7, 2, ""), (5, 1, "1 of 2 blocks")):
         engine = engine_of(shapes, [CODED], numel=step, dp=3, rank=rank, fragments=cut(shapes, step, rank))
-        assert plan_load(catalog, engine, LoadOptions()).recodes or rank == 0
+        assert plan_load(metadata, engine, LoadOptions()).recodes or rank == 0
         if not found:
-            plan_load(catalog, engine, LoadOptions(realign=False))
+            plan_load(metadata, engine, LoadOptions(realign=False))
             continue
         with pytest.raises(MismatchError, match="8-bit blocks of state1 would have to be quantized anew") as caught:
-            plan_load(catalog, engine, LoadOptions(realign=False))
+            plan_load(metadata, engine, LoadOptions(realign=False))
         assert "eight_bit_realign" in str(caught.value.expected)
         assert "eight_bit_realign" in str(caught.value.remedy)
         assert "align_partitions" in str(caught.value.remedy)
@@ -557,10 +557,10 @@ def test_without_realignment_blocks_may_still_be_split_or_cut_short() -> None:
     disk = Disk()
     eight = BlockFormat(8, "absmax1", SIGNED[0])
     states, _ = coded_states(disk, {"a": (16,)}, blocks=eight)
-    catalog = catalog_of(disk, {"a": (16,)}, states)
+    metadata = catalog_of(disk, {"a": (16,)}, states)
     for rank in range(2):
         engine = engine_of({"a": (16,)}, [CODED], numel=12, dp=2, rank=rank, fragments=cut({"a": (16,)}, 12, rank))
-        plan = plan_load(catalog, engine, LoadOptions(realign=False))
+        plan = plan_load(metadata, engine, LoadOptions(realign=False))
         assert plan.recodes
 
 
@@ -568,8 +568,8 @@ def test_the_second_row_is_refused_as_well_as_the_first() -> None:
     disk = Disk()
     raw, part = coded(disk, 4), coded(disk, 5)
     shapes = {"a": (4,)}
-    extents = (extent(raw, 0, 4, 0), extent(part, 4, 4, 1))
-    states = {("a", "m"): LogicalTensor("a", "m", (2, 4), "uint8", extents)}
+    chunks = (chunk(raw, 0, 4, 0), chunk(part, 4, 4, 1))
+    states = {("a", "m"): TensorMetadata("a", "m", (2, 4), "uint8", chunks)}
     live = LiveState("m", "uint8", rows=2, blocks=FOUR)
     with pytest.raises(MismatchError, match="quantized anew") as caught:
         plan_load(catalog_of(disk, shapes, states), engine_of(shapes, [live]), LoadOptions(realign=False))
@@ -581,9 +581,9 @@ def test_coded_states_that_all_ranks_hold_are_dealt_out_whole(tmp_path: Path, dp
     shapes = {"a": (12,), "b": (2, 5), "c": (7,), "d": (3,)}
     disk = Disk()
     states, part = coded_states(disk, shapes)
-    catalog = catalog_of(disk, shapes, states)
+    metadata = catalog_of(disk, shapes, states)
     plans = [
-        plan_load(catalog, one_flat_each(shapes, [CODED], dp=dp, rank=rank, replicated=True), LoadOptions())
+        plan_load(metadata, one_flat_each(shapes, [CODED], dp=dp, rank=rank, replicated=True), LoadOptions())
         for rank in range(dp)
     ]
     slots, shares = plans[0].slots, plans[0].shares
@@ -630,11 +630,11 @@ def test_slots_that_are_read_together_go_to_whoever_has_least() -> None:
 def test_a_coded_state_of_another_shape_does_not_fit() -> None:
     disk = Disk()
     states, _ = coded_states(disk, {"a": (2, 3)})
-    catalog = catalog_of(disk, {"a": (2, 3)}, states)
+    metadata = catalog_of(disk, {"a": (2, 3)}, states)
     turned = replace(states["a", "state1"], shape=(3, 2))
-    catalog = replace(catalog, tensors={**catalog.tensors, ("a", "state1"): turned})
+    metadata = replace(metadata, tensors={**metadata.tensors, ("a", "state1"): turned})
     with pytest.raises(MismatchError, match="shape of state1 differs"):
-        plan_load(catalog, engine_of({"a": (2, 3)}, [CODED]), LoadOptions())
+        plan_load(metadata, engine_of({"a": (2, 3)}, [CODED]), LoadOptions())
 
 
 def test_a_decoded_state_that_would_lose_precision_does_not_fit() -> None:
@@ -679,12 +679,12 @@ def test_slots_of_one_flat_partition_need_not_be_neighbours() -> None:
     slots = [Slot("state1", flat, "", 4, "uint8") for flat in (1, 0)] + [Slot("absmax1", 0, "", 1, "float32")]
     slots += [Slot("buffer", -1, "x", 4, "float32"), Slot("absmax1", 1, "", 1, "float32")]
     piece: Piece = part.piece(2, 0, 4)
-    recodes = tuple(Recode(slot, 0, 4, FOUR, scales, 0, (piece,)) for slot, scales in ((0, 4), (1, 2)))
-    parts = Plan((), tuple(slots), (Copy(0, 0, 3, 0, 4, "float32"),), recodes=recodes).by_flat()
+    recodes = tuple(RequantizeItem(slot, 0, 4, FOUR, scales, 0, (piece,)) for slot, scales in ((0, 4), (1, 2)))
+    parts = ReadPlan((), tuple(slots), (ReadItem(0, 0, 3, 0, 4, "float32"),), recodes=recodes).by_flat()
     assert {flat: (members, each.recodes, each.copies) for flat, (members, each) in parts.items()} == {
-        1: ([0, 4], (Recode(0, 0, 4, FOUR, 1, 0, (piece,)),), ()),
-        0: ([1, 2], (Recode(0, 0, 4, FOUR, 1, 0, (piece,)),), ()),
-        -1: ([3], (), (Copy(0, 0, 0, 0, 4, "float32"),)),
+        1: ([0, 4], (RequantizeItem(0, 0, 4, FOUR, 1, 0, (piece,)),), ()),
+        0: ([1, 2], (RequantizeItem(0, 0, 4, FOUR, 1, 0, (piece,)),), ()),
+        -1: ([3], (), (ReadItem(0, 0, 0, 0, 4, "float32"),)),
     }
 
 
@@ -715,7 +715,7 @@ def test_the_reader_tells_what_was_quantized_anew(tmp_path: Path) -> None:
     values = decoded(tensors[1].numpy(), tensors[2].numpy(), FOUR)
     scales = np.repeat(tensors[2].numpy(), 4)[:9]
     worst = float((np.abs(values - part.values[3:]) / scales).max())
-    assert stats.recoded == RecodeStats(9 + 3 * 4, 2, pytest.approx(worst, abs=ROUNDING))
+    assert stats.recoded == RequantizeStats(9 + 3 * 4, 2, pytest.approx(worst, abs=ROUNDING))
     assert worst > 0.0
     assert (stats.nbytes, stats.staged_nbytes, stats.calls) == (9 * 4 + 9 + 12, 9 + 12, 2)
     small = memory_of(plan)
@@ -730,15 +730,15 @@ def test_shares_of_an_empty_flat_partition_are_not_dealt_out() -> None:
     disk = Disk()
     part = coded(disk, 3)
     states = {("b", "state1"): tensor_in(part, "b", "state1", (3,))}
-    states["a", "state1"] = LogicalTensor("a", "state1", (0,), "uint8", ())
-    catalog = catalog_of(disk, {"b": (3,)}, states)
-    empty = LogicalTensor("a", MASTER, (0,), "float32", ())
-    catalog = replace(
-        catalog,
-        parameters={**catalog.parameters, "a": SavedParameter((0,), 0, (("step", 4.0),))},
-        tensors={**catalog.tensors, ("a", MASTER): empty},
+    states["a", "state1"] = TensorMetadata("a", "state1", (0,), "uint8", ())
+    metadata = catalog_of(disk, {"b": (3,)}, states)
+    empty = TensorMetadata("a", MASTER, (0,), "float32", ())
+    metadata = replace(
+        metadata,
+        parameters={**metadata.parameters, "a": SavedParameter((0,), 0, (("step", 4.0),))},
+        tensors={**metadata.tensors, ("a", MASTER): empty},
     )
     engine = one_flat_each(shapes, [CODED], dp=1, rank=0, replicated=True)
-    plan = plan_load(catalog, engine, LoadOptions())
+    plan = plan_load(metadata, engine, LoadOptions())
     assert [slot.numel for slot in plan.slots] == [0, 0, 0, 3, 3, 1]
     assert plan.shares == tuple(Share(slot, FlatRange(0, plan.slots[slot].numel), 0) for slot in (3, 4, 5))

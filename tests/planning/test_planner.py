@@ -17,10 +17,10 @@ from elastic_ckpt.core.metadata import (
     BUFFER,
     FROZEN,
     MASTER,
-    Extent,
-    LogicalTensor,
+    StorageChunk,
+    TensorMetadata,
 )
-from elastic_ckpt.core.read_plan import Copy, Outcome, Plan
+from elastic_ckpt.core.read_plan import Outcome, ReadItem, ReadPlan
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
 from elastic_ckpt.planning.planner import LoadOptions, merge_neighbours, plan_load
 from tests.simulation import (
@@ -44,7 +44,7 @@ from tests.simulation import (
 )
 
 
-def check_outcomes(case: Case, plan: Plan) -> None:
+def check_outcomes(case: Case, plan: ReadPlan) -> None:
     for key in KEYS if case.restored else (MASTER,):
         assert names_of(plan, key, "restored") == tuple(sorted(case.restored))
     for key in (BUFFER, FROZEN):
@@ -74,7 +74,7 @@ def runs_of_none(values: Sequence[int | None]) -> list[FlatRange]:
 def test_every_rank_gets_exactly_its_own_elements(case: Case) -> None:
     strict = not (case.missing or case.extra)
     for rank in range(case.target.dp):
-        plan = plan_load(case.catalog, engine_of(case, rank), LoadOptions(strict=strict))
+        plan = plan_load(case.metadata, engine_of(case, rank), LoadOptions(strict=strict))
         expected = expected_slots(case, rank)
         assert simulate(plan, case.disk) == expected
         for slot in plan.slots:
@@ -82,7 +82,7 @@ def test_every_rank_gets_exactly_its_own_elements(case: Case) -> None:
             assert slot.numel == len(wanted)
             assert list(slot.gaps) == runs_of_none(wanted)
         assert list(plan.copies) == sorted(plan.copies, key=lambda copy: (copy.file, copy.byte_offset))
-        assert plan.files == case.catalog.files
+        assert plan.files == case.metadata.files
         assert plan.shares == ()
         assert plan.restores_states
         check_outcomes(case, plan)
@@ -98,29 +98,29 @@ def test_a_lost_piece_is_an_error_on_every_rank_that_holds_some_of_the_parameter
     case: Case, data: st.DataObject
 ) -> None:
     candidates = [
-        (name, key) for name in sorted(case.restored) for key in KEYS if case.catalog.tensors[name, key].extents
+        (name, key) for name in sorted(case.restored) for key in KEYS if case.metadata.tensors[name, key].chunks
     ]
     if not candidates:
         return
     name, key = data.draw(st.sampled_from(candidates))
-    tensor = case.catalog.tensors[name, key]
-    lost = data.draw(st.integers(0, len(tensor.extents) - 1))
-    holey = dataclasses.replace(tensor, extents=tensor.extents[:lost] + tensor.extents[lost + 1 :])
-    catalog = dataclasses.replace(case.catalog, tensors={**case.catalog.tensors, (name, key): holey})
+    tensor = case.metadata.tensors[name, key]
+    lost = data.draw(st.integers(0, len(tensor.chunks) - 1))
+    holey = dataclasses.replace(tensor, chunks=tensor.chunks[:lost] + tensor.chunks[lost + 1 :])
+    metadata = dataclasses.replace(case.metadata, tensors={**case.metadata.tensors, (name, key): holey})
     for rank in range(case.target.dp):
         engine = engine_of(case, rank)
         if all(part.name != name for part in engine.fragments):
-            plan_load(catalog, engine, LoadOptions(strict=False))
+            plan_load(metadata, engine, LoadOptions(strict=False))
             continue
         with pytest.raises(DamagedError) as caught:
-            plan_load(catalog, engine, LoadOptions(strict=False))
+            plan_load(metadata, engine, LoadOptions(strict=False))
         assert caught.value.parameter == name
 
 
 # --- directed ---------------------------------------------------------------------------------------------------
 
 
-def slot_names(plan: Plan) -> list[tuple[str, int, str]]:
+def slot_names(plan: ReadPlan) -> list[tuple[str, int, str]]:
     return [(slot.key, slot.flat, slot.name) for slot in plan.slots]
 
 
@@ -168,7 +168,7 @@ def test_elements_that_are_held_twice_are_damage_and_the_parameter_is_named(piec
     ],
 )
 def test_damage_is_noticed_on_both_sides_of_a_cut(pieces: list[tuple[int, int]], problem: str, rank: int) -> None:
-    catalog = with_extents(saved({"a": (10,)}, states=()), "a", MASTER, *pieces)
+    metadata = with_extents(saved({"a": (10,)}, states=()), "a", MASTER, *pieces)
     half = FlatRange(5 * rank, 5 * rank + 5)
     engine = dataclasses.replace(
         live({"a": (10,)}),
@@ -178,14 +178,14 @@ def test_damage_is_noticed_on_both_sides_of_a_cut(pieces: list[tuple[int, int]],
         fragments=(Fragment("a", (10,), half, 0, 0),),
     )
     with pytest.raises(DamagedError, match=problem):
-        plan_load(catalog, engine, LoadOptions())
+        plan_load(metadata, engine, LoadOptions())
 
 
 def test_a_state_that_only_some_parameters_have_is_damage_and_the_parameter_is_named() -> None:
-    catalog = saved(TWO)
-    tensors = {where: tensor for where, tensor in catalog.tensors.items() if where != ("b.weight", "exp_avg_sq")}
+    metadata = saved(TWO)
+    tensors = {where: tensor for where, tensor in metadata.tensors.items() if where != ("b.weight", "exp_avg_sq")}
     with pytest.raises(DamagedError, match="exp_avg_sq") as caught:
-        plan_load(dataclasses.replace(catalog, tensors=tensors), live(TWO), LoadOptions())
+        plan_load(dataclasses.replace(metadata, tensors=tensors), live(TWO), LoadOptions())
     assert caught.value.parameter == "b.weight"
 
 
@@ -226,33 +226,33 @@ def test_many_missing_names_are_cut_short_and_counted() -> None:
 
 @pytest.mark.parametrize("key", [BUFFER, FROZEN])
 def test_missing_and_extra_buffers_and_frozen_weights_are_treated_like_parameters(key: str) -> None:
-    catalog = saved(TWO, wholes={("old", key): ((2,), "float32")})
+    metadata = saved(TWO, wholes={("old", key): ((2,), "float32")})
     engine = live(TWO, wholes={("new", key): ((2,), "float32")})
     with pytest.raises(MismatchError) as caught:
-        plan_load(catalog, engine, LoadOptions(strict=True))
+        plan_load(metadata, engine, LoadOptions(strict=True))
     assert "new" in str(caught.value.expected)
     assert "old" in str(caught.value.found)
-    plan = plan_load(catalog, engine, LoadOptions(strict=False))
+    plan = plan_load(metadata, engine, LoadOptions(strict=False))
     assert names_of(plan, key, "fresh") == plan.fresh == ("new",)
     assert names_of(plan, key, "ignored") == plan.ignored == ("old",)
     assert all(slot.name != "new" for slot in plan.slots)
 
 
 def test_a_name_that_was_tied_at_save_time_is_explained() -> None:
-    catalog = saved({"a.weight": (2, 5)}, aliases={"b.weight": "a.weight"})
+    metadata = saved({"a.weight": (2, 5)}, aliases={"b.weight": "a.weight"})
     with pytest.raises(MismatchError, match=r"tied at save time, not now: b.weight = a.weight"):
-        plan_load(catalog, live(TWO), LoadOptions())
+        plan_load(metadata, live(TWO), LoadOptions())
 
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_a_parameter_that_was_trained_and_is_frozen_now_gets_its_masters_and_no_states(strict: bool) -> None:
-    catalog = saved(TWO)
+    metadata = saved(TWO)
     engine = live({"a.weight": (2, 5)}, wholes={("b.weight", FROZEN): ((3,), "bfloat16")})
-    plan = plan_load(catalog, engine, LoadOptions(strict=strict))
+    plan = plan_load(metadata, engine, LoadOptions(strict=strict))
     slot = slot_names(plan).index((FROZEN, -1, "b.weight"))
     assert plan.slots[slot].dtype == "bfloat16"
-    start = catalog.tensors["b.weight", MASTER].extents[0].byte_offset
-    assert [copy for copy in plan.copies if copy.slot == slot] == [Copy(0, start, slot, 0, 3, "float32")]
+    start = metadata.tensors["b.weight", MASTER].chunks[0].byte_offset
+    assert [copy for copy in plan.copies if copy.slot == slot] == [ReadItem(0, start, slot, 0, 3, "float32")]
     assert sum(copy.numel for copy in plan.copies) == 30 + 3
     assert [note for note in plan.notes if "b.weight" in note and "float32 to bfloat16" in note]
     assert names_of(plan, FROZEN, "restored") == ("b.weight",)
@@ -262,10 +262,10 @@ def test_a_parameter_that_was_trained_and_is_frozen_now_gets_its_masters_and_no_
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_a_parameter_that_was_frozen_and_is_trained_now_gets_its_weights_and_fresh_states(strict: bool) -> None:
-    catalog = saved({"a.weight": (2, 5)}, wholes={("b.weight", FROZEN): ((3,), "bfloat16")})
-    plan = plan_load(catalog, live(TWO), LoadOptions(strict=strict))
-    extent = catalog.tensors["b.weight", FROZEN].extents[0]
-    assert Copy(0, extent.byte_offset, 0, 10, 3, "bfloat16") in plan.copies
+    metadata = saved({"a.weight": (2, 5)}, wholes={("b.weight", FROZEN): ((3,), "bfloat16")})
+    plan = plan_load(metadata, live(TWO), LoadOptions(strict=strict))
+    chunk = metadata.tensors["b.weight", FROZEN].chunks[0]
+    assert ReadItem(0, chunk.byte_offset, 0, 10, 3, "bfloat16") in plan.copies
     assert [slot.gaps for slot in plan.slots] == [(), (FlatRange(10, 13),), (FlatRange(10, 13),)]
     assert sum(copy.numel for copy in plan.copies) == 13 + 10 + 10
     assert plan.scalars == ({"step": 4.0},)
@@ -275,8 +275,8 @@ def test_a_parameter_that_was_frozen_and_is_trained_now_gets_its_weights_and_fre
 
 
 def test_a_flat_tensor_of_parameters_that_were_all_frozen_gets_no_states() -> None:
-    catalog = saved({"a.weight": (2, 5)}, wholes={("b.weight", FROZEN): ((3,), "float32")})
-    plan = plan_load(catalog, live(TWO, groups=[["a.weight"], ["b.weight"]]), LoadOptions())
+    metadata = saved({"a.weight": (2, 5)}, wholes={("b.weight", FROZEN): ((3,), "float32")})
+    plan = plan_load(metadata, live(TWO, groups=[["a.weight"], ["b.weight"]]), LoadOptions())
     assert plan.scalars == ({"step": 4.0}, None)
     assert slot_names(plan) == [(MASTER, 0, ""), ("exp_avg", 0, ""), ("exp_avg_sq", 0, ""), (MASTER, 1, "")]
     assert plan.group_sources == ((0,), ())
@@ -285,18 +285,18 @@ def test_a_flat_tensor_of_parameters_that_were_all_frozen_gets_no_states() -> No
 
 @pytest.mark.parametrize(("was", "now"), [("float32", "bfloat16"), ("float64", "float32")])
 def test_frozen_weights_that_would_lose_precision_as_masters_are_refused(was: str, now: str) -> None:
-    catalog = saved({"a.weight": (2, 5)}, dtype="bfloat16", wholes={("b.weight", FROZEN): ((3,), was)})
+    metadata = saved({"a.weight": (2, 5)}, dtype="bfloat16", wholes={("b.weight", FROZEN): ((3,), was)})
     with pytest.raises(MismatchError, match="lose precision") as caught:
-        plan_load(catalog, live(TWO, dtype=now), LoadOptions(rounding=False))
+        plan_load(metadata, live(TWO, dtype=now), LoadOptions(rounding=False))
     assert caught.value.parameter == "b.weight"
 
 
 @pytest.mark.parametrize("now_frozen", [True, False])
 def test_a_shape_that_differs_is_an_error_when_the_role_changed_too(now_frozen: bool) -> None:
     one, whole = {"a.weight": (2, 5)}, {("b.weight", FROZEN): ((4,), "float32")}
-    catalog, engine = (saved(TWO), live(one, wholes=whole)) if now_frozen else (saved(one, wholes=whole), live(TWO))
+    metadata, engine = (saved(TWO), live(one, wholes=whole)) if now_frozen else (saved(one, wholes=whole), live(TWO))
     with pytest.raises(MismatchError, match="shape") as caught:
-        plan_load(catalog, engine, LoadOptions(strict=False))
+        plan_load(metadata, engine, LoadOptions(strict=False))
     assert caught.value.parameter == "b.weight"
 
 
@@ -312,10 +312,10 @@ def test_another_shape_is_an_error_even_when_not_strict(shape: Shape, strict: bo
 
 @pytest.mark.parametrize("key", [BUFFER, FROZEN])
 def test_another_shape_of_a_buffer_is_an_error_even_when_not_strict(key: str) -> None:
-    catalog = saved(TWO, wholes={("mask", key): ((2, 2), "float32")})
+    metadata = saved(TWO, wholes={("mask", key): ((2, 2), "float32")})
     engine = live(TWO, wholes={("mask", key): ((4,), "float32")})
     with pytest.raises(MismatchError, match="shape") as caught:
-        plan_load(catalog, engine, LoadOptions(strict=False))
+        plan_load(metadata, engine, LoadOptions(strict=False))
     assert caught.value.parameter == "mask"
 
 
@@ -361,8 +361,8 @@ def test_a_master_that_becomes_wider_is_planned_with_the_dtype_of_the_file(sourc
 
 
 def test_a_floating_buffer_changes_its_dtype_with_a_note() -> None:
-    catalog = saved(TWO, wholes={("trace", BUFFER): ((3,), "float32")})
-    plan = plan_load(catalog, live(TWO, wholes={("trace", BUFFER): ((3,), "bfloat16")}), LoadOptions())
+    metadata = saved(TWO, wholes={("trace", BUFFER): ((3,), "float32")})
+    plan = plan_load(metadata, live(TWO, wholes={("trace", BUFFER): ((3,), "bfloat16")}), LoadOptions())
     assert [note for note in plan.notes if "trace" in note and "float32" in note and "bfloat16" in note]
 
 
@@ -370,9 +370,9 @@ def test_a_floating_buffer_changes_its_dtype_with_a_note() -> None:
     ("source", "target"), [("int64", "float32"), ("float32", "int64"), ("int64", "int32"), ("bool", "uint8")]
 )
 def test_a_buffer_of_whole_numbers_keeps_its_dtype_or_is_refused(source: str, target: str) -> None:
-    catalog = saved(TWO, wholes={("ticks", BUFFER): ((1,), source)})
+    metadata = saved(TWO, wholes={("ticks", BUFFER): ((1,), source)})
     with pytest.raises(MismatchError, match="dtype") as caught:
-        plan_load(catalog, live(TWO, wholes={("ticks", BUFFER): ((1,), target)}), LoadOptions())
+        plan_load(metadata, live(TWO, wholes={("ticks", BUFFER): ((1,), target)}), LoadOptions())
     assert caught.value.parameter == "ticks"
 
 
@@ -404,14 +404,14 @@ def test_a_buffer_of_whole_numbers_keeps_its_dtype_or_is_refused(source: str, ta
 )
 def test_a_buffer_of_every_dtype_of_torch_is_planned_with_the_right_item_size(dtype: str) -> None:
     wholes = {("buffer", BUFFER): ((6,), dtype)}
-    catalog = saved({"a": (1,)}, wholes=wholes)
+    metadata = saved({"a": (1,)}, wholes=wholes)
     itemsize = getattr(torch, dtype).itemsize
-    extents = (Extent(FlatRange(0, 2), 0, 100), Extent(FlatRange(2, 6), 0, 100 + 2 * itemsize))
-    tensor = LogicalTensor("buffer", BUFFER, (6,), dtype, extents)
-    catalog = dataclasses.replace(catalog, tensors={**catalog.tensors, ("buffer", BUFFER): tensor})
-    plan = plan_load(catalog, live({"a": (1,)}, wholes=wholes), LoadOptions())
+    chunks = (StorageChunk(FlatRange(0, 2), 0, 100), StorageChunk(FlatRange(2, 6), 0, 100 + 2 * itemsize))
+    tensor = TensorMetadata("buffer", BUFFER, (6,), dtype, chunks)
+    metadata = dataclasses.replace(metadata, tensors={**metadata.tensors, ("buffer", BUFFER): tensor})
+    plan = plan_load(metadata, live({"a": (1,)}, wholes=wholes), LoadOptions())
     slot = slot_names(plan).index((BUFFER, -1, "buffer"))
-    assert [copy for copy in plan.copies if copy.slot == slot] == [Copy(0, 100, slot, 0, 6, dtype)]
+    assert [copy for copy in plan.copies if copy.slot == slot] == [ReadItem(0, 100, slot, 0, 6, dtype)]
 
 
 def test_a_buffer_without_elements_has_a_slot_and_no_copy() -> None:
@@ -455,8 +455,8 @@ def test_a_stateless_parameter_beside_stateful_ones_is_damage_in_a_partitioned_c
 
 
 def test_a_stateless_parameter_in_a_saved_group_of_its_own_is_no_damage() -> None:
-    catalog = without_states(saved(TWO, groups={"b.weight": 1}, hyperparameters=(ADAM, ADAM)), "b.weight")
-    plan = plan_load(catalog, live(TWO, groups=[["a.weight"], ["b.weight"]]), LoadOptions())
+    metadata = without_states(saved(TWO, groups={"b.weight": 1}, hyperparameters=(ADAM, ADAM)), "b.weight")
+    plan = plan_load(metadata, live(TWO, groups=[["a.weight"], ["b.weight"]]), LoadOptions())
     assert plan.scalars == ({"step": 4.0}, None)
 
 
@@ -471,16 +471,16 @@ def test_without_partitions_a_stateless_parameter_may_share_a_flat_tensor_with_s
 
 
 def test_a_flat_tensor_whose_parameters_have_no_state_yet_gets_none() -> None:
-    catalog = unpartitioned(without_states(saved(TWO), "b.weight"))
-    plan = plan_load(catalog, live(TWO, groups=[["a.weight"], ["b.weight"]]), LoadOptions())
+    metadata = unpartitioned(without_states(saved(TWO), "b.weight"))
+    plan = plan_load(metadata, live(TWO, groups=[["a.weight"], ["b.weight"]]), LoadOptions())
     assert plan.scalars == ({"step": 4.0}, None)
     assert slot_names(plan) == [(MASTER, 0, ""), ("exp_avg", 0, ""), ("exp_avg_sq", 0, ""), (MASTER, 1, "")]
 
 
 def test_a_group_that_mixes_different_hyperparameters_is_an_error() -> None:
-    catalog = saved(TWO, groups={"a.weight": 0, "b.weight": 1}, hyperparameters=[ADAM, {**ADAM, "lr": 5e-4}])
+    metadata = saved(TWO, groups={"a.weight": 0, "b.weight": 1}, hyperparameters=[ADAM, {**ADAM, "lr": 5e-4}])
     with pytest.raises(MismatchError, match="different hyperparameters") as caught:
-        plan_load(catalog, live(TWO), LoadOptions())
+        plan_load(metadata, live(TWO), LoadOptions())
     found = str(caught.value.found)
     assert "0.001" in found
     assert "0.0005" in found
@@ -490,15 +490,15 @@ def test_a_group_that_mixes_different_hyperparameters_is_an_error() -> None:
 @pytest.mark.parametrize("bearer", [0, 1])
 def test_a_hyperparameter_that_only_one_saved_group_has_is_listed_as_the_difference(bearer: int) -> None:
     hyperparameters = [{**ADAM, **({"decoupled": True} if number == bearer else {})} for number in range(2)]
-    catalog = saved(TWO, groups={"a.weight": 0, "b.weight": 1}, hyperparameters=hyperparameters)
+    metadata = saved(TWO, groups={"a.weight": 0, "b.weight": 1}, hyperparameters=hyperparameters)
     with pytest.raises(MismatchError) as caught:
-        plan_load(catalog, live(TWO), LoadOptions())
+        plan_load(metadata, live(TWO), LoadOptions())
     assert "decoupled" in str(caught.value.found), caught.value
 
 
 def test_groups_with_the_same_hyperparameters_may_be_merged() -> None:
-    catalog = saved(TWO, groups={"a.weight": 0, "b.weight": 1}, hyperparameters=[ADAM, dict(ADAM)])
-    assert plan_load(catalog, live(TWO), LoadOptions()).hyperparameters == (ADAM,)
+    metadata = saved(TWO, groups={"a.weight": 0, "b.weight": 1}, hyperparameters=[ADAM, dict(ADAM)])
+    assert plan_load(metadata, live(TWO), LoadOptions()).hyperparameters == (ADAM,)
 
 
 def test_groups_that_differ_in_choices_of_implementation_only_may_be_merged() -> None:
@@ -506,23 +506,23 @@ def test_groups_that_differ_in_choices_of_implementation_only_may_be_merged() ->
         {**ADAM, "fused": True, "foreach": False, "_ds_x": 1},
         {**ADAM, "capturable": True, "differentiable": False},
     ]
-    catalog = saved(TWO, groups={"a.weight": 0, "b.weight": 1}, hyperparameters=hyperparameters)
-    assert plan_load(catalog, live(TWO), LoadOptions()).hyperparameters == (ADAM,)
+    metadata = saved(TWO, groups={"a.weight": 0, "b.weight": 1}, hyperparameters=hyperparameters)
+    assert plan_load(metadata, live(TWO), LoadOptions()).hyperparameters == (ADAM,)
 
 
 def test_groups_that_torch_built_from_named_parameters_may_be_merged() -> None:
     # torch.optim keeps the names beside "params" when it is given (name, parameter) pairs
     hyperparameters = [{**ADAM, "param_names": ["a.weight"]}, {**ADAM, "param_names": ["b.weight"]}]
-    catalog = saved(TWO, groups={"a.weight": 0, "b.weight": 1}, hyperparameters=hyperparameters)
-    assert plan_load(catalog, live(TWO), LoadOptions()).hyperparameters == (ADAM,)
+    metadata = saved(TWO, groups={"a.weight": 0, "b.weight": 1}, hyperparameters=hyperparameters)
+    assert plan_load(metadata, live(TWO), LoadOptions()).hyperparameters == (ADAM,)
 
 
 def test_every_group_gets_the_hyperparameters_of_the_saved_group_that_its_members_were_in() -> None:
     slow, fast = {**ADAM, "lr": 1e-5}, {**ADAM, "lr": 1e-2}
     three = {**TWO, "c": (2,)}
-    catalog = saved(three, groups={"a.weight": 0, "b.weight": 1, "c": 0}, hyperparameters=[slow, fast])
+    metadata = saved(three, groups={"a.weight": 0, "b.weight": 1, "c": 0}, hyperparameters=[slow, fast])
     engine = live(three, groups=[["b.weight"], ["c"], ["a.weight"]])
-    assert plan_load(catalog, engine, LoadOptions()).hyperparameters == (fast, slow, slow)
+    assert plan_load(metadata, engine, LoadOptions()).hyperparameters == (fast, slow, slow)
 
 
 def test_a_group_of_fresh_parameters_keeps_its_own_hyperparameters() -> None:
@@ -532,11 +532,11 @@ def test_a_group_of_fresh_parameters_keeps_its_own_hyperparameters() -> None:
 
 
 def test_a_state_of_unknown_layout_is_refused_by_name() -> None:
-    catalog = saved(TWO, opaque_states={"state1": "uint8 of shape (4, 4) for a partition of 13"})
+    metadata = saved(TWO, opaque_states={"state1": "uint8 of shape (4, 4) for a partition of 13"})
     with pytest.raises(UnsupportedError, match="'state1'") as caught:
-        plan_load(catalog, live(TWO), LoadOptions())
+        plan_load(metadata, live(TWO), LoadOptions())
     assert "uint8" in str(caught.value.found)
-    plan_load(catalog, live(TWO), LoadOptions(optimizer_states=False))
+    plan_load(metadata, live(TWO), LoadOptions(optimizer_states=False))
 
 
 @pytest.mark.parametrize(
@@ -569,8 +569,8 @@ def test_a_checkpoint_without_any_state_leaves_states_fresh_and_says_so() -> Non
 
 def test_an_optimizer_without_scalar_states_keeps_its_elementwise_ones() -> None:
     states = ("momentum_buffer",)
-    catalog = saved(TWO, states=states, scalars=dict.fromkeys(TWO, ()))
-    plan = plan_load(catalog, live(TWO, states=states, scalar_keys=()), LoadOptions())
+    metadata = saved(TWO, states=states, scalars=dict.fromkeys(TWO, ()))
+    plan = plan_load(metadata, live(TWO, states=states, scalar_keys=()), LoadOptions())
     assert slot_names(plan) == [(MASTER, 0, ""), ("momentum_buffer", 0, "")]
     assert plan.scalars == ({},)
     assert not [outcome for outcome in plan.outcomes if outcome.role == "optimizer states"]
@@ -603,7 +603,7 @@ Move = tuple[int, int, int, int, str]
 
 
 @st.composite
-def copies(draw: st.DrawFn) -> list[Copy]:
+def copies(draw: st.DrawFn) -> list[ReadItem]:
     """Copies that overlap neither in the files nor in the slots, many of them neighbours, in any order."""
     file_ends, slot_ends = [3, 0], [0, 2]
     found = []
@@ -612,12 +612,12 @@ def copies(draw: st.DrawFn) -> list[Copy]:
         numel, dtype = draw(st.integers(1, 4)), draw(st.sampled_from(["float32", "float32", "bfloat16"]))
         byte_offset = file_ends[file] + draw(st.sampled_from([0, 0, 0, 1, 4]))
         slot_offset = slot_ends[slot] + draw(st.sampled_from([0, 0, 0, 1]))
-        found.append(Copy(file, byte_offset, slot, slot_offset, numel, dtype))
+        found.append(ReadItem(file, byte_offset, slot, slot_offset, numel, dtype))
         file_ends[file], slot_ends[slot] = byte_offset + numel * BYTES[dtype], slot_offset + numel
     return draw(st.permutations(found))
 
 
-def moves(some: Iterable[Copy]) -> Counter[Move]:
+def moves(some: Iterable[ReadItem]) -> Counter[Move]:
     """Every element that is moved: from which byte of which file to which place."""
     return Counter(
         (copy.file, copy.byte_offset + step * BYTES[copy.dtype], copy.slot, copy.slot_offset + step, copy.dtype)
@@ -626,7 +626,7 @@ def moves(some: Iterable[Copy]) -> Counter[Move]:
     )
 
 
-def touching_pairs(some: Sequence[Copy]) -> int:
+def touching_pairs(some: Sequence[ReadItem]) -> int:
     return sum(
         (left.file, left.slot, left.dtype) == (right.file, right.slot, right.dtype)
         and left.byte_offset + left.numel * BYTES[left.dtype] == right.byte_offset
@@ -638,7 +638,7 @@ def touching_pairs(some: Sequence[Copy]) -> int:
 
 @settings(deadline=None)
 @given(copies())
-def test_merging_joins_exactly_the_neighbours_and_moves_the_same_bytes(some: list[Copy]) -> None:
+def test_merging_joins_exactly_the_neighbours_and_moves_the_same_bytes(some: list[ReadItem]) -> None:
     merged = list(merge_neighbours(some))
     assert moves(merged) == moves(some)
     assert len(merged) == len(some) - touching_pairs(some)
@@ -647,24 +647,24 @@ def test_merging_joins_exactly_the_neighbours_and_moves_the_same_bytes(some: lis
 
 
 def test_neighbours_in_the_file_alone_or_in_the_slot_alone_stay_apart() -> None:
-    first = Copy(0, 0, 0, 0, 2, "float32")
+    first = ReadItem(0, 0, 0, 0, 2, "float32")
     for other in (
-        Copy(0, 8, 0, 3, 2, "float32"),
-        Copy(0, 9, 0, 2, 2, "float32"),
-        Copy(0, 8, 1, 2, 2, "float32"),
-        Copy(1, 8, 0, 2, 2, "float32"),
-        Copy(0, 8, 0, 2, 2, "bfloat16"),
+        ReadItem(0, 8, 0, 3, 2, "float32"),
+        ReadItem(0, 9, 0, 2, 2, "float32"),
+        ReadItem(0, 8, 1, 2, 2, "float32"),
+        ReadItem(1, 8, 0, 2, 2, "float32"),
+        ReadItem(0, 8, 0, 2, 2, "bfloat16"),
     ):
         assert list(merge_neighbours([first, other])) == [first, other]
-    assert list(merge_neighbours([Copy(0, 8, 0, 2, 5, "float32"), first])) == [Copy(0, 0, 0, 0, 7, "float32")]
+    assert list(merge_neighbours([ReadItem(0, 8, 0, 2, 5, "float32"), first])) == [ReadItem(0, 0, 0, 0, 7, "float32")]
 
 
 def test_one_note_tells_of_all_frozen_weights_whose_dtype_changes() -> None:
-    catalog = saved({"b": (4,), "a": (3,)}, wholes={("ticks", BUFFER): ((1,), "float32")})
+    metadata = saved({"b": (4,), "a": (3,)}, wholes={("ticks", BUFFER): ((1,), "float32")})
     wholes = {
         ("a", FROZEN): ((3,), "bfloat16"),
         ("b", FROZEN): ((4,), "bfloat16"),
         ("ticks", BUFFER): ((1,), "float32"),
     }
-    plan = plan_load(catalog, live({}, wholes=wholes), LoadOptions(optimizer_states=False))
+    plan = plan_load(metadata, live({}, wholes=wholes), LoadOptions(optimizer_states=False))
     assert plan.notes == ("frozen parameters converted from float32 to bfloat16: a, b",)

@@ -9,7 +9,7 @@ from unittest.mock import patch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elastic_ckpt.core.read_plan import Comparison, Plan, Slot
+from elastic_ckpt.core.read_plan import Comparison, ReadPlan, Slot
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from tests.simulation_parallel import (
     NAMES,
@@ -44,7 +44,7 @@ def test_every_live_rank_gets_exactly_the_elements_of_its_shards(case: Case) -> 
     for stage in range(len(target.stages)):
         for rank in range(target.tp):
             for dp_rank in range(target.dp):
-                plan = plan_load(saved.catalog, engine(case, stage, rank, dp_rank), options)
+                plan = plan_load(saved.metadata, engine(case, stage, rank, dp_rank), options)
                 wanted = expected(case, stage, rank, dp_rank)
                 assert carry_out(plan, saved.files) == wanted
                 for slot in plan.slots:
@@ -58,12 +58,12 @@ def test_every_live_rank_gets_exactly_the_elements_of_its_shards(case: Case) -> 
 def test_ranks_of_a_job_compare_each_element_of_each_replica_and_twin_once(case: Case, grain: int) -> None:
     saved, options = save(case), LoadOptions(rules=rules_of(case))
     source, target = case.source, case.target
-    plans: list[Plan] = []
+    plans: list[ReadPlan] = []
     with patch("elastic_ckpt.planning.replicas.GRAIN_NUMEL", grain):
         for stage in range(len(target.stages)):
             for rank in range(target.tp):
                 every = (engine(case, stage, rank, dp) for dp in range(target.dp))
-                plans += [plan_load(saved.catalog, one, options) for one in every]
+                plans += [plan_load(saved.metadata, one, options) for one in every]
     wanted: Counter[tuple[str, str, int]] = Counter()
     for name in case.said:
         for key in keys_of(name):

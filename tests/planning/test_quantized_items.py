@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from elastic_ckpt.core.metadata import BlockCode
-from elastic_ckpt.core.read_plan import Copy, Piece, Recode
+from elastic_ckpt.core.read_plan import Piece, ReadItem, RequantizeItem
 from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
 from elastic_ckpt.errors import DamagedError
-from elastic_ckpt.io.requantize import Chunk, RecodeStats, chunks, run_chunk
+from elastic_ckpt.io.requantize import Chunk, RequantizeStats, chunks, run_chunk
 from elastic_ckpt.planning.quantized_items import Row, plan_row, recut_blocks
 
 ITEMSIZE = {"uint8": 1, "float32": 4, "bfloat16": 2}
@@ -136,11 +136,16 @@ class Filled:
     scales: NDArray[np.float32]
     written: NDArray[np.int64]
     scales_written: NDArray[np.int64]
-    stats: RecodeStats
+    stats: RequantizeStats
 
 
 def fill(
-    disk: Disk, row: Row, copies: Sequence[Copy], recodes: Sequence[Recode], staging: int = PLENTY, behind: int = 0
+    disk: Disk,
+    row: Row,
+    copies: Sequence[ReadItem],
+    recodes: Sequence[RequantizeItem],
+    staging: int = PLENTY,
+    behind: int = 0,
 ) -> Filled:
     """Do copies and recodes on slots 0 (codes or values) and 1 (scales), with ``behind`` more elements in each."""
     dtype = "float32" if row.target is None else "uint8"
@@ -156,7 +161,7 @@ def fill(
         here = slice(copy.slot_offset, copy.slot_offset + copy.numel)
         tensors[copy.slot][here] = torch.frombuffer(raw, dtype=getattr(torch, copy.dtype)).to(tensors[copy.slot].dtype)
         written[copy.slot][here] += 1
-    stats = RecodeStats()
+    stats = RequantizeStats()
     for recode in recodes:
         for chunk in chunks(recode, staging):
             before = disk.nbytes
@@ -466,8 +471,8 @@ def test_neighbours_in_the_same_grid_are_two_plain_copies() -> None:
     copies, recodes = plan_row(coded_row(16), pieces)
     assert recodes == []
     assert copies == [
-        Copy(part.file, part.byte_offset, 0, 0, 16, "uint8"),
-        Copy(part.file, part.scales_offset, 1, 0, 4, "float32"),
+        ReadItem(part.file, part.byte_offset, 0, 0, 16, "uint8"),
+        ReadItem(part.file, part.scales_offset, 1, 0, 4, "float32"),
     ]
 
 
@@ -477,8 +482,8 @@ def test_blocks_may_move_by_whole_blocks() -> None:
     copies, recodes = plan_row(Row(0, 100, 20, FOUR, 1, 50), [part.piece(8, 4, 8)])
     assert recodes == []
     assert copies == [
-        Copy(part.file, part.byte_offset + 8, 0, 104, 8, "uint8"),
-        Copy(part.file, part.scales_offset + 8, 1, 51, 2, "float32"),
+        ReadItem(part.file, part.byte_offset + 8, 0, 104, 8, "uint8"),
+        ReadItem(part.file, part.scales_offset + 8, 1, 51, 2, "float32"),
     ]
 
 
@@ -488,8 +493,8 @@ def test_whole_blocks_behind_a_part_of_one_are_plain_copies() -> None:
     row = coded_row(16)
     copies, recodes = plan_row(row, [part.piece(3, 3, 12)])
     assert copies == [
-        Copy(part.file, part.byte_offset + 4, 0, 4, 8, "uint8"),
-        Copy(part.file, part.scales_offset + 4, 1, 1, 2, "float32"),
+        ReadItem(part.file, part.byte_offset + 4, 0, 4, 8, "uint8"),
+        ReadItem(part.file, part.scales_offset + 4, 1, 1, 2, "float32"),
     ]
     assert [(recode.start, recode.numel, recut_blocks(recode)) for recode in recodes] == [(0, 4, 0), (12, 4, 0)]
     filled = fill(disk, row, copies, recodes)
@@ -514,7 +519,7 @@ def test_a_block_that_the_checkpoint_cut_short_is_finished_with_zeros() -> None:
     filled = fill(disk, coded_row(9), copies, recodes)
     assert filled.values.tolist() == [104, 105, 106, 107, 108, 109, FOUR.codebook.zero, FOUR.codebook.zero, 77]
     assert filled.scales.tolist() == [2.0, 3.0, UNTOUCHED["float32"]]
-    assert filled.stats == RecodeStats(nbytes=2 + 4, blocks=0, worst_error=0.0)
+    assert filled.stats == RequantizeStats(nbytes=2 + 4, blocks=0, worst_error=0.0)
 
 
 @pytest.mark.parametrize("shift", [1, 2, 3])
@@ -539,7 +544,7 @@ def test_a_shifted_grid_of_one_scale_keeps_its_codes() -> None:
     filled = fill(disk, row, copies, recodes)
     assert filled.values.tolist() == list(range(103, 115))
     assert filled.scales.tolist() == [2.5] * 3
-    assert filled.stats == RecodeStats(nbytes=12 + 16, blocks=0, worst_error=0.0)
+    assert filled.stats == RequantizeStats(nbytes=12 + 16, blocks=0, worst_error=0.0)
     assert recut_blocks(recodes[0]) == 3, "scales are not known when it is planned"
 
 
@@ -552,7 +557,7 @@ def test_smaller_blocks_inside_of_bigger_ones_keep_their_codes() -> None:
     filled = fill(disk, coded_row(16), copies, recodes)
     assert filled.values.tolist() == list(range(16))
     assert filled.scales.tolist() == [1.0, 1.0, 2.0, 2.0]
-    assert filled.stats == RecodeStats(nbytes=16 + 2 * 4, blocks=0, worst_error=0.0)
+    assert filled.stats == RequantizeStats(nbytes=16 + 2 * 4, blocks=0, worst_error=0.0)
 
 
 def test_another_map_is_quantized_anew_even_at_one_scale() -> None:
@@ -600,13 +605,13 @@ def test_codes_and_values_side_by_side_become_values(dtype: str) -> None:
     part, raw = sixteen(disk), disk.raw([0.5, -0.25, 1.0], dtype)
     row = Row(0, 7, 12, None)
     copies, recodes = plan_row(row, [part.piece(3, 0, 3), raw.piece(1, 3, 2), part.piece(8, 6, 5)])
-    assert copies == [Copy(raw.file, raw.byte_offset + ITEMSIZE[dtype], 0, 10, 2, dtype)]
+    assert copies == [ReadItem(raw.file, raw.byte_offset + ITEMSIZE[dtype], 0, 10, 2, dtype)]
     assert [(recode.start, recode.numel, recode.scales_slot) for recode in recodes] == [(7, 12, -1)]
     filled = fill(disk, row, copies, recodes)
     untouched = np.float32([UNTOUCHED["float32"]])
     expected = [untouched.repeat(7), part.values[3:6], raw.values[1:3], untouched, part.values[8:13], untouched]
     assert filled.values.tolist() == np.concatenate(expected).tolist()
-    assert filled.stats == RecodeStats(nbytes=3 + 2 * 4 + 5 + 2 * 4, blocks=0, worst_error=0.0)
+    assert filled.stats == RequantizeStats(nbytes=3 + 2 * 4 + 5 + 2 * 4, blocks=0, worst_error=0.0)
 
 
 def test_a_row_without_sources_is_left_alone() -> None:
@@ -627,7 +632,7 @@ def test_chunks_without_sources_are_left_out(staging: int) -> None:
     disk = Disk()
     part = sixteen(disk)
     pieces = (part.piece(1, 3, 2), part.piece(5, 30, 2))
-    recode = Recode(0, 0, 40, FOUR, 1, 0, pieces)
+    recode = RequantizeItem(0, 0, 40, FOUR, 1, 0, pieces)
     found = [(chunk.start, chunk.stop, len(chunk.pieces)) for chunk in chunks(recode, staging)]
     assert found == ([(0, 4, 1), (4, 8, 1), (28, 32, 1)] if staging == 1 else [(0, 40, 2)])
 
@@ -635,7 +640,7 @@ def test_chunks_without_sources_are_left_out(staging: int) -> None:
 def test_a_block_without_sources_among_others_is_zero() -> None:
     disk = Disk()
     part = sixteen(disk)
-    recode = Recode(0, 0, 12, FOUR, 1, 0, (part.piece(1, 3, 1), part.piece(5, 9, 2)))
+    recode = RequantizeItem(0, 0, 12, FOUR, 1, 0, (part.piece(1, 3, 1), part.piece(5, 9, 2)))
     filled = fill(disk, coded_row(12), [], [recode])
     zero = FOUR.codebook.zero
     assert filled.values.tolist() == [zero, zero, zero, 101, *[zero] * 5, 105, 106, zero]
@@ -643,9 +648,9 @@ def test_a_block_without_sources_among_others_is_zero() -> None:
 
 
 def test_stats_add_up_and_keep_the_worst_error() -> None:
-    total = RecodeStats(3, 1, 0.25) + RecodeStats(4, 2, 0.125)
-    assert total == RecodeStats(7, 3, 0.25)
-    assert RecodeStats() + total == total + RecodeStats() == total
+    total = RequantizeStats(3, 1, 0.25) + RequantizeStats(4, 2, 0.125)
+    assert total == RequantizeStats(7, 3, 0.25)
+    assert RequantizeStats() + total == total + RequantizeStats() == total
 
 
 def test_the_worst_error_of_a_chunk_is_that_of_its_values() -> None:

@@ -16,18 +16,18 @@ from hypothesis import strategies as st
 
 from elastic_ckpt.core.dtypes import ITEMSIZE
 from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.local_state import Destinations, LiveLayout
+from elastic_ckpt.core.local_state import LiveLayout, LocalState
 from elastic_ckpt.core.metadata import (
     BUFFER,
     MASTER,
-    Catalog,
-    Extent,
-    LogicalTensor,
+    CheckpointMetadata,
     SavedParameter,
     SourceFacts,
     SourceFile,
+    StorageChunk,
+    TensorMetadata,
 )
-from elastic_ckpt.core.read_plan import Comparison, Plan
+from elastic_ckpt.core.read_plan import Comparison, ReadPlan
 from elastic_ckpt.io.compare_replicas import Difference, find_drift, united
 from elastic_ckpt.io.reader import ReadOptions
 from elastic_ckpt.planning.replicas import compare_replicas
@@ -40,7 +40,7 @@ Element = tuple[int, int, tuple[str, str, int]]
 
 @dataclass
 class Checkpoint:
-    """Tied tensors, saved by several stages, and replicated ones; every copy in two extents, which are files."""
+    """Tied tensors, saved by several stages, and replicated ones; every copy in two chunks, which are files."""
 
     tied: dict[str, tuple[int, int, int]]  # name -> elements of a shard, shards, stages that saved it
     replicated: dict[str, tuple[int, int]]  # name -> elements, copies
@@ -48,7 +48,7 @@ class Checkpoint:
     keys: tuple[str, ...] = (MASTER, "exp_avg")
     files: int = 0
 
-    def catalog(self) -> Catalog:
+    def metadata(self) -> CheckpointMetadata:
         tensors, twins = {}, {}
         for key in self.keys:
             for name, (numel, shards, stages) in self.tied.items():
@@ -59,38 +59,38 @@ class Checkpoint:
         files = tuple(SourceFile(str(number), 0) for number in range(self.files))
         parameters = {name: SavedParameter((1,), 0, ()) for name in (*self.tied, *self.replicated)}
         facts = SourceFacts("native", "", "tag", 1, 1, "0")
-        return Catalog(facts, files, parameters, tensors, ({},), twins=twins)
+        return CheckpointMetadata(facts, files, parameters, tensors, ({},), twins=twins)
 
-    def _tensor(self, name: str, key: str, numel: int, shards: int) -> LogicalTensor:
-        extents = []
+    def _tensor(self, name: str, key: str, numel: int, shards: int) -> TensorMetadata:
+        chunks = []
         for shard in range(shards):
             for start, stop in ((0, numel // 3), (numel // 3, numel)):
-                extents.append(Extent(FlatRange(start, stop), self.files, 8, shard=shard))
+                chunks.append(StorageChunk(FlatRange(start, stop), self.files, 8, shard=shard))
                 self.files += 1
-        return LogicalTensor(name, key, (numel,), self.dtype, tuple(extents), shards=((numel,),) * shards)
+        return TensorMetadata(name, key, (numel,), self.dtype, tuple(chunks), shards=((numel,),) * shards)
 
-    def elements(self, catalog: Catalog) -> Counter[Element]:
+    def elements(self, metadata: CheckpointMetadata) -> Counter[Element]:
         """Those of the first copy count once for each comparison with another."""
         found: Counter[Element] = Counter()
-        for (name, key), tensor in catalog.tensors.items():
+        for (name, key), tensor in metadata.tensors.items():
             if name in self.replicated:
                 found.update(self._elements_of(tensor, (name, key, 0), None))
             pairs = [
-                (twin, shard) for twin in catalog.twins.get((name, key), ()) for shard in range(self.tied[name][1])
+                (twin, shard) for twin in metadata.twins.get((name, key), ()) for shard in range(self.tied[name][1])
             ]
             for number, (twin, shard) in enumerate(pairs, 1):
                 found.update(self._elements_of(tensor, (name, key, number), shard))
                 found.update(self._elements_of(twin, (name, key, number), shard))
         return found
 
-    def _elements_of(self, tensor: LogicalTensor, what: tuple[str, str, int], shard: int | None) -> Iterator[Element]:
-        for extent in tensor.extents:
-            if shard in (None, extent.shard):
-                for number in range(extent.range.numel):
-                    yield extent.file, extent.byte_offset + number * ITEMSIZE[tensor.dtype], what
+    def _elements_of(self, tensor: TensorMetadata, what: tuple[str, str, int], shard: int | None) -> Iterator[Element]:
+        for chunk in tensor.chunks:
+            if shard in (None, chunk.shard):
+                for number in range(chunk.range.numel):
+                    yield chunk.file, chunk.byte_offset + number * ITEMSIZE[tensor.dtype], what
 
 
-def jobs(checkpoint: Checkpoint, tp: int, dp: int, pp: int, stages: dict[str, tuple[int, ...]]) -> list[Destinations]:
+def jobs(checkpoint: Checkpoint, tp: int, dp: int, pp: int, stages: dict[str, tuple[int, ...]]) -> list[LocalState]:
     """Every rank; ``stages``: which of them hold each name."""
     names = [*checkpoint.tied, *checkpoint.replicated]
     ranks = []
@@ -100,17 +100,19 @@ def jobs(checkpoint: Checkpoint, tp: int, dp: int, pp: int, stages: dict[str, tu
         elsewhere = frozenset(names) - frozenset(mine)
         for rank in range(tp * dp):
             at = divmod(rank, dp)
-            one = Destinations(1, dp, at[1], "o", (), (), (), (), tp=tp, tp_rank=at[0], pp=pp, pp_rank=stage)
+            one = LocalState(1, dp, at[1], "o", (), (), (), (), tp=tp, tp_rank=at[0], pp=pp, pp_rank=stage)
             ranks.append(replace(one, layouts=layouts, elsewhere=elsewhere))
     return ranks
 
 
-def shares(checkpoint: Checkpoint, catalog: Catalog, ranks: Sequence[Destinations]) -> list[tuple[Comparison, ...]]:
+def shares(
+    checkpoint: Checkpoint, metadata: CheckpointMetadata, ranks: Sequence[LocalState]
+) -> list[tuple[Comparison, ...]]:
     """What each rank compares; names of other stages' replicas are not known."""
     every = []
     for rank in ranks:
         replicas = frozenset(rank.layouts) & frozenset(checkpoint.replicated)
-        every.append(compare_replicas(catalog, rank, Resharding(replicas=replicas), rank.layouts, True))
+        every.append(compare_replicas(metadata, rank, Resharding(replicas=replicas), rank.layouts, True))
     return every
 
 
@@ -141,7 +143,7 @@ def checkpoints(draw: st.DrawFn) -> Checkpoint:
 def test_each_element_of_each_copy_is_compared_by_exactly_one_rank_and_all_compare_as_much(
     data: st.DataObject, checkpoint: Checkpoint, tp: int, dp: int, pp: int, grain: int
 ) -> None:
-    catalog = checkpoint.catalog()
+    metadata = checkpoint.metadata()
     stage = st.integers(0, pp - 1)
     stages = {name: tuple(data.draw(st.sets(stage, min_size=1, max_size=2))) for name in checkpoint.tied}
     stages |= {name: (data.draw(stage),) for name in checkpoint.replicated}
@@ -150,8 +152,8 @@ def test_each_element_of_each_copy_is_compared_by_exactly_one_rank_and_all_compa
         patch("elastic_ckpt.planning.replicas.GRAIN_NUMEL", grain),
         patch("elastic_ckpt.planning.replicas._READ_NBYTES", 0),
     ):
-        every = shares(checkpoint, catalog, ranks)
-    assert Counter(e for share in every for one in share for e in elements_of(one)) == checkpoint.elements(catalog)
+        every = shares(checkpoint, metadata, ranks)
+    assert Counter(e for share in every for one in share for e in elements_of(one)) == checkpoint.elements(metadata)
     size = ITEMSIZE[checkpoint.dtype]
     for names, together in ((checkpoint.tied, [range(len(ranks))]), (checkpoint.replicated, _by_stage(ranks))):
         for group in together:
@@ -167,7 +169,7 @@ def test_each_element_of_each_copy_is_compared_by_exactly_one_rank_and_all_compa
         assert max(nbytes) - min(nbytes) <= 2 * grain * copies * size
 
 
-def _by_stage(ranks: Sequence[Destinations]) -> list[list[int]]:
+def _by_stage(ranks: Sequence[LocalState]) -> list[list[int]]:
     stages = sorted({rank.pp_rank for rank in ranks})
     return [[number for number, rank in enumerate(ranks) if rank.pp_rank == stage] for stage in stages]
 
@@ -176,12 +178,12 @@ def test_big_copies_are_shared_out_and_small_ones_are_not_cut() -> None:
     """The tied embedding of a model of 176 billion parameters, and many norms."""
     shard = 250880 // 4 * 14336
     checkpoint = Checkpoint({"embedding": (shard, 4, 2)}, {f"norm{n}": (14336, 4) for n in range(40)}, "float32")
-    catalog = checkpoint.catalog()
+    metadata = checkpoint.metadata()
     stages: dict[str, tuple[int, ...]] = {
-        name: (0, 5) if name == "embedding" else (int(name[4:]) % 6,) for name in catalog.parameters
+        name: (0, 5) if name == "embedding" else (int(name[4:]) % 6,) for name in metadata.parameters
     }
     ranks = jobs(checkpoint, 8, 4, 6, stages)
-    every = shares(checkpoint, catalog, ranks)
+    every = shares(checkpoint, metadata, ranks)
     nbytes = [sum(one.numel * len(one.copies) * 4 for one in share) for share in every]
     assert sum(nbytes) == 2 * 4 * (shard * 4 * 2 + 40 * 14336 * 4)
     assert max(nbytes) < 1.02 * sum(nbytes) / len(ranks)
@@ -193,24 +195,24 @@ def test_many_small_copies_are_not_all_left_to_one_rank() -> None:
     """Each is a read of its own: of a big tensor and many small ones, by bytes alone one rank would get all of these."""
     checkpoint = Checkpoint({}, {"a": (1 << 24, 2)} | {f"n{n:04}": (8, 2) for n in range(1000)}, "float32", (MASTER,))
     every = shares(
-        checkpoint, checkpoint.catalog(), jobs(checkpoint, 1, 4, 1, dict.fromkeys([*checkpoint.replicated], (0,)))
+        checkpoint, checkpoint.metadata(), jobs(checkpoint, 1, 4, 1, dict.fromkeys([*checkpoint.replicated], (0,)))
     )
     assert max(map(len, every)) < 400
 
 
 def test_buffers_that_several_stages_saved_are_compared_in_each_stage_that_holds_them() -> None:
-    """Ranks may have buffers of their own in their catalogs."""
+    """Ranks may have buffers of their own in their metadata."""
     checkpoint = Checkpoint({"ids": (100, 1, 2)}, {}, "float32", (BUFFER,))
-    catalog = checkpoint.catalog()
+    metadata = checkpoint.metadata()
     ranks = jobs(checkpoint, 1, 2, 3, {"ids": (0, 2)})
-    every = shares(checkpoint, catalog, ranks)
+    every = shares(checkpoint, metadata, ranks)
     assert [sum(one.numel for one in share) for share in every] in ([100, 0, 0, 0, 100, 0], [0, 100, 0, 0, 0, 100])
 
 
 def test_a_name_that_only_one_stage_knows_by_another_is_compared_there() -> None:
     """Tied within its stage, and saved under another of its names: the other stages know the saved one alone."""
     checkpoint = Checkpoint({"old": (100, 1, 2), "other": (100, 1, 2)}, {}, "float32", (MASTER,))
-    saved = checkpoint.catalog()
+    saved = checkpoint.metadata()
     ranks = jobs(checkpoint, 1, 2, 2, {"old": (0,), "other": (1,)})
     found: Counter[str] = Counter()
     for rank in ranks:
@@ -228,7 +230,7 @@ def _new(place: tuple[str, str]) -> tuple[str, str]:
     return ("new" if place[0] == "old" else place[0], place[1])
 
 
-def _renamed(tensor: LogicalTensor) -> LogicalTensor:
+def _renamed(tensor: TensorMetadata) -> TensorMetadata:
     return replace(tensor, name=_new((tensor.name, ""))[0])
 
 
@@ -238,17 +240,17 @@ def test_drift_is_found_wherever_it_lies_whoever_looks(
     data: st.DataObject, numel: int, pp: int, dp: int, grain: int, staging_nbytes: int
 ) -> None:
     checkpoint = Checkpoint({"t": (numel, 2, 2)}, {}, "float32", (MASTER,))
-    catalog = checkpoint.catalog()
+    metadata = checkpoint.metadata()
     changes = data.draw(st.dictionaries(st.tuples(st.integers(0, 1), st.integers(0, numel - 1)), st.integers(1, 9)))
     with tempfile.TemporaryDirectory() as folder:
-        catalog = replace(catalog, files=tuple(_write(Path(folder), catalog, changes)))
+        metadata = replace(metadata, files=tuple(_write(Path(folder), metadata, changes)))
         differences: list[Difference] = []
         with (
             patch("elastic_ckpt.planning.replicas.GRAIN_NUMEL", grain),
             patch("elastic_ckpt.io.compare_replicas._LEAST_NBYTES", 8),
         ):
-            for share in shares(checkpoint, catalog, jobs(checkpoint, 1, dp, pp, {"t": (0, pp - 1)})):
-                plan = Plan(catalog.files, (), (), comparisons=share)
+            for share in shares(checkpoint, metadata, jobs(checkpoint, 1, dp, pp, {"t": (0, pp - 1)})):
+                plan = ReadPlan(metadata.files, (), (), comparisons=share)
                 differences += find_drift(plan, replace(OPTIONS, staging_nbytes=staging_nbytes))
     found = united(differences)
     if not changes:
@@ -261,15 +263,15 @@ def test_drift_is_found_wherever_it_lies_whoever_looks(
     assert (drift.name, drift.copies) == ("t", 2)
 
 
-def _write(folder: Path, catalog: Catalog, changes: dict[tuple[int, int], int]) -> Iterator[SourceFile]:
-    (twin,) = catalog.twins["t", MASTER]
-    for number in range(len(catalog.files)):
-        for tensor in (catalog.tensors["t", MASTER], twin):
-            for extent in tensor.extents:
-                if extent.file == number:
-                    values = torch.arange(float(extent.range.start), extent.range.stop)
-                    for at in range(extent.range.numel if tensor is twin else 0):
-                        values[at] += changes.get((extent.shard, extent.range.start + at), 0)
+def _write(folder: Path, metadata: CheckpointMetadata, changes: dict[tuple[int, int], int]) -> Iterator[SourceFile]:
+    (twin,) = metadata.twins["t", MASTER]
+    for number in range(len(metadata.files)):
+        for tensor in (metadata.tensors["t", MASTER], twin):
+            for chunk in tensor.chunks:
+                if chunk.file == number:
+                    values = torch.arange(float(chunk.range.start), chunk.range.stop)
+                    for at in range(chunk.range.numel if tensor is twin else 0):
+                        values[at] += changes.get((chunk.shard, chunk.range.start + at), 0)
                     path = folder / str(number)
-                    path.write_bytes(b"\xee" * extent.byte_offset + values.numpy().tobytes())
+                    path.write_bytes(b"\xee" * chunk.byte_offset + values.numpy().tobytes())
                     yield SourceFile(str(path), path.stat().st_size)

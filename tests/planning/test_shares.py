@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 import elastic_ckpt.planning.shares
 from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.local_state import Destinations
+from elastic_ckpt.core.local_state import LocalState
 from elastic_ckpt.core.metadata import BUFFER, MASTER
-from elastic_ckpt.core.read_plan import Plan, Share
+from elastic_ckpt.core.read_plan import ReadPlan, Share
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from elastic_ckpt.planning.shares import Sharing
 from tests.simulation import BYTES, Case, cases, engine_of, live, saved
@@ -106,7 +106,7 @@ def test_one_rank_alone_reads_everything_in_one_piece() -> None:
 # --- the plans of all ranks together ----------------------------------------------------------------------------
 
 
-def replicated_engine(case: Case, rank: int, dp: int) -> Destinations:
+def replicated_engine(case: Case, rank: int, dp: int) -> LocalState:
     """The case's engine as it would be without partitions: every rank holds everything."""
     whole = replace(case, target=replace(case.target, style="zero12", dp=1, tail=0, alignments={}))
     flats = replace(engine_of(whole, 0), zero_stage=0, dp=dp, dp_rank=rank)
@@ -117,7 +117,7 @@ def replicated_engine(case: Case, rank: int, dp: int) -> Destinations:
     )
 
 
-def read_by(plan: Plan) -> Counter[tuple[int, int, int, int]]:
+def read_by(plan: ReadPlan) -> Counter[tuple[int, int, int, int]]:
     """Every (slot, element) that a rank reads, with the byte and the file that it comes from."""
     return Counter(
         (copy.slot, copy.slot_offset + step, copy.file, copy.byte_offset + step * BYTES[copy.dtype])
@@ -132,10 +132,10 @@ def test_all_ranks_together_read_each_element_once_and_each_what_its_shares_say(
     case: Case, dp: int, small: int
 ) -> None:
     options = LoadOptions(strict=False)
-    alone = plan_load(case.catalog, replicated_engine(case, 0, 1), options)
+    alone = plan_load(case.metadata, replicated_engine(case, 0, 1), options)
     before, elastic_ckpt.planning.shares._SMALL_NBYTES = elastic_ckpt.planning.shares._SMALL_NBYTES, small
     try:
-        plans = [plan_load(case.catalog, replicated_engine(case, rank, dp), options) for rank in range(dp)]
+        plans = [plan_load(case.metadata, replicated_engine(case, rank, dp), options) for rank in range(dp)]
     finally:
         elastic_ckpt.planning.shares._SMALL_NBYTES = before
     together: Counter[tuple[int, int, int, int]] = Counter()
@@ -160,17 +160,17 @@ def test_all_ranks_together_read_each_element_once_and_each_what_its_shares_say(
 
 def test_buffers_that_each_rank_reads_from_its_own_file_are_not_shared() -> None:
     wholes = {("mask", BUFFER): ((4,), "int64")}
-    catalog = replace(saved({"a": (3,)}, wholes=wholes), buffers_of_this_rank=True)
+    metadata = replace(saved({"a": (3,)}, wholes=wholes), buffers_of_this_rank=True)
     engine = live({"a": (3,)}, wholes=wholes)
     engine = replace(
         engine, dp=2, dp_rank=1, wholes=tuple(replace(tensor, replicated=True) for tensor in engine.wholes)
     )
-    plan = plan_load(catalog, engine, LoadOptions())
+    plan = plan_load(metadata, engine, LoadOptions())
     assert plan.shares == ()
     slot = next(number for number, slot in enumerate(plan.slots) if slot.key == BUFFER)
     assert not plan.slots[slot].replicated
     assert sum(copy.numel for copy in plan.copies if copy.slot == slot) == 4
-    shared = plan_load(replace(catalog, buffers_of_this_rank=False), engine, LoadOptions())
+    shared = plan_load(replace(metadata, buffers_of_this_rank=False), engine, LoadOptions())
     assert shared.shares == (Share(slot, FlatRange(0, 4), 0),)
     assert shared.slots[slot].replicated
     assert not [copy for copy in shared.copies if copy.slot == slot]

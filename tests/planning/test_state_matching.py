@@ -10,8 +10,8 @@ import bitsandbytes as bnb
 import pytest
 import torch
 
-from elastic_ckpt.core.local_state import Destinations, LiveGroup
-from elastic_ckpt.core.metadata import BlockCode, Catalog, ReplicatedState
+from elastic_ckpt.core.local_state import LiveGroup, LocalState
+from elastic_ckpt.core.metadata import BlockCode, CheckpointMetadata, ReplicatedState
 from elastic_ckpt.core.read_plan import Outcome
 from elastic_ckpt.core.state_kinds import ELEMENTWISE, REPLICATED, SCRATCH, WHOLE, BlockFormat, LiveState
 from elastic_ckpt.engines.optimizers import schema_of
@@ -50,7 +50,7 @@ def engine(
     shapes: Mapping[str, tuple[int, ...]] = TWO,
     apart: bool = False,
     **more: Any,
-) -> Destinations:
+) -> LocalState:
     """A live engine with these states for every flat tensor."""
     made = live(shapes, groups=[[name] for name in shapes] if apart else None)
     kinds = None if states is None else tuple(states)
@@ -60,26 +60,26 @@ def engine(
     return replace(made, flats=flats, groups=groups, **more)
 
 
-def bnb_engine(states: Sequence[LiveState] = CODES, **more: Any) -> Destinations:
+def bnb_engine(states: Sequence[LiveState] = CODES, **more: Any) -> LocalState:
     facts = {"optimizer": "bitsandbytes.optim.adamw.AdamW8bit", "family": "adam", "group": BNB_GROUP, **more}
     return engine(states, **facts)
 
 
-def adam_engine(**more: Any) -> Destinations:
+def adam_engine(**more: Any) -> LocalState:
     facts = {"optimizer": "torch.optim.adamw.AdamW", "family": "adam", "group": ADAMW_GROUP, **more}
     return engine([LiveState(key, "float32") for key in MOMENTS], **facts)
 
 
-def bnb_saved(**more: Any) -> Catalog:
+def bnb_saved(**more: Any) -> CheckpointMetadata:
     return saved(TWO, states=CODED, hyperparameters=(BNB_GROUP,), **more)
 
 
-def adam_saved(**more: Any) -> Catalog:
+def adam_saved(**more: Any) -> CheckpointMetadata:
     return saved(TWO, hyperparameters=(ADAMW_GROUP,), **more)
 
 
-def matched(catalog: Catalog, destinations: Destinations, convert: bool = False) -> StateMatching:
-    return match_states(catalog, destinations, match_parameters(catalog, destinations, strict=True), convert)
+def matched(metadata: CheckpointMetadata, local_state: LocalState, convert: bool = False) -> StateMatching:
+    return match_states(metadata, local_state, match_parameters(metadata, local_state, strict=True), convert)
 
 
 def sources(matching: StateMatching) -> dict[str, str]:
@@ -88,9 +88,9 @@ def sources(matching: StateMatching) -> dict[str, str]:
     return dict(found)
 
 
-def with_replicated(catalog: Catalog, name: str, *states: ReplicatedState) -> Catalog:
-    parameters = {**catalog.parameters, name: replace(catalog.parameters[name], replicated=tuple(states))}
-    return replace(catalog, parameters=parameters)
+def with_replicated(metadata: CheckpointMetadata, name: str, *states: ReplicatedState) -> CheckpointMetadata:
+    parameters = {**metadata.parameters, name: replace(metadata.parameters[name], replicated=tuple(states))}
+    return replace(metadata, parameters=parameters)
 
 
 def table(key: str = "table", **more: Any) -> ReplicatedState:
@@ -99,20 +99,20 @@ def table(key: str = "table", **more: Any) -> ReplicatedState:
     )
 
 
-def everywhere(catalog: Catalog, *states: ReplicatedState) -> Catalog:
-    for name in catalog.parameters:
-        catalog = with_replicated(catalog, name, *states)
-    return catalog
+def everywhere(metadata: CheckpointMetadata, *states: ReplicatedState) -> CheckpointMetadata:
+    for name in metadata.parameters:
+        metadata = with_replicated(metadata, name, *states)
+    return metadata
 
 
-def with_tensor(catalog: Catalog, name: str, key: str, **changes: Any) -> Catalog:
-    return replace(catalog, tensors={**catalog.tensors, (name, key): replace(catalog.tensors[name, key], **changes)})
+def with_tensor(metadata: CheckpointMetadata, name: str, key: str, **changes: Any) -> CheckpointMetadata:
+    return replace(metadata, tensors={**metadata.tensors, (name, key): replace(metadata.tensors[name, key], **changes)})
 
 
-def two_rows(catalog: Catalog, key: str) -> Catalog:
+def two_rows(metadata: CheckpointMetadata, key: str) -> CheckpointMetadata:
     for name, shape in TWO.items():
-        catalog = with_tensor(catalog, name, key, shape=(2, *shape))
-    return catalog
+        metadata = with_tensor(metadata, name, key, shape=(2, *shape))
+    return metadata
 
 
 # --- another optimizer of the family ----------------------------------------------------------------------------
@@ -149,11 +149,11 @@ def test_states_of_the_same_names_are_not_converted(convert: bool) -> None:
 
 
 def test_one_converted_flat_tensor_among_others_makes_a_conversion() -> None:
-    destinations = bnb_engine(apart=True)
+    local_state = bnb_engine(apart=True)
     plain = tuple(LiveState(key, "float32") for key in MOMENTS)
     for number in (0, 1):
-        flats = tuple(replace(flat, states=plain) if flat.index == number else flat for flat in destinations.flats)
-        mixed = replace(destinations, flats=flats, groups=adam_engine(apart=True).groups)
+        flats = tuple(replace(flat, states=plain) if flat.index == number else flat for flat in local_state.flats)
+        mixed = replace(local_state, flats=flats, groups=adam_engine(apart=True).groups)
         assert matched(adam_saved(), mixed, convert=True).converted
 
 
@@ -201,13 +201,13 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 @pytest.mark.parametrize("convert", [True, False])
 def test_other_states_are_not_converted(case: str, convert: bool) -> None:
-    catalog, destinations = REFUSED[case]
+    metadata, local_state = REFUSED[case]
     with pytest.raises(MismatchError, match="keeps other states") as caught:
-        matched(catalog, destinations, convert)
-    assert destinations.optimizer in str(caught.value.expected)
+        matched(metadata, local_state, convert)
+    assert local_state.optimizer in str(caught.value.expected)
     assert "step" in str(caught.value.expected)
     assert "step" in str(caught.value.found)
-    for key in catalog.state_keys:
+    for key in metadata.state_keys:
         assert key in str(caught.value.found)
 
 
@@ -234,11 +234,11 @@ def test_states_of_a_bitsandbytes_that_knew_no_ademamix_are_those_of_the_install
 @pytest.mark.parametrize("keep_live", [True, False])
 def test_a_converted_group_takes_only_what_both_optimizers_know(keep_live: bool) -> None:
     theirs = {**ADAMW_GROUP, "lr": 0.5, "initial_lr": 0.7, "mine": 1}
-    catalog = saved(TWO, hyperparameters=(theirs,))
-    (values,) = match_groups(catalog, bnb_engine(), keep_live, converted=True).hyperparameters
+    metadata = saved(TWO, hyperparameters=(theirs,))
+    (values,) = match_groups(metadata, bnb_engine(), keep_live, converted=True).hyperparameters
     shared = {"lr": 0.5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "initial_lr": 0.7}
     assert values == ({} if keep_live else shared)
-    (values,) = match_groups(catalog, bnb_engine(), keep_live).hyperparameters
+    (values,) = match_groups(metadata, bnb_engine(), keep_live).hyperparameters
     assert ("mine" in values) == (not keep_live)
 
 
@@ -248,18 +248,18 @@ def test_a_group_that_was_converted_back_loses_what_only_bitsandbytes_knows() ->
 
 
 def test_each_converted_group_takes_what_its_own_optimizer_group_knows() -> None:
-    destinations = bnb_engine(apart=True)
-    first, second = destinations.groups
+    local_state = bnb_engine(apart=True)
+    first, second = local_state.groups
     more = LiveGroup(second.names, {**second.hyperparameters, "amsgrad": True})
-    catalog = saved(TWO, groups={"a.weight": 0, "b.weight": 1}, hyperparameters=(ADAMW_GROUP, ADAMW_GROUP))
-    values = match_groups(catalog, replace(destinations, groups=(first, more)), keep_live=False, converted=True)
+    metadata = saved(TWO, groups={"a.weight": 0, "b.weight": 1}, hyperparameters=(ADAMW_GROUP, ADAMW_GROUP))
+    values = match_groups(metadata, replace(local_state, groups=(first, more)), keep_live=False, converted=True)
     assert ["amsgrad" in taken for taken in values.hyperparameters] == [False, True]
 
 
 def test_l2_weight_decay_is_not_converted_into_that_of_bitsandbytes() -> None:
-    catalog = saved(TWO, hyperparameters=(hyperparameters(torch.optim.Adam([PARAM])),))
+    metadata = saved(TWO, hyperparameters=(hyperparameters(torch.optim.Adam([PARAM])),))
     with pytest.raises(MismatchError, match="weight decay"):
-        match_groups(catalog, bnb_engine(), keep_live=False, converted=True)
+        match_groups(metadata, bnb_engine(), keep_live=False, converted=True)
     match_groups(adam_saved(), bnb_engine(), keep_live=False, converted=True)
 
 
@@ -277,8 +277,8 @@ def test_foreach_stays_that_of_the_live_run() -> None:
 
 def test_groups_that_differ_in_foreach_alone_may_be_merged() -> None:
     groups = [{**ADAM, "foreach": value} for value in (True, False)]
-    catalog = saved(TWO, groups={"a.weight": 0, "b.weight": 1}, hyperparameters=groups)
-    match_groups(catalog, live(TWO), keep_live=False)
+    metadata = saved(TWO, groups={"a.weight": 0, "b.weight": 1}, hyperparameters=groups)
+    match_groups(metadata, live(TWO), keep_live=False)
 
 
 # --- other kinds of optimizers with states of the same names ----------------------------------------------------
@@ -328,12 +328,12 @@ add_torch_kinds()
 PASSED_OVER = [("RAdam (radam)", "CPULion")]
 
 
-def from_one_to_the_other(was: str, now: str, with_defaults: bool) -> tuple[Catalog, Destinations]:
+def from_one_to_the_other(was: str, now: str, with_defaults: bool) -> tuple[CheckpointMetadata, LocalState]:
     _, states, scalars, group = KINDS[was]
     _, live_states, live_scalars, live_group = KINDS[now]
     values = dict.fromkeys(TWO, tuple((key, 4.0) for key in sorted(scalars)))
-    catalog = saved(TWO, states=states, scalars=values, hyperparameters=(group,))
-    return catalog, engine(
+    metadata = saved(TWO, states=states, scalars=values, hyperparameters=(group,))
+    return metadata, engine(
         [LiveState(key, "float32") for key in live_states],
         scalars=live_scalars,
         group=live_group,
@@ -346,12 +346,12 @@ def from_one_to_the_other(was: str, now: str, with_defaults: bool) -> tuple[Cata
 @pytest.mark.parametrize("was", KINDS)
 def test_states_go_to_an_optimizer_of_the_same_kind_alone(was: str, with_defaults: bool) -> None:
     for now in KINDS:
-        catalog, destinations = from_one_to_the_other(was, now, with_defaults)
+        metadata, local_state = from_one_to_the_other(was, now, with_defaults)
         if KINDS[was][0] == KINDS[now][0]:
-            assert matched(catalog, destinations).stateful == set(TWO)
+            assert matched(metadata, local_state).stateful == set(TWO)
         elif (was, now) not in PASSED_OVER:
             with pytest.raises(MismatchError) as caught:
-                matched(catalog, destinations)
+                matched(metadata, local_state)
             assert now in str(caught.value.expected)
             assert "load_optimizer_states=False" in str(caught.value.remedy)
 
@@ -378,21 +378,21 @@ def test_hyperparameters_that_the_user_added_tell_nothing() -> None:
     matched(adam_saved(), adam_engine(group={**ADAMW_GROUP, **added}, defaults=known))
     sgd = hyperparameters(torch.optim.SGD([PARAM], momentum=0.9))
     for was, now in (({**sgd, "rho": 1}, sgd), (sgd, {**sgd, "rho": 1})):
-        catalog = saved(TWO, states=("momentum_buffer",), scalars=dict.fromkeys(TWO, ()), hyperparameters=(was,))
+        metadata = saved(TWO, states=("momentum_buffer",), scalars=dict.fromkeys(TWO, ()), hyperparameters=(was,))
         # without a scalar state and without a step, a parameter with a tensor state still has states
-        destinations = engine(
+        local_state = engine(
             [LiveState("momentum_buffer", "float32")], scalars=(), group=now, defaults=frozenset(sgd), optimizer="SGD"
         )
-        assert matched(catalog, destinations).stateful == set(TWO)
+        assert matched(metadata, local_state).stateful == set(TWO)
 
 
 def test_every_saved_group_whose_members_take_part_is_looked_at() -> None:
     radam = hyperparameters(torch.optim.RAdam([PARAM]))
-    catalog = saved(TWO, groups={"a.weight": 0, "b.weight": 1}, hyperparameters=(ADAMW_GROUP, radam))
+    metadata = saved(TWO, groups={"a.weight": 0, "b.weight": 1}, hyperparameters=(ADAMW_GROUP, radam))
     with pytest.raises(MismatchError, match="another kind") as caught:
-        matched(catalog, adam_engine())
+        matched(metadata, adam_engine())
     assert "amsgrad" not in str(caught.value.found)
-    matched(replace(catalog, groups=(ADAMW_GROUP, ADAMW_GROUP)), adam_engine())
+    matched(replace(metadata, groups=(ADAMW_GROUP, ADAMW_GROUP)), adam_engine())
 
 
 def test_the_two_halves_of_deepspeeds_muon_are_not_compared() -> None:
@@ -416,7 +416,7 @@ def test_other_scalars_are_those_of_another_optimizer() -> None:
         matched(unpartitioned(adam_saved(scalars=some)), nadam())
 
 
-def nadam() -> Destinations:
+def nadam() -> LocalState:
     states = [LiveState(key, "float32") for key in MOMENTS]
     return engine(states, scalars=("mu_product", "step"), apart=True)
 
@@ -424,14 +424,14 @@ def nadam() -> Destinations:
 # --- optimizers that are not known ------------------------------------------------------------------------------
 
 
-def unknown(**more: Any) -> Destinations:
+def unknown(**more: Any) -> LocalState:
     return engine(None, scalars=None, **{"optimizer": "mine.Lion", **more})
 
 
 def test_an_unknown_optimizer_adopts_elementwise_states_and_says_so() -> None:
-    catalog = two_rows(saved(TWO, states=("m", "two")), "two")
-    catalog = with_tensor(catalog, "a.weight", "m", dtype="bfloat16")
-    matching = matched(catalog, unknown())
+    metadata = two_rows(saved(TWO, states=("m", "two")), "two")
+    metadata = with_tensor(metadata, "a.weight", "m", dtype="bfloat16")
+    matching = matched(metadata, unknown())
     m, two = matching.links[0]
     assert (m.live.key, m.live.layout, m.live.rows, m.live.dtype) == ("m", ELEMENTWISE, 1, "bfloat16")
     assert (two.live.key, two.live.layout, two.live.rows, two.live.blocks) == ("two", ELEMENTWISE, 2, None)
@@ -461,11 +461,11 @@ def test_an_unknown_optimizer_adopts_replicated_states() -> None:
     assert "m (elementwise), table (replicated)" in matching.notes[0]
 
 
-def whole_states(shapes: Mapping[str, tuple[int, ...]] = TWO) -> Catalog:
-    catalog = unpartitioned(saved(shapes, states=("factor",)))
+def whole_states(shapes: Mapping[str, tuple[int, ...]] = TWO) -> CheckpointMetadata:
+    metadata = unpartitioned(saved(shapes, states=("factor",)))
     for name in shapes:
-        catalog = with_tensor(catalog, name, "factor", shape=(2, 1), is_whole=True)
-    return catalog
+        metadata = with_tensor(metadata, name, "factor", shape=(2, 1), is_whole=True)
+    return metadata
 
 
 def test_an_unknown_optimizer_adopts_whole_states_only_beside_whole_parameters() -> None:
@@ -479,13 +479,13 @@ def test_an_unknown_optimizer_adopts_whole_states_only_beside_whole_parameters()
 
 
 def test_an_unknown_optimizer_adopts_no_codes() -> None:
-    catalog = saved(TWO, states=("state1",))
-    extent = replace(catalog.tensors["b.weight", "state1"].extents[0], code=BlockCode(BLOCKS[0], 0, 0))
-    coded = with_tensor(catalog, "b.weight", "state1", extents=(extent,))
+    metadata = saved(TWO, states=("state1",))
+    chunk = replace(metadata.tensors["b.weight", "state1"].chunks[0], code=BlockCode(BLOCKS[0], 0, 0))
+    coded = with_tensor(metadata, "b.weight", "state1", chunks=(chunk,))
     with pytest.raises(MismatchError, match="keeps other states") as caught:
         matched(coded, unknown(apart=True))
     assert caught.value.parameter == "b.weight"
-    matched(catalog, unknown(apart=True))
+    matched(metadata, unknown(apart=True))
 
 
 def test_an_unknown_optimizer_is_still_told_apart_by_its_hyperparameters() -> None:
@@ -501,9 +501,9 @@ WITH_TABLE = (*(LiveState(key, "float32") for key in MOMENTS), TABLE)
 
 
 def test_a_replicated_state_is_taken_from_one_of_its_copies() -> None:
-    catalog = with_replicated(adam_saved(), "a.weight", table(file=0, byte_offset=1))
-    catalog = with_replicated(catalog, "b.weight", table(file=3, byte_offset=7))
-    matching = matched(catalog, engine(WITH_TABLE))
+    metadata = with_replicated(adam_saved(), "a.weight", table(file=0, byte_offset=1))
+    metadata = with_replicated(metadata, "b.weight", table(file=3, byte_offset=7))
+    matching = matched(metadata, engine(WITH_TABLE))
     assert matching.links[0][-1] == StateLink(TABLE, "table", table(file=0, byte_offset=1))
     assert matching.restored["table"] == ("a.weight", "b.weight")
     assert matching.outcomes == ()
@@ -523,10 +523,10 @@ def test_a_replicated_state_is_taken_from_one_of_its_copies() -> None:
 def test_replicated_states_that_differ_are_refused_with_the_line_that_settles_it(
     other: ReplicatedState, name: str, known: bool
 ) -> None:
-    catalog = with_replicated(everywhere(adam_saved(), table()), name, other)
-    destinations = engine(WITH_TABLE) if known else unknown(group=ADAMW_GROUP)
+    metadata = with_replicated(everywhere(adam_saved(), table()), name, other)
+    local_state = engine(WITH_TABLE) if known else unknown(group=ADAMW_GROUP)
     with pytest.raises(MismatchError, match="should be one for all partitions") as caught:
-        matched(catalog, destinations)
+        matched(metadata, local_state)
     assert '"elastic_checkpoint": {"state_schema": {"' in str(caught.value.remedy)
     assert '"elementwise"' in str(caught.value.remedy)
     assert caught.value.parameter == "a.weight, b.weight"
@@ -534,32 +534,32 @@ def test_replicated_states_that_differ_are_refused_with_the_line_that_settles_it
 
 
 def test_replicated_states_of_flat_tensors_of_their_own_may_differ() -> None:
-    catalog = with_replicated(everywhere(adam_saved(), table()), "b.weight", table(crc32=2))
-    matching = matched(catalog, engine(WITH_TABLE, apart=True))
+    metadata = with_replicated(everywhere(adam_saved(), table()), "b.weight", table(crc32=2))
+    matching = matched(metadata, engine(WITH_TABLE, apart=True))
     assert [matching.links[flat][-1].replicated for flat in (0, 1)] == [table(), table(crc32=2)]
 
 
 def test_what_bitsandbytes_kept_beside_its_states_and_keeps_no_more_is_told_of() -> None:
-    catalog = everywhere(adam_saved(), table("gnorm_vec", differs=True), table("new_max1"))
+    metadata = everywhere(adam_saved(), table("gnorm_vec", differs=True), table("new_max1"))
     reason = "the live optimizer keeps no such state"
     expected = (Outcome("gnorm_vec", "ignored", (), reason), Outcome("new_max1", "ignored", (), reason))
-    assert matched(catalog, adam_engine()).outcomes == expected
+    assert matched(metadata, adam_engine()).outcomes == expected
 
 
 def test_any_other_replicated_state_that_the_live_optimizer_lacks_is_another_optimizers() -> None:
-    for destinations in (adam_engine(), engine(WITH_TABLE)):
+    for local_state in (adam_engine(), engine(WITH_TABLE)):
         with pytest.raises(MismatchError, match="keeps other states") as caught:
-            matched(everywhere(adam_saved(), table(), table("another")), destinations)
+            matched(everywhere(adam_saved(), table(), table("another")), local_state)
         assert "another" in str(caught.value.found)
 
 
-def lamb(**more: Any) -> Destinations:
+def lamb(**more: Any) -> LocalState:
     return bnb_engine((*CODES, NORM), **{"family": None, "optimizer": "LAMB8bit", **more})
 
 
-def lamb_saved(dp: int = 1, stage: int = 1) -> Catalog:
-    catalog = everywhere(bnb_saved(), table("unorm_vec", shape=(1,), differs=True))
-    return replace(catalog, source=replace(catalog.source, dp=dp, zero_stage=stage))
+def lamb_saved(dp: int = 1, stage: int = 1) -> CheckpointMetadata:
+    metadata = everywhere(bnb_saved(), table("unorm_vec", shape=(1,), differs=True))
+    return replace(metadata, source=replace(metadata.source, dp=dp, zero_stage=stage))
 
 
 def test_the_norm_of_an_update_starts_fresh_however_it_was_saved() -> None:
@@ -582,9 +582,9 @@ def test_lamb_at_another_topology_goes_on_a_little_differently_and_says_so(dp: i
 
 
 def test_lamb_and_adam_are_told_apart_by_the_norm() -> None:
-    for catalog, destinations in ((lamb_saved(), bnb_engine()), (bnb_saved(), lamb())):
+    for metadata, local_state in ((lamb_saved(), bnb_engine()), (bnb_saved(), lamb())):
         with pytest.raises(MismatchError, match="another kind") as caught:
-            matched(catalog, destinations)
+            matched(metadata, local_state)
         assert "unorm_vec" in f"{caught.value.expected} {caught.value.found}"
 
 
@@ -592,9 +592,9 @@ def test_lamb_and_adam_are_told_apart_by_the_norm() -> None:
 
 
 def test_a_state_of_unknown_layout_is_refused_with_the_line_that_settles_it() -> None:
-    catalog = replace(adam_saved(), opaque_states={"mine": "a list"})
+    metadata = replace(adam_saved(), opaque_states={"mine": "a list"})
     with pytest.raises(UnsupportedError, match="'mine'") as caught:
-        matched(catalog, adam_engine())
+        matched(metadata, adam_engine())
     assert caught.value.found == "a list"
     assert '"elastic_checkpoint": {"state_schema": {"mine": "elementwise"' in str(caught.value.remedy)
     assert '"replicated"' in str(caught.value.remedy)
@@ -602,39 +602,39 @@ def test_a_state_of_unknown_layout_is_refused_with_the_line_that_settles_it() ->
 
 
 def test_codes_without_their_scales_are_damage() -> None:
-    catalog = replace(bnb_saved(), damaged_states={"state1": "12 scales"}, opaque_states={"mine": "a list"})
+    metadata = replace(bnb_saved(), damaged_states={"state1": "12 scales"}, opaque_states={"mine": "a list"})
     with pytest.raises(DamagedError, match="'state1'") as caught:
-        matched(catalog, bnb_engine())
+        matched(metadata, bnb_engine())
     assert (caught.value.parameter, caught.value.found) == ("state1", "12 scales")
     assert "load_optimizer_states=False" in str(caught.value.remedy)
 
 
 def test_codes_that_lost_their_scales_on_the_way_are_never_taken_for_values() -> None:
     """As "state_schema": {"state1": "elementwise"} and a "non_shard_max_numel" make them."""
-    catalog = bnb_saved()
+    metadata = bnb_saved()
     for name in TWO:
         for key in CODED:
-            catalog = with_tensor(catalog, name, key, dtype="uint8")
+            metadata = with_tensor(metadata, name, key, dtype="uint8")
     with pytest.raises(MismatchError):
-        plan_load(catalog, bnb_engine(), LoadOptions())
+        plan_load(metadata, bnb_engine(), LoadOptions())
 
 
 def test_what_an_unknown_optimizers_states_start_with_is_not_guessed() -> None:
-    catalog = replace(saved({"a.weight": (2, 5)}, states=("m",)), fresh_states=frozenset())
-    destinations = unknown()
-    matching = match_parameters(catalog, destinations, strict=False)
+    metadata = replace(saved({"a.weight": (2, 5)}, states=("m",)), fresh_states=frozenset())
+    local_state = unknown()
+    matching = match_parameters(metadata, local_state, strict=False)
     with pytest.raises(MismatchError, match="nor what its states start with") as caught:
-        match_states(catalog, destinations, matching)
+        match_states(metadata, local_state, matching)
     assert caught.value.parameter == "b.weight"
     apart = unknown(apart=True)
-    assert match_states(catalog, apart, match_parameters(catalog, apart, strict=False)).stateful == {"a.weight"}
+    assert match_states(metadata, apart, match_parameters(metadata, apart, strict=False)).stateful == {"a.weight"}
     with pytest.raises(MismatchError, match="nor what its states start with"):
-        matched(replace(saved(TWO, states=("m",)), fresh_states=frozenset({"n"})), destinations)
+        matched(replace(saved(TWO, states=("m",)), fresh_states=frozenset({"n"})), local_state)
 
 
 def test_a_state_that_the_user_wants_left_starts_fresh_and_is_told_of() -> None:
-    catalog = replace(saved(TWO, states=("exp_avg",)), fresh_states=frozenset({"exp_avg_sq"}))
-    matching = matched(replace(catalog, groups=(ADAMW_GROUP,)), adam_engine())
+    metadata = replace(saved(TWO, states=("exp_avg",)), fresh_states=frozenset({"exp_avg_sq"}))
+    matching = matched(replace(metadata, groups=(ADAMW_GROUP,)), adam_engine())
     assert sources(matching) == {"exp_avg": "exp_avg", "exp_avg_sq": ""}
     assert matching.restored == {"exp_avg": ("a.weight", "b.weight")}
     assert Outcome("exp_avg_sq", "fresh", (), '"state_schema" says so') in matching.outcomes
@@ -654,10 +654,10 @@ def test_a_choice_that_the_other_adam_has_no_word_for_is_not_lost(was: dict[str,
     usual = {"maximize": False, "bias_correction": True}
     for unusual in (True, False):
         kinds = [{key: values[key] if unusual else usual[key] for key in values} for values in (was, now)]
-        catalog = replace(adam_saved(), groups=({**plain, **kinds[0]},))
-        destinations = adam_engine(group={**plain, **kinds[1]})
+        metadata = replace(adam_saved(), groups=({**plain, **kinds[0]},))
+        local_state = adam_engine(group={**plain, **kinds[1]})
         if unusual:
             with pytest.raises(MismatchError, match="no word for"):
-                matched(catalog, destinations)
+                matched(metadata, local_state)
         else:
-            assert matched(catalog, destinations).stateful == set(TWO)
+            assert matched(metadata, local_state).stateful == set(TWO)

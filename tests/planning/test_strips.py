@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from elastic_ckpt.core.dtypes import ITEMSIZE
 from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.metadata import BlockCode, Catalog, Extent, LogicalTensor, SourceFacts
+from elastic_ckpt.core.metadata import BlockCode, CheckpointMetadata, SourceFacts, StorageChunk, TensorMetadata
 from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
 from elastic_ckpt.core.strided import Transfer, copied, fused, replicated, reshard
 from elastic_ckpt.errors import DamagedError
@@ -27,13 +27,13 @@ FORMAT = BlockFormat(4, "absmax1", Codebook((0.0, 1.0)))
 class Saved:
     """A tensor in files, each element under its number; of each file, where in a quantized tensor its bytes lie."""
 
-    tensor: LogicalTensor
+    tensor: TensorMetadata
     files: list[torch.Tensor]
 
 
 def save(shards: Sequence[torch.Tensor], ends: Sequence[Sequence[int]], dtype: str, is_coded: bool) -> Saved:
-    """Every shard in extents that end where is said, each in a file of its own, behind a header."""
-    extents, itemsize = [], ITEMSIZE[dtype]
+    """Every shard in chunks that end where is said, each in a file of its own, behind a header."""
+    chunks, itemsize = [], ITEMSIZE[dtype]
     files: list[torch.Tensor] = []
     for shard, values in enumerate(shards):
         bounds = [0, *sorted({end for end in ends[shard] if 0 < end < values.numel()}), values.numel()]
@@ -41,10 +41,10 @@ def save(shards: Sequence[torch.Tensor], ends: Sequence[Sequence[int]], dtype: s
             if start == stop:
                 continue
             code = BlockCode(FORMAT, 100 * len(files), 7) if is_coded else None
-            extents.append(Extent(FlatRange(start, stop), len(files), 3 * itemsize, code, shard))
+            chunks.append(StorageChunk(FlatRange(start, stop), len(files), 3 * itemsize, code, shard))
             files.append(torch.cat([torch.full((3,), -9), values.flatten()[start:stop]]))
     shapes = tuple(tuple(shard.shape) for shard in shards)
-    return Saved(LogicalTensor("p", "state", shapes[0], dtype, tuple(extents), shards=shapes), files)
+    return Saved(TensorMetadata("p", "state", shapes[0], dtype, tuple(chunks), shards=shapes), files)
 
 
 @st.composite
@@ -92,7 +92,7 @@ def test_the_strips_of_a_range_hold_its_elements_once(
     for row in range(rows):
         by_strip, by_piece = torch.full((2, live.shape[1]), -1)
         for strip in strips(saved.tensor, transfer, wanted, row, rows):
-            band, file = strip.band, saved.files[strip.extent.file]
+            band, file = strip.band, saved.files[strip.chunk.file]
             assert strip.dtype == saved.tensor.dtype
             for step in range(band.rows):
                 there = slice(
@@ -105,9 +105,9 @@ def test_the_strips_of_a_range_hold_its_elements_once(
                 first, rest = divmod(piece.byte_offset, itemsize)
                 start = piece.start - offset
                 assert rest == 0
-                assert piece.file == strip.extent.file
+                assert piece.file == strip.chunk.file
                 by_piece[start : start + piece.numel] = file[first : first + piece.numel]
-                if strip.extent.code is None:
+                if strip.chunk.code is None:
                     assert piece.code is None
                 else:  # the place of its first element among the blocks of its file
                     assert piece.code == BlockCode(FORMAT, 100 * piece.file + first - 3, 7)
@@ -132,17 +132,17 @@ def test_each_copy_of_what_is_added_up_is_found() -> None:
     found = [piece.numel for strip in strips(saved.tensor, both, FlatRange(1, 4)) for piece in strip.pieces(0)]
     assert found == [1, 2, 3]
     first = reshard(replicated((4,), 2), replicated((4,), 2), 1)
-    assert [strip.extent.shard for strip in strips(saved.tensor, first, FlatRange(0, 4))] == [0, 0]
+    assert [strip.chunk.shard for strip in strips(saved.tensor, first, FlatRange(0, 4))] == [0, 0]
 
 
 # --- tiling -----------------------------------------------------------------------------------------------------
 
-CATALOG = Catalog(SourceFacts("native", "/ckpt/tag", "tag", 1, 1, "0"), (), {}, {}, ({},))
+CATALOG = CheckpointMetadata(SourceFacts("native", "/ckpt/tag", "tag", 1, 1, "0"), (), {}, {}, ({},))
 
 
-def tiled(*pieces: tuple[int, int, int], shards: tuple[tuple[int, ...], ...] = ((2, 3), (4,))) -> LogicalTensor:
-    extents = tuple(Extent(FlatRange(start, stop), 0, 0, shard=shard) for shard, start, stop in pieces)
-    return LogicalTensor("a.weight", "exp_avg", (2, 3), "float32", extents, shards=shards)
+def tiled(*pieces: tuple[int, int, int], shards: tuple[tuple[int, ...], ...] = ((2, 3), (4,))) -> TensorMetadata:
+    chunks = tuple(StorageChunk(FlatRange(start, stop), 0, 0, shard=shard) for shard, start, stop in pieces)
+    return TensorMetadata("a.weight", "exp_avg", (2, 3), "float32", chunks, shards=shards)
 
 
 def test_shards_that_are_tiled_are_whole() -> None:

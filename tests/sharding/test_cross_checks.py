@@ -5,18 +5,18 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from elastic_ckpt.core.metadata import MASTER, LogicalTensor
+from elastic_ckpt.core.metadata import MASTER, TensorMetadata
 from elastic_ckpt.sharding.cross_checks import Structure
 
 
 def structure(shards: dict[str, list[tuple[int, ...]]]) -> Structure:
-    """Of a catalog that holds these, by the shape of each tensor-parallel shard."""
+    """Of a metadata that holds these, by the shape of each tensor-parallel shard."""
     tensors = {
-        (name, MASTER): LogicalTensor(name, MASTER, shapes[0], "float32", (), shards=tuple(shapes))
+        (name, MASTER): TensorMetadata(name, MASTER, shapes[0], "float32", (), shards=tuple(shapes))
         for name, shapes in shards.items()
     }
-    catalog: Any = SimpleNamespace(tensors=tensors, run={})
-    return Structure(catalog)
+    metadata: Any = SimpleNamespace(tensors=tensors, run={})
+    return Structure(metadata)
 
 
 def test_a_layer_is_not_its_own_counterpart() -> None:

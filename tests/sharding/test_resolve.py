@@ -17,8 +17,8 @@ from deepspeed.checkpoint.affine import (
 
 from elastic_ckpt.core.declared import split_of_affine
 from elastic_ckpt.core.fqn import adopt_live_names, rename_saved
-from elastic_ckpt.core.local_state import Destinations
-from elastic_ckpt.core.strided import Split
+from elastic_ckpt.core.local_state import LocalState
+from elastic_ckpt.core.strided import TPLayout
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.sharding.book import RuleBook
 from elastic_ckpt.sharding.presets import load_preset
@@ -67,7 +67,7 @@ def test_a_recorded_layout_goes_before_the_shapes_and_the_users_rule_before_it()
     saved = merged_halves(whole, 2)
     check(name, saved, [whole], info=info)
     check(name, saved, [torch.cat(saved)], info=info, book=rules(name, kind="column"))
-    live = Split((8, 2), 0, (((4, 8),), ((0, 4),)))
+    live = TPLayout((8, 2), 0, (((4, 8),), ((0, 4),)))
     check(name, [whole], [whole[4:], whole[:4]], said={"split": live})
     check(name, [whole], [whole[:4], whole[4:]], said={"split": live}, book=rules(name, kind="column"))
 
@@ -121,9 +121,9 @@ def sub_params(name: str) -> dict[str, Any]:
 
 def test_what_the_checkpoint_declares_holds_for_renamed_and_tied_parameters() -> None:
     whole, live = numbered(8, 2), [numbered(8, 2)]
-    catalog = checkpoint({"m.weight": merged_halves(whole, 2)}, info=sub_params("m"))
-    renamed = rename_saved(catalog, [("^m", "module")])
-    engine = Destinations(1, 1, 0, "o", (), (), (), (), ties={"tied.weight": ("module.weight",)})
+    metadata = checkpoint({"m.weight": merged_halves(whole, 2)}, info=sub_params("m"))
+    renamed = rename_saved(metadata, [("^m", "module")])
+    engine = LocalState(1, 1, 0, "o", (), (), (), (), ties={"tied.weight": ("module.weight",)})
     for changed, name in ((renamed, "module.weight"), (adopt_live_names(renamed, engine), "tied.weight")):
         found = decided(changed, name, layout(live))
         assert torch.equal(arrives(found, name, merged_halves(whole, 2), whole), whole)
@@ -131,8 +131,8 @@ def test_what_the_checkpoint_declares_holds_for_renamed_and_tied_parameters() ->
 
 
 def test_a_parameter_that_was_called_fused_is_fused_under_any_name() -> None:
-    catalog = checkpoint({"query_key_value.weight": numbered(12, 2).chunk(2)})
-    renamed = rename_saved(catalog, [("query_key_value", "plain")])
+    metadata = checkpoint({"query_key_value.weight": numbered(12, 2).chunk(2)})
+    renamed = rename_saved(metadata, [("query_key_value", "plain")])
     with pytest.raises(MismatchError, match="made of several"):
         decided(renamed, "plain.weight", layout([numbered(12, 2)]))
 
@@ -140,11 +140,11 @@ def test_a_parameter_that_was_called_fused_is_fused_under_any_name() -> None:
 @pytest.mark.parametrize("said_of", ["m.weight", "module.weight"])
 def test_the_users_rules_may_use_either_name_and_a_preset_the_saved_one(said_of: str) -> None:
     whole = numbered(8, 2)
-    catalog = rename_saved(checkpoint({"m.weight": merged_halves(whole, 2)}), [("^m", "module")])
+    metadata = rename_saved(checkpoint({"m.weight": merged_halves(whole, 2)}), [("^m", "module")])
     rule = {"kind": "column", "sub_parameters": [1, 1]}
-    found = decided(catalog, "module.weight", layout([whole]), 0, rules(said_of, **rule))
+    found = decided(metadata, "module.weight", layout([whole]), 0, rules(said_of, **rule))
     assert torch.equal(arrives(found, "module.weight", merged_halves(whole, 2), whole), whole)
-    found = decided(catalog, "module.weight", layout([whole]), 0, preset(said_of, **rule))
+    found = decided(metadata, "module.weight", layout([whole]), 0, preset(said_of, **rule))
     assert ('preset "mine"' in found.notes[0]) == (said_of == "m.weight")
 
 
@@ -194,12 +194,12 @@ def test_of_a_widening_layer_its_counterpart_tells_whether_a_gate_is_fused_into_
 ) -> None:
     name, whole = f"0.mlp.{wide}.{what}", numbered(16, *([4] if what == "weight" else []))
     for columns, is_gated in ((16, False), (8, True)):
-        catalog = checkpoint({name: whole.chunk(2), f"0.mlp.{narrow}.weight": numbered(4, columns).chunk(2, dim=1)})
+        metadata = checkpoint({name: whole.chunk(2), f"0.mlp.{narrow}.weight": numbered(4, columns).chunk(2, dim=1)})
         if is_gated:
             with pytest.raises(MismatchError, match="made of several"):
-                decided(catalog, name, layout([whole]))
+                decided(metadata, name, layout([whole]))
         else:
-            found = decided(catalog, name, layout([whole]))
+            found = decided(metadata, name, layout([whole]))
             assert torch.equal(arrives(found, name, whole.chunk(2), whole), whole)
 
 
@@ -217,16 +217,16 @@ def test_a_preset_is_held_against_the_counterpart_of_a_widening_layer(
     columns: int, parts: list[int] | None, why: str | None
 ) -> None:
     name, whole = "0.mlp.dense_h_to_4h.weight", numbered(16, 4)
-    catalog = checkpoint({name: whole.chunk(2), "0.mlp.dense_4h_to_h.weight": [numbered(4, columns)]})
+    metadata = checkpoint({name: whole.chunk(2), "0.mlp.dense_4h_to_h.weight": [numbered(4, columns)]})
     rule = {"kind": "column", "sub_parameters": parts}
     if why is None:
-        decided(catalog, name, layout([whole]), 0, preset(name, **rule))
+        decided(metadata, name, layout([whole]), 0, preset(name, **rule))
     else:
         with pytest.raises(MismatchError, match="contradict") as caught:
-            decided(catalog, name, layout([whole]), 0, preset(name, **rule))
+            decided(metadata, name, layout([whole]), 0, preset(name, **rule))
         assert str(caught.value.expected).endswith(why)
         assert 'the preset "mine"' in str(caught.value.expected)
-    decided(catalog, name, layout([whole]), 0, rules(name, **rule))  # the user may know better
+    decided(metadata, name, layout([whole]), 0, rules(name, **rule))  # the user may know better
 
 
 @pytest.mark.parametrize(
@@ -245,12 +245,12 @@ def test_fewer_key_value_heads_contradict_a_plain_cut(
 ) -> None:
     name, weight = f"attention.query_key_value.{what}", numbered(rows, 8)
     whole = weight if what == "weight" else numbered(rows)
-    catalog = checkpoint({"attention.query_key_value.weight": weight.chunk(2), name: whole.chunk(2)}, run=run)
+    metadata = checkpoint({"attention.query_key_value.weight": weight.chunk(2), name: whole.chunk(2)}, run=run)
     if is_refused:
         with pytest.raises(MismatchError, match="key-value heads are fewer"):
-            decided(catalog, name, layout([whole]), 0, preset(name, kind="column"))
+            decided(metadata, name, layout([whole]), 0, preset(name, kind="column"))
     else:
-        decided(catalog, name, layout([whole]), 0, preset(name, kind="column"))
+        decided(metadata, name, layout([whole]), 0, preset(name, kind="column"))
 
 
 def test_shapes_that_leave_two_dimensions_or_none_are_refused() -> None:
@@ -262,38 +262,38 @@ def test_shapes_that_leave_two_dimensions_or_none_are_refused() -> None:
 
 
 def test_without_a_layout_of_the_live_side_nothing_is_decided() -> None:
-    catalog, engine = checkpoint({"m.weight": [numbered(2, 3)] * 2}), Destinations(1, 1, 0, "o", (), (), (), ())
+    metadata, engine = checkpoint({"m.weight": [numbered(2, 3)] * 2}), LocalState(1, 1, 0, "o", (), (), (), ())
     with pytest.raises(MismatchError, match="it is not known how"):
-        resolve(catalog, engine, ["m.weight"], RuleBook(), STRICT)
-    assert not resolve(catalog, replace(engine, tp=2), ["m.weight"], RuleBook(), STRICT).transfers
+        resolve(metadata, engine, ["m.weight"], RuleBook(), STRICT)
+    assert not resolve(metadata, replace(engine, tp=2), ["m.weight"], RuleBook(), STRICT).transfers
 
 
 @pytest.mark.parametrize("said", [{}, {"dim": 0}])
 def test_a_name_that_tells_nothing_does_not_hide_a_gate(said: dict[str, Any]) -> None:
     up, down = numbered(16, 4), numbered(4, 8)
     for shards in ([up], list(up.chunk(2))):
-        catalog = checkpoint(
+        metadata = checkpoint(
             {"0.mlp.first.weight": shards, "0.mlp.second.weight": list(down.chunk(len(shards), dim=1))}
         )
         live = [up] if len(shards) == 2 else list(up.chunk(2))
         with pytest.raises(MismatchError, match="made of several"):
-            decided(catalog, "0.mlp.first.weight", layout(live, **said))
+            decided(metadata, "0.mlp.first.weight", layout(live, **said))
 
 
 def test_widths_of_query_key_and_value_are_told_by_the_layer_behind() -> None:
     name, whole = "attn.qkv_proj.weight", numbered(24, 16)  # 16 of queries, 4 of keys, 4 of values
-    catalog = checkpoint({name: whole.chunk(2), "attn.o_proj.weight": numbered(16, 16).chunk(2, dim=1)})
+    metadata = checkpoint({name: whole.chunk(2), "attn.o_proj.weight": numbered(16, 16).chunk(2, dim=1)})
     with pytest.raises(MismatchError, match="made of several") as refused_one:
-        decided(catalog, name, layout([whole]))
+        decided(metadata, name, layout([whole]))
     assert '"sub_parameters": [4, 1, 1]}' in str(refused_one.value.remedy)
     with pytest.raises(MismatchError, match=r"as wide as \[4, 1, 1\]"):
-        decided(catalog, name, layout([whole]), 0, rules(name, kind="column", sub_parameters=[1, 1, 1]))
+        decided(metadata, name, layout([whole]), 0, rules(name, kind="column", sub_parameters=[1, 1, 1]))
 
 
 def test_buffers_that_differ_between_live_ranks_are_no_copies_of_a_saved_one() -> None:
     start = numbered(1)
-    catalog = checkpoint({"embed.start": [start]})
+    metadata = checkpoint({"embed.start": [start]})
     same = replace(layout([start, start]), values=(7, 7))
-    assert torch.equal(arrives(decided(catalog, "embed.start", same), "embed.start", [start], start), start)
+    assert torch.equal(arrives(decided(metadata, "embed.start", same), "embed.start", [start], start), start)
     with pytest.raises(MismatchError, match="it is not known how"):
-        decided(catalog, "embed.start", replace(same, values=(7, 8)))
+        decided(metadata, "embed.start", replace(same, values=(7, 8)))

@@ -13,7 +13,7 @@ from deepspeed.checkpoint.affine import contiguous_split_map, replicated_map
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.local_state import LiveLayout
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
-from elastic_ckpt.core.strided import Split
+from elastic_ckpt.core.strided import TPLayout
 from elastic_ckpt.core.tp_rules import Rule
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.sharding.book import RuleBook
@@ -52,10 +52,10 @@ def test_rows_of_padding_that_the_checkpoint_lacks_are_left_alone() -> None:
         (None, {"vocabulary_parameter_patterns": [name]}),
         (preset(name, kind="vocabulary"), None),
     ):
-        catalog = checkpoint({name: saved.chunk(2)}, info=info)
+        metadata = checkpoint({name: saved.chunk(2)}, info=info)
         live = padded(saved, 12).chunk(3)
         for rank, expected in enumerate(live):
-            found = decided(catalog, name, layout(live), rank, book)
+            found = decided(metadata, name, layout(live), rank, book)
             got = arrives(found, name, saved.chunk(2), expected)
             assert torch.equal(got.nan_to_num(-1), expected.nan_to_num(-1))
         assert found.transfers[name, ""].missing == (FlatRange(4, 8),)
@@ -238,9 +238,9 @@ def test_otherwise_the_first_ranks_copy_is_taken(policy: str) -> None:
 
 def test_numbers_that_are_no_fractions_are_not_averaged() -> None:
     ids = torch.tensor([3, 5])
-    catalog = checkpoint({NAME: [ids, ids]}, key=BUFFER)
+    metadata = checkpoint({NAME: [ids, ids]}, key=BUFFER)
     for kind in ("replicated", "averaged"):
-        found = decided(catalog, NAME, layout([ids]), 0, rules(NAME, kind=kind), MEAN)
+        found = decided(metadata, NAME, layout([ids]), 0, rules(NAME, kind=kind), MEAN)
         assert not found.transfers[NAME, ""].blend
 
 
@@ -258,14 +258,14 @@ def test_a_summed_value_is_shared_out_and_its_moments_are_copied(source: int, ta
 
 
 def test_what_is_summed_cannot_be_cut_and_what_is_whole_has_one_shape() -> None:
-    cut = LiveLayout(((2,), (2,)), split=Split((4,), 0, (((0, 2),), ((2, 4),))))
+    cut = LiveLayout(((2,), (2,)), split=TPLayout((4,), 0, (((0, 2),), ((2, 4),))))
     for kind in ("summed", "replicated"):
-        catalog = checkpoint({NAME: [numbered(4)] * 4}, info=None)
+        metadata = checkpoint({NAME: [numbered(4)] * 4}, info=None)
         if kind == "summed":
             with pytest.raises(MismatchError, match="contradict"):
-                decided(catalog, NAME, cut, 0, preset(NAME, kind=kind))
+                decided(metadata, NAME, cut, 0, preset(NAME, kind=kind))
         else:
-            found = decided(catalog, NAME, cut, 1, preset(NAME, kind=kind))
+            found = decided(metadata, NAME, cut, 1, preset(NAME, kind=kind))
             assert torch.equal(arrives(found, NAME, [numbered(4)] * 4, numbered(2)), numbered(4)[2:])
     refused(NAME, [numbered(4)] * 2, [numbered(8)], rules(NAME, kind="replicated"))
     refused(NAME, [numbered(4), numbered(5)], [numbered(4)], rules(NAME, kind="replicated"))
@@ -292,8 +292,8 @@ def test_of_the_same_degree_nothing_has_to_be_known() -> None:
 
 
 def universal(name: str, whole: torch.Tensor, info: Any = None) -> Any:
-    catalog = checkpoint({name: [whole]}, info=info, merged_from=2)
-    return replace(catalog, source=replace(catalog.source, format="universal"))
+    metadata = checkpoint({name: [whole]}, info=info, merged_from=2)
+    return replace(metadata, source=replace(metadata.source, format="universal"))
 
 
 FUSED = "mlp.gate_up.weight"
@@ -334,11 +334,11 @@ def test_the_padding_that_the_converter_has_stripped_is_left_alone() -> None:
 @pytest.mark.parametrize("degree", [1, 2])
 def test_a_merged_parameter_is_held_against_its_counterpart_too(degree: int) -> None:
     name, whole = "mlp.dense_h_to_4h.weight", numbered(8, 2)
-    catalog = universal(name, whole)
+    metadata = universal(name, whole)
     counterpart = checkpoint({"mlp.dense_4h_to_h.weight": [numbered(2, 4)]}).tensors
-    catalog = replace(catalog, tensors={**catalog.tensors, **counterpart})
+    metadata = replace(metadata, tensors={**metadata.tensors, **counterpart})
     with pytest.raises(MismatchError, match="a gate is fused into it"):
-        decided(catalog, name, layout(whole.chunk(degree)), 0, preset(name, kind="column"))
+        decided(metadata, name, layout(whole.chunk(degree)), 0, preset(name, kind="column"))
 
 
 @pytest.mark.parametrize("name", [FUSED, "mlp.proj.weight"])
@@ -349,7 +349,7 @@ def test_whoever_knows_of_parts_the_converter_had_to_know_of_them(name: str, deg
     said: dict[str, Any] = {}
     if who == "recorded":
         held = {1: (((0, 4), (4, 8)),), 2: (((0, 2), (4, 6)), ((2, 4), (6, 8)))}[degree]
-        said = {"split": Split((8, 2), 0, held)}
+        said = {"split": TPLayout((8, 2), 0, held)}
     elif who == "stride":
         said = {"dim": 0, "stride": 2}
     elif who == "slices":

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from elastic_ckpt.core.declared import Declared, declared_by, split_of_affine
-from elastic_ckpt.core.strided import Split
+from elastic_ckpt.core.strided import TPLayout
 from elastic_ckpt.core.tp_rules import CannotSplit, Facts, Rule, split_by
 from elastic_ckpt.errors import ConfigError
 from elastic_ckpt.sharding.book import is_fused
@@ -32,7 +32,7 @@ from elastic_ckpt.sharding.presets import load_preset, preset_names
 NOTHING = Facts({})
 
 
-def cut(whole: torch.Tensor, split: Split) -> list[torch.Tensor]:
+def cut(whole: torch.Tensor, split: TPLayout) -> list[torch.Tensor]:
     """What each rank holds."""
     return [
         torch.cat([whole.narrow(split.dim, a, b - a) for a, b in held] or [whole.narrow(split.dim, 0, 0)], split.dim)

@@ -11,7 +11,14 @@ import torch
 
 from elastic_ckpt.cli.output import print_json, printable
 from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.metadata import Catalog, Extent, LogicalTensor, SavedParameter, SourceFacts, SourceFile
+from elastic_ckpt.core.metadata import (
+    CheckpointMetadata,
+    SavedParameter,
+    SourceFacts,
+    SourceFile,
+    StorageChunk,
+    TensorMetadata,
+)
 from elastic_ckpt.core.tp_rules import Rule
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.io.reader import ReadOptions
@@ -42,7 +49,9 @@ def test_elements_that_differ_are_counted_and_found(left: list, right: list, dif
 
 def opened(**states: str) -> Any:
     source = SourceFacts("native", "/ckpt", "step", 1, 2, "0.19.8")
-    return SimpleNamespace(checkpoint=SimpleNamespace(catalog=Catalog(source, (), {}, {}, (), opaque_states=states)))
+    return SimpleNamespace(
+        checkpoint=SimpleNamespace(metadata=CheckpointMetadata(source, (), {}, {}, (), opaque_states=states))
+    )
 
 
 def test_states_of_unknown_layout_are_not_equal_in_silence() -> None:
@@ -55,14 +64,16 @@ def test_a_vector_that_is_whole_by_its_shape_alone_is_no_drifted_copy(tmp_path: 
     """It may as well be each rank's own part; a rule makes it a copy."""
     path = tmp_path / "a"
     path.write_bytes(torch.tensor([1.0, 2.0, 1.0, 3.0]).numpy().tobytes())
-    extents = tuple(Extent(FlatRange(0, 2), 0, 8 * rank, shard=rank) for rank in (0, 1))
-    tensors = {("b", "fp32"): LogicalTensor("b", "fp32", (2,), "float32", extents, shards=((2,), (2,)))}
+    chunks = tuple(StorageChunk(FlatRange(0, 2), 0, 8 * rank, shard=rank) for rank in (0, 1))
+    tensors = {("b", "fp32"): TensorMetadata("b", "fp32", (2,), "float32", chunks, shards=((2,), (2,)))}
     source = SourceFacts("native", "/ckpt", "step", 1, 1, "0.19.8", tp=2)
-    catalog = Catalog(source, (SourceFile(str(path), 16),), {"b": SavedParameter((2,), 0, ())}, tensors, ({},))
+    metadata = CheckpointMetadata(
+        source, (SourceFile(str(path), 16),), {"b": SavedParameter((2,), 0, ())}, tensors, ({},)
+    )
     with pytest.raises(MismatchError, match="by their shapes alone"):
-        LogicalReader(catalog, LoadOptions(replicated="first")).compare_copies(ReadOptions())
+        LogicalReader(metadata, LoadOptions(replicated="first")).compare_copies(ReadOptions())
     book = RuleBook((Rule(pattern="b", kind="replicated"),))
-    reader = LogicalReader(catalog, LoadOptions(replicated="first", rules=book))
+    reader = LogicalReader(metadata, LoadOptions(replicated="first", rules=book))
     assert "the first was taken" in reader.compare_copies(ReadOptions())[0]
 
 

@@ -16,7 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.metadata import Catalog, Extent, LogicalTensor, SavedParameter, SourceFacts, SourceFile
+from elastic_ckpt.core.metadata import (
+    CheckpointMetadata,
+    SavedParameter,
+    SourceFacts,
+    SourceFile,
+    StorageChunk,
+    TensorMetadata,
+)
 from elastic_ckpt.core.tp_rules import Rule
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError, UnsupportedError
 from elastic_ckpt.planning.planner import LoadOptions
@@ -99,25 +106,25 @@ def test_names_of_parameters_pass() -> None:
         assert checked_name(name, "/ckpt") == name
 
 
-def catalog(**changes: Any) -> Catalog:
-    extent = Extent(FlatRange(0, 4), 0, 0)
-    tensors = {("w", key): LogicalTensor("w", key, (4,), "float32", (extent,)) for key in ("fp32", "exp_avg")}
+def metadata(**changes: Any) -> CheckpointMetadata:
+    chunk = StorageChunk(FlatRange(0, 4), 0, 0)
+    tensors = {("w", key): TensorMetadata("w", key, (4,), "float32", (chunk,)) for key in ("fp32", "exp_avg")}
     source = SourceFacts("native", "/ckpt", "step", 1, 2, "0.19.8")
-    plain = Catalog(
+    plain = CheckpointMetadata(
         source, (SourceFile("/ckpt/a", 99),), {"w": SavedParameter((4,), 0, (("step", 1.0),))}, tensors, ({},)
     )
     return replace(plain, **changes)
 
 
 def test_what_the_format_has_no_place_for_is_named() -> None:
-    refuse_unconvertible(catalog())
-    whole = LogicalTensor("w", "row", (2,), "float32", (Extent(FlatRange(0, 2), 0, 0),), is_whole=True)
+    refuse_unconvertible(metadata())
+    whole = TensorMetadata("w", "row", (2,), "float32", (StorageChunk(FlatRange(0, 2), 0, 0),), is_whole=True)
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"source": replace(catalog().source, zero_stage=0)}, "without ZeRO"),
-        ({"source": replace(catalog().source, format="universal")}, "already"),
+        ({"source": replace(metadata().source, zero_stage=0)}, "without ZeRO"),
+        ({"source": replace(metadata().source, format="universal")}, "already"),
         ({"opaque_states": {"odd": "a list"}}, "unknown layout (odd)"),
         ({"damaged_states": {"absmax1": "cut"}}, "damaged states (absmax1)"),
-        ({"tensors": {**catalog().tensors, ("w", "row"): whole}}, "shape of their own (row)"),
+        ({"tensors": {**metadata().tensors, ("w", "row"): whole}}, "shape of their own (row)"),
         (
             {"parameters": {"w": SavedParameter((4,), 0, (("mu_product", 0.5), ("step", 1.0)))}},
             "beside the step (mu_product)",
@@ -125,17 +132,17 @@ def test_what_the_format_has_no_place_for_is_named() -> None:
     ]
     for changes, says in cases:
         with pytest.raises(UnsupportedError, match=re.escape(says)):
-            refuse_unconvertible(catalog(**changes))
+            refuse_unconvertible(metadata(**changes))
 
 
 def test_parts_whose_widths_the_run_says_are_noted_in_numbers() -> None:
     """DeepSpeed cuts by what is noted: without it, queries would be taken for keys."""
     name = "layer.query_key_value.weight"
     shards = ((32, 8), (32, 8))
-    tensors = {(name, "fp32"): LogicalTensor(name, "fp32", (32, 8), "float32", (), shards=shards)}
+    tensors = {(name, "fp32"): TensorMetadata(name, "fp32", (32, 8), "float32", (), shards=shards)}
     book = RuleBook((Rule(pattern=".*query_key_value.*", kind="column", sub_parameters="qkv"),))
     run = {"num_attention_heads": 8, "num_query_groups": 4}
-    held = catalog(tensors=tensors, parameters={name: SavedParameter((32, 8), 0, ())}, run=run)
+    held = metadata(tensors=tensors, parameters={name: SavedParameter((32, 8), 0, ())}, run=run)
     noted = _beside(known_rules(held, [name], book)[name], Whole(name, "fp32", (64, 8), "float32"))
     assert noted.keys() == {"sub_param_shape"}
     assert (noted["sub_param_shape"].shape, noted["sub_param_shape"].partition_dim) == (((32, 16, 16), 8), 0)
@@ -144,22 +151,22 @@ def test_parts_whose_widths_the_run_says_are_noted_in_numbers() -> None:
 
 
 def test_what_deepspeed_will_not_restore_is_noted() -> None:
-    assert notes_on(catalog(), {}) == ()
-    frozen = LogicalTensor("f", "frozen", (4,), "float32", (Extent(FlatRange(0, 4), 0, 0),))
-    held = catalog(tensors={**catalog().tensors, ("f", "frozen"): frozen})
+    assert notes_on(metadata(), {}) == ()
+    frozen = TensorMetadata("f", "frozen", (4,), "float32", (StorageChunk(FlatRange(0, 4), 0, 0),))
+    held = metadata(tensors={**metadata().tensors, ("f", "frozen"): frozen})
     (note,) = notes_on(held, {})
     assert "neither buffers nor frozen weights" in note
     (note,) = notes_on(replace(held, files=(SourceFile("/ckpt/layer_03-model_states.pt", 9),)), {})
     assert note.endswith("are lost: f")
     custom = Rule(pattern="w", kind="custom", slices={2: [[(0, 2)], [(2, 4)]]})
-    (note,) = notes_on(catalog(), {"w": custom})
+    (note,) = notes_on(metadata(), {"w": custom})
     assert note.startswith("slices of w ")
-    (note,) = notes_on(catalog(source=replace(catalog().source, zero_stage=3, tp=2)), {})
+    (note,) = notes_on(metadata(source=replace(metadata().source, zero_stage=3, tp=2)), {})
     assert "AutoTP alone" in note
 
 
 def test_parameters_without_masters_or_shapes_are_refused() -> None:
-    held = catalog(parameters={**catalog().parameters, "lost": SavedParameter((4,), 0, ())})
+    held = metadata(parameters={**metadata().parameters, "lost": SavedParameter((4,), 0, ())})
     with pytest.raises(DamagedError, match="no master weights") as error:
         list(parameter_files(LogicalReader(held, LoadOptions()), {}))
     assert error.value.parameter == "lost"

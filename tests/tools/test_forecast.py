@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.dtypes import ITEMSIZE
 from elastic_ckpt.core.metadata import BUFFER, SourceFile
-from elastic_ckpt.core.read_plan import Copy, Piece, Plan, Recode, Slot
+from elastic_ckpt.core.read_plan import Piece, ReadItem, ReadPlan, RequantizeItem, Slot
 from elastic_ckpt.io import coalesce as reads_module
 from elastic_ckpt.io import read_sizes as sizes_module
 from elastic_ckpt.io.coalesce import StagedRead, sort_copies
@@ -48,9 +48,9 @@ FEW_BUFFERS = 6
 
 
 @st.composite
-def copies(draw: st.DrawFn) -> list[Copy]:
+def copies(draw: st.DrawFn) -> list[ReadItem]:
     """Copies into one slot of floats, often neighbours in the file, some of them strided, some of another dtype."""
-    found: list[Copy] = []
+    found: list[ReadItem] = []
     file, offset = 0, 0
     for _ in range(draw(st.integers(1, 8))):
         gap = draw(st.sampled_from([0, 0, 0, 4, 8]))
@@ -61,7 +61,7 @@ def copies(draw: st.DrawFn) -> list[Copy]:
         dtype = draw(st.sampled_from(["float32", "float32", "float32", "bfloat16"]))
         between = draw(st.sampled_from([0, 0, 1, 3]))
         stride = numel + between if rows > 1 else 0
-        copy = Copy(file, offset + gap, 0, 0, numel, dtype, rows, stride, stride)
+        copy = ReadItem(file, offset + gap, 0, 0, numel, dtype, rows, stride, stride)
         found.append(copy)
         offset = copy.byte_offset + ((rows - 1) * stride + numel) * ITEMSIZE[dtype]
     return found
@@ -75,7 +75,7 @@ def copies(draw: st.DrawFn) -> list[Copy]:
     st.sampled_from([0, 0, 4, 8, 12, 4096]),
 )
 def test_reads_are_those_of_the_reader(
-    held: list[Copy], chunk_nbytes: int, staging_nbytes: int, gap_nbytes: int
+    held: list[ReadItem], chunk_nbytes: int, staging_nbytes: int, gap_nbytes: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         for module in (reads_module, sizes_module):
@@ -83,9 +83,9 @@ def test_reads_are_those_of_the_reader(
         compare_with_reader(held, ReadOptions(2, chunk_nbytes, staging_nbytes, gap_nbytes=gap_nbytes))
 
 
-def compare_with_reader(held: list[Copy], options: ReadOptions) -> None:
+def compare_with_reader(held: list[ReadItem], options: ReadOptions) -> None:
     numel = max(2, *((copy.rows - 1) * copy.slot_stride + copy.numel for copy in held))
-    plan = Plan((), (Slot("fp32", 0, "", numel, "float32"),), tuple(held))
+    plan = ReadPlan((), (Slot("fp32", 0, "", numel, "float32"),), tuple(held))
     direct, staged = sort_copies(plan, [torch.zeros(numel)], options.limits)
     expected = Counter(read.nbytes for read in direct if read.nbytes) + by_row(staged)
     found: Counter[int] = Counter()
@@ -111,8 +111,8 @@ def test_means_are_read_in_chunks(tmp_path: Path) -> None:
     path.write_bytes(torch.ones(12_000, dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes())
     pieces = tuple(Piece(0, start * 2, 0, 5_000, "bfloat16", None) for start in (100, 6_000))
     slots = (Slot("fp32", 0, "", 5_000, "float32"),)
-    recode = Recode(0, 0, 5_000, None, -1, 0, pieces, 0.5)
-    plan = Plan((SourceFile(str(path), 24_000),), slots, (), recodes=(recode,))
+    recode = RequantizeItem(0, 0, 5_000, None, -1, 0, pieces, 0.5)
+    plan = ReadPlan((SourceFile(str(path), 24_000),), slots, (), recodes=(recode,))
     options = ReadOptions(threads=2, staging_nbytes=2 * 48 * 1_500)
     stats = execute(plan, [torch.zeros(5_000)], options, show_progress=False)
     sizes = read_sizes(plan, options.limits, on_accelerator=False)
@@ -124,8 +124,8 @@ def test_of_what_ranks_read_together_each_receives_the_rest() -> None:
     job = VirtualJob(saved({"a": (6,), "b": (10,)}, states=("exp_avg",)), Topology(dp=2, zero_stage=0), LoadOptions())
     found = []
     for rank in range(2):
-        destinations, plan = job.planned(job.topology.place(rank))
-        reads = reads_of(destinations, plan, ReadOptions(), on_accelerator=False)
+        local_state, plan = job.planned(job.topology.place(rank))
+        reads = reads_of(local_state, plan, ReadOptions(), on_accelerator=False)
         assert sum(bytes_by_file(plan).values()) == reads.nbytes
         found.append((reads.nbytes, reads.nbytes_received))
     total = 4 * 2 * 16
@@ -135,8 +135,8 @@ def test_of_what_ranks_read_together_each_receives_the_rest() -> None:
 
 def test_copies_that_are_compared_are_counted_apart() -> None:
     job = VirtualJob(sharded(2), Topology(tp=1), LoadOptions(rules=RULES))
-    destinations, plan = job.planned(job.topology.place(0))
-    reads = reads_of(destinations, plan, ReadOptions(), on_accelerator=False)
+    local_state, plan = job.planned(job.topology.place(0))
+    reads = reads_of(local_state, plan, ReadOptions(), on_accelerator=False)
     # masters and two moments: of the norm two copies of 4 elements, and one is read
     assert reads.nbytes_compared == 3 * 2 * 4 * 4
     assert reads.nbytes == 3 * 4 * (20 * 4 + 16 * 4 + 4 * 16 + 4)
@@ -155,8 +155,8 @@ BYTES = {"weights": 2, "gradients": 4, "masters": 4, "states": 8}
     [(0, ()), (1, ("masters", "states")), (2, ("masters", "states", "gradients")), (3, tuple(BYTES))],
 )
 def test_18_bytes_for_each_parameter_before_zero_divides_them(stage: int, divided: tuple[str, ...], dp: int) -> None:
-    catalog = saved({"a": (N // 2,), "b": (N // 4, 2)})
-    job = VirtualJob(catalog, Topology(dp=dp, zero_stage=stage), LoadOptions())
+    metadata = saved({"a": (N // 2,), "b": (N // 4, 2)})
+    job = VirtualJob(metadata, Topology(dp=dp, zero_stage=stage), LoadOptions())
     for place in job.topology.places():
         memory = memory_of(*job.planned(place), Precision(), offload=False)
         expected = {what: size * N // (dp if what in divided else 1) for what, size in BYTES.items()}
@@ -173,14 +173,14 @@ def test_18_bytes_for_each_parameter_before_zero_divides_them(stage: int, divide
 
 
 def test_precision_decides_about_weights_and_gradients() -> None:
-    catalog = saved({"a": (N,)}, wholes={("mask", BUFFER): ((10,), "int64")})
+    metadata = saved({"a": (N,)}, wholes={("mask", BUFFER): ((10,), "int64")})
     found = {}
     for stage, weights, gradients in (
         (0, "float32", "float32"),
         (0, "bfloat16", "bfloat16"),
         (1, "float32", "float16"),
     ):
-        job = VirtualJob(catalog, Topology(zero_stage=stage), LoadOptions())
+        job = VirtualJob(metadata, Topology(zero_stage=stage), LoadOptions())
         memory = memory_of(*job.planned(job.topology.place(0)), Precision(weights, gradients), offload=False)
         assert memory.others == 80
         found[stage, weights] = (memory.weights, memory.gradients)
@@ -189,8 +189,8 @@ def test_precision_decides_about_weights_and_gradients() -> None:
 
 
 def test_tensor_and_pipeline_parallelism_divide_the_weights() -> None:
-    catalog = catalog_of("bloom-176b")
-    job = VirtualJob(catalog, Topology(dp=8, tp=4, pp=12), load_options(ElasticConfig(tp_preset="bloom")))
+    metadata = catalog_of("bloom-176b")
+    job = VirtualJob(metadata, Topology(dp=8, tp=4, pp=12), load_options(ElasticConfig(tp_preset="bloom")))
     memory = memory_of(*job.planned(job.topology.place(100)), Precision(), offload=False)
     h = 14336  # stage 3 has six layers: of each 12 h^2 and 7 h of the 13 h are cut over four ranks
     numel = 6 * (12 * h * h + 7 * h) // 4 + 6 * 6 * h
@@ -257,9 +257,9 @@ def test_a_survey_is_of_the_ranks_that_were_asked_for() -> None:
 
 def test_forecasts_are_plain_data() -> None:
     job = VirtualJob(saved({"a": (40,)}), Topology(dp=2), LoadOptions())
-    destinations, plan = job.planned(job.topology.place(1))
+    local_state, plan = job.planned(job.topology.place(1))
     for offload, staged in ((False, True), (True, False)):
-        each = forecast_rank(1, destinations, plan, Precision(), ReadOptions(), offload, on_accelerator=True)
+        each = forecast_rank(1, local_state, plan, Precision(), ReadOptions(), offload, on_accelerator=True)
         assert each.memory.offloaded == offload
         assert json.loads(json.dumps(dataclasses.asdict(each)))["reads"]["nbytes"] == 3 * 4 * 20
         assert each.reads.calls == len(plan.copies) if staged else each.reads.calls <= len(plan.copies)

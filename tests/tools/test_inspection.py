@@ -1,4 +1,4 @@
-"""Inspection of catalogs made by hand: what is counted, what is odd, what is missing."""
+"""Inspection of metadata made by hand: what is counted, what is odd, what is missing."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from elastic_ckpt.core.metadata import (
     FROZEN,
     MASTER,
     BlockCode,
-    Catalog,
-    Extent,
-    LogicalTensor,
+    CheckpointMetadata,
     ReplicatedState,
     SavedParameter,
     SourceFacts,
     SourceFile,
+    StorageChunk,
+    TensorMetadata,
 )
 from elastic_ckpt.core.sequence import SequenceParallel
 from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
@@ -50,22 +50,26 @@ CODE = BlockCode(BlockFormat(256, "absmax1", Codebook(())), 0, 0)
 SOURCE = SourceFacts("native", FOLDER, "step7", 1, 1, "0.19.8")
 
 
-def tensor(name: str, key: str, *shards: tuple[int, ...], dtype: str = "float32", **more: Any) -> LogicalTensor:
-    """A tensor with one extent a shard."""
+def tensor(name: str, key: str, *shards: tuple[int, ...], dtype: str = "float32", **more: Any) -> TensorMetadata:
+    """A tensor with one chunk a shard."""
     numels = [1] * len(shards)
     for number, shape in enumerate(shards):
         for size in shape:
             numels[number] *= size
     code = more.pop("code", None)
-    extents = tuple(Extent(FlatRange(0, numel), 1, 0, code, shard) for shard, numel in enumerate(numels) if numel)
-    return LogicalTensor(name, key, shards[0], dtype, extents, shards=shards if len(shards) > 1 else (), **more)
+    chunks = tuple(StorageChunk(FlatRange(0, numel), 1, 0, code, shard) for shard, numel in enumerate(numels) if numel)
+    return TensorMetadata(name, key, shards[0], dtype, chunks, shards=shards if len(shards) > 1 else (), **more)
 
 
-def catalog_of(*tensors: LogicalTensor, parameters: dict[str, SavedParameter] | None = None, **more: Any) -> Catalog:
-    """A catalog in which every tensor with a master is a parameter of group 0."""
+def catalog_of(
+    *tensors: TensorMetadata, parameters: dict[str, SavedParameter] | None = None, **more: Any
+) -> CheckpointMetadata:
+    """A metadata in which every tensor with a master is a parameter of group 0."""
     made = {t.name: SavedParameter(t.shape, 0, (("step", 7.0),), shards=t.shards) for t in tensors if t.key == MASTER}
     fields = {"source": SOURCE, "files": FILES, "groups": ({"lr": 0.5},), **more}
-    return Catalog(parameters=made | (parameters or {}), tensors={(t.name, t.key): t for t in tensors}, **fields)
+    return CheckpointMetadata(
+        parameters=made | (parameters or {}), tensors={(t.name, t.key): t for t in tensors}, **fields
+    )
 
 
 def found_of(*names: str, universal: bool = False) -> Found:
@@ -86,10 +90,13 @@ def peeked_of(**more: Any) -> Peeked:
 
 
 def inspected(
-    catalog: Catalog | None, names: tuple[str, ...] = (MODEL, OPTIMIZER), peeked: Peeked | None = None, **more: Any
+    metadata: CheckpointMetadata | None,
+    names: tuple[str, ...] = (MODEL, OPTIMIZER),
+    peeked: Peeked | None = None,
+    **more: Any,
 ) -> Inspection:
     peeked = peeked or peeked_of()
-    checkpoint = None if catalog is None else Checkpoint(catalog, peeked.host, FILES[0].path, 2)
+    checkpoint = None if metadata is None else Checkpoint(metadata, peeked.host, FILES[0].path, 2)
     read = Read(checkpoint, **{key: more.pop(key) for key in ("refusal", "unnamed", "misled") if key in more})
     sizes = more.pop("sizes", dict.fromkeys(names, 10))
     listing = Listing(sizes, more.pop("tags", ("step7",)), more.pop("latest", {}))
@@ -216,8 +223,8 @@ def test_oddities_of_the_saved_config() -> None:
 # --- what is odd ------------------------------------------------------------------------------------------------------
 
 
-def extents(*ranges: tuple[int, int, int]) -> tuple[Extent, ...]:
-    return tuple(Extent(FlatRange(start, stop), 0, 0, shard=shard) for start, stop, shard in ranges)
+def chunks(*ranges: tuple[int, int, int]) -> tuple[StorageChunk, ...]:
+    return tuple(StorageChunk(FlatRange(start, stop), 0, 0, shard=shard) for start, stop, shard in ranges)
 
 
 @pytest.mark.parametrize(
@@ -232,20 +239,20 @@ def extents(*ranges: tuple[int, int, int]) -> tuple[Extent, ...]:
     ],
 )
 def test_holes(ranges: tuple[tuple[int, int, int], ...], problem: str | None) -> None:
-    torn = LogicalTensor("w", MASTER, (2, 3), "float32", extents(*ranges), shards=((2, 3), (2, 3)))
+    torn = TensorMetadata("w", MASTER, (2, 3), "float32", chunks(*ranges), shards=((2, 3), (2, 3)))
     assert hole_in(torn) == problem
 
 
 def test_what_does_not_add_up_is_an_error() -> None:
-    torn = replace(tensor("torn", MASTER, (9,)), extents=extents((0, 8, 0)))
+    torn = replace(tensor("torn", MASTER, (9,)), chunks=chunks((0, 8, 0)))
     long = tensor("long", MASTER, (1 << 18, 2))
     gone = {"gone": SavedParameter((4,), 0, (("step", 7.0),))}
     differing = ReplicatedState("max1", "float32", (3,), 1, 0, 5, differs=True)
     stateful = {"stateful": SavedParameter((4,), 1, (("step", 7.0),), (differing,))}
     stateless = {"stateless": SavedParameter((4,), 1, ())}
     whole = [tensor("stateful", MASTER, (4,)), tensor("stateless", MASTER, (4,))]
-    catalog = catalog_of(torn, long, *whole, parameters=gone | stateful | stateless, warnings=("beware",))
-    inspection = inspected(catalog)
+    metadata = catalog_of(torn, long, *whole, parameters=gone | stateful | stateless, warnings=("beware",))
+    inspection = inspected(metadata)
     by_kind = {finding.kind: finding for finding in inspection.findings}
     assert by_kind["incomplete_tensor"].parameter == "torn" and "8 to 8" in by_kind["incomplete_tensor"].text
     assert by_kind["short_file"].parameter == "long" and by_kind["short_file"].expected == f"{1 << 21} bytes or more"
@@ -256,12 +263,12 @@ def test_what_does_not_add_up_is_an_error() -> None:
 
 
 def test_latest_and_other_tags() -> None:
-    catalog = catalog_of(tensor("w", MASTER, (5,)))
+    metadata = catalog_of(tensor("w", MASTER, (5,)))
     two = ("step9", "step7")
-    assert kinds(inspected(catalog, tags=two, latest={"latest": "step7"})) == [("note", "tags")]
-    assert kinds(inspected(catalog, tags=two, latest={"latest": "step9"})) == [("note", "latest"), ("note", "tags")]
-    assert kinds(inspected(catalog, latest={"latest": "gone"})) == [("warning", "latest")]
-    misled = inspected(catalog, latest={"latest": "gone"}, misled=DamagedError("no such tag"))
+    assert kinds(inspected(metadata, tags=two, latest={"latest": "step7"})) == [("note", "tags")]
+    assert kinds(inspected(metadata, tags=two, latest={"latest": "step9"})) == [("note", "latest"), ("note", "tags")]
+    assert kinds(inspected(metadata, latest={"latest": "gone"})) == [("warning", "latest")]
+    misled = inspected(metadata, latest={"latest": "gone"}, misled=DamagedError("no such tag"))
     assert kinds(misled) == [("error", "latest")] and not misled.ok
 
 
@@ -333,7 +340,7 @@ def test_of_two_saves_in_one_folder_no_file_is_called_missing() -> None:
 SHARDED = replace(SOURCE, tp=2)
 
 
-def sharded(**more: Any) -> Catalog:
+def sharded(**more: Any) -> CheckpointMetadata:
     return catalog_of(
         tensor("wide", MASTER, (4, 6), (4, 6)),
         tensor("narrow", MASTER, (8, 3), (8, 3)),

@@ -17,36 +17,36 @@ import pytest
 import torch
 
 from elastic_ckpt.config import ElasticConfig
-from elastic_ckpt.core.metadata import MASTER, Catalog
+from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata
 from elastic_ckpt.errors import ConfigError, MismatchError
 from elastic_ckpt.tools.opened import load_options, locate, open_checkpoint
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
-from elastic_ckpt.tools.virtual.scale import scale_catalog
+from elastic_ckpt.tools.virtual.scale import scale_metadata
 from elastic_ckpt.tools.virtual.scale_config import ScaleModel, load_scale, scale_names
 
 
 @lru_cache
-def catalog_of(name: str) -> Catalog:
+def catalog_of(name: str) -> CheckpointMetadata:
     """Of a ready model."""
-    return scale_catalog(load_scale(name))
+    return scale_metadata(load_scale(name))
 
 
 @pytest.fixture(scope="module")
-def bloom() -> Catalog:
+def bloom() -> CheckpointMetadata:
     return catalog_of("bloom-176b")
 
 
-def numel_of(catalog: Catalog) -> int:
+def numel_of(metadata: CheckpointMetadata) -> int:
     """Elements of the whole model: what every rank holds counts once, and so does what several stages hold."""
     total = 0
-    for name in catalog.parameters:
-        tensor = catalog.tensors[name, MASTER]
+    for name in metadata.parameters:
+        tensor = metadata.tensors[name, MASTER]
         is_cut = re.search(r"query_key_value|h_to_4h|word_embeddings\.weight|dense\.weight|4h_to_h\.weight", name)
         total += math.prod(tensor.shape) * (len(tensor.shard_shapes) if is_cut else 1)
     return total
 
 
-def test_published_numbers_of_parameters(bloom: Catalog) -> None:
+def test_published_numbers_of_parameters(bloom: CheckpointMetadata) -> None:
     assert set(scale_names()) >= {"104b", "bloom-176b"}
     assert numel_of(bloom) == load_scale("bloom-176b").parameters == 176_247_271_424
     h, layers, positions, rows = 16384, 32, 2048, 50688
@@ -55,7 +55,7 @@ def test_published_numbers_of_parameters(bloom: Catalog) -> None:
     assert round((expected - (rows - 50257) * h) / 1e9) == 104
 
 
-def test_bloom_lies_where_bloom_lies(bloom: Catalog) -> None:
+def test_bloom_lies_where_bloom_lies(bloom: CheckpointMetadata) -> None:
     names = [os.path.basename(file.path) for file in bloom.files]
     assert len([name for name in names if name.endswith("optim_states.pt")]) == 384
     assert len([name for name in names if re.fullmatch(r"mp_rank_\d\d_model_states\.pt", name)]) == 48
@@ -84,14 +84,14 @@ def test_bloom_lies_where_bloom_lies(bloom: Catalog) -> None:
 
 @pytest.mark.parametrize("name", ["104b", "bloom-176b"])
 def test_extents_fill_their_files(name: str) -> None:
-    catalog = catalog_of(name)
+    metadata = catalog_of(name)
     held: dict[int, list[tuple[int, int]]] = {}
-    twins = [twin for twins in catalog.twins.values() for twin in twins]
-    for tensor in [*catalog.tensors.values(), *twins]:
+    twins = [twin for twins in metadata.twins.values() for twin in twins]
+    for tensor in [*metadata.tensors.values(), *twins]:
         assert tensor.dtype == "float32"
-        for extent in tensor.extents:
-            held.setdefault(extent.file, []).append((extent.byte_offset, extent.byte_offset + 4 * extent.range.numel))
-    optimizer = {number for number, file in enumerate(catalog.files) if file.path.endswith("optim_states.pt")}
+        for chunk in tensor.chunks:
+            held.setdefault(chunk.file, []).append((chunk.byte_offset, chunk.byte_offset + 4 * chunk.range.numel))
+    optimizer = {number for number, file in enumerate(metadata.files) if file.path.endswith("optim_states.pt")}
     assert set(held) == optimizer
     for number, pieces in held.items():
         pieces.sort()
@@ -100,7 +100,7 @@ def test_extents_fill_their_files(name: str) -> None:
         starts = [start for (start, _), (_, before) in zip(pieces, [(0, 0), *pieces], strict=False) if start != before]
         assert len(starts) == 6
         assert all(start % 64 == 0 for start in starts)
-        rest = catalog.files[number].nbytes - sum(stop - start for start, stop in pieces)
+        rest = metadata.files[number].nbytes - sum(stop - start for start, stop in pieces)
         assert 0 < rest < 64 << 10
 
 
@@ -138,7 +138,7 @@ PRESET = load_options(ElasticConfig(tp_preset="bloom"))
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
-def test_any_rank_of_bloom_is_planned_in_200_mib(bloom: Catalog, topology: dict[str, int]) -> None:
+def test_any_rank_of_bloom_is_planned_in_200_mib(bloom: CheckpointMetadata, topology: dict[str, int]) -> None:
     tracemalloc.start()
     job = VirtualJob(bloom, Topology(**topology), PRESET)
     assert job.plan(job.topology.place(1)).copies
@@ -147,7 +147,7 @@ def test_any_rank_of_bloom_is_planned_in_200_mib(bloom: Catalog, topology: dict[
     assert 1 << 16 < peak < 200 << 20
 
 
-def test_another_degree_needs_rules(bloom: Catalog) -> None:
+def test_another_degree_needs_rules(bloom: CheckpointMetadata) -> None:
     with pytest.raises(MismatchError, match="it is not known how this parameter is cut"):
         VirtualJob(bloom, Topology(dp=8, tp=8, pp=6), load_options(ElasticConfig()))
 
@@ -264,28 +264,27 @@ def optimizer_states(model: ScaleModel, groups: list[Any], dp: int) -> dict[str,
 def test_an_imagined_checkpoint_is_the_real_one(tmp_path: Path, optimizer: str) -> None:
     model = small_model(optimizer)
     write(model, tmp_path)
-    imagined = scale_catalog(model)
-    real = open_checkpoint(locate(str(tmp_path), None), ElasticConfig()).checkpoint.catalog
+    imagined = scale_metadata(model)
+    real = open_checkpoint(locate(str(tmp_path), None), ElasticConfig()).checkpoint.metadata
 
-    def described(catalog: Catalog) -> dict[str, Any]:
-        names = [os.path.basename(file.path) for file in catalog.files]
-        every = {**{place: (tensor,) for place, tensor in catalog.tensors.items()}}
-        every |= {(name, key, "twin"): twins for (name, key), twins in catalog.twins.items()}  # type: ignore[misc]
+    def described(metadata: CheckpointMetadata) -> dict[str, Any]:
+        names = [os.path.basename(file.path) for file in metadata.files]
+        every = {**{place: (tensor,) for place, tensor in metadata.tensors.items()}}
+        every |= {(name, key, "twin"): twins for (name, key), twins in metadata.twins.items()}  # type: ignore[misc]
         return {
             "tensors": {
                 place: [
-                    (t.shape, t.dtype, t.shards, [(e.range, names[e.file], e.shard) for e in t.extents])
-                    for t in tensors
+                    (t.shape, t.dtype, t.shards, [(e.range, names[e.file], e.shard) for e in t.chunks]) for t in tensors
                 ]
                 for place, tensors in every.items()
             },
-            "parameters": dict(catalog.parameters),
+            "parameters": dict(metadata.parameters),
             "names": sorted(names),
-            "groups": [{**group, "betas": tuple(group["betas"])} for group in catalog.groups],
-            "stages": dict(catalog.stages),
-            "declared": catalog.declared,
-            "run": {key: catalog.run.get(key) for key in model.arguments},
-            "source": (catalog.source.zero_stage, catalog.source.dp, catalog.source.tp, catalog.source.pp),
+            "groups": [{**group, "betas": tuple(group["betas"])} for group in metadata.groups],
+            "stages": dict(metadata.stages),
+            "declared": metadata.declared,
+            "run": {key: metadata.run.get(key) for key in model.arguments},
+            "source": (metadata.source.zero_stage, metadata.source.dp, metadata.source.tp, metadata.source.pp),
         }
 
     ours, theirs = described(imagined), described(real)
@@ -293,14 +292,14 @@ def test_an_imagined_checkpoint_is_the_real_one(tmp_path: Path, optimizer: str) 
         assert ours[what] == theirs[what], what
     # in each file, tensors stand in the same order, each aligned as torch.save aligns it
     for place, tensor in imagined.tensors.items():
-        for extent, other in zip(tensor.extents, real.tensors[place].extents, strict=True):
-            assert (extent.byte_offset - other.byte_offset) % 64 == 0
+        for chunk, other in zip(tensor.chunks, real.tensors[place].chunks, strict=True):
+            assert (chunk.byte_offset - other.byte_offset) % 64 == 0
     orders = []
-    for catalog in (imagined, real):
+    for metadata in (imagined, real):
         where: dict[str, list[tuple[int, Any]]] = {}
-        for place, tensor in catalog.tensors.items():
-            for extent in tensor.extents:
-                name = os.path.basename(catalog.files[extent.file].path)
-                where.setdefault(name, []).append((extent.byte_offset, (place, extent.range.start)))
+        for place, tensor in metadata.tensors.items():
+            for chunk in tensor.chunks:
+                name = os.path.basename(metadata.files[chunk.file].path)
+                where.setdefault(name, []).append((chunk.byte_offset, (place, chunk.range.start)))
         orders.append({name: [what for _, what in sorted(found)] for name, found in where.items()})
     assert orders[0] == orders[1]

@@ -16,12 +16,12 @@ from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.metadata import (
     MASTER,
     BlockCode,
-    Catalog,
-    Extent,
-    LogicalTensor,
+    CheckpointMetadata,
     SavedParameter,
     SourceFacts,
     SourceFile,
+    StorageChunk,
+    TensorMetadata,
 )
 from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
 from elastic_ckpt.core.strided import Shape
@@ -241,16 +241,16 @@ def parameter(shape: Shape, group: int = 0) -> SavedParameter:
     return SavedParameter(shape, group, (("step", 4.0),))
 
 
-def catalog_of(tensors: list[LogicalTensor], parameters: dict[str, SavedParameter], **more: Any) -> Catalog:
+def catalog_of(tensors: list[TensorMetadata], parameters: dict[str, SavedParameter], **more: Any) -> CheckpointMetadata:
     facts = more.pop("source", SourceFacts("native", "/ckpt/step4", "step4", 1, 2, "0.19.8"))
     files = (SourceFile("/ckpt/step4/0", 1000), SourceFile("/ckpt/step4/1", 1000))
-    return Catalog(facts, files, parameters, {(t.name, t.key): t for t in tensors}, ({},) * 2, **more)
+    return CheckpointMetadata(facts, files, parameters, {(t.name, t.key): t for t in tensors}, ({},) * 2, **more)
 
 
-def tensor(key: str, *pieces: tuple[int, int, int], name: str = "w", dtype: str = "float32") -> LogicalTensor:
+def tensor(key: str, *pieces: tuple[int, int, int], name: str = "w", dtype: str = "float32") -> TensorMetadata:
     """A tensor of 100 elements; pieces of start, stop and file, at the byte of their start."""
-    extents = tuple(Extent(FlatRange(start, stop), file, 4 * start) for start, stop, file in pieces)
-    return LogicalTensor(name, key, (100,), dtype, extents)
+    chunks = tuple(StorageChunk(FlatRange(start, stop), file, 4 * start) for start, stop, file in pieces)
+    return TensorMetadata(name, key, (100,), dtype, chunks)
 
 
 def test_a_whole_catalog_has_no_findings() -> None:
@@ -284,17 +284,17 @@ def test_states_that_only_some_of_a_group_have() -> None:
 
 
 def test_a_parameter_without_a_master_and_a_tensor_that_ends_behind_its_file() -> None:
-    behind = LogicalTensor("w", MASTER, (100,), "float32", (Extent(FlatRange(0, 100), 0, 700),))
+    behind = TensorMetadata("w", MASTER, (100,), "float32", (StorageChunk(FlatRange(0, 100), 0, 700),))
     found, _ = check_catalog(catalog_of([behind], {"w": parameter((100,)), "lost": parameter((3,))}))
     assert [(finding.code, finding.parameter) for finding in found] == [("unreadable", "w"), ("incomplete", "lost")]
     assert "ends at byte 1100 of a file of 1000" in found[0].message
 
 
 def test_states_that_are_damaged_or_not_understood() -> None:
-    catalog = catalog_of(
+    metadata = catalog_of(
         [], {}, damaged_states={"state1": "no absmax1"}, opaque_states={"odd": "a dict"}, notes=("hm",)
     )
-    found, notes = check_catalog(catalog)
+    found, notes = check_catalog(metadata)
     assert [(finding.code, finding.parameter) for finding in found] == [("damaged", "state1")]
     assert [(note.code, note.parameter) for note in notes] == [("not-checked", "odd"), ("reader", None)]
 
@@ -302,8 +302,8 @@ def test_states_that_are_damaged_or_not_understood() -> None:
 def test_of_quantized_states_the_scales_are_looked_at() -> None:
     """Blocks of 256: elements 300 to 700 of a partition lie in blocks 1 and 2."""
     blocks = BlockFormat(256, "absmax1", Codebook(tuple(-1 + n / 127.5 for n in range(256))))
-    extent = Extent(FlatRange(0, 400), 1, 5000, BlockCode(blocks, 300, 80_000))
-    coded = LogicalTensor("w", "state1", (400,), "uint8", (extent,))
+    chunk = StorageChunk(FlatRange(0, 400), 1, 5000, BlockCode(blocks, 300, 80_000))
+    coded = TensorMetadata("w", "state1", (400,), "uint8", (chunk,))
     spans = catalog_spans(catalog_of([coded], {}))
     assert spans == {"/ckpt/step4/1": [Span(80_004, 2, "float32", "w", "absmax1", 1)]}
     integers = tensor("counts", (0, 100, 0), dtype="int64")

@@ -12,8 +12,8 @@ from deepspeed.runtime.utils import partition_balanced
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from elastic_ckpt.core.local_state import Destinations, Place
-from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, Catalog
+from elastic_ckpt.core.local_state import LocalState, RankCoordinates
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
 from elastic_ckpt.core.state_kinds import REPLICATED, WHOLE, BlockFormat, Codebook
 from elastic_ckpt.core.tp_rules import Rule
 from elastic_ckpt.errors import MismatchError, UnsupportedError
@@ -28,8 +28,8 @@ from tests.simulation import Element, Shape, elements_of, saved
 OPTIONS = LoadOptions()
 
 
-def job_of(catalog: Catalog, options: LoadOptions = OPTIONS, **topology: int) -> VirtualJob:
-    return VirtualJob(catalog, Topology(**topology), options)
+def job_of(metadata: CheckpointMetadata, options: LoadOptions = OPTIONS, **topology: int) -> VirtualJob:
+    return VirtualJob(metadata, Topology(**topology), options)
 
 
 # --- topology ---------------------------------------------------------------------------------------------------------
@@ -49,10 +49,10 @@ def test_ranks_are_numbered_as_deepspeed_numbers_them(pp: int, dp: int, tp: int)
 # --- partitions -------------------------------------------------------------------------------------------------------
 
 
-def held_elements(destinations: Destinations, flat: int) -> list[Element | None]:
+def held_elements(local_state: LocalState, flat: int) -> list[Element | None]:
     """A flat partition, element by element; ``None`` is padding."""
-    held: list[Element | None] = [None] * destinations.flats[flat].numel
-    for part in destinations.fragments:
+    held: list[Element | None] = [None] * local_state.flats[flat].numel
+    for part in local_state.fragments:
         if part.flat == flat:
             for step in range(part.range.numel):
                 assert held[part.flat_offset + step] is None, "fragments overlap"
@@ -75,23 +75,23 @@ GROUPS = {"b.weight": 1, "e.bias": 1}
 @pytest.mark.parametrize("dp", [1, 2, 3, 5])
 @pytest.mark.parametrize("alignment", [1, 4])
 def test_stages_1_and_2_cut_each_group_into_equal_parts(dp: int, alignment: int) -> None:
-    catalog = saved(SHAPES, groups=GROUPS, hyperparameters=({"lr": 1.0}, {"lr": 2.0}))
+    metadata = saved(SHAPES, groups=GROUPS, hyperparameters=({"lr": 1.0}, {"lr": 2.0}))
     members = [["a.weight", "c.weight", "d.weight"], ["b.weight", "e.bias"]]
-    job = job_of(catalog, dp=dp, zero_stage=2, alignment=alignment)
+    job = job_of(metadata, dp=dp, zero_stage=2, alignment=alignment)
     for group, names in enumerate(members):
         flat = [element for name in names for element in elements_of(name, MASTER, SHAPES[name])]
         for rank, expected in enumerate(in_equal_parts(flat, dp, max(alignment, 2))):
-            destinations = job.destinations(job.topology.place(rank))
-            assert destinations.flats[group].members == tuple(names)
-            assert destinations.flats[group].group == group
-            assert held_elements(destinations, group) == expected
+            local_state = job.local_state(job.topology.place(rank))
+            assert local_state.flats[group].members == tuple(names)
+            assert local_state.flats[group].group == group
+            assert held_elements(local_state, group) == expected
 
 
 @pytest.mark.parametrize("dp", [1, 2, 3])
 @pytest.mark.parametrize("limit", [1, 6, 20, 1000])
 def test_stage_3_cuts_each_parameter_and_groups_at_sub_group_size(dp: int, limit: int) -> None:
-    catalog = saved(SHAPES, groups=GROUPS, hyperparameters=({"lr": 1.0}, {"lr": 2.0}))
-    job = job_of(catalog, dp=dp, zero_stage=3, sub_group_numel=limit)
+    metadata = saved(SHAPES, groups=GROUPS, hyperparameters=({"lr": 1.0}, {"lr": 2.0}))
+    job = job_of(metadata, dp=dp, zero_stage=3, sub_group_numel=limit)
     expected_groups: list[list[str]] = []
     for names in (["a.weight", "c.weight", "d.weight"], ["b.weight", "e.bias"]):
         gathered, numel = [], 0
@@ -102,21 +102,21 @@ def test_stage_3_cuts_each_parameter_and_groups_at_sub_group_size(dp: int, limit
                 expected_groups.append(gathered)
                 gathered, numel = [], 0
     for rank in range(dp):
-        destinations = job.destinations(job.topology.place(rank))
-        assert [list(flat.members) for flat in destinations.flats] == expected_groups
+        local_state = job.local_state(job.topology.place(rank))
+        assert [list(flat.members) for flat in local_state.flats] == expected_groups
         for number, names in enumerate(expected_groups):
             parts = [in_equal_parts(elements_of(name, MASTER, SHAPES[name]), dp, 1)[rank] for name in names]
-            assert held_elements(destinations, number) == [element for part in parts for element in part]
+            assert held_elements(local_state, number) == [element for part in parts for element in part]
 
 
 def test_without_zero_each_parameter_is_a_flat_tensor_that_all_ranks_hold() -> None:
     job = job_of(saved(SHAPES), dp=2, zero_stage=0)
     for rank in range(2):
-        destinations = job.destinations(job.topology.place(rank))
-        assert [(flat.members, flat.numel, flat.replicated) for flat in destinations.flats] == [
+        local_state = job.local_state(job.topology.place(rank))
+        assert [(flat.members, flat.numel, flat.replicated) for flat in local_state.flats] == [
             ((name,), math.prod(shape), True) for name, shape in SHAPES.items()
         ]
-    assert not any(flat.replicated for flat in job_of(saved(SHAPES), zero_stage=0).destinations(Place()).flats)
+    assert not any(flat.replicated for flat in job_of(saved(SHAPES), zero_stage=0).local_state(RankCoordinates()).flats)
 
 
 def test_buffers_are_whole_and_stage_3_cuts_frozen_weights() -> None:
@@ -125,11 +125,11 @@ def test_buffers_are_whole_and_stage_3_cuts_frozen_weights() -> None:
         ("base", FROZEN): ((3, 3), "bfloat16"),
         ("tiny", FROZEN): ((1,), "float32"),
     }
-    catalog = saved({"a": (4,)}, wholes=wholes)
+    metadata = saved({"a": (4,)}, wholes=wholes)
     ranges = {}
     for stage in (1, 3):
-        job = job_of(catalog, dp=2, zero_stage=stage)
-        every = [job.destinations(job.topology.place(rank)).wholes for rank in range(2)]
+        job = job_of(metadata, dp=2, zero_stage=stage)
+        every = [job.local_state(job.topology.place(rank)).wholes for rank in range(2)]
         assert [(whole.name, whole.key, whole.dtype) for whole in every[0]] == [
             ("steps", BUFFER, "int64"),
             ("base", FROZEN, "bfloat16"),
@@ -145,9 +145,9 @@ def test_buffers_are_whole_and_stage_3_cuts_frozen_weights() -> None:
 
 @pytest.mark.parametrize(("zero_stage", "dp", "own"), [(3, 2, True), (3, 3, False), (2, 2, False)])
 def test_ranks_of_an_unchanged_zero_3_job_read_their_own_buffers(zero_stage: int, dp: int, own: bool) -> None:
-    catalog = saved({"a": (4,)}, wholes={("steps", BUFFER): ((5,), "int64")})
-    source = dataclasses.replace(catalog.source, zero_stage=zero_stage, dp=2)
-    job = job_of(dataclasses.replace(catalog, source=source), dp=dp, zero_stage=3)
+    metadata = saved({"a": (4,)}, wholes={("steps", BUFFER): ((5,), "int64")})
+    source = dataclasses.replace(metadata.source, zero_stage=zero_stage, dp=2)
+    job = job_of(dataclasses.replace(metadata, source=source), dp=dp, zero_stage=3)
     for rank in range(dp):
         slot = next(slot for slot in job.plan(job.topology.place(rank)).slots if slot.key == BUFFER)
         assert slot.replicated != own
@@ -156,7 +156,7 @@ def test_ranks_of_an_unchanged_zero_3_job_read_their_own_buffers(zero_stage: int
 def test_names_are_those_after_the_users_renames() -> None:
     job = job_of(saved({"old.a": (4,), "b": (3,)}), LoadOptions(rename=((r"^old\.", "new."),)), dp=2)
     plan = job.plan(job.topology.place(0))
-    assert [flat.members for flat in job.destinations(job.topology.place(0)).flats] == [("new.a", "b")]
+    assert [flat.members for flat in job.local_state(job.topology.place(0)).flats] == [("new.a", "b")]
     assert {outcome.names for outcome in plan.outcomes if outcome.role == MASTER} == {("b", "new.a")}
     assert "rename: 1 names go by '^old\\\\.'" in plan.notes
 
@@ -174,7 +174,7 @@ RULES = RuleBook(
 SHARDS = {"words": (10, 4), "0.up": (8, 4), "0.down": (4, 8), "0.norm": (4,)}
 
 
-def sharded(tp: int, shapes: dict[str, Shape] = SHARDS) -> Catalog:
+def sharded(tp: int, shapes: dict[str, Shape] = SHARDS) -> CheckpointMetadata:
     return merge_stages([merge_shards([saved(shapes) for _ in range(tp)])])
 
 
@@ -183,10 +183,10 @@ def test_shards_of_another_degree_follow_from_the_rules(tp: int) -> None:
     job = job_of(sharded(2), LoadOptions(rules=RULES), tp=tp)
     expected = {"words": (-(-20 // tp), 4), "0.up": (16 // tp, 4), "0.down": (4, 16 // tp), "0.norm": (4,)}
     for rank in range(tp):
-        destinations = job.destinations(job.topology.place(rank))
-        assert destinations.tp_rank == rank
-        assert {part.name: part.shape for part in destinations.fragments} == expected
-        assert {name: layout.shapes for name, layout in destinations.layouts.items()} == {
+        local_state = job.local_state(job.topology.place(rank))
+        assert local_state.tp_rank == rank
+        assert {part.name: part.shape for part in local_state.fragments} == expected
+        assert {name: layout.shapes for name, layout in local_state.layouts.items()} == {
             name: (shape,) * tp for name, shape in expected.items()
         }
 
@@ -213,7 +213,7 @@ def test_what_ranks_share_does_not_change_their_plans(topology: dict[str, int]) 
     options = LoadOptions(rules=RULES)
     job = job_of(sharded(2), options, **topology)
     for place in job.topology.places():
-        assert job.plan(place) == plan_load(job.catalog, job.destinations(place), options)
+        assert job.plan(place) == plan_load(job.metadata, job.local_state(place), options)
 
 
 # --- stages -----------------------------------------------------------------------------------------------------------
@@ -250,19 +250,19 @@ STAGES = [
 ]
 
 
-def pipeline() -> Catalog:
+def pipeline() -> CheckpointMetadata:
     return merge_stages([saved(shapes) for shapes in STAGES])
 
 
 def held_by(job: VirtualJob) -> list[set[str]]:
     places = [next(p for p in job.topology.places() if p.pp_rank == stage) for stage in range(job.topology.pp)]
-    return [{name for flat in job.destinations(place).flats for name in flat.members} for place in places]
+    return [{name for flat in job.local_state(place).flats for name in flat.members} for place in places]
 
 
 def test_as_many_stages_as_were_saved_hold_what_they_held() -> None:
     assert held_by(job_of(pipeline(), pp=2)) == [set(STAGES[0]), set(STAGES[1])]
     job = job_of(pipeline(), pp=2)
-    assert job.destinations(job.topology.place(0)).elsewhere == {"2.a", "3.a"}
+    assert job.local_state(job.topology.place(0)).elsewhere == {"2.a", "3.a"}
 
 
 def test_other_numbers_of_stages_share_tied_weights_but_not_what_one_stage_alone_held() -> None:
@@ -283,27 +283,27 @@ def test_a_model_without_numbered_layers_has_one_stage() -> None:
 
 
 def test_states_are_those_that_were_saved() -> None:
-    catalog = saved({"a": (3, 2), "b": (4,)}, states=("exp_avg", "both"))
-    rows = dataclasses.replace(catalog.tensors["a", "both"], shape=(2, 3, 2))
-    catalog = dataclasses.replace(catalog, tensors={**catalog.tensors, ("a", "both"): rows})
-    states = SavedStates(catalog).of(["a"], is_partitioned=True)
+    metadata = saved({"a": (3, 2), "b": (4,)}, states=("exp_avg", "both"))
+    rows = dataclasses.replace(metadata.tensors["a", "both"], shape=(2, 3, 2))
+    metadata = dataclasses.replace(metadata, tensors={**metadata.tensors, ("a", "both"): rows})
+    states = SavedStates(metadata).of(["a"], is_partitioned=True)
     assert states is not None
     assert [(state.key, state.rows, state.blocks) for state in states] == [("both", 2, None), ("exp_avg", 1, None)]
 
 
 def test_8_bit_states_have_blocks_of_todays_size() -> None:
-    catalog = saved({"a": (5000,), "b": (4,)}, states=("state1",), dtype="float32")
+    metadata = saved({"a": (5000,), "b": (4,)}, states=("state1",), dtype="float32")
     codebook = Codebook(tuple(number / 255 for number in range(256)))
-    extents = tuple(
-        dataclasses.replace(extent, code=_code(BlockFormat(2048, "absmax1", codebook)))
-        for extent in catalog.tensors["a", "state1"].extents
+    chunks = tuple(
+        dataclasses.replace(chunk, code=_code(BlockFormat(2048, "absmax1", codebook)))
+        for chunk in metadata.tensors["a", "state1"].chunks
     )
-    coded = dataclasses.replace(catalog.tensors["a", "state1"], dtype="uint8", extents=extents)
-    catalog = dataclasses.replace(catalog, tensors={**catalog.tensors, ("a", "state1"): coded})
+    coded = dataclasses.replace(metadata.tensors["a", "state1"], dtype="uint8", chunks=chunks)
+    metadata = dataclasses.replace(metadata, tensors={**metadata.tensors, ("a", "state1"): coded})
     for members in (["a", "b"], ["b", "a"]):
-        (state,) = SavedStates(catalog).of(members, is_partitioned=True) or ()
+        (state,) = SavedStates(metadata).of(members, is_partitioned=True) or ()
         assert (state.dtype, state.blocks) == ("uint8", BlockFormat(256, "absmax1", codebook))
-    (plain,) = SavedStates(catalog).of(["b"], is_partitioned=True) or ()
+    (plain,) = SavedStates(metadata).of(["b"], is_partitioned=True) or ()
     assert (plain.dtype, plain.blocks) == ("float32", None)
 
 
@@ -314,9 +314,9 @@ def _code(blocks: BlockFormat) -> object:
 
 
 def test_states_of_a_shape_of_their_own_belong_to_one_whole_parameter() -> None:
-    catalog = saved({"a": (3, 2), "b": (4,)}, states=("row_var",))
-    whole = dataclasses.replace(catalog.tensors["a", "row_var"], shape=(3, 1), is_whole=True)
-    states = SavedStates(dataclasses.replace(catalog, tensors={**catalog.tensors, ("a", "row_var"): whole}))
+    metadata = saved({"a": (3, 2), "b": (4,)}, states=("row_var",))
+    whole = dataclasses.replace(metadata.tensors["a", "row_var"], shape=(3, 1), is_whole=True)
+    states = SavedStates(dataclasses.replace(metadata, tensors={**metadata.tensors, ("a", "row_var"): whole}))
     (state,) = states.of(["a"], is_partitioned=False) or ()
     assert (state.layout, state.shape) == (WHOLE, (3, 1))
     assert states.of(["a"], is_partitioned=True) is None
@@ -326,8 +326,8 @@ def test_states_of_a_shape_of_their_own_belong_to_one_whole_parameter() -> None:
 def test_replicated_states_are_kept_but_for_tables_that_bitsandbytes_makes() -> None:
     from elastic_ckpt.core.metadata import ReplicatedState
 
-    catalog = saved({"a": (4,)}, states=())
+    metadata = saved({"a": (4,)}, states=())
     both = tuple(ReplicatedState(key, "float32", (2,), 0, 0, 1) for key in ("table", "qmap1"))
-    one = dataclasses.replace(catalog.parameters["a"], replicated=both)
-    (state,) = SavedStates(dataclasses.replace(catalog, parameters={"a": one})).of(["a"], is_partitioned=True) or ()
+    one = dataclasses.replace(metadata.parameters["a"], replicated=both)
+    (state,) = SavedStates(dataclasses.replace(metadata, parameters={"a": one})).of(["a"], is_partitioned=True) or ()
     assert (state.key, state.layout, state.shape) == ("table", REPLICATED, (2,))

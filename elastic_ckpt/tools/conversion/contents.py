@@ -1,4 +1,4 @@
-"""What a universal checkpoint of some catalog consists of. Pure, but for the small trees of the first files.
+"""What a universal checkpoint of some metadata consists of. Pure, but for the small trees of the first files.
 
 The layout is that of ``ds_to_universal.py`` (DeepSpeed 0.19.8): ``zero/<parameter>/<key>.pt`` with the whole tensor and
 a word on how tensor-parallel ranks cut it, ``step.pt`` beside them, ``zero/optimizer_state.pt`` with what belongs to no
@@ -19,7 +19,7 @@ import torch
 from deepspeed.checkpoint.constants import CAT_DIM, PARAM_N_SUB_PARAMS, PARAM_SHAPES, SUB_PARAM_SHAPE, VOCAB_TENSOR
 from deepspeed.checkpoint.universal_checkpoint import SubparamShape
 
-from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, Catalog
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
 from elastic_ckpt.core.strided import Shape
 from elastic_ckpt.core.tp_rules import VOCABULARY, WHOLE_KINDS, Rule
 from elastic_ckpt.errors import DamagedError, UnsupportedError, listed
@@ -52,17 +52,17 @@ class ScalarFile:
     value: Any
 
 
-def refuse_unconvertible(catalog: Catalog) -> None:
+def refuse_unconvertible(metadata: CheckpointMetadata) -> None:
     """Refuse by name what the universal format has no place for.
 
     Raises:
         UnsupportedError: naming the states, and what to do instead.
     """
-    source = catalog.source
-    coded = {key for (_, key), tensor in catalog.tensors.items() if any(extent.code for extent in tensor.extents)}
-    scalars = {key for saved in catalog.parameters.values() for key, _ in saved.scalars}
-    replicated = {state.key for saved in catalog.parameters.values() for state in saved.replicated}
-    of_their_own = {key for (_, key), tensor in catalog.tensors.items() if tensor.is_whole}
+    source = metadata.source
+    coded = {key for (_, key), tensor in metadata.tensors.items() if any(chunk.code for chunk in tensor.chunks)}
+    scalars = {key for saved in metadata.parameters.values() for key, _ in saved.scalars}
+    replicated = {state.key for saved in metadata.parameters.values() for state in saved.replicated}
+    of_their_own = {key for (_, key), tensor in metadata.tensors.items() if tensor.is_whole}
     reasons = (
         (source.format == "universal", "it is a universal checkpoint already"),
         (source.zero_stage == 0, "it was saved without ZeRO, and DeepSpeed loads universal checkpoints with ZeRO only"),
@@ -70,8 +70,8 @@ def refuse_unconvertible(catalog: Catalog) -> None:
         (bool(replicated), f"states of whole partitions ({listed(replicated)})"),
         (bool(of_their_own), f"states with a shape of their own ({listed(of_their_own)})"),
         (bool(scalars - {_STEP}), f"scalar states beside the step ({listed(scalars - {_STEP})})"),
-        (bool(catalog.opaque_states), f"states of unknown layout ({listed(catalog.opaque_states)})"),
-        (bool(catalog.damaged_states), f"damaged states ({listed(catalog.damaged_states)})"),
+        (bool(metadata.opaque_states), f"states of unknown layout ({listed(metadata.opaque_states)})"),
+        (bool(metadata.damaged_states), f"damaged states ({listed(metadata.damaged_states)})"),
     )
     for applies, why in reasons:
         if applies:
@@ -102,25 +102,25 @@ def refuse_without_shapes(model: PickledFile) -> None:
 
 
 def parameter_files(reader: LogicalReader, rules: Mapping[str, Rule | None]) -> Iterator[TensorFile | ScalarFile]:
-    """The files below ``zero/``, in catalog order.
+    """The files below ``zero/``, in metadata order.
 
     Raises:
         DamagedError: a parameter has no master weights.
         UnsupportedError: a parameter's name cannot be the name of a folder.
     """
-    catalog = reader.catalog
-    for name in catalog.parameters:
-        if (name, MASTER) not in catalog.tensors:
-            raise _without_master(name, catalog.source.folder)
+    metadata = reader.metadata
+    for name in metadata.parameters:
+        if (name, MASTER) not in metadata.tensors:
+            raise _without_master(name, metadata.source.folder)
     for whole in reader.tensors():
-        if whole.name in catalog.parameters:
-            folder = f"zero/{checked_name(whole.name, catalog.source.folder)}"
+        if whole.name in metadata.parameters:
+            folder = f"zero/{checked_name(whole.name, metadata.source.folder)}"
             beside = _beside(rules.get(whole.name), whole)
-            yield TensorFile(f"{folder}/{checked_name(whole.key, catalog.source.folder)}.pt", whole, beside)
-    for name, saved in catalog.parameters.items():
+            yield TensorFile(f"{folder}/{checked_name(whole.key, metadata.source.folder)}.pt", whole, beside)
+    for name, saved in metadata.parameters.items():
         for key, value in saved.scalars:
-            folder = f"zero/{checked_name(name, catalog.source.folder)}"
-            yield ScalarFile(f"{folder}/{key}.pt", _scalar(value, catalog.scalar_forms.get(key, "float")))
+            folder = f"zero/{checked_name(name, metadata.source.folder)}"
+            yield ScalarFile(f"{folder}/{key}.pt", _scalar(value, metadata.scalar_forms.get(key, "float")))
 
 
 def _without_master(name: str, folder: str) -> DamagedError:
@@ -179,34 +179,34 @@ def _sub_parameters(parts: list[int], name: str, shape: Shape, dim: int) -> Subp
     return SubparamShape([re.escape(name)], (*shape[:dim], sizes, *shape[dim + 1 :]), dim)
 
 
-def notes_on(catalog: Catalog, rules: Mapping[str, Rule | None]) -> tuple[str, ...]:
+def notes_on(metadata: CheckpointMetadata, rules: Mapping[str, Rule | None]) -> tuple[str, ...]:
     """What DeepSpeed's own loader will not restore from the conversion, or not as it was."""
-    notes = [*_notes_on_modules(catalog), *_notes_on_cuts(catalog, rules)]
-    keys = set(catalog.state_keys)
-    if catalog.source.zero_stage == 3:
+    notes = [*_notes_on_modules(metadata), *_notes_on_cuts(metadata, rules)]
+    keys = set(metadata.state_keys)
+    if metadata.source.zero_stage == 3:
         lost = keys - _ADAM
         if lost:
             notes.append(f"DeepSpeed's ZeRO-3 loads only Adam's states from universal checkpoints, not {listed(lost)}")
-        if len({repr(sorted(group.items(), key=str)) for group in catalog.groups}) > 1:
+        if len({repr(sorted(group.items(), key=str)) for group in metadata.groups}) > 1:
             notes.append("DeepSpeed's ZeRO-3 gives every param group the first one's hyperparameters")
-    real = catalog.declared.vocabulary
+    real = metadata.declared.vocabulary
     padded = [
         name
         for name, rule in rules.items()
-        if rule is not None and rule.kind == VOCABULARY and real and _rows(catalog, name) > real
+        if rule is not None and rule.kind == VOCABULARY and real and _rows(metadata, name) > real
     ]
     if padded:
         notes.append(f"padding rows of the vocabulary are kept ({listed(padded)}): rows from {real} on")
     return tuple(notes)
 
 
-def _notes_on_modules(catalog: Catalog) -> Iterator[str]:
+def _notes_on_modules(metadata: CheckpointMetadata) -> Iterator[str]:
     """DeepSpeed does not read what lies in the model-states files; layer files are no part of the format."""
-    held = {place: tensor for place, tensor in catalog.tensors.items() if place[1] in (BUFFER, FROZEN)}
+    held = {place: tensor for place, tensor in metadata.tensors.items() if place[1] in (BUFFER, FROZEN)}
     in_layers = [
         name
         for (name, _), tensor in held.items()
-        if any(os.path.basename(catalog.files[extent.file].path).startswith(_LAYER) for extent in tensor.extents)
+        if any(os.path.basename(metadata.files[chunk.file].path).startswith(_LAYER) for chunk in tensor.chunks)
     ]
     if in_layers:
         lost = "buffers and frozen weights of pipeline layers have no place in this format, and are lost"
@@ -218,23 +218,23 @@ def _notes_on_modules(catalog: Catalog) -> Iterator[str]:
         )
 
 
-def _notes_on_cuts(catalog: Catalog, rules: Mapping[str, Rule | None]) -> Iterator[str]:
+def _notes_on_cuts(metadata: CheckpointMetadata, rules: Mapping[str, Rule | None]) -> Iterator[str]:
     """What DeepSpeed's own loader cannot cut as it was."""
     custom = [name for name, rule in rules.items() if rule is not None and rule.slices]
     if custom:
         yield f"slices of {listed(custom)} have no words in this format: DeepSpeed would cut them in equal chunks"
-    elsewhere = [name for name in catalog.parameters if not catalog.declared.is_recorded(_saved_name(catalog, name))]
-    if catalog.source.zero_stage == 3 and catalog.source.tp > 1 and elsewhere:
+    elsewhere = [name for name in metadata.parameters if not metadata.declared.is_recorded(_saved_name(metadata, name))]
+    if metadata.source.zero_stage == 3 and metadata.source.tp > 1 and elsewhere:
         yield (
             "DeepSpeed's ZeRO-3 cuts tensors of universal checkpoints for AutoTP alone; with other tensor parallelism "
             "it loads this one wrongly, elastic_ckpt rightly"
         )
 
 
-def _saved_name(catalog: Catalog, name: str) -> str:
-    return catalog.saved_names.get(name, name)
+def _saved_name(metadata: CheckpointMetadata, name: str) -> str:
+    return metadata.saved_names.get(name, name)
 
 
-def _rows(catalog: Catalog, name: str) -> int:
-    tensor = catalog.tensors.get((name, MASTER))
+def _rows(metadata: CheckpointMetadata, name: str) -> int:
+    tensor = metadata.tensors.get((name, MASTER))
     return 0 if tensor is None else sum(shape[0] for shape in tensor.shard_shapes if math.prod(shape))

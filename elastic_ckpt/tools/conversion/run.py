@@ -121,21 +121,21 @@ def _check_target(target: Path, source: Path) -> None:
 
 def _convert(opened: Opened, target: Path, options: ConversionOptions) -> ConversionReport:
     started = time.monotonic()
-    catalog = opened.checkpoint.catalog
-    refuse_unconvertible(catalog)
+    metadata = opened.checkpoint.metadata
+    refuse_unconvertible(metadata)
     load = load_options(opened.config)
-    reader = LogicalReader(catalog, load)
-    rules = known_rules(catalog, catalog.parameters, load.rules)
+    reader = LogicalReader(metadata, load)
+    rules = known_rules(metadata, metadata.parameters, load.rules)
     read = ReadOptions(threads=1, chunk_nbytes=options.chunk_nbytes, staging_nbytes=options.chunk_nbytes)
     tasks = _tasks(opened, reader, rules, read)
     facts = (_VERSION, target.name, load.rules, load.replicated, load.rename, state_options(opened.config))
-    before = fingerprint(catalog.files, *facts)
+    before = fingerprint(metadata.files, *facts)
     with Workplace(target, before, options.restart) as place:
-        notes = catalog.notes + reader.notes + reader.compare_copies(read) + notes_on(catalog, rules)
+        notes = metadata.notes + reader.notes + reader.compare_copies(read) + notes_on(metadata, rules)
         todo = [task for task in tasks if not place.has(task.path)]
         nbytes = _run(place, todo, options)
-        if fingerprint(catalog.files, *facts) != before:
-            raise _source_changed(catalog.source.folder)
+        if fingerprint(metadata.files, *facts) != before:
+            raise _source_changed(metadata.source.folder)
         place.finish(LATEST_UNIVERSAL)
     kept = len(tasks) - len(todo)
     return ConversionReport(str(target), len(todo), nbytes, kept, time.monotonic() - started, notes)

@@ -1,4 +1,4 @@
-"""Catalog -> parameters, optimizer states and param groups, counted. Pure."""
+"""CheckpointMetadata -> parameters, optimizer states and param groups, counted. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elastic_ckpt.core.dtypes import ITEMSIZE
-from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, Catalog, LogicalTensor
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata, TensorMetadata
 from elastic_ckpt.formats.zero0_index import UnpartitionedState
 from elastic_ckpt.tools.inspection.facts import (
     BUFFER_ROLE,
@@ -33,19 +33,19 @@ ELEMENTWISE, BLOCKS, WHOLE, REPLICATED, SCALAR, UNNAMED = (
 )
 
 
-def stored_numel(tensor: LogicalTensor) -> int:
+def stored_numel(tensor: TensorMetadata) -> int:
     """Elements of all shards together."""
     return sum(map(math.prod, tensor.shard_shapes))
 
 
-def stored_nbytes(tensor: LogicalTensor) -> int:
+def stored_nbytes(tensor: TensorMetadata) -> int:
     """Bytes of all shards together; of a quantized state, of its codes."""
     return stored_numel(tensor) * ITEMSIZE[tensor.dtype]
 
 
-def totals(catalog: Catalog, key: str) -> Totals:
+def totals(metadata: CheckpointMetadata, key: str) -> Totals:
     """All tensors of one key; copies that other pipeline stages keep are not counted."""
-    mine = [tensor for (_, tensor_key), tensor in catalog.tensors.items() if tensor_key == key]
+    mine = [tensor for (_, tensor_key), tensor in metadata.tensors.items() if tensor_key == key]
     return Totals(
         tensors=len(mine),
         numel=sum(map(stored_numel, mine)),
@@ -67,51 +67,51 @@ class _Tally:
         self.nbytes += nbytes
 
 
-def states_of(catalog: Catalog) -> tuple[StateSummary, ...]:
+def states_of(metadata: CheckpointMetadata) -> tuple[StateSummary, ...]:
     """The optimizer states, by key and kind."""
     tallies: dict[tuple[str, str, str, int, int], _Tally] = {}
-    state_keys = set(catalog.state_keys)
-    for (name, key), tensor in catalog.tensors.items():
+    state_keys = set(metadata.state_keys)
+    for (name, key), tensor in metadata.tensors.items():
         if key in state_keys:
-            kind, rows, block_numel = kind_of(tensor, _parameter_shape(catalog, name))
+            kind, rows, block_numel = kind_of(tensor, _parameter_shape(metadata, name))
             found = tallies.setdefault((key, kind, tensor.dtype, rows, block_numel), _Tally())
             found.add(stored_numel(tensor), stored_nbytes(tensor))
-    for saved in catalog.parameters.values():
+    for saved in metadata.parameters.values():
         for state in saved.replicated:
             numel = math.prod(state.shape)
             found = tallies.setdefault((state.key, REPLICATED, state.dtype, 1, 0), _Tally())
             found.parameters += 1
             found.numel, found.nbytes = numel, numel * ITEMSIZE.get(state.dtype, 0)
         for key, value in saved.scalars:
-            found = tallies.setdefault((key, SCALAR, catalog.scalar_forms.get(key, ""), 1, 0), _Tally())
+            found = tallies.setdefault((key, SCALAR, metadata.scalar_forms.get(key, ""), 1, 0), _Tally())
             found.add()
             found.values.add(value)
     summaries = [
         StateSummary(key, kind, dtype, tally.parameters, rows, block, tally.numel, tally.nbytes, _ends(tally.values))
         for (key, kind, dtype, rows, block), tally in tallies.items()
     ]
-    return (*sorted(summaries, key=lambda state: (state.kind == SCALAR, state.key, state.kind)), *_not_cut(catalog))
+    return (*sorted(summaries, key=lambda state: (state.kind == SCALAR, state.key, state.kind)), *_not_cut(metadata))
 
 
-def _not_cut(catalog: Catalog) -> Iterable[StateSummary]:
-    for kind, states in (("damaged", catalog.damaged_states), ("opaque", catalog.opaque_states)):
+def _not_cut(metadata: CheckpointMetadata) -> Iterable[StateSummary]:
+    for kind, states in (("damaged", metadata.damaged_states), ("opaque", metadata.opaque_states)):
         for key, why in sorted(states.items()):
             yield StateSummary(key, kind, "", 0, why=why)
-    for key in sorted(catalog.fresh_states):
+    for key in sorted(metadata.fresh_states):
         yield StateSummary(key, "fresh", "", 0, why='"state_schema" says so')
 
 
-def kind_of(tensor: LogicalTensor, shape: Shape) -> tuple[str, int, int]:
+def kind_of(tensor: TensorMetadata, shape: Shape) -> tuple[str, int, int]:
     """Kind, rows, and elements in a block, of a state of a parameter of some shape."""
     if tensor.is_whole:
         return WHOLE, 1, 0
     rows = tensor.shape[0] if len(tensor.shape) == len(shape) + 1 and tensor.shape[1:] == shape else 1
-    code = next((extent.code for extent in tensor.extents if extent.code is not None), None)
+    code = next((chunk.code for chunk in tensor.chunks if chunk.code is not None), None)
     return (ELEMENTWISE, rows, 0) if code is None else (BLOCKS, rows, code.format.numel)
 
 
-def _parameter_shape(catalog: Catalog, name: str) -> Shape:
-    saved = catalog.parameters.get(name)
+def _parameter_shape(metadata: CheckpointMetadata, name: str) -> Shape:
+    saved = metadata.parameters.get(name)
     return () if saved is None else saved.shape
 
 
@@ -119,21 +119,21 @@ def _ends(values: set[float]) -> tuple[float, ...]:
     return tuple(dict.fromkeys((min(values), max(values)))) if values else ()
 
 
-def groups_of(catalog: Catalog) -> tuple[GroupSummary, ...]:
+def groups_of(metadata: CheckpointMetadata) -> tuple[GroupSummary, ...]:
     """The param groups, in saved order."""
     members: dict[int, list[str]] = {}
-    for name, saved in catalog.parameters.items():
+    for name, saved in metadata.parameters.items():
         members.setdefault(saved.group, []).append(name)
     summaries = []
-    for number, hyperparameters in enumerate(catalog.groups):
+    for number, hyperparameters in enumerate(metadata.groups):
         names = members.get(number, [])
-        numel = sum(math.prod(shape) for name in names for shape in _shards(catalog, name))
+        numel = sum(math.prod(shape) for name in names for shape in _shards(metadata, name))
         summaries.append(GroupSummary(number, len(names), numel, hyperparameters))
     return tuple(summaries)
 
 
-def _shards(catalog: Catalog, name: str) -> Sequence[Shape]:
-    saved = catalog.parameters[name]
+def _shards(metadata: CheckpointMetadata, name: str) -> Sequence[Shape]:
+    saved = metadata.parameters[name]
     return saved.shards or (saved.shape,)
 
 
@@ -172,35 +172,42 @@ def unnamed_groups(parts: Mapping[int, UnpartitionedState], tp: int | None) -> t
     return tuple(GroupSummary(number, members[number], None, hyperparameters[number]) for number in sorted(members))
 
 
-def parameters_of(catalog: Catalog, layouts: Mapping[str, Layout], weights_only: bool) -> tuple[ParameterEntry, ...]:
+def parameters_of(
+    metadata: CheckpointMetadata, layouts: Mapping[str, Layout], weights_only: bool
+) -> tuple[ParameterEntry, ...]:
     """Every parameter and buffer, trained ones first, in the order of the checkpoint.
 
     Args:
-        catalog: what the checkpoint holds.
+        metadata: what the checkpoint holds.
         layouts: how the shards of each were cut, by name.
         weights_only: whether nothing says which of them trained.
     """
-    keys: dict[str, list[str]] = {name: [] for name in catalog.parameters}
-    for name, key in catalog.tensors:
+    keys: dict[str, list[str]] = {name: [] for name in metadata.parameters}
+    for name, key in metadata.tensors:
         keys.setdefault(name, []).append(key)
     names_of: dict[str, list[str]] = {}
-    for name, holder in catalog.aliases.items():
+    for name, holder in metadata.aliases.items():
         names_of.setdefault(holder, []).append(name)
     entries = [
-        _entry(catalog, name, keys[name], layouts[name], tuple(names_of.get(name, ())), weights_only) for name in keys
+        _entry(metadata, name, keys[name], layouts[name], tuple(names_of.get(name, ())), weights_only) for name in keys
     ]
     order = {TRAINED: 0, WEIGHT: 1, FROZEN_ROLE: 2, BUFFER_ROLE: 3}
     return tuple(sorted(entries, key=lambda entry: order[entry.role]))
 
 
 def _entry(
-    catalog: Catalog, name: str, keys: Sequence[str], layout: Layout, tied: tuple[str, ...], weights_only: bool
+    metadata: CheckpointMetadata,
+    name: str,
+    keys: Sequence[str],
+    layout: Layout,
+    tied: tuple[str, ...],
+    weights_only: bool,
 ) -> ParameterEntry:
-    saved = catalog.parameters.get(name)
+    saved = metadata.parameters.get(name)
     role = TRAINED if saved is not None else BUFFER_ROLE if BUFFER in keys else WEIGHT if weights_only else FROZEN_ROLE
-    own = next((catalog.tensors[name, key] for key in (MASTER, FROZEN, BUFFER) if key in keys), None)
-    stored = [catalog.tensors[name, key] for key in keys]
-    twins = [twin for key in keys for twin in catalog.twins.get((name, key), ())]
+    own = next((metadata.tensors[name, key] for key in (MASTER, FROZEN, BUFFER) if key in keys), None)
+    stored = [metadata.tensors[name, key] for key in keys]
+    twins = [twin for key in keys for twin in metadata.twins.get((name, key), ())]
     shards = layout.shards
     states = sorted(set(keys) - {MASTER, FROZEN, BUFFER})
     if saved is not None:
@@ -216,7 +223,7 @@ def _entry(
         numel=sum(map(math.prod, shards)),
         nbytes=sum(map(stored_nbytes, (*stored, *twins))),
         tied=tied,
-        copies=1 + (0 if own is None else len(catalog.twins.get((name, own.key), ()))),
+        copies=1 + (0 if own is None else len(metadata.twins.get((name, own.key), ()))),
         rule=layout.rule,
         rule_from=layout.origin,
     )

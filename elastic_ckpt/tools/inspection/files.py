@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from elastic_ckpt.core.metadata import MASTER, Catalog
+from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata
 from elastic_ckpt.errors import ElasticCkptError
 from elastic_ckpt.formats.base import Found
 from elastic_ckpt.formats.detect import LATEST, LATEST_UNIVERSAL, list_tags, read_latest
@@ -61,15 +61,15 @@ def list_folder(found: Found) -> Listing:
     return Listing(sizes, tuple(list_tags(base)), latest)
 
 
-def entries_of(listing: Listing, tp: int | None, catalog: Catalog | None) -> tuple[FileEntry, ...]:
+def entries_of(listing: Listing, tp: int | None, metadata: CheckpointMetadata | None) -> tuple[FileEntry, ...]:
     """The files of the folder, by name.
 
     Args:
         listing: names and sizes.
         tp: tensor-parallel degree; ``None``: not known.
-        catalog: what the checkpoint holds; ``None``: it could not be read.
+        metadata: what the checkpoint holds; ``None``: it could not be read.
     """
-    held = {} if catalog is None else _held(catalog)
+    held = {} if metadata is None else _held(metadata)
     entries = []
     for name, nbytes in sorted(listing.sizes.items()):
         entry = _placed(_entry(name, nbytes), tp)
@@ -101,13 +101,13 @@ def _placed(entry: FileEntry, tp: int | None) -> FileEntry:
     return replace(entry, pp=entry.mp // tp, tp=entry.mp % tp)
 
 
-def _held(catalog: Catalog) -> dict[str, dict[str, int]]:
+def _held(metadata: CheckpointMetadata) -> dict[str, dict[str, int]]:
     """File -> key -> number of parameters of which it holds some."""
-    names = [os.path.relpath(file.path, catalog.source.folder).replace(os.sep, "/") for file in catalog.files]
+    names = [os.path.relpath(file.path, metadata.source.folder).replace(os.sep, "/") for file in metadata.files]
     held: dict[str, dict[str, int]] = {}
-    copies = [twin for twins in catalog.twins.values() for twin in twins]
-    for tensor in (*catalog.tensors.values(), *copies):
-        for file in {extent.file for extent in tensor.extents}:
+    copies = [twin for twins in metadata.twins.values() for twin in twins]
+    for tensor in (*metadata.tensors.values(), *copies):
+        for file in {chunk.file for chunk in tensor.chunks}:
             counts = held.setdefault(names[file], {})
             counts[tensor.key] = counts.get(tensor.key, 0) + 1
     return held

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 
 from elastic_ckpt.core.dtypes import ITEMSIZE
-from elastic_ckpt.core.metadata import MASTER, Catalog, LogicalTensor
+from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata, TensorMetadata
 from elastic_ckpt.errors import ElasticCkptError, MismatchError, listed
 from elastic_ckpt.formats.base import Found
 from elastic_ckpt.formats.peek import Peeked
@@ -94,55 +94,55 @@ def of_run(found: Found, peeked: Peeked | None) -> Iterator[Finding]:
         yield Finding(NOTE, "align_partitions", text)
 
 
-def in_catalog(catalog: Catalog) -> Iterator[Finding]:
+def in_catalog(metadata: CheckpointMetadata) -> Iterator[Finding]:
     """What the metadata of all files together tells."""
-    yield from (Finding(WARNING, "reader", text) for text in catalog.warnings)
-    yield from (Finding(NOTE, "reader", text) for text in catalog.notes)
-    for key, why in sorted(catalog.damaged_states.items()):
+    yield from (Finding(WARNING, "reader", text) for text in metadata.warnings)
+    yield from (Finding(NOTE, "reader", text) for text in metadata.notes)
+    for key, why in sorted(metadata.damaged_states.items()):
         text = f"optimizer state {key!r} is damaged: {why}"
         yield Finding(ERROR, "damaged_state", text, parameter=key, remedy="load_optimizer_states=False")
-    for key, why in sorted(catalog.opaque_states.items()):
+    for key, why in sorted(metadata.opaque_states.items()):
         text = f"optimizer state {key!r} has a layout that cannot be cut for another topology: {why}"
         remedy = f'"elastic_checkpoint": {{"state_schema": {{"{key}": ...}}}}, or load_optimizer_states=False'
         yield Finding(ERROR, "opaque_state", text, parameter=key, remedy=remedy)
-    yield from _incomplete(catalog)
-    differing = {state.key for saved in catalog.parameters.values() for state in saved.replicated if state.differs}
+    yield from _incomplete(metadata)
+    differing = {state.key for saved in metadata.parameters.values() for state in saved.replicated if state.differs}
     if differing:
         text = f"ranks saved different values of what every rank should hold alike: {listed(differing)}"
         yield Finding(WARNING, "replicated_state", text)
-    if catalog.source.format == "native" and catalog.source.zero_stage >= 2 and not catalog.frozen_recorded:
+    if metadata.source.format == "native" and metadata.source.zero_stage >= 2 and not metadata.frozen_recorded:
         text = "frozen parameters are not listed: if there were any, they were left out (exclude_frozen_parameters)"
         yield Finding(NOTE, "frozen_left_out", text)
 
 
-def _incomplete(catalog: Catalog) -> Iterator[Finding]:
-    gone = [name for name in catalog.parameters if (name, MASTER) not in catalog.tensors]
+def _incomplete(metadata: CheckpointMetadata) -> Iterator[Finding]:
+    gone = [name for name in metadata.parameters if (name, MASTER) not in metadata.tensors]
     if gone:
         yield Finding(ERROR, "no_master", f"parameters without data: {listed(gone)}", parameter=gone[0])
-    for tensor in catalog.tensors.values():
+    for tensor in metadata.tensors.values():
         problem = hole_in(tensor)
         if problem is not None:
             text = f"{tensor.key} of this parameter is incomplete: {problem}"
             yield Finding(ERROR, "incomplete_tensor", text, parameter=tensor.name)
-        for extent in tensor.extents:
-            file = catalog.files[extent.file]
-            end = extent.byte_offset + extent.range.numel * ITEMSIZE[tensor.dtype]
+        for chunk in tensor.chunks:
+            file = metadata.files[chunk.file]
+            end = chunk.byte_offset + chunk.range.numel * ITEMSIZE[tensor.dtype]
             if end > file.nbytes:
                 text = f"{tensor.key} of this parameter reaches beyond the end of its file"
                 sizes = {"expected": f"{end} bytes or more", "found": f"{file.nbytes} bytes"}
                 yield Finding(ERROR, "short_file", text, parameter=tensor.name, file=file.path, **sizes)
     try:
-        refuse_partial(catalog, keys_by_name(catalog))
+        refuse_partial(metadata, keys_by_name(metadata))
     except ElasticCkptError as error:
         yield of_error(error, kind="partial_states")
 
 
-def hole_in(tensor: LogicalTensor) -> str | None:
+def hole_in(tensor: TensorMetadata) -> str | None:
     """Which elements of a tensor lie in no file, or in two; ``None``: each lies in one."""
     for shard, shape in enumerate(tensor.shard_shapes):
         position, numel = 0, math.prod(shape)
         where = f" of tensor-parallel shard {shard}" if len(tensor.shard_shapes) > 1 else ""
-        ranges = sorted((e.range.start, e.range.stop) for e in tensor.extents if e.shard == shard and e.range.numel)
+        ranges = sorted((e.range.start, e.range.stop) for e in tensor.chunks if e.shard == shard and e.range.numel)
         for start, stop in [*ranges, (numel, numel)]:
             if start != position:
                 what = "are nowhere" if start > position else "lie in two places"
@@ -151,14 +151,14 @@ def hole_in(tensor: LogicalTensor) -> str | None:
     return None
 
 
-def of_copies(catalog: Catalog, layouts: Mapping[str, Layout]) -> Iterator[Finding]:
+def of_copies(metadata: CheckpointMetadata, layouts: Mapping[str, Layout]) -> Iterator[Finding]:
     """What is stored more than once; reading the metadata does not tell whether the copies agree."""
-    if catalog.twins:
-        names = dict.fromkeys(name for name, _ in catalog.twins)
-        nbytes = sum(stored_nbytes(twin) for twins in catalog.twins.values() for twin in twins)
+    if metadata.twins:
+        names = dict.fromkeys(name for name, _ in metadata.twins)
+        nbytes = sum(stored_nbytes(twin) for twins in metadata.twins.values() for twin in twins)
         text = f"pipeline stages share {listed(names)}, and each saved them: {nbytes} bytes of further copies"
         yield Finding(NOTE, "twins", text, parameter=next(iter(names)))
-    count, nbytes = replicas(catalog, layouts)
+    count, nbytes = replicas(metadata, layouts)
     if count:
         text = f"parameters saved whole by every tensor-parallel rank: {count}, {nbytes} bytes of further copies"
         yield Finding(NOTE, "replicas", text)

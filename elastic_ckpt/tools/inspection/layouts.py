@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic_ckpt.core.dtypes import ITEMSIZE
-from elastic_ckpt.core.metadata import BUFFER, FROZEN, Catalog, LogicalTensor
-from elastic_ckpt.core.strided import Shape, Split
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, CheckpointMetadata, TensorMetadata
+from elastic_ckpt.core.strided import Shape, TPLayout
 from elastic_ckpt.core.tp_rules import AMBIGUOUS, CUSTOM, WHOLE_KINDS, CannotSplit, Facts, Rule, split_by
 from elastic_ckpt.sharding.book import Asked, RuleBook, Saying
 from elastic_ckpt.sharding.cross_checks import Structure, tensor_of
@@ -43,28 +43,28 @@ class Layout:
     problem: str = ""
 
 
-def layouts_of(catalog: Catalog, book: RuleBook) -> dict[str, Layout]:
+def layouts_of(metadata: CheckpointMetadata, book: RuleBook) -> dict[str, Layout]:
     """The layout of every parameter and buffer, by name."""
-    structure, facts = Structure(catalog), Facts(catalog.run, catalog.declared.vocabulary)
-    names = dict.fromkeys((*catalog.parameters, *(name for name, key in catalog.tensors if key in (FROZEN, BUFFER))))
+    structure, facts = Structure(metadata), Facts(metadata.run, metadata.declared.vocabulary)
+    names = dict.fromkeys((*metadata.parameters, *(name for name, key in metadata.tensors if key in (FROZEN, BUFFER))))
     found = {}
     for name in names:
-        tensor = tensor_of(catalog, name)
+        tensor = tensor_of(metadata, name)
         if tensor is None:  # a master that is missing
-            saved = catalog.parameters[name]
+            saved = metadata.parameters[name]
             shards = saved.shards or (saved.shape,)
             found[name] = Layout(shards, shards[0] if len(shards) == 1 else None)
         else:
-            found[name] = _layout(catalog, tensor, asked_offline(catalog, structure, tensor), book, facts)
+            found[name] = _layout(metadata, tensor, asked_offline(metadata, structure, tensor), book, facts)
     return found
 
 
-def _layout(catalog: Catalog, tensor: LogicalTensor, asked: Asked, book: RuleBook, facts: Facts) -> Layout:
+def _layout(metadata: CheckpointMetadata, tensor: TensorMetadata, asked: Asked, book: RuleBook, facts: Facts) -> Layout:
     shards = tensor.shard_shapes
     alone = shards[0] if len(shards) == 1 else None
     try:
-        saying = said_offline(catalog, asked, book)
-        recorded = None if saying is not None and saying.is_users else _recorded(catalog, asked)
+        saying = said_offline(metadata, asked, book)
+        recorded = None if saying is not None and saying.is_users else _recorded(metadata, asked)
         if recorded is not None:
             is_whole = all(held == ((0, recorded.shape[recorded.dim]),) for held in recorded.held)
             rule = "replicated" if is_whole else f"cut along dimension {recorded.dim}"
@@ -81,8 +81,8 @@ def _layout(catalog: Catalog, tensor: LogicalTensor, asked: Asked, book: RuleBoo
     return Layout(shards, None, UNDECIDED)
 
 
-def _recorded(catalog: Catalog, asked: Asked) -> Split | None:
-    return catalog.declared.split(asked.saved_name, asked.shapes) if len(asked.shapes) > 1 else None
+def _recorded(metadata: CheckpointMetadata, asked: Asked) -> TPLayout | None:
+    return metadata.declared.split(asked.saved_name, asked.shapes) if len(asked.shapes) > 1 else None
 
 
 def _said(shards: tuple[Shape, ...], alone: Shape | None, saying: Saying, facts: Facts) -> Layout:
@@ -106,16 +106,18 @@ def _ratio(parts: Sequence[int]) -> str:
     return f"{shown}:... ({len(parts)})" if len(parts) > 8 else shown
 
 
-def rule_facts(catalog: Catalog, layouts: Mapping[str, Layout], book: RuleBook, presets: Iterable[Preset]) -> RuleFacts:
+def rule_facts(
+    metadata: CheckpointMetadata, layouts: Mapping[str, Layout], book: RuleBook, presets: Iterable[Preset]
+) -> RuleFacts:
     """What is known of all shards together.
 
     Args:
-        catalog: what the checkpoint holds.
+        metadata: what the checkpoint holds.
         layouts: from :func:`layouts_of`.
         book: the user's rules and preset.
         presets: those that might know what nothing else does.
     """
-    declared = catalog.declared
+    declared = metadata.declared
     patterns: dict[str, int] = {}
     for rule in dict(declared.rules).values():
         kind = "fused" if rule.sub_parameters else rule.kind
@@ -135,24 +137,24 @@ def rule_facts(catalog: Catalog, layouts: Mapping[str, Layout], book: RuleBook, 
         uses=tuple(RuleUse(rule, origin, tuple(names)) for (rule, origin), names in sorted(uses.items())),
         undecided=undecided,
         contradictions={name: layout.problem for name, layout in layouts.items() if layout.problem},
-        fitting_presets=_fitting(catalog, undecided, presets),
+        fitting_presets=_fitting(metadata, undecided, presets),
     )
 
 
-def _fitting(catalog: Catalog, names: Sequence[str], presets: Iterable[Preset]) -> dict[str, int]:
+def _fitting(metadata: CheckpointMetadata, names: Sequence[str], presets: Iterable[Preset]) -> dict[str, int]:
     """Presets -> for how many of these parameters they have a rule that leaves nothing open; those with the most."""
     counts = {}
     for preset in presets:
-        first = [next((rule for rule in preset.rules if rule.applies(name, catalog.run)), None) for name in names]
+        first = [next((rule for rule in preset.rules if rule.applies(name, metadata.run)), None) for name in names]
         counts[preset.name] = sum(rule is not None and rule.kind != AMBIGUOUS for rule in first)
     most = max(counts.values(), default=0)
     return {name: count for name, count in counts.items() if count == most > 0}
 
 
-def replicas(catalog: Catalog, layouts: Mapping[str, Layout]) -> tuple[int, int]:
+def replicas(metadata: CheckpointMetadata, layouts: Mapping[str, Layout]) -> tuple[int, int]:
     """Parameters that every tensor-parallel rank saved whole: how many, and the bytes of all copies but the first."""
     names, nbytes = set(), 0
-    for (name, key), tensor in catalog.tensors.items():
+    for (name, key), tensor in metadata.tensors.items():
         if key != BUFFER and name in layouts and layouts[name].is_whole:
             names.add(name)
             nbytes += sum(map(math.prod, tensor.shard_shapes[1:])) * ITEMSIZE[tensor.dtype]

@@ -97,31 +97,39 @@ def inspect_checkpoint(
         book: the user's rules and preset.
         presets: those that might know what nothing else does.
     """
-    catalog = None if read.checkpoint is None else read.checkpoint.catalog
+    metadata = None if read.checkpoint is None else read.checkpoint.metadata
     run = saved_run(found, peeked, read.checkpoint)
     missing = missing_files(found, listing, peeked, None if read.refusal is None else read.refusal.file)
-    layouts = {} if catalog is None else layouts_of(catalog, book)
-    rules = RuleFacts() if catalog is None else rule_facts(catalog, layouts, book, presets)
+    layouts = {} if metadata is None else layouts_of(metadata, book)
+    rules = RuleFacts() if metadata is None else rule_facts(metadata, layouts, book, presets)
     weights_only = read.unnamed is not None
-    unnamed = peeked.unnamed if peeked is not None and (weights_only or catalog is None) else {}
+    unnamed = peeked.unnamed if peeked is not None and (weights_only or metadata is None) else {}
     blank = Totals()
     return Inspection(
         format=found.format,
         folder=found.folder,
         tag=found.tag,
-        readable=catalog is not None,
+        readable=metadata is not None,
         weights_only=weights_only,
         run=run,
-        masters=blank if catalog is None else contents.totals(catalog, MASTER),
-        frozen=blank if catalog is None or weights_only else contents.totals(catalog, FROZEN),
-        buffers=blank if catalog is None else contents.totals(catalog, BUFFER),
-        weights=contents.totals(catalog, FROZEN) if catalog is not None and weights_only else blank,
-        states=contents.unnamed_states(unnamed, run.tp) if unnamed else contents.states_of(catalog) if catalog else (),
-        groups=contents.unnamed_groups(unnamed, run.tp) if unnamed else contents.groups_of(catalog) if catalog else (),
+        masters=blank if metadata is None else contents.totals(metadata, MASTER),
+        frozen=blank if metadata is None or weights_only else contents.totals(metadata, FROZEN),
+        buffers=blank if metadata is None else contents.totals(metadata, BUFFER),
+        weights=contents.totals(metadata, FROZEN) if metadata is not None and weights_only else blank,
+        states=contents.unnamed_states(unnamed, run.tp)
+        if unnamed
+        else contents.states_of(metadata)
+        if metadata
+        else (),
+        groups=contents.unnamed_groups(unnamed, run.tp)
+        if unnamed
+        else contents.groups_of(metadata)
+        if metadata
+        else (),
         rules=rules,
-        parameters=() if catalog is None else contents.parameters_of(catalog, layouts, weights_only),
-        aliases={} if catalog is None else catalog.aliases,
-        files=entries_of(listing, run.tp, catalog),
+        parameters=() if metadata is None else contents.parameters_of(metadata, layouts, weights_only),
+        aliases={} if metadata is None else metadata.aliases,
+        files=entries_of(listing, run.tp, metadata),
         missing=missing,
         tags=listing.tags,
         latest=listing.latest,
@@ -153,6 +161,6 @@ def _findings(
     if read.checkpoint is None:
         yield from (Finding(NOTE, "reader", note) for note in found.notes)
         return
-    yield from findings.in_catalog(read.checkpoint.catalog)
-    yield from findings.of_copies(read.checkpoint.catalog, layouts)
+    yield from findings.in_catalog(read.checkpoint.metadata)
+    yield from findings.of_copies(read.checkpoint.metadata, layouts)
     yield from findings.of_rules(rules)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from elastic_ckpt.core.metadata import Catalog
+from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.core.sequence import SequenceParallel
 from elastic_ckpt.core.training_state import BatchSizes, HostState, LossScale
 from elastic_ckpt.formats.base import Checkpoint, Found
@@ -27,19 +27,19 @@ def saved_run(found: Found, peeked: Peeked | None, checkpoint: Checkpoint | None
         peeked: what one model-states file says; ``None``: none can be read.
         checkpoint: all metadata; ``None``: it does not fit together.
     """
-    catalog = None if checkpoint is None else checkpoint.catalog
+    metadata = None if checkpoint is None else checkpoint.metadata
     host = checkpoint.host if checkpoint is not None else None if peeked is None else peeked.host
     counters = {} if host is None else host.counters
     batch = BatchSizes(None, None, None) if host is None else host.batch
     evidence = precision_evidence(found, peeked)
-    optimizer, says_so = _optimizer(peeked, catalog)
-    stage, dp, tp, pp = _topology(found, peeked, catalog, counters)
-    sequence = catalog.source.sequence if catalog else peeked.degrees.sequence if peeked else SequenceParallel()
+    optimizer, says_so = _optimizer(peeked, metadata)
+    stage, dp, tp, pp = _topology(found, peeked, metadata, counters)
+    sequence = metadata.source.sequence if metadata else peeked.degrees.sequence if peeked else SequenceParallel()
     return SavedRun(
         step=_int(counters.get("global_steps")),
         samples=_int(counters.get("global_samples")),
         skipped_steps=_int(counters.get("skipped_steps")),
-        ds_version=catalog.source.ds_version if catalog else (peeked.ds_version or None) if peeked else None,
+        ds_version=metadata.source.ds_version if metadata else (peeked.ds_version or None) if peeked else None,
         zero_stage=stage,
         dp=None if dp is None else sequence.data_degree(dp),
         sp=sequence.degree if sequence.degree > 1 else None,
@@ -57,7 +57,7 @@ def saved_run(found: Found, peeked: Peeked | None, checkpoint: Checkpoint | None
         overflow=host is not None and host.overflow,
         client_state=() if peeked is None else peeked.client_state,
         config=None if peeked is None else peeked.config,
-        arguments={} if catalog is None else catalog.run,
+        arguments={} if metadata is None else metadata.run,
     )
 
 
@@ -86,32 +86,32 @@ def zero_options(peeked: Peeked | None) -> Mapping[str, Any]:
 
 
 def _topology(
-    found: Found, peeked: Peeked | None, catalog: Catalog | None, counters: Mapping[str, Any]
+    found: Found, peeked: Peeked | None, metadata: CheckpointMetadata | None, counters: Mapping[str, Any]
 ) -> tuple[int | None, int | None, int | None, int | None]:
     """ZeRO stage, and data-, tensor- and pipeline-parallel degree."""
     said = (None, None) if peeked is None else (peeked.degrees.tp, peeked.degrees.pp)
-    if catalog is None:
+    if metadata is None:
         stage = 3 if found.files.model_zero3 else _int(zero_options(peeked).get("stage"))
         return stage, _int(counters.get("dp_world_size")), *said
-    source = catalog.source
+    source = metadata.source
     if source.format == "universal":  # it holds whole tensors, whatever the run's degrees
-        return source.zero_stage, source.dp, catalog.merged_from, said[1] or 1
+        return source.zero_stage, source.dp, metadata.merged_from, said[1] or 1
     return source.zero_stage, source.dp, source.tp, source.pp
 
 
-def _optimizer(peeked: Peeked | None, catalog: Catalog | None) -> tuple[str, str]:
+def _optimizer(peeked: Peeked | None, metadata: CheckpointMetadata | None) -> tuple[str, str]:
     """The optimizer, and what says so: the config's, which DeepSpeed does not use where it is given another one."""
     section = (peeked.config or {}).get("optimizer") if peeked is not None else None
     named = section.get("type") if isinstance(section, Mapping) else None
-    by_states = _by_states(peeked, catalog)
+    by_states = _by_states(peeked, metadata)
     if isinstance(named, str):
         return named, f"{_CONFIG}; its states are those of {by_states}" if by_states else _CONFIG
     return (by_states, "its states and hyperparameters") if by_states else (UNKNOWN, "")
 
 
-def _by_states(peeked: Peeked | None, catalog: Catalog | None) -> str:
-    if catalog is not None and catalog.parameters:
-        return saved_optimizer(catalog)
+def _by_states(peeked: Peeked | None, metadata: CheckpointMetadata | None) -> str:
+    if metadata is not None and metadata.parameters:
+        return saved_optimizer(metadata)
     parts = [] if peeked is None else list(peeked.unnamed.values())
     if not parts:
         return ""

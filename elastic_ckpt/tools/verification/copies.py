@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from elastic_ckpt.config import ElasticConfig
-from elastic_ckpt.core.local_state import Destinations, LiveLayout
-from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, Catalog
-from elastic_ckpt.core.read_plan import Plan
+from elastic_ckpt.core.local_state import LiveLayout, LocalState
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
+from elastic_ckpt.core.read_plan import ReadPlan
 from elastic_ckpt.errors import ElasticCkptError, listed
 from elastic_ckpt.io.compare_replicas import Drift, find_drift, united
 from elastic_ckpt.io.reader import ReadOptions
@@ -26,58 +26,60 @@ from elastic_ckpt.tools.verification.findings import DRIFT, UNCHECKED, Finding
 _MOST_CONTRADICTIONS = 64
 
 
-def check_copies(catalog: Catalog, config: ElasticConfig, threads: int) -> tuple[list[Finding], list[Finding]]:
+def check_copies(
+    metadata: CheckpointMetadata, config: ElasticConfig, threads: int
+) -> tuple[list[Finding], list[Finding]]:
     """Compare copies, value by value. Reads them.
 
     Args:
-        catalog: what the checkpoint holds.
+        metadata: what the checkpoint holds.
         config: whose rules and preset count.
         threads: how many read at once.
 
     Raises:
         ConfigError: there is no such preset.
     """
-    if catalog.source.tp == 1 and not catalog.twins:
+    if metadata.source.tp == 1 and not metadata.twins:
         return [], []
-    weights = {name for name, key in catalog.tensors if key in (MASTER, FROZEN, BUFFER)}
-    resharding, layouts, unknown = _resharding(catalog, sorted(weights), config)
-    destinations = _whole_model(layouts)
-    plan = Plan(
-        files=catalog.files,
+    weights = {name for name, key in metadata.tensors if key in (MASTER, FROZEN, BUFFER)}
+    resharding, layouts, unknown = _resharding(metadata, sorted(weights), config)
+    local_state = _whole_model(layouts)
+    plan = ReadPlan(
+        files=metadata.files,
         slots=(),
         copies=(),
-        comparisons=compare_replicas(catalog, destinations, resharding, layouts, with_states=True),
+        comparisons=compare_replicas(metadata, local_state, resharding, layouts, with_states=True),
     )
     findings: list[Finding] = []
     notes: list[Finding] = []
     for drift in united(find_drift(plan, ReadOptions(threads=threads, progress=False))):
-        if drift.name in resharding.guessed and (drift.name, drift.key) not in catalog.twins:
+        if drift.name in resharding.guessed and (drift.name, drift.key) not in metadata.twins:
             unknown.add(drift.name)
         else:
             may_differ = drift.name in resharding.averaged
-            (notes if may_differ else findings).append(_drifted(drift, catalog.source.folder))
+            (notes if may_differ else findings).append(_drifted(drift, metadata.source.folder))
     if unknown:
-        notes.append(_no_rule(unknown, catalog.source.folder))
+        notes.append(_no_rule(unknown, metadata.source.folder))
     return findings, notes
 
 
-def _whole_model(layouts: Mapping[str, LiveLayout]) -> Destinations:
+def _whole_model(layouts: Mapping[str, LiveLayout]) -> LocalState:
     """One rank that would hold every parameter whole; where, does not matter here."""
-    return Destinations(1, 1, 0, "", (), (), (), (), layouts=layouts)
+    return LocalState(1, 1, 0, "", (), (), (), (), layouts=layouts)
 
 
 def _resharding(
-    catalog: Catalog, names: Sequence[str], config: ElasticConfig
+    metadata: CheckpointMetadata, names: Sequence[str], config: ElasticConfig
 ) -> tuple[Resharding, Mapping[str, LiveLayout], set[str]]:
     """How the saved ranks held each parameter, as far as rules say; and the names of which they do not."""
-    if catalog.source.tp == 1:
+    if metadata.source.tp == 1:
         return Resharding(), {name: LiveLayout(()) for name in names}, set()
     book = rule_book(config)
-    layouts, undecided = decided_layouts(catalog, names, 1, book)
+    layouts, undecided = decided_layouts(metadata, names, 1, book)
     unknown = set(undecided)
     while layouts:
         try:
-            return resolve(catalog, _whole_model(layouts), layouts, book, STRICT), layouts, unknown
+            return resolve(metadata, _whole_model(layouts), layouts, book, STRICT), layouts, unknown
         except ElasticCkptError as error:
             named = error.parameter
             contradictory = {named} if named in layouts and named is not None else set(layouts)

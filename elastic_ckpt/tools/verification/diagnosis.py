@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from elastic_ckpt.config import ElasticConfig, state_options
-from elastic_ckpt.core.metadata import Catalog
+from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.errors import ElasticCkptError, MismatchError, UnsupportedError
 from elastic_ckpt.formats import Found, model_states, shards
 from elastic_ckpt.formats.layers import index_layer
@@ -48,11 +48,11 @@ _MODEL_PARALLEL = re.compile(r"mp_rank_(\d+)")
 
 @dataclass
 class Diagnosis:
-    """What is wrong, what was not checked, and the catalog, if there is one all the same."""
+    """What is wrong, what was not checked, and the metadata, if there is one all the same."""
 
     findings: list[Finding] = field(default_factory=list)
     notes: list[Finding] = field(default_factory=list)
-    catalog: Catalog | None = None
+    metadata: CheckpointMetadata | None = None
 
 
 @dataclass
@@ -70,7 +70,7 @@ class _Indexed:
 def read_metadata(found: Found, config: ElasticConfig) -> Diagnosis:
     """Read a checkpoint's metadata as a load would; where that fails, find out all that is wrong."""
     try:
-        return Diagnosis(catalog=open_checkpoint(found, config).checkpoint.catalog)
+        return Diagnosis(metadata=open_checkpoint(found, config).checkpoint.metadata)
     except ElasticCkptError as error:
         return _diagnose(found, config, error)
 
@@ -244,16 +244,16 @@ def _without_shard_checks(found: Found, config: ElasticConfig, error: ElasticCkp
     """The files fit together but for their values: go on without these, and ask every file."""
     relaxed = config.model_copy(update={"check_shards": False})
     try:
-        catalog = open_checkpoint(found, relaxed).checkpoint.catalog
+        metadata = open_checkpoint(found, relaxed).checkpoint.metadata
     except ElasticCkptError as again:
         return _refused(found, [], again)
     errors = [error]
     models = [SavedWeights(model.path, model.weights) for model in indexed.every_model]
-    if catalog.source.tp * catalog.source.pp * catalog.merged_from == 1:
-        for number in range(len(catalog.files)):
+    if metadata.source.tp * metadata.source.pp * metadata.merged_from == 1:
+        for number in range(len(metadata.files)):
             for model in models:
                 try:
-                    spot_check(catalog, model, {number})
+                    spot_check(metadata, model, {number})
                 except ElasticCkptError as other:
                     errors.append(other)
-    return Diagnosis(list(without_repeats(of_error(one, FOREIGN) for one in errors)), [], catalog)
+    return Diagnosis(list(without_repeats(of_error(one, FOREIGN) for one in errors)), [], metadata)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from elastic_ckpt.config import ElasticConfig
-from elastic_ckpt.core.metadata import Catalog
+from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, listed
 from elastic_ckpt.formats import Found
 from elastic_ckpt.formats.pickled import open_pickled
@@ -78,15 +78,15 @@ def verify(
     found, findings, notes = choose(folder, tag, config.trust_pickle)
     report.add((findings, notes))
     files = [] if found is None else [*checkpoint_files(found), *swap_files(found)]
-    catalog: Catalog | None = None
+    metadata: CheckpointMetadata | None = None
     if found is not None:
         diagnosis = read_metadata(found, config)
-        catalog = diagnosis.catalog
+        metadata = diagnosis.metadata
         report.add((diagnosis.findings, diagnosis.notes))
         if others := other_files(found):
             report.notes.append(Finding(UNCHECKED, f"files that are none of DeepSpeed's: {listed(others)}"))
-        if catalog is not None:
-            report.add(check_catalog(catalog))
+        if metadata is not None:
+            report.add(check_catalog(metadata))
         if full:
             _check_bytes(found, diagnosis, config, threads, show_progress, report)
     if not full:
@@ -98,7 +98,7 @@ def verify(
         findings=without_repeats(report.findings),
         notes=without_repeats(report.notes),
         files=len(files),
-        tensors=len(catalog.tensors) if catalog is not None else 0,
+        tensors=len(metadata.tensors) if metadata is not None else 0,
         nbytes=report.nbytes,
         seconds=time.perf_counter() - began,
     )
@@ -112,10 +112,10 @@ def _check_bytes(
     show_progress: bool | None,
     report: _Report,
 ) -> None:
-    catalog = diagnosis.catalog
-    known = catalog_spans(catalog) if catalog is not None else {}
+    metadata = diagnosis.metadata
+    known = catalog_spans(metadata) if metadata is not None else {}
     archives = checkpoint_files(found)
-    works = [_archive_work(path, found, known.get(path, []), catalog is None, config, report) for path in archives]
+    works = [_archive_work(path, found, known.get(path, []), metadata is None, config, report) for path in archives]
     works += [_swap_work(path, known.get(path, []), report) for path in swap_files(found)]
     checked = check(works, threads, show_progress)
     for work, result in zip(works, checked, strict=True):
@@ -123,9 +123,9 @@ def _check_bytes(
         report.findings += _limited(work.path, _judge_bytes(work, result))
         report.add(judge(work.path, result.seen))
     failed = any(result.failure for result in checked)
-    if catalog is not None and not failed:
+    if metadata is not None and not failed:
         try:
-            report.add(check_copies(catalog, config, threads))
+            report.add(check_copies(metadata, config, threads))
         except DamagedError as error:
             report.findings.append(of_error(error))
 
@@ -162,7 +162,7 @@ def _archive_work(
 
 
 def _weights(path: str, found: Found, without_catalog: bool, config: ElasticConfig) -> list[Span]:
-    """Weights that the model computes with; without a catalog also states, of those that were not cut or padded."""
+    """Weights that the model computes with; without a metadata also states, of those that were not cut or padded."""
     name = os.path.basename(path)
     is_layer = name in found.files.layers.values()
     is_model = name in found.files.model.values() or name in found.files.model_zero3.values()

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from elastic_ckpt.core.dtypes import ITEMSIZE
-from elastic_ckpt.core.metadata import BUFFER, Catalog, Extent, LogicalTensor
+from elastic_ckpt.core.metadata import BUFFER, CheckpointMetadata, StorageChunk, TensorMetadata
 from elastic_ckpt.formats.pickled import PickledFile, TensorRef
 from elastic_ckpt.tools.verification.findings import INF, NAN, Finding
 
-#: Catalog keys have their own names; this one stands for the weights as the model computes with them.
+#: CheckpointMetadata keys have their own names; this one stands for the weights as the model computes with them.
 WEIGHTS = "weights"
 _INTEGERS = frozenset({"int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64", "bool"})
 
@@ -101,28 +101,26 @@ def look(values: torch.Tensor) -> Seen:
     return Seen(nans, infs, int(nan.int().argmax()) if nans else -1, int(inf.int().argmax()) if infs else -1)
 
 
-def catalog_spans(catalog: Catalog) -> dict[str, list[Span]]:
-    """Path -> the values of a catalog's tensors that lie in that file, copies of other pipeline stages among them."""
+def catalog_spans(metadata: CheckpointMetadata) -> dict[str, list[Span]]:
+    """Path -> the values of a metadata's tensors that lie in that file, copies of other pipeline stages among them."""
     spans: dict[str, list[Span]] = {}
-    for tensor in chain(catalog.tensors.values(), *catalog.twins.values()):
-        for extent in tensor.extents:
-            for span in _spans(tensor, extent):
-                spans.setdefault(catalog.files[extent.file].path, []).append(span)
+    for tensor in chain(metadata.tensors.values(), *metadata.twins.values()):
+        for chunk in tensor.chunks:
+            for span in _spans(tensor, chunk):
+                spans.setdefault(metadata.files[chunk.file].path, []).append(span)
     return spans
 
 
-def _spans(tensor: LogicalTensor, extent: Extent) -> Iterator[Span]:
-    code = extent.code
+def _spans(tensor: TensorMetadata, chunk: StorageChunk) -> Iterator[Span]:
+    code = chunk.code
     if code is None:
         if tensor.dtype not in _INTEGERS:
-            yield Span(
-                extent.byte_offset, extent.range.numel, tensor.dtype, tensor.name, tensor.key, extent.range.start
-            )
+            yield Span(chunk.byte_offset, chunk.range.numel, tensor.dtype, tensor.name, tensor.key, chunk.range.start)
         return
-    if not extent.range.numel:
+    if not chunk.range.numel:
         return
     first = code.position // code.format.numel
-    last = (code.position + extent.range.numel - 1) // code.format.numel
+    last = (code.position + chunk.range.numel - 1) // code.format.numel
     offset = code.scales_offset + first * ITEMSIZE["float32"]
     yield Span(offset, last - first + 1, "float32", tensor.name, code.format.scales, first)
 

@@ -1,4 +1,4 @@
-"""Catalog and topology -> what every rank of a job would hold, and the plan by which it would read it. Pure.
+"""CheckpointMetadata and topology -> what every rank of a job would hold, and the plan by which it would read it. Pure.
 
 The partitions are those of the engine adapters (:mod:`elastic_ckpt.engines`), cut by the same geometry; a test compares
 the two. What only a live engine knows is taken as usual: without ZeRO the optimizer steps on each parameter alone (as
@@ -20,16 +20,16 @@ from elastic_ckpt.core.flat_ranges import (
 )
 from elastic_ckpt.core.fqn import rename_saved
 from elastic_ckpt.core.local_state import (
-    Destinations,
     FlatPartition,
     Fragment,
     LiveGroup,
     LiveLayout,
-    Place,
+    LocalState,
+    RankCoordinates,
     WholeTensor,
 )
-from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, Catalog
-from elastic_ckpt.core.read_plan import Plan
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
+from elastic_ckpt.core.read_plan import ReadPlan
 from elastic_ckpt.planning.planner import LoadOptions, plan_load, resharding_of
 from elastic_ckpt.sharding.cross_checks import tensor_of
 from elastic_ckpt.sharding.offline import virtual_layouts
@@ -47,7 +47,7 @@ class VirtualJob:
     """A job of some topology that would resume a checkpoint.
 
     Args:
-        catalog: what the checkpoint holds.
+        metadata: what the checkpoint holds.
         topology: of the job.
         options: as for a load; its rules say how tensor-parallel ranks hold parameters. Renames are done here: the
             model is taken to have the new names.
@@ -56,41 +56,43 @@ class VirtualJob:
         ElasticCkptError: such a job could not be.
     """
 
-    def __init__(self, catalog: Catalog, topology: Topology, options: LoadOptions) -> None:
-        catalog = rename_saved(catalog, options.rename)
-        saved = catalog.source
+    def __init__(self, metadata: CheckpointMetadata, topology: Topology, options: LoadOptions) -> None:
+        metadata = rename_saved(metadata, options.rename)
+        saved = metadata.source
         unchanged = (topology.dp, topology.tp, topology.pp) == (saved.dp, saved.tp, saved.pp)
         if unchanged and saved.format == "native" and saved.zero_stage == 3:
             # then each rank reads buffers from a file of its own; here all from the first one, which is as long
-            catalog = replace(catalog, buffers_of_this_rank=True)
-        self.catalog = catalog
+            metadata = replace(metadata, buffers_of_this_rank=True)
+        self.metadata = metadata
         self.topology = topology
         self.options = replace(options, rename=())
-        self._states = SavedStates(catalog)
+        self._states = SavedStates(metadata)
         self._resharding: dict[tuple[int, int], Resharding] = {}
-        self._keys = dict.fromkeys(catalog.parameters, MASTER)
-        self._keys |= {name: key for name, key in catalog.tensors if key in (BUFFER, FROZEN) and name not in self._keys}
-        self.layouts: Mapping[str, LiveLayout] = virtual_layouts(catalog, self._keys, topology.tp, options.rules)
+        self._keys = dict.fromkeys(metadata.parameters, MASTER)
+        self._keys |= {
+            name: key for name, key in metadata.tensors if key in (BUFFER, FROZEN) and name not in self._keys
+        }
+        self.layouts: Mapping[str, LiveLayout] = virtual_layouts(metadata, self._keys, topology.tp, options.rules)
         numels = {name: math.prod(layout.shapes[0]) for name, layout in self.layouts.items()}
-        self.stages = stages_of(numels, topology.pp, catalog)
+        self.stages = stages_of(numels, topology.pp, metadata)
 
-    def plan(self, place: Place) -> Plan:
+    def plan(self, place: RankCoordinates) -> ReadPlan:
         """The plan of one rank: the one that a load would make."""
         return self.planned(place)[1]
 
-    def planned(self, place: Place) -> tuple[Destinations, Plan]:
+    def planned(self, place: RankCoordinates) -> tuple[LocalState, ReadPlan]:
         """What the engine of one rank would hold, and its plan."""
-        destinations = self.destinations(place)
+        local_state = self.local_state(place)
         at = (place.pp_rank, place.tp_rank)
         if at not in self._resharding:
-            self._resharding[at] = resharding_of(self.catalog, destinations, self.options)
-        return destinations, plan_load(self.catalog, destinations, self.options, self._resharding[at])
+            self._resharding[at] = resharding_of(self.metadata, local_state, self.options)
+        return local_state, plan_load(self.metadata, local_state, self.options, self._resharding[at])
 
-    def destinations(self, place: Place) -> Destinations:
+    def local_state(self, place: RankCoordinates) -> LocalState:
         """What the engine of one rank would hold."""
         mine = [name for name in self._keys if place.pp_rank in self.stages[name]]
         flats, fragments = self._partitions(mine, place)
-        return Destinations(
+        return LocalState(
             zero_stage=self.topology.zero_stage,
             dp=place.dp,
             dp_rank=place.dp_rank,
@@ -100,7 +102,7 @@ class VirtualJob:
             wholes=tuple(self._wholes(mine, place)),
             groups=tuple(
                 LiveGroup(tuple(self._of_group(mine, number)), dict(group))
-                for number, group in enumerate(self.catalog.groups)
+                for number, group in enumerate(self.metadata.groups)
             ),
             tp=place.tp,
             tp_rank=place.tp_rank,
@@ -111,23 +113,23 @@ class VirtualJob:
         )
 
     def _of_group(self, names: Sequence[str], number: int) -> list[str]:
-        parameters = self.catalog.parameters
+        parameters = self.metadata.parameters
         return [name for name in names if name in parameters and parameters[name].group == number]
 
-    def _shape(self, name: str, place: Place) -> tuple[int, ...]:
+    def _shape(self, name: str, place: RankCoordinates) -> tuple[int, ...]:
         return self.layouts[name].shapes[place.tp_rank]
 
-    def _partitions(self, names: Sequence[str], place: Place) -> tuple[list[FlatPartition], list[Fragment]]:
+    def _partitions(self, names: Sequence[str], place: RankCoordinates) -> tuple[list[FlatPartition], list[Fragment]]:
         flats: list[FlatPartition] = []
         fragments: list[Fragment] = []
-        for number in range(len(self.catalog.groups)):
+        for number in range(len(self.metadata.groups)):
             for members in self._sub_groups(self._of_group(names, number), place):
                 flat, mine = self._flat(len(flats), number, members, place)
                 flats.append(flat)
                 fragments += mine
         return flats, fragments
 
-    def _sub_groups(self, names: list[str], place: Place) -> Iterator[list[str]]:
+    def _sub_groups(self, names: list[str], place: RankCoordinates) -> Iterator[list[str]]:
         """What becomes one flat partition: a group; without ZeRO a parameter; with ZeRO-3 a sub-group.
 
         ZeRO-3 cuts a group where the partitions gathered so far reach ``sub_group_size``. Source:
@@ -150,12 +152,12 @@ class VirtualJob:
                 yield gathered
                 gathered, numel = [], 0
 
-    def _step(self, name: str, place: Place) -> int:
+    def _step(self, name: str, place: RankCoordinates) -> int:
         """Elements of a rank's partition of one parameter in ZeRO-3."""
         return per_parameter_numel(math.prod(self._shape(name, place)), place.dp, self.topology.alignment)
 
     def _flat(
-        self, index: int, group: int, members: Sequence[str], place: Place
+        self, index: int, group: int, members: Sequence[str], place: RankCoordinates
     ) -> tuple[FlatPartition, list[Fragment]]:
         shapes = [self._shape(name, place) for name in members]
         numels = list(map(math.prod, shapes))
@@ -177,10 +179,10 @@ class VirtualJob:
         ]
         return flat, fragments
 
-    def _wholes(self, names: Sequence[str], place: Place) -> Iterator[WholeTensor]:
+    def _wholes(self, names: Sequence[str], place: RankCoordinates) -> Iterator[WholeTensor]:
         for name in names:
             key = self._keys[name]
-            tensor = tensor_of(self.catalog, name)
+            tensor = tensor_of(self.metadata, name)
             if key == MASTER or tensor is None:
                 continue
             shape = self._shape(name, place)

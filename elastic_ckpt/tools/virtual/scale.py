@@ -1,7 +1,7 @@
 """The checkpoint that a big model would have been saved in, without a tensor and without a file. Pure.
 
 Everything behind the opening of files is that of a real load: here the contents of each file are made up, and
-:func:`elastic_ckpt.formats.assembling.assemble` makes a catalog of them, as it does of real ones.
+:func:`elastic_ckpt.formats.assembling.assemble` makes a metadata of them, as it does of real ones.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import cached_property
 from elastic_ckpt.core.declared import declared_by
 from elastic_ckpt.core.dtypes import ITEMSIZE
 from elastic_ckpt.core.features import Features
-from elastic_ckpt.core.metadata import Catalog
+from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.formats.assembling import Kind, assemble
 from elastic_ckpt.formats.base import Found, ReadOptions
 from elastic_ckpt.formats.degrees import StatedDegrees
@@ -39,13 +39,13 @@ _START_ALIGNMENT = 2
 Shapes = tuple[tuple[tuple[str, Shape], ...], ...]
 
 
-def scale_catalog(model: ScaleModel) -> Catalog:
+def scale_metadata(model: ScaleModel) -> CheckpointMetadata:
     """What the checkpoint of a big model holds.
 
     Raises:
         ElasticCkptError: such a checkpoint could not be.
     """
-    return _Imagined(model).catalog()
+    return _Imagined(model).metadata()
 
 
 class _File:
@@ -81,8 +81,8 @@ class _Imagined:
     def _pp(self) -> int:
         return len(self._saved.stages)
 
-    def catalog(self) -> Catalog:
-        """The catalog of all files."""
+    def metadata(self) -> CheckpointMetadata:
+        """The metadata of all files."""
         kinds: list[Kind] = []
         indexed: list[ModelShard | OptimizerShard | LayerShard] = []
         for mp in range(self._pp * self._saved.tp):
@@ -97,7 +97,7 @@ class _Imagined:
         names = [os.path.basename(item.path) for item in indexed]
         files = sort_names(names, is_universal=False)
         found = Found("native", self._folder, self._saved.tag, files)
-        return assemble(found, kinds, indexed, ReadOptions()).catalog
+        return assemble(found, kinds, indexed, ReadOptions()).metadata
 
     @cached_property
     def _layers(self) -> Mapping[int, Sequence[Parameter]]:

@@ -1,7 +1,7 @@
 """Big models in short: JSON files that say what a checkpoint of one holds, parameter template by template. Pure.
 
 ``configs/scale`` of the repository holds those that are ready; :mod:`elastic_ckpt.tools.virtual.scale` makes their
-catalogs.
+metadata.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from deepspeed.runtime.utils import partition_balanced
 
-from elastic_ckpt.core.metadata import Catalog
+from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.errors import UnsupportedError, listed
 
 _LAYER = re.compile(r"^(\d+)\.")
@@ -16,7 +16,7 @@ _TIED = "tied_modules."
 Stages = dict[str, tuple[int, ...]]
 
 
-def stages_of(numels: Mapping[str, int], pp: int, catalog: Catalog) -> Stages:
+def stages_of(numels: Mapping[str, int], pp: int, metadata: CheckpointMetadata) -> Stages:
     """The stages that hold each parameter or buffer of a ``PipelineModule``.
 
     As many stages as were saved hold what they held then. Of another number, layers are balanced by their parameters,
@@ -26,7 +26,7 @@ def stages_of(numels: Mapping[str, int], pp: int, catalog: Catalog) -> Stages:
     Args:
         numels: name -> elements.
         pp: pipeline-parallel degree.
-        catalog: of the checkpoint.
+        metadata: of the checkpoint.
 
     Raises:
         UnsupportedError: names that do not say which layer they are of.
@@ -40,13 +40,13 @@ def stages_of(numels: Mapping[str, int], pp: int, catalog: Catalog) -> Stages:
         raise UnsupportedError(
             "a pipeline of several stages needs a model that is built of numbered layers (DeepSpeed's PipelineModule)",
             parameter=listed(others),
-            file=catalog.source.folder,
+            file=metadata.source.folder,
             expected="names such as 3.self_attention.dense.weight",
             found="a model that is no PipelineModule",
             remedy="a pipeline-parallel degree of 1",
         )
-    as_saved = _as_saved(numels, layer_of, catalog.stages) if catalog.source.pp == pp else None
-    return as_saved or _balanced(numels, layer_of, tied, pp, catalog.stages)
+    as_saved = _as_saved(numels, layer_of, metadata.stages) if metadata.source.pp == pp else None
+    return as_saved or _balanced(numels, layer_of, tied, pp, metadata.stages)
 
 
 def _as_saved(

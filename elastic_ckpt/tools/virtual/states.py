@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from elastic_ckpt.core.metadata import Catalog, LogicalTensor
+from elastic_ckpt.core.metadata import CheckpointMetadata, TensorMetadata
 from elastic_ckpt.core.state_kinds import BLOCK_NUMELS, NON_SHARD_KEYS, REPLICATED, WHOLE, BlockFormat, LiveState
 from elastic_ckpt.planning.saved_state_checks import keys_by_name
 
@@ -13,12 +13,12 @@ class SavedStates:
     """The states of a checkpoint, as those of live flat partitions.
 
     Args:
-        catalog: what the checkpoint holds.
+        metadata: what the checkpoint holds.
     """
 
-    def __init__(self, catalog: Catalog) -> None:
-        self._catalog = catalog
-        self._keys = keys_by_name(catalog)
+    def __init__(self, metadata: CheckpointMetadata) -> None:
+        self._catalog = metadata
+        self._keys = keys_by_name(metadata)
 
     def of(self, members: Sequence[str], is_partitioned: bool) -> tuple[LiveState, ...] | None:
         """The tensor states of one flat partition; ``None``: a state that no partition can have, which is refused.
@@ -44,11 +44,11 @@ class SavedStates:
                     found[state.key] = LiveState(state.key, state.dtype, REPLICATED, shape=state.shape)
         return tuple(found[key] for key in sorted(found))
 
-    def _live(self, name: str, key: str, tensor: LogicalTensor) -> LiveState:
+    def _live(self, name: str, key: str, tensor: TensorMetadata) -> LiveState:
         if tensor.is_whole:
             return LiveState(key, tensor.dtype, WHOLE, shape=tensor.shape)
         rows = 1 if len(tensor.shape) == len(self._catalog.parameters[name].shape) else tensor.shape[0]
-        saved = next((extent.code.format for extent in tensor.extents if extent.code is not None), None)
+        saved = next((chunk.code.format for chunk in tensor.chunks if chunk.code is not None), None)
         # whatever the version that saved it, today's cuts blocks of the smaller size
         blocks = None if saved is None else BlockFormat(min(BLOCK_NUMELS), saved.scales, saved.codebook)
         return LiveState(key, tensor.dtype, rows=rows, blocks=blocks)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from elastic_ckpt.core.local_state import Destinations
-from elastic_ckpt.core.read_plan import Plan
+from elastic_ckpt.core.local_state import LocalState
+from elastic_ckpt.core.read_plan import ReadPlan
 from elastic_ckpt.io.reader import ReadOptions
 from elastic_ckpt.tools.cluster import Cluster, Node, ReadingTime, nodes_of, reading_time
 from elastic_ckpt.tools.forecast import Precision, RankForecast, forecast_rank
@@ -51,7 +51,7 @@ class Survey:
     nodes: tuple[Node, ...]
     time: ReadingTime
     notes: tuple[str, ...]
-    last: tuple[Destinations, Plan]
+    last: tuple[LocalState, ReadPlan]
 
 
 def some_ranks(cluster: Cluster, most: int = MOST_BY_DEFAULT) -> list[int]:
@@ -79,13 +79,13 @@ def survey(job: VirtualJob, ranks: Iterable[int], setting: Setting) -> Survey:
     """
     found: list[RankForecast] = []
     notes: dict[str, None] = {}
-    last: tuple[Destinations, Plan] | None = None
+    last: tuple[LocalState, ReadPlan] | None = None
     for rank in ranks:
-        last = destinations, plan = job.planned(job.topology.place(rank))
+        last = local_state, plan = job.planned(job.topology.place(rank))
         found.append(
             forecast_rank(
                 rank,
-                destinations,
+                local_state,
                 plan,
                 setting.precision,
                 setting.reading,

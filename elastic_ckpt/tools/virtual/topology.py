@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from elastic_ckpt.core.local_state import Place
+from elastic_ckpt.core.local_state import RankCoordinates
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +31,16 @@ class Topology:
         """Number of ranks."""
         return self.dp * self.tp * self.pp
 
-    def place(self, rank: int) -> Place:
+    def place(self, rank: int) -> RankCoordinates:
         """Where a global rank stands: tensor-parallel ranks are neighbours, stages lie farthest apart.
 
         Source of the order: ``PipeModelDataParallelTopology`` (``["pipe", "data", "model"]``, topology.py).
         """
         rest, tp_rank = divmod(rank, self.tp)
         pp_rank, dp_rank = divmod(rest, self.dp)
-        return Place(self.dp, dp_rank, self.tp, tp_rank, self.pp, pp_rank)
+        return RankCoordinates(self.dp, dp_rank, self.tp, tp_rank, self.pp, pp_rank)
 
-    def places(self) -> Iterator[Place]:
+    def places(self) -> Iterator[RankCoordinates]:
         """All of them, in rank order."""
         return map(self.place, range(self.ranks))
 
