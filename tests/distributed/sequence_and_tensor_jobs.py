@@ -210,11 +210,19 @@ def load(arguments: dict[str, Any]) -> None:
             if told:
                 assert report.source.sequence.degree == source.sp, where
                 assert not [note for note in report.notes if "batch" in note], (where, report.notes)
-            assert client_state["rng"] == expected_rank(source, ranks, case, told), (where, client_state["rng"])
+            restored = on_all_ranks((client_state["rng"], expected_rank(source, ranks, case, told)))
+            assert all(found == expected for found, expected in restored), (where, restored)
             losses = train(engine, case, SAVE_AT, CONTINUE_TO)
             assert max(abs(a - b) for a, b in zip(losses, truth["losses"], strict=True)) < 1e-5, (where, losses, truth)
             train(engine, case, 100 + number, 101 + number)  # leave other values for the next load to replace
         close(engine)
+
+
+def on_all_ranks(item: Any) -> list[Any]:
+    """What each rank has: an assertion that fails on some ranks alone would leave the others waiting. Collective."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, item)
+    return everyone
 
 
 def expected_rank(source: Case, ranks: int, case: Case, told: bool) -> int:
@@ -242,4 +250,5 @@ def same_as_deepspeed(arguments: dict[str, Any]) -> None:
             oracle.compare(engine, case.parallel, truth, f"{case} {install.__name__}")
             found.append((client_state["rng"], train(engine, case, SAVE_AT, CONTINUE_TO)))
             close(engine)
-        assert found[0] == found[1], (case, found)
+        everyone = on_all_ranks(found)
+        assert all(without == with_it for without, with_it in everyone), (case, everyone)
