@@ -89,6 +89,9 @@ def _fits(engine: Any, found: Found, arguments: LoadArguments) -> bool:
     model, optimizer = _representatives(found, engine.checkpoint_mp_rank)
     features = features_in(model) | features_in(optimizer)
     alike = _same_topology(engine, found, model) and same_features(engine, features) and _same_padding(engine, model)
+    if engine.zero_optimization_stage() == 0 and not arguments.load_module_strict:
+        trained = [name for name, param in engine.module.named_parameters() if param.requires_grad]
+        alike = alike and all(name in model.tree["module"] for name in trained)
     return alike and (not restores_states(arguments) or _same_optimizer(engine, found, model, optimizer))
 
 
@@ -214,7 +217,6 @@ def _same_module_order(engine: Any, model: PickledFile, optimizer: PickledFile) 
     sizes = [len(group["params"]) for group in base_groups(optimizer)]
     return (
         in_both == [name for name in module if name in in_both]
-        and all(name in module for name, param in engine.module.named_parameters() if param.requires_grad)
         and sizes == [len(group["params"]) for group in base_optimizer(engine).param_groups]
         and all((key in state) == hasattr(engine.optimizer, key) for key in MASTER_ENTRIES)
     )

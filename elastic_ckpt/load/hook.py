@@ -18,6 +18,7 @@ from elastic_ckpt.engines.host import (
     LoadArguments,
     ds_config,
     load_universal_flag,
+    restores_states,
     separate_steps,
     universal_flag,
 )
@@ -170,6 +171,8 @@ def _is_right(engine: Any, found: Found, arguments: LoadArguments, error: Elasti
     """Whether DeepSpeed's own loader is known to restore what elastic_ckpt says this of. Collective."""
     if isinstance(error, UnzippedError):  # read whole, so each rank reads what it needs anyhow
         return own_files_fit(engine, found, arguments)
+    if restores_states(arguments) and not arguments.load_module_strict:  # what does not match is to be listed
+        return False
     return deepspeed_loads_it_right(engine, found, arguments, known=isinstance(error, UnsupportedError))
 
 
