@@ -22,10 +22,14 @@ class LegacyShard:
     lost: tuple[str, ...]
 
 
-def is_legacy(file: PickledFile) -> bool:
-    """Whether an optimizer-states file is such a shard."""
+def is_legacy_with_step(file: PickledFile) -> bool:
+    """Whether an optimizer-states file is such a shard, of an optimizer that keeps its step in the param groups.
+
+    DeepSpeed's own loader restores no others (``_restore_step_from_elastic_checkpoint`` asserts that entry).
+    """
     state = file.tree.get("optimizer_state_dict") if isinstance(file.tree, Mapping) else None
-    return isinstance(state, Mapping) and isinstance(state.get("base_optimizer_state"), list)
+    is_legacy = isinstance(state, Mapping) and isinstance(state.get("base_optimizer_state"), list)
+    return is_legacy and state is not None and "base_optimizer_state_step" in state
 
 
 def index_legacy(file: PickledFile, base: Sequence[Mapping[str, Any]]) -> LegacyShard:

@@ -16,7 +16,7 @@ from elastic_ckpt.engines.features import same_features
 from elastic_ckpt.engines.host import LoadArguments, restores_states, zero_param_shapes
 from elastic_ckpt.formats import Found
 from elastic_ckpt.formats.features import base_groups, features_in
-from elastic_ckpt.formats.legacy import is_legacy
+from elastic_ckpt.formats.legacy import is_legacy_with_step
 from elastic_ckpt.formats.naming import SWAPPED_FOLDER, UNIVERSAL_FOLDER
 from elastic_ckpt.formats.pickled import PickledFile, TensorRef
 from elastic_ckpt.formats.saved_config import config_section
@@ -196,7 +196,7 @@ def _same_optimizer(engine: Any, found: Found, model: PickledFile, optimizer: Pi
     in_bf16 = any(name.startswith("bf16_") for name in found.files.optimizer.values())
     if found.files.optimizer and in_bf16 != engine.bfloat16_enabled():
         return False
-    if is_legacy(optimizer):  # saves no hyperparameters: those of the live param groups stay
+    if is_legacy_with_step(optimizer):  # saves no hyperparameters: those of the live param groups stay
         return _same_flat_order(engine, model, optimizer)
     saved = [set(group) - _NOT_COMPARED for group in base_groups(optimizer)]
     live = [set(group) - _NOT_COMPARED for group in base_optimizer(engine).param_groups]
