@@ -11,7 +11,7 @@ from elastic_ckpt.core.dtypes import ITEMSIZE
 from elastic_ckpt.core.read_plan import Piece, RequantizeItem
 from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.io.blockwise import decode, encode
-from elastic_ckpt.io.memory import write_flat
+from elastic_ckpt.io.staging import write_flat
 
 #: ``read(file, byte_offset, nbytes)``: bytes of a file of the plan.
 ReadBytes = Callable[[int, int, int], bytearray]

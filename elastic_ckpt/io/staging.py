@@ -13,8 +13,6 @@ from typing import Any, Protocol
 
 import torch
 
-from elastic_ckpt.io.memory import write_flat
-
 
 class Transfer(Protocol):
     """Moves values from a host buffer into slots of one device."""
@@ -146,3 +144,12 @@ class Lanes:
 
 def _nothing() -> None:
     pass
+
+
+def write_flat(target: torch.Tensor, offset: int, values: torch.Tensor) -> None:
+    """Write 1-D ``values`` into ``target`` from its element ``offset`` on, in row-major order."""
+    if target.is_contiguous():
+        target.view(-1)[offset : offset + values.numel()].copy_(values)
+        return
+    positions = torch.arange(offset, offset + values.numel())
+    target[torch.unravel_index(positions, target.shape)] = values.to(target.dtype).to(target.device)

@@ -24,8 +24,7 @@ from elastic_ckpt.formats import Found
 from elastic_ckpt.io.broadcast import exchange_shares
 from elastic_ckpt.io.reader import execute, read_options
 from elastic_ckpt.io.requantize import RequantizeStats
-from elastic_ckpt.load.clock import Clock
-from elastic_ckpt.load.prepare import Prepared
+from elastic_ckpt.load.prepare import Clock, Prepared
 from elastic_ckpt.report import LoadReport, RankWork, united
 
 logger = logging.getLogger(__name__)

@@ -35,11 +35,10 @@ from elastic_ckpt.errors import (
 )
 from elastic_ckpt.formats import Found
 from elastic_ckpt.formats.detect import find_checkpoint
-from elastic_ckpt.load.clock import Clock
 from elastic_ckpt.load.execute import collector_off, execute_load
 from elastic_ckpt.load.fallback import deepspeed_loads_it_right, own_files_fit
 from elastic_ckpt.load.own_files import on_own_disks
-from elastic_ckpt.load.prepare import Prepared, prepare
+from elastic_ckpt.load.prepare import Clock, Prepared, prepare
 from elastic_ckpt.patches.aligned_partitions import install_alignment, uninstall_alignment
 from elastic_ckpt.patches.pipeline_stages import install_pipe, uninstall_pipe
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -22,10 +24,27 @@ from elastic_ckpt.formats import READERS, Checkpoint, Found
 from elastic_ckpt.formats import ReadOptions as MetadataOptions
 from elastic_ckpt.io.compare_replicas import Difference, find_drift, judge_drift
 from elastic_ckpt.io.reader import check_files, read_options
-from elastic_ckpt.load.clock import Clock
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from elastic_ckpt.sharding.book import RuleBook
 from elastic_ckpt.sharding.presets import load_preset
+
+
+class Clock:
+    """Wall-clock seconds by phase; a phase inside another one counts for itself alone."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._inner = 0.0
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Time the body as a part of ``phase``."""
+        outer, self._inner = self._inner, 0.0
+        start = time.perf_counter()
+        yield
+        spent = time.perf_counter() - start
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + spent - self._inner
+        self._inner = outer + spent
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,8 @@ import torch
 from elastic_ckpt.core.metadata import MASTER, SourceFile
 from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, Slot
 from elastic_ckpt.errors import DamagedError
-from elastic_ckpt.io.memory import write_flat
 from elastic_ckpt.io.reader import ReadOptions, ReadStats, execute
-from elastic_ckpt.io.staging import HostTransfer, Lanes, StreamTransfer
+from elastic_ckpt.io.staging import HostTransfer, Lanes, StreamTransfer, write_flat
 
 needs_accelerator = pytest.mark.skipif(
     not torch.accelerator.is_available(), reason="needs an accelerator, and torch sees none here"

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_ckpt.load import clock as clock_module
-from elastic_ckpt.load.clock import Clock
+from elastic_ckpt.load import prepare as module
+from elastic_ckpt.load.prepare import Clock
 
 
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time, to be set."""
     time = [0.0]
-    monkeypatch.setattr(clock_module.time, "perf_counter", lambda: time[0])
+    monkeypatch.setattr(module.time, "perf_counter", lambda: time[0])
     return time
 
 
