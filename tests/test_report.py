@@ -160,7 +160,7 @@ def test_json_has_everything_and_can_be_read_back() -> None:
         "ds_version": "0.19.8",
         "tp": 1,
         "pp": 1,
-        "sequence": {"degree": 1, "partitioned": True},
+        "sequence": {"degree": 1, "partitioned": True, "strided": False},
     }
     assert [Outcome(o["role"], o["what"], tuple(o["names"]), o["reason"]) for o in read["outcomes"]] == [*OUTCOMES]
     assert read["ranks"] == [

@@ -17,10 +17,13 @@ class SequenceParallel:
         partitioned: whether ZeRO partitions over data times sequence ranks, as it does with an ``mpu``. With a device
             mesh (``"sequence_parallel_size"`` and ``"data_parallel_size"`` in the config), ZeRO-1 and 2 partition
             over the data-parallel ranks alone.
+        strided: whether the ranks of one group are no neighbours, as an ``mpu`` of one's own may have it. Which rank of
+            another degree belongs to which is then not known.
     """
 
     degree: int = 1
     partitioned: bool = True
+    strided: bool = False
 
     @property
     def ranks_per_sample(self) -> int:

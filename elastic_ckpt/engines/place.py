@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.checkpoint.constants import AFFINE_MAP, DS_AUTOTP_UC_META
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import groups
@@ -95,7 +96,11 @@ def sequence_of(engine: Any, dp: int) -> tuple[SequenceParallel, int]:
         return SequenceParallel(), 0
     data = engine.dp_world_size  # None with ``parallel_state_sp``, which always partitions over sequence ranks
     partitioned = data is None or dp == data * degree
-    return SequenceParallel(degree, partitioned), groups._get_sequence_parallel_rank()
+    members = dist.get_process_group_ranks(groups._get_sequence_parallel_group())
+    ranks = dist.get_process_group_ranks(engine.seq_data_parallel_group) if partitioned else members
+    positions = [ranks.index(member) for member in members]
+    strided = positions != list(range(positions[0], positions[0] + degree))
+    return SequenceParallel(degree, partitioned, strided), groups._get_sequence_parallel_rank()
 
 
 def with_place(local_state: LocalState, mine: OneRank, everybody: Sequence[OneRank]) -> LocalState:

@@ -209,7 +209,7 @@ def _with_layers(
 
 
 def missing_file(found: Found, name: str, have: str) -> DamagedError:
-    return DamagedError(
+    return LayoutError(
         "a file of the checkpoint is missing",
         file=found.path(name),
         expected=name,

@@ -32,8 +32,8 @@ class StatedDegrees:
         mp: ``mp_world_size``, the tensor-parallel degree; ``None``: not stated.
         dp: ``dp_world_size``, the ranks that ZeRO partitions over; ``None``: not stated.
         sequence: sequence-parallel degree of the saved config or arguments; ``None``: not stated.
-        counted: sequence-parallel degree that the samples counted so far speak for, if no run before had another
-            batch; ``None``: they do not.
+        possible: sequence-parallel degrees that the batch leaves open, or the samples counted so far, if no run before
+            had another batch.
         mesh: whether the config makes a device mesh, over whose sequence ranks ZeRO-1 and 2 do not partition.
     """
 
@@ -41,7 +41,7 @@ class StatedDegrees:
     mp: int | None = None
     dp: int | None = None
     sequence: int | None = None
-    counted: int | None = None
+    possible: frozenset[int] = frozenset()
     mesh: bool = False
 
     def borne_out(self, model_parallel_ranks: int) -> Degrees:
@@ -88,13 +88,17 @@ def stated_degrees(tree: Mapping[str, Any], config: Mapping[str, Any], run: Mapp
     ranks, micro = _degree(tree, "dp_world_size"), _degree(config, "train_micro_batch_size_per_gpu")
     steps, batch = _degree(config, "gradient_accumulation_steps"), _degree(config, "train_batch_size")
     by_batch = _sharing(ranks, batch, (micro or 0) * (steps or 0))
-    counted = _sharing(ranks, _counted_batch(tree), (micro or 0) * (steps or 1)) if batch is None else None
+    if batch is None:
+        counted = _sharing(ranks, _counted_batch(tree), (micro or 0) * (steps or 1))
+        possible = {counted} - {None}
+    else:
+        possible = set() if steps or not (ranks and micro) else _open_degrees(ranks, batch, micro)
     return StatedDegrees(
         dimensions=None if tp is None or pp is None else (tp, pp),
         mp=_degree(tree, "mp_world_size"),
         dp=_degree(tree, "dp_world_size"),
         sequence=sequence or _degree(run, "ds_sequence_parallel_size") or by_batch,
-        counted=counted,
+        possible=frozenset(each for each in possible if each is not None),
         mesh=sequence is not None and _degree(config, "data_parallel_size") is not None,
     )
 
@@ -114,6 +118,14 @@ def _sharing(ranks: int | None, batch: int | None, rows: int) -> int | None:
     if not ranks or not rows or not data or rest or ranks % data or ranks == data:
         return None
     return ranks // data
+
+
+def _open_degrees(ranks: int, batch: int, micro: int) -> set[int | None]:
+    """Degrees that batch and micro-batch allow, whatever the number of micro-batches; none where 1 is among them."""
+    degrees = {
+        degree for degree in range(1, ranks + 1) if ranks % degree == 0 and batch % (micro * ranks // degree) == 0
+    }
+    return set() if 1 in degrees else {*degrees}
 
 
 def _counted_batch(tree: Mapping[str, Any]) -> int | None:

@@ -48,7 +48,8 @@ class Grid:
         sequence-parallel group share their samples, so their number does not matter.
         """
         saved = (self.tp, self.pp, self.sequence.data_degree(self.dp))
-        return saved == (place.tp, place.pp, place.data_degree)
+        is_known = self.dp == place.dp or not place.sequence.strided
+        return saved == (place.tp, place.pp, place.data_degree) and is_known
 
     def own_file(self, place: RankCoordinates) -> int | None:
         """Which of the files that a model-parallel rank has for each of the ``dp`` ranks belongs to this rank.
@@ -59,6 +60,8 @@ class Grid:
         if not self.has_ranks_of(place):
             return None
         saved = self.sequence.ranks_per_sample
+        if self.dp == place.dp and saved == place.sequence.ranks_per_sample:
+            return place.dp_rank
         return place.data_rank * saved + (place.sp_rank if saved == place.sequence.degree else 0)
 
 
@@ -118,7 +121,7 @@ def _with_live_degree(grid: Grid, stated: StatedDegrees, place: RankCoordinates)
     """
     same_ranks = (grid.tp, grid.pp, grid.dp) == (place.tp, place.pp, place.dp)
     is_open = stated.sequence is None and grid.sequence == NO_SEQUENCE_PARALLEL
-    agrees = place.sequence.partitioned and stated.counted == place.sequence.degree
+    agrees = place.sequence.partitioned and place.sequence.degree in stated.possible
     return replace(grid, sequence=place.sequence) if same_ranks and is_open and agrees else grid
 
 

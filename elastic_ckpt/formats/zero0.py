@@ -233,5 +233,8 @@ def _flattened(shape: Shape, held: Shape) -> Shape:
 
 
 def _is_fused_adam(group: Mapping[str, object]) -> bool:
-    """DeepSpeed's FusedAdam, told by its hyperparameters: the checkpoint does not name the class."""
-    return "bias_correction" in group and "amsgrad" not in group
+    """DeepSpeed's FusedAdam, by its hyperparameters: the checkpoint does not name the class.
+
+    It alone keeps a ``step`` of 0 in each group beside those of its tensors; its Lamb uses the step of each tensor.
+    """
+    return "bias_correction" in group and not {"amsgrad", "max_coeff"} & group.keys() and group.get("step") == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -14,15 +15,16 @@ from elastic_ckpt.core.metadata import MASTER
 from elastic_ckpt.engines.base import base_optimizer
 from elastic_ckpt.engines.features import same_features
 from elastic_ckpt.engines.host import LoadArguments, restores_states, zero_param_shapes
+from elastic_ckpt.engines.optimizers import schema_of
 from elastic_ckpt.formats import Found
 from elastic_ckpt.formats.features import base_groups, features_in
 from elastic_ckpt.formats.legacy import is_legacy_with_step
 from elastic_ckpt.formats.naming import SWAPPED_FOLDER, UNIVERSAL_FOLDER
 from elastic_ckpt.formats.pickled import PickledFile, TensorRef
-from elastic_ckpt.formats.saved_config import config_section
+from elastic_ckpt.formats.saved_config import config_section, saved_config
 from elastic_ckpt.formats.zero0_index import MASTER_ENTRIES
 from elastic_ckpt.load.own_files import open_any, own_part
-from elastic_ckpt.load.saved_whole import is_whole_save, one_save
+from elastic_ckpt.load.saved_whole import one_save
 from elastic_ckpt.patches.aligned_partitions import alignment_of
 
 #: Entries of a param group that say nothing about the optimizer's kind.
@@ -45,14 +47,23 @@ def deepspeed_loads_it_right(engine: Any, found: Found, arguments: LoadArguments
         known: whether it is known what elastic_ckpt cannot restore. If not, it did not understand the files: they must
             then have the sizes that the live engine has, and be of one save.
     """
-    answer: bool | None = None
+    save: tuple[Any, ...] | None = None
     staged = len(found.files.mp_ranks) > 1 or isinstance(engine, PipelineEngine)  # each rank has files of its own
     if distributed.rank() == 0 or staged:
         try:
-            answer = _fits_here(engine, found, arguments) and (known or is_whole_save(engine, found))
+            if _fits_here(engine, found, arguments):
+                save = _save_of(engine, found, arguments, known)
         except Exception:  # files that cannot be read are not ones that DeepSpeed is known to load right
-            answer = False
-    return all(distributed.share(answer)) if staged else distributed.broadcast(answer, src=0)
+            save = None
+    everybody = distributed.share(save) if staged else [distributed.broadcast(save, src=0)]
+    return all(each is not None and each == everybody[0] for each in everybody)
+
+
+def _save_of(engine: Any, found: Found, arguments: LoadArguments, known: bool) -> tuple[Any, ...] | None:
+    """Which save the files that DeepSpeed's loader would read are of; ``None``: they are not whole, or of several."""
+    if found.format == "universal" or _whole_weights(engine, found, arguments):
+        return ()
+    return one_save(engine, found, engine.seq_dp_world_size, check_sizes=not known)
 
 
 def own_files_fit(engine: Any, found: Found, arguments: LoadArguments) -> bool:
@@ -61,7 +72,7 @@ def own_files_fit(engine: Any, found: Found, arguments: LoadArguments) -> bool:
     try:
         part = own_part(engine, found)
         if found.format == "native" and _fits_here(engine, part, arguments):
-            save = one_save(engine, part, partitions=1)
+            save = one_save(engine, part, partitions=1, check_sizes=True)
     except Exception:  # as above
         save = None
     everybody = distributed.share(save)
@@ -106,11 +117,14 @@ def _universal_fits(engine: Any, found: Found, arguments: LoadArguments) -> bool
     layers = tree.get("ds_autoep_layers") or tree.get("autoep_layers")
     if not (layers and engine.has_moe_layers) or _fails_without_optimizer(engine, arguments):
         return False
-    folders = [
-        found.path(f"{UNIVERSAL_FOLDER}/{name}") for param, name in engine.param_names.items() if param.requires_grad
+    adam = {MASTER, "exp_avg", "exp_avg_sq"}
+    names = [name for param, name in engine.param_names.items() if param.requires_grad]
+    states = [
+        {entry.removesuffix(".pt") for entry in os.listdir(found.path(f"{UNIVERSAL_FOLDER}/{name}"))} - {"step"}
+        for name in names
     ]
-    states = {entry.removesuffix(".pt") for folder in folders for entry in os.listdir(folder)}
-    return MASTER in states and states <= {MASTER, "exp_avg", "exp_avg_sq", "step"}
+    is_adam = not restores_states(arguments) or schema_of(base_optimizer(engine)).family == "adam"
+    return is_adam and all(found_here == adam for found_here in states)
 
 
 def _stage_fits(engine: Any, found: Found, arguments: LoadArguments) -> bool:
@@ -196,6 +210,8 @@ def _same_optimizer(engine: Any, found: Found, model: PickledFile, optimizer: Pi
     in_bf16 = any(name.startswith("bf16_") for name in found.files.optimizer.values())
     if found.files.optimizer and in_bf16 != engine.bfloat16_enabled():
         return False
+    if bool(config_section(model, "fp16").get("enabled")) != engine.fp16_enabled() and saved_config(model) is not None:
+        return False
     if is_legacy_with_step(optimizer):  # saves no hyperparameters: those of the live param groups stay
         return _same_flat_order(engine, model, optimizer)
     saved = [set(group) - _NOT_COMPARED for group in base_groups(optimizer)]
@@ -211,15 +227,37 @@ def _same_flat_order(engine: Any, model: PickledFile, optimizer: PickledFile) ->
 
 
 def _same_module_order(engine: Any, model: PickledFile, optimizer: PickledFile) -> bool:
-    """Without ZeRO: the order of the model, the sizes of the groups, and how masters are kept."""
+    """Without ZeRO: the order of the model, the members of the groups, and how masters are kept."""
     module, state = model.tree["module"], optimizer.tree["optimizer"]
     in_both = [name for name in engine.module.state_dict() if name in module]
-    sizes = [len(group["params"]) for group in base_groups(optimizer)]
+    saved, live = base_groups(optimizer), _live_members(engine)
     return (
         in_both == [name for name in module if name in in_both]
-        and sizes == [len(group["params"]) for group in base_optimizer(engine).param_groups]
+        and [len(group["params"]) for group in saved] == list(map(len, live))
+        and all(_same_members(engine, optimizer, *each) for each in zip(saved, live, strict=True))
         and all((key in state) == hasattr(engine.optimizer, key) for key in MASTER_ENTRIES)
     )
+
+
+def _live_members(engine: Any) -> list[list[Any]]:
+    """Parameters of the model, by param group, in the order in which the optimizer numbers them."""
+    groups = getattr(engine.optimizer, "fp16_groups", None)
+    return [list(group) for group in groups or (group["params"] for group in base_optimizer(engine).param_groups)]
+
+
+def _same_members(engine: Any, optimizer: PickledFile, saved: Mapping[str, Any], live: Sequence[Any]) -> bool:
+    """Whether a saved group has the names of the live one; without names, whether order and shapes say nothing else."""
+    names = [engine.param_names.get(param) for param in live]
+    if saved.get("param_names"):
+        return list(saved["param_names"]) == names
+    order = {name: place for place, name in enumerate(engine.module.state_dict())}
+    places = [order.get(name, -1) for name in names]
+    if places != sorted(places):
+        return False
+    if any(key in optimizer.tree["optimizer"] for key in MASTER_ENTRIES):
+        return True  # states of flat tensors
+    shapes = [_shape_of(optimizer, number) for number in saved["params"]]
+    return all(shape in (None, tuple(param.shape)) for shape, param in zip(shapes, live, strict=True))
 
 
 def _saved_layout(found: Found) -> str:

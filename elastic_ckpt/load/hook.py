@@ -157,10 +157,8 @@ def _prepare_unless_left(
             raise UnsupportedError("custom_load_fn is handled by DeepSpeed's own loader only")
         return prepare(engine, found, arguments, config, clock)
     except (UnsupportedError, DamagedError, UnforeseenError) as error:
-        may_be_our_limit = not isinstance(error, DamagedError) or isinstance(error, LayoutError)
-        if not (may_be_our_limit or _weights_would_do(arguments, found)):
-            raise
-        if asks_for_more or not _is_right(engine, found, arguments, error):
+        is_damage = isinstance(error, DamagedError) and not isinstance(error, LayoutError)
+        if is_damage or asks_for_more or not _is_right(engine, found, arguments, error):
             raise
         _say_left(error.problem)
         return None
@@ -178,11 +176,6 @@ def _is_right(engine: Any, found: Found, arguments: LoadArguments, error: Elasti
 def _say_left(why: str) -> None:
     if distributed.rank() == 0:
         logger.warning("elastic_ckpt leaves this load to DeepSpeed's own loader: %s", why)
-
-
-def _weights_would_do(arguments: LoadArguments, found: Found) -> bool:
-    """Whether what is missing may be masters and states that somebody removed, for an engine that needs neither."""
-    return not (arguments.has_optimizer or found.files.optimizer)
 
 
 def _asks_for_more(config: ElasticConfig) -> bool:
@@ -229,6 +222,7 @@ def _ask(engine: Any, arguments: LoadArguments) -> tuple[ElasticConfig, Found | 
         call = {
             **asdict(replace(arguments, custom_load_fn=arguments.custom_load_fn is not None)),
             **config.model_dump(exclude={"report", "progress"}),
+            "use_node_local_storage": bool(engine.use_node_local_storage()) if engine is not None else False,
         }
         if distributed.rank() or config.mode == "off":
             return _Asked(call)

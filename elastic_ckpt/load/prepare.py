@@ -149,9 +149,7 @@ class _Planned:
 
 
 def _told(plan: ReadPlan, place: RankCoordinates, differences: Sequence[Difference], scheduler: bool) -> _Planned:
-    # without tensor and pipeline parallelism all ranks note the same
-    notes = plan.notes if place.tp * place.pp > 1 else ()
-    return _Planned(place.mp_rank, _digest_of_shares(plan), differences, plan.averaged, notes, scheduler)
+    return _Planned(place.mp_rank, _digest_of_shares(plan), differences, plan.averaged, plan.notes, scheduler)
 
 
 def _any_loads_scheduler(everybody: Sequence[_Planned]) -> bool:

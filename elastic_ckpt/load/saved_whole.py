@@ -11,28 +11,21 @@ from typing import Any
 
 from elastic_ckpt.engines.base import has_optimizer
 from elastic_ckpt.formats import Found
+from elastic_ckpt.formats.features import base_groups
 from elastic_ckpt.formats.model_states import COUNTERS
 from elastic_ckpt.formats.pickled import PickledFile, TensorRef, materialise
 from elastic_ckpt.load.own_files import open_any
 
 
-def is_whole_save(engine: Any, found: Found) -> bool:
-    """Whether a native checkpoint, saved at the live topology, is whole, of one save and of the live sizes. Local.
-
-    Args:
-        engine: the live engine, whose model-parallel rank's files are looked at.
-        found: the folder.
-    """
-    return one_save(engine, found, engine.seq_dp_world_size) is not None
-
-
-def one_save(engine: Any, found: Found, partitions: int) -> tuple[Any, ...] | None:
+def one_save(engine: Any, found: Found, partitions: int, check_sizes: bool) -> tuple[Any, ...] | None:
     """Which save the files of a native checkpoint are of: what it counted, and DeepSpeed's version. Local.
 
     Args:
         engine: the live engine, whose model-parallel rank's files are looked at.
         found: the folder.
         partitions: of how many data-parallel ranks there must be files.
+        check_sizes: whether partitions must have the live sizes, and states be of the step that the counters say; if
+            not, states must be of one step all the same.
 
     Returns:
         ``None`` where some are missing, they are not of one save, or not of the live sizes.
@@ -41,7 +34,8 @@ def one_save(engine: Any, found: Found, partitions: int) -> tuple[Any, ...] | No
     models = [name for at, name in files.model.items() if at == mp]
     models += [name for (_, at), name in sorted(files.model_zero3.items()) if at == mp]
     optimizers = [name for (_, at), name in sorted(files.optimizer.items()) if at == mp]
-    if files.clashes or len(optimizers) != (partitions if engine.zero_optimization_stage() else 0):
+    needed = partitions if engine.zero_optimization_stage() and has_optimizer(engine) else len(optimizers)
+    if files.clashes or len(optimizers) != needed:
         return None
     if not models or (files.model_zero3 and len(models) != len(optimizers)):
         return None
@@ -51,8 +45,10 @@ def one_save(engine: Any, found: Found, partitions: int) -> tuple[Any, ...] | No
     versions = [file.tree["ds_version"] for file in (*opened, *states) if "ds_version" in file.tree]
     if len({*counters}) > 1 or len({*versions}) > 1 or counters[0][0] is None:
         return None
+    if len({(frozenset(_steps(file)), repr(base_groups(file))) for file in states if not _is_list(file)}) > 1:
+        return None
     step = counters[0][0] - (counters[0][2] or 0)
-    fits = not states or not has_optimizer(engine) or _fits_live(engine, states, step)
+    fits = not (check_sizes and states and has_optimizer(engine)) or _fits_live(engine, states, step)
     return (*counters[0], *versions[:1]) if fits else None
 
 
@@ -86,6 +82,11 @@ def _state_numel(state: Mapping[str, Any], index: int) -> int | None:
             refs = [value for value in values["state"].get(index, {}).values() if isinstance(value, TensorRef)]
             return next((ref.numel for ref in refs if ref.shape), None)
     return None
+
+
+def _is_list(file: PickledFile) -> bool:
+    """Whether the base optimizer's state has no names (legacy ``zero_optimization.elastic_checkpoint``)."""
+    return isinstance(file.section("optimizer_state_dict").get("base_optimizer_state"), list)
 
 
 def _steps(file: PickledFile) -> set[int]:

@@ -68,7 +68,6 @@ def test_a_batch_that_fewer_ranks_make_up_tells_the_sequence_parallel_degree(
     config = dict(zip(names, batch, strict=True))
     stated = stated_degrees(tree(2, 1, dp_world_size=ranks, global_steps=2, global_samples=24), config, {})
     assert stated.borne_out(2).sequence == SequenceParallel(degree)
-    assert stated.counted is None
     arguments = {"ds_sequence_parallel_size": 4}
     assert stated_degrees(tree(2, 1, dp_world_size=ranks), config, arguments).sequence == 4
 
@@ -79,5 +78,18 @@ def test_a_batch_that_fewer_ranks_make_up_tells_the_sequence_parallel_degree(
 def test_counted_samples_alone_state_nothing(steps: int, samples: int, counted: int | None) -> None:
     entries = {"dp_world_size": 6, "global_steps": steps, "global_samples": samples}
     stated = stated_degrees(tree(1, 1, **entries), {"train_micro_batch_size_per_gpu": 4}, {})
-    assert (stated.sequence, stated.counted) == (None, counted)
+    assert (stated.sequence, stated.possible) == (None, frozenset({counted} - {None}))
     assert stated.borne_out(1).sequence == SequenceParallel()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "batch", "micro", "possible"),
+    [(4, 4, 2, {2, 4}), (4, 12, 6, {2, 4}), (4, 12, 3, set()), (4, 5, 2, set())],
+)
+def test_a_batch_without_its_micro_batches_leaves_degrees_open(
+    ranks: int, batch: int, micro: int, possible: set[int]
+) -> None:
+    """Nothing, where a run without sequence parallelism could have had it."""
+    config = {"train_batch_size": batch, "train_micro_batch_size_per_gpu": micro}
+    stated = stated_degrees(tree(1, 1, dp_world_size=ranks), config, {})
+    assert (stated.sequence, stated.possible) == (None, frozenset(possible))

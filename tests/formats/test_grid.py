@@ -124,9 +124,11 @@ def test_a_sequence_parallel_degree_that_stands_in_the_tensor_parallel_ones_plac
 def test_a_degree_that_only_the_counters_speak_for_is_taken_from_the_same_ranks_alone(
     place: RankCoordinates | None, degree: int
 ) -> None:
-    saved = replace(model(["a"]), stated=StatedDegrees((1, 1), 1, 4, counted=2), counters={"dp_world_size": 4})
+    saved = replace(
+        model(["a"]), stated=StatedDegrees((1, 1), 1, 4, possible=frozenset({2})), counters={"dp_world_size": 4}
+    )
     assert grid_of({0: saved}, "/ckpt", place).sequence == SequenceParallel(degree)
-    stated = replace(saved, stated=StatedDegrees((1, 1), 1, 4, sequence=1, counted=2))
+    stated = replace(saved, stated=StatedDegrees((1, 1), 1, 4, sequence=1, possible=frozenset({2})))
     assert grid_of({0: stated}, "/ckpt", place).sequence == SequenceParallel()
 
 
@@ -156,6 +158,9 @@ def test_a_lost_tensor_parallel_rank_is_not_taken_for_sequence_parallelism(held:
         ((2, SequenceParallel(2)), (2, SequenceParallel(2, partitioned=False)), [0, 2]),
         ((2, SequenceParallel(2)), (4, SequenceParallel()), [None] * 4),
         ((4, SequenceParallel()), (2, SequenceParallel(2)), [None] * 4),
+        # groups that are no neighbours: each rank's own at the same ranks, and nobody's at others
+        ((2, SequenceParallel(2)), (2, SequenceParallel(2, strided=True)), [0, 1, 2, 3]),
+        ((2, SequenceParallel()), (2, SequenceParallel(2, strided=True)), [None] * 4),
     ],
 )
 def test_what_belongs_to_a_data_parallel_rank_is_found_at_any_sequence_parallel_degree(

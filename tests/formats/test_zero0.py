@@ -177,7 +177,15 @@ def test_an_empty_parameter_has_no_extents(tmp_path: Path) -> None:
 
 
 def fused_adam_group(**more: Any) -> dict[str, Any]:
-    return {"lr": 1e-3, "bias_correction": True, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, **more}
+    return {
+        "lr": 1e-3,
+        "bias_correction": True,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "step": 0,
+        **more,
+    }
 
 
 @pytest.mark.parametrize(
