@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
-# Lint, format, types, then the tests. Arguments go to pytest: bash launch/test.sh -k planner
+# Lint, format, types, layers, then the tests: bash launch/test.sh            (without those marked slow)
+#                                              bash launch/test.sh --all      (every one)
+# Other arguments go to pytest:                bash launch/test.sh -k planner
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=launch/environment.sh disable=SC1091
@@ -10,10 +12,12 @@ source launch/environment.sh
 "$PYTHON" -m mypy
 lint-imports
 shellcheck launch/*.sh launch/*.sbatch .ci/run
-if [[ $# -gt 0 ]]; then
+if [[ $# -gt 0 && $1 != --all ]]; then
     "$PYTHON" -m pytest "$@"
 else
+    which=(-m "not slow")
+    [[ ${1:-} == --all ]] && which=()
     "$PYTHON" -m pytest -n 2 --ignore=tests/distributed --ignore=tests/integration
     # jobs with processes of their own; together, so that DeepSpeed's ops are built once
-    "$PYTHON" -m pytest --maxfail=3 tests/distributed tests/integration
+    "$PYTHON" -m pytest --maxfail=3 "${which[@]}" tests/distributed tests/integration
 fi

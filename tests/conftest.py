@@ -23,3 +23,19 @@ def extensions_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """
     yield os.environ.get("ELASTIC_CKPT_TEST_EXTENSIONS") or str(tmp_path_factory.mktemp("extensions"))
     close_zygotes()
+
+
+#: Files that take long and vary what others have shown once: left out of ``launch/test.sh`` without ``--all``.
+SLOW = frozenset(
+    {"test_exotic", "test_foreign", "test_launch_folder", "test_launchers", "test_low_precision", "test_optimizers"}
+    | {"test_parallel", "test_pipe_partition", "test_ready_configs", "test_unchanged_topology"}
+    | {"test_sequence_and_tensor_parallel"}
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what is slow by its file; frameworks are all slow."""
+    for item in items:
+        folder = item.path.parent.name
+        if (folder == "distributed" and item.path.stem in SLOW) or folder == "integration":
+            item.add_marker(pytest.mark.slow)

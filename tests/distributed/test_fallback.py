@@ -120,6 +120,13 @@ def test_what_is_damaged_or_of_another_save_is_not_left_to_deepspeed(
             folder = changed(source, tmp_path / f"{name}-{number}", *changes)
             case = {"name": f"{name}: {what}", "folder": folder, "error": error, "says": says}
             cases.append({**case, "setup": setup.as_json()})
+        if setup.stage < 3:
+            for number, change in enumerate([foreign("shorter"), damage.remove(shard)]):
+                folder = changed(source, tmp_path / f"{name}-custom-{number}", change)
+                case = {"name": f"{name}: custom_load_fn {number}", "folder": folder, "custom_load_fn": True}
+                cases.append(
+                    {**case, "error": "UnsupportedError", "says": ["custom_load_fn"], "setup": setup.as_json()}
+                )
     cases += required(saved["run"], tmp_path)
     launch(2, "fallback_jobs.refused", {"cases": cases})
 

@@ -189,7 +189,9 @@ def fused_adam_group(**more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("extra", "expected"), [({}, [7, 7, 9]), ({"amsgrad": False}, [1, 7, 9])], ids=["FusedAdam", "another"]
+    ("extra", "expected"),
+    [({}, [7, 7, 9]), ({"amsgrad": False}, [1, 7, 9]), ({"max_coeff": 10.0}, [1, 7, 9]), ({"step": 9}, [1, 7, 9])],
+    ids=["FusedAdam", "another", "FusedLamb", "a step of its own"],
 )
 def test_fused_adam_counts_the_steps_of_a_group_in_its_last_tensor(
     tmp_path: Path, extra: dict[str, Any], expected: list[int]

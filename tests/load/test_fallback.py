@@ -1,0 +1,61 @@
+"""What DeepSpeed's own loader is not left: members in another order, and files of two saves on two ranks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ckpt.engines.host import LoadArguments
+from elastic_ckpt.formats.naming import sort_names
+from elastic_ckpt.formats.pickled import PickledFile, TensorRef
+from elastic_ckpt.load import fallback
+
+
+class Pair(torch.nn.Module):
+    """Two parameters of one shape, and one of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = torch.nn.Parameter(torch.zeros(2, 3)), torch.nn.Parameter(torch.zeros(2, 3))
+        self.c = torch.nn.Parameter(torch.zeros(5))
+
+
+def same_members(saved: dict[str, Any], live: str, shapes: list[tuple[int, ...]]) -> bool:
+    model = Pair()
+    engine = SimpleNamespace(module=model, param_names={param: name for name, param in model.named_parameters()})
+    states = {number: {"exp_avg": TensorRef("float32", shape, shape, 0)} for number, shape in enumerate(shapes)}
+    file = PickledFile("/x", 0, {"optimizer": {"state": states}})
+    return fallback._same_members(engine, file, saved, [getattr(model, name) for name in live])
+
+
+@pytest.mark.parametrize(
+    ("names", "live", "shapes", "same"),
+    [
+        (["a", "b"], "ab", [(2, 3), (2, 3)], True),
+        (["a", "b"], "ba", [(2, 3), (2, 3)], False),
+        (None, "ab", [(2, 3), (2, 3)], True),
+        (None, "ba", [(2, 3), (2, 3)], False),  # not in the order of the module, as the save presumably was
+        (None, "ac", [(2, 3), (2, 3)], False),
+        (None, "ac", [(2, 3), (5,)], True),
+    ],
+)
+def test_without_zero_states_are_given_by_position_to_the_same_members_alone(
+    names: list[str] | None, live: str, shapes: list[tuple[int, ...]], same: bool
+) -> None:
+    saved = {"params": list(range(len(live))), **({"param_names": names} if names else {})}
+    assert same_members(saved, live, shapes) == same
+
+
+@pytest.mark.parametrize(("other", "right"), [((20, "0.19.8"), True), ((10, "0.19.8"), False), (None, False)])
+def test_each_model_parallel_ranks_files_must_be_of_the_same_save(
+    monkeypatch: pytest.MonkeyPatch, other: Any, right: bool
+) -> None:
+    files = sort_names(["mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"], is_universal=False)
+    found: Any = SimpleNamespace(files=files, format="native")
+    monkeypatch.setattr(fallback, "_fits_here", lambda *_: True)
+    monkeypatch.setattr(fallback, "_save_of", lambda *_: (20, "0.19.8"))
+    monkeypatch.setattr(fallback.distributed, "share", lambda mine: [mine, other])
+    assert fallback.deepspeed_loads_it_right(None, found, LoadArguments("/x"), known=True) == right
