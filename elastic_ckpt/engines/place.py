@@ -97,8 +97,9 @@ def sequence_of(engine: Any, dp: int) -> tuple[SequenceParallel, int]:
     data = engine.dp_world_size  # None with ``parallel_state_sp``, which always partitions over sequence ranks
     partitioned = data is None or dp == data * degree
     members = dist.get_process_group_ranks(groups._get_sequence_parallel_group())
-    ranks = dist.get_process_group_ranks(engine.seq_data_parallel_group) if partitioned else members
-    positions = [ranks.index(member) for member in members]
+    ranks = dist.get_process_group_ranks(engine.seq_data_parallel_group)
+    # with a device mesh that group leaves out the other sequence-parallel ranks; the job has no others then
+    positions = [ranks.index(member) for member in members] if {*members} <= {*ranks} else members
     strided = positions != list(range(positions[0], positions[0] + degree))
     return SequenceParallel(degree, partitioned, strided), groups._get_sequence_parallel_rank()
 
