@@ -21,6 +21,13 @@ CONFIG_KEY = "elastic_checkpoint"
 Mode = Literal["auto", "require", "off"]
 
 
+class _ElasticOnly:
+    """Marks an option that DeepSpeed's own loader ignores: a load that sets it is never left to DeepSpeed."""
+
+
+_ELASTIC_ONLY = _ElasticOnly()
+
+
 class ElasticConfig(BaseModel):
     """Options of elastic loading. Unknown keys are an error."""
 
@@ -60,48 +67,48 @@ class ElasticConfig(BaseModel):
     progress: bool | None = Field(None, description="progress bar on rank 0; null: only on a terminal")
     report: bool = Field(True, description="print the load report on rank 0")
     report_path: str | None = Field(None, description="file to which rank 0 writes the load report, as JSON")
-    rename: list[Annotated[tuple[str, str], Field(strict=False)]] = Field(
+    rename: Annotated[list[Annotated[tuple[str, str], Field(strict=False)]], _ELASTIC_ONLY] = Field(
         [],
         description="[pattern, replacement] for names in the checkpoint, as for Python's re.sub "
         '([["^old\\\\.(.*)", "new.\\\\1"]]); the first pattern found in a name is applied',
     )
-    param_groups: Literal["match", "keep_live"] = Field(
+    param_groups: Annotated[Literal["match", "keep_live"], _ELASTIC_ONLY] = Field(
         "match",
         description="match: each live param group takes the hyperparameters of the saved group that its members were "
         "in; keep_live: all keep those of the live run",
     )
-    non_shard_state_keys: list[str] = Field(
+    non_shard_state_keys: Annotated[list[str], _ELASTIC_ONLY] = Field(
         list(NON_SHARD_KEYS),
         description="optimizer states that are never sharded: the same tensor whatever the partition, by exact name; "
         "one that you write and the checkpoint lacks is reported",
     )
-    non_shard_max_numel: int = Field(
+    non_shard_max_numel: Annotated[int, _ELASTIC_ONLY] = Field(
         0,
         ge=0,
         description="take optimizer states of an unknown layout with at most so many elements as never sharded; the "
         "report names them. 0: none. Unsafe: a small state may be a cut one",
     )
-    state_schema: dict[str, Literal["elementwise", "replicated", "fresh"]] = Field(
+    state_schema: Annotated[dict[str, Literal["elementwise", "replicated", "fresh"]], _ELASTIC_ONLY] = Field(
         {},
         description="what an optimizer state is, by name: elementwise (cut like its parameters), replicated (never "
         "sharded), fresh (not restored)",
     )
-    convert_optimizer: bool = Field(
+    convert_optimizer: Annotated[bool, _ELASTIC_ONLY] = Field(
         False,
         description="take the states of another optimizer of the same family: torch's, DeepSpeed's or apex's Adam and "
         "AdamW, and those of bitsandbytes",
     )
-    eight_bit_realign: Literal["requantize", "error"] = Field(
+    eight_bit_realign: Annotated[Literal["requantize", "error"], _ELASTIC_ONLY] = Field(
         "requantize",
-        description="what becomes of an 8-bit block that a change of topology cuts: it is quantized anew, by at most "
-        "0.7 % of its largest value, or the load is refused",
+        description="how to handle 8-bit quantization blocks split by resharding: requantize them, with an error of at "
+        "most 0.7 % of the largest value of the block, or refuse the load",
     )
-    on_precision_loss: Literal["warn", "error"] = Field(
+    on_precision_loss: Annotated[Literal["warn", "error"], _ELASTIC_ONLY] = Field(
         "warn",
         description="what loading fp32 masters and states into an engine that keeps them in bf16 "
         "(bf16_master_weights_and_grads) is: they are rounded and the report says so, or the load is refused",
     )
-    align_partitions: int = Field(
+    align_partitions: Annotated[int, _ELASTIC_ONLY] = Field(
         0,
         ge=0,
         le=1 << 20,
@@ -109,22 +116,22 @@ class ElasticConfig(BaseModel):
         "start of training; with 4096, 8-bit states of bitsandbytes move between data-parallel degrees exactly, "
         "for good. 0: as DeepSpeed pads them",
     )
-    tp_rules: list[Rule] = Field(
+    tp_rules: Annotated[list[Rule], _ELASTIC_ONLY] = Field(
         [],
         strict=False,
         description="how tensor-parallel ranks hold parameters, where their degree changes: pattern of the name, kind "
         "(column, row, vocabulary, replicated, averaged, summed, custom), sub_parameters of fused ones",
     )
-    tp_preset: str | None = Field(
+    tp_preset: Annotated[str | None, _ELASTIC_ONLY] = Field(
         None,
         description="rules of a code base: bloom, gpt-neox, megatron-core ..., or the path of a JSON file of rules",
     )
-    replicated_params: Literal["strict", "first", "mean"] = Field(
+    replicated_params: Annotated[Literal["strict", "first", "mean"], _ELASTIC_ONLY] = Field(
         "strict",
         description="parameters that every tensor-parallel rank saved whole, and that differ: strict: an error; first: "
         "the first rank's; mean: the mean of all",
     )
-    on_batch_size_change: Literal["warn", "error"] = Field(
+    on_batch_size_change: Annotated[Literal["warn", "error"], _ELASTIC_ONLY] = Field(
         "warn", description="what a change of the global batch, or of the micro-batches in a step, is"
     )
 
@@ -137,6 +144,15 @@ class ElasticConfig(BaseModel):
             except (re.error, IndexError) as error:
                 raise ValueError(f"{pattern!r} -> {replacement!r}: {error}") from error
         return rules
+
+
+def requires_elastic(config: ElasticConfig) -> bool:
+    """Whether a load with these options must not be left to DeepSpeed's own loader, which would ignore them."""
+    fields = ElasticConfig.model_fields.items()
+    marked = [(name, field) for name, field in fields if _ELASTIC_ONLY in field.metadata]
+    return config.mode == "require" or any(
+        getattr(config, name) != field.get_default(call_default_factory=True) for name, field in marked
+    )
 
 
 def state_options(config: ElasticConfig) -> StateOptions:

@@ -13,6 +13,7 @@ from elastic_ckpt.config import (
     clear_flags,
     flag_given,
     read_config,
+    requires_elastic,
     set_flags,
 )
 from elastic_ckpt.errors import ConfigError
@@ -49,36 +50,62 @@ def test_without_a_section_the_defaults_are_safe(config: dict[str, Any]) -> None
     assert options.on_batch_size_change == "warn"
 
 
+#: Every option, with a value that is not its default.
+SET: dict[str, Any] = {
+    "mode": "require",
+    "trust_pickle": True,
+    "check_shards": False,
+    "read_threads": 8,
+    "read_chunk_mib": 1,
+    "read_gap_kib": 64,
+    "huge_pages": False,
+    "max_extra_memory_mib": 4,
+    "progress": False,
+    "report": False,
+    "report_path": "/logs/load.json",
+    "rename": [("^old", "new")],
+    "param_groups": "keep_live",
+    "non_shard_state_keys": ["my_map"],
+    "non_shard_max_numel": 256,
+    "state_schema": {"my_state": "elementwise"},
+    "convert_optimizer": True,
+    "eight_bit_realign": "error",
+    "on_precision_loss": "error",
+    "align_partitions": 4096,
+    "tp_rules": [{"pattern": ".*qkv.*", "kind": "column", "sub_parameters": [2, 1, 1]}],
+    "tp_preset": "gpt-neox",
+    "replicated_params": "mean",
+    "on_batch_size_change": "error",
+}
+#: Options that change how elastic_ckpt reads and reports, and not what is restored.
+HOW = {
+    "trust_pickle",
+    "check_shards",
+    "read_threads",
+    "read_chunk_mib",
+    "read_gap_kib",
+    "huge_pages",
+    "max_extra_memory_mib",
+    "progress",
+    "report",
+    "report_path",
+}
+
+
 def test_every_option_can_be_set() -> None:
-    values = {
-        "mode": "require",
-        "trust_pickle": True,
-        "check_shards": False,
-        "read_threads": 8,
-        "read_chunk_mib": 1,
-        "read_gap_kib": 64,
-        "huge_pages": False,
-        "max_extra_memory_mib": 4,
-        "progress": False,
-        "report": False,
-        "report_path": "/logs/load.json",
-        "rename": [("^old", "new")],
-        "param_groups": "keep_live",
-        "non_shard_state_keys": ["my_map"],
-        "non_shard_max_numel": 256,
-        "state_schema": {"my_state": "elementwise"},
-        "convert_optimizer": True,
-        "eight_bit_realign": "error",
-        "on_precision_loss": "error",
-        "align_partitions": 4096,
-        "tp_rules": [{"pattern": ".*qkv.*", "kind": "column", "sub_parameters": [2, 1, 1]}],
-        "tp_preset": "gpt-neox",
-        "replicated_params": "mean",
-        "on_batch_size_change": "error",
-    }
-    assert set(values) == set(ElasticConfig.model_fields), "a new option has no test here"
-    dumped = read(**values).model_dump(exclude_defaults=True)
-    assert dumped == values
+    assert set(SET) == set(ElasticConfig.model_fields), "a new option has no test here"
+    dumped = read(**SET).model_dump(exclude_defaults=True)
+    assert dumped == SET
+
+
+@pytest.mark.parametrize("option", ElasticConfig.model_fields)
+def test_what_deepspeeds_own_loader_would_ignore_is_never_left_to_it(option: str) -> None:
+    assert requires_elastic(read(**{option: SET[option]})) == (option not in HOW)
+
+
+def test_the_defaults_may_be_left_to_deepspeeds_own_loader() -> None:
+    assert not requires_elastic(read())
+    assert not requires_elastic(read(**ElasticConfig().model_dump()))
 
 
 def test_every_option_is_described() -> None:

@@ -12,7 +12,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from elastic_ckpt import config as elastic_config
 from elastic_ckpt import distributed
-from elastic_ckpt.config import ElasticConfig
+from elastic_ckpt.config import ElasticConfig, requires_elastic
 from elastic_ckpt.engines.base import has_optimizer
 from elastic_ckpt.engines.host import (
     LoadArguments,
@@ -148,8 +148,8 @@ def _prepare_unless_left(
     Raises:
         ElasticCkptError: the same on every rank; DeepSpeed's own loader is not known to restore it either.
     """
-    asks_for_more = _asks_for_more(config)
-    if not asks_for_more and on_own_disks(engine, found) and own_files_fit(engine, found, arguments):
+    elastic_only = requires_elastic(config)
+    if not elastic_only and on_own_disks(engine, found) and own_files_fit(engine, found, arguments):
         _say_left("each node has files of its own (use_node_local_storage), and they are those of this topology")
         return None
     try:
@@ -158,7 +158,7 @@ def _prepare_unless_left(
         return prepare(engine, found, arguments, config, clock)
     except (UnsupportedError, DamagedError, UnforeseenError) as error:
         is_damage = isinstance(error, DamagedError) and not isinstance(error, LayoutError)
-        if is_damage or asks_for_more or not _is_right(engine, found, arguments, error):
+        if is_damage or elastic_only or not _is_right(engine, found, arguments, error):
             raise
         _say_left(error.problem)
         return None
@@ -176,24 +176,6 @@ def _is_right(engine: Any, found: Found, arguments: LoadArguments, error: Elasti
 def _say_left(why: str) -> None:
     if distributed.rank() == 0:
         logger.warning("elastic_ckpt leaves this load to DeepSpeed's own loader: %s", why)
-
-
-def _asks_for_more(config: ElasticConfig) -> bool:
-    """Whether the user asked for what DeepSpeed's own loader would pass over in silence."""
-    options = (
-        config.rename,
-        config.param_groups != "match",
-        config.on_batch_size_change != "warn",
-        config.state_schema,
-        config.convert_optimizer,
-        config.eight_bit_realign == "error",
-        config.on_precision_loss == "error",
-        config.align_partitions,
-        config.tp_rules,
-        config.tp_preset,
-        config.replicated_params != "strict",
-    )
-    return config.mode == "require" or any(options)
 
 
 @dataclass(frozen=True)
