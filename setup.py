@@ -31,6 +31,7 @@ setup(
         "typer>=0.12",
         "isal>=1.6",
         "hjson>=3.1",
+        "PyYAML>=6.0.1",
     ],
     entry_points={"console_scripts": ["elastic-ckpt=elastic_ckpt.cli:app"]},
     extras_require={

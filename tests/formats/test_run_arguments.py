@@ -56,10 +56,28 @@ def test_options_of_lines_are_read_and_what_belongs_to_others_is_not() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ['{"a": 1', '{"a": 1} and more', "{: 1}", 'a: "open', "no options here", "{'a' 'b': 1}", "a: " + "9" * 5000],
+    [
+        '{"a": 1',
+        '{"a": 1} and more',
+        "{: 1}",
+        'a: "open',
+        "no options here",
+        "{'a' 'b': 1}",
+        "a: " + "9" * 5000,
+        "[" * 5000,
+        "a: 2020-99-99",
+        "a: !!python/none x",
+    ],
 )
 def test_what_is_no_configuration_is_passed_over(text: str) -> None:
     assert parse_options(text) is None
+
+
+def test_aliases_and_merge_keys_are_not_expanded() -> None:
+    """Each line has twice the entries of the one before: 2 ** 40 of them, were they built."""
+    lines = ["a0: &a0 {x: 1, y: 2}"]
+    lines += [f"a{number}: &a{number} {{<<: [*a{number - 1}, *a{number - 1}]}}" for number in range(1, 40)]
+    assert parse_options("\n".join([*lines, "seed: 3"])) == {"seed": 3}
 
 
 def test_a_namespace_gives_its_plain_values(tmp_path: Path) -> None:
@@ -99,7 +117,7 @@ def test_files_that_disagree_or_cannot_be_read_leave_options_unknown(tmp_path: P
 
 
 def test_files_that_are_too_big_are_not_read(tmp_path: Path) -> None:
-    configure(tmp_path, a='{"x": 1}', b="# " + "x" * (1 << 20))
+    configure(tmp_path, a='{"x": 1}', b="# " + "x" * (1 << 18))
     assert run_arguments(NEOX, str(tmp_path)) == {**NEOX, "x": 1}
 
 
