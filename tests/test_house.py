@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,12 @@ def test_no_file_outgrows_its_room() -> None:
     too_long = {str(path): len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
     assert {path: lines for path, lines in too_long.items() if lines > 400} == {}
     assert len(list(PACKAGE.glob("*.py"))) <= 8
+
+
+def test_no_two_classes_share_a_name() -> None:
+    trees = [ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")]
+    names = Counter(node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    assert [name for name, count in names.items() if count > 1 and not name.startswith("_")] == []
 
 
 def test_the_help_of_the_command_line_loads_neither_torch_nor_deepspeed() -> None:

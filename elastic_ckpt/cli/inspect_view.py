@@ -18,9 +18,9 @@ from elastic_ckpt.tools.inspection.facts import (
     TRAINED,
     WARNING,
     FileEntry,
-    Finding,
     Inspection,
     ParameterEntry,
+    Remark,
     SavedRun,
     Shape,
     StateSummary,
@@ -190,7 +190,7 @@ def _rules(inspection: Inspection) -> Table:
     return table
 
 
-def _findings(findings: Sequence[Finding]) -> Table:
+def _findings(findings: Sequence[Remark]) -> Table:
     table = _facts_table("Findings")
     for finding in findings:
         lines = [clean(finding.text)]

@@ -140,7 +140,7 @@ class ReadItem:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class ReplicaCheck:
     """Elements that several ranks saved, and that should be the same: all of a tensor, or a piece of it.
 
     Attributes:
@@ -247,7 +247,7 @@ class ReadPlan(HasOutcomes):
     copies: tuple[ReadItem, ...]
     shares: tuple[Share, ...] = ()
     recodes: tuple[RequantizeItem, ...] = ()
-    comparisons: tuple[Comparison, ...] = ()
+    comparisons: tuple[ReplicaCheck, ...] = ()
     averaged: frozenset[str] = frozenset()
     blocks: int = 0
     restores_states: bool = False

@@ -166,7 +166,7 @@ def fused(shape: Shape, dim: int, widths: Sequence[Sequence[int]]) -> TPLayout:
 
 
 @dataclass(frozen=True)
-class Transfer:
+class ShardSources:
     """Where one live shard of a parameter gets its elements from.
 
     Attributes:
@@ -183,17 +183,17 @@ class Transfer:
 
 
 @functools.lru_cache(maxsize=1024)
-def copied(shard: int, numel: int) -> Transfer:
+def copied(shard: int, numel: int) -> ShardSources:
     """The live shard is a saved one."""
-    return Transfer(((shard, whole_band(numel)),))
+    return ShardSources(((shard, whole_band(numel)),))
 
 
-def blended(shards: int, numel: int, scale: float) -> Transfer:
+def blended(shards: int, numel: int, scale: float) -> ShardSources:
     """The live shard is ``scale`` times the sum of all saved ones."""
-    return Transfer(tuple((shard, whole_band(numel)) for shard in range(shards)), True, scale)
+    return ShardSources(tuple((shard, whole_band(numel)) for shard in range(shards)), True, scale)
 
 
-def reshard(source: TPLayout, target: TPLayout, rank: int) -> Transfer:
+def reshard(source: TPLayout, target: TPLayout, rank: int) -> ShardSources:
     """What a live rank takes from the shards of a checkpoint; of stretches that several hold, the first one's.
 
     Args:
@@ -228,7 +228,7 @@ def reshard(source: TPLayout, target: TPLayout, rank: int) -> Transfer:
         position += stop - start
     if missing and rows > 1:
         raise ValueError(f"no saved shard has all of dimension {target.dim}")
-    return Transfer(_merged(bands), missing=tuple(missing))
+    return ShardSources(_merged(bands), missing=tuple(missing))
 
 
 #: The same elements in two saved shards: (shard, band); both bands have the same target.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from elastic_ckpt.formats.base import Checkpoint, FormatReader, Found, ReadOptions
+from elastic_ckpt.formats.base import Checkpoint, FormatReader, Found, MetadataOptions
 from elastic_ckpt.formats.native import read_native
 from elastic_ckpt.formats.universal import read_universal
 
 #: Format name, as detection gives it -> its reader.
 READERS: MappingProxyType[str, FormatReader] = MappingProxyType({"native": read_native, "universal": read_universal})
 
-__all__ = ["READERS", "Checkpoint", "FormatReader", "Found", "ReadOptions"]
+__all__ = ["READERS", "Checkpoint", "FormatReader", "Found", "MetadataOptions"]

@@ -14,7 +14,7 @@ from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError
 from elastic_ckpt.errors import listed as listed_names
 from elastic_ckpt.formats import model_states, shards
-from elastic_ckpt.formats.base import Found, ReadOptions
+from elastic_ckpt.formats.base import Found, MetadataOptions
 from elastic_ckpt.formats.features import refuse_features
 from elastic_ckpt.formats.grid import Grid, grid_of
 from elastic_ckpt.formats.layers import LayerShard, layer_tensors
@@ -63,7 +63,7 @@ class Assembled:
     metadata: CheckpointMetadata
 
 
-def assemble(found: Found, kinds: Sequence[Kind], indexed: Sequence[Any], options: ReadOptions) -> Assembled:
+def assemble(found: Found, kinds: Sequence[Kind], indexed: Sequence[Any], options: MetadataOptions) -> Assembled:
     """Fit the files of a checkpoint together. Local.
 
     Args:
@@ -149,7 +149,7 @@ def _refuse_unlisted(found_in: str, names: Iterable[str], shapes: Mapping[str, A
         )
 
 
-def _fit_together(found: Found, rank: RankFiles, grid: Grid, options: ReadOptions) -> CheckpointMetadata:
+def _fit_together(found: Found, rank: RankFiles, grid: Grid, options: MetadataOptions) -> CheckpointMetadata:
     """The metadata of one model-parallel rank's files."""
     models, optimizers = list(rank.models.values()), list(rank.optimizers.values())
     features = models[0].features | (optimizers[0].features if optimizers else Features())

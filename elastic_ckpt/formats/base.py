@@ -45,7 +45,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class ReadOptions:
+class MetadataOptions:
     """How to read metadata.
 
     Attributes:
@@ -88,7 +88,7 @@ class Checkpoint:
 class FormatReader(Protocol):
     """Reads the metadata of one format. Called by every rank; contains collectives."""
 
-    def __call__(self, found: Found, options: ReadOptions) -> Checkpoint:
+    def __call__(self, found: Found, options: MetadataOptions) -> Checkpoint:
         """Read the folder; the same :class:`ElasticCkptError` on all ranks if that fails."""
 
 

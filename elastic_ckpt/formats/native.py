@@ -10,7 +10,7 @@ from elastic_ckpt import distributed
 from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.formats.assembling import Assembled, Kind, assemble, missing_file
-from elastic_ckpt.formats.base import Checkpoint, Found, ReadOptions, open_my_share, refuse_unsupported_folder
+from elastic_ckpt.formats.base import Checkpoint, Found, MetadataOptions, open_my_share, refuse_unsupported_folder
 from elastic_ckpt.formats.host_exchange import HostStates, Wanted
 from elastic_ckpt.formats.layers import LayerShard, index_layer
 from elastic_ckpt.formats.legacy import LegacyShard
@@ -30,7 +30,7 @@ class _Names:
     optimizers: tuple[str, ...]
 
 
-def read_native(found: Found, options: ReadOptions) -> Checkpoint:
+def read_native(found: Found, options: MetadataOptions) -> Checkpoint:
     """Read the metadata of a native checkpoint. Collective.
 
     Raises:

@@ -30,7 +30,7 @@ from elastic_ckpt.formats import model_states
 from elastic_ckpt.formats.base import (
     Checkpoint,
     Found,
-    ReadOptions,
+    MetadataOptions,
     open_my_share,
     refuse_unsupported_folder,
     source_file,
@@ -54,7 +54,7 @@ _NO_OPTIMIZER_FILE = (
 )
 
 
-def read_universal(found: Found, options: ReadOptions) -> Checkpoint:
+def read_universal(found: Found, options: MetadataOptions) -> Checkpoint:
     """Read the metadata of a universal checkpoint. Collective.
 
     Raises:

@@ -23,7 +23,7 @@ from elastic_ckpt.core.metadata import (
 )
 from elastic_ckpt.core.state_kinds import COMPANIONS, ELEMENTWISE, REPLICATED, Codebook, StateOptions
 from elastic_ckpt.errors import MismatchError, UnsupportedError
-from elastic_ckpt.formats.base import Found, ReadOptions, source_file
+from elastic_ckpt.formats.base import Found, MetadataOptions, source_file
 from elastic_ckpt.formats.classify import DAMAGED, ELEMENTWISE_NAMES, FRESH, OPAQUE, Held, SavedKind, classify
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.module_tensors import module_tensors
@@ -36,7 +36,7 @@ from elastic_ckpt.formats.zero0_names import member_names
 Shape = tuple[int, ...]
 
 
-def unpartitioned_metadata(found: Found, model: ModelShard, options: ReadOptions) -> CheckpointMetadata:
+def unpartitioned_metadata(found: Found, model: ModelShard, options: MetadataOptions) -> CheckpointMetadata:
     """The metadata of a checkpoint whose optimizer state is whole; without a live engine, of its weights if need be.
 
     Args:

@@ -13,7 +13,7 @@ from typing import Any
 
 from elastic_ckpt.core.fqn import rename
 from elastic_ckpt.errors import MismatchError, listed
-from elastic_ckpt.formats.base import ReadOptions
+from elastic_ckpt.formats.base import MetadataOptions
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.zero0_index import FUSED, PLAIN, UnpartitionedState, saved_shape
 
@@ -24,7 +24,9 @@ Fits = Callable[[int, int], bool]
 Members = Sequence[Sequence[str | None]]
 
 
-def member_names(model: ModelShard, state: UnpartitionedState, options: ReadOptions) -> tuple[Members, tuple[str, ...]]:
+def member_names(
+    model: ModelShard, state: UnpartitionedState, options: MetadataOptions
+) -> tuple[Members, tuple[str, ...]]:
     """Saved names of every saved group's members, and notes where they had to be inferred.
 
     Args:
@@ -56,7 +58,7 @@ def member_names(model: ModelShard, state: UnpartitionedState, options: ReadOpti
     return chosen, _notes(state, model, chosen, origin, proven)
 
 
-def _in_saved_order(state: UnpartitionedState, live: Names, options: ReadOptions) -> Names | None:
+def _in_saved_order(state: UnpartitionedState, live: Names, options: MetadataOptions) -> Names | None:
     """The live groups in the order of the saved ones: by the ``name`` of the groups where all have one.
 
     ``None`` where their hyperparameters say that they are in another order, and no names tell in which.
@@ -68,7 +70,7 @@ def _in_saved_order(state: UnpartitionedState, live: Names, options: ReadOptions
     return None if _are_in_another_order(state, options) else live
 
 
-def _are_in_another_order(state: UnpartitionedState, options: ReadOptions) -> bool:
+def _are_in_another_order(state: UnpartitionedState, options: MetadataOptions) -> bool:
     saved = [_signature(group) for group in state.groups]
     now = [_signature(group) for group in options.live_hyperparameters]
     return saved != now and sorted(saved) == sorted(now)
@@ -201,7 +203,7 @@ def _only_way(short: int, long: int, fits: Fits) -> list[int] | None:
 
 
 def _unnamed(
-    model: ModelShard, state: UnpartitionedState, options: ReadOptions, fitting: Sequence[str]
+    model: ModelShard, state: UnpartitionedState, options: MetadataOptions, fitting: Sequence[str]
 ) -> MismatchError:
     sizes = [len(members) for members in (state.masters if state.kind != PLAIN else state.members)]
     if fitting:

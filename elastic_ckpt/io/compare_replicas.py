@@ -14,7 +14,7 @@ import torch
 
 from elastic_ckpt.core.dtypes import ITEMSIZE
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
-from elastic_ckpt.core.read_plan import Comparison, Piece, ReadItem, ReadPlan, RequantizeItem, Slot, clip
+from elastic_ckpt.core.read_plan import Piece, ReadItem, ReadPlan, ReplicaCheck, RequantizeItem, Slot, clip
 from elastic_ckpt.errors import MismatchError, listed
 from elastic_ckpt.io.reader import ReadOptions, execute
 from elastic_ckpt.sharding.resolve import FIRST, MEAN
@@ -29,7 +29,7 @@ _SHOWN = 6
 
 
 @dataclass(frozen=True)
-class Difference:
+class ReplicaDifference:
     """What one rank found in its piece of some copies that differ.
 
     Attributes:
@@ -38,7 +38,7 @@ class Difference:
         largest, total: the largest difference from the first copy, and the sum of all differences.
     """
 
-    comparison: Comparison
+    comparison: ReplicaCheck
     copies: int
     largest: float
     total: float
@@ -71,14 +71,14 @@ class Drift:
         )
 
 
-def find_drift(plan: ReadPlan, options: ReadOptions) -> list[Difference]:
+def find_drift(plan: ReadPlan, options: ReadOptions) -> list[ReplicaDifference]:
     """Read this rank's share of the copies and compare them with the first one. Local.
 
     Raises:
         DamagedError: a file cannot be read.
     """
     arena = torch.empty(0, dtype=torch.uint8)
-    found: dict[int, Difference] = {}
+    found: dict[int, ReplicaDifference] = {}
     most_nbytes = max(options.staging_nbytes // 2, _LEAST_NBYTES)  # the other half is for what has to be decoded
     options = replace(options, chunk_nbytes=min(options.chunk_nbytes, max(most_nbytes // options.threads, 1)))
     for parts in _rounds(plan.comparisons, most_nbytes):
@@ -91,7 +91,7 @@ def find_drift(plan: ReadPlan, options: ReadOptions) -> list[Difference]:
                 before = found.get(part.index)
                 largest, total = (before.largest, before.total) if before else (0.0, 0.0)
                 asked = part.comparison
-                found[part.index] = Difference(
+                found[part.index] = ReplicaDifference(
                     replace(asked, copies=()), len(asked.copies), max(largest, apart[0]), total + apart[1]
                 )
     return list(found.values())
@@ -102,7 +102,7 @@ class _Part:
     """Elements ``[start, stop)`` of a comparison; ``dtype``: in which its copies are read, see :func:`_dtype_of`."""
 
     index: int
-    comparison: Comparison
+    comparison: ReplicaCheck
     start: int
     stop: int
     dtype: str
@@ -125,7 +125,7 @@ class _Values:
     values: torch.Tensor
 
 
-def _rounds(comparisons: Iterable[Comparison], most_nbytes: int) -> Iterator[list[_Part]]:
+def _rounds(comparisons: Iterable[ReplicaCheck], most_nbytes: int) -> Iterator[list[_Part]]:
     """What is read at once: many small comparisons, or a part of a big one."""
     parts: list[_Part] = []
     nbytes = 0
@@ -144,7 +144,7 @@ def _rounds(comparisons: Iterable[Comparison], most_nbytes: int) -> Iterator[lis
         yield parts
 
 
-def _dtype_of(comparison: Comparison) -> str:
+def _dtype_of(comparison: ReplicaCheck) -> str:
     """That of the files, where the copies can be compared byte by byte; else one for the values of all."""
     dtypes = {piece.dtype for pieces in comparison.copies for piece in pieces}
     is_coded = any(piece.code is not None for pieces in comparison.copies for piece in pieces)
@@ -211,19 +211,19 @@ def _apart(copies: Sequence[_Values]) -> tuple[float, float] | None:
     return found
 
 
-def united(found: Iterable[Difference]) -> list[Drift]:
+def united(found: Iterable[ReplicaDifference]) -> list[Drift]:
     """One drift for each tensor, whatever ranks found it, in whatever pieces; the largest difference first.
 
     The mean is over all elements of the shards that differ. What two ranks have compared counts once.
     """
-    tensors: dict[tuple[str, str], list[Difference]] = {}
+    tensors: dict[tuple[str, str], list[ReplicaDifference]] = {}
     for each in found:
         tensors.setdefault((each.comparison.name, each.comparison.key), []).append(each)
     drifts = (_one_drift(differences) for differences in tensors.values())
     return sorted(drifts, key=lambda drift: (-drift.largest, drift.name, drift.key))
 
 
-def _one_drift(differences: Sequence[Difference]) -> Drift:
+def _one_drift(differences: Sequence[ReplicaDifference]) -> Drift:
     pieces = sorted(
         differences, key=lambda each: (each.comparison.number, each.comparison.start, each.comparison.numel)
     )
@@ -245,7 +245,7 @@ def _one_drift(differences: Sequence[Difference]) -> Drift:
     )
 
 
-def judge_drift(found: Iterable[Difference], averaged: frozenset[str], policy: str) -> tuple[str, ...]:
+def judge_drift(found: Iterable[ReplicaDifference], averaged: frozenset[str], policy: str) -> tuple[str, ...]:
     """What becomes of copies that differ: notes for the report.
 
     Args:

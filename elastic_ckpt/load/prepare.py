@@ -20,9 +20,8 @@ from elastic_ckpt.engines.host import LoadArguments, refuse_pending_gradients, r
 from elastic_ckpt.engines.loss_scale import warn_of_unscaled_gradients
 from elastic_ckpt.engines.place import OneRank, one_rank, with_place
 from elastic_ckpt.errors import MismatchError
-from elastic_ckpt.formats import READERS, Checkpoint, Found
-from elastic_ckpt.formats import ReadOptions as MetadataOptions
-from elastic_ckpt.io.compare_replicas import Difference, find_drift, judge_drift
+from elastic_ckpt.formats import READERS, Checkpoint, Found, MetadataOptions
+from elastic_ckpt.io.compare_replicas import ReplicaDifference, find_drift, judge_drift
 from elastic_ckpt.io.reader import check_files, read_options
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from elastic_ckpt.sharding.book import RuleBook
@@ -142,13 +141,15 @@ class _Planned:
 
     mp_rank: int
     digest: str
-    differences: Sequence[Difference]
+    differences: Sequence[ReplicaDifference]
     averaged: frozenset[str]
     notes: tuple[str, ...]
     loads_scheduler: bool
 
 
-def _told(plan: ReadPlan, place: RankCoordinates, differences: Sequence[Difference], scheduler: bool) -> _Planned:
+def _told(
+    plan: ReadPlan, place: RankCoordinates, differences: Sequence[ReplicaDifference], scheduler: bool
+) -> _Planned:
     return _Planned(place.mp_rank, _digest_of_shares(plan), differences, plan.averaged, plan.notes, scheduler)
 
 

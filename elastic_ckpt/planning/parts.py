@@ -9,7 +9,7 @@ from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.local_state import Fragment
 from elastic_ckpt.core.metadata import TensorMetadata
 from elastic_ckpt.core.read_plan import Piece
-from elastic_ckpt.core.strided import Transfer
+from elastic_ckpt.core.strided import ShardSources
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.planning.strips import Strip, strips
 
@@ -21,7 +21,7 @@ class Part:
     fragment: Fragment
     tensor: TensorMetadata
     offset: int
-    transfer: Transfer
+    transfer: ShardSources
 
     def strips(self, row: int, rows: int) -> Iterator[Strip]:
         """Where they lie in the checkpoint."""

@@ -12,7 +12,7 @@ from elastic_ckpt.core.local_state import FlatPartition, Fragment, WholeTensor
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata, ReplicatedState, TensorMetadata
 from elastic_ckpt.core.read_plan import ReadItem, RequantizeItem, Slot
 from elastic_ckpt.core.state_kinds import REPLICATED, SCRATCH, TOUCHED, WHOLE, LiveState
-from elastic_ckpt.core.strided import Transfer, copied
+from elastic_ckpt.core.strided import ShardSources, copied
 from elastic_ckpt.errors import DamagedError, MismatchError
 from elastic_ckpt.planning.matching import weights_key
 from elastic_ckpt.planning.parts import (
@@ -52,7 +52,7 @@ class PlanBuilder:
         metadata: CheckpointMetadata,
         sharing: Sharing,
         realign: bool = True,
-        resharding: Mapping[tuple[str, str], Transfer] | None = None,
+        resharding: Mapping[tuple[str, str], ShardSources] | None = None,
         tp_rank: int = 0,
         rounding: bool = True,
     ) -> None:
@@ -107,7 +107,7 @@ class PlanBuilder:
         tensor = self._tensor(fragment.name, key)
         return Part(fragment, tensor, offset, self._transfer(tensor, key, math.prod(fragment.shape)))
 
-    def _transfer(self, tensor: TensorMetadata, key: str, numel: int) -> Transfer:
+    def _transfer(self, tensor: TensorMetadata, key: str, numel: int) -> ShardSources:
         """Where this rank's shard of a tensor comes from."""
         name = tensor.name
         found = self._resharding.get((name, key)) or self._resharding.get((name, ""))

@@ -19,8 +19,8 @@ from elastic_ckpt.core.dtypes import ITEMSIZE
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.local_state import LocalState
 from elastic_ckpt.core.metadata import BUFFER, CheckpointMetadata, TensorMetadata
-from elastic_ckpt.core.read_plan import Comparison, Piece
-from elastic_ckpt.core.strided import Transfer, copied
+from elastic_ckpt.core.read_plan import Piece, ReplicaCheck
+from elastic_ckpt.core.strided import ShardSources, copied
 from elastic_ckpt.planning.strips import strips
 from elastic_ckpt.sharding.resolve import FIRST, MEAN, Resharding
 
@@ -37,7 +37,7 @@ def compare_replicas(
     restored: Iterable[str],
     with_states: bool,
     of_job: CheckpointMetadata | None = None,
-) -> tuple[Comparison, ...]:
+) -> tuple[ReplicaCheck, ...]:
     """This rank's share of the comparisons. Together the ranks of the job compare each element of each copy once.
 
     Args:
@@ -75,7 +75,7 @@ class _Wanted:
     name: str
     key: str
     number: int
-    copies: Sequence[tuple[TensorMetadata, Transfer]]
+    copies: Sequence[tuple[TensorMetadata, ShardSources]]
     taken: str = FIRST
     is_guess: bool = False
 
@@ -147,21 +147,23 @@ def _of_stage(
             is_guess = name in resharding.guessed and (key == BUFFER or len(tensor.shard_shapes[0]) > 1)
             yield _Wanted(name, key, 0, every, taken, is_guess)
         for number, (first, second) in enumerate(resharding.overlaps.get(name, ()), 1):  # negative: no twins
-            yield _Wanted(name, key, -number, [(tensor, Transfer((first,))), (tensor, Transfer((second,)))])
+            yield _Wanted(name, key, -number, [(tensor, ShardSources((first,))), (tensor, ShardSources((second,)))])
 
 
-def copied_shard(tensor: TensorMetadata, shard: int) -> Transfer:
+def copied_shard(tensor: TensorMetadata, shard: int) -> ShardSources:
     """One saved shard as it is."""
     return copied(shard, math.prod(tensor.shard_shapes[shard]))
 
 
-def _comparison(dealt: tuple[_Wanted, FlatRange]) -> Comparison:
+def _comparison(dealt: tuple[_Wanted, FlatRange]) -> ReplicaCheck:
     one, part = dealt
     copies = tuple(_pieces(*copy, part) for copy in one.copies)
-    return Comparison(one.name, one.key, part.numel, copies, one.taken, one.is_guess, part.start, one.numel, one.number)
+    return ReplicaCheck(
+        one.name, one.key, part.numel, copies, one.taken, one.is_guess, part.start, one.numel, one.number
+    )
 
 
-def _pieces(tensor: TensorMetadata, transfer: Transfer, part: FlatRange) -> tuple[Piece, ...]:
+def _pieces(tensor: TensorMetadata, transfer: ShardSources, part: FlatRange) -> tuple[Piece, ...]:
     found = strips(tensor, transfer, part)
     return tuple(
         sorted((piece for strip in found for piece in strip.pieces(-part.start)), key=lambda piece: piece.start)

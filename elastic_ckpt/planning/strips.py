@@ -11,7 +11,7 @@ from elastic_ckpt.core.dtypes import ITEMSIZE
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.metadata import CheckpointMetadata, StorageChunk, TensorMetadata
 from elastic_ckpt.core.read_plan import Piece
-from elastic_ckpt.core.strided import StridedCopy, Transfer, clip_source, clip_target
+from elastic_ckpt.core.strided import ShardSources, StridedCopy, clip_source, clip_target
 from elastic_ckpt.errors import DamagedError
 
 #: Extents that are looked through sooner than searched.
@@ -53,7 +53,7 @@ class Strip:
 
 
 def strips(
-    tensor: TensorMetadata, transfer: Transfer, wanted: FlatRange, row: int = 0, rows: int = 1
+    tensor: TensorMetadata, transfer: ShardSources, wanted: FlatRange, row: int = 0, rows: int = 1
 ) -> Iterator[Strip]:
     """The strips that hold some elements of a live shard.
 

@@ -14,8 +14,8 @@ from elastic_ckpt.core.metadata import FROZEN, MASTER, CheckpointMetadata
 from elastic_ckpt.core.strided import (
     Overlap,
     Shape,
+    ShardSources,
     TPLayout,
-    Transfer,
     blended,
     copied,
     duplicates,
@@ -57,7 +57,7 @@ class Resharding:
         notes: sentences for the report.
     """
 
-    transfers: dict[tuple[str, str], Transfer] = field(default_factory=dict)
+    transfers: dict[tuple[str, str], ShardSources] = field(default_factory=dict)
     replicas: frozenset[str] = frozenset()
     averaged: frozenset[str] = frozenset()
     overlaps: Mapping[str, tuple[Overlap, ...]] = field(default_factory=dict)
@@ -110,7 +110,7 @@ class _Resolver:
         self._structure = Structure(metadata)
         self._guessed: list[str] = []
         self._facts = Facts(metadata.run, metadata.declared.vocabulary)
-        self._transfers: dict[tuple[str, str], Transfer] = {}
+        self._transfers: dict[tuple[str, str], ShardSources] = {}
         self._replicas: set[str] = set()
         self._averaged: set[str] = set()
         self._overlaps: dict[str, tuple[Overlap, ...]] = {}

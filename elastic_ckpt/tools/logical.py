@@ -12,7 +12,7 @@ from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.local_state import LocalState
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata, TensorMetadata
 from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, RequantizeItem, Slot
-from elastic_ckpt.core.strided import Shape, Transfer, copied
+from elastic_ckpt.core.strided import Shape, ShardSources, copied
 from elastic_ckpt.io.compare_replicas import find_drift, judge_drift
 from elastic_ckpt.io.reader import ReadOptions, execute
 from elastic_ckpt.planning.planner import LoadOptions
@@ -150,7 +150,7 @@ class LogicalReader:
         plan = ReadPlan(self.metadata.files, (slot,), tuple(copies), recodes=recodes)
         execute(plan, [out], options, show_progress=False)
 
-    def _transfer(self, tensor: TensorMetadata, numel: int) -> Transfer:
+    def _transfer(self, tensor: TensorMetadata, numel: int) -> ShardSources:
         found = self._resharding.transfers
         if tensor.is_whole:
             return copied(0, numel)

@@ -10,7 +10,7 @@ from typing import Any
 
 from elastic_ckpt.config import ElasticConfig, read_config, state_options
 from elastic_ckpt.errors import ConfigError, NotFoundError
-from elastic_ckpt.formats import READERS, Checkpoint, Found, ReadOptions
+from elastic_ckpt.formats import READERS, Checkpoint, Found, MetadataOptions
 from elastic_ckpt.formats.detect import find_checkpoint, look_at
 from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.sharding.book import RuleBook
@@ -52,7 +52,7 @@ def open_checkpoint(found: Found, config: ElasticConfig, with_states: bool = Tru
     Raises:
         ElasticCkptError: it is incomplete, damaged or not supported.
     """
-    options = ReadOptions(
+    options = MetadataOptions(
         trust_pickle=config.trust_pickle,
         check_shards=config.check_shards,
         rename=config.rename,

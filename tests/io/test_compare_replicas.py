@@ -26,12 +26,12 @@ from elastic_ckpt.core.metadata import (
     StorageChunk,
     TensorMetadata,
 )
-from elastic_ckpt.core.read_plan import Comparison, Piece, ReadPlan, RequantizeItem, Slot
+from elastic_ckpt.core.read_plan import Piece, ReadPlan, ReplicaCheck, RequantizeItem, Slot
 from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
 from elastic_ckpt.core.strided import fused
 from elastic_ckpt.core.tp_rules import Rule
 from elastic_ckpt.errors import MismatchError
-from elastic_ckpt.io.compare_replicas import Difference, Drift, find_drift, judge_drift, united
+from elastic_ckpt.io.compare_replicas import Drift, ReplicaDifference, find_drift, judge_drift, united
 from elastic_ckpt.io.reader import ReadOptions, ReadStats, execute
 from elastic_ckpt.planning.replicas import compare_replicas
 from elastic_ckpt.planning.strips import strips
@@ -52,7 +52,7 @@ def drift_of(tmp_path: Path, *copies: torch.Tensor, taken: str = FIRST, options:
     files = tuple(write(tmp_path / str(number), copy) for number, copy in enumerate(copies))
     dtypes = [str(copy.dtype).removeprefix("torch.") for copy in copies]
     pieces = tuple((Piece(number, 3, 0, copies[0].numel(), dtype, None),) for number, dtype in enumerate(dtypes))
-    comparison = Comparison("a", MASTER, copies[0].numel(), pieces, taken)
+    comparison = ReplicaCheck("a", MASTER, copies[0].numel(), pieces, taken)
     return united(find_drift(ReadPlan(files, (), (), comparisons=(comparison,)), options))
 
 
@@ -155,7 +155,7 @@ def test_equal_copies_are_read_once_and_never_turned_into_values(
     monkeypatch.setattr("elastic_ckpt.io.compare_replicas._STEP_NUMEL", 0)  # to take a step would fail
     files = [write(tmp_path / str(number), torch.arange(100.0)) for number in range(2)]
     small = [
-        Comparison(str(at), MASTER, 10, tuple((Piece(file, 3 + 40 * at, 0, 10, "float32", None),) for file in (0, 1)))
+        ReplicaCheck(str(at), MASTER, 10, tuple((Piece(file, 3 + 40 * at, 0, 10, "float32", None),) for file in (0, 1)))
         for at in range(10)
     ]
     assert find_drift(ReadPlan(tuple(files), (), (), comparisons=tuple(small)), OPTIONS) == []
@@ -173,7 +173,7 @@ def test_quantized_copies_are_compared_by_their_values(tmp_path: Path) -> None:
     pieces = [(Piece(number, 7, 0, 2, "uint8", code),) for number in range(3)]
 
     def drift(*copies: int) -> list[Drift]:
-        one = Comparison("a", "exp_avg", 2, tuple(pieces[copy] for copy in copies))
+        one = ReplicaCheck("a", "exp_avg", 2, tuple(pieces[copy] for copy in copies))
         return united(find_drift(ReadPlan(files, (), (), comparisons=(one,)), OPTIONS))
 
     assert drift(0, 1)[0].largest == pytest.approx(0.4)
@@ -189,14 +189,14 @@ def judge(drifts: Sequence[Drift], averaged: frozenset[str], policy: str) -> tup
     """As one piece each."""
     found = []
     for one in drifts:
-        asked = Comparison(one.name, one.key, 10, (), one.taken, one.is_guess)
-        found.append(Difference(asked, one.copies, one.largest, one.mean * 10 * (one.copies - 1)))
+        asked = ReplicaCheck(one.name, one.key, 10, (), one.taken, one.is_guess)
+        found.append(ReplicaDifference(asked, one.copies, one.largest, one.mean * 10 * (one.copies - 1)))
     return judge_drift(found, averaged, policy)
 
 
-def difference(start: int, numel: int, largest: float, total: float, **other: Any) -> Difference:
+def difference(start: int, numel: int, largest: float, total: float, **other: Any) -> ReplicaDifference:
     whole = {"whole_numel": 100, "number": 1, **other}
-    return Difference(Comparison("a", MASTER, numel, (), start=start, **whole), 3, largest, total)
+    return ReplicaDifference(ReplicaCheck("a", MASTER, numel, (), start=start, **whole), 3, largest, total)
 
 
 def test_what_ranks_found_in_pieces_of_a_tensor_is_one_line() -> None:
@@ -277,7 +277,7 @@ def engine(
 
 def difference_in(
     metadata: CheckpointMetadata, live: LocalState, resharding: Resharding, states: bool = True
-) -> list[Difference]:
+) -> list[ReplicaDifference]:
     names = {name for name, _ in metadata.tensors}
     comparisons = compare_replicas(metadata, live, resharding, names, states)
     return find_drift(ReadPlan(metadata.files, (), (), comparisons=comparisons), OPTIONS)

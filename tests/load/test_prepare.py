@@ -9,12 +9,12 @@ import pytest
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.local_state import RankCoordinates
 from elastic_ckpt.core.metadata import MASTER
-from elastic_ckpt.core.read_plan import Comparison, ReadPlan
+from elastic_ckpt.core.read_plan import ReadPlan, ReplicaCheck
 from elastic_ckpt.errors import MismatchError
-from elastic_ckpt.io.compare_replicas import Difference
+from elastic_ckpt.io.compare_replicas import ReplicaDifference
 from elastic_ckpt.load.prepare import _any_loads_scheduler, _notes, _Planned, _refuse_different_shares, _told
 
-DRIFTED = Difference(Comparison("ema.weight", MASTER, 4, ()), copies=2, largest=0.5, total=1.0)
+DRIFTED = ReplicaDifference(ReplicaCheck("ema.weight", MASTER, 4, ()), copies=2, largest=0.5, total=1.0)
 PLAN = ReadPlan((), (), (), notes=("of this rank",))
 #: The rank that compares a parameter's copies stands in another pipeline stage than those that know its rule.
 HERE = _Planned(1, "here", [DRIFTED], frozenset(), ("of this rank",), loads_scheduler=False)

@@ -9,7 +9,7 @@ from unittest.mock import patch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elastic_ckpt.core.read_plan import Comparison, ReadPlan, Slot
+from elastic_ckpt.core.read_plan import ReadPlan, ReplicaCheck, Slot
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from tests.simulation_parallel import (
     NAMES,
@@ -71,7 +71,7 @@ def test_ranks_of_a_job_compare_each_element_of_each_replica_and_twin_once(case:
                 wanted[name, key, source.tp] += 1
             if name == TIED and len(source.stages) > 1:
                 wanted[name, key, 2] += source.tp
-    tiled: dict[tuple[str, str, int, int], list[Comparison]] = {}
+    tiled: dict[tuple[str, str, int, int], list[ReplicaCheck]] = {}
     for one in (comparison for plan in plans for comparison in plan.comparisons):
         tiled.setdefault((one.name, one.key, len(one.copies), one.number), []).append(one)
         first, *others = (values_of(copy, one.numel, saved.files) for copy in one.copies)

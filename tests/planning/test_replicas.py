@@ -27,8 +27,8 @@ from elastic_ckpt.core.metadata import (
     StorageChunk,
     TensorMetadata,
 )
-from elastic_ckpt.core.read_plan import Comparison, ReadPlan
-from elastic_ckpt.io.compare_replicas import Difference, find_drift, united
+from elastic_ckpt.core.read_plan import ReadPlan, ReplicaCheck
+from elastic_ckpt.io.compare_replicas import ReplicaDifference, find_drift, united
 from elastic_ckpt.io.reader import ReadOptions
 from elastic_ckpt.planning.replicas import compare_replicas
 from elastic_ckpt.sharding.resolve import Resharding
@@ -107,7 +107,7 @@ def jobs(checkpoint: Checkpoint, tp: int, dp: int, pp: int, stages: dict[str, tu
 
 def shares(
     checkpoint: Checkpoint, metadata: CheckpointMetadata, ranks: Sequence[LocalState]
-) -> list[tuple[Comparison, ...]]:
+) -> list[tuple[ReplicaCheck, ...]]:
     """What each rank compares; names of other stages' replicas are not known."""
     every = []
     for rank in ranks:
@@ -116,7 +116,7 @@ def shares(
     return every
 
 
-def elements_of(comparison: Comparison) -> Iterator[Element]:
+def elements_of(comparison: ReplicaCheck) -> Iterator[Element]:
     what = (comparison.name, comparison.key, comparison.number)
     for pieces in comparison.copies:
         assert sum(piece.numel for piece in pieces) == comparison.numel
@@ -244,7 +244,7 @@ def test_drift_is_found_wherever_it_lies_whoever_looks(
     changes = data.draw(st.dictionaries(st.tuples(st.integers(0, 1), st.integers(0, numel - 1)), st.integers(1, 9)))
     with tempfile.TemporaryDirectory() as folder:
         metadata = replace(metadata, files=tuple(_write(Path(folder), metadata, changes)))
-        differences: list[Difference] = []
+        differences: list[ReplicaDifference] = []
         with (
             patch("elastic_ckpt.planning.replicas.GRAIN_NUMEL", grain),
             patch("elastic_ckpt.io.compare_replicas._LEAST_NBYTES", 8),

@@ -16,7 +16,7 @@ from elastic_ckpt.core.dtypes import ITEMSIZE
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.metadata import BlockCode, CheckpointMetadata, SourceFacts, StorageChunk, TensorMetadata
 from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
-from elastic_ckpt.core.strided import Transfer, copied, fused, replicated, reshard
+from elastic_ckpt.core.strided import ShardSources, copied, fused, replicated, reshard
 from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.planning.strips import check_tiling, strips
 
@@ -48,7 +48,7 @@ def save(shards: Sequence[torch.Tensor], ends: Sequence[Sequence[int]], dtype: s
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[torch.Tensor, Saved, Transfer, int, FlatRange, torch.Tensor, int]:
+def cases(draw: st.DrawFn) -> tuple[torch.Tensor, Saved, ShardSources, int, FlatRange, torch.Tensor, int]:
     rows, dims = draw(st.sampled_from([1, 2, 3])), draw(st.integers(1, 3))
     dim, parts = draw(st.integers(0, dims - 1)), draw(st.integers(1, 2))
     shape = [draw(st.integers(1, 3)) for _ in range(dims)]
@@ -85,7 +85,7 @@ def cases(draw: st.DrawFn) -> tuple[torch.Tensor, Saved, Transfer, int, FlatRang
 @settings(deadline=None, max_examples=150)
 @given(cases())
 def test_the_strips_of_a_range_hold_its_elements_once(
-    case: tuple[torch.Tensor, Saved, Transfer, int, FlatRange, torch.Tensor, int],
+    case: tuple[torch.Tensor, Saved, ShardSources, int, FlatRange, torch.Tensor, int],
 ) -> None:
     _, saved, transfer, rows, wanted, live, offset = case
     itemsize = ITEMSIZE[saved.tensor.dtype]
@@ -128,7 +128,7 @@ def test_a_strided_band_of_one_extent_is_one_strip() -> None:
 
 def test_each_copy_of_what_is_added_up_is_found() -> None:
     saved = save([torch.arange(4), torch.arange(4) + 10], [[2], []], "float32", False)
-    both = Transfer(copied(0, 4).bands + copied(1, 4).bands, True, 0.5)
+    both = ShardSources(copied(0, 4).bands + copied(1, 4).bands, True, 0.5)
     found = [piece.numel for strip in strips(saved.tensor, both, FlatRange(1, 4)) for piece in strip.pieces(0)]
     assert found == [1, 2, 3]
     first = reshard(replicated((4,), 2), replicated((4,), 2), 1)

@@ -18,7 +18,7 @@ TRAINED, FROZEN_ROLE, BUFFER_ROLE, WEIGHT = "trained", "frozen", "buffer", "weig
 
 
 @dataclass(frozen=True)
-class Finding:
+class Remark:
     """Something odd.
 
     Attributes:
@@ -278,7 +278,7 @@ class Inspection:
     missing: tuple[str, ...] = ()
     tags: tuple[str, ...] = ()
     latest: Mapping[str, str] = field(default_factory=dict)
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[Remark, ...] = ()
 
     @property
     def ok(self) -> bool:

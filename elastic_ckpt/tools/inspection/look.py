@@ -14,7 +14,7 @@ from elastic_ckpt.formats.peek import Peeked, peek
 from elastic_ckpt.sharding.book import RuleBook
 from elastic_ckpt.sharding.presets import Preset, load_preset, preset_names
 from elastic_ckpt.tools.inspection import contents, findings
-from elastic_ckpt.tools.inspection.facts import NOTE, Finding, Inspection, RuleFacts, Totals
+from elastic_ckpt.tools.inspection.facts import NOTE, Inspection, Remark, RuleFacts, Totals
 from elastic_ckpt.tools.inspection.files import Listing, entries_of, list_folder, missing_files
 from elastic_ckpt.tools.inspection.layouts import Layout, layouts_of, rule_facts
 from elastic_ckpt.tools.inspection.saved_run import saved_run
@@ -145,7 +145,7 @@ def _findings(
     missing: tuple[str, ...],
     layouts: dict[str, Layout],
     rules: RuleFacts,
-) -> Iterator[Finding]:
+) -> Iterator[Remark]:
     if read.misled is not None:
         yield replace(
             findings.of_error(read.misled, kind="latest"), text=f"{read.misled.problem}; this is the newest one"
@@ -159,7 +159,7 @@ def _findings(
     yield from findings.in_folder(found, listing, missing, misled=read.misled is not None)
     yield from findings.of_run(found, peeked)
     if read.checkpoint is None:
-        yield from (Finding(NOTE, "reader", note) for note in found.notes)
+        yield from (Remark(NOTE, "reader", note) for note in found.notes)
         return
     yield from findings.in_catalog(read.checkpoint.metadata)
     yield from findings.of_copies(read.checkpoint.metadata, layouts)

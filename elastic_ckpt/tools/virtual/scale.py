@@ -16,7 +16,7 @@ from elastic_ckpt.core.dtypes import ITEMSIZE
 from elastic_ckpt.core.features import Features
 from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.formats.assembling import Kind, assemble
-from elastic_ckpt.formats.base import Found, ReadOptions
+from elastic_ckpt.formats.base import Found, MetadataOptions
 from elastic_ckpt.formats.degrees import StatedDegrees
 from elastic_ckpt.formats.layers import LayerShard
 from elastic_ckpt.formats.model_states import ModelShard
@@ -97,7 +97,7 @@ class _Imagined:
         names = [os.path.basename(item.path) for item in indexed]
         files = sort_names(names, is_universal=False)
         found = Found("native", self._folder, self._saved.tag, files)
-        return assemble(found, kinds, indexed, ReadOptions()).metadata
+        return assemble(found, kinds, indexed, MetadataOptions()).metadata
 
     @cached_property
     def _layers(self) -> Mapping[int, Sequence[Parameter]]:
