@@ -92,12 +92,11 @@ def load(arguments: dict[str, Any]) -> None:
             oracle.assert_equal(engine, truth, where)
             if number in target.get("continue", [0]):
                 losses = train(engine, SAVE_AT, CONTINUE_TO)
-                bound = 1e-5 if setup.precision == "fp32" else 5e-3
+                bound = 1e-5 if setup.precision == "fp32" and source.get("alike", True) else 5e-3
+                if setup.stage == 0 and setup.precision.startswith("fp16") and not source.get("alike", True):
+                    bound = 0.05  # gradients of another unit: its clipping differs, by 0.025 where it was measured
                 differences = [abs(a - b) for a, b in zip(losses, truth["losses"], strict=True)]
-                # other precisions round, and skip steps on overflow, in other places
-                assert max(differences) <= bound or not source.get("alike", True), (
-                    f"{where}: losses {losses}, uninterrupted {truth['losses']}"
-                )
+                assert max(differences) <= bound, f"{where}: losses {losses}, uninterrupted {truth['losses']}"
             else:
                 train(engine, 100 + number, 101 + number)  # leave other values for the next load to replace
         close(engine)
