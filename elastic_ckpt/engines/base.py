@@ -265,3 +265,13 @@ def set_hyperparameters(group: dict[str, Any], values: Mapping[str, Any]) -> Non
             live.fill_(value)
         else:
             group[key] = value
+
+
+def flat_master_numels(engine: Any) -> list[int] | None:
+    """Elements of each flat fp32 master partition of this rank, padding included; ``None`` without ZeRO. Local.
+
+    The names are those of ZeRO-3, of ZeRO-1 and 2, and of ``BF16_Optimizer``.
+    """
+    names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
+    masters = next((getattr(engine.optimizer, name) for name in names if hasattr(engine.optimizer, name)), None)
+    return None if masters is None else [master.numel() for master in masters]

@@ -108,7 +108,7 @@ def with_place(local_state: LocalState, mine: OneRank, everybody: Sequence[OneRa
     """Add where this rank stands, and how the parameters of its stage are held. Local.
 
     Args:
-        local state: what this rank's engine holds.
+        local_state: what this rank's engine holds.
         mine: what it told the others.
         everybody: what all ranks told; without tensor and pipeline parallelism, this one's word is enough.
     """

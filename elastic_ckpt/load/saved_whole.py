@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from elastic_ckpt.engines.base import has_optimizer
+from elastic_ckpt.engines.base import flat_master_numels, has_optimizer
 from elastic_ckpt.formats import Found
 from elastic_ckpt.formats.features import base_groups
 from elastic_ckpt.formats.model_states import COUNTERS
@@ -54,13 +54,10 @@ def one_save(engine: Any, found: Found, partitions: int, check_sizes: bool) -> t
 
 def _fits_live(engine: Any, files: Sequence[PickledFile], step: int) -> bool:
     """Whether optimizer-states files hold partitions of the live sizes, at the step that the counters say."""
-    optimizer = engine.optimizer
-    zero3 = hasattr(optimizer, "fp32_partitioned_groups_flat")
-    names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
-    masters = next((getattr(optimizer, name) for name in names if hasattr(optimizer, name)), None)
-    if masters is None:
+    live = flat_master_numels(engine)
+    if live is None:
         return False
-    live = [master.numel() for master in masters]
+    zero3 = engine.zero_optimization_stage() == 3
     return all(list(_partition_numels(file, zero3)) == live and _steps(file) <= {step} for file in files)
 
 

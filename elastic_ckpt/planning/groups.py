@@ -41,7 +41,7 @@ def match_groups(
 
     Args:
         metadata: what the checkpoint holds.
-        local state: what the live engine holds.
+        local_state: what the live engine holds.
         keep_live: ``"param_groups": "keep_live"``: every live group keeps its own.
         with_states: whether optimizer states are restored too, so that the optimizers must be alike.
         converted: whether the checkpoint is of another optimizer, so that only what both know is taken over.

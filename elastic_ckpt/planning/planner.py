@@ -65,7 +65,7 @@ def plan_load(
 
     Args:
         metadata: what the checkpoint holds.
-        local state: what this rank's engine holds.
+        local_state: what this rank's engine holds.
         options: what to restore.
         known: what :func:`resharding_of` says, where it has been asked.
 

@@ -42,7 +42,7 @@ def compare_replicas(
 
     Args:
         metadata: what the checkpoint holds.
-        local state: what the live engine holds.
+        local_state: what the live engine holds.
         resharding: which parameters every tensor-parallel rank saved whole.
         restored: names that are restored.
         with_states: whether optimizer states are.

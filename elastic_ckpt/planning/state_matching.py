@@ -74,7 +74,7 @@ def match_states(
 
     Args:
         metadata: what the checkpoint holds.
-        local state: what the live engine holds.
+        local_state: what the live engine holds.
         matching: parameters on both sides.
         convert: whether the states of another optimizer of the same family will do.
 

@@ -74,7 +74,7 @@ def resolve(
 
     Args:
         metadata: what the checkpoint holds.
-        local state: what the live engine holds.
+        local_state: what the live engine holds.
         names: of the parameters and buffers to restore.
         book: the user's rules and preset.
         policy: what is done about replicated parameters: ``strict`` and ``first`` take the first rank's, ``mean`` takes
