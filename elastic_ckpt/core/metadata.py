@@ -186,7 +186,7 @@ class CheckpointMetadata:
         merged_from: tensor-parallel degree whose shards DeepSpeed's converter has put together.
         declared: what the checkpoint says about its tensor-parallel shards.
         run: arguments of the run that saved it (Megatron's ``args``).
-        twins: copies of a tied parameter that other pipeline stages saved, by ``(name, key)``.
+        replicas: tied replicas, the copies of a parameter that other pipeline stages saved, by ``(name, key)``.
         stages: name of a parameter, or of another tensor of a stage's own files -> the pipeline stages that saved it,
             ascending; empty where there was one stage.
         saved_names: names that were changed since the save: name -> name in the files.
@@ -210,7 +210,7 @@ class CheckpointMetadata:
     merged_from: int = 1
     declared: Declared = field(default_factory=Declared)
     run: Mapping[str, Any] = field(default_factory=dict)
-    twins: Mapping[tuple[str, str], tuple[TensorMetadata, ...]] = field(default_factory=dict)
+    replicas: Mapping[tuple[str, str], tuple[TensorMetadata, ...]] = field(default_factory=dict)
     stages: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     saved_names: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()

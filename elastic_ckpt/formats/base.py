@@ -105,7 +105,7 @@ def refuse_unsupported_folder(found: Found) -> None:
             "two files claim the same place: two saves are mixed in one folder",
             file=found.path(files.clashes[0]),
             expected="files of one save: bf16_zero_pp_rank_* or zero_pp_rank_*, layer_NN-model_MM-* or layer_NN-*",
-            found=files.clashes[0] + " beside its twin",
+            found=files.clashes[0] + " beside its counterpart",
             remedy="remove the files of the older save, or take another tag",
         )
     if files.experts:

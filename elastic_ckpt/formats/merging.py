@@ -50,7 +50,7 @@ def merge_stages(all_metadata: Sequence[CheckpointMetadata]) -> CheckpointMetada
         return first
     offsets = _offsets(all_metadata)
     tensors: dict[tuple[str, str], TensorMetadata] = {}
-    twins: dict[tuple[str, str], tuple[TensorMetadata, ...]] = {}
+    replicas: dict[tuple[str, str], tuple[TensorMetadata, ...]] = {}
     parameters: dict[str, SavedParameter] = {}
     stages: dict[str, tuple[int, ...]] = {}
     for stage, (metadata, at) in enumerate(zip(all_metadata, offsets, strict=True)):
@@ -65,13 +65,13 @@ def merge_stages(all_metadata: Sequence[CheckpointMetadata]) -> CheckpointMetada
             )
         for place, tensor in metadata.tensors.items():
             if place in tensors:
-                twins[place] = (*twins.get(place, ()), moved(tensor, at))
+                replicas[place] = (*replicas.get(place, ()), moved(tensor, at))
             else:
                 tensors[place] = moved(tensor, at)
         for name, saved in metadata.parameters.items():
             parameters.setdefault(name, _parameter_moved(saved, at))
     merged = _together(all_metadata, tensors, parameters)
-    return replace(merged, source=replace(first.source, pp=len(all_metadata)), twins=twins, stages=stages)
+    return replace(merged, source=replace(first.source, pp=len(all_metadata)), replicas=replicas, stages=stages)
 
 
 def _with_empty_shards(all_metadata: Sequence[CheckpointMetadata]) -> list[CheckpointMetadata]:

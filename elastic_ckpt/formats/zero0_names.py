@@ -86,8 +86,8 @@ def _notes(state: UnpartitionedState, model: ModelShard, chosen: Members, origin
     notes = [f"without ZeRO, DeepSpeed saves optimizer states without names: taken in the order of {origin}; {proof}"]
     placed = {name for group in chosen for name in group if name is not None}
     others = [name for name in model.weights if name not in placed | {*model.buffers, *model.shared}]
-    twins = {model.weights[name].shape for name in placed} & {model.weights[name].shape for name in others}
-    if twins and not proven:
+    of_equal_shape = {model.weights[name].shape for name in placed} & {model.weights[name].shape for name in others}
+    if of_equal_shape and not proven:
         notes.append(
             "some parameters that do not train have the shape of some that do: this is right only if the same ones "
             "trained before the save; torch.optim with model.named_parameters() makes such saves unambiguous"

@@ -53,12 +53,12 @@ def compare_replicas(
     lanes = local_state.tp * local_state.dp
     lane = local_state.tp_rank * local_state.dp + local_state.dp_rank
     if local_state.pp == 1:
-        wanted = [*_twins(metadata, names, with_states), *_of_stage(metadata, resharding, names, with_states)]
+        wanted = [*_of_tied(metadata, names, with_states), *_of_stage(metadata, resharding, names, with_states)]
         return tuple(map(_comparison, _dealt(wanted, lane, lanes)))
     everywhere = frozenset(local_state.layouts) | local_state.elsewhere  # the same names on every rank
-    of_all = [one for one in _twins(of_job or metadata, everywhere, with_states) if one.key != BUFFER]
+    of_all = [one for one in _of_tied(of_job or metadata, everywhere, with_states) if one.key != BUFFER]
     known = {(one.name, one.key) for one in of_all}
-    alone = [one for one in _twins(metadata, names, with_states) if (one.name, one.key) not in known]
+    alone = [one for one in _of_tied(metadata, names, with_states) if (one.name, one.key) not in known]
     alone += _of_stage(metadata, resharding, names, with_states)
     mine = _dealt(of_all, local_state.pp_rank * lanes + lane, local_state.pp * lanes)
     return tuple(map(_comparison, [*mine, *_dealt(alone, lane, lanes)]))
@@ -120,13 +120,13 @@ def _wanted_tensors(
                 yield tensor
 
 
-def _twins(metadata: CheckpointMetadata, names: frozenset[str], with_states: bool) -> Iterator[_Wanted]:
+def _of_tied(metadata: CheckpointMetadata, names: frozenset[str], with_states: bool) -> Iterator[_Wanted]:
     """Tied weights, which several pipeline stages saved; shard by shard, the first stage's beside each other one's."""
-    for tensor in _wanted_tensors(metadata, metadata.twins.keys() & metadata.tensors.keys(), names, with_states):
+    for tensor in _wanted_tensors(metadata, metadata.replicas.keys() & metadata.tensors.keys(), names, with_states):
         shards = range(len(tensor.shard_shapes))
-        pairs = [(twin, shard) for twin in metadata.twins[tensor.name, tensor.key] for shard in shards]
-        for number, (twin, shard) in enumerate(pairs, 1):
-            both = [(tensor, copied_shard(tensor, shard)), (twin, copied_shard(twin, shard))]
+        pairs = [(replica, shard) for replica in metadata.replicas[tensor.name, tensor.key] for shard in shards]
+        for number, (replica, shard) in enumerate(pairs, 1):
+            both = [(tensor, copied_shard(tensor, shard)), (replica, copied_shard(replica, shard))]
             yield _Wanted(tensor.name, tensor.key, number, both)
 
 
@@ -146,7 +146,9 @@ def _of_stage(
             every = [(tensor, copied_shard(tensor, shard)) for shard in range(len(tensor.shard_shapes))]
             is_guess = name in resharding.guessed and (key == BUFFER or len(tensor.shard_shapes[0]) > 1)
             yield _Wanted(name, key, 0, every, taken, is_guess)
-        for number, (first, second) in enumerate(resharding.overlaps.get(name, ()), 1):  # negative: no twins
+        for number, (first, second) in enumerate(
+            resharding.overlaps.get(name, ()), 1
+        ):  # negative: not of tied replicas
             yield _Wanted(name, key, -number, [(tensor, ShardSources((first,))), (tensor, ShardSources((second,)))])
 
 

@@ -189,11 +189,11 @@ def test_ties_that_the_checkpoint_does_not_need_change_nothing(ties: dict[str, S
 
 
 def test_a_frozen_tied_parameter_and_a_tied_buffer_are_found_too() -> None:
-    metadata = replace(saved(TWO, wholes=WHOLES), aliases={"twin": "old.bias"}, notes=("before",))
+    metadata = replace(saved(TWO, wholes=WHOLES), aliases={"tied": "old.bias"}, notes=("before",))
     engine = replace(live(TWO), ties={"new.bias": ("old.bias",), "cover": ("mask",)})
     adopted = adopt_live_names(metadata, engine)
-    assert names_in(adopted) == {*TWO, "new.bias", "cover", "twin"}
-    assert adopted.aliases == {"twin": "new.bias"}
+    assert names_in(adopted) == {*TWO, "new.bias", "cover", "tied"}
+    assert adopted.aliases == {"tied": "new.bias"}
     assert adopted.notes[0] == "before"
     assert [("old.bias" in note, "mask" in note) for note in adopted.notes[1:]] == [(True, False), (False, True)]
 

@@ -265,7 +265,7 @@ def test_replicated_states_must_be_the_same_on_all_ranks() -> None:
     assert stages.parameters["a"].replicated[0].file == 2
 
 
-def test_stages_follow_each_other_and_copies_of_tied_parameters_are_twins() -> None:
+def test_stages_follow_each_other_and_copies_of_tied_parameters_are_replicas() -> None:
     stages = [
         metadata({"a": 4, "tied": 2}, ["0"]),
         metadata({"tied": 2, "b": 3}, ["1a", "1b"]),
@@ -276,8 +276,8 @@ def test_stages_follow_each_other_and_copies_of_tied_parameters_are_twins() -> N
     assert list(merged.parameters) == ["a", "tied", "b"]
     assert merged.tensors["tied", MASTER].chunks[0].file == 0
     assert merged.tensors["b", MASTER].chunks[0].file == 2
-    assert [twin.chunks[0].file for twin in merged.twins["tied", "exp_avg"]] == [2, 3]
-    assert set(merged.twins) == {("tied", MASTER), ("tied", "exp_avg")}
+    assert [replica.chunks[0].file for replica in merged.replicas["tied", "exp_avg"]] == [2, 3]
+    assert set(merged.replicas) == {("tied", MASTER), ("tied", "exp_avg")}
     assert (merged.source.pp, merged.source.tp) == (3, 1)
     with pytest.raises(UnsupportedError, match="different param groups"):
         merge_stages([stages[0], replace(stages[1], groups=({"lr": 0.2},))])

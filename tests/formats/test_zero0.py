@@ -215,13 +215,13 @@ def test_tied_names_are_one_parameter_under_the_first(tmp_path: Path) -> None:
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters())
     state = trained(model, optimizer)
-    metadata = catalog_of(tmp_path, indexed(tmp_path, {**model.state_dict(), "twin": model.a.data}, state), [NAMES])
-    assert metadata.aliases == {"twin": "a"}
+    metadata = catalog_of(tmp_path, indexed(tmp_path, {**model.state_dict(), "tied": model.a.data}, state), [NAMES])
+    assert metadata.aliases == {"tied": "a"}
     check_states(metadata, model, optimizer)
     assert metadata.names(FROZEN) == []
-    tied = [["twin", "scale", "b", "c"]]
+    tied = [["tied", "scale", "b", "c"]]
     assert (
-        catalog_of(tmp_path, indexed(tmp_path, {**model.state_dict(), "twin": model.a.data}, state), tied) == metadata
+        catalog_of(tmp_path, indexed(tmp_path, {**model.state_dict(), "tied": model.a.data}, state), tied) == metadata
     )
 
 

@@ -301,7 +301,7 @@ def test_negative_values_are_refused_where_the_map_has_none(bad: float) -> None:
 
 
 def test_two_maps_of_equal_values_are_one() -> None:
-    twin = replace(SIGNED, values=tuple(value + 0 for value in SIGNED.values))
-    assert twin == SIGNED
-    assert hash(twin) == hash(SIGNED)
+    equal = replace(SIGNED, values=tuple(value + 0 for value in SIGNED.values))
+    assert equal == SIGNED
+    assert hash(equal) == hash(SIGNED)
     assert SIGNED not in (UNSIGNED, LOPSIDED)

@@ -349,15 +349,15 @@ def test_what_is_summed_is_not_compared(tmp_path: Path) -> None:
     assert drift_in(metadata, engine({}), found) == []
 
 
-def test_every_shard_of_a_tied_parameter_is_compared_with_its_twins(tmp_path: Path) -> None:
+def test_every_shard_of_a_tied_parameter_is_compared_with_its_replicas(tmp_path: Path) -> None:
     shards = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])]
-    metadata = checkpoint(tmp_path, {"tied": shards, "twin": [shards[0], shards[1] + 1], "same": shards})
-    twins = tuple(replace(metadata.tensors[name, MASTER], name="tied") for name in ("same", "twin"))
+    metadata = checkpoint(tmp_path, {"tied": shards, "other": [shards[0], shards[1] + 1], "same": shards})
+    replicas = tuple(replace(metadata.tensors[name, MASTER], name="tied") for name in ("same", "other"))
     both = replace(
-        metadata, tensors={("tied", MASTER): metadata.tensors["tied", MASTER]}, twins={("tied", MASTER): twins}
+        metadata, tensors={("tied", MASTER): metadata.tensors["tied", MASTER]}, replicas={("tied", MASTER): replicas}
     )
     assert drift_in(both, engine({}), Resharding()) == [Drift("tied", MASTER, 1.0, 1.0, 2, FIRST)]
-    mended = replace(both, twins={("tied", MASTER): twins[:1]})
+    mended = replace(both, replicas={("tied", MASTER): replicas[:1]})
     assert drift_in(mended, engine({}), Resharding()) == []
     assert compare_replicas(both, engine({}), Resharding(), [], True) == ()
 

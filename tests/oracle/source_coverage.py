@@ -79,8 +79,8 @@ class SourceCoverage:
     @property
     def numel(self) -> int:
         """Elements of all logical tensors, each shard and tied copy by itself."""
-        twins = [tensor for tensors in self._catalog.twins.values() for tensor in tensors]
-        every = [*self._catalog.tensors.values(), *twins]
+        replicas = [tensor for tensors in self._catalog.replicas.values() for tensor in tensors]
+        every = [*self._catalog.tensors.values(), *replicas]
         return sum(chunk.range.numel for tensor in every for chunk in tensor.chunks)
 
     def is_padded(self, name: str) -> bool:
@@ -153,9 +153,9 @@ class SourceCoverage:
         """The chunks of every file, and how often each is to be read."""
         rows: dict[int, list[tuple[int, int, int, int, TensorMetadata, int]]] = {}
         every = [(place, tensor, False) for place, tensor in self._catalog.tensors.items()]
-        every += [(place, twin, True) for place, twins in self._catalog.twins.items() for twin in twins]
-        for place, tensor, is_twin in every:
-            kind, times = self._expected(place, tensor, is_twin)
+        every += [(place, replica, True) for place, replicas in self._catalog.replicas.items() for replica in replicas]
+        for place, tensor, is_replica in every:
+            kind, times = self._expected(place, tensor, is_replica)
             for number, chunk in enumerate(tensor.chunks):
                 stop = chunk.byte_offset + chunk.range.numel * ITEMSIZE[tensor.dtype]
                 rows.setdefault(chunk.file, []).append((chunk.byte_offset, stop, kind, times, tensor, number))
@@ -166,7 +166,7 @@ class SourceCoverage:
             held[file] = _Held(Intervals(starts, stops), kinds, times_, [(row[4], row[5]) for row in found])
         return held
 
-    def _expected(self, place: tuple[str, str], tensor: TensorMetadata, is_twin: bool) -> tuple[int, int]:
+    def _expected(self, place: tuple[str, str], tensor: TensorMetadata, is_replica: bool) -> tuple[int, int]:
         """How often each element of a tensor has to be read, by the shapes on both sides."""
         name, key = place
         if key not in (MASTER, BUFFER, FROZEN) and not self._with_states:
@@ -175,7 +175,7 @@ class SourceCoverage:
         # on each stage that holds it; by each data-parallel rank, if these do not share it out
         times = len(self._stages.get(holder, ())) * (self._dp if holder in self._alone else 1)
         saved = tensor.shard_shapes
-        if is_twin:
+        if is_replica:
             return _AT_LEAST, 1
         if len(saved) == self._tp or name not in self._live:
             return _EXACTLY, times

@@ -96,7 +96,7 @@ def test_it_holds_for_every_topology(case: parallel.Case) -> None:
 
 
 def every_tensor(metadata: CheckpointMetadata) -> list[Any]:
-    return [*metadata.tensors.values(), *(twin for twins in metadata.twins.values() for twin in twins)]
+    return [*metadata.tensors.values(), *(copy for copies in metadata.replicas.values() for copy in copies)]
 
 
 @settings(slow, max_examples=25)

@@ -55,7 +55,7 @@ def test_every_live_rank_gets_exactly_the_elements_of_its_shards(case: Case) -> 
 
 @settings(slow, max_examples=40)
 @given(parallel_cases(), st.integers(1, 9))
-def test_ranks_of_a_job_compare_each_element_of_each_replica_and_twin_once(case: Case, grain: int) -> None:
+def test_ranks_of_a_job_compare_each_element_of_each_replica_and_tied_replica_once(case: Case, grain: int) -> None:
     saved, options = save(case), LoadOptions(rules=rules_of(case))
     source, target = case.source, case.target
     plans: list[ReadPlan] = []

@@ -49,17 +49,17 @@ class Checkpoint:
     files: int = 0
 
     def metadata(self) -> CheckpointMetadata:
-        tensors, twins = {}, {}
+        tensors, replicas = {}, {}
         for key in self.keys:
             for name, (numel, shards, stages) in self.tied.items():
                 tensors[name, key], *others = (self._tensor(name, key, numel, shards) for _ in range(stages))
-                twins[name, key] = tuple(others)
+                replicas[name, key] = tuple(others)
             for name, (numel, copies) in self.replicated.items():
                 tensors[name, key] = self._tensor(name, key, numel, copies)
         files = tuple(SourceFile(str(number), 0) for number in range(self.files))
         parameters = {name: SavedParameter((1,), 0, ()) for name in (*self.tied, *self.replicated)}
         facts = SourceFacts("native", "", "tag", 1, 1, "0")
-        return CheckpointMetadata(facts, files, parameters, tensors, ({},), twins=twins)
+        return CheckpointMetadata(facts, files, parameters, tensors, ({},), replicas=replicas)
 
     def _tensor(self, name: str, key: str, numel: int, shards: int) -> TensorMetadata:
         chunks = []
@@ -76,11 +76,13 @@ class Checkpoint:
             if name in self.replicated:
                 found.update(self._elements_of(tensor, (name, key, 0), None))
             pairs = [
-                (twin, shard) for twin in metadata.twins.get((name, key), ()) for shard in range(self.tied[name][1])
+                (replica, shard)
+                for replica in metadata.replicas.get((name, key), ())
+                for shard in range(self.tied[name][1])
             ]
-            for number, (twin, shard) in enumerate(pairs, 1):
+            for number, (replica, shard) in enumerate(pairs, 1):
                 found.update(self._elements_of(tensor, (name, key, number), shard))
-                found.update(self._elements_of(twin, (name, key, number), shard))
+                found.update(self._elements_of(replica, (name, key, number), shard))
         return found
 
     def _elements_of(self, tensor: TensorMetadata, what: tuple[str, str, int], shard: int | None) -> Iterator[Element]:
@@ -218,9 +220,12 @@ def test_a_name_that_only_one_stage_knows_by_another_is_compared_there() -> None
     for rank in ranks:
         mine, live = saved, replace(rank, elsewhere=frozenset({"new"}))
         if rank.pp_rank == 0:
-            twins = {_new(place): tuple(map(_renamed, twins)) for place, twins in saved.twins.items()}
+            replicas = {_new(place): tuple(map(_renamed, replicas)) for place, replicas in saved.replicas.items()}
             tensors = {_new(place): _renamed(tensor) for place, tensor in saved.tensors.items()}
-            mine, live = replace(saved, tensors=tensors, twins=twins), replace(rank, layouts={"new": LiveLayout(())})
+            mine, live = (
+                replace(saved, tensors=tensors, replicas=replicas),
+                replace(rank, layouts={"new": LiveLayout(())}),
+            )
         comparisons = compare_replicas(mine, live, Resharding(), live.layouts, True, saved)
         found.update({one.name: one.numel for one in comparisons})
     assert found == {"new": 100, "other": 100}
@@ -264,13 +269,13 @@ def test_drift_is_found_wherever_it_lies_whoever_looks(
 
 
 def _write(folder: Path, metadata: CheckpointMetadata, changes: dict[tuple[int, int], int]) -> Iterator[SourceFile]:
-    (twin,) = metadata.twins["t", MASTER]
+    (replica,) = metadata.replicas["t", MASTER]
     for number in range(len(metadata.files)):
-        for tensor in (metadata.tensors["t", MASTER], twin):
+        for tensor in (metadata.tensors["t", MASTER], replica):
             for chunk in tensor.chunks:
                 if chunk.file == number:
                     values = torch.arange(float(chunk.range.start), chunk.range.stop)
-                    for at in range(chunk.range.numel if tensor is twin else 0):
+                    for at in range(chunk.range.numel if tensor is replica else 0):
                         values[at] += changes.get((chunk.shard, chunk.range.start + at), 0)
                     path = folder / str(number)
                     path.write_bytes(b"\xee" * chunk.byte_offset + values.numpy().tobytes())

@@ -26,7 +26,7 @@ def test_a_layer_is_not_its_own_counterpart() -> None:
     assert not found.is_made_of_several("block.mlp.down.weight")
 
 
-def test_a_twin_of_equal_shape_is_a_counterpart() -> None:
+def test_a_parameter_of_equal_shape_is_a_counterpart() -> None:
     found = structure({f"block.mlp.{name}.weight": [(4, 4), (4, 4)] for name in ("up", "down")})
     assert not found.is_made_of_several("block.mlp.up.weight")
 

@@ -145,7 +145,7 @@ def test_states_are_counted_by_key_and_kind() -> None:
 
 
 def test_parameters_have_roles_ties_groups_and_all_their_bytes() -> None:
-    twin = tensor("tied", MASTER, (6,))
+    replica = tensor("tied", MASTER, (6,))
     inspection = inspected(
         catalog_of(
             tensor("tied", MASTER, (6,)),
@@ -153,7 +153,7 @@ def test_parameters_have_roles_ties_groups_and_all_their_bytes() -> None:
             tensor("base", FROZEN, (5,), dtype="bfloat16"),
             tensor("mask", BUFFER, (3,), dtype="int64"),
             aliases={"head": "tied"},
-            twins={("tied", MASTER): (twin,)},
+            replicas={("tied", MASTER): (replica,)},
         )
     )
     trained, frozen, buffer = inspection.parameters

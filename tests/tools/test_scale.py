@@ -71,7 +71,7 @@ def test_bloom_lies_where_bloom_lies(bloom: CheckpointMetadata) -> None:
     assert bloom.stages["tied_modules.embed.word_embeddings.weight"] == (0, 11)
     assert bloom.stages["tied_modules.embed.word_embeddings.norm.weight"] == (0,)
     assert bloom.stages["74.weight"] == (11,)
-    assert set(bloom.twins) == {
+    assert set(bloom.replicas) == {
         ("tied_modules.embed.word_embeddings.weight", key) for key in (MASTER, "exp_avg", "exp_avg_sq")
     }
     assert bloom.tensors["3.self_attention.dense.weight", MASTER].shard_shapes == ((14336, 3584),) * 4
@@ -86,8 +86,8 @@ def test_bloom_lies_where_bloom_lies(bloom: CheckpointMetadata) -> None:
 def test_extents_fill_their_files(name: str) -> None:
     metadata = catalog_of(name)
     held: dict[int, list[tuple[int, int]]] = {}
-    twins = [twin for twins in metadata.twins.values() for twin in twins]
-    for tensor in [*metadata.tensors.values(), *twins]:
+    replicas = [copy for copies in metadata.replicas.values() for copy in copies]
+    for tensor in [*metadata.tensors.values(), *replicas]:
         assert tensor.dtype == "float32"
         for chunk in tensor.chunks:
             held.setdefault(chunk.file, []).append((chunk.byte_offset, chunk.byte_offset + 4 * chunk.range.numel))
@@ -270,7 +270,7 @@ def test_an_imagined_checkpoint_is_the_real_one(tmp_path: Path, optimizer: str) 
     def described(metadata: CheckpointMetadata) -> dict[str, Any]:
         names = [os.path.basename(file.path) for file in metadata.files]
         every = {**{place: (tensor,) for place, tensor in metadata.tensors.items()}}
-        every |= {(name, key, "twin"): twins for (name, key), twins in metadata.twins.items()}  # type: ignore[misc]
+        every |= {(name, key, "replica"): copies for (name, key), copies in metadata.replicas.items()}  # type: ignore[misc]
         return {
             "tensors": {
                 place: [

@@ -207,7 +207,7 @@ def _entry(
     role = TRAINED if saved is not None else BUFFER_ROLE if BUFFER in keys else WEIGHT if weights_only else FROZEN_ROLE
     own = next((metadata.tensors[name, key] for key in (MASTER, FROZEN, BUFFER) if key in keys), None)
     stored = [metadata.tensors[name, key] for key in keys]
-    twins = [twin for key in keys for twin in metadata.twins.get((name, key), ())]
+    replicas = [replica for key in keys for replica in metadata.replicas.get((name, key), ())]
     shards = layout.shards
     states = sorted(set(keys) - {MASTER, FROZEN, BUFFER})
     if saved is not None:
@@ -221,9 +221,9 @@ def _entry(
         group=None if saved is None else saved.group,
         states=tuple(states),
         numel=sum(map(math.prod, shards)),
-        nbytes=sum(map(stored_nbytes, (*stored, *twins))),
+        nbytes=sum(map(stored_nbytes, (*stored, *replicas))),
         tied=tied,
-        copies=1 + (0 if own is None else len(metadata.twins.get((name, own.key), ()))),
+        copies=1 + (0 if own is None else len(metadata.replicas.get((name, own.key), ()))),
         rule=layout.rule,
         rule_from=layout.origin,
     )

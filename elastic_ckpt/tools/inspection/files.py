@@ -105,7 +105,7 @@ def _held(metadata: CheckpointMetadata) -> dict[str, dict[str, int]]:
     """File -> key -> number of parameters of which it holds some."""
     names = [os.path.relpath(file.path, metadata.source.folder).replace(os.sep, "/") for file in metadata.files]
     held: dict[str, dict[str, int]] = {}
-    copies = [twin for twins in metadata.twins.values() for twin in twins]
+    copies = [copy for replicas in metadata.replicas.values() for copy in replicas]
     for tensor in (*metadata.tensors.values(), *copies):
         for file in {chunk.file for chunk in tensor.chunks}:
             counts = held.setdefault(names[file], {})

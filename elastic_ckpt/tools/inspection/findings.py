@@ -50,7 +50,9 @@ def in_folder(found: Found, listing: Listing, missing: tuple[str, ...], misled: 
         yield Remark(ERROR, "missing_file", f"{what}: {listed(missing)}", file=found.folder, remedy=remedy)
     if found.files.clashes:
         names = listed(found.files.clashes)
-        yield Remark(ERROR, "clash", f"files of two saves lie in one folder: {names} have a twin", file=found.folder)
+        yield Remark(
+            ERROR, "clash", f"files of two saves lie in one folder: {names} have a counterpart", file=found.folder
+        )
     if found.files.experts:
         text = f"{len(found.files.experts)} files of experts (mixture of experts)"
         yield Remark(NOTE, "experts", text, file=found.files.experts[0])
@@ -153,9 +155,9 @@ def hole_in(tensor: TensorMetadata) -> str | None:
 
 def of_copies(metadata: CheckpointMetadata, layouts: Mapping[str, Layout]) -> Iterator[Remark]:
     """What is stored more than once; reading the metadata does not tell whether the copies agree."""
-    if metadata.twins:
-        names = dict.fromkeys(name for name, _ in metadata.twins)
-        nbytes = sum(stored_nbytes(twin) for twins in metadata.twins.values() for twin in twins)
+    if metadata.replicas:
+        names = dict.fromkeys(name for name, _ in metadata.replicas)
+        nbytes = sum(stored_nbytes(copy) for copies in metadata.replicas.values() for copy in copies)
         text = f"pipeline stages share {listed(names)}, and each saved them: {nbytes} bytes of further copies"
         yield Remark(NOTE, "twins", text, parameter=next(iter(names)))
     count, nbytes = replicas(metadata, layouts)

@@ -27,7 +27,7 @@ from elastic_ckpt.tools.verification.findings import (
 def check_catalog(metadata: CheckpointMetadata) -> tuple[list[Finding], list[Finding]]:
     """Findings and notes about the logical tensors of a checkpoint."""
     findings: list[Finding] = []
-    for tensor in chain(metadata.tensors.values(), *metadata.twins.values()):
+    for tensor in chain(metadata.tensors.values(), *metadata.replicas.values()):
         try:
             check_tiling(metadata, tensor)
         except DamagedError as error:

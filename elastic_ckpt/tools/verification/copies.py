@@ -39,7 +39,7 @@ def check_copies(
     Raises:
         ConfigError: there is no such preset.
     """
-    if metadata.source.tp == 1 and not metadata.twins:
+    if metadata.source.tp == 1 and not metadata.replicas:
         return [], []
     weights = {name for name, key in metadata.tensors if key in (MASTER, FROZEN, BUFFER)}
     resharding, layouts, unknown = _resharding(metadata, sorted(weights), config)
@@ -53,7 +53,7 @@ def check_copies(
     findings: list[Finding] = []
     notes: list[Finding] = []
     for drift in united(find_drift(plan, ReadOptions(threads=threads, progress=False))):
-        if drift.name in resharding.guessed and (drift.name, drift.key) not in metadata.twins:
+        if drift.name in resharding.guessed and (drift.name, drift.key) not in metadata.replicas:
             unknown.add(drift.name)
         else:
             may_differ = drift.name in resharding.averaged

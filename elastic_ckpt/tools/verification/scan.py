@@ -104,7 +104,7 @@ def look(values: torch.Tensor) -> Seen:
 def catalog_spans(metadata: CheckpointMetadata) -> dict[str, list[Span]]:
     """Path -> the values of a metadata's tensors that lie in that file, copies of other pipeline stages among them."""
     spans: dict[str, list[Span]] = {}
-    for tensor in chain(metadata.tensors.values(), *metadata.twins.values()):
+    for tensor in chain(metadata.tensors.values(), *metadata.replicas.values()):
         for chunk in tensor.chunks:
             for span in _spans(tensor, chunk):
                 spans.setdefault(metadata.files[chunk.file].path, []).append(span)
