@@ -62,13 +62,13 @@ def test_every_saved_name_goes_by_its_first_rule_or_two_that_collide_are_refused
     if len(set(expected)) < len(expected):
         with pytest.raises(MismatchError, match="one name"):
             rename_saved(metadata, rules)
-        return
-    renamed = rename_saved(metadata, rules)
-    assert list(renamed.parameters) == expected
-    for old, new in zip(names, expected, strict=True):
-        assert renamed.parameters[new] == metadata.parameters[old]
-        for key in (MASTER, "exp_avg", "exp_avg_sq"):
-            assert renamed.tensors[new, key] == replace(metadata.tensors[old, key], name=new)
+    else:
+        renamed = rename_saved(metadata, rules)
+        assert list(renamed.parameters) == expected
+        for old, new in zip(names, expected, strict=True):
+            assert renamed.parameters[new] == metadata.parameters[old]
+            for key in (MASTER, "exp_avg", "exp_avg_sq"):
+                assert renamed.tensors[new, key] == replace(metadata.tensors[old, key], name=new)
 
 
 def test_buffers_frozen_weights_and_ties_are_renamed_too() -> None:

@@ -238,11 +238,8 @@ def test_scalars_of_a_capturable_optimizer_lie_beside_the_parameter(capturable: 
         assert optimizer.state[param]["step"].device.type == device
 
 
-@pytest.mark.parametrize("shape", [(12,), (3, 4)])
-@pytest.mark.parametrize("name", [*MAKERS, *MATRIX_MAKERS])
+@pytest.mark.parametrize(("name", "shape"), [case for case in CASES if case[1] in ((12,), (3, 4))])
 def test_the_initial_value_is_that_of_an_element_that_never_got_a_gradient(name: str, shape: Shape) -> None:
-    if name in MATRIX_MAKERS and len(shape) < 2:
-        return
     param = parameter(shape)
     with torch.no_grad():
         param.view(-1)[0] = 0.0

@@ -54,12 +54,12 @@ def test_every_live_group_takes_the_values_that_all_its_members_had(
     if any(len({metadata.groups[source]["lr"] for source in sources}) > 1 for sources in was):
         with pytest.raises(MismatchError, match="different hyperparameters"):
             match_groups(metadata, engine, keep_live=False)
-        return
-    matching = match_groups(metadata, engine, keep_live=False)
-    assert len(matching.sources) == len(matching.hyperparameters) == 4
-    for sources, source, values in zip(was, matching.sources, matching.hyperparameters, strict=True):
-        assert source == tuple(sorted(set(sources)))
-        assert values == (metadata.groups[source[0]] if source else {})
+    else:
+        matching = match_groups(metadata, engine, keep_live=False)
+        assert len(matching.sources) == len(matching.hyperparameters) == 4
+        for sources, source, values in zip(was, matching.sources, matching.hyperparameters, strict=True):
+            assert source == tuple(sorted(set(sources)))
+            assert values == (metadata.groups[source[0]] if source else {})
 
 
 def test_groups_in_another_order_keep_their_own_hyperparameters() -> None:
