@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside tensors of the model: small Python objects. Pure data."""
+"""What a checkpoint holds besides the tensors of the model and its optimizer: small Python objects."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class BatchSizes:
 
 
 @dataclass(frozen=True)
-class HostState:
-    """The Python side of a checkpoint.
+class TrainingState:
+    """What a job resumes besides tensors: counters, batch sizes, scheduler, loss scale, client state.
 
     Attributes:
         counters: ``global_steps``, ``global_samples``, ``skipped_steps``, ``dp_world_size``, ``mp_world_size``.

@@ -18,7 +18,7 @@ import torch
 from elastic_ckpt import distributed
 from elastic_ckpt.core.local_state import RankCoordinates
 from elastic_ckpt.core.read_plan import Outcome, ReadPlan
-from elastic_ckpt.core.training_state import HostState
+from elastic_ckpt.core.training_state import TrainingState
 from elastic_ckpt.engines.base import base_optimizer
 from elastic_ckpt.engines.loss_scale import set_loss_scale
 from elastic_ckpt.engines.megatron_runs import follow_topology, reseed
@@ -82,7 +82,7 @@ def separate_steps(engine: Any) -> None:
             state["step"] = state["step"].clone()
 
 
-def restores_scheduler(engine: Any, host: HostState, arguments: LoadArguments) -> bool:
+def restores_scheduler(engine: Any, host: TrainingState, arguments: LoadArguments) -> bool:
     """Whether a load will restore the state of an lr scheduler."""
     wanted = arguments.load_lr_scheduler_states and not arguments.load_module_only
     return wanted and engine.lr_scheduler is not None and host.lr_scheduler is not None
@@ -129,7 +129,7 @@ class HostCommit:
     """
 
     def __init__(
-        self, engine: Any, host: HostState, arguments: LoadArguments, place: RankCoordinates | None = None
+        self, engine: Any, host: TrainingState, arguments: LoadArguments, place: RankCoordinates | None = None
     ) -> None:
         self._place = place or RankCoordinates()
         self._engine = engine

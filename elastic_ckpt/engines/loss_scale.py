@@ -10,12 +10,12 @@ import copy
 from typing import Any
 
 from elastic_ckpt.core.read_plan import Outcome
-from elastic_ckpt.core.training_state import HostState, LossScale
+from elastic_ckpt.core.training_state import LossScale, TrainingState
 
 _ROLE = "loss scale"
 
 
-def set_loss_scale(engine: Any, host: HostState, wanted: bool) -> list[Outcome]:
+def set_loss_scale(engine: Any, host: TrainingState, wanted: bool) -> list[Outcome]:
     """Restore the loss scaler, where checkpoint and config have one of the same kind.
 
     Args:
@@ -51,7 +51,7 @@ def set_loss_scale(engine: Any, host: HostState, wanted: bool) -> list[Outcome]:
     return [Outcome(_ROLE, "restored", (), _shown(saved))]
 
 
-def warn_of_unscaled_gradients(engine: Any, host: HostState, saved_zero_stage: int) -> tuple[str, ...]:
+def warn_of_unscaled_gradients(engine: Any, host: TrainingState, saved_zero_stage: int) -> tuple[str, ...]:
     """A warning where a load crosses into or out of fp16 without ZeRO, whose Adam moments have another unit.
 
     In DeepSpeed 0.19 ``engine.backward`` scales the loss for ``ZeROOptimizer`` only, but the step of

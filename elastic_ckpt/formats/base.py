@@ -12,7 +12,7 @@ from elastic_ckpt.core.fqn import RenameRules
 from elastic_ckpt.core.local_state import RankCoordinates
 from elastic_ckpt.core.metadata import CheckpointMetadata, SourceFile
 from elastic_ckpt.core.state_kinds import StateOptions
-from elastic_ckpt.core.training_state import HostState
+from elastic_ckpt.core.training_state import TrainingState
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.naming import FolderFiles
 from elastic_ckpt.formats.pickled import PickledFile, open_pickled
@@ -73,14 +73,14 @@ class MetadataOptions:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint's metadata: tensors as a metadata, the rest as host state.
+    """A checkpoint: metadata of its tensors, and its training state.
 
     ``model_path`` is the model-states file whose path ``load_checkpoint`` returns; ``files_opened`` counts the
     files whose metadata this rank read.
     """
 
     metadata: CheckpointMetadata
-    host: HostState
+    training_state: TrainingState
     model_path: str
     files_opened: int
 

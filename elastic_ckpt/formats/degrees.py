@@ -83,10 +83,11 @@ def stated_degrees(tree: Mapping[str, Any], config: Mapping[str, Any], run: Mapp
         run: its arguments (Megatron-DeepSpeed's ``args``), as far as they are plain values.
     """
     saved = tree.get("checkpoint_parallel_dimensions")
-    tp, pp = (_degree(saved, key) for key in ("tp_degree", "pp_degree")) if isinstance(saved, Mapping) else (None, None)
-    sequence = _degree(config, "sequence_parallel_size")
-    ranks, micro = _degree(tree, "dp_world_size"), _degree(config, "train_micro_batch_size_per_gpu")
-    steps, batch = _degree(config, "gradient_accumulation_steps"), _degree(config, "train_batch_size")
+    saved = saved if isinstance(saved, Mapping) else {}
+    tp, pp = positive_int(saved, "tp_degree"), positive_int(saved, "pp_degree")
+    sequence = positive_int(config, "sequence_parallel_size")
+    ranks, micro = positive_int(tree, "dp_world_size"), positive_int(config, "train_micro_batch_size_per_gpu")
+    steps, batch = positive_int(config, "gradient_accumulation_steps"), positive_int(config, "train_batch_size")
     by_batch = _sharing(ranks, batch, (micro or 0) * (steps or 0))
     if batch is None:
         counted = _sharing(ranks, _counted_batch(tree), (micro or 0) * (steps or 1))
@@ -95,11 +96,11 @@ def stated_degrees(tree: Mapping[str, Any], config: Mapping[str, Any], run: Mapp
         possible = set() if steps or not (ranks and micro) else _open_degrees(ranks, batch, micro)
     return StatedDegrees(
         dimensions=None if tp is None or pp is None else (tp, pp),
-        mp=_degree(tree, "mp_world_size"),
-        dp=_degree(tree, "dp_world_size"),
-        sequence=sequence or _degree(run, "ds_sequence_parallel_size") or by_batch,
+        mp=positive_int(tree, "mp_world_size"),
+        dp=positive_int(tree, "dp_world_size"),
+        sequence=sequence or positive_int(run, "ds_sequence_parallel_size") or by_batch,
         possible=frozenset(each for each in possible if each is not None),
-        mesh=sequence is not None and _degree(config, "data_parallel_size") is not None,
+        mesh=sequence is not None and positive_int(config, "data_parallel_size") is not None,
     )
 
 
@@ -130,10 +131,11 @@ def _open_degrees(ranks: int, batch: int, micro: int) -> set[int | None]:
 
 def _counted_batch(tree: Mapping[str, Any]) -> int | None:
     """Samples of one step, where each had the same number."""
-    samples, steps = _degree(tree, "global_samples"), _degree(tree, "global_steps")
+    samples, steps = positive_int(tree, "global_samples"), positive_int(tree, "global_steps")
     return samples // steps if samples and steps and samples % steps == 0 else None
 
 
-def _degree(values: Mapping[str, Any], key: str) -> int | None:
+def positive_int(values: Mapping[str, Any], key: str) -> int | None:
+    """A positive integer among values from a file; ``None`` where there is none."""
     value = values.get(key)
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None

@@ -49,7 +49,7 @@ class ModelShard:
         frozen_recorded: whether the file lists frozen parameters, be it none of them (ZeRO-2 and 3 do, unless they
             are left out).
         shared: tied name -> name that holds the data.
-        counters: see :class:`elastic_ckpt.core.training_state.HostState`.
+        counters: see :class:`elastic_ckpt.core.training_state.TrainingState`.
         ds_version: DeepSpeed version.
         zero: the ``zero_optimization`` section of the run's DeepSpeed config.
         alignment: elements that ZeRO-3's partitions were padded to a multiple of (``"align_partitions"``); 1: none.

@@ -11,13 +11,13 @@ from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.formats.assembling import Assembled, Kind, assemble, missing_file
 from elastic_ckpt.formats.base import Checkpoint, Found, MetadataOptions, open_my_share, refuse_unsupported_folder
-from elastic_ckpt.formats.host_exchange import HostStates, Wanted
 from elastic_ckpt.formats.layers import LayerShard, index_layer
 from elastic_ckpt.formats.legacy import LegacyShard
 from elastic_ckpt.formats.model_states import ModelShard, index_model_states
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.shards import OptimizerShard
 from elastic_ckpt.formats.spot_check import SavedWeights, spot_check
+from elastic_ckpt.formats.training_state import TrainingStates, Wanted
 from elastic_ckpt.formats.zero3 import index_zero3
 from elastic_ckpt.formats.zero12 import index_zero12
 
@@ -53,20 +53,20 @@ def read_native(found: Found, options: MetadataOptions) -> Checkpoint:
         return _index_optimizer(file, second, options.states)
 
     indexed, opened = open_my_share(paths, index, options.trust_pickle)
-    assembled: list[tuple[Assembled, HostStates]] = []
+    assembled: list[tuple[Assembled, TrainingStates]] = []
 
     def fit() -> Wanted:
         files = assemble(found, kinds, indexed, options)
         if options.check_shards:
             _spot_check(files, opened)
-        hosts = HostStates(files, kinds, opened, options.place)
-        assembled.append((files, hosts))
-        return hosts.wanted()
+        states = TrainingStates(files, kinds, opened, options.place)
+        assembled.append((files, states))
+        return states.wanted()
 
     everybody = distributed.gathered("fit the checkpoint's files together", fit)
-    files, hosts = assembled[0]
-    host = replace(hosts.exchanged(everybody), degrees=(files.grid.tp, files.grid.pp))
-    return Checkpoint(files.metadata, host, paths[everybody[distributed.rank()].position], len(opened))
+    files, states = assembled[0]
+    state = replace(states.exchanged(everybody), degrees=(files.grid.tp, files.grid.pp))
+    return Checkpoint(files.metadata, state, paths[everybody[distributed.rank()][0]], len(opened))
 
 
 def _name_of(found: Found, names: Mapping[int, _Names], kind: Kind) -> str:

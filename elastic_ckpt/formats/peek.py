@@ -10,14 +10,14 @@ from typing import Any
 
 from elastic_ckpt.core.dtypes import is_floating
 from elastic_ckpt.core.state_kinds import StateOptions
-from elastic_ckpt.core.training_state import HostState
+from elastic_ckpt.core.training_state import TrainingState
 from elastic_ckpt.errors import ElasticCkptError
 from elastic_ckpt.formats.base import Found
 from elastic_ckpt.formats.degrees import Degrees, stated_degrees
-from elastic_ckpt.formats.host_state import loss_scale_from, read_host_state
 from elastic_ckpt.formats.pickled import PickledFile, TensorRef, open_pickled
 from elastic_ckpt.formats.run_arguments import run_arguments
 from elastic_ckpt.formats.saved_config import saved_config
+from elastic_ckpt.formats.training_state import loss_scale_of, read_training_state
 from elastic_ckpt.formats.zero0_index import UnpartitionedState, index_unpartitioned
 
 #: Entries that DeepSpeed and Megatron write themselves; whatever else is there, the training script has put in.
@@ -36,7 +36,7 @@ class Peeked:
 
     Attributes:
         name: of the file.
-        host: counters, batch sizes, scheduler, and the loss scale where it lies in this file.
+        training_state: counters, batch sizes, scheduler, and the loss scale where it lies in this file.
         config: DeepSpeed config of the run; ``None``: only its path was saved, or nothing.
         ds_version: DeepSpeed version; empty: not said.
         degrees: parallel degrees of the run, as far as the file states them and other files bear them out.
@@ -49,7 +49,7 @@ class Peeked:
     """
 
     name: str
-    host: HostState
+    training_state: TrainingState
     config: Mapping[str, Any] | None
     ds_version: str
     degrees: Degrees
@@ -79,7 +79,7 @@ def _peeked(found: Found, mp: int, file: PickledFile, trust_pickle: bool) -> Pee
     tree = file.tree
     mine = _unnamed(file)
     others = {} if mine is None else _unnamed_elsewhere(found, mp, trust_pickle)
-    scale = None if mine is None else loss_scale_from(mine.scaler)
+    scale = None if mine is None else loss_scale_of(mine.scaler)
     buffers = _texts(tree.get("buffer_names"))
     module = tree.get("module")
     weights = dict(module) if isinstance(module, Mapping) else {}
@@ -91,7 +91,7 @@ def _peeked(found: Found, mp: int, file: PickledFile, trust_pickle: bool) -> Pee
     degrees = stated.borne_out(len(found.files.mp_ranks))
     return Peeked(
         name=os.path.basename(file.path),
-        host=read_host_state(file, scale, overflow=False, same_ranks=False, sequence=degrees.sequence),
+        training_state=read_training_state(file, scale, overflow=False, same_ranks=False, sequence=degrees.sequence),
         config=config,
         ds_version=str(tree.get("ds_version") or ""),
         degrees=degrees,

@@ -24,7 +24,7 @@ from elastic_ckpt.core.metadata import (
     StorageChunk,
     TensorMetadata,
 )
-from elastic_ckpt.core.training_state import HostState
+from elastic_ckpt.core.training_state import TrainingState
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
 from elastic_ckpt.formats import model_states
 from elastic_ckpt.formats.base import (
@@ -37,7 +37,6 @@ from elastic_ckpt.formats.base import (
 )
 from elastic_ckpt.formats.features import refuse_features
 from elastic_ckpt.formats.grid import Grid, grid_of
-from elastic_ckpt.formats.host_state import loss_scale_of, read_host_state
 from elastic_ckpt.formats.merging import moved, shard_by_shard
 from elastic_ckpt.formats.model_states import ModelShard, index_model_states
 from elastic_ckpt.formats.module_tensors import module_tensors
@@ -46,6 +45,7 @@ from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.progress import with_progress_compared
 from elastic_ckpt.formats.saved_groups import normal_groups
 from elastic_ckpt.formats.spot_check import SavedWeights, spot_check
+from elastic_ckpt.formats.training_state import loss_scale_of, read_training_state
 from elastic_ckpt.formats.universal_files import OptimizerFile, StateFile, index_optimizer, index_state
 
 _NO_OPTIMIZER_FILE = (
@@ -94,7 +94,7 @@ def read_universal(found: Found, options: MetadataOptions) -> Checkpoint:
             spot_check(metadata, weights, {positions[file.path] for file in opened.values() if file.path in positions})
         fitted.append(metadata)
         return (
-            distributed.pack(_read_host(opened[0], models, optimizer, found.folder, options.place))
+            distributed.pack(_read_training_state(opened[0], models, optimizer, found.folder, options.place))
             if 0 in opened
             else None
         )
@@ -104,19 +104,19 @@ def read_universal(found: Found, options: MetadataOptions) -> Checkpoint:
     return Checkpoint(fitted[0], distributed.unpack(packed), first.path, len(opened))
 
 
-def _read_host(
+def _read_training_state(
     file: PickledFile,
     models: Mapping[tuple[int, int], ModelShard],
     optimizer: OptimizerFile | None,
     folder: str,
     place: RankCoordinates,
-) -> HostState:
+) -> TrainingState:
     """What the first model-states file says of everything but tensors."""
     scale = None if optimizer is None else loss_scale_of(optimizer.loss_scaler)
     overflow = optimizer is not None and optimizer.overflow
     grid = _grid(models, folder, place)
     same_ranks = len(models) == 1 and grid.has_ranks_of(place)
-    state = read_host_state(file, scale, overflow, same_ranks, grid.sequence)
+    state = read_training_state(file, scale, overflow, same_ranks, grid.sequence)
     # one model-parallel rank's, on every rank
     return replace(state, degrees=(0, 0)) if grid.tp * grid.pp > 1 else state
 

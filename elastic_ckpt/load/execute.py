@@ -68,7 +68,7 @@ def execute_load(
         ElasticCkptError: the same on every rank. The engine is as it was before the call, unless the error is a
             :class:`PartialLoadError`.
     """
-    host = HostCommit(engine, ready.checkpoint.host, arguments, ready.place)
+    host = HostCommit(engine, ready.checkpoint.training_state, arguments, ready.place)
     _load_scheduler(host, ready)
     try:
         everybody, client_state = _overwrite(ready, host, arguments, config, clock)

@@ -77,7 +77,7 @@ def prepare(engine: Any, found: Found, arguments: LoadArguments, config: Elastic
 
         def make_plan() -> _Planned:
             warnings = _compare_runs(engine, checkpoint, arguments, config)
-            scheduler = restores_scheduler(engine, checkpoint.host, arguments)
+            scheduler = restores_scheduler(engine, checkpoint.training_state, arguments)
             plan = plan_load(checkpoint.metadata, local_state, _options(arguments, config, scheduler))
             check_files(plan)
             planned.append((plan, warnings))
@@ -178,11 +178,13 @@ def _compare_runs(
     """Warnings of what is not part of the state and yet changes the run; weights alone make no run."""
     if arguments.load_module_only or not arguments.has_optimizer:
         return ()
-    warnings = compare_batches(engine, checkpoint.host.batch, config.on_batch_size_change == "error")
+    warnings = compare_batches(engine, checkpoint.training_state.batch, config.on_batch_size_change == "error")
     if not restores_states(arguments):
         return warnings
     warnings += checkpoint.metadata.warnings
-    return warnings + warn_of_unscaled_gradients(engine, checkpoint.host, checkpoint.metadata.source.zero_stage)
+    return warnings + warn_of_unscaled_gradients(
+        engine, checkpoint.training_state, checkpoint.metadata.source.zero_stage
+    )
 
 
 def _options(arguments: LoadArguments, config: ElasticConfig, scheduler: bool) -> LoadOptions:

@@ -163,12 +163,12 @@ def _facts(first: Opened, second: Opened) -> Iterator[Difference | None]:
             for key in sorted({*mine, *theirs}):
                 yield _fact(name, key, mine.get(key), theirs.get(key))
     yield from _groups(left, right)
-    counters = [opened.checkpoint.host.counters for opened in (first, second)]
+    counters = [opened.checkpoint.training_state.counters for opened in (first, second)]
     for key in ("global_steps", "global_samples", "skipped_steps"):
         yield _fact(key, "counter", *(values.get(key) for values in counters))
-    scales = [opened.checkpoint.host.loss_scale for opened in (first, second)]
+    scales = [opened.checkpoint.training_state.loss_scale for opened in (first, second)]
     yield _fact("loss scale", "", *(None if scale is None else scale.values.get("cur_scale") for scale in scales))
-    schedulers = [repr(opened.checkpoint.host.lr_scheduler) for opened in (first, second)]
+    schedulers = [repr(opened.checkpoint.training_state.lr_scheduler) for opened in (first, second)]
     yield _fact("lr scheduler", "", *schedulers)
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaleConfig, LossScaler
 
-from elastic_ckpt.core.training_state import BatchSizes, HostState, LossScale
+from elastic_ckpt.core.training_state import BatchSizes, LossScale, TrainingState
 from elastic_ckpt.engines.loss_scale import set_loss_scale, warn_of_unscaled_gradients
-from elastic_ckpt.formats.host_state import loss_scale_from, loss_scale_of
+from elastic_ckpt.formats.training_state import loss_scale_of
 
 STATIC = LossScale(False, {"cur_scale": 64.0})
 DYNAMIC = LossScale(
@@ -19,8 +19,8 @@ DYNAMIC = LossScale(
 )
 
 
-def host_of(loss_scale: LossScale | None, overflow: bool = False) -> HostState:
-    return HostState({}, BatchSizes(None, None, None), None, loss_scale, overflow, {})
+def host_of(loss_scale: LossScale | None, overflow: bool = False) -> TrainingState:
+    return TrainingState({}, BatchSizes(None, None, None), None, loss_scale, overflow, {})
 
 
 def scaler_of(kind: str, owner: str, scale: float = 8.0) -> Any:
@@ -138,7 +138,7 @@ def test_a_scaler_object_goes_to_an_unpartitioned_optimizer_and_back() -> None:
     names = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
     entries = {"dynamic_loss_scale": True, **{name: getattr(config, name) for name in names}}
     other = scaler_of("dynamic", "object")
-    set_loss_scale(engine_of(other), host_of(loss_scale_from(entries)), wanted=True)
+    set_loss_scale(engine_of(other), host_of(loss_scale_of(entries)), wanted=True)
     assert (other.cur_scale, other.cur_iter, other.last_overflow_iter) == (1024.0, 30, 12)
 
 

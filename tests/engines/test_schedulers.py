@@ -14,7 +14,7 @@ import torch
 from deepspeed.runtime.lr_schedules import OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from torch.optim import lr_scheduler
 
-from elastic_ckpt.core.training_state import BatchSizes, HostState
+from elastic_ckpt.core.training_state import BatchSizes, TrainingState
 from elastic_ckpt.engines.host import HostCommit, LoadArguments
 from elastic_ckpt.engines.schedulers import fit_scheduler
 from elastic_ckpt.errors import MismatchError
@@ -259,6 +259,6 @@ def test_merged_groups_that_differ_for_the_scheduler_alone_are_refused(kind: str
     engine = SimpleNamespace(lr_scheduler=scheduler, optimizer=scheduler.optimizer)
     for values, refused in (([0.1, 0.1], False), ([0.1, 0.2], True)):
         state = make(["b", "c"], values).state_dict()
-        host = HostState({}, BatchSizes(None, None, None), state, None, False, {})
+        host = TrainingState({}, BatchSizes(None, None, None), state, None, False, {})
         with pytest.raises(MismatchError) if refused else nullcontext():
             HostCommit(engine, host, LoadArguments("/ckpt")).load_scheduler(plan)

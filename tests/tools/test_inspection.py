@@ -29,7 +29,7 @@ from elastic_ckpt.core.metadata import (
 from elastic_ckpt.core.sequence import SequenceParallel
 from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
 from elastic_ckpt.core.tp_rules import Rule
-from elastic_ckpt.core.training_state import BatchSizes, HostState, LossScale
+from elastic_ckpt.core.training_state import BatchSizes, LossScale, TrainingState
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
 from elastic_ckpt.formats.base import Checkpoint, Found
 from elastic_ckpt.formats.degrees import Degrees
@@ -78,7 +78,7 @@ def found_of(*names: str, universal: bool = False) -> Found:
 
 def peeked_of(**more: Any) -> Peeked:
     counters = {"global_steps": 7, "skipped_steps": 2, "dp_world_size": more.pop("dp", 1)}
-    host = HostState(counters, BatchSizes(8, 2, 4), None, more.pop("scale", None), False, {})
+    state = TrainingState(counters, BatchSizes(8, 2, 4), None, more.pop("scale", None), False, {})
     fields: dict[str, Any] = {
         "config": {},
         "degrees": Degrees(1, 1, SequenceParallel()),
@@ -86,7 +86,7 @@ def peeked_of(**more: Any) -> Peeked:
         "parameters": (),
     }
     rest = {"client_state": (), "unnamed": {}, "holds_optimizer": False, **more}
-    return Peeked(name=MODEL, host=host, ds_version="0.19.8", **{**fields, **rest})
+    return Peeked(name=MODEL, training_state=state, ds_version="0.19.8", **{**fields, **rest})
 
 
 def inspected(
@@ -96,7 +96,7 @@ def inspected(
     **more: Any,
 ) -> Inspection:
     peeked = peeked or peeked_of()
-    checkpoint = None if metadata is None else Checkpoint(metadata, peeked.host, FILES[0].path, 2)
+    checkpoint = None if metadata is None else Checkpoint(metadata, peeked.training_state, FILES[0].path, 2)
     read = Read(checkpoint, **{key: more.pop(key) for key in ("refusal", "unnamed", "misled") if key in more})
     sizes = more.pop("sizes", dict.fromkeys(names, 10))
     listing = Listing(sizes, more.pop("tags", ("step7",)), more.pop("latest", {}))

@@ -150,7 +150,7 @@ def _expected(found: Found, peeked: Peeked | None) -> Iterator[str]:
 
 def _ranks(files: FolderFiles, peeked: Peeked | None) -> tuple[range, range]:
     """Data-parallel and model-parallel ranks, of which there are at least those that have files."""
-    said_dp = 0 if peeked is None else peeked.host.counters.get("dp_world_size")
+    said_dp = 0 if peeked is None else peeked.training_state.counters.get("dp_world_size")
     said_mp = 0 if peeked is None else peeked.degrees.model_parallel
     dps = max((dp for dp, _ in (*files.optimizer, *files.model_zero3)), default=0) + 1
     dps = max(dps, said_dp) if isinstance(said_dp, int) else dps

@@ -7,7 +7,7 @@ from typing import Any
 
 from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.core.sequence import SequenceParallel
-from elastic_ckpt.core.training_state import BatchSizes, HostState, LossScale
+from elastic_ckpt.core.training_state import BatchSizes, LossScale, TrainingState
 from elastic_ckpt.formats.base import Checkpoint, Found
 from elastic_ckpt.formats.peek import Peeked
 from elastic_ckpt.planning.optimizer_kinds import optimizer_of, saved_optimizer
@@ -28,9 +28,10 @@ def saved_run(found: Found, peeked: Peeked | None, checkpoint: Checkpoint | None
         checkpoint: all metadata; ``None``: it does not fit together.
     """
     metadata = None if checkpoint is None else checkpoint.metadata
-    host = checkpoint.host if checkpoint is not None else None if peeked is None else peeked.host
-    counters = {} if host is None else host.counters
-    batch = BatchSizes(None, None, None) if host is None else host.batch
+    source = checkpoint or peeked
+    state = None if source is None else source.training_state
+    counters = {} if state is None else state.counters
+    batch = BatchSizes(None, None, None) if state is None else state.batch
     evidence = precision_evidence(found, peeked)
     optimizer, says_so = _optimizer(peeked, metadata)
     stage, dp, tp, pp = _topology(found, peeked, metadata, counters)
@@ -52,9 +53,9 @@ def saved_run(found: Found, peeked: Peeked | None, checkpoint: Checkpoint | None
         global_batch=batch.global_batch,
         micro_batch=batch.micro_batch,
         accumulation_steps=batch.accumulation_steps,
-        lr_scheduler=None if host is None else _scheduler(host),
-        loss_scale=None if host is None else _scale(host.loss_scale),
-        overflow=host is not None and host.overflow,
+        lr_scheduler=None if state is None else _scheduler(state),
+        loss_scale=None if state is None else _scale(state.loss_scale),
+        overflow=state is not None and state.overflow,
         client_state=() if peeked is None else peeked.client_state,
         config=None if peeked is None else peeked.config,
         arguments={} if metadata is None else metadata.run,
@@ -119,9 +120,9 @@ def _by_states(peeked: Peeked | None, metadata: CheckpointMetadata | None) -> st
     return optimizer_of(keys, parts[0].groups[0] if parts[0].groups else {})
 
 
-def _scheduler(host: HostState) -> Mapping[str, Any] | None:
+def _scheduler(training: TrainingState) -> Mapping[str, Any] | None:
     """What is short in its state."""
-    state = host.lr_scheduler
+    state = training.lr_scheduler
     if state is None:
         return None
     if not isinstance(state, Mapping):

@@ -1,4 +1,4 @@
-"""The Python side of a model-states file: batch sizes, loss scale, fp16, counters, client state."""
+"""The training state in a model-states file: batch sizes, loss scale, fp16, counters, client state."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from elastic_ckpt.core.sequence import SequenceParallel
-from elastic_ckpt.core.training_state import BatchSizes, HostState, LossScale
-from elastic_ckpt.formats.host_state import loss_scale_from, loss_scale_of, read_host_state
+from elastic_ckpt.core.training_state import BatchSizes, LossScale, TrainingState
 from elastic_ckpt.formats.pickled import PickledFile, open_pickled
+from elastic_ckpt.formats.training_state import loss_scale_of, read_training_state
 
 SCALE = LossScale(True, {"cur_scale": 256.0})
 KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
-def host(loss_scale: LossScale | None = None, **tree: Any) -> HostState:
+def read_from(loss_scale: LossScale | None = None, **tree: Any) -> TrainingState:
     """As it is read from a file without tensors: any file does."""
-    return read_host_state(
+    return read_training_state(
         PickledFile(__file__, 0, tree), loss_scale, overflow=False, same_ranks=True, sequence=SequenceParallel()
     )
 
@@ -55,25 +55,27 @@ def test_batch_sizes_are_completed_as_deepspeed_does_it(
     expected = completed_by_deepspeed(given_sizes, dp)
     assume(expected is not None)
     config: Any = {key: value for key, value in zip(KEYS, given_sizes, strict=True) if value is not None}
-    assert host(ds_config=json.dumps(config) if as_text else config, dp_world_size=dp).batch == BatchSizes(*expected)
+    assert read_from(ds_config=json.dumps(config) if as_text else config, dp_world_size=dp).batch == BatchSizes(
+        *expected
+    )
 
 
 @pytest.mark.parametrize("config", ["/home/me/ds.json", None, {}, {"train_batch_size": "auto"}, {KEYS[0]: True}])
 def test_where_the_config_does_not_tell_nothing_is_known(config: Any) -> None:
     """Counters would give a mean over a run whose batch may have changed."""
-    read = host(ds_config=config, dp_world_size=2, global_steps=5, global_samples=40).batch
+    read = read_from(ds_config=config, dp_world_size=2, global_steps=5, global_samples=40).batch
     assert read == BatchSizes(None, None, None)
 
 
 @pytest.mark.parametrize("value", [0, -4, 2.0, "8", True, None, [8]])
 def test_a_batch_size_that_is_no_positive_number_is_not_used(value: Any) -> None:
-    assert host(ds_config={KEYS[0]: value}, dp_world_size=2).batch == BatchSizes(None, None, None)
+    assert read_from(ds_config={KEYS[0]: value}, dp_world_size=2).batch == BatchSizes(None, None, None)
 
 
 @pytest.mark.parametrize("dp", [None, 0])
 def test_without_the_number_of_ranks_only_what_the_config_says_is_known(dp: int | None) -> None:
-    assert host(ds_config={KEYS[0]: 8, KEYS[1]: 2}, dp_world_size=dp).batch == BatchSizes(8, 2, None)
-    assert host(ds_config={KEYS[1]: 2}, dp_world_size=dp).batch.global_batch is None
+    assert read_from(ds_config={KEYS[0]: 8, KEYS[1]: 2}, dp_world_size=dp).batch == BatchSizes(8, 2, None)
+    assert read_from(ds_config={KEYS[1]: 2}, dp_world_size=dp).batch.global_batch is None
 
 
 # --- fp16 -------------------------------------------------------------------------------------------------------
@@ -95,7 +97,7 @@ def test_without_the_number_of_ranks_only_what_the_config_says_is_known(dp: int 
 )
 @pytest.mark.parametrize("scale", [SCALE, LossScale(False, {"cur_scale": 1.0})])
 def test_the_config_tells_whether_a_run_trained_in_fp16(config: Any, in_fp16: bool, scale: LossScale) -> None:
-    assert host(scale, ds_config=config).loss_scale == (scale if in_fp16 else None)
+    assert read_from(scale, ds_config=config).loss_scale == (scale if in_fp16 else None)
 
 
 @pytest.mark.parametrize("config", ["/home/me/ds.json", None, "[1]"])
@@ -109,11 +111,11 @@ def test_the_config_tells_whether_a_run_trained_in_fp16(config: Any, in_fp16: bo
     ],
 )
 def test_without_the_config_a_scale_that_scales_nothing_is_none(config: Any, scale: LossScale, in_fp16: bool) -> None:
-    assert host(scale, ds_config=config).loss_scale == (scale if in_fp16 else None)
+    assert read_from(scale, ds_config=config).loss_scale == (scale if in_fp16 else None)
 
 
 def test_without_a_scale_there_is_none_whatever_the_config_says() -> None:
-    assert host(None, ds_config={"fp16": {"enabled": True}}).loss_scale is None
+    assert read_from(None, ds_config={"fp16": {"enabled": True}}).loss_scale is None
 
 
 def test_a_dynamic_scaler_gives_all_that_moves_it() -> None:
@@ -155,9 +157,9 @@ def test_entries_of_an_unpartitioned_optimizer_give_the_same_form() -> None:
         "overflow": False,
     }
     names = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
-    assert loss_scale_from(entries) == LossScale(True, {name: entries[name] for name in names})
-    assert loss_scale_from({**entries, "dynamic_loss_scale": False}) == LossScale(False, {"cur_scale": 512.0})
-    assert loss_scale_from({"clip_grad": 1.0}) is None
+    assert loss_scale_of(entries) == LossScale(True, {name: entries[name] for name in names})
+    assert loss_scale_of({**entries, "dynamic_loss_scale": False}) == LossScale(False, {"cur_scale": 512.0})
+    assert loss_scale_of({"clip_grad": 1.0}) is None
 
 
 # --- the rest ---------------------------------------------------------------------------------------------------
@@ -178,7 +180,7 @@ def test_the_rest_of_a_file_is_read_with_its_tensors_and_weights_stay_where_they
         "torch_rng_state": torch.get_rng_state(),
     }
     torch.save(tree, tmp_path / "file.pt")
-    read = read_host_state(
+    read = read_training_state(
         open_pickled(str(tmp_path / "file.pt")), None, overflow=True, same_ranks=False, sequence=SequenceParallel()
     )
     assert read.counters == {
@@ -196,6 +198,6 @@ def test_the_rest_of_a_file_is_read_with_its_tensors_and_weights_stay_where_they
 
 
 def test_a_file_without_a_scheduler_has_none() -> None:
-    read = host(lr_scheduler=None, global_steps=1)
+    read = read_from(lr_scheduler=None, global_steps=1)
     assert read.lr_scheduler is None
     assert read.counters == {"global_steps": 1}

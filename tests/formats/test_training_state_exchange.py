@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from elastic_ckpt.core.local_state import RankCoordinates
-from elastic_ckpt.formats import host_exchange
+from elastic_ckpt.formats import training_state
 from elastic_ckpt.formats.assembling import Assembled, RankFiles
 from elastic_ckpt.formats.base import opener_of
 from elastic_ckpt.formats.grid import Grid
-from elastic_ckpt.formats.host_exchange import HostStates, Wanted
+from elastic_ckpt.formats.training_state import TrainingStates, Wanted
 
 #: Tensor-parallel, pipeline-parallel and data-parallel degree.
 Degrees = tuple[int, int, int]
@@ -46,10 +46,10 @@ class Job:
         self.world = live[0] * live[1] * live[2]
         self.me = 0
         self.told: list[dict[int, bytes]] = []
-        monkeypatch.setattr(host_exchange.distributed, "rank", lambda: self.me)
-        monkeypatch.setattr(host_exchange.distributed, "world_size", lambda: self.world)
-        monkeypatch.setattr(host_exchange.distributed, "gathered", self._gathered)
-        monkeypatch.setattr(host_exchange, "read_host_state", lambda file, *_: file)
+        monkeypatch.setattr(training_state.distributed, "rank", lambda: self.me)
+        monkeypatch.setattr(training_state.distributed, "world_size", lambda: self.world)
+        monkeypatch.setattr(training_state.distributed, "gathered", self._gathered)
+        monkeypatch.setattr(training_state, "read_training_state", lambda file, *_: file)
 
     def _gathered(self, doing: str, work: Any) -> list[dict[int, bytes]]:
         if len(self.told) == self.world:
@@ -59,22 +59,22 @@ class Job:
 
     def states(self) -> list[Any]:
         """The (model-parallel, data-parallel) rank whose state each rank gets."""
-        hosts: list[HostStates] = []
+        states: list[TrainingStates] = []
         wanted: list[Wanted] = []
         for _ in self._ranks():
             opened: Any = {at: kind[:2] for at, kind in enumerate(self.kinds) if opener_of(at) == self.me}
-            hosts.append(HostStates(self.files, self.kinds, opened, self._place()))
-            wanted.append(hosts[-1].wanted())
+            states.append(TrainingStates(self.files, self.kinds, opened, self._place()))
+            wanted.append(states[-1].wanted())
         waiting = 0
         for _ in self._ranks():
             try:
-                hosts[self.me].exchanged(wanted)
+                states[self.me].exchanged(wanted)
             except Waits:
                 waiting += 1
         assert waiting in (0, self.world), "some ranks wait for others that go on"
         found = []
         for _ in self._ranks():
-            found.append(hosts[self.me].exchanged(wanted))
+            found.append(states[self.me].exchanged(wanted))
         return found
 
     def _ranks(self) -> Iterator[None]:

@@ -1,0 +1,166 @@
+"""The training state of a checkpoint (counters, batch sizes, scheduler, loss scale, client state), and its exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from elastic_ckpt import distributed
+from elastic_ckpt.core.local_state import RankCoordinates
+from elastic_ckpt.core.sequence import SequenceParallel
+from elastic_ckpt.core.training_state import BatchSizes, LossScale, TrainingState
+from elastic_ckpt.formats.assembling import Assembled, Kind
+from elastic_ckpt.formats.base import opener_of
+from elastic_ckpt.formats.degrees import positive_int
+from elastic_ckpt.formats.model_states import COUNTERS
+from elastic_ckpt.formats.pickled import PickledFile, materialise
+from elastic_ckpt.formats.saved_config import config_section, saved_config
+
+#: State of a dynamic scaler as ``DynamicLossScaler`` and ``FP16_Optimizer.state_dict`` name it (loss_scaler.py).
+_DYNAMIC = (
+    "cur_scale",
+    "cur_iter",
+    "last_overflow_iter",
+    "scale_factor",
+    "scale_window",
+    "cur_hysteresis",
+    "delayed_shift",
+    "consecutive_hysteresis",
+    "min_scale",
+    "raise_error_at_min_scale",
+)
+#: Entries that are no training state; DeepSpeed's own loader hands out frozen fragments as client state.
+_NOT_READ = frozenset({"module", "optimizer", "lr_scheduler", "frozen_param_fragments"})
+
+#: Position of the model-states file that holds a rank's training state; and that state, packed, from the rank that
+#: opened the file, where all ranks want the same one.
+Wanted = tuple[int, bytes | None]
+
+
+class TrainingStates:
+    """Gives each rank the training state in the model-states file that it wants, whichever rank opened that file.
+
+    Args:
+        files: what the files of the checkpoint come to.
+        kinds: what each file is of.
+        opened: the files that this rank opened.
+        coordinates: of this rank.
+    """
+
+    def __init__(
+        self, files: Assembled, kinds: Sequence[Kind], opened: Mapping[int, PickledFile], coordinates: RankCoordinates
+    ) -> None:
+        self._files = files
+        self._kinds = kinds
+        self._opened = opened
+        self._coordinates = coordinates
+        self._known: dict[int, TrainingState] = {}
+
+    def wanted(self) -> Wanted:
+        """What this rank wants: its own file's where the topology allows, else the first rank's. Local."""
+        coordinates, grid = self._coordinates, self._files.grid
+        same_model = (grid.tp, grid.pp) == (coordinates.tp, coordinates.pp)
+        models = list(self._files.ranks[coordinates.mp_rank if same_model else 0].models)
+        own = grid.own_file(coordinates) if len(models) > 1 else None
+        position = models[own or 0]
+        of_all = own is None and (not same_model or coordinates.tp * coordinates.pp == 1)
+        state = self._read(position) if position in self._opened else None
+        return position, distributed.pack(state) if state is not None and of_all else None
+
+    def exchanged(self, everybody: Sequence[Wanted]) -> TrainingState:
+        """The training state that this rank wants. Collective where a rank still lacks its own.
+
+        Args:
+            everybody: by rank, what it wants.
+        """
+        packed = {position: state for position, state in everybody if state is not None}
+        lacking = {
+            position
+            for rank, (position, _) in enumerate(everybody)
+            if position not in packed and opener_of(position) != rank
+        }
+        if lacking:  # the same on all ranks
+
+            def read() -> dict[int, bytes]:
+                return {at: distributed.pack(self._read(at)) for at in sorted(lacking & set(self._opened))}
+
+            for part in distributed.gathered("read counters, scheduler and client state", read):
+                packed.update(part)
+        own, _ = everybody[distributed.rank()]
+        return self._known[own] if own in self._known else distributed.unpack(packed[own])
+
+    def _read(self, position: int) -> TrainingState:
+        if position not in self._known:
+            rank, grid = self._files.ranks[self._kinds[position][0]], self._files.grid
+            optimizer = next(iter(rank.optimizers.values()), None)
+            unpartitioned = next(iter(rank.models.values())).optimizer
+            scaler = None if unpartitioned is None else unpartitioned.scaler
+            self._known[position] = read_training_state(
+                self._opened[position],
+                loss_scale_of(scaler if optimizer is None else optimizer.loss_scaler),
+                optimizer is not None and optimizer.overflow,
+                grid.has_ranks_of(self._coordinates),
+                grid.sequence,
+            )
+        return self._known[position]
+
+
+def read_training_state(
+    file: PickledFile,
+    loss_scale: LossScale | None,
+    overflow: bool,
+    same_ranks: bool,
+    sequence: SequenceParallel,
+) -> TrainingState:
+    """The training state in a model-states file, with its small tensors read."""
+    return TrainingState(
+        counters={key: file.tree[key] for key in COUNTERS if key in file.tree},
+        batch=_batch_sizes(file, sequence),
+        lr_scheduler=materialise(file, file.tree.get("lr_scheduler")),
+        loss_scale=loss_scale if _trained_in_fp16(file, loss_scale) else None,
+        overflow=overflow,
+        checkpoint=materialise(file, {key: value for key, value in file.tree.items() if key not in _NOT_READ}),
+        same_ranks=same_ranks,
+    )
+
+
+def loss_scale_of(saved: Any) -> LossScale | None:
+    """The loss scale in the scaler that partitioned optimizers pickle, or in the entries that others write.
+
+    ``FP16_Optimizer`` and ``FP16_UnfusedOptimizer`` write entries. Partitioned optimizers write a scaler in every
+    precision; only that of an fp16 run scales anything.
+    """
+    if saved is None or (isinstance(saved, Mapping) and "cur_scale" not in saved):
+        return None
+    values = saved if isinstance(saved, Mapping) else getattr(saved, "__dict__", {})
+    dynamic = bool(values.get("dynamic_loss_scale" if values is saved else "dynamic"))
+    return LossScale(dynamic, {key: values[key] for key in (_DYNAMIC if dynamic else ("cur_scale",)) if key in values})
+
+
+def _trained_in_fp16(file: PickledFile, loss_scale: LossScale | None) -> bool:
+    if loss_scale is None:
+        return False
+    if saved_config(file) is not None:
+        return bool(config_section(file, "fp16").get("enabled"))
+    return loss_scale.dynamic or loss_scale.values["cur_scale"] != 1.0
+
+
+def _batch_sizes(file: PickledFile, sequence: SequenceParallel) -> BatchSizes:
+    """Batch sizes as far as the saved config has them, completed as ``DeepSpeedConfig`` does.
+
+    See ``DeepSpeedConfig._set_batch_related_parameters``.
+    """
+    config = saved_config(file) or {}
+    dp = sequence.data_degree(int(file.tree.get("dp_world_size") or 0))
+    whole = positive_int(config, "train_batch_size")
+    micro = positive_int(config, "train_micro_batch_size_per_gpu")
+    steps = positive_int(config, "gradient_accumulation_steps")
+    if whole is not None and micro is None and steps is None:
+        steps = 1
+    if whole is None and micro is not None and dp:
+        whole = micro * (steps or 1) * dp
+    if steps is None and whole and micro and dp:
+        steps = whole // (micro * dp)
+    if micro is None and whole and steps and dp:
+        micro = whole // (steps * dp)
+    return BatchSizes(whole, micro, steps)
