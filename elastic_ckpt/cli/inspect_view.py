@@ -13,14 +13,12 @@ from rich.tree import Tree
 from tqdm import tqdm
 
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
+from elastic_ckpt.tools.findings import ERROR, WARNING, Finding
 from elastic_ckpt.tools.inspection.facts import (
-    ERROR,
     TRAINED,
-    WARNING,
     FileEntry,
     Inspection,
     ParameterEntry,
-    Remark,
     SavedRun,
     Shape,
     StateSummary,
@@ -190,7 +188,7 @@ def _rules(inspection: Inspection) -> Table:
     return table
 
 
-def _findings(findings: Sequence[Remark]) -> Table:
+def _findings(findings: Sequence[Finding]) -> Table:
     table = _facts_table("Findings")
     for finding in findings:
         lines = [clean(finding.text)]

@@ -5,37 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, Literal
+from typing import Any
+
+from elastic_ckpt.tools.findings import ERROR, Finding
 
 Shape = tuple[int, ...]
-Level = Literal["error", "warning", "note"]
-ERROR: Level = "error"
-WARNING: Level = "warning"
-NOTE: Level = "note"
-
 #: Roles of a parameter or tensor. ``WEIGHT``: the optimizer states are not named, so nothing says whether it trained.
 TRAINED, FROZEN_ROLE, BUFFER_ROLE, WEIGHT = "trained", "frozen", "buffer", "weight"
-
-
-@dataclass(frozen=True)
-class Remark:
-    """Something odd.
-
-    Attributes:
-        level: ``"error"``: a load would be refused, or lose something; ``"warning"``: look at it; ``"note"``: know it.
-        kind: one word for programs, the same in every version (``"missing_file"``).
-        text: what it is.
-        parameter, file, expected, found, remedy: as far as they are known.
-    """
-
-    level: Level
-    kind: str
-    text: str
-    parameter: str | None = None
-    file: str | None = None
-    expected: str | None = None
-    found: str | None = None
-    remedy: str | None = None
 
 
 @dataclass(frozen=True)
@@ -278,7 +254,7 @@ class Inspection:
     missing: tuple[str, ...] = ()
     tags: tuple[str, ...] = ()
     latest: Mapping[str, str] = field(default_factory=dict)
-    findings: tuple[Remark, ...] = ()
+    findings: tuple[Finding, ...] = ()
 
     @property
     def ok(self) -> bool:

@@ -13,8 +13,9 @@ from elastic_ckpt.formats.detect import list_tags, look_at
 from elastic_ckpt.formats.peek import Peeked, peek
 from elastic_ckpt.sharding.book import RuleBook
 from elastic_ckpt.sharding.presets import Preset, load_preset, preset_names
+from elastic_ckpt.tools.findings import NOTE, Finding, of_error
 from elastic_ckpt.tools.inspection import contents, findings
-from elastic_ckpt.tools.inspection.facts import NOTE, Inspection, Remark, RuleFacts, Totals
+from elastic_ckpt.tools.inspection.facts import Inspection, RuleFacts, Totals
 from elastic_ckpt.tools.inspection.files import Listing, entries_of, list_folder, missing_files
 from elastic_ckpt.tools.inspection.layouts import Layout, layouts_of, rule_facts
 from elastic_ckpt.tools.inspection.saved_run import saved_run
@@ -145,21 +146,19 @@ def _findings(
     missing: tuple[str, ...],
     layouts: dict[str, Layout],
     rules: RuleFacts,
-) -> Iterator[Remark]:
+) -> Iterator[Finding]:
     if read.misled is not None:
-        yield replace(
-            findings.of_error(read.misled, kind="latest"), text=f"{read.misled.problem}; this is the newest one"
-        )
+        yield replace(of_error(read.misled, kind="latest"), text=f"{read.misled.problem}; this is the newest one")
     if read.refusal is not None:
         is_missing = read.refusal.file in {found.path(name) for name in missing}
-        yield findings.of_error(read.refusal, "missing_file" if is_missing else "refused")
+        yield of_error(read.refusal, "missing_file" if is_missing else "refused")
         missing = missing if len(missing) > 1 or not is_missing else ()  # one is named already
     if read.unnamed is not None:
         yield findings.unnamed(read.unnamed)
     yield from findings.in_folder(found, listing, missing, misled=read.misled is not None)
     yield from findings.of_run(found, peeked)
     if read.checkpoint is None:
-        yield from (Remark(NOTE, "reader", note) for note in found.notes)
+        yield from (Finding(NOTE, "reader", note) for note in found.notes)
         return
     yield from findings.in_catalog(read.checkpoint.metadata)
     yield from findings.of_copies(read.checkpoint.metadata, layouts)
