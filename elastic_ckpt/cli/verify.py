@@ -13,6 +13,7 @@ from rich.markup import escape
 from elastic_ckpt.cli.app import app
 from elastic_ckpt.cli.options import AsJson, Config, Folder, Preset, Tag, TrustPickle
 from elastic_ckpt.cli.output import EXIT_FOUND, console, errors_end_the_command, print_json
+from elastic_ckpt.tools.findings import Finding
 from elastic_ckpt.tools.opened import config_of
 from elastic_ckpt.tools.verification import Verification
 from elastic_ckpt.tools.verification import verify as verify_checkpoint
@@ -58,11 +59,21 @@ def verify(
             show_progress=False if as_json else None,
         )
     if as_json:
-        print_json({"ok": not found.findings, **dataclasses.asdict(found)})
+        plain = {name: [_plain(item) for item in getattr(found, name)] for name in ("findings", "notes")}
+        print_json({"ok": not found.findings, **dataclasses.asdict(found), **plain})
     else:
         _print(found)
     if found.findings:
         raise typer.Exit(EXIT_FOUND)
+
+
+def _plain(finding: Finding) -> dict[str, str | None]:
+    return {
+        "code": finding.kind,
+        "message": finding.message,
+        "file": finding.file,
+        "parameter": finding.parameter,
+    }
 
 
 def _print(found: Verification) -> None:

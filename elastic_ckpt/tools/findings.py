@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Literal
 
-from elastic_ckpt.errors import ElasticCkptError
+from elastic_ckpt.errors import ElasticCkptError, listed
 
 Level = Literal["error", "warning", "note"]
 ERROR: Level = "error"
@@ -57,8 +57,9 @@ class Finding:
 
 def of_error(error: ElasticCkptError, kind: str, level: Level = ERROR) -> Finding:
     """An error as a finding."""
-    known = {name: getattr(error, name) for name in ("parameter", "file", "expected", "found", "remedy")}
-    return Finding(level, kind, error.problem, **known)
+    known = {name: getattr(error, name) for name in ("file", "expected", "found", "remedy")}
+    parameter = None if error.parameter == listed(()) else error.parameter
+    return Finding(level, kind, error.problem, parameter, **known)
 
 
 def one_line(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import random
 import zipfile
@@ -28,29 +29,25 @@ from elastic_ckpt.core.strided import Shape
 from elastic_ckpt.errors import DamagedError, MismatchError
 from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.formats.pickled import open_pickled
+from elastic_ckpt.tools.findings import ERROR, NOTE, Finding, of_error
 from elastic_ckpt.tools.verification import checksums, findings
-from elastic_ckpt.tools.verification.archive import Problem, read_directory
+from elastic_ckpt.tools.verification.archive import Problem, Record, read_archive
 from elastic_ckpt.tools.verification.checksums import Checked, Work, check, has_checksums, wrong_records
 from elastic_ckpt.tools.verification.contents import check_catalog
-from elastic_ckpt.tools.verification.findings import Finding, of_error
+from elastic_ckpt.tools.verification.findings import kind_of
 from elastic_ckpt.tools.verification.folder import missing_files
-from elastic_ckpt.tools.verification.records import Record, read_records
-from elastic_ckpt.tools.verification.scan import FINE, Seen, Span, catalog_spans, judge, look
+from elastic_ckpt.tools.verification.scan import INF, NAN, Span, catalog_spans, judge, look
 
 
 def problems_of(data: bytes) -> tuple[list[Problem], tuple[Record, ...], bool]:
     """What is wrong with an archive, checksums included; its records; whether torch wrote it."""
 
-    def read(offset: int, nbytes: int) -> bytes:
-        return data[max(offset, 0) : offset + max(nbytes, 0)]
-
-    directory = read_directory(read, len(data))
-    found = list(directory.problems)
-    records = read_records(read, directory, found)
-    for record in records:
+    archive = read_archive(io.BytesIO(data))
+    found = list(archive.problems)
+    for record in archive.records:
         if zlib.crc32(data[record.offset : record.offset + record.nbytes]) != record.crc32:
             found.append((findings.CHECKSUM, record.name))
-    return found, records, directory.by_torch
+    return found, archive.records, archive.by_torch
 
 
 @pytest.fixture(scope="module")
@@ -196,17 +193,17 @@ FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.flo
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_values_that_are_no_numbers_are_counted(dtype: torch.dtype) -> None:
     values = torch.linspace(-1, 1, 101).to(dtype)
-    assert look(values) == FINE
+    assert look(values) == {}
     values[[7, 50]] = float("inf")
     values[60] = float("-inf")
-    assert look(values) == Seen(0, 3, -1, 7)
+    assert look(values) == {INF: (3, 7)}
     values[[9, 100]] = float("nan")
-    assert look(values) == Seen(2, 3, 9, 7)
+    assert look(values) == {NAN: (2, 9), INF: (3, 7)}
 
 
 def test_sums_that_overflow_are_no_infinite_values() -> None:
-    assert look(torch.full((1000,), 6e4, dtype=torch.float16)) == FINE
-    assert look(torch.full((1000,), 3e38)) == FINE
+    assert look(torch.full((1000,), 6e4, dtype=torch.float16)) == {}
+    assert look(torch.full((1000,), 3e38)) == {}
 
 
 @pytest.mark.parametrize(("offset", "dtype"), [(0, "float32"), (132, "float32"), (7, "float32"), (129, "bfloat16")])
@@ -219,22 +216,20 @@ def test_spans_are_looked_at_wherever_they_lie(small_chunks: None, tmp_path: Pat
     path = tmp_path / "file"
     path.write_bytes(garbage + values.view(torch.uint8).numpy().tobytes() + b"\xff" * 64)
     span = Span(offset, 300, dtype, "w", "exp_avg", 1000)
-    (checked,) = check([Work(str(path), path.stat().st_size, (), (span,))], 2)
-    assert checked.seen == {span: Seen(2, 1, 123, 200)}
-    found, notes = judge(str(path), checked.seen)
-    assert [(finding.code, finding.parameter, finding.message) for finding in found] == [
-        ("nan", "w", "2 NaN in exp_avg, the first at element 1123"),
-        ("inf", "w", "1 infinite values in exp_avg, the first at element 1200"),
+    (checked,) = check([Work(str(path), path.stat().st_size, (span,))], 2)
+    assert checked.odd == {span: {NAN: (2, 123), INF: (1, 200)}}
+    assert list(judge(str(path), checked.odd)) == [
+        Finding(ERROR, "nan", "2 NaN in exp_avg, the first at element 1123", "w", str(path)),
+        Finding(ERROR, "inf", "1 infinite values in exp_avg, the first at element 1200", "w", str(path)),
     ]
-    assert notes == []
 
 
 def test_pieces_of_one_tensor_in_one_file_are_one_finding() -> None:
-    seen = {
-        Span(0, 10, "float32", "w", MASTER, 50): Seen(1, 0, 2, -1),
-        Span(80, 5, "float32", "w", MASTER, 7): Seen(3, 0, 1, -1),
+    odd = {
+        Span(0, 10, "float32", "w", MASTER, 50): {NAN: (1, 2)},
+        Span(80, 5, "float32", "w", MASTER, 7): {NAN: (3, 1)},
     }
-    assert [finding.message for finding in judge("file", seen)[0]] == ["4 NaN in fp32, the first at element 8"]
+    assert [finding.message for finding in judge("file", odd)] == ["4 NaN in fp32, the first at element 8"]
 
 
 def parameter(shape: Shape, group: int = 0) -> SavedParameter:
@@ -253,9 +248,15 @@ def tensor(key: str, *pieces: tuple[int, int, int], name: str = "w", dtype: str 
     return TensorMetadata(name, key, (100,), dtype, chunks)
 
 
+def checked_catalog(metadata: CheckpointMetadata) -> tuple[list[Finding], list[Finding]]:
+    """Its findings and notes."""
+    every = list(check_catalog(metadata))
+    return [one for one in every if one.level == ERROR], [one for one in every if one.level == NOTE]
+
+
 def test_a_whole_catalog_has_no_findings() -> None:
     whole = [tensor(key, (0, 60, 0), (60, 100, 1)) for key in (MASTER, "exp_avg")]
-    assert check_catalog(catalog_of(whole, {"w": parameter((100,))})) == ([], [])
+    assert checked_catalog(catalog_of(whole, {"w": parameter((100,))})) == ([], [])
 
 
 def test_every_hole_and_overlap_is_found() -> None:
@@ -264,8 +265,8 @@ def test_every_hole_and_overlap_is_found() -> None:
         tensor("exp_avg", (0, 60, 0), (50, 100, 1)),
         tensor("exp_avg_sq", (0, 60, 0)),
     ]
-    found, _ = check_catalog(catalog_of(tensors, {"w": parameter((100,))}))
-    assert [finding.code for finding in found] == [findings.INCOMPLETE] * 3
+    found, _ = checked_catalog(catalog_of(tensors, {"w": parameter((100,))}))
+    assert [finding.kind for finding in found] == [findings.INCOMPLETE] * 3
     for finding, where in zip(found, ("60 to 61", "50 to 60", "60 to 100"), strict=True):
         assert finding.parameter == "w" and where in finding.message
 
@@ -274,19 +275,19 @@ def test_states_that_only_some_of_a_group_have() -> None:
     tensors = [tensor(MASTER, (0, 100, 0), name=name) for name in ("a", "b", "c")]
     tensors += [tensor("exp_avg", (0, 100, 1), name="a")]
     saved = {"a": parameter((100,)), "b": parameter((100,)), "c": SavedParameter((100,), 1, ())}
-    found, notes = check_catalog(catalog_of(tensors, saved))
-    assert [(finding.code, finding.parameter) for finding in found] == [(findings.NO_STATE, "b")]
+    found, notes = checked_catalog(catalog_of(tensors, saved))
+    assert [(finding.kind, finding.parameter) for finding in found] == [(findings.NO_STATE, "b")]
     assert [note.message for note in notes] == ["param group 1 has no optimizer states: c"]
     whole = SourceFacts("native", "/ckpt/step4", "step4", 0, 2, "0.19.8")
     saved["b"] = SavedParameter((100,), 0, ())  # without ZeRO: it got no gradient
-    found, notes = check_catalog(catalog_of(tensors, saved, source=whole))
+    found, notes = checked_catalog(catalog_of(tensors, saved, source=whole))
     assert found == [] and "no gradient: b" in notes[-1].message
 
 
 def test_a_parameter_without_a_master_and_a_tensor_that_ends_behind_its_file() -> None:
     behind = TensorMetadata("w", MASTER, (100,), "float32", (StorageChunk(FlatRange(0, 100), 0, 700),))
-    found, _ = check_catalog(catalog_of([behind], {"w": parameter((100,)), "lost": parameter((3,))}))
-    assert [(finding.code, finding.parameter) for finding in found] == [("unreadable", "w"), ("incomplete", "lost")]
+    found, _ = checked_catalog(catalog_of([behind], {"w": parameter((100,)), "lost": parameter((3,))}))
+    assert [(finding.kind, finding.parameter) for finding in found] == [("unreadable", "w"), ("incomplete", "lost")]
     assert "ends at byte 1100 of a file of 1000" in found[0].message
 
 
@@ -294,9 +295,9 @@ def test_states_that_are_damaged_or_not_understood() -> None:
     metadata = catalog_of(
         [], {}, damaged_states={"state1": "no absmax1"}, opaque_states={"odd": "a dict"}, notes=("hm",)
     )
-    found, notes = check_catalog(metadata)
-    assert [(finding.code, finding.parameter) for finding in found] == [("damaged", "state1")]
-    assert [(note.code, note.parameter) for note in notes] == [("not-checked", "odd"), ("reader", None)]
+    found, notes = checked_catalog(metadata)
+    assert [(finding.kind, finding.parameter) for finding in found] == [("damaged", "state1")]
+    assert [(note.kind, note.parameter) for note in notes] == [("not-checked", "odd"), ("reader", None)]
 
 
 def test_of_quantized_states_the_scales_are_looked_at() -> None:
@@ -330,12 +331,14 @@ def test_missing_files_are_named_as_deepspeed_would() -> None:
 
 
 def test_findings_are_one_line_each_that_no_terminal_obeys() -> None:
-    finding = Finding("checksum", "record \x1b[2J\n  evil", "/ckpt/step4/file.pt", "w")
+    finding = Finding(ERROR, "checksum", "record \x1b[2J\n  evil", "w", "/ckpt/step4/file.pt")
     assert finding.line("/ckpt") == "checksum: step4/file.pt: w: record \\x1b[2J evil"
-    assert Finding("nan", "m", "/elsewhere/file.pt").line("/ckpt") == "nan: /elsewhere/file.pt: m"
+    assert Finding(ERROR, "nan", "m", file="/elsewhere/file.pt").line("/ckpt") == "nan: /elsewhere/file.pt: m"
     error = MismatchError("no\nfit", parameter="w", file="f", expected=(1, 2), found="x", remedy="y")
-    assert of_error(error) == Finding("mismatch", "no fit; expected: (1, 2); found: x; remedy: y", "f", "w")
-    assert of_error(DamagedError("d", parameter="none"), "foreign") == Finding("foreign", "d")
+    finding = of_error(error, kind_of(error))
+    assert (finding.kind, finding.parameter, finding.file) == ("mismatch", "w", "f")
+    assert finding.message == "no fit; expected: (1, 2); found: x; remedy: y"
+    assert of_error(DamagedError("d", parameter="none"), "foreign") == Finding(ERROR, "foreign", "d")
 
 
 def test_a_slice_that_failed_says_nothing_of_its_records() -> None:

@@ -1,8 +1,8 @@
-"""Is a checkpoint whole, of one save, and undamaged? Looks at all of it, and lists everything that is wrong."""
+"""Whether a checkpoint is whole, of one save, and undamaged: everything that is wrong with it is listed."""
 
 from __future__ import annotations
 
-from elastic_ckpt.tools.verification.findings import Finding, Verification
+from elastic_ckpt.tools.verification.findings import Verification
 from elastic_ckpt.tools.verification.run import verify
 
-__all__ = ["Finding", "Verification", "verify"]
+__all__ = ["Verification", "verify"]

@@ -1,260 +1,256 @@
-"""The directory of a zip archive, read strictly: every byte of it must be what a writer would have put there.
+"""The zip archive of a ``torch.save`` file, read strictly: every byte but the data must be what a writer puts there.
 
-``zipfile`` and torch pass over much that they do not need. Here, a bit that has turned anywhere in the directory is a
-problem, since whatever turned it may have turned others. Nothing is decompressed. Pure but for the given ``read``.
+``zipfile`` and torch pass over much that they do not need. Here, a flipped bit anywhere is a problem, since whatever
+flipped it may have flipped others: what ``zipfile`` reads is packed again and compared with the file. Nothing is
+decompressed.
 
-Layout: records (:mod:`elastic_ckpt.tools.verification.records`), directory, end of the directory in 64 bits, its
-locator, end of the directory. Source: PKWARE's APPNOTE 6.3.10; torch writes it with miniz, always in the 64-bit form.
+Layout: records (header, extra field, data and, in archives of torch, a data descriptor), directory, 64-bit end of the
+directory, its locator, end of the directory. torch pads the extra field, so that data begins at a multiple of 64
+bytes, and writes the 64-bit end always. Source: PKWARE's APPNOTE 6.3.10; torch writes with miniz.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
+import zipfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, BinaryIO
+from zipfile import ZipInfo
 
-from elastic_ckpt.tools.verification.findings import DIRECTORY, PADDING
+from elastic_ckpt.tools.verification.findings import DIRECTORY, HEADER, PADDING
 
-#: ``read(offset, nbytes)``: these bytes, or as many as there are.
-Read = Callable[[int, int], bytes]
-#: Code of a finding, and what is wrong.
+#: Kind of a finding, and what is wrong.
 Problem = tuple[str, str]
 
 _END = struct.Struct("<4s4H2LH")
 _END64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR = struct.Struct("<4sLQL")
-_ENTRY = struct.Struct("<4s6H3L5H2L")
-_MOST_COMMENT_NBYTES = 0xFFFF
-_MOST_DIRECTORY_NBYTES = 1 << 28
+_ENTRY = struct.Struct("<4s4B4H3L5H2L")
+_HEADER = struct.Struct("<4s5H3L2H")
+_DESCRIPTOR, _WIDE_DESCRIPTOR = struct.Struct("<4s3L"), struct.Struct("<4sL2Q")
 _MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF
-#: Extra field that holds what 32 bits cannot.
-ZIP64 = 0x0001
-#: What miniz writes into the 64-bit end: made by version 3.0 on Unix, needs version 4.5.
+#: Blocks of an extra field: what 32 bits cannot hold; torch's padding "FB", filled with Z.
+_ZIP64, _TORCH_PADDING, _FILL = 0x0001, 0x4246, b"Z"
+#: What miniz writes into the 64-bit end, at bytes 12 to 16: made by version 3.0 on Unix, needs version 4.5.
 _END64_VERSIONS = (0x031E, 0x002D)
+#: Flag: sizes and CRC32 follow the data, and the header may have zeros for them.
+_SIZES_FOLLOW = 0x0008
 #: Flags of torch's records: names are UTF-8; and, unless there is no data, sizes follow it.
 _TORCH_FLAGS, _TORCH_FLAGS_EMPTY = 0x0808, 0x0800
-_STORED = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """What the directory says of one record.
+class Record:
+    """One record of an archive.
 
     Attributes:
-        name: as in the file.
-        needed, flags, method, time, date: of its header too.
-        crc32: of its data; 0 may mean that none was taken.
-        packed_nbytes, nbytes: of its data, in the file and unpacked.
-        header_offset: where its own header lies.
-        unused: fields of the directory alone that no reader needs: name -> value.
+        name: of the record.
+        offset, nbytes: of its data in the file.
+        crc32: of its data, as the directory has it; 0 may mean that none was taken.
+        entry_offset: of its entry in the directory.
     """
 
-    name: bytes
-    needed: int
-    flags: int
-    method: int
-    time: int
-    date: int
+    name: str
+    offset: int
+    nbytes: int
     crc32: int
-    packed_nbytes: int
-    nbytes: int
-    header_offset: int
-    unused: tuple[tuple[str, int], ...]
-
-    @property
-    def shown(self) -> str:
-        """Its name, for a message."""
-        return self.name.decode("utf-8", "backslashreplace")
+    entry_offset: int = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Directory:
-    """The directory of an archive, as far as it can be read.
+class Archive:
+    """What :func:`read_archive` found.
 
     Attributes:
-        entries: in directory order.
-        start: where it begins, which is where the records end.
-        problems: what is wrong with it.
-        by_torch: whether its entries look like those that ``torch.save`` writes.
+        records: those whose data can be found, in file order.
+        problems: everything that is wrong.
+        by_torch: whether most entries of the directory look like those that ``torch.save`` writes.
     """
 
-    entries: tuple[Entry, ...]
-    start: int
-    problems: tuple[Problem, ...]
-    by_torch: bool
+    records: tuple[Record, ...] = ()
+    problems: tuple[Problem, ...] = ()
+    by_torch: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _End:
-    """Where the directory is, according to one of its two end records."""
+def read_archive(stream: BinaryIO) -> Archive:
+    """Read and check everything in an archive but the data of its records.
 
-    entries: int
-    nbytes: int
-    start: int
-
-
-def read_directory(read: Read, file_nbytes: int) -> Directory:
-    """Read and check the directory of an archive.
-
-    Args:
-        read: reads from the file.
-        file_nbytes: its size.
+    Raises:
+        OSError: the file cannot be read.
     """
-    problems: list[Problem] = []
-    end = _find_end(read, file_nbytes, problems)
-    if end is None:
-        return Directory((), file_nbytes, tuple(problems), False)
-    if end.nbytes > _MOST_DIRECTORY_NBYTES:
-        problems.append((DIRECTORY, f"a directory of {end.nbytes} bytes is not read"))
-        return Directory((), end.start, tuple(problems), False)
-    entries = tuple(_entries(read(end.start, end.nbytes), end, problems))
-    if len(entries) != end.entries:
-        problems.append((DIRECTORY, f"{end.entries} records according to its end, {len(entries)} in the directory"))
-    twice = len({entry.name for entry in entries}) < len(entries)
-    if twice:
-        problems.append((DIRECTORY, "two records have the same name"))
-    by_torch = 2 * sum(_is_torchs(entry) for entry in entries) > len(entries)
+    try:
+        with zipfile.ZipFile(stream) as archive:
+            entries, start, comment = archive.infolist(), archive.start_dir, archive.comment
+    except OSError:
+        raise
+    except Exception as error:  # noise in a directory can make zipfile raise anything at all
+        what = f"the directory cannot be read: {type(error).__name__}: {error}"
+        if str(error) == "File is not a zip file":
+            what = "no end of the directory: the file is truncated, or no zip archive"
+        return Archive(problems=((DIRECTORY, what),))
+    packed = [_pack(entry) for entry in entries]
+    offsets = list(accumulate(map(len, packed), initial=start))
+    by_torch = 2 * sum(not _unlike_torch(entry) for entry in entries) > len(entries)
+    problems = list(_directory_problems(stream, b"".join(packed), entries, start, comment))
     for entry in entries:
-        problems += _judged(entry, by_torch)
-    return Directory(entries, end.start, tuple(problems), by_torch)
+        problems += _entry_problems(entry, by_torch)
+    records = []
+    found = sorted(zip(entries, offsets, strict=False), key=lambda pair: pair[0].header_offset)
+    ends = [entry.header_offset for entry, _ in found] + [start]
+    if entries and ends[0]:
+        problems.append((HEADER, f"{ends[0]} bytes before the first record"))
+    for (entry, entry_offset), (begin, following) in zip(found, pairwise(ends), strict=True):
+        if not 0 <= begin <= start - _HEADER.size:
+            problems.append((HEADER, f"record {entry.orig_filename} begins at byte {begin}, outside of the records"))
+            continue
+        fields = _HEADER.unpack(_read(stream, begin, _HEADER.size))
+        name, extra = stream.read(fields[-2]), stream.read(fields[-1])
+        problems += _header_problems(entry, fields, name, extra, by_torch)
+        offset = begin + _HEADER.size + fields[-2] + fields[-1]
+        end = offset + entry.compress_size
+        if end > following:
+            what = f"record {entry.orig_filename} reaches to byte {end}, the next one begins at {following}"
+            problems.append((HEADER, what))
+            continue
+        problems += _descriptor_problems(entry, _read(stream, end, min(following - end, 64)), following - end)
+        if entry.compress_type == zipfile.ZIP_STORED:
+            records.append(Record(entry.orig_filename, offset, entry.file_size, entry.CRC, entry_offset))
+    return Archive(tuple(records), tuple(problems), by_torch)
 
 
-def _find_end(read: Read, file_nbytes: int, problems: list[Problem]) -> _End | None:
-    """The end record, compared with its 64-bit form where there is one."""
-    tail_start = max(0, file_nbytes - _END.size - _MOST_COMMENT_NBYTES)
-    tail = read(tail_start, file_nbytes - tail_start)
-    place = len(tail) - _END.size
-    while place >= 0:
-        # a record of an archive may hold another archive: the end is the one that reaches to the end of the file
-        fields = _END.unpack_from(tail, place)
-        if fields[0] == b"PK\x05\x06" and place + _END.size + fields[7] == len(tail):
-            break
-        place = tail.rfind(b"PK\x05\x06", 0, place + 3)
-    if place < 0:
-        problems.append((DIRECTORY, "no end of the directory: the file is truncated, or no zip archive"))
-        return None
-    _, disk, start_disk, here, count, nbytes, start, _ = fields
-    if disk or start_disk or here != count:
-        problems.append((DIRECTORY, "its end says that the archive has several parts"))
-    position = tail_start + place
-    narrow = _End(count, nbytes, start)
-    wide, before = _wide_end(read, position, problems)
-    if wide is None:
-        return _plausible(read, [narrow], before, problems)
-    for what, short, long, most in (
-        ("number of records", count, wide.entries, _MAX16),
-        ("size of the directory", nbytes, wide.nbytes, _MAX32),
-        ("place of the directory", start, wide.start, _MAX32),
-    ):
-        if short != min(long, most):
-            problems.append((DIRECTORY, f"its two ends differ in the {what}: {short} and {long}"))
-    return _plausible(read, [wide, narrow], before, problems)
+def _read(stream: BinaryIO, offset: int, nbytes: int) -> bytes:
+    stream.seek(offset)
+    return stream.read(nbytes)
 
 
-def _wide_end(read: Read, end_position: int, problems: list[Problem]) -> tuple[_End | None, int]:
-    """The 64-bit end, and where the directory must end."""
-    raw = read(max(0, end_position - _LOCATOR.size), _LOCATOR.size)
-    if len(raw) < _LOCATOR.size or not raw.startswith(b"PK\x06\x07"):
-        return None, end_position
-    _, disk, position, disks = _LOCATOR.unpack(raw)
-    if disk or disks != 1:
-        problems.append((DIRECTORY, "the locator of its end says that the archive has several parts"))
-    expected = end_position - _LOCATOR.size - _END64.size
-    raw = read(max(0, expected), _END64.size)
-    if position != expected or not raw.startswith(b"PK\x06\x06"):
-        problems.append((DIRECTORY, f"no 64-bit end of the directory at byte {position}, where its locator points"))
-        return None, expected
-    _, nbytes, made, needed, disk, start_disk, here, count, size, start = _END64.unpack(raw)
-    if nbytes != _END64.size - 12 or disk or start_disk or here != count:
-        problems.append((DIRECTORY, "the 64-bit end of the directory contradicts itself"))
-    if (made, needed) != _END64_VERSIONS:
-        problems.append((PADDING, f"versions {made:#06x} and {needed:#06x} in the 64-bit end of the directory"))
-    return _End(count, size, start), expected
-
-
-def _plausible(read: Read, ends: list[_End], before: int, problems: list[Problem]) -> _End | None:
-    """The first end that points to a directory that reaches up to the end records."""
-    for end in ends:
-        if end.start + end.nbytes == before and (not end.nbytes or read(end.start, 4) == b"PK\x01\x02"):
-            return end
-    for end in ends:
-        if end.start + end.nbytes <= before and read(end.start, 4) == b"PK\x01\x02":
-            gap = before - end.start - end.nbytes
-            problems.append((DIRECTORY, f"{gap} bytes between the directory and its end"))
-            return end
-    problems.append((DIRECTORY, f"no directory at byte {ends[0].start}, where its end says that it is"))
-    return None
-
-
-def _entries(raw: bytes, end: _End, problems: list[Problem]) -> Iterator[Entry]:
-    position = 0
-    while position < len(raw):
-        if position + _ENTRY.size > len(raw):
-            problems.append((DIRECTORY, f"{len(raw) - position} bytes behind its last record"))
-            return
-        fields = _ENTRY.unpack_from(raw, position)
-        name_nbytes, extra_nbytes, comment_nbytes = fields[10:13]
-        following = position + _ENTRY.size + name_nbytes + extra_nbytes + comment_nbytes
-        if fields[0] != b"PK\x01\x02":
-            problems.append((DIRECTORY, f"no record at byte {end.start + position}"))
-            if raw[following : following + 4] not in (b"PK\x01\x02", b""):
-                return  # more than its signature is wrong: where the next one begins is not known
-        if following > len(raw):
-            problems.append((DIRECTORY, f"the record at byte {end.start + position} is longer than the directory"))
-            return
-        name_start = position + _ENTRY.size
-        extra_start = name_start + name_nbytes
-        yield _entry(fields, raw[name_start:extra_start], raw[extra_start : extra_start + extra_nbytes], problems)
-        position = following
-
-
-def _entry(fields: tuple[Any, ...], name: bytes, extra: bytes, problems: list[Problem]) -> Entry:
-    _, made, needed, flags, method, time, date, crc32, packed, nbytes = fields[:10]
-    comment_nbytes, disk, internal, external, offset = fields[12:]
-    blocks = extra_blocks(extra)
-    if blocks is None:
-        problems.append((DIRECTORY, f"record {name!r}: its extra fields do not add up"))
-    wide = next((content for kind, content in blocks or () if kind == ZIP64), b"")
-    values = [value for (value,) in struct.iter_unpack("<Q", wide[: len(wide) // 8 * 8])]
-    sizes = []
-    for value in (nbytes, packed, offset):
-        sizes.append(values.pop(0) if value == _MAX32 and values else value)
-    unused = {"version made by": made, "comment": comment_nbytes, "disk": disk}
-    unused |= {"internal attributes": internal, "external attributes": external}
-    return Entry(
-        name, needed, flags, method, time, date, crc32, sizes[1], sizes[0], sizes[2], tuple(sorted(unused.items()))
+def _pack(entry: ZipInfo) -> bytes:
+    """The entry as it must be in the directory."""
+    name = _name(entry)
+    sizes = [min(size, _MAX32) for size in (entry.compress_size, entry.file_size)]
+    return b"".join(
+        (
+            _ENTRY.pack(
+                b"PK\x01\x02",
+                *(entry.create_version, entry.create_system, entry.extract_version, entry.reserved),
+                *(entry.flag_bits, entry.compress_type, *_time_and_date(entry)),
+                *(entry.CRC, *sizes, len(name), len(entry.extra), len(entry.comment)),
+                *(entry.volume, entry.internal_attr, entry.external_attr, min(max(entry.header_offset, 0), _MAX32)),
+            ),
+            *(name, entry.extra, entry.comment),
+        )
     )
 
 
-def extra_blocks(extra: bytes) -> list[tuple[int, bytes]] | None:
-    """The blocks of an extra field: kind and content; ``None`` where their sizes do not add up."""
-    found, position = [], 0
+def _name(entry: ZipInfo) -> bytes:
+    return entry.orig_filename.encode("utf-8" if entry.flag_bits & 0x0800 else "cp437")
+
+
+def _time_and_date(entry: ZipInfo) -> tuple[int, int]:
+    year, month, day, hour, minute, second = entry.date_time
+    return hour << 11 | minute << 5 | second // 2, (year - 1980) << 9 | month << 5 | day
+
+
+def _directory_problems(
+    stream: BinaryIO, packed: bytes, entries: Sequence[ZipInfo], start: int, comment: bytes
+) -> Iterator[Problem]:
+    """What is wrong with the directory as a whole, and with its end, which has a 64-bit form before it or not."""
+    if _read(stream, start, len(packed)) != packed:
+        yield DIRECTORY, "the directory contradicts itself"
+    tail = stream.read()
+    count, nbytes = len(entries), len(packed)
+    sizes = (min(count, _MAX16), min(count, _MAX16), min(nbytes, _MAX32), min(start, _MAX32))
+    narrow = _END.pack(b"PK\x05\x06", 0, 0, *sizes, len(comment)) + comment
+    wide = _END64.pack(b"PK\x06\x06", _END64.size - 12, *_END64_VERSIONS, 0, 0, count, count, nbytes, start)
+    wide += _LOCATOR.pack(b"PK\x06\x07", 0, start + nbytes, 1) + narrow
+    if len(tail) == len(wide) and tail != wide and tail[:12] + wide[12:16] + tail[16:] == wide:
+        made, needed = struct.unpack_from("<2H", tail, 12)
+        yield PADDING, f"versions {made:#06x} and {needed:#06x} in the 64-bit end of the directory"
+    elif tail not in (narrow, wide):
+        yield DIRECTORY, f"its end contradicts the directory: {count} records in {nbytes} bytes from byte {start} on"
+    if len({entry.orig_filename for entry in entries}) < count:
+        yield DIRECTORY, "two records have the same name"
+
+
+def _unlike_torch(entry: ZipInfo) -> list[str]:
+    """Fields of an entry that are not as ``torch.save`` always writes them."""
+    time, date = _time_and_date(entry)
+    zero = {
+        "comment": entry.comment,
+        "disk": entry.volume,
+        "external attributes": entry.external_attr,
+        "internal attributes": entry.internal_attr,
+        "version made by": entry.create_version or entry.create_system,
+        "version needed": _needed(entry),
+        "time": time,
+        "date": date,
+        "flags": entry.flag_bits ^ (_TORCH_FLAGS if entry.file_size else _TORCH_FLAGS_EMPTY),
+    }
+    return [what for what, value in zero.items() if value]
+
+
+def _needed(entry: ZipInfo) -> int:
+    return entry.reserved << 8 | entry.extract_version
+
+
+def _entry_problems(entry: ZipInfo, by_torch: bool) -> Iterator[Problem]:
+    """What is wrong with one record, as the directory describes it."""
+    name = entry.orig_filename
+    if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
+        yield DIRECTORY, f"record {name} is compressed, or its sizes differ: readers take its bytes as they are"
+    unlike = _unlike_torch(entry) if by_torch else []
+    if "flags" in unlike or "disk" in unlike:
+        yield DIRECTORY, f"record {name}: {', '.join(unlike)} not as torch writes it"
+    elif unlike:
+        yield PADDING, f"record {name}: {', '.join(unlike)} not as torch writes it; no reader looks at this"
+
+
+def _header_problems(
+    entry: ZipInfo, fields: tuple[Any, ...], name: bytes, extra: bytes, by_torch: bool
+) -> Iterator[Problem]:
+    """In what the header of a record and its extra field contradict the directory."""
+    header = f"the header of record {entry.orig_filename}:"
+    if fields[0] != b"PK\x03\x04":
+        yield HEADER, f"{header} it has no signature"
+    if name != _name(entry):
+        yield HEADER, f"{header} its name there is {name.decode('utf-8', 'backslashreplace')}"
+    listed = (_needed(entry), entry.flag_bits, entry.compress_type, *_time_and_date(entry))
+    for what, here, there in zip(("version", "flags", "method", "time", "date"), fields[1:6], listed, strict=True):
+        if here != there:
+            yield HEADER, f"{header} its {what} there is {here}, in the directory {there}"
+    sizes = (entry.CRC, entry.compress_size, entry.file_size)
+    may_be_zero = entry.flag_bits & _SIZES_FOLLOW and not any(fields[6:9])
+    if fields[6:9] != tuple(min(size, _MAX32) for size in sizes) and not may_be_zero:
+        yield HEADER, f"{header} its CRC32 and sizes there are {fields[6:9]}, in the directory {sizes}"
+    blocks, position = [], 0
     while position + 4 <= len(extra):
         kind, nbytes = struct.unpack_from("<2H", extra, position)
-        found.append((kind, extra[position + 4 : position + 4 + nbytes]))
+        blocks.append((kind, extra[position + 4 : position + 4 + nbytes]))
         position += 4 + nbytes
-    return found if position == len(extra) else None
+    if position != len(extra):
+        yield HEADER, f"{header} its extra fields do not add up"
+        return
+    for kind, content in blocks:
+        if kind == _ZIP64:
+            wide = {value for (value,) in struct.iter_unpack("<Q", content[: len(content) // 8 * 8])}
+            if len(content) % 8 or wide - {0, *sizes[1:], entry.header_offset}:
+                yield HEADER, f"{header} its 64-bit sizes are others than in the directory"
+        elif kind == _TORCH_PADDING:
+            if content.strip(_FILL):
+                yield PADDING, f"the padding before record {entry.orig_filename} has changed; no reader looks at this"
+        elif by_torch:
+            yield PADDING, f"an extra field {kind:#06x} before record {entry.orig_filename}, as torch writes none"
 
 
-def _is_torchs(entry: Entry) -> bool:
-    return _unusual(entry) == []
-
-
-def _unusual(entry: Entry) -> list[str]:
-    """Fields that are not as ``torch.save`` writes them, of those that it always writes alike."""
-    fields = [*entry.unused, ("version needed", entry.needed), ("time", entry.time), ("date", entry.date)]
-    unusual = [what for what, value in fields if value != 0]
-    flags = _TORCH_FLAGS if entry.nbytes else _TORCH_FLAGS_EMPTY
-    return unusual + (["flags"] if entry.flags != flags else [])
-
-
-def _judged(entry: Entry, by_torch: bool) -> Iterator[Problem]:
-    """What is wrong with one record, as the directory describes it."""
-    if entry.method != _STORED or entry.packed_nbytes != entry.nbytes:
-        yield DIRECTORY, f"record {entry.shown} is compressed, or its sizes differ: readers take its bytes as they lie"
-    unusual = _unusual(entry) if by_torch else []
-    if "flags" in unusual or "disk" in unusual:
-        yield DIRECTORY, f"record {entry.shown}: {', '.join(unusual)} not as torch writes it"
-    elif unusual:
-        yield PADDING, f"record {entry.shown}: {', '.join(unusual)} not as torch writes it; no reader looks at this"
+def _descriptor_problems(entry: ZipInfo, raw: bytes, nbytes: int) -> Iterator[Problem]:
+    """What is wrong with the ``nbytes`` between the data of a record and the next one; ``raw``: their beginning."""
+    sizes = (entry.CRC, entry.compress_size, entry.file_size)
+    fitting = [_WIDE_DESCRIPTOR.pack(b"PK\x07\x08", *sizes)]
+    if max(sizes) <= _MAX32:
+        fitting.append(_DESCRIPTOR.pack(b"PK\x07\x08", *sizes))
+    if not entry.flag_bits & _SIZES_FOLLOW:
+        if nbytes:
+            yield HEADER, f"{nbytes} bytes behind record {entry.orig_filename} belong to nothing"
+    elif raw not in (*fitting, *(descriptor[4:] for descriptor in fitting)):
+        yield HEADER, f"CRC32 and sizes behind record {entry.orig_filename} are others than in the directory"

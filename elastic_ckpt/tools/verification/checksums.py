@@ -20,66 +20,58 @@ from isal import isal_zlib
 from tqdm import tqdm
 
 from elastic_ckpt.core.dtypes import ITEMSIZE
-from elastic_ckpt.tools.verification.records import Record
-from elastic_ckpt.tools.verification.scan import FINE, Seen, Span, look
+from elastic_ckpt.tools.verification.archive import Record
+from elastic_ckpt.tools.verification.scan import Odd, Span, add_odd, look
 
-#: Small enough for a processor's cache; a multiple of every item size, so that no aligned value lies across two.
+#: Small enough for a processor's cache.
 CHUNK_NBYTES = 1 << 20
 SLICE_NBYTES = 64 * CHUNK_NBYTES
+#: What is read behind a chunk, so that values that begin in it are whole: the largest item, less one byte.
+_MORE_NBYTES = max(ITEMSIZE.values()) - 1
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is to be checked in one file.
+    """What is to be checked in one file, or in bytes ``[start, stop)`` of it.
 
     Attributes:
-        path, nbytes: the file.
-        records: of which the CRC32 is taken.
-        spans: which are looked at.
+        path: of the file.
+        stop: size of the file, or end of the part.
+        items: the records, of which the CRC32 is taken, and the spans, whose values are looked at.
+        start: of the part.
     """
 
     path: str
-    nbytes: int
-    records: tuple[Record, ...] = ()
-    spans: tuple[Span, ...] = ()
+    stop: int
+    items: tuple[Record | Span, ...] = ()
+    start: int = 0
 
 
 @dataclass
 class Checked:
-    """What came of one file.
+    """What came of one file, or of a part of it.
 
     Attributes:
         nbytes: that were read.
         crc32: of each record, as its bytes are, and of how many of them.
-        seen: the spans with values that are no numbers.
+        odd: the spans with values that are no numbers.
         failure: why the file could not be read to its end.
     """
 
     nbytes: int = 0
     crc32: dict[Record, tuple[int, int]] = field(default_factory=dict)
-    seen: dict[Span, Seen] = field(default_factory=dict)
+    odd: dict[Span, Odd] = field(default_factory=dict)
     failure: str | None = None
 
-
-@dataclass
-class _Part:
-    """What came of one slice: per record, the CRC32 of its bytes here and how many they are."""
-
-    nbytes: int = 0
-    crcs: list[tuple[int, int, int]] = field(default_factory=list)
-    seen: dict[int, Seen] = field(default_factory=dict)
-    failure: str | None = None
-
-
-@dataclass(frozen=True)
-class _Slice:
-    """Bytes of one file, and the numbers of the records and spans of the work that lie in them."""
-
-    work: int
-    start: int
-    stop: int
-    records: tuple[int, ...]
-    spans: tuple[int, ...]
+    def add(self, following: Checked) -> None:
+        """Add what came of the next part of the file."""
+        self.nbytes += following.nbytes
+        self.failure = self.failure or following.failure
+        for record, (crc, nbytes) in following.crc32.items():
+            before, done = self.crc32.get(record, (0, 0))
+            self.crc32[record] = isal_zlib.crc32_combine(before, crc, nbytes) if done else crc, done + nbytes
+        for span, odd in following.odd.items():
+            add_odd(self.odd.setdefault(span, {}), odd)
 
 
 def check(works: Sequence[Work], threads: int, show_progress: bool | None = False) -> list[Checked]:
@@ -91,27 +83,28 @@ def check(works: Sequence[Work], threads: int, show_progress: bool | None = Fals
         show_progress: whether to draw a bar on standard error; ``None``: if that is a terminal.
     """
     results = [Checked() for _ in works]
-    slices = [piece for number, work in enumerate(works) for piece in _slices(number, work)]
+    parts = [(number, part) for number, work in enumerate(works) for part in _split(work, SLICE_NBYTES)]
     disable = None if show_progress is None else not show_progress
     buffers = threading.local()
 
-    def run(piece: _Slice) -> tuple[_Slice, _Part]:
+    def run(part: Work) -> Checked:
         if not hasattr(buffers, "mine"):
-            buffers.mine = bytearray(CHUNK_NBYTES)
-        part = _Part()
+            buffers.mine = memoryview(bytearray(CHUNK_NBYTES + _MORE_NBYTES))
+        result = Checked()
         try:
-            _check_slice(works[piece.work], piece, buffers.mine, part)
+            _check_part(part, buffers.mine, result)
         except OSError as error:
-            part.failure = f"{type(error).__name__}: {error.strerror or error}"
-        return piece, part
+            result.failure = f"{type(error).__name__}: {error.strerror or error}"
+        return result
 
     with _one_thread_each(), ThreadPoolExecutor(threads, thread_name_prefix="elastic_ckpt") as pool:
-        total = sum(work.nbytes for work in works)
+        total = sum(work.stop for work in works)
         with tqdm(total=total, unit="B", unit_scale=True, desc="verify", disable=disable, leave=False) as bar:
             try:
-                for piece, part in pool.map(run, slices):
-                    _add(results[piece.work], works[piece.work], part)
-                    bar.update(part.nbytes)
+                found = pool.map(run, [part for _, part in parts])
+                for (number, _), result in zip(parts, found, strict=True):
+                    results[number].add(result)
+                    bar.update(result.nbytes)
             except BaseException:  # Ctrl-C must not wait for a terabyte that nobody will ask for
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
@@ -129,77 +122,54 @@ def _one_thread_each() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _slices(number: int, work: Work) -> Iterator[_Slice]:
-    count = max(1, -(-work.nbytes // SLICE_NBYTES))
-    records: list[list[int]] = [[] for _ in range(count)]
-    spans: list[list[int]] = [[] for _ in range(count)]
-    for index, record in enumerate(work.records):
-        for place in _touched(record.offset, record.nbytes, count):
-            records[place].append(index)
-    for index, span in enumerate(work.spans):
-        # a value of a misaligned span may lie across two chunks, so that such spans are read on their own, at once
-        reach = span.nbytes if span.is_aligned else 1
-        for place in _touched(span.byte_offset, reach, count):
-            spans[place].append(index)
-    for place in range(count):
-        start = place * SLICE_NBYTES
-        stop = min(start + SLICE_NBYTES, work.nbytes)
-        yield _Slice(number, start, stop, tuple(records[place]), tuple(spans[place]))
+def _split(work: Work, step: int) -> list[Work]:
+    """Parts of ``step`` bytes, each with the items that have bytes in it; one part at least."""
+    starts = range(work.start, max(work.stop, work.start + 1), step)
+    items: list[list[Record | Span]] = [[] for _ in starts]
+    for item in work.items:
+        low, high = max(item.offset, work.start), min(item.offset + item.nbytes, work.stop)
+        if low < high:
+            for number in range((low - work.start) // step, (high - 1 - work.start) // step + 1):
+                items[number].append(item)
+    return [
+        Work(work.path, min(start + step, work.stop), tuple(inside), start)
+        for start, inside in zip(starts, items, strict=True)
+    ]
 
 
-def _touched(start: int, nbytes: int, count: int) -> range:
-    """Numbers of the slices in which some bytes lie."""
-    if not nbytes:
-        return range(0)
-    return range(min(start // SLICE_NBYTES, count), min((start + nbytes - 1) // SLICE_NBYTES + 1, count))
-
-
-def _check_slice(work: Work, piece: _Slice, buffer: bytearray, part: _Part) -> None:
-    chunks = -(-(piece.stop - piece.start) // CHUNK_NBYTES)
-    records: list[list[int]] = [[] for _ in range(chunks)]
-    spans: list[list[int]] = [[] for _ in range(chunks)]
-    for index in piece.records:
-        record = work.records[index]
-        for chunk in _chunks(piece, record.offset, record.nbytes):
-            records[chunk].append(index)
-    alone = [index for index in piece.spans if not work.spans[index].is_aligned]
-    for index in piece.spans:
-        span = work.spans[index]
-        for chunk in _chunks(piece, span.byte_offset, span.nbytes) if span.is_aligned else ():
-            spans[chunk].append(index)
-    crcs: dict[int, tuple[int, int]] = {}
-    descriptor = os.open(work.path, os.O_RDONLY)
+def _check_part(part: Work, buffer: memoryview, result: Checked) -> None:
+    descriptor = os.open(part.path, os.O_RDONLY)
     try:
-        os.posix_fadvise(descriptor, piece.start, piece.stop - piece.start, os.POSIX_FADV_SEQUENTIAL)
-        for chunk in range(chunks):
-            start = piece.start + chunk * CHUNK_NBYTES
-            view = memoryview(buffer)[: min(CHUNK_NBYTES, piece.stop - start)]
-            _read(descriptor, start, view)
-            part.nbytes += len(view)
-            for index in records[chunk]:
-                low, high = _inside(start, len(view), work.records[index].offset, work.records[index].nbytes)
-                crc, nbytes = crcs.get(index, (0, 0))
-                crcs[index] = isal_zlib.crc32(view[low:high], crc), nbytes + high - low
-            for index in spans[chunk]:
-                _look_inside(work.spans[index], index, start, view, part)
-        for index in alone:
-            _look_alone(descriptor, work.spans[index], index, buffer, part)
+        os.posix_fadvise(descriptor, part.start, part.stop - part.start, os.POSIX_FADV_SEQUENTIAL)
+        size = os.fstat(descriptor).st_size
+        for chunk in _split(part, CHUNK_NBYTES):
+            nbytes = chunk.stop - chunk.start
+            view = buffer[: max(nbytes, min(nbytes + _MORE_NBYTES, size - chunk.start))]
+            _read(descriptor, chunk.start, view)
+            result.nbytes += nbytes
+            for item in chunk.items:
+                if isinstance(item, Record):
+                    low, high = max(item.offset - chunk.start, 0), item.offset + item.nbytes - chunk.start
+                    crc, done = result.crc32.get(item, (0, 0))
+                    inside = view[low : min(high, nbytes)]
+                    result.crc32[item] = isal_zlib.crc32(inside, crc), done + len(inside)
+                else:
+                    _look_at(item, chunk, view, result)
     finally:
         os.close(descriptor)
-    part.crcs = [(index, crc, nbytes) for index, (crc, nbytes) in crcs.items()]
 
 
-def _chunks(piece: _Slice, start: int, nbytes: int) -> range:
-    """Numbers of the chunks of a slice in which some bytes lie."""
-    low, high = max(start, piece.start), min(start + nbytes, piece.stop)
-    if low >= high:
-        return range(0)
-    return range((low - piece.start) // CHUNK_NBYTES, (high - 1 - piece.start) // CHUNK_NBYTES + 1)
-
-
-def _inside(chunk: int, chunk_nbytes: int, start: int, nbytes: int) -> tuple[int, int]:
-    """The part of some bytes that lies in a chunk, counted from its start."""
-    return max(start - chunk, 0), min(start + nbytes - chunk, chunk_nbytes)
+def _look_at(span: Span, chunk: Work, view: memoryview, result: Checked) -> None:
+    """Look at the values of a span that begin in a chunk."""
+    itemsize = ITEMSIZE[span.dtype]
+    first = max(-(-(chunk.start - span.offset) // itemsize), 0)
+    stop = min(-(-(chunk.stop - span.offset) // itemsize), span.numel)
+    if first < stop:
+        low = span.offset + first * itemsize - chunk.start
+        raw = view[low : low + (stop - first) * itemsize]
+        aligned = raw if low % itemsize == 0 else bytearray(raw)
+        if odd := look(torch.frombuffer(aligned, dtype=getattr(torch, span.dtype))):
+            add_odd(result.odd.setdefault(span, {}), odd, first)
 
 
 def _read(descriptor: int, offset: int, view: memoryview) -> None:
@@ -214,51 +184,14 @@ def _read(descriptor: int, offset: int, view: memoryview) -> None:
         done += count
 
 
-def _look_inside(span: Span, index: int, chunk: int, view: memoryview, part: _Part) -> None:
-    low, high = _inside(chunk, len(view), span.byte_offset, span.nbytes)
-    itemsize = ITEMSIZE[span.dtype]
-    if (count := (high - low) // itemsize) > 0:
-        values = torch.frombuffer(view, dtype=getattr(torch, span.dtype), count=count, offset=low)
-        _note(look(values).moved((chunk + low - span.byte_offset) // itemsize), index, part)
-
-
-def _look_alone(descriptor: int, span: Span, index: int, buffer: bytearray, part: _Part) -> None:
-    for start in range(0, span.nbytes, CHUNK_NBYTES):
-        view = memoryview(buffer)[: min(CHUNK_NBYTES, span.nbytes - start)]
-        _read(descriptor, span.byte_offset + start, view)
-        values = torch.frombuffer(view, dtype=getattr(torch, span.dtype))
-        _note(look(values).moved(start // ITEMSIZE[span.dtype]), index, part)
-
-
-def _note(seen: Seen, index: int, part: _Part) -> None:
-    if seen != FINE:
-        part.seen[index] = part.seen.get(index, FINE) + seen
-
-
-def _add(result: Checked, work: Work, part: _Part) -> None:
-    """Add what came of the next slice of a file, in file order."""
-    result.nbytes += part.nbytes
-    result.failure = result.failure or part.failure
-    for index, crc, nbytes in part.crcs:
-        record = work.records[index]
-        before, done = result.crc32.get(record, (0, 0))
-        combined = isal_zlib.crc32_combine(before, crc, nbytes) if done else crc
-        result.crc32[record] = combined, done + nbytes
-    for index, seen in part.seen.items():
-        span = work.spans[index]
-        result.seen[span] = result.seen.get(span, FINE) + seen
-
-
 def wrong_records(work: Work, checked: Checked) -> dict[Record, int]:
     """The records that are not as they were written -> the CRC32 of what they are now.
 
     A CRC32 of 0 is none where all of a file's are (``torch.serialization.set_crc32_options(False)``); and of a record
     that could not be read to its end, nothing can be said.
     """
-    if not has_checksums(work):
-        return {}
     wrong = {}
-    for record in work.records:
+    for record in _records(work) if has_checksums(work) else ():
         crc, nbytes = checked.crc32.get(record, (0, 0))
         if nbytes == record.nbytes and crc != record.crc32:
             wrong[record] = crc
@@ -267,4 +200,9 @@ def wrong_records(work: Work, checked: Checked) -> dict[Record, int]:
 
 def has_checksums(work: Work) -> bool:
     """Whether the file was saved with checksums, or has nothing that could have one."""
-    return any(record.crc32 for record in work.records) or not any(record.nbytes for record in work.records)
+    records = _records(work)
+    return any(record.crc32 for record in records) or not any(record.nbytes for record in records)
+
+
+def _records(work: Work) -> list[Record]:
+    return [item for item in work.items if isinstance(item, Record)]

@@ -6,7 +6,7 @@ rule speaks of is noted, not guessed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.local_state import LiveLayout, LocalState
@@ -19,16 +19,15 @@ from elastic_ckpt.planning.replicas import compare_replicas
 from elastic_ckpt.sharding.offline import decided_layouts
 from elastic_ckpt.sharding.presets import preset_names
 from elastic_ckpt.sharding.resolve import STRICT, Resharding, resolve
+from elastic_ckpt.tools.findings import ERROR, NOTE, Finding, Level
 from elastic_ckpt.tools.opened import rule_book
-from elastic_ckpt.tools.verification.findings import DRIFT, UNCHECKED, Finding
+from elastic_ckpt.tools.verification.findings import DRIFT, UNCHECKED
 
 #: Parameters whose rules and shapes contradict each other are left out one by one, up to so many.
 _MOST_CONTRADICTIONS = 64
 
 
-def check_copies(
-    metadata: CheckpointMetadata, config: ElasticConfig, threads: int
-) -> tuple[list[Finding], list[Finding]]:
+def check_copies(metadata: CheckpointMetadata, config: ElasticConfig, threads: int) -> Iterator[Finding]:
     """Compare copies, value by value. Reads them.
 
     Args:
@@ -40,7 +39,7 @@ def check_copies(
         ConfigError: there is no such preset.
     """
     if metadata.source.tp == 1 and not metadata.replicas:
-        return [], []
+        return
     weights = {name for name, key in metadata.tensors if key in (MASTER, FROZEN, BUFFER)}
     resharding, layouts, unknown = _resharding(metadata, sorted(weights), config)
     local_state = _whole_model(layouts)
@@ -50,17 +49,14 @@ def check_copies(
         copies=(),
         comparisons=compare_replicas(metadata, local_state, resharding, layouts, with_states=True),
     )
-    findings: list[Finding] = []
-    notes: list[Finding] = []
     for drift in united(find_drift(plan, ReadOptions(threads=threads, progress=False))):
         if drift.name in resharding.guessed and (drift.name, drift.key) not in metadata.replicas:
             unknown.add(drift.name)
         else:
             may_differ = drift.name in resharding.averaged
-            (notes if may_differ else findings).append(_drifted(drift, metadata.source.folder))
+            yield _drifted(drift, metadata.source.folder, NOTE if may_differ else ERROR)
     if unknown:
-        notes.append(_no_rule(unknown, metadata.source.folder))
-    return findings, notes
+        yield _no_rule(unknown, metadata.source.folder)
 
 
 def _whole_model(layouts: Mapping[str, LiveLayout]) -> LocalState:
@@ -96,11 +92,11 @@ def _no_rule(unknown: Iterable[str], folder: str) -> Finding:
         f"and which are cut: {listed(unknown)}; name the code base with --preset ({', '.join(preset_names())}), or "
         'give "tp_rules" with --config'
     )
-    return Finding(UNCHECKED, message, folder)
+    return Finding(NOTE, UNCHECKED, message, file=folder)
 
 
-def _drifted(drift: Drift, folder: str) -> Finding:
+def _drifted(drift: Drift, folder: str, level: Level) -> Finding:
     what = "" if drift.key in (MASTER, BUFFER, FROZEN) else f" of {drift.key}"
     apart = f"at most {drift.largest:.3g} and in the mean {drift.mean:.3g} apart"
     message = f"{drift.copies} copies{what}, which should be equal, are {apart}"
-    return Finding(DRIFT, message, folder, drift.name)
+    return Finding(level, DRIFT, message, drift.name, folder)

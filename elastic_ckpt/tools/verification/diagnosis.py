@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, TypeVar
 
 from elastic_ckpt.config import ElasticConfig, state_options
@@ -26,105 +26,77 @@ from elastic_ckpt.formats.spot_check import SavedWeights, spot_check
 from elastic_ckpt.formats.universal_files import index_optimizer, index_state
 from elastic_ckpt.formats.zero3 import index_zero3
 from elastic_ckpt.formats.zero12 import index_zero12
+from elastic_ckpt.tools.findings import ERROR, NOTE, Finding, of_error, one_line
 from elastic_ckpt.tools.opened import open_checkpoint
-from elastic_ckpt.tools.verification.findings import (
-    DAMAGED,
-    FOREIGN,
-    MISSING,
-    UNCHECKED,
-    UNREADABLE,
-    Finding,
-    of_error,
-    one_line,
-    without_repeats,
-)
+from elastic_ckpt.tools.verification.findings import DAMAGED, FOREIGN, MISSING, UNCHECKED, UNREADABLE, kind_of
 from elastic_ckpt.tools.verification.folder import checkpoint_files, missing_files
 
 T = TypeVar("T")
+#: What the files hold that open, by its class and by model-parallel rank.
+Items = dict[tuple[type, int], list[Any]]
+#: The metadata, if there is any, and what is wrong.
+Diagnosis = tuple[CheckpointMetadata | None, list[Finding]]
 #: How many files are tried as the one that the others are compared with.
 _MOST_REFERENCES = 8
 _MODEL_PARALLEL = re.compile(r"mp_rank_(\d+)")
 
 
-@dataclass
-class Diagnosis:
-    """What is wrong, what was not checked, and the metadata, if there is one all the same."""
-
-    findings: list[Finding] = field(default_factory=list)
-    notes: list[Finding] = field(default_factory=list)
-    metadata: CheckpointMetadata | None = None
-
-
-@dataclass
-class _Indexed:
-    """What each file says that opens, by model-parallel rank."""
-
-    models: dict[int, list[ModelShard]] = field(default_factory=dict)
-    optimizers: dict[int, list[OptimizerShard]] = field(default_factory=dict)
-
-    @property
-    def every_model(self) -> list[ModelShard]:
-        return [model for _, models in sorted(self.models.items()) for model in models]
-
-
 def read_metadata(found: Found, config: ElasticConfig) -> Diagnosis:
     """Read a checkpoint's metadata as a load would; where that fails, find out all that is wrong."""
     try:
-        return Diagnosis(metadata=open_checkpoint(found, config).checkpoint.metadata)
+        return open_checkpoint(found, config).checkpoint.metadata, []
     except ElasticCkptError as error:
         return _diagnose(found, config, error)
 
 
 def _diagnose(found: Found, config: ElasticConfig, error: ElasticCkptError) -> Diagnosis:
-    indexed, opened = _open_all(found, config)
-    findings = [finding for finding in opened if finding.code != UNCHECKED]
-    unsupported = [finding for finding in opened if finding.code == UNCHECKED]
-    findings += _missing(found, indexed)
-    odd = _foreign(indexed)
-    findings += odd.findings
-    named = {finding.file for finding in findings}
+    items, findings = _open_all(found, config)
+    models = list(chain(*_of(ModelShard, items)))
+    findings += _missing(found, models)
+    foreign, complaints = _foreign(items)
+    findings += foreign
+    wrong = [finding for finding in findings if finding.level == ERROR]
     if isinstance(error, UnsupportedError):
-        return Diagnosis(findings, [*unsupported, of_error(error, UNCHECKED)])
-    if error.file in named or _complaint(error) in odd.complaints:
-        note = Finding(UNCHECKED, "the tensors, since not all files can be read together")
-        return Diagnosis(findings, [*unsupported, note])
-    if not findings and config.check_shards:
-        return _without_shard_checks(found, config, error, indexed)
-    return _refused(found, findings, error)
+        return None, [*findings, of_error(error, UNCHECKED, NOTE)]
+    if error.file in {finding.file for finding in wrong} or _complaint(error) in complaints:
+        return None, [*findings, Finding(NOTE, UNCHECKED, "the tensors, since not all files can be read together")]
+    if wrong or not config.check_shards:
+        return _refused(found, wrong, error)
+    return _without_shard_checks(found, config, error, models)
 
 
 def _refused(found: Found, findings: list[Finding], error: ElasticCkptError) -> Diagnosis:
-    """Without ZeRO, a live model may be needed to tell which state is which: that is no damage."""
+    """Without ZeRO, only a live model may know which state is which: that is no damage."""
     if not findings and isinstance(error, MismatchError) and not found.files.is_universal:
-        return Diagnosis([], [of_error(error, UNCHECKED)])
-    note = Finding(UNCHECKED, "the tensors, since the files do not fit together")
-    return Diagnosis([*findings, of_error(error)], [note])
+        return None, [of_error(error, UNCHECKED, NOTE)]
+    note = Finding(NOTE, UNCHECKED, "the tensors, since the files do not fit together")
+    return None, [*findings, of_error(error, kind_of(error)), note]
 
 
-def _open_all(found: Found, config: ElasticConfig) -> tuple[_Indexed, list[Finding]]:
-    indexed, findings = _Indexed(), []
+def _open_all(found: Found, config: ElasticConfig) -> tuple[Items, list[Finding]]:
+    """What each file that opens holds; what is wrong with the others."""
+    items: Items = {}
+    findings: list[Finding] = []
     for path in checkpoint_files(found):
+        name = os.path.basename(path)
         try:
             file = open_pickled(path, config.trust_pickle)
-            item = None if os.path.basename(path) in found.files.experts else _index(file, path, config)
+            item = None if name in found.files.experts else _index(file, path, config)
         except ElasticCkptError as error:
-            finding = of_error(error)
-            findings.append(Finding(UNREADABLE, *_rest(finding)) if finding.code == DAMAGED else finding)
-        except Exception as error:  # what a file says may be of any form
-            message = f"not of the form that DeepSpeed writes: {type(error).__name__}: {error}"
-            findings.append(Finding(UNREADABLE, one_line(message), path))
+            kind = UNREADABLE if kind_of(error) == DAMAGED else kind_of(error)
+            findings.append(of_error(error, kind, NOTE if kind == UNCHECKED else ERROR))
+        except Exception as error:  # what a file holds may be of any form
+            text = f"not of the form that DeepSpeed writes: {type(error).__name__}: {error}"
+            findings.append(Finding(ERROR, UNREADABLE, one_line(text), file=path))
         else:
-            match = _MODEL_PARALLEL.search(os.path.basename(path))
-            rank = int(match[1]) if match else 0
-            if isinstance(item, ModelShard):
-                indexed.models.setdefault(rank, []).append(item)
-            elif isinstance(item, OptimizerShard):
-                indexed.optimizers.setdefault(rank, []).append(item)
-    return indexed, findings
+            match = _MODEL_PARALLEL.search(name)
+            items.setdefault((type(item), int(match[1]) if match else 0), []).append(item)
+    return items, findings
 
 
-def _rest(finding: Finding) -> tuple[str, str | None, str | None]:
-    return finding.message, finding.file, finding.parameter
+def _of(kind: type[T], items: Items) -> list[list[T]]:
+    """Those of a class, by model-parallel rank."""
+    return [items[key] for key in sorted((key for key in items if key[0] is kind), key=lambda key: key[1])]
 
 
 def _index(file: PickledFile, path: str, config: ElasticConfig) -> Any:
@@ -144,18 +116,18 @@ def _index(file: PickledFile, path: str, config: ElasticConfig) -> Any:
     return shard
 
 
-def _missing(found: Found, indexed: _Indexed) -> list[Finding]:
-    models = indexed.every_model
-    if not models:
-        return _named(found, missing_files(found.files, None, None))
-    most = _majority([_number(model.counters["dp_world_size"]) for model in models])
-    degrees = _majority([model.stated for model in models]).borne_out(len(found.files.mp_ranks))
-    ranks = degrees.model_parallel or None
-    return _named(found, missing_files(found.files, None if found.files.is_universal else most, ranks))
+def _missing(found: Found, models: Sequence[ModelShard]) -> list[Finding]:
+    dp, ranks = None, None
+    if models:
+        most = _majority([_number(model.counters["dp_world_size"]) for model in models])
+        degrees = _majority([model.stated for model in models]).borne_out(len(found.files.mp_ranks))
+        dp, ranks = None if found.files.is_universal else most, degrees.model_parallel or None
+    text = "no such file; restore it, or take another tag"
+    return [Finding(ERROR, MISSING, text, file=found.path(name)) for name in missing_files(found.files, dp, ranks)]
 
 
 def _number(claim: Any) -> int:
-    """What a file says is a number; 0 where it is none."""
+    """A number that a file claims; 0 where it is none."""
     return claim if isinstance(claim, int) else 0
 
 
@@ -163,62 +135,41 @@ def _majority(items: Sequence[T]) -> T:
     return max(items, key=items.count)
 
 
-def _named(found: Found, names: Iterable[str]) -> list[Finding]:
-    return [Finding(MISSING, "no such file; restore it, or take another tag", found.path(name)) for name in names]
+def _foreign(items: Items) -> tuple[list[Finding], set[tuple[str | None, ...]]]:
+    """Files that are not of the save that most of their kind are of; and what any comparison complained about.
 
-
-@dataclass
-class _Odd:
-    """Files of other saves.
-
-    Attributes:
-        findings: those that differ from most of their kind.
-        complaints: all that was said in comparing them. The reader takes the first file of a kind for the right one; if
-            that is the foreign one, it complains about another.
+    The reader takes the first file of a kind for the right one; if that is the foreign one, it complains about another.
     """
-
-    findings: list[Finding] = field(default_factory=list)
-    complaints: set[tuple[str | None, ...]] = field(default_factory=set)
-
-    def compare(self, items: Sequence[T], check: Callable[[list[T]], None], likeliest: Sequence[T]) -> None:
-        """Find the items against which ``check`` has something, beside the one that most agree with.
-
-        Args:
-            items: all of a kind, in the reader's order.
-            check: raises where the second of two is not of the save of the first.
-            likeliest: the same, those first that are most likely right.
-        """
+    findings: list[Finding] = []
+    complaints: set[tuple[str | None, ...]] = set()
+    for kind, check, likeliest in _kinds(items):
         fewest: list[ElasticCkptError] | None = None
-        for reference in (*likeliest[:_MOST_REFERENCES], *items[:1]):
-            if fewest is not None and 2 * len(fewest) < len(items) and reference is not items[0]:
+        for reference in (*likeliest[:_MOST_REFERENCES], *kind[:1]):
+            if fewest is not None and 2 * len(fewest) < len(kind) and reference is not kind[0]:
                 continue
-            errors = _against(reference, items, check)
-            self.complaints |= {_complaint(error) for error in errors}
+            errors = _against(reference, kind, check)
+            complaints |= {_complaint(error) for error in errors}
             if fewest is None or len(errors) < len(fewest):
                 fewest = errors
-        self.findings += [of_error(error, FOREIGN) for error in fewest or []]
+        findings += [of_error(error, FOREIGN) for error in fewest or []]
+    return findings, complaints
 
 
-def _complaint(error: ElasticCkptError) -> tuple[str | None, ...]:
-    """An error without the rank that raised it."""
-    return error.problem, error.file, error.expected, error.found
+def _kinds(items: Items) -> Iterator[tuple[list[Any], Callable[[list[Any]], None], list[Any]]]:
+    """Files that must be of one save, in the reader's order; what raises where two are not; the likeliest first."""
+    models = _of(ModelShard, items)
+    for of_rank in models:
+        yield of_rank, model_states.check_same_save, of_rank
+    firsts = [of_rank[0] for of_rank in models]
+    yield firsts, lambda pair: model_states.check_same_save(pair, one_rank=False), firsts
+    counters = [model.counters for model in chain(*models)]
+    counted = [_number(one["global_steps"]) - _number(one["skipped_steps"]) for one in counters]
+    for optimizers in _of(OptimizerShard, items):
+        steps = {_majority(counted)} if counted else set()
+        yield optimizers, shards.check_same_save, sorted(optimizers, key=lambda one: not steps <= _steps_of(one))
 
 
-def _foreign(indexed: _Indexed) -> _Odd:
-    """Files that are not of the save that most of their kind are of."""
-    odd = _Odd()
-    steps = _steps(indexed.every_model)
-    for models in indexed.models.values():
-        odd.compare(models, model_states.check_same_save, models)
-    firsts = [models[0] for models in indexed.models.values()]
-    odd.compare(firsts, lambda pair: model_states.check_same_save(pair, one_rank=False), firsts)
-    for optimizers in indexed.optimizers.values():
-        likeliest = sorted(optimizers, key=lambda shard: steps is None or steps not in _steps_of(shard))
-        odd.compare(optimizers, shards.check_same_save, likeliest)
-    return odd
-
-
-def _against(reference: T, items: Sequence[T], check: Callable[[list[T]], None]) -> list[ElasticCkptError]:
+def _against(reference: Any, items: Sequence[Any], check: Callable[[list[Any]], None]) -> list[ElasticCkptError]:
     errors = []
     for item in items:
         if item is not reference:
@@ -229,9 +180,9 @@ def _against(reference: T, items: Sequence[T], check: Callable[[list[T]], None])
     return errors
 
 
-def _steps(models: Sequence[ModelShard]) -> int | None:
-    counted = [_number(model.counters["global_steps"]) - _number(model.counters["skipped_steps"]) for model in models]
-    return _majority(counted) if counted else None
+def _complaint(error: ElasticCkptError) -> tuple[str | None, ...]:
+    """An error without the rank that raised it."""
+    return error.problem, error.file, error.expected, error.found
 
 
 def _steps_of(shard: OptimizerShard) -> set[float]:
@@ -240,20 +191,22 @@ def _steps_of(shard: OptimizerShard) -> set[float]:
     return steps | {group["step"] for group in grouped if isinstance(group.get("step"), int | float)}
 
 
-def _without_shard_checks(found: Found, config: ElasticConfig, error: ElasticCkptError, indexed: _Indexed) -> Diagnosis:
-    """The files fit together but for their values: go on without these, and ask every file."""
+def _without_shard_checks(
+    found: Found, config: ElasticConfig, error: ElasticCkptError, models: Sequence[ModelShard]
+) -> Diagnosis:
+    """The files fit together but for their values: go on without comparing these, and compare those of every file."""
     relaxed = config.model_copy(update={"check_shards": False})
     try:
         metadata = open_checkpoint(found, relaxed).checkpoint.metadata
     except ElasticCkptError as again:
         return _refused(found, [], again)
     errors = [error]
-    models = [SavedWeights(model.path, model.weights) for model in indexed.every_model]
     if metadata.source.tp * metadata.source.pp * metadata.merged_from == 1:
+        weights = [SavedWeights(model.path, model.weights) for model in models]
         for number in range(len(metadata.files)):
-            for model in models:
+            for saved in weights:
                 try:
-                    spot_check(metadata, model, {number})
+                    spot_check(metadata, saved, {number})
                 except ElasticCkptError as other:
                     errors.append(other)
-    return Diagnosis(list(without_repeats(of_error(one, FOREIGN) for one in errors)), [], metadata)
+    return metadata, [of_error(one, FOREIGN) for one in errors]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 
 from elastic_ckpt.errors import ElasticCkptError, NotFoundError, listed
 from elastic_ckpt.formats import Found
 from elastic_ckpt.formats.detect import LATEST as LATEST_FILE
 from elastic_ckpt.formats.detect import LATEST_UNIVERSAL, list_tags, look_at
 from elastic_ckpt.formats.naming import SWAPPED_FOLDER, UNIVERSAL_FOLDER, FolderFiles
+from elastic_ckpt.tools.findings import ERROR, NOTE, Finding, of_error
 from elastic_ckpt.tools.opened import locate
-from elastic_ckpt.tools.verification.findings import LATEST, UNCHECKED, UNREADABLE, Finding, of_error
+from elastic_ckpt.tools.verification.findings import LATEST, UNCHECKED, UNREADABLE
 
 _RANKS = re.compile(r"zero_pp_rank_\d+_mp_rank_\d+")
 #: Numbers of ranks in a file are only claims: beyond this many, what is missing is not listed.
@@ -22,8 +22,8 @@ _MOST_TAG_NBYTES = 4096
 _SCRIPT = ".py"
 
 
-def choose(folder: str, tag: str | None, trust_pickle: bool) -> tuple[Found | None, list[Finding], list[Finding]]:
-    """The checkpoint to verify; findings about the ``latest`` files; notes.
+def choose(folder: str, tag: str | None, trust_pickle: bool) -> tuple[Found | None, list[Finding]]:
+    """The checkpoint to verify, and what is wrong with the ``latest`` files.
 
     Where ``latest`` is of no use, ``latest_universal`` may be; or there is one tag only.
 
@@ -32,51 +32,37 @@ def choose(folder: str, tag: str | None, trust_pickle: bool) -> tuple[Found | No
     """
     path = os.path.abspath(folder)
     if tag is None and look_at(os.path.dirname(path), os.path.basename(path)) is not None:
-        return locate(path, None), [], []
-    findings = [finding for name in (LATEST_FILE, LATEST_UNIVERSAL) for finding in _pointer(path, name)]
-    if tag is not None:
-        return locate(path, tag), findings, []
+        return locate(path, None), []
+    tags, named, findings = list_tags(path), {}, []
+    for name in (LATEST_FILE, LATEST_UNIVERSAL):
+        pointer = os.path.join(path, name)
+        if not os.path.lexists(pointer):
+            continue
+        try:
+            with open(pointer, encoding="utf-8") as stream:
+                named[name] = pointed = stream.read(_MOST_TAG_NBYTES).strip()
+        except (OSError, UnicodeDecodeError) as error:
+            findings.append(Finding(ERROR, LATEST, f"cannot be read: {error}", file=pointer))
+            continue
+        is_below = bool(pointed) and not os.path.isabs(pointed) and ".." not in pointed.split("/")
+        if pointed not in tags and not (is_below and look_at(path, pointed)):
+            text = f"names {pointed!r}, which is not there; there are {listed(tags)}"
+            findings.append(Finding(ERROR, LATEST, text, file=pointer))
     try:
-        return locate(path, None, trust_pickle=trust_pickle), findings, []
+        return locate(path, tag, trust_pickle=trust_pickle), findings
     except ElasticCkptError as error:
-        tags = list_tags(path)
-        if not tags:
+        if tag is not None or not tags:
             raise
         findings = findings or [of_error(error, LATEST if isinstance(error, NotFoundError) else UNREADABLE)]
-    for name in (LATEST_FILE, LATEST_UNIVERSAL):
-        pointed = _tag_of(os.path.join(path, name))
+    for name, pointed in named.items():
         if pointed in tags:
-            return look_at(path, pointed), findings, [Finding(LATEST, f"verified {pointed}, which {name} names", path)]
+            note = Finding(NOTE, LATEST, f"verified {pointed}, which {name} names", file=path)
+            return look_at(path, pointed), [*findings, note]
     if len(tags) > 1:
-        return None, findings, [Finding(UNCHECKED, f"none of the tags {listed(tags)}: say which with --tag", path)]
-    return look_at(path, tags[0]), findings, [Finding(LATEST, f"verified {tags[0]}, the only tag there is", path)]
-
-
-def _pointer(folder: str, name: str) -> Iterator[Finding]:
-    path = os.path.join(folder, name)
-    if not os.path.lexists(path):
-        return
-    try:
-        with open(path, encoding="utf-8") as stream:
-            tag = stream.read(_MOST_TAG_NBYTES).strip()
-    except (OSError, UnicodeDecodeError) as error:
-        yield Finding(LATEST, f"cannot be read: {error}", path)
-        return
-    tags = list_tags(folder)
-    if tag not in tags and not (_is_relative(tag) and look_at(folder, tag) is not None):
-        yield Finding(LATEST, f"names {tag!r}, which is not there; there are {listed(tags)}", path)
-
-
-def _tag_of(path: str) -> str | None:
-    try:
-        with open(path, encoding="utf-8") as stream:
-            return stream.read(_MOST_TAG_NBYTES).strip()
-    except (OSError, UnicodeDecodeError):
-        return None
-
-
-def _is_relative(tag: str) -> bool:
-    return bool(tag) and "\0" not in tag and not os.path.isabs(tag) and ".." not in tag.split("/")
+        note = Finding(NOTE, UNCHECKED, f"none of the tags {listed(tags)}: say which with --tag", file=path)
+        return None, [*findings, note]
+    note = Finding(NOTE, LATEST, f"verified {tags[0]}, the only tag there is", file=path)
+    return look_at(path, tags[0]), [*findings, note]
 
 
 def checkpoint_files(found: Found) -> list[str]:
@@ -110,28 +96,23 @@ def other_files(found: Found) -> list[str]:
 
 
 def missing_files(files: FolderFiles, dp: int | None, model_parallel: int | None) -> list[str]:
-    """Names of files that ought to be there. Pure.
+    """Names of files that ought to be there.
 
     Args:
         files: what is there.
         dp: data-parallel degree, as files say; ``None``: none does.
         model_parallel: number of model-parallel ranks, as files say.
     """
-    seen = [at for at, _ in (*files.optimizer, *files.model_zero3)]
-    dp_count = max(dp or 0, max(seen, default=-1) + 1)
-    mp_count = max(model_parallel or 0, max(files.mp_ranks, default=-1) + 1)
-    if dp_count * mp_count > _MOST_RANKS:
+    sharded = (files.model_zero3, files.optimizer)
+    dps = range(max([dp or 0, *(at + 1 for names in sharded for at, _ in names)]))
+    mps = range(max([model_parallel or 0, *(mp + 1 for mp in files.mp_ranks)]))
+    if len(dps) * len(mps) > _MOST_RANKS:
         return []
-    dps, mps = range(dp_count), range(mp_count)
     missing = [f"mp_rank_{mp:02d}_model_states.pt" for mp in mps if files.model and mp not in files.model]
-    for names in (files.model_zero3, files.optimizer):
-        if names:
-            sample = next(iter(names.values()))
-            absent = [(at, mp) for mp in mps for at in dps if (at, mp) not in names]
-            missing += [_RANKS.sub(f"zero_pp_rank_{at}_mp_rank_{mp:02d}", sample) for at, mp in absent]
-    tps = {tp for _, tp in files.layers}
-    for layer in sorted({layer for layer, _ in files.layers}):
-        missing += [
-            f"layer_{layer:02d}-model_{tp:02d}-model_states.pt" for tp in tps if (layer, tp) not in files.layers
-        ]
-    return missing
+    for names in filter(None, sharded):
+        sample = next(iter(names.values()))
+        absent = [(at, mp) for mp in mps for at in dps if (at, mp) not in names]
+        missing += [_RANKS.sub(f"zero_pp_rank_{at}_mp_rank_{mp:02d}", sample) for at, mp in absent]
+    layers, tps = {layer for layer, _ in files.layers}, {tp for _, tp in files.layers}
+    absent = [(layer, tp) for layer in sorted(layers) for tp in tps if (layer, tp) not in files.layers]
+    return missing + [f"layer_{layer:02d}-model_{tp:02d}-model_states.pt" for layer, tp in absent]

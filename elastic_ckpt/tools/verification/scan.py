@@ -1,4 +1,4 @@
-"""Where in the files values lie that must be numbers, and whether they are. Padding is none of these."""
+"""Which values in the files must be numbers, and whether they are. Padding is none of these."""
 
 from __future__ import annotations
 
@@ -12,26 +12,29 @@ import torch
 from elastic_ckpt.core.dtypes import ITEMSIZE
 from elastic_ckpt.core.metadata import BUFFER, CheckpointMetadata, StorageChunk, TensorMetadata
 from elastic_ckpt.formats.pickled import PickledFile, TensorRef
-from elastic_ckpt.tools.verification.findings import INF, NAN, Finding
+from elastic_ckpt.tools.findings import ERROR, NOTE, Finding
+from elastic_ckpt.tools.verification.findings import INF, NAN
 
 #: CheckpointMetadata keys have their own names; this one stands for the weights as the model computes with them.
 WEIGHTS = "weights"
 _INTEGERS = frozenset({"int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64", "bool"})
+#: Values that are no numbers: kind (:data:`NAN`, :data:`INF`) -> how many there are, and the index of the first.
+Odd = dict[str, tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Values that lie one behind the other in a file.
+    """Consecutive values in a file.
 
     Attributes:
-        byte_offset: of the first one in the file.
+        offset: of the first one in the file, in bytes.
         numel: how many.
         dtype: name of their torch dtype.
         name, key: of the tensor that they are of.
-        start: number of the first one in that tensor, or in the tensor-parallel shard of it.
+        start: index of the first one in that tensor, or in the tensor-parallel shard of it.
     """
 
-    byte_offset: int
+    offset: int
     numel: int
     dtype: str
     name: str
@@ -43,93 +46,59 @@ class Span:
         """Their size."""
         return self.numel * ITEMSIZE[self.dtype]
 
-    @property
-    def is_aligned(self) -> bool:
-        """Whether each value begins at a multiple of its size in the file."""
-        return self.byte_offset % ITEMSIZE[self.dtype] == 0
 
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """Values that are no finite numbers: how many NaN, how many infinite ones, and which is the first of each kind.
-
-    ``first_nan`` and ``first_inf`` count from wherever the one who looked began; -1: there is none.
-    """
-
-    nans: int = 0
-    infs: int = 0
-    first_nan: int = -1
-    first_inf: int = -1
-
-    def moved(self, by: int) -> Seen:
-        """The same, counted from a place so many elements earlier."""
-        return Seen(
-            self.nans,
-            self.infs,
-            self.first_nan + by if self.nans else -1,
-            self.first_inf + by if self.infs else -1,
-        )
-
-    def __add__(self, other: Seen) -> Seen:
-        def first(mine: int, others: int) -> int:
-            return min((place for place in (mine, others) if place >= 0), default=-1)
-
-        return Seen(
-            self.nans + other.nans,
-            self.infs + other.infs,
-            first(self.first_nan, other.first_nan),
-            first(self.first_inf, other.first_inf),
-        )
-
-
-FINE = Seen()
-
-
-def look(values: torch.Tensor) -> Seen:
+def look(values: torch.Tensor) -> Odd:
     """Count NaN and infinite values of a flat tensor.
 
-    A sum shows fast that all are finite, since neither NaN nor infinity ever leaves one; what it does show may still be
-    an overflow, so they are looked at one by one then.
+    A finite sum shows fast that all are finite, since neither NaN nor infinity ever leaves one. One that is not may
+    still be an overflow: then every value is looked at.
     """
     if values.element_size() == 1:  # no 8-bit type can be summed
         values = values.to(torch.float32)
     total = values.sum(dtype=torch.float32) if values.dtype == torch.float16 else values.sum()
     if bool(torch.isfinite(total)):
-        return FINE
-    nan, inf = torch.isnan(values), torch.isinf(values)
-    nans, infs = int(nan.sum()), int(inf.sum())
-    return Seen(nans, infs, int(nan.int().argmax()) if nans else -1, int(inf.int().argmax()) if infs else -1)
+        return {}
+    masks = {NAN: torch.isnan(values), INF: torch.isinf(values)}
+    return {kind: (int(mask.sum()), int(mask.int().argmax())) for kind, mask in masks.items() if mask.any()}
+
+
+def add_odd(total: Odd, more: Odd, start: int = 0) -> None:
+    """Add values that were counted from element ``start`` on to a total."""
+    for kind, (count, first) in more.items():
+        before, earliest = total.get(kind, (0, first + start))
+        total[kind] = before + count, min(earliest, first + start)
 
 
 def catalog_spans(metadata: CheckpointMetadata) -> dict[str, list[Span]]:
-    """Path -> the values of a metadata's tensors that lie in that file, copies of other pipeline stages among them."""
+    """Path -> the values of a metadata's tensors in that file, replicas of other pipeline stages among them."""
     spans: dict[str, list[Span]] = {}
     for tensor in chain(metadata.tensors.values(), *metadata.replicas.values()):
         for chunk in tensor.chunks:
-            for span in _spans(tensor, chunk):
+            if span := _span(tensor, chunk):
                 spans.setdefault(metadata.files[chunk.file].path, []).append(span)
     return spans
 
 
-def _spans(tensor: TensorMetadata, chunk: StorageChunk) -> Iterator[Span]:
+def _span(tensor: TensorMetadata, chunk: StorageChunk) -> Span | None:
+    """The values of a chunk; of a quantized one, its scales."""
     code = chunk.code
     if code is None:
-        if tensor.dtype not in _INTEGERS:
-            yield Span(chunk.byte_offset, chunk.range.numel, tensor.dtype, tensor.name, tensor.key, chunk.range.start)
-        return
+        if tensor.dtype in _INTEGERS:
+            return None
+        return Span(chunk.byte_offset, chunk.range.numel, tensor.dtype, tensor.name, tensor.key, chunk.range.start)
     if not chunk.range.numel:
-        return
+        return None
     first = code.position // code.format.numel
     last = (code.position + chunk.range.numel - 1) // code.format.numel
     offset = code.scales_offset + first * ITEMSIZE["float32"]
-    yield Span(offset, last - first + 1, "float32", tensor.name, code.format.scales, first)
+    return Span(offset, last - first + 1, "float32", tensor.name, code.format.scales, first)
 
 
 def weight_spans(file: PickledFile, sections: Mapping[str, Any]) -> list[Span]:
     """The values of all tensors below some sections of a file, by the paths that lead to them.
 
     Args:
-        file: where they lie.
+        file: the file.
         sections: name that the paths begin with (empty: none) -> a part of the file's tree.
     """
     found = (item for name, node in sections.items() for item in _tensors(node, name))
@@ -153,30 +122,26 @@ def _tensors(node: Any, name: str) -> Iterator[tuple[str, TensorRef]]:
         yield from _tensors(value, f"{name}/{key}" if name else str(key))
 
 
-def without_twice(known: Iterable[Span], others: Iterable[Span]) -> list[Span]:
-    """``known``, and those of the others that do not lie at the place of one of them."""
-    known = list(known)
-    places = {(span.byte_offset, span.numel) for span in known}
-    unique: dict[tuple[int, int], Span] = {}
+def without_repeats(known: Iterable[Span], others: Iterable[Span]) -> list[Span]:
+    """``known``, and those of the others that are not the same bytes as one before them."""
+    spans = list(known)
+    seen = {(span.offset, span.numel) for span in spans}
     for span in others:
-        if (span.byte_offset, span.numel) not in places:
-            unique.setdefault((span.byte_offset, span.numel), span)
-    return known + list(unique.values())
+        if (span.offset, span.numel) not in seen:
+            seen.add((span.offset, span.numel))
+            spans.append(span)
+    return spans
 
 
-def judge(path: str, seen: Mapping[Span, Seen]) -> tuple[list[Finding], list[Finding]]:
-    """What was seen in one file as findings, one a tensor and kind, and notes: infinity may be meant in a buffer."""
-    totals: dict[tuple[str, str], Seen] = {}
-    for span, what in seen.items():
-        totals[span.name, span.key] = totals.get((span.name, span.key), FINE) + what.moved(span.start)
-    findings: list[Finding] = []
-    notes: list[Finding] = []
-    for (name, key), what in totals.items():
+def judge(path: str, odd: Mapping[Span, Odd]) -> Iterator[Finding]:
+    """What was seen in one file, one finding a tensor and kind; infinity in a buffer may be meant, and is a note."""
+    totals: dict[tuple[str, str], Odd] = {}
+    for span, counts in odd.items():
+        add_odd(totals.setdefault((span.name, span.key), {}), counts, span.start)
+    for (name, key), total in totals.items():
         counted = "block" if key.startswith("absmax") else "element"
-        if what.nans:
-            message = f"{what.nans} NaN in {key}, the first at {counted} {what.first_nan}"
-            findings.append(Finding(NAN, message, path, name))
-        if what.infs:
-            message = f"{what.infs} infinite values in {key}, the first at {counted} {what.first_inf}"
-            (notes if key == BUFFER else findings).append(Finding(INF, message, path, name))
-    return findings, notes
+        for kind, what in ((NAN, "NaN"), (INF, "infinite values")):
+            if kind in total:
+                count, first = total[kind]
+                level = NOTE if kind == INF and key == BUFFER else ERROR
+                yield Finding(level, kind, f"{count} {what} in {key}, the first at {counted} {first}", name, path)
