@@ -1,4 +1,4 @@
-"""``elastic-ckpt``: puts the commands together.
+"""``elastic-ckpt``: the commands, and the options that several of them share.
 
 Exit codes of all: 0, all is well; 1, something was found (damage, a difference, a load that would be refused); 2, wrong
 usage; 3, the checkpoint cannot be read.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -24,6 +25,21 @@ COMMANDS = {
     ),
     "verify": "Look for missing, foreign and damaged files, and list all that is wrong, one line each.",
 }
+
+
+Folder = Annotated[
+    Path, typer.Argument(metavar="DIR", help="Folder with a [bold]latest[/] file, or the folder of one tag.")
+]
+Tag = Annotated[str | None, typer.Option("--tag", help="Which checkpoint of the folder; default: the latest.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON to standard output, and nothing else there.")]
+Config = Annotated[
+    Path | None,
+    typer.Option("--config", help='DeepSpeed config; its "elastic_checkpoint" section counts, as in a load.'),
+]
+Preset = Annotated[
+    str | None, typer.Option("--preset", help='Rules of a code base ("tp_preset"): bloom, gpt-neox, megatron-core ...')
+]
+TrustPickle = Annotated[bool, typer.Option("--trust-pickle", help="Let checkpoint files run code while they are read.")]
 
 
 class LazyCommands(TyperGroup):

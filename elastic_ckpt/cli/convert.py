@@ -10,12 +10,11 @@ from rich.markup import escape
 from rich.table import Table
 from tqdm import tqdm
 
-from elastic_ckpt.cli.app import app
-from elastic_ckpt.cli.options import AsJson, Config, Folder, Preset, Tag, TrustPickle
+from elastic_ckpt.cli.app import AsJson, Config, Folder, Preset, Tag, TrustPickle, app
 from elastic_ckpt.cli.output import console, errors_end_the_command, print_json, printable
 from elastic_ckpt.tools.conversion import ConversionOptions, ConversionReport
 from elastic_ckpt.tools.conversion import convert as run_conversion
-from elastic_ckpt.tools.opened import config_of, locate, open_checkpoint
+from elastic_ckpt.tools.opened import config_of, open_folder
 
 _EXAMPLE = "Example: [bold]elastic-ckpt convert checkpoints universal/global_step100[/]"
 
@@ -49,7 +48,7 @@ def convert(
         raise typer.BadParameter(f"there is no format {to!r}: universal", param_hint="--to")
     with errors_end_the_command(as_json):
         options = config_of(config, tp_preset=preset, trust_pickle=trust_pickle or None, replicated_params=replicated)
-        opened = open_checkpoint(locate(str(folder), tag, False, options.trust_pickle), options)
+        opened = open_folder(str(folder), tag, options)
         progress = False if as_json else None
         report = run_conversion(opened, out, ConversionOptions(threads, chunk_mib << 20, progress, restart))
     if as_json:

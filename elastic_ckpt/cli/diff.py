@@ -10,11 +10,10 @@ from rich.markup import escape
 from rich.table import Table
 from tqdm import tqdm
 
-from elastic_ckpt.cli.app import app
-from elastic_ckpt.cli.options import AsJson, Config, Preset, TrustPickle
-from elastic_ckpt.cli.output import EXIT_FOUND, console, errors_end_the_command, print_json, printable
+from elastic_ckpt.cli.app import AsJson, Config, Preset, TrustPickle, app
+from elastic_ckpt.cli.output import console, end_with, errors_end_the_command, print_json, printable
 from elastic_ckpt.tools.comparison import Comparison, compare
-from elastic_ckpt.tools.opened import config_of, locate, open_checkpoint
+from elastic_ckpt.tools.opened import config_of, open_folder
 
 _EXAMPLE = "Example: [bold]elastic-ckpt diff checkpoints/step100 universal/step100[/]"
 _SHOWN = 50
@@ -44,14 +43,13 @@ def diff(
     """
     with errors_end_the_command(as_json):
         options = config_of(config, tp_preset=preset, trust_pickle=trust_pickle or None, replicated_params=replicated)
-        both = [open_checkpoint(locate(str(path), None, False, options.trust_pickle), options) for path in (a, b)]
-        outcome = compare(both[0], both[1], threads, False if as_json else None)
+        first, second = (open_folder(str(path), None, options) for path in (a, b))
+        outcome = compare(first, second, threads, False if as_json else None)
     if as_json:
         print_json(outcome)
     else:
         _show(outcome, show_all)
-    if outcome.differences:
-        raise typer.Exit(EXIT_FOUND)
+    end_with(found=bool(outcome.differences))
 
 
 def _show(outcome: Comparison, show_all: bool) -> None:

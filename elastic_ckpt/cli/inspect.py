@@ -5,18 +5,14 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from elastic_ckpt.cli.app import app
+from elastic_ckpt.cli.app import AsJson, Config, Folder, Preset, Tag, TrustPickle, app
 from elastic_ckpt.cli.inspect_view import file_tree, parameter_table, report
-from elastic_ckpt.cli.options import AsJson, Config, Folder, Preset, Tag, TrustPickle
-from elastic_ckpt.cli.output import EXIT_FOUND, console, errors_end_the_command, print_json
+from elastic_ckpt.cli.output import end_with, errors_end_the_command, print_json, print_wide
 from elastic_ckpt.tools.inspection import inspect_folder
 from elastic_ckpt.tools.opened import config_of
 
 _EXAMPLE = "Example: [bold]elastic-ckpt inspect checkpoints --params[/]"
-#: Columns of the report where nobody looks at a terminal.
-_WIDTH = 100
 
 
 @app.command(epilog=_EXAMPLE)
@@ -47,8 +43,5 @@ def inspect(
         shown = report(inspection)
         shown += [parameter_table(inspection)] if params else []
         shown += [file_tree(inspection)] if tree else []
-        wide = console if console.is_terminal else Console(width=max(console.width, _WIDTH))
-        for part in shown:
-            wide.print(part)
-    if not inspection.ok:
-        raise typer.Exit(EXIT_FOUND)
+        print_wide(shown)
+    end_with(found=not inspection.ok)

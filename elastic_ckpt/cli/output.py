@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.markup import escape
 
 from elastic_ckpt.errors import ConfigError, ElasticCkptError
@@ -19,7 +19,9 @@ from elastic_ckpt.errors import ConfigError, ElasticCkptError
 EXIT_FOUND, EXIT_USAGE, EXIT_UNREADABLE = 1, 2, 3
 
 console = Console()
-_errors = Console(stderr=True)
+error_console = Console(stderr=True)
+#: Columns of a report that is not printed to a terminal.
+_WIDTH = 100
 
 
 def print_json(what: Any) -> None:
@@ -34,6 +36,19 @@ def _finite(item: Any) -> Any:
     if isinstance(item, list):
         return [_finite(value) for value in item]
     return str(item) if isinstance(item, float) and not math.isfinite(item) else item
+
+
+def print_wide(parts: Iterable[RenderableType]) -> None:
+    """Print a report; where it goes to no terminal, as wide as its tables need."""
+    wide = console if console.is_terminal else Console(width=max(console.width, _WIDTH))
+    for part in parts:
+        wide.print(part)
+
+
+def end_with(found: bool) -> None:
+    """End the command with exit code 1 if something was found."""
+    if found:
+        raise typer.Exit(EXIT_FOUND)
 
 
 def printable(text: str) -> str:
@@ -63,5 +78,5 @@ def errors_end_the_command(as_json: bool) -> Iterator[None]:
         if as_json:
             print_json(error_as_dict(error))
         else:
-            _errors.print(f"[bold red]{type(error).__name__}[/]: {escape(printable(str(error)))}", soft_wrap=True)
+            error_console.print(f"[bold red]{type(error).__name__}[/]: {escape(printable(str(error)))}", soft_wrap=True)
         raise typer.Exit(EXIT_USAGE if isinstance(error, ConfigError) else EXIT_UNREADABLE) from error

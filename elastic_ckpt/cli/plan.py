@@ -8,13 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from tqdm import tqdm
 
-from elastic_ckpt.cli.app import app
-from elastic_ckpt.cli.options import AsJson, Config, Preset, Tag, TrustPickle
-from elastic_ckpt.cli.output import EXIT_FOUND, console, error_as_dict, errors_end_the_command, print_json
+from elastic_ckpt.cli.app import AsJson, Config, Preset, Tag, TrustPickle, app
+from elastic_ckpt.cli.output import (
+    EXIT_FOUND,
+    error_as_dict,
+    error_console,
+    errors_end_the_command,
+    print_json,
+    print_wide,
+)
 from elastic_ckpt.cli.plan_document import document
 from elastic_ckpt.cli.plan_options import (
     MOST_RANKS,
@@ -46,7 +51,7 @@ from elastic_ckpt.io.reader import read_options
 from elastic_ckpt.sharding.presets import preset_names
 from elastic_ckpt.tools.cluster import DEFAULT_BANDWIDTH, Cluster
 from elastic_ckpt.tools.forecast import Precision
-from elastic_ckpt.tools.opened import config_of, load_options, locate, open_checkpoint
+from elastic_ckpt.tools.opened import config_of, load_options, open_folder
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
 from elastic_ckpt.tools.virtual.scale import scale_metadata
 from elastic_ckpt.tools.virtual.scale_config import ScaleModel, load_scale
@@ -54,9 +59,6 @@ from elastic_ckpt.tools.virtual.survey import Setting, Survey, some_ranks, surve
 
 _EXAMPLE = "Example: [bold]elastic-ckpt plan /ckpt --dp 8 --tp 4 --pp 2 --nodes 8 --bandwidth 5GB/s[/]"
 _RANKS_PER_NODE = 8
-#: Columns of the report where nobody looks at a terminal.
-_WIDTH = 100
-_errors = Console(stderr=True)
 
 
 @app.command("plan", epilog=_EXAMPLE)
@@ -126,7 +128,7 @@ class _Source:
 
 def _of_folder(folder: str, tag: str | None, config: ElasticConfig, with_states: bool) -> _Source:
     try:
-        opened = open_checkpoint(locate(folder, tag, trust_pickle=config.trust_pickle), config, with_states)
+        opened = open_folder(folder, tag, config, with_states)
     except MismatchError as error:  # states without names, which only live param groups could tell apart
         if with_states:
             error.remedy = f"--weights-only plans the weights alone; of a live run: {error.remedy}"
@@ -188,16 +190,14 @@ def _refusals_end_the_command(as_json: bool) -> Iterator[None]:
         if as_json:
             print_json({"refused": {**error_as_dict(error), **({"option": hint} if hint else {})}})
         else:
-            _errors.print(f"[bold red]refused[/]: {escape(str(error))}", soft_wrap=True)
+            error_console.print(f"[bold red]refused[/]: {escape(str(error))}", soft_wrap=True)
             if hint:
-                _errors.print(f"  {'option:':<11}{escape(hint)}", soft_wrap=True, highlight=False)
+                error_console.print(f"  {'option:':<11}{escape(hint)}", soft_wrap=True, highlight=False)
         raise typer.Exit(EXIT_FOUND) from error
 
 
 def _print(job: VirtualJob, found: Survey, setting: Setting, name: str, in_detail: bool, as_json: bool) -> None:
     if as_json:
         print_json(document(job, found, setting, name, in_detail))
-        return
-    wide = console if console.is_terminal else Console(width=max(console.width, _WIDTH))
-    for part in report(job, found, setting, name, in_detail):
-        wide.print(part)
+    else:
+        print_wide(report(job, found, setting, name, in_detail))

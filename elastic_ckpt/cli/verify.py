@@ -7,12 +7,10 @@ import os
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
-from elastic_ckpt.cli.app import app
-from elastic_ckpt.cli.options import AsJson, Config, Folder, Preset, Tag, TrustPickle
-from elastic_ckpt.cli.output import EXIT_FOUND, console, errors_end_the_command, print_json
+from elastic_ckpt.cli.app import AsJson, Config, Folder, Preset, Tag, TrustPickle, app
+from elastic_ckpt.cli.output import console, end_with, error_console, errors_end_the_command, print_json
 from elastic_ckpt.tools.findings import Finding
 from elastic_ckpt.tools.opened import config_of
 from elastic_ckpt.tools.verification import Verification
@@ -20,7 +18,6 @@ from elastic_ckpt.tools.verification import verify as verify_checkpoint
 
 _MOST_THREADS = 16
 _EXAMPLE = "Example: elastic-ckpt verify /ckpt --full --preset megatron-core"
-_notes = Console(stderr=True)
 
 
 @app.command("verify", epilog=_EXAMPLE)
@@ -63,8 +60,7 @@ def verify(
         print_json({"ok": not found.findings, **dataclasses.asdict(found), **plain})
     else:
         _print(found)
-    if found.findings:
-        raise typer.Exit(EXIT_FOUND)
+    end_with(found=bool(found.findings))
 
 
 def _plain(finding: Finding) -> dict[str, str | None]:
@@ -78,7 +74,7 @@ def _plain(finding: Finding) -> dict[str, str | None]:
 
 def _print(found: Verification) -> None:
     for note in found.notes:
-        _notes.print(f"note: {escape(note.line(found.folder))}", soft_wrap=True, highlight=False)
+        error_console.print(f"note: {escape(note.line(found.folder))}", soft_wrap=True, highlight=False)
     for finding in found.findings:
         console.print(escape(finding.line(found.folder)), soft_wrap=True, highlight=False)
     if not found.findings:

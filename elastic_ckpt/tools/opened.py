@@ -26,7 +26,7 @@ class Opened:
     config: ElasticConfig
 
 
-def locate(folder: str, tag: str | None, prefer_universal: bool = False, trust_pickle: bool = False) -> Found:
+def locate(folder: str, tag: str | None, trust_pickle: bool = False) -> Found:
     """Find the checkpoint in a folder: one with a ``latest`` file, or the folder of a tag itself.
 
     Raises:
@@ -34,7 +34,7 @@ def locate(folder: str, tag: str | None, prefer_universal: bool = False, trust_p
     """
     path = os.path.abspath(folder)
     itself = None if tag is not None else look_at(os.path.dirname(path), os.path.basename(path))
-    found = itself or find_checkpoint(path, tag, prefer_universal, trust_pickle)
+    found = itself or find_checkpoint(path, tag, prefer_universal=False, trust_pickle=trust_pickle)
     if found is None:
         raise NotFoundError(
             "there is no DeepSpeed checkpoint here",
@@ -60,6 +60,11 @@ def open_checkpoint(found: Found, config: ElasticConfig, with_states: bool = Tru
         with_states=with_states,
     )
     return Opened(found, READERS[found.format](found, options), config)
+
+
+def open_folder(folder: str, tag: str | None, config: ElasticConfig, with_states: bool = True) -> Opened:
+    """:func:`locate`, then :func:`open_checkpoint`."""
+    return open_checkpoint(locate(folder, tag, config.trust_pickle), config, with_states)
 
 
 def config_of(path: Path | None, **overrides: Any) -> ElasticConfig:

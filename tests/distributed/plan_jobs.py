@@ -14,7 +14,7 @@ from elastic_ckpt.engines.place import one_rank, with_place
 from elastic_ckpt.engines.select import select_adapter
 from elastic_ckpt.io.reader import ReadOptions
 from elastic_ckpt.tools.forecast import reads_of
-from elastic_ckpt.tools.opened import config_of, load_options, locate, open_checkpoint
+from elastic_ckpt.tools.opened import config_of, load_options, open_folder
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
 from tests.distributed import parallel_models
 from tests.distributed.model import build_engine, close, setup_from_json
@@ -57,7 +57,7 @@ def assert_alike(engine: Any, folder: str, stage: int, where: str, sub_group: in
     place = mine.place
     live = with_place(live, mine, ranks.share(mine))
     config = config_of(None)
-    metadata = open_checkpoint(locate(folder, None), config).checkpoint.metadata
+    metadata = open_folder(folder, None, config).checkpoint.metadata
     more = {} if sub_group is None else {"sub_group_numel": sub_group}
     job = VirtualJob(metadata, Topology(place.dp, place.tp, place.pp, stage, **more), load_options(config))
     assert job.topology.place(dist.get_rank()) == place, where

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elastic_ckpt.config import ElasticConfig
-from elastic_ckpt.tools.opened import load_options, locate, open_checkpoint
+from elastic_ckpt.tools.opened import load_options, open_folder
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
 from tests.oracle.coverage import Coverage, Proof
 
@@ -18,5 +18,5 @@ def proof_of(job: VirtualJob) -> Proof:
 
 def proof_of_folder(folder: str, topology: Topology, with_states: bool = True) -> Proof:
     """:func:`proof_of` a job that resumes the checkpoint in a folder."""
-    opened = open_checkpoint(locate(folder, None), ElasticConfig(), with_states)
+    opened = open_folder(folder, None, ElasticConfig(), with_states)
     return proof_of(VirtualJob(opened.checkpoint.metadata, topology, load_options(opened.config, with_states)))

@@ -19,7 +19,7 @@ import torch
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata
 from elastic_ckpt.errors import ConfigError, MismatchError
-from elastic_ckpt.tools.opened import load_options, locate, open_checkpoint
+from elastic_ckpt.tools.opened import load_options, open_folder
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
 from elastic_ckpt.tools.virtual.scale import scale_metadata
 from elastic_ckpt.tools.virtual.scale_config import ScaleModel, load_scale, scale_names
@@ -265,7 +265,7 @@ def test_an_imagined_checkpoint_is_the_real_one(tmp_path: Path, optimizer: str) 
     model = small_model(optimizer)
     write(model, tmp_path)
     imagined = scale_metadata(model)
-    real = open_checkpoint(locate(str(tmp_path), None), ElasticConfig()).checkpoint.metadata
+    real = open_folder(str(tmp_path), None, ElasticConfig()).checkpoint.metadata
 
     def described(metadata: CheckpointMetadata) -> dict[str, Any]:
         names = [os.path.basename(file.path) for file in metadata.files]

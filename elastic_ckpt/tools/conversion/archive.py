@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import os
 import struct
-import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from isal import isal_zlib
@@ -21,14 +19,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from elastic_ckpt.core.dtypes import ITEMSIZE
 from elastic_ckpt.core.flat_ranges import FlatRange
+from elastic_ckpt.tools.verification.archive import Record, read_archive
 
 #: Fills a flat tensor with the given elements of the one that is written.
 Fill = Callable[[FlatRange, torch.Tensor], None]
 
-#: Signatures, sizes and places of the zip format (APPNOTE.TXT, 4.3.7, 4.3.9, 4.3.12).
-_DESCRIPTOR = b"PK\x07\x08"
-_CENTRAL = b"PK\x01\x02"
-_LOCAL_NBYTES, _CENTRAL_NBYTES, _CENTRAL_CRC = 30, 46, 16
+#: Where the CRC32 is in a record's data descriptor and in its entry of the directory (APPNOTE.TXT, 4.3.9, 4.3.12).
+_CRC32_IN_DESCRIPTOR, _CRC32_IN_ENTRY = 4, 16
 #: How the record of a file's first tensor is called.
 _TENSOR = "/data/0"
 
@@ -61,37 +58,21 @@ def write_tensor_file(
     if not fake.numel():
         return os.path.getsize(path)
     with open(path, "r+b") as stream:
-        record = _find_record(stream.fileno(), path)
-        crc = _fill_in(stream.fileno(), record.data, fake.numel(), dtype, fill, scratch)
+        record = _find_record(stream)
+        crc = _fill_in(stream.fileno(), record.offset, fake.numel(), dtype, fill, scratch)
         packed = struct.pack("<I", crc)
-        os.pwrite(stream.fileno(), packed, record.descriptor_crc)
-        os.pwrite(stream.fileno(), packed, record.central_crc)
+        os.pwrite(stream.fileno(), packed, record.offset + record.nbytes + _CRC32_IN_DESCRIPTOR)
+        os.pwrite(stream.fileno(), packed, record.entry_offset + _CRC32_IN_ENTRY)
     return os.path.getsize(path)
 
 
-@dataclass(frozen=True)
-class _Record:
-    """Where a record's data starts, and the two places of its checksum; offsets in bytes."""
-
-    data: int
-    descriptor_crc: int
-    central_crc: int
-
-
-def _find_record(descriptor: int, path: str) -> _Record:
+def _find_record(stream: BinaryIO) -> Record:
     """The record of the one tensor."""
-    with zipfile.ZipFile(path) as archive:
-        position = archive.start_dir
-        for entry in archive.infolist():
-            head = os.pread(descriptor, _CENTRAL_NBYTES, position)
-            if entry.filename.endswith(_TENSOR):
-                local = os.pread(descriptor, _LOCAL_NBYTES, entry.header_offset)
-                data = entry.header_offset + _LOCAL_NBYTES + sum(struct.unpack("<HH", local[26:30]))
-                if os.pread(descriptor, 4, data + entry.file_size) != _DESCRIPTOR or head[:4] != _CENTRAL:
-                    break
-                return _Record(data, data + entry.file_size + len(_DESCRIPTOR), position + _CENTRAL_CRC)
-            position += _CENTRAL_NBYTES + sum(struct.unpack("<HHH", head[28:34]))
-    raise AssertionError(f"torch {torch.__version__} writes its files in a way that is not known here")
+    archive = read_archive(stream)
+    record = next((record for record in archive.records if record.name.endswith(_TENSOR)), None)
+    if record is None or archive.problems:
+        raise AssertionError(f"torch {torch.__version__} writes its files in a way that is not known here")
+    return record
 
 
 def _fill_in(descriptor: int, start: int, numel: int, dtype: str, fill: Fill, scratch: torch.Tensor) -> int:

@@ -107,7 +107,8 @@ def read_archive(stream: BinaryIO) -> Archive:
             continue
         fields = _HEADER.unpack(_read(stream, begin, _HEADER.size))
         name, extra = stream.read(fields[-2]), stream.read(fields[-1])
-        problems += _header_problems(entry, fields, name, extra, by_torch)
+        problems += _header_problems(entry, fields, name)
+        problems += _extra_problems(entry, extra, by_torch)
         offset = begin + _HEADER.size + fields[-2] + fields[-1]
         end = offset + entry.compress_size
         if end > following:
@@ -206,10 +207,8 @@ def _entry_problems(entry: ZipInfo, by_torch: bool) -> Iterator[Problem]:
         yield PADDING, f"record {name}: {', '.join(unlike)} not as torch writes it; no reader looks at this"
 
 
-def _header_problems(
-    entry: ZipInfo, fields: tuple[Any, ...], name: bytes, extra: bytes, by_torch: bool
-) -> Iterator[Problem]:
-    """In what the header of a record and its extra field contradict the directory."""
+def _header_problems(entry: ZipInfo, fields: tuple[Any, ...], name: bytes) -> Iterator[Problem]:
+    """In what the header of a record contradicts the directory."""
     header = f"the header of record {entry.orig_filename}:"
     if fields[0] != b"PK\x03\x04":
         yield HEADER, f"{header} it has no signature"
@@ -223,6 +222,11 @@ def _header_problems(
     may_be_zero = entry.flag_bits & _SIZES_FOLLOW and not any(fields[6:9])
     if fields[6:9] != tuple(min(size, _MAX32) for size in sizes) and not may_be_zero:
         yield HEADER, f"{header} its CRC32 and sizes there are {fields[6:9]}, in the directory {sizes}"
+
+
+def _extra_problems(entry: ZipInfo, extra: bytes, by_torch: bool) -> Iterator[Problem]:
+    """What is wrong with the extra field of a record's header."""
+    header = f"the header of record {entry.orig_filename}:"
     blocks, position = [], 0
     while position + 4 <= len(extra):
         kind, nbytes = struct.unpack_from("<2H", extra, position)
@@ -234,7 +238,7 @@ def _header_problems(
     for kind, content in blocks:
         if kind == _ZIP64:
             wide = {value for (value,) in struct.iter_unpack("<Q", content[: len(content) // 8 * 8])}
-            if len(content) % 8 or wide - {0, *sizes[1:], entry.header_offset}:
+            if len(content) % 8 or wide - {0, entry.compress_size, entry.file_size, entry.header_offset}:
                 yield HEADER, f"{header} its 64-bit sizes are others than in the directory"
         elif kind == _TORCH_PADDING:
             if content.strip(_FILL):

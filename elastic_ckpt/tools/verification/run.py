@@ -113,7 +113,7 @@ def _check_bytes(
 def _archive_work(path: str, spans: Sequence[Span], findings: list[Finding]) -> Work:
     """What is to be checked in a ``torch.save`` file; what is wrong with the archive itself is added at once."""
     try:
-        with open(path, "rb") as stream:
+        with open(path, "rb", buffering=0) as stream:
             archive = read_archive(stream)
             nbytes = stream.seek(0, os.SEEK_END)
     except OSError as error:
