@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -66,29 +66,28 @@ def compare(first: Opened, second: Opened, threads: int, progress: bool | None =
     """
     sides = [_Side(opened) for opened in (first, second)]
     left, right = (side.tensors for side in sides)
-    found = list(_missing(left, right))
-    both = [place for place in left if place in right]
+    lacking = [Difference(*key, MISSING, "the second checkpoint does not have it") for key in left if key not in right]
+    lacking += [Difference(*key, MISSING, "the first checkpoint does not have it") for key in right if key not in left]
+    both = [key for key in left if key in right]
+    differing = []
+    total, disable = sum(_nbytes(left[key]) for key in both), None if progress is None else not progress
     with (
         ThreadPoolExecutor(threads, thread_name_prefix="elastic_ckpt") as pool,
-        tqdm(
-            total=sum(_nbytes(left[place]) for place in both),
-            unit="B",
-            unit_scale=True,
-            desc="comparing",
-            disable=None if progress is None else not progress,
-        ) as bar,
+        tqdm(total=total, unit="B", unit_scale=True, desc="comparing", disable=disable) as bar,
     ):
-        for place, difference in zip(both, pool.map(lambda at: _compare(sides, at), both), strict=True):
-            bar.update(_nbytes(left[place]))
-            found += [difference] if difference else []
+        for key, difference in zip(both, pool.map(lambda key: _compare(sides, key), both), strict=True):
+            bar.update(_nbytes(left[key]))
+            differing += [difference] if difference else []
     facts = list(_facts(first, second))
-    differing = [fact for fact in facts if fact is not None]
-    equal = len(both) + len(facts) - len([d for d in found if d.what == DIFFERS]) - len(differing)
-    nbytes = sum(_nbytes(side.tensors[place]) for side in sides for place in both)
-    notes = tuple(f"{which}: {note}" for which, side in zip("AB", sides, strict=True) for note in side.notes)
-    lacking, not_compared = _not_understood(first, second)
-    found, notes = [*found, *lacking], (*notes, *not_compared)
-    return Comparison(equal, (*found, *differing), nbytes, notes)
+    other_facts = [fact for fact in facts if fact is not None]
+    one_sided, not_compared = _not_understood(first.checkpoint.metadata, second.checkpoint.metadata)
+    notes = [f"{which}: {note}" for which, side in zip("AB", sides, strict=True) for note in side.notes]
+    return Comparison(
+        equal=len(both) - len(differing) + len(facts) - len(other_facts),
+        differences=(*lacking, *differing, *one_sided, *other_facts),
+        nbytes=sum(_nbytes(side.tensors[key]) for side in sides for key in both),
+        notes=(*notes, *not_compared),
+    )
 
 
 class _Side:
@@ -102,17 +101,10 @@ def _nbytes(whole: Whole) -> int:
     return whole.numel * ITEMSIZE[whole.dtype]
 
 
-def _missing(left: Mapping[tuple[str, str], Whole], right: Mapping[tuple[str, str], Whole]) -> Iterator[Difference]:
-    for mine, others, which in ((left, right, "second"), (right, left, "first")):
-        for name, key in mine:
-            if (name, key) not in others:
-                yield Difference(name, key, MISSING, f"the {which} checkpoint does not have it")
-
-
-def _compare(sides: list[_Side], place: tuple[str, str]) -> Difference | None:
-    left, right = (side.tensors[place] for side in sides)
+def _compare(sides: list[_Side], key: tuple[str, str]) -> Difference | None:
+    left, right = (side.tensors[key] for side in sides)
     if left.shape != right.shape:
-        return Difference(*place, DIFFERS, f"shape {left.shape} and {right.shape}")
+        return Difference(*key, DIFFERS, f"shape {left.shape} and {right.shape}")
     step = 16 * _MIB // max(ITEMSIZE[left.dtype], ITEMSIZE[right.dtype])
     buffers = [torch.empty(min(step, whole.numel), dtype=getattr(torch, whole.dtype)) for whole in (left, right)]
     worst, at, differing = 0.0, 0, 0
@@ -122,21 +114,17 @@ def _compare(sides: list[_Side], place: tuple[str, str]) -> Difference | None:
         for side, whole, buffer in zip(sides, (left, right), buffers, strict=True):
             side.reader.read(whole, wanted, buffer[: wanted.numel], _ONE_CHUNK)
             values.append(buffer[: wanted.numel])
-        if _same_bytes(*values):
+        if left.dtype == right.dtype and torch.equal(*(value.view(torch.uint8) for value in values)):
             continue
         apart, index, count = _apart(*values)
         differing += count
         if count and apart >= worst:
             worst, at = apart, start + index
     if differing:
-        where = tuple(int(place) for place in torch.unravel_index(torch.tensor(at), left.shape)) if left.shape else ()
+        where = tuple(int(index) for index in torch.unravel_index(torch.tensor(at), left.shape)) if left.shape else ()
         of = f"{differing} of {left.numel} elements, at most {worst:.3g} apart, at {list(where)}"
-        return Difference(*place, DIFFERS, of, worst, where, differing)
-    return None if left.dtype == right.dtype else Difference(*place, DIFFERS, f"{left.dtype} and {right.dtype}", 0.0)
-
-
-def _same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return left.dtype == right.dtype and torch.equal(left.view(torch.uint8), right.view(torch.uint8))
+        return Difference(*key, DIFFERS, of, worst, where, differing)
+    return None if left.dtype == right.dtype else Difference(*key, DIFFERS, f"{left.dtype} and {right.dtype}", 0.0)
 
 
 def _apart(left: torch.Tensor, right: torch.Tensor) -> tuple[float, int, int]:
@@ -154,22 +142,24 @@ def _apart(left: torch.Tensor, right: torch.Tensor) -> tuple[float, int, int]:
 def _facts(first: Opened, second: Opened) -> Iterator[Difference | None]:
     """What belongs to no tensor, one after the other: a difference, or ``None`` where they agree."""
     left, right = first.checkpoint.metadata, second.checkpoint.metadata
-    for name in left.parameters:
-        if name in right.parameters:
-            mine: dict[str, Any] = dict(left.parameters[name].scalars)
-            theirs: dict[str, Any] = dict(right.parameters[name].scalars)
-            mine |= {state.key: _replicated(state) for state in left.parameters[name].replicated}
-            theirs |= {state.key: _replicated(state) for state in right.parameters[name].replicated}
-            for key in sorted({*mine, *theirs}):
-                yield _fact(name, key, mine.get(key), theirs.get(key))
-    yield from _groups(left, right)
-    counters = [opened.checkpoint.training_state.counters for opened in (first, second)]
+    shared = [
+        (name, left.parameters[name], right.parameters[name]) for name in left.parameters if name in right.parameters
+    ]
+    for name, *saved in shared:
+        mine, theirs = ({**dict(one.scalars), **{s.key: _replicated(s) for s in one.replicated}} for one in saved)
+        for key in sorted({*mine, *theirs}):
+            yield _fact(name, key, mine.get(key), theirs.get(key))
+    for pair in dict.fromkeys((mine.group, theirs.group) for _, mine, theirs in shared):  # may be numbered otherwise
+        group, other = left.groups[pair[0]], right.groups[pair[1]]
+        for key in sorted({*group, *other}, key=str):
+            if not str(key).startswith("_ds_"):
+                yield _fact(f"param group {pair[0]}", str(key), group.get(key), other.get(key))
+    training = [opened.checkpoint.training_state for opened in (first, second)]
     for key in ("global_steps", "global_samples", "skipped_steps"):
-        yield _fact(key, "counter", *(values.get(key) for values in counters))
-    scales = [opened.checkpoint.training_state.loss_scale for opened in (first, second)]
+        yield _fact(key, "counter", *(state.counters.get(key) for state in training))
+    scales = [state.loss_scale for state in training]
     yield _fact("loss scale", "", *(None if scale is None else scale.values.get("cur_scale") for scale in scales))
-    schedulers = [repr(opened.checkpoint.training_state.lr_scheduler) for opened in (first, second)]
-    yield _fact("lr scheduler", "", *schedulers)
+    yield _fact("lr scheduler", "", *(repr(state.lr_scheduler) for state in training))
 
 
 def _replicated(state: ReplicatedState) -> str:
@@ -178,35 +168,18 @@ def _replicated(state: ReplicatedState) -> str:
     return f"{state.dtype} of shape {state.shape} with CRC32 {state.crc32:08x}{ranks}"
 
 
-def _not_understood(first: Opened, second: Opened) -> tuple[list[Difference], list[str]]:
+def _not_understood(first: CheckpointMetadata, second: CheckpointMetadata) -> tuple[list[Difference], list[str]]:
     """States that cannot be compared: differences where one side alone has them, and notes."""
-    all_metadata = [opened.checkpoint.metadata for opened in (first, second)]
-    left, right = ({**metadata.opaque_states, **metadata.damaged_states} for metadata in all_metadata)
+    left, right = ({**metadata.opaque_states, **metadata.damaged_states} for metadata in (first, second))
     differences, notes = [], []
     for key in sorted({*left, *right}):
         if key in left and key in right:
             notes.append(f"not compared: optimizer state {key}, whose layout is not understood ({left[key]})")
             continue
-        which, there, other = ("second", left, all_metadata[1]) if key in left else ("first", right, all_metadata[0])
+        which, there, other = ("second", left, second) if key in left else ("first", right, first)
         lacks = "holds it in another form" if key in other.state_keys else "does not have it"
         differences.append(Difference("optimizer", key, MISSING, f"the {which} checkpoint {lacks} ({there[key]})"))
     return differences, notes
-
-
-def _groups(left: CheckpointMetadata, right: CheckpointMetadata) -> Iterator[Difference | None]:
-    """Hyperparameters by member: the groups may be numbered otherwise."""
-    seen = set()
-    for name in left.parameters:
-        if name not in right.parameters:
-            continue
-        pair = left.parameters[name].group, right.parameters[name].group
-        if pair in seen:
-            continue
-        seen.add(pair)
-        mine, theirs = dict(left.groups[pair[0]]), dict(right.groups[pair[1]])
-        for key in sorted({*mine, *theirs}, key=str):
-            if not str(key).startswith("_ds_"):
-                yield _fact(f"param group {pair[0]}", str(key), mine.get(key), theirs.get(key))
 
 
 def _fact(name: str, key: str, mine: Any, theirs: Any) -> Difference | None:

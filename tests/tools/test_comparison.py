@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,15 +46,13 @@ def test_elements_that_differ_are_counted_and_found(left: list, right: list, dif
     assert at is None or index == at
 
 
-def opened(**states: str) -> Any:
+def with_opaque(**states: str) -> CheckpointMetadata:
     source = SourceFacts("native", "/ckpt", "step", 1, 2, "0.19.8")
-    return SimpleNamespace(
-        checkpoint=SimpleNamespace(metadata=CheckpointMetadata(source, (), {}, {}, (), opaque_states=states))
-    )
+    return CheckpointMetadata(source, (), {}, {}, (), opaque_states=states)
 
 
 def test_states_of_unknown_layout_are_not_equal_in_silence() -> None:
-    differences, notes = _not_understood(opened(odd="a list", mine="a dict"), opened(odd="a list"))
+    differences, notes = _not_understood(with_opaque(odd="a list", mine="a dict"), with_opaque(odd="a list"))
     assert [(d.key, d.what) for d in differences] == [("mine", "missing")] and "second" in differences[0].detail
     assert len(notes) == 1 and "odd" in notes[0] and "not compared" in notes[0]
 
