@@ -11,13 +11,20 @@ import torch.distributed as dist
 
 from elastic_ckpt.errors import ElasticCkptError
 
+#: Megatron Core's name of a parallelism -> the names that DeepSpeed has for it.
+_PARALLELISMS = {
+    "tensor_model_parallel": ("tensor_model_parallel", "slice_parallel"),
+    "pipeline_model_parallel": ("pipeline_model_parallel", "pipe_parallel"),
+    "data_parallel": ("data_parallel",),
+}
+
 
 class MegatronMpu:
-    """What DeepSpeed asks a model-parallel unit, answered by Megatron Core.
+    """DeepSpeed's model-parallel unit, backed by Megatron Core.
 
-    DeepSpeed's "model parallel" spans all ranks that hold one copy of the model, and numbers the files
-    ``mp_rank_XX``: tensor parallel ranks of the first pipeline stage, then of the second. Its "slice parallel" is
-    tensor parallel. Without pipeline parallelism the two are the same.
+    It has ``get_*_group``, ``get_*_world_size`` and ``get_*_rank`` of all names in :data:`_PARALLELISMS`. DeepSpeed's
+    "model parallel" spans all ranks of one copy of the model and numbers the files ``mp_rank_XX``: tensor parallel
+    ranks of the first pipeline stage, then of the second.
 
     Args:
         state: ``megatron.core.parallel_state``, with model parallelism initialised.
@@ -25,63 +32,28 @@ class MegatronMpu:
 
     def __init__(self, state: Any) -> None:
         self._state = state
-
-    def get_model_parallel_group(self) -> Any:
-        return self._state.get_model_parallel_group()
+        for theirs, names in _PARALLELISMS.items():
+            for what in ("group", "world_size", "rank"):
+                function = getattr(state, f"get_{theirs}_{what}")
+                for name in names:
+                    setattr(self, f"get_{name}_{what}", function)
+        self.get_model_parallel_group = state.get_model_parallel_group
+        self.get_tensor_model_parallel_src_rank = state.get_tensor_model_parallel_src_rank
+        self.get_slice_parallel_src_rank = state.get_tensor_model_parallel_src_rank
 
     def get_model_parallel_world_size(self) -> int:
-        return dist.get_world_size(group=self.get_model_parallel_group())
+        return dist.get_world_size(group=self._state.get_model_parallel_group())
 
     def get_model_parallel_rank(self) -> int:
-        return dist.get_rank(group=self.get_model_parallel_group())
+        return dist.get_rank(group=self._state.get_model_parallel_group())
 
     def get_model_parallel_src_rank(self) -> int:
         """Global rank of the first member of this rank's model parallel group."""
-        return dist.get_global_rank(self.get_model_parallel_group(), 0)
-
-    def get_tensor_model_parallel_group(self) -> Any:
-        return self._state.get_tensor_model_parallel_group()
-
-    def get_tensor_model_parallel_world_size(self) -> int:
-        return int(self._state.get_tensor_model_parallel_world_size())
-
-    def get_tensor_model_parallel_rank(self) -> int:
-        return int(self._state.get_tensor_model_parallel_rank())
-
-    def get_tensor_model_parallel_src_rank(self) -> int:
-        """Global rank of the first member of this rank's tensor parallel group."""
-        return int(self._state.get_tensor_model_parallel_src_rank())
-
-    get_slice_parallel_group = get_tensor_model_parallel_group
-    get_slice_parallel_world_size = get_tensor_model_parallel_world_size
-    get_slice_parallel_rank = get_tensor_model_parallel_rank
-    get_slice_parallel_src_rank = get_tensor_model_parallel_src_rank
-
-    def get_pipeline_model_parallel_group(self) -> Any:
-        return self._state.get_pipeline_model_parallel_group()
-
-    def get_pipeline_model_parallel_world_size(self) -> int:
-        return int(self._state.get_pipeline_model_parallel_world_size())
-
-    def get_pipeline_model_parallel_rank(self) -> int:
-        return int(self._state.get_pipeline_model_parallel_rank())
-
-    get_pipe_parallel_group = get_pipeline_model_parallel_group
-    get_pipe_parallel_world_size = get_pipeline_model_parallel_world_size
-    get_pipe_parallel_rank = get_pipeline_model_parallel_rank
-
-    def get_data_parallel_group(self) -> Any:
-        return self._state.get_data_parallel_group()
+        return dist.get_global_rank(self._state.get_model_parallel_group(), 0)
 
     def get_data_parallel_group_ranks(self) -> list[int]:
         """Global ranks of this rank's data parallel group, in its order."""
-        return dist.get_process_group_ranks(self.get_data_parallel_group())
-
-    def get_data_parallel_world_size(self) -> int:
-        return int(self._state.get_data_parallel_world_size())
-
-    def get_data_parallel_rank(self) -> int:
-        return int(self._state.get_data_parallel_rank())
+        return dist.get_process_group_ranks(self._state.get_data_parallel_group())
 
 
 def mpu() -> MegatronMpu:

@@ -11,6 +11,8 @@ import os
 import pkgutil
 import runpy
 import sys
+from collections import deque
+from collections.abc import Callable
 from importlib.abc import InspectLoader
 from importlib.machinery import SourceFileLoader
 from importlib.util import find_spec
@@ -42,38 +44,33 @@ def main(arguments: list[str]) -> None:
     DeepSpeed's launcher puts ``--local_rank=N`` before the script's name; it is handed on to the script.
     """
     forwarded: list[str] = []
-    as_module = False
-    position = 0
-    while position < len(arguments) and arguments[position].startswith("-"):
-        argument = arguments[position]
-        position += 1
+    words = deque(arguments)
+    run: Callable[[str], None] = _run_script
+    while words and words[0].startswith("-") and run is _run_script:
+        argument = words.popleft()
+        flag, _, mode = argument.partition("=")
         if argument in ("-h", "--help"):
             print(_USAGE)
             return
         if argument == "-m":
-            as_module = True
-            break
-        if argument.startswith(("--local_rank=", "--local-rank=")):
+            run = _run_module
+        elif flag in ("--local_rank", "--local-rank") and argument != flag:
             forwarded.append(argument)
-        elif argument.split("=")[0] == "--universal-checkpoint":
-            following = arguments[position : position + 1]
-            if "=" not in argument and following and following[0] in _MODES:  # and no script's name
-                position += 1
-            else:
-                following = [argument.partition("=")[2] or "auto"]
-            _set_mode(following[0])
+        elif flag == "--universal-checkpoint":
+            if argument == flag and words and words[0] in _MODES:  # and no script's name
+                mode = words.popleft()
+            if mode and mode not in _MODES:
+                sys.exit(f"elastic_ckpt.run: --universal-checkpoint={mode}: choose auto, require or off\n\n{_USAGE}")
+            set_flags(mode=mode or "auto")
         else:
             meant = "; did you mean --universal-checkpoint?" if "universal" in argument else ""
             sys.exit(f"elastic_ckpt.run: unknown flag {argument}{meant}\n\n{_USAGE}")
-    if position == len(arguments):
+    if not words:
         sys.exit(f"elastic_ckpt.run: which script?\n\n{_USAGE}")
-    script = arguments[position]
-    sys.argv = [script, *forwarded, *arguments[position + 1 :]]
+    script = words.popleft()
+    sys.argv = [script, *forwarded, *words]
     install()
-    if as_module:
-        _run_module(script)
-    else:
-        _run_script(script)
+    run(script)
 
 
 def _run_script(script: str) -> None:
@@ -102,20 +99,14 @@ def _run_module(name: str) -> None:
 
 
 def _run_as_main(code: CodeType, **attributes: Any) -> None:
-    """Run it in a ``__main__`` that stays, as :mod:`runpy`'s does not.
+    """Run code in a ``__main__`` that stays, as :mod:`runpy`'s does not.
 
-    Threads and what runs at exit need it; and its second name, whatever spawned processes send back.
+    Threads and exit handlers need it; objects that spawned processes send back need its second name.
     """
     module = ModuleType("__main__")
     vars(module).update({"__annotations__": {}, "__cached__": None, **attributes})
     sys.modules["__main__"] = sys.modules["__mp_main__"] = module
     exec(code, vars(module))
-
-
-def _set_mode(mode: str) -> None:
-    if mode not in _MODES:
-        sys.exit(f"elastic_ckpt.run: --universal-checkpoint={mode}: choose auto, require or off\n\n{_USAGE}")
-    set_flags(mode=mode)
 
 
 if __name__ == "__main__":

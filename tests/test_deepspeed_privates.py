@@ -18,6 +18,7 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.swap_tensor.optimizer_utils import OptimizerStateSwapInfo, OptimizerSwapper
 from deepspeed.runtime.swap_tensor.partitioned_optimizer_swapper import PartitionedOptimizerSwapper
 from deepspeed.runtime.swap_tensor.pipelined_optimizer_swapper import PipelinedOptimizerSwapper
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import Init, NoGatherCoalescedHandle, NoGatherHandle
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -51,9 +52,7 @@ USED = {
         "fp16_partitioned_groups_flat",
         "fp32_partitioned_groups_flat",
         "sub_group_to_group_id",
-        "persistent_parameters",
-        "checkpoint_event_prologue",
-        "checkpoint_event_epilogue",
+        "parameter_offload",
         "refresh_fp32_params",
         "swap_optimizer",
         "params_in_nvme_and_cpu",
@@ -70,6 +69,7 @@ USED = {
         "unflatten",
         "dp_process_group",
     ],
+    DeepSpeedZeRoOffload: ["partition_all_parameters", "persistent_parameters"],
     BF16_Optimizer: [
         "bf16_groups",
         "bf16_partitioned_groups",
@@ -100,12 +100,16 @@ USED = {
         "_aligned_size",
         "_dist_allgather_fn",
         "ds_tensor",
+        "ds_tensor.status",
+        "ds_tensor.final_location",
+        "ds_shape",
         "ds_numel",
         "ds_secondary_tensor",
+        "ds_process_group",
         "all_gather_coalesced",
     ],
-    NoGatherHandle: ["__param", "__complete"],
-    NoGatherCoalescedHandle: ["__params", "__complete"],
+    NoGatherHandle: ["param.ds_tensor.data"],
+    NoGatherCoalescedHandle: ["param.ds_tensor.data"],
     OptimizerSwapper: ["swap_params_info", "is_swappable_tensor"],
     OptimizerStateSwapInfo: ["tensors", "has_state_tensors"],
     PartitionedOptimizerSwapper: ["swap_out_optimizer_state", "swap_in_optimizer_state"],

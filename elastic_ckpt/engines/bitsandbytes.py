@@ -1,7 +1,7 @@
-"""bitsandbytes' optimizers: which states they will keep for a flat partition, told by bitsandbytes itself.
+"""bitsandbytes' optimizers: which states they will keep for a flat partition, as bitsandbytes itself decides.
 
-Nothing here is a copy of its rules. A shallow copy of the live optimizer makes the state of a tensor of the right size
-that has no memory (device ``meta``), so its class, version, ``min_8bit_size`` and overrides decide.
+None of its rules is copied here. A shallow copy of the live optimizer makes the state of a tensor of the right size
+on device ``meta``, so its class, version, ``min_8bit_size`` and overrides decide.
 
 Attributes of ``bitsandbytes.optim.optimizer.Optimizer8bit`` used: ``init_state``, ``fill_qmap``, ``name2qmap``,
 ``is_paged``, ``initialized``, ``check_overrides``, ``get_config``, ``mng`` (``pid2config``,
@@ -29,7 +29,7 @@ from elastic_ckpt.core.state_kinds import (
     block_numel_of,
     codebook,
 )
-from elastic_ckpt.engines.state_schema import Stepped
+from elastic_ckpt.engines.optimizers import StateSchema, Stepped, dtype_name
 from elastic_ckpt.errors import UnsupportedError
 
 #: Tensors that each step writes before it reads them.
@@ -42,20 +42,18 @@ def is_bitsandbytes(optimizer: torch.optim.Optimizer) -> bool:
     return module is not None and isinstance(optimizer, module.Optimizer8bit)
 
 
-class BitsAndBytesSchema:
-    """States of a live bitsandbytes optimizer (:class:`elastic_ckpt.engines.state_schema.StateSchema`)."""
+class BitsAndBytesSchema(StateSchema):
+    """States of a live bitsandbytes optimizer."""
 
     #: All its Adam and AdamW classes decay weights apart from the gradient.
     decoupled: bool | None = True
 
     def __init__(self, base: Any) -> None:
-        self._base = base
+        super().__init__(base)
         self._codebooks: dict[str, Codebook] = {}
-        self.optimizer = f"{type(base).__module__}.{type(base).__qualname__}"
         self.family = "adam" if getattr(base, "optimizer_name", None) == "adam" else None
 
     def states(self, stepped: Stepped) -> tuple[LiveState, ...] | None:
-        """See :class:`elastic_ckpt.engines.state_schema.StateSchema`."""
         shape = (stepped.numel,) if stepped.master.dim() == 1 else tuple(stepped.master.shape)
         made = self._probe(torch.empty(shape, device="meta", dtype=stepped.master.dtype), stepped)
         quantized = {key for key in COMPANIONS if key in made and made[key].dtype == torch.uint8}
@@ -74,13 +72,12 @@ class BitsAndBytesSchema:
         )
 
     def scalars(self, stepped: Stepped) -> tuple[str, ...] | None:
-        """See :class:`elastic_ckpt.engines.state_schema.StateSchema`."""
         return ("step",)
 
     def _describe(
         self, key: str, value: torch.Tensor, made: Mapping[str, torch.Tensor], stepped: Stepped, quantized: bool
     ) -> LiveState:
-        dtype = str(value.dtype).removeprefix("torch.")
+        dtype = dtype_name(value)
         if key not in COMPANIONS:
             return LiveState(key, dtype, SCRATCH if key in _SCRATCH else REPLICATED, shape=tuple(value.shape))
         rows = value.numel() // max(stepped.numel, 1) or 1
@@ -103,7 +100,7 @@ class BitsAndBytesSchema:
         return self._codebooks[qmap]
 
     def _probe(self, tensor: torch.Tensor, stepped: Stepped) -> dict[str, Any]:
-        """The state that the optimizer would make for ``tensor`` in the place of the live one."""
+        """The state that the optimizer would make for ``tensor`` instead of the live one."""
         probe = self._probe_optimizer(stepped)
         probe.init_state(probe.param_groups[stepped.group], tensor, stepped.group, stepped.position)
         return probe.state[tensor]
@@ -119,17 +116,15 @@ class BitsAndBytesSchema:
         probe.mng = copy.copy(self._base.mng)
         probe.mng.pid2config = dict(self._base.mng.pid2config)
         for module, name, override in self._base.mng.module_weight_config_triple:
-            if getattr(module, name) is stepped.master:  # bitsandbytes sees to these in the first step
+            if getattr(module, name) is stepped.master:  # bitsandbytes applies these in the first step
                 probe.mng.pid2config[id(stepped.master)] = override
         return probe
 
     def allocate(self, stepped: Stepped, slots: Sequence[Slot]) -> None:
-        """See :class:`elastic_ckpt.engines.state_schema.StateSchema`.
-
-        bitsandbytes makes the tensors, and shares its maps.
-        """
+        """bitsandbytes makes the tensors, and shares its maps."""
         state = self._base.state[stepped.master]
-        if all(_is_there(state.get(slot.key), slot) for slot in slots):
+        live = [(state.get(slot.key), slot) for slot in slots]
+        if all(isinstance(it, torch.Tensor) and (it.numel(), dtype_name(it)) == (s.numel, s.dtype) for it, s in live):
             return
         state.clear()
         if not self._base.initialized:
@@ -143,13 +138,4 @@ class BitsAndBytesSchema:
             group["params"] = params
 
     def set_scalars(self, stepped: Stepped, values: Mapping[str, float], forms: Mapping[str, str]) -> None:
-        """See :class:`elastic_ckpt.engines.state_schema.StateSchema`."""
         self._base.state[stepped.master]["step"] = int(values["step"])
-
-
-def _is_there(value: Any, slot: Slot) -> bool:
-    return (
-        isinstance(value, torch.Tensor)
-        and value.numel() == slot.numel
-        and str(value.dtype).removeprefix("torch.") == slot.dtype
-    )

@@ -1,8 +1,7 @@
-"""What Megatron's training scripts keep in the client state and what depends on the topology: arguments and seeds.
+"""Entries of Megatron's client state that depend on the topology: arguments and states of random number generators.
 
-Scripts of Megatron-DeepSpeed, BLOOM and Megatron-LM save ``args`` and the states of all random number generators. After
-a change of the tensor- or pipeline-parallel degree there are ranks without a saved state, and ranks that must not share
-one; they start where a new run with the same seed would, by Megatron's own formulas: ``_set_random_seed``
+After a change of the tensor- or pipeline-parallel degree, some ranks have no saved random state, and others must not
+share one. They start where a new run with the same seed would, by Megatron's own formulas: ``_set_random_seed``
 (training/initialize.py) and ``model_parallel_cuda_manual_seed`` (core/tensor_parallel/random.py).
 """
 
@@ -20,38 +19,37 @@ import torch
 
 from elastic_ckpt.core.local_state import RankCoordinates
 
-#: Offset of the seed of what differs between tensor-parallel ranks (dropout inside parallel regions).
-_MODEL_PARALLEL = 2718
-_EXPERT_PARALLEL = 1024
+#: Offsets of the seeds of named generators that differ between tensor-parallel ranks (dropout in parallel regions).
+_OFFSETS = {"model-parallel-rng": 2718, "expert-parallel-rng": 1024}
 _TRACKER = "rng_tracker_states"
-#: Key of a state -> how it is made from a seed.
+#: Keys of states that are made from a seed.
 _STATES = ("random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state", _TRACKER)
 #: Bytes of a CUDA generator's state: seed and offset (``CUDAGeneratorImpl::get_state``).
 _CUDA_NBYTES = 16
 
 
-def follow_topology(args: Any, place: RankCoordinates, rank: int) -> Any:
+def follow_topology(args: Any, coordinates: RankCoordinates, rank: int) -> Any:
     """A copy of saved arguments whose topology fields are those of the live job; of anything else, the thing itself.
 
     Args:
         args: Megatron's namespace, or gpt-neox's dict.
-        place: where this rank stands.
+        coordinates: those of this rank.
         rank: its global rank.
     """
-    live = {
-        "tensor_model_parallel_size": place.tp,
-        "pipeline_model_parallel_size": place.pp,
-        "data_parallel_size": place.dp,
-        "transformer_pipeline_model_parallel_size": place.pp,
-        "model_parallel_size": place.tp,
-        "pipe_parallel_size": place.pp,
-        "world_size": place.dp * place.tp * place.pp,
-        "rank": rank,
-        "tensor_model_parallel_rank": place.tp_rank,
-        "pipeline_model_parallel_rank": place.pp_rank,
-    }
     if not isinstance(args, (argparse.Namespace, dict)):
         return args
+    live = {
+        "tensor_model_parallel_size": coordinates.tp,
+        "pipeline_model_parallel_size": coordinates.pp,
+        "data_parallel_size": coordinates.dp,
+        "transformer_pipeline_model_parallel_size": coordinates.pp,
+        "model_parallel_size": coordinates.tp,
+        "pipe_parallel_size": coordinates.pp,
+        "world_size": coordinates.dp * coordinates.tp * coordinates.pp,
+        "rank": rank,
+        "tensor_model_parallel_rank": coordinates.tp_rank,
+        "pipeline_model_parallel_rank": coordinates.pp_rank,
+    }
     changed = copy.copy(args)
     values = vars(changed) if isinstance(changed, argparse.Namespace) else changed
     for key, value in live.items():
@@ -60,49 +58,42 @@ def follow_topology(args: Any, place: RankCoordinates, rank: int) -> Any:
     return changed
 
 
-def reseed(saved: Mapping[str, Any], place: RankCoordinates) -> tuple[dict[str, Any], int | None]:
+def reseed(saved: Mapping[str, Any], coordinates: RankCoordinates) -> tuple[dict[str, Any], int | None]:
     """Random states for a rank of another model-parallel topology.
 
     Args:
         saved: the client state.
-        place: where this rank stands.
+        coordinates: those of this rank.
 
     Returns:
-        The entries to replace, and the seed they come from; none where the client state has no such states, or does
-        not tell the seed.
+        The entries to replace, and the seed they come from; none where the client state has no such states or no seed.
     """
     args = saved.get("args")
     values = vars(args) if isinstance(args, argparse.Namespace) else args if isinstance(args, dict) else {}
     seed = values.get("seed")
     if not isinstance(seed, int) or isinstance(seed, bool):
         return {}, None
-    rank_seed = seed + 100 * place.pp_rank
+    rank_seed = seed + 100 * coordinates.pp_rank
     if values.get("data_parallel_random_init"):
-        rank_seed += 10 * place.dp_rank
-    found = {key: _state(key, saved[key], rank_seed, place) for key in _STATES if saved.get(key) is not None}
+        rank_seed += 10 * coordinates.dp_rank
+    found = {key: _state(key, saved[key], rank_seed, coordinates) for key in _STATES if saved.get(key) is not None}
     states = saved.get("rng_state")
     if isinstance(states, list) and states and isinstance(states[0], Mapping):
         first = states[0]
-        found["rng_state"] = [{key: _state(key, first[key], rank_seed, place) for key in first if key in _STATES}]
+        found["rng_state"] = [{key: _state(key, first[key], rank_seed, coordinates) for key in first if key in _STATES}]
     return found, seed if found else None
 
 
-def _state(key: str, saved: Any, seed: int, place: RankCoordinates) -> Any:
+def _state(key: str, saved: Any, seed: int, coordinates: RankCoordinates) -> Any:
     """A generator's state after seeding, of the kind of the saved one."""
     if key == "random_rng_state":
-        return random.Random(seed).getstate()  # noqa: S311: no secret
+        return random.Random(seed).getstate()  # no secret
     if key == "np_rng_state":
         return np.random.RandomState(seed % 2**32).get_state()
     if key == _TRACKER:
-        return {name: _generator_state(state, _tracked(name, seed, place)) for name, state in saved.items()}
+        offsets = {name: offset + coordinates.tp_rank for name, offset in _OFFSETS.items()}
+        return {name: _generator_state(state, seed + offsets.get(name, 0)) for name, state in saved.items()}
     return _generator_state(saved, seed)
-
-
-def _tracked(name: str, seed: int, place: RankCoordinates) -> int:
-    """Seed of one of Megatron's named generators."""
-    if name == "model-parallel-rng":
-        return seed + _MODEL_PARALLEL + place.tp_rank
-    return seed + _EXPERT_PARALLEL + place.tp_rank if name == "expert-parallel-rng" else seed
 
 
 def _generator_state(saved: Any, seed: int) -> torch.Tensor:

@@ -1,172 +1,177 @@
-"""Known optimizers, but for those of bitsandbytes: class -> the states that it keeps, from reading its source.
+"""The states that live base optimizers keep for one flat tensor, and how to allocate and set them.
 
-Sources: ``torch/optim/*.py`` (2.13), ``deepspeed/ops/{adam,lion,adagrad}``, ``deepspeed/runtime/zero/muon``, and NVIDIA
-apex's ``apex/optimizers/fused_adam.py``.
+Optimizers are known by their class. What those listed here keep is in their sources: ``torch/optim/*.py`` (2.13),
+``deepspeed/ops/{adam,lion,adagrad}``, ``deepspeed/runtime/zero/muon``, and NVIDIA apex's
+``apex/optimizers/fused_adam.py``. Those of bitsandbytes have :mod:`elastic_ckpt.engines.bitsandbytes`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from elastic_ckpt.core.read_plan import Slot
-from elastic_ckpt.core.state_kinds import TOUCHED, WHOLE, LiveState
-from elastic_ckpt.engines.bitsandbytes import BitsAndBytesSchema, is_bitsandbytes
-from elastic_ckpt.engines.state_schema import StateSchema, Stepped, UnknownSchema, allocate_plain, class_name
-from elastic_ckpt.errors import UnsupportedError
+from elastic_ckpt.core.state_kinds import ELEMENTWISE, TOUCHED, WHOLE, LiveState
 
 Group = Mapping[str, Any]
-Describe = Callable[[Group, Stepped], tuple[LiveState, ...]]
 _MASTER_DTYPE = "float32"
-#: Where the step count lives: a tensor or an int in each state, or an int in the param group.
+#: Where the step count is kept: a tensor or an int in each state, or an int in the param group.
 TENSOR, INT, IN_GROUP = "tensor", "int", "group"
 
 
+def class_name(optimizer: Any) -> str:
+    """Module and name of an optimizer's class."""
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """Name of a tensor's dtype, as the metadata spells it."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
 @dataclass(frozen=True)
-class _Kind:
-    """One kind of optimizer.
+class Stepped:
+    """One tensor that a base optimizer steps on.
 
     Attributes:
-        states: (param group, flat tensor) -> its tensor states.
-        step: :data:`TENSOR`, :data:`INT`, :data:`IN_GROUP`; ``None``: it counts no steps.
-        scalars: scalar states beside ``step``.
-        steps_in_group: whether it keeps an entry ``step`` in each param group besides, which stays 0.
-        wide: whether states are float32 whatever the dtype of the tensor stepped on; if not, they have that dtype.
-        family: see :class:`elastic_ckpt.engines.state_schema.StateSchema`.
+        master: the tensor; without elements while it is swapped out.
+        numel: its elements, padding included.
+        group: index of its param group.
+        position: its index among the group's ``params`` while the optimizer steps on it.
+        keeps_touched: whether DeepSpeed keeps Muon's momentum for all parameters that touch it, whole.
     """
 
-    states: Describe
-    step: str | None = TENSOR
-    scalars: tuple[str, ...] = ()
+    master: torch.Tensor
+    numel: int
+    group: int
+    position: int
+    keeps_touched: bool = False
+
+
+Describe = Callable[[Group, Stepped], tuple[LiveState, ...]]
+
+
+class StateSchema:
+    """The states of a live optimizer. This base class takes those of the checkpoint as they are, or none.
+
+    Args:
+        base: the live optimizer.
+        known: states and scalars of every tensor: ``None``, they are not known; ``()``, they are left alone.
+
+    Attributes:
+        optimizer: class name.
+        family: optimizers of one family keep the same states under other names or in other formats.
+        decoupled: whether weight decay is apart from the gradient, where its param groups do not say so themselves.
+    """
+
     family: str | None = None
-    wide: bool = False
-    steps_in_group: bool = False
+    decoupled: bool | None = None
 
-
-def _fixed(*keys: str) -> Describe:
-    return lambda group, stepped: tuple(LiveState(key, "float32") for key in keys)
-
-
-def _when(*always: str, **conditional: str) -> Describe:
-    """States that are always there, and those that a true hyperparameter adds (``state="hyperparameter"``)."""
-
-    def states(group: Group, stepped: Stepped) -> tuple[LiveState, ...]:
-        added = [key for key, option in conditional.items() if group.get(option)]
-        return tuple(LiveState(key, "float32") for key in (*always, *added))
-
-    return states
-
-
-def _adagrad(group: Group, stepped: Stepped) -> tuple[LiveState, ...]:
-    return (LiveState("sum", "float32", initial=float(group.get("initial_accumulator_value", 0.0))),)
-
-
-def _rprop(group: Group, stepped: Stepped) -> tuple[LiveState, ...]:
-    return (LiveState("prev", "float32"), LiveState("step_size", "float32", initial=float(group["lr"])))
-
-
-def _adafactor(group: Group, stepped: Stepped) -> tuple[LiveState, ...]:
-    """A matrix has the means of its rows and columns, which only the whole matrix has; a flat tensor has neither."""
-    shape = tuple(stepped.master.shape)
-    if len(shape) < 2:
-        return (LiveState("variance", "float32"),)
-    rows, columns = (*shape[:-1], 1), (*shape[:-2], 1, shape[-1])
-    return (LiveState("row_var", "float32", WHOLE, shape=rows), LiveState("col_var", "float32", WHOLE, shape=columns))
-
-
-def _deepspeed_muon(group: Group, stepped: Stepped) -> tuple[LiveState, ...]:
-    if not group["use_muon"]:
-        return _fixed("exp_avg", "exp_avg_sq")(group, stepped)
-    # the dtype follows the gradients; a restored buffer keeps the saved one until the next step
-    touched = LiveState("momentum_buffer", "", TOUCHED)
-    return (touched if stepped.keeps_touched else LiveState("momentum_buffer", "float32"),)
-
-
-_ADAM = _when("exp_avg", "exp_avg_sq", max_exp_avg_sq="amsgrad")
-_PLAIN_ADAM = _fixed("exp_avg", "exp_avg_sq")
-_KINDS: dict[str, _Kind] = {
-    "torch.optim.adam.Adam": _Kind(_ADAM, family="adam"),
-    "torch.optim.adamw.AdamW": _Kind(_ADAM, family="adam"),
-    "torch.optim.nadam.NAdam": _Kind(_PLAIN_ADAM, scalars=("mu_product",)),
-    "torch.optim.radam.RAdam": _Kind(_PLAIN_ADAM),
-    "torch.optim.adamax.Adamax": _Kind(_fixed("exp_avg", "exp_inf")),
-    "torch.optim.sgd.SGD": _Kind(_when(momentum_buffer="momentum"), step=None),
-    "torch.optim.adagrad.Adagrad": _Kind(_adagrad),
-    "torch.optim.rmsprop.RMSprop": _Kind(_when("square_avg", momentum_buffer="momentum", grad_avg="centered")),
-    "torch.optim.adadelta.Adadelta": _Kind(_fixed("square_avg", "acc_delta")),
-    "torch.optim.rprop.Rprop": _Kind(_rprop),
-    "torch.optim.Adafactor": _Kind(_adafactor),
-    "torch.optim.Muon": _Kind(_fixed("momentum_buffer"), step=None),
-    "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam": _Kind(_PLAIN_ADAM, INT, family="adam"),
-    "deepspeed.ops.adam.fused_adam.FusedAdam": _Kind(_PLAIN_ADAM, INT, family="adam", steps_in_group=True),
-    # CPULion keeps a second tensor that it never uses
-    "deepspeed.ops.lion.cpu_lion.DeepSpeedCPULion": _Kind(_PLAIN_ADAM, INT),
-    "deepspeed.ops.adagrad.cpu_adagrad.DeepSpeedCPUAdagrad": _Kind(_fixed("exp_avg_sq"), INT),
-    "deepspeed.runtime.zero.muon.muon_optimizer.MuonWithAuxAdam": _Kind(_deepspeed_muon, INT),
-    "apex.optimizers.fused_adam.FusedAdam": _Kind(_PLAIN_ADAM, IN_GROUP, family="adam", wide=True),
-}
-
-
-def schema_of(base: torch.optim.Optimizer) -> StateSchema:
-    """The schema of a live base optimizer. Changes nothing.
-
-    Raises:
-        UnsupportedError: it keeps its states in a form that cannot be cut.
-    """
-    if class_name(base).startswith("torchao."):
-        raise UnsupportedError(
-            "torchao's optimizers keep their states in tensor classes of their own, which cannot be cut exactly",
-            expected="bitsandbytes' 8-bit optimizers, or states in plain tensors",
-            found=class_name(base),
-            remedy="load at the topology it was saved with, or with load_optimizer_states=False",
-        )
-    if is_bitsandbytes(base):
-        return BitsAndBytesSchema(base)
-    kind = _KINDS.get(class_name(base))
-    return UnknownSchema(base) if kind is None else _ListedSchema(base, kind)
-
-
-class _ListedSchema:
-    """States of an optimizer in this module's list (:class:`elastic_ckpt.engines.state_schema.StateSchema`)."""
-
-    def __init__(self, base: Any, kind: _Kind) -> None:
+    def __init__(self, base: Any, known: tuple[()] | None = None) -> None:
         self._base = base
-        self._kind = kind
+        self._known = known
         self.optimizer = class_name(base)
-        self.family = kind.family
-        # apex calls it as DeepSpeed does
-        self.decoupled: bool | None = bool(base.adam_w_mode) if hasattr(base, "adam_w_mode") else None
 
     def states(self, stepped: Stepped) -> tuple[LiveState, ...] | None:
-        """See :class:`elastic_ckpt.engines.state_schema.StateSchema`."""
-        states = self._kind.states(self._base.param_groups[stepped.group], stepped)
+        """The tensor states of one flat tensor; ``None``: not known. Changes nothing."""
+        return self._known
+
+    def scalars(self, stepped: Stepped) -> tuple[str, ...] | None:
+        """The scalar states of one flat tensor (``step``), sorted; ``None``: not known."""
+        return self._known
+
+    def allocate(self, stepped: Stepped, slots: Sequence[Slot]) -> None:
+        """Have a live tensor for every slot in the optimizer's state, and no other; one that fits stays as it is.
+
+        What is as big as the master is not filled: every element of a slot is either read or one of its gaps, and
+        writing zeros first would write each page twice.
+        """
+        master, state = stepped.master, self._base.state[stepped.master]
+        for key in set(state) - {slot.key for slot in slots}:
+            del state[key]
+        for slot in slots:
+            rows = (slot.rows,) if slot.rows > 1 else ()
+            shape = rows + tuple(master.shape) if slot.layout == ELEMENTWISE else slot.shape
+            dtype: torch.dtype = getattr(torch, slot.dtype)
+            live = state.get(slot.key)
+            if isinstance(live, torch.Tensor) and tuple(live.shape) == shape and live.dtype == dtype:
+                continue
+            if shape == tuple(master.shape):
+                state[slot.key] = torch.empty_like(master.data, dtype=dtype, memory_format=torch.preserve_format)
+            else:
+                state[slot.key] = torch.zeros(shape, dtype=dtype, device=master.device)
+
+    def set_scalars(self, stepped: Stepped, values: Mapping[str, float], forms: Mapping[str, str]) -> None:
+        """Set scalar states, each an object of its own, since optimizers update them in place.
+
+        Args:
+            stepped: whose.
+            values: by key.
+            forms: the form in which they were saved, and which those of an unknown optimizer take
+                (:attr:`elastic_ckpt.core.metadata.CheckpointMetadata.scalar_forms`).
+        """
+        for key, value in values.items():
+            form = forms[key]
+            made: Any = value if form == "float" else int(value)
+            if form not in ("int", "float"):
+                made = torch.tensor(value, dtype=getattr(torch, form))
+            self._base.state[stepped.master][key] = made
+
+
+class ListedSchema(StateSchema):
+    """States of an optimizer that this module lists.
+
+    Args:
+        base: the live optimizer.
+        describe: (param group, flat tensor) -> its tensor states.
+        step: :data:`TENSOR`, :data:`INT`, :data:`IN_GROUP`; ``None``: it counts no steps.
+        scalars: scalar states beside ``step``.
+        family: see :class:`StateSchema`.
+        wide: whether states are float32 whatever the dtype of the tensor stepped on; if not, they have that dtype.
+        steps_in_group: whether it keeps an entry ``step`` in each param group besides, which stays 0.
+    """
+
+    def __init__(
+        self,
+        base: Any,
+        describe: Describe,
+        step: str | None = TENSOR,
+        scalars: tuple[str, ...] = (),
+        family: str | None = None,
+        wide: bool = False,
+        steps_in_group: bool = False,
+    ) -> None:
+        super().__init__(base)
+        self.family = family
+        # DeepSpeed's optimizers and apex's give it the same name
+        self.decoupled = bool(base.adam_w_mode) if hasattr(base, "adam_w_mode") else None
+        self._describe, self._step, self._scalars, self._steps_in_group = describe, step, scalars, steps_in_group
         # DeepSpeed's optimizers for the CPU have an option for what apex always does
-        if self._kind.wide or getattr(self._base, "fp32_optimizer_states", False):
+        self._wide = wide or getattr(base, "fp32_optimizer_states", False)
+
+    def states(self, stepped: Stepped) -> tuple[LiveState, ...] | None:
+        states = self._describe(self._base.param_groups[stepped.group], stepped)
+        if self._wide:
             return states
-        dtype = str(stepped.master.dtype).removeprefix("torch.")
+        dtype = dtype_name(stepped.master)
         return tuple(replace(state, dtype=dtype) if state.dtype == _MASTER_DTYPE else state for state in states)
 
     def scalars(self, stepped: Stepped) -> tuple[str, ...] | None:
-        """See :class:`elastic_ckpt.engines.state_schema.StateSchema`."""
-        uncounted = self._kind.step is None or bool(self._base.param_groups[stepped.group].get("use_muon"))
-        return tuple(sorted((*self._kind.scalars, *(() if uncounted else ("step",)))))
-
-    def allocate(self, stepped: Stepped, slots: Sequence[Slot]) -> None:
-        """See :class:`elastic_ckpt.engines.state_schema.StateSchema`."""
-        allocate_plain(self._base, stepped, slots)
+        uncounted = self._step is None or bool(self._base.param_groups[stepped.group].get("use_muon"))
+        return tuple(sorted((*self._scalars, *(() if uncounted else ("step",)))))
 
     def set_scalars(self, stepped: Stepped, values: Mapping[str, float], forms: Mapping[str, str]) -> None:
-        """See :class:`elastic_ckpt.engines.state_schema.StateSchema`."""
         group = self._base.param_groups[stepped.group]
-        if self._kind.steps_in_group:
+        if self._steps_in_group:
             group.setdefault("step", 0)
         for key, value in values.items():
-            if self._kind.step == IN_GROUP:
+            if self._step == IN_GROUP:
                 group[key] = int(value)
-            elif self._kind.step == INT:
+            elif self._step == INT:
                 self._base.state[stepped.master][key] = int(value)
             else:
                 self._base.state[stepped.master][key] = _scalar_tensor(value, group, stepped.master)
@@ -178,3 +183,70 @@ def _scalar_tensor(value: float, group: Group, master: torch.Tensor) -> torch.Te
     wide = torch.get_default_dtype() == torch.float64 and not group.get("fused")
     dtype = torch.float64 if wide else torch.float32
     return torch.tensor(float(value), dtype=dtype, device=master.device if on_device else "cpu")
+
+
+def _plain(*always: str, **conditional: str) -> Describe:
+    """Elementwise states that are always kept, and those that a true hyperparameter adds (``key="hyperparameter"``)."""
+
+    def describe(group: Group, stepped: Stepped) -> tuple[LiveState, ...]:
+        added = [key for key, option in conditional.items() if group.get(option)]
+        return tuple(LiveState(key, _MASTER_DTYPE) for key in (*always, *added))
+
+    return describe
+
+
+def _adagrad(group: Group, stepped: Stepped) -> tuple[LiveState, ...]:
+    return (LiveState("sum", _MASTER_DTYPE, initial=float(group.get("initial_accumulator_value", 0.0))),)
+
+
+def _rprop(group: Group, stepped: Stepped) -> tuple[LiveState, ...]:
+    return LiveState("prev", _MASTER_DTYPE), LiveState("step_size", _MASTER_DTYPE, initial=float(group["lr"]))
+
+
+def _adafactor(group: Group, stepped: Stepped) -> tuple[LiveState, ...]:
+    """A matrix has the means of its rows and columns, which only the whole matrix has; a flat tensor has neither."""
+    shape = tuple(stepped.master.shape)
+    if len(shape) < 2:
+        return (LiveState("variance", _MASTER_DTYPE),)
+    factors = {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, shape[-1])}
+    return tuple(LiveState(key, _MASTER_DTYPE, WHOLE, shape=factor) for key, factor in factors.items())
+
+
+def _deepspeed_muon(group: Group, stepped: Stepped) -> tuple[LiveState, ...]:
+    if not group["use_muon"]:
+        return _PLAIN_ADAM(group, stepped)
+    # the dtype follows the gradients; a restored buffer keeps the saved one until the next step
+    touched = LiveState("momentum_buffer", "", TOUCHED)
+    return (touched if stepped.keeps_touched else LiveState("momentum_buffer", _MASTER_DTYPE),)
+
+
+_PLAIN_ADAM = _plain("exp_avg", "exp_avg_sq")
+_adam = partial(ListedSchema, describe=_plain("exp_avg", "exp_avg_sq", max_exp_avg_sq="amsgrad"), family="adam")
+_flat_adam = partial(ListedSchema, describe=_PLAIN_ADAM, family="adam")
+_rmsprop = _plain("square_avg", momentum_buffer="momentum", grad_avg="centered")
+#: Class name -> its schema.
+KNOWN: dict[str, Callable[[Any], StateSchema]] = {
+    "torch.optim.adam.Adam": _adam,
+    "torch.optim.adamw.AdamW": _adam,
+    "torch.optim.nadam.NAdam": partial(ListedSchema, describe=_PLAIN_ADAM, scalars=("mu_product",)),
+    "torch.optim.radam.RAdam": partial(ListedSchema, describe=_PLAIN_ADAM),
+    "torch.optim.adamax.Adamax": partial(ListedSchema, describe=_plain("exp_avg", "exp_inf")),
+    "torch.optim.sgd.SGD": partial(ListedSchema, describe=_plain(momentum_buffer="momentum"), step=None),
+    "torch.optim.adagrad.Adagrad": partial(ListedSchema, describe=_adagrad),
+    "torch.optim.rmsprop.RMSprop": partial(ListedSchema, describe=_rmsprop),
+    "torch.optim.adadelta.Adadelta": partial(ListedSchema, describe=_plain("square_avg", "acc_delta")),
+    "torch.optim.rprop.Rprop": partial(ListedSchema, describe=_rprop),
+    "torch.optim.Adafactor": partial(ListedSchema, describe=_adafactor),
+    "torch.optim.Muon": partial(ListedSchema, describe=_plain("momentum_buffer"), step=None),
+    "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam": partial(_flat_adam, step=INT),
+    "deepspeed.ops.adam.fused_adam.FusedAdam": partial(_flat_adam, step=INT, steps_in_group=True),
+    # CPULion keeps a second tensor that it never uses
+    "deepspeed.ops.lion.cpu_lion.DeepSpeedCPULion": partial(ListedSchema, describe=_PLAIN_ADAM, step=INT),
+    "deepspeed.ops.adagrad.cpu_adagrad.DeepSpeedCPUAdagrad": partial(
+        ListedSchema, describe=_plain("exp_avg_sq"), step=INT
+    ),
+    "deepspeed.runtime.zero.muon.muon_optimizer.MuonWithAuxAdam": partial(
+        ListedSchema, describe=_deepspeed_muon, step=INT
+    ),
+    "apex.optimizers.fused_adam.FusedAdam": partial(_flat_adam, step=IN_GROUP, wide=True),
+}

@@ -1,7 +1,8 @@
-"""Which adapter fits a live engine, and what no adapter can restore yet."""
+"""Which adapter and which schema of states fit a live engine, and what none can restore. Local, changes nothing."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,76 +14,61 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from elastic_ckpt.engines.base import EngineAdapter, base_optimizer, has_optimizer
-from elastic_ckpt.engines.features import live_features
-from elastic_ckpt.engines.optimizers import schema_of
-from elastic_ckpt.engines.state_schema import NoStates
-from elastic_ckpt.engines.unpartitioned import FusedAdapter, PlainAdapter, UnfusedAdapter
-from elastic_ckpt.engines.without_optimizer import PartitionedWeightsAdapter, WholeWeightsAdapter
-from elastic_ckpt.engines.zero3 import Zero3Adapter
-from elastic_ckpt.engines.zero3_nvme import Zero3NvmeAdapter
-from elastic_ckpt.engines.zero12 import Bf16Adapter, Zero12Adapter
+from elastic_ckpt.core.features import ONE_BIT_OPTIMIZERS, Features
+from elastic_ckpt.engines.adapter import EngineAdapter
+from elastic_ckpt.engines.bitsandbytes import BitsAndBytesSchema, is_bitsandbytes
+from elastic_ckpt.engines.compat import base_optimizer, has_optimizer
+from elastic_ckpt.engines.optimizers import KNOWN, StateSchema, class_name
+from elastic_ckpt.engines.unpartitioned import UnpartitionedAdapter
+from elastic_ckpt.engines.zero3 import Zero3Adapter, Zero3NvmeAdapter
+from elastic_ckpt.engines.zero12 import Zero12Adapter
 from elastic_ckpt.errors import UnsupportedError
-
-Adapter = Zero12Adapter | Zero3Adapter | PlainAdapter | WholeWeightsAdapter
-# Exact classes: a subclass (MiCS, ZenFlow) lays out or steps its partitions in its own way.
-_ADAPTERS: dict[type, type[Adapter]] = {
-    DeepSpeedZeroOptimizer: Zero12Adapter,
-    DeepSpeedZeroOptimizer_Stage3: Zero3Adapter,
-    BF16_Optimizer: Bf16Adapter,
-    FP16_UnfusedOptimizer: UnfusedAdapter,
-    FP16_Optimizer: FusedAdapter,
-}
-
 
 #: float32, or what ``bf16_master_weights_and_grads`` and ``fp16_master_weights_and_grads`` make of it.
 _MASTER_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 
 
-def _is_partly_offloaded(optimizer: Any) -> bool:
-    """Twin-Flow: some sub-groups step on a second base optimizer, whose states are neither saved nor loaded."""
-    return bool(getattr(optimizer, "offload_optimizer", False)) and getattr(optimizer, "partial_offload", 1.0) < 1.0
+def live_features(engine: Any) -> Features:
+    """Features of a live engine that only DeepSpeed's own loader restores."""
+    base = base_optimizer(engine)
+    groups = getattr(base, "param_groups", ())
+    # MiCS left DeepSpeed with 0.19; older engines are a subclass of ZeRO-3's
+    mics = type(engine.optimizer).__name__ == "MiCS_Optimizer"
+    return Features(
+        experts=tuple(engine.num_experts) if engine.has_moe_layers else (),
+        expert_groups=tuple(sorted({str(group.get("name")) for group in groups if group.get("moe")})),
+        one_bit=type(base).__name__.lower() in ONE_BIT_OPTIMIZERS,
+        mics=engine.seq_dp_world_size if mics else 0,
+    )
 
 
-def _swaps(optimizer: Any) -> bool:
-    """Whether a ZeRO-3 optimizer swaps states or parameters to NVMe."""
-    return bool(optimizer.swap_optimizer or optimizer.params_in_nvme_and_cpu)
+def same_features(engine: Any, saved: Features) -> bool:
+    """Whether a checkpoint has what the live engine has, as DeepSpeed's own loader expects."""
+    live, dp = live_features(engine), engine.seq_dp_world_size
+    # the files of a MiCS group as big as the job are those of ZeRO-3
+    return replace(live, mics=live.mics or dp) == replace(saved, mics=saved.mics or dp)
 
 
-def _keeps_muon_apart(optimizer: Any) -> bool:
-    """Muon's momentum in buffers of DeepSpeed's own, beside the optimizer's state."""
-    return bool(getattr(optimizer, "use_muon", False) and optimizer.save_muon_momentum_buffer_in_memory)
+def schema_of(base: torch.optim.Optimizer) -> StateSchema:
+    """The schema of a live base optimizer. Changes nothing.
 
-
-def _adapter_of(engine: Any) -> type[Adapter] | None:
-    kind = type(engine.optimizer)
-    if not has_optimizer(engine):
-        return PartitionedWeightsAdapter if kind is DeepSpeedZeRoOffload else WholeWeightsAdapter
-    if kind is DeepSpeedZeroOptimizer_Stage3 and _swaps(engine.optimizer):
-        return Zero3NvmeAdapter
-    if kind in _ADAPTERS:
-        return _ADAPTERS[kind]
-    plain = engine.zero_optimization_stage() == 0 and isinstance(engine.optimizer, torch.optim.Optimizer)
-    return PlainAdapter if plain else None
-
-
-def _refuse_special(engine: Any) -> None:
-    """Refuse by name what a live engine has that no adapter can restore."""
-    features = live_features(engine).names
-    for present, what in (
-        (features, features),
-        (isinstance(engine, DeepSpeedHybridEngine), "the hybrid engine"),
-        (getattr(engine, "zenflow", False), "ZenFlow"),
-        (_is_partly_offloaded(engine.optimizer), "partly offloaded optimizer states (offload_optimizer.ratio < 1)"),
-        (bool(getattr(engine.optimizer, "offloaded_states", None)), "engine.offload_states() in effect"),
-        (_keeps_muon_apart(engine.optimizer), '"save_muon_momentum_buffer_in_memory"'),
-    ):
-        if present:
-            raise UnsupportedError(f"the live engine uses {what}, which is not supported yet")
+    Raises:
+        UnsupportedError: it keeps its states in a form that cannot be cut.
+    """
+    if class_name(base).startswith("torchao."):
+        raise UnsupportedError(
+            "torchao's optimizers keep their states in tensor classes of their own, which cannot be cut exactly",
+            expected="bitsandbytes' 8-bit optimizers, or states in plain tensors",
+            found=class_name(base),
+            remedy="load at the topology it was saved with, or with load_optimizer_states=False",
+        )
+    if is_bitsandbytes(base):
+        return BitsAndBytesSchema(base)
+    return KNOWN.get(class_name(base), StateSchema)(base)
 
 
 def select_adapter(engine: Any, with_states: bool) -> EngineAdapter:
-    """The adapter of a live engine. Local, changes nothing.
+    """The adapter of a live engine.
 
     Args:
         engine: the live engine.
@@ -101,7 +87,7 @@ def select_adapter(engine: Any, with_states: bool) -> EngineAdapter:
             remedy='"zero_optimization": {"stage": 0}, 1, 2 or 3 in the DeepSpeed config',
         )
     base = base_optimizer(engine)
-    chosen = adapter(engine, schema_of(base) if with_states else NoStates(base))
+    chosen = adapter(engine, schema_of(base) if with_states else StateSchema(base, known=()))
     masters = {master.dtype for master in chosen.masters}
     if masters - _MASTER_DTYPES:
         raise UnsupportedError(
@@ -110,3 +96,35 @@ def select_adapter(engine: Any, with_states: bool) -> EngineAdapter:
             found=", ".join(sorted(map(str, masters))),
         )
     return chosen
+
+
+def _refuse_special(engine: Any) -> None:
+    """Refuse by name what a live engine has that no adapter can restore."""
+    optimizer, features = engine.optimizer, live_features(engine).names
+    # Twin-Flow: some sub-groups step on a second base optimizer, whose states are neither saved nor loaded
+    partly_offloaded = getattr(optimizer, "offload_optimizer", False) and getattr(optimizer, "partial_offload", 1.0) < 1
+    # Muon's momentum in buffers of DeepSpeed's own, beside the optimizer's state
+    keeps_muon_apart = getattr(optimizer, "use_muon", False) and optimizer.save_muon_momentum_buffer_in_memory
+    for present, what in (
+        (features, features),
+        (isinstance(engine, DeepSpeedHybridEngine), "the hybrid engine"),
+        (getattr(engine, "zenflow", False), "ZenFlow"),
+        (partly_offloaded, "partly offloaded optimizer states (offload_optimizer.ratio < 1)"),
+        (getattr(optimizer, "offloaded_states", None), "engine.offload_states() in effect"),
+        (keeps_muon_apart, '"save_muon_momentum_buffer_in_memory"'),
+    ):
+        if present:
+            raise UnsupportedError(f"the live engine uses {what}, which is not supported yet")
+
+
+def _adapter_of(engine: Any) -> type[Zero12Adapter | Zero3Adapter | UnpartitionedAdapter] | None:
+    optimizer = engine.optimizer
+    kind = type(optimizer)  # exactly: a subclass (MiCS, ZenFlow) lays out or steps its partitions in its own way
+    if not has_optimizer(engine):
+        return Zero3Adapter if kind is DeepSpeedZeRoOffload else UnpartitionedAdapter
+    if kind is DeepSpeedZeroOptimizer_Stage3:
+        return Zero3NvmeAdapter if optimizer.swap_optimizer or optimizer.params_in_nvme_and_cpu else Zero3Adapter
+    if kind in (DeepSpeedZeroOptimizer, BF16_Optimizer):
+        return Zero12Adapter
+    plain = engine.zero_optimization_stage() == 0 and isinstance(optimizer, torch.optim.Optimizer)
+    return UnpartitionedAdapter if plain or kind in (FP16_UnfusedOptimizer, FP16_Optimizer) else None

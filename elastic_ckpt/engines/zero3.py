@@ -1,163 +1,202 @@
-"""Live ZeRO-3 engines (``DeepSpeedZeroOptimizer_Stage3``).
-
-Private attributes used, all of DeepSpeed 0.19: ``fp16_groups``, ``fp16_partitioned_groups``,
-``fp16_partitioned_groups_flat``, ``fp32_partitioned_groups_flat``, ``sub_group_to_group_id``,
-``persistent_parameters``, ``checkpoint_event_prologue`` / ``_epilogue``, and of parameters ``ds_shape``, ``ds_numel``,
-``ds_tensor``, ``ds_secondary_tensor``, ``ds_process_group``, ``all_gather_coalesced``.
-"""
+"""Live ZeRO-3 engines: ``DeepSpeedZeroOptimizer_Stage3``, and ``DeepSpeedZeRoOffload``, which has no optimizer."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.torch_autocast import has_comm_dtype
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
 
-from elastic_ckpt.core.flat_ranges import FlatRange, per_parameter_partition
-from elastic_ckpt.core.local_state import FlatPartition, Fragment, LocalState, WholeTensor
+from elastic_ckpt.core.flat_ranges import FlatRange, Placement, per_parameter_partition
+from elastic_ckpt.core.local_state import LocalState, WholeTensor
 from elastic_ckpt.core.metadata import FROZEN
-from elastic_ckpt.core.read_plan import ReadPlan
+from elastic_ckpt.core.read_plan import ReadPlan, Slot
+from elastic_ckpt.core.state_kinds import ELEMENTWISE
 from elastic_ckpt.distributed import in_buckets
-from elastic_ckpt.engines.base import FlatOptimizer, ReadPart
-from elastic_ckpt.engines.state_schema import StateSchema
+from elastic_ckpt.engines.adapter import EngineAdapter, ReadPart
+from elastic_ckpt.engines.compat import has_optimizer, partition_group
+from elastic_ckpt.engines.optimizers import StateSchema, dtype_name
 from elastic_ckpt.errors import UnsupportedError
 
+#: The part of a plan that belongs to no sub-group.
+_WHOLES = -1
 
-class Zero3Adapter(FlatOptimizer):
-    """Adapter of a ZeRO-3 optimizer: one flat partition for each sub-group."""
+
+class Zero3Adapter(EngineAdapter):
+    """Adapter of a ZeRO-3 engine: one flat partition for each sub-group of its optimizer, if it has one.
+
+    Raises:
+        UnsupportedError: a frozen parameter is swapped out to NVMe: DeepSpeed has no way to write it back.
+    """
 
     def __init__(self, engine: Any, schema: StateSchema) -> None:
-        self._optimizer = engine.optimizer
-        masters = engine.optimizer.fp32_partitioned_groups_flat
-        super().__init__(
-            module=engine.module,
-            param_names=engine.param_names,
-            base=engine.optimizer.optimizer,
-            schema=schema,
-            masters=masters,
-            groups=[engine.optimizer.sub_group_to_group_id[index] for index in range(len(masters))],
-            dp_group=partition_group(engine),
-        )
+        optimizer, trains = engine.optimizer, has_optimizer(engine)
+        self._offload = optimizer.parameter_offload if trains else optimizer
+        masters = optimizer.fp32_partitioned_groups_flat if trains else ()
+        groups = [optimizer.sub_group_to_group_id[index] for index in range(len(masters))]
+        members = optimizer.fp16_groups if trains else ()
+        super().__init__(engine, schema, 3, masters, groups, members, partition_group(engine))
+        for name, param in self.frozen.items():
+            self._refuse_swapped(name, param.ds_tensor)
 
-    def local_state(self) -> LocalState:
-        """See :class:`elastic_ckpt.engines.base.EngineAdapter`."""
-        rank = dist.get_rank(group=self.dp_group)
-        flats, fragments = [], []
-        group_names: list[list[str]] = [[] for _ in self.base.param_groups]
-        for index, params in enumerate(self._optimizer.fp16_groups):
-            names = self.names_of(params)
-            shapes = [tuple(param.ds_shape) for param in params]
-            dtype = self.dtype_of(self.masters[index])
-            flats.append(FlatPartition(index, self.groups[index], self._partition_numel(index), dtype, names))
-            fragments += [
-                Fragment(names[p.index], shapes[p.index], p.range, index, p.flat_offset)
-                for p in per_parameter_partition(list(map(math.prod, shapes)), _steps(params), rank)
-            ]
-            group_names[self.groups[index]] += names
-        return self.describe(3, flats, fragments, self._whole_frozen(rank), group_names)
+    def _refuse_swapped(self, name: str, partition: Any) -> None:
+        if self.has_optimizer:
+            swapped = partition.status == PartitionedParamStatus.NOT_AVAILABLE
+            problem = "a frozen parameter is swapped out to NVMe, and cannot be written there"
+            expected = "frozen parameters in memory"
+        else:
+            swapped = partition.final_location == OffloadDeviceEnum.nvme
+            problem = "the live engine has no optimizer and keeps its parameters on NVMe, which is not supported yet"
+            expected = "parameters on the accelerator, or in host memory"
+        if swapped:
+            raise UnsupportedError(
+                problem,
+                parameter=name,
+                expected=expected,
+                found='"offload_param": {"device": "nvme"}',
+                remedy='"offload_param": {"device": "cpu"}',
+            )
 
-    def _partition_numel(self, index: int) -> int:
-        return self.masters[index].numel()
+    def placements(self, flat: int) -> Iterable[Placement]:
+        return self._partition(self.members[flat])
 
-    def _frozen_params(self) -> Mapping[str, Any]:
-        owned = {id(param) for params in self._optimizer.fp16_groups for param in params}
-        return {name: param for param, name in self.param_names.items() if id(param) not in owned}
+    def _partition(self, params: Sequence[Any]) -> Iterable[Placement]:
+        """What this rank holds of parameters that follow one another; their partitions include padding."""
+        numels = [math.prod(param.ds_shape) for param in params]
+        steps = [int(param.ds_tensor.ds_numel) for param in params]
+        return per_parameter_partition(numels, steps, dist.get_rank(group=self.dp_group))
 
-    def _whole_frozen(self, rank: int) -> list[WholeTensor]:
-        wholes = []
-        for name, param in self._frozen_params().items():
-            if hasattr(param.ds_tensor, "ds_quant_scale"):
-                raise UnsupportedError(
-                    "a frozen parameter is quantized, and its scales are not in the checkpoint",
-                    parameter=name,
-                    expected="frozen weights as the model has them",
-                    found='"zero_quantized_nontrainable_weights": true',
-                    remedy="leave that option out, or load at the topology it was saved with",
-                )
-            shape = tuple(param.ds_shape)
-            held = [p.range for p in per_parameter_partition([math.prod(shape)], _steps([param]), rank)]
-            part = held[0] if held else FlatRange(0, 0)
-            wholes.append(WholeTensor(name, FROZEN, shape, part, self.dtype_of(param.ds_tensor)))
-        return wholes
+    def whole_frozen(self, name: str, param: Any) -> WholeTensor:
+        if hasattr(param.ds_tensor, "ds_quant_scale"):
+            raise UnsupportedError(
+                "a frozen parameter is quantized, and its scales are not in the checkpoint",
+                parameter=name,
+                expected="frozen weights as the model has them",
+                found='"zero_quantized_nontrainable_weights": true',
+                remedy="leave that option out, or load at the topology it was saved with",
+            )
+        mine = next((placement.range for placement in self._partition([param])), FlatRange(0, 0))
+        shape, dtype = tuple(param.ds_shape), dtype_name(param.ds_tensor)
+        trains = not self.has_optimizer and param.requires_grad
+        return WholeTensor(name, FROZEN, shape, mine, dtype, trains=trains)
 
     def fill(self, plan: ReadPlan, read: ReadPart) -> Mapping[int, torch.Tensor]:
-        """See :class:`elastic_ckpt.engines.base.EngineAdapter`.
+        """Partitions all parameters first: a gathered one would otherwise keep its old values."""
+        self._offload.partition_all_parameters()
+        return super().fill(plan, read)
 
-        Partitions all parameters first: a gathered one would otherwise keep its old values.
-        """
-        self._optimizer.checkpoint_event_prologue()
-        return self.fill_at_once(plan, read, self._frozen_memory(plan))
-
-    def _frozen_memory(self, plan: ReadPlan) -> dict[str, torch.Tensor]:
-        numels = {slot.name: slot.numel for slot in plan.slots}
-        return {
-            name: param.ds_tensor.data.view(-1)[: numels.get(name, 0)] for name, param in self._frozen_params().items()
-        }
+    def frozen_data(self, slot: Slot) -> torch.Tensor:
+        return self.frozen[slot.name].ds_tensor.data.view(-1)[: slot.numel]
 
     def refresh_weights(self, plan: ReadPlan, exact_masters: bool) -> None:
-        """See :class:`elastic_ckpt.engines.base.EngineAdapter`.
-
-        The low-precision part follows ``_rigid_load_state_dict`` (stage3.py).
-        """
-        optimizer = self._optimizer
+        """The low-precision part follows ``_rigid_load_state_dict`` (stage3.py)."""
+        optimizer = self.optimizer
         for index, master in enumerate(self.masters):
             low_precision = optimizer.fp16_partitioned_groups_flat[index]
             low_precision.data.copy_(master.data)
             partitions = optimizer.fp16_partitioned_groups[index]
             for partition, values in zip(partitions, optimizer.unflatten(low_precision, partitions), strict=True):
                 partition.data = values.data
-        if not exact_masters:
+        if self.masters and not exact_masters:
             optimizer.refresh_fp32_params()
-        self._finish_weights()
+        self.gather_again()
 
-    def _finish_weights(self) -> None:
-        gather_anew(self.param_names, self._optimizer.persistent_parameters)
-        # gathers what is left
-        self._optimizer.checkpoint_event_epilogue()
+    def gather_again(self) -> None:
+        """Nothing that was gathered, or kept for gathering, outlives a load. Collective.
 
-
-def partition_group(engine: Any) -> Any:
-    """The process group over which ZeRO-3 partitions the parameters of an engine.
-
-    With a device mesh for sequence parallelism it is all ranks, and ``optimizer.dp_process_group`` is not.
-    """
-    groups = [param.ds_process_group for param in engine.param_names]
-    return groups[0] if groups else engine.seq_data_parallel_group
-
-
-def gather_anew(params: Iterable[Any], persistent: Sequence[Any]) -> None:
-    """Nothing that was gathered, or kept for gathering, outlives a load. Collective.
-
-    Persistent parameters are whole on every rank: they are gathered anew, many in one collective, where DeepSpeed takes
-    one for each; what does not travel together (quantized parameters, empty ones, those of torch_autocast) is left to
-    it. hpZ's second partitions, from which the next forward pass would gather, hold old values; DeepSpeed drops those
-    of parameters that an optimizer owns, and a frozen one would keep its own for good.
-
-    Args:
-        params: all parameters of a ZeRO-3 engine; each is partitioned, or DeepSpeed raises an error.
-        persistent: those of them that a forward pass finds whole, in the same order on every rank.
-    """
-    for param in params:
-        if param.ds_secondary_tensor is not None:
-            param.ds_secondary_tensor = None
-    for bucket in _gathering_buckets(persistent):
-        bucket[0].all_gather_coalesced(bucket).wait()
+        Persistent parameters, which a forward pass finds whole, are gathered again: many in one collective, where
+        DeepSpeed takes one for each. What does not travel together (quantized parameters, empty ones, those of
+        torch_autocast) is left to it. hpZ's secondary partitions, from which the next forward pass would gather, hold
+        old values; DeepSpeed drops those of parameters that an optimizer owns, but not of frozen ones.
+        """
+        for param in self.param_names:
+            if param.ds_secondary_tensor is not None:  # type: ignore[attr-defined]
+                param.ds_secondary_tensor = None  # type: ignore[attr-defined]
+        persistent = self._offload.persistent_parameters  # in the same order on every rank
+        for bucket in _gathering_buckets(persistent):
+            bucket[0].all_gather_coalesced(bucket).wait()
+        if persistent:
+            persistent[0].all_gather(persistent)  # what is left
 
 
 def _gathering_buckets(params: Sequence[Any]) -> Iterator[list[Any]]:
-    """Parameters that come back from a common collective as they lie; each dtype by itself."""
-    kinds: dict[torch.dtype, list[Any]] = {}
+    """Parameters that come back from a common collective as they are; each dtype by itself."""
+    by_dtype: dict[torch.dtype, list[Any]] = {}
     for param in params:
         # torch_autocast's would come back rounded to the dtype they travel in, and empty ones cannot travel together
         if not (hasattr(param.ds_tensor, "ds_quant_scale") or has_comm_dtype(param) or not param.ds_numel):
-            kinds.setdefault(param.ds_tensor.dtype, []).append(param)
-    for dtype, alike in kinds.items():
-        yield from in_buckets(alike, [param.ds_numel * dtype.itemsize for param in alike])
+            by_dtype.setdefault(param.ds_tensor.dtype, []).append(param)
+    for dtype, same in by_dtype.items():
+        yield from in_buckets(same, [param.ds_numel * dtype.itemsize for param in same])
 
 
-def _steps(params: Sequence[Any]) -> list[int]:
-    """Elements of each parameter's partition, padding included."""
-    return [int(param.ds_tensor.ds_numel) for param in params]
+class Zero3NvmeAdapter(Zero3Adapter):
+    """Adapter of a ZeRO-3 optimizer that swaps its states, parameters or both to NVMe: one sub-group is in memory."""
+
+    def local_state(self) -> LocalState:
+        found = super().local_state()
+        for flat in found.flats:
+            for state in flat.states or ():
+                if state.dtype != "float32" or state.layout != ELEMENTWISE or state.rows > 1:
+                    raise UnsupportedError(
+                        f"state {state.key} of {found.optimizer} cannot be swapped to NVMe and back here",
+                        expected="states of one fp32 value an element",
+                        found=f"{state.dtype}, {state.layout}, {state.rows} rows",
+                        remedy='"offload_optimizer": {"device": "cpu"}',
+                    )
+        return found
+
+    def numel(self, flat: int) -> int:
+        return int(self.optimizer.fp16_partitioned_groups_flat_numel[flat])
+
+    def fill(self, plan: ReadPlan, read: ReadPart) -> Mapping[int, torch.Tensor]:
+        """Reads one sub-group after the other, and derives its weights while it is in memory."""
+        self._offload.partition_all_parameters()
+        parts = plan.by_flat()
+        wholes: list[int] = []
+        tensors: list[torch.Tensor] = []
+        if _WHOLES in parts:
+            wholes, part = parts[_WHOLES]
+            tensors = self.memory(part)
+            read(part, tensors)
+        for index, master in enumerate(self.masters):
+            with self._in_memory(index, clears_states=plan.restores_states and plan.scalars[index] is None):
+                _, part = parts[index]
+                read(part, self.memory(part))
+                if not plan.restores_states:  # what refresh_fp32_params does to masters in memory
+                    master.data.copy_(master.data.to(self.optimizer.dtype))
+                self.optimizer._reassign_or_swap_out_partitioned_parameters(index)
+        return dict(zip(wholes, tensors, strict=True))
+
+    @contextmanager
+    def _in_memory(self, index: int, clears_states: bool) -> Iterator[None]:
+        """Swap one sub-group in, and out again with all its states."""
+        optimizer, master = self.optimizer, self.masters[index]
+        swapped = optimizer._swappable_optimizer_subgroup(index)
+        if swapped:
+            if clears_states:
+                self._forget_states(master)
+            optimizer._optimizer_states_and_gradient_swap_in(index)
+        try:
+            yield
+        finally:
+            if swapped:
+                optimizer.optimizer_swapper.swap_out_optimizer_state(parameter=master, async_swap=False)
+                master.grad = None  # a view of the swap buffer just given back
+
+    def _forget_states(self, master: Any) -> None:
+        """As if the sub-group had never been stepped: DeepSpeed's swapper keeps a list of what it has on disk."""
+        info = self.optimizer.optimizer_swapper.swap_params_info[master.ds_id]
+        info.tensors = info.tensors[:1]
+        info.has_state_tensors = False
+        self.base.state.pop(master, None)
+
+    def refresh_weights(self, plan: ReadPlan, exact_masters: bool) -> None:
+        """Weights were derived while each sub-group was in memory."""
+        self.gather_again()

@@ -18,7 +18,7 @@ from elastic_ckpt import distributed
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.read_plan import Outcome, ReadPlan
 from elastic_ckpt.engines import EngineAdapter
-from elastic_ckpt.engines.host import HostCommit, LoadArguments, restores_states
+from elastic_ckpt.engines.training_state import LoadArguments, TrainingStateCommit, restores_states
 from elastic_ckpt.errors import ElasticCkptError, PartialLoadError
 from elastic_ckpt.formats import Found
 from elastic_ckpt.io.broadcast import exchange_shares
@@ -68,7 +68,7 @@ def execute_load(
         ElasticCkptError: the same on every rank. The engine is as it was before the call, unless the error is a
             :class:`PartialLoadError`.
     """
-    host = HostCommit(engine, ready.checkpoint.training_state, arguments, ready.place)
+    host = TrainingStateCommit(engine, ready.checkpoint.training_state, arguments, ready.place)
     _load_scheduler(host, ready)
     try:
         everybody, client_state = _overwrite(ready, host, arguments, config, clock)
@@ -112,7 +112,7 @@ class _Done:
 
 
 def _overwrite(
-    ready: Prepared, host: HostCommit, arguments: LoadArguments, config: ElasticConfig, clock: Clock
+    ready: Prepared, host: TrainingStateCommit, arguments: LoadArguments, config: ElasticConfig, clock: Clock
 ) -> tuple[list[_Done], dict[str, Any]]:
     """Steps 5 and 6. Collective: returns what all ranks have done, and the client state."""
     adapter, plan = ready.adapter, ready.plan
@@ -153,7 +153,7 @@ def _of_all_stages(everybody: Sequence[_Done]) -> tuple[Outcome, ...]:
     return united([done.outcomes for done in told])
 
 
-def _outcomes(plan: ReadPlan, host: HostCommit, arguments: LoadArguments) -> tuple[Outcome, ...]:
+def _outcomes(plan: ReadPlan, host: TrainingStateCommit, arguments: LoadArguments) -> tuple[Outcome, ...]:
     return plan.outcomes + tuple(host.outcomes) + _left_alone(arguments)
 
 
@@ -179,7 +179,7 @@ def _print(report: LoadReport) -> None:
         logger.warning("elastic_ckpt could not print its load report", exc_info=True)
 
 
-def _load_scheduler(host: HostCommit, ready: Prepared) -> None:
+def _load_scheduler(host: TrainingStateCommit, ready: Prepared) -> None:
     """The one step of a commit that runs a user's code: done first, and taken back on all ranks if any fails."""
     if not ready.loads_scheduler:
         host.load_scheduler(ready.plan)  # says why not

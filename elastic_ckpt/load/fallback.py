@@ -12,10 +12,9 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from elastic_ckpt import distributed
 from elastic_ckpt.config import CONFIG_KEY
 from elastic_ckpt.core.metadata import MASTER
-from elastic_ckpt.engines.base import base_optimizer
-from elastic_ckpt.engines.features import same_features
-from elastic_ckpt.engines.host import LoadArguments, restores_states, zero_param_shapes
-from elastic_ckpt.engines.optimizers import schema_of
+from elastic_ckpt.engines.compat import base_optimizer, zero_param_shapes
+from elastic_ckpt.engines.select import same_features, schema_of
+from elastic_ckpt.engines.training_state import LoadArguments, restores_states
 from elastic_ckpt.formats import Found
 from elastic_ckpt.formats.features import base_groups, features_in
 from elastic_ckpt.formats.legacy import is_legacy_with_step

@@ -15,10 +15,9 @@ from elastic_ckpt.config import ElasticConfig, state_options
 from elastic_ckpt.core.local_state import LocalState, RankCoordinates
 from elastic_ckpt.core.read_plan import ReadPlan
 from elastic_ckpt.engines import EngineAdapter, select_adapter
-from elastic_ckpt.engines.batch import compare_batches
-from elastic_ckpt.engines.host import LoadArguments, refuse_pending_gradients, restores_scheduler, restores_states
-from elastic_ckpt.engines.loss_scale import warn_of_unscaled_gradients
-from elastic_ckpt.engines.place import OneRank, one_rank, with_place
+from elastic_ckpt.engines.checks import compare_batches, refuse_pending_gradients, warn_of_unscaled_gradients
+from elastic_ckpt.engines.coordinates import RankLayouts, coordinates_of, layouts_of, with_coordinates
+from elastic_ckpt.engines.training_state import LoadArguments, restores_scheduler, restores_states
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.formats import READERS, Checkpoint, Found, MetadataOptions
 from elastic_ckpt.io.compare_replicas import ReplicaDifference, find_drift, judge_drift
@@ -94,20 +93,21 @@ def prepare(engine: Any, found: Found, arguments: LoadArguments, config: Elastic
 
 
 def _describe(engine: Any, arguments: LoadArguments) -> tuple[EngineAdapter, LocalState, RankCoordinates]:
-    """What this rank's engine holds, and where it stands. Collective."""
-    described: list[tuple[EngineAdapter, LocalState, OneRank]] = []
+    """What this rank's engine holds, and its coordinates. Collective."""
+    described: list[tuple[EngineAdapter, LocalState, RankLayouts]] = []
 
-    def describe() -> OneRank | None:
+    def describe() -> RankLayouts | None:
         adapter = select_adapter(engine, with_states=restores_states(arguments))
         refuse_pending_gradients(engine)
         local_state = adapter.local_state()
-        mine = one_rank(engine, local_state.dp, local_state.dp_rank)
+        coordinates = coordinates_of(engine, local_state.dp, local_state.dp_rank)
+        mine = coordinates, layouts_of(engine, with_values=coordinates.tp > 1)
         described.append((adapter, local_state, mine))
-        return mine if mine.place.tp * mine.place.pp > 1 else None
+        return mine if coordinates.tp * coordinates.pp > 1 else None
 
     everybody = [other for other in distributed.gathered("describe the live engine", describe) if other is not None]
     adapter, local_state, mine = described[0]
-    return adapter, with_place(local_state, mine, everybody or [mine]), mine.place
+    return adapter, with_coordinates(local_state, mine, everybody or [mine]), mine[0]
 
 
 def _metadata_options(

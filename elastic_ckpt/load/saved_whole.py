@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from elastic_ckpt.engines.base import flat_master_numels, has_optimizer
+from elastic_ckpt.engines.compat import flat_master_numels, has_optimizer
 from elastic_ckpt.formats import Found
 from elastic_ckpt.formats.features import base_groups
 from elastic_ckpt.formats.model_states import COUNTERS

@@ -1,1 +1,35 @@
-"""Opt-in patches of training, not of loading."""
+"""Opt-in patches of training, not of loading; and how a method of DeepSpeed is wrapped and unwrapped."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+_ORIGINAL = "_elastic_ckpt_original"
+
+
+def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """Have ``wrapper`` called in place of an attribute of a class or module, with what it wraps as first argument.
+
+    A second call changes nothing.
+    """
+    original = getattr(owner, name)
+    if hasattr(original, _ORIGINAL):
+        return
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    setattr(wrapped, _ORIGINAL, original)
+    setattr(owner, name, wrapped)
+
+
+def unwrap(owner: Any, name: str) -> None:
+    """Undo :func:`wrap`, unless somebody has put a wrapper around ours."""
+    wrapped = getattr(owner, name)
+    original = getattr(wrapped, _ORIGINAL, None)
+    # functools.wraps copies our mark to a wrapper around ours: that one is not ours to remove
+    if original is not None and getattr(wrapped, "__wrapped__", None) is original:
+        setattr(owner, name, original)

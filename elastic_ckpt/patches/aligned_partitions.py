@@ -1,24 +1,20 @@
 """``"align_partitions"``: ZeRO partitions that are whole numbers of 8-bit blocks, from the start of training.
 
 With them, every data-parallel degree cuts a parameter, or a group's flat buffer, between the same blocks, so 8-bit
-states move between degrees bit by bit for good. DeepSpeed has no option for it (``parameter_alignment`` is 16 bytes,
-and only where a parameter starts), so :func:`install_alignment` wraps these of its privates (0.19):
+states move between degrees bit by bit. DeepSpeed has no option for it (``parameter_alignment`` is 16 bytes, and only
+where a parameter starts), so :func:`install_alignment` wraps its privates (0.19):
 
-- ZeRO-1/2: ``DeepSpeedZeroOptimizer.flatten_dense_tensors_aligned`` and
-  ``BF16_Optimizer._flatten_dense_tensors_aligned``, which pad a group's flat buffer. ``nccl_start_alignment_factor``
-  keeps its value, since asserts about addresses and bucket sizes hang on it.
-- ZeRO-3: ``Init._padding_size``, which pads each parameter; ``Init._partition_param``, which leaves padding as memory
-  happens to be, and would so scale the last real elements' 8-bit block by garbage; ``reduce_scatter_coalesced`` in
-  ``stage3``, which cuts gradients at the unpadded places; ``_dist_allgather_fn``, ``NoGatherHandle`` and
-  ``NoGatherCoalescedHandle`` in ``partition_parameters``, which take a gathered parameter to be no longer than it has
-  to be.
+- ZeRO-1/2: ``flatten_dense_tensors_aligned``, which pads a group's flat buffer. ``nccl_start_alignment_factor`` keeps
+  its value, since asserts about addresses and bucket sizes depend on it.
+- ZeRO-3: ``Init._padding_size`` pads each parameter; ``Init._partition_param`` leaves padding uninitialized, and
+  garbage would scale the last real elements' 8-bit block; ``reduce_scatter_coalesced`` cuts gradients without padding;
+  ``_dist_allgather_fn``, ``NoGatherHandle`` and ``NoGatherCoalescedHandle`` expect gathered parameters without it.
 
 Without the option, each wrapper calls what it wraps.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import os
@@ -26,15 +22,15 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed.comm as dist
 import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import partition_parameters, stage3
-from deepspeed.runtime.zero.partition_parameters import Init
+from deepspeed.runtime.zero.partition_parameters import Init, NoGatherCoalescedHandle, NoGatherHandle
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
@@ -42,60 +38,31 @@ from elastic_ckpt import distributed
 from elastic_ckpt.config import CONFIG_KEY, read_config
 from elastic_ckpt.core.flat_ranges import per_parameter_numel
 from elastic_ckpt.errors import ConfigError
+from elastic_ckpt.patches import unwrap, wrap
 
 #: Elements to which the engine that is being built, or reduces gradients, pads its partitions; 0: as DeepSpeed does.
 _numel: ContextVar[int] = ContextVar("align_partitions", default=0)
 _ATTRIBUTE = "_elastic_ckpt_alignment"
-_SCATTER = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
 #: Optimizers whose partitions are padded.
 _aligned: weakref.WeakSet[Any] = weakref.WeakSet()
-#: (owner, name, original) of everything that is wrapped.
-_replaced: list[tuple[Any, str, Any]] = []
 
 
 def install_alignment() -> None:
     """Wrap what DeepSpeed pads partitions with; a second call changes nothing."""
-    if _replaced:
-        return
-    for owner, name, wrapper in (
-        (DeepSpeedEngine, "_configure_zero_optimizer", _configure),
-        (DeepSpeedEngine, "_configure_bf16_optimizer", _configure),
-        (DeepSpeedZeroOptimizer, "flatten_dense_tensors_aligned", _flatten),
-        (BF16_Optimizer, "_flatten_dense_tensors_aligned", _flatten),
-        (Init, "__init__", _init),
-        (Init, "_padding_size", _padding_size),
-        (Init, "_partition_param", _partition_param),
-        (DeepSpeedZeroOptimizer_Stage3, _SCATTER, _scatter),
-        (stage3, "reduce_scatter_coalesced", _reduce_scatter),
-        (partition_parameters, "_dist_allgather_fn", _allgather),
-        (partition_parameters.NoGatherHandle, "__init__", _no_gather),
-        (partition_parameters.NoGatherCoalescedHandle, "__init__", _no_gather_coalesced),
-    ):
-        original = getattr(owner, name)
-        _replaced.append((owner, name, original))
-        setattr(owner, name, _wrap(original, wrapper))
-
-
-def alignment_of(optimizer: Any) -> int:
-    """Elements to which the partitions of a live optimizer are padded; 0: as DeepSpeed pads them."""
-    return int(getattr(optimizer, _ATTRIBUTE, 0))
+    for owner, name, wrapper in _WRAPPED:
+        wrap(owner, name, wrapper)
 
 
 def uninstall_alignment() -> None:
     """Undo :func:`install_alignment`, unless an engine that was built with the option still trains on it."""
-    if _aligned:
-        return
-    while _replaced:
-        owner, name, original = _replaced.pop()
-        setattr(owner, name, original)
+    if not _aligned:
+        for owner, name, _ in _WRAPPED:
+            unwrap(owner, name)
 
 
-def _wrap(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, *args, **kwargs)
-
-    return wrapped
+def alignment_of(owner: Any) -> int:
+    """Elements to which a live optimizer, or ``deepspeed.zero.Init``, pads partitions; 0: as DeepSpeed pads them."""
+    return int(getattr(owner, _ATTRIBUTE, 0))
 
 
 @contextmanager
@@ -109,29 +76,37 @@ def _aligned_to(numel: int) -> Iterator[None]:
 
 def _configure(original: Callable[..., Any], engine: Any, optimizer: Any) -> Any:
     numel = _asked_for(engine._config._param_dict or {})
-    if not numel:
-        made = original(engine, optimizer)
-        _check_parameters(made, 0)
-        return made
-    _refuse_other_paths(engine, numel)
+    if numel:
+        _refuse_other_paths(engine, numel)
     with _aligned_to(numel):
         made = original(engine, optimizer)
+    if not numel:
+        _check_parameters(made, 0)
+        return made
     setattr(made, _ATTRIBUTE, numel)
     _aligned.add(made)
     with distributed.agreement("align the partitions"):
-        _check(made, numel)
+        _check_parameters(made, numel)
+        flats = (
+            *getattr(made, "single_partition_of_fp32_groups", ()),
+            *getattr(made, "fp32_groups_flat_partition", ()),
+        )
+        for number, flat in enumerate(flats):
+            if flat.numel() % numel:
+                expected = f"a partition of a multiple of {numel} elements"
+                raise _not_reached(f"param group {number}", expected, flat.numel())
     return made
 
 
 def _asked_for(config: Mapping[str, Any]) -> int:
-    """``"align_partitions"`` of a DeepSpeed config; what else is wrong with our section is found when it is needed."""
+    """``"align_partitions"`` of a DeepSpeed config; other errors in our section are raised when it is needed."""
     section = config.get(CONFIG_KEY)
     asked = isinstance(section, Mapping) and section.get("align_partitions")
     return read_config(config).align_partitions if asked else 0
 
 
 def _refuse_other_paths(engine: Any, numel: int) -> None:
-    """What cuts gradients or gathers parameters on a way of its own.
+    """Refuse options with which DeepSpeed cuts gradients or gathers parameters by other code than what is wrapped.
 
     Raises:
         ConfigError: naming the option.
@@ -154,21 +129,11 @@ def _refuse_other_paths(engine: Any, numel: int) -> None:
             )
 
 
-def _check(optimizer: Any, numel: int) -> None:
-    """Every partition has to be aligned."""
-    _check_parameters(optimizer, numel)
-    flats = [*getattr(optimizer, "single_partition_of_fp32_groups", ())]
-    flats += getattr(optimizer, "fp32_groups_flat_partition", ())
-    for number, flat in enumerate(flats):
-        if flat.numel() % numel:
-            raise _not_reached(f"param group {number}", f"a partition of a multiple of {numel} elements", flat.numel())
-
-
 def _check_parameters(optimizer: Any, numel: int) -> None:
     """ZeRO-3: gradients are cut where the engine's option says, parameters where that of ``deepspeed.zero.Init`` said.
 
     Raises:
-        ConfigError: these are different places, and training would be wrong.
+        ConfigError: the two differ, and training would be wrong.
     """
     for param in (param for group in getattr(optimizer, "fp16_groups", ()) for param in group):
         if not hasattr(param, "ds_process_group"):
@@ -194,7 +159,7 @@ def _not_reached(what: str, expected: str, found: Any) -> ConfigError:
 def _flatten(
     original: Callable[..., Any], optimizer: Any, tensors: Any, alignment: int, *args: Any, **kwargs: Any
 ) -> Any:
-    """Built with 2 elements for each rank: pad to a multiple of as many times ours. Gradients take the size that is."""
+    """DeepSpeed aligns to 2 elements for each rank: align to a multiple of as many times ours. Gradients follow."""
     numel = _numel.get()
     padded = alignment * numel // math.gcd(numel, 2) if numel else alignment
     return original(optimizer, tensors, padded, *args, **kwargs)
@@ -213,87 +178,83 @@ def _init(original: Callable[..., Any], init: Any, *args: Any, **kwargs: Any) ->
 
 
 def _padding_size(original: Callable[..., Any], init: Any, param: Any) -> int:
-    numel = getattr(init, _ATTRIBUTE, 0)
-    if not numel:
+    if not alignment_of(init):
         return int(original(init, param))
     world_size = init._partition_world_size(param)
-    return per_parameter_numel(param.ds_numel, world_size, numel) * world_size - int(param.ds_numel)
+    return per_parameter_numel(param.ds_numel, world_size, alignment_of(init)) * world_size - int(param.ds_numel)
 
 
 def _partition_param(original: Callable[..., Any], init: Any, param: Any, *args: Any, **kwargs: Any) -> None:
     is_new = param.ds_tensor is None
     original(init, param, *args, **kwargs)
-    held = param.ds_tensor
-    if getattr(init, _ATTRIBUTE, 0) and is_new and held.numel():  # none held: it went to NVMe
-        start = init._partition_rank(param) * held.numel()
-        held[max(0, min(param.ds_numel - start, held.numel())) :] = 0
+    partition = param.ds_tensor
+    if alignment_of(init) and is_new and partition.numel():  # empty: it went to NVMe
+        start = init._partition_rank(param) * partition.numel()
+        partition[max(0, min(param.ds_numel - start, partition.numel())) :] = 0
 
 
 def _scatter(original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    with _aligned_to(getattr(optimizer, _ATTRIBUTE, 0)):
+    with _aligned_to(alignment_of(optimizer)):
         return original(optimizer, *args, **kwargs)
 
 
 def _reduce_scatter(original: Callable[..., Any], tensors: Sequence[torch.Tensor], group: Any = None) -> Any:
-    """Mean gradients of this rank's pieces: padded to whole pieces, so that DeepSpeed cuts them where we do."""
+    """Mean gradients of this rank's partitions: padded, so that DeepSpeed cuts them where parameters are cut."""
     numel = _numel.get()
     if not numel:
         return original(tensors, group)
     world_size, rank = dist.get_world_size(group), dist.get_rank(group)
-    padded, held = [], []
+    padded, sizes = [], []
     for tensor in tensors:
-        piece = per_parameter_numel(tensor.numel(), world_size, numel)
-        whole = tensor.new_zeros(piece * world_size)
+        size = per_parameter_numel(tensor.numel(), world_size, numel)
+        whole = tensor.new_zeros(size * world_size)
         whole[: tensor.numel()] = tensor.reshape(-1)
         padded.append(whole)
-        held.append(max(0, min(piece, tensor.numel() - rank * piece)))
-    return [part[:size] for part, size in zip(original(padded, group), held, strict=True)]
+        sizes.append(max(0, min(size, tensor.numel() - rank * size)))
+    return [partition[:size] for partition, size in zip(original(padded, group), sizes, strict=True)]
 
 
-class _CopyAfter:
-    """A handle whose result goes into a shorter buffer once it is there."""
-
-    def __init__(self, handle: Any, whole: torch.Tensor, output: torch.Tensor) -> None:
-        self._handle, self._whole, self._output = handle, whole, output
-
-    def wait(self) -> None:
-        self._handle.wait()
-        self._output.copy_(self._whole[: self._output.numel()])
-
-
-def _allgather(original: Callable[..., Any], piece: torch.Tensor, output: torch.Tensor, group: Any = None) -> Any:
-    needed = piece.numel() * dist.get_world_size(group)
+def _allgather(original: Callable[..., Any], partition: torch.Tensor, output: torch.Tensor, group: Any = None) -> Any:
+    """Gather into a longer buffer; the handle's ``wait`` copies what is no padding."""
+    needed = partition.numel() * dist.get_world_size(group)
     if output.numel() >= needed:
-        return original(piece, output, group)
+        return original(partition, output, group)
     whole = output.new_empty(needed)
-    return _CopyAfter(original(piece, whole, group), whole, output)
+    handle = original(partition, whole, group)
+
+    def wait() -> None:
+        handle.wait()
+        output.copy_(whole[: output.numel()])
+
+    return SimpleNamespace(wait=wait)
 
 
-def _fits(param: Any) -> bool:
-    return bool(param.ds_tensor.numel() == param.ds_numel) or hasattr(param.ds_tensor, "ds_quant_scale")
-
-
-def _show_whole(param: Any) -> None:
-    """On one rank, the partition is the parameter, and here padding behind it."""
-    device = get_accelerator().current_device_name()
-    held = param.ds_tensor.data.narrow(0, 0, param.ds_numel).to(device=device, non_blocking=True)
-    param.data = held.view(param.ds_shape)
-
-
-def _no_gather(original: Callable[..., Any], handle: Any, param: Any) -> None:
-    if _fits(param):
-        original(handle, param)
-        return
-    _show_whole(param)
-    handle._NoGatherHandle__param = param
-    handle._NoGatherHandle__complete = False
-
-
-def _no_gather_coalesced(original: Callable[..., Any], handle: Any, params: Sequence[Any]) -> None:
-    if all(map(_fits, params)):
+def _no_gather(original: Callable[..., Any], handle: Any, params: Any) -> None:
+    """On one rank, a partition is its parameter, and here padding behind it: show DeepSpeed one without."""
+    partitions = []
+    for param in [params] if isinstance(handle, NoGatherHandle) else params:
+        if param.ds_tensor.numel() > param.ds_numel and not hasattr(param.ds_tensor, "ds_quant_scale"):
+            partitions.append((param.ds_tensor, param.ds_tensor.data))
+            param.ds_tensor.data = param.ds_tensor.data.narrow(0, 0, param.ds_numel)
+    try:
         original(handle, params)
-        return
-    handle._NoGatherCoalescedHandle__params = params
-    handle._NoGatherCoalescedHandle__complete = False
-    for param in params:
-        _show_whole(param)
+    finally:
+        for partition, data in partitions:
+            partition.data = data
+
+
+#: Owner, name and wrapper of everything that is wrapped.
+_WRAPPED: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
+    (DeepSpeedEngine, "_configure_zero_optimizer", _configure),
+    (DeepSpeedEngine, "_configure_bf16_optimizer", _configure),
+    (DeepSpeedZeroOptimizer, "flatten_dense_tensors_aligned", _flatten),
+    (BF16_Optimizer, "_flatten_dense_tensors_aligned", _flatten),
+    (Init, "__init__", _init),
+    (Init, "_padding_size", _padding_size),
+    (Init, "_partition_param", _partition_param),
+    (DeepSpeedZeroOptimizer_Stage3, "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads", _scatter),
+    (stage3, "reduce_scatter_coalesced", _reduce_scatter),
+    (partition_parameters, "_dist_allgather_fn", _allgather),
+    (NoGatherHandle, "__init__", _no_gather),
+    (NoGatherCoalescedHandle, "__init__", _no_gather),
+)

@@ -1,10 +1,10 @@
 """Weighted pipeline stages: ``partition_method="type:embed:2|transformer:1"``.
 
-DeepSpeed's ``type:regex`` counts layers of one kind, and all of them alike; what follows a second colon it drops
-without a word. Here each alternative ``regex:weight`` says how heavy the layers are whose class or function name it
-matches: case-insensitively, anywhere in the name, the first alternative that matches. Layers that none matches weigh
-nothing. ``weighted_type:`` is another name for the same, which DeepSpeed alone refuses. A ``type:`` without weights,
-and every other method, goes to DeepSpeed.
+DeepSpeed's ``type:regex`` counts layers of one kind, each as one; what follows a second colon it drops in silence.
+Here each alternative ``regex:weight`` gives the weight of the layers whose class or function name it matches:
+case-insensitively, anywhere in the name, the first alternative that matches. Layers that none matches weigh nothing.
+``weighted_type:`` is another name for the same, which DeepSpeed alone refuses. A ``type:`` without weights, and every
+other method, goes to DeepSpeed.
 
 Stages are consecutive layers. Of all ways to cut them, :func:`partition_weights` takes the one with, in this order,
 
@@ -21,13 +21,11 @@ All of it is integer arithmetic, so every rank arrives at the same cuts. :func:`
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -37,8 +35,9 @@ from deepspeed.utils import logger
 from torch import nn
 
 from elastic_ckpt.errors import ConfigError, listed
+from elastic_ckpt.patches import unwrap, wrap
 
-_ORIGINAL = "_elastic_ckpt_original"
+_METHOD = "_partition_layers"
 _PLAIN, _WEIGHTED = "type:", "weighted_type:"
 _FORM = "'type:regex:weight|regex:weight', such as 'type:embed:2|transformer:1'"
 #: What a regex consists of, as far as groups matter: an escape, a set, or one character.
@@ -49,36 +48,18 @@ _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?
 
 def install_pipe() -> None:
     """Teach ``PipelineModule`` the weighted methods; a second call changes nothing."""
-    original = PipelineModule._partition_layers
-    if hasattr(original, _ORIGINAL):
-        return
-    patched = _patch(original)
-    setattr(patched, _ORIGINAL, original)
-    PipelineModule._partition_layers = patched
+    wrap(PipelineModule, _METHOD, _partition_layers)
 
 
 def uninstall_pipe() -> None:
     """Undo :func:`install_pipe`, unless somebody has put a wrapper around the patch."""
-    patched = PipelineModule._partition_layers
-    original = getattr(patched, _ORIGINAL, None)
-    # functools.wraps copies our mark to a wrapper around the patch: that one is not ours to remove
-    if original is not None and getattr(patched, "__wrapped__", None) is original:
-        PipelineModule._partition_layers = original
+    unwrap(PipelineModule, _METHOD)
 
 
-def _patch(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def _partition_layers(self: Any, *args: Any, **kwargs: Any) -> Any:
-        method = args[0] if args else kwargs.get("method")
-        if isinstance(method, str) and is_weighted(method):
-            return _partition(self, method)
-        return original(self, *args, **kwargs)
-
-    return _partition_layers
-
-
-def _partition(module: Any, method: str) -> None:
-    """What DeepSpeed's ``_partition_layers`` does, with our weights and cuts."""
+def _partition_layers(original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
+    method = args[0] if args else kwargs.get("method")
+    if not isinstance(method, str) or not is_weighted(method):
+        return original(module, *args, **kwargs)
     names = [layer_name(layer) for layer in module._layer_specs]
     weights = layer_weights(method, names)
     module.parts = partition_weights(weights, module.num_stages)
@@ -87,15 +68,15 @@ def _partition(module: Any, method: str) -> None:
         for stage, (start, stop) in enumerate(itertools.pairwise(module.parts)):
             logger.info(f"stage={stage} {_summary(start, names[start:stop], weights[start:stop])}")
     stage = module._topo.get_coord(module.global_rank).pipe
-    module._set_bounds(start=module.parts[stage], stop=module.parts[stage + 1])
+    return module._set_bounds(start=module.parts[stage], stop=module.parts[stage + 1])
 
 
 def _summary(start: int, names: Sequence[str | None], weights: Sequence[Fraction]) -> str:
     total = sum(weights, Fraction(0))
-    shown = Decimal(total.numerator) / total.denominator  # float(total) may overflow
+    weight = Decimal(total.numerator) / total.denominator  # float(total) may overflow
     runs = [(name or "unnamed", len(list(run))) for name, run in itertools.groupby(names)]
-    held = ", ".join(name if count == 1 else f"{name} x {count}" for name, count in runs)
-    return f"layers=[{start}, {start + len(names)}) weight={shown:.6g}: {held or 'none'}"
+    layers = ", ".join(name if count == 1 else f"{name} x {count}" for name, count in runs)
+    return f"layers=[{start}, {start + len(names)}) weight={weight:.6g}: {layers or 'none'}"
 
 
 def layer_name(layer: Any) -> str | None:
@@ -107,22 +88,12 @@ def layer_name(layer: Any) -> str | None:
     return getattr(layer, "__name__", None)
 
 
-@dataclass(frozen=True, slots=True)
-class Alternative:
-    """Layers whose names a regex matches, and what each of them weighs."""
-
-    regex: re.Pattern[str]
-    weight: Fraction
-
-
 def is_weighted(method: str) -> bool:
     """Whether a partition method is ours: ``weighted_type:``, or ``type:`` with a number behind an alternative."""
     kind = method.lower()
     if kind.startswith(_WEIGHTED):
         return True
-    if not kind.startswith(_PLAIN):
-        return False
-    return any(_is_float(_cut_weight(text)[1]) for text in _split(method[len(_PLAIN) :]))
+    return kind.startswith(_PLAIN) and any(_is_float(_cut_weight(text)[1]) for text in _alternatives(method))
 
 
 def layer_weights(method: str, names: Sequence[str | None]) -> list[Fraction]:
@@ -135,16 +106,19 @@ def layer_weights(method: str, names: Sequence[str | None]) -> list[Fraction]:
     Raises:
         ConfigError: the method is malformed, one of its regexes matches no layer, or the layers weigh nothing.
     """
-    alternatives = _parse(method)
-    for alternative in alternatives:
-        if not any(alternative.regex.search(name) for name in names if name is not None):
+    weighed = [_parse_alternative(text, method) for text in _alternatives(method)]
+    for regex, _ in weighed:
+        if not any(regex.search(name) for name in names if name is not None):
             raise ConfigError(
-                f"the partition method names layers that the model does not have: '{alternative.regex.pattern}'",
+                f"the partition method names layers that the model does not have: '{regex.pattern}'",
                 expected=f"a regex that matches one of: {listed({name for name in names if name})}",
                 found=method,
                 remedy="correct the regex, or leave out this alternative",
             )
-    weights = [_weight(name, alternatives) for name in names]
+    weights = [
+        next((weight for regex, weight in weighed if name is not None and regex.search(name)), Fraction(0))
+        for name in names
+    ]
     if not any(weights):
         raise ConfigError(
             "by the partition method, all layers weigh nothing",
@@ -155,21 +129,9 @@ def layer_weights(method: str, names: Sequence[str | None]) -> list[Fraction]:
     return weights
 
 
-def _weight(name: str | None, alternatives: Sequence[Alternative]) -> Fraction:
-    if name is not None:
-        for alternative in alternatives:
-            if alternative.regex.search(name):
-                return alternative.weight
-    return Fraction(0)
-
-
-def _parse(method: str) -> list[Alternative]:
-    text = method[len(_WEIGHTED if method.lower().startswith(_WEIGHTED) else _PLAIN) :]
-    return [_parse_alternative(alternative, method) for alternative in _split(text)]
-
-
-def _parse_alternative(text: str, method: str) -> Alternative:
-    pattern, weight = _cut_weight(text)
+def _parse_alternative(text: str, method: str) -> tuple[re.Pattern[str], Fraction]:
+    """A regex, and the weight of the layers whose names it matches."""
+    pattern, number = _cut_weight(text)
     try:
         # not lowercased, as DeepSpeed does it: that would turn \S into \s
         regex = re.compile(pattern, re.IGNORECASE)
@@ -180,31 +142,28 @@ def _parse_alternative(text: str, method: str) -> Alternative:
             found=f"{method} ({error})",
             remedy="correct the regex",
         ) from error
-    if not pattern or weight is None:
+    if not pattern or number is None:
         raise ConfigError(
             f"the partition method has an alternative without {'weight' if pattern else 'regex'}: '{text}'",
             expected=_FORM,
             found=method,
             remedy="write regex:weight in every alternative; layers that match none weigh 0",
         )
-    return Alternative(regex, _parse_weight(weight, pattern, method))
-
-
-def _parse_weight(text: str, pattern: str, method: str) -> Fraction:
     # of the decimal digits themselves, so that 0.1 three times is 0.3
-    value = Fraction(text) if _NUMBER.fullmatch(text) and math.isfinite(float(text)) else None
-    if value is None or value < 0:
+    weight = Fraction(number) if _NUMBER.fullmatch(number) and math.isfinite(float(number)) else None
+    if weight is None or weight < 0:
         raise ConfigError(
-            f"the partition method has a weight that is no weight: '{text}', of '{pattern}'",
+            f"the partition method has a weight that is no weight: '{number}', of '{pattern}'",
             expected="a finite number that is not negative, such as 2 or 0.5",
             found=method,
             remedy="correct the weight",
         )
-    return value
+    return regex, weight
 
 
-def _split(text: str) -> list[str]:
-    """The alternatives of a regex; a ``|`` in a group belongs to the group."""
+def _alternatives(method: str) -> list[str]:
+    """The alternatives of a method's regex; a ``|`` in a group belongs to the group."""
+    text = method[method.index(":") + 1 :]
     bars = [position for position, token in _outside_groups(text) if token == "|"]
     return [text[start + 1 : stop] for start, stop in itertools.pairwise([-1, *bars, len(text)])]
 
@@ -240,11 +199,10 @@ def _is_float(text: str | None) -> bool:
 
 
 def partition_weights(weights: Sequence[Fraction | int], num_parts: int) -> list[int]:
-    """Cut layers into stages, as even as they get; the module's docstring says what that means.
+    """Cut layers into stages, as evenly as the module's docstring defines.
 
     Returns:
-        ``num_parts + 1`` ints that start with 0 and end with the number of layers; stage ``s`` holds the layers from
-        the ``s``-th to the one before the next.
+        ``num_parts + 1`` ints from 0 to the number of layers; stage ``s`` holds layers ``[parts[s], parts[s + 1])``.
 
     Raises:
         ValueError: a weight is negative, or there are no stages.

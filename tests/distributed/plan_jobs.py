@@ -10,7 +10,7 @@ import torch.distributed as dist
 import elastic_ckpt
 from elastic_ckpt import distributed as ranks
 from elastic_ckpt.core.local_state import LocalState, RankCoordinates
-from elastic_ckpt.engines.place import one_rank, with_place
+from elastic_ckpt.engines.coordinates import coordinates_of, layouts_of, with_coordinates
 from elastic_ckpt.engines.select import select_adapter
 from elastic_ckpt.io.reader import ReadOptions
 from elastic_ckpt.tools.forecast import reads_of
@@ -53,9 +53,9 @@ def assert_alike(engine: Any, folder: str, stage: int, where: str, sub_group: in
     """What the rank holds, and what it reads in a load."""
     adapter = select_adapter(engine, with_states=True)
     live = adapter.local_state()
-    mine = one_rank(engine, live.dp, live.dp_rank)
-    place = mine.place
-    live = with_place(live, mine, ranks.share(mine))
+    place = coordinates_of(engine, live.dp, live.dp_rank)
+    mine = place, layouts_of(engine, with_values=place.tp > 1)
+    live = with_coordinates(live, mine, ranks.share(mine))
     config = config_of(None)
     metadata = open_folder(folder, None, config).checkpoint.metadata
     more = {} if sub_group is None else {"sub_group_numel": sub_group}

@@ -15,8 +15,7 @@ from deepspeed.runtime.lr_schedules import OneCycle, WarmupCosineLR, WarmupDecay
 from torch.optim import lr_scheduler
 
 from elastic_ckpt.core.training_state import BatchSizes, TrainingState
-from elastic_ckpt.engines.host import HostCommit, LoadArguments
-from elastic_ckpt.engines.schedulers import fit_scheduler
+from elastic_ckpt.engines.training_state import LoadArguments, TrainingStateCommit, fit_scheduler
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.planning.groups import transferable
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
@@ -261,4 +260,4 @@ def test_merged_groups_that_differ_for_the_scheduler_alone_are_refused(kind: str
         state = make(["b", "c"], values).state_dict()
         host = TrainingState({}, BatchSizes(None, None, None), state, None, False, {})
         with pytest.raises(MismatchError) if refused else nullcontext():
-            HostCommit(engine, host, LoadArguments("/ckpt")).load_scheduler(plan)
+            TrainingStateCommit(engine, host, LoadArguments("/ckpt")).load_scheduler(plan)

@@ -10,9 +10,10 @@ import torch
 from deepspeed.runtime.utils import DummyOptim
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
-from elastic_ckpt.engines.base import has_optimizer
+from elastic_ckpt.engines.compat import has_optimizer
 from elastic_ckpt.engines.select import select_adapter
-from elastic_ckpt.engines.without_optimizer import PartitionedWeightsAdapter, WholeWeightsAdapter
+from elastic_ckpt.engines.unpartitioned import UnpartitionedAdapter
+from elastic_ckpt.engines.zero3 import Zero3Adapter
 
 
 def engine(optimizer: Any, stage: int) -> SimpleNamespace:
@@ -30,9 +31,9 @@ def engine(optimizer: Any, stage: int) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("optimizer", "stage", "adapter"),
     [
-        (None, 0, WholeWeightsAdapter),
-        (SimpleNamespace(optimizer=DummyOptim([])), 0, WholeWeightsAdapter),  # as BF16_Optimizer has it
-        (object.__new__(DeepSpeedZeRoOffload), 3, PartitionedWeightsAdapter),
+        (None, 0, UnpartitionedAdapter),
+        (SimpleNamespace(optimizer=DummyOptim([])), 0, UnpartitionedAdapter),  # as BF16_Optimizer has it
+        (object.__new__(DeepSpeedZeRoOffload), 3, Zero3Adapter),
     ],
 )
 def test_an_engine_without_an_optimizer_takes_weights_alone(optimizer: Any, stage: int, adapter: type) -> None:

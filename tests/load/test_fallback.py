@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ckpt.engines.host import LoadArguments
+from elastic_ckpt.engines.training_state import LoadArguments
 from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.formats.pickled import PickledFile, TensorRef
 from elastic_ckpt.load import fallback

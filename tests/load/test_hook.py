@@ -12,7 +12,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 import elastic_ckpt
 from elastic_ckpt import install, uninstall
-from elastic_ckpt.engines.host import LoadArguments
+from elastic_ckpt.engines.training_state import LoadArguments
 from elastic_ckpt.errors import ConfigError, ElasticCkptError
 from elastic_ckpt.formats import Found
 from elastic_ckpt.formats.naming import sort_names

@@ -14,8 +14,8 @@ from elastic_ckpt.core.local_state import LiveGroup, LocalState
 from elastic_ckpt.core.metadata import BlockCode, CheckpointMetadata, ReplicatedState
 from elastic_ckpt.core.read_plan import Outcome
 from elastic_ckpt.core.state_kinds import ELEMENTWISE, REPLICATED, SCRATCH, WHOLE, BlockFormat, LiveState
-from elastic_ckpt.engines.optimizers import schema_of
-from elastic_ckpt.engines.state_schema import Stepped
+from elastic_ckpt.engines.optimizers import Stepped
+from elastic_ckpt.engines.select import schema_of
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
 from elastic_ckpt.formats.codebooks import own_maps
 from elastic_ckpt.planning.groups import match_groups, transferable

@@ -19,8 +19,8 @@ from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 from elastic_ckpt.core.read_plan import Slot
 from elastic_ckpt.core.state_kinds import ELEMENTWISE, REPLICATED, SCRATCH, TOUCHED, WHOLE, LiveState
 from elastic_ckpt.engines.bitsandbytes import BitsAndBytesSchema, block_numel_of, is_bitsandbytes
-from elastic_ckpt.engines.optimizers import _KINDS, schema_of
-from elastic_ckpt.engines.state_schema import NoStates, StateSchema, Stepped, UnknownSchema
+from elastic_ckpt.engines.optimizers import KNOWN, StateSchema, Stepped
+from elastic_ckpt.engines.select import schema_of
 from elastic_ckpt.errors import UnsupportedError
 from elastic_ckpt.formats.codebooks import own_maps
 
@@ -349,7 +349,7 @@ def test_the_schema_names_the_class_and_tells_the_kind_of_weight_decay_where_the
         assert schema_of(optimizer).decoupled is decoupled
 
 
-@pytest.mark.parametrize("name", sorted(name for name in _KINDS if name.startswith("deepspeed.ops.")))
+@pytest.mark.parametrize("name", sorted(name for name in KNOWN if name.startswith("deepspeed.ops.")))
 def test_deepspeeds_own_optimizers_keep_what_their_source_says(name: str) -> None:
     """They compile an extension before they step: their ``step`` is read instead."""
     module, _, class_name = name.rpartition(".")
@@ -649,7 +649,7 @@ def test_bitsandbytes_is_told_by_its_base_class() -> None:
     param = parameter((4,))
     assert is_bitsandbytes(bnb.optim.Lion([param]))
     assert not is_bitsandbytes(optim.AdamW([param]))
-    assert isinstance(schema_of(bnb.optim.PytorchLARS([param], momentum=0.9)), UnknownSchema)
+    assert type(schema_of(bnb.optim.PytorchLARS([param], momentum=0.9))) is StateSchema
     mine = type("Mine", (bnb.optim.Adam8bit,), {})
     assert isinstance(schema_of(mine([param])), BitsAndBytesSchema)
 
@@ -695,7 +695,7 @@ def test_an_unknown_optimizer_takes_what_the_checkpoint_has() -> None:
     param = parameter((3, 4))
     optimizer = Lion([param])
     schema, stepped = schema_of(optimizer), stepped_of(param)
-    assert isinstance(schema, UnknownSchema)
+    assert type(schema) is StateSchema
     assert schema.states(stepped) is None
     assert schema.scalars(stepped) is None
     assert (schema.family, schema.decoupled, schema.optimizer) == (None, None, f"{__name__}.Lion")
@@ -747,7 +747,7 @@ def test_scalars_of_an_unknown_optimizer_come_back_in_the_form_in_which_they_wer
 
 def test_a_class_that_is_derived_from_a_known_one_is_not_known() -> None:
     """It may keep anything beside what its base keeps."""
-    assert isinstance(schema_of(type("Mine", (optim.AdamW,), {})([parameter((3,))])), UnknownSchema)
+    assert type(schema_of(type("Mine", (optim.AdamW,), {})([parameter((3,))]))) is StateSchema
 
 
 def test_torchao_is_refused_by_name() -> None:
@@ -756,11 +756,11 @@ def test_torchao_is_refused_by_name() -> None:
         schema_of(cls([parameter((3,))]))
     assert caught.value.found == "torchao.optim.fake.AdamW8bit"
     other = type("AdamW8bit", (torch.optim.AdamW,), {"__module__": "torchaotic.optim"})
-    assert isinstance(schema_of(other([parameter((3,))])), UnknownSchema)
+    assert type(schema_of(other([parameter((3,))]))) is StateSchema
 
 
 def test_where_states_are_left_alone_there_are_none() -> None:
     param = parameter((3,))
-    schema = NoStates(optim.AdamW([param]))
+    schema = StateSchema(optim.AdamW([param]), known=())
     assert schema.states(stepped_of(param)) == ()
     assert schema.scalars(stepped_of(param)) == ()

@@ -1,15 +1,15 @@
-"""Where a rank stands in a live job, and how tensor-parallel ranks hold the live parameters.
+"""The coordinates of a rank in a live job, and how tensor-parallel ranks hold the live parameters. All is local.
 
-Read from DeepSpeed's pipeline grid, or from the ``mpu`` that the engine was given; parameters tell by the attributes of
-Megatron's parallel layers (``tensor_model_parallel``, ``partition_dim``, ``partition_stride``) or by what AutoTP notes
-on them (``ds_autotp_universal_checkpoint_meta``).
+Coordinates come from DeepSpeed's pipeline grid, or from the ``mpu`` that the engine was given; layouts from the
+attributes of Megatron's parallel layers (``tensor_model_parallel``, ``partition_dim``, ``partition_stride``) or from
+what AutoTP records on parameters (``ds_autotp_universal_checkpoint_meta``).
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,52 +26,30 @@ from deepspeed.utils.bwc import (
 from elastic_ckpt.core.declared import split_of_affine
 from elastic_ckpt.core.local_state import LiveLayout, LocalState, RankCoordinates
 from elastic_ckpt.core.sequence import SequenceParallel
-from elastic_ckpt.core.strided import Shape, TPLayout
+from elastic_ckpt.core.strided import TPLayout
 from elastic_ckpt.core.tp_rules import CannotSplit
 from elastic_ckpt.errors import UnsupportedError
 
-#: Elements of a buffer that is looked into: a rank's own bounds and offsets are small.
+#: Elements of a buffer whose values are compared: a rank's own bounds and offsets are small.
 _MOST_COMPARED = 1 << 16
+#: What ranks exchange: the coordinates of one, and its shard of each parameter and buffer.
+RankLayouts = tuple[RankCoordinates, Mapping[str, LiveLayout]]
 
 
-@dataclass(frozen=True)
-class OneRank:
-    """What one rank tells the others: where it stands, and its shard of each parameter and buffer."""
-
-    place: RankCoordinates
-    layouts: Mapping[str, LiveLayout]
-
-
-def one_rank(engine: Any, dp: int, dp_rank: int) -> OneRank:
-    """What this rank has to tell. Local.
-
-    Raises:
-        UnsupportedError: pipeline parallelism that is not DeepSpeed's.
-    """
-    place = place_of(engine, dp, dp_rank)
-    return OneRank(place, _layouts(engine, with_values=place.tp > 1))
-
-
-def place_of(engine: Any, dp: int, dp_rank: int) -> RankCoordinates:
-    """Where this rank stands. Local.
+def coordinates_of(engine: Any, dp: int, dp_rank: int) -> RankCoordinates:
+    """The coordinates of this rank.
 
     Raises:
         UnsupportedError: pipeline parallelism that is not DeepSpeed's.
     """
     if isinstance(engine, PipelineEngine):
         grid = engine.grid
-        return RankCoordinates(
-            dp,
-            dp_rank,
-            grid.get_slice_parallel_world_size(),
-            grid.get_slice_parallel_rank(),
-            grid.pipe_parallel_size,
-            grid.get_stage_id(),
-        )
+        tp, tp_rank = grid.get_slice_parallel_world_size(), grid.get_slice_parallel_rank()
+        return RankCoordinates(dp, dp_rank, tp, tp_rank, grid.pipe_parallel_size, grid.get_stage_id())
     sequence, sp_rank = sequence_of(engine, dp)
-    alone = RankCoordinates(dp, dp_rank, sequence=sequence, sp_rank=sp_rank)
+    coordinates = RankCoordinates(dp, dp_rank, sequence=sequence, sp_rank=sp_rank)
     if engine.mpu is None:
-        return alone
+        return coordinates
     if bwc_pipeline_parallel_world_size(engine.mpu) > 1:
         raise UnsupportedError(
             "the live engine uses pipeline parallelism of its own, which is not supported",
@@ -79,18 +57,13 @@ def place_of(engine: Any, dp: int, dp_rank: int) -> RankCoordinates:
             found=f"{type(engine.module).__name__}, and an mpu of several stages",
         )
     if engine.mp_world_size == 1:
-        return alone
+        return coordinates
     tp, tp_rank = bwc_tensor_model_parallel_world_size(engine.mpu), bwc_tensor_model_parallel_rank(engine.mpu)
-    return replace(alone, tp=tp, tp_rank=tp_rank)
+    return replace(coordinates, tp=tp, tp_rank=tp_rank)
 
 
 def sequence_of(engine: Any, dp: int) -> tuple[SequenceParallel, int]:
-    """Sequence parallelism of a live engine, and this rank's place in its sequence-parallel group. Local.
-
-    Args:
-        engine: the live engine.
-        dp: ranks that ZeRO partitions over.
-    """
+    """Sequence parallelism of a live engine whose ZeRO partitions over ``dp`` ranks, and the sequence-parallel rank."""
     degree = int(engine.sequence_parallel_size)
     if degree == 1:
         return SequenceParallel(), 0
@@ -104,61 +77,61 @@ def sequence_of(engine: Any, dp: int) -> tuple[SequenceParallel, int]:
     return SequenceParallel(degree, partitioned, strided), groups._get_sequence_parallel_rank()
 
 
-def with_place(local_state: LocalState, mine: OneRank, everybody: Sequence[OneRank]) -> LocalState:
-    """Add where this rank stands, and how the parameters of its stage are held. Local.
+def with_coordinates(local_state: LocalState, mine: RankLayouts, everybody: Sequence[RankLayouts]) -> LocalState:
+    """Local state with this rank's coordinates, and how the ranks of its stage hold parameters and buffers.
 
     Args:
         local_state: what this rank's engine holds.
-        mine: what it told the others.
-        everybody: what all ranks told; without tensor and pipeline parallelism, this one's word is enough.
+        mine: this rank's coordinates and layouts.
+        everybody: those of all ranks; without tensor and pipeline parallelism, this one's are enough.
     """
-    place = mine.place
-    stage = [
-        other for other in everybody if (other.place.pp_rank, other.place.dp_rank) == (place.pp_rank, place.dp_rank)
-    ]
-    stage.sort(key=lambda other: other.place.tp_rank)
-    layouts = (
-        mine.layouts if len(stage) == 1 else {name: _held(name, layout, stage) for name, layout in mine.layouts.items()}
-    )
-    elsewhere = {name for other in everybody for name in other.layouts} - set(mine.layouts)
+    here, layouts = mine
+    stage = [each for each in everybody if (each[0].pp_rank, each[0].dp_rank) == (here.pp_rank, here.dp_rank)]
+    stage.sort(key=lambda each: each[0].tp_rank)
+    elsewhere = {name for _, other in everybody for name in other} - set(layouts)
+    if len(stage) > 1:
+        layouts = {
+            name: _of_stage(layout, [shards[name] for _, shards in stage if name in shards])
+            for name, layout in layouts.items()
+        }
     return replace(
         local_state,
-        tp=place.tp,
-        tp_rank=place.tp_rank,
-        pp=place.pp,
-        pp_rank=place.pp_rank,
+        tp=here.tp,
+        tp_rank=here.tp_rank,
+        pp=here.pp,
+        pp_rank=here.pp_rank,
         elsewhere=frozenset(elsewhere),
         layouts=layouts,
     )
 
 
-def _held(name: str, layout: LiveLayout, stage: Sequence[OneRank]) -> LiveLayout:
-    """How all tensor-parallel ranks of a stage, in their order, hold a parameter or buffer."""
-    held = [other.layouts[name] for other in stage if name in other.layouts]
-    return replace(
-        layout,
-        shapes=tuple(other.shapes[0] for other in held),
-        values=tuple(value for other in held for value in other.values),
-    )
+def _of_stage(mine: LiveLayout, shards: Sequence[LiveLayout]) -> LiveLayout:
+    """A layout with the shapes and values of all tensor-parallel ranks, in their order."""
+    shapes = tuple(shard.shapes[0] for shard in shards)
+    return replace(mine, shapes=shapes, values=tuple(value for shard in shards for value in shard.values))
 
 
-def _layouts(engine: Any, with_values: bool) -> dict[str, LiveLayout]:
-    """Every parameter by DeepSpeed's name for it, and every buffer; each with this rank's shape alone."""
+def layouts_of(engine: Any, with_values: bool) -> dict[str, LiveLayout]:
+    """Every parameter by DeepSpeed's name for it, and every buffer; each with this rank's shape alone.
+
+    Args:
+        engine: the live engine.
+        with_values: whether to add checksums of small buffers, which tensor-parallel ranks compare.
+    """
     owners = {
         id(tensor): type(module).__module__
         for module in engine.module.modules()
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
     }
     named = {name: param for param, name in engine.param_names.items()}
-    by_autotp = any(getattr(param, DS_AUTOTP_UC_META, None) for param in named.values())
     buffers = dict(engine.module.named_buffers(remove_duplicate=False))
     layouts = {name: _layout(tensor, owners.get(id(tensor), "")) for name, tensor in {**buffers, **named}.items()}
     if with_values:
         small = {name: buffer for name, buffer in buffers.items() if buffer.numel() <= _MOST_COMPARED}
         layouts |= {name: replace(layouts[name], values=(_checksum(buffer),)) for name, buffer in small.items()}
-    if by_autotp:  # which leaves whole what it does not note anything on
-        untouched = {name for name, param in named.items() if not getattr(param, DS_AUTOTP_UC_META, None)}
-        layouts |= {name: replace(layouts[name], dim=-1) for name in untouched}
+    unrecorded = {name for name, param in named.items() if not getattr(param, DS_AUTOTP_UC_META, None)}
+    if len(unrecorded) < len(named):  # AutoTP leaves whole what it records nothing on
+        layouts |= {name: replace(layouts[name], dim=-1) for name in unrecorded}
     return layouts
 
 
@@ -168,7 +141,7 @@ def _checksum(buffer: torch.Tensor) -> int:
 
 
 def _layout(tensor: torch.Tensor, owner: str) -> LiveLayout:
-    shape: Shape = tuple(getattr(tensor, "ds_shape", tensor.shape))
+    shape: tuple[int, ...] = tuple(getattr(tensor, "ds_shape", tensor.shape))
     is_cut = getattr(tensor, "tensor_model_parallel", None)
     dim = -1 if is_cut is False else getattr(tensor, "partition_dim", None) if is_cut else None
     stride = max(int(getattr(tensor, "partition_stride", 1) or 1), 1) if is_cut else 1

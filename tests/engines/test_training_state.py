@@ -10,7 +10,8 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaleConfig, LossScaler
 
 from elastic_ckpt.core.training_state import BatchSizes, LossScale, TrainingState
-from elastic_ckpt.engines.loss_scale import set_loss_scale, warn_of_unscaled_gradients
+from elastic_ckpt.engines.checks import warn_of_unscaled_gradients
+from elastic_ckpt.engines.training_state import set_loss_scale
 from elastic_ckpt.formats.training_state import loss_scale_of
 
 STATIC = LossScale(False, {"cur_scale": 64.0})

@@ -1,0 +1,233 @@
+"""What every live engine provides: its LocalState, the memory behind it, and a commit."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from elastic_ckpt.core.flat_ranges import FlatRange, Placement
+from elastic_ckpt.core.local_state import FlatPartition, Fragment, LiveGroup, LocalState, WholeTensor
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
+from elastic_ckpt.core.read_plan import ReadPlan, Slot
+from elastic_ckpt.distributed import can_broadcast
+from elastic_ckpt.engines.compat import base_optimizer, has_optimizer
+from elastic_ckpt.engines.optimizers import StateSchema, Stepped, dtype_name
+
+#: Executes a plan, or a part of one: reads into a tensor for each of its slots.
+ReadPart = Callable[[ReadPlan, Sequence[torch.Tensor]], None]
+Params = Sequence[Sequence[torch.nn.Parameter]]
+
+
+class EngineAdapter(ABC):
+    """One kind of live optimizer: a base optimizer that steps on a few flat fp32 tensors, or none at all.
+
+    Parameters that no optimizer owns are frozen, and all of them are where the engine has none.
+
+    Args:
+        engine: the live engine.
+        schema: which states the base optimizer keeps.
+        zero_stage: ZeRO stage.
+        masters: the flat fp32 tensors, one a flat partition.
+        groups: per flat partition, the index of its param group in ``base.param_groups``.
+        members: per flat partition, its parameters in flat order, on this rank or not.
+        dp_group: the data-parallel process group.
+    """
+
+    #: Whether every data-parallel rank holds all of each master.
+    replicated = False
+    #: See :class:`elastic_ckpt.engines.optimizers.Stepped`.
+    keeps_touched = False
+
+    def __init__(
+        self,
+        engine: Any,
+        schema: StateSchema,
+        zero_stage: int,
+        masters: Sequence[torch.Tensor],
+        groups: Sequence[int],
+        members: Params,
+        dp_group: Any,
+    ) -> None:
+        self.module = engine.module
+        self.param_names: Mapping[torch.nn.Parameter, str] = engine.param_names
+        self.optimizer = engine.optimizer
+        self.has_optimizer = has_optimizer(engine)
+        without = SimpleNamespace(param_groups=[], defaults={}, state={})
+        self.base = base_optimizer(engine) if self.has_optimizer else without
+        self.schema = schema
+        self.zero_stage = zero_stage
+        self.masters = masters
+        self.groups = groups
+        self.members = members
+        self.dp_group = dp_group
+        saved = self.module.state_dict(keep_vars=True)
+        named_buffers = self.module.named_buffers(remove_duplicate=False)
+        #: Persistent buffers of the module, by the name they have in its state dict.
+        self.buffers = {name: buffer for name, buffer in named_buffers if name in saved}
+        owned = {id(param) for params in members for param in params}
+        self.frozen: dict[str, Any] = {n: param for param, n in self.param_names.items() if id(param) not in owned}
+        # ZeRO-3 has one master at a time in its param group, and now none
+        self._positions = {id(p): at for group in self.base.param_groups for at, p in enumerate(group["params"])}
+
+    @abstractmethod
+    def placements(self, flat: int) -> Iterable[Placement]:
+        """Which elements of its members one flat partition of this rank holds, in flat order."""
+
+    def numbered(self) -> Params:
+        """Per param group, its parameters in the order in which ``torch.optim`` numbers them."""
+        members = list(zip(self.groups, self.members, strict=True))
+        return [
+            [param for group, params in members if group == number for param in params]
+            for number in range(len(self.base.param_groups))
+        ]
+
+    def numel(self, flat: int) -> int:
+        """Elements of a flat partition, which may be swapped out."""
+        return self.masters[flat].numel()
+
+    def local_state(self) -> LocalState:
+        """Describe what this rank holds. Local, changes nothing."""
+        flats: list[FlatPartition] = []
+        fragments: list[Fragment] = []
+        for index, params in enumerate(self.members):
+            names, stepped = self._names_of(params), self.stepped(index)
+            states, scalars = self.schema.states(stepped), self.schema.scalars(stepped)
+            dtype, replicated = dtype_name(stepped.master), self.replicated and self._can_send(stepped.master)
+            flats.append(FlatPartition(index, stepped.group, stepped.numel, dtype, names, replicated, states, scalars))
+            shapes = [tuple(getattr(param, "ds_shape", param.shape)) for param in params]
+            fragments += [
+                Fragment(names[p.index], shapes[p.index], p.range, index, p.flat_offset) for p in self.placements(index)
+            ]
+        return LocalState(
+            zero_stage=self.zero_stage,
+            dp=dist.get_world_size(group=self.dp_group),
+            dp_rank=dist.get_rank(group=self.dp_group),
+            optimizer=self.schema.optimizer,
+            family=self.schema.family,
+            defaults=frozenset(self.base.defaults),
+            flats=tuple(flats),
+            fragments=tuple(fragments),
+            wholes=(
+                *(self._whole(name, BUFFER, buffer) for name, buffer in self.buffers.items()),
+                *(self.whole_frozen(name, param) for name, param in self.frozen.items()),
+            ),
+            groups=tuple(
+                LiveGroup(self._names_of(params), self._hyperparameters(number))
+                for number, params in enumerate(self.numbered())
+            ),
+            ties=self._ties(),
+        )
+
+    def stepped(self, flat: int) -> Stepped:
+        """What the base optimizer steps on in place of one flat partition."""
+        master = self.masters[flat]
+        position = self._positions.get(id(master), 0)
+        return Stepped(master, self.numel(flat), self.groups[flat], position, self.keeps_touched)
+
+    def whole_frozen(self, name: str, param: Any) -> WholeTensor:
+        """What this rank holds of a frozen parameter."""
+        return self._whole(name, FROZEN, param.data, trains=not self.has_optimizer and param.requires_grad)
+
+    def _whole(self, name: str, key: str, tensor: torch.Tensor, trains: bool = False) -> WholeTensor:
+        every = FlatRange(0, tensor.numel())
+        dtype, replicated = dtype_name(tensor), self._can_send(tensor)
+        return WholeTensor(name, key, tuple(tensor.shape), every, dtype, replicated, trains)
+
+    def _can_send(self, tensor: torch.Tensor) -> bool:
+        """Whether one rank may read a tensor's bytes and send them to the others."""
+        return tensor.is_contiguous() and can_broadcast(tensor.device.type, self.dp_group)
+
+    def _names_of(self, params: Iterable[torch.nn.Parameter]) -> tuple[str, ...]:
+        return tuple(self.param_names[param] for param in params)
+
+    def _hyperparameters(self, number: int) -> dict[str, Any]:
+        """Hyperparameters of one live group, its kind of weight decay as torch names it."""
+        group = {key: value for key, value in self.base.param_groups[number].items() if key != "params"}
+        if self.schema.decoupled is not None:
+            group["decoupled_weight_decay"] = self.schema.decoupled
+        return group
+
+    def _ties(self) -> dict[str, tuple[str, ...]]:
+        """Parameter -> the other names that the module has for it."""
+        names: dict[int, list[str]] = {}
+        for name, param in self.module.named_parameters(remove_duplicate=False):
+            names.setdefault(id(param), []).append(name)
+        found = {name: names.get(id(param), []) for param, name in self.param_names.items()}
+        return {name: tuple(other for other in every if other != name) for name, every in found.items() if every[1:]}
+
+    def fill(self, plan: ReadPlan, read: ReadPart) -> Mapping[int, torch.Tensor]:
+        """Have every slot of the plan read into live memory, allocated where the engine has none yet. Local.
+
+        Args:
+            plan: the plan.
+            read: called with the plan, or with one part of it after the other where not all of the engine's memory
+                is there at a time, and a tensor for each slot of it.
+
+        Returns:
+            The tensors of those slots, by number, that are still in memory: of the replicated ones, all.
+        """
+        tensors = self.memory(plan)
+        read(plan, tensors)
+        return dict(enumerate(tensors))
+
+    def memory(self, plan: ReadPlan) -> list[torch.Tensor]:
+        """A tensor for every slot; new optimizer states are allocated, gaps in states get what stands for zero."""
+        states: dict[int, list[Slot]] = {}
+        for slot in plan.slots:
+            if slot.key not in (MASTER, BUFFER, FROZEN):
+                states.setdefault(slot.flat, []).append(slot)
+        for flat, slots in states.items():
+            self.schema.allocate(self.stepped(flat), slots)
+        return [self._tensor(slot) for slot in plan.slots]
+
+    def _tensor(self, slot: Slot) -> torch.Tensor:
+        if slot.key == MASTER:
+            return self.masters[slot.flat].data
+        if slot.key == BUFFER:
+            return self.buffers[slot.name].data
+        if slot.key == FROZEN:
+            return self.frozen_data(slot)
+        tensor: torch.Tensor = self.base.state[self.masters[slot.flat]][slot.key]
+        for gap in slot.gaps:
+            tensor.view(-1)[gap.start : gap.stop].fill_(slot.fill)
+        return tensor
+
+    def frozen_data(self, slot: Slot) -> torch.Tensor:
+        """Live memory of a frozen parameter."""
+        return self.frozen[slot.name].data
+
+    def set_scalars_and_groups(self, plan: ReadPlan) -> None:
+        """Set scalar states and hyperparameters, where the plan restores them. Local.
+
+        A live tensor among hyperparameters (a capturable ``lr``) is filled, not replaced.
+        """
+        if not plan.restores_states:
+            return
+        for number, values in enumerate(plan.hyperparameters):
+            group = self.base.param_groups[number]
+            for key, value in values.items():
+                live = group.get(key)
+                if isinstance(live, torch.Tensor) and not isinstance(value, torch.Tensor):
+                    live.fill_(value)
+                else:
+                    group[key] = value
+        for flat, scalars in enumerate(plan.scalars):
+            if scalars is None:
+                self.base.state.pop(self.masters[flat], None)
+            else:
+                self.schema.set_scalars(self.stepped(flat), scalars, plan.scalar_forms)
+
+    @abstractmethod
+    def refresh_weights(self, plan: ReadPlan, exact_masters: bool) -> None:
+        """Derive the low-precision weights from the masters just read. Collective.
+
+        Args:
+            plan: the plan that was executed.
+            exact_masters: keep the masters that were read; if not, round them through the low-precision
+                weights, which is what DeepSpeed does with ``load_optimizer_states=False``.
+        """

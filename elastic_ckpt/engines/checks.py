@@ -1,0 +1,128 @@
+"""What a live engine is refused or warned of, besides what no adapter can restore. Local, changes nothing."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch.distributed as dist
+
+from elastic_ckpt.core.training_state import BatchSizes, TrainingState
+from elastic_ckpt.engines.compat import holds_gradients, partition_group
+from elastic_ckpt.engines.coordinates import sequence_of
+from elastic_ckpt.errors import MismatchError
+
+logger = logging.getLogger(__name__)
+_REMEDY = (
+    "Pass mpu=deepspeed.runtime.sequence_parallel.parallel_state_sp to deepspeed.initialize instead of "
+    '"sequence_parallel_size" and "data_parallel_size" in the config (or mesh_param), as Accelerate does.'
+)
+_LOST = (
+    "elastic_ckpt: checkpoints of this engine will be incomplete and cannot be resumed: with a device mesh for "
+    "sequence parallelism (degree %d), ZeRO-3 of this DeepSpeed cuts the model into %d partitions and saves %d. "
+    + _REMEDY
+)
+_TORN = (
+    "elastic_ckpt: checkpoints of this engine may be damaged: with a device mesh for sequence parallelism (degree %d), "
+    "all ranks of a sequence-parallel group write the same files at the same time. " + _REMEDY
+)
+
+
+def warn_of_incomplete_saves(engine: Any) -> None:
+    """Warn on rank 0 if checkpoints that DeepSpeed saves of this engine will not hold all of it.
+
+    With a device mesh for sequence parallelism, the ranks of one sequence-parallel group write files of the same names
+    (``DeepSpeedEngine._get_zero_ckpt_name`` counts data-parallel ranks alone): at once, and in ZeRO-3 of different
+    partitions.
+    """
+    if dist.get_rank() != 0 or engine.sequence_parallel_size == 1:
+        return
+    group = getattr(engine.optimizer, "dp_process_group", None)
+    if engine.zero_optimization_stage() == 3:
+        partitions = dist.get_world_size(group=partition_group(engine))
+        written = partitions if group is None else dist.get_world_size(group=group)
+        if written < partitions:
+            logger.warning(_LOST, engine.sequence_parallel_size, partitions, written)
+    elif not sequence_of(engine, engine.seq_dp_world_size)[0].partitioned:
+        logger.warning(_TORN, engine.sequence_parallel_size)
+
+
+def refuse_pending_gradients(engine: Any) -> None:
+    """Gradients of the old weights that wait for a step would be mixed into the first step after the load.
+
+    Raises:
+        MismatchError: the engine is between backward and step.
+    """
+    if holds_gradients(engine) or engine.micro_steps % engine.gradient_accumulation_steps():
+        raise MismatchError(
+            "the engine holds gradients that no step has used yet; they would be mixed into the restored run",
+            expected="a load right after engine.step(), or before the first backward",
+            found=f"micro step {engine.micro_steps} of {engine.gradient_accumulation_steps()} accumulation steps",
+            remedy="finish the step with engine.step() (its result is overwritten), then load",
+        )
+
+
+def compare_batches(engine: Any, saved: BatchSizes, refuse: bool) -> tuple[str, ...]:
+    """Compare the batch sizes of a checkpoint with those of the live engine.
+
+    Args:
+        engine: the live engine.
+        saved: batch sizes of the run that saved the checkpoint.
+        refuse: whether a change is an error.
+
+    Returns:
+        A warning for each change that matters: the global batch, and the micro-batches in a step.
+
+    Raises:
+        MismatchError: something changed, and ``refuse`` is set.
+    """
+    live = BatchSizes(
+        engine.train_batch_size(), engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
+    )
+    changes = []
+    if saved.global_batch is not None and saved.global_batch != live.global_batch:
+        changes.append(
+            f"the global batch was {saved.global_batch} samples and is {live.global_batch} now: steps and learning "
+            "rate no longer mean the same"
+        )
+    if saved.accumulation_steps is not None and saved.accumulation_steps != live.accumulation_steps:
+        changes.append(
+            f"a step was {saved.accumulation_steps} micro-batches of {saved.micro_batch} samples a rank and is "
+            f"{live.accumulation_steps} of {live.micro_batch} now"
+        )
+    if changes and refuse:
+        raise MismatchError(
+            "; ".join(changes),
+            expected=_shown(saved) + ", as in the checkpoint",
+            found=_shown(live) + " in the live engine",
+            remedy=(
+                'set "train_batch_size" and "gradient_accumulation_steps" to fit the number of ranks, or '
+                '"elastic_checkpoint": {"on_batch_size_change": "warn"}'
+            ),
+        )
+    return tuple(changes)
+
+
+def _shown(sizes: BatchSizes) -> str:
+    return (
+        f'"train_batch_size": {sizes.global_batch}, "train_micro_batch_size_per_gpu": {sizes.micro_batch}, '
+        f'"gradient_accumulation_steps": {sizes.accumulation_steps}'
+    )
+
+
+def warn_of_unscaled_gradients(engine: Any, saved: TrainingState, saved_zero_stage: int) -> tuple[str, ...]:
+    """A warning where a load crosses into or out of fp16 without ZeRO, whose Adam moments have another unit.
+
+    In DeepSpeed 0.19 ``engine.backward`` scales the loss for ``ZeROOptimizer`` only, but the step of
+    ``FP16_Optimizer`` and ``FP16_UnfusedOptimizer`` divides gradients by the scale all the same.
+    """
+    was_unscaled = saved.loss_scale is not None and saved_zero_stage == 0
+    is_unscaled = engine.fp16_enabled() and engine.zero_optimization_stage() == 0
+    if was_unscaled == is_unscaled:
+        return ()
+    this, other = ("the saved", "the live") if was_unscaled else ("the live", "the saved")
+    return (
+        "DeepSpeed's fp16 without ZeRO divides gradients by a loss scale that it never multiplied the loss with: "
+        f"{this} run's gradients, and its Adam moments, are that much smaller than {other} run's; both are restored "
+        "exactly, but they do not fit together",
+    )

@@ -1,0 +1,304 @@
+"""The training state of a live engine: lr scheduler, counters, loss scale and client state. All functions are local.
+
+Follows ``DeepSpeedEngine._load_checkpoint`` (engine.py), whose meaning of every argument is kept.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from elastic_ckpt import distributed
+from elastic_ckpt.core.local_state import RankCoordinates
+from elastic_ckpt.core.read_plan import Outcome, ReadPlan
+from elastic_ckpt.core.training_state import LossScale, TrainingState
+from elastic_ckpt.engines.compat import loss_scaler
+from elastic_ckpt.engines.megatron_runs import follow_topology, reseed
+from elastic_ckpt.errors import MismatchError
+
+logger = logging.getLogger(__name__)
+#: Names under which training scripts keep the state of random number generators (Megatron's, torch's, numpy's).
+_RANDOM = re.compile(r"(^|_)rng(_|$)|random_state", re.IGNORECASE)
+#: Lists with one entry for each param group, in the state dicts of ``torch.optim.lr_scheduler`` and of DeepSpeed.
+_PER_GROUP = frozenset(
+    {"base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "min_lrs", "base_momentums", "max_momentums", "eta_mins"}
+)
+#: Lists of anything else.
+_NOT_PER_GROUP = frozenset({"_milestones", "milestones", "_schedule_phases"})
+#: Lists of the state dicts of schedulers inside.
+_NESTED = frozenset({"_schedulers"})
+
+
+@dataclass(frozen=True)
+class LoadArguments:
+    """Arguments of ``DeepSpeedEngine.load_checkpoint``, by their DeepSpeed names; and whether it has an optimizer."""
+
+    load_dir: str
+    tag: str | None = None
+    load_module_strict: bool = True
+    load_optimizer_states: bool = True
+    load_lr_scheduler_states: bool = True
+    load_module_only: bool = False
+    custom_load_fn: Any = None
+    has_optimizer: bool = True
+
+
+def restores_scheduler(engine: Any, saved: TrainingState, arguments: LoadArguments) -> bool:
+    """Whether a load will restore the state of an lr scheduler."""
+    wanted = arguments.load_lr_scheduler_states and not arguments.load_module_only
+    return wanted and engine.lr_scheduler is not None and saved.lr_scheduler is not None
+
+
+def restores_states(arguments: LoadArguments) -> bool:
+    """Whether optimizer states and hyperparameters are asked for, and there is an optimizer for them."""
+    return arguments.has_optimizer and arguments.load_optimizer_states and not arguments.load_module_only
+
+
+class TrainingStateCommit:
+    """Sets an engine's training state; the lr scheduler's can be taken back until every rank is sure.
+
+    Args:
+        engine: the live engine.
+        saved: what the checkpoint holds.
+        arguments: what the caller of ``load_checkpoint`` asked for.
+        coordinates: those of this rank.
+
+    Attributes:
+        outcomes: what became of each part so far.
+    """
+
+    def __init__(
+        self, engine: Any, saved: TrainingState, arguments: LoadArguments, coordinates: RankCoordinates | None = None
+    ) -> None:
+        self._engine = engine
+        self._saved = saved
+        self._arguments = arguments
+        self._coordinates = coordinates or RankCoordinates()
+        self._scheduler_before: Any = None
+        self._groups_before: list[dict[str, Any]] = []
+        self.outcomes: list[Outcome] = []
+
+    def load_scheduler(self, plan: ReadPlan) -> None:
+        """Load the learning-rate scheduler: a user's class, and so the one step of a commit that may fail."""
+        scheduler, saved = self._engine.lr_scheduler, self._saved.lr_scheduler
+        if scheduler is None and saved is None:
+            return
+        if saved is None:
+            self._report("lr scheduler", "fresh", "the checkpoint holds none")
+        elif scheduler is None:
+            self._report("lr scheduler", "ignored", "the live engine has none")
+        elif not restores_scheduler(self._engine, self._saved, self._arguments):
+            self._report("lr scheduler", "skipped", "not asked for")
+        else:
+            groups = self._engine.optimizer.param_groups
+            self._groups_before = [
+                {key: copy.deepcopy(value) for key, value in group.items() if key != "params"} for group in groups
+            ]
+            self._scheduler_before = copy.deepcopy(scheduler.state_dict())
+            state = fit_scheduler(copy.deepcopy(saved), self._scheduler_before, plan.group_sources, plan.saved_groups)
+            scheduler.load_state_dict(state)
+            self._report("lr scheduler", "restored")
+            without = [number for number, source in enumerate(plan.group_sources) if not source]
+            if without:
+                rates = ", ".join(f"{groups[number]['lr']:g}" for number in without)
+                reason = f"the schedule so far was not applied to these param groups, which go on from lr {rates}"
+                self._report("lr scheduler", "fresh", reason, tuple(map(str, without)))
+
+    def _report(self, role: str, what: str, reason: str = "", names: tuple[str, ...] = ()) -> None:
+        self.outcomes.append(Outcome(role, what, names, reason))
+
+    def undo_scheduler(self) -> None:
+        """Take :meth:`load_scheduler` back: another rank could not do it."""
+        if self._scheduler_before is None:
+            return
+        try:
+            self._engine.lr_scheduler.load_state_dict(self._scheduler_before)
+        except Exception:  # a scheduler that cannot load even its own state; the error to show is the first one
+            logger.exception("elastic_ckpt could not give the lr scheduler its state back")
+        for group, before in zip(self._engine.optimizer.param_groups, self._groups_before, strict=True):
+            group.update(before)
+
+    def finish(self) -> dict[str, Any]:
+        """Set counters, loss scaler and schedulers of DeepSpeed's own; cannot fail.
+
+        Returns:
+            The client state that ``load_checkpoint`` returns.
+        """
+        engine, counters, arguments = self._engine, self._saved.counters, self._arguments
+        engine.loaded_checkpoint_dp_world_size = counters["dp_world_size"]
+        taken: set[str] = set()
+        if not arguments.load_module_only:
+            steps = counters["global_steps"]
+            engine.global_steps = steps
+            engine.global_samples = counters.get("global_samples", steps * engine.train_batch_size())
+            engine.skipped_steps = counters["skipped_steps"]
+            engine.loaded_checkpoint_mp_world_size = counters["mp_world_size"]
+            self._report("counters", "restored")
+            taken = self._load_deepspeed_schedulers()
+        self.outcomes += set_loss_scale(engine, self._saved, wanted=restores_states(arguments))
+        return self._client_state(taken)
+
+    def _load_deepspeed_schedulers(self) -> set[str]:
+        """Restore random layerwise token dropping and the data sampler; returns which of them the engine has."""
+        engine, saved = self._engine, self._saved.checkpoint
+        taken = set()
+        if engine.random_ltd_enabled() and engine.random_ltd_scheduler is not None and "random_ltd" in saved:
+            engine.random_ltd_scheduler.load_state_dict(saved["random_ltd"])
+            taken.add("random_ltd")
+        if engine.training_dataloader is not None and engine.curriculum_learning_enabled() and "data_sampler" in saved:
+            engine.training_dataloader.data_sampler.load_state_dict(saved["data_sampler"])
+            taken.add("data_sampler")
+        return taken
+
+    def _client_state(self, taken: set[str]) -> dict[str, Any]:
+        """What DeepSpeed's own loader returns, and the states of its schedulers that the engine has not taken."""
+        arguments = self._arguments
+        saved = {**self._saved.checkpoint, "lr_scheduler": self._saved.lr_scheduler, "optimizer": None}
+        own = {"module"}
+        if not arguments.load_module_only:
+            own |= {"skipped_steps", "global_steps", "dp_world_size", "mp_world_size"}
+            own |= {key for key in ("data_sampler", "random_ltd") if key in taken or not saved.get(key)}
+        if arguments.load_lr_scheduler_states:
+            own.add("lr_scheduler")
+        if arguments.load_optimizer_states:
+            own.add("optimizer")
+        if "args" in saved:
+            saved["args"] = follow_topology(saved["args"], self._coordinates, distributed.rank())
+        saved |= self._reseeded(saved)
+        return {key: value for key, value in saved.items() if key not in own}
+
+    def _reseeded(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """New random states of a Megatron run whose model-parallel topology changed.
+
+        Generators differ between ranks: where others cannot be made, what belongs to other ranks is reported.
+        """
+        coordinates, seed = self._coordinates, None
+        entries: dict[str, Any] = {}
+        if self._saved.degrees != (coordinates.tp, coordinates.pp):
+            entries, seed = reseed(saved, coordinates)
+        random = tuple(sorted(key for key in saved if _RANDOM.search(key)))
+        if seed is not None:
+            reason = (
+                f"the model-parallel topology changed: seeded anew from args.seed ({seed}), as Megatron seeds a new run"
+            )
+            self._report("random state", "fresh", reason, tuple(sorted(entries)))
+        elif random and not self._saved.same_ranks:
+            reason = (
+                "the job has other ranks than the save; no generator is touched, and the client state holds rank 0's "
+                "entries: give each rank a seed of its own rather than these"
+            )
+            self._report("random state", "skipped", reason, random)
+        return entries
+
+
+def set_loss_scale(engine: Any, saved: TrainingState, wanted: bool) -> list[Outcome]:
+    """Restore the fp16 loss scaler, where checkpoint and config have one of the same kind.
+
+    Args:
+        engine: the live engine; its optimizer's loss scaler and overflow flag are set.
+        saved: what the checkpoint holds.
+        wanted: whether it was asked for.
+
+    Returns:
+        What became of it; empty where neither side trains in fp16.
+    """
+    scale, live = saved.loss_scale, loss_scaler(engine)
+    if wanted and hasattr(engine.optimizer, "overflow"):
+        engine.optimizer.overflow = saved.overflow
+    if scale is None and (live is None or not wanted):
+        return []
+    if scale is None:
+        what, reason = "fresh", f"the checkpoint was not trained in fp16; the config's {_kind(live)} scale"
+    elif not wanted:
+        what, reason = "skipped", "not asked for"
+    elif live is None:
+        what, reason = "ignored", f"the live engine does not train in fp16; saved: {_shown(scale)}"
+    elif scale.kind != _kind(live):
+        what = "fresh"
+        reason = (
+            f"the checkpoint has a {_shown(scale)}, the config a {_kind(live)} one of {live.cur_scale:g}, which counts"
+        )
+    else:
+        what, reason = "restored", _shown(scale)
+        for key, value in scale.values.items():
+            if hasattr(live, key):
+                setattr(live, key, copy.deepcopy(value))
+    return [Outcome("loss scale", what, (), reason)]
+
+
+def _kind(live: Any) -> str:
+    return "dynamic" if getattr(live, "dynamic_loss_scale", False) or getattr(live, "dynamic", False) else "static"
+
+
+def _shown(scale: LossScale) -> str:
+    return f"{scale.kind} scale of {scale.values['cur_scale']:g}"
+
+
+def fit_scheduler(
+    saved: Mapping[str, Any], live: Mapping[str, Any], sources: Sequence[Sequence[int]], saved_groups: int
+) -> dict[str, Any]:
+    """The saved state dict of a scheduler, with its lists in the order of the live param groups.
+
+    Args:
+        saved: state dict from the checkpoint.
+        live: state dict of the live scheduler: gives the entries of groups without a source.
+        sources: per live group, the saved groups it takes its hyperparameters from.
+        saved_groups: number of param groups in the checkpoint.
+
+    Raises:
+        MismatchError: a list of which it is not known whether it goes by param group, or merged groups for which the
+            scheduler had different plans.
+    """
+    if [tuple(source) for source in sources] == [(number,) for number in range(saved_groups)]:
+        return dict(saved)
+    fitted: dict[str, Any] = {}
+    for key, value in saved.items():
+        if key in _NESTED:
+            inner = [*(live.get(key) or ()), *({} for _ in value)]
+            fitted[key] = [
+                fit_scheduler(state, now, sources, saved_groups) for state, now in zip(value, inner, strict=False)
+            ]
+        elif key in _PER_GROUP and isinstance(value, (list, tuple)):
+            fitted[key] = _reorder(key, value, live.get(key), sources, saved_groups)
+        elif key not in _NOT_PER_GROUP and _may_go_by_group(value, saved_groups):
+            raise _unknown(key, value, f"{key!r} has as many entries as there were groups")
+        else:
+            fitted[key] = value
+    return fitted
+
+
+def _may_go_by_group(value: Any, saved_groups: int) -> bool:
+    """Whether anything in a value, at any depth, has as many entries as there were groups."""
+    if isinstance(value, Mapping):
+        numbered = len(value) == saved_groups and all(isinstance(key, int) for key in value)
+        return numbered or any(_may_go_by_group(inner, saved_groups) for inner in value.values())
+    if isinstance(value, (list, tuple)):
+        return len(value) == saved_groups or any(_may_go_by_group(inner, saved_groups) for inner in value)
+    shape: tuple[int, ...] = tuple(getattr(value, "shape", ()))  # of a tensor or an array
+    return bool(shape) and shape[0] == saved_groups
+
+
+def _reorder(
+    key: str, saved: Sequence[Any], live: Any, sources: Sequence[Sequence[int]], saved_groups: int
+) -> list[Any]:
+    if len(saved) != saved_groups:
+        raise _unknown(key, saved, f"{saved_groups} entries, one for each saved group")
+    if not all(sources) and (not isinstance(live, (list, tuple)) or len(live) != len(sources)):
+        raise _unknown(key, live, f"the live scheduler has {len(sources)} entries, one for each live group")
+    for merged in sources:
+        if any(saved[source] != saved[merged[0]] for source in merged):
+            raise _unknown(key, [saved[source] for source in merged], f"one value for merged groups {list(merged)}")
+    return [saved[source[0]] if source else live[number] for number, source in enumerate(sources)]
+
+
+def _unknown(key: str, value: Any, expected: str) -> MismatchError:
+    return MismatchError(
+        "param groups were rebuilt since the save, and it is not known how this lr scheduler keeps its state by group",
+        expected=expected,
+        found=f"{key}: {value!r}"[:200],
+        remedy="build the groups as they were saved, or load with load_lr_scheduler_states=False",
+    )

@@ -1,0 +1,64 @@
+"""Which persistent parameters of ZeRO-3 are gathered together after a load."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ckpt.core.read_plan import ReadPlan
+from elastic_ckpt.engines import zero3
+from elastic_ckpt.engines.zero3 import Zero3Adapter, _gathering_buckets
+
+
+def param(numel: int, dtype: torch.dtype = torch.bfloat16, **more: Any) -> Any:
+    return SimpleNamespace(ds_numel=numel, ds_tensor=torch.empty(0, dtype=dtype), **more)
+
+
+def test_small_ones_travel_together_and_each_dtype_by_itself() -> None:
+    million = 1 << 20
+    sizes = [3 * million, 4 * million, 2 * million, 9 * million, 1, 1]
+    params = [param(size) for size in sizes] + [param(5, torch.float32)]
+    found = [[each.ds_numel for each in bucket] for bucket in _gathering_buckets(params)]
+    assert found == [[3 * million, 4 * million], [2 * million], [9 * million], [1, 1], [5]]
+
+
+def test_what_would_come_back_changed_or_not_at_all_is_left_to_deepspeed() -> None:
+    quantized = param(7)
+    quantized.ds_tensor.ds_quant_scale = torch.ones(1)
+    rounded = param(8, torch.float32, comm_dtype=torch.bfloat16)
+    kept = param(9)
+    assert list(_gathering_buckets([quantized, rounded, param(0), kept])) == [[kept]]
+    assert list(_gathering_buckets([rounded])) == []
+
+
+class Persistent:
+    """A parameter that is never partitioned."""
+
+    ds_secondary_tensor: Any = "old values"
+    gathered: Any = None
+
+    def all_gather_coalesced(self, params: list[Any]) -> Any:
+        for each in params:
+            each.gathered = "with others"
+        return SimpleNamespace(wait=lambda: None)
+
+    def all_gather(self, params: list[Any]) -> None:
+        for each in params:
+            each.gathered = "by DeepSpeed" if each.gathered is None else each.gathered
+
+
+def test_deepspeed_gathers_what_did_not_travel_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an optimizer as with one; no test model has parameters that do not travel together."""
+    params = [Persistent(), Persistent(), Persistent()]
+    monkeypatch.setattr(zero3, "_gathering_buckets", lambda persistent: [[each] for each in persistent[1:2]])
+    adapter = Zero3Adapter.__new__(Zero3Adapter)
+    adapter.param_names, adapter.masters, adapter.optimizer = dict.fromkeys(params, ""), (), None
+    adapter._offload = SimpleNamespace(persistent_parameters=params)
+    adapter.refresh_weights(ReadPlan((), (), ()), exact_masters=False)
+    assert [each.gathered for each in params] == ["by DeepSpeed", "with others", "by DeepSpeed"]
+    assert [each.ds_secondary_tensor for each in params] == [None, None, None]
+    adapter._offload.persistent_parameters = []
+    adapter.refresh_weights(ReadPlan((), (), ()), exact_masters=False)
