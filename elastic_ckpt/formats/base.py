@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 from elastic_ckpt import distributed
 from elastic_ckpt.core.fqn import RenameRules
 from elastic_ckpt.core.local_state import RankCoordinates
-from elastic_ckpt.core.metadata import CheckpointMetadata, SourceFile
+from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.core.training_state import TrainingState
 from elastic_ckpt.errors import DamagedError, UnsupportedError
@@ -114,21 +114,6 @@ def refuse_unsupported_folder(found: Found) -> None:
             file=found.path(files.experts[0]),
             remedy=_WHERE_SAVED,
         )
-
-
-class Sized(Protocol):
-    """Anything that says which file it is of."""
-
-    @property
-    def path(self) -> str: ...
-
-    @property
-    def nbytes(self) -> int: ...
-
-
-def source_file(item: Sized) -> SourceFile:
-    """The metadata entry of an indexed file."""
-    return SourceFile(item.path, item.nbytes)
 
 
 def opener_of(position: int) -> int:

@@ -11,26 +11,24 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.metadata import BUFFER, FROZEN, CheckpointMetadata, SourceFile, StorageChunk, TensorMetadata
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, CheckpointMetadata, SourceFile, TensorMetadata
+from elastic_ckpt.formats.merging import shard_by_shard
+from elastic_ckpt.formats.metadata_builder import dense_tensor
 from elastic_ckpt.formats.pickled import PickledFile, TensorRef
 
 _TIED = re.compile(r"^tied_modules\.[^.]+\.")
 
 
 @dataclass(frozen=True)
-class LayerShard:
+class LayerShard(SourceFile):
     """What one layer's file says.
 
     Attributes:
-        path, nbytes: the file.
         layer: number of the layer in the model.
         tp_rank: tensor-parallel rank that saved it.
         weights: entries with data, by name within the layer.
     """
 
-    path: str
-    nbytes: int
     layer: int
     tp_rank: int
     weights: Mapping[str, TensorRef]
@@ -82,16 +80,9 @@ def layer_tensors(
             if name not in metadata.parameters and ref.is_contiguous:
                 shards.setdefault(name, []).append((layer.tp_rank, len(metadata.files) + number, ref))
     tensors = {}
-    for name, held in shards.items():
-        held.sort(key=lambda item: item[0])
-        if [rank for rank, _, _ in held] != list(range(tp)):
-            continue
-        key = BUFFER if name in buffers else FROZEN
-        chunks = tuple(
-            StorageChunk(FlatRange(0, ref.numel), file, ref.byte_offset, shard=rank if tp > 1 else 0)
-            for rank, file, ref in held
-            if ref.numel
-        )
-        shapes = tuple(ref.shape for _, _, ref in held) if tp > 1 else ()
-        tensors[name, key] = TensorMetadata(name, key, held[0][2].shape, held[0][2].dtype, chunks, shards=shapes)
+    for name, ranks in shards.items():
+        ranks.sort(key=lambda item: item[0])
+        if [rank for rank, _, _ in ranks] == list(range(tp)):
+            key = BUFFER if name in buffers else FROZEN
+            tensors[name, key] = shard_by_shard([dense_tensor(name, key, ref, file) for _, file, ref in ranks])
     return tensors, tuple(SourceFile(layer.path, layer.nbytes) for layer in layers)

@@ -16,6 +16,7 @@ import torch
 
 from elastic_ckpt.core.declared import Declared, declared_by
 from elastic_ckpt.core.features import Features
+from elastic_ckpt.core.metadata import SourceFile
 from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.degrees import StatedDegrees, stated_degrees
@@ -33,11 +34,10 @@ _DEFAULTS = StateOptions()
 
 
 @dataclass(frozen=True)
-class ModelShard:
+class ModelShard(SourceFile):
     """What one model-states file says, small enough to be sent to every rank.
 
     Attributes:
-        path, nbytes: the file.
         dp_rank: whose file it is; 0 where the job wrote one file.
         param_shapes: per group (ZeRO-3: per sub-group), names and logical shapes in flat-buffer order.
         weights: module entries that have data: name -> reference.
@@ -60,8 +60,6 @@ class ModelShard:
         optimizer: the optimizer's state, where it was not partitioned (ZeRO stage 0).
     """
 
-    path: str
-    nbytes: int
     dp_rank: int
     param_shapes: tuple[tuple[tuple[str, Shape], ...], ...]
     weights: Mapping[str, TensorRef]

@@ -1,25 +1,32 @@
-"""Optimizer states as files hold them: sorted into tensors and scalars, whatever ZeRO stage saved them."""
+"""Optimizer states, param groups and quantization maps as files hold them, whatever ZeRO stage saved them."""
 
 from __future__ import annotations
 
+import importlib.util
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 
 from elastic_ckpt.core.dtypes import ITEMSIZE
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, BlockCode
-from elastic_ckpt.core.state_kinds import COMPANIONS, REPLICATED, BlockFormat, Codebook, StateOptions
+from elastic_ckpt.core.state_kinds import COMPANIONS, REPLICATED, BlockFormat, Codebook, StateOptions, codebook
 from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.formats.classify import Digest, SavedKind
-from elastic_ckpt.formats.codebooks import NESTED, codebook_of, own_maps
 from elastic_ckpt.formats.pickled import PickledFile, TensorRef, materialise
 
 #: Tensors up to this size are looked into: they might be the same on all ranks.
 _SMALL_NUMEL = 4096
 _MOST_REPLICATED_NUMEL = 1 << 24
+#: Entry under which ``state_dict`` hides the quantized tensors from FSDP since 0.49.2.
+NESTED = "__bnb_optimizer_quant_state__"
+_STEP = "step"
+_NOT_READ = ("params", "param_names")
+Groups = tuple[Mapping[str, Any], ...]
+Scalars = tuple[tuple[str, float], ...]
 
 
 @dataclass(frozen=True)
@@ -191,3 +198,46 @@ def _no_map(qmap: str, found: Mapping[Codebook | None, str], own: Codebook | Non
             else "none of the saved maps is that of the installed bitsandbytes: install the version that saved them"
         ),
     )
+
+
+@cache
+def own_maps() -> Mapping[str, Codebook]:
+    """bitsandbytes' own quantization maps by state key (``qmap1`` signed, ``qmap2`` not); empty without it."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        return {}
+    from bitsandbytes.functional import create_dynamic_map  # noqa: PLC0415  an optional package
+
+    return {f"qmap{number}": codebook_of(create_dynamic_map(signed=number == 1)) for number in (1, 2)}
+
+
+def codebook_of(values: torch.Tensor) -> Codebook:
+    """A saved quantization map as data."""
+    return codebook(values.detach().float().cpu().view(-1).tolist())
+
+
+def read_groups(file: PickledFile, param_groups: Iterable[Mapping[str, Any]]) -> Groups:
+    """Hyperparameters of every param group; tensors (a capturable ``lr``) become Python numbers."""
+    groups = []
+    for group in param_groups:
+        values = materialise(file, {key: value for key, value in group.items() if key not in _NOT_READ})
+        groups.append({key: value.item() if hasattr(value, "item") else value for key, value in values.items()})
+    return tuple(groups)
+
+
+def with_group_step(scalars: Scalars, has_states: bool, group: Mapping[str, Any]) -> Scalars:
+    """Scalar states of a parameter; NVIDIA apex's FusedAdam counts steps in the param group (``fused_adam.py``)."""
+    counts = _is_fused(group) and has_states and _STEP not in dict(scalars) and isinstance(group.get(_STEP), int)
+    return tuple(sorted((*scalars, (_STEP, group[_STEP])))) if counts else scalars
+
+
+def normal_groups(groups: Sequence[Mapping[str, Any]], is_bitsandbytes: bool) -> Groups:
+    """Groups without the step count where it is a state; bitsandbytes' kind of weight decay told as torch tells it."""
+    decoupled = {"decoupled_weight_decay": True} if is_bitsandbytes else {}
+    return tuple(
+        {**{k: v for k, v in group.items() if k != _STEP or not _is_fused(group)}, **decoupled} for group in groups
+    )
+
+
+def _is_fused(group: Mapping[str, Any]) -> bool:
+    """DeepSpeed's and apex's fused optimizers; others may count steps in the group for purposes of their own."""
+    return "bias_correction" in group

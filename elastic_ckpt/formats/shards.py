@@ -15,8 +15,7 @@ from elastic_ckpt.core.metadata import SourceFile
 from elastic_ckpt.errors import DamagedError, LayoutError
 from elastic_ckpt.formats.features import features_in
 from elastic_ckpt.formats.pickled import PickledFile, TensorRef
-from elastic_ckpt.formats.saved_groups import read_groups
-from elastic_ckpt.formats.saved_states import StatesOfOne
+from elastic_ckpt.formats.saved_states import StatesOfOne, read_groups
 
 
 @dataclass(frozen=True)
@@ -40,11 +39,10 @@ class FlatShard:
 
 
 @dataclass(frozen=True)
-class OptimizerShard:
+class OptimizerShard(SourceFile):
     """What one optimizer-states file says, small enough to be sent to every rank.
 
     Attributes:
-        path, nbytes: the file.
         dp_rank: whose partition it is.
         partition_count: into how many the state was cut, per group.
         zero_stage: stage that saved it.
@@ -59,8 +57,6 @@ class OptimizerShard:
         slice_names: per flat partition, names of the parameters of which it holds something, in flat order.
     """
 
-    path: str
-    nbytes: int
     dp_rank: int
     partition_count: tuple[int, ...]
     zero_stage: int

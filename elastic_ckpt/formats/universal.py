@@ -9,21 +9,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from elastic_ckpt import distributed
 from elastic_ckpt.core.declared import Declared
-from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.local_state import RankCoordinates
-from elastic_ckpt.core.metadata import (
-    MASTER,
-    CheckpointMetadata,
-    SavedParameter,
-    SourceFacts,
-    StorageChunk,
-    TensorMetadata,
-)
+from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata, SavedParameter
 from elastic_ckpt.core.training_state import TrainingState
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
 from elastic_ckpt.formats import model_states
@@ -33,17 +25,15 @@ from elastic_ckpt.formats.base import (
     MetadataOptions,
     open_my_share,
     refuse_unsupported_folder,
-    source_file,
 )
 from elastic_ckpt.formats.features import refuse_features
 from elastic_ckpt.formats.grid import Grid, grid_of
-from elastic_ckpt.formats.merging import moved, shard_by_shard
+from elastic_ckpt.formats.merging import shard_by_shard
+from elastic_ckpt.formats.metadata_builder import MetadataBuilder, Tensors, dense_tensor, module_tensors
 from elastic_ckpt.formats.model_states import ModelShard, index_model_states
-from elastic_ckpt.formats.module_tensors import module_tensors
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER
-from elastic_ckpt.formats.pickled import PickledFile
+from elastic_ckpt.formats.pickled import PickledFile, TensorRef
 from elastic_ckpt.formats.progress import with_progress_compared
-from elastic_ckpt.formats.saved_groups import normal_groups
 from elastic_ckpt.formats.spot_check import SavedWeights, spot_check
 from elastic_ckpt.formats.training_state import loss_scale_of, read_training_state
 from elastic_ckpt.formats.universal_files import OptimizerFile, StateFile, index_optimizer, index_state
@@ -62,20 +52,20 @@ def read_universal(found: Found, options: MetadataOptions) -> Checkpoint:
     """
     with distributed.alike("look at the checkpoint's files"):  # at their names, as rank 0 has found them
         refuse_unsupported_folder(found)
-        places = _model_files(found)
-    models_to_open = [found.path(name) for name in places.values()]
+        model_files = _model_files(found)
     state_paths = distributed.told("look at the checkpoint's files", lambda: _list_state_files(found))
-    ranks = list(places)
-    paths = [*models_to_open, *state_paths]
+    ranks = list(model_files)
 
     def index(file: PickledFile, position: int) -> ModelShard | OptimizerFile | StateFile:
         if position < len(ranks):
             return index_model_states(file, dp_rank=ranks[position][1])
         return index_optimizer(file) if os.path.basename(file.path) == UNIVERSAL_OPTIMIZER else index_state(file)
 
+    paths = [*map(found.path, model_files.values()), *state_paths]
     indexed, opened = open_my_share(paths, index, options.trust_pickle)
-    models = {place: item for place, item in zip(ranks, indexed, strict=False) if isinstance(item, ModelShard)}
+    models = {rank: item for rank, item in zip(ranks, indexed, strict=False) if isinstance(item, ModelShard)}
     optimizer = next((item for item in indexed if isinstance(item, OptimizerFile)), None)
+    states = [item for item in indexed if isinstance(item, StateFile)]
     first = models[ranks[0]]
     fitted: list[CheckpointMetadata] = []
 
@@ -83,18 +73,17 @@ def read_universal(found: Found, options: MetadataOptions) -> Checkpoint:
         _check_one_save(models)
         refuse_features(first.features, first.path)
         if optimizer is not None and not optimizer.in_true_order:
-            _refuse_round_robin(first, optimizer)
-            _refuse_aligned(first, optimizer)
-        states = [item for item in indexed if isinstance(item, StateFile)]
-        metadata = _build_metadata(found, models, optimizer, states, options.place)
+            _refuse_wrong_data(first, optimizer)
+        grid = grid_of({mp: model for (mp, dp), model in models.items() if dp == 0}, found.folder, options.place)
+        metadata = _build_metadata(found, list(models.values()), optimizer, states, grid)
         metadata = with_progress_compared(metadata, first, options.check_shards)
-        positions = {path: position for position, path in enumerate(file.path for file in metadata.files)}
         if options.check_shards and metadata.merged_from == 1:
-            weights = SavedWeights(first.path, first.weights)
-            spot_check(metadata, weights, {positions[file.path] for file in opened.values() if file.path in positions})
+            mine = {file.path for file in opened.values()}
+            numbers = {number for number, file in enumerate(metadata.files) if file.path in mine}
+            spot_check(metadata, SavedWeights(first.path, first.weights), numbers)
         fitted.append(metadata)
         return (
-            distributed.pack(_read_training_state(opened[0], models, optimizer, found.folder, options.place))
+            distributed.pack(_read_training_state(opened[0], len(models), optimizer, grid, options.place))
             if 0 in opened
             else None
         )
@@ -105,18 +94,12 @@ def read_universal(found: Found, options: MetadataOptions) -> Checkpoint:
 
 
 def _read_training_state(
-    file: PickledFile,
-    models: Mapping[tuple[int, int], ModelShard],
-    optimizer: OptimizerFile | None,
-    folder: str,
-    place: RankCoordinates,
+    file: PickledFile, models: int, optimizer: OptimizerFile | None, grid: Grid, place: RankCoordinates
 ) -> TrainingState:
     """What the first model-states file says of everything but tensors."""
     scale = None if optimizer is None else loss_scale_of(optimizer.loss_scaler)
     overflow = optimizer is not None and optimizer.overflow
-    grid = _grid(models, folder, place)
-    same_ranks = len(models) == 1 and grid.has_ranks_of(place)
-    state = read_training_state(file, scale, overflow, same_ranks, grid.sequence)
+    state = read_training_state(file, scale, overflow, models == 1 and grid.has_ranks_of(place), grid.sequence)
     # one model-parallel rank's, on every rank
     return replace(state, degrees=(0, 0)) if grid.tp * grid.pp > 1 else state
 
@@ -156,7 +139,8 @@ def _list_state_files(found: Found) -> list[str]:
     return [optimizer, *paths] if os.path.isfile(optimizer) else paths
 
 
-def _refuse_round_robin(model: ModelShard, optimizer: OptimizerFile) -> None:
+def _refuse_wrong_data(model: ModelShard, optimizer: OptimizerFile) -> None:
+    """Refuse what DeepSpeed's converter makes wrong."""
     if optimizer.zero_stage < 3 and model.zero.get("round_robin_gradients") and model.counters["dp_world_size"] > 1:
         raise UnsupportedError(
             "this universal checkpoint was converted from a run with round_robin_gradients: DeepSpeed's converter "
@@ -166,9 +150,6 @@ def _refuse_round_robin(model: ModelShard, optimizer: OptimizerFile) -> None:
             found='"zero_optimization": {"round_robin_gradients": true} in the saved config',
             remedy="load the native checkpoint instead: elastic_ckpt restores its true order",
         )
-
-
-def _refuse_aligned(model: ModelShard, optimizer: OptimizerFile) -> None:
     if optimizer.zero_stage == 3 and model.alignment > 1:
         raise UnsupportedError(
             'this universal checkpoint was converted from a ZeRO-3 run with "align_partitions": DeepSpeed\'s converter '
@@ -181,53 +162,36 @@ def _refuse_aligned(model: ModelShard, optimizer: OptimizerFile) -> None:
 
 
 def _build_metadata(
-    found: Found,
-    models: Mapping[tuple[int, int], ModelShard],
-    optimizer: OptimizerFile | None,
-    states: list[StateFile],
-    place: RankCoordinates,
+    found: Found, models: list[ModelShard], optimizer: OptimizerFile | None, states: list[StateFile], grid: Grid
 ) -> CheckpointMetadata:
-    shards, grid = list(models.values()), _grid(models, found.folder, place)
-    first = shards[0]
-    files = tuple([source_file(item) for item in shards] + [source_file(item) for item in states])
-    parameters, declared = _parameters(shards, optimizer, states, grid), Declared()
-    for model in shards:
-        declared = declared | model.declared
-    noted = tuple((f"^{item.rule.pattern}$", item.rule) for item in states if item.rule is not None)
-    tensors: dict[tuple[str, str], TensorMetadata] = {}
-    for position, item in enumerate(states, start=len(shards)):
+    first = models[0]
+    builder = MetadataBuilder(found, [*models, *states])
+    builder.parameters = parameters = _parameters(models, optimizer, states, grid)
+    builder.scalar_forms = {key: "float" for saved in parameters.values() for key, _ in saved.scalars}
+    for file, item in enumerate(states, start=len(models)):
         if item.tensor is not None and item.name in parameters:
             shape = parameters[item.name].shape
-            _check_numel(item, shape)
-            chunk = StorageChunk(FlatRange(0, item.tensor.numel), position, item.tensor.byte_offset)
-            tensors[item.name, item.key] = TensorMetadata(item.name, item.key, shape, item.tensor.dtype, (chunk,))
-    whole, notes = _module_tensors(shards, frozenset(parameters), grid)
-    stage = 1 if optimizer is None else optimizer.zero_stage
-    groups = () if optimizer is None else normal_groups(optimizer.groups, is_bitsandbytes=False)
+            _check_numel(item, item.tensor, shape)
+            builder.tensors[item.name, item.key] = dense_tensor(item.name, item.key, item.tensor, file, shape)
+    whole, notes = _module_tensors(models, parameters, grid)
+    builder.tensors |= whole
+    builder.notes += notes if optimizer is not None else [*notes, _NO_OPTIMIZER_FILE]
+    declared = Declared(tuple((f"^{item.rule.pattern}$", item.rule) for item in states if item.rule is not None))
+    for model in models:
+        declared = declared | model.declared
     most = max((saved.group for saved in parameters.values()), default=0) + 1
-    if optimizer is None:
-        notes += (_NO_OPTIMIZER_FILE,)
-    return CheckpointMetadata(
-        source=SourceFacts(
-            "universal", found.folder, found.tag, stage, grid.dp, first.ds_version, sequence=grid.sequence
-        ),
-        files=files,
-        parameters=parameters,
-        tensors={**tensors, **whole},
-        groups=groups or ({},) * most,
-        scalar_forms={key: "float" for p in parameters.values() for key, _ in p.scalars},
-        aliases=first.shared,
+    stage, groups = (1, ()) if optimizer is None else (optimizer.zero_stage, optimizer.groups)
+    metadata = builder.build(
+        first,
+        stage,
+        grid.dp,
+        groups or ({},) * most,
         frozen_recorded=first.frozen_recorded,
-        buffers_recorded=any(model.weights for model in shards),
+        buffers_recorded=any(model.weights for model in models),
         merged_from=grid.tp,
-        declared=Declared(noted) | declared,
-        run=first.run,
-        notes=found.notes + notes,
+        declared=declared,
     )
-
-
-def _grid(models: Mapping[tuple[int, int], ModelShard], folder: str, place: RankCoordinates) -> Grid:
-    return grid_of({mp: models[mp, dp] for mp, dp in models if dp == 0}, folder, place)
+    return replace(metadata, source=replace(metadata.source, sequence=grid.sequence))
 
 
 def _parameters(
@@ -278,36 +242,31 @@ def _flat_shards(name: str, shape: tuple[int, ...], file: str) -> UnsupportedErr
     )
 
 
-def _module_tensors(
-    models: Sequence[ModelShard], trained: frozenset[str], grid: Grid
-) -> tuple[dict[tuple[str, str], TensorMetadata], tuple[str, ...]]:
+def _module_tensors(models: Sequence[ModelShard], trained: Iterable[str], grid: Grid) -> tuple[Tensors, list[str]]:
     """Buffers and frozen parameters: as the model-states files have them, each tensor-parallel rank its own shard."""
-    if grid.tp * grid.pp == 1:
-        return module_tensors(models, 0, trained)
     dp = len(models) // (grid.tp * grid.pp)
-    tensors: dict[tuple[str, str], TensorMetadata] = {}
-    notes: tuple[str, ...] = ()
+    tensors: Tensors = {}
+    notes: list[str] = []
     for stage in grid.stages:
-        parts = []
+        ranks = []
         for rank in stage:
-            mine, said = module_tensors(models[rank * dp : (rank + 1) * dp], 0, trained)
-            notes += said
-            parts.append({place: moved(tensor, rank * dp) for place, tensor in mine.items()})
-        for place in parts[0]:
-            if all(place in part for part in parts):
-                tensors.setdefault(place, shard_by_shard([part[place] for part in parts]))
-    return tensors, tuple(dict.fromkeys(notes))
+            mine, noted = module_tensors(models[rank * dp : (rank + 1) * dp], 0, trained, first_file=rank * dp)
+            notes += noted
+            ranks.append(mine)
+        for place in ranks[0]:
+            if all(place in mine for mine in ranks):
+                tensors.setdefault(place, shard_by_shard([mine[place] for mine in ranks]))
+    return tensors, list(dict.fromkeys(notes))
 
 
-def _check_numel(item: StateFile, shape: tuple[int, ...]) -> None:
+def _check_numel(item: StateFile, tensor: TensorRef, shape: tuple[int, ...]) -> None:
     """From stage 3 the tensor is flat, from stages 1 and 2 it has the parameter's shape."""
-    assert item.tensor is not None
-    if item.tensor.numel != math.prod(shape) or (len(item.tensor.shape) > 1 and item.tensor.shape != shape):
+    if tensor.numel != math.prod(shape) or (len(tensor.shape) > 1 and tensor.shape != shape):
         raise MismatchError(
             f"{item.key} of this parameter does not have the shape that the model-states file lists",
             parameter=item.name,
             file=item.path,
             expected=f"{shape}, {MASTER} and states alike",
-            found=item.tensor.shape,
+            found=tensor.shape,
             remedy="files of two conversions are mixed, or vocabulary padding was stripped: convert again",
         )

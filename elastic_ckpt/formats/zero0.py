@@ -7,33 +7,21 @@ masters lie beside the weights, their values are compared too (:mod:`elastic_ckp
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
-from elastic_ckpt.core.dtypes import ITEMSIZE
-from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.metadata import (
-    MASTER,
-    CheckpointMetadata,
-    ReplicatedState,
-    SavedParameter,
-    SourceFacts,
-    StorageChunk,
-    TensorMetadata,
-)
-from elastic_ckpt.core.state_kinds import COMPANIONS, ELEMENTWISE, REPLICATED, Codebook, StateOptions
-from elastic_ckpt.errors import MismatchError, UnsupportedError
-from elastic_ckpt.formats.base import Found, MetadataOptions, source_file
-from elastic_ckpt.formats.classify import DAMAGED, ELEMENTWISE_NAMES, FRESH, OPAQUE, Held, SavedKind, classify
+from elastic_ckpt.core.flat_ranges import FlatRange, Placement, group_offsets
+from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata
+from elastic_ckpt.core.state_kinds import ELEMENTWISE, WHOLE
+from elastic_ckpt.errors import MismatchError
+from elastic_ckpt.formats.base import Found, MetadataOptions
+from elastic_ckpt.formats.classify import ELEMENTWISE_NAMES, Held
+from elastic_ckpt.formats.metadata_builder import MetadataBuilder, Shape, module_tensors, refuse_view
 from elastic_ckpt.formats.model_states import ModelShard
-from elastic_ckpt.formats.module_tensors import module_tensors
-from elastic_ckpt.formats.pickled import TensorRef
-from elastic_ckpt.formats.saved_groups import normal_groups, with_group_step
-from elastic_ckpt.formats.saved_states import StatesOfOne, block_code, kind_notes, resolve_codebooks, unmatched_names
+from elastic_ckpt.formats.saved_states import StatesOfOne
+from elastic_ckpt.formats.shards import FlatShard
 from elastic_ckpt.formats.zero0_index import FUSED, PLAIN, UnpartitionedState
 from elastic_ckpt.formats.zero0_names import member_names
-
-Shape = tuple[int, ...]
 
 
 def unpartitioned_metadata(found: Found, model: ModelShard, options: MetadataOptions) -> CheckpointMetadata:
@@ -50,176 +38,93 @@ def unpartitioned_metadata(found: Found, model: ModelShard, options: MetadataOpt
     state = model.optimizer
     assert state is not None
     try:
-        names, note = member_names(model, state, options)
+        names, notes = member_names(model, state, options)
     except MismatchError:
         if options.with_states or options.live_groups:
             raise
         return weights_alone(found, model)
-    codebooks, map_notes = resolve_codebooks((model.path, states) for states in state.states.values())
-    builder = _Builder(model, state, codebooks, options.states)
-    for number, members in enumerate(names):
-        builder.add_group(number, members)
-    whole, notes = module_tensors([model], 0, frozenset(builder.parameters))
-    return CheckpointMetadata(
-        source=SourceFacts(
-            "native", found.folder, found.tag, 0, int(model.counters["dp_world_size"]), model.ds_version
-        ),
-        files=(source_file(model),),
-        parameters=builder.parameters,
-        tensors={**builder.tensors, **whole},
-        groups=normal_groups(state.groups, is_bitsandbytes=bool(codebooks)),
-        aliases=model.shared,
-        opaque_states=builder.opaque,
-        damaged_states=builder.damaged,
-        fresh_states=frozenset(key for key, kind in builder.kinds.items() if kind.kind == FRESH),
-        scalar_forms=builder.scalar_forms,
-        frozen_recorded=model.frozen_recorded,
-        notes=(*found.notes, *notes, *note, *map_notes, *kind_notes(builder.kinds)),
-        warnings=unmatched_names(builder.kinds, options.states),
-    )
+    states = ((model.path, states) for states in state.states.values())
+    builder = MetadataBuilder(found, [model], options.states, states)
+    for group, members in enumerate(names):
+        for trained, flat in _flats(model, state, group, members):
+            _add_flat(builder, model, state, group, trained, flat)
+        if state.kind == PLAIN and _is_fused_adam(state.groups[group]):
+            _use_last_step(builder, [name for name in members if name is not None])
+    builder.tensors |= module_tensors([model], 0, builder.parameters)[0]
+    builder.notes += notes
+    return builder.build(model, 0, _dp(model), state.groups, frozen_recorded=model.frozen_recorded)
 
 
 def weights_alone(found: Found, model: ModelShard) -> CheckpointMetadata:
     """The metadata of the weights as the module has them; those of a pipeline lie in the files of its layers."""
-    dp = int(model.counters["dp_world_size"])
-    tensors, notes = module_tensors([model], 0, frozenset())
-    return CheckpointMetadata(
-        source=SourceFacts("native", found.folder, found.tag, 0, dp, model.ds_version),
-        files=(source_file(model),),
-        parameters={},
-        tensors=tensors,
-        groups=(),
-        aliases=model.shared,
-        frozen_recorded=False,
-        notes=found.notes + notes,
-    )
+    builder = MetadataBuilder(found, [model])
+    builder.tensors, _ = module_tensors([model], 0, ())
+    return builder.build(model, 0, _dp(model), (), frozen_recorded=False)
 
 
-class _Builder:
-    """Collects parameters and logical tensors, group by group."""
-
-    def __init__(
-        self, model: ModelShard, state: UnpartitionedState, codebooks: Mapping[str, Codebook], options: StateOptions
-    ) -> None:
-        self._model = model
-        self._state = state
-        self._codebooks = codebooks
-        self._options = options
-        self.parameters: dict[str, SavedParameter] = {}
-        self.tensors: dict[tuple[str, str], TensorMetadata] = {}
-        self.opaque: dict[str, str] = {}
-        self.damaged: dict[str, str] = {}
-        self.scalar_forms: dict[str, str] = {}
-        self.kinds: dict[str, SavedKind] = {}
-
-    def add_group(self, group: int, members: Sequence[str | None]) -> None:
-        offset = 0
-        for position, name in enumerate(members):
-            if name is None:
-                continue
-            shape = self._model.weights[name].shape
-            if self._state.kind == FUSED:
-                number, base = self._state.members[group][0], offset
-                master = self._state.masters[group][0]
-                held = master.shape
-            else:
-                number, base, held = self._state.members[group][position], 0, shape
-                plain = self._state.kind == PLAIN
-                master = self._model.weights[name] if plain else self._state.masters[group][position]
-            self._add_tensor(name, MASTER, shape, master, base)
-            states = self._state.states.get(number, StatesOfOne({}))
-            self.parameters[name] = self._parameter(name, group, shape, states, base, held)
-            offset += math.prod(shape)
-        if self._state.kind == PLAIN and _is_fused_adam(self._state.groups[group]):
-            self._use_last_step([name for name in members if name is not None])
-
-    def _use_last_step(self, members: Sequence[str]) -> None:
-        """FusedAdam counts the steps of a whole group in the state of its last tensor alone (fused_adam.py)."""
-        stateful = [name for name in members if self.parameters[name].scalars]
-        counts = self.parameters[stateful[-1]].scalars if stateful else ()
-        for name in stateful:
-            saved = self.parameters[name]
-            self.parameters[name] = replace(saved, scalars=counts, own_step=dict(saved.scalars).get("step"))
-
-    def _parameter(
-        self, name: str, group: int, shape: Shape, states: StatesOfOne, base: int, held: Shape
-    ) -> SavedParameter:
-        """Adds the states of one parameter, inside tensors of shape ``held``."""
-        skipped = {key for key, word in self._options.schema.items() if word == FRESH}
-        self.opaque.update({key: what for key, what in states.opaque.items() if key not in skipped})
-        scalars = dict(states.scalars)
-        if held == ():
-            for key in ELEMENTWISE_NAMES & set(states.points):
-                del scalars[key]
-                self._add_tensor(name, key, shape, states.points[key], base)
-        replicated = []
-        for key, kind in self._classify(states, held).items():
-            ref = states.tensors[key]
-            if kind.kind == REPLICATED:
-                digest = states.digests.get(key)
-                crc32 = 0 if digest is None else digest.crc32
-                replicated.append(ReplicatedState(key, ref.dtype, ref.shape, 0, ref.byte_offset, crc32, digest is None))
-            elif kind.kind == OPAQUE and self._state.kind != FUSED and key not in COMPANIONS:
-                self._add_tensor(name, key, ref.shape, ref, 0, is_whole=True)
-            elif kind.kind == OPAQUE:
-                self.opaque[key] = kind.why
-            elif kind.kind == DAMAGED:
-                self.damaged[key] = f"{kind.why} ({name})"
-            elif kind.kind == ELEMENTWISE:
-                self._add_elementwise(name, key, shape, states, kind, base, math.prod(held))
-        self.scalar_forms.update(states.scalar_forms)
-        counted = with_group_step(tuple(sorted(scalars.items())), bool(states.tensors), self._state.groups[group])
-        return SavedParameter(shape, group, counted, tuple(replicated))
-
-    def _classify(self, states: StatesOfOne, held: Shape) -> dict[str, SavedKind]:
-        numel = math.prod(held)
-        flat = {key: _Flat(_flattened(ref.shape, held), ref.dtype) for key, ref in states.tensors.items()}
-        kinds = classify([Held(self._model.path, numel, -1, flat, states.digests)], self._options)
-        self.kinds.update(kinds)
-        return kinds
-
-    def _add_elementwise(
-        self, name: str, key: str, shape: Shape, states: StatesOfOne, kind: SavedKind, base: int, held_numel: int
-    ) -> None:
-        """A state of ``rows`` rows of ``held_numel`` elements, in each of which the parameter starts at ``base``."""
-        ref = states.tensors[key]
-        if kind.rows == 1 and not kind.block_numel:
-            self._add_tensor(name, key, shape, ref, base)
-            return
-        self._refuse_view(name, key, ref)
-        numel, chunks = math.prod(shape), []
-        for row in range(kind.rows):
-            offset = ref.byte_offset + (row * held_numel + base) * ITEMSIZE[ref.dtype]
-            code = block_code(key, kind, states, self._codebooks, row, held_numel, base)
-            chunks.append(StorageChunk(FlatRange(row * numel, (row + 1) * numel), 0, offset, code))
-        rows = (kind.rows,) if kind.rows > 1 else ()
-        self.tensors[name, key] = TensorMetadata(name, key, rows + shape, ref.dtype, tuple(chunks) if numel else ())
-
-    def _add_tensor(self, name: str, key: str, shape: Shape, ref: TensorRef, base: int, is_whole: bool = False) -> None:
-        self._refuse_view(name, key, ref)
-        numel = math.prod(shape)
-        offset = ref.byte_offset + base * ITEMSIZE[ref.dtype]
-        chunks = (StorageChunk(FlatRange(0, numel), 0, offset),) if numel else ()
-        self.tensors[name, key] = TensorMetadata(name, key, shape, ref.dtype, chunks, is_whole)
-
-    def _refuse_view(self, name: str, key: str, ref: TensorRef) -> None:
-        if not ref.is_contiguous:
-            raise UnsupportedError(
-                f"{key} of this parameter was saved as a view that is not contiguous, which is not supported yet",
-                parameter=name,
-                file=self._model.path,
-                expected="a contiguous tensor",
-                found=f"shape {ref.shape}, strides {ref.stride}",
-                remedy="load at the topology it was saved with",
-            )
+def _dp(model: ModelShard) -> int:
+    return int(model.counters["dp_world_size"])
 
 
-@dataclass(frozen=True, slots=True)
-class _Flat:
-    """A state's tensor as classification sees it: of a flattened parameter."""
+def _flats(
+    model: ModelShard, state: UnpartitionedState, group: int, members: Sequence[str | None]
+) -> Iterator[tuple[list[str], FlatShard]]:
+    """The tensors of a param group: names of the parameters in each, and its master and states.
 
-    shape: Shape
-    dtype: str
+    Seen as ZeRO's flat partitions on one rank, each of one parameter, or (fused) one of the whole group.
+    """
+    if state.kind == FUSED:
+        named = [([name for name in members if name is not None], state.members[group][0], state.masters[group][0])]
+    else:
+        masters = state.masters[group] if state.masters else [None if n is None else model.weights[n] for n in members]
+        each = zip(members, state.members[group], masters, strict=True)
+        named = [([name], number, master) for name, number, master in each if name is not None and master is not None]
+    for names, number, master in named:
+        if names:
+            yield names, FlatShard(master, master.numel, state.states.get(number, StatesOfOne({})))
+
+
+def _add_flat(
+    builder: MetadataBuilder,
+    model: ModelShard,
+    state: UnpartitionedState,
+    group: int,
+    names: Sequence[str],
+    flat: FlatShard,
+) -> None:
+    shapes = [(name, model.weights[name].shape) for name in names]
+    saved_shape = flat.master.shape if state.kind == FUSED else shapes[0][1]
+    states = _without_points(flat.states) if saved_shape == () else flat.states
+    flat = replace(flat, states=states)
+    flattened = {key: replace(ref, shape=_flattened(ref.shape, saved_shape)) for key, ref in states.tensors.items()}
+    saved = Held(model.path, flat.partition_numel, -1, flattened, states.digests)
+    kinds = builder.classify([saved], [states], names[-1], any_shape=state.kind != FUSED)
+    builder.add_parameters(shapes, group, state.groups[group], [flat], kinds, file=0)
+    for key, ref in {MASTER: flat.master, **states.tensors}.items():
+        if key == MASTER or (key in kinds and kinds[key].kind in (ELEMENTWISE, WHOLE)):
+            refuse_view(names[0], f"{key} of this parameter", ref, model.path)
+    numels = [math.prod(shape) for _, shape in shapes]
+    placed = [
+        Placement(index, FlatRange(0, numel), offset)
+        for index, (numel, offset) in enumerate(zip(numels, group_offsets(numels), strict=True))
+    ]
+    builder.add_partition(shapes, placed, flat, kinds, file=0)
+
+
+def _without_points(states: StatesOfOne) -> StatesOfOne:
+    """States of a parameter without dimensions, whose elementwise ones have none either and are no scalars."""
+    points = {key: ref for key, ref in states.points.items() if key in ELEMENTWISE_NAMES}
+    scalars = tuple((key, value) for key, value in states.scalars if key not in points)
+    return replace(states, tensors={**points, **states.tensors}, scalars=scalars)
+
+
+def _use_last_step(builder: MetadataBuilder, members: Sequence[str]) -> None:
+    """FusedAdam counts the steps of a whole group in the state of its last tensor alone (fused_adam.py)."""
+    stateful = [name for name in members if builder.parameters[name].scalars]
+    counts = builder.parameters[stateful[-1]].scalars if stateful else ()
+    for name in stateful:
+        saved = builder.parameters[name]
+        builder.parameters[name] = replace(saved, scalars=counts, own_step=dict(saved.scalars).get("step"))
 
 
 def _flattened(shape: Shape, held: Shape) -> Shape:

@@ -20,8 +20,7 @@ from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.errors import DamagedError, LayoutError
 from elastic_ckpt.formats.classify import ELEMENTWISE_NAMES
 from elastic_ckpt.formats.pickled import PickledFile, TensorRef
-from elastic_ckpt.formats.saved_groups import read_groups
-from elastic_ckpt.formats.saved_states import StatesOfOne, sort_states
+from elastic_ckpt.formats.saved_states import StatesOfOne, read_groups, sort_states
 
 PLAIN, UNFUSED, FUSED = "plain", "unfused", "fused"
 #: Entry that holds the masters, which is also the live optimizer's name for them -> layout.

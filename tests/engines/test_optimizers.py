@@ -22,7 +22,7 @@ from elastic_ckpt.engines.bitsandbytes import BitsAndBytesSchema, block_numel_of
 from elastic_ckpt.engines.optimizers import KNOWN, StateSchema, Stepped
 from elastic_ckpt.engines.select import schema_of
 from elastic_ckpt.errors import UnsupportedError
-from elastic_ckpt.formats.codebooks import own_maps
+from elastic_ckpt.formats.saved_states import own_maps
 
 Shape = tuple[int, ...]
 Make = Callable[[Any], torch.optim.Optimizer]

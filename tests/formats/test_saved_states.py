@@ -15,16 +15,19 @@ from elastic_ckpt.core.state_kinds import ELEMENTWISE, REPLICATED, Codebook, Sta
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats import saved_states
 from elastic_ckpt.formats.classify import FRESH, OPAQUE, Digest, SavedKind
-from elastic_ckpt.formats.codebooks import codebook_of, own_maps
 from elastic_ckpt.formats.legacy import LegacyShard, index_legacy, refuse_legacy
 from elastic_ckpt.formats.pickled import PickledFile, open_pickled
-from elastic_ckpt.formats.saved_groups import normal_groups, read_groups, with_group_step
 from elastic_ckpt.formats.saved_states import (
     StatesOfOne,
+    codebook_of,
     kind_notes,
+    normal_groups,
+    own_maps,
+    read_groups,
     resolve_codebooks,
     sort_states,
     unmatched_names,
+    with_group_step,
 )
 from elastic_ckpt.formats.zero0_index import index_unpartitioned, saved_shape
 

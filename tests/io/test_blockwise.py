@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
 from elastic_ckpt.errors import DamagedError
-from elastic_ckpt.formats.codebooks import own_maps
+from elastic_ckpt.formats.saved_states import own_maps
 from elastic_ckpt.io.blockwise import decode, encode
 
 #: Rounding of a few fp32 operations, as a fraction of a scale.

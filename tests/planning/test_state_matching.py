@@ -17,7 +17,7 @@ from elastic_ckpt.core.state_kinds import ELEMENTWISE, REPLICATED, SCRATCH, WHOL
 from elastic_ckpt.engines.optimizers import Stepped
 from elastic_ckpt.engines.select import schema_of
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
-from elastic_ckpt.formats.codebooks import own_maps
+from elastic_ckpt.formats.saved_states import own_maps
 from elastic_ckpt.planning.groups import match_groups, transferable
 from elastic_ckpt.planning.matching import match_parameters
 from elastic_ckpt.planning.planner import LoadOptions, plan_load

@@ -18,10 +18,10 @@ from tqdm import tqdm
 from elastic_ckpt.config import state_options
 from elastic_ckpt.core.dtypes import ITEMSIZE
 from elastic_ckpt.errors import ElasticCkptError
-from elastic_ckpt.formats.common_state import common_optimizer_state
 from elastic_ckpt.formats.detect import LATEST, LATEST_UNIVERSAL
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER
 from elastic_ckpt.formats.pickled import open_pickled
+from elastic_ckpt.formats.universal_files import common_optimizer_state
 from elastic_ckpt.io.reader import ReadOptions
 from elastic_ckpt.sharding.offline import known_rules
 from elastic_ckpt.tools.conversion.archive import write_tensor_file

@@ -1,0 +1,333 @@
+"""Builds :class:`CheckpointMetadata`, whatever the format: parameters, chunks of their tensors, and remarks on them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from elastic_ckpt.core.dtypes import ITEMSIZE
+from elastic_ckpt.core.flat_ranges import FlatRange, Placement, per_parameter_numel, per_parameter_partition
+from elastic_ckpt.core.metadata import (
+    BUFFER,
+    FROZEN,
+    MASTER,
+    CheckpointMetadata,
+    ReplicatedState,
+    SavedParameter,
+    SourceFacts,
+    SourceFile,
+    StorageChunk,
+    TensorMetadata,
+)
+from elastic_ckpt.core.state_kinds import COMPANIONS, ELEMENTWISE, REPLICATED, TOUCHED, WHOLE, StateOptions
+from elastic_ckpt.errors import DamagedError, UnsupportedError
+from elastic_ckpt.formats.base import Found
+from elastic_ckpt.formats.classify import DAMAGED, FRESH, OPAQUE, Held, SavedKind, classify
+from elastic_ckpt.formats.model_states import ModelShard
+from elastic_ckpt.formats.pickled import TensorRef
+from elastic_ckpt.formats.saved_states import (
+    StatesOfOne,
+    block_code,
+    kind_notes,
+    normal_groups,
+    resolve_codebooks,
+    unmatched_names,
+    with_group_step,
+)
+from elastic_ckpt.formats.shards import FlatShard
+
+Shape = tuple[int, ...]
+Shapes = Sequence[tuple[str, Shape]]
+Tensors = dict[tuple[str, str], TensorMetadata]
+_PLAIN = SavedKind(ELEMENTWISE)
+_BUFFERS_DIFFERED = "buffers differed between ranks when saved; after a change of topology all ranks get rank 0's"
+#: What a swap file holds.
+_SWAPPED = TensorRef("float32", (0,), (1,), 0)
+
+
+class MetadataBuilder:
+    """Collects the metadata of one model-parallel rank, or of a universal checkpoint.
+
+    Args:
+        found: the folder.
+        files: the files that chunks count; swap files follow.
+        options: the user's word on optimizer states.
+        states: path and optimizer states of every flat tensor, for the quantization maps among them.
+
+    Raises:
+        DamagedError: a quantization map is damaged beyond repair.
+    """
+
+    def __init__(
+        self,
+        found: Found,
+        files: Iterable[SourceFile],
+        options: StateOptions = StateOptions(),  # noqa: B008  frozen
+        states: Iterable[tuple[str, StatesOfOne]] = (),
+    ) -> None:
+        self.parameters: dict[str, SavedParameter] = {}
+        self.tensors: Tensors = {}
+        self.scalar_forms: dict[str, str] = {}
+        self.notes = list(found.notes)
+        self._found = found
+        self._files = [SourceFile(file.path, file.nbytes) for file in files]
+        self._options = options
+        self._codebooks, self._map_notes = resolve_codebooks(states)
+        self._kinds: dict[str, SavedKind] = {}
+        self._opaque: dict[str, str] = {}
+        self._damaged: dict[str, str] = {}
+        self._chunks: dict[tuple[str, str], tuple[Shape, str, list[StorageChunk]]] = {}
+
+    def classify(
+        self, ranks: Sequence[Held], states: Iterable[StatesOfOne], parameter: str = "", any_shape: bool = False
+    ) -> dict[str, SavedKind]:
+        """The kinds of the states of one flat partition; those that are opaque or damaged are remarked on.
+
+        Args:
+            ranks: what each rank saved for it.
+            states: the same, unclassified.
+            parameter: to be named where a state is damaged.
+            any_shape: whether it is of one parameter, a state of which may have any shape.
+        """
+        kinds = classify(ranks, self._options) if ranks[0].tensors else {}
+        self._kinds |= kinds
+        for key, kind in kinds.items():
+            if kind.kind == OPAQUE and any_shape and key not in COMPANIONS:
+                kinds[key] = replace(kind, kind=WHOLE)
+            elif kind.kind == OPAQUE:
+                self._opaque[key] = kind.why
+            elif kind.kind == DAMAGED:
+                self._damaged[key] = f"{kind.why} ({parameter})" if parameter else kind.why
+        for each in states:
+            self._opaque |= {key: why for key, why in each.opaque.items() if self._options.schema.get(key) != FRESH}
+        return kinds
+
+    def add_parameters(
+        self,
+        shapes: Shapes,
+        number: int,
+        group: Mapping[str, Any],
+        ranks: Sequence[FlatShard],
+        kinds: Mapping[str, SavedKind],
+        file: int,
+    ) -> None:
+        """The parameters of one flat partition, with its scalar and replicated states.
+
+        Args:
+            shapes: names and logical shapes.
+            number, group: of their param group.
+            ranks: the partition on each rank.
+            kinds: of its states.
+            file: index of the first rank's file.
+        """
+        states = ranks[0].states
+        scalars = with_group_step(states.scalars, bool(states.tensors or ranks[0].swapped), group)
+        self.scalar_forms |= states.scalar_forms
+        replicated = []
+        for key in (key for key, kind in kinds.items() if kind.kind == REPLICATED):
+            ref, digest = states.tensors[key], states.digests.get(key)
+            differs = digest is None or not ref.is_contiguous or any(r.states.digests.get(key) != digest for r in ranks)
+            crc32 = 0 if digest is None else digest.crc32
+            replicated.append(ReplicatedState(key, ref.dtype, ref.shape, file, ref.byte_offset, crc32, differs))
+        for name, shape in shapes:
+            self.parameters[name] = SavedParameter(shape, number, scalars, tuple(replicated))
+
+    def add_partition(
+        self, shapes: Shapes, placed: Sequence[Placement], flat: FlatShard, kinds: Mapping[str, SavedKind], file: int
+    ) -> None:
+        """One rank's flat partition: the master weights and tensor states of the parameters placed in it.
+
+        Args:
+            shapes: names and logical shapes of the parameters that ``placed`` counts.
+            placed: where they are in the partition.
+            flat: the partition.
+            kinds: of its states.
+            file: index of its file.
+        """
+        for key, source in flat.swapped.items():
+            self._files.append(source)
+            self._add_region(shapes, placed, flat, key, _SWAPPED, _PLAIN, len(self._files) - 1)
+        if MASTER not in flat.swapped:
+            self._add_region(shapes, placed, flat, MASTER, flat.master, _PLAIN, file)
+        for key, kind in kinds.items():
+            ref = flat.states.tensors[key]
+            if kind.kind == ELEMENTWISE:
+                self._add_region(shapes, placed, flat, key, ref, kind, file)
+            elif kind.kind == TOUCHED:
+                self._add_touched(shapes, placed, key, ref, file)
+            elif kind.kind == WHOLE:
+                name = shapes[placed[0].index][0]
+                self.tensors[name, key] = dense_tensor(name, key, ref, file, is_whole=True)
+
+    def _add_region(
+        self,
+        shapes: Shapes,
+        placed: Sequence[Placement],
+        flat: FlatShard,
+        key: str,
+        ref: TensorRef,
+        kind: SavedKind,
+        file: int,
+    ) -> None:
+        """A tensor that is laid out as the partition is, in each of its rows."""
+        if not ref.is_contiguous:
+            self._opaque[key] = f"a view of shape {ref.shape} and strides {ref.stride}"
+            return
+        itemsize, row_numel = ITEMSIZE[ref.dtype], flat.partition_numel
+        for row in range(kind.rows):
+            for placement in placed:
+                name, shape = shapes[placement.index]
+                inside, start = placement.range, placement.flat_offset
+                if row:
+                    skipped = row * math.prod(shape)
+                    inside = FlatRange(skipped + inside.start, skipped + inside.stop)
+                offset = ref.byte_offset + (row * row_numel + start) * itemsize
+                code = block_code(key, kind, flat.states, self._codebooks, row, row_numel, start)
+                whole = shape if kind.rows == 1 else (kind.rows, *shape)
+                self._add_chunk(name, key, whole, ref.dtype, StorageChunk(inside, file, offset, code))
+
+    def _add_touched(self, shapes: Shapes, placed: Sequence[Placement], key: str, ref: TensorRef, file: int) -> None:
+        """Whole parameters one behind the other; of those that several ranks saved, the first rank's are taken."""
+        offset = ref.byte_offset
+        for placement in placed:
+            name, shape = shapes[placement.index]
+            numel = math.prod(shape)
+            if (name, key) not in self._chunks:
+                self._add_chunk(name, key, shape, ref.dtype, StorageChunk(FlatRange(0, numel), file, offset))
+            offset += numel * ITEMSIZE[ref.dtype]
+
+    def _add_chunk(self, name: str, key: str, shape: Shape, dtype: str, chunk: StorageChunk) -> None:
+        known = self._chunks.get((name, key))
+        if known is None:
+            known = self._chunks[name, key] = shape, dtype, []
+        if known[1] != dtype:
+            raise DamagedError(
+                f"ranks saved {key} of this parameter in different dtypes",
+                parameter=name,
+                file=self._files[chunk.file].path,
+                expected=f"{known[1]}, as on other ranks",
+                found=dtype,
+                remedy="files of two saves are mixed: restore the folder from its original, or take another tag",
+            )
+        if chunk.range.stop > chunk.range.start:
+            known[2].append(chunk)
+
+    def build(
+        self, model: ModelShard, zero_stage: int, dp: int, groups: Sequence[Mapping[str, Any]], **more: Any
+    ) -> CheckpointMetadata:
+        """The metadata.
+
+        Args:
+            model: the model-states file that speaks for all.
+            zero_stage, dp: of the run that saved it.
+            groups: hyperparameters per param group.
+            more: further fields of :class:`CheckpointMetadata`.
+        """
+        made: Tensors = {}
+        for (name, key), (shape, dtype, chunks) in self._chunks.items():
+            if len(shape) > len(self.parameters[name].shape):  # rank after rank, each with some of every row
+                chunks.sort(key=lambda chunk: chunk.range.start)
+            made[name, key] = TensorMetadata(name, key, shape, dtype, tuple(chunks))
+        found, about = self._found, {"aliases": model.shared, "declared": model.declared, "run": model.run}
+        return CheckpointMetadata(
+            source=SourceFacts(found.format, found.folder, found.tag, zero_stage, dp, model.ds_version),
+            files=tuple(self._files),
+            parameters=self.parameters,
+            tensors=made | self.tensors,
+            groups=normal_groups(groups, is_bitsandbytes=bool(self._codebooks)),
+            opaque_states=self._opaque,
+            damaged_states=self._damaged,
+            fresh_states=frozenset(key for key, kind in self._kinds.items() if kind.kind == FRESH),
+            scalar_forms=self.scalar_forms,
+            notes=(*self.notes, *self._map_notes, *kind_notes(self._kinds)),
+            warnings=unmatched_names(self._kinds, self._options),
+            **{**about, **more},
+        )
+
+
+def dense_tensor(
+    name: str, key: str, ref: TensorRef, file: int, shape: Shape | None = None, is_whole: bool = False
+) -> TensorMetadata:
+    """A tensor that is whole in one file, of the shape it has there unless another one is given."""
+    chunks = (StorageChunk(FlatRange(0, ref.numel), file, ref.byte_offset),) if ref.numel else ()
+    return TensorMetadata(name, key, ref.shape if shape is None else shape, ref.dtype, chunks, is_whole)
+
+
+def refuse_view(name: str, what: str, ref: TensorRef, path: str) -> None:
+    """Refuse a tensor that is not contiguous.
+
+    Raises:
+        UnsupportedError: it is not.
+    """
+    if not ref.is_contiguous:
+        raise UnsupportedError(
+            f"{what} was saved as a view that is not contiguous, which is not supported yet",
+            parameter=name,
+            file=path,
+            expected="a contiguous tensor",
+            found=f"shape {ref.shape}, strides {ref.stride}",
+            remedy="load at the topology it was saved with, or make it contiguous before saving",
+        )
+
+
+def module_tensors(
+    models: Sequence[ModelShard], own: int, trained: Iterable[str], first_file: int = 0
+) -> tuple[Tensors, list[str]]:
+    """Buffers and frozen parameters: what no optimizer owned.
+
+    Args:
+        models: a model-parallel rank's model-states files, in data-parallel order.
+        own: the file to take buffers from: this rank's own where the topology is unchanged, else 0.
+        trained: names that an optimizer owned.
+        first_file: index of the first of the files.
+
+    Returns:
+        Tensors by (name, key), and notes for the report.
+    """
+    tensors: Tensors = {}
+    source = models[own]
+
+    def add(name: str, key: str, ref: TensorRef, file: int) -> None:
+        refuse_view(name, f"this {key}", ref, source.path)
+        tensors[name, key] = dense_tensor(name, key, ref, first_file + file)
+
+    for name in source.buffers:
+        add(name, BUFFER, source.weights[name], own)
+    is_zero3 = "zero_pp_rank_" in source.path.rsplit("/", 1)[-1]
+    partitioned = dict(source.frozen_shapes) if len(models) > 1 or is_zero3 else {}
+    for name, shape in partitioned.items():
+        if all(name in shard.frozen_fragments for shard in models):
+            tensors[name, FROZEN] = _partitioned(models, name, shape, first_file)
+    skipped = {*trained, *source.buffers, *partitioned, *source.shared}
+    if not is_zero3:
+        for name in (name for name in source.weights if name not in skipped):
+            add(name, FROZEN, source.weights[name], 0)
+        # of frozen weights that are tied, exclude_frozen_parameters removes the first name alone
+        for alias, name in source.shared.items():
+            if alias in source.weights and name not in source.weights and name not in skipped:
+                add(name, FROZEN, source.weights[alias], 0)
+    differ = own == 0 and len({shard.buffers_crc32 for shard in models}) > 1
+    return tensors, [_BUFFERS_DIFFERED] if differ else []
+
+
+def _partitioned(models: Sequence[ModelShard], name: str, shape: Shape, first_file: int) -> TensorMetadata:
+    """ZeRO-3: each rank's file holds its padded slice of a frozen parameter."""
+    numel, chunks = math.prod(shape), []
+    dtype = models[0].frozen_fragments[name].dtype
+    step = models[0].frozen_fragments[name].numel  # "align_partitions" may have made it longer than need be
+    for rank, shard in enumerate(models):
+        ref = shard.frozen_fragments[name]
+        for placement in per_parameter_partition([numel], [max(step, per_parameter_numel(numel, len(models)))], rank):
+            if placement.range.numel > ref.numel or ref.numel != step or ref.dtype != dtype:
+                raise DamagedError(
+                    "a rank's part of this frozen parameter has the wrong size or dtype",
+                    parameter=name,
+                    file=shard.path,
+                    expected=f"{placement.range.numel} elements of {dtype}",
+                    found=f"{ref.numel} of {ref.dtype}",
+                    remedy="restore the folder from its original",
+                )
+            chunks.append(StorageChunk(placement.range, first_file + rank, ref.byte_offset))
+    return TensorMetadata(name, FROZEN, shape, dtype, tuple(chunks))
