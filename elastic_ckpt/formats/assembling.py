@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any
 
 from elastic_ckpt.core.features import Features
-from elastic_ckpt.core.metadata import CheckpointMetadata
+from elastic_ckpt.core.metadata import CheckpointMetadata, SourceFile
 from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError
 from elastic_ckpt.errors import listed as listed_names
 from elastic_ckpt.formats import model_states, shards
@@ -23,7 +23,7 @@ from elastic_ckpt.formats.merging import merge_shards, merge_stages
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.partitioned import partitioned_metadata
 from elastic_ckpt.formats.progress import with_progress_compared
-from elastic_ckpt.formats.shards import OptimizerShard
+from elastic_ckpt.formats.shards import OptimizerShard, other_save_than_model
 from elastic_ckpt.formats.zero0 import unpartitioned_metadata, weights_alone
 
 #: What a file is of: (model-parallel rank, data-parallel rank, ``"model"`` or ``"optimizer"``), or (layer,
@@ -84,7 +84,11 @@ def assemble(found: Found, kinds: Sequence[Kind], indexed: Sequence[Any], option
     _list_missing_shapes(ranks, grid, layers)
     all_metadata = {mp: _fit_together(found, rank, grid, options) for mp, rank in ranks.items()}
     metadata = merge_stages([merge_shards([all_metadata[mp] for mp in stage]) for stage in grid.stages])
-    metadata = _with_layers(metadata, ranks, layers, grid, options.live_names)
+    if layers:
+        models = [model for rank in ranks.values() for model in rank.models.values()]
+        buffers = frozenset(name for model in models for name in model.buffer_names)
+        tensors, files = layer_tensors(metadata, layers, buffers, grid.tp, options.live_names)
+        metadata = replace(metadata, tensors={**metadata.tensors, **tensors}, files=metadata.files + files)
     metadata = with_progress_compared(metadata, next(iter(ranks[0].models.values())), options.check_shards)
     return Assembled(ranks, layers, grid, all_metadata, metadata)
 
@@ -167,8 +171,7 @@ def _fit_together(found: Found, rank: RankFiles, grid: Grid, options: MetadataOp
     else:
         _refuse_unnamed(found, models[0])
         metadata = unpartitioned_metadata(found, models[0], options)
-    source = replace(metadata.source, sequence=grid.sequence)
-    return replace(metadata, source=source, declared=models[0].declared, run=models[0].run)
+    return replace(metadata, source=replace(metadata.source, sequence=grid.sequence))
 
 
 def _refuse_swapped(optimizers: Sequence[OptimizerShard], grid: Grid) -> None:
@@ -193,21 +196,6 @@ def _refuse_unnamed(found: Found, model: ModelShard) -> None:
         )
 
 
-def _with_layers(
-    metadata: CheckpointMetadata,
-    ranks: Mapping[int, RankFiles],
-    layers: Sequence[LayerShard],
-    grid: Grid,
-    live_names: frozenset[str],
-) -> CheckpointMetadata:
-    if not layers:
-        return metadata
-    models = [model for rank in ranks.values() for model in rank.models.values()]
-    buffers = frozenset(name for model in models for name in model.buffer_names)
-    tensors, files = layer_tensors(metadata, layers, buffers, grid.tp, live_names)
-    return replace(metadata, tensors={**metadata.tensors, **tensors}, files=metadata.files + files)
-
-
 def missing_file(found: Found, name: str, have: str) -> DamagedError:
     return LayoutError(
         "a file of the checkpoint is missing",
@@ -221,38 +209,31 @@ def missing_file(found: Found, name: str, have: str) -> DamagedError:
 def _check_belong_together(models: list[ModelShard], optimizers: list[OptimizerShard]) -> None:
     shards.check_same_save(optimizers)
     model_states.check_same_save(models)
-    optimizer_paths = [shard.path for shard in optimizers]
-    model_paths = [shard.path for shard in models]
     for count in optimizers[0].partition_count or (len(optimizers),):
-        _check_count(optimizer_paths, count, "partition_count of the optimizer-states files")
-    _check_count(optimizer_paths, int(models[0].counters["dp_world_size"]), f"dp_world_size in {models[0].path}")
+        _check_count(optimizers, count, "partition_count of the optimizer-states files")
+    _check_count(optimizers, int(models[0].counters["dp_world_size"]), f"dp_world_size in {models[0].path}")
     if optimizers[0].zero_stage == 3:
-        _check_count(model_paths, len(optimizers), "the number of optimizer-states files")
+        _check_count(models, len(optimizers), "the number of optimizer-states files")
     if len(models[0].param_shapes) != len(optimizers[0].flats):
-        raise LayoutError(
+        raise other_save_than_model(
+            optimizers[0],
             "model-states and optimizer-states files are of different saves",
-            file=optimizers[0].path,
-            expected=f"{len(models[0].param_shapes)} flat tensors, from {models[0].path}",
-            found=len(optimizers[0].flats),
-            remedy="restore the folder from its original",
+            f"{len(models[0].param_shapes)} flat tensors, from {models[0].path}",
+            len(optimizers[0].flats),
         )
 
 
-def _check_count(paths: list[str], expected: int, according_to: str) -> None:
+def _check_count(files: Sequence[SourceFile], expected: int, according_to: str) -> None:
     """There must be one file for each of ``expected`` ranks; names the first that is missing or too many."""
-    if len(paths) == expected:
+    found, first = len(files), files[0].path
+    if found == expected:
         return
-    offender = paths[expected] if len(paths) > expected else _of_rank(paths[0], len(paths))
+    folder, name = os.path.split(first)
+    missing = os.path.join(folder, name.replace("zero_pp_rank_0_", f"zero_pp_rank_{found}_"))
     raise LayoutError(
-        f"a file of the checkpoint is {'missing' if len(paths) < expected else 'one too many'}",
-        file=offender,
+        f"a file of the checkpoint is {'missing' if found < expected else 'one too many'}",
+        file=files[expected].path if found > expected else missing,
         expected=f"{expected} files, according to {according_to}",
-        found=f"{len(paths)} files, {os.path.basename(paths[0])} to {os.path.basename(paths[-1])}",
+        found=f"{found} files, {name} to {os.path.basename(files[-1].path)}",
         remedy="restore the missing shards, or remove those of another save",
     )
-
-
-def _of_rank(path: str, rank: int) -> str:
-    """The path of rank 0's file, turned into another rank's."""
-    folder, name = os.path.split(path)
-    return os.path.join(folder, name.replace("zero_pp_rank_0_", f"zero_pp_rank_{rank}_"))

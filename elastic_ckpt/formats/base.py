@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from elastic_ckpt import distributed
 from elastic_ckpt.core.fqn import RenameRules
 from elastic_ckpt.core.local_state import RankCoordinates
-from elastic_ckpt.core.metadata import CheckpointMetadata
+from elastic_ckpt.core.metadata import CheckpointMetadata, SourceFile
 from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.core.training_state import TrainingState
 from elastic_ckpt.errors import DamagedError, UnsupportedError
@@ -18,6 +18,7 @@ from elastic_ckpt.formats.naming import FolderFiles
 from elastic_ckpt.formats.pickled import PickledFile, open_pickled
 
 T = TypeVar("T")
+REMOVE_FOREIGN = "remove the foreign file and restore the right one, or take another tag"
 _WHERE_SAVED = "resume it with the number of ranks and the layout that saved it"
 
 
@@ -85,11 +86,8 @@ class Checkpoint:
     files_opened: int
 
 
-class FormatReader(Protocol):
-    """Reads the metadata of one format. Called by every rank; contains collectives."""
-
-    def __call__(self, found: Found, options: MetadataOptions) -> Checkpoint:
-        """Read the folder; the same :class:`ElasticCkptError` on all ranks if that fails."""
+#: Reads the metadata of one format: a collective, which raises the same :class:`ElasticCkptError` on all ranks.
+FormatReader = Callable[[Found, MetadataOptions], Checkpoint]
 
 
 def refuse_unsupported_folder(found: Found) -> None:
@@ -114,6 +112,34 @@ def refuse_unsupported_folder(found: Found) -> None:
             file=found.path(files.experts[0]),
             remedy=_WHERE_SAVED,
         )
+
+
+def refuse_other_save(
+    first: SourceFile,
+    expected: Mapping[str, Any],
+    other: SourceFile,
+    found: Mapping[str, Any],
+    remedy: str = REMOVE_FOREIGN,
+) -> None:
+    """Refuse a file that says otherwise than the first one.
+
+    Args:
+        first, other: the files.
+        expected, found: what they say, by what is to be said of a difference.
+        remedy: of the error.
+
+    Raises:
+        DamagedError: they differ.
+    """
+    for what, value in expected.items():
+        if found[what] != value:
+            raise DamagedError(
+                f"this file belongs to another save than {first.path}: {what}",
+                file=other.path,
+                expected=str(value)[:300],
+                found=str(found[what])[:300],
+                remedy=remedy,
+            )
 
 
 def opener_of(position: int) -> int:

@@ -18,7 +18,8 @@ from elastic_ckpt.core.declared import Declared, declared_by
 from elastic_ckpt.core.features import Features
 from elastic_ckpt.core.metadata import SourceFile
 from elastic_ckpt.core.state_kinds import StateOptions
-from elastic_ckpt.errors import DamagedError, UnsupportedError
+from elastic_ckpt.errors import UnsupportedError
+from elastic_ckpt.formats.base import refuse_other_save
 from elastic_ckpt.formats.degrees import StatedDegrees, stated_degrees
 from elastic_ckpt.formats.features import features_in
 from elastic_ckpt.formats.pickled import PickledFile, TensorRef, materialise
@@ -175,11 +176,6 @@ def _checksum(file: PickledFile, refs: list[TensorRef]) -> int:
     return crc
 
 
-#: What all files of one save have in common, and what those of one model-parallel rank have besides.
-_OF_ALL = ("counters", "ds_version")
-_OF_ONE_RANK = ("param_shapes", "frozen_shapes", "buffers")
-
-
 def check_same_save(shards: Sequence[ModelShard], one_rank: bool = True) -> None:
     """All model-states files must come from one save.
 
@@ -190,15 +186,7 @@ def check_same_save(shards: Sequence[ModelShard], one_rank: bool = True) -> None
     Raises:
         DamagedError: naming the first file that disagrees with the first one, and in what.
     """
-    first = shards[0]
-    for shard in shards[1:]:
-        for what in _OF_ALL + (_OF_ONE_RANK if one_rank else ()):
-            expected, found = getattr(first, what), getattr(shard, what)
-            if expected != found:
-                raise DamagedError(
-                    f"this file belongs to another save than {first.path}: {what} differ",
-                    file=shard.path,
-                    expected=str(expected)[:300],
-                    found=str(found)[:300],
-                    remedy="remove the foreign file and restore the right one, or take another tag",
-                )
+    whats = ("counters", "ds_version", *(("param_shapes", "frozen_shapes", "buffers") if one_rank else ()))
+    first, *others = ({f"{what} differ": getattr(shard, what) for what in whats} for shard in shards)
+    for shard, found in zip(shards[1:], others, strict=True):
+        refuse_other_save(shards[0], first, shard, found)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from itertools import chain
 
 from elastic_ckpt import distributed
-from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.formats.assembling import Assembled, Kind, assemble, missing_file
 from elastic_ckpt.formats.base import Checkpoint, Found, MetadataOptions, open_my_share, refuse_unsupported_folder
@@ -22,14 +21,6 @@ from elastic_ckpt.formats.zero3 import index_zero3
 from elastic_ckpt.formats.zero12 import index_zero12
 
 
-@dataclass(frozen=True)
-class _Names:
-    """Names of one model-parallel rank's files, in data-parallel order."""
-
-    models: tuple[str, ...]
-    optimizers: tuple[str, ...]
-
-
 def read_native(found: Found, options: MetadataOptions) -> Checkpoint:
     """Read the metadata of a native checkpoint. Collective.
 
@@ -38,11 +29,8 @@ def read_native(found: Found, options: MetadataOptions) -> Checkpoint:
     """
     with distributed.alike("look at the checkpoint's files"):  # at their names, as rank 0 has found them
         refuse_unsupported_folder(found)
-        names = {mp: _expected_files(found, mp) for mp in sorted(found.files.mp_ranks)}
-    kinds = [(mp, dp, "model") for mp, mine in names.items() for dp in range(len(mine.models))]
-    kinds += [(mp, dp, "optimizer") for mp, mine in names.items() for dp in range(len(mine.optimizers))]
-    kinds += [(*place, "layer") for place in sorted(found.files.layers)]
-    paths = [found.path(_name_of(found, names, kind)) for kind in kinds]
+        names = _expected_files(found)
+    kinds = list(names)
 
     def index(file: PickledFile, position: int) -> ModelShard | OptimizerShard | LegacyShard | LayerShard:
         first, second, kind = kinds[position]
@@ -50,8 +38,10 @@ def read_native(found: Found, options: MetadataOptions) -> Checkpoint:
             return index_layer(file, first, second)
         if kind == "model":
             return index_model_states(file, second, options.states)
-        return _index_optimizer(file, second, options.states)
+        is_zero3 = "fp32_flat_groups" in file.section("optimizer_state_dict")
+        return (index_zero3 if is_zero3 else index_zero12)(file, second, options.states)
 
+    paths = [found.path(name) for name in names.values()]
     indexed, opened = open_my_share(paths, index, options.trust_pickle)
     assembled: list[tuple[Assembled, TrainingStates]] = []
 
@@ -69,13 +59,6 @@ def read_native(found: Found, options: MetadataOptions) -> Checkpoint:
     return Checkpoint(files.metadata, state, paths[everybody[distributed.rank()][0]], len(opened))
 
 
-def _name_of(found: Found, names: Mapping[int, _Names], kind: Kind) -> str:
-    first, second, what = kind
-    if what == "layer":
-        return found.files.layers[first, second]
-    return (names[first].models if what == "model" else names[first].optimizers)[second]
-
-
 def _spot_check(files: Assembled, opened: Mapping[int, PickledFile]) -> None:
     """Compare each rank's masters with its weights, in the files that this process opened."""
     all_metadata = files.all_metadata
@@ -90,34 +73,35 @@ def _spot_check(files: Assembled, opened: Mapping[int, PickledFile]) -> None:
                 spot_check(all_metadata[mp], SavedWeights(layer.path, layer.named(known)), mine)
 
 
-def _expected_files(found: Found, mp: int) -> _Names:
-    """Names of one rank's model-states and optimizer-states files; errors where the set has holes."""
-    optimizer = {dp: name for (dp, rank), name in found.files.optimizer.items() if rank == mp}
-    zero3 = {dp: name for (dp, rank), name in found.files.model_zero3.items() if rank == mp}
-    model = found.files.model.get(mp)
-    if model and zero3:
-        raise DamagedError(
-            "model-states files of ZeRO-3 and of another stage lie in one folder",
-            file=found.path(model),
-            expected="files of one save",
-            found=f"{model} beside {zero3[min(zero3)]}",
-            remedy="remove the files of the older save, or take another tag",
-        )
-    if not model and not zero3:
-        raise missing_file(
-            found, f"mp_rank_{mp:02d}_model_states.pt (or zero_pp_rank_*_mp_rank_{mp:02d}_model_states.pt)", "none"
-        )
-    for kind, names in (("optim_states", optimizer), ("model_states", zero3)):
-        holes = set(range(max(names, default=-1) + 1)) - set(names)
-        if holes:
-            sample = next(iter(names.values())).replace(f"rank_{next(iter(names))}_", f"rank_{min(holes)}_", 1)
-            raise missing_file(found, sample, f"{kind} of ranks {sorted(names)}")
-    models = (model,) if model else tuple(zero3[rank] for rank in sorted(zero3))
-    return _Names(models, tuple(optimizer[rank] for rank in sorted(optimizer)))
+def _expected_files(found: Found) -> dict[Kind, str]:
+    """What each file is of -> its name: model-states files, optimizer-states files, then those of pipeline layers.
 
-
-def _index_optimizer(file: PickledFile, dp_rank: int, options: StateOptions) -> OptimizerShard | LegacyShard:
-    index: Callable[..., OptimizerShard | LegacyShard] = (
-        index_zero3 if "fp32_flat_groups" in file.section("optimizer_state_dict") else index_zero12
-    )
-    return index(file, dp_rank, options)
+    Raises:
+        DamagedError: the set has holes, or is of two saves.
+    """
+    models: dict[Kind, str] = {}
+    optimizers: dict[Kind, str] = {}
+    for mp in sorted(found.files.mp_ranks):
+        optimizer = {dp: name for (dp, rank), name in found.files.optimizer.items() if rank == mp}
+        zero3 = {dp: name for (dp, rank), name in found.files.model_zero3.items() if rank == mp}
+        model = found.files.model.get(mp)
+        if model and zero3:
+            raise DamagedError(
+                "model-states files of ZeRO-3 and of another stage lie in one folder",
+                file=found.path(model),
+                expected="files of one save",
+                found=f"{model} beside {zero3[min(zero3)]}",
+                remedy="remove the files of the older save, or take another tag",
+            )
+        if not model and not zero3:
+            expected = f"mp_rank_{mp:02d}_model_states.pt (or zero_pp_rank_*_mp_rank_{mp:02d}_model_states.pt)"
+            raise missing_file(found, expected, "none")
+        for kind, names in (("optim_states", optimizer), ("model_states", zero3)):
+            holes = set(range(max(names, default=-1) + 1)) - set(names)
+            if holes:
+                sample = next(iter(names.values())).replace(f"rank_{next(iter(names))}_", f"rank_{min(holes)}_", 1)
+                raise missing_file(found, sample, f"{kind} of ranks {sorted(names)}")
+        models |= {(mp, dp, "model"): name for dp, name in sorted(({0: model} if model else zero3).items())}
+        optimizers |= {(mp, dp, "optimizer"): name for dp, name in sorted(optimizer.items())}
+    layers = {(*place, "layer"): name for place, name in sorted(found.files.layers.items())}
+    return models | optimizers | layers

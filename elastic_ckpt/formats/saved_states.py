@@ -21,6 +21,7 @@ from elastic_ckpt.formats.pickled import PickledFile, TensorRef, materialise
 #: Tensors up to this size are looked into: they might be the same on all ranks.
 _SMALL_NUMEL = 4096
 _MOST_REPLICATED_NUMEL = 1 << 24
+_QMAPS = frozenset(qmap for _, qmap in COMPANIONS.values())
 #: Entry under which ``state_dict`` hides the quantized tensors from FSDP since 0.49.2.
 NESTED = "__bnb_optimizer_quant_state__"
 _STEP = "step"
@@ -57,42 +58,38 @@ def sort_states(file: PickledFile, saved: Mapping[str, Any], options: StateOptio
     flat = {**saved, **saved.get(NESTED, {})}
     flat.pop(NESTED, None)
     tensors: dict[str, TensorRef] = {}
+    points: dict[str, TensorRef] = {}
     scalars: dict[str, float] = {}
     forms: dict[str, str] = {}
     opaque: dict[str, str] = {}
-    points: dict[str, TensorRef] = {}
     for key, value in flat.items():
         if key in (MASTER, BUFFER, FROZEN):
             opaque[key] = "a state of a name that masters, buffers or frozen parameters go by here"
-        elif value is None:
-            continue  # a buffer that the optimizer does not use, as SGD's without momentum
-        elif isinstance(value, TensorRef) and value.shape:
-            tensors[key] = value
         elif isinstance(value, TensorRef):
-            scalars[key], forms[key] = materialise(file, value).item(), value.dtype
-            points[key] = value
+            (tensors if value.shape else points)[key] = value
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
             scalars[key], forms[key] = value, type(value).__name__
-        else:
+        elif value is not None:  # None: a buffer that the optimizer does not use, as SGD's without momentum
             opaque[key] = f"a {type(value).__name__}"
-    digests, codebooks = _look_into(file, tensors, options)
-    return StatesOfOne(tensors, tuple(sorted(scalars.items())), forms, opaque, digests, codebooks, points)
+    codebooks = {key: ref for key, ref in tensors.items() if key in _QMAPS and ref.numel <= _SMALL_NUMEL}
+    digested = {key: ref for key, ref in tensors.items() if key not in codebooks and _is_small(key, ref, options)}
+    values = materialise(file, {**points, **codebooks, **digested})
+    for key, ref in points.items():
+        scalars[key], forms[key] = values[key].item(), ref.dtype
+    return StatesOfOne(
+        tensors,
+        tuple(sorted(scalars.items())),
+        forms,
+        opaque,
+        {key: _digest(values[key]) for key in digested},
+        {key: codebook_of(values[key]) for key in codebooks},
+        points,
+    )
 
 
-def _look_into(
-    file: PickledFile, tensors: Mapping[str, TensorRef], options: StateOptions
-) -> tuple[dict[str, Digest], dict[str, Codebook]]:
-    digests: dict[str, Digest] = {}
-    codebooks: dict[str, Codebook] = {}
-    qmaps = {qmap for _, qmap in COMPANIONS.values()}
-    for key, ref in tensors.items():
-        small = ref.numel <= _SMALL_NUMEL and "absmax" not in key
-        declared = options.says_replicated(key) and ref.numel <= _MOST_REPLICATED_NUMEL
-        if key in qmaps and ref.numel <= _SMALL_NUMEL:
-            codebooks[key] = codebook_of(materialise(file, ref))
-        elif small or declared:
-            digests[key] = _digest(materialise(file, ref))
-    return digests, codebooks
+def _is_small(key: str, ref: TensorRef, options: StateOptions) -> bool:
+    is_replicated = options.says_replicated(key) and ref.numel <= _MOST_REPLICATED_NUMEL
+    return is_replicated or (ref.numel <= _SMALL_NUMEL and "absmax" not in key)
 
 
 def _digest(tensor: torch.Tensor) -> Digest:
@@ -105,7 +102,7 @@ def _digest(tensor: torch.Tensor) -> Digest:
 def block_code(
     key: str, kind: SavedKind, states: StatesOfOne, codebooks: Mapping[str, Codebook], row: int, numel: int, start: int
 ) -> BlockCode | None:
-    """How an chunk of a saved state is quantized; ``None``: it is not.
+    """How a chunk of a saved state is quantized; ``None``: it is not.
 
     Args:
         key, kind: of the state.

@@ -6,13 +6,14 @@ names of the entries they hold the same things. The two modules beside this one 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from elastic_ckpt.core.features import Features
 from elastic_ckpt.core.metadata import SourceFile
-from elastic_ckpt.errors import DamagedError, LayoutError
+from elastic_ckpt.errors import LayoutError
+from elastic_ckpt.formats.base import REMOVE_FOREIGN, refuse_other_save
 from elastic_ckpt.formats.features import features_in
 from elastic_ckpt.formats.pickled import PickledFile, TensorRef
 from elastic_ckpt.formats.saved_states import StatesOfOne, read_groups
@@ -71,24 +72,19 @@ class OptimizerShard(SourceFile):
     slice_names: tuple[tuple[str, ...], ...] = ()
 
 
-def _partition_counts(saved: Any) -> tuple[int, ...]:
-    """``partition_count`` as DeepSpeed writes it (a number, or one a group) in one form; empty where not recorded."""
-    if saved is None:
-        return ()
-    return tuple(int(count) for count in saved) if isinstance(saved, (list, tuple)) else (int(saved),)
-
-
 def build_shard(
     file: PickledFile, dp_rank: int, zero_stage: int, flats: list[FlatShard], param_groups: Any, flat_groups: list[int]
 ) -> OptimizerShard:
-    """An :class:`OptimizerShard` from what the stage's own module found, and from what all stages write alike."""
+    """An :class:`OptimizerShard` of what the stage's own module found, and of what all stages write."""
     state = file.section("optimizer_state_dict")
-    scaler = state.get("loss_scaler")
+    scaler, counts = state.get("loss_scaler"), state.get("partition_count")
+    if counts is not None and not isinstance(counts, (list, tuple)):
+        counts = [counts]
     return OptimizerShard(
         path=file.path,
         nbytes=file.nbytes,
         dp_rank=dp_rank,
-        partition_count=_partition_counts(state.get("partition_count")),
+        partition_count=tuple(map(int, counts or ())),
         zero_stage=zero_stage,
         ds_version=str(file.tree.get("ds_version")),
         flats=tuple(flats),
@@ -98,13 +94,11 @@ def build_shard(
         loss_scale=getattr(scaler, "cur_scale", None),
         overflow=bool(state.get("overflow", False)),
         features=features_in(file),
-        slice_names=tuple(map(_in_flat_order, state.get("param_slice_mappings") or ())),
+        slice_names=tuple(
+            tuple(str(name) for name, address in sorted(slices.items(), key=lambda item: item[1].start))
+            for slices in state.get("param_slice_mappings") or ()
+        ),
     )
-
-
-def _in_flat_order(slices: Mapping[Any, Any]) -> tuple[str, ...]:
-    """Names by where their slices (``fragment_address``) start."""
-    return tuple(str(name) for name, _ in sorted(slices.items(), key=lambda item: item[1].start))
 
 
 def flat_ref(file: PickledFile, what: str, ref: Any) -> TensorRef:
@@ -124,49 +118,35 @@ def flat_ref(file: PickledFile, what: str, ref: Any) -> TensorRef:
     return ref
 
 
-def check_same_save(shards: list[OptimizerShard]) -> None:
+def other_save_than_model(shard: OptimizerShard, problem: str, expected: str, found: Any) -> LayoutError:
+    """The error of an optimizer-states file that does not fit the parameters that the model-states file lists."""
+    remedy = "model-states and optimizer-states files are of different saves: restore the folder from its original"
+    return LayoutError(problem, file=shard.path, expected=expected, found=found, remedy=remedy)
+
+
+def check_same_save(shards: Sequence[OptimizerShard]) -> None:
     """All optimizer-states files must come from one save.
 
     Raises:
         DamagedError: naming the first file that disagrees with rank 0's, and in what.
     """
-    first = shards[0]
+    remedy = f"{REMOVE_FOREIGN}; if an optimizer's own counts differ between ranks: load_optimizer_states=False"
+    first = _fingerprint(shards[0])
     for shard in shards[1:]:
-        for what, expected, found in _compared(first, shard):
-            if expected != found:
-                raise DamagedError(
-                    f"this file belongs to another save than {first.path}: {what} differs",
-                    file=shard.path,
-                    expected=str(expected)[:300],
-                    found=str(found)[:300],
-                    remedy=(
-                        "remove the foreign file and restore the right one, or take another tag; if an optimizer's "
-                        "own counts differ between ranks: load_optimizer_states=False"
-                    ),
-                )
+        refuse_other_save(shards[0], first, shard, _fingerprint(shard), remedy)
 
 
-def _compared(first: OptimizerShard, shard: OptimizerShard) -> list[tuple[str, Any, Any]]:
-    return [
-        ("ZeRO stage", first.zero_stage, shard.zero_stage),
-        ("partition count", first.partition_count, shard.partition_count),
-        ("DeepSpeed version", first.ds_version, shard.ds_version),
-        ("loss scale", first.loss_scale, shard.loss_scale),
-        ("number of flat tensors", len(first.flats), len(shard.flats)),
-        ("size of the flat partitions", _sizes(first), _sizes(shard)),
-        ("scalar optimizer state", _scalars(first), _scalars(shard)),
-        ("set of optimizer states", _keys(first), _keys(shard)),
-        ("hyperparameters of the param groups", repr(first.groups), repr(shard.groups)),
-    ]
-
-
-def _sizes(shard: OptimizerShard) -> list[int]:
-    return [flat.partition_numel for flat in shard.flats]
-
-
-def _scalars(shard: OptimizerShard) -> list[Any]:
-    return [flat.states.scalars for flat in shard.flats]
-
-
-def _keys(shard: OptimizerShard) -> list[Any]:
-    return [sorted({*flat.states.tensors, *flat.states.opaque, *flat.swapped}) for flat in shard.flats]
+def _fingerprint(shard: OptimizerShard) -> dict[str, Any]:
+    states = [flat.states for flat in shard.flats]
+    keys = [sorted({*flat.states.tensors, *flat.states.opaque, *flat.swapped}) for flat in shard.flats]
+    return {
+        "ZeRO stage differs": shard.zero_stage,
+        "partition count differs": shard.partition_count,
+        "DeepSpeed version differs": shard.ds_version,
+        "loss scale differs": shard.loss_scale,
+        "number of flat tensors differs": len(shard.flats),
+        "size of the flat partitions differs": [flat.partition_numel for flat in shard.flats],
+        "scalar optimizer state differs": [each.scalars for each in states],
+        "set of optimizer states differs": keys,
+        "hyperparameters of the param groups differ": repr(shard.groups),
+    }

@@ -19,7 +19,6 @@ from elastic_ckpt.formats.zero0_index import FUSED, PLAIN, UnpartitionedState, s
 
 Shape = tuple[int, ...]
 Names = Sequence[Sequence[str]]
-Fits = Callable[[int, int], bool]
 #: Per group and number in it; ``None``: a parameter that does not train any more, whose state is not needed.
 Members = Sequence[Sequence[str | None]]
 
@@ -44,7 +43,8 @@ def member_names(
             return fitted, ()
     origins = {rename(name, options.rename): model.shared.get(name, name) for name in shapes}
     live = [[origins[name] for name in group if name in origins] for group in options.live_groups]
-    in_order = [name for name in shapes if name not in model.buffers and name not in model.shared]
+    unnumbered = {*model.buffers, *model.shared}
+    in_order = [name for name in shapes if name not in unnumbered]
     candidates: dict[str, Members] = {}
     for origin, names in (("the live param groups", _in_saved_order(state, live, options)), ("the model", [in_order])):
         fitted = None if names is None else _fit(state, names, shapes)
@@ -85,7 +85,7 @@ def _notes(state: UnpartitionedState, model: ModelShard, chosen: Members, origin
     proof = "shapes and values agree" if proven else "shapes agree"
     notes = [f"without ZeRO, DeepSpeed saves optimizer states without names: taken in the order of {origin}; {proof}"]
     placed = {name for group in chosen for name in group if name is not None}
-    others = [name for name in model.weights if name not in placed | {*model.buffers, *model.shared}]
+    others = model.weights.keys() - placed - {*model.buffers, *model.shared}
     of_equal_shape = {model.weights[name].shape for name in placed} & {model.weights[name].shape for name in others}
     if of_equal_shape and not proven:
         notes.append(
@@ -103,10 +103,10 @@ def _fit(state: UnpartitionedState, names: Names, shapes: Mapping[str, Shape]) -
     if len(names) != len(state.members):
         return None
     if state.kind == FUSED:
-        held = [math.prod(masters[0].shape) for masters in state.masters]
+        numels = [math.prod(masters[0].shape) for masters in state.masters]
         named = [sum(math.prod(shapes[name]) for name in group) for group in names]
-        return names if held == named else None
-    fitted = [align(_held_shapes(state, group), members, shapes) for group, members in enumerate(names)]
+        return names if numels == named else None
+    fitted = [align(_saved_shapes(state, group), members, shapes) for group, members in enumerate(names)]
     return None if any(members is None for members in fitted) else [members or [] for members in fitted]
 
 
@@ -115,13 +115,13 @@ def _fit_named(state: UnpartitionedState, shapes: Mapping[str, Shape]) -> Member
     assert state.names is not None
     fitted: list[list[str | None]] = []
     for group, members in enumerate(state.names):
-        held = _held_shapes(state, group)
-        if len(held) != len(members):
-            return None
+        saved = _saved_shapes(state, group)
         known = [name if name in shapes else None for name in members]
-        for shape, name in zip(held, known, strict=True):
-            if shape is not None and (name is None or shapes[name] != shape):
-                return None
+        if len(saved) != len(known) or any(
+            shape is not None and (name is None or shapes[name] != shape)
+            for shape, name in zip(saved, known, strict=True)
+        ):
+            return None
         fitted.append(known)
     return fitted
 
@@ -135,13 +135,13 @@ def _loses(state: UnpartitionedState, fitted: Members, names: Names, shapes: Map
     dropped = [
         shape
         for group, members in enumerate(fitted)
-        for shape, name in zip(_held_shapes(state, group), members, strict=True)
+        for shape, name in zip(_saved_shapes(state, group), members, strict=True)
         if name is None and shape is not None
     ]
     return any(shape in without for shape in dropped)
 
 
-def _held_shapes(state: UnpartitionedState, group: int) -> list[Shape | None]:
+def _saved_shapes(state: UnpartitionedState, group: int) -> list[Shape | None]:
     """Shapes of a saved group's members; ``None``: not known, since it has no state (fp32, never a gradient)."""
     if state.kind != PLAIN:
         return [master.shape for master in state.masters[group]]
@@ -149,57 +149,49 @@ def _held_shapes(state: UnpartitionedState, group: int) -> list[Shape | None]:
     return [None if found is None else saved_shape(found) for found in states]
 
 
-def align(held: Sequence[Shape | None], names: Sequence[str], shapes: Mapping[str, Shape]) -> list[str | None] | None:
+def align(saved: Sequence[Shape | None], names: Sequence[str], shapes: Mapping[str, Shape]) -> list[str | None] | None:
     """Fit names to saved tensors by shape, both in their own order.
 
     Of two lists of one length, each fits its counterpart. Else the shorter one must fit into the longer one in exactly
     one way.
 
     Args:
-        held: shapes of the saved tensors; ``None`` fits any.
+        saved: shapes of the saved tensors; ``None`` fits any.
         names: names that may belong to them.
         shapes: shapes of the named parameters.
 
     Returns:
         The name of each saved tensor, ``None`` for those that belong to no name; or ``None``: no or no single way.
     """
-    short, long = (held, names) if len(held) <= len(names) else (names, held)
-    swapped = len(held) > len(names)
+    fewer_names = len(saved) > len(names)
+    short, long = sorted((len(saved), len(names)))
 
     def fits(i: int, j: int) -> bool:
-        shape, name = (held[j], names[i]) if swapped else (held[i], names[j])
+        shape, name = (saved[j], names[i]) if fewer_names else (saved[i], names[j])
         return shape is None or shape == shapes[name]
 
-    chosen = _only_way(len(short), len(long), fits)
-    if chosen is None:
+    first = _earliest(short, long, fits)
+    last = _earliest(short, long, lambda i, j: fits(short - 1 - i, long - 1 - j))  # from behind
+    if first is None or last is None or first != [long - 1 - j for j in reversed(last)]:
         return None
-    if not swapped:
-        return [names[j] for j in chosen]
-    fitted: list[str | None] = [None] * len(held)
-    for i, j in enumerate(chosen):
-        fitted[j] = names[i]
-    return fitted
+    if not fewer_names:
+        return [names[j] for j in first]
+    name_of = dict(zip(first, names, strict=True))
+    return [name_of.get(j) for j in range(long)]
 
 
-def _only_way(short: int, long: int, fits: Fits) -> list[int] | None:
-    """Positions in the longer list that the members of the shorter one take, if there is exactly one way."""
-    # first[i]: earliest place of i with all before it placed; last[i]: latest with all behind it placed
-    first, last = [-1] * short, [-1] * short
+def _earliest(short: int, long: int, fits: Callable[[int, int], bool]) -> list[int] | None:
+    """The earliest positions in the longer list that the members of the shorter one can take, in their order."""
+    chosen: list[int] = []
     j = 0
     for i in range(short):
         while j < long and not fits(i, j):
             j += 1
         if j == long:
             return None
-        first[i] = j
+        chosen.append(j)
         j += 1
-    j = long - 1
-    for i in reversed(range(short)):
-        while not fits(i, j):
-            j -= 1
-        last[i] = j
-        j -= 1
-    return first if first == last else None
+    return chosen
 
 
 def _unnamed(

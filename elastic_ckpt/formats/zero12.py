@@ -13,21 +13,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from elastic_ckpt.core.flat_ranges import Placement, contiguous_partition, group_offsets
 from elastic_ckpt.core.state_kinds import StateOptions
-from elastic_ckpt.errors import LayoutError, UnsupportedError
+from elastic_ckpt.errors import UnsupportedError
 from elastic_ckpt.formats.legacy import LegacyShard, index_legacy
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.saved_states import sort_states
-from elastic_ckpt.formats.shards import FlatShard, OptimizerShard, build_shard, flat_ref
-
-_ZERO_STAGE = "zero_stage"
-#: Entries by which older files are told.
-_SUB_PARTITIONS = "local_sub_partitions_of_fp32_groups"
-_SHAPES = "param_shapes"
+from elastic_ckpt.formats.shards import FlatShard, OptimizerShard, build_shard, flat_ref, other_save_than_model
 
 
 def index_zero12(file: PickledFile, dp_rank: int, options: StateOptions) -> OptimizerShard | LegacyShard:
@@ -35,35 +29,33 @@ def index_zero12(file: PickledFile, dp_rank: int, options: StateOptions) -> Opti
 
     Raises:
         DamagedError: entries are missing or of another kind.
+        UnsupportedError: it is of DeepSpeed before 0.6.2.
     """
-    _refuse_old(file)
+    state = file.section("optimizer_state_dict")
+    _refuse_old(file, "local_sub_partitions_of_fp32_groups" in state, "param_shapes" in file.tree)
     base = file.section("optimizer_state_dict", "base_optimizer_state")
     if not isinstance(base, Mapping):
         return index_legacy(file, base)
-    state = file.section("optimizer_state_dict")
     masters = file.section("optimizer_state_dict", "single_partition_of_fp32_groups")
     # BF16_Optimizer saves its partitions with the padding, and called the entry "groups_padding" until 0.7.0
-    in_masters = _ZERO_STAGE not in state
+    in_masters = "zero_stage" not in state
     paddings = [0] * len(masters) if in_masters else file.section("optimizer_state_dict", "group_paddings")
     alignments = state.get("param_alignment_paddings") or [None] * len(masters)
-    flats = [
-        _index_flat(file, index, master, paddings[index], base["state"].get(index, {}), alignments[index], options)
-        for index, master in enumerate(masters)
-    ]
-    stage = int(state.get(_ZERO_STAGE, 1))
+    flats = []
+    for index, master in enumerate(masters):
+        ref = flat_ref(file, f"fp32 partition of param group {index}", master)
+        states = sort_states(file, base["state"].get(index, {}), options)
+        alignment = None if alignments[index] is None else tuple(alignments[index])
+        flats.append(FlatShard(ref, ref.numel + int(paddings[index]), states, alignment))
+    stage = int(state.get("zero_stage", 1))
     return build_shard(file, dp_rank, stage, flats, base["param_groups"], list(range(len(masters))))
 
 
-def _refuse_old(file: PickledFile) -> None:
-    """ZeRO of DeepSpeed before 0.6.2: parameters without groups or paddings, and in 0.3 in another order.
-
-    Raises:
-        UnsupportedError: the file is one.
-    """
-    signs = [key for key in (_SUB_PARTITIONS,) if key in file.section("optimizer_state_dict")]
-    signs += [key for key in (_SHAPES,) if key in file.tree]
-    if signs:
-        version = "0.3 (and gpt-neox's DeeperSpeed 0.3.15)" if _SUB_PARTITIONS in signs else "before 0.6.2"
+def _refuse_old(file: PickledFile, in_sub_partitions: bool, has_shapes: bool) -> None:
+    """ZeRO of DeepSpeed before 0.6.2: parameters without groups or paddings, and in 0.3 in another order."""
+    if in_sub_partitions or has_shapes:
+        version = "0.3 (and gpt-neox's DeeperSpeed 0.3.15)" if in_sub_partitions else "before 0.6.2"
+        signs = ["local_sub_partitions_of_fp32_groups"] * in_sub_partitions + ["param_shapes"] * has_shapes
         raise UnsupportedError(
             f"optimizer states of DeepSpeed {version} are not supported: where each parameter lies is not said in them",
             file=file.path,
@@ -73,21 +65,6 @@ def _refuse_old(file: PickledFile) -> None:
         )
 
 
-def _index_flat(
-    file: PickledFile,
-    index: int,
-    master: Any,
-    padding: int,
-    saved: Mapping[str, Any],
-    alignment: Any,
-    options: StateOptions,
-) -> FlatShard:
-    ref = flat_ref(file, f"fp32 partition of param group {index}", master)
-    partition_numel = ref.numel + int(padding)
-    states = sort_states(file, saved, options)
-    return FlatShard(ref, partition_numel, states, None if alignment is None else tuple(alignment))
-
-
 def place_zero12(model: ModelShard, shard: OptimizerShard, flat: int, dp: int) -> Sequence[Placement]:
     """Where the parameters of one flat partition lie in it, in flat order.
 
@@ -95,23 +72,15 @@ def place_zero12(model: ModelShard, shard: OptimizerShard, flat: int, dp: int) -
         DamagedError: the partitions cannot hold the parameters that the model-states file lists.
     """
     numels = [math.prod(shape) for _, shape in model.param_shapes[flat]]
-    part = shard.flats[flat]
-    if part.alignment_paddings is not None and len(part.alignment_paddings) != len(numels):
-        raise LayoutError(
-            f"param_alignment_paddings of param group {flat} does not have one entry a parameter",
-            file=shard.path,
-            expected=f"{len(numels)} entries, as many as parameters in {model.path}",
-            found=len(part.alignment_paddings),
-            remedy="model-states and optimizer-states files are of different saves: restore the folder",
-        )
-    offsets = group_offsets(numels, part.alignment_paddings)
+    partition_numel, paddings = shard.flats[flat].partition_numel, shard.flats[flat].alignment_paddings
+    if paddings is not None and len(paddings) != len(numels):
+        problem = f"param_alignment_paddings of param group {flat} does not have one entry a parameter"
+        expected = f"{len(numels)} entries, as many as parameters in {model.path}"
+        raise other_save_than_model(shard, problem, expected, len(paddings))
+    offsets = group_offsets(numels, paddings)
     needed = offsets[-1] + numels[-1] if numels else 0
-    if needed > part.partition_numel * dp:
-        raise LayoutError(
-            f"the partitions of param group {flat} are too small for its parameters",
-            file=shard.path,
-            expected=f"at least {needed} elements over {dp} partitions, from {model.path}",
-            found=f"{dp} x {part.partition_numel}",
-            remedy="model-states and optimizer-states files are of different saves: restore the folder",
-        )
-    return list(contiguous_partition(numels, offsets, part.partition_numel, shard.dp_rank))
+    if needed > partition_numel * dp:
+        problem = f"the partitions of param group {flat} are too small for its parameters"
+        expected = f"at least {needed} elements over {dp} partitions, from {model.path}"
+        raise other_save_than_model(shard, problem, expected, f"{dp} x {partition_numel}")
+    return list(contiguous_partition(numels, offsets, partition_numel, shard.dp_rank))

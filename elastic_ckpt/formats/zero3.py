@@ -13,11 +13,11 @@ from collections.abc import Sequence
 
 from elastic_ckpt.core.flat_ranges import Placement, per_parameter_numel, per_parameter_partition
 from elastic_ckpt.core.state_kinds import StateOptions
-from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError
+from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.saved_states import sort_states
-from elastic_ckpt.formats.shards import FlatShard, OptimizerShard, build_shard, flat_ref
+from elastic_ckpt.formats.shards import FlatShard, OptimizerShard, build_shard, flat_ref, other_save_than_model
 from elastic_ckpt.formats.swapped import check_swap_file, refuse_unnamed_swap_files, swap_files
 
 #: Sequence-parallel degrees that are tried where the saved config states none (``mesh_param`` leaves no trace).
@@ -72,14 +72,23 @@ def place_zero3(model: ModelShard, shard: OptimizerShard, flat: int, dp: int) ->
     if steps is None:
         partitions = _partitions_of_mesh(model, part.partition_numel, numels, dp)
         if partitions is not None:
-            raise _lost_partitions(shard, model, dp, partitions)
-        raise LayoutError(
-            f"sub-group {flat} does not have the size that its parameters need",
-            file=shard.path,
-            expected=f"{sum(candidates[0])} elements for {len(numels)} parameters over {dp} ranks, from {model.path}",
-            found=part.partition_numel,
-            remedy="model-states and optimizer-states files are of different saves: restore the folder",
-        )
+            raise DamagedError(
+                f"DeepSpeed saved {dp} of {partitions} ZeRO-3 partitions: with a device mesh for sequence parallelism "
+                "it cuts the model over data- and sequence-parallel ranks and names files by the data-parallel rank "
+                "alone, so that ranks of one sequence-parallel group overwrite each other's. The rest is nowhere, and "
+                "nothing can bring it back; DeepSpeed's own loader takes it without a word and puts wrong values into "
+                "the model",
+                file=shard.path,
+                expected=f"{partitions} optimizer-states files, one for each partition, by the sizes in {model.path}",
+                found=dp,
+                remedy=(
+                    "take a checkpoint of another run. Saves are complete with "
+                    "mpu=deepspeed.runtime.sequence_parallel.parallel_state_sp instead of a mesh"
+                ),
+            )
+        problem = f"sub-group {flat} does not have the size that its parameters need"
+        expected = f"{sum(candidates[0])} elements for {len(numels)} parameters over {dp} ranks, from {model.path}"
+        raise other_save_than_model(shard, problem, expected, part.partition_numel)
     return list(per_parameter_partition(numels, steps, shard.dp_rank))
 
 
@@ -90,19 +99,3 @@ def _partitions_of_mesh(model: ModelShard, partition_numel: int, numels: Sequenc
         if sum(per_parameter_numel(numel, count, model.alignment) for numel in numels) == partition_numel:
             return count
     return None
-
-
-def _lost_partitions(shard: OptimizerShard, model: ModelShard, dp: int, partitions: int) -> DamagedError:
-    return DamagedError(
-        f"DeepSpeed saved {dp} of {partitions} ZeRO-3 partitions: with a device mesh for sequence parallelism it cuts "
-        "the model over data- and sequence-parallel ranks and names files by the data-parallel rank alone, so that "
-        "ranks of one sequence-parallel group overwrite each other's. The rest is nowhere, and nothing can bring it "
-        "back; DeepSpeed's own loader takes it without a word and puts wrong values into the model",
-        file=shard.path,
-        expected=f"{partitions} optimizer-states files, one for each partition, by the sizes in {model.path}",
-        found=dp,
-        remedy=(
-            "take a checkpoint of another run. Saves are complete with "
-            "mpu=deepspeed.runtime.sequence_parallel.parallel_state_sp instead of a mesh"
-        ),
-    )
