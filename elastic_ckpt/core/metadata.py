@@ -23,7 +23,7 @@ BUFFER = "buffer"
 FROZEN = "frozen"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SourceFile:
     """One file of the checkpoint: absolute path and size in bytes when its metadata was read."""
 
