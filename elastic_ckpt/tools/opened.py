@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elastic_ckpt.config import ElasticConfig, read_config, state_options
+from elastic_ckpt.config import CONFIG_KEY, ElasticConfig, read_config, state_options
 from elastic_ckpt.errors import ConfigError, NotFoundError
 from elastic_ckpt.formats import READERS, Checkpoint, Found, MetadataOptions
 from elastic_ckpt.formats.detect import find_checkpoint, look_at
@@ -68,7 +68,7 @@ def open_folder(folder: str, tag: str | None, config: ElasticConfig, with_states
 
 
 def config_of(path: Path | None, **overrides: Any) -> ElasticConfig:
-    """The ``"elastic_checkpoint"`` section of a DeepSpeed config, with what the command line says on top.
+    """The ``"elastic_checkpoint"`` section of a DeepSpeed config, overridden by the command line.
 
     Raises:
         ConfigError: the file is no JSON object, or the section is not understood.
@@ -81,8 +81,10 @@ def config_of(path: Path | None, **overrides: Any) -> ElasticConfig:
             raise ConfigError("this DeepSpeed config cannot be read", file=str(path), found=str(error)) from error
         if not isinstance(loaded, dict):
             raise ConfigError("this DeepSpeed config is no JSON object", file=str(path), found=type(loaded).__name__)
-    section = {**loaded.get("elastic_checkpoint", {}), **{k: v for k, v in overrides.items() if v is not None}}
-    return read_config({**loaded, "elastic_checkpoint": section})
+    section = loaded.get(CONFIG_KEY, {})
+    if isinstance(section, dict):  # anything else is refused below
+        section = {**section, **{key: value for key, value in overrides.items() if value is not None}}
+    return read_config({**loaded, CONFIG_KEY: section})
 
 
 def load_options(config: ElasticConfig, optimizer_states: bool = True) -> LoadOptions:

@@ -190,19 +190,12 @@ def wrong_records(work: Work, checked: Checked) -> dict[Record, int]:
     A CRC32 of 0 is none where all of a file's are (``torch.serialization.set_crc32_options(False)``); and of a record
     that could not be read to its end, nothing can be said.
     """
-    wrong = {}
-    for record in _records(work) if has_checksums(work) else ():
-        crc, nbytes = checked.crc32.get(record, (0, 0))
-        if nbytes == record.nbytes and crc != record.crc32:
-            wrong[record] = crc
-    return wrong
+    records = [item for item in work.items if isinstance(item, Record)] if has_checksums(work) else []
+    now = {record: checked.crc32.get(record, (0, 0)) for record in records}
+    return {record: crc for record, (crc, n) in now.items() if n == record.nbytes and crc != record.crc32}
 
 
 def has_checksums(work: Work) -> bool:
     """Whether the file was saved with checksums, or has nothing that could have one."""
-    records = _records(work)
+    records = [item for item in work.items if isinstance(item, Record)]
     return any(record.crc32 for record in records) or not any(record.nbytes for record in records)
-
-
-def _records(work: Work) -> list[Record]:
-    return [item for item in work.items if isinstance(item, Record)]
