@@ -42,7 +42,7 @@ def verify(
 ) -> None:
     """Look for missing, foreign and damaged files, and list all that is wrong, one line each.
 
-    Metadata alone, without --full: does every file open, are all there and of one save, does every element lie in one?
+    Without --full, metadata alone: does every file open, are all there and of one save, is every element in just one?
 
     Ends with 1 if anything is wrong. Notes, of what was not checked or is worth knowing, go to standard error.
     """
@@ -64,12 +64,8 @@ def verify(
 
 
 def _plain(finding: Finding) -> dict[str, str | None]:
-    return {
-        "code": finding.kind,
-        "message": finding.message,
-        "file": finding.file,
-        "parameter": finding.parameter,
-    }
+    known = {"file": finding.file, "parameter": finding.parameter}
+    return {"code": finding.kind, "message": finding.message, **known}
 
 
 def _print(found: Verification) -> None:
@@ -79,9 +75,5 @@ def _print(found: Verification) -> None:
         console.print(escape(finding.line(found.folder)), soft_wrap=True, highlight=False)
     if not found.findings:
         what = "" if found.full else "metadata of "
-        console.print(
-            f"ok: {found.files} files, {found.tensors} tensors, {what}{found.nbytes:,} bytes checked in "
-            f"{found.seconds:.2f} s",
-            soft_wrap=True,
-            highlight=False,
-        )
+        checked = f"{found.files} files, {found.tensors} tensors, {what}{found.nbytes:,} bytes checked"
+        console.print(f"ok: {checked} in {found.seconds:.2f} s", soft_wrap=True, highlight=False)

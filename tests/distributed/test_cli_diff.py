@@ -30,7 +30,7 @@ def differences(*words: object) -> dict[tuple[str, str], dict[str, Any]]:
 @pytest.mark.parametrize("name", ["z1-fp32-adamw-dp2", "z2-bf16-adamw-dp3", "z3-fp32-adamw-dp2", "z3-fp32-adamw-dp3"])
 def test_a_conversion_by_deepspeed_is_equal(name: str, native: Path, universal: Path) -> None:
     found = differences(native / name, universal / name)
-    # the converter drops nothing but what is not in its format: buffers lie in the model-states files
+    # the converter drops nothing but what is not in its format: buffers are in the model-states files
     assert found == {}
 
 
@@ -54,7 +54,7 @@ def test_every_difference_is_found_where_it_is(native: Path, tmp_path: Path) -> 
         torch.save(state, file)
     model = next((changed / "step4").glob("mp_rank_00_model_states.pt"))
     state = torch.load(model, weights_only=False)
-    first = next(iter(state["param_shapes"][0]))  # the first group's first parameter lies first in the partition
+    first = next(iter(state["param_shapes"][0]))  # the first group's first parameter is first in the partition
     shape = state["param_shapes"][0][first]
     buffer = state["buffer_names"][0]
     state["module"][buffer].view(-1)[0] += 1
@@ -77,6 +77,6 @@ def test_every_difference_is_found_where_it_is(native: Path, tmp_path: Path) -> 
 def test_names_on_one_side_only_are_missing(native: Path) -> None:
     plain, amsgrad = native / "z1-fp32-adamw-dp2", native / "z1-fp32-adam_amsgrad-dp2"
     found = differences(plain, amsgrad)
-    lacking = {place for place, item in found.items() if item["what"] == "missing" and place[1] == "max_exp_avg_sq"}
+    lacking = {key for key, item in found.items() if item["what"] == "missing" and key[1] == "max_exp_avg_sq"}
     truth = torch.load(amsgrad / "truth.pt", weights_only=False)
-    assert lacking == {place for place in truth["states"] if place[1] == "max_exp_avg_sq"}
+    assert lacking == {key for key in truth["states"] if key[1] == "max_exp_avg_sq"}

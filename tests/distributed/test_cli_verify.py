@@ -64,7 +64,7 @@ def others(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def parallel(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two tensor-parallel runs, one of which says how it cuts its parameters, and a pipeline with tied layers."""
+    """Two tensor-parallel runs, one of which records how it shards its parameters, and a pipeline with tied layers."""
     folder = tmp_path_factory.mktemp("parallel")
     setups = [
         Parallel("autotp", "llama", tp=2, stage=1),
@@ -87,10 +87,10 @@ def test_nothing_is_wrong_with_checkpoints_as_deepspeed_saves_them(
         tag = damage.tag(folder)
         files = list(tag.rglob("*.pt"))
         result = verify(folder, "--full")
-        said = re.fullmatch(r"ok: (\d+) files, (\d+) tensors, ([\d,]+) bytes checked in [\d.]+ s\n", result.stdout)
-        assert result.exit_code == 0 and said is not None, (folder, result.output)
-        assert int(said[1]) == len(files)
-        assert int(said[3].replace(",", "")) == sum(file.stat().st_size for file in files)
+        ok = re.fullmatch(r"ok: (\d+) files, (\d+) tensors, ([\d,]+) bytes checked in [\d.]+ s\n", result.stdout)
+        assert result.exit_code == 0 and ok is not None, (folder, result.output)
+        assert int(ok[1]) == len(files)
+        assert int(ok[3].replace(",", "")) == sum(file.stat().st_size for file in files)
         metadata = verify(tag)
         assert metadata.exit_code == 0 and "tensors, metadata of" in metadata.stdout, (folder, metadata.output)
 
@@ -190,7 +190,7 @@ def test_shards_of_other_runs_are_named(native: Path, others: Path, copy: Callab
     assert named(Z1, RANK0) == [("foreign", RANK0)]  # its step is not that of the counters
     assert named(Z3, RANK1) == [("foreign", RANK1)]
     assert named(Z3, MODEL3) == [("foreign", MODEL3)]
-    # all optimizer-states files of another tag: each is told by its values, or by its steps
+    # all optimizer-states files of another tag: each is found by its values, or by its steps
     assert set(named(Z1, RANK0, RANK1)) == {("foreign", RANK0), ("foreign", RANK1)}
     assert named(Z3, RANK0, RANK1) == [("foreign", "zero_pp_rank_0_" + MODEL)]
 
@@ -227,7 +227,7 @@ def flip(path: Path, bit: int) -> None:
 
 
 def record_offset(path: Path, name: str) -> int:
-    """Where the data of a record lies, found by its header."""
+    """Where the data of a record is, found by its header."""
     with zipfile.ZipFile(path) as archive:
         info = next(info for info in archive.infolist() if info.filename.endswith(name))
         start = info.header_offset

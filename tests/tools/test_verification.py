@@ -33,10 +33,10 @@ from elastic_ckpt.tools.findings import ERROR, NOTE, Finding, of_error
 from elastic_ckpt.tools.verification import checksums, findings
 from elastic_ckpt.tools.verification.archive import Problem, Record, read_archive
 from elastic_ckpt.tools.verification.checksums import Checked, Work, check, has_checksums, wrong_records
-from elastic_ckpt.tools.verification.contents import check_catalog
+from elastic_ckpt.tools.verification.contents import check_metadata
 from elastic_ckpt.tools.verification.findings import kind_of
 from elastic_ckpt.tools.verification.folder import missing_files
-from elastic_ckpt.tools.verification.scan import INF, NAN, Span, catalog_spans, judge, look
+from elastic_ckpt.tools.verification.scan import INF, NAN, Span, judge, look, metadata_spans
 
 
 def problems_of(data: bytes) -> tuple[list[Problem], tuple[Record, ...], bool]:
@@ -140,7 +140,7 @@ def record_of(data: bytes, name: str, offset: int, nbytes: int) -> Record:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of 64 bytes and slices of 256, so that everything lies across some."""
+    """Chunks of 64 bytes and slices of 256, so that everything crosses some."""
     monkeypatch.setattr(checksums, "CHUNK_NBYTES", 64)
     monkeypatch.setattr(checksums, "SLICE_NBYTES", 256)
 
@@ -207,8 +207,8 @@ def test_sums_that_overflow_are_no_infinite_values() -> None:
 
 
 @pytest.mark.parametrize(("offset", "dtype"), [(0, "float32"), (132, "float32"), (7, "float32"), (129, "bfloat16")])
-def test_spans_are_looked_at_wherever_they_lie(small_chunks: None, tmp_path: Path, offset: int, dtype: str) -> None:
-    """Across chunks and slices, misaligned ones too; what lies before and behind them is padding, and garbage."""
+def test_spans_are_looked_at_wherever_they_are(small_chunks: None, tmp_path: Path, offset: int, dtype: str) -> None:
+    """Across chunks and slices, misaligned ones too; what is before and behind them is padding, and garbage."""
     values = torch.ones(300, dtype=getattr(torch, dtype))
     values[[123, 299]] = float("nan")
     values[200] = float("inf")
@@ -224,7 +224,7 @@ def test_spans_are_looked_at_wherever_they_lie(small_chunks: None, tmp_path: Pat
     ]
 
 
-def test_pieces_of_one_tensor_in_one_file_are_one_finding() -> None:
+def test_spans_of_one_tensor_in_one_file_are_one_finding() -> None:
     odd = {
         Span(0, 10, "float32", "w", MASTER, 50): {NAN: (1, 2)},
         Span(80, 5, "float32", "w", MASTER, 7): {NAN: (3, 1)},
@@ -236,27 +236,29 @@ def parameter(shape: Shape, group: int = 0) -> SavedParameter:
     return SavedParameter(shape, group, (("step", 4.0),))
 
 
-def catalog_of(tensors: list[TensorMetadata], parameters: dict[str, SavedParameter], **more: Any) -> CheckpointMetadata:
+def metadata_of(
+    tensors: list[TensorMetadata], parameters: dict[str, SavedParameter], **more: Any
+) -> CheckpointMetadata:
     facts = more.pop("source", SourceFacts("native", "/ckpt/step4", "step4", 1, 2, "0.19.8"))
     files = (SourceFile("/ckpt/step4/0", 1000), SourceFile("/ckpt/step4/1", 1000))
     return CheckpointMetadata(facts, files, parameters, {(t.name, t.key): t for t in tensors}, ({},) * 2, **more)
 
 
-def tensor(key: str, *pieces: tuple[int, int, int], name: str = "w", dtype: str = "float32") -> TensorMetadata:
-    """A tensor of 100 elements; pieces of start, stop and file, at the byte of their start."""
-    chunks = tuple(StorageChunk(FlatRange(start, stop), file, 4 * start) for start, stop, file in pieces)
+def tensor(key: str, *ranges: tuple[int, int, int], name: str = "w", dtype: str = "float32") -> TensorMetadata:
+    """A tensor of 100 elements; ranges of start, stop and file, at the byte of their start."""
+    chunks = tuple(StorageChunk(FlatRange(start, stop), file, 4 * start) for start, stop, file in ranges)
     return TensorMetadata(name, key, (100,), dtype, chunks)
 
 
-def checked_catalog(metadata: CheckpointMetadata) -> tuple[list[Finding], list[Finding]]:
+def checked_metadata(metadata: CheckpointMetadata) -> tuple[list[Finding], list[Finding]]:
     """Its findings and notes."""
-    every = list(check_catalog(metadata))
+    every = list(check_metadata(metadata))
     return [one for one in every if one.level == ERROR], [one for one in every if one.level == NOTE]
 
 
-def test_a_whole_catalog_has_no_findings() -> None:
+def test_whole_metadata_has_no_findings() -> None:
     whole = [tensor(key, (0, 60, 0), (60, 100, 1)) for key in (MASTER, "exp_avg")]
-    assert checked_catalog(catalog_of(whole, {"w": parameter((100,))})) == ([], [])
+    assert checked_metadata(metadata_of(whole, {"w": parameter((100,))})) == ([], [])
 
 
 def test_every_hole_and_overlap_is_found() -> None:
@@ -265,7 +267,7 @@ def test_every_hole_and_overlap_is_found() -> None:
         tensor("exp_avg", (0, 60, 0), (50, 100, 1)),
         tensor("exp_avg_sq", (0, 60, 0)),
     ]
-    found, _ = checked_catalog(catalog_of(tensors, {"w": parameter((100,))}))
+    found, _ = checked_metadata(metadata_of(tensors, {"w": parameter((100,))}))
     assert [finding.kind for finding in found] == [findings.INCOMPLETE] * 3
     for finding, where in zip(found, ("60 to 61", "50 to 60", "60 to 100"), strict=True):
         assert finding.parameter == "w" and where in finding.message
@@ -275,40 +277,40 @@ def test_states_that_only_some_of_a_group_have() -> None:
     tensors = [tensor(MASTER, (0, 100, 0), name=name) for name in ("a", "b", "c")]
     tensors += [tensor("exp_avg", (0, 100, 1), name="a")]
     saved = {"a": parameter((100,)), "b": parameter((100,)), "c": SavedParameter((100,), 1, ())}
-    found, notes = checked_catalog(catalog_of(tensors, saved))
+    found, notes = checked_metadata(metadata_of(tensors, saved))
     assert [(finding.kind, finding.parameter) for finding in found] == [(findings.NO_STATE, "b")]
     assert [note.message for note in notes] == ["param group 1 has no optimizer states: c"]
     whole = SourceFacts("native", "/ckpt/step4", "step4", 0, 2, "0.19.8")
     saved["b"] = SavedParameter((100,), 0, ())  # without ZeRO: it got no gradient
-    found, notes = checked_catalog(catalog_of(tensors, saved, source=whole))
+    found, notes = checked_metadata(metadata_of(tensors, saved, source=whole))
     assert found == [] and "no gradient: b" in notes[-1].message
 
 
 def test_a_parameter_without_a_master_and_a_tensor_that_ends_behind_its_file() -> None:
     behind = TensorMetadata("w", MASTER, (100,), "float32", (StorageChunk(FlatRange(0, 100), 0, 700),))
-    found, _ = checked_catalog(catalog_of([behind], {"w": parameter((100,)), "lost": parameter((3,))}))
+    found, _ = checked_metadata(metadata_of([behind], {"w": parameter((100,)), "lost": parameter((3,))}))
     assert [(finding.kind, finding.parameter) for finding in found] == [("unreadable", "w"), ("incomplete", "lost")]
     assert "ends at byte 1100 of a file of 1000" in found[0].message
 
 
 def test_states_that_are_damaged_or_not_understood() -> None:
-    metadata = catalog_of(
+    metadata = metadata_of(
         [], {}, damaged_states={"state1": "no absmax1"}, opaque_states={"odd": "a dict"}, notes=("hm",)
     )
-    found, notes = checked_catalog(metadata)
+    found, notes = checked_metadata(metadata)
     assert [(finding.kind, finding.parameter) for finding in found] == [("damaged", "state1")]
     assert [(note.kind, note.parameter) for note in notes] == [("not-checked", "odd"), ("reader", None)]
 
 
 def test_of_quantized_states_the_scales_are_looked_at() -> None:
-    """Blocks of 256: elements 300 to 700 of a partition lie in blocks 1 and 2."""
+    """Blocks of 256: elements 300 to 700 of a partition are in blocks 1 and 2."""
     blocks = BlockFormat(256, "absmax1", Codebook(tuple(-1 + n / 127.5 for n in range(256))))
     chunk = StorageChunk(FlatRange(0, 400), 1, 5000, BlockCode(blocks, 300, 80_000))
     coded = TensorMetadata("w", "state1", (400,), "uint8", (chunk,))
-    spans = catalog_spans(catalog_of([coded], {}))
+    spans = metadata_spans(metadata_of([coded], {}))
     assert spans == {"/ckpt/step4/1": [Span(80_004, 2, "float32", "w", "absmax1", 1)]}
     integers = tensor("counts", (0, 100, 0), dtype="int64")
-    assert catalog_spans(catalog_of([integers], {})) == {}
+    assert metadata_spans(metadata_of([integers], {})) == {}
 
 
 def test_missing_files_are_named_as_deepspeed_would() -> None:

@@ -188,7 +188,7 @@ def wrong_records(work: Work, checked: Checked) -> dict[Record, int]:
     """The records that are not as they were written -> the CRC32 of what they are now.
 
     A CRC32 of 0 is none where all of a file's are (``torch.serialization.set_crc32_options(False)``); and of a record
-    that could not be read to its end, nothing can be said.
+    that could not be read to its end, nothing is known.
     """
     records = [item for item in work.items if isinstance(item, Record)] if has_checksums(work) else []
     now = {record: checked.crc32.get(record, (0, 0)) for record in records}

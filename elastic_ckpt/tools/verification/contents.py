@@ -23,7 +23,7 @@ from elastic_ckpt.tools.verification.findings import (
 )
 
 
-def check_catalog(metadata: CheckpointMetadata) -> Iterator[Finding]:
+def check_metadata(metadata: CheckpointMetadata) -> Iterator[Finding]:
     """What is wrong with the logical tensors of a checkpoint."""
     for tensor in chain(metadata.tensors.values(), *metadata.replicas.values()):
         try:

@@ -15,12 +15,12 @@ from elastic_ckpt.tools.findings import ERROR, NOTE, Finding, of_error
 from elastic_ckpt.tools.opened import rule_book
 from elastic_ckpt.tools.verification.archive import Record, read_archive
 from elastic_ckpt.tools.verification.checksums import Checked, Work, check, has_checksums, wrong_records
-from elastic_ckpt.tools.verification.contents import check_catalog
+from elastic_ckpt.tools.verification.contents import check_metadata
 from elastic_ckpt.tools.verification.copies import check_copies
 from elastic_ckpt.tools.verification.diagnosis import read_metadata
 from elastic_ckpt.tools.verification.findings import CHECKSUM, IO, NO_CHECKSUM, UNCHECKED, Verification, kind_of
 from elastic_ckpt.tools.verification.folder import checkpoint_files, choose, other_files, swap_files
-from elastic_ckpt.tools.verification.scan import Span, catalog_spans, judge, weight_spans, without_repeats
+from elastic_ckpt.tools.verification.scan import Span, judge, metadata_spans, weight_spans, without_repeats
 
 #: Of one file, so many problems are listed, and the rest counted.
 _MOST_PROBLEMS = 40
@@ -61,7 +61,7 @@ def verify(
         if others := other_files(found):
             findings.append(Finding(NOTE, UNCHECKED, f"files that are none of DeepSpeed's: {listed(others)}"))
         if metadata is not None:
-            findings += check_catalog(metadata)
+            findings += check_metadata(metadata)
         if full:
             nbytes = _check_bytes(found, metadata, config, threads, show_progress, findings)
     if not full:
@@ -89,7 +89,7 @@ def _check_bytes(
     findings: list[Finding],
 ) -> int:
     """Read all files, and add to ``findings``; how many bytes were read."""
-    known = catalog_spans(metadata) if metadata is not None else {}
+    known = metadata_spans(metadata) if metadata is not None else {}
     works = []
     for path in checkpoint_files(found):
         weights = _weights(path, found, metadata is None, config)

@@ -69,7 +69,7 @@ def add_odd(total: Odd, more: Odd, start: int = 0) -> None:
         total[kind] = before + count, min(earliest, first + start)
 
 
-def catalog_spans(metadata: CheckpointMetadata) -> dict[str, list[Span]]:
+def metadata_spans(metadata: CheckpointMetadata) -> dict[str, list[Span]]:
     """Path -> the values of a metadata's tensors in that file, replicas of other pipeline stages among them."""
     spans: dict[str, list[Span]] = {}
     for tensor in chain(metadata.tensors.values(), *metadata.replicas.values()):
