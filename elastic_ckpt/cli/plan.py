@@ -48,13 +48,13 @@ from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.errors import ElasticCkptError, MismatchError
 from elastic_ckpt.io.reader import read_options
-from elastic_ckpt.sharding.presets import preset_names
+from elastic_ckpt.sharding.presets import Preset as Presets
 from elastic_ckpt.tools.cluster import DEFAULT_BANDWIDTH, Cluster
 from elastic_ckpt.tools.forecast import Precision
 from elastic_ckpt.tools.opened import config_of, load_options, open_folder
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
 from elastic_ckpt.tools.virtual.scale import scale_metadata
-from elastic_ckpt.tools.virtual.scale_config import ScaleModel, load_scale
+from elastic_ckpt.tools.virtual.scale_config import ScaleModel
 from elastic_ckpt.tools.virtual.survey import Setting, Survey, some_ranks, survey
 
 _EXAMPLE = "Example: [bold]elastic-ckpt plan /ckpt --dp 8 --tp 4 --pp 2 --nodes 8 --bandwidth 5GB/s[/]"
@@ -137,7 +137,7 @@ def _of_folder(folder: str, tag: str | None, config: ElasticConfig, with_states:
 
 
 def _of_model(name: str, config: ElasticConfig) -> _Source:
-    model: ScaleModel = load_scale(name)
+    model = ScaleModel.load(name)
     if config.tp_preset is None and model.preset is not None:
         config = config.model_copy(update={"tp_preset": model.preset})
     return _Source(model.name, scale_metadata(model), config)
@@ -184,7 +184,7 @@ def _refusals_end_the_command(as_json: bool) -> Iterator[None]:
         hint = ""
         if "tp_" in remedy:  # a live model may say it by itself
             hint = (
-                f"--preset NAME ({', '.join(preset_names())}, or a JSON file), or --config FILE with the lines above; "
+                f"--preset NAME ({', '.join(Presets.names())}, or a JSON file), or --config FILE with the lines above; "
                 "in a load, parameters of Megatron Core and AutoTP tell how they are held"
             )
         if as_json:

@@ -134,6 +134,11 @@ class TPLayout:
     def degree(self) -> int:
         return len(self.held)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank holds all of it."""
+        return all(held == ((0, self.shape[self.dim]),) for held in self.held)
+
     def shard_shape(self, rank: int) -> Shape:
         """Shape of what one rank holds."""
         width = sum(stop - start for start, stop in self.held[rank])

@@ -1,15 +1,14 @@
-"""What a tensor-parallel rule can say. Pure."""
+"""What a tensor-parallel rule can say, and the layout of shards that follow it. Pure."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from elastic_ckpt.core.strided import Shape, Stretch, TPLayout, fused, replicated
+from elastic_ckpt.core.strided import Shape, TPLayout, fused, replicated
 
 Kind = Literal["column", "row", "vocabulary", "replicated", "averaged", "summed", "custom", "whole_only"]
 COLUMN: Kind = "column"
@@ -22,7 +21,6 @@ CUSTOM: Kind = "custom"
 AMBIGUOUS: Kind = "whole_only"
 #: Kinds of which every rank holds the whole.
 WHOLE_KINDS = frozenset({REPLICATED, AVERAGED, SUMMED})
-_DIMS = {COLUMN: 0, VOCABULARY: 0, ROW: 1, CUSTOM: 0}
 KV_HEADS = ("num_key_value_heads", "num_query_groups", "num_kv_heads")
 
 
@@ -61,41 +59,30 @@ class Rule(BaseModel):
     @property
     def cut_dim(self) -> int:
         """The dimension that is cut."""
-        return _DIMS.get(self.kind, 0) if self.dim is None else self.dim
+        return int(self.kind == ROW) if self.dim is None else self.dim
 
     def applies(self, name: str, run: Mapping[str, Any]) -> bool:
-        """Whether it is about a parameter of a run with these arguments."""
+        """Whether the rule is about a parameter of a run with these arguments."""
         if not re.fullmatch(self.pattern, name):
             return False
-        return all(key in run and run[key] in _values(wanted) for key, wanted in self.when.items())
-
-
-def _values(wanted: Any) -> Sequence[Any]:
-    return wanted if isinstance(wanted, list) else [wanted]
+        allowed = {key: wanted if isinstance(wanted, list) else [wanted] for key, wanted in self.when.items()}
+        return all(key in run and run[key] in values for key, values in allowed.items())
 
 
 class CannotSplit(Exception):
     """A rule and the shapes of the shards contradict each other; the text says how."""
 
 
-@dataclass(frozen=True)
-class Facts:
-    """What is known of the run that saved a checkpoint.
+def split_by(rule: Rule, shapes: Sequence[Shape], run: Mapping[str, Any]) -> TPLayout:
+    """The layout by which ranks hold shards of these shapes, according to a rule.
 
-    Attributes:
-        args: its arguments (Megatron's ``args``), for rules that depend on them.
-        vocabulary: rows of the vocabulary that are no padding.
-    """
-
-    args: Mapping[str, Any]
-    vocabulary: int | None = None
-
-
-def split_by(rule: Rule, shapes: Sequence[Shape], facts: Facts) -> TPLayout:
-    """How ranks with shards of these shapes hold a parameter, by a rule.
+    Args:
+        rule: the rule.
+        shapes: of the shards, by rank.
+        run: arguments of the run that saved them (Megatron's ``args``), for rules that depend on them.
 
     Raises:
-        CannotSplit: they cannot hold it like that.
+        CannotSplit: shapes or arguments contradict the rule.
     """
     if rule.kind in WHOLE_KINDS:
         if len(set(shapes)) > 1:
@@ -109,57 +96,42 @@ def split_by(rule: Rule, shapes: Sequence[Shape], facts: Facts) -> TPLayout:
     if rule.kind == CUSTOM:
         return _custom(rule, shapes, dim)
     sizes = [shape[dim] for shape in shapes]
-    whole = (*shapes[0][:dim], sum(sizes), *shapes[0][dim + 1 :])
-    _check_groups(rule, sizes)
-    return fused(whole, dim, _widths(rule, sizes, facts))
+    total = sum(sizes)
+    # groups that follow each other are only cut between each other
+    if rule.groups and (not total or total % rule.groups or any(size % (total // rule.groups) for size in sizes)):
+        raise CannotSplit(f"{rule.groups} groups, but the shards have {sizes} of {total} elements")
+    relative = relative_widths(rule, run) or [1]
+    unit = sum(relative)
+    if any(size % unit for size in sizes):
+        raise CannotSplit(f"sub-parameters in proportions {relative}, but the shards have {sizes} elements")
+    widths = [[size // unit * share for size in sizes] for share in relative]
+    return fused((*shapes[0][:dim], total, *shapes[0][dim + 1 :]), dim, widths)
 
 
 def _custom(rule: Rule, shapes: Sequence[Shape], dim: int) -> TPLayout:
-    held = rule.slices.get(len(shapes))
-    if held is None or len(held) != len(shapes):
+    slices = rule.slices.get(len(shapes))
+    if slices is None or len(slices) != len(shapes):
         raise CannotSplit(f'"slices" says nothing of {len(shapes)} tensor-parallel ranks')
-    stretches: tuple[tuple[Stretch, ...], ...] = tuple(tuple((a, b) for a, b in rank) for rank in held)
-    for rank, (mine, shape) in enumerate(zip(stretches, shapes, strict=True)):
+    for rank, (mine, shape) in enumerate(zip(slices, shapes, strict=True)):
         if sum(stop - start for start, stop in mine) != shape[dim] or any(not 0 <= a < b for a, b in mine):
-            raise CannotSplit(f'"slices" {list(mine)} of rank {rank} are not {shape[dim]} elements')
-    size = max(stop for mine in stretches for _, stop in mine)
-    covered = sorted({place for mine in stretches for a, b in mine for place in range(a, b)})
-    if covered != list(range(size)):
+            raise CannotSplit(f'"slices" {mine} of rank {rank} are not {shape[dim]} elements')
+    size = max(stop for mine in slices for _, stop in mine)
+    if {index for mine in slices for a, b in mine for index in range(a, b)} != set(range(size)):
         raise CannotSplit(f'"slices" of {len(shapes)} ranks leave out elements of dimension {dim}')
-    return TPLayout((*shapes[0][:dim], size, *shapes[0][dim + 1 :]), dim, stretches)
+    return TPLayout((*shapes[0][:dim], size, *shapes[0][dim + 1 :]), dim, tuple(map(tuple, slices)))
 
 
-def _check_groups(rule: Rule, sizes: Sequence[int]) -> None:
-    """Groups that lie one behind the other are only cut between each other."""
-    if rule.groups is None:
-        return
-    total = sum(sizes)
-    if not total or total % rule.groups or any(size % (total // rule.groups) for size in sizes):
-        raise CannotSplit(f"{rule.groups} groups, but the shards have {list(sizes)} of {total} elements")
-
-
-def _widths(rule: Rule, sizes: Sequence[int], facts: Facts) -> list[list[int]]:
-    """Per sub-parameter, how much of it each rank holds."""
-    relative = relative_widths(rule, facts) or [1]
-    parts = sum(relative)
-    if any(size % parts for size in sizes):
-        raise CannotSplit(f"sub-parameters in proportions {relative}, but the shards have {list(sizes)} elements")
-    return [[size // parts * share for size in sizes] for share in relative]
-
-
-def relative_widths(rule: Rule, facts: Facts) -> list[int] | None:
-    """How wide the sub-parameters are, relative to each other; ``None``: there are none.
+def relative_widths(rule: Rule, run: Mapping[str, Any]) -> list[int] | None:
+    """Widths of the sub-parameters, relative to each other; ``None``: the rule has none.
 
     Raises:
-        CannotSplit: it takes the number of heads, and the run does not say it.
+        CannotSplit: they depend on the number of heads, which the arguments of the run do not give.
     """
-    return _qkv(facts.args) if isinstance(rule.sub_parameters, str) else rule.sub_parameters
-
-
-def _qkv(args: Mapping[str, Any]) -> list[int]:
-    heads = args.get("num_attention_heads")
-    groups = next((args[key] for key in KV_HEADS if args.get(key)), heads)
-    if args.get("group_query_attention") is False:  # Megatron Core writes one group then, and means as many as heads
+    if not isinstance(rule.sub_parameters, str):
+        return rule.sub_parameters
+    heads = run.get("num_attention_heads")
+    groups = next((run[key] for key in KV_HEADS if run.get(key)), heads)
+    if run.get("group_query_attention") is False:  # Megatron Core writes one group then, and means as many as heads
         groups = heads
     if not isinstance(heads, int) or not isinstance(groups, int) or heads % groups:
         raise CannotSplit(

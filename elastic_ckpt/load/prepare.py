@@ -24,7 +24,6 @@ from elastic_ckpt.io.compare_replicas import ReplicaDifference, find_drift, judg
 from elastic_ckpt.io.reader import check_files, read_options
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from elastic_ckpt.sharding.book import RuleBook
-from elastic_ckpt.sharding.presets import load_preset
 
 
 class Clock:
@@ -197,11 +196,7 @@ def _options(arguments: LoadArguments, config: ElasticConfig, scheduler: bool) -
         convert_optimizer=config.convert_optimizer,
         realign=config.eight_bit_realign == "requantize",
         rounding=config.on_precision_loss == "warn",
-        rules=RuleBook(
-            tuple(config.tp_rules),
-            load_preset(config.tp_preset) if config.tp_preset else None,
-            load_preset("megatron-core"),
-        ),
+        rules=RuleBook.of(config),
         replicated=config.replicated_params,
     )
 

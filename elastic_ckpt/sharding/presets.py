@@ -1,42 +1,71 @@
-"""Rules of well-known code bases, as JSON files: ``configs/rules`` of the repository."""
+"""The JSON files of the repository's ``configs/`` that the package carries, and the user's own of the same form."""
 
 from __future__ import annotations
+
+import json
+from importlib import resources
+from pathlib import Path
+from typing import ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict
 
 from elastic_ckpt.core.tp_rules import Rule
-from elastic_ckpt.sharding.ready_configs import ReadyConfigs
+from elastic_ckpt.errors import ConfigError
 
 
-class Preset(BaseModel):
-    """One file of rules; the first rule that applies to a parameter counts."""
+class ReadyConfig(BaseModel):
+    """One such file; each subclass is one kind of them, with a folder and error texts of its own."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    FOLDER: ClassVar[str]
+    CALLED: ClassVar[str]
+    UNREADABLE: ClassVar[str]
+    EXPECTED: ClassVar[str]
+    #: How to ask for one; ``{name}`` stands for its name.
+    REMEDY: ClassVar[str]
+
+    @classmethod
+    def _folder(cls) -> Path:
+        installed = Path(str(resources.files("elastic_ckpt"))) / "configs" / cls.FOLDER
+        return installed if installed.is_dir() else Path(__file__).parents[2] / "configs" / cls.FOLDER
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """Names of the files that the package carries."""
+        return sorted(path.stem for path in cls._folder().glob("*.json"))
+
+    @classmethod
+    def load(cls, name: str) -> Self:
+        """The config of a name, or of a file of the user's own (a path that ends in ``.json``).
+
+        Raises:
+            ConfigError: there is none of this name, or the file is not of this form.
+        """
+        is_path, names = name.endswith(".json"), cls.names()
+        if not is_path and name not in names:
+            raise ConfigError(
+                f'there is no {cls.CALLED} "{name}"',
+                expected=f"one of {', '.join(names)}, or the path of a JSON file",
+                found=name,
+                remedy=cls.REMEDY.replace("{name}", names[0]) if names else None,
+            )
+        path = Path(name) if is_path else cls._folder() / f"{name}.json"
+        try:
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:  # pydantic's ValidationError is a ValueError
+            raise ConfigError(cls.UNREADABLE, file=str(path), expected=cls.EXPECTED, found=str(error)) from error
+
+
+class Preset(ReadyConfig):
+    """Tensor-parallel rules of a well-known code base; the first rule that applies to a parameter counts."""
+
+    FOLDER = "rules"
+    CALLED = "preset"
+    UNREADABLE = "this file of tensor-parallel rules cannot be read"
+    EXPECTED = '{"name": ..., "description": ..., "rules": [{"pattern": ..., "kind": ...}]}'
+    REMEDY = '"elastic_checkpoint": {"tp_preset": "{name}"}'
 
     name: str
     description: str
     rules: list[Rule]
-
-
-_PRESETS = ReadyConfigs(
-    kind="rules",
-    form=Preset,
-    what="preset",
-    unreadable="this file of tensor-parallel rules cannot be read",
-    expected='{"name": ..., "description": ..., "rules": [{"pattern": ..., "kind": ...}]}',
-    remedy='"elastic_checkpoint": {"tp_preset": "{name}"}',
-)
-
-
-def preset_names() -> list[str]:
-    """Names of the presets there are."""
-    return _PRESETS.names()
-
-
-def load_preset(name: str) -> Preset:
-    """A preset by name, or from a file of the user's own (a path that ends in ``.json``).
-
-    Raises:
-        ConfigError: there is none of this name, or the file is no preset.
-    """
-    return _PRESETS.load(name)

@@ -8,21 +8,14 @@ from collections.abc import Mapping, Sequence
 
 from elastic_ckpt.core.strided import Shape
 from elastic_ckpt.errors import MismatchError
-from elastic_ckpt.sharding.book import Saying
+from elastic_ckpt.sharding.book import RuleSource, Sharded
 
 
-def undecided(
-    name: str,
-    folder: str,
-    saved: Sequence[Shape],
-    live: Sequence[Shape],
-    why: str,
-    is_fused: bool,
-    widths: Sequence[int] | None = None,
-) -> MismatchError:
-    """Nobody says how a parameter is cut; ``widths``: of query, key and value, if it is made of these."""
+def undecided(sharded: Sharded, chosen: RuleSource | None, widths: Sequence[int] | None) -> MismatchError:
+    """Nothing says how a parameter is cut; ``widths``: of query, key and value, if it is made of these."""
+    name = sharded.name
     choices: list[Mapping[str, object]] = [{"pattern": name, "kind": "column"}]
-    if is_fused:
+    if sharded.is_fused:
         shown = list(widths) if widths else "<relative widths>"
         choices.append({"pattern": name, "kind": "column", "sub_parameters": shown})
         meaning = (
@@ -33,59 +26,65 @@ def undecided(
     else:
         choices += [{"pattern": name, "kind": kind} for kind in ("row", "vocabulary", "replicated")]
         meaning = "whichever it is"
-    fused = ": it is made of several, whose arrangement its shape does not tell" if is_fused else ""
+    fused = ": it is made of several, whose arrangement its shape does not tell" if sharded.is_fused else ""
+    why = f"{chosen.origin}: {chosen.rule.ambiguous}" if chosen and chosen.is_ambiguous else "nothing says so"
     return MismatchError(
         f"the tensor-parallel degree changes, and it is not known how this parameter is cut{fused}",
         parameter=name,
-        file=folder,
+        file=sharded.metadata.source.folder,
         expected="a rule of yours, of the checkpoint, of the live parameter or of a preset",
-        found=f"{why}; {_shards(saved)} in the checkpoint, {_shards(live)} in the live model",
+        found=f"{why}; {_both(sharded)}",
         remedy=f"{' or '.join(map(_config, choices))}: {meaning}",
     )
 
 
-def contradiction(
-    name: str, folder: str, saved: Sequence[Shape], live: Sequence[Shape], chosen: Saying | None, why: str
-) -> MismatchError:
-    """What is said of a parameter and its shapes do not fit together."""
-    said = f"{chosen.rule.kind}, according to {chosen.origin}" if chosen else "a recorded layout"
+def contradiction(sharded: Sharded, chosen: RuleSource | None, why: str) -> MismatchError:
+    """A rule, or a recorded layout (``None``), does not fit the shapes of a parameter."""
+    layout = f"{chosen.rule.kind}, according to {chosen.origin}" if chosen else "a recorded layout"
+    saved, live = sharded.shapes, sharded.live.shapes
     rests = {shape[1:] for shape in (*saved, *live)}
-    kind = "vocabulary" if len(rests) == 1 and sum(s[0] for s in saved) != sum(s[0] for s in live) else "row"
+    rows = [sum((*shape, 1)[0] for shape in side) for side in (saved, live)]
+    kind = "vocabulary" if len(rests) == 1 and rows[0] != rows[1] else "row"
     return MismatchError(
         "what is said about this parameter's tensor-parallel layout, and the shapes, contradict each other",
-        parameter=name,
-        file=folder,
-        expected=f"{said}: {why}",
-        found=f"{_shards(saved)} in the checkpoint, {_shards(live)} in the live model",
-        remedy=f"say how it is cut (column, row, vocabulary ...): {_config({'pattern': name, 'kind': kind})}",
+        parameter=sharded.name,
+        file=sharded.metadata.source.folder,
+        expected=f"{layout}: {why}",
+        found=_both(sharded),
+        remedy=f"say how it is cut (column, row, vocabulary ...): {_config({'pattern': sharded.name, 'kind': kind})}",
     )
 
 
-def vocabulary_too_small(name: str, folder: str, saved: int, live: int, real: int | None) -> MismatchError:
+def vocabulary_too_small(sharded: Sharded, saved: int, live: int, real: int | None) -> MismatchError:
     """Rows would be dropped that may be no padding."""
     known = f", of which {real} are no padding" if real else ", and nothing says which of them are padding"
     return MismatchError(
         "the live vocabulary has fewer rows than the saved one",
-        parameter=name,
-        file=folder,
+        parameter=sharded.name,
+        file=sharded.metadata.source.folder,
         expected=f"{live} rows",
         found=f"{saved} rows{known}",
         remedy="build the model with a vocabulary that holds all tokens; if it does: "
-        + _config({"pattern": name, "kind": "vocabulary", "vocabulary": real or live}),
+        + _config({"pattern": sharded.name, "kind": "vocabulary", "vocabulary": real or live}),
     )
 
 
-def wrongly_merged(name: str, folder: str, degree: int, origin: str) -> MismatchError:
+def wrongly_merged(sharded: Sharded, origin: str) -> MismatchError:
     """A universal checkpoint whose converter did not know what a parameter is made of."""
     return MismatchError(
         "DeepSpeed's converter has put the tensor-parallel shards of this parameter side by side, and it is made of "
         "several that each were cut on their own: the universal checkpoint holds them in a wrong order",
-        parameter=name,
-        file=folder,
+        parameter=sharded.name,
+        file=sharded.metadata.source.folder,
         expected=f"its parts one behind the other, according to {origin}",
-        found=f"{degree} shards one behind the other, since the run that saved it declared no sub-parameters",
+        found=f"{sharded.metadata.merged_from} shards one behind the other, since the run that saved it declared no "
+        "sub-parameters",
         remedy="load the native checkpoint instead",
     )
+
+
+def _both(sharded: Sharded) -> str:
+    return f"{_shards(sharded.shapes)} in the checkpoint, {_shards(sharded.live.shapes)} in the live model"
 
 
 def _shards(shapes: Sequence[Shape]) -> str:

@@ -14,7 +14,6 @@ from elastic_ckpt.formats import READERS, Checkpoint, Found, MetadataOptions
 from elastic_ckpt.formats.detect import find_checkpoint, look_at
 from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.sharding.book import RuleBook
-from elastic_ckpt.sharding.presets import load_preset
 
 
 @dataclass(frozen=True)
@@ -95,12 +94,6 @@ def load_options(config: ElasticConfig, optimizer_states: bool = True) -> LoadOp
         convert_optimizer=config.convert_optimizer,
         realign=config.eight_bit_realign == "requantize",
         rounding=config.on_precision_loss == "warn",
-        rules=rule_book(config),
+        rules=RuleBook.of(config),
         replicated=config.replicated_params,
     )
-
-
-def rule_book(config: ElasticConfig) -> RuleBook:
-    """The user's rules and preset, and the one that is built in."""
-    preset = load_preset(config.tp_preset) if config.tp_preset else None
-    return RuleBook(tuple(config.tp_rules), preset, load_preset("megatron-core"))

@@ -20,7 +20,7 @@ from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.tools.forecast import Memory, RankForecast, Reads
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
 from elastic_ckpt.tools.virtual.scale import scale_metadata
-from elastic_ckpt.tools.virtual.scale_config import ScaleModel, scale_names
+from elastic_ckpt.tools.virtual.scale_config import ScaleModel
 from tests.oracle.proof import proof_of
 from tests.tools.test_scale import catalog_of, small_model
 
@@ -40,7 +40,7 @@ def _one_catalog_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Making one of a big model takes a second."""
 
     def made(model: ScaleModel) -> CheckpointMetadata:
-        return catalog_of(model.name) if model.name in scale_names() else scale_metadata(model)
+        return catalog_of(model.name) if model.name in ScaleModel.names() else scale_metadata(model)
 
     monkeypatch.setattr(importlib.import_module("elastic_ckpt.cli.plan"), "scale_metadata", made)
 

@@ -17,8 +17,7 @@ from elastic_ckpt.core.local_state import LocalState
 from elastic_ckpt.core.metadata import FROZEN, MASTER, CheckpointMetadata, StorageChunk, TensorMetadata
 from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, Slot
 from elastic_ckpt.core.state_kinds import ELEMENTWISE
-from elastic_ckpt.sharding.book import is_vocabulary
-from elastic_ckpt.sharding.cross_checks import tensor_of
+from elastic_ckpt.sharding.book import is_vocabulary, tensor_of
 from tests.oracle.source_coverage import SCALES, Fault
 
 

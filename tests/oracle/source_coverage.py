@@ -14,8 +14,7 @@ from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadat
 from elastic_ckpt.core.read_plan import Piece, ReadItem, ReadPlan
 from elastic_ckpt.core.state_kinds import COMPANIONS, REPLICATED
 from elastic_ckpt.core.strided import Shape
-from elastic_ckpt.sharding.book import is_vocabulary
-from elastic_ckpt.sharding.cross_checks import tensor_of
+from elastic_ckpt.sharding.book import is_vocabulary, tensor_of
 from tests.oracle.intervals import Intervals, Numbers, Stretches, coverage, covers_exactly, rows_of, strided
 
 #: Keys of slots that hold the scales of 8-bit blocks, which are no logical tensors.

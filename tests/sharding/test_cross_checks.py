@@ -22,18 +22,16 @@ def structure(shards: dict[str, list[tuple[int, ...]]]) -> Structure:
 def test_a_layer_is_not_its_own_counterpart() -> None:
     """Its shards are square, so that by their shapes alone it could take its own output."""
     found = structure({"block.mlp.up.weight": [(4, 4), (4, 4)], "block.mlp.down.weight": [(4, 2), (4, 2)]})
-    assert found.is_made_of_several("block.mlp.up.weight")
-    assert not found.is_made_of_several("block.mlp.down.weight")
+    assert found.is_fused("block.mlp.up.weight")
+    assert not found.is_fused("block.mlp.down.weight")
 
 
 def test_a_parameter_of_equal_shape_is_a_counterpart() -> None:
     found = structure({f"block.mlp.{name}.weight": [(4, 4), (4, 4)] for name in ("up", "down")})
-    assert not found.is_made_of_several("block.mlp.up.weight")
+    assert not found.is_fused("block.mlp.up.weight")
 
 
 def test_layers_of_other_modules_and_at_the_root_say_nothing() -> None:
     shapes = [(4, 4), (4, 4)]
-    assert not structure({"a.m.up.weight": shapes, "b.m.down.weight": [(4, 2), (4, 2)]}).is_made_of_several(
-        "a.m.up.weight"
-    )
-    assert not structure({"up.weight": shapes, "down.weight": [(4, 2), (4, 2)]}).is_made_of_several("up.weight")
+    assert not structure({"a.m.up.weight": shapes, "b.m.down.weight": [(4, 2), (4, 2)]}).is_fused("a.m.up.weight")
+    assert not structure({"up.weight": shapes, "down.weight": [(4, 2), (4, 2)]}).is_fused("up.weight")

@@ -12,7 +12,7 @@ from deepspeed import comm as dist
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 
 from elastic_ckpt.config import ElasticConfig, read_config
-from elastic_ckpt.sharding.presets import load_preset
+from elastic_ckpt.sharding.presets import Preset
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -74,4 +74,4 @@ def test_deepspeed_has_no_elasticity_of_its_own_any_more(parsed: Parse) -> None:
 
 def test_the_preset_of_the_megatron_config_exists() -> None:
     config = json.loads((CONFIGS / "megatron_3d.json").read_text())
-    assert load_preset(config["elastic_checkpoint"]["tp_preset"])
+    assert Preset.load(config["elastic_checkpoint"]["tp_preset"])

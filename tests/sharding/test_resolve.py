@@ -21,7 +21,7 @@ from elastic_ckpt.core.local_state import LocalState
 from elastic_ckpt.core.strided import TPLayout
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.sharding.book import RuleBook
-from elastic_ckpt.sharding.presets import load_preset
+from elastic_ckpt.sharding.presets import Preset
 from elastic_ckpt.sharding.resolve import FIRST, MEAN, STRICT, resolve
 from tests.resolving import (
     affine,
@@ -175,7 +175,7 @@ def test_a_fused_parameter_is_refused_with_the_choices_unless_somebody_says_how(
 def test_mambas_parts_are_refused_even_with_the_preset_of_megatron_core(name: str) -> None:
     name, whole = f"decoder.layers.0.{name}", numbered(24, 2)
     said = {"dim": 0, "stride": 1, "owner": "megatron.core"}
-    for book in (RuleBook(preset=load_preset("megatron-core")), RuleBook(builtin=load_preset("megatron-core"))):
+    for book in (RuleBook(preset=Preset.load("megatron-core")), RuleBook(builtin=Preset.load("megatron-core"))):
         assert "it is not known how" in refused(name, whole.chunk(2), [whole], book, said=said).problem
 
 

@@ -24,12 +24,10 @@ from pydantic import ValidationError
 
 from elastic_ckpt.core.declared import Declared, declared_by, split_of_affine
 from elastic_ckpt.core.strided import TPLayout
-from elastic_ckpt.core.tp_rules import CannotSplit, Facts, Rule, split_by
+from elastic_ckpt.core.tp_rules import CannotSplit, Rule, split_by
 from elastic_ckpt.errors import ConfigError
 from elastic_ckpt.sharding.book import is_fused
-from elastic_ckpt.sharding.presets import load_preset, preset_names
-
-NOTHING = Facts({})
+from elastic_ckpt.sharding.presets import Preset
 
 
 def cut(whole: torch.Tensor, split: TPLayout) -> list[torch.Tensor]:
@@ -41,10 +39,10 @@ def cut(whole: torch.Tensor, split: TPLayout) -> list[torch.Tensor]:
 
 
 def by_rule(
-    rule: Mapping[str, Any], whole: torch.Tensor, shards: Sequence[torch.Tensor], facts: Facts = NOTHING
+    rule: Mapping[str, Any], whole: torch.Tensor, shards: Sequence[torch.Tensor], run: Mapping[str, Any] = {}
 ) -> None:
     """A rule finds out from the shards' shapes alone how they were cut."""
-    split = split_by(Rule(pattern="x", **rule), [tuple(shard.shape) for shard in shards], facts)
+    split = split_by(Rule(pattern="x", **rule), [tuple(shard.shape) for shard in shards], run)
     assert split.shape == tuple(whole.shape)
     found = cut(whole, split)
     assert len(found) == len(shards)
@@ -53,7 +51,7 @@ def by_rule(
 
 def refuses(rule: Mapping[str, Any], shapes: Sequence[tuple[int, ...]], why: str, args: Mapping[str, Any] = {}) -> None:
     with pytest.raises(CannotSplit, match=why):
-        split_by(Rule(pattern="x", **rule), shapes, Facts(args))
+        split_by(Rule(pattern="x", **rule), shapes, args)
 
 
 def numbered(*shape: int) -> torch.Tensor:
@@ -103,7 +101,7 @@ def test_sub_parameters_are_each_cut_on_their_own(parts: list[int], widths: list
 )
 def test_queries_keys_and_values_by_the_heads_of_the_run(args: Mapping[str, Any], widths: list[int]) -> None:
     whole = numbered(sum(widths), 2)
-    by_rule({"kind": "column", "sub_parameters": "qkv"}, whole, parts_of(whole, widths, 2), Facts(args))
+    by_rule({"kind": "column", "sub_parameters": "qkv"}, whole, parts_of(whole, widths, 2), args)
 
 
 @pytest.mark.parametrize("args", [{}, {"num_attention_heads": 8, "num_kv_heads": 3}, {"num_attention_heads": "8"}])
@@ -349,14 +347,14 @@ def test_sub_parameters_without_a_width_are_ambiguous(shape: list[Any]) -> None:
 
 
 def applying(preset: str, name: str, run: Mapping[str, Any]) -> Rule | None:
-    return next((rule for rule in load_preset(preset).rules if rule.applies(name, run)), None)
+    return next((rule for rule in Preset.load(preset).rules if rule.applies(name, run)), None)
 
 
 def test_every_preset_loads_and_goes_by_the_name_of_its_file() -> None:
-    assert len(preset_names()) >= 6
-    for name in preset_names():
-        assert load_preset(name).name == name
-        assert all(rule.ambiguous for rule in load_preset(name).rules if rule.kind == "whole_only")
+    assert len(Preset.names()) >= 6
+    for name in Preset.names():
+        assert Preset.load(name).name == name
+        assert all(rule.ambiguous for rule in Preset.load(name).rules if rule.kind == "whole_only")
 
 
 @pytest.mark.parametrize(
@@ -388,14 +386,14 @@ def test_what_presets_say_of_well_known_parameters(
 
 def test_an_unknown_preset_is_refused_with_those_there_are() -> None:
     with pytest.raises(ConfigError, match='no preset "gpt-5"') as caught:
-        load_preset("gpt-5")
-    assert all(name in str(caught.value.expected) for name in preset_names())
+        Preset.load("gpt-5")
+    assert all(name in str(caught.value.expected) for name in Preset.names())
 
 
 def test_a_preset_may_be_a_file_of_the_users(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text('{"name": "mine", "description": "", "rules": [{"pattern": "a", "kind": "row"}]}')
-    assert load_preset(str(path)).rules == [Rule(pattern="a", kind="row")]
+    assert Preset.load(str(path)).rules == [Rule(pattern="a", kind="row")]
 
 
 @pytest.mark.parametrize(
@@ -406,7 +404,7 @@ def test_a_file_that_is_no_preset_is_refused_by_its_path(tmp_path: Path, text: s
     if text is not None:
         path.write_text(text)
     with pytest.raises(ConfigError, match="cannot be read") as caught:
-        load_preset(str(path))
+        Preset.load(str(path))
     assert caught.value.file == str(path)
 
 

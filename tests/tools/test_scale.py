@@ -22,13 +22,13 @@ from elastic_ckpt.errors import ConfigError, MismatchError
 from elastic_ckpt.tools.opened import load_options, open_folder
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
 from elastic_ckpt.tools.virtual.scale import scale_metadata
-from elastic_ckpt.tools.virtual.scale_config import ScaleModel, load_scale, scale_names
+from elastic_ckpt.tools.virtual.scale_config import ScaleModel
 
 
 @lru_cache
 def catalog_of(name: str) -> CheckpointMetadata:
     """Of a ready model."""
-    return scale_metadata(load_scale(name))
+    return scale_metadata(ScaleModel.load(name))
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +47,11 @@ def numel_of(metadata: CheckpointMetadata) -> int:
 
 
 def test_published_numbers_of_parameters(bloom: CheckpointMetadata) -> None:
-    assert set(scale_names()) >= {"104b", "bloom-176b"}
-    assert numel_of(bloom) == load_scale("bloom-176b").parameters == 176_247_271_424
+    assert set(ScaleModel.names()) >= {"104b", "bloom-176b"}
+    assert numel_of(bloom) == ScaleModel.load("bloom-176b").parameters == 176_247_271_424
     h, layers, positions, rows = 16384, 32, 2048, 50688
     expected = layers * (12 * h * h + 13 * h) + rows * h + positions * h + 2 * h
-    assert numel_of(catalog_of("104b")) == load_scale("104b").parameters == expected
+    assert numel_of(catalog_of("104b")) == ScaleModel.load("104b").parameters == expected
     assert round((expected - (rows - 50257) * h) / 1e9) == 104
 
 
@@ -121,14 +121,14 @@ def test_a_model_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
         path = tmp_path / "model.json"
         path.write_text(json.dumps(good | change))
         with pytest.raises(ConfigError, match="does not describe a model") as caught:
-            load_scale(str(path))
+            ScaleModel.load(str(path))
         assert says in str(caught.value.found), change
         assert caught.value.file == str(path)
     with pytest.raises(ConfigError, match='no model "105b"') as caught:
-        load_scale("105b")
+        ScaleModel.load("105b")
     assert "104b, bloom-176b" in str(caught.value.expected)
     with pytest.raises(ConfigError, match="does not describe"):
-        load_scale(str(tmp_path / "nowhere.json"))
+        ScaleModel.load(str(tmp_path / "nowhere.json"))
 
 
 # --- planning ---------------------------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ SMALL: dict[str, Any] = {
 
 
 def small_model(optimizer: str = "DeepSpeedZeroOptimizer") -> ScaleModel:
-    big = load_scale("104b").model_dump()
+    big = ScaleModel.load("104b").model_dump()
     embed, blocks, norm = big["layers"]
     first_only = {"name": "word_embeddings.norm.weight", "shape": ["h"], "first_only": True}
     embed = {**embed, "again": [5], "parameters": [*embed["parameters"], first_only]}

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 
 from elastic_ckpt.core.dtypes import ITEMSIZE
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, CheckpointMetadata, TensorMetadata
-from elastic_ckpt.core.strided import Shape, TPLayout
-from elastic_ckpt.core.tp_rules import AMBIGUOUS, CUSTOM, WHOLE_KINDS, CannotSplit, Facts, Rule, split_by
-from elastic_ckpt.sharding.book import Asked, RuleBook, Saying
-from elastic_ckpt.sharding.cross_checks import Structure, tensor_of
-from elastic_ckpt.sharding.offline import asked_offline, said_offline
+from elastic_ckpt.core.strided import Shape
+from elastic_ckpt.core.tp_rules import AMBIGUOUS, CUSTOM, WHOLE_KINDS, CannotSplit, Rule
+from elastic_ckpt.sharding.book import RuleBook, tensor_of
+from elastic_ckpt.sharding.decide import Decider
 from elastic_ckpt.sharding.presets import Preset
 from elastic_ckpt.tools.inspection.facts import RuleFacts, RuleUse
 
@@ -45,7 +44,7 @@ class Layout:
 
 def layouts_of(metadata: CheckpointMetadata, book: RuleBook) -> dict[str, Layout]:
     """The layout of every parameter and buffer, by name."""
-    structure, facts = Structure(metadata), Facts(metadata.run, metadata.declared.vocabulary)
+    decider = Decider(metadata, book)
     names = dict.fromkeys((*metadata.parameters, *(name for name, key in metadata.tensors if key in (FROZEN, BUFFER))))
     found = {}
     for name in names:
@@ -55,41 +54,29 @@ def layouts_of(metadata: CheckpointMetadata, book: RuleBook) -> dict[str, Layout
             shards = saved.shards or (saved.shape,)
             found[name] = Layout(shards, shards[0] if len(shards) == 1 else None)
         else:
-            found[name] = _layout(metadata, tensor, asked_offline(metadata, structure, tensor), book, facts)
+            found[name] = _layout(decider, tensor)
     return found
 
 
-def _layout(metadata: CheckpointMetadata, tensor: TensorMetadata, asked: Asked, book: RuleBook, facts: Facts) -> Layout:
+def _layout(decider: Decider, tensor: TensorMetadata) -> Layout:
     shards = tensor.shard_shapes
     alone = shards[0] if len(shards) == 1 else None
     try:
-        saying = said_offline(metadata, asked, book)
-        recorded = None if saying is not None and saying.is_users else _recorded(metadata, asked)
-        if recorded is not None:
-            is_whole = all(held == ((0, recorded.shape[recorded.dim]),) for held in recorded.held)
-            rule = "replicated" if is_whole else f"cut along dimension {recorded.dim}"
-            return Layout(shards, recorded.shape, rule, _RECORDED, is_whole and len(shards) > 1)
-        if saying is not None:
-            return _said(shards, alone, saying, facts)
+        decision = decider.decide_offline(tensor)
+        chosen = decision.chosen
+        if alone is not None:  # rules tell how others would cut it
+            return Layout(shards, alone, in_words(chosen.rule), chosen.origin) if chosen else Layout(shards, alone)
+        split, _, is_recorded = decision.layouts()
     except CannotSplit as error:
-        if alone is None:
-            return Layout(shards, None, CONTRADICTED, problem=str(error))
-    if alone is not None:
-        return Layout(shards, alone)
+        return Layout(shards, alone) if alone is not None else Layout(shards, None, CONTRADICTED, problem=str(error))
+    if split is not None and is_recorded:
+        rule = "replicated" if split.is_whole else f"cut along dimension {split.dim}"
+        return Layout(shards, split.shape, rule, _RECORDED, split.is_whole)
+    if split is not None and chosen is not None:
+        return Layout(shards, split.shape, in_words(chosen.rule), chosen.origin, chosen.rule.kind in WHOLE_KINDS)
     if (tensor.key == BUFFER or len(shards[0]) < 2) and len(set(shards)) == 1:
         return Layout(shards, shards[0], "replicated", _GUESS, is_whole=True)
     return Layout(shards, None, UNDECIDED)
-
-
-def _recorded(metadata: CheckpointMetadata, asked: Asked) -> TPLayout | None:
-    return metadata.declared.split(asked.saved_name, asked.shapes) if len(asked.shapes) > 1 else None
-
-
-def _said(shards: tuple[Shape, ...], alone: Shape | None, saying: Saying, facts: Facts) -> Layout:
-    if alone is not None:  # rules tell how others would cut it
-        return Layout(shards, alone, in_words(saying.rule), saying.origin)
-    split = split_by(saying.rule, shards, facts)
-    return Layout(shards, split.shape, in_words(saying.rule), saying.origin, saying.rule.kind in WHOLE_KINDS)
 
 
 def in_words(rule: Rule) -> str:

@@ -12,14 +12,14 @@ from elastic_ckpt.formats.base import Checkpoint, Found
 from elastic_ckpt.formats.detect import list_tags, look_at
 from elastic_ckpt.formats.peek import Peeked, peek
 from elastic_ckpt.sharding.book import RuleBook
-from elastic_ckpt.sharding.presets import Preset, load_preset, preset_names
+from elastic_ckpt.sharding.presets import Preset
 from elastic_ckpt.tools.findings import NOTE, Finding, of_error
 from elastic_ckpt.tools.inspection import contents, findings
 from elastic_ckpt.tools.inspection.facts import Inspection, RuleFacts, Totals
 from elastic_ckpt.tools.inspection.files import Listing, entries_of, list_folder, missing_files
 from elastic_ckpt.tools.inspection.layouts import Layout, layouts_of, rule_facts
 from elastic_ckpt.tools.inspection.saved_run import saved_run
-from elastic_ckpt.tools.opened import locate, open_checkpoint, rule_book
+from elastic_ckpt.tools.opened import locate, open_checkpoint
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,10 @@ def inspect_folder(folder: str, tag: str | None, config: ElasticConfig) -> Inspe
         NotFoundError: there is no checkpoint at all, or not the tag that was asked for.
         ConfigError: there is no such preset.
     """
-    book = rule_book(config)
+    book = RuleBook.of(config)
     found, misled = _found(folder, tag, config)
     peeked = peek(found, config.trust_pickle)
-    presets = [load_preset(name) for name in preset_names()]
+    presets = [Preset.load(name) for name in Preset.names()]
     return inspect_checkpoint(found, list_folder(found), peeked, _read(found, config, peeked, misled), book, presets)
 
 

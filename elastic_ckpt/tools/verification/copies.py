@@ -16,11 +16,11 @@ from elastic_ckpt.errors import ElasticCkptError, listed
 from elastic_ckpt.io.compare_replicas import Drift, find_drift, united
 from elastic_ckpt.io.reader import ReadOptions
 from elastic_ckpt.planning.replicas import compare_replicas
+from elastic_ckpt.sharding.book import RuleBook
 from elastic_ckpt.sharding.offline import decided_layouts
-from elastic_ckpt.sharding.presets import preset_names
+from elastic_ckpt.sharding.presets import Preset
 from elastic_ckpt.sharding.resolve import STRICT, Resharding, resolve
 from elastic_ckpt.tools.findings import ERROR, NOTE, Finding, Level
-from elastic_ckpt.tools.opened import rule_book
 from elastic_ckpt.tools.verification.findings import DRIFT, UNCHECKED
 
 #: Parameters whose rules and shapes contradict each other are left out one by one, up to so many.
@@ -70,7 +70,7 @@ def _resharding(
     """How the saved ranks held each parameter, as far as rules say; and the names of which they do not."""
     if metadata.source.tp == 1:
         return Resharding(), {name: LiveLayout(()) for name in names}, set()
-    book = rule_book(config)
+    book = RuleBook.of(config)
     layouts, undecided = decided_layouts(metadata, names, 1, book)
     unknown = set(undecided)
     while layouts:
@@ -89,7 +89,7 @@ def _resharding(
 def _no_rule(unknown: Iterable[str], folder: str) -> Finding:
     message = (
         "whether the copies of these on tensor-parallel ranks have drifted apart, since no rule says which are copies "
-        f"and which are cut: {listed(unknown)}; name the code base with --preset ({', '.join(preset_names())}), or "
+        f"and which are cut: {listed(unknown)}; name the code base with --preset ({', '.join(Preset.names())}), or "
         'give "tp_rules" with --config'
     )
     return Finding(NOTE, UNCHECKED, message, file=folder)

@@ -11,8 +11,8 @@ from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, listed
 from elastic_ckpt.formats import Found
 from elastic_ckpt.formats.pickled import open_pickled
+from elastic_ckpt.sharding.book import RuleBook
 from elastic_ckpt.tools.findings import ERROR, NOTE, Finding, of_error
-from elastic_ckpt.tools.opened import rule_book
 from elastic_ckpt.tools.verification.archive import Record, read_archive
 from elastic_ckpt.tools.verification.checksums import Checked, Work, check, has_checksums, wrong_records
 from elastic_ckpt.tools.verification.contents import check_metadata
@@ -49,7 +49,7 @@ def verify(
         ConfigError: the config names rules that are not there.
     """
     began = time.perf_counter()
-    rule_book(config)  # a preset that is not there is an error at once, not after an hour of reading
+    RuleBook.of(config)  # a preset that is not there is an error at once, not after an hour of reading
     found, findings = choose(folder, tag, config.trust_pickle)
     files: list[str] = []
     metadata: CheckpointMetadata | None = None

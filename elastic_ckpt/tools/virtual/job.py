@@ -31,7 +31,7 @@ from elastic_ckpt.core.local_state import (
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
 from elastic_ckpt.core.read_plan import ReadPlan
 from elastic_ckpt.planning.planner import LoadOptions, plan_load, resharding_of
-from elastic_ckpt.sharding.cross_checks import tensor_of
+from elastic_ckpt.sharding.book import tensor_of
 from elastic_ckpt.sharding.offline import virtual_layouts
 from elastic_ckpt.sharding.resolve import Resharding
 from elastic_ckpt.tools.virtual.stages import stages_of

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from elastic_ckpt.sharding.ready_configs import ReadyConfigs
+from elastic_ckpt.sharding.presets import ReadyConfig
 
 Shape = tuple[int, ...]
 Positive = Annotated[int, Field(gt=0, le=1 << 50)]
@@ -132,7 +132,7 @@ class Parameter:
         return tuple(size // tp if dim == self.dim else size for dim, size in enumerate(self.shape))
 
 
-class ScaleModel(_Strict):
+class ScaleModel(ReadyConfig, _Strict):
     """A model, and the checkpoint of it that is imagined.
 
     Attributes:
@@ -147,6 +147,12 @@ class ScaleModel(_Strict):
         groups: its param groups.
         layers: of the pipeline; those without parameters are left out.
     """
+
+    FOLDER = "scale"
+    CALLED = "model"
+    UNREADABLE = "this file does not describe a model"
+    EXPECTED = "what the files in configs/scale say"
+    REMEDY = "--model {name}"
 
     name: str
     description: str
@@ -207,27 +213,3 @@ class ScaleModel(_Strict):
             if group.holds == kind:
                 return number
         raise ValueError(f"no param group holds {kind}, such as {parameter.name}")
-
-
-_MODELS = ReadyConfigs(
-    kind="scale",
-    form=ScaleModel,
-    what="model",
-    unreadable="this file does not describe a model",
-    expected="what the files in configs/scale say",
-    remedy="--model {name}",
-)
-
-
-def scale_names() -> list[str]:
-    """Names of the models there are."""
-    return _MODELS.names()
-
-
-def load_scale(name: str) -> ScaleModel:
-    """A model by name, or from a file of the user's own (a path that ends in ``.json``).
-
-    Raises:
-        ConfigError: there is none of this name, or the file describes none.
-    """
-    return _MODELS.load(name)
