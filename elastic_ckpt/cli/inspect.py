@@ -8,7 +8,7 @@ import typer
 
 from elastic_ckpt.cli.app import AsJson, Config, Folder, Preset, Tag, TrustPickle, app
 from elastic_ckpt.cli.inspect_view import file_tree, parameter_table, report
-from elastic_ckpt.cli.output import end_with, errors_end_the_command, print_json, print_wide
+from elastic_ckpt.cli.output import end_with, errors_end_the_command, plain, print_json, print_wide
 from elastic_ckpt.tools.inspection import inspect_folder
 from elastic_ckpt.tools.opened import config_of
 
@@ -38,10 +38,9 @@ def inspect(
         options = config_of(config, tp_preset=preset, trust_pickle=trust_pickle or None)
         inspection = inspect_folder(str(folder), tag, options)
     if as_json:
-        print_json(inspection.as_dict())
+        print_json({"ok": inspection.ok, **plain(inspection)})
     else:
-        shown = report(inspection)
-        shown += [parameter_table(inspection)] if params else []
-        shown += [file_tree(inspection)] if tree else []
-        print_wide(shown)
+        print_wide(report(inspection))
+        print_wide([parameter_table(inspection)] if params else [])
+        print_wide([file_tree(inspection)] if tree else [])
     end_with(found=not inspection.ok)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from rich.console import RenderableType
@@ -10,10 +11,10 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
-from tqdm import tqdm
 
+from elastic_ckpt.cli.output import printable, size, table
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
-from elastic_ckpt.tools.findings import ERROR, WARNING, Finding
+from elastic_ckpt.tools.findings import ERROR, WARNING
 from elastic_ckpt.tools.inspection.facts import (
     TRAINED,
     FileEntry,
@@ -22,9 +23,7 @@ from elastic_ckpt.tools.inspection.facts import (
     SavedRun,
     Shape,
     StateSummary,
-    Totals,
 )
-from elastic_ckpt.tools.inspection.files import sizes_by_kind
 
 _NAMES_SHOWN = 4
 _STYLES = {ERROR: "bold red", WARNING: "yellow"}
@@ -36,66 +35,52 @@ _FIRST = ("name", "lr", "initial_lr", "weight_decay", "betas", "eps", "momentum"
 
 def clean(value: Any) -> str:
     """Text of a checkpoint, for a terminal: neither markup nor control characters take effect."""
-    return escape("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(value)))
+    return escape(printable(str(value)).replace("\n", "\\n"))
 
 
-def size(nbytes: int) -> str:
-    """Bytes, for people."""
-    return tqdm.format_sizeof(nbytes, "B")
-
-
-def report(inspection: Inspection) -> list[RenderableType]:
+def report(inspection: Inspection) -> Iterator[RenderableType]:
     """The whole report but the long lists."""
-    parts: list[RenderableType] = [_overview(inspection)]
+    yield _overview(inspection)
     if inspection.readable:
-        parts.append(_contents(inspection))
+        yield _contents(inspection)
     if inspection.groups:
-        parts.append(_groups(inspection))
+        yield _groups(inspection)
     if inspection.rules.uses or inspection.rules.patterns or inspection.rules.undecided:
-        parts.append(_rules(inspection))
+        yield _rules(inspection)
     if inspection.findings:
-        parts.append(_findings(inspection.findings))
-    parts.append(Text(_ABOUT, style="dim"))
-    return parts
-
-
-def _facts_table(title: str) -> Table:
-    table = Table(title=title, title_justify="left", show_header=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    return table
+        yield _findings(inspection)
+    yield Text(_ABOUT, style="dim")
 
 
 def _overview(inspection: Inspection) -> Table:
-    table = _facts_table("elastic_ckpt: checkpoint")
-    run = inspection.run
-    table.add_row("folder", clean(inspection.folder))
-    table.add_row("format", f"{inspection.format}, tag {clean(inspection.tag)}")
-    table.add_row("saved", ", ".join(_saved(run)) or "not known")
-    table.add_row("precision", _precision(run))
-    table.add_row(
-        "optimizer", clean(run.optimizer + (f" (told by: {run.optimizer_from})" if run.optimizer_from else ""))
-    )
-    if run.global_batch is not None:
-        parts = f"{run.micro_batch or '?'} a rank x {run.accumulation_steps or '?'} micro-batches x DP {run.dp or '?'}"
-        table.add_row("batch", f"{run.global_batch} samples a step = {parts}")
+    run, files = inspection.run, inspection.files
+    batch = f"{run.micro_batch or '?'} a rank x {run.accumulation_steps or '?'} micro-batches x DP {run.dp or '?'}"
+    scheduler = "none" if inspection.readable else None
     if run.lr_scheduler is not None:
-        table.add_row("lr scheduler", clean(_pairs(run.lr_scheduler)) or "yes")
-    elif inspection.readable:
-        table.add_row("lr scheduler", "none")
-    if run.loss_scale is not None:
-        table.add_row("loss scale", clean(_pairs(run.loss_scale)) + (", last step overflowed" if run.overflow else ""))
-    if run.client_state:
-        table.add_row("client state", clean(_names(run.client_state, 12)))
-    kinds = [
-        f"{count} {_KINDS.get(kind, kind)} ({size(nbytes)})"
-        for kind, (count, nbytes) in sizes_by_kind(inspection.files).items()
-    ]
-    total = sum(entry.nbytes for entry in inspection.files)
-    table.add_row("files", f"{len(inspection.files)}, {size(total)}: {', '.join(kinds)}")
-    if inspection.missing:
-        table.add_row("missing", f"[bold red]{clean(_names(inspection.missing, 8))}[/]")
-    return table
+        scheduler = clean(_pairs(run.lr_scheduler)) or "yes"
+    counts, nbytes = Counter(entry.kind for entry in files), Counter[str]()
+    for entry in files:
+        nbytes[entry.kind] += entry.nbytes
+    kinds = [f"{count} {_KINDS.get(kind, kind)} ({size(nbytes[kind])})" for kind, count in counts.items()]
+    overflowed = ", last step overflowed" if run.overflow else ""
+    rows = {
+        "folder": clean(inspection.folder),
+        "format": f"{inspection.format}, tag {clean(inspection.tag)}",
+        "saved": ", ".join(_saved(run)) or "not known",
+        "precision": run.precision + _told_by(", ".join(run.precision_from)),
+        "optimizer": clean(run.optimizer + _told_by(run.optimizer_from)),
+        "batch": None if run.global_batch is None else f"{run.global_batch} samples a step = {batch}",
+        "lr scheduler": scheduler,
+        "loss scale": None if run.loss_scale is None else clean(_pairs(run.loss_scale)) + overflowed,
+        "client state": clean(_names(run.client_state, 12)) or None,
+        "files": f"{len(files)}, {size(nbytes.total())}: {', '.join(kinds)}",
+        "missing": f"[bold red]{clean(_names(inspection.missing, 8))}[/]" if inspection.missing else None,
+    }
+    shown = table("elastic_ckpt: checkpoint")
+    for title, row in rows.items():
+        if row is not None:
+            shown.add_row(title, row)
+    return shown
 
 
 def _saved(run: SavedRun) -> Iterator[str]:
@@ -110,120 +95,98 @@ def _saved(run: SavedRun) -> Iterator[str]:
         yield f"DeepSpeed {clean(run.ds_version)}"
 
 
-def _precision(run: SavedRun) -> str:
-    return run.precision + (f" (told by: {', '.join(run.precision_from)})" if run.precision_from else "")
+def _told_by(source: str) -> str:
+    return f" (told by: {source})" if source else ""
 
 
 def _contents(inspection: Inspection) -> Table:
-    table = Table(title="What it holds", title_justify="left")
-    for heading in ("what", "kind", "dtype"):
-        table.add_column(heading, overflow="fold")
-    for heading in ("tensors", "elements", "bytes"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    roles = (
-        ("fp32 masters", inspection.masters),
-        ("weights", inspection.weights),
-        ("frozen parameters", inspection.frozen),
-        ("buffers", inspection.buffers),
-    )
-    for title, total in roles:
+    shown = table("What it holds", "what", "kind", "dtype", ">tensors", ">elements", ">bytes")
+    roles = {
+        "fp32 masters": inspection.masters,
+        "weights": inspection.weights,
+        "frozen parameters": inspection.frozen,
+        "buffers": inspection.buffers,
+    }
+    for title, total in roles.items():
         if total.tensors:
-            table.add_row(title, "", *_totals(total))
+            numbers = (str(total.tensors), f"{total.numel:,}", size(total.nbytes))
+            shown.add_row(title, "", ", ".join(total.dtypes), *numbers)
     for state in inspection.states:
-        table.add_row(clean(state.key), *_state(state))
+        sizes = (f"{state.numel:,}", size(state.nbytes)) if state.numel else ("", "")
+        shown.add_row(clean(state.key), _kind(state), state.dtype, str(state.parameters or ""), *sizes)
     if inspection.aliases:
         ties = [f"{name} = {holder}" for name, holder in inspection.aliases.items()]
-        table.add_row("tied names", clean(_names(ties, _NAMES_SHOWN)), "", str(len(ties)), "", "")
-    return table
+        shown.add_row("tied names", clean(_names(ties, _NAMES_SHOWN)), "", str(len(ties)), "", "")
+    return shown
 
 
-def _totals(total: Totals) -> tuple[str, str, str, str]:
-    return ", ".join(total.dtypes), str(total.tensors), f"{total.numel:,}", size(total.nbytes)
-
-
-def _state(state: StateSummary) -> tuple[str, ...]:
+def _kind(state: StateSummary) -> str:
     kind = state.kind
     kind += f", {state.rows} rows" if state.rows > 1 else ""
     kind += f" of {state.block_numel}" if state.block_numel else ""
     kind += f" = {' to '.join(f'{value:g}' for value in state.values)}" if state.values else ""
-    kind += f": {clean(state.why)}" if state.why else ""
-    numbers = (f"{state.numel:,}", size(state.nbytes)) if state.numel else ("", "")
-    return kind, state.dtype, str(state.parameters) if state.parameters else "", *numbers
+    return kind + (f": {clean(state.why)}" if state.why else "")
 
 
 def _groups(inspection: Inspection) -> Table:
-    table = Table(title="Param groups", title_justify="left")
-    table.add_column("group", justify="right")
-    table.add_column("members", justify="right")
-    table.add_column("elements", justify="right")
-    table.add_column("hyperparameters", overflow="fold")
+    shown = table("Param groups", ">group", ">members", ">elements", "hyperparameters")
     for group in inspection.groups:
-        values = group.hyperparameters
-        telling = [key for key, value in values.items() if value is not None and value is not False]
-        ordered = {key: values[key] for key in dict.fromkeys((*_FIRST, *telling)) if key in telling}
+        values = {
+            key: value for key, value in group.hyperparameters.items() if value is not None and value is not False
+        }
+        ordered = {key: values[key] for key in dict.fromkeys((*_FIRST, *values)) if key in values}
         numel = "" if group.numel is None else f"{group.numel:,}"
-        table.add_row(str(group.number), str(group.members), numel, clean(_pairs(ordered)) or "none saved")
-    return table
+        shown.add_row(str(group.number), str(group.members), numel, clean(_pairs(ordered)) or "none saved")
+    return shown
 
 
 def _rules(inspection: Inspection) -> Table:
     rules = inspection.rules
-    table = Table(title="Tensor-parallel rules", title_justify="left")
-    for heading in ("rule", "by"):
-        table.add_column(heading, overflow="fold")
-    table.add_column("parameters", justify="right")
-    table.add_column("such as", overflow="fold")
-    for use in rules.uses:
-        shown = clean(_names(use.parameters, 2))
-        table.add_row(clean(use.rule), clean(use.origin), str(len(use.parameters)), shown)
-    if rules.undecided:
-        shown = clean(_names(rules.undecided, 2))
-        table.add_row("[yellow]not known[/]", "nobody", str(len(rules.undecided)), shown)
-    said = [f"{count} patterns of {kind}" for kind, count in rules.patterns.items()]
-    said += [f"{rules.recorded} recorded maps"] if rules.recorded else []
-    said += [f"{rules.vocabulary_rows} rows of vocabulary"] if rules.vocabulary_rows else []
-    if said:
-        table.caption = f"The checkpoint declares {', '.join(said)}."
-        table.caption_justify = "left"
-    return table
+    shown = table("Tensor-parallel rules", "rule", "by", ">parameters", "such as")
+    uses = [(clean(use["rule"]), clean(use["origin"]), use["parameters"]) for use in rules.uses]
+    uses += [("[yellow]not known[/]", "nobody", rules.undecided)] if rules.undecided else []
+    for rule, origin, names in uses:
+        shown.add_row(rule, origin, str(len(names)), clean(_names(names, 2)))
+    declared = [f"{count} patterns of {kind}" for kind, count in rules.patterns.items()]
+    declared += [f"{rules.recorded} recorded maps"] if rules.recorded else []
+    declared += [f"{rules.vocabulary_rows} rows of vocabulary"] if rules.vocabulary_rows else []
+    if declared:
+        shown.caption = f"The checkpoint declares {', '.join(declared)}."
+    return shown
 
 
-def _findings(findings: Sequence[Finding]) -> Table:
-    table = _facts_table("Findings")
-    for finding in findings:
+def _findings(inspection: Inspection) -> Table:
+    shown = table("Findings")
+    for finding in inspection.findings:
         lines = [clean(finding.text)]
         for name in ("parameter", "file", "expected", "found", "remedy"):
             value = getattr(finding, name)
             if value is not None and str(value) not in finding.text:
                 lines.append(f"[dim]{name}:[/] {clean(value)}")
         style = _STYLES.get(finding.level)
-        table.add_row(f"[{style}]{finding.level}[/]" if style else finding.level, "\n".join(lines))
-    return table
+        shown.add_row(f"[{style}]{finding.level}[/]" if style else finding.level, "\n".join(lines))
+    return shown
 
 
 def parameter_table(inspection: Inspection) -> Table:
     """Every parameter and buffer."""
-    table = Table(title=f"{len(inspection.parameters)} parameters and buffers", title_justify="left")
-    table.add_column("name", overflow="fold", ratio=3)
-    table.add_column("shape", overflow="fold", ratio=2)
-    table.add_column("dtype")
-    table.add_column("group", justify="right")
     states = {entry.states for entry in inspection.parameters if entry.role == TRAINED}
-    if len(states) > 1:
-        table.add_column("states", overflow="fold", ratio=2)
-    elif states:
-        table.caption = f"Each trained one has {clean(', '.join(next(iter(states))) or 'no optimizer states')}."
-        table.caption_justify = "left"
-    table.add_column("elements", justify="right", no_wrap=True)
+    differ = len(states) > 1
+    columns = ("name", "shape", "dtype", ">group", *(["states"] if differ else []), ">elements")
+    shown = table(f"{len(inspection.parameters)} parameters and buffers", *columns)
+    for column in shown.columns:
+        column.ratio = {"name": 3, "shape": 2, "states": 2}.get(str(column.header))
+    if len(states) == 1:
+        shown.caption = f"Each trained one has {clean(', '.join(*states)) or 'no optimizer states'}."
     for entry in inspection.parameters:
         about = [entry.role] if entry.role != TRAINED else []
         about += [f"tied: {', '.join(entry.tied)}"] if entry.tied else []
         about += [f"{entry.copies} copies"] if entry.copies > 1 else []
         name = clean(entry.name) + (f"\n[dim]{clean('; '.join(about))}[/]" if about else "")
         group = "" if entry.group is None else str(entry.group)
-        differing = [clean(", ".join(entry.states))] if len(states) > 1 else []
-        table.add_row(name, _shapes(entry), entry.dtype, group, *differing, f"{entry.numel:,}")
-    return table
+        own = [clean(", ".join(entry.states))] if differ else []
+        shown.add_row(name, _shapes(entry), entry.dtype, group, *own, f"{entry.numel:,}")
+    return shown
 
 
 def _shapes(entry: ParameterEntry) -> str:
@@ -231,8 +194,7 @@ def _shapes(entry: ParameterEntry) -> str:
     whole = "?" if entry.shape is None else _shape(entry.shape)
     if len(entry.shards) == 1:
         return whole
-    kinds = dict.fromkeys(entry.shards)
-    counted = (f"{entry.shards.count(shard)} x {_shape(shard)}" for shard in kinds)
+    counted = (f"{count} x {_shape(shard)}" for shard, count in Counter(entry.shards).items())
     return f"{whole}\n[dim]{', '.join(counted)}[/]" + (f"\n[dim]{clean(entry.rule)}[/]" if entry.rule else "")
 
 
@@ -244,11 +206,11 @@ def file_tree(inspection: Inspection) -> Tree:
     """The files of the tag's folder, and what each holds."""
     total = sum(entry.nbytes for entry in inspection.files)
     tree = Tree(f"[bold]{clean(inspection.folder)}[/] {size(total)}")
-    folders: dict[str, list[FileEntry]] = {}
+    folders: dict[str, list[FileEntry]] = defaultdict(list)
     for entry in inspection.files:
-        folder, slash, _ = entry.name.rpartition("/")
-        if slash:
-            folders.setdefault(folder, []).append(entry)
+        folder = entry.name.rpartition("/")[0]
+        if folder:
+            folders[folder].append(entry)
         else:
             tree.add(f"{clean(entry.name)} [dim]{size(entry.nbytes)}; {clean('; '.join(_about(entry)))}[/]")
     for folder, entries in folders.items():
@@ -262,17 +224,15 @@ def file_tree(inspection: Inspection) -> Tree:
 
 def _about(entry: FileEntry) -> Iterator[str]:
     yield entry.kind if entry.layer is None else f"layer {entry.layer}"
-    places = [
-        f"{name} {rank}" for name, rank in (("DP", entry.dp), ("TP", entry.tp), ("PP", entry.pp)) if rank is not None
-    ]
-    if places:
-        yield ", ".join(places)
+    ranks = {"DP": entry.dp, "TP": entry.tp, "PP": entry.pp}
+    known = [f"{name} {rank}" for name, rank in ranks.items() if rank is not None]
+    if known:
+        yield ", ".join(known)
     elif entry.mp is not None:
         yield f"model-parallel rank {entry.mp}"
     titles = {MASTER: "masters", BUFFER: "buffers", FROZEN: "frozen"}
-    held = [f"{count} {titles.get(key, key)}" for key, count in entry.tensors.items()]
-    if held:
-        yield ", ".join(held)
+    if entry.tensors:
+        yield ", ".join(f"{count} {titles.get(key, key)}" for key, count in entry.tensors.items())
 
 
 def _names(names: Iterable[str], most: int) -> str:
@@ -282,9 +242,5 @@ def _names(names: Iterable[str], most: int) -> str:
 
 
 def _pairs(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key}={_value(value)}" for key, value in values.items())
-
-
-def _value(value: Any) -> str:
-    text = f"{value:g}" if isinstance(value, float) else str(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    shown = {key: f"{value:g}" if isinstance(value, float) else str(value) for key, value in values.items()}
+    return ", ".join(f"{key}={text if len(text) <= 60 else text[:57] + '...'}" for key, text in shown.items())

@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
 import typer
 from rich.console import Console, RenderableType
 from rich.markup import escape
+from rich.table import Table
+from tqdm import tqdm
 
 from elastic_ckpt.errors import ConfigError, ElasticCkptError
 
@@ -26,16 +28,44 @@ _WIDTH = 100
 
 def print_json(what: Any) -> None:
     """A record, as JSON, to standard output."""
-    print(json.dumps(_finite(json.loads(json.dumps(what, default=_plain))), indent=2, allow_nan=False))
+    print(json.dumps(plain(what), indent=2, allow_nan=False))
 
 
-def _finite(item: Any) -> Any:
-    """JSON has no words for infinities and not-a-numbers: they become text."""
-    if isinstance(item, dict):
-        return {key: _finite(value) for key, value in item.items()}
-    if isinstance(item, list):
-        return [_finite(value) for value in item]
-    return str(item) if isinstance(item, float) and not math.isfinite(item) else item
+def plain(item: Any) -> Any:
+    """A value as what JSON knows: objects that it does not know become text, and so do infinities and nan."""
+    if dataclasses.is_dataclass(item) and not isinstance(item, type):
+        return {field.name: plain(getattr(item, field.name)) for field in dataclasses.fields(item)}
+    if isinstance(item, Mapping):
+        return {str(key): plain(value) for key, value in item.items()}
+    if isinstance(item, Set):
+        return sorted(map(str, item))
+    if isinstance(item, Sequence) and not isinstance(item, (str, bytes)):
+        return [plain(value) for value in item]
+    if isinstance(item, float) and not math.isfinite(item):
+        return str(item)
+    return item if item is None or isinstance(item, (bool, int, float, str)) else str(item)[:1000]
+
+
+def printable(text: str) -> str:
+    """Text from a checkpoint, fit for a terminal: control characters and what is no character are escaped."""
+    return "".join(sign if sign.isprintable() or sign == "\n" else ascii(sign)[1:-1] for sign in text)
+
+
+def size(nbytes: float) -> str:
+    """Bytes, for people."""
+    return str(tqdm.format_sizeof(nbytes, "B"))
+
+
+def table(title: str, *columns: str, **options: Any) -> Table:
+    """A table with a title; a column whose heading begins with ``>`` holds numbers, and none at all are facts."""
+    made = Table(title=title, title_justify="left", caption_justify="left", show_header=bool(columns), **options)
+    for heading in columns:
+        is_number = heading.startswith(">")
+        made.add_column(heading.removeprefix(">"), justify="right" if is_number else "left", overflow="fold")
+    if not columns:
+        made.add_column(style="bold", no_wrap=True)
+        made.add_column(overflow="fold")
+    return made
 
 
 def print_wide(parts: Iterable[RenderableType]) -> None:
@@ -49,17 +79,6 @@ def end_with(found: bool) -> None:
     """End the command with exit code 1 if something was found."""
     if found:
         raise typer.Exit(EXIT_FOUND)
-
-
-def printable(text: str) -> str:
-    """Text from a checkpoint, fit for a terminal: control characters and what is no character are escaped."""
-    return "".join(sign if sign.isprintable() or sign == "\n" else ascii(sign)[1:-1] for sign in text)
-
-
-def _plain(item: Any) -> Any:
-    if dataclasses.is_dataclass(item) and not isinstance(item, type):
-        return dataclasses.asdict(item)
-    return sorted(map(str, item)) if isinstance(item, set | frozenset) else str(item)
 
 
 def error_as_dict(error: ElasticCkptError) -> Mapping[str, Any]:

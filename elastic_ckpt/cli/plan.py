@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
 import typer
 from rich.markup import escape
@@ -20,65 +21,83 @@ from elastic_ckpt.cli.output import (
     print_json,
     print_wide,
 )
-from elastic_ckpt.cli.plan_document import document
-from elastic_ckpt.cli.plan_options import (
-    MOST_RANKS,
-    Bandwidth,
-    Dp,
-    Dtype,
-    Every,
-    Gradients,
-    MaybeFolder,
-    Model,
-    Nodes,
-    Offload,
-    OffloadTo,
-    Plot,
-    Pp,
-    Rank,
-    SubGroupSize,
-    Tp,
-    Weights,
-    WeightsOnly,
-    Zero,
-)
 from elastic_ckpt.cli.plan_plot import draw, refuse_without_matplotlib
-from elastic_ckpt.cli.plan_view import report
+from elastic_ckpt.cli.plan_view import document, report
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.errors import ElasticCkptError, MismatchError
 from elastic_ckpt.io.reader import read_options
-from elastic_ckpt.sharding.presets import Preset as Presets
-from elastic_ckpt.tools.cluster import DEFAULT_BANDWIDTH, Cluster
-from elastic_ckpt.tools.forecast import Precision
+from elastic_ckpt.sharding import presets
+from elastic_ckpt.tools.forecast import LiveRun
 from elastic_ckpt.tools.opened import config_of, load_options, open_folder
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
 from elastic_ckpt.tools.virtual.scale import scale_metadata
 from elastic_ckpt.tools.virtual.scale_config import ScaleModel
-from elastic_ckpt.tools.virtual.survey import Setting, Survey, some_ranks, survey
+from elastic_ckpt.tools.virtual.survey import DEFAULT_BANDWIDTH, MOST_BY_DEFAULT, Cluster, Survey, survey
 
 _EXAMPLE = "Example: [bold]elastic-ckpt plan /ckpt --dp 8 --tp 4 --pp 2 --nodes 8 --bandwidth 5GB/s[/]"
 _RANKS_PER_NODE = 8
+_MOST_RANKS = 1 << 20
+_BANDWIDTH = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?)(i?)(B|bit)(?:/s)?")
+_POWERS = {"": 0, "k": 1, "M": 2, "G": 3, "T": 4}
+_TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_Dtype = Literal["bf16", "fp16", "fp32"]
+
+
+def bandwidth_of(text: str) -> float:
+    """Bytes per second, from ``5GB/s`` or ``25Gbit/s``.
+
+    Raises:
+        BadParameter: it is neither.
+    """
+    match = _BANDWIDTH.fullmatch(text.strip())
+    value = 0.0 if match is None else float(match[1]) * (1024 if match[3] else 1000) ** _POWERS[match[2]]
+    if match is None or not 0 < value < float("inf"):
+        raise typer.BadParameter(f"{text!r} is no bandwidth; write 5GB/s, 800MB/s or 25Gbit/s")
+    return value / 8 if match[4] == "bit" else value
 
 
 @app.command("plan", epilog=_EXAMPLE)
 def plan(
-    folder: MaybeFolder = None,
-    model: Model = None,
-    dp: Dp = None,
-    tp: Tp = None,
-    pp: Pp = None,
-    zero: Zero = None,
-    sub_group_size: SubGroupSize = 1_000_000_000,
-    offload: OffloadTo = Offload.NONE,
-    precision: Weights = Dtype.BF16,
-    gradients: Gradients = Dtype.FP32,
-    nodes: Nodes = None,
-    bandwidth: Bandwidth = f"{DEFAULT_BANDWIDTH / 1e9:g}GB/s",  # type: ignore[assignment]  # its parser makes a float
-    weights_only: WeightsOnly = False,
-    rank: Rank = None,
-    every: Every = False,
-    plot: Plot = None,
+    folder: Annotated[
+        Path | None,
+        typer.Argument(metavar="DIR", help="Folder with a [bold]latest[/] file, or the folder of one tag."),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", help="No checkpoint, but the one of a big model: 104b, bloom-176b, or a JSON file."),
+    ] = None,
+    dp: Annotated[int | None, typer.Option("--dp", min=1, max=_MOST_RANKS, help="Data-parallel degree.")] = None,
+    tp: Annotated[int | None, typer.Option("--tp", min=1, max=_MOST_RANKS, help="Tensor-parallel degree.")] = None,
+    pp: Annotated[int | None, typer.Option("--pp", min=1, max=_MOST_RANKS, help="Pipeline-parallel degree.")] = None,
+    zero: Annotated[int | None, typer.Option("--zero", min=0, max=3, help="ZeRO stage.")] = None,
+    sub_group_size: Annotated[
+        int, typer.Option("--sub-group-size", min=1, help="[bold]sub_group_size[/] of ZeRO-3.")
+    ] = 1_000_000_000,
+    offload: Annotated[
+        Literal["none", "cpu"], typer.Option("--offload", help="Masters and optimizer states in host memory.")
+    ] = "none",
+    precision: Annotated[_Dtype, typer.Option("--precision", help="Of the weights.")] = "bf16",
+    gradients: Annotated[_Dtype, typer.Option("--gradients", help="Of the gradients that are accumulated.")] = "fp32",
+    nodes: Annotated[
+        int | None, typer.Option("--nodes", min=1, help="Nodes that the ranks are packed on; default: 8 ranks each.")
+    ] = None,
+    bandwidth: Annotated[
+        float,
+        typer.Option("--bandwidth", parser=bandwidth_of, metavar="RATE", help="What a node reads: 5GB/s, 25Gbit/s."),
+    ] = f"{DEFAULT_BANDWIDTH / 1e9:g}GB/s",  # type: ignore[assignment]  # its parser makes a float
+    weights_only: Annotated[
+        bool,
+        typer.Option("--weights-only", help="Of load_module_only=True: neither optimizer states nor their memory."),
+    ] = False,
+    rank: Annotated[int | None, typer.Option("--rank", min=0, help="Plan this rank alone, in detail.")] = None,
+    every: Annotated[
+        bool,
+        typer.Option("--all", help=f"Plan and list every rank; by default, of a big job, {MOST_BY_DEFAULT} of them."),
+    ] = False,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Draw which file feeds which rank: a picture (.png, .pdf, .svg).")
+    ] = None,
     tag: Tag = None,
     config: Config = None,
     preset: Preset = None,
@@ -91,87 +110,63 @@ def plan(
 
     Exit code 1: the load would be refused. It says why, and what would help.
     """
-    _refuse_wrong_usage(folder, model, rank, every or plot is not None)
+    every_one = every or plot is not None
+    if (folder is None) == (model is None):
+        raise typer.BadParameter("give either the folder of a checkpoint, or --model")
+    if rank is not None and every_one:
+        raise typer.BadParameter("--rank plans one rank; --all and --plot need them all")
     with errors_end_the_command(as_json):
         if plot is not None:
             refuse_without_matplotlib()
         options = config_of(config, tp_preset=preset, trust_pickle=trust_pickle or None)
-        source = _of_model(model, options) if model else _of_folder(str(folder), tag, options, not weights_only)
-        loading = load_options(source.config, not weights_only)
-    topology = _topology(source, dp, tp, pp, zero, sub_group_size, rank or 0)
+        if model is not None:
+            name, metadata, options = _of_model(model, options)
+        else:
+            name, metadata = _of_folder(str(folder), tag, options, not weights_only)
+        loading = load_options(options, not weights_only)
+    saved = metadata.source
+    stage = saved.zero_stage if zero is None else zero
+    alignment = max(options.align_partitions, 1)
+    topology = Topology(dp or saved.dp, tp or saved.tp, pp or saved.pp, stage, sub_group_size, alignment)
+    if topology.ranks > _MOST_RANKS:
+        raise typer.BadParameter(f"{topology} would be {topology.ranks} ranks, and {_MOST_RANKS} are the most")
+    if rank is not None and rank >= topology.ranks:
+        raise typer.BadParameter(f"{topology} has the ranks 0 to {topology.ranks - 1}", param_hint="--rank")
     cluster = Cluster(topology.ranks, nodes or -(-topology.ranks // _RANKS_PER_NODE), bandwidth)
-    setting = _setting(source.config, cluster, Precision(precision.long, gradients.long), offload)
+    run = LiveRun(_TORCH_NAMES[precision], _TORCH_NAMES[gradients], offload == "cpu", read_options(options))
     with _refusals_end_the_command(as_json):
-        job = VirtualJob(source.metadata, topology, loading)
-        found = _survey(job, setting, rank, every or plot is not None, as_json)
+        job = VirtualJob(metadata, topology, loading)
+        ranks = [rank] if rank is not None else list(range(topology.ranks)) if every_one else cluster.some_ranks()
+        with tqdm(ranks, desc="planning", unit=" ranks", leave=False, disable=True if as_json else None) as bar:
+            found: Survey = survey(job, bar, cluster, run)
     with errors_end_the_command(as_json):
         if plot is not None:
             draw(job, found.ranks, plot)
-    _print(job, found, setting, source.name, every or rank is not None, as_json)
+    in_detail = every or rank is not None
+    if as_json:
+        print_json(document(job, found, name, in_detail))
+    else:
+        print_wide(report(job, found, name, in_detail))
 
 
-def _refuse_wrong_usage(folder: Path | None, model: str | None, rank: int | None, needs_all: bool) -> None:
-    if (folder is None) == (model is None):
-        raise typer.BadParameter("give either the folder of a checkpoint, or --model")
-    if rank is not None and needs_all:
-        raise typer.BadParameter("--rank plans one rank; --all and --plot need them all")
-
-
-@dataclass(frozen=True)
-class _Source:
-    """A checkpoint, or the one that a big model would have: its name, what it holds, and the options by which."""
-
-    name: str
-    metadata: CheckpointMetadata
-    config: ElasticConfig
-
-
-def _of_folder(folder: str, tag: str | None, config: ElasticConfig, with_states: bool) -> _Source:
+def _of_folder(
+    folder: str, tag: str | None, config: ElasticConfig, with_states: bool
+) -> tuple[str, CheckpointMetadata]:
     try:
         opened = open_folder(folder, tag, config, with_states)
     except MismatchError as error:  # states without names, which only live param groups could tell apart
         if with_states:
             error.remedy = f"--weights-only plans the weights alone; of a live run: {error.remedy}"
         raise
-    return _Source(opened.found.folder, opened.checkpoint.metadata, config)
+    return opened.found.folder, opened.checkpoint.metadata
 
 
-def _of_model(name: str, config: ElasticConfig) -> _Source:
+def _of_model(name: str, config: ElasticConfig) -> tuple[str, CheckpointMetadata, ElasticConfig]:
+    """What the checkpoint of a big model would hold, and the options with the preset that fits it."""
     model = ScaleModel.load(name)
     if config.tp_preset is None and model.preset is not None:
         config = config.model_copy(update={"tp_preset": model.preset})
-    return _Source(model.name, scale_metadata(model), config)
-
-
-def _topology(
-    source: _Source, dp: int | None, tp: int | None, pp: int | None, zero: int | None, sub_group_size: int, rank: int
-) -> Topology:
-    """What is not given is that of the save; ``rank`` is one of its ranks."""
-    saved = source.metadata.source
-    topology = Topology(
-        dp=dp or saved.dp,
-        tp=tp or saved.tp,
-        pp=pp or saved.pp,
-        zero_stage=saved.zero_stage if zero is None else zero,
-        sub_group_numel=sub_group_size,
-        alignment=max(source.config.align_partitions, 1),
-    )
-    if topology.ranks > MOST_RANKS:
-        raise typer.BadParameter(f"{topology} would be {topology.ranks} ranks, and {MOST_RANKS} are the most")
-    if rank >= topology.ranks:
-        raise typer.BadParameter(f"{topology} has the ranks 0 to {topology.ranks - 1}", param_hint="--rank")
-    return topology
-
-
-def _setting(config: ElasticConfig, cluster: Cluster, precision: Precision, offload: Offload) -> Setting:
-    return Setting(cluster, precision, read_options(config), offload is Offload.CPU)
-
-
-def _survey(job: VirtualJob, setting: Setting, rank: int | None, every: bool, as_json: bool) -> Survey:
-    total = job.topology.ranks
-    numbers = [rank] if rank is not None else list(range(total)) if every else some_ranks(setting.cluster)
-    with tqdm(numbers, desc="planning", unit=" ranks", leave=False, disable=True if as_json else None) as bar:
-        return survey(job, bar, setting)
+    return model.name, scale_metadata(model), config
 
 
 @contextmanager
@@ -180,12 +175,11 @@ def _refusals_end_the_command(as_json: bool) -> Iterator[None]:
     try:
         yield
     except ElasticCkptError as error:
-        remedy = error.remedy or ""
         hint = ""
-        if "tp_" in remedy:  # a live model may say it by itself
+        if "tp_" in (error.remedy or ""):  # a live model may say it by itself
             hint = (
-                f"--preset NAME ({', '.join(Presets.names())}, or a JSON file), or --config FILE with the lines above; "
-                "in a load, parameters of Megatron Core and AutoTP tell how they are held"
+                f"--preset NAME ({', '.join(presets.Preset.names())}, or a JSON file), or --config FILE with the lines "
+                "above; in a load, parameters of Megatron Core and AutoTP tell how they are held"
             )
         if as_json:
             print_json({"refused": {**error_as_dict(error), **({"option": hint} if hint else {})}})
@@ -194,10 +188,3 @@ def _refusals_end_the_command(as_json: bool) -> Iterator[None]:
             if hint:
                 error_console.print(f"  {'option:':<11}{escape(hint)}", soft_wrap=True, highlight=False)
         raise typer.Exit(EXIT_FOUND) from error
-
-
-def _print(job: VirtualJob, found: Survey, setting: Setting, name: str, in_detail: bool, as_json: bool) -> None:
-    if as_json:
-        print_json(document(job, found, setting, name, in_detail))
-    else:
-        print_wide(report(job, found, setting, name, in_detail))

@@ -1,22 +1,22 @@
-"""A survey of a job for the eye: tables that fit in 100 columns. Pure."""
+"""A survey of a job: for the eye, in tables that fit in 100 columns, and as JSON. Pure."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from rich.console import RenderableType
 from rich.markup import escape
 from rich.table import Table
-from tqdm import tqdm
 
-from elastic_ckpt.cli.plan_document import warnings_of
-from elastic_ckpt.core.local_state import RankCoordinates
+from elastic_ckpt.cli.output import size, table
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, SourceFacts
 from elastic_ckpt.core.read_plan import ReadPlan
-from elastic_ckpt.tools.forecast import RankForecast
-from elastic_ckpt.tools.virtual import VirtualJob
-from elastic_ckpt.tools.virtual.survey import Setting, Survey, heaviest, spread
+from elastic_ckpt.tools.forecast import Memory, RankForecast
+from elastic_ckpt.tools.virtual import Topology, VirtualJob
+from elastic_ckpt.tools.virtual.survey import Survey, nodes_of, reading_time, spread
 
 _LEAST_WIDTH = 72
 #: Of long lists, so many rows.
@@ -30,62 +30,89 @@ _DIVIDED = (
 _TITLES = {MASTER: "fp32 masters", BUFFER: "buffers", FROZEN: "frozen weights"}
 
 
-def size(nbytes: float) -> str:
-    """Bytes, for people."""
-    return str(tqdm.format_sizeof(nbytes, "B"))
+def document(job: VirtualJob, found: Survey, name: str, in_detail: bool) -> Mapping[str, Any]:
+    """All that is known, as plain data; ``in_detail``: of each rank that was planned, too."""
+    ranks, most, run = found.ranks, found.heaviest, found.run
+    made: dict[str, Any] = {
+        "name": name,
+        "source": dataclasses.asdict(job.metadata.source) | {"files": len(job.metadata.files)},
+        "target": dataclasses.asdict(job.topology) | {"ranks": job.topology.ranks, "offload": run.offload},
+        "precision": {"weights": run.weights, "gradients": run.gradients},
+        "ranks_planned": len(ranks),
+        "nbytes_read": spread([each.reads.nbytes for each in ranks]),
+        "nbytes_compared": spread([each.reads.nbytes_compared for each in ranks]),
+        "nbytes_received": spread([each.reads.nbytes_received for each in ranks]),
+        "reads": spread([each.reads.calls for each in ranks]),
+        "files": spread([each.reads.files for each in ranks]),
+        "memory": _memory_document(most.memory) | {"rank": most.rank},
+        "cluster": dataclasses.asdict(found.cluster) | {"ranks_per_node": found.cluster.ranks_per_node},
+        "nodes": nodes_of(ranks, found.cluster),
+        "seconds": reading_time(ranks, found.cluster),
+        "warnings": _warnings(job.topology),
+        "notes": found.notes,
+    }
+    if in_detail:
+        made["ranks"] = [_rank_document(job, each) for each in ranks]
+    return made
 
 
-def report(job: VirtualJob, found: Survey, setting: Setting, name: str, in_detail: bool) -> Iterator[RenderableType]:
+def _rank_document(job: VirtualJob, each: RankForecast) -> dict[str, Any]:
+    files = {job.metadata.files[file].path: nbytes for file, nbytes in sorted(each.by_file.items())}
+    at = job.topology.coordinates(each.rank)
+    place = {key: getattr(at, key) for key in ("dp", "dp_rank", "tp", "tp_rank", "pp", "pp_rank")}
+    memory = _memory_document(each.memory)
+    return {"rank": each.rank, "place": place, "reads": each.reads, "memory": memory, "files": files}
+
+
+def _memory_document(memory: Memory) -> dict[str, Any]:
+    states = [{"key": key, "dtype": dtype, "nbytes": nbytes} for key, dtype, nbytes in memory.states]
+    return dataclasses.asdict(memory) | {"states": states, "device": memory.device, "host": memory.host}
+
+
+def _warnings(topology: Topology) -> list[str]:
+    """What DeepSpeed would not do, although the checkpoint could be loaded so."""
+    if topology.pp > 1 and topology.zero_stage > 1:
+        return [
+            f"DeepSpeed's pipeline engine refuses ZeRO-{topology.zero_stage}: with pipeline parallelism, take stage 0 "
+            "or 1. What follows is what such a job would read"
+        ]
+    return []
+
+
+def report(job: VirtualJob, found: Survey, name: str, in_detail: bool) -> Iterator[RenderableType]:
     """All tables, one behind the other."""
-    yield _overview(job, found, setting, name)
+    yield _overview(job, found, name)
     yield _reads(found)
-    yield _memory(job, found, setting)
-    yield _time(found, setting)
+    yield _memory(job, found)
+    yield _time(found)
     if in_detail and len(found.ranks) == 1:
-        yield from _details(job, found)
+        yield _slots(job, found)
+        yield _files(job, found.ranks[0])
     elif in_detail:
-        yield _every_rank(job, found, setting.cluster.ranks_per_node)
+        yield _every_rank(job, found)
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(
-        title=title,
-        title_justify="left",
-        caption_justify="left",
-        show_header=bool(columns),
-        header_style="bold",
-        min_width=_LEAST_WIDTH,
-    )
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
-    return table
+    return table(title, *columns, header_style="bold", min_width=_LEAST_WIDTH)
 
 
-def _facts(title: str) -> Table:
-    table = _table(title)
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    return table
-
-
-def _overview(job: VirtualJob, found: Survey, setting: Setting, name: str) -> Table:
-    table, source = _facts("elastic_ckpt: plan of a load"), job.metadata.source
+def _overview(job: VirtualJob, found: Survey, name: str) -> Table:
+    shown, source = _table("elastic_ckpt: plan of a load"), job.metadata.source
     files = len(job.metadata.files)
     total = sum(file.nbytes for file in job.metadata.files)
-    table.add_row("checkpoint", escape(f"{name} ({source.format}, tag {source.tag}, {files} files, {size(total)})"))
-    table.add_row("saved", f"{saved_topology(source)}, DeepSpeed {escape(source.ds_version)}")
-    offload = ", masters and states in host memory" if setting.offload else ""
-    table.add_row("resumed", f"{job.topology}: {job.topology.ranks} ranks{offload}")
-    planned = len(found.ranks)
-    if planned < job.topology.ranks:
-        table.add_row("planned", f"{planned} of them; --all plans every one")
-    for warning in warnings_of(job.topology):
-        table.add_row("[yellow]warning[/]", escape(warning))
+    shown.add_row("checkpoint", escape(f"{name} ({source.format}, tag {source.tag}, {files} files, {size(total)})"))
+    shown.add_row("saved", f"{saved_topology(source)}, DeepSpeed {escape(source.ds_version)}")
+    offload = ", masters and states in host memory" if found.run.offload else ""
+    shown.add_row("resumed", f"{job.topology}: {job.topology.ranks} ranks{offload}")
+    if len(found.ranks) < job.topology.ranks:
+        shown.add_row("planned", f"{len(found.ranks)} of them; --all plans every one")
+    for warning in _warnings(job.topology):
+        shown.add_row("[yellow]warning[/]", escape(warning))
     for note in found.notes[:_NOTES_SHOWN]:
-        table.add_row("note", escape(note))
+        shown.add_row("note", escape(note))
     if len(found.notes) > _NOTES_SHOWN:
-        table.add_row("note", f"and {len(found.notes) - _NOTES_SHOWN} more, with --json")
-    return table
+        shown.add_row("note", f"and {len(found.notes) - _NOTES_SHOWN} more, with --json")
+    return shown
 
 
 def saved_topology(source: SourceFacts) -> str:
@@ -97,7 +124,8 @@ def saved_topology(source: SourceFacts) -> str:
 
 def _reads(found: Survey) -> Table:
     one = len(found.ranks) == 1
-    table = _table(*(("this rank", "", "") if one else ("each rank", "", "least", "mean", "most", "all planned")))
+    columns = ["this rank", "", ">"] if one else ["each rank", "", ">least", ">mean", ">most", ">all planned"]
+    shown = _table(*columns)
     rows: list[tuple[str, Callable[[RankForecast], int], Callable[[float], str]]] = [
         ("bytes read", lambda each: each.reads.nbytes, size),
         ("bytes compared before", lambda each: each.reads.nbytes_compared, size),
@@ -105,105 +133,98 @@ def _reads(found: Survey) -> Table:
         ("reads", lambda each: each.reads.calls, _count),
         ("files read from", lambda each: each.reads.files, _count),
     ]
-    for title, value, shown in rows:
+    for title, value, in_words in rows:
         values = spread([value(each) for each in found.ranks])
-        if values.most or title == "bytes read":
-            total = "" if title == "files read from" else shown(values.total)
-            spreads = () if one else (shown(values.least), shown(values.mean))
-            table.add_row(title, *spreads, shown(values.most), *(() if one else (total,)))
-    return table
+        if values["most"] or title == "bytes read":
+            texts = {what: in_words(number) for what, number in values.items()}
+            total = "" if title == "files read from" else texts["total"]
+            shown.add_row(title, *([texts["most"]] if one else [texts["least"], texts["mean"], texts["most"], total]))
+    return shown
 
 
 def _count(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.1f}"
 
 
-def _memory(job: VirtualJob, found: Survey, setting: Setting) -> Table:
+def _memory(job: VirtualJob, found: Survey) -> Table:
     """Of the rank that needs most."""
-    most = heaviest(found.ranks)
-    memory = most.memory
-    host, device = ("host", "device") if setting.offload else ("device", "device")
-    table = _table(f"memory for the state of training; rank {most.rank} needs most", "", "where", "dtype", "size")
-    table.add_row("weights", device, setting.precision.weights, size(memory.weights))
-    table.add_row("gradients", device, setting.precision.gradients, size(memory.gradients))
-    table.add_row("masters", host, "float32", size(memory.masters))
+    memory, run = found.heaviest.memory, found.run
+    host = "host" if run.offload else "device"
+    title = f"memory for the state of training; rank {found.heaviest.rank} needs most"
+    shown = _table(title, "", ">where", ">dtype", ">size")
+    shown.add_row("weights", "device", run.weights, size(memory.weights))
+    shown.add_row("gradients", "device", run.gradients, size(memory.gradients))
+    shown.add_row("masters", host, "float32", size(memory.masters))
     for key, dtype, nbytes in memory.states:
-        table.add_row(escape(key), host, dtype, size(nbytes))
+        shown.add_row(escape(key), host, dtype, size(nbytes))
     if memory.others:
-        table.add_row("buffers, frozen weights", device, "", size(memory.others))
-    table.add_row("all", "device", "", size(memory.device), style="bold")
+        shown.add_row("buffers, frozen weights", "device", "", size(memory.others))
+    shown.add_row("all", "device", "", size(memory.device), style="bold")
     if memory.host:
-        table.add_row("all", "host", "", size(memory.host), style="bold")
-    table.caption = f"{_DIVIDED[job.topology.zero_stage]}; without activations and communication buffers"
-    return table
+        shown.add_row("all", "host", "", size(memory.host), style="bold")
+    shown.caption = f"{_DIVIDED[job.topology.zero_stage]}; without activations and communication buffers"
+    return shown
 
 
-def _time(found: Survey, setting: Setting) -> Table:
-    time, cluster = found.time, setting.cluster
-    table = _facts("time")
-    table.add_row("nodes", f"{cluster.nodes}, of {cluster.ranks_per_node} ranks each")
+def _time(found: Survey) -> Table:
+    time, cluster = reading_time(found.ranks, found.cluster), found.cluster
+    shown = _table("time")
+    shown.add_row("nodes", f"{cluster.nodes}, of {cluster.ranks_per_node} ranks each")
     how = "the most of those that were planned" if time.is_estimate else "the most"
-    table.add_row("one node reads", f"{size(time.node_nbytes)} ({how})")
-    table.add_row("reading", f"{time.reading:.1f} s, at {size(time.bandwidth)}/s a node (--bandwidth)", style="bold")
-    table.caption = "left out: metadata, planning, the commit, and what ranks send each other"
-    return table
+    shown.add_row("one node reads", f"{size(time.node_nbytes)} ({how})")
+    shown.add_row("reading", f"{time.reading:.1f} s, at {size(time.bandwidth)}/s a node (--bandwidth)", style="bold")
+    shown.caption = "left out: metadata, planning, the commit, and what ranks send each other"
+    return shown
 
 
-def _every_rank(job: VirtualJob, found: Survey, per_node: int) -> Table:
-    table = _table("ranks", "rank", "stage", "dp", "tp", "node", "read", "reads", "files", "device", "host")
+def _every_rank(job: VirtualJob, found: Survey) -> Table:
+    shown = _table("ranks", "rank", ">stage", ">dp", ">tp", ">node", ">read", ">reads", ">files", ">device", ">host")
     for each in found.ranks:
-        place: RankCoordinates = job.topology.place(each.rank)
-        numbers = (each.rank, place.pp_rank, place.dp_rank, place.tp_rank, each.rank // per_node)
-        reads, memory = each.reads, each.memory
+        at, reads, memory = job.topology.coordinates(each.rank), each.reads, each.memory
+        numbers = (each.rank, at.pp_rank, at.dp_rank, at.tp_rank, each.rank // found.cluster.ranks_per_node)
         sizes = (size(reads.nbytes), f"{reads.calls:,}", str(reads.files), size(memory.device), size(memory.host))
-        table.add_row(*map(str, numbers), *sizes)
-    return table
+        shown.add_row(*map(str, numbers), *sizes)
+    return shown
 
 
-def _details(job: VirtualJob, found: Survey) -> Iterator[RenderableType]:
-    """Of one rank: where it stands, what it fills, and from which files."""
+def _slots(job: VirtualJob, found: Survey) -> Table:
+    """Of one rank: where it stands, and what it fills."""
     local_state, plan = found.last
     each = found.ranks[0]
-    place = job.topology.place(each.rank)
-    table = _table(
-        f"rank {each.rank}: pipeline stage {place.pp_rank}, data-parallel rank {place.dp_rank}, "
-        f"tensor-parallel rank {place.tp_rank}",
-        "fills",
-        "dtype",
-        "tensors",
-        "elements",
-        "of them left alone",
+    at = job.topology.coordinates(each.rank)
+    title = (
+        f"rank {each.rank}: pipeline stage {at.pp_rank}, data-parallel rank {at.dp_rank}, "
+        f"tensor-parallel rank {at.tp_rank}"
     )
-    for key, dtype, tensors, numel, gaps in _slots(plan):
-        table.add_row(escape(_TITLES.get(key, key)), dtype, str(tensors), f"{numel:,}", f"{gaps:,}")
-    fragments, flats = len(local_state.fragments), len(local_state.flats)
+    shown = _table(title, "fills", ">dtype", ">tensors", ">elements", ">of them left alone")
+    for (key, dtype), (tensors, numel, gaps) in _by_kind(plan).items():
+        shown.add_row(escape(_TITLES.get(key, key)), dtype, str(tensors), f"{numel:,}", f"{gaps:,}")
     strided = sum(copy.rows > 1 for copy in plan.copies)
-    table.caption = (
-        f"{fragments} pieces of parameters in {flats} flat partitions; {len(plan.copies)} copies, {strided} of them "
-        f"strided; {len(plan.recodes)} tensors through another format or a mean; reads of "
-        f"{size(each.reads.least_nbytes)} to {size(each.reads.most_nbytes)}"
+    shown.caption = (
+        f"{len(local_state.fragments)} pieces of parameters in {len(local_state.flats)} flat partitions; "
+        f"{len(plan.copies)} copies, {strided} of them strided; {len(plan.recodes)} tensors through another format or "
+        f"a mean; reads of {size(each.reads.least_nbytes)} to {size(each.reads.most_nbytes)}"
     )
-    yield table
-    yield _files(job, each)
+    return shown
 
 
-def _slots(plan: ReadPlan) -> list[tuple[str, str, int, int, int]]:
-    """(key, dtype, tensors, elements, of them gaps)."""
+def _by_kind(plan: ReadPlan) -> dict[tuple[str, str], list[int]]:
+    """Key and dtype -> tensors, elements, and those of them that nothing fills."""
     found: dict[tuple[str, str], list[int]] = {}
     for slot in plan.slots:
         sums = found.setdefault((slot.key, slot.dtype), [0, 0, 0])
         sums[0] += 1
         sums[1] += slot.numel
         sums[2] += sum(gap.numel for gap in slot.gaps)
-    return [(key, dtype, *sums) for (key, dtype), sums in found.items()]  # type: ignore[misc]
+    return found
 
 
 def _files(job: VirtualJob, each: RankForecast) -> Table:
-    table = _table("from these files", "file", "bytes")
+    shown = _table("from these files", "file", ">bytes")
     biggest = sorted(each.by_file.items(), key=lambda item: (-item[1], item[0]))
     for file, nbytes in biggest[:_FILES_SHOWN]:
-        table.add_row(escape(os.path.relpath(job.metadata.files[file].path, job.metadata.source.folder)), size(nbytes))
-    rest: Sequence[tuple[int, int]] = biggest[_FILES_SHOWN:]
+        shown.add_row(escape(os.path.relpath(job.metadata.files[file].path, job.metadata.source.folder)), size(nbytes))
+    rest = [nbytes for _, nbytes in biggest[_FILES_SHOWN:]]
     if rest:
-        table.add_row(f"and {len(rest)} more", size(sum(nbytes for _, nbytes in rest)))
-    return table
+        shown.add_row(f"and {len(rest)} more", size(sum(rest)))
+    return shown

@@ -128,7 +128,7 @@ def plan_load(
         shares=tuple(builder.sharing.shares),
         recodes=tuple(builder.recodes),
         comparisons=compare_replicas(metadata, local_state, resharding, restored, options.optimizer_states, renamed),
-        averaged=resharding.averaged,
+        averaged=frozenset(resharding.averaged),
         blocks=builder.blocks,
         restores_states=options.optimizer_states,
         scalars=states.scalars or (None,) * len(local_state.flats),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 
 from elastic_ckpt.core.dtypes import is_floating
 from elastic_ckpt.core.local_state import LiveLayout, LocalState
@@ -36,10 +36,10 @@ class Resharding:
     """
 
     transfers: dict[tuple[str, str], ShardSources] = field(default_factory=dict)
-    replicas: frozenset[str] = frozenset()
-    averaged: frozenset[str] = frozenset()
-    overlaps: Mapping[str, tuple[Overlap, ...]] = field(default_factory=dict)
-    guessed: frozenset[str] = frozenset()
+    replicas: set[str] = field(default_factory=set)
+    averaged: set[str] = field(default_factory=set)
+    overlaps: dict[str, tuple[Overlap, ...]] = field(default_factory=dict)
+    guessed: set[str] = field(default_factory=set)
     notes: tuple[str, ...] = ()
 
 
@@ -64,7 +64,7 @@ def resolve(
     resolver = _Resolver(metadata, local_state, book, policy)
     for name in sorted(names):
         resolver.add(name)
-    return resolver.resharding()
+    return replace(resolver.found, notes=tuple(resolver.notes()))
 
 
 class _Resolver:
@@ -73,40 +73,30 @@ class _Resolver:
         self._live = local_state
         self._decider = Decider(metadata, book)
         self._policy = policy
-        self._transfers: dict[tuple[str, str], ShardSources] = {}
-        self._replicas: set[str] = set()
-        self._averaged: set[str] = set()
-        self._overlaps: dict[str, tuple[Overlap, ...]] = {}
+        self.found = Resharding()
         self._origins: Counter[str] = Counter()
-        self._guessed: list[Sharded] = []
+        self._guessed_matrices: list[str] = []
         self._padded: list[str] = []
         self._summed = 0
 
-    def resharding(self) -> Resharding:
-        """Everything that was decided."""
-        origins = ", ".join(f"{origin} ({count})" for origin, count in sorted(self._origins.items()))
-        notes = [f"tensor-parallel layout of parameters according to: {origins}"] if origins else []
+    def notes(self) -> Iterator[str]:
+        """What the user should know of these decisions."""
+        if self._origins:
+            origins = ", ".join(f"{origin} ({count})" for origin, count in sorted(self._origins.items()))
+            yield f"tensor-parallel layout of parameters according to: {origins}"
         if self._summed:
             times = f"{self._live.tp}/{self._metadata.source.tp}"
-            notes.append(
+            yield (
                 f"{self._summed} parameters are sums of shares of the ranks, each of which moves by the learning "
                 f"rate: from here on the sums move {times} times as far; scale their rate to go on as before"
             )
         if self._padded:
             shown = ", ".join(self._padded[:4])
-            notes.append(f"rows of vocabulary padding that the checkpoint lacks keep the live values: {shown}")
-        matrices = [sharded.name for sharded in self._guessed if len(sharded.shapes[0]) > 1]
+            yield f"rows of vocabulary padding that the checkpoint lacks keep the live values: {shown}"
+        matrices = self._guessed_matrices
         if matrices:
             more = f" and {len(matrices) - 8} more" if len(matrices) > 8 else ""
-            notes.append(f"only their shapes tell how these are held: {', '.join(matrices[:8])}{more}")
-        return Resharding(
-            self._transfers,
-            frozenset(self._replicas),
-            frozenset(self._averaged),
-            self._overlaps,
-            frozenset(sharded.name for sharded in self._guessed),
-            tuple(notes),
-        )
+            yield f"only their shapes tell how these are held: {', '.join(matrices[:8])}{more}"
 
     def add(self, name: str) -> None:
         """One parameter or buffer."""
@@ -141,7 +131,8 @@ class _Resolver:
         by_rule = None if is_recorded else chosen
         self._origins["recorded layouts" if by_rule is None else by_rule.origin] += 1
         if by_rule is not None and by_rule.is_guess:
-            self._guessed.append(sharded)
+            self.found.guessed.add(sharded.name)
+            self._guessed_matrices += [sharded.name] if len(sharded.shapes[0]) > 1 else []
         kind = COLUMN if chosen is None else chosen.rule.kind
         if is_recorded and not (source.is_whole and kind in (AVERAGED, SUMMED)):
             kind = REPLICATED if source.is_whole and source.degree > 1 else VOCABULARY if kind == VOCABULARY else COLUMN
@@ -157,10 +148,10 @@ class _Resolver:
             raise contradiction(sharded, by_rule, "no saved shard has all of it")
         if transfer.missing:
             self._padded.append(sharded.name)
-        self._transfers[sharded.name, ""] = transfer
+        self.found.transfers[sharded.name, ""] = transfer
         overlaps = duplicates(source)
         if overlaps:
-            self._overlaps[sharded.name] = overlaps
+            self.found.overlaps[sharded.name] = overlaps
 
     def _cross_check(self, decision: Decision) -> None:
         """Refuse rules that contradict each other, or the shapes of other parameters; the user's go before others."""
@@ -203,19 +194,19 @@ class _Resolver:
             # each rank adds its share of the value; the gradient of a share is that of the whole, and so are moments
             self._summed += 1
             share = blended(shards, numel, 1 / target.degree)
-            self._transfers[name, MASTER] = self._transfers[name, FROZEN] = share
+            self.found.transfers[name, MASTER] = self.found.transfers[name, FROZEN] = share
         elif shards > 1:
-            self._replicas.add(name)
+            self.found.replicas.add(name)
         if kind == AVERAGED:
-            self._averaged.add(name)
+            self.found.averaged.add(name)
         takes_mean = kind == AVERAGED or (kind == REPLICATED and self._policy == MEAN)
         if not target.is_whole:  # by recorded layouts: whole on one side, cut on the other
             whole = fused(target.shape, target.dim, [[target.shape[target.dim]]])
-            self._transfers[name, ""] = reshard(whole, target, self._live.tp_rank)
+            self.found.transfers[name, ""] = reshard(whole, target, self._live.tp_rank)
         elif shards > 1 and takes_mean and is_floating(sharded.tensor.dtype):
-            self._transfers[name, ""] = blended(shards, numel, 1 / shards)
+            self.found.transfers[name, ""] = blended(shards, numel, 1 / shards)
         else:
-            self._transfers[name, ""] = copied(0, numel)
+            self.found.transfers[name, ""] = copied(0, numel)
 
     def _check_vocabulary(
         self,

@@ -1,10 +1,11 @@
-"""What a load would cost, from its plans: bytes and reads, and memory. Pure."""
+"""What a load would cost one rank, from its plan: bytes and reads, and memory. Pure."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from elastic_ckpt.core.dtypes import ITEMSIZE
 from elastic_ckpt.core.local_state import LocalState
@@ -15,13 +16,30 @@ from elastic_ckpt.io.reader import ReadOptions
 
 
 @dataclass(frozen=True, slots=True)
+class LiveRun:
+    """What a forecast depends on beside topology and checkpoint.
+
+    Attributes:
+        weights, gradients: dtype of the weights, and of the gradients that the run accumulates. With ``bfloat16`` and
+            ``float32``, Adam takes 2 + 4 + 4 + 8 = 18 bytes for each parameter, before ZeRO divides them.
+        offload: whether masters and states are in host memory (``offload_optimizer``).
+        reading: how its ranks read.
+    """
+
+    weights: str = "bfloat16"
+    gradients: str = "float32"
+    offload: bool = False
+    reading: ReadOptions = field(default_factory=ReadOptions)
+
+
+@dataclass(frozen=True, slots=True)
 class Reads:
     """What one rank reads.
 
     Attributes:
         nbytes: of tensors, by its plan (:attr:`elastic_ckpt.report.RankWork.nbytes_read`).
         calls: reads, as :mod:`elastic_ckpt.io.reader` joins and splits them.
-        least_nbytes, most_nbytes: smallest and largest of them; a recode's count all together.
+        least_nbytes, most_nbytes: smallest and largest of them; those of a requantize item count as one.
         files: files that it reads from.
         nbytes_compared: of copies that it compares before the load.
         nbytes_received: of tensors that other ranks read and send.
@@ -57,42 +75,20 @@ class Memory:
     offloaded: bool
 
     @property
-    def optimizer(self) -> int:
-        """Masters and states."""
-        return self.masters + sum(nbytes for _, _, nbytes in self.states)
-
-    @property
     def host(self) -> int:
         """Host memory."""
-        return self.optimizer if self.offloaded else 0
+        return self.masters + sum(nbytes for _, _, nbytes in self.states) if self.offloaded else 0
 
     @property
     def device(self) -> int:
         """Memory of the accelerator."""
-        return self.weights + self.gradients + self.others + (0 if self.offloaded else self.optimizer)
-
-
-@dataclass(frozen=True, slots=True)
-class Precision:
-    """Of the live run: dtype of the weights, and of the gradients that it accumulates.
-
-    With ``bfloat16`` and ``float32``, Adam takes 2 + 4 + 4 + 8 = 18 bytes for each parameter, before ZeRO divides them.
-    """
-
-    weights: str = "bfloat16"
-    gradients: str = "float32"
+        optimizer = 0 if self.offloaded else self.masters + sum(nbytes for _, _, nbytes in self.states)
+        return self.weights + self.gradients + self.others + optimizer
 
 
 @dataclass(frozen=True, slots=True)
 class RankForecast:
-    """One rank.
-
-    Attributes:
-        rank: global rank.
-        reads: what it reads.
-        memory: what it needs.
-        by_file: bytes that it reads from each file, by index into the metadata's files.
-    """
+    """What one rank reads and needs; ``by_file``: bytes read from each file, by index into the metadata's files."""
 
     rank: int
     reads: Reads
@@ -100,28 +96,16 @@ class RankForecast:
     by_file: Mapping[int, int]
 
 
-def forecast_rank(
-    rank: int,
-    local_state: LocalState,
-    plan: ReadPlan,
-    precision: Precision,
-    options: ReadOptions,
-    offload: bool,
-    on_accelerator: bool,
-) -> RankForecast:
-    """What one rank reads and needs.
+def forecast_rank(rank: int, local_state: LocalState, plan: ReadPlan, run: LiveRun) -> RankForecast:
+    """What one rank of a job with accelerators reads and needs.
 
     Args:
         rank: its global rank.
-        local state, plan: what it holds, and its plan.
-        precision: of the live run.
-        options: how it reads.
-        offload: whether masters and states are in host memory (``offload_optimizer``).
-        on_accelerator: whether the job has accelerators; if not, all is host memory, and read straight into it.
+        local_state, plan: what it holds, and its plan.
+        run: precision, and how it reads.
     """
-    memory = memory_of(local_state, plan, precision, offload and on_accelerator)
-    reads = reads_of(local_state, plan, options, on_accelerator and not offload)
-    return RankForecast(rank, reads, memory, bytes_by_file(plan))
+    reads = reads_of(local_state, plan, run.reading, on_accelerator=not run.offload)
+    return RankForecast(rank, reads, memory_of(local_state, plan, run), bytes_by_file(plan))
 
 
 def reads_of(local_state: LocalState, plan: ReadPlan, options: ReadOptions, on_accelerator: bool) -> Reads:
@@ -142,43 +126,36 @@ def reads_of(local_state: LocalState, plan: ReadPlan, options: ReadOptions, on_a
 
 
 def bytes_by_file(plan: ReadPlan) -> dict[int, int]:
-    """Bytes of tensors that a plan reads from each file; scales of blocks that are cut anew are left out."""
-    found: dict[int, int] = {}
+    """Bytes of tensors that a plan reads from each file; scales of requantized blocks are left out."""
+    found = Counter[int]()
     for copy in plan.copies:
-        found[copy.file] = found.get(copy.file, 0) + copy.rows * copy.numel * ITEMSIZE[copy.dtype]
+        found[copy.file] += copy.rows * copy.numel * ITEMSIZE[copy.dtype]
     for recode in plan.recodes:
         for piece in recode.pieces:
-            found[piece.file] = found.get(piece.file, 0) + piece.numel * ITEMSIZE[piece.dtype]
-    return found
+            found[piece.file] += piece.numel * ITEMSIZE[piece.dtype]
+    return dict(found)
 
 
-def memory_of(local_state: LocalState, plan: ReadPlan, precision: Precision, offload: bool) -> Memory:
+def memory_of(local_state: LocalState, plan: ReadPlan, run: LiveRun) -> Memory:
     """What one rank needs for the state of training.
 
     Persistent parameters of ZeRO-3, communication buckets and activations are left out.
     """
     stage, flat_numel = local_state.zero_stage, sum(flat.numel for flat in local_state.flats)
-    states: dict[tuple[str, str], int] = {}
+    states = Counter[tuple[str, str]]()
     for slot in plan.slots:
         if slot.key not in (MASTER, BUFFER, FROZEN):
-            what = (slot.key, slot.dtype)
-            states[what] = states.get(what, 0) + slot.numel * ITEMSIZE[slot.dtype]
-    whole_numel = _numel_of_shards(local_state)
-    is_master = stage == 0 and precision.weights == "float32"  # then the optimizer steps on the weights themselves
+            states[slot.key, slot.dtype] += slot.numel * ITEMSIZE[slot.dtype]
+    # the trainable parameters of this pipeline stage and tensor-parallel rank, however ZeRO cuts them
+    members = [name for flat in local_state.flats for name in flat.members]
+    whole_numel = sum(math.prod(local_state.layouts[name].shapes[local_state.tp_rank]) for name in members)
+    is_master = stage == 0 and run.weights == "float32"  # then the optimizer steps on the weights themselves
     weights_numel = 0 if is_master else flat_numel if stage == 3 else whole_numel
-    gradients_numel = flat_numel if stage >= 2 else whole_numel
     return Memory(
         masters=sum(flat.numel * ITEMSIZE[flat.dtype] for flat in local_state.flats),
         states=tuple((key, dtype, nbytes) for (key, dtype), nbytes in sorted(states.items())),
-        weights=weights_numel * ITEMSIZE[precision.weights],
-        gradients=gradients_numel * ITEMSIZE[precision.gradients],
+        weights=weights_numel * ITEMSIZE[run.weights],
+        gradients=(flat_numel if stage >= 2 else whole_numel) * ITEMSIZE[run.gradients],
         others=sum(whole.range.numel * ITEMSIZE[whole.dtype] for whole in local_state.wholes),
-        offloaded=offload,
+        offloaded=run.offload,
     )
-
-
-def _numel_of_shards(local_state: LocalState) -> int:
-    """Elements of the trainable parameters of this pipeline stage and tensor-parallel rank, however ZeRO cuts them."""
-    members = [name for flat in local_state.flats for name in flat.members]
-    shapes = {name: layout.shapes[local_state.tp_rank] for name, layout in local_state.layouts.items()}
-    return sum(math.prod(shapes[name]) for name in members)

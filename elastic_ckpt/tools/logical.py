@@ -90,7 +90,7 @@ class LogicalReader:
         guessed = self._resharding.guessed
         judged = tuple(replace(one, is_guess=one.is_guess or one.name in guessed) for one in comparisons)
         plan = ReadPlan(self.metadata.files, (), (), comparisons=judged)
-        return judge_drift(find_drift(plan, options), self._resharding.averaged, self._options.replicated)
+        return judge_drift(find_drift(plan, options), frozenset(self._resharding.averaged), self._options.replicated)
 
     def read(self, whole: Whole, wanted: FlatRange, out: torch.Tensor, options: ReadOptions) -> None:
         """Read some elements of a tensor. Thread-safe.

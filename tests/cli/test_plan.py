@@ -13,7 +13,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from elastic_ckpt.cli import app
-from elastic_ckpt.cli.plan_options import bandwidth
+from elastic_ckpt.cli.plan import bandwidth_of
 from elastic_ckpt.cli.plan_plot import bytes_matrix
 from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.planning.planner import LoadOptions
@@ -185,7 +185,7 @@ def test_no_checkpoint_ends_with_3(tmp_path: Path) -> None:
 
 def test_bandwidths() -> None:
     texts = ("5GB/s", "800 MB/s", "25Gbit/s", "1.5TB", "64kB/s", "2GiB/s", "7B/s")
-    assert [bandwidth(text) for text in texts] == [5e9, 8e8, 25e9 / 8, 1.5e12, 64e3, 2 * 1024**3, 7]
+    assert [bandwidth_of(text) for text in texts] == [5e9, 8e8, 25e9 / 8, 1.5e12, 64e3, 2 * 1024**3, 7]
 
 
 def test_the_picture(small: str, tmp_path: Path) -> None:

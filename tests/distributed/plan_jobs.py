@@ -60,10 +60,10 @@ def assert_alike(engine: Any, folder: str, stage: int, where: str, sub_group: in
     metadata = open_folder(folder, None, config).checkpoint.metadata
     more = {} if sub_group is None else {"sub_group_numel": sub_group}
     job = VirtualJob(metadata, Topology(place.dp, place.tp, place.pp, stage, **more), load_options(config))
-    assert job.topology.place(dist.get_rank()) == place, where
-    assert_same_destinations(job.local_state(place), live, place, where)
+    assert job.topology.coordinates(dist.get_rank()) == place, where
+    assert_same_destinations(job.local_state(dist.get_rank()), live, place, where)
     engine.load_checkpoint(folder)
-    local_state, plan = job.planned(place)
+    local_state, plan = job.planned(dist.get_rank())
     reads = reads_of(local_state, plan, ReadOptions(), on_accelerator=False)
     work = engine.elastic_report.mine
     found = reads.nbytes, reads.calls, reads.nbytes_received

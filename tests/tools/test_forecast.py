@@ -22,10 +22,9 @@ from elastic_ckpt.io.coalesce import StagedRead, sort_copies
 from elastic_ckpt.io.read_sizes import read_sizes
 from elastic_ckpt.io.reader import ReadOptions, execute
 from elastic_ckpt.planning.planner import LoadOptions
-from elastic_ckpt.tools.cluster import Cluster, nodes_of, reading_time
 from elastic_ckpt.tools.forecast import (
+    LiveRun,
     Memory,
-    Precision,
     RankForecast,
     Reads,
     bytes_by_file,
@@ -35,7 +34,7 @@ from elastic_ckpt.tools.forecast import (
 )
 from elastic_ckpt.tools.opened import load_options
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
-from elastic_ckpt.tools.virtual.survey import Setting, some_ranks, spread, survey
+from elastic_ckpt.tools.virtual.survey import Cluster, nodes_of, reading_time, spread, survey
 from tests.simulation import saved
 from tests.tools.test_scale import catalog_of
 from tests.tools.test_virtual import RULES, sharded
@@ -124,7 +123,7 @@ def test_of_what_ranks_read_together_each_receives_the_rest() -> None:
     job = VirtualJob(saved({"a": (6,), "b": (10,)}, states=("exp_avg",)), Topology(dp=2, zero_stage=0), LoadOptions())
     found = []
     for rank in range(2):
-        local_state, plan = job.planned(job.topology.place(rank))
+        local_state, plan = job.planned(rank)
         reads = reads_of(local_state, plan, ReadOptions(), on_accelerator=False)
         assert sum(bytes_by_file(plan).values()) == reads.nbytes
         found.append((reads.nbytes, reads.nbytes_received))
@@ -135,7 +134,7 @@ def test_of_what_ranks_read_together_each_receives_the_rest() -> None:
 
 def test_copies_that_are_compared_are_counted_apart() -> None:
     job = VirtualJob(sharded(2), Topology(tp=1), LoadOptions(rules=RULES))
-    local_state, plan = job.planned(job.topology.place(0))
+    local_state, plan = job.planned(0)
     reads = reads_of(local_state, plan, ReadOptions(), on_accelerator=False)
     # masters and two moments: of the norm two copies of 4 elements, and one is read
     assert reads.nbytes_compared == 3 * 2 * 4 * 4
@@ -157,8 +156,8 @@ BYTES = {"weights": 2, "gradients": 4, "masters": 4, "states": 8}
 def test_18_bytes_for_each_parameter_before_zero_divides_them(stage: int, divided: tuple[str, ...], dp: int) -> None:
     metadata = saved({"a": (N // 2,), "b": (N // 4, 2)})
     job = VirtualJob(metadata, Topology(dp=dp, zero_stage=stage), LoadOptions())
-    for place in job.topology.places():
-        memory = memory_of(*job.planned(place), Precision(), offload=False)
+    for rank in range(dp):
+        memory = memory_of(*job.planned(rank), LiveRun())
         expected = {what: size * N // (dp if what in divided else 1) for what, size in BYTES.items()}
         found = {what: getattr(memory, what) for what in ("weights", "gradients", "masters")}
         assert found | {"states": sum(nbytes for *_, nbytes in memory.states)} == expected
@@ -167,7 +166,7 @@ def test_18_bytes_for_each_parameter_before_zero_divides_them(stage: int, divide
             ("exp_avg_sq", "float32", expected["states"] // 2),
         )
         assert (memory.device, memory.host) == (sum(expected.values()), 0)
-        moved = memory_of(*job.planned(place), Precision(), offload=True)
+        moved = memory_of(*job.planned(rank), LiveRun(offload=True))
         assert moved.host == expected["masters"] + expected["states"]
         assert moved.device == expected["weights"] + expected["gradients"]
 
@@ -181,7 +180,7 @@ def test_precision_decides_about_weights_and_gradients() -> None:
         (1, "float32", "float16"),
     ):
         job = VirtualJob(metadata, Topology(zero_stage=stage), LoadOptions())
-        memory = memory_of(*job.planned(job.topology.place(0)), Precision(weights, gradients), offload=False)
+        memory = memory_of(*job.planned(0), LiveRun(weights, gradients))
         assert memory.others == 80
         found[stage, weights] = (memory.weights, memory.gradients)
     # without ZeRO, an fp32 optimizer steps on the weights themselves
@@ -191,7 +190,7 @@ def test_precision_decides_about_weights_and_gradients() -> None:
 def test_tensor_and_pipeline_parallelism_divide_the_weights() -> None:
     metadata = catalog_of("bloom-176b")
     job = VirtualJob(metadata, Topology(dp=8, tp=4, pp=12), load_options(ElasticConfig(tp_preset="bloom")))
-    memory = memory_of(*job.planned(job.topology.place(100)), Precision(), offload=False)
+    memory = memory_of(*job.planned(100), LiveRun())
     h = 14336  # stage 3 has six layers: of each 12 h^2 and 7 h of the 13 h are cut over four ranks
     numel = 6 * (12 * h * h + 7 * h) // 4 + 6 * 6 * h
     assert (memory.weights, memory.gradients) == (2 * numel, 4 * numel)
@@ -229,37 +228,37 @@ def test_of_a_few_ranks_the_rest_is_estimated() -> None:
 
 
 def test_of_a_big_job_some_nodes_are_planned() -> None:
-    assert some_ranks(Cluster(64, 8)) == list(range(64))
-    found = some_ranks(Cluster(384, 48))
+    assert Cluster(64, 8).some_ranks() == list(range(64))
+    found = Cluster(384, 48).some_ranks()
     assert len(found) == 64
     assert found[:8] == list(range(8)) and found[-8:] == list(range(376, 384))
     assert Counter(rank // 8 for rank in found).most_common()[-1][1] == 8
-    assert some_ranks(Cluster(300, 2)) == list(range(300))  # the first node and the last
-    assert some_ranks(Cluster(1000, 1)) == list(range(1000))
-    assert some_ranks(Cluster(100, 30))[-1] == 99
+    assert Cluster(300, 2).some_ranks() == list(range(300))  # the first node and the last
+    assert Cluster(1000, 1).some_ranks() == list(range(1000))
+    assert Cluster(100, 30).some_ranks()[-1] == 99
 
 
 def test_a_survey_is_of_the_ranks_that_were_asked_for() -> None:
     job = VirtualJob(saved({"a": (40,), "b": (7,)}), Topology(dp=4), LoadOptions())
-    setting = Setting(Cluster(4, 2, 100.0), Precision(), ReadOptions())
-    found = survey(job, range(4), setting)
+    cluster = Cluster(4, 2, 100.0)
+    found = survey(job, range(4), cluster, LiveRun())
     assert [each.rank for each in found.ranks] == [0, 1, 2, 3]
     assert sum(each.reads.nbytes for each in found.ranks) == 3 * 4 * 47
-    assert found.time.node_nbytes == max(node.nbytes for node in found.nodes)
-    part = survey(job, [2], setting)
+    time, nodes = reading_time(found.ranks, cluster), nodes_of(found.ranks, cluster)
+    assert time.node_nbytes == max(node.nbytes for node in nodes)
+    part = survey(job, [2], cluster, LiveRun())
     assert part.ranks == (found.ranks[2],)
     assert part.last[0].dp_rank == 2
     with pytest.raises(ValueError, match="no ranks"):
-        survey(job, [], setting)
-    values = spread([3, 1, 8])
-    assert (values.least, values.mean, values.most, values.total) == (1, 4.0, 8, 12)
+        survey(job, [], cluster, LiveRun())
+    assert spread([3, 1, 8]) == {"least": 1, "mean": 4.0, "most": 8, "total": 12}
 
 
 def test_forecasts_are_plain_data() -> None:
     job = VirtualJob(saved({"a": (40,)}), Topology(dp=2), LoadOptions())
-    local_state, plan = job.planned(job.topology.place(1))
+    local_state, plan = job.planned(1)
     for offload, staged in ((False, True), (True, False)):
-        each = forecast_rank(1, local_state, plan, Precision(), ReadOptions(), offload, on_accelerator=True)
+        each = forecast_rank(1, local_state, plan, LiveRun(offload=offload))
         assert each.memory.offloaded == offload
         assert json.loads(json.dumps(dataclasses.asdict(each)))["reads"]["nbytes"] == 3 * 4 * 20
         assert each.reads.calls == len(plan.copies) if staged else each.reads.calls <= len(plan.copies)

@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from elastic_ckpt.cli.inspect_view import clean, file_tree, parameter_table, report
+from elastic_ckpt.cli.output import plain
 from elastic_ckpt.core.declared import declared_by
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.metadata import (
@@ -38,10 +39,9 @@ from elastic_ckpt.formats.peek import Peeked
 from elastic_ckpt.sharding.book import RuleBook
 from elastic_ckpt.sharding.presets import Preset
 from elastic_ckpt.tools.inspection import Inspection, inspect_checkpoint
-from elastic_ckpt.tools.inspection.facts import plain
-from elastic_ckpt.tools.inspection.files import Listing, missing_files
+from elastic_ckpt.tools.inspection.facts import Evidence
+from elastic_ckpt.tools.inspection.files import missing_files
 from elastic_ckpt.tools.inspection.findings import hole_in
-from elastic_ckpt.tools.inspection.look import Read
 
 FOLDER = "/ckpt/step7"
 MODEL, OPTIMIZER = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"
@@ -97,10 +97,10 @@ def inspected(
 ) -> Inspection:
     peeked = peeked or peeked_of()
     checkpoint = None if metadata is None else Checkpoint(metadata, peeked.training_state, FILES[0].path, 2)
-    read = Read(checkpoint, **{key: more.pop(key) for key in ("refusal", "unnamed", "misled") if key in more})
-    sizes = more.pop("sizes", dict.fromkeys(names, 10))
-    listing = Listing(sizes, more.pop("tags", ("step7",)), more.pop("latest", {}))
-    return inspect_checkpoint(found_of(*names), listing, peeked, read, more.pop("book", RuleBook()), **more)
+    book, presets = more.pop("book", RuleBook()), more.pop("presets", ())
+    fields = {"sizes": dict.fromkeys(names, 10), "tags": ("step7",), **more}
+    evidence = Evidence(found_of(*names), peeked=peeked, checkpoint=checkpoint, **fields)
+    return inspect_checkpoint(evidence, book, presets)
 
 
 def kinds(inspection: Inspection) -> list[tuple[str, str]]:
@@ -305,14 +305,14 @@ ZERO3 = "zero_pp_rank_{}_mp_rank_{:02d}_model_states.pt"
     ],
 )
 def test_missing_files(names: list[str], peeked: Peeked | None, missing: list[str]) -> None:
-    listing = Listing(dict.fromkeys(names, 10))
-    assert list(missing_files(found_of(*names), listing, peeked, None)) == missing
+    evidence = Evidence(found_of(*names), dict.fromkeys(names, 10), peeked=peeked)
+    assert list(missing_files(evidence)) == missing
 
 
 def test_missing_parameters_of_a_universal_checkpoint() -> None:
     sizes = {MODEL: 1, "zero/a/fp32.pt": 1, "zero/optimizer_state.pt": 1}
     peeked = peeked_of(parameters=("a", "../b"))
-    missing = missing_files(found_of(MODEL, universal=True), Listing(sizes), peeked, None)
+    missing = missing_files(Evidence(found_of(MODEL, universal=True), sizes, peeked=peeked))
     assert missing == ("zero/../b/fp32.pt",)
 
 
@@ -402,7 +402,7 @@ def test_json_knows_every_value() -> None:
     odd = {"a": float("inf"), 3: {2, 1}, "b": (1, None, True), "c": b"raw", "d": object}
     assert plain(odd) == {"a": "inf", "3": ["1", "2"], "b": [1, None, True], "c": "b'raw'", "d": "<class 'object'>"}
     inspection = inspected(sharded(groups=({"lr": float("nan"), "betas": (0.9, 0.99)},)))
-    written = json.loads(json.dumps(inspection.as_dict(), allow_nan=False))
+    written = json.loads(json.dumps({"ok": inspection.ok, **plain(inspection)}, allow_nan=False))
     assert written["groups"][0]["hyperparameters"] == {"lr": "nan", "betas": [0.9, 0.99]}
     assert written["ok"] is True and [item["name"] for item in written["parameters"]][:1] == ["wide"]
 

@@ -12,7 +12,7 @@ from deepspeed.runtime.utils import partition_balanced
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from elastic_ckpt.core.local_state import LocalState, RankCoordinates
+from elastic_ckpt.core.local_state import LocalState
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
 from elastic_ckpt.core.state_kinds import REPLICATED, WHOLE, BlockFormat, Codebook
 from elastic_ckpt.core.tp_rules import Rule
@@ -22,7 +22,6 @@ from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from elastic_ckpt.sharding.book import RuleBook
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
 from elastic_ckpt.tools.virtual.stages import stages_of
-from elastic_ckpt.tools.virtual.states import SavedStates
 from tests.simulation import Element, Shape, elements_of, saved
 
 OPTIONS = LoadOptions()
@@ -38,7 +37,7 @@ def job_of(metadata: CheckpointMetadata, options: LoadOptions = OPTIONS, **topol
 @pytest.mark.parametrize(("pp", "dp", "tp"), [(1, 1, 1), (3, 2, 4), (2, 5, 1), (1, 3, 2)])
 def test_ranks_are_numbered_as_deepspeed_numbers_them(pp: int, dp: int, tp: int) -> None:
     theirs, ours = PipeModelDataParallelTopology(num_pp=pp, num_mp=tp, num_dp=dp), Topology(dp=dp, tp=tp, pp=pp)
-    places = list(ours.places())
+    places = [ours.coordinates(rank) for rank in range(ours.ranks)]
     assert len(places) == ours.ranks == pp * dp * tp
     for rank, place in enumerate(places):
         coordinates = theirs.get_coord(rank)
@@ -81,7 +80,7 @@ def test_stages_1_and_2_cut_each_group_into_equal_parts(dp: int, alignment: int)
     for group, names in enumerate(members):
         flat = [element for name in names for element in elements_of(name, MASTER, SHAPES[name])]
         for rank, expected in enumerate(in_equal_parts(flat, dp, max(alignment, 2))):
-            local_state = job.local_state(job.topology.place(rank))
+            local_state = job.local_state(rank)
             assert local_state.flats[group].members == tuple(names)
             assert local_state.flats[group].group == group
             assert held_elements(local_state, group) == expected
@@ -102,7 +101,7 @@ def test_stage_3_cuts_each_parameter_and_groups_at_sub_group_size(dp: int, limit
                 expected_groups.append(gathered)
                 gathered, numel = [], 0
     for rank in range(dp):
-        local_state = job.local_state(job.topology.place(rank))
+        local_state = job.local_state(rank)
         assert [list(flat.members) for flat in local_state.flats] == expected_groups
         for number, names in enumerate(expected_groups):
             parts = [in_equal_parts(elements_of(name, MASTER, SHAPES[name]), dp, 1)[rank] for name in names]
@@ -112,11 +111,11 @@ def test_stage_3_cuts_each_parameter_and_groups_at_sub_group_size(dp: int, limit
 def test_without_zero_each_parameter_is_a_flat_tensor_that_all_ranks_hold() -> None:
     job = job_of(saved(SHAPES), dp=2, zero_stage=0)
     for rank in range(2):
-        local_state = job.local_state(job.topology.place(rank))
+        local_state = job.local_state(rank)
         assert [(flat.members, flat.numel, flat.replicated) for flat in local_state.flats] == [
             ((name,), math.prod(shape), True) for name, shape in SHAPES.items()
         ]
-    assert not any(flat.replicated for flat in job_of(saved(SHAPES), zero_stage=0).local_state(RankCoordinates()).flats)
+    assert not any(flat.replicated for flat in job_of(saved(SHAPES), zero_stage=0).local_state(0).flats)
 
 
 def test_buffers_are_whole_and_stage_3_cuts_frozen_weights() -> None:
@@ -129,7 +128,7 @@ def test_buffers_are_whole_and_stage_3_cuts_frozen_weights() -> None:
     ranges = {}
     for stage in (1, 3):
         job = job_of(metadata, dp=2, zero_stage=stage)
-        every = [job.local_state(job.topology.place(rank)).wholes for rank in range(2)]
+        every = [job.local_state(rank).wholes for rank in range(2)]
         assert [(whole.name, whole.key, whole.dtype) for whole in every[0]] == [
             ("steps", BUFFER, "int64"),
             ("base", FROZEN, "bfloat16"),
@@ -149,14 +148,14 @@ def test_ranks_of_an_unchanged_zero_3_job_read_their_own_buffers(zero_stage: int
     source = dataclasses.replace(metadata.source, zero_stage=zero_stage, dp=2)
     job = job_of(dataclasses.replace(metadata, source=source), dp=dp, zero_stage=3)
     for rank in range(dp):
-        slot = next(slot for slot in job.plan(job.topology.place(rank)).slots if slot.key == BUFFER)
+        slot = next(slot for slot in job.planned(rank)[1].slots if slot.key == BUFFER)
         assert slot.replicated != own
 
 
 def test_names_are_those_after_the_users_renames() -> None:
     job = job_of(saved({"old.a": (4,), "b": (3,)}), LoadOptions(rename=((r"^old\.", "new."),)), dp=2)
-    plan = job.plan(job.topology.place(0))
-    assert [flat.members for flat in job.local_state(job.topology.place(0)).flats] == [("new.a", "b")]
+    plan = job.planned(0)[1]
+    assert [flat.members for flat in job.local_state(0).flats] == [("new.a", "b")]
     assert {outcome.names for outcome in plan.outcomes if outcome.role == MASTER} == {("b", "new.a")}
     assert "rename: 1 names go by '^old\\\\.'" in plan.notes
 
@@ -183,7 +182,7 @@ def test_shards_of_another_degree_follow_from_the_rules(tp: int) -> None:
     job = job_of(sharded(2), LoadOptions(rules=RULES), tp=tp)
     expected = {"words": (-(-20 // tp), 4), "0.up": (16 // tp, 4), "0.down": (4, 16 // tp), "0.norm": (4,)}
     for rank in range(tp):
-        local_state = job.local_state(job.topology.place(rank))
+        local_state = job.local_state(rank)
         assert local_state.tp_rank == rank
         assert {part.name: part.shape for part in local_state.fragments} == expected
         assert {name: layout.shapes for name, layout in local_state.layouts.items()} == {
@@ -212,8 +211,8 @@ def test_what_ranks_share_does_not_change_their_plans(topology: dict[str, int]) 
     """The job asks once for each tensor-parallel rank how shards are cut; a load asks on every rank."""
     options = LoadOptions(rules=RULES)
     job = job_of(sharded(2), options, **topology)
-    for place in job.topology.places():
-        assert job.plan(place) == plan_load(job.metadata, job.local_state(place), options)
+    for rank in range(job.topology.ranks):
+        assert job.planned(rank) == (job.local_state(rank), plan_load(job.metadata, job.local_state(rank), options))
 
 
 # --- stages -----------------------------------------------------------------------------------------------------------
@@ -254,14 +253,14 @@ def pipeline() -> CheckpointMetadata:
 
 
 def held_by(job: VirtualJob) -> list[set[str]]:
-    places = [next(p for p in job.topology.places() if p.pp_rank == stage) for stage in range(job.topology.pp)]
-    return [{name for flat in job.local_state(place).flats for name in flat.members} for place in places]
+    ranks = range(0, job.topology.ranks, job.topology.dp * job.topology.tp)  # the first of each stage
+    return [{name for flat in job.local_state(rank).flats for name in flat.members} for rank in ranks]
 
 
 def test_as_many_stages_as_were_saved_hold_what_they_held() -> None:
     assert held_by(job_of(pipeline(), pp=2)) == [set(STAGES[0]), set(STAGES[1])]
     job = job_of(pipeline(), pp=2)
-    assert job.local_state(job.topology.place(0)).elsewhere == {"2.a", "3.a"}
+    assert job.local_state(0).elsewhere == {"2.a", "3.a"}
 
 
 def test_other_numbers_of_stages_share_tied_weights_but_not_what_one_stage_alone_held() -> None:
@@ -285,7 +284,7 @@ def test_states_are_those_that_were_saved() -> None:
     metadata = saved({"a": (3, 2), "b": (4,)}, states=("exp_avg", "both"))
     rows = dataclasses.replace(metadata.tensors["a", "both"], shape=(2, 3, 2))
     metadata = dataclasses.replace(metadata, tensors={**metadata.tensors, ("a", "both"): rows})
-    states = SavedStates(metadata).of(["a"], is_partitioned=True)
+    states = job_of(metadata).states_of(["a"])
     assert states is not None
     assert [(state.key, state.rows, state.blocks) for state in states] == [("both", 2, None), ("exp_avg", 1, None)]
 
@@ -300,9 +299,9 @@ def test_8_bit_states_have_blocks_of_todays_size() -> None:
     coded = dataclasses.replace(metadata.tensors["a", "state1"], dtype="uint8", chunks=chunks)
     metadata = dataclasses.replace(metadata, tensors={**metadata.tensors, ("a", "state1"): coded})
     for members in (["a", "b"], ["b", "a"]):
-        (state,) = SavedStates(metadata).of(members, is_partitioned=True) or ()
+        (state,) = job_of(metadata).states_of(members) or ()
         assert (state.dtype, state.blocks) == ("uint8", BlockFormat(256, "absmax1", codebook))
-    (plain,) = SavedStates(metadata).of(["b"], is_partitioned=True) or ()
+    (plain,) = job_of(metadata).states_of(["b"]) or ()
     assert (plain.dtype, plain.blocks) == ("float32", None)
 
 
@@ -315,11 +314,11 @@ def _code(blocks: BlockFormat) -> object:
 def test_states_of_a_shape_of_their_own_belong_to_one_whole_parameter() -> None:
     metadata = saved({"a": (3, 2), "b": (4,)}, states=("row_var",))
     whole = dataclasses.replace(metadata.tensors["a", "row_var"], shape=(3, 1), is_whole=True)
-    states = SavedStates(dataclasses.replace(metadata, tensors={**metadata.tensors, ("a", "row_var"): whole}))
-    (state,) = states.of(["a"], is_partitioned=False) or ()
+    metadata = dataclasses.replace(metadata, tensors={**metadata.tensors, ("a", "row_var"): whole})
+    (state,) = job_of(metadata, zero_stage=0).states_of(["a"]) or ()
     assert (state.layout, state.shape) == (WHOLE, (3, 1))
-    assert states.of(["a"], is_partitioned=True) is None
-    assert states.of(["a", "b"], is_partitioned=False) is None
+    assert job_of(metadata, zero_stage=1).states_of(["a"]) is None
+    assert job_of(metadata, zero_stage=0).states_of(["a", "b"]) is None
 
 
 def test_replicated_states_are_kept_but_for_tables_that_bitsandbytes_makes() -> None:
@@ -328,5 +327,5 @@ def test_replicated_states_are_kept_but_for_tables_that_bitsandbytes_makes() -> 
     metadata = saved({"a": (4,)}, states=())
     both = tuple(ReplicatedState(key, "float32", (2,), 0, 0, 1) for key in ("table", "qmap1"))
     one = dataclasses.replace(metadata.parameters["a"], replicated=both)
-    (state,) = SavedStates(dataclasses.replace(metadata, parameters={"a": one})).of(["a"], is_partitioned=True) or ()
+    (state,) = job_of(dataclasses.replace(metadata, parameters={"a": one})).states_of(["a"]) or ()
     assert (state.key, state.layout, state.shape) == ("table", REPLICATED, (2,))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from elastic_ckpt.core.dtypes import ITEMSIZE
@@ -21,16 +21,13 @@ from elastic_ckpt.tools.inspection.facts import (
     StateSummary,
     Totals,
 )
-from elastic_ckpt.tools.inspection.layouts import Layout
+from elastic_ckpt.tools.inspection.layouts import Layout, shards_of
 
-ELEMENTWISE, BLOCKS, WHOLE, REPLICATED, SCALAR, UNNAMED = (
-    "elementwise",
-    "blocks",
-    "whole",
-    "replicated",
-    "scalar",
-    "unnamed",
-)
+SCALAR = "scalar"
+#: Key, kind, dtype, rows and elements in a block of a state.
+_Kind = tuple[str, str, str, int, int]
+#: A state of some parameters: kind; how many they are, elements and bytes; and the value of a scalar.
+_Row = tuple[_Kind, tuple[int, int, int], float | None]
 
 
 def stored_numel(tensor: TensorMetadata) -> int:
@@ -46,95 +43,67 @@ def stored_nbytes(tensor: TensorMetadata) -> int:
 def totals(metadata: CheckpointMetadata, key: str) -> Totals:
     """All tensors of one key; copies that other pipeline stages keep are not counted."""
     mine = [tensor for (_, tensor_key), tensor in metadata.tensors.items() if tensor_key == key]
-    return Totals(
-        tensors=len(mine),
-        numel=sum(map(stored_numel, mine)),
-        nbytes=sum(map(stored_nbytes, mine)),
-        dtypes=tuple(sorted({tensor.dtype for tensor in mine})),
-    )
-
-
-@dataclass
-class _Tally:
-    parameters: int = 0
-    numel: int = 0
-    nbytes: int = 0
-    values: set[float] = field(default_factory=set)
-
-    def add(self, numel: int = 0, nbytes: int = 0, parameters: int = 1) -> None:
-        self.parameters += parameters
-        self.numel += numel
-        self.nbytes += nbytes
+    dtypes = tuple(sorted({tensor.dtype for tensor in mine}))
+    return Totals(len(mine), sum(map(stored_numel, mine)), sum(map(stored_nbytes, mine)), dtypes)
 
 
 def states_of(metadata: CheckpointMetadata) -> tuple[StateSummary, ...]:
-    """The optimizer states, by key and kind."""
-    tallies: dict[tuple[str, str, str, int, int], _Tally] = {}
+    """The optimizer states, by key and kind; scalars, and those that no other topology could have, come last."""
+    found = sorted(_summaries(_rows(metadata)), key=lambda state: (state.kind == SCALAR, state.key, state.kind))
+    for kind, states in (("damaged", metadata.damaged_states), ("opaque", metadata.opaque_states)):
+        found += [StateSummary(key, kind, why=why) for key, why in sorted(states.items())]
+    found += [StateSummary(key, "fresh", why='"state_schema" says so') for key in sorted(metadata.fresh_states)]
+    return tuple(found)
+
+
+def _rows(metadata: CheckpointMetadata) -> Iterator[_Row]:
     state_keys = set(metadata.state_keys)
     for (name, key), tensor in metadata.tensors.items():
         if key in state_keys:
-            kind, rows, block_numel = kind_of(tensor, _parameter_shape(metadata, name))
-            found = tallies.setdefault((key, kind, tensor.dtype, rows, block_numel), _Tally())
-            found.add(stored_numel(tensor), stored_nbytes(tensor))
+            saved = metadata.parameters.get(name)
+            kind = _kind_of(tensor, () if saved is None else saved.shape)
+            yield kind, (1, stored_numel(tensor), stored_nbytes(tensor)), None
+    replicated: dict[_Kind, tuple[int, int, int]] = {}
     for saved in metadata.parameters.values():
-        for state in saved.replicated:
+        for state in saved.replicated:  # one for all of a partition's parameters
+            kind = (state.key, "replicated", state.dtype, 1, 0)
             numel = math.prod(state.shape)
-            found = tallies.setdefault((state.key, REPLICATED, state.dtype, 1, 0), _Tally())
-            found.parameters += 1
-            found.numel, found.nbytes = numel, numel * ITEMSIZE.get(state.dtype, 0)
+            replicated[kind] = replicated.get(kind, (0,))[0] + 1, numel, numel * ITEMSIZE.get(state.dtype, 0)
         for key, value in saved.scalars:
-            found = tallies.setdefault((key, SCALAR, metadata.scalar_forms.get(key, ""), 1, 0), _Tally())
-            found.add()
-            found.values.add(value)
-    summaries = [
-        StateSummary(key, kind, dtype, tally.parameters, rows, block, tally.numel, tally.nbytes, _ends(tally.values))
-        for (key, kind, dtype, rows, block), tally in tallies.items()
-    ]
-    return (*sorted(summaries, key=lambda state: (state.kind == SCALAR, state.key, state.kind)), *_not_cut(metadata))
+            yield (key, SCALAR, metadata.scalar_forms.get(key, ""), 1, 0), (1, 0, 0), value
+    yield from ((kind, counts, None) for kind, counts in replicated.items())
 
 
-def _not_cut(metadata: CheckpointMetadata) -> Iterable[StateSummary]:
-    for kind, states in (("damaged", metadata.damaged_states), ("opaque", metadata.opaque_states)):
-        for key, why in sorted(states.items()):
-            yield StateSummary(key, kind, "", 0, why=why)
-    for key in sorted(metadata.fresh_states):
-        yield StateSummary(key, "fresh", "", 0, why='"state_schema" says so')
-
-
-def kind_of(tensor: TensorMetadata, shape: Shape) -> tuple[str, int, int]:
-    """Kind, rows, and elements in a block, of a state of a parameter of some shape."""
+def _kind_of(tensor: TensorMetadata, shape: Shape) -> _Kind:
+    """The kind of a state of a parameter of some shape."""
     if tensor.is_whole:
-        return WHOLE, 1, 0
+        return tensor.key, "whole", tensor.dtype, 1, 0
     rows = tensor.shape[0] if len(tensor.shape) == len(shape) + 1 and tensor.shape[1:] == shape else 1
     code = next((chunk.code for chunk in tensor.chunks if chunk.code is not None), None)
-    return (ELEMENTWISE, rows, 0) if code is None else (BLOCKS, rows, code.format.numel)
+    kind, block_numel = ("elementwise", 0) if code is None else ("blocks", code.format.numel)
+    return tensor.key, kind, tensor.dtype, rows, block_numel
 
 
-def _parameter_shape(metadata: CheckpointMetadata, name: str) -> Shape:
-    saved = metadata.parameters.get(name)
-    return () if saved is None else saved.shape
-
-
-def _ends(values: set[float]) -> tuple[float, ...]:
-    return tuple(dict.fromkeys((min(values), max(values)))) if values else ()
+def _summaries(rows: Iterable[_Row]) -> Iterator[StateSummary]:
+    counts: dict[_Kind, list[tuple[int, int, int]]] = defaultdict(list)
+    values: dict[_Kind, list[float]] = defaultdict(list)
+    for kind, numbers, value in rows:
+        counts[kind].append(numbers)
+        values[kind] += [] if value is None else [value]
+    for kind, every in counts.items():
+        key, name, dtype, row_count, block_numel = kind
+        parameters, numel, nbytes = map(sum, zip(*every, strict=True))
+        ends = tuple(dict.fromkeys((min(values[kind]), max(values[kind])))) if values[kind] else ()
+        yield StateSummary(key, name, dtype, parameters, row_count, block_numel, numel, nbytes, ends)
 
 
 def groups_of(metadata: CheckpointMetadata) -> tuple[GroupSummary, ...]:
     """The param groups, in saved order."""
-    members: dict[int, list[str]] = {}
-    for name, saved in metadata.parameters.items():
-        members.setdefault(saved.group, []).append(name)
-    summaries = []
-    for number, hyperparameters in enumerate(metadata.groups):
-        names = members.get(number, [])
-        numel = sum(math.prod(shape) for name in names for shape in _shards(metadata, name))
-        summaries.append(GroupSummary(number, len(names), numel, hyperparameters))
-    return tuple(summaries)
-
-
-def _shards(metadata: CheckpointMetadata, name: str) -> Sequence[Shape]:
-    saved = metadata.parameters[name]
-    return saved.shards or (saved.shape,)
+    members, numels = Counter[int](), Counter[int]()
+    for saved in metadata.parameters.values():
+        members[saved.group] += 1
+        numels[saved.group] += sum(map(math.prod, saved.shards or (saved.shape,)))
+    return tuple(GroupSummary(n, members[n], numels[n], values) for n, values in enumerate(metadata.groups))
 
 
 def unnamed_states(parts: Mapping[int, UnpartitionedState], tp: int | None) -> tuple[StateSummary, ...]:
@@ -144,30 +113,25 @@ def unnamed_states(parts: Mapping[int, UnpartitionedState], tp: int | None) -> t
         parts: by model-parallel rank.
         tp: tensor-parallel degree: so many neighbours hold shards of the same parameters.
     """
-    tallies: dict[tuple[str, str], _Tally] = {}
+    rows: list[_Row] = []
     for mp, part in parts.items():
-        counts = int(mp % (tp or 1) == 0)
+        count = int(mp % (tp or 1) == 0)
         for states in part.states.values():
             for key, ref in states.tensors.items():
-                found = tallies.setdefault((key, ref.dtype), _Tally())
-                found.add(ref.numel, ref.numel * ITEMSIZE[ref.dtype], counts)
+                sizes = (count, ref.numel, ref.numel * ITEMSIZE[ref.dtype])
+                rows.append(((key, "unnamed", ref.dtype, 1, 0), sizes, None))
             for key, value in states.scalars:
-                found = tallies.setdefault((key, states.scalar_forms.get(key, "")), _Tally())
-                found.add(parameters=counts)
-                found.values.add(value)
-    return tuple(
-        StateSummary(key, UNNAMED, dtype, t.parameters, numel=t.numel, nbytes=t.nbytes, values=_ends(t.values))
-        for (key, dtype), t in sorted(tallies.items())
-    )
+                rows.append(((key, "unnamed", states.scalar_forms.get(key, ""), 1, 0), (count, 0, 0), value))
+    return tuple(sorted(_summaries(rows), key=lambda state: (state.key, state.dtype)))
 
 
 def unnamed_groups(parts: Mapping[int, UnpartitionedState], tp: int | None) -> tuple[GroupSummary, ...]:
     """Param groups whose members are numbered; arguments as for :func:`unnamed_states`."""
-    members: dict[int, int] = {}
+    members = Counter[int]()
     hyperparameters: dict[int, Mapping[str, Any]] = {}
     for mp, part in parts.items():
         for number, (inside, values) in enumerate(zip(part.members, part.groups, strict=True)):
-            members[number] = members.get(number, 0) + len(inside) * (mp % (tp or 1) == 0)
+            members[number] += len(inside) * (mp % (tp or 1) == 0)
             hyperparameters.setdefault(number, values)
     return tuple(GroupSummary(number, members[number], None, hyperparameters[number]) for number in sorted(members))
 
@@ -185,45 +149,36 @@ def parameters_of(
     keys: dict[str, list[str]] = {name: [] for name in metadata.parameters}
     for name, key in metadata.tensors:
         keys.setdefault(name, []).append(key)
-    names_of: dict[str, list[str]] = {}
+    tied: dict[str, list[str]] = defaultdict(list)
     for name, holder in metadata.aliases.items():
-        names_of.setdefault(holder, []).append(name)
-    entries = [
-        _entry(metadata, name, keys[name], layouts[name], tuple(names_of.get(name, ())), weights_only) for name in keys
-    ]
-    order = {TRAINED: 0, WEIGHT: 1, FROZEN_ROLE: 2, BUFFER_ROLE: 3}
-    return tuple(sorted(entries, key=lambda entry: order[entry.role]))
-
-
-def _entry(
-    metadata: CheckpointMetadata,
-    name: str,
-    keys: Sequence[str],
-    layout: Layout,
-    tied: tuple[str, ...],
-    weights_only: bool,
-) -> ParameterEntry:
-    saved = metadata.parameters.get(name)
-    role = TRAINED if saved is not None else BUFFER_ROLE if BUFFER in keys else WEIGHT if weights_only else FROZEN_ROLE
-    own = next((metadata.tensors[name, key] for key in (MASTER, FROZEN, BUFFER) if key in keys), None)
-    stored = [metadata.tensors[name, key] for key in keys]
-    replicas = [replica for key in keys for replica in metadata.replicas.get((name, key), ())]
-    shards = layout.shards
-    states = sorted(set(keys) - {MASTER, FROZEN, BUFFER})
-    if saved is not None:
-        states += [state.key for state in saved.replicated] + [key for key, _ in saved.scalars]
-    return ParameterEntry(
-        name=name,
-        role=role,
-        shape=layout.whole,
-        shards=shards,
-        dtype="" if own is None else own.dtype,
-        group=None if saved is None else saved.group,
-        states=tuple(states),
-        numel=sum(map(math.prod, shards)),
-        nbytes=sum(map(stored_nbytes, (*stored, *replicas))),
-        tied=tied,
-        copies=1 + (0 if own is None else len(metadata.replicas.get((name, own.key), ()))),
-        rule=layout.rule,
-        rule_from=layout.origin,
-    )
+        tied[holder].append(name)
+    entries = []
+    for name, mine in keys.items():
+        saved = metadata.parameters.get(name)
+        kept = BUFFER_ROLE if BUFFER in mine else WEIGHT if weights_only else FROZEN_ROLE
+        own = next((metadata.tensors[name, key] for key in (MASTER, FROZEN, BUFFER) if key in mine), None)
+        stored = [metadata.tensors[name, key] for key in mine]
+        stored += [replica for key in mine for replica in metadata.replicas.get((name, key), ())]
+        states = sorted(set(mine) - {MASTER, FROZEN, BUFFER})
+        if saved is not None:
+            states += [state.key for state in saved.replicated] + [key for key, _ in saved.scalars]
+        shards = shards_of(metadata, name)
+        shape, rule, origin = layouts[name]
+        entry = ParameterEntry(
+            name=name,
+            role=kept if saved is None else TRAINED,
+            shape=shape,
+            shards=shards,
+            dtype="" if own is None else own.dtype,
+            group=None if saved is None else saved.group,
+            states=tuple(states),
+            numel=sum(map(math.prod, shards)),
+            nbytes=sum(map(stored_nbytes, stored)),
+            tied=tuple(tied[name]),
+            copies=1 + (0 if own is None else len(metadata.replicas.get((name, own.key), ()))),
+            rule=rule,
+            rule_from=origin,
+        )
+        entries.append(entry)
+    order = [TRAINED, WEIGHT, FROZEN_ROLE, BUFFER_ROLE]
+    return tuple(sorted(entries, key=lambda entry: order.index(entry.role)))

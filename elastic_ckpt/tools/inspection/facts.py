@@ -1,12 +1,15 @@
-"""What an inspection finds out, as plain facts that become JSON. Pure."""
+"""What an inspection is made from, and what it finds out: plain facts that become JSON. Pure."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+from elastic_ckpt.core.metadata import CheckpointMetadata
+from elastic_ckpt.errors import ElasticCkptError
+from elastic_ckpt.formats.base import Checkpoint, Found
+from elastic_ckpt.formats.peek import Peeked
 from elastic_ckpt.tools.findings import ERROR, Finding
 
 Shape = tuple[int, ...]
@@ -15,8 +18,51 @@ TRAINED, FROZEN_ROLE, BUFFER_ROLE, WEIGHT = "trained", "frozen", "buffer", "weig
 
 
 @dataclass(frozen=True)
+class Evidence:
+    """What was read of a checkpoint, whether it fits together or not.
+
+    Attributes:
+        found: the folder of its tag.
+        sizes: path of a file below that folder, with ``/`` -> bytes.
+        tags: names of all checkpoints beside it, itself included, newest first.
+        latest: name of a ``latest`` file -> the tag in it.
+        peeked: what one model-states file says by itself; ``None``: none can be read.
+        checkpoint: the metadata of all files together; ``None``: they do not fit together.
+        refusal: why they do not.
+        unnamed: why optimizer states could not be named, so that ``checkpoint`` holds the weights alone.
+        misled: why another tag than the one in ``latest`` was taken.
+    """
+
+    found: Found
+    sizes: Mapping[str, int]
+    tags: tuple[str, ...] = ()
+    latest: Mapping[str, str] = field(default_factory=dict)
+    peeked: Peeked | None = None
+    checkpoint: Checkpoint | None = None
+    refusal: ElasticCkptError | None = None
+    unnamed: ElasticCkptError | None = None
+    misled: ElasticCkptError | None = None
+
+    @property
+    def metadata(self) -> CheckpointMetadata | None:
+        """Of all files together."""
+        return None if self.checkpoint is None else self.checkpoint.metadata
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The DeepSpeed config of the run; empty where it is not known."""
+        return (None if self.peeked is None else self.peeked.config) or {}
+
+    @property
+    def zero_options(self) -> Mapping[str, Any]:
+        """The ``zero_optimization`` section of that config."""
+        section = self.config.get("zero_optimization")
+        return section if isinstance(section, Mapping) else {}
+
+
+@dataclass(frozen=True)
 class SavedRun:
-    """The run that saved it; ``None``: not known.
+    """The run that saved a checkpoint; ``None``: not known.
 
     Attributes:
         step, samples, skipped_steps: its counters.
@@ -25,10 +71,9 @@ class SavedRun:
         dp, sp, tp, pp: data-, sequence-, tensor- and pipeline-parallel degree; ``sp`` is ``None`` where it is 1.
         precision: ``"fp32"``, ``"bf16"``, ``"fp16"`` or ``"unknown"``.
         precision_from: what says so, in words.
-        optimizer: in words.
-        optimizer_from: what says so.
+        optimizer, optimizer_from: in words, and what says so.
         global_batch, micro_batch, accumulation_steps: samples a step, samples of a rank at once, micro-batches a step.
-        lr_scheduler: what is short in the state of the lr scheduler; ``None``: there is none.
+        lr_scheduler: the short entries of its state; ``None``: there is none.
         loss_scale: of fp16: ``kind`` and its values.
         overflow: whether the last step before the save was skipped.
         client_state: entries that the training script put in.
@@ -96,8 +141,8 @@ class StateSummary:
 
     key: str
     kind: str
-    dtype: str
-    parameters: int
+    dtype: str = ""
+    parameters: int = 0
     rows: int = 1
     block_numel: int = 0
     numel: int = 0
@@ -151,15 +196,6 @@ class ParameterEntry:
 
 
 @dataclass(frozen=True)
-class RuleUse:
-    """Parameters that are cut in one way by the word of one source."""
-
-    rule: str
-    origin: str
-    parameters: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class RuleFacts:
     """What is known of the tensor-parallel shards.
 
@@ -170,7 +206,7 @@ class RuleFacts:
         unreadable: what of the declaration cannot be understood; empty: it can.
         user_rules: number of ``"tp_rules"`` in the config.
         preset: that the user named.
-        uses: which parameters are cut in which way.
+        uses: which parameters are cut in which way, by the word of one source: ``rule``, ``origin``, ``parameters``.
         undecided: parameters of which nothing says how their shards were cut.
         contradictions: parameter -> what is said of it that its shards contradict.
         fitting_presets: presets that have rules for undecided parameters -> for how many; those that know the most.
@@ -182,7 +218,7 @@ class RuleFacts:
     unreadable: str = ""
     user_rules: int = 0
     preset: str | None = None
-    uses: tuple[RuleUse, ...] = ()
+    uses: tuple[Mapping[str, Any], ...] = ()
     undecided: tuple[str, ...] = ()
     contradictions: Mapping[str, str] = field(default_factory=dict)
     fitting_presets: Mapping[str, int] = field(default_factory=dict)
@@ -223,15 +259,13 @@ class Inspection:
         weights_only: whether optimizer states could not be named, so that only weights are listed.
         run: the run that saved it.
         masters, frozen, buffers, weights: totals of each role; ``weights`` where ``weights_only``.
-        states: optimizer states.
-        groups: param groups.
+        states, groups: optimizer states and param groups.
         rules: of tensor-parallel shards.
         parameters: parameters and buffers.
         aliases: tied name -> the name that holds the data.
         files: in the tag's folder, by name.
         missing: files that should be there.
-        tags: checkpoints beside this one, newest first, itself included.
-        latest: name of a ``latest`` file -> the tag in it.
+        tags, latest: as in :class:`Evidence`.
         findings: what is odd, the gravest first.
     """
 
@@ -241,41 +275,22 @@ class Inspection:
     readable: bool
     weights_only: bool
     run: SavedRun
-    masters: Totals = field(default_factory=Totals)
-    frozen: Totals = field(default_factory=Totals)
-    buffers: Totals = field(default_factory=Totals)
-    weights: Totals = field(default_factory=Totals)
-    states: tuple[StateSummary, ...] = ()
-    groups: tuple[GroupSummary, ...] = ()
-    rules: RuleFacts = field(default_factory=RuleFacts)
-    parameters: tuple[ParameterEntry, ...] = ()
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    files: tuple[FileEntry, ...] = ()
-    missing: tuple[str, ...] = ()
-    tags: tuple[str, ...] = ()
-    latest: Mapping[str, str] = field(default_factory=dict)
-    findings: tuple[Finding, ...] = ()
+    masters: Totals
+    frozen: Totals
+    buffers: Totals
+    weights: Totals
+    states: tuple[StateSummary, ...]
+    groups: tuple[GroupSummary, ...]
+    rules: RuleFacts
+    parameters: tuple[ParameterEntry, ...]
+    aliases: Mapping[str, str]
+    files: tuple[FileEntry, ...]
+    missing: tuple[str, ...]
+    tags: tuple[str, ...]
+    latest: Mapping[str, str]
+    findings: tuple[Finding, ...]
 
     @property
     def ok(self) -> bool:
         """Whether nothing was found that a load would stumble over."""
         return not any(finding.level == ERROR for finding in self.findings)
-
-    def as_dict(self) -> dict[str, Any]:
-        """The inspection as plain containers, for JSON."""
-        return {"ok": self.ok, **plain(self)}
-
-
-def plain(value: Any) -> Any:
-    """A value as what JSON knows: objects that it does not know become text, and so do infinities and nan."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return {item.name: plain(getattr(value, item.name)) for item in fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, Set):
-        return sorted(map(str, value))
-    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        return [plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)[:1000]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata
 from elastic_ckpt.errors import ElasticCkptError
@@ -13,7 +14,7 @@ from elastic_ckpt.formats.base import Found
 from elastic_ckpt.formats.detect import LATEST, LATEST_UNIVERSAL, list_tags, read_latest
 from elastic_ckpt.formats.naming import SWAPPED_FOLDER, UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER, FolderFiles, sort_names
 from elastic_ckpt.formats.peek import Peeked
-from elastic_ckpt.tools.inspection.facts import FileEntry
+from elastic_ckpt.tools.inspection.facts import Evidence, FileEntry
 
 #: Files of more ranks than this are not enumerated: how many there are is only what a file claims.
 _MOST_EXPECTED = 1 << 17
@@ -21,32 +22,18 @@ _LAYER = re.compile(r"^(\d{1,6})\.")
 _LAYER_OF_TP = re.compile(r"-model_\d+-model_states")
 
 
-@dataclass(frozen=True)
-class Listing:
-    """What lies in a tag's folder, and beside it.
-
-    Attributes:
-        sizes: path below the folder, with ``/`` -> bytes.
-        tags: names of all checkpoints beside it, itself included, newest first.
-        latest: name of a ``latest`` file -> the tag in it.
-    """
-
-    sizes: Mapping[str, int]
-    tags: tuple[str, ...] = ()
-    latest: Mapping[str, str] = field(default_factory=dict)
-
-
-def list_folder(found: Found) -> Listing:
-    """Look at names and sizes; no file of the checkpoint is opened."""
+def list_folder(found: Found) -> tuple[dict[str, int], tuple[str, ...], dict[str, str]]:
+    """The first fields of :class:`Evidence`: sizes, tags and latest. No file of the checkpoint is opened."""
     sizes: dict[str, int] = {}
     for folder, inside, names in os.walk(found.folder):
         inside.sort()
         for name in sorted(names):
             path = os.path.join(folder, name)
             try:
-                sizes[os.path.relpath(path, found.folder).replace(os.sep, "/")] = os.path.getsize(path)
+                nbytes = os.path.getsize(path)
             except OSError:  # a dangling link
-                sizes[os.path.relpath(path, found.folder).replace(os.sep, "/")] = 0
+                nbytes = 0
+            sizes[_below(found.folder, path)] = nbytes
     base = found.folder
     for _ in os.path.normpath(found.tag).split(os.sep):
         base = os.path.dirname(base)
@@ -58,75 +45,62 @@ def list_folder(found: Found) -> Listing:
             continue
         if tag is not None:
             latest[name] = tag
-    return Listing(sizes, tuple(list_tags(base)), latest)
+    return sizes, tuple(list_tags(base)), latest
 
 
-def entries_of(listing: Listing, tp: int | None, metadata: CheckpointMetadata | None) -> tuple[FileEntry, ...]:
+def _below(folder: str, path: str) -> str:
+    return os.path.relpath(path, folder).replace(os.sep, "/")
+
+
+def entries_of(sizes: Mapping[str, int], tp: int | None, metadata: CheckpointMetadata | None) -> tuple[FileEntry, ...]:
     """The files of the folder, by name.
 
     Args:
-        listing: names and sizes.
+        sizes: name below the folder -> bytes.
         tp: tensor-parallel degree; ``None``: not known.
         metadata: what the checkpoint holds; ``None``: it could not be read.
     """
-    held = {} if metadata is None else _held(metadata)
-    entries = []
-    for name, nbytes in sorted(listing.sizes.items()):
-        entry = _placed(_entry(name, nbytes), tp)
-        entries.append(replace(entry, tensors=held.get(name, {})))
-    return tuple(entries)
+    tensors: dict[str, Counter[str]] = defaultdict(Counter)
+    if metadata is not None:
+        names = [_below(metadata.source.folder, file.path) for file in metadata.files]
+        replicas = [copy for copies in metadata.replicas.values() for copy in copies]
+        for tensor in (*metadata.tensors.values(), *replicas):
+            for file in {chunk.file for chunk in tensor.chunks}:
+                tensors[names[file]][tensor.key] += 1
+    return tuple(
+        FileEntry(name, nbytes=nbytes, tensors=tensors.get(name, {}), **_kind_and_ranks(name, tp))
+        for name, nbytes in sorted(sizes.items())
+    )
 
 
-def _entry(name: str, nbytes: int) -> FileEntry:
+def _kind_and_ranks(name: str, tp: int | None) -> dict[str, Any]:
+    """Fields of a :class:`FileEntry` that its name tells."""
     folder, _, rest = name.partition("/")
     if folder == UNIVERSAL_FOLDER and rest:
-        return FileEntry(name, "optimizer" if rest == UNIVERSAL_OPTIMIZER else "parameter", nbytes)
+        return {"kind": "optimizer" if rest == UNIVERSAL_OPTIMIZER else "parameter"}
     if folder == SWAPPED_FOLDER and rest:
-        return FileEntry(name, "swapped", nbytes)
-    kinds = sort_names([name], is_universal=False)
-    for kind, places in (("optimizer states", kinds.optimizer), ("model states", kinds.model_zero3)):
-        for dp, mp in places:
-            return FileEntry(name, kind, nbytes, dp=dp, mp=mp)
-    for mp in kinds.model:
-        return FileEntry(name, "model states", nbytes, mp=mp)
-    for layer, tp in kinds.layers:
-        return FileEntry(name, "layer", nbytes, tp=tp, layer=layer)
-    return FileEntry(name, "expert" if kinds.experts else "other", nbytes)
+        return {"kind": "swapped"}
+    files = sort_names([name], is_universal=False)
+    for layer, rank in files.layers:
+        return {"kind": "layer", "tp": rank, "layer": layer}
+    if not files.mp_ranks:
+        return {"kind": "expert" if files.experts else "other"}
+    (mp,) = files.mp_ranks
+    dp = next((dp for dp, _ in (*files.optimizer, *files.model_zero3)), None)
+    # ``mp`` counts stages and tensor-parallel ranks together: elastic_ckpt.formats.grid
+    grid = {"pp": mp // tp, "tp": mp % tp} if tp else {}
+    return {"kind": "optimizer states" if files.optimizer else "model states", "dp": dp, "mp": mp, **grid}
 
 
-def _placed(entry: FileEntry, tp: int | None) -> FileEntry:
-    """``mp`` counts stages and tensor-parallel ranks together; see :mod:`elastic_ckpt.formats.grid`."""
-    if entry.mp is None or not tp:
-        return entry
-    return replace(entry, pp=entry.mp // tp, tp=entry.mp % tp)
-
-
-def _held(metadata: CheckpointMetadata) -> dict[str, dict[str, int]]:
-    """File -> key -> number of parameters of which it holds some."""
-    names = [os.path.relpath(file.path, metadata.source.folder).replace(os.sep, "/") for file in metadata.files]
-    held: dict[str, dict[str, int]] = {}
-    copies = [copy for replicas in metadata.replicas.values() for copy in replicas]
-    for tensor in (*metadata.tensors.values(), *copies):
-        for file in {chunk.file for chunk in tensor.chunks}:
-            counts = held.setdefault(names[file], {})
-            counts[tensor.key] = counts.get(tensor.key, 0) + 1
-    return held
-
-
-def missing_files(found: Found, listing: Listing, peeked: Peeked | None, named: str | None) -> tuple[str, ...]:
-    """Files that should be there, by the names of the others and by what a model-states file says.
-
-    Args:
-        found: the folder.
-        listing: names and sizes.
-        peeked: what a model-states file says; ``None``: none can be read.
-        named: path of a file that reading the checkpoint complained about.
-    """
+def missing_files(evidence: Evidence) -> tuple[str, ...]:
+    """Files that should be there, by the names of the others and by what a model-states file says."""
+    found = evidence.found
     is_clear = not found.files.clashes and not found.files.experts  # of two saves, or of experts, names tell little
-    expected = [*_expected(found, peeked)] if is_clear else []
+    expected = [*_expected(found, evidence.peeked)] if is_clear else []
+    named = None if evidence.refusal is None else evidence.refusal.file
     if named is not None and os.path.dirname(named) == found.folder and "*" not in named:
         expected += [os.path.basename(named)] if not os.path.lexists(named) else []
-    return tuple(name for name in dict.fromkeys(expected) if name not in listing.sizes)
+    return tuple(name for name in dict.fromkeys(expected) if name not in evidence.sizes)
 
 
 def _expected(found: Found, peeked: Peeked | None) -> Iterator[str]:
@@ -150,11 +124,11 @@ def _expected(found: Found, peeked: Peeked | None) -> Iterator[str]:
 
 def _ranks(files: FolderFiles, peeked: Peeked | None) -> tuple[range, range]:
     """Data-parallel and model-parallel ranks, of which there are at least those that have files."""
-    said_dp = 0 if peeked is None else peeked.training_state.counters.get("dp_world_size")
-    said_mp = 0 if peeked is None else peeked.degrees.model_parallel
+    stated_dp = 0 if peeked is None else peeked.training_state.counters.get("dp_world_size")
+    stated_mp = 0 if peeked is None else peeked.degrees.model_parallel
     dps = max((dp for dp, _ in (*files.optimizer, *files.model_zero3)), default=0) + 1
-    dps = max(dps, said_dp) if isinstance(said_dp, int) else dps
-    return range(dps), range(max(max(files.mp_ranks, default=0) + 1, said_mp))
+    dps = max(dps, stated_dp) if isinstance(stated_dp, int) else dps
+    return range(dps), range(max(max(files.mp_ranks, default=0) + 1, stated_mp))
 
 
 def _style(files: FolderFiles, peeked: Peeked | None) -> tuple[str, str]:
@@ -172,20 +146,10 @@ def _expected_layers(files: FolderFiles, peeked: Peeked | None) -> Iterator[str]
         return
     named = (_LAYER.match(name) for name in (peeked.parameters if peeked else ()))
     layers = {layer for layer, _ in files.layers} | {int(match[1]) for match in named if match}
-    said = 0 if peeked is None else peeked.degrees.tp or 0
-    tp = max(said, max(rank for _, rank in files.layers) + 1)
+    tp = max((peeked.degrees.tp if peeked else 0) or 0, max(rank for _, rank in files.layers) + 1)
     with_rank = any(_LAYER_OF_TP.search(name) for name in files.layers.values())
     if len(layers) * tp > _MOST_EXPECTED:
         return
     for layer in sorted(layers):
         for rank in range(tp):
             yield f"layer_{layer:02d}-{f'model_{rank:02d}-' if with_rank else ''}model_states.pt"
-
-
-def sizes_by_kind(entries: Iterable[FileEntry]) -> dict[str, tuple[int, int]]:
-    """Kind -> number of files, and their bytes."""
-    found: dict[str, tuple[int, int]] = {}
-    for entry in entries:
-        count, nbytes = found.get(entry.kind, (0, 0))
-        found[entry.kind] = count + 1, nbytes + entry.nbytes
-    return found

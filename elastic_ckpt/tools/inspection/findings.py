@@ -3,42 +3,69 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from elastic_ckpt.core.dtypes import ITEMSIZE
-from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata, TensorMetadata
+from elastic_ckpt.core.metadata import BUFFER, MASTER, CheckpointMetadata, TensorMetadata
+from elastic_ckpt.core.tp_rules import WHOLE_KINDS
 from elastic_ckpt.errors import ElasticCkptError, MismatchError, listed
-from elastic_ckpt.formats.base import Found
-from elastic_ckpt.formats.peek import Peeked
 from elastic_ckpt.planning.saved_state_checks import keys_by_name, refuse_partial
-from elastic_ckpt.tools.findings import ERROR, NOTE, WARNING, Finding, Level, of_error
+from elastic_ckpt.tools.findings import ERROR, NOTE, WARNING, Finding, of_error
 from elastic_ckpt.tools.inspection.contents import stored_nbytes
-from elastic_ckpt.tools.inspection.facts import RuleFacts
-from elastic_ckpt.tools.inspection.files import Listing
-from elastic_ckpt.tools.inspection.layouts import Layout, replicas
-from elastic_ckpt.tools.inspection.saved_run import precision_evidence, zero_options
+from elastic_ckpt.tools.inspection.facts import Evidence, RuleFacts
+from elastic_ckpt.tools.inspection.layouts import Layout, shards_of
+from elastic_ckpt.tools.inspection.saved_run import precision_evidence
 
-_ORDER: Mapping[Level, int] = {ERROR: 0, WARNING: 1, NOTE: 2}
 _TAGS_SHOWN = 8
 
 
-def by_gravity(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """The gravest first, each once."""
-    return tuple(sorted(dict.fromkeys(findings), key=lambda finding: _ORDER[finding.level]))
+def findings(
+    evidence: Evidence, missing: tuple[str, ...], layouts: Mapping[str, Layout], rules: RuleFacts
+) -> tuple[Finding, ...]:
+    """All of them, the gravest first, each once."""
+    order = [ERROR, WARNING, NOTE]
+    every = dict.fromkeys(_findings(evidence, missing, layouts, rules))
+    return tuple(sorted(every, key=lambda finding: order.index(finding.level)))
 
 
-def unnamed(error: ElasticCkptError) -> Finding:
+def _findings(
+    evidence: Evidence, missing: tuple[str, ...], layouts: Mapping[str, Layout], rules: RuleFacts
+) -> Iterator[Finding]:
+    if evidence.misled is not None:
+        text = f"{evidence.misled.problem}; this is the newest one"
+        yield replace(of_error(evidence.misled, "latest"), text=text)
+    if evidence.refusal is not None:
+        is_missing = evidence.refusal.file in {evidence.found.path(name) for name in missing}
+        yield of_error(evidence.refusal, "missing_file" if is_missing else "refused")
+        missing = missing if len(missing) > 1 or not is_missing else ()  # one is named already
+    if evidence.unnamed is not None:
+        yield _unnamed(evidence.unnamed)
+    yield from _in_folder(evidence, missing)
+    yield from _of_run(evidence)
+    if evidence.metadata is None:
+        yield from (Finding(NOTE, "reader", note) for note in evidence.found.notes)
+        return
+    yield from _in_metadata(evidence.metadata)
+    yield from _incomplete(evidence.metadata)
+    yield from _of_copies(evidence.metadata, layouts)
+    yield from _of_rules(rules)
+
+
+def _unnamed(error: ElasticCkptError) -> Finding:
     """Optimizer states that are numbered: no error where a live engine has the names."""
     if not isinstance(error, MismatchError):
         return of_error(error, "unnamed_states")
-    remedy = "none needed for a load: its live param groups name them"
-    return Finding(
-        WARNING, "unnamed_states", f"only weights are listed: {error.problem}", file=error.file, remedy=remedy
+    text, remedy = (
+        f"only weights are listed: {error.problem}",
+        "none needed for a load: its live param groups name them",
     )
+    return Finding(WARNING, "unnamed_states", text, file=error.file, remedy=remedy)
 
 
-def in_folder(found: Found, listing: Listing, missing: tuple[str, ...], misled: bool = False) -> Iterator[Finding]:
-    """What names and sizes tell; ``misled``: that ``latest`` leads nowhere has been said already."""
+def _in_folder(evidence: Evidence, missing: tuple[str, ...]) -> Iterator[Finding]:
+    """What names and sizes tell."""
+    found, tags = evidence.found, evidence.tags
     if missing:
         what = "1 file is missing" if len(missing) == 1 else f"{len(missing)} files are missing"
         remedy = "restore them from their original, or take another tag"
@@ -51,27 +78,27 @@ def in_folder(found: Found, listing: Listing, missing: tuple[str, ...], misled: 
     if found.files.experts:
         text = f"{len(found.files.experts)} files of experts (mixture of experts)"
         yield Finding(NOTE, "experts", text, file=found.files.experts[0])
-    empty = [name for name, nbytes in listing.sizes.items() if not nbytes and name.endswith(".pt")]
+    empty = [name for name, nbytes in evidence.sizes.items() if not nbytes and name.endswith(".pt")]
     if empty:
         yield Finding(ERROR, "empty_file", f"files without a byte: {listed(empty)}", file=found.folder)
-    for name, tag in listing.latest.items():
-        if tag not in listing.tags and not misled:
+    for name, tag in () if evidence.misled else evidence.latest.items():  # else that has been reported already
+        if tag not in tags:
             text = f"the file {name} names the tag {tag!r}, which is not there"
-            yield Finding(WARNING, "latest", text, found=listed(listing.tags))
-        elif tag != found.tag and not misled:
+            yield Finding(WARNING, "latest", text, found=listed(tags))
+        elif tag != found.tag:
             yield Finding(NOTE, "latest", f"the file {name} names the tag {tag!r}; this is {found.tag!r}")
-    if len(listing.tags) > 1:
-        shown = ", ".join(listing.tags[:_TAGS_SHOWN]) + (", ..." if len(listing.tags) > _TAGS_SHOWN else "")
-        yield Finding(NOTE, "tags", f"{len(listing.tags)} checkpoints lie here, newest first: {shown}")
+    if len(tags) > 1:
+        shown = ", ".join(tags[:_TAGS_SHOWN]) + (", ..." if len(tags) > _TAGS_SHOWN else "")
+        yield Finding(NOTE, "tags", f"{len(tags)} checkpoints lie here, newest first: {shown}")
 
 
-def of_run(found: Found, peeked: Peeked | None) -> Iterator[Finding]:
+def _of_run(evidence: Evidence) -> Iterator[Finding]:
     """What the saved config tells."""
-    evidence = precision_evidence(found, peeked)
-    if len(set(evidence.values())) > 1:
-        said = ", ".join(f"{what}: {precision}" for what, precision in evidence.items())
+    precisions = precision_evidence(evidence)
+    if len(set(precisions.values())) > 1:
+        said = ", ".join(f"{what}: {precision}" for what, precision in precisions.items())
         yield Finding(WARNING, "precision", f"it is not told in one voice in which precision the run trained: {said}")
-    options = zero_options(peeked)
+    options = evidence.zero_options
     if options.get("round_robin_gradients") is True and options.get("stage") in (1, 2):
         yield Finding(
             NOTE,
@@ -79,19 +106,19 @@ def of_run(found: Found, peeked: Peeked | None) -> Iterator[Finding]:
             "saved with round_robin_gradients: partitions are in another order, which DeepSpeed's converter and "
             "getters get wrong; elastic_ckpt restores the true one",
         )
-    if options.get("stage") == 0 and found.files.optimizer:
+    if options.get("stage") == 0 and evidence.found.files.optimizer:
         text = "the saved config says ZeRO stage 0: BF16_Optimizer saves its partitions as stage 1 does"
         yield Finding(NOTE, "bf16_optimizer", text)
     if options.get("elastic_checkpoint") is True:
         text = "saved with the legacy zero_optimization.elastic_checkpoint, which loses hyperparameters and states"
         yield Finding(WARNING, "legacy_elastic", text)
-    section = ((peeked.config or {}) if peeked else {}).get("elastic_checkpoint")
+    section = evidence.config.get("elastic_checkpoint")
     if isinstance(section, Mapping) and section.get("align_partitions"):
         text = f'saved with "align_partitions": {section["align_partitions"]}'
         yield Finding(NOTE, "align_partitions", text)
 
 
-def in_catalog(metadata: CheckpointMetadata) -> Iterator[Finding]:
+def _in_metadata(metadata: CheckpointMetadata) -> Iterator[Finding]:
     """What the metadata of all files together tells."""
     yield from (Finding(WARNING, "reader", text) for text in metadata.warnings)
     yield from (Finding(NOTE, "reader", text) for text in metadata.notes)
@@ -102,7 +129,6 @@ def in_catalog(metadata: CheckpointMetadata) -> Iterator[Finding]:
         text = f"optimizer state {key!r} has a layout that cannot be cut for another topology: {why}"
         remedy = f'"elastic_checkpoint": {{"state_schema": {{"{key}": ...}}}}, or load_optimizer_states=False'
         yield Finding(ERROR, "opaque_state", text, parameter=key, remedy=remedy)
-    yield from _incomplete(metadata)
     differing = {state.key for saved in metadata.parameters.values() for state in saved.replicated if state.differs}
     if differing:
         text = f"ranks saved different values of what every rank should hold alike: {listed(differing)}"
@@ -131,7 +157,7 @@ def _incomplete(metadata: CheckpointMetadata) -> Iterator[Finding]:
     try:
         refuse_partial(metadata, keys_by_name(metadata))
     except ElasticCkptError as error:
-        yield of_error(error, kind="partial_states")
+        yield of_error(error, "partial_states")
 
 
 def hole_in(tensor: TensorMetadata) -> str | None:
@@ -148,20 +174,24 @@ def hole_in(tensor: TensorMetadata) -> str | None:
     return None
 
 
-def of_copies(metadata: CheckpointMetadata, layouts: Mapping[str, Layout]) -> Iterator[Finding]:
+def _of_copies(metadata: CheckpointMetadata, layouts: Mapping[str, Layout]) -> Iterator[Finding]:
     """What is stored more than once; reading the metadata does not tell whether the copies agree."""
     if metadata.replicas:
         names = dict.fromkeys(name for name, _ in metadata.replicas)
         nbytes = sum(stored_nbytes(copy) for copies in metadata.replicas.values() for copy in copies)
         text = f"pipeline stages share {listed(names)}, and each saved them: {nbytes} bytes of further copies"
         yield Finding(NOTE, "twins", text, parameter=next(iter(names)))
-    count, nbytes = replicas(metadata, layouts)
-    if count:
-        text = f"parameters saved whole by every tensor-parallel rank: {count}, {nbytes} bytes of further copies"
+    names, nbytes = {}, 0
+    for (name, key), tensor in metadata.tensors.items():
+        if key != BUFFER and layouts[name][1] in WHOLE_KINDS and len(shards_of(metadata, name)) > 1:
+            names[name] = None
+            nbytes += sum(map(math.prod, tensor.shard_shapes[1:])) * ITEMSIZE[tensor.dtype]
+    if names:
+        text = f"parameters saved whole by every tensor-parallel rank: {len(names)}, {nbytes} bytes of further copies"
         yield Finding(NOTE, "replicas", text)
 
 
-def of_rules(rules: RuleFacts) -> Iterator[Finding]:
+def _of_rules(rules: RuleFacts) -> Iterator[Finding]:
     """What is not known about tensor-parallel shards."""
     if rules.unreadable:
         text = f"universal_checkpoint_info cannot be understood, and nothing of it is used: {rules.unreadable}"

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.core.sequence import SequenceParallel
-from elastic_ckpt.core.training_state import BatchSizes, LossScale, TrainingState
-from elastic_ckpt.formats.base import Checkpoint, Found
-from elastic_ckpt.formats.peek import Peeked
+from elastic_ckpt.core.training_state import BatchSizes
 from elastic_ckpt.planning.optimizer_kinds import optimizer_of, saved_optimizer
-from elastic_ckpt.tools.inspection.facts import SavedRun
+from elastic_ckpt.tools.inspection.facts import Evidence, SavedRun
 
 UNKNOWN = "unknown"
 _BY_DTYPE = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -19,22 +16,17 @@ _SHORT = 16
 _CONFIG, _NAMES, _WEIGHTS = "saved config", "file names", "dtype of the weights"
 
 
-def saved_run(found: Found, peeked: Peeked | None, checkpoint: Checkpoint | None) -> SavedRun:
-    """What is known of it.
-
-    Args:
-        found: the folder.
-        peeked: what one model-states file says; ``None``: none can be read.
-        checkpoint: all metadata; ``None``: it does not fit together.
-    """
-    metadata = None if checkpoint is None else checkpoint.metadata
-    source = checkpoint or peeked
+def saved_run(evidence: Evidence) -> SavedRun:
+    """What is known of it."""
+    peeked, metadata = evidence.peeked, evidence.metadata
+    source = evidence.checkpoint or peeked
     state = None if source is None else source.training_state
     counters = {} if state is None else state.counters
     batch = BatchSizes(None, None, None) if state is None else state.batch
-    evidence = precision_evidence(found, peeked)
-    optimizer, says_so = _optimizer(peeked, metadata)
-    stage, dp, tp, pp = _topology(found, peeked, metadata, counters)
+    scale = None if state is None else state.loss_scale
+    precisions = precision_evidence(evidence)
+    optimizer, says_so = _optimizer(evidence)
+    stage, dp, tp, pp = _topology(evidence, counters)
     sequence = metadata.source.sequence if metadata else peeked.degrees.sequence if peeked else SequenceParallel()
     return SavedRun(
         step=_int(counters.get("global_steps")),
@@ -46,15 +38,15 @@ def saved_run(found: Found, peeked: Peeked | None, checkpoint: Checkpoint | None
         sp=sequence.degree if sequence.degree > 1 else None,
         tp=tp,
         pp=pp,
-        precision=next(iter(evidence.values()), UNKNOWN),
-        precision_from=tuple(evidence),
+        precision=next(iter(precisions.values()), UNKNOWN),
+        precision_from=tuple(precisions),
         optimizer=optimizer,
         optimizer_from=says_so,
         global_batch=batch.global_batch,
         micro_batch=batch.micro_batch,
         accumulation_steps=batch.accumulation_steps,
-        lr_scheduler=None if state is None else _scheduler(state),
-        loss_scale=None if state is None else _scale(state.loss_scale),
+        lr_scheduler=None if state is None else _short_entries(state.lr_scheduler),
+        loss_scale=None if scale is None else {"kind": scale.kind, **scale.values},
         overflow=state is not None and state.overflow,
         client_state=() if peeked is None else peeked.client_state,
         config=None if peeked is None else peeked.config,
@@ -62,17 +54,17 @@ def saved_run(found: Found, peeked: Peeked | None, checkpoint: Checkpoint | None
     )
 
 
-def precision_evidence(found: Found, peeked: Peeked | None) -> dict[str, str]:
+def precision_evidence(evidence: Evidence) -> dict[str, str]:
     """What says in which precision the run trained -> the precision, the weightiest first."""
-    evidence: dict[str, str] = {}
+    peeked, found = evidence.peeked, {}
     if peeked is not None and peeked.config is not None:
         enabled = [name for name in ("fp16", "bf16") if _is_enabled(peeked.config, name)]
-        evidence[_CONFIG] = enabled[0] if enabled else "fp32"
-    if any(name.startswith("bf16_") for name in found.files.optimizer.values()):
-        evidence[_NAMES] = "bf16"
+        found[_CONFIG] = enabled[0] if enabled else "fp32"
+    if any(name.startswith("bf16_") for name in evidence.found.files.optimizer.values()):
+        found[_NAMES] = "bf16"
     if peeked is not None and peeked.weight_dtypes:
-        evidence[_WEIGHTS] = _BY_DTYPE.get(peeked.weight_dtypes[0], peeked.weight_dtypes[0])
-    return evidence
+        found[_WEIGHTS] = _BY_DTYPE.get(peeked.weight_dtypes[0], peeked.weight_dtypes[0])
+    return found
 
 
 def _is_enabled(config: Mapping[str, Any], name: str) -> bool:
@@ -80,49 +72,41 @@ def _is_enabled(config: Mapping[str, Any], name: str) -> bool:
     return any(isinstance(section, Mapping) and section.get("enabled") is True for section in sections)
 
 
-def zero_options(peeked: Peeked | None) -> Mapping[str, Any]:
-    """The ``zero_optimization`` section of the saved config; empty where it is not known."""
-    section = (peeked.config or {}).get("zero_optimization") if peeked is not None else None
-    return section if isinstance(section, Mapping) else {}
-
-
-def _topology(
-    found: Found, peeked: Peeked | None, metadata: CheckpointMetadata | None, counters: Mapping[str, Any]
-) -> tuple[int | None, int | None, int | None, int | None]:
+def _topology(evidence: Evidence, counters: Mapping[str, Any]) -> tuple[int | None, int | None, int | None, int | None]:
     """ZeRO stage, and data-, tensor- and pipeline-parallel degree."""
-    said = (None, None) if peeked is None else (peeked.degrees.tp, peeked.degrees.pp)
-    if metadata is None:
-        stage = 3 if found.files.model_zero3 else _int(zero_options(peeked).get("stage"))
-        return stage, _int(counters.get("dp_world_size")), *said
-    source = metadata.source
+    degrees = None if evidence.peeked is None else evidence.peeked.degrees
+    tp, pp = (None, None) if degrees is None else (degrees.tp, degrees.pp)
+    if evidence.metadata is None:
+        stage = 3 if evidence.found.files.model_zero3 else _int(evidence.zero_options.get("stage"))
+        return stage, _int(counters.get("dp_world_size")), tp, pp
+    source = evidence.metadata.source
     if source.format == "universal":  # it holds whole tensors, whatever the run's degrees
-        return source.zero_stage, source.dp, metadata.merged_from, said[1] or 1
+        return source.zero_stage, source.dp, evidence.metadata.merged_from, pp or 1
     return source.zero_stage, source.dp, source.tp, source.pp
 
 
-def _optimizer(peeked: Peeked | None, metadata: CheckpointMetadata | None) -> tuple[str, str]:
+def _optimizer(evidence: Evidence) -> tuple[str, str]:
     """The optimizer, and what says so: the config's, which DeepSpeed does not use where it is given another one."""
-    section = (peeked.config or {}).get("optimizer") if peeked is not None else None
+    section = evidence.config.get("optimizer")
     named = section.get("type") if isinstance(section, Mapping) else None
-    by_states = _by_states(peeked, metadata)
+    by_states = _optimizer_by_states(evidence)
     if isinstance(named, str):
         return named, f"{_CONFIG}; its states are those of {by_states}" if by_states else _CONFIG
     return (by_states, "its states and hyperparameters") if by_states else (UNKNOWN, "")
 
 
-def _by_states(peeked: Peeked | None, metadata: CheckpointMetadata | None) -> str:
-    if metadata is not None and metadata.parameters:
-        return saved_optimizer(metadata)
-    parts = [] if peeked is None else list(peeked.unnamed.values())
+def _optimizer_by_states(evidence: Evidence) -> str:
+    if evidence.metadata is not None and evidence.metadata.parameters:
+        return saved_optimizer(evidence.metadata)
+    parts = [] if evidence.peeked is None else list(evidence.peeked.unnamed.values())
     if not parts:
         return ""
     keys = sorted({key for part in parts for states in part.states.values() for key in states.tensors})
     return optimizer_of(keys, parts[0].groups[0] if parts[0].groups else {})
 
 
-def _scheduler(training: TrainingState) -> Mapping[str, Any] | None:
-    """What is short in its state."""
-    state = training.lr_scheduler
+def _short_entries(state: Any) -> Mapping[str, Any] | None:
+    """The entries of a scheduler's state that are short enough to be shown; ``None``: there is no state."""
     if state is None:
         return None
     if not isinstance(state, Mapping):
@@ -134,10 +118,6 @@ def _is_short(value: Any) -> bool:
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         return len(value) <= _SHORT and all(isinstance(item, (int, float, str)) for item in value)
     return value is None or isinstance(value, (bool, int, float, str))
-
-
-def _scale(scale: LossScale | None) -> Mapping[str, Any] | None:
-    return None if scale is None else {"kind": scale.kind, **scale.values}
 
 
 def _int(value: Any) -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from elastic_ckpt.tools.virtual.job import VirtualJob
-from elastic_ckpt.tools.virtual.topology import Topology
+from elastic_ckpt.tools.virtual.job import Topology, VirtualJob
 
 __all__ = ["Topology", "VirtualJob"]

@@ -1,6 +1,6 @@
 """CheckpointMetadata and topology -> what every rank of a job would hold, and the plan by which it would read it. Pure.
 
-The partitions are those of the engine adapters (:mod:`elastic_ckpt.engines`), cut by the same geometry; a test compares
+The partitions are those of the engine adapters (:mod:`elastic_ckpt.engines`), by the same arithmetic; a test compares
 the two. What only a live engine knows is taken as usual: without ZeRO the optimizer steps on each parameter alone (as
 all but DeepSpeed's ``FP16_Optimizer`` do), and it keeps the states that the checkpoint holds.
 """
@@ -8,39 +8,67 @@ all but DeepSpeed's ``FP16_Optimizer`` do), and it keeps the states that the che
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from elastic_ckpt.core.flat_ranges import (
     FlatRange,
+    Placement,
     contiguous_partition,
     group_offsets,
     per_parameter_numel,
     per_parameter_partition,
 )
 from elastic_ckpt.core.fqn import rename_saved
-from elastic_ckpt.core.local_state import (
-    FlatPartition,
-    Fragment,
-    LiveGroup,
-    LiveLayout,
-    LocalState,
-    RankCoordinates,
-    WholeTensor,
-)
+from elastic_ckpt.core.local_state import FlatPartition, Fragment, LiveGroup, LocalState, RankCoordinates, WholeTensor
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
 from elastic_ckpt.core.read_plan import ReadPlan
+from elastic_ckpt.core.state_kinds import BLOCK_NUMELS, NON_SHARD_KEYS, REPLICATED, WHOLE, BlockFormat, LiveState
 from elastic_ckpt.planning.planner import LoadOptions, plan_load, resharding_of
+from elastic_ckpt.planning.saved_state_checks import keys_by_name
 from elastic_ckpt.sharding.book import tensor_of
 from elastic_ckpt.sharding.offline import virtual_layouts
 from elastic_ckpt.sharding.resolve import Resharding
 from elastic_ckpt.tools.virtual.stages import stages_of
-from elastic_ckpt.tools.virtual.states import SavedStates
-from elastic_ckpt.tools.virtual.topology import Topology
 
 #: Stages 1 and 2 pad each group to a multiple of so many elements a rank (``nccl_start_alignment_factor``).
 _START_ALIGNMENT = 2
-_MASTER_DTYPE = "float32"
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Degrees, ZeRO stage, and what decides how partitions are cut.
+
+    Attributes:
+        dp, tp, pp: data-, tensor- and pipeline-parallel degree.
+        zero_stage: 0 to 3.
+        sub_group_numel: ``sub_group_size`` of ZeRO-3, which DeepSpeed counts in elements of a rank's partition.
+        alignment: ``"align_partitions"``: partitions are multiples of so many elements; 1: as DeepSpeed pads them.
+    """
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    zero_stage: int = 1
+    sub_group_numel: int = 1_000_000_000
+    alignment: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return self.dp * self.tp * self.pp
+
+    def coordinates(self, rank: int) -> RankCoordinates:
+        """Of a global rank: tensor-parallel ranks are neighbours, pipeline stages are farthest apart.
+
+        Source of the order: ``PipeModelDataParallelTopology`` (``["pipe", "data", "model"]``, topology.py).
+        """
+        rest, tp_rank = divmod(rank, self.tp)
+        pp_rank, dp_rank = divmod(rest, self.dp)
+        return RankCoordinates(self.dp, dp_rank, self.tp, tp_rank, self.pp, pp_rank)
+
+    def __str__(self) -> str:
+        return f"ZeRO-{self.zero_stage}, DP={self.dp}, TP={self.tp}, PP={self.pp}"
 
 
 class VirtualJob:
@@ -66,48 +94,45 @@ class VirtualJob:
         self.metadata = metadata
         self.topology = topology
         self.options = replace(options, rename=())
-        self._states = SavedStates(metadata)
+        self._state_keys = keys_by_name(metadata)
         self._resharding: dict[tuple[int, int], Resharding] = {}
         self._keys = dict.fromkeys(metadata.parameters, MASTER)
-        self._keys |= {
-            name: key for name, key in metadata.tensors if key in (BUFFER, FROZEN) and name not in self._keys
-        }
-        self.layouts: Mapping[str, LiveLayout] = virtual_layouts(metadata, self._keys, topology.tp, options.rules)
+        for name, key in metadata.tensors:
+            if key in (BUFFER, FROZEN):
+                self._keys.setdefault(name, key)
+        self.layouts = virtual_layouts(metadata, self._keys, topology.tp, options.rules)
         numels = {name: math.prod(layout.shapes[0]) for name, layout in self.layouts.items()}
         self.stages = stages_of(numels, topology.pp, metadata)
 
-    def plan(self, place: RankCoordinates) -> ReadPlan:
-        """The plan of one rank: the one that a load would make."""
-        return self.planned(place)[1]
-
-    def planned(self, place: RankCoordinates) -> tuple[LocalState, ReadPlan]:
-        """What the engine of one rank would hold, and its plan."""
-        local_state = self.local_state(place)
-        at = (place.pp_rank, place.tp_rank)
+    def planned(self, rank: int) -> tuple[LocalState, ReadPlan]:
+        """What the engine of one rank would hold, and the plan that a load would make."""
+        local_state = self.local_state(rank)
+        at = (local_state.pp_rank, local_state.tp_rank)
         if at not in self._resharding:
             self._resharding[at] = resharding_of(self.metadata, local_state, self.options)
         return local_state, plan_load(self.metadata, local_state, self.options, self._resharding[at])
 
-    def local_state(self, place: RankCoordinates) -> LocalState:
+    def local_state(self, rank: int) -> LocalState:
         """What the engine of one rank would hold."""
-        mine = [name for name in self._keys if place.pp_rank in self.stages[name]]
-        flats, fragments = self._partitions(mine, place)
+        at = self.topology.coordinates(rank)
+        mine = [name for name in self._keys if at.pp_rank in self.stages[name]]
+        groups = [self._of_group(mine, number) for number in range(len(self.metadata.groups))]
+        flats, fragments = self._partitions(groups, at)
         return LocalState(
             zero_stage=self.topology.zero_stage,
-            dp=place.dp,
-            dp_rank=place.dp_rank,
+            dp=at.dp,
+            dp_rank=at.dp_rank,
             optimizer="the optimizer that saved it",
             flats=tuple(flats),
             fragments=tuple(fragments),
-            wholes=tuple(self._wholes(mine, place)),
+            wholes=tuple(self._wholes(mine, at)),
             groups=tuple(
-                LiveGroup(tuple(self._of_group(mine, number)), dict(group))
-                for number, group in enumerate(self.metadata.groups)
+                LiveGroup(tuple(names), dict(group)) for names, group in zip(groups, self.metadata.groups, strict=True)
             ),
-            tp=place.tp,
-            tp_rank=place.tp_rank,
-            pp=place.pp,
-            pp_rank=place.pp_rank,
+            tp=at.tp,
+            tp_rank=at.tp_rank,
+            pp=at.pp,
+            pp_rank=at.pp_rank,
             elsewhere=frozenset(self._keys) - frozenset(mine),
             layouts={name: self.layouts[name] for name in mine},
         )
@@ -116,79 +141,100 @@ class VirtualJob:
         parameters = self.metadata.parameters
         return [name for name in names if name in parameters and parameters[name].group == number]
 
-    def _shape(self, name: str, place: RankCoordinates) -> tuple[int, ...]:
-        return self.layouts[name].shapes[place.tp_rank]
-
-    def _partitions(self, names: Sequence[str], place: RankCoordinates) -> tuple[list[FlatPartition], list[Fragment]]:
+    def _partitions(
+        self, groups: Sequence[Sequence[str]], at: RankCoordinates
+    ) -> tuple[list[FlatPartition], list[Fragment]]:
         flats: list[FlatPartition] = []
         fragments: list[Fragment] = []
-        for number in range(len(self.metadata.groups)):
-            for members in self._sub_groups(self._of_group(names, number), place):
-                flat, mine = self._flat(len(flats), number, members, place)
-                flats.append(flat)
-                fragments += mine
+        is_everywhere = self.topology.zero_stage == 0 and at.dp > 1
+        for number, names in enumerate(groups):
+            for members in self._sub_groups(names, at):
+                shapes = [self.layouts[name].shapes[at.tp_rank] for name in members]
+                numel, placed = self._placed(list(map(math.prod, shapes)), at)
+                states = self.states_of(members)
+                index = len(flats)
+                flats.append(
+                    FlatPartition(index, number, numel, "float32", tuple(members), is_everywhere, states, None)
+                )
+                fragments += [
+                    Fragment(members[part.index], shapes[part.index], part.range, index, part.flat_offset)
+                    for part in placed
+                ]
         return flats, fragments
 
-    def _sub_groups(self, names: list[str], place: RankCoordinates) -> Iterator[list[str]]:
+    def _sub_groups(self, names: Sequence[str], at: RankCoordinates) -> Iterator[Sequence[str]]:
         """What becomes one flat partition: a group; without ZeRO a parameter; with ZeRO-3 a sub-group.
 
         ZeRO-3 cuts a group where the partitions gathered so far reach ``sub_group_size``. Source:
         ``_create_fp16_sub_groups`` (stage3.py).
         """
-        if not names:
-            return
         if self.topology.zero_stage == 0:
             yield from ([name] for name in names)
-            return
-        if self.topology.zero_stage < 3:
-            yield names
-            return
-        gathered: list[str] = []
-        numel = 0
-        for name in names:
-            gathered.append(name)
-            numel += self._step(name, place)
-            if numel >= self.topology.sub_group_numel or name is names[-1]:
-                yield gathered
-                gathered, numel = [], 0
-
-    def _step(self, name: str, place: RankCoordinates) -> int:
-        """Elements of a rank's partition of one parameter in ZeRO-3."""
-        return per_parameter_numel(math.prod(self._shape(name, place)), place.dp, self.topology.alignment)
-
-    def _flat(
-        self, index: int, group: int, members: Sequence[str], place: RankCoordinates
-    ) -> tuple[FlatPartition, list[Fragment]]:
-        shapes = [self._shape(name, place) for name in members]
-        numels = list(map(math.prod, shapes))
-        if self.topology.zero_stage == 3:
-            steps = [self._step(name, place) for name in members]
-            numel, placed = sum(steps), per_parameter_partition(numels, steps, place.dp_rank)
-        elif self.topology.zero_stage:
-            unit = place.dp * math.lcm(_START_ALIGNMENT, self.topology.alignment)
-            numel = -(-sum(numels) // unit) * unit // place.dp
-            placed = contiguous_partition(numels, group_offsets(numels), numel, place.dp_rank)
+        elif self.topology.zero_stage < 3:
+            yield from [names] if names else []
         else:
-            numel = sum(numels)
-            placed = contiguous_partition(numels, group_offsets(numels), numel, 0)
-        everywhere = self.topology.zero_stage == 0 and place.dp > 1
-        states = self._states.of(members, is_partitioned=self.topology.zero_stage > 0)
-        flat = FlatPartition(index, group, numel, _MASTER_DTYPE, tuple(members), everywhere, states, None)
-        fragments = [
-            Fragment(members[part.index], shapes[part.index], part.range, index, part.flat_offset) for part in placed
-        ]
-        return flat, fragments
+            gathered: list[str] = []
+            numel = 0
+            for name in names:
+                gathered.append(name)
+                numel += self._step(math.prod(self.layouts[name].shapes[at.tp_rank]))
+                if numel >= self.topology.sub_group_numel or name is names[-1]:
+                    yield gathered
+                    gathered, numel = [], 0
 
-    def _wholes(self, names: Sequence[str], place: RankCoordinates) -> Iterator[WholeTensor]:
+    def _step(self, numel: int) -> int:
+        """Elements of a rank's partition of one parameter in ZeRO-3."""
+        return per_parameter_numel(numel, self.topology.dp, self.topology.alignment)
+
+    def _placed(self, numels: Sequence[int], at: RankCoordinates) -> tuple[int, Iterator[Placement]]:
+        """Elements of a rank's flat partition, and which of each member's are where in it."""
+        if self.topology.zero_stage == 3:
+            steps = [self._step(numel) for numel in numels]
+            return sum(steps), per_parameter_partition(numels, steps, at.dp_rank)
+        numel, rank = sum(numels), 0
+        if self.topology.zero_stage:
+            unit = at.dp * math.lcm(_START_ALIGNMENT, self.topology.alignment)
+            numel, rank = -(-numel // unit) * unit // at.dp, at.dp_rank
+        return numel, contiguous_partition(numels, group_offsets(numels), numel, rank)
+
+    def states_of(self, members: Sequence[str]) -> tuple[LiveState, ...] | None:
+        """The tensor states of one flat partition, as the optimizer that saved them keeps them.
+
+        Tables that bitsandbytes makes by itself are left out. ``None``: a state that no partition can have, which is
+        refused.
+        """
+        found: dict[str, LiveState] = {}
+        for name in members:
+            saved = self.metadata.parameters[name]
+            for key in sorted(self._state_keys.get(name, ())):
+                tensor = self.metadata.tensors[name, key]
+                if tensor.is_whole:
+                    if self.topology.zero_stage or len(members) > 1:
+                        return None
+                    live = LiveState(key, tensor.dtype, WHOLE, shape=tensor.shape)
+                else:
+                    rows = 1 if len(tensor.shape) == len(saved.shape) else tensor.shape[0]
+                    code = next((chunk.code.format for chunk in tensor.chunks if chunk.code is not None), None)
+                    # whatever the version that saved it, today's cuts blocks of the smaller size
+                    blocks = None if code is None else BlockFormat(min(BLOCK_NUMELS), code.scales, code.codebook)
+                    live = LiveState(key, tensor.dtype, rows=rows, blocks=blocks)
+                # of small partitions bitsandbytes keeps plain states
+                if key not in found or (live.blocks is not None and found[key].blocks is None):
+                    found[key] = live
+            for state in saved.replicated:
+                if state.key not in NON_SHARD_KEYS:
+                    found[state.key] = LiveState(state.key, state.dtype, REPLICATED, shape=state.shape)
+        return tuple(found[key] for key in sorted(found))
+
+    def _wholes(self, names: Sequence[str], at: RankCoordinates) -> Iterator[WholeTensor]:
         for name in names:
-            key = self._keys[name]
-            tensor = tensor_of(self.metadata, name)
+            key, tensor = self._keys[name], tensor_of(self.metadata, name)
             if key == MASTER or tensor is None:
                 continue
-            shape = self._shape(name, place)
-            whole = WholeTensor(name, key, shape, FlatRange(0, math.prod(shape)), tensor.dtype, place.dp > 1)
+            shape = self.layouts[name].shapes[at.tp_rank]
+            numel = math.prod(shape)
+            whole = WholeTensor(name, key, shape, FlatRange(0, numel), tensor.dtype, at.dp > 1)
             if key == FROZEN and self.topology.zero_stage == 3:
-                steps = [self._step(name, place)]
-                held = [part.range for part in per_parameter_partition([math.prod(shape)], steps, place.dp_rank)]
-                whole = replace(whole, range=held[0] if held else FlatRange(0, 0), replicated=False)
+                part = next(iter(per_parameter_partition([numel], [self._step(numel)], at.dp_rank)), None)
+                whole = replace(whole, range=part.range if part else FlatRange(0, 0), replicated=False)
             yield whole

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections import defaultdict
+from collections.abc import Sequence
 
 from elastic_ckpt.core.declared import declared_by
 from elastic_ckpt.core.dtypes import ITEMSIZE
@@ -36,6 +36,7 @@ _PICKLE_NBYTES, _DIRECTORY_NBYTES = 1 << 14, 1 << 12
 #: Stages 1 and 2 pad each group to a multiple of so many elements a rank (``nccl_start_alignment_factor``).
 _START_ALIGNMENT = 2
 
+#: Names and shapes of the parameters of each param group, on one rank.
 Shapes = tuple[tuple[tuple[str, Shape], ...], ...]
 
 
@@ -45,11 +46,27 @@ def scale_metadata(model: ScaleModel) -> CheckpointMetadata:
     Raises:
         ElasticCkptError: such a checkpoint could not be.
     """
-    return _Imagined(model).metadata()
+    folder, tp, dp = os.path.join(FOLDER, model.name, model.saved.tag), model.saved.tp, model.saved.dp
+    parameters = list(model.every_parameter())
+    kinds: list[Kind] = []
+    indexed: list[ModelShard | OptimizerShard | LayerShard] = []
+    for mp in range(len(model.saved.stages) * tp):
+        shapes = _shapes(model, parameters, mp // tp)
+        kinds += [(mp, 0, "model"), *((mp, rank, "optimizer") for rank in range(dp))]
+        indexed.append(_model_shard(model, folder, mp, shapes))
+        indexed += [_optimizer_shard(model, folder, mp, rank, shapes) for rank in range(dp)]
+    layers: dict[int, list[Parameter]] = defaultdict(list)
+    for parameter in parameters:
+        layers[parameter.layer].append(parameter)
+    for layer in sorted(layers):
+        kinds += [(layer, rank, "layer") for rank in range(tp)]
+        indexed += [_layer_shard(model, folder, layer, rank, layers[layer]) for rank in range(tp)]
+    files = sort_names([os.path.basename(item.path) for item in indexed], is_universal=False)
+    return assemble(Found("native", folder, model.saved.tag, files), kinds, indexed, MetadataOptions()).metadata
 
 
 class _File:
-    """Lays tensors out one behind the other, as ``torch.save`` does."""
+    """Puts tensors one behind the other, as ``torch.save`` does."""
 
     def __init__(self) -> None:
         self._position = _PICKLE_NBYTES
@@ -67,125 +84,78 @@ class _File:
         return self._position + _DIRECTORY_NBYTES
 
 
-class _Imagined:
-    """The files of one checkpoint."""
+def _shapes(model: ScaleModel, parameters: Sequence[Parameter], stage: int) -> Shapes:
+    groups: list[list[tuple[str, Shape]]] = [[] for _ in model.groups]
+    for parameter in parameters:
+        if stage in parameter.stages:
+            groups[model.group_of(parameter)].append((parameter.name, parameter.shard_shape(model.saved.tp)))
+    return tuple(map(tuple, groups))
 
-    def __init__(self, model: ScaleModel) -> None:
-        self._model = model
-        self._saved = model.saved
-        self._folder = os.path.join(FOLDER, model.name, model.saved.tag)
-        self._parameters = list(model.every_parameter())
-        self._declared = declared_by(model.universal_checkpoint_info)
 
-    @property
-    def _pp(self) -> int:
-        return len(self._saved.stages)
+def _model_shard(model: ScaleModel, folder: str, mp: int, shapes: Shapes) -> ModelShard:
+    saved = model.saved
+    return ModelShard(
+        path=os.path.join(folder, f"mp_rank_{mp:02d}_model_states.pt"),
+        nbytes=_PICKLE_NBYTES + _DIRECTORY_NBYTES,
+        dp_rank=0,
+        param_shapes=shapes,
+        weights={},
+        buffers=(),
+        buffers_crc32=0,
+        frozen_shapes=(),
+        frozen_fragments={},
+        frozen_recorded=False,
+        shared={},
+        counters={
+            "global_steps": saved.step,
+            "global_samples": saved.step,
+            "skipped_steps": 0,
+            "dp_world_size": saved.dp,
+            "mp_world_size": saved.tp,
+        },
+        ds_version=saved.ds_version,
+        zero={"stage": saved.zero_stage},
+        alignment=1,
+        features=Features(),
+        optimizer=None,
+        stated=StatedDegrees((saved.tp, len(saved.stages)), saved.tp, saved.dp),
+        declared=declared_by(model.universal_checkpoint_info),
+        run=model.arguments,
+    )
 
-    def metadata(self) -> CheckpointMetadata:
-        """The metadata of all files."""
-        kinds: list[Kind] = []
-        indexed: list[ModelShard | OptimizerShard | LayerShard] = []
-        for mp in range(self._pp * self._saved.tp):
-            shapes = self._shapes(mp // self._saved.tp)
-            kinds.append((mp, 0, "model"))
-            indexed.append(self._model_shard(mp, shapes))
-            kinds += [(mp, dp, "optimizer") for dp in range(self._saved.dp)]
-            indexed += [self._optimizer_shard(mp, dp, shapes) for dp in range(self._saved.dp)]
-        for layer, parameters in self._layers.items():
-            kinds += [(layer, tp, "layer") for tp in range(self._saved.tp)]
-            indexed += [self._layer_shard(layer, tp, parameters) for tp in range(self._saved.tp)]
-        names = [os.path.basename(item.path) for item in indexed]
-        files = sort_names(names, is_universal=False)
-        found = Found("native", self._folder, self._saved.tag, files)
-        return assemble(found, kinds, indexed, MetadataOptions()).metadata
 
-    @cached_property
-    def _layers(self) -> Mapping[int, Sequence[Parameter]]:
-        layers: dict[int, list[Parameter]] = {}
-        for parameter in self._parameters:
-            layers.setdefault(parameter.layer, []).append(parameter)
-        return dict(sorted(layers.items()))
+def _optimizer_shard(model: ScaleModel, folder: str, mp: int, dp: int, shapes: Shapes) -> OptimizerShard:
+    saved, file = model.saved, _File()
+    saves_padding = saved.optimizer == "BF16_Optimizer"
+    numels = [sum(math.prod(shape) for _, shape in group) for group in shapes]
+    unit = saved.dp * _START_ALIGNMENT
+    partitions = [-(-numel // unit) * unit // saved.dp for numel in numels]
+    # the base optimizer's state is pickled before the masters
+    states = [StatesOfOne({key: file.tensor((size,), _FP32) for key in model.states}) for size in partitions]
+    flats = []
+    for numel, partition, mine in zip(numels, partitions, states, strict=True):
+        master = partition if saves_padding else min(max(numel - dp * partition, 0), partition)
+        flats.append(FlatShard(file.tensor((master,), _FP32), partition, mine))
+    name = f"{'bf16_' if saves_padding else ''}zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt"
+    return OptimizerShard(
+        path=os.path.join(folder, name),
+        nbytes=file.nbytes,
+        dp_rank=dp,
+        partition_count=(saved.dp,) * len(flats),
+        zero_stage=saved.zero_stage,
+        ds_version=saved.ds_version,
+        flats=tuple(flats),
+        groups=tuple(group.hyperparameters for group in model.groups),
+        flat_groups=tuple(range(len(flats))),
+        loss_scaler=None,
+        loss_scale=None,
+        overflow=False,
+        features=Features(),
+    )
 
-    def _shapes(self, stage: int) -> Shapes:
-        """Names and shapes of each param group of one pipeline stage, on each of its tensor-parallel ranks."""
-        groups: list[list[tuple[str, Shape]]] = [[] for _ in self._model.groups]
-        for parameter in self._parameters:
-            if stage in parameter.stages:
-                groups[self._model.group_of(parameter)].append((parameter.name, parameter.shard_shape(self._saved.tp)))
-        return tuple(map(tuple, groups))
 
-    def _path(self, name: str) -> str:
-        return os.path.join(self._folder, name)
-
-    def _model_shard(self, mp: int, shapes: Shapes) -> ModelShard:
-        saved = self._saved
-        return ModelShard(
-            path=self._path(f"mp_rank_{mp:02d}_model_states.pt"),
-            nbytes=_PICKLE_NBYTES + _DIRECTORY_NBYTES,
-            dp_rank=0,
-            param_shapes=shapes,
-            weights={},
-            buffers=(),
-            buffers_crc32=0,
-            frozen_shapes=(),
-            frozen_fragments={},
-            frozen_recorded=False,
-            shared={},
-            counters={
-                "global_steps": saved.step,
-                "global_samples": saved.step,
-                "skipped_steps": 0,
-                "dp_world_size": saved.dp,
-                "mp_world_size": saved.tp,
-            },
-            ds_version=saved.ds_version,
-            zero={"stage": saved.zero_stage},
-            alignment=1,
-            features=Features(),
-            optimizer=None,
-            stated=StatedDegrees((saved.tp, self._pp), saved.tp, saved.dp),
-            declared=self._declared,
-            run=self._model.arguments,
-        )
-
-    def _optimizer_shard(self, mp: int, dp: int, shapes: Shapes) -> OptimizerShard:
-        saved, file = self._saved, _File()
-        partitions, masters = [], []
-        for group in shapes:
-            numel = sum(math.prod(shape) for _, shape in group)
-            unit = saved.dp * _START_ALIGNMENT
-            partition = -(-numel // unit) * unit // saved.dp
-            held = min(max(numel - dp * partition, 0), partition)
-            partitions.append(partition)
-            masters.append(partition if saved.optimizer == "BF16_Optimizer" else held)
-        # the base optimizer's state is pickled before the masters
-        states = [
-            StatesOfOne({key: file.tensor((partition,), _FP32) for key in self._model.states})
-            for partition in partitions
-        ]
-        flats = tuple(
-            FlatShard(file.tensor((master,), _FP32), partition, held)
-            for master, partition, held in zip(masters, partitions, states, strict=True)
-        )
-        prefix = "bf16_" if saved.optimizer == "BF16_Optimizer" else ""
-        return OptimizerShard(
-            path=self._path(f"{prefix}zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt"),
-            nbytes=file.nbytes,
-            dp_rank=dp,
-            partition_count=(saved.dp,) * len(flats),
-            zero_stage=saved.zero_stage,
-            ds_version=saved.ds_version,
-            flats=flats,
-            groups=tuple(group.hyperparameters for group in self._model.groups),
-            flat_groups=tuple(range(len(flats))),
-            loss_scaler=None,
-            loss_scale=None,
-            overflow=False,
-            features=Features(),
-        )
-
-    def _layer_shard(self, layer: int, tp: int, parameters: Sequence[Parameter]) -> LayerShard:
-        file, dtype = _File(), self._saved.weights_dtype
-        weights = {parameter.key: file.tensor(parameter.shard_shape(self._saved.tp), dtype) for parameter in parameters}
-        path = self._path(f"layer_{layer:02d}-model_{tp:02d}-model_states.pt")
-        return LayerShard(path, file.nbytes, layer, tp, weights)
+def _layer_shard(model: ScaleModel, folder: str, layer: int, tp: int, parameters: Sequence[Parameter]) -> LayerShard:
+    file, saved = _File(), model.saved
+    weights = {each.key: file.tensor(each.shard_shape(saved.tp), saved.weights_dtype) for each in parameters}
+    path = os.path.join(folder, f"layer_{layer:02d}-model_{tp:02d}-model_states.pt")
+    return LayerShard(path, file.nbytes, layer, tp, weights)

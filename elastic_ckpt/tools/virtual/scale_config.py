@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from elastic_ckpt.sharding.presets import ReadyConfig
 
@@ -24,11 +24,7 @@ _SIZE = re.compile(r"([1-9]\d{0,3})?([a-z]+)")
 _DIMS = {"column": 0, "row": 1}
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class ParameterTemplate(_Strict):
+class ParameterTemplate(BaseModel, extra="forbid", frozen=True):
     """A parameter of a layer.
 
     Attributes:
@@ -45,8 +41,8 @@ class ParameterTemplate(_Strict):
     first_only: bool = False
 
 
-class LayerTemplate(_Strict):
-    """Layers that are alike.
+class LayerTemplate(BaseModel, extra="forbid", frozen=True):
+    """Layers of the same parameters.
 
     Attributes:
         first: number of the first one in the pipeline.
@@ -71,7 +67,7 @@ class LayerTemplate(_Strict):
         return self
 
 
-class SavedAs(_Strict):
+class SavedAs(BaseModel, extra="forbid", frozen=True):
     """The run that saved it.
 
     Attributes:
@@ -100,7 +96,7 @@ class SavedAs(_Strict):
         return self
 
 
-class GroupTemplate(_Strict):
+class GroupTemplate(BaseModel, extra="forbid", frozen=True):
     """A param group: the parameters of one dimension, or of several, and their hyperparameters."""
 
     holds: Literal["matrices", "vectors"]
@@ -132,7 +128,7 @@ class Parameter:
         return tuple(size // tp if dim == self.dim else size for dim, size in enumerate(self.shape))
 
 
-class ScaleModel(ReadyConfig, _Strict):
+class ScaleModel(ReadyConfig):
     """A model, and the checkpoint of it that is imagined.
 
     Attributes:
@@ -159,8 +155,8 @@ class ScaleModel(ReadyConfig, _Strict):
     parameters: Positive
     saved: SavedAs
     preset: str | None = None
-    arguments: dict[str, Any] = {}
-    universal_checkpoint_info: dict[str, Any] = {}
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    universal_checkpoint_info: dict[str, Any] = Field(default_factory=dict)
     sizes: dict[str, Positive]
     states: list[str]
     groups: Annotated[list[GroupTemplate], Field(min_length=1)]

@@ -19,9 +19,10 @@ Stages = dict[str, tuple[int, ...]]
 def stages_of(numels: Mapping[str, int], pp: int, metadata: CheckpointMetadata) -> Stages:
     """The stages that hold each parameter or buffer of a ``PipelineModule``.
 
-    As many stages as were saved hold what they held then. Of another number, layers are balanced by their parameters,
-    as ``partition_method="parameters"`` does, DeepSpeed's default; tied modules are held by the first and the last
-    stage, but for what only one saved stage of several held (BLOOM's norm behind the embedding).
+    As many stages as were saved hold what they held then, and a buffer is where its layer's parameters are. Of another
+    number, layers are balanced by their parameters, as ``partition_method="parameters"`` does, DeepSpeed's default;
+    tied modules are held by the first and the last stage, but for what only one saved stage of several held (BLOOM's
+    norm behind the embedding).
 
     Args:
         numels: name -> elements.
@@ -45,41 +46,30 @@ def stages_of(numels: Mapping[str, int], pp: int, metadata: CheckpointMetadata) 
             found="a model that is no PipelineModule",
             remedy="a pipeline-parallel degree of 1",
         )
-    as_saved = _as_saved(numels, layer_of, metadata.stages) if metadata.source.pp == pp else None
-    return as_saved or _balanced(numels, layer_of, tied, pp, metadata.stages)
+    saved = metadata.stages
+    if metadata.source.pp == pp:
+        of_layer = {layer_of[name]: stages for name, stages in saved.items() if name in layer_of}
+        as_saved = {name: saved.get(name) or of_layer.get(layer_of.get(name, -1), ()) for name in numels}
+        if all(as_saved.values()):
+            return as_saved
+    balanced = _balanced(numels, layer_of, tied, pp)
+    return balanced | {name: (0,) if len(saved.get(name, ())) == 1 else (0, pp - 1) for name in tied}
 
 
-def _as_saved(
-    numels: Mapping[str, int], layer_of: Mapping[str, int], saved: Mapping[str, tuple[int, ...]]
-) -> Stages | None:
-    """The saved stages; ``None`` where it is not known of all. A buffer is where its layer's parameters are."""
-    of_layer = {layer_of[name]: stages for name, stages in saved.items() if name in layer_of}
-    held = {name: saved.get(name) or of_layer.get(layer_of.get(name, -1), ()) for name in numels}
-    return held if all(held.values()) else None
-
-
-def _balanced(
-    numels: Mapping[str, int],
-    layer_of: Mapping[str, int],
-    tied: Sequence[str],
-    pp: int,
-    saved: Mapping[str, tuple[int, ...]],
-) -> Stages:
+def _balanced(numels: Mapping[str, int], layer_of: Mapping[str, int], tied: Sequence[str], pp: int) -> Stages:
+    """The stage of what is not tied."""
     weights = [0] * (max(layer_of.values()) + 1)
     for name, layer in layer_of.items():
         weights[layer] += numels[name]
-    bounds: Sequence[int]
+    shift = 0
     if tied:  # a tied layer stands before all others and behind them, and each of the two counts
         ends, first = sum(numels[name] for name in tied), min(layer_of.values())
         shift = 0 if first else 1
-        weights = [0] * shift + weights
+        weights = [0] * shift + weights + [ends]
         weights[first + shift - 1] = ends
-        bounds = [bound - shift for bound in _partition((*weights, ends), pp)]
-    else:
-        bounds = _partition(tuple(weights), pp)
+    bounds = [bound - shift for bound in _partition(tuple(weights), pp)]
     stage_of_layer = {layer: stage for stage in range(pp) for layer in range(bounds[stage], bounds[stage + 1])}
-    held: Stages = {name: (stage_of_layer[layer],) for name, layer in layer_of.items()}
-    return held | {name: (0,) if len(saved.get(name, ())) == 1 else (0, pp - 1) for name in tied}
+    return {name: (stage_of_layer[layer],) for name, layer in layer_of.items()}
 
 
 @lru_cache(maxsize=32)
