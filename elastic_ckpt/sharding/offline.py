@@ -23,8 +23,8 @@ def virtual_layouts(
 ) -> dict[str, LiveLayout]:
     """What ``tp`` ranks would hold of each parameter and buffer.
 
-    Where nothing says how a vector or a buffer is held, it is taken for replicated: that is a guess, which a load (and
-    a conversion) compares with the values of the saved copies.
+    A vector or a buffer about which there is no rule is taken for replicated: a guess, which a load (and a conversion)
+    compares with the values of the saved copies.
 
     Args:
         metadata: what the checkpoint holds.

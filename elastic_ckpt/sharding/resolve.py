@@ -28,9 +28,9 @@ class Resharding:
     Attributes:
         transfers: (name, key of the state) -> where this rank's shard comes from; the key is empty where it is the same
             for master and states.
-        replicas: names of which every saved rank held the whole, and which therefore should be equal.
+        replicas: names that every rank saved whole, and whose copies therefore should be equal.
         averaged: those of them of which a rule says that they may differ.
-        overlaps: name -> elements that several saved ranks held, of a parameter that is cut otherwise.
+        overlaps: name -> elements that several ranks saved, of a parameter that is cut otherwise.
         guessed: names whose layout follows from nothing but their shapes.
         notes: sentences for the report.
     """
@@ -165,7 +165,7 @@ class _Resolver:
             raise contradiction(sharded, chosen, objection)
 
     def _refuse_wrong_merge(self, sharded: Sharded) -> None:
-        """DeepSpeed's converter puts shards of fused parameters side by side unless it is told of their parts."""
+        """DeepSpeed's converter puts shards of fused parameters side by side unless the run declared their parts."""
         declared, live = self._metadata.declared, sharded.live
         try:
             rule = declared.rule(sharded.saved_name)
@@ -182,13 +182,13 @@ class _Resolver:
         if chosen is not None and (chosen.rule.sub_parameters is not None or chosen.rule.slices):
             raise wrongly_merged(sharded, chosen.origin)
         is_users = chosen is not None and chosen.is_users
-        if live.split is not None and not is_users and any(len(held) > 1 for held in live.split.held):
+        if live.split is not None and not is_users and any(len(ranges) > 1 for ranges in live.split.held):
             raise wrongly_merged(sharded, "the live parameter (a recorded layout)")
         if sharded.is_fused and (chosen is None or chosen.is_ambiguous):
             raise undecided(sharded, chosen, self._decider.structure.qkv_widths(sharded.name))
 
     def _add_whole(self, sharded: Sharded, kind: str, source: TPLayout, target: TPLayout) -> None:
-        """Every saved rank held all of it."""
+        """A parameter that every rank saved whole."""
         name, numel, shards = sharded.name, math.prod(target.shape), source.degree
         if kind == SUMMED:
             # each rank adds its share of the value; the gradient of a share is that of the whole, and so are moments

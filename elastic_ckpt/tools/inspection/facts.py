@@ -176,7 +176,7 @@ class ParameterEntry:
         nbytes: bytes of all that is stored of it, states and further copies included.
         tied: other names of it.
         copies: how often its master is stored: more than once where pipeline stages share it.
-        rule: how its shards were cut, in words; empty: there is one, and nothing is said of it.
+        rule: how its shards were cut, in words; empty: there is one shard, and no rule for it.
         rule_from: who says so.
     """
 
@@ -208,7 +208,7 @@ class RuleFacts:
         preset: that the user named.
         uses: which parameters are cut in which way, by the word of one source: ``rule``, ``origin``, ``parameters``.
         undecided: parameters of which nothing says how their shards were cut.
-        contradictions: parameter -> what is said of it that its shards contradict.
+        contradictions: parameter -> why its shards contradict its rule.
         fitting_presets: presets that have rules for undecided parameters -> for how many; those that know the most.
     """
 
@@ -251,11 +251,11 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Inspection:
-    """Everything that the metadata of a checkpoint tells.
+    """Everything that the metadata of a checkpoint shows.
 
     Attributes:
         format, folder, tag: of the checkpoint.
-        readable: whether its metadata fits together; if not, the rest is what single files and file names tell.
+        readable: whether its metadata fits together; if not, the rest comes from single files and file names.
         weights_only: whether optimizer states could not be named, so that only weights are listed.
         run: the run that saved it.
         masters, frozen, buffers, weights: totals of each role; ``weights`` where ``weights_only``.

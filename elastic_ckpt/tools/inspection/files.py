@@ -74,7 +74,7 @@ def entries_of(sizes: Mapping[str, int], tp: int | None, metadata: CheckpointMet
 
 
 def _kind_and_ranks(name: str, tp: int | None) -> dict[str, Any]:
-    """Fields of a :class:`FileEntry` that its name tells."""
+    """Fields of a :class:`FileEntry` that follow from its name."""
     folder, _, rest = name.partition("/")
     if folder == UNIVERSAL_FOLDER and rest:
         return {"kind": "optimizer" if rest == UNIVERSAL_OPTIMIZER else "parameter"}
@@ -95,7 +95,7 @@ def _kind_and_ranks(name: str, tp: int | None) -> dict[str, Any]:
 def missing_files(evidence: Evidence) -> tuple[str, ...]:
     """Files that should be there, by the names of the others and by what a model-states file says."""
     found = evidence.found
-    is_clear = not found.files.clashes and not found.files.experts  # of two saves, or of experts, names tell little
+    is_clear = not found.files.clashes and not found.files.experts  # of two saves, or of experts, names show little
     expected = [*_expected(found, evidence.peeked)] if is_clear else []
     named = None if evidence.refusal is None else evidence.refusal.file
     if named is not None and os.path.dirname(named) == found.folder and "*" not in named:

@@ -56,15 +56,13 @@ def _unnamed(error: ElasticCkptError) -> Finding:
     """Optimizer states that are numbered: no error where a live engine has the names."""
     if not isinstance(error, MismatchError):
         return of_error(error, "unnamed_states")
-    text, remedy = (
-        f"only weights are listed: {error.problem}",
-        "none needed for a load: its live param groups name them",
-    )
+    text = f"only weights are listed: {error.problem}"
+    remedy = "none needed for a load: its live param groups name them"
     return Finding(WARNING, "unnamed_states", text, file=error.file, remedy=remedy)
 
 
 def _in_folder(evidence: Evidence, missing: tuple[str, ...]) -> Iterator[Finding]:
-    """What names and sizes tell."""
+    """What names and sizes show."""
     found, tags = evidence.found, evidence.tags
     if missing:
         what = "1 file is missing" if len(missing) == 1 else f"{len(missing)} files are missing"
@@ -93,7 +91,7 @@ def _in_folder(evidence: Evidence, missing: tuple[str, ...]) -> Iterator[Finding
 
 
 def _of_run(evidence: Evidence) -> Iterator[Finding]:
-    """What the saved config tells."""
+    """What the saved config shows."""
     precisions = precision_evidence(evidence)
     if len(set(precisions.values())) > 1:
         said = ", ".join(f"{what}: {precision}" for what, precision in precisions.items())
@@ -119,7 +117,7 @@ def _of_run(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _in_metadata(metadata: CheckpointMetadata) -> Iterator[Finding]:
-    """What the metadata of all files together tells."""
+    """What the metadata of all files together shows."""
     yield from (Finding(WARNING, "reader", text) for text in metadata.warnings)
     yield from (Finding(NOTE, "reader", text) for text in metadata.notes)
     for key, why in sorted(metadata.damaged_states.items()):
@@ -161,7 +159,7 @@ def _incomplete(metadata: CheckpointMetadata) -> Iterator[Finding]:
 
 
 def hole_in(tensor: TensorMetadata) -> str | None:
-    """Which elements of a tensor lie in no file, or in two; ``None``: each lies in one."""
+    """Which elements of a tensor are in no file, or in two; ``None``: each is in one."""
     for shard, shape in enumerate(tensor.shard_shapes):
         position, numel = 0, math.prod(shape)
         where = f" of tensor-parallel shard {shard}" if len(tensor.shard_shapes) > 1 else ""
@@ -175,7 +173,7 @@ def hole_in(tensor: TensorMetadata) -> str | None:
 
 
 def _of_copies(metadata: CheckpointMetadata, layouts: Mapping[str, Layout]) -> Iterator[Finding]:
-    """What is stored more than once; reading the metadata does not tell whether the copies agree."""
+    """What is stored more than once; metadata does not show whether the copies agree."""
     if metadata.replicas:
         names = dict.fromkeys(name for name, _ in metadata.replicas)
         nbytes = sum(stored_nbytes(copy) for copies in metadata.replicas.values() for copy in copies)

@@ -26,7 +26,7 @@ from elastic_ckpt.formats.saved_states import StatesOfOne
 from elastic_ckpt.formats.shards import FlatShard, OptimizerShard
 from elastic_ckpt.tools.virtual.scale_config import Parameter, ScaleModel, Shape
 
-#: Folder that such a checkpoint claims to lie in.
+#: Folder that such a checkpoint claims to be in.
 FOLDER = "/virtual"
 _FP32 = "float32"
 #: ``torch.save`` starts every tensor at a multiple of so many bytes, behind a header of its zip archive.

@@ -19,10 +19,10 @@ Stages = dict[str, tuple[int, ...]]
 def stages_of(numels: Mapping[str, int], pp: int, metadata: CheckpointMetadata) -> Stages:
     """The stages that hold each parameter or buffer of a ``PipelineModule``.
 
-    As many stages as were saved hold what they held then, and a buffer is where its layer's parameters are. Of another
+    As many stages as were saved hold what they saved, and a buffer is where its layer's parameters are. For another
     number, layers are balanced by their parameters, as ``partition_method="parameters"`` does, DeepSpeed's default;
-    tied modules are held by the first and the last stage, but for what only one saved stage of several held (BLOOM's
-    norm behind the embedding).
+    tied modules are on the first and the last stage, but for what only one of several stages saved (BLOOM's norm behind
+    the embedding).
 
     Args:
         numels: name -> elements.
