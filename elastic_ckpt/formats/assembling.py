@@ -22,7 +22,7 @@ from elastic_ckpt.formats.legacy import LegacyShard, refuse_legacy
 from elastic_ckpt.formats.merging import merge_shards, merge_stages
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.partitioned import partitioned_metadata
-from elastic_ckpt.formats.progress import with_progress_compared
+from elastic_ckpt.formats.same_save import with_progress_compared
 from elastic_ckpt.formats.shards import OptimizerShard, other_save_than_model
 from elastic_ckpt.formats.zero0 import unpartitioned_metadata, weights_alone
 

@@ -1,4 +1,4 @@
-"""The parallel degrees that a model-states file states, and which of its statements the other files bear out."""
+"""The parallel degrees that a model-states file states, and which of them the number of files bears out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from elastic_ckpt.core.sequence import SequenceParallel
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
-    """Degrees of the run that saved a checkpoint; tensor and pipeline are ``None`` where no file tells."""
+    """Degrees of the run that saved a checkpoint; tensor and pipeline are ``None`` where no file states them."""
 
     tp: int | None
     pp: int | None
@@ -86,28 +86,32 @@ def stated_degrees(tree: Mapping[str, Any], config: Mapping[str, Any], run: Mapp
     saved = saved if isinstance(saved, Mapping) else {}
     tp, pp = positive_int(saved, "tp_degree"), positive_int(saved, "pp_degree")
     sequence = positive_int(config, "sequence_parallel_size")
-    ranks, micro = positive_int(tree, "dp_world_size"), positive_int(config, "train_micro_batch_size_per_gpu")
+    ranks, micro = positive_int(tree, "dp_world_size"), positive_int(config, "train_micro_batch_size_per_gpu") or 0
     steps, batch = positive_int(config, "gradient_accumulation_steps"), positive_int(config, "train_batch_size")
-    by_batch = _sharing(ranks, batch, (micro or 0) * (steps or 0))
+    possible: set[int] = set()
     if batch is None:
-        counted = _sharing(ranks, _counted_batch(tree), (micro or 0) * (steps or 1))
-        possible = {counted} - {None}
-    else:
-        possible = set() if steps or not (ranks and micro) else _open_degrees(ranks, batch, micro)
+        samples, counted = positive_int(tree, "global_samples"), positive_int(tree, "global_steps")
+        if samples and counted and samples % counted == 0:
+            possible = {_sharing(ranks, samples // counted, micro * (steps or 1)) or 0} - {0}
+    elif ranks and micro and not steps:
+        possible = {sp for sp in range(1, ranks + 1) if ranks % sp == 0 and batch % (micro * ranks // sp) == 0}
+        possible = set() if 1 in possible else possible  # the batch alone does not speak for sequence parallelism
     return StatedDegrees(
         dimensions=None if tp is None or pp is None else (tp, pp),
         mp=positive_int(tree, "mp_world_size"),
-        dp=positive_int(tree, "dp_world_size"),
-        sequence=sequence or positive_int(run, "ds_sequence_parallel_size") or by_batch,
-        possible=frozenset(each for each in possible if each is not None),
+        dp=ranks,
+        sequence=sequence
+        or positive_int(run, "ds_sequence_parallel_size")
+        or _sharing(ranks, batch or 0, micro * (steps or 0)),
+        possible=frozenset(possible),
         mesh=sequence is not None and positive_int(config, "data_parallel_size") is not None,
     )
 
 
-def _sharing(ranks: int | None, batch: int | None, rows: int) -> int | None:
-    """How many ranks share their samples, where fewer than there are suffice for the batch; ``None``: none, or unknown.
+def _sharing(ranks: int | None, batch: int, rows: int) -> int | None:
+    """How many ranks share their samples, if fewer than there are suffice for the batch; ``None``: none, or unknown.
 
-    An ``mpu`` of one's own need not leave its degree anywhere. DeepSpeed insists on a batch of ``rows`` times the
+    A custom ``mpu`` need not record its degree anywhere. DeepSpeed insists on a batch of ``rows`` times the
     data-parallel degree.
 
     Args:
@@ -115,24 +119,10 @@ def _sharing(ranks: int | None, batch: int | None, rows: int) -> int | None:
         batch: samples of one step.
         rows: samples of one step on each rank.
     """
-    data, rest = divmod(batch or 0, rows or 1)
+    data, rest = divmod(batch, rows or 1)
     if not ranks or not rows or not data or rest or ranks % data or ranks == data:
         return None
     return ranks // data
-
-
-def _open_degrees(ranks: int, batch: int, micro: int) -> set[int | None]:
-    """Degrees that batch and micro-batch allow, whatever the number of micro-batches; none where 1 is among them."""
-    degrees = {
-        degree for degree in range(1, ranks + 1) if ranks % degree == 0 and batch % (micro * ranks // degree) == 0
-    }
-    return set() if 1 in degrees else {*degrees}
-
-
-def _counted_batch(tree: Mapping[str, Any]) -> int | None:
-    """Samples of one step, where each had the same number."""
-    samples, steps = positive_int(tree, "global_samples"), positive_int(tree, "global_steps")
-    return samples // steps if samples and steps and samples % steps == 0 else None
 
 
 def positive_int(values: Mapping[str, Any], key: str) -> int | None:

@@ -1,4 +1,4 @@
-"""Which format, which tag: looks at names of files, and at the two ``latest`` files. Local, no collectives."""
+"""Which format, which tag: looks at file names and at the two ``latest`` files. Local, no collectives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LATEST_UNIVERSAL = "latest_universal"
 
 
 def find_checkpoint(load_dir: str, tag: str | None, prefer_universal: bool, trust_pickle: bool = False) -> Found | None:
-    """Find out what lies in a folder.
+    """Find the checkpoint in a folder.
 
     With a tag, that folder and no other. Without one, what ``latest_universal`` or ``latest`` names: where both
     do, ``latest``; with ``prefer_universal`` the universal one, unless the native one has been trained further.
@@ -39,32 +39,25 @@ def find_checkpoint(load_dir: str, tag: str | None, prefer_universal: bool, trus
         if found is None and (read_latest(load_dir, LATEST) is not None or list_tags(load_dir)):
             raise _no_such_tag(load_dir, f"the tag {str(tag)!r} that load_checkpoint was given", str(tag))
         return found
-    return _follow_latest(load_dir, prefer_universal, trust_pickle)
-
-
-def _follow_latest(load_dir: str, prefer_universal: bool, trust_pickle: bool) -> Found | None:
-    """The checkpoint that the two ``latest`` files lead to; a pointer to nothing is an error where it was asked for."""
-    order = (LATEST_UNIVERSAL, LATEST) if prefer_universal else (LATEST, LATEST_UNIVERSAL)
     choices: list[Found] = []
-    broken: list[NotFoundError] = []
-    for latest in order:
-        tag = read_latest(load_dir, latest)
-        found = look_at(load_dir, tag) if tag is not None and _is_below(tag) else None
+    broken: NotFoundError | None = None
+    preferred, other = (LATEST_UNIVERSAL, LATEST) if prefer_universal else (LATEST, LATEST_UNIVERSAL)
+    for latest in (preferred, other):
+        named = read_latest(load_dir, latest)
+        found = look_at(load_dir, named) if named is not None and _is_below(named) else None
         if found is not None:
             choices.append(found)
-        elif tag is not None:
-            broken.append(_no_such_tag(load_dir, f"the tag {tag!r} that {os.path.join(load_dir, latest)} names", tag))
-            if latest == order[0]:
-                raise broken[0]
-    if not choices:
-        if broken:
-            raise broken[0]
-        if list_tags(load_dir):
-            raise _no_such_tag(load_dir, f"a file {LATEST!r} that names the tag to load", None)
-        return None
-    if len(choices) == 1 or choices[0].folder == choices[1].folder:
-        return choices[0]
-    return _choose(choices[0], choices[1], trust_pickle)
+        elif named is not None:
+            broken = _no_such_tag(load_dir, f"the tag {named!r} that {os.path.join(load_dir, latest)} names", named)
+            if latest == preferred:
+                raise broken
+    if not choices and broken is not None:
+        raise broken
+    if not choices and list_tags(load_dir):
+        raise _no_such_tag(load_dir, f"a file {LATEST!r} that names the tag to load", None)
+    if len(choices) == 2 and choices[0].folder != choices[1].folder:
+        return _further(choices[0], choices[1], trust_pickle)
+    return choices[0] if choices else None
 
 
 def look_at(load_dir: str, tag: str) -> Found | None:
@@ -74,18 +67,16 @@ def look_at(load_dir: str, tag: str) -> Found | None:
         return None
     is_universal = _holds_parameters(os.path.join(folder, UNIVERSAL_FOLDER))
     files = sort_names(os.listdir(folder), is_universal)
-    if not files.is_checkpoint:
-        return None
-    return Found("universal" if is_universal else "native", folder, tag, files)
+    return Found("universal" if is_universal else "native", folder, tag, files) if files.is_checkpoint else None
 
 
 def _holds_parameters(folder: str) -> bool:
-    """Whether this is the folder of a universal checkpoint; BLOOM's has no file for the optimizer."""
+    """Whether this is the folder of a universal checkpoint's parameters; BLOOM's has no file for the optimizer."""
     if not os.path.isdir(folder):
         return False
-    if os.path.isfile(os.path.join(folder, UNIVERSAL_OPTIMIZER)):
-        return True
-    return any(os.path.isfile(os.path.join(entry.path, f"{MASTER}.pt")) for entry in os.scandir(folder))
+    return os.path.isfile(os.path.join(folder, UNIVERSAL_OPTIMIZER)) or any(
+        os.path.isfile(os.path.join(entry.path, f"{MASTER}.pt")) for entry in os.scandir(folder)
+    )
 
 
 def list_tags(load_dir: str) -> list[str]:
@@ -134,8 +125,8 @@ def _no_such_tag(load_dir: str, wanted: str, tag: str | None) -> NotFoundError:
     )
 
 
-def _choose(preferred: Found, other: Found, trust_pickle: bool) -> Found:
-    """``latest`` and ``latest_universal`` name different folders: the flag prefers, progress decides."""
+def _further(preferred: Found, other: Found, trust_pickle: bool) -> Found:
+    """The preferred one of two checkpoints, unless it is universal and the other has been trained further."""
     steps, other_steps = _global_steps(preferred, trust_pickle), _global_steps(other, trust_pickle)
     if preferred.format == "universal" and other_steps > steps:
         preferred, other, steps, other_steps = other, preferred, other_steps, steps
@@ -144,7 +135,6 @@ def _choose(preferred: Found, other: Found, trust_pickle: bool) -> Found:
 
 
 def _global_steps(found: Found, trust_pickle: bool) -> int:
-    names = list(found.files.model.values()) + list(found.files.model_zero3.values())
-    if not names:
-        return -1
-    return int(open_pickled(found.path(names[0]), trust_pickle).section("global_steps"))
+    for name in (*found.files.model.values(), *found.files.model_zero3.values()):
+        return int(open_pickled(found.path(name), trust_pickle).section("global_steps"))
+    return -1

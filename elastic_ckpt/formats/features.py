@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from elastic_ckpt.core.features import ONE_BIT_OPTIMIZERS, Features
@@ -17,21 +17,31 @@ def features_in(file: PickledFile) -> Features:
     """What a model-states or optimizer-states file shows. Local."""
     tree = file.tree if isinstance(file.tree, Mapping) else {}
     experts = tree.get("num_experts") or ()
-    values = _mappings(_base_state(tree).get("state"))
+    states = _base_state(file).get("state")
+    keys = [set(each) for each in states.values() if isinstance(each, Mapping)] if isinstance(states, Mapping) else []
     optimizer = str(config_section(file, "optimizer").get("type", "")).lower()
     mics = config_section(file, "zero_optimization").get("mics_shard_size", 0)
     return Features(
         experts=tuple(experts) if isinstance(experts, (list, tuple)) else (experts,),
         expert_groups=tuple(sorted({str(group.get("name")) for group in base_groups(file) if group.get("moe")})),
-        one_bit=optimizer in ONE_BIT_OPTIMIZERS or any(_ONE_BIT_STATES & set(value) for value in values),
+        one_bit=optimizer in ONE_BIT_OPTIMIZERS or any(_ONE_BIT_STATES & each for each in keys),
         mics=max(mics, 0) if isinstance(mics, int) else 0,
     )
 
 
 def base_groups(file: PickledFile) -> list[Mapping[str, Any]]:
-    """The param groups that a file holds, of the base optimizer; none where it holds no optimizer."""
+    """The base optimizer's param groups in a file; none where it holds no optimizer."""
+    return [group for group in _base_state(file).get("param_groups") or () if isinstance(group, Mapping)]
+
+
+def _base_state(file: PickledFile) -> Mapping[str, Any]:
+    """The base optimizer's ``state_dict``, wherever the ZeRO stage puts it."""
     tree = file.tree if isinstance(file.tree, Mapping) else {}
-    return [group for group in _base_state(tree).get("param_groups") or () if isinstance(group, Mapping)]
+    state = tree.get("optimizer_state_dict", tree.get("optimizer"))
+    for key in ("base_optimizer_state", "optimizer_state_dict"):
+        if isinstance(state, Mapping) and isinstance(state.get(key), Mapping):
+            state = state[key]
+    return state if isinstance(state, Mapping) else {}
 
 
 def refuse_features(features: Features, file: str) -> None:
@@ -49,17 +59,3 @@ def refuse_features(features: Features, file: str) -> None:
             found=features.names,
             remedy="resume it with the number of ranks, the layout and the optimizer that saved it",
         )
-
-
-def _base_state(tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The base optimizer's ``state_dict``, wherever the ZeRO stage puts it."""
-    state = tree.get("optimizer_state_dict", tree.get("optimizer"))
-    for key in ("base_optimizer_state", "optimizer_state_dict"):
-        if isinstance(state, Mapping) and isinstance(state.get(key), Mapping):
-            state = state[key]
-    return state if isinstance(state, Mapping) else {}
-
-
-def _mappings(states: Any) -> Iterable[Mapping[str, Any]]:
-    values = states.values() if isinstance(states, Mapping) else ()
-    return [value for value in values if isinstance(value, Mapping)]

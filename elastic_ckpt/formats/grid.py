@@ -1,10 +1,9 @@
 """Which model-parallel file is of which pipeline stage and tensor-parallel rank.
 
 DeepSpeed numbers them together: ``mp_rank = stage * tp + tensor-parallel rank`` (``PipelineParallelGrid``,
-topology.py). Since 0.17 the files say how many of each there are (``checkpoint_parallel_dimensions``); older ones are
-told apart by the parameters they list: ranks of one stage list the same names. What the files say is held against how
-many there are (:mod:`elastic_ckpt.formats.degrees`); their names are not asked: gpt-neox's would suggest another
-topology.
+topology.py). Since 0.17 the files state both degrees (``checkpoint_parallel_dimensions``); older ones are told apart by
+the parameters they list: ranks of one stage list the same names. Statements are compared with the number of files
+(:mod:`elastic_ckpt.formats.degrees`). File names are not used: gpt-neox's would suggest another topology.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from dataclasses import dataclass, replace
 from elastic_ckpt.core.local_state import RankCoordinates
 from elastic_ckpt.core.sequence import NO_SEQUENCE_PARALLEL, SequenceParallel
 from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError
-from elastic_ckpt.formats.degrees import StatedDegrees
 from elastic_ckpt.formats.model_states import ModelShard
 
 
@@ -41,37 +39,37 @@ class Grid:
     def pp(self) -> int:
         return len(self.stages)
 
-    def has_ranks_of(self, place: RankCoordinates) -> bool:
+    def has_ranks_of(self, coordinates: RankCoordinates) -> bool:
         """Whether the live job has the data-, tensor- and pipeline-parallel ranks of the save.
 
         What belongs to one rank (random states, positions in the data) then still belongs to it; ranks of one
         sequence-parallel group share their samples, so their number does not matter.
         """
         saved = (self.tp, self.pp, self.sequence.data_degree(self.dp))
-        is_known = self.dp == place.dp or not place.sequence.strided
-        return saved == (place.tp, place.pp, place.data_degree) and is_known
+        is_known = self.dp == coordinates.dp or not coordinates.sequence.strided
+        return saved == (coordinates.tp, coordinates.pp, coordinates.data_degree) and is_known
 
-    def own_file(self, place: RankCoordinates) -> int | None:
+    def own_file(self, coordinates: RankCoordinates) -> int | None:
         """Which of the files that a model-parallel rank has for each of the ``dp`` ranks belongs to this rank.
 
-        ``None``: the job has other ranks than the save. A rank of a sequence-parallel group of another size finds the
+        ``None``: the job has other ranks than the save. A rank of a sequence-parallel group of another size gets the
         file of the group's first rank.
         """
-        if not self.has_ranks_of(place):
+        if not self.has_ranks_of(coordinates):
             return None
         saved = self.sequence.ranks_per_sample
-        if self.dp == place.dp and saved == place.sequence.ranks_per_sample:
-            return place.dp_rank
-        return place.data_rank * saved + (place.sp_rank if saved == place.sequence.degree else 0)
+        if self.dp == coordinates.dp and saved == coordinates.sequence.ranks_per_sample:
+            return coordinates.dp_rank
+        return coordinates.data_rank * saved + (coordinates.sp_rank if saved == coordinates.sequence.degree else 0)
 
 
-def grid_of(models: Mapping[int, ModelShard], folder: str, place: RankCoordinates | None = None) -> Grid:
+def grid_of(models: Mapping[int, ModelShard], folder: str, coordinates: RankCoordinates | None = None) -> Grid:
     """Sort model-parallel ranks, of each of which one model-states file is given.
 
     Args:
         models: by rank.
         folder: of the files, for errors.
-        place: this rank's place in the live topology, where there is one.
+        coordinates: of this rank in the live topology, if there is one.
 
     Raises:
         DamagedError: there are ranks missing.
@@ -92,17 +90,11 @@ def grid_of(models: Mapping[int, ModelShard], folder: str, place: RankCoordinate
     degrees = stated.borne_out(len(ranks))
     expected = degrees.model_parallel or max(ranks) + 1
     if len(ranks) != expected or ranks[-1] != expected - 1:
-        if stated.disagree:
-            raise _contradiction(first, ranks)
-        fewer = len(ranks) < expected
-        raise LayoutError(
-            "files of model-parallel ranks are missing" if fewer else "there are files of more ranks than were saved",
-            file=models[ranks[-1]].path if not fewer else folder,
-            expected=f"{expected} model-parallel ranks, 0 to {expected - 1}",
-            found=f"{len(ranks)}: {', '.join(map(str, ranks[:16]))}",
-            remedy="restore the missing files, or remove those of another save; or take another tag",
-        )
-    stages = _as_stated(ranks, degrees.tp) if degrees.tp else _by_names([models[rank] for rank in ranks])
+        raise _wrong_number(models, expected, folder)
+    if degrees.tp:
+        stages: list[list[int]] | None = [ranks[at : at + degrees.tp] for at in range(0, len(ranks), degrees.tp)]
+    else:
+        stages = _by_names([models[rank] for rank in ranks])
     if stages is None or len({len(stage) for stage in stages}) > 1:
         raise UnsupportedError(
             "it cannot be told which model-parallel file is of which pipeline stage and tensor-parallel rank",
@@ -110,36 +102,36 @@ def grid_of(models: Mapping[int, ModelShard], folder: str, place: RankCoordinate
             expected="checkpoint_parallel_dimensions, or parameters that are the same within a stage",
             found=f"{len(ranks)} model-parallel ranks",
         )
-    grid = Grid(stages, int(first.counters.get("dp_world_size", 1)), degrees.sequence)
-    return grid if place is None else _with_live_degree(grid, stated, place)
+    grid = Grid(tuple(map(tuple, stages)), int(first.counters.get("dp_world_size", 1)), degrees.sequence)
+    if coordinates is None or stated.sequence is not None or grid.sequence != NO_SEQUENCE_PARALLEL:
+        return grid
+    # a degree that is not stated is the live one, if ranks and counted samples both speak for it: the counters alone
+    # may be those of earlier runs with other batches
+    same_ranks = (grid.tp, grid.pp, grid.dp) == (coordinates.tp, coordinates.pp, coordinates.dp)
+    agrees = coordinates.sequence.partitioned and coordinates.sequence.degree in stated.possible
+    return replace(grid, sequence=coordinates.sequence) if same_ranks and agrees else grid
 
 
-def _with_live_degree(grid: Grid, stated: StatedDegrees, place: RankCoordinates) -> Grid:
-    """A sequence-parallel degree that is not stated is the live one, where ranks and samples counted speak for it.
-
-    The counters alone could have another history: runs with other batches.
-    """
-    same_ranks = (grid.tp, grid.pp, grid.dp) == (place.tp, place.pp, place.dp)
-    is_open = stated.sequence is None and grid.sequence == NO_SEQUENCE_PARALLEL
-    agrees = place.sequence.partitioned and place.sequence.degree in stated.possible
-    return replace(grid, sequence=place.sequence) if same_ranks and is_open and agrees else grid
-
-
-def _contradiction(model: ModelShard, ranks: Sequence[int]) -> DamagedError:
+def _wrong_number(models: Mapping[int, ModelShard], expected: int, folder: str) -> LayoutError:
+    ranks = sorted(models)
+    first, last = models[ranks[0]], models[ranks[-1]]
+    problem, file = "there are files of more ranks than were saved", last.path
+    if len(ranks) < expected:
+        problem, file = "files of model-parallel ranks are missing", folder
+    wanted = f"{expected} model-parallel ranks, 0 to {expected - 1}"
+    if first.stated.disagree:
+        problem = "two entries of a model-states file contradict each other, and the files fit neither"
+        file, wanted = first.path, f"as many model-parallel ranks as {first.stated} say"
     return LayoutError(
-        "two entries of a model-states file contradict each other, and the files fit neither",
-        file=model.path,
-        expected=f"as many model-parallel ranks as {model.stated} say",
+        problem,
+        file=file,
+        expected=wanted,
         found=f"{len(ranks)}: {', '.join(map(str, ranks[:16]))}",
         remedy="restore the missing files, or remove those of another save; or take another tag",
     )
 
 
-def _as_stated(ranks: Sequence[int], tp: int) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(ranks[start : start + tp]) for start in range(0, len(ranks), tp))
-
-
-def _by_names(models: Sequence[ModelShard]) -> tuple[tuple[int, ...], ...] | None:
+def _by_names(models: Sequence[ModelShard]) -> list[list[int]] | None:
     """Neighbours with the same names are of one stage; ``None``: files without names."""
     names = [frozenset(name for group in model.param_shapes for name, _ in group) for model in models]
     names = [mine or frozenset(model.weights) for mine, model in zip(names, models, strict=True)]
@@ -151,4 +143,4 @@ def _by_names(models: Sequence[ModelShard]) -> tuple[tuple[int, ...], ...] | Non
             stages[-1].append(rank)
         else:
             stages.append([rank])
-    return tuple(map(tuple, stages))
+    return stages

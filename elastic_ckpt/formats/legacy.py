@@ -1,4 +1,4 @@
-"""Shards that were saved with the legacy ``zero_optimization.elastic_checkpoint``: refused, with what they lost.
+"""Shards saved with the legacy ``zero_optimization.elastic_checkpoint``: refused, naming the elements that are lost.
 
 ``DeepSpeedZeroOptimizer._get_state_without_padding`` (stage_1_and_2.py) cuts as many elements off every state tensor as
 the partition has padding, quantization maps and scales included, and leaves out all hyperparameters.
@@ -28,20 +28,22 @@ def is_legacy_with_step(file: PickledFile) -> bool:
     DeepSpeed's own loader restores no others (``_restore_step_from_elastic_checkpoint`` asserts that entry).
     """
     state = file.tree.get("optimizer_state_dict") if isinstance(file.tree, Mapping) else None
-    is_legacy = isinstance(state, Mapping) and isinstance(state.get("base_optimizer_state"), list)
-    return is_legacy and state is not None and "base_optimizer_state_step" in state
+    if not isinstance(state, Mapping):
+        return False
+    return isinstance(state.get("base_optimizer_state"), list) and "base_optimizer_state_step" in state
 
 
 def index_legacy(file: PickledFile, base: Sequence[Mapping[str, Any]]) -> LegacyShard:
     """See what one file has lost; ``base`` is its optimizer state, by param group."""
     masters = file.section("optimizer_state_dict", "single_partition_of_fp32_groups")
     paddings = file.section("optimizer_state_dict", "group_paddings")
-    lost = []
-    for group, (states, master, padding) in enumerate(zip(base, masters, paddings, strict=False)):
-        for key, ref in states.items():
-            # a state as long as the masters, which have no padding either, has lost its padding alone
-            if padding and isinstance(ref, TensorRef) and ref.shape and ref.numel != master.numel:
-                lost.append(f"{key} of param group {group}: {padding} of {ref.numel + padding} elements")
+    lost = [
+        f"{key} of param group {group}: {padding} of {ref.numel + padding} elements"
+        for group, (states, master, padding) in enumerate(zip(base, masters, paddings, strict=False))
+        for key, ref in states.items()
+        # a state as long as the masters, which have no padding either, has lost its padding alone
+        if padding and isinstance(ref, TensorRef) and ref.shape and ref.numel != master.numel
+    ]
     return LegacyShard(file.path, tuple(lost))
 
 
@@ -50,13 +52,13 @@ def refuse_legacy(shards: Sequence[LegacyShard], with_states: bool) -> None:
 
     Args:
         shards: those of its files that are legacy ones.
-        with_states: whether optimizer states are asked for.
+        with_states: whether optimizer states are to be restored.
 
     Raises:
-        DamagedError: states are asked for, and elements of them are lost; DeepSpeed itself fills in zeros.
+        DamagedError: states are to be restored, and elements of them are lost; DeepSpeed itself fills in zeros.
         UnsupportedError: there is such a file.
     """
-    for shard in sorted(shards, key=lambda shard: not shard.lost)[:1]:
+    for shard in sorted(shards, key=lambda shard: not shard.lost):
         error = DamagedError if shard.lost and with_states else UnsupportedError
         raise error(
             "this checkpoint was saved with the legacy zero_optimization.elastic_checkpoint, which loses states",

@@ -24,7 +24,7 @@ from elastic_ckpt.core.metadata import (
 from elastic_ckpt.core.state_kinds import COMPANIONS, ELEMENTWISE, REPLICATED, TOUCHED, WHOLE, StateOptions
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.base import Found
-from elastic_ckpt.formats.classify import DAMAGED, FRESH, OPAQUE, Held, SavedKind, classify
+from elastic_ckpt.formats.classify import DAMAGED, FRESH, OPAQUE, RankStates, SavedKind, classify
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.pickled import TensorRef
 from elastic_ckpt.formats.saved_states import (
@@ -81,7 +81,7 @@ class MetadataBuilder:
         self._chunks: dict[tuple[str, str], tuple[Shape, str, list[StorageChunk]]] = {}
 
     def classify(
-        self, ranks: Sequence[Held], states: Iterable[StatesOfOne], parameter: str = "", any_shape: bool = False
+        self, ranks: Sequence[RankStates], states: Iterable[StatesOfOne], parameter: str = "", any_shape: bool = False
     ) -> dict[str, SavedKind]:
         """The kinds of the states of one flat partition; those that are opaque or damaged are remarked on.
 

@@ -33,7 +33,7 @@ class FolderFiles:
         model_zero3: (dp rank, mp rank) -> ``zero_pp_rank_*_model_states.pt``.
         experts: files of mixture-of-experts layers.
         layers: (layer, tensor-parallel rank) -> its file.
-        clashes: names that claim a place another file already has (a bf16 and an fp32 save in one folder).
+        clashes: names of files for a rank that has another one already (a bf16 and an fp32 save in one folder).
         is_universal: whether the folder holds a universal checkpoint.
     """
 
@@ -74,6 +74,5 @@ def sort_names(names: Iterable[str], is_universal: bool) -> FolderFiles:
         elif _EXPERT.match(name):
             experts.append(name)
         elif match := _PIPELINE_LAYER.match(name):
-            place = int(match[1]), int(match[2] or 0)
-            clashes += [name] if layers.setdefault(place, name) != name else []
+            clashes += [name] if layers.setdefault((int(match[1]), int(match[2] or 0)), name) != name else []
     return FolderFiles(optimizer, model, model_zero3, tuple(experts), layers, tuple(clashes), is_universal)

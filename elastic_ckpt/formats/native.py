@@ -14,8 +14,8 @@ from elastic_ckpt.formats.layers import LayerShard, index_layer
 from elastic_ckpt.formats.legacy import LegacyShard
 from elastic_ckpt.formats.model_states import ModelShard, index_model_states
 from elastic_ckpt.formats.pickled import PickledFile
+from elastic_ckpt.formats.same_save import spot_check
 from elastic_ckpt.formats.shards import OptimizerShard
-from elastic_ckpt.formats.spot_check import SavedWeights, spot_check
 from elastic_ckpt.formats.training_state import TrainingStates, Wanted
 from elastic_ckpt.formats.zero3 import index_zero3
 from elastic_ckpt.formats.zero12 import index_zero12
@@ -66,11 +66,11 @@ def _spot_check(files: Assembled, opened: Mapping[int, PickledFile]) -> None:
     for mp, rank in files.ranks.items():
         mine = {number for number, position in enumerate(rank.positions) if position in opened}
         model = next(iter(rank.models.values()))
-        spot_check(all_metadata[mp], SavedWeights(model.path, model.weights), mine)
+        spot_check(all_metadata[mp], model.path, model.weights, mine)
         tp_rank = next(stage.index(mp) for stage in files.grid.stages if mp in stage)
         for layer in files.layers:
             if layer.tp_rank == tp_rank:
-                spot_check(all_metadata[mp], SavedWeights(layer.path, layer.named(known)), mine)
+                spot_check(all_metadata[mp], layer.path, layer.named(known), mine)
 
 
 def _expected_files(found: Found) -> dict[Kind, str]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.formats.base import Found
-from elastic_ckpt.formats.classify import Held
+from elastic_ckpt.formats.classify import RankStates
 from elastic_ckpt.formats.metadata_builder import MetadataBuilder, module_tensors
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.shards import OptimizerShard
@@ -61,7 +61,7 @@ def _add_flat(
     saved = []
     for shard, flat, placed in zip(shards, flats, placements, strict=True):
         touched = sum(math.prod(shapes[index][1]) for index in {placement.index for placement in placed})
-        saved.append(Held(shard.path, flat.partition_numel, touched, flat.states.tensors, flat.states.digests))
+        saved.append(RankStates(shard.path, flat.partition_numel, touched, flat.states.tensors, flat.states.digests))
     kinds = builder.classify(saved, [flat.states for flat in flats])
     group = first.flat_groups[number]
     builder.add_parameters(shapes, group, first.groups[group] if first.groups else {}, flats, kinds, first_file)

@@ -1,6 +1,6 @@
 """The metadata of a ``torch.save`` file, without its tensor data.
 
-``torch.load(map_location="meta")`` builds the pickled object and notes for every storage where its bytes lie in the
+``torch.load(map_location="meta")`` builds the pickled object and notes for every storage where its bytes are in the
 file (``_checkpoint_offset``), reading none of them. Each tensor becomes a :class:`TensorRef`.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import copy
 import io
+import math
 import os
 import pickle
 import struct
@@ -21,19 +22,27 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
 
 from elastic_ckpt.core.dtypes import ITEMSIZE
-from elastic_ckpt.errors import DamagedError, ElasticCkptError, LayoutError, UnsafePickleError, UnsupportedError
-from elastic_ckpt.formats.safe_globals import safe_globals
-from elastic_ckpt.formats.safe_numpy import finished
-from elastic_ckpt.formats.unzipped import refuse_unzipped
+from elastic_ckpt.errors import (
+    DamagedError,
+    ElasticCkptError,
+    LayoutError,
+    UnsafePickleError,
+    UnsupportedError,
+    UnzippedError,
+)
+from elastic_ckpt.formats.safe_globals import finished, safe_globals
 
+#: ``torch.serialization.MAGIC_NUMBER`` as its own pickle, which a legacy (non-zip) archive begins with.
+_LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 # What torch's unpickler says where it meets a name that is not allowed, and nowhere else.
 _FORBIDDEN_MARKERS = ("GLOBAL", "allowlisted")
 _UNPICKLER_PREFIX = "WeightsUnpickler error:"
 
 #: What ``torch.load`` makes of dense tensors.
 _DENSE = (torch.Tensor, torch.nn.Parameter)
-#: Objects whose attributes may hold tensors: scheduler-like things in a client state, DeepSpeed's loss scalers.
+#: Objects whose attributes may be tensors: scheduler-like things in a client state, DeepSpeed's loss scalers.
 _PLAIN_OBJECTS = (argparse.Namespace, LossScalerBase)
+_NO_TENSOR = (bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device, type(None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,20 +68,15 @@ class TensorRef:
 
     @property
     def numel(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether its elements lie one behind the other, in row-major order."""
-        if not self.numel:
-            return True
+        """Whether its elements are consecutive, in row-major order."""
         step = 1
         for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
-            if size != 1 and stride != step:
-                return False
+            if size > 1 and stride != step:
+                return not self.numel
             step *= size
         return True
 
@@ -120,8 +124,8 @@ def open_pickled(path: str, trust_pickle: bool = False) -> PickledFile:
             loaded = torch.load(path, map_location="meta", weights_only=not trust_pickle)
         nbytes = os.path.getsize(path)
         tree = replace_leaves(loaded, lambda leaf: _to_ref(leaf, path, nbytes, bases))
-        if bases and max(bases) != last:  # torch does not look where records lie: it adds up what it would have written
-            raise _unreadable(path, "a zip archive that was packed anew: tensors do not lie where torch.save puts them")
+        if bases and max(bases) != last:  # torch does not look at the records: it adds up what it would have written
+            raise _unreadable(path, "a zip archive that was packed anew: tensors are not where torch.save puts them")
         return PickledFile(path, nbytes, tree)
     except ElasticCkptError:
         raise
@@ -131,8 +135,17 @@ def open_pickled(path: str, trust_pickle: bool = False) -> PickledFile:
         raise _unreadable(path, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
 
 
+def is_unzipped(path: str) -> bool:
+    """Whether a file is a legacy pickle archive, as ``"checkpoint_serialization": false`` makes DeepSpeed write.
+
+    Where a tensor's bytes are in such a file is known only once all of it has been read.
+    """
+    with open(path, "rb") as stream:
+        return stream.read(len(_LEGACY_MAGIC)) == _LEGACY_MAGIC
+
+
 def _check_is_archive(path: str) -> int | None:
-    """Where the last record of a tensor's bytes really starts; ``None``: there is none."""
+    """The offset at which the last record of a tensor's bytes really starts; ``None``: there is none."""
     if not os.path.isfile(path):
         raise DamagedError(
             "a file of the checkpoint is missing",
@@ -141,16 +154,23 @@ def _check_is_archive(path: str) -> int | None:
             found="no such file",
             remedy="restore the file, take another tag, or put the folder on storage that all nodes share",
         )
-    refuse_unzipped(path)
+    if is_unzipped(path):
+        raise UnzippedError(
+            "this file is a legacy (non-zip) pickle archive of torch.save, whose reading is not supported yet",
+            file=path,
+            expected="a zip archive, which torch.save writes since torch 1.6",
+            found='a legacy pickle archive, as "checkpoint": {"checkpoint_serialization": false} makes DeepSpeed write',
+            remedy='load it at the topology and ZeRO stage it was saved with, then save it with "checkpoint": '
+            '{"checkpoint_serialization": true}, which is the default',
+        )
     try:
         with zipfile.ZipFile(path) as archive:
-            pickles = [name for name in archive.namelist() if name.endswith("data.pkl")]
-            for name in pickles:
-                if archive.getinfo(name).CRC:  # 0: saved with torch.serialization.set_crc32_options(False)
-                    archive.read(name)  # checks the CRC32 of the pickle, which torch.load does not
-            compressed = [entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
-            records = [entry.header_offset for entry in archive.infolist() if "/data/" in entry.filename]
-        last = max(records, default=None)
+            entries = archive.infolist()
+            pickles = [entry for entry in entries if entry.filename.endswith("data.pkl")]
+            for entry in pickles:
+                if entry.CRC:  # 0: saved with torch.serialization.set_crc32_options(False)
+                    archive.read(entry)  # checks the CRC32 of the pickle, which torch.load does not
+        last = max((entry.header_offset for entry in entries if "/data/" in entry.filename), default=None)
         if last is not None:
             with open(path, "rb") as stream:
                 stream.seek(last + 26)
@@ -159,8 +179,9 @@ def _check_is_archive(path: str) -> int | None:
         raise _unreadable(path, f"{os.path.getsize(path)} bytes; {type(error).__name__}: {error}") from error
     if not pickles:
         raise _unreadable(path, "a zip archive without a pickle")
-    if compressed:  # tensors are read where their bytes lie, and there they would be something else
-        raise _unreadable(path, f"a zip archive that was packed anew: {compressed[0]} is compressed")
+    for entry in entries:
+        if entry.compress_type != zipfile.ZIP_STORED:  # tensors are read by their offsets, which would give other bytes
+            raise _unreadable(path, f"a zip archive that was packed anew: {entry.filename} is compressed")
     return last
 
 
@@ -174,15 +195,24 @@ def _unreadable(path: str, found: str) -> DamagedError:
     )
 
 
+def _subclass(path: str, name: str) -> UnsupportedError:
+    return UnsupportedError(
+        "this file holds a tensor of a class of its own, whose parts cannot be cut for another topology",
+        file=path,
+        expected="torch.Tensor",
+        found=name,
+        remedy="load at the topology it was saved with; the 8- and 4-bit formats of torchao are not supported",
+    )
+
+
 def _unsafe_or_damaged(path: str, error: pickle.UnpicklingError) -> Exception:
     text = str(error)
-    said = text.partition(_UNPICKLER_PREFIX)[2] if _UNPICKLER_PREFIX in text else text
-    lines = said.strip().splitlines()
-    offender = next((line.strip() for line in lines if any(marker in line for marker in _FORBIDDEN_MARKERS)), None)
-    if offender is not None and "torchao" in offender:
-        return _subclass(path, offender[:300])
+    lines = [line.strip() for line in (text.partition(_UNPICKLER_PREFIX)[2] or text).strip().splitlines()]
+    offender = next((line for line in lines if any(marker in line for marker in _FORBIDDEN_MARKERS)), None)
     if offender is None:
         return _unreadable(path, f"UnpicklingError: {lines[0] if lines else 'no details'}")
+    if "torchao" in offender:
+        return _subclass(path, offender[:300])
     return UnsafePickleError(
         "this file asks for a Python class or function that is not on the list of safe globals",
         file=path,
@@ -202,9 +232,7 @@ def replace_leaves(node: Any, replace: Callable[[Any], Any]) -> Any:
         for key, value in node.items():
             copied[key] = replace_leaves(value, replace)
         return copied
-    if type(node) is list:
-        return [replace_leaves(value, replace) for value in node]
-    if type(node) is tuple or isinstance(node, torch.Size):
+    if type(node) in (list, tuple, torch.Size):
         return type(node)(replace_leaves(value, replace) for value in node)
     if isinstance(node, tuple) and hasattr(node, "_fields"):
         return type(node)(*(replace_leaves(value, replace) for value in node))
@@ -215,17 +243,8 @@ def replace_leaves(node: Any, replace: Callable[[Any], Any]) -> Any:
     return replace(node)
 
 
-def _subclass(path: str, name: str) -> UnsupportedError:
-    return UnsupportedError(
-        "this file holds a tensor of a class of its own, whose parts cannot be cut for another topology",
-        file=path,
-        expected="torch.Tensor",
-        found=name,
-        remedy="load at the topology it was saved with; the 8- and 4-bit formats of torchao are not supported",
-    )
-
-
 def _to_ref(leaf: Any, path: str, nbytes: int, bases: set[int]) -> Any:
+    """The reference to a tensor; any other object as it is. Adds the offset of the tensor's storage to ``bases``."""
     if not isinstance(leaf, torch.Tensor):
         leaf = finished(leaf)
         _refuse_hidden_tensors(leaf, path)
@@ -243,67 +262,63 @@ def _to_ref(leaf: Any, path: str, nbytes: int, bases: set[int]) -> Any:
         )
     storage = leaf.untyped_storage()
     base = getattr(storage, "_checkpoint_offset", None)
-    if base is None:
-        if leaf.numel():
-            raise _unreadable(path, f"a {type(leaf).__name__} of shape {tuple(leaf.shape)} without an offset")
-        base = 0
-    else:
+    if base is not None:
         bases.add(int(base))
-    start = int(base + leaf.storage_offset() * leaf.element_size())
+    elif leaf.numel():
+        raise _unreadable(path, f"a {type(leaf).__name__} of shape {tuple(leaf.shape)} without an offset")
+    start = int((base or 0) + leaf.storage_offset() * leaf.element_size())
     shape, stride = tuple(leaf.shape), tuple(leaf.stride())
     # the storage too, but also the tensor itself: sizes in a pickle are only claims
-    end = max(base + storage.nbytes(), start + _reach(shape, stride) * leaf.element_size())
+    end = max((base or 0) + storage.nbytes(), start + _reach(shape, stride) * leaf.element_size())
     if end > nbytes:
         raise _unreadable(path, f"{nbytes} bytes, but a tensor of {shape} ends at byte {end}")
+    swap_id = getattr(leaf, "__dict__", {}).get("ds_id")  # by which DeepSpeed's optimizer swapper names a tensor's file
     return TensorRef(
         dtype=dtype,
         shape=shape,
         stride=stride,
         byte_offset=start,
         is_parameter=isinstance(leaf, torch.nn.Parameter),
-        swap_id=_swap_id(leaf),
+        swap_id=swap_id if isinstance(swap_id, str) else None,
     )
 
 
-def _swap_id(leaf: torch.Tensor) -> str | None:
-    """The attribute by which DeepSpeed's optimizer swapper names a tensor's file; pickled with the tensor."""
-    found = vars(leaf).get("ds_id") if hasattr(leaf, "__dict__") else None
-    return found if isinstance(found, str) else None
-
-
 class _TensorSeeker(pickle.Pickler):
-    """Pickles an object to nowhere, to find out whether a tensor hides in it."""
+    """Pickles an object to nowhere, to find out whether it contains a tensor."""
 
-    def persistent_id(self, obj: Any) -> None:
-        if isinstance(obj, torch.Tensor):
-            raise _TensorFound
+    found = False
 
-
-class _TensorFound(Exception):
-    """A tensor was met."""
+    def persistent_id(self, obj: Any) -> int | None:
+        if not isinstance(obj, torch.Tensor):
+            return None
+        self.found = True
+        return 0  # stands for the tensor, which need not be pickled then
 
 
 def _refuse_hidden_tensors(leaf: Any, path: str) -> None:
-    """A tensor inside an object of a class unknown here would stay without data: refuse it by name."""
-    if leaf is None or isinstance(leaf, (bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device)):
+    """A tensor inside an object of an unknown class would stay without data: refuse it by name."""
+    if isinstance(leaf, _NO_TENSOR):
         return
+    seeker, failure = _TensorSeeker(io.BytesIO()), None
     try:
-        _TensorSeeker(io.BytesIO()).dump(leaf)
-    except _TensorFound as found:
+        seeker.dump(leaf)
+    except Exception as error:
+        failure = error
+    if seeker.found:
         raise UnsupportedError(
             "this file holds a tensor inside an object that cannot be read piece by piece",
             file=path,
             expected="tensors in dicts, lists, tuples, or argparse.Namespace",
             found=type(leaf).__name__,
             remedy="keep the tensor in a dict, or load at the topology it was saved with",
-        ) from found
-    except Exception as error:
+        ) from failure
+    if failure is not None:
         raise UnsupportedError(
             "this file holds an object that cannot be looked into for tensors",
             file=path,
-            found=f"{type(leaf).__name__}; {type(error).__name__}: {error}",
+            found=f"{type(leaf).__name__}; {type(failure).__name__}: {failure}",
             remedy="leave it out of the client state, or load at the topology it was saved with",
-        ) from error
+        ) from failure
 
 
 def _reach(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
@@ -314,7 +329,7 @@ def _reach(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
 
 
 def materialise(file: PickledFile, node: Any) -> Any:
-    """Read the tensors below ``node`` from the file: for small host-side state, not for weights."""
+    """Read the tensors below ``node`` from the file: for small tensors outside the model, not for weights."""
     with open(file.path, "rb") as stream:
 
         def read(leaf: Any) -> Any:
@@ -324,9 +339,9 @@ def materialise(file: PickledFile, node: Any) -> Any:
             if leaf.numel == 0:
                 return torch.empty(leaf.shape, dtype=dtype)
             stream.seek(leaf.byte_offset)
-            reach = _reach(leaf.shape, leaf.stride)
-            raw = stream.read(reach * dtype.itemsize)
-            if len(raw) != reach * dtype.itemsize:
+            nbytes = _reach(leaf.shape, leaf.stride) * dtype.itemsize
+            raw = stream.read(nbytes)
+            if len(raw) != nbytes:
                 raise _unreadable(file.path, f"end of file inside the tensor at byte {leaf.byte_offset}")
             flat = torch.frombuffer(bytearray(raw), dtype=dtype)
             tensor = flat.as_strided(leaf.shape, leaf.stride).clone()

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
 
 _PLAIN = (str, int, float, bool, type(None))
-_CONFIGS = "configs"
 _ENDINGS = (".yml", ".yaml", ".json")
-#: Files come from strangers: no more of them, and no bigger, than configurations are.
+#: Files are untrusted: no more of them are read, and no bigger ones, than configurations are.
 _MOST_FILES = 32
 _MOST_BYTES = 1 << 18
 #: Which option says that a dict of arguments is gpt-neox's.
@@ -49,67 +48,60 @@ def run_arguments(saved: Any, folder: str) -> dict[str, Any]:
 
 
 def _neox_options(folder: str) -> dict[str, Any]:
-    """Options of the configuration saved beside a checkpoint, and the defaults of those it does not mention."""
+    """Options of the configuration saved beside a checkpoint, and the defaults of those it does not mention.
+
+    An option on which files disagree is unknown: files of several models may have been released together.
+    """
     paths = _config_files(folder)
     read = [_read_options(path) for path in paths]
-    known = [options for options in read if options is not None]
-    mentioned = {key for options in known for key in options}
-    agreed = {key: value for options in known for key, value in options.items() if _agree(known, key, value)}
-    complete = bool(paths) and len(known) == len(paths)
-    defaults = {key: value for key, value in _NEOX_DEFAULTS.items() if key not in mentioned} if complete else {}
-    return {**defaults, **agreed}
-
-
-def _agree(configs: list[dict[str, Any]], key: str, value: Any) -> bool:
-    """Whether no file says otherwise: files of several models may lie beside a release, and then nothing is known."""
-    return all(repr(options.get(key, value)) == repr(value) for options in configs)
+    options: dict[str, Any] = {} if not paths or None in read else dict(_NEOX_DEFAULTS)
+    known = [each for each in read if each is not None]
+    for key in {key for each in known for key in each}:
+        values = [each[key] for each in known if key in each]
+        options.pop(key, None)
+        if len(set(map(repr, values))) == 1:
+            options[key] = values[0]
+    return options
 
 
 def _config_files(folder: str) -> list[str]:
     """Those of the nearest folder that has any; empty where there are too many to be one run's."""
     for parent in (folder, os.path.dirname(os.path.abspath(folder))):
-        configs = os.path.join(parent, _CONFIGS)
-        if os.path.isdir(configs):
-            found = sorted(name for name in os.listdir(configs) if name.endswith(_ENDINGS))
-            if found:
-                return [os.path.join(configs, name) for name in found] if len(found) <= _MOST_FILES else []
+        configs = os.path.join(parent, "configs")
+        names = sorted(os.listdir(configs)) if os.path.isdir(configs) else []
+        paths = [os.path.join(configs, name) for name in names if name.endswith(_ENDINGS)]
+        if paths:
+            return paths if len(paths) <= _MOST_FILES else []
     return []
 
 
 def _read_options(path: str) -> dict[str, Any] | None:
-    """Plain options at the top of one file, with underscores in their names; ``None``: it cannot be read."""
+    """The plain options in one file; ``None``: it cannot be read."""
     try:
         if not os.path.isfile(path) or os.path.getsize(path) > _MOST_BYTES:
             return None
         with open(path, encoding="utf-8") as stream:
-            text = stream.read(_MOST_BYTES)
+            return parse_options(stream.read(_MOST_BYTES))
     except (OSError, ValueError):
         return None
-    return parse_options(text)
 
 
 def parse_options(text: str) -> dict[str, Any] | None:
-    """Plain options at the top of a YAML text; ``None`` where it is not a mapping of names.
+    """Plain options at the top of a YAML text, with underscores in their names; ``None``: it is no mapping of names.
 
     Nothing but plain scalars is constructed: aliases and merge keys of a hostile file would grow exponentially.
     """
-    loader = yaml.SafeLoader(text)
+    options = {}
     try:
+        loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
         if not isinstance(node, yaml.MappingNode):
             return None
-        return dict(_options(loader, node))
+        for name, value in node.value:
+            if not isinstance(name, yaml.ScalarNode) or not name.value:
+                return None
+            if isinstance(value, yaml.ScalarNode) and isinstance(plain := loader.construct_object(value), _PLAIN):
+                options[name.value.replace("-", "_")] = plain
     except (yaml.YAMLError, ValueError, RecursionError):
         return None
-    finally:
-        loader.dispose()
-
-
-def _options(loader: yaml.SafeLoader, node: yaml.MappingNode) -> Iterator[tuple[str, Any]]:
-    for name, value in node.value:
-        if not isinstance(name, yaml.ScalarNode) or not name.value:
-            raise ValueError("an option without a name")
-        if isinstance(value, yaml.ScalarNode):
-            plain = loader.construct_object(value)
-            if isinstance(plain, _PLAIN):
-                yield name.value.replace("-", "_"), plain
+    return options

@@ -1,14 +1,20 @@
 """The classes and functions that a checkpoint's pickles may name beyond torch's own list.
 
-Each is either plain data, of DeepSpeed or of Python, or a stand-in for numpy's array reconstruction; none runs code of
-the file's choosing. A name that the installed DeepSpeed does not have is left out: files that need it are then refused.
+Each is either plain data, of DeepSpeed or of Python, or a stand-in; none runs code of the file's choosing. A name that
+the installed DeepSpeed does not have is left out: files that need it are then refused.
+
+numpy's own reconstruction hands the pickle's state to ``dtype.__setstate__``, which trusts it: a hostile or damaged
+state can corrupt numpy's shared dtypes for the whole process. A pickle gets stand-ins instead, which take plain numeric
+dtypes only and check sizes. :func:`finished` turns a stand-in into the array or dtype that it stands for.
 """
 
 from __future__ import annotations
 
 import importlib
+import math
 import pathlib
 import pickle
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,9 +22,8 @@ from enum import Enum
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
-
-from elastic_ckpt.formats.safe_numpy import ArrayStandIn, DtypeStandIn, reconstruct, scalar
 
 _SAFE_NAMES = (
     ("argparse", "Namespace"),
@@ -37,6 +42,7 @@ _PATHS = (pathlib.PosixPath, pathlib.PurePosixPath)
 _PATH_MODULES = ("pathlib", "pathlib._local")
 #: numpy 2 and older name the same functions in different modules.
 _NUMPY_CORES = ("numpy._core.multiarray", "numpy.core.multiarray")
+_NUMERIC = re.compile(r"[?biufc]\d{0,2}")
 #: Enums among Megatron's ``args`` (``enums.py`` of bigscience's and deepspeedai's Megatron-DeepSpeed, and of Megatron).
 _MEGATRON_ENUMS = (
     ("megatron.enums", ("ModelType", "LayerType", "AttnType", "AttnMaskType", "PositionEmbeddingType")),
@@ -50,24 +56,24 @@ class ForeignEnum:
     """A member of an enum of Megatron, where the job has not imported it: data alone.
 
     Attributes:
-        said: its value, or its name, whichever the pickle has.
+        member: its value, or its name, whichever the pickle has.
     """
 
-    def __init__(self, said: Any) -> None:
-        self.said = said if isinstance(said, (int, str)) else None
+    def __init__(self, member: Any) -> None:
+        self.member = member if isinstance(member, (int, str)) else None
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and vars(other) == vars(self)
 
     def __hash__(self) -> int:
-        return hash((type(self), self.said))
+        return hash((type(self), self.member))
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.said!r})"
+        return f"{type(self).__name__}({self.member!r})"
 
 
 def enum_member(enum: Any, name: str) -> Enum | ForeignEnum:
-    """Stands in for ``getattr``, which Python 3.11.0 to 3.11.3 (Debian 12's) pickles a member of an enum by.
+    """Stands in for ``getattr``, by which Python 3.11.0 to 3.11.3 (Debian 12's) pickles a member of an enum.
 
     Raises:
         pickle.UnpicklingError: the first argument is no enum; the real ``getattr`` would open far more than that.
@@ -79,34 +85,87 @@ def enum_member(enum: Any, name: str) -> Enum | ForeignEnum:
     return enum[name]
 
 
+class DtypeStandIn:
+    """Stands in for ``numpy.dtype(spec, align, copy)``."""
+
+    def __init__(self, spec: Any = None, align: Any = False, copy: Any = True) -> None:
+        self.spec = spec.decode("ascii") if isinstance(spec, bytes) else spec
+        self.byteorder = "|"
+
+    def __setstate__(self, state: Any) -> None:
+        order = state[1]
+        self.byteorder = order.decode("ascii") if isinstance(order, bytes) else order
+
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype itself.
+
+        Raises:
+            pickle.UnpicklingError: it is not a plain numeric one.
+        """
+        if not isinstance(self.spec, str) or not _NUMERIC.fullmatch(self.spec) or self.byteorder not in "<>|=":
+            raise pickle.UnpicklingError(f"Unsupported GLOBAL numpy.dtype of {self.spec!r}: numeric ones only")
+        return np.dtype(self.spec).newbyteorder(self.byteorder)  # type: ignore[arg-type]
+
+
+class ArrayStandIn:
+    """Stands in for ``numpy.ndarray``, between its creation and its state."""
+
+    value: np.ndarray[Any, Any] | None = None
+
+    def __setstate__(self, state: Any) -> None:
+        _version, shape, dtype, is_fortran, data = state
+        self.value = _from_bytes(dtype, data, math.prod(shape)).reshape(shape, order="F" if is_fortran else "C")
+
+
+def _reconstruct(kind: Any, shape: Any, typecode: Any) -> ArrayStandIn:
+    """Stands in for ``numpy._core.multiarray._reconstruct``, whose arguments are placeholders."""
+    return ArrayStandIn()
+
+
+def _scalar(dtype: Any, data: Any) -> Any:
+    """Stands in for ``numpy._core.multiarray.scalar``."""
+    return _from_bytes(dtype, data, 1)[0]
+
+
+def _from_bytes(dtype: Any, data: Any, numel: int) -> np.ndarray[Any, Any]:
+    if not isinstance(dtype, DtypeStandIn):
+        raise pickle.UnpicklingError("an array without a dtype")
+    plain = dtype.dtype()
+    if not isinstance(data, bytes) or len(data) != numel * plain.itemsize:
+        raise pickle.UnpicklingError(f"bytes that are not an array of {numel} {plain}")
+    return np.frombuffer(data, dtype=plain).astype(plain.newbyteorder("="))
+
+
+def finished(leaf: Any) -> Any:
+    """The array or dtype that a stand-in stands for; any other object as it is."""
+    return leaf.value if isinstance(leaf, ArrayStandIn) else leaf.dtype() if isinstance(leaf, DtypeStandIn) else leaf
+
+
 @cache
-def safe_global_list() -> tuple[Any, ...]:
-    """Entries for :func:`torch.serialization.safe_globals`: objects, or (object, "name in the pickle")."""
+def _safe_global_list() -> tuple[Any, ...]:
+    """Entries for :func:`torch.serialization.safe_globals`: (object, "name in the pickle")."""
     entries: list[Any] = []
     for module_name, name in _SAFE_NAMES:
         try:
-            found = getattr(importlib.import_module(module_name), name)
+            entries.append((getattr(importlib.import_module(module_name), name), f"{module_name}.{name}"))
         except (ImportError, AttributeError):
             continue
-        entries.append((found, f"{module_name}.{name}"))
     entries += [(path, f"{module}.{path.__name__}") for path in _PATHS for module in _PATH_MODULES]
     entries += [(enum_member, "builtins.getattr"), (enum_member, "__builtin__.getattr")]
     entries += [(DtypeStandIn, "numpy.dtype"), (ArrayStandIn, "numpy.ndarray")]
     for core in _NUMPY_CORES:
-        entries += [(reconstruct, f"{core}._reconstruct"), (scalar, f"{core}.scalar")]
+        entries += [(_reconstruct, f"{core}._reconstruct"), (_scalar, f"{core}.scalar")]
     return tuple(entries)
 
 
-def _megatron_enums() -> list[tuple[Any, str]]:
+def _megatron_enums() -> Iterator[tuple[Any, str]]:
     """Megatron's own enums where the job has imported them, so that client state has them as it was saved."""
-    entries = []
     for module_name, names in _MEGATRON_ENUMS:
         module = sys.modules.get(module_name)  # never imported from here: that would run code because a file says so
         for name in names:
             found = getattr(module, name, None)
             is_enum = isinstance(found, type) and issubclass(found, Enum)
-            entries.append((found if is_enum else ForeignEnum, f"{module_name}.{name}"))
-    return entries
+            yield found if is_enum else ForeignEnum, f"{module_name}.{name}"
 
 
 @contextmanager
@@ -116,7 +175,7 @@ def safe_globals() -> Iterator[None]:
     What the process has allowed besides stays allowed; but of one name ours counts. Megatron Core, for one, registers
     numpy's own classes when it is imported, and torch keeps all of them in a set, in no order.
     """
-    ours = [*safe_global_list(), *_megatron_enums()]
+    ours = [*_safe_global_list(), *_megatron_enums()]
     names = {name for _, name in ours}
     before = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()

@@ -33,8 +33,7 @@ from elastic_ckpt.formats.metadata_builder import MetadataBuilder, Tensors, dens
 from elastic_ckpt.formats.model_states import ModelShard, index_model_states
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER
 from elastic_ckpt.formats.pickled import PickledFile, TensorRef
-from elastic_ckpt.formats.progress import with_progress_compared
-from elastic_ckpt.formats.spot_check import SavedWeights, spot_check
+from elastic_ckpt.formats.same_save import spot_check, with_progress_compared
 from elastic_ckpt.formats.training_state import loss_scale_of, read_training_state
 from elastic_ckpt.formats.universal_files import OptimizerFile, StateFile, index_optimizer, index_state
 
@@ -80,7 +79,7 @@ def read_universal(found: Found, options: MetadataOptions) -> Checkpoint:
         if options.check_shards and metadata.merged_from == 1:
             mine = {file.path for file in opened.values()}
             numbers = {number for number, file in enumerate(metadata.files) if file.path in mine}
-            spot_check(metadata, SavedWeights(first.path, first.weights), numbers)
+            spot_check(metadata, first.path, first.weights, numbers)
         fitted.append(metadata)
         return (
             distributed.pack(_read_training_state(opened[0], len(models), optimizer, grid, options.place))

@@ -1,7 +1,7 @@
 """Checkpoints without ZeRO partitions -> CheckpointMetadata.
 
 The optimizer numbers its parameters and names none: :mod:`elastic_ckpt.formats.zero0_names` finds the names. Where
-masters lie beside the weights, their values are compared too (:mod:`elastic_ckpt.formats.spot_check`).
+masters lie beside the weights, their values are compared too (:mod:`elastic_ckpt.formats.same_save`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata
 from elastic_ckpt.core.state_kinds import ELEMENTWISE, WHOLE
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.formats.base import Found, MetadataOptions
-from elastic_ckpt.formats.classify import ELEMENTWISE_NAMES, Held
+from elastic_ckpt.formats.classify import ELEMENTWISE_NAMES, RankStates
 from elastic_ckpt.formats.metadata_builder import MetadataBuilder, Shape, module_tensors, refuse_view
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.saved_states import StatesOfOne
@@ -97,7 +97,7 @@ def _add_flat(
     states = _without_points(flat.states) if saved_shape == () else flat.states
     flat = replace(flat, states=states)
     flattened = {key: replace(ref, shape=_flattened(ref.shape, saved_shape)) for key, ref in states.tensors.items()}
-    saved = Held(model.path, flat.partition_numel, -1, flattened, states.digests)
+    saved = RankStates(model.path, flat.partition_numel, -1, flattened, states.digests)
     kinds = builder.classify([saved], [states], names[-1], any_shape=state.kind != FUSED)
     builder.add_parameters(shapes, group, state.groups[group], [flat], kinds, file=0)
     for key, ref in {MASTER: flat.master, **states.tensors}.items():

@@ -16,9 +16,8 @@ import torch.distributed as dist
 from elastic_ckpt import distributed
 from elastic_ckpt.formats import Found
 from elastic_ckpt.formats.naming import sort_names
-from elastic_ckpt.formats.pickled import PickledFile, TensorRef, open_pickled, replace_leaves
+from elastic_ckpt.formats.pickled import PickledFile, TensorRef, is_unzipped, open_pickled, replace_leaves
 from elastic_ckpt.formats.safe_globals import safe_globals
-from elastic_ckpt.formats.unzipped import is_unzipped
 
 
 def on_own_disks(engine: Any, found: Found) -> bool:

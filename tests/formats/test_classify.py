@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 
 from elastic_ckpt.core.state_kinds import ELEMENTWISE, NON_SHARD_KEYS, REPLICATED, TOUCHED, StateOptions
 from elastic_ckpt.errors import MismatchError
-from elastic_ckpt.formats.classify import DAMAGED, ELEMENTWISE_NAMES, FRESH, OPAQUE, Digest, Held, SavedKind, classify
+from elastic_ckpt.formats.classify import (
+    DAMAGED,
+    ELEMENTWISE_NAMES,
+    FRESH,
+    OPAQUE,
+    Digest,
+    RankStates,
+    SavedKind,
+    classify,
+)
+from elastic_ckpt.formats.pickled import TensorRef
 
 Shape = tuple[int, ...]
 #: The same bytes, and ascending: what every rank has of a quantization map.
@@ -31,12 +41,13 @@ class Saved:
     digest: Digest | None = None
 
 
-def rank(numel: int, states: Mapping[str, Saved], number: int = 0, touched: int = -1) -> Held:
+def rank(numel: int, states: Mapping[str, Saved], number: int = 0, touched: int = -1) -> RankStates:
     digests = {key: tensor.digest for key, tensor in states.items() if tensor.digest is not None}
-    return Held(f"/ckpt/rank{number}.pt", numel, touched, states, digests)
+    tensors = {key: TensorRef(tensor.dtype, tensor.shape, (), 0) for key, tensor in states.items()}
+    return RankStates(f"/ckpt/rank{number}.pt", numel, touched, tensors, digests)
 
 
-def ranks(numel: int, *each: Mapping[str, Saved]) -> list[Held]:
+def ranks(numel: int, *each: Mapping[str, Saved]) -> list[RankStates]:
     return [rank(numel, states, number) for number, states in enumerate(each)]
 
 
@@ -50,7 +61,7 @@ def kind_of(state: Saved, options: StateOptions | None = None, numel: int = N, d
     return classify(ranks(numel, *[{key: state}] * dp), options or said())[key]
 
 
-def refused(held: Sequence[Held], options: StateOptions, key: str, word: str) -> MismatchError:
+def refused(held: Sequence[RankStates], options: StateOptions, key: str, word: str) -> MismatchError:
     with pytest.raises(MismatchError, match=f"'{key}' is no {word} state") as caught:
         classify(held, options)
     error = caught.value
@@ -512,7 +523,7 @@ def test_a_state_as_long_as_its_partition_is_elementwise_before_it_is_small(shap
 # --- momentum of whole parameters -------------------------------------------------------------------------------
 
 
-def muons(*each: tuple[int, int], key: str = "momentum_buffer", partition: int = N) -> list[Held]:
+def muons(*each: tuple[int, int], key: str = "momentum_buffer", partition: int = N) -> list[RankStates]:
     """(length of the buffer, elements of the parameters that the rank touches)."""
     return [
         rank(partition, {key: Saved((length,), "bfloat16")}, number, touched)

@@ -67,6 +67,7 @@ def test_options_of_lines_are_read_and_what_belongs_to_others_is_not() -> None:
         "[" * 5000,
         "a: 2020-99-99",
         "a: !!python/none x",
+        "a: \x01",
     ],
 )
 def test_what_is_no_configuration_is_passed_over(text: str) -> None:

@@ -86,7 +86,7 @@ def peeked_of(**more: Any) -> Peeked:
         "parameters": (),
     }
     rest = {"client_state": (), "unnamed": {}, "holds_optimizer": False, **more}
-    return Peeked(name=MODEL, training_state=state, ds_version="0.19.8", **{**fields, **rest})
+    return Peeked(training_state=state, ds_version="0.19.8", **{**fields, **rest})
 
 
 def inspected(

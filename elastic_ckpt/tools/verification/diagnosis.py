@@ -21,8 +21,8 @@ from elastic_ckpt.formats.legacy import LegacyShard
 from elastic_ckpt.formats.model_states import ModelShard, index_model_states
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER
 from elastic_ckpt.formats.pickled import PickledFile, open_pickled
+from elastic_ckpt.formats.same_save import spot_check
 from elastic_ckpt.formats.shards import OptimizerShard
-from elastic_ckpt.formats.spot_check import SavedWeights, spot_check
 from elastic_ckpt.formats.universal_files import index_optimizer, index_state
 from elastic_ckpt.formats.zero3 import index_zero3
 from elastic_ckpt.formats.zero12 import index_zero12
@@ -202,11 +202,10 @@ def _without_shard_checks(
         return _refused(found, [], again)
     errors = [error]
     if metadata.source.tp * metadata.source.pp * metadata.merged_from == 1:
-        weights = [SavedWeights(model.path, model.weights) for model in models]
         for number in range(len(metadata.files)):
-            for saved in weights:
+            for model in models:
                 try:
-                    spot_check(metadata, saved, {number})
+                    spot_check(metadata, model.path, model.weights, {number})
                 except ElasticCkptError as other:
                     errors.append(other)
     return metadata, [of_error(one, FOREIGN) for one in errors]

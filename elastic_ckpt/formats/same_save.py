@@ -1,0 +1,135 @@
+"""Do a checkpoint's model-states files and optimizer shards belong to the same save?
+
+A job that dies while it overwrites a tag leaves model-states files of one step beside optimizer shards of another: step
+counts tell. A shard of another run may have the same shapes and the same number of steps. ZeRO-1/2 save the
+low-precision weights whole in the model-states file, and DeepSpeed always makes them by rounding the fp32 masters, so a
+few elements of each shard, rounded, must equal those weights. ZeRO-3 saves none: only step counts tell.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+import torch
+
+from elastic_ckpt.core.dtypes import ITEMSIZE
+from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata
+from elastic_ckpt.errors import DamagedError, MismatchError
+from elastic_ckpt.formats.model_states import ModelShard
+from elastic_ckpt.formats.pickled import TensorRef
+from elastic_ckpt.formats.zero0_index import PLAIN
+
+_ONE_MORE = (
+    "optimizer states are one step ahead of the counters, as after a phase without ZeRO in fp16 or bf16, whose "
+    "optimizer steps once when it is built"
+)
+#: How many elements of how many parameters are compared in each file.
+_ELEMENTS = 16
+_PARAMETERS = 8
+
+
+def with_progress_compared(metadata: CheckpointMetadata, model: ModelShard, check_shards: bool) -> CheckpointMetadata:
+    """The metadata, with a note where the optimizer's ``step`` is not ``global_steps - skipped_steps``.
+
+    Raises:
+        DamagedError: they differ in a checkpoint of ZeRO-3, and ``check_shards`` is set.
+    """
+    steps = {value for saved in metadata.parameters.values() for key, value in saved.scalars if key == "step"}
+    expected = int(model.counters["global_steps"]) - int(model.counters["skipped_steps"])
+    if not steps or steps == {expected}:
+        return metadata
+    found = ", ".join(f"{step:g}" for step in sorted(steps))
+    note = f"optimizer states are at step {found}, counters at {expected}: as after a reset of the optimizer"
+    if steps == {expected + 1}:
+        if model.optimizer is not None and model.optimizer.kind != PLAIN:
+            return (
+                metadata  # FP16_Optimizer and FP16_UnfusedOptimizer step once, on zero gradients, when they are built
+            )
+        note = _ONE_MORE
+    elif check_shards and metadata.source.zero_stage == 3:
+        raise DamagedError(
+            "optimizer states and counters are of different steps: files of two saves may be mixed in this folder",
+            file=model.path,
+            expected=f"optimizer step {expected}, from global_steps and skipped_steps",
+            found=f"optimizer step {found}",
+            remedy=(
+                "take another tag; if the optimizer was reset during the run, which explains it: "
+                '"elastic_checkpoint": {"check_shards": false}'
+            ),
+        )
+    return replace(metadata, notes=(*metadata.notes, note))
+
+
+def spot_check(
+    metadata: CheckpointMetadata, path: str, weights: Mapping[str, TensorRef], files: Collection[int]
+) -> None:
+    """Compare a few masters in each of some files with the low-precision weights saved beside them. Local.
+
+    Universal checkpoints made from stages 1 and 2 keep the same weights.
+
+    Args:
+        metadata: the checkpoint.
+        path: file with the weights.
+        weights: what of that file is which parameter; nothing is compared where it is empty (ZeRO-3).
+        files: indices of the files in ``metadata.files`` to look into.
+
+    Raises:
+        DamagedError: they differ.
+        MismatchError: they differ in a checkpoint without ZeRO, where parameters are matched by their order.
+    """
+    checked: Counter[int] = Counter()
+    # without partitions, values also prove which parameter is which: look at all of them
+    most = _PARAMETERS if metadata.source.zero_stage else len(metadata.parameters)
+    for name in metadata.parameters:
+        weight, tensor = weights.get(name), metadata.tensors.get((name, MASTER))
+        if weight is None or tensor is None or weight.shape != tensor.shape or not weight.is_contiguous:
+            continue
+        for chunk in tensor.chunks:
+            if chunk.file not in files or checked[chunk.file] >= most:
+                continue
+            checked[chunk.file] += 1
+            count, start, file = min(_ELEMENTS, chunk.range.numel), chunk.range.start, metadata.files[chunk.file].path
+            masters = _read(file, chunk.byte_offset, count, tensor.dtype)
+            saved = _read(path, weight.byte_offset + start * ITEMSIZE[weight.dtype], count, weight.dtype)
+            if not torch.equal(masters.to(saved.dtype).nan_to_num(), saved.nan_to_num()):
+                where = f" from element {start} on, as in {path}" if metadata.source.zero_stage else ""
+                raise _different(name, file, f"{_first(saved)} ...{where}", f"{_first(masters)} ...", not where)
+
+
+def _different(parameter: str, file: str, expected: str, found: str, by_order: bool) -> DamagedError | MismatchError:
+    if by_order:
+        return MismatchError(
+            "without ZeRO, DeepSpeed saves masters without names, and this parameter's are not those of its weights",
+            parameter=parameter,
+            file=file,
+            expected=expected,
+            found=found,
+            remedy=(
+                "build the live param groups with the parameters of the saved ones, in their order; if they are, the "
+                "file is damaged: take another tag"
+            ),
+        )
+    return DamagedError(
+        "the fp32 masters in this file are not those of the weights saved beside it",
+        parameter=parameter,
+        file=file,
+        expected=expected,
+        found=found,
+        remedy=(
+            "the file is of another run, or weights were changed by hand before the save; "
+            'if that was meant: "elastic_checkpoint": {"check_shards": false}'
+        ),
+    )
+
+
+def _first(values: torch.Tensor) -> str:
+    return ", ".join(f"{value:.5g}" for value in values[:4].tolist())
+
+
+def _read(path: str, offset: int, numel: int, dtype: str) -> torch.Tensor:
+    with open(path, "rb") as stream:
+        raw = os.pread(stream.fileno(), numel * ITEMSIZE[dtype], offset)
+    return torch.frombuffer(bytearray(raw), dtype=getattr(torch, dtype))
