@@ -1,4 +1,4 @@
-"""``universal_checkpoint_info``: what a checkpoint says about its tensor-parallel shards. Pure.
+"""``universal_checkpoint_info``: what a checkpoint declares about its tensor-parallel shards.
 
 Source of the keys: ``deepspeed/checkpoint/constants.py``; of their meaning, ``merge_tp_slices`` (ds_to_universal.py)
 and ``ParamAffineMap`` (affine.py). Patterns are unanchored there (``re.match``). A parameter that no pattern matches is
@@ -10,38 +10,50 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, TypeVar
 
 from elastic_ckpt.core.strided import Shape, TPLayout, fused, replicated
 from elastic_ckpt.core.tp_rules import AMBIGUOUS, AVERAGED, COLUMN, REPLICATED, ROW, VOCABULARY, CannotSplit, Rule
 
 T = TypeVar("T")
+#: What reading an entry of another form than DeepSpeed's raises.
+_MALFORMED = (TypeError, KeyError, IndexError, ValueError, AttributeError)
 #: A group with a choice or a repetition inside that is itself repeated: a checkpoint must not be able to stall a job.
 _SLOW = re.compile(r"[*+|}].*\)[*+{]")
 _AFFINE_VERSION = 1
 #: Characters of a pattern.
 _LONGEST = 512
 #: In the order in which DeepSpeed's converter looks at them; vocabulary comes on top of the others there.
-_LISTS = (
-    ("vocabulary_parameter_patterns", VOCABULARY),
-    ("tp_replicated_parameter_patterns", REPLICATED),
-    ("parameter_to_average_patterns", AVERAGED),
-    ("parameter_with_row_parallelism_patterns", ROW),
+_LISTS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("vocabulary_parameter_patterns", {"kind": VOCABULARY}),
+    ("tp_replicated_parameter_patterns", {"kind": REPLICATED}),
+    ("parameter_to_average_patterns", {"kind": AVERAGED}),
+    ("parameter_with_row_parallelism_patterns", {"kind": ROW}),
+    ("parameter_with_2_sub_params_cat_dim_0", {"kind": COLUMN, "sub_parameters": [1, 1]}),
 )
-_TWO = "parameter_with_2_sub_params_cat_dim_0"
-_SUB_PARAMS = "parameter_with_sub_params"
+
+
+@contextmanager
+def _understanding() -> Iterator[None]:
+    """Raises :class:`CannotSplit` where the body meets an entry that is malformed."""
+    try:
+        yield
+    except _MALFORMED as error:
+        raise CannotSplit(f"its recorded layout cannot be understood: {type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True)
 class Declared:
-    """What checkpoints say of themselves, of all pipeline stages together.
+    """What a checkpoint declares, of all pipeline stages together.
 
     Attributes:
         rules: (pattern, rule); the first whose pattern matches a name counts.
         affine: pattern -> recorded map of all ranks' shards.
-        widths: pattern -> (dimension, per sub-parameter what each rank holds of it).
+        widths: pattern -> (dimension, per sub-parameter the size of each rank's part of it).
         unsupported: pattern -> why it has no layout that can be described.
         vocabulary: rows of the vocabulary that are no padding.
         unreadable: what of it could not be understood, so that nothing of it is used; empty: all could.
@@ -69,7 +81,7 @@ class Declared:
         """The first rule for a name.
 
         Raises:
-            CannotSplit: what the checkpoint says could not be understood.
+            CannotSplit: what the checkpoint declares could not be understood.
         """
         if self.unreadable:
             raise CannotSplit(f"its universal_checkpoint_info cannot be understood: {self.unreadable}")
@@ -79,6 +91,7 @@ class Declared:
         """Whether there is a recorded layout of its shards."""
         return any(re.match(pattern, name) for pattern in (*self.affine, *self.widths))
 
+    @_understanding()
     def recorded(self, name: str) -> TPLayout | None:
         """The recorded map of a parameter.
 
@@ -86,17 +99,15 @@ class Declared:
             CannotSplit: it is no cut along one dimension.
         """
         entry = _matching(self.affine, name)
-        return None if entry is None else _understood(lambda: split_of_affine(entry))
+        return None if entry is None else split_of_affine(entry)
 
+    @_understanding()
     def split(self, name: str, shapes: Sequence[Shape]) -> TPLayout | None:
         """The recorded layout of a parameter with shards of these shapes.
 
         Raises:
             CannotSplit: it is recorded in a form that is no cut along one dimension, or of other shards.
         """
-        return _understood(lambda: self._split(name, shapes))
-
-    def _split(self, name: str, shapes: Sequence[Shape]) -> TPLayout | None:
         why = _matching(self.unsupported, name)
         if why is not None:
             raise CannotSplit(f"the run that saved it could not describe its layout: {why}")
@@ -113,14 +124,6 @@ class Declared:
         return split
 
 
-def _understood(read: Callable[[], T]) -> T:
-    """What is recorded, in whatever state it is."""
-    try:
-        return read()
-    except (TypeError, KeyError, IndexError, ValueError, AttributeError) as error:
-        raise CannotSplit(f"its recorded layout cannot be understood: {type(error).__name__}: {error}") from error
-
-
 def _matching(entries: Mapping[str, T], name: str) -> T | None:
     return next((entry for pattern, entry in entries.items() if re.match(pattern, name)), None)
 
@@ -131,18 +134,14 @@ def declared_by(info: Any) -> Declared:
         return Declared()
     try:
         return _declared(info)
-    except (TypeError, KeyError, IndexError, ValueError, AttributeError, re.error, CannotSplit) as error:
+    except (*_MALFORMED, re.error, CannotSplit) as error:
         return Declared(unreadable=f"{type(error).__name__}: {error}"[:200])
 
 
 def _declared(info: Mapping[str, Any]) -> Declared:
-    rules: list[tuple[str, Rule]] = []
-    for key, kind in _LISTS:
-        rules += [(pattern, Rule(pattern=pattern, kind=kind)) for pattern in _patterns(info.get(key))]
-    for pattern in _patterns(info.get(_TWO)):
-        rules.append((pattern, Rule(pattern=pattern, kind=COLUMN, sub_parameters=[1, 1])))
-    parts = _sub_param_rules(info)
-    dims = {pattern: rule.cut_dim for pattern, rule in parts}
+    rules = [(pattern, Rule(pattern=pattern, **kind)) for key, kind in _LISTS for pattern in _patterns(info.get(key))]
+    sub_params = _sub_param_rules(info)
+    dims = {pattern: rule.cut_dim for pattern, rule in sub_params}
     widths = {
         pattern: (dims[pattern], tuple(tuple(map(int, ranks)) for ranks in saved))
         for pattern, saved in (info.get("sub_param_shard_widths") or {}).items()
@@ -159,37 +158,34 @@ def _declared(info: Mapping[str, Any]) -> Declared:
             raise TypeError("an affine map without ranks")
     vocabulary = info.get("original_vocab_size")
     known = vocabulary if isinstance(vocabulary, int) and vocabulary > 0 else None
-    return Declared((*rules, *parts), maps, widths, unsupported, known)
+    return Declared((*rules, *sub_params), maps, widths, unsupported, known)
 
 
 def _patterns(values: Any) -> list[str]:
-    """Patterns that compile."""
-    found = []
+    """The patterns, all of which compile and match in reasonable time."""
     for value in values or ():
         if not isinstance(value, str) or len(value) > _LONGEST:
             raise TypeError(f"{str(value)[:40]!r} is no pattern")
         re.compile(value)
         if _SLOW.search(value):
             raise ValueError(f"the pattern {value[:40]!r} repeats what repeats, which could take for ever")
-        found.append(value)
-    return found
+    return list(values or ())
 
 
 def _sub_param_rules(info: Mapping[str, Any]) -> list[tuple[str, Rule]]:
     """Fused parameters: relative widths of their parts; a lone number in the shape is how many equal ones there are."""
     rules = []
-    for saved in info.get(_SUB_PARAMS) or ():
+    for saved in info.get("parameter_with_sub_params") or ():
         entry = saved if isinstance(saved, Mapping) else vars(saved)
         dim = int(entry["partition_dim"])
         spec = entry["shape"][dim]
         widths = [int(width) for width in spec] if isinstance(spec, (list, tuple)) else [1] * int(spec)
-        for pattern in _patterns(entry["patterns"]):
-            if not widths or min(widths) <= 0:
-                why = f"the checkpoint declares sub-parameters of the widths {spec}, which say nothing"
-                rules.append((pattern, Rule(pattern=pattern, kind=AMBIGUOUS, dim=dim, ambiguous=why)))
-                continue
-            parts = [width // math.gcd(*widths) for width in widths]
-            rules.append((pattern, Rule(pattern=pattern, kind=COLUMN, dim=dim, sub_parameters=parts)))
+        rule: dict[str, Any] = {"kind": AMBIGUOUS, "dim": dim}
+        if not widths or min(widths) <= 0:
+            rule["ambiguous"] = f"the checkpoint declares sub-parameters of the widths {spec}, which say nothing"
+        else:
+            rule |= {"kind": COLUMN, "sub_parameters": [width // math.gcd(*widths) for width in widths]}
+        rules += [(pattern, Rule(pattern=pattern, **rule)) for pattern in _patterns(entry["patterns"])]
     return rules
 
 
@@ -200,30 +196,27 @@ def split_of_affine(entry: Mapping[str, Any]) -> TPLayout:
         CannotSplit: it is not one.
     """
     shape = tuple(int(size) for size in entry["logical_shape"])
-    by_rank = {int(rank): list(held["pieces"]) for rank, held in entry["ranks"].items()}
-    degree = len(by_rank)
-    every = [piece for pieces in by_rank.values() for piece in pieces]
+    by_rank = {int(rank): list(shard["pieces"]) for rank, shard in entry["ranks"].items()}
+    every = list(chain.from_iterable(by_rank.values()))
     if any(float(piece.get("scale", 1.0)) != 1.0 for piece in every):
         raise CannotSplit("its shards are recorded as scaled, which is not supported")
-    if all(tuple(piece["shape"]) == shape for piece in every) and all(len(p) == 1 for p in by_rank.values()):
-        return replicated(shape, degree)
+    if all(len(pieces) == 1 and tuple(pieces[0]["shape"]) == shape for pieces in by_rank.values()):
+        return replicated(shape, len(by_rank))
     differing = {dim for piece in every for dim, (a, b) in enumerate(zip(piece["shape"], shape, strict=True)) if a != b}
     if len(differing) != 1:
         raise CannotSplit(f"its shards are recorded as cut along dimensions {sorted(differing)}")
     dim = differing.pop()
-    held = tuple(_stretches(by_rank[rank], shape, dim) for rank in range(degree))
-    end = 0
-    for start, stop in sorted(stretch for stretches in held for stretch in stretches):
-        if start > end:
-            break
-        end = max(end, stop)
-    if end != shape[dim]:
+    ranges = tuple(_ranges(by_rank[rank], shape, dim) for rank in range(len(by_rank)))
+    covered = 0
+    for start, stop in sorted(chain.from_iterable(ranges)):
+        covered = max(covered, stop) if start <= covered else covered
+    if covered != shape[dim]:
         raise CannotSplit(f"its shards are recorded with holes in dimension {dim}")
-    return TPLayout(shape, dim, held)
+    return TPLayout(shape, dim, ranges)
 
 
-def _stretches(pieces: Sequence[Mapping[str, Any]], shape: Shape, dim: int) -> tuple[tuple[int, int], ...]:
-    """The stretches of one rank: each piece a view (offset, strides) of the whole tensor and one of the shard."""
+def _ranges(pieces: Sequence[Mapping[str, Any]], shape: Shape, dim: int) -> tuple[tuple[int, int], ...]:
+    """One rank's ranges of a dimension: each piece is a view (offset, strides) of the whole tensor and of the shard."""
     inner = max(math.prod(shape[dim + 1 :]), 1)
     width = sum(int(piece["shape"][dim]) for piece in pieces)
     strides, shard_strides = _strides(shape), _strides((*shape[:dim], width, *shape[dim + 1 :]))

@@ -14,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from elastic_ckpt.cli import app
-from elastic_ckpt.tools.conversion import run as conversion_run
+from elastic_ckpt.tools.conversion import contents
 from tests.distributed.conftest import MATRIX, ROUND_ROBIN, Convert, Launch
 from tests.distributed.model import Setup
 from tests.distributed.parallel_models import Parallel
@@ -152,7 +152,7 @@ def test_every_checksum_is_right(ours: Path) -> None:
 
 def test_an_interrupted_conversion_goes_on(native: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, out = native / "z1-fp32-adamw-dp3", tmp_path / "out"
-    write, calls = conversion_run.write_tensor_file, []
+    write, calls = contents.write_tensor_file, []
 
     def dies(*arguments: Any) -> int:
         calls.append(arguments[0])
@@ -160,7 +160,7 @@ def test_an_interrupted_conversion_goes_on(native: Path, tmp_path: Path, monkeyp
             raise OSError(28, "No space left on device")
         return write(*arguments)
 
-    monkeypatch.setattr(conversion_run, "write_tensor_file", dies)
+    monkeypatch.setattr(contents, "write_tensor_file", dies)
     failed = run(source, out, "--threads", "1")
     assert failed.exit_code == 3 and "No space left" in failed.stderr and "goes on from here" in failed.stderr
     assert not out.exists() and not (tmp_path / "latest_universal").exists()
@@ -215,14 +215,14 @@ def test_a_universal_checkpoint_is_one_already(universal: Path, tmp_path: Path) 
 def test_a_source_that_changes_meanwhile_leaves_no_checkpoint(
     native: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, write = tmp_path / "source", conversion_run.write_tensor_file
+    source, write = tmp_path / "source", contents.write_tensor_file
     shutil.copytree(native / "z1-fp32-adamw-dp2", source)
 
     def touches(*arguments: Any) -> int:
         os.utime(next((source / "step4").glob("*optim_states.pt")), ns=(1, 1))
         return write(*arguments)
 
-    monkeypatch.setattr(conversion_run, "write_tensor_file", touches)
+    monkeypatch.setattr(contents, "write_tensor_file", touches)
     result = run(source, tmp_path / "out")
     assert result.exit_code == 3 and "while it was converted" in result.stderr.replace("\n", " ")
     assert not (tmp_path / "out").exists() and not (tmp_path / "latest_universal").exists()

@@ -26,17 +26,18 @@ from elastic_ckpt.core.metadata import (
 )
 from elastic_ckpt.core.tp_rules import Rule
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError, UnsupportedError
+from elastic_ckpt.io.reader import ReadOptions
 from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.sharding.book import RuleBook
 from elastic_ckpt.sharding.offline import known_rules
 from elastic_ckpt.tools.conversion.archive import write_tensor_file
 from elastic_ckpt.tools.conversion.contents import (
-    _beside,
     checked_name,
     notes_on,
     parameter_files,
     refuse_unconvertible,
     refuse_without_shapes,
+    tp_entries,
 )
 from elastic_ckpt.tools.conversion.workplace import Workplace, fingerprint
 from elastic_ckpt.tools.logical import LogicalReader, Whole
@@ -143,7 +144,7 @@ def test_parts_whose_widths_the_run_says_are_noted_in_numbers() -> None:
     book = RuleBook((Rule(pattern=".*query_key_value.*", kind="column", sub_parameters="qkv"),))
     run = {"num_attention_heads": 8, "num_query_groups": 4}
     held = metadata(tensors=tensors, parameters={name: SavedParameter((32, 8), 0, ())}, run=run)
-    noted = _beside(known_rules(held, [name], book)[name], Whole(name, "fp32", (64, 8), "float32"))
+    noted = tp_entries(known_rules(held, [name], book)[name], Whole(name, "fp32", (64, 8), "float32"))
     assert noted.keys() == {"sub_param_shape"}
     assert (noted["sub_param_shape"].shape, noted["sub_param_shape"].partition_dim) == (((32, 16, 16), 8), 0)
     with pytest.raises(MismatchError, match="how many attention heads"):
@@ -168,7 +169,7 @@ def test_what_deepspeed_will_not_restore_is_noted() -> None:
 def test_parameters_without_masters_or_shapes_are_refused() -> None:
     held = metadata(parameters={**metadata().parameters, "lost": SavedParameter((4,), 0, ())})
     with pytest.raises(DamagedError, match="no master weights") as error:
-        list(parameter_files(LogicalReader(held, LoadOptions()), {}))
+        list(parameter_files(LogicalReader(held, LoadOptions()), {}, ReadOptions()))
     assert error.value.parameter == "lost"
     with pytest.raises(UnsupportedError, match="do not list the parameters"):
         refuse_without_shapes(SimpleNamespace(path="/ckpt/a", tree={"param_shapes": None}))  # type: ignore[arg-type]

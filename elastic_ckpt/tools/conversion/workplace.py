@@ -13,8 +13,8 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 
 from elastic_ckpt.core.metadata import SourceFile
 from elastic_ckpt.errors import ElasticCkptError
@@ -37,9 +37,9 @@ class Workplace:
     def __init__(self, target: Path, fingerprint: str, restart: bool) -> None:
         self.target = target
         self.folder = target.with_name(f".{target.name}.partial")
-        self._mine = {"fingerprint": fingerprint}
+        mine = {"fingerprint": fingerprint}
         # an attempt that ended between the folder's last name and the ``latest`` file: only that is left to do
-        is_named = _read(target / _MANIFEST) == self._mine
+        is_named = _read(target / _MANIFEST) == mine
         if os.path.lexists(target) and not is_named:
             raise ElasticCkptError(
                 "the folder to convert to is there already",
@@ -47,42 +47,48 @@ class Workplace:
                 expected="a folder that is not there yet",
                 remedy="choose another name, or remove it",
             )
-        found = target if is_named else self.folder
-        found.mkdir(parents=True, exist_ok=True)
-        self._lock = _locked(found)
-        try:
+        folder = target if is_named else self.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as undo:
+            self._lock = os.open(folder, os.O_RDONLY)
+            undo.callback(os.close, self._lock)
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if not os.path.samestat(os.fstat(self._lock), os.stat(folder)):
+                    raise FileNotFoundError(folder)
+            except (BlockingIOError, FileNotFoundError) as error:  # it is locked, or it got its last name just now
+                raise ElasticCkptError(
+                    "another conversion to the same folder is under way", file=str(folder), remedy="wait for it"
+                ) from error
             if is_named:
                 os.rename(target, self.folder)
-            self._adopt(restart)
-        except BaseException:
-            os.close(self._lock)
-            raise
+            self._adopt(mine, restart)
+            undo.pop_all()
 
     def __enter__(self) -> Workplace:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         os.close(self._lock)
 
-    def _adopt(self, restart: bool) -> None:
+    def _adopt(self, mine: dict[str, str], restart: bool) -> None:
+        """Go on from what an earlier attempt at the same conversion left, or clear the folder."""
         manifest = self.folder / _MANIFEST
-        others = [path for path in self.folder.iterdir() if path != _part_of(manifest)]
         known = _read(manifest)
-        if known == self._mine:
+        if known == mine:
             return
+        others = [path for path in self.folder.iterdir() if path != _part_of(manifest)]
         if others and not restart:
             raise ElasticCkptError(
                 "an interrupted conversion of something else lies here",
                 file=str(self.folder),
-                expected=self._mine,
+                expected=mine,
                 found=known if known is not None else f"{len(others)} files without {_MANIFEST}",
                 remedy="--restart throws it away",
             )
         for path in others:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-        write_durably(manifest, lambda path: path.write_text(json.dumps(self._mine), encoding="utf-8"))
+        _write_durably(manifest, lambda path: path.write_text(json.dumps(mine), encoding="utf-8"))
 
     def has(self, path: str) -> bool:
         """Whether a file is complete already."""
@@ -97,7 +103,7 @@ class Workplace:
         """
         final = self.folder / path
         final.parent.mkdir(parents=True, exist_ok=True)
-        write_durably(final, write)
+        _write_durably(final, write)
         return final.stat().st_size
 
     def finish(self, latest: str) -> None:
@@ -110,7 +116,7 @@ class Workplace:
         os.rename(self.folder, self.target)
         _sync(self.target.parent)
         name = self.target.name
-        write_durably(self.target.parent / latest, lambda path: path.write_text(name, encoding="utf-8"))
+        _write_durably(self.target.parent / latest, lambda path: path.write_text(name, encoding="utf-8"))
         _sync(self.target.parent)
         (self.target / _MANIFEST).unlink()
         _sync(self.target)
@@ -122,7 +128,7 @@ def fingerprint(files: Iterable[SourceFile], *options: object) -> str:
     return hashlib.sha256(repr((facts, options)).encode()).hexdigest()
 
 
-def write_durably(final: Path, write: Callable[[Path], object]) -> None:
+def _write_durably(final: Path, write: Callable[[Path], object]) -> None:
     """Write a file under another name, sync it, rename it."""
     part = _part_of(final)
     write(part)
@@ -132,24 +138,6 @@ def write_durably(final: Path, write: Callable[[Path], object]) -> None:
 
 def _part_of(final: Path) -> Path:
     return final.with_name(f"{final.name}.part")
-
-
-def _locked(folder: Path) -> int:
-    """A descriptor of a folder that nobody else works in."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not os.path.samestat(os.fstat(descriptor), os.stat(folder)):
-            raise FileNotFoundError(folder)
-    except (BlockingIOError, FileNotFoundError) as error:  # it is held, or it got its last name just now
-        os.close(descriptor)
-        raise ElasticCkptError(
-            "another conversion to the same folder is under way", file=str(folder), remedy="wait for it"
-        ) from error
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
 
 
 def _sync(path: Path) -> None:
