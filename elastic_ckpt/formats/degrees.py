@@ -61,17 +61,12 @@ class StatedDegrees:
         return Degrees(tp, pp, sequence)
 
     @property
-    def disagree(self) -> bool:
-        """Whether two statements contradict each other."""
-        return self.dimensions is not None and self.mp is not None and self.mp != self.dimensions[0]
-
-    def __str__(self) -> str:
-        """The statements about model-parallel ranks, for errors."""
-        parts = [] if self.mp is None else [f"mp_world_size {self.mp}"]
-        if self.dimensions is not None:
-            tp, pp = self.dimensions
-            parts.append(f"checkpoint_parallel_dimensions {{'tp_degree': {tp}, 'pp_degree': {pp}}}")
-        return " and ".join(parts) or "nothing"
+    def contradiction(self) -> str:
+        """Two statements about model-parallel ranks that contradict each other, for errors; empty: none do."""
+        if self.dimensions is None or self.mp in (None, self.dimensions[0]):
+            return ""
+        tp, pp = self.dimensions
+        return f"mp_world_size {self.mp} and checkpoint_parallel_dimensions {{'tp_degree': {tp}, 'pp_degree': {pp}}}"
 
 
 def stated_degrees(tree: Mapping[str, Any], config: Mapping[str, Any], run: Mapping[str, Any]) -> StatedDegrees:

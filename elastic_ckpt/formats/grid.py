@@ -119,9 +119,9 @@ def _wrong_number(models: Mapping[int, ModelShard], expected: int, folder: str) 
     if len(ranks) < expected:
         problem, file = "files of model-parallel ranks are missing", folder
     wanted = f"{expected} model-parallel ranks, 0 to {expected - 1}"
-    if first.stated.disagree:
+    if first.stated.contradiction:
         problem = "two entries of a model-states file contradict each other, and the files fit neither"
-        file, wanted = first.path, f"as many model-parallel ranks as {first.stated} say"
+        file, wanted = first.path, f"as many model-parallel ranks as {first.stated.contradiction} say"
     return LayoutError(
         problem,
         file=file,

@@ -26,6 +26,19 @@ _ONE_MORE = (
     "optimizer states are one step ahead of the counters, as after a phase without ZeRO in fp16 or bf16, whose "
     "optimizer steps once when it is built"
 )
+#: What masters that are not those of their weights mean: error, problem and remedy.
+_OTHER_RUN = (
+    DamagedError,
+    "the fp32 masters in this file are not those of the weights saved beside it",
+    "the file is of another run, or weights were changed by hand before the save; "
+    'if that was meant: "elastic_checkpoint": {"check_shards": false}',
+)
+_OTHER_ORDER = (
+    MismatchError,
+    "without ZeRO, DeepSpeed saves masters without names, and this parameter's are not those of its weights",
+    "build the live param groups with the parameters of the saved ones, in their order; if they are, the file is "
+    "damaged: take another tag",
+)
 #: How many elements of how many parameters are compared in each file.
 _ELEMENTS = 16
 _PARAMETERS = 8
@@ -94,35 +107,19 @@ def spot_check(
             count, start, file = min(_ELEMENTS, chunk.range.numel), chunk.range.start, metadata.files[chunk.file].path
             masters = _read(file, chunk.byte_offset, count, tensor.dtype)
             saved = _read(path, weight.byte_offset + start * ITEMSIZE[weight.dtype], count, weight.dtype)
-            if not torch.equal(masters.to(saved.dtype).nan_to_num(), saved.nan_to_num()):
-                where = f" from element {start} on, as in {path}" if metadata.source.zero_stage else ""
-                raise _different(name, file, f"{_first(saved)} ...{where}", f"{_first(masters)} ...", not where)
-
-
-def _different(parameter: str, file: str, expected: str, found: str, by_order: bool) -> DamagedError | MismatchError:
-    if by_order:
-        return MismatchError(
-            "without ZeRO, DeepSpeed saves masters without names, and this parameter's are not those of its weights",
-            parameter=parameter,
-            file=file,
-            expected=expected,
-            found=found,
-            remedy=(
-                "build the live param groups with the parameters of the saved ones, in their order; if they are, the "
-                "file is damaged: take another tag"
-            ),
-        )
-    return DamagedError(
-        "the fp32 masters in this file are not those of the weights saved beside it",
-        parameter=parameter,
-        file=file,
-        expected=expected,
-        found=found,
-        remedy=(
-            "the file is of another run, or weights were changed by hand before the save; "
-            'if that was meant: "elastic_checkpoint": {"check_shards": false}'
-        ),
-    )
+            if torch.equal(masters.to(saved.dtype).nan_to_num(), saved.nan_to_num()):
+                continue
+            is_partitioned = metadata.source.zero_stage > 0
+            error, problem, remedy = _OTHER_RUN if is_partitioned else _OTHER_ORDER
+            where = f" from element {start} on, as in {path}" if is_partitioned else ""
+            raise error(
+                problem,
+                parameter=name,
+                file=file,
+                expected=f"{_first(saved)} ...{where}",
+                found=f"{_first(masters)} ...",
+                remedy=remedy,
+            )
 
 
 def _first(values: torch.Tensor) -> str:
