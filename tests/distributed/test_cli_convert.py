@@ -154,11 +154,11 @@ def test_an_interrupted_conversion_goes_on(native: Path, tmp_path: Path, monkeyp
     source, out = native / "z1-fp32-adamw-dp3", tmp_path / "out"
     write, calls = contents.write_tensor_file, []
 
-    def dies(*arguments: Any) -> int:
+    def dies(*arguments: Any) -> None:
         calls.append(arguments[0])
         if len(calls) == 6:
             raise OSError(28, "No space left on device")
-        return write(*arguments)
+        write(*arguments)
 
     monkeypatch.setattr(contents, "write_tensor_file", dies)
     failed = run(source, out, "--threads", "1")
@@ -218,9 +218,9 @@ def test_a_source_that_changes_meanwhile_leaves_no_checkpoint(
     source, write = tmp_path / "source", contents.write_tensor_file
     shutil.copytree(native / "z1-fp32-adamw-dp2", source)
 
-    def touches(*arguments: Any) -> int:
+    def touches(*arguments: Any) -> None:
         os.utime(next((source / "step4").glob("*optim_states.pt")), ns=(1, 1))
-        return write(*arguments)
+        write(*arguments)
 
     monkeypatch.setattr(contents, "write_tensor_file", touches)
     result = run(source, tmp_path / "out")

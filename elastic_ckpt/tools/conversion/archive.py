@@ -17,7 +17,6 @@ import torch
 from isal import isal_zlib
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from elastic_ckpt.core.dtypes import ITEMSIZE
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.tools.verification.archive import Record, read_archive
 
@@ -37,7 +36,7 @@ def write_tensor_file(
     dtype: str,
     fill: Fill,
     scratch: torch.Tensor,
-) -> int:
+) -> None:
     """Write one tensor file. Needs no memory beside ``scratch``.
 
     Args:
@@ -47,23 +46,28 @@ def write_tensor_file(
         fill: called for one chunk after the other, in order.
         scratch: memory for one chunk: a flat uint8 tensor, overwritten. Fresh memory for every file would cost more
             than reading it.
-
-    Returns:
-        Size of the file in bytes.
     """
     with FakeTensorMode():
         fake = torch.empty(shape, dtype=getattr(torch, dtype))
     with torch.serialization.skip_data(materialize_fake_tensors=True):
         torch.save(wrap(fake), path)
     if not fake.numel():
-        return os.path.getsize(path)
+        return
+    step = scratch.numel() // fake.itemsize
+    buffer, crc = scratch[: step * fake.itemsize].view(fake.dtype), 0
     with open(path, "r+b") as stream:
         record = _find_record(stream)
-        crc = _fill_in(stream.fileno(), record.offset, fake.numel(), dtype, fill, scratch)
-        packed = struct.pack("<I", crc)
-        os.pwrite(stream.fileno(), packed, record.offset + record.nbytes + _CRC32_IN_DESCRIPTOR)
-        os.pwrite(stream.fileno(), packed, record.entry_offset + _CRC32_IN_ENTRY)
-    return os.path.getsize(path)
+        os.posix_fallocate(stream.fileno(), record.offset, record.nbytes)  # a full disk shows here; and it is faster
+        stream.seek(record.offset)
+        for first in range(0, fake.numel(), step):
+            chunk = buffer[: min(step, fake.numel() - first)]
+            fill(FlatRange(first, first + chunk.numel()), chunk)
+            raw = chunk.view(torch.uint8).numpy().data
+            crc = isal_zlib.crc32(raw, crc)
+            stream.write(raw)
+        for at in (record.offset + record.nbytes + _CRC32_IN_DESCRIPTOR, record.entry_offset + _CRC32_IN_ENTRY):
+            stream.seek(at)
+            stream.write(struct.pack("<I", crc))
 
 
 def _find_record(stream: BinaryIO) -> Record:
@@ -73,25 +77,3 @@ def _find_record(stream: BinaryIO) -> Record:
     if record is None or archive.problems:
         raise AssertionError(f"torch {torch.__version__} writes its files in a way that is not known here")
     return record
-
-
-def _fill_in(descriptor: int, start: int, numel: int, dtype: str, fill: Fill, scratch: torch.Tensor) -> int:
-    """Write the data; its CRC32."""
-    itemsize = ITEMSIZE[dtype]
-    step = scratch.numel() // itemsize
-    buffer = scratch[: step * itemsize].view(getattr(torch, dtype))
-    os.posix_fallocate(descriptor, start, numel * itemsize)  # a full disk shows here; and it is faster
-    crc = 0
-    for first in range(0, numel, step):
-        part = buffer[: min(step, numel - first)]
-        fill(FlatRange(first, first + part.numel()), part)
-        raw = part.view(torch.uint8).numpy().data
-        crc = isal_zlib.crc32(raw, crc)
-        _write_fully(descriptor, raw, start + first * itemsize)
-    return crc
-
-
-def _write_fully(descriptor: int, raw: memoryview, offset: int) -> None:
-    while raw:
-        count = os.pwrite(descriptor, raw, offset)
-        raw, offset = raw[count:], offset + count
