@@ -23,8 +23,7 @@ from elastic_ckpt.formats.base import refuse_other_save
 from elastic_ckpt.formats.degrees import StatedDegrees, stated_degrees
 from elastic_ckpt.formats.features import features_in
 from elastic_ckpt.formats.pickled import PickledFile, TensorRef, materialise
-from elastic_ckpt.formats.run_arguments import run_arguments
-from elastic_ckpt.formats.saved_config import config_section, saved_config
+from elastic_ckpt.formats.saved_config import config_section, run_arguments, saved_config
 from elastic_ckpt.formats.zero0_index import UnpartitionedState, index_unpartitioned
 
 #: What DeepSpeed counts, and the degrees of the run.

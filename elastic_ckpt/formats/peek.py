@@ -14,8 +14,7 @@ from elastic_ckpt.errors import ElasticCkptError
 from elastic_ckpt.formats.base import Found
 from elastic_ckpt.formats.degrees import Degrees, stated_degrees
 from elastic_ckpt.formats.pickled import PickledFile, TensorRef, open_pickled
-from elastic_ckpt.formats.run_arguments import run_arguments
-from elastic_ckpt.formats.saved_config import saved_config
+from elastic_ckpt.formats.saved_config import run_arguments, saved_config
 from elastic_ckpt.formats.training_state import loss_scale_of, read_training_state
 from elastic_ckpt.formats.zero0_index import UnpartitionedState, index_unpartitioned
 

@@ -1,22 +1,43 @@
-"""The DeepSpeed config of the run that saved a checkpoint."""
+"""The DeepSpeed config and the arguments of the run that saved a checkpoint.
+
+Tensor-parallel rules may depend on arguments. Megatron saves its ``args`` whole. gpt-neox saves eight of them, none of
+which decides about a layout, and beside the checkpoint's files a folder ``configs`` with the user's YAML files
+(``save_ds_checkpoint``, megatron/checkpointing.py; the 20B release has it beside the tag's folder), of which only
+options at the top with plain values are read. If a file cannot be read, its options are unknown, and so are the
+defaults of all others.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
+import yaml
+
 from elastic_ckpt.formats.pickled import PickledFile
+
+_PLAIN = (str, int, float, bool, type(None))
+_ENDINGS = (".yml", ".yaml", ".json")
+#: Files are untrusted: no more of them are read, and no bigger ones, than configurations are.
+_MOST_FILES = 32
+_MOST_BYTES = 1 << 18
+#: Which option says that a dict of arguments is gpt-neox's.
+_NEOX_MARK = "model_parallel_size"
+#: gpt-neox's own defaults of options that decide about a layout (megatron/neox_arguments/neox_args.py).
+_NEOX_DEFAULTS = {
+    "activation": "gelu",
+    "gpt_j_residual": False,
+    "num_kv_heads": None,
+    "output_layer_parallelism": "column",
+}
 
 
 def saved_config(file: PickledFile) -> Mapping[str, Any] | None:
-    """The config, which may have been saved as a dict, a JSON string or a path; ``None``: a path, or not saved."""
-    return config_in(file.tree)
-
-
-def config_in(tree: Any) -> Mapping[str, Any] | None:
-    """The config among the entries of a model-states file; see :func:`saved_config`."""
-    config = tree.get("ds_config") if isinstance(tree, Mapping) else None
+    """The DeepSpeed config in a model-states file; ``None``: not saved, or only its path."""
+    config = file.tree.get("ds_config") if isinstance(file.tree, Mapping) else None
     if isinstance(config, str):
         try:
             config = json.loads(config)
@@ -29,3 +50,79 @@ def config_section(file: PickledFile, key: str) -> Mapping[str, Any]:
     """One section of the config, as ``zero_optimization``; empty where it is not known."""
     section = (saved_config(file) or {}).get(key)
     return section if isinstance(section, Mapping) else {}
+
+
+def run_arguments(saved: Any, folder: str) -> dict[str, Any]:
+    """Plain values of a saved ``args`` (Megatron's namespace, gpt-neox's dict), and of the configuration beside it.
+
+    Args:
+        saved: the entry ``args`` of a model-states file.
+        folder: the file's.
+    """
+    values = vars(saved) if isinstance(saved, Namespace) else saved
+    if not isinstance(values, Mapping):
+        return {}
+    plain = {str(key): value for key, value in values.items() if isinstance(value, _PLAIN)}
+    if isinstance(saved, Namespace) or _NEOX_MARK not in plain:
+        return plain
+    return {**_neox_options(folder), **plain}
+
+
+def _neox_options(folder: str) -> dict[str, Any]:
+    """Options of the configuration saved beside a checkpoint, and the defaults of those it does not mention.
+
+    An option on which files disagree is unknown: files of several models may have been released together.
+    """
+    paths = _config_files(folder)
+    read = [_read_options(path) for path in paths]
+    options: dict[str, Any] = {} if not paths or None in read else dict(_NEOX_DEFAULTS)
+    known = [each for each in read if each is not None]
+    for key in {key for each in known for key in each}:
+        values = [each[key] for each in known if key in each]
+        options.pop(key, None)
+        if len(set(map(repr, values))) == 1:
+            options[key] = values[0]
+    return options
+
+
+def _config_files(folder: str) -> list[str]:
+    """Those of the nearest folder that has any; empty where there are too many to be one run's."""
+    for parent in (folder, os.path.dirname(os.path.abspath(folder))):
+        configs = os.path.join(parent, "configs")
+        names = sorted(os.listdir(configs)) if os.path.isdir(configs) else []
+        paths = [os.path.join(configs, name) for name in names if name.endswith(_ENDINGS)]
+        if paths:
+            return paths if len(paths) <= _MOST_FILES else []
+    return []
+
+
+def _read_options(path: str) -> dict[str, Any] | None:
+    """The plain options in one file; ``None``: it cannot be read."""
+    try:
+        if not os.path.isfile(path) or os.path.getsize(path) > _MOST_BYTES:
+            return None
+        with open(path, encoding="utf-8") as stream:
+            return parse_options(stream.read(_MOST_BYTES))
+    except (OSError, ValueError):
+        return None
+
+
+def parse_options(text: str) -> dict[str, Any] | None:
+    """Plain options at the top of a YAML text, with underscores in their names; ``None``: it is no mapping of names.
+
+    Nothing but plain scalars is constructed: aliases and merge keys of a hostile file would grow exponentially.
+    """
+    options = {}
+    try:
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        if not isinstance(node, yaml.MappingNode):
+            return None
+        for name, value in node.value:
+            if not isinstance(name, yaml.ScalarNode) or not name.value:
+                return None
+            if isinstance(value, yaml.ScalarNode) and isinstance(plain := loader.construct_object(value), _PLAIN):
+                options[name.value.replace("-", "_")] = plain
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return None
+    return options

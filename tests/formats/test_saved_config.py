@@ -14,7 +14,7 @@ import torch
 
 from elastic_ckpt.errors import UnsafePickleError
 from elastic_ckpt.formats.pickled import open_pickled
-from elastic_ckpt.formats.run_arguments import parse_options, run_arguments
+from elastic_ckpt.formats.saved_config import parse_options, run_arguments
 
 NEOX = {"num_layers": 2, "model_parallel_size": 2}
 
