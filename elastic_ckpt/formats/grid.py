@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from elastic_ckpt.core.local_state import RankCoordinates
 from elastic_ckpt.core.sequence import NO_SEQUENCE_PARALLEL, SequenceParallel
@@ -137,10 +138,4 @@ def _by_names(models: Sequence[ModelShard]) -> list[list[int]] | None:
     names = [mine or frozenset(model.weights) for mine, model in zip(names, models, strict=True)]
     if len(models) > 1 and not all(names):
         return None
-    stages: list[list[int]] = []
-    for rank, mine in enumerate(names):
-        if stages and names[stages[-1][-1]] == mine:
-            stages[-1].append(rank)
-        else:
-            stages.append([rank])
-    return stages
+    return [[rank for rank, _ in stage] for _, stage in groupby(enumerate(names), key=lambda named: named[1])]

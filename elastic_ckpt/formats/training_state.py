@@ -16,19 +16,10 @@ from elastic_ckpt.formats.model_states import COUNTERS
 from elastic_ckpt.formats.pickled import PickledFile, materialise
 from elastic_ckpt.formats.saved_config import config_section, saved_config
 
-#: State of a dynamic scaler as ``DynamicLossScaler`` and ``FP16_Optimizer.state_dict`` name it (loss_scaler.py).
-_DYNAMIC = (
-    "cur_scale",
-    "cur_iter",
-    "last_overflow_iter",
-    "scale_factor",
-    "scale_window",
-    "cur_hysteresis",
-    "delayed_shift",
-    "consecutive_hysteresis",
-    "min_scale",
-    "raise_error_at_min_scale",
-)
+#: State of a dynamic scaler as ``FP16_Optimizer.state_dict`` names it, and what ``DynamicLossScaler`` has besides
+#: (loss_scaler.py).
+_DYNAMIC = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
+_HYSTERESIS = ("cur_hysteresis", "delayed_shift", "consecutive_hysteresis", "min_scale", "raise_error_at_min_scale")
 #: Entries that are no training state; DeepSpeed's own loader hands out frozen fragments as client state.
 _NOT_READ = frozenset({"module", "optimizer", "lr_scheduler", "frozen_param_fragments"})
 
@@ -134,7 +125,8 @@ def loss_scale_of(saved: Any) -> LossScale | None:
         return None
     values = saved if isinstance(saved, Mapping) else getattr(saved, "__dict__", {})
     dynamic = bool(values.get("dynamic_loss_scale" if values is saved else "dynamic"))
-    return LossScale(dynamic, {key: values[key] for key in (_DYNAMIC if dynamic else ("cur_scale",)) if key in values})
+    keys = (*_DYNAMIC, *_HYSTERESIS) if dynamic else ("cur_scale",)
+    return LossScale(dynamic, {key: values[key] for key in keys if key in values})
 
 
 def _trained_in_fp16(file: PickledFile, loss_scale: LossScale | None) -> bool:
