@@ -61,13 +61,9 @@ class LazyCommands(TyperGroup):
         name, command, rest = super().resolve_command(ctx, args)
         if name in COMMANDS:
             importlib.import_module(f"elastic_ckpt.cli.{name}")
-            info = next(info for info in app.registered_commands if name in (info.name, _name_of(info.callback)))
+            info = next(info for info in app.registered_commands if info.name == name)
             command = get_command_from_info(info, pretty_exceptions_short=True, rich_markup_mode="rich")
         return name, command, rest
-
-
-def _name_of(callback: object) -> str:
-    return str(getattr(callback, "__name__", ""))
 
 
 app = typer.Typer(

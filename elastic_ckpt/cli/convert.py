@@ -19,7 +19,7 @@ from elastic_ckpt.tools.opened import config_of, open_folder
 _EXAMPLE = "Example: [bold]elastic-ckpt convert checkpoints universal/global_step100[/]"
 
 
-@app.command(epilog=_EXAMPLE)
+@app.command("convert", epilog=_EXAMPLE)
 def convert(
     folder: Folder,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make. latest_universal beside it names it.")],

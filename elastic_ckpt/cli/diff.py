@@ -22,7 +22,7 @@ _Checkpoint = Annotated[
 ]
 
 
-@app.command(epilog=_EXAMPLE)
+@app.command("diff", epilog=_EXAMPLE)
 def diff(
     a: _Checkpoint,
     b: _Checkpoint,

@@ -15,7 +15,7 @@ from elastic_ckpt.tools.opened import config_of
 _EXAMPLE = "Example: [bold]elastic-ckpt inspect checkpoints --params[/]"
 
 
-@app.command(epilog=_EXAMPLE)
+@app.command("inspect", epilog=_EXAMPLE)
 def inspect(
     folder: Folder,
     tag: Tag = None,
