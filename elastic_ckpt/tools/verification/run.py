@@ -8,9 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.metadata import CheckpointMetadata
-from elastic_ckpt.errors import DamagedError, ElasticCkptError, listed
+from elastic_ckpt.errors import DamagedError, listed
 from elastic_ckpt.formats import Found
-from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.sharding.book import RuleBook
 from elastic_ckpt.tools.findings import ERROR, NOTE, Finding, of_error
 from elastic_ckpt.tools.verification.archive import Record, read_archive
@@ -92,7 +91,7 @@ def _check_bytes(
     known = metadata_spans(metadata) if metadata is not None else {}
     works = []
     for path in checkpoint_files(found):
-        weights = _weights(path, found, metadata is None, config)
+        weights = weight_spans(path, found, metadata is None, config)
         works.append(_archive_work(path, without_repeats(known.get(path, []), weights), findings))
     for path in swap_files(found):
         text = "a swap file of NVMe offload: raw bytes, saved without a checksum; only their values are looked at"
@@ -129,27 +128,6 @@ def _archive_work(path: str, spans: Sequence[Span], findings: list[Finding]) -> 
 
 def _work(path: str, nbytes: int, records: Sequence[Record], spans: Sequence[Span]) -> Work:
     return Work(path, nbytes, (*records, *(span for span in spans if span.offset + span.nbytes <= nbytes)))
-
-
-def _weights(path: str, found: Found, without_metadata: bool, config: ElasticConfig) -> list[Span]:
-    """Weights that the model computes with; without metadata also states, of those that were not cut or padded."""
-    name = os.path.basename(path)
-    is_layer = name in found.files.layers.values()
-    is_model = name in found.files.model.values() or name in found.files.model_zero3.values()
-    if os.path.dirname(path) != found.folder or not (is_layer or is_model):
-        return []
-    try:
-        file = open_pickled(path, config.trust_pickle)
-    except ElasticCkptError:
-        return []  # which is a finding already
-    if not isinstance(file.tree, dict):
-        return []
-    if is_layer:
-        return weight_spans(file, {"": file.tree})
-    sections = {"": file.tree.get("module")}
-    if without_metadata:
-        sections["optimizer"] = file.tree.get("optimizer")
-    return weight_spans(file, sections)
 
 
 def _judge_bytes(work: Work, result: Checked) -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
@@ -9,9 +10,12 @@ from typing import Any
 
 import torch
 
+from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.dtypes import ITEMSIZE
 from elastic_ckpt.core.metadata import BUFFER, CheckpointMetadata, StorageChunk, TensorMetadata
-from elastic_ckpt.formats.pickled import PickledFile, TensorRef
+from elastic_ckpt.errors import ElasticCkptError
+from elastic_ckpt.formats import Found
+from elastic_ckpt.formats.pickled import TensorRef, open_pickled
 from elastic_ckpt.tools.findings import ERROR, NOTE, Finding
 from elastic_ckpt.tools.verification.findings import INF, NAN
 
@@ -94,17 +98,32 @@ def _span(tensor: TensorMetadata, chunk: StorageChunk) -> Span | None:
     return Span(offset, last - first + 1, "float32", tensor.name, code.format.scales, first)
 
 
-def weight_spans(file: PickledFile, sections: Mapping[str, Any]) -> list[Span]:
-    """The values of all tensors below some sections of a file, by the paths that lead to them.
+def weight_spans(path: str, found: Found, with_states: bool, config: ElasticConfig) -> list[Span]:
+    """The weights that the model computes with in a file, named by their paths in it.
 
     Args:
-        file: the file.
-        sections: name that the paths begin with (empty: none) -> a part of the file's tree.
+        path: of a file of the checkpoint.
+        found: the checkpoint.
+        with_states: whether to add optimizer states, of checkpoints that do not partition them.
+        config: as for a load.
     """
-    found = (item for name, node in sections.items() for item in _tensors(node, name))
+    name, files = os.path.basename(path), found.files
+    is_layer = name in files.layers.values()
+    is_model = is_layer or name in files.model.values() or name in files.model_zero3.values()
+    if os.path.dirname(path) != found.folder or not is_model:
+        return []
+    try:
+        tree = open_pickled(path, config.trust_pickle).tree
+    except ElasticCkptError:
+        return []  # which is a finding already
+    if not isinstance(tree, dict):
+        return []
+    tensors = list(_tensors(tree if is_layer else tree.get("module"), ""))
+    if with_states and not is_layer:
+        tensors += _tensors(tree.get("optimizer"), "optimizer")
     return [
         Span(ref.byte_offset, ref.numel, ref.dtype, name, WEIGHTS, 0)
-        for name, ref in found
+        for name, ref in tensors
         if ref.dtype not in _INTEGERS and ref.is_contiguous and ref.numel and ref.swap_id is None
     ]
 
