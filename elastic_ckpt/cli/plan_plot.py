@@ -39,12 +39,8 @@ def refuse_without_matplotlib() -> None:
 def bytes_matrix(ranks: Sequence[RankForecast]) -> tuple[npt.NDArray[np.float64], list[int]]:
     """Bytes by rank (row) and file (column), and the indices of the files, which are those that are read at all."""
     files = sorted({file for each in ranks for file in each.by_file})
-    columns = {file: column for column, file in enumerate(files)}
-    matrix = np.zeros((len(ranks), len(files)))
-    for row, each in enumerate(ranks):
-        for file, nbytes in each.by_file.items():
-            matrix[row, columns[file]] = nbytes
-    return matrix, files
+    rows = [[each.by_file.get(file, 0) for file in files] for each in ranks]
+    return np.array(rows, dtype=np.float64), files
 
 
 def draw(job: VirtualJob, ranks: Sequence[RankForecast], path: Path) -> None:
@@ -53,14 +49,12 @@ def draw(job: VirtualJob, ranks: Sequence[RankForecast], path: Path) -> None:
     Raises:
         ConfigError: it cannot be written there.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415  an optional package
-    from matplotlib.colors import LogNorm  # noqa: PLC0415
+    from matplotlib.colors import LogNorm  # noqa: PLC0415  an optional package
     from matplotlib.figure import Figure  # noqa: PLC0415
 
     matrix, files = bytes_matrix(ranks)
     width, height = (min(max(0.28 * count, 4.0), 11.0) + 3.0 for count in reversed(matrix.shape))
     figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     shown = np.ma.masked_equal(matrix / 2**20, 0)
     norm = LogNorm() if shown.count() and shown.min() < shown.max() else None
@@ -70,9 +64,10 @@ def draw(job: VirtualJob, ranks: Sequence[RankForecast], path: Path) -> None:
     names = [os.path.relpath(job.metadata.files[file].path, job.metadata.source.folder) for file in files]
     _name_ticks(axes.xaxis, [name.removesuffix("_states.pt") for name in names])
     axes.tick_params(axis="x", labelrotation=90)
-    source = job.metadata.source
-    _draw_borders(axes, job, len(ranks))
-    axes.set_title(f"{saved_topology(source)}  →  {job.topology}")
+    per_stage = job.topology.dp * job.topology.tp
+    for border in range(per_stage, min(job.topology.ranks, len(ranks)), per_stage):
+        axes.axhline(border - 0.5, color="grey", linewidth=0.5)
+    axes.set_title(f"{saved_topology(job.metadata.source)}  →  {job.topology}")
     axes.set_xlabel(f"source files ({len(files)})")
     axes.set_ylabel(f"ranks ({len(ranks)})")
     try:
@@ -89,11 +84,3 @@ def draw(job: VirtualJob, ranks: Sequence[RankForecast], path: Path) -> None:
 def _name_ticks(axis: Any, names: Sequence[str]) -> None:
     step = 1 if len(names) <= _MOST_NAMED else -(-len(names) // _FEW_NAMED)
     axis.set_ticks(range(0, len(names), step), names[::step], fontsize=7)
-
-
-def _draw_borders(axes: Any, job: VirtualJob, ranks: int) -> None:
-    """Between pipeline stages."""
-    per_stage = job.topology.dp * job.topology.tp
-    for stage in range(1, job.topology.pp):
-        if stage * per_stage < ranks:
-            axes.axhline(stage * per_stage - 0.5, color="grey", linewidth=0.5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.console import RenderableType
@@ -28,6 +28,14 @@ _DIVIDED = (
     "ZeRO-3 divides all of it over data-parallel ranks",
 )
 _TITLES = {MASTER: "fp32 masters", BUFFER: "buffers", FROZEN: "frozen weights"}
+#: Key of the document -> field of :class:`elastic_ckpt.tools.forecast.Reads`.
+_READS = {
+    "nbytes_read": "nbytes",
+    "nbytes_compared": "nbytes_compared",
+    "nbytes_received": "nbytes_received",
+    "reads": "calls",
+    "files": "files",
+}
 
 
 def document(job: VirtualJob, found: Survey, name: str, in_detail: bool) -> Mapping[str, Any]:
@@ -39,11 +47,7 @@ def document(job: VirtualJob, found: Survey, name: str, in_detail: bool) -> Mapp
         "target": dataclasses.asdict(job.topology) | {"ranks": job.topology.ranks, "offload": run.offload},
         "precision": {"weights": run.weights, "gradients": run.gradients},
         "ranks_planned": len(ranks),
-        "nbytes_read": spread([each.reads.nbytes for each in ranks]),
-        "nbytes_compared": spread([each.reads.nbytes_compared for each in ranks]),
-        "nbytes_received": spread([each.reads.nbytes_received for each in ranks]),
-        "reads": spread([each.reads.calls for each in ranks]),
-        "files": spread([each.reads.files for each in ranks]),
+        **{name: _spread(found, field) for name, field in _READS.items()},
         "memory": _memory_document(most.memory) | {"rank": most.rank},
         "cluster": dataclasses.asdict(found.cluster) | {"ranks_per_node": found.cluster.ranks_per_node},
         "nodes": nodes_of(ranks, found.cluster),
@@ -54,6 +58,10 @@ def document(job: VirtualJob, found: Survey, name: str, in_detail: bool) -> Mapp
     if in_detail:
         made["ranks"] = [_rank_document(job, each) for each in ranks]
     return made
+
+
+def _spread(found: Survey, field: str) -> dict[str, float]:
+    return spread([getattr(each.reads, field) for each in found.ranks])
 
 
 def _rank_document(job: VirtualJob, each: RankForecast) -> dict[str, Any]:
@@ -126,17 +134,11 @@ def _reads(found: Survey) -> Table:
     one = len(found.ranks) == 1
     columns = ["this rank", "", ">"] if one else ["each rank", "", ">least", ">mean", ">most", ">all planned"]
     shown = _table(*columns)
-    rows: list[tuple[str, Callable[[RankForecast], int], Callable[[float], str]]] = [
-        ("bytes read", lambda each: each.reads.nbytes, size),
-        ("bytes compared before", lambda each: each.reads.nbytes_compared, size),
-        ("bytes received", lambda each: each.reads.nbytes_received, size),
-        ("reads", lambda each: each.reads.calls, _count),
-        ("files read from", lambda each: each.reads.files, _count),
-    ]
-    for title, value, in_words in rows:
-        values = spread([value(each) for each in found.ranks])
+    titles = ("bytes read", "bytes compared before", "bytes received", "reads", "files read from")
+    for title, field in zip(titles, _READS.values(), strict=True):
+        values = _spread(found, field)
         if values["most"] or title == "bytes read":
-            texts = {what: in_words(number) for what, number in values.items()}
+            texts = {what: (size if "nbytes" in field else _count)(number) for what, number in values.items()}
             total = "" if title == "files read from" else texts["total"]
             shown.add_row(title, *([texts["most"]] if one else [texts["least"], texts["mean"], texts["most"], total]))
     return shown
