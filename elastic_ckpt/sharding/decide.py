@@ -76,9 +76,8 @@ class Decider:
 
     def sharded(self, tensor: TensorMetadata, live: LiveLayout = _NO_MODEL) -> Sharded:
         """A parameter or buffer, whose live layout is known if there is a live model."""
-        sharded = Sharded(self.metadata, tensor, live, is_fused=False)
-        names = {sharded.name, sharded.saved_name}
-        return replace(sharded, is_fused=any(map(self.structure.is_fused, names)))
+        names = {tensor.name, self.metadata.saved_names.get(tensor.name, tensor.name)}
+        return Sharded(self.metadata, tensor, live, any(map(self.structure.is_fused, names)))
 
     def decide(self, sharded: Sharded) -> Decision:
         """What decides about a parameter of a live model.

@@ -10,6 +10,8 @@ from typing import Any
 from elastic_ckpt.core.dtypes import ITEMSIZE
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata, TensorMetadata
 from elastic_ckpt.formats.zero0_index import UnpartitionedState
+from elastic_ckpt.sharding.book import RuleBook, tensor_of
+from elastic_ckpt.sharding.decide import Decider
 from elastic_ckpt.tools.inspection.facts import (
     BUFFER_ROLE,
     FROZEN_ROLE,
@@ -21,7 +23,7 @@ from elastic_ckpt.tools.inspection.facts import (
     StateSummary,
     Totals,
 )
-from elastic_ckpt.tools.inspection.layouts import Layout, shards_of
+from elastic_ckpt.tools.inspection.layouts import Layout, layout_of
 
 SCALAR = "scalar"
 #: Key, kind, dtype, rows and elements in a block of a state.
@@ -137,13 +139,13 @@ def unnamed_groups(parts: Mapping[int, UnpartitionedState], tp: int | None) -> t
 
 
 def parameters_of(
-    metadata: CheckpointMetadata, layouts: Mapping[str, Layout], weights_only: bool
-) -> tuple[ParameterEntry, ...]:
-    """Every parameter and buffer, trained ones first, in the order of the checkpoint.
+    metadata: CheckpointMetadata, book: RuleBook, weights_only: bool
+) -> tuple[list[ParameterEntry], dict[str, str]]:
+    """Every parameter and buffer, in the order of the checkpoint; and why the shards of some contradict their rules.
 
     Args:
         metadata: what the checkpoint holds.
-        layouts: how the shards of each were cut, by name.
+        book: the user's rules and preset.
         weights_only: whether nothing says which of them trained.
     """
     keys: dict[str, list[str]] = {name: [] for name in metadata.parameters}
@@ -152,18 +154,21 @@ def parameters_of(
     tied: dict[str, list[str]] = defaultdict(list)
     for name, holder in metadata.aliases.items():
         tied[holder].append(name)
-    entries = []
+    decider, entries = Decider(metadata, book), []
+    contradictions: dict[str, str] = {}
     for name, mine in keys.items():
-        saved = metadata.parameters.get(name)
+        saved, own = metadata.parameters.get(name), tensor_of(metadata, name)
         kept = BUFFER_ROLE if BUFFER in mine else WEIGHT if weights_only else FROZEN_ROLE
-        own = next((metadata.tensors[name, key] for key in (MASTER, FROZEN, BUFFER) if key in mine), None)
         stored = [metadata.tensors[name, key] for key in mine]
         stored += [replica for key in mine for replica in metadata.replicas.get((name, key), ())]
         states = sorted(set(mine) - {MASTER, FROZEN, BUFFER})
+        shards: tuple[Shape, ...] = () if own is None else own.shard_shapes
         if saved is not None:
             states += [state.key for state in saved.replicated] + [key for key, _ in saved.scalars]
-        shards = shards_of(metadata, name)
-        shape, rule, origin = layouts[name]
+            shards = shards or saved.shards or (saved.shape,)
+        unknown: Layout = (shards[0] if len(shards) == 1 else None), "", ""
+        (shape, rule, origin), problem = (unknown, "") if own is None else layout_of(decider, own)
+        contradictions |= {name: problem} if problem else {}
         entry = ParameterEntry(
             name=name,
             role=kept if saved is None else TRAINED,
@@ -180,5 +185,4 @@ def parameters_of(
             rule_from=origin,
         )
         entries.append(entry)
-    order = [TRAINED, WEIGHT, FROZEN_ROLE, BUFFER_ROLE]
-    return tuple(sorted(entries, key=lambda entry: order.index(entry.role)))
+    return entries, contradictions

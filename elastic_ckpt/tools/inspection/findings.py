@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from elastic_ckpt.core.dtypes import ITEMSIZE
@@ -13,24 +13,23 @@ from elastic_ckpt.errors import ElasticCkptError, MismatchError, listed
 from elastic_ckpt.planning.saved_state_checks import keys_by_name, refuse_partial
 from elastic_ckpt.tools.findings import ERROR, NOTE, WARNING, Finding, of_error
 from elastic_ckpt.tools.inspection.contents import stored_nbytes
-from elastic_ckpt.tools.inspection.facts import Evidence, RuleFacts
-from elastic_ckpt.tools.inspection.layouts import Layout, shards_of
+from elastic_ckpt.tools.inspection.facts import Evidence, ParameterEntry, RuleFacts
 from elastic_ckpt.tools.inspection.saved_run import precision_evidence
 
 _TAGS_SHOWN = 8
 
 
 def findings(
-    evidence: Evidence, missing: tuple[str, ...], layouts: Mapping[str, Layout], rules: RuleFacts
+    evidence: Evidence, missing: tuple[str, ...], parameters: Sequence[ParameterEntry], rules: RuleFacts
 ) -> tuple[Finding, ...]:
     """All of them, the gravest first, each once."""
     order = [ERROR, WARNING, NOTE]
-    every = dict.fromkeys(_findings(evidence, missing, layouts, rules))
+    every = dict.fromkeys(_findings(evidence, missing, parameters, rules))
     return tuple(sorted(every, key=lambda finding: order.index(finding.level)))
 
 
 def _findings(
-    evidence: Evidence, missing: tuple[str, ...], layouts: Mapping[str, Layout], rules: RuleFacts
+    evidence: Evidence, missing: tuple[str, ...], parameters: Sequence[ParameterEntry], rules: RuleFacts
 ) -> Iterator[Finding]:
     if evidence.misled is not None:
         text = f"{evidence.misled.problem}; this is the newest one"
@@ -48,7 +47,7 @@ def _findings(
         return
     yield from _in_metadata(evidence.metadata)
     yield from _incomplete(evidence.metadata)
-    yield from _of_copies(evidence.metadata, layouts)
+    yield from _of_copies(evidence.metadata, parameters)
     yield from _of_rules(rules)
 
 
@@ -172,20 +171,19 @@ def hole_in(tensor: TensorMetadata) -> str | None:
     return None
 
 
-def _of_copies(metadata: CheckpointMetadata, layouts: Mapping[str, Layout]) -> Iterator[Finding]:
+def _of_copies(metadata: CheckpointMetadata, parameters: Sequence[ParameterEntry]) -> Iterator[Finding]:
     """What is stored more than once; metadata does not show whether the copies agree."""
     if metadata.replicas:
         names = dict.fromkeys(name for name, _ in metadata.replicas)
         nbytes = sum(stored_nbytes(copy) for copies in metadata.replicas.values() for copy in copies)
         text = f"pipeline stages share {listed(names)}, and each saved them: {nbytes} bytes of further copies"
         yield Finding(NOTE, "twins", text, parameter=next(iter(names)))
-    names, nbytes = {}, 0
-    for (name, key), tensor in metadata.tensors.items():
-        if key != BUFFER and layouts[name][1] in WHOLE_KINDS and len(shards_of(metadata, name)) > 1:
-            names[name] = None
-            nbytes += sum(map(math.prod, tensor.shard_shapes[1:])) * ITEMSIZE[tensor.dtype]
-    if names:
-        text = f"parameters saved whole by every tensor-parallel rank: {len(names)}, {nbytes} bytes of further copies"
+    whole = {entry.name for entry in parameters if entry.rule in WHOLE_KINDS and len(entry.shards) > 1}
+    copied = [tensor for (name, key), tensor in metadata.tensors.items() if name in whole and key != BUFFER]
+    if copied:
+        count = len({tensor.name for tensor in copied})
+        nbytes = sum(sum(map(math.prod, tensor.shard_shapes[1:])) * ITEMSIZE[tensor.dtype] for tensor in copied)
+        text = f"parameters saved whole by every tensor-parallel rank: {count}, {nbytes} bytes of further copies"
         yield Finding(NOTE, "replicas", text)
 
 

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from elastic_ckpt.core.metadata import BUFFER, CheckpointMetadata, TensorMetadata
 from elastic_ckpt.core.tp_rules import AMBIGUOUS, CUSTOM, WHOLE_KINDS, CannotSplit, Rule
-from elastic_ckpt.sharding.book import RuleBook, tensor_of
+from elastic_ckpt.sharding.book import RuleBook
 from elastic_ckpt.sharding.decide import Decider
 from elastic_ckpt.sharding.presets import Preset
-from elastic_ckpt.tools.inspection.facts import RuleFacts, Shape
+from elastic_ckpt.tools.inspection.facts import ParameterEntry, RuleFacts, Shape
 
 #: What stands in place of a rule where nothing says so, and where a rule contradicts the shapes.
 UNDECIDED, CONTRADICTED = "undecided", "contradicted"
@@ -18,29 +18,13 @@ UNDECIDED, CONTRADICTED = "undecided", "contradicted"
 Layout = tuple[Shape | None, str, str]
 
 
-def shards_of(metadata: CheckpointMetadata, name: str) -> tuple[Shape, ...]:
-    """Shape of each shard of a parameter or buffer, be its master missing."""
-    tensor = tensor_of(metadata, name)
-    if tensor is not None:
-        return tensor.shard_shapes
-    saved = metadata.parameters[name]
-    return saved.shards or (saved.shape,)
-
-
-def layouts_of(metadata: CheckpointMetadata, book: RuleBook) -> tuple[dict[str, Layout], dict[str, str]]:
-    """The layout of every parameter and buffer by name, and what is wrong with those that are contradicted."""
-    decider = Decider(metadata, book)
-    layouts: dict[str, Layout] = {}
-    contradictions: dict[str, str] = {}
-    for name in dict.fromkeys((*metadata.parameters, *(name for name, _ in metadata.tensors))):
-        tensor, shards = tensor_of(metadata, name), shards_of(metadata, name)
-        unknown: Layout = (shards[0] if len(shards) == 1 else None), "", ""
-        try:
-            layouts[name] = unknown if tensor is None else _layout(decider, tensor)
-        except CannotSplit as error:
-            layouts[name] = unknown if len(shards) == 1 else (None, CONTRADICTED, "")
-            contradictions |= {name: str(error)} if len(shards) > 1 else {}
-    return layouts, contradictions
+def layout_of(decider: Decider, tensor: TensorMetadata) -> tuple[Layout, str]:
+    """How the shards of a parameter or buffer were cut, and how that contradicts their shapes; empty: it does not."""
+    try:
+        return _layout(decider, tensor), ""
+    except CannotSplit as error:
+        is_alone = len(tensor.shard_shapes) == 1
+        return ((tensor.shape, "", ""), "") if is_alone else ((None, CONTRADICTED, ""), str(error))
 
 
 def _layout(decider: Decider, tensor: TensorMetadata) -> Layout:
@@ -75,7 +59,7 @@ def _in_words(rule: Rule) -> str:
 
 def rule_facts(
     metadata: CheckpointMetadata,
-    layouts: Mapping[str, Layout],
+    parameters: Sequence[ParameterEntry],
     contradictions: Mapping[str, str],
     book: RuleBook,
     presets: Iterable[Preset],
@@ -84,16 +68,16 @@ def rule_facts(
 
     Args:
         metadata: what the checkpoint holds.
-        layouts, contradictions: from :func:`layouts_of`.
+        parameters, contradictions: of :func:`elastic_ckpt.tools.inspection.contents.parameters_of`.
         book: the user's rules and preset.
         presets: those that might know what nothing else does.
     """
     declared = metadata.declared
     uses: dict[tuple[str, str], list[str]] = {}
-    for name, (_, rule, origin) in layouts.items():
-        if rule not in ("", UNDECIDED, CONTRADICTED):
-            uses.setdefault((rule, origin), []).append(name)
-    undecided = tuple(name for name, (_, rule, _) in layouts.items() if rule == UNDECIDED)
+    for entry in parameters:
+        if entry.rule not in ("", UNDECIDED, CONTRADICTED):
+            uses.setdefault((entry.rule, entry.rule_from), []).append(entry.name)
+    undecided = tuple(entry.name for entry in parameters if entry.rule == UNDECIDED)
     return RuleFacts(
         patterns=Counter("fused" if rule.sub_parameters else rule.kind for rule in dict(declared.rules).values()),
         recorded=len({*declared.affine, *declared.widths}),
