@@ -28,12 +28,11 @@ from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.errors import ElasticCkptError, MismatchError
 from elastic_ckpt.io.reader import read_options
 from elastic_ckpt.sharding import presets
-from elastic_ckpt.tools.forecast import LiveRun
 from elastic_ckpt.tools.opened import config_of, load_options, open_folder
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
+from elastic_ckpt.tools.virtual.forecast import DEFAULT_BANDWIDTH, MOST_BY_DEFAULT, Cluster, LiveRun, Survey, survey
 from elastic_ckpt.tools.virtual.scale import scale_metadata
 from elastic_ckpt.tools.virtual.scale_config import ScaleModel
-from elastic_ckpt.tools.virtual.survey import DEFAULT_BANDWIDTH, MOST_BY_DEFAULT, Cluster, Survey, survey
 
 _EXAMPLE = "Example: [bold]elastic-ckpt plan /ckpt --dp 8 --tp 4 --pp 2 --nodes 8 --bandwidth 5GB/s[/]"
 _RANKS_PER_NODE = 8

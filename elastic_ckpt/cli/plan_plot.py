@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from elastic_ckpt.cli.plan_view import saved_topology
 from elastic_ckpt.errors import ConfigError
-from elastic_ckpt.tools.forecast import RankForecast
 from elastic_ckpt.tools.virtual import VirtualJob
+from elastic_ckpt.tools.virtual.forecast import RankForecast
 
 #: Of so many rows or columns, each has a name; of more, a few have.
 _MOST_NAMED, _FEW_NAMED = 40, 16

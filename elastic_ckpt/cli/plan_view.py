@@ -14,9 +14,8 @@ from rich.table import Table
 from elastic_ckpt.cli.output import size, table
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, SourceFacts
 from elastic_ckpt.core.read_plan import ReadPlan
-from elastic_ckpt.tools.forecast import Memory, RankForecast
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
-from elastic_ckpt.tools.virtual.survey import Survey, nodes_of, reading_time, spread
+from elastic_ckpt.tools.virtual.forecast import Memory, RankForecast, Survey, nodes_of, reading_time, spread
 
 _LEAST_WIDTH = 72
 #: Of long lists, so many rows.
@@ -28,7 +27,7 @@ _DIVIDED = (
     "ZeRO-3 divides all of it over data-parallel ranks",
 )
 _TITLES = {MASTER: "fp32 masters", BUFFER: "buffers", FROZEN: "frozen weights"}
-#: Key of the document -> field of :class:`elastic_ckpt.tools.forecast.Reads`.
+#: Key of the document -> field of :class:`elastic_ckpt.tools.virtual.forecast.Reads`.
 _READS = {
     "nbytes_read": "nbytes",
     "nbytes_compared": "nbytes_compared",

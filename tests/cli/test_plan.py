@@ -17,8 +17,8 @@ from elastic_ckpt.cli.plan import bandwidth_of
 from elastic_ckpt.cli.plan_plot import bytes_matrix
 from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.planning.planner import LoadOptions
-from elastic_ckpt.tools.forecast import Memory, RankForecast, Reads
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
+from elastic_ckpt.tools.virtual.forecast import Memory, RankForecast, Reads
 from elastic_ckpt.tools.virtual.scale import scale_metadata
 from elastic_ckpt.tools.virtual.scale_config import ScaleModel
 from tests.oracle.proof import proof_of

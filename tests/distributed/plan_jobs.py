@@ -13,9 +13,9 @@ from elastic_ckpt.core.local_state import LocalState, RankCoordinates
 from elastic_ckpt.engines.coordinates import coordinates_of, layouts_of, with_coordinates
 from elastic_ckpt.engines.select import select_adapter
 from elastic_ckpt.io.reader import ReadOptions
-from elastic_ckpt.tools.forecast import reads_of
 from elastic_ckpt.tools.opened import config_of, load_options, open_folder
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
+from elastic_ckpt.tools.virtual.forecast import reads_of
 from tests.distributed import parallel_models
 from tests.distributed.model import build_engine, close, setup_from_json
 from tests.distributed.parallel_models import Parallel

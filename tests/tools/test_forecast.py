@@ -22,7 +22,10 @@ from elastic_ckpt.io.coalesce import StagedRead, sort_copies
 from elastic_ckpt.io.read_sizes import read_sizes
 from elastic_ckpt.io.reader import ReadOptions, execute
 from elastic_ckpt.planning.planner import LoadOptions
-from elastic_ckpt.tools.forecast import (
+from elastic_ckpt.tools.opened import load_options
+from elastic_ckpt.tools.virtual import Topology, VirtualJob
+from elastic_ckpt.tools.virtual.forecast import (
+    Cluster,
     LiveRun,
     Memory,
     RankForecast,
@@ -30,11 +33,12 @@ from elastic_ckpt.tools.forecast import (
     bytes_by_file,
     forecast_rank,
     memory_of,
+    nodes_of,
+    reading_time,
     reads_of,
+    spread,
+    survey,
 )
-from elastic_ckpt.tools.opened import load_options
-from elastic_ckpt.tools.virtual import Topology, VirtualJob
-from elastic_ckpt.tools.virtual.survey import Cluster, nodes_of, reading_time, spread, survey
 from tests.simulation import saved
 from tests.tools.test_scale import catalog_of
 from tests.tools.test_virtual import RULES, sharded

@@ -14,7 +14,7 @@ from elastic_ckpt.tools.findings import ERROR, Finding
 
 Shape = tuple[int, ...]
 #: Roles of a parameter or tensor. ``WEIGHT``: the optimizer states are not named, so nothing says whether it trained.
-TRAINED, FROZEN_ROLE, BUFFER_ROLE, WEIGHT = "trained", "frozen", "buffer", "weight"
+ROLES = TRAINED, WEIGHT, FROZEN_ROLE, BUFFER_ROLE = "trained", "weight", "frozen", "buffer"
 
 
 @dataclass(frozen=True)

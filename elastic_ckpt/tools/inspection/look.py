@@ -14,24 +14,11 @@ from elastic_ckpt.formats.peek import peek
 from elastic_ckpt.sharding.book import RuleBook
 from elastic_ckpt.sharding.presets import Preset
 from elastic_ckpt.tools.inspection import contents
-from elastic_ckpt.tools.inspection.facts import (
-    BUFFER_ROLE,
-    FROZEN_ROLE,
-    TRAINED,
-    WEIGHT,
-    Evidence,
-    Inspection,
-    ParameterEntry,
-    RuleFacts,
-    Totals,
-)
+from elastic_ckpt.tools.inspection.facts import ROLES, Evidence, Inspection, ParameterEntry, RuleFacts, Totals
 from elastic_ckpt.tools.inspection.files import entries_of, list_folder, missing_files
 from elastic_ckpt.tools.inspection.findings import findings
-from elastic_ckpt.tools.inspection.layouts import rule_facts
 from elastic_ckpt.tools.inspection.saved_run import saved_run
 from elastic_ckpt.tools.opened import locate, open_checkpoint
-
-_ORDER = [TRAINED, WEIGHT, FROZEN_ROLE, BUFFER_ROLE]
 
 
 def inspect_folder(folder: str, tag: str | None, config: ElasticConfig) -> Inspection:
@@ -94,7 +81,7 @@ def inspect_checkpoint(evidence: Evidence, book: RuleBook, presets: Iterable[Pre
     rules = RuleFacts()
     if metadata is not None:
         parameters, contradictions = contents.parameters_of(metadata, book, weights_only)
-        rules = rule_facts(metadata, parameters, contradictions, book, presets)
+        rules = contents.rule_facts(metadata, parameters, contradictions, book, presets)
     numbered = {} if evidence.peeked is None or (metadata and not weights_only) else evidence.peeked.unnamed
     totals = {key: Totals() if metadata is None else contents.totals(metadata, key) for key in (MASTER, FROZEN, BUFFER)}
     if numbered:
@@ -115,7 +102,7 @@ def inspect_checkpoint(evidence: Evidence, book: RuleBook, presets: Iterable[Pre
         states=states,
         groups=groups,
         rules=rules,
-        parameters=tuple(sorted(parameters, key=lambda entry: _ORDER.index(entry.role))),
+        parameters=tuple(sorted(parameters, key=lambda entry: ROLES.index(entry.role))),
         aliases={} if metadata is None else metadata.aliases,
         files=entries_of(evidence.sizes, run.tp, metadata),
         missing=missing,
