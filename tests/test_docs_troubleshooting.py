@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.source import names_in, texts_in
+
 PAGE = (Path(__file__).parents[1] / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 OF_OTHERS = [
     (
@@ -31,13 +33,16 @@ OF_OTHERS = [
 
 @cache
 def text_of(package: str, name: str = "*.py") -> str:
-    """Source of a package, or of its files of one name, with literals that are cut into lines put together."""
+    """The strings and names in a package, or in its files of one name."""
     spec = find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         pytest.skip(f"{package} is not installed")
     files = Path(spec.submodule_search_locations[0]).rglob(name)
-    source = "\n".join(path.read_text(encoding="utf-8") for path in sorted(files))
-    return re.sub(r"""["'] *\\?\n\s*f?["']""", "", source)
+    found: list[str] = []
+    for path in sorted(files):
+        code = path.read_text(encoding="utf-8")
+        found += [*texts_in(code), *names_in(code)]
+    return "\n".join(found)
 
 
 @pytest.mark.parametrize(("package", "file", "words"), OF_OTHERS)

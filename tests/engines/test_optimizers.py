@@ -23,6 +23,7 @@ from elastic_ckpt.engines.optimizers import KNOWN, StateSchema, Stepped
 from elastic_ckpt.engines.select import schema_of
 from elastic_ckpt.errors import UnsupportedError
 from elastic_ckpt.formats.saved_states import own_maps
+from tests.source import code_of
 
 Shape = tuple[int, ...]
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -353,8 +354,8 @@ def test_the_schema_names_the_class_and_tells_the_kind_of_weight_decay_where_the
 def test_deepspeeds_own_optimizers_keep_what_their_source_says(name: str) -> None:
     """They compile an extension before they step: their ``step`` is read instead."""
     module, _, class_name = name.rpartition(".")
-    source = inspect.getsource(getattr(importlib.import_module(module), class_name).step)
-    assigned = set(re.findall(r"""state\[['"](\w+)['"]\] =(?!=)""", source))
+    code = code_of(getattr(importlib.import_module(module), class_name).step)
+    assigned = set(re.findall(r"state\['(\w+)'\] =(?!=)", code))
     stand_in = type(class_name, (optim.Optimizer,), {"__module__": module, "adam_w_mode": True})
     param = parameter((12,))
     optimizer = stand_in([param], {"lr": 0.1})
