@@ -151,6 +151,10 @@ class SourceFacts:
         ds_version: DeepSpeed version that saved it.
         tp, pp: tensor- and pipeline-parallel degree of the files; a universal checkpoint holds whole tensors.
         sequence: how sequence parallelism divided the ``dp`` ranks.
+        frozen_recorded: whether the checkpoint lists the frozen parameters of the saved model; if not, they may have
+            been left out on purpose (``exclude_frozen_parameters=True``).
+        buffers_recorded: whether the checkpoint holds the module's buffers.
+        merged_from: tensor-parallel degree whose shards DeepSpeed's converter has put together.
     """
 
     format: str
@@ -162,6 +166,34 @@ class SourceFacts:
     tp: int = 1
     pp: int = 1
     sequence: SequenceParallel = NO_SEQUENCE_PARALLEL
+    frozen_recorded: bool = True
+    buffers_recorded: bool = True
+    merged_from: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class StateFacts:
+    """What is known of optimizer states by their keys, whichever parameter they belong to.
+
+    Attributes:
+        opaque: states whose layout is not understood: key -> description.
+        damaged: states of which something is missing: key -> description.
+        fresh: states that are there and that the user wants left.
+        scalar_forms: scalar state -> how it was saved: ``"int"``, ``"float"``, or the name of a torch dtype.
+    """
+
+    opaque: Mapping[str, str] = field(default_factory=dict)
+    damaged: Mapping[str, str] = field(default_factory=dict)
+    fresh: frozenset[str] = frozenset()
+    scalar_forms: Mapping[str, str] = field(default_factory=dict)
+
+    def __or__(self, other: StateFacts) -> StateFacts:
+        return StateFacts(
+            {**other.opaque, **self.opaque},
+            {**other.damaged, **self.damaged},
+            self.fresh | other.fresh,
+            {**other.scalar_forms, **self.scalar_forms},
+        )
 
 
 @dataclass(frozen=True)
@@ -175,15 +207,8 @@ class CheckpointMetadata:
         tensors: logical tensors by ``(name, key)``.
         groups: hyperparameters of each saved param group, in saved order.
         aliases: tied names: name without data of its own -> name that holds it.
-        opaque_states: states whose layout is not understood: state key -> description.
-        damaged_states: states of which something is missing: state key -> description.
-        fresh_states: states that are there and that the user wants left.
-        scalar_forms: scalar state -> how it was saved: ``"int"``, ``"float"``, or the name of a torch dtype.
-        frozen_recorded: whether the checkpoint lists the frozen parameters of the saved model; if not, they may have
-            been left out on purpose (``exclude_frozen_parameters=True``).
+        states: what is known of optimizer states by their keys.
         buffers_of_this_rank: whether each rank reads buffers from a file of its own, so that they may differ.
-        buffers_recorded: whether the checkpoint holds the module's buffers.
-        merged_from: tensor-parallel degree whose shards DeepSpeed's converter has put together.
         declared: what the checkpoint says about its tensor-parallel shards.
         run: arguments of the run that saved it (Megatron's ``args``).
         replicas: tied replicas, the copies of a parameter that other pipeline stages saved, by ``(name, key)``.
@@ -200,14 +225,8 @@ class CheckpointMetadata:
     tensors: Mapping[tuple[str, str], TensorMetadata]
     groups: tuple[Mapping[str, Any], ...]
     aliases: Mapping[str, str] = field(default_factory=dict)
-    opaque_states: Mapping[str, str] = field(default_factory=dict)
-    damaged_states: Mapping[str, str] = field(default_factory=dict)
-    fresh_states: frozenset[str] = frozenset()
-    scalar_forms: Mapping[str, str] = field(default_factory=dict)
-    frozen_recorded: bool = True
+    states: StateFacts = field(default_factory=StateFacts)
     buffers_of_this_rank: bool = False
-    buffers_recorded: bool = True
-    merged_from: int = 1
     declared: Declared = field(default_factory=Declared)
     run: Mapping[str, Any] = field(default_factory=dict)
     replicas: Mapping[tuple[str, str], tuple[TensorMetadata, ...]] = field(default_factory=dict)

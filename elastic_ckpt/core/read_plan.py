@@ -234,7 +234,7 @@ class ReadPlan(HasOutcomes):
         averaged: names of those of which a rule says that they may differ.
         blocks: number of 8-bit blocks that the plan fills.
         scalars: per flat partition, its scalar states; ``None`` clears that partition's optimizer state.
-        scalar_forms: see :attr:`elastic_ckpt.core.metadata.CheckpointMetadata.scalar_forms`.
+        scalar_forms: see :attr:`elastic_ckpt.core.metadata.StateFacts.scalar_forms`.
         hyperparameters: per live group, the values to set.
         saved_groups: number of param groups in the checkpoint.
         group_sources: per live group, the saved groups that its values come from; none: the live values stay.

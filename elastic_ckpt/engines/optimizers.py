@@ -112,7 +112,7 @@ class StateSchema:
             stepped: whose.
             values: by key.
             forms: the form in which they were saved, and which those of an unknown optimizer take
-                (:attr:`elastic_ckpt.core.metadata.CheckpointMetadata.scalar_forms`).
+                (:attr:`elastic_ckpt.core.metadata.StateFacts.scalar_forms`).
         """
         for key, value in values.items():
             form = forms[key]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from itertools import accumulate
@@ -36,7 +36,7 @@ def merge_shards(ranks: Ranks) -> CheckpointMetadata:
         for place in first.tensors
     }
     parameters = {name: _one_parameter([rank.parameters[name] for rank in ranks]) for name in first.parameters}
-    return replace(_united(ranks, tensors, parameters), source=replace(first.source, tp=len(ranks)))
+    return _united(ranks, tensors, parameters, tp=len(ranks))
 
 
 def merge_stages(stages: Ranks) -> CheckpointMetadata:
@@ -69,8 +69,7 @@ def merge_stages(stages: Ranks) -> CheckpointMetadata:
         for name, saved in stage.parameters.items():
             states = tuple(replace(state, file=state.file + at) for state in saved.replicated)
             parameters.setdefault(name, replace(saved, replicated=states))
-    source = replace(first.source, pp=len(stages))
-    return replace(_united(stages, tensors, parameters), source=source, replicas=replicas, stages=stages_of)
+    return replace(_united(stages, tensors, parameters, pp=len(stages)), replicas=replicas, stages=stages_of)
 
 
 def _with_empty_shards(ranks: Ranks) -> Ranks:
@@ -177,24 +176,21 @@ def _dtypes(rank: CheckpointMetadata, other: CheckpointMetadata) -> list[Any]:
 
 
 def _united(
-    ranks: Ranks, tensors: Mapping[tuple[str, str], TensorMetadata], parameters: Mapping[str, SavedParameter]
+    ranks: Ranks,
+    tensors: Mapping[tuple[str, str], TensorMetadata],
+    parameters: Mapping[str, SavedParameter],
+    **degree: Any,
 ) -> CheckpointMetadata:
-    """Everything but the tensors of several metadata; where two disagree, the first one's counts."""
-
-    def first_of(mappings: Iterable[Mapping[str, str]]) -> dict[str, str]:
-        return reduce(lambda known, more: {**more, **known}, mappings, {})
-
+    """One metadata of several; where two disagree, the first one's word counts."""
+    aliases: Mapping[str, str] = reduce(lambda known, rank: {**rank.aliases, **known}, ranks, {})
     return replace(
         ranks[0],
+        source=replace(ranks[0].source, frozen_recorded=all(rank.source.frozen_recorded for rank in ranks), **degree),
         files=tuple(file for rank in ranks for file in rank.files),
         parameters=parameters,
         tensors=tensors,
-        aliases=first_of(rank.aliases for rank in ranks),
-        opaque_states=first_of(rank.opaque_states for rank in ranks),
-        damaged_states=first_of(rank.damaged_states for rank in ranks),
-        fresh_states=frozenset().union(*(rank.fresh_states for rank in ranks)),
-        scalar_forms=first_of(rank.scalar_forms for rank in ranks),
-        frozen_recorded=all(rank.frozen_recorded for rank in ranks),
+        aliases=aliases,
+        states=reduce(or_, (rank.states for rank in ranks)),
         declared=reduce(or_, (rank.declared for rank in ranks)),
         notes=tuple(dict.fromkeys(note for rank in ranks for note in rank.notes)),
         warnings=tuple(dict.fromkeys(warning for rank in ranks for warning in rank.warnings)),

@@ -18,6 +18,7 @@ from elastic_ckpt.core.metadata import (
     SavedParameter,
     SourceFacts,
     SourceFile,
+    StateFacts,
     StorageChunk,
     TensorMetadata,
 )
@@ -215,7 +216,7 @@ class MetadataBuilder:
             known[2].append(chunk)
 
     def build(
-        self, model: ModelShard, zero_stage: int, dp: int, groups: Sequence[Mapping[str, Any]], **more: Any
+        self, model: ModelShard, zero_stage: int, dp: int, groups: Sequence[Mapping[str, Any]], **source: Any
     ) -> CheckpointMetadata:
         """The metadata.
 
@@ -223,27 +224,26 @@ class MetadataBuilder:
             model: the model-states file that speaks for all.
             zero_stage, dp: of the run that saved it.
             groups: hyperparameters per param group.
-            more: further fields of :class:`CheckpointMetadata`.
+            source: further fields of :class:`SourceFacts`.
         """
         made: Tensors = {}
         for (name, key), (shape, dtype, chunks) in self._chunks.items():
             if len(shape) > len(self.parameters[name].shape):  # rank after rank, each with some of every row
                 chunks.sort(key=lambda chunk: chunk.range.start)
             made[name, key] = TensorMetadata(name, key, shape, dtype, tuple(chunks))
-        found, about = self._found, {"aliases": model.shared, "declared": model.declared, "run": model.run}
+        found, fresh = self._found, (key for key, kind in self._kinds.items() if kind.kind == FRESH)
         return CheckpointMetadata(
-            source=SourceFacts(found.format, found.folder, found.tag, zero_stage, dp, model.ds_version),
+            source=SourceFacts(found.format, found.folder, found.tag, zero_stage, dp, model.ds_version, **source),
             files=tuple(self._files),
             parameters=self.parameters,
             tensors=made | self.tensors,
             groups=normal_groups(groups, is_bitsandbytes=bool(self._codebooks)),
-            opaque_states=self._opaque,
-            damaged_states=self._damaged,
-            fresh_states=frozenset(key for key, kind in self._kinds.items() if kind.kind == FRESH),
-            scalar_forms=self.scalar_forms,
+            states=StateFacts(self._opaque, self._damaged, frozenset(fresh), self.scalar_forms),
             notes=(*self.notes, *self._map_notes, *kind_notes(self._kinds)),
             warnings=unmatched_names(self._kinds, self._options),
-            **{**about, **more},
+            aliases=model.shared,
+            declared=model.declared,
+            run=model.run,
         )
 
 

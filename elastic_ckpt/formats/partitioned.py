@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.core.state_kinds import StateOptions
@@ -41,14 +42,9 @@ def partitioned_metadata(
         _add_flat(builder, models[0], optimizers, number, first_file=len(models))
     builder.tensors, notes = module_tensors(models, own or 0, builder.parameters)
     builder.notes += notes
-    return builder.build(
-        models[0],
-        first.zero_stage,
-        len(optimizers),
-        first.groups,
-        frozen_recorded=models[own or 0].frozen_recorded,
-        buffers_of_this_rank=own is not None,
-    )
+    recorded = models[own or 0].frozen_recorded
+    metadata = builder.build(models[0], first.zero_stage, len(optimizers), first.groups, frozen_recorded=recorded)
+    return replace(metadata, buffers_of_this_rank=own is not None)
 
 
 def _add_flat(

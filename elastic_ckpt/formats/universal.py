@@ -76,7 +76,7 @@ def read_universal(found: Found, options: MetadataOptions) -> Checkpoint:
         grid = grid_of({mp: model for (mp, dp), model in models.items() if dp == 0}, found.folder, options.place)
         metadata = _build_metadata(found, list(models.values()), optimizer, states, grid)
         metadata = with_progress_compared(metadata, first, options.check_shards)
-        if options.check_shards and metadata.merged_from == 1:
+        if options.check_shards and metadata.source.merged_from == 1:
             mine = {file.path for file in opened.values()}
             numbers = {number for number, file in enumerate(metadata.files) if file.path in mine}
             spot_check(metadata, first.path, first.weights, numbers)
@@ -188,9 +188,9 @@ def _build_metadata(
         frozen_recorded=first.frozen_recorded,
         buffers_recorded=any(model.weights for model in models),
         merged_from=grid.tp,
-        declared=declared,
+        sequence=grid.sequence,
     )
-    return replace(metadata, source=replace(metadata.source, sequence=grid.sequence))
+    return replace(metadata, declared=declared)
 
 
 def _parameters(

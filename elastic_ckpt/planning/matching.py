@@ -46,7 +46,7 @@ def match_parameters(metadata: CheckpointMetadata, local_state: LocalState, stri
     found = {(name, key) for name, key in wholes if name in (buffers if key == BUFFER else weights)}
     missing = {"fp32": live - weights}
     missing |= {kind: {name for name, key in wholes - found if key == kind} for kind in (BUFFER, FROZEN)}
-    unsaved = set() if metadata.buffers_recorded else missing.pop(BUFFER)
+    unsaved = set() if metadata.source.buffers_recorded else missing.pop(BUFFER)
     excluded = missing[FROZEN] & _frozen_that_were_left_out(metadata, local_state)
     missing[FROZEN] -= excluded
     live_names = live | {name for name, _ in wholes}
@@ -72,7 +72,7 @@ def _frozen_that_were_left_out(metadata: CheckpointMetadata, local_state: LocalS
     ZeRO-2 and 3 list frozen parameters, none of them too, unless they are left out. Below, a save without them looks as
     if the model had none; of tied ones it keeps the second name.
     """
-    if metadata.frozen_recorded or not set(metadata.names(FROZEN)) <= set(local_state.ties):
+    if metadata.source.frozen_recorded or not set(metadata.names(FROZEN)) <= set(local_state.ties):
         return set()
     return {whole.name for whole in local_state.wholes if whole.key == FROZEN and not whole.trains}
 

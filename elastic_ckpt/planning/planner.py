@@ -132,7 +132,7 @@ def plan_load(
         blocks=builder.blocks,
         restores_states=options.optimizer_states,
         scalars=states.scalars or (None,) * len(local_state.flats),
-        scalar_forms=metadata.scalar_forms,
+        scalar_forms=metadata.states.scalar_forms,
         hyperparameters=groups.hyperparameters,
         saved_groups=len(metadata.groups),
         group_sources=groups.sources,

@@ -14,7 +14,7 @@ def refuse_opaque(metadata: CheckpointMetadata) -> None:
     Raises:
         DamagedError, UnsupportedError: naming the first one.
     """
-    for key, description in metadata.damaged_states.items():
+    for key, description in metadata.states.damaged.items():
         raise DamagedError(
             f"optimizer state {key!r} does not have the scales that its 8-bit codes need",
             parameter=key,
@@ -23,7 +23,7 @@ def refuse_opaque(metadata: CheckpointMetadata) -> None:
             found=description,
             remedy="restore the files from their original, take another tag, or load with load_optimizer_states=False",
         )
-    for key, description in metadata.opaque_states.items():
+    for key, description in metadata.states.opaque.items():
         raise UnsupportedError(
             f"optimizer state {key!r} has a layout that cannot be cut for another topology",
             parameter=key,

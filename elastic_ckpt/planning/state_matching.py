@@ -148,7 +148,7 @@ def _link(
     strange = beside - {live.key for live in others} - set(NON_SHARD_KEYS)
     if strange:
         raise _other_states(metadata, local_state, flat, members, saved | strange)
-    names = {live.key: live.key for live in wanted if live.key not in metadata.fresh_states}
+    names = {live.key: live.key for live in wanted if live.key not in metadata.states.fresh}
     converted = False
     if set(names) != saved:
         renamed = renamed_states(metadata, local_state, members[0], saved, frozenset(names))
@@ -171,13 +171,13 @@ def _refuse_unknown_start(
 ) -> None:
     """What an unknown optimizer's states start with is not known: zeros could undo the weights."""
     fresh = sorted(set(flat.members) - set(members))
-    if fresh or metadata.fresh_states:
+    if fresh or metadata.states.fresh:
         raise MismatchError(
             f"{local_state.optimizer} is not known, nor what its states start with where the checkpoint has none",
             parameter=listed(fresh or members),
             file=metadata.source.folder,
             expected="a saved state for every parameter of a flat tensor",
-            found="none" if fresh else f'"state_schema": {listed(metadata.fresh_states)} fresh',
+            found="none" if fresh else f'"state_schema": {listed(metadata.states.fresh)} fresh',
             remedy="put such parameters into param groups of their own, or load with load_optimizer_states=False",
         )
 
@@ -332,7 +332,7 @@ def _state_outcomes(
 
 def _left_by_the_user(metadata: CheckpointMetadata) -> tuple[Outcome, ...]:
     reason = '"state_schema" says so'
-    return tuple(Outcome(key, "fresh", (), reason) for key in sorted(metadata.fresh_states))
+    return tuple(Outcome(key, "fresh", (), reason) for key in sorted(metadata.states.fresh))
 
 
 def _unused_replicated(metadata: CheckpointMetadata, links: Mapping[int, Sequence[StateLink]]) -> tuple[Outcome, ...]:

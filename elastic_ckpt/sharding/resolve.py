@@ -105,7 +105,7 @@ class _Resolver:
             return
         layout = layout or LiveLayout(())
         shapes = tensor.shard_shapes
-        was_merged = self._metadata.merged_from > 1 and len(shapes) == 1
+        was_merged = self._metadata.source.merged_from > 1 and len(shapes) == 1
         is_universal = self._metadata.source.format == "universal"
         as_saved = len(shapes) == len(layout.shapes) and (not is_universal or shapes == layout.shapes)
         if as_saved and not was_merged:

@@ -170,7 +170,7 @@ def _replicated(state: ReplicatedState) -> str:
 
 def _not_understood(first: CheckpointMetadata, second: CheckpointMetadata) -> tuple[list[Difference], list[str]]:
     """States that cannot be compared: differences where one side alone has them, and notes."""
-    left, right = ({**metadata.opaque_states, **metadata.damaged_states} for metadata in (first, second))
+    left, right = ({**metadata.states.opaque, **metadata.states.damaged} for metadata in (first, second))
     differences, notes = [], []
     for key in sorted({*left, *right}):
         if key in left and key in right:

@@ -67,7 +67,7 @@ class LogicalReader:
         weights = (name for name, key in metadata.tensors if key in (MASTER, FROZEN, BUFFER))
         self._names = tuple(dict.fromkeys(weights))
         self._layouts = virtual_layouts(metadata, self._names, 1, options.rules)
-        is_sharded = metadata.source.tp > 1 or metadata.merged_from > 1
+        is_sharded = metadata.source.tp > 1 or metadata.source.merged_from > 1
         self._destinations = LocalState(0, 1, 0, "", (), (), (), (), layouts=self._layouts if is_sharded else {})
         self._resharding = resolve(metadata, self._destinations, self._names, options.rules, options.replicated)
         self.notes: tuple[str, ...] = self._resharding.notes

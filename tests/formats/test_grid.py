@@ -22,6 +22,7 @@ from elastic_ckpt.core.metadata import (
     SavedParameter,
     SourceFacts,
     SourceFile,
+    StateFacts,
     StorageChunk,
     TensorMetadata,
 )
@@ -289,16 +290,17 @@ def test_what_is_said_of_several_catalogs_is_united() -> None:
         aliases={"x": "a"},
         notes=("n",),
         warnings=("w",),
-        scalar_forms={"step": "int"},
+        states=StateFacts(scalar_forms={"step": "int"}),
         declared=declared_by({"parameter_with_row_parallelism_patterns": ["a"]}),
     )
-    two = metadata({"b": 1}, aliases={"x": "b", "y": "b"}, notes=("n", "m"), frozen_recorded=False, scalar_forms={"step": "float"}, opaque_states={"s": "?"}, damaged_states={"d": "!"}, fresh_states=frozenset("f"), declared=declared_by({"tp_replicated_parameter_patterns": ["b"]}))  # fmt: skip
+    two = metadata({"b": 1}, aliases={"x": "b", "y": "b"}, notes=("n", "m"), states=StateFacts({"s": "?"}, {"d": "!"}, frozenset("f"), {"step": "float"}), declared=declared_by({"tp_replicated_parameter_patterns": ["b"]}))  # fmt: skip
+    two = replace(two, source=replace(two.source, frozen_recorded=False))
     merged = merge_stages([one, two])
     assert merged.aliases == {"x": "a", "y": "b"}
     assert (merged.notes, merged.warnings) == (("n", "m"), ("w",))
-    assert (merged.opaque_states, merged.damaged_states, merged.fresh_states) == ({"s": "?"}, {"d": "!"}, {"f"})
-    assert merged.scalar_forms == {"step": "int"}
-    assert not merged.frozen_recorded
+    assert (merged.states.opaque, merged.states.damaged, merged.states.fresh) == ({"s": "?"}, {"d": "!"}, {"f"})
+    assert merged.states.scalar_forms == {"step": "int"}
+    assert not merged.source.frozen_recorded
     assert [merged.declared.rule(name).kind for name in "ab"] == ["row", "replicated"]  # type: ignore[union-attr]
 
 

@@ -42,7 +42,7 @@ def test_named_parameters_are_found_by_their_names_whatever_the_live_groups(tmp_
     assert metadata.groups[0]["lr"] == 0.1
     assert not {"params", "param_names"} & set(metadata.groups[0])
     assert contents(metadata, "mask", BUFFER).tolist() == [1, 0]
-    assert metadata.opaque_states == {}
+    assert metadata.states.opaque == {}
 
 
 def test_named_parameters_in_several_groups_keep_their_groups(tmp_path: Path) -> None:
@@ -244,10 +244,10 @@ def test_states_of_another_shape_belong_to_whole_parameters_and_those_of_no_tens
         state["state"][number]["history"] = [1, 2]
         state["state"][number] = dict(sorted(state["state"][number].items()))
     metadata = catalog_of(tmp_path, indexed(tmp_path, model.state_dict(), state), [NAMES])
-    assert set(metadata.opaque_states) == {"history"}
+    assert set(metadata.states.opaque) == {"history"}
     assert metadata.tensors["a", "row"].is_whole and metadata.tensors["a", "row"].shape == (7,)
     assert not metadata.tensors["a", "exp_avg"].is_whole
-    assert "list" in metadata.opaque_states["history"]
+    assert "list" in metadata.states.opaque["history"]
 
 
 # --- with masters -----------------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ def test_a_parameter_that_trained_and_is_frozen_now_has_its_states_skipped_with_
     metadata = catalog_of(tmp_path, shard, [["a", "c"], ["scale"]])
     assert set(metadata.parameters) == {"a", "scale", "c"}
     assert metadata.names("frozen") == ["b"]
-    assert metadata.opaque_states == {}
+    assert metadata.states.opaque == {}
     assert torch.equal(contents(metadata, "c", "exp_avg"), optimizer.state[model.c]["exp_avg"])
     assert "1 saved parameters are skipped" in metadata.notes[1]
 

@@ -79,6 +79,11 @@ def test_weights_are_looked_for_under_the_role_they_were_saved_in(key: str) -> N
     assert weights_key(metadata, "a.weight") == MASTER
 
 
+def _without_record(metadata: CheckpointMetadata) -> CheckpointMetadata:
+    """Of a save that does not list frozen parameters."""
+    return replace(metadata, source=replace(metadata.source, frozen_recorded=False))
+
+
 def test_weights_of_a_trained_parameter_that_were_lost_are_looked_for_as_masters() -> None:
     metadata = saved(TWO)
     tensors = {where: tensor for where, tensor in metadata.tensors.items() if where != ("b.weight", MASTER)}
@@ -94,7 +99,7 @@ def test_weights_of_a_trained_parameter_that_were_lost_are_looked_for_as_masters
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_frozen_weights_that_were_left_out_on_purpose_are_no_error(strict: bool) -> None:
-    metadata = replace(saved(A), frozen_recorded=False)
+    metadata = _without_record(saved(A))
     matching = match_parameters(metadata, live(A, wholes=B_FROZEN), strict)
     reason = "saved without frozen parameters (exclude_frozen_parameters=True): the model's own values stay"
     assert matching.outcomes == (Outcome(FROZEN, "fresh", ("b.weight",), reason),)
@@ -102,7 +107,7 @@ def test_frozen_weights_that_were_left_out_on_purpose_are_no_error(strict: bool)
 
 
 def test_what_is_frozen_only_for_want_of_an_optimizer_was_not_left_out_on_purpose() -> None:
-    metadata = replace(saved(A), frozen_recorded=False)
+    metadata = _without_record(saved(A))
     engine = live({}, wholes={("a.weight", FROZEN): ((2, 5), "float32"), **B_FROZEN})
     engine = replace(engine, wholes=tuple(replace(whole, trains=True) for whole in engine.wholes))
     with pytest.raises(MismatchError) as caught:
@@ -120,7 +125,7 @@ def test_frozen_weights_that_the_checkpoint_would_list_are_an_error() -> None:
 
 
 def test_frozen_weights_were_not_left_out_where_others_were_saved() -> None:
-    metadata = replace(saved(A, wholes={("other", FROZEN): ((1,), "float32")}), frozen_recorded=False)
+    metadata = _without_record(saved(A, wholes={("other", FROZEN): ((1,), "float32")}))
     with pytest.raises(MismatchError) as caught:
         match_parameters(metadata, live(A, wholes={**B_FROZEN, ("other", FROZEN): ((1,), "float32")}), strict=True)
     assert caught.value.parameter == "b.weight"
@@ -128,7 +133,7 @@ def test_frozen_weights_were_not_left_out_where_others_were_saved() -> None:
 
 def test_the_second_name_of_a_tied_frozen_weight_does_not_prove_that_frozen_weights_were_saved() -> None:
     tied = {("head", FROZEN): ((3,), "float32")}
-    metadata = replace(saved(A, wholes=tied), frozen_recorded=False)
+    metadata = _without_record(saved(A, wholes=tied))
     engine = live(A, wholes={**B_FROZEN, **tied})
     with pytest.raises(MismatchError):
         match_parameters(metadata, engine, strict=True)
@@ -138,7 +143,7 @@ def test_the_second_name_of_a_tied_frozen_weight_does_not_prove_that_frozen_weig
 
 
 def test_a_trained_parameter_or_a_buffer_is_never_left_out_on_purpose() -> None:
-    metadata = replace(saved(A), frozen_recorded=False)
+    metadata = _without_record(saved(A))
     for engine in (live(TWO), live(A, wholes={("mask", BUFFER): ((1,), "int64")})):
         with pytest.raises(MismatchError):
             match_parameters(metadata, engine, strict=True)

@@ -17,6 +17,7 @@ from elastic_ckpt.core.metadata import (
     BUFFER,
     FROZEN,
     MASTER,
+    StateFacts,
     StorageChunk,
     TensorMetadata,
 )
@@ -531,7 +532,9 @@ def test_a_group_of_fresh_parameters_keeps_its_own_hyperparameters() -> None:
 
 
 def test_a_state_of_unknown_layout_is_refused_by_name() -> None:
-    metadata = saved(TWO, opaque_states={"state1": "uint8 of shape (4, 4) for a partition of 13"})
+    metadata = dataclasses.replace(
+        saved(TWO), states=StateFacts({"state1": "uint8 of shape (4, 4) for a partition of 13"})
+    )
     with pytest.raises(UnsupportedError, match="'state1'") as caught:
         plan_load(metadata, live(TWO), LoadOptions())
     assert "uint8" in str(caught.value.found)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from elastic_ckpt.core.local_state import LiveGroup, LocalState
-from elastic_ckpt.core.metadata import BlockCode, CheckpointMetadata, ReplicatedState
+from elastic_ckpt.core.metadata import BlockCode, CheckpointMetadata, ReplicatedState, StateFacts
 from elastic_ckpt.core.read_plan import Outcome
 from elastic_ckpt.core.state_kinds import ELEMENTWISE, REPLICATED, SCRATCH, WHOLE, BlockFormat, LiveState
 from elastic_ckpt.engines.optimizers import Stepped
@@ -592,7 +592,7 @@ def test_lamb_and_adam_are_told_apart_by_the_norm() -> None:
 
 
 def test_a_state_of_unknown_layout_is_refused_with_the_line_that_settles_it() -> None:
-    metadata = replace(adam_saved(), opaque_states={"mine": "a list"})
+    metadata = replace(adam_saved(), states=StateFacts(opaque={"mine": "a list"}))
     with pytest.raises(UnsupportedError, match="'mine'") as caught:
         matched(metadata, adam_engine())
     assert caught.value.found == "a list"
@@ -602,7 +602,7 @@ def test_a_state_of_unknown_layout_is_refused_with_the_line_that_settles_it() ->
 
 
 def test_codes_without_their_scales_are_damage() -> None:
-    metadata = replace(bnb_saved(), damaged_states={"state1": "12 scales"}, opaque_states={"mine": "a list"})
+    metadata = replace(bnb_saved(), states=StateFacts({"mine": "a list"}, {"state1": "12 scales"}))
     with pytest.raises(DamagedError, match="'state1'") as caught:
         matched(metadata, bnb_engine())
     assert (caught.value.parameter, caught.value.found) == ("state1", "12 scales")
@@ -620,7 +620,7 @@ def test_codes_that_lost_their_scales_on_the_way_are_never_taken_for_values() ->
 
 
 def test_what_an_unknown_optimizers_states_start_with_is_not_guessed() -> None:
-    metadata = replace(saved({"a.weight": (2, 5)}, states=("m",)), fresh_states=frozenset())
+    metadata = replace(saved({"a.weight": (2, 5)}, states=("m",)), states=StateFacts())
     local_state = unknown()
     matching = match_parameters(metadata, local_state, strict=False)
     with pytest.raises(MismatchError, match="nor what its states start with") as caught:
@@ -629,11 +629,11 @@ def test_what_an_unknown_optimizers_states_start_with_is_not_guessed() -> None:
     apart = unknown(apart=True)
     assert match_states(metadata, apart, match_parameters(metadata, apart, strict=False)).stateful == {"a.weight"}
     with pytest.raises(MismatchError, match="nor what its states start with"):
-        matched(replace(saved(TWO, states=("m",)), fresh_states=frozenset({"n"})), local_state)
+        matched(replace(saved(TWO, states=("m",)), states=StateFacts(fresh=frozenset({"n"}))), local_state)
 
 
 def test_a_state_that_the_user_wants_left_starts_fresh_and_is_told_of() -> None:
-    metadata = replace(saved(TWO, states=("exp_avg",)), fresh_states=frozenset({"exp_avg_sq"}))
+    metadata = replace(saved(TWO, states=("exp_avg",)), states=StateFacts(fresh=frozenset({"exp_avg_sq"})))
     matching = matched(replace(metadata, groups=(ADAMW_GROUP,)), adam_engine())
     assert sources(matching) == {"exp_avg": "exp_avg", "exp_avg_sq": ""}
     assert matching.restored == {"exp_avg": ("a.weight", "b.weight")}

@@ -292,8 +292,8 @@ def test_of_the_same_degree_nothing_has_to_be_known() -> None:
 
 
 def universal(name: str, whole: torch.Tensor, info: Any = None) -> Any:
-    metadata = checkpoint({name: [whole]}, info=info, merged_from=2)
-    return replace(metadata, source=replace(metadata.source, format="universal"))
+    metadata = checkpoint({name: [whole]}, info=info)
+    return replace(metadata, source=replace(metadata.source, format="universal", merged_from=2))
 
 
 FUSED = "mlp.gate_up.weight"

@@ -15,6 +15,7 @@ from elastic_ckpt.core.metadata import (
     SavedParameter,
     SourceFacts,
     SourceFile,
+    StateFacts,
     StorageChunk,
     TensorMetadata,
 )
@@ -48,7 +49,7 @@ def test_elements_that_differ_are_counted_and_found(left: list, right: list, dif
 
 def with_opaque(**states: str) -> CheckpointMetadata:
     source = SourceFacts("native", "/ckpt", "step", 1, 2, "0.19.8")
-    return CheckpointMetadata(source, (), {}, {}, (), opaque_states=states)
+    return CheckpointMetadata(source, (), {}, {}, (), states=StateFacts(states))
 
 
 def test_states_of_unknown_layout_are_not_equal_in_silence() -> None:

@@ -21,6 +21,7 @@ from elastic_ckpt.core.metadata import (
     SavedParameter,
     SourceFacts,
     SourceFile,
+    StateFacts,
     StorageChunk,
     TensorMetadata,
 )
@@ -122,8 +123,8 @@ def test_what_the_format_has_no_place_for_is_named() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"source": replace(metadata().source, zero_stage=0)}, "without ZeRO"),
         ({"source": replace(metadata().source, format="universal")}, "already"),
-        ({"opaque_states": {"odd": "a list"}}, "unknown layout (odd)"),
-        ({"damaged_states": {"absmax1": "cut"}}, "damaged states (absmax1)"),
+        ({"states": StateFacts(opaque={"odd": "a list"})}, "unknown layout (odd)"),
+        ({"states": StateFacts(damaged={"absmax1": "cut"})}, "damaged states (absmax1)"),
         ({"tensors": {**metadata().tensors, ("w", "row"): whole}}, "shape of their own (row)"),
         (
             {"parameters": {"w": SavedParameter((4,), 0, (("mu_product", 0.5), ("step", 1.0)))}},

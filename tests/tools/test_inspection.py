@@ -24,6 +24,7 @@ from elastic_ckpt.core.metadata import (
     SavedParameter,
     SourceFacts,
     SourceFile,
+    StateFacts,
     StorageChunk,
     TensorMetadata,
 )
@@ -124,8 +125,7 @@ def test_states_are_counted_by_key_and_kind() -> None:
             tensor("b", "state1", (300,), dtype="uint8", code=CODE),
             tensor("a", "row_var", (4,), is_whole=True),
             parameters=parameters,
-            opaque_states={"odd": "a list"},
-            scalar_forms={"step": "int"},
+            states=StateFacts(opaque={"odd": "a list"}, scalar_forms={"step": "int"}),
         )
     )
     found = [

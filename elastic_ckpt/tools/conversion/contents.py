@@ -69,8 +69,8 @@ def refuse_unconvertible(metadata: CheckpointMetadata) -> None:
         (replicated, f"states of whole partitions ({listed(replicated)})"),
         (of_their_own, f"states with a shape of their own ({listed(of_their_own)})"),
         (scalars, f"scalar states beside the step ({listed(scalars)})"),
-        (metadata.opaque_states, f"states of unknown layout ({listed(metadata.opaque_states)})"),
-        (metadata.damaged_states, f"damaged states ({listed(metadata.damaged_states)})"),
+        (metadata.states.opaque, f"states of unknown layout ({listed(metadata.states.opaque)})"),
+        (metadata.states.damaged, f"damaged states ({listed(metadata.states.damaged)})"),
     )
     for applies, why in reasons:
         if applies:
@@ -124,7 +124,7 @@ def parameter_files(
             yield OutputFile(_path_of(whole.name, whole.key, metadata), nbytes, write)
     for name, saved in metadata.parameters.items():
         for key, value in saved.scalars:
-            scalar = _scalar(value, metadata.scalar_forms.get(key, "float"))
+            scalar = _scalar(value, metadata.states.scalar_forms.get(key, "float"))
             yield OutputFile(_path_of(name, key, metadata), 0, partial(torch.save, scalar))
 
 

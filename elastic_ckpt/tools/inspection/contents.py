@@ -58,9 +58,9 @@ def totals(metadata: CheckpointMetadata, key: str) -> Totals:
 def states_of(metadata: CheckpointMetadata) -> tuple[StateSummary, ...]:
     """The optimizer states, by key and kind; scalars, and those that no other topology could have, come last."""
     found = sorted(_summaries(_rows(metadata)), key=lambda state: (state.kind == SCALAR, state.key, state.kind))
-    for kind, states in (("damaged", metadata.damaged_states), ("opaque", metadata.opaque_states)):
+    for kind, states in (("damaged", metadata.states.damaged), ("opaque", metadata.states.opaque)):
         found += [StateSummary(key, kind, why=why) for key, why in sorted(states.items())]
-    found += [StateSummary(key, "fresh", why='"state_schema" says so') for key in sorted(metadata.fresh_states)]
+    found += [StateSummary(key, "fresh", why='"state_schema" says so') for key in sorted(metadata.states.fresh)]
     return tuple(found)
 
 
@@ -78,7 +78,7 @@ def _rows(metadata: CheckpointMetadata) -> Iterator[_Row]:
             numel = math.prod(state.shape)
             replicated[kind] = replicated.get(kind, (0,))[0] + 1, numel, numel * ITEMSIZE.get(state.dtype, 0)
         for key, value in saved.scalars:
-            yield (key, SCALAR, metadata.scalar_forms.get(key, ""), 1, 0), (1, 0, 0), value
+            yield (key, SCALAR, metadata.states.scalar_forms.get(key, ""), 1, 0), (1, 0, 0), value
     yield from ((kind, counts, None) for kind, counts in replicated.items())
 
 

@@ -119,10 +119,10 @@ def _in_metadata(metadata: CheckpointMetadata) -> Iterator[Finding]:
     """What the metadata of all files together shows."""
     yield from (Finding(WARNING, "reader", text) for text in metadata.warnings)
     yield from (Finding(NOTE, "reader", text) for text in metadata.notes)
-    for key, why in sorted(metadata.damaged_states.items()):
+    for key, why in sorted(metadata.states.damaged.items()):
         text = f"optimizer state {key!r} is damaged: {why}"
         yield Finding(ERROR, "damaged_state", text, parameter=key, remedy="load_optimizer_states=False")
-    for key, why in sorted(metadata.opaque_states.items()):
+    for key, why in sorted(metadata.states.opaque.items()):
         text = f"optimizer state {key!r} has a layout that cannot be cut for another topology: {why}"
         remedy = f'"elastic_checkpoint": {{"state_schema": {{"{key}": ...}}}}, or load_optimizer_states=False'
         yield Finding(ERROR, "opaque_state", text, parameter=key, remedy=remedy)
@@ -130,7 +130,7 @@ def _in_metadata(metadata: CheckpointMetadata) -> Iterator[Finding]:
     if differing:
         text = f"ranks saved different values of what every rank should hold alike: {listed(differing)}"
         yield Finding(WARNING, "replicated_state", text)
-    if metadata.source.format == "native" and metadata.source.zero_stage >= 2 and not metadata.frozen_recorded:
+    if metadata.source.format == "native" and metadata.source.zero_stage >= 2 and not metadata.source.frozen_recorded:
         text = "frozen parameters are not listed: if there were any, they were left out (exclude_frozen_parameters)"
         yield Finding(NOTE, "frozen_left_out", text)
 

@@ -81,7 +81,7 @@ def _topology(evidence: Evidence, counters: Mapping[str, Any]) -> tuple[int | No
         return stage, _int(counters.get("dp_world_size")), tp, pp
     source = evidence.metadata.source
     if source.format == "universal":  # it holds whole tensors, whatever the run's degrees
-        return source.zero_stage, source.dp, evidence.metadata.merged_from, pp or 1
+        return source.zero_stage, source.dp, evidence.metadata.source.merged_from, pp or 1
     return source.zero_stage, source.dp, source.tp, source.pp
 
 

@@ -42,9 +42,9 @@ def check_metadata(metadata: CheckpointMetadata) -> Iterator[Finding]:
             text = f"no fp32 master of this parameter: no {name}/{MASTER}.pt"
             yield Finding(ERROR, INCOMPLETE, text, name, file)
     yield from _state_findings(metadata)
-    for key, why in metadata.damaged_states.items():
+    for key, why in metadata.states.damaged.items():
         yield Finding(ERROR, DAMAGED, f"this state lacks the scales that its codes need: {why}", key)
-    for key, why in metadata.opaque_states.items():
+    for key, why in metadata.states.opaque.items():
         text = f"an optimizer state of a layout that is not known, whose values are not looked at: {why}"
         yield Finding(NOTE, UNCHECKED, text, key)
     for note in dict.fromkeys((*metadata.notes, *metadata.warnings)):

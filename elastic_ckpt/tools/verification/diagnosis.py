@@ -201,7 +201,7 @@ def _without_shard_checks(
     except ElasticCkptError as again:
         return _refused(found, [], again)
     errors = [error]
-    if metadata.source.tp * metadata.source.pp * metadata.merged_from == 1:
+    if metadata.source.tp * metadata.source.pp * metadata.source.merged_from == 1:
         for number in range(len(metadata.files)):
             for model in models:
                 try:

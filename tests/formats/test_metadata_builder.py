@@ -1,0 +1,81 @@
+"""What the builder of metadata collects, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic_ckpt.core.flat_ranges import FlatRange, Placement
+from elastic_ckpt.core.metadata import MASTER, SavedParameter, SourceFile, TensorMetadata
+from elastic_ckpt.core.state_kinds import ELEMENTWISE
+from elastic_ckpt.errors import DamagedError, UnsupportedError
+from elastic_ckpt.formats.base import Found
+from elastic_ckpt.formats.classify import SavedKind
+from elastic_ckpt.formats.merging import shard_by_shard
+from elastic_ckpt.formats.metadata_builder import MetadataBuilder, dense_tensor, refuse_view
+from elastic_ckpt.formats.naming import sort_names
+from elastic_ckpt.formats.pickled import TensorRef
+from elastic_ckpt.formats.saved_states import StatesOfOne
+from elastic_ckpt.formats.shards import FlatShard
+from tests.formats.test_grid import model
+
+SHAPES = [("a", (2, 3)), ("b", (2,))]
+#: Of two ranks with partitions of four elements.
+PLACED = [
+    [Placement(0, FlatRange(0, 4), 0)],
+    [Placement(0, FlatRange(4, 6), 0), Placement(1, FlatRange(0, 2), 2)],
+]
+
+
+def ref(dtype: str, *shape: int, offset: int = 64) -> TensorRef:
+    return TensorRef(dtype, shape, (*shape[1:], 1), offset)
+
+
+def builder() -> MetadataBuilder:
+    found = Found("native", "/ckpt/tag", "tag", sort_names([], is_universal=False))
+    made = MetadataBuilder(found, [SourceFile("0.pt", 999), SourceFile("1.pt", 999)])
+    made.parameters = {name: SavedParameter(shape, 0, ()) for name, shape in SHAPES}
+    return made
+
+
+def flat(dtype: str = "float32") -> FlatShard:
+    return FlatShard(ref(dtype, 4), 4, StatesOfOne({"two": ref("bfloat16", 2, 4, offset=128)}))
+
+
+def test_every_row_of_a_state_is_cut_as_the_partition_is() -> None:
+    made = builder()
+    for rank in range(2):
+        made.add_partition(SHAPES, PLACED[rank], flat(), {"two": SavedKind(ELEMENTWISE, rows=2)}, file=rank)
+    tensors = made.build(model(), 1, 2, ({},)).tensors
+    chunks = [(e.range.start, e.range.stop, e.file, e.byte_offset) for e in tensors["a", MASTER].chunks]
+    assert chunks == [(0, 4, 0, 64), (4, 6, 1, 64)]
+    assert tensors["a", "two"].shape == (2, 2, 3)
+    chunks = [(e.range.start, e.range.stop, e.file, e.byte_offset) for e in tensors["a", "two"].chunks]
+    assert chunks == [(0, 4, 0, 128), (4, 6, 1, 128), (6, 10, 0, 136), (10, 12, 1, 136)]
+    chunks = [(e.range.start, e.range.stop, e.file, e.byte_offset) for e in tensors["b", "two"].chunks]
+    assert chunks == [(0, 2, 1, 132), (2, 4, 1, 140)]
+
+
+def test_ranks_that_saved_a_parameter_in_different_dtypes_are_damage() -> None:
+    made = builder()
+    made.add_partition(SHAPES, PLACED[0], flat(), {}, file=0)
+    with pytest.raises(DamagedError, match="different dtypes") as caught:
+        made.add_partition(SHAPES, PLACED[1], flat("bfloat16"), {}, file=1)
+    error = caught.value
+    assert (error.parameter, error.file, error.found) == ("a", "1.pt", "bfloat16")
+
+
+def test_shards_of_different_dtypes_are_damage_unless_they_are_empty() -> None:
+    def shard(dtype: str, numel: int) -> TensorMetadata:
+        return dense_tensor("mask", "buffer", ref(dtype, numel), file=0)
+
+    with pytest.raises(DamagedError, match="different dtypes") as caught:
+        shard_by_shard([shard("int64", 2), shard("int32", 2)])
+    assert (caught.value.parameter, caught.value.found) == ("mask", "int64, int32")
+    assert shard_by_shard([shard("float32", 0), shard("int32", 2)]).dtype == "int32"
+
+
+def test_a_view_is_refused_by_name() -> None:
+    refuse_view("a", "this buffer", ref("float32", 2, 3), "0.pt")
+    with pytest.raises(UnsupportedError, match="this buffer was saved as a view") as caught:
+        refuse_view("a", "this buffer", TensorRef("float32", (2, 3), (1, 2), 64), "0.pt")
+    assert (caught.value.parameter, caught.value.file) == ("a", "0.pt")
