@@ -45,13 +45,20 @@ def swap_files(file: PickledFile, dp_rank: int, master: TensorRef, state: Mappin
     states = {key: ref for key, ref in state.items() if isinstance(ref, TensorRef) and ref.swap_id is not None}
     if not states and not _master_is_swapped(file, folder, master, state):
         return {}
-    if master.swap_id is None or not _ID.fullmatch(master.swap_id):
-        raise _nameless(file, "the fp32 master", master.swap_id)
-    for key, ref in states.items():
-        if not _STATE.fullmatch(key) or ref.swap_id != f"{key}-{master.swap_id}":
-            raise _nameless(file, key, ref.swap_id)
-    found = {MASTER: _swap_file(folder, master.swap_id)}
-    return found | {key: _swap_file(folder, f"{key}-{master.swap_id}") for key in states}
+    named = {MASTER: master.swap_id, **{key: ref.swap_id for key, ref in states.items()}}
+    for key, swap_id in named.items():
+        is_named = swap_id is not None and (
+            _ID.fullmatch(swap_id) if key == MASTER else _STATE.fullmatch(key) and swap_id == f"{key}-{named[MASTER]}"
+        )
+        if not is_named:
+            raise DamagedError(
+                f"{'the fp32 master' if key == MASTER else key} was swapped to NVMe, but does not name its swap file",
+                file=file.path,
+                expected="<first>_<last> for a master, <state>-<first>_<last> for a state",
+                found=repr(swap_id),
+                remedy="take another tag",
+            )
+    return {key: _swap_file(os.path.join(folder, f"{swap_id}{_SUFFIX}")) for key, swap_id in named.items()}
 
 
 def _master_is_swapped(file: PickledFile, folder: str, master: TensorRef, state: Mapping[str, Any]) -> bool:
@@ -70,30 +77,28 @@ def _master_is_swapped(file: PickledFile, folder: str, master: TensorRef, state:
     )
 
 
-def refuse_unnamed_swap_files(file: PickledFile, dp_rank: int, swapped: bool) -> None:
-    """Swap files that no tensor of the shard names: the shard was written again, and its own tensors may be stale.
+def refuse_unnamed_swap_files(file: PickledFile, dp_rank: int) -> None:
+    """Refuse swap files beside a shard whose tensors name none: it was written again, and they may be stale.
 
     Raises:
-        UnsupportedError: there are swap files, and no sub-group is known to be swapped.
+        UnsupportedError: there are swap files.
     """
     folder = _folder(file, dp_rank)
-    if swapped or not os.path.isdir(folder) or not any(name.endswith(_SUFFIX) for name in os.listdir(folder)):
-        return
-    raise UnsupportedError(
-        "swap files lie beside this shard, but none of its tensors says that it was swapped to NVMe",
-        file=file.path,
-        expected="tensors that name their swap files, as DeepSpeed saves them",
-        found=f"unnamed files in {folder}",
-        remedy="take the shard as DeepSpeed saved it; if nothing was swapped, remove the folder",
-    )
+    if os.path.isdir(folder) and any(name.endswith(_SUFFIX) for name in os.listdir(folder)):
+        raise UnsupportedError(
+            "swap files lie beside this shard, but none of its tensors says that it was swapped to NVMe",
+            file=file.path,
+            expected="tensors that name their swap files, as DeepSpeed saves them",
+            found=f"unnamed files in {folder}",
+            remedy="take the shard as DeepSpeed saved it; if nothing was swapped, remove the folder",
+        )
 
 
 def _folder(file: PickledFile, dp_rank: int) -> str:
     return os.path.join(os.path.dirname(file.path), SWAPPED_FOLDER, f"rank{dp_rank:02d}")
 
 
-def _swap_file(folder: str, stem: str) -> SourceFile:
-    path = os.path.join(folder, stem + _SUFFIX)
+def _swap_file(path: str) -> SourceFile:
     if not os.path.isfile(path):
         raise DamagedError(
             "a swap file of the checkpoint is missing",
@@ -120,13 +125,3 @@ def check_swap_file(source: SourceFile, numel: int) -> None:
             found=f"{source.nbytes} bytes",
             remedy="it is truncated, or of another run that used the same swap folder: take another tag",
         )
-
-
-def _nameless(file: PickledFile, what: str, found: str | None) -> DamagedError:
-    return DamagedError(
-        f"{what} was swapped to NVMe, but does not name its swap file",
-        file=file.path,
-        expected="<first>_<last> for a master, <state>-<first>_<last> for a state",
-        found=repr(found),
-        remedy="take another tag",
-    )

@@ -52,7 +52,8 @@ def index_zero3(file: PickledFile, dp_rank: int, options: StateOptions) -> Optim
         kept = {key: value for key, value in state.items() if key not in swapped}
         states = sort_states(file, kept, options)
         flats.append(FlatShard(ref, -1 if swapped else ref.numel, states, swapped=swapped))
-    refuse_unnamed_swap_files(file, dp_rank, any(flat.swapped for flat in flats))
+    if not any(flat.swapped for flat in flats):
+        refuse_unnamed_swap_files(file, dp_rank)
     return build_shard(file, dp_rank, 3, flats, base["param_groups"], flat_groups)
 
 
