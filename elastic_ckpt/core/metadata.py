@@ -1,7 +1,7 @@
-"""What a checkpoint holds, as pure data: every format is read into this one form.
+"""What a checkpoint holds, as data: every format is read into this one form.
 
-Nothing here opens a file or holds a tensor. Offsets into files are in bytes, positions in tensors in
-elements of the *logical* tensor (the whole parameter, row-major).
+Offsets into files are in bytes, positions in tensors in elements of the *logical* tensor (the whole parameter,
+row-major).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class BlockCode:
-    """How the elements of an chunk are quantized.
+    """How the elements of a chunk are quantized.
 
     Attributes:
         format: blocks and quantization map.
@@ -49,7 +49,7 @@ class BlockCode:
 
 @dataclass(frozen=True, slots=True)
 class StorageChunk:
-    """A stretch of a logical tensor, or of one tensor-parallel shard of it, that lies in one file without gaps.
+    """A contiguous range of a tensor, or of one tensor-parallel shard of it, in one file.
 
     Attributes:
         range: which elements of the tensor or shard.
@@ -124,7 +124,7 @@ class SavedParameter:
         shape: its logical shape.
         group: its param group.
         scalars: scalar states (``step``) as (key, value), sorted.
-        replicated: states of the partition that it lay in.
+        replicated: states of the partition that it was in.
         own_step: the step count beside its own states, where the optimizer counts for a whole group instead
             (DeepSpeed's FusedAdam without ZeRO); ``None``: the one in ``scalars``.
         shards: its shape on each tensor-parallel rank; empty: there is one, of ``shape``.

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
 from elastic_ckpt.core.features import Features
 from elastic_ckpt.core.metadata import CheckpointMetadata, SourceFile
-from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError
-from elastic_ckpt.errors import listed as listed_names
+from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError, listed
 from elastic_ckpt.formats import model_states, shards
 from elastic_ckpt.formats.base import Found, MetadataOptions
 from elastic_ckpt.formats.features import refuse_features
@@ -33,15 +32,15 @@ Kind = tuple[int, int, str]
 
 @dataclass
 class RankFiles:
-    """What one model-parallel rank's files hold, and the positions at which they stand in the list of all files."""
+    """What one model-parallel rank's files hold, by their positions in the list of all files."""
 
     models: dict[int, ModelShard] = field(default_factory=dict)
     optimizers: dict[int, OptimizerShard] = field(default_factory=dict)
 
     @property
-    def positions(self) -> list[int]:
-        """In the order of the files of the rank's metadata."""
-        return [*self.models, *self.optimizers]
+    def model(self) -> ModelShard:
+        """The first of its model-states files."""
+        return next(iter(self.models.values()))
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class Assembled:
         ranks: by model-parallel rank, what its files hold.
         layers: what the files of pipeline layers hold.
         grid: which model-parallel rank is of which stage.
-        metadata: of each model-parallel rank alone.
+        all_metadata: of each model-parallel rank alone.
         metadata: of all of them.
     """
 
@@ -79,78 +78,67 @@ def assemble(found: Found, kinds: Sequence[Kind], indexed: Sequence[Any], option
     refuse_legacy([item for item in indexed if isinstance(item, LegacyShard)], options.with_states)
     layers = [item for item in indexed if isinstance(item, LayerShard)]
     ranks = _by_rank(kinds, indexed)
-    grid = grid_of({mp: next(iter(rank.models.values())) for mp, rank in ranks.items()}, found.folder, options.place)
-    model_states.check_same_save([next(iter(rank.models.values())) for rank in ranks.values()], one_rank=False)
-    _list_missing_shapes(ranks, grid, layers)
+    firsts = {mp: rank.model for mp, rank in ranks.items()}
+    grid = grid_of(firsts, found.folder, options.coordinates)
+    model_states.check_same_save(list(firsts.values()), one_rank=False)
+    for stage in grid.stages:
+        for tp_rank, mp in enumerate(stage):
+            _list_missing_shapes(ranks, mp, [layer for layer in layers if layer.tp_rank == tp_rank])
     all_metadata = {mp: _fit_together(found, rank, grid, options) for mp, rank in ranks.items()}
     metadata = merge_stages([merge_shards([all_metadata[mp] for mp in stage]) for stage in grid.stages])
     if layers:
-        models = [model for rank in ranks.values() for model in rank.models.values()]
-        buffers = frozenset(name for model in models for name in model.buffer_names)
+        buffers = frozenset(name for rank in ranks.values() for m in rank.models.values() for name in m.buffer_names)
         tensors, files = layer_tensors(metadata, layers, buffers, grid.tp, options.live_names)
         metadata = replace(metadata, tensors={**metadata.tensors, **tensors}, files=metadata.files + files)
-    metadata = with_progress_compared(metadata, next(iter(ranks[0].models.values())), options.check_shards)
+    metadata = with_progress_compared(metadata, ranks[0].model, options.check_shards)
     return Assembled(ranks, layers, grid, all_metadata, metadata)
 
 
 def _by_rank(kinds: Sequence[Kind], indexed: Sequence[Any]) -> dict[int, RankFiles]:
     ranks: dict[int, RankFiles] = {}
+    shared: dict[str, str] = {}
     for position, ((mp, _, _), item) in enumerate(zip(kinds, indexed, strict=True)):
         if isinstance(item, ModelShard):
             ranks.setdefault(mp, RankFiles()).models[position] = item
+            shared = {**item.shared, **shared}
         elif isinstance(item, OptimizerShard):
             ranks.setdefault(mp, RankFiles()).optimizers[position] = item
-    return _with_ties(ranks)
-
-
-def _with_ties(ranks: dict[int, RankFiles]) -> dict[int, RankFiles]:
-    """DeepSpeed lists tied names in the file of the job's first rank alone (``_get_shared_params``, engine.py)."""
-    models = [model for rank in ranks.values() for model in rank.models.values()]
-    shared = {name: target for model in reversed(models) for name, target in model.shared.items()}
+    # DeepSpeed lists tied names in the file of the job's first rank alone (_get_shared_params, engine.py)
     for rank in ranks.values():
         for position, model in rank.models.items():
-            known = {name: target for name, target in shared.items() if name in model.weights}
-            rank.models[position] = replace(model, shared=known if model.optimizer is None else model.shared)
+            if model.optimizer is None:
+                known = {name: target for name, target in shared.items() if name in model.weights}
+                rank.models[position] = replace(model, shared=known)
     return ranks
 
 
-def _list_missing_shapes(ranks: Mapping[int, RankFiles], grid: Grid, layers: Sequence[LayerShard]) -> None:
+def _list_missing_shapes(ranks: Mapping[int, RankFiles], mp: int, layers: Sequence[LayerShard]) -> None:
     """``BF16_Optimizer`` without ZeRO lists no ``param_shapes``: names are those of its slices, shapes those of layers.
 
     That its slices are right the spot check proves (native.py); only ZeRO-1/2 in round-robin order writes wrong ones.
     """
-    sliced = (names for rank in ranks.values() for shard in rank.optimizers.values() for names in shard.slice_names)
+    rank, model, slices = ranks[mp], ranks[mp].model, [shard.slice_names for shard in ranks[mp].optimizers.values()]
+    if not slices or model.param_shapes or not all(slices):
+        return
+    flats = [dict.fromkeys(chain.from_iterable(names)) for names in zip(*slices, strict=True)]
+    sliced = (names for each in ranks.values() for shard in each.optimizers.values() for names in shard.slice_names)
     known = frozenset(chain.from_iterable(sliced))
-    for stage in grid.stages:
-        for tp_rank, mp in enumerate(stage):
-            rank = ranks[mp]
-            shards = list(rank.optimizers.values())
-            model = next(iter(rank.models.values()))
-            if not shards or model.param_shapes or not all(shard.slice_names for shard in shards):
-                continue
-            by_flat = zip(*(shard.slice_names for shard in shards), strict=True)
-            flats = [dict.fromkeys(chain.from_iterable(names)) for names in by_flat]
-            shapes = {name: ref.shape for name, ref in model.weights.items()}
-            for layer in layers:
-                if layer.tp_rank == tp_rank:
-                    shapes |= {name: ref.shape for name, ref in layer.named(known).items()}
-            _refuse_unlisted(found_in=model.path, names=chain.from_iterable(flats), shapes=shapes)
-            listed = tuple(tuple((name, shapes[name]) for name in names) for names in flats)
-            rank.models = {at: replace(item, param_shapes=listed) for at, item in rank.models.items()}
-
-
-def _refuse_unlisted(found_in: str, names: Iterable[str], shapes: Mapping[str, Any]) -> None:
-    missing = [name for name in names if name not in shapes]
+    shapes = {name: ref.shape for name, ref in model.weights.items()}
+    for layer in layers:
+        shapes |= {name: ref.shape for name, ref in layer.named(known).items()}
+    missing = [name for name in chain.from_iterable(flats) if name not in shapes]
     if missing:
-        layer = missing[0].partition(".")[0]
+        number = missing[0].partition(".")[0]
         raise DamagedError(
             "the optimizer holds states of parameters of which no layer file has the weights",
-            parameter=listed_names(missing),
-            file=os.path.join(os.path.dirname(found_in), f"layer_{layer:0>2}-*model_states.pt"),
+            parameter=listed(missing),
+            file=os.path.join(os.path.dirname(model.path), f"layer_{number:0>2}-*model_states.pt"),
             expected="a file of every pipeline layer",
             found="none with these parameters",
             remedy="restore the file from its original, or take another tag",
         )
+    param_shapes = tuple(tuple((name, shapes[name]) for name in names) for names in flats)
+    rank.models = {at: replace(item, param_shapes=param_shapes) for at, item in rank.models.items()}
 
 
 def _fit_together(found: Found, rank: RankFiles, grid: Grid, options: MetadataOptions) -> CheckpointMetadata:
@@ -160,7 +148,7 @@ def _fit_together(found: Found, rank: RankFiles, grid: Grid, options: MetadataOp
     refuse_features(features, models[0].path)
     if optimizers:
         _check_belong_together(models, optimizers)
-        own = grid.own_file(options.place) if len(models) > 1 else None
+        own = grid.own_file(options.coordinates) if len(models) > 1 else None
         _refuse_swapped(optimizers, grid)
         metadata = partitioned_metadata(found, models, optimizers, own, options.states)
     elif models[0].optimizer is None:

@@ -55,9 +55,9 @@ class MetadataOptions:
             parameters and do not name them.
         live_hyperparameters: of the live param groups, for the same purpose.
         rename: the user's renames of saved names.
-        states: the user's word on optimizer states.
+        states: what the user declares of optimizer states.
         with_states: whether they are to be restored.
-        place: this rank's place in the live topology.
+        coordinates: of this rank in the live topology.
         live_names: of all parameters and buffers of the job, on every pipeline stage.
     """
 
@@ -68,7 +68,7 @@ class MetadataOptions:
     rename: RenameRules = ()
     states: StateOptions = field(default_factory=StateOptions)
     with_states: bool = True
-    place: RankCoordinates = field(default_factory=RankCoordinates)
+    coordinates: RankCoordinates = field(default_factory=RankCoordinates)
     live_names: frozenset[str] = frozenset()
 
 

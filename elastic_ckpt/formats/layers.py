@@ -43,7 +43,7 @@ class LayerShard(SourceFile):
         for name in sorted(known):
             if _TIED.match(name):
                 inner = _TIED.sub("", name)
-                tied[inner] = "" if inner in tied else name  # of two that end alike, nothing tells which it is
+                tied[inner] = "" if inner in tied else name  # ambiguous where two end in the same name
         found = {}
         for key, ref in self.weights.items():
             name = f"{self.layer}.{key}"
@@ -64,14 +64,14 @@ def layer_tensors(
     tp: int,
     live_names: frozenset[str] = frozenset(),
 ) -> tuple[dict[tuple[str, str], TensorMetadata], tuple[SourceFile, ...]]:
-    """Buffers, and parameters that no optimizer owned: logical tensors, and the files they lie in.
+    """Buffers, and parameters that no optimizer owned: logical tensors, and their files.
 
     Args:
         metadata: of the optimizer's parameters; the files follow its own.
         layers: all layers' files.
         buffers: names of the module's buffers.
         tp: tensor-parallel degree.
-        live_names: of the live model, which tell what a tied module is called of which no optimizer owned anything.
+        live_names: of the live model: of tied modules of which no optimizer owned anything, too.
     """
     known = frozenset(metadata.parameters) | buffers | live_names
     shards: dict[str, list[tuple[int, int, TensorRef]]] = {}

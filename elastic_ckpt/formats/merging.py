@@ -32,8 +32,8 @@ def merge_shards(ranks: Ranks) -> CheckpointMetadata:
     for other in ranks[1:]:
         _check_same_stage(first, other)
     tensors = {
-        place: shard_by_shard([_moved(rank.tensors[place], at) for rank, at in zip(ranks, offsets, strict=True)])
-        for place in first.tensors
+        key: shard_by_shard([_moved(rank.tensors[key], at) for rank, at in zip(ranks, offsets, strict=True)])
+        for key in first.tensors
     }
     parameters = {name: _one_parameter([rank.parameters[name] for rank in ranks]) for name in first.parameters}
     return _united(ranks, tensors, parameters, tp=len(ranks))
@@ -62,10 +62,10 @@ def merge_stages(stages: Ranks) -> CheckpointMetadata:
                 expected=f"{list(first.groups)}",
                 found=f"{list(stage.groups)}",
             )
-        for place, tensor in stage.tensors.items():
+        for key, tensor in stage.tensors.items():
             moved = _moved(tensor, at)
-            if tensors.setdefault(place, moved) is not moved:
-                replicas[place] = (*replicas.get(place, ()), moved)
+            if tensors.setdefault(key, moved) is not moved:
+                replicas[key] = (*replicas.get(key, ()), moved)
         for name, saved in stage.parameters.items():
             states = tuple(replace(state, file=state.file + at) for state in saved.replicated)
             parameters.setdefault(name, replace(saved, replicated=states))
@@ -83,10 +83,10 @@ def _with_empty_shards(ranks: Ranks) -> Ranks:
             if shape is not None and math.prod(shape) == 0:
                 parameters[name] = replace(holders[name].parameters[name], shape=shape, replicated=())
                 tensors.pop((name, FROZEN), None)
-                for place, tensor in holders[name].tensors.items():
-                    if place[0] == name:
+                for key, tensor in holders[name].tensors.items():
+                    if key[0] == name:
                         rows = tensor.shape[: len(tensor.shape) - len(shape)]
-                        tensors[place] = replace(tensor, shape=(*rows, *shape), chunks=())
+                        tensors[key] = replace(tensor, shape=(*rows, *shape), chunks=())
         completed.append(replace(rank, parameters=parameters, tensors=tensors))
     return completed
 
@@ -105,7 +105,7 @@ def _offsets(ranks: Ranks) -> list[int]:
 
 
 def _moved(tensor: TensorMetadata, files: int) -> TensorMetadata:
-    """A tensor whose files come ``files`` places later in the list of all."""
+    """A tensor whose files come ``files`` positions later in the list of all."""
     chunks = (replace(chunk, file=chunk.file + files) for chunk in tensor.chunks)
     return replace(tensor, chunks=tuple(chunks)) if files else tensor
 
@@ -169,9 +169,9 @@ def _scalars(rank: CheckpointMetadata) -> list[Any]:
 def _dtypes(rank: CheckpointMetadata, other: CheckpointMetadata) -> list[Any]:
     """Of what both hold an element of: the dtype, and whether it is quantized, or has a shape of its own."""
     return [
-        (place, tensor.dtype, tensor.is_whole, any(chunk.code for chunk in tensor.chunks))
-        for place, tensor in sorted(rank.tensors.items())
-        if tensor.chunks and place in other.tensors and other.tensors[place].chunks
+        (key, tensor.dtype, tensor.is_whole, any(chunk.code for chunk in tensor.chunks))
+        for key, tensor in sorted(rank.tensors.items())
+        if tensor.chunks and key in other.tensors and other.tensors[key].chunks
     ]
 
 
@@ -181,7 +181,7 @@ def _united(
     parameters: Mapping[str, SavedParameter],
     **degree: Any,
 ) -> CheckpointMetadata:
-    """One metadata of several; where two disagree, the first one's word counts."""
+    """One metadata of several; where two disagree, the first one counts."""
     aliases: Mapping[str, str] = reduce(lambda known, rank: {**rank.aliases, **known}, ranks, {})
     return replace(
         ranks[0],

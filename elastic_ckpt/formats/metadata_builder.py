@@ -54,7 +54,7 @@ class MetadataBuilder:
     Args:
         found: the folder.
         files: the files that chunks count; swap files follow.
-        options: the user's word on optimizer states.
+        options: what the user declares of optimizer states.
         states: path and optimizer states of every flat tensor, for the quantization maps among them.
 
     Raises:

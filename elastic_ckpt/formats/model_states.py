@@ -42,7 +42,7 @@ class ModelShard(SourceFile):
         param_shapes: per group (ZeRO-3: per sub-group), names and logical shapes in flat-buffer order.
         weights: module entries that have data: name -> reference.
         buffers: names of module buffers.
-        buffer_names: the same, of those too whose data lies in files of pipeline layers.
+        buffer_names: the same, of those too whose data is in files of pipeline layers.
         buffers_crc32: checksum over the buffers' bytes, to see whether ranks differ.
         frozen_shapes: names and logical shapes of parameters that no optimizer owned.
         frozen_fragments: this file's data of them.
@@ -129,7 +129,7 @@ def _alignment(file: PickledFile) -> int:
 
 
 def _same_storage(weights: Mapping[str, TensorRef]) -> dict[str, str]:
-    """Tied names, told by the place where their bytes lie: later name -> first name."""
+    """Tied names, those whose bytes are shared: later name -> first name."""
     first: dict[TensorRef, str] = {}
     shared = {}
     for name, ref in weights.items():

@@ -49,7 +49,7 @@ def read_native(found: Found, options: MetadataOptions) -> Checkpoint:
         files = assemble(found, kinds, indexed, options)
         if options.check_shards:
             _spot_check(files, opened)
-        states = TrainingStates(files, kinds, opened, options.place)
+        states = TrainingStates(files, kinds, opened, options.coordinates)
         assembled.append((files, states))
         return states.wanted()
 
@@ -64,9 +64,8 @@ def _spot_check(files: Assembled, opened: Mapping[int, PickledFile]) -> None:
     all_metadata = files.all_metadata
     known = frozenset(chain.from_iterable(metadata.parameters for metadata in all_metadata.values()))
     for mp, rank in files.ranks.items():
-        mine = {number for number, position in enumerate(rank.positions) if position in opened}
-        model = next(iter(rank.models.values()))
-        spot_check(all_metadata[mp], model.path, model.weights, mine)
+        mine = {number for number, position in enumerate([*rank.models, *rank.optimizers]) if position in opened}
+        spot_check(all_metadata[mp], rank.model.path, rank.model.weights, mine)
         tp_rank = next(stage.index(mp) for stage in files.grid.stages if mp in stage)
         for layer in files.layers:
             if layer.tp_rank == tp_rank:
@@ -103,5 +102,5 @@ def _expected_files(found: Found) -> dict[Kind, str]:
                 raise missing_file(found, sample, f"{kind} of ranks {sorted(names)}")
         models |= {(mp, dp, "model"): name for dp, name in sorted(({0: model} if model else zero3).items())}
         optimizers |= {(mp, dp, "optimizer"): name for dp, name in sorted(optimizer.items())}
-    layers = {(*place, "layer"): name for place, name in sorted(found.files.layers.items())}
+    layers = {(*layer, "layer"): name for layer, name in sorted(found.files.layers.items())}
     return models | optimizers | layers

@@ -32,7 +32,7 @@ def partitioned_metadata(
         optimizers: its optimizer-states files, in rank order.
         own: the model-states file of this rank, where each rank of the job takes buffers from another one; ``None``:
             all take them from the first.
-        options: the user's word on optimizer states.
+        options: what the user declares of optimizer states.
     """
     first = optimizers[0]
     files = [*models, *optimizers]
@@ -52,8 +52,8 @@ def _add_flat(
 ) -> None:
     """One flat partition of all ranks: a param group of ZeRO-1 and 2, a sub-group of ZeRO-3."""
     shapes, first, flats = model.param_shapes[number], shards[0], [shard.flats[number] for shard in shards]
-    place = place_zero3 if first.zero_stage == 3 else place_zero12
-    placements = [place(model, shard, number, len(shards)) for shard in shards]
+    placed_by = place_zero3 if first.zero_stage == 3 else place_zero12
+    placements = [placed_by(model, shard, number, len(shards)) for shard in shards]
     saved = []
     for shard, flat, placed in zip(shards, flats, placements, strict=True):
         touched = sum(math.prod(shapes[index][1]) for index in {placement.index for placement in placed})

@@ -106,10 +106,10 @@ def block_code(
 
     Args:
         key, kind: of the state.
-        states: the states that it lies among, its scales too.
+        states: all states beside it, its scales too.
         codebooks: the quantization maps (:func:`resolve_codebooks`).
         row: in which row of the state.
-        numel: elements of a row, padding included: blocks are counted anew in each.
+        numel: elements of a row, padding included: each starts with a block of its own.
         start: of the chunk in its row.
     """
     if not kind.block_numel:
@@ -132,13 +132,13 @@ def resolve_codebooks(files: Iterable[tuple[str, StatesOfOne]]) -> tuple[dict[st
     Raises:
         DamagedError: the saved maps differ or are missing, and bitsandbytes' own cannot be had or is none of them.
     """
-    held: dict[str, dict[Codebook | None, str]] = {}
+    saved: dict[str, dict[Codebook | None, str]] = {}
     for path, states in files:
         for key, (_, qmap) in COMPANIONS.items():
             if key in states.tensors and states.tensors[key].dtype == "uint8":
-                held.setdefault(qmap, {}).setdefault(states.codebooks.get(qmap), path)
+                saved.setdefault(qmap, {}).setdefault(states.codebooks.get(qmap), path)
     resolved, notes = {}, []
-    for qmap, found in held.items():
+    for qmap, found in saved.items():
         usable = [codebook for codebook in found if codebook is not None and codebook.problem is None]
         own = own_maps().get(qmap)
         if len(found) == 1 and usable:
@@ -155,7 +155,7 @@ def resolve_codebooks(files: Iterable[tuple[str, StatesOfOne]]) -> tuple[dict[st
 
 
 def kind_notes(kinds: Mapping[str, SavedKind]) -> tuple[str, ...]:
-    """The states that were told apart by a guess."""
+    """The states that were classified by a guess."""
     return tuple(
         f"optimizer state {key} was taken as replicated: {kind.why}"
         for key, kind in kinds.items()
@@ -228,7 +228,7 @@ def with_group_step(scalars: Scalars, has_states: bool, group: Mapping[str, Any]
 
 
 def normal_groups(groups: Sequence[Mapping[str, Any]], is_bitsandbytes: bool) -> Groups:
-    """Groups without the step count where it is a state; bitsandbytes' kind of weight decay told as torch tells it."""
+    """Groups without the step count where it is a state; bitsandbytes' kind of weight decay named as by torch."""
     decoupled = {"decoupled_weight_decay": True} if is_bitsandbytes else {}
     return tuple(
         {**{k: v for k, v in group.items() if k != _STEP or not _is_fused(group)}, **decoupled} for group in groups

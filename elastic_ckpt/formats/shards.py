@@ -29,7 +29,7 @@ class FlatShard:
         states: its optimizer states.
         alignment_paddings: elements behind each parameter (``param_alignment_paddings``), where recorded.
         swapped: key -> swap file that holds the data of the master (``fp32``) and of each state, from its first byte
-            on; empty where they lie in this file. ``partition_numel`` is then -1.
+            on; empty where it is in this file. ``partition_numel`` is then -1.
     """
 
     master: TensorRef

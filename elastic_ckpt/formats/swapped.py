@@ -1,7 +1,7 @@
 """Optimizer states of ZeRO-3 on NVMe: swap files beside the shards.
 
 ``DeepSpeedEngine.save_checkpoint`` copies the swap folder of rank R to ``<tag>/offloaded_tensors/rankR``. A sub-group
-whose partition has at least ``max(1 MiB, aio.block_size)`` bytes is swapped: its master lies in ``<id>.tensor.swp``, a
+whose partition has at least ``max(1 MiB, aio.block_size)`` bytes is swapped: its master is in ``<id>.tensor.swp``, a
 state in ``<state>-<id>.tensor.swp``, raw fp32 from the first byte on, padded at the end to a multiple of
 ``1024 * aio.intra_op_parallelism`` bytes. In the shard itself, the tensors of such a sub-group are empty or, with
 ``pipeline_read`` or ``pipeline_write``, of full size and stale; each has the name of its file as an attribute. Sources:
@@ -29,7 +29,7 @@ _ALIGNMENT_NBYTES = 1024
 
 
 def swap_files(file: PickledFile, dp_rank: int, master: TensorRef, state: Mapping[str, Any]) -> dict[str, SourceFile]:
-    """The swap files of one sub-group: metadata key -> file; empty where the sub-group lies in the shard itself.
+    """The swap files of one sub-group: metadata key -> file; empty where the sub-group is in the shard itself.
 
     Args:
         file: the optimizer-states file.

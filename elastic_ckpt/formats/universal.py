@@ -73,7 +73,7 @@ def read_universal(found: Found, options: MetadataOptions) -> Checkpoint:
         refuse_features(first.features, first.path)
         if optimizer is not None and not optimizer.in_true_order:
             _refuse_wrong_data(first, optimizer)
-        grid = grid_of({mp: model for (mp, dp), model in models.items() if dp == 0}, found.folder, options.place)
+        grid = grid_of({mp: model for (mp, dp), model in models.items() if dp == 0}, found.folder, options.coordinates)
         metadata = _build_metadata(found, list(models.values()), optimizer, states, grid)
         metadata = with_progress_compared(metadata, first, options.check_shards)
         if options.check_shards and metadata.source.merged_from == 1:
@@ -82,7 +82,7 @@ def read_universal(found: Found, options: MetadataOptions) -> Checkpoint:
             spot_check(metadata, first.path, first.weights, numbers)
         fitted.append(metadata)
         return (
-            distributed.pack(_read_training_state(opened[0], len(models), optimizer, grid, options.place))
+            distributed.pack(_read_training_state(opened[0], len(models), optimizer, grid, options.coordinates))
             if 0 in opened
             else None
         )
@@ -93,12 +93,12 @@ def read_universal(found: Found, options: MetadataOptions) -> Checkpoint:
 
 
 def _read_training_state(
-    file: PickledFile, models: int, optimizer: OptimizerFile | None, grid: Grid, place: RankCoordinates
+    file: PickledFile, models: int, optimizer: OptimizerFile | None, grid: Grid, live: RankCoordinates
 ) -> TrainingState:
     """What the first model-states file says of everything but tensors."""
     scale = None if optimizer is None else loss_scale_of(optimizer.loss_scaler)
     overflow = optimizer is not None and optimizer.overflow
-    state = read_training_state(file, scale, overflow, models == 1 and grid.has_ranks_of(place), grid.sequence)
+    state = read_training_state(file, scale, overflow, models == 1 and grid.has_ranks_of(live), grid.sequence)
     # one model-parallel rank's, on every rank
     return replace(state, degrees=(0, 0)) if grid.tp * grid.pp > 1 else state
 
@@ -106,9 +106,9 @@ def _read_training_state(
 def _model_files(found: Found) -> dict[tuple[int, int], str]:
     """(model-parallel rank, data-parallel rank) -> its model-states file."""
     files = found.files
-    places = {(mp, 0): name for mp, name in files.model.items()}
-    places = places or {(mp, dp): name for (dp, mp), name in files.model_zero3.items()}
-    if not places:
+    names = {(mp, 0): name for mp, name in files.model.items()}
+    names = names or {(mp, dp): name for (dp, mp), name in files.model_zero3.items()}
+    if not names:
         raise DamagedError(
             "a file of the universal checkpoint is missing",
             file=found.path("mp_rank_00_model_states.pt"),
@@ -116,7 +116,7 @@ def _model_files(found: Found) -> dict[tuple[int, int], str]:
             found="none",
             remedy="convert the native checkpoint again",
         )
-    return dict(sorted(places.items()))
+    return dict(sorted(names.items()))
 
 
 def _check_one_save(models: Mapping[tuple[int, int], ModelShard]) -> None:
@@ -252,9 +252,9 @@ def _module_tensors(models: Sequence[ModelShard], trained: Iterable[str], grid: 
             mine, noted = module_tensors(models[rank * dp : (rank + 1) * dp], 0, trained, first_file=rank * dp)
             notes += noted
             ranks.append(mine)
-        for place in ranks[0]:
-            if all(place in mine for mine in ranks):
-                tensors.setdefault(place, shard_by_shard([mine[place] for mine in ranks]))
+        for key in ranks[0]:
+            if all(key in mine for mine in ranks):
+                tensors.setdefault(key, shard_by_shard([mine[key] for mine in ranks]))
     return tensors, list(dict.fromkeys(notes))
 
 

@@ -1,7 +1,7 @@
 """Checkpoints without ZeRO partitions -> CheckpointMetadata.
 
 The optimizer numbers its parameters and names none: :mod:`elastic_ckpt.formats.zero0_names` finds the names. Where
-masters lie beside the weights, their values are compared too (:mod:`elastic_ckpt.formats.same_save`).
+there are masters beside the weights, their values are compared too (:mod:`elastic_ckpt.formats.same_save`).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def unpartitioned_metadata(found: Found, model: ModelShard, options: MetadataOpt
 
 
 def weights_alone(found: Found, model: ModelShard) -> CheckpointMetadata:
-    """The metadata of the weights as the module has them; those of a pipeline lie in the files of its layers."""
+    """The metadata of the weights as the module has them; those of a pipeline are in the files of its layers."""
     builder = MetadataBuilder(found, [model])
     builder.tensors, _ = module_tensors([model], 0, ())
     return builder.build(model, 0, _dp(model), (), frozen_recorded=False)
@@ -127,12 +127,12 @@ def _use_last_step(builder: MetadataBuilder, members: Sequence[str]) -> None:
         builder.parameters[name] = replace(saved, scalars=counts, own_step=dict(saved.scalars).get("step"))
 
 
-def _flattened(shape: Shape, held: Shape) -> Shape:
-    """The shape of a state beside a flattened parameter of shape ``held``."""
-    if shape == held:
-        return (math.prod(held),)
-    if len(held) > 0 and shape[1:] == held:
-        return (shape[0], math.prod(held))
+def _flattened(shape: Shape, parameter: Shape) -> Shape:
+    """The shape of a state as it is beside a flattened parameter."""
+    if shape == parameter:
+        return (math.prod(parameter),)
+    if len(parameter) > 0 and shape[1:] == parameter:
+        return (shape[0], math.prod(parameter))
     # its last dimension may be as long as the parameter by chance, and it is another tensor all the same
     return (*shape, 1) if len(shape) > 1 else shape
 

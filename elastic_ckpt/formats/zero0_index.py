@@ -1,6 +1,6 @@
 """The optimizer entry of a checkpoint without ZeRO partitions (stage 0).
 
-Three layouts, all inside ``mp_rank_00_model_states.pt``, told apart by what lies beside the optimizer's state dict:
+Three layouts, all inside ``mp_rank_00_model_states.pt``, told apart by what is beside the optimizer's state dict:
 
 - *plain* (fp32): the state dict alone; the weights in ``module`` are the masters.
 - *unfused* (``FP16_UnfusedOptimizer``, fp16 and bf16): ``fp32_groups``, one master for each parameter.
@@ -90,7 +90,7 @@ def _masters(file: PickledFile, saved: Mapping[str, Any], kind: str) -> tuple[tu
 
 
 def saved_shape(states: StatesOfOne) -> tuple[int, ...] | None:
-    """The shape of the parameter that has these states, as far as they tell; ``None``: they do not."""
+    """The shape of the parameter that has these states, as far as they show it, else ``None``."""
     for key in ("state2", *sorted(ELEMENTWISE_NAMES)):  # of state1, some optimizers keep two rows
         if key in states.tensors:
             return states.tensors[key].shape

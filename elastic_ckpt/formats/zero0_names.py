@@ -61,7 +61,7 @@ def member_names(
 def _in_saved_order(state: UnpartitionedState, live: Names, options: MetadataOptions) -> Names | None:
     """The live groups in the order of the saved ones: by the ``name`` of the groups where all have one.
 
-    ``None`` where their hyperparameters say that they are in another order, and no names tell in which.
+    ``None`` where their hyperparameters are in another order, and no names show in which.
     """
     saved_labels = [group.get("name") for group in state.groups]
     live_labels = [group.get("name") for group in options.live_hyperparameters]

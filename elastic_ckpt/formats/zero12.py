@@ -66,7 +66,7 @@ def _refuse_old(file: PickledFile, in_sub_partitions: bool, has_shapes: bool) ->
 
 
 def place_zero12(model: ModelShard, shard: OptimizerShard, flat: int, dp: int) -> Sequence[Placement]:
-    """Where the parameters of one flat partition lie in it, in flat order.
+    """Where the parameters of one flat partition are in it, in flat order.
 
     Raises:
         DamagedError: the partitions cannot hold the parameters that the model-states file lists.

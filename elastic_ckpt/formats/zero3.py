@@ -1,9 +1,9 @@
 """Native ZeRO-3 optimizer shards.
 
 Source of the layout: ``DeepSpeedZeroOptimizer_Stage3._rigid_state_dict`` (stage3.py). Every parameter is cut on
-its own into ``ceil(numel / world)`` elements a rank; a sub-group's flat tensor holds the pieces of its parameters
+its own into ``ceil(numel / world)`` elements a rank; a sub-group's flat tensor holds the partitions of its parameters
 one behind the other. ``param_shapes`` in the model-states file lists the parameters of each sub-group. On NVMe, the
-data of a sub-group lies in files of its own (:mod:`elastic_ckpt.formats.swapped`).
+data of a sub-group is in files of its own (:mod:`elastic_ckpt.formats.swapped`).
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ def index_zero3(file: PickledFile, dp_rank: int, options: StateOptions) -> Optim
 
 
 def place_zero3(model: ModelShard, shard: OptimizerShard, flat: int, dp: int) -> Sequence[Placement]:
-    """Where the parameters of one sub-group lie in its flat partition, in flat order.
+    """Where the parameters of one sub-group are in its flat partition, in flat order.
 
     Raises:
-        DamagedError: the flat tensor is not as long as the parameters' pieces are together.
+        DamagedError: the flat tensor is not as long as the parameters' partitions together.
     """
     numels = [math.prod(shape) for _, shape in model.param_shapes[flat]]
     part = shard.flats[flat]

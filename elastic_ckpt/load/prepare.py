@@ -120,7 +120,7 @@ def _metadata_options(
         rename=config.rename,
         states=state_options(config),
         with_states=restores_states(arguments),
-        place=place,
+        coordinates=place,
         live_names=frozenset(local_state.layouts) | local_state.elsewhere,
     )
 

@@ -15,13 +15,13 @@ import torch
 
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.metadata import (
-    StateFacts,
     MASTER,
     BlockCode,
     CheckpointMetadata,
     SavedParameter,
     SourceFacts,
     SourceFile,
+    StateFacts,
     StorageChunk,
     TensorMetadata,
 )
@@ -295,9 +295,7 @@ def test_a_parameter_without_a_master_and_a_tensor_that_ends_behind_its_file() -
 
 
 def test_states_that_are_damaged_or_not_understood() -> None:
-    metadata = metadata_of(
-        [], {}, states=StateFacts({"odd": "a dict"}, {"state1": "no absmax1"}), notes=("hm",)
-    )
+    metadata = metadata_of([], {}, states=StateFacts({"odd": "a dict"}, {"state1": "no absmax1"}), notes=("hm",))
     found, notes = checked_metadata(metadata)
     assert [(finding.kind, finding.parameter) for finding in found] == [("damaged", "state1")]
     assert [(note.kind, note.parameter) for note in notes] == [("not-checked", "odd"), ("reader", None)]
