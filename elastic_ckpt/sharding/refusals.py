@@ -77,8 +77,10 @@ def wrongly_merged(sharded: Sharded, origin: str) -> MismatchError:
         parameter=sharded.name,
         file=sharded.metadata.source.folder,
         expected=f"its parts one behind the other, according to {origin}",
-        found=f"{sharded.metadata.source.merged_from} shards one behind the other, since the run that saved it declared no "
-        "sub-parameters",
+        found=(
+            f"{sharded.metadata.source.merged_from} shards one behind the other, since the run that saved it declared "
+            "no sub-parameters"
+        ),
         remedy="load the native checkpoint instead",
     )
 
