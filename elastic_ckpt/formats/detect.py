@@ -13,6 +13,8 @@ from elastic_ckpt.formats.pickled import open_pickled
 
 LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"
+#: More than the name of any folder; a ``latest`` file is untrusted input.
+MOST_TAG_NBYTES = 4096
 
 
 def find_checkpoint(load_dir: str, tag: str | None, prefer_universal: bool, trust_pickle: bool = False) -> Found | None:
@@ -44,7 +46,7 @@ def find_checkpoint(load_dir: str, tag: str | None, prefer_universal: bool, trus
     preferred, other = (LATEST_UNIVERSAL, LATEST) if prefer_universal else (LATEST, LATEST_UNIVERSAL)
     for latest in (preferred, other):
         named = read_latest(load_dir, latest)
-        found = look_at(load_dir, named) if named is not None and _is_below(named) else None
+        found = None if named is None else look_below(load_dir, named)
         if found is not None:
             choices.append(found)
         elif named is not None:
@@ -68,6 +70,12 @@ def look_at(load_dir: str, tag: str) -> Found | None:
     is_universal = _holds_parameters(os.path.join(folder, UNIVERSAL_FOLDER))
     files = sort_names(os.listdir(folder), is_universal)
     return Found("universal" if is_universal else "native", folder, tag, files) if files.is_checkpoint else None
+
+
+def look_below(load_dir: str, tag: str) -> Found | None:
+    """:func:`look_at` for a tag out of a ``latest`` file, which may name nothing outside of ``load_dir``."""
+    is_below = bool(tag) and not os.path.isabs(tag) and ".." not in tag.split("/")
+    return look_at(load_dir, tag) if is_below else None
 
 
 def _holds_parameters(folder: str) -> bool:
@@ -98,7 +106,7 @@ def read_latest(load_dir: str, latest: str) -> str | None:
         return None
     try:
         with open(path, encoding="utf-8") as stream:
-            return stream.read().strip()
+            return stream.read(MOST_TAG_NBYTES).strip()
     except (OSError, UnicodeDecodeError) as error:
         raise DamagedError(
             "the file that names the newest tag cannot be read",
@@ -107,11 +115,6 @@ def read_latest(load_dir: str, latest: str) -> str | None:
             found=str(error),
             remedy=f"load_checkpoint({load_dir!r}, tag=...), or write the tag into it",
         ) from error
-
-
-def _is_below(tag: str) -> bool:
-    """Whether a tag names something below its own folder: a ``latest`` file is untrusted input."""
-    return bool(tag) and not os.path.isabs(tag) and ".." not in tag.split("/")
 
 
 def _no_such_tag(load_dir: str, wanted: str, tag: str | None) -> NotFoundError:

@@ -200,6 +200,14 @@ def test_a_latest_file_that_names_nothing_below_its_folder_is_an_error(tmp_path:
     assert str(tmp_path / "run" / name) in str(caught.value)
 
 
+def test_no_more_of_a_latest_file_is_read_than_the_name_of_a_tag(tmp_path: Path) -> None:
+    native(tmp_path, "step4")
+    point(tmp_path, "x" * 1_000_000)
+    with pytest.raises(NotFoundError) as caught:
+        find(tmp_path)
+    assert len(str(caught.value)) < 20_000
+
+
 def test_a_latest_file_in_a_folder_without_checkpoints_is_an_error(tmp_path: Path) -> None:
     point(tmp_path, "step9")
     with pytest.raises(NotFoundError, match="no checkpoint in"):

@@ -8,7 +8,7 @@ import re
 from elastic_ckpt.errors import ElasticCkptError, NotFoundError, listed
 from elastic_ckpt.formats import Found
 from elastic_ckpt.formats.detect import LATEST as LATEST_FILE
-from elastic_ckpt.formats.detect import LATEST_UNIVERSAL, list_tags, look_at
+from elastic_ckpt.formats.detect import LATEST_UNIVERSAL, MOST_TAG_NBYTES, list_tags, look_at, look_below
 from elastic_ckpt.formats.naming import SWAPPED_FOLDER, UNIVERSAL_FOLDER, FolderFiles
 from elastic_ckpt.tools.findings import ERROR, NOTE, Finding, of_error
 from elastic_ckpt.tools.opened import locate
@@ -17,7 +17,6 @@ from elastic_ckpt.tools.verification.findings import LATEST, UNCHECKED, UNREADAB
 _RANKS = re.compile(r"zero_pp_rank_\d+_mp_rank_\d+")
 #: Numbers of ranks in a file are only claims: beyond this many, what is missing is not listed.
 _MOST_RANKS = 1 << 14
-_MOST_TAG_NBYTES = 4096
 #: Scripts that DeepSpeed copies into checkpoints.
 _SCRIPT = ".py"
 
@@ -40,12 +39,11 @@ def choose(folder: str, tag: str | None, trust_pickle: bool) -> tuple[Found | No
             continue
         try:
             with open(pointer, encoding="utf-8") as stream:
-                named[name] = pointed = stream.read(_MOST_TAG_NBYTES).strip()
+                named[name] = pointed = stream.read(MOST_TAG_NBYTES).strip()
         except (OSError, UnicodeDecodeError) as error:
             findings.append(Finding(ERROR, LATEST, f"cannot be read: {error}", file=pointer))
             continue
-        is_below = bool(pointed) and not os.path.isabs(pointed) and ".." not in pointed.split("/")
-        if pointed not in tags and not (is_below and look_at(path, pointed)):
+        if look_below(path, pointed) is None:
             text = f"names {pointed!r}, which is not there; there are {listed(tags)}"
             findings.append(Finding(ERROR, LATEST, text, file=pointer))
     try:
