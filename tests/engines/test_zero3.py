@@ -1,4 +1,4 @@
-"""Which persistent parameters of ZeRO-3 are gathered together after a load."""
+"""ZeRO-3: which persistent parameters are gathered together after a load, and the parts of a plan on NVMe."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ckpt.core.read_plan import ReadPlan
+from elastic_ckpt.core.metadata import MASTER
+from elastic_ckpt.core.read_plan import ReadPlan, RequantizeItem, Slot
 from elastic_ckpt.engines import zero3
-from elastic_ckpt.engines.zero3 import Zero3Adapter, _gathering_buckets
+from elastic_ckpt.engines.zero3 import Zero3Adapter, Zero3NvmeAdapter, _gathering_buckets
 
 
 def param(numel: int, dtype: torch.dtype = torch.bfloat16, **more: Any) -> Any:
@@ -62,3 +63,19 @@ def test_deepspeed_gathers_what_did_not_travel_with_the_others(monkeypatch: pyte
     assert [each.ds_secondary_tensor for each in params] == [None, None, None]
     adapter._offload.persistent_parameters = []
     adapter.refresh_weights(ReadPlan((), (), ()), exact_masters=False)
+
+
+def test_on_nvme_a_plan_without_buffers_is_executed_once() -> None:
+    item = RequantizeItem(0, 0, 4, None, -1, 0, ())
+    plan = ReadPlan((), (Slot(MASTER, 0, "", 4, "float32"),), (), recodes=(item,))
+    adapter = Zero3NvmeAdapter.__new__(Zero3NvmeAdapter)
+    adapter.masters = [torch.ones(4)]
+    adapter._offload = SimpleNamespace(partition_all_parameters=lambda: None)
+    adapter.optimizer = SimpleNamespace(
+        dtype=torch.float32,
+        _swappable_optimizer_subgroup=lambda index: False,
+        _reassign_or_swap_out_partitioned_parameters=lambda index: None,
+    )
+    parts: list[tuple[int, int]] = []
+    assert adapter.fill(plan, lambda part, tensors: parts.append((len(part.recodes), len(tensors)))) == {}
+    assert parts == [(1, 1)]
