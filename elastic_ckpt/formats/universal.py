@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 from elastic_ckpt import distributed
 from elastic_ckpt.core.declared import Declared
@@ -120,12 +121,10 @@ def _model_files(found: Found) -> dict[tuple[int, int], str]:
 
 
 def _check_one_save(models: Mapping[tuple[int, int], ModelShard]) -> None:
-    by_rank: dict[int, list[ModelShard]] = {}
-    for (mp, _), model in models.items():
-        by_rank.setdefault(mp, []).append(model)
-    for mine in by_rank.values():
-        model_states.check_same_save(mine)
-    model_states.check_same_save([mine[0] for mine in by_rank.values()], one_rank=False)
+    ranks = [[models[number] for number in numbers] for _, numbers in groupby(models, key=lambda number: number[0])]
+    for rank in ranks:
+        model_states.check_same_save(rank)
+    model_states.check_same_save([rank[0] for rank in ranks], one_rank=False)
 
 
 def _list_state_files(found: Found) -> list[str]:
@@ -201,44 +200,41 @@ def _parameters(
     From stage 3 these are flat, and the model-states file lists the shapes.
     """
     step_files: dict[str, dict[str, float]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    stateful = set()
     for item in states:
         if item.scalar is not None:
             step_files.setdefault(item.name, {})[item.key] = item.scalar
-    shapes = {item.name: item.tensor for item in states if item.tensor is not None and item.key == MASTER}
-    stateful = {item.name for item in states if item.tensor is not None and item.key != MASTER}
+        elif item.tensor is not None and item.key == MASTER:
+            shapes[item.name] = item.tensor.shape
+        else:
+            stateful.add(item.name)
     members = () if optimizer is None else optimizer.members
     group_of = {flat: number for number, inside in enumerate(members) for flat in inside}
     parameters: dict[str, SavedParameter] = {}
     for model in models:
+        steps = int(model.counters["global_steps"]) - int(model.counters["skipped_steps"])
         for flat, named_shapes in enumerate(model.param_shapes):
-            shared = dict(optimizer.scalars.get(flat, {})) if optimizer is not None else {}
+            shared = {} if optimizer is None else optimizer.scalars.get(flat, {})
             for name, listed in named_shapes:
-                if optimizer is None and name in stateful:
-                    shared = {"step": _steps(model)}
+                if optimizer is None:
+                    shared = {"step": float(steps)} if name in stateful else {}
                 scalars = {**shared, **step_files.get(name, {})}
-                ref = shapes.get(name)
-                shape = ref.shape if ref is not None and (len(ref.shape) > 1 or len(listed) == 1) else listed
-                if grid.tp > 1 and len(shape) > 1 and ref is not None and len(ref.shape) == 1:
-                    raise _flat_shards(name, ref.shape, model.path)
-                saved = SavedParameter(shape, group_of.get(flat, flat), tuple(sorted(scalars.items())))
-                parameters.setdefault(name, saved)
+                saved = shapes.get(name)
+                shape = saved if saved is not None and (len(saved) > 1 or len(listed) == 1) else listed
+                if grid.tp > 1 and len(shape) > 1 and saved is not None and len(saved) == 1:
+                    raise UnsupportedError(
+                        "this universal checkpoint was converted from a tensor-parallel ZeRO-3 run, whose shards "
+                        "DeepSpeed's converter does not put together",
+                        parameter=name,
+                        file=model.path,
+                        expected="tensors of the whole parameters",
+                        found=f"a flat tensor of {saved[0]} elements",
+                        remedy="load the native checkpoint instead",
+                    )
+                parameter = SavedParameter(shape, group_of.get(flat, flat), tuple(sorted(scalars.items())))
+                parameters.setdefault(name, parameter)
     return parameters
-
-
-def _steps(model: ModelShard) -> float:
-    return float(int(model.counters["global_steps"]) - int(model.counters["skipped_steps"]))
-
-
-def _flat_shards(name: str, shape: tuple[int, ...], file: str) -> UnsupportedError:
-    return UnsupportedError(
-        "this universal checkpoint was converted from a tensor-parallel ZeRO-3 run, whose shards DeepSpeed's converter "
-        "does not put together",
-        parameter=name,
-        file=file,
-        expected="tensors of the whole parameters",
-        found=f"a flat tensor of {shape[0]} elements",
-        remedy="load the native checkpoint instead",
-    )
 
 
 def _module_tensors(models: Sequence[ModelShard], trained: Iterable[str], grid: Grid) -> tuple[Tensors, list[str]]:

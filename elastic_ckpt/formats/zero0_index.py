@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from elastic_ckpt.core.state_kinds import StateOptions
@@ -65,6 +66,13 @@ def index_unpartitioned(file: PickledFile, options: StateOptions) -> Unpartition
     state = saved if kind == PLAIN else saved.get("optimizer_state_dict")
     if not isinstance(state, Mapping) or "state" not in state or "param_groups" not in state:
         raise _damaged(file, "'state' and 'param_groups' of a torch optimizer", sorted(map(str, saved))[:8])
+    masters: tuple[tuple[TensorRef, ...], ...] = ()
+    if kind != PLAIN:
+        raw = next(saved[key] for key in MASTER_ENTRIES if key in saved)
+        masters = tuple(tuple(group) if kind == UNFUSED else (group,) for group in raw)
+    for master in chain.from_iterable(masters):
+        if not isinstance(master, TensorRef) or not master.is_contiguous:
+            raise _damaged(file, "dense fp32 masters", str(master)[:200])
     groups = state["param_groups"]
     names = tuple(tuple(map(str, group.get("param_names") or ())) for group in groups)
     return UnpartitionedState(
@@ -72,21 +80,10 @@ def index_unpartitioned(file: PickledFile, options: StateOptions) -> Unpartition
         groups=read_groups(file, groups),
         members=tuple(tuple(group["params"]) for group in groups),
         names=names if kind != FUSED and all(names) else None,
-        masters=_masters(file, saved, kind),
+        masters=masters,
         states={int(number): sort_states(file, states, options) for number, states in state["state"].items()},
         scaler={key: value for key, value in saved.items() if isinstance(value, (int, float, bool))},
     )
-
-
-def _masters(file: PickledFile, saved: Mapping[str, Any], kind: str) -> tuple[tuple[TensorRef, ...], ...]:
-    if kind == PLAIN:
-        return ()
-    raw = saved[next(key for key, other in MASTER_ENTRIES.items() if other == kind)]
-    masters = tuple(tuple(group) if kind == UNFUSED else (group,) for group in raw)
-    for master in (master for group in masters for master in group):
-        if not isinstance(master, TensorRef) or not master.is_contiguous:
-            raise _damaged(file, "dense fp32 masters", str(master)[:200])
-    return masters
 
 
 def saved_shape(states: StatesOfOne) -> tuple[int, ...] | None:

@@ -1,0 +1,21 @@
+"""Parameters of universal checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elastic_ckpt.core.metadata import MASTER
+from elastic_ckpt.formats.grid import Grid
+from elastic_ckpt.formats.pickled import TensorRef
+from elastic_ckpt.formats.universal import _parameters
+from elastic_ckpt.formats.universal_files import StateFile
+from tests.formats.test_grid import model
+
+
+def test_without_an_optimizer_file_only_parameters_with_states_have_a_step() -> None:
+    shard = replace(model(["trained", "idle"]), counters={"global_steps": 5, "skipped_steps": 1})
+    ref = TensorRef("float32", (1,), (1,), 64)
+    named = [("trained", MASTER), ("trained", "exp_avg"), ("idle", MASTER)]
+    states = [StateFile(f"{name}/{key}.pt", 99, name, key, ref, None) for name, key in named]
+    found = _parameters([shard], None, states, Grid(((0,),)))
+    assert {name: saved.scalars for name, saved in found.items()} == {"trained": (("step", 4.0),), "idle": ()}
