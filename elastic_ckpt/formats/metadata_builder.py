@@ -105,48 +105,40 @@ class MetadataBuilder:
             self._opaque |= {key: why for key, why in each.opaque.items() if self._options.schema.get(key) != FRESH}
         return kinds
 
-    def add_parameters(
+    def add_flat(
         self,
         shapes: Shapes,
         number: int,
         group: Mapping[str, Any],
-        ranks: Sequence[FlatShard],
+        ranks: Sequence[tuple[int, FlatShard, Sequence[Placement]]],
         kinds: Mapping[str, SavedKind],
-        file: int,
     ) -> None:
-        """The parameters of one flat partition, with its scalar and replicated states.
+        """One flat tensor, cut over the ranks: its parameters, their master weights and their states.
 
         Args:
-            shapes: names and logical shapes.
+            shapes: names and logical shapes of the parameters.
             number, group: of their param group.
-            ranks: the partition on each rank.
-            kinds: of its states.
-            file: index of the first rank's file.
+            ranks: of each rank, the index of its file, its partition, and where parameters are in that.
+            kinds: of the states.
         """
-        states = ranks[0].states
-        scalars = with_group_step(states.scalars, bool(states.tensors or ranks[0].swapped), group)
+        file, first, _ = ranks[0]
+        states = first.states
+        scalars = with_group_step(states.scalars, bool(states.tensors or first.swapped), group)
         self.scalar_forms |= states.scalar_forms
         replicated = []
         for key in (key for key, kind in kinds.items() if kind.kind == REPLICATED):
-            ref, digest = states.tensors[key], states.digests.get(key)
-            differs = digest is None or not ref.is_contiguous or any(r.states.digests.get(key) != digest for r in ranks)
-            crc32 = 0 if digest is None else digest.crc32
+            ref, digests = states.tensors[key], [flat.states.digests.get(key) for _, flat, _ in ranks]
+            crc32 = 0 if digests[0] is None else digests[0].crc32
+            differs = None in digests or len(set(digests)) > 1 or not ref.is_contiguous
             replicated.append(ReplicatedState(key, ref.dtype, ref.shape, file, ref.byte_offset, crc32, differs))
         for name, shape in shapes:
             self.parameters[name] = SavedParameter(shape, number, scalars, tuple(replicated))
+        for file, flat, placed in ranks:
+            self._add_partition(shapes, placed, flat, kinds, file)
 
-    def add_partition(
+    def _add_partition(
         self, shapes: Shapes, placed: Sequence[Placement], flat: FlatShard, kinds: Mapping[str, SavedKind], file: int
     ) -> None:
-        """One rank's flat partition: the master weights and tensor states of the parameters placed in it.
-
-        Args:
-            shapes: names and logical shapes of the parameters that ``placed`` counts.
-            placed: where they are in the partition.
-            flat: the partition.
-            kinds: of its states.
-            file: index of its file.
-        """
         for key, source in flat.swapped.items():
             self._files.append(source)
             self._add_region(shapes, placed, flat, key, _SWAPPED, _PLAIN, len(self._files) - 1)

@@ -60,6 +60,6 @@ def _add_flat(
         saved.append(RankStates(shard.path, flat.partition_numel, touched, flat.states.tensors, flat.states.digests))
     kinds = builder.classify(saved, [flat.states for flat in flats])
     group = first.flat_groups[number]
-    builder.add_parameters(shapes, group, first.groups[group] if first.groups else {}, flats, kinds, first_file)
-    for shard, flat, placed in zip(shards, flats, placements, strict=True):
-        builder.add_partition(shapes, placed, flat, kinds, first_file + shard.dp_rank)
+    files = (first_file + shard.dp_rank for shard in shards)
+    ranks = list(zip(files, flats, placements, strict=True))
+    builder.add_flat(shapes, group, first.groups[group] if first.groups else {}, ranks, kinds)

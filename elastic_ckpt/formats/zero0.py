@@ -99,7 +99,6 @@ def _add_flat(
     flattened = {key: replace(ref, shape=_flattened(ref.shape, saved_shape)) for key, ref in states.tensors.items()}
     saved = RankStates(model.path, flat.partition_numel, -1, flattened, states.digests)
     kinds = builder.classify([saved], [states], names[-1], any_shape=state.kind != FUSED)
-    builder.add_parameters(shapes, group, state.groups[group], [flat], kinds, file=0)
     for key, ref in {MASTER: flat.master, **states.tensors}.items():
         if key == MASTER or (key in kinds and kinds[key].kind in (ELEMENTWISE, WHOLE)):
             refuse_view(names[0], f"{key} of this parameter", ref, model.path)
@@ -108,7 +107,7 @@ def _add_flat(
         Placement(index, FlatRange(0, numel), offset)
         for index, (numel, offset) in enumerate(zip(numels, group_offsets(numels), strict=True))
     ]
-    builder.add_partition(shapes, placed, flat, kinds, file=0)
+    builder.add_flat(shapes, group, state.groups[group], [(0, flat, placed)], kinds)
 
 
 def _without_points(states: StatesOfOne) -> StatesOfOne:

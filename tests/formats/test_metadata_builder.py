@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elastic_ckpt.core.flat_ranges import FlatRange, Placement
-from elastic_ckpt.core.metadata import MASTER, SavedParameter, SourceFile, TensorMetadata
+from elastic_ckpt.core.metadata import MASTER, SourceFile, TensorMetadata
 from elastic_ckpt.core.state_kinds import ELEMENTWISE
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.base import Found
@@ -32,9 +32,7 @@ def ref(dtype: str, *shape: int, offset: int = 64) -> TensorRef:
 
 def builder() -> MetadataBuilder:
     found = Found("native", "/ckpt/tag", "tag", sort_names([], is_universal=False))
-    made = MetadataBuilder(found, [SourceFile("0.pt", 999), SourceFile("1.pt", 999)])
-    made.parameters = {name: SavedParameter(shape, 0, ()) for name, shape in SHAPES}
-    return made
+    return MetadataBuilder(found, [SourceFile("0.pt", 999), SourceFile("1.pt", 999)])
 
 
 def flat(dtype: str = "float32") -> FlatShard:
@@ -43,8 +41,8 @@ def flat(dtype: str = "float32") -> FlatShard:
 
 def test_every_row_of_a_state_is_cut_as_the_partition_is() -> None:
     made = builder()
-    for rank in range(2):
-        made.add_partition(SHAPES, PLACED[rank], flat(), {"two": SavedKind(ELEMENTWISE, rows=2)}, file=rank)
+    ranks = [(rank, flat(), placed) for rank, placed in enumerate(PLACED)]
+    made.add_flat(SHAPES, 0, {}, ranks, {"two": SavedKind(ELEMENTWISE, rows=2)})
     tensors = made.build(model(), 1, 2, ({},)).tensors
     chunks = [(e.range.start, e.range.stop, e.file, e.byte_offset) for e in tensors["a", MASTER].chunks]
     assert chunks == [(0, 4, 0, 64), (4, 6, 1, 64)]
@@ -57,9 +55,8 @@ def test_every_row_of_a_state_is_cut_as_the_partition_is() -> None:
 
 def test_ranks_that_saved_a_parameter_in_different_dtypes_are_damage() -> None:
     made = builder()
-    made.add_partition(SHAPES, PLACED[0], flat(), {}, file=0)
     with pytest.raises(DamagedError, match="different dtypes") as caught:
-        made.add_partition(SHAPES, PLACED[1], flat("bfloat16"), {}, file=1)
+        made.add_flat(SHAPES, 0, {}, [(0, flat(), PLACED[0]), (1, flat("bfloat16"), PLACED[1])], {})
     error = caught.value
     assert (error.parameter, error.file, error.found) == ("a", "1.pt", "bfloat16")
 
