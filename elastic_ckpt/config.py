@@ -6,16 +6,19 @@ Flags of a command line (:mod:`elastic_ckpt.load.flags`) end up here too.
 from __future__ import annotations
 
 import difflib
+import logging
+import os
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from elastic_ckpt.core.state_kinds import NON_SHARD_KEYS, StateOptions
+from elastic_ckpt.core.state_kinds import ELEMENTWISE, NON_SHARD_KEYS, REPLICATED, StateOptions
 from elastic_ckpt.core.tp_rules import Rule
 from elastic_ckpt.errors import ConfigError
 
+logger = logging.getLogger(__name__)
 #: The key in the DeepSpeed config.
 CONFIG_KEY = "elastic_checkpoint"
 Mode = Literal["auto", "require", "off"]
@@ -82,16 +85,22 @@ class ElasticConfig(BaseModel):
         description="optimizer states that are never sharded: the same tensor whatever the partition, by exact name; "
         "one that you write and the checkpoint lacks is reported",
     )
+    shard_state_keys: Annotated[list[str], _ELASTIC_ONLY] = Field(
+        [], description="optimizer states that are sharded like their parameters, by exact name"
+    )
+    fresh_state_keys: Annotated[list[str], _ELASTIC_ONLY] = Field(
+        [], description="optimizer states that are not restored, by exact name"
+    )
     non_shard_max_numel: Annotated[int, _ELASTIC_ONLY] = Field(
         0,
         ge=0,
-        description="take optimizer states of an unknown layout with at most so many elements as never sharded; the "
-        "report names them. 0: none. Unsafe: a small state may be a cut one",
+        description="deprecated, write the names that the report lists into non_shard_state_keys: take optimizer "
+        "states of an unknown layout with at most so many elements as never sharded. 0: none",
     )
     state_schema: Annotated[dict[str, Literal["elementwise", "replicated", "fresh"]], _ELASTIC_ONLY] = Field(
         {},
-        description="what an optimizer state is, by name: elementwise (cut like its parameters), replicated (never "
-        "sharded), fresh (not restored)",
+        description="deprecated, use shard_state_keys (elementwise), non_shard_state_keys (replicated) and "
+        "fresh_state_keys (fresh): what an optimizer state is, by name",
     )
     convert_optimizer: Annotated[bool, _ELASTIC_ONLY] = Field(
         False,
@@ -156,44 +165,39 @@ def requires_elastic(config: ElasticConfig) -> bool:
 
 
 def state_options(config: ElasticConfig) -> StateOptions:
-    """What the user says of optimizer states."""
+    """The layouts of optimizer states that the user names.
+
+    Raises:
+        ConfigError: two options give one state different layouts; only ``state_schema`` overrides the allowlist.
+    """
     named = config.non_shard_state_keys if "non_shard_state_keys" in config.model_fields_set else []
-    return StateOptions(
-        tuple(config.non_shard_state_keys), tuple(named), config.non_shard_max_numel, dict(config.state_schema)
-    )
+    schema: dict[str, str] = {**config.state_schema}
+    for option, layout in (("shard_state_keys", ELEMENTWISE), ("fresh_state_keys", "fresh")):
+        for key in getattr(config, option):
+            other = REPLICATED if key in named else schema.setdefault(key, layout)
+            if other != layout:
+                raise ConfigError(
+                    f'"{option}" under "{CONFIG_KEY}" names optimizer state {key!r}, which is {other} elsewhere',
+                    parameter=key,
+                    expected="one layout for a state",
+                    found=f"{other} and {layout}",
+                    remedy=f'take "{key}" out of one of the lists',
+                )
+    return StateOptions(tuple(config.non_shard_state_keys), tuple(named), config.non_shard_max_numel, schema)
 
 
-#: Keys that people write in place of the right ones; DeepSpeed does not know them and says nothing.
+#: Deprecated options -> what to write instead.
+_REPLACEMENTS = {
+    "state_schema": '"shard_state_keys", "non_shard_state_keys" and "fresh_state_keys", which list states by name',
+    "non_shard_max_numel": '"non_shard_state_keys", with the names that the load report lists',
+}
+_warned: set[str] = set()
+#: Keys that people write in place of the right ones, which DeepSpeed ignores.
 _LOAD_UNIVERSAL = '"checkpoint": {"load_universal": true}, or leave it out: elastic_ckpt detects universal checkpoints'
-_WRONG_KEYS = dict.fromkeys(("load_universal_checkpoint", "universal_checkpoint", "load_universal"), _LOAD_UNIVERSAL)
-#: How like :data:`CONFIG_KEY` a key must be to be taken for it; DeepSpeed's own are at most 0.71.
-_ALIKE = 0.8
-_WRONG_IN_CHECKPOINT = dict.fromkeys(
-    ("load_universal_checkpoint", "universal_checkpoint", "universal"), _LOAD_UNIVERSAL
-)
-
-
-def _refuse_wrong_keys(ds_config: Mapping[str, Any]) -> None:
-    section = ds_config.get("checkpoint")
-    inside = section if isinstance(section, Mapping) else {}
-    alike = [key for key in ds_config if key != CONFIG_KEY and _is_like_ours(str(key))]
-    for where, keys, known in (
-        ("", ds_config, _WRONG_KEYS | dict.fromkeys(alike, f'"{CONFIG_KEY}": {{...}}')),
-        (' under "checkpoint"', inside, _WRONG_IN_CHECKPOINT),
-    ):
-        for key in known.keys() & keys.keys():
-            raise ConfigError(
-                f'"{key}"{where} in the DeepSpeed config is a key that nobody reads',
-                expected=known[key],
-                found=f'"{key}": {keys[key]!r}',
-                remedy=f"write {known[key]}",
-            )
-
-
-def _is_like_ours(key: str) -> bool:
-    return difflib.SequenceMatcher(None, key.lower(), CONFIG_KEY).ratio() >= _ALIKE
-
-
+_WRONG_KEYS = ("load_universal_checkpoint", "universal_checkpoint")
+#: Ratio from which a key is taken for a misspelt :data:`CONFIG_KEY`; DeepSpeed's own keys have at most 0.71.
+_SIMILAR = 0.8
+#: Options from the command line, which win over the DeepSpeed config.
 _flags: dict[str, Any] = {}
 
 
@@ -238,7 +242,7 @@ def read_config(ds_config: Mapping[str, Any]) -> ElasticConfig:
                 remedy=f'did you mean "{nearest[0]}"?',
             )
     try:
-        return ElasticConfig(**{**section, **_flags})
+        config = ElasticConfig(**{**section, **_flags})
     except ValidationError as error:
         first = error.errors()[0]
         key = str(first["loc"][0])
@@ -248,3 +252,32 @@ def read_config(ds_config: Mapping[str, Any]) -> ElasticConfig:
             expected=f"{first['msg']} ({ElasticConfig.model_fields[key].description})",
             found=repr(first["input"]),
         ) from error
+    state_options(config)
+    _warn_of_deprecated(section)
+    return config
+
+
+def _refuse_wrong_keys(ds_config: Mapping[str, Any]) -> None:
+    section = ds_config.get("checkpoint")
+    wrong = [(key, "", ds_config, _LOAD_UNIVERSAL) for key in (*_WRONG_KEYS, "load_universal")]
+    if isinstance(section, Mapping):
+        wrong += [(key, ' under "checkpoint"', section, _LOAD_UNIVERSAL) for key in (*_WRONG_KEYS, "universal")]
+    for key in ds_config:
+        if key != CONFIG_KEY and difflib.SequenceMatcher(None, str(key).lower(), CONFIG_KEY).ratio() >= _SIMILAR:
+            wrong.append((key, "", ds_config, f'"{CONFIG_KEY}": {{...}}'))
+    for key, where, values, right in wrong:
+        if key in values:
+            raise ConfigError(
+                f'"{key}"{where} in the DeepSpeed config is a key that nobody reads',
+                expected=right,
+                found=f'"{key}": {values[key]!r}',
+                remedy=f"write {right}",
+            )
+
+
+def _warn_of_deprecated(section: Mapping[str, Any]) -> None:
+    """One warning an option in a job: of its first rank, at the first load."""
+    for key in _REPLACEMENTS.keys() & section.keys() - _warned:
+        _warned.add(key)
+        if os.environ.get("RANK", "0") == "0":
+            logger.warning('elastic_ckpt: "%s" is deprecated; use %s', key, _REPLACEMENTS[key])

@@ -55,14 +55,16 @@ class ElasticCkptError(Exception):
 
     def __str__(self) -> str:
         lines = [self.problem]
-        for detail in _DETAILS:
-            value = getattr(self, detail)
-            if value is not None:
-                lines.append(f"  {detail + ':':<11}{value}")
+        lines += [f"  {name + ':':<11}{value}" for name, value in self.details.items() if value is not None]
         return "\n".join(lines)
 
+    @property
+    def details(self) -> dict[str, Any]:
+        """Everything but the problem, as arguments of another error."""
+        return {name: getattr(self, name) for name in _DETAILS}
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.problem, {name: getattr(self, name) for name in _DETAILS})
+        return _rebuild, (type(self), self.problem, self.details)
 
 
 def _rebuild(cls: type[ElasticCkptError], problem: str, details: dict[str, Any]) -> ElasticCkptError:

@@ -13,7 +13,7 @@ from deepspeed.checkpoint.affine import ParamAffineMap
 
 from elastic_ckpt.core.declared import declared_by
 from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.local_state import LiveLayout, LocalState
+from elastic_ckpt.core.local_state import LiveLayout, ModelLayout, RankCoordinates
 from elastic_ckpt.core.metadata import (
     MASTER,
     CheckpointMetadata,
@@ -62,8 +62,8 @@ def decided(
     book: RuleBook | None = None,
     policy: str = STRICT,
 ) -> Resharding:
-    engine = LocalState(1, 1, 0, "o", (), (), (), (), tp=len(held.shapes), tp_rank=rank, layouts={name: held})
-    return resolve(metadata, engine, [name], book or RuleBook(), policy)
+    model = ModelLayout(RankCoordinates(tp=len(held.shapes), tp_rank=rank), {name: held})
+    return resolve(metadata, model, [name], book or RuleBook(), policy)
 
 
 def arrives(resharding: Resharding, name: str, saved: Tensors, like: torch.Tensor, key: str = MASTER) -> torch.Tensor:

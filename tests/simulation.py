@@ -16,7 +16,15 @@ from typing import Any
 from hypothesis import strategies as st
 
 from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.local_state import FlatPartition, Fragment, LiveGroup, LocalState, WholeTensor
+from elastic_ckpt.core.local_state import (
+    FlatPartition,
+    Fragment,
+    LiveGroup,
+    LocalState,
+    ModelLayout,
+    RankCoordinates,
+    WholeTensor,
+)
 from elastic_ckpt.core.metadata import (
     BUFFER,
     FROZEN,
@@ -276,13 +284,12 @@ def engine_of(case: Case, rank: int) -> LocalState:
         wholes.append(WholeTensor(name, key, shape, held_range, "int64" if key == BUFFER else "float32"))
     return LocalState(
         zero_stage=3 if target.style == "zero3" else 1,
-        dp=target.dp,
-        dp_rank=rank,
         optimizer="torch.optim.AdamW",
         flats=tuple(flats),
         fragments=tuple(fragments),
         wholes=tuple(wholes),
         groups=tuple(LiveGroup(names, dict(ADAM)) for names in target.groups),
+        model=ModelLayout(RankCoordinates(target.dp, rank)),
     )
 
 
@@ -389,8 +396,6 @@ def live(
         flats.append(flat_partition(number, number, position, dtype, tuple(names), states, scalar_keys))
     return LocalState(
         zero_stage=1,
-        dp=1,
-        dp_rank=0,
         optimizer="torch.optim.AdamW",
         flats=tuple(flats),
         fragments=tuple(fragments),

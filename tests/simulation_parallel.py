@@ -15,7 +15,15 @@ from hypothesis import strategies as st
 
 from elastic_ckpt.core.declared import declared_by, split_of_affine
 from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.local_state import FlatPartition, LiveGroup, LiveLayout, LocalState, WholeTensor
+from elastic_ckpt.core.local_state import (
+    FlatPartition,
+    LiveGroup,
+    LiveLayout,
+    LocalState,
+    ModelLayout,
+    RankCoordinates,
+    WholeTensor,
+)
 from elastic_ckpt.core.metadata import (
     BUFFER,
     FROZEN,
@@ -328,19 +336,16 @@ def engine(case: Case, stage: int, rank: int, dp_rank: int) -> LocalState:
             wholes.append(WholeTensor(name, keys_of(name)[0], shapes[name], part, "float32"))
     return LocalState(
         zero_stage=3 if cut.style == "zero3" else 1,
-        dp=side.dp,
-        dp_rank=dp_rank,
         optimizer="torch.optim.AdamW",
         flats=tuple(flats),
         fragments=tuple(fragments),
         wholes=tuple(wholes),
         groups=(LiveGroup(trained(names), dict(ADAM)),),
-        tp=side.tp,
-        tp_rank=rank,
-        pp=len(side.stages),
-        pp_rank=stage,
-        elsewhere=frozenset(case.said) - set(names),
-        layouts={name: layout_of(case, name) for name in names},
+        model=ModelLayout(
+            RankCoordinates(side.dp, dp_rank, side.tp, rank, len(side.stages), stage),
+            layouts={name: layout_of(case, name) for name in names},
+            elsewhere=frozenset(case.said) - set(names),
+        ),
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from elastic_ckpt import config as elastic_config
 from elastic_ckpt.config import (
     CONFIG_KEY,
     ElasticConfig,
@@ -15,6 +16,7 @@ from elastic_ckpt.config import (
     read_config,
     requires_elastic,
     set_flags,
+    state_options,
 )
 from elastic_ckpt.errors import ConfigError
 
@@ -66,6 +68,8 @@ SET: dict[str, Any] = {
     "rename": [("^old", "new")],
     "param_groups": "keep_live",
     "non_shard_state_keys": ["my_map"],
+    "shard_state_keys": ["my_moment"],
+    "fresh_state_keys": ["my_cache"],
     "non_shard_max_numel": 256,
     "state_schema": {"my_state": "elementwise"},
     "convert_optimizer": True,
@@ -273,3 +277,47 @@ def test_keys_of_deepspeed_are_none_of_them() -> None:
     others = {"elasticity": {"enabled": False}, "activation_checkpointing": {}, "checkpoint_engine": {}}
     assert read_config({"checkpoint": section, **others}).mode == "auto"
     assert read_config({"checkpoint": None}).mode == "auto"
+
+
+# --- layouts of optimizer states --------------------------------------------------------------------------------
+
+
+def test_states_are_named_by_their_layout() -> None:
+    options = state_options(read(shard_state_keys=["m"], non_shard_state_keys=["table"], fresh_state_keys=["cache"]))
+    assert options.schema == {"m": "elementwise", "cache": "fresh"}
+    assert options.says_replicated("table") and options.named == ("table",)
+    old = state_options(read(state_schema={"m": "elementwise", "table": "replicated", "cache": "fresh"}))
+    assert old.schema == {**options.schema, "table": "replicated"} and old.says_replicated("table")
+
+
+@pytest.mark.parametrize(
+    "two",
+    [
+        {"shard_state_keys": ["m"], "fresh_state_keys": ["m"]},
+        {"non_shard_state_keys": ["m"], "shard_state_keys": ["m"]},
+        {"non_shard_state_keys": ["m"], "fresh_state_keys": ["m"]},
+        {"state_schema": {"m": "replicated"}, "shard_state_keys": ["m"]},
+    ],
+)
+def test_a_state_has_one_layout(two: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="names optimizer state 'm', which is") as caught:
+        read(**two)
+    assert caught.value.parameter == "m" and '"m"' in str(caught.value.remedy)
+    read(shard_state_keys=["qmap1"])  # the default allowlist is nobody's word
+
+
+@pytest.mark.parametrize("key", ["state_schema", "non_shard_max_numel"])
+def test_a_deprecated_option_is_accepted_and_its_replacement_named_once(
+    key: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(elastic_config, "_warned", set())
+    for _ in range(2):
+        assert getattr(read(**{key: SET[key]}), key) == SET[key]
+    assert [record.message for record in caplog.records if f'"{key}" is deprecated' in record.message]
+    assert len(caplog.records) == 1 and "non_shard_state_keys" in caplog.text
+    monkeypatch.setattr(elastic_config, "_warned", set())
+    monkeypatch.setenv("RANK", "1")
+    read(**{key: SET[key]})
+    assert len(caplog.records) == 1
+    read(non_shard_state_keys=["my_map"])
+    assert len(caplog.records) == 1

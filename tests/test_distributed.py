@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from elastic_ckpt.distributed import alike, pack, share, unpack
+from elastic_ckpt.distributed import all_gather, deterministic, pack, unpack
 from elastic_ckpt.errors import DamagedError, ElasticCkptError
 from elastic_ckpt.formats.pickled import TensorRef
 
@@ -28,19 +28,19 @@ def test_views_are_sent_with_their_shape_and_values() -> None:
 
 
 def test_a_process_alone_shares_with_itself() -> None:
-    assert share({"a": 1}) == [{"a": 1}]
+    assert all_gather("share", lambda: {"a": 1}) == [{"a": 1}]
 
 
 def test_what_all_ranks_fail_in_alike_is_no_single_ranks_failure() -> None:
     with (
         pytest.raises(ElasticCkptError, match=r"failed to look: KeyError: 'nobody thought of it'") as caught,
-        alike("look"),
+        deterministic("look"),
     ):
         raise KeyError("nobody thought of it")
     assert caught.value.rank is None
     assert isinstance(caught.value.__cause__, KeyError)
     torn = DamagedError("torn", file="a.pt")
-    with pytest.raises(DamagedError) as foreseen, alike("look"):
+    with pytest.raises(DamagedError) as foreseen, deterministic("look"):
         raise torn
     assert foreseen.value is torn and torn.rank is None
 

@@ -1,4 +1,4 @@
-"""Saved names that mean a live parameter of another name: renames of the user's, and tied names. Pure."""
+"""Saved names of live parameters that have another name: the user's renames, and tied names. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from elastic_ckpt.core.local_state import LocalState
+from elastic_ckpt.core.local_state import ModelLayout
 from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.errors import MismatchError, listed
 
@@ -36,19 +36,9 @@ def rename_saved(metadata: CheckpointMetadata, rules: RenameRules) -> Checkpoint
     if not rules:
         return metadata
     names = dict.fromkeys([*metadata.parameters, *(name for name, _ in metadata.tensors), *metadata.aliases])
-    renamed = {name: rename(name, rules) for name in names}
-    used = Counter(next((p for p, _ in rules if re.search(p, name)), None) for name in names)
-    _refuse_collisions(list(names), renamed)
-    idle = [pattern for pattern, _ in rules if not used[pattern]]
-    notes = [f"rename: {used[pattern]} names go by {pattern!r}" for pattern, _ in rules if used[pattern]]
-    notes += [f"rename: no name in the checkpoint goes by {pattern!r}" for pattern in idle]
-    return _with_names(metadata, lambda name: rename(name, rules), notes)
-
-
-def _refuse_collisions(names: Sequence[str], renamed: dict[str, str]) -> None:
     by_new: dict[str, list[str]] = {}
     for name in names:
-        by_new.setdefault(renamed.get(name, name), []).append(name)
+        by_new.setdefault(rename(name, rules), []).append(name)
     for new, old in by_new.items():
         if len(old) > 1:
             raise MismatchError(
@@ -58,16 +48,23 @@ def _refuse_collisions(names: Sequence[str], renamed: dict[str, str]) -> None:
                 found=listed(old),
                 remedy='make the pattern narrower: "elastic_checkpoint": {"rename": [["^old\\\\.(.*)", "new.\\\\1"]]}',
             )
+    used = Counter(next((pattern for pattern, _ in rules if re.search(pattern, name)), None) for name in names)
+    patterns = sorted((pattern for pattern, _ in rules), key=lambda pattern: not used[pattern])
+    notes = [
+        f"rename: {f'{used[pattern]} names go' if used[pattern] else 'no name in the checkpoint goes'} by {pattern!r}"
+        for pattern in patterns
+    ]
+    return _with_names(metadata, lambda name: rename(name, rules), notes)
 
 
-def adopt_live_names(metadata: CheckpointMetadata, local_state: LocalState) -> CheckpointMetadata:
+def adopt_live_names(metadata: CheckpointMetadata, model: ModelLayout) -> CheckpointMetadata:
     """Give a tied parameter that was saved under another of its names the name that the live engine uses.
 
     Which name of a tied parameter counts depends on the order in which modules are registered.
     """
     saved_names = {*metadata.parameters, *(name for name, _ in metadata.tensors)}
     renamed = {}
-    for name, others in local_state.ties.items():
+    for name, others in model.ties.items():
         saved = [other for other in others if other in saved_names]
         if name not in saved_names and len(saved) == 1:
             renamed[saved[0]] = name

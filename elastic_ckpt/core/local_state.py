@@ -1,7 +1,7 @@
 """What the live engine of one rank holds, as pure data: where every element has to go.
 
-An engine adapter (:mod:`elastic_ckpt.engines`) fills these in; the planner reads them. No tensors here: a
-*flat partition* is named by its index, and the adapter keeps the tensor that belongs to it.
+An engine adapter (:mod:`elastic_ckpt.engines`) fills these in; the planner reads them. They hold no tensors: the
+adapter keeps the tensor of the *flat partition* that an index names.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class FlatPartition:
         dtype: name of the torch dtype of the master weights.
         members: names of all parameters of the group or sub-group, on this rank or not.
         replicated: whether every data-parallel rank holds the same bytes.
-        states: the tensor states that the optimizer keeps for it; ``None``: an optimizer that is not known, which
-            takes the states of the checkpoint as they are.
+        states: the tensor states that the optimizer keeps for it; ``None``: an unknown optimizer, which takes the
+            states of the checkpoint as they are.
         scalars: the scalar states that it keeps for it (``step``), sorted; ``None``: not known.
     """
 
@@ -44,14 +44,13 @@ class FlatPartition:
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """A piece of one parameter inside a flat partition of this rank.
+    """A range of one parameter inside a flat partition of this rank.
 
     Attributes:
-        name: parameter.
-        shape: its shape; of a tensor-parallel one, that of this rank's shard.
+        name, shape: the parameter; of a tensor-parallel one, the shape of this rank's shard.
         range: which elements of it.
         flat: index into :attr:`LocalState.flats`.
-        flat_offset: where the piece starts in that flat partition, in elements.
+        flat_offset: where the range starts in that flat partition, in elements.
     """
 
     name: str
@@ -66,10 +65,9 @@ class WholeTensor:
     """A tensor that no optimizer owns: a buffer, or a frozen parameter (ZeRO-3: this rank's part of it).
 
     Attributes:
-        name: name in the model.
-        key: :data:`elastic_ckpt.core.metadata.BUFFER` or :data:`elastic_ckpt.core.metadata.FROZEN`.
-        shape: logical shape.
-        range: the elements that this rank holds.
+        name, key, shape: the tensor; ``key`` is :data:`elastic_ckpt.core.metadata.BUFFER` or
+            :data:`elastic_ckpt.core.metadata.FROZEN`.
+        range: the elements on this rank.
         dtype: name of the live torch dtype.
         replicated: whether every data-parallel rank holds the same bytes.
         trains: whether an optimizer would own it, if the engine had one.
@@ -86,16 +84,16 @@ class WholeTensor:
 
 @dataclass(frozen=True, slots=True)
 class LiveLayout:
-    """How the live tensor-parallel ranks hold a parameter, as far as it tells.
+    """How the live tensor-parallel ranks hold a parameter, as far as it is known.
 
     Attributes:
         shapes: its shape on each tensor-parallel rank.
-        dim: dimension that is cut, where the parameter says so; -1: it says that it is replicated; ``None``: nothing.
-        stride: number of sub-parameters that lie one behind the other on each rank (Megatron's ``partition_stride``).
-        owner: top-level packages of the module that holds it (``"megatron.core"``).
-        split: how it is cut, where that is recorded in full (AutoTP).
+        dim: its sharded dimension, where the parameter records it; -1: recorded as replicated; ``None``: not recorded.
+        stride: number of sub-parameters that follow each other on each rank (Megatron's ``partition_stride``).
+        owner: top-level packages of its module (``"megatron.core"``).
+        split: its layout, where that is recorded in full (AutoTP).
         values: checksum of a buffer's values on each tensor-parallel rank; empty for parameters.
-        origin: who says so, where it is not a live parameter.
+        origin: source of these facts, where it is not a live parameter.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -158,41 +156,49 @@ class LiveGroup:
 
 
 @dataclass(frozen=True)
+class ModelLayout:
+    """The live model without any memory: names and tensor-parallel layouts, as the ranks of a job share them.
+
+    Attributes:
+        coordinates: of the rank that looks at it.
+        layouts: how tensor-parallel ranks hold each parameter and buffer of its stage; empty where nothing is known.
+        elsewhere: names of parameters and buffers that only other pipeline stages hold.
+        ties: parameter -> the other names that it has in the live module.
+    """
+
+    coordinates: RankCoordinates = RankCoordinates()
+    layouts: Mapping[str, LiveLayout] = field(default_factory=dict)
+    elsewhere: frozenset[str] = frozenset()
+    ties: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Every parameter and buffer of the model, the same on all ranks."""
+        return self.elsewhere.union(self.layouts)
+
+
+@dataclass(frozen=True)
 class LocalState:
-    """All that one rank's engine holds.
+    """What one rank's engine holds in memory, and the model that it is of.
 
     Attributes:
         zero_stage: 0 to 3.
-        dp: data-parallel degree.
-        dp_rank: this rank's place in it.
         optimizer: class name of the base optimizer.
-        family: optimizers of one family keep the same states under different names; ``None``: no other one does.
-        defaults: names of the hyperparameters that this optimizer knows.
         flats: flat partitions.
-        fragments: pieces of parameters inside them, in flat order.
+        fragments: ranges of parameters inside them, in flat order.
         wholes: buffers and frozen parameters.
         groups: param groups.
-        ties: parameter -> the other names that it has in the live module.
-        tp, tp_rank: tensor-parallel degree, and this rank's place in it.
-        pp, pp_rank: pipeline-parallel degree, and this rank's place in it.
-        elsewhere: names of parameters and buffers that only other pipeline stages hold.
-        layouts: how tensor-parallel ranks hold each parameter and buffer; empty where nothing is known.
+        model: names and tensor-parallel layouts, and where this rank stands.
+        family: optimizers of one family keep the same states under different names; ``None``: no other one does.
+        defaults: names of the hyperparameters that this optimizer knows.
     """
 
     zero_stage: int
-    dp: int
-    dp_rank: int
     optimizer: str
     flats: tuple[FlatPartition, ...]
     fragments: tuple[Fragment, ...]
     wholes: tuple[WholeTensor, ...]
     groups: tuple[LiveGroup, ...]
-    ties: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    model: ModelLayout = field(default_factory=ModelLayout)
     family: str | None = None
     defaults: frozenset[str] = frozenset()
-    tp: int = 1
-    tp_rank: int = 0
-    pp: int = 1
-    pp_rank: int = 0
-    elsewhere: frozenset[str] = frozenset()
-    layouts: Mapping[str, LiveLayout] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What kinds of optimizer state there are, as pure data: how each lies beside the flat partition it belongs to.
+"""Kinds of optimizer state, as pure data: the layout of each beside the flat partition that it belongs to.
 
 A flat partition of ``N`` elements may have, beside scalars (``step``):
 
@@ -122,11 +122,11 @@ def block_numel_of(numel: int, scales: int) -> int | None:
 
 @dataclass(frozen=True)
 class StateOptions:
-    """The user's word on optimizer states; see :class:`elastic_ckpt.config.ElasticConfig`.
+    """The layouts of optimizer states that the user names; see :class:`elastic_ckpt.config.ElasticConfig`.
 
     Attributes:
         non_shard_keys: names of replicated states.
-        named: those of them that the user wrote, so that one that is not found is worth a word.
+        named: those of them that the user wrote, so that a missing one is reported.
         non_shard_max_numel: unknown tensors of at most so many elements are replicated; 0: none.
         schema: state key -> ``"elementwise"``, ``"replicated"`` or ``"fresh"``.
     """
@@ -137,15 +137,13 @@ class StateOptions:
     schema: Mapping[str, str] = field(default_factory=dict)
 
     def says_replicated(self, key: str) -> bool:
-        """Whether the user, or the default list, calls a state replicated."""
+        """Whether the user, or the default list, names a state as replicated."""
         return self.schema.get(key) == REPLICATED or (key in self.non_shard_keys and key not in self.schema)
 
 
 def codebook(values: Iterable[float]) -> Codebook:
     """A quantization map as data; equal ones are one object, which is pickled once in a message."""
-    return _interned(Codebook(tuple(values)))
+    return _codebook(tuple(values))
 
 
-@lru_cache(maxsize=64)
-def _interned(known: Codebook) -> Codebook:
-    return known
+_codebook = lru_cache(maxsize=64)(Codebook)

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+#: 1-bit optimizers of DeepSpeed before 0.19, by lower-case class name, which is their name in the config too.
+ONE_BIT_OPTIMIZERS = frozenset({"onebitadam", "onebitlamb", "zerooneadam"})
+
 
 @dataclass(frozen=True)
 class LossScale:
@@ -29,7 +32,7 @@ class LossScale:
 class BatchSizes:
     """How a run cuts its data: the global batch in samples, the micro batch of a rank, micro-batches a step.
 
-    ``None`` where the checkpoint does not tell.
+    ``None`` where the checkpoint does not record it.
     """
 
     global_batch: int | None
@@ -48,10 +51,10 @@ class TrainingState:
         loss_scale: state of the fp16 loss scaler; ``None`` where the run did not train in fp16.
         overflow: the optimizer's overflow flag.
         checkpoint: every other top-level entry of the model-states file, the client state among them.
-        same_ranks: whether the job has the ranks of the save, so that what belongs to one rank still belongs to it;
+        same_ranks: whether the job has the ranks of the save, so that each gets its own state;
             if not, this is rank 0's on every rank.
-        degrees: tensor- and pipeline-parallel degree of the save, if this is the state of the model-parallel rank whose
-            place this one has taken; else zeros.
+        degrees: tensor- and pipeline-parallel degree of the save, if this is the state of the same model-parallel rank;
+            else zeros.
     """
 
     counters: Mapping[str, Any]
@@ -62,3 +65,38 @@ class TrainingState:
     checkpoint: Mapping[str, Any]
     same_ranks: bool = False
     degrees: tuple[int, int] = (1, 1)
+
+
+@dataclass(frozen=True)
+class Features:
+    """Features of a run that only DeepSpeed's own loader restores.
+
+    Attributes:
+        experts: number of experts, by layer.
+        expert_groups: names of the param groups of experts, which show their expert-parallel degree.
+        one_bit: whether a 1-bit optimizer steps.
+        mics: ranks in a MiCS shard group; 0 without MiCS.
+    """
+
+    experts: tuple[int, ...] = ()
+    expert_groups: tuple[str, ...] = ()
+    one_bit: bool = False
+    mics: int = 0
+
+    def __or__(self, other: Features) -> Features:
+        return Features(
+            self.experts or other.experts,
+            tuple(sorted({*self.expert_groups, *other.expert_groups})),
+            self.one_bit or other.one_bit,
+            max(self.mics, other.mics),
+        )
+
+    @property
+    def names(self) -> str:
+        """The features in words; empty where there is none."""
+        names = (
+            (bool(self.experts or self.expert_groups), "mixture of experts"),
+            (self.one_bit, "a 1-bit optimizer"),
+            (self.mics > 0, f"MiCS (mics_shard_size {self.mics})"),
+        )
+        return ", ".join(name for present, name in names if present)

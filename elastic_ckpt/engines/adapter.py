@@ -11,7 +11,15 @@ import torch
 import torch.distributed as dist
 
 from elastic_ckpt.core.flat_ranges import FlatRange, Placement
-from elastic_ckpt.core.local_state import FlatPartition, Fragment, LiveGroup, LocalState, WholeTensor
+from elastic_ckpt.core.local_state import (
+    FlatPartition,
+    Fragment,
+    LiveGroup,
+    LocalState,
+    ModelLayout,
+    RankCoordinates,
+    WholeTensor,
+)
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
 from elastic_ckpt.core.read_plan import ReadPlan, Slot
 from elastic_ckpt.distributed import can_broadcast
@@ -105,8 +113,6 @@ class EngineAdapter(ABC):
             ]
         return LocalState(
             zero_stage=self.zero_stage,
-            dp=dist.get_world_size(group=self.dp_group),
-            dp_rank=dist.get_rank(group=self.dp_group),
             optimizer=self.schema.optimizer,
             family=self.schema.family,
             defaults=frozenset(self.base.defaults),
@@ -120,7 +126,10 @@ class EngineAdapter(ABC):
                 LiveGroup(self._names_of(params), self._hyperparameters(number))
                 for number, params in enumerate(self.numbered())
             ),
-            ties=self._ties(),
+            model=ModelLayout(
+                RankCoordinates(dist.get_world_size(group=self.dp_group), dist.get_rank(group=self.dp_group)),
+                ties=self._ties(),
+            ),
         )
 
     def stepped(self, flat: int) -> Stepped:

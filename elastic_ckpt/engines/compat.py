@@ -40,6 +40,22 @@ def partition_group(engine: Any) -> Any:
     return next((param.ds_process_group for param in engine.param_names), engine.seq_data_parallel_group)
 
 
+def dp_group_of(engine: Any) -> Any:
+    """The process group over which the optimizer is partitioned, or else its data-parallel ranks."""
+    return getattr(engine.optimizer, "dp_process_group", None) or engine.seq_data_parallel_group
+
+
+def keeps_own_masters(engine: Any) -> bool:
+    """Whether an optimizer without ZeRO keeps fp32 masters beside fp16 or bf16 weights."""
+    return hasattr(engine.optimizer, "refresh_fp32_params")
+
+
+def numbered_params(engine: Any) -> list[list[torch.nn.Parameter]]:
+    """Parameters of the model by param group, as an optimizer without ZeRO numbers them."""
+    groups = getattr(engine.optimizer, "fp16_groups", None)
+    return [list(group) for group in groups or (group["params"] for group in base_optimizer(engine).param_groups)]
+
+
 def holds_gradients(engine: Any) -> bool:
     """Whether gradients wait for a step: each optimizer has an attribute of its own for them, which step empties."""
     if engine.zero_optimization_stage() == 0:

@@ -24,7 +24,7 @@ from deepspeed.utils.bwc import (
 )
 
 from elastic_ckpt.core.declared import split_of_affine
-from elastic_ckpt.core.local_state import LiveLayout, LocalState, RankCoordinates
+from elastic_ckpt.core.local_state import LiveLayout, LocalState, ModelLayout, RankCoordinates
 from elastic_ckpt.core.sequence import SequenceParallel
 from elastic_ckpt.core.strided import TPLayout
 from elastic_ckpt.core.tp_rules import CannotSplit
@@ -36,12 +36,13 @@ _MOST_COMPARED = 1 << 16
 RankLayouts = tuple[RankCoordinates, Mapping[str, LiveLayout]]
 
 
-def coordinates_of(engine: Any, dp: int, dp_rank: int) -> RankCoordinates:
-    """The coordinates of this rank.
+def coordinates_of(engine: Any, partitioned: RankCoordinates) -> RankCoordinates:
+    """The coordinates of this rank; ``partitioned``: among the ranks that ZeRO partitions over.
 
     Raises:
         UnsupportedError: pipeline parallelism that is not DeepSpeed's.
     """
+    dp, dp_rank = partitioned.dp, partitioned.dp_rank
     if isinstance(engine, PipelineEngine):
         grid = engine.grid
         tp, tp_rank = grid.get_slice_parallel_world_size(), grid.get_slice_parallel_rank()
@@ -94,15 +95,7 @@ def with_coordinates(local_state: LocalState, mine: RankLayouts, everybody: Sequ
             name: _of_stage(layout, [shards[name] for _, shards in stage if name in shards])
             for name, layout in layouts.items()
         }
-    return replace(
-        local_state,
-        tp=here.tp,
-        tp_rank=here.tp_rank,
-        pp=here.pp,
-        pp_rank=here.pp_rank,
-        elsewhere=frozenset(elsewhere),
-        layouts=layouts,
-    )
+    return replace(local_state, model=ModelLayout(here, layouts, frozenset(elsewhere), local_state.model.ties))
 
 
 def _of_stage(mine: LiveLayout, shards: Sequence[LiveLayout]) -> LiveLayout:

@@ -14,7 +14,7 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from elastic_ckpt.core.features import ONE_BIT_OPTIMIZERS, Features
+from elastic_ckpt.core.training_state import ONE_BIT_OPTIMIZERS, Features
 from elastic_ckpt.engines.adapter import EngineAdapter
 from elastic_ckpt.engines.bitsandbytes import BitsAndBytesSchema, is_bitsandbytes
 from elastic_ckpt.engines.compat import base_optimizer, has_optimizer

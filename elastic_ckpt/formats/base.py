@@ -172,6 +172,6 @@ def open_my_share(
         return {position: index(file, position) for position, file in opened.items()}
 
     everything: dict[int, T] = {}
-    for part in distributed.gathered("read the checkpoint's metadata", read):
+    for part in distributed.all_gather("read the checkpoint's metadata", read):
         everything.update(part)
     return [everything[position] for position in range(len(paths))], opened

@@ -221,5 +221,5 @@ def _contradiction(ranks: Sequence[RankStates], key: str, word: str, what: str) 
         file=ranks[0].path,
         expected=f"an {word} state" if word == ELEMENTWISE else f"a {word} state",
         found=f"{tensor.dtype} of shape {tensor.shape}: {what}",
-        remedy=f'take "{key}" out of "state_schema" and "non_shard_state_keys"',
+        remedy=f'take "{key}" out of "non_shard_state_keys" and "shard_state_keys"',
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from elastic_ckpt.core.features import ONE_BIT_OPTIMIZERS, Features
+from elastic_ckpt.core.training_state import ONE_BIT_OPTIMIZERS, Features
 from elastic_ckpt.errors import UnsupportedError
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.saved_config import config_section

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from elastic_ckpt.core.declared import Declared, declared_by
-from elastic_ckpt.core.features import Features
 from elastic_ckpt.core.metadata import SourceFile
 from elastic_ckpt.core.state_kinds import StateOptions
+from elastic_ckpt.core.training_state import Features
 from elastic_ckpt.errors import UnsupportedError
 from elastic_ckpt.formats.base import refuse_other_save
 from elastic_ckpt.formats.degrees import StatedDegrees, stated_degrees

@@ -27,7 +27,7 @@ def read_native(found: Found, options: MetadataOptions) -> Checkpoint:
     Raises:
         ElasticCkptError: on every rank, where the folder is incomplete, mixed, damaged or not supported.
     """
-    with distributed.alike("look at the checkpoint's files"):  # at their names, as rank 0 has found them
+    with distributed.deterministic("look at the checkpoint's files"):  # at their names, as rank 0 has found them
         refuse_unsupported_folder(found)
         names = _expected_files(found)
     kinds = list(names)
@@ -53,7 +53,7 @@ def read_native(found: Found, options: MetadataOptions) -> Checkpoint:
         assembled.append((files, states))
         return states.wanted()
 
-    everybody = distributed.gathered("fit the checkpoint's files together", fit)
+    everybody = distributed.all_gather("fit the checkpoint's files together", fit)
     files, states = assembled[0]
     state = replace(states.exchanged(everybody), degrees=(files.grid.tp, files.grid.pp))
     return Checkpoint(files.metadata, state, paths[everybody[distributed.rank()][0]], len(opened))

@@ -170,8 +170,8 @@ def unmatched_names(kinds: Mapping[str, SavedKind], options: StateOptions) -> tu
     if not unmatched:
         return ()
     return (
-        f'the checkpoint holds no optimizer state named {", ".join(unmatched)}, of which "non_shard_state_keys" or '
-        '"state_schema" speaks',
+        f'the checkpoint holds no optimizer state named {", ".join(unmatched)}, which "non_shard_state_keys", '
+        '"shard_state_keys" or "fresh_state_keys" names',
     )
 
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from elastic_ckpt.core.features import Features
 from elastic_ckpt.core.metadata import SourceFile
+from elastic_ckpt.core.training_state import Features
 from elastic_ckpt.errors import LayoutError
 from elastic_ckpt.formats.base import REMOVE_FOREIGN, refuse_other_save
 from elastic_ckpt.formats.features import features_in

@@ -75,7 +75,7 @@ class TrainingStates:
             def read() -> dict[int, bytes]:
                 return {at: distributed.pack(self._read(at)) for at in sorted(lacking & set(self._opened))}
 
-            for part in distributed.gathered("read counters, scheduler and client state", read):
+            for part in distributed.all_gather("read counters, scheduler and client state", read):
                 packed.update(part)
         own, _ = everybody[distributed.rank()]
         return self._known[own] if own in self._known else distributed.unpack(packed[own])

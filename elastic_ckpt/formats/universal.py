@@ -50,10 +50,10 @@ def read_universal(found: Found, options: MetadataOptions) -> Checkpoint:
     Raises:
         ElasticCkptError: on every rank, where the folder is incomplete, damaged or not supported.
     """
-    with distributed.alike("look at the checkpoint's files"):  # at their names, as rank 0 has found them
+    with distributed.deterministic("look at the checkpoint's files"):  # at their names, as rank 0 has found them
         refuse_unsupported_folder(found)
         model_files = _model_files(found)
-    state_paths = distributed.told("look at the checkpoint's files", lambda: _list_state_files(found))
+    state_paths = distributed.broadcast("look at the checkpoint's files", lambda: _list_state_files(found))
     ranks = list(model_files)
 
     def index(file: PickledFile, position: int) -> ModelShard | OptimizerFile | StateFile:
@@ -88,7 +88,7 @@ def read_universal(found: Found, options: MetadataOptions) -> Checkpoint:
             else None
         )
 
-    everybody = distributed.gathered("fit the checkpoint's files together", fit)
+    everybody = distributed.all_gather("fit the checkpoint's files together", fit)
     packed = next(each for each in everybody if each is not None)
     return Checkpoint(fitted[0], distributed.unpack(packed), first.path, len(opened))
 

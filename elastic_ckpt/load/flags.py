@@ -6,7 +6,7 @@ import argparse
 import base64
 import copy
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,18 +20,18 @@ from elastic_ckpt.errors import ConfigError
 _FLAG = "--universal-checkpoint"
 #: What people type in its place; a script that parses only known arguments would pass over it in silence.
 _WRONG_FLAG = "--universal_checkpoint"
+#: Destination of a flag -> the option that it sets.
+_OPTIONS = {
+    "universal_checkpoint": "mode",
+    "elastic_trust_pickle": "trust_pickle",
+    "elastic_read_threads": "read_threads",
+}
 
 
 class _WrongFlag(argparse.Action):
     """Answers with the right flag."""
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
+    def __call__(self, parser: argparse.ArgumentParser, _: Any, __: Any, option_string: str | None = None) -> None:
         parser.error(f"unknown argument {option_string}: did you mean {_FLAG}?")
 
 
@@ -39,19 +39,11 @@ class _SetFlag(argparse.Action):
     """Stores the value in the namespace, as usual, and for every engine of this process."""
 
     def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, _: str | None = None
     ) -> None:
         value = self.const if self.nargs == 0 else values
         setattr(namespace, self.dest, value)
-        set_flags(**{self.metavar_key: value})
-
-    def __init__(self, *, key: str, **arguments: Any) -> None:
-        self.metavar_key = key
-        super().__init__(**arguments)
+        set_flags(**{_OPTIONS[self.dest]: value})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -69,7 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         group.add_argument(
             _FLAG,
             action=_SetFlag,
-            key="mode",
             nargs="?",
             const="auto",
             choices=("auto", "require", "off"),
@@ -81,20 +72,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--elastic-trust-pickle",
         action=_SetFlag,
-        key="trust_pickle",
         nargs=0,
         const=True,
         default=False,
         help="let checkpoint files run code while they are read; only for files you trust",
     )
-    group.add_argument(
-        "--elastic-read-threads", action=_SetFlag, key="read_threads", type=int, help="threads that read, on each rank"
-    )
+    group.add_argument("--elastic-read-threads", action=_SetFlag, type=int, help="threads that read, on each rank")
     return parser
 
 
 def with_arguments(ds_config: Mapping[str, Any] | str | Path | None, arguments: argparse.Namespace) -> dict[str, Any]:
-    """A DeepSpeed config that says what ``--universal-checkpoint`` said. What the config has besides stays.
+    """A DeepSpeed config with the mode of ``--universal-checkpoint``; its other entries stay.
 
     For scripts that make their config themselves, as Megatron-DeepSpeed does: ``"checkpoint"`` is added to, not
     replaced.
@@ -129,10 +117,10 @@ def _read(source: str) -> dict[str, Any]:
     try:
         is_file = os.path.exists(source)
         text = Path(source).read_bytes() if is_file else base64.urlsafe_b64decode(source)
-        held = hjson.loads(text.decode(), object_pairs_hook=dict_raise_error_on_duplicate_keys)
-        if isinstance(held, dict):
-            return held
-        found = f"{type(held).__name__} in {source!r}"
+        config = hjson.loads(text.decode(), object_pairs_hook=dict_raise_error_on_duplicate_keys)
+        if isinstance(config, dict):
+            return config
+        found = f"{type(config).__name__} in {source!r}"
     except (OSError, ValueError) as error:
         found = f"{source!r}: {error}"
     raise ConfigError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -35,8 +35,7 @@ from elastic_ckpt.errors import (
 from elastic_ckpt.formats import Found
 from elastic_ckpt.formats.detect import find_checkpoint
 from elastic_ckpt.load.execute import collector_off, execute_load
-from elastic_ckpt.load.fallback import deepspeed_loads_it_right, own_files_fit
-from elastic_ckpt.load.own_files import on_own_disks
+from elastic_ckpt.load.fallback import deepspeed_loads_it_right, on_own_disks
 from elastic_ckpt.load.prepare import Clock, Prepared, prepare
 from elastic_ckpt.patches.aligned_partitions import install_alignment, uninstall_alignment
 from elastic_ckpt.patches.pipeline_stages import install_pipe, uninstall_pipe
@@ -55,10 +54,8 @@ def install() -> None:
     original = DeepSpeedEngine.load_checkpoint
     if hasattr(original, _ORIGINAL):
         return
-    patched = _patch(original)
-    setattr(patched, _ORIGINAL, original)
-    DeepSpeedEngine.load_checkpoint = patched
-    DeepSpeedEngine.__init__ = _warning(DeepSpeedEngine.__init__)
+    DeepSpeedEngine.load_checkpoint = _patched_load(original)
+    DeepSpeedEngine.__init__ = _patched_init(DeepSpeedEngine.__init__)
     DeepSpeedEngine.elastic_report = None
     install_alignment()
     install_pipe()
@@ -77,8 +74,8 @@ def uninstall() -> None:
         uninstall_pipe()
 
 
-def _warning(original: Callable[..., None]) -> Callable[..., None]:
-    """``DeepSpeedEngine.__init__`` that warns of engines whose saves will not hold all of them."""
+def _patched_init(original: Callable[..., None]) -> Callable[..., None]:
+    """``DeepSpeedEngine.__init__`` that warns of engines whose saves will be incomplete."""
 
     @functools.wraps(original)
     def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -89,7 +86,7 @@ def _warning(original: Callable[..., None]) -> Callable[..., None]:
     return initialize
 
 
-def _patch(original: Callable[..., Any]) -> Callable[..., Any]:
+def _patched_load(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def load_checkpoint(
         self: Any,
@@ -113,115 +110,57 @@ def _patch(original: Callable[..., Any]) -> Callable[..., Any]:
         )
         return _load_or_delegate(self, arguments, functools.partial(original, self))
 
+    setattr(load_checkpoint, _ORIGINAL, original)
     return load_checkpoint
 
 
 def _load_or_delegate(engine: Any, arguments: LoadArguments, own: Callable[..., Any]) -> Any:
     """Decide, the same way on every rank, who loads; then let them."""
     engine.elastic_report = None
-    config, found = _ask(engine, arguments)
-    if config.mode == "off":
-        return _delegate(engine, arguments, None, own)
-    if found is None:
-        if config.mode == "require":
-            raise NotFoundError(
-                "there is no DeepSpeed checkpoint to load",
-                file=arguments.load_dir,
-                expected="a checkpoint, since the mode is 'require'",
-                found="none",
-            )
-        return _delegate(engine, arguments, None, own)
-    clock = Clock()
-    with collector_off():
-        ready = _prepare_unless_left(engine, found, arguments, config, clock)
-        if ready is not None:
-            return execute_load(engine, found, ready, arguments, config, clock)
+    config, found = _find(engine, arguments)
+    if found is not None:
+        clock = Clock()
+        with collector_off():
+            ready = _prepare_unless_left(engine, found, arguments, config, clock)
+            if ready is not None:
+                return execute_load(engine, found, ready, arguments, config, clock)
+    elif config.mode == "require":
+        raise NotFoundError(
+            "there is no DeepSpeed checkpoint to load",
+            file=arguments.load_dir,
+            expected="a checkpoint, since the mode is 'require'",
+            found="none",
+        )
     return _delegate(engine, arguments, found, own)
 
 
-def _prepare_unless_left(
-    engine: Any, found: Found, arguments: LoadArguments, config: ElasticConfig, clock: Clock
-) -> Prepared | None:
-    """What a load needs to know; ``None``: DeepSpeed's own loader restores what cannot be restored here. Collective.
-
-    Raises:
-        ElasticCkptError: the same on every rank; DeepSpeed's own loader is not known to restore it either.
-    """
-    elastic_only = requires_elastic(config)
-    if not elastic_only and on_own_disks(engine, found) and own_files_fit(engine, found, arguments):
-        _say_left("each node has files of its own (use_node_local_storage), and they are those of this topology")
-        return None
-    try:
-        if arguments.custom_load_fn is not None:
-            raise UnsupportedError("custom_load_fn is handled by DeepSpeed's own loader only")
-        return prepare(engine, found, arguments, config, clock)
-    except (UnsupportedError, DamagedError, UnforeseenError) as error:
-        is_damage = isinstance(error, DamagedError) and not isinstance(error, LayoutError)
-        if is_damage or elastic_only or not _is_right(engine, found, arguments, error):
-            raise
-        _say_left(error.problem)
-        return None
-
-
-def _is_right(engine: Any, found: Found, arguments: LoadArguments, error: ElasticCkptError) -> bool:
-    """Whether DeepSpeed's own loader is known to restore what elastic_ckpt says this of. Collective."""
-    if isinstance(error, UnzippedError):  # read whole, so each rank reads what it needs anyhow
-        return own_files_fit(engine, found, arguments)
-    if restores_states(arguments) and not arguments.load_module_strict:  # what does not match is to be listed
-        return False
-    return deepspeed_loads_it_right(engine, found, arguments, known=isinstance(error, UnsupportedError))
-
-
-def _say_left(why: str) -> None:
-    if distributed.rank() == 0:
-        logger.warning("elastic_ckpt leaves this load to DeepSpeed's own loader: %s", why)
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """What one rank was asked for; and from rank 0 what it has found, or why it could not look."""
-
-    call: Mapping[str, Any]
-    found: Found | None = None
-    failure: ElasticCkptError | None = None
-
-
-def _ask(engine: Any, arguments: LoadArguments) -> tuple[ElasticConfig, Found | None]:
+def _find(engine: Any, arguments: LoadArguments) -> tuple[ElasticConfig, Found | None]:
     """The configuration and the checkpoint. Collective.
 
-    Detection is rank 0's, so that a half-visible file system cannot make ranks decide differently.
+    Rank 0 alone looks for the checkpoint, so that a half-visible file system cannot make ranks decide differently.
 
     Raises:
         ConfigError: on every rank; the configuration is wrong, or ranks were asked for different things: they would
             wait for each other for ever.
-        ElasticCkptError: what rank 0 says of the folder.
+        ElasticCkptError: rank 0 cannot look into the folder.
     """
-    configs = []
+    configs: list[ElasticConfig] = []
 
-    def ask() -> _Asked:
+    def call() -> Mapping[str, Any]:
         configs.append(config := elastic_config.read_config(ds_config(engine)))
-        call = {
-            **asdict(replace(arguments, custom_load_fn=arguments.custom_load_fn is not None)),
+        return {
+            **vars(replace(arguments, custom_load_fn=arguments.custom_load_fn is not None)),
             **config.model_dump(exclude={"report", "progress"}),
             "use_node_local_storage": bool(engine.use_node_local_storage()) if engine is not None else False,
         }
-        if distributed.rank() or config.mode == "off":
-            return _Asked(call)
-        try:
-            return _Asked(call, _find(engine, arguments, config))
-        except Exception as error:  # ranks that were sent to different folders hear of that first
-            return _Asked(call, failure=distributed.failure("look for a checkpoint", error))
 
-    everybody = distributed.gathered("read the configuration and look for a checkpoint", ask)
-    _refuse_different_calls([each.call for each in everybody])
-    if everybody[0].failure is not None:
-        raise everybody[0].failure
-    return configs[0], everybody[0].found
+    def find() -> Found | None:
+        prefer = load_universal_flag(engine) or elastic_config.flag_given()
+        return find_checkpoint(arguments.load_dir, arguments.tag, prefer, configs[0].trust_pickle)
 
-
-def _find(engine: Any, arguments: LoadArguments, config: ElasticConfig) -> Found | None:
-    prefer = load_universal_flag(engine) or elastic_config.flag_given()
-    return find_checkpoint(arguments.load_dir, arguments.tag, prefer, config.trust_pickle)
+    _refuse_different_calls(distributed.all_gather("read the configuration", call))
+    off = configs[0].mode == "off"
+    return configs[0], None if off else distributed.broadcast("look for a checkpoint", find)
 
 
 def _refuse_different_calls(calls: Sequence[Mapping[str, Any]]) -> None:
@@ -237,15 +176,48 @@ def _refuse_different_calls(calls: Sequence[Mapping[str, Any]]) -> None:
             )
 
 
+def _prepare_unless_left(
+    engine: Any, found: Found, arguments: LoadArguments, config: ElasticConfig, clock: Clock
+) -> Prepared | None:
+    """What a load needs to know; ``None``: DeepSpeed's own loader restores what cannot be restored here. Collective.
+
+    Raises:
+        ElasticCkptError: the same on every rank; DeepSpeed's own loader is not known to restore it either.
+    """
+    elastic_only = requires_elastic(config)
+    if (
+        not elastic_only
+        and on_own_disks(engine, found)
+        and deepspeed_loads_it_right(engine, found, arguments, check_sizes=True, own_files=True)
+    ):
+        why = "each node has files of its own (use_node_local_storage), and they are those of this topology"
+    else:
+        try:
+            if arguments.custom_load_fn is not None:
+                raise UnsupportedError("custom_load_fn is handled by DeepSpeed's own loader only")
+            return prepare(engine, found, arguments, config, clock)
+        except (UnsupportedError, DamagedError, UnforeseenError) as error:
+            if elastic_only or not _is_deepspeeds(engine, found, arguments, error):
+                raise
+            why = error.problem
+    if distributed.rank() == 0:
+        logger.warning("elastic_ckpt leaves this load to DeepSpeed's own loader: %s", why)
+    return None
+
+
+def _is_deepspeeds(engine: Any, found: Found, arguments: LoadArguments, error: ElasticCkptError) -> bool:
+    """Whether DeepSpeed's own loader is known to restore what elastic_ckpt refuses with this error. Collective."""
+    if isinstance(error, UnzippedError):  # read whole, so each rank reads what it needs anyhow
+        return deepspeed_loads_it_right(engine, found, arguments, check_sizes=True, own_files=True)
+    if isinstance(error, DamagedError) and not isinstance(error, LayoutError):
+        return False
+    if restores_states(arguments) and not arguments.load_module_strict:  # what does not match is to be listed
+        return False
+    return deepspeed_loads_it_right(engine, found, arguments, check_sizes=not isinstance(error, UnsupportedError))
+
+
 def _delegate(engine: Any, arguments: LoadArguments, found: Found | None, own: Callable[..., Any]) -> Any:
-    keywords = {
-        "tag": arguments.tag,
-        "load_module_strict": arguments.load_module_strict,
-        "load_optimizer_states": arguments.load_optimizer_states,
-        "load_lr_scheduler_states": arguments.load_lr_scheduler_states,
-        "load_module_only": arguments.load_module_only,
-        "custom_load_fn": arguments.custom_load_fn,
-    }
+    keywords = {key: value for key, value in vars(arguments).items() if key not in ("load_dir", "has_optimizer")}
     if found is None:
         return own(arguments.load_dir, **keywords)
     is_universal = found.format == "universal"

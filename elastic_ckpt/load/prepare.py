@@ -12,7 +12,7 @@ from typing import Any
 
 from elastic_ckpt import distributed
 from elastic_ckpt.config import ElasticConfig, state_options
-from elastic_ckpt.core.local_state import LocalState, RankCoordinates
+from elastic_ckpt.core.local_state import LocalState
 from elastic_ckpt.core.read_plan import ReadPlan
 from elastic_ckpt.engines import EngineAdapter, select_adapter
 from elastic_ckpt.engines.checks import compare_batches, refuse_pending_gradients, warn_of_unscaled_gradients
@@ -23,7 +23,6 @@ from elastic_ckpt.formats import READERS, Checkpoint, Found, MetadataOptions
 from elastic_ckpt.io.compare_replicas import ReplicaDifference, find_drift, judge_drift
 from elastic_ckpt.io.reader import check_files, read_options
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
-from elastic_ckpt.sharding.book import RuleBook
 
 
 class Clock:
@@ -45,97 +44,16 @@ class Clock:
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """All that is known before anything changes: both sides, the plan, and what to warn of.
-
-    ``loads_scheduler``: whether any rank will load the state of an lr scheduler.
-    """
-
-    adapter: EngineAdapter
-    local_state: LocalState
-    checkpoint: Checkpoint
-    plan: ReadPlan
-    place: RankCoordinates
-    warnings: tuple[str, ...]
-    loads_scheduler: bool
-
-
-def prepare(engine: Any, found: Found, arguments: LoadArguments, config: ElasticConfig, clock: Clock) -> Prepared:
-    """Describe the engine, read metadata, plan, agree. Collective; changes nothing.
-
-    Raises:
-        ElasticCkptError: the same on every rank.
-    """
-    with clock("plan"):
-        adapter, local_state, place = _describe(engine, arguments)
-    with clock("metadata"):
-        checkpoint = READERS[found.format](found, _metadata_options(local_state, place, arguments, config))
-    with clock("plan"):
-        planned: list[tuple[ReadPlan, tuple[str, ...]]] = []
-
-        def make_plan() -> _Planned:
-            warnings = _compare_runs(engine, checkpoint, arguments, config)
-            scheduler = restores_scheduler(engine, checkpoint.training_state, arguments)
-            plan = plan_load(checkpoint.metadata, local_state, _options(arguments, config, scheduler))
-            check_files(plan)
-            planned.append((plan, warnings))
-            with clock("metadata"):
-                differences = find_drift(plan, read_options(config))
-            return _told(plan, place, differences, scheduler)
-
-        everybody = distributed.gathered("plan the load", make_plan)
-        _refuse_different_shares(everybody)
-        plan, warnings = planned[0]
-        with distributed.alike("judge copies of replicated parameters"):
-            plan = replace(plan, notes=_notes(plan, everybody, config))
-    return Prepared(adapter, local_state, checkpoint, plan, place, warnings, _any_loads_scheduler(everybody))
-
-
-def _describe(engine: Any, arguments: LoadArguments) -> tuple[EngineAdapter, LocalState, RankCoordinates]:
-    """What this rank's engine holds, and its coordinates. Collective."""
-    described: list[tuple[EngineAdapter, LocalState, RankLayouts]] = []
-
-    def describe() -> RankLayouts | None:
-        adapter = select_adapter(engine, with_states=restores_states(arguments))
-        refuse_pending_gradients(engine)
-        local_state = adapter.local_state()
-        coordinates = coordinates_of(engine, local_state.dp, local_state.dp_rank)
-        mine = coordinates, layouts_of(engine, with_values=coordinates.tp > 1)
-        described.append((adapter, local_state, mine))
-        return mine if coordinates.tp * coordinates.pp > 1 else None
-
-    everybody = [other for other in distributed.gathered("describe the live engine", describe) if other is not None]
-    adapter, local_state, mine = described[0]
-    return adapter, with_coordinates(local_state, mine, everybody or [mine]), mine[0]
-
-
-def _metadata_options(
-    local_state: LocalState, place: RankCoordinates, arguments: LoadArguments, config: ElasticConfig
-) -> MetadataOptions:
-    return MetadataOptions(
-        trust_pickle=config.trust_pickle,
-        check_shards=config.check_shards,
-        live_groups=tuple(group.names for group in local_state.groups),
-        live_hyperparameters=tuple(group.hyperparameters for group in local_state.groups),
-        rename=config.rename,
-        states=state_options(config),
-        with_states=restores_states(arguments),
-        coordinates=place,
-        live_names=frozenset(local_state.layouts) | local_state.elsewhere,
-    )
-
-
-@dataclass(frozen=True)
-class _Planned:
-    """What one rank tells the others of its plan.
+class RankPlan:
+    """What the other ranks need to know of a rank's plan.
 
     Attributes:
-        mp_rank: its tensor- and pipeline-parallel place.
-        digest: the same on ranks that deal out replicated tensors in the same way.
-        differences: where copies in the checkpoint are not the same, in its share of them.
-        averaged: names of parameters that may differ; only ranks of its stage know.
-        notes: of its plan, where other ranks have others.
-        loads_scheduler: whether it will load the state of an lr scheduler.
+        mp_rank: its tensor- and pipeline-parallel rank.
+        digest: the same on ranks that share out replicated tensors in the same way.
+        differences: where copies in the checkpoint differ, in the rank's share of the comparisons.
+        averaged: names of parameters that may differ; only ranks of their stage know.
+        notes: of its plan.
+        loads_scheduler: whether the rank loads the state of an lr scheduler.
     """
 
     mp_rank: int
@@ -146,29 +64,92 @@ class _Planned:
     loads_scheduler: bool
 
 
-def _told(
-    plan: ReadPlan, place: RankCoordinates, differences: Sequence[ReplicaDifference], scheduler: bool
-) -> _Planned:
-    return _Planned(place.mp_rank, _digest_of_shares(plan), differences, plan.averaged, plan.notes, scheduler)
+@dataclass(frozen=True)
+class Prepared:
+    """All that is known before anything changes: both sides, the plan, what to warn of, and the plans of all ranks."""
+
+    adapter: EngineAdapter
+    local_state: LocalState
+    checkpoint: Checkpoint
+    plan: ReadPlan
+    warnings: tuple[str, ...]
+    everybody: Sequence[RankPlan]
+
+    @property
+    def loads_scheduler(self) -> bool:
+        """Whether any rank loads the state of an lr scheduler; those that load none wait for those that do."""
+        return any(each.loads_scheduler for each in self.everybody)
 
 
-def _any_loads_scheduler(everybody: Sequence[_Planned]) -> bool:
-    """The same on all ranks: those that load none wait for those that do."""
-    return any(each.loads_scheduler for each in everybody)
-
-
-def _notes(plan: ReadPlan, everybody: Sequence[_Planned], config: ElasticConfig) -> tuple[str, ...]:
-    """What the report notes: of all ranks' plans, and of copies that are not the same.
+def prepare(engine: Any, found: Found, arguments: LoadArguments, config: ElasticConfig, clock: Clock) -> Prepared:
+    """Describe the engine, read metadata, plan, agree. Collective; changes nothing.
 
     Raises:
-        MismatchError: they may not differ. All ranks know the same, so they raise the same.
+        ElasticCkptError: the same on every rank.
     """
-    said = tuple(dict.fromkeys(chain(*(each.notes for each in everybody)))) or plan.notes
-    differences = [difference for each in everybody for difference in each.differences]
-    if not differences:
-        return said
-    averaged = frozenset().union(*(each.averaged for each in everybody))
-    return said + judge_drift(differences, averaged, config.replicated_params)
+    with clock("plan"):
+        adapter, local_state = _describe(engine, arguments)
+    with clock("metadata"):
+        checkpoint = READERS[found.format](found, _metadata_options(local_state, arguments, config))
+    with clock("plan"):
+        planned: list[tuple[ReadPlan, tuple[str, ...]]] = []
+
+        def make_plan() -> RankPlan:
+            warnings = _compare_runs(engine, checkpoint, arguments, config)
+            scheduler = restores_scheduler(engine, checkpoint.training_state, arguments)
+            options = LoadOptions.of(
+                config,
+                optimizer_states=restores_states(arguments),
+                strict=arguments.load_module_strict,
+                scheduler=scheduler,
+                keep_live_groups=config.param_groups == "keep_live",
+            )
+            plan = plan_load(checkpoint.metadata, local_state, options)
+            check_files(plan)
+            planned.append((plan, warnings))
+            with clock("metadata"):
+                differences = find_drift(plan, read_options(config))
+            mp_rank = local_state.model.coordinates.mp_rank
+            return RankPlan(mp_rank, _digest_of_shares(plan), differences, plan.averaged, plan.notes, scheduler)
+
+        everybody = distributed.all_gather("plan the load", make_plan)
+        _refuse_different_shares(everybody)
+        plan, warnings = planned[0]
+        with distributed.deterministic("judge copies of replicated parameters"):
+            plan = replace(plan, notes=_notes(everybody, config))
+    return Prepared(adapter, local_state, checkpoint, plan, warnings, everybody)
+
+
+def _describe(engine: Any, arguments: LoadArguments) -> tuple[EngineAdapter, LocalState]:
+    """The adapter of this rank's engine, and what it holds. Collective."""
+    described: list[tuple[EngineAdapter, LocalState, RankLayouts]] = []
+
+    def describe() -> RankLayouts | None:
+        adapter = select_adapter(engine, with_states=restores_states(arguments))
+        refuse_pending_gradients(engine)
+        local_state = adapter.local_state()
+        coordinates = coordinates_of(engine, local_state.model.coordinates)
+        mine = coordinates, layouts_of(engine, with_values=coordinates.tp > 1)
+        described.append((adapter, local_state, mine))
+        return mine if coordinates.tp * coordinates.pp > 1 else None
+
+    everybody = [other for other in distributed.all_gather("describe the live engine", describe) if other is not None]
+    adapter, local_state, mine = described[0]
+    return adapter, with_coordinates(local_state, mine, everybody or [mine])
+
+
+def _metadata_options(local_state: LocalState, arguments: LoadArguments, config: ElasticConfig) -> MetadataOptions:
+    return MetadataOptions(
+        trust_pickle=config.trust_pickle,
+        check_shards=config.check_shards,
+        live_groups=tuple(group.names for group in local_state.groups),
+        live_hyperparameters=tuple(group.hyperparameters for group in local_state.groups),
+        rename=config.rename,
+        states=state_options(config),
+        with_states=restores_states(arguments),
+        coordinates=local_state.model.coordinates,
+        live_names=local_state.model.names,
+    )
 
 
 def _compare_runs(
@@ -186,32 +167,30 @@ def _compare_runs(
     )
 
 
-def _options(arguments: LoadArguments, config: ElasticConfig, scheduler: bool) -> LoadOptions:
-    return LoadOptions(
-        strict=arguments.load_module_strict,
-        optimizer_states=restores_states(arguments),
-        scheduler=scheduler,
-        keep_live_groups=config.param_groups == "keep_live",
-        rename=config.rename,
-        convert_optimizer=config.convert_optimizer,
-        realign=config.eight_bit_realign == "requantize",
-        rounding=config.on_precision_loss == "warn",
-        rules=RuleBook.of(config),
-        replicated=config.replicated_params,
-    )
+def _notes(everybody: Sequence[RankPlan], config: ElasticConfig) -> tuple[str, ...]:
+    """What the report notes: of all ranks' plans, and of copies that differ.
+
+    Raises:
+        MismatchError: they may not differ. All ranks know the same, so they raise the same.
+    """
+    notes = tuple(dict.fromkeys(chain(*(each.notes for each in everybody))))
+    differences = [difference for each in everybody for difference in each.differences]
+    if not differences:
+        return notes
+    averaged = frozenset().union(*(each.averaged for each in everybody))
+    return notes + judge_drift(differences, averaged, config.replicated_params)
 
 
 def _digest_of_shares(plan: ReadPlan) -> str:
-    """The same on ranks that deal out replicated tensors in the same way."""
     shared = [(slot.key, slot.name, slot.flat, slot.numel, slot.dtype) for slot in plan.slots if slot.replicated]
     return hashlib.sha256(repr((shared, plan.shares)).encode()).hexdigest()
 
 
-def _refuse_different_shares(everybody: Sequence[_Planned]) -> None:
-    """Ranks that would deal out replicated tensors differently would wait for each other for ever.
+def _refuse_different_shares(everybody: Sequence[RankPlan]) -> None:
+    """Ranks that would share out replicated tensors differently would wait for each other for ever.
 
     Args:
-        everybody: by rank; those of another tensor- and pipeline-parallel place deal out others.
+        everybody: by rank; those of another tensor- or pipeline-parallel rank share out other tensors.
     """
     first: dict[int, tuple[int, str]] = {}
     for rank, other in enumerate(everybody):

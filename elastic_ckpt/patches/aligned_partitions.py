@@ -85,7 +85,7 @@ def _configure(original: Callable[..., Any], engine: Any, optimizer: Any) -> Any
         return made
     setattr(made, _ATTRIBUTE, numel)
     _aligned.add(made)
-    with distributed.agreement("align the partitions"):
+    with distributed.agree("align the partitions"):
         _check_parameters(made, numel)
         flats = (
             *getattr(made, "single_partition_of_fp32_groups", ()),

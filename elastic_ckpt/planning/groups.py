@@ -43,7 +43,7 @@ def match_groups(
         metadata: what the checkpoint holds.
         local_state: what the live engine holds.
         keep_live: ``"param_groups": "keep_live"``: every live group keeps its own.
-        with_states: whether optimizer states are restored too, so that the optimizers must be alike.
+        with_states: whether optimizer states are restored too, so that both optimizers must be of one kind.
         converted: whether the checkpoint is of another optimizer, so that only what both know is taken over.
 
     Raises:
@@ -51,42 +51,38 @@ def match_groups(
             decay is of another kind.
     """
     sources: list[tuple[int, ...]] = []
+    hyperparameters: list[Mapping[str, Any]] = []
     for number, group in enumerate(local_state.groups):
         found = sorted({metadata.parameters[name].group for name in group.names if name in metadata.parameters})
-        if not group.names and _has_no_members(metadata, number) and len(metadata.groups) == len(local_state.groups):
-            found = [number]  # its members are all frozen, here and there
+        if not group.names and len(metadata.groups) == len(local_state.groups):
+            has_members = any(saved.group == number for saved in metadata.parameters.values())
+            found = [] if has_members else [number]  # its members are all frozen, here and there
         if with_states:
             _refuse_other_weight_decay(number, group, [metadata.groups[source] for source in found])
         if keep_live or not all(metadata.groups[source] for source in found):
-            found = []  # or the checkpoint does not know them (BLOOM's universal one)
-        _refuse_mixed(metadata, number, group, found)
+            found = []  # the user keeps them, or the checkpoint does not know them (BLOOM's universal one)
+        values = [transferable(metadata.groups[source]) for source in found]
+        if any(value != values[0] for value in values):
+            raise _mixed(number, group, dict(zip(found, values, strict=True)))
+        taken = values[0] if values else {}
+        if converted:
+            known = {*group.hyperparameters, "initial_lr"}
+            taken = {key: value for key, value in taken.items() if key in known}
         sources.append(tuple(found))
-    values = [transferable(metadata.groups[found[0]]) if found else {} for found in sources]
-    if converted:
-        known = [group.hyperparameters for group in local_state.groups]
-        values = [
-            {key: value for key, value in taken.items() if key in live or key == "initial_lr"}
-            for taken, live in zip(values, known, strict=True)
-        ]
-    return GroupMatching(tuple(sources), tuple(values))
+        hyperparameters.append(taken)
+    return GroupMatching(tuple(sources), tuple(hyperparameters))
 
 
-def _has_no_members(metadata: CheckpointMetadata, number: int) -> bool:
-    return all(saved.group != number for saved in metadata.parameters.values())
-
-
-def _refuse_mixed(metadata: CheckpointMetadata, number: int, group: LiveGroup, found: list[int]) -> None:
-    values = [transferable(metadata.groups[source]) for source in found]
-    if all(value == values[0] for value in values):
-        return
-    differ = sorted(key for key in set().union(*values) if any(v.get(key) != values[0].get(key) for v in values))
-    raise MismatchError(
+def _mixed(number: int, group: LiveGroup, saved: Mapping[int, Mapping[str, Any]]) -> MismatchError:
+    keys = sorted(set().union(*saved.values()))
+    first = next(iter(saved.values()))
+    differ = [key for key in keys if any(values.get(key) != first.get(key) for values in saved.values())]
+    return MismatchError(
         f"param group {number} now mixes parameters whose saved groups had different hyperparameters",
         parameter=listed(group.names),
         expected="one set of hyperparameters for the group",
         found="; ".join(
-            f"saved group {source}: { ({key: value.get(key) for key in differ}) }"
-            for source, value in zip(found, values, strict=True)
+            f"saved group {source}: { ({key: values.get(key) for key in differ}) }" for source, values in saved.items()
         ),
         remedy=(
             "build the param groups as they were when the checkpoint was saved, or keep those of the live run: "
@@ -98,9 +94,9 @@ def _refuse_mixed(metadata: CheckpointMetadata, number: int, group: LiveGroup, f
 def _refuse_other_weight_decay(number: int, group: LiveGroup, saved: list[Mapping[str, Any]]) -> None:
     """Adam and AdamW keep the same states and differ in one flag, which decides what weight decay means."""
     live = group.hyperparameters.get(_DECOUPLED)
+    kinds = {True: "decoupled (AdamW)", False: "L2 (Adam)"}
     for values in saved:
         if live is not None and values.get(_DECOUPLED, live) != live:
-            kinds = {True: "decoupled (AdamW)", False: "L2 (Adam)"}
             raise MismatchError(
                 f"weight decay of param group {number} is of another kind",
                 parameter=listed(group.names),
@@ -111,7 +107,7 @@ def _refuse_other_weight_decay(number: int, group: LiveGroup, saved: list[Mappin
 
 
 def transferable(hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Those values of a saved group that a live group takes over."""
+    """The values of a saved group that a live group takes over."""
     return {
         key: value
         for key, value in hyperparameters.items()

@@ -1,4 +1,4 @@
-"""Which saved parameter, buffer and frozen weight belongs to which live one, and what becomes of the rest. Pure."""
+"""Which saved parameter, buffer and frozen weight belongs to which live one, and what happens to the rest. Pure."""
 
 from __future__ import annotations
 
@@ -41,44 +41,35 @@ def match_parameters(metadata: CheckpointMetadata, local_state: LocalState, stri
     """
     live = {name for flat in local_state.flats for name in flat.members}
     wholes = {(whole.name, whole.key) for whole in local_state.wholes}
-    weights = set(metadata.parameters) | set(metadata.names(FROZEN))
+    weights = metadata.parameters.keys() | set(metadata.names(FROZEN))
     buffers = set(metadata.names(BUFFER))
     found = {(name, key) for name, key in wholes if name in (buffers if key == BUFFER else weights)}
-    missing = {"fp32": live - weights}
+    missing = {MASTER: live - weights}
     missing |= {kind: {name for name, key in wholes - found if key == kind} for kind in (BUFFER, FROZEN)}
     unsaved = set() if metadata.source.buffers_recorded else missing.pop(BUFFER)
-    excluded = missing[FROZEN] & _frozen_that_were_left_out(metadata, local_state)
-    missing[FROZEN] -= excluded
-    live_names = live | {name for name, _ in wholes}
-    unexpected = (weights | buffers) - live_names - local_state.elsewhere
+    excluded = set()
+    # ZeRO-2 and 3 list frozen parameters, even none, unless they are left out. Below, a save without them looks as if
+    # the model had none; of tied ones it keeps the second name
+    if not metadata.source.frozen_recorded and local_state.model.ties.keys() >= set(metadata.names(FROZEN)):
+        frozen = {whole.name for whole in local_state.wholes if whole.key == FROZEN and not whole.trains}
+        excluded = missing[FROZEN] & frozen
+        missing[FROZEN] -= excluded
+    unexpected = (weights | buffers) - live - {name for name, _ in wholes} - local_state.model.elsewhere
     if strict and (any(missing.values()) or unexpected):
         raise _names_differ(metadata, set().union(*missing.values()), unexpected)
-    outcomes = [_outcome(role, "fresh", names, _NOT_SAVED) for role, names in missing.items()]
-    outcomes.append(_outcome(FROZEN, "fresh", excluded, _EXCLUDED))
-    outcomes.append(_outcome(BUFFER, "fresh", unsaved, _NOT_CONVERTED))
-    outcomes.append(_outcome("fp32", "ignored", unexpected & set(metadata.parameters), _NO_PLACE))
-    outcomes.append(_outcome(FROZEN, "ignored", unexpected & (weights - set(metadata.parameters)), _NO_PLACE))
-    outcomes.append(_outcome(BUFFER, "ignored", unexpected & buffers, _NO_PLACE))
+    outcomes = [
+        *((role, "fresh", names, _NOT_SAVED) for role, names in missing.items()),
+        (FROZEN, "fresh", excluded, _EXCLUDED),
+        (BUFFER, "fresh", unsaved, _NOT_CONVERTED),
+        (MASTER, "ignored", unexpected & metadata.parameters.keys(), _NO_PLACE),
+        (FROZEN, "ignored", unexpected & (weights - metadata.parameters.keys()), _NO_PLACE),
+        (BUFFER, "ignored", unexpected & buffers, _NO_PLACE),
+    ]
     return Matching(
         restored=frozenset(live & weights),
         wholes=frozenset(found),
-        outcomes=tuple(outcome for outcome in outcomes if outcome.names),
+        outcomes=tuple(Outcome(role, what, tuple(sorted(names)), why) for role, what, names, why in outcomes if names),
     )
-
-
-def _frozen_that_were_left_out(metadata: CheckpointMetadata, local_state: LocalState) -> set[str]:
-    """Live frozen parameters, if the save left them out on purpose, as far as it tells.
-
-    ZeRO-2 and 3 list frozen parameters, none of them too, unless they are left out. Below, a save without them looks as
-    if the model had none; of tied ones it keeps the second name.
-    """
-    if metadata.source.frozen_recorded or not set(metadata.names(FROZEN)) <= set(local_state.ties):
-        return set()
-    return {whole.name for whole in local_state.wholes if whole.key == FROZEN and not whole.trains}
-
-
-def _outcome(role: str, what: str, names: set[str], reason: str) -> Outcome:
-    return Outcome(role, what, tuple(sorted(names)), reason)
 
 
 def _names_differ(metadata: CheckpointMetadata, missing: set[str], unexpected: set[str]) -> MismatchError:
@@ -98,5 +89,5 @@ def _names_differ(metadata: CheckpointMetadata, missing: set[str], unexpected: s
 
 
 def weights_key(metadata: CheckpointMetadata, name: str) -> str:
-    """The metadata key under which a parameter's weights lie: it may have been frozen at save time."""
+    """The metadata key of a parameter's weights: it may have been frozen at save time."""
     return MASTER if name in metadata.parameters else FROZEN

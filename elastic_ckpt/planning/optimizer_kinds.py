@@ -1,11 +1,11 @@
-"""Which optimizer saved a checkpoint, as far as its states and hyperparameters tell. Pure.
+"""Which optimizer saved a checkpoint, by its states and hyperparameters. Pure.
 
 DeepSpeed saves neither its class nor its name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from elastic_ckpt.core.local_state import FlatPartition, LocalState
@@ -15,7 +15,7 @@ from elastic_ckpt.errors import MismatchError, listed
 
 #: Family -> the names that its members give the same states.
 _FAMILIES: Mapping[str, tuple[tuple[str, ...], ...]] = {"adam": (("exp_avg", "exp_avg_sq"), ("state1", "state2"))}
-#: Hyperparameters that tell kinds of optimizers apart.
+#: Hyperparameters that distinguish kinds of optimizers.
 _MARKS = frozenset(
     {"betas", "momentum", "dampening", "nesterov", "rho", "centered", "lr_decay", "etas", "lambd"}
     | {"beta2_decay", "ns_steps", "ns_method", "momentum_decay", "initial_accumulator_value", "eps", "use_muon", "d"}
@@ -23,6 +23,7 @@ _MARKS = frozenset(
 #: What an optimizer without these hyperparameters does.
 _USUAL = {"maximize": False, "bias_correction": True}
 _ADAM_MARKS = frozenset({"amsgrad", "bias_correction"})
+_REMEDY = "resume with the optimizer that saved it, or with load_optimizer_states=False"
 #: A state of bitsandbytes' LAMB and LARS alone: the norm of an update.
 UPDATE_NORM = "unorm_vec"
 
@@ -43,34 +44,34 @@ def renamed_states(
     return None if theirs is None or ours is None else dict(zip(ours, theirs, strict=True))
 
 
+def mismatch(
+    metadata: CheckpointMetadata, problem: str, names: Iterable[str], expected: str, found: str, remedy: str = _REMEDY
+) -> MismatchError:
+    """An error about the optimizer states of some parameters."""
+    folder = metadata.source.folder
+    return MismatchError(problem, parameter=listed(names), file=folder, expected=expected, found=found, remedy=remedy)
+
+
 def refuse_lost_choices(
     metadata: CheckpointMetadata, local_state: LocalState, flat: FlatPartition, members: Sequence[str]
 ) -> None:
-    """Hyperparameters that one Adam has and another lacks mean their usual values there: others would be lost.
+    """Refuse a hyperparameter that one Adam has and the other lacks, unless it has the value that the other implies.
 
     Raises:
         MismatchError: naming the hyperparameter.
     """
-    live = local_state.groups[flat.group].hyperparameters if flat.group < len(local_state.groups) else {}
+    live = _hyperparameters(local_state, flat)
     for number in sorted({metadata.parameters[name].group for name in members}):
         saved = metadata.groups[number]
-        lost = [key for key in _USUAL if saved and live and _unusual_on_one_side(key, saved, live)]
-        if lost:
-            always = f"{_USUAL[lost[0]]}, always"
-            raise MismatchError(
-                f'"{lost[0]}" of param group {number} means something that the other optimizer has no word for',
-                parameter=listed(members),
-                file=metadata.source.folder,
-                expected=f"{live.get(lost[0], always)} (live optimizer {local_state.optimizer})",
-                found=f"{saved.get(lost[0], always)} in the checkpoint",
-                remedy="resume with the optimizer that saved it, or with load_optimizer_states=False",
-            )
-
-
-def _unusual_on_one_side(key: str, saved: Mapping[str, Any], live: Mapping[str, Any]) -> bool:
-    if (key in saved) == (key in live):
-        return False
-    return bool((saved if key in saved else live)[key]) != _USUAL[key]
+        for key, usual in _USUAL.items():
+            if saved and live and (key in saved) != (key in live) and bool({**live, **saved}[key]) != usual:
+                raise mismatch(
+                    metadata,
+                    f'"{key}" of param group {number} means something that the other optimizer has no word for',
+                    members,
+                    expected=f"{live.get(key, f'{usual}, always')} (live optimizer {local_state.optimizer})",
+                    found=f"{saved.get(key, f'{usual}, always')} in the checkpoint",
+                )
 
 
 def saved_optimizer(metadata: CheckpointMetadata) -> str:
@@ -92,16 +93,26 @@ def optimizer_of(keys: Sequence[str], group: Mapping[str, Any]) -> str:
 def refuse_other_kind(
     metadata: CheckpointMetadata, local_state: LocalState, flat: FlatPartition, members: Sequence[str]
 ) -> None:
-    """Optimizers of different kinds may keep states of the same names: their hyperparameters tell them apart.
+    """Refuse states of the same names that an optimizer of another kind saved, as the hyperparameters show.
 
     Raises:
         MismatchError: the hyperparameters are those of another optimizer, or (bitsandbytes) it keeps a tensor more.
     """
-    own = local_state.groups[flat.group].hyperparameters if flat.group < len(local_state.groups) else {}
+
+    def other_kind(live: Iterable[str], saved: Iterable[str]) -> MismatchError:
+        return mismatch(
+            metadata,
+            "the checkpoint was saved by another kind of optimizer, whose states have the same names",
+            members,
+            expected=f"{listed(live) if live else 'nothing'} (live optimizer {local_state.optimizer})",
+            found=listed(saved) if saved else "nothing",
+        )
+
+    own = _hyperparameters(local_state, flat)
     live = {key: value for key, value in own.items() if key in local_state.defaults or not local_state.defaults}
     for number in sorted({metadata.parameters[name].group for name in members}):
         saved = metadata.groups[number]
-        if not saved:  # BLOOM's universal checkpoint does not tell, which a note says
+        if not saved:  # BLOOM's universal checkpoint has none, which a note says
             continue
         if "use_muon" in own and "use_muon" in saved:  # its Adam half takes over whatever its helper optimizer knows
             continue
@@ -109,28 +120,15 @@ def refuse_other_kind(
         adams = _is_adam(saved) and (_is_adam(live) or bool(_ADAM_MARKS & (set(saved) - set(live))))
         unlike = not _MARKS & set(live) <= set(saved) or ("eps" in saved and "eps" not in live)
         if adams != _is_adam(live) or (unlike and not adams):
-            raise _other_kind(metadata, local_state, members, sorted(live), sorted(map(str, saved)))
+            raise other_kind(live, list(map(str, saved)))
     replicated = {state.key for state in metadata.parameters[members[0]].replicated}
     scratch = {state.key for state in flat.states or () if state.layout == SCRATCH}
     if (UPDATE_NORM in replicated) != (UPDATE_NORM in scratch) and flat.states is not None:
-        raise _other_kind(metadata, local_state, members, sorted(scratch), sorted(replicated))
+        raise other_kind(scratch, replicated)
 
 
-def _other_kind(
-    metadata: CheckpointMetadata,
-    local_state: LocalState,
-    members: Sequence[str],
-    live: Sequence[str],
-    saved: Sequence[str],
-) -> MismatchError:
-    return MismatchError(
-        "the checkpoint was saved by another kind of optimizer, whose states have the same names",
-        parameter=listed(members),
-        file=metadata.source.folder,
-        expected=f"{listed(live) or 'nothing'} (live optimizer {local_state.optimizer})",
-        found=listed(saved) or "nothing",
-        remedy="resume with the optimizer that saved it, or with load_optimizer_states=False",
-    )
+def _hyperparameters(local_state: LocalState, flat: FlatPartition) -> Mapping[str, Any]:
+    return local_state.groups[flat.group].hyperparameters if flat.group < len(local_state.groups) else {}
 
 
 def _is_adam(group: Mapping[str, Any]) -> bool:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
+from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.dtypes import ITEMSIZE
 from elastic_ckpt.core.fqn import RenameRules, adopt_live_names, rename_saved
 from elastic_ckpt.core.local_state import Fragment, LocalState
@@ -57,6 +59,19 @@ class LoadOptions:
     rules: RuleBook = field(default_factory=RuleBook)
     replicated: str = STRICT
 
+    @classmethod
+    def of(cls, config: ElasticConfig, **more: Any) -> LoadOptions:
+        """The options of a configuration, and ``more`` that depend on a live engine."""
+        return cls(
+            rename=config.rename,
+            convert_optimizer=config.convert_optimizer,
+            realign=config.eight_bit_realign == "requantize",
+            rounding=config.on_precision_loss == "warn",
+            rules=RuleBook.of(config),
+            replicated=config.replicated_params,
+            **more,
+        )
+
 
 def plan_load(
     metadata: CheckpointMetadata, local_state: LocalState, options: LoadOptions, known: Resharding | None = None
@@ -79,10 +94,10 @@ def plan_load(
         DamagedError: the checkpoint's chunks leave a hole in, or overlap on, a tensor.
     """
     renamed = rename_saved(metadata, options.rename)
-    metadata = adopt_live_names(renamed, local_state)
+    metadata = adopt_live_names(renamed, local_state.model)
     matching = match_parameters(metadata, local_state, options.strict)
     restored = matching.restored | {name for name, _ in matching.wholes}
-    resharding = known or resolve(metadata, local_state, restored, options.rules, options.replicated)
+    resharding = known or resolve(metadata, local_state.model, restored, options.rules, options.replicated)
     states = NOTHING_MATCHED
     groups = GroupMatching((), ())
     if options.optimizer_states:
@@ -94,12 +109,13 @@ def plan_load(
     by_flat: dict[int, list[Fragment]] = {flat.index: [] for flat in local_state.flats}
     for fragment in local_state.fragments:
         by_flat[fragment.flat].append(fragment)
+    at = local_state.model.coordinates
     builder = PlanBuilder(
         metadata,
-        Sharing(local_state.dp, local_state.dp_rank),
+        Sharing(at.dp, at.dp_rank),
         options.realign,
         resharding.transfers,
-        local_state.tp_rank,
+        at.tp_rank,
         options.rounding,
     )
     for flat in local_state.flats:
@@ -127,7 +143,9 @@ def plan_load(
         copies=tuple(merge_neighbours(builder.copies)),
         shares=tuple(builder.sharing.shares),
         recodes=tuple(builder.recodes),
-        comparisons=compare_replicas(metadata, local_state, resharding, restored, options.optimizer_states, renamed),
+        comparisons=compare_replicas(
+            metadata, local_state.model, resharding, restored, options.optimizer_states, renamed
+        ),
         averaged=frozenset(resharding.averaged),
         blocks=builder.blocks,
         restores_states=options.optimizer_states,
@@ -145,10 +163,10 @@ def plan_load(
 
 def resharding_of(metadata: CheckpointMetadata, local_state: LocalState, options: LoadOptions) -> Resharding:
     """How tensor-parallel shards are cut anew: the same for all data-parallel ranks beside this one."""
-    metadata = adopt_live_names(rename_saved(metadata, options.rename), local_state)
+    metadata = adopt_live_names(rename_saved(metadata, options.rename), local_state.model)
     matching = match_parameters(metadata, local_state, options.strict)
     restored = matching.restored | {name for name, _ in matching.wholes}
-    return resolve(metadata, local_state, restored, options.rules, options.replicated)
+    return resolve(metadata, local_state.model, restored, options.rules, options.replicated)
 
 
 def _restored(matching: Matching, states: StateMatching, groups: GroupMatching | None) -> tuple[Outcome, ...]:

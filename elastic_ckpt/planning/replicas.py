@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from elastic_ckpt.core.dtypes import ITEMSIZE
 from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.local_state import LocalState
+from elastic_ckpt.core.local_state import ModelLayout
 from elastic_ckpt.core.metadata import BUFFER, CheckpointMetadata, TensorMetadata
 from elastic_ckpt.core.read_plan import Piece, ReplicaCheck
 from elastic_ckpt.core.strided import ShardSources, copied
@@ -32,7 +32,7 @@ _READ_NBYTES = 1 << 18
 
 def compare_replicas(
     metadata: CheckpointMetadata,
-    local_state: LocalState,
+    model: ModelLayout,
     resharding: Resharding,
     restored: Iterable[str],
     with_states: bool,
@@ -42,7 +42,7 @@ def compare_replicas(
 
     Args:
         metadata: what the checkpoint holds.
-        local_state: what the live engine holds.
+        model: the live model.
         resharding: which parameters every tensor-parallel rank saved whole.
         restored: names that are restored.
         with_states: whether optimizer states are.
@@ -50,17 +50,17 @@ def compare_replicas(
             changed; ``None``: the same.
     """
     names = frozenset(restored)
-    lanes = local_state.tp * local_state.dp
-    lane = local_state.tp_rank * local_state.dp + local_state.dp_rank
-    if local_state.pp == 1:
+    at = model.coordinates
+    lanes = at.tp * at.dp
+    lane = at.tp_rank * at.dp + at.dp_rank
+    if at.pp == 1:
         wanted = [*_of_tied(metadata, names, with_states), *_of_stage(metadata, resharding, names, with_states)]
         return tuple(map(_comparison, _dealt(wanted, lane, lanes)))
-    everywhere = frozenset(local_state.layouts) | local_state.elsewhere  # the same names on every rank
-    of_all = [one for one in _of_tied(of_job or metadata, everywhere, with_states) if one.key != BUFFER]
+    of_all = [one for one in _of_tied(of_job or metadata, model.names, with_states) if one.key != BUFFER]
     known = {(one.name, one.key) for one in of_all}
     alone = [one for one in _of_tied(metadata, names, with_states) if (one.name, one.key) not in known]
     alone += _of_stage(metadata, resharding, names, with_states)
-    mine = _dealt(of_all, local_state.pp_rank * lanes + lane, local_state.pp * lanes)
+    mine = _dealt(of_all, at.pp_rank * lanes + lane, at.pp * lanes)
     return tuple(map(_comparison, [*mine, *_dealt(alone, lane, lanes)]))
 
 

@@ -1,4 +1,4 @@
-"""CheckpointMetadata x LocalState -> where each tensor-parallel shard comes from. Pure."""
+"""CheckpointMetadata x ModelLayout -> where each tensor-parallel shard comes from. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from elastic_ckpt.core.dtypes import is_floating
-from elastic_ckpt.core.local_state import LiveLayout, LocalState
+from elastic_ckpt.core.local_state import LiveLayout, ModelLayout
 from elastic_ckpt.core.metadata import FROZEN, MASTER, CheckpointMetadata
 from elastic_ckpt.core.strided import Overlap, ShardSources, TPLayout, blended, copied, duplicates, fused, reshard
 from elastic_ckpt.core.tp_rules import AVERAGED, COLUMN, REPLICATED, SUMMED, VOCABULARY, WHOLE_KINDS, CannotSplit, Rule
@@ -44,7 +44,7 @@ class Resharding:
 
 
 def resolve(
-    metadata: CheckpointMetadata, local_state: LocalState, names: Iterable[str], book: RuleBook, policy: str
+    metadata: CheckpointMetadata, model: ModelLayout, names: Iterable[str], book: RuleBook, policy: str
 ) -> Resharding:
     """Find out how each parameter and buffer is cut on both sides, where the two degrees differ.
 
@@ -52,7 +52,7 @@ def resolve(
 
     Args:
         metadata: what the checkpoint holds.
-        local_state: what the live engine holds.
+        model: the live model.
         names: of the parameters and buffers to restore.
         book: the user's rules and preset.
         policy: how to restore replicated parameters: ``strict`` and ``first`` take the first rank's, ``mean`` takes the
@@ -61,16 +61,16 @@ def resolve(
     Raises:
         MismatchError: nothing says how a parameter is cut, or a rule and the shapes contradict each other.
     """
-    resolver = _Resolver(metadata, local_state, book, policy)
+    resolver = _Resolver(metadata, model, book, policy)
     for name in sorted(names):
         resolver.add(name)
     return replace(resolver.found, notes=tuple(resolver.notes()))
 
 
 class _Resolver:
-    def __init__(self, metadata: CheckpointMetadata, local_state: LocalState, book: RuleBook, policy: str) -> None:
+    def __init__(self, metadata: CheckpointMetadata, model: ModelLayout, book: RuleBook, policy: str) -> None:
         self._metadata = metadata
-        self._live = local_state
+        self._live = model
         self._decider = Decider(metadata, book)
         self._policy = policy
         self.found = Resharding()
@@ -85,7 +85,7 @@ class _Resolver:
             origins = ", ".join(f"{origin} ({count})" for origin, count in sorted(self._origins.items()))
             yield f"tensor-parallel layout of parameters according to: {origins}"
         if self._summed:
-            times = f"{self._live.tp}/{self._metadata.source.tp}"
+            times = f"{self._live.coordinates.tp}/{self._metadata.source.tp}"
             yield (
                 f"{self._summed} parameters are sums of shares of the ranks, each of which moves by the learning "
                 f"rate: from here on the sums move {times} times as far; scale their rate to go on as before"
@@ -101,7 +101,7 @@ class _Resolver:
     def add(self, name: str) -> None:
         """One parameter or buffer."""
         tensor, layout = tensor_of(self._metadata, name), self._live.layouts.get(name)
-        if tensor is None or (layout is None and len(tensor.shard_shapes) == self._live.tp):
+        if tensor is None or (layout is None and len(tensor.shard_shapes) == self._live.coordinates.tp):
             return
         layout = layout or LiveLayout(())
         shapes = tensor.shard_shapes
@@ -143,7 +143,7 @@ class _Resolver:
             return
         if (source.shape, source.dim) != (target.shape, target.dim):
             self._check_vocabulary(sharded, kind, source, target, chosen, by_rule)
-        transfer = reshard(source, target, self._live.tp_rank)
+        transfer = reshard(source, target, self._live.coordinates.tp_rank)
         if transfer.missing and kind != VOCABULARY:
             raise contradiction(sharded, by_rule, "no saved shard has all of it")
         if transfer.missing:
@@ -202,7 +202,7 @@ class _Resolver:
         takes_mean = kind == AVERAGED or (kind == REPLICATED and self._policy == MEAN)
         if not target.is_whole:  # by recorded layouts: whole on one side, cut on the other
             whole = fused(target.shape, target.dim, [[target.shape[target.dim]]])
-            self.found.transfers[name, ""] = reshard(whole, target, self._live.tp_rank)
+            self.found.transfers[name, ""] = reshard(whole, target, self._live.coordinates.tp_rank)
         elif shards > 1 and takes_mean and is_floating(sharded.tensor.dtype):
             self.found.transfers[name, ""] = blended(shards, numel, 1 / shards)
         else:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.local_state import LocalState
+from elastic_ckpt.core.local_state import ModelLayout
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata, TensorMetadata
 from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, RequantizeItem, Slot
 from elastic_ckpt.core.strided import Shape, ShardSources, copied
@@ -68,8 +68,8 @@ class LogicalReader:
         self._names = tuple(dict.fromkeys(weights))
         self._layouts = virtual_layouts(metadata, self._names, 1, options.rules)
         is_sharded = metadata.source.tp > 1 or metadata.source.merged_from > 1
-        self._destinations = LocalState(0, 1, 0, "", (), (), (), (), layouts=self._layouts if is_sharded else {})
-        self._resharding = resolve(metadata, self._destinations, self._names, options.rules, options.replicated)
+        self._model = ModelLayout(layouts=self._layouts if is_sharded else {})
+        self._resharding = resolve(metadata, self._model, self._names, options.rules, options.replicated)
         self.notes: tuple[str, ...] = self._resharding.notes
 
     def tensors(self) -> Iterator[Whole]:
@@ -86,7 +86,7 @@ class LogicalReader:
         Raises:
             MismatchError: copies differ, and the policy is ``strict``.
         """
-        comparisons = compare_replicas(self.metadata, self._destinations, self._resharding, self._names, True)
+        comparisons = compare_replicas(self.metadata, self._model, self._resharding, self._names, True)
         guessed = self._resharding.guessed
         judged = tuple(replace(one, is_guess=one.is_guess or one.name in guessed) for one in comparisons)
         plan = ReadPlan(self.metadata.files, (), (), comparisons=judged)

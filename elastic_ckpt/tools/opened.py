@@ -13,7 +13,6 @@ from elastic_ckpt.errors import ConfigError, NotFoundError
 from elastic_ckpt.formats import READERS, Checkpoint, Found, MetadataOptions
 from elastic_ckpt.formats.detect import find_checkpoint, look_at
 from elastic_ckpt.planning.planner import LoadOptions
-from elastic_ckpt.sharding.book import RuleBook
 
 
 @dataclass(frozen=True)
@@ -88,12 +87,4 @@ def config_of(path: Path | None, **overrides: Any) -> ElasticConfig:
 
 def load_options(config: ElasticConfig, optimizer_states: bool = True) -> LoadOptions:
     """The options of a load that takes everything, as far as they do not depend on a live engine."""
-    return LoadOptions(
-        optimizer_states=optimizer_states,
-        rename=config.rename,
-        convert_optimizer=config.convert_optimizer,
-        realign=config.eight_bit_realign == "requantize",
-        rounding=config.on_precision_loss == "warn",
-        rules=RuleBook.of(config),
-        replicated=config.replicated_params,
-    )
+    return LoadOptions.of(config, optimizer_states=optimizer_states)

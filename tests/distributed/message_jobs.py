@@ -34,23 +34,21 @@ def messages(arguments: dict[str, Any]) -> None:
     for size in SIZES:
         mixed = b"x" * (size * (me == 1))  # long on one rank alone
         for mine in (bytes([me]) * size, mixed):
-            everybody = distributed.share((me, mine))
+            everybody = distributed.all_gather("talk", lambda mine=mine: (me, mine))
             assert [rank for rank, _ in everybody] == list(range(world))
             assert everybody[me] == (me, mine)
-            assert everybody == distributed.gathered("talk", lambda mine=mine: (me, mine)), size
-        assert distributed.share(mixed)[1] == b"x" * size
+        assert distributed.all_gather("talk", lambda mixed=mixed: mixed)[1] == b"x" * size
         # as where padding all to the longest would send too much
         distributed._PADDED_NBYTES, before = 0, distributed._PADDED_NBYTES
-        assert distributed.share((me, b"y" * (size * me * me))) == [
+        assert distributed.all_gather("talk", lambda size=size: (me, b"y" * (size * me * me))) == [
             (src, b"y" * (size * src * src)) for src in range(world)
         ]
         distributed._PADDED_NBYTES = before
         for src in range(world):
-            assert distributed.broadcast(bytes([me]) * size if me == src else None, src) == bytes([src]) * size
-            assert distributed.told("talk", lambda: bytes([me]) * size, src) == bytes([src]) * size  # noqa: B023
+            assert distributed.broadcast("talk", lambda: bytes([me]) * size, src) == bytes([src]) * size  # noqa: B023
     for work in (
-        lambda failing: distributed.gathered("talk", only(2, failing)),
-        lambda failing: distributed.told("talk", failing, 2),
+        lambda failing: distributed.all_gather("talk", only(2, failing)),
+        lambda failing: distributed.broadcast("talk", failing, 2),
     ):
         with pytest.raises(DamagedError) as caught:
             work(damaged)
@@ -62,6 +60,6 @@ def messages(arguments: dict[str, Any]) -> None:
             work(lambda: lambda: "what cannot be pickled")
         assert caught.value.rank == 2
     with pytest.raises(ElasticCkptError) as caught:  # of several, the lowest rank's
-        distributed.gathered("talk", lambda: damaged() if me else "fine")
+        distributed.all_gather("talk", lambda: damaged() if me else "fine")
     assert caught.value.rank == 1
-    assert distributed.share(me) == list(range(world))
+    assert distributed.all_gather("talk", lambda: me) == list(range(world))

@@ -53,9 +53,9 @@ def assert_alike(engine: Any, folder: str, stage: int, where: str, sub_group: in
     """What the rank holds, and what it reads in a load."""
     adapter = select_adapter(engine, with_states=True)
     live = adapter.local_state()
-    place = coordinates_of(engine, live.dp, live.dp_rank)
+    place = coordinates_of(engine, live.model.coordinates)
     mine = place, layouts_of(engine, with_values=place.tp > 1)
-    live = with_coordinates(live, mine, ranks.share(mine))
+    live = with_coordinates(live, mine, ranks.all_gather("describe the rank", lambda: mine))
     config = config_of(None)
     metadata = open_folder(folder, None, config).checkpoint.metadata
     more = {} if sub_group is None else {"sub_group_numel": sub_group}
@@ -73,7 +73,8 @@ def assert_alike(engine: Any, folder: str, stage: int, where: str, sub_group: in
 
 def assert_same_destinations(virtual: LocalState, live: LocalState, place: RankCoordinates, where: str) -> None:
     """Everything that decides what is read, and where it goes."""
-    assert (virtual.zero_stage, virtual.dp, virtual.dp_rank) == (live.zero_stage, place.dp, place.dp_rank), where
+    assert virtual.zero_stage == live.zero_stage, where
+    assert virtual.model.coordinates == live.model.coordinates == place, where
     assert len(virtual.flats) == len(live.flats), f"{where}: {len(virtual.flats)} flats, live {len(live.flats)}"
     for ours, theirs in zip(virtual.flats, live.flats, strict=True):
         for what in ("index", "group", "numel", "dtype", "members", "replicated"):
@@ -85,6 +86,6 @@ def assert_same_destinations(virtual: LocalState, live: LocalState, place: RankC
     # a stage without vectors has no group of them: the tests' engines leave empty groups out
     held = [group.names for group in virtual.groups if group.names]
     assert held == [group.names for group in live.groups], where
-    assert virtual.elsewhere == live.elsewhere, where
-    layouts = {name: layout.shapes for name, layout in virtual.layouts.items()}
-    assert layouts.items() <= {name: layout.shapes for name, layout in live.layouts.items()}.items(), where
+    assert virtual.model.elsewhere == live.model.elsewhere, where
+    layouts = {name: layout.shapes for name, layout in virtual.model.layouts.items()}
+    assert layouts.items() <= {name: layout.shapes for name, layout in live.model.layouts.items()}.items(), where

@@ -291,7 +291,7 @@ def test_what_cannot_be_restored_is_refused(launch: Launch, eight_bit: Folder, o
 
     def mislabelled(**schema: str) -> dict[str, Any]:
         (key,) = schema
-        return case(configured(adam8, state_schema=schema), eight_bit(adam8), key, "state_schema")
+        return case(configured(adam8, state_schema=schema), eight_bit(adam8), key, "shard_state_keys")
 
     cases = [
         case(adam8, others(adamw), "torch.optim.AdamW", "AdamW8bit", '"convert_optimizer": true'),

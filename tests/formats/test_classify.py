@@ -71,7 +71,7 @@ def refused(held: Sequence[RankStates], options: StateOptions, key: str, word: s
     assert str(held[0].tensors[key].shape) in str(error.found)
     assert held[0].tensors[key].dtype in str(error.found)
     assert f'"{key}"' in str(error.remedy)
-    assert '"state_schema"' in str(error.remedy)
+    assert '"non_shard_state_keys"' in str(error.remedy)
     return error
 
 

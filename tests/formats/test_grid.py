@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from elastic_ckpt.core.declared import declared_by
-from elastic_ckpt.core.features import Features
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.local_state import RankCoordinates
 from elastic_ckpt.core.metadata import (
@@ -28,6 +27,7 @@ from elastic_ckpt.core.metadata import (
 )
 from elastic_ckpt.core.sequence import SequenceParallel
 from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
+from elastic_ckpt.core.training_state import Features
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.degrees import StatedDegrees
 from elastic_ckpt.formats.grid import Grid, grid_of

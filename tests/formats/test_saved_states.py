@@ -357,7 +357,7 @@ def test_guesses_and_words_that_met_nothing_are_told_of() -> None:
     )
     (replicated,), (unmatched,) = kind_notes(kinds), unmatched_names(kinds, options)
     assert replicated == "optimizer state table was taken as replicated: the same values on all ranks"
-    assert "no one, nobody, of which" in unmatched
+    assert "no one, nobody, which" in unmatched
     assert "default" not in unmatched
 
 
@@ -365,7 +365,7 @@ def test_words_about_scales_and_maps_meet_them() -> None:
     kinds = {"state1": SavedKind(ELEMENTWISE, block_numel=256)}
     options = StateOptions(("qmap1", "qmap2"), ("qmap1", "qmap2"))
     (note,) = unmatched_names(kinds, options)
-    assert "named qmap2, of which" in note
+    assert "named qmap2, which" in note
     assert unmatched_names(kinds, replace(options, named=("qmap1",), schema={"qmap1": "replicated"})) == ()
     assert len(unmatched_names({"state1": SavedKind(ELEMENTWISE)}, replace(options, named=("qmap1",)))) == 1
 

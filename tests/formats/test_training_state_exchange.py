@@ -48,10 +48,10 @@ class Job:
         self.told: list[dict[int, bytes]] = []
         monkeypatch.setattr(training_state.distributed, "rank", lambda: self.me)
         monkeypatch.setattr(training_state.distributed, "world_size", lambda: self.world)
-        monkeypatch.setattr(training_state.distributed, "gathered", self._gathered)
+        monkeypatch.setattr(training_state.distributed, "all_gather", self._all_gather)
         monkeypatch.setattr(training_state, "read_training_state", lambda file, *_: file)
 
-    def _gathered(self, doing: str, work: Any) -> list[dict[int, bytes]]:
+    def _all_gather(self, doing: str, work: Any) -> list[dict[int, bytes]]:
         if len(self.told) == self.world:
             return self.told
         self.told.append(work())

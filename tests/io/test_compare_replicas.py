@@ -14,7 +14,7 @@ import torch
 
 from elastic_ckpt.core.declared import declared_by
 from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.local_state import LiveLayout, LocalState
+from elastic_ckpt.core.local_state import LiveLayout, ModelLayout, RankCoordinates
 from elastic_ckpt.core.metadata import (
     BUFFER,
     MASTER,
@@ -271,12 +271,12 @@ def checkpoint(
 
 def engine(
     layouts: Mapping[str, LiveLayout], tp: int = 1, tp_rank: int = 0, dp: int = 1, dp_rank: int = 0
-) -> LocalState:
-    return LocalState(1, dp, dp_rank, "o", (), (), (), (), tp=tp, tp_rank=tp_rank, layouts=layouts)
+) -> ModelLayout:
+    return ModelLayout(RankCoordinates(dp, dp_rank, tp, tp_rank), layouts)
 
 
 def difference_in(
-    metadata: CheckpointMetadata, live: LocalState, resharding: Resharding, states: bool = True
+    metadata: CheckpointMetadata, live: ModelLayout, resharding: Resharding, states: bool = True
 ) -> list[ReplicaDifference]:
     names = {name for name, _ in metadata.tensors}
     comparisons = compare_replicas(metadata, live, resharding, names, states)
@@ -284,7 +284,7 @@ def difference_in(
 
 
 def drift_in(
-    metadata: CheckpointMetadata, live: LocalState, resharding: Resharding, states: bool = True
+    metadata: CheckpointMetadata, live: ModelLayout, resharding: Resharding, states: bool = True
 ) -> list[Drift]:
     return united(difference_in(metadata, live, resharding, states))
 
@@ -318,11 +318,11 @@ def test_what_the_notes_say_was_taken_is_what_the_plan_takes(
     metadata = replace(metadata, declared=declared_by(preset))
     split = fused((4,), 0, [[1, 1, 1, 1]])
     layout = LiveLayout(((1,),) * 4, split=split) if live_is_cut else LiveLayout(((4,),))
-    live = engine({"norm": layout})
-    live = replace(live, tp=len(layout.shapes))
+    tp = len(layout.shapes)
+    live = engine({"norm": layout}, tp)
     found = resolve(metadata, live, ["norm"], RuleBook(), policy)
     got = taken(metadata, "norm", found, 1 if live_is_cut else 4)
-    every = [each for rank in range(live.tp) for each in difference_in(metadata, replace(live, tp_rank=rank), found)]
+    every = [each for rank in range(tp) for each in difference_in(metadata, engine({"norm": layout}, tp, rank), found)]
     states, weights = united(every)
     assert (weights.key, weights.largest, weights.mean, weights.copies) == (MASTER, 4.0, 1.5, 2)
     assert (states.key, states.largest) == ("exp_avg", 40.0)

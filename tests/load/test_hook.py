@@ -111,6 +111,9 @@ def test_the_package_exports_what_the_documentation_names() -> None:
 FOUND = Found("native", "/x/step4", "step4", sort_names([], is_universal=False))
 
 
+alone = hook.distributed.broadcast
+
+
 class Ranks:
     """This rank and another one, which was asked for the same unless ``other`` says otherwise.
 
@@ -130,15 +133,17 @@ class Ranks:
 
         monkeypatch.setattr(hook, "find_checkpoint", find)
         monkeypatch.setattr(hook.distributed, "rank", lambda: rank)
-        monkeypatch.setattr(hook.distributed, "gathered", self._gathered)
+        monkeypatch.setattr(hook.distributed, "all_gather", self._all_gather)
+        monkeypatch.setattr(hook.distributed, "broadcast", self._broadcast)
         monkeypatch.setattr(hook, "ds_config", lambda engine: {})
         monkeypatch.setattr(hook, "load_universal_flag", lambda engine: False)
 
-    def _gathered(self, doing: str, work: Any) -> list[Any]:
+    def _all_gather(self, doing: str, work: Any) -> list[Any]:
         mine = work()
-        found = None if self._rank == 0 else FOUND
-        other = hook._Asked({**mine.call, **self.other}, found)
-        return [mine, other] if self._rank == 0 else [other, mine]
+        return [mine, {**mine, **self.other}] if self._rank == 0 else [{**mine, **self.other}, mine]
+
+    def _broadcast(self, doing: str, work: Any) -> Any:
+        return alone(doing, work) if self._rank == 0 else FOUND
 
 
 def broken() -> Any:
@@ -148,7 +153,7 @@ def broken() -> Any:
 def test_only_rank_0_looks_and_all_take_what_it_has_found(monkeypatch: pytest.MonkeyPatch) -> None:
     for rank in (0, 1):
         ranks = Ranks(monkeypatch, rank, lambda: FOUND)
-        assert hook._ask(None, LoadArguments("/x"))[1] == FOUND
+        assert hook._find(None, LoadArguments("/x"))[1] == FOUND
         assert ranks.looked == (rank == 0)
 
 
@@ -156,7 +161,7 @@ def test_only_rank_0_looks_and_all_take_what_it_has_found(monkeypatch: pytest.Mo
 def test_ranks_sent_to_different_folders_hear_of_that_first(monkeypatch: pytest.MonkeyPatch, look: Any) -> None:
     Ranks(monkeypatch, 0, look).other = {"load_dir": "/y"}
     with pytest.raises(ConfigError, match="load_dir"):
-        hook._ask(None, LoadArguments("/x"))
+        hook._find(None, LoadArguments("/x"))
 
 
 def test_a_folder_that_cannot_be_looked_into_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,5 +169,5 @@ def test_a_folder_that_cannot_be_looked_into_is_named(monkeypatch: pytest.Monkey
     with pytest.raises(
         ElasticCkptError, match=r"failed to look for a checkpoint: PermissionError.*Permission"
     ) as caught:
-        hook._ask(None, LoadArguments("/x"))
+        hook._find(None, LoadArguments("/x"))
     assert (caught.value.rank, caught.value.file) == (0, "/x")

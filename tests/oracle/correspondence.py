@@ -57,8 +57,8 @@ class Correspondence:
 
     def faults(self, local_state: LocalState, plan: ReadPlan) -> Iterator[Fault]:
         """What goes elsewhere, of one rank."""
-        where = f"pipeline stage {local_state.pp_rank}, tensor-parallel rank {local_state.tp_rank}"
-        where += f", data-parallel rank {local_state.dp_rank}"
+        where = f"pipeline stage {local_state.model.coordinates.pp_rank}, tensor-parallel rank {local_state.model.coordinates.tp_rank}"
+        where += f", data-parallel rank {local_state.model.coordinates.dp_rank}"
         places = _places(local_state)
         for copy in _copies(plan):
             slot = plan.slots[copy.slot]
@@ -103,13 +103,15 @@ class Correspondence:
         return _Run(tensor.name, tensor.key, first, chunk.range.stop - first, chunk.shard)
 
     def _agree(self, source: _Run, target: _Run, local_state: LocalState) -> bool:
-        tensor, layout = tensor_of(self._catalog, source.name), local_state.layouts.get(source.name)
+        tensor, layout = tensor_of(self._catalog, source.name), local_state.model.layouts.get(source.name)
         if tensor is None:
             return True
         saved = tensor.shard_shapes
         live = layout.shapes if layout is not None else saved
         if len(saved) == len(live):
-            return source.first == target.first and (len(saved) == 1 or source.shard == local_state.tp_rank)
+            return source.first == target.first and (
+                len(saved) == 1 or source.shard == local_state.model.coordinates.tp_rank
+            )
         if len({*saved, *live}) == 1 and not (len(saved[0]) > 1 and is_vocabulary(source.name)):
             return source.first == target.first
         return True

@@ -172,10 +172,10 @@ class Coverage:
 
     def add(self, local_state: LocalState, plan: ReadPlan) -> None:
         """One rank."""
-        at = (local_state.pp_rank, local_state.tp_rank)
+        at = (local_state.model.coordinates.pp_rank, local_state.model.coordinates.tp_rank)
         where = f"pipeline stage {at[0]}, tensor-parallel rank {at[1]}"
-        place = self._places.setdefault(at, _Place(where, local_state.dp))
-        place.ranks.append(local_state.dp_rank)
+        place = self._places.setdefault(at, _Place(where, local_state.model.coordinates.dp))
+        place.ranks.append(local_state.model.coordinates.dp_rank)
         self._source.add(local_state, plan)
         self._remember(place, local_state)
         self._check_restored(place, local_state, plan)
@@ -206,7 +206,7 @@ class Coverage:
 
     def _check_written(self, place: _Place, local_state: LocalState, plan: ReadPlan) -> None:
         """Each slot of its own exactly once; what ranks fill together is looked at when all of them are there."""
-        where = f"{place.where}, data-parallel rank {local_state.dp_rank}"
+        where = f"{place.where}, data-parallel rank {local_state.model.coordinates.dp_rank}"
         own, shared = _line(plan, replicated=False), _line(plan, replicated=True)
         self._compare(_writes(plan, own), own, where)
         if place.shared is None:
@@ -218,7 +218,7 @@ class Coverage:
         mine = intervals(
             (shared.bases[share.slot] + share.range.start, shared.bases[share.slot] + share.range.stop)
             for share in plan.shares
-            if share.owner == local_state.dp_rank and share.slot in shared.bases
+            if share.owner == local_state.model.coordinates.dp_rank and share.slot in shared.bases
         )
         found = coverage([(written, 1), (mine, 1)])
         for start, stop, (times, allowed) in zip(found.starts, found.stops, found.counts, strict=True):
@@ -244,8 +244,8 @@ class Coverage:
     def _remember(self, place: _Place, local_state: LocalState) -> None:
         """What the rank holds of each live shard."""
         by_all = {flat.index for flat in local_state.flats if flat.replicated}
-        for name, layout in local_state.layouts.items():  # a rank may hold no element of a parameter
-            place.shapes.setdefault(name, layout.shapes[local_state.tp_rank])
+        for name, layout in local_state.model.layouts.items():  # a rank may hold no element of a parameter
+            place.shapes.setdefault(name, layout.shapes[local_state.model.coordinates.tp_rank])
         for flat in local_state.flats:
             for name in flat.members:
                 place.held.setdefault((name, MASTER), [])

@@ -89,11 +89,11 @@ class SourceCoverage:
 
     def add(self, local_state: LocalState, plan: ReadPlan) -> None:
         """One rank."""
-        self._tp, self._dp = local_state.tp, local_state.dp
+        self._tp, self._dp = local_state.model.coordinates.tp, local_state.model.coordinates.dp
         self._with_states = self._with_states or plan.restores_states
-        for name, layout in local_state.layouts.items():
+        for name, layout in local_state.model.layouts.items():
             self._live.setdefault(name, layout.shapes)
-        stage = local_state.pp_rank
+        stage = local_state.model.coordinates.pp_rank
         for flat in local_state.flats:
             for name in flat.members:
                 self._stages.setdefault((name, MASTER), set()).add(stage)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ckpt.core.local_state import LocalState
+from elastic_ckpt.core.local_state import LocalState, ModelLayout
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
 from elastic_ckpt.core.read_plan import Outcome
 from elastic_ckpt.errors import DamagedError, MismatchError
@@ -137,7 +137,9 @@ def test_the_second_name_of_a_tied_frozen_weight_does_not_prove_that_frozen_weig
     engine = live(A, wholes={**B_FROZEN, **tied})
     with pytest.raises(MismatchError):
         match_parameters(metadata, engine, strict=True)
-    matching = match_parameters(metadata, replace(engine, ties={"head": ("embedding",)}), strict=True)
+    matching = match_parameters(
+        metadata, replace(engine, model=ModelLayout(ties={"head": ("embedding",)})), strict=True
+    )
     assert matching.wholes == {("head", FROZEN)}
     assert [outcome.names for outcome in matching.outcomes] == [("b.weight",)]
 

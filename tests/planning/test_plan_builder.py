@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.local_state import FlatPartition, Fragment, LiveGroup, LocalState
+from elastic_ckpt.core.local_state import FlatPartition, Fragment, LiveGroup, LocalState, ModelLayout, RankCoordinates
 from elastic_ckpt.core.metadata import (
     MASTER,
     BlockCode,
@@ -115,13 +115,12 @@ def engine_of(
     flat = FlatPartition(0, 0, numel, "float32", tuple(shapes), False, tuple(states), ("step",))
     return LocalState(
         zero_stage=1,
-        dp=dp,
-        dp_rank=rank,
         optimizer="an.Optimizer",
         flats=(flat,),
         fragments=tuple(fragments if fragments is not None else cut(shapes, numel, rank)),
         wholes=(),
         groups=(LiveGroup(tuple(shapes), dict(ADAM)),),
+        model=ModelLayout(RankCoordinates(dp, rank)),
     )
 
 

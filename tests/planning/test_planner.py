@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.local_state import FlatPartition, Fragment
+from elastic_ckpt.core.local_state import FlatPartition, Fragment, ModelLayout, RankCoordinates
 from elastic_ckpt.core.metadata import (
     BUFFER,
     FROZEN,
@@ -172,8 +172,7 @@ def test_damage_is_noticed_on_both_sides_of_a_cut(pieces: list[tuple[int, int]],
     half = FlatRange(5 * rank, 5 * rank + 5)
     engine = dataclasses.replace(
         live({"a": (10,)}),
-        dp=2,
-        dp_rank=rank,
+        model=ModelLayout(RankCoordinates(2, rank)),
         flats=(FlatPartition(0, 0, 5, "float32", ("a",)),),
         fragments=(Fragment("a", (10,), half, 0, 0),),
     )

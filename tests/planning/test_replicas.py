@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from elastic_ckpt.core.dtypes import ITEMSIZE
 from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.local_state import LiveLayout, LocalState
+from elastic_ckpt.core.local_state import LiveLayout, ModelLayout, RankCoordinates
 from elastic_ckpt.core.metadata import (
     BUFFER,
     MASTER,
@@ -92,7 +92,7 @@ class Checkpoint:
                     yield chunk.file, chunk.byte_offset + number * ITEMSIZE[tensor.dtype], what
 
 
-def jobs(checkpoint: Checkpoint, tp: int, dp: int, pp: int, stages: dict[str, tuple[int, ...]]) -> list[LocalState]:
+def jobs(checkpoint: Checkpoint, tp: int, dp: int, pp: int, stages: dict[str, tuple[int, ...]]) -> list[ModelLayout]:
     """Every rank; ``stages``: which of them hold each name."""
     names = [*checkpoint.tied, *checkpoint.replicated]
     ranks = []
@@ -102,13 +102,12 @@ def jobs(checkpoint: Checkpoint, tp: int, dp: int, pp: int, stages: dict[str, tu
         elsewhere = frozenset(names) - frozenset(mine)
         for rank in range(tp * dp):
             at = divmod(rank, dp)
-            one = LocalState(1, dp, at[1], "o", (), (), (), (), tp=tp, tp_rank=at[0], pp=pp, pp_rank=stage)
-            ranks.append(replace(one, layouts=layouts, elsewhere=elsewhere))
+            ranks.append(ModelLayout(RankCoordinates(dp, at[1], tp, at[0], pp, stage), layouts, elsewhere))
     return ranks
 
 
 def shares(
-    checkpoint: Checkpoint, metadata: CheckpointMetadata, ranks: Sequence[LocalState]
+    checkpoint: Checkpoint, metadata: CheckpointMetadata, ranks: Sequence[ModelLayout]
 ) -> list[tuple[ReplicaCheck, ...]]:
     """What each rank compares; names of other stages' replicas are not known."""
     every = []
@@ -171,9 +170,9 @@ def test_each_element_of_each_copy_is_compared_by_exactly_one_rank_and_all_compa
         assert max(nbytes) - min(nbytes) <= 2 * grain * copies * size
 
 
-def _by_stage(ranks: Sequence[LocalState]) -> list[list[int]]:
-    stages = sorted({rank.pp_rank for rank in ranks})
-    return [[number for number, rank in enumerate(ranks) if rank.pp_rank == stage] for stage in stages]
+def _by_stage(ranks: Sequence[ModelLayout]) -> list[list[int]]:
+    stages = sorted({rank.coordinates.pp_rank for rank in ranks})
+    return [[number for number, rank in enumerate(ranks) if rank.coordinates.pp_rank == stage] for stage in stages]
 
 
 def test_big_copies_are_shared_out_and_small_ones_are_not_cut() -> None:
@@ -219,7 +218,7 @@ def test_a_name_that_only_one_stage_knows_by_another_is_compared_there() -> None
     found: Counter[str] = Counter()
     for rank in ranks:
         mine, live = saved, replace(rank, elsewhere=frozenset({"new"}))
-        if rank.pp_rank == 0:
+        if rank.coordinates.pp_rank == 0:
             replicas = {_new(place): tuple(map(_renamed, replicas)) for place, replicas in saved.replicas.items()}
             tensors = {_new(place): _renamed(tensor) for place, tensor in saved.tensors.items()}
             mine, live = (

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import elastic_ckpt.planning.shares
 from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.local_state import LocalState
+from elastic_ckpt.core.local_state import LocalState, ModelLayout, RankCoordinates
 from elastic_ckpt.core.metadata import BUFFER, MASTER
 from elastic_ckpt.core.read_plan import ReadPlan, Share
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
@@ -109,7 +109,7 @@ def test_one_rank_alone_reads_everything_in_one_piece() -> None:
 def replicated_engine(case: Case, rank: int, dp: int) -> LocalState:
     """The case's engine as it would be without partitions: every rank holds everything."""
     whole = replace(case, target=replace(case.target, style="zero12", dp=1, tail=0, alignments={}))
-    flats = replace(engine_of(whole, 0), zero_stage=0, dp=dp, dp_rank=rank)
+    flats = replace(engine_of(whole, 0), zero_stage=0, model=ModelLayout(RankCoordinates(dp, rank)))
     return replace(
         flats,
         flats=tuple(replace(flat, replicated=True) for flat in flats.flats),
@@ -163,7 +163,9 @@ def test_buffers_that_each_rank_reads_from_its_own_file_are_not_shared() -> None
     metadata = replace(saved({"a": (3,)}, wholes=wholes), buffers_of_this_rank=True)
     engine = live({"a": (3,)}, wholes=wholes)
     engine = replace(
-        engine, dp=2, dp_rank=1, wholes=tuple(replace(tensor, replicated=True) for tensor in engine.wholes)
+        engine,
+        model=ModelLayout(RankCoordinates(2, 1)),
+        wholes=tuple(replace(tensor, replicated=True) for tensor in engine.wholes),
     )
     plan = plan_load(metadata, engine, LoadOptions())
     assert plan.shares == ()
@@ -177,7 +179,7 @@ def test_buffers_that_each_rank_reads_from_its_own_file_are_not_shared() -> None
 
 
 def test_partitioned_slots_are_not_shared() -> None:
-    engine = replace(live({"a": (3,)}), dp=2, dp_rank=1)
+    engine = replace(live({"a": (3,)}), model=ModelLayout(RankCoordinates(2, 1)))
     plan = plan_load(saved({"a": (3,)}), engine, LoadOptions())
     assert plan.shares == ()
     assert sum(copy.numel for copy in plan.copies) == 9

@@ -527,10 +527,10 @@ def test_replicated_states_that_differ_are_refused_with_the_line_that_settles_it
     local_state = engine(WITH_TABLE) if known else unknown(group=ADAMW_GROUP)
     with pytest.raises(MismatchError, match="should be one for all partitions") as caught:
         matched(metadata, local_state)
-    assert '"elastic_checkpoint": {"state_schema": {"' in str(caught.value.remedy)
-    assert '"elementwise"' in str(caught.value.remedy)
+    assert '"elastic_checkpoint": {"shard_state_keys": ["' in str(caught.value.remedy)
+    assert '"fresh_state_keys"' in str(caught.value.remedy)
     assert caught.value.parameter == "a.weight, b.weight"
-    assert '{"table": ' in str(caught.value.remedy)
+    assert '["table"]' in str(caught.value.remedy)
 
 
 def test_replicated_states_of_flat_tensors_of_their_own_may_differ() -> None:
@@ -596,9 +596,9 @@ def test_a_state_of_unknown_layout_is_refused_with_the_line_that_settles_it() ->
     with pytest.raises(UnsupportedError, match="'mine'") as caught:
         matched(metadata, adam_engine())
     assert caught.value.found == "a list"
-    assert '"elastic_checkpoint": {"state_schema": {"mine": "elementwise"' in str(caught.value.remedy)
-    assert '"replicated"' in str(caught.value.remedy)
-    assert '"fresh"' in str(caught.value.remedy)
+    assert '"elastic_checkpoint": {"non_shard_state_keys": ["mine"]}' in str(caught.value.remedy)
+    assert '"shard_state_keys"' in str(caught.value.remedy)
+    assert '"fresh_state_keys"' in str(caught.value.remedy)
 
 
 def test_codes_without_their_scales_are_damage() -> None:
@@ -610,7 +610,7 @@ def test_codes_without_their_scales_are_damage() -> None:
 
 
 def test_codes_that_lost_their_scales_on_the_way_are_never_taken_for_values() -> None:
-    """As "state_schema": {"state1": "elementwise"} and a "non_shard_max_numel" make them."""
+    """As "shard_state_keys": ["state1"] and a "non_shard_max_numel" make them."""
     metadata = bnb_saved()
     for name in TWO:
         for key in CODED:
@@ -637,7 +637,7 @@ def test_a_state_that_the_user_wants_left_starts_fresh_and_is_told_of() -> None:
     matching = matched(replace(metadata, groups=(ADAMW_GROUP,)), adam_engine())
     assert sources(matching) == {"exp_avg": "exp_avg", "exp_avg_sq": ""}
     assert matching.restored == {"exp_avg": ("a.weight", "b.weight")}
-    assert Outcome("exp_avg_sq", "fresh", (), '"state_schema" says so') in matching.outcomes
+    assert Outcome("exp_avg_sq", "fresh", (), '"fresh_state_keys" names it') in matching.outcomes
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from deepspeed.checkpoint.affine import (
 
 from elastic_ckpt.core.declared import split_of_affine
 from elastic_ckpt.core.fqn import adopt_live_names, rename_saved
-from elastic_ckpt.core.local_state import LocalState
+from elastic_ckpt.core.local_state import ModelLayout, RankCoordinates
 from elastic_ckpt.core.strided import TPLayout
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.sharding.book import RuleBook
@@ -123,7 +123,7 @@ def test_what_the_checkpoint_declares_holds_for_renamed_and_tied_parameters() ->
     whole, live = numbered(8, 2), [numbered(8, 2)]
     metadata = checkpoint({"m.weight": merged_halves(whole, 2)}, info=sub_params("m"))
     renamed = rename_saved(metadata, [("^m", "module")])
-    engine = LocalState(1, 1, 0, "o", (), (), (), (), ties={"tied.weight": ("module.weight",)})
+    engine = ModelLayout(ties={"tied.weight": ("module.weight",)})
     for changed, name in ((renamed, "module.weight"), (adopt_live_names(renamed, engine), "tied.weight")):
         found = decided(changed, name, layout(live))
         assert torch.equal(arrives(found, name, merged_halves(whole, 2), whole), whole)
@@ -262,10 +262,12 @@ def test_shapes_that_leave_two_dimensions_or_none_are_refused() -> None:
 
 
 def test_without_a_layout_of_the_live_side_nothing_is_decided() -> None:
-    metadata, engine = checkpoint({"m.weight": [numbered(2, 3)] * 2}), LocalState(1, 1, 0, "o", (), (), (), ())
+    metadata, engine = checkpoint({"m.weight": [numbered(2, 3)] * 2}), ModelLayout()
     with pytest.raises(MismatchError, match="it is not known how"):
         resolve(metadata, engine, ["m.weight"], RuleBook(), STRICT)
-    assert not resolve(metadata, replace(engine, tp=2), ["m.weight"], RuleBook(), STRICT).transfers
+    assert not resolve(
+        metadata, replace(engine, coordinates=RankCoordinates(tp=2)), ["m.weight"], RuleBook(), STRICT
+    ).transfers
 
 
 @pytest.mark.parametrize("said", [{}, {"dim": 0}])

@@ -252,7 +252,7 @@ def test_a_survey_is_of_the_ranks_that_were_asked_for() -> None:
     assert time.node_nbytes == max(node.nbytes for node in nodes)
     part = survey(job, [2], cluster, LiveRun())
     assert part.ranks == (found.ranks[2],)
-    assert part.last[0].dp_rank == 2
+    assert part.last[0].model.coordinates.dp_rank == 2
     with pytest.raises(ValueError, match="no ranks"):
         survey(job, [], cluster, LiveRun())
     assert spread([3, 1, 8]) == {"least": 1, "mean": 4.0, "most": 8, "total": 12}

@@ -183,9 +183,9 @@ def test_shards_of_another_degree_follow_from_the_rules(tp: int) -> None:
     expected = {"words": (-(-20 // tp), 4), "0.up": (16 // tp, 4), "0.down": (4, 16 // tp), "0.norm": (4,)}
     for rank in range(tp):
         local_state = job.local_state(rank)
-        assert local_state.tp_rank == rank
+        assert local_state.model.coordinates.tp_rank == rank
         assert {part.name: part.shape for part in local_state.fragments} == expected
-        assert {name: layout.shapes for name, layout in local_state.layouts.items()} == {
+        assert {name: layout.shapes for name, layout in local_state.model.layouts.items()} == {
             name: (shape,) * tp for name, shape in expected.items()
         }
 
@@ -260,7 +260,7 @@ def held_by(job: VirtualJob) -> list[set[str]]:
 def test_as_many_stages_as_were_saved_hold_what_they_held() -> None:
     assert held_by(job_of(pipeline(), pp=2)) == [set(STAGES[0]), set(STAGES[1])]
     job = job_of(pipeline(), pp=2)
-    assert job.local_state(0).elsewhere == {"2.a", "3.a"}
+    assert job.local_state(0).model.elsewhere == {"2.a", "3.a"}
 
 
 def test_other_numbers_of_stages_share_tied_weights_but_not_what_one_stage_alone_held() -> None:

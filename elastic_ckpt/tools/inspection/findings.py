@@ -10,7 +10,7 @@ from elastic_ckpt.core.dtypes import ITEMSIZE
 from elastic_ckpt.core.metadata import BUFFER, MASTER, CheckpointMetadata, TensorMetadata
 from elastic_ckpt.core.tp_rules import WHOLE_KINDS
 from elastic_ckpt.errors import ElasticCkptError, MismatchError, listed
-from elastic_ckpt.planning.saved_state_checks import keys_by_name, refuse_partial
+from elastic_ckpt.planning.state_matching import keys_by_name, refuse_partial
 from elastic_ckpt.tools.findings import ERROR, NOTE, WARNING, Finding, of_error
 from elastic_ckpt.tools.inspection.contents import stored_nbytes
 from elastic_ckpt.tools.inspection.facts import Evidence, ParameterEntry, RuleFacts
@@ -124,7 +124,7 @@ def _in_metadata(metadata: CheckpointMetadata) -> Iterator[Finding]:
         yield Finding(ERROR, "damaged_state", text, parameter=key, remedy="load_optimizer_states=False")
     for key, why in sorted(metadata.states.opaque.items()):
         text = f"optimizer state {key!r} has a layout that cannot be cut for another topology: {why}"
-        remedy = f'"elastic_checkpoint": {{"state_schema": {{"{key}": ...}}}}, or load_optimizer_states=False'
+        remedy = f'"elastic_checkpoint": {{"non_shard_state_keys": ["{key}"]}}, or load_optimizer_states=False'
         yield Finding(ERROR, "opaque_state", text, parameter=key, remedy=remedy)
     differing = {state.key for saved in metadata.parameters.values() for state in saved.replicated if state.differs}
     if differing:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from elastic_ckpt.config import ElasticConfig
-from elastic_ckpt.core.local_state import LiveLayout, LocalState
+from elastic_ckpt.core.local_state import LiveLayout, ModelLayout
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
 from elastic_ckpt.core.read_plan import ReadPlan
 from elastic_ckpt.errors import ElasticCkptError, listed
@@ -42,12 +42,11 @@ def check_copies(metadata: CheckpointMetadata, config: ElasticConfig, threads: i
         return
     weights = {name for name, key in metadata.tensors if key in (MASTER, FROZEN, BUFFER)}
     resharding, layouts, unknown = _resharding(metadata, sorted(weights), config)
-    local_state = _whole_model(layouts)
     plan = ReadPlan(
         files=metadata.files,
         slots=(),
         copies=(),
-        comparisons=compare_replicas(metadata, local_state, resharding, layouts, with_states=True),
+        comparisons=compare_replicas(metadata, ModelLayout(layouts=layouts), resharding, layouts, with_states=True),
     )
     for drift in united(find_drift(plan, ReadOptions(threads=threads, progress=False))):
         if drift.name in resharding.guessed and (drift.name, drift.key) not in metadata.replicas:
@@ -57,11 +56,6 @@ def check_copies(metadata: CheckpointMetadata, config: ElasticConfig, threads: i
             yield _drifted(drift, metadata.source.folder, NOTE if may_differ else ERROR)
     if unknown:
         yield _no_rule(unknown, metadata.source.folder)
-
-
-def _whole_model(layouts: Mapping[str, LiveLayout]) -> LocalState:
-    """One rank that would hold every parameter whole; where, does not matter here."""
-    return LocalState(1, 1, 0, "", (), (), (), (), layouts=layouts)
 
 
 def _resharding(
@@ -75,7 +69,7 @@ def _resharding(
     unknown = set(undecided)
     while layouts:
         try:
-            return resolve(metadata, _whole_model(layouts), layouts, book, STRICT), layouts, unknown
+            return resolve(metadata, ModelLayout(layouts=layouts), layouts, book, STRICT), layouts, unknown
         except ElasticCkptError as error:
             named = error.parameter
             contradictory = {named} if named in layouts and named is not None else set(layouts)

@@ -119,7 +119,7 @@ def reads_of(local_state: LocalState, plan: ReadPlan, options: ReadOptions, on_a
     runs = read_sizes(plan, options.limits, on_accelerator)
     sizes = [nbytes for nbytes, count in runs if count]
     copies = (pieces for comparison in plan.comparisons for pieces in comparison.copies)
-    received = (share for share in plan.shares if share.owner != local_state.dp_rank)
+    received = (share for share in plan.shares if share.owner != local_state.model.coordinates.dp_rank)
     return Reads(
         nbytes=sum(nbytes * count for nbytes, count in runs),
         calls=sum(count for _, count in runs),
@@ -154,7 +154,8 @@ def memory_of(local_state: LocalState, plan: ReadPlan, run: LiveRun) -> Memory:
             states[slot.key, slot.dtype] += slot.numel * ITEMSIZE[slot.dtype]
     # the trainable parameters of this pipeline stage and tensor-parallel rank, however ZeRO cuts them
     members = [name for flat in local_state.flats for name in flat.members]
-    whole_numel = sum(math.prod(local_state.layouts[name].shapes[local_state.tp_rank]) for name in members)
+    model = local_state.model
+    whole_numel = sum(math.prod(model.layouts[name].shapes[model.coordinates.tp_rank]) for name in members)
     is_master = stage == 0 and run.weights == "float32"  # then the optimizer steps on the weights themselves
     weights_numel = 0 if is_master else flat_numel if stage == 3 else whole_numel
     return Memory(

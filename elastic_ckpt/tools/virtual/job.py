@@ -20,12 +20,20 @@ from elastic_ckpt.core.flat_ranges import (
     per_parameter_partition,
 )
 from elastic_ckpt.core.fqn import rename_saved
-from elastic_ckpt.core.local_state import FlatPartition, Fragment, LiveGroup, LocalState, RankCoordinates, WholeTensor
+from elastic_ckpt.core.local_state import (
+    FlatPartition,
+    Fragment,
+    LiveGroup,
+    LocalState,
+    ModelLayout,
+    RankCoordinates,
+    WholeTensor,
+)
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
 from elastic_ckpt.core.read_plan import ReadPlan
 from elastic_ckpt.core.state_kinds import BLOCK_NUMELS, NON_SHARD_KEYS, REPLICATED, WHOLE, BlockFormat, LiveState
 from elastic_ckpt.planning.planner import LoadOptions, plan_load, resharding_of
-from elastic_ckpt.planning.saved_state_checks import keys_by_name
+from elastic_ckpt.planning.state_matching import keys_by_name
 from elastic_ckpt.sharding.book import tensor_of
 from elastic_ckpt.sharding.offline import virtual_layouts
 from elastic_ckpt.sharding.resolve import Resharding
@@ -107,7 +115,8 @@ class VirtualJob:
     def planned(self, rank: int) -> tuple[LocalState, ReadPlan]:
         """What the engine of one rank would hold, and the plan that a load would make."""
         local_state = self.local_state(rank)
-        at = (local_state.pp_rank, local_state.tp_rank)
+        coordinates = local_state.model.coordinates
+        at = coordinates.pp_rank, coordinates.tp_rank
         if at not in self._resharding:
             self._resharding[at] = resharding_of(self.metadata, local_state, self.options)
         return local_state, plan_load(self.metadata, local_state, self.options, self._resharding[at])
@@ -120,8 +129,6 @@ class VirtualJob:
         flats, fragments = self._partitions(groups, at)
         return LocalState(
             zero_stage=self.topology.zero_stage,
-            dp=at.dp,
-            dp_rank=at.dp_rank,
             optimizer="the optimizer that saved it",
             flats=tuple(flats),
             fragments=tuple(fragments),
@@ -129,12 +136,7 @@ class VirtualJob:
             groups=tuple(
                 LiveGroup(tuple(names), dict(group)) for names, group in zip(groups, self.metadata.groups, strict=True)
             ),
-            tp=at.tp,
-            tp_rank=at.tp_rank,
-            pp=at.pp,
-            pp_rank=at.pp_rank,
-            elsewhere=frozenset(self._keys) - frozenset(mine),
-            layouts={name: self.layouts[name] for name in mine},
+            model=ModelLayout(at, {name: self.layouts[name] for name in mine}, frozenset(self._keys) - frozenset(mine)),
         )
 
     def _of_group(self, names: Sequence[str], number: int) -> list[str]:
