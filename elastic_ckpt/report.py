@@ -17,6 +17,8 @@ from elastic_ckpt.core.read_plan import HasOutcomes, Outcome
 from elastic_ckpt.core.sequence import NO_SEQUENCE_PARALLEL, SequenceParallel
 
 _NAMES_SHOWN = 12
+#: Facts of the source that matter to planning alone.
+_ONLY_PLANNED = ("frozen_recorded", "buffers_recorded", "merged_from")
 #: Roles as people call them.
 _TITLES = {MASTER: "fp32 masters", BUFFER: "buffers", FROZEN: "frozen parameters"}
 
@@ -90,7 +92,10 @@ class LoadReport(HasOutcomes):
 
     def as_dict(self) -> dict[str, Any]:
         """The report as plain containers, for JSON."""
-        return asdict(self)
+        report = asdict(self)
+        for fact in _ONLY_PLANNED:
+            del report["source"][fact]
+        return report
 
     def as_json(self) -> str:
         """The report as JSON text."""
