@@ -18,6 +18,7 @@ from elastic_ckpt.formats.naming import FolderFiles
 from elastic_ckpt.formats.pickled import PickledFile, open_pickled
 
 T = TypeVar("T")
+FileT = TypeVar("FileT", bound=SourceFile)
 REMOVE_FOREIGN = "remove the foreign file and restore the right one, or take another tag"
 _WHERE_SAVED = "resume it with the number of ranks and the layout that saved it"
 
@@ -114,32 +115,31 @@ def refuse_unsupported_folder(found: Found) -> None:
         )
 
 
-def refuse_other_save(
-    first: SourceFile,
-    expected: Mapping[str, Any],
-    other: SourceFile,
-    found: Mapping[str, Any],
-    remedy: str = REMOVE_FOREIGN,
+def refuse_other_saves(
+    files: Sequence[FileT], facts_of: Callable[[FileT], Mapping[str, Any]], remedy: str = REMOVE_FOREIGN
 ) -> None:
-    """Refuse a file that says otherwise than the first one.
+    """Refuse files that are not of the first one's save.
 
     Args:
-        first, other: the files.
-        expected, found: what they say, by what is to be said of a difference.
+        files: of one kind.
+        facts_of: what must be the same in all, by the words for a difference.
         remedy: of the error.
 
     Raises:
-        DamagedError: they differ.
+        DamagedError: naming the first file that differs, and in what.
     """
-    for what, value in expected.items():
-        if found[what] != value:
-            raise DamagedError(
-                f"this file belongs to another save than {first.path}: {what}",
-                file=other.path,
-                expected=str(value)[:300],
-                found=str(found[what])[:300],
-                remedy=remedy,
-            )
+    first = facts_of(files[0])
+    for file in files[1:]:
+        facts = facts_of(file)
+        for what, expected in first.items():
+            if facts[what] != expected:
+                raise DamagedError(
+                    f"this file belongs to another save than {files[0].path}: {what}",
+                    file=file.path,
+                    expected=str(expected)[:300],
+                    found=str(facts[what])[:300],
+                    remedy=remedy,
+                )
 
 
 def opener_of(position: int) -> int:

@@ -19,7 +19,7 @@ from elastic_ckpt.core.metadata import SourceFile
 from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.core.training_state import Features
 from elastic_ckpt.errors import UnsupportedError
-from elastic_ckpt.formats.base import refuse_other_save
+from elastic_ckpt.formats.base import refuse_other_saves
 from elastic_ckpt.formats.degrees import StatedDegrees, stated_degrees
 from elastic_ckpt.formats.features import features_in
 from elastic_ckpt.formats.pickled import PickledFile, TensorRef, materialise
@@ -186,6 +186,4 @@ def check_same_save(shards: Sequence[ModelShard], one_rank: bool = True) -> None
         DamagedError: naming the first file that disagrees with the first one, and in what.
     """
     whats = ("counters", "ds_version", *(("param_shapes", "frozen_shapes", "buffers") if one_rank else ()))
-    first, *others = ({f"{what} differ": getattr(shard, what) for what in whats} for shard in shards)
-    for shard, found in zip(shards[1:], others, strict=True):
-        refuse_other_save(shards[0], first, shard, found)
+    refuse_other_saves(shards, lambda shard: {f"{what} differ": getattr(shard, what) for what in whats})

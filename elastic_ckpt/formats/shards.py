@@ -13,7 +13,7 @@ from typing import Any
 from elastic_ckpt.core.metadata import SourceFile
 from elastic_ckpt.core.training_state import Features
 from elastic_ckpt.errors import LayoutError
-from elastic_ckpt.formats.base import REMOVE_FOREIGN, refuse_other_save
+from elastic_ckpt.formats.base import REMOVE_FOREIGN, refuse_other_saves
 from elastic_ckpt.formats.features import features_in
 from elastic_ckpt.formats.pickled import PickledFile, TensorRef
 from elastic_ckpt.formats.saved_states import StatesOfOne, read_groups
@@ -131,12 +131,10 @@ def check_same_save(shards: Sequence[OptimizerShard]) -> None:
         DamagedError: naming the first file that disagrees with rank 0's, and in what.
     """
     remedy = f"{REMOVE_FOREIGN}; if an optimizer's own counts differ between ranks: load_optimizer_states=False"
-    first = _fingerprint(shards[0])
-    for shard in shards[1:]:
-        refuse_other_save(shards[0], first, shard, _fingerprint(shard), remedy)
+    refuse_other_saves(shards, _facts_of, remedy)
 
 
-def _fingerprint(shard: OptimizerShard) -> dict[str, Any]:
+def _facts_of(shard: OptimizerShard) -> dict[str, Any]:
     states = [flat.states for flat in shard.flats]
     keys = [sorted({*flat.states.tensors, *flat.states.opaque, *flat.swapped}) for flat in shard.flats]
     return {
