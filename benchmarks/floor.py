@@ -64,9 +64,9 @@ def extents_of(plan: ReadPlan) -> list[_Extent]:
         ValueError: the plan does more than copy.
     """
     chunks = []
-    for copy in plan.copies:
+    for copy in plan.items:
         itemsize = ITEMSIZE[copy.dtype]
-        if copy.rows != 1 or copy.dtype != plan.slots[copy.slot].dtype or plan.recodes:
+        if copy.rows != 1 or copy.dtype != plan.slots[copy.slot].dtype or plan.requantize_items:
             raise ValueError("there is no floor for strided or converting reads")
         nbytes = copy.numel * itemsize
         for first in range(0, nbytes, _CHUNK):

@@ -13,7 +13,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, SourceFacts
-from elastic_ckpt.core.read_plan import HasOutcomes, Outcome
+from elastic_ckpt.core.read_plan import Outcome, names_with
 from elastic_ckpt.core.sequence import NO_SEQUENCE_PARALLEL, SequenceParallel
 
 _NAMES_SHOWN = 12
@@ -51,7 +51,7 @@ class RankWork:
 
 
 @dataclass(frozen=True)
-class LoadReport(HasOutcomes):
+class LoadReport:
     """What an elastic load restored.
 
     Attributes:
@@ -78,6 +78,20 @@ class LoadReport(HasOutcomes):
     tp: int = 1
     pp: int = 1
     sequence: SequenceParallel = NO_SEQUENCE_PARALLEL
+
+    def names(self, what: str) -> tuple[str, ...]:
+        """Names of parameters and buffers with one outcome (``"fresh"`` ...), sorted."""
+        return names_with(self.outcomes, what)
+
+    @property
+    def fresh(self) -> tuple[str, ...]:
+        """Names of which the live engine keeps, or newly starts, something."""
+        return self.names("fresh")
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Names in the checkpoint that the live model does not have."""
+        return self.names("ignored")
 
     @property
     def restored(self) -> dict[str, int]:

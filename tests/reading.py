@@ -9,7 +9,8 @@ import torch
 
 from elastic_ckpt.core.metadata import MASTER, SourceFile
 from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, Slot
-from elastic_ckpt.io.reader import ReadOptions, ReadStats, check_files, execute
+from elastic_ckpt.io.coalesce import ReadOptions, ReadStats
+from elastic_ckpt.io.reader import check_files, execute
 
 UNTOUCHED = -7.0
 
@@ -21,7 +22,7 @@ def plan_of(files: Sequence[Path], tensors: Sequence[torch.Tensor], copies: Sequ
             Slot(MASTER, number, "", tensor.numel(), str(tensor.dtype).removeprefix("torch."))
             for number, tensor in enumerate(tensors)
         ),
-        copies=tuple(sorted(copies, key=lambda copy: (copy.file, copy.byte_offset))),
+        items=tuple(sorted(copies, key=lambda copy: (copy.file, copy.byte_offset))),
     )
 
 

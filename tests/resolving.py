@@ -73,9 +73,9 @@ def arrives(resharding: Resharding, name: str, saved: Tensors, like: torch.Tenso
         return saved[0]  # as it was saved
     assert transfer is not None
     found = torch.full((like.numel(),), torch.nan)
-    if transfer.blend:
+    if transfer.scale is not None:
         return (torch.stack(list(saved)).sum(0) * transfer.scale).view(like.shape)
-    for shard, band in transfer.bands:
+    for shard, band in transfer.copies:
         for row in range(band.rows):
             source, target = band.source + row * band.source_stride, band.target + row * band.target_stride
             found[target : target + band.width] = saved[shard].flatten()[source : source + band.width]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 from hypothesis import strategies as st
 
 from elastic_ckpt.core.flat_ranges import FlatRange
@@ -36,7 +37,7 @@ from elastic_ckpt.core.metadata import (
     StorageChunk,
     TensorMetadata,
 )
-from elastic_ckpt.core.read_plan import ReadPlan
+from elastic_ckpt.core.read_plan import LoadPlan, ReadItem
 from elastic_ckpt.core.state_kinds import LiveState
 
 Shape = tuple[int, ...]
@@ -46,6 +47,8 @@ STATES = ("exp_avg", "exp_avg_sq")
 KEYS = (MASTER, *STATES)
 BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8}
 PADDING = b"\xff"
+#: What is in a slot before anything is written.
+UNTOUCHED = -1
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "amsgrad": False}
 
 
@@ -300,14 +303,14 @@ def whole_part(case: Case, name: str, key: str, rank: int) -> list[Element]:
     return [element for element in parts[rank if cut else 0] if element is not None]
 
 
-def expected_slots(case: Case, rank: int) -> dict[tuple[str, int, str], list[int | None]]:
-    """The number that each element of each slot has to receive; ``None``: it must be left alone."""
-    expected: dict[tuple[str, int, str], list[int | None]] = {}
+def expected_slots(case: Case, rank: int) -> dict[tuple[str, int, str], list[int]]:
+    """The number that each element of each slot has to receive, or :data:`UNTOUCHED`."""
+    expected: dict[tuple[str, int, str], list[int]] = {}
     for flat, members in enumerate(case.target.flats):
         for key in KEYS if case.restored & set(members) else (MASTER,):
             held = case.target.partitions(flat, key, case.shapes)[rank]
             expected[key, flat, ""] = [
-                case.disk.number(element) if element is not None and element[0] in case.restored else None
+                case.disk.number(element) if element is not None and element[0] in case.restored else UNTOUCHED
                 for element in held
             ]
     for name, key in case.wholes:
@@ -315,23 +318,36 @@ def expected_slots(case: Case, rank: int) -> dict[tuple[str, int, str], list[int
     return expected
 
 
-def simulate(plan: ReadPlan, disk: Disk) -> dict[tuple[str, int, str], list[int | None]]:
-    """Do the copies of a plan on lists; nothing may be written twice, nor read beyond the end of a file."""
-    slots: list[list[int | None]] = [[None] * slot.numel for slot in plan.slots]
-    for copy in plan.copies:
-        itemsize = BYTES[copy.dtype]
-        for step in range(copy.numel):
-            start = copy.byte_offset + step * itemsize
-            raw = disk.files[copy.file][start : start + itemsize]
-            assert len(raw) == itemsize, f"{copy} reads beyond the end of the file"
-            assert slots[copy.slot][copy.slot_offset + step] is None, f"{copy} writes an element a second time"
-            slots[copy.slot][copy.slot_offset + step] = int.from_bytes(raw, "little")
-    named = {(slot.key, slot.flat, slot.name): values for slot, values in zip(plan.slots, slots, strict=True)}
-    assert len(named) == len(plan.slots), "two slots are the same tensor"
+def written(items: Iterable[ReadItem], numel: int, files: Sequence[bytearray]) -> list[int]:
+    """What some items write into a slot; nothing may be written twice, nor read beyond the end of a file."""
+    values = [UNTOUCHED] * numel
+    for item in items:
+        itemsize = BYTES[item.dtype]
+        for row in range(item.rows):
+            first = item.byte_offset + row * item.file_stride * itemsize
+            raw = bytes(files[item.file][first : first + item.numel * itemsize])
+            assert len(raw) == item.numel * itemsize, f"{item} reads beyond the end of the file"
+            start = item.slot_offset + row * item.slot_stride
+            there = slice(start, start + item.numel)
+            assert values[there] == [UNTOUCHED] * item.numel, f"{item} writes an element a second time"
+            values[there] = np.frombuffer(raw, dtype=f"<u{itemsize}").tolist()
+    return values
+
+
+def simulate(plan: LoadPlan, files: Sequence[bytearray]) -> dict[tuple[str, int, str], list[int]]:
+    """Execute the items of a plan on lists."""
+    items: dict[int, list[ReadItem]] = {}
+    for item in plan.reads.items:
+        items.setdefault(item.slot, []).append(item)
+    named = {
+        (slot.key, slot.flat, slot.name): written(items.get(number, ()), slot.numel, files)
+        for number, slot in enumerate(plan.reads.slots)
+    }
+    assert len(named) == len(plan.reads.slots), "two slots are the same tensor"
     return named
 
 
-def names_of(plan: ReadPlan, role: str, what: str) -> tuple[str, ...]:
+def names_of(plan: LoadPlan, role: str, what: str) -> tuple[str, ...]:
     """All names of one role with one outcome."""
     return tuple(
         name for outcome in plan.outcomes if (outcome.role, outcome.what) == (role, what) for name in outcome.names

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
 from deepspeed.checkpoint.affine import sub_param_map
 from hypothesis import strategies as st
@@ -33,7 +32,6 @@ from elastic_ckpt.core.metadata import (
     SourceFacts,
     SourceFile,
 )
-from elastic_ckpt.core.read_plan import Piece, ReadPlan
 from elastic_ckpt.core.state_kinds import LiveState
 from elastic_ckpt.core.tp_rules import Rule
 from elastic_ckpt.formats.merging import merge_shards, merge_stages
@@ -374,34 +372,4 @@ def expected(case: Case, stage: int, rank: int, dp_rank: int) -> dict[tuple[str,
             mine = whole_range(case, stage, rank, dp_rank, name)
             whole = case.shard(name, keys_of(name)[0], side, rank).flatten().tolist()
             found[keys_of(name)[0], -1, name] = whole[mine.start : mine.stop]
-    return found
-
-
-# --- what a plan does -------------------------------------------------------------------------------------------
-
-
-def elements(files: Sequence[bytearray], file: int, byte_offset: int, numel: int, dtype: str) -> list[int]:
-    raw = files[file][byte_offset : byte_offset + numel * BYTES[dtype]]
-    assert len(raw) == numel * BYTES[dtype], "beyond the end of the file"
-    return np.frombuffer(bytes(raw), dtype={4: "<u4", 2: "<u2"}[BYTES[dtype]]).tolist()
-
-
-def carry_out(plan: ReadPlan, files: Sequence[bytearray]) -> dict[tuple[str, int, str], list[int]]:
-    """Do the copies of a plan, row by row; nothing may be written twice."""
-    slots = [[-1] * slot.numel for slot in plan.slots]
-    for copy in plan.copies:
-        for row in map(copy.row, range(copy.rows)):
-            there = slice(row.slot_offset, row.slot_offset + row.numel)
-            assert slots[row.slot][there] == [-1] * row.numel, f"{copy} writes an element a second time"
-            slots[row.slot][there] = elements(files, row.file, row.byte_offset, row.numel, row.dtype)
-    return {(slot.key, slot.flat, slot.name): values for slot, values in zip(plan.slots, slots, strict=True)}
-
-
-def values_of(pieces: Sequence[Piece], numel: int, files: Sequence[bytearray]) -> list[int]:
-    """The elements of one copy that is to be compared."""
-    found = [-1] * numel
-    for piece in pieces:
-        there = elements(files, piece.file, piece.byte_offset, piece.numel, piece.dtype)
-        assert found[piece.start : piece.start + piece.numel] == [-1] * piece.numel
-        found[piece.start : piece.start + piece.numel] = there
     return found

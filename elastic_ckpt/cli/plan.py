@@ -26,7 +26,7 @@ from elastic_ckpt.cli.plan_view import document, report
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.errors import ElasticCkptError, MismatchError
-from elastic_ckpt.io.reader import read_options
+from elastic_ckpt.io.coalesce import read_options
 from elastic_ckpt.sharding import presets
 from elastic_ckpt.tools.opened import config_of, load_options, open_folder
 from elastic_ckpt.tools.virtual import Topology, VirtualJob

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from elastic_ckpt.cli.output import size, table
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, SourceFacts
-from elastic_ckpt.core.read_plan import ReadPlan
+from elastic_ckpt.core.read_plan import LoadPlan
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
 from elastic_ckpt.tools.virtual.forecast import Memory, RankForecast, Survey, nodes_of, reading_time, spread
 
@@ -200,19 +200,20 @@ def _slots(job: VirtualJob, found: Survey) -> Table:
     shown = _table(title, "fills", ">dtype", ">tensors", ">elements", ">of them left alone")
     for (key, dtype), (tensors, numel, gaps) in _by_kind(plan).items():
         shown.add_row(escape(_TITLES.get(key, key)), dtype, str(tensors), f"{numel:,}", f"{gaps:,}")
-    strided = sum(copy.rows > 1 for copy in plan.copies)
+    reads = plan.reads
+    strided = sum(item.rows > 1 for item in reads.items)
     shown.caption = (
         f"{len(local_state.fragments)} pieces of parameters in {len(local_state.flats)} flat partitions; "
-        f"{len(plan.copies)} copies, {strided} of them strided; {len(plan.recodes)} tensors through another format or "
-        f"a mean; reads of {size(each.reads.least_nbytes)} to {size(each.reads.most_nbytes)}"
+        f"{len(reads.items)} copies, {strided} of them strided; {len(reads.requantize_items)} tensors through "
+        f"another format or a mean; reads of {size(each.reads.least_nbytes)} to {size(each.reads.most_nbytes)}"
     )
     return shown
 
 
-def _by_kind(plan: ReadPlan) -> dict[tuple[str, str], list[int]]:
+def _by_kind(plan: LoadPlan) -> dict[tuple[str, str], list[int]]:
     """Key and dtype -> tensors, elements, and those of them that nothing fills."""
     found: dict[tuple[str, str], list[int]] = {}
-    for slot in plan.slots:
+    for slot in plan.reads.slots:
         sums = found.setdefault((slot.key, slot.dtype), [0, 0, 0])
         sums[0] += 1
         sums[1] += slot.numel

@@ -4,40 +4,21 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
+_BY_SIZE = {
+    1: ("bool", "int8", "uint8"),
+    2: ("float16", "bfloat16", "int16", "uint16"),
+    4: ("float32", "int32", "uint32", "complex32"),
+    8: ("float64", "int64", "uint64", "complex64"),
+    16: ("complex128",),
+}
+_FLOAT8 = ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu")
 #: Bytes of one element.
 ITEMSIZE = MappingProxyType(
-    {
-        "float64": 8,
-        "float32": 4,
-        "float16": 2,
-        "bfloat16": 2,
-        "int64": 8,
-        "int32": 4,
-        "int16": 2,
-        "int8": 1,
-        "uint8": 1,
-        "uint16": 2,
-        "uint32": 4,
-        "uint64": 8,
-        "bool": 1,
-        "complex32": 4,
-        "complex64": 8,
-        "complex128": 16,
-        "float8_e4m3fn": 1,
-        "float8_e5m2": 1,
-        "float8_e4m3fnuz": 1,
-        "float8_e5m2fnuz": 1,
-        "float8_e8m0fnu": 1,
-    }
+    {name: size for size, names in _BY_SIZE.items() for name in names} | {f"float8_{kind}": 1 for kind in _FLOAT8}
 )
 
-_EXACT = {
-    ("bfloat16", "float32"),
-    ("bfloat16", "float64"),
-    ("float16", "float32"),
-    ("float16", "float64"),
-    ("float32", "float64"),
-}
+_EXACT = {(source, target) for source in ("bfloat16", "float16") for target in ("float32", "float64")}
+_EXACT.add(("float32", "float64"))
 
 #: Conversions that round, and keep the range: no value becomes infinite or zero that is not next to it.
 _ROUNDING = {("float32", "bfloat16"), ("float16", "bfloat16")}

@@ -33,12 +33,12 @@ class FlatRange:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a piece of one parameter lies inside one flat partition of one rank.
+    """A range of one parameter inside one rank's flat partition.
 
     Attributes:
         index: position of the parameter in its group.
-        range: which elements of the parameter.
-        flat_offset: where they start inside the flat partition, in elements.
+        range: elements of the parameter.
+        flat_offset: of the first of them in the flat partition, in elements.
     """
 
     index: int
@@ -63,22 +63,20 @@ def group_offsets(numels: Sequence[int], paddings: Sequence[int] | None = None) 
 def contiguous_partition(
     numels: Sequence[int], offsets: Sequence[int], partition_numel: int, rank: int
 ) -> Iterator[Placement]:
-    """ZeRO-1/2: the group is one flat buffer, cut into equal partitions, one a rank.
+    """What a rank holds with ZeRO-1/2, in flat order: the group is one flat buffer in equal partitions, one a rank.
 
-    Yields the placements that rank ``rank`` holds, in flat order. Source of the rule:
-    ``DeepSpeedZeroOptimizer.__init__`` (stage_1_and_2.py), ``partition_size``.
+    Source of the rule: ``DeepSpeedZeroOptimizer.__init__`` (stage_1_and_2.py), ``partition_size``.
     """
     left = rank * partition_numel
     mine = FlatRange(left, left + partition_numel)
     for index, (numel, offset) in enumerate(zip(numels, offsets, strict=True)):
-        held = FlatRange(offset, offset + numel).intersect(mine)
-        if held is not None:
-            inside = FlatRange(held.start - offset, held.stop - offset)
-            yield Placement(index, inside, held.start - left)
+        common = FlatRange(offset, offset + numel).intersect(mine)
+        if common is not None:
+            yield Placement(index, FlatRange(common.start - offset, common.stop - offset), common.start - left)
 
 
 def per_parameter_numel(numel: int, world_size: int, multiple: int = 1) -> int:
-    """ZeRO-3: elements of one parameter's partition, padding included.
+    """Elements of one parameter's partition with ZeRO-3, padding included.
 
     Args:
         numel: of the parameter.
@@ -91,15 +89,15 @@ def per_parameter_numel(numel: int, world_size: int, multiple: int = 1) -> int:
 
 
 def per_parameter_partition(numels: Sequence[int], steps: Sequence[int], rank: int) -> Iterator[Placement]:
-    """ZeRO-3: each parameter is cut on its own; a rank's pieces lie one behind the other, padded.
+    """What a rank holds with ZeRO-3: a padded range of each parameter, one after the other.
 
-    Yields what rank ``rank`` holds of each parameter; a rank beyond the end of a small one holds nothing.
-    Source of the rule: ``Init._partition_param`` (partition_parameters.py).
+    A rank beyond the end of a small parameter holds nothing of it. Source of the rule: ``Init._partition_param``
+    (partition_parameters.py).
 
     Args:
         numels: of the parameters.
         steps: elements of each parameter's partition (:func:`per_parameter_numel`).
-        rank: whose pieces.
+        rank: the rank.
     """
     offset = 0
     for index, (numel, step) in enumerate(zip(numels, steps, strict=True)):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,6 +11,8 @@ from elastic_ckpt.core.dtypes import ITEMSIZE
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.metadata import BlockCode, SourceFile
 from elastic_ckpt.core.state_kinds import ELEMENTWISE, BlockFormat
+
+SCALE_DTYPE = "float32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +25,12 @@ class Slot:
         name: name of the buffer or frozen parameter; empty otherwise.
         numel: elements.
         dtype: name of its torch dtype.
-        gaps: ranges of the slot that no copy writes: padding, and parameters that stay fresh.
-        replicated: whether all data-parallel ranks fill it together: each reads its :class:`Share` and sends it on.
+        gaps: ranges that no item writes: padding, and parameters that start fresh.
+        replicated: whether all data-parallel ranks fill it together: each reads its :class:`Share` and broadcasts it.
         layout: of a state: which kind it is (:mod:`elastic_ckpt.core.state_kinds`).
         rows: of an elementwise state: leading dimension.
         shape: of a state of another layout.
-        fill: value of the gaps of a state: what stands for zero in it.
+        fill: value of the gaps of a state.
     """
 
     key: str
@@ -45,12 +48,12 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A piece of a replicated slot: one data-parallel rank reads it and sends it to the others.
+    """A range of a replicated slot that one data-parallel rank reads and broadcasts to the others.
 
     Attributes:
         slot: index into :attr:`ReadPlan.slots`.
-        range: which of its elements.
-        owner: data-parallel rank that reads them.
+        range: its elements.
+        owner: the data-parallel rank.
     """
 
     slot: int
@@ -58,63 +61,20 @@ class Share:
     owner: int
 
 
-#: Roles whose names are not those of parameters or buffers.
-NOT_TENSORS = frozenset({"param groups", "random state", "lr scheduler"})
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What becomes of some items of the checkpoint or of the live engine.
-
-    Attributes:
-        role: kind of item: ``"fp32"``, a state key, ``"optimizer states"``, ``"buffer"``, ``"frozen"``,
-            ``"param groups"``, ``"lr scheduler"``, ``"loss scale"``, ``"counters"``, ``"client state"``.
-        what: ``"restored"``; ``"fresh"``: the live engine keeps or starts its own; ``"skipped"``: the checkpoint
-            has it and it was not asked for or cannot apply; ``"ignored"``: the live model has no place for it.
-        names: the items; empty where the role has only one.
-        reason: why, unless restored.
-    """
-
-    role: str
-    what: str
-    names: tuple[str, ...] = ()
-    reason: str = ""
-
-
-class HasOutcomes:
-    """What a plan and a report of it can be asked."""
-
-    outcomes: tuple[Outcome, ...]
-
-    def names(self, what: str) -> tuple[str, ...]:
-        """Names of parameters and buffers with one outcome (``"fresh"`` ...), sorted."""
-        tensors = [outcome for outcome in self.outcomes if outcome.what == what and outcome.role not in NOT_TENSORS]
-        return tuple(sorted({name for outcome in tensors for name in outcome.names}))
-
-    @property
-    def fresh(self) -> tuple[str, ...]:
-        """Names of which the live engine keeps, or newly starts, something."""
-        return self.names("fresh")
-
-    @property
-    def ignored(self) -> tuple[str, ...]:
-        """Names in the checkpoint that the live model does not have."""
-        return self.names("ignored")
-
-
 @dataclass(frozen=True, slots=True)
 class ReadItem:
-    """Move ``numel`` elements of ``dtype`` from a file to a slot, once or in ``rows`` at regular distances.
+    """A strided copy from a file to a slot: ``rows`` times ``numel`` contiguous elements.
 
     Attributes:
         file: index into :attr:`ReadPlan.files`.
-        byte_offset: where they start in the file.
+        byte_offset: of the first element in the file.
         slot: index into :attr:`ReadPlan.slots`.
-        slot_offset: where they go, in elements.
-        numel: how many elements, of one row.
-        dtype: name of the torch dtype in the file; the slot's own unless a widening conversion is needed.
+        slot_offset: of the first element in the slot, in elements.
+        numel: elements of one row.
+        dtype: name of the torch dtype in the file; the slot's own unless a conversion is needed.
         rows: how many rows.
-        file_stride, slot_stride: elements from the start of one row to that of the next, in the file and in the slot.
+        file_stride, slot_stride: elements from one row to the next, in the file and in the slot; 0 for a single row.
+        code: how the elements are quantized, its ``position`` being that of the first one; ``None``: plain values.
     """
 
     file: int
@@ -126,87 +86,89 @@ class ReadItem:
     rows: int = 1
     file_stride: int = 0
     slot_stride: int = 0
+    code: BlockCode | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows."""
+        return self.rows * self.numel * ITEMSIZE[self.dtype]
+
+    @property
+    def slot_stop(self) -> int:
+        """One past the last element in the slot."""
+        return self.slot_offset + (self.rows - 1) * self.slot_stride + self.numel
 
     def row(self, number: int) -> ReadItem:
-        """One of its rows, as a copy of its own."""
+        """One row as an item of its own."""
+        return self._part(number * self.file_stride, number * self.slot_stride, self.numel)
+
+    def clip(self, start: int, stop: int) -> ReadItem:
+        """The elements of an item of one row that go between two elements of the slot, of which there must be some."""
+        first = max(self.slot_offset, start)
+        skipped = first - self.slot_offset
+        return self._part(skipped, skipped, min(self.slot_stop, stop) - first)
+
+    def _part(self, skipped: int, distance: int, numel: int) -> ReadItem:
+        code = self.code and replace(self.code, position=self.code.position + skipped)
+        byte_offset = self.byte_offset + skipped * ITEMSIZE[self.dtype]
         return ReadItem(
-            self.file,
-            self.byte_offset + number * self.file_stride * ITEMSIZE[self.dtype],
-            self.slot,
-            self.slot_offset + number * self.slot_stride,
-            self.numel,
-            self.dtype,
+            self.file, byte_offset, self.slot, self.slot_offset + distance, numel, self.dtype, 1, 0, 0, code
         )
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaCheck:
-    """Elements that several ranks saved, and that should be the same: all of a tensor, or a piece of it.
+def clip_items(items: Sequence[ReadItem], start: int, stop: int, disjoint: bool = True) -> tuple[ReadItem, ...]:
+    """The parts of some items that go between two elements of their slot.
 
-    Attributes:
-        name, key: what it is.
-        numel: elements of each copy.
-        copies: per copy, where it lies: pieces whose ``start`` counts from its first element.
-        taken: what the plan makes of copies that differ: ``first`` or ``mean``.
-        is_guess: whether only shapes say that these are copies.
-        start: the first of the elements, of those that are compared by all ranks together.
-        whole_numel: how many these are; 0: ``numel``.
-        number: which comparison of this tensor it is, or is a piece of: each shard of a tied one has its own.
+    Args:
+        items: of one row each, in order of ``slot_offset``.
+        start, stop: elements of the slot.
+        disjoint: whether no two of them write the same element, so that the first one can be searched for.
     """
-
-    name: str
-    key: str
-    numel: int
-    copies: tuple[tuple[Piece, ...], ...]
-    taken: str = "first"
-    is_guess: bool = False
-    start: int = 0
-    whole_numel: int = 0
-    number: int = 0
+    first = max(bisect_right(items, start, key=lambda item: item.slot_offset) - 1, 0) if disjoint else 0
+    last = bisect_left(items, stop, key=lambda item: item.slot_offset)
+    return tuple(item.clip(start, stop) for item in items[first:last] if item.slot_stop > start)
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Source elements of a :class:`RequantizeItem`.
+def join_neighbours(items: Iterable[ReadItem]) -> list[ReadItem]:
+    """Items in their order; those of one row that continue their predecessor, in file and in slot, are joined to it."""
+    joined: list[ReadItem] = []
+    for item in items:
+        last = joined[-1] if joined else None
+        if (
+            last is not None
+            and last.file == item.file
+            and last.byte_offset + last.numel * ITEMSIZE[last.dtype] == item.byte_offset
+            and last.slot_offset + last.numel == item.slot_offset
+            and last.slot == item.slot
+            and last.dtype == item.dtype
+            and last.rows == item.rows == 1
+            and (last.code and replace(last.code, position=last.code.position + last.numel)) == item.code
+        ):
+            joined[-1] = replace(last, numel=last.numel + item.numel)
+        else:
+            joined.append(item)
+    return joined
 
-    Attributes:
-        file, byte_offset: where they start.
-        start: where they go, in elements of the slot.
-        numel: how many.
-        dtype: name of the torch dtype in the file.
-        code: how they are quantized; its ``position`` is that of the first one.
-    """
 
-    file: int
-    byte_offset: int
-    start: int
-    numel: int
-    dtype: str
-    code: BlockCode | None
-
-
-def clip(piece: Piece, start: int, stop: int) -> Piece:
-    """The part of a piece between two elements; without elements where there is none."""
-    first, last = max(piece.start, start), min(piece.start + piece.numel, stop)
-    skipped = first - piece.start
-    code = None if piece.code is None else replace(piece.code, position=piece.code.position + skipped)
-    offset = piece.byte_offset + skipped * ITEMSIZE[piece.dtype]
-    return replace(piece, byte_offset=offset, start=first, numel=last - first, code=code)
+def in_file_order(items: Iterable[ReadItem]) -> tuple[ReadItem, ...]:
+    """Items sorted by file and offset, neighbours joined."""
+    ordered = sorted(items, key=lambda item: (item.file, item.byte_offset, item.slot, item.slot_offset))
+    return tuple(join_neighbours(ordered))
 
 
 @dataclass(frozen=True, slots=True)
 class RequantizeItem:
-    """Elements that have to be decoded, quantized, or both, on their way into a slot; or to be added up.
+    """Elements of a slot that are decoded, quantized, or both, or added up, on their way from the files.
 
     Attributes:
         slot: index into :attr:`ReadPlan.slots`, of codes or of values.
         start: its first element; the first of a block.
-        numel: how many elements, gaps among them: whole blocks, or up to the end of a row.
+        numel: elements, gaps among them: whole blocks, or up to the end of a row.
         target: how they are to be quantized; ``None``: the slot takes values.
         scales_slot: slot of the scales.
-        scales_start: place in it of the first block's scale.
-        pieces: the source elements, in order of ``start``.
-        scale: the values are so many times the sum of all pieces at their place; ``None``: each has one piece.
+        scales_start: first block's scale in it.
+        sources: source elements: items of one row each, in order of ``slot_offset``.
+        scale: values are so many times the sum of all sources of an element; ``None``: each has at most one source.
     """
 
     slot: int
@@ -215,24 +177,133 @@ class RequantizeItem:
     target: BlockFormat | None
     scales_slot: int
     scales_start: int
-    pieces: tuple[Piece, ...]
+    sources: tuple[ReadItem, ...]
     scale: float | None = None
+
+    @property
+    def stop(self) -> int:
+        """One past its last element in the slot."""
+        return self.start + self.numel
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the source elements, without their scales."""
+        return sum(item.nbytes for item in self.sources)
+
+    def part(self, start: int, stop: int) -> RequantizeItem:
+        """Its elements between two elements of the slot; ``start`` is the first of a block."""
+        blocks = (start - self.start) // self.target.numel if self.target is not None else 0
+        sources = clip_items(self.sources, start, stop, disjoint=self.scale is None)
+        return replace(self, start=start, numel=stop - start, scales_start=self.scales_start + blocks, sources=sources)
 
 
 @dataclass(frozen=True)
-class ReadPlan(HasOutcomes):
-    """What one rank will do.
+class ReadPlan:
+    """The reads of one rank.
 
     Attributes:
         files: source files.
         slots: what is written.
-        copies: sorted by file and offset, neighbours merged.
-        shares: who reads which piece of the replicated slots; the same on every rank.
-        restores_states: whether optimizer states and hyperparameters are part of the load.
-        recodes: what goes through another format on its way.
-        comparisons: copies in the checkpoint that this rank compares before anything is written.
-        averaged: names of those of which a rule says that they may differ.
+        items: sorted by file and offset, neighbours joined.
+        requantize_items: what is decoded, quantized or added up on its way.
+        shares: who reads which range of the replicated slots; the same on every rank.
+    """
+
+    files: tuple[SourceFile, ...]
+    slots: tuple[Slot, ...]
+    items: tuple[ReadItem, ...]
+    requantize_items: tuple[RequantizeItem, ...] = ()
+    shares: tuple[Share, ...] = ()
+
+    def of_flat(self, flat: int) -> tuple[list[int], ReadPlan]:
+        """The slots of one flat partition (``-1``: buffers and frozen parameters): their numbers, and their plan."""
+        numbers = [number for number, slot in enumerate(self.slots) if slot.flat == flat]
+        new = {old: number for number, old in enumerate(numbers)}
+        items = (replace(item, slot=new[item.slot]) for item in self.items if item.slot in new)
+        requantize = (
+            replace(item, slot=new[item.slot], scales_slot=new.get(item.scales_slot, -1))
+            for item in self.requantize_items
+            if item.slot in new
+        )
+        slots = tuple(self.slots[number] for number in numbers)
+        return numbers, ReadPlan(self.files, slots, tuple(items), tuple(requantize))
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaCheck:
+    """Elements that several ranks saved and that should be equal: all of a tensor, or a range of it.
+
+    Attributes:
+        name, key: the tensor.
+        numel: elements of each replica.
+        replicas: the items of each replica: of one row, in order of ``slot_offset``, which counts from its first
+            element.
+        taken: what the plan makes of replicas that differ: ``first`` or ``mean``.
+        is_guess: whether only shapes suggest that these are replicas.
+        start: the first of the elements that all ranks compare together.
+        whole_numel: how many those are; 0: ``numel``.
+        number: which check of this tensor it is, or is a range of: each shard of a tied parameter has its own.
+    """
+
+    name: str
+    key: str
+    numel: int
+    replicas: tuple[tuple[ReadItem, ...], ...]
+    taken: str = "first"
+    is_guess: bool = False
+    start: int = 0
+    whole_numel: int = 0
+    number: int = 0
+
+    def part(self, start: int, stop: int) -> ReplicaCheck:
+        """A range of its elements, counted from its first one."""
+        replicas = tuple(
+            tuple(replace(item, slot_offset=item.slot_offset - start) for item in clip_items(replica, start, stop))
+            for replica in self.replicas
+        )
+        whole_numel = self.whole_numel or self.numel
+        return replace(self, numel=stop - start, replicas=replicas, start=self.start + start, whole_numel=whole_numel)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What becomes of some items of the checkpoint or of the live engine.
+
+    Attributes:
+        role: kind of item: ``"fp32"``, a state key, ``"optimizer states"``, ``"buffer"``, ``"frozen"``,
+            ``"param groups"``, ``"lr scheduler"``, ``"loss scale"``, ``"counters"``, ``"client state"``.
+        what: ``"restored"``; ``"fresh"``: the live engine keeps or starts its own; ``"skipped"``: the checkpoint
+            has it and it was not asked for or cannot apply; ``"ignored"``: the live model has nothing to take it.
+        names: the items; empty where the role has only one.
+        reason: why, unless restored.
+    """
+
+    role: str
+    what: str
+    names: tuple[str, ...] = ()
+    reason: str = ""
+
+
+#: Roles whose names are not those of parameters or buffers.
+_NOT_TENSORS = frozenset({"param groups", "random state", "lr scheduler"})
+
+
+def names_with(outcomes: Iterable[Outcome], what: str) -> tuple[str, ...]:
+    """Names of parameters and buffers with one outcome (``"fresh"`` ...), sorted."""
+    tensors = [outcome for outcome in outcomes if outcome.what == what and outcome.role not in _NOT_TENSORS]
+    return tuple(sorted({name for outcome in tensors for name in outcome.names}))
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """Everything that one rank does in a load: what it reads, checks, commits and reports.
+
+    Attributes:
+        reads: what it reads.
+        replica_checks: replicas in the checkpoint that this rank compares before anything is written.
+        averaged: names of those that a rule allows to differ.
         blocks: number of 8-bit blocks that the plan fills.
+        restores_states: whether optimizer states and hyperparameters are part of the load.
         scalars: per flat partition, its scalar states; ``None`` clears that partition's optimizer state.
         scalar_forms: see :attr:`elastic_ckpt.core.metadata.StateFacts.scalar_forms`.
         hyperparameters: per live group, the values to set.
@@ -242,12 +313,8 @@ class ReadPlan(HasOutcomes):
         notes: sentences for the report.
     """
 
-    files: tuple[SourceFile, ...]
-    slots: tuple[Slot, ...]
-    copies: tuple[ReadItem, ...]
-    shares: tuple[Share, ...] = ()
-    recodes: tuple[RequantizeItem, ...] = ()
-    comparisons: tuple[ReplicaCheck, ...] = ()
+    reads: ReadPlan
+    replica_checks: tuple[ReplicaCheck, ...] = ()
     averaged: frozenset[str] = frozenset()
     blocks: int = 0
     restores_states: bool = False
@@ -258,35 +325,3 @@ class ReadPlan(HasOutcomes):
     group_sources: tuple[tuple[int, ...], ...] = ()
     outcomes: tuple[Outcome, ...] = ()
     notes: tuple[str, ...] = ()
-
-    def by_flat(self) -> dict[int, tuple[list[int], ReadPlan]]:
-        """The plan in parts: flat partition -> the numbers of its slots here, and the plan of these slots alone.
-
-        Buffers and frozen parameters are the part ``-1``.
-        """
-        numbers: dict[int, list[int]] = {}
-        place = {}
-        for number, slot in enumerate(self.slots):
-            members = numbers.setdefault(slot.flat, [])
-            place[number] = len(members)
-            members.append(number)
-        copies: dict[int, list[ReadItem]] = {flat: [] for flat in numbers}
-        for copy in self.copies:
-            copies[self.slots[copy.slot].flat].append(replace(copy, slot=place[copy.slot]))
-        recodes: dict[int, list[RequantizeItem]] = {flat: [] for flat in numbers}
-        for recode in self.recodes:
-            scales = place[recode.scales_slot] if recode.target else -1
-            moved = replace(recode, slot=place[recode.slot], scales_slot=scales)
-            recodes[self.slots[recode.slot].flat].append(moved)
-        return {
-            flat: (
-                members,
-                replace(
-                    self,
-                    slots=tuple(self.slots[n] for n in members),
-                    copies=tuple(copies[flat]),
-                    recodes=tuple(recodes[flat]),
-                ),
-            )
-            for flat, members in numbers.items()
-        }

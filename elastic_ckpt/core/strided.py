@@ -1,8 +1,8 @@
-"""Strided copies between flat tensors, and how tensor-parallel ranks cut a parameter. Pure arithmetic.
+"""Strided copies between flat tensors, and how tensor-parallel ranks shard a parameter. Pure arithmetic.
 
-Cut along one dimension, a parameter of any shape is a matrix: its *rows* are what lies before that dimension, its
-*columns* the dimension and all behind it. A rank holds the same stretches of columns of every row, so what two shards
-have in common is a few *bands*: rows of equal width, at a stride of its own in each of the two.
+Sharded along one dimension, a parameter of any shape is a matrix: its *rows* are the dimensions before that one, its
+*columns* that dimension and all behind it. A rank holds the same column ranges of every row, so what two shards have
+in common is a few strided copies.
 """
 
 from __future__ import annotations
@@ -16,158 +16,162 @@ from elastic_ckpt.core.flat_ranges import FlatRange
 
 Shape = tuple[int, ...]
 #: Elements ``[start, stop)`` of a dimension.
-Stretch = tuple[int, int]
+DimRange = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class StridedCopy:
-    """``rows`` times ``width`` elements of a source tensor, and where they go in a target tensor; both flat.
+    """``rows`` times ``width`` contiguous elements of a flat source tensor, and where they go in a flat target tensor.
 
     Attributes:
-        rows: how often.
+        source, target: first element in each.
         width: contiguous elements.
-        source: first element in the source.
-        source_stride: elements from one row to the next there; at least ``width``.
-        target, target_stride: the same in the target.
+        rows: how often.
+        source_stride, target_stride: elements from one row to the next, at least ``width``; 0 for a single row.
     """
 
-    rows: int
-    width: int
     source: int
-    source_stride: int
     target: int
-    target_stride: int
+    width: int
+    rows: int = 1
+    source_stride: int = 0
+    target_stride: int = 0
 
     @property
     def numel(self) -> int:
         return self.rows * self.width
 
+    @property
+    def source_stop(self) -> int:
+        """One past the last element in the source."""
+        return self.source + (self.rows - 1) * self.source_stride + self.width
+
     def part(self, row: int, rows: int, column: int, width: int) -> StridedCopy:
-        """The band of some of the rows, and of some of the columns of these."""
-        return StridedCopy(
-            rows,
-            width,
-            self.source + row * self.source_stride + column,
-            self.source_stride,
-            self.target + row * self.target_stride + column,
-            self.target_stride,
-        )
+        """Some of the rows, and some of their columns."""
+        source, target = row * self.source_stride + column, row * self.target_stride + column
+        strides = (self.source_stride, self.target_stride) if rows > 1 else (0, 0)
+        return StridedCopy(self.source + source, self.target + target, width, rows, *strides).joined()
 
-    def turned(self) -> StridedCopy:
+    def reversed(self) -> StridedCopy:
         """Source and target exchanged."""
-        return StridedCopy(self.rows, self.width, self.target, self.target_stride, self.source, self.source_stride)
-
-    def moved(self, source: int, target: int) -> StridedCopy:
-        """The same band of tensors that start elsewhere."""
-        return StridedCopy(
-            self.rows, self.width, self.source + source, self.source_stride, self.target + target, self.target_stride
-        )
+        return StridedCopy(self.target, self.source, self.width, self.rows, self.target_stride, self.source_stride)
 
     def joined(self) -> StridedCopy:
-        """The same band as one row, where it has no gaps on either side."""
+        """The same elements as a single row, where neither side has gaps between rows."""
         if self.rows > 1 and self.source_stride == self.width == self.target_stride:
-            return StridedCopy(1, self.numel, self.source, self.numel, self.target, self.numel)
+            return StridedCopy(self.source, self.target, self.numel)
         return self
 
 
-def whole_band(numel: int) -> StridedCopy:
-    """A tensor that is copied as it is."""
-    return StridedCopy(1, numel, 0, numel, 0, numel)
-
-
-def clip_target(band: StridedCopy, wanted: FlatRange) -> Iterator[StridedCopy]:
-    """The parts of a band, at most three, whose target elements lie in a range; by ascending target."""
-    if band.numel == 0 or not wanted.numel:
+def clip_target(copy: StridedCopy, wanted: FlatRange) -> Iterator[StridedCopy]:
+    """The parts of a copy, at most three, whose target elements are in a range; by ascending target."""
+    start, stop = wanted.start - copy.target, wanted.stop - copy.target
+    width, stride, last = copy.width, max(copy.target_stride, 1), copy.rows - 1
+    if not copy.numel or start >= stop:
         return
-    end = band.target + (band.rows - 1) * band.target_stride + band.width
-    if wanted.start <= band.target and end <= wanted.stop:
-        yield band.joined()
+    if start <= 0 and last * copy.target_stride + width <= stop:
+        yield copy.joined()
         return
-    stride = max(band.target_stride, 1)
-    first = max(-(-(wanted.start - band.target - band.width + 1) // stride), 0)
-    last = min((wanted.stop - 1 - band.target) // stride, band.rows - 1)
-    whole_first, whole_last = first, last
+    first, last = max(-(-(start - width + 1) // stride), 0), min((stop - 1) // stride, last)
     if first > last:
         return
 
-    def cut(row: int) -> StridedCopy | None:
-        """A row of which not all is wanted."""
-        start = band.target + row * band.target_stride
-        left, right = max(wanted.start - start, 0), min(wanted.stop - start, band.width)
-        return None if (left, right) == (0, band.width) else band.part(row, 1, left, right - left)
+    def columns(row: int) -> DimRange:
+        return max(start - row * stride, 0), min(stop - row * stride, width)
 
-    head = cut(first)
-    if head is not None:
-        yield head
-        whole_first += 1
-    tail = cut(last) if last > first or head is None else None
-    if tail is not None:
-        whole_last -= 1
-    if whole_first <= whole_last:
-        yield band.part(whole_first, whole_last - whole_first + 1, 0, band.width).joined()
-    if tail is not None and last >= whole_first:
-        yield tail
+    whole = range(first + (columns(first) != (0, width)), last + (columns(last) == (0, width)))
+    if first not in whole:
+        left, right = columns(first)
+        yield copy.part(first, 1, left, right - left)
+    if whole:
+        yield copy.part(whole.start, len(whole), 0, width)
+    if last not in whole and last > first:
+        left, right = columns(last)
+        yield copy.part(last, 1, left, right - left)
 
 
-def clip_source(band: StridedCopy, held: FlatRange) -> Iterator[StridedCopy]:
-    """The parts of a band, at most three, whose source elements lie in a range; by ascending source."""
-    for part in clip_target(band.turned(), held):
-        yield part.turned()
+def clip_source(copy: StridedCopy, available: FlatRange) -> Iterator[StridedCopy]:
+    """The parts of a copy, at most three, whose source elements are in a range; by ascending source."""
+    for part in clip_target(copy.reversed(), available):
+        yield part.reversed()
 
 
 @dataclass(frozen=True)
 class TPLayout:
-    """How tensor-parallel ranks hold a parameter.
+    """How a parameter is laid out over tensor-parallel ranks.
 
     Attributes:
-        shape: of the whole, logical parameter.
-        dim: the dimension that is cut.
-        held: per rank, the stretches of that dimension that it holds, in the order in which it holds them. Several
-            ranks may hold the same one.
+        shape: of the logical parameter.
+        dim: the sharded dimension.
+        ranges: for each rank, the ranges of that dimension that it holds, in its own order. Several ranks may hold the
+            same one.
     """
 
     shape: Shape
     dim: int
-    held: tuple[tuple[Stretch, ...], ...]
+    ranges: tuple[tuple[DimRange, ...], ...]
 
     @property
     def degree(self) -> int:
-        return len(self.held)
+        return len(self.ranges)
+
+    @property
+    def rows(self) -> int:
+        """Elements of the dimensions before the sharded one."""
+        return math.prod(self.shape[: self.dim])
+
+    @property
+    def inner(self) -> int:
+        """Elements of the dimensions behind the sharded one."""
+        return math.prod(self.shape[self.dim + 1 :])
+
+    def size(self, rank: int) -> int:
+        """Size of a rank's shard along the sharded dimension."""
+        return sum(stop - start for start, stop in self.ranges[rank])
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank holds all of it."""
-        return all(held == ((0, self.shape[self.dim]),) for held in self.held)
+        """Whether every rank holds the whole parameter."""
+        return all(ranges == ((0, self.shape[self.dim]),) for ranges in self.ranges)
 
     def shard_shape(self, rank: int) -> Shape:
-        """Shape of what one rank holds."""
-        width = sum(stop - start for start, stop in self.held[rank])
-        return (*self.shape[: self.dim], width, *self.shape[self.dim + 1 :])
+        """Shape of a rank's shard."""
+        return (*self.shape[: self.dim], self.size(rank), *self.shape[self.dim + 1 :])
+
+    def placed(self, rank: int) -> Iterator[tuple[int, int, int]]:
+        """The ranges of a rank: (start, stop, where it begins in the rank's shard)."""
+        position = 0
+        for start, stop in self.ranges[rank]:
+            yield start, stop, position
+            position += stop - start
 
 
 def replicated(shape: Shape, degree: int) -> TPLayout:
-    """Every rank holds all."""
+    """Every rank holds the whole parameter."""
     size = shape[0] if shape else 1
     return TPLayout(shape or (1,), 0, (((0, size),),) * degree)
 
 
 def fused(shape: Shape, dim: int, widths: Sequence[Sequence[int]]) -> TPLayout:
-    """Sub-parameters that lie one behind the other in a dimension, each cut on its own.
+    """Sub-parameters that follow each other in a dimension, each sharded by itself.
 
     Args:
         shape: of the logical parameter.
-        dim: the dimension that is cut.
-        widths: per sub-parameter, how many elements each rank holds. One sub-parameter is a plain cut.
+        dim: the sharded dimension.
+        widths: per sub-parameter, how many elements each rank holds. One sub-parameter is a plain ``Shard(dim)``.
     """
-    degree = len(widths[0])
-    held: list[list[Stretch]] = [[] for _ in range(degree)]
+    ranges: list[list[DimRange]] = [[] for _ in widths[0]]
     position = 0
     for parts in widths:
         for rank, width in enumerate(parts):
             if width:
-                held[rank].append((position, position + width))
+                ranges[rank].append((position, position + width))
             position += width
-    return TPLayout(shape, dim, tuple(map(tuple, held)))
+    return TPLayout(shape, dim, tuple(map(tuple, ranges)))
+
+
+#: A saved shard, and a copy from it.
+ShardCopy = tuple[int, StridedCopy]
 
 
 @dataclass(frozen=True)
@@ -175,132 +179,124 @@ class ShardSources:
     """Where one live shard of a parameter gets its elements from.
 
     Attributes:
-        bands: (saved shard, band): the source is that shard, the target the live one.
-        blend: whether an element is ``scale`` times the sum over all bands' sources, and not a copy of one.
-        scale: see ``blend``.
+        copies: (saved shard, copy from it to the live shard).
+        scale: each element is so many times the sum of all its sources; ``None``: it is a copy of its only one.
         missing: ranges of the live shard that no saved one has.
     """
 
-    bands: tuple[tuple[int, StridedCopy], ...]
-    blend: bool = False
-    scale: float = 1.0
+    copies: tuple[ShardCopy, ...]
+    scale: float | None = None
     missing: tuple[FlatRange, ...] = ()
 
 
 @functools.lru_cache(maxsize=1024)
 def copied(shard: int, numel: int) -> ShardSources:
     """The live shard is a saved one."""
-    return ShardSources(((shard, whole_band(numel)),))
+    return ShardSources(((shard, StridedCopy(0, 0, numel)),))
 
 
 def blended(shards: int, numel: int, scale: float) -> ShardSources:
     """The live shard is ``scale`` times the sum of all saved ones."""
-    return ShardSources(tuple((shard, whole_band(numel)) for shard in range(shards)), True, scale)
+    return ShardSources(tuple((shard, StridedCopy(0, 0, numel)) for shard in range(shards)), scale)
 
 
 def reshard(source: TPLayout, target: TPLayout, rank: int) -> ShardSources:
-    """What a live rank takes from the shards of a checkpoint; of stretches that several hold, the first one's.
+    """What a live rank takes from the shards of a checkpoint; the first one's, where several hold the same elements.
 
     Args:
-        source: how the checkpoint's ranks held the parameter.
-        target: how the live ranks hold it; of the same shape but for the dimension that is cut, which may have more or
-            fewer elements at its end (padding of a vocabulary).
+        source: layout of the checkpoint.
+        target: layout of the live model; of the same shape but for the sharded dimension, which may have more or fewer
+            elements at its end (padding of a vocabulary).
         rank: the live rank.
 
     Raises:
         ValueError: elements that no saved shard has, along a dimension that is not the first.
     """
-    inner = math.prod(target.shape[target.dim + 1 :])
-    rows = math.prod(target.shape[: target.dim])
-    owners = _owners(source)
-    target_width = sum(stop - start for start, stop in target.held[rank]) * inner
-    bands: list[tuple[int, StridedCopy]] = []
+    owned, inner = _owned_once(source), target.inner
+    copies: list[ShardCopy] = []
     missing: list[FlatRange] = []
-    position = 0
-    for start, stop in target.held[rank]:
+    for start, stop, position in target.placed(rank):
+        to_live = position - start
         at = start
-        for low, high, shard, offset in _overlapping(owners, start, stop):
+        for low, high, shard, offset in _overlapping(owned, start, stop):
             if low > at:
-                missing.append(FlatRange((position + at - start) * inner, (position + low - start) * inner))
-            width = sum(b - a for a, b in source.held[shard]) * inner
-            here = (position + low - start) * inner
-            bands.append(
-                (shard, StridedCopy(rows, (high - low) * inner, offset * inner, width, here, target_width).joined())
-            )
+                missing.append(FlatRange((at + to_live) * inner, (low + to_live) * inner))
+            strides = source.size(shard) * inner, target.size(rank) * inner
+            copy = _columns(offset * inner, (low + to_live) * inner, (high - low) * inner, target.rows, *strides)
+            copies.append((shard, copy))
             at = high
         if at < stop:
-            missing.append(FlatRange((position + at - start) * inner, (position + stop - start) * inner))
-        position += stop - start
-    if missing and rows > 1:
+            missing.append(FlatRange((at + to_live) * inner, (stop + to_live) * inner))
+    if missing and target.rows > 1:
         raise ValueError(f"no saved shard has all of dimension {target.dim}")
-    return ShardSources(_merged(bands), missing=tuple(missing))
+    return ShardSources(_merged(copies), missing=tuple(missing))
 
 
-#: The same elements in two saved shards: (shard, band); both bands have the same target.
-Overlap = tuple[tuple[int, StridedCopy], tuple[int, StridedCopy]]
+#: The same elements in two saved shards; both copies have the same target.
+Overlap = tuple[ShardCopy, ShardCopy]
 
 
-def duplicates(split: TPLayout) -> tuple[Overlap, ...]:
-    """The elements that several ranks hold: each copy beside that of the first rank that holds them."""
-    inner, rows = math.prod(split.shape[split.dim + 1 :]), math.prod(split.shape[: split.dim])
-    owners, found = _owners(split), []
+def duplicates(layout: TPLayout) -> tuple[Overlap, ...]:
+    """The elements that several ranks hold: each replica beside that of the first rank that holds them."""
+    owned, inner, found = _owned_once(layout), layout.inner, []
 
-    def band(rank: int, offset: int, width: int) -> tuple[int, StridedCopy]:
-        stride = sum(stop - start for start, stop in split.held[rank]) * inner
-        return rank, StridedCopy(rows, width * inner, offset * inner, stride, 0, width * inner).joined()
+    def copy(rank: int, offset: int, numel: int) -> ShardCopy:
+        return rank, _columns(offset * inner, 0, numel, layout.rows, layout.size(rank) * inner, numel)
 
-    for rank, stretches in enumerate(split.held):
-        position = 0
-        for start, stop in stretches:
-            for low, high, owner, offset in _overlapping(owners, start, stop):
+    for rank in range(layout.degree):
+        for start, stop, position in layout.placed(rank):
+            for low, high, owner, offset in _overlapping(owned, start, stop):
                 mine = position + low - start
                 if (owner, offset) != (rank, mine):
-                    found.append((band(owner, offset, high - low), band(rank, mine, high - low)))
-            position += stop - start
+                    numel = (high - low) * inner
+                    found.append((copy(owner, offset, numel), copy(rank, mine, numel)))
     return tuple(found)
 
 
-def _owners(split: TPLayout) -> list[tuple[int, int, int, int]]:
-    """The stretches of a dimension, each once: (start, stop, rank that holds it, where in its shard), ascending."""
-    found: list[tuple[int, int, int, int]] = []
-    for rank, stretches in enumerate(split.held):
-        position = 0
-        for start, stop in stretches:
+def _columns(source: int, target: int, width: int, rows: int, source_stride: int, target_stride: int) -> StridedCopy:
+    return StridedCopy(source, target, width, rows, source_stride, target_stride).part(0, rows, 0, width)
+
+
+#: A range of a dimension that each rank but one leaves to that one: (start, stop, rank, where it begins in its shard).
+_Owned = tuple[int, int, int, int]
+
+
+def _owned_once(layout: TPLayout) -> list[_Owned]:
+    """The ranges of the sharded dimension, each at the first rank that holds it, ascending."""
+    found: list[_Owned] = []
+    for rank in range(layout.degree):
+        for start, stop, position in layout.placed(rank):
             for low, high in _without(found, start, stop):
                 found.append((low, high, rank, position + low - start))
-            position += stop - start
     return sorted(found)
 
 
-def _without(found: Iterable[tuple[int, int, int, int]], start: int, stop: int) -> list[Stretch]:
-    """What of a stretch is not in any of those already found."""
+def _without(found: Iterable[_Owned], start: int, stop: int) -> list[DimRange]:
+    """What of a range is in none of those already found."""
     rest = [(start, stop)]
     for low, high, *_ in found:
-        rest = [piece for a, b in rest for piece in ((a, min(b, low)), (max(a, high), b)) if piece[0] < piece[1]]
+        rest = [(a, b) for left, right in rest for a, b in ((left, min(right, low)), (max(left, high), right)) if a < b]
     return rest
 
 
-def _overlapping(
-    owners: Sequence[tuple[int, int, int, int]], start: int, stop: int
-) -> Iterator[tuple[int, int, int, int]]:
-    for low, high, rank, offset in owners:
+def _overlapping(owned: Sequence[_Owned], start: int, stop: int) -> Iterator[_Owned]:
+    for low, high, rank, offset in owned:
         a, b = max(low, start), min(high, stop)
         if a < b:
             yield a, b, rank, offset + a - low
 
 
-def _merged(bands: Sequence[tuple[int, StridedCopy]]) -> tuple[tuple[int, StridedCopy], ...]:
+def _merged(copies: Sequence[ShardCopy]) -> tuple[ShardCopy, ...]:
     """Neighbouring columns of one shard, joined."""
-    merged: list[tuple[int, StridedCopy]] = []
-    for shard, band in bands:
+    merged: list[ShardCopy] = []
+    for shard, copy in copies:
         if merged and merged[-1][0] == shard:
             last = merged[-1][1]
-            if band == replace(band, source=last.source + last.width, target=last.target + last.width):
-                if last.rows == 1:
-                    width = last.width + band.width
-                    merged[-1] = (shard, StridedCopy(1, width, last.source, width, last.target, width))
-                else:
-                    merged[-1] = (shard, replace(last, width=last.width + band.width).joined())
+            if (
+                replace(last, source=last.source + last.width, target=last.target + last.width, width=copy.width)
+                == copy
+            ):
+                merged[-1] = (shard, replace(last, width=last.width + copy.width).joined())
                 continue
-        merged.append((shard, band))
+        merged.append((shard, copy))
     return tuple(merged)

@@ -21,7 +21,7 @@ from elastic_ckpt.core.local_state import (
     WholeTensor,
 )
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
-from elastic_ckpt.core.read_plan import ReadPlan, Slot
+from elastic_ckpt.core.read_plan import LoadPlan, ReadPlan, Slot
 from elastic_ckpt.distributed import can_broadcast
 from elastic_ckpt.engines.compat import base_optimizer, has_optimizer
 from elastic_ckpt.engines.optimizers import StateSchema, Stepped, dtype_name
@@ -169,19 +169,19 @@ class EngineAdapter(ABC):
         found = {name: names.get(id(param), []) for param, name in self.param_names.items()}
         return {name: tuple(other for other in every if other != name) for name, every in found.items() if every[1:]}
 
-    def fill(self, plan: ReadPlan, read: ReadPart) -> Mapping[int, torch.Tensor]:
+    def fill(self, plan: LoadPlan, read: ReadPart) -> Mapping[int, torch.Tensor]:
         """Have every slot of the plan read into live memory, allocated where the engine has none yet. Local.
 
         Args:
             plan: the plan.
-            read: called with the plan, or with one part of it after the other where not all of the engine's memory
-                is there at a time, and a tensor for each slot of it.
+            read: called with the reads of the plan, or with those of one flat partition after the other where not all
+                of the engine's memory is there at a time, and a tensor for each slot of them.
 
         Returns:
             The tensors of those slots, by number, that are still in memory: of the replicated ones, all.
         """
-        tensors = self.memory(plan)
-        read(plan, tensors)
+        tensors = self.memory(plan.reads)
+        read(plan.reads, tensors)
         return dict(enumerate(tensors))
 
     def memory(self, plan: ReadPlan) -> list[torch.Tensor]:
@@ -210,7 +210,7 @@ class EngineAdapter(ABC):
         """Live memory of a frozen parameter."""
         return self.frozen[slot.name].data
 
-    def set_scalars_and_groups(self, plan: ReadPlan) -> None:
+    def set_scalars_and_groups(self, plan: LoadPlan) -> None:
         """Set scalar states and hyperparameters, where the plan restores them. Local.
 
         A live tensor among hyperparameters (a capturable ``lr``) is filled, not replaced.
@@ -232,7 +232,7 @@ class EngineAdapter(ABC):
                 self.schema.set_scalars(self.stepped(flat), scalars, plan.scalar_forms)
 
     @abstractmethod
-    def refresh_weights(self, plan: ReadPlan, exact_masters: bool) -> None:
+    def refresh_weights(self, plan: LoadPlan, exact_masters: bool) -> None:
         """Derive the low-precision weights from the masters just read. Collective.
 
         Args:

@@ -14,7 +14,7 @@ from typing import Any
 
 from elastic_ckpt import distributed
 from elastic_ckpt.core.local_state import RankCoordinates
-from elastic_ckpt.core.read_plan import Outcome, ReadPlan
+from elastic_ckpt.core.read_plan import LoadPlan, Outcome
 from elastic_ckpt.core.training_state import LossScale, TrainingState
 from elastic_ckpt.engines.compat import loss_scaler
 from elastic_ckpt.engines.megatron_runs import follow_topology, reseed
@@ -82,7 +82,7 @@ class TrainingStateCommit:
         self._groups_before: list[dict[str, Any]] = []
         self.outcomes: list[Outcome] = []
 
-    def load_scheduler(self, plan: ReadPlan) -> None:
+    def load_scheduler(self, plan: LoadPlan) -> None:
         """Load the learning-rate scheduler: a user's class, and so the one step of a commit that may fail."""
         scheduler, saved = self._engine.lr_scheduler, self._saved.lr_scheduler
         if scheduler is None and saved is None:

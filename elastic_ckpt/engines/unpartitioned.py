@@ -9,7 +9,7 @@ from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
 from elastic_ckpt.core.flat_ranges import FlatRange, Placement, group_offsets
-from elastic_ckpt.core.read_plan import ReadPlan
+from elastic_ckpt.core.read_plan import LoadPlan
 from elastic_ckpt.engines.adapter import EngineAdapter, Params
 from elastic_ckpt.engines.compat import base_optimizer, has_optimizer
 from elastic_ckpt.engines.optimizers import StateSchema
@@ -47,7 +47,7 @@ class UnpartitionedAdapter(EngineAdapter):
         for index, (numel, offset) in enumerate(zip(numels, group_offsets(numels), strict=True)):
             yield Placement(index, FlatRange(0, numel), offset)
 
-    def refresh_weights(self, plan: ReadPlan, exact_masters: bool) -> None:
+    def refresh_weights(self, plan: LoadPlan, exact_masters: bool) -> None:
         """As the end of ``FP16_UnfusedOptimizer.step`` and of ``FP16_Optimizer.step`` does it. Local."""
         if not isinstance(self.optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):
             return  # the masters are the weights

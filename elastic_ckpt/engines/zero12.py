@@ -10,7 +10,7 @@ import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
 from elastic_ckpt.core.flat_ranges import Placement, contiguous_partition, group_offsets
-from elastic_ckpt.core.read_plan import ReadPlan
+from elastic_ckpt.core.read_plan import LoadPlan
 from elastic_ckpt.engines.adapter import EngineAdapter, Params
 from elastic_ckpt.engines.optimizers import StateSchema
 
@@ -46,7 +46,7 @@ class Zero12Adapter(EngineAdapter):
         rank = dist.get_rank(group=self.optimizer.real_dp_process_group[flat])
         return contiguous_partition(numels, self._offsets[flat], self.masters[flat].numel(), rank)
 
-    def refresh_weights(self, plan: ReadPlan, exact_masters: bool) -> None:
+    def refresh_weights(self, plan: LoadPlan, exact_masters: bool) -> None:
         optimizer = self.optimizer
         if all(partitions[0].device.type == "cpu" for partitions in self._partitions):
             self._broadcast_partitions()

@@ -16,7 +16,7 @@ from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
 from elastic_ckpt.core.flat_ranges import FlatRange, Placement, per_parameter_partition
 from elastic_ckpt.core.local_state import LocalState, WholeTensor
 from elastic_ckpt.core.metadata import FROZEN
-from elastic_ckpt.core.read_plan import ReadPlan, Slot
+from elastic_ckpt.core.read_plan import LoadPlan, Slot
 from elastic_ckpt.core.state_kinds import ELEMENTWISE
 from elastic_ckpt.distributed import in_buckets
 from elastic_ckpt.engines.adapter import EngineAdapter, ReadPart
@@ -86,7 +86,7 @@ class Zero3Adapter(EngineAdapter):
         trains = not self.has_optimizer and param.requires_grad
         return WholeTensor(name, FROZEN, shape, mine, dtype, trains=trains)
 
-    def fill(self, plan: ReadPlan, read: ReadPart) -> Mapping[int, torch.Tensor]:
+    def fill(self, plan: LoadPlan, read: ReadPart) -> Mapping[int, torch.Tensor]:
         """Partitions all parameters first: a gathered one would otherwise keep its old values."""
         self._offload.partition_all_parameters()
         return super().fill(plan, read)
@@ -94,7 +94,7 @@ class Zero3Adapter(EngineAdapter):
     def frozen_data(self, slot: Slot) -> torch.Tensor:
         return self.frozen[slot.name].ds_tensor.data.view(-1)[: slot.numel]
 
-    def refresh_weights(self, plan: ReadPlan, exact_masters: bool) -> None:
+    def refresh_weights(self, plan: LoadPlan, exact_masters: bool) -> None:
         """The low-precision part follows ``_rigid_load_state_dict`` (stage3.py)."""
         optimizer = self.optimizer
         for index, master in enumerate(self.masters):
@@ -155,19 +155,16 @@ class Zero3NvmeAdapter(Zero3Adapter):
     def numel(self, flat: int) -> int:
         return int(self.optimizer.fp16_partitioned_groups_flat_numel[flat])
 
-    def fill(self, plan: ReadPlan, read: ReadPart) -> Mapping[int, torch.Tensor]:
+    def fill(self, plan: LoadPlan, read: ReadPart) -> Mapping[int, torch.Tensor]:
         """Reads one sub-group after the other, and derives its weights while it is in memory."""
         self._offload.partition_all_parameters()
-        parts = plan.by_flat()
-        wholes: list[int] = []
-        tensors: list[torch.Tensor] = []
-        if _WHOLES in parts:
-            wholes, part = parts[_WHOLES]
-            tensors = self.memory(part)
+        wholes, part = plan.reads.of_flat(_WHOLES)
+        tensors = self.memory(part)
+        if tensors:
             read(part, tensors)
         for index, master in enumerate(self.masters):
             with self._in_memory(index, clears_states=plan.restores_states and plan.scalars[index] is None):
-                _, part = parts[index]
+                _, part = plan.reads.of_flat(index)
                 read(part, self.memory(part))
                 if not plan.restores_states:  # what refresh_fp32_params does to masters in memory
                     master.data.copy_(master.data.to(self.optimizer.dtype))
@@ -197,6 +194,6 @@ class Zero3NvmeAdapter(Zero3Adapter):
         info.has_state_tensors = False
         self.base.state.pop(master, None)
 
-    def refresh_weights(self, plan: ReadPlan, exact_masters: bool) -> None:
+    def refresh_weights(self, plan: LoadPlan, exact_masters: bool) -> None:
         """Weights were derived while each sub-group was in memory."""
         self.gather_again()

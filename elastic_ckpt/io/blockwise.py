@@ -7,7 +7,6 @@ a code stands for ``quantization_map[code] * scale``, in fp32 (``optimizer_updat
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -19,22 +18,6 @@ from elastic_ckpt.errors import DamagedError
 _ROUNDING = 1e-6
 #: The least difference of two fp32 numbers.
 _LEAST = 2.0**-149
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """Blocks that were quantized.
-
-    Attributes:
-        codes: uint8, one an element.
-        scales: fp32, one a block.
-        worst_error: largest change of a value, as a fraction of its block's scale; blocks of denormal numbers, which
-            move by a rounding, apart.
-    """
-
-    codes: torch.Tensor
-    scales: torch.Tensor
-    worst_error: float
 
 
 @lru_cache(maxsize=32)
@@ -54,7 +37,7 @@ def decode(codes: torch.Tensor, scales: torch.Tensor, codebook: Codebook) -> tor
     return _tables(codebook)[0][codes.long()] * scales
 
 
-def encode(values: torch.Tensor, codebook: Codebook) -> Encoded:
+def encode(values: torch.Tensor, codebook: Codebook) -> tuple[torch.Tensor, torch.Tensor, float]:
     """Quantize whole blocks, each value to the nearest code.
 
     The scale of a block is the smallest that maps no value beyond the ends of the map, of which the negative one of
@@ -63,6 +46,10 @@ def encode(values: torch.Tensor, codebook: Codebook) -> Encoded:
     Args:
         values: fp32 ``[blocks, elements of a block]``; padding is zero.
         codebook: the quantization map.
+
+    Returns:
+        Codes, uint8, one an element; scales, fp32, one a block; and the largest change of a value, as a fraction of its
+        block's scale, blocks of denormal numbers, which move by a rounding, apart.
 
     Raises:
         DamagedError: a value is not finite, or negative where the map has no negative values.
@@ -85,4 +72,4 @@ def encode(values: torch.Tensor, codebook: Codebook) -> Encoded:
     assert (change <= allowed).all(), f"values changed by up to {change.max()} in blocks of scale {scales.max()}"
     normal = scales >= torch.finfo(torch.float32).tiny  # below it, values have no more digits to lose
     worst = (change[normal] / divisors[normal]).max().item() if normal.any() else 0.0
-    return Encoded(codes.to(torch.uint8), scales, worst)
+    return codes.to(torch.uint8), scales, worst

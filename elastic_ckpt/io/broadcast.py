@@ -28,16 +28,16 @@ def exchange_shares(plan: ReadPlan, tensors: Mapping[int, torch.Tensor], group: 
     received_nbytes = 0
     for bucket in _buckets(plan, tensors):
         owner = bucket[0].owner
-        pieces = [tensors[s.slot].detach().view(-1)[s.range.start : s.range.stop] for s in bucket]
-        whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        parts = [tensors[s.slot].detach().view(-1)[s.range.start : s.range.stop] for s in bucket]
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
         # as bytes: not every backend knows every dtype
         dist.broadcast(whole.view(torch.uint8), src=members[owner], group=group)
         if owner == me:
             continue
         received_nbytes += whole.numel() * whole.element_size()
-        if len(pieces) > 1:
-            for piece, values in zip(pieces, whole.split([piece.numel() for piece in pieces]), strict=True):
-                piece.copy_(values)
+        if len(parts) > 1:
+            for part, values in zip(parts, whole.split([part.numel() for part in parts]), strict=True):
+                part.copy_(values)
     return received_nbytes
 
 

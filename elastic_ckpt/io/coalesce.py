@@ -1,4 +1,4 @@
-"""Which reads a plan comes to: copies joined, split, and sorted by whether ``preadv`` can write into their slot."""
+"""Which reads a plan comes to: items joined, split, and sorted by whether ``preadv`` can write into their slot."""
 
 from __future__ import annotations
 
@@ -8,15 +8,91 @@ from itertools import chain
 
 import torch
 
+from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.dtypes import ITEMSIZE
 from elastic_ckpt.core.read_plan import ReadItem, ReadPlan
-from elastic_ckpt.io.read_sizes import MAX_BUFFERS, ReadLimits
 
+_MIB = 1 << 20
+#: Buffers that the kernel takes at most in one call (limits.h, IOV_MAX).
+MAX_BUFFERS = 1024
+#: Least size of a bounce buffer: an element of any dtype.
+LEAST_STAGED_NBYTES = ITEMSIZE["complex128"]
 #: What a thread takes on at a time, at most: a future for each small read would cost more than the read.
-_TASK_NBYTES = 4 << 20
+_TASK_NBYTES = 4 * _MIB
 _TASK_READS = 64
 #: Tasks for each thread, at least, so that all have something to do until the end.
 _TASKS_OF_THREAD = 4
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """How to read.
+
+    Attributes:
+        threads: size of the pool.
+        chunk_nbytes: largest single read.
+        staging_nbytes: host memory for all bounce buffers together.
+        progress: whether to draw a progress bar; ``None``: if standard error is a terminal.
+        gap_nbytes: reads at most so far apart in a file are made as one, with the bytes between them.
+        huge_pages: whether to try huge pages for memory that was never touched.
+    """
+
+    threads: int = 4
+    chunk_nbytes: int = 16 * _MIB
+    staging_nbytes: int = 64 * _MIB
+    progress: bool | None = None
+    gap_nbytes: int = 0
+    huge_pages: bool = True
+
+    @property
+    def requantize_nbytes(self) -> int:
+        """Host memory for one part of a requantize item."""
+        return self.staging_nbytes // self.threads
+
+    @property
+    def staged_nbytes(self) -> int:
+        """Largest read into a bounce buffer, of which every thread has two."""
+        return min(max(self.requantize_nbytes // 2, LEAST_STAGED_NBYTES), self.chunk_nbytes)
+
+
+def read_options(config: ElasticConfig) -> ReadOptions:
+    """How the user wants it read."""
+    return ReadOptions(
+        threads=config.read_threads,
+        chunk_nbytes=config.read_chunk_mib << 20,
+        staging_nbytes=config.max_extra_memory_mib << 20,
+        progress=config.progress,
+        gap_nbytes=config.read_gap_kib << 10,
+        huge_pages=config.huge_pages,
+    )
+
+
+@dataclass(frozen=True)
+class ReadStats:
+    """What was read.
+
+    Attributes:
+        nbytes: bytes.
+        calls: reads; all that one part of a requantize item takes count as one.
+        staged_nbytes: bytes that went through bounce buffers or other host memory.
+        blocks: 8-bit blocks that were quantized anew.
+        worst_error: largest change of a value by that, as a fraction of its new block's scale.
+    """
+
+    nbytes: int = 0
+    calls: int = 0
+    staged_nbytes: int = 0
+    blocks: int = 0
+    worst_error: float = 0.0
+
+    def __add__(self, other: ReadStats) -> ReadStats:
+        return ReadStats(
+            self.nbytes + other.nbytes,
+            self.calls + other.calls,
+            self.staged_nbytes + other.staged_nbytes,
+            self.blocks + other.blocks,
+            max(self.worst_error, other.worst_error),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,49 +105,33 @@ class DirectRead:
     buffers: tuple[memoryview, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class StagedRead:
-    """One bounce: elements through host memory into ``slot[slot_offset:]``, where its rows lie one after the other.
-
-    Each row is a ``preadv`` of its own.
-    """
-
-    copy: ReadItem
-    nbytes: int
-
-    @property
-    def row_nbytes(self) -> int:
-        """Bytes of one row."""
-        return self.nbytes // self.copy.rows
-
-
-#: (file, byte offset, where the bytes go)
-_Piece = tuple[int, int, memoryview]
-
-
-def sort_copies(
-    plan: ReadPlan, tensors: Sequence[torch.Tensor], limits: ReadLimits
-) -> tuple[list[DirectRead], list[StagedRead]]:
-    """The reads that execute the copies of a plan, in file order.
+def sort_reads(
+    plan: ReadPlan, tensors: Sequence[torch.Tensor], options: ReadOptions
+) -> tuple[list[DirectRead], list[ReadItem]]:
+    """The reads that execute the items of a plan, in file order.
 
     Args:
-        plan: what to copy.
+        plan: what to read.
         tensors: the live tensor of every slot.
-        limits: sizes to keep within.
+        options: how to read.
+
+    Returns:
+        Reads straight into the tensors, and items that pass through a bounce buffer, none of them bigger than one:
+        each of their rows is a ``preadv``, and their rows follow each other in the slot.
     """
     for slot, tensor in zip(plan.slots, tensors, strict=True):
         if tensor.numel() != slot.numel:
             raise ValueError(f"{slot.key} {slot.name}: the plan is for {slot.numel} elements, not {tensor.numel()}")
     views = [_bytes_of(tensor) for tensor in tensors]
-    direct: list[Iterable[_Piece]] = []
-    staged: list[StagedRead] = []
-    for copy in plan.copies:
-        view = views[copy.slot]
-        if view is not None and copy.dtype == plan.slots[copy.slot].dtype:
-            direct.append(_rows(copy, view))
+    direct: list[Iterable[tuple[int, int, memoryview]]] = []
+    staged: list[ReadItem] = []
+    for item in plan.items:
+        view = views[item.slot]
+        if view is not None and item.dtype == plan.slots[item.slot].dtype:
+            direct.append(_rows(item, view))
         else:
-            staged += _staged(copy, limits.staged_nbytes)
-    return list(_joined(chain.from_iterable(direct), limits)), staged
+            staged += _staged(item, options.staged_nbytes)
+    return list(_joined(chain.from_iterable(direct), options)), staged
 
 
 def tasks(reads: Sequence[DirectRead], threads: int) -> Iterator[Sequence[DirectRead]]:
@@ -89,12 +149,13 @@ def tasks(reads: Sequence[DirectRead], threads: int) -> Iterator[Sequence[Direct
         yield reads[first:]
 
 
-def _rows(copy: ReadItem, view: memoryview) -> Iterator[_Piece]:
-    itemsize = ITEMSIZE[copy.dtype]
-    nbytes, file_step, slot_step = (n * itemsize for n in (copy.numel, copy.file_stride, copy.slot_stride))
-    start, offset = copy.slot_offset * itemsize, copy.byte_offset
-    for _ in range(copy.rows):
-        yield copy.file, offset, view[start : start + nbytes]
+def _rows(item: ReadItem, view: memoryview) -> Iterator[tuple[int, int, memoryview]]:
+    """Each row: file, byte offset, where the bytes go."""
+    itemsize = ITEMSIZE[item.dtype]
+    nbytes, file_step, slot_step = (n * itemsize for n in (item.numel, item.file_stride, item.slot_stride))
+    start, offset = item.slot_offset * itemsize, item.byte_offset
+    for _ in range(item.rows):
+        yield item.file, offset, view[start : start + nbytes]
         start, offset = start + slot_step, offset + file_step
 
 
@@ -107,52 +168,42 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview | None:
     return flat.view(torch.uint8).numpy().data
 
 
-def _staged(copy: ReadItem, step_nbytes: int) -> Iterator[StagedRead]:
-    """Rows that are neighbours in the slot go together, as many as a buffer holds; longer ones are cut."""
-    row_nbytes = copy.numel * ITEMSIZE[copy.dtype]
-    is_dense = copy.rows > 1 and copy.slot_stride == copy.numel
-    at_once = step_nbytes // row_nbytes if is_dense else 0
-    if at_once < 2:
-        for number in range(copy.rows):
-            yield from _split_staged(copy.row(number), step_nbytes)
+def _staged(item: ReadItem, step_nbytes: int) -> Iterator[ReadItem]:
+    """Rows that are neighbours in the slot go together, as many as a buffer holds; longer ones are split."""
+    itemsize = ITEMSIZE[item.dtype]
+    at_once = step_nbytes // (item.numel * itemsize) if item.rows > 1 and item.slot_stride == item.numel else 0
+    if at_once > 1:
+        for first in range(0, item.rows, at_once):
+            rows = min(at_once, item.rows - first)
+            yield replace(item.row(first), rows=rows, file_stride=item.file_stride, slot_stride=item.slot_stride)
         return
-    for first in range(0, copy.rows, at_once):
-        rows = min(at_once, copy.rows - first)
-        part = replace(copy.row(first), rows=rows, file_stride=copy.file_stride, slot_stride=copy.slot_stride)
-        yield StagedRead(part, rows * row_nbytes)
-
-
-def _split_staged(copy: ReadItem, step_nbytes: int) -> Iterator[StagedRead]:
-    itemsize = ITEMSIZE[copy.dtype]
     step = max(step_nbytes // itemsize, 1)
-    for start in range(0, copy.numel, step):
-        numel = min(step, copy.numel - start)
-        offset = copy.byte_offset + start * itemsize
-        part = ReadItem(copy.file, offset, copy.slot, copy.slot_offset + start, numel, copy.dtype)
-        yield StagedRead(part, numel * itemsize)
+    for row in map(item.row, range(item.rows)):
+        yield from (row.clip(start, start + step) for start in range(row.slot_offset, row.slot_stop, step))
 
 
-def _joined(pieces: Iterable[_Piece], limits: ReadLimits) -> Iterator[DirectRead]:
-    """Join pieces that are neighbours in their file, or nearly so, and split what is longer than a chunk."""
-    unwanted = memoryview(bytearray(limits.gap_nbytes))  # what lies between them; every read may write into it
-    chunk_nbytes = limits.chunk_nbytes
+def _joined(ranges: Iterable[tuple[int, int, memoryview]], options: ReadOptions) -> Iterator[DirectRead]:
+    """Join ranges that are neighbours in their file, or nearly so, and split what is longer than a chunk."""
+    unwanted = memoryview(bytearray(options.gap_nbytes))  # what is between them; every read may write into it
+    chunk_nbytes = options.chunk_nbytes
     buffers: list[memoryview] = []
     file, start, end = -1, 0, 0
-    for piece_file, piece_offset, view in pieces:
-        for piece_start in range(0, len(view), chunk_nbytes):
-            piece = view[piece_start : piece_start + chunk_nbytes]
-            offset = piece_offset + piece_start
+    for next_file, first_byte, view in ranges:
+        for position in range(0, len(view), chunk_nbytes):
+            buffer = view[position : position + chunk_nbytes]
+            offset = first_byte + position
             gap = offset - end
-            fits = piece_file == file and 0 <= gap <= limits.gap_nbytes
-            fits = fits and offset - start + len(piece) <= chunk_nbytes and len(buffers) + 1 + (gap > 0) <= MAX_BUFFERS
+            fits = next_file == file and 0 <= gap <= options.gap_nbytes
+            fits = fits and offset - start + len(buffer) <= chunk_nbytes
+            fits = fits and len(buffers) + 1 + (gap > 0) <= MAX_BUFFERS
             if buffers and not fits:
                 yield DirectRead(file, start, end - start, tuple(buffers))
                 buffers = []
             elif gap and buffers:
                 buffers.append(unwanted[:gap])
             if not buffers:
-                file, start, end = piece_file, offset, offset
-            buffers.append(piece)
-            end = offset + len(piece)
+                file, start, end = next_file, offset, offset
+            buffers.append(buffer)
+            end = offset + len(buffer)
     if buffers:
         yield DirectRead(file, start, end - start, tuple(buffers))

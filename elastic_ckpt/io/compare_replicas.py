@@ -1,25 +1,31 @@
-"""Have copies of one tensor drifted apart? Reads what a plan lists to be compared."""
+"""Do replicas of one tensor differ? Reads what a plan lists to be compared."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 import torch
 
 from elastic_ckpt.core.dtypes import ITEMSIZE
-from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
-from elastic_ckpt.core.read_plan import Piece, ReadItem, ReadPlan, ReplicaCheck, RequantizeItem, Slot, clip
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, SourceFile
+from elastic_ckpt.core.read_plan import (
+    ReadItem,
+    ReadPlan,
+    ReplicaCheck,
+    RequantizeItem,
+    Slot,
+    in_file_order,
+)
 from elastic_ckpt.errors import MismatchError, listed
-from elastic_ckpt.io.reader import ReadOptions, execute
+from elastic_ckpt.io.coalesce import ReadOptions
+from elastic_ckpt.io.reader import execute
 from elastic_ckpt.sharding.resolve import FIRST, MEAN
 
-#: Elements that are told apart at a time: bounds the memory for their values.
+#: Elements whose values are compared at a time: bounds the memory for them.
 _STEP_NUMEL = 1 << 18
 #: Wide enough for every value of every dtype that is saved.
 _WIDEST = "float64"
@@ -30,15 +36,15 @@ _SHOWN = 6
 
 @dataclass(frozen=True)
 class ReplicaDifference:
-    """What one rank found in its piece of some copies that differ.
+    """What one rank found in its range of some replicas that differ.
 
     Attributes:
-        comparison: the piece; without its copies.
-        copies: how many there are.
-        largest, total: the largest difference from the first copy, and the sum of all differences.
+        check: the range; without its replicas.
+        copies: how many replicas there are.
+        largest, total: the largest difference from the first replica, and the sum of all differences.
     """
 
-    comparison: ReplicaCheck
+    check: ReplicaCheck
     copies: int
     largest: float
     total: float
@@ -46,14 +52,14 @@ class ReplicaDifference:
 
 @dataclass(frozen=True)
 class Drift:
-    """Copies that differ.
+    """Replicas of a tensor that differ.
 
     Attributes:
-        name, key: what it is.
-        largest, mean: of the differences from the first copy.
+        name, key: the tensor.
+        largest, mean: of the differences from the first replica.
         copies: how many there are.
         taken: what is made of them: the ``first`` or the ``mean``.
-        is_guess: whether only shapes say that these are copies.
+        is_guess: whether only shapes suggest that these are replicas.
     """
 
     name: str
@@ -71,70 +77,67 @@ class Drift:
         )
 
 
-def find_drift(plan: ReadPlan, options: ReadOptions) -> list[ReplicaDifference]:
-    """Read this rank's share of the copies and compare them with the first one. Local.
+def find_drift(
+    files: tuple[SourceFile, ...], checks: Sequence[ReplicaCheck], options: ReadOptions
+) -> list[ReplicaDifference]:
+    """Read this rank's share of the replicas and compare them with the first one. Local.
+
+    Args:
+        files: those that the checks refer to.
+        checks: what to compare.
+        options: how to read.
 
     Raises:
         DamagedError: a file cannot be read.
     """
     arena = torch.empty(0, dtype=torch.uint8)
-    found: dict[int, ReplicaDifference] = {}
+    found = []
     most_nbytes = max(options.staging_nbytes // 2, _LEAST_NBYTES)  # the other half is for what has to be decoded
     options = replace(options, chunk_nbytes=min(options.chunk_nbytes, max(most_nbytes // options.threads, 1)))
-    for parts in _rounds(plan.comparisons, most_nbytes):
+    for parts in _rounds(checks, most_nbytes):
         needed = sum(part.nbytes for part in parts)
         if needed > arena.numel():
             arena = torch.empty(needed, dtype=torch.uint8)
-        for part, copies in zip(parts, _read(plan, parts, arena, options), strict=True):
-            apart = _apart(copies)
+        replicas = iter(_read(files, parts, arena, options))
+        for part in parts:
+            apart = _apart(part, [next(replicas) for _ in part.check.replicas])
             if apart is not None:
-                before = found.get(part.index)
-                largest, total = (before.largest, before.total) if before else (0.0, 0.0)
-                asked = part.comparison
-                found[part.index] = ReplicaDifference(
-                    replace(asked, copies=()), len(asked.copies), max(largest, apart[0]), total + apart[1]
-                )
-    return list(found.values())
+                check = replace(part.check, replicas=())
+                found.append(ReplicaDifference(check, len(part.check.replicas), *apart))
+    return found
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Elements ``[start, stop)`` of a comparison; ``dtype``: in which its copies are read, see :func:`_dtype_of`."""
+    """A range of a check, and the dtype in which its replicas are read."""
 
-    index: int
-    comparison: ReplicaCheck
-    start: int
-    stop: int
+    check: ReplicaCheck
     dtype: str
 
     @property
-    def slot_nbytes(self) -> int:
-        """Of one copy in memory: whole words."""
-        return -(-(self.stop - self.start) * ITEMSIZE[self.dtype] // _WORD_NBYTES) * _WORD_NBYTES
+    def replica_nbytes(self) -> int:
+        """Of one replica in memory: whole words."""
+        return -(-self.check.numel * ITEMSIZE[self.dtype] // _WORD_NBYTES) * _WORD_NBYTES
 
     @property
     def nbytes(self) -> int:
-        return len(self.comparison.copies) * self.slot_nbytes
+        return len(self.check.replicas) * self.replica_nbytes
+
+    def values(self, raw: torch.Tensor) -> torch.Tensor:
+        """The elements of one replica in memory."""
+        return raw.view(getattr(torch, self.dtype))[: self.check.numel]
 
 
-@dataclass(frozen=True)
-class _Values:
-    """One copy of a part, and its bytes as words, which are compared six times as fast as one by one."""
-
-    words: torch.Tensor
-    values: torch.Tensor
-
-
-def _rounds(comparisons: Iterable[ReplicaCheck], most_nbytes: int) -> Iterator[list[_Part]]:
-    """What is read at once: many small comparisons, or a part of a big one."""
+def _rounds(checks: Iterable[ReplicaCheck], most_nbytes: int) -> Iterator[list[_Part]]:
+    """What is read at once: many small checks, or a range of a big one."""
     parts: list[_Part] = []
     nbytes = 0
-    for index, comparison in enumerate(comparisons):
-        dtype = _dtype_of(comparison)
-        room = most_nbytes // max(len(comparison.copies), 1) // _WORD_NBYTES * _WORD_NBYTES
+    for check in checks:
+        dtype = _dtype_of(check)
+        room = most_nbytes // max(len(check.replicas), 1) // _WORD_NBYTES * _WORD_NBYTES
         step = max(room // ITEMSIZE[dtype], 1)
-        for start in range(0, comparison.numel, step):
-            part = _Part(index, comparison, start, min(start + step, comparison.numel), dtype)
+        for start in range(0, check.numel, step):
+            part = _Part(check.part(start, min(start + step, check.numel)), dtype)
             if parts and nbytes + part.nbytes > most_nbytes:
                 yield parts
                 parts, nbytes = [], 0
@@ -144,104 +147,106 @@ def _rounds(comparisons: Iterable[ReplicaCheck], most_nbytes: int) -> Iterator[l
         yield parts
 
 
-def _dtype_of(comparison: ReplicaCheck) -> str:
-    """That of the files, where the copies can be compared byte by byte; else one for the values of all."""
-    dtypes = {piece.dtype for pieces in comparison.copies for piece in pieces}
-    is_coded = any(piece.code is not None for pieces in comparison.copies for piece in pieces)
-    return dtypes.pop() if len(dtypes) == 1 and not is_coded else _WIDEST
+def _dtype_of(check: ReplicaCheck) -> str:
+    """That of the files, where the replicas can be compared byte by byte; else one for the values of all."""
+    items = [item for replica in check.replicas for item in replica]
+    dtypes = {item.dtype for item in items}
+    is_quantized = any(item.code is not None for item in items)
+    return dtypes.pop() if len(dtypes) == 1 and not is_quantized else _WIDEST
 
 
-def _read(plan: ReadPlan, parts: Sequence[_Part], arena: torch.Tensor, options: ReadOptions) -> Iterator[list[_Values]]:
-    """All copies of each part: those of all in one go; quantized ones, and those of several dtypes, decoded."""
-    ends = accumulate(part.slot_nbytes for part in parts for _ in part.comparison.copies)
+def _read(
+    files: tuple[SourceFile, ...], parts: Sequence[_Part], arena: torch.Tensor, options: ReadOptions
+) -> list[torch.Tensor]:
+    """The bytes of each replica of each part, padded to whole words; decoded, where :func:`_dtype_of` says so."""
     slots: list[Slot] = []
-    read: list[_Values] = []
-    copies: list[ReadItem] = []
-    recodes: list[RequantizeItem] = []
+    raw: list[torch.Tensor] = []
+    values: list[torch.Tensor] = []
+    items: list[ReadItem] = []
+    requantize: list[RequantizeItem] = []
+    position = 0
     for part in parts:
-        numel = part.stop - part.start
-        for pieces in part.comparison.copies:
-            end, number = next(ends), len(slots)
-            held = arena[end - part.slot_nbytes : end]
-            held[-_WORD_NBYTES:] = 0  # behind the last element
-            inside = _clipped(pieces, part)
-            if sum(piece.numel for piece in inside) < numel:
-                held.zero_()
-            slots.append(Slot("", 0, "", numel, part.dtype))
-            read.append(_Values(held.view(torch.int64), held.view(getattr(torch, part.dtype))[:numel]))
+        numel = part.check.numel
+        for replica in part.check.replicas:
+            number, buffer = len(slots), arena[position : position + part.replica_nbytes]
+            position += part.replica_nbytes
+            if sum(item.numel for item in replica) < numel:
+                buffer.zero_()
+            buffer[-_WORD_NBYTES:] = 0  # behind the last element
+            sources = tuple(replace(item, slot=number) for item in replica)
             if part.dtype == _WIDEST:
-                recodes.append(RequantizeItem(number, 0, numel, None, -1, 0, inside))
+                requantize.append(RequantizeItem(number, 0, numel, None, -1, 0, sources))
             else:
-                copies += (ReadItem(p.file, p.byte_offset, number, p.start, p.numel, p.dtype) for p in inside)
-    copies.sort(key=lambda copy: (copy.file, copy.byte_offset))
-    mine = ReadPlan(plan.files, tuple(slots), tuple(copies), recodes=tuple(recodes))
-    execute(mine, [each.values for each in read], options, show_progress=False)
-    every = iter(read)
-    for part in parts:
-        yield [next(every) for _ in part.comparison.copies]
+                items += sources
+            slots.append(Slot("", 0, "", numel, part.dtype))
+            raw.append(buffer)
+            values.append(part.values(buffer))
+    plan = ReadPlan(files, tuple(slots), in_file_order(items), tuple(requantize))
+    execute(plan, values, options, show_progress=False)
+    return raw
 
 
-def _clipped(pieces: Sequence[Piece], part: _Part) -> tuple[Piece, ...]:
-    """Those that lie in the part; they are in order, and there may be one for each row of a matrix."""
-    first = max(bisect_right(pieces, part.start, key=lambda piece: piece.start) - 1, 0)
-    last = bisect_left(pieces, part.stop, key=lambda piece: piece.start)
-    clipped = (clip(piece, part.start, part.stop) for piece in pieces[first:last])
-    return tuple(replace(piece, start=piece.start - part.start) for piece in clipped if piece.numel > 0)
-
-
-def _apart(copies: Sequence[_Values]) -> tuple[float, float] | None:
-    """The largest difference from the first copy, and the sum of all; ``None``: all are the same numbers."""
+def _apart(part: _Part, replicas: Sequence[torch.Tensor]) -> tuple[float, float] | None:
+    """The largest difference from the first replica, and the sum of all; ``None``: all are the same numbers."""
     found = None
-    first = copies[0]
-    for other in copies[1:]:
-        if torch.equal(first.words, other.words):
+    first = replicas[0]
+    for other in replicas[1:]:
+        if torch.equal(first.view(torch.int64), other.view(torch.int64)):  # six times as fast as byte by byte
             continue
-        for start in range(0, first.values.numel(), _STEP_NUMEL):
+        left, right = part.values(first), part.values(other)
+        for start in range(0, part.check.numel, _STEP_NUMEL):
             here = slice(start, start + _STEP_NUMEL)
-            pair = first.values[here], other.values[here]
-            wide = torch.complex128 if pair[0].is_complex() else torch.float64
-            a, b = (values.to(wide) for values in pair)
-            same = (a == b) | (a.isnan() & b.isnan())  # zeros of either sign are
-            if not (pair[0].is_floating_point() or pair[0].is_complex()):
-                same &= pair[0] == pair[1]  # integers beyond 2^53 may be one and the same as floats
+            same, apart = differences(left[here], right[here])
             if not same.all():
-                apart = (a - b).abs().nan_to_num(nan=math.inf, posinf=math.inf).masked_fill(same, 0)
                 largest, total = found or (0.0, 0.0)
                 found = max(largest, apart.max().item()), total + apart.sum().item()
     return found
 
 
+def differences(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compare two tensors by their values, whatever their dtypes.
+
+    Returns:
+        Of each element: whether it is the same number in both, or in both not a number; and the absolute difference,
+        infinite where only one of them is finite.
+    """
+    wide = torch.complex128 if left.is_complex() or right.is_complex() else torch.float64
+    a, b = left.to(wide), right.to(wide)
+    same = (a == b) | (a.isnan() & b.isnan())  # zeros of either sign are
+    if left.dtype == right.dtype and not (left.is_floating_point() or left.is_complex()):
+        same &= left == right  # integers beyond 2^53 may be one and the same as floats
+    return same, (a - b).abs().nan_to_num(nan=math.inf, posinf=math.inf).masked_fill(same, 0)
+
+
 def united(found: Iterable[ReplicaDifference]) -> list[Drift]:
-    """One drift for each tensor, whatever ranks found it, in whatever pieces; the largest difference first.
+    """One drift for each tensor, whatever ranks found it, in whatever ranges; the largest difference first.
 
     The mean is over all elements of the shards that differ. What two ranks have compared counts once.
     """
     tensors: dict[tuple[str, str], list[ReplicaDifference]] = {}
     for each in found:
-        tensors.setdefault((each.comparison.name, each.comparison.key), []).append(each)
-    drifts = (_one_drift(differences) for differences in tensors.values())
+        tensors.setdefault((each.check.name, each.check.key), []).append(each)
+    drifts = map(_one_drift, tensors.values())
     return sorted(drifts, key=lambda drift: (-drift.largest, drift.name, drift.key))
 
 
 def _one_drift(differences: Sequence[ReplicaDifference]) -> Drift:
-    pieces = sorted(
-        differences, key=lambda each: (each.comparison.number, each.comparison.start, each.comparison.numel)
-    )
+    parts = sorted(differences, key=lambda each: (each.check.number, each.check.start, each.check.numel))
     total, numels, ends = 0.0, dict[int, int](), dict[int, int]()
-    for each in pieces:
-        asked = each.comparison
+    for each in parts:
+        asked = each.check
         if asked.start >= ends.get(asked.number, 0):
             ends[asked.number] = asked.start + asked.numel
             numels[asked.number] = (asked.whole_numel or asked.numel) * (each.copies - 1)
             total += each.total
     return Drift(
-        pieces[0].comparison.name,
-        pieces[0].comparison.key,
-        max(each.largest for each in pieces),
+        parts[0].check.name,
+        parts[0].check.key,
+        max(each.largest for each in parts),
         total / sum(numels.values()),
-        max(each.copies for each in pieces),
-        MEAN if any(each.comparison.taken == MEAN for each in pieces) else FIRST,
-        any(each.comparison.is_guess for each in pieces),
+        max(each.copies for each in parts),
+        MEAN if any(each.check.taken == MEAN for each in parts) else FIRST,
+        any(each.check.is_guess for each in parts),
     )
 
 

@@ -1,9 +1,9 @@
 """Has the kernel map the pages of fresh memory before bytes are read into them.
 
 Reading into memory that was never touched faults page after page inside the read, and copies in pieces of a page. One
-``MADV_POPULATE_WRITE`` (Linux 5.14) maps them in one go. Huge pages make that several times faster where whole ones lie
+``MADV_POPULATE_WRITE`` (Linux 5.14) maps them in one go. Huge pages make that several times faster where whole ones are
 ready, and much slower where the kernel has to compact memory first, or a virtual machine has to get them back from its
-host. Which it is cannot be told beforehand, so each huge page is timed, and the first slow one is the last.
+host. Which it is cannot be known beforehand, so each huge page is timed, and the first slow one is the last.
 
 All of this is advice: where the kernel does not take it, the read faults the pages in as ever.
 """
@@ -23,7 +23,7 @@ _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
 #: Smaller buffers are not worth a system call of their own.
 _LEAST_NBYTES = 1 << 18
-#: CPU time to map a huge page: 0.2 ms where one lies ready, 1 ms for as much in small pages, 4 ms and more where not.
+#: CPU time to map a huge page: 0.2 ms where one is ready, 1 ms for as much in small pages, 4 ms and more where not.
 _SLOW_SECONDS = 0.8e-3
 
 
@@ -78,12 +78,12 @@ class Prefault:
 
     def _advise(self, start: int, nbytes: int, advice: int) -> None:
         if self._works and self._libc.madvise(start, nbytes, advice) != 0 and advice == _MADV_POPULATE_WRITE:
-            self._works = False  # an old kernel, or no memory left, of which the read itself tells
+            self._works = False  # an old kernel, or no memory left, which the read itself reports
 
     def _is_mapped(self, address: int) -> bool:
-        held = ctypes.c_ubyte(0)
+        found = ctypes.c_ubyte(0)
         page = address // _PAGE_NBYTES * _PAGE_NBYTES
-        return self._libc.mincore(page, _PAGE_NBYTES, ctypes.byref(held)) == 0 and bool(held.value & 1)
+        return self._libc.mincore(page, _PAGE_NBYTES, ctypes.byref(found)) == 0 and bool(found.value & 1)
 
 
 def _libc() -> Any:

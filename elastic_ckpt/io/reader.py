@@ -1,7 +1,7 @@
-"""Executes a plan: file bytes straight into the memory of the slots, from a pool of threads.
+"""Executes a read plan: file bytes straight into the memory of the slots, from a pool of threads.
 
-A copy whose slot is a contiguous CPU tensor of the file's dtype is *direct*: ``preadv`` writes into the tensor.
-Neighbouring ranges of a file go into one call, whatever slots they are for. Any other copy (another dtype, an
+An item whose slot is a contiguous CPU tensor of the file's dtype is *direct*: ``preadv`` writes into the tensor.
+Neighbouring ranges of a file go into one call, whatever slots they are for. Any other item (another dtype, an
 accelerator, a strided buffer) is *staged* through bounce buffers of a fixed size (:mod:`elastic_ckpt.io.staging`).
 """
 
@@ -12,72 +12,20 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 
 import torch
 from tqdm import tqdm
 
-from elastic_ckpt.config import ElasticConfig
-from elastic_ckpt.core.read_plan import ReadPlan
+from elastic_ckpt.core.dtypes import ITEMSIZE
+from elastic_ckpt.core.metadata import SourceFile
+from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, RequantizeItem
 from elastic_ckpt.errors import DamagedError
-from elastic_ckpt.io.coalesce import DirectRead, StagedRead, sort_copies, tasks
+from elastic_ckpt.io.coalesce import LEAST_STAGED_NBYTES, DirectRead, ReadOptions, ReadStats, sort_reads, tasks
 from elastic_ckpt.io.prefault import Prefault
-from elastic_ckpt.io.read_sizes import LEAST_STAGING_NBYTES, ReadLimits
-from elastic_ckpt.io.requantize import Chunk, RequantizeStats, chunks, run_chunk
-from elastic_ckpt.io.staging import Lanes, Transfer, transfer_for
-
-_MIB = 1 << 20
-
-
-@dataclass(frozen=True)
-class ReadOptions:
-    """How to read.
-
-    Attributes:
-        threads: size of the pool.
-        chunk_nbytes: largest single read.
-        staging_nbytes: host memory for all bounce buffers together.
-        progress: whether to draw a progress bar; ``None``: if standard error is a terminal.
-        gap_nbytes: reads that lie at most so far apart are made as one, with the bytes between them.
-        huge_pages: whether to try huge pages for memory that was never touched.
-    """
-
-    threads: int = 4
-    chunk_nbytes: int = 16 * _MIB
-    staging_nbytes: int = 64 * _MIB
-    progress: bool | None = None
-    gap_nbytes: int = 0
-    huge_pages: bool = True
-
-    @property
-    def limits(self) -> ReadLimits:
-        """The sizes to keep within: every thread has two bounce buffers."""
-        of_thread = self.staging_nbytes // self.threads
-        staged = min(max(of_thread // 2, LEAST_STAGING_NBYTES), self.chunk_nbytes)
-        return ReadLimits(self.chunk_nbytes, staged, of_thread, self.gap_nbytes)
-
-
-def read_options(config: ElasticConfig) -> ReadOptions:
-    """How a user wants it read."""
-    return ReadOptions(
-        threads=config.read_threads,
-        chunk_nbytes=config.read_chunk_mib << 20,
-        staging_nbytes=config.max_extra_memory_mib << 20,
-        progress=config.progress,
-        gap_nbytes=config.read_gap_kib << 10,
-        huge_pages=config.huge_pages,
-    )
-
-
-@dataclass(frozen=True)
-class ReadStats:
-    """What was done: bytes read, calls made, bytes that went through bounce buffers, and 8-bit blocks cut anew."""
-
-    nbytes: int
-    calls: int
-    staged_nbytes: int
-    recoded: RequantizeStats = field(default_factory=RequantizeStats)
+from elastic_ckpt.io.requantize import parts_of, requantize
+from elastic_ckpt.io.staging import Lanes, Transfer
 
 
 def execute(
@@ -85,12 +33,12 @@ def execute(
     tensors: Sequence[torch.Tensor],
     options: ReadOptions,
     show_progress: bool,
-    make_transfer: Callable[[torch.device], Transfer] = transfer_for,
+    make_transfer: Callable[[torch.device], Transfer] = Transfer,
 ) -> ReadStats:
-    """Run every copy and recode of a plan. Local; call it on every rank.
+    """Execute every item of a plan. Local; call it on every rank.
 
     Args:
-        plan: what to copy.
+        plan: what to read.
         tensors: the live tensor of every slot; overwritten.
         options: how to read.
         show_progress: whether this rank may draw the progress bar.
@@ -99,105 +47,135 @@ def execute(
     Raises:
         DamagedError: a file ended early or could not be read; the slots are then partly overwritten.
     """
-    limits = options.limits
-    direct, staged = sort_copies(plan, tensors, limits)
-    recoded = [chunk for recode in plan.recodes for chunk in chunks(recode, limits.recode_nbytes)]
-    copied = sum(read.nbytes for read in direct) + sum(read.nbytes for read in staged)
+    direct, staged = sort_reads(plan, tensors, options)
+    parts = [part for item in plan.requantize_items for part in parts_of(item, options.requantize_nbytes)]
+    copied_nbytes, staged_nbytes = (sum(read.nbytes for read in reads) for reads in (direct, staged))
+    copied_nbytes += staged_nbytes
     with ExitStack() as stack:
+        total = copied_nbytes + sum(part.nbytes for part in parts)
+        disable = True if not show_progress else None if options.progress is None else not options.progress
         bar = stack.enter_context(
-            _bar(copied + sum(chunk.nbytes for chunk in recoded), options.progress if show_progress else False)
+            tqdm(total=total, unit="B", unit_scale=True, desc="elastic_ckpt", disable=disable, leave=False)
         )
-        work = _Work(plan, tensors, _Descriptors(plan, stack), Prefault(options.huge_pages))
+        files = _Files(plan.files, stack)
+        lanes = None
         if staged:
-            held = [tensors[slot] for slot in {read.copy.slot for read in staged}]
-            buffer_nbytes = max(limits.staged_nbytes, LEAST_STAGING_NBYTES)
-            work.lanes = Lanes(options.threads, buffer_nbytes, held, make_transfer)
-            stack.callback(work.lanes.finish)  # after a failure too: no transfer may outlive its slot
+            targets = [tensors[slot] for slot in {item.slot for item in staged}]
+            buffer_nbytes = max(options.staged_nbytes, LEAST_STAGED_NBYTES)
+            lanes = Lanes(options.threads, buffer_nbytes, targets, make_transfer)
+            stack.callback(lanes.finish)  # after a failure too: no transfer may outlive its slot
+        work = _Work(plan, tensors, files, Prefault(options.huge_pages), lanes)
         pool = stack.enter_context(ThreadPoolExecutor(options.threads, thread_name_prefix="elastic_ckpt"))
         stack.callback(pool.shutdown, cancel_futures=True)  # after a failure nobody waits for the rest
         for nbytes in chain(
             pool.map(work.run_direct, tasks(direct, options.threads)), pool.map(work.run_staged, staged)
         ):
             bar.update(nbytes)
-        if work.lanes is not None:
-            work.lanes.finish()
-        stats = RequantizeStats()
-        for done, chunk in zip(pool.map(work.run_recode, recoded), recoded, strict=True):
+        if lanes is not None:
+            lanes.finish()
+        stats = ReadStats(copied_nbytes, len(direct) + sum(item.rows for item in staged), staged_nbytes)
+        for done, part in zip(pool.map(work.run_requantize, parts), parts, strict=True):
             stats += done
-            bar.update(chunk.nbytes)
-    staged_nbytes = sum(read.nbytes for read in staged) + stats.nbytes
-    calls = len(direct) + sum(read.copy.rows for read in staged) + len(recoded)
-    return ReadStats(copied + stats.nbytes, calls, staged_nbytes, stats)
+            bar.update(part.nbytes)
+    return stats
 
 
-def _bar(total: int, progress: bool | None) -> tqdm:
-    disable = None if progress is None else not progress
-    return tqdm(total=total, unit="B", unit_scale=True, desc="elastic_ckpt", disable=disable, leave=False)
-
-
-@dataclass
+@dataclass(frozen=True)
 class _Work:
     """What the threads of the pool do."""
 
     plan: ReadPlan
     tensors: Sequence[torch.Tensor]
-    descriptors: _Descriptors
+    files: _Files
     prefault: Prefault
-    lanes: Lanes | None = None
+    lanes: Lanes | None
 
     def run_direct(self, reads: Sequence[DirectRead]) -> int:
         for read in reads:
             self.prefault(read.buffers)
-            _read_fully(self.descriptors, self.plan, read.file, read.byte_offset, read.buffers)
+            self.files.read(read.file, read.byte_offset, read.buffers)
         return sum(read.nbytes for read in reads)
 
-    def run_staged(self, read: StagedRead) -> int:
+    def run_staged(self, item: ReadItem) -> int:
         assert self.lanes is not None
-        copy, lane = read.copy, self.lanes.mine()
-        buffer, row_nbytes = lane.buffer(read.nbytes), read.row_nbytes
-        for number in range(copy.rows):
+        lane, nbytes = self.lanes.mine(), item.nbytes
+        buffer, row_nbytes = lane.buffer(nbytes), nbytes // item.rows
+        stride_nbytes = item.file_stride * ITEMSIZE[item.dtype]
+        for number in range(item.rows):
             row = buffer[number * row_nbytes : (number + 1) * row_nbytes]
-            _read_fully(self.descriptors, self.plan, copy.file, copy.row(number).byte_offset, [row])
-        lane.deliver(read.nbytes, copy.dtype, self.tensors[copy.slot], copy.slot_offset)
-        return read.nbytes
+            self.files.read(item.file, item.byte_offset + number * stride_nbytes, [row])
+        lane.deliver(nbytes, item.dtype, self.tensors[item.slot], item.slot_offset)
+        return nbytes
 
-    def run_recode(self, chunk: Chunk) -> RequantizeStats:
+    def run_requantize(self, item: RequantizeItem) -> ReadStats:
         try:
-            return run_chunk(chunk, self.tensors, self._read_bytes)
+            return requantize(item, self.tensors, self._read_bytes)
         except DamagedError as error:
-            raise _located(self.plan, chunk, error) from error
+            if error.file is not None:
+                raise
+            slot = self.plan.slots[item.slot]  # values know neither their state nor their file
+            raise DamagedError(
+                error.problem,
+                parameter=f"{slot.key} of flat partition {slot.flat}",
+                file=self.plan.files[item.sources[0].file].path,
+                expected=error.expected,
+                found=error.found,
+                remedy=error.remedy,
+            ) from error
 
     def _read_bytes(self, file: int, byte_offset: int, nbytes: int) -> bytearray:
         raw = bytearray(nbytes)
-        _read_fully(self.descriptors, self.plan, file, byte_offset, [memoryview(raw)])
+        self.files.read(file, byte_offset, [memoryview(raw)])
         return raw
 
 
-class _Descriptors:
+class _Files:
     """At most one open file for each thread: reads come in file order, and a checkpoint may have thousands."""
 
-    def __init__(self, plan: ReadPlan, stack: ExitStack) -> None:
-        self._plan = plan
+    def __init__(self, files: Sequence[SourceFile], stack: ExitStack) -> None:
+        self._files = files
         self._mine = threading.local()
         self._open: set[int] = set()
         stack.callback(self._close_all)
 
-    def __getitem__(self, file: int) -> int:
-        held = getattr(self._mine, "held", None)
-        if held is not None and held[0] == file:
-            return held[1]
-        if held is not None:
+    def read(self, file: int, byte_offset: int, buffers: Sequence[memoryview]) -> None:
+        """``preadv`` until all buffers are full; the kernel may return less than was asked for."""
+        remaining = list(buffers)
+        while remaining:
+            try:
+                count = os.preadv(self._descriptor(file), remaining, byte_offset)
+            except OSError as error:
+                raise self._broken(file, byte_offset, f"{type(error).__name__}: {error.strerror}") from error
+            if count == 0:
+                raise self._broken(file, byte_offset, "end of file")
+            byte_offset += count
+            while remaining and count >= len(remaining[0]):
+                count -= len(remaining.pop(0))
+            if remaining and count:
+                remaining[0] = remaining[0][count:]
+
+    def _descriptor(self, file: int) -> int:
+        number, descriptor = getattr(self._mine, "open", (-1, -1))
+        if number == file:
+            return int(descriptor)
+        if descriptor >= 0:
             # forgotten first: once it is closed, another thread's open may be given its number
-            self._open.discard(held[1])
-            self._mine.held = None
-            os.close(held[1])
-        try:
-            descriptor = os.open(self._plan.files[file].path, os.O_RDONLY)
-        except OSError as error:
-            raise _broken(self._plan, file, 0, f"{type(error).__name__}: {error.strerror}") from error
+            self._open.discard(descriptor)
+            del self._mine.open
+            os.close(descriptor)
+        descriptor = os.open(self._files[file].path, os.O_RDONLY)
         self._open.add(descriptor)
-        self._mine.held = (file, descriptor)
+        self._mine.open = (file, descriptor)
         return descriptor
+
+    def _broken(self, file: int, byte_offset: int, found: str) -> DamagedError:
+        return DamagedError(
+            "reading a file of the checkpoint failed",
+            file=self._files[file].path,
+            expected=f"{self._files[file].nbytes} readable bytes",
+            found=f"{found} at byte {byte_offset}",
+            remedy="check the disk or network file system",
+        )
 
     def _close_all(self) -> None:
         for descriptor in self._open:
@@ -210,8 +188,8 @@ def check_files(plan: ReadPlan) -> None:
     Raises:
         DamagedError: a file is not visible on this rank, or not of the size its metadata was read at.
     """
-    pieces = (piece for recode in plan.recodes for piece in recode.pieces)
-    for file in sorted({copy.file for copy in plan.copies} | {piece.file for piece in pieces}):
+    sources = (source for item in plan.requantize_items for source in item.sources)
+    for file in sorted({item.file for item in chain(plan.items, sources)}):
         source = plan.files[file]
         try:
             with open(source.path, "rb") as stream:  # not only stat: a file may be visible and yet not readable
@@ -232,47 +210,3 @@ def check_files(plan: ReadPlan) -> None:
                 found=f"{nbytes} bytes",
                 remedy="it is still being written or copied, or nodes hold different copies: wait, or share one",
             )
-
-
-def _read_fully(
-    descriptors: _Descriptors, plan: ReadPlan, file: int, byte_offset: int, buffers: Sequence[memoryview]
-) -> None:
-    """``preadv`` until all buffers are full; the kernel may return less than was asked for."""
-    remaining = list(buffers)
-    while remaining:
-        try:
-            count = os.preadv(descriptors[file], remaining, byte_offset)
-        except OSError as error:
-            raise _broken(plan, file, byte_offset, f"{type(error).__name__}: {error.strerror}") from error
-        if count == 0:
-            raise _broken(plan, file, byte_offset, "end of file")
-        byte_offset += count
-        while remaining and count >= len(remaining[0]):
-            count -= len(remaining.pop(0))
-        if remaining and count:
-            remaining[0] = remaining[0][count:]
-
-
-def _located(plan: ReadPlan, chunk: Chunk, error: DamagedError) -> DamagedError:
-    """Values that cannot be recoded know neither their state nor their file."""
-    if error.file is not None:
-        return error
-    slot = plan.slots[chunk.recode.slot]
-    return DamagedError(
-        error.problem,
-        parameter=f"{slot.key} of flat partition {slot.flat}",
-        file=plan.files[chunk.pieces[0].file].path,
-        expected=error.expected,
-        found=error.found,
-        remedy=error.remedy,
-    )
-
-
-def _broken(plan: ReadPlan, file: int, byte_offset: int, found: str) -> DamagedError:
-    return DamagedError(
-        "reading a file of the checkpoint failed",
-        file=plan.files[file].path,
-        expected=f"{plan.files[file].nbytes} readable bytes",
-        found=f"{found} at byte {byte_offset}",
-        remedy="check the disk or network file system",
-    )

@@ -2,20 +2,34 @@
 
 Every reading thread has a *lane* of two host buffers. While the second is read into, the first is on its way into the
 slot: for an accelerator in pinned memory, asynchronously, on a stream of the lane's own, so that disk and bus work at
-the same time. Memory stays as it is bounded, whatever a plan's size.
+the same time. Memory stays bounded, whatever a plan's size.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
 
-class Transfer(Protocol):
-    """Moves values from a host buffer into slots of one device."""
+class Transfer:
+    """Moves values from host buffers into slots of one device.
+
+    Into an accelerator on a stream beside that of the computation: bytes travel as they are in the file, and are
+    converted there, half as many where 16-bit values become 32-bit ones. Into host memory at once.
+
+    Args:
+        device: whose. Make it on the thread whose stream prepared the slots.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = None if device.type == "cpu" else torch.Stream(device=device)
+        if self._stream is not None:
+            # slots were allocated, and their gaps filled, on the stream of the computation
+            self._stream.wait_stream(torch.accelerator.current_stream(device))
 
     def start(self, values: torch.Tensor, target: torch.Tensor, offset: int) -> Callable[[], None]:
         """Begin to write 1-D ``values`` into ``target`` from its element ``offset`` on.
@@ -23,52 +37,17 @@ class Transfer(Protocol):
         Returns:
             Waits until ``values`` have been read, so that their buffer may be written again.
         """
-
-    def finish(self) -> None:
-        """Wait until all is written."""
-
-
-class HostTransfer:
-    """Into host memory, at once."""
-
-    def start(self, values: torch.Tensor, target: torch.Tensor, offset: int) -> Callable[[], None]:
-        """See :class:`Transfer`."""
-        write_flat(target, offset, values)
-        return _nothing
-
-    def finish(self) -> None:
-        """See :class:`Transfer`."""
-
-
-class StreamTransfer:
-    """Into an accelerator, on a stream beside that of the computation.
-
-    Bytes travel as they lie in the file, and are converted there: half as many where 16-bit values become 32-bit ones.
-
-    Args:
-        device: whose.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.Stream(device=device)
-        # slots were allocated, and their gaps filled, on the stream of the computation
-        self._stream.wait_stream(torch.accelerator.current_stream(device))
-
-    def start(self, values: torch.Tensor, target: torch.Tensor, offset: int) -> Callable[[], None]:
-        """See :class:`Transfer`."""
+        if self._stream is None:
+            write_flat(target, offset, values)
+            return _nothing
         with self._stream:
             write_flat(target, offset, values.to(self._device, non_blocking=True))
             return self._stream.record_event().synchronize
 
     def finish(self) -> None:
-        """See :class:`Transfer`. Slots may be used on any stream afterwards."""
-        self._stream.synchronize()
-
-
-def transfer_for(device: torch.device) -> Transfer:
-    """How values get into tensors of a device. Call it on the thread whose stream prepared them."""
-    return HostTransfer() if device.type == "cpu" else StreamTransfer(device)
+        """Wait until all is written. Slots may be used on any stream afterwards."""
+        if self._stream is not None:
+            self._stream.synchronize()
 
 
 class Lane:
@@ -119,11 +98,11 @@ class Lanes:
         threads: int,
         buffer_nbytes: int,
         tensors: Iterable[torch.Tensor],
-        make: Callable[[torch.device], Transfer] = transfer_for,
+        make: Callable[[torch.device], Transfer] = Transfer,
     ) -> None:
         devices = {tensor.device for tensor in tensors}
         pinned = any(device.type != "cpu" for device in devices)
-        self._lanes: Sequence[Lane] = [
+        self._lanes = [
             Lane(buffer_nbytes, {device: make(device) for device in devices}, pinned) for _ in range(threads)
         ]
         self._spare = list(self._lanes)

@@ -15,12 +15,13 @@ from rich.console import Console
 
 from elastic_ckpt import distributed
 from elastic_ckpt.config import ElasticConfig
-from elastic_ckpt.core.read_plan import Outcome, ReadPlan
+from elastic_ckpt.core.read_plan import LoadPlan, Outcome, ReadPlan
 from elastic_ckpt.engines.training_state import LoadArguments, TrainingStateCommit, restores_states
 from elastic_ckpt.errors import ElasticCkptError, PartialLoadError
 from elastic_ckpt.formats import Found
 from elastic_ckpt.io.broadcast import exchange_shares
-from elastic_ckpt.io.reader import ReadStats, execute, read_options
+from elastic_ckpt.io.coalesce import ReadStats, read_options
+from elastic_ckpt.io.reader import execute
 from elastic_ckpt.load.prepare import Clock, Prepared
 from elastic_ckpt.report import LoadReport, RankWork, united
 
@@ -119,8 +120,9 @@ def _overwrite(
     with clock("read"), distributed.agree("read the checkpoint's tensors and set hyperparameters"):
         tensors = adapter.fill(plan, read)
         adapter.set_scalars_and_groups(plan)
+    done = sum(parts, ReadStats())
     with clock("exchange"):
-        received_nbytes = exchange_shares(plan, tensors, adapter.dp_group)
+        received_nbytes = exchange_shares(plan.reads, tensors, adapter.dp_group)
     with clock("commit"):
         adapter.refresh_weights(plan, exact_masters=restores_states(arguments))
     client_state: dict[str, Any] = {}
@@ -130,14 +132,14 @@ def _overwrite(
             client_state.update(host.finish())
         work = RankWork(
             rank=distributed.rank(),
-            nbytes_read=sum(part.nbytes for part in parts),
+            nbytes_read=done.nbytes,
             nbytes_received=received_nbytes,
-            read_calls=sum(part.calls for part in parts),
+            read_calls=done.calls,
             files_opened=ready.checkpoint.files_opened,
             seconds=dict(clock.seconds),
             blocks=plan.blocks,
-            blocks_requantized=sum(part.recoded.blocks for part in parts),
-            worst_requantization_error=max((part.recoded.worst_error for part in parts), default=0.0),
+            blocks_requantized=done.blocks,
+            worst_requantization_error=done.worst_error,
         )
         at = ready.local_state.model.coordinates
         is_first = at.pp > 1 and at.tp_rank == at.dp_rank == 0
@@ -152,7 +154,7 @@ def _of_all_stages(everybody: Sequence[_Done]) -> tuple[Outcome, ...]:
     return united([everybody[number][2] for _, number in stages])
 
 
-def _outcomes(plan: ReadPlan, host: TrainingStateCommit, arguments: LoadArguments) -> tuple[Outcome, ...]:
+def _outcomes(plan: LoadPlan, host: TrainingStateCommit, arguments: LoadArguments) -> tuple[Outcome, ...]:
     outcomes = plan.outcomes + tuple(host.outcomes)
     if restores_states(arguments):
         return outcomes

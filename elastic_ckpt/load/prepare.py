@@ -13,15 +13,16 @@ from typing import Any
 from elastic_ckpt import distributed
 from elastic_ckpt.config import ElasticConfig, state_options
 from elastic_ckpt.core.local_state import LocalState
-from elastic_ckpt.core.read_plan import ReadPlan
+from elastic_ckpt.core.read_plan import LoadPlan
 from elastic_ckpt.engines import EngineAdapter, select_adapter
 from elastic_ckpt.engines.checks import compare_batches, refuse_pending_gradients, warn_of_unscaled_gradients
 from elastic_ckpt.engines.coordinates import RankLayouts, coordinates_of, layouts_of, with_coordinates
 from elastic_ckpt.engines.training_state import LoadArguments, restores_scheduler, restores_states
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.formats import READERS, Checkpoint, Found, MetadataOptions
+from elastic_ckpt.io.coalesce import read_options
 from elastic_ckpt.io.compare_replicas import ReplicaDifference, find_drift, judge_drift
-from elastic_ckpt.io.reader import check_files, read_options
+from elastic_ckpt.io.reader import check_files
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 
 
@@ -71,7 +72,7 @@ class Prepared:
     adapter: EngineAdapter
     local_state: LocalState
     checkpoint: Checkpoint
-    plan: ReadPlan
+    plan: LoadPlan
     warnings: tuple[str, ...]
     everybody: Sequence[RankPlan]
 
@@ -92,7 +93,7 @@ def prepare(engine: Any, found: Found, arguments: LoadArguments, config: Elastic
     with clock("metadata"):
         checkpoint = READERS[found.format](found, _metadata_options(local_state, arguments, config))
     with clock("plan"):
-        planned: list[tuple[ReadPlan, tuple[str, ...]]] = []
+        planned: list[tuple[LoadPlan, tuple[str, ...]]] = []
 
         def make_plan() -> RankPlan:
             warnings = _compare_runs(engine, checkpoint, arguments, config)
@@ -105,10 +106,10 @@ def prepare(engine: Any, found: Found, arguments: LoadArguments, config: Elastic
                 keep_live_groups=config.param_groups == "keep_live",
             )
             plan = plan_load(checkpoint.metadata, local_state, options)
-            check_files(plan)
+            check_files(plan.reads)
             planned.append((plan, warnings))
             with clock("metadata"):
-                differences = find_drift(plan, read_options(config))
+                differences = find_drift(plan.reads.files, plan.replica_checks, read_options(config))
             mp_rank = local_state.model.coordinates.mp_rank
             return RankPlan(mp_rank, _digest_of_shares(plan), differences, plan.averaged, plan.notes, scheduler)
 
@@ -181,9 +182,9 @@ def _notes(everybody: Sequence[RankPlan], config: ElasticConfig) -> tuple[str, .
     return notes + judge_drift(differences, averaged, config.replicated_params)
 
 
-def _digest_of_shares(plan: ReadPlan) -> str:
-    shared = [(slot.key, slot.name, slot.flat, slot.numel, slot.dtype) for slot in plan.slots if slot.replicated]
-    return hashlib.sha256(repr((shared, plan.shares)).encode()).hexdigest()
+def _digest_of_shares(plan: LoadPlan) -> str:
+    shared = [(slot.key, slot.name, slot.flat, slot.numel, slot.dtype) for slot in plan.reads.slots if slot.replicated]
+    return hashlib.sha256(repr((shared, plan.reads.shares)).encode()).hexdigest()
 
 
 def _refuse_different_shares(everybody: Sequence[RankPlan]) -> None:

@@ -19,9 +19,9 @@ from elastic_ckpt.core.dtypes import ITEMSIZE
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.local_state import ModelLayout
 from elastic_ckpt.core.metadata import BUFFER, CheckpointMetadata, TensorMetadata
-from elastic_ckpt.core.read_plan import Piece, ReplicaCheck
+from elastic_ckpt.core.read_plan import ReplicaCheck
 from elastic_ckpt.core.strided import ShardSources, copied
-from elastic_ckpt.planning.strips import strips
+from elastic_ckpt.planning.read_items import read_items, rows_in_order
 from elastic_ckpt.sharding.resolve import FIRST, MEAN, Resharding
 
 #: Copies are cut at multiples of so many elements: 1 MiB of fp32.
@@ -82,7 +82,7 @@ class _Wanted:
     @property
     def numel(self) -> int:
         """Elements of each copy."""
-        return sum(band.numel for _, band in self.copies[0][1].bands)
+        return sum(copy.numel for _, copy in self.copies[0][1].copies)
 
     @property
     def cost(self) -> int:
@@ -142,7 +142,7 @@ def _of_stage(
         name, key = tensor.name, tensor.key
         if name in resharding.replicas:
             transfer = resharding.transfers.get((name, ""))
-            taken = MEAN if transfer is not None and transfer.blend else FIRST
+            taken = MEAN if transfer is not None and transfer.scale is not None else FIRST
             every = [(tensor, copied_shard(tensor, shard)) for shard in range(len(tensor.shard_shapes))]
             is_guess = name in resharding.guessed and (key == BUFFER or len(tensor.shard_shapes[0]) > 1)
             yield _Wanted(name, key, 0, every, taken, is_guess)
@@ -159,14 +159,9 @@ def copied_shard(tensor: TensorMetadata, shard: int) -> ShardSources:
 
 def _comparison(dealt: tuple[_Wanted, FlatRange]) -> ReplicaCheck:
     one, part = dealt
-    copies = tuple(_pieces(*copy, part) for copy in one.copies)
-    return ReplicaCheck(
-        one.name, one.key, part.numel, copies, one.taken, one.is_guess, part.start, one.numel, one.number
+    replicas = tuple(
+        rows_in_order(read_items(tensor, sources, part, to_slot=-part.start)) for tensor, sources in one.copies
     )
-
-
-def _pieces(tensor: TensorMetadata, transfer: ShardSources, part: FlatRange) -> tuple[Piece, ...]:
-    found = strips(tensor, transfer, part)
-    return tuple(
-        sorted((piece for strip in found for piece in strip.pieces(-part.start)), key=lambda piece: piece.start)
+    return ReplicaCheck(
+        one.name, one.key, part.numel, replicas, one.taken, one.is_guess, part.start, one.numel, one.number
     )

@@ -1,7 +1,7 @@
-"""Who reads which piece of a tensor that every data-parallel rank holds whole. Pure.
+"""Who reads which range of a tensor that every data-parallel rank holds whole. Pure.
 
-Each byte of it is read once in the job: big tensors are cut into one piece a rank, small ones are dealt out whole, to
-the rank that has least to read so far.
+Each byte of it is read once in the job: big tensors are divided into one range a rank, small ones are dealt out whole,
+to the rank that has least to read so far.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from elastic_ckpt.core.dtypes import ITEMSIZE
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.read_plan import Share
 
-#: A tensor of at most this many bytes for each rank is not worth cutting.
+#: A tensor of at most this many bytes for each rank is not worth dividing.
 _SMALL_NBYTES = 1 << 20
 
 
@@ -21,7 +21,7 @@ class Sharing:
 
     Args:
         dp: data-parallel degree.
-        dp_rank: this rank's place in it.
+        dp_rank: data-parallel rank.
     """
 
     def __init__(self, dp: int, dp_rank: int) -> None:
@@ -31,13 +31,14 @@ class Sharing:
 
     def mine(self, slot: int, numel: int, dtype: str) -> FlatRange:
         """Deal out one slot; returns the elements that this rank reads, of which there may be none."""
-        mine = FlatRange(0, 0)
-        for owner, piece in self._deal(numel, ITEMSIZE[dtype]):
-            self.shares.append(Share(slot, piece, owner))
-            self._load_nbytes[owner] += piece.numel * ITEMSIZE[dtype]
-            if owner == self._dp_rank:
-                mine = piece
-        return mine
+        dp = len(self._load_nbytes)
+        if numel * ITEMSIZE[dtype] <= _SMALL_NBYTES * dp:
+            return FlatRange(0, numel if self.whole([(slot, numel, dtype)]) else 0)
+        step = -(-numel // dp)
+        ranges = [FlatRange(min(rank * step, numel), min((rank + 1) * step, numel)) for rank in range(dp)]
+        for owner, range_ in enumerate(ranges):
+            self._deal(slot, range_, dtype, owner)
+        return ranges[self._dp_rank]
 
     def whole(self, slots: Sequence[tuple[int, int, str]]) -> bool:
         """Deal out slots that must be read together; returns whether this rank reads them.
@@ -47,17 +48,10 @@ class Sharing:
         """
         owner = self._load_nbytes.index(min(self._load_nbytes))
         for slot, numel, dtype in slots:
-            if numel:
-                self.shares.append(Share(slot, FlatRange(0, numel), owner))
-                self._load_nbytes[owner] += numel * ITEMSIZE[dtype]
+            self._deal(slot, FlatRange(0, numel), dtype, owner)
         return owner == self._dp_rank
 
-    def _deal(self, numel: int, itemsize: int) -> list[tuple[int, FlatRange]]:
-        if not numel:
-            return []
-        dp = len(self._load_nbytes)
-        if numel * itemsize <= _SMALL_NBYTES * dp:
-            return [(self._load_nbytes.index(min(self._load_nbytes)), FlatRange(0, numel))]
-        step = -(-numel // dp)
-        cuts = [FlatRange(min(rank * step, numel), min((rank + 1) * step, numel)) for rank in range(dp)]
-        return [(rank, cut) for rank, cut in enumerate(cuts) if cut.numel]
+    def _deal(self, slot: int, elements: FlatRange, dtype: str, owner: int) -> None:
+        if elements.numel:
+            self.shares.append(Share(slot, elements, owner))
+            self._load_nbytes[owner] += elements.numel * ITEMSIZE[dtype]

@@ -182,7 +182,7 @@ class _Resolver:
         if chosen is not None and (chosen.rule.sub_parameters is not None or chosen.rule.slices):
             raise wrongly_merged(sharded, chosen.origin)
         is_users = chosen is not None and chosen.is_users
-        if live.split is not None and not is_users and any(len(ranges) > 1 for ranges in live.split.held):
+        if live.split is not None and not is_users and any(len(ranges) > 1 for ranges in live.split.ranges):
             raise wrongly_merged(sharded, "the live parameter (a recorded layout)")
         if sharded.is_fused and (chosen is None or chosen.is_ambiguous):
             raise undecided(sharded, chosen, self._decider.structure.qkv_widths(sharded.name))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,7 +13,8 @@ from tqdm import tqdm
 from elastic_ckpt.core.dtypes import ITEMSIZE
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.metadata import CheckpointMetadata, ReplicatedState
-from elastic_ckpt.io.reader import ReadOptions
+from elastic_ckpt.io.coalesce import ReadOptions
+from elastic_ckpt.io.compare_replicas import differences
 from elastic_ckpt.tools.logical import LogicalReader, Whole
 from elastic_ckpt.tools.opened import Opened, load_options
 
@@ -129,12 +129,7 @@ def _compare(sides: list[_Side], key: tuple[str, str]) -> Difference | None:
 
 def _apart(left: torch.Tensor, right: torch.Tensor) -> tuple[float, int, int]:
     """Largest difference, where it is, and how many elements differ; not-a-numbers are equal to each other."""
-    wide = torch.complex128 if left.is_complex() or right.is_complex() else torch.float64
-    a, b = left.to(wide), right.to(wide)
-    same = (a == b) | (a.isnan() & b.isnan())
-    if left.dtype == right.dtype and not (left.is_floating_point() or left.is_complex()):
-        same &= left == right  # integers beyond 2^53 may be one and the same as floats
-    apart = (a - b).abs().nan_to_num(nan=math.inf, posinf=math.inf).masked_fill(same, 0)
+    same, apart = differences(left, right)
     index = int(apart.argmax()) if apart.numel() else 0
     return float(apart.reshape(-1)[index]), index, int((~same).sum())
 

@@ -1,9 +1,9 @@
-"""Whole logical tensors of a checkpoint, a stretch at a time, whatever files and shards they lie in."""
+"""Whole logical tensors of a checkpoint, a range at a time, whatever files and shards they are in."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,13 +11,14 @@ import torch
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.local_state import ModelLayout
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata, TensorMetadata
-from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, RequantizeItem, Slot
+from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, RequantizeItem, Slot, in_file_order
 from elastic_ckpt.core.strided import Shape, ShardSources, copied
+from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.compare_replicas import find_drift, judge_drift
-from elastic_ckpt.io.reader import ReadOptions, execute
+from elastic_ckpt.io.reader import execute
 from elastic_ckpt.planning.planner import LoadOptions
+from elastic_ckpt.planning.read_items import check_tiling, read_items, rows_in_order
 from elastic_ckpt.planning.replicas import compare_replicas
-from elastic_ckpt.planning.strips import check_tiling, strips
 from elastic_ckpt.sharding.offline import virtual_layouts
 from elastic_ckpt.sharding.resolve import resolve
 
@@ -58,7 +59,7 @@ class LogicalReader:
         options: of a load; its rules and its policy for replicated parameters count.
 
     Raises:
-        MismatchError: it is not known how a parameter is cut, or what is said of it contradicts the shapes.
+        MismatchError: the layout of a parameter is not known, or contradicts the shapes.
     """
 
     def __init__(self, metadata: CheckpointMetadata, options: LoadOptions) -> None:
@@ -86,11 +87,11 @@ class LogicalReader:
         Raises:
             MismatchError: copies differ, and the policy is ``strict``.
         """
-        comparisons = compare_replicas(self.metadata, self._model, self._resharding, self._names, True)
+        checks = compare_replicas(self.metadata, self._model, self._resharding, self._names, True)
         guessed = self._resharding.guessed
-        judged = tuple(replace(one, is_guess=one.is_guess or one.name in guessed) for one in comparisons)
-        plan = ReadPlan(self.metadata.files, (), (), comparisons=judged)
-        return judge_drift(find_drift(plan, options), frozenset(self._resharding.averaged), self._options.replicated)
+        judged = tuple(replace(one, is_guess=one.is_guess or one.name in guessed) for one in checks)
+        found = find_drift(self.metadata.files, judged, options)
+        return judge_drift(found, frozenset(self._resharding.averaged), self._options.replicated)
 
     def read(self, whole: Whole, wanted: FlatRange, out: torch.Tensor, options: ReadOptions) -> None:
         """Read some elements of a tensor. Thread-safe.
@@ -106,51 +107,22 @@ class LogicalReader:
         """
         tensor = self.metadata.tensors[whole.name, whole.key]
         row_numel = whole.numel // whole.rows
+        sources = self._sources(tensor, row_numel)
+        items: list[ReadItem] = []
         for row in range(wanted.start // max(row_numel, 1), -(-wanted.stop // max(row_numel, 1))):
-            inside = wanted.intersect(FlatRange(row * row_numel, (row + 1) * row_numel))
-            if inside is not None:
-                part = FlatRange(inside.start - row * row_numel, inside.stop - row * row_numel)
-                target = out[inside.start - wanted.start : inside.stop - wanted.start]
-                self._read_row(whole, tensor, row, part, target, options)
-
-    def _read_row(
-        self,
-        whole: Whole,
-        tensor: TensorMetadata,
-        row: int,
-        wanted: FlatRange,
-        out: torch.Tensor,
-        options: ReadOptions,
-    ) -> None:
-        transfer = self._transfer(tensor, whole.numel // whole.rows)
-        found = list(strips(tensor, transfer, wanted, row, whole.rows))
+            base = row * row_numel
+            start, stop = max(wanted.start - base, 0), min(wanted.stop - base, row_numel)
+            inside = FlatRange(start, stop)
+            items += read_items(tensor, sources, inside, to_slot=base - wanted.start, row=row, rows=whole.rows)
+        requantize: tuple[RequantizeItem, ...] = ()
+        if whole.is_coded or sources.scale is not None:
+            requantize = (RequantizeItem(0, 0, wanted.numel, None, -1, 0, rows_in_order(items), sources.scale),)
+            items = []
         slot = Slot(whole.key, 0, whole.name, wanted.numel, whole.dtype)
-        copies: Sequence[ReadItem] = ()
-        recodes: tuple[RequantizeItem, ...] = ()
-        if whole.is_coded or transfer.blend:
-            pieces = sorted((p for strip in found for p in strip.pieces(-wanted.start)), key=lambda piece: piece.start)
-            scale = transfer.scale if transfer.blend else None
-            recodes = (RequantizeItem(0, 0, wanted.numel, None, -1, 0, tuple(pieces), scale),)
-        else:
-            copies = [
-                ReadItem(
-                    strip.chunk.file,
-                    strip.byte_offset,
-                    0,
-                    strip.band.target - wanted.start,
-                    strip.band.width,
-                    strip.dtype,
-                    strip.band.rows,
-                    strip.band.source_stride if strip.band.rows > 1 else 0,
-                    strip.band.target_stride if strip.band.rows > 1 else 0,
-                )
-                for strip in found
-            ]
-            copies.sort(key=lambda copy: (copy.file, copy.byte_offset))
-        plan = ReadPlan(self.metadata.files, (slot,), tuple(copies), recodes=recodes)
+        plan = ReadPlan(self.metadata.files, (slot,), in_file_order(items), requantize)
         execute(plan, [out], options, show_progress=False)
 
-    def _transfer(self, tensor: TensorMetadata, numel: int) -> ShardSources:
+    def _sources(self, tensor: TensorMetadata, numel: int) -> ShardSources:
         found = self._resharding.transfers
         if tensor.is_whole:
             return copied(0, numel)

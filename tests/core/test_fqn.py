@@ -138,7 +138,7 @@ def test_a_plan_is_made_by_the_new_names() -> None:
     plan = plan_load(metadata, engine, LoadOptions(rename=[(r"^net\.", "body.")]))
     assert names_of(plan, MASTER, "restored") == ("body.0.w", "body.1.w")
     assert names_of(plan, BUFFER, "restored") == ("body.mask",)
-    assert plan.copies == plan_load(saved_as(metadata, "body."), engine, LoadOptions()).copies
+    assert plan.reads.items == plan_load(saved_as(metadata, "body."), engine, LoadOptions()).reads.items
     assert any("rename" in note for note in plan.notes)
 
 
@@ -161,8 +161,8 @@ def saved_as(metadata: CheckpointMetadata, prefix: str) -> CheckpointMetadata:
 def test_a_tied_parameter_is_found_under_another_of_its_live_names() -> None:
     engine = replace(live({"head": (2, 5)}), model=ModelLayout(ties={"head": ("embedding",)}))
     plan = plan_load(saved({"embedding": (2, 5)}), engine, LoadOptions())
-    assert sum(copy.numel for copy in plan.copies) == 30
-    assert {slot.key for slot in plan.slots} >= {MASTER}
+    assert sum(copy.numel for copy in plan.reads.items) == 30
+    assert {slot.key for slot in plan.reads.slots} >= {MASTER}
     assert any("embedding" in note and "head" in note for note in plan.notes)
 
 

@@ -12,7 +12,7 @@ from elastic_ckpt import distributed as ranks
 from elastic_ckpt.core.local_state import LocalState, RankCoordinates
 from elastic_ckpt.engines.coordinates import coordinates_of, layouts_of, with_coordinates
 from elastic_ckpt.engines.select import select_adapter
-from elastic_ckpt.io.reader import ReadOptions
+from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.tools.opened import config_of, load_options, open_folder
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
 from elastic_ckpt.tools.virtual.forecast import reads_of

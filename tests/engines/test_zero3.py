@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from elastic_ckpt.core.metadata import MASTER
-from elastic_ckpt.core.read_plan import ReadPlan, RequantizeItem, Slot
+from elastic_ckpt.core.read_plan import LoadPlan, ReadPlan, RequantizeItem, Slot
 from elastic_ckpt.engines import zero3
 from elastic_ckpt.engines.zero3 import Zero3Adapter, Zero3NvmeAdapter, _gathering_buckets
 
@@ -58,16 +58,16 @@ def test_deepspeed_gathers_what_did_not_travel_with_the_others(monkeypatch: pyte
     adapter = Zero3Adapter.__new__(Zero3Adapter)
     adapter.param_names, adapter.masters, adapter.optimizer = dict.fromkeys(params, ""), (), None
     adapter._offload = SimpleNamespace(persistent_parameters=params)
-    adapter.refresh_weights(ReadPlan((), (), ()), exact_masters=False)
+    adapter.refresh_weights(LoadPlan(ReadPlan((), (), ())), exact_masters=False)
     assert [each.gathered for each in params] == ["by DeepSpeed", "with others", "by DeepSpeed"]
     assert [each.ds_secondary_tensor for each in params] == [None, None, None]
     adapter._offload.persistent_parameters = []
-    adapter.refresh_weights(ReadPlan((), (), ()), exact_masters=False)
+    adapter.refresh_weights(LoadPlan(ReadPlan((), (), ())), exact_masters=False)
 
 
 def test_on_nvme_a_plan_without_buffers_is_executed_once() -> None:
     item = RequantizeItem(0, 0, 4, None, -1, 0, ())
-    plan = ReadPlan((), (Slot(MASTER, 0, "", 4, "float32"),), (), recodes=(item,))
+    plan = LoadPlan(ReadPlan((), (Slot(MASTER, 0, "", 4, "float32"),), (), (item,)))
     adapter = Zero3NvmeAdapter.__new__(Zero3NvmeAdapter)
     adapter.masters = [torch.ones(4)]
     adapter._offload = SimpleNamespace(partition_all_parameters=lambda: None)
@@ -77,5 +77,5 @@ def test_on_nvme_a_plan_without_buffers_is_executed_once() -> None:
         _reassign_or_swap_out_partitioned_parameters=lambda index: None,
     )
     parts: list[tuple[int, int]] = []
-    assert adapter.fill(plan, lambda part, tensors: parts.append((len(part.recodes), len(tensors)))) == {}
+    assert adapter.fill(plan, lambda part, tensors: parts.append((len(part.requantize_items), len(tensors)))) == {}
     assert parts == [(1, 1)]

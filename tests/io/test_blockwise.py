@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ from numpy.typing import NDArray
 from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
 from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.formats.saved_states import own_maps
-from elastic_ckpt.io.blockwise import decode, encode
+from elastic_ckpt.io import blockwise
+from elastic_ckpt.io.blockwise import decode
 
 #: Rounding of a few fp32 operations, as a fraction of a scale.
 ROUNDING = 1e-6
@@ -45,6 +47,16 @@ def smallest_scales(values: NDArray[np.float32], codebook: Codebook) -> NDArray[
     above = np.maximum(values.astype(np.float64).max(axis=1), 0.0)
     below = np.maximum(-values.astype(np.float64).min(axis=1), 0.0)
     return np.maximum(above, below / -codebook.values[0]) if codebook.values[0] else above
+
+
+class Encoded(NamedTuple):
+    codes: torch.Tensor
+    scales: torch.Tensor
+    worst_error: float
+
+
+def encode(values: torch.Tensor, codebook: Codebook) -> Encoded:
+    return Encoded(*blockwise.encode(values, codebook))
 
 
 def check(values: NDArray[np.float32], codebook: Codebook) -> None:

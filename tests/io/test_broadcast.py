@@ -19,7 +19,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 
 
 def plan_of(shares: Sequence[Share]) -> ReadPlan:
-    return ReadPlan(files=(), slots=(), copies=(), shares=tuple(shares))
+    return ReadPlan(files=(), slots=(), items=(), shares=tuple(shares))
 
 
 def on_meta(sizes: Sequence[tuple[int, torch.dtype]]) -> dict[int, torch.Tensor]:

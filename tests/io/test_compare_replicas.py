@@ -26,15 +26,16 @@ from elastic_ckpt.core.metadata import (
     StorageChunk,
     TensorMetadata,
 )
-from elastic_ckpt.core.read_plan import Piece, ReadPlan, ReplicaCheck, RequantizeItem, Slot
+from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, ReplicaCheck, RequantizeItem, Slot
 from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
 from elastic_ckpt.core.strided import fused
 from elastic_ckpt.core.tp_rules import Rule
 from elastic_ckpt.errors import MismatchError
+from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.compare_replicas import Drift, ReplicaDifference, find_drift, judge_drift, united
-from elastic_ckpt.io.reader import ReadOptions, ReadStats, execute
+from elastic_ckpt.io.reader import ReadStats, execute
+from elastic_ckpt.planning.read_items import read_items, rows_in_order
 from elastic_ckpt.planning.replicas import compare_replicas
-from elastic_ckpt.planning.strips import strips
 from elastic_ckpt.sharding.book import RuleBook
 from elastic_ckpt.sharding.resolve import FIRST, MEAN, STRICT, Resharding, resolve
 
@@ -51,9 +52,9 @@ def write(path: Path, *tensors: torch.Tensor) -> SourceFile:
 def drift_of(tmp_path: Path, *copies: torch.Tensor, taken: str = FIRST, options: ReadOptions = OPTIONS) -> list[Drift]:
     files = tuple(write(tmp_path / str(number), copy) for number, copy in enumerate(copies))
     dtypes = [str(copy.dtype).removeprefix("torch.") for copy in copies]
-    pieces = tuple((Piece(number, 3, 0, copies[0].numel(), dtype, None),) for number, dtype in enumerate(dtypes))
-    comparison = ReplicaCheck("a", MASTER, copies[0].numel(), pieces, taken)
-    return united(find_drift(ReadPlan(files, (), (), comparisons=(comparison,)), options))
+    items = tuple((ReadItem(number, 3, 0, 0, copies[0].numel(), dtype),) for number, dtype in enumerate(dtypes))
+    comparison = ReplicaCheck("a", MASTER, copies[0].numel(), items, taken)
+    return united(find_drift(tuple(files), (comparison,), options))
 
 
 # --- how far copies are apart -----------------------------------------------------------------------------------
@@ -155,13 +156,13 @@ def test_equal_copies_are_read_once_and_never_turned_into_values(
     monkeypatch.setattr("elastic_ckpt.io.compare_replicas._STEP_NUMEL", 0)  # to take a step would fail
     files = [write(tmp_path / str(number), torch.arange(100.0)) for number in range(2)]
     small = [
-        ReplicaCheck(str(at), MASTER, 10, tuple((Piece(file, 3 + 40 * at, 0, 10, "float32", None),) for file in (0, 1)))
+        ReplicaCheck(str(at), MASTER, 10, tuple((ReadItem(file, 3 + 40 * at, 0, 0, 10, "float32"),) for file in (0, 1)))
         for at in range(10)
     ]
-    assert find_drift(ReadPlan(tuple(files), (), (), comparisons=tuple(small)), OPTIONS) == []
+    assert find_drift(tuple(files), tuple(small), OPTIONS) == []
     (plan,) = plans  # all of them in one go
-    assert sum(copy.numel for copy in plan.copies) == 200
-    assert not plan.recodes
+    assert sum(copy.numel for copy in plan.items) == 200
+    assert not plan.requantize_items
     assert {slot.dtype for slot in plan.slots} == {"float32"}
 
 
@@ -170,11 +171,11 @@ def test_quantized_copies_are_compared_by_their_values(tmp_path: Path) -> None:
     codes, scales = torch.tensor([51, 102], dtype=torch.uint8), [torch.tensor([s]) for s in (1.0, 2.0, 0.5)]
     files = tuple(write(tmp_path / str(n), scale, codes * (1 if n < 2 else 2)) for n, scale in enumerate(scales))
     code = BlockCode(BlockFormat(256, "absmax1", book), 0, 3)
-    pieces = [(Piece(number, 7, 0, 2, "uint8", code),) for number in range(3)]
+    items = [(ReadItem(number, 7, 0, 0, 2, "uint8", code=code),) for number in range(3)]
 
     def drift(*copies: int) -> list[Drift]:
-        one = ReplicaCheck("a", "exp_avg", 2, tuple(pieces[copy] for copy in copies))
-        return united(find_drift(ReadPlan(files, (), (), comparisons=(one,)), OPTIONS))
+        one = ReplicaCheck("a", "exp_avg", 2, tuple(items[copy] for copy in copies))
+        return united(find_drift(tuple(files), (one,), OPTIONS))
 
     assert drift(0, 1)[0].largest == pytest.approx(0.4)
     assert drift(0, 2) == []  # other codes, other scales, the same values
@@ -280,7 +281,7 @@ def difference_in(
 ) -> list[ReplicaDifference]:
     names = {name for name, _ in metadata.tensors}
     comparisons = compare_replicas(metadata, live, resharding, names, states)
-    return find_drift(ReadPlan(metadata.files, (), (), comparisons=comparisons), OPTIONS)
+    return find_drift(metadata.files, comparisons, OPTIONS)
 
 
 def drift_in(
@@ -293,11 +294,10 @@ def taken(metadata: CheckpointMetadata, name: str, resharding: Resharding, numel
     """What a plan would put into the live shard."""
     transfer, tensor = resharding.transfers[name, ""], metadata.tensors[name, MASTER]
     values = torch.zeros(numel, dtype=torch.float64)
-    pieces = [p for strip in strips(tensor, transfer, FlatRange(0, numel)) for p in strip.pieces(0)]
-    scale = transfer.scale if transfer.blend else None
-    recode = RequantizeItem(0, 0, numel, None, -1, 0, tuple(sorted(pieces, key=lambda piece: piece.start)), scale)
+    items = rows_in_order(read_items(tensor, transfer, FlatRange(0, numel)))
+    recode = RequantizeItem(0, 0, numel, None, -1, 0, items, transfer.scale)
     execute(
-        ReadPlan(metadata.files, (Slot(MASTER, 0, "", numel, "float64"),), (), recodes=(recode,)),
+        ReadPlan(metadata.files, (Slot(MASTER, 0, "", numel, "float64"),), (), (recode,)),
         [values],
         OPTIONS,
         False,

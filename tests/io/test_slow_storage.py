@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from elastic_ckpt.core.read_plan import ReadItem
-from elastic_ckpt.io.reader import ReadOptions, ReadStats
+from elastic_ckpt.io.coalesce import ReadOptions, ReadStats
 from tests.reading import run, untouched, write
 
 

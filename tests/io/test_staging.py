@@ -14,8 +14,9 @@ import torch
 from elastic_ckpt.core.metadata import MASTER, SourceFile
 from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, Slot
 from elastic_ckpt.errors import DamagedError
-from elastic_ckpt.io.reader import ReadOptions, ReadStats, execute
-from elastic_ckpt.io.staging import HostTransfer, Lanes, StreamTransfer, write_flat
+from elastic_ckpt.io.coalesce import ReadOptions, ReadStats
+from elastic_ckpt.io.reader import execute
+from elastic_ckpt.io.staging import Lanes, Transfer, write_flat
 
 needs_accelerator = pytest.mark.skipif(
     not torch.accelerator.is_available(), reason="needs an accelerator, and torch sees none here"
@@ -140,7 +141,7 @@ def test_every_thread_has_a_lane_of_its_own() -> None:
 def test_host_tensors_are_written_before_their_buffer_is_given_back() -> None:
     target = torch.zeros(4)
     values = torch.tensor([1.0, 2.0])
-    HostTransfer().start(values, target, 1)()
+    Transfer(torch.device("cpu")).start(values, target, 1)()
     values.fill_(9.0)
     assert target.tolist() == [0, 1, 2, 0]
 
@@ -169,7 +170,7 @@ def test_a_stream_waits_for_what_prepared_the_slot() -> None:
     for _ in range(50):  # keeps the stream of the computation busy: the zeros are still to come
         target.add_(1)
     target.zero_()
-    transfer = StreamTransfer(target.device)
+    transfer = Transfer(target.device)
     values = torch.ones(1 << 22).pin_memory()
     transfer.start(values, target, 0)
     transfer.finish()

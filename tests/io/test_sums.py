@@ -9,26 +9,27 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_ckpt.core.read_plan import Piece, RequantizeItem
-from elastic_ckpt.io.requantize import RequantizeStats, chunks, run_chunk
+from elastic_ckpt.core.read_plan import ReadItem, RequantizeItem
+from elastic_ckpt.io.coalesce import ReadStats
+from elastic_ckpt.io.requantize import parts_of, requantize
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
 
 def fill(
     recode: RequantizeItem, files: Sequence[torch.Tensor], target: torch.Tensor, staging_nbytes: int = 1 << 20
-) -> RequantizeStats:
+) -> ReadStats:
     """Do all chunks of a recode on files in memory."""
     raw = [file.view(torch.uint8).numpy().tobytes() for file in files]
-    stats = RequantizeStats()
-    for chunk in chunks(recode, staging_nbytes):
-        stats += run_chunk(chunk, [target], lambda file, start, nbytes: bytearray(raw[file][start : start + nbytes]))
+    stats = ReadStats()
+    for chunk in parts_of(recode, staging_nbytes):
+        stats += requantize(chunk, [target], lambda file, start, nbytes: bytearray(raw[file][start : start + nbytes]))
     return stats
 
 
 def summed(files: Sequence[torch.Tensor], scale: float, start: int = 0) -> RequantizeItem:
     numel, dtype = files[0].numel(), str(files[0].dtype).removeprefix("torch.")
-    pieces = tuple(Piece(number, 0, start, numel, dtype, None) for number in range(len(files)))
+    pieces = tuple(ReadItem(number, 0, 0, start, numel, dtype) for number in range(len(files)))
     return RequantizeItem(0, start, numel, None, -1, 0, pieces, scale)
 
 
@@ -74,10 +75,10 @@ def test_pieces_of_any_extent_are_added_up_whatever_the_chunks(data: st.DataObje
         expected += values
         while place < numel:  # each copy in files of its own, cut anywhere
             width = data.draw(st.integers(1, numel - place))
-            pieces.append(Piece(len(files), 4, start + place, width, "float32", None))
+            pieces.append(ReadItem(len(files), 4, 0, start + place, width, "float32"))
             files.append(torch.cat([torch.tensor([-5.0]), values[place : place + width]]))
             place += width
-    pieces.sort(key=lambda piece: piece.start)
+    pieces.sort(key=lambda item: item.slot_offset)
     target = torch.full((numel + start + 3,), -7.0)
     recode = RequantizeItem(0, start, numel, None, -1, 0, tuple(pieces), 0.5)
     stats = fill(recode, files, target, data.draw(st.integers(1, 2000)))
@@ -89,7 +90,7 @@ def test_pieces_of_any_extent_are_added_up_whatever_the_chunks(data: st.DataObje
 
 def test_without_a_scale_pieces_are_written_and_not_added_up() -> None:
     files = [torch.tensor([1.0, 2.0])]
-    recode = RequantizeItem(0, 1, 2, None, -1, 0, (Piece(0, 0, 1, 2, "float32", None),))
+    recode = RequantizeItem(0, 1, 2, None, -1, 0, (ReadItem(0, 0, 0, 1, 2, "float32"),))
     target = torch.full((4,), -7.0)
     fill(recode, files, target)
     assert target.tolist() == [-7, 1, 2, -7]

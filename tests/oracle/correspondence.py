@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from elastic_ckpt.core.dtypes import ITEMSIZE
 from elastic_ckpt.core.local_state import LocalState
 from elastic_ckpt.core.metadata import FROZEN, MASTER, CheckpointMetadata, StorageChunk, TensorMetadata
-from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, Slot
+from elastic_ckpt.core.read_plan import LoadPlan, ReadItem, Slot
 from elastic_ckpt.core.state_kinds import ELEMENTWISE
 from elastic_ckpt.sharding.book import is_vocabulary, tensor_of
 from tests.oracle.source_coverage import SCALES, Fault
@@ -55,13 +55,13 @@ class Correspondence:
         for held in self._extents.values():
             held.sort(key=lambda item: item[0])
 
-    def faults(self, local_state: LocalState, plan: ReadPlan) -> Iterator[Fault]:
+    def faults(self, local_state: LocalState, plan: LoadPlan) -> Iterator[Fault]:
         """What goes elsewhere, of one rank."""
         where = f"pipeline stage {local_state.model.coordinates.pp_rank}, tensor-parallel rank {local_state.model.coordinates.tp_rank}"
         where += f", data-parallel rank {local_state.model.coordinates.dp_rank}"
         places = _places(local_state)
         for copy in _copies(plan):
-            slot = plan.slots[copy.slot]
+            slot = plan.reads.slots[copy.slot]
             if slot.layout == ELEMENTWISE and slot.key not in SCALES:
                 for number in sorted({0, copy.rows - 1}):  # what lies between them is between them on both sides
                     yield from self._compare(copy.row(number), slot, places, local_state, where)
@@ -151,9 +151,8 @@ def _places(local_state: LocalState) -> dict[int | str, _Places]:
     return found
 
 
-def _copies(plan: ReadPlan) -> Iterator[ReadItem]:
-    """Copies, and the pieces of recodes as copies."""
-    yield from plan.copies
-    for recode in plan.recodes:
-        for piece in recode.pieces:
-            yield ReadItem(piece.file, piece.byte_offset, recode.slot, piece.start, piece.numel, piece.dtype)
+def _copies(plan: LoadPlan) -> Iterator[ReadItem]:
+    """Items, and the sources of requantize items."""
+    yield from plan.reads.items
+    for item in plan.reads.requantize_items:
+        yield from item.sources

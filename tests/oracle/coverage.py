@@ -2,7 +2,7 @@
 
 What is proven, of all that is restored:
 
-1. *Written.* On every rank, copies and recodes write each element of each slot exactly once, but for padding and rows
+1. *Written.* On every rank, items and requantize items write each element of each slot exactly once, but for padding and rows
    of a vocabulary that the checkpoint lacks. A slot that all data-parallel ranks fill together is written exactly once
    by all of them.
 2. *Whole.* At each pipeline stage and tensor-parallel rank, the data-parallel ranks' fragments tile each live shard:
@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 
 from elastic_ckpt.core.local_state import FlatPartition, LocalState
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
-from elastic_ckpt.core.read_plan import ReadPlan, Slot
+from elastic_ckpt.core.read_plan import LoadPlan, Slot
 from elastic_ckpt.core.state_kinds import ELEMENTWISE
 from tests.oracle.correspondence import Correspondence
 from tests.oracle.intervals import Intervals, coverage, covers_exactly, intervals, strided, together
@@ -61,7 +61,7 @@ class Proof:
         return not self.faults
 
 
-def prove(metadata: CheckpointMetadata, ranks: Iterable[tuple[LocalState, ReadPlan]]) -> Proof:
+def prove(metadata: CheckpointMetadata, ranks: Iterable[tuple[LocalState, LoadPlan]]) -> Proof:
     """Look at every rank of a job.
 
     Args:
@@ -124,10 +124,10 @@ class _Line:
         return self.slots[number], bases[number]
 
 
-def _line(plan: ReadPlan, replicated: bool) -> _Line:
+def _line(plan: LoadPlan, replicated: bool) -> _Line:
     """Its slots that data-parallel ranks fill together, or those of its own; no scales, which are no elements."""
     slots, bases, end = [], {}, 0
-    for number, slot in enumerate(plan.slots):
+    for number, slot in enumerate(plan.reads.slots):
         if slot.replicated == replicated and slot.numel and slot.key not in SCALES:
             slots.append(slot)
             bases[number] = end
@@ -135,19 +135,19 @@ def _line(plan: ReadPlan, replicated: bool) -> _Line:
     return _Line(tuple(slots), bases)
 
 
-def _writes(plan: ReadPlan, line: _Line) -> Intervals:
+def _writes(plan: LoadPlan, line: _Line) -> Intervals:
     """What a plan writes into these slots."""
     rows = [
         (line.bases[copy.slot] + copy.slot_offset, copy.numel, copy.rows, copy.slot_stride)
-        for copy in plan.copies
+        for copy in plan.reads.items
         if copy.slot in line.bases
     ]
-    for recode in plan.recodes:
-        base = line.bases.get(recode.slot)
-        if base is not None and recode.scale is not None:  # added up: all of it, from several pieces
-            rows.append((base + recode.start, recode.numel, 1, 0))
+    for item in plan.reads.requantize_items:
+        base = line.bases.get(item.slot)
+        if base is not None and item.scale is not None:  # added up: all of it, from several sources
+            rows.append((base + item.start, item.numel, 1, 0))
         elif base is not None:
-            rows += [(base + piece.start, piece.numel, 1, 0) for piece in recode.pieces]
+            rows += [(base + source.slot_offset, source.numel, 1, 0) for source in item.sources]
     return strided(rows)
 
 
@@ -170,7 +170,7 @@ class Coverage:
         self._correspondence = Correspondence(metadata)
         self._numel_written = 0
 
-    def add(self, local_state: LocalState, plan: ReadPlan) -> None:
+    def add(self, local_state: LocalState, plan: LoadPlan) -> None:
         """One rank."""
         at = (local_state.model.coordinates.pp_rank, local_state.model.coordinates.tp_rank)
         where = f"pipeline stage {at[0]}, tensor-parallel rank {at[1]}"
@@ -196,15 +196,15 @@ class Coverage:
             faults=tuple(found[:_MOST_FAULTS]),
         )
 
-    def _check_beyond(self, place: _Place, plan: ReadPlan) -> None:
-        for copy in plan.copies:
-            numel = plan.slots[copy.slot].numel
+    def _check_beyond(self, place: _Place, plan: LoadPlan) -> None:
+        for copy in plan.reads.items:
+            numel = plan.reads.slots[copy.slot].numel
             last = copy.slot_offset + (copy.rows - 1) * copy.slot_stride + copy.numel
             if copy.slot_offset < 0 or last > numel:
-                slot = plan.slots[copy.slot]
+                slot = plan.reads.slots[copy.slot]
                 self._fault("is written beyond its ends", _name(slot), slot.key, place.where, copy.slot_offset, last)
 
-    def _check_written(self, place: _Place, local_state: LocalState, plan: ReadPlan) -> None:
+    def _check_written(self, place: _Place, local_state: LocalState, plan: LoadPlan) -> None:
         """Each slot of its own exactly once; what ranks fill together is looked at when all of them are there."""
         where = f"{place.where}, data-parallel rank {local_state.model.coordinates.dp_rank}"
         own, shared = _line(plan, replicated=False), _line(plan, replicated=True)
@@ -217,7 +217,7 @@ class Coverage:
         written = _writes(plan, shared)
         mine = intervals(
             (shared.bases[share.slot] + share.range.start, shared.bases[share.slot] + share.range.stop)
-            for share in plan.shares
+            for share in plan.reads.shares
             if share.owner == local_state.model.coordinates.dp_rank and share.slot in shared.bases
         )
         found = coverage([(written, 1), (mine, 1)])
@@ -274,10 +274,10 @@ class Coverage:
             for start, stop, problem in _not_tiled(pieces, numel, times):
                 self._fault(problem, name, key, place.where, start, stop)
 
-    def _check_restored(self, place: _Place, local_state: LocalState, plan: ReadPlan) -> None:
+    def _check_restored(self, place: _Place, local_state: LocalState, plan: LoadPlan) -> None:
         """What the checkpoint holds for this rank is restored, and has a slot without gaps where its fragments lie."""
         restored = {(name, out.role) for out in plan.outcomes if out.what == "restored" for name in out.names}
-        slots = {(slot.flat, slot.name, slot.key): slot for slot in plan.slots}
+        slots = {(slot.flat, slot.name, slot.key): slot for slot in plan.reads.slots}
         places: dict[int, list[tuple[str, int, int]]] = {flat.index: [] for flat in local_state.flats}
         for part in local_state.fragments:
             places[part.flat].append((part.name, part.flat_offset, part.flat_offset + part.range.numel))

@@ -11,7 +11,7 @@ import numpy as np
 from elastic_ckpt.core.dtypes import ITEMSIZE
 from elastic_ckpt.core.local_state import LocalState
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata, TensorMetadata
-from elastic_ckpt.core.read_plan import Piece, ReadItem, ReadPlan
+from elastic_ckpt.core.read_plan import LoadPlan, ReadItem
 from elastic_ckpt.core.state_kinds import COMPANIONS, REPLICATED
 from elastic_ckpt.core.strided import Shape
 from elastic_ckpt.sharding.book import is_vocabulary, tensor_of
@@ -87,7 +87,7 @@ class SourceCoverage:
         tensor = tensor_of(self._catalog, name)
         return tensor is not None and name in self._live and _total(self._live[name]) > _total(tensor.shard_shapes)
 
-    def add(self, local_state: LocalState, plan: ReadPlan) -> None:
+    def add(self, local_state: LocalState, plan: LoadPlan) -> None:
         """One rank."""
         self._tp, self._dp = local_state.model.coordinates.tp, local_state.model.coordinates.dp
         self._with_states = self._with_states or plan.restores_states
@@ -97,17 +97,17 @@ class SourceCoverage:
         for flat in local_state.flats:
             for name in flat.members:
                 self._stages.setdefault((name, MASTER), set()).add(stage)
-        shared = {slot.name for slot in plan.slots if slot.flat < 0 and slot.replicated}
+        shared = {slot.name for slot in plan.reads.slots if slot.flat < 0 and slot.replicated}
         for whole in local_state.wholes:
             self._stages.setdefault((whole.name, whole.key), set()).add(stage)
             if whole.name not in shared and (whole.key == BUFFER or local_state.zero_stage < 3):
                 self._alone.add((whole.name, whole.key))
-        apart = [slot.key in SCALES or slot.layout == REPLICATED for slot in plan.slots]
-        read = [_bytes_of_copy(copy) for copy in plan.copies if not apart[copy.slot]]
-        read += [_bytes_of(piece) for recode in plan.recodes for piece in recode.pieces]
+        apart = [slot.key in SCALES or slot.layout == REPLICATED for slot in plan.reads.slots]
+        read = [_bytes_of(item) for item in plan.reads.items if not apart[item.slot]]
+        read += [_bytes_of(source) for item in plan.reads.requantize_items for source in item.sources]
         self._read.append(rows_of(read, 5))
-        compared = (pieces for comparison in plan.comparisons for pieces in comparison.copies)
-        self._compared.append(rows_of([_bytes_of(piece) for pieces in compared for piece in pieces], 5))
+        compared = (replica for check in plan.replica_checks for replica in check.replicas)
+        self._compared.append(rows_of([_bytes_of(item) for replica in compared for item in replica], 5))
 
     def faults(self) -> Iterator[Fault]:
         """What is read too often, not at all, or is no part of a tensor."""
@@ -189,13 +189,9 @@ class SourceCoverage:
         return (_EXACTLY if now == before else _AT_MOST), times
 
 
-def _bytes_of(piece: Piece) -> _Row:
-    return piece.file, piece.byte_offset, piece.numel * ITEMSIZE[piece.dtype], 1, 0
-
-
-def _bytes_of_copy(copy: ReadItem) -> _Row:
-    size = ITEMSIZE[copy.dtype]
-    return copy.file, copy.byte_offset, copy.numel * size, copy.rows, copy.file_stride * size
+def _bytes_of(item: ReadItem) -> _Row:
+    size = ITEMSIZE[item.dtype]
+    return item.file, item.byte_offset, item.numel * size, item.rows, item.file_stride * size
 
 
 def _by_file(parts: list[Numbers]) -> Mapping[int, Intervals]:

@@ -16,7 +16,7 @@ from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.local_state import LocalState
 from elastic_ckpt.core.metadata import BUFFER, MASTER, CheckpointMetadata
-from elastic_ckpt.core.read_plan import ReadItem, ReadPlan
+from elastic_ckpt.core.read_plan import LoadPlan, ReadItem
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from elastic_ckpt.tools.opened import load_options
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
@@ -139,7 +139,7 @@ def test_it_holds_where_means_are_taken(policy: str, preset: str) -> None:
     options = load_options(ElasticConfig(tp_preset=preset, replicated_params=policy))
     job = small_job(options, dp=3, tp=4, pp=2)
     ranks = ranks_of(job)
-    assert any(plan.recodes for _, plan in ranks) == (policy == "mean" or preset == "bloom")
+    assert any(plan.reads.requantize_items for _, plan in ranks) == (policy == "mean" or preset == "bloom")
     assert prove(job.metadata, ranks).faults == ()
 
 
@@ -158,7 +158,7 @@ def test_it_holds_for_all_ranks_of_bloom() -> None:
 
 # --- where it must fail -----------------------------------------------------------------------------------------------
 
-Rank = tuple[LocalState, ReadPlan]
+Rank = tuple[LocalState, LoadPlan]
 Change = Callable[[list[Rank]], None]
 
 
@@ -183,14 +183,15 @@ def proof_after(change: Change, **topology: int) -> Proof:
 
 
 def with_copies(rank: Rank, copies: Sequence[ReadItem]) -> Rank:
-    return rank[0], dataclasses.replace(rank[1], copies=tuple(copies))
+    plan = rank[1]
+    return rank[0], dataclasses.replace(plan, reads=dataclasses.replace(plan.reads, items=tuple(copies)))
 
 
 def changed(number: int, **changes: Any) -> Change:
     """Change one copy of rank 5."""
 
     def change(ranks: list[Rank]) -> None:
-        copies = list(ranks[5][1].copies)
+        copies = list(ranks[5][1].reads.items)
         values = {key: value(copies[number]) if callable(value) else value for key, value in changes.items()}
         copies[number] = dataclasses.replace(copies[number], **values)
         ranks[5] = with_copies(ranks[5], copies)
@@ -203,13 +204,13 @@ def problems(proof: Proof) -> set[str]:
 
 
 def copies_of_rank_5() -> int:
-    return len(good()[1][5][1].copies)
+    return len(good()[1][5][1].reads.items)
 
 
 @pytest.mark.parametrize("number", range(copies_of_rank_5()))
 def test_a_copy_that_is_missing(number: int) -> None:
     def change(ranks: list[Rank]) -> None:
-        copies = list(ranks[5][1].copies)
+        copies = list(ranks[5][1].reads.items)
         del copies[number]
         ranks[5] = with_copies(ranks[5], copies)
 
@@ -220,7 +221,7 @@ def test_a_copy_that_is_missing(number: int) -> None:
 @pytest.mark.parametrize("number", range(copies_of_rank_5()))
 def test_a_copy_that_is_there_twice(number: int) -> None:
     def change(ranks: list[Rank]) -> None:
-        copies = list(ranks[5][1].copies)
+        copies = list(ranks[5][1].reads.items)
         ranks[5] = with_copies(ranks[5], [*copies, copies[number]])
 
     found = proof_after(change)
@@ -247,7 +248,7 @@ def test_a_copy_that_is_displaced(changes: dict[str, Any], says: set[str]) -> No
 
 
 def test_rows_of_a_strided_copy() -> None:
-    strided_ones = [n for n, copy in enumerate(good(dp=1)[1][1][1].copies) if copy.rows > 1]
+    strided_ones = [n for n, copy in enumerate(good(dp=1)[1][1][1].reads.items) if copy.rows > 1]
     assert strided_ones
     for number in strided_ones:
         for changes in (
@@ -257,7 +258,7 @@ def test_rows_of_a_strided_copy() -> None:
         ):
 
             def change(ranks: list[Rank], changes: dict[str, Any] = changes, number: int = number) -> None:
-                copies = list(ranks[1][1].copies)
+                copies = list(ranks[1][1].reads.items)
                 values = {key: value(copies[number]) for key, value in changes.items()}
                 copies[number] = dataclasses.replace(copies[number], **values)
                 ranks[1] = with_copies(ranks[1], copies)
@@ -270,9 +271,11 @@ def test_a_copy_from_another_tensor_of_the_same_file() -> None:
 
     def change(ranks: list[Rank]) -> None:
         plan = ranks[5][1]
-        numbers = [next(n for n, slot in enumerate(plan.slots) if slot.key == key) for key in ("exp_avg", "exp_avg_sq")]
+        numbers = [
+            next(n for n, slot in enumerate(plan.reads.slots) if slot.key == key) for key in ("exp_avg", "exp_avg_sq")
+        ]
         turned = dict(zip(numbers, reversed(numbers), strict=True))
-        copies = [dataclasses.replace(copy, slot=turned.get(copy.slot, copy.slot)) for copy in plan.copies]
+        copies = [dataclasses.replace(copy, slot=turned.get(copy.slot, copy.slot)) for copy in plan.reads.items]
         ranks[5] = with_copies(ranks[5], copies)
 
     found = proof_after(change)
@@ -301,12 +304,13 @@ def test_the_fault_names_the_elements() -> None:
     plan = ranks[5][1]
     number = next(
         n
-        for n, copy in enumerate(plan.copies)
-        if copy.numel > 4 and copy.rows == 1 and plan.slots[copy.slot].key == MASTER
+        for n, copy in enumerate(plan.reads.items)
+        if copy.numel > 4 and copy.rows == 1 and plan.reads.slots[copy.slot].key == MASTER
     )
-    copy = plan.copies[number]
+    copy = plan.reads.items[number]
     ranks[5] = with_copies(
-        ranks[5], [*plan.copies[:number], dataclasses.replace(copy, numel=copy.numel - 2), *plan.copies[number + 1 :]]
+        ranks[5],
+        [*plan.reads.items[:number], dataclasses.replace(copy, numel=copy.numel - 2), *plan.reads.items[number + 1 :]],
     )
     written, read = prove(job.metadata, ranks).faults
     assert (written.problem, written.name, written.key) == ("is not written", "flat partition 0", MASTER)
@@ -351,12 +355,12 @@ def test_fragments_that_overlap_or_leave_a_hole() -> None:
 def test_a_gap_that_is_no_padding() -> None:
     def change(ranks: list[Rank]) -> None:
         local_state, plan = ranks[5]
-        copy = plan.copies[0]
-        slots = list(plan.slots)
+        copy = plan.reads.items[0]
+        slots = list(plan.reads.slots)
         hidden = FlatRange(copy.slot_offset, copy.slot_offset + copy.numel)
         slots[copy.slot] = dataclasses.replace(slots[copy.slot], gaps=(*slots[copy.slot].gaps, hidden))
-        plan = dataclasses.replace(plan, slots=tuple(slots), copies=plan.copies[1:])
-        ranks[5] = local_state, plan
+        reads = dataclasses.replace(plan.reads, slots=tuple(slots), items=plan.reads.items[1:])
+        ranks[5] = local_state, dataclasses.replace(plan, reads=reads)
 
     assert {"is left out, although it is no padding", "is not read"} <= problems(proof_after(change))
 
@@ -364,11 +368,12 @@ def test_a_gap_that_is_no_padding() -> None:
 def test_a_state_that_is_forgotten() -> None:
     def change(ranks: list[Rank]) -> None:
         local_state, plan = ranks[5]
-        number = next(n for n, slot in enumerate(plan.slots) if slot.key == "exp_avg_sq")
-        kept = [copy for copy in plan.copies if copy.slot != number]
+        number = next(n for n, slot in enumerate(plan.reads.slots) if slot.key == "exp_avg_sq")
+        kept = [copy for copy in plan.reads.items if copy.slot != number]
         moved = [dataclasses.replace(copy, slot=copy.slot - (copy.slot > number)) for copy in kept]
-        slots = plan.slots[:number] + plan.slots[number + 1 :]
-        ranks[5] = local_state, dataclasses.replace(plan, slots=slots, copies=tuple(moved))
+        slots = plan.reads.slots[:number] + plan.reads.slots[number + 1 :]
+        reads = dataclasses.replace(plan.reads, slots=slots, items=tuple(moved))
+        ranks[5] = local_state, dataclasses.replace(plan, reads=reads)
 
     assert {"has no slot", "is not read"} <= problems(proof_after(change))
 
@@ -390,7 +395,7 @@ def test_copies_that_nobody_compares() -> None:
     """Of replicated parameters one rank's copy is taken: the others must at least be looked at."""
 
     def change(ranks: list[Rank]) -> None:
-        ranks[:] = [(local_state, dataclasses.replace(plan, comparisons=())) for local_state, plan in ranks]
+        ranks[:] = [(local_state, dataclasses.replace(plan, replica_checks=())) for local_state, plan in ranks]
 
     found = proof_after(change)
     assert problems(found) == {"is not read"}
@@ -406,8 +411,8 @@ def test_shares_of_another_rank() -> None:
     def change(ranks: list[Rank]) -> None:
         first, second = ranks[0], ranks[1]
         ranks[0], ranks[1] = (
-            (first[0], with_copies(first, second[1].copies)[1]),
-            (second[0], with_copies(second, first[1].copies)[1]),
+            (first[0], with_copies(first, second[1].reads.items)[1]),
+            (second[0], with_copies(second, first[1].reads.items)[1]),
         )
 
     found = proof_after(change, dp=2, tp=1, pp=1, zero_stage=0)
@@ -416,7 +421,7 @@ def test_shares_of_another_rank() -> None:
 
 def test_a_hole_in_what_ranks_fill_together() -> None:
     def change(ranks: list[Rank]) -> None:
-        ranks[1] = with_copies(ranks[1], ranks[1][1].copies[1:])
+        ranks[1] = with_copies(ranks[1], ranks[1][1].reads.items[1:])
 
     found = proof_after(change, dp=2, tp=1, pp=1, zero_stage=0)
     assert {"is not written", "is not read"} <= problems(found)
@@ -425,14 +430,14 @@ def test_a_hole_in_what_ranks_fill_together() -> None:
 
 def test_bytes_that_belong_to_no_tensor() -> None:
     def change(ranks: list[Rank]) -> None:
-        ranks[5] = with_copies(ranks[5], [dataclasses.replace(copy, byte_offset=8) for copy in ranks[5][1].copies])
+        ranks[5] = with_copies(ranks[5], [dataclasses.replace(copy, byte_offset=8) for copy in ranks[5][1].reads.items])
 
     assert "is read, and is of no tensor" in problems(proof_after(change))
 
 
 def test_a_slot_that_is_written_beyond_its_end() -> None:
     def change(ranks: list[Rank]) -> None:
-        copies = list(ranks[5][1].copies)
+        copies = list(ranks[5][1].reads.items)
         copies[-1] = dataclasses.replace(copies[-1], slot_offset=10**6)
         ranks[5] = with_copies(ranks[5], copies)
 
@@ -446,7 +451,7 @@ def test_buffers_that_each_rank_reads_for_itself() -> None:
     ranks = ranks_of(job)
     assert prove(job.metadata, ranks).holds
     plan = ranks[1][1]
-    kept = [copy for copy in plan.copies if plan.slots[copy.slot].key != BUFFER]
+    kept = [copy for copy in plan.reads.items if plan.reads.slots[copy.slot].key != BUFFER]
     assert problems(prove(job.metadata, [ranks[0], with_copies(ranks[1], kept)])) == {
         "is not written",
         "is read 1 times, not 2",
@@ -458,5 +463,5 @@ def test_rows_of_a_vocabulary_that_was_not_saved_are_padding() -> None:
     job = VirtualJob(sharded(2), Topology(tp=8), LoadOptions(rules=RULES))
     ranks = ranks_of(job)
     assert prove(job.metadata, ranks).holds
-    gaps = [slot.gaps for _, plan in ranks for slot in plan.slots if slot.key == MASTER]
+    gaps = [slot.gaps for _, plan in ranks for slot in plan.reads.slots if slot.key == MASTER]
     assert np.sum([gap.numel for held in gaps for gap in held]) >= 4 * 4

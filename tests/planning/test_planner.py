@@ -21,15 +21,16 @@ from elastic_ckpt.core.metadata import (
     StorageChunk,
     TensorMetadata,
 )
-from elastic_ckpt.core.read_plan import Outcome, ReadItem, ReadPlan
+from elastic_ckpt.core.read_plan import LoadPlan, Outcome, ReadItem, in_file_order, names_with
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
-from elastic_ckpt.planning.planner import LoadOptions, merge_neighbours, plan_load
+from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from tests.simulation import (
     ADAM,
     BYTES,
     KEYS,
     STATES,
     TWO,
+    UNTOUCHED,
     Case,
     Shape,
     cases,
@@ -45,23 +46,23 @@ from tests.simulation import (
 )
 
 
-def check_outcomes(case: Case, plan: ReadPlan) -> None:
+def check_outcomes(case: Case, plan: LoadPlan) -> None:
     for key in KEYS if case.restored else (MASTER,):
         assert names_of(plan, key, "restored") == tuple(sorted(case.restored))
     for key in (BUFFER, FROZEN):
         assert names_of(plan, key, "restored") == tuple(sorted(name for name, kind in case.wholes if kind == key))
     assert names_of(plan, MASTER, "fresh") == tuple(sorted(case.missing))
     assert set(names_of(plan, "optimizer states", "fresh")) == case.missing
-    assert plan.ignored == names_of(plan, MASTER, "ignored") == tuple(sorted(case.extra))
+    assert names_with(plan.outcomes, "ignored") == names_of(plan, MASTER, "ignored") == tuple(sorted(case.extra))
     known = [bool(case.restored & set(members)) for members in case.target.groups]
     assert names_of(plan, "param groups", "restored") == tuple(str(n) for n, old in enumerate(known) if old)
     assert names_of(plan, "param groups", "fresh") == tuple(str(n) for n, old in enumerate(known) if not old)
 
 
-def runs_of_none(values: Sequence[int | None]) -> list[FlatRange]:
+def runs_of_none(values: Sequence[int]) -> list[FlatRange]:
     found: list[FlatRange] = []
     for position, value in enumerate(values):
-        if value is not None:
+        if value != UNTOUCHED:
             continue
         if found and found[-1].stop == position:
             found[-1] = FlatRange(found[-1].start, position + 1)
@@ -77,14 +78,14 @@ def test_every_rank_gets_exactly_its_own_elements(case: Case) -> None:
     for rank in range(case.target.dp):
         plan = plan_load(case.metadata, engine_of(case, rank), LoadOptions(strict=strict))
         expected = expected_slots(case, rank)
-        assert simulate(plan, case.disk) == expected
-        for slot in plan.slots:
+        assert simulate(plan, case.disk.files) == expected
+        for slot in plan.reads.slots:
             wanted = expected[slot.key, slot.flat, slot.name]
             assert slot.numel == len(wanted)
             assert list(slot.gaps) == runs_of_none(wanted)
-        assert list(plan.copies) == sorted(plan.copies, key=lambda copy: (copy.file, copy.byte_offset))
-        assert plan.files == case.metadata.files
-        assert plan.shares == ()
+        assert list(plan.reads.items) == sorted(plan.reads.items, key=lambda copy: (copy.file, copy.byte_offset))
+        assert plan.reads.files == case.metadata.files
+        assert plan.reads.shares == ()
         assert plan.restores_states
         check_outcomes(case, plan)
         for members, scalars in zip(case.target.flats, plan.scalars, strict=True):
@@ -120,8 +121,8 @@ def test_a_lost_piece_is_an_error_on_every_rank_that_holds_some_of_the_parameter
 # --- directed ---------------------------------------------------------------------------------------------------
 
 
-def slot_names(plan: ReadPlan) -> list[tuple[str, int, str]]:
-    return [(slot.key, slot.flat, slot.name) for slot in plan.slots]
+def slot_names(plan: LoadPlan) -> list[tuple[str, int, str]]:
+    return [(slot.key, slot.flat, slot.name) for slot in plan.reads.slots]
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -198,9 +199,9 @@ def test_a_parameter_that_the_checkpoint_lacks_is_an_error_when_strict() -> None
 
 def test_a_parameter_that_the_checkpoint_lacks_stays_fresh_when_not_strict() -> None:
     plan = plan_load(saved({"a.weight": (2, 5)}), live(TWO), LoadOptions(strict=False))
-    assert plan.fresh == names_of(plan, MASTER, "fresh") == ("b.weight",)
-    assert [slot.gaps for slot in plan.slots] == [(FlatRange(10, 13),)] * 3
-    assert sum(copy.numel for copy in plan.copies) == 30
+    assert names_with(plan.outcomes, "fresh") == names_of(plan, MASTER, "fresh") == ("b.weight",)
+    assert [slot.gaps for slot in plan.reads.slots] == [(FlatRange(10, 13),)] * 3
+    assert sum(copy.numel for copy in plan.reads.items) == 30
 
 
 def test_a_parameter_that_the_model_lacks_is_an_error_when_strict() -> None:
@@ -212,9 +213,9 @@ def test_a_parameter_that_the_model_lacks_is_an_error_when_strict() -> None:
 
 def test_a_parameter_that_the_model_lacks_is_ignored_when_not_strict() -> None:
     plan = plan_load(saved(TWO), live({"a.weight": (2, 5)}), LoadOptions(strict=False))
-    assert plan.ignored == ("b.weight",)
-    assert plan.fresh == ()
-    assert sum(copy.numel for copy in plan.copies) == 30
+    assert names_with(plan.outcomes, "ignored") == ("b.weight",)
+    assert names_with(plan.outcomes, "fresh") == ()
+    assert sum(copy.numel for copy in plan.reads.items) == 30
 
 
 def test_many_missing_names_are_cut_short_and_counted() -> None:
@@ -232,9 +233,9 @@ def test_missing_and_extra_buffers_and_frozen_weights_are_treated_like_parameter
     assert "new" in str(caught.value.expected)
     assert "old" in str(caught.value.found)
     plan = plan_load(metadata, engine, LoadOptions(strict=False))
-    assert names_of(plan, key, "fresh") == plan.fresh == ("new",)
-    assert names_of(plan, key, "ignored") == plan.ignored == ("old",)
-    assert all(slot.name != "new" for slot in plan.slots)
+    assert names_of(plan, key, "fresh") == names_with(plan.outcomes, "fresh") == ("new",)
+    assert names_of(plan, key, "ignored") == names_with(plan.outcomes, "ignored") == ("old",)
+    assert all(slot.name != "new" for slot in plan.reads.slots)
 
 
 def test_a_name_that_was_tied_at_save_time_is_explained() -> None:
@@ -249,10 +250,10 @@ def test_a_parameter_that_was_trained_and_is_frozen_now_gets_its_masters_and_no_
     engine = live({"a.weight": (2, 5)}, wholes={("b.weight", FROZEN): ((3,), "bfloat16")})
     plan = plan_load(metadata, engine, LoadOptions(strict=strict))
     slot = slot_names(plan).index((FROZEN, -1, "b.weight"))
-    assert plan.slots[slot].dtype == "bfloat16"
+    assert plan.reads.slots[slot].dtype == "bfloat16"
     start = metadata.tensors["b.weight", MASTER].chunks[0].byte_offset
-    assert [copy for copy in plan.copies if copy.slot == slot] == [ReadItem(0, start, slot, 0, 3, "float32")]
-    assert sum(copy.numel for copy in plan.copies) == 30 + 3
+    assert [copy for copy in plan.reads.items if copy.slot == slot] == [ReadItem(0, start, slot, 0, 3, "float32")]
+    assert sum(copy.numel for copy in plan.reads.items) == 30 + 3
     assert [note for note in plan.notes if "b.weight" in note and "float32 to bfloat16" in note]
     assert names_of(plan, FROZEN, "restored") == ("b.weight",)
     assert names_of(plan, "optimizer states", "skipped") == ("b.weight",)
@@ -264,13 +265,13 @@ def test_a_parameter_that_was_frozen_and_is_trained_now_gets_its_weights_and_fre
     metadata = saved({"a.weight": (2, 5)}, wholes={("b.weight", FROZEN): ((3,), "bfloat16")})
     plan = plan_load(metadata, live(TWO), LoadOptions(strict=strict))
     chunk = metadata.tensors["b.weight", FROZEN].chunks[0]
-    assert ReadItem(0, chunk.byte_offset, 0, 10, 3, "bfloat16") in plan.copies
-    assert [slot.gaps for slot in plan.slots] == [(), (FlatRange(10, 13),), (FlatRange(10, 13),)]
-    assert sum(copy.numel for copy in plan.copies) == 13 + 10 + 10
+    assert ReadItem(0, chunk.byte_offset, 0, 10, 3, "bfloat16") in plan.reads.items
+    assert [slot.gaps for slot in plan.reads.slots] == [(), (FlatRange(10, 13),), (FlatRange(10, 13),)]
+    assert sum(copy.numel for copy in plan.reads.items) == 13 + 10 + 10
     assert plan.scalars == ({"step": 4.0},)
     assert names_of(plan, MASTER, "restored") == ("a.weight", "b.weight")
     assert names_of(plan, "exp_avg", "restored") == ("a.weight",)
-    assert names_of(plan, "optimizer states", "fresh") == plan.fresh == ("b.weight",)
+    assert names_of(plan, "optimizer states", "fresh") == names_with(plan.outcomes, "fresh") == ("b.weight",)
 
 
 def test_a_flat_tensor_of_parameters_that_were_all_frozen_gets_no_states() -> None:
@@ -334,7 +335,7 @@ def test_a_master_that_would_lose_precision_is_refused(source: str, target: str)
 @pytest.mark.parametrize("source", ["float32", "float16"])
 def test_masters_and_states_are_rounded_to_bfloat16_with_a_note(source: str) -> None:
     plan = plan_load(saved(TWO, dtype=source), live(TWO, dtype="bfloat16"), LoadOptions())
-    assert {copy.dtype for copy in plan.copies if plan.slots[copy.slot].key == MASTER} == {source}
+    assert {copy.dtype for copy in plan.reads.items if plan.reads.slots[copy.slot].key == MASTER} == {source}
     assert f"masters rounded from {source} to bfloat16, in which the live engine keeps them" in plan.notes
 
 
@@ -354,9 +355,9 @@ def test_a_master_that_might_leave_the_range_is_refused_whatever_the_options(sou
 )
 def test_a_master_that_becomes_wider_is_planned_with_the_dtype_of_the_file(source: str, target: str) -> None:
     plan = plan_load(saved(TWO, dtype=source), live(TWO, dtype=target), LoadOptions())
-    assert {slot.dtype for slot in plan.slots} == {target}
-    assert {copy.dtype for copy in plan.copies} == {source}
-    assert sum(copy.numel for copy in plan.copies) == 39
+    assert {slot.dtype for slot in plan.reads.slots} == {target}
+    assert {copy.dtype for copy in plan.reads.items} == {source}
+    assert sum(copy.numel for copy in plan.reads.items) == 39
 
 
 def test_a_floating_buffer_changes_its_dtype_with_a_note() -> None:
@@ -410,15 +411,15 @@ def test_a_buffer_of_every_dtype_of_torch_is_planned_with_the_right_item_size(dt
     metadata = dataclasses.replace(metadata, tensors={**metadata.tensors, ("buffer", BUFFER): tensor})
     plan = plan_load(metadata, live({"a": (1,)}, wholes=wholes), LoadOptions())
     slot = slot_names(plan).index((BUFFER, -1, "buffer"))
-    assert [copy for copy in plan.copies if copy.slot == slot] == [ReadItem(0, 100, slot, 0, 6, dtype)]
+    assert [copy for copy in plan.reads.items if copy.slot == slot] == [ReadItem(0, 100, slot, 0, 6, dtype)]
 
 
 def test_a_buffer_without_elements_has_a_slot_and_no_copy() -> None:
     wholes = {("empty", BUFFER): ((0, 3), "float32")}
     plan = plan_load(saved({"a": (1,)}, wholes=wholes), live({"a": (1,)}, wholes=wholes), LoadOptions())
     slot = slot_names(plan).index((BUFFER, -1, "empty"))
-    assert plan.slots[slot].numel == 0
-    assert all(copy.slot != slot for copy in plan.copies)
+    assert plan.reads.slots[slot].numel == 0
+    assert all(copy.slot != slot for copy in plan.reads.items)
 
 
 def test_different_step_counts_inside_one_flat_tensor_are_an_error() -> None:
@@ -461,7 +462,7 @@ def test_a_stateless_parameter_in_a_saved_group_of_its_own_is_no_damage() -> Non
 
 def test_without_partitions_a_stateless_parameter_may_share_a_flat_tensor_with_stateful_ones() -> None:
     plan = plan_load(unpartitioned(without_states(saved(TWO), "b.weight")), live(TWO), LoadOptions())
-    assert [slot.gaps for slot in plan.slots] == [(), (FlatRange(10, 13),), (FlatRange(10, 13),)]
+    assert [slot.gaps for slot in plan.reads.slots] == [(), (FlatRange(10, 13),), (FlatRange(10, 13),)]
     assert plan.scalars == ({"step": 4.0},)
     told = next(outcome for outcome in plan.outcomes if outcome.role == "optimizer states")
     assert (told.what, told.names) == ("fresh", ("b.weight",))
@@ -583,7 +584,7 @@ def test_without_optimizer_states_only_masters_are_planned() -> None:
     assert not plan.restores_states
     assert plan.hyperparameters == ()
     assert plan.scalars == (None,)
-    assert sum(copy.numel for copy in plan.copies) == 13
+    assert sum(copy.numel for copy in plan.reads.items) == 13
     assert plan.outcomes == (Outcome(MASTER, "restored", ("a.weight", "b.weight")),)
 
 
@@ -640,7 +641,7 @@ def touching_pairs(some: Sequence[ReadItem]) -> int:
 @settings(deadline=None)
 @given(copies())
 def test_merging_joins_exactly_the_neighbours_and_moves_the_same_bytes(some: list[ReadItem]) -> None:
-    merged = list(merge_neighbours(some))
+    merged = list(in_file_order(some))
     assert moves(merged) == moves(some)
     assert len(merged) == len(some) - touching_pairs(some)
     assert touching_pairs(merged) == 0
@@ -656,8 +657,8 @@ def test_neighbours_in_the_file_alone_or_in_the_slot_alone_stay_apart() -> None:
         ReadItem(1, 8, 0, 2, 2, "float32"),
         ReadItem(0, 8, 0, 2, 2, "bfloat16"),
     ):
-        assert list(merge_neighbours([first, other])) == [first, other]
-    assert list(merge_neighbours([ReadItem(0, 8, 0, 2, 5, "float32"), first])) == [ReadItem(0, 0, 0, 0, 7, "float32")]
+        assert list(in_file_order([first, other])) == [first, other]
+    assert list(in_file_order([ReadItem(0, 8, 0, 2, 5, "float32"), first])) == [ReadItem(0, 0, 0, 0, 7, "float32")]
 
 
 def test_one_note_tells_of_all_frozen_weights_whose_dtype_changes() -> None:

@@ -9,20 +9,19 @@ from unittest.mock import patch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elastic_ckpt.core.read_plan import ReadPlan, ReplicaCheck, Slot
+from elastic_ckpt.core.read_plan import LoadPlan, ReplicaCheck, Slot, names_with
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
+from tests.simulation import simulate, written
 from tests.simulation_parallel import (
     NAMES,
     TIED,
     Case,
-    carry_out,
     engine,
     expected,
     keys_of,
     parallel_cases,
     rules_of,
     save,
-    values_of,
 )
 
 slow = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
@@ -46,11 +45,11 @@ def test_every_live_rank_gets_exactly_the_elements_of_its_shards(case: Case) -> 
             for dp_rank in range(target.dp):
                 plan = plan_load(saved.metadata, engine(case, stage, rank, dp_rank), options)
                 wanted = expected(case, stage, rank, dp_rank)
-                assert carry_out(plan, saved.files) == wanted
-                for slot in plan.slots:
+                assert simulate(plan, saved.files) == wanted
+                for slot in plan.reads.slots:
                     assert gap_places(slot) == holes(wanted[slot.key, slot.flat, slot.name])
-                assert not plan.recodes
-                assert plan.fresh == plan.ignored == ()
+                assert not plan.reads.requantize_items
+                assert names_with(plan.outcomes, "fresh") == names_with(plan.outcomes, "ignored") == ()
 
 
 @settings(slow, max_examples=40)
@@ -58,7 +57,7 @@ def test_every_live_rank_gets_exactly_the_elements_of_its_shards(case: Case) -> 
 def test_ranks_of_a_job_compare_each_element_of_each_replica_and_tied_replica_once(case: Case, grain: int) -> None:
     saved, options = save(case), LoadOptions(rules=rules_of(case))
     source, target = case.source, case.target
-    plans: list[ReadPlan] = []
+    plans: list[LoadPlan] = []
     with patch("elastic_ckpt.planning.replicas.GRAIN_NUMEL", grain):
         for stage in range(len(target.stages)):
             for rank in range(target.tp):
@@ -72,9 +71,9 @@ def test_ranks_of_a_job_compare_each_element_of_each_replica_and_tied_replica_on
             if name == TIED and len(source.stages) > 1:
                 wanted[name, key, 2] += source.tp
     tiled: dict[tuple[str, str, int, int], list[ReplicaCheck]] = {}
-    for one in (comparison for plan in plans for comparison in plan.comparisons):
-        tiled.setdefault((one.name, one.key, len(one.copies), one.number), []).append(one)
-        first, *others = (values_of(copy, one.numel, saved.files) for copy in one.copies)
+    for one in (comparison for plan in plans for comparison in plan.replica_checks):
+        tiled.setdefault((one.name, one.key, len(one.replicas), one.number), []).append(one)
+        first, *others = (written(replica, one.numel, saved.files) for replica in one.replicas)
         assert -1 not in first
         assert all(other == first for other in others)
     assert Counter(what[:3] for what in tiled) == wanted

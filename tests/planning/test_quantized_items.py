@@ -19,11 +19,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from elastic_ckpt.core.metadata import BlockCode
-from elastic_ckpt.core.read_plan import Piece, ReadItem, RequantizeItem
+from elastic_ckpt.core.read_plan import ReadItem, RequantizeItem
 from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
 from elastic_ckpt.errors import DamagedError
-from elastic_ckpt.io.requantize import Chunk, RequantizeStats, chunks, run_chunk
-from elastic_ckpt.planning.quantized_items import Row, plan_row, recut_blocks
+from elastic_ckpt.io.coalesce import ReadStats
+from elastic_ckpt.io.requantize import parts_of, requantize
+from elastic_ckpt.planning.quantized_items import requantized_blocks, split_row
 
 ITEMSIZE = {"uint8": 1, "float32": 4, "bfloat16": 2}
 NUMPY = {"uint8": np.uint8, "float32": np.float32}
@@ -68,10 +69,11 @@ class Partition:
         assert self.format is not None
         return float(self.scales[position // self.format.numel])
 
-    def piece(self, position: int, start: int, numel: int) -> Piece:
+    def piece(self, position: int, start: int, numel: int) -> ReadItem:
         """The source elements from ``position`` on, for the elements of a row from ``start`` on."""
         code = None if self.format is None else BlockCode(self.format, position, self.scales_offset)
-        return Piece(self.file, self.byte_offset + position * ITEMSIZE[self.dtype], start, numel, self.dtype, code)
+        offset = self.byte_offset + position * ITEMSIZE[self.dtype]
+        return ReadItem(self.file, offset, 0, start, numel, self.dtype, code=code)
 
 
 @dataclass
@@ -128,6 +130,18 @@ class Disk:
 # --- a simulated row --------------------------------------------------------------------------------------------
 
 
+def row_of(
+    slot: int, start: int, numel: int, target: BlockFormat | None, scales_slot: int = -1, scales_start: int = 0
+) -> RequantizeItem:
+    """A row that has no sources yet."""
+    return RequantizeItem(slot, start, numel, target, scales_slot, scales_start, ())
+
+
+def plan_row(row: RequantizeItem, items: Sequence[ReadItem]) -> tuple[list[ReadItem], list[RequantizeItem]]:
+    """Plan a row from items whose ``slot_offset`` counts from its first element."""
+    return split_row(replace(row, sources=tuple(replace(i, slot_offset=row.start + i.slot_offset) for i in items)))
+
+
 @dataclass(frozen=True)
 class Filled:
     """What was written, and how often."""
@@ -136,12 +150,12 @@ class Filled:
     scales: NDArray[np.float32]
     written: NDArray[np.int64]
     scales_written: NDArray[np.int64]
-    stats: RequantizeStats
+    stats: ReadStats
 
 
 def fill(
     disk: Disk,
-    row: Row,
+    row: RequantizeItem,
     copies: Sequence[ReadItem],
     recodes: Sequence[RequantizeItem],
     staging: int = PLENTY,
@@ -161,27 +175,25 @@ def fill(
         here = slice(copy.slot_offset, copy.slot_offset + copy.numel)
         tensors[copy.slot][here] = torch.frombuffer(raw, dtype=getattr(torch, copy.dtype)).to(tensors[copy.slot].dtype)
         written[copy.slot][here] += 1
-    stats = RequantizeStats()
+    stats = ReadStats()
     for recode in recodes:
-        for chunk in chunks(recode, staging):
+        for chunk in parts_of(recode, staging):
             before = disk.nbytes
-            done = run_chunk(chunk, tensors, disk.read)
+            done = requantize(chunk, tensors, disk.read)
             assert done.nbytes == disk.nbytes - before
             stats += done
             mark(chunk, written)
     return Filled(tensors[0].numpy(), tensors[1].numpy(), written[0], written[1], stats)
 
 
-def mark(chunk: Chunk, written: Sequence[NDArray[np.int64]]) -> None:
-    """Count what a chunk writes: whole blocks, or just the elements that it has."""
-    target = chunk.recode.target
-    if target is not None:
-        written[0][chunk.start : chunk.stop] += 1
-        first = chunk.recode.scales_start + (chunk.start - chunk.recode.start) // target.numel
-        written[1][first : first + target.blocks(chunk.stop - chunk.start)] += 1
+def mark(part: RequantizeItem, written: Sequence[NDArray[np.int64]]) -> None:
+    """Count what a part writes: whole blocks, or just the elements that it has."""
+    if part.target is not None:
+        written[0][part.start : part.stop] += 1
+        written[1][part.scales_start : part.scales_start + part.target.blocks(part.numel)] += 1
         return
-    for piece in chunk.pieces:
-        written[0][max(piece.start, chunk.start) : min(piece.start + piece.numel, chunk.stop)] += 1
+    for source in part.sources:
+        written[0][source.slot_offset : source.slot_stop] += 1
 
 
 #: For each element of a row: its source partition and its position there; ``None``: a gap.
@@ -193,8 +205,8 @@ class Case:
     """One random row."""
 
     disk: Disk
-    row: Row
-    pieces: tuple[Piece, ...]
+    row: RequantizeItem
+    pieces: tuple[ReadItem, ...]
     sources: Sources
     staging: int
 
@@ -270,7 +282,7 @@ def cases(draw: st.DrawFn) -> Case:
     sources: Sources = [None if element is None else where[element] for element in held]
     return Case(
         disk=disk,
-        row=Row(
+        row=row_of(
             slot=0,
             start=random.randrange(10),
             numel=len(held),
@@ -284,9 +296,9 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-def pieces_of(held: Layout, sources: Sources) -> tuple[Piece, ...]:
+def pieces_of(held: Layout, sources: Sources) -> tuple[ReadItem, ...]:
     """Runs of elements of one parameter in one partition."""
-    pieces: list[Piece] = []
+    pieces: list[ReadItem] = []
     for start, (element, source) in enumerate(zip(held, sources, strict=True)):
         if element is None or source is None:
             continue
@@ -390,9 +402,9 @@ def test_small_chunks_give_what_one_big_one_does(case: Case) -> None:
     assert whole.stats.blocks == parts.stats.blocks
     assert whole.stats.worst_error == parts.stats.worst_error
     for recode in recodes:
-        cut = chunks(recode, case.staging)
+        cut = list(parts_of(recode, case.staging))
         assert all((chunk.stop - chunk.start) * 48 <= max(case.staging, 48 * step) for chunk in cut)
-        assert all((chunk.start - recode.start) % step == 0 and chunk.pieces for chunk in cut)
+        assert all((chunk.start - recode.start) % step == 0 and chunk.sources for chunk in cut)
         for chunk in cut:
             held = case.sources[chunk.start - case.row.start : chunk.stop - case.row.start]
             coded_only = case.row.target is None
@@ -410,7 +422,7 @@ def test_blocks_that_mix_several_source_blocks_are_counted(case: Case) -> None:
         raw = any(part.format is None or part.format.codebook != same_map for part, _ in sources)
         found = {(id(part), position // part.format.numel) for part, position in sources if part.format is not None}
         expected += raw or len(found) > 1
-    assert sum(map(recut_blocks, recodes)) == expected
+    assert sum(map(requantized_blocks, recodes)) == expected
 
 
 @quick
@@ -441,19 +453,16 @@ def test_blocks_that_lie_whole_on_both_sides_are_plain_copies(case: Case) -> Non
         assert (recode.start - case.row.start) % target.numel == 0
         ends = recode.start + recode.numel - case.row.start
         assert ends % target.numel == 0 or ends == case.row.numel
-        starts = [piece.start for piece in recode.pieces]
+        starts = [source.slot_offset for source in recode.sources]
         assert starts == sorted(starts)
-        assert all(
-            recode.start <= piece.start and piece.start + piece.numel <= recode.start + recode.numel
-            for piece in recode.pieces
-        )
+        assert all(recode.start <= source.slot_offset and source.slot_stop <= recode.stop for source in recode.sources)
 
 
 # --- directed ---------------------------------------------------------------------------------------------------
 
 
-def coded_row(numel: int, target: BlockFormat | None = FOUR) -> Row:
-    return Row(0, 0, numel, target, 1, 0)
+def coded_row(numel: int, target: BlockFormat | None = FOUR) -> RequantizeItem:
+    return row_of(0, 0, numel, target, 1, 0)
 
 
 def sixteen(disk: Disk, scales: Sequence[float] = (1.0, 2.0, 3.0, 4.0)) -> Partition:
@@ -475,7 +484,7 @@ def test_neighbours_in_the_same_grid_are_two_plain_copies() -> None:
 def test_blocks_may_move_by_whole_blocks() -> None:
     disk = Disk()
     part = sixteen(disk)
-    copies, recodes = plan_row(Row(0, 100, 20, FOUR, 1, 50), [part.piece(8, 4, 8)])
+    copies, recodes = plan_row(row_of(0, 100, 20, FOUR, 1, 50), [part.piece(8, 4, 8)])
     assert recodes == []
     assert copies == [
         ReadItem(part.file, part.byte_offset + 8, 0, 104, 8, "uint8"),
@@ -492,7 +501,7 @@ def test_whole_blocks_behind_a_part_of_one_are_plain_copies() -> None:
         ReadItem(part.file, part.byte_offset + 4, 0, 4, 8, "uint8"),
         ReadItem(part.file, part.scales_offset + 4, 1, 1, 2, "float32"),
     ]
-    assert [(recode.start, recode.numel, recut_blocks(recode)) for recode in recodes] == [(0, 4, 0), (12, 4, 0)]
+    assert [(recode.start, recode.numel, requantized_blocks(recode)) for recode in recodes] == [(0, 4, 0), (12, 4, 0)]
     filled = fill(disk, row, copies, recodes)
     assert filled.values.tolist() == [*[FOUR.codebook.zero] * 3, *range(103, 115), FOUR.codebook.zero]
     assert filled.scales.tolist() == [1.0, 2.0, 3.0, 4.0]
@@ -511,11 +520,11 @@ def test_a_block_that_the_checkpoint_cut_short_is_finished_with_zeros() -> None:
     part = sixteen(disk)
     copies, recodes = plan_row(coded_row(9), [part.piece(4, 0, 6)])
     assert [copy.numel for copy in copies] == [4, 1]
-    assert [(recode.start, recode.numel, recut_blocks(recode)) for recode in recodes] == [(4, 4, 0)]
+    assert [(recode.start, recode.numel, requantized_blocks(recode)) for recode in recodes] == [(4, 4, 0)]
     filled = fill(disk, coded_row(9), copies, recodes)
     assert filled.values.tolist() == [104, 105, 106, 107, 108, 109, FOUR.codebook.zero, FOUR.codebook.zero, 77]
     assert filled.scales.tolist() == [2.0, 3.0, UNTOUCHED["float32"]]
-    assert filled.stats == RequantizeStats(nbytes=2 + 4, blocks=0, worst_error=0.0)
+    assert (filled.stats.nbytes, filled.stats.blocks, filled.stats.worst_error) == (2 + 4, 0, 0.0)
 
 
 @pytest.mark.parametrize("shift", [1, 2, 3])
@@ -525,7 +534,7 @@ def test_a_shifted_grid_mixes_neighbouring_blocks(shift: int) -> None:
     row = coded_row(12)
     copies, recodes = plan_row(row, [part.piece(shift, 0, 12)])
     assert copies == []
-    assert [recut_blocks(recode) for recode in recodes] == [3]
+    assert [requantized_blocks(recode) for recode in recodes] == [3]
     filled = fill(disk, row, copies, recodes)
     assert filled.stats.blocks == 3
     assert filled.stats.nbytes == 12 + 4 * 4
@@ -540,8 +549,8 @@ def test_a_shifted_grid_of_one_scale_keeps_its_codes() -> None:
     filled = fill(disk, row, copies, recodes)
     assert filled.values.tolist() == list(range(103, 115))
     assert filled.scales.tolist() == [2.5] * 3
-    assert filled.stats == RequantizeStats(nbytes=12 + 16, blocks=0, worst_error=0.0)
-    assert recut_blocks(recodes[0]) == 3, "scales are not known when it is planned"
+    assert (filled.stats.nbytes, filled.stats.blocks, filled.stats.worst_error) == (12 + 16, 0, 0.0)
+    assert requantized_blocks(recodes[0]) == 3, "scales are not known when it is planned"
 
 
 def test_smaller_blocks_inside_of_bigger_ones_keep_their_codes() -> None:
@@ -549,11 +558,11 @@ def test_smaller_blocks_inside_of_bigger_ones_keep_their_codes() -> None:
     part = disk.coded(range(16), (1.0, 2.0), EIGHT)
     copies, recodes = plan_row(coded_row(16), [part.piece(0, 0, 16)])
     assert copies == []
-    assert sum(map(recut_blocks, recodes)) == 0
+    assert sum(map(requantized_blocks, recodes)) == 0
     filled = fill(disk, coded_row(16), copies, recodes)
     assert filled.values.tolist() == list(range(16))
     assert filled.scales.tolist() == [1.0, 1.0, 2.0, 2.0]
-    assert filled.stats == RequantizeStats(nbytes=16 + 2 * 4, blocks=0, worst_error=0.0)
+    assert (filled.stats.nbytes, filled.stats.blocks, filled.stats.worst_error) == (16 + 2 * 4, 0, 0.0)
 
 
 def test_another_map_is_quantized_anew_even_at_one_scale() -> None:
@@ -572,7 +581,7 @@ def test_blocks_of_two_partitions_in_one_file_are_not_one_block() -> None:
     first = disk.coded([200, 201], (1.0,), FOUR)
     second = disk.coded([9, 8, 7, 6], (3.0,), FOUR, new_file=False)
     _, recodes = plan_row(coded_row(4), [first.piece(0, 0, 2), second.piece(2, 2, 2)])
-    assert [recut_blocks(recode) for recode in recodes] == [1]
+    assert [requantized_blocks(recode) for recode in recodes] == [1]
 
 
 def test_blocks_at_the_same_place_of_two_files_are_not_one_block() -> None:
@@ -580,7 +589,7 @@ def test_blocks_at_the_same_place_of_two_files_are_not_one_block() -> None:
     first, second = sixteen(disk), sixteen(disk, (5.0, 6.0, 7.0, 8.0))
     assert (first.scales_offset, first.byte_offset) == (second.scales_offset, second.byte_offset)
     _, recodes = plan_row(coded_row(4), [first.piece(0, 0, 2), second.piece(2, 2, 2)])
-    assert [recut_blocks(recode) for recode in recodes] == [1]
+    assert [requantized_blocks(recode) for recode in recodes] == [1]
 
 
 def test_values_that_were_not_quantized_are_counted_once_a_block() -> None:
@@ -589,7 +598,7 @@ def test_values_that_were_not_quantized_are_counted_once_a_block() -> None:
     row = coded_row(12)
     copies, recodes = plan_row(row, [part.piece(0, 0, 4), raw.piece(0, 4, 5), part.piece(9, 9, 3)])
     assert [copy.slot_offset for copy in copies] == [0, 0]
-    assert [(recode.start, recode.numel, recut_blocks(recode)) for recode in recodes] == [(4, 8, 2)]
+    assert [(recode.start, recode.numel, requantized_blocks(recode)) for recode in recodes] == [(4, 8, 2)]
     filled = fill(disk, row, copies, recodes)
     assert filled.stats.nbytes == 5 * 4 + 3 + 4
     assert filled.stats.blocks == 2
@@ -599,7 +608,7 @@ def test_values_that_were_not_quantized_are_counted_once_a_block() -> None:
 def test_codes_and_values_side_by_side_become_values(dtype: str) -> None:
     disk = Disk()
     part, raw = sixteen(disk), disk.raw([0.5, -0.25, 1.0], dtype)
-    row = Row(0, 7, 12, None)
+    row = row_of(0, 7, 12, None)
     copies, recodes = plan_row(row, [part.piece(3, 0, 3), raw.piece(1, 3, 2), part.piece(8, 6, 5)])
     assert copies == [ReadItem(raw.file, raw.byte_offset + ITEMSIZE[dtype], 0, 10, 2, dtype)]
     assert [(recode.start, recode.numel, recode.scales_slot) for recode in recodes] == [(7, 12, -1)]
@@ -607,7 +616,7 @@ def test_codes_and_values_side_by_side_become_values(dtype: str) -> None:
     untouched = np.float32([UNTOUCHED["float32"]])
     expected = [untouched.repeat(7), part.values[3:6], raw.values[1:3], untouched, part.values[8:13], untouched]
     assert filled.values.tolist() == np.concatenate(expected).tolist()
-    assert filled.stats == RequantizeStats(nbytes=3 + 2 * 4 + 5 + 2 * 4, blocks=0, worst_error=0.0)
+    assert (filled.stats.nbytes, filled.stats.blocks, filled.stats.worst_error) == (3 + 2 * 4 + 5 + 2 * 4, 0, 0.0)
 
 
 def test_a_row_without_sources_is_left_alone() -> None:
@@ -620,7 +629,7 @@ def test_pieces_far_apart_are_recoded_apart() -> None:
     part = sixteen(disk)
     _, recodes = plan_row(coded_row(40), [part.piece(1, 1, 2), part.piece(5, 21, 2), part.piece(3, 24, 2)])
     assert [(recode.start, recode.numel, recode.scales_start) for recode in recodes] == [(0, 4, 0), (20, 8, 5)]
-    assert [len(recode.pieces) for recode in recodes] == [1, 2]
+    assert [len(recode.sources) for recode in recodes] == [1, 2]
 
 
 @pytest.mark.parametrize("staging", [1, PLENTY])
@@ -629,7 +638,7 @@ def test_chunks_without_sources_are_left_out(staging: int) -> None:
     part = sixteen(disk)
     pieces = (part.piece(1, 3, 2), part.piece(5, 30, 2))
     recode = RequantizeItem(0, 0, 40, FOUR, 1, 0, pieces)
-    found = [(chunk.start, chunk.stop, len(chunk.pieces)) for chunk in chunks(recode, staging)]
+    found = [(chunk.start, chunk.stop, len(chunk.sources)) for chunk in parts_of(recode, staging)]
     assert found == ([(0, 4, 1), (4, 8, 1), (28, 32, 1)] if staging == 1 else [(0, 40, 2)])
 
 
@@ -644,9 +653,9 @@ def test_a_block_without_sources_among_others_is_zero() -> None:
 
 
 def test_stats_add_up_and_keep_the_worst_error() -> None:
-    total = RequantizeStats(3, 1, 0.25) + RequantizeStats(4, 2, 0.125)
-    assert total == RequantizeStats(7, 3, 0.25)
-    assert RequantizeStats() + total == total + RequantizeStats() == total
+    total = ReadStats(3, 1, 2, 1, 0.25) + ReadStats(4, 2, 5, 2, 0.125)
+    assert total == ReadStats(7, 3, 7, 3, 0.25)
+    assert ReadStats() + total == total + ReadStats() == total
 
 
 def test_the_worst_error_of_a_chunk_is_that_of_its_values() -> None:
@@ -701,4 +710,4 @@ def test_a_block_of_another_map_counts_as_one_that_is_quantized_anew() -> None:
     disk = Disk()
     part = disk.coded(range(60, 64), (1.5,), replace(FOUR, codebook=SIGNED[1]))
     _, recodes = plan_row(coded_row(4), [part.piece(0, 0, 4)])
-    assert sum(map(recut_blocks, recodes)) == 1
+    assert sum(map(requantized_blocks, recodes)) == 1

@@ -27,9 +27,9 @@ from elastic_ckpt.core.metadata import (
     StorageChunk,
     TensorMetadata,
 )
-from elastic_ckpt.core.read_plan import ReadPlan, ReplicaCheck
+from elastic_ckpt.core.read_plan import ReplicaCheck
+from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.compare_replicas import ReplicaDifference, find_drift, united
-from elastic_ckpt.io.reader import ReadOptions
 from elastic_ckpt.planning.replicas import compare_replicas
 from elastic_ckpt.sharding.resolve import Resharding
 
@@ -119,14 +119,14 @@ def shares(
 
 def elements_of(comparison: ReplicaCheck) -> Iterator[Element]:
     what = (comparison.name, comparison.key, comparison.number)
-    for pieces in comparison.copies:
-        assert sum(piece.numel for piece in pieces) == comparison.numel
+    for items in comparison.replicas:
+        assert sum(item.numel for item in items) == comparison.numel
         position = 0
-        for piece in pieces:
-            assert piece.start == position
-            position += piece.numel
-            for number in range(piece.numel):
-                yield piece.file, piece.byte_offset + number * ITEMSIZE[piece.dtype], what
+        for item in items:
+            assert (item.rows, item.slot_offset) == (1, position)
+            position += item.numel
+            for number in range(item.numel):
+                yield item.file, item.byte_offset + number * ITEMSIZE[item.dtype], what
 
 
 @st.composite
@@ -159,14 +159,14 @@ def test_each_element_of_each_copy_is_compared_by_exactly_one_rank_and_all_compa
     for names, together in ((checkpoint.tied, [range(len(ranks))]), (checkpoint.replicated, _by_stage(ranks))):
         for group in together:
             nbytes = [
-                sum(one.numel * len(one.copies) * size for one in every[rank] if one.name in names) for rank in group
+                sum(one.numel * len(one.replicas) * size for one in every[rank] if one.name in names) for rank in group
             ]
-            copies = max((len(one.copies) for rank in group for one in every[rank]), default=0)
+            copies = max((len(one.replicas) for rank in group for one in every[rank]), default=0)
             if pp > 1:  # in one stage, both lie on one line
                 assert max(nbytes) - min(nbytes) <= 2 * grain * copies * size
     if pp == 1:
-        nbytes = [sum(one.numel * len(one.copies) * size for one in share) for share in every]
-        copies = max((len(one.copies) for share in every for one in share), default=0)
+        nbytes = [sum(one.numel * len(one.replicas) * size for one in share) for share in every]
+        copies = max((len(one.replicas) for share in every for one in share), default=0)
         assert max(nbytes) - min(nbytes) <= 2 * grain * copies * size
 
 
@@ -185,7 +185,7 @@ def test_big_copies_are_shared_out_and_small_ones_are_not_cut() -> None:
     }
     ranks = jobs(checkpoint, 8, 4, 6, stages)
     every = shares(checkpoint, metadata, ranks)
-    nbytes = [sum(one.numel * len(one.copies) * 4 for one in share) for share in every]
+    nbytes = [sum(one.numel * len(one.replicas) * 4 for one in share) for share in every]
     assert sum(nbytes) == 2 * 4 * (shard * 4 * 2 + 40 * 14336 * 4)
     assert max(nbytes) < 1.02 * sum(nbytes) / len(ranks)
     assert all(one.numel == 14336 for share in every for one in share if one.name != "embedding")
@@ -254,8 +254,7 @@ def test_drift_is_found_wherever_it_lies_whoever_looks(
             patch("elastic_ckpt.io.compare_replicas._LEAST_NBYTES", 8),
         ):
             for share in shares(checkpoint, metadata, jobs(checkpoint, 1, dp, pp, {"t": (0, pp - 1)})):
-                plan = ReadPlan(metadata.files, (), (), comparisons=share)
-                differences += find_drift(plan, replace(OPTIONS, staging_nbytes=staging_nbytes))
+                differences += find_drift(metadata.files, share, replace(OPTIONS, staging_nbytes=staging_nbytes))
     found = united(differences)
     assert len(found) == bool(changes)
     for drift in found:

@@ -12,7 +12,7 @@ import elastic_ckpt.planning.shares
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.local_state import LocalState, ModelLayout, RankCoordinates
 from elastic_ckpt.core.metadata import BUFFER, MASTER
-from elastic_ckpt.core.read_plan import ReadPlan, Share
+from elastic_ckpt.core.read_plan import LoadPlan, Share
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from elastic_ckpt.planning.shares import Sharing
 from tests.simulation import BYTES, Case, cases, engine_of, live, saved
@@ -117,11 +117,15 @@ def replicated_engine(case: Case, rank: int, dp: int) -> LocalState:
     )
 
 
-def read_by(plan: ReadPlan) -> Counter[tuple[int, int, int, int]]:
+def without_items(plan: LoadPlan) -> LoadPlan:
+    return replace(plan, reads=replace(plan.reads, items=(), shares=()))
+
+
+def read_by(plan: LoadPlan) -> Counter[tuple[int, int, int, int]]:
     """Every (slot, element) that a rank reads, with the byte and the file that it comes from."""
     return Counter(
         (copy.slot, copy.slot_offset + step, copy.file, copy.byte_offset + step * BYTES[copy.dtype])
-        for copy in plan.copies
+        for copy in plan.reads.items
         for step in range(copy.numel)
     )
 
@@ -140,13 +144,13 @@ def test_all_ranks_together_read_each_element_once_and_each_what_its_shares_say(
         elastic_ckpt.planning.shares._SMALL_NBYTES = before
     together: Counter[tuple[int, int, int, int]] = Counter()
     for rank, plan in enumerate(plans):
-        assert plan.shares == plans[0].shares
-        assert all(share.range.numel for share in plan.shares)
-        assert replace(plan, copies=(), shares=()) == replace(alone, copies=(), shares=())
+        assert plan.reads.shares == plans[0].reads.shares
+        assert all(share.range.numel for share in plan.reads.shares)
+        assert without_items(plan) == without_items(alone)
         mine = read_by(plan)
         owned = {
             (share.slot, element)
-            for share in plan.shares
+            for share in plan.reads.shares
             if share.owner == rank
             for element in range(share.range.start, share.range.stop)
         }
@@ -154,8 +158,8 @@ def test_all_ranks_together_read_each_element_once_and_each_what_its_shares_say(
         together += mine
     assert together == read_by(alone)
     assert set(together.values()) <= {1}
-    dealt_out = {share.slot for share in plans[0].shares}
-    assert dealt_out == {number for number, slot in enumerate(alone.slots) if slot.numel}
+    dealt_out = {share.slot for share in plans[0].reads.shares}
+    assert dealt_out == {number for number, slot in enumerate(alone.reads.slots) if slot.numel}
 
 
 def test_buffers_that_each_rank_reads_from_its_own_file_are_not_shared() -> None:
@@ -168,19 +172,19 @@ def test_buffers_that_each_rank_reads_from_its_own_file_are_not_shared() -> None
         wholes=tuple(replace(tensor, replicated=True) for tensor in engine.wholes),
     )
     plan = plan_load(metadata, engine, LoadOptions())
-    assert plan.shares == ()
-    slot = next(number for number, slot in enumerate(plan.slots) if slot.key == BUFFER)
-    assert not plan.slots[slot].replicated
-    assert sum(copy.numel for copy in plan.copies if copy.slot == slot) == 4
+    assert plan.reads.shares == ()
+    slot = next(number for number, slot in enumerate(plan.reads.slots) if slot.key == BUFFER)
+    assert not plan.reads.slots[slot].replicated
+    assert sum(copy.numel for copy in plan.reads.items if copy.slot == slot) == 4
     shared = plan_load(replace(metadata, buffers_of_this_rank=False), engine, LoadOptions())
-    assert shared.shares == (Share(slot, FlatRange(0, 4), 0),)
-    assert shared.slots[slot].replicated
-    assert not [copy for copy in shared.copies if copy.slot == slot]
+    assert shared.reads.shares == (Share(slot, FlatRange(0, 4), 0),)
+    assert shared.reads.slots[slot].replicated
+    assert not [copy for copy in shared.reads.items if copy.slot == slot]
 
 
 def test_partitioned_slots_are_not_shared() -> None:
     engine = replace(live({"a": (3,)}), model=ModelLayout(RankCoordinates(2, 1)))
     plan = plan_load(saved({"a": (3,)}), engine, LoadOptions())
-    assert plan.shares == ()
-    assert sum(copy.numel for copy in plan.copies) == 9
-    assert {slot.key for slot in plan.slots} == {MASTER, "exp_avg", "exp_avg_sq"}
+    assert plan.reads.shares == ()
+    assert sum(copy.numel for copy in plan.reads.items) == 9
+    assert {slot.key for slot in plan.reads.slots} == {MASTER, "exp_avg", "exp_avg_sq"}

@@ -241,7 +241,7 @@ def test_numbers_that_are_no_fractions_are_not_averaged() -> None:
     metadata = checkpoint({NAME: [ids, ids]}, key=BUFFER)
     for kind in ("replicated", "averaged"):
         found = decided(metadata, NAME, layout([ids]), 0, rules(NAME, kind=kind), MEAN)
-        assert not found.transfers[NAME, ""].blend
+        assert found.transfers[NAME, ""].scale is None
 
 
 @pytest.mark.parametrize("key", [MASTER, FROZEN])

@@ -34,7 +34,7 @@ def cut(whole: torch.Tensor, split: TPLayout) -> list[torch.Tensor]:
     """What each rank holds."""
     return [
         torch.cat([whole.narrow(split.dim, a, b - a) for a, b in held] or [whole.narrow(split.dim, 0, 0)], split.dim)
-        for held in split.held
+        for held in split.ranges
     ]
 
 

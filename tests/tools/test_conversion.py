@@ -27,7 +27,7 @@ from elastic_ckpt.core.metadata import (
 )
 from elastic_ckpt.core.tp_rules import Rule
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError, UnsupportedError
-from elastic_ckpt.io.reader import ReadOptions
+from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.sharding.book import RuleBook
 from elastic_ckpt.sharding.offline import known_rules

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.dtypes import ITEMSIZE
 from elastic_ckpt.core.metadata import BUFFER, SourceFile
-from elastic_ckpt.core.read_plan import Piece, ReadItem, ReadPlan, RequantizeItem, Slot
+from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, RequantizeItem, Slot
 from elastic_ckpt.io import coalesce as reads_module
 from elastic_ckpt.io import read_sizes as sizes_module
-from elastic_ckpt.io.coalesce import StagedRead, sort_copies
+from elastic_ckpt.io.coalesce import ReadOptions, sort_reads
 from elastic_ckpt.io.read_sizes import read_sizes
-from elastic_ckpt.io.reader import ReadOptions, execute
+from elastic_ckpt.io.reader import execute
 from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.tools.opened import load_options
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
@@ -89,37 +89,32 @@ def test_reads_are_those_of_the_reader(
 def compare_with_reader(held: list[ReadItem], options: ReadOptions) -> None:
     numel = max(2, *((copy.rows - 1) * copy.slot_stride + copy.numel for copy in held))
     plan = ReadPlan((), (Slot("fp32", 0, "", numel, "float32"),), tuple(held))
-    direct, staged = sort_copies(plan, [torch.zeros(numel)], options.limits)
+    direct, staged = sort_reads(plan, [torch.zeros(numel)], options)
     expected = Counter(read.nbytes for read in direct if read.nbytes) + by_row(staged)
-    found: Counter[int] = Counter()
-    for nbytes, count in read_sizes(plan, options.limits, on_accelerator=False):
-        assert count >= 0
-        found[nbytes] += count
-    assert +found == expected
+    found = read_sizes(plan, options, on_accelerator=False)
+    assert all(count > 0 for count in found.values())
+    assert found == expected
     # what preadv cannot write into: every row by itself
-    staged = sort_copies(plan, [torch.zeros(2 * numel)[::2]], options.limits)[1]
-    found = Counter()
-    for nbytes, count in read_sizes(plan, options.limits, on_accelerator=True):
-        found[nbytes] += count
-    assert +found == by_row(staged)
+    staged = sort_reads(plan, [torch.zeros(2 * numel)[::2]], options)[1]
+    assert read_sizes(plan, options, on_accelerator=True) == by_row(staged)
 
 
-def by_row(staged: list[StagedRead]) -> Counter[int]:
-    return +sum((Counter({read.row_nbytes: read.copy.rows}) for read in staged), Counter())
+def by_row(staged: list[ReadItem]) -> Counter[int]:
+    return +sum((Counter({item.nbytes // item.rows: item.rows}) for item in staged), Counter())
 
 
 def test_means_are_read_in_chunks(tmp_path: Path) -> None:
     """Of a mean of two copies, both are read: 5,000 elements of bfloat16 each, in as many chunks as the reader's."""
     path = tmp_path / "file"
     path.write_bytes(torch.ones(12_000, dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes())
-    pieces = tuple(Piece(0, start * 2, 0, 5_000, "bfloat16", None) for start in (100, 6_000))
+    pieces = tuple(ReadItem(0, start * 2, 0, 0, 5_000, "bfloat16") for start in (100, 6_000))
     slots = (Slot("fp32", 0, "", 5_000, "float32"),)
     recode = RequantizeItem(0, 0, 5_000, None, -1, 0, pieces, 0.5)
-    plan = ReadPlan((SourceFile(str(path), 24_000),), slots, (), recodes=(recode,))
+    plan = ReadPlan((SourceFile(str(path), 24_000),), slots, (), (recode,))
     options = ReadOptions(threads=2, staging_nbytes=2 * 48 * 1_500)
     stats = execute(plan, [torch.zeros(5_000)], options, show_progress=False)
-    sizes = read_sizes(plan, options.limits, on_accelerator=False)
-    assert (sum(n * c for n, c in sizes), sum(c for _, c in sizes)) == (stats.nbytes, stats.calls) == (20_000, 4)
+    sizes = read_sizes(plan, options, on_accelerator=False)
+    assert (sum(n * c for n, c in sizes.items()), sizes.total()) == (stats.nbytes, stats.calls) == (20_000, 4)
     assert bytes_by_file(plan) == {0: 20_000}
 
 
@@ -129,7 +124,7 @@ def test_of_what_ranks_read_together_each_receives_the_rest() -> None:
     for rank in range(2):
         local_state, plan = job.planned(rank)
         reads = reads_of(local_state, plan, ReadOptions(), on_accelerator=False)
-        assert sum(bytes_by_file(plan).values()) == reads.nbytes
+        assert sum(bytes_by_file(plan.reads).values()) == reads.nbytes
         found.append((reads.nbytes, reads.nbytes_received))
     total = 4 * 2 * 16
     assert [a + b for a, b in found] == [total, total]
@@ -265,4 +260,4 @@ def test_forecasts_are_plain_data() -> None:
         each = forecast_rank(1, local_state, plan, LiveRun(offload=offload))
         assert each.memory.offloaded == offload
         assert json.loads(json.dumps(dataclasses.asdict(each)))["reads"]["nbytes"] == 3 * 4 * 20
-        assert each.reads.calls == len(plan.copies) if staged else each.reads.calls <= len(plan.copies)
+        assert each.reads.calls == len(plan.reads.items) if staged else each.reads.calls <= len(plan.reads.items)

@@ -141,7 +141,7 @@ PRESET = load_options(ElasticConfig(tp_preset="bloom"))
 def test_any_rank_of_bloom_is_planned_in_200_mib(bloom: CheckpointMetadata, topology: dict[str, int]) -> None:
     tracemalloc.start()
     job = VirtualJob(bloom, Topology(**topology), PRESET)
-    assert job.planned(1)[1].copies
+    assert job.planned(1)[1].reads.items
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert 1 << 16 < peak < 200 << 20

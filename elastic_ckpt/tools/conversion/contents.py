@@ -28,7 +28,7 @@ from elastic_ckpt.core.tp_rules import VOCABULARY, WHOLE_KINDS, Rule
 from elastic_ckpt.errors import DamagedError, UnsupportedError, listed
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER
 from elastic_ckpt.formats.pickled import PickledFile
-from elastic_ckpt.io.reader import ReadOptions
+from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.tools.conversion.archive import write_tensor_file
 from elastic_ckpt.tools.logical import LogicalReader, Whole
 

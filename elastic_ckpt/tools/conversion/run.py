@@ -19,7 +19,7 @@ from elastic_ckpt.formats.detect import LATEST, LATEST_UNIVERSAL
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER
 from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.formats.universal_files import common_optimizer_state
-from elastic_ckpt.io.reader import ReadOptions
+from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.sharding.offline import known_rules
 from elastic_ckpt.tools.conversion.contents import (
     OutputFile,

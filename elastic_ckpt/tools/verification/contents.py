@@ -10,8 +10,8 @@ from elastic_ckpt.core.dtypes import ITEMSIZE
 from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata
 from elastic_ckpt.errors import DamagedError, listed
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER
+from elastic_ckpt.planning.read_items import check_tiling
 from elastic_ckpt.planning.state_matching import keys_by_name
-from elastic_ckpt.planning.strips import check_tiling
 from elastic_ckpt.tools.findings import ERROR, NOTE, Finding, of_error
 from elastic_ckpt.tools.verification.findings import (
     DAMAGED,

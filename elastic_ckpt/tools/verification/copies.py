@@ -1,7 +1,7 @@
-"""Have copies of one parameter drifted apart: those of tensor-parallel ranks, and of pipeline stages?
+"""Do replicas of one parameter differ: those of tensor-parallel ranks, and of pipeline stages?
 
-Which tensors every tensor-parallel rank holds whole, only rules say; a load learns it from the live model too. What no
-rule speaks of is noted, not guessed.
+Which tensors are replicated over tensor-parallel ranks only rules say; a load learns it from the live model too. What
+no rule covers is noted, not guessed.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.local_state import LiveLayout, ModelLayout
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
-from elastic_ckpt.core.read_plan import ReadPlan
 from elastic_ckpt.errors import ElasticCkptError, listed
+from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.compare_replicas import Drift, find_drift, united
-from elastic_ckpt.io.reader import ReadOptions
 from elastic_ckpt.planning.replicas import compare_replicas
 from elastic_ckpt.sharding.book import RuleBook
 from elastic_ckpt.sharding.offline import decided_layouts
@@ -42,13 +41,9 @@ def check_copies(metadata: CheckpointMetadata, config: ElasticConfig, threads: i
         return
     weights = {name for name, key in metadata.tensors if key in (MASTER, FROZEN, BUFFER)}
     resharding, layouts, unknown = _resharding(metadata, sorted(weights), config)
-    plan = ReadPlan(
-        files=metadata.files,
-        slots=(),
-        copies=(),
-        comparisons=compare_replicas(metadata, ModelLayout(layouts=layouts), resharding, layouts, with_states=True),
-    )
-    for drift in united(find_drift(plan, ReadOptions(threads=threads, progress=False))):
+    checks = compare_replicas(metadata, ModelLayout(layouts=layouts), resharding, layouts, with_states=True)
+    options = ReadOptions(threads=threads, progress=False)
+    for drift in united(find_drift(metadata.files, checks, options)):
         if drift.name in resharding.guessed and (drift.name, drift.key) not in metadata.replicas:
             unknown.add(drift.name)
         else:
@@ -61,7 +56,7 @@ def check_copies(metadata: CheckpointMetadata, config: ElasticConfig, threads: i
 def _resharding(
     metadata: CheckpointMetadata, names: Sequence[str], config: ElasticConfig
 ) -> tuple[Resharding, Mapping[str, LiveLayout], set[str]]:
-    """How the saved ranks held each parameter, as far as rules say; and the names of which they do not."""
+    """The layout of each saved parameter, as far as rules say; and the names of which they do not."""
     if metadata.source.tp == 1:
         return Resharding(), {name: LiveLayout(()) for name in names}, set()
     book = RuleBook.of(config)

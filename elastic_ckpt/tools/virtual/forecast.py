@@ -6,13 +6,14 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from elastic_ckpt.core.dtypes import ITEMSIZE
 from elastic_ckpt.core.local_state import LocalState
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
-from elastic_ckpt.core.read_plan import ReadPlan
+from elastic_ckpt.core.read_plan import LoadPlan, ReadPlan
+from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.read_sizes import read_sizes
-from elastic_ckpt.io.reader import ReadOptions
 from elastic_ckpt.tools.virtual.job import VirtualJob
 
 #: Bytes/s of a node, unless the user says another: what a 25 Gbit/s link to a file system gives.
@@ -102,7 +103,7 @@ class RankForecast:
     by_file: Mapping[int, int]
 
 
-def forecast_rank(rank: int, local_state: LocalState, plan: ReadPlan, run: LiveRun) -> RankForecast:
+def forecast_rank(rank: int, local_state: LocalState, plan: LoadPlan, run: LiveRun) -> RankForecast:
     """What one rank of a job with accelerators reads and needs.
 
     Args:
@@ -111,45 +112,42 @@ def forecast_rank(rank: int, local_state: LocalState, plan: ReadPlan, run: LiveR
         run: precision, and how it reads.
     """
     reads = reads_of(local_state, plan, run.reading, on_accelerator=not run.offload)
-    return RankForecast(rank, reads, memory_of(local_state, plan, run), bytes_by_file(plan))
+    return RankForecast(rank, reads, memory_of(local_state, plan, run), bytes_by_file(plan.reads))
 
 
-def reads_of(local_state: LocalState, plan: ReadPlan, options: ReadOptions, on_accelerator: bool) -> Reads:
+def reads_of(local_state: LocalState, plan: LoadPlan, options: ReadOptions, on_accelerator: bool) -> Reads:
     """What executing a plan reads; ``on_accelerator``: through bounce buffers, straight into memory otherwise."""
-    runs = read_sizes(plan, options.limits, on_accelerator)
-    sizes = [nbytes for nbytes, count in runs if count]
-    copies = (pieces for comparison in plan.comparisons for pieces in comparison.copies)
-    received = (share for share in plan.shares if share.owner != local_state.model.coordinates.dp_rank)
+    reads = plan.reads
+    sizes = read_sizes(reads, options, on_accelerator)
+    replicas = (replica for check in plan.replica_checks for replica in check.replicas)
+    received = (share for share in reads.shares if share.owner != local_state.model.coordinates.dp_rank)
     return Reads(
-        nbytes=sum(nbytes * count for nbytes, count in runs),
-        calls=sum(count for _, count in runs),
+        nbytes=sum(nbytes * count for nbytes, count in sizes.items()),
+        calls=sizes.total(),
         least_nbytes=min(sizes, default=0),
         most_nbytes=max(sizes, default=0),
-        files=len(bytes_by_file(plan)),
-        nbytes_compared=sum(piece.numel * ITEMSIZE[piece.dtype] for pieces in copies for piece in pieces),
-        nbytes_received=sum(share.range.numel * ITEMSIZE[plan.slots[share.slot].dtype] for share in received),
+        files=len(bytes_by_file(reads)),
+        nbytes_compared=sum(item.nbytes for replica in replicas for item in replica),
+        nbytes_received=sum(share.range.numel * ITEMSIZE[reads.slots[share.slot].dtype] for share in received),
     )
 
 
-def bytes_by_file(plan: ReadPlan) -> dict[int, int]:
+def bytes_by_file(reads: ReadPlan) -> dict[int, int]:
     """Bytes of tensors that a plan reads from each file; scales of requantized blocks are left out."""
     found = Counter[int]()
-    for copy in plan.copies:
-        found[copy.file] += copy.rows * copy.numel * ITEMSIZE[copy.dtype]
-    for recode in plan.recodes:
-        for piece in recode.pieces:
-            found[piece.file] += piece.numel * ITEMSIZE[piece.dtype]
+    for item in chain(reads.items, *(item.sources for item in reads.requantize_items)):
+        found[item.file] += item.nbytes
     return dict(found)
 
 
-def memory_of(local_state: LocalState, plan: ReadPlan, run: LiveRun) -> Memory:
+def memory_of(local_state: LocalState, plan: LoadPlan, run: LiveRun) -> Memory:
     """What one rank needs for the state of training.
 
     Persistent parameters of ZeRO-3, communication buckets and activations are left out.
     """
     stage, flat_numel = local_state.zero_stage, sum(flat.numel for flat in local_state.flats)
     states = Counter[tuple[str, str]]()
-    for slot in plan.slots:
+    for slot in plan.reads.slots:
         if slot.key not in (MASTER, BUFFER, FROZEN):
             states[slot.key, slot.dtype] += slot.numel * ITEMSIZE[slot.dtype]
     # the trainable parameters of this pipeline stage and tensor-parallel rank, however ZeRO cuts them
@@ -250,7 +248,7 @@ class Survey:
     run: LiveRun
     ranks: tuple[RankForecast, ...]
     notes: tuple[str, ...]
-    last: tuple[LocalState, ReadPlan]
+    last: tuple[LocalState, LoadPlan]
 
     @property
     def heaviest(self) -> RankForecast:
@@ -272,7 +270,7 @@ def survey(job: VirtualJob, ranks: Iterable[int], cluster: Cluster, run: LiveRun
     """
     found: list[RankForecast] = []
     notes: dict[str, None] = {}
-    last: tuple[LocalState, ReadPlan] | None = None
+    last: tuple[LocalState, LoadPlan] | None = None
     for rank in ranks:
         last = job.planned(rank)
         found.append(forecast_rank(rank, *last, run))

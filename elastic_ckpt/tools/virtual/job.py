@@ -30,7 +30,7 @@ from elastic_ckpt.core.local_state import (
     WholeTensor,
 )
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
-from elastic_ckpt.core.read_plan import ReadPlan
+from elastic_ckpt.core.read_plan import LoadPlan
 from elastic_ckpt.core.state_kinds import BLOCK_NUMELS, NON_SHARD_KEYS, REPLICATED, WHOLE, BlockFormat, LiveState
 from elastic_ckpt.planning.planner import LoadOptions, plan_load, resharding_of
 from elastic_ckpt.planning.state_matching import keys_by_name
@@ -112,7 +112,7 @@ class VirtualJob:
         numels = {name: math.prod(layout.shapes[0]) for name, layout in self.layouts.items()}
         self.stages = stages_of(numels, topology.pp, metadata)
 
-    def planned(self, rank: int) -> tuple[LocalState, ReadPlan]:
+    def planned(self, rank: int) -> tuple[LocalState, LoadPlan]:
         """What the engine of one rank would hold, and the plan that a load would make."""
         local_state = self.local_state(rank)
         coordinates = local_state.model.coordinates

@@ -18,7 +18,7 @@ from elastic_ckpt.core.metadata import BlockCode, CheckpointMetadata, SourceFact
 from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
 from elastic_ckpt.core.strided import ShardSources, copied, fused, replicated, reshard
 from elastic_ckpt.errors import DamagedError
-from elastic_ckpt.planning.strips import check_tiling, strips
+from elastic_ckpt.planning.read_items import check_tiling, read_items, rows_in_order
 
 FORMAT = BlockFormat(4, "absmax1", Codebook((0.0, 1.0)))
 
@@ -84,55 +84,51 @@ def cases(draw: st.DrawFn) -> tuple[torch.Tensor, Saved, ShardSources, int, Flat
 
 @settings(deadline=None, max_examples=150)
 @given(cases())
-def test_the_strips_of_a_range_hold_its_elements_once(
+def test_the_items_of_a_range_read_its_elements_once(
     case: tuple[torch.Tensor, Saved, ShardSources, int, FlatRange, torch.Tensor, int],
 ) -> None:
-    _, saved, transfer, rows, wanted, live, offset = case
+    _, saved, sources, rows, wanted, live, offset = case
     itemsize = ITEMSIZE[saved.tensor.dtype]
     for row in range(rows):
-        by_strip, by_piece = torch.full((2, live.shape[1]), -1)
-        for strip in strips(saved.tensor, transfer, wanted, row, rows):
-            band, file = strip.band, saved.files[strip.chunk.file]
-            assert strip.dtype == saved.tensor.dtype
-            for step in range(band.rows):
-                there = slice(
-                    band.target + step * band.target_stride, band.target + step * band.target_stride + band.width
-                )
-                here = strip.byte_offset // itemsize + step * band.source_stride
-                assert (by_strip[there] == -1).all(), "written twice"
-                by_strip[there] = file[here : here + band.width]
-            for piece in strip.pieces(offset):
-                first, rest = divmod(piece.byte_offset, itemsize)
-                start = piece.start - offset
-                assert rest == 0
-                assert piece.file == strip.chunk.file
-                by_piece[start : start + piece.numel] = file[first : first + piece.numel]
-                if strip.chunk.code is None:
-                    assert piece.code is None
-                else:  # the place of its first element among the blocks of its file
-                    assert piece.code == BlockCode(FORMAT, 100 * piece.file + first - 3, 7)
-        inside = torch.full_like(by_strip, -1)
+        inside = torch.full((live.shape[1],), -1)
         inside[wanted.start : wanted.stop] = live[row, wanted.start : wanted.stop]
-        assert torch.equal(by_strip, inside)
-        assert torch.equal(by_piece, inside)
+        items = list(read_items(saved.tensor, sources, wanted, 3, offset, row, rows))
+        for found in (items, rows_in_order(items)):
+            got = torch.full_like(inside, -1)
+            for item in found:
+                assert (item.slot, item.dtype) == (3, saved.tensor.dtype)
+                first, rest = divmod(item.byte_offset, itemsize)
+                assert rest == 0
+                for step in range(item.rows):
+                    start = item.slot_offset - offset + step * item.slot_stride
+                    here = first + step * item.file_stride
+                    assert (got[start : start + item.numel] == -1).all(), "written twice"
+                    got[start : start + item.numel] = saved.files[item.file][here : here + item.numel]
+                if saved.tensor.dtype != "uint8":
+                    assert item.code is None
+                else:  # the place of its first element among the blocks of its file
+                    assert item.code == BlockCode(FORMAT, 100 * item.file + first - 3, 7)
+            assert torch.equal(got, inside)
+        starts = [item.slot_offset for item in rows_in_order(items)]
+        assert starts == sorted(starts)
+        assert {item.rows for item in rows_in_order(items)} <= {1}
 
 
-def test_a_strided_band_of_one_extent_is_one_strip() -> None:
+def test_strided_columns_of_one_chunk_are_one_item() -> None:
     whole = torch.arange(6 * 8).view(6, 8)
     saved = save([whole], [[]], "float32", False)
-    transfer = reshard(fused((6, 8), 1, [[8]]), fused((6, 8), 1, [[4, 4]]), 1)
-    (strip,) = strips(saved.tensor, transfer, FlatRange(0, 24))
-    assert (strip.band.rows, strip.band.width, strip.band.source_stride, strip.byte_offset) == (6, 4, 8, (3 + 4) * 4)
-    assert [piece.start for piece in strip.pieces(2)] == [2, 6, 10, 14, 18, 22]
+    sources = reshard(fused((6, 8), 1, [[8]]), fused((6, 8), 1, [[4, 4]]), 1)
+    (item,) = read_items(saved.tensor, sources, FlatRange(0, 24), to_slot=2)
+    assert (item.rows, item.numel, item.file_stride, item.byte_offset) == (6, 4, 8, (3 + 4) * 4)
+    assert [row.slot_offset for row in rows_in_order([item])] == [2, 6, 10, 14, 18, 22]
 
 
-def test_each_copy_of_what_is_added_up_is_found() -> None:
+def test_each_source_of_what_is_added_up_is_found() -> None:
     saved = save([torch.arange(4), torch.arange(4) + 10], [[2], []], "float32", False)
-    both = ShardSources(copied(0, 4).bands + copied(1, 4).bands, True, 0.5)
-    found = [piece.numel for strip in strips(saved.tensor, both, FlatRange(1, 4)) for piece in strip.pieces(0)]
-    assert found == [1, 2, 3]
+    both = ShardSources(copied(0, 4).copies + copied(1, 4).copies, 0.5)
+    assert [item.numel for item in read_items(saved.tensor, both, FlatRange(1, 4))] == [1, 2, 3]
     first = reshard(replicated((4,), 2), replicated((4,), 2), 1)
-    assert [strip.chunk.shard for strip in strips(saved.tensor, first, FlatRange(0, 4))] == [0, 0]
+    assert [item.file for item in read_items(saved.tensor, first, FlatRange(0, 4))] == [0, 1]
 
 
 # --- tiling -----------------------------------------------------------------------------------------------------

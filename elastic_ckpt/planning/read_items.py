@@ -1,0 +1,184 @@
+"""Where the elements of a live shard are in the files of a checkpoint: the read items that fetch them. Pure."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from elastic_ckpt.core.dtypes import ITEMSIZE
+from elastic_ckpt.core.flat_ranges import FlatRange
+from elastic_ckpt.core.local_state import Fragment
+from elastic_ckpt.core.metadata import CheckpointMetadata, StorageChunk, TensorMetadata
+from elastic_ckpt.core.read_plan import ReadItem
+from elastic_ckpt.core.strided import ShardSources, StridedCopy, clip_source, clip_target
+from elastic_ckpt.errors import DamagedError
+
+#: So few chunks are scanned sooner than searched.
+_FEW = 8
+
+
+@dataclass(frozen=True, slots=True)
+class FragmentSource:
+    """A fragment of a parameter in a slot, and the saved tensor that fills it.
+
+    Attributes:
+        fragment: which elements of the live shard.
+        tensor: the saved tensor.
+        offset: where they go in a row of the slot.
+        sources: where the live shard gets its elements from.
+    """
+
+    fragment: Fragment
+    tensor: TensorMetadata
+    offset: int
+    sources: ShardSources
+
+    def to_slot(self, row: int, row_numel: int) -> int:
+        """What has to be added to a position in the live shard to come to one in the slot."""
+        return row * row_numel + self.offset - self.fragment.range.start
+
+
+def gaps_of(parts: Sequence[FragmentSource], rows: int, numel: int) -> tuple[FlatRange, ...]:
+    """The elements of a slot of ``rows`` times ``numel`` that no part fills; parts are in order of their offsets."""
+    gaps = []
+    for row in range(rows):
+        position = 0
+        for part in parts:
+            if part.offset < position:
+                raise AssertionError(f"fragments of {part.fragment.name} overlap")
+            if part.offset > position:
+                gaps.append(FlatRange(row * numel + position, row * numel + part.offset))
+            for missing in part.sources.missing:
+                gap = missing.intersect(part.fragment.range)
+                if gap is not None:
+                    distance = part.to_slot(row, numel)
+                    gaps.append(FlatRange(gap.start + distance, gap.stop + distance))
+            position = part.offset + part.fragment.range.numel
+        if position < numel:
+            gaps.append(FlatRange(row * numel + position, (row + 1) * numel))
+    return tuple(gaps)
+
+
+def read_items(
+    tensor: TensorMetadata,
+    sources: ShardSources,
+    wanted: FlatRange,
+    slot: int = 0,
+    to_slot: int = 0,
+    row: int = 0,
+    rows: int = 1,
+) -> Iterator[ReadItem]:
+    """The items that read some elements of a live shard.
+
+    Args:
+        tensor: the saved tensor.
+        sources: where the live shard gets its elements from.
+        wanted: which of its elements.
+        slot: where they go.
+        to_slot: added to a position in the live shard to come to one in the slot.
+        row, rows: of a state with several rows: which one, and how many there are.
+    """
+    for shard, copy in sources.copies:
+        base = row * (math.prod(tensor.shard_shapes[shard]) // rows)
+        if copy.rows == 1:
+            yield from _of_one_row(tensor, shard, copy, base, wanted, slot, to_slot)
+            continue
+        for part in clip_target(replace(copy, source=copy.source + base), wanted):
+            start, stop = part.source, part.source_stop
+            for chunk in _chunks_from(tensor.chunks, shard, start):
+                if (chunk.shard, chunk.range.start) >= (shard, stop):
+                    break
+                if chunk.shard == shard:
+                    is_all = chunk.range.start <= start and stop <= chunk.range.stop
+                    for inside in (part,) if is_all else clip_source(part, chunk.range):
+                        strides = inside.rows, inside.source_stride, inside.target_stride
+                        skipped, slot_offset = inside.source - chunk.range.start, inside.target + to_slot
+                        yield _item(tensor.dtype, chunk, skipped, slot, slot_offset, inside.width, *strides)
+
+
+def _of_one_row(
+    tensor: TensorMetadata, shard: int, copy: StridedCopy, base: int, wanted: FlatRange, slot: int, to_slot: int
+) -> Iterator[ReadItem]:
+    """The hot path of most plans: a parameter that is not strided."""
+    start, stop = max(wanted.start, copy.target), min(wanted.stop, copy.target + copy.width)
+    if start >= stop:
+        return
+    to_source = base + copy.source - copy.target
+    source_start, source_stop = start + to_source, stop + to_source
+    for chunk in _chunks_from(tensor.chunks, shard, source_start):
+        found = chunk.range
+        if chunk.shard > shard or (chunk.shard == shard and found.start >= source_stop):
+            break
+        left = found.start if found.start > source_start else source_start
+        right = found.stop if found.stop < source_stop else source_stop
+        if chunk.shard == shard and left < right:
+            slot_offset = left - to_source + to_slot
+            yield _item(tensor.dtype, chunk, left - found.start, slot, slot_offset, right - left)
+
+
+def _chunks_from(chunks: Sequence[StorageChunk], shard: int, position: int) -> Sequence[StorageChunk]:
+    """The chunks without most of those before the one that holds an element of a shard."""
+    if len(chunks) <= _FEW:
+        return chunks
+    first = bisect_right(chunks, (shard, position), key=lambda chunk: (chunk.shard, chunk.range.start))
+    return chunks[max(first - 1, 0) :]
+
+
+def _item(
+    dtype: str,
+    chunk: StorageChunk,
+    skipped: int,
+    slot: int,
+    slot_offset: int,
+    numel: int,
+    rows: int = 1,
+    file_stride: int = 0,
+    slot_stride: int = 0,
+) -> ReadItem:
+    byte_offset = chunk.byte_offset + skipped * ITEMSIZE[dtype]
+    code = chunk.code and replace(chunk.code, position=chunk.code.position + skipped)
+    return ReadItem(chunk.file, byte_offset, slot, slot_offset, numel, dtype, rows, file_stride, slot_stride, code)
+
+
+def rows_in_order(items: Iterable[ReadItem]) -> tuple[ReadItem, ...]:
+    """The rows of some items as items of their own, in order of ``slot_offset``."""
+    rows = (item.row(number) for item in items for number in range(item.rows))
+    return tuple(sorted(rows, key=lambda row: row.slot_offset))
+
+
+def check_tiling(metadata: CheckpointMetadata, tensor: TensorMetadata) -> None:
+    """Every element of a saved tensor, be it for this rank or not, is in exactly one chunk.
+
+    Raises:
+        DamagedError: naming the first elements of which that is not so.
+    """
+    if not tensor.shards and _tiles(tensor.chunks, math.prod(tensor.shape)):
+        return
+    for shard, shape in enumerate(tensor.shard_shapes):
+        position = 0
+        ends = [(chunk.range.start, chunk.range.stop) for chunk in tensor.chunks if chunk.shard == shard]
+        for start, stop in [*ends, (math.prod(shape),) * 2]:
+            if start != position:
+                problem, where = ("held twice", "two files") if start < position else ("incomplete", "no file")
+                of = f" of tensor-parallel rank {shard}" if tensor.shards else ""
+                raise DamagedError(
+                    f"{tensor.key} of this parameter is {problem} in the checkpoint",
+                    parameter=tensor.name,
+                    file=metadata.source.folder,
+                    expected="every element in exactly one file",
+                    found=f"elements {min(start, position)} to {max(start, position)}{of} in {where}",
+                    remedy="a shard is missing or belongs to another save: restore the folder from its original",
+                )
+            position = stop
+
+
+def _tiles(chunks: Iterable[StorageChunk], numel: int) -> bool:
+    """Whether chunks of one shard tile it: the quick answer of :func:`check_tiling`."""
+    position = 0
+    for chunk in chunks:
+        if chunk.shard or chunk.range.start != position:
+            return False
+        position = chunk.range.stop
+    return position == numel
