@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,15 +47,15 @@ def saved_at(setup: Setup) -> list[int]:
     return DEGREES if setup.precision == "fp32" else [2, 3]
 
 
-Launch = Callable[..., None]
+Launch = Callable[..., list[Any]]
 
 
 @pytest.fixture(scope="session")
 def launch(extensions_dir: str) -> Launch:
-    """``launch(world_size, job, arguments)``: run a job of ``jobs.py`` on real processes."""
+    """``launch(world_size, job, arguments)``: run a job of ``jobs.py`` on real processes; what it found on all ranks."""
 
-    def run(world_size: int, job: str, arguments: dict, timeout: float = 300) -> None:
-        run_ranks(world_size, job, arguments, extensions_dir, timeout)
+    def run(world_size: int, job: str, arguments: Any, timeout: float = 300) -> list[Any]:
+        return run_ranks(world_size, job, arguments, extensions_dir, timeout)
 
     return run
 
@@ -65,7 +66,7 @@ def native(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("native")
     for degree in DEGREES:
         setups = [setup for setup in MATRIX + EXTRA if degree in saved_at(setup)]
-        launch(degree, "save", {"folder": str(folder), "setups": [setup.as_json() for setup in setups]})
+        launch(degree, "save", {"folder": str(folder), "setups": setups})
     return folder
 
 
@@ -119,7 +120,7 @@ def unpartitioned(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> P
     """A folder with ``<setup>-dp<n>/step4`` for every setup of :data:`UNPARTITIONED` at DP=2, with AdamW also at 3."""
     folder = tmp_path_factory.mktemp("unpartitioned")
     for degree, optimizers in ((2, ("adamw", "fusedadam")), (3, ("adamw",))):
-        setups = [setup.as_json() for setup in UNPARTITIONED if setup.optimizer in optimizers]
+        setups = [setup for setup in UNPARTITIONED if setup.optimizer in optimizers]
         launch(degree, "save", {"folder": str(folder), "setups": setups})
     return folder
 

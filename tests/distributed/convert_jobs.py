@@ -2,63 +2,53 @@
 
 from __future__ import annotations
 
-import os
+from types import SimpleNamespace
 from typing import Any
-
-import torch
-import torch.distributed as dist
 
 import elastic_ckpt
 from tests.distributed import parallel_truth
 from tests.distributed import truth as oracle
-from tests.distributed.jobs import CONTINUE_TO, SAVE_AT
-from tests.distributed.model import TinyLM, build_engine, close, setup_from_json, train
-from tests.distributed.parallel_models import Parallel, build, folder_name
+from tests.distributed.jobs import CONTINUE_TO, SAVE_AT, truth_of
+from tests.distributed.model import TinyLM, build_engine, close, train
+from tests.distributed.parallel_models import build
 
 
-def deepspeed_loads(arguments: dict[str, Any]) -> None:
-    """Load each pair of folders (ours, DeepSpeed's own conversion) with DeepSpeed: equal values, equal losses on."""
+def deepspeed_loads(targets: list[dict[str, Any]]) -> list[SimpleNamespace]:
+    """Load each of the ``folders`` of a target with DeepSpeed; what differs from the first one's truth, and losses."""
     elastic_ckpt.uninstall()
-    for target in arguments["targets"]:
-        setup = setup_from_json(target["setup"])
-        truth = torch.load(os.path.join(target["ours"], "truth.pt"), weights_only=False)
-        losses = []
-        for folder in (target["ours"], target["theirs"]):
-            where = f"{folder} -> {setup.name}-dp{dist.get_world_size()}"
-            engine = build_engine(setup, TinyLM(seed=8))
+    facts = []
+    for target in targets:
+        truth = truth_of(target["folders"][0])
+        losses, differences, epochs = [], {}, []
+        for folder in target["folders"]:
+            engine = build_engine(target["setup"], TinyLM(seed=8))
             engine._config.load_universal_checkpoint = True
-            path, client_state = engine.load_checkpoint(folder)
-            assert path is not None and client_state["epoch"] == 3, where
-            assert not hasattr(engine, "elastic_report"), where
+            _, client_state = engine.load_checkpoint(folder)
+            epochs.append(client_state["epoch"])
             oracle.relink(engine)
             now = oracle.gather(engine, sorted({key for _, key in truth["states"]}))
-            for kind in ("masters", "states"):
-                for key, expected in truth[kind].items():
-                    assert torch.equal(now[kind][key], expected), f"{where}: {kind} {key}"
-            assert now["steps"] == truth["steps"], where
-            assert now["counters"] == truth["counters"], where
+            compared = {kind: truth[kind] for kind in ("masters", "states", "steps", "counters")}
+            differences |= {f"{folder}: {key}": text for key, text in oracle.compare(now, compared).items()}
             losses.append(train(engine, SAVE_AT, CONTINUE_TO))
+            has_report = hasattr(engine, "elastic_report")
             close(engine)
-        assert losses[0] == losses[1], f"{target['ours']}: {losses}"
+        found = {"differences": differences, "losses": losses, "epochs": epochs, "has_report": has_report}
+        facts.append(SimpleNamespace(**found))
+    return facts
 
 
-def deepspeed_loads_parallel(arguments: dict[str, Any]) -> None:
-    """Load folders into tensor and pipeline parallel engines with DeepSpeed: masters and states are the truth.
-
-    Of each target: ``setup``, and ``folder``, which has a ``truth.pt``.
-    """
+def deepspeed_loads_parallel(targets: list[dict[str, Any]]) -> list[SimpleNamespace]:
+    """Load each target's ``folder`` into its tensor- or pipeline-parallel ``setup`` with DeepSpeed."""
     elastic_ckpt.uninstall()
-    for target in arguments["targets"]:
-        parallel = Parallel(**target["setup"])
-        where = f"{target['folder']} -> {folder_name(parallel)}"
-        truth = torch.load(os.path.join(target["folder"], "truth.pt"), weights_only=False)
-        engine = build(parallel, seed=8)
+    facts = []
+    for target in targets:
+        truth = truth_of(target["folder"])
+        engine = build(target["setup"], seed=8)
         engine._config.load_universal_checkpoint = True
         path, _ = engine.load_checkpoint(target["folder"])
-        assert path is not None and not hasattr(engine, "elastic_report"), where
-        now = parallel_truth.gather(engine, parallel)
-        for kind in ("masters", "states"):
-            assert now[kind].keys() == truth[kind].keys(), f"{where}: {kind}"
-            for key, expected in truth[kind].items():
-                assert torch.equal(now[kind][key], expected), f"{where}: {kind} {key}"
+        now = parallel_truth.gather(engine, target["setup"])
+        differences = oracle.compare(now, {kind: truth[kind] for kind in ("masters", "states")})
+        has_report = hasattr(engine, "elastic_report")
+        facts.append(SimpleNamespace(path=path, differences=differences, has_report=has_report))
         close(engine)
+    return facts

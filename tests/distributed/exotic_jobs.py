@@ -1,15 +1,10 @@
-"""Engines that elastic_ckpt does not restore itself: ``python -m tests.distributed.exotic_jobs JSON`` on every rank."""
+"""Engines that elastic_ckpt does not restore itself: ``exotic_jobs.<function>`` of :mod:`tests.distributed.jobs`."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import logging
 import os
-import re
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -19,7 +14,9 @@ from deepspeed.moe.layer import MoE
 from torch import nn
 
 import elastic_ckpt
-from tests.distributed.model import GLOBAL_BATCH, VOCABULARY, train
+from tests.distributed.facts import Loaded, Refused, attempt, log_lines, loss_gap
+from tests.distributed.model import GLOBAL_BATCH, VOCABULARY, close, train
+from tests.distributed.truth import fingerprint
 
 SAVE_AT = 3
 CONTINUE_TO = 4
@@ -27,7 +24,6 @@ WIDTH = 12
 EXPERTS = 4
 #: States of 1-bit optimizers that are other ones on each rank, and are not saved whole.
 ERRORS = ("worker_error", "server_error")
-OWN_LOADER = "elastic_ckpt leaves this load to DeepSpeed's own loader: "
 
 
 class DenseLM(nn.Module):
@@ -189,203 +185,76 @@ def build(kind: str, stage: int) -> Any:
     )[0]
 
 
-def flats(engine: Any) -> list[torch.Tensor]:
-    """What the base optimizer steps: masters with ZeRO, parameters without."""
-    optimizer = engine.optimizer
-    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
-        return list(optimizer.fp32_partitioned_groups_flat)
-    base = getattr(optimizer, "optimizer", optimizer)
-    return [param for group in base.param_groups for param in group["params"]]
+def state_of(engine: Any) -> dict[str, str]:
+    """Hashes of what a load restores on this rank."""
+    found = fingerprint(engine, ERRORS)
+    counters = {"counters": repr((engine.global_steps, engine.global_samples, engine.skipped_steps))}
+    return {
+        part: found[part] for part in ("weights", "partitions", "masters", "states", "groups", "scheduler")
+    } | counters
 
 
-def digests(engine: Any) -> dict[str, str]:
-    """Hashes, by part, of all that a load should restore on this rank, and that a refused one must leave alone."""
-    base = getattr(engine.optimizer, "optimizer", engine.optimizer)
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in base.param_groups]
-    counters = (engine.global_steps, engine.global_samples, engine.skipped_steps)
-    held = {
-        "weights": engine.module.state_dict(),
-        "partitions": [getattr(param, "ds_tensor", param) for param in engine.module.parameters()],
-        "masters": flats(engine),
-        "states": [
-            {key: value for key, value in base.state.get(flat, {}).items() if key not in ERRORS}
-            for flat in flats(engine)
-        ],
-        "groups": groups,
-        "scheduler": engine.lr_scheduler.state_dict(),
-        "counters": counters,
-    }
-    return {part: digest(value) for part, value in held.items()}
-
-
-def digest(value: Any) -> str:
-    hasher = hashlib.sha256()
-    for piece in pieces(value):
-        hasher.update(piece)
-    return hasher.hexdigest()
-
-
-def pieces(value: Any) -> Iterator[bytes]:
-    """Bytes of a tree of containers, tensors and plain values."""
-    if isinstance(value, Mapping):
-        for key in sorted(value, key=str):
-            yield str(key).encode()
-            yield from pieces(value[key])
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from pieces(item)
-    elif torch.is_tensor(value):
-        yield repr((value.dtype, tuple(value.shape))).encode()
-        yield value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-    else:
-        yield repr(value).encode()
-
-
-@contextmanager
-def log_lines() -> Iterator[list[str]]:
-    """What elastic_ckpt logs meanwhile, at warning level or above."""
-    lines: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-
-    handler = Keep(logging.WARNING)
-    logger = logging.getLogger("elastic_ckpt")
-    logger.addHandler(handler)
-    try:
-        yield lines
-    finally:
-        logger.removeHandler(handler)
-
-
-def save(folder: str, kinds: list[tuple[str, int, str]]) -> dict[str, str]:
-    """Train and save each kind of engine, train on, load what was saved: DeepSpeed's loader brings all of it back.
+def save(arguments: dict[str, Any]) -> list[Loaded] | None:
+    """Train and save each kind of engine; those ``loaded`` train on, load what was saved, and train on again.
 
     Args:
-        folder: where checkpoints go, each in a folder named after its kind, stage and number of ranks.
-        kinds: kind, stage, and what elastic_ckpt's line about it must name; empty: save only.
-
-    Returns:
-        What went wrong, by name of the folder.
+        arguments: ``folder``, where checkpoints go, each in a folder named after its kind, stage and number of ranks;
+            ``kinds``: kind and stage; ``loaded``: those of them.
     """
-    problems: dict[str, str] = {}
-    for kind, stage, names in kinds:
-        here = f"{kind}-z{stage}-dp{dist.get_world_size()}"
-        place = os.path.join(folder, here)
+    elastic_ckpt.install()
+    facts = []
+    for kind, stage in arguments["kinds"]:
+        name = f"{kind}-z{stage}-dp{dist.get_world_size()}"
+        folder = os.path.join(arguments["folder"], name)
         engine = build(kind, stage)
         train(engine, 0, SAVE_AT)
-        engine.save_checkpoint(place, tag="step3", client_state={"note": "hello"})
-        if names:
-            held = digests(engine)
-            losses = train(engine, SAVE_AT, CONTINUE_TO)
-            problem = first_problem(load_again(engine, place, names, held))
-            problems[here] = problem or compare_losses(engine, losses)
-        engine.destroy()
+        engine.save_checkpoint(folder, tag="step3", client_state={"note": "hello"})
+        if (kind, stage) in arguments["loaded"]:
+            facts.append(load_again({"name": name, "folder": folder}, engine))
+        close(engine)
         dist.barrier()
-    return problems
+    return facts or None
 
 
-def load_again(engine: Any, folder: str, names: str, held: dict[str, str]) -> str:
-    """What is wrong with a load that DeepSpeed's own loader is to do; empty: nothing."""
+def load_again(case: dict[str, Any], engine: Any) -> Loaded:
+    """Train on, load what was saved, and train on again. Collective."""
+    saved = state_of(engine)
+    losses = train(engine, SAVE_AT, CONTINUE_TO)
     with log_lines() as lines:
-        try:
-            _, client_state = engine.load_checkpoint(folder)
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-    now = digests(engine)
-    different = [part for part in held if held[part] != now[part]]
-    told = [line.removeprefix(OWN_LOADER) for line in lines if line.startswith(OWN_LOADER)]
-    if different or client_state["note"] != "hello":
-        return f"not restored: {different}"
-    if engine.elastic_report is not None:
-        return "elastic_ckpt loaded it, not DeepSpeed"
-    if dist.get_rank() == 0 and not (len(told) == 1 and re.search(names, told[0], re.IGNORECASE)):
-        return f"no single line that names {names!r}: {lines}"
-    return ""
+        _, client_state = engine.load_checkpoint(case["folder"])
+    now = state_of(engine)
+    differences = {part: "is another one" for part in saved if saved[part] != now[part]}
+    gap = loss_gap(train(engine, SAVE_AT, CONTINUE_TO), {"losses": losses})
+    return Loaded(case, case["name"], engine.elastic_report, differences, gap, client_state, lines)
 
 
-def compare_losses(engine: Any, losses: list[float]) -> str:
-    again = train(engine, SAVE_AT, CONTINUE_TO)
-    return "" if again == losses else f"losses {again} after the load, {losses} without it"
-
-
-def refuse(cases: list[dict[str, Any]]) -> dict[str, str]:
-    """Each folder is refused by name, with the same words on all ranks, and the engine stays as it was."""
-    problems: dict[str, str] = {}
-    engines: dict[str, Any] = {}
+def refuse(cases: list[dict[str, Any]]) -> list[Refused] | None:
+    """Try to load each ``folder`` into an engine of its ``kind`` and ``stage``."""
+    elastic_ckpt.install()
+    facts, engines = [], {}
     for case in cases:
-        key = f"{case['kind']}-z{case['stage']}"
+        key = (case["kind"], case["stage"])
         if key not in engines:
-            engines[key] = build(case["kind"], case["stage"])
+            engines[key] = build(*key)
             train(engines[key], 20, 21)
-        problem = first_problem(refusal(engines[key], case))
-        problems[case["name"]] = problem
-        if problem:  # whatever happened, the next case gets an engine that is whole
-            engines.pop(key).destroy()
+        engine = engines[key]
+        facts.append(attempt(case, engine, partial(engine.load_checkpoint, case["folder"]), ERRORS))
+        if facts[-1].changed:  # whatever happened, the next case gets an engine that is whole
+            close(engines.pop(key))
         dist.barrier()
     for engine in engines.values():
         train(engine, 21, 22)
-    return problems
+    return facts if dist.get_rank() == 0 else None
 
 
-def refusal(engine: Any, case: dict[str, Any]) -> str:
-    """What is wrong with a load that is to be refused; empty: nothing."""
-    before = digests(engine)
-    result = "loaded"
-    with log_lines() as lines:
-        try:
-            engine.load_checkpoint(case["folder"])
-        except Exception as error:
-            result = f"{type(error).__name__}: {error}"
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, result)
-    now = digests(engine)
-    changed = [part for part in before if before[part] != now[part]]
-    if not result.startswith("UnsupportedError: ") or not re.search(case["names"], result, re.IGNORECASE) or changed:
-        return f"no UnsupportedError that names {case['names']!r}, but {result!r}; changed: {changed}; log: {lines}"
-    if any(other != result for other in everyone):
-        return f"other words on other ranks: {everyone}"
-    return "" if engine.elastic_report is None else "a report of a load that did not happen"
-
-
-def restore(cases: list[dict[str, Any]]) -> dict[str, str]:
-    """Each folder, made to look like another version's, is left to DeepSpeed's loader, which restores it exactly."""
-    problems: dict[str, str] = {}
-    for case in cases:
-        reference = build(case["kind"], case["stage"])
-        train(reference, 0, SAVE_AT)
-        held = digests(reference)
-        losses = train(reference, SAVE_AT, CONTINUE_TO)
-        problem = first_problem(load_again(reference, case["folder"], case["names"], held))
-        problems[case["name"]] = problem or compare_losses(reference, losses)
-        reference.destroy()
-        dist.barrier()
-    return problems
-
-
-def first_problem(mine: str) -> str:
-    """The first rank's that has one. Collective."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return next((f"rank {rank}: {problem}" for rank, problem in enumerate(everyone) if problem), "")
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+def restore(cases: list[dict[str, Any]]) -> list[Loaded]:
+    """Load each folder, made to look like another version's, into the engine that it is a save of."""
     elastic_ckpt.install()
-    arguments = json.loads(sys.argv[1])
-    problems = save(arguments.get("folder", ""), arguments.get("save", []))
-    problems |= refuse(arguments.get("refuse", [])) | restore(arguments.get("restore", []))
-    if dist.get_rank() == 0:
-        with open(arguments["result"], "w", encoding="utf-8") as stream:
-            json.dump(problems, stream)
-    dist.barrier()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # threads of gloo now and then abort the interpreter's teardown
-
-
-if __name__ == "__main__":
-    main()
+    facts = []
+    for case in cases:
+        engine = build(case["kind"], case["stage"])
+        train(engine, 0, SAVE_AT)
+        facts.append(load_again(case, engine))
+        close(engine)
+        dist.barrier()
+    return facts

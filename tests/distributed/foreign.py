@@ -19,20 +19,20 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 from torch.nn import functional
 
-from tests.distributed.custom import FusedAdam
+from tests.distributed.custom_optimizers import FusedAdam
 from tests.distributed.model import GLOBAL_BATCH, PRECISIONS
-from tests.distributed.parallel_cuts import Cut, Rule, piece_of, widths
 from tests.distributed.parallel_layers import (
     HEAD_SIZE,
     HIDDEN,
     Column,
+    CopyToGroup,
     Gather,
-    ReadItem,
     Row,
     Sum,
     Vocabulary,
     mean_loss,
 )
+from tests.distributed.parallel_layouts import Cut, Rule, piece_of, widths
 from tests.distributed.parallel_models import Parallel, forget_groups, initial, micro_batch_size, place_of
 
 FFN = 64
@@ -68,7 +68,7 @@ class EmbeddingPipe(nn.Module):
 
 def head(values: torch.Tensor, weight: torch.Tensor, group: Any) -> torch.Tensor:
     """Scores of all rows of a vocabulary that is cut."""
-    return Gather.apply(functional.linear(ReadItem.apply(values, group), weight), group)
+    return Gather.apply(functional.linear(CopyToGroup.apply(values, group), weight), group)
 
 
 def tied_logits(embedding: EmbeddingPipe, values: torch.Tensor) -> torch.Tensor:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import pickle
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 REPO = Path(__file__).resolve().parents[2]
 #: Of ``prctl`` (linux/prctl.h): the signal that a process gets when its parent ends.
@@ -84,10 +87,11 @@ class Zygote:
             start_new_session=True,
         )
 
-    def run(self, ranks: Sequence[dict[str, object]], argv: Sequence[str], timeout: float) -> list[int | None]:
+    def run(self, ranks: Sequence[dict[str, Any]], job: str, arguments: Any, timeout: float) -> list[int | None]:
         """Run a job; see :func:`tests.distributed.zygote.run`."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        request = {"ranks": list(ranks), "argv": list(argv), "timeout": timeout}
+        arguments = pickle.dumps(arguments).hex()
+        request = {"ranks": list(ranks), "job": job, "arguments": arguments, "timeout": timeout}
         try:
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
@@ -117,15 +121,19 @@ def close_zygotes() -> None:
         _zygotes.popitem()[1].close()
 
 
-def run_ranks(world_size: int, job: str, arguments: dict, extensions_dir: str, timeout: float = 300) -> None:
+def run_ranks(world_size: int, job: str, arguments: Any, extensions_dir: str, timeout: float = 300) -> list[Any]:
     """Run ``job`` of :mod:`tests.distributed.jobs` on ``world_size`` processes; fail with their output.
 
     Args:
         world_size: number of gloo processes.
-        job: name of a function in ``jobs.py``, called as ``job(arguments)`` on every rank.
-        arguments: JSON-serialisable.
+        job: name of a function in ``jobs.py``, or ``module.function``, called as ``job(arguments)`` on every rank. It
+            returns a list of facts, or ``None``.
+        arguments: anything that can be pickled.
         extensions_dir: where DeepSpeed may build its extensions.
         timeout: seconds until all of them are ended.
+
+    Returns:
+        The facts of all ranks, in the order of ranks. A job that returns facts has some on every rank.
     """
     port = free_port()
     zygote = _zygotes.get(extensions_dir)
@@ -137,9 +145,9 @@ def run_ranks(world_size: int, job: str, arguments: dict, extensions_dir: str, t
         for rank, log in enumerate(logs):
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
             env = {key: str(value) for key, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
-            ranks.append({"env": env, "log": str(log)})
+            ranks.append({"env": env, "log": str(log), "facts": str(log.with_suffix(".facts"))})
         try:
-            codes = zygote.run(ranks, [job, json.dumps(arguments)], timeout)
+            codes = zygote.run(ranks, job, arguments, timeout)
         finally:
             remove_shared_memory(port)
         if any(code != 0 for code in codes):
@@ -147,3 +155,6 @@ def run_ranks(world_size: int, job: str, arguments: dict, extensions_dir: str, t
             raise AssertionError(
                 f"{job} on {world_size} ranks failed (None: still running at the time limit)\n{outputs}"
             )
+        facts = [pickle.loads(Path(rank["facts"]).read_bytes()) for rank in ranks]
+    assert [] not in facts, f"{job}: nothing was found out"
+    return list(chain.from_iterable(of_rank or () for of_rank in facts))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import deepspeed
@@ -15,7 +15,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import Init
 from torch import nn
 
-from tests.distributed.custom import Wanderer
+from tests.distributed.custom_optimizers import Wanderer
 
 GLOBAL_BATCH = 12
 VOCABULARY = 37
@@ -92,6 +92,20 @@ class BigLM(TinyLM):
     def __init__(self, seed: int = 7) -> None:
         super().__init__(seed)
         self.bulk = nn.Parameter(torch.randn(1031, 1033))
+
+
+class WideLM(TinyLM):
+    """Big enough for 8-bit states: 17,000 elements in one param group, and a second group that stays in fp32."""
+
+    def __init__(self, seed: int = 7) -> None:
+        super().__init__(seed)
+        self.hidden = nn.Linear(13, 211)
+        self.norm = nn.LayerNorm(211)
+        self.back = nn.Linear(211, 13, bias=False)
+        self.bulk = nn.Parameter(torch.randn(67, 167))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) + (self.bulk * self.bulk.detach().roll(1)).mean()
 
 
 class HugeLM(TinyLM):
@@ -174,6 +188,7 @@ BUILDERS = {
         UntiedLM,
         HalfFrozenLM,
         BigLM,
+        WideLM,
         HugeLM,
         HeadFirstLM,
         LoraLM,
@@ -233,14 +248,6 @@ class Setup:
         groups = "" if self.groups == "several" else f"-{self.groups}group"
         return f"z{self.stage}-{self.precision}-{self.optimizer}{extra}{groups}"
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def setup_from_json(values: dict[str, Any]) -> Setup:
-    pairs = {key: tuple(tuple(pair) for pair in values[key]) for key in ("zero", "config")}
-    return Setup(**{**values, **pairs})
-
 
 def param_groups(model: TinyLM, kind: str) -> list[dict[str, Any]]:
     """Param groups of a model's trainable parameters.
@@ -293,8 +300,8 @@ _ELSEWHERE = {
     "fusedadam": ("deepspeed.ops.adam", "FusedAdam"),
     "cpulion": ("deepspeed.ops.lion", "DeepSpeedCPULion"),
     "cpuadagrad": ("deepspeed.ops.adagrad", "DeepSpeedCPUAdagrad"),
-    "unknown": ("tests.distributed.custom", "Wanderer"),
-    "apex": ("tests.distributed.custom", "FusedAdam"),
+    "unknown": ("tests.distributed.custom_optimizers", "Wanderer"),
+    "apex": ("tests.distributed.custom_optimizers", "FusedAdam"),
 }
 _TORCH: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,

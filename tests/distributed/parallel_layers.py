@@ -15,7 +15,7 @@ SEQUENCE = 8
 HEAD_SIZE = 4
 
 
-class ReadItem(torch.autograd.Function):
+class CopyToGroup(torch.autograd.Function):
     """The identity, whose gradient is summed over tensor parallel ranks."""
 
     @staticmethod
@@ -76,7 +76,7 @@ class Column(nn.Module):
         self.bias = marked(nn.Parameter(torch.empty(mine)), 0, stride) if bias else None
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        return functional.linear(ReadItem.apply(values, self.group), self.weight, self.bias)
+        return functional.linear(CopyToGroup.apply(values, self.group), self.weight, self.bias)
 
 
 class Row(nn.Module):
@@ -112,7 +112,7 @@ class Vocabulary(nn.Module):
 def logits(vocabulary: Vocabulary, values: torch.Tensor) -> torch.Tensor:
     """Scores of all rows."""
     return Gather.apply(
-        functional.linear(ReadItem.apply(values, vocabulary.group), vocabulary.weight), vocabulary.group
+        functional.linear(CopyToGroup.apply(values, vocabulary.group), vocabulary.weight), vocabulary.group
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import deepspeed
@@ -22,7 +22,6 @@ from torch import nn
 from torch.nn import functional
 
 from tests.distributed.model import GLOBAL_BATCH, PRECISIONS
-from tests.distributed.parallel_cuts import cut_of, piece_of, whole_shape
 from tests.distributed.parallel_layers import (
     HEAD_SIZE,
     HIDDEN,
@@ -36,6 +35,7 @@ from tests.distributed.parallel_layers import (
     logits,
     mean_loss,
 )
+from tests.distributed.parallel_layouts import cut_of, piece_of, whole_shape
 
 TOKENS = 61
 
@@ -74,9 +74,6 @@ class Parallel:
         dp, rest = divmod(dist.get_world_size(), self.tp * self.pp)
         assert rest == 0, f"{self.name} on {dist.get_world_size()} ranks"
         return dp
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 from tests.distributed import truth as plain
-from tests.distributed.parallel_cuts import cut_of, whole_of, whole_shape
+from tests.distributed.parallel_layouts import cut_of, whole_of, whole_shape
 from tests.distributed.parallel_models import Parallel, initial, place_of
 
 
@@ -28,7 +29,7 @@ def gather(engine: Any, parallel: Parallel) -> dict[str, Any]:
     for kind in ("counters", "scale"):
         assert all(held[kind] == everyone[0][kind] for held in everyone), (kind, everyone)
         truth[kind] = everyone[0][kind]
-    return truth | {"scheduler": engine.lr_scheduler.state_dict(), "parallel": parallel.as_json()}
+    return truth | {"scheduler": engine.lr_scheduler.state_dict(), "parallel": asdict(parallel)}
 
 
 def local(engine: Any) -> dict[str, Any]:
@@ -104,28 +105,25 @@ def assert_fresh(engine: Any, parallel: Parallel, seed: int) -> None:
         assert torch.equal(value.to(dtype), expected.to(dtype)), f"{parallel.name}: {name} is put together wrongly"
 
 
-def compare(engine: Any, parallel: Parallel, truth: dict[str, Any], where: str) -> None:
-    """The engine holds exactly ``truth``. Collective."""
+def differences(engine: Any, parallel: Parallel, truth: dict[str, Any]) -> dict[str, str]:
+    """What of an engine is not exactly ``truth``. Collective."""
     now = gather(engine, parallel)
-    compare_tensors(now, truth, where)
-    for kind in ("steps", "groups", "counters"):
-        assert now[kind] == truth[kind], f"{where}: {kind}: {now[kind]} instead of {truth[kind]}"
-    progress = {key: truth["scheduler"][key] for key in ("last_epoch", "_step_count")}
-    assert progress == {key: now["scheduler"][key] for key in progress}, f"{where}: scheduler: {now['scheduler']}"
+    found = tensor_differences(now, truth)
+    for state in (truth, now):
+        state["progress"] = {key: state["scheduler"][key] for key in ("last_epoch", "_step_count")}
+    return found | plain.compare(now, {kind: truth[kind] for kind in ("steps", "groups", "counters", "progress")})
 
 
-def compare_tensors(now: dict[str, Any], truth: dict[str, Any], where: str) -> None:
-    """Every tensor is bit-equal; where a vocabulary has other padding, in the rows that both have."""
-    has_other_rows = truth["parallel"]["rows"] != now["parallel"]["rows"]
-    for kind in ("masters", "states", "weights", "buffers"):
-        missing, extra = truth[kind].keys() - now[kind].keys(), now[kind].keys() - truth[kind].keys()
-        assert not missing and not extra, f"{where}: {kind}: {missing} missing, {extra} too many"
-        for key, original in truth[kind].items():
-            found = now[kind][key]
-            expected = truth["masters"][key].to(found.dtype) if kind == "weights" else original
-            if has_other_rows and found.shape[1:] == expected.shape[1:]:
-                common = min(len(found), len(expected))
-                found, expected = found[:common], expected[:common]
-            assert found.dtype == expected.dtype, f"{where}: dtype of {kind} {key}: {found.dtype}, {expected.dtype}"
-            assert found.shape == expected.shape, f"{where}: shape of {kind} {key}: {found.shape}, {expected.shape}"
-            assert torch.equal(found, expected), f"{where}: {kind} {key} differs by {(found - expected).abs().max()}"
+def tensor_differences(now: dict[str, Any], truth: dict[str, Any]) -> dict[str, str]:
+    """The tensors that are not bit-equal; where a vocabulary has other padding, in the rows that both have."""
+    kinds = ("masters", "states", "weights", "buffers")
+    found, expected = ({kind: dict(state[kind]) for kind in kinds} for state in (now, truth))
+    expected["weights"] = {name: truth["masters"][name] for name in truth["weights"]}
+    if truth["parallel"]["rows"] != now["parallel"]["rows"]:
+        for kind in kinds:
+            for key in found[kind].keys() & expected[kind].keys():
+                here, there = found[kind][key], expected[kind][key]
+                if here.shape[1:] == there.shape[1:]:
+                    common = min(len(here), len(there))
+                    found[kind][key], expected[kind][key] = here[:common], there[:common]
+    return plain.compare(found, expected)

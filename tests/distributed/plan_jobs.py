@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
 
 import elastic_ckpt
 from elastic_ckpt import distributed as ranks
-from elastic_ckpt.core.local_state import LocalState, RankCoordinates
+from elastic_ckpt.core.local_state import LocalState
 from elastic_ckpt.engines.coordinates import coordinates_of, layouts_of, with_coordinates
 from elastic_ckpt.engines.select import select_adapter
 from elastic_ckpt.io.coalesce import ReadOptions
@@ -17,75 +18,84 @@ from elastic_ckpt.tools.opened import config_of, load_options, open_folder
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
 from elastic_ckpt.tools.virtual.forecast import reads_of
 from tests.distributed import parallel_models
-from tests.distributed.model import build_engine, close, setup_from_json
-from tests.distributed.parallel_models import Parallel
+from tests.distributed.model import build_engine, close
 
 
-def compare(arguments: dict[str, Any]) -> None:
+def compare(targets: list[dict[str, Any]]) -> list[SimpleNamespace]:
     """Of each target, its ``setup``; of its ``folder``, a checkpoint of another topology."""
     elastic_ckpt.install()
-    for target in arguments["targets"]:
-        setup = setup_from_json(target["setup"])
+    facts = []
+    for target in targets:
+        setup = target["setup"]
         engine = build_engine(setup)
-        sub_group = dict(setup.zero).get("sub_group_size")
-        assert_alike(engine, target["folder"], setup.stage, f"{target['folder']} -> {setup.name}", sub_group)
+        where = f"{target['folder']} -> {setup.name}"
+        facts.append(both_sides(engine, target["folder"], setup.stage, where, dict(setup.zero).get("sub_group_size")))
         close(engine)
+    return facts
 
 
-def compare_pipelines(arguments: dict[str, Any]) -> None:
+def compare_pipelines(arguments: dict[str, Any]) -> list[SimpleNamespace]:
     """Save a pipeline, and compare engines of other numbers of stages; ``saved`` and ``targets`` are setups."""
     elastic_ckpt.install()
-    saved = Parallel(**arguments["saved"])
+    saved = arguments["saved"]
     folder = os.path.join(arguments["folder"], parallel_models.folder_name(saved))
     engine = parallel_models.build(saved)
     parallel_models.train(engine, saved, 0, 2)
     engine.save_checkpoint(folder, tag="step2")
-    assert_alike(engine, folder, saved.stage, f"{saved.name}, as it was saved")
+    facts = [both_sides(engine, folder, saved.stage, f"{saved.name}, as it was saved")]
     close(engine)
     dist.barrier()
-    for parallel in (Parallel(**values) for values in arguments["targets"]):
+    for parallel in arguments["targets"]:
         engine = parallel_models.build(parallel)
-        assert_alike(engine, folder, parallel.stage, f"{saved.name} -> {parallel.name}")
+        facts.append(both_sides(engine, folder, parallel.stage, f"{saved.name} -> {parallel.name}"))
         close(engine)
+    return facts
 
 
-def assert_alike(engine: Any, folder: str, stage: int, where: str, sub_group: int | None = None) -> None:
-    """What the rank holds, and what it reads in a load."""
+def both_sides(engine: Any, folder: str, stage: int, where: str, sub_group: int | None = None) -> SimpleNamespace:
+    """What a rank holds and reads in a load: by the live engine, and as ``plan`` foretells it."""
     adapter = select_adapter(engine, with_states=True)
     live = adapter.local_state()
-    place = coordinates_of(engine, live.model.coordinates)
-    mine = place, layouts_of(engine, with_values=place.tp > 1)
+    coordinates = coordinates_of(engine, live.model.coordinates)
+    mine = coordinates, layouts_of(engine, with_values=coordinates.tp > 1)
     live = with_coordinates(live, mine, ranks.all_gather("describe the rank", lambda: mine))
     config = config_of(None)
     metadata = open_folder(folder, None, config).checkpoint.metadata
     more = {} if sub_group is None else {"sub_group_numel": sub_group}
-    job = VirtualJob(metadata, Topology(place.dp, place.tp, place.pp, stage, **more), load_options(config))
-    assert job.topology.coordinates(dist.get_rank()) == place, where
-    assert_same_destinations(job.local_state(dist.get_rank()), live, place, where)
+    job = VirtualJob(
+        metadata, Topology(coordinates.dp, coordinates.tp, coordinates.pp, stage, **more), load_options(config)
+    )
     engine.load_checkpoint(folder)
     local_state, plan = job.planned(dist.get_rank())
     reads = reads_of(local_state, plan, ReadOptions(), on_accelerator=False)
     work = engine.elastic_report.mine
-    found = reads.nbytes, reads.calls, reads.nbytes_received
-    assert found == (work.nbytes_read, work.read_calls, work.nbytes_received), (where, reads, work)
-    assert reads.nbytes + reads.nbytes_received > 0, where
+    return SimpleNamespace(
+        where=where,
+        coordinates=(job.topology.coordinates(dist.get_rank()), coordinates),
+        layouts=(shapes_of(local_state), shapes_of(live)),
+        states=(what_is_read(local_state), what_is_read(live)),
+        reads=(
+            (reads.nbytes, reads.calls, reads.nbytes_received),
+            (work.nbytes_read, work.read_calls, work.nbytes_received),
+        ),
+    )
 
 
-def assert_same_destinations(virtual: LocalState, live: LocalState, place: RankCoordinates, where: str) -> None:
+def shapes_of(live: LocalState) -> dict[str, Any]:
+    return {name: layout.shapes for name, layout in live.model.layouts.items()}
+
+
+def what_is_read(state: LocalState) -> dict[str, Any]:
     """Everything that decides what is read, and where it goes."""
-    assert virtual.zero_stage == live.zero_stage, where
-    assert virtual.model.coordinates == live.model.coordinates == place, where
-    assert len(virtual.flats) == len(live.flats), f"{where}: {len(virtual.flats)} flats, live {len(live.flats)}"
-    for ours, theirs in zip(virtual.flats, live.flats, strict=True):
-        for what in ("index", "group", "numel", "dtype", "members", "replicated"):
-            assert getattr(ours, what) == getattr(theirs, what), f"{where}: {what} of {ours}, live {theirs}"
-        states = {(state.key, state.dtype, state.layout, state.rows) for state in ours.states or ()}
-        assert states == {(s.key, s.dtype, s.layout, s.rows) for s in theirs.states or ()}, (where, states, theirs)
-    assert virtual.fragments == live.fragments, where
-    assert virtual.wholes == live.wholes, (where, virtual.wholes, live.wholes)
-    # a stage without vectors has no group of them: the tests' engines leave empty groups out
-    held = [group.names for group in virtual.groups if group.names]
-    assert held == [group.names for group in live.groups], where
-    assert virtual.model.elsewhere == live.model.elsewhere, where
-    layouts = {name: layout.shapes for name, layout in virtual.model.layouts.items()}
-    assert layouts.items() <= {name: layout.shapes for name, layout in live.model.layouts.items()}.items(), where
+    return {
+        "zero": (state.zero_stage, state.model.coordinates),
+        "flats": [
+            (flat.index, flat.group, flat.numel, flat.dtype, flat.members, flat.replicated) for flat in state.flats
+        ],
+        "states": [{(s.key, s.dtype, s.layout, s.rows) for s in flat.states or ()} for flat in state.flats],
+        "fragments": state.fragments,
+        "wholes": state.wholes,
+        # a stage without vectors has no group of them: the tests' engines leave empty groups out
+        "groups": [group.names for group in state.groups if group.names],
+        "elsewhere": state.model.elsewhere,
+    }

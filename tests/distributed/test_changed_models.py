@@ -29,8 +29,8 @@ NEW_NAMES = {
     "trace": "track",
 }
 PERSISTENT_NOTHING = ("stage3_param_persistence_threshold", 0)
-DECAY = {"lr": 5e-3, "weight_decay": 0.1, "initial_lr": 1e-2, "betas": [0.9, 0.999]}
-PLAIN = {"lr": 1.5e-3, "weight_decay": 0.0, "initial_lr": 3e-3, "betas": [0.8, 0.95]}
+DECAY = {"lr": 5e-3, "weight_decay": 0.1, "initial_lr": 1e-2, "betas": (0.9, 0.999)}
+PLAIN = {"lr": 1.5e-3, "weight_decay": 0.0, "initial_lr": 3e-3, "betas": (0.8, 0.95)}
 
 
 def with_options(setup: Setup, **options: Any) -> Setup:
@@ -40,7 +40,7 @@ def with_options(setup: Setup, **options: Any) -> Setup:
 
 
 def case(folder: Path, source: Setup, target: Setup, **more: Any) -> dict[str, Any]:
-    return {"folder": str(folder / f"{source.name}-dp2"), "setup": target.as_json(), **more}
+    return {"folder": str(folder / f"{source.name}-dp2"), "setup": target, **more}
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +54,7 @@ def frozen(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     }.items():
         folders[name] = tmp_path_factory.mktemp(name)
         setups = [Setup(0), Setup(1), Setup(2, "bf16"), Setup(3), Setup(3, "bf16")]
-        as_json = [setup.as_json() for setup in setups]
-        launch(2, "save", {"folder": str(folders[name]), "setups": as_json, **arguments})
+        launch(2, "save", {"folder": str(folders[name]), "setups": setups, **arguments})
     return folders
 
 
@@ -75,7 +74,7 @@ def test_a_frozen_base_comes_back_under_what_trains(
 ) -> None:
     for degree, stages in ((1, (3,)), (3, (0, 2))):
         cases = [
-            case(frozen[kind], source, target, model=model, says=["frozen parameters"], **{"continue": True})
+            case(frozen[kind], source, target, model=model, **{"continue": True})
             for kind, model in (("half", "HalfFrozenLM"), ("lora", "LoraLM"))
             for source in (Setup(0), Setup(1), Setup(3))
             for target in map(Setup, stages)
@@ -87,7 +86,9 @@ def test_a_frozen_base_comes_back_under_what_trains(
         ]
         cases.append(case(frozen["lora"], Setup(2, "bf16"), Setup(3, "bf16"), model="LoraLM"))
         cases.append(case(frozen["lora"], Setup(3, "bf16"), Setup(2, "bf16"), model="LoraLM"))
-        launch(degree, "changed", {"cases": cases})
+        for load in launch(degree, "changed", cases):
+            assert load.differences == {} and "frozen parameters" in load.text, load.where
+            assert load.loss_gap <= 1e-5, load.where
 
 
 def test_a_frozen_base_comes_back_where_each_node_keeps_a_second_partition(
@@ -95,16 +96,10 @@ def test_a_frozen_base_comes_back_where_each_node_keeps_a_second_partition(
 ) -> None:
     # hpZ: forward passes gather from the second partition, which DeepSpeed fills when it builds the engine
     hpz = [Setup(3, zero=(("zero_hpz_partition_size", 2), *more)) for more in ((), (PERSISTENT_NOTHING,))]
-    launch(
-        4,
-        "changed",
-        {
-            "cases": [
-                case(frozen["lora"], Setup(1), target, model="LoraLM", says=["frozen parameters"], **{"continue": True})
-                for target in hpz
-            ]
-        },
-    )
+    cases = [case(frozen["lora"], Setup(1), target, model="LoraLM", **{"continue": True}) for target in hpz]
+    for load in launch(4, "changed", cases):
+        assert load.differences == {} and "frozen parameters" in load.text, load.where
+        assert load.loss_gap <= 1e-5, load.where
 
 
 def test_a_base_that_was_left_out_of_the_save_stays_as_the_model_has_it(
@@ -114,14 +109,7 @@ def test_a_base_that_was_left_out_of_the_save_stays_as_the_model_has_it(
     all_but_tied = [name for name in BASE if name != "embedding.weight"]
     left_out = {0: all_but_tied, 1: all_but_tied, 3: BASE}
     cases = [
-        case(
-            frozen["bare"],
-            Setup(stage),
-            target,
-            model="LoraLM",
-            fresh=names,
-            says=["frozen parameters " + ", ".join(names), "exclude_frozen_parameters=True"],
-        )
+        case(frozen["bare"], Setup(stage), target, model="LoraLM", fresh=names)
         for stage, names in left_out.items()
         for target in (Setup(0), Setup(1), Setup(3))
     ]
@@ -129,49 +117,46 @@ def test_a_base_that_was_left_out_of_the_save_stays_as_the_model_has_it(
         case(frozen_universal["bare"], source, target, model="LoraLM", fresh=left_out[source.stage])
         for source, target in ((Setup(1), Setup(3)), (Setup(3), Setup(2)), (Setup(3), Setup(0)))
     ]
-    launch(3, "changed", {"cases": cases})
+    for load in launch(3, "changed", cases):
+        assert load.differences == {}, load.where
+        assert "frozen parameters " + ", ".join(load.case["fresh"]) in load.text
+        assert "exclude_frozen_parameters=True" in load.text
 
 
 def test_what_trains_now_and_was_frozen_starts_with_fresh_states(launch: Launch, frozen: dict[str, Path]) -> None:
-    says = ["optimizer states embedding.weight: it was frozen at save time"]
+    fresh = {"stateless": ["embedding.weight"]}
     cases = [
-        case(frozen["half"], source, target, stateless=["embedding.weight"], says=says)
+        case(frozen["half"], source, target, **fresh)
         for source in (Setup(0), Setup(1), Setup(3))
         for target in (Setup(0), Setup(1), Setup(3))
     ]
-    cases.append(
-        case(
-            frozen["half"], Setup(3, "bf16"), Setup(1, "bf16"), stateless=["embedding.weight"], says=says, trained=True
-        )
-    )
-    launch(3, "changed", {"cases": cases})
+    cases.append(case(frozen["half"], Setup(3, "bf16"), Setup(1, "bf16"), trained=True, **fresh))
+    for load in launch(3, "changed", cases):
+        assert load.differences == {}, load.where
+        assert "optimizer states embedding.weight: it was frozen at save time" in load.text
 
 
 def test_what_trained_and_is_frozen_now_keeps_its_weights(launch: Launch, native: Path) -> None:
-    says = ["skipped", "optimizer states embedding.weight: frozen now"]
     cases = [
-        case(native, source, target, model="HalfFrozenLM", says=says)
+        case(native, source, target, model="HalfFrozenLM")
         for source in (Setup(1), Setup(3))
         for target in (Setup(0), Setup(1), Setup(3))
     ]
-    cases.append(case(native, Setup(3, "bf16"), Setup(1, "bf16"), model="HalfFrozenLM", says=says, trained=True))
-    launch(3, "changed", {"cases": cases})
+    cases.append(case(native, Setup(3, "bf16"), Setup(1, "bf16"), model="HalfFrozenLM", trained=True))
+    for load in launch(3, "changed", cases):
+        assert load.differences == {}, load.where
+        assert "skipped" in load.text and "optimizer states embedding.weight: frozen now" in load.text
 
 
 def test_renamed_parameters_and_buffers_are_found(launch: Launch, native: Path) -> None:
+    renamed = {"model": "RenamedLM", "names": NEW_NAMES, "continue": True}
     cases = [
-        case(
-            native,
-            source,
-            with_options(target, rename=RENAME),
-            model="RenamedLM",
-            names=NEW_NAMES,
-            **{"continue": True},
-        )
+        case(native, source, with_options(target, rename=RENAME), **renamed)
         for source in (Setup(1), Setup(3))
         for target in (Setup(0), Setup(2), Setup(3))
     ]
-    launch(3, "changed", {"cases": cases})
+    for load in launch(3, "changed", cases):
+        assert load.differences == {} and load.loss_gap <= 1e-5, load.where
 
 
 def test_rebuilt_groups_take_hyperparameters_and_rates_by_membership(launch: Launch, native: Path) -> None:
@@ -182,32 +167,19 @@ def test_rebuilt_groups_take_hyperparameters_and_rates_by_membership(launch: Lau
         for stage in (0, 1, 3)
         for kind, groups in expected.items()
     ]
-    launch(3, "changed", {"cases": cases})
+    for load in launch(3, "changed", cases):
+        assert load.differences == {} and load.loss_gap <= 1e-5, load.where
 
 
 def test_groups_that_mix_different_hyperparameters_need_a_word_from_the_user(launch: Launch, native: Path) -> None:
-    folder = str(native / f"{Setup(1).name}-dp2")
-    says = ["back.weight", "weight_decay", "0.1", "0.0", '"param_groups": "keep_live"']
-    refused = [
-        {
-            "name": "mixed",
-            "folder": folder,
-            "error": "MismatchError",
-            "says": says,
-            "setup": Setup(stage, groups="mixed").as_json(),
-        }
-        for stage in (0, 1, 3)
-    ]
-    launch(2, "refusal_jobs.refuse", {"cases": refused})
+    refused = [case(native, Setup(1), Setup(stage, groups="mixed")) for stage in (0, 1, 3)]
+    for found in launch(2, "refusal_jobs.refuse", refused):
+        (text,) = found.texts
+        assert "MismatchError" in found.kinds and found.changed == set()
+        for words in ("back.weight", "weight_decay", "0.1", "0.0", '"param_groups": "keep_live"'):
+            assert words in text
     live = [{**DECAY, "lr": 1e-2}, {**PLAIN, "lr": 3e-3}]
-    cases = [
-        case(
-            native,
-            Setup(1),
-            with_options(Setup(stage, groups="mixed"), param_groups="keep_live"),
-            groups=live,
-            says=["param groups 0, 1: hyperparameters of the live group stay"],
-        )
-        for stage in (0, 1, 3)
-    ]
-    launch(3, "changed", {"cases": cases})
+    kept = [with_options(Setup(stage, groups="mixed"), param_groups="keep_live") for stage in (0, 1, 3)]
+    for load in launch(3, "changed", [case(native, Setup(1), target, groups=live) for target in kept]):
+        assert load.differences == {}, load.where
+        assert "param groups 0, 1: hyperparameters of the live group stay" in load.text

@@ -49,8 +49,10 @@ def test_deepspeed_alone_loads_it_at_another_degree(launch: Launch, ours: Path, 
         targets = []
         for setup in SETUPS:
             name = f"{setup.name}-dp{saved}"
-            targets.append({"setup": setup.as_json(), "ours": str(ours / name), "theirs": str(universal / name)})
-        launch(degree, "convert_jobs.deepspeed_loads", {"targets": targets})
+            targets.append({"setup": setup, "folders": [str(ours / name), str(universal / name)]})
+        for found in launch(degree, "convert_jobs.deepspeed_loads", targets):
+            assert found.differences == {} and found.epochs == [3, 3] and not found.has_report
+            assert found.losses[0] == found.losses[1], "of ours, and of DeepSpeed's own conversion"
 
 
 def test_elastic_ckpt_restores_everything_from_it_into_another_stage(launch: Launch, ours: Path) -> None:
@@ -61,8 +63,10 @@ def test_elastic_ckpt_restores_everything_from_it_into_another_stage(launch: Lau
             for saved in SETUPS
             if saved.precision == "fp32"
         ]
-        targets.append({"setup": setup.as_json(), "sources": sources, "continue": [0, 2]})
-    launch(2, "load", {"targets": targets})
+        targets.append({"setup": setup, "sources": sources, "continue": [0, 2]})
+    for load in launch(2, "load", {"targets": targets}):
+        assert load.format == "universal" and load.differences == {}, load.where
+        assert load.loss_gap <= 1e-5, load.where
 
 
 def test_a_run_in_round_robin_order_gets_its_true_order(launch: Launch, native: Path, tmp_path: Path) -> None:
@@ -70,7 +74,9 @@ def test_a_run_in_round_robin_order_gets_its_true_order(launch: Launch, native: 
     name = f"{Setup(2, zero=ROUND_ROBIN).name}-dp2"
     convert_all(native, tmp_path, [name])
     source = {"folder": str(tmp_path / name), "format": "universal"}
-    launch(1, "load", {"targets": [{"setup": Setup(1).as_json(), "sources": [source]}]})
+    (load,) = launch(1, "load", {"targets": [{"setup": Setup(1), "sources": [source]}]})
+    assert load.format == "universal" and load.differences == {}
+    assert load.loss_gap <= 1e-5
 
 
 def tensors_of(folder: Path) -> dict[str, Any]:
@@ -90,8 +96,8 @@ def megatron(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tensor-parallel checkpoints that declare their patterns as Megatron-DeepSpeed's do, and one of a pipeline."""
     folder = tmp_path_factory.mktemp("megatron")
     setups = [Parallel(*LLAMA, tp=2, stage=1), Parallel(*GPT, tp=2, stage=1)]
-    launch(2, "parallel_jobs.save", {"folder": str(folder), "setups": [s.as_json() for s in setups], "declares": True})
-    launch(2, "parallel_jobs.save", {"folder": str(folder), "setups": [PIPELINE.as_json()]})
+    launch(2, "parallel_jobs.save", {"folder": str(folder), "setups": setups, "declares": True})
+    launch(2, "parallel_jobs.save", {"folder": str(folder), "setups": [PIPELINE]})
     return folder
 
 
@@ -106,8 +112,9 @@ def test_deepspeed_alone_cuts_it_for_another_tensor_and_pipeline_parallel_degree
         result = run(megatron / name, tmp_path / name / "out", "--preset", "megatron-core", "--json")
         notes[saved.kind] = " ".join(json.loads(result.stdout)["notes"])
         shutil.copy(megatron / name / "truth.pt", tmp_path / name / "truth.pt")
-        targets.append({"setup": live.as_json(), "folder": str(tmp_path / name)})
-    launch(1, "convert_jobs.deepspeed_loads_parallel", {"targets": targets})
+        targets.append({"setup": live, "folder": str(tmp_path / name)})
+    for found in launch(1, "convert_jobs.deepspeed_loads_parallel", targets):
+        assert found.path is not None and found.differences == {} and not found.has_report
     assert "are lost: 3.trace, 6.trace" in notes["pipeline"] and "lost" not in notes["megatron"]
 
 

@@ -56,7 +56,7 @@ def model_facts() -> tuple[dict[str, list[int]], dict[str, list[int]], dict[str,
 @pytest.fixture(scope="module")
 def parallel(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Parallel], Path]:
     folder = tmp_path_factory.mktemp("inspected")
-    setups = [setup.as_json() for setup in (UNFUSED, PIPELINE, NUMBERED)]
+    setups = [UNFUSED, PIPELINE, NUMBERED]
     launch(2, "parallel_jobs.save", {"folder": str(folder), "setups": setups})
     return lambda setup: folder / f"{setup.name}-dp1"
 

@@ -24,21 +24,35 @@ def folder_of(native: Path, setup: Setup, dp: int) -> str:
     return str(native / f"{setup.name}-dp{dp}")
 
 
+def assert_as_foretold(facts: list[Any]) -> None:
+    """Each rank holds and reads what ``plan`` says that it will."""
+    for found in facts:
+        virtual, live = found.coordinates
+        assert virtual == live, found.where
+        virtual, live = found.states
+        assert virtual == live, found.where
+        virtual, live = found.layouts
+        assert virtual.items() <= live.items(), found.where
+        virtual, live = found.reads
+        assert virtual == live and live[0] + live[2] > 0, found.where
+
+
 def test_virtual_ranks_hold_and_read_what_real_ones_do(launch: Launch, native: Path) -> None:
     """Flats, fragments and wholes, states, bytes, reads, and bytes that others send: of DP 2 and 3, from both."""
     for dp in (2, 3):
         targets = [
-            {"setup": target.as_json(), "folder": folder_of(native, source, (number + dp) % 2 + 2)}
+            {"setup": target, "folder": folder_of(native, source, (number + dp) % 2 + 2)}
             for number, (source, target) in enumerate(zip(SOURCES, TARGETS, strict=True))
         ]
-        launch(dp, "plan_jobs.compare", {"targets": targets})
+        assert_as_foretold(launch(dp, "plan_jobs.compare", targets))
 
 
 def test_virtual_stages_are_those_of_real_pipelines(launch: Launch, tmp_path: Path) -> None:
     """Heavy tied layers at both ends; as saved, and balanced as DeepSpeed balances other numbers of stages."""
-    others = [Parallel("3d", "parameters", pp=pp, stage=1, rows=512).as_json() for pp in (4, 1)]
-    saved = Parallel("3d", "uniform", pp=2, stage=1, rows=512).as_json()
-    launch(4, "plan_jobs.compare_pipelines", {"folder": str(tmp_path), "saved": saved, "targets": others})
+    others = [Parallel("3d", "parameters", pp=pp, stage=1, rows=512) for pp in (4, 1)]
+    saved = Parallel("3d", "uniform", pp=2, stage=1, rows=512)
+    arguments = {"folder": str(tmp_path), "saved": saved, "targets": others}
+    assert_as_foretold(launch(4, "plan_jobs.compare_pipelines", arguments))
 
 
 def told(*arguments: str, code: int = 0) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def copy(tmp_path: Path) -> Callable[[Path], Path]:
 def others(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs of the shapes of Z1 and Z3, a step shorter and with other data: their shards are foreign."""
     folder = tmp_path_factory.mktemp("others")
-    setups = [Setup(1).as_json(), Setup(3).as_json()]
+    setups = [Setup(1), Setup(3)]
     launch(2, "save", {"folder": str(folder), "setups": setups, "steps": 3, "first": 30})
     return folder
 
@@ -71,9 +71,7 @@ def parallel(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
         Parallel("3d", "uniform", tp=2, stage=1),
         Parallel("pipeline", "uniform", pp=2, stage=1),
     ]
-    launch(
-        2, "parallel_jobs.save", {"folder": str(folder), "setups": [setup.as_json() for setup in setups]}, timeout=400
-    )
+    launch(2, "parallel_jobs.save", {"folder": str(folder), "setups": setups}, timeout=400)
     return folder
 
 

@@ -7,10 +7,8 @@ optimizer, and checkpoints of older versions are made from plain ones by what th
 from __future__ import annotations
 
 import importlib.util
-import json
+import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.launch import end, environment, free_port, start
+from tests.distributed.conftest import Launch
+from tests.distributed.facts import OWN_LOADER, Refused
 
 EXPERTS, HYBRID, ONEBIT, MICS = r"mixture|expert|AutoEP", r"hybrid engine", r"1-bit|onebit", r"MiCS"
 
@@ -111,34 +110,11 @@ def named(case: Case) -> str:
     return f"{case[0]} -> {case[1]}-z{case[2]}"
 
 
-def run(world_size: int, arguments: dict[str, Any], extensions_dir: str, folder: Path) -> dict[str, str]:
-    """Run ``exotic_jobs.py`` on real processes; what it found wrong, by case; fail where it did not end."""
-    result = folder / f"{world_size}-ranks-{len(list(folder.iterdir()))}.json"
-    values = json.dumps(arguments | {"result": str(result)})
-    command = [sys.executable, "-m", "tests.distributed.exotic_jobs", values]
-    port, processes = free_port(), []
-    logs = [folder / f"{result.stem}-rank{rank}.log" for rank in range(world_size)]
-    for rank, log in enumerate(logs):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
-        texts = {key: str(value) for key, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
-        processes.append(start(command, environment(extensions_dir) | texts, log))
-    try:
-        codes = [process.wait(100) for process in processes]
-    except subprocess.TimeoutExpired:
-        codes = [process.poll() for process in processes]
-    finally:
-        for process in processes:
-            end(process)
-    outputs = "\n".join(f"--- rank {r}, exit {c}\n{logs[r].read_text()[-4000:]}" for r, c in enumerate(codes))
-    assert not any(codes) and None not in codes, f"exotic_jobs on {world_size} ranks failed\n{outputs}"
-    return json.loads(result.read_text(encoding="utf-8"))
-
-
 def as_cases(cases: list[Case], folder: Path) -> list[dict[str, Any]]:
-    keys = ("kind", "stage", "names")
     return [
-        {"name": named(case), "folder": str(folder / case[0]), **dict(zip(keys, case[1:], strict=True))}
+        {"name": named(case), "folder": str(folder / source), "kind": kind, "stage": stage}
         for case in cases
+        for source, kind, stage, _ in [case]
     ]
 
 
@@ -169,19 +145,34 @@ def as_onebit(source: Path, copy: Path, optimizer: str) -> None:
     edit(copy / "step3" / "mp_rank_00_model_states.pt", change)
 
 
+Facts = dict[tuple[int, str], Any]
+
+
 @pytest.fixture(scope="module")
-def problems(extensions_dir: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, str]]:
-    """By number of ranks: what went wrong with every checkpoint that was loaded where it was saved, and every case."""
+def facts(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Facts:
+    """By number of ranks and name: every load where it was saved, on all ranks, and every refusal."""
     folder = tmp_path_factory.mktemp("exotic")
-    found: dict[int, dict[str, str]] = {2: run(2, {"folder": str(folder), "save": SAVED[2]}, extensions_dir, folder)}
+    found: Facts = {}
+
+    def run(ranks: int, job: str, arguments: Any) -> None:
+        for fact in launch(ranks, f"exotic_jobs.{job}", arguments):
+            key = (ranks, fact.case["name"])
+            found[key] = fact if isinstance(fact, Refused) else [*found.get(key, []), fact]
+
+    def save(ranks: int) -> None:
+        kinds = [(kind, stage) for kind, stage, _ in SAVED[ranks]]
+        loaded = [(kind, stage) for kind, stage, names in SAVED[ranks] if names]
+        run(ranks, "save", {"folder": str(folder), "kinds": kinds, "loaded": loaded})
+
+    save(2)
     as_mics(folder / "plain-z3-dp2", folder / "mics-2-of-2", 2)
     for optimizer in ONEBIT_STATES:
         as_onebit(folder / "plain-z0-dp2", folder / optimizer, optimizer)
-    cases = as_cases(ANOTHER_NUMBER_OF_RANKS[1], folder)
-    found[1] = run(1, {"folder": str(folder), "save": SAVED[1], "refuse": cases}, extensions_dir, folder)
+    save(1)
     as_mics(folder / "plain-z3-dp1", folder / "mics-1-of-2", 1)
-    cases = as_cases(ANOTHER_NUMBER_OF_RANKS[2] + ANOTHER_LAYOUT, folder)
-    found[2] |= run(2, {"refuse": cases, "restore": as_cases(SAME_AS_ZERO3, folder)}, extensions_dir, folder)
+    run(1, "refuse", as_cases(ANOTHER_NUMBER_OF_RANKS[1], folder))
+    run(2, "refuse", as_cases(ANOTHER_NUMBER_OF_RANKS[2] + ANOTHER_LAYOUT, folder))
+    run(2, "restore", as_cases(SAME_AS_ZERO3, folder))
     return found
 
 
@@ -192,29 +183,40 @@ def test_what_the_stand_ins_stand_for_is_not_in_deepspeed_any_more() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "kind"),
-    [(size, f"{kind}-z{stage}-dp{size}") for size, kinds in SAVED.items() for kind, stage, names in kinds if names],
+    ("ranks", "name", "names"),
+    [
+        *(
+            (ranks, f"{kind}-z{stage}-dp{ranks}", names)
+            for ranks, kinds in SAVED.items()
+            for kind, stage, names in kinds
+            if names
+        ),
+        # what lies in files as ZeRO-3 does
+        *((2, named(case), case[3]) for case in SAME_AS_ZERO3),
+    ],
 )
-def test_where_it_was_saved_deepspeeds_own_loader_restores_it(
-    size: int, kind: str, problems: dict[int, dict[str, str]]
-) -> None:
-    assert problems[size][kind] == ""
+def test_where_it_was_saved_deepspeeds_own_loader_restores_it(ranks: int, name: str, names: str, facts: Facts) -> None:
+    assert len(facts[ranks, name]) == ranks
+    for rank, load in enumerate(facts[ranks, name]):
+        assert load.report is None, "elastic_ckpt loaded it"
+        assert load.differences == {} and load.client_state["note"] == "hello"
+        assert load.loss_gap == 0
+        lines = [line for line in load.lines if line.startswith(OWN_LOADER)]
+        assert len(lines) == (rank == 0), load.lines
+        assert all(re.search(names, line.removeprefix(OWN_LOADER), re.IGNORECASE) for line in lines), lines
 
 
 @pytest.mark.parametrize(
-    ("size", "case"), [(size, named(case)) for size, cases in ANOTHER_NUMBER_OF_RANKS.items() for case in cases]
+    ("ranks", "name", "names"),
+    [
+        *((ranks, named(case), case[3]) for ranks, cases in ANOTHER_NUMBER_OF_RANKS.items() for case in cases),
+        *((2, named(case), case[3]) for case in ANOTHER_LAYOUT),
+    ],
 )
-def test_on_another_number_of_ranks_it_is_refused_by_name(
-    size: int, case: str, problems: dict[int, dict[str, str]]
-) -> None:
-    assert problems[size][case] == ""
-
-
-@pytest.mark.parametrize("case", [named(case) for case in ANOTHER_LAYOUT])
-def test_in_another_layout_it_is_refused_by_name(case: str, problems: dict[int, dict[str, str]]) -> None:
-    assert problems[2][case] == ""
-
-
-@pytest.mark.parametrize("case", [named(case) for case in SAME_AS_ZERO3])
-def test_what_lies_in_files_as_zero3_does_is_left_to_deepspeed(case: str, problems: dict[int, dict[str, str]]) -> None:
-    assert problems[2][case] == ""
+def test_elsewhere_it_is_refused_by_name(ranks: int, name: str, names: str, facts: Facts) -> None:
+    """On another number of ranks, or in another layout."""
+    refused = facts[ranks, name]
+    (text,) = refused.texts
+    assert refused.kinds[:1] == ("UnsupportedError",), text
+    assert re.search(names, text, re.IGNORECASE), text
+    assert refused.changed == set()

@@ -15,6 +15,7 @@ import torch
 
 from tests.distributed import damage
 from tests.distributed.conftest import Launch
+from tests.distributed.facts import OWN_LOADER, Refused
 from tests.distributed.model import Setup
 
 SETUPS = [Setup(1), Setup(2, "bf16"), Setup(3), Setup(3, "bf16")]
@@ -32,7 +33,7 @@ def saved(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     folders = {}
     for name, more in {"run": {}, "other data": {"first": 30}, "shorter": {"steps": 3}}.items():
         folders[name] = tmp_path_factory.mktemp("fallback")
-        setups = [setup.as_json() for setup in (SETUPS if name == "run" else [Setup(1), Setup(3)])]
+        setups = SETUPS if name == "run" else [Setup(1), Setup(3)]
         launch(2, "save", {"folder": str(folders[name]), "setups": setups, **more})
     return folders
 
@@ -68,86 +69,125 @@ def changed(source: Path, copy: Path, *changes: Change) -> str:
     return str(copy)
 
 
+def contradict(tree: dict[str, Any]) -> None:
+    tree["checkpoint_parallel_dimensions"] = dict(CONTRADICTION)
+
+
+#: What elastic_ckpt does not understand, and what the line about DeepSpeed's own loader names.
+NOT_UNDERSTOOD: dict[str, tuple[Callable[[list[str]], Change] | None, str]] = {
+    "degrees that contradict the files": (lambda models: in_all(models, contradict), "contradict each other"),
+    "no buffer_names": (lambda models: in_all(models, lambda tree: tree.pop("buffer_names")), "lacks an entry"),
+    "no ds_version": (lambda models: in_all(models, lambda tree: tree.pop("ds_version")), "lacks an entry"),
+    "an exception that nobody foresaw": (None, "what nobody foresaw"),
+    "no zip archives": (lambda models: unzip, "legacy (non-zip) pickle archive"),
+}
+
+
 def test_what_elastic_ckpt_does_not_understand_is_loaded_where_it_was_saved(
     launch: Launch, saved: dict[str, Path], tmp_path: Path
 ) -> None:
     cases = []
     for setup in SETUPS:
-        source, models = saved["run"] / f"{setup.name}-dp2", models_of(setup)
-        doctored: list[tuple[str, str, list[Change]]] = [
-            ("degrees that contradict the files", "contradict each other", [in_all(models, contradict)]),
-            ("no buffer_names", "lacks an entry", [in_all(models, lambda tree: tree.pop("buffer_names"))]),
-            ("no ds_version", "lacks an entry", [in_all(models, lambda tree: tree.pop("ds_version"))]),
-            ("an exception that nobody foresaw", "what nobody foresaw", []),
-            ("no zip archives", "legacy (non-zip) pickle archive", [unzip]),
-        ]
-        for number, (name, says, changes) in enumerate(doctored):
+        source = saved["run"] / f"{setup.name}-dp2"
+        for number, (name, (change, words)) in enumerate(NOT_UNDERSTOOD.items()):
+            changes = [change(models_of(setup))] if change else []
             folder = changed(source, tmp_path / f"{setup.name}-{number}", *changes)
-            case = {"name": f"{setup.name}: {name}", "folder": folder, "truth": str(source), "says": says}
-            cases.append({**case, "setup": setup.as_json(), "fails": "nobody" in name})
-    launch(2, "fallback_jobs.left", {"cases": cases})
+            case = {"name": name, "setup": setup, "folder": folder, "truth": str(source), "words": words}
+            cases.append({**case, "fails": change is None})
+    loads = launch(2, "fallback_jobs.left", cases)
+    for number, load in enumerate(loads):
+        assert load.report is None, load.where
+        assert load.differences == {} and load.client_state["note"] == "hello", load.where
+        assert load.loss_gap == 0, load.where
+        lines = [line for line in load.lines if line.startswith(OWN_LOADER)]
+        assert len(lines) == (number < len(cases)), "one line, of the first rank"
+        assert all(load.case["words"] in line for line in lines), (load.where, lines)
 
 
-def contradict(tree: dict[str, Any]) -> None:
-    tree["checkpoint_parallel_dimensions"] = dict(CONTRADICTION)
+def of_run(run: str) -> Callable[[Setup, dict[str, Path]], Change]:
+    """The second rank's shard of another run."""
+
+    def change(setup: Setup, saved: dict[str, Path]) -> Change:
+        shard = optimizer_of(setup, 1)
+        return damage.replace_by(shard, saved[run] / f"{setup.name}-dp2" / "step4" / shard)
+
+    return change
 
 
-def test_what_is_damaged_or_of_another_save_is_not_left_to_deepspeed(
-    launch: Launch, saved: dict[str, Path], tmp_path: Path
-) -> None:
-    cases = []
-    for setup in (Setup(1), Setup(3)):
-        name = f"{setup.name}-dp2"
-        source, shard = saved["run"] / name, optimizer_of(setup, 1)
+def no_names(setup: Setup, saved: dict[str, Path]) -> Change:
+    return in_all(models_of(setup), lambda tree: tree.pop("buffer_names"))
 
-        def foreign(run: str, name: str = name, shard: str = shard) -> Change:
-            return damage.replace_by(shard, saved[run] / name / "step4" / shard)
 
-        no_names = in_all(models_of(setup), lambda tree: tree.pop("buffer_names"))
-        damages: list[tuple[str, list[Change], str, list[str]]] = [
-            ("a shard of another step", [foreign("shorter")], "DamagedError", [shard, "another save"]),
-            ("a truncated shard", [damage.truncate(shard, 0.6)], "DamagedError", [shard, "truncated"]),
-            ("a missing shard", [damage.remove(shard)], "LayoutError", [shard, "missing"]),
+def unzipped(setup: Setup, saved: dict[str, Path]) -> Change:
+    return unzip
+
+
+def truncated(setup: Setup, saved: dict[str, Path]) -> Change:
+    return damage.truncate(optimizer_of(setup, 1), 0.6)
+
+
+def one_missing(setup: Setup, saved: dict[str, Path]) -> Change:
+    return damage.remove(optimizer_of(setup, 1))
+
+
+CUSTOM = {"custom_load_fn": True}
+REQUIRED = {"setup": Setup(1, config=REQUIRE)}
+#: Saved setup, what happens to a copy, how it is asked for, the kind of error, and what it names beside the shard.
+REFUSED: dict[str, tuple[Setup, list[Any], dict[str, Any], str, list[str]]] = {
+    **{
+        f"z{setup.stage}: {name}": (setup, *row)
+        for setup in (Setup(1), Setup(3))
+        for name, row in {
+            "a shard of another step": ([of_run("shorter")], {}, "DamagedError", [optimizer_of(setup, 1), "another save"]),
+            "a truncated shard": ([truncated], {}, "DamagedError", [optimizer_of(setup, 1), "truncated"]),
+            "a missing shard": ([one_missing], {}, "LayoutError", [optimizer_of(setup, 1), "missing"]),
             # what would be left to DeepSpeed, were it not for the damage
-            ("no buffer_names, another step", [no_names, foreign("shorter")], "LayoutError", ["buffer_names"]),
-            ("no zip archives, another step", [foreign("shorter"), unzip], "UnzippedError", ["non-zip"]),
-            ("no zip archives, truncated", [unzip, damage.truncate(shard, 0.6)], "UnzippedError", ["non-zip"]),
-            ("no zip archives, one missing", [unzip, damage.remove(shard)], "UnzippedError", ["non-zip"]),
-        ]
-        if setup.stage < 3:  # in ZeRO-3 no other file has the weights that it could be held against
-            damages.append(("a shard of another run", [foreign("other data")], "DamagedError", [shard, "weights"]))
-        for number, (what, changes, error, says) in enumerate(damages):
-            folder = changed(source, tmp_path / f"{name}-{number}", *changes)
-            case = {"name": f"{name}: {what}", "folder": folder, "error": error, "says": says}
-            cases.append({**case, "setup": setup.as_json()})
-        if setup.stage < 3:
-            for number, change in enumerate([foreign("shorter"), damage.remove(shard)]):
-                folder = changed(source, tmp_path / f"{name}-custom-{number}", change)
-                case = {"name": f"{name}: custom_load_fn {number}", "folder": folder, "custom_load_fn": True}
-                cases.append(
-                    {**case, "error": "UnsupportedError", "says": ["custom_load_fn"], "setup": setup.as_json()}
-                )
-    cases += required(saved["run"], tmp_path)
-    launch(2, "fallback_jobs.refused", {"cases": cases})
+            "no buffer_names, another step": ([no_names, of_run("shorter")], {}, "LayoutError", ["buffer_names"]),
+            "no zip archives, another step": ([of_run("shorter"), unzipped], {}, "UnzippedError", ["non-zip"]),
+            "no zip archives, truncated": ([unzipped, truncated], {}, "UnzippedError", ["non-zip"]),
+            "no zip archives, one missing": ([unzipped, one_missing], {}, "UnzippedError", ["non-zip"]),
+        }.items()
+    },
+    # in ZeRO-3 no other file has the weights that it could be compared with
+    "z1: a shard of another run": (Setup(1), [of_run("other data")], {}, "DamagedError", [optimizer_of(Setup(1), 1), "weights"]),
+    "z1: custom_load_fn, another step": (Setup(1), [of_run("shorter")], CUSTOM, "UnsupportedError", ["custom_load_fn"]),
+    "z1: custom_load_fn, one missing": (Setup(1), [one_missing], CUSTOM, "UnsupportedError", ["custom_load_fn"]),
+    # with "mode": "require" nothing is left to DeepSpeed
+    "z1: no buffer_names, required": (Setup(1), [no_names], REQUIRED, "LayoutError", ["buffer_names"]),
+    "z1: no zip archives, required": (Setup(1), [unzipped], REQUIRED, "UnzippedError", ["non-zip"]),
+}  # fmt: skip
 
 
-def required(run: Path, tmp_path: Path) -> list[dict[str, Any]]:
-    """With ``"mode": "require"`` the net is taken away."""
-    source = run / f"{Setup(1).name}-dp2"
-    no_names = changed(source, tmp_path / "require-0", in_all([MODEL], lambda tree: tree.pop("buffer_names")))
-    not_zipped = changed(source, tmp_path / "require-1", unzip)
-    setup = Setup(1, config=REQUIRE).as_json()
-    return [
-        {"name": "require", "folder": no_names, "error": "LayoutError", "says": ["buffer_names"], "setup": setup},
-        {"name": "require", "folder": not_zipped, "error": "UnzippedError", "says": ["non-zip"], "setup": setup},
-    ]
+@pytest.fixture(scope="module")
+def refusals(launch: Launch, saved: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Refused]:
+    """Every case of :data:`REFUSED` at the topology that saved it."""
+    cases = []
+    for name, (setup, changes, more, *_) in REFUSED.items():
+        copy = tmp_path_factory.mktemp("refused") / "copy"
+        changed(saved["run"] / f"{setup.name}-dp2", copy, *(change(setup, saved) for change in changes))
+        cases.append({"name": name, "folder": str(copy), "setup": setup, **more})
+    return {refused.case["name"]: refused for refused in launch(2, "refusal_jobs.refuse", cases)}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_damaged_or_of_another_save_is_not_left_to_deepspeed(name: str, refusals: dict[str, Refused]) -> None:
+    *_, error, words = REFUSED[name]
+    refused = refusals[name]
+    (text,) = refused.texts
+    assert error in refused.kinds, text
+    assert [word for word in words if word not in text] == [], text
+    assert refused.changed == set()
+    assert not any(line.startswith(OWN_LOADER) for line in refused.lines)
 
 
 def test_elsewhere_a_file_without_a_zip_archive_is_called_what_it_is(
     launch: Launch, saved: dict[str, Path], tmp_path: Path
 ) -> None:
-    says = ["legacy (non-zip) pickle archive", "not supported yet", '"checkpoint_serialization": true']
     folder = changed(saved["run"] / f"{Setup(1).name}-dp2", tmp_path / "copy", unzip)
-    case = {"name": "not zipped", "folder": folder, "error": "UnzippedError", "says": says}
     for ranks, setup in ((3, Setup(1)), (2, Setup(3))):
-        launch(ranks, "fallback_jobs.refused", {"cases": [{**case, "setup": setup.as_json()}]})
+        (refused,) = launch(ranks, "refusal_jobs.refuse", [{"folder": folder, "setup": setup}])
+        (text,) = refused.texts
+        assert "UnzippedError" in refused.kinds and refused.changed == set()
+        for words in ("legacy (non-zip) pickle archive", "not supported yet", '"checkpoint_serialization": true'):
+            assert words in text
+        assert not any(line.startswith(OWN_LOADER) for line in refused.lines)

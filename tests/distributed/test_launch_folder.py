@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.held_script import HOLD_AT, HOLD_IN
 from tests.distributed.launch import REPO, end, environment, free_port, start
+from tests.distributed.waiting_script import WAIT_AT, WAIT_IN
 
-SCRIPT = str(REPO / "tests" / "distributed" / "held_script.py")
+SCRIPT = str(REPO / "tests" / "distributed" / "waiting_script.py")
 #: 24 samples a step on any number of ranks, 2 at a time.
 CONFIG = str(REPO / "configs" / "elasticity.json")
 STEPS = 10
@@ -173,11 +173,11 @@ def test_a_lost_node_leaves_a_job_of_fewer_ranks_that_resumes_with_the_same_glob
     # The node that is left waits so long for another.
     wait = "last_call_timeout=10,keep_alive_interval=2,keep_alive_max_attempt=2"
     head = {**job, "RDZV_CONF": f"is_host=1,{wait}"}
-    other = {**job, "RDZV_CONF": f"is_host=0,{wait}", HOLD_AT: "8", HOLD_IN: str(tmp_path), "LOGLEVEL": "INFO"}
+    other = {**job, "RDZV_CONF": f"is_host=0,{wait}", WAIT_AT: "8", WAIT_IN: str(tmp_path), "LOGLEVEL": "INFO"}
     with running("torchrun.sh", arguments, tmp_path / "other.log", other) as leaving:
         leaving.says("Starting elastic_operator")  # it is waiting for the first node, which else might start without it
         with running("torchrun.sh", arguments, tmp_path / "head.log", head) as staying:
-            leaving.reaches(tmp_path / "held")  # steps 1 to 7 are done, 3 and 6 are saved
+            leaving.reaches(tmp_path / "waiting")  # steps 1 to 7 are done, 3 and 6 are saved
             leaving.process.kill()  # its rank goes with it, as on a node that is lost
             printed = staying.ends_well()
     before, after = printed.split("checkpoint restored")
@@ -223,9 +223,9 @@ def test_slurm_sbatch_saves_before_its_time_is_over_and_goes_on_with_the_nodes_i
     calls, saved = tmp_path / "calls", tmp_path / "saved"
     arguments = training(tmp_path / "losses.csv", saved)
     one = {"SLURM_JOB_ID": "41", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "localhost"}
-    hold = {HOLD_AT: "5", HOLD_IN: str(saved)}
+    hold = {WAIT_AT: "5", WAIT_IN: str(saved)}
     with running("slurm.sbatch", arguments, tmp_path / "first.log", {**slurm, **one, **hold}) as run:
-        run.reaches(saved / "held")
+        run.reaches(saved / "waiting")
         os.kill(run.process.pid, signal.SIGUSR1)  # as --signal=B:USR1@600: to the batch shell alone
         assert "asked to stop" in run.ends_well()
     assert (saved / "latest").read_text() == "global_step5"

@@ -9,6 +9,9 @@ import pytest
 from tests.distributed.conftest import EXTRA, MATRIX, Launch, in_precision, saved_at
 from tests.distributed.model import Setup
 
+#: By which losses of the run that goes on may differ: other ranks sum gradients in another order.
+ROUNDING = {"fp32": 1e-5, "bf16": 5e-3}
+
 
 def sources(folder: Path, setups: list[Setup], degrees: list[int], kind: str) -> list[dict[str, str]]:
     return [{"folder": str(folder / f"{s.name}-dp{n}"), "format": kind} for s in setups for n in degrees]
@@ -27,8 +30,10 @@ def test_any_stage_and_degree_resumes_bit_exactly_on(
         found += sources(universal, same_precision, [2 + degree % 2], "universal")
         # every fourth one, of each stage at some degree: the cuts are proven in test_planner.py
         found = found[(number + degree) % 4 :: 4]
-        targets.append({"setup": target.as_json(), "sources": found, "continue": list(range(0, len(found), 8))})
-    launch(degree, "load", {"targets": targets}, timeout=500)
+        targets.append({"setup": target, "sources": found, "continue": list(range(0, len(found), 8))})
+    for load in launch(degree, "load", {"targets": targets}, timeout=500):
+        assert load.format == load.case["format"] and load.differences == {}, load.where
+        assert load.loss_gap <= ROUNDING[load.case["setup"].precision], load.where
 
 
 @pytest.mark.parametrize("degree", [1, 3])
@@ -53,8 +58,7 @@ def test_round_robin_alignment_amsgrad_and_cpu_adam_resume_bit_exactly_on(
         *[(target, amsgrad) for target in amsgrad],
         *[(target, idle) for target in idle],
     ]
-    targets = [
-        {"setup": target.as_json(), "sources": sources(native, found, [2], "native"), "continue": [0]}
-        for target, found in crossings
-    ]
-    launch(degree, "load", {"targets": targets})
+    targets = [{"setup": target, "sources": sources(native, found, [2], "native")} for target, found in crossings]
+    for load in launch(degree, "load", {"targets": targets}):
+        assert load.format == "native" and load.differences == {}, load.where
+        assert load.loss_gap <= ROUNDING[load.case["setup"].precision], load.where

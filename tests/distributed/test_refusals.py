@@ -3,206 +3,229 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from tests.distributed import damage
 from tests.distributed.conftest import ROUND_ROBIN, Launch
+from tests.distributed.facts import Refused
 from tests.distributed.model import Setup
 
 Z1, Z3 = "z1-fp32-adamw-dp2", "z3-fp32-adamw-dp2"
-RANK1 = damage.OPTIMIZER.format(1)
-RANK2 = damage.OPTIMIZER.format(2)
+RANK0, RANK1, RANK2 = map(damage.OPTIMIZER.format, range(3))
 MODEL = "mp_rank_00_model_states.pt"
 MODEL3 = "zero_pp_rank_1_mp_rank_00_model_states.pt"
+Words = list[str]
 
 
 @pytest.fixture(scope="module")
-def others(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def others(launch: Launch, native: Path, universal: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Runs of the same shapes: with other data, a step shorter, legacy-elastic, of another optimizer, without ZeRO."""
-    folders = {}
-    plain = [Setup(1).as_json(), Setup(3).as_json()]
-    legacy = [Setup(1, zero=(("elastic_checkpoint", True),)).as_json()]
+    folders = {"native": native, "universal": universal}
+    plain = [Setup(1), Setup(3)]
     for name, arguments in {
         "other data": {"setups": plain, "first": 30},
         "shorter": {"setups": plain, "steps": 3},
-        "legacy": {"setups": legacy, "steps": 2},
-        "sgd": {"setups": [Setup(1, optimizer=name).as_json() for name in ("sgd", "diary")]},
-        "whole": {"setups": [Setup(0).as_json()]},
+        "legacy": {"setups": [Setup(1, zero=(("elastic_checkpoint", True),))], "steps": 2},
+        "another optimizer": {"setups": [Setup(1, optimizer=name) for name in ("sgd", "diary")]},
+        "whole": {"setups": [Setup(0)]},
     }.items():
-        folder = tmp_path_factory.mktemp("other")
-        launch(2, "save", {"folder": str(folder), **arguments})
-        folders[name] = folder
-    folders["stripped"] = tmp_path_factory.mktemp("stripped") / "ckpt"
-    shutil.copytree(folders["whole"] / "z0-fp32-adamw-dp2", folders["stripped"])
-    damage.edit(MODEL, lambda tree: tree.update(optimizer=None))(folders["stripped"])
+        folders[name] = tmp_path_factory.mktemp("other")
+        launch(2, "save", {"folder": str(folders[name]), **arguments})
     return folders
 
 
-def test_damage_is_named_on_all_ranks_and_nothing_changes(
-    launch: Launch, native: Path, universal: Path, others: dict[str, Path], tmp_path: Path
-) -> None:
-    rank1 = Path("step4") / RANK1
-    strange = damage.edit(RANK1, damage.add_strange_state)
-    strange0 = damage.edit(damage.OPTIMIZER.format(0), damage.add_strange_state)
+class FromRun(NamedTuple):
+    """Damage: files of another run of the same shapes in place of this one's."""
 
-    def state_everywhere(copy: Path) -> None:
-        strange(copy)
-        strange0(copy)
+    run: str
+    source: str
+    files: tuple[str, ...]
 
-    damages: list[tuple[str, str, Any, str, list[str]]] = [
-        ("missing shard", Z1, damage.remove(RANK1), "DamagedError", [RANK1, "missing", "remedy:"]),
-        ("missing zero3 shard", Z3, damage.remove(RANK1), "DamagedError", [RANK1, "missing", "2 files"]),
-        ("missing first shard", Z3, damage.remove(damage.OPTIMIZER.format(0)), "DamagedError", [damage.OPTIMIZER.format(0)]),
-        ("missing model states", Z1, damage.remove(MODEL), "DamagedError", [MODEL]),
-        ("missing model states of a rank", Z3, damage.remove(MODEL3), "DamagedError", [MODEL3, "missing"]),
-        ("truncated shard", Z1, damage.truncate(RANK1, 0.6), "DamagedError", ["truncated", RANK1]),
-        ("truncated at the end", Z3, damage.truncate(RANK1, 0.999), "DamagedError", ["truncated", RANK1]),
-        ("empty file", Z1, damage.truncate(MODEL, 0), "DamagedError", ["truncated", MODEL]),
-        ("noise for a pickle", Z1, damage.rewrite_pickle(RANK1), "DamagedError", [RANK1]),
-        ("code in a pickle", Z1, damage.edit(MODEL, damage.plant_bomb), "UnsafePickleError", [MODEL, "print", "trust_pickle"]),
-        ("shard of another run", Z1, damage.replace_by(RANK1, others["other data"] / Z1 / rank1), "DamagedError", [RANK1, "not those of the weights"]),
-        ("shard of another step", Z1, damage.replace_by(RANK1, others["shorter"] / Z1 / rank1), "DamagedError", [RANK1, "another save", "step"]),
-        ("zero3 shard of another step", Z3, damage.replace_by(RANK1, others["shorter"] / Z3 / rank1), "DamagedError", [RANK1, "another save"]),
-        ("model states of another step", Z3, damage.replace_by(MODEL3, others["shorter"] / Z3 / "step4" / MODEL3), "DamagedError", [MODEL3, "counters"]),
-        ("shard of an older, bigger job", Z1, damage.replace_by(RANK2, native / "z1-fp32-adamw-dp3" / "step4" / RANK2), "DamagedError", [RANK2, "partition"]),
-        ("no latest", Z1, damage.remove_latest, "NotFoundError", ["latest", "step4", "tag='step4'"]),
-        ("strange state", Z1, state_everywhere, "UnsupportedError", ["curvature", "(3, 2)"]),
-        ("strange state in one shard", Z1, strange, "DamagedError", [RANK1, "optimizer states"]),
-        ("a master dropped", Z1, damage.edit(RANK1, damage.drop_master), "DamagedError", [RANK1, "number of flat tensors"]),
-        ("another shape in the file", Z1, damage.edit(MODEL, damage.change_shape), "MismatchError", ["hidden.weight", "(29, 13)", "(13, 29)"]),
-        ("a parameter forgotten", Z3, damage.edit("zero_pp_rank_0_mp_rank_00_model_states.pt", damage.forget_parameter), "DamagedError", ["param_shapes"]),
-        ("no counters", Z1, damage.edit(MODEL, damage.no_counters), "DamagedError", ["global_steps", MODEL]),
-    ]  # fmt: skip
-    cases: list[dict[str, Any]] = []
-    for number, (name, source, apply, error, says) in enumerate(damages):
-        copy = tmp_path / f"{number}"
-        shutil.copytree(native / source, copy)
-        apply(copy)
-        cases.append({"name": name, "folder": str(copy), "error": error, "says": says})
-    mixed = tmp_path / "mixed"
-    shutil.copytree(native / Z3, mixed)
-    for rank in (0, 1):
-        damage.replace_by(
-            damage.OPTIMIZER.format(rank), others["shorter"] / Z3 / "step4" / damage.OPTIMIZER.format(rank)
-        )(mixed)
-    says = ["different steps", "optimizer step 4", "optimizer step 3", "check_shards"]
-    cases.append({"name": "all shards of another step", "folder": str(mixed), "error": "DamagedError", "says": says})
-    cases += universal_cases(universal, native, tmp_path)
-    cases += live_cases(native, others)
-    for setup in (Setup(2), Setup(3)):
-        launch(3, "refusal_jobs.refuse", {"setup": setup.as_json(), "cases": cases})
+    def apply(self, copy: Path, others: dict[str, Path]) -> None:
+        for file in self.files:
+            damage.replace_by(file, others[self.run] / self.source / "step4" / file)(copy)
 
 
-def universal_cases(universal: Path, native: Path, tmp_path: Path) -> list[dict[str, Any]]:
+def in_each(*changes: Callable[[Path], None]) -> Callable[[Path], None]:
+    return lambda copy: [change(copy) for change in changes] and None
+
+
+STRANGE0, STRANGE1 = (damage.edit(file, damage.add_strange_state) for file in (RANK0, RANK1))
+UNKNOWN_CONFIG = damage.edit(MODEL, lambda tree: tree.update(ds_config="/home/user/zero2.json"))
+SCRAMBLED = f"{Setup(2, zero=ROUND_ROBIN).name}-dp2"
+#: Run and checkpoint, what happens to a copy of it, the kind of error, and what it says.
+DAMAGED: dict[str, tuple[str, str, Any, str, Words]] = {
+    "missing shard": ("native", Z1, damage.remove(RANK1), "DamagedError", [RANK1, "missing", "remedy:"]),
+    "missing zero3 shard": ("native", Z3, damage.remove(RANK1), "DamagedError", [RANK1, "missing", "2 files"]),
+    "missing first shard": ("native", Z3, damage.remove(RANK0), "DamagedError", [RANK0]),
+    "missing model states": ("native", Z1, damage.remove(MODEL), "DamagedError", [MODEL]),
+    "missing model states of a rank": ("native", Z3, damage.remove(MODEL3), "DamagedError", [MODEL3, "missing"]),
+    "truncated shard": ("native", Z1, damage.truncate(RANK1, 0.6), "DamagedError", ["truncated", RANK1]),
+    "truncated at the end": ("native", Z3, damage.truncate(RANK1, 0.999), "DamagedError", ["truncated", RANK1]),
+    "empty file": ("native", Z1, damage.truncate(MODEL, 0), "DamagedError", ["truncated", MODEL]),
+    "noise for a pickle": ("native", Z1, damage.rewrite_pickle(RANK1), "DamagedError", [RANK1]),
+    "code in a pickle": ("native", Z1, damage.edit(MODEL, damage.plant_bomb), "UnsafePickleError", [MODEL, "print", "trust_pickle"]),
+    "shard of another run": ("native", Z1, FromRun("other data", Z1, (RANK1,)), "DamagedError", [RANK1, "not those of the weights"]),
+    "shard of another step": ("native", Z1, FromRun("shorter", Z1, (RANK1,)), "DamagedError", [RANK1, "another save", "step"]),
+    "zero3 shard of another step": ("native", Z3, FromRun("shorter", Z3, (RANK1,)), "DamagedError", [RANK1, "another save"]),
+    "model states of another step": ("native", Z3, FromRun("shorter", Z3, (MODEL3,)), "DamagedError", [MODEL3, "counters"]),
+    "all shards of another step": ("native", Z3, FromRun("shorter", Z3, (RANK0, RANK1,)), "DamagedError", ["different steps", "optimizer step 4", "optimizer step 3", "check_shards"]),
+    "shard of an older, bigger job": ("native", Z1, FromRun("native", "z1-fp32-adamw-dp3", (RANK2,)), "DamagedError", [RANK2, "partition"]),
+    "no latest": ("native", Z1, damage.remove_latest, "NotFoundError", ["latest", "step4", "tag='step4'"]),
+    "strange state": ("native", Z1, in_each(STRANGE0, STRANGE1), "UnsupportedError", ["curvature", "(3, 2)"]),
+    "strange state in one shard": ("native", Z1, STRANGE1, "DamagedError", [RANK1, "optimizer states"]),
+    "a master dropped": ("native", Z1, damage.edit(RANK1, damage.drop_master), "DamagedError", [RANK1, "number of flat tensors"]),
+    "another shape in the file": ("native", Z1, damage.edit(MODEL, damage.change_shape), "MismatchError", ["hidden.weight", "(29, 13)", "(13, 29)"]),
+    "a parameter forgotten": ("native", Z3, damage.edit("zero_pp_rank_0_mp_rank_00_model_states.pt", damage.forget_parameter), "DamagedError", ["param_shapes"]),
+    "no counters": ("native", Z1, damage.edit(MODEL, damage.no_counters), "DamagedError", ["global_steps", MODEL]),
+    "no optimizer anywhere": ("whole", "z0-fp32-adamw-dp2", damage.edit(MODEL, lambda tree: tree.update(optimizer=None)), "DamagedError", ["optim_states", "missing"]),
+    "universal: state file gone": ("universal", Z1, damage.remove("zero/hidden.weight/exp_avg.pt"), "DamagedError", ["hidden.weight", "exp_avg"]),
+    "universal: state file truncated": ("universal", Z1, damage.truncate("zero/back.weight/fp32.pt", 0.5), "DamagedError", ["back.weight"]),
+    "universal: step gone": ("universal", Z1, damage.remove("zero/back.weight/step.pt"), "MismatchError", ["back.weight", "step"]),
+    # DeepSpeed's converter scrambles these; the saved config tells, and where it does not, the values do
+    "universal: round robin": ("universal", SCRAMBLED, in_each(), "UnsupportedError", ["round_robin"]),
+    "universal: unknown config": ("universal", SCRAMBLED, UNKNOWN_CONFIG, "DamagedError", ["masters", "check_shards"]),
+}  # fmt: skip
+
+
+def elastic(**section: Any) -> Setup:
+    return Setup(1, config=(("elastic_checkpoint", section),))
+
+
+def batch(**sizes: int) -> Setup:
+    return Setup(1, config=(*sizes.items(), ("elastic_checkpoint", {"on_batch_size_change": "error"})))
+
+
+#: Run and checkpoint, the live engine and how it is asked, the kind of error, and what it says.
+UNFIT: dict[str, tuple[str, str, dict[str, Any], str, Words]] = {
+    "wider model": ("native", Z1, {"model": "WiderLM"}, "MismatchError", ["shape", "hidden", "29", "31"]),
+    "wider model, not strict": ("native", Z1, {"model": "WiderLM", "arguments": {"load_module_strict": False}}, "MismatchError", ["31"]),
+    "a parameter more": ("native", Z1, {"model": "RicherLM"}, "MismatchError", ["newcomer", "load_module_strict=False"]),
+    "a parameter fewer": ("native", Z1, {"model": "PoorerLM"}, "MismatchError", ["never_used", "load_module_strict=False"]),
+    "untied now": ("native", Z1, {"model": "UntiedLM"}, "MismatchError", ["head.weight", "embedding.weight", "tied"]),
+    "unknown config key": ("native", Z1, {"setup": elastic(trust_pickel=True)}, "ConfigError", ["trust_pickel", "trust_pickle"]),
+    "bad config value": ("native", Z1, {"setup": elastic(mode="always")}, "ConfigError", ["mode"]),
+    "a tag that is not there": ("native", Z1, {"arguments": {"tag": "step9"}}, "NotFoundError", ["step9", "step4"]),
+    "another optimizer": ("native", Z1, {"setup": Setup(1, optimizer="sgd")}, "MismatchError", ["SGD", "exp_avg_sq"]),
+    "states of another optimizer": ("another optimizer", "z1-fp32-sgd-dp2", {}, "MismatchError", ["momentum_buffer"]),
+    "Adam for AdamW": ("native", Z1, {"setup": Setup(1, optimizer="adam")}, "MismatchError", ["weight decay", "AdamW"]),
+    "nameless states": ("whole", "z0-fp32-adamw-dp2", {"setup": Setup(1, groups="one")}, "MismatchError", ["without names", "[4, 4]", "[8]"]),
+    "batch size": ("native", Z1, {"setup": batch(train_batch_size=24, train_micro_batch_size_per_gpu=8)}, "MismatchError", ["12 samples", "is 24", '"train_batch_size": 12', "on_batch_size_change"]),
+    "micro-batches": ("native", Z1, {"setup": batch(train_micro_batch_size_per_gpu=2)}, "MismatchError", ["1 micro-batches", "2 of 2"]),
+    "two renamed to one": ("native", Z1, {"setup": elastic(rename=[["^(hidden|back).weight", "same.weight"]])}, "MismatchError", ["hidden.weight", "back.weight", "same.weight"]),
+    "bad pattern": ("native", Z1, {"setup": elastic(rename=[["(unclosed", ""]])}, "ConfigError", ["rename", "(unclosed"]),
+    "bad replacement": ("native", Z1, {"setup": elastic(rename=[["a", "\\2"]])}, "ConfigError", ["rename", "invalid group reference"]),
+    "another variant": ("native", Z1, {"setup": Setup(1, optimizer="adamw_amsgrad")}, "MismatchError", ["max_exp_avg_sq"]),
+    "legacy elastic": ("legacy", "z1-fp32-adamw-elastic_checkpoint-dp2", {}, "UnsupportedError", ["elastic_checkpoint"]),
+    "custom_load_fn at another topology": ("native", Z1, {"custom_load_fn": True}, "UnsupportedError", ["custom_load_fn"]),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def refusals(
+    launch: Launch, others: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[Refused]]:
+    """By name: how a ZeRO-2 and a ZeRO-3 engine of three ranks, or the one that a case asks for, refuses it."""
     cases = []
-    damages: list[tuple[str, str, float | None, str, list[str]]] = [
-        ("state file gone", "zero/hidden.weight/exp_avg.pt", None, "DamagedError", ["hidden.weight", "exp_avg"]),
-        ("state file truncated", "zero/back.weight/fp32.pt", 0.5, "DamagedError", ["back.weight"]),
-        ("step gone", "zero/back.weight/step.pt", None, "MismatchError", ["back.weight", "step"]),
-    ]
-    for number, (name, path, kept, error, says) in enumerate(damages):
-        copy = tmp_path / f"universal{number}"
-        shutil.copytree(universal / Z1, copy)
-        file = copy / "step4_universal" / path
-        if kept is None:
-            file.unlink()
-        else:
-            file.write_bytes(file.read_bytes()[: int(file.stat().st_size * kept)])
-        cases.append({"name": name, "folder": str(copy), "error": error, "says": says})
-    return cases + round_robin_cases(universal, tmp_path)
+    for name, (run, source, apply, *_) in DAMAGED.items():
+        copy = tmp_path_factory.mktemp("damaged") / "copy"
+        shutil.copytree(others[run] / source, copy)
+        apply.apply(copy, others) if isinstance(apply, FromRun) else apply(copy)
+        cases.append({"name": name, "folder": str(copy)})
+    for name, (run, source, live, *_) in UNFIT.items():
+        cases.append({"name": name, "folder": str(others[run] / source), **live})
+    found: dict[str, list[Refused]] = {}
+    for setup in (Setup(2), Setup(3)):
+        for refused in launch(3, "refusal_jobs.refuse", [{"setup": setup, **case} for case in cases]):
+            found.setdefault(refused.case["name"], []).append(refused)
+    return found
 
 
-def round_robin_cases(universal: Path, tmp_path: Path) -> list[dict[str, Any]]:
-    """DeepSpeed's converter scrambles these; the saved config tells, and where it does not, the values do."""
-    scrambled = universal / f"{Setup(2, zero=ROUND_ROBIN).name}-dp2"
-    unknown = tmp_path / "unknown config"
-    shutil.copytree(scrambled, unknown)
-    damage.edit(MODEL, lambda tree: tree.update(ds_config="/home/user/zero2.json"))(unknown)
-    return [
-        {"name": "round robin", "folder": str(scrambled), "error": "UnsupportedError", "says": ["round_robin"]},
-        {"name": "unknown", "folder": str(unknown), "error": "DamagedError", "says": ["masters", "check_shards"]},
-    ]
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damage_is_named_on_all_ranks_and_nothing_changes(name: str, refusals: dict[str, list[Refused]]) -> None:
+    *_, error, words = DAMAGED[name]
+    for refused in refusals[name]:
+        (text,) = refused.texts
+        assert error in refused.kinds, text
+        assert [word for word in words if word not in text] == [], text
+        assert refused.changed == set()
 
 
-def live_cases(native: Path, others: dict[str, Path]) -> list[dict[str, Any]]:
-    whole = str(native / Z1)
-
-    def case(name: str, error: str, says: list[str], **more: Any) -> dict[str, Any]:
-        return {"name": name, "folder": whole, "error": error, "says": says, **more}
-
-    def config(**section: Any) -> dict[str, Any]:
-        return Setup(1, config=(("elastic_checkpoint", section),)).as_json()
-
-    def batch(**sizes: int) -> dict[str, Any]:
-        section = ("elastic_checkpoint", {"on_batch_size_change": "error"})
-        return Setup(1, config=(*sizes.items(), section)).as_json()
-
-    return [
-        case("wider model", "MismatchError", ["shape", "hidden", "29", "31"], model="WiderLM"),
-        case("wider model, not strict", "MismatchError", ["31"], model="WiderLM", arguments={"load_module_strict": False}),
-        case("a parameter more", "MismatchError", ["newcomer", "load_module_strict=False"], model="RicherLM"),
-        case("a parameter fewer", "MismatchError", ["never_used", "load_module_strict=False"], model="PoorerLM"),
-        case("untied now", "MismatchError", ["head.weight", "embedding.weight", "tied"], model="UntiedLM"),
-        case("unknown config key", "ConfigError", ["trust_pickel", "trust_pickle"], setup=config(trust_pickel=True)),
-        case("bad config value", "ConfigError", ["mode"], setup=config(mode="always")),
-        case("a tag that is not there", "NotFoundError", ["step9", "step4"], arguments={"tag": "step9"}),
-        case("another optimizer", "MismatchError", ["SGD", "exp_avg_sq"], setup=Setup(1, optimizer="sgd").as_json()),
-        case("states of another optimizer", "MismatchError", ["momentum_buffer"], folder=str(others["sgd"] / "z1-fp32-sgd-dp2")),
-        case("Adam for AdamW", "MismatchError", ["weight decay", "AdamW"], setup=Setup(1, optimizer="adam").as_json()),
-        case("nameless states", "MismatchError", ["without names", "[4, 4]", "[8]"], folder=str(others["whole"] / "z0-fp32-adamw-dp2"), setup=Setup(1, groups="one").as_json()),
-        case("whole, but no optimizer", "DamagedError", ["optim_states", "missing"], folder=str(others["stripped"])),
-        case("batch size", "MismatchError", ["12 samples", "is 24", '"train_batch_size": 12', "on_batch_size_change"], setup=batch(train_batch_size=24, train_micro_batch_size_per_gpu=8)),
-        case("micro-batches", "MismatchError", ["1 micro-batches", "2 of 2"], setup=batch(train_micro_batch_size_per_gpu=2)),
-        case("two renamed to one", "MismatchError", ["hidden.weight", "back.weight", "same.weight"], setup=config(rename=[["^(hidden|back).weight", "same.weight"]])),
-        case("bad pattern", "ConfigError", ["rename", "(unclosed"], setup=config(rename=[["(unclosed", ""]])),
-        case("bad replacement", "ConfigError", ["rename", "invalid group reference"], setup=config(rename=[["a", "\\2"]])),
-        case("another variant", "MismatchError", ["max_exp_avg_sq"], setup=Setup(1, optimizer="adamw_amsgrad").as_json()),
-        case("legacy elastic", "UnsupportedError", ["elastic_checkpoint"], folder=str(others["legacy"] / "z1-fp32-adamw-elastic_checkpoint-dp2")),
-        case("custom_load_fn at another topology", "UnsupportedError", ["custom_load_fn"], arguments={"custom_load_fn": 1}),
-    ]  # fmt: skip
-
-
-def test_what_deepspeeds_own_loader_would_get_wrong_is_not_left_to_it(
-    launch: Launch, native: Path, others: dict[str, Path]
+@pytest.mark.parametrize("name", UNFIT)
+def test_an_engine_that_does_not_fit_is_refused_on_all_ranks_and_stays_as_it_was(
+    name: str, refusals: dict[str, list[Refused]]
 ) -> None:
-    """At the saved topology, by an optimizer that only DeepSpeed knows: it gives masters and states by position."""
-    diary, adamw = str(others["sgd"] / "z1-fp32-diary-dp2"), str(native / Z1)
+    *_, error, words = UNFIT[name]
+    for refused in refusals[name]:
+        (text,) = refused.texts
+        assert error in refused.kinds, text
+        assert [word for word in words if word not in text] == [], text
+        assert refused.changed == set()
 
-    def case(name: str, folder: str, setup: Setup, **more: Any) -> dict[str, Any]:
-        values = {"name": name, "folder": folder, "setup": setup.as_json(), "error": "UnsupportedError"}
-        return {**values, "says": [setup.optimizer], **more}
 
-    renaming = (("elastic_checkpoint", {"rename": [["^hidden", "hidden"]]}),)
-    launch(
-        2,
-        "refusal_jobs.refuse",
-        {
-            "cases": [
-                case("groups in another order", diary, Setup(1, optimizer="diary", groups="reversed")),
-                case("round robin now", diary, Setup(1, optimizer="diary", zero=ROUND_ROBIN)),
-                case("another precision", diary, Setup(1, "bf16", optimizer="diary")),
-                case("renames", diary, Setup(1, optimizer="diary", config=renaming)),
-                case("not strict", diary, Setup(1, optimizer="diary"), arguments={"load_module_strict": False}),
-                case("states of AdamW", adamw, Setup(1, optimizer="radam"), error="MismatchError", says=["RAdam"]),
-            ]
-        },
-    )
+DIARY = {"setup": Setup(1, optimizer="diary")}
+#: What an optimizer that only DeepSpeed knows asks for at the saved topology; the kind of error, and what it names.
+LEFT: dict[str, tuple[str, str, dict[str, Any], str, str]] = {
+    "groups in another order": ("another optimizer", "diary", {"setup": Setup(1, optimizer="diary", groups="reversed")}, "UnsupportedError", "diary"),
+    "round robin now": ("another optimizer", "diary", {"setup": Setup(1, optimizer="diary", zero=ROUND_ROBIN)}, "UnsupportedError", "diary"),
+    "another precision": ("another optimizer", "diary", {"setup": Setup(1, "bf16", optimizer="diary")}, "UnsupportedError", "diary"),
+    "renames": ("another optimizer", "diary", {"setup": Setup(1, optimizer="diary", config=elastic(rename=[["^hidden", "hidden"]]).config)}, "UnsupportedError", "diary"),
+    "not strict": ("another optimizer", "diary", {**DIARY, "arguments": {"load_module_strict": False}}, "UnsupportedError", "diary"),
+    "states of AdamW": ("native", "adamw", {"setup": Setup(1, optimizer="radam")}, "MismatchError", "RAdam"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def left(launch: Launch, others: dict[str, Path]) -> dict[str, Refused]:
+    """By name, all cases of :data:`LEFT` on two ranks."""
+    cases = [
+        {"name": name, "folder": str(others[run] / f"z1-fp32-{saved}-dp2"), **live}
+        for name, (run, saved, live, *_) in LEFT.items()
+    ]
+    return {refused.case["name"]: refused for refused in launch(2, "refusal_jobs.refuse", cases)}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_deepspeeds_own_loader_would_get_wrong_is_not_left_to_it(name: str, left: dict[str, Refused]) -> None:
+    """It gives masters and states by position."""
+    *_, error, named = LEFT[name]
+    (text,) = left[name].texts
+    assert error in left[name].kinds and named in text
+    assert left[name].changed == set()
 
 
 def test_a_disk_that_fails_while_reading_is_an_error_on_all_ranks(launch: Launch, native: Path) -> None:
-    launch(2, "refusal_jobs.break_reading", {"setup": Setup(2).as_json(), "folder": str(native / Z1)})
+    arguments = {"setup": Setup(2), "folder": str(native / Z1)}
+    for found in launch(2, "refusal_jobs.break_reading", arguments):
+        (text,) = found.refused.texts
+        assert "PartialLoadError" in found.refused.kinds
+        assert "must not be trained or saved" in text and "Input/output error" in text
+        assert found.differences == {}, "loaded again"
 
 
 def test_ranks_that_ask_for_different_things_get_the_same_error(launch: Launch, native: Path) -> None:
-    launch(2, "refusal_jobs.diverge", {"setup": Setup(2).as_json(), "folder": str(native / Z1)}, timeout=100)
+    arguments = {"setup": Setup(2), "folder": str(native / Z1)}
+    found = launch(2, "refusal_jobs.diverge", arguments, timeout=100)
+    asked = ["load_dir", "load_dir", "tag", "tag", "load_module_only", "mode"]
+    for refused, name in zip(found, asked, strict=True):
+        (text,) = refused.texts
+        assert "ConfigError" in refused.kinds, text
+        assert name in text and "rank 1" in text
+        assert refused.changed == set()
 
 
 def test_a_scheduler_that_fails_on_one_rank_is_taken_back_on_all(launch: Launch, native: Path) -> None:
-    launch(2, "refusal_jobs.bad_scheduler", {"setup": Setup(2).as_json(), "folder": str(native / Z3)})
+    (found,) = launch(2, "refusal_jobs.bad_scheduler", {"setup": Setup(2), "folder": str(native / Z3)})
+    (text,) = found.refused.texts
+    assert "lr scheduler" in text and "a key that this scheduler wants" in text
+    assert found.refused.changed == set()
+    assert found.step == 4, "without load_lr_scheduler_states it loads"
 
 
 def test_weights_alone_load_under_any_optimizer(launch: Launch, native: Path) -> None:
-    launch(3, "weights_alone", {"setup": Setup(3, optimizer="sgd").as_json(), "folder": str(native / Z1)})
+    for load in launch(3, "weights_only", [{"setup": Setup(3, optimizer="sgd"), "folder": str(native / Z1)}]):
+        assert load.differences == {}, load.where

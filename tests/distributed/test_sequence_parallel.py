@@ -14,13 +14,11 @@ from tests.distributed.conftest import Launch
 from tests.distributed.launch import environment
 from tests.distributed.model import Setup
 
-Z0, Z1, Z2, Z3 = (Setup(stage, "bf16").as_json() for stage in range(4))
-
 
 def case(world: int, kind: str, sp: int, stage: int) -> dict[str, Any]:
     """A run that saves: of so many ranks, with sequence-parallel groups of ``sp``."""
     name = f"{kind}{sp}-z{stage}-n{world}"
-    return {"name": name, "kind": kind, "sp": sp, "setup": (Z0, Z1, Z2, Z3)[stage], "data": world // sp, "stage": stage}
+    return {"name": name, "kind": kind, "sp": sp, "setup": Setup(stage, "bf16"), "data": world // sp}
 
 
 SAVED = {
@@ -43,11 +41,11 @@ def saved(launch: Launch, extensions_dir: str, tmp_path_factory: pytest.TempPath
     return folder
 
 
-def sources(saved: Path, names: list[str] | None = None) -> list[dict[str, Any]]:
+def sources(saved: Path) -> list[dict[str, Any]]:
     """Native ones, and the universal ones beside them."""
     every = {case["name"]: case for cases in SAVED.values() for case in cases}
     found = []
-    for name in names or [*every, *(f"{name}-u" for name in CONVERTED)]:
+    for name in [*every, *(f"{name}-u" for name in CONVERTED)]:
         base = every[name.removesuffix("-u")]
         form = "universal" if name.endswith("-u") else "native"
         found.append({**base, "name": name, "format": form, "truth": str(saved / base["name"])})
@@ -71,20 +69,43 @@ def sources(saved: Path, names: list[str] | None = None) -> list[dict[str, Any]]
 def test_every_source_loads_at_any_sequence_and_data_parallel_degree_and_stage(
     world: int, kind: str, sp: int, stage: int, saved: Path, launch: Launch
 ) -> None:
-    target = {**case(world, kind, sp, stage), "sources": sources(saved)}
-    launch(world, "sequence_jobs.load", {"folder": str(saved), "cases": [target]})
+    arguments = {"folder": str(saved), "case": case(world, kind, sp, stage), "sources": sources(saved)}
+    data = world // sp
+    loads = launch(world, "sequence_jobs.load", arguments)
+    for number, load in enumerate(loads):
+        source, report = load.case, load.report
+        assert load.format == source["format"] and load.differences == {}, load.where
+        assert (report.sequence.degree, report.source.sequence.degree) == (sp, source["sp"]), load.where
+        assert report.sequence.data_degree(report.dp) == data, load.where
+        assert report.source.sequence.data_degree(report.source.dp) == source["data"], load.where
+        assert not any("batch" in note for note in report.notes), report.notes
+        # random states are each rank's own where each saved a file that belongs to one rank here
+        rank = number // (len(loads) // world)
+        per_rank = source["format"] == "native" and source["setup"].stage == 3 and data == source["data"]
+        own = [rank // sp, rank % sp if sp == source["sp"] else 0]
+        assert load.client_state["rng"] == (own if per_rank else [0, 0]), load.where
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_what_loads_without_elastic_loading_loads_with_it(world: int, saved: Path, launch: Launch) -> None:
-    launch(world, "sequence_jobs.same_as_deepspeed", {"folder": str(saved), "cases": SAVED[world]})
+    for found in launch(world, "sequence_jobs.same_as_deepspeed", {"folder": str(saved), "cases": SAVED[world]}):
+        assert [case for case, differences in found.items() if differences] == [], found
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_saves_of_a_mesh_in_zero_3_are_warned_of_and_refused_with_what_happened(
     world: int, tmp_path: Path, launch: Launch
 ) -> None:
-    launch(world, "sequence_jobs.incomplete", {"folder": str(tmp_path)})
+    for found in launch(world, "sequence_jobs.incomplete", {"folder": str(tmp_path)}):
+        warned = [line for line in found.made if f"into {world} partitions and saves {world // 2}" in line]
+        assert len(warned) == (found.rank == 0), found.made
+        for refused in found.refusals:
+            (text,) = refused.texts
+            assert "DamagedError" in refused.kinds and refused.changed == set()
+            assert f"saved {world // 2} of {world} ZeRO-3 partitions" in text
+            assert "nothing can bring it back" in text and "parallel_state_sp" in text
+        assert any("may be damaged" in line for line in found.made_below_zero3) == (found.rank == 0)
+        assert not any("incomplete" in line for line in found.made_by_mpu)
 
 
 def test_the_command_line_names_the_degrees(saved: Path, extensions_dir: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -152,41 +153,54 @@ def hyperparameters(engine: Any) -> list[dict[str, Any]]:
     ]
 
 
-def assert_equal(engine: Any, truth: dict[str, Any], where: str) -> None:
-    """The engine holds exactly ``truth``, its weights and buffers in its own precision. Collective."""
+def differences(engine: Any, truth: dict[str, Any]) -> dict[str, str]:
+    """What of an engine is not exactly ``truth``, with weights and buffers in its own precision. Collective."""
     keys = sorted({key for _, key in truth["states"]})
     if keys:
         relink(engine)
     now = gather(engine, keys)
-    assert now["masters"].keys() == truth["masters"].keys(), where
-    assert truth["states"].keys() <= now["states"].keys(), where
-    for key in now["states"].keys() - truth["states"].keys():
-        assert not now["states"][key].any(), f"{where}: {key} was not in the checkpoint and is not zero"
-    for kind in ("masters", "states", "weights", "buffers"):
-        for key, original in truth[kind].items():
-            found = now[kind][key]
-            derived = truth["masters"].get(key, original) if kind == "weights" else original
-            expected = derived.to(found.dtype) if kind in ("weights", "buffers") else derived
-            assert found.dtype == expected.dtype, f"{where}: dtype of {kind} {key}: {found.dtype} {expected.dtype}"
-            assert torch.equal(found, expected), f"{where}: {kind} {key} differs by {(found - expected).abs().max()}"
-    for kind in ("steps", "groups", "counters", "scheduler"):
-        assert now[kind] == truth[kind], f"{where}: {kind}: {now[kind]} instead of {truth[kind]}"
+    kinds = ("masters", "states", "weights", "buffers", "steps", "groups", "counters", "scheduler")
+    expected = {kind: truth[kind] for kind in kinds}
+    expected["weights"] = truth["weights"] | truth["masters"]
+    # of what the checkpoint has not, a live state is zero
+    new = {key: torch.zeros_like(value) for key, value in now["states"].items() if key not in truth["states"]}
+    expected["states"] = truth["states"] | new
     was, is_now = truth.get("scale"), now["scale"]
     if was and is_now and was["dynamic"] == is_now["dynamic"]:
-        assert was == is_now, f"{where}: loss scale {is_now} instead of {was}"
-    counts = [state.get("step") for state in base_of(engine).state.values()]
-    held = [id(count) for count in counts if torch.is_tensor(count)]
-    assert len(held) == len(set(held)), f"{where}: flat tensors share one step tensor"
+        expected["scale"] = was
+    found = compare(now, expected)
+    counts = [id(state["step"]) for state in base_of(engine).state.values() if torch.is_tensor(state.get("step"))]
+    return found | ({"step": "flat tensors share one tensor"} if len(counts) > len(set(counts)) else {})
 
 
-def fingerprint(engine: Any) -> dict[str, str]:
-    """Hashes of everything that a load could touch on this rank: to prove that a refused load touched nothing."""
+def compare(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, str]:
+    """By kind and name, what of ``expected`` was not found. Expected weights and buffers get the dtypes of those found."""
+    wrong: dict[str, str] = {}
+    for kind, values in expected.items():
+        here = found[kind]
+        if kind not in ("masters", "states", "weights", "buffers"):
+            wrong |= {} if here == values else {kind: f"{here} instead of {values}"}
+            continue
+        if here.keys() != values.keys():
+            wrong[kind] = f"not on both sides: {sorted(map(str, here.keys() ^ values.keys()))}"
+        for key in here.keys() & values.keys():
+            value, wanted = here[key], values[key]
+            wanted = wanted.to(value.dtype) if kind in ("weights", "buffers") else wanted
+            if (value.dtype, value.shape) != (wanted.dtype, wanted.shape):
+                wrong[f"{kind} {key}"] = f"{value.dtype} {value.shape} instead of {wanted.dtype} {wanted.shape}"
+            elif not torch.equal(value, wanted):
+                wrong[f"{kind} {key}"] = f"off by {(value - wanted).abs().max()}"
+    return wrong
+
+
+def fingerprint(engine: Any, skipped: Sequence[str] = ()) -> dict[str, str]:
+    """Hashes of everything that a load could touch on this rank, but for the states named in ``skipped``."""
     optimizer = engine.optimizer
     return {
         "weights": _digest(list(engine.module.state_dict().values())),
         "partitions": _digest([getattr(p, "ds_tensor", p) for p in engine.module.parameters()]),
         "masters": _digest(_flats(optimizer)),
-        "states": _digest([value for flat in _flats(optimizer) for value in _state_values(optimizer, flat)]),
+        "states": _digest([value for flat in _flats(optimizer) for value in _state_values(optimizer, flat, skipped)]),
         "groups": repr([{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]),
         "scheduler": repr(engine.lr_scheduler.state_dict()),
         "counters": repr((engine.global_steps, engine.global_samples, engine.skipped_steps, engine.micro_steps)),
@@ -204,9 +218,9 @@ def _flats(optimizer: Any) -> list[torch.Tensor]:
     return [param for group in base.param_groups for param in group["params"]]
 
 
-def _state_values(optimizer: Any, flat: torch.Tensor) -> list[Any]:
+def _state_values(optimizer: Any, flat: torch.Tensor, skipped: Sequence[str]) -> list[Any]:
     state = getattr(optimizer, "optimizer", optimizer).state.get(flat, {})
-    return [state[key] for key in sorted(state)]
+    return [state[key] for key in sorted(state) if key not in skipped]
 
 
 def _digest(values: list[Any]) -> str:
@@ -217,10 +231,3 @@ def _digest(values: list[Any]) -> str:
         else:
             digest.update(repr(value).encode())
     return digest.hexdigest()
-
-
-def agree(value: Any) -> None:
-    """Every rank holds the same value. Collective."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
-    assert all(other == everyone[0] for other in everyone), everyone

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-import logging
 import os
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -27,6 +25,7 @@ from torch import nn
 
 import elastic_ckpt
 from tests.distributed import model as models
+from tests.distributed.facts import log_lines
 from tests.distributed.model import GLOBAL_BATCH, PRECISIONS, VOCABULARY, Setup, batch, build_optimizer, close
 from tests.distributed.truth import base_of
 
@@ -149,7 +148,7 @@ def train(cell: dict[str, Any], engine: Any, first: int, last: int, pending: int
     return losses
 
 
-def held(cell: dict[str, Any], engine: Any) -> dict[str, dict[str, Any]]:
+def state_of(cell: dict[str, Any], engine: Any) -> dict[str, dict[str, Any]]:
     """All that this rank holds: no collective, so that looking changes nothing."""
     optimizer, base = engine.optimizer, base_of(engine)
     flats = getattr(optimizer, "fp32_partitioned_groups_flat", None)
@@ -217,21 +216,7 @@ def differences(expected: dict[str, dict[str, Any]], found: dict[str, dict[str, 
     return wrong
 
 
-@contextlib.contextmanager
-def log_lines() -> Iterator[list[str]]:
-    """What elastic_ckpt logs meanwhile on this rank, INFO left out."""
-    lines: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("elastic_ckpt")
-    logger.addHandler(handler)
-    try:
-        yield lines
-    finally:
-        logger.removeHandler(handler)
-
-
-def said(error: BaseException) -> str:
+def text_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error)[:1500]}"
 
 
@@ -244,7 +229,7 @@ def save(cell: dict[str, Any], folder: str) -> dict[str, dict[str, Any]]:
             for _ in range(3):
                 next(sampler)
         train(cell, engine, 0, SAVE_AT, cell["pending"])
-        truth = held(cell, engine)
+        truth = state_of(cell, engine)
         engine.save_checkpoint(
             folder,
             tag="4",
@@ -263,7 +248,7 @@ def load(cell: dict[str, Any], folder: str, arguments: dict[str, Any], ours: boo
         train(cell, engine, 60, 60 + cell["trained"])
         where = {"load_dir": Path(folder), "tag": 4} if cell["path"] else {"load_dir": folder, "tag": "4"}
         path, client = engine.load_checkpoint(**where, **arguments)
-        now: dict[str, Any] = held(cell, engine)
+        now: dict[str, Any] = state_of(cell, engine)
         now["client"] = {key: value for key, value in (client or {}).items() if key not in NOT_HANDED_OUT}
         now["path"] = {"": path}
         now["losses"] = dict(enumerate(train(cell, engine, SAVE_AT, CONTINUE_TO)))
@@ -281,14 +266,14 @@ def run_cell(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     try:
         truth = save(cell, folder)
     except Exception as error:
-        return {**result, "a": {"save": said(error)}}
+        return {**result, "a": {"save": text_of(error)}}
     for arguments in cell["loads"]:
         loaded: dict[str, Any] = {}
         for name, ours in (("a", False), ("b", True)):
             try:
                 loaded[name] = load(cell, folder, arguments, ours)
             except Exception as error:
-                result[name] |= {"load": said(error)}
+                result[name] |= {"load": text_of(error)}
                 continue
             if not arguments:
                 own = loaded[name]["held"]
@@ -302,8 +287,8 @@ def run_cell(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     return result
 
 
-def matrix(arguments: dict[str, Any]) -> None:
-    """Run all cells; rank 0 writes down by cell what any rank found."""
+def matrix(arguments: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """Run all cells; by cell, what any rank found."""
     results: dict[str, Any] = {}
     rank = dist.get_rank()
     os.environ |= {"CROSS_SIZE": "1", "CROSS_RANK": "0"}  # of DeepSpeed's launcher, for "writer"
@@ -323,9 +308,7 @@ def matrix(arguments: dict[str, Any]) -> None:
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
         results[cell["name"]] = united(everyone)
-    if rank == 0:
-        with open(arguments["result"], "w", encoding="utf-8") as stream:
-            json.dump(results, stream)
+    return [results] if rank == 0 else None
 
 
 def united(everyone: list[dict[str, Any]]) -> dict[str, Any]:

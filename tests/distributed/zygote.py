@@ -1,6 +1,6 @@
 """``python -m tests.distributed.zygote``: forks test processes that have torch and DeepSpeed imported already.
 
-Reads requests from standard input, one JSON object a line, and answers each with one. A test suite of many short
+Reads requests from standard input, one JSON object a line, and answers each with exit codes. A test suite of many short
 distributed jobs would otherwise spend most of its time on imports. The process itself starts no thread and never
 touches torch beyond importing it, so its children start from a clean state.
 """
@@ -12,10 +12,13 @@ import gc
 import importlib
 import json
 import os
+import pickle
 import signal
 import sys
 import time
 import traceback
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import cpuinfo
@@ -37,9 +40,8 @@ def serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
         request = json.loads(line)
-        _import_for(request["argv"][0])
-        codes = run(request["ranks"], request["argv"], request["timeout"])
-        answers.write(json.dumps(codes) + "\n")
+        _import_for(request["job"])
+        answers.write(json.dumps(run(**request)) + "\n")
         answers.flush()
 
 
@@ -57,9 +59,9 @@ def _import_for(job: str) -> None:
         gc.freeze()
 
 
-def run(ranks: list[dict[str, Any]], argv: list[str], timeout: float) -> list[int | None]:
+def run(ranks: list[dict[str, Any]], job: str, arguments: str, timeout: float) -> list[int | None]:
     """Fork a process for each rank and wait for all; exit codes, ``None`` where one had to be ended at the time limit."""
-    pids = [_fork(rank["env"], rank["log"], argv) for rank in ranks]
+    pids = [_fork(rank, job, arguments) for rank in ranks]
     codes: dict[int, int] = {}
     limit = time.monotonic() + timeout
     while len(codes) < len(pids) and time.monotonic() < limit:
@@ -74,31 +76,29 @@ def run(ranks: list[dict[str, Any]], argv: list[str], timeout: float) -> list[in
     return [codes.get(pid) for pid in pids]
 
 
-def _fork(env: dict[str, str], log: str, argv: list[str]) -> int:
+def _fork(rank: dict[str, Any], job: str, arguments: str) -> int:
     pid = os.fork()
     if pid:
         return pid
     os.setsid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # no orphans where the test run is ended
-    stream = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    stream = os.open(rank["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(stream, 1)
     os.dup2(stream, 2)
-    os.environ.update(env)
-    sys.argv = [jobs.__file__, *argv]
+    os.environ.update(rank["env"])
+    sys.argv = [jobs.__file__, job]
     code = 1
     try:
-        module, colon, function = argv[0].partition(":")
-        if colon:
-            getattr(sys.modules[module], function)(json.loads(argv[1]))
-        else:
-            jobs.main()
+        module, colon, function = job.partition(":")
+        work = getattr(sys.modules[module], function) if colon else partial(jobs.run, job)
+        Path(rank["facts"]).write_bytes(pickle.dumps(work(pickle.loads(bytes.fromhex(arguments)))))
         code = 0
     except BaseException:  # the end of this process, whatever it was
         traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)
+        os._exit(code)  # threads of gloo now and then abort the interpreter's teardown
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def assert_trains_on(before: Job, after: Job, rel: float = 2e-6) -> None:
         assert found[step] == pytest.approx(expected[step], rel=rel), step
 
 
-def assert_told_once(
+def assert_reported_once(
     job: Job, saved_dp: int, now_dp: int, loads: int = 1, *, saved_sp: int = 1, now_sp: int = 1
 ) -> None:
     """One rank printed one report for each load, with the right data- and sequence-parallel degrees."""

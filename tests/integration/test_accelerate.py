@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.integration.comparing import REFUSAL, assert_restored, assert_told_once, assert_trains_on
+from tests.integration.comparing import REFUSAL, assert_reported_once, assert_restored, assert_trains_on
 from tests.integration.conftest import Run
 
 SCRIPT = "accelerate_loop.py"
@@ -17,7 +17,7 @@ def test_load_state_restores_exactly(stage: str, ranks: int, saved: Run, run: Ru
     assert (folder / "latest").read_text() == "pytorch_model"
     resumed = run(ranks, SCRIPT, "--stage", stage, "--resume_from", str(folder), "--elastic")
     assert_restored(before.holds("saved-3"), resumed.holds("loaded"))
-    assert_told_once(resumed, 2, ranks)
+    assert_reported_once(resumed, 2, ranks)
     assert_trains_on(before, resumed)
 
 

@@ -6,9 +6,9 @@ import pytest
 
 from tests.integration.comparing import (
     REFUSAL,
+    assert_reported_once,
     assert_restored,
     assert_same_tensors,
-    assert_told_once,
     assert_trains_on,
 )
 from tests.integration.conftest import Run
@@ -44,7 +44,7 @@ def test_trainer_resumes_exactly_on(arguments: tuple[str, ...], ranks: int, save
         names = {name for name in held["weights"] if "lora" not in name}
         assert names and not names & held["masters"].keys(), "the base is frozen"
     assert_restored(held, resumed.holds("loaded"))
-    assert_told_once(resumed, 2, ranks)
+    assert_reported_once(resumed, 2, ranks)
     assert_trains_on(before, resumed)
 
 
@@ -56,7 +56,7 @@ def test_eight_bit_states_of_cut_blocks_move_by_one_quantization_at_most(saved: 
     assert held["eight_bit"]
     assert_restored(held, loaded, exact_states=False)
     assert "quantized anew, values changed by at most 0.703 %" in " ".join(loaded["report"].replace("│", "").split())
-    assert_told_once(resumed, 2, 3)
+    assert_reported_once(resumed, 2, 3)
     assert_trains_on(before, resumed, rel=1e-4)
 
 
@@ -77,7 +77,7 @@ def test_the_best_model_may_be_one_that_other_ranks_saved(run: Run) -> None:
     held, best = before.holds("saved-3"), resumed.holds("best")
     for kind in ("masters", "weights", "states"):
         assert_same_tensors(held[kind], best[kind])
-    assert_told_once(resumed, 2, 3, loads=2)
+    assert_reported_once(resumed, 2, 3, loads=2)
 
 
 @pytest.mark.parametrize("arguments", [Z2, (*Z3, OF_DEEPSPEED)], ids=["ZeRO-2", "ZeRO-3"])

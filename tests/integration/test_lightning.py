@@ -7,9 +7,9 @@ import torch
 
 from tests.integration.comparing import (
     REFUSAL,
+    assert_reported_once,
     assert_restored,
     assert_same_tensors,
-    assert_told_once,
     assert_trains_on,
 )
 from tests.integration.conftest import Run
@@ -23,7 +23,7 @@ def test_fit_resumes_exactly(saved_stage: str, stage: str, ranks: int, saved: Ru
     folder = before.output / "step=3.ckpt"
     resumed = run(ranks, SCRIPT, "--stage", stage, "--ckpt_path", str(folder), elastic=True)
     assert_restored(before.holds("saved-3"), resumed.holds("loaded"))
-    assert_told_once(resumed, 2, ranks)
+    assert_reported_once(resumed, 2, ranks)
     assert_trains_on(before, resumed)
 
 
@@ -40,7 +40,7 @@ def test_evaluation_takes_the_weights_without_an_optimizer(
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
     masters = before.holds("saved-3")["masters"]
     assert_same_tensors({name: master.to(dtype) for name, master in masters.items()}, held["weights"])
-    assert_told_once(evaluated, 2, ranks)
+    assert_reported_once(evaluated, 2, ranks)
 
 
 def test_without_elastic_ckpt_fit_fails(saved: Run, run: Run) -> None:

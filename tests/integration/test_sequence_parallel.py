@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.integration.comparing import assert_restored, assert_same_tensors, assert_told_once, assert_trains_on
+from tests.integration.comparing import assert_reported_once, assert_restored, assert_same_tensors, assert_trains_on
 from tests.integration.conftest import Job, Run
 
 SCRIPT = "trainer.py"
@@ -48,7 +48,7 @@ def test_trainer_resumes_exactly_at_another_sequence_parallel_degree(
     held, loaded = before.holds("saved-3"), resumed.holds("loaded")
     assert held["counters"] == (3, 3 * 12, 0), "12 samples in each step, whoever shares them"
     assert_restored(held, loaded)
-    assert_told_once(resumed, saved[0] // saved[1], now[0] // now[1], saved_sp=saved[1], now_sp=now[1])
+    assert_reported_once(resumed, saved[0] // saved[1], now[0] // now[1], saved_sp=saved[1], now_sp=now[1])
     assert "batch" not in loaded["report"], "the global batch is the same"
     assert_trains_on(before, resumed)
 
@@ -64,7 +64,7 @@ def test_the_same_topology_resumes_with_elastic_ckpt_as_without(
     for job in (without, resumed):
         assert_restored(before.holds("saved-3"), job.holds("loaded"))
         assert_trains_on(before, job, rel=0)
-    assert_told_once(resumed, 2, 2, saved_sp=2, now_sp=2)
+    assert_reported_once(resumed, 2, 2, saved_sp=2, now_sp=2)
     for kind in ("masters", "weights", "states"):
         assert_same_tensors(without.holds("saved-6")[kind], resumed.holds("saved-6")[kind])
 
@@ -78,5 +78,5 @@ def test_load_state_restores_exactly_at_another_sequence_parallel_degree(
     arguments = ("--stage", stage, "--sp", str(now[1]), "--resume_from", str(before.output / "step_3"))
     resumed = run(now[0], script, *arguments, "--elastic")
     assert_restored(before.holds("saved-3"), resumed.holds("loaded"))
-    assert_told_once(resumed, saved[0] // saved[1], now[0] // now[1], saved_sp=saved[1], now_sp=now[1])
+    assert_reported_once(resumed, saved[0] // saved[1], now[0] // now[1], saved_sp=saved[1], now_sp=now[1])
     assert_trains_on(before, resumed)

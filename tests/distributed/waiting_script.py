@@ -15,9 +15,9 @@ from typing import Any
 from tests.distributed.launch import REPO, end_with_parent
 
 #: The step in front of which to wait.
-HOLD_AT = "ELASTIC_CKPT_TEST_HOLD_AT"
-#: A folder: ``held`` appears in it when the wait begins, ``stop`` ends it.
-HOLD_IN = "ELASTIC_CKPT_TEST_HOLD_IN"
+WAIT_AT = "ELASTIC_CKPT_TEST_WAIT_AT"
+#: A folder: ``waiting`` appears in it when the wait begins, ``stop`` ends it.
+WAIT_IN = "ELASTIC_CKPT_TEST_WAIT_IN"
 
 
 def load_demo() -> Any:
@@ -34,17 +34,17 @@ def main() -> None:
     demo = load_demo()
     train_step = demo.train_step
 
-    def held_step(engine: Any, text: Any, step: int) -> float:
-        if step == int(os.environ.get(HOLD_AT, "0")):
-            folder = Path(os.environ[HOLD_IN])
-            (folder / "held").touch()
+    def step_after_waiting(engine: Any, text: Any, step: int) -> float:
+        if step == int(os.environ.get(WAIT_AT, "0")):
+            folder = Path(os.environ[WAIT_IN])
+            (folder / "waiting").touch()
             limit = time.monotonic() + 120
             while not (folder / "stop").exists():
-                assert time.monotonic() < limit, "held for two minutes"
+                assert time.monotonic() < limit, "waiting for two minutes"
                 time.sleep(0.05)
         return train_step(engine, text, step)
 
-    demo.train_step = held_step
+    demo.train_step = step_after_waiting
     demo.main()
     sys.stdout.flush()
     sys.stderr.flush()

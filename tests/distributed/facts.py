@@ -1,0 +1,123 @@
+"""What jobs find out and return to the tests, which say what it has to be."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from elastic_ckpt.errors import ElasticCkptError
+from elastic_ckpt.report import LoadReport
+from tests.distributed.truth import fingerprint
+
+OWN_LOADER = "elastic_ckpt leaves this load to DeepSpeed's own loader: "
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A load on one rank.
+
+    Attributes:
+        case: what the test asked for.
+        where: rank, source and target, for the test's messages.
+        report: of the load; ``None`` where DeepSpeed's own loader ran.
+        differences: what is not bit-equal to what was saved, by kind and name, and how.
+        loss_gap: the largest difference between a loss of the run that goes on and of the uninterrupted one; 0 where
+            the run does not go on.
+        client_state: what the load returned.
+        lines: what elastic_ckpt logged on this rank, from warnings up.
+    """
+
+    case: Any
+    where: str
+    report: LoadReport | None
+    differences: dict[str, str]
+    loss_gap: float = 0.0
+    client_state: dict[str, Any] = field(default_factory=dict)
+    lines: Sequence[str] = ()
+
+    @property
+    def format(self) -> str:
+        """Of the checkpoint, as the report names it."""
+        return self.report.source.format if self.report else "left to DeepSpeed"
+
+    @property
+    def text(self) -> str:
+        """The report on one line, without its frame."""
+        return " ".join(str(self.report).replace("│", " ").split())
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A load that was tried on all ranks.
+
+    Attributes:
+        case: what the test asked for.
+        kinds: class and base classes of the error, by name; empty: there was none.
+        texts: the errors of all ranks, which should be one.
+        changed: what of the engine is not as before, on any rank.
+        lines: what elastic_ckpt logged, from warnings up.
+    """
+
+    case: Any
+    kinds: tuple[str, ...]
+    texts: frozenset[str]
+    changed: frozenset[str]
+    lines: tuple[str, ...]
+
+
+def attempt(case: Any, engine: Any, load: Callable[[], Any], skipped: Sequence[str] = ()) -> Refused:
+    """Try a load; what is left of elastic_ckpt's errors and of the engine. Collective.
+
+    Args:
+        case: noted in the facts.
+        engine: the live engine.
+        load: raises the error.
+        skipped: states that are not looked at.
+    """
+    before = fingerprint(engine, skipped)
+    kinds, text = (), "loaded without an error"
+    with log_lines() as lines:
+        try:
+            load()
+        except ElasticCkptError as error:
+            kinds = tuple(kind.__name__ for kind in type(error).__mro__)
+            text = f"{type(error).__name__}: {error}"
+    after = fingerprint(engine, skipped)
+    changed = {part for part in before if before[part] != after[part]}
+    changed |= {"report"} if kinds and engine.elastic_report is not None else set()
+    everyone = on_all_ranks((text, changed, lines))
+    texts, changes, logs = zip(*everyone, strict=True)
+    return Refused(
+        case, kinds, frozenset(texts), frozenset().union(*changes), tuple(line for log in logs for line in log)
+    )
+
+
+def loss_gap(losses: Sequence[float], truth: Any) -> float:
+    """How far losses are from those of the uninterrupted run."""
+    return max(abs(a - b) for a, b in zip(losses, truth["losses"], strict=True))
+
+
+def on_all_ranks(item: Any) -> list[Any]:
+    """What each rank has. Collective."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, item)
+    return everyone
+
+
+@contextlib.contextmanager
+def log_lines() -> Iterator[list[str]]:
+    """What elastic_ckpt logs meanwhile on this rank, from warnings up."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("elastic_ckpt")
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
