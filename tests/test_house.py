@@ -60,3 +60,49 @@ def test_each_command_says_of_itself_what_the_list_says(name: str) -> None:
     assert inspect.getdoc(callback).splitlines()[0] == COMMANDS[name]
     result = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "200"})
     assert result.exit_code == 0 and "Example:" in result.output
+
+
+#: Tests of what no unit test imports: by test, the modules that it covers through what others do with them.
+COVERED_BY = {
+    "test_run.py": "__main__",
+    "cli/test_plan.py": "cli/plan_view",
+    "distributed/test_cli_convert.py": "cli/convert tools/conversion/run formats/universal_files",
+    "distributed/test_cli_diff.py": "cli/diff",
+    "distributed/test_cli_inspect.py": "cli/inspect",
+    "distributed/test_cli_verify.py": "cli/verify",
+    "distributed/test_exotic.py": "formats/features",
+    "distributed/test_fallback.py": "load/own_files load/saved_whole",
+    "distributed/test_matrix.py": "engines/adapter engines/zero12 formats/native formats/partitioned formats/universal "
+    "formats/zero12 formats/zero3",
+    "distributed/test_offload.py": "formats/swapped",
+    "distributed/test_parallel.py": "engines/coordinates megatron",
+    "planning/test_planner.py": "planning/parts planning/optimizer_kinds planning/saved_state_checks",
+    "sharding/test_resolve.py": "sharding/refusals",
+}
+
+
+def test_every_module_has_a_test() -> None:
+    """One of its name, a unit test that imports it or the package that it is of, or the one that is named above."""
+    tests = PACKAGE.parent / "tests"
+    imported: set[str] = set()
+    for path in tests.rglob("test_*.py"):
+        if path.parent.name not in ("distributed", "integration"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ImportFrom) and node.module:
+                    imported |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    named = {module for modules in COVERED_BY.values() for module in modules.split()}
+    without = []
+    for path in PACKAGE.rglob("*.py"):
+        module = path.relative_to(PACKAGE).with_suffix("")
+        names = {".".join(("elastic_ckpt", *module.parts))}
+        if len(module.parts) > 2:  # rooms of tools/ are tested through what their package exports
+            names.add(".".join(("elastic_ckpt", *module.parts[:-1])))
+        if (
+            path.stem != "__init__"
+            and not (tests / module.parent / f"test_{path.name}").exists()
+            and not names & imported
+        ):
+            without.append(str(module))
+    assert sorted(set(without) - named) == [], "add a test, or name the one that covers it"
+    assert sorted(named - set(without)) == [], "gone, or have tests of their own by now"
+    assert [name for name in COVERED_BY if not (tests / name).exists()] == []
