@@ -28,8 +28,7 @@ def load(cases: list[dict[str, Any]]) -> list[Loaded]:
             dtype = getattr(torch, case[kind])
             truth[kind] = {key: value.to(dtype).to(now[kind][key].dtype) for key, value in truth[kind].items()}
         truth["weights"] = truth["weights"] | now["masters"]
-        flats = [param for group in oracle.base_of(engine).param_groups for param in group["params"]]
-        now["dtypes"] = {str(flat.dtype) for flat in flats}
+        now["dtypes"] = {str(flat.dtype) for flat in oracle.flats(engine.optimizer)}
         now["state dtypes"] = {str(state[key].dtype) for state in oracle.base_of(engine).state.values() for key in keys}
         truth |= {"dtypes": {f"torch.{case['masters']}"}, "state dtypes": {f"torch.{case['states']}"}}
         compared = (

@@ -199,8 +199,8 @@ def fingerprint(engine: Any, skipped: Sequence[str] = ()) -> dict[str, str]:
     return {
         "weights": _digest(list(engine.module.state_dict().values())),
         "partitions": _digest([getattr(p, "ds_tensor", p) for p in engine.module.parameters()]),
-        "masters": _digest(_flats(optimizer)),
-        "states": _digest([value for flat in _flats(optimizer) for value in _state_values(optimizer, flat, skipped)]),
+        "masters": _digest(flats(optimizer)),
+        "states": _digest([value for flat in flats(optimizer) for value in _state_values(optimizer, flat, skipped)]),
         "groups": repr([{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]),
         "scheduler": repr(engine.lr_scheduler.state_dict()),
         "counters": repr((engine.global_steps, engine.global_samples, engine.skipped_steps, engine.micro_steps)),
@@ -211,7 +211,8 @@ def fingerprint(engine: Any, skipped: Sequence[str] = ()) -> dict[str, str]:
     }
 
 
-def _flats(optimizer: Any) -> list[torch.Tensor]:
+def flats(optimizer: Any) -> list[torch.Tensor]:
+    """What the user's optimizer steps: masters with ZeRO, parameters without."""
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
         return list(optimizer.fp32_partitioned_groups_flat)
     base = getattr(optimizer, "optimizer", optimizer)
