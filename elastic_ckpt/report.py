@@ -106,10 +106,7 @@ class LoadReport:
 
     def as_dict(self) -> dict[str, Any]:
         """The report as plain containers, for JSON."""
-        report = asdict(self)
-        for fact in _ONLY_PLANNED:
-            del report["source"][fact]
-        return report
+        return asdict(self) | {"source": source_dict(self.source)}
 
     def as_json(self) -> str:
         """The report as JSON text."""
@@ -143,6 +140,11 @@ class LoadReport:
         with console.capture() as capture:
             console.print(self.table())
         return capture.get()
+
+
+def source_dict(source: SourceFacts) -> dict[str, Any]:
+    """Where a checkpoint comes from as plain containers, without what matters to planning alone."""
+    return {key: value for key, value in asdict(source).items() if key not in _ONLY_PLANNED}
 
 
 def title(role: str) -> str:

@@ -14,6 +14,7 @@ from rich.table import Table
 from elastic_ckpt.cli.output import size, table
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, SourceFacts
 from elastic_ckpt.core.read_plan import LoadPlan
+from elastic_ckpt.report import source_dict
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
 from elastic_ckpt.tools.virtual.forecast import Memory, RankForecast, Survey, nodes_of, reading_time, spread
 
@@ -42,7 +43,7 @@ def document(job: VirtualJob, found: Survey, name: str, in_detail: bool) -> Mapp
     ranks, most, run = found.ranks, found.heaviest, found.run
     made: dict[str, Any] = {
         "name": name,
-        "source": dataclasses.asdict(job.metadata.source) | {"files": len(job.metadata.files)},
+        "source": source_dict(job.metadata.source) | {"files": len(job.metadata.files)},
         "target": dataclasses.asdict(job.topology) | {"ranks": job.topology.ranks, "offload": run.offload},
         "precision": {"weights": run.weights, "gradients": run.gradients},
         "ranks_planned": len(ranks),
