@@ -16,14 +16,13 @@ from elastic_ckpt.core.local_state import (
     Fragment,
     LiveGroup,
     LocalState,
-    ModelLayout,
-    RankCoordinates,
     WholeTensor,
 )
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
 from elastic_ckpt.core.read_plan import LoadPlan, ReadPlan, Slot
 from elastic_ckpt.distributed import can_broadcast
 from elastic_ckpt.engines.compat import base_optimizer, has_optimizer
+from elastic_ckpt.engines.coordinates import model_of
 from elastic_ckpt.engines.optimizers import StateSchema, Stepped, dtype_name
 
 #: Executes a plan, or a part of one: reads into a tensor for each of its slots.
@@ -61,7 +60,7 @@ class EngineAdapter(ABC):
         members: Params,
         dp_group: Any,
     ) -> None:
-        self.module = engine.module
+        self._engine = engine
         self.param_names: Mapping[torch.nn.Parameter, str] = engine.param_names
         self.optimizer = engine.optimizer
         self.has_optimizer = has_optimizer(engine)
@@ -73,8 +72,8 @@ class EngineAdapter(ABC):
         self.groups = groups
         self.members = members
         self.dp_group = dp_group
-        saved = self.module.state_dict(keep_vars=True)
-        named_buffers = self.module.named_buffers(remove_duplicate=False)
+        saved = engine.module.state_dict(keep_vars=True)
+        named_buffers = engine.module.named_buffers(remove_duplicate=False)
         #: Persistent buffers of the module, by the name they have in its state dict.
         self.buffers = {name: buffer for name, buffer in named_buffers if name in saved}
         owned = {id(param) for params in members for param in params}
@@ -126,10 +125,7 @@ class EngineAdapter(ABC):
                 LiveGroup(self._names_of(params), self._hyperparameters(number))
                 for number, params in enumerate(self.numbered())
             ),
-            model=ModelLayout(
-                RankCoordinates(dist.get_world_size(group=self.dp_group), dist.get_rank(group=self.dp_group)),
-                ties=self._ties(),
-            ),
+            model=model_of(self._engine, dist.get_world_size(group=self.dp_group), dist.get_rank(group=self.dp_group)),
         )
 
     def stepped(self, flat: int) -> Stepped:
@@ -160,14 +156,6 @@ class EngineAdapter(ABC):
         if self.schema.decoupled is not None:
             group["decoupled_weight_decay"] = self.schema.decoupled
         return group
-
-    def _ties(self) -> dict[str, tuple[str, ...]]:
-        """Parameter -> the other names that the module has for it."""
-        names: dict[int, list[str]] = {}
-        for name, param in self.module.named_parameters(remove_duplicate=False):
-            names.setdefault(id(param), []).append(name)
-        found = {name: names.get(id(param), []) for param, name in self.param_names.items()}
-        return {name: tuple(other for other in every if other != name) for name, every in found.items() if every[1:]}
 
     def fill(self, plan: LoadPlan, read: ReadPart) -> Mapping[int, torch.Tensor]:
         """Have every slot of the plan read into live memory, allocated where the engine has none yet. Local.

@@ -8,7 +8,7 @@ what AutoTP records on parameters (``ds_autotp_universal_checkpoint_meta``).
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from deepspeed.utils.bwc import (
 )
 
 from elastic_ckpt.core.declared import split_of_affine
-from elastic_ckpt.core.local_state import LiveLayout, LocalState, ModelLayout, RankCoordinates
+from elastic_ckpt.core.local_state import LiveLayout, ModelLayout, RankCoordinates
 from elastic_ckpt.core.sequence import SequenceParallel
 from elastic_ckpt.core.strided import TPLayout
 from elastic_ckpt.core.tp_rules import CannotSplit
@@ -32,17 +32,52 @@ from elastic_ckpt.errors import UnsupportedError
 
 #: Elements of a buffer whose values are compared: a rank's own bounds and offsets are small.
 _MOST_COMPARED = 1 << 16
-#: What ranks exchange: the coordinates of one, and its shard of each parameter and buffer.
-RankLayouts = tuple[RankCoordinates, Mapping[str, LiveLayout]]
 
 
-def coordinates_of(engine: Any, partitioned: RankCoordinates) -> RankCoordinates:
-    """The coordinates of this rank; ``partitioned``: among the ranks that ZeRO partitions over.
+def model_of(engine: Any, dp: int, dp_rank: int) -> ModelLayout:
+    """The live model, as far as this rank knows it: with its own shapes alone.
+
+    Args:
+        engine: the live engine.
+        dp, dp_rank: number of ranks that ZeRO partitions over, and this rank's among them.
 
     Raises:
         UnsupportedError: pipeline parallelism that is not DeepSpeed's.
     """
-    dp, dp_rank = partitioned.dp, partitioned.dp_rank
+    coordinates = _coordinates_of(engine, dp, dp_rank)
+    return ModelLayout(coordinates, _layouts_of(engine, with_values=coordinates.tp > 1), ties=_ties_of(engine))
+
+
+def model_of_all(mine: ModelLayout, everybody: Sequence[ModelLayout]) -> ModelLayout:
+    """The live model with the shapes of all ranks of this one's stage, and the names of all stages.
+
+    Args:
+        mine: from :func:`model_of`.
+        everybody: those of all ranks; none are needed without tensor and pipeline parallelism.
+    """
+    here, layouts = mine.coordinates, mine.layouts
+    stage = [
+        other
+        for other in everybody
+        if (other.coordinates.pp_rank, other.coordinates.dp_rank) == (here.pp_rank, here.dp_rank)
+    ]
+    stage.sort(key=lambda other: other.coordinates.tp_rank)
+    elsewhere = {name for other in everybody for name in other.layouts} - set(layouts)
+    if len(stage) > 1:
+        layouts = {
+            name: _of_stage(layout, [other.layouts[name] for other in stage if name in other.layouts])
+            for name, layout in layouts.items()
+        }
+    return replace(mine, layouts=layouts, elsewhere=frozenset(elsewhere))
+
+
+def _of_stage(mine: LiveLayout, shards: Sequence[LiveLayout]) -> LiveLayout:
+    """A layout with the shapes and values of all tensor-parallel ranks, in their order."""
+    shapes = tuple(shard.shapes[0] for shard in shards)
+    return replace(mine, shapes=shapes, values=tuple(value for shard in shards for value in shard.values))
+
+
+def _coordinates_of(engine: Any, dp: int, dp_rank: int) -> RankCoordinates:
     if isinstance(engine, PipelineEngine):
         grid = engine.grid
         tp, tp_rank = grid.get_slice_parallel_world_size(), grid.get_slice_parallel_rank()
@@ -78,38 +113,19 @@ def sequence_of(engine: Any, dp: int) -> tuple[SequenceParallel, int]:
     return SequenceParallel(degree, partitioned, strided), groups._get_sequence_parallel_rank()
 
 
-def with_coordinates(local_state: LocalState, mine: RankLayouts, everybody: Sequence[RankLayouts]) -> LocalState:
-    """Local state with this rank's coordinates, and how the ranks of its stage hold parameters and buffers.
-
-    Args:
-        local_state: what this rank's engine holds.
-        mine: this rank's coordinates and layouts.
-        everybody: those of all ranks; without tensor and pipeline parallelism, this one's are enough.
-    """
-    here, layouts = mine
-    stage = [each for each in everybody if (each[0].pp_rank, each[0].dp_rank) == (here.pp_rank, here.dp_rank)]
-    stage.sort(key=lambda each: each[0].tp_rank)
-    elsewhere = {name for _, other in everybody for name in other} - set(layouts)
-    if len(stage) > 1:
-        layouts = {
-            name: _of_stage(layout, [shards[name] for _, shards in stage if name in shards])
-            for name, layout in layouts.items()
-        }
-    return replace(local_state, model=ModelLayout(here, layouts, frozenset(elsewhere), local_state.model.ties))
+def _ties_of(engine: Any) -> dict[str, tuple[str, ...]]:
+    """Parameter -> the other names that the module has for it."""
+    names: dict[int, list[str]] = {}
+    for name, param in engine.module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    found = {name: names.get(id(param), []) for param, name in engine.param_names.items()}
+    return {name: tuple(other for other in every if other != name) for name, every in found.items() if every[1:]}
 
 
-def _of_stage(mine: LiveLayout, shards: Sequence[LiveLayout]) -> LiveLayout:
-    """A layout with the shapes and values of all tensor-parallel ranks, in their order."""
-    shapes = tuple(shard.shapes[0] for shard in shards)
-    return replace(mine, shapes=shapes, values=tuple(value for shard in shards for value in shard.values))
-
-
-def layouts_of(engine: Any, with_values: bool) -> dict[str, LiveLayout]:
+def _layouts_of(engine: Any, with_values: bool) -> dict[str, LiveLayout]:
     """Every parameter by DeepSpeed's name for it, and every buffer; each with this rank's shape alone.
 
-    Args:
-        engine: the live engine.
-        with_values: whether to add checksums of small buffers, which tensor-parallel ranks compare.
+    Checksums of small buffers (``with_values``) are what tensor-parallel ranks compare.
     """
     owners = {
         id(tensor): type(module).__module__

@@ -37,11 +37,11 @@ from elastic_ckpt.formats.detect import find_checkpoint
 from elastic_ckpt.load.execute import collector_off, execute_load
 from elastic_ckpt.load.fallback import deepspeed_loads_it_right, on_own_disks
 from elastic_ckpt.load.prepare import Clock, Prepared, prepare
+from elastic_ckpt.patches import unwrap, wrap
 from elastic_ckpt.patches.aligned_partitions import install_alignment, uninstall_alignment
 from elastic_ckpt.patches.pipeline_stages import install_pipe, uninstall_pipe
 
 logger = logging.getLogger(__name__)
-_ORIGINAL = "_elastic_ckpt_original"
 
 
 def install() -> None:
@@ -51,67 +51,31 @@ def install() -> None:
     call changes nothing.
     ``PipelineEngine`` inherits the patched method.
     """
-    original = DeepSpeedEngine.load_checkpoint
-    if hasattr(original, _ORIGINAL):
-        return
-    DeepSpeedEngine.load_checkpoint = _patched_load(original)
-    DeepSpeedEngine.__init__ = _patched_init(DeepSpeedEngine.__init__)
+    wrap(DeepSpeedEngine, "load_checkpoint", _load_checkpoint)
+    wrap(DeepSpeedEngine, "__init__", _initialize)
     DeepSpeedEngine.elastic_report = None
     install_alignment()
     install_pipe()
 
 
 def uninstall() -> None:
-    """Undo :func:`install`."""
-    patched = DeepSpeedEngine.load_checkpoint
-    original = getattr(patched, _ORIGINAL, None)
-    # functools.wraps copies our mark to a wrapper that somebody put around the patch: that one is not ours to remove
-    if original is not None and getattr(patched, "__wrapped__", None) is original:
-        DeepSpeedEngine.load_checkpoint = original
-        DeepSpeedEngine.__init__ = getattr(DeepSpeedEngine.__init__, _ORIGINAL, DeepSpeedEngine.__init__)
+    """Undo :func:`install`, unless somebody has put a wrapper around the patch."""
+    if unwrap(DeepSpeedEngine, "load_checkpoint"):
+        unwrap(DeepSpeedEngine, "__init__")
         del DeepSpeedEngine.elastic_report
         uninstall_alignment()
         uninstall_pipe()
 
 
-def _patched_init(original: Callable[..., None]) -> Callable[..., None]:
+def _initialize(original: Callable[..., None], engine: Any, *args: Any, **kwargs: Any) -> None:
     """``DeepSpeedEngine.__init__`` that warns of engines whose saves will be incomplete."""
-
-    @functools.wraps(original)
-    def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        warn_of_incomplete_saves(self)
-
-    setattr(initialize, _ORIGINAL, original)
-    return initialize
+    original(engine, *args, **kwargs)
+    warn_of_incomplete_saves(engine)
 
 
-def _patched_load(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def load_checkpoint(
-        self: Any,
-        load_dir: str,
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Any = None,
-    ) -> tuple[str | None, dict[str, Any] | None]:
-        arguments = LoadArguments(
-            load_dir,
-            tag,
-            load_module_strict,
-            load_optimizer_states,
-            load_lr_scheduler_states,
-            load_module_only,
-            custom_load_fn,
-            has_optimizer(self),
-        )
-        return _load_or_delegate(self, arguments, functools.partial(original, self))
-
-    setattr(load_checkpoint, _ORIGINAL, original)
-    return load_checkpoint
+def _load_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
+    arguments = replace(LoadArguments(*args, **kwargs), has_optimizer=has_optimizer(engine))
+    return _load_or_delegate(engine, arguments, functools.partial(original, engine))
 
 
 def _load_or_delegate(engine: Any, arguments: LoadArguments, own: Callable[..., Any]) -> Any:

@@ -12,11 +12,11 @@ from typing import Any
 
 from elastic_ckpt import distributed
 from elastic_ckpt.config import ElasticConfig, state_options
-from elastic_ckpt.core.local_state import LocalState
+from elastic_ckpt.core.local_state import LocalState, ModelLayout
 from elastic_ckpt.core.read_plan import LoadPlan
 from elastic_ckpt.engines import EngineAdapter, select_adapter
 from elastic_ckpt.engines.checks import compare_batches, refuse_pending_gradients, warn_of_unscaled_gradients
-from elastic_ckpt.engines.coordinates import RankLayouts, coordinates_of, layouts_of, with_coordinates
+from elastic_ckpt.engines.coordinates import model_of_all
 from elastic_ckpt.engines.training_state import LoadArguments, restores_scheduler, restores_states
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.formats import READERS, Checkpoint, Found, MetadataOptions
@@ -123,20 +123,19 @@ def prepare(engine: Any, found: Found, arguments: LoadArguments, config: Elastic
 
 def _describe(engine: Any, arguments: LoadArguments) -> tuple[EngineAdapter, LocalState]:
     """The adapter of this rank's engine, and what it holds. Collective."""
-    described: list[tuple[EngineAdapter, LocalState, RankLayouts]] = []
+    described: list[tuple[EngineAdapter, LocalState]] = []
 
-    def describe() -> RankLayouts | None:
+    def describe() -> ModelLayout | None:
         adapter = select_adapter(engine, with_states=restores_states(arguments))
         refuse_pending_gradients(engine)
         local_state = adapter.local_state()
-        coordinates = coordinates_of(engine, local_state.model.coordinates)
-        mine = coordinates, layouts_of(engine, with_values=coordinates.tp > 1)
-        described.append((adapter, local_state, mine))
-        return mine if coordinates.tp * coordinates.pp > 1 else None
+        described.append((adapter, local_state))
+        coordinates = local_state.model.coordinates
+        return local_state.model if coordinates.tp * coordinates.pp > 1 else None
 
-    everybody = [other for other in distributed.all_gather("describe the live engine", describe) if other is not None]
-    adapter, local_state, mine = described[0]
-    return adapter, with_coordinates(local_state, mine, everybody or [mine])
+    everybody = [model for model in distributed.all_gather("describe the live engine", describe) if model is not None]
+    adapter, local_state = described[0]
+    return adapter, replace(local_state, model=model_of_all(local_state.model, everybody))
 
 
 def _metadata_options(local_state: LocalState, arguments: LoadArguments, config: ElasticConfig) -> MetadataOptions:

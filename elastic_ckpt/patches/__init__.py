@@ -1,4 +1,4 @@
-"""Opt-in patches of training, not of loading; and how a method of DeepSpeed is wrapped and unwrapped."""
+"""Opt-in patches of training, not of loading; and how methods of DeepSpeed are wrapped and unwrapped."""
 
 from __future__ import annotations
 
@@ -26,10 +26,12 @@ def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
     setattr(owner, name, wrapped)
 
 
-def unwrap(owner: Any, name: str) -> None:
-    """Undo :func:`wrap`, unless somebody has put a wrapper around ours."""
+def unwrap(owner: Any, name: str) -> bool:
+    """Undo :func:`wrap`, unless somebody has put a wrapper around ours; returns whether it was undone."""
     wrapped = getattr(owner, name)
     original = getattr(wrapped, _ORIGINAL, None)
     # functools.wraps copies our mark to a wrapper around ours: that one is not ours to remove
-    if original is not None and getattr(wrapped, "__wrapped__", None) is original:
-        setattr(owner, name, original)
+    if original is None or getattr(wrapped, "__wrapped__", None) is not original:
+        return False
+    setattr(owner, name, original)
+    return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 import elastic_ckpt
 from elastic_ckpt import distributed as ranks
 from elastic_ckpt.core.local_state import LocalState
-from elastic_ckpt.engines.coordinates import coordinates_of, layouts_of, with_coordinates
+from elastic_ckpt.engines.coordinates import model_of_all
 from elastic_ckpt.engines.select import select_adapter
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.tools.opened import config_of, load_options, open_folder
@@ -56,9 +57,8 @@ def both_sides(engine: Any, folder: str, stage: int, where: str, sub_group: int 
     """What a rank holds and reads in a load: by the live engine, and as ``plan`` foretells it."""
     adapter = select_adapter(engine, with_states=True)
     live = adapter.local_state()
-    coordinates = coordinates_of(engine, live.model.coordinates)
-    mine = coordinates, layouts_of(engine, with_values=coordinates.tp > 1)
-    live = with_coordinates(live, mine, ranks.all_gather("describe the rank", lambda: mine))
+    coordinates = live.model.coordinates
+    live = replace(live, model=model_of_all(live.model, ranks.all_gather("describe the rank", lambda: live.model)))
     config = config_of(None)
     metadata = open_folder(folder, None, config).checkpoint.metadata
     more = {} if sub_group is None else {"sub_group_numel": sub_group}
