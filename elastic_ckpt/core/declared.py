@@ -51,7 +51,7 @@ class Declared:
     """What a checkpoint declares, of all pipeline stages together.
 
     Attributes:
-        rules: (pattern, rule); the first whose pattern matches a name counts.
+        rules: the first whose pattern matches a name counts.
         affine: pattern -> recorded map of all ranks' shards.
         widths: pattern -> (dimension, per sub-parameter the size of each rank's part of it).
         unsupported: pattern -> why it has no layout that can be described.
@@ -59,7 +59,7 @@ class Declared:
         unreadable: what of it could not be understood, so that nothing of it is used; empty: all could.
     """
 
-    rules: tuple[tuple[str, Rule], ...] = ()
+    rules: tuple[Rule, ...] = ()
     affine: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     widths: Mapping[str, tuple[int, tuple[tuple[int, ...], ...]]] = field(default_factory=dict)
     unsupported: Mapping[str, str] = field(default_factory=dict)
@@ -67,9 +67,9 @@ class Declared:
     unreadable: str = ""
 
     def __or__(self, other: Declared) -> Declared:
-        known = {pattern for pattern, _ in self.rules}
+        known = {rule.pattern for rule in self.rules}
         return Declared(
-            self.rules + tuple(rule for rule in other.rules if rule[0] not in known),
+            self.rules + tuple(rule for rule in other.rules if rule.pattern not in known),
             {**other.affine, **self.affine},
             {**other.widths, **self.widths},
             {**other.unsupported, **self.unsupported},
@@ -85,7 +85,7 @@ class Declared:
         """
         if self.unreadable:
             raise CannotSplit(f"its universal_checkpoint_info cannot be understood: {self.unreadable}")
-        return next((rule for pattern, rule in self.rules if re.match(pattern, name)), None)
+        return next((rule for rule in self.rules if re.match(rule.pattern, name)), None)
 
     def is_recorded(self, name: str) -> bool:
         """Whether there is a recorded layout of its shards."""
@@ -139,15 +139,14 @@ def declared_by(info: Any) -> Declared:
 
 
 def _declared(info: Mapping[str, Any]) -> Declared:
-    rules = [(pattern, Rule(pattern=pattern, **kind)) for key, kind in _LISTS for pattern in _patterns(info.get(key))]
+    rules = [Rule(pattern=pattern, **kind) for key, kind in _LISTS for pattern in _patterns(info.get(key))]
     sub_params = _sub_param_rules(info)
-    dims = {pattern: rule.cut_dim for pattern, rule in sub_params}
-    widths = {
-        pattern: (dims[pattern], tuple(tuple(map(int, ranks)) for ranks in saved))
-        for pattern, saved in (info.get("sub_param_shard_widths") or {}).items()
-    }
-    if any(len(set(map(len, parts))) != 1 or not parts[0] for _, parts in widths.values()):
-        raise ValueError("sub_param_shard_widths of unequal length")
+    dims, widths = {rule.pattern: rule.cut_dim for rule in sub_params}, {}
+    for pattern, saved in (info.get("sub_param_shard_widths") or {}).items():
+        parts = tuple(tuple(map(int, ranks)) for ranks in saved)
+        if len(set(map(len, parts))) != 1 or not parts[0]:
+            raise ValueError("sub_param_shard_widths of unequal length")
+        widths[pattern] = dims[pattern], parts
     affine = info.get("affine_map") or {}
     if affine.get("version", _AFFINE_VERSION) != _AFFINE_VERSION:
         raise ValueError(f"affine_map of version {affine['version']}, of which only {_AFFINE_VERSION} is known")
@@ -172,7 +171,7 @@ def _patterns(values: Any) -> list[str]:
     return list(values or ())
 
 
-def _sub_param_rules(info: Mapping[str, Any]) -> list[tuple[str, Rule]]:
+def _sub_param_rules(info: Mapping[str, Any]) -> list[Rule]:
     """Fused parameters: relative widths of their parts; a lone number in the shape is how many equal ones there are."""
     rules = []
     for saved in info.get("parameter_with_sub_params") or ():
@@ -180,12 +179,13 @@ def _sub_param_rules(info: Mapping[str, Any]) -> list[tuple[str, Rule]]:
         dim = int(entry["partition_dim"])
         spec = entry["shape"][dim]
         widths = [int(width) for width in spec] if isinstance(spec, (list, tuple)) else [1] * int(spec)
-        rule: dict[str, Any] = {"kind": AMBIGUOUS, "dim": dim}
-        if not widths or min(widths) <= 0:
-            rule["ambiguous"] = f"the checkpoint declares sub-parameters of the widths {spec}, which say nothing"
+        if widths and min(widths) > 0:
+            relative = [width // math.gcd(*widths) for width in widths]
+            rule: dict[str, Any] = {"kind": COLUMN, "dim": dim, "sub_parameters": relative}
         else:
-            rule |= {"kind": COLUMN, "sub_parameters": [width // math.gcd(*widths) for width in widths]}
-        rules += [(pattern, Rule(pattern=pattern, **rule)) for pattern in _patterns(entry["patterns"])]
+            why = f"the checkpoint declares sub-parameters of the widths {spec}, which say nothing"
+            rule = {"kind": AMBIGUOUS, "dim": dim, "ambiguous": why}
+        rules += [Rule(pattern=pattern, **rule) for pattern in _patterns(entry["patterns"])]
     return rules
 
 

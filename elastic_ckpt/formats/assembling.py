@@ -17,13 +17,13 @@ from elastic_ckpt.formats.base import Found, MetadataOptions
 from elastic_ckpt.formats.features import refuse_features
 from elastic_ckpt.formats.grid import Grid, grid_of
 from elastic_ckpt.formats.layers import LayerShard, layer_tensors
-from elastic_ckpt.formats.legacy import LegacyShard, refuse_legacy
 from elastic_ckpt.formats.merging import merge_shards, merge_stages
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.partitioned import partitioned_metadata
 from elastic_ckpt.formats.same_save import with_progress_compared
 from elastic_ckpt.formats.shards import OptimizerShard, other_save_than_model
 from elastic_ckpt.formats.zero0 import unpartitioned_metadata, weights_alone
+from elastic_ckpt.formats.zero12 import LegacyShard, refuse_legacy
 
 #: What a file is of: (model-parallel rank, data-parallel rank, ``"model"`` or ``"optimizer"``), or (layer,
 #: tensor-parallel rank, ``"layer"``).

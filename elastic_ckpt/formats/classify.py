@@ -6,7 +6,6 @@ uncertain is *opaque*: it is refused by name, with the config line that settles 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -43,14 +42,9 @@ class Digest:
 
 @dataclass(frozen=True)
 class RankStates:
-    """What one rank saved for one flat partition.
+    """What one rank saved for one flat partition: its tensor states, and digests of the small ones.
 
-    Attributes:
-        path: its file.
-        numel: elements of the partition, padding included.
-        touched_numel: elements of all parameters that have some in it.
-        tensors: its tensor states.
-        digests: of the small ones.
+    ``numel`` counts the padding; ``touched_numel`` counts all elements of the parameters that have some in it.
     """
 
     path: str
@@ -58,13 +52,6 @@ class RankStates:
     touched_numel: int
     tensors: Mapping[str, TensorRef]
     digests: Mapping[str, Digest]
-
-    def rows(self, key: str) -> int | None:
-        """How many values a state has for each element; ``None``: it is not elementwise."""
-        shape = self.tensors[key].shape
-        if not 1 <= len(shape) <= 2 or shape[-1] != self.numel:
-            return None
-        return shape[0] or 1 if len(shape) == 2 else 1
 
 
 @dataclass(frozen=True)
@@ -101,7 +88,11 @@ def classify(ranks: Sequence[RankStates], options: StateOptions) -> dict[str, Sa
     codes = {key for key in COMPANIONS if key in tensors and tensors[key].dtype == "uint8"}
     companions = {companion for key in codes for companion in COMPANIONS[key]}
     kinds = {key: _kind_of_codes(ranks, key, options) for key in tensors if key in codes}
-    _refuse_declared_companions(ranks, companions, options)
+    for key in sorted(companions & tensors.keys()):  # they belong to their codes, but a map may be declared as such
+        word = options.schema.get(key, REPLICATED if key in options.non_shard_keys else None)
+        is_map = key.startswith("qmap")
+        if word is not None and not (is_map and word == REPLICATED):
+            raise _contradiction(ranks, key, word, "a quantization map" if is_map else "scales of 8-bit blocks")
     return kinds | {key: _kind(ranks, key, options) for key in tensors if key not in codes | companions}
 
 
@@ -130,17 +121,8 @@ def _kind_of_codes(ranks: Sequence[RankStates], key: str, options: StateOptions)
 def _block_numel(states: RankStates, scales_key: str, rows: int) -> int | None:
     """Elements in a block, by the number of scales; ``None``: the scales do not fit the codes."""
     scales = states.tensors.get(scales_key)
-    count = math.prod(scales.shape) if scales is not None and scales.dtype == "float32" else 0
+    count = scales.numel if scales is not None and scales.dtype == "float32" else 0
     return None if count % rows else block_numel_of(states.numel, count // rows)
-
-
-def _refuse_declared_companions(ranks: Sequence[RankStates], companions: set[str], options: StateOptions) -> None:
-    """Scales belong to their codes whatever is declared; a quantization map may be declared as what it is."""
-    for key in sorted(companions & ranks[0].tensors.keys()):
-        word = options.schema.get(key, REPLICATED if key in options.non_shard_keys else None)
-        is_map = key.startswith("qmap")
-        if word is not None and not (is_map and word == REPLICATED):
-            raise _contradiction(ranks, key, word, "a quantization map" if is_map else "scales of 8-bit blocks")
 
 
 def _kind(ranks: Sequence[RankStates], key: str, options: StateOptions) -> SavedKind:
@@ -181,7 +163,7 @@ def _by_shape(ranks: Sequence[RankStates], key: str, rows: int | None, options: 
 
 def _of_fixed_size(ranks: Sequence[RankStates], key: str, looks: str, options: StateOptions) -> SavedKind:
     """The kind of a state of one shape on all ranks that is not as long as the partition."""
-    if math.prod(ranks[0].tensors[key].shape) <= options.non_shard_max_numel:
+    if ranks[0].tensors[key].numel <= options.non_shard_max_numel:
         return SavedKind(REPLICATED, why=f'"non_shard_max_numel": {options.non_shard_max_numel}')
     if any(tensor.dtype in _CODES_DTYPES for tensor in ranks[0].tensors.values()):
         return SavedKind(OPAQUE, why=f"{looks}, beside 8-bit codes: it may be their scales")
@@ -193,8 +175,13 @@ def _of_fixed_size(ranks: Sequence[RankStates], key: str, looks: str, options: S
 
 def _rows(ranks: Sequence[RankStates], key: str) -> int | None:
     """How many values a state has for each element on all ranks; ``None``: it is not elementwise, or they differ."""
-    rows = {states.rows(key) for states in ranks}
-    return rows.pop() if len(rows) == 1 else None
+    found = set()
+    for states in ranks:
+        *leading, last = states.tensors[key].shape or (-1,)
+        if len(leading) > 1 or last != states.numel:
+            return None
+        found.add(leading[0] or 1 if leading else 1)
+    return found.pop() if len(found) == 1 else None
 
 
 def _same_shape(ranks: Sequence[RankStates], key: str) -> bool:

@@ -70,25 +70,18 @@ class StatedDegrees:
 
 
 def stated_degrees(tree: Mapping[str, Any], config: Mapping[str, Any], run: Mapping[str, Any]) -> StatedDegrees:
-    """What a model-states file states.
-
-    Args:
-        tree: its entries.
-        config: DeepSpeed config of the run; empty where it is not known.
-        run: its arguments (Megatron-DeepSpeed's ``args``), as far as they are plain values.
-    """
+    """What a model-states file with these entries states, with the run's DeepSpeed config and its arguments."""
     saved = tree.get("checkpoint_parallel_dimensions")
     saved = saved if isinstance(saved, Mapping) else {}
     tp, pp = positive_int(saved, "tp_degree"), positive_int(saved, "pp_degree")
     sequence = positive_int(config, "sequence_parallel_size")
     ranks, micro = positive_int(tree, "dp_world_size"), positive_int(config, "train_micro_batch_size_per_gpu") or 0
     steps, batch = positive_int(config, "gradient_accumulation_steps"), positive_int(config, "train_batch_size")
+    samples, counted = positive_int(tree, "global_samples"), positive_int(tree, "global_steps")
     possible: set[int] = set()
-    if batch is None:
-        samples, counted = positive_int(tree, "global_samples"), positive_int(tree, "global_steps")
-        if samples and counted and samples % counted == 0:
-            possible = {_sharing(ranks, samples // counted, micro * (steps or 1)) or 0} - {0}
-    elif ranks and micro and not steps:
+    if batch is None and samples and counted and samples % counted == 0:
+        possible = {_sharing(ranks, samples // counted, micro * (steps or 1)) or 0} - {0}
+    elif batch and ranks and micro and not steps:
         possible = {sp for sp in range(1, ranks + 1) if ranks % sp == 0 and batch % (micro * ranks // sp) == 0}
         possible = set() if 1 in possible else possible  # the batch alone does not speak for sequence parallelism
     return StatedDegrees(
@@ -106,13 +99,8 @@ def stated_degrees(tree: Mapping[str, Any], config: Mapping[str, Any], run: Mapp
 def _sharing(ranks: int | None, batch: int, rows: int) -> int | None:
     """How many ranks share their samples, if fewer than there are suffice for the batch; ``None``: none, or unknown.
 
-    A custom ``mpu`` need not record its degree anywhere. DeepSpeed insists on a batch of ``rows`` times the
-    data-parallel degree.
-
-    Args:
-        ranks: those that ZeRO partitions over.
-        batch: samples of one step.
-        rows: samples of one step on each rank.
+    A custom ``mpu`` need not record its degree anywhere. DeepSpeed insists on a ``batch`` of the data-parallel degree
+    times ``rows``, the samples of one step on each rank.
     """
     data, rest = divmod(batch, rows or 1)
     if not ranks or not rows or not data or rest or ranks % data or ranks == data:

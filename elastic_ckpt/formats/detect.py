@@ -24,8 +24,7 @@ def find_checkpoint(load_dir: str, tag: str | None, prefer_universal: bool, trus
     do, ``latest``; with ``prefer_universal`` the universal one, unless the native one has been trained further.
 
     Args:
-        load_dir: as given to ``load_checkpoint``.
-        tag: as given to ``load_checkpoint``.
+        load_dir, tag: as given to ``load_checkpoint``.
         prefer_universal: ``load_universal`` in the DeepSpeed config, or ``--universal-checkpoint``.
         trust_pickle: see :class:`elastic_ckpt.config.ElasticConfig`.
 
@@ -53,10 +52,8 @@ def find_checkpoint(load_dir: str, tag: str | None, prefer_universal: bool, trus
             broken = _no_such_tag(load_dir, f"the tag {named!r} that {os.path.join(load_dir, latest)} names", named)
             if latest == preferred:
                 raise broken
-    if not choices and broken is not None:
-        raise broken
-    if not choices and list_tags(load_dir):
-        raise _no_such_tag(load_dir, f"a file {LATEST!r} that names the tag to load", None)
+    if not choices and (broken is not None or list_tags(load_dir)):
+        raise broken or _no_such_tag(load_dir, f"a file {LATEST!r} that names the tag to load", None)
     if len(choices) == 2 and choices[0].folder != choices[1].folder:
         return _further(choices[0], choices[1], trust_pickle)
     return choices[0] if choices else None

@@ -22,10 +22,7 @@ from elastic_ckpt.formats.model_states import ModelShard
 class Grid:
     """Model-parallel ranks by pipeline stage, each stage's in tensor-parallel order.
 
-    Attributes:
-        stages: the ranks.
-        dp: ranks that ZeRO partitioned over.
-        sequence: how sequence parallelism divided those.
+    ZeRO partitioned over ``dp`` ranks of each, which sequence parallelism divided as ``sequence`` has it.
     """
 
     stages: tuple[tuple[int, ...], ...]
@@ -69,7 +66,7 @@ def grid_of(models: Mapping[int, ModelShard], folder: str, coordinates: RankCoor
 
     Args:
         models: by rank.
-        folder: of the files, for errors.
+        folder: of the files.
         coordinates: of this rank in the live topology, if there is one.
 
     Raises:

@@ -21,24 +21,14 @@ _TIED = re.compile(r"^tied_modules\.[^.]+\.")
 
 @dataclass(frozen=True)
 class LayerShard(SourceFile):
-    """What one layer's file says.
-
-    Attributes:
-        layer: number of the layer in the model.
-        tp_rank: tensor-parallel rank that saved it.
-        weights: entries with data, by name within the layer.
-    """
+    """What one layer's file says: its entries with data, by name within the layer; ``tp_rank`` saved it."""
 
     layer: int
     tp_rank: int
     weights: Mapping[str, TensorRef]
 
     def named(self, known: frozenset[str]) -> dict[str, TensorRef]:
-        """Its entries by their names in the model; of a tied layer, by those of the tied module.
-
-        Args:
-            known: names of parameters and buffers.
-        """
+        """Its entries by their names in the model, of which some are known; of a tied layer, by the tied module's."""
         tied: dict[str, str] = {}
         for name in sorted(known):
             if _TIED.match(name):
@@ -52,7 +42,7 @@ class LayerShard(SourceFile):
 
 
 def index_layer(file: PickledFile, layer: int, tp_rank: int) -> LayerShard:
-    """Sort out one layer's file."""
+    """Sort out the file of a layer of the model."""
     weights = {str(name): ref for name, ref in file.tree.items() if isinstance(ref, TensorRef)}
     return LayerShard(file.path, file.nbytes, layer, tp_rank, weights)
 
@@ -68,10 +58,10 @@ def layer_tensors(
 
     Args:
         metadata: of the optimizer's parameters; the files follow its own.
-        layers: all layers' files.
+        layers: of all tensor-parallel ranks.
         buffers: names of the module's buffers.
         tp: tensor-parallel degree.
-        live_names: of the live model: of tied modules of which no optimizer owned anything, too.
+        live_names: of the live model: they name tied modules of which no optimizer owned anything.
     """
     known = frozenset(metadata.parameters) | buffers | live_names
     shards: dict[str, list[tuple[int, int, TensorRef]]] = {}

@@ -11,14 +11,13 @@ from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.formats.assembling import Assembled, Kind, assemble, missing_file
 from elastic_ckpt.formats.base import Checkpoint, Found, MetadataOptions, open_my_share, refuse_unsupported_folder
 from elastic_ckpt.formats.layers import LayerShard, index_layer
-from elastic_ckpt.formats.legacy import LegacyShard
 from elastic_ckpt.formats.model_states import ModelShard, index_model_states
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.same_save import spot_check
 from elastic_ckpt.formats.shards import OptimizerShard
 from elastic_ckpt.formats.training_state import TrainingStates, Wanted
 from elastic_ckpt.formats.zero3 import index_zero3
-from elastic_ckpt.formats.zero12 import index_zero12
+from elastic_ckpt.formats.zero12 import LegacyShard, index_zero12
 
 
 def read_native(found: Found, options: MetadataOptions) -> Checkpoint:

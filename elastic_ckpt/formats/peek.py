@@ -33,7 +33,7 @@ class Peeked:
     """One model-states file.
 
     Attributes:
-        training_state: counters, batch sizes, scheduler, and the loss scale if it is in this file.
+        training_state: with the loss scale, if it is in this file.
         config: DeepSpeed config of the run; ``None``: only its path was saved, or nothing.
         ds_version: DeepSpeed version; empty: not stated.
         degrees: parallel degrees of the run, as far as the file states them and the number of files bears them out.

@@ -18,6 +18,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 from typing import Any
@@ -52,6 +53,7 @@ _MEGATRON_ENUMS = (
 )
 
 
+@dataclass(unsafe_hash=True)
 class ForeignEnum:
     """A member of an enum of Megatron, where the job has not imported it: data alone.
 
@@ -59,14 +61,10 @@ class ForeignEnum:
         member: its value, or its name, whichever the pickle has.
     """
 
-    def __init__(self, member: Any) -> None:
-        self.member = member if isinstance(member, (int, str)) else None
+    member: Any
 
-    def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and vars(other) == vars(self)
-
-    def __hash__(self) -> int:
-        return hash((type(self), self.member))
+    def __post_init__(self) -> None:
+        self.member = self.member if isinstance(self.member, (int, str)) else None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.member!r})"

@@ -53,11 +53,8 @@ def config_section(file: PickledFile, key: str) -> Mapping[str, Any]:
 
 
 def run_arguments(saved: Any, folder: str) -> dict[str, Any]:
-    """Plain values of a saved ``args`` (Megatron's namespace, gpt-neox's dict), and of the configuration beside it.
-
-    Args:
-        saved: the entry ``args`` of a model-states file.
-        folder: the file's.
+    """Plain values of the saved entry ``args`` (Megatron's namespace, gpt-neox's dict), and of the configuration beside
+    it.
     """
     values = vars(saved) if isinstance(saved, Namespace) else saved
     if not isinstance(values, Mapping):
@@ -73,11 +70,10 @@ def _neox_options(folder: str) -> dict[str, Any]:
 
     An option on which files disagree is unknown: files of several models may have been released together.
     """
-    paths = _config_files(folder)
-    read = [_read_options(path) for path in paths]
-    options: dict[str, Any] = {} if not paths or None in read else dict(_NEOX_DEFAULTS)
+    read = [_read_options(path) for path in _config_files(folder)]
+    options: dict[str, Any] = {} if not read or None in read else dict(_NEOX_DEFAULTS)
     known = [each for each in read if each is not None]
-    for key in {key for each in known for key in each}:
+    for key in set().union(*known):
         values = [each[key] for each in known if key in each]
         options.pop(key, None)
         if len(set(map(repr, values))) == 1:

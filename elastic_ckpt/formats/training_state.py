@@ -31,11 +31,7 @@ Wanted = tuple[int, bytes | None]
 class TrainingStates:
     """Gives each rank the training state in the model-states file that it wants, whichever rank opened that file.
 
-    Args:
-        files: what the files of the checkpoint come to.
-        kinds: what each file is of.
-        opened: the files that this rank opened.
-        coordinates: of this rank.
+    ``kinds`` has what each file is of, and ``opened`` those that this rank opened; ``coordinates`` are this rank's.
     """
 
     def __init__(
@@ -59,11 +55,7 @@ class TrainingStates:
         return position, distributed.pack(state) if state is not None and of_all else None
 
     def exchanged(self, everybody: Sequence[Wanted]) -> TrainingState:
-        """The training state that this rank wants. Collective where a rank still lacks its own.
-
-        Args:
-            everybody: by rank, what it wants.
-        """
+        """The training state that this rank wants, beside what all want. Collective where a rank lacks its own."""
         packed = {position: state for position, state in everybody if state is not None}
         lacking = {
             position
@@ -138,10 +130,7 @@ def _trained_in_fp16(file: PickledFile, loss_scale: LossScale | None) -> bool:
 
 
 def _batch_sizes(file: PickledFile, sequence: SequenceParallel) -> BatchSizes:
-    """Batch sizes as far as the saved config has them, completed as ``DeepSpeedConfig`` does.
-
-    See ``DeepSpeedConfig._set_batch_related_parameters``.
-    """
+    """Batch sizes of the saved config, completed as ``DeepSpeedConfig._set_batch_related_parameters`` does."""
     config = saved_config(file) or {}
     dp = sequence.data_degree(int(file.tree.get("dp_world_size") or 0))
     whole = positive_int(config, "train_batch_size")

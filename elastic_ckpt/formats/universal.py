@@ -174,7 +174,7 @@ def _build_metadata(
     whole, notes = _module_tensors(models, parameters, grid)
     builder.tensors |= whole
     builder.notes += notes if optimizer is not None else [*notes, _NO_OPTIMIZER_FILE]
-    declared = Declared(tuple((f"^{item.rule.pattern}$", item.rule) for item in states if item.rule is not None))
+    declared = Declared(tuple(item.rule for item in states if item.rule is not None))
     for model in models:
         declared = declared | model.declared
     most = max((saved.group for saved in parameters.values()), default=0) + 1

@@ -105,7 +105,7 @@ def _rule_of(name: str, tree: Any) -> Rule | None:
     means nothing."""
     if not isinstance(tree, dict):
         return None
-    pattern = re.escape(name)
+    pattern = f"^{re.escape(name)}$"
     if tree.get("vocab_tensor") or "vocab_divisibility_padding_tensor" in tree:
         return Rule(pattern=pattern, kind=VOCABULARY)
     if tree.get("param_n_sub_params"):

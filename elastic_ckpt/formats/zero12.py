@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from elastic_ckpt.core.flat_ranges import Placement, contiguous_partition, group_offsets
 from elastic_ckpt.core.state_kinds import StateOptions
-from elastic_ckpt.errors import UnsupportedError
-from elastic_ckpt.formats.legacy import LegacyShard, index_legacy
+from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.model_states import ModelShard
-from elastic_ckpt.formats.pickled import PickledFile
+from elastic_ckpt.formats.pickled import PickledFile, TensorRef
 from elastic_ckpt.formats.saved_states import sort_states
 from elastic_ckpt.formats.shards import FlatShard, OptimizerShard, build_shard, flat_ref, other_save_than_model
 
@@ -84,3 +85,58 @@ def place_zero12(model: ModelShard, shard: OptimizerShard, flat: int, dp: int) -
         expected = f"at least {needed} elements over {dp} partitions, from {model.path}"
         raise other_save_than_model(shard, problem, expected, f"{dp} x {partition_numel}")
     return list(contiguous_partition(numels, offsets, partition_numel, shard.dp_rank))
+
+
+@dataclass(frozen=True)
+class LegacyShard:
+    """A file saved with the legacy ``zero_optimization.elastic_checkpoint``, and what of its tensors is lost, in words.
+
+    ``_get_state_without_padding`` (stage_1_and_2.py) cuts as many elements off every state tensor as the partition has
+    padding, quantization maps and scales included, and leaves out all hyperparameters.
+    """
+
+    path: str
+    lost: tuple[str, ...]
+
+
+def is_legacy_with_step(file: PickledFile) -> bool:
+    """Whether an optimizer-states file is a legacy shard of an optimizer that keeps its step in the param groups.
+
+    DeepSpeed's own loader restores no others (``_restore_step_from_elastic_checkpoint`` asserts that entry).
+    """
+    state = file.tree.get("optimizer_state_dict") if isinstance(file.tree, Mapping) else None
+    if not isinstance(state, Mapping):
+        return False
+    return isinstance(state.get("base_optimizer_state"), list) and "base_optimizer_state_step" in state
+
+
+def index_legacy(file: PickledFile, base: Sequence[Mapping[str, Any]]) -> LegacyShard:
+    """What one file has lost; ``base`` is its optimizer state, by param group."""
+    masters = file.section("optimizer_state_dict", "single_partition_of_fp32_groups")
+    paddings = file.section("optimizer_state_dict", "group_paddings")
+    lost = [
+        f"{key} of param group {group}: {padding} of {ref.numel + padding} elements"
+        for group, (states, master, padding) in enumerate(zip(base, masters, paddings, strict=False))
+        for key, ref in states.items()
+        # a state as long as the masters, which have no padding either, has lost its padding alone
+        if padding and isinstance(ref, TensorRef) and ref.shape and ref.numel != master.numel
+    ]
+    return LegacyShard(file.path, tuple(lost))
+
+
+def refuse_legacy(shards: Sequence[LegacyShard], with_states: bool) -> None:
+    """Refuse a checkpoint that has such files, naming the one that has lost something, if any.
+
+    Raises:
+        DamagedError: states are to be restored, and elements of them are lost; DeepSpeed itself fills in zeros.
+        UnsupportedError: none are.
+    """
+    for shard in sorted(shards, key=lambda shard: not shard.lost):
+        error = DamagedError if shard.lost and with_states else UnsupportedError
+        raise error(
+            "this checkpoint was saved with the legacy zero_optimization.elastic_checkpoint, which loses states",
+            file=shard.path,
+            expected='"zero_optimization": {"elastic_checkpoint": false} at save time',
+            found=f"lost: {'; '.join(shard.lost) or 'the hyperparameters of all param groups'}",
+            remedy="load_optimizer_states=False; or resume it where it was saved and save again without that option",
+        )

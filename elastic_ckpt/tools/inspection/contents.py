@@ -254,8 +254,9 @@ def rule_facts(
         if entry.rule not in ("", _UNDECIDED, _CONTRADICTED):
             uses.setdefault((entry.rule, entry.rule_from), []).append(entry.name)
     undecided = tuple(entry.name for entry in parameters if entry.rule == _UNDECIDED)
+    by_pattern = {rule.pattern: rule for rule in declared.rules}
     return RuleFacts(
-        patterns=Counter("fused" if rule.sub_parameters else rule.kind for rule in dict(declared.rules).values()),
+        patterns=Counter("fused" if rule.sub_parameters else rule.kind for rule in by_pattern.values()),
         recorded=len({*declared.affine, *declared.widths}),
         vocabulary_rows=declared.vocabulary,
         unreadable=declared.unreadable,

@@ -17,7 +17,6 @@ from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.errors import ElasticCkptError, MismatchError, UnsupportedError
 from elastic_ckpt.formats import Found, model_states, shards
 from elastic_ckpt.formats.layers import index_layer
-from elastic_ckpt.formats.legacy import LegacyShard
 from elastic_ckpt.formats.model_states import ModelShard, index_model_states
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER
 from elastic_ckpt.formats.pickled import PickledFile, open_pickled
@@ -25,7 +24,7 @@ from elastic_ckpt.formats.same_save import spot_check
 from elastic_ckpt.formats.shards import OptimizerShard
 from elastic_ckpt.formats.universal_files import index_optimizer, index_state
 from elastic_ckpt.formats.zero3 import index_zero3
-from elastic_ckpt.formats.zero12 import index_zero12
+from elastic_ckpt.formats.zero12 import LegacyShard, index_zero12
 from elastic_ckpt.tools.findings import ERROR, NOTE, Finding, of_error, one_line
 from elastic_ckpt.tools.opened import open_checkpoint
 from elastic_ckpt.tools.verification.findings import DAMAGED, FOREIGN, MISSING, UNCHECKED, UNREADABLE, kind_of
