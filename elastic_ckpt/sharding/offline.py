@@ -12,7 +12,7 @@ from elastic_ckpt.core.local_state import LiveLayout
 from elastic_ckpt.core.metadata import BUFFER, CheckpointMetadata, TensorMetadata
 from elastic_ckpt.core.strided import Shape
 from elastic_ckpt.core.tp_rules import VOCABULARY, WHOLE_KINDS, CannotSplit, Rule, relative_widths
-from elastic_ckpt.errors import ElasticCkptError, MismatchError
+from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError
 from elastic_ckpt.sharding.book import RuleBook, RuleSource, tensor_of
 from elastic_ckpt.sharding.decide import BY_DEFAULT, Decider, Decision
 from elastic_ckpt.sharding.refusals import contradiction, undecided
@@ -33,6 +33,7 @@ def virtual_layouts(
         book: the user's rules and presets.
 
     Raises:
+        DamagedError: a name has no tensor.
         MismatchError: nothing says how a matrix is cut, a rule does not fit, or a dimension does not divide.
     """
     layouts, errors = decided_layouts(metadata, names, tp, book)
@@ -49,14 +50,25 @@ def decided_layouts(
     layouts: dict[str, LiveLayout] = {}
     errors: dict[str, ElasticCkptError] = {}
     for name in names:
-        tensor = tensor_of(metadata, name)
-        if tensor is None:
-            raise KeyError(name)
         try:
-            layouts[name] = _layout(decider, tensor, tp)
+            layouts[name] = _layout(decider, _saved_tensor(metadata, name), tp)
         except ElasticCkptError as error:
             errors[name] = error
     return layouts, errors
+
+
+def _saved_tensor(metadata: CheckpointMetadata, name: str) -> TensorMetadata:
+    tensor = tensor_of(metadata, name)
+    if tensor is None:
+        raise DamagedError(
+            "the checkpoint lists this parameter, but has no weights of it",
+            parameter=name,
+            file=metadata.source.folder,
+            expected="its fp32 master weights, or frozen weights",
+            found="none",
+            remedy="files are missing: restore the folder from its original, or take another tag",
+        )
+    return tensor
 
 
 def known_rules(metadata: CheckpointMetadata, names: Iterable[str], book: RuleBook) -> dict[str, Rule | None]:

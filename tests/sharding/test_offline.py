@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from elastic_ckpt.core.metadata import CheckpointMetadata
-from elastic_ckpt.errors import MismatchError
+from elastic_ckpt.errors import DamagedError, MismatchError
 from elastic_ckpt.sharding.book import RuleBook, tensor_of
 from elastic_ckpt.sharding.decide import BY_DEFAULT, Decider
 from elastic_ckpt.sharding.offline import decided_layouts, virtual_layouts
@@ -66,3 +66,11 @@ def test_offline_decisions_are_no_guesses() -> None:
     live = decider.decide(decider.sharded(tensor))
     assert live.chosen is not None and live.chosen.is_guess
     assert decider.decide_offline(tensor).chosen is None
+
+
+def test_a_parameter_without_weights_is_named() -> None:
+    metadata = checkpoint({"a.weight": [numbered(8, 4)], "b.weight": [numbered(8, 4)]})
+    left = {key: tensor for key, tensor in metadata.tensors.items() if key[0] != "b.weight"}
+    with pytest.raises(DamagedError, match="no weights of it") as caught:
+        virtual_layouts(dataclasses.replace(metadata, tensors=left), ["a.weight", "b.weight"], 1, RuleBook())
+    assert caught.value.parameter == "b.weight"
