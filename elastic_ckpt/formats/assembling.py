@@ -16,7 +16,7 @@ from elastic_ckpt.formats import model_states, shards
 from elastic_ckpt.formats.base import Found, MetadataOptions
 from elastic_ckpt.formats.features import refuse_features
 from elastic_ckpt.formats.grid import Grid, grid_of
-from elastic_ckpt.formats.layers import LayerShard, layer_tensors
+from elastic_ckpt.formats.layers import LayerShard, with_layers
 from elastic_ckpt.formats.merging import merge_shards, merge_stages
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.partitioned import partitioned_metadata
@@ -68,7 +68,7 @@ def assemble(found: Found, kinds: Sequence[Kind], indexed: Sequence[Any], option
     Args:
         found: the folder.
         kinds: what each file is of.
-        indexed: what each file holds: :class:`ModelShard`, :class:`OptimizerShard`, :class:`LayerShard` or
+        indexed: each file as a :class:`ModelShard`, :class:`OptimizerShard`, :class:`LayerShard` or
             :class:`LegacyShard`.
         options: how to read.
 
@@ -88,8 +88,7 @@ def assemble(found: Found, kinds: Sequence[Kind], indexed: Sequence[Any], option
     metadata = merge_stages([merge_shards([all_metadata[mp] for mp in stage]) for stage in grid.stages])
     if layers:
         buffers = frozenset(name for rank in ranks.values() for m in rank.models.values() for name in m.buffer_names)
-        tensors, files = layer_tensors(metadata, layers, buffers, grid.tp, options.live_names)
-        metadata = replace(metadata, tensors={**metadata.tensors, **tensors}, files=metadata.files + files)
+        metadata = with_layers(metadata, layers, buffers, grid.tp, options.live_names)
     metadata = with_progress_compared(metadata, ranks[0].model, options.check_shards)
     return Assembled(ranks, layers, grid, all_metadata, metadata)
 

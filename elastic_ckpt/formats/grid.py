@@ -14,7 +14,8 @@ from itertools import groupby
 
 from elastic_ckpt.core.local_state import RankCoordinates
 from elastic_ckpt.core.sequence import NO_SEQUENCE_PARALLEL, SequenceParallel
-from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError
+from elastic_ckpt.errors import LayoutError, UnsupportedError
+from elastic_ckpt.formats.base import refuse_other_saves
 from elastic_ckpt.formats.model_states import ModelShard
 
 
@@ -76,15 +77,8 @@ def grid_of(models: Mapping[int, ModelShard], folder: str, coordinates: RankCoor
     ranks = sorted(models)
     first = models[ranks[0]]
     stated = first.stated
-    for model in models.values():
-        if model.stated.dimensions != stated.dimensions:
-            raise DamagedError(
-                f"this file belongs to another save than {first.path}: tensor- and pipeline-parallel degree differ",
-                file=model.path,
-                expected=stated.dimensions,
-                found=model.stated.dimensions,
-                remedy="remove the foreign files, or take another tag",
-            )
+    what = "tensor- and pipeline-parallel degree differ"
+    refuse_other_saves([models[rank] for rank in ranks], lambda model: {what: model.stated.dimensions})
     degrees = stated.borne_out(len(ranks))
     expected = degrees.model_parallel or max(ranks) + 1
     if len(ranks) != expected or ranks[-1] != expected - 1:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from elastic_ckpt.core.metadata import BUFFER, FROZEN, CheckpointMetadata, SourceFile, TensorMetadata
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, CheckpointMetadata, SourceFile
 from elastic_ckpt.formats.merging import shard_by_shard
 from elastic_ckpt.formats.metadata_builder import dense_tensor
 from elastic_ckpt.formats.pickled import PickledFile, TensorRef
@@ -47,17 +47,17 @@ def index_layer(file: PickledFile, layer: int, tp_rank: int) -> LayerShard:
     return LayerShard(file.path, file.nbytes, layer, tp_rank, weights)
 
 
-def layer_tensors(
+def with_layers(
     metadata: CheckpointMetadata,
     layers: Sequence[LayerShard],
     buffers: frozenset[str],
     tp: int,
     live_names: frozenset[str] = frozenset(),
-) -> tuple[dict[tuple[str, str], TensorMetadata], tuple[SourceFile, ...]]:
-    """Buffers, and parameters that no optimizer owned: logical tensors, and their files.
+) -> CheckpointMetadata:
+    """The metadata with the layers' files behind its own: buffers, and parameters that no optimizer owned.
 
     Args:
-        metadata: of the optimizer's parameters; the files follow its own.
+        metadata: of the optimizer's parameters.
         layers: of all tensor-parallel ranks.
         buffers: names of the module's buffers.
         tp: tensor-parallel degree.
@@ -69,10 +69,11 @@ def layer_tensors(
         for name, ref in layer.named(known).items():
             if name not in metadata.parameters and ref.is_contiguous:
                 shards.setdefault(name, []).append((layer.tp_rank, len(metadata.files) + number, ref))
-    tensors = {}
+    tensors = dict(metadata.tensors)
     for name, ranks in shards.items():
         ranks.sort(key=lambda item: item[0])
         if [rank for rank, _, _ in ranks] == list(range(tp)):
             key = BUFFER if name in buffers else FROZEN
             tensors[name, key] = shard_by_shard([dense_tensor(name, key, ref, file) for _, file, ref in ranks])
-    return tensors, tuple(SourceFile(layer.path, layer.nbytes) for layer in layers)
+    files = (*metadata.files, *(SourceFile(layer.path, layer.nbytes) for layer in layers))
+    return replace(metadata, tensors=tensors, files=files)

@@ -208,13 +208,13 @@ class MetadataBuilder:
             known[2].append(chunk)
 
     def build(
-        self, model: ModelShard, zero_stage: int, dp: int, groups: Sequence[Mapping[str, Any]], **source: Any
+        self, model: ModelShard, zero_stage: int, groups: Sequence[Mapping[str, Any]], **source: Any
     ) -> CheckpointMetadata:
         """The metadata.
 
         Args:
             model: the model-states file that speaks for all.
-            zero_stage, dp: of the run that saved it.
+            zero_stage: of the run that saved it.
             groups: hyperparameters per param group.
             source: further fields of :class:`SourceFacts`.
         """
@@ -223,7 +223,8 @@ class MetadataBuilder:
             if len(shape) > len(self.parameters[name].shape):  # rank after rank, each with some of every row
                 chunks.sort(key=lambda chunk: chunk.range.start)
             made[name, key] = TensorMetadata(name, key, shape, dtype, tuple(chunks))
-        found, fresh = self._found, (key for key, kind in self._kinds.items() if kind.kind == FRESH)
+        found, dp = self._found, int(model.counters.get("dp_world_size", 1))
+        fresh = (key for key, kind in self._kinds.items() if kind.kind == FRESH)
         return CheckpointMetadata(
             source=SourceFacts(found.format, found.folder, found.tag, zero_stage, dp, model.ds_version, **source),
             files=tuple(self._files),

@@ -48,7 +48,7 @@ def read_native(found: Found, options: MetadataOptions) -> Checkpoint:
         files = assemble(found, kinds, indexed, options)
         if options.check_shards:
             _spot_check(files, opened)
-        states = TrainingStates(files, kinds, opened, options.coordinates)
+        states = TrainingStates(files, opened, options.coordinates)
         assembled.append((files, states))
         return states.wanted()
 

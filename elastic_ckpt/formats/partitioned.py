@@ -28,8 +28,7 @@ def partitioned_metadata(
 
     Args:
         found: the folder.
-        models: its model-states files, in rank order.
-        optimizers: its optimizer-states files, in rank order.
+        models, optimizers: its files, in rank order.
         own: the model-states file of this rank, where each rank of the job takes buffers from another one; ``None``:
             all take them from the first.
         options: what the user declares of optimizer states.
@@ -43,7 +42,7 @@ def partitioned_metadata(
     builder.tensors, notes = module_tensors(models, own or 0, builder.parameters)
     builder.notes += notes
     recorded = models[own or 0].frozen_recorded
-    metadata = builder.build(models[0], first.zero_stage, len(optimizers), first.groups, frozen_recorded=recorded)
+    metadata = builder.build(models[0], first.zero_stage, first.groups, frozen_recorded=recorded)
     return replace(metadata, buffers_of_this_rank=own is not None)
 
 

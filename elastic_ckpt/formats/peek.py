@@ -81,12 +81,11 @@ def _readable(found: Found, names: Iterable[tuple[int, str]], trust_pickle: bool
 
 def _peeked(found: Found, mp: int, file: PickledFile, trust_pickle: bool) -> Peeked:
     tree, config = file.tree, saved_config(file)
-    unnamed = _unnamed(file)
-    by_rank = {} if unnamed is None else {mp: unnamed}
+    unnamed, by_rank = _unnamed(file), {}
     if unnamed is not None:  # each pipeline stage and tensor-parallel rank has a file of its own
         others = sorted((rank, name) for rank, name in found.files.model.items() if rank != mp)
         states = ((rank, _unnamed(other)) for rank, other in _readable(found, others, trust_pickle))
-        by_rank |= {rank: state for rank, state in states if state is not None}
+        by_rank = {mp: unnamed, **{rank: state for rank, state in states if state is not None}}
     buffers, module = tree.get("buffer_names"), tree.get("module")
     buffers = frozenset(map(str, buffers)) if isinstance(buffers, (list, tuple, set)) else frozenset()
     weights = module if isinstance(module, Mapping) else {}

@@ -32,10 +32,8 @@ def swap_files(file: PickledFile, dp_rank: int, master: TensorRef, state: Mappin
     """The swap files of one sub-group: metadata key -> file; empty where the sub-group is in the shard itself.
 
     Args:
-        file: the optimizer-states file.
-        dp_rank: whose file it is.
-        master: the sub-group's master there.
-        state: its optimizer states there.
+        file: the optimizer-states file of rank ``dp_rank``.
+        master, state: the sub-group's master and its optimizer states there.
 
     Raises:
         DamagedError: a swap file is missing, or has a name that is none.

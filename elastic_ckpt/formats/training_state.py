@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from elastic_ckpt import distributed
 from elastic_ckpt.core.local_state import RankCoordinates
 from elastic_ckpt.core.sequence import SequenceParallel
 from elastic_ckpt.core.training_state import BatchSizes, LossScale, TrainingState
-from elastic_ckpt.formats.assembling import Assembled, Kind
+from elastic_ckpt.formats.assembling import Assembled
 from elastic_ckpt.formats.base import opener_of
 from elastic_ckpt.formats.degrees import positive_int
 from elastic_ckpt.formats.model_states import COUNTERS
@@ -28,44 +29,41 @@ _NOT_READ = frozenset({"module", "optimizer", "lr_scheduler", "frozen_param_frag
 Wanted = tuple[int, bytes | None]
 
 
+@dataclass(frozen=True)
 class TrainingStates:
     """Gives each rank the training state in the model-states file that it wants, whichever rank opened that file.
 
-    ``kinds`` has what each file is of, and ``opened`` those that this rank opened; ``coordinates`` are this rank's.
+    Attributes:
+        files: the files of the checkpoint.
+        opened: those that this rank opened, by position.
+        coordinates: of this rank.
     """
 
-    def __init__(
-        self, files: Assembled, kinds: Sequence[Kind], opened: Mapping[int, PickledFile], coordinates: RankCoordinates
-    ) -> None:
-        self._files = files
-        self._kinds = kinds
-        self._opened = opened
-        self._coordinates = coordinates
-        self._known: dict[int, TrainingState] = {}
+    files: Assembled
+    opened: Mapping[int, PickledFile]
+    coordinates: RankCoordinates
+    _known: dict[int, TrainingState] = field(default_factory=dict)
 
     def wanted(self) -> Wanted:
         """What this rank wants: its own file's where the topology allows, else the first rank's. Local."""
-        coordinates, grid = self._coordinates, self._files.grid
+        coordinates, grid = self.coordinates, self.files.grid
         same_model = (grid.tp, grid.pp) == (coordinates.tp, coordinates.pp)
-        models = list(self._files.ranks[coordinates.mp_rank if same_model else 0].models)
+        models = list(self.files.ranks[coordinates.mp_rank if same_model else 0].models)
         own = grid.own_file(coordinates) if len(models) > 1 else None
         position = models[own or 0]
         of_all = own is None and (not same_model or coordinates.tp * coordinates.pp == 1)
-        state = self._read(position) if position in self._opened else None
+        state = self._read(position) if position in self.opened else None
         return position, distributed.pack(state) if state is not None and of_all else None
 
     def exchanged(self, everybody: Sequence[Wanted]) -> TrainingState:
         """The training state that this rank wants, beside what all want. Collective where a rank lacks its own."""
         packed = {position: state for position, state in everybody if state is not None}
-        lacking = {
-            position
-            for rank, (position, _) in enumerate(everybody)
-            if position not in packed and opener_of(position) != rank
-        }
+        by_others = {position for rank, (position, _) in enumerate(everybody) if opener_of(position) != rank}
+        lacking = by_others - packed.keys()
         if lacking:  # the same on all ranks
 
             def read() -> dict[int, bytes]:
-                return {at: distributed.pack(self._read(at)) for at in sorted(lacking & set(self._opened))}
+                return {at: distributed.pack(self._read(at)) for at in sorted(lacking & self.opened.keys())}
 
             for part in distributed.all_gather("read counters, scheduler and client state", read):
                 packed.update(part)
@@ -74,16 +72,16 @@ class TrainingStates:
 
     def _read(self, position: int) -> TrainingState:
         if position not in self._known:
-            rank, grid = self._files.ranks[self._kinds[position][0]], self._files.grid
+            rank = next(rank for rank in self.files.ranks.values() if position in rank.models)
             optimizer = next(iter(rank.optimizers.values()), None)
             unpartitioned = next(iter(rank.models.values())).optimizer
             scaler = None if unpartitioned is None else unpartitioned.scaler
             self._known[position] = read_training_state(
-                self._opened[position],
+                self.opened[position],
                 loss_scale_of(scaler if optimizer is None else optimizer.loss_scaler),
                 optimizer is not None and optimizer.overflow,
-                grid.has_ranks_of(self._coordinates),
-                grid.sequence,
+                self.files.grid.has_ranks_of(self.coordinates),
+                self.files.grid.sequence,
             )
         return self._known[position]
 

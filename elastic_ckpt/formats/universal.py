@@ -9,24 +9,16 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby
 
 from elastic_ckpt import distributed
 from elastic_ckpt.core.declared import Declared
-from elastic_ckpt.core.local_state import RankCoordinates
 from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata, SavedParameter
-from elastic_ckpt.core.training_state import TrainingState
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
 from elastic_ckpt.formats import model_states
-from elastic_ckpt.formats.base import (
-    Checkpoint,
-    Found,
-    MetadataOptions,
-    open_my_share,
-    refuse_unsupported_folder,
-)
+from elastic_ckpt.formats.base import Checkpoint, Found, MetadataOptions, open_my_share, refuse_unsupported_folder
 from elastic_ckpt.formats.features import refuse_features
 from elastic_ckpt.formats.grid import Grid, grid_of
 from elastic_ckpt.formats.merging import shard_by_shard
@@ -70,11 +62,14 @@ def read_universal(found: Found, options: MetadataOptions) -> Checkpoint:
     fitted: list[CheckpointMetadata] = []
 
     def fit() -> bytes | None:
-        _check_one_save(models)
+        for _, of_one in groupby(models, key=lambda rank: rank[0]):
+            model_states.check_same_save([models[rank] for rank in of_one])
+        firsts = {mp: model for (mp, dp), model in models.items() if dp == 0}
+        model_states.check_same_save(list(firsts.values()), one_rank=False)
         refuse_features(first.features, first.path)
         if optimizer is not None and not optimizer.in_true_order:
             _refuse_wrong_data(first, optimizer)
-        grid = grid_of({mp: model for (mp, dp), model in models.items() if dp == 0}, found.folder, options.coordinates)
+        grid = grid_of(firsts, found.folder, options.coordinates)
         metadata = _build_metadata(found, list(models.values()), optimizer, states, grid)
         metadata = with_progress_compared(metadata, first, options.check_shards)
         if options.check_shards and metadata.source.merged_from == 1:
@@ -82,26 +77,17 @@ def read_universal(found: Found, options: MetadataOptions) -> Checkpoint:
             numbers = {number for number, file in enumerate(metadata.files) if file.path in mine}
             spot_check(metadata, first.path, first.weights, numbers)
         fitted.append(metadata)
-        return (
-            distributed.pack(_read_training_state(opened[0], len(models), optimizer, grid, options.coordinates))
-            if 0 in opened
-            else None
-        )
+        if 0 not in opened:
+            return None
+        same_ranks = len(models) == 1 and grid.has_ranks_of(options.coordinates)
+        scale, overflow = (None, False) if optimizer is None else (optimizer.loss_scaler, optimizer.overflow)
+        state = read_training_state(opened[0], loss_scale_of(scale), overflow, same_ranks, grid.sequence)
+        # of several model-parallel ranks, every rank gets the state of one
+        return distributed.pack(replace(state, degrees=(0, 0)) if grid.tp * grid.pp > 1 else state)
 
     everybody = distributed.all_gather("fit the checkpoint's files together", fit)
     packed = next(each for each in everybody if each is not None)
     return Checkpoint(fitted[0], distributed.unpack(packed), first.path, len(opened))
-
-
-def _read_training_state(
-    file: PickledFile, models: int, optimizer: OptimizerFile | None, grid: Grid, live: RankCoordinates
-) -> TrainingState:
-    """What the first model-states file says of everything but tensors."""
-    scale = None if optimizer is None else loss_scale_of(optimizer.loss_scaler)
-    overflow = optimizer is not None and optimizer.overflow
-    state = read_training_state(file, scale, overflow, models == 1 and grid.has_ranks_of(live), grid.sequence)
-    # one model-parallel rank's, on every rank
-    return replace(state, degrees=(0, 0)) if grid.tp * grid.pp > 1 else state
 
 
 def _model_files(found: Found) -> dict[tuple[int, int], str]:
@@ -118,13 +104,6 @@ def _model_files(found: Found) -> dict[tuple[int, int], str]:
             remedy="convert the native checkpoint again",
         )
     return dict(sorted(names.items()))
-
-
-def _check_one_save(models: Mapping[tuple[int, int], ModelShard]) -> None:
-    ranks = [[models[number] for number in numbers] for _, numbers in groupby(models, key=lambda number: number[0])]
-    for rank in ranks:
-        model_states.check_same_save(rank)
-    model_states.check_same_save([rank[0] for rank in ranks], one_rank=False)
 
 
 def _list_state_files(found: Found) -> list[str]:
@@ -182,7 +161,6 @@ def _build_metadata(
     metadata = builder.build(
         first,
         stage,
-        grid.dp,
         groups or ({},) * most,
         frozen_recorded=first.frozen_recorded,
         buffers_recorded=any(model.weights for model in models),

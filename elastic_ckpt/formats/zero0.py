@@ -27,11 +27,6 @@ from elastic_ckpt.formats.zero0_names import member_names
 def unpartitioned_metadata(found: Found, model: ModelShard, options: MetadataOptions) -> CheckpointMetadata:
     """The metadata of a checkpoint whose optimizer state is whole; without a live engine, of its weights if need be.
 
-    Args:
-        found: the folder.
-        model: its model-states file.
-        options: how to read, live names among them.
-
     Raises:
         MismatchError: it cannot be told which parameter is which, and there are live groups, or states are asked for.
     """
@@ -52,18 +47,14 @@ def unpartitioned_metadata(found: Found, model: ModelShard, options: MetadataOpt
             _use_last_step(builder, [name for name in members if name is not None])
     builder.tensors |= module_tensors([model], 0, builder.parameters)[0]
     builder.notes += notes
-    return builder.build(model, 0, _dp(model), state.groups, frozen_recorded=model.frozen_recorded)
+    return builder.build(model, 0, state.groups, frozen_recorded=model.frozen_recorded)
 
 
 def weights_alone(found: Found, model: ModelShard) -> CheckpointMetadata:
     """The metadata of the weights as the module has them; those of a pipeline are in the files of its layers."""
     builder = MetadataBuilder(found, [model])
     builder.tensors, _ = module_tensors([model], 0, ())
-    return builder.build(model, 0, _dp(model), (), frozen_recorded=False)
-
-
-def _dp(model: ModelShard) -> int:
-    return int(model.counters["dp_world_size"])
+    return builder.build(model, 0, (), frozen_recorded=False)
 
 
 def _flats(

@@ -28,10 +28,7 @@ def member_names(
 ) -> tuple[Members, tuple[str, ...]]:
     """Saved names of every saved group's members, and notes where they had to be inferred.
 
-    Args:
-        model: the model-states file.
-        state: its optimizer entry.
-        options: the live param groups, and the user's renames, which live names have behind them.
+    Live names have the user's renames behind them.
 
     Raises:
         MismatchError: it cannot be told which parameter is which.
@@ -132,13 +129,11 @@ def _loses(state: UnpartitionedState, fitted: Members, names: Names, shapes: Map
         return False
     placed = {name for group in fitted for name in group}
     without = {shapes[name] for group in names for name in group if name not in placed}
-    dropped = [
-        shape
+    return any(
+        name is None and shape is not None and shape in without
         for group, members in enumerate(fitted)
         for shape, name in zip(_saved_shapes(state, group), members, strict=True)
-        if name is None and shape is not None
-    ]
-    return any(shape in without for shape in dropped)
+    )
 
 
 def _saved_shapes(state: UnpartitionedState, group: int) -> list[Shape | None]:

@@ -31,7 +31,7 @@ from elastic_ckpt.core.training_state import Features
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.degrees import StatedDegrees
 from elastic_ckpt.formats.grid import Grid, grid_of
-from elastic_ckpt.formats.layers import LayerShard, layer_tensors
+from elastic_ckpt.formats.layers import LayerShard, with_layers
 from elastic_ckpt.formats.merging import merge_shards, merge_stages
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.pickled import TensorRef
@@ -340,9 +340,11 @@ def test_buffers_and_frozen_parameters_come_from_the_layers_of_all_ranks_in_orde
         layer(2, 0, alone=ref(2)),
     ]
     base = metadata({"0.weight": 4}, ["a", "b"])
-    found, files = layer_tensors(base, layers, frozenset(["1.table"]), tp=2)
-    assert [file.path for file in files] == [item.path for item in layers]
-    assert set(found) == {("1.table", BUFFER), ("1.frozen", FROZEN)}
+    whole = with_layers(base, layers, frozenset(["1.table"]), tp=2)
+    found = whole.tensors
+    assert [file.path for file in whole.files] == [*(file.path for file in base.files), *(item.path for item in layers)]
+    assert found.keys() - base.tensors.keys() == {("1.table", BUFFER), ("1.frozen", FROZEN)}
+    assert base.tensors.items() <= found.items()
     table, frozen = found["1.table", BUFFER], found["1.frozen", FROZEN]
     assert (table.shards, table.shape, table.dtype) == (((2,), (3,)), (2,), "bfloat16")
     assert table.chunks == (
@@ -354,7 +356,7 @@ def test_buffers_and_frozen_parameters_come_from_the_layers_of_all_ranks_in_orde
 
 def test_without_tensor_parallelism_there_are_no_shards_and_what_is_strided_is_left_out() -> None:
     layers = [layer(0, 0, mask=ref(2, 2), turned=ref(2, 2, stride=(1, 2)), none=ref(0))]
-    found, _ = layer_tensors(metadata({}), layers, frozenset(["0.mask", "0.none"]), tp=1)
+    found = with_layers(metadata({}), layers, frozenset(["0.mask", "0.none"]), tp=1).tensors
     assert found["0.mask", BUFFER] == TensorMetadata(
         "0.mask", BUFFER, (2, 2), "bfloat16", (StorageChunk(FlatRange(0, 4), 1, 64),)
     )

@@ -43,7 +43,7 @@ def test_every_row_of_a_state_is_cut_as_the_partition_is() -> None:
     made = builder()
     ranks = [(rank, flat(), placed) for rank, placed in enumerate(PLACED)]
     made.add_flat(SHAPES, 0, {}, ranks, {"two": SavedKind(ELEMENTWISE, rows=2)})
-    tensors = made.build(model(), 1, 2, ({},)).tensors
+    tensors = made.build(model(), 1, ({},)).tensors
     chunks = [(e.range.start, e.range.stop, e.file, e.byte_offset) for e in tensors["a", MASTER].chunks]
     assert chunks == [(0, 4, 0, 64), (4, 6, 1, 64)]
     assert tensors["a", "two"].shape == (2, 2, 3)

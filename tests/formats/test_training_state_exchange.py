@@ -63,7 +63,7 @@ class Job:
         wanted: list[Wanted] = []
         for _ in self._ranks():
             opened: Any = {at: kind[:2] for at, kind in enumerate(self.kinds) if opener_of(at) == self.me}
-            states.append(TrainingStates(self.files, self.kinds, opened, self._place()))
+            states.append(TrainingStates(self.files, opened, self._place()))
             wanted.append(states[-1].wanted())
         waiting = 0
         for _ in self._ranks():
