@@ -107,13 +107,14 @@ def grid_of(models: Mapping[int, ModelShard], folder: str, coordinates: RankCoor
 def _wrong_number(models: Mapping[int, ModelShard], expected: int, folder: str) -> LayoutError:
     ranks = sorted(models)
     first, last = models[ranks[0]], models[ranks[-1]]
-    problem, file = "there are files of more ranks than were saved", last.path
-    if len(ranks) < expected:
-        problem, file = "files of model-parallel ranks are missing", folder
     wanted = f"{expected} model-parallel ranks, 0 to {expected - 1}"
     if first.stated.contradiction:
         problem = "two entries of a model-states file contradict each other, and the files fit neither"
         file, wanted = first.path, f"as many model-parallel ranks as {first.stated.contradiction} say"
+    elif len(ranks) < expected:
+        problem, file = "files of model-parallel ranks are missing", folder
+    else:
+        problem, file = "there are files of more ranks than were saved", last.path
     return LayoutError(
         problem,
         file=file,

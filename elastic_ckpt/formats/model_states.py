@@ -20,7 +20,7 @@ from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.core.training_state import Features
 from elastic_ckpt.errors import UnsupportedError
 from elastic_ckpt.formats.base import refuse_other_saves
-from elastic_ckpt.formats.degrees import StatedDegrees, stated_degrees
+from elastic_ckpt.formats.degrees import StatedDegrees, positive_int, stated_degrees
 from elastic_ckpt.formats.features import features_in
 from elastic_ckpt.formats.pickled import PickledFile, TensorRef, materialise
 from elastic_ckpt.formats.saved_config import config_section, run_arguments, saved_config
@@ -113,7 +113,7 @@ def index_model_states(file: PickledFile, dp_rank: int, options: StateOptions = 
         counters={key: file.section(key) for key in COUNTERS if key in tree or key != "global_samples"},
         ds_version=str(file.section("ds_version")),
         zero=dict(config_section(file, "zero_optimization")),
-        alignment=_alignment(file),
+        alignment=positive_int(config_section(file, "elastic_checkpoint"), "align_partitions") or 1,
         features=features_in(file),
         optimizer=optimizer,
         buffer_names=tuple(map(str, file.section("buffer_names"))),
@@ -121,11 +121,6 @@ def index_model_states(file: PickledFile, dp_rank: int, options: StateOptions = 
         declared=declared_by(tree.get("universal_checkpoint_info")),
         run=run,
     )
-
-
-def _alignment(file: PickledFile) -> int:
-    numel = config_section(file, "elastic_checkpoint").get("align_partitions")
-    return numel if isinstance(numel, int) and numel > 0 else 1
 
 
 def _same_storage(weights: Mapping[str, TensorRef]) -> dict[str, str]:

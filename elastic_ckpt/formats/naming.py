@@ -46,11 +46,6 @@ class FolderFiles:
     is_universal: bool
 
     @property
-    def is_checkpoint(self) -> bool:
-        """Whether anything here is DeepSpeed's."""
-        return bool(self.is_universal or self.optimizer or self.model or self.model_zero3 or self.layers)
-
-    @property
     def mp_ranks(self) -> set[int]:
         """Model-parallel (tensor x pipeline) ranks that have files."""
         return {mp for _, mp in self.optimizer} | set(self.model) | {mp for _, mp in self.model_zero3}

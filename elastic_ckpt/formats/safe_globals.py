@@ -37,12 +37,6 @@ _SAFE_NAMES = (
     ("deepspeed.checkpoint.universal_checkpoint", "SubparamShape"),
     ("_codecs", "encode"),
 )
-#: In the state of Lightning's callbacks, for one. Made from strings alone, and no file is touched; the second module is
-#: Python 3.13's.
-_PATHS = (pathlib.PosixPath, pathlib.PurePosixPath)
-_PATH_MODULES = ("pathlib", "pathlib._local")
-#: numpy 2 and older name the same functions in different modules.
-_NUMPY_CORES = ("numpy._core.multiarray", "numpy.core.multiarray")
 _NUMERIC = re.compile(r"[?biufc]\d{0,2}")
 #: Enums among Megatron's ``args`` (``enums.py`` of bigscience's and deepspeedai's Megatron-DeepSpeed, and of Megatron).
 _MEGATRON_ENUMS = (
@@ -148,10 +142,12 @@ def _safe_global_list() -> tuple[Any, ...]:
             entries.append((getattr(importlib.import_module(module_name), name), f"{module_name}.{name}"))
         except (ImportError, AttributeError):
             continue
-    entries += [(path, f"{module}.{path.__name__}") for path in _PATHS for module in _PATH_MODULES]
+    # paths in the state of Lightning's callbacks, for one: made from strings alone, and no file is touched
+    for module_name in ("pathlib", "pathlib._local"):  # the second is Python 3.13's
+        entries += [(path, f"{module_name}.{path.__name__}") for path in (pathlib.PosixPath, pathlib.PurePosixPath)]
     entries += [(enum_member, "builtins.getattr"), (enum_member, "__builtin__.getattr")]
     entries += [(DtypeStandIn, "numpy.dtype"), (ArrayStandIn, "numpy.ndarray")]
-    for core in _NUMPY_CORES:
+    for core in ("numpy._core.multiarray", "numpy.core.multiarray"):  # of numpy 2, and of older ones
         entries += [(_reconstruct, f"{core}._reconstruct"), (_scalar, f"{core}.scalar")]
     return tuple(entries)
 
