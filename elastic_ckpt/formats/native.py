@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import chain
 
 from elastic_ckpt import distributed
+from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.formats.assembling import Assembled, Kind, assemble, missing_file
 from elastic_ckpt.formats.base import Checkpoint, Found, MetadataOptions, open_my_share, refuse_unsupported_folder
@@ -31,17 +32,10 @@ def read_native(found: Found, options: MetadataOptions) -> Checkpoint:
         names = _expected_files(found)
     kinds = list(names)
 
-    def index(file: PickledFile, position: int) -> ModelShard | OptimizerShard | LegacyShard | LayerShard:
-        first, second, kind = kinds[position]
-        if kind == "layer":
-            return index_layer(file, first, second)
-        if kind == "model":
-            return index_model_states(file, second, options.states)
-        is_zero3 = "fp32_flat_groups" in file.section("optimizer_state_dict")
-        return (index_zero3 if is_zero3 else index_zero12)(file, second, options.states)
-
     paths = [found.path(name) for name in names.values()]
-    indexed, opened = open_my_share(paths, index, options.trust_pickle)
+    indexed, opened = open_my_share(
+        paths, lambda file, position: index_native(file, kinds[position], options.states), options.trust_pickle
+    )
     assembled: list[tuple[Assembled, TrainingStates]] = []
 
     def fit() -> Wanted:
@@ -56,6 +50,19 @@ def read_native(found: Found, options: MetadataOptions) -> Checkpoint:
     files, states = assembled[0]
     state = replace(states.exchanged(everybody), degrees=(files.grid.tp, files.grid.pp))
     return Checkpoint(files.metadata, state, paths[everybody[distributed.rank()][0]], len(opened))
+
+
+def index_native(
+    file: PickledFile, kind: Kind, options: StateOptions
+) -> ModelShard | OptimizerShard | LegacyShard | LayerShard:
+    """Sort out one file of a native checkpoint."""
+    first, second, what = kind
+    if what == "layer":
+        return index_layer(file, first, second)
+    if what == "model":
+        return index_model_states(file, second, options)
+    is_zero3 = "fp32_flat_groups" in file.section("optimizer_state_dict")
+    return (index_zero3 if is_zero3 else index_zero12)(file, second, options)
 
 
 def _spot_check(files: Assembled, opened: Mapping[int, PickledFile]) -> None:

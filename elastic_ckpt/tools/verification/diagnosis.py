@@ -16,15 +16,13 @@ from elastic_ckpt.config import ElasticConfig, state_options
 from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.errors import ElasticCkptError, MismatchError, UnsupportedError
 from elastic_ckpt.formats import Found, model_states, shards
-from elastic_ckpt.formats.layers import index_layer
-from elastic_ckpt.formats.model_states import ModelShard, index_model_states
+from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER
+from elastic_ckpt.formats.native import index_native
 from elastic_ckpt.formats.pickled import PickledFile, open_pickled
 from elastic_ckpt.formats.same_save import spot_check
 from elastic_ckpt.formats.shards import OptimizerShard
 from elastic_ckpt.formats.universal_files import index_optimizer, index_state
-from elastic_ckpt.formats.zero3 import index_zero3
-from elastic_ckpt.formats.zero12 import LegacyShard, index_zero12
 from elastic_ckpt.tools.findings import ERROR, NOTE, Finding, of_error, one_line
 from elastic_ckpt.tools.opened import open_checkpoint
 from elastic_ckpt.tools.verification.findings import DAMAGED, FOREIGN, MISSING, UNCHECKED, UNREADABLE, kind_of
@@ -100,19 +98,13 @@ def _of(kind: type[T], items: Items) -> list[list[T]]:
 
 def _index(file: PickledFile, path: str, config: ElasticConfig) -> Any:
     name = os.path.basename(path)
-    options = state_options(config)
     if os.path.basename(os.path.dirname(os.path.dirname(path))) == UNIVERSAL_FOLDER:
         return index_state(file)
     if name == UNIVERSAL_OPTIMIZER:
         return index_optimizer(file)
-    if name.startswith("layer_"):
-        return index_layer(file, 0, 0)
     dp_rank = int(match[1]) if (match := re.search(r"zero_pp_rank_(\d+)", name)) else 0
-    if name.endswith("model_states.pt"):
-        return index_model_states(file, dp_rank, options)
-    is_zero3 = "fp32_flat_groups" in file.section("optimizer_state_dict")
-    shard: OptimizerShard | LegacyShard = (index_zero3 if is_zero3 else index_zero12)(file, dp_rank, options)
-    return shard
+    what = "layer" if name.startswith("layer_") else "model" if name.endswith("model_states.pt") else "optimizer"
+    return index_native(file, (0, dp_rank, what), state_options(config))
 
 
 def _missing(found: Found, models: Sequence[ModelShard]) -> list[Finding]:
