@@ -20,7 +20,6 @@ from elastic_ckpt.formats.pickled import PickledFile, open_pickled
 T = TypeVar("T")
 FileT = TypeVar("FileT", bound=SourceFile)
 REMOVE_FOREIGN = "remove the foreign file and restore the right one, or take another tag"
-_WHERE_SAVED = "resume it with the number of ranks and the layout that saved it"
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,7 @@ def refuse_unsupported_folder(found: Found) -> None:
         raise UnsupportedError(
             "mixture-of-experts checkpoints are not supported yet: each expert-parallel rank has experts of its own",
             file=found.path(files.experts[0]),
-            remedy=_WHERE_SAVED,
+            remedy="resume it with the number of ranks and the layout that saved it",
         )
 
 

@@ -57,10 +57,9 @@ def with_progress_compared(metadata: CheckpointMetadata, model: ModelShard, chec
     found = ", ".join(f"{step:g}" for step in sorted(steps))
     note = f"optimizer states are at step {found}, counters at {expected}: as after a reset of the optimizer"
     if steps == {expected + 1}:
+        # FP16_Optimizer and FP16_UnfusedOptimizer step once, on zero gradients, when they are built
         if model.optimizer is not None and model.optimizer.kind != PLAIN:
-            return (
-                metadata  # FP16_Optimizer and FP16_UnfusedOptimizer step once, on zero gradients, when they are built
-            )
+            return metadata
         note = _ONE_MORE
     elif check_shards and metadata.source.zero_stage == 3:
         raise DamagedError(

@@ -132,8 +132,7 @@ def index_optimizer(file: PickledFile) -> OptimizerFile:
     groups = file.section("param_groups")
     states = file.tree.get("optimizer_state_dict", {}).get("state", {})
     scalars: dict[int, dict[str, float]] = {}
-    for flat, state in states.items():
-        read = {k: materialise(file, v) for k, v in state.items() if not isinstance(v, TensorRef) or not v.shape}
+    for flat, read in materialise(file, _scalars(states)).items():
         scalars[int(flat)] = {key: v.item() if hasattr(v, "item") else v for key, v in read.items()}
     return OptimizerFile(
         zero_stage=int(file.tree.get("zero_stage", 1)),
@@ -166,9 +165,13 @@ def common_optimizer_state(file: PickledFile) -> dict[str, Any]:
     kept["param_groups"] = groups
     kept[TRUE_ORDER] = True
     if is_stage3:
-        scalars = {
-            flat: {key: value for key, value in values.items() if not isinstance(value, TensorRef) or not value.shape}
-            for flat, values in base["state"].items()
-        }
-        kept["optimizer_state_dict"] = {"state": scalars, "param_groups": groups}
+        kept["optimizer_state_dict"] = {"state": _scalars(base["state"]), "param_groups": groups}
     return dict(materialise(file, kept))
+
+
+def _scalars(states: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:
+    """Of each flat tensor's states, those without dimensions."""
+    return {
+        flat: {key: value for key, value in state.items() if not isinstance(value, TensorRef) or not value.shape}
+        for flat, state in states.items()
+    }
