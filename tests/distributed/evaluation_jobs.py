@@ -76,10 +76,10 @@ def without_masters(arguments: dict[str, Any]) -> list[SimpleNamespace]:
     return [found]
 
 
-def error_of(load: Callable[[], Any]) -> str:
-    """The name of the error that a load raises."""
+def error_of(load: Callable[[], Any]) -> list[str]:
+    """The class and base classes of the error that a load raises, by name."""
     try:
         load()
     except elastic_ckpt.ElasticCkptError as error:
-        return type(error).__name__
-    return "loaded"
+        return [kind.__name__ for kind in type(error).__mro__]
+    return []

@@ -43,6 +43,6 @@ def test_a_folder_without_masters_is_left_to_deepspeed(launch: Launch, native: P
     folders = {"folder": str(folder), "zero3": str(native / f"{Setup(3).name}-dp2")}
     for found in launch(2, "evaluation_jobs.without_masters", folders):
         assert found.report is None and found.differences == {}
-        assert found.into_zero3 == "DamagedError", "its files do not hold the weights of a partition"
+        assert "DamagedError" in found.into_zero3, "its files do not hold the weights of a partition"
         # and not DeepSpeed's AttributeError, even at the saved topology
-        assert found.custom_load_fn == "UnsupportedError"
+        assert "UnsupportedError" in found.custom_load_fn
