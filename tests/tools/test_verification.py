@@ -30,14 +30,13 @@ from elastic_ckpt.core.strided import Shape
 from elastic_ckpt.errors import DamagedError, MismatchError
 from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.formats.pickled import open_pickled
-from elastic_ckpt.tools.findings import ERROR, NOTE, Finding, of_error
-from elastic_ckpt.tools.verification import checksums, findings
+from elastic_ckpt.tools import findings
+from elastic_ckpt.tools.findings import ERROR, INF, NAN, NOTE, Finding, kind_of, of_error
+from elastic_ckpt.tools.verification import scan
 from elastic_ckpt.tools.verification.archive import Problem, Record, read_archive
-from elastic_ckpt.tools.verification.checksums import Checked, Work, check, has_checksums, wrong_records
 from elastic_ckpt.tools.verification.contents import check_metadata
-from elastic_ckpt.tools.verification.findings import kind_of
-from elastic_ckpt.tools.verification.folder import missing_files
-from elastic_ckpt.tools.verification.scan import INF, NAN, Span, judge, look, metadata_spans
+from elastic_ckpt.tools.verification.files import missing_files
+from elastic_ckpt.tools.verification.scan import Checked, Span, Work, check, judge, look, metadata_spans, wrong_records
 
 
 def problems_of(data: bytes) -> tuple[list[Problem], tuple[Record, ...], bool]:
@@ -142,8 +141,8 @@ def record_of(data: bytes, name: str, offset: int, nbytes: int) -> Record:
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 64 bytes and slices of 256, so that everything crosses some."""
-    monkeypatch.setattr(checksums, "CHUNK_NBYTES", 64)
-    monkeypatch.setattr(checksums, "SLICE_NBYTES", 256)
+    monkeypatch.setattr(scan, "CHUNK_NBYTES", 64)
+    monkeypatch.setattr(scan, "SLICE_NBYTES", 256)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -171,9 +170,9 @@ def test_records_without_a_checksum_are_right_only_where_none_has_one(tmp_path: 
     path = written(tmp_path, 100)
     bare = Record("bare", 0, 50, 0)
     work = Work(str(path), 100, (bare,))
-    assert not has_checksums(work) and wrong_records(work, check([work], 1)[0]) == {}
+    assert not work.has_checksums and wrong_records(work, check([work], 1)[0]) == {}
     both = Work(str(path), 100, (bare, record_of(path.read_bytes(), "other", 50, 50)))
-    assert has_checksums(both) and list(wrong_records(both, check([both], 1)[0])) == [bare]
+    assert both.has_checksums and list(wrong_records(both, check([both], 1)[0])) == [bare]
 
 
 def test_a_file_that_became_shorter_is_a_failure_and_no_wrong_checksum(small_chunks: None, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from elastic_ckpt.tools.verification.findings import Verification
-from elastic_ckpt.tools.verification.run import verify
+from elastic_ckpt.tools.verification.run import Verification, verify
 
 __all__ = ["Verification", "verify"]

@@ -19,7 +19,7 @@ from itertools import accumulate, pairwise
 from typing import Any, BinaryIO
 from zipfile import ZipInfo
 
-from elastic_ckpt.tools.verification.findings import DIRECTORY, HEADER, PADDING
+from elastic_ckpt.tools.findings import DIRECTORY, HEADER, PADDING
 
 #: Kind of a finding, and what is wrong.
 Problem = tuple[str, str]

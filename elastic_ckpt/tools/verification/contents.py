@@ -1,26 +1,42 @@
-"""Whether a checkpoint's metadata covers every element once, and has every state."""
+"""What is wrong with the logical tensors of a checkpoint: coverage, states, and replicas that differ."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 
+from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.dtypes import ITEMSIZE
-from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata
-from elastic_ckpt.errors import DamagedError, listed
+from elastic_ckpt.core.local_state import LiveLayout, ModelLayout
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
+from elastic_ckpt.errors import DamagedError, ElasticCkptError, listed
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER
+from elastic_ckpt.io.coalesce import ReadOptions
+from elastic_ckpt.io.compare_replicas import find_drift, united
 from elastic_ckpt.planning.read_items import check_tiling
+from elastic_ckpt.planning.replicas import compare_replicas
 from elastic_ckpt.planning.state_matching import keys_by_name
-from elastic_ckpt.tools.findings import ERROR, NOTE, Finding, of_error
-from elastic_ckpt.tools.verification.findings import (
+from elastic_ckpt.sharding.book import RuleBook
+from elastic_ckpt.sharding.offline import decided_layouts
+from elastic_ckpt.sharding.presets import Preset
+from elastic_ckpt.sharding.resolve import STRICT, Resharding, resolve
+from elastic_ckpt.tools.findings import (
     DAMAGED,
+    DRIFT,
+    ERROR,
     INCOMPLETE,
     NO_STATE,
+    NOTE,
     READER,
     UNCHECKED,
     UNREADABLE,
+    Finding,
+    of_error,
 )
+
+#: Parameters whose rules and shapes contradict each other are left out one by one, up to so many.
+_MOST_CONTRADICTIONS = 64
 
 
 def check_metadata(metadata: CheckpointMetadata) -> Iterator[Finding]:
@@ -75,3 +91,58 @@ def _state_findings(metadata: CheckpointMetadata) -> Iterator[Finding]:
     if stateless:
         text = f"no optimizer states, as of parameters that got no gradient: {listed(stateless)}"
         yield Finding(NOTE, NO_STATE, text)
+
+
+def check_copies(metadata: CheckpointMetadata, config: ElasticConfig, threads: int) -> Iterator[Finding]:
+    """Read the replicas of tensor-parallel ranks and pipeline stages, and compare them value by value.
+
+    Only rules say which tensors are replicated over tensor-parallel ranks; a load learns it from the live model too.
+    What no rule covers is noted, not guessed.
+
+    Raises:
+        ConfigError: there is no such preset.
+    """
+    if metadata.source.tp == 1 and not metadata.replicas:
+        return
+    folder = metadata.source.folder
+    weights = {name for name, key in metadata.tensors if key in (MASTER, FROZEN, BUFFER)}
+    resharding, layouts, unknown = _resharding(metadata, sorted(weights), config)
+    checks = compare_replicas(metadata, ModelLayout(layouts=layouts), resharding, layouts, with_states=True)
+    for drift in united(find_drift(metadata.files, checks, ReadOptions(threads=threads, progress=False))):
+        if drift.name in resharding.guessed and (drift.name, drift.key) not in metadata.replicas:
+            unknown.add(drift.name)
+            continue
+        what = "" if drift.key in (MASTER, BUFFER, FROZEN) else f" of {drift.key}"
+        apart = f"at most {drift.largest:.3g} and in the mean {drift.mean:.3g} apart"
+        message = f"{drift.copies} copies{what}, which should be equal, are {apart}"
+        level = NOTE if drift.name in resharding.averaged else ERROR
+        yield Finding(level, DRIFT, message, drift.name, folder)
+    if unknown:
+        message = (
+            "whether the copies of these on tensor-parallel ranks have drifted apart, since no rule says which are "
+            f"copies and which are cut: {listed(unknown)}; name the code base with --preset "
+            f'({", ".join(Preset.names())}), or give "tp_rules" with --config'
+        )
+        yield Finding(NOTE, UNCHECKED, message, file=folder)
+
+
+def _resharding(
+    metadata: CheckpointMetadata, names: Sequence[str], config: ElasticConfig
+) -> tuple[Resharding, Mapping[str, LiveLayout], set[str]]:
+    """The layout of each saved parameter, as far as rules say; and the names of which they do not."""
+    if metadata.source.tp == 1:
+        return Resharding(), {name: LiveLayout(()) for name in names}, set()
+    book = RuleBook.of(config)
+    layouts, undecided = decided_layouts(metadata, names, 1, book)
+    unknown = set(undecided)
+    while layouts:
+        try:
+            return resolve(metadata, ModelLayout(layouts=layouts), layouts, book, STRICT), layouts, unknown
+        except ElasticCkptError as error:
+            named = error.parameter
+            contradictory = {named} if named in layouts and named is not None else set(layouts)
+            if len(unknown) > len(undecided) + _MOST_CONTRADICTIONS:
+                contradictory = set(layouts)
+            unknown |= contradictory
+            layouts = {name: layout for name, layout in layouts.items() if name not in contradictory}
+    return Resharding(), {}, unknown

@@ -5,24 +5,57 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.errors import DamagedError, listed
 from elastic_ckpt.formats import Found
 from elastic_ckpt.sharding.book import RuleBook
-from elastic_ckpt.tools.findings import ERROR, NOTE, Finding, of_error
+from elastic_ckpt.tools.findings import CHECKSUM, ERROR, IO, NO_CHECKSUM, NOTE, UNCHECKED, Finding, kind_of, of_error
 from elastic_ckpt.tools.verification.archive import Record, read_archive
-from elastic_ckpt.tools.verification.checksums import Checked, Work, check, has_checksums, wrong_records
-from elastic_ckpt.tools.verification.contents import check_metadata
-from elastic_ckpt.tools.verification.copies import check_copies
-from elastic_ckpt.tools.verification.diagnosis import read_metadata
-from elastic_ckpt.tools.verification.findings import CHECKSUM, IO, NO_CHECKSUM, UNCHECKED, Verification, kind_of
-from elastic_ckpt.tools.verification.folder import checkpoint_files, choose, other_files, swap_files
-from elastic_ckpt.tools.verification.scan import Span, judge, metadata_spans, weight_spans, without_repeats
+from elastic_ckpt.tools.verification.contents import check_copies, check_metadata
+from elastic_ckpt.tools.verification.files import checkpoint_files, choose, other_files, read_metadata, swap_files
+from elastic_ckpt.tools.verification.scan import (
+    Checked,
+    Span,
+    Work,
+    check,
+    judge,
+    metadata_spans,
+    weight_spans,
+    wrong_records,
+)
 
 #: Of one file, so many problems are listed, and the rest counted.
 _MOST_PROBLEMS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """The outcome of a verification.
+
+    Attributes:
+        folder: absolute path that was asked for.
+        tag: of the checkpoint that was verified; ``None``: it is not clear which.
+        full: whether every byte was read, or metadata alone.
+        findings: what is wrong.
+        notes: what is not wrong, and what was not checked.
+        files: number of files that were looked at.
+        tensors: number of logical tensors (masters, states, buffers, frozen weights) that were checked.
+        nbytes: bytes that were read and checked; without ``full``, the size of the files.
+        seconds: how long it took.
+    """
+
+    folder: str
+    tag: str | None
+    full: bool
+    findings: tuple[Finding, ...]
+    notes: tuple[Finding, ...]
+    files: int
+    tensors: int
+    nbytes: int
+    seconds: float
 
 
 def verify(
@@ -91,8 +124,9 @@ def _check_bytes(
     known = metadata_spans(metadata) if metadata is not None else {}
     works = []
     for path in checkpoint_files(found):
-        weights = weight_spans(path, found, metadata is None, config)
-        works.append(_archive_work(path, without_repeats(known.get(path, []), weights), findings))
+        spans = known.get(path, [])
+        weights = weight_spans(path, found, spans, metadata is None, config)
+        works.append(_archive_work(path, [*spans, *weights], findings))
     for path in swap_files(found):
         text = "a swap file of NVMe offload: raw bytes, saved without a checksum; only their values are looked at"
         findings.append(Finding(NOTE, NO_CHECKSUM, text, file=path))
@@ -120,7 +154,7 @@ def _archive_work(path: str, spans: Sequence[Span], findings: list[Finding]) -> 
         return Work(path, 0)
     findings += _limited(path, (Finding(ERROR, kind, text, file=path) for kind, text in archive.problems))
     work = _work(path, nbytes, archive.records, spans)
-    if not has_checksums(work):
+    if not work.has_checksums:
         text = "saved without checksums (torch.serialization.set_crc32_options(False)): turned bits cannot be seen"
         findings.append(Finding(NOTE, NO_CHECKSUM, text, file=path))
     return work

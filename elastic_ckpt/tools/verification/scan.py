@@ -1,14 +1,25 @@
-"""Which values in the files must be numbers, and whether they are. Padding is none of these."""
+"""One pass over the bytes of files: the CRC32 of every record, and the values that are NaN or infinite.
+
+Threads read slices of files through a small buffer each, so memory does not depend on the size of a file or record; the
+checksums of a record's parts are combined. A chunk is checked while it is in the processor's cache. Files are not
+memory-mapped: where a disk fails under a map, the process dies instead of naming the file.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
 import torch
+from isal import isal_zlib
+from tqdm import tqdm
 
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.dtypes import ITEMSIZE
@@ -16,13 +27,18 @@ from elastic_ckpt.core.metadata import BUFFER, CheckpointMetadata, StorageChunk,
 from elastic_ckpt.errors import ElasticCkptError
 from elastic_ckpt.formats import Found
 from elastic_ckpt.formats.pickled import TensorRef, open_pickled
-from elastic_ckpt.tools.findings import ERROR, NOTE, Finding
-from elastic_ckpt.tools.verification.findings import INF, NAN
+from elastic_ckpt.tools.findings import ERROR, INF, NAN, NOTE, Finding
+from elastic_ckpt.tools.verification.archive import Record
 
-#: CheckpointMetadata keys have their own names; this one stands for the weights as the model computes with them.
-WEIGHTS = "weights"
+#: The key of the weights as the model computes with them, which metadata does not list.
+_WEIGHTS = "weights"
 _INTEGERS = frozenset({"int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64", "bool"})
-#: Values that are no numbers: kind (:data:`NAN`, :data:`INF`) -> how many there are, and the index of the first.
+#: Small enough for a processor's cache.
+CHUNK_NBYTES = 1 << 20
+SLICE_NBYTES = 64 * CHUNK_NBYTES
+#: What is read behind a chunk, so that values that begin in it are whole: the largest item, less one byte.
+_MORE_NBYTES = max(ITEMSIZE.values()) - 1
+#: Values that are not finite: kind (:data:`NAN`, :data:`INF`) -> how many there are, and the index of the first.
 Odd = dict[str, tuple[int, int]]
 
 
@@ -34,8 +50,8 @@ class Span:
         offset: of the first one in the file, in bytes.
         numel: how many.
         dtype: name of their torch dtype.
-        name, key: of the tensor that they are of.
-        start: index of the first one in that tensor, or in the tensor-parallel shard of it.
+        name, key: of their tensor.
+        start: index of the first one in that tensor, or in its tensor-parallel shard.
     """
 
     offset: int
@@ -51,11 +67,165 @@ class Span:
         return self.numel * ITEMSIZE[self.dtype]
 
 
+@dataclass(frozen=True)
+class Work:
+    """What to check in bytes ``[start, stop)`` of a file: the CRC32 of records, and the values of spans."""
+
+    path: str
+    stop: int
+    items: tuple[Record | Span, ...] = ()
+    start: int = 0
+
+    @property
+    def records(self) -> list[Record]:
+        """Its records."""
+        return [item for item in self.items if isinstance(item, Record)]
+
+    @property
+    def has_checksums(self) -> bool:
+        """Whether the file was saved with checksums, or has nothing that could have one."""
+        return any(record.crc32 for record in self.records) or not any(record.nbytes for record in self.records)
+
+    def split(self, step: int) -> list[Work]:
+        """Ranges of ``step`` bytes, each with the items that have bytes in it; one range at least."""
+        starts = range(self.start, max(self.stop, self.start + 1), step)
+        items: list[list[Record | Span]] = [[] for _ in starts]
+        for item in self.items:
+            low, high = max(item.offset, self.start), min(item.offset + item.nbytes, self.stop)
+            if low < high:
+                for number in range((low - self.start) // step, (high - 1 - self.start) // step + 1):
+                    items[number].append(item)
+        return [
+            Work(self.path, min(start + step, self.stop), tuple(inside), start)
+            for start, inside in zip(starts, items, strict=True)
+        ]
+
+
+@dataclass
+class Checked:
+    """The outcome of a :class:`Work`.
+
+    Attributes:
+        nbytes: that were read.
+        crc32: of each record, as its bytes are, and of how many of them.
+        odd: the spans with values that are not finite.
+        failure: why the file could not be read to its end.
+    """
+
+    nbytes: int = 0
+    crc32: dict[Record, tuple[int, int]] = field(default_factory=dict)
+    odd: dict[Span, Odd] = field(default_factory=dict)
+    failure: str | None = None
+
+    def add(self, following: Checked) -> None:
+        """Add the outcome of the next range of the file."""
+        self.nbytes += following.nbytes
+        self.failure = self.failure or following.failure
+        for record, (crc, nbytes) in following.crc32.items():
+            before, done = self.crc32.get(record, (0, 0))
+            self.crc32[record] = isal_zlib.crc32_combine(before, crc, nbytes) if done else crc, done + nbytes
+        for span, odd in following.odd.items():
+            _add_odd(self.odd.setdefault(span, {}), odd)
+
+
+def check(works: Sequence[Work], threads: int, show_progress: bool | None = False) -> list[Checked]:
+    """Read files and check them.
+
+    Args:
+        works: the files.
+        threads: how many read at once; each has a buffer of :data:`CHUNK_NBYTES`.
+        show_progress: whether to draw a bar on standard error; ``None``: if that is a terminal.
+    """
+    results = [Checked() for _ in works]
+    parts = [(number, part) for number, work in enumerate(works) for part in work.split(SLICE_NBYTES)]
+    disable = None if show_progress is None else not show_progress
+    buffers = threading.local()
+
+    def run(part: Work) -> Checked:
+        if not hasattr(buffers, "mine"):
+            buffers.mine = memoryview(bytearray(CHUNK_NBYTES + _MORE_NBYTES))
+        result = Checked()
+        try:
+            _check_part(part, buffers.mine, result)
+        except OSError as error:
+            result.failure = f"{type(error).__name__}: {error.strerror or error}"
+        return result
+
+    with _one_thread_each(), ThreadPoolExecutor(threads, thread_name_prefix="elastic_ckpt") as pool:
+        total = sum(work.stop for work in works)
+        with tqdm(total=total, unit="B", unit_scale=True, desc="verify", disable=disable, leave=False) as bar:
+            try:
+                found = pool.map(run, [part for _, part in parts])
+                for (number, _), result in zip(parts, found, strict=True):
+                    results[number].add(result)
+                    bar.update(result.nbytes)
+            except BaseException:  # Ctrl-C must not wait for a terabyte that nobody will ask for
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+    return results
+
+
+@contextmanager
+def _one_thread_each() -> Iterator[None]:
+    """Keep torch from starting threads of its own in each of ours."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _check_part(part: Work, buffer: memoryview, result: Checked) -> None:
+    with open(part.path, "rb", buffering=0) as stream:
+        descriptor = stream.fileno()
+        os.posix_fadvise(descriptor, part.start, part.stop - part.start, os.POSIX_FADV_SEQUENTIAL)
+        size = os.fstat(descriptor).st_size
+        for chunk in part.split(CHUNK_NBYTES):
+            nbytes = chunk.stop - chunk.start
+            view = buffer[: max(nbytes, min(nbytes + _MORE_NBYTES, size - chunk.start))]
+            _read(descriptor, chunk.start, view)
+            result.nbytes += nbytes
+            for item in chunk.items:
+                if isinstance(item, Record):
+                    low, high = max(item.offset - chunk.start, 0), item.offset + item.nbytes - chunk.start
+                    crc, done = result.crc32.get(item, (0, 0))
+                    inside = view[low : min(high, nbytes)]
+                    result.crc32[item] = isal_zlib.crc32(inside, crc), done + len(inside)
+                else:
+                    _look_at(item, chunk, view, result)
+
+
+def _look_at(span: Span, chunk: Work, view: memoryview, result: Checked) -> None:
+    """Look at the values of a span that begin in a chunk."""
+    itemsize = ITEMSIZE[span.dtype]
+    first = max(-(-(chunk.start - span.offset) // itemsize), 0)
+    stop = min(-(-(chunk.stop - span.offset) // itemsize), span.numel)
+    if first < stop:
+        low = span.offset + first * itemsize - chunk.start
+        raw = view[low : low + (stop - first) * itemsize]
+        aligned = raw if low % itemsize == 0 else bytearray(raw)
+        if odd := look(torch.frombuffer(aligned, dtype=getattr(torch, span.dtype))):
+            _add_odd(result.odd.setdefault(span, {}), odd, first)
+
+
+def _read(descriptor: int, offset: int, view: memoryview) -> None:
+    done = 0
+    while done < len(view):
+        try:
+            count = os.preadv(descriptor, [view[done:]], offset + done)
+        except OSError as error:
+            raise OSError(error.errno, f"{error.strerror}, at byte {offset + done}") from error
+        if not count:
+            raise OSError(errno.EIO, f"the file ends at byte {offset + done}: it became shorter while it was read")
+        done += count
+
+
 def look(values: torch.Tensor) -> Odd:
     """Count NaN and infinite values of a flat tensor.
 
-    A finite sum shows fast that all are finite, since neither NaN nor infinity ever leaves one. One that is not may
-    still be an overflow: then every value is looked at.
+    A finite sum shows that all are finite, since neither NaN nor infinity ever leaves one. Any other sum may still be
+    an overflow: then every value is looked at.
     """
     if values.element_size() == 1:  # no 8-bit type can be summed
         values = values.to(torch.float32)
@@ -66,11 +236,36 @@ def look(values: torch.Tensor) -> Odd:
     return {kind: (int(mask.sum()), int(mask.int().argmax())) for kind, mask in masks.items() if mask.any()}
 
 
-def add_odd(total: Odd, more: Odd, start: int = 0) -> None:
+def _add_odd(total: Odd, more: Odd, start: int = 0) -> None:
     """Add values that were counted from element ``start`` on to a total."""
     for kind, (count, first) in more.items():
         before, earliest = total.get(kind, (0, first + start))
         total[kind] = before + count, min(earliest, first + start)
+
+
+def wrong_records(work: Work, checked: Checked) -> dict[Record, int]:
+    """The records that are not as they were written -> the CRC32 of what they are now.
+
+    A CRC32 of 0 is none where all of a file's are (``torch.serialization.set_crc32_options(False)``). A record that
+    could not be read to its end is not judged.
+    """
+    records = work.records if work.has_checksums else []
+    now = {record: checked.crc32.get(record, (0, 0)) for record in records}
+    return {record: crc for record, (crc, n) in now.items() if n == record.nbytes and crc != record.crc32}
+
+
+def judge(path: str, odd: Mapping[Span, Odd]) -> Iterator[Finding]:
+    """One finding a tensor and kind; infinity in a buffer may be meant, and is a note."""
+    totals: dict[tuple[str, str], Odd] = {}
+    for span, counts in odd.items():
+        _add_odd(totals.setdefault((span.name, span.key), {}), counts, span.start)
+    for (name, key), total in totals.items():
+        counted = "block" if key.startswith("absmax") else "element"
+        for kind, what in ((NAN, "NaN"), (INF, "infinite values")):
+            if kind in total:
+                count, first = total[kind]
+                level = NOTE if kind == INF and key == BUFFER else ERROR
+                yield Finding(level, kind, f"{count} {what} in {key}, the first at {counted} {first}", name, path)
 
 
 def metadata_spans(metadata: CheckpointMetadata) -> dict[str, list[Span]]:
@@ -98,12 +293,15 @@ def _span(tensor: TensorMetadata, chunk: StorageChunk) -> Span | None:
     return Span(offset, last - first + 1, "float32", tensor.name, code.format.scales, first)
 
 
-def weight_spans(path: str, found: Found, with_states: bool, config: ElasticConfig) -> list[Span]:
+def weight_spans(
+    path: str, found: Found, known: Sequence[Span], with_states: bool, config: ElasticConfig
+) -> list[Span]:
     """The weights that the model computes with in a file, named by their paths in it.
 
     Args:
         path: of a file of the checkpoint.
         found: the checkpoint.
+        known: spans of the file that are left out; nor are the same bytes returned twice.
         with_states: whether to add optimizer states, of checkpoints that do not partition them.
         config: as for a load.
     """
@@ -121,46 +319,18 @@ def weight_spans(path: str, found: Found, with_states: bool, config: ElasticConf
     tensors = list(_tensors(tree if is_layer else tree.get("module"), ""))
     if with_states and not is_layer:
         tensors += _tensors(tree.get("optimizer"), "optimizer")
-    return [
-        Span(ref.byte_offset, ref.numel, ref.dtype, name, WEIGHTS, 0)
-        for name, ref in tensors
-        if ref.dtype not in _INTEGERS and ref.is_contiguous and ref.numel and ref.swap_id is None
-    ]
+    seen = {(span.offset, span.numel) for span in known}
+    spans: dict[tuple[int, int], Span] = {}
+    for name, ref in tensors:
+        at = ref.byte_offset, ref.numel
+        if ref.dtype not in _INTEGERS and ref.is_contiguous and ref.numel and ref.swap_id is None and at not in seen:
+            spans.setdefault(at, Span(*at, ref.dtype, name, _WEIGHTS, 0))
+    return list(spans.values())
 
 
 def _tensors(node: Any, name: str) -> Iterator[tuple[str, TensorRef]]:
     if isinstance(node, TensorRef):
         yield name, node
-        return
-    inside: Iterable[tuple[Any, Any]] = ()
-    if isinstance(node, Mapping):
-        inside = node.items()
-    elif isinstance(node, list | tuple):
-        inside = enumerate(node)
-    for key, value in inside:
-        yield from _tensors(value, f"{name}/{key}" if name else str(key))
-
-
-def without_repeats(known: Iterable[Span], others: Iterable[Span]) -> list[Span]:
-    """``known``, and those of the others that are not the same bytes as one before them."""
-    spans = list(known)
-    seen = {(span.offset, span.numel) for span in spans}
-    for span in others:
-        if (span.offset, span.numel) not in seen:
-            seen.add((span.offset, span.numel))
-            spans.append(span)
-    return spans
-
-
-def judge(path: str, odd: Mapping[Span, Odd]) -> Iterator[Finding]:
-    """What was seen in one file, one finding a tensor and kind; infinity in a buffer may be meant, and is a note."""
-    totals: dict[tuple[str, str], Odd] = {}
-    for span, counts in odd.items():
-        add_odd(totals.setdefault((span.name, span.key), {}), counts, span.start)
-    for (name, key), total in totals.items():
-        counted = "block" if key.startswith("absmax") else "element"
-        for kind, what in ((NAN, "NaN"), (INF, "infinite values")):
-            if kind in total:
-                count, first = total[kind]
-                level = NOTE if kind == INF and key == BUFFER else ERROR
-                yield Finding(level, kind, f"{count} {what} in {key}, the first at {counted} {first}", name, path)
+    elif isinstance(node, Mapping | list | tuple):
+        for key, value in node.items() if isinstance(node, Mapping) else enumerate(node):
+            yield from _tensors(value, f"{name}/{key}" if name else str(key))

@@ -1,7 +1,6 @@
-"""What is wrong with files that the reader refuses: all of it, where the reader stops at the first.
+"""Which files a checkpoint has and should have, and all that is wrong with them, where the reader stops at the first.
 
-Every file is opened for itself, those of one kind are compared with each other, and what a shard check has against one
-file is asked of every other.
+Where the reader refuses a checkpoint, every file is opened for itself and compared with those of its kind.
 """
 
 from __future__ import annotations
@@ -14,28 +13,140 @@ from typing import Any, TypeVar
 
 from elastic_ckpt.config import ElasticConfig, state_options
 from elastic_ckpt.core.metadata import CheckpointMetadata
-from elastic_ckpt.errors import ElasticCkptError, MismatchError, UnsupportedError
+from elastic_ckpt.errors import ElasticCkptError, MismatchError, NotFoundError, UnsupportedError, listed
 from elastic_ckpt.formats import Found, model_states, shards
+from elastic_ckpt.formats.detect import LATEST as LATEST_FILE
+from elastic_ckpt.formats.detect import LATEST_UNIVERSAL, MOST_TAG_NBYTES, list_tags, look_at, look_below
 from elastic_ckpt.formats.model_states import ModelShard
-from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER
+from elastic_ckpt.formats.naming import SWAPPED_FOLDER, UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER, FolderFiles
 from elastic_ckpt.formats.native import index_native
 from elastic_ckpt.formats.pickled import PickledFile, open_pickled
 from elastic_ckpt.formats.same_save import spot_check
 from elastic_ckpt.formats.shards import OptimizerShard
 from elastic_ckpt.formats.universal_files import index_optimizer, index_state
-from elastic_ckpt.tools.findings import ERROR, NOTE, Finding, of_error, one_line
-from elastic_ckpt.tools.opened import open_checkpoint
-from elastic_ckpt.tools.verification.findings import DAMAGED, FOREIGN, MISSING, UNCHECKED, UNREADABLE, kind_of
-from elastic_ckpt.tools.verification.folder import checkpoint_files, missing_files
+from elastic_ckpt.tools.findings import (
+    DAMAGED,
+    ERROR,
+    FOREIGN,
+    LATEST,
+    MISSING,
+    NOTE,
+    UNCHECKED,
+    UNREADABLE,
+    Finding,
+    kind_of,
+    of_error,
+    one_line,
+)
+from elastic_ckpt.tools.opened import locate, open_checkpoint
 
 T = TypeVar("T")
-#: What the files hold that open, by its class and by model-parallel rank.
+#: What the files that open hold, by its class and by model-parallel rank.
 Items = dict[tuple[type, int], list[Any]]
 #: The metadata, if there is any, and what is wrong.
 Diagnosis = tuple[CheckpointMetadata | None, list[Finding]]
 #: How many files are tried as the one that the others are compared with.
 _MOST_REFERENCES = 8
+#: Numbers of ranks in a file are only claims: beyond this many, what is missing is not listed.
+_MOST_RANKS = 1 << 14
 _MODEL_PARALLEL = re.compile(r"mp_rank_(\d+)")
+_RANKS = re.compile(r"zero_pp_rank_\d+_mp_rank_\d+")
+#: Scripts that DeepSpeed copies into checkpoints.
+_SCRIPT = ".py"
+
+
+def choose(folder: str, tag: str | None, trust_pickle: bool) -> tuple[Found | None, list[Finding]]:
+    """The checkpoint to verify, and what is wrong with the ``latest`` files.
+
+    Where ``latest`` is of no use, ``latest_universal`` may be; or there is one tag only.
+
+    Raises:
+        NotFoundError: there is no checkpoint at all, or not the one that was asked for.
+    """
+    path = os.path.abspath(folder)
+    if tag is None and look_at(os.path.dirname(path), os.path.basename(path)) is not None:
+        return locate(path, None), []
+    tags, named, findings = list_tags(path), {}, []
+    for name in (LATEST_FILE, LATEST_UNIVERSAL):
+        pointer = os.path.join(path, name)
+        if not os.path.lexists(pointer):
+            continue
+        try:
+            with open(pointer, encoding="utf-8") as stream:
+                named[name] = pointed = stream.read(MOST_TAG_NBYTES).strip()
+        except (OSError, UnicodeDecodeError) as error:
+            findings.append(Finding(ERROR, LATEST, f"cannot be read: {error}", file=pointer))
+            continue
+        if look_below(path, pointed) is None:
+            text = f"names {pointed!r}, which is not there; there are {listed(tags)}"
+            findings.append(Finding(ERROR, LATEST, text, file=pointer))
+    try:
+        return locate(path, tag, trust_pickle=trust_pickle), findings
+    except ElasticCkptError as error:
+        if tag is not None or not tags:
+            raise
+        findings = findings or [of_error(error, LATEST if isinstance(error, NotFoundError) else UNREADABLE)]
+    choices = [(pointed, f"which {name} names") for name, pointed in named.items() if pointed in tags]
+    if len(tags) == 1:
+        choices.append((tags[0], "the only tag there is"))
+    if not choices:
+        note = Finding(NOTE, UNCHECKED, f"none of the tags {listed(tags)}: say which with --tag", file=path)
+        return None, [*findings, note]
+    chosen, why = choices[0]
+    return look_at(path, chosen), [*findings, Finding(NOTE, LATEST, f"verified {chosen}, {why}", file=path)]
+
+
+def checkpoint_files(found: Found) -> list[str]:
+    """Paths of all ``torch.save`` files of a checkpoint, sorted."""
+    files = found.files
+    names = [*files.model.values(), *files.model_zero3.values(), *files.optimizer.values(), *files.layers.values()]
+    paths = {found.path(name) for name in (*names, *files.experts, *files.clashes)}
+    if files.is_universal:
+        root = found.path(UNIVERSAL_FOLDER)
+        for entry in os.scandir(root):
+            inside = os.scandir(entry.path) if entry.is_dir() else [entry]
+            paths |= {file.path for file in inside if file.name.endswith(".pt") and file.is_file()}
+    return sorted(paths)
+
+
+def swap_files(found: Found) -> list[str]:
+    """Paths of the files that hold optimizer states that were on NVMe, sorted: raw bytes without any checksum."""
+    root = found.path(SWAPPED_FOLDER)
+    paths = []
+    for entry in os.scandir(root) if os.path.isdir(root) else ():
+        if entry.is_dir():
+            paths += [file.path for file in os.scandir(entry.path) if file.is_file()]
+    return sorted(paths)
+
+
+def other_files(found: Found) -> list[str]:
+    """Names of files in the tag's folder that are none of DeepSpeed's."""
+    known = {os.path.basename(path) for path in checkpoint_files(found) if os.path.dirname(path) == found.folder}
+    names = [entry.name for entry in os.scandir(found.folder) if entry.is_file()]
+    return sorted(name for name in names if name not in known and not name.endswith(_SCRIPT))
+
+
+def missing_files(files: FolderFiles, dp: int | None, model_parallel: int | None) -> list[str]:
+    """Names of files that ought to be there.
+
+    Args:
+        files: what is there.
+        dp: data-parallel degree, as files say; ``None``: none does.
+        model_parallel: number of model-parallel ranks, as files say.
+    """
+    sharded = (files.model_zero3, files.optimizer)
+    dps = range(max([dp or 0, *(at + 1 for names in sharded for at, _ in names)]))
+    mps = range(max([model_parallel or 0, *(mp + 1 for mp in files.mp_ranks)]))
+    if len(dps) * len(mps) > _MOST_RANKS:
+        return []
+    missing = [f"mp_rank_{mp:02d}_model_states.pt" for mp in mps if files.model and mp not in files.model]
+    for names in filter(None, sharded):
+        sample = next(iter(names.values()))
+        absent = [(at, mp) for mp in mps for at in dps if (at, mp) not in names]
+        missing += [_RANKS.sub(f"zero_pp_rank_{at}_mp_rank_{mp:02d}", sample) for at, mp in absent]
+    layers, tps = {layer for layer, _ in files.layers}, {tp for _, tp in files.layers}
+    absent = [(layer, tp) for layer in sorted(layers) for tp in tps if (layer, tp) not in files.layers]
+    return missing + [f"layer_{layer:02d}-model_{tp:02d}-model_states.pt" for layer, tp in absent]
 
 
 def read_metadata(found: Found, config: ElasticConfig) -> Diagnosis:
@@ -127,7 +238,7 @@ def _majority(items: Sequence[T]) -> T:
 
 
 def _foreign(items: Items) -> tuple[list[Finding], set[tuple[str | None, ...]]]:
-    """Files that are not of the save that most of their kind are of; and what any comparison complained about.
+    """Files of another save than most of their kind, and all complaints.
 
     The reader takes the first file of a kind for the right one; if that is the foreign one, it complains about another.
     """
@@ -163,11 +274,11 @@ def _kinds(items: Items) -> Iterator[tuple[list[Any], Callable[[list[Any]], None
 def _against(reference: Any, items: Sequence[Any], check: Callable[[list[Any]], None]) -> list[ElasticCkptError]:
     errors = []
     for item in items:
-        if item is not reference:
-            try:
+        try:
+            if item is not reference:
                 check([reference, item])
-            except ElasticCkptError as error:
-                errors.append(error)
+        except ElasticCkptError as error:
+            errors.append(error)
     return errors
 
 
@@ -185,7 +296,7 @@ def _steps_of(shard: OptimizerShard) -> set[float]:
 def _without_shard_checks(
     found: Found, config: ElasticConfig, error: ElasticCkptError, models: Sequence[ModelShard]
 ) -> Diagnosis:
-    """The files fit together but for their values: go on without comparing these, and compare those of every file."""
+    """Only the values contradict each other: read without comparing them, then compare those of every file."""
     relaxed = config.model_copy(update={"check_shards": False})
     try:
         metadata = open_checkpoint(found, relaxed).checkpoint.metadata
