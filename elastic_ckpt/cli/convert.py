@@ -8,11 +8,10 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 from rich.table import Table
-from tqdm import tqdm
 
 from elastic_ckpt.cli.app import AsJson, Config, Folder, Preset, Tag, TrustPickle, app
-from elastic_ckpt.cli.output import console, errors_end_the_command, print_json, printable
-from elastic_ckpt.tools.conversion import ConversionOptions, ConversionReport
+from elastic_ckpt.cli.output import console, errors_end_the_command, print_json, printable, size, table
+from elastic_ckpt.tools.conversion import ConversionReport
 from elastic_ckpt.tools.conversion import convert as run_conversion
 from elastic_ckpt.tools.opened import config_of, open_folder
 
@@ -49,8 +48,7 @@ def convert(
     with errors_end_the_command(as_json):
         options = config_of(config, tp_preset=preset, trust_pickle=trust_pickle or None, replicated_params=replicated)
         opened = open_folder(str(folder), tag, options)
-        progress = False if as_json else None
-        report = run_conversion(opened, out, ConversionOptions(threads, chunk_mib << 20, progress, restart))
+        report = run_conversion(opened, out, threads, chunk_mib << 20, False if as_json else None, restart)
     if as_json:
         print_json(report)
     else:
@@ -58,13 +56,11 @@ def convert(
 
 
 def _table(report: ConversionReport) -> Table:
-    table = Table(title="elastic_ckpt: checkpoint converted", title_justify="left", show_header=False)
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    table.add_row("universal checkpoint", escape(report.folder))
+    facts = table("elastic_ckpt: checkpoint converted")
+    facts.add_row("universal checkpoint", escape(report.folder))
     kept = f", {report.files_kept} kept from an earlier attempt" if report.files_kept else ""
-    table.add_row("written", f"{report.files} files, {tqdm.format_sizeof(report.nbytes, 'B')}{kept}")
-    table.add_row("seconds", f"{report.seconds:.1f}")
+    facts.add_row("written", f"{report.files} files, {size(report.nbytes)}{kept}")
+    facts.add_row("seconds", f"{report.seconds:.1f}")
     for note in report.notes:
-        table.add_row("note", escape(printable(note)))
-    return table
+        facts.add_row("note", escape(printable(note)))
+    return facts

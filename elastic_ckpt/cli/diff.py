@@ -8,10 +8,9 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 from rich.table import Table
-from tqdm import tqdm
 
 from elastic_ckpt.cli.app import AsJson, Config, Preset, TrustPickle, app
-from elastic_ckpt.cli.output import console, end_with, errors_end_the_command, print_json, printable
+from elastic_ckpt.cli.output import console, end_with, errors_end_the_command, print_json, printable, size
 from elastic_ckpt.tools.comparison import Comparison, compare
 from elastic_ckpt.tools.opened import config_of, open_folder
 
@@ -53,12 +52,12 @@ def diff(
 
 
 def _show(outcome: Comparison, show_all: bool) -> None:
-    size = tqdm.format_sizeof(outcome.nbytes, "B")
+    read = f"({size(outcome.nbytes)} read)"
     if not outcome.differences:
-        console.print(f"[green]equal[/]: {outcome.equal} tensors and other values ({size} read)")
+        console.print(f"[green]equal[/]: {outcome.equal} tensors and other values {read}")
     else:
         shown = outcome.differences if show_all else outcome.differences[:_SHOWN]
-        table = Table(title=f"{len(outcome.differences)} differences, {outcome.equal} equal ({size} read)")
+        table = Table(title=f"{len(outcome.differences)} differences, {outcome.equal} equal {read}")
         for column in ("name", "of it", "", "values in A and B"):
             table.add_column(column, overflow="fold")
         for difference in shown:

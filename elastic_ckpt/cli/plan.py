@@ -27,8 +27,9 @@ from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.errors import ElasticCkptError, MismatchError
 from elastic_ckpt.io.coalesce import read_options
+from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.sharding import presets
-from elastic_ckpt.tools.opened import config_of, load_options, open_folder
+from elastic_ckpt.tools.opened import config_of, open_folder
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
 from elastic_ckpt.tools.virtual.forecast import DEFAULT_BANDWIDTH, MOST_BY_DEFAULT, Cluster, LiveRun, Survey, survey
 from elastic_ckpt.tools.virtual.scale import scale_metadata
@@ -122,7 +123,7 @@ def plan(
             name, metadata, options = _of_model(model, options)
         else:
             name, metadata = _of_folder(str(folder), tag, options, not weights_only)
-        loading = load_options(options, not weights_only)
+        loading = LoadOptions.of(options, optimizer_states=not weights_only)
     saved = metadata.source
     stage = saved.zero_stage if zero is None else zero
     alignment = max(options.align_partitions, 1)

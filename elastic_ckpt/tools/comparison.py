@@ -15,8 +15,9 @@ from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.metadata import CheckpointMetadata, ReplicatedState
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.compare_replicas import differences
+from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.tools.logical import LogicalReader, Whole
-from elastic_ckpt.tools.opened import Opened, load_options
+from elastic_ckpt.tools.opened import Opened
 
 DIFFERS, MISSING = "differs", "missing"
 _MIB = 1 << 20
@@ -92,7 +93,7 @@ def compare(first: Opened, second: Opened, threads: int, progress: bool | None =
 
 class _Side:
     def __init__(self, opened: Opened) -> None:
-        self.reader = LogicalReader(opened.checkpoint.metadata, load_options(opened.config))
+        self.reader = LogicalReader(opened.checkpoint.metadata, LoadOptions.of(opened.config))
         self.notes = (*self.reader.notes, *self.reader.compare_copies(_ONE_CHUNK))
         self.tensors = {(whole.name, whole.key): whole for whole in self.reader.tensors()}
 

@@ -12,7 +12,6 @@ from elastic_ckpt.config import CONFIG_KEY, ElasticConfig, read_config, state_op
 from elastic_ckpt.errors import ConfigError, NotFoundError
 from elastic_ckpt.formats import READERS, Checkpoint, Found, MetadataOptions
 from elastic_ckpt.formats.detect import find_checkpoint, look_at
-from elastic_ckpt.planning.planner import LoadOptions
 
 
 @dataclass(frozen=True)
@@ -83,8 +82,3 @@ def config_of(path: Path | None, **overrides: Any) -> ElasticConfig:
     if isinstance(section, dict):  # anything else is refused below
         section = {**section, **{key: value for key, value in overrides.items() if value is not None}}
     return read_config({**loaded, CONFIG_KEY: section})
-
-
-def load_options(config: ElasticConfig, optimizer_states: bool = True) -> LoadOptions:
-    """The options of a load that takes everything, as far as they do not depend on a live engine."""
-    return LoadOptions.of(config, optimizer_states=optimizer_states)

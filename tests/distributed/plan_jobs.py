@@ -15,7 +15,8 @@ from elastic_ckpt.core.local_state import LocalState
 from elastic_ckpt.engines.coordinates import model_of_all
 from elastic_ckpt.engines.select import select_adapter
 from elastic_ckpt.io.coalesce import ReadOptions
-from elastic_ckpt.tools.opened import config_of, load_options, open_folder
+from elastic_ckpt.planning.planner import LoadOptions
+from elastic_ckpt.tools.opened import config_of, open_folder
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
 from elastic_ckpt.tools.virtual.forecast import reads_of
 from tests.distributed import parallel_models
@@ -63,7 +64,7 @@ def both_sides(engine: Any, folder: str, stage: int, where: str, sub_group: int 
     metadata = open_folder(folder, None, config).checkpoint.metadata
     more = {} if sub_group is None else {"sub_group_numel": sub_group}
     job = VirtualJob(
-        metadata, Topology(coordinates.dp, coordinates.tp, coordinates.pp, stage, **more), load_options(config)
+        metadata, Topology(coordinates.dp, coordinates.tp, coordinates.pp, stage, **more), LoadOptions.of(config)
     )
     engine.load_checkpoint(folder)
     local_state, plan = job.planned(dist.get_rank())

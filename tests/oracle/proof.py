@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from elastic_ckpt.config import ElasticConfig
-from elastic_ckpt.tools.opened import load_options, open_folder
+from elastic_ckpt.planning.planner import LoadOptions
+from elastic_ckpt.tools.opened import open_folder
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
 from tests.oracle.coverage import Coverage, Proof
 
@@ -19,4 +20,6 @@ def proof_of(job: VirtualJob) -> Proof:
 def proof_of_folder(folder: str, topology: Topology, with_states: bool = True) -> Proof:
     """:func:`proof_of` a job that resumes the checkpoint in a folder."""
     opened = open_folder(folder, None, ElasticConfig(), with_states)
-    return proof_of(VirtualJob(opened.checkpoint.metadata, topology, load_options(opened.config, with_states)))
+    return proof_of(
+        VirtualJob(opened.checkpoint.metadata, topology, LoadOptions.of(opened.config, optimizer_states=with_states))
+    )

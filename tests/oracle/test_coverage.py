@@ -18,7 +18,6 @@ from elastic_ckpt.core.local_state import LocalState
 from elastic_ckpt.core.metadata import BUFFER, MASTER, CheckpointMetadata
 from elastic_ckpt.core.read_plan import LoadPlan, ReadItem
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
-from elastic_ckpt.tools.opened import load_options
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
 from elastic_ckpt.tools.virtual.scale import scale_metadata
 from tests import simulation_parallel as parallel
@@ -120,7 +119,7 @@ SMALL = small_model()
 
 
 def small_job(options: LoadOptions | None = None, **topology: int) -> VirtualJob:
-    rules = load_options(ElasticConfig(tp_preset="megatron-deepspeed-interleaved"))
+    rules = LoadOptions.of(ElasticConfig(tp_preset="megatron-deepspeed-interleaved"))
     return VirtualJob(scale_metadata(SMALL), Topology(**topology), options or rules)
 
 
@@ -136,7 +135,7 @@ def test_it_holds_for_jobs_of_every_stage(stage: int, dp: int, tp: int, pp: int)
 @pytest.mark.parametrize("policy", ["strict", "first", "mean"])
 @pytest.mark.parametrize("preset", ["bloom", "megatron-deepspeed-interleaved"])
 def test_it_holds_where_means_are_taken(policy: str, preset: str) -> None:
-    options = load_options(ElasticConfig(tp_preset=preset, replicated_params=policy))
+    options = LoadOptions.of(ElasticConfig(tp_preset=preset, replicated_params=policy))
     job = small_job(options, dp=3, tp=4, pp=2)
     ranks = ranks_of(job)
     assert any(plan.reads.requantize_items for _, plan in ranks) == (policy == "mean" or preset == "bloom")
@@ -147,7 +146,7 @@ def test_it_holds_for_all_ranks_of_bloom() -> None:
     job = VirtualJob(
         catalog_of("bloom-176b"),
         Topology(dp=8, tp=4, pp=12),
-        load_options(ElasticConfig(tp_preset="bloom")),
+        LoadOptions.of(ElasticConfig(tp_preset="bloom")),
     )
     proof = prove(job.metadata, map(job.planned, range(job.topology.ranks)))
     assert (proof.ranks, proof.faults) == (384, ())

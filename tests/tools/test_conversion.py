@@ -31,7 +31,6 @@ from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.sharding.book import RuleBook
 from elastic_ckpt.sharding.offline import known_rules
-from elastic_ckpt.tools.conversion.archive import write_tensor_file
 from elastic_ckpt.tools.conversion.contents import (
     checked_name,
     notes_on,
@@ -39,8 +38,9 @@ from elastic_ckpt.tools.conversion.contents import (
     refuse_unconvertible,
     refuse_without_shapes,
     tp_entries,
+    write_tensor_file,
 )
-from elastic_ckpt.tools.conversion.workplace import Workplace, fingerprint
+from elastic_ckpt.tools.conversion.run import Workplace, fingerprint
 from elastic_ckpt.tools.logical import LogicalReader, Whole
 
 

@@ -22,7 +22,6 @@ from elastic_ckpt.io.coalesce import ReadOptions, sort_reads
 from elastic_ckpt.io.read_sizes import read_sizes
 from elastic_ckpt.io.reader import execute
 from elastic_ckpt.planning.planner import LoadOptions
-from elastic_ckpt.tools.opened import load_options
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
 from elastic_ckpt.tools.virtual.forecast import (
     Cluster,
@@ -188,7 +187,7 @@ def test_precision_decides_about_weights_and_gradients() -> None:
 
 def test_tensor_and_pipeline_parallelism_divide_the_weights() -> None:
     metadata = catalog_of("bloom-176b")
-    job = VirtualJob(metadata, Topology(dp=8, tp=4, pp=12), load_options(ElasticConfig(tp_preset="bloom")))
+    job = VirtualJob(metadata, Topology(dp=8, tp=4, pp=12), LoadOptions.of(ElasticConfig(tp_preset="bloom")))
     memory = memory_of(*job.planned(100), LiveRun())
     h = 14336  # stage 3 has six layers: of each 12 h^2 and 7 h of the 13 h are cut over four ranks
     numel = 6 * (12 * h * h + 7 * h) // 4 + 6 * 6 * h

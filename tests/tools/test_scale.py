@@ -19,7 +19,8 @@ import torch
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata
 from elastic_ckpt.errors import ConfigError, MismatchError
-from elastic_ckpt.tools.opened import load_options, open_folder
+from elastic_ckpt.planning.planner import LoadOptions
+from elastic_ckpt.tools.opened import open_folder
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
 from elastic_ckpt.tools.virtual.scale import scale_metadata
 from elastic_ckpt.tools.virtual.scale_config import ScaleModel
@@ -134,7 +135,7 @@ def test_a_model_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
 # --- planning ---------------------------------------------------------------------------------------------------------
 
 TOPOLOGIES = [{"dp": 4, "tp": 8, "pp": 6}, {"dp": 48, "tp": 8, "zero_stage": 3}]
-PRESET = load_options(ElasticConfig(tp_preset="bloom"))
+PRESET = LoadOptions.of(ElasticConfig(tp_preset="bloom"))
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
@@ -149,7 +150,7 @@ def test_any_rank_of_bloom_is_planned_in_200_mib(bloom: CheckpointMetadata, topo
 
 def test_another_degree_needs_rules(bloom: CheckpointMetadata) -> None:
     with pytest.raises(MismatchError, match="it is not known how this parameter is cut"):
-        VirtualJob(bloom, Topology(dp=8, tp=8, pp=6), load_options(ElasticConfig()))
+        VirtualJob(bloom, Topology(dp=8, tp=8, pp=6), LoadOptions.of(ElasticConfig()))
 
 
 # --- against real files -----------------------------------------------------------------------------------------------

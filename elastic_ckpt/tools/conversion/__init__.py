@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from elastic_ckpt.tools.conversion.run import ConversionOptions, ConversionReport, convert
+from elastic_ckpt.tools.conversion.run import ConversionReport, convert
 
-__all__ = ["ConversionOptions", "ConversionReport", "convert"]
+__all__ = ["ConversionReport", "convert"]

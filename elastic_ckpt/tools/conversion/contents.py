@@ -1,9 +1,9 @@
-"""The files of a universal checkpoint, written from some metadata.
+"""The files of a universal checkpoint, written from metadata.
 
 The layout is that of ``ds_to_universal.py`` (DeepSpeed 0.19.8): ``zero/<parameter>/<key>.pt`` with the whole tensor and
 how tensor-parallel ranks cut it, ``step.pt`` beside them, ``zero/optimizer_state.pt`` with what belongs to no
-parameter, and the model-states files as they were. Other than there, each parameter has its shape after stage 3 too,
-and nothing of rank 0's partitions is carried along.
+parameter, and the model-states files as they were. Unlike there, parameters have their shapes after stage 3 too, and
+nothing of rank 0's partitions is carried along.
 """
 
 from __future__ import annotations
@@ -11,26 +11,30 @@ from __future__ import annotations
 import math
 import os
 import re
+import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from deepspeed.checkpoint.constants import CAT_DIM, PARAM_N_SUB_PARAMS, PARAM_SHAPES, SUB_PARAM_SHAPE, VOCAB_TENSOR
 from deepspeed.checkpoint.universal_checkpoint import SubparamShape
+from isal import isal_zlib
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from elastic_ckpt.core.dtypes import ITEMSIZE
+from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
 from elastic_ckpt.core.tp_rules import VOCABULARY, WHOLE_KINDS, Rule
 from elastic_ckpt.errors import DamagedError, UnsupportedError, listed
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.io.coalesce import ReadOptions
-from elastic_ckpt.tools.conversion.archive import write_tensor_file
 from elastic_ckpt.tools.logical import LogicalReader, Whole
+from elastic_ckpt.tools.verification.archive import Record, read_archive
 
 _STEP = "step"
 _UNSAFE = re.compile(r"[/\\\x00]|^\.{0,2}$|^\.")
@@ -39,6 +43,12 @@ _LONGEST_NAME = 255
 _LAYER = "layer_"
 #: What stage 3 of DeepSpeed loads, whatever else there is.
 _ADAM = frozenset({MASTER, "exp_avg", "exp_avg_sq"})
+#: Fills a flat tensor with the given elements of the one that is written.
+Fill = Callable[[FlatRange, torch.Tensor], None]
+#: Where the CRC32 is in a record's data descriptor and in its entry of the directory (APPNOTE.TXT, 4.3.9, 4.3.12).
+_CRC32_IN_DESCRIPTOR, _CRC32_IN_ENTRY = 4, 16
+#: How the record of a file's first tensor is called.
+_TENSOR_RECORD = "/data/0"
 _of_thread = threading.local()
 
 
@@ -152,6 +162,7 @@ def checked_name(name: str, folder: str) -> str:
 def _write_tensor(
     reader: LogicalReader, whole: Whole, entries: Mapping[str, Any], options: ReadOptions, path: Path
 ) -> None:
+    # fresh memory for every file would cost more than reading it
     scratch: torch.Tensor | None = getattr(_of_thread, "scratch", None)
     if scratch is None or scratch.numel() != options.chunk_nbytes:
         scratch = _of_thread.scratch = torch.empty(options.chunk_nbytes, dtype=torch.uint8)
@@ -163,6 +174,58 @@ def _write_tensor(
         lambda wanted, out: reader.read(whole, wanted, out, options),
         scratch,
     )
+
+
+def write_tensor_file(
+    path: str,
+    wrap: Callable[[torch.Tensor], Any],
+    shape: tuple[int, ...],
+    dtype: str,
+    fill: Fill,
+    scratch: torch.Tensor,
+) -> None:
+    """Write a ``torch.save`` file of one tensor, which never is in memory as a whole.
+
+    torch writes the file with a hole where the tensor's bytes belong; they are filled in a chunk at a time, and then
+    the checksum, behind the data and in the central directory. The result is byte for byte what ``torch.save`` writes,
+    but for the record ``.data/serialization_id``, which torch makes of the checksums as it knows them.
+
+    Args:
+        path: file to write; overwritten.
+        wrap: puts the tensor, which has no data, into the object to pickle.
+        shape, dtype: of the tensor; the dtype by name.
+        fill: called for one chunk after the other, in order.
+        scratch: a flat uint8 tensor, overwritten: all the memory that is needed.
+    """
+    with FakeTensorMode():
+        fake = torch.empty(shape, dtype=getattr(torch, dtype))
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save(wrap(fake), path)
+    if not fake.numel():
+        return
+    step = scratch.numel() // fake.itemsize
+    buffer, crc = scratch[: step * fake.itemsize].view(fake.dtype), 0
+    with open(path, "r+b") as stream:
+        record = _find_record(stream)
+        os.posix_fallocate(stream.fileno(), record.offset, record.nbytes)  # a full disk shows here; and it is faster
+        stream.seek(record.offset)
+        for first in range(0, fake.numel(), step):
+            chunk = buffer[: min(step, fake.numel() - first)]
+            fill(FlatRange(first, first + chunk.numel()), chunk)
+            raw = chunk.view(torch.uint8).numpy().data
+            crc = isal_zlib.crc32(raw, crc)
+            stream.write(raw)
+        for at in (record.offset + record.nbytes + _CRC32_IN_DESCRIPTOR, record.entry_offset + _CRC32_IN_ENTRY):
+            stream.seek(at)
+            stream.write(struct.pack("<I", crc))
+
+
+def _find_record(stream: BinaryIO) -> Record:
+    archive = read_archive(stream)
+    record = next((record for record in archive.records if record.name.endswith(_TENSOR_RECORD)), None)
+    if record is None or archive.problems:
+        raise AssertionError(f"torch {torch.__version__} writes its files in a way that is not known here")
+    return record
 
 
 def _scalar(value: float, form: str) -> Any:

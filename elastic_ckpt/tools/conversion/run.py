@@ -1,11 +1,22 @@
-"""Converts a native checkpoint to DeepSpeed's universal format: streaming, parallel, atomic, resumable."""
+"""Converts a native checkpoint to DeepSpeed's universal format: streaming, parallel, atomic, resumable.
+
+Every file is written under another name, synced to disk and renamed; a file that has its name is complete. The folder
+is renamed when all are there, and only then a ``latest`` file names it. A conversion that was interrupted goes on from
+the files that are complete, if nothing of the source has changed since.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
+import json
+import os
 import shutil
 import threading
 import time
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,12 +25,14 @@ import torch
 from tqdm import tqdm
 
 from elastic_ckpt.config import state_options
+from elastic_ckpt.core.metadata import SourceFile
 from elastic_ckpt.errors import ElasticCkptError
 from elastic_ckpt.formats.detect import LATEST, LATEST_UNIVERSAL
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER
 from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.formats.universal_files import common_optimizer_state
 from elastic_ckpt.io.coalesce import ReadOptions
+from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.sharding.offline import known_rules
 from elastic_ckpt.tools.conversion.contents import (
     OutputFile,
@@ -28,30 +41,12 @@ from elastic_ckpt.tools.conversion.contents import (
     refuse_unconvertible,
     refuse_without_shapes,
 )
-from elastic_ckpt.tools.conversion.workplace import Workplace, fingerprint
 from elastic_ckpt.tools.logical import LogicalReader
-from elastic_ckpt.tools.opened import Opened, load_options
+from elastic_ckpt.tools.opened import Opened
 
-_MIB = 1 << 20
 #: Changes whenever other bytes are written from the same source.
 _VERSION = 1
-
-
-@dataclass(frozen=True)
-class ConversionOptions:
-    """How to convert.
-
-    Attributes:
-        threads: files that are written at a time.
-        chunk_nbytes: largest chunk of a tensor in memory, for each thread.
-        progress: whether to draw a progress bar; ``None``: if standard error is a terminal.
-        restart: throw away what an interrupted conversion of something else left.
-    """
-
-    threads: int = 4
-    chunk_nbytes: int = 32 * _MIB
-    progress: bool | None = None
-    restart: bool = False
+_MANIFEST = "conversion.json"
 
 
 @dataclass(frozen=True)
@@ -66,13 +61,23 @@ class ConversionReport:
     notes: tuple[str, ...]
 
 
-def convert(opened: Opened, target: Path, options: ConversionOptions) -> ConversionReport:
+def convert(
+    opened: Opened,
+    target: Path,
+    threads: int = 4,
+    chunk_nbytes: int = 32 << 20,
+    progress: bool | None = None,
+    restart: bool = False,
+) -> ConversionReport:
     """Write a universal checkpoint. Memory: about ``threads * chunk_nbytes`` beside metadata, whatever the size.
 
     Args:
         opened: the native checkpoint.
         target: folder to make; ``latest_universal`` beside it will name it.
-        options: how.
+        threads: files that are written at a time.
+        chunk_nbytes: largest chunk of a tensor in memory, for each thread.
+        progress: whether to draw a progress bar; ``None``: if standard error is a terminal.
+        restart: throw away what an interrupted conversion of something else left.
 
     Raises:
         ElasticCkptError: the checkpoint cannot be converted exactly, or the target is taken. What was written so far
@@ -89,7 +94,7 @@ def convert(opened: Opened, target: Path, options: ConversionOptions) -> Convers
             remedy="choose another folder, beside that of the tag for example",
         )
     try:
-        return _convert(opened, target, options)
+        return _convert(opened, target, threads, chunk_nbytes, progress, restart)
     except OSError as error:
         raise ElasticCkptError(
             "the conversion could not be read or written",
@@ -100,22 +105,24 @@ def convert(opened: Opened, target: Path, options: ConversionOptions) -> Convers
         ) from error
 
 
-def _convert(opened: Opened, target: Path, options: ConversionOptions) -> ConversionReport:
+def _convert(
+    opened: Opened, target: Path, threads: int, chunk_nbytes: int, progress: bool | None, restart: bool
+) -> ConversionReport:
     started = time.monotonic()
     metadata, config = opened.checkpoint.metadata, opened.config
     refuse_unconvertible(metadata)
-    load = load_options(config)
+    load = LoadOptions.of(config)
     reader = LogicalReader(metadata, load)
     rules = known_rules(metadata, metadata.parameters, load.rules)
-    read = ReadOptions(threads=1, chunk_nbytes=options.chunk_nbytes, staging_nbytes=options.chunk_nbytes)
+    read = ReadOptions(threads=1, chunk_nbytes=chunk_nbytes, staging_nbytes=chunk_nbytes)
     files = [*parameter_files(reader, rules, read), *_other_files(opened)]
     facts = (_VERSION, target.name, load.rules, load.replicated, load.rename, state_options(config))
     before = fingerprint(metadata.files, *facts)
-    with Workplace(target, before, options.restart) as place:
+    with Workplace(target, before, restart) as place:
         notes = metadata.notes + reader.notes + reader.compare_copies(read) + notes_on(metadata, rules)
         # the biggest first, so that no thread is left alone with one of these at the end
         todo = sorted((file for file in files if not place.has(file.path)), key=lambda file: -file.nbytes)
-        nbytes = _write_all(place, todo, options)
+        nbytes = _write_all(place, todo, threads, progress)
         if fingerprint(metadata.files, *facts) != before:
             raise ElasticCkptError(
                 "the checkpoint was written to while it was converted",
@@ -141,9 +148,9 @@ def _other_files(opened: Opened) -> list[OutputFile]:
     ]
 
 
-def _write_all(place: Workplace, files: list[OutputFile], options: ConversionOptions) -> int:
+def _write_all(place: Workplace, files: list[OutputFile], threads: int, progress: bool | None) -> int:
     """Write all files; bytes written. The first error ends it, once the files under way are done."""
-    disable = None if options.progress is None else not options.progress
+    disable = None if progress is None else not progress
     lock, total = threading.Lock(), sum(file.nbytes for file in files)
     with tqdm(total=total, unit="B", unit_scale=True, desc="converting", disable=disable) as bar:
 
@@ -163,8 +170,141 @@ def _write_all(place: Workplace, files: list[OutputFile], options: ConversionOpt
                 bar.update(file.nbytes)
             return nbytes
 
-        pool = ThreadPoolExecutor(options.threads, thread_name_prefix="elastic_ckpt")
+        pool = ThreadPoolExecutor(threads, thread_name_prefix="elastic_ckpt")
         try:
             return sum(pool.map(work, files))
         finally:  # after an error too, or Ctrl-C: what has not begun is not begun
             pool.shutdown(cancel_futures=True)
+
+
+class Workplace:
+    """The unfinished folder of one conversion, locked while it is in use.
+
+    Args:
+        target: folder that is to be made; it must not be there.
+        fingerprint: of everything that decides what is written; see :func:`fingerprint`.
+        restart: throw away what an interrupted conversion of something else left there.
+
+    Raises:
+        ElasticCkptError: the target is there already, or another conversion is or was at work here.
+    """
+
+    def __init__(self, target: Path, fingerprint: str, restart: bool) -> None:
+        self.target = target
+        self.folder = target.with_name(f".{target.name}.partial")
+        mine = {"fingerprint": fingerprint}
+        # an attempt that ended between the folder's last name and the ``latest`` file: only that is left to do
+        is_named = _read(target / _MANIFEST) == mine
+        if os.path.lexists(target) and not is_named:
+            raise ElasticCkptError(
+                "the folder to convert to is there already",
+                file=str(target),
+                expected="a folder that is not there yet",
+                remedy="choose another name, or remove it",
+            )
+        folder = target if is_named else self.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as undo:
+            self._lock = os.open(folder, os.O_RDONLY)
+            undo.callback(os.close, self._lock)
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if not os.path.samestat(os.fstat(self._lock), os.stat(folder)):
+                    raise FileNotFoundError(folder)
+            except (BlockingIOError, FileNotFoundError) as error:  # it is locked, or it got its last name just now
+                raise ElasticCkptError(
+                    "another conversion to the same folder is under way", file=str(folder), remedy="wait for it"
+                ) from error
+            if is_named:
+                os.rename(target, self.folder)
+            self._adopt(mine, restart)
+            undo.pop_all()
+
+    def __enter__(self) -> Workplace:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._lock)
+
+    def _adopt(self, mine: dict[str, str], restart: bool) -> None:
+        """Go on from what an earlier attempt at the same conversion left, or clear the folder."""
+        manifest = self.folder / _MANIFEST
+        known = _read(manifest)
+        if known == mine:
+            return
+        others = [path for path in self.folder.iterdir() if path != _part_of(manifest)]
+        if others and not restart:
+            raise ElasticCkptError(
+                "an interrupted conversion of something else lies here",
+                file=str(self.folder),
+                expected=mine,
+                found=known if known is not None else f"{len(others)} files without {_MANIFEST}",
+                remedy="--restart throws it away",
+            )
+        for path in others:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        _write_durably(manifest, lambda path: path.write_text(json.dumps(mine), encoding="utf-8"))
+
+    def has(self, path: str) -> bool:
+        """Whether a file is complete already."""
+        return (self.folder / path).is_file()
+
+    def write(self, path: str, write: Callable[[Path], object]) -> int:
+        """Have a file written, and give it its name once it is on the disk. Thread-safe; its size in bytes.
+
+        Args:
+            path: below the checkpoint.
+            write: writes it to the path that it is given.
+        """
+        final = self.folder / path
+        final.parent.mkdir(parents=True, exist_ok=True)
+        _write_durably(final, write)
+        return final.stat().st_size
+
+    def finish(self, latest: str) -> None:
+        """Make the folder the checkpoint that it is, and have ``latest`` beside it name it.
+
+        The manifest goes last: as long as it is there, the next attempt finishes what is left of this.
+        """
+        for folder, _, _ in os.walk(self.folder):
+            _sync(Path(folder))
+        os.rename(self.folder, self.target)
+        _sync(self.target.parent)
+        name = self.target.name
+        _write_durably(self.target.parent / latest, lambda path: path.write_text(name, encoding="utf-8"))
+        _sync(self.target.parent)
+        (self.target / _MANIFEST).unlink()
+        _sync(self.target)
+
+
+def fingerprint(files: Iterable[SourceFile], *options: object) -> str:
+    """Changes when a source file or an option does."""
+    facts = [(file.path, file.nbytes, os.stat(file.path).st_mtime_ns) for file in files]
+    return hashlib.sha256(repr((facts, options)).encode()).hexdigest()
+
+
+def _write_durably(final: Path, write: Callable[[Path], object]) -> None:
+    """Write a file under another name, sync it, rename it."""
+    part = _part_of(final)
+    write(part)
+    _sync(part)
+    os.replace(part, final)
+
+
+def _part_of(final: Path) -> Path:
+    return final.with_name(f"{final.name}.part")
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _read(manifest: Path) -> object:
+    try:
+        return json.loads(manifest.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
