@@ -131,10 +131,9 @@ def _kind(state: StateSummary) -> str:
 def _groups(inspection: Inspection) -> Table:
     shown = table("Param groups", ">group", ">members", ">elements", "hyperparameters")
     for group in inspection.groups:
-        values = {
-            key: value for key, value in group.hyperparameters.items() if value is not None and value is not False
-        }
-        ordered = {key: values[key] for key in dict.fromkeys((*_FIRST, *values)) if key in values}
+        saved = group.hyperparameters
+        keys = [key for key in dict.fromkeys((*_FIRST, *saved)) if key in saved]
+        ordered = {key: saved[key] for key in keys if saved[key] is not None and saved[key] is not False}
         numel = "" if group.numel is None else f"{group.numel:,}"
         shown.add_row(str(group.number), str(group.members), numel, clean(_pairs(ordered)) or "none saved")
     return shown

@@ -28,14 +28,14 @@ _DIVIDED = (
     "ZeRO-3 divides all of it over data-parallel ranks",
 )
 _TITLES = {MASTER: "fp32 masters", BUFFER: "buffers", FROZEN: "frozen weights"}
-#: Key of the document -> field of :class:`elastic_ckpt.tools.virtual.forecast.Reads`.
-_READS = {
-    "nbytes_read": "nbytes",
-    "nbytes_compared": "nbytes_compared",
-    "nbytes_received": "nbytes_received",
-    "reads": "calls",
-    "files": "files",
-}
+#: Key of the document, field of :class:`elastic_ckpt.tools.virtual.forecast.Reads`, and title.
+_READS = (
+    ("nbytes_read", "nbytes", "bytes read"),
+    ("nbytes_compared", "nbytes_compared", "bytes compared before"),
+    ("nbytes_received", "nbytes_received", "bytes received"),
+    ("reads", "calls", "reads"),
+    ("files", "files", "files read from"),
+)
 
 
 def document(job: VirtualJob, found: Survey, name: str, in_detail: bool) -> Mapping[str, Any]:
@@ -47,7 +47,7 @@ def document(job: VirtualJob, found: Survey, name: str, in_detail: bool) -> Mapp
         "target": dataclasses.asdict(job.topology) | {"ranks": job.topology.ranks, "offload": run.offload},
         "precision": {"weights": run.weights, "gradients": run.gradients},
         "ranks_planned": len(ranks),
-        **{name: _spread(found, field) for name, field in _READS.items()},
+        **{key: _spread(found, field) for key, field, _ in _READS},
         "memory": _memory_document(most.memory) | {"rank": most.rank},
         "cluster": dataclasses.asdict(found.cluster) | {"ranks_per_node": found.cluster.ranks_per_node},
         "nodes": nodes_of(ranks, found.cluster),
@@ -134,12 +134,11 @@ def _reads(found: Survey) -> Table:
     one = len(found.ranks) == 1
     columns = ["this rank", "", ">"] if one else ["each rank", "", ">least", ">mean", ">most", ">all planned"]
     shown = _table(*columns)
-    titles = ("bytes read", "bytes compared before", "bytes received", "reads", "files read from")
-    for title, field in zip(titles, _READS.values(), strict=True):
+    for key, field, title in _READS:
         values = _spread(found, field)
-        if values["most"] or title == "bytes read":
+        if values["most"] or key == "nbytes_read":
             texts = {what: (size if "nbytes" in field else _count)(number) for what, number in values.items()}
-            total = "" if title == "files read from" else texts["total"]
+            total = "" if key == "files" else texts["total"]
             shown.add_row(title, *([texts["most"]] if one else [texts["least"], texts["mean"], texts["most"], total]))
     return shown
 

@@ -76,10 +76,7 @@ class CannotSplit(Exception):
 def split_by(rule: Rule, shapes: Sequence[Shape], run: Mapping[str, Any]) -> TPLayout:
     """The layout by which ranks hold shards of these shapes, according to a rule.
 
-    Args:
-        rule: the rule.
-        shapes: of the shards, by rank.
-        run: arguments of the run that saved them (Megatron's ``args``), for rules that depend on them.
+    Rules may depend on ``run``, the arguments of the run that saved the shards (Megatron's ``args``).
 
     Raises:
         CannotSplit: shapes or arguments contradict the rule.

@@ -47,8 +47,7 @@ class Sharded:
     """A parameter or buffer whose tensor-parallel layout is in question.
 
     Attributes:
-        metadata: of the checkpoint.
-        tensor: its weights there.
+        metadata, tensor: of the checkpoint, and its weights there.
         live: how the live ranks hold it; without shapes where there is no live model.
         is_fused: whether it is made of several parameters.
     """
@@ -65,7 +64,7 @@ class Sharded:
 
     @property
     def saved_name(self) -> str:
-        """In the checkpoint, where it may be another (``rename``, tied names)."""
+        """In the checkpoint; another one because of ``rename`` and tied names."""
         return self.metadata.saved_names.get(self.name, self.name)
 
     @property
@@ -76,13 +75,7 @@ class Sharded:
 
 @dataclass(frozen=True)
 class RuleSource:
-    """A rule, and where it comes from.
-
-    Attributes:
-        rule, origin: the rule, and its source in words.
-        is_users: whether the user wrote it for this run.
-        is_guess: whether it is only what the shapes allow.
-    """
+    """A rule, and where it comes from: in words, from the user's config for this run, or only from the shapes."""
 
     rule: Rule
     origin: str
@@ -97,12 +90,9 @@ class RuleSource:
 
 @dataclass(frozen=True)
 class RuleBook:
-    """The user's rules and preset.
+    """The rules and the preset of the user's config.
 
-    Attributes:
-        rules: of the user's config.
-        preset: named in the config; ``None``: none was.
-        builtin: applied, after what the live parameters say, to models of the package of the same name.
+    ``builtin`` is applied, after what the live parameters say, to models of Megatron Core.
     """
 
     rules: Sequence[Rule] = ()
@@ -125,14 +115,13 @@ class RuleBook:
         Raises:
             CannotSplit: what the checkpoint declares cannot be understood.
         """
-        run, declared = sharded.metadata.run, sharded.metadata.declared
+        run = sharded.metadata.run
         for rule in self.rules:
             if rule.applies(sharded.name, run) or rule.applies(sharded.saved_name, run):
                 return [RuleSource(rule, 'your "tp_rules"', is_users=True)]
-        declared_rule = declared.rule(sharded.saved_name)
-        checkpoints = "the checkpoint's universal_checkpoint_info"
+        declared = sharded.metadata.declared.rule(sharded.saved_name)
         found = [
-            None if declared_rule is None else RuleSource(declared_rule, checkpoints),
+            None if declared is None else RuleSource(declared, "the checkpoint's universal_checkpoint_info"),
             _of_preset(self.preset, sharded),
             _of_live_parameter(sharded),
             _of_preset(self.builtin, sharded) if sharded.live.owner.startswith(_MEGATRON) else None,

@@ -23,11 +23,7 @@ _QKV = re.compile(r"query_key_value|qkv|W_pack|c_attn", re.IGNORECASE)
 
 
 class Structure:
-    """What the shapes of a model's matrices say about each other.
-
-    Args:
-        metadata: what the checkpoint holds.
-    """
+    """What the shapes of a model's matrices say about each other."""
 
     def __init__(self, metadata: CheckpointMetadata) -> None:
         self._metadata = metadata

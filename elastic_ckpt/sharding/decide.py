@@ -22,13 +22,7 @@ _NO_MODEL = LiveLayout(())
 
 @dataclass(frozen=True)
 class Decision:
-    """What decides about one parameter.
-
-    Attributes:
-        sharded: the parameter.
-        sources: all rules about it, the weightiest first.
-        chosen: the one that counts; ``None``: there is none.
-    """
+    """All rules about one parameter, the weightiest first, and the one that counts; ``None``: there is none."""
 
     sharded: Sharded
     sources: Sequence[RuleSource]
@@ -62,12 +56,7 @@ class Decision:
 
 
 class Decider:
-    """Decides about the parameters of one checkpoint.
-
-    Args:
-        metadata: what the checkpoint holds.
-        book: the user's rules and preset.
-    """
+    """Decides about the parameters of one checkpoint."""
 
     def __init__(self, metadata: CheckpointMetadata, book: RuleBook) -> None:
         self.metadata = metadata

@@ -21,16 +21,10 @@ from elastic_ckpt.sharding.refusals import contradiction, undecided
 def virtual_layouts(
     metadata: CheckpointMetadata, names: Iterable[str], tp: int, book: RuleBook
 ) -> dict[str, LiveLayout]:
-    """What ``tp`` ranks would hold of each parameter and buffer.
+    """What ``tp`` ranks would hold of each parameter, frozen weight and buffer.
 
     A vector or a buffer about which there is no rule is taken for replicated: a guess, which a load (and a conversion)
     compares with the values of the saved copies.
-
-    Args:
-        metadata: what the checkpoint holds.
-        names: of parameters, frozen weights and buffers.
-        tp: tensor-parallel degree.
-        book: the user's rules and presets.
 
     Raises:
         DamagedError: a name has no tensor.

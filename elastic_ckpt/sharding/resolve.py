@@ -26,11 +26,11 @@ class Resharding:
     """What a change of the tensor-parallel degree comes to.
 
     Attributes:
-        transfers: (name, key of the state) -> where this rank's shard comes from; the key is empty where it is the same
-            for master and states.
+        transfers: (name, key of the state) -> where this rank's shard comes from; an empty key stands for master and
+            states together.
         replicas: names that every rank saved whole, and whose copies therefore should be equal.
-        averaged: those of them of which a rule says that they may differ.
-        overlaps: name -> elements that several ranks saved, of a parameter that is cut otherwise.
+        averaged: those of them that may differ, according to a rule.
+        overlaps: name -> elements that several ranks saved of a sharded parameter.
         guessed: names whose layout follows from nothing but their shapes.
         notes: sentences for the report.
     """
@@ -51,12 +51,10 @@ def resolve(
     Where they do not, every live shard is a saved one, and nobody has to know how it was cut.
 
     Args:
-        metadata: what the checkpoint holds.
-        model: the live model.
+        metadata, model: the checkpoint, and the live model.
         names: of the parameters and buffers to restore.
         book: the user's rules and preset.
-        policy: how to restore replicated parameters: ``strict`` and ``first`` take the first rank's, ``mean`` takes the
-            mean of all.
+        policy: of replicated parameters, ``strict`` and ``first`` take the first rank's copy, ``mean`` the mean of all.
 
     Raises:
         MismatchError: nothing says how a parameter is cut, or a rule and the shapes contradict each other.
@@ -144,9 +142,9 @@ class _Resolver:
         if (source.shape, source.dim) != (target.shape, target.dim):
             self._check_vocabulary(sharded, kind, source, target, chosen, by_rule)
         transfer = reshard(source, target, self._live.coordinates.tp_rank)
-        if transfer.missing and kind != VOCABULARY:
-            raise contradiction(sharded, by_rule, "no saved shard has all of it")
         if transfer.missing:
+            if kind != VOCABULARY:
+                raise contradiction(sharded, by_rule, "no saved shard has all of it")
             self._padded.append(sharded.name)
         self.found.transfers[sharded.name, ""] = transfer
         overlaps = duplicates(source)

@@ -38,21 +38,20 @@ _UNDECIDED, _CONTRADICTED = "undecided", "contradicted"
 _Layout = tuple[Shape | None, str, str]
 
 
-def stored_numel(tensor: TensorMetadata) -> int:
-    """Elements of all shards together."""
+def _numel(tensor: TensorMetadata) -> int:
     return sum(map(math.prod, tensor.shard_shapes))
 
 
 def stored_nbytes(tensor: TensorMetadata) -> int:
-    """Bytes of all shards together; of a quantized state, of its codes."""
-    return stored_numel(tensor) * ITEMSIZE[tensor.dtype]
+    """Bytes of all shards together, without the scales of a quantized state."""
+    return _numel(tensor) * ITEMSIZE[tensor.dtype]
 
 
 def totals(metadata: CheckpointMetadata, key: str) -> Totals:
     """All tensors of one key; copies that other pipeline stages keep are not counted."""
     mine = [tensor for (_, tensor_key), tensor in metadata.tensors.items() if tensor_key == key]
     dtypes = tuple(sorted({tensor.dtype for tensor in mine}))
-    return Totals(len(mine), sum(map(stored_numel, mine)), sum(map(stored_nbytes, mine)), dtypes)
+    return Totals(len(mine), sum(map(_numel, mine)), sum(map(stored_nbytes, mine)), dtypes)
 
 
 def states_of(metadata: CheckpointMetadata) -> tuple[StateSummary, ...]:
@@ -70,7 +69,7 @@ def _rows(metadata: CheckpointMetadata) -> Iterator[_Row]:
         if key in state_keys:
             saved = metadata.parameters.get(name)
             kind = _kind_of(tensor, () if saved is None else saved.shape)
-            yield kind, (1, stored_numel(tensor), stored_nbytes(tensor)), None
+            yield kind, (1, _numel(tensor), stored_nbytes(tensor)), None
     replicated: dict[_Kind, tuple[int, int, int]] = {}
     for saved in metadata.parameters.values():
         for state in saved.replicated:  # one for all of a partition's parameters
@@ -83,7 +82,6 @@ def _rows(metadata: CheckpointMetadata) -> Iterator[_Row]:
 
 
 def _kind_of(tensor: TensorMetadata, shape: Shape) -> _Kind:
-    """The kind of a state of a parameter of some shape."""
     if tensor.is_whole:
         return tensor.key, "whole", tensor.dtype, 1, 0
     rows = tensor.shape[0] if len(tensor.shape) == len(shape) + 1 and tensor.shape[1:] == shape else 1
@@ -93,15 +91,13 @@ def _kind_of(tensor: TensorMetadata, shape: Shape) -> _Kind:
 
 
 def _summaries(rows: Iterable[_Row]) -> Iterator[StateSummary]:
-    counts: dict[_Kind, list[tuple[int, int, int]]] = defaultdict(list)
-    values: dict[_Kind, list[float]] = defaultdict(list)
-    for kind, numbers, value in rows:
-        counts[kind].append(numbers)
-        values[kind] += [] if value is None else [value]
-    for kind, every in counts.items():
-        key, name, dtype, row_count, block_numel = kind
-        parameters, numel, nbytes = map(sum, zip(*every, strict=True))
-        ends = tuple(dict.fromkeys((min(values[kind]), max(values[kind])))) if values[kind] else ()
+    by_kind: dict[_Kind, list[_Row]] = defaultdict(list)
+    for row in rows:
+        by_kind[row[0]].append(row)
+    for (key, name, dtype, row_count, block_numel), mine in by_kind.items():
+        parameters, numel, nbytes = map(sum, zip(*(counts for _, counts, _ in mine), strict=True))
+        values = [value for _, _, value in mine if value is not None]
+        ends = tuple(dict.fromkeys((min(values), max(values)))) if values else ()
         yield StateSummary(key, name, dtype, parameters, row_count, block_numel, numel, nbytes, ends)
 
 
@@ -115,11 +111,9 @@ def groups_of(metadata: CheckpointMetadata) -> tuple[GroupSummary, ...]:
 
 
 def unnamed_states(parts: Mapping[int, UnpartitionedState], tp: int | None) -> tuple[StateSummary, ...]:
-    """States that are numbered, of nobody knows which parameters.
+    """States that are numbered, of nobody knows which parameters, by model-parallel rank.
 
-    Args:
-        parts: by model-parallel rank.
-        tp: tensor-parallel degree: so many neighbours hold shards of the same parameters.
+    ``tp``: so many neighbouring ranks hold shards of the same parameters.
     """
     rows: list[_Row] = []
     for mp, part in parts.items():
@@ -149,10 +143,7 @@ def parameters_of(
 ) -> tuple[list[ParameterEntry], dict[str, str]]:
     """Every parameter and buffer, in the order of the checkpoint; and why the shards of some contradict their rules.
 
-    Args:
-        metadata: what the checkpoint holds.
-        book: the user's rules and preset.
-        weights_only: whether nothing says which of them trained.
+    ``weights_only``: nothing says which of them trained.
     """
     keys: dict[str, list[str]] = {name: [] for name in metadata.parameters}
     for name, key in metadata.tensors:
@@ -240,13 +231,9 @@ def rule_facts(
     book: RuleBook,
     presets: Iterable[Preset],
 ) -> RuleFacts:
-    """What is known of all shards together.
+    """What is known of all shards together, from what :func:`parameters_of` found out.
 
-    Args:
-        metadata: what the checkpoint holds.
-        parameters, contradictions: of :func:`parameters_of`.
-        book: the user's rules and preset.
-        presets: those that might know what nothing else does.
+    ``presets``: those that might know what nothing else does.
     """
     declared = metadata.declared
     uses: dict[tuple[str, str], list[str]] = {}

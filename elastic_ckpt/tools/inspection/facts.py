@@ -27,8 +27,7 @@ class Evidence:
         tags: names of all checkpoints beside it, itself included, newest first.
         latest: name of a ``latest`` file -> the tag in it.
         peeked: what one model-states file says by itself; ``None``: none can be read.
-        checkpoint: the metadata of all files together; ``None``: they do not fit together.
-        refusal: why they do not.
+        checkpoint, refusal: the metadata of all files together, or why they do not fit together.
         unnamed: why optimizer states could not be named, so that ``checkpoint`` holds the weights alone.
         misled: why another tag than the one in ``latest`` was taken.
     """
@@ -48,15 +47,10 @@ class Evidence:
         """Of all files together."""
         return None if self.checkpoint is None else self.checkpoint.metadata
 
-    @property
-    def config(self) -> Mapping[str, Any]:
-        """The DeepSpeed config of the run; empty where it is not known."""
-        return (None if self.peeked is None else self.peeked.config) or {}
-
-    @property
-    def zero_options(self) -> Mapping[str, Any]:
-        """The ``zero_optimization`` section of that config."""
-        section = self.config.get("zero_optimization")
+    def section(self, name: str) -> Mapping[str, Any]:
+        """A section of the run's DeepSpeed config; empty where it is not known."""
+        config = None if self.peeked is None else self.peeked.config
+        section = (config or {}).get(name)
         return section if isinstance(section, Mapping) else {}
 
 
@@ -65,13 +59,10 @@ class SavedRun:
     """The run that saved a checkpoint; ``None``: not known.
 
     Attributes:
-        step, samples, skipped_steps: its counters.
-        ds_version: DeepSpeed version.
         zero_stage: 0 to 3; ``BF16_Optimizer`` without ZeRO partitions as stage 1 does, and counts as that.
         dp, sp, tp, pp: data-, sequence-, tensor- and pipeline-parallel degree; ``sp`` is ``None`` where it is 1.
         precision: ``"fp32"``, ``"bf16"``, ``"fp16"`` or ``"unknown"``.
-        precision_from: what says so, in words.
-        optimizer, optimizer_from: in words, and what says so.
+        precision_from, optimizer_from: what says so, in words.
         global_batch, micro_batch, accumulation_steps: samples a step, samples of a rank at once, micro-batches a step.
         lr_scheduler: the short entries of its state; ``None``: there is none.
         loss_scale: of fp16: ``kind`` and its values.
@@ -107,13 +98,7 @@ class SavedRun:
 
 @dataclass(frozen=True)
 class Totals:
-    """Tensors of one role, as they are stored: of all tensor-parallel shards together.
-
-    Attributes:
-        tensors: how many.
-        numel, nbytes: elements and bytes; of 8-bit states, of the codes, without their scales.
-        dtypes: names of their dtypes.
-    """
+    """Tensors of one role, all tensor-parallel shards together; the bytes of 8-bit states are without their scales."""
 
     tensors: int = 0
     numel: int = 0
@@ -126,17 +111,15 @@ class StateSummary:
     """One kind of one optimizer state; 8-bit optimizers keep some states of a key in blocks and some in 32 bits.
 
     Attributes:
-        key: its name.
         kind: ``"elementwise"``, ``"blocks"`` (8-bit codes with a scale each), ``"whole"`` (a shape of its own),
             ``"replicated"``, ``"scalar"``, ``"opaque"``, ``"damaged"``, ``"fresh"`` (the config says to leave it) or
             ``"unnamed"`` (numbered, of nobody knows which parameter).
         dtype: of its tensors; of a scalar, how it was saved.
         parameters: how many have it.
-        rows: values that it has for each element.
+        rows: values for each element.
         block_numel: elements in a block; 0: no blocks.
-        numel, nbytes: as in :class:`Totals`.
-        values: of a scalar: the least and the greatest.
-        why: of an opaque or damaged one.
+        values: the least and the greatest of a scalar.
+        why: why it is opaque, damaged or fresh.
     """
 
     key: str
@@ -166,18 +149,16 @@ class ParameterEntry:
     """A parameter or buffer.
 
     Attributes:
-        name, role: :data:`TRAINED`, :data:`FROZEN_ROLE`, :data:`BUFFER_ROLE` or :data:`WEIGHT`.
+        role: one of :data:`ROLES`.
         shape: of the whole; ``None``: there are shards, and nothing says how they were cut.
         shards: shape of each tensor-parallel shard.
         dtype: of its master, or of its weights where it did not train.
-        group: its param group; ``None``: it has none.
         states: keys of its optimizer states, scalar ones too.
-        numel: elements of its master or weights, as stored, of all shards together.
+        numel: elements of its master or weights, of all shards together.
         nbytes: bytes of all that is stored of it, states and further copies included.
-        tied: other names of it.
+        tied: its other names.
         copies: how often its master is stored: more than once where pipeline stages share it.
-        rule: how its shards were cut, in words; empty: there is one shard, and no rule for it.
-        rule_from: who says so.
+        rule, rule_from: how its shards were cut, in words, and who says so; empty: there is one, and no rule for it.
     """
 
     name: str
@@ -202,14 +183,13 @@ class RuleFacts:
     Attributes:
         patterns: kind -> number of patterns that the checkpoint declares of it.
         recorded: number of parameters whose shards the checkpoint records in full (AutoTP).
-        vocabulary_rows: rows of the vocabulary that are no padding, where the checkpoint says so.
-        unreadable: what of the declaration cannot be understood; empty: it can.
-        user_rules: number of ``"tp_rules"`` in the config.
-        preset: that the user named.
-        uses: which parameters are cut in which way, by the word of one source: ``rule``, ``origin``, ``parameters``.
+        vocabulary_rows: rows of the vocabulary that are no padding, as far as the checkpoint declares them.
+        unreadable: what of the declaration cannot be understood.
+        user_rules, preset: number of ``"tp_rules"`` in the config, and the preset that it names.
+        uses: ``rule``, its ``origin``, and the ``parameters`` that are cut by it.
         undecided: parameters of which nothing says how their shards were cut.
         contradictions: parameter -> why its shards contradict its rule.
-        fitting_presets: presets that have rules for undecided parameters -> for how many; those that know the most.
+        fitting_presets: those that know the most undecided parameters -> how many.
     """
 
     patterns: Mapping[str, int] = field(default_factory=dict)
@@ -232,9 +212,7 @@ class FileEntry:
         name: below the folder.
         kind: ``"model states"``, ``"optimizer states"``, ``"layer"``, ``"parameter"`` (of a universal checkpoint),
             ``"optimizer"`` (of one), ``"expert"``, ``"swapped"`` (from NVMe) or ``"other"``.
-        nbytes: its size.
         dp, tp, pp, mp: ranks it is of; ``mp`` counts stages and tensor-parallel ranks together.
-        layer: pipeline layer.
         tensors: key -> number of parameters of which it holds some.
     """
 
@@ -254,14 +232,10 @@ class Inspection:
     """Everything that the metadata of a checkpoint shows.
 
     Attributes:
-        format, folder, tag: of the checkpoint.
         readable: whether its metadata fits together; if not, the rest comes from single files and file names.
         weights_only: whether optimizer states could not be named, so that only weights are listed.
-        run: the run that saved it.
         masters, frozen, buffers, weights: totals of each role; ``weights`` where ``weights_only``.
-        states, groups: optimizer states and param groups.
-        rules: of tensor-parallel shards.
-        parameters: parameters and buffers.
+        parameters: and buffers.
         aliases: tied name -> the name that holds the data.
         files: in the tag's folder, by name.
         missing: files that should be there.

@@ -95,7 +95,7 @@ def _of_run(evidence: Evidence) -> Iterator[Finding]:
     if len(set(precisions.values())) > 1:
         said = ", ".join(f"{what}: {precision}" for what, precision in precisions.items())
         yield Finding(WARNING, "precision", f"it is not told in one voice in which precision the run trained: {said}")
-    options = evidence.zero_options
+    options = evidence.section("zero_optimization")
     if options.get("round_robin_gradients") is True and options.get("stage") in (1, 2):
         yield Finding(
             NOTE,
@@ -109,10 +109,9 @@ def _of_run(evidence: Evidence) -> Iterator[Finding]:
     if options.get("elastic_checkpoint") is True:
         text = "saved with the legacy zero_optimization.elastic_checkpoint, which loses hyperparameters and states"
         yield Finding(WARNING, "legacy_elastic", text)
-    section = evidence.config.get("elastic_checkpoint")
-    if isinstance(section, Mapping) and section.get("align_partitions"):
-        text = f'saved with "align_partitions": {section["align_partitions"]}'
-        yield Finding(NOTE, "align_partitions", text)
+    aligned = evidence.section("elastic_checkpoint").get("align_partitions")
+    if aligned:
+        yield Finding(NOTE, "align_partitions", f'saved with "align_partitions": {aligned}')
 
 
 def _in_metadata(metadata: CheckpointMetadata) -> Iterator[Finding]:

@@ -22,14 +22,9 @@ from elastic_ckpt.tools.opened import locate, open_checkpoint
 
 
 def inspect_folder(folder: str, tag: str | None, config: ElasticConfig) -> Inspection:
-    """Inspect a checkpoint.
+    """Inspect a checkpoint: the latest of a folder, that of a ``tag``, or the one whose folder it is.
 
     Of tensors, no more is read than a load reads to see whether its shards belong together.
-
-    Args:
-        folder: with a ``latest`` file, or of one tag.
-        tag: which checkpoint of the folder; ``None``: the latest.
-        config: options as of a load.
 
     Raises:
         NotFoundError: there is no checkpoint at all, or not the tag that was asked for.
@@ -68,13 +63,7 @@ def _read(evidence: Evidence, config: ElasticConfig) -> Evidence:
 
 
 def inspect_checkpoint(evidence: Evidence, book: RuleBook, presets: Iterable[Preset] = ()) -> Inspection:
-    """Everything that was read, as facts. Pure.
-
-    Args:
-        evidence: what was read.
-        book: the user's rules and preset.
-        presets: those that might know what nothing else does.
-    """
+    """Everything that was read, as facts; ``presets``: those that might know what nothing else does. Pure."""
     metadata, weights_only = evidence.metadata, evidence.unnamed is not None
     run, missing = saved_run(evidence), missing_files(evidence)
     parameters: list[ParameterEntry] = []

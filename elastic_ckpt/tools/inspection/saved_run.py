@@ -58,8 +58,9 @@ def precision_evidence(evidence: Evidence) -> dict[str, str]:
     """What says in which precision the run trained -> the precision, the weightiest first."""
     peeked, found = evidence.peeked, {}
     if peeked is not None and peeked.config is not None:
-        enabled = [name for name in ("fp16", "bf16") if _is_enabled(peeked.config, name)]
-        found[_CONFIG] = enabled[0] if enabled else "fp32"
+        sections = {"fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
+        enabled = (name for key, name in sections.items() if evidence.section(key).get("enabled") is True)
+        found[_CONFIG] = next(enabled, "fp32")
     if any(name.startswith("bf16_") for name in evidence.found.files.optimizer.values()):
         found[_NAMES] = "bf16"
     if peeked is not None and peeked.weight_dtypes:
@@ -67,28 +68,22 @@ def precision_evidence(evidence: Evidence) -> dict[str, str]:
     return found
 
 
-def _is_enabled(config: Mapping[str, Any], name: str) -> bool:
-    sections = [config.get(name), config.get("bfloat16") if name == "bf16" else None]
-    return any(isinstance(section, Mapping) and section.get("enabled") is True for section in sections)
-
-
 def _topology(evidence: Evidence, counters: Mapping[str, Any]) -> tuple[int | None, int | None, int | None, int | None]:
     """ZeRO stage, and data-, tensor- and pipeline-parallel degree."""
     degrees = None if evidence.peeked is None else evidence.peeked.degrees
     tp, pp = (None, None) if degrees is None else (degrees.tp, degrees.pp)
     if evidence.metadata is None:
-        stage = 3 if evidence.found.files.model_zero3 else _int(evidence.zero_options.get("stage"))
+        stage = 3 if evidence.found.files.model_zero3 else _int(evidence.section("zero_optimization").get("stage"))
         return stage, _int(counters.get("dp_world_size")), tp, pp
     source = evidence.metadata.source
     if source.format == "universal":  # it holds whole tensors, whatever the run's degrees
-        return source.zero_stage, source.dp, evidence.metadata.source.merged_from, pp or 1
+        return source.zero_stage, source.dp, source.merged_from, pp or 1
     return source.zero_stage, source.dp, source.tp, source.pp
 
 
 def _optimizer(evidence: Evidence) -> tuple[str, str]:
     """The optimizer, and what says so: the config's, which DeepSpeed does not use where it is given another one."""
-    section = evidence.config.get("optimizer")
-    named = section.get("type") if isinstance(section, Mapping) else None
+    named = evidence.section("optimizer").get("type")
     by_states = _optimizer_by_states(evidence)
     if isinstance(named, str):
         return named, f"{_CONFIG}; its states are those of {by_states}" if by_states else _CONFIG

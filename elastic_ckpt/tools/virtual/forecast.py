@@ -24,13 +24,15 @@ MOST_BY_DEFAULT = 64
 
 @dataclass(frozen=True, slots=True)
 class LiveRun:
-    """What a forecast depends on beside topology and checkpoint.
+    """The options of a run that change what its ranks need.
+
+    With ``bfloat16`` weights and ``float32`` gradients, Adam takes 2 + 4 + 4 + 8 = 18 bytes for each parameter, before
+    ZeRO divides them.
 
     Attributes:
-        weights, gradients: dtype of the weights, and of the gradients that the run accumulates. With ``bfloat16`` and
-            ``float32``, Adam takes 2 + 4 + 4 + 8 = 18 bytes for each parameter, before ZeRO divides them.
+        weights, gradients: dtypes of the weights and of the accumulated gradients.
         offload: whether masters and states are in host memory (``offload_optimizer``).
-        reading: how its ranks read.
+        reading: options of the reader.
     """
 
     weights: str = "bfloat16"
@@ -46,8 +48,8 @@ class Reads:
     Attributes:
         nbytes: of tensors, by its plan (:attr:`elastic_ckpt.report.RankWork.nbytes_read`).
         calls: reads, as :mod:`elastic_ckpt.io.reader` joins and splits them.
-        least_nbytes, most_nbytes: smallest and largest of them; those of a requantize item count as one.
-        files: files that it reads from.
+        least_nbytes, most_nbytes: size of the smallest and the largest read; those of a requantize item count as one.
+        files: number of files.
         nbytes_compared: of copies that it compares before the load.
         nbytes_received: of tensors that other ranks read and send.
     """
@@ -66,11 +68,9 @@ class Memory:
     """What one rank needs for the state of training, in bytes.
 
     Attributes:
-        masters: fp32 master weights.
+        masters, gradients, others: fp32 masters, accumulated gradients, buffers and frozen weights.
         states: optimizer states, as (key, dtype, bytes).
-        weights: those that the model computes with, where they are others than the masters.
-        gradients: of the whole stage, or with ZeRO-2 and 3 of this rank's part.
-        others: buffers and frozen weights.
+        weights: those that the model computes with, unless they are the masters.
         offloaded: whether masters and states are in host memory.
     """
 
@@ -82,15 +82,20 @@ class Memory:
     offloaded: bool
 
     @property
-    def host(self) -> int:
-        """Host memory."""
-        return self.masters + sum(nbytes for _, _, nbytes in self.states) if self.offloaded else 0
+    def total(self) -> int:
+        """Host and accelerator together."""
+        optimizer = self.masters + sum(nbytes for _, _, nbytes in self.states)
+        return self.weights + self.gradients + self.others + optimizer
 
     @property
     def device(self) -> int:
         """Memory of the accelerator."""
-        optimizer = 0 if self.offloaded else self.masters + sum(nbytes for _, _, nbytes in self.states)
-        return self.weights + self.gradients + self.others + optimizer
+        return self.weights + self.gradients + self.others if self.offloaded else self.total
+
+    @property
+    def host(self) -> int:
+        """Host memory."""
+        return self.total - self.device
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +109,7 @@ class RankForecast:
 
 
 def forecast_rank(rank: int, local_state: LocalState, plan: LoadPlan, run: LiveRun) -> RankForecast:
-    """What one rank of a job with accelerators reads and needs.
-
-    Args:
-        rank: its global rank.
-        local_state, plan: what it holds, and its plan.
-        run: precision, and how it reads.
-    """
+    """What one rank of a job with accelerators reads and needs."""
     reads = reads_of(local_state, plan, run.reading, on_accelerator=not run.offload)
     return RankForecast(rank, reads, memory_of(local_state, plan, run), bytes_by_file(plan.reads))
 
@@ -141,10 +140,7 @@ def bytes_by_file(reads: ReadPlan) -> dict[int, int]:
 
 
 def memory_of(local_state: LocalState, plan: LoadPlan, run: LiveRun) -> Memory:
-    """What one rank needs for the state of training.
-
-    Persistent parameters of ZeRO-3, communication buckets and activations are left out.
-    """
+    """What one rank needs, without ZeRO-3's persistent parameters, communication buckets and activations."""
     stage, flat_numel = local_state.zero_stage, sum(flat.numel for flat in local_state.flats)
     states = Counter[tuple[str, str]]()
     for slot in plan.reads.slots:
@@ -168,13 +164,7 @@ def memory_of(local_state: LocalState, plan: LoadPlan, run: LiveRun) -> Memory:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Where a job would run.
-
-    Attributes:
-        ranks: of the job.
-        nodes: over which they are packed, one node after the other.
-        bandwidth: of one node, in bytes/s.
-    """
+    """The nodes on which the ranks of a job are packed, one node after the other; ``bandwidth``: bytes/s of a node."""
 
     ranks: int
     nodes: int
@@ -201,14 +191,7 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One node.
-
-    Attributes:
-        node: its number.
-        ranks: how many of its ranks were planned.
-        nbytes: that these read, those that they compare among them.
-        is_complete: whether they are all that it has.
-    """
+    """What the planned ranks of a node read and compare; ``is_complete``: whether all of its ranks were planned."""
 
     node: int
     ranks: int
@@ -221,10 +204,10 @@ class ReadingTime:
     """How long the slowest node reads: bytes over bandwidth, and nothing that was fitted.
 
     Attributes:
-        reading: seconds: ``node_nbytes`` over ``bandwidth``.
+        reading: seconds.
         node_nbytes: bytes that the slowest node reads.
         bandwidth: bytes/s of a node.
-        is_estimate: whether ``node_nbytes`` was estimated, because not all ranks were planned.
+        is_estimate: whether some ranks were not planned.
     """
 
     reading: float
@@ -235,14 +218,7 @@ class ReadingTime:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What the ranks of a job come to.
-
-    Attributes:
-        cluster, run: where the job would run, and how.
-        ranks: those that were planned, ascending.
-        notes: of their plans, each once.
-        last: what the last of them holds, and its plan.
-    """
+    """The ranks of a job that were planned, ascending; the notes of their plans; and the last one's state and plan."""
 
     cluster: Cluster
     run: LiveRun
@@ -253,16 +229,11 @@ class Survey:
     @property
     def heaviest(self) -> RankForecast:
         """The rank that needs most memory, of device and host together."""
-        return max(self.ranks, key=lambda each: each.memory.device + each.memory.host)
+        return max(self.ranks, key=lambda each: each.memory.total)
 
 
 def survey(job: VirtualJob, ranks: Iterable[int], cluster: Cluster, run: LiveRun) -> Survey:
-    """Plan some ranks of a job.
-
-    Args:
-        job: the job.
-        ranks: which ones.
-        cluster, run: what the forecast depends on.
+    """Plan these ranks of a job.
 
     Raises:
         ElasticCkptError: the load would be refused.
@@ -293,12 +264,9 @@ def nodes_of(ranks: Sequence[RankForecast], cluster: Cluster) -> list[Node]:
 
 
 def reading_time(ranks: Sequence[RankForecast], cluster: Cluster) -> ReadingTime:
-    """How long the slowest node reads.
+    """How long the slowest node reads, from the ranks that were planned.
 
-    Args:
-        ranks: those that were planned. If no node was planned as a whole, each rank of the slowest is taken to read as
-            much as the one that reads most.
-        cluster: where the job runs.
+    If no node was planned as a whole, each rank of the slowest is taken to read as much as the one that reads most.
     """
     complete = [node.nbytes for node in nodes_of(ranks, cluster) if node.is_complete]
     most = max(each.reads.nbytes + each.reads.nbytes_compared for each in ranks)

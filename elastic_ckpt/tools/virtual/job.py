@@ -40,18 +40,18 @@ from elastic_ckpt.sharding.resolve import Resharding
 from elastic_ckpt.tools.virtual.stages import stages_of
 
 #: Stages 1 and 2 pad each group to a multiple of so many elements a rank (``nccl_start_alignment_factor``).
-_START_ALIGNMENT = 2
+START_ALIGNMENT = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Degrees, ZeRO stage, and what decides how partitions are cut.
+    """Degrees, ZeRO stage, and the options that decide how ZeRO partitions parameters.
 
     Attributes:
         dp, tp, pp: data-, tensor- and pipeline-parallel degree.
         zero_stage: 0 to 3.
         sub_group_numel: ``sub_group_size`` of ZeRO-3, which DeepSpeed counts in elements of a rank's partition.
-        alignment: ``"align_partitions"``: partitions are multiples of so many elements; 1: as DeepSpeed pads them.
+        alignment: ``"align_partitions"``; 1: as DeepSpeed pads them.
     """
 
     dp: int = 1
@@ -80,13 +80,7 @@ class Topology:
 
 
 class VirtualJob:
-    """A job of some topology that would resume a checkpoint.
-
-    Args:
-        metadata: what the checkpoint holds.
-        topology: of the job.
-        options: as for a load; its rules say how tensor-parallel ranks hold parameters. Renames are done here: the
-            model is taken to have the new names.
+    """A job of some topology that would resume a checkpoint, whose parameters have their new names (``rename``).
 
     Raises:
         ElasticCkptError: such a job could not be.
@@ -125,7 +119,10 @@ class VirtualJob:
         """What the engine of one rank would hold."""
         at = self.topology.coordinates(rank)
         mine = [name for name in self._keys if at.pp_rank in self.stages[name]]
-        groups = [self._of_group(mine, number) for number in range(len(self.metadata.groups))]
+        groups: list[list[str]] = [[] for _ in self.metadata.groups]
+        for name in mine:
+            if name in self.metadata.parameters:
+                groups[self.metadata.parameters[name].group].append(name)
         flats, fragments = self._partitions(groups, at)
         return LocalState(
             zero_stage=self.topology.zero_stage,
@@ -138,10 +135,6 @@ class VirtualJob:
             ),
             model=ModelLayout(at, {name: self.layouts[name] for name in mine}, frozenset(self._keys) - frozenset(mine)),
         )
-
-    def _of_group(self, names: Sequence[str], number: int) -> list[str]:
-        parameters = self.metadata.parameters
-        return [name for name in names if name in parameters and parameters[name].group == number]
 
     def _partitions(
         self, groups: Sequence[Sequence[str]], at: RankCoordinates
@@ -195,7 +188,7 @@ class VirtualJob:
             return sum(steps), per_parameter_partition(numels, steps, at.dp_rank)
         numel, rank = sum(numels), 0
         if self.topology.zero_stage:
-            unit = at.dp * math.lcm(_START_ALIGNMENT, self.topology.alignment)
+            unit = at.dp * math.lcm(START_ALIGNMENT, self.topology.alignment)
             numel, rank = -(-numel // unit) * unit // at.dp, at.dp_rank
         return numel, contiguous_partition(numels, group_offsets(numels), numel, rank)
 

@@ -1,7 +1,6 @@
 """The checkpoint that a big model would have been saved in, without a tensor and without a file. Pure.
 
-Everything behind the opening of files is that of a real load: here the contents of each file are made up, and
-:func:`elastic_ckpt.formats.assembling.assemble` makes a metadata of them, as it does of real ones.
+Only the contents of each file are made up; :func:`elastic_ckpt.formats.assembling.assemble` joins them as in a load.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.formats.pickled import TensorRef
 from elastic_ckpt.formats.saved_states import StatesOfOne
 from elastic_ckpt.formats.shards import FlatShard, OptimizerShard
+from elastic_ckpt.tools.virtual.job import START_ALIGNMENT
 from elastic_ckpt.tools.virtual.scale_config import Parameter, ScaleModel, Shape
 
 #: Folder that such a checkpoint claims to be in.
@@ -33,8 +33,6 @@ _FP32 = "float32"
 _ALIGNMENT_NBYTES, _HEADER_NBYTES = 64, 64
 #: The pickled object before the tensors, and the directory of the archive behind them: about as long as real ones.
 _PICKLE_NBYTES, _DIRECTORY_NBYTES = 1 << 14, 1 << 12
-#: Stages 1 and 2 pad each group to a multiple of so many elements a rank (``nccl_start_alignment_factor``).
-_START_ALIGNMENT = 2
 
 #: Names and shapes of the parameters of each param group, on one rank.
 Shapes = tuple[tuple[tuple[str, Shape], ...], ...]
@@ -66,22 +64,16 @@ def scale_metadata(model: ScaleModel) -> CheckpointMetadata:
 
 
 class _File:
-    """Puts tensors one behind the other, as ``torch.save`` does."""
+    """A file in which tensors follow each other, as ``torch.save`` writes it; ``nbytes``: its size so far."""
 
     def __init__(self) -> None:
-        self._position = _PICKLE_NBYTES
+        self.nbytes = _PICKLE_NBYTES + _DIRECTORY_NBYTES
 
     def tensor(self, shape: Shape, dtype: str) -> TensorRef:
-        """The next tensor."""
-        after_header = self._position + _HEADER_NBYTES
+        after_header = self.nbytes - _DIRECTORY_NBYTES + _HEADER_NBYTES
         start = -(-after_header // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
-        self._position = start + math.prod(shape) * ITEMSIZE[dtype]
+        self.nbytes = start + math.prod(shape) * ITEMSIZE[dtype] + _DIRECTORY_NBYTES
         return TensorRef(dtype, shape, tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape))), start)
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the file, if nothing more comes."""
-        return self._position + _DIRECTORY_NBYTES
 
 
 def _shapes(model: ScaleModel, parameters: Sequence[Parameter], stage: int) -> Shapes:
@@ -128,7 +120,7 @@ def _optimizer_shard(model: ScaleModel, folder: str, mp: int, dp: int, shapes: S
     saved, file = model.saved, _File()
     saves_padding = saved.optimizer == "BF16_Optimizer"
     numels = [sum(math.prod(shape) for _, shape in group) for group in shapes]
-    unit = saved.dp * _START_ALIGNMENT
+    unit = saved.dp * START_ALIGNMENT
     partitions = [-(-numel // unit) * unit // saved.dp for numel in numels]
     # the base optimizer's state is pickled before the masters
     states = [StatesOfOne({key: file.tensor((size,), _FP32) for key in model.states}) for size in partitions]

@@ -1,8 +1,4 @@
-"""Big models in short: JSON files that say what a checkpoint of one holds, parameter template by template. Pure.
-
-``configs/scale`` of the repository holds those that are ready; :mod:`elastic_ckpt.tools.virtual.scale` makes their
-metadata.
-"""
+"""The JSON files in ``configs/scale``: what the checkpoint of a big model holds, by parameter templates. Pure."""
 
 from __future__ import annotations
 
@@ -30,9 +26,8 @@ class ParameterTemplate(BaseModel, extra="forbid", frozen=True):
     Attributes:
         name: within the layer.
         shape: of the whole parameter: ``["3h", "h"]``.
-        cut: dimension that tensor-parallel ranks share: ``column`` the first, ``row`` the second; each rank of a
-            replicated one holds all.
-        first_only: of a tied layer: whether only its first occurrence has it.
+        cut: how tensor-parallel ranks hold it: ``column`` cuts the first dimension, ``row`` the second.
+        first_only: whether only the first occurrence of a tied layer has it.
     """
 
     name: str
@@ -42,14 +37,13 @@ class ParameterTemplate(BaseModel, extra="forbid", frozen=True):
 
 
 class LayerTemplate(BaseModel, extra="forbid", frozen=True):
-    """Layers of the same parameters.
+    """Consecutive layers of the same parameters.
 
     Attributes:
-        first: number of the first one in the pipeline.
-        count: how many there are, one behind the other.
+        first, count: number of the first one in the pipeline, and of layers.
         tied: key of a tied layer, whose parameters are called ``tied_modules.<key>.*``.
-        again: of a tied layer: the numbers at which it stands again.
-        parameters: of each of them, in the order of the module.
+        again: numbers of its further occurrences.
+        parameters: of each layer, in the order of the module.
     """
 
     first: Annotated[int, Field(ge=0)]
@@ -71,12 +65,10 @@ class SavedAs(BaseModel, extra="forbid", frozen=True):
     """The run that saved it.
 
     Attributes:
-        tag, step, ds_version: of the checkpoint.
         tp, dp: tensor- and data-parallel degree.
         stages: number of the first layer of each pipeline stage.
         zero_stage: 1; files of other stages are laid out otherwise.
         optimizer: DeepSpeed's class: ``BF16_Optimizer`` saves the padding of its partitions.
-        weights_dtype: of the model.
     """
 
     tag: str
@@ -108,11 +100,10 @@ class Parameter:
     """A parameter of the whole model.
 
     Attributes:
-        name: as DeepSpeed's pipeline calls it.
+        name, key: in DeepSpeed's pipeline, and within its layer.
         shape: of the whole.
-        dim: dimension that is cut; ``None``: replicated.
-        layer: number of the layer that holds it; of a tied one, of its first occurrence.
-        key: its name within the layer.
+        dim: the sharded dimension; ``None``: replicated.
+        layer: number of its layer's first occurrence.
         stages: pipeline stages that hold it.
     """
 
@@ -132,15 +123,11 @@ class ScaleModel(ReadyConfig):
     """A model, and the checkpoint of it that is imagined.
 
     Attributes:
-        name, description: for people.
-        parameters: how many it has, tied ones counted once; checked.
-        saved: the run that saved it.
+        parameters: number of elements, tied ones counted once; checked.
         preset: rules of tensor parallelism that fit it, where the checkpoint itself declares none.
         arguments: Megatron's ``args``, as far as rules ask for them.
-        universal_checkpoint_info: what the checkpoint declares.
-        sizes: named sizes.
+        sizes: named sizes, which the shapes of templates refer to.
         states: tensor states of the optimizer, fp32.
-        groups: its param groups.
         layers: of the pipeline; those without parameters are left out.
     """
 

@@ -22,12 +22,7 @@ def stages_of(numels: Mapping[str, int], pp: int, metadata: CheckpointMetadata) 
     As many stages as were saved hold what they saved, and a buffer is where its layer's parameters are. For another
     number, layers are balanced by their parameters, as ``partition_method="parameters"`` does, DeepSpeed's default;
     tied modules are on the first and the last stage, but for what only one of several stages saved (BLOOM's norm behind
-    the embedding).
-
-    Args:
-        numels: name -> elements.
-        pp: pipeline-parallel degree.
-        metadata: of the checkpoint.
+    the embedding). ``numels``: elements of each.
 
     Raises:
         UnsupportedError: names that do not say which layer they are of.
