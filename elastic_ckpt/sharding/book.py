@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.local_state import LiveLayout
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata, TensorMetadata
 from elastic_ckpt.core.strided import Shape
 from elastic_ckpt.core.tp_rules import AMBIGUOUS, COLUMN, REPLICATED, ROW, VOCABULARY, Kind, Rule
+from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.sharding.presets import Preset
 
 #: Names of parameters that code bases fuse from several, in ways that neither shapes nor ``partition_dim`` show.
@@ -71,6 +73,10 @@ class Sharded:
     def shapes(self) -> tuple[Shape, ...]:
         """Of the saved shards."""
         return self.tensor.shard_shapes
+
+    def mismatch(self, problem: str, **details: Any) -> MismatchError:
+        """The error that refuses this parameter; ``details``: expected, found and remedy."""
+        return MismatchError(problem, parameter=self.name, file=self.metadata.source.folder, **details)
 
 
 @dataclass(frozen=True)

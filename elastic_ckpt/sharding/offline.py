@@ -12,7 +12,7 @@ from elastic_ckpt.core.local_state import LiveLayout
 from elastic_ckpt.core.metadata import BUFFER, CheckpointMetadata, TensorMetadata
 from elastic_ckpt.core.strided import Shape
 from elastic_ckpt.core.tp_rules import VOCABULARY, WHOLE_KINDS, CannotSplit, Rule, relative_widths
-from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError
+from elastic_ckpt.errors import DamagedError, ElasticCkptError
 from elastic_ckpt.sharding.book import RuleBook, RuleSource, tensor_of
 from elastic_ckpt.sharding.decide import BY_DEFAULT, Decider, Decision
 from elastic_ckpt.sharding.refusals import contradiction, undecided
@@ -122,10 +122,8 @@ def _shard(decider: Decider, decision: Decision, tp: int) -> Shape:
     if chosen is not None and chosen.rule.kind == VOCABULARY:
         size = -(-size // tp) * tp  # padded, as Megatron does
     if size % tp:
-        raise MismatchError(
+        raise sharded.mismatch(
             f"dimension {dim} of this parameter does not divide by the tensor-parallel degree",
-            parameter=sharded.name,
-            file=sharded.metadata.source.folder,
             expected=f"a multiple of {tp}",
             found=size,
             remedy="choose a degree that divides it",

@@ -28,10 +28,8 @@ def undecided(sharded: Sharded, chosen: RuleSource | None, widths: Sequence[int]
         meaning = "whichever it is"
     fused = ": it is made of several, whose arrangement its shape does not tell" if sharded.is_fused else ""
     why = f"{chosen.origin}: {chosen.rule.ambiguous}" if chosen and chosen.is_ambiguous else "nothing says so"
-    return MismatchError(
+    return sharded.mismatch(
         f"the tensor-parallel degree changes, and it is not known how this parameter is cut{fused}",
-        parameter=name,
-        file=sharded.metadata.source.folder,
         expected="a rule of yours, of the checkpoint, of the live parameter or of a preset",
         found=f"{why}; {_both(sharded)}",
         remedy=f"{' or '.join(map(_config, choices))}: {meaning}",
@@ -45,10 +43,8 @@ def contradiction(sharded: Sharded, chosen: RuleSource | None, why: str) -> Mism
     rests = {shape[1:] for shape in (*saved, *live)}
     rows = [sum((*shape, 1)[0] for shape in side) for side in (saved, live)]
     kind = "vocabulary" if len(rests) == 1 and rows[0] != rows[1] else "row"
-    return MismatchError(
+    return sharded.mismatch(
         "what is said about this parameter's tensor-parallel layout, and the shapes, contradict each other",
-        parameter=sharded.name,
-        file=sharded.metadata.source.folder,
         expected=f"{layout}: {why}",
         found=_both(sharded),
         remedy=f"say how it is cut (column, row, vocabulary ...): {_config({'pattern': sharded.name, 'kind': kind})}",
@@ -58,10 +54,8 @@ def contradiction(sharded: Sharded, chosen: RuleSource | None, why: str) -> Mism
 def vocabulary_too_small(sharded: Sharded, saved: int, live: int, real: int | None) -> MismatchError:
     """Rows would be dropped that may be no padding."""
     known = f", of which {real} are no padding" if real else ", and nothing says which of them are padding"
-    return MismatchError(
+    return sharded.mismatch(
         "the live vocabulary has fewer rows than the saved one",
-        parameter=sharded.name,
-        file=sharded.metadata.source.folder,
         expected=f"{live} rows",
         found=f"{saved} rows{known}",
         remedy="build the model with a vocabulary that holds all tokens; if it does: "
@@ -71,11 +65,9 @@ def vocabulary_too_small(sharded: Sharded, saved: int, live: int, real: int | No
 
 def wrongly_merged(sharded: Sharded, origin: str) -> MismatchError:
     """A universal checkpoint whose converter did not know what a parameter is made of."""
-    return MismatchError(
+    return sharded.mismatch(
         "DeepSpeed's converter has put the tensor-parallel shards of this parameter side by side, and it is made of "
         "several that each were cut on their own: the universal checkpoint holds them in a wrong order",
-        parameter=sharded.name,
-        file=sharded.metadata.source.folder,
         expected=f"its parts one behind the other, according to {origin}",
         found=(
             f"{sharded.metadata.source.merged_from} shards one behind the other, since the run that saved it declared "

@@ -34,8 +34,6 @@ _Kind = tuple[str, str, str, int, int]
 _Row = tuple[_Kind, tuple[int, int, int], float | None]
 #: What stands in place of a rule where nothing says so, and where a rule contradicts the shapes.
 _UNDECIDED, _CONTRADICTED = "undecided", "contradicted"
-#: Shape of the whole parameter (``None``: not known), how its shards were cut, and who says so; empty: nothing does.
-_Layout = tuple[Shape | None, str, str]
 
 
 def _numel(tensor: TensorMetadata) -> int:
@@ -163,9 +161,13 @@ def parameters_of(
         if saved is not None:
             states += [state.key for state in saved.replicated] + [key for key, _ in saved.scalars]
             shards = shards or saved.shards or (saved.shape,)
-        unknown: _Layout = (shards[0] if len(shards) == 1 else None), "", ""
-        (shape, rule, origin), problem = (unknown, "") if own is None else _layout_of(decider, own)
-        contradictions |= {name: problem} if problem else {}
+        shape, rule, origin = (shards[0] if len(shards) == 1 else None), "", ""
+        if own is not None:
+            try:
+                shape, rule, origin = _layout(decider, own)
+            except CannotSplit as error:
+                if len(shards) > 1:
+                    rule, contradictions[name] = _CONTRADICTED, str(error)
         entry = ParameterEntry(
             name=name,
             role=kept if saved is None else TRAINED,
@@ -185,16 +187,8 @@ def parameters_of(
     return entries, contradictions
 
 
-def _layout_of(decider: Decider, tensor: TensorMetadata) -> tuple[_Layout, str]:
-    """How the shards of a parameter or buffer were cut, and how that contradicts their shapes; empty: it does not."""
-    try:
-        return _layout(decider, tensor), ""
-    except CannotSplit as error:
-        is_alone = len(tensor.shard_shapes) == 1
-        return ((tensor.shape, "", ""), "") if is_alone else ((None, _CONTRADICTED, ""), str(error))
-
-
-def _layout(decider: Decider, tensor: TensorMetadata) -> _Layout:
+def _layout(decider: Decider, tensor: TensorMetadata) -> tuple[Shape | None, str, str]:
+    """Shape of the whole parameter (``None``: not known), how its shards were cut, and who says so."""
     shards = tensor.shard_shapes
     decision = decider.decide_offline(tensor)
     chosen = decision.chosen
