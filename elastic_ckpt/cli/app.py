@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command_from_info
 
-#: Command -> the first line of its help; its module has the same name.
+#: Command -> the first line of its help. Its module has the same name.
 COMMANDS = {
     "convert": "Write a universal checkpoint that DeepSpeed loads by itself at another data-parallel degree.",
     "diff": "Compare two checkpoints by logical tensor, whatever their topologies, ZeRO stages and formats.",
@@ -25,7 +25,6 @@ COMMANDS = {
     ),
     "verify": "Look for missing, foreign and damaged files, and list all that is wrong, one line each.",
 }
-
 
 Folder = Annotated[
     Path, typer.Argument(metavar="DIR", help="Folder with a [bold]latest[/] file, or the folder of one tag.")

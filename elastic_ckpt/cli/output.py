@@ -84,8 +84,8 @@ def end_with(found: bool) -> None:
 def error_as_dict(error: ElasticCkptError) -> Mapping[str, Any]:
     """An error as plain data: what is known of problem, parameter, file, expected, found, remedy."""
     details = ("problem", "parameter", "file", "expected", "found", "remedy")
-    values = {name: getattr(error, name) for name in details}
-    return {"error": type(error).__name__, **{name: value for name, value in values.items() if value is not None}}
+    known = {name: value for name in details if (value := getattr(error, name)) is not None}
+    return {"error": type(error).__name__, **known}
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from typing import Annotated
 
@@ -10,7 +9,7 @@ import typer
 from rich.markup import escape
 
 from elastic_ckpt.cli.app import AsJson, Config, Folder, Preset, Tag, TrustPickle, app
-from elastic_ckpt.cli.output import console, end_with, error_console, errors_end_the_command, print_json
+from elastic_ckpt.cli.output import console, end_with, error_console, errors_end_the_command, plain, print_json
 from elastic_ckpt.tools.findings import Finding
 from elastic_ckpt.tools.opened import config_of
 from elastic_ckpt.tools.verification import Verification
@@ -47,17 +46,12 @@ def verify(
     Ends with 1 if anything is wrong. Notes, of what was not checked or is worth knowing, go to standard error.
     """
     with errors_end_the_command(as_json):
-        found = verify_checkpoint(
-            str(folder),
-            tag,
-            config_of(config, tp_preset=preset, trust_pickle=trust_pickle or None),
-            full,
-            threads or min(os.cpu_count() or 1, _MOST_THREADS),
-            show_progress=False if as_json else None,
-        )
+        options = config_of(config, tp_preset=preset, trust_pickle=trust_pickle or None)
+        threads = threads or min(os.cpu_count() or 1, _MOST_THREADS)
+        found = verify_checkpoint(str(folder), tag, options, full, threads, False if as_json else None)
     if as_json:
-        plain = {name: [_plain(item) for item in getattr(found, name)] for name in ("findings", "notes")}
-        print_json({"ok": not found.findings, **dataclasses.asdict(found), **plain})
+        listed = {name: [_plain(item) for item in getattr(found, name)] for name in ("findings", "notes")}
+        print_json({"ok": not found.findings, **plain(found), **listed})
     else:
         _print(found)
     end_with(found=bool(found.findings))

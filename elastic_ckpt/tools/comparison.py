@@ -16,7 +16,7 @@ from elastic_ckpt.core.metadata import CheckpointMetadata, ReplicatedState
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.compare_replicas import differences
 from elastic_ckpt.planning.planner import LoadOptions
-from elastic_ckpt.tools.logical import LogicalReader, Whole
+from elastic_ckpt.tools.logical import LogicalReader
 from elastic_ckpt.tools.opened import Opened
 
 DIFFERS, MISSING = "differs", "missing"
@@ -71,13 +71,13 @@ def compare(first: Opened, second: Opened, threads: int, progress: bool | None =
     lacking += [Difference(*key, MISSING, "the first checkpoint does not have it") for key in right if key not in left]
     both = [key for key in left if key in right]
     differing = []
-    total, disable = sum(_nbytes(left[key]) for key in both), None if progress is None else not progress
+    total, disable = sum(left[key].nbytes for key in both), None if progress is None else not progress
     with (
         ThreadPoolExecutor(threads, thread_name_prefix="elastic_ckpt") as pool,
         tqdm(total=total, unit="B", unit_scale=True, desc="comparing", disable=disable) as bar,
     ):
         for key, difference in zip(both, pool.map(lambda key: _compare(sides, key), both), strict=True):
-            bar.update(_nbytes(left[key]))
+            bar.update(left[key].nbytes)
             differing += [difference] if difference else []
     facts = list(_facts(first, second))
     other_facts = [fact for fact in facts if fact is not None]
@@ -86,7 +86,7 @@ def compare(first: Opened, second: Opened, threads: int, progress: bool | None =
     return Comparison(
         equal=len(both) - len(differing) + len(facts) - len(other_facts),
         differences=(*lacking, *differing, *one_sided, *other_facts),
-        nbytes=sum(_nbytes(side.tensors[key]) for side in sides for key in both),
+        nbytes=sum(side.tensors[key].nbytes for side in sides for key in both),
         notes=(*notes, *not_compared),
     )
 
@@ -96,10 +96,6 @@ class _Side:
         self.reader = LogicalReader(opened.checkpoint.metadata, LoadOptions.of(opened.config))
         self.notes = (*self.reader.notes, *self.reader.compare_copies(_ONE_CHUNK))
         self.tensors = {(whole.name, whole.key): whole for whole in self.reader.tensors()}
-
-
-def _nbytes(whole: Whole) -> int:
-    return whole.numel * ITEMSIZE[whole.dtype]
 
 
 def _compare(sides: list[_Side], key: tuple[str, str]) -> Difference | None:
@@ -136,11 +132,10 @@ def _apart(left: torch.Tensor, right: torch.Tensor) -> tuple[float, int, int]:
 
 
 def _facts(first: Opened, second: Opened) -> Iterator[Difference | None]:
-    """What belongs to no tensor, one after the other: a difference, or ``None`` where they agree."""
+    """What belongs to no tensor: a difference each, or ``None`` where they agree."""
     left, right = first.checkpoint.metadata, second.checkpoint.metadata
-    shared = [
-        (name, left.parameters[name], right.parameters[name]) for name in left.parameters if name in right.parameters
-    ]
+    names = [name for name in left.parameters if name in right.parameters]
+    shared = [(name, left.parameters[name], right.parameters[name]) for name in names]
     for name, *saved in shared:
         mine, theirs = ({**dict(one.scalars), **{s.key: _replicated(s) for s in one.replicated}} for one in saved)
         for key in sorted({*mine, *theirs}):
@@ -159,7 +154,6 @@ def _facts(first: Opened, second: Opened) -> Iterator[Difference | None]:
 
 
 def _replicated(state: ReplicatedState) -> str:
-    """A state that is one for a whole partition: its values by their checksum."""
     ranks = ", not the same on all ranks" if state.differs else ""
     return f"{state.dtype} of shape {state.shape} with CRC32 {state.crc32:08x}{ranks}"
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from elastic_ckpt.core.dtypes import ITEMSIZE
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.local_state import ModelLayout
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata, TensorMetadata
@@ -22,8 +23,6 @@ from elastic_ckpt.planning.replicas import compare_replicas
 from elastic_ckpt.sharding.offline import virtual_layouts
 from elastic_ckpt.sharding.resolve import resolve
 
-_DECODED = "float32"
-
 
 @dataclass(frozen=True, slots=True)
 class Whole:
@@ -31,8 +30,8 @@ class Whole:
 
     Attributes:
         name, key: of the parameter or buffer, and of what belongs to it.
-        shape: of the whole, put together from all shards; of a state with rows, these come first.
-        dtype: name of the torch dtype in which it is read: of what 8-bit codes stand for, not of the codes.
+        shape: of all shards put together; rows come first.
+        dtype: name of the torch dtype in which it is read: of dequantized values, not of codes.
         rows: leading dimension of a state that has several values for each element of its parameter; 1: none.
         is_coded: whether it is quantized in the files.
         is_whole: whether it is a state with a shape of its own.
@@ -50,6 +49,10 @@ class Whole:
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def nbytes(self) -> int:
+        return self.numel * ITEMSIZE[self.dtype]
+
 
 class LogicalReader:
     """Reads whole tensors: shards of tensor-parallel ranks are put together by the rules of a load.
@@ -64,7 +67,7 @@ class LogicalReader:
 
     def __init__(self, metadata: CheckpointMetadata, options: LoadOptions) -> None:
         self.metadata = metadata
-        self._options = options
+        self._policy = options.replicated
         weights = (name for name, key in metadata.tensors if key in (MASTER, FROZEN, BUFFER))
         self._names = tuple(dict.fromkeys(weights))
         self._layouts = virtual_layouts(metadata, self._names, 1, options.rules)
@@ -75,14 +78,12 @@ class LogicalReader:
 
     def tensors(self) -> Iterator[Whole]:
         """Everything there is to read, in metadata order."""
-        for tensor in self.metadata.tensors.values():
-            yield self._whole(tensor)
+        return map(self._whole, self.metadata.tensors.values())
 
     def compare_copies(self, options: ReadOptions) -> tuple[str, ...]:
-        """Compare what several ranks saved and should be the same; notes of what was made of differences.
+        """Compare what several ranks saved and should be the same; notes on how differences were resolved.
 
-        No live shard shows that a vector is whole on each rank, so that one of which nothing but its shape says so is
-        a guess here, as matrices are in a load.
+        Without live shards, a vector that only its shape shows to be replicated is a guess, as matrices are in a load.
 
         Raises:
             MismatchError: copies differ, and the policy is ``strict``.
@@ -90,8 +91,8 @@ class LogicalReader:
         checks = compare_replicas(self.metadata, self._model, self._resharding, self._names, True)
         guessed = self._resharding.guessed
         judged = tuple(replace(one, is_guess=one.is_guess or one.name in guessed) for one in checks)
-        found = find_drift(self.metadata.files, judged, options)
-        return judge_drift(found, frozenset(self._resharding.averaged), self._options.replicated)
+        drift = find_drift(self.metadata.files, judged, options)
+        return judge_drift(drift, frozenset(self._resharding.averaged), self._policy)
 
     def read(self, whole: Whole, wanted: FlatRange, out: torch.Tensor, options: ReadOptions) -> None:
         """Read some elements of a tensor. Thread-safe.
@@ -111,8 +112,7 @@ class LogicalReader:
         items: list[ReadItem] = []
         for row in range(wanted.start // max(row_numel, 1), -(-wanted.stop // max(row_numel, 1))):
             base = row * row_numel
-            start, stop = max(wanted.start - base, 0), min(wanted.stop - base, row_numel)
-            inside = FlatRange(start, stop)
+            inside = FlatRange(max(wanted.start - base, 0), min(wanted.stop - base, row_numel))
             items += read_items(tensor, sources, inside, to_slot=base - wanted.start, row=row, rows=whole.rows)
         requantize: tuple[RequantizeItem, ...] = ()
         if whole.is_coded or sources.scale is not None:
@@ -123,10 +123,9 @@ class LogicalReader:
         execute(plan, [out], options, show_progress=False)
 
     def _sources(self, tensor: TensorMetadata, numel: int) -> ShardSources:
-        found = self._resharding.transfers
-        if tensor.is_whole:
-            return copied(0, numel)
-        return found.get((tensor.name, tensor.key)) or found.get((tensor.name, "")) or copied(0, numel)
+        transfers, name = self._resharding.transfers, tensor.name
+        found = None if tensor.is_whole else transfers.get((name, tensor.key)) or transfers.get((name, ""))
+        return found or copied(0, numel)
 
     def _whole(self, tensor: TensorMetadata) -> Whole:
         check_tiling(self.metadata, tensor)
@@ -136,5 +135,5 @@ class LogicalReader:
             return Whole(tensor.name, tensor.key, tensor.shape, tensor.dtype, 1, is_coded, tensor.is_whole)
         shape, first = layout.shapes[0], tensor.shard_shapes[0]
         rows = first[0] if len(first) == len(shape) + 1 else 1
-        whole = Whole(tensor.name, tensor.key, shape, _DECODED if is_coded else tensor.dtype, rows, is_coded)
-        return replace(whole, shape=(rows, *shape)) if rows > 1 else whole
+        dtype = "float32" if is_coded else tensor.dtype
+        return Whole(tensor.name, tensor.key, (rows, *shape) if rows > 1 else shape, dtype, rows, is_coded)

@@ -25,7 +25,6 @@ from deepspeed.checkpoint.universal_checkpoint import SubparamShape
 from isal import isal_zlib
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from elastic_ckpt.core.dtypes import ITEMSIZE
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
 from elastic_ckpt.core.tp_rules import VOCABULARY, WHOLE_KINDS, Rule
@@ -36,25 +35,20 @@ from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.tools.logical import LogicalReader, Whole
 from elastic_ckpt.tools.verification.archive import Record, read_archive
 
-_STEP = "step"
 _UNSAFE = re.compile(r"[/\\\x00]|^\.{0,2}$|^\.")
 _LONGEST_NAME = 255
-#: What the names of pipeline layers' files begin with.
-_LAYER = "layer_"
 #: What stage 3 of DeepSpeed loads, whatever else there is.
 _ADAM = frozenset({MASTER, "exp_avg", "exp_avg_sq"})
 #: Fills a flat tensor with the given elements of the one that is written.
 Fill = Callable[[FlatRange, torch.Tensor], None]
 #: Where the CRC32 is in a record's data descriptor and in its entry of the directory (APPNOTE.TXT, 4.3.9, 4.3.12).
 _CRC32_IN_DESCRIPTOR, _CRC32_IN_ENTRY = 4, 16
-#: How the record of a file's first tensor is called.
-_TENSOR_RECORD = "/data/0"
 _of_thread = threading.local()
 
 
 @dataclass(frozen=True)
 class OutputFile:
-    """One file to write: its path below the checkpoint, about how big it is, and what writes it to a given path."""
+    """One file to write: its path below the checkpoint, its approximate size, and what writes it to a given path."""
 
     path: str
     nbytes: int
@@ -68,7 +62,7 @@ def refuse_unconvertible(metadata: CheckpointMetadata) -> None:
         UnsupportedError: naming the states, and what to do instead.
     """
     source, parameters, tensors = metadata.source, metadata.parameters.values(), metadata.tensors.items()
-    scalars = {key for saved in parameters for key, _ in saved.scalars} - {_STEP}
+    scalars = {key for saved in parameters for key, _ in saved.scalars} - {"step"}
     coded = {key for (_, key), tensor in tensors if any(chunk.code for chunk in tensor.chunks)}
     replicated = {state.key for saved in parameters for state in saved.replicated}
     of_their_own = {key for (_, key), tensor in tensors if tensor.is_whole}
@@ -130,8 +124,7 @@ def parameter_files(
     for whole in reader.tensors():
         if whole.name in metadata.parameters:
             write = partial(_write_tensor, reader, whole, tp_entries(rules.get(whole.name), whole), options)
-            nbytes = whole.numel * ITEMSIZE[whole.dtype]
-            yield OutputFile(_path_of(whole.name, whole.key, metadata), nbytes, write)
+            yield OutputFile(_path_of(whole.name, whole.key, metadata), whole.nbytes, write)
     for name, saved in metadata.parameters.items():
         for key, value in saved.scalars:
             scalar = _scalar(value, metadata.states.scalar_forms.get(key, "float"))
@@ -222,7 +215,7 @@ def write_tensor_file(
 
 def _find_record(stream: BinaryIO) -> Record:
     archive = read_archive(stream)
-    record = next((record for record in archive.records if record.name.endswith(_TENSOR_RECORD)), None)
+    record = next((record for record in archive.records if record.name.endswith("/data/0")), None)
     if record is None or archive.problems:
         raise AssertionError(f"torch {torch.__version__} writes its files in a way that is not known here")
     return record
@@ -263,7 +256,7 @@ def _notes_on_modules(metadata: CheckpointMetadata) -> Iterator[str]:
     in_layers = [
         name
         for name, tensor in kept.items()
-        if any(os.path.basename(metadata.files[chunk.file].path).startswith(_LAYER) for chunk in tensor.chunks)
+        if any(os.path.basename(metadata.files[chunk.file].path).startswith("layer_") for chunk in tensor.chunks)
     ]
     if in_layers:
         lost = "buffers and frozen weights of pipeline layers have no place in this format, and are lost"
@@ -294,11 +287,11 @@ def _notes_on_layouts(metadata: CheckpointMetadata, rules: Mapping[str, Rule | N
         if len({repr(sorted(group.items(), key=str)) for group in metadata.groups}) > 1:
             yield "DeepSpeed's ZeRO-3 gives every param group the first one's hyperparameters"
     real = metadata.declared.vocabulary
-    padded = [name for name, rule in known.items() if rule.kind == VOCABULARY and real and _rows(metadata, name) > real]
+    rows = {
+        name: sum(shape[0] for shape in tensor.shard_shapes if math.prod(shape))
+        for name, rule in known.items()
+        if rule.kind == VOCABULARY and (tensor := metadata.tensors.get((name, MASTER))) is not None
+    }
+    padded = [name for name in rows if real and rows[name] > real]
     if padded:
         yield f"padding rows of the vocabulary are kept ({listed(padded)}): rows from {real} on"
-
-
-def _rows(metadata: CheckpointMetadata, name: str) -> int:
-    tensor = metadata.tensors.get((name, MASTER))
-    return 0 if tensor is None else sum(shape[0] for shape in tensor.shard_shapes if math.prod(shape))

@@ -1,12 +1,11 @@
 """The zip archive of a ``torch.save`` file, read strictly: every byte but the data must be what a writer puts there.
 
-``zipfile`` and torch pass over much that they do not need. Here, a flipped bit anywhere is a problem, since whatever
-flipped it may have flipped others: what ``zipfile`` reads is packed again and compared with the file. Nothing is
-decompressed.
+``zipfile`` and torch ignore much that they do not need. Here, a flipped bit anywhere is a problem: what ``zipfile``
+reads is packed again and compared with the file. Nothing is decompressed.
 
-Layout: records (header, extra field, data and, in archives of torch, a data descriptor), directory, 64-bit end of the
-directory, its locator, end of the directory. torch pads the extra field, so that data begins at a multiple of 64
-bytes, and writes the 64-bit end always. Source: PKWARE's APPNOTE 6.3.10; torch writes with miniz.
+Layout: records (header, extra field, data and, in torch's archives, a data descriptor), directory, 64-bit end of the
+directory, its locator, end of the directory. torch pads the extra field so that data begins at a multiple of 64
+bytes, and always writes the 64-bit end. Source: PKWARE's APPNOTE 6.3.10; torch writes with miniz.
 """
 
 from __future__ import annotations
@@ -156,7 +155,7 @@ def _time_and_date(entry: ZipInfo) -> tuple[int, int]:
 def _directory_problems(
     stream: BinaryIO, packed: bytes, entries: Sequence[ZipInfo], start: int, comment: bytes
 ) -> Iterator[Problem]:
-    """What is wrong with the directory as a whole, and with its end, which has a 64-bit form before it or not."""
+    """What is wrong with the directory as a whole, and with its end, which may have a 64-bit form before it."""
     if _read(stream, start, len(packed)) != packed:
         yield DIRECTORY, "the directory contradicts itself"
     tail = stream.read()
@@ -183,16 +182,12 @@ def _unlike_torch(entry: ZipInfo) -> list[str]:
         "external attributes": entry.external_attr,
         "internal attributes": entry.internal_attr,
         "version made by": entry.create_version or entry.create_system,
-        "version needed": _needed(entry),
+        "version needed": entry.reserved << 8 | entry.extract_version,
         "time": time,
         "date": date,
         "flags": entry.flag_bits ^ (_TORCH_FLAGS if entry.file_size else _TORCH_FLAGS_EMPTY),
     }
     return [what for what, value in zero.items() if value]
-
-
-def _needed(entry: ZipInfo) -> int:
-    return entry.reserved << 8 | entry.extract_version
 
 
 def _entry_problems(entry: ZipInfo, by_torch: bool) -> Iterator[Problem]:
@@ -214,7 +209,8 @@ def _header_problems(entry: ZipInfo, fields: tuple[Any, ...], name: bytes) -> It
         yield HEADER, f"{header} it has no signature"
     if name != _name(entry):
         yield HEADER, f"{header} its name there is {name.decode('utf-8', 'backslashreplace')}"
-    listed = (_needed(entry), entry.flag_bits, entry.compress_type, *_time_and_date(entry))
+    version = entry.reserved << 8 | entry.extract_version
+    listed = (version, entry.flag_bits, entry.compress_type, *_time_and_date(entry))
     for what, here, there in zip(("version", "flags", "method", "time", "date"), fields[1:6], listed, strict=True):
         if here != there:
             yield HEADER, f"{header} its {what} there is {here}, in the directory {there}"

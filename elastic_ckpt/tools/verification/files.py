@@ -110,13 +110,10 @@ def checkpoint_files(found: Found) -> list[str]:
 
 
 def swap_files(found: Found) -> list[str]:
-    """Paths of the files that hold optimizer states that were on NVMe, sorted: raw bytes without any checksum."""
+    """Paths of the files of optimizer states that were on NVMe, sorted: raw bytes without any checksum."""
     root = found.path(SWAPPED_FOLDER)
-    paths = []
-    for entry in os.scandir(root) if os.path.isdir(root) else ():
-        if entry.is_dir():
-            paths += [file.path for file in os.scandir(entry.path) if file.is_file()]
-    return sorted(paths)
+    folders = [entry.path for entry in os.scandir(root) if entry.is_dir()] if os.path.isdir(root) else []
+    return sorted(file.path for folder in folders for file in os.scandir(folder) if file.is_file())
 
 
 def other_files(found: Found) -> list[str]:
@@ -127,13 +124,7 @@ def other_files(found: Found) -> list[str]:
 
 
 def missing_files(files: FolderFiles, dp: int | None, model_parallel: int | None) -> list[str]:
-    """Names of files that ought to be there.
-
-    Args:
-        files: what is there.
-        dp: data-parallel degree, as files say; ``None``: none does.
-        model_parallel: number of model-parallel ranks, as files say.
-    """
+    """Names of files that ought to be there, by file names and by the degrees that files state, if any."""
     sharded = (files.model_zero3, files.optimizer)
     dps = range(max([dp or 0, *(at + 1 for names in sharded for at, _ in names)]))
     mps = range(max([model_parallel or 0, *(mp + 1 for mp in files.mp_ranks)]))
@@ -229,7 +220,6 @@ def _missing(found: Found, models: Sequence[ModelShard]) -> list[Finding]:
 
 
 def _number(claim: Any) -> int:
-    """A number that a file claims; 0 where it is none."""
     return claim if isinstance(claim, int) else 0
 
 

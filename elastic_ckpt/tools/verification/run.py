@@ -144,7 +144,7 @@ def _check_bytes(
 
 
 def _archive_work(path: str, spans: Sequence[Span], findings: list[Finding]) -> Work:
-    """What is to be checked in a ``torch.save`` file; what is wrong with the archive itself is added at once."""
+    """What to check in a ``torch.save`` file; what is wrong with the archive itself is added to ``findings``."""
     try:
         with open(path, "rb", buffering=0) as stream:
             archive = read_archive(stream)

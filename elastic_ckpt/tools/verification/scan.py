@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -151,7 +151,9 @@ def check(works: Sequence[Work], threads: int, show_progress: bool | None = Fals
             result.failure = f"{type(error).__name__}: {error.strerror or error}"
         return result
 
-    with _one_thread_each(), ThreadPoolExecutor(threads, thread_name_prefix="elastic_ckpt") as pool:
+    with ExitStack() as undo, ThreadPoolExecutor(threads, thread_name_prefix="elastic_ckpt") as pool:
+        undo.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)  # of its own in each of our threads
         total = sum(work.stop for work in works)
         with tqdm(total=total, unit="B", unit_scale=True, desc="verify", disable=disable, leave=False) as bar:
             try:
@@ -163,17 +165,6 @@ def check(works: Sequence[Work], threads: int, show_progress: bool | None = Fals
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
     return results
-
-
-@contextmanager
-def _one_thread_each() -> Iterator[None]:
-    """Keep torch from starting threads of its own in each of ours."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _check_part(part: Work, buffer: memoryview, result: Checked) -> None:
@@ -269,7 +260,7 @@ def judge(path: str, odd: Mapping[Span, Odd]) -> Iterator[Finding]:
 
 
 def metadata_spans(metadata: CheckpointMetadata) -> dict[str, list[Span]]:
-    """Path -> the values of a metadata's tensors in that file, replicas of other pipeline stages among them."""
+    """Path -> the values of tensors in that file, replicas of other pipeline stages included."""
     spans: dict[str, list[Span]] = {}
     for tensor in chain(metadata.tensors.values(), *metadata.replicas.values()):
         for chunk in tensor.chunks:
