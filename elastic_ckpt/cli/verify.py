@@ -15,7 +15,6 @@ from elastic_ckpt.tools.opened import config_of
 from elastic_ckpt.tools.verification import Verification
 from elastic_ckpt.tools.verification import verify as verify_checkpoint
 
-_MOST_THREADS = 16
 _EXAMPLE = "Example: elastic-ckpt verify /ckpt --full --preset megatron-core"
 
 
@@ -47,7 +46,7 @@ def verify(
     """
     with errors_end_the_command(as_json):
         options = config_of(config, tp_preset=preset, trust_pickle=trust_pickle or None)
-        threads = threads or min(os.cpu_count() or 1, _MOST_THREADS)
+        threads = threads or min(os.cpu_count() or 1, 16)
         found = verify_checkpoint(str(folder), tag, options, full, threads, False if as_json else None)
     if as_json:
         listed = {name: [_plain(item) for item in getattr(found, name)] for name in ("findings", "notes")}

@@ -78,7 +78,8 @@ def compare(first: Opened, second: Opened, threads: int, progress: bool | None =
     ):
         for key, difference in zip(both, pool.map(lambda key: _compare(sides, key), both), strict=True):
             bar.update(left[key].nbytes)
-            differing += [difference] if difference else []
+            if difference is not None:
+                differing.append(difference)
     facts = list(_facts(first, second))
     other_facts = [fact for fact in facts if fact is not None]
     one_sided, not_compared = _not_understood(first.checkpoint.metadata, second.checkpoint.metadata)

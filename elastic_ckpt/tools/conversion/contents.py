@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from deepspeed.checkpoint.constants import CAT_DIM, PARAM_N_SUB_PARAMS, PARAM_SHAPES, SUB_PARAM_SHAPE, VOCAB_TENSOR
@@ -33,14 +33,11 @@ from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.tools.logical import LogicalReader, Whole
-from elastic_ckpt.tools.verification.archive import Record, read_archive
+from elastic_ckpt.tools.verification.archive import read_archive
 
 _UNSAFE = re.compile(r"[/\\\x00]|^\.{0,2}$|^\.")
-_LONGEST_NAME = 255
 #: What stage 3 of DeepSpeed loads, whatever else there is.
 _ADAM = frozenset({MASTER, "exp_avg", "exp_avg_sq"})
-#: Fills a flat tensor with the given elements of the one that is written.
-Fill = Callable[[FlatRange, torch.Tensor], None]
 #: Where the CRC32 is in a record's data descriptor and in its entry of the directory (APPNOTE.TXT, 4.3.9, 4.3.12).
 _CRC32_IN_DESCRIPTOR, _CRC32_IN_ENTRY = 4, 16
 _of_thread = threading.local()
@@ -142,7 +139,7 @@ def checked_name(name: str, folder: str) -> str:
     Raises:
         UnsupportedError: it would lead elsewhere, or is too long.
     """
-    if _UNSAFE.search(name) or not name.isprintable() or len(name.encode()) > _LONGEST_NAME:
+    if _UNSAFE.search(name) or not name.isprintable() or len(name.encode()) > 255:
         raise UnsupportedError(
             "a name in the checkpoint cannot be the name of a folder",
             parameter=repr(name)[:300],
@@ -174,7 +171,7 @@ def write_tensor_file(
     wrap: Callable[[torch.Tensor], Any],
     shape: tuple[int, ...],
     dtype: str,
-    fill: Fill,
+    fill: Callable[[FlatRange, torch.Tensor], None],
     scratch: torch.Tensor,
 ) -> None:
     """Write a ``torch.save`` file of one tensor, which never is in memory as a whole.
@@ -187,7 +184,7 @@ def write_tensor_file(
         path: file to write; overwritten.
         wrap: puts the tensor, which has no data, into the object to pickle.
         shape, dtype: of the tensor; the dtype by name.
-        fill: called for one chunk after the other, in order.
+        fill: called for one chunk after the other, to fill a flat tensor with the given elements.
         scratch: a flat uint8 tensor, overwritten: all the memory that is needed.
     """
     with FakeTensorMode():
@@ -199,7 +196,10 @@ def write_tensor_file(
     step = scratch.numel() // fake.itemsize
     buffer, crc = scratch[: step * fake.itemsize].view(fake.dtype), 0
     with open(path, "r+b") as stream:
-        record = _find_record(stream)
+        archive = read_archive(stream)
+        record = next((record for record in archive.records if record.name.endswith("/data/0")), None)
+        if record is None or archive.problems:
+            raise AssertionError(f"torch {torch.__version__} writes its files in a way that is not known here")
         os.posix_fallocate(stream.fileno(), record.offset, record.nbytes)  # a full disk shows here; and it is faster
         stream.seek(record.offset)
         for first in range(0, fake.numel(), step):
@@ -211,14 +211,6 @@ def write_tensor_file(
         for at in (record.offset + record.nbytes + _CRC32_IN_DESCRIPTOR, record.entry_offset + _CRC32_IN_ENTRY):
             stream.seek(at)
             stream.write(struct.pack("<I", crc))
-
-
-def _find_record(stream: BinaryIO) -> Record:
-    archive = read_archive(stream)
-    record = next((record for record in archive.records if record.name.endswith("/data/0")), None)
-    if record is None or archive.problems:
-        raise AssertionError(f"torch {torch.__version__} writes its files in a way that is not known here")
-    return record
 
 
 def _scalar(value: float, form: str) -> Any:
@@ -247,11 +239,10 @@ def tp_entries(rule: Rule | None, whole: Whole) -> dict[str, Any]:
 
 def notes_on(metadata: CheckpointMetadata, rules: Mapping[str, Rule | None]) -> tuple[str, ...]:
     """What DeepSpeed's own loader will not restore from the conversion, or not as it was."""
-    return (*_notes_on_modules(metadata), *_notes_on_layouts(metadata, rules))
+    return tuple(_notes(metadata, rules))
 
 
-def _notes_on_modules(metadata: CheckpointMetadata) -> Iterator[str]:
-    """DeepSpeed does not read weights from model-states files; layer files are no part of the format."""
+def _notes(metadata: CheckpointMetadata, rules: Mapping[str, Rule | None]) -> Iterator[str]:
     kept = {name: tensor for (name, key), tensor in metadata.tensors.items() if key in (BUFFER, FROZEN)}
     in_layers = [
         name
@@ -259,17 +250,13 @@ def _notes_on_modules(metadata: CheckpointMetadata) -> Iterator[str]:
         if any(os.path.basename(metadata.files[chunk.file].path).startswith("layer_") for chunk in tensor.chunks)
     ]
     if in_layers:
-        lost = "buffers and frozen weights of pipeline layers have no place in this format, and are lost"
-        yield f"{lost}: {listed(in_layers)}"
+        what = "buffers and frozen weights of pipeline layers"
+        yield f"{what} have no place in this format, and are lost: {listed(in_layers)}"
     if len(in_layers) < len(kept):
         yield (
             "DeepSpeed's own loader restores neither buffers nor frozen weights from universal checkpoints; they are "
             "in the model-states files, and elastic_ckpt restores them"
         )
-
-
-def _notes_on_layouts(metadata: CheckpointMetadata, rules: Mapping[str, Rule | None]) -> Iterator[str]:
-    """What DeepSpeed's own loader cannot cut as it was, or does not read in ZeRO-3."""
     known = {name: rule for name, rule in rules.items() if rule is not None}
     custom = [name for name, rule in known.items() if rule.slices]
     if custom:
