@@ -189,14 +189,11 @@ def _every_rank(job: VirtualJob, found: Survey) -> Table:
 
 
 def _slots(job: VirtualJob, found: Survey) -> Table:
-    """Of one rank: where it stands, and what it fills."""
-    local_state, plan = found.last
-    each = found.ranks[0]
+    """Of one rank: its coordinates, and what it fills."""
+    (local_state, plan), each = found.last, found.ranks[0]
     at = job.topology.coordinates(each.rank)
-    title = (
-        f"rank {each.rank}: pipeline stage {at.pp_rank}, data-parallel rank {at.dp_rank}, "
-        f"tensor-parallel rank {at.tp_rank}"
-    )
+    ranks = f"data-parallel rank {at.dp_rank}, tensor-parallel rank {at.tp_rank}"
+    title = f"rank {each.rank}: pipeline stage {at.pp_rank}, {ranks}"
     shown = _table(title, "fills", ">dtype", ">tensors", ">elements", ">of them left alone")
     for (key, dtype), (tensors, numel, gaps) in _by_kind(plan).items():
         shown.add_row(escape(_TITLES.get(key, key)), dtype, str(tensors), f"{numel:,}", f"{gaps:,}")

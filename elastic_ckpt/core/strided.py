@@ -153,12 +153,9 @@ def replicated(shape: Shape, degree: int) -> TPLayout:
 
 
 def fused(shape: Shape, dim: int, widths: Sequence[Sequence[int]]) -> TPLayout:
-    """Sub-parameters that follow each other in a dimension, each sharded by itself.
+    """Sub-parameters that follow each other in dimension ``dim``, each sharded by itself.
 
-    Args:
-        shape: of the logical parameter.
-        dim: the sharded dimension.
-        widths: per sub-parameter, how many elements each rank holds. One sub-parameter is a plain ``Shard(dim)``.
+    ``widths``: per sub-parameter, how many elements each rank holds. One sub-parameter is a plain ``Shard(dim)``.
     """
     ranges: list[list[DimRange]] = [[] for _ in widths[0]]
     position = 0
@@ -203,11 +200,8 @@ def blended(shards: int, numel: int, scale: float) -> ShardSources:
 def reshard(source: TPLayout, target: TPLayout, rank: int) -> ShardSources:
     """What a live rank takes from the shards of a checkpoint; the first one's, where several hold the same elements.
 
-    Args:
-        source: layout of the checkpoint.
-        target: layout of the live model; of the same shape but for the sharded dimension, which may have more or fewer
-            elements at its end (padding of a vocabulary).
-        rank: the live rank.
+    The target has the shape of the source but for the sharded dimension, which may have more or fewer elements at its
+    end (padding of a vocabulary).
 
     Raises:
         ValueError: elements that no saved shard has, along a dimension that is not the first.
@@ -292,10 +286,8 @@ def _merged(copies: Sequence[ShardCopy]) -> tuple[ShardCopy, ...]:
     for shard, copy in copies:
         if merged and merged[-1][0] == shard:
             last = merged[-1][1]
-            if (
-                replace(last, source=last.source + last.width, target=last.target + last.width, width=copy.width)
-                == copy
-            ):
+            source, target = last.source + last.width, last.target + last.width
+            if replace(last, source=source, target=target, width=copy.width) == copy:
                 merged[-1] = (shard, replace(last, width=last.width + copy.width).joined())
                 continue
         merged.append((shard, copy))

@@ -139,10 +139,7 @@ def unnamed_groups(parts: Mapping[int, UnpartitionedState], tp: int | None) -> t
 def parameters_of(
     metadata: CheckpointMetadata, book: RuleBook, weights_only: bool
 ) -> tuple[list[ParameterEntry], dict[str, str]]:
-    """Every parameter and buffer, in the order of the checkpoint; and why the shards of some contradict their rules.
-
-    ``weights_only``: nothing says which of them trained.
-    """
+    """Every parameter and buffer, in the order of the checkpoint; and why the shards of some contradict their rules."""
     keys: dict[str, list[str]] = {name: [] for name in metadata.parameters}
     for name, key in metadata.tensors:
         keys.setdefault(name, []).append(key)

@@ -53,13 +53,7 @@ def _below(folder: str, path: str) -> str:
 
 
 def entries_of(sizes: Mapping[str, int], tp: int | None, metadata: CheckpointMetadata | None) -> tuple[FileEntry, ...]:
-    """The files of the folder, by name.
-
-    Args:
-        sizes: name below the folder -> bytes.
-        tp: tensor-parallel degree; ``None``: not known.
-        metadata: what the checkpoint holds; ``None``: it could not be read.
-    """
+    """The files of the folder, by name, with their ranks as far as the tensor-parallel degree is known."""
     tensors: dict[str, Counter[str]] = defaultdict(Counter)
     if metadata is not None:
         names = [_below(metadata.source.folder, file.path) for file in metadata.files]

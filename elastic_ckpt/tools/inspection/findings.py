@@ -68,10 +68,8 @@ def _in_folder(evidence: Evidence, missing: tuple[str, ...]) -> Iterator[Finding
         remedy = "restore them from their original, or take another tag"
         yield Finding(ERROR, "missing_file", f"{what}: {listed(missing)}", file=found.folder, remedy=remedy)
     if found.files.clashes:
-        names = listed(found.files.clashes)
-        yield Finding(
-            ERROR, "clash", f"files of two saves lie in one folder: {names} have a counterpart", file=found.folder
-        )
+        text = f"files of two saves lie in one folder: {listed(found.files.clashes)} have a counterpart"
+        yield Finding(ERROR, "clash", text, file=found.folder)
     if found.files.experts:
         text = f"{len(found.files.experts)} files of experts (mixture of experts)"
         yield Finding(NOTE, "experts", text, file=found.files.experts[0])
@@ -97,12 +95,11 @@ def _of_run(evidence: Evidence) -> Iterator[Finding]:
         yield Finding(WARNING, "precision", f"it is not told in one voice in which precision the run trained: {said}")
     options = evidence.section("zero_optimization")
     if options.get("round_robin_gradients") is True and options.get("stage") in (1, 2):
-        yield Finding(
-            NOTE,
-            "round_robin_gradients",
+        text = (
             "saved with round_robin_gradients: partitions are in another order, which DeepSpeed's converter and "
-            "getters get wrong; elastic_ckpt restores the true one",
+            "getters get wrong; elastic_ckpt restores the true one"
         )
+        yield Finding(NOTE, "round_robin_gradients", text)
     if options.get("stage") == 0 and evidence.found.files.optimizer:
         text = "the saved config says ZeRO stage 0: BF16_Optimizer saves its partitions as stage 1 does"
         yield Finding(NOTE, "bf16_optimizer", text)
@@ -194,9 +191,8 @@ def _of_rules(rules: RuleFacts) -> Iterator[Finding]:
     for name, problem in rules.contradictions.items():
         yield Finding(ERROR, "contradiction", f"it is not known how its shards fit together: {problem}", parameter=name)
     if rules.undecided:
-        text = (
-            f"nothing here says how the shards of {len(rules.undecided)} parameters were cut: {listed(rules.undecided)}"
-        )
+        count = len(rules.undecided)
+        text = f"nothing here says how the shards of {count} parameters were cut: {listed(rules.undecided)}"
         known = [f"{name} (for {count})" for name, count in rules.fitting_presets.items()]
         presets = f"; presets with rules for such names: {', '.join(known)}" if known else ""
         remedy = (

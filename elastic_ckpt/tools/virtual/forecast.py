@@ -18,7 +18,7 @@ from elastic_ckpt.tools.virtual.job import VirtualJob
 
 #: Bytes/s of a node, unless the user says another: what a 25 Gbit/s link to a file system gives.
 DEFAULT_BANDWIDTH = 3e9
-#: Of bigger jobs, about so many ranks are planned, unless all are asked for.
+#: About so many ranks of a bigger job are planned, unless all are asked for.
 MOST_BY_DEFAULT = 64
 
 
