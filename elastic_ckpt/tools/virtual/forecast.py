@@ -178,13 +178,13 @@ class Cluster:
         """How many ranks a node has; the last ones may have fewer, or none."""
         return max(min(self.ranks - node * self.ranks_per_node, self.ranks_per_node), 0)
 
-    def some_ranks(self, most: int = MOST_BY_DEFAULT) -> list[int]:
+    def some_ranks(self) -> list[int]:
         """All ranks of a small job; of a big one those of some nodes, evenly spread from the first to the last."""
-        if self.ranks <= most:
+        if self.ranks <= MOST_BY_DEFAULT:
             return list(range(self.ranks))
         per_node = self.ranks_per_node
         filled = -(-self.ranks // per_node)
-        count = max(most // per_node, min(filled, 2))
+        count = max(MOST_BY_DEFAULT // per_node, min(filled, 2))
         nodes = sorted({round(number * (filled - 1) / max(count - 1, 1)) for number in range(count)})
         return [rank for node in nodes for rank in range(node * per_node, node * per_node + self.ranks_of(node))]
 
@@ -241,12 +241,11 @@ def survey(job: VirtualJob, ranks: Iterable[int], cluster: Cluster, run: LiveRun
     """
     found: list[RankForecast] = []
     notes: dict[str, None] = {}
-    last: tuple[LocalState, LoadPlan] | None = None
     for rank in ranks:
         last = job.planned(rank)
         found.append(forecast_rank(rank, *last, run))
         notes |= dict.fromkeys(last[1].notes)
-    if last is None:
+    if not found:
         raise ValueError("a survey of no ranks")
     return Survey(cluster, run, tuple(found), tuple(notes), last)
 
