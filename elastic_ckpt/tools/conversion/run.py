@@ -170,11 +170,9 @@ def _write_all(place: Workplace, files: list[OutputFile], threads: int, progress
                 bar.update(file.nbytes)
             return nbytes
 
-        pool = ThreadPoolExecutor(threads, thread_name_prefix="elastic_ckpt")
-        try:
+        # after an error or Ctrl-C, map cancels what has not begun
+        with ThreadPoolExecutor(threads, thread_name_prefix="elastic_ckpt") as pool:
             return sum(pool.map(work, files))
-        finally:  # after an error too, or Ctrl-C: what has not begun is not begun
-            pool.shutdown(cancel_futures=True)
 
 
 class Workplace:
@@ -250,11 +248,10 @@ class Workplace:
         return (self.folder / path).is_file()
 
     def write(self, path: str, write: Callable[[Path], object]) -> int:
-        """Have a file written, and give it its name once it is on the disk. Thread-safe; its size in bytes.
+        """Have ``write`` write a file to a path of its own; it is renamed once it is on the disk. Thread-safe.
 
-        Args:
-            path: below the checkpoint.
-            write: writes it to the path that it is given.
+        Returns:
+            Its size in bytes.
         """
         final = self.folder / path
         final.parent.mkdir(parents=True, exist_ok=True)

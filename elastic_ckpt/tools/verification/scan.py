@@ -156,14 +156,10 @@ def check(works: Sequence[Work], threads: int, show_progress: bool | None = Fals
         torch.set_num_threads(1)  # of its own in each of our threads
         total = sum(work.stop for work in works)
         with tqdm(total=total, unit="B", unit_scale=True, desc="verify", disable=disable, leave=False) as bar:
-            try:
-                found = pool.map(run, [part for _, part in parts])
-                for (number, _), result in zip(parts, found, strict=True):
-                    results[number].add(result)
-                    bar.update(result.nbytes)
-            except BaseException:  # Ctrl-C must not wait for a terabyte that nobody will ask for
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+            # after an error or Ctrl-C, map cancels what has not begun
+            for (number, _), result in zip(parts, pool.map(run, [part for _, part in parts]), strict=True):
+                results[number].add(result)
+                bar.update(result.nbytes)
     return results
 
 
