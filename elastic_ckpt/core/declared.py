@@ -1,9 +1,8 @@
 """``universal_checkpoint_info``: what a checkpoint declares about its tensor-parallel shards.
 
-Source of the keys: ``deepspeed/checkpoint/constants.py``; of their meaning, ``merge_tp_slices`` (ds_to_universal.py)
-and ``ParamAffineMap`` (affine.py). Patterns are unanchored there (``re.match``). A parameter that no pattern matches is
-not declared: the converter takes it for cut along dimension 0, and a run with one tensor-parallel rank declares no
-rows.
+Keys: ``deepspeed/checkpoint/constants.py``; their meaning: ``merge_tp_slices`` (ds_to_universal.py) and
+``ParamAffineMap`` (affine.py). Patterns are unanchored there (``re.match``). A parameter that no pattern matches is
+undeclared: the converter assumes dimension 0, and a run with one tensor-parallel rank declares no rows.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from elastic_ckpt.core.strided import Shape, TPLayout, fused, replicated
 from elastic_ckpt.core.tp_rules import AMBIGUOUS, AVERAGED, COLUMN, REPLICATED, ROW, VOCABULARY, CannotSplit, Rule
 
 T = TypeVar("T")
-#: What reading an entry of another form than DeepSpeed's raises.
+#: Raised by reading an entry that does not have DeepSpeed's form.
 _MALFORMED = (TypeError, KeyError, IndexError, ValueError, AttributeError)
-#: A group with a choice or a repetition inside that is itself repeated: a checkpoint must not be able to stall a job.
+#: Nested repetition, which backtracks exponentially: a checkpoint must not be able to stall a job.
 _SLOW = re.compile(r"[*+|}].*\)[*+{]")
 _AFFINE_VERSION = 1
-#: Characters of a pattern.
+#: Longest pattern accepted, in characters.
 _LONGEST = 512
-#: In the order in which DeepSpeed's converter looks at them; vocabulary comes on top of the others there.
+#: In the converter's order; it applies vocabulary patterns on top of the others.
 _LISTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("vocabulary_parameter_patterns", {"kind": VOCABULARY}),
     ("tp_replicated_parameter_patterns", {"kind": REPLICATED}),
@@ -39,7 +38,7 @@ _LISTS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 @contextmanager
 def _understanding() -> Iterator[None]:
-    """Raises :class:`CannotSplit` where the body meets an entry that is malformed."""
+    """Turns the errors of a malformed entry into :class:`CannotSplit`."""
     try:
         yield
     except _MALFORMED as error:
@@ -48,15 +47,14 @@ def _understanding() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Declared:
-    """What a checkpoint declares, of all pipeline stages together.
+    """What a checkpoint declares, over all pipeline stages.
 
     Attributes:
-        rules: the first whose pattern matches a name counts.
-        affine: pattern -> recorded map of all ranks' shards.
-        widths: pattern -> (dimension, per sub-parameter the size of each rank's part of it).
-        unsupported: pattern -> why it has no layout that can be described.
-        vocabulary: rows of the vocabulary that are no padding.
-        unreadable: what of it could not be understood, so that nothing of it is used; empty: all could.
+        rules: the first whose pattern matches a name applies.
+        affine, widths: by pattern, the recorded affine map; or (dimension, per sub-parameter each rank's size).
+        unsupported: pattern -> why its layout cannot be described.
+        vocabulary: rows of the vocabulary without padding.
+        unreadable: why the declaration cannot be used at all; empty if it can.
     """
 
     rules: tuple[Rule, ...] = ()
@@ -78,26 +76,18 @@ class Declared:
         )
 
     def rule(self, name: str) -> Rule | None:
-        """The first rule for a name.
-
-        Raises:
-            CannotSplit: what the checkpoint declares could not be understood.
-        """
+        """The first rule for a name. Raises :class:`CannotSplit` if the declaration is unreadable."""
         if self.unreadable:
             raise CannotSplit(f"its universal_checkpoint_info cannot be understood: {self.unreadable}")
         return next((rule for rule in self.rules if re.match(rule.pattern, name)), None)
 
     def is_recorded(self, name: str) -> bool:
-        """Whether there is a recorded layout of its shards."""
+        """Whether a layout of its shards is recorded."""
         return any(re.match(pattern, name) for pattern in (*self.affine, *self.widths))
 
     @_understanding()
     def recorded(self, name: str) -> TPLayout | None:
-        """The recorded map of a parameter.
-
-        Raises:
-            CannotSplit: it is no cut along one dimension.
-        """
+        """The recorded map of a parameter. Raises :class:`CannotSplit` if it is not a cut along one dimension."""
         entry = _matching(self.affine, name)
         return None if entry is None else split_of_affine(entry)
 
@@ -106,7 +96,7 @@ class Declared:
         """The recorded layout of a parameter with shards of these shapes.
 
         Raises:
-            CannotSplit: it is recorded in a form that is no cut along one dimension, or of other shards.
+            CannotSplit: it is not a cut along one dimension, or belongs to other shards.
         """
         why = _matching(self.unsupported, name)
         if why is not None:
@@ -114,7 +104,7 @@ class Declared:
         entry, widths = _matching(self.affine, name), _matching(self.widths, name)
         split = None
         if entry is not None and (math.prod(entry["logical_shape"]) or not any(map(math.prod, shapes))):
-            split = split_of_affine(entry)  # of ZeRO-3's untouched parameters it records that they are empty
+            split = split_of_affine(entry)  # ZeRO-3 records partitioned parameters as empty
         elif widths is not None:
             dim, parts = widths
             whole = (*shapes[0][:dim], sum(map(sum, parts)), *shapes[0][dim + 1 :])
@@ -129,7 +119,7 @@ def _matching(entries: Mapping[str, T], name: str) -> T | None:
 
 
 def declared_by(info: Any) -> Declared:
-    """From one file's ``universal_checkpoint_info``; that it cannot be understood is an error once it is asked."""
+    """Parse one file's ``universal_checkpoint_info``; errors are deferred until a layout is asked for."""
     if info is None or info == {}:
         return Declared()
     try:
@@ -161,7 +151,7 @@ def _declared(info: Mapping[str, Any]) -> Declared:
 
 
 def _patterns(values: Any) -> list[str]:
-    """The patterns, all of which compile and match in reasonable time."""
+    """The patterns, checked to compile and to match in reasonable time."""
     for value in values or ():
         if not isinstance(value, str) or len(value) > _LONGEST:
             raise TypeError(f"{str(value)[:40]!r} is no pattern")
@@ -172,7 +162,7 @@ def _patterns(values: Any) -> list[str]:
 
 
 def _sub_param_rules(info: Mapping[str, Any]) -> list[Rule]:
-    """Fused parameters: relative widths of their parts; a lone number in the shape is how many equal ones there are."""
+    """Rules of fused parameters: relative widths; a single number in the shape is a count of equal sub-parameters."""
     rules = []
     for saved in info.get("parameter_with_sub_params") or ():
         entry = saved if isinstance(saved, Mapping) else vars(saved)
@@ -190,11 +180,7 @@ def _sub_param_rules(info: Mapping[str, Any]) -> list[Rule]:
 
 
 def split_of_affine(entry: Mapping[str, Any]) -> TPLayout:
-    """A recorded affine map as a cut along one dimension.
-
-    Raises:
-        CannotSplit: it is not one.
-    """
+    """A recorded affine map as a cut along one dimension. Raises :class:`CannotSplit` if it is not one."""
     shape = tuple(int(size) for size in entry["logical_shape"])
     by_rank = {int(rank): list(shard["pieces"]) for rank, shard in entry["ranks"].items()}
     every = list(chain.from_iterable(by_rank.values()))
@@ -216,7 +202,7 @@ def split_of_affine(entry: Mapping[str, Any]) -> TPLayout:
 
 
 def _ranges(pieces: Sequence[Mapping[str, Any]], shape: Shape, dim: int) -> tuple[tuple[int, int], ...]:
-    """One rank's ranges of a dimension: each piece is a view (offset, strides) of the whole tensor and of the shard."""
+    """One rank's ranges of a dimension. Each recorded piece is a view (offset, strides) of the tensor and the shard."""
     inner = max(math.prod(shape[dim + 1 :]), 1)
     width = sum(int(piece["shape"][dim]) for piece in pieces)
     strides, shard_strides = _strides(shape), _strides((*shape[:dim], width, *shape[dim + 1 :]))

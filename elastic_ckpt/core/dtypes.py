@@ -1,4 +1,4 @@
-"""Sizes and exact conversions of dtypes, by name: for code that must not touch torch."""
+"""Sizes and exact conversions of dtypes, by name, for code that does not import torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ITEMSIZE = MappingProxyType(
 _EXACT = {(source, target) for source in ("bfloat16", "float16") for target in ("float32", "float64")}
 _EXACT.add(("float32", "float64"))
 
-#: Conversions that round, and keep the range: no value becomes infinite or zero that is not next to it.
+#: Conversions that round but keep the exponent range: nothing overflows or vanishes.
 _ROUNDING = {("float32", "bfloat16"), ("float16", "bfloat16")}
 
 _FLOATING = {"float64", "float32", "float16", "bfloat16"}
@@ -32,10 +32,10 @@ def converts_exactly(source: str, target: str) -> bool:
 
 
 def converts_by_rounding(source: str, target: str) -> bool:
-    """Whether ``target`` has the range of ``source`` and fewer digits."""
+    """Whether ``target`` has the range of ``source`` at lower precision."""
     return (source, target) in _ROUNDING
 
 
 def is_floating(dtype: str) -> bool:
-    """Whether it is a floating-point type that torch can convert to another one."""
+    """Whether it is a floating-point dtype that torch converts to others."""
     return dtype in _FLOATING

@@ -1,7 +1,7 @@
-"""Ranges of flat tensors. Pure arithmetic: no tensors, files, collectives or devices.
+"""Ranges of flat tensors: pure arithmetic.
 
-A *flat range* counts elements of one logical parameter in row-major order, whatever its shape. Ranges are
-half-open. ZeRO cuts parameters along flat ranges only, in each of its stages.
+A *flat range* counts elements of one logical parameter in row-major order and is half-open. Every ZeRO stage
+partitions parameters along flat ranges only.
 """
 
 from __future__ import annotations
@@ -36,9 +36,8 @@ class Placement:
     """A range of one parameter inside one rank's flat partition.
 
     Attributes:
-        index: position of the parameter in its group.
-        range: elements of the parameter.
-        flat_offset: of the first of them in the flat partition, in elements.
+        index, range: position of the parameter in its group, and the elements of it.
+        flat_offset: where the range starts in the flat partition, in elements.
     """
 
     index: int
@@ -50,8 +49,8 @@ def group_offsets(numels: Sequence[int], paddings: Sequence[int] | None = None) 
     """Offset of each parameter in a ZeRO-1/2 flat group.
 
     Args:
-        numels: element counts, in flat-buffer order.
-        paddings: elements of alignment padding behind each parameter (``param_alignment_paddings``), or none.
+        numels: elements of each parameter, in flat-buffer order.
+        paddings: alignment padding behind each (``param_alignment_paddings``), in elements.
     """
     offsets, position = [], 0
     for index, numel in enumerate(numels):
@@ -63,9 +62,9 @@ def group_offsets(numels: Sequence[int], paddings: Sequence[int] | None = None) 
 def contiguous_partition(
     numels: Sequence[int], offsets: Sequence[int], partition_numel: int, rank: int
 ) -> Iterator[Placement]:
-    """What a rank holds with ZeRO-1/2, in flat order: the group is one flat buffer in equal partitions, one a rank.
+    """A rank's placements with ZeRO-1/2, in flat order: the group is one flat buffer, divided equally over the ranks.
 
-    Source of the rule: ``DeepSpeedZeroOptimizer.__init__`` (stage_1_and_2.py), ``partition_size``.
+    See ``partition_size`` in ``DeepSpeedZeroOptimizer.__init__`` (stage_1_and_2.py).
     """
     left = rank * partition_numel
     mine = FlatRange(left, left + partition_numel)
@@ -76,27 +75,22 @@ def contiguous_partition(
 
 
 def per_parameter_numel(numel: int, world_size: int, multiple: int = 1) -> int:
-    """Elements of one parameter's partition with ZeRO-3, padding included.
+    """Elements of one parameter's ZeRO-3 partition, padding included.
 
-    Args:
-        numel: of the parameter.
-        world_size: number of partitions.
-        multiple: ``"align_partitions"``: partitions are multiples of so many elements; DeepSpeed's own are
-            ``ceil(numel / world_size)``.
+    DeepSpeed's own is ``ceil(numel / world_size)``; ``"align_partitions"`` rounds it up to ``multiple`` elements.
     """
     least = -(-numel // world_size)
     return -(-least // multiple) * multiple
 
 
 def per_parameter_partition(numels: Sequence[int], steps: Sequence[int], rank: int) -> Iterator[Placement]:
-    """What a rank holds with ZeRO-3: a padded range of each parameter, one after the other.
+    """A rank's placements with ZeRO-3: a padded range of each parameter, one after the other.
 
-    A rank beyond the end of a small parameter holds nothing of it. Source of the rule: ``Init._partition_param``
+    A rank beyond the end of a small parameter has none of it. See ``Init._partition_param``
     (partition_parameters.py).
 
     Args:
-        numels: of the parameters.
-        steps: elements of each parameter's partition (:func:`per_parameter_numel`).
+        numels, steps: elements of each parameter, and of its partition (:func:`per_parameter_numel`).
         rank: the rank.
     """
     offset = 0

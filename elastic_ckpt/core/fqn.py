@@ -1,4 +1,4 @@
-"""Saved names of live parameters that have another name: the user's renames, and tied names. Pure."""
+"""Maps saved FQNs to live ones: the user's renames, and tied parameters. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RenameRules = Sequence[tuple[str, str]]
 
 
 def rename(name: str, rules: RenameRules) -> str:
-    """One saved name after the first rule whose pattern is found in it."""
+    """Apply to a saved name the first rule whose pattern is found in it."""
     for pattern, replacement in rules:
         if re.search(pattern, name):
             return re.sub(pattern, replacement, name)
@@ -27,8 +27,7 @@ def rename_saved(metadata: CheckpointMetadata, rules: RenameRules) -> Checkpoint
 
     Args:
         metadata: what the checkpoint holds.
-        rules: (pattern, replacement) as for :func:`re.sub`; the first rule whose pattern is found in a name is
-            applied to it, the others are not.
+        rules: (pattern, replacement) as for :func:`re.sub`; only the first rule that is found in a name applies.
 
     Raises:
         MismatchError: two saved names would become one.
@@ -58,10 +57,7 @@ def rename_saved(metadata: CheckpointMetadata, rules: RenameRules) -> Checkpoint
 
 
 def adopt_live_names(metadata: CheckpointMetadata, model: ModelLayout) -> CheckpointMetadata:
-    """Give a tied parameter that was saved under another of its names the name that the live engine uses.
-
-    Which name of a tied parameter counts depends on the order in which modules are registered.
-    """
+    """Rename tied parameters to the FQN that the live engine uses, which depends on module registration order."""
     saved_names = {*metadata.parameters, *(name for name, _ in metadata.tensors)}
     renamed = {}
     for name, others in model.ties.items():

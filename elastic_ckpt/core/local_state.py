@@ -1,7 +1,6 @@
-"""What the live engine of one rank holds, as pure data: where every element has to go.
+"""What the live engine of one rank holds, as pure data: the destination of every element.
 
-An engine adapter (:mod:`elastic_ckpt.engines`) fills these in; the planner reads them. They hold no tensors: the
-adapter keeps the tensor of the *flat partition* that an index names.
+Engine adapters (:mod:`elastic_ckpt.engines`) build it and keep the tensors; the planner reads it.
 """
 
 from __future__ import annotations
@@ -18,18 +17,16 @@ from elastic_ckpt.core.strided import TPLayout
 
 @dataclass(frozen=True, slots=True)
 class FlatPartition:
-    """One fp32 tensor of this rank, on which the optimizer steps.
+    """One flat fp32 tensor of this rank, which the optimizer updates.
 
     Attributes:
-        index: ZeRO-1/2: the param group; ZeRO-3: the sub-group; without partitions, often the parameter.
+        index: the param group (ZeRO-1/2), sub-group (ZeRO-3), or often the parameter (unpartitioned).
         group: index into :attr:`LocalState.groups`.
-        numel: elements, padding included.
-        dtype: name of the torch dtype of the master weights.
-        members: names of all parameters of the group or sub-group, on this rank or not.
+        numel, dtype: elements, padding included; torch dtype of the master weights.
+        members: all parameters of the group or sub-group, on this rank or not.
         replicated: whether every data-parallel rank holds the same bytes.
-        states: the tensor states that the optimizer keeps for it; ``None``: an unknown optimizer, which takes the
-            states of the checkpoint as they are.
-        scalars: the scalar states that it keeps for it (``step``), sorted; ``None``: not known.
+        states: tensor states of the optimizer; ``None`` for an unknown optimizer, which takes the checkpoint's as is.
+        scalars: sorted scalar states (``step``); ``None`` if unknown.
     """
 
     index: int
@@ -47,10 +44,9 @@ class Fragment:
     """A range of one parameter inside a flat partition of this rank.
 
     Attributes:
-        name, shape: the parameter; of a tensor-parallel one, the shape of this rank's shard.
-        range: which elements of it.
-        flat: index into :attr:`LocalState.flats`.
-        flat_offset: where the range starts in that flat partition, in elements.
+        name, shape: the parameter; if tensor-parallel, the shape of this rank's shard.
+        range: elements of the parameter.
+        flat, flat_offset: index into :attr:`LocalState.flats`, and where the range starts there, in elements.
     """
 
     name: str
@@ -62,13 +58,11 @@ class Fragment:
 
 @dataclass(frozen=True, slots=True)
 class WholeTensor:
-    """A tensor that no optimizer owns: a buffer, or a frozen parameter (ZeRO-3: this rank's part of it).
+    """A tensor that no optimizer owns: a buffer, or a frozen parameter (with ZeRO-3, this rank's part of it).
 
     Attributes:
-        name, key, shape: the tensor; ``key`` is :data:`elastic_ckpt.core.metadata.BUFFER` or
-            :data:`elastic_ckpt.core.metadata.FROZEN`.
+        name, key, shape, dtype: the tensor; ``key`` is :data:`~elastic_ckpt.core.metadata.BUFFER` or ``FROZEN``.
         range: the elements on this rank.
-        dtype: name of the live torch dtype.
         replicated: whether every data-parallel rank holds the same bytes.
         trains: whether an optimizer would own it, if the engine had one.
     """
@@ -84,16 +78,16 @@ class WholeTensor:
 
 @dataclass(frozen=True, slots=True)
 class LiveLayout:
-    """How the live tensor-parallel ranks hold a parameter, as far as it is known.
+    """How live tensor-parallel ranks hold a parameter, as far as known.
 
     Attributes:
         shapes: its shape on each tensor-parallel rank.
-        dim: its sharded dimension, where the parameter records it; -1: recorded as replicated; ``None``: not recorded.
-        stride: number of sub-parameters that follow each other on each rank (Megatron's ``partition_stride``).
+        dim: sharded dimension that the parameter records; -1 if replicated, ``None`` if not recorded.
+        stride: consecutive sub-parameters on each rank (Megatron's ``partition_stride``).
         owner: top-level packages of its module (``"megatron.core"``).
-        split: its layout, where that is recorded in full (AutoTP).
+        split: its full layout, where recorded (AutoTP).
         values: checksum of a buffer's values on each tensor-parallel rank; empty for parameters.
-        origin: source of these facts, where it is not a live parameter.
+        origin: source of these facts, if not a live parameter.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -107,14 +101,12 @@ class LiveLayout:
 
 @dataclass(frozen=True, slots=True)
 class RankCoordinates:
-    """Where a rank stands in its job: degree of each parallelism, and its rank in each.
+    """Degree and rank in each parallelism.
 
     Attributes:
-        dp, dp_rank: of the ranks that ZeRO partitions over: data-parallel ones, times sequence-parallel ones.
-        tp, tp_rank: tensor-parallel.
-        pp, pp_rank: pipeline-parallel.
-        sequence: how sequence parallelism divides the ``dp`` ranks.
-        sp_rank: sequence-parallel rank.
+        dp, dp_rank: ranks that ZeRO partitions over: data-parallel times sequence-parallel.
+        tp, tp_rank, pp, pp_rank: tensor- and pipeline-parallel.
+        sequence, sp_rank: how sequence parallelism divides the ``dp`` ranks; sequence-parallel rank.
     """
 
     dp: int = 1
@@ -128,28 +120,23 @@ class RankCoordinates:
 
     @property
     def data_degree(self) -> int:
-        """Data-parallel degree: ranks with samples of their own."""
+        """Data-parallel degree without sequence parallelism."""
         return self.sequence.data_degree(self.dp)
 
     @property
     def data_rank(self) -> int:
-        """Which of them this is, or shares its samples."""
+        """Data-parallel rank, shared by the ranks of a sequence-parallel group."""
         return self.sequence.data_rank(self.dp_rank)
 
     @property
     def mp_rank(self) -> int:
-        """The number that DeepSpeed's files of this rank go by."""
+        """Model-parallel rank, as in DeepSpeed's file names."""
         return self.pp_rank * self.tp + self.tp_rank
 
 
 @dataclass(frozen=True)
 class LiveGroup:
-    """A live param group.
-
-    Attributes:
-        names: its parameters, in the order in which ``torch.optim`` numbers them.
-        hyperparameters: its values, without ``params``.
-    """
+    """A live param group: its parameters in ``torch.optim``'s order, and its values without ``params``."""
 
     names: tuple[str, ...]
     hyperparameters: Mapping[str, Any]
@@ -157,13 +144,13 @@ class LiveGroup:
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """The live model without any memory: names and tensor-parallel layouts, as the ranks of a job share them.
+    """The live model without its tensors: FQNs and tensor-parallel layouts.
 
     Attributes:
-        coordinates: of the rank that looks at it.
-        layouts: how tensor-parallel ranks hold each parameter and buffer of its stage; empty where nothing is known.
-        elsewhere: names of parameters and buffers that only other pipeline stages hold.
-        ties: parameter -> the other names that it has in the live module.
+        coordinates: of this rank.
+        layouts: of each parameter and buffer of its pipeline stage; empty if nothing is known.
+        elsewhere: parameters and buffers that only other pipeline stages hold.
+        ties: parameter -> its other names in the live module.
     """
 
     coordinates: RankCoordinates = RankCoordinates()
@@ -179,18 +166,17 @@ class ModelLayout:
 
 @dataclass(frozen=True)
 class LocalState:
-    """What one rank's engine holds in memory, and the model that it is of.
+    """What one rank's engine holds in memory.
 
     Attributes:
         zero_stage: 0 to 3.
         optimizer: class name of the base optimizer.
-        flats: flat partitions.
-        fragments: ranges of parameters inside them, in flat order.
+        flats, fragments: flat partitions, and the ranges of parameters inside them, in flat order.
         wholes: buffers and frozen parameters.
         groups: param groups.
-        model: names and tensor-parallel layouts, and where this rank stands.
-        family: optimizers of one family keep the same states under different names; ``None``: no other one does.
-        defaults: names of the hyperparameters that this optimizer knows.
+        model: the model and this rank's coordinates.
+        family: optimizers that keep the same states under other names; ``None`` if there are none.
+        defaults: hyperparameters that this optimizer knows.
     """
 
     zero_stage: int

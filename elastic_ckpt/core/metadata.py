@@ -1,7 +1,7 @@
-"""What a checkpoint holds, as data: every format is read into this one form.
+"""What a checkpoint holds, as data; every format is read into this form.
 
-Offsets into files are in bytes, positions in tensors in elements of the *logical* tensor (the whole parameter,
-row-major).
+File offsets are in bytes; positions in tensors are in elements of the *logical* tensor (the whole parameter, in
+row-major order).
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.sequence import NO_SEQUENCE_PARALLEL, SequenceParallel
 from elastic_ckpt.core.state_kinds import BlockFormat
 
-#: CheckpointMetadata key of the fp32 master weights; optimizer states go under their own names beside it.
+#: Key of the fp32 master weights; optimizer states have their own keys beside it.
 MASTER = "fp32"
-#: CheckpointMetadata key of a module buffer.
+#: Key of a module buffer.
 BUFFER = "buffer"
-#: CheckpointMetadata key of a parameter that no optimizer owned at save time.
+#: Key of a parameter that no optimizer owned at save time.
 FROZEN = "frozen"
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file of the checkpoint: absolute path and size in bytes when its metadata was read."""
+    """A file of the checkpoint: absolute path, and size in bytes when its metadata was read."""
 
     path: str
     nbytes: int
@@ -36,10 +36,9 @@ class BlockCode:
     """How the elements of a chunk are quantized.
 
     Attributes:
-        format: blocks and quantization map.
-        position: of the chunk's first element in the tensor whose blocks are counted: ``position // format.numel`` is
-            its block.
-        scales_offset: absolute offset in the chunk's file of the scale of block 0 (fp32, one a block).
+        format: quantization blocks and codebook.
+        position: of the chunk's first element in the quantized tensor; ``position // format.numel`` is its block.
+        scales_offset: byte offset in the chunk's file of block 0's scale (fp32, one per block).
     """
 
     format: BlockFormat
@@ -52,10 +51,9 @@ class StorageChunk:
     """A contiguous range of a tensor, or of one tensor-parallel shard of it, in one file.
 
     Attributes:
-        range: which elements of the tensor or shard.
-        file: index into :attr:`CheckpointMetadata.files`.
-        byte_offset: absolute offset of the first element in that file.
-        code: how its elements are quantized; ``None``: they are values.
+        range: elements of the tensor or shard.
+        file, byte_offset: index into :attr:`CheckpointMetadata.files`, and where the first element is in that file.
+        code: how the elements are quantized; ``None`` for plain values.
         shard: tensor-parallel rank that saved it.
     """
 
@@ -68,17 +66,16 @@ class StorageChunk:
 
 @dataclass(frozen=True, slots=True)
 class TensorMetadata:
-    """One parameter, state, buffer or frozen weight, whole, and the chunks that tile it.
+    """One parameter, state, buffer or frozen weight, and the chunks that tile it.
 
     Attributes:
-        name: name of the parameter or buffer in the model.
-        key: :data:`MASTER`, :data:`BUFFER`, :data:`FROZEN`, or the name of an optimizer state.
-        shape: logical shape; of a state with rows, ``(rows, *shape of the parameter)``. Of a checkpoint with
-            tensor-parallel shards, the shape of the first one.
-        dtype: name of the torch dtype in the file (``"float32"``); of the codes, where it is quantized.
+        name, key: its FQN, and :data:`MASTER`, :data:`BUFFER`, :data:`FROZEN` or the name of an optimizer state.
+        shape: logical shape, ``(rows, *shape of the parameter)`` for a state with rows; with tensor-parallel shards,
+            the shape of the first.
+        dtype: torch dtype in the file (``"float32"``), of the codes if quantized.
         chunks: sorted by shard and ``range.start``.
-        is_whole: whether it is a state with a shape of its own, which cannot be cut with its parameter.
-        shards: shape of each tensor-parallel shard; empty: there is one, of ``shape``.
+        is_whole: whether it is a state with a shape of its own, which cannot be sharded with its parameter.
+        shards: shape of each tensor-parallel shard; empty for a single one of ``shape``.
     """
 
     name: str
@@ -91,7 +88,7 @@ class TensorMetadata:
 
     @property
     def shard_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The shape of every tensor-parallel shard, be it only one."""
+        """The shape of every tensor-parallel shard; at least one."""
         return self.shards or (self.shape,)
 
 
@@ -101,10 +98,8 @@ class ReplicatedState:
 
     Attributes:
         key, dtype, shape: what it is.
-        file: index into :attr:`CheckpointMetadata.files` of one copy.
-        byte_offset: where that copy starts.
-        crc32: of its bytes.
-        differs: whether ranks saved different values.
+        file, byte_offset: index into :attr:`CheckpointMetadata.files` of one copy, and where it starts.
+        crc32, differs: checksum of its bytes; whether ranks saved different values.
     """
 
     key: str
@@ -118,16 +113,15 @@ class ReplicatedState:
 
 @dataclass(frozen=True, slots=True)
 class SavedParameter:
-    """A parameter that the optimizer was given.
+    """A parameter that the optimizer owned.
 
     Attributes:
-        shape: its logical shape.
-        group: its param group.
-        scalars: scalar states (``step``) as (key, value), sorted.
-        replicated: states of the partition that it was in.
-        own_step: the step count beside its own states, where the optimizer counts for a whole group instead
-            (DeepSpeed's FusedAdam without ZeRO); ``None``: the one in ``scalars``.
-        shards: its shape on each tensor-parallel rank; empty: there is one, of ``shape``.
+        shape, group: its logical shape and param group.
+        scalars: sorted scalar states (``step``), as (key, value).
+        replicated: replicated states of its partition.
+        own_step: step count beside its own states, if the optimizer counts per group (DeepSpeed's FusedAdam without
+            ZeRO); ``None`` if ``scalars`` has it.
+        shards: its shape on each tensor-parallel rank; empty for a single one of ``shape``.
     """
 
     shape: tuple[int, ...]
@@ -143,18 +137,16 @@ class SourceFacts:
     """Where the checkpoint comes from.
 
     Attributes:
-        format: ``"native"`` or ``"universal"``.
-        folder: absolute path of the tag's folder.
-        tag: name of the tag.
-        zero_stage: stage of the run that saved it; 0 where optimizer states were not partitioned.
-        dp: ranks of the run that saved it over which ZeRO partitioned.
+        format, folder, tag: ``"native"`` or ``"universal"``; absolute path of the tag's folder; the tag.
+        zero_stage: stage of the save; 0 if optimizer states were not partitioned.
+        dp: ranks that ZeRO partitioned over at the save.
         ds_version: DeepSpeed version that saved it.
         tp, pp: tensor- and pipeline-parallel degree of the files; a universal checkpoint holds whole tensors.
         sequence: how sequence parallelism divided the ``dp`` ranks.
-        frozen_recorded: whether the checkpoint lists the frozen parameters of the saved model; if not, they may have
-            been left out on purpose (``exclude_frozen_parameters=True``).
+        frozen_recorded: whether frozen parameters are listed; if not, they may have been excluded on purpose
+            (``exclude_frozen_parameters=True``).
         buffers_recorded: whether the checkpoint holds the module's buffers.
-        merged_from: tensor-parallel degree whose shards DeepSpeed's converter has put together.
+        merged_from: tensor-parallel degree whose shards DeepSpeed's converter merged.
     """
 
     format: str
@@ -173,13 +165,12 @@ class SourceFacts:
 
 @dataclass(frozen=True, slots=True)
 class StateFacts:
-    """What is known of optimizer states by their keys, whichever parameter they belong to.
+    """Facts about optimizer states by key, over all parameters.
 
     Attributes:
-        opaque: states whose layout is not understood: key -> description.
-        damaged: states of which something is missing: key -> description.
-        fresh: states that are there and that the user wants left.
-        scalar_forms: scalar state -> how it was saved: ``"int"``, ``"float"``, or the name of a torch dtype.
+        opaque, damaged: states of unknown layout, and incomplete ones: key -> description.
+        fresh: saved states that the user asked not to restore.
+        scalar_forms: scalar state -> how it was saved: ``"int"``, ``"float"``, or a torch dtype.
     """
 
     opaque: Mapping[str, str] = field(default_factory=dict)
@@ -203,20 +194,19 @@ class CheckpointMetadata:
     Attributes:
         source: where it comes from.
         files: the files that chunks point into.
-        parameters: optimizer-owned parameters by name.
+        parameters: optimizer-owned parameters by FQN.
         tensors: logical tensors by ``(name, key)``.
         groups: hyperparameters of each saved param group, in saved order.
-        aliases: tied names: name without data of its own -> name that holds it.
-        states: what is known of optimizer states by their keys.
-        buffers_of_this_rank: whether each rank reads buffers from a file of its own, so that they may differ.
-        declared: what the checkpoint says about its tensor-parallel shards.
+        aliases: tied name without data of its own -> name that holds it.
+        states: facts about optimizer states.
+        buffers_of_this_rank: whether each rank reads buffers from its own file, so that they may differ.
+        declared: what the checkpoint declares about its tensor-parallel shards.
         run: arguments of the run that saved it (Megatron's ``args``).
-        replicas: tied replicas, the copies of a parameter that other pipeline stages saved, by ``(name, key)``.
-        stages: name of a parameter, or of another tensor of a stage's own files -> the pipeline stages that saved it,
-            ascending; empty where there was one stage.
-        saved_names: names that were changed since the save: name -> name in the files.
-        notes: what the reader noticed and the user should know.
-        warnings: what the user should look at.
+        replicas: tied replicas that other pipeline stages saved, by ``(name, key)``.
+        stages: name of a parameter, or of another tensor in a stage's own files -> pipeline stages that saved it,
+            ascending; empty for a single stage.
+        saved_names: name -> name in the files, where changed.
+        notes, warnings: what the reader noticed; warnings call for the user's attention.
     """
 
     source: SourceFacts
@@ -241,5 +231,5 @@ class CheckpointMetadata:
 
     @property
     def state_keys(self) -> tuple[str, ...]:
-        """Names of the optimizer states that belong to parameters and are tensors."""
+        """Keys of the parameters' tensor states."""
         return tuple(sorted({key for _, key in self.tensors} - {MASTER, BUFFER, FROZEN}))

@@ -1,4 +1,4 @@
-"""A load, written down: plain data that can be printed, counted and simulated without a tensor."""
+"""A load as plain data, which can be printed, counted and simulated without tensors."""
 
 from __future__ import annotations
 
@@ -21,16 +21,14 @@ class Slot:
 
     Attributes:
         key: ``fp32``, a state key, ``buffer`` or ``frozen``.
-        flat: index of the flat partition, for masters and states; ``-1`` otherwise.
-        name: name of the buffer or frozen parameter; empty otherwise.
-        numel: elements.
-        dtype: name of its torch dtype.
+        flat, name: index of the flat partition, for masters and states (else ``-1``); name of the buffer or frozen
+            parameter (else empty).
+        numel, dtype: elements and torch dtype.
         gaps: ranges that no item writes: padding, and parameters that start fresh.
-        replicated: whether all data-parallel ranks fill it together: each reads its :class:`Share` and broadcasts it.
-        layout: of a state: which kind it is (:mod:`elastic_ckpt.core.state_kinds`).
-        rows: of an elementwise state: leading dimension.
-        shape: of a state of another layout.
-        fill: value of the gaps of a state.
+        replicated: whether data-parallel ranks fill it together: each reads its :class:`Share` and broadcasts it.
+        layout: of a state, its kind (:mod:`elastic_ckpt.core.state_kinds`).
+        rows, shape: leading dimension of an elementwise state; shape of a state of another layout.
+        fill: value of a state's gaps.
     """
 
     key: str
@@ -48,13 +46,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A range of a replicated slot that one data-parallel rank reads and broadcasts to the others.
-
-    Attributes:
-        slot: index into :attr:`ReadPlan.slots`.
-        range: its elements.
-        owner: the data-parallel rank.
-    """
+    """A range of slot number ``slot``, a replicated one, that data-parallel rank ``owner`` reads and broadcasts."""
 
     slot: int
     range: FlatRange
@@ -66,15 +58,12 @@ class ReadItem:
     """A strided copy from a file to a slot: ``rows`` times ``numel`` contiguous elements.
 
     Attributes:
-        file: index into :attr:`ReadPlan.files`.
-        byte_offset: of the first element in the file.
-        slot: index into :attr:`ReadPlan.slots`.
-        slot_offset: of the first element in the slot, in elements.
-        numel: elements of one row.
-        dtype: name of the torch dtype in the file; the slot's own unless a conversion is needed.
-        rows: how many rows.
-        file_stride, slot_stride: elements from one row to the next, in the file and in the slot; 0 for a single row.
-        code: how the elements are quantized, its ``position`` being that of the first one; ``None``: plain values.
+        file, byte_offset: index into :attr:`ReadPlan.files`, and where the first element is.
+        slot, slot_offset: index into :attr:`ReadPlan.slots`, and where the first element goes, in elements.
+        numel, rows: elements of one row, and the number of rows.
+        dtype: torch dtype in the file; the slot's own unless a conversion is needed.
+        file_stride, slot_stride: elements from one row to the next; 0 for a single row.
+        code: how the elements are quantized, ``position`` being that of the first; ``None`` for plain values.
     """
 
     file: int
@@ -90,20 +79,17 @@ class ReadItem:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rows."""
         return self.rows * self.numel * ITEMSIZE[self.dtype]
 
     @property
     def slot_stop(self) -> int:
-        """One past the last element in the slot."""
         return self.slot_offset + (self.rows - 1) * self.slot_stride + self.numel
 
     def row(self, number: int) -> ReadItem:
-        """One row as an item of its own."""
         return self._part(number * self.file_stride, number * self.slot_stride, self.numel)
 
     def clip(self, start: int, stop: int) -> ReadItem:
-        """The elements of an item of one row that go between two elements of the slot, of which there must be some."""
+        """The non-empty part of a single-row item that goes to ``[start, stop)`` of the slot."""
         first = max(self.slot_offset, start)
         skipped = first - self.slot_offset
         return self._part(skipped, skipped, min(self.slot_stop, stop) - first)
@@ -117,12 +103,9 @@ class ReadItem:
 
 
 def clip_items(items: Sequence[ReadItem], start: int, stop: int, disjoint: bool = True) -> tuple[ReadItem, ...]:
-    """The parts of some items that go between two elements of their slot.
+    """The parts of single-row items, sorted by ``slot_offset``, that go to ``[start, stop)`` of their slot.
 
-    Args:
-        items: of one row each, in order of ``slot_offset``.
-        start, stop: elements of the slot.
-        disjoint: whether no two of them write the same element, so that the first one can be searched for.
+    ``disjoint`` states that no two of them write the same element, so that the first can be found by bisection.
     """
     first = max(bisect_right(items, start, key=lambda item: item.slot_offset) - 1, 0) if disjoint else 0
     last = bisect_left(items, stop, key=lambda item: item.slot_offset)
@@ -130,7 +113,7 @@ def clip_items(items: Sequence[ReadItem], start: int, stop: int, disjoint: bool 
 
 
 def join_neighbours(items: Iterable[ReadItem]) -> list[ReadItem]:
-    """Items in their order; those of one row that continue their predecessor, in file and in slot, are joined to it."""
+    """Join single-row items that continue their predecessor, in file and in slot; the order stays."""
     joined: list[ReadItem] = []
     for item in items:
         last = joined[-1] if joined else None
@@ -158,17 +141,15 @@ def in_file_order(items: Iterable[ReadItem]) -> tuple[ReadItem, ...]:
 
 @dataclass(frozen=True, slots=True)
 class RequantizeItem:
-    """Elements of a slot that are decoded, quantized, or both, or added up, on their way from the files.
+    """Elements of a slot that are decoded, quantized or summed on their way from the files.
 
     Attributes:
-        slot: index into :attr:`ReadPlan.slots`, of codes or of values.
-        start: its first element; the first of a block.
-        numel: elements, gaps among them: whole blocks, or up to the end of a row.
-        target: how they are to be quantized; ``None``: the slot takes values.
-        scales_slot: slot of the scales.
-        scales_start: first block's scale in it.
-        sources: source elements: items of one row each, in order of ``slot_offset``.
-        scale: values are so many times the sum of all sources of an element; ``None``: each has at most one source.
+        slot, start, numel: index into :attr:`ReadPlan.slots`, the first element (the first of a block), and elements,
+            gaps included: whole blocks, or up to the end of a row.
+        target: how to quantize; ``None`` if the slot takes values.
+        scales_slot, scales_start: slot of the scales, and the first block's scale in it.
+        sources: single-row items, sorted by ``slot_offset``.
+        scale: each value is ``scale`` times the sum of its sources; ``None`` if each has at most one.
     """
 
     slot: int
@@ -182,16 +163,15 @@ class RequantizeItem:
 
     @property
     def stop(self) -> int:
-        """One past its last element in the slot."""
         return self.start + self.numel
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the source elements, without their scales."""
+        """Bytes of the source elements, without scales."""
         return sum(item.nbytes for item in self.sources)
 
     def part(self, start: int, stop: int) -> RequantizeItem:
-        """Its elements between two elements of the slot; ``start`` is the first of a block."""
+        """The part in ``[start, stop)`` of the slot; ``start`` is the first element of a block."""
         blocks = (start - self.start) // self.target.numel if self.target is not None else 0
         sources = clip_items(self.sources, start, stop, disjoint=self.scale is None)
         return replace(self, start=start, numel=stop - start, scales_start=self.scales_start + blocks, sources=sources)
@@ -202,10 +182,9 @@ class ReadPlan:
     """The reads of one rank.
 
     Attributes:
-        files: source files.
-        slots: what is written.
+        files, slots: what is read, and what is written.
         items: sorted by file and offset, neighbours joined.
-        requantize_items: what is decoded, quantized or added up on its way.
+        requantize_items: what is decoded, quantized or summed on its way.
         shares: who reads which range of the replicated slots; the same on every rank.
     """
 
@@ -216,7 +195,7 @@ class ReadPlan:
     shares: tuple[Share, ...] = ()
 
     def of_flat(self, flat: int) -> tuple[list[int], ReadPlan]:
-        """The slots of one flat partition (``-1``: buffers and frozen parameters): their numbers, and their plan."""
+        """Numbers of the slots of one flat partition (``-1``: buffers and frozen parameters), and their plan."""
         numbers = [number for number, slot in enumerate(self.slots) if slot.flat == flat]
         new = {old: number for number, old in enumerate(numbers)}
         items = (replace(item, slot=new[item.slot]) for item in self.items if item.slot in new)
@@ -231,18 +210,16 @@ class ReadPlan:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaCheck:
-    """Elements that several ranks saved and that should be equal: all of a tensor, or a range of it.
+    """Replicas that should be equal: of a whole tensor, or of a range of it.
 
     Attributes:
         name, key: the tensor.
         numel: elements of each replica.
-        replicas: the items of each replica: of one row, in order of ``slot_offset``, which counts from its first
-            element.
-        taken: what the plan makes of replicas that differ: ``first`` or ``mean``.
-        is_guess: whether only shapes suggest that these are replicas.
-        start: the first of the elements that all ranks compare together.
-        whole_numel: how many those are; 0: ``numel``.
-        number: which check of this tensor it is, or is a range of: each shard of a tied parameter has its own.
+        replicas: single-row items of each replica, sorted by ``slot_offset``, which counts from its first element.
+        taken: how differing replicas are resolved: ``first`` or ``mean``.
+        is_guess: whether only equal shapes suggest that these are replicas.
+        start, whole_numel: first element and count that all ranks compare together; a count of 0 means ``numel``.
+        number: distinguishes the checks of one tensor: each shard of a tied parameter has its own.
     """
 
     name: str
@@ -256,7 +233,7 @@ class ReplicaCheck:
     number: int = 0
 
     def part(self, start: int, stop: int) -> ReplicaCheck:
-        """A range of its elements, counted from its first one."""
+        """The check of a range of its elements, counted from its first one."""
         replicas = tuple(
             tuple(replace(item, slot_offset=item.slot_offset - start) for item in clip_items(replica, start, stop))
             for replica in self.replicas
@@ -267,14 +244,14 @@ class ReplicaCheck:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What becomes of some items of the checkpoint or of the live engine.
+    """What happens to some items of the checkpoint or of the live engine.
 
     Attributes:
         role: kind of item: ``"fp32"``, a state key, ``"optimizer states"``, ``"buffer"``, ``"frozen"``,
             ``"param groups"``, ``"lr scheduler"``, ``"loss scale"``, ``"counters"``, ``"client state"``.
-        what: ``"restored"``; ``"fresh"``: the live engine keeps or starts its own; ``"skipped"``: the checkpoint
-            has it and it was not asked for or cannot apply; ``"ignored"``: the live model has nothing to take it.
-        names: the items; empty where the role has only one.
+        what: ``"restored"``; ``"fresh"``: the live engine keeps or starts its own; ``"skipped"``: saved, but not
+            requested or not applicable; ``"ignored"``: the live model has no counterpart.
+        names: the items; empty if the role has only one.
         reason: why, unless restored.
     """
 
@@ -289,26 +266,26 @@ _NOT_TENSORS = frozenset({"param groups", "random state", "lr scheduler"})
 
 
 def names_with(outcomes: Iterable[Outcome], what: str) -> tuple[str, ...]:
-    """Names of parameters and buffers with one outcome (``"fresh"`` ...), sorted."""
+    """Sorted names of parameters and buffers with one outcome (``"fresh"`` ...)."""
     tensors = [outcome for outcome in outcomes if outcome.what == what and outcome.role not in _NOT_TENSORS]
     return tuple(sorted({name for outcome in tensors for name in outcome.names}))
 
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """Everything that one rank does in a load: what it reads, checks, commits and reports.
+    """Everything that one rank reads, checks, commits and reports in a load.
 
     Attributes:
         reads: what it reads.
-        replica_checks: replicas in the checkpoint that this rank compares before anything is written.
-        averaged: names of those that a rule allows to differ.
+        replica_checks: replicas that this rank compares before anything is written.
+        averaged: names whose replicas a rule allows to differ.
         blocks: number of 8-bit blocks that the plan fills.
-        restores_states: whether optimizer states and hyperparameters are part of the load.
+        restores_states: whether optimizer states and hyperparameters are restored.
         scalars: per flat partition, its scalar states; ``None`` clears that partition's optimizer state.
         scalar_forms: see :attr:`elastic_ckpt.core.metadata.StateFacts.scalar_forms`.
         hyperparameters: per live group, the values to set.
         saved_groups: number of param groups in the checkpoint.
-        group_sources: per live group, the saved groups that its values come from; none: the live values stay.
+        group_sources: per live group, the saved groups that its values come from; empty if the live values stay.
         outcomes: what is restored, and what is not and why.
         notes: sentences for the report.
     """

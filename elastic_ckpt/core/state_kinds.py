@@ -1,13 +1,13 @@
-"""Kinds of optimizer state, as pure data: the layout of each beside the flat partition that it belongs to.
+"""Kinds of optimizer state, as pure data: the layout of each beside its flat partition.
 
-A flat partition of ``N`` elements may have, beside scalars (``step``):
+A flat partition of ``N`` elements may have, besides scalars (``step``):
 
-- *elementwise* states: ``[N]`` or ``[rows, N]`` (AdEMAMix keeps two averages in one tensor), cut like the parameters;
-- *per-block* states: 8-bit codes, elementwise, and one scale for each block of them, counted from the start;
-- *touched* states: whole parameters, all those that have an element in the partition, one behind the other
-  (DeepSpeed's Muon in ZeRO-1 and 2);
-- *whole* states: a tensor of any shape that belongs to one whole parameter and cannot be cut (Adafactor's factors);
-- *replicated* states: the same tensor whatever the partition (quantization maps): never sharded.
+- *elementwise* states: ``[N]`` or ``[rows, N]`` (AdEMAMix keeps two averages in one tensor), sharded like parameters;
+- *per-block* states: elementwise 8-bit codes, and one scale for each quantization block, counted from the start;
+- *touched* states: whole parameters, concatenated, that have an element in the partition (DeepSpeed's Muon in
+  ZeRO-1 and 2);
+- *whole* states: tensors of any shape that belong to one whole parameter and cannot be cut (Adafactor's factors);
+- *replicated* states: the same tensor for every partition (codebooks), never sharded.
 """
 
 from __future__ import annotations
@@ -25,27 +25,23 @@ WHOLE = "whole"
 REPLICATED = "replicated"
 SCRATCH = "scratch"
 
-#: bitsandbytes' 8-bit states: key of the codes -> keys of their scales and of their quantization map.
+#: bitsandbytes' 8-bit states: key of the codes -> keys of their scales and of their codebook.
 COMPANIONS = {"state1": ("absmax1", "qmap1"), "state2": ("absmax2", "qmap2")}
-#: Elements in a block of any version of bitsandbytes: 2048 until 0.43.3, 256 from 0.44.
+#: Elements per block in bitsandbytes: 2048 until 0.43.3, 256 from 0.44.
 BLOCK_NUMELS = (256, 2048)
-#: bitsandbytes' tensors that do not grow with the partition: the default of ``"non_shard_state_keys"``.
+#: bitsandbytes' tensors of constant size: the default of ``"non_shard_state_keys"``.
 NON_SHARD_KEYS = ("qmap1", "qmap2", "max1", "max2", "new_max1", "new_max2", "gnorm_vec", "unorm_vec")
 
 
 @dataclass(frozen=True)
 class Codebook:
-    """A quantization map: the value of each code, as a fraction of its block's scale.
-
-    Attributes:
-        values: 256 values, ascending, from -1 (or 0) to 1.
-    """
+    """A quantization map: each code's value as a fraction of its block's scale (256 ascending values, -1 or 0 to 1)."""
 
     values: tuple[float, ...]
 
     @cached_property
     def problem(self) -> str | None:
-        """What makes it unusable, or ``None``."""
+        """Why it is unusable, or ``None``."""
         values = self.values
         if len(values) != 256:
             return f"{len(values)} values instead of 256"
@@ -68,7 +64,7 @@ class Codebook:
 
     @cached_property
     def bound(self) -> float:
-        """The most by which quantizing changes a value, as a fraction of its block's scale: half the widest gap."""
+        """The largest error of quantization as a fraction of the block's scale: half the widest gap."""
         return max(b - a for a, b in pairwise(self.values)) / 2
 
 
@@ -77,8 +73,8 @@ class BlockFormat:
     """How a state is quantized: code ``c`` in a block of scale ``s`` stands for ``codebook.values[c] * s``.
 
     Attributes:
-        numel: elements in a block; the last one of a row may be shorter.
-        scales: key of the state that holds the scales, fp32.
+        numel: elements of a block; the last one of a row may be shorter.
+        scales: key of the fp32 state that holds the scales.
         codebook: the quantization map.
     """
 
@@ -96,14 +92,13 @@ class LiveState:
     """A tensor state that the live optimizer keeps for one flat partition.
 
     Attributes:
-        key: its name.
-        dtype: name of its torch dtype: of the codes, where it is quantized.
-        layout: :data:`ELEMENTWISE`, :data:`TOUCHED`, :data:`WHOLE`, :data:`REPLICATED`, or :data:`SCRATCH`, which
-            nothing needs to restore.
+        key, dtype: its name and torch dtype (of the codes, if quantized).
+        layout: :data:`ELEMENTWISE`, :data:`TOUCHED`, :data:`WHOLE`, :data:`REPLICATED`, or :data:`SCRATCH`, which need
+            not be restored.
         rows: leading dimension of an elementwise state.
-        blocks: how it is quantized; ``None``: it is not.
+        blocks: how it is quantized; ``None`` if it is not.
         shape: of a whole, replicated or scratch state.
-        initial: value of elements that no step has touched.
+        initial: value of elements that no step has updated.
     """
 
     key: str
@@ -116,18 +111,17 @@ class LiveState:
 
 
 def block_numel_of(numel: int, scales: int) -> int | None:
-    """Elements in a block of a row of ``numel`` elements with so many scales; ``None`` where no version cuts so."""
+    """Elements per block of a row of ``numel`` elements with ``scales`` scales; ``None`` if no version has such."""
     return next((block for block in BLOCK_NUMELS if -(-numel // block) == scales), None)
 
 
 @dataclass(frozen=True)
 class StateOptions:
-    """The layouts of optimizer states that the user names; see :class:`elastic_ckpt.config.ElasticConfig`.
+    """User-defined layouts of optimizer states; see :class:`elastic_ckpt.config.ElasticConfig`.
 
     Attributes:
-        non_shard_keys: names of replicated states.
-        named: those of them that the user wrote, so that a missing one is reported.
-        non_shard_max_numel: unknown tensors of at most so many elements are replicated; 0: none.
+        non_shard_keys, named: names of replicated states; those that the user listed, which are reported if missing.
+        non_shard_max_numel: unknown tensors of at most this many elements are replicated; 0 for none.
         schema: state key -> ``"elementwise"``, ``"replicated"`` or ``"fresh"``.
     """
 
@@ -137,12 +131,12 @@ class StateOptions:
     schema: Mapping[str, str] = field(default_factory=dict)
 
     def says_replicated(self, key: str) -> bool:
-        """Whether the user, or the default list, names a state as replicated."""
+        """Whether the user or the default list names a state as replicated."""
         return self.schema.get(key) == REPLICATED or (key in self.non_shard_keys and key not in self.schema)
 
 
 def codebook(values: Iterable[float]) -> Codebook:
-    """A quantization map as data; equal ones are one object, which is pickled once in a message."""
+    """An interned :class:`Codebook`: equal ones are one object, pickled once per message."""
     return _codebook(tuple(values))
 
 

@@ -1,8 +1,8 @@
-"""Strided copies between flat tensors, and how tensor-parallel ranks shard a parameter. Pure arithmetic.
+"""Strided copies between flat tensors, and tensor-parallel layouts. Pure arithmetic.
 
 Sharded along one dimension, a parameter of any shape is a matrix: its *rows* are the dimensions before that one, its
-*columns* that dimension and all behind it. A rank holds the same column ranges of every row, so what two shards have
-in common is a few strided copies.
+*columns* that dimension and all after it. A rank holds the same column ranges of every row, so that two shards share
+a few strided copies.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ class StridedCopy:
 
     Attributes:
         source, target: first element in each.
-        width: contiguous elements.
-        rows: how often.
+        width, rows: contiguous elements, and how often.
         source_stride, target_stride: elements from one row to the next, at least ``width``; 0 for a single row.
     """
 
@@ -43,28 +42,25 @@ class StridedCopy:
 
     @property
     def source_stop(self) -> int:
-        """One past the last element in the source."""
         return self.source + (self.rows - 1) * self.source_stride + self.width
 
     def part(self, row: int, rows: int, column: int, width: int) -> StridedCopy:
-        """Some of the rows, and some of their columns."""
         source, target = row * self.source_stride + column, row * self.target_stride + column
         strides = (self.source_stride, self.target_stride) if rows > 1 else (0, 0)
         return StridedCopy(self.source + source, self.target + target, width, rows, *strides).joined()
 
     def reversed(self) -> StridedCopy:
-        """Source and target exchanged."""
         return StridedCopy(self.target, self.source, self.width, self.rows, self.target_stride, self.source_stride)
 
     def joined(self) -> StridedCopy:
-        """The same elements as a single row, where neither side has gaps between rows."""
+        """The same copy with a single row, if neither side has gaps between rows."""
         if self.rows > 1 and self.source_stride == self.width == self.target_stride:
             return StridedCopy(self.source, self.target, self.numel)
         return self
 
 
 def clip_target(copy: StridedCopy, wanted: FlatRange) -> Iterator[StridedCopy]:
-    """The parts of a copy, at most three, whose target elements are in a range; by ascending target."""
+    """The parts of a copy, at most three, whose target elements are in a range, sorted by target."""
     start, stop = wanted.start - copy.target, wanted.stop - copy.target
     width, stride, last = copy.width, max(copy.target_stride, 1), copy.rows - 1
     if not copy.numel or start >= stop:
@@ -91,7 +87,7 @@ def clip_target(copy: StridedCopy, wanted: FlatRange) -> Iterator[StridedCopy]:
 
 
 def clip_source(copy: StridedCopy, available: FlatRange) -> Iterator[StridedCopy]:
-    """The parts of a copy, at most three, whose source elements are in a range; by ascending source."""
+    """The parts of a copy, at most three, whose source elements are in a range, sorted by source."""
     for part in clip_target(copy.reversed(), available):
         yield part.reversed()
 
@@ -101,10 +97,8 @@ class TPLayout:
     """How a parameter is laid out over tensor-parallel ranks.
 
     Attributes:
-        shape: of the logical parameter.
-        dim: the sharded dimension.
-        ranges: for each rank, the ranges of that dimension that it holds, in its own order. Several ranks may hold the
-            same one.
+        shape, dim: logical shape of the parameter, and the sharded dimension.
+        ranges: per rank, its ranges of that dimension, in its own order. Ranks may share a range.
     """
 
     shape: Shape
@@ -122,7 +116,7 @@ class TPLayout:
 
     @property
     def inner(self) -> int:
-        """Elements of the dimensions behind the sharded one."""
+        """Elements of the dimensions after the sharded one."""
         return math.prod(self.shape[self.dim + 1 :])
 
     def size(self, rank: int) -> int:
@@ -135,11 +129,10 @@ class TPLayout:
         return all(ranges == ((0, self.shape[self.dim]),) for ranges in self.ranges)
 
     def shard_shape(self, rank: int) -> Shape:
-        """Shape of a rank's shard."""
         return (*self.shape[: self.dim], self.size(rank), *self.shape[self.dim + 1 :])
 
     def placed(self, rank: int) -> Iterator[tuple[int, int, int]]:
-        """The ranges of a rank: (start, stop, where it begins in the rank's shard)."""
+        """A rank's ranges: (start, stop, offset in its shard)."""
         position = 0
         for start, stop in self.ranges[rank]:
             yield start, stop, position
@@ -147,15 +140,15 @@ class TPLayout:
 
 
 def replicated(shape: Shape, degree: int) -> TPLayout:
-    """Every rank holds the whole parameter."""
+    """The layout with which every rank holds the whole parameter."""
     size = shape[0] if shape else 1
     return TPLayout(shape or (1,), 0, (((0, size),),) * degree)
 
 
 def fused(shape: Shape, dim: int, widths: Sequence[Sequence[int]]) -> TPLayout:
-    """Sub-parameters that follow each other in dimension ``dim``, each sharded by itself.
+    """The layout of consecutive sub-parameters of dimension ``dim``, each sharded by itself.
 
-    ``widths``: per sub-parameter, how many elements each rank holds. One sub-parameter is a plain ``Shard(dim)``.
+    ``widths``: per sub-parameter, the elements of each rank. A single sub-parameter is a plain ``Shard(dim)``.
     """
     ranges: list[list[DimRange]] = [[] for _ in widths[0]]
     position = 0
@@ -173,12 +166,12 @@ ShardCopy = tuple[int, StridedCopy]
 
 @dataclass(frozen=True)
 class ShardSources:
-    """Where one live shard of a parameter gets its elements from.
+    """Where one live shard of a parameter gets its elements.
 
     Attributes:
         copies: (saved shard, copy from it to the live shard).
-        scale: each element is so many times the sum of all its sources; ``None``: it is a copy of its only one.
-        missing: ranges of the live shard that no saved one has.
+        scale: each element is ``scale`` times the sum of its sources; ``None`` if it has only one.
+        missing: ranges of the live shard that no saved shard has.
     """
 
     copies: tuple[ShardCopy, ...]
@@ -188,7 +181,7 @@ class ShardSources:
 
 @functools.lru_cache(maxsize=1024)
 def copied(shard: int, numel: int) -> ShardSources:
-    """The live shard is a saved one."""
+    """The live shard equals a saved one."""
     return ShardSources(((shard, StridedCopy(0, 0, numel)),))
 
 
@@ -198,13 +191,13 @@ def blended(shards: int, numel: int, scale: float) -> ShardSources:
 
 
 def reshard(source: TPLayout, target: TPLayout, rank: int) -> ShardSources:
-    """What a live rank takes from the shards of a checkpoint; the first one's, where several hold the same elements.
+    """What a live rank takes from the shards of a checkpoint; of replicas, the first.
 
-    The target has the shape of the source but for the sharded dimension, which may have more or fewer elements at its
-    end (padding of a vocabulary).
+    The target has the shape of the source except in the sharded dimension, whose end may differ (padding of a
+    vocabulary).
 
     Raises:
-        ValueError: elements that no saved shard has, along a dimension that is not the first.
+        ValueError: no saved shard has some elements, and the dimension is not the first.
     """
     owned, inner = _owned_once(source), target.inner
     copies: list[ShardCopy] = []
@@ -231,7 +224,7 @@ Overlap = tuple[ShardCopy, ShardCopy]
 
 
 def duplicates(layout: TPLayout) -> tuple[Overlap, ...]:
-    """The elements that several ranks hold: each replica beside that of the first rank that holds them."""
+    """The elements that several ranks hold: each replica paired with that of the first rank."""
     owned, inner, found = _owned_once(layout), layout.inner, []
 
     def copy(rank: int, offset: int, numel: int) -> ShardCopy:
@@ -251,12 +244,12 @@ def _columns(source: int, target: int, width: int, rows: int, source_stride: int
     return StridedCopy(source, target, width, rows, source_stride, target_stride).part(0, rows, 0, width)
 
 
-#: A range of a dimension that each rank but one leaves to that one: (start, stop, rank, where it begins in its shard).
+#: A range of a dimension and its owner: (start, stop, first rank that holds it, offset in that rank's shard).
 _Owned = tuple[int, int, int, int]
 
 
 def _owned_once(layout: TPLayout) -> list[_Owned]:
-    """The ranges of the sharded dimension, each at the first rank that holds it, ascending."""
+    """The ranges of the sharded dimension, ascending, each at the first rank that holds it."""
     found: list[_Owned] = []
     for rank in range(layout.degree):
         for start, stop, position in layout.placed(rank):
@@ -266,7 +259,7 @@ def _owned_once(layout: TPLayout) -> list[_Owned]:
 
 
 def _without(found: Iterable[_Owned], start: int, stop: int) -> list[DimRange]:
-    """What of a range is in none of those already found."""
+    """The parts of a range that no range found so far covers."""
     rest = [(start, stop)]
     for low, high, *_ in found:
         rest = [(a, b) for left, right in rest for a, b in ((left, min(right, low)), (max(left, high), right)) if a < b]
@@ -281,7 +274,7 @@ def _overlapping(owned: Sequence[_Owned], start: int, stop: int) -> Iterator[_Ow
 
 
 def _merged(copies: Sequence[ShardCopy]) -> tuple[ShardCopy, ...]:
-    """Neighbouring columns of one shard, joined."""
+    """Join adjacent columns of one shard."""
     merged: list[ShardCopy] = []
     for shard, copy in copies:
         if merged and merged[-1][0] == shard:

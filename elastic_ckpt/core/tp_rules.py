@@ -1,4 +1,4 @@
-"""What a tensor-parallel rule can say, and the layout of shards that follow it. Pure."""
+"""Tensor-parallel rules, and the layout of shards that follow one. Pure."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ AVERAGED: Kind = "averaged"
 SUMMED: Kind = "summed"
 CUSTOM: Kind = "custom"
 AMBIGUOUS: Kind = "whole_only"
-#: Kinds of which every rank holds the whole.
+#: Kinds with which every rank holds the whole parameter.
 WHOLE_KINDS = frozenset({REPLICATED, AVERAGED, SUMMED})
 KV_HEADS = ("num_key_value_heads", "num_query_groups", "num_kv_heads")
 
 
 class Rule(BaseModel):
-    """How parameters whose names match a pattern are cut; the same in the user's config and in presets."""
+    """How parameters whose names match a pattern are sharded, in the user's config and in presets."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -58,11 +58,10 @@ class Rule(BaseModel):
 
     @property
     def cut_dim(self) -> int:
-        """The dimension that is cut."""
         return int(self.kind == ROW) if self.dim is None else self.dim
 
     def applies(self, name: str, run: Mapping[str, Any]) -> bool:
-        """Whether the rule is about a parameter of a run with these arguments."""
+        """Whether the rule applies to a parameter of a run with these arguments."""
         if not re.fullmatch(self.pattern, name):
             return False
         allowed = {key: wanted if isinstance(wanted, list) else [wanted] for key, wanted in self.when.items()}
@@ -70,11 +69,11 @@ class Rule(BaseModel):
 
 
 class CannotSplit(Exception):
-    """A rule and the shapes of the shards contradict each other; the text says how."""
+    """A rule contradicts the shapes of the shards; the message says how."""
 
 
 def split_by(rule: Rule, shapes: Sequence[Shape], run: Mapping[str, Any]) -> TPLayout:
-    """The layout by which ranks hold shards of these shapes, according to a rule.
+    """The layout of shards of these shapes, by rank, according to a rule.
 
     Rules may depend on ``run``, the arguments of the run that saved the shards (Megatron's ``args``).
 
@@ -94,7 +93,7 @@ def split_by(rule: Rule, shapes: Sequence[Shape], run: Mapping[str, Any]) -> TPL
         return _custom(rule, shapes, dim)
     sizes = [shape[dim] for shape in shapes]
     total = sum(sizes)
-    # groups that follow each other are only cut between each other
+    # shards may only be cut between groups
     if rule.groups and (not total or total % rule.groups or any(size % (total // rule.groups) for size in sizes)):
         raise CannotSplit(f"{rule.groups} groups, but the shards have {sizes} of {total} elements")
     relative = relative_widths(rule, run) or [1]
@@ -119,7 +118,7 @@ def _custom(rule: Rule, shapes: Sequence[Shape], dim: int) -> TPLayout:
 
 
 def relative_widths(rule: Rule, run: Mapping[str, Any]) -> list[int] | None:
-    """Widths of the sub-parameters, relative to each other; ``None``: the rule has none.
+    """Relative widths of the sub-parameters, or ``None`` if the rule has none.
 
     Raises:
         CannotSplit: they depend on the number of heads, which the arguments of the run do not give.
@@ -128,7 +127,7 @@ def relative_widths(rule: Rule, run: Mapping[str, Any]) -> list[int] | None:
         return rule.sub_parameters
     heads = run.get("num_attention_heads")
     groups = next((run[key] for key in KV_HEADS if run.get(key)), heads)
-    if run.get("group_query_attention") is False:  # Megatron Core writes one group then, and means as many as heads
+    if run.get("group_query_attention") is False:  # Megatron Core then records one group, and has as many as heads
         groups = heads
     if not isinstance(heads, int) or not isinstance(groups, int) or heads % groups:
         raise CannotSplit(

@@ -1,4 +1,4 @@
-"""What a checkpoint holds besides the tensors of the model and its optimizer: small Python objects."""
+"""What a checkpoint holds besides tensors: small Python objects."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-#: 1-bit optimizers of DeepSpeed before 0.19, by lower-case class name, which is their name in the config too.
+#: 1-bit optimizers of DeepSpeed before 0.19, by lower-case class name, as in its config.
 ONE_BIT_OPTIMIZERS = frozenset({"onebitadam", "onebitlamb", "zerooneadam"})
 
 
 @dataclass(frozen=True)
 class LossScale:
-    """State of an fp16 loss scaler, in one form for every optimizer that keeps one.
+    """State of an fp16 loss scaler, in one form for all optimizers.
 
     Attributes:
-        dynamic: whether it moves by itself; if not, only ``cur_scale`` counts.
+        dynamic: whether the scale adapts; if not, only ``cur_scale`` counts.
         values: ``cur_scale``; if dynamic also ``cur_iter``, ``last_overflow_iter``, ``scale_factor`` and
-            ``scale_window``, and from the partitioned optimizers ``cur_hysteresis`` and the settings around it.
+            ``scale_window``, and from partitioned optimizers ``cur_hysteresis`` and its settings.
     """
 
     dynamic: bool
@@ -30,10 +30,7 @@ class LossScale:
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """How a run cuts its data: the global batch in samples, the micro batch of a rank, micro-batches a step.
-
-    ``None`` where the checkpoint does not record it.
-    """
+    """Global batch in samples, micro-batch of a rank, micro-batches per step; ``None`` where not recorded."""
 
     global_batch: int | None
     micro_batch: int | None
@@ -46,13 +43,13 @@ class TrainingState:
 
     Attributes:
         counters: ``global_steps``, ``global_samples``, ``skipped_steps``, ``dp_world_size``, ``mp_world_size``.
-        batch: batch sizes of the run that saved it.
+        batch: batch sizes of the save.
         lr_scheduler: state dict of the scheduler, or ``None``.
-        loss_scale: state of the fp16 loss scaler; ``None`` where the run did not train in fp16.
+        loss_scale: state of the fp16 loss scaler; ``None`` if the run did not train in fp16.
         overflow: the optimizer's overflow flag.
-        checkpoint: every other top-level entry of the model-states file, the client state among them.
-        same_ranks: whether the job has the ranks of the save, so that each gets its own state;
-            if not, this is rank 0's on every rank.
+        checkpoint: all other top-level entries of the model-states file, the client state included.
+        same_ranks: whether the job has the ranks of the save, so that each gets its own state; if not, every rank has
+            rank 0's.
         degrees: tensor- and pipeline-parallel degree of the save, if this is the state of the same model-parallel rank;
             else zeros.
     """
@@ -73,8 +70,8 @@ class Features:
 
     Attributes:
         experts: number of experts, by layer.
-        expert_groups: names of the param groups of experts, which show their expert-parallel degree.
-        one_bit: whether a 1-bit optimizer steps.
+        expert_groups: param groups of experts, which show the expert-parallel degree.
+        one_bit: whether a 1-bit optimizer is used.
         mics: ranks in a MiCS shard group; 0 without MiCS.
     """
 

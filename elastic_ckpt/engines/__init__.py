@@ -1,7 +1,7 @@
-"""Live engines: which adapter fits, and the engine's own state beside its optimizer.
+"""Live engines: adapters, and the engine's state besides its optimizer.
 
-Private attributes of a live engine are touched here and in :mod:`elastic_ckpt.patches` alone; their names are those of
-DeepSpeed 0.19, and ``tests/test_deepspeed_privates.py`` lists them.
+Only this package and :mod:`elastic_ckpt.patches` use private attributes of DeepSpeed. Their names are those of 0.19,
+listed in ``tests/test_deepspeed_privates.py``.
 """
 
 from __future__ import annotations

@@ -25,27 +25,26 @@ from elastic_ckpt.engines.compat import base_optimizer, has_optimizer
 from elastic_ckpt.engines.coordinates import model_of
 from elastic_ckpt.engines.optimizers import StateSchema, Stepped, dtype_name
 
-#: Executes a plan, or a part of one: reads into a tensor for each of its slots.
+#: Executes (part of) a plan: reads into one tensor per slot.
 ReadPart = Callable[[ReadPlan, Sequence[torch.Tensor]], None]
 Params = Sequence[Sequence[torch.nn.Parameter]]
 
 
 class EngineAdapter(ABC):
-    """One kind of live optimizer: a base optimizer that steps on a few flat fp32 tensors, or none at all.
+    """One kind of live optimizer: a base optimizer that updates a few flat fp32 tensors, or none at all.
 
-    Parameters that no optimizer owns are frozen, and all of them are where the engine has none.
+    Parameters that no optimizer owns are frozen; without an optimizer, all are.
 
     Args:
-        engine: the live engine.
+        engine, zero_stage: the live engine and its ZeRO stage.
         schema: which states the base optimizer keeps.
-        zero_stage: ZeRO stage.
-        masters: the flat fp32 tensors, one a flat partition.
-        groups: per flat partition, the index of its param group in ``base.param_groups``.
-        members: per flat partition, its parameters in flat order, on this rank or not.
+        masters: the flat fp32 tensors, one per flat partition.
+        groups, members: per flat partition, the index of its param group in ``base.param_groups``; and its parameters
+            in flat order, on this rank or not.
         dp_group: the data-parallel process group.
     """
 
-    #: Whether every data-parallel rank holds all of each master.
+    #: Whether every data-parallel rank holds each whole master.
     replicated = False
     #: See :class:`elastic_ckpt.engines.optimizers.Stepped`.
     keeps_touched = False
@@ -74,19 +73,19 @@ class EngineAdapter(ABC):
         self.dp_group = dp_group
         saved = engine.module.state_dict(keep_vars=True)
         named_buffers = engine.module.named_buffers(remove_duplicate=False)
-        #: Persistent buffers of the module, by the name they have in its state dict.
+        #: Persistent buffers, by name in the module's state dict.
         self.buffers = {name: buffer for name, buffer in named_buffers if name in saved}
         owned = {id(param) for params in members for param in params}
         self.frozen: dict[str, Any] = {n: param for param, n in self.param_names.items() if id(param) not in owned}
-        # ZeRO-3 has one master at a time in its param group, and now none
+        # ZeRO-3 puts one master at a time into its param group, and now none
         self._positions = {id(p): at for group in self.base.param_groups for at, p in enumerate(group["params"])}
 
     @abstractmethod
     def placements(self, flat: int) -> Iterable[Placement]:
-        """Which elements of its members one flat partition of this rank holds, in flat order."""
+        """The elements of its members in one flat partition of this rank, in flat order."""
 
     def numbered(self) -> Params:
-        """Per param group, its parameters in the order in which ``torch.optim`` numbers them."""
+        """Parameters per param group, in ``torch.optim``'s order."""
         members = list(zip(self.groups, self.members, strict=True))
         return [
             [param for group, params in members if group == number for param in params]
@@ -98,7 +97,7 @@ class EngineAdapter(ABC):
         return self.masters[flat].numel()
 
     def local_state(self) -> LocalState:
-        """Describe what this rank holds. Local, changes nothing."""
+        """Describe what this rank holds. Local; changes nothing."""
         flats: list[FlatPartition] = []
         fragments: list[Fragment] = []
         for index, params in enumerate(self.members):
@@ -129,7 +128,7 @@ class EngineAdapter(ABC):
         )
 
     def stepped(self, flat: int) -> Stepped:
-        """What the base optimizer steps on in place of one flat partition."""
+        """What the base optimizer updates in place of one flat partition."""
         master = self.masters[flat]
         position = self._positions.get(id(master), 0)
         return Stepped(master, self.numel(flat), self.groups[flat], position, self.keeps_touched)
@@ -144,36 +143,36 @@ class EngineAdapter(ABC):
         return WholeTensor(name, key, tuple(tensor.shape), every, dtype, replicated, trains)
 
     def _can_send(self, tensor: torch.Tensor) -> bool:
-        """Whether one rank may read a tensor's bytes and send them to the others."""
+        """Whether one rank may read a tensor's bytes and broadcast them."""
         return tensor.is_contiguous() and can_broadcast(tensor.device.type, self.dp_group)
 
     def _names_of(self, params: Iterable[torch.nn.Parameter]) -> tuple[str, ...]:
         return tuple(self.param_names[param] for param in params)
 
     def _hyperparameters(self, number: int) -> dict[str, Any]:
-        """Hyperparameters of one live group, its kind of weight decay as torch names it."""
+        """Hyperparameters of one live group, with torch's flag for the kind of weight decay."""
         group = {key: value for key, value in self.base.param_groups[number].items() if key != "params"}
         if self.schema.decoupled is not None:
             group["decoupled_weight_decay"] = self.schema.decoupled
         return group
 
     def fill(self, plan: LoadPlan, read: ReadPart) -> Mapping[int, torch.Tensor]:
-        """Have every slot of the plan read into live memory, allocated where the engine has none yet. Local.
+        """Read every slot of the plan into live memory, allocated where the engine has none yet. Local.
 
         Args:
             plan: the plan.
-            read: called with the reads of the plan, or with those of one flat partition after the other where not all
-                of the engine's memory is there at a time, and a tensor for each slot of them.
+            read: called with the plan's reads and a tensor for each slot; if the engine's memory is not all there at a
+                time, once per flat partition.
 
         Returns:
-            The tensors of those slots, by number, that are still in memory: of the replicated ones, all.
+            By number, the tensors of slots that are still in memory, replicated ones included.
         """
         tensors = self.memory(plan.reads)
         read(plan.reads, tensors)
         return dict(enumerate(tensors))
 
     def memory(self, plan: ReadPlan) -> list[torch.Tensor]:
-        """A tensor for every slot; new optimizer states are allocated, gaps in states get what stands for zero."""
+        """A tensor for every slot; allocates new optimizer states, and fills gaps in states with their zero."""
         states: dict[int, list[Slot]] = {}
         for slot in plan.slots:
             if slot.key not in (MASTER, BUFFER, FROZEN):
@@ -195,13 +194,12 @@ class EngineAdapter(ABC):
         return tensor
 
     def frozen_data(self, slot: Slot) -> torch.Tensor:
-        """Live memory of a frozen parameter."""
         return self.frozen[slot.name].data
 
     def set_scalars_and_groups(self, plan: LoadPlan) -> None:
-        """Set scalar states and hyperparameters, where the plan restores them. Local.
+        """Set scalar states and hyperparameters, if the plan restores them. Local.
 
-        A live tensor among hyperparameters (a capturable ``lr``) is filled, not replaced.
+        A live tensor among hyperparameters (a capturable ``lr``) is filled in place.
         """
         if not plan.restores_states:
             return
@@ -224,7 +222,7 @@ class EngineAdapter(ABC):
         """Derive the low-precision weights from the masters just read. Collective.
 
         Args:
-            plan: the plan that was executed.
-            exact_masters: keep the masters that were read; if not, round them through the low-precision
-                weights, which is what DeepSpeed does with ``load_optimizer_states=False``.
+            plan: the executed plan.
+            exact_masters: keep the masters as read; otherwise round them through the low-precision weights, like
+                DeepSpeed with ``load_optimizer_states=False``.
         """

@@ -1,7 +1,7 @@
-"""bitsandbytes' optimizers: which states they will keep for a flat partition, as bitsandbytes itself decides.
+"""The states that a bitsandbytes optimizer keeps for a flat partition, as bitsandbytes itself decides.
 
-None of its rules is copied here. A shallow copy of the live optimizer makes the state of a tensor of the right size
-on device ``meta``, so its class, version, ``min_8bit_size`` and overrides decide.
+A shallow copy of the live optimizer makes the state of a tensor of the right size on device ``meta``, so that its
+class, version, ``min_8bit_size`` and overrides decide; none of its rules is copied here.
 
 Attributes of ``bitsandbytes.optim.optimizer.Optimizer8bit`` used: ``init_state``, ``fill_qmap``, ``name2qmap``,
 ``is_paged``, ``initialized``, ``check_overrides``, ``get_config``, ``mng`` (``pid2config``,
@@ -37,7 +37,7 @@ _SCRATCH = frozenset({"unorm_vec"})
 
 
 def is_bitsandbytes(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer is one of bitsandbytes'; never imports it."""
+    """Whether an optimizer is one of bitsandbytes', which is not imported."""
     module = sys.modules.get("bitsandbytes.optim.optimizer")
     return module is not None and isinstance(optimizer, module.Optimizer8bit)
 
@@ -45,7 +45,7 @@ def is_bitsandbytes(optimizer: torch.optim.Optimizer) -> bool:
 class BitsAndBytesSchema(StateSchema):
     """States of a live bitsandbytes optimizer."""
 
-    #: All its Adam and AdamW classes decay weights apart from the gradient.
+    #: All its Adam and AdamW classes decouple weight decay.
     decoupled: bool | None = True
 
     def __init__(self, base: Any) -> None:
@@ -100,19 +100,19 @@ class BitsAndBytesSchema(StateSchema):
         return self._codebooks[qmap]
 
     def _probe(self, tensor: torch.Tensor, stepped: Stepped) -> dict[str, Any]:
-        """The state that the optimizer would make for ``tensor`` instead of the live one."""
+        """The state that the optimizer would make for ``tensor``."""
         probe = self._probe_optimizer(stepped)
         probe.init_state(probe.param_groups[stepped.group], tensor, stepped.group, stepped.position)
         return probe.state[tensor]
 
     def _probe_optimizer(self, stepped: Stepped) -> Any:
-        """A shallow copy of the live optimizer that may make a state of its own."""
+        """A shallow copy of the live optimizer with a state of its own."""
         probe = object.__new__(type(self._base))
         probe.__dict__.update(self._base.__dict__)  # copy.copy would leave out what torch does not pickle
         probe.state, probe.name2qmap, probe.is_paged = defaultdict(dict), {}, False
         probe.param_groups = [dict(group) for group in self._base.param_groups]
         params = [stepped.master] * (stepped.position + 1)
-        probe.param_groups[stepped.group]["params"] = params  # get_config looks overrides up by them
+        probe.param_groups[stepped.group]["params"] = params  # get_config looks up overrides by them
         probe.mng = copy.copy(self._base.mng)
         probe.mng.pid2config = dict(self._base.mng.pid2config)
         for module, name, override in self._base.mng.module_weight_config_triple:
@@ -121,7 +121,7 @@ class BitsAndBytesSchema(StateSchema):
         return probe
 
     def allocate(self, stepped: Stepped, slots: Sequence[Slot]) -> None:
-        """bitsandbytes makes the tensors, and shares its maps."""
+        """Has bitsandbytes make the tensors, which shares its codebooks."""
         state = self._base.state[stepped.master]
         live = [(state.get(slot.key), slot) for slot in slots]
         if all(isinstance(it, torch.Tensor) and (it.numel(), dtype_name(it)) == (s.numel, s.dtype) for it, s in live):

@@ -1,4 +1,4 @@
-"""What a live engine is refused or warned of, besides what no adapter can restore. Local, changes nothing."""
+"""Refuses or warns of live engines for reasons other than an unsupported feature. Local; changes nothing."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _TORN = (
 
 
 def warn_of_incomplete_saves(engine: Any) -> None:
-    """Warn on rank 0 if checkpoints that DeepSpeed saves of this engine will not hold all of it.
+    """Warn on rank 0 if DeepSpeed's saves of this engine will be incomplete.
 
-    With a device mesh for sequence parallelism, the ranks of one sequence-parallel group write files of the same names
-    (``DeepSpeedEngine._get_zero_ckpt_name`` counts data-parallel ranks alone): at once, and in ZeRO-3 of different
+    With a device mesh for sequence parallelism, the ranks of a sequence-parallel group write files of the same names at
+    the same time (``DeepSpeedEngine._get_zero_ckpt_name`` counts data-parallel ranks only), and in ZeRO-3 of different
     partitions.
     """
     if dist.get_rank() != 0 or engine.sequence_parallel_size == 1:
@@ -48,7 +48,7 @@ def warn_of_incomplete_saves(engine: Any) -> None:
 
 
 def refuse_pending_gradients(engine: Any) -> None:
-    """Gradients of the old weights that wait for a step would be mixed into the first step after the load.
+    """Refuse accumulated gradients, which belong to the old weights and would enter the first step after the load.
 
     Raises:
         MismatchError: the engine is between backward and step.
@@ -65,13 +65,8 @@ def refuse_pending_gradients(engine: Any) -> None:
 def compare_batches(engine: Any, saved: BatchSizes, refuse: bool) -> tuple[str, ...]:
     """Compare the batch sizes of a checkpoint with those of the live engine.
 
-    Args:
-        engine: the live engine.
-        saved: batch sizes of the run that saved the checkpoint.
-        refuse: whether a change is an error.
-
     Returns:
-        A warning for each change that matters: the global batch, and the micro-batches in a step.
+        A warning for each change that matters: of the global batch, and of the micro-batches per step.
 
     Raises:
         MismatchError: something changed, and ``refuse`` is set.
@@ -111,10 +106,10 @@ def _shown(sizes: BatchSizes) -> str:
 
 
 def warn_of_unscaled_gradients(engine: Any, saved: TrainingState, saved_zero_stage: int) -> tuple[str, ...]:
-    """A warning where a load crosses into or out of fp16 without ZeRO, whose Adam moments have another unit.
+    """A warning if a load crosses into or out of fp16 without ZeRO, where Adam's moments have another unit.
 
-    In DeepSpeed 0.19 ``engine.backward`` scales the loss for ``ZeROOptimizer`` only, but the step of
-    ``FP16_Optimizer`` and ``FP16_UnfusedOptimizer`` divides gradients by the scale all the same.
+    In DeepSpeed 0.19 ``engine.backward`` scales the loss only for ``ZeROOptimizer``, but the step of ``FP16_Optimizer``
+    and ``FP16_UnfusedOptimizer`` divides gradients by the scale regardless.
     """
     was_unscaled = saved.loss_scale is not None and saved_zero_stage == 0
     is_unscaled = engine.fp16_enabled() and engine.zero_optimization_stage() == 0

@@ -1,4 +1,4 @@
-"""What is asked of a live ``DeepSpeedEngine`` beside its tensors: one function for each private. All are local."""
+"""Accessors of a live ``DeepSpeedEngine``'s private attributes, its tensors apart. All are local."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
 
 def base_optimizer(engine: Any) -> Any:
-    """The optimizer that the user made, inside DeepSpeed's or without one around it; ``None`` where there is none."""
+    """The user's optimizer, inside DeepSpeed's or by itself; ``None`` if there is none."""
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
 def has_optimizer(engine: Any) -> bool:
-    """Whether a live engine was made with an optimizer. ``trainer.validate`` and the like make it without one."""
+    """Whether a live engine has an optimizer; ``trainer.validate`` and the like create it without one."""
     base = base_optimizer(engine)
     return base is not None and not isinstance(base, (DummyOptim, DeepSpeedZeRoOffload))
 
@@ -25,7 +25,7 @@ def has_optimizer(engine: Any) -> bool:
 def flat_master_numels(engine: Any) -> list[int] | None:
     """Elements of each flat fp32 master partition of this rank, padding included; ``None`` without ZeRO.
 
-    The names are those of ZeRO-3, of ZeRO-1 and 2, and of ``BF16_Optimizer``.
+    The attributes are those of ZeRO-3, of ZeRO-1 and 2, and of ``BF16_Optimizer``.
     """
     names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
     masters = next((getattr(engine.optimizer, name) for name in names if hasattr(engine.optimizer, name)), None)
@@ -33,15 +33,15 @@ def flat_master_numels(engine: Any) -> list[int] | None:
 
 
 def partition_group(engine: Any) -> Any:
-    """The process group over which ZeRO-3 partitions the parameters of an engine.
+    """The process group over which ZeRO-3 partitions an engine's parameters.
 
-    With a device mesh for sequence parallelism it is all ranks, and ``optimizer.dp_process_group`` is not.
+    With a device mesh for sequence parallelism it spans all ranks, unlike ``optimizer.dp_process_group``.
     """
     return next((param.ds_process_group for param in engine.param_names), engine.seq_data_parallel_group)
 
 
 def dp_group_of(engine: Any) -> Any:
-    """The process group over which the optimizer is partitioned, or else its data-parallel ranks."""
+    """The process group over which the optimizer is partitioned, else the data-parallel group."""
     return getattr(engine.optimizer, "dp_process_group", None) or engine.seq_data_parallel_group
 
 
@@ -51,13 +51,13 @@ def keeps_own_masters(engine: Any) -> bool:
 
 
 def numbered_params(engine: Any) -> list[list[torch.nn.Parameter]]:
-    """Parameters of the model by param group, as an optimizer without ZeRO numbers them."""
+    """Parameters by param group, as an optimizer without ZeRO numbers them."""
     groups = getattr(engine.optimizer, "fp16_groups", None)
     return [list(group) for group in groups or (group["params"] for group in base_optimizer(engine).param_groups)]
 
 
 def holds_gradients(engine: Any) -> bool:
-    """Whether gradients wait for a step: each optimizer has an attribute of its own for them, which step empties."""
+    """Whether accumulated gradients wait for a step; each optimizer has its own attribute for them."""
     if engine.zero_optimization_stage() == 0:
         return any(param.grad is not None for param in engine.module.parameters())
     partitions = getattr(engine.optimizer, "averaged_gradients", None) or {}
@@ -66,10 +66,10 @@ def holds_gradients(engine: Any) -> bool:
 
 
 def loss_scaler(engine: Any) -> Any:
-    """The object that scales the loss; ``None`` where the engine does not train in fp16.
+    """The object that scales the loss; ``None`` if the engine does not train in fp16.
 
     A ``LossScaler`` or ``DynamicLossScaler`` of the partitioned optimizers, a ``LossScaleConfig`` of the others
-    (loss_scaler.py): both have the same numbers inside.
+    (loss_scaler.py), with the same fields.
     """
     if not engine.fp16_enabled():
         return None
@@ -78,10 +78,10 @@ def loss_scaler(engine: Any) -> Any:
 
 
 def separate_steps(engine: Any) -> None:
-    """Give every flat tensor a ``step`` of its own.
+    """Give every flat tensor its own ``step``.
 
-    DeepSpeed's universal load of ZeRO-3 (``load_hp_checkpoint_state_from_checkpoint_dir_stage3``) puts the same tensor
-    into all of them, which torch's optimizers then advance once for each.
+    DeepSpeed's universal load of ZeRO-3 (``load_hp_checkpoint_state_from_checkpoint_dir_stage3``) puts one tensor into
+    all of them, which torch's optimizers then advance once for each.
     """
     for state in getattr(base_optimizer(engine), "state", {}).values():
         if isinstance(state.get("step"), torch.Tensor):
@@ -106,7 +106,7 @@ def load_universal_flag(engine: Any) -> bool:
 
 @contextmanager
 def universal_flag(engine: Any, value: bool) -> Iterator[None]:
-    """Have DeepSpeed's own loader read what the folder holds, whatever ``load_universal`` says."""
+    """Set ``load_universal`` to what the folder holds while DeepSpeed's own loader runs."""
     before = engine._config.load_universal_checkpoint
     engine._config.load_universal_checkpoint = value
     try:

@@ -1,8 +1,8 @@
-"""The coordinates of a rank in a live job, and how tensor-parallel ranks hold the live parameters. All is local.
+"""A rank's coordinates in a live job, and the tensor-parallel layouts of live parameters. Local.
 
-Coordinates come from DeepSpeed's pipeline grid, or from the ``mpu`` that the engine was given; layouts from the
-attributes of Megatron's parallel layers (``tensor_model_parallel``, ``partition_dim``, ``partition_stride``) or from
-what AutoTP records on parameters (``ds_autotp_universal_checkpoint_meta``).
+Coordinates come from DeepSpeed's pipeline grid or the engine's ``mpu``; layouts from the attributes of Megatron's
+parallel layers (``tensor_model_parallel``, ``partition_dim``, ``partition_stride``) or from AutoTP's records on
+parameters (``ds_autotp_universal_checkpoint_meta``).
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ from elastic_ckpt.core.strided import TPLayout
 from elastic_ckpt.core.tp_rules import CannotSplit
 from elastic_ckpt.errors import UnsupportedError
 
-#: Elements of a buffer whose values are compared: a rank's own bounds and offsets are small.
+#: Largest buffer, in elements, whose values are compared: a rank's own bounds and offsets are small.
 _MOST_COMPARED = 1 << 16
 
 
 def model_of(engine: Any, dp: int, dp_rank: int) -> ModelLayout:
-    """The live model, as far as this rank knows it: with its own shapes alone.
+    """The live model as far as this rank knows it, with its own shapes only.
 
     Args:
         engine: the live engine.
-        dp, dp_rank: number of ranks that ZeRO partitions over, and this rank's among them.
+        dp, dp_rank: ranks that ZeRO partitions over, and this rank among them.
 
     Raises:
-        UnsupportedError: pipeline parallelism that is not DeepSpeed's.
+        UnsupportedError: pipeline parallelism other than DeepSpeed's.
     """
     coordinates = _coordinates_of(engine, dp, dp_rank)
     return ModelLayout(coordinates, _layouts_of(engine, with_values=coordinates.tp > 1), ties=_ties_of(engine))
 
 
 def model_of_all(mine: ModelLayout, everybody: Sequence[ModelLayout]) -> ModelLayout:
-    """The live model with the shapes of all ranks of this one's stage, and the names of all stages.
+    """The live model with the shapes of all ranks of this stage, and the names of all stages.
 
     Args:
-        mine: from :func:`model_of`.
-        everybody: those of all ranks; none are needed without tensor and pipeline parallelism.
+        mine, everybody: :func:`model_of` of this rank, and of all ranks (unused without tensor and pipeline
+            parallelism).
     """
     here, layouts = mine.coordinates, mine.layouts
     stage = [
@@ -72,7 +72,7 @@ def model_of_all(mine: ModelLayout, everybody: Sequence[ModelLayout]) -> ModelLa
 
 
 def _of_stage(mine: LiveLayout, shards: Sequence[LiveLayout]) -> LiveLayout:
-    """A layout with the shapes and values of all tensor-parallel ranks, in their order."""
+    """A layout with the shapes and values of all tensor-parallel ranks, in order."""
     shapes = tuple(shard.shapes[0] for shard in shards)
     return replace(mine, shapes=shapes, values=tuple(value for shard in shards for value in shard.values))
 
@@ -107,14 +107,14 @@ def sequence_of(engine: Any, dp: int) -> tuple[SequenceParallel, int]:
     partitioned = data is None or dp == data * degree
     members = dist.get_process_group_ranks(groups._get_sequence_parallel_group())
     ranks = dist.get_process_group_ranks(engine.seq_data_parallel_group)
-    # with a device mesh that group leaves out the other sequence-parallel ranks; the job has no others then
+    # with a device mesh that group lacks the other sequence-parallel ranks; the job has no others then
     positions = [ranks.index(member) for member in members] if {*members} <= {*ranks} else members
     strided = positions != list(range(positions[0], positions[0] + degree))
     return SequenceParallel(degree, partitioned, strided), groups._get_sequence_parallel_rank()
 
 
 def _ties_of(engine: Any) -> dict[str, tuple[str, ...]]:
-    """Parameter -> the other names that the module has for it."""
+    """Parameter -> its other names in the module."""
     names: dict[int, list[str]] = {}
     for name, param in engine.module.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
@@ -123,9 +123,9 @@ def _ties_of(engine: Any) -> dict[str, tuple[str, ...]]:
 
 
 def _layouts_of(engine: Any, with_values: bool) -> dict[str, LiveLayout]:
-    """Every parameter by DeepSpeed's name for it, and every buffer; each with this rank's shape alone.
+    """Every parameter, by DeepSpeed's name, and every buffer, with this rank's shape only.
 
-    Checksums of small buffers (``with_values``) are what tensor-parallel ranks compare.
+    Tensor-parallel ranks compare the checksums of small buffers (``with_values``).
     """
     owners = {
         id(tensor): type(module).__module__
@@ -139,7 +139,7 @@ def _layouts_of(engine: Any, with_values: bool) -> dict[str, LiveLayout]:
         small = {name: buffer for name, buffer in buffers.items() if buffer.numel() <= _MOST_COMPARED}
         layouts |= {name: replace(layouts[name], values=(_checksum(buffer),)) for name, buffer in small.items()}
     unrecorded = {name for name, param in named.items() if not getattr(param, DS_AUTOTP_UC_META, None)}
-    if len(unrecorded) < len(named):  # AutoTP leaves whole what it records nothing on
+    if len(unrecorded) < len(named):  # AutoTP replicates what it has no record of
         layouts |= {name: replace(layouts[name], dim=-1) for name in unrecorded}
     return layouts
 
@@ -158,7 +158,7 @@ def _layout(tensor: torch.Tensor, owner: str) -> LiveLayout:
 
 
 def _recorded(tensor: torch.Tensor) -> TPLayout | None:
-    """AutoTP's map of all ranks' shards, where there is one that is a cut along one dimension."""
+    """AutoTP's map of all ranks' shards, if it is a cut along one dimension."""
     conversion = (getattr(tensor, DS_AUTOTP_UC_META, None) or {}).get("conversion") or {}
     entry = conversion.get(AFFINE_MAP)
     try:

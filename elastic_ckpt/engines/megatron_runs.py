@@ -1,7 +1,7 @@
-"""Entries of Megatron's client state that depend on the topology: arguments and states of random number generators.
+"""Topology-dependent entries of Megatron's client state: arguments and random states.
 
 After a change of the tensor- or pipeline-parallel degree, some ranks have no saved random state, and others must not
-share one. They start where a new run with the same seed would, by Megatron's own formulas: ``_set_random_seed``
+share one. They start as a new run with the same seed would, by Megatron's formulas: ``_set_random_seed``
 (training/initialize.py) and ``model_parallel_cuda_manual_seed`` (core/tensor_parallel/random.py).
 """
 
@@ -19,22 +19,19 @@ import torch
 
 from elastic_ckpt.core.local_state import RankCoordinates
 
-#: Offsets of the seeds of named generators that differ between tensor-parallel ranks (dropout in parallel regions).
+#: Seed offsets of generators that differ between tensor-parallel ranks (dropout in parallel regions).
 _OFFSETS = {"model-parallel-rng": 2718, "expert-parallel-rng": 1024}
 _TRACKER = "rng_tracker_states"
-#: Keys of states that are made from a seed.
+#: Keys of states that derive from a seed.
 _STATES = ("random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state", _TRACKER)
 #: Bytes of a CUDA generator's state: seed and offset (``CUDAGeneratorImpl::get_state``).
 _CUDA_NBYTES = 16
 
 
 def follow_topology(args: Any, coordinates: RankCoordinates, rank: int) -> Any:
-    """A copy of saved arguments whose topology fields are those of the live job; of anything else, the thing itself.
+    """A copy of saved arguments (Megatron's namespace or gpt-neox's dict) with the topology of the live job.
 
-    Args:
-        args: Megatron's namespace, or gpt-neox's dict.
-        coordinates: those of this rank.
-        rank: its global rank.
+    Anything else is returned unchanged. ``rank`` is the global rank.
     """
     if not isinstance(args, (argparse.Namespace, dict)):
         return args
@@ -61,12 +58,8 @@ def follow_topology(args: Any, coordinates: RankCoordinates, rank: int) -> Any:
 def reseed(saved: Mapping[str, Any], coordinates: RankCoordinates) -> tuple[dict[str, Any], int | None]:
     """Random states for a rank of another model-parallel topology.
 
-    Args:
-        saved: the client state.
-        coordinates: those of this rank.
-
     Returns:
-        The entries to replace, and the seed they come from; none where the client state has no such states or no seed.
+        The entries of the saved client state to replace, and their seed; none if it has no such states or no seed.
     """
     args = saved.get("args")
     values = vars(args) if isinstance(args, argparse.Namespace) else args if isinstance(args, dict) else {}
@@ -85,9 +78,9 @@ def reseed(saved: Mapping[str, Any], coordinates: RankCoordinates) -> tuple[dict
 
 
 def _state(key: str, saved: Any, seed: int, coordinates: RankCoordinates) -> Any:
-    """A generator's state after seeding, of the kind of the saved one."""
+    """A generator's state after seeding, of the saved one's kind."""
     if key == "random_rng_state":
-        return random.Random(seed).getstate()  # no secret
+        return random.Random(seed).getstate()  # not for secrets
     if key == "np_rng_state":
         return np.random.RandomState(seed % 2**32).get_state()
     if key == _TRACKER:

@@ -1,8 +1,8 @@
 """The states that live base optimizers keep for one flat tensor, and how to allocate and set them.
 
-Optimizers are known by their class. What those listed here keep is in their sources: ``torch/optim/*.py`` (2.13),
+Optimizers are recognised by class. Their states follow ``torch/optim/*.py`` (2.13),
 ``deepspeed/ops/{adam,lion,adagrad}``, ``deepspeed/runtime/zero/muon``, and NVIDIA apex's
-``apex/optimizers/fused_adam.py``. Those of bitsandbytes have :mod:`elastic_ckpt.engines.bitsandbytes`.
+``apex/optimizers/fused_adam.py``; for bitsandbytes see :mod:`elastic_ckpt.engines.bitsandbytes`.
 """
 
 from __future__ import annotations
@@ -35,14 +35,12 @@ def dtype_name(tensor: torch.Tensor) -> str:
 
 @dataclass(frozen=True)
 class Stepped:
-    """One tensor that a base optimizer steps on.
+    """One tensor that a base optimizer updates.
 
     Attributes:
-        master: the tensor; without elements while it is swapped out.
-        numel: its elements, padding included.
-        group: index of its param group.
-        position: its index among the group's ``params`` while the optimizer steps on it.
-        keeps_touched: whether DeepSpeed keeps Muon's momentum for all parameters that touch it, whole.
+        master, numel: the tensor, empty while swapped out; its elements, padding included.
+        group, position: index of its param group, and in the group's ``params`` during a step.
+        keeps_touched: whether DeepSpeed keeps whole Muon momenta of all parameters in it.
     """
 
     master: torch.Tensor
@@ -56,16 +54,16 @@ Describe = Callable[[Group, Stepped], tuple[LiveState, ...]]
 
 
 class StateSchema:
-    """The states of a live optimizer. This base class takes those of the checkpoint as they are, or none.
+    """The states of a live optimizer. This base class adopts those of the checkpoint, or none.
 
     Args:
         base: the live optimizer.
-        known: states and scalars of every tensor: ``None``, they are not known; ``()``, they are left alone.
+        known: states and scalars of every tensor: ``None`` if unknown; ``()`` to leave them alone.
 
     Attributes:
         optimizer: class name.
-        family: optimizers of one family keep the same states under other names or in other formats.
-        decoupled: whether weight decay is apart from the gradient, where its param groups do not say so themselves.
+        family: optimizers that keep the same states under other names or in other formats.
+        decoupled: whether weight decay is decoupled, if param groups do not record it.
     """
 
     family: str | None = None
@@ -77,18 +75,18 @@ class StateSchema:
         self.optimizer = class_name(base)
 
     def states(self, stepped: Stepped) -> tuple[LiveState, ...] | None:
-        """The tensor states of one flat tensor; ``None``: not known. Changes nothing."""
+        """The tensor states of one flat tensor, or ``None`` if unknown. Changes nothing."""
         return self._known
 
     def scalars(self, stepped: Stepped) -> tuple[str, ...] | None:
-        """The scalar states of one flat tensor (``step``), sorted; ``None``: not known."""
+        """The sorted scalar states of one flat tensor (``step``), or ``None`` if unknown."""
         return self._known
 
     def allocate(self, stepped: Stepped, slots: Sequence[Slot]) -> None:
-        """Have a live tensor for every slot in the optimizer's state, and no other; one that fits stays as it is.
+        """Give the optimizer's state one live tensor per slot, and no other; a tensor that fits is kept.
 
-        What is as big as the master is not filled: every element of a slot is either read or one of its gaps, and
-        writing zeros first would write each page twice.
+        Tensors of the master's size are not filled: each element of a slot is read or in a gap, and writing zeros first
+        would write each page twice.
         """
         master, state = stepped.master, self._base.state[stepped.master]
         for key in set(state) - {slot.key for slot in slots}:
@@ -106,13 +104,10 @@ class StateSchema:
                 state[slot.key] = torch.zeros(shape, dtype=dtype, device=master.device)
 
     def set_scalars(self, stepped: Stepped, values: Mapping[str, float], forms: Mapping[str, str]) -> None:
-        """Set scalar states, each an object of its own, since optimizers update them in place.
+        """Set scalar states, each a separate object, since optimizers update them in place.
 
-        Args:
-            stepped: whose.
-            values: by key.
-            forms: the form in which they were saved, and which those of an unknown optimizer take
-                (:attr:`elastic_ckpt.core.metadata.StateFacts.scalar_forms`).
+        ``forms`` says how they were saved, which an unknown optimizer's take
+        (:attr:`elastic_ckpt.core.metadata.StateFacts.scalar_forms`).
         """
         for key, value in values.items():
             form = forms[key]
@@ -128,11 +123,11 @@ class ListedSchema(StateSchema):
     Args:
         base: the live optimizer.
         describe: (param group, flat tensor) -> its tensor states.
-        step: :data:`TENSOR`, :data:`INT`, :data:`IN_GROUP`; ``None``: it counts no steps.
+        step: :data:`TENSOR`, :data:`INT`, :data:`IN_GROUP`, or ``None`` if it counts no steps.
         scalars: scalar states beside ``step``.
         family: see :class:`StateSchema`.
-        wide: whether states are float32 whatever the dtype of the tensor stepped on; if not, they have that dtype.
-        steps_in_group: whether it keeps an entry ``step`` in each param group besides, which stays 0.
+        wide: whether states are always float32; otherwise they have the updated tensor's dtype.
+        steps_in_group: whether each param group also has a ``step`` entry, which stays 0.
     """
 
     def __init__(
@@ -147,10 +142,10 @@ class ListedSchema(StateSchema):
     ) -> None:
         super().__init__(base)
         self.family = family
-        # DeepSpeed's optimizers and apex's give it the same name
+        # the attribute of DeepSpeed's and apex's optimizers
         self.decoupled = bool(base.adam_w_mode) if hasattr(base, "adam_w_mode") else None
         self._describe, self._step, self._scalars, self._steps_in_group = describe, step, scalars, steps_in_group
-        # DeepSpeed's optimizers for the CPU have an option for what apex always does
+        # optional in DeepSpeed's CPU optimizers, always so in apex's
         self._wide = wide or getattr(base, "fp32_optimizer_states", False)
 
     def states(self, stepped: Stepped) -> tuple[LiveState, ...] | None:
@@ -178,7 +173,7 @@ class ListedSchema(StateSchema):
 
 
 def _scalar_tensor(value: float, group: Group, master: torch.Tensor) -> torch.Tensor:
-    """As ``torch.optim.adam._init_group`` makes it: on the parameter's device only for capturable and fused."""
+    """As in ``torch.optim.adam._init_group``: on the parameter's device only if capturable or fused."""
     on_device = group.get("capturable") or group.get("fused")
     wide = torch.get_default_dtype() == torch.float64 and not group.get("fused")
     dtype = torch.float64 if wide else torch.float32
@@ -186,7 +181,7 @@ def _scalar_tensor(value: float, group: Group, master: torch.Tensor) -> torch.Te
 
 
 def _plain(*always: str, **conditional: str) -> Describe:
-    """Elementwise states that are always kept, and those that a true hyperparameter adds (``key="hyperparameter"``)."""
+    """Elementwise states, kept always or if a hyperparameter is true (``key="hyperparameter"``)."""
 
     def describe(group: Group, stepped: Stepped) -> tuple[LiveState, ...]:
         added = [key for key, option in conditional.items() if group.get(option)]
@@ -204,7 +199,7 @@ def _rprop(group: Group, stepped: Stepped) -> tuple[LiveState, ...]:
 
 
 def _adafactor(group: Group, stepped: Stepped) -> tuple[LiveState, ...]:
-    """A matrix has the means of its rows and columns, which only the whole matrix has; a flat tensor has neither."""
+    """Factors of a matrix's rows and columns need the whole matrix; a flat tensor has none."""
     shape = tuple(stepped.master.shape)
     if len(shape) < 2:
         return (LiveState("variance", _MASTER_DTYPE),)

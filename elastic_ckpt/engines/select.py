@@ -1,4 +1,4 @@
-"""Which adapter and which schema of states fit a live engine, and what none can restore. Local, changes nothing."""
+"""Selects the adapter and state schema of a live engine, and refuses what none restores. Local; changes nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from elastic_ckpt.engines.zero3 import Zero3Adapter, Zero3NvmeAdapter
 from elastic_ckpt.engines.zero12 import Zero12Adapter
 from elastic_ckpt.errors import UnsupportedError
 
-#: float32, or what ``bf16_master_weights_and_grads`` and ``fp16_master_weights_and_grads`` make of it.
+#: float32, or the result of ``bf16_master_weights_and_grads`` and ``fp16_master_weights_and_grads``.
 _MASTER_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 
 
@@ -32,7 +32,7 @@ def live_features(engine: Any) -> Features:
     """Features of a live engine that only DeepSpeed's own loader restores."""
     base = base_optimizer(engine)
     groups = getattr(base, "param_groups", ())
-    # MiCS left DeepSpeed with 0.19; older engines are a subclass of ZeRO-3's
+    # DeepSpeed 0.19 dropped MiCS; older engines are a subclass of ZeRO-3's
     mics = type(engine.optimizer).__name__ == "MiCS_Optimizer"
     return Features(
         experts=tuple(engine.num_experts) if engine.has_moe_layers else (),
@@ -43,9 +43,9 @@ def live_features(engine: Any) -> Features:
 
 
 def same_features(engine: Any, saved: Features) -> bool:
-    """Whether a checkpoint has what the live engine has, as DeepSpeed's own loader expects."""
+    """Whether a checkpoint has the features of the live engine, as DeepSpeed's own loader expects."""
     live, dp = live_features(engine), engine.seq_dp_world_size
-    # the files of a MiCS group as big as the job are those of ZeRO-3
+    # the files of a MiCS group that spans the job are those of ZeRO-3
     return replace(live, mics=live.mics or dp) == replace(saved, mics=saved.mics or dp)
 
 
@@ -53,7 +53,7 @@ def schema_of(base: torch.optim.Optimizer) -> StateSchema:
     """The schema of a live base optimizer. Changes nothing.
 
     Raises:
-        UnsupportedError: it keeps its states in a form that cannot be cut.
+        UnsupportedError: it keeps its states in a form that cannot be resharded.
     """
     if class_name(base).startswith("torchao."):
         raise UnsupportedError(
@@ -68,14 +68,10 @@ def schema_of(base: torch.optim.Optimizer) -> StateSchema:
 
 
 def select_adapter(engine: Any, with_states: bool) -> EngineAdapter:
-    """The adapter of a live engine.
-
-    Args:
-        engine: the live engine.
-        with_states: whether optimizer states will be restored; if not, any optimizer will do.
+    """The adapter of a live engine; without ``with_states``, any optimizer is accepted.
 
     Raises:
-        UnsupportedError: naming the feature that cannot be restored yet.
+        UnsupportedError: naming the feature that cannot be restored.
     """
     _refuse_special(engine)
     adapter = _adapter_of(engine)
@@ -99,11 +95,11 @@ def select_adapter(engine: Any, with_states: bool) -> EngineAdapter:
 
 
 def _refuse_special(engine: Any) -> None:
-    """Refuse by name what a live engine has that no adapter can restore."""
+    """Refuse, by name, features that no adapter restores."""
     optimizer, features = engine.optimizer, live_features(engine).names
-    # Twin-Flow: some sub-groups step on a second base optimizer, whose states are neither saved nor loaded
+    # Twin-Flow: a second base optimizer updates some sub-groups; its states are neither saved nor loaded
     partly_offloaded = getattr(optimizer, "offload_optimizer", False) and getattr(optimizer, "partial_offload", 1.0) < 1
-    # Muon's momentum in buffers of DeepSpeed's own, beside the optimizer's state
+    # Muon's momentum in DeepSpeed's own buffers, beside the optimizer's state
     keeps_muon_apart = getattr(optimizer, "use_muon", False) and optimizer.save_muon_momentum_buffer_in_memory
     for present, what in (
         (features, features),
@@ -119,7 +115,7 @@ def _refuse_special(engine: Any) -> None:
 
 def _adapter_of(engine: Any) -> type[Zero12Adapter | Zero3Adapter | UnpartitionedAdapter] | None:
     optimizer = engine.optimizer
-    kind = type(optimizer)  # exactly: a subclass (MiCS, ZenFlow) lays out or steps its partitions in its own way
+    kind = type(optimizer)  # exactly: a subclass (MiCS, ZenFlow) lays out or updates its partitions differently
     if not has_optimizer(engine):
         return Zero3Adapter if kind is DeepSpeedZeRoOffload else UnpartitionedAdapter
     if kind is DeepSpeedZeroOptimizer_Stage3:

@@ -1,6 +1,6 @@
-"""The training state of a live engine: lr scheduler, counters, loss scale and client state. All functions are local.
+"""The training state of a live engine: lr scheduler, counters, loss scale and client state. Local.
 
-Follows ``DeepSpeedEngine._load_checkpoint`` (engine.py), whose meaning of every argument is kept.
+Arguments mean what they mean in ``DeepSpeedEngine._load_checkpoint`` (engine.py).
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from elastic_ckpt.engines.megatron_runs import follow_topology, reseed
 from elastic_ckpt.errors import MismatchError
 
 logger = logging.getLogger(__name__)
-#: Names under which training scripts keep the state of random number generators (Megatron's, torch's, numpy's).
+#: Keys of random states in training scripts (Megatron's, torch's, numpy's).
 _RANDOM = re.compile(r"(^|_)rng(_|$)|random_state", re.IGNORECASE)
-#: Lists with one entry for each param group, in the state dicts of ``torch.optim.lr_scheduler`` and of DeepSpeed.
+#: Lists with one entry per param group, in state dicts of ``torch.optim.lr_scheduler`` and of DeepSpeed.
 _PER_GROUP = frozenset(
     {"base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "min_lrs", "base_momentums", "max_momentums", "eta_mins"}
 )
-#: Lists of anything else.
+#: Other lists.
 _NOT_PER_GROUP = frozenset({"_milestones", "milestones", "_schedule_phases"})
-#: Lists of the state dicts of schedulers inside.
+#: Lists of inner schedulers' state dicts.
 _NESTED = frozenset({"_schedulers"})
 
 
@@ -48,27 +48,25 @@ class LoadArguments:
 
 
 def restores_scheduler(engine: Any, saved: TrainingState, arguments: LoadArguments) -> bool:
-    """Whether a load will restore the state of an lr scheduler."""
+    """Whether a load restores the state of an lr scheduler."""
     wanted = arguments.load_lr_scheduler_states and not arguments.load_module_only
     return wanted and engine.lr_scheduler is not None and saved.lr_scheduler is not None
 
 
 def restores_states(arguments: LoadArguments) -> bool:
-    """Whether optimizer states and hyperparameters are asked for, and there is an optimizer for them."""
+    """Whether optimizer states and hyperparameters are requested, and there is an optimizer for them."""
     return arguments.has_optimizer and arguments.load_optimizer_states and not arguments.load_module_only
 
 
 class TrainingStateCommit:
-    """Sets an engine's training state; the lr scheduler's can be taken back until every rank is sure.
+    """Sets an engine's training state; the lr scheduler's can be undone until every rank has succeeded.
 
     Args:
-        engine: the live engine.
-        saved: what the checkpoint holds.
-        arguments: what the caller of ``load_checkpoint`` asked for.
-        coordinates: those of this rank.
+        engine, coordinates: the live engine, and this rank's coordinates.
+        saved, arguments: the checkpoint's training state, and the arguments of ``load_checkpoint``.
 
     Attributes:
-        outcomes: what became of each part so far.
+        outcomes: what happened to each part so far.
     """
 
     def __init__(
@@ -83,7 +81,7 @@ class TrainingStateCommit:
         self.outcomes: list[Outcome] = []
 
     def load_scheduler(self, plan: LoadPlan) -> None:
-        """Load the learning-rate scheduler: a user's class, and so the one step of a commit that may fail."""
+        """Load the lr scheduler, a user's class: the only step of a commit that may fail."""
         scheduler, saved = self._engine.lr_scheduler, self._saved.lr_scheduler
         if scheduler is None and saved is None:
             return
@@ -112,18 +110,18 @@ class TrainingStateCommit:
         self.outcomes.append(Outcome(role, what, names, reason))
 
     def undo_scheduler(self) -> None:
-        """Take :meth:`load_scheduler` back: another rank could not do it."""
+        """Undo :meth:`load_scheduler`, because another rank failed."""
         if self._scheduler_before is None:
             return
         try:
             self._engine.lr_scheduler.load_state_dict(self._scheduler_before)
-        except Exception:  # a scheduler that cannot load even its own state; the error to show is the first one
+        except Exception:  # a scheduler that cannot load even its own state; the first error is the one to show
             logger.exception("elastic_ckpt could not give the lr scheduler its state back")
         for group, before in zip(self._engine.optimizer.param_groups, self._groups_before, strict=True):
             group.update(before)
 
     def finish(self) -> dict[str, Any]:
-        """Set counters, loss scaler and schedulers of DeepSpeed's own; cannot fail.
+        """Set counters, loss scaler and DeepSpeed's own schedulers; cannot fail.
 
         Returns:
             The client state that ``load_checkpoint`` returns.
@@ -143,7 +141,7 @@ class TrainingStateCommit:
         return self._client_state(taken)
 
     def _load_deepspeed_schedulers(self) -> set[str]:
-        """Restore random layerwise token dropping and the data sampler; returns which of them the engine has."""
+        """Restore random layerwise token dropping and the data sampler; returns those that the engine has."""
         engine, saved = self._engine, self._saved.checkpoint
         taken = set()
         if engine.random_ltd_enabled() and engine.random_ltd_scheduler is not None and "random_ltd" in saved:
@@ -155,7 +153,7 @@ class TrainingStateCommit:
         return taken
 
     def _client_state(self, taken: set[str]) -> dict[str, Any]:
-        """What DeepSpeed's own loader returns, and the states of its schedulers that the engine has not taken."""
+        """What DeepSpeed's own loader returns, and the states of its schedulers that the engine lacks."""
         arguments = self._arguments
         saved = {**self._saved.checkpoint, "lr_scheduler": self._saved.lr_scheduler, "optimizer": None}
         own = {"module"}
@@ -174,7 +172,7 @@ class TrainingStateCommit:
     def _reseeded(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """New random states of a Megatron run whose model-parallel topology changed.
 
-        Generators differ between ranks: where others cannot be made, what belongs to other ranks is reported.
+        Generators differ between ranks: where none can be derived, states of other ranks are reported.
         """
         coordinates, seed = self._coordinates, None
         entries: dict[str, Any] = {}
@@ -196,15 +194,12 @@ class TrainingStateCommit:
 
 
 def set_loss_scale(engine: Any, saved: TrainingState, wanted: bool) -> list[Outcome]:
-    """Restore the fp16 loss scaler, where checkpoint and config have one of the same kind.
+    """Restore the fp16 loss scaler, if checkpoint and config have one of the same kind.
 
-    Args:
-        engine: the live engine; its optimizer's loss scaler and overflow flag are set.
-        saved: what the checkpoint holds.
-        wanted: whether it was asked for.
+    Sets the loss scaler and overflow flag of the engine's optimizer. ``wanted``: whether it was requested.
 
     Returns:
-        What became of it; empty where neither side trains in fp16.
+        The outcome; empty if neither side trains in fp16.
     """
     scale, live = saved.loss_scale, loss_scaler(engine)
     if wanted and hasattr(engine.optimizer, "overflow"):
@@ -244,14 +239,12 @@ def fit_scheduler(
     """The saved state dict of a scheduler, with its lists in the order of the live param groups.
 
     Args:
-        saved: state dict from the checkpoint.
-        live: state dict of the live scheduler: gives the entries of groups without a source.
-        sources: per live group, the saved groups it takes its hyperparameters from.
+        saved, live: state dicts; the live one gives the entries of groups without a source.
+        sources: per live group, the saved groups that its hyperparameters come from.
         saved_groups: number of param groups in the checkpoint.
 
     Raises:
-        MismatchError: a list of which it is not known whether it goes by param group, or merged groups for which the
-            scheduler had different plans.
+        MismatchError: a list may or may not be per param group, or the scheduler treated merged groups differently.
     """
     if [tuple(source) for source in sources] == [(number,) for number in range(saved_groups)]:
         return dict(saved)

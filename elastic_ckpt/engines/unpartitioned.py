@@ -18,9 +18,9 @@ from elastic_ckpt.engines.optimizers import StateSchema
 class UnpartitionedAdapter(EngineAdapter):
     """Adapter of an optimizer at stage 0, or of an engine below ZeRO-3 without one.
 
-    A plain fp32 optimizer steps on the parameters themselves, ``FP16_UnfusedOptimizer`` on an fp32 master of each, and
-    ``FP16_Optimizer`` (with FusedAdam) on a flat one of each param group; the latter two serve fp16 and bf16. In bf16
-    without an optimizer, DeepSpeed makes a ``BF16_Optimizer`` around a dummy; its masters are never stepped on.
+    A plain fp32 optimizer updates the parameters themselves, ``FP16_UnfusedOptimizer`` one fp32 master for each, and
+    ``FP16_Optimizer`` (with FusedAdam) a flat one for each param group; the latter two serve fp16 and bf16. In bf16
+    without an optimizer, DeepSpeed wraps a dummy in a ``BF16_Optimizer``, whose masters are never updated.
     """
 
     replicated = True
@@ -48,7 +48,7 @@ class UnpartitionedAdapter(EngineAdapter):
             yield Placement(index, FlatRange(0, numel), offset)
 
     def refresh_weights(self, plan: LoadPlan, exact_masters: bool) -> None:
-        """As the end of ``FP16_UnfusedOptimizer.step`` and of ``FP16_Optimizer.step`` does it. Local."""
+        """Like the end of ``FP16_UnfusedOptimizer.step`` and ``FP16_Optimizer.step``. Local."""
         if not isinstance(self.optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):
             return  # the masters are the weights
         for index, params in enumerate(self.members):
@@ -61,7 +61,7 @@ class UnpartitionedAdapter(EngineAdapter):
 
 
 def _stepped_on(engine: Any) -> Iterable[tuple[int, Any, list[Any]]]:
-    """Of each fp32 tensor that the optimizer steps on, its param group, itself and its parameters in flat order."""
+    """Per fp32 tensor that the optimizer updates: its param group, itself, and its parameters in flat order."""
     optimizer = engine.optimizer
     if isinstance(optimizer, FP16_Optimizer):
         for number, (master, group) in enumerate(zip(optimizer.fp32_groups_flat, optimizer.fp16_groups, strict=True)):

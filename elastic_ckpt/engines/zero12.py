@@ -16,7 +16,7 @@ from elastic_ckpt.engines.optimizers import StateSchema
 
 
 class Zero12Adapter(EngineAdapter):
-    """Adapter of a ZeRO-1/2 optimizer: one flat partition for each param group.
+    """Adapter of a ZeRO-1/2 optimizer, with one flat partition per param group.
 
     ``BF16_Optimizer`` is one too: ZeRO-1 that accumulates gradients in fp32.
     """
@@ -33,7 +33,7 @@ class Zero12Adapter(EngineAdapter):
             self._numbered = optimizer.bit16_groups
             self._offsets = optimizer.round_robin_bit16_offsets
             self._partitions = optimizer.parallel_partitioned_bit16_groups
-        # Muon orthogonalizes whole gradients, on every rank that holds some of them; offloaded, it gathers them instead
+        # Muon orthogonalizes whole gradients on every rank that has some of their elements; offloaded, it gathers them
         self.keeps_touched = not getattr(optimizer, "cpu_offload", False)
         stage = engine.zero_optimization_stage()
         super().__init__(engine, schema, stage, masters, range(len(masters)), members, optimizer.dp_process_group)
@@ -55,17 +55,16 @@ class Zero12Adapter(EngineAdapter):
         if not exact_masters:
             optimizer._restore_from_bit16_weights()
         if plan.restores_states:
-            # DeepSpeed links each parameter to its slice of the states once, and finds only states that exist then;
-            # new ones must be linked again, or its public getters miss them
+            # DeepSpeed links each parameter once to its slice of the states that exist then; new ones must be linked
+            # again, or its public getters miss them
             optimizer._hp_optimizer_states_linked = False
             if all(self.base.state.get(master) for master in self.masters):
                 optimizer._lazy_init_hp_params_optimizer_state()
 
     def _broadcast_partitions(self) -> None:
-        """What ``update_lp_params`` does, in place: every rank's part of the low-precision weights to all. Collective.
+        """Broadcast every rank's part of the low-precision weights in place, like ``update_lp_params``. Collective.
 
-        DeepSpeed gathers whole groups at once, and gloo gathers into memory of its own before it copies: a second
-        low-precision model. It broadcasts in place.
+        DeepSpeed gathers whole groups at once, for which gloo needs a second low-precision model in memory.
         """
         for index, (partitions, master) in enumerate(zip(self._partitions, self.masters, strict=True)):
             group = self.optimizer.real_dp_process_group[index]

@@ -29,7 +29,7 @@ _WHOLES = -1
 
 
 class Zero3Adapter(EngineAdapter):
-    """Adapter of a ZeRO-3 engine: one flat partition for each sub-group of its optimizer, if it has one.
+    """Adapter of a ZeRO-3 engine, with one flat partition per sub-group of its optimizer, if any.
 
     Raises:
         UnsupportedError: a frozen parameter is swapped out to NVMe: DeepSpeed has no way to write it back.
@@ -67,7 +67,7 @@ class Zero3Adapter(EngineAdapter):
         return self._partition(self.members[flat])
 
     def _partition(self, params: Sequence[Any]) -> Iterable[Placement]:
-        """What this rank holds of parameters that follow one another; their partitions include padding."""
+        """This rank's placements in consecutive parameters; their partitions include padding."""
         numels = [math.prod(param.ds_shape) for param in params]
         steps = [int(param.ds_tensor.ds_numel) for param in params]
         return per_parameter_partition(numels, steps, dist.get_rank(group=self.dp_group))
@@ -108,12 +108,12 @@ class Zero3Adapter(EngineAdapter):
         self.gather_again()
 
     def gather_again(self) -> None:
-        """Nothing that was gathered, or kept for gathering, outlives a load. Collective.
+        """Drop everything that was gathered, or kept for gathering, before the load. Collective.
 
-        Persistent parameters, which a forward pass finds whole, are gathered again: many in one collective, where
-        DeepSpeed takes one for each. What does not travel together (quantized parameters, empty ones, those of
-        torch_autocast) is left to it. hpZ's secondary partitions, from which the next forward pass would gather, hold
-        old values; DeepSpeed drops those of parameters that an optimizer owns, but not of frozen ones.
+        Persistent parameters, which a forward pass expects whole, are gathered again: many per collective, where
+        DeepSpeed takes one for each. It still gathers what cannot travel together (quantized and empty parameters,
+        those of torch_autocast). hpZ's secondary partitions, from which the next forward pass would gather, hold old
+        values; DeepSpeed drops those of optimizer-owned parameters, but not of frozen ones.
         """
         for param in self.param_names:
             if param.ds_secondary_tensor is not None:  # type: ignore[attr-defined]
@@ -126,10 +126,10 @@ class Zero3Adapter(EngineAdapter):
 
 
 def _gathering_buckets(params: Sequence[Any]) -> Iterator[list[Any]]:
-    """Parameters that come back from a common collective as they are; each dtype by itself."""
+    """Parameters that a common collective returns unchanged, by dtype."""
     by_dtype: dict[torch.dtype, list[Any]] = {}
     for param in params:
-        # torch_autocast's would come back rounded to the dtype they travel in, and empty ones cannot travel together
+        # torch_autocast's would be rounded to their communication dtype, and empty ones cannot travel together
         if not (hasattr(param.ds_tensor, "ds_quant_scale") or has_comm_dtype(param) or not param.ds_numel):
             by_dtype.setdefault(param.ds_tensor.dtype, []).append(param)
     for dtype, same in by_dtype.items():
@@ -137,7 +137,7 @@ def _gathering_buckets(params: Sequence[Any]) -> Iterator[list[Any]]:
 
 
 class Zero3NvmeAdapter(Zero3Adapter):
-    """Adapter of a ZeRO-3 optimizer that swaps its states, parameters or both to NVMe: one sub-group is in memory."""
+    """Adapter of a ZeRO-3 optimizer that swaps states or parameters to NVMe: one sub-group is in memory at a time."""
 
     def local_state(self) -> LocalState:
         found = super().local_state()
@@ -166,7 +166,7 @@ class Zero3NvmeAdapter(Zero3Adapter):
             with self._in_memory(index, clears_states=plan.restores_states and plan.scalars[index] is None):
                 _, part = plan.reads.of_flat(index)
                 read(part, self.memory(part))
-                if not plan.restores_states:  # what refresh_fp32_params does to masters in memory
+                if not plan.restores_states:  # as refresh_fp32_params does to masters in memory
                     master.data.copy_(master.data.to(self.optimizer.dtype))
                 self.optimizer._reassign_or_swap_out_partitioned_parameters(index)
         return dict(zip(wholes, tensors, strict=True))
@@ -185,10 +185,10 @@ class Zero3NvmeAdapter(Zero3Adapter):
         finally:
             if swapped:
                 optimizer.optimizer_swapper.swap_out_optimizer_state(parameter=master, async_swap=False)
-                master.grad = None  # a view of the swap buffer just given back
+                master.grad = None  # a view of the swap buffer just returned
 
     def _forget_states(self, master: Any) -> None:
-        """As if the sub-group had never been stepped: DeepSpeed's swapper keeps a list of what it has on disk."""
+        """Reset the sub-group to never stepped: DeepSpeed's swapper lists what it has on disk."""
         info = self.optimizer.optimizer_swapper.swap_params_info[master.ds_id]
         info.tensors = info.tensors[:1]
         info.has_state_tensors = False

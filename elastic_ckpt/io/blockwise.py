@@ -1,8 +1,7 @@
-"""Block-wise 8-bit codes: what they stand for, and how to make them. Arithmetic on CPU tensors, nothing else.
+"""Decodes and encodes block-wise 8-bit states, on CPU tensors.
 
-The format is that of bitsandbytes' blockwise optimizers: each block of a state has one fp32 scale (its ``absmax``), and
-a code stands for ``quantization_map[code] * scale``, in fp32 (``optimizer_update_8bit_blockwise`` in
-``backends/cpu/ops.py``).
+The format is that of bitsandbytes' blockwise optimizers: each block has one fp32 scale (its ``absmax``), and a code
+stands for ``codebook[code] * scale``, in fp32 (``optimizer_update_8bit_blockwise`` in ``backends/cpu/ops.py``).
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from elastic_ckpt.errors import DamagedError
 
 #: Rounding of the fp32 arithmetic, relative to a block's scale.
 _ROUNDING = 1e-6
-#: The least difference of two fp32 numbers.
+#: Smallest difference between two fp32 numbers.
 _LEAST = 2.0**-149
 
 
@@ -27,11 +26,10 @@ def _tables(codebook: Codebook) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def decode(codes: torch.Tensor, scales: torch.Tensor, codebook: Codebook) -> torch.Tensor:
-    """Values of codes, in fp32, bit by bit those that bitsandbytes computes with.
+    """Values of codes, in fp32, bitwise equal to those that bitsandbytes computes with.
 
     Args:
-        codes: uint8 ``[n]``.
-        scales: fp32 ``[n]``: the scale of each element's block.
+        codes, scales: uint8 ``[n]``; fp32 ``[n]``, the scale of each element's block.
         codebook: the quantization map.
     """
     return _tables(codebook)[0][codes.long()] * scales
@@ -40,19 +38,19 @@ def decode(codes: torch.Tensor, scales: torch.Tensor, codebook: Codebook) -> tor
 def encode(values: torch.Tensor, codebook: Codebook) -> tuple[torch.Tensor, torch.Tensor, float]:
     """Quantize whole blocks, each value to the nearest code.
 
-    The scale of a block is the smallest that maps no value beyond the ends of the map, of which the negative one of
-    bitsandbytes' signed map is -0.99297, not -1.
+    The scale of a block is the smallest that maps every value into the codebook's range, whose negative end is -0.99297
+    in bitsandbytes' signed map, not -1.
 
     Args:
         values: fp32 ``[blocks, elements of a block]``; padding is zero.
         codebook: the quantization map.
 
     Returns:
-        Codes, uint8, one an element; scales, fp32, one a block; and the largest change of a value, as a fraction of its
-        block's scale, blocks of denormal numbers, which move by a rounding, apart.
+        Codes, uint8, one per element; scales, fp32, one per block; and the largest error as a fraction of its block's
+        scale, without blocks of denormal numbers, which change by one rounding.
 
     Raises:
-        DamagedError: a value is not finite, or negative where the map has no negative values.
+        DamagedError: a value is not finite, or is negative and the codebook has no negative values.
     """
     table, midpoints = _tables(codebook)
     scales = values.amax(dim=1).clamp(min=0)
@@ -70,6 +68,6 @@ def encode(values: torch.Tensor, codebook: Codebook) -> tuple[torch.Tensor, torc
     change = (table[codes] * scales.unsqueeze(1) - values).abs()
     allowed = scales.unsqueeze(1) * (codebook.bound + _ROUNDING) + _LEAST
     assert (change <= allowed).all(), f"values changed by up to {change.max()} in blocks of scale {scales.max()}"
-    normal = scales >= torch.finfo(torch.float32).tiny  # below it, values have no more digits to lose
+    normal = scales >= torch.finfo(torch.float32).tiny  # below it, values have no full precision to lose
     worst = (change[normal] / divisors[normal]).max().item() if normal.any() else 0.0
     return codes.to(torch.uint8), scales, worst

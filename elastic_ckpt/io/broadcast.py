@@ -1,4 +1,4 @@
-"""Sends replicated slots around: each data-parallel rank has read its share of them, now everybody gets the rest."""
+"""Broadcasts replicated slots, of which each data-parallel rank has read its share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def exchange_shares(plan: ReadPlan, tensors: Mapping[int, torch.Tensor], group: 
     """Broadcast every share of a plan from its owner. Collective over the data-parallel group.
 
     Args:
-        plan: the plan that was executed; its shares are the same on every rank.
+        plan: the executed plan; its shares are the same on every rank.
         tensors: the live tensor of every replicated slot; overwritten where another rank is the owner.
         group: the data-parallel process group.
 
@@ -42,7 +42,7 @@ def exchange_shares(plan: ReadPlan, tensors: Mapping[int, torch.Tensor], group: 
 
 
 def _buckets(plan: ReadPlan, tensors: Mapping[int, torch.Tensor]) -> Iterator[list[Share]]:
-    """Shares of one owner, dtype and device that together are no bigger than a bucket, or one bigger share."""
+    """Shares of one owner, dtype and device that fit into a bucket together, or one larger share."""
     kinds: dict[tuple[int, torch.dtype, torch.device], list[Share]] = {}
     for share in plan.shares:
         tensor = tensors[share.slot]

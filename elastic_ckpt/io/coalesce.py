@@ -1,4 +1,4 @@
-"""Which reads a plan comes to: items joined, split, and sorted by whether ``preadv`` can write into their slot."""
+"""Turns a plan's items into reads: joined, split, and sorted by whether ``preadv`` can write into their slot."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from elastic_ckpt.core.dtypes import ITEMSIZE
 from elastic_ckpt.core.read_plan import ReadItem, ReadPlan
 
 _MIB = 1 << 20
-#: Buffers that the kernel takes at most in one call (limits.h, IOV_MAX).
+#: Most buffers per call (limits.h, IOV_MAX).
 MAX_BUFFERS = 1024
-#: Least size of a bounce buffer: an element of any dtype.
+#: Smallest bounce buffer: one element of any dtype.
 LEAST_STAGED_NBYTES = ITEMSIZE["complex128"]
-#: What a thread takes on at a time, at most: a future for each small read would cost more than the read.
+#: Largest task of a thread: one future per small read would cost more than the read.
 _TASK_NBYTES = 4 * _MIB
 _TASK_READS = 64
-#: Tasks for each thread, at least, so that all have something to do until the end.
+#: Fewest tasks per thread, to keep all threads busy until the end.
 _TASKS_OF_THREAD = 4
 
 
@@ -31,10 +31,10 @@ class ReadOptions:
     Attributes:
         threads: size of the pool.
         chunk_nbytes: largest single read.
-        staging_nbytes: host memory for all bounce buffers together.
+        staging_nbytes: host memory of all bounce buffers together.
         progress: whether to draw a progress bar; ``None``: if standard error is a terminal.
-        gap_nbytes: reads at most so far apart in a file are made as one, with the bytes between them.
-        huge_pages: whether to try huge pages for memory that was never touched.
+        gap_nbytes: reads of a file at most this far apart are merged, with the bytes between them.
+        huge_pages: whether to try huge pages for untouched memory.
     """
 
     threads: int = 4
@@ -51,12 +51,11 @@ class ReadOptions:
 
     @property
     def staged_nbytes(self) -> int:
-        """Largest read into a bounce buffer, of which every thread has two."""
+        """Largest read into a bounce buffer; every thread has two."""
         return min(max(self.requantize_nbytes // 2, LEAST_STAGED_NBYTES), self.chunk_nbytes)
 
 
 def read_options(config: ElasticConfig) -> ReadOptions:
-    """How the user wants it read."""
     return ReadOptions(
         threads=config.read_threads,
         chunk_nbytes=config.read_chunk_mib << 20,
@@ -72,11 +71,9 @@ class ReadStats:
     """What was read.
 
     Attributes:
-        nbytes: bytes.
-        calls: reads; all that one part of a requantize item takes count as one.
+        nbytes, calls: bytes and reads; the sources of one part of a requantize item count as one read.
         staged_nbytes: bytes that went through bounce buffers or other host memory.
-        blocks: 8-bit blocks that were quantized anew.
-        worst_error: largest change of a value by that, as a fraction of its new block's scale.
+        blocks, worst_error: requantized 8-bit blocks, and the largest error as a fraction of the new block's scale.
     """
 
     nbytes: int = 0
@@ -97,7 +94,7 @@ class ReadStats:
 
 @dataclass(frozen=True, slots=True)
 class DirectRead:
-    """One ``preadv``: consecutive bytes of a file into these buffers, of which some may be for bytes nobody wants."""
+    """One ``preadv``: consecutive bytes of a file into these buffers, some of which may be for unwanted gaps."""
 
     file: int
     byte_offset: int
@@ -108,16 +105,11 @@ class DirectRead:
 def sort_reads(
     plan: ReadPlan, tensors: Sequence[torch.Tensor], options: ReadOptions
 ) -> tuple[list[DirectRead], list[ReadItem]]:
-    """The reads that execute the items of a plan, in file order.
-
-    Args:
-        plan: what to read.
-        tensors: the live tensor of every slot.
-        options: how to read.
+    """The reads that execute the items of a plan, in file order; ``tensors`` are the live tensors of its slots.
 
     Returns:
-        Reads straight into the tensors, and items that pass through a bounce buffer, none of them bigger than one:
-        each of their rows is a ``preadv``, and their rows follow each other in the slot.
+        Reads straight into the tensors, and items that pass through a bounce buffer, none larger than one: each row is
+        a ``preadv``, and rows are contiguous in the slot.
     """
     for slot, tensor in zip(plan.slots, tensors, strict=True):
         if tensor.numel() != slot.numel:
@@ -135,7 +127,7 @@ def sort_reads(
 
 
 def tasks(reads: Sequence[DirectRead], threads: int) -> Iterator[Sequence[DirectRead]]:
-    """Neighbouring reads, as many as a thread takes on at a time."""
+    """Neighbouring reads, grouped into tasks for one thread."""
     share = threads * _TASKS_OF_THREAD
     most_nbytes = min(sum(read.nbytes for read in reads) // share, _TASK_NBYTES)
     most_reads = min(-(-len(reads) // share), _TASK_READS)
@@ -150,7 +142,7 @@ def tasks(reads: Sequence[DirectRead], threads: int) -> Iterator[Sequence[Direct
 
 
 def _rows(item: ReadItem, view: memoryview) -> Iterator[tuple[int, int, memoryview]]:
-    """Each row: file, byte offset, where the bytes go."""
+    """Each row: file, byte offset, destination."""
     itemsize = ITEMSIZE[item.dtype]
     nbytes, file_step, slot_step = (n * itemsize for n in (item.numel, item.file_stride, item.slot_stride))
     start, offset = item.slot_offset * itemsize, item.byte_offset
@@ -160,16 +152,16 @@ def _rows(item: ReadItem, view: memoryview) -> Iterator[tuple[int, int, memoryvi
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview | None:
-    """The tensor's memory, or ``None`` where ``preadv`` cannot write into it."""
+    """The tensor's memory, or ``None`` if ``preadv`` cannot write into it."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         return None
-    # as_strided: a tensor of one element counts as contiguous whatever its stride is, and then has no byte view
+    # as_strided: a one-element tensor counts as contiguous whatever its stride, and then has no byte view
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))
     return flat.view(torch.uint8).numpy().data
 
 
 def _staged(item: ReadItem, step_nbytes: int) -> Iterator[ReadItem]:
-    """Rows that are neighbours in the slot go together, as many as a buffer holds; longer ones are split."""
+    """Contiguous rows of the slot, as many as fit into a buffer; longer rows are split."""
     itemsize = ITEMSIZE[item.dtype]
     at_once = step_nbytes // (item.numel * itemsize) if item.rows > 1 and item.slot_stride == item.numel else 0
     if at_once > 1:
@@ -183,8 +175,8 @@ def _staged(item: ReadItem, step_nbytes: int) -> Iterator[ReadItem]:
 
 
 def _joined(ranges: Iterable[tuple[int, int, memoryview]], options: ReadOptions) -> Iterator[DirectRead]:
-    """Join ranges that are neighbours in their file, or nearly so, and split what is longer than a chunk."""
-    unwanted = memoryview(bytearray(options.gap_nbytes))  # what is between them; every read may write into it
+    """Merge ranges that are adjacent in their file, or nearly so, and split those longer than a chunk."""
+    unwanted = memoryview(bytearray(options.gap_nbytes))  # for the gaps; every read may write into it
     chunk_nbytes = options.chunk_nbytes
     buffers: list[memoryview] = []
     file, start, end = -1, 0, 0

@@ -1,4 +1,4 @@
-"""Do replicas of one tensor differ? Reads what a plan lists to be compared."""
+"""Reads the replicas that a plan lists and compares them."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.reader import execute
 from elastic_ckpt.sharding.resolve import FIRST, MEAN
 
-#: Elements whose values are compared at a time: bounds the memory for them.
+#: Elements whose values are compared at a time, which bounds memory.
 _STEP_NUMEL = 1 << 18
-#: Wide enough for every value of every dtype that is saved.
+#: Holds every value of every saved dtype.
 _WIDEST = "float64"
 _WORD_NBYTES = 8
 _LEAST_NBYTES = 1 << 16
@@ -36,12 +36,11 @@ _SHOWN = 6
 
 @dataclass(frozen=True)
 class ReplicaDifference:
-    """What one rank found in its range of some replicas that differ.
+    """One rank's finding for its range of replicas that differ.
 
     Attributes:
-        check: the range; without its replicas.
-        copies: how many replicas there are.
-        largest, total: the largest difference from the first replica, and the sum of all differences.
+        check, copies: the range, without its replicas, and their number.
+        largest, total: largest difference from the first replica, and sum of all differences.
     """
 
     check: ReplicaCheck
@@ -55,11 +54,10 @@ class Drift:
     """Replicas of a tensor that differ.
 
     Attributes:
-        name, key: the tensor.
+        name, key, copies: the tensor, and the number of replicas.
         largest, mean: of the differences from the first replica.
-        copies: how many there are.
-        taken: what is made of them: the ``first`` or the ``mean``.
-        is_guess: whether only shapes suggest that these are replicas.
+        taken: how they are resolved: ``first`` or ``mean``.
+        is_guess: whether only equal shapes suggest that these are replicas.
     """
 
     name: str
@@ -82,17 +80,12 @@ def find_drift(
 ) -> list[ReplicaDifference]:
     """Read this rank's share of the replicas and compare them with the first one. Local.
 
-    Args:
-        files: those that the checks refer to.
-        checks: what to compare.
-        options: how to read.
-
     Raises:
         DamagedError: a file cannot be read.
     """
     arena = torch.empty(0, dtype=torch.uint8)
     found = []
-    most_nbytes = max(options.staging_nbytes // 2, _LEAST_NBYTES)  # the other half is for what has to be decoded
+    most_nbytes = max(options.staging_nbytes // 2, _LEAST_NBYTES)  # the other half is for decoding
     options = replace(options, chunk_nbytes=min(options.chunk_nbytes, max(most_nbytes // options.threads, 1)))
     for parts in _rounds(checks, most_nbytes):
         needed = sum(part.nbytes for part in parts)
@@ -116,7 +109,7 @@ class _Part:
 
     @property
     def replica_nbytes(self) -> int:
-        """Of one replica in memory: whole words."""
+        """Bytes of one replica in memory, in whole words."""
         return -(-self.check.numel * ITEMSIZE[self.dtype] // _WORD_NBYTES) * _WORD_NBYTES
 
     @property
@@ -124,12 +117,11 @@ class _Part:
         return len(self.check.replicas) * self.replica_nbytes
 
     def values(self, raw: torch.Tensor) -> torch.Tensor:
-        """The elements of one replica in memory."""
         return raw.view(getattr(torch, self.dtype))[: self.check.numel]
 
 
 def _rounds(checks: Iterable[ReplicaCheck], most_nbytes: int) -> Iterator[list[_Part]]:
-    """What is read at once: many small checks, or a range of a big one."""
+    """What is read at once: many small checks, or a range of a large one."""
     parts: list[_Part] = []
     nbytes = 0
     for check in checks:
@@ -148,7 +140,7 @@ def _rounds(checks: Iterable[ReplicaCheck], most_nbytes: int) -> Iterator[list[_
 
 
 def _dtype_of(check: ReplicaCheck) -> str:
-    """That of the files, where the replicas can be compared byte by byte; else one for the values of all."""
+    """The files' dtype, if replicas can be compared bytewise; else one that holds the values of all."""
     items = [item for replica in check.replicas for item in replica]
     dtypes = {item.dtype for item in items}
     is_quantized = any(item.code is not None for item in items)
@@ -158,7 +150,7 @@ def _dtype_of(check: ReplicaCheck) -> str:
 def _read(
     files: tuple[SourceFile, ...], parts: Sequence[_Part], arena: torch.Tensor, options: ReadOptions
 ) -> list[torch.Tensor]:
-    """The bytes of each replica of each part, padded to whole words; decoded, where :func:`_dtype_of` says so."""
+    """The bytes of each replica of each part, padded to whole words; decoded where :func:`_dtype_of` says so."""
     slots: list[Slot] = []
     raw: list[torch.Tensor] = []
     values: list[torch.Tensor] = []
@@ -172,7 +164,7 @@ def _read(
             position += part.replica_nbytes
             if sum(item.numel for item in replica) < numel:
                 buffer.zero_()
-            buffer[-_WORD_NBYTES:] = 0  # behind the last element
+            buffer[-_WORD_NBYTES:] = 0  # padding after the last element
             sources = tuple(replace(item, slot=number) for item in replica)
             if part.dtype == _WIDEST:
                 requantize.append(RequantizeItem(number, 0, numel, None, -1, 0, sources))
@@ -187,11 +179,11 @@ def _read(
 
 
 def _apart(part: _Part, replicas: Sequence[torch.Tensor]) -> tuple[float, float] | None:
-    """The largest difference from the first replica, and the sum of all; ``None``: all are the same numbers."""
+    """The largest difference from the first replica, and the sum of all; ``None`` if all numbers are equal."""
     found = None
     first = replicas[0]
     for other in replicas[1:]:
-        if torch.equal(first.view(torch.int64), other.view(torch.int64)):  # six times as fast as byte by byte
+        if torch.equal(first.view(torch.int64), other.view(torch.int64)):  # six times as fast as bytewise
             continue
         left, right = part.values(first), part.values(other)
         for start in range(0, part.check.numel, _STEP_NUMEL):
@@ -204,24 +196,24 @@ def _apart(part: _Part, replicas: Sequence[torch.Tensor]) -> tuple[float, float]
 
 
 def differences(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compare two tensors by their values, whatever their dtypes.
+    """Compare two tensors by value, whatever their dtypes.
 
     Returns:
-        Of each element: whether it is the same number in both, or in both not a number; and the absolute difference,
-        infinite where only one of them is finite.
+        Per element: whether both are the same number or both NaN; and the absolute difference, infinite if only one
+        is finite.
     """
     wide = torch.complex128 if left.is_complex() or right.is_complex() else torch.float64
     a, b = left.to(wide), right.to(wide)
-    same = (a == b) | (a.isnan() & b.isnan())  # zeros of either sign are
+    same = (a == b) | (a.isnan() & b.isnan())  # zeros of either sign are equal
     if left.dtype == right.dtype and not (left.is_floating_point() or left.is_complex()):
-        same &= left == right  # integers beyond 2^53 may be one and the same as floats
+        same &= left == right  # distinct integers beyond 2^53 may be equal as floats
     return same, (a - b).abs().nan_to_num(nan=math.inf, posinf=math.inf).masked_fill(same, 0)
 
 
 def united(found: Iterable[ReplicaDifference]) -> list[Drift]:
-    """One drift for each tensor, whatever ranks found it, in whatever ranges; the largest difference first.
+    """One drift per tensor over all ranks and ranges, largest difference first.
 
-    The mean is over all elements of the shards that differ. What two ranks have compared counts once.
+    The mean is over all elements of the shards that differ. Elements compared by two ranks count once.
     """
     tensors: dict[tuple[str, str], list[ReplicaDifference]] = {}
     for each in found:
@@ -251,15 +243,10 @@ def _one_drift(differences: Sequence[ReplicaDifference]) -> Drift:
 
 
 def judge_drift(found: Iterable[ReplicaDifference], averaged: frozenset[str], policy: str) -> tuple[str, ...]:
-    """What becomes of copies that differ: notes for the report.
-
-    Args:
-        found: of all ranks.
-        averaged: names of which a rule says that they may.
-        policy: ``strict``, ``first`` or ``mean``.
+    """Notes for the report about replicas that differ on any rank; ``averaged`` are the names that may, by a rule.
 
     Raises:
-        MismatchError: some differ, and the policy is ``strict``.
+        MismatchError: some differ, and ``policy`` is ``strict`` (not ``first`` or ``mean``).
     """
     drifts = united(found)
     asked = [drift for drift in drifts if drift.name not in averaged]
@@ -287,7 +274,7 @@ def judge_drift(found: Iterable[ReplicaDifference], averaged: frozenset[str], po
 
 
 def _no_copies(guessed: Sequence[Drift]) -> MismatchError:
-    """Tensors of equal shape on every rank that have other values: most likely each rank's own part."""
+    """Tensors of equal shape but other values on every rank: most likely each rank's own shard."""
     names = listed(dict.fromkeys(drift.name for drift in guessed))
     pattern = re.escape(guessed[0].name)
     return MismatchError(

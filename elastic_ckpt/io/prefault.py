@@ -1,11 +1,11 @@
 """Has the kernel map the pages of fresh memory before bytes are read into them.
 
-Reading into memory that was never touched faults page after page inside the read, and copies in pieces of a page. One
-``MADV_POPULATE_WRITE`` (Linux 5.14) maps them in one go. Huge pages make that several times faster where whole ones are
-ready, and much slower where the kernel has to compact memory first, or a virtual machine has to get them back from its
-host. Which it is cannot be known beforehand, so each huge page is timed, and the first slow one is the last.
+A read into untouched memory faults page by page. One ``MADV_POPULATE_WRITE`` (Linux 5.14) maps all pages at once. Huge
+pages are several times faster if free ones are ready, and much slower if the kernel must compact memory or a virtual
+machine must get them from its host. This cannot be known beforehand, so each huge page is timed, and the first slow one
+is the last.
 
-All of this is advice: where the kernel does not take it, the read faults the pages in as ever.
+All of this is advice: if the kernel rejects it, the read faults the pages in.
 """
 
 from __future__ import annotations
@@ -21,26 +21,22 @@ _PAGE_NBYTES = mmap.PAGESIZE
 _HUGE_NBYTES = 2 << 20
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
-#: Smaller buffers are not worth a system call of their own.
+#: Smaller buffers are not worth a system call.
 _LEAST_NBYTES = 1 << 18
-#: CPU time to map a huge page: 0.2 ms where one is ready, 1 ms for as much in small pages, 4 ms and more where not.
+#: CPU time to map a huge page: 0.2 ms if one is ready, 1 ms for as many small pages, 4 ms and more otherwise.
 _SLOW_SECONDS = 0.8e-3
 
 
 class Prefault:
-    """Maps buffers that are about to be written. One object for each load; any thread may call it.
-
-    Args:
-        huge: whether to try huge pages.
-    """
+    """Maps buffers that are about to be written, in huge pages if ``huge``. One object per load; thread-safe."""
 
     def __init__(self, huge: bool = True) -> None:
         self._libc = _libc()
-        self._works = self._libc is not None  # apart, so that no thread finds the library gone between two lines
+        self._works = self._libc is not None  # a flag, so that no thread finds the library gone between two lines
         self._huge = huge
 
     def __call__(self, buffers: Iterable[memoryview]) -> None:
-        """Map those of the buffers that are big and not mapped yet. Their contents stay as they are."""
+        """Map large buffers that are not mapped yet; their contents stay."""
         for buffer in buffers:
             if not self._works:
                 return
@@ -78,7 +74,7 @@ class Prefault:
 
     def _advise(self, start: int, nbytes: int, advice: int) -> None:
         if self._works and self._libc.madvise(start, nbytes, advice) != 0 and advice == _MADV_POPULATE_WRITE:
-            self._works = False  # an old kernel, or no memory left, which the read itself reports
+            self._works = False  # an old kernel, or out of memory, which the read itself reports
 
     def _is_mapped(self, address: int) -> bool:
         found = ctypes.c_ubyte(0)
@@ -87,7 +83,7 @@ class Prefault:
 
 
 def _libc() -> Any:
-    """The C library; ``None`` where it has no such advice."""
+    """The C library; ``None`` if it lacks this advice."""
     if sys.platform != "linux":
         return None
     libc = ctypes.CDLL(None)

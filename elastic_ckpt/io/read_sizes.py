@@ -1,7 +1,7 @@
-"""How the reader splits a plan into reads, without a file and without memory. Pure.
+"""Computes the sizes of the reader's reads from a plan, without files or memory. Pure.
 
-What :mod:`elastic_ckpt.io.coalesce` does with buffers, row after row, is done here with numbers, item after item: a
-strided item of a hundred thousand rows takes no longer than one of two. A test compares the two.
+Does with numbers, per item, what :mod:`elastic_ckpt.io.coalesce` does with buffers, per row: a strided item of a
+hundred thousand rows takes no longer than one of two. A test compares the two.
 """
 
 from __future__ import annotations
@@ -17,12 +17,9 @@ from elastic_ckpt.io.requantize import nbytes_read, parts_of
 
 
 def read_sizes(plan: ReadPlan, options: ReadOptions, on_accelerator: bool) -> Counter[int]:
-    """How many reads there are of each size, in bytes; a part of a requantize item counts as one.
+    """Number of reads of each size, in bytes; a part of a requantize item counts as one.
 
-    Args:
-        plan: of one rank.
-        options: how to read.
-        on_accelerator: whether its slots are where ``preadv`` cannot write, so that all goes through bounce buffers.
+    ``on_accelerator``: whether ``preadv`` cannot write into the slots, so that all reads go through bounce buffers.
     """
     sizes: Counter[int] = Counter()
     direct: list[ReadItem] = []
@@ -43,14 +40,7 @@ def read_sizes(plan: ReadPlan, options: ReadOptions, on_accelerator: bool) -> Co
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Rows of one item.
-
-    Attributes:
-        nbytes: of one.
-        stride: bytes from one to the next.
-        count: how many.
-        most_gap: bytes that two may be apart and yet be read in one.
-    """
+    """Rows of one item: ``count`` of ``nbytes`` each, ``stride`` bytes apart; gaps up to ``most_gap`` are read over."""
 
     nbytes: int
     stride: int
@@ -59,15 +49,15 @@ class _Rows:
 
     @property
     def buffers(self) -> int:
-        """Buffers that each but the first adds to a read: itself, and the gap before it."""
+        """Buffers that each row but the first adds to a read: itself, and the gap before it."""
         return 1 + (self.stride > self.nbytes)
 
     def span(self, count: int) -> int:
-        """Bytes from the start of the first to the end of the last of so many."""
+        """Bytes from the start of the first to the end of the last of ``count`` rows."""
         return self.nbytes + (count - 1) * self.stride
 
     def fitting(self, room_nbytes: int, room_buffers: int) -> int:
-        """How many go into so many bytes and, after the first, so many buffers."""
+        """Number of rows that fit into these bytes and, after the first, these buffers."""
         if room_nbytes < self.nbytes or room_buffers < 0:
             return 0
         if self.count == 1 or not 0 <= self.stride - self.nbytes <= self.most_gap:
@@ -76,7 +66,7 @@ class _Rows:
 
 
 def _count_joined(items: Iterable[ReadItem], options: ReadOptions, sizes: Counter[int]) -> None:
-    """Neighbours in the file, and those nearly so, go into one read; what is longer than a chunk is split."""
+    """Count reads: neighbours in the file, or nearly so, are merged; what is longer than a chunk is split."""
     chunk_nbytes, most_gap = options.chunk_nbytes, options.gap_nbytes
     file, end, nbytes, buffers = -1, 0, 0, 0  # the read that the next item may still join
     for item in items:

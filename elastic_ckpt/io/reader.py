@@ -1,8 +1,8 @@
 """Executes a read plan: file bytes straight into the memory of the slots, from a pool of threads.
 
-An item whose slot is a contiguous CPU tensor of the file's dtype is *direct*: ``preadv`` writes into the tensor.
-Neighbouring ranges of a file go into one call, whatever slots they are for. Any other item (another dtype, an
-accelerator, a strided buffer) is *staged* through bounce buffers of a fixed size (:mod:`elastic_ckpt.io.staging`).
+An item whose slot is a contiguous CPU tensor of the file's dtype is *direct*: ``preadv`` writes into the tensor, and
+adjacent ranges of a file share a call. Any other item (other dtype, accelerator, strided tensor) is *staged* through
+bounce buffers of fixed size (:mod:`elastic_ckpt.io.staging`).
 """
 
 from __future__ import annotations
@@ -38,11 +38,10 @@ def execute(
     """Execute every item of a plan. Local; call it on every rank.
 
     Args:
-        plan: what to read.
+        plan, options: what to read, and how.
         tensors: the live tensor of every slot; overwritten.
-        options: how to read.
         show_progress: whether this rank may draw the progress bar.
-        make_transfer: how values get from bounce buffers into tensors of a device.
+        make_transfer: makes what copies bounce buffers into tensors of a device.
 
     Raises:
         DamagedError: a file ended early or could not be read; the slots are then partly overwritten.
@@ -82,8 +81,6 @@ def execute(
 
 @dataclass(frozen=True)
 class _Work:
-    """What the threads of the pool do."""
-
     plan: ReadPlan
     tensors: Sequence[torch.Tensor]
     files: _Files
@@ -113,7 +110,7 @@ class _Work:
         except DamagedError as error:
             if error.file is not None:
                 raise
-            slot = self.plan.slots[item.slot]  # values know neither their state nor their file
+            slot = self.plan.slots[item.slot]  # values carry neither their state nor their file
             raise DamagedError(
                 error.problem,
                 parameter=f"{slot.key} of flat partition {slot.flat}",
@@ -130,7 +127,7 @@ class _Work:
 
 
 class _Files:
-    """At most one open file for each thread: reads come in file order, and a checkpoint may have thousands."""
+    """At most one open file per thread: reads come in file order, and a checkpoint may have thousands of files."""
 
     def __init__(self, files: Sequence[SourceFile], stack: ExitStack) -> None:
         self._files = files
@@ -139,7 +136,7 @@ class _Files:
         stack.callback(self._close_all)
 
     def read(self, file: int, byte_offset: int, buffers: Sequence[memoryview]) -> None:
-        """``preadv`` until all buffers are full; the kernel may return less than was asked for."""
+        """``preadv`` until all buffers are full; the kernel may return less than requested."""
         remaining = list(buffers)
         while remaining:
             try:
@@ -159,7 +156,7 @@ class _Files:
         if number == file:
             return int(descriptor)
         if descriptor >= 0:
-            # forgotten first: once it is closed, another thread's open may be given its number
+            # removed first: once closed, its number may be given to another thread's file
             self._open.discard(descriptor)
             del self._mine.open
             os.close(descriptor)
@@ -183,16 +180,16 @@ class _Files:
 
 
 def check_files(plan: ReadPlan) -> None:
-    """Look at the size of every file the plan reads, before anything is overwritten. Local.
+    """Check the size of every file of the plan, before anything is overwritten. Local.
 
     Raises:
-        DamagedError: a file is not visible on this rank, or not of the size its metadata was read at.
+        DamagedError: a file is not readable on this rank, or its size changed since its metadata was read.
     """
     sources = (source for item in plan.requantize_items for source in item.sources)
     for file in sorted({item.file for item in chain(plan.items, sources)}):
         source = plan.files[file]
         try:
-            with open(source.path, "rb") as stream:  # not only stat: a file may be visible and yet not readable
+            with open(source.path, "rb") as stream:  # not only stat: a visible file may not be readable
                 nbytes = os.fstat(stream.fileno()).st_size
         except OSError as error:
             raise DamagedError(

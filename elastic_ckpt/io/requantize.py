@@ -1,4 +1,4 @@
-"""Executes a plan's requantize items: codes and values from files, decoded and quantized in parts of bounded size."""
+"""Executes a plan's requantize items: reads codes and values, decodes and quantizes them in parts of bounded size."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from elastic_ckpt.io.blockwise import decode, encode
 from elastic_ckpt.io.coalesce import ReadStats
 from elastic_ckpt.io.staging import write_flat
 
-#: ``read(file, byte_offset, nbytes)``: bytes of a file of the plan.
+#: ``read(file, byte_offset, nbytes)`` returns bytes of a file of the plan.
 ReadBytes = Callable[[int, int, int], bytearray]
-#: Host memory that one element takes on its way: bytes, index, value, scales, the scale's bounds, normalized value.
+#: Peak host memory per element: bytes, index, value, scales, the scale's bounds, normalized value.
 _NBYTES_PER_ELEMENT = 48
 
 
 def parts_of(item: RequantizeItem, staging_nbytes: int) -> Iterator[RequantizeItem]:
-    """Split an item into parts that need at most so much host memory, but have at least one block; without gaps."""
+    """Split an item into parts that need at most ``staging_nbytes`` of memory, but at least one block; skip gaps."""
     block = 1 if item.target is None else item.target.numel
     step = max(staging_nbytes // _NBYTES_PER_ELEMENT // block, 1) * block
     for start in range(item.start, item.stop, step):
@@ -31,7 +31,7 @@ def parts_of(item: RequantizeItem, staging_nbytes: int) -> Iterator[RequantizeIt
 
 
 def scales_of(item: ReadItem) -> tuple[int, int]:
-    """Where the scales of quantized elements are in their file: byte offset and bytes."""
+    """Byte offset and size, in their file, of the scales of quantized elements."""
     assert item.code is not None
     first, stop = item.code.position // item.code.format.numel, item.code.format.blocks(item.code.position + item.numel)
     itemsize = ITEMSIZE[SCALE_DTYPE]
@@ -39,7 +39,7 @@ def scales_of(item: ReadItem) -> tuple[int, int]:
 
 
 def nbytes_read(item: RequantizeItem) -> int:
-    """Bytes of the sources of an item, and of their scales."""
+    """Bytes of an item's sources and of their scales."""
     return item.nbytes + sum(scales_of(source)[1] for source in item.sources if source.code is not None)
 
 
@@ -52,7 +52,7 @@ def requantize(item: RequantizeItem, tensors: Sequence[torch.Tensor], read: Read
         read: reads bytes of the plan's files.
 
     Raises:
-        DamagedError: values that cannot be quantized.
+        DamagedError: values cannot be quantized.
     """
     nbytes = nbytes_read(item)
     blocks, worst_error = 0, 0.0
@@ -61,7 +61,7 @@ def requantize(item: RequantizeItem, tensors: Sequence[torch.Tensor], read: Read
     elif item.scale is None:
         for source in item.sources:
             write_flat(tensors[item.slot], source.slot_offset, _decoded(source, *_source(source, read)))
-    else:  # in double precision: equal shares give back exactly what they are the shares of
+    else:  # in double precision, in which equal shares sum exactly to the original
         total = torch.zeros(item.numel, dtype=torch.float64)
         for source in item.sources:
             here = slice(source.slot_offset - item.start, source.slot_stop - item.start)
@@ -73,12 +73,12 @@ def requantize(item: RequantizeItem, tensors: Sequence[torch.Tensor], read: Read
 def _to_codes(
     item: RequantizeItem, target: BlockFormat, tensors: Sequence[torch.Tensor], read: ReadBytes
 ) -> tuple[int, float]:
-    """Fill codes and scales; returns how many blocks were quantized anew, and the largest error of that."""
+    """Fill codes and scales; returns the number of requantized blocks and their largest error."""
     blocks = target.blocks(item.numel)
     padded = blocks * target.numel  # the last block of a row may be short
     codes = torch.full((padded,), target.codebook.zero, dtype=torch.uint8)
     values = torch.zeros(padded)
-    # the least and the greatest scale among a block's source elements: where they are one, its codes can stay
+    # the least and greatest scale among a block's source elements: if equal, its codes can stay
     least, greatest = torch.full((padded,), torch.inf), torch.full((padded,), -torch.inf)
     for source in item.sources:
         here = slice(source.slot_offset - item.start, source.slot_stop - item.start)
@@ -102,7 +102,7 @@ def _to_codes(
 
 
 def _source(item: ReadItem, read: ReadBytes) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The elements of a source as they are in the file; and the scale of each, fp32, where they are quantized."""
+    """The elements of a source as in the file, and if quantized the fp32 scale of each."""
     raw = torch.frombuffer(read(item.file, item.byte_offset, item.nbytes), dtype=getattr(torch, item.dtype))
     if item.code is None:
         return raw, None

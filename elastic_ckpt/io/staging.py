@@ -1,8 +1,8 @@
-"""Bounce buffers: how bytes get into slots that ``preadv`` cannot write into.
+"""Bounce buffers, for slots that ``preadv`` cannot write into.
 
-Every reading thread has a *lane* of two host buffers. While the second is read into, the first is on its way into the
-slot: for an accelerator in pinned memory, asynchronously, on a stream of the lane's own, so that disk and bus work at
-the same time. Memory stays bounded, whatever a plan's size.
+Every reading thread has a *lane* of two host buffers: while one is read into, the other is copied into its slot. For an
+accelerator the copy is asynchronous, from pinned memory on the lane's own stream, so that disk and bus overlap. Memory
+is bounded, whatever the size of the plan.
 """
 
 from __future__ import annotations
@@ -15,13 +15,11 @@ import torch
 
 
 class Transfer:
-    """Moves values from host buffers into slots of one device.
+    """Copies values from host buffers into slots of one device.
 
-    Into an accelerator on a stream beside that of the computation: bytes travel as they are in the file, and are
-    converted there, half as many where 16-bit values become 32-bit ones. Into host memory at once.
-
-    Args:
-        device: whose. Make it on the thread whose stream prepared the slots.
+    Into an accelerator, on a stream beside the computation's: bytes travel in the file's dtype and are converted there,
+    which halves the traffic if 16-bit values become 32-bit ones. Into host memory, synchronously. Create it on the
+    thread whose stream prepared the slots.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -32,10 +30,10 @@ class Transfer:
             self._stream.wait_stream(torch.accelerator.current_stream(device))
 
     def start(self, values: torch.Tensor, target: torch.Tensor, offset: int) -> Callable[[], None]:
-        """Begin to write 1-D ``values`` into ``target`` from its element ``offset`` on.
+        """Start to write 1-D ``values`` into ``target`` from element ``offset``.
 
         Returns:
-            Waits until ``values`` have been read, so that their buffer may be written again.
+            A function that waits until ``values`` have been read, so that their buffer may be reused.
         """
         if self._stream is None:
             write_flat(target, offset, values)
@@ -45,18 +43,17 @@ class Transfer:
             return self._stream.record_event().synchronize
 
     def finish(self) -> None:
-        """Wait until all is written. Slots may be used on any stream afterwards."""
+        """Wait until all is written. Slots may then be used on any stream."""
         if self._stream is not None:
             self._stream.synchronize()
 
 
 class Lane:
-    """Two host buffers in turn. Used by one thread at a time.
+    """Two host buffers in turn, for one thread at a time.
 
     Args:
-        buffer_nbytes: of each.
+        buffer_nbytes, pinned: size of each, and whether they are page-locked.
         transfers: by device.
-        pinned: whether the buffers are page-locked.
     """
 
     def __init__(self, buffer_nbytes: int, transfers: dict[torch.device, Transfer], pinned: bool) -> None:
@@ -66,29 +63,28 @@ class Lane:
         self._turn = 0
 
     def buffer(self, nbytes: int) -> memoryview:
-        """The next buffer, as soon as what was in it has left."""
+        """The next buffer, once its previous content is copied."""
         self._free[self._turn]()
         self._free[self._turn] = _nothing
         return self._buffers[self._turn][:nbytes].numpy().data
 
     def deliver(self, nbytes: int, dtype: str, target: torch.Tensor, offset: int) -> None:
-        """Send what was written into the buffer on its way: ``target[offset:]``, in elements."""
+        """Start to copy the buffer's content into ``target[offset:]``, in elements."""
         values = self._buffers[self._turn][:nbytes].view(getattr(torch, dtype))
         self._free[self._turn] = self._transfers[target.device].start(values, target, offset)
         self._turn = 1 - self._turn
 
     def finish(self) -> None:
-        """Wait until all that was delivered is in its slots."""
+        """Wait until everything delivered is in its slots."""
         for transfer in self._transfers.values():
             transfer.finish()
 
 
 class Lanes:
-    """A lane for every thread. Made on the thread that prepared the slots: pinned memory belongs to its device.
+    """A lane per thread. Create it on the thread that prepared the slots, to whose device pinned memory belongs.
 
     Args:
-        threads: how many.
-        buffer_nbytes: of each of a lane's two buffers.
+        threads, buffer_nbytes: number of lanes, and size of each of a lane's two buffers.
         tensors: the slots.
         make: makes a transfer.
     """
@@ -126,7 +122,7 @@ def _nothing() -> None:
 
 
 def write_flat(target: torch.Tensor, offset: int, values: torch.Tensor) -> None:
-    """Write 1-D ``values`` into ``target`` from its element ``offset`` on, in row-major order."""
+    """Write 1-D ``values`` into ``target`` from element ``offset``, in row-major order."""
     if target.is_contiguous():
         target.view(-1)[offset : offset + values.numel()].copy_(values)
         return

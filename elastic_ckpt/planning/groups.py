@@ -1,4 +1,4 @@
-"""Which saved param group gives a live one its hyperparameters: by membership, not by position. Pure."""
+"""Assigns saved param groups' hyperparameters to live ones: by membership, not by position. Pure."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from elastic_ckpt.core.local_state import LiveGroup, LocalState
 from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.errors import MismatchError, listed
 
-#: Lists of members, a name for people, and choices of implementation rather than of training: the live run's own
-#: are kept.
+#: Members, display names, and implementation choices, which do not affect training: the live run's are kept.
 _LIVE_KEYS = frozenset({"params", "param_names", "name", "foreach", "fused", "capturable", "differentiable"})
 _DECOUPLED = "decoupled_weight_decay"
 
@@ -21,9 +20,8 @@ class GroupMatching:
     """Where the values of every live group come from.
 
     Attributes:
-        sources: per live group, the saved groups that its members were in, which all have the values that it takes;
-            none: its live values stay.
-        hyperparameters: per live group, those values; empty where there is no source.
+        sources: per live group, the saved groups of its members, which agree; empty if its live values stay.
+        hyperparameters: per live group, the values to set; empty without a source.
     """
 
     sources: tuple[tuple[int, ...], ...]
@@ -40,11 +38,10 @@ def match_groups(
     """Find hyperparameters for every live group.
 
     Args:
-        metadata: what the checkpoint holds.
-        local_state: what the live engine holds.
+        metadata, local_state: the checkpoint and the live engine.
         keep_live: ``"param_groups": "keep_live"``: every live group keeps its own.
         with_states: whether optimizer states are restored too, so that both optimizers must be of one kind.
-        converted: whether the checkpoint is of another optimizer, so that only what both know is taken over.
+        converted: whether another optimizer saved the checkpoint, so that only common hyperparameters are restored.
 
     Raises:
         MismatchError: members of one live group come from saved groups with different hyperparameters, or weight
@@ -56,11 +53,11 @@ def match_groups(
         found = sorted({metadata.parameters[name].group for name in group.names if name in metadata.parameters})
         if not group.names and len(metadata.groups) == len(local_state.groups):
             has_members = any(saved.group == number for saved in metadata.parameters.values())
-            found = [] if has_members else [number]  # its members are all frozen, here and there
+            found = [] if has_members else [number]  # all its members are frozen, saved and live
         if with_states:
             _refuse_other_weight_decay(number, group, [metadata.groups[source] for source in found])
         if keep_live or not all(metadata.groups[source] for source in found):
-            found = []  # the user keeps them, or the checkpoint does not know them (BLOOM's universal one)
+            found = []  # by the user's choice, or because there are none (BLOOM's universal checkpoint)
         values = [transferable(metadata.groups[source]) for source in found]
         if any(value != values[0] for value in values):
             raise _mixed(number, group, dict(zip(found, values, strict=True)))
@@ -92,7 +89,7 @@ def _mixed(number: int, group: LiveGroup, saved: Mapping[int, Mapping[str, Any]]
 
 
 def _refuse_other_weight_decay(number: int, group: LiveGroup, saved: list[Mapping[str, Any]]) -> None:
-    """Adam and AdamW keep the same states and differ in one flag, which decides what weight decay means."""
+    """Adam and AdamW keep the same states; one flag decides what their weight decay means."""
     live = group.hyperparameters.get(_DECOUPLED)
     kinds = {True: "decoupled (AdamW)", False: "L2 (Adam)"}
     for values in saved:
@@ -107,7 +104,7 @@ def _refuse_other_weight_decay(number: int, group: LiveGroup, saved: list[Mappin
 
 
 def transferable(hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a saved group that a live group takes over."""
+    """The hyperparameters of a saved group that a live group takes."""
     return {
         key: value
         for key, value in hyperparameters.items()

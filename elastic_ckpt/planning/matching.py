@@ -1,4 +1,4 @@
-"""Which saved parameter, buffer and frozen weight belongs to which live one, and what happens to the rest. Pure."""
+"""Matches saved parameters, buffers and frozen weights with live ones, and accounts for the rest. Pure."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ class Matching:
     """Names on both sides.
 
     Attributes:
-        restored: trainable parameters whose weights are restored.
-        wholes: buffers and frozen parameters that are restored, as (name, key).
+        restored, wholes: trainable parameters; buffers and frozen parameters, as (name, key).
         outcomes: what is not restored, and why.
     """
 
@@ -31,13 +30,12 @@ class Matching:
 
 
 def match_parameters(metadata: CheckpointMetadata, local_state: LocalState, strict: bool) -> Matching:
-    """Match names of live and saved parameters, buffers and frozen weights.
+    """Match live and saved parameters, buffers and frozen weights by FQN.
 
-    A parameter may have been frozen then and train now, or the other way round: its weights are restored.
+    A parameter that was frozen may train now, or the other way round: its weights are restored.
 
     Raises:
-        MismatchError: a name is on one side only and ``strict`` is set. Frozen parameters that were left out of
-            the save on purpose are no such case.
+        MismatchError: a name is on one side only and ``strict`` is set, frozen parameters excluded from the save apart.
     """
     live = {name for flat in local_state.flats for name in flat.members}
     wholes = {(whole.name, whole.key) for whole in local_state.wholes}
@@ -48,8 +46,8 @@ def match_parameters(metadata: CheckpointMetadata, local_state: LocalState, stri
     missing |= {kind: {name for name, key in wholes - found if key == kind} for kind in (BUFFER, FROZEN)}
     unsaved = set() if metadata.source.buffers_recorded else missing.pop(BUFFER)
     excluded = set()
-    # ZeRO-2 and 3 list frozen parameters, even none, unless they are left out. Below, a save without them looks as if
-    # the model had none; of tied ones it keeps the second name
+    # ZeRO-2 and 3 list frozen parameters, even if there are none, unless they are excluded. At lower stages a save
+    # without them looks like a model without any; of tied ones it keeps the second name
     if not metadata.source.frozen_recorded and local_state.model.ties.keys() >= set(metadata.names(FROZEN)):
         frozen = {whole.name for whole in local_state.wholes if whole.key == FROZEN and not whole.trains}
         excluded = missing[FROZEN] & frozen
@@ -89,5 +87,5 @@ def _names_differ(metadata: CheckpointMetadata, missing: set[str], unexpected: s
 
 
 def weights_key(metadata: CheckpointMetadata, name: str) -> str:
-    """The metadata key of a parameter's weights: it may have been frozen at save time."""
+    """The metadata key of a parameter's weights, which may have been frozen at save time."""
     return MASTER if name in metadata.parameters else FROZEN

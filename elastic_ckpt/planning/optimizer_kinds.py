@@ -1,7 +1,4 @@
-"""Which optimizer saved a checkpoint, by its states and hyperparameters. Pure.
-
-DeepSpeed saves neither its class nor its name.
-"""
+"""Infers a checkpoint's optimizer from states and hyperparameters: DeepSpeed saves neither class nor name. Pure."""
 
 from __future__ import annotations
 
@@ -13,31 +10,31 @@ from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.core.state_kinds import SCRATCH
 from elastic_ckpt.errors import MismatchError, listed
 
-#: Family -> the names that its members give the same states.
+#: Family -> the names its members give to the same states.
 _FAMILIES: Mapping[str, tuple[tuple[str, ...], ...]] = {"adam": (("exp_avg", "exp_avg_sq"), ("state1", "state2"))}
 #: Hyperparameters that distinguish kinds of optimizers.
 _MARKS = frozenset(
     {"betas", "momentum", "dampening", "nesterov", "rho", "centered", "lr_decay", "etas", "lambd"}
     | {"beta2_decay", "ns_steps", "ns_method", "momentum_decay", "initial_accumulator_value", "eps", "use_muon", "d"}
 )
-#: What an optimizer without these hyperparameters does.
+#: Values that an optimizer without these hyperparameters implies.
 _USUAL = {"maximize": False, "bias_correction": True}
 _ADAM_MARKS = frozenset({"amsgrad", "bias_correction"})
 _REMEDY = "resume with the optimizer that saved it, or with load_optimizer_states=False"
-#: A state of bitsandbytes' LAMB and LARS alone: the norm of an update.
+#: State of bitsandbytes' LAMB and LARS only: the norm of an update.
 UPDATE_NORM = "unorm_vec"
 
 
 def renamed_states(
     metadata: CheckpointMetadata, local_state: LocalState, name: str, saved: frozenset[str], live: frozenset[str]
 ) -> Mapping[str, str] | None:
-    """Live state -> saved state, where both optimizers are of one family and differ in names; ``None`` where not."""
+    """Live state -> saved state, if both optimizers are of one family and name states differently; else ``None``."""
     parameter = metadata.parameters[name]
     plain = all(metadata.tensors[name, key].shape == parameter.shape for key in saved)
     if not plain or any(state.key == UPDATE_NORM for state in parameter.replicated):
         return None
     if saved == set(_FAMILIES["adam"][0]) and not _is_adam(metadata.groups[parameter.group]):
-        return None  # of another optimizer that keeps states of these names
+        return None  # another optimizer with states of these names
     spellings = _FAMILIES.get(local_state.family or "", ())
     theirs = next((names for names in spellings if set(names) == saved), None)
     ours = next((names for names in spellings if set(names) == live), None)
@@ -47,7 +44,7 @@ def renamed_states(
 def mismatch(
     metadata: CheckpointMetadata, problem: str, names: Iterable[str], expected: str, found: str, remedy: str = _REMEDY
 ) -> MismatchError:
-    """An error about the optimizer states of some parameters."""
+    """The error about the optimizer states of some parameters."""
     folder = metadata.source.folder
     return MismatchError(problem, parameter=listed(names), file=folder, expected=expected, found=found, remedy=remedy)
 
@@ -55,7 +52,7 @@ def mismatch(
 def refuse_lost_choices(
     metadata: CheckpointMetadata, local_state: LocalState, flat: FlatPartition, members: Sequence[str]
 ) -> None:
-    """Refuse a hyperparameter that one Adam has and the other lacks, unless it has the value that the other implies.
+    """Refuse a hyperparameter that only one Adam has, unless it has the value that the other implies.
 
     Raises:
         MismatchError: naming the hyperparameter.
@@ -75,12 +72,12 @@ def refuse_lost_choices(
 
 
 def saved_optimizer(metadata: CheckpointMetadata) -> str:
-    """The optimizer that saved a checkpoint, in words."""
+    """The optimizer that saved a checkpoint, for messages."""
     return optimizer_of(metadata.state_keys, metadata.groups[0] if metadata.groups else {})
 
 
 def optimizer_of(keys: Sequence[str], group: Mapping[str, Any]) -> str:
-    """The optimizer with these tensor states and hyperparameters, in words."""
+    """The optimizer with these tensor states and hyperparameters, for messages."""
     if {"state1"} <= set(keys):
         return f"a bitsandbytes optimizer with {listed(keys)}"
     if set(keys) == {"exp_avg", "exp_avg_sq"} and _is_adam(group):
@@ -93,10 +90,10 @@ def optimizer_of(keys: Sequence[str], group: Mapping[str, Any]) -> str:
 def refuse_other_kind(
     metadata: CheckpointMetadata, local_state: LocalState, flat: FlatPartition, members: Sequence[str]
 ) -> None:
-    """Refuse states of the same names that an optimizer of another kind saved, as the hyperparameters show.
+    """Refuse states of the same names that an optimizer of another kind saved, judging by hyperparameters.
 
     Raises:
-        MismatchError: the hyperparameters are those of another optimizer, or (bitsandbytes) it keeps a tensor more.
+        MismatchError: the hyperparameters are another optimizer's, or (bitsandbytes) it keeps one more tensor.
     """
 
     def other_kind(live: Iterable[str], saved: Iterable[str]) -> MismatchError:
@@ -112,11 +109,11 @@ def refuse_other_kind(
     live = {key: value for key, value in own.items() if key in local_state.defaults or not local_state.defaults}
     for number in sorted({metadata.parameters[name].group for name in members}):
         saved = metadata.groups[number]
-        if not saved:  # BLOOM's universal checkpoint has none, which a note says
+        if not saved:  # as in BLOOM's universal checkpoint, which a note reports
             continue
-        if "use_muon" in own and "use_muon" in saved:  # its Adam half takes over whatever its helper optimizer knows
+        if "use_muon" in own and "use_muon" in saved:  # its Adam half takes over what its helper optimizer knows
             continue
-        # a user may have put more into a group than the optimizer knows
+        # a user may have added entries that the optimizer does not know
         adams = _is_adam(saved) and (_is_adam(live) or bool(_ADAM_MARKS & (set(saved) - set(live))))
         unlike = not _MARKS & set(live) <= set(saved) or ("eps" in saved and "eps" not in live)
         if adams != _is_adam(live) or (unlike and not adams):
@@ -132,5 +129,5 @@ def _hyperparameters(local_state: LocalState, flat: FlatPartition) -> Mapping[st
 
 
 def _is_adam(group: Mapping[str, Any]) -> bool:
-    """Adam and AdamW of torch, DeepSpeed and apex."""
+    """Whether it is Adam or AdamW of torch, DeepSpeed or apex."""
     return "betas" in group and "eps" in group and bool(_ADAM_MARKS & set(group))

@@ -20,7 +20,7 @@ from elastic_ckpt.planning.read_items import FragmentSource, check_tiling, gaps_
 from elastic_ckpt.planning.shares import Sharing
 from elastic_ckpt.planning.state_matching import StateLink, StateMatching
 
-#: What codes stand for.
+#: Dtype of decoded values.
 _VALUES_DTYPE = "float32"
 
 
@@ -28,12 +28,11 @@ class PlanBuilder:
     """Collects slots and the items that fill them.
 
     Args:
-        metadata: what the checkpoint holds, under live names.
-        local_state: what this rank's engine holds.
-        resharding: how parameters and buffers come from shards of another layout, by (name, key of the state); the key
-            is empty where it is the same for all. All others come from the shard of this tensor-parallel rank.
+        metadata, local_state: the checkpoint, under live names, and the live engine.
+        resharding: how parameters and buffers come from shards of another layout, by (name, state key); the key is
+            empty where all states share it. All others come from the shard of this tensor-parallel rank.
         realign: whether 8-bit blocks may be requantized.
-        rounding: whether masters and states may be rounded to the dtype that the live engine keeps them in.
+        rounding: whether masters and states may be rounded to the live dtype.
     """
 
     def __init__(
@@ -56,18 +55,18 @@ class PlanBuilder:
         self._slots: list[Slot] = []
         self._items: list[ReadItem] = []
         self._requantize_items: list[RequantizeItem] = []
-        #: key, saved dtype and live dtype of what is rounded
+        #: (key, saved dtype, live dtype) of rounded masters and states
         self._rounded: dict[tuple[str, str, str], None] = {}
-        #: the same of what no optimizer owns, and its names
+        #: the same for buffers and frozen parameters, with their names
         self._converted: dict[tuple[str, str, str], list[str]] = {}
         self.blocks = 0
 
     def add_all(self, matching: Matching, states: StateMatching) -> None:
-        """Everything that is restored.
+        """Add everything that is restored.
 
         Raises:
             MismatchError: shapes or dtypes do not fit.
-            DamagedError: chunks leave a hole in, or overlap on, a tensor.
+            DamagedError: chunks of a tensor leave a hole or overlap.
         """
         by_flat: dict[int, list[Fragment]] = {flat.index: [] for flat in self._local_state.flats}
         for fragment in self._local_state.fragments:
@@ -83,7 +82,6 @@ class PlanBuilder:
                 self._add_whole(whole)
 
     def reads(self) -> ReadPlan:
-        """The plan of what was added."""
         return ReadPlan(
             files=self._metadata.files,
             slots=tuple(self._slots),
@@ -93,7 +91,7 @@ class PlanBuilder:
         )
 
     def notes(self) -> list[str]:
-        """What changes its dtype, for the report."""
+        """Dtype changes, for the report."""
         kinds = {BUFFER: "buffers", FROZEN: "frozen parameters"}
         return [
             f"{kinds[key]} converted from {saved} to {live}: {listed(names)}"
@@ -104,21 +102,14 @@ class PlanBuilder:
         ]
 
     def _add_masters(self, flat: FlatPartition, fragments: Sequence[Fragment]) -> None:
-        """The master weights of one flat partition, filled from some of its fragments, which are in flat order."""
+        """The master weights of one flat partition, filled from some of its fragments, in flat order."""
         parts = self._parts(fragments, lambda name: weights_key(self._metadata, name))
         self._add_elements(flat, LiveState(MASTER, flat.dtype), parts, flat.numel)
 
     def _add_state(
         self, flat: FlatPartition, link: StateLink, fragments: Sequence[Fragment], restored: Sequence[Fragment]
     ) -> None:
-        """One optimizer state of one flat partition.
-
-        Args:
-            flat: the partition.
-            link: the live state, and the saved one that it takes.
-            fragments: all of the partition, in flat order.
-            restored: those whose states are restored.
-        """
+        """One optimizer state of one flat partition; the ``restored`` fragments have it. Both are in flat order."""
         live, restored = link.live, restored if link.source else ()
         if live.layout == SCRATCH:
             return
@@ -134,7 +125,6 @@ class PlanBuilder:
             self._add_elements(flat, live, self._parts(restored, lambda name: link.source), flat.numel)
 
     def _add_whole(self, whole: WholeTensor) -> None:
-        """A buffer or a frozen parameter."""
         key = weights_key(self._metadata, whole.name) if whole.key == FROZEN else whole.key
         part = self._part(Fragment(whole.name, whole.shape, whole.range, -1, 0), key, 0)
         saved = part.tensor.dtype
@@ -173,7 +163,7 @@ class PlanBuilder:
     def _touched(
         self, fragments: Sequence[Fragment], restored: Sequence[Fragment], key: str
     ) -> tuple[list[FragmentSource], int]:
-        """Whole parameters, one after the other: those that are restored, and the size of all."""
+        """The restored parameters, whole and concatenated, and the elements of all."""
         names = {fragment.name for fragment in restored}
         parts, position = [], 0
         for fragment in fragments:
@@ -186,7 +176,7 @@ class PlanBuilder:
         return parts, position
 
     def _add_elements(self, flat: FlatPartition, live: LiveState, parts: Sequence[FragmentSource], numel: int) -> None:
-        """A tensor of ``rows`` times ``numel`` elements, filled from parts in order of their offsets."""
+        """A tensor of ``rows`` times ``numel`` elements, filled from parts sorted by offset."""
         for part in parts:
             if not self._is_resharded(part.fragment.name):
                 shape = part.fragment.shape
@@ -201,7 +191,7 @@ class PlanBuilder:
         self._add_values(_state_slot(flat, live, live.rows * numel, dtype, shape), parts)
 
     def _add_whole_state(self, flat: FlatPartition, live: LiveState, parts: Sequence[FragmentSource]) -> None:
-        """A state of a shape of its own, filled from one part or from none."""
+        """A state with a shape of its own, filled from at most one part."""
         dtype = live.dtype or (parts[0].tensor.dtype if parts else flat.dtype)
         every = FlatRange(0, math.prod(live.shape))
         wholes = []
@@ -216,7 +206,7 @@ class PlanBuilder:
         self._add_values(_state_slot(flat, live, every.numel, dtype, live.shape), wholes)
 
     def _add_values(self, slot: Slot, parts: Sequence[FragmentSource]) -> None:
-        """A slot that is filled with values as they are, converted, or blended."""
+        """A slot filled with values: unchanged, converted or summed."""
         number, row_numel = len(self._slots), slot.numel // slot.rows
         self._slots.append(replace(slot, gaps=gaps_of(parts, slot.rows, row_numel)))
         mine = self._sharing.mine(number, slot.numel, slot.dtype) if slot.replicated else None
@@ -245,7 +235,7 @@ class PlanBuilder:
         for part in parts:
             if part.sources.scale is not None:
                 raise _cannot_blend(part.fragment.name, live.key)
-            if part.tensor.chunks:  # of nothing it cannot be known whether it was quantized
+            if part.tensor.chunks:  # an empty part does not show whether it was quantized
                 saved = _VALUES_DTYPE if _is_quantized(part.tensor) else part.tensor.dtype
                 self._check_dtype(part, live.key, saved, live.dtype if target is None else _VALUES_DTYPE)
         slots = [replace(_state_slot(flat, live, rows * row_numel, live.dtype), gaps=gaps_of(parts, rows, row_numel))]
@@ -253,7 +243,7 @@ class PlanBuilder:
         if target is not None:
             blocks, scales_slot = target.blocks(row_numel), number + 1
             scales = rows * blocks
-            every = (FlatRange(0, scales),)  # of blocks without an element in the checkpoint
+            every = (FlatRange(0, scales),)  # scales of blocks without saved elements
             slots.append(Slot(target.scales, flat.index, "", scales, SCALE_DTYPE, every, flat.replicated, rows=rows))
             self.blocks += scales
         self._slots += slots
@@ -294,7 +284,7 @@ class PlanBuilder:
             )
 
     def _add_replicated(self, flat: FlatPartition, live: LiveState, saved: ReplicatedState) -> None:
-        """Every rank reads it by itself: it is small."""
+        """Every rank reads it: it is small."""
         if (live.dtype, live.shape) != (saved.dtype, saved.shape):
             raise MismatchError(
                 f"optimizer state {live.key!r}, which is one for all partitions, is of another kind",
@@ -365,7 +355,6 @@ def _is_quantized(tensor: TensorMetadata) -> bool:
 
 
 def _cannot_reshard(name: str, key: str) -> MismatchError:
-    """Of a state with a shape of its own."""
     return MismatchError(
         f"{key} is kept for a parameter as a whole, and cannot be cut for another tensor-parallel degree",
         parameter=name,
@@ -376,7 +365,6 @@ def _cannot_reshard(name: str, key: str) -> MismatchError:
 
 
 def _cannot_blend(name: str, key: str) -> MismatchError:
-    """Of a quantized state of which several replicas or shares would become one."""
     return MismatchError(
         f"{key} is quantized, and would have to be averaged or added up over tensor-parallel ranks",
         parameter=name,

@@ -1,7 +1,6 @@
-"""CheckpointMetadata x LocalState -> LoadPlan. Pure: no files, no collectives, no DeepSpeed, no devices.
+"""CheckpointMetadata x LocalState -> LoadPlan. Pure: no files, collectives or devices.
 
-Proves on the way that every destination element is written exactly once, or raises an error that names the
-parameter which is not.
+Proves that every destination element is written exactly once, or raises an error that names the parameter.
 """
 
 from __future__ import annotations
@@ -30,15 +29,14 @@ class LoadOptions:
     Attributes:
         strict: ``load_module_strict``.
         optimizer_states: ``load_optimizer_states``, and not ``load_module_only``.
-        scheduler: whether the state of an lr scheduler will be restored too.
-        keep_live_groups: hyperparameters of the live param groups stay.
+        scheduler: whether the lr scheduler's state is restored too.
+        keep_live_groups: whether live param groups keep their hyperparameters.
         rename: (pattern, replacement) for saved names.
-        convert_optimizer: whether the states of another optimizer of the same family will do.
+        convert_optimizer: whether states of another optimizer of the same family are accepted.
         realign: whether 8-bit blocks may be requantized.
         rounding: whether fp32 masters and states may be rounded for a live engine that keeps them in bf16.
-        rules: how tensor-parallel ranks hold parameters, as the user says.
-        replicated: what is done about parameters that every tensor-parallel rank saved whole: ``strict``, ``first``
-            or ``mean``.
+        rules: the user's tensor-parallel rules.
+        replicated: how differing copies of replicated parameters are resolved: ``strict``, ``first`` or ``mean``.
     """
 
     strict: bool = True
@@ -72,18 +70,16 @@ def plan_load(
     """Plan the load of one rank.
 
     Args:
-        metadata: what the checkpoint holds.
-        local_state: what this rank's engine holds.
-        options: what to restore.
-        known: what :func:`resharding_of` says, where it has been asked.
+        metadata, local_state, options: the checkpoint, the live engine, and what to restore.
+        known: the result of :func:`resharding_of`, if already computed.
 
     Returns:
-        The plan; its items, and those of the other data-parallel ranks for replicated slots, write each element of each
-        master weight, state, buffer and frozen weight that the checkpoint has for this rank exactly once.
+        The plan. Its items, with those of the other data-parallel ranks for replicated slots, write exactly once each
+        element that the checkpoint has for this rank: of master weights, states, buffers and frozen weights.
 
     Raises:
         MismatchError: names, shapes, dtypes, states or groups do not fit.
-        DamagedError: the checkpoint's chunks leave a hole in, or overlap on, a tensor.
+        DamagedError: chunks of a tensor leave a hole or overlap.
     """
     saved = rename_saved(metadata, options.rename)
     metadata, matching, restored = _matched(saved, local_state, options)
@@ -118,7 +114,7 @@ def plan_load(
 
 
 def resharding_of(metadata: CheckpointMetadata, local_state: LocalState, options: LoadOptions) -> Resharding:
-    """How tensor-parallel shards are resharded: the same for all data-parallel ranks beside this one."""
+    """How tensor-parallel shards are resharded, the same for all data-parallel ranks of this coordinate."""
     metadata, _, restored = _matched(rename_saved(metadata, options.rename), local_state, options)
     return resolve(metadata, local_state.model, restored, options.rules, options.replicated)
 

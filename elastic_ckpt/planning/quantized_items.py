@@ -1,8 +1,7 @@
 """Plans one row of an optimizer state that is quantized in the checkpoint, in the live optimizer, or in both. Pure.
 
-Blocks that are whole, and in the same grid, on both sides are plain copies of codes and scales. All others are
-requantized (:class:`~elastic_ckpt.core.read_plan.RequantizeItem`); even there, a block whose source elements all have
-one scale keeps its codes.
+Whole blocks in the same grid on both sides are plain copies of codes and scales. All others are requantized
+(:class:`~elastic_ckpt.core.read_plan.RequantizeItem`); a block whose source elements share one scale keeps its codes.
 """
 
 from __future__ import annotations
@@ -16,11 +15,7 @@ from elastic_ckpt.core.state_kinds import BlockFormat
 
 
 def split_row(row: RequantizeItem) -> tuple[list[ReadItem], list[RequantizeItem]]:
-    """What fills a row: plain copies where codes or values stay as they are, and items for the rest.
-
-    Args:
-        row: all elements of a row, of which no two sources write the same one.
-    """
+    """Split a row, of which no two sources write the same element, into plain copies and items to requantize."""
     row = replace(row, sources=tuple(join_neighbours(row.sources)))
     if row.target is None:
         coded = tuple(item for item in row.sources if item.code is not None)
@@ -42,7 +37,7 @@ def split_row(row: RequantizeItem) -> tuple[list[ReadItem], list[RequantizeItem]
 
 
 def requantized_blocks(item: RequantizeItem) -> int:
-    """How many blocks mix elements of several source blocks, or take values that no code of theirs has."""
+    """Number of blocks that mix elements of several source blocks, or take values that none of their codes has."""
     if item.target is None:
         return 0
     sources: dict[int, set[tuple[int, int, int]]] = {}
@@ -55,8 +50,7 @@ def requantized_blocks(item: RequantizeItem) -> int:
 
 
 def _source_blocks(source: ReadItem, target: BlockFormat) -> Iterator[tuple[int, int, tuple[int, int, int]]]:
-    """Elements of the slot that come from one source block: (start, stop, which block); of values, or codes of another
-    map, it is no block whose codes could stay."""
+    """Elements of the slot by source block: (start, stop, block). Values, and codes of another codebook, have none."""
     code = source.code
     if code is None or code.format.codebook != target.codebook:
         yield source.slot_offset, source.slot_stop, (-1, -1, -1)
@@ -71,7 +65,7 @@ def _source_blocks(source: ReadItem, target: BlockFormat) -> Iterator[tuple[int,
 
 
 def _same_blocks(row: RequantizeItem, target: BlockFormat, item: ReadItem) -> tuple[int, int]:
-    """The blocks of the row ``[first, last)`` that a source has whole, and in the same grid."""
+    """The blocks of the row ``[first, last)`` that a source has whole, in the same grid."""
     code, start, stop = item.code, item.slot_offset - row.start, item.slot_stop - row.start
     if code is None or code.format.numel != target.numel or code.format.codebook != target.codebook:
         return 0, 0
@@ -92,7 +86,7 @@ def _copy_blocks(row: RequantizeItem, target: BlockFormat, item: ReadItem, first
 
 
 def _union(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Overlapping and neighbouring intervals joined; empty ones vanish."""
+    """Join overlapping and adjacent intervals; drop empty ones."""
     joined: list[tuple[int, int]] = []
     for first, last in sorted(interval for interval in intervals if interval[0] < interval[1]):
         if joined and first <= joined[-1][1]:

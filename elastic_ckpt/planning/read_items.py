@@ -1,4 +1,4 @@
-"""Where the elements of a live shard are in the files of a checkpoint: the read items that fetch them. Pure."""
+"""Locates the elements of a live shard in the files of a checkpoint: the read items that fetch them. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from elastic_ckpt.core.read_plan import ReadItem
 from elastic_ckpt.core.strided import ShardSources, StridedCopy, clip_source, clip_target
 from elastic_ckpt.errors import DamagedError
 
-#: So few chunks are scanned sooner than searched.
+#: Up to this many chunks, scanning is faster than bisecting.
 _FEW = 8
 
 
@@ -24,10 +24,9 @@ class FragmentSource:
     """A fragment of a parameter in a slot, and the saved tensor that fills it.
 
     Attributes:
-        fragment: which elements of the live shard.
-        tensor: the saved tensor.
-        offset: where they go in a row of the slot.
-        sources: where the live shard gets its elements from.
+        fragment, tensor: elements of the live shard, and the saved tensor.
+        offset: where they go in a row of the slot, in elements.
+        sources: where the live shard gets its elements.
     """
 
     fragment: Fragment
@@ -36,12 +35,12 @@ class FragmentSource:
     sources: ShardSources
 
     def to_slot(self, row: int, row_numel: int) -> int:
-        """What has to be added to a position in the live shard to come to one in the slot."""
+        """The difference between a position in the slot and one in the live shard."""
         return row * row_numel + self.offset - self.fragment.range.start
 
 
 def gaps_of(parts: Sequence[FragmentSource], rows: int, numel: int) -> tuple[FlatRange, ...]:
-    """The elements of a slot of ``rows`` times ``numel`` that no part fills; parts are in order of their offsets."""
+    """The elements of a slot of ``rows`` times ``numel`` that no part fills; parts are sorted by offset."""
     gaps = []
     for row in range(rows):
         position = 0
@@ -73,12 +72,10 @@ def read_items(
     """The items that read some elements of a live shard.
 
     Args:
-        tensor: the saved tensor.
-        sources: where the live shard gets its elements from.
-        wanted: which of its elements.
-        slot: where they go.
-        to_slot: added to a position in the live shard to come to one in the slot.
-        row, rows: of a state with several rows: which one, and how many there are.
+        tensor, sources: the saved tensor, and where the live shard gets its elements.
+        wanted: elements of the live shard.
+        slot, to_slot: index of the slot, and what to add to a position in the live shard for one in the slot.
+        row, rows: of a state with several rows, which one, and their number.
     """
     for shard, copy in sources.copies:
         base = row * (math.prod(tensor.shard_shapes[shard]) // rows)
@@ -119,7 +116,7 @@ def _of_one_row(
 
 
 def _chunks_from(chunks: Sequence[StorageChunk], shard: int, position: int) -> Sequence[StorageChunk]:
-    """The chunks without most of those before the one that holds an element of a shard."""
+    """The chunks without most of those before the one that contains an element of a shard."""
     if len(chunks) <= _FEW:
         return chunks
     first = bisect_right(chunks, (shard, position), key=lambda chunk: (chunk.shard, chunk.range.start))
@@ -143,16 +140,16 @@ def _item(
 
 
 def rows_in_order(items: Iterable[ReadItem]) -> tuple[ReadItem, ...]:
-    """The rows of some items as items of their own, in order of ``slot_offset``."""
+    """Each row as a single-row item, sorted by ``slot_offset``."""
     rows = (item.row(number) for item in items for number in range(item.rows))
     return tuple(sorted(rows, key=lambda row: row.slot_offset))
 
 
 def check_tiling(metadata: CheckpointMetadata, tensor: TensorMetadata) -> None:
-    """Every element of a saved tensor, be it for this rank or not, is in exactly one chunk.
+    """Check that exactly one chunk contains each element of a saved tensor, whether this rank reads it or not.
 
     Raises:
-        DamagedError: naming the first elements of which that is not so.
+        DamagedError: naming the first elements that violate it.
     """
     if not tensor.shards and _tiles(tensor.chunks, math.prod(tensor.shape)):
         return
@@ -175,7 +172,7 @@ def check_tiling(metadata: CheckpointMetadata, tensor: TensorMetadata) -> None:
 
 
 def _tiles(chunks: Iterable[StorageChunk], numel: int) -> bool:
-    """Whether chunks of one shard tile it: the quick answer of :func:`check_tiling`."""
+    """Whether chunks of one shard tile it: the fast path of :func:`check_tiling`."""
     position = 0
     for chunk in chunks:
         if chunk.shard or chunk.range.start != position:

@@ -1,12 +1,12 @@
-"""Copies in a checkpoint that should be the same: which ones there are, and who compares them. Pure.
+"""Replicas in a checkpoint that should be equal: which there are, and which rank compares them. Pure.
 
-Tensor-parallel ranks hold norms and some biases whole, and pipeline stages hold tied weights twice. Each rank trains a
-copy of its own, and in big runs they drift apart; a load at another degree can keep only one.
+Tensor-parallel ranks hold norms and some biases whole, and pipeline stages hold tied weights twice. Each rank trains
+its own copy, and in long runs they drift apart; a load at another degree can keep only one.
 
-What there is to compare lies on a line, which is cut into as many equal spans as there are ranks; each compares what
-begins in its own. Big copies, as of a tied embedding, are so cut into pieces, and small ones stay whole. Tied weights
-lie on one line for all ranks of the job, since every rank knows of them; what the tensor-parallel ranks of a pipeline
-stage saved whole only the ranks of a live stage that holds it can tell, and share out among them.
+All comparisons are laid on one axis, by cost, and the axis is divided into one equal span per rank; a rank compares
+what begins in its span. Large tensors are thereby split, small ones stay whole. Tied weights are divided over all ranks
+of the job, since every rank knows of them; what the tensor-parallel ranks of a pipeline stage saved whole is known to,
+and divided over, the ranks of the live stage that holds it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from elastic_ckpt.core.strided import ShardSources, copied
 from elastic_ckpt.planning.read_items import read_items, rows_in_order
 from elastic_ckpt.sharding.resolve import FIRST, MEAN, Resharding
 
-#: Copies are cut at multiples of so many elements: 1 MiB of fp32.
+#: Granularity of the division, in elements: 1 MiB of fp32.
 GRAIN_NUMEL = 1 << 18
-#: To read one more copy, however small, costs as much as to read so many bytes more of another.
+#: Fixed cost of reading one more copy, expressed in bytes.
 _READ_NBYTES = 1 << 18
 
 
@@ -38,16 +38,13 @@ def compare_replicas(
     with_states: bool,
     of_job: CheckpointMetadata | None = None,
 ) -> tuple[ReplicaCheck, ...]:
-    """This rank's share of the comparisons. Together the ranks of the job compare each element of each copy once.
+    """This rank's share of the comparisons. Together the ranks of the job compare each element of each replica once.
 
     Args:
-        metadata: what the checkpoint holds.
-        model: the live model.
+        metadata, model: the checkpoint and the live model.
         resharding: which parameters every tensor-parallel rank saved whole.
-        restored: names that are restored.
-        with_states: whether optimizer states are.
-        of_job: the metadata as every rank of the job has it, before names that are tied on this rank alone were
-            changed; ``None``: the same.
+        restored, with_states: names that are restored, and whether their optimizer states are.
+        of_job: the metadata common to all ranks, before this rank's tied names were changed; ``None`` if unchanged.
     """
     names = frozenset(restored)
     at = model.coordinates
@@ -66,11 +63,7 @@ def compare_replicas(
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """A comparison, or a range of its elements, whose pieces have not been looked for yet.
-
-    Attributes:
-        number: which of the comparisons of this tensor.
-    """
+    """A comparison, or a range of its elements, not yet located in files; numbered within its tensor."""
 
     name: str
     key: str
@@ -81,7 +74,6 @@ class _Wanted:
 
     @property
     def numel(self) -> int:
-        """Elements of each copy."""
         return sum(copy.numel for _, copy in self.copies[0][1].copies)
 
     @property
@@ -91,7 +83,7 @@ class _Wanted:
 
 
 def _dealt(wanted: Sequence[_Wanted], lane: int, lanes: int) -> Iterator[tuple[_Wanted, FlatRange]]:
-    """What begins in one of ``lanes`` equal spans of the line, in pieces of whole grains."""
+    """What begins in span ``lane`` of ``lanes`` equal ones, in whole grains."""
     total = sum(one.cost for one in wanted)
     first, last = (total * border // lanes for border in (lane, lane + 1))
     base = 0
@@ -99,7 +91,7 @@ def _dealt(wanted: Sequence[_Wanted], lane: int, lanes: int) -> Iterator[tuple[_
         numel, cost = one.numel, one.cost
         if numel and base < last and base + cost > first:
             grains = -(-numel // GRAIN_NUMEL)
-            # the grain of number g begins at base + g * GRAIN_NUMEL * cost / numel
+            # grain g begins at base + g * GRAIN_NUMEL * cost / numel
             start, stop = (
                 min(max(-(-(border - base) * numel // (cost * GRAIN_NUMEL)), 0), grains) for border in (first, last)
             )
@@ -121,7 +113,7 @@ def _wanted_tensors(
 
 
 def _of_tied(metadata: CheckpointMetadata, names: frozenset[str], with_states: bool) -> Iterator[_Wanted]:
-    """Tied weights, which several pipeline stages saved; shard by shard, the first stage's beside each other one's."""
+    """Tied weights that several pipeline stages saved: shard by shard, the first stage's with each other one's."""
     for tensor in _wanted_tensors(metadata, metadata.replicas.keys() & metadata.tensors.keys(), names, with_states):
         shards = range(len(tensor.shard_shapes))
         pairs = [(replica, shard) for replica in metadata.replicas[tensor.name, tensor.key] for shard in shards]
@@ -148,12 +140,11 @@ def _of_stage(
             yield _Wanted(name, key, 0, every, taken, is_guess)
         for number, (first, second) in enumerate(
             resharding.overlaps.get(name, ()), 1
-        ):  # negative: not of tied replicas
+        ):  # negative, unlike those of tied replicas
             yield _Wanted(name, key, -number, [(tensor, ShardSources((first,))), (tensor, ShardSources((second,)))])
 
 
 def copied_shard(tensor: TensorMetadata, shard: int) -> ShardSources:
-    """One saved shard as it is."""
     return copied(shard, math.prod(tensor.shard_shapes[shard]))
 
 

@@ -1,7 +1,7 @@
-"""Who reads which range of a tensor that every data-parallel rank holds whole. Pure.
+"""Which rank reads which range of a tensor that every data-parallel rank holds whole. Pure.
 
-Each byte of it is read once in the job: big tensors are divided into one range a rank, small ones are dealt out whole,
-to the rank that has least to read so far.
+Each byte is read once in the job: large tensors are divided into one range per rank, small ones go whole to the rank
+that has least to read so far.
 """
 
 from __future__ import annotations
@@ -12,17 +12,12 @@ from elastic_ckpt.core.dtypes import ITEMSIZE
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.read_plan import Share
 
-#: A tensor of at most this many bytes for each rank is not worth dividing.
+#: Tensors up to this many bytes per rank are not divided.
 _SMALL_NBYTES = 1 << 20
 
 
 class Sharing:
-    """Deals out replicated slots, the same way on every rank that offers them in the same order.
-
-    Args:
-        dp: data-parallel degree.
-        dp_rank: data-parallel rank.
-    """
+    """Assigns replicated slots to data-parallel ranks; deterministic given the order of calls."""
 
     def __init__(self, dp: int, dp_rank: int) -> None:
         self._dp_rank = dp_rank
@@ -30,7 +25,7 @@ class Sharing:
         self.shares: list[Share] = []
 
     def mine(self, slot: int, numel: int, dtype: str) -> FlatRange:
-        """Deal out one slot; returns the elements that this rank reads, of which there may be none."""
+        """Assign one slot; returns the (possibly empty) range of elements that this rank reads."""
         dp = len(self._load_nbytes)
         if numel * ITEMSIZE[dtype] <= _SMALL_NBYTES * dp:
             return FlatRange(0, numel if self.whole([(slot, numel, dtype)]) else 0)
@@ -41,11 +36,7 @@ class Sharing:
         return ranges[self._dp_rank]
 
     def whole(self, slots: Sequence[tuple[int, int, str]]) -> bool:
-        """Deal out slots that must be read together; returns whether this rank reads them.
-
-        Args:
-            slots: (slot, elements, dtype) of each.
-        """
+        """Assign slots, as (slot, elements, dtype), that are read together; returns whether this rank reads them."""
         owner = self._load_nbytes.index(min(self._load_nbytes))
         for slot, numel, dtype in slots:
             self._deal(slot, FlatRange(0, numel), dtype, owner)

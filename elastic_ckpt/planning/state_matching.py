@@ -1,4 +1,4 @@
-"""Which saved optimizer state belongs to which live one, flat partition by flat partition. Pure."""
+"""Matches saved optimizer states with live ones, flat partition by flat partition. Pure."""
 
 from __future__ import annotations
 
@@ -28,13 +28,7 @@ Scalars = Mapping[str, float]
 
 @dataclass(frozen=True)
 class StateLink:
-    """One live state, and the saved one that it takes.
-
-    Attributes:
-        live: the live state.
-        source: metadata key of the saved one; empty: it starts fresh.
-        replicated: the saved one, where it is replicated.
-    """
+    """A live state and its saved source: a metadata key (empty: it starts fresh), or a replicated state."""
 
     live: LiveState
     source: str
@@ -46,12 +40,12 @@ class StateMatching:
     """The states to restore.
 
     Attributes:
-        links: flat partition -> its states; none where the checkpoint holds no state for its parameters.
-        scalars: per flat partition, its scalar states; ``None`` where the checkpoint holds none. Empty: not asked for.
+        links: flat partition -> its states; none if the checkpoint has no state of its parameters.
+        scalars: per flat partition, its scalar states; ``None`` if the checkpoint has none. Empty if not requested.
         stateful: parameters whose states are restored.
         restored: live state key -> the parameters that get it.
-        outcomes: states that start fresh, and states that the live optimizer does not take.
-        converted: whether the states are those of another optimizer of the same family.
+        outcomes: states that start fresh, and saved states that the live optimizer lacks.
+        converted: whether another optimizer of the same family saved the states.
         notes: sentences for the report.
     """
 
@@ -70,18 +64,17 @@ NOTHING_MATCHED = StateMatching()
 def match_states(
     metadata: CheckpointMetadata, local_state: LocalState, matching: Matching, convert: bool = False
 ) -> StateMatching:
-    """Find out which states to restore, and the scalar states (``step``) of every flat partition.
+    """Determine which states to restore, and the scalar states (``step``) of every flat partition.
 
     Args:
-        metadata: what the checkpoint holds.
-        local_state: what the live engine holds.
+        metadata, local_state: the checkpoint and the live engine.
         matching: parameters on both sides.
-        convert: whether the states of another optimizer of the same family may be taken.
+        convert: whether states of another optimizer of the same family are accepted.
 
     Raises:
         UnsupportedError: the checkpoint holds a state of unknown layout.
         MismatchError: the optimizers keep different states, or one flat tensor would need two step counts.
-        DamagedError: states that belong together are only partly there.
+        DamagedError: states that belong together are incomplete.
     """
     refuse_opaque(metadata)
     keys = keys_by_name(metadata)
@@ -123,7 +116,7 @@ def refuse_opaque(metadata: CheckpointMetadata) -> None:
 
 
 def keys_by_name(metadata: CheckpointMetadata) -> dict[str, frozenset[str]]:
-    """Tensor states by parameter, for those that have any state."""
+    """Tensor states by parameter, for those that have any."""
     keys: dict[str, set[str]] = {name: set() for name, saved in metadata.parameters.items() if saved.scalars}
     state_keys = set(metadata.state_keys)
     for name, key in metadata.tensors:
@@ -133,7 +126,7 @@ def keys_by_name(metadata: CheckpointMetadata) -> dict[str, frozenset[str]]:
 
 
 def refuse_partial(metadata: CheckpointMetadata, stateful: Mapping[str, frozenset[str]]) -> None:
-    """A partitioned optimizer keeps states for all members of a group or for none: anything else is a loss."""
+    """Refuse groups of which only some members have states: a partitioned optimizer keeps them for all or none."""
     if metadata.source.zero_stage == 0:
         return
     with_state = {metadata.parameters[name].group for name in stateful if name in metadata.parameters}
@@ -151,8 +144,6 @@ def refuse_partial(metadata: CheckpointMetadata, stateful: Mapping[str, frozense
 
 @dataclass
 class _Matcher:
-    """Links the states of one flat partition after the other."""
-
     metadata: CheckpointMetadata
     local_state: LocalState
     parameters: Matching
@@ -163,7 +154,6 @@ class _Matcher:
     scalars: list[Scalars | None] = field(default_factory=list)
 
     def matching(self) -> StateMatching:
-        """The states of all flat partitions."""
         stateful = frozenset(self.keys) & self.parameters.restored
         restored: dict[str, set[str]] = {}
         for flat in self.local_state.flats:
@@ -189,7 +179,7 @@ class _Matcher:
         )
 
     def _flat_scalars(self, members: Sequence[str]) -> Scalars | None:
-        """Scalar states of one flat tensor; ``None`` where the checkpoint holds no state of its members at all."""
+        """Scalar states of one flat tensor; ``None`` if the checkpoint has no state of its members."""
         values = {name: self.metadata.parameters[name].scalars for name in members}
         distinct = sorted(set(values.values()), key=repr)
         if len(distinct) > 1:
@@ -205,9 +195,8 @@ class _Matcher:
         return dict(distinct[0]) if distinct else None
 
     def _link(self, flat: FlatPartition, members: Sequence[str]) -> tuple[StateLink, ...]:
-        """The links of one flat partition."""
         metadata, local_state = self.metadata, self.local_state
-        # a member that lacks one of these is damage, which is found where its tensor is looked for
+        # a member that lacks one of these is damaged, which shows when its tensor is looked up
         saved = frozenset().union(*(self.keys[name] for name in members))
         if flat.states is None:
             refuse_other_kind(metadata, local_state, flat, members)
@@ -243,7 +232,7 @@ class _Matcher:
         return tuple(links)
 
     def _adopted(self, flat: FlatPartition, members: Sequence[str], saved: Iterable[str]) -> tuple[StateLink, ...]:
-        """States of an unknown optimizer: as the checkpoint has them. Zeros in place of others could undo weights."""
+        """States of an unknown optimizer, as the checkpoint has them: zeros in place of others could undo weights."""
         metadata, local_state = self.metadata, self.local_state
         fresh = sorted(set(flat.members) - set(members))
         if fresh or metadata.states.fresh:
@@ -318,7 +307,7 @@ class _Matcher:
         )
 
     def _with_own_steps(self) -> tuple[Scalars | None, ...]:
-        """FusedAdam without ZeRO gets the count beside each tensor, of which it uses only the last one of a group."""
+        """FusedAdam without ZeRO reads the count beside each tensor, and uses only the last one of a group."""
         if self.local_state.optimizer != _FUSED_ADAM:
             return tuple(self.scalars)
         flats = list(zip(self.local_state.flats, self.scalars, strict=True))
@@ -331,7 +320,7 @@ class _Matcher:
         return tuple(found)
 
     def _outcomes(self) -> Iterator[Outcome]:
-        """States that start fresh, by reason, and saved ones that the live optimizer does not take."""
+        """States that start fresh, by reason, and saved ones that the live optimizer lacks."""
         metadata, restored = self.metadata, self.parameters.restored
         fresh: dict[str, set[str]] = {}
         for flat, values in zip(self.local_state.flats, self.scalars, strict=True):
