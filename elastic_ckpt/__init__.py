@@ -1,6 +1,6 @@
 """Elastic checkpoint loading for DeepSpeed: resume any checkpoint on any number of ranks.
 
-Names are imported when they are first used: importing the package loads neither torch nor deepspeed.
+Names are imported on first use: importing the package loads neither torch nor deepspeed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What a user can set: the top-level key ``"elastic_checkpoint"`` of the DeepSpeed config.
-
-Flags of a command line (:mod:`elastic_ckpt.load.flags`) end up here too.
-"""
+"""Configuration: the top-level key ``"elastic_checkpoint"`` of the DeepSpeed config, and the command-line flags."""
 
 from __future__ import annotations
 
@@ -43,47 +40,47 @@ class ElasticConfig(BaseModel):
     )
     trust_pickle: bool = Field(
         False,
-        description="let checkpoint files run code while they are read (weights_only=False); only for files you trust",
+        description="allow checkpoint files to run code when read (weights_only=False); only for files you trust",
     )
     check_shards: bool = Field(
         True,
-        description="compare a few fp32 masters of every ZeRO-1/2 shard with the weights saved beside it, and the "
-        "step count of ZeRO-3 shards with the counters",
+        description="check a few fp32 masters of every ZeRO-1/2 shard against the weights saved beside it, and the "
+        "step count of ZeRO-3 shards against the counters",
     )
-    read_threads: int = Field(4, ge=1, le=64, description="threads that read, on each rank")
+    read_threads: int = Field(4, ge=1, le=64, description="reading threads per rank")
     read_chunk_mib: int = Field(16, ge=1, le=1024, description="largest single read, in MiB")
     read_gap_kib: int = Field(
         0,
         ge=0,
         le=1 << 20,
-        description="reads that lie at most so many KiB apart in a file are made as one, with the bytes between them, "
-        "which nobody keeps: more bytes and far fewer calls, for network file systems, where row-parallel weights at "
-        "another tensor-parallel degree are thousands of small rows. 0: every rank reads just its own bytes",
+        description="merge reads at most this many KiB apart in a file, discarding the bytes between them: more bytes "
+        "but far fewer calls, for network file systems, where row-parallel weights at another tensor-parallel degree "
+        "are thousands of small reads. 0: every rank reads only its own bytes",
     )
     huge_pages: bool = Field(
         True,
-        description="try huge pages for memory that reads touch first; given up at the first one that takes long",
+        description="try huge pages for memory that reads touch first, until one takes too long to map",
     )
     max_extra_memory_mib: int = Field(
-        64, ge=4, description="host memory for bounce buffers, on each rank, in MiB (strided, converted, accelerator)"
+        64, ge=4, description="host memory per rank for bounce buffers, in MiB (strided, converted, accelerator)"
     )
-    progress: bool | None = Field(None, description="progress bar on rank 0; null: only on a terminal")
+    progress: bool | None = Field(None, description="show a progress bar on rank 0; null: only on a terminal")
     report: bool = Field(True, description="print the load report on rank 0")
     report_path: str | None = Field(None, description="file to which rank 0 writes the load report, as JSON")
     rename: Annotated[list[Annotated[tuple[str, str], Field(strict=False)]], _ELASTIC_ONLY] = Field(
         [],
         description="[pattern, replacement] for names in the checkpoint, as for Python's re.sub "
-        '([["^old\\\\.(.*)", "new.\\\\1"]]); the first pattern found in a name is applied',
+        '([["^old\\\\.(.*)", "new.\\\\1"]]); only the first pattern found in a name applies',
     )
     param_groups: Annotated[Literal["match", "keep_live"], _ELASTIC_ONLY] = Field(
         "match",
-        description="match: each live param group takes the hyperparameters of the saved group that its members were "
-        "in; keep_live: all keep those of the live run",
+        description="match: each live param group takes the hyperparameters of its members' saved group; "
+        "keep_live: all keep those of the live run",
     )
     non_shard_state_keys: Annotated[list[str], _ELASTIC_ONLY] = Field(
         list(NON_SHARD_KEYS),
-        description="optimizer states that are never sharded: the same tensor whatever the partition, by exact name; "
-        "one that you write and the checkpoint lacks is reported",
+        description="optimizer states that are never sharded (the same tensor for every partition), by exact name; "
+        "one that you list and the checkpoint lacks is reported",
     )
     shard_state_keys: Annotated[list[str], _ELASTIC_ONLY] = Field(
         [], description="optimizer states that are sharded like their parameters, by exact name"
@@ -94,18 +91,18 @@ class ElasticConfig(BaseModel):
     non_shard_max_numel: Annotated[int, _ELASTIC_ONLY] = Field(
         0,
         ge=0,
-        description="deprecated, write the names that the report lists into non_shard_state_keys: take optimizer "
-        "states of an unknown layout with at most so many elements as never sharded. 0: none",
+        description="deprecated, list the names from the report in non_shard_state_keys instead: treat optimizer "
+        "states of unknown layout with at most this many elements as never sharded. 0: none",
     )
     state_schema: Annotated[dict[str, Literal["elementwise", "replicated", "fresh"]], _ELASTIC_ONLY] = Field(
         {},
         description="deprecated, use shard_state_keys (elementwise), non_shard_state_keys (replicated) and "
-        "fresh_state_keys (fresh): what an optimizer state is, by name",
+        "fresh_state_keys (fresh): the layout of optimizer states, by name",
     )
     convert_optimizer: Annotated[bool, _ELASTIC_ONLY] = Field(
         False,
-        description="take the states of another optimizer of the same family: torch's, DeepSpeed's or apex's Adam and "
-        "AdamW, and those of bitsandbytes",
+        description="accept the states of another optimizer of the same family: Adam and AdamW of torch, DeepSpeed, "
+        "apex and bitsandbytes",
     )
     eight_bit_realign: Annotated[Literal["requantize", "error"], _ELASTIC_ONLY] = Field(
         "requantize",
@@ -114,34 +111,34 @@ class ElasticConfig(BaseModel):
     )
     on_precision_loss: Annotated[Literal["warn", "error"], _ELASTIC_ONLY] = Field(
         "warn",
-        description="what loading fp32 masters and states into an engine that keeps them in bf16 "
-        "(bf16_master_weights_and_grads) is: they are rounded and the report says so, or the load is refused",
+        description="when fp32 masters and states are loaded into an engine that keeps them in bf16 "
+        "(bf16_master_weights_and_grads): round them with a note in the report, or refuse the load",
     )
     align_partitions: Annotated[int, _ELASTIC_ONLY] = Field(
         0,
         ge=0,
         le=1 << 20,
-        description="pad every ZeRO partition (ZeRO-3: of every parameter) to a multiple of so many elements, from the "
-        "start of training; with 4096, 8-bit states of bitsandbytes move between data-parallel degrees exactly, "
-        "for good. 0: as DeepSpeed pads them",
+        description="pad every ZeRO partition (ZeRO-3: of every parameter) to a multiple of this many elements, from "
+        "the start of training; with 4096, 8-bit states of bitsandbytes move between data-parallel degrees exactly. "
+        "0: DeepSpeed's own padding",
     )
     tp_rules: Annotated[list[Rule], _ELASTIC_ONLY] = Field(
         [],
         strict=False,
-        description="how tensor-parallel ranks hold parameters, where their degree changes: pattern of the name, kind "
+        description="how tensor-parallel ranks shard parameters, if their degree changes: pattern of the name, kind "
         "(column, row, vocabulary, replicated, averaged, summed, custom), sub_parameters of fused ones",
     )
     tp_preset: Annotated[str | None, _ELASTIC_ONLY] = Field(
         None,
-        description="rules of a code base: bloom, gpt-neox, megatron-core ..., or the path of a JSON file of rules",
+        description="rules of a code base (bloom, gpt-neox, megatron-core ...), or the path of a JSON file of rules",
     )
     replicated_params: Annotated[Literal["strict", "first", "mean"], _ELASTIC_ONLY] = Field(
         "strict",
-        description="parameters that every tensor-parallel rank saved whole, and that differ: strict: an error; first: "
-        "the first rank's; mean: the mean of all",
+        description="parameters that every tensor-parallel rank saved whole, with different values: "
+        "strict: an error; first: the first rank's; mean: the mean of all",
     )
     on_batch_size_change: Annotated[Literal["warn", "error"], _ELASTIC_ONLY] = Field(
-        "warn", description="what a change of the global batch, or of the micro-batches in a step, is"
+        "warn", description="on a change of the global batch or of the micro-batches per step"
     )
 
     @field_validator("rename")
@@ -149,14 +146,16 @@ class ElasticConfig(BaseModel):
     def _patterns_compile(cls, rules: list[tuple[str, str]]) -> list[tuple[str, str]]:
         for pattern, replacement in rules:
             try:
-                re.compile(pattern + "|").sub(replacement, "")  # the empty alternative has the replacement parsed
+                re.compile(pattern + "|").sub(
+                    replacement, ""
+                )  # the empty alternative matches: re parses the replacement
             except (re.error, IndexError) as error:
                 raise ValueError(f"{pattern!r} -> {replacement!r}: {error}") from error
         return rules
 
 
 def requires_elastic(config: ElasticConfig) -> bool:
-    """Whether a load with these options must not be left to DeepSpeed's own loader, which would ignore them."""
+    """Whether DeepSpeed's own loader would ignore some of these options, so that it must not load."""
     fields = ElasticConfig.model_fields.items()
     marked = [(name, field) for name, field in fields if _ELASTIC_ONLY in field.metadata]
     return config.mode == "require" or any(
@@ -165,7 +164,7 @@ def requires_elastic(config: ElasticConfig) -> bool:
 
 
 def state_options(config: ElasticConfig) -> StateOptions:
-    """The layouts of optimizer states that the user names.
+    """The user-defined layouts of optimizer states.
 
     Raises:
         ConfigError: two options give one state different layouts; only ``state_schema`` overrides the allowlist.
@@ -192,36 +191,35 @@ _REPLACEMENTS = {
     "non_shard_max_numel": '"non_shard_state_keys", with the names that the load report lists',
 }
 _warned: set[str] = set()
-#: Keys that people write in place of the right ones, which DeepSpeed ignores.
+#: What to write instead of keys that DeepSpeed ignores.
 _LOAD_UNIVERSAL = '"checkpoint": {"load_universal": true}, or leave it out: elastic_ckpt detects universal checkpoints'
 _WRONG_KEYS = ("load_universal_checkpoint", "universal_checkpoint")
-#: Ratio from which a key is taken for a misspelt :data:`CONFIG_KEY`; DeepSpeed's own keys have at most 0.71.
+#: Similarity from which a key counts as a misspelt :data:`CONFIG_KEY`; DeepSpeed's own keys reach at most 0.71.
 _SIMILAR = 0.8
-#: Options from the command line, which win over the DeepSpeed config.
+#: Options from the command line, which override the DeepSpeed config.
 _flags: dict[str, Any] = {}
 
 
 def set_flags(**values: Any) -> None:
-    """Set process-wide values that come from the command line; they win over the DeepSpeed config."""
+    """Set process-wide options from the command line, which override the DeepSpeed config."""
     _flags.update(values)
 
 
 def clear_flags() -> None:
-    """Forget everything that came from the command line."""
+    """Forget the options from the command line."""
     _flags.clear()
 
 
 def flag_given() -> bool:
-    """Whether ``--universal-checkpoint`` was on the command line, with ``auto`` or ``require``."""
+    """Whether ``--universal-checkpoint`` was on the command line, as ``auto`` or ``require``."""
     return _flags.get("mode") in ("auto", "require")
 
 
 def read_config(ds_config: Mapping[str, Any]) -> ElasticConfig:
-    """Options of this job: flags over the DeepSpeed config over defaults.
+    """Options of this job: flags override the DeepSpeed config, which overrides defaults.
 
     Raises:
-        ConfigError: an unknown key, a value that is not understood, or a key that DeepSpeed would pass over in
-            silence, written in place of the right one.
+        ConfigError: an unknown key, an invalid value, or a wrong key that DeepSpeed would silently ignore.
     """
     _refuse_wrong_keys(ds_config)
     section = ds_config.get(CONFIG_KEY, {})
@@ -276,7 +274,7 @@ def _refuse_wrong_keys(ds_config: Mapping[str, Any]) -> None:
 
 
 def _warn_of_deprecated(section: Mapping[str, Any]) -> None:
-    """One warning an option in a job: of its first rank, at the first load."""
+    """Warn once per option, on the first rank of the job, at the first load."""
     for key in _REPLACEMENTS.keys() & section.keys() - _warned:
         _warned.add(key)
         if os.environ.get("RANK", "0") == "0":

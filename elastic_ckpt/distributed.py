@@ -1,8 +1,8 @@
 """The collectives of a load: gather with agreement, broadcast, agree.
 
-Every rank of the job calls them, in the same order. They run on the default process group of ``torch.distributed``, and
-are local without one. A rank's failure travels in place of its result, so that the same error is raised on all ranks.
-The work must contain no collective: a rank that fails before it would leave the others waiting.
+Every rank of the job calls them in the same order. They use the default process group of ``torch.distributed``, and are
+local without one. A rank's failure travels in place of its result, so that the same error is raised on all ranks. The
+work must contain no collective: a rank that fails before it would leave the others waiting.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import torch.distributed as dist
 from elastic_ckpt.errors import ElasticCkptError, UnforeseenError
 
 T = TypeVar("T")
-#: How much of a message travels with its length: most are shorter.
+#: Bytes of a message that travel with its length; most messages are shorter.
 _INLINE_NBYTES = 4096
 _LENGTH_NBYTES = 8
-#: Padding all messages to the longest may send up to this many bytes in vain.
+#: Most bytes of padding to send when all messages are padded to the longest.
 _PADDED_NBYTES = 16 << 20
 #: Small tensors travel together, up to this many bytes.
 _BUCKET_NBYTES = 16 << 20
-#: The backend that sends a device's tensors, where a group has one backend for all devices.
+#: The backend that sends a device's tensors, if a group has one backend for all devices.
 _DEVICE_BACKENDS = {"cuda": "nccl", "xpu": "xccl", "npu": "hccl", "hpu": "hccl"}
 
 
@@ -42,14 +42,14 @@ def world_size() -> int:
 
 
 def all_gather(doing: str, work: Callable[[], T]) -> list[T]:
-    """Run ``work`` on every rank and give every rank all results, by rank. Messages up to 4 KiB take one collective.
+    """Run ``work`` on every rank and return all results, by rank. Messages up to 4 KiB take one collective.
 
     Args:
         doing: what the work does ("plan the load"), for unforeseen errors.
-        work: returns something that can be pickled.
+        work: returns a picklable object.
 
     Raises:
-        ElasticCkptError: the failure of the lowest failing rank, with its ``rank`` filled in.
+        ElasticCkptError: the failure of the lowest failing rank, with its ``rank`` set.
     """
     if world_size() == 1:
         with agree(doing):
@@ -62,14 +62,10 @@ def all_gather(doing: str, work: Callable[[], T]) -> list[T]:
 
 
 def broadcast(doing: str, work: Callable[[], T], src: int = 0) -> T:
-    """Run ``work`` on rank ``src`` alone and give every rank its result.
-
-    Args:
-        doing, work: as for :func:`all_gather`.
-        src: global rank.
+    """Run ``work`` on global rank ``src`` and return its result on every rank; arguments as for :func:`all_gather`.
 
     Raises:
-        ElasticCkptError: the failure of that rank, with its ``rank`` filled in.
+        ElasticCkptError: the failure of that rank, with its ``rank`` set.
     """
     if world_size() == 1:
         with agree(doing):
@@ -87,7 +83,7 @@ def agree(doing: str) -> Iterator[None]:
     """Run the body on every rank; if it fails on any, raise the same error on all. Success takes one small all-reduce.
 
     Raises:
-        ElasticCkptError: the failure of the lowest failing rank, with its ``rank`` filled in.
+        ElasticCkptError: the failure of the lowest failing rank, with its ``rank`` set.
     """
     mine: ElasticCkptError | None = None
     cause: BaseException | None = None
@@ -107,7 +103,7 @@ def agree(doing: str) -> Iterator[None]:
 
 @contextmanager
 def deterministic(doing: str) -> Iterator[None]:
-    """No collective: the body must be deterministic across ranks, and so fails with the same error on all of them."""
+    """No collective: the body is deterministic across ranks, and so fails with the same error on all of them."""
     try:
         yield
     except Exception as error:
@@ -116,7 +112,7 @@ def deterministic(doing: str) -> Iterator[None]:
 
 
 def _failure(doing: str, error: Exception, on_rank: int | None) -> tuple[ElasticCkptError, BaseException | None]:
-    """An error as it is raised on all ranks, and its cause where it was unforeseen."""
+    """The error to raise on all ranks, and its cause if it was unforeseen."""
     if isinstance(error, ElasticCkptError):
         error.rank = on_rank if error.rank is None else error.rank
         return error, error.__cause__
@@ -141,12 +137,12 @@ def _message(doing: str, work: Callable[[], Any]) -> tuple[bytes, BaseException 
 
 
 def _head(message: bytes) -> bytes:
-    """The length of a message and its beginning, padded to the length of every head."""
+    """The length of a message and its beginning, padded to a fixed size."""
     return len(message).to_bytes(_LENGTH_NBYTES, "little") + message[:_INLINE_NBYTES].ljust(_INLINE_NBYTES, b"\0")
 
 
 def _result(head: bytes, tail: bytes, cause: BaseException | None) -> Any:
-    """The result in a message; its error is raised. Pickle ignores the padding behind its STOP."""
+    """The result in a message; raises its error. Pickle ignores the padding after its STOP."""
     error, result = pickle.loads(head[_LENGTH_NBYTES:] + tail)
     if error is not None:
         raise error from cause
@@ -154,12 +150,7 @@ def _result(head: bytes, tail: bytes, cause: BaseException | None) -> Any:
 
 
 def _gather_tails(mine: bytes, nbytes: Sequence[int]) -> list[bytes]:
-    """What did not fit into the heads: padded to the longest in one collective, or one by one where lengths differ.
-
-    Args:
-        mine: this rank's.
-        nbytes: of all ranks'.
-    """
+    """What did not fit into the heads (``nbytes`` by rank): padded in one collective, or one by one if too uneven."""
     longest, senders = max(nbytes), [src for src, count in enumerate(nbytes) if count]
     if len(senders) > 1 and len(nbytes) * longest <= max(2 * sum(nbytes), _PADDED_NBYTES):
         return _all_gather_bytes(mine.ljust(longest, b"\0"))
@@ -178,7 +169,7 @@ def _all_gather_bytes(mine: bytes) -> list[bytes]:
 
 
 def _broadcast_bytes(mine: bytes, src: int) -> bytes:
-    """The bytes of rank ``src``; the others pass in as many."""
+    """The bytes of rank ``src``; the others pass as many."""
     sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(_collective_device())
     dist.broadcast(sent, src=src)
     return bytes(sent.cpu().numpy())
@@ -205,7 +196,7 @@ def unpack(item: bytes) -> Any:
 
 
 def can_broadcast(device_type: str, group: Any) -> bool:
-    """Whether a process group can send tensors of a device to its members. Local; false for a single member."""
+    """Whether a process group can broadcast tensors of a device. Local; false for a single member."""
     if not dist.is_initialized() or dist.get_world_size(group=group) == 1:
         return False
     backend = str(dist.get_backend(group=group))
@@ -215,12 +206,7 @@ def can_broadcast(device_type: str, group: Any) -> bool:
 
 
 def in_buckets(items: Iterable[T], nbytes: Iterable[int]) -> Iterator[list[T]]:
-    """Consecutive items that travel together: at most 16 MiB, or one larger item.
-
-    Args:
-        items: what is sent.
-        nbytes: size of each.
-    """
+    """Group consecutive items, of the given sizes: at most 16 MiB together, or one larger item."""
     bucket: list[T] = []
     total = 0
     for item, more in zip(items, nbytes, strict=True):

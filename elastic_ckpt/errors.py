@@ -1,7 +1,7 @@
-"""The one family of errors that a user of elastic_ckpt meets.
+"""The errors that a user of elastic_ckpt meets.
 
-Every error names what is known of: parameter, file, expected, found, remedy. The same error is raised
-on every rank of the job (see :mod:`elastic_ckpt.distributed`), so all of them can be pickled.
+Every error names what is known of: parameter, file, expected, found, remedy. All are picklable, since the same error is
+raised on every rank of the job (see :mod:`elastic_ckpt.distributed`).
 """
 
 from __future__ import annotations
@@ -14,21 +14,19 @@ _DETAILS = ("parameter", "file", "expected", "found", "remedy", "rank")
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names for an error message: sorted, the first few, and how many more there are."""
+    """Names for an error message: sorted, the first few, and the number of others."""
     ordered = sorted(names)
     more = f" and {len(ordered) - _NAMES_SHOWN} more" if len(ordered) > _NAMES_SHOWN else ""
     return (", ".join(ordered[:_NAMES_SHOWN]) or "none") + more
 
 
 class ElasticCkptError(Exception):
-    """A load that was refused or failed.
+    """A load was refused or failed.
 
     Args:
-        problem: one sentence that says what is wrong.
-        parameter: name of the model parameter, buffer or state concerned.
-        file: path of the file concerned.
-        expected: what a correct checkpoint or engine would hold.
-        found: what is there instead.
+        problem: one sentence that states what is wrong.
+        parameter, file: the model parameter, buffer or state concerned; path of the file concerned.
+        expected, found: what a correct checkpoint or engine would hold; what is there instead.
         remedy: what the user can do, config lines included.
         rank: global rank that met the problem first.
     """
@@ -72,11 +70,11 @@ def _rebuild(cls: type[ElasticCkptError], problem: str, details: dict[str, Any])
 
 
 class ConfigError(ElasticCkptError):
-    """A key or value under ``"elastic_checkpoint"`` is not understood."""
+    """A key or value under ``"elastic_checkpoint"`` is invalid."""
 
 
 class NotFoundError(ElasticCkptError):
-    """The folder, the tag or the ``latest`` file is not there."""
+    """The folder, the tag or the ``latest`` file does not exist."""
 
 
 class DamagedError(ElasticCkptError):
@@ -84,11 +82,11 @@ class DamagedError(ElasticCkptError):
 
 
 class LayoutError(DamagedError):
-    """Files do not fit the layout that they state: one is damaged or missing, or the layout is one not known here."""
+    """Files contradict the layout that they state: one is damaged or missing, or the layout is unknown."""
 
 
 class UnsafePickleError(ElasticCkptError):
-    """A file wants to run code that is not on the list of safe globals."""
+    """A file would run code that is not on the list of safe globals."""
 
 
 class MismatchError(ElasticCkptError):
@@ -96,15 +94,15 @@ class MismatchError(ElasticCkptError):
 
 
 class UnsupportedError(ElasticCkptError):
-    """Something that this version cannot restore exactly, and therefore refuses by name."""
+    """This version cannot restore something exactly, and refuses it by name."""
 
 
 class UnzippedError(UnsupportedError):
-    """A file in the format that ``torch.save`` wrote before zip archives: whole, but not to be read piece by piece."""
+    """A file has ``torch.save``'s format from before zip archives: intact, but not readable in part."""
 
 
 class UnforeseenError(ElasticCkptError):
-    """An exception that nobody foresaw, on one rank or on all."""
+    """An unexpected exception, on one rank or on all."""
 
 
 class PartialLoadError(ElasticCkptError):

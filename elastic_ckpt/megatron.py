@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from elastic_ckpt.errors import ElasticCkptError
 
-#: Megatron Core's name of a parallelism -> the names that DeepSpeed has for it.
+#: Megatron Core's name of a parallelism -> DeepSpeed's names.
 _PARALLELISMS = {
     "tensor_model_parallel": ("tensor_model_parallel", "slice_parallel"),
     "pipeline_model_parallel": ("pipeline_model_parallel", "pipe_parallel"),
@@ -22,8 +22,8 @@ _PARALLELISMS = {
 class MegatronMpu:
     """DeepSpeed's model-parallel unit, backed by Megatron Core.
 
-    It has ``get_*_group``, ``get_*_world_size`` and ``get_*_rank`` of all names in :data:`_PARALLELISMS`. DeepSpeed's
-    "model parallel" spans all ranks of one copy of the model and numbers the files ``mp_rank_XX``: tensor parallel
+    It has ``get_*_group``, ``get_*_world_size`` and ``get_*_rank`` for all names in :data:`_PARALLELISMS`. DeepSpeed's
+    "model parallel" spans all ranks of one copy of the model and numbers the files ``mp_rank_XX``: tensor-parallel
     ranks of the first pipeline stage, then of the second.
 
     Args:
@@ -48,11 +48,11 @@ class MegatronMpu:
         return dist.get_rank(group=self._state.get_model_parallel_group())
 
     def get_model_parallel_src_rank(self) -> int:
-        """Global rank of the first member of this rank's model parallel group."""
+        """Global rank of the first member of this rank's model-parallel group."""
         return dist.get_global_rank(self._state.get_model_parallel_group(), 0)
 
     def get_data_parallel_group_ranks(self) -> list[int]:
-        """Global ranks of this rank's data parallel group, in its order."""
+        """Global ranks of this rank's data-parallel group, in its order."""
         return dist.get_process_group_ranks(self._state.get_data_parallel_group())
 
 
@@ -61,8 +61,8 @@ def mpu() -> MegatronMpu:
 
     Raises:
         ImportError: Megatron Core is not installed.
-        ElasticCkptError: Megatron's model parallelism is not initialised, or it has context parallelism, over which
-            DeepSpeed would not average gradients.
+        ElasticCkptError: model parallelism is not initialised, or there is context parallelism, over which DeepSpeed
+            would not average gradients.
     """
     try:
         from megatron.core import parallel_state  # noqa: PLC0415  an optional package

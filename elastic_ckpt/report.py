@@ -1,4 +1,4 @@
-"""What a load did: one record, one table of it, and its JSON."""
+"""The report of a load: one record, its table, and its JSON."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from elastic_ckpt.core.read_plan import Outcome, names_with
 from elastic_ckpt.core.sequence import NO_SEQUENCE_PARALLEL, SequenceParallel
 
 _NAMES_SHOWN = 12
-#: Facts of the source that matter to planning alone.
+#: Facts of the source that only planning uses.
 _ONLY_PLANNED = ("frozen_recorded", "buffers_recorded", "merged_from")
-#: Roles as people call them.
+#: Display names of roles.
 _TITLES = {MASTER: "fp32 masters", BUFFER: "buffers", FROZEN: "frozen parameters"}
 
 
@@ -29,14 +29,12 @@ class RankWork:
 
     Attributes:
         rank: global rank.
-        nbytes_read: bytes of tensors read from files.
-        nbytes_received: bytes of tensors that other ranks read and sent.
-        read_calls: system calls that took.
-        files_opened: metadata files opened.
+        nbytes_read, nbytes_received: bytes of tensors read from files, and received from other ranks.
+        read_calls, files_opened: read system calls; metadata files opened.
         seconds: wall-clock seconds of each phase.
-        blocks: 8-bit blocks that the rank's states have.
-        blocks_requantized: those that mix elements of several saved blocks, or were not quantized before.
-        worst_requantization_error: largest change of a value by that, as a fraction of its new block's scale.
+        blocks, blocks_requantized: 8-bit blocks of the rank's states, and those that mix elements of several saved
+            blocks or were not quantized before.
+        worst_requantization_error: largest error of those, as a fraction of the new block's scale.
     """
 
     rank: int
@@ -59,10 +57,9 @@ class LoadReport:
         zero_stage, dp, tp, pp: stage of the live engine, ranks that ZeRO partitions over, tensor- and pipeline-parallel
             degree.
         sequence: how sequence parallelism divides the ``dp`` ranks.
-        rank: global rank that this report is of.
-        outcomes: everything that was restored, is fresh, skipped or ignored; see
-            :class:`elastic_ckpt.core.read_plan.Outcome`.
-        global_steps: the step to go on from.
+        rank: global rank of this report.
+        outcomes: what is restored, fresh, skipped or ignored; see :class:`elastic_ckpt.core.read_plan.Outcome`.
+        global_steps: the step to continue from.
         ranks: what each rank of the job did, in rank order.
         notes: what the user should know.
     """
@@ -80,12 +77,12 @@ class LoadReport:
     sequence: SequenceParallel = NO_SEQUENCE_PARALLEL
 
     def names(self, what: str) -> tuple[str, ...]:
-        """Names of parameters and buffers with one outcome (``"fresh"`` ...), sorted."""
+        """Sorted names of parameters and buffers with one outcome (``"fresh"`` ...)."""
         return names_with(self.outcomes, what)
 
     @property
     def fresh(self) -> tuple[str, ...]:
-        """Names of which the live engine keeps, or newly starts, something."""
+        """Names of which the live engine keeps or starts something."""
         return self.names("fresh")
 
     @property
@@ -143,12 +140,12 @@ class LoadReport:
 
 
 def source_dict(source: SourceFacts) -> dict[str, Any]:
-    """Where a checkpoint comes from as plain containers, without what matters to planning alone."""
+    """A checkpoint's source as plain containers, without what only planning uses."""
     return {key: value for key, value in asdict(source).items() if key not in _ONLY_PLANNED}
 
 
 def title(role: str) -> str:
-    """A role as people call it."""
+    """The display name of a role."""
     return _TITLES.get(role, role)
 
 
@@ -160,7 +157,7 @@ def topology_text(zero_stage: int, dp: int, tp: int, pp: int, sequence: Sequence
 
 
 def united(stages: Sequence[Sequence[Outcome]]) -> tuple[Outcome, ...]:
-    """The outcomes of all pipeline stages as those of one model."""
+    """Merge the outcomes of all pipeline stages into one model's."""
     names: dict[tuple[str, str, str], dict[str, None]] = {}
     for outcome in (outcome for outcomes in stages for outcome in outcomes):
         names.setdefault((outcome.role, outcome.what, outcome.reason), {}).update(dict.fromkeys(outcome.names))
@@ -175,7 +172,7 @@ def _line(outcome: Outcome) -> str:
 
 
 def _work_rows(ranks: Sequence[RankWork]) -> list[tuple[str, str]]:
-    """Bytes and seconds over all ranks: the least and the most, where they differ."""
+    """Bytes and seconds over all ranks: least and most, if they differ."""
     if not ranks:
         return []
     rows = [("read per rank", _span([work.nbytes_read for work in ranks]))]

@@ -1,7 +1,7 @@
 """``python -m elastic_ckpt.run train.py --my-args``: run an unchanged training script with elastic loading.
 
 Works under launchers: ``torchrun --nproc_per_node 4 -m elastic_ckpt.run train.py`` and
-``deepspeed --module elastic_ckpt.run train.py``. Flags of elastic_ckpt go before the script's name.
+``deepspeed --module elastic_ckpt.run train.py``. Flags of elastic_ckpt precede the script's name.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ examples:
 def main(arguments: list[str]) -> None:
     """Install the hook, then run the script in ``arguments`` as ``__main__``.
 
-    DeepSpeed's launcher puts ``--local_rank=N`` before the script's name; it is handed on to the script.
+    DeepSpeed's launcher puts ``--local_rank=N`` before the script's name; it is passed on to the script.
     """
     forwarded: list[str] = []
     words = deque(arguments)
@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> None:
         elif flag in ("--local_rank", "--local-rank") and argument != flag:
             forwarded.append(argument)
         elif flag == "--universal-checkpoint":
-            if argument == flag and words and words[0] in _MODES:  # and no script's name
+            if argument == flag and words and words[0] in _MODES:  # and not the script's name
                 mode = words.popleft()
             if mode and mode not in _MODES:
                 sys.exit(f"elastic_ckpt.run: --universal-checkpoint={mode}: choose auto, require or off\n\n{_USAGE}")
@@ -74,10 +74,10 @@ def main(arguments: list[str]) -> None:
 
 
 def _run_script(script: str) -> None:
-    """As ``python script`` does."""
+    """Like ``python script``."""
     path = os.path.abspath(script)
     if not sys.flags.safe_path:
-        sys.path[0] = os.path.dirname(os.path.realpath(path))  # in place of the one that -m put there
+        sys.path[0] = os.path.dirname(os.path.realpath(path))  # replaces the entry of -m
     if pkgutil.get_importer(path) is not None:  # a folder or an archive
         runpy.run_path(path, run_name="__main__")
         return
@@ -87,7 +87,7 @@ def _run_script(script: str) -> None:
 
 
 def _run_module(name: str) -> None:
-    """As ``python -m name`` does."""
+    """Like ``python -m name``."""
     spec = find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None:
         spec = find_spec(f"{name}.__main__")
@@ -99,9 +99,9 @@ def _run_module(name: str) -> None:
 
 
 def _run_as_main(code: CodeType, **attributes: Any) -> None:
-    """Run code in a ``__main__`` that stays, as :mod:`runpy`'s does not.
+    """Run code in a ``__main__`` that persists, unlike :mod:`runpy`'s.
 
-    Threads and exit handlers need it; objects that spawned processes send back need its second name.
+    Threads and exit handlers need it; objects that spawned processes return need its second name.
     """
     module = ModuleType("__main__")
     vars(module).update({"__annotations__": {}, "__cached__": None, **attributes})

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def collector_off() -> Iterator[None]:
-    """Disable cyclic garbage collection, which costs about 25 % of load time: the many small objects of a load stay."""
+    """Disable cyclic garbage collection, which costs about 25 % of load time: a load's many small objects stay."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -43,20 +43,17 @@ def collector_off() -> Iterator[None]:
 def execute_load(
     engine: Any, found: Found, ready: Prepared, arguments: LoadArguments, config: ElasticConfig, clock: Clock
 ) -> tuple[str, dict[str, Any]]:
-    """Restore a checkpoint into a live engine. Collective: every rank of the job calls it.
+    """Restore a checkpoint into a live engine. Collective over all ranks of the job.
 
-    1. Load the scheduler, undone on all ranks where any fails; 2. read, and broadcast what every rank keeps; 3. commit.
+    1. Load the scheduler, undone on all ranks if any fails; 2. read and broadcast; 3. commit.
 
     Args:
-        engine: the live engine.
-        found: the checkpoint.
-        ready: what :func:`elastic_ckpt.load.prepare.prepare` returned.
-        arguments: of ``load_checkpoint``.
-        config: the options.
+        engine, found, arguments, config: the live engine, the checkpoint, arguments of ``load_checkpoint``, options.
+        ready: the result of :func:`elastic_ckpt.load.prepare.prepare`.
         clock: times the phases of this load.
 
     Returns:
-        What ``DeepSpeedEngine.load_checkpoint`` returns: path of the model-states file, and client state.
+        As ``DeepSpeedEngine.load_checkpoint``: path of the model-states file, and client state.
 
     Raises:
         ElasticCkptError: the same on every rank. The engine is as it was before the call, unless the error is a
@@ -67,7 +64,7 @@ def execute_load(
     _load_scheduler(host, ready)
     try:
         everybody, client_state = _overwrite(ready, host, arguments, config, clock)
-    except Exception as error:  # of a collective too, where ranks cannot agree any more
+    except Exception as error:  # including a collective's, after which ranks cannot agree
         raise _as_partial_load_error(error) from error
     report = LoadReport(
         source=ready.checkpoint.metadata.source,
@@ -85,12 +82,12 @@ def execute_load(
     engine.elastic_report = report
     if distributed.rank() == 0:
         publish(report, ready.warnings, config)
-    # as DeepSpeed's own loader returns it: below load_dir as the caller wrote it
+    # like DeepSpeed's own loader: below load_dir as the caller wrote it
     return os.path.join(arguments.load_dir, found.tag, os.path.basename(ready.checkpoint.model_path)), client_state
 
 
 def _load_scheduler(host: TrainingStateCommit, ready: Prepared) -> None:
-    """The one step of a commit that runs a user's code: done first, and undone on all ranks if any fails."""
+    """The only step of a commit that runs a user's code: first, and undone on all ranks if any fails."""
     if not ready.loads_scheduler:
         host.load_scheduler(ready.plan)  # reports why not
         return
@@ -102,15 +99,14 @@ def _load_scheduler(host: TrainingStateCommit, ready: Prepared) -> None:
         raise
 
 
-#: What one rank reports at the end: its work, its pipeline stage, and from one rank of each of several stages the
-#: outcomes there.
+#: One rank's work and pipeline stage, and from one rank of each of several stages the outcomes there.
 _Done = tuple[RankWork, int, tuple[Outcome, ...]]
 
 
 def _overwrite(
     ready: Prepared, host: TrainingStateCommit, arguments: LoadArguments, config: ElasticConfig, clock: Clock
 ) -> tuple[list[_Done], dict[str, Any]]:
-    """Steps 2 and 3. Collective: returns what all ranks have done, and the client state."""
+    """Steps 2 and 3. Collective; returns all ranks' work, and the client state."""
     adapter, plan, options = ready.adapter, ready.plan, read_options(config)
     parts: list[ReadStats] = []
 
@@ -149,7 +145,7 @@ def _overwrite(
 
 
 def _of_all_stages(everybody: Sequence[_Done]) -> tuple[Outcome, ...]:
-    """The outcomes of all pipeline stages; empty where there is one."""
+    """The outcomes of all pipeline stages; empty if there is one."""
     stages = sorted((stage, number) for number, (_, stage, outcomes) in enumerate(everybody) if outcomes)
     return united([everybody[number][2] for _, number in stages])
 
@@ -167,7 +163,7 @@ def _outcomes(plan: LoadPlan, host: TrainingStateCommit, arguments: LoadArgument
 
 
 def publish(report: LoadReport, warnings: tuple[str, ...], config: ElasticConfig) -> None:
-    """Print the report and write it to its file. Where that fails, a load that succeeded does not."""
+    """Print the report and write it to its file; failing to do so does not fail the load."""
     for warning in warnings:
         logger.warning("elastic_ckpt: %s", warning)
     if config.report:

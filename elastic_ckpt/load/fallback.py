@@ -1,13 +1,13 @@
-"""Whether DeepSpeed's own loader is known to restore a folder that elastic_ckpt does not.
+"""Decides whether DeepSpeed's own loader restores a folder correctly that elastic_ckpt does not.
 
-It gives each rank its files by position and checks next to nothing, so it is right for
+It assigns files to ranks by position and checks next to nothing. It is correct for
 
-- native checkpoints of one save, at the topology, layout and ZeRO stage they were saved with, and with an optimizer of
-  the same hyperparameters;
-- weights alone below ZeRO-3, at any data-parallel degree, where they lie whole in one file;
-- universal checkpoints of AutoEP.
+- native checkpoints of one save, at the topology, layout and ZeRO stage of the save, and with an optimizer of the
+  same hyperparameters;
+- weights alone below ZeRO-3, at any data-parallel degree, if one file holds them whole;
+- universal checkpoints of AutoEP;
 
-It never is for optimizer states on NVMe, of which DeepSpeed 0.19 restores the masters of big sub-groups alone.
+and never for optimizer states on NVMe, of which DeepSpeed 0.19 restores only the masters of large sub-groups.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from elastic_ckpt.formats.zero0_index import MASTER_ENTRIES
 from elastic_ckpt.formats.zero12 import is_legacy_with_step
 from elastic_ckpt.patches.aligned_partitions import alignment_of
 
-#: Entries of a param group that do not depend on the optimizer's kind.
+#: Entries of a param group that do not depend on the kind of optimizer.
 _NOT_COMPARED = frozenset({"params", "param_names", "step"})
 _LAYOUTS = {0: "whole", 1: "zero12", 2: "zero12", 3: "zero3"}
 _ADAM_STATES = {MASTER, "exp_avg", "exp_avg_sq"}
@@ -56,22 +56,20 @@ _ADAM_STATES = {MASTER, "exp_avg", "exp_avg_sq"}
 def deepspeed_loads_it_right(
     engine: Any, found: Found, arguments: LoadArguments, check_sizes: bool, own_files: bool = False
 ) -> bool:
-    """Whether DeepSpeed's own loader is known to restore a folder right: all its files are of one save. Collective.
+    """Whether DeepSpeed's own loader restores a folder correctly, all its files being of one save. Collective.
 
     Args:
-        engine: the live engine.
-        found: the checkpoint.
-        arguments: of ``load_checkpoint``.
-        check_sizes: whether partitions must have the sizes of the live ones, and states the step of the counters: where
+        engine, found, arguments: the live engine, the checkpoint, and arguments of ``load_checkpoint``.
+        check_sizes: whether partitions must have the live ones' sizes, and states the step of the counters: set if
             elastic_ckpt did not understand the files.
-        own_files: whether each rank looks at no files but its own: where each node saves to a disk of its own, and
-            where files are too old a format to be read in part.
+        own_files: whether each rank looks at its own files only: if each node saves to its own disk, or if the
+            format is too old to be read in part.
     """
 
     def save() -> tuple[Any, ...] | None:
         try:
             return _save_of(engine, found, arguments, check_sizes, own_files)
-        except Exception:  # files that cannot be read are not ones that DeepSpeed is known to load right
+        except Exception:  # files that cannot be read are not known to load correctly
             return None
 
     doing = "compare the checkpoint with the live engine"
@@ -81,7 +79,7 @@ def deepspeed_loads_it_right(
 
 
 def on_own_disks(engine: Any, found: Found) -> bool:
-    """Whether nodes save to disks of their own (``use_node_local_storage``) that hold different files. Collective."""
+    """Whether nodes save different files to their own disks (``use_node_local_storage``). Collective."""
     if not engine.use_node_local_storage() or found.format != "native":
         return False
 
@@ -99,7 +97,7 @@ def on_own_disks(engine: Any, found: Found) -> bool:
 def _save_of(
     engine: Any, found: Found, arguments: LoadArguments, check_sizes: bool, own_files: bool
 ) -> tuple[Any, ...] | None:
-    """The save that DeepSpeed's loader would read; ``None``: not known to be restored right. Local."""
+    """The save that DeepSpeed's loader would read; ``None`` if it is not known to be restored correctly. Local."""
     if own_files:
         if found.format != "native":
             return None
@@ -113,7 +111,7 @@ def _save_of(
 
 
 def _own_part(engine: Any, found: Found) -> Found:
-    """The folder as this rank sees it, with no data-parallel rank's files but its own."""
+    """The folder as this rank sees it, without other data-parallel ranks' files."""
     files = sort_names(os.listdir(found.folder), is_universal=False)
     rank = dist.get_rank(group=dp_group_of(engine))
     mine = replace(
@@ -125,9 +123,9 @@ def _own_part(engine: Any, found: Found) -> Found:
 
 
 class _Comparison:
-    """A live engine beside the files that DeepSpeed's own loader would give to its model-parallel rank. Local.
+    """Compares a live engine with the files that DeepSpeed's loader would give to its model-parallel rank. Local.
 
-    DeepSpeed's loader trusts pickles anyhow; what is compared here can be read without trust.
+    DeepSpeed's loader trusts pickles in any case; this comparison needs no trust.
     """
 
     def __init__(self, engine: Any, found: Found, arguments: LoadArguments) -> None:
@@ -147,15 +145,15 @@ class _Comparison:
         engine, native = self.engine, self.found.format == "native"
         without_zero = isinstance(engine, PipelineEngine) and not self.found.files.optimizer
         if self.with_states and not self.arguments.load_module_strict and (not native or without_zero):
-            return False  # nothing says which parameters the states are of
+            return False  # unknown which parameters the states belong to
         if engine.zero_nvme_offload_optimizer() or os.path.isdir(self.found.path(SWAPPED_FOLDER)):
             return False
-        # DeepSpeed 0.19 calls methods of ZeRO-3's optimizer, which an engine made without one does not have
+        # DeepSpeed 0.19 calls methods of ZeRO-3's optimizer, which an engine made without one lacks
         if self.stage == 3 and not self.arguments.has_optimizer:
             return False
         if not native:
             return self._universal_fits()
-        # without ZeRO in fp16 or bf16, DeepSpeed leaves masters behind that undo the loaded weights at the next step
+        # without ZeRO in fp16 or bf16, DeepSpeed keeps old masters, which undo the loaded weights at the next step
         without_states = not (self.arguments.load_module_only or self.arguments.load_optimizer_states)
         if self.stage == 0 and without_states and keeps_own_masters(engine):
             return False
@@ -163,18 +161,18 @@ class _Comparison:
 
     @cached_property
     def whole_weights(self) -> bool:
-        """Whether weights alone are asked for, and one file holds them all."""
+        """Whether weights alone are requested, and one file holds them all."""
         files, engine = self.found.files, self.engine
         whole_here = set(files.model) == {0} and not (files.layers or files.experts)
         plain = engine.mp_world_size == 1 and not engine.has_moe_layers
         return not self.with_states and whole_here and self.stage < 3 and plain
 
     def one_save(self, partitions: int, check_sizes: bool) -> tuple[Any, ...] | None:
-        """The counters and the DeepSpeed version of all files; ``None``: some are missing, of another save or size.
+        """The counters and DeepSpeed version of all files; ``None`` if some are missing, or of another save or size.
 
         Args:
             partitions: number of data-parallel ranks that must have files.
-            check_sizes: see :func:`deepspeed_loads_it_right`; if not, states must be of one step all the same.
+            check_sizes: see :func:`deepspeed_loads_it_right`; without it, states must still be of one step.
         """
         with_optimizer = has_optimizer(self.engine)
         needed = partitions if self.stage and with_optimizer else len(self._optimizers)
@@ -204,7 +202,7 @@ class _Comparison:
         return self._opened[name]
 
     def _universal_fits(self) -> bool:
-        """AutoEP: whether every live parameter has what DeepSpeed reads, at any degree of data and experts.
+        """AutoEP: whether every live parameter has what DeepSpeed reads, at any data- and expert-parallel degree.
 
         Only DeepSpeed knows how experts are sharded (``_resolve_autoep_partition``, universal_checkpoint.py); sizes
         that do not fit are its own error. In ZeRO-3 it reads no states but Adam's, whatever the optimizer.
@@ -223,9 +221,9 @@ class _Comparison:
         )
 
     def _pipeline_fits(self) -> bool:
-        """A pipeline without ZeRO: whether this rank's file holds states of the very parameters of its stage.
+        """A pipeline without ZeRO: whether this rank's file holds states of exactly its stage's parameters.
 
-        With ZeRO elastic_ckpt restores them itself, or what it refuses DeepSpeed cannot restore either.
+        With ZeRO, elastic_ckpt restores pipelines itself, and what it refuses DeepSpeed cannot restore either.
         """
         if self.stage:
             return False
@@ -239,10 +237,10 @@ class _Comparison:
 
     def _native_fits(self) -> bool:
         engine, model = self.engine, self._open(self._models[0])
-        # experts have optimizer files of their own; without ZeRO one file holds both
+        # experts have their own optimizer files; without ZeRO one file holds both
         optimizers = [name for name in self.found.files.experts if name.startswith("expp_rank_0_")] + self._optimizers
         optimizer = self._open(optimizers[0]) if optimizers else model
-        # DeepSpeed's loader pads masters of another size with zeros, and shifts what follows
+        # DeepSpeed's loader zero-pads masters of another size, and shifts what follows
         same_padding = (config_section(model, CONFIG_KEY).get("align_partitions") or 0) == alignment_of(
             engine.optimizer
         )
@@ -255,7 +253,7 @@ class _Comparison:
 
     def _same_topology(self, model: PickledFile) -> bool:
         engine, files = self.engine, self.found.files
-        # which stages' loader reads the files, by their names: the saved config may be no more than a path
+        # file names show which stages' loader reads them: the saved config may be only a path
         layout = "zero3" if files.model_zero3 else "zero12" if files.optimizer else "whole"
         return (
             model.tree.get("dp_world_size") == engine.seq_dp_world_size
@@ -265,10 +263,10 @@ class _Comparison:
         )
 
     def _same_optimizer(self, model: PickledFile, optimizer: PickledFile) -> bool:
-        """Whether the saved optimizer is of the live one's kind and steps on the same tensors in the same order.
+        """Whether the saved optimizer is of the live one's kind and updates the same tensors in the same order.
 
-        DeepSpeed's own loader assigns states by position, and those of any optimizer to any other; the names of
-        hyperparameters distinguish most kinds.
+        DeepSpeed's own loader assigns states by position, between any two optimizers; the names of hyperparameters
+        distinguish most kinds.
         """
         engine, files = self.engine, self.found.files
         in_bf16 = any(name.startswith("bf16_") for name in files.optimizer.values())
@@ -277,7 +275,7 @@ class _Comparison:
         in_fp16 = bool(config_section(model, "fp16").get("enabled"))
         if in_fp16 != engine.fp16_enabled() and saved_config(model) is not None:
             return False
-        # legacy shards have no hyperparameters: those of the live param groups stay
+        # legacy shards have no hyperparameters: the live param groups' stay
         if not is_legacy_with_step(optimizer) and not _same_hyperparameters(
             base_groups(optimizer), base_optimizer(engine).param_groups
         ):
@@ -301,10 +299,7 @@ class _Comparison:
 
 
 def _open_any(path: str) -> PickledFile:
-    """A file's object tree; of a legacy pickle archive too, which is read whole.
-
-    Of such an archive scalars stay tensors, and the rest cannot be materialised.
-    """
+    """A file's object tree. A legacy pickle archive is read whole: scalars stay tensors, the rest cannot be used."""
     if not is_unzipped(path):
         return open_pickled(path)
 
@@ -324,7 +319,7 @@ def _same_hyperparameters(saved: Sequence[Mapping[str, Any]], live: Sequence[Map
 
 
 def _shape_of(model: PickledFile, number: int) -> tuple[int, ...] | None:
-    """Shape of a parameter by its states; ``None``: it has none."""
+    """Shape of a parameter by its states; ``None`` if it has none."""
     state = model.tree["optimizer"]["state"].get(number, {})
     return next((ref.shape for ref in state.values() if isinstance(ref, TensorRef) and ref.shape), None)
 
@@ -334,7 +329,7 @@ def _same_shapes(saved: Sequence[tuple[int, ...] | None], live: Sequence[tuple[i
 
 
 def _same_members(engine: Any, optimizer: PickledFile, saved: Mapping[str, Any], live: Sequence[Any]) -> bool:
-    """Whether a saved group has the names of the live one; without names, whether order and shapes do not differ."""
+    """Whether a saved group has the live one's names; without names, whether order and shapes agree."""
     names = [engine.param_names.get(param) for param in live]
     if saved.get("param_names"):
         return list(saved["param_names"]) == names

@@ -1,4 +1,4 @@
-"""Flags for a training script's command line, and how they get into a DeepSpeed config."""
+"""Command-line flags of a training script, and how they enter a DeepSpeed config."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from elastic_ckpt.config import CONFIG_KEY, set_flags
 from elastic_ckpt.errors import ConfigError
 
 _FLAG = "--universal-checkpoint"
-#: What people type in its place; a script that parses only known arguments would pass over it in silence.
+#: A common misspelling, which a script that parses only known arguments would silently ignore.
 _WRONG_FLAG = "--universal_checkpoint"
 #: Destination of a flag -> the option that it sets.
 _OPTIONS = {
@@ -29,14 +29,14 @@ _OPTIONS = {
 
 
 class _WrongFlag(argparse.Action):
-    """Answers with the right flag."""
+    """Reports the right flag."""
 
     def __call__(self, parser: argparse.ArgumentParser, _: Any, __: Any, option_string: str | None = None) -> None:
         parser.error(f"unknown argument {option_string}: did you mean {_FLAG}?")
 
 
 class _SetFlag(argparse.Action):
-    """Stores the value in the namespace, as usual, and for every engine of this process."""
+    """Stores the value in the namespace, and for every engine of this process."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, _: str | None = None
@@ -49,15 +49,15 @@ class _SetFlag(argparse.Action):
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add elastic_ckpt's flags to a training script's parser, beside ``deepspeed.add_config_arguments``.
 
-    Parsing sets them for the whole process; they win over the DeepSpeed config. A parser that has a
-    ``--universal-checkpoint`` of its own, as Megatron-DeepSpeed's has, keeps it: :func:`with_arguments` reads either.
+    Parsing sets them for the whole process; they override the DeepSpeed config. A parser with its own
+    ``--universal-checkpoint``, such as Megatron-DeepSpeed's, keeps it: :func:`with_arguments` reads either.
 
     Returns:
         The same parser.
     """
-    # whatever the parser does about conflicts: with "resolve", its own flag would be taken away
+    # whatever the parser does about conflicts: with "resolve", its own flag would be removed
     group = parser.add_argument_group("elastic_ckpt", "loading checkpoints of any topology", conflict_handler="error")
-    with suppress(argparse.ArgumentError):  # it has one of its own
+    with suppress(argparse.ArgumentError):  # it has its own
         group.add_argument(
             _FLAG,
             action=_SetFlag,
@@ -84,19 +84,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def with_arguments(ds_config: Mapping[str, Any] | str | Path | None, arguments: argparse.Namespace) -> dict[str, Any]:
     """A DeepSpeed config with the mode of ``--universal-checkpoint``; its other entries stay.
 
-    For scripts that make their config themselves, as Megatron-DeepSpeed does: ``"checkpoint"`` is added to, not
+    For scripts that build their config themselves, such as Megatron-DeepSpeed; ``"checkpoint"`` is extended, not
     replaced.
 
     Args:
         ds_config: the config, in any form that DeepSpeed takes: an object, the path of its JSON file, or the file's
             text in base64; or nothing. It is not changed.
-        arguments: of the command line; ``universal_checkpoint`` may be a mode, or ``True`` of a parser's own flag.
+        arguments: parsed arguments; ``universal_checkpoint`` may be a mode, or ``True`` of a parser's own flag.
 
     Returns:
         A new config, for ``deepspeed.initialize(config=...)``; ``args.deepspeed_config`` must be ``None`` then.
 
     Raises:
-        ConfigError: it cannot be read, or ``"checkpoint"`` or ``"elastic_checkpoint"`` in it is no object.
+        ConfigError: it cannot be read, or its ``"checkpoint"`` or ``"elastic_checkpoint"`` is not an object.
     """
     made = copy.deepcopy(dict(ds_config or {})) if isinstance(ds_config, Mapping | None) else _read(str(ds_config))
     given = getattr(arguments, "universal_checkpoint", None)
@@ -106,14 +106,14 @@ def with_arguments(ds_config: Mapping[str, Any] | str | Path | None, arguments: 
     if mode != "auto":
         _section(made, CONFIG_KEY)["mode"] = mode
     elif CONFIG_KEY in made:
-        _section(made, CONFIG_KEY).pop("mode", None)  # it is the default, and Accelerate takes "auto" for its own
+        _section(made, CONFIG_KEY).pop("mode", None)  # the default, and Accelerate replaces "auto" by its own values
     if mode != "off":
         _section(made, "checkpoint")["load_universal"] = True
     return made
 
 
 def _read(source: str) -> dict[str, Any]:
-    """As DeepSpeed reads it, comments and all."""
+    """Like DeepSpeed, comments included."""
     try:
         is_file = os.path.exists(source)
         text = Path(source).read_bytes() if is_file else base64.urlsafe_b64decode(source)

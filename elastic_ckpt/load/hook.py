@@ -1,4 +1,4 @@
-"""The patch of ``DeepSpeedEngine.load_checkpoint``: ours where it can be exact, else DeepSpeed's own."""
+"""The patch of ``DeepSpeedEngine.load_checkpoint``: elastic_ckpt's load where it is exact, else DeepSpeed's own."""
 
 from __future__ import annotations
 
@@ -47,8 +47,7 @@ logger = logging.getLogger(__name__)
 def install() -> None:
     """Make every DeepSpeed engine of this process load checkpoints of any topology.
 
-    Call it once, before or after ``deepspeed.initialize`` (before it, where ``"align_partitions"`` is set); a second
-    call changes nothing.
+    Call it once, before or after ``deepspeed.initialize`` (before it, if ``"align_partitions"`` is set); idempotent.
     ``PipelineEngine`` inherits the patched method.
     """
     wrap(DeepSpeedEngine, "load_checkpoint", _load_checkpoint)
@@ -59,7 +58,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo :func:`install`, unless somebody has put a wrapper around the patch."""
+    """Undo :func:`install`, unless another wrapper is around the patch."""
     if unwrap(DeepSpeedEngine, "load_checkpoint"):
         unwrap(DeepSpeedEngine, "__init__")
         del DeepSpeedEngine.elastic_report
@@ -68,7 +67,7 @@ def uninstall() -> None:
 
 
 def _initialize(original: Callable[..., None], engine: Any, *args: Any, **kwargs: Any) -> None:
-    """``DeepSpeedEngine.__init__`` that warns of engines whose saves will be incomplete."""
+    """``DeepSpeedEngine.__init__``, with a warning about engines whose saves are incomplete."""
     original(engine, *args, **kwargs)
     warn_of_incomplete_saves(engine)
 
@@ -79,7 +78,7 @@ def _load_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kw
 
 
 def _load_or_delegate(engine: Any, arguments: LoadArguments, own: Callable[..., Any]) -> Any:
-    """Decide, the same way on every rank, who loads; then let them."""
+    """Decide, the same way on every rank, who loads; then load."""
     engine.elastic_report = None
     config, found = _find(engine, arguments)
     if found is not None:
@@ -101,11 +100,10 @@ def _load_or_delegate(engine: Any, arguments: LoadArguments, own: Callable[..., 
 def _find(engine: Any, arguments: LoadArguments) -> tuple[ElasticConfig, Found | None]:
     """The configuration and the checkpoint. Collective.
 
-    Rank 0 alone looks for the checkpoint, so that a half-visible file system cannot make ranks decide differently.
+    Only rank 0 looks for the checkpoint, so that a partly visible file system cannot make ranks decide differently.
 
     Raises:
-        ConfigError: on every rank; the configuration is wrong, or ranks were asked for different things: they would
-            wait for each other for ever.
+        ConfigError: on every rank; the configuration is wrong, or ranks disagree about it and would deadlock.
         ElasticCkptError: rank 0 cannot look into the folder.
     """
     configs: list[ElasticConfig] = []
@@ -143,7 +141,7 @@ def _refuse_different_calls(calls: Sequence[Mapping[str, Any]]) -> None:
 def _prepare_unless_left(
     engine: Any, found: Found, arguments: LoadArguments, config: ElasticConfig, clock: Clock
 ) -> Prepared | None:
-    """What a load needs to know; ``None``: DeepSpeed's own loader restores what cannot be restored here. Collective.
+    """Prepare the load; ``None`` if DeepSpeed's own loader restores what elastic_ckpt cannot. Collective.
 
     Raises:
         ElasticCkptError: the same on every rank; DeepSpeed's own loader is not known to restore it either.
@@ -170,12 +168,12 @@ def _prepare_unless_left(
 
 
 def _is_deepspeeds(engine: Any, found: Found, arguments: LoadArguments, error: ElasticCkptError) -> bool:
-    """Whether DeepSpeed's own loader is known to restore what elastic_ckpt refuses with this error. Collective."""
-    if isinstance(error, UnzippedError):  # read whole, so each rank reads what it needs anyhow
+    """Whether DeepSpeed's own loader restores what elastic_ckpt refuses with this error. Collective."""
+    if isinstance(error, UnzippedError):  # such files are read whole, so each rank reads only its own
         return deepspeed_loads_it_right(engine, found, arguments, check_sizes=True, own_files=True)
     if isinstance(error, DamagedError) and not isinstance(error, LayoutError):
         return False
-    if restores_states(arguments) and not arguments.load_module_strict:  # what does not match is to be listed
+    if restores_states(arguments) and not arguments.load_module_strict:  # mismatches must be listed
         return False
     return deepspeed_loads_it_right(engine, found, arguments, check_sizes=not isinstance(error, UnsupportedError))
 

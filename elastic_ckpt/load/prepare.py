@@ -1,4 +1,4 @@
-"""Describe the engine, read metadata, plan, agree: all of a load that changes nothing."""
+"""Describe the engine, read metadata, plan, agree: the part of a load that changes nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from elastic_ckpt.planning.planner import LoadOptions, plan_load
 
 
 class Clock:
-    """Wall-clock seconds by phase; a phase inside another one counts for itself alone."""
+    """Wall-clock seconds by phase; a nested phase does not count towards the outer one."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -35,7 +35,7 @@ class Clock:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Time the body as a part of ``phase``."""
+        """Time the body as part of ``phase``."""
         outer, self._inner = self._inner, 0.0
         start = time.perf_counter()
         yield
@@ -50,11 +50,11 @@ class RankPlan:
 
     Attributes:
         mp_rank: its tensor- and pipeline-parallel rank.
-        digest: the same on ranks that share out replicated tensors in the same way.
-        differences: where copies in the checkpoint differ, in the rank's share of the comparisons.
-        averaged: names of parameters that may differ; only ranks of their stage know.
+        digest: equal on ranks that divide replicated tensors in the same way.
+        differences, averaged: where replicas differ in this rank's share of the comparisons, and the parameters that
+            may; only ranks of their stage know.
         notes: of its plan.
-        loads_scheduler: whether the rank loads the state of an lr scheduler.
+        loads_scheduler: whether the rank loads an lr scheduler's state.
     """
 
     mp_rank: int
@@ -67,7 +67,7 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class Prepared:
-    """All that is known before anything changes: both sides, the plan, what to warn of, and the plans of all ranks."""
+    """Both sides, the plan, warnings, and the plans of all ranks: everything known before anything changes."""
 
     adapter: EngineAdapter
     local_state: LocalState
@@ -78,7 +78,7 @@ class Prepared:
 
     @property
     def loads_scheduler(self) -> bool:
-        """Whether any rank loads the state of an lr scheduler; those that load none wait for those that do."""
+        """Whether any rank loads an lr scheduler's state; the others wait for it."""
         return any(each.loads_scheduler for each in self.everybody)
 
 
@@ -122,7 +122,7 @@ def prepare(engine: Any, found: Found, arguments: LoadArguments, config: Elastic
 
 
 def _describe(engine: Any, arguments: LoadArguments) -> tuple[EngineAdapter, LocalState]:
-    """The adapter of this rank's engine, and what it holds. Collective."""
+    """The adapter of this rank's engine, and its LocalState. Collective."""
     described: list[tuple[EngineAdapter, LocalState]] = []
 
     def describe() -> ModelLayout | None:
@@ -155,7 +155,7 @@ def _metadata_options(local_state: LocalState, arguments: LoadArguments, config:
 def _compare_runs(
     engine: Any, checkpoint: Checkpoint, arguments: LoadArguments, config: ElasticConfig
 ) -> tuple[str, ...]:
-    """Warnings of what is not part of the state and yet changes the run; weights alone make no run."""
+    """Warnings about differences between the runs that no state shows; none if weights alone are loaded."""
     if arguments.load_module_only or not arguments.has_optimizer:
         return ()
     warnings = compare_batches(engine, checkpoint.training_state.batch, config.on_batch_size_change == "error")
@@ -168,10 +168,10 @@ def _compare_runs(
 
 
 def _notes(everybody: Sequence[RankPlan], config: ElasticConfig) -> tuple[str, ...]:
-    """What the report notes: of all ranks' plans, and of copies that differ.
+    """Notes for the report, from all ranks' plans and about replicas that differ.
 
     Raises:
-        MismatchError: they may not differ. All ranks know the same, so they raise the same.
+        MismatchError: replicas may not differ. All ranks know the same, so they raise the same.
     """
     notes = tuple(dict.fromkeys(chain(*(each.notes for each in everybody))))
     differences = [difference for each in everybody for difference in each.differences]
@@ -187,11 +187,7 @@ def _digest_of_shares(plan: LoadPlan) -> str:
 
 
 def _refuse_different_shares(everybody: Sequence[RankPlan]) -> None:
-    """Ranks that would share out replicated tensors differently would wait for each other for ever.
-
-    Args:
-        everybody: by rank; those of another tensor- or pipeline-parallel rank share out other tensors.
-    """
+    """Refuse if ranks of one model-parallel rank divide replicated tensors differently, which would deadlock."""
     first: dict[int, tuple[int, str]] = {}
     for rank, other in enumerate(everybody):
         reference, expected = first.setdefault(other.mp_rank, (rank, other.digest))

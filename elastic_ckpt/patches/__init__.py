@@ -1,4 +1,4 @@
-"""Opt-in patches of training, not of loading; and how methods of DeepSpeed are wrapped and unwrapped."""
+"""Opt-in patches of training (not of loading), and how methods of DeepSpeed are wrapped and unwrapped."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ _ORIGINAL = "_elastic_ckpt_original"
 
 
 def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    """Have ``wrapper`` called in place of an attribute of a class or module, with what it wraps as first argument.
-
-    A second call changes nothing.
-    """
+    """Replace an attribute of a class or module by ``wrapper``, whose first argument is the original. Idempotent."""
     original = getattr(owner, name)
     if hasattr(original, _ORIGINAL):
         return
@@ -27,10 +24,10 @@ def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
 
 
 def unwrap(owner: Any, name: str) -> bool:
-    """Undo :func:`wrap`, unless somebody has put a wrapper around ours; returns whether it was undone."""
+    """Undo :func:`wrap`, unless another wrapper is around ours; returns whether it was undone."""
     wrapped = getattr(owner, name)
     original = getattr(wrapped, _ORIGINAL, None)
-    # functools.wraps copies our mark to a wrapper around ours: that one is not ours to remove
+    # functools.wraps copies our mark to a wrapper around ours, which is not ours to remove
     if original is None or getattr(wrapped, "__wrapped__", None) is not original:
         return False
     setattr(owner, name, original)

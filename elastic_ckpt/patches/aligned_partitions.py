@@ -1,16 +1,16 @@
-"""``"align_partitions"``: ZeRO partitions that are whole numbers of 8-bit blocks, from the start of training.
+"""``"align_partitions"``: ZeRO partitions of whole 8-bit blocks, from the start of training.
 
-With them, every data-parallel degree cuts a parameter, or a group's flat buffer, between the same blocks, so 8-bit
-states move between degrees bit by bit. DeepSpeed has no option for it (``parameter_alignment`` is 16 bytes, and only
-where a parameter starts), so :func:`install_alignment` wraps its privates (0.19):
+Every data-parallel degree then cuts a parameter, or a group's flat buffer, between the same blocks, so that 8-bit
+states move between degrees bit-exactly. DeepSpeed has no such option (``parameter_alignment`` is 16 bytes, and only for
+the start of a parameter), so :func:`install_alignment` wraps its private functions (0.19):
 
 - ZeRO-1/2: ``flatten_dense_tensors_aligned``, which pads a group's flat buffer. ``nccl_start_alignment_factor`` keeps
-  its value, since asserts about addresses and bucket sizes depend on it.
+  its value, which asserts about addresses and bucket sizes depend on.
 - ZeRO-3: ``Init._padding_size`` pads each parameter; ``Init._partition_param`` leaves padding uninitialized, and
   garbage would scale the last real elements' 8-bit block; ``reduce_scatter_coalesced`` cuts gradients without padding;
   ``_dist_allgather_fn``, ``NoGatherHandle`` and ``NoGatherCoalescedHandle`` expect gathered parameters without it.
 
-Without the option, each wrapper calls what it wraps.
+Without the option, each wrapper calls the original.
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ from elastic_ckpt.core.flat_ranges import per_parameter_numel
 from elastic_ckpt.errors import ConfigError
 from elastic_ckpt.patches import unwrap, wrap
 
-#: Elements to which the engine that is being built, or reduces gradients, pads its partitions; 0: as DeepSpeed does.
+#: Alignment of the engine that is being built or reduces gradients, in elements; 0 for DeepSpeed's own.
 _numel: ContextVar[int] = ContextVar("align_partitions", default=0)
 _ATTRIBUTE = "_elastic_ckpt_alignment"
-#: Optimizers whose partitions are padded.
+#: Optimizers with aligned partitions.
 _aligned: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def install_alignment() -> None:
-    """Wrap what DeepSpeed pads partitions with; a second call changes nothing."""
+    """Wrap the functions with which DeepSpeed pads partitions. Idempotent."""
     for owner, name, wrapper in _WRAPPED:
         wrap(owner, name, wrapper)
 
 
 def uninstall_alignment() -> None:
-    """Undo :func:`install_alignment`, unless an engine that was built with the option still trains on it."""
+    """Undo :func:`install_alignment`, unless an engine built with the option still trains."""
     if not _aligned:
         for owner, name, _ in _WRAPPED:
             unwrap(owner, name)
 
 
 def alignment_of(owner: Any) -> int:
-    """Elements to which a live optimizer, or ``deepspeed.zero.Init``, pads partitions; 0: as DeepSpeed pads them."""
+    """Alignment of partitions in a live optimizer or ``deepspeed.zero.Init``, in elements; 0 for DeepSpeed's own."""
     return int(getattr(owner, _ATTRIBUTE, 0))
 
 
@@ -99,14 +99,14 @@ def _configure(original: Callable[..., Any], engine: Any, optimizer: Any) -> Any
 
 
 def _asked_for(config: Mapping[str, Any]) -> int:
-    """``"align_partitions"`` of a DeepSpeed config; other errors in our section are raised when it is needed."""
+    """``"align_partitions"`` of a DeepSpeed config; other errors in our section are raised when it is used."""
     section = config.get(CONFIG_KEY)
     asked = isinstance(section, Mapping) and section.get("align_partitions")
     return read_config(config).align_partitions if asked else 0
 
 
 def _refuse_other_paths(engine: Any, numel: int) -> None:
-    """Refuse options with which DeepSpeed cuts gradients or gathers parameters by other code than what is wrapped.
+    """Refuse options with which DeepSpeed cuts gradients or gathers parameters by code that is not wrapped.
 
     Raises:
         ConfigError: naming the option.
@@ -130,7 +130,7 @@ def _refuse_other_paths(engine: Any, numel: int) -> None:
 
 
 def _check_parameters(optimizer: Any, numel: int) -> None:
-    """ZeRO-3: gradients are cut where the engine's option says, parameters where that of ``deepspeed.zero.Init`` said.
+    """ZeRO-3: gradients follow the engine's option, parameters that of ``deepspeed.zero.Init``.
 
     Raises:
         ConfigError: the two differ, and training would be wrong.
@@ -159,7 +159,7 @@ def _not_reached(what: str, expected: str, found: Any) -> ConfigError:
 def _flatten(
     original: Callable[..., Any], optimizer: Any, tensors: Any, alignment: int, *args: Any, **kwargs: Any
 ) -> Any:
-    """DeepSpeed aligns to 2 elements for each rank: align to a multiple of as many times ours. Gradients follow."""
+    """DeepSpeed aligns to 2 elements per rank: align to a multiple that is also ours per rank. Gradients follow."""
     numel = _numel.get()
     padded = alignment * numel // math.gcd(numel, 2) if numel else alignment
     return original(optimizer, tensors, padded, *args, **kwargs)
@@ -188,7 +188,7 @@ def _partition_param(original: Callable[..., Any], init: Any, param: Any, *args:
     is_new = param.ds_tensor is None
     original(init, param, *args, **kwargs)
     partition = param.ds_tensor
-    if alignment_of(init) and is_new and partition.numel():  # empty: it went to NVMe
+    if alignment_of(init) and is_new and partition.numel():  # empty: it is on NVMe
         start = init._partition_rank(param) * partition.numel()
         partition[max(0, min(param.ds_numel - start, partition.numel())) :] = 0
 
@@ -199,7 +199,7 @@ def _scatter(original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs:
 
 
 def _reduce_scatter(original: Callable[..., Any], tensors: Sequence[torch.Tensor], group: Any = None) -> Any:
-    """Mean gradients of this rank's partitions: padded, so that DeepSpeed cuts them where parameters are cut."""
+    """Mean gradients of this rank's partitions, padded so that DeepSpeed cuts them where parameters are cut."""
     numel = _numel.get()
     if not numel:
         return original(tensors, group)
@@ -215,7 +215,7 @@ def _reduce_scatter(original: Callable[..., Any], tensors: Sequence[torch.Tensor
 
 
 def _allgather(original: Callable[..., Any], partition: torch.Tensor, output: torch.Tensor, group: Any = None) -> Any:
-    """Gather into a longer buffer; the handle's ``wait`` copies what is no padding."""
+    """Gather into a longer buffer; the handle's ``wait`` copies it without padding."""
     needed = partition.numel() * dist.get_world_size(group)
     if output.numel() >= needed:
         return original(partition, output, group)
@@ -230,7 +230,7 @@ def _allgather(original: Callable[..., Any], partition: torch.Tensor, output: to
 
 
 def _no_gather(original: Callable[..., Any], handle: Any, params: Any) -> None:
-    """On one rank, a partition is its parameter, and here padding behind it: show DeepSpeed one without."""
+    """On one rank a partition is its parameter, here with padding behind it: give DeepSpeed one without."""
     partitions = []
     for param in [params] if isinstance(handle, NoGatherHandle) else params:
         if param.ds_tensor.numel() > param.ds_numel and not hasattr(param.ds_tensor, "ds_quant_scale"):
@@ -243,7 +243,7 @@ def _no_gather(original: Callable[..., Any], handle: Any, params: Any) -> None:
             partition.data = data
 
 
-#: Owner, name and wrapper of everything that is wrapped.
+#: (owner, name, wrapper) of everything that is wrapped.
 _WRAPPED: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (DeepSpeedEngine, "_configure_zero_optimizer", _configure),
     (DeepSpeedEngine, "_configure_bf16_optimizer", _configure),

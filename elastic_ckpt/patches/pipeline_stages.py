@@ -1,22 +1,21 @@
 """Weighted pipeline stages: ``partition_method="type:embed:2|transformer:1"``.
 
-DeepSpeed's ``type:regex`` counts layers of one kind, each as one; what follows a second colon it drops in silence.
-Here each alternative ``regex:weight`` gives the weight of the layers whose class or function name it matches:
-case-insensitively, anywhere in the name, the first alternative that matches. Layers that none matches weigh nothing.
-``weighted_type:`` is another name for the same, which DeepSpeed alone refuses. A ``type:`` without weights, and every
-other method, goes to DeepSpeed.
+DeepSpeed's ``type:regex`` counts layers of one kind, each as one, and silently ignores what follows a second colon.
+Here each alternative ``regex:weight`` weighs the layers whose class or function name it matches: case-insensitively,
+anywhere in the name, first alternative first. Unmatched layers weigh nothing. ``weighted_type:`` is a synonym that
+DeepSpeed alone refuses. DeepSpeed handles a ``type:`` without weights, and every other method.
 
-Stages are consecutive layers. Of all ways to cut them, :func:`partition_weights` takes the one with, in this order,
+Stages are consecutive layers. Of all partitions, :func:`partition_weights` takes the one with, in this order,
 
 1. the lightest heaviest stage (DeepSpeed's ``partition_balanced`` often, not always, finds it),
 2. the least sum of squared stage weights,
-3. no stage without layers, if there are enough of them. It costs nothing: an empty stage can take a layer of another,
-   which makes neither the heaviest stage nor the sum of squares greater,
-4. the least sum of squared numbers of layers, since layers of no weight take time and memory too,
-5. each cut as late as possible, so that layers of one weight are cut as ``uniform`` cuts them.
+3. no stage without layers, if there are enough layers. This costs nothing: an empty stage can take a layer of
+   another, which increases neither the heaviest stage nor the sum of squares,
+4. the least sum of squared layer counts, since layers of no weight take time and memory too,
+5. each cut as late as possible, so that layers of equal weight are cut as by ``uniform``.
 
-All of it is integer arithmetic, so every rank arrives at the same cuts. :func:`install_pipe` wraps
-``PipelineModule._partition_layers`` (0.19), which also serves ``DualPipeVModule``.
+Integer arithmetic gives every rank the same cuts. :func:`install_pipe` wraps ``PipelineModule._partition_layers``
+(0.19), which also serves ``DualPipeVModule``.
 """
 
 from __future__ import annotations
@@ -40,19 +39,19 @@ from elastic_ckpt.patches import unwrap, wrap
 _METHOD = "_partition_layers"
 _PLAIN, _WEIGHTED = "type:", "weighted_type:"
 _FORM = "'type:regex:weight|regex:weight', such as 'type:embed:2|transformer:1'"
-#: What a regex consists of, as far as groups matter: an escape, a set, or one character.
+#: An element of a regex, as far as groups matter: an escape, a set, or one character.
 _TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
-#: Three digits of exponent, since "1e-999999999" is a fraction that fills the memory.
+#: At most three digits of exponent: "1e-999999999" is a fraction that fills the memory.
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?")
 
 
 def install_pipe() -> None:
-    """Teach ``PipelineModule`` the weighted methods; a second call changes nothing."""
+    """Add the weighted methods to ``PipelineModule``. Idempotent."""
     wrap(PipelineModule, _METHOD, _partition_layers)
 
 
 def uninstall_pipe() -> None:
-    """Undo :func:`install_pipe`, unless somebody has put a wrapper around the patch."""
+    """Undo :func:`install_pipe`, unless another wrapper is around the patch."""
     unwrap(PipelineModule, _METHOD)
 
 
@@ -80,7 +79,7 @@ def _summary(start: int, names: Sequence[str | None], weights: Sequence[Fraction
 
 
 def layer_name(layer: Any) -> str | None:
-    """The name by which DeepSpeed's ``_find_layer_type`` knows a layer; ``None``: it passes over this one."""
+    """The name of a layer in DeepSpeed's ``_find_layer_type``; ``None`` if that ignores the layer."""
     if isinstance(layer, LayerSpec):
         return layer.typename.__name__
     if isinstance(layer, nn.Module):
@@ -89,7 +88,7 @@ def layer_name(layer: Any) -> str | None:
 
 
 def is_weighted(method: str) -> bool:
-    """Whether a partition method is ours: ``weighted_type:``, or ``type:`` with a number behind an alternative."""
+    """Whether a partition method is ours: ``weighted_type:``, or ``type:`` with a number after an alternative."""
     kind = method.lower()
     if kind.startswith(_WEIGHTED):
         return True
@@ -97,14 +96,14 @@ def is_weighted(method: str) -> bool:
 
 
 def layer_weights(method: str, names: Sequence[str | None]) -> list[Fraction]:
-    """What each layer weighs by a weighted partition method.
+    """The weight of each layer by a weighted partition method.
 
     Args:
-        method: for which :func:`is_weighted` holds.
-        names: of the layers; those of ``None`` weigh nothing.
+        method: a method for which :func:`is_weighted` is true.
+        names: of the layers; ``None`` weighs nothing.
 
     Raises:
-        ConfigError: the method is malformed, one of its regexes matches no layer, or the layers weigh nothing.
+        ConfigError: the method is malformed, one of its regexes matches no layer, or all weights are zero.
     """
     weighed = [_parse_alternative(text, method) for text in _alternatives(method)]
     for regex, _ in weighed:
@@ -133,7 +132,7 @@ def _parse_alternative(text: str, method: str) -> tuple[re.Pattern[str], Fractio
     """A regex, and the weight of the layers whose names it matches."""
     pattern, number = _cut_weight(text)
     try:
-        # not lowercased, as DeepSpeed does it: that would turn \S into \s
+        # not lowercased as by DeepSpeed, which turns \S into \s
         regex = re.compile(pattern, re.IGNORECASE)
     except (re.error, OverflowError) as error:
         raise ConfigError(
@@ -149,7 +148,7 @@ def _parse_alternative(text: str, method: str) -> tuple[re.Pattern[str], Fractio
             found=method,
             remedy="write regex:weight in every alternative; layers that match none weigh 0",
         )
-    # of the decimal digits themselves, so that 0.1 three times is 0.3
+    # from the decimal digits, so that three times 0.1 is 0.3
     weight = Fraction(number) if _NUMBER.fullmatch(number) and math.isfinite(float(number)) else None
     if weight is None or weight < 0:
         raise ConfigError(
@@ -169,7 +168,7 @@ def _alternatives(method: str) -> list[str]:
 
 
 def _cut_weight(text: str) -> tuple[str, str | None]:
-    """Regex and weight of an alternative; the last colon parts them, but not that of a group such as ``(?:a)``."""
+    """Regex and weight of an alternative, separated by the last colon that is not in a group such as ``(?:a)``."""
     colons = [position for position, token in _outside_groups(text) if token == ":"]
     if not colons:
         return text.strip(), None
@@ -177,7 +176,7 @@ def _cut_weight(text: str) -> tuple[str, str | None]:
 
 
 def _outside_groups(text: str) -> Iterator[tuple[int, str]]:
-    """The characters of a regex, with their positions, that are in no group, set or escape."""
+    """The characters of a regex, with positions, outside groups, sets and escapes."""
     depth = 0
     for match in _TOKEN.finditer(text):
         token = match.group()
@@ -190,7 +189,7 @@ def _outside_groups(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _is_float(text: str | None) -> bool:
-    """Whether this was meant as a number, be it one that is no weight, such as -1 or nan."""
+    """Whether this was meant as a number, even if it is no valid weight, such as -1 or nan."""
     try:
         float(text or "")
     except ValueError:
@@ -219,12 +218,7 @@ def partition_weights(weights: Sequence[Fraction | int], num_parts: int) -> list
 
 
 def _least_bound(sums: Sequence[int], num_parts: int) -> int:
-    """The weight of the heaviest stage, where that is least.
-
-    Args:
-        sums: weights of the first 0, 1, 2, ... layers.
-        num_parts: number of stages.
-    """
+    """The least possible weight of the heaviest stage; ``sums`` are the weights of the first 0, 1, 2, ... layers."""
     low = max(stop - start for start, stop in itertools.pairwise(sums))
     high = sums[-1]
     while low < high:
@@ -240,11 +234,11 @@ def _least_bound(sums: Sequence[int], num_parts: int) -> int:
 
 
 def _cost(sums: Sequence[int], bound: int) -> Callable[[int, int], int]:
-    """The cost of a stage from one layer to another, so that the least sum of costs is what we look for.
+    """The cost of a stage from one layer to another; the best partition has the least sum of costs.
 
-    Three criteria in one number, each of which outweighs any sum of those behind it: what the stage weighs beyond
-    ``bound``; the square of its weight; the square of its number of layers. All are convex, and so is the sum, which
-    :func:`_most_even` relies on; an infinite cost would make ties between cuts that are all out of the question.
+    Three criteria in one number, each outweighing any sum of the following ones: weight beyond ``bound``, square of the
+    weight, square of the number of layers. All are convex, and so is the sum, which :func:`_most_even` relies on;
+    infinite costs would make all invalid partitions tie.
     """
     for_weight = len(sums) ** 2
     for_excess = for_weight * (sums[-1] ** 2 + 1)
@@ -258,10 +252,10 @@ def _cost(sums: Sequence[int], bound: int) -> Callable[[int, int], int]:
 
 
 def _most_even(cost: Callable[[int, int], int], count: int, num_parts: int) -> list[int]:
-    """Dynamic programming: the best cuts of the first ``stop`` layers into ``stage`` stages, none of them empty.
+    """Dynamic programming: the best cuts of the first ``stop`` layers into ``stage`` non-empty stages.
 
-    For a convex cost, the last cut moves neither back when a layer is added, nor back when a stage is added (Knuth
-    and Yao). Looking between these two makes it quadratic in all; of equally good cuts, the last one is taken.
+    For a convex cost, the last cut does not move back when a layer is added, nor when a stage is added (Knuth and Yao).
+    Searching between these bounds makes it quadratic in all; of equally good cuts, it takes the last.
     """
     best = [cost(0, stop) if stop else 0 for stop in range(count + 1)]
     cuts = [[0] * (count + 1)]
