@@ -146,9 +146,7 @@ class ElasticConfig(BaseModel):
     def _patterns_compile(cls, rules: list[tuple[str, str]]) -> list[tuple[str, str]]:
         for pattern, replacement in rules:
             try:
-                re.compile(pattern + "|").sub(
-                    replacement, ""
-                )  # the empty alternative matches: re parses the replacement
+                re.compile(pattern + "|").sub(replacement, "")  # the empty alternative makes re parse the replacement
             except (re.error, IndexError) as error:
                 raise ValueError(f"{pattern!r} -> {replacement!r}: {error}") from error
         return rules

@@ -176,7 +176,6 @@ def _broadcast_bytes(mine: bytes, src: int) -> bytes:
 
 
 def _collective_device() -> torch.device:
-    """A device whose tensors the default process group sends."""
     device = torch.accelerator.current_accelerator()
     if device is None or can_broadcast("cpu", None):
         return torch.device("cpu")

@@ -93,11 +93,7 @@ class Declared:
 
     @_understanding()
     def split(self, name: str, shapes: Sequence[Shape]) -> TPLayout | None:
-        """The recorded layout of a parameter with shards of these shapes.
-
-        Raises:
-            CannotSplit: it is not a cut along one dimension, or belongs to other shards.
-        """
+        """The recorded layout for shards of these shapes; raises :class:`CannotSplit` if it does not describe them."""
         why = _matching(self.unsupported, name)
         if why is not None:
             raise CannotSplit(f"the run that saved it could not describe its layout: {why}")

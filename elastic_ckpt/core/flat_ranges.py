@@ -33,12 +33,7 @@ class FlatRange:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A range of one parameter inside one rank's flat partition.
-
-    Attributes:
-        index, range: position of the parameter in its group, and the elements of it.
-        flat_offset: where the range starts in the flat partition, in elements.
-    """
+    """Elements ``range`` of parameter number ``index``, at element ``flat_offset`` of one rank's flat partition."""
 
     index: int
     range: FlatRange
@@ -46,12 +41,7 @@ class Placement:
 
 
 def group_offsets(numels: Sequence[int], paddings: Sequence[int] | None = None) -> list[int]:
-    """Offset of each parameter in a ZeRO-1/2 flat group.
-
-    Args:
-        numels: elements of each parameter, in flat-buffer order.
-        paddings: alignment padding behind each (``param_alignment_paddings``), in elements.
-    """
+    """Offset of each parameter in a ZeRO-1/2 flat group, in elements; ``paddings``: ``param_alignment_paddings``."""
     offsets, position = [], 0
     for index, numel in enumerate(numels):
         offsets.append(position)

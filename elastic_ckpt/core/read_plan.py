@@ -266,7 +266,6 @@ _NOT_TENSORS = frozenset({"param groups", "random state", "lr scheduler"})
 
 
 def names_with(outcomes: Iterable[Outcome], what: str) -> tuple[str, ...]:
-    """Sorted names of parameters and buffers with one outcome (``"fresh"`` ...)."""
     tensors = [outcome for outcome in outcomes if outcome.what == what and outcome.role not in _NOT_TENSORS]
     return tuple(sorted({name for outcome in tensors for name in outcome.names}))
 

@@ -274,7 +274,6 @@ def _overlapping(owned: Sequence[_Owned], start: int, stop: int) -> Iterator[_Ow
 
 
 def _merged(copies: Sequence[ShardCopy]) -> tuple[ShardCopy, ...]:
-    """Join adjacent columns of one shard."""
     merged: list[ShardCopy] = []
     for shard, copy in copies:
         if merged and merged[-1][0] == shard:

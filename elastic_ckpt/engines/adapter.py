@@ -143,7 +143,6 @@ class EngineAdapter(ABC):
         return WholeTensor(name, key, tuple(tensor.shape), every, dtype, replicated, trains)
 
     def _can_send(self, tensor: torch.Tensor) -> bool:
-        """Whether one rank may read a tensor's bytes and broadcast them."""
         return tensor.is_contiguous() and can_broadcast(tensor.device.type, self.dp_group)
 
     def _names_of(self, params: Iterable[torch.nn.Parameter]) -> tuple[str, ...]:

@@ -100,7 +100,6 @@ class BitsAndBytesSchema(StateSchema):
         return self._codebooks[qmap]
 
     def _probe(self, tensor: torch.Tensor, stepped: Stepped) -> dict[str, Any]:
-        """The state that the optimizer would make for ``tensor``."""
         probe = self._probe_optimizer(stepped)
         probe.init_state(probe.param_groups[stepped.group], tensor, stepped.group, stepped.position)
         return probe.state[tensor]

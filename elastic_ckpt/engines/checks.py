@@ -48,11 +48,7 @@ def warn_of_incomplete_saves(engine: Any) -> None:
 
 
 def refuse_pending_gradients(engine: Any) -> None:
-    """Refuse accumulated gradients, which belong to the old weights and would enter the first step after the load.
-
-    Raises:
-        MismatchError: the engine is between backward and step.
-    """
+    """Refuse gradients of the old weights, which would enter the next step (:class:`MismatchError`)."""
     if holds_gradients(engine) or engine.micro_steps % engine.gradient_accumulation_steps():
         raise MismatchError(
             "the engine holds gradients that no step has used yet; they would be mixed into the restored run",
@@ -63,10 +59,7 @@ def refuse_pending_gradients(engine: Any) -> None:
 
 
 def compare_batches(engine: Any, saved: BatchSizes, refuse: bool) -> tuple[str, ...]:
-    """Compare the batch sizes of a checkpoint with those of the live engine.
-
-    Returns:
-        A warning for each change that matters: of the global batch, and of the micro-batches per step.
+    """Warnings about changes of the global batch and of the micro-batches per step.
 
     Raises:
         MismatchError: something changed, and ``refuse`` is set.

@@ -114,7 +114,6 @@ def sequence_of(engine: Any, dp: int) -> tuple[SequenceParallel, int]:
 
 
 def _ties_of(engine: Any) -> dict[str, tuple[str, ...]]:
-    """Parameter -> its other names in the module."""
     names: dict[int, list[str]] = {}
     for name, param in engine.module.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)

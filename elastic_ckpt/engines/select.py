@@ -50,11 +50,7 @@ def same_features(engine: Any, saved: Features) -> bool:
 
 
 def schema_of(base: torch.optim.Optimizer) -> StateSchema:
-    """The schema of a live base optimizer. Changes nothing.
-
-    Raises:
-        UnsupportedError: it keeps its states in a form that cannot be resharded.
-    """
+    """The schema of a live base optimizer; raises :class:`UnsupportedError` if its states cannot be resharded."""
     if class_name(base).startswith("torchao."):
         raise UnsupportedError(
             "torchao's optimizers keep their states in tensor classes of their own, which cannot be cut exactly",
@@ -70,8 +66,7 @@ def schema_of(base: torch.optim.Optimizer) -> StateSchema:
 def select_adapter(engine: Any, with_states: bool) -> EngineAdapter:
     """The adapter of a live engine; without ``with_states``, any optimizer is accepted.
 
-    Raises:
-        UnsupportedError: naming the feature that cannot be restored.
+    Raises :class:`UnsupportedError` naming a feature that cannot be restored.
     """
     _refuse_special(engine)
     adapter = _adapter_of(engine)

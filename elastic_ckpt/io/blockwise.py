@@ -26,12 +26,7 @@ def _tables(codebook: Codebook) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def decode(codes: torch.Tensor, scales: torch.Tensor, codebook: Codebook) -> torch.Tensor:
-    """Values of codes, in fp32, bitwise equal to those that bitsandbytes computes with.
-
-    Args:
-        codes, scales: uint8 ``[n]``; fp32 ``[n]``, the scale of each element's block.
-        codebook: the quantization map.
-    """
+    """Values of uint8 codes ``[n]`` with fp32 scales ``[n]``: fp32, bitwise those that bitsandbytes uses."""
     return _tables(codebook)[0][codes.long()] * scales
 
 

@@ -142,7 +142,6 @@ def tasks(reads: Sequence[DirectRead], threads: int) -> Iterator[Sequence[Direct
 
 
 def _rows(item: ReadItem, view: memoryview) -> Iterator[tuple[int, int, memoryview]]:
-    """Each row: file, byte offset, destination."""
     itemsize = ITEMSIZE[item.dtype]
     nbytes, file_step, slot_step = (n * itemsize for n in (item.numel, item.file_stride, item.slot_stride))
     start, offset = item.slot_offset * itemsize, item.byte_offset

@@ -78,10 +78,9 @@ class Drift:
 def find_drift(
     files: tuple[SourceFile, ...], checks: Sequence[ReplicaCheck], options: ReadOptions
 ) -> list[ReplicaDifference]:
-    """Read this rank's share of the replicas and compare them with the first one. Local.
+    """Compare this rank's share of the replicas with the first one. Local.
 
-    Raises:
-        DamagedError: a file cannot be read.
+    Raises :class:`DamagedError` if a file cannot be read.
     """
     arena = torch.empty(0, dtype=torch.uint8)
     found = []
@@ -196,11 +195,9 @@ def _apart(part: _Part, replicas: Sequence[torch.Tensor]) -> tuple[float, float]
 
 
 def differences(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compare two tensors by value, whatever their dtypes.
+    """Per element: whether both are the same number or both NaN, whatever the dtypes; and the absolute difference.
 
-    Returns:
-        Per element: whether both are the same number or both NaN; and the absolute difference, infinite if only one
-        is finite.
+    The difference is infinite if only one is finite.
     """
     wide = torch.complex128 if left.is_complex() or right.is_complex() else torch.float64
     a, b = left.to(wide), right.to(wide)

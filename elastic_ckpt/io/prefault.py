@@ -83,7 +83,6 @@ class Prefault:
 
 
 def _libc() -> Any:
-    """The C library; ``None`` if it lacks this advice."""
     if sys.platform != "linux":
         return None
     libc = ctypes.CDLL(None)

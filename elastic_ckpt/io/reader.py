@@ -180,11 +180,7 @@ class _Files:
 
 
 def check_files(plan: ReadPlan) -> None:
-    """Check the size of every file of the plan, before anything is overwritten. Local.
-
-    Raises:
-        DamagedError: a file is not readable on this rank, or its size changed since its metadata was read.
-    """
+    """Raise :class:`DamagedError` for a file of the plan that is unreadable here or whose size changed. Local."""
     sources = (source for item in plan.requantize_items for source in item.sources)
     for file in sorted({item.file for item in chain(plan.items, sources)}):
         source = plan.files[file]

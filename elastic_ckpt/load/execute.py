@@ -145,7 +145,6 @@ def _overwrite(
 
 
 def _of_all_stages(everybody: Sequence[_Done]) -> tuple[Outcome, ...]:
-    """The outcomes of all pipeline stages; empty if there is one."""
     stages = sorted((stage, number) for number, (_, stage, outcomes) in enumerate(everybody) if outcomes)
     return united([everybody[number][2] for _, number in stages])
 

@@ -161,7 +161,6 @@ class _Comparison:
 
     @cached_property
     def whole_weights(self) -> bool:
-        """Whether weights alone are requested, and one file holds them all."""
         files, engine = self.found.files, self.engine
         whole_here = set(files.model) == {0} and not (files.layers or files.experts)
         plain = engine.mp_world_size == 1 and not engine.has_moe_layers
@@ -314,7 +313,6 @@ def _open_any(path: str) -> PickledFile:
 
 
 def _same_hyperparameters(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether param groups have hyperparameters of the same names."""
     return [set(group) - _NOT_COMPARED for group in saved] == [set(group) - _NOT_COMPARED for group in live]
 
 
@@ -362,7 +360,6 @@ def _is_legacy(file: PickledFile) -> bool:
 
 
 def _steps(file: PickledFile) -> frozenset[int]:
-    """Step counts of a file's states."""
     state = file.section("optimizer_state_dict")
     base = state.get("base_optimizer_state", state.get("optimizer_state_dict"))
     values = base["state"].values() if isinstance(base, Mapping) else ()

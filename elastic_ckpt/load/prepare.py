@@ -35,7 +35,6 @@ class Clock:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Time the body as part of ``phase``."""
         outer, self._inner = self._inner, 0.0
         start = time.perf_counter()
         yield

@@ -106,11 +106,7 @@ def _asked_for(config: Mapping[str, Any]) -> int:
 
 
 def _refuse_other_paths(engine: Any, numel: int) -> None:
-    """Refuse options with which DeepSpeed cuts gradients or gathers parameters by code that is not wrapped.
-
-    Raises:
-        ConfigError: naming the option.
-    """
+    """Refuse options that cut gradients or gather parameters in code that is not wrapped (:class:`ConfigError`)."""
     zero = engine._config.zero_config
     flat = ((zero.round_robin_gradients, '"round_robin_gradients", whose order of parameters depends on the degree'),)
     each = (
@@ -130,10 +126,9 @@ def _refuse_other_paths(engine: Any, numel: int) -> None:
 
 
 def _check_parameters(optimizer: Any, numel: int) -> None:
-    """ZeRO-3: gradients follow the engine's option, parameters that of ``deepspeed.zero.Init``.
+    """Refuse different options of engine and ``deepspeed.zero.Init``: training would be wrong (:class:`ConfigError`).
 
-    Raises:
-        ConfigError: the two differ, and training would be wrong.
+    ZeRO-3 cuts gradients by the engine's option, parameters by that of ``Init``.
     """
     for param in (param for group in getattr(optimizer, "fp16_groups", ()) for param in group):
         if not hasattr(param, "ds_process_group"):

@@ -17,12 +17,7 @@ _DECOUPLED = "decoupled_weight_decay"
 
 @dataclass(frozen=True)
 class GroupMatching:
-    """Where the values of every live group come from.
-
-    Attributes:
-        sources: per live group, the saved groups of its members, which agree; empty if its live values stay.
-        hyperparameters: per live group, the values to set; empty without a source.
-    """
+    """Per live group, the saved groups that its values come from, and the values; empty if the live ones stay."""
 
     sources: tuple[tuple[int, ...], ...]
     hyperparameters: tuple[Mapping[str, Any], ...]

@@ -17,12 +17,7 @@ _NO_PLACE = "the live model has no such entry"
 
 @dataclass(frozen=True)
 class Matching:
-    """Names on both sides.
-
-    Attributes:
-        restored, wholes: trainable parameters; buffers and frozen parameters, as (name, key).
-        outcomes: what is not restored, and why.
-    """
+    """The parameters to restore, the buffers and frozen parameters (name, key), and what is not restored and why."""
 
     restored: frozenset[str]
     wholes: frozenset[tuple[str, str]]

@@ -52,11 +52,7 @@ def mismatch(
 def refuse_lost_choices(
     metadata: CheckpointMetadata, local_state: LocalState, flat: FlatPartition, members: Sequence[str]
 ) -> None:
-    """Refuse a hyperparameter that only one Adam has, unless it has the value that the other implies.
-
-    Raises:
-        MismatchError: naming the hyperparameter.
-    """
+    """Refuse a hyperparameter that only one Adam has, unless its value is the other's (:class:`MismatchError`)."""
     live = _hyperparameters(local_state, flat)
     for number in sorted({metadata.parameters[name].group for name in members}):
         saved = metadata.groups[number]
@@ -90,11 +86,7 @@ def optimizer_of(keys: Sequence[str], group: Mapping[str, Any]) -> str:
 def refuse_other_kind(
     metadata: CheckpointMetadata, local_state: LocalState, flat: FlatPartition, members: Sequence[str]
 ) -> None:
-    """Refuse states of the same names that an optimizer of another kind saved, judging by hyperparameters.
-
-    Raises:
-        MismatchError: the hyperparameters are another optimizer's, or (bitsandbytes) it keeps one more tensor.
-    """
+    """Refuse states that, by the hyperparameters, another kind of optimizer saved (:class:`MismatchError`)."""
 
     def other_kind(live: Iterable[str], saved: Iterable[str]) -> MismatchError:
         return mismatch(
@@ -129,5 +121,4 @@ def _hyperparameters(local_state: LocalState, flat: FlatPartition) -> Mapping[st
 
 
 def _is_adam(group: Mapping[str, Any]) -> bool:
-    """Whether it is Adam or AdamW of torch, DeepSpeed or apex."""
     return "betas" in group and "eps" in group and bool(_ADAM_MARKS & set(group))

@@ -102,7 +102,6 @@ class PlanBuilder:
         ]
 
     def _add_masters(self, flat: FlatPartition, fragments: Sequence[Fragment]) -> None:
-        """The master weights of one flat partition, filled from some of its fragments, in flat order."""
         parts = self._parts(fragments, lambda name: weights_key(self._metadata, name))
         self._add_elements(flat, LiveState(MASTER, flat.dtype), parts, flat.numel)
 
@@ -191,7 +190,6 @@ class PlanBuilder:
         self._add_values(_state_slot(flat, live, live.rows * numel, dtype, shape), parts)
 
     def _add_whole_state(self, flat: FlatPartition, live: LiveState, parts: Sequence[FragmentSource]) -> None:
-        """A state with a shape of its own, filled from at most one part."""
         dtype = live.dtype or (parts[0].tensor.dtype if parts else flat.dtype)
         every = FlatRange(0, math.prod(live.shape))
         wholes = []

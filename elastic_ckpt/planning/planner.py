@@ -122,7 +122,6 @@ def resharding_of(metadata: CheckpointMetadata, local_state: LocalState, options
 def _matched(
     saved: CheckpointMetadata, local_state: LocalState, options: LoadOptions
 ) -> tuple[CheckpointMetadata, Matching, frozenset[str]]:
-    """The metadata under live names, and the names that are restored."""
     metadata = adopt_live_names(saved, local_state.model)
     matching = match_parameters(metadata, local_state, options.strict)
     return metadata, matching, matching.restored | {name for name, _ in matching.wholes}

@@ -86,7 +86,6 @@ def _copy_blocks(row: RequantizeItem, target: BlockFormat, item: ReadItem, first
 
 
 def _union(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Join overlapping and adjacent intervals; drop empty ones."""
     joined: list[tuple[int, int]] = []
     for first, last in sorted(interval for interval in intervals if interval[0] < interval[1]):
         if joined and first <= joined[-1][1]:

@@ -21,13 +21,7 @@ _FEW = 8
 
 @dataclass(frozen=True, slots=True)
 class FragmentSource:
-    """A fragment of a parameter in a slot, and the saved tensor that fills it.
-
-    Attributes:
-        fragment, tensor: elements of the live shard, and the saved tensor.
-        offset: where they go in a row of the slot, in elements.
-        sources: where the live shard gets its elements.
-    """
+    """A fragment of a live shard, the saved tensor and sources that fill it, and its offset in a row of the slot."""
 
     fragment: Fragment
     tensor: TensorMetadata
@@ -146,11 +140,7 @@ def rows_in_order(items: Iterable[ReadItem]) -> tuple[ReadItem, ...]:
 
 
 def check_tiling(metadata: CheckpointMetadata, tensor: TensorMetadata) -> None:
-    """Check that exactly one chunk contains each element of a saved tensor, whether this rank reads it or not.
-
-    Raises:
-        DamagedError: naming the first elements that violate it.
-    """
+    """Refuse a saved tensor whose chunks do not contain each element exactly once (:class:`DamagedError`)."""
     if not tensor.shards and _tiles(tensor.chunks, math.prod(tensor.shape)):
         return
     for shard, shape in enumerate(tensor.shard_shapes):

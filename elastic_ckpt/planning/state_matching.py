@@ -86,11 +86,7 @@ def match_states(
 
 
 def refuse_opaque(metadata: CheckpointMetadata) -> None:
-    """Refuse states that are damaged, or of a layout that cannot be resharded.
-
-    Raises:
-        DamagedError, UnsupportedError: naming the first one.
-    """
+    """Raise :class:`DamagedError` or :class:`UnsupportedError` for the first damaged state or one of unknown layout."""
     for key, description in metadata.states.damaged.items():
         raise DamagedError(
             f"optimizer state {key!r} does not have the scales that its 8-bit codes need",
