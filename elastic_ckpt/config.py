@@ -164,8 +164,7 @@ def requires_elastic(config: ElasticConfig) -> bool:
 def state_options(config: ElasticConfig) -> StateOptions:
     """The user-defined layouts of optimizer states.
 
-    Raises:
-        ConfigError: two options give one state different layouts; only ``state_schema`` overrides the allowlist.
+    Raises :class:`ConfigError` if options contradict each other; only ``state_schema`` overrides the allowlist.
     """
     named = config.non_shard_state_keys if "non_shard_state_keys" in config.model_fields_set else []
     schema: dict[str, str] = {**config.state_schema}

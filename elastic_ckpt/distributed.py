@@ -62,11 +62,7 @@ def all_gather(doing: str, work: Callable[[], T]) -> list[T]:
 
 
 def broadcast(doing: str, work: Callable[[], T], src: int = 0) -> T:
-    """Run ``work`` on global rank ``src`` and return its result on every rank; arguments as for :func:`all_gather`.
-
-    Raises:
-        ElasticCkptError: the failure of that rank, with its ``rank`` set.
-    """
+    """Run ``work`` on global rank ``src`` and return its result on every rank; errors as in :func:`all_gather`."""
     if world_size() == 1:
         with agree(doing):
             return work()

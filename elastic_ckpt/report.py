@@ -145,6 +145,7 @@ def source_dict(source: SourceFacts) -> dict[str, Any]:
 
 
 def title(role: str) -> str:
+    """The display name of a role."""
     return _TITLES.get(role, role)
 
 

@@ -96,10 +96,8 @@ class TensorMetadata:
 class ReplicatedState:
     """A tensor state that is never sharded: one for a whole partition, whatever its size.
 
-    Attributes:
-        key, dtype, shape: what it is.
-        file, byte_offset: index into :attr:`CheckpointMetadata.files` of one copy, and where it starts.
-        crc32, differs: checksum of its bytes; whether ranks saved different values.
+    ``file`` (index into :attr:`CheckpointMetadata.files`) and ``byte_offset`` locate one copy, whose bytes have
+    ``crc32``; ``differs`` if ranks saved different values.
     """
 
     key: str

@@ -79,13 +79,16 @@ class ReadItem:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all rows."""
         return self.rows * self.numel * ITEMSIZE[self.dtype]
 
     @property
     def slot_stop(self) -> int:
+        """One past the last element in the slot."""
         return self.slot_offset + (self.rows - 1) * self.slot_stride + self.numel
 
     def row(self, number: int) -> ReadItem:
+        """One row as an item."""
         return self._part(number * self.file_stride, number * self.slot_stride, self.numel)
 
     def clip(self, start: int, stop: int) -> ReadItem:
@@ -163,6 +166,7 @@ class RequantizeItem:
 
     @property
     def stop(self) -> int:
+        """One past the last element in the slot."""
         return self.start + self.numel
 
     @property
@@ -266,6 +270,7 @@ _NOT_TENSORS = frozenset({"param groups", "random state", "lr scheduler"})
 
 
 def names_with(outcomes: Iterable[Outcome], what: str) -> tuple[str, ...]:
+    """Sorted names of parameters and buffers with one outcome (``"fresh"`` ...)."""
     tensors = [outcome for outcome in outcomes if outcome.what == what and outcome.role not in _NOT_TENSORS]
     return tuple(sorted({name for outcome in tensors for name in outcome.names}))
 

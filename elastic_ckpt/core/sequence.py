@@ -35,6 +35,7 @@ class SequenceParallel:
         return dp // self.ranks_per_sample or dp
 
     def data_rank(self, dp_rank: int) -> int:
+        """Data-parallel rank, given the rank among those that ZeRO partitions over."""
         return dp_rank // self.ranks_per_sample
 
 

@@ -72,10 +72,7 @@ class Codebook:
 class BlockFormat:
     """How a state is quantized: code ``c`` in a block of scale ``s`` stands for ``codebook.values[c] * s``.
 
-    Attributes:
-        numel: elements of a block; the last one of a row may be shorter.
-        scales: key of the fp32 state that holds the scales.
-        codebook: the quantization map.
+    Blocks have ``numel`` elements, the last of a row perhaps fewer; ``scales`` is the key of the fp32 scales' state.
     """
 
     numel: int

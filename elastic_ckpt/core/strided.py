@@ -23,10 +23,8 @@ DimRange = tuple[int, int]
 class StridedCopy:
     """``rows`` times ``width`` contiguous elements of a flat source tensor, and where they go in a flat target tensor.
 
-    Attributes:
-        source, target: first element in each.
-        width, rows: contiguous elements, and how often.
-        source_stride, target_stride: elements from one row to the next, at least ``width``; 0 for a single row.
+    ``source`` and ``target`` are the first elements; the strides are elements from one row to the next, at least
+    ``width``, or 0 for a single row.
     """
 
     source: int
@@ -42,14 +40,17 @@ class StridedCopy:
 
     @property
     def source_stop(self) -> int:
+        """One past the last element in the source."""
         return self.source + (self.rows - 1) * self.source_stride + self.width
 
     def part(self, row: int, rows: int, column: int, width: int) -> StridedCopy:
+        """Some rows, and some of their columns."""
         source, target = row * self.source_stride + column, row * self.target_stride + column
         strides = (self.source_stride, self.target_stride) if rows > 1 else (0, 0)
         return StridedCopy(self.source + source, self.target + target, width, rows, *strides).joined()
 
     def reversed(self) -> StridedCopy:
+        """The copy from target to source."""
         return StridedCopy(self.target, self.source, self.width, self.rows, self.target_stride, self.source_stride)
 
     def joined(self) -> StridedCopy:
@@ -94,11 +95,9 @@ def clip_source(copy: StridedCopy, available: FlatRange) -> Iterator[StridedCopy
 
 @dataclass(frozen=True)
 class TPLayout:
-    """How a parameter is laid out over tensor-parallel ranks.
+    """How tensor-parallel ranks hold a parameter of logical ``shape``: per rank, its ranges of the sharded dimension.
 
-    Attributes:
-        shape, dim: logical shape of the parameter, and the sharded dimension.
-        ranges: per rank, its ranges of that dimension, in its own order. Ranks may share a range.
+    A rank's ranges are in its own order; ranks may share a range.
     """
 
     shape: Shape
@@ -129,6 +128,7 @@ class TPLayout:
         return all(ranges == ((0, self.shape[self.dim]),) for ranges in self.ranges)
 
     def shard_shape(self, rank: int) -> Shape:
+        """Shape of a rank's shard."""
         return (*self.shape[: self.dim], self.size(rank), *self.shape[self.dim + 1 :])
 
     def placed(self, rank: int) -> Iterator[tuple[int, int, int]]:

@@ -58,6 +58,7 @@ class Rule(BaseModel):
 
     @property
     def cut_dim(self) -> int:
+        """The sharded dimension."""
         return int(self.kind == ROW) if self.dim is None else self.dim
 
     def applies(self, name: str, run: Mapping[str, Any]) -> bool:
@@ -120,8 +121,7 @@ def _custom(rule: Rule, shapes: Sequence[Shape], dim: int) -> TPLayout:
 def relative_widths(rule: Rule, run: Mapping[str, Any]) -> list[int] | None:
     """Relative widths of the sub-parameters, or ``None`` if the rule has none.
 
-    Raises:
-        CannotSplit: they depend on the number of heads, which the arguments of the run do not give.
+    Raises :class:`CannotSplit` if they depend on the number of heads, which the run's arguments do not give.
     """
     if not isinstance(rule.sub_parameters, str):
         return rule.sub_parameters

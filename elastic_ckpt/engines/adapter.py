@@ -193,6 +193,7 @@ class EngineAdapter(ABC):
         return tensor
 
     def frozen_data(self, slot: Slot) -> torch.Tensor:
+        """Live memory of a frozen parameter."""
         return self.frozen[slot.name].data
 
     def set_scalars_and_groups(self, plan: LoadPlan) -> None:

@@ -51,9 +51,7 @@ def model_of(engine: Any, dp: int, dp_rank: int) -> ModelLayout:
 def model_of_all(mine: ModelLayout, everybody: Sequence[ModelLayout]) -> ModelLayout:
     """The live model with the shapes of all ranks of this stage, and the names of all stages.
 
-    Args:
-        mine, everybody: :func:`model_of` of this rank, and of all ranks (unused without tensor and pipeline
-            parallelism).
+    ``everybody``: :func:`model_of` of all ranks, unused without tensor and pipeline parallelism.
     """
     here, layouts = mine.coordinates, mine.layouts
     stage = [

@@ -58,8 +58,7 @@ def follow_topology(args: Any, coordinates: RankCoordinates, rank: int) -> Any:
 def reseed(saved: Mapping[str, Any], coordinates: RankCoordinates) -> tuple[dict[str, Any], int | None]:
     """Random states for a rank of another model-parallel topology.
 
-    Returns:
-        The entries of the saved client state to replace, and their seed; none if it has no such states or no seed.
+    Returns the entries of the client state to replace, and their seed; none if it has no such states or no seed.
     """
     args = saved.get("args")
     values = vars(args) if isinstance(args, argparse.Namespace) else args if isinstance(args, dict) else {}

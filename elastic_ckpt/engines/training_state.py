@@ -121,11 +121,7 @@ class TrainingStateCommit:
             group.update(before)
 
     def finish(self) -> dict[str, Any]:
-        """Set counters, loss scaler and DeepSpeed's own schedulers; cannot fail.
-
-        Returns:
-            The client state that ``load_checkpoint`` returns.
-        """
+        """Set counters, loss scaler and DeepSpeed's own schedulers; cannot fail. Returns the client state."""
         engine, counters, arguments = self._engine, self._saved.counters, self._arguments
         engine.loaded_checkpoint_dp_world_size = counters["dp_world_size"]
         taken: set[str] = set()
@@ -194,12 +190,9 @@ class TrainingStateCommit:
 
 
 def set_loss_scale(engine: Any, saved: TrainingState, wanted: bool) -> list[Outcome]:
-    """Restore the fp16 loss scaler, if checkpoint and config have one of the same kind.
+    """Restore the fp16 loss scaler and overflow flag, if ``wanted`` and if both sides have one of the same kind.
 
-    Sets the loss scaler and overflow flag of the engine's optimizer. ``wanted``: whether it was requested.
-
-    Returns:
-        The outcome; empty if neither side trains in fp16.
+    Returns the outcome, or nothing if neither side trains in fp16.
     """
     scale, live = saved.loss_scale, loss_scaler(engine)
     if wanted and hasattr(engine.optimizer, "overflow"):

@@ -31,8 +31,7 @@ _WHOLES = -1
 class Zero3Adapter(EngineAdapter):
     """Adapter of a ZeRO-3 engine, with one flat partition per sub-group of its optimizer, if any.
 
-    Raises:
-        UnsupportedError: a frozen parameter is swapped out to NVMe: DeepSpeed has no way to write it back.
+    Raises :class:`UnsupportedError` for a frozen parameter on NVMe, which DeepSpeed has no way to write back.
     """
 
     def __init__(self, engine: Any, schema: StateSchema) -> None:

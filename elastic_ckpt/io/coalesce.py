@@ -56,6 +56,7 @@ class ReadOptions:
 
 
 def read_options(config: ElasticConfig) -> ReadOptions:
+    """The configured read options."""
     return ReadOptions(
         threads=config.read_threads,
         chunk_nbytes=config.read_chunk_mib << 20,

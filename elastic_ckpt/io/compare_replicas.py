@@ -36,12 +36,7 @@ _SHOWN = 6
 
 @dataclass(frozen=True)
 class ReplicaDifference:
-    """One rank's finding for its range of replicas that differ.
-
-    Attributes:
-        check, copies: the range, without its replicas, and their number.
-        largest, total: largest difference from the first replica, and sum of all differences.
-    """
+    """One rank's finding for its range of ``copies`` differing replicas; differences are from the first replica."""
 
     check: ReplicaCheck
     copies: int
@@ -242,8 +237,7 @@ def _one_drift(differences: Sequence[ReplicaDifference]) -> Drift:
 def judge_drift(found: Iterable[ReplicaDifference], averaged: frozenset[str], policy: str) -> tuple[str, ...]:
     """Notes for the report about replicas that differ on any rank; ``averaged`` are the names that may, by a rule.
 
-    Raises:
-        MismatchError: some differ, and ``policy`` is ``strict`` (not ``first`` or ``mean``).
+    Raises :class:`MismatchError` if others differ and ``policy`` is ``strict`` (not ``first`` or ``mean``).
     """
     drifts = united(found)
     asked = [drift for drift in drifts if drift.name not in averaged]

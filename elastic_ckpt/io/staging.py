@@ -32,8 +32,7 @@ class Transfer:
     def start(self, values: torch.Tensor, target: torch.Tensor, offset: int) -> Callable[[], None]:
         """Start to write 1-D ``values`` into ``target`` from element ``offset``.
 
-        Returns:
-            A function that waits until ``values`` have been read, so that their buffer may be reused.
+        Returns a function that waits until the buffer of ``values`` may be reused.
         """
         if self._stream is None:
             write_flat(target, offset, values)
@@ -49,12 +48,7 @@ class Transfer:
 
 
 class Lane:
-    """Two host buffers in turn, for one thread at a time.
-
-    Args:
-        buffer_nbytes, pinned: size of each, and whether they are page-locked.
-        transfers: by device.
-    """
+    """Two host buffers in turn, page-locked if ``pinned``, for one thread at a time; ``transfers`` are by device."""
 
     def __init__(self, buffer_nbytes: int, transfers: dict[torch.device, Transfer], pinned: bool) -> None:
         self._buffers = [torch.empty(buffer_nbytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
@@ -81,12 +75,9 @@ class Lane:
 
 
 class Lanes:
-    """A lane per thread. Create it on the thread that prepared the slots, to whose device pinned memory belongs.
+    """A lane per thread, for these slots. ``make`` makes a transfer.
 
-    Args:
-        threads, buffer_nbytes: number of lanes, and size of each of a lane's two buffers.
-        tensors: the slots.
-        make: makes a transfer.
+    Create it on the thread that prepared the slots, to whose device pinned memory belongs.
     """
 
     def __init__(

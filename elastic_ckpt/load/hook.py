@@ -143,8 +143,7 @@ def _prepare_unless_left(
 ) -> Prepared | None:
     """Prepare the load; ``None`` if DeepSpeed's own loader restores what elastic_ckpt cannot. Collective.
 
-    Raises:
-        ElasticCkptError: the same on every rank; DeepSpeed's own loader is not known to restore it either.
+    Raises the same :class:`ElasticCkptError` on every rank if DeepSpeed's is not known to restore it either.
     """
     elastic_only = requires_elastic(config)
     if (

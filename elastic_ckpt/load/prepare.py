@@ -35,6 +35,7 @@ class Clock:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
+        """Time the body as part of ``phase``."""
         outer, self._inner = self._inner, 0.0
         start = time.perf_counter()
         yield
@@ -84,8 +85,7 @@ class Prepared:
 def prepare(engine: Any, found: Found, arguments: LoadArguments, config: ElasticConfig, clock: Clock) -> Prepared:
     """Describe the engine, read metadata, plan, agree. Collective; changes nothing.
 
-    Raises:
-        ElasticCkptError: the same on every rank.
+    Raises the same :class:`ElasticCkptError` on every rank.
     """
     with clock("plan"):
         adapter, local_state = _describe(engine, arguments)
@@ -169,8 +169,7 @@ def _compare_runs(
 def _notes(everybody: Sequence[RankPlan], config: ElasticConfig) -> tuple[str, ...]:
     """Notes for the report, from all ranks' plans and about replicas that differ.
 
-    Raises:
-        MismatchError: replicas may not differ. All ranks know the same, so they raise the same.
+    Raises :class:`MismatchError` if replicas may not differ: on every rank, since all know the same.
     """
     notes = tuple(dict.fromkeys(chain(*(each.notes for each in everybody))))
     differences = [difference for each in everybody for difference in each.differences]

@@ -64,9 +64,7 @@ class PlanBuilder:
     def add_all(self, matching: Matching, states: StateMatching) -> None:
         """Add everything that is restored.
 
-        Raises:
-            MismatchError: shapes or dtypes do not fit.
-            DamagedError: chunks of a tensor leave a hole or overlap.
+        Raises :class:`MismatchError` if shapes or dtypes do not fit, :class:`DamagedError` if chunks do not tile.
         """
         by_flat: dict[int, list[Fragment]] = {flat.index: [] for flat in self._local_state.flats}
         for fragment in self._local_state.fragments:
@@ -82,6 +80,7 @@ class PlanBuilder:
                 self._add_whole(whole)
 
     def reads(self) -> ReadPlan:
+        """The plan of everything added."""
         return ReadPlan(
             files=self._metadata.files,
             slots=tuple(self._slots),

@@ -145,6 +145,7 @@ def _of_stage(
 
 
 def copied_shard(tensor: TensorMetadata, shard: int) -> ShardSources:
+    """One saved shard, unchanged."""
     return copied(shard, math.prod(tensor.shard_shapes[shard]))
 
 
