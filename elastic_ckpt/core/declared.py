@@ -100,7 +100,7 @@ class Declared:
         entry, widths = _matching(self.affine, name), _matching(self.widths, name)
         split = None
         if entry is not None and (math.prod(entry["logical_shape"]) or not any(map(math.prod, shapes))):
-            split = split_of_affine(entry)  # ZeRO-3 records partitioned parameters as empty
+            split = split_of_affine(entry)  # ZeRO-3 records unusable maps, of empty parameters
         elif widths is not None:
             dim, parts = widths
             whole = (*shapes[0][:dim], sum(map(sum, parts)), *shapes[0][dim + 1 :])

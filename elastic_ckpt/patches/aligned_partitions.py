@@ -154,7 +154,7 @@ def _not_reached(what: str, expected: str, found: Any) -> ConfigError:
 def _flatten(
     original: Callable[..., Any], optimizer: Any, tensors: Any, alignment: int, *args: Any, **kwargs: Any
 ) -> Any:
-    """DeepSpeed aligns to 2 elements per rank: align to a multiple that is also ours per rank. Gradients follow."""
+    """Raise DeepSpeed's ``alignment``, 2 elements per rank, to a common multiple with ours. Gradients follow."""
     numel = _numel.get()
     padded = alignment * numel // math.gcd(numel, 2) if numel else alignment
     return original(optimizer, tensors, padded, *args, **kwargs)
