@@ -1,4 +1,4 @@
-"""On-disk formats, each read into the one form of :mod:`elastic_ckpt.core.metadata`."""
+"""On-disk formats, each read into the form of :mod:`elastic_ckpt.core.metadata`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from elastic_ckpt.formats.base import Checkpoint, FormatReader, Found, MetadataO
 from elastic_ckpt.formats.native import read_native
 from elastic_ckpt.formats.universal import read_universal
 
-#: Format name, as detection gives it -> its reader.
+#: :attr:`Found.format` -> its reader.
 READERS: MappingProxyType[str, FormatReader] = MappingProxyType({"native": read_native, "universal": read_universal})
 
 __all__ = ["READERS", "Checkpoint", "FormatReader", "Found", "MetadataOptions"]

@@ -1,4 +1,4 @@
-"""The files of a native checkpoint, each sorted out on its own -> the metadata of all. Opens nothing."""
+"""Combines what was read from each file of a native checkpoint into one metadata. Opens no file."""
 
 from __future__ import annotations
 
@@ -25,35 +25,25 @@ from elastic_ckpt.formats.shards import OptimizerShard, other_save_than_model
 from elastic_ckpt.formats.zero0 import unpartitioned_metadata, weights_alone
 from elastic_ckpt.formats.zero12 import LegacyShard, refuse_legacy
 
-#: What a file is of: (model-parallel rank, data-parallel rank, ``"model"`` or ``"optimizer"``), or (layer,
-#: tensor-parallel rank, ``"layer"``).
+#: (model-parallel rank, data-parallel rank, ``"model"`` or ``"optimizer"``), or (layer, TP rank, ``"layer"``).
 Kind = tuple[int, int, str]
 
 
 @dataclass
 class RankFiles:
-    """What one model-parallel rank's files hold, by their positions in the list of all files."""
+    """The files of one model-parallel rank, by their positions in the list of all files."""
 
     models: dict[int, ModelShard] = field(default_factory=dict)
     optimizers: dict[int, OptimizerShard] = field(default_factory=dict)
 
     @property
     def model(self) -> ModelShard:
-        """The first of its model-states files."""
         return next(iter(self.models.values()))
 
 
 @dataclass(frozen=True)
 class Assembled:
-    """What the files of a checkpoint come to.
-
-    Attributes:
-        ranks: by model-parallel rank, what its files hold.
-        layers: what the files of pipeline layers hold.
-        grid: which model-parallel rank is of which stage.
-        all_metadata: of each model-parallel rank alone.
-        metadata: of all of them.
-    """
+    """A native checkpoint: ``ranks`` and ``all_metadata`` by model-parallel rank, ``metadata`` of all of them."""
 
     ranks: Mapping[int, RankFiles]
     layers: Sequence[LayerShard]
@@ -63,17 +53,10 @@ class Assembled:
 
 
 def assemble(found: Found, kinds: Sequence[Kind], indexed: Sequence[Any], options: MetadataOptions) -> Assembled:
-    """Fit the files of a checkpoint together. Local.
-
-    Args:
-        found: the folder.
-        kinds: what each file is of.
-        indexed: each file as a :class:`ModelShard`, :class:`OptimizerShard`, :class:`LayerShard` or
-            :class:`LegacyShard`.
-        options: how to read.
+    """Combine the files of a checkpoint, of which ``indexed`` has one item each, of the kind in ``kinds``. Local.
 
     Raises:
-        ElasticCkptError: they are of different saves, do not suffice, or are not supported.
+        ElasticCkptError: they are of different saves, incomplete, or not supported.
     """
     refuse_legacy([item for item in indexed if isinstance(item, LegacyShard)], options.with_states)
     layers = [item for item in indexed if isinstance(item, LayerShard)]
@@ -112,9 +95,9 @@ def _by_rank(kinds: Sequence[Kind], indexed: Sequence[Any]) -> dict[int, RankFil
 
 
 def _list_missing_shapes(ranks: Mapping[int, RankFiles], mp: int, layers: Sequence[LayerShard]) -> None:
-    """``BF16_Optimizer`` without ZeRO lists no ``param_shapes``: names are those of its slices, shapes those of layers.
+    """Take names from the slices and shapes from the layers: ``BF16_Optimizer`` without ZeRO lists no ``param_shapes``.
 
-    That its slices are right the spot check proves (native.py); only ZeRO-1/2 in round-robin order writes wrong ones.
+    The spot check (native.py) proves the slices right; only ZeRO-1/2 in round-robin order writes wrong ones.
     """
     rank, model, slices = ranks[mp], ranks[mp].model, [shard.slice_names for shard in ranks[mp].optimizers.values()]
     if not slices or model.param_shapes or not all(slices):
@@ -141,7 +124,6 @@ def _list_missing_shapes(ranks: Mapping[int, RankFiles], mp: int, layers: Sequen
 
 
 def _fit_together(found: Found, rank: RankFiles, grid: Grid, options: MetadataOptions) -> CheckpointMetadata:
-    """The metadata of one model-parallel rank's files."""
     models, optimizers = list(rank.models.values()), list(rank.optimizers.values())
     features = models[0].features | (optimizers[0].features if optimizers else Features())
     refuse_features(features, models[0].path)
@@ -172,7 +154,7 @@ def _refuse_swapped(optimizers: Sequence[OptimizerShard], grid: Grid) -> None:
 
 
 def _refuse_unnamed(found: Found, model: ModelShard) -> None:
-    """Without ZeRO, states are numbered in the order of the module, and pipelines do not save that order."""
+    """Without ZeRO, states are numbered in the order of the module, which pipelines do not save."""
     if found.files.layers:
         raise UnsupportedError(
             "pipeline checkpoints without ZeRO do not say which optimizer state is of which parameter",
@@ -211,7 +193,7 @@ def _check_belong_together(models: list[ModelShard], optimizers: list[OptimizerS
 
 
 def _check_count(files: Sequence[SourceFile], expected: int, according_to: str) -> None:
-    """There must be one file for each of ``expected`` ranks; names the first that is missing or too many."""
+    """Require ``expected`` files, and name the first that is missing or one too many."""
     found, first = len(files), files[0].path
     if found == expected:
         return

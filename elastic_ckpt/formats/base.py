@@ -1,4 +1,4 @@
-"""What every on-disk format provides: a reader from a folder to a :class:`Checkpoint`."""
+"""What every format provides: a reader from a folder to a :class:`Checkpoint`."""
 
 from __future__ import annotations
 
@@ -24,14 +24,12 @@ REMOVE_FOREIGN = "remove the foreign file and restore the right one, or take ano
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint folder, as detection saw it; the same on every rank.
+    """A checkpoint folder as detected; the same on every rank.
 
     Attributes:
         format: ``"native"`` or ``"universal"``.
-        folder: absolute path of the tag's folder.
-        tag: name of the tag.
-        files: names of its files.
-        notes: what detection noticed and the user should know.
+        folder, tag, files: absolute path of the tag's folder; the tag; names of the folder's files.
+        notes: what the user should know about the choice.
     """
 
     format: str
@@ -41,7 +39,6 @@ class Found:
     notes: tuple[str, ...] = ()
 
     def path(self, name: str) -> str:
-        """Absolute path of one of its files."""
         return os.path.join(self.folder, name)
 
 
@@ -51,14 +48,13 @@ class MetadataOptions:
 
     Attributes:
         trust_pickle, check_shards: see :class:`elastic_ckpt.config.ElasticConfig`.
-        live_groups: names in the live param groups, in the optimizer's order: for checkpoints that number their
-            parameters and do not name them.
-        live_hyperparameters: of the live param groups, for the same purpose.
+        live_groups, live_hyperparameters: names in the live param groups, in the optimizer's order, and the groups'
+            hyperparameters: for checkpoints that number their parameters.
         rename: the user's renames of saved names.
-        states: what the user declares of optimizer states.
-        with_states: whether they are to be restored.
+        states: the user's declarations about optimizer states.
+        with_states: whether optimizer states are restored.
         coordinates: of this rank in the live topology.
-        live_names: of all parameters and buffers of the job, on every pipeline stage.
+        live_names: all parameters and buffers of the job, on every pipeline stage.
     """
 
     trust_pickle: bool = False
@@ -76,8 +72,8 @@ class MetadataOptions:
 class Checkpoint:
     """A checkpoint: metadata of its tensors, and its training state.
 
-    ``model_path`` is the model-states file whose path ``load_checkpoint`` returns; ``files_opened`` counts the
-    files whose metadata this rank read.
+    ``model_path`` is the model-states file that ``load_checkpoint`` returns; ``files_opened`` counts the files whose
+    metadata this rank read.
     """
 
     metadata: CheckpointMetadata
@@ -86,17 +82,12 @@ class Checkpoint:
     files_opened: int
 
 
-#: Reads the metadata of one format: a collective, which raises the same :class:`ElasticCkptError` on all ranks.
+#: Reads the metadata of one format. Collective; raises the same :class:`ElasticCkptError` on every rank.
 FormatReader = Callable[[Found, MetadataOptions], Checkpoint]
 
 
 def refuse_unsupported_folder(found: Found) -> None:
-    """Refuse by name what no reader here can restore yet.
-
-    Raises:
-        UnsupportedError: mixture of experts.
-        DamagedError: two files claim the same place.
-    """
+    """Raise :class:`UnsupportedError` for mixture of experts, :class:`DamagedError` for two files of one rank."""
     files = found.files
     if files.clashes:
         raise DamagedError(
@@ -117,15 +108,9 @@ def refuse_unsupported_folder(found: Found) -> None:
 def refuse_other_saves(
     files: Sequence[FileT], facts_of: Callable[[FileT], Mapping[str, Any]], remedy: str = REMOVE_FOREIGN
 ) -> None:
-    """Refuse files that are not of the first one's save.
+    """Raise :class:`DamagedError` for the first file of another save than ``files[0]``, and say in what it differs.
 
-    Args:
-        files: of one kind.
-        facts_of: what must be the same in all, by the words for a difference.
-        remedy: of the error.
-
-    Raises:
-        DamagedError: naming the first file that differs, and in what.
+    ``facts_of`` returns what must be equal in all files, by the words that describe a difference.
     """
     first = facts_of(files[0])
     for file in files[1:]:
@@ -142,20 +127,18 @@ def refuse_other_saves(
 
 
 def opener_of(position: int) -> int:
-    """The rank that opens a file, by the file's position in the list of all."""
+    """The rank that opens the file at ``position`` in the list of all."""
     return position % distributed.world_size()
 
 
 def open_my_share(
     paths: Sequence[str], index: Callable[[PickledFile, int], T], trust_pickle: bool
 ) -> tuple[list[T], dict[int, PickledFile]]:
-    """Read the metadata of all files, each on one rank of the job, and give everybody the result.
-
-    Each file is opened by :func:`opener_of` its position. Collective.
+    """Read the metadata of all files, each on one rank (:func:`opener_of`), and all-gather the results. Collective.
 
     Args:
-        paths: the files; the same list on every rank.
-        index: turns an opened file, and its position in ``paths``, into something small to send around.
+        paths: the same list on every rank.
+        index: reduces an opened file, and its position in ``paths``, to something small enough to all-gather.
         trust_pickle: see :func:`elastic_ckpt.formats.pickled.open_pickled`.
 
     Returns:

@@ -1,7 +1,7 @@
 """The kind of each saved optimizer state: as the user declares it, else by known optimizers, else by its shape.
 
-Decided over all ranks at once, since one rank's file cannot tell a quantization map from a small moment. What stays
-uncertain is *opaque*: it is refused by name, with the config line that settles it.
+Decided over all ranks at once, since one rank's file cannot distinguish a quantization map from a small moment. What
+stays uncertain is *opaque*: refused by name, with the config line that settles it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.formats.pickled import TensorRef
 
 OPAQUE = "opaque"
-#: A tensor that belongs to the state is missing or too short.
+#: A tensor of the state is missing or too short.
 DAMAGED = "damaged"
 FRESH = "fresh"
 #: Names under which known optimizers keep elementwise states.
@@ -29,10 +29,7 @@ _CODES_DTYPES = frozenset({"uint8", "int8"})
 class Digest:
     """Facts about the values of a small tensor.
 
-    Attributes:
-        crc32: of its bytes.
-        ascending: whether each value is greater than the one before.
-        constant: whether several values are all the same, which is no evidence that ranks must agree.
+    ``ascending``: strictly; ``constant``: several equal values, which are no evidence that ranks must agree.
     """
 
     crc32: int
@@ -44,7 +41,7 @@ class Digest:
 class RankStates:
     """What one rank saved for one flat partition: its tensor states, and digests of the small ones.
 
-    ``numel`` counts the padding; ``touched_numel`` counts all elements of the parameters that have some in it.
+    ``numel`` counts padding; ``touched_numel`` counts all elements of the parameters that have any in the partition.
     """
 
     path: str
@@ -59,11 +56,11 @@ class SavedKind:
     """The kind of one saved state.
 
     Attributes:
-        kind: one of :mod:`elastic_ckpt.core.state_kinds`, :data:`OPAQUE`, :data:`DAMAGED`, or :data:`FRESH` (left
-            alone, as the user asks).
+        kind: one of :mod:`elastic_ckpt.core.state_kinds`, :data:`OPAQUE`, :data:`DAMAGED`, or :data:`FRESH` (not
+            restored, as the user asks).
         rows: leading dimension of an elementwise state.
-        block_numel: of a state in 8-bit codes, elements in a block; 0: not quantized.
-        why: of an opaque or damaged state, what it looks like; of a replicated one, by which guess, if it is one.
+        block_numel: elements per quantization block; 0: not quantized.
+        why: what an opaque or damaged state looks like, or by which guess a state is replicated.
     """
 
     kind: str
@@ -73,13 +70,9 @@ class SavedKind:
 
 
 def classify(ranks: Sequence[RankStates], options: StateOptions) -> dict[str, SavedKind]:
-    """The kinds of all tensor states of one flat partition.
+    """The kinds of all tensor states of one flat partition; ``ranks`` have the same keys.
 
-    Scales and quantization maps of quantized states are left out: they belong to the codes.
-
-    Args:
-        ranks: what each rank saved for it; the same keys on all.
-        options: what the user declares.
+    Scales and quantization maps belong to their quantized states and have no kind.
 
     Raises:
         MismatchError: the user's declaration contradicts the tensors.
@@ -97,7 +90,7 @@ def classify(ranks: Sequence[RankStates], options: StateOptions) -> dict[str, Sa
 
 
 def _kind_of_codes(ranks: Sequence[RankStates], key: str, options: StateOptions) -> SavedKind:
-    """bitsandbytes: codes as long as the partition, elementwise whatever is declared, and one scale a block."""
+    """bitsandbytes: codes as long as the partition, elementwise whatever is declared, and one scale per block."""
     if options.schema.get(key) == FRESH:
         return SavedKind(FRESH)
     if options.says_replicated(key):
@@ -119,14 +112,14 @@ def _kind_of_codes(ranks: Sequence[RankStates], key: str, options: StateOptions)
 
 
 def _block_numel(states: RankStates, scales_key: str, rows: int) -> int | None:
-    """Elements in a block, by the number of scales; ``None``: the scales do not fit the codes."""
+    """Elements per block, by the number of scales; ``None``: the scales do not fit the codes."""
     scales = states.tensors.get(scales_key)
     count = scales.numel if scales is not None and scales.dtype == "float32" else 0
     return None if count % rows else block_numel_of(states.numel, count // rows)
 
 
 def _kind(ranks: Sequence[RankStates], key: str, options: StateOptions) -> SavedKind:
-    """The kind of a state that is not quantized: as it is declared, else by its shape."""
+    """The kind of a state that is not quantized: as declared, else by its shape."""
     word, rows = options.schema.get(key), _rows(ranks, key)
     if word == FRESH:
         return SavedKind(FRESH)
@@ -146,7 +139,6 @@ def _kind(ranks: Sequence[RankStates], key: str, options: StateOptions) -> Saved
 
 
 def _by_shape(ranks: Sequence[RankStates], key: str, rows: int | None, options: StateOptions) -> SavedKind:
-    """The kind of a state that nobody declared."""
     tensor = ranks[0].tensors[key]
     looks = f"{tensor.dtype} of shape {tensor.shape} for a partition of {ranks[0].numel}"
     if rows is not None:
@@ -162,7 +154,7 @@ def _by_shape(ranks: Sequence[RankStates], key: str, rows: int | None, options: 
 
 
 def _of_fixed_size(ranks: Sequence[RankStates], key: str, looks: str, options: StateOptions) -> SavedKind:
-    """The kind of a state of one shape on all ranks that is not as long as the partition."""
+    """The kind of a state that has one shape on all ranks, and not the partition's length."""
     if ranks[0].tensors[key].numel <= options.non_shard_max_numel:
         return SavedKind(REPLICATED, why=f'"non_shard_max_numel": {options.non_shard_max_numel}')
     if any(tensor.dtype in _CODES_DTYPES for tensor in ranks[0].tensors.values()):
@@ -174,7 +166,7 @@ def _of_fixed_size(ranks: Sequence[RankStates], key: str, looks: str, options: S
 
 
 def _rows(ranks: Sequence[RankStates], key: str) -> int | None:
-    """How many values a state has for each element on all ranks; ``None``: it is not elementwise, or they differ."""
+    """How many values a state has per element; ``None``: it is not elementwise, or ranks differ."""
     found = set()
     for states in ranks:
         *leading, last = states.tensors[key].shape or (-1,)
@@ -189,13 +181,12 @@ def _same_shape(ranks: Sequence[RankStates], key: str) -> bool:
 
 
 def _same_digest(ranks: Sequence[RankStates], key: str) -> Digest | None:
-    """The digest of a tensor whose values are the same on all ranks."""
+    """The digest of a tensor that has the same values on all ranks."""
     digests = {states.digests.get(key) for states in ranks}
     return digests.pop() if len(digests) == 1 else None
 
 
 def _is_one_table(ranks: Sequence[RankStates], key: str) -> bool:
-    """Whether a tensor has the same ascending values on all ranks."""
     digest = _same_digest(ranks, key)
     return digest is not None and digest.ascending
 

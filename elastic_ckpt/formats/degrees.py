@@ -1,4 +1,4 @@
-"""The parallel degrees that a model-states file states, and which of them the number of files bears out."""
+"""The parallel degrees that a model-states file states, and which of them the number of files confirms."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from elastic_ckpt.core.sequence import SequenceParallel
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
-    """Degrees of the run that saved a checkpoint; tensor and pipeline are ``None`` where no file states them."""
+    """Degrees of the run that saved a checkpoint; ``tp`` and ``pp`` are ``None`` where no file states them."""
 
     tp: int | None
     pp: int | None
@@ -19,22 +19,21 @@ class Degrees:
 
     @property
     def model_parallel(self) -> int:
-        """Model-parallel ranks, each with files of its own; 0: not known."""
+        """Number of model-parallel ranks, each with files of its own; 0: unknown."""
         return (self.tp or 0) * (self.pp or 0)
 
 
 @dataclass(frozen=True, slots=True)
 class StatedDegrees:
-    """What a model-states file states, not all of which need be right.
+    """What a model-states file states, not all of it necessarily right; ``None``: not stated.
 
     Attributes:
-        dimensions: tensor- and pipeline-parallel degree (``checkpoint_parallel_dimensions``, since DeepSpeed 0.17).
-        mp: ``mp_world_size``, the tensor-parallel degree; ``None``: not stated.
-        dp: ``dp_world_size``, the ranks that ZeRO partitions over; ``None``: not stated.
-        sequence: sequence-parallel degree of the saved config or arguments; ``None``: not stated.
-        possible: sequence-parallel degrees that the batch leaves open, or the samples counted so far, if no run before
-            had another batch.
-        mesh: whether the config makes a device mesh, over whose sequence ranks ZeRO-1 and 2 do not partition.
+        dimensions: TP and PP degree (``checkpoint_parallel_dimensions``, since DeepSpeed 0.17).
+        mp, dp: ``mp_world_size``, the TP degree, and ``dp_world_size``, the number of ranks that ZeRO partitions over.
+        sequence: sequence-parallel degree of the saved config or arguments.
+        possible: sequence-parallel degrees that fit the batch size, or the samples counted so far if no earlier run had
+            another batch size.
+        mesh: whether the config makes a device mesh, over whose sequence ranks ZeRO-1/2 does not partition.
     """
 
     dimensions: tuple[int, int] | None = None
@@ -45,11 +44,11 @@ class StatedDegrees:
     mesh: bool = False
 
     def borne_out(self, model_parallel_ranks: int) -> Degrees:
-        """The degrees, given how many model-parallel ranks have files.
+        """The degrees that the number of model-parallel ranks with files confirms.
 
-        DeepSpeed 0.19 takes the sequence-parallel degree of ``parallel_state_sp`` for the tensor-parallel one
-        (``bwc_tensor_model_parallel_world_size`` finds ``get_model_parallel_world_size`` there, which is an alias).
-        Then ``mp_world_size`` states another degree, and of the two the one counts that the files bear out.
+        DeepSpeed 0.19 mistakes the sequence-parallel degree of ``parallel_state_sp`` for the tensor-parallel one
+        (``bwc_tensor_model_parallel_world_size`` calls its ``get_model_parallel_world_size``, which is an alias).
+        ``mp_world_size`` then states another degree, and the one that the files confirm counts.
         """
         sequence = SequenceParallel(self.sequence or 1, partitioned=not self.mesh)
         if self.dimensions is None:
@@ -62,7 +61,7 @@ class StatedDegrees:
 
     @property
     def contradiction(self) -> str:
-        """Two statements about model-parallel ranks that contradict each other, for errors; empty: none do."""
+        """The two statements about model-parallel ranks that contradict each other, for errors; empty: none do."""
         if self.dimensions is None or self.mp in (None, self.dimensions[0]):
             return ""
         tp, pp = self.dimensions
@@ -70,7 +69,7 @@ class StatedDegrees:
 
 
 def stated_degrees(tree: Mapping[str, Any], config: Mapping[str, Any], run: Mapping[str, Any]) -> StatedDegrees:
-    """What a model-states file with these entries states, with the run's DeepSpeed config and its arguments."""
+    """What a model-states file with the entries ``tree`` states, with the DeepSpeed config and arguments of its run."""
     saved = tree.get("checkpoint_parallel_dimensions")
     saved = saved if isinstance(saved, Mapping) else {}
     tp, pp = positive_int(saved, "tp_degree"), positive_int(saved, "pp_degree")
@@ -97,10 +96,10 @@ def stated_degrees(tree: Mapping[str, Any], config: Mapping[str, Any], run: Mapp
 
 
 def _sharing(ranks: int | None, batch: int, rows: int) -> int | None:
-    """How many ranks share their samples, if fewer than there are suffice for the batch; ``None``: none, or unknown.
+    """How many ranks share their samples; ``None``: none, or unknown.
 
-    A custom ``mpu`` need not record its degree anywhere. DeepSpeed insists on a ``batch`` of the data-parallel degree
-    times ``rows``, the samples of one step on each rank.
+    A custom ``mpu`` need not record its degree. DeepSpeed requires ``batch`` to be the data-parallel degree times
+    ``rows``, the samples of one step on each rank: if fewer ranks than there are suffice, the others share.
     """
     data, rest = divmod(batch, rows or 1)
     if not ranks or not rows or not data or rest or ranks % data or ranks == data:
@@ -109,6 +108,6 @@ def _sharing(ranks: int | None, batch: int, rows: int) -> int | None:
 
 
 def positive_int(values: Mapping[str, Any], key: str) -> int | None:
-    """A positive integer among values from a file; ``None`` where there is none."""
+    """The positive integer under ``key`` in untrusted values, else ``None``."""
     value = values.get(key)
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None

@@ -1,4 +1,4 @@
-"""Which format, which tag: looks at file names and at the two ``latest`` files. Local, no collectives."""
+"""Detects a checkpoint's format and tag from file names and the ``latest`` files. Local, no collectives."""
 
 from __future__ import annotations
 
@@ -13,26 +13,23 @@ from elastic_ckpt.formats.pickled import open_pickled
 
 LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"
-#: More than the name of any folder; a ``latest`` file is untrusted input.
+#: Longer than any folder name; a ``latest`` file is untrusted input.
 MOST_TAG_NBYTES = 4096
 
 
 def find_checkpoint(load_dir: str, tag: str | None, prefer_universal: bool, trust_pickle: bool = False) -> Found | None:
-    """Find the checkpoint in a folder.
+    """The checkpoint in a folder, or ``None`` where the folder contains nothing of DeepSpeed's.
 
-    With a tag, that folder and no other. Without one, what ``latest_universal`` or ``latest`` names: where both
-    do, ``latest``; with ``prefer_universal`` the universal one, unless the native one has been trained further.
+    With a tag, only that tag's folder. Without one, what ``latest_universal`` or ``latest`` names; if both name one,
+    ``latest``, or with ``prefer_universal`` the universal one, unless the native one has been trained further.
 
     Args:
         load_dir, tag: as given to ``load_checkpoint``.
         prefer_universal: ``load_universal`` in the DeepSpeed config, or ``--universal-checkpoint``.
         trust_pickle: see :class:`elastic_ckpt.config.ElasticConfig`.
 
-    Returns:
-        The checkpoint, or ``None`` where the folder holds nothing of DeepSpeed's.
-
     Raises:
-        NotFoundError: there are checkpoints here, but not the one that was asked for.
+        NotFoundError: there are checkpoints, but not the requested one.
         DamagedError: a ``latest`` file cannot be read.
     """
     if tag is not None:
@@ -60,7 +57,7 @@ def find_checkpoint(load_dir: str, tag: str | None, prefer_universal: bool, trus
 
 
 def look_at(load_dir: str, tag: str) -> Found | None:
-    """What one tag's folder holds, or ``None``."""
+    """What one tag's folder contains, or ``None``."""
     folder = os.path.abspath(os.path.join(load_dir, tag))
     if not os.path.isdir(folder):
         return None
@@ -72,13 +69,13 @@ def look_at(load_dir: str, tag: str) -> Found | None:
 
 
 def look_below(load_dir: str, tag: str) -> Found | None:
-    """:func:`look_at` for a tag out of a ``latest`` file, which may name nothing outside of ``load_dir``."""
+    """:func:`look_at` for a tag from a ``latest`` file, which may name nothing outside ``load_dir``."""
     is_below = bool(tag) and not os.path.isabs(tag) and ".." not in tag.split("/")
     return look_at(load_dir, tag) if is_below else None
 
 
 def _holds_parameters(folder: str) -> bool:
-    """Whether this is the folder of a universal checkpoint's parameters; BLOOM's has no file for the optimizer."""
+    """Whether this is a universal checkpoint's folder of parameters; BLOOM's has no optimizer file."""
     if not os.path.isdir(folder):
         return False
     return os.path.isfile(os.path.join(folder, UNIVERSAL_OPTIMIZER)) or any(
@@ -87,7 +84,7 @@ def _holds_parameters(folder: str) -> bool:
 
 
 def list_tags(load_dir: str) -> list[str]:
-    """Names of all tags below a folder, by age, newest first."""
+    """All tags below a folder, newest first."""
     if not os.path.isdir(load_dir):
         return []
     entries = [entry for entry in os.scandir(load_dir) if entry.is_dir() and look_at(load_dir, entry.name)]
@@ -95,11 +92,7 @@ def list_tags(load_dir: str) -> list[str]:
 
 
 def read_latest(load_dir: str, latest: str) -> str | None:
-    """The tag that a ``latest`` file names, or ``None`` where there is no such file.
-
-    Raises:
-        DamagedError: it cannot be read, or is no text.
-    """
+    """The tag that a ``latest`` file names, ``None`` if there is no such file; :class:`DamagedError` if unreadable."""
     path = os.path.join(load_dir, latest)
     if not os.path.isfile(path):
         return None
@@ -128,7 +121,7 @@ def _no_such_tag(load_dir: str, wanted: str, tag: str | None) -> NotFoundError:
 
 
 def _further(preferred: Found, other: Found, trust_pickle: bool) -> Found:
-    """The preferred one of two checkpoints, unless it is universal and the other has been trained further."""
+    """The preferred checkpoint, unless it is universal and the other has been trained further."""
     steps, other_steps = _global_steps(preferred, trust_pickle), _global_steps(other, trust_pickle)
     if preferred.format == "universal" and other_steps > steps:
         preferred, other, steps, other_steps = other, preferred, other_steps, steps

@@ -1,4 +1,4 @@
-"""Features that only DeepSpeed's own loader restores, as a checkpoint's files show them."""
+"""Features in a checkpoint's files that only DeepSpeed's own loader restores."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ONE_BIT_STATES = {"worker_error", "server_error", "momentum_accumulator", "lamb
 
 
 def features_in(file: PickledFile) -> Features:
-    """What a model-states or optimizer-states file shows. Local."""
+    """The features of a model-states or optimizer-states file. Local."""
     tree = file.tree if isinstance(file.tree, Mapping) else {}
     experts = tree.get("num_experts") or ()
     states = _base_state(file).get("state")
@@ -30,7 +30,7 @@ def features_in(file: PickledFile) -> Features:
 
 
 def base_groups(file: PickledFile) -> list[Mapping[str, Any]]:
-    """The base optimizer's param groups in a file; none where it holds no optimizer."""
+    """The base optimizer's param groups in a file; empty without an optimizer."""
     return [group for group in _base_state(file).get("param_groups") or () if isinstance(group, Mapping)]
 
 
@@ -45,11 +45,7 @@ def _base_state(file: PickledFile) -> Mapping[str, Any]:
 
 
 def refuse_features(features: Features, file: str) -> None:
-    """Refuse by name what cannot be restored at another topology.
-
-    Raises:
-        UnsupportedError: naming the features and why.
-    """
+    """Raise :class:`UnsupportedError` for what cannot be restored at another topology, by name."""
     if features.names:
         raise UnsupportedError(
             f"the checkpoint was saved with {features.names}, whose parameters or states are not laid out as ZeRO's "

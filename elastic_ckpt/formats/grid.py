@@ -1,9 +1,9 @@
 """Which model-parallel file is of which pipeline stage and tensor-parallel rank.
 
 DeepSpeed numbers them together: ``mp_rank = stage * tp + tensor-parallel rank`` (``PipelineParallelGrid``,
-topology.py). Since 0.17 the files state both degrees (``checkpoint_parallel_dimensions``); older ones are told apart by
-the parameters they list: ranks of one stage list the same names. Statements are compared with the number of files
-(:mod:`elastic_ckpt.formats.degrees`). File names are not used: gpt-neox's would suggest another topology.
+topology.py). Since 0.17 files state both degrees (``checkpoint_parallel_dimensions``); in older ones, ranks of one
+stage list the same parameters. Statements are compared with the number of files (:mod:`elastic_ckpt.formats.degrees`).
+File names are not used: gpt-neox's would suggest another topology.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from elastic_ckpt.formats.model_states import ModelShard
 
 @dataclass(frozen=True)
 class Grid:
-    """Model-parallel ranks by pipeline stage, each stage's in tensor-parallel order.
+    """Model-parallel ranks by pipeline stage, each stage in tensor-parallel order.
 
-    ZeRO partitioned over ``dp`` ranks of each, which sequence parallelism divided as ``sequence`` has it.
+    ZeRO partitioned each over ``dp`` ranks, which sequence parallelism divided as in ``sequence``.
     """
 
     stages: tuple[tuple[int, ...], ...]
@@ -41,18 +41,17 @@ class Grid:
     def has_ranks_of(self, coordinates: RankCoordinates) -> bool:
         """Whether the live job has the data-, tensor- and pipeline-parallel ranks of the save.
 
-        What belongs to one rank (random states, positions in the data) then still belongs to it; ranks of one
-        sequence-parallel group share their samples, so their number does not matter.
+        Rank-local state (random states, data positions) then keeps its rank. Ranks of one sequence-parallel group share
+        their samples, so their number does not matter.
         """
         saved = (self.tp, self.pp, self.sequence.data_degree(self.dp))
         is_known = self.dp == coordinates.dp or not coordinates.sequence.strided
         return saved == (coordinates.tp, coordinates.pp, coordinates.data_degree) and is_known
 
     def own_file(self, coordinates: RankCoordinates) -> int | None:
-        """Which of the files that a model-parallel rank has for each of the ``dp`` ranks belongs to this rank.
+        """The data-parallel rank whose file belongs to this rank; ``None``: the job has other ranks than the save.
 
-        ``None``: the job has other ranks than the save. A rank of a sequence-parallel group of another size gets the
-        file of the group's first rank.
+        A rank of a sequence-parallel group of another size gets the file of the group's first rank.
         """
         if not self.has_ranks_of(coordinates):
             return None
@@ -63,16 +62,13 @@ class Grid:
 
 
 def grid_of(models: Mapping[int, ModelShard], folder: str, coordinates: RankCoordinates | None = None) -> Grid:
-    """Sort model-parallel ranks, of each of which one model-states file is given.
+    """The grid of ``models``, one model-states file per model-parallel rank, in ``folder``.
 
-    Args:
-        models: by rank.
-        folder: of the files.
-        coordinates: of this rank in the live topology, if there is one.
+    ``coordinates``, of this rank in the live topology, can settle a sequence-parallel degree that no file states.
 
     Raises:
-        DamagedError: there are ranks missing.
-        UnsupportedError: neither their files nor their parameters tell which rank is which.
+        DamagedError: ranks are missing.
+        UnsupportedError: neither files nor parameters show which rank is which.
     """
     ranks = sorted(models)
     first = models[ranks[0]]
@@ -97,8 +93,8 @@ def grid_of(models: Mapping[int, ModelShard], folder: str, coordinates: RankCoor
     grid = Grid(tuple(map(tuple, stages)), int(first.counters.get("dp_world_size", 1)), degrees.sequence)
     if coordinates is None or stated.sequence is not None or grid.sequence != NO_SEQUENCE_PARALLEL:
         return grid
-    # a degree that is not stated is the live one, if ranks and counted samples both speak for it: the counters alone
-    # may be those of earlier runs with other batches
+    # an unstated degree is the live one only if ranks and counted samples both agree: counters alone may stem from
+    # earlier runs with other batches
     same_ranks = (grid.tp, grid.pp, grid.dp) == (coordinates.tp, coordinates.pp, coordinates.dp)
     agrees = coordinates.sequence.partitioned and coordinates.sequence.degree in stated.possible
     return replace(grid, sequence=coordinates.sequence) if same_ranks and agrees else grid
@@ -125,7 +121,7 @@ def _wrong_number(models: Mapping[int, ModelShard], expected: int, folder: str) 
 
 
 def _by_names(models: Sequence[ModelShard]) -> list[list[int]] | None:
-    """Neighbours with the same names are of one stage; ``None``: files without names."""
+    """Neighbours with the same names form a stage; ``None``: files without names."""
     names = [frozenset(name for group in model.param_shapes for name, _ in group) for model in models]
     names = [mine or frozenset(model.weights) for mine, model in zip(names, models, strict=True)]
     if len(models) > 1 and not all(names):

@@ -1,8 +1,8 @@
 """``layer_NN-model_MM-model_states.pt``: the weights and buffers of pipeline layers.
 
-Source of the layout: ``PipelineModule.save_state_dict`` (pipe/module.py): the state dict of each layer, without its
-number, which is the layer's number in the whole model, whatever the stage. Of a tied layer, the first occurrence has a
-file, under the number of that layer, while its parameters are called ``tied_modules.<key>.*``.
+Source: ``PipelineModule.save_state_dict`` (pipe/module.py): each layer's state dict, without the layer's number, which
+counts through the whole model, whatever the stage. Of a tied layer only the first occurrence has a file, under that
+layer's number, while its parameters are named ``tied_modules.<key>.*``.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _TIED = re.compile(r"^tied_modules\.[^.]+\.")
 
 @dataclass(frozen=True)
 class LayerShard(SourceFile):
-    """What one layer's file says: its entries with data, by name within the layer; ``tp_rank`` saved it."""
+    """One layer's file, saved by tensor-parallel rank ``tp_rank``: its tensors by name within the layer."""
 
     layer: int
     tp_rank: int
     weights: Mapping[str, TensorRef]
 
     def named(self, known: frozenset[str]) -> dict[str, TensorRef]:
-        """Its entries by their names in the model, of which some are known; of a tied layer, by the tied module's."""
+        """Its tensors by FQN, some of which are ``known``; of a tied layer, by the tied module's name."""
         tied: dict[str, str] = {}
         for name in sorted(known):
             if _TIED.match(name):
@@ -42,7 +42,6 @@ class LayerShard(SourceFile):
 
 
 def index_layer(file: PickledFile, layer: int, tp_rank: int) -> LayerShard:
-    """Sort out the file of a layer of the model."""
     weights = {str(name): ref for name, ref in file.tree.items() if isinstance(ref, TensorRef)}
     return LayerShard(file.path, file.nbytes, layer, tp_rank, weights)
 
@@ -54,14 +53,13 @@ def with_layers(
     tp: int,
     live_names: frozenset[str] = frozenset(),
 ) -> CheckpointMetadata:
-    """The metadata with the layers' files behind its own: buffers, and parameters that no optimizer owned.
+    """``metadata`` extended by the layers' files: buffers, and parameters that no optimizer owned.
 
     Args:
         metadata: of the optimizer's parameters.
-        layers: of all tensor-parallel ranks.
+        layers: of all ``tp`` tensor-parallel ranks.
         buffers: names of the module's buffers.
-        tp: tensor-parallel degree.
-        live_names: of the live model: they name tied modules of which no optimizer owned anything.
+        live_names: of the live model, for tied modules of which no optimizer owned anything.
     """
     known = frozenset(metadata.parameters) | buffers | live_names
     shards: dict[str, list[tuple[int, int, TensorRef]]] = {}

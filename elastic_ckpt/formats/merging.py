@@ -1,4 +1,4 @@
-"""Metadata of model-parallel ranks -> the metadata of all: shards side by side, pipeline stages one after the other."""
+"""Merges the metadata of model-parallel ranks: tensor-parallel shards of a stage first, then pipeline stages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Ranks = Sequence[CheckpointMetadata]
 
 
 def merge_shards(ranks: Ranks) -> CheckpointMetadata:
-    """One pipeline stage: tensor-parallel ranks with the same names, each with its own shard of every tensor.
+    """Merge one pipeline stage: tensor-parallel ranks with the same names, each with its own shard of every tensor.
 
     Raises:
         DamagedError: they do not belong together.
@@ -40,10 +40,10 @@ def merge_shards(ranks: Ranks) -> CheckpointMetadata:
 
 
 def merge_stages(stages: Ranks) -> CheckpointMetadata:
-    """All pipeline stages: of a tied parameter, the first stage's copy counts, and the others are its replicas.
+    """Merge all pipeline stages: the first stage's copy of a tied parameter counts, the others are its replicas.
 
     Raises:
-        UnsupportedError: their param groups have other hyperparameters.
+        UnsupportedError: their param groups have different hyperparameters.
     """
     first = stages[0]
     if len(stages) == 1:
@@ -73,7 +73,7 @@ def merge_stages(stages: Ranks) -> CheckpointMetadata:
 
 
 def _with_empty_shards(ranks: Ranks) -> Ranks:
-    """AutoTP may leave a rank without an element of a parameter, which its files then do not list."""
+    """Add empty shards: AutoTP may leave a rank without elements of a parameter, which its files then do not list."""
     holders = {name: rank for rank in reversed(ranks) for name in rank.parameters}
     completed = []
     for number, rank in enumerate(ranks):
@@ -100,22 +100,16 @@ def _recorded_shape(declared: Declared, name: str, rank: int) -> tuple[int, ...]
 
 
 def _offsets(ranks: Ranks) -> list[int]:
-    """Where the files of each begin in the list of all."""
     return list(accumulate((len(rank.files) for rank in ranks[:-1]), initial=0))
 
 
 def _moved(tensor: TensorMetadata, files: int) -> TensorMetadata:
-    """A tensor whose files come ``files`` positions later in the list of all."""
     chunks = (replace(chunk, file=chunk.file + files) for chunk in tensor.chunks)
     return replace(tensor, chunks=tuple(chunks)) if files else tensor
 
 
 def shard_by_shard(shards: Sequence[TensorMetadata]) -> TensorMetadata:
-    """The tensor whose shards, in tensor-parallel order, these are.
-
-    Raises:
-        DamagedError: they are of different dtypes.
-    """
+    """The tensor with these shards, in tensor-parallel order; a :class:`DamagedError` if their dtypes differ."""
     first = shards[0]
     if len(shards) == 1:
         return first
@@ -135,7 +129,7 @@ def shard_by_shard(shards: Sequence[TensorMetadata]) -> TensorMetadata:
 
 
 def _one_parameter(shards: Sequence[SavedParameter]) -> SavedParameter:
-    """States of whole partitions are the first rank's, and must be the same on all."""
+    """The parameter with these shards: states of whole partitions are the first rank's, and must agree on all."""
     replicated = []
     for number, state in enumerate(shards[0].replicated):
         checksums = {shard.replicated[number].crc32 if number < len(shard.replicated) else None for shard in shards}
@@ -167,7 +161,7 @@ def _scalars(rank: CheckpointMetadata) -> list[Any]:
 
 
 def _dtypes(rank: CheckpointMetadata, other: CheckpointMetadata) -> list[Any]:
-    """Of what both hold an element of: the dtype, and whether it is quantized, or has a shape of its own."""
+    """Of each tensor with elements on both: dtype, whether it is quantized, and whether it has its own shape."""
     return [
         (key, tensor.dtype, tensor.is_whole, any(chunk.code for chunk in tensor.chunks))
         for key, tensor in sorted(rank.tensors.items())
@@ -181,7 +175,7 @@ def _united(
     parameters: Mapping[str, SavedParameter],
     **degree: Any,
 ) -> CheckpointMetadata:
-    """One metadata of several; where two disagree, the first one counts."""
+    """The union of several; where two disagree, the first counts."""
     aliases: Mapping[str, str] = reduce(lambda known, rank: {**rank.aliases, **known}, ranks, {})
     return replace(
         ranks[0],

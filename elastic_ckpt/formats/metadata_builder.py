@@ -1,4 +1,4 @@
-"""Builds :class:`CheckpointMetadata`, whatever the format: parameters, chunks of their tensors, and remarks on them."""
+"""Builds :class:`CheckpointMetadata` for every format: parameters, chunks of their tensors, and notes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Shapes = Sequence[tuple[str, Shape]]
 Tensors = dict[tuple[str, str], TensorMetadata]
 _PLAIN = SavedKind(ELEMENTWISE)
 _BUFFERS_DIFFERED = "buffers differed between ranks when saved; after a change of topology all ranks get rank 0's"
-#: What a swap file holds.
+#: Layout of a swap file.
 _SWAPPED = TensorRef("float32", (0,), (1,), 0)
 
 
@@ -53,12 +53,12 @@ class MetadataBuilder:
 
     Args:
         found: the folder.
-        files: the files that chunks count; swap files follow.
-        options: what the user declares of optimizer states.
-        states: path and optimizer states of every flat tensor, for the quantization maps among them.
+        files: those that chunks index; swap files follow.
+        options: the user's declarations about optimizer states.
+        states: (path, optimizer states) of every flat tensor, for their quantization maps.
 
     Raises:
-        DamagedError: a quantization map is damaged beyond repair.
+        DamagedError: a quantization map cannot be restored.
     """
 
     def __init__(
@@ -84,13 +84,13 @@ class MetadataBuilder:
     def classify(
         self, ranks: Sequence[RankStates], states: Iterable[StatesOfOne], parameter: str = "", any_shape: bool = False
     ) -> dict[str, SavedKind]:
-        """The kinds of the states of one flat partition; those that are opaque or damaged are remarked on.
+        """The kinds of the states of one flat partition; records those that are opaque or damaged.
 
         Args:
             ranks: what each rank saved for it.
             states: the same, unclassified.
-            parameter: to be named where a state is damaged.
-            any_shape: whether it is of one parameter, a state of which may have any shape.
+            parameter: named in errors about damaged states.
+            any_shape: whether the partition is one parameter, whose states may have any shape.
         """
         kinds = classify(ranks, self._options) if ranks[0].tensors else {}
         self._kinds |= kinds
@@ -113,12 +113,12 @@ class MetadataBuilder:
         ranks: Sequence[tuple[int, FlatShard, Sequence[Placement]]],
         kinds: Mapping[str, SavedKind],
     ) -> None:
-        """One flat tensor, cut over the ranks: its parameters, their master weights and their states.
+        """Add one flat tensor, partitioned over ``ranks``: its parameters, their master weights and states.
 
         Args:
             shapes: names and logical shapes of the parameters.
-            number, group: of their param group.
-            ranks: of each rank, the index of its file, its partition, and where parameters are in that.
+            number, group: their param group.
+            ranks: per rank, the index of its file, its partition, and the placements of parameters in it.
             kinds: of the states.
         """
         file, first, _ = ranks[0]
@@ -164,7 +164,7 @@ class MetadataBuilder:
         kind: SavedKind,
         file: int,
     ) -> None:
-        """A tensor that is laid out as the partition is, in each of its rows."""
+        """Add a tensor laid out as the partition, in each of its rows."""
         if not ref.is_contiguous:
             self._opaque[key] = f"a view of shape {ref.shape} and strides {ref.stride}"
             return
@@ -182,7 +182,7 @@ class MetadataBuilder:
                 self._add_chunk(name, key, whole, ref.dtype, StorageChunk(inside, file, offset, code))
 
     def _add_touched(self, shapes: Shapes, placed: Sequence[Placement], key: str, ref: TensorRef, file: int) -> None:
-        """Whole parameters one behind the other; of those that several ranks saved, the first rank's are taken."""
+        """Add whole parameters, one after the other; if several ranks saved one, the first rank's copy counts."""
         offset = ref.byte_offset
         for placement in placed:
             name, shape = shapes[placement.index]
@@ -210,12 +210,11 @@ class MetadataBuilder:
     def build(
         self, model: ModelShard, zero_stage: int, groups: Sequence[Mapping[str, Any]], **source: Any
     ) -> CheckpointMetadata:
-        """The metadata.
+        """The metadata, with ``groups`` as the hyperparameters per param group.
 
         Args:
-            model: the model-states file that speaks for all.
+            model: the model-states file that represents all.
             zero_stage: of the run that saved it.
-            groups: hyperparameters per param group.
             source: further fields of :class:`SourceFacts`.
         """
         made: Tensors = {}
@@ -243,17 +242,13 @@ class MetadataBuilder:
 def dense_tensor(
     name: str, key: str, ref: TensorRef, file: int, shape: Shape | None = None, is_whole: bool = False
 ) -> TensorMetadata:
-    """A tensor that is whole in one file, of the shape it has there unless another one is given."""
+    """A tensor that is whole in one file, of the shape that it has there unless ``shape`` is given."""
     chunks = (StorageChunk(FlatRange(0, ref.numel), file, ref.byte_offset),) if ref.numel else ()
     return TensorMetadata(name, key, ref.shape if shape is None else shape, ref.dtype, chunks, is_whole)
 
 
 def refuse_view(name: str, what: str, ref: TensorRef, path: str) -> None:
-    """Refuse a tensor that is not contiguous.
-
-    Raises:
-        UnsupportedError: it is not.
-    """
+    """Raise :class:`UnsupportedError` for a tensor that is not contiguous."""
     if not ref.is_contiguous:
         raise UnsupportedError(
             f"{what} was saved as a view that is not contiguous, which is not supported yet",
@@ -268,16 +263,13 @@ def refuse_view(name: str, what: str, ref: TensorRef, path: str) -> None:
 def module_tensors(
     models: Sequence[ModelShard], own: int, trained: Iterable[str], first_file: int = 0
 ) -> tuple[Tensors, list[str]]:
-    """Buffers and frozen parameters: what no optimizer owned.
+    """Buffers and frozen parameters, which no optimizer owned, by (name, key); and notes for the report.
 
     Args:
         models: a model-parallel rank's model-states files, in data-parallel order.
-        own: the file to take buffers from: this rank's own where the topology is unchanged, else 0.
+        own: the file to take buffers from: this rank's own if the topology is unchanged, else 0.
         trained: names that an optimizer owned.
-        first_file: index of the first of the files.
-
-    Returns:
-        Tensors by (name, key), and notes for the report.
+        first_file: index of the first file.
     """
     tensors: Tensors = {}
     source = models[own]
@@ -306,7 +298,7 @@ def module_tensors(
 
 
 def _partitioned(models: Sequence[ModelShard], name: str, shape: Shape, first_file: int) -> TensorMetadata:
-    """ZeRO-3: each rank's file holds its padded slice of a frozen parameter."""
+    """A frozen parameter under ZeRO-3: each rank's file has its padded partition."""
     numel, chunks = math.prod(shape), []
     dtype = models[0].frozen_fragments[name].dtype
     step = models[0].frozen_fragments[name].numel  # "align_partitions" may have made it longer than need be

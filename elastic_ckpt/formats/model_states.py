@@ -1,6 +1,6 @@
 """``*_model_states.pt``: weights, buffers, shapes, counters, scheduler and client state.
 
-ZeRO-1/2 write one for the job (``mp_rank_00``), ZeRO-3 one for each data-parallel rank. Source of the layout:
+ZeRO-1/2 writes one per job (``mp_rank_00``), ZeRO-3 one per data-parallel rank. Source:
 ``DeepSpeedEngine._common_checkpoint_state`` (engine.py).
 """
 
@@ -26,7 +26,7 @@ from elastic_ckpt.formats.pickled import PickledFile, TensorRef, materialise
 from elastic_ckpt.formats.saved_config import config_section, run_arguments, saved_config
 from elastic_ckpt.formats.zero0_index import UnpartitionedState, index_unpartitioned
 
-#: What DeepSpeed counts, and the degrees of the run.
+#: DeepSpeed's counters, and the degrees of the run.
 COUNTERS = ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size")
 
 Shape = tuple[int, ...]
@@ -35,29 +35,24 @@ _DEFAULTS = StateOptions()
 
 @dataclass(frozen=True)
 class ModelShard(SourceFile):
-    """What one model-states file says, small enough to be sent to every rank.
+    """What one model-states file holds, small enough to all-gather.
 
     Attributes:
-        dp_rank: whose file it is; 0 where the job wrote one file.
+        dp_rank: whose file it is; 0 if the job wrote one file.
         param_shapes: per group (ZeRO-3: per sub-group), names and logical shapes in flat-buffer order.
-        weights: module entries that have data: name -> reference.
-        buffers: names of module buffers.
-        buffer_names: the same, of those too whose data is in files of pipeline layers.
-        buffers_crc32: checksum over the buffers' bytes, to see whether ranks differ.
-        frozen_shapes: names and logical shapes of parameters that no optimizer owned.
-        frozen_fragments: this file's data of them.
-        frozen_recorded: whether the file lists frozen parameters, be it none of them (ZeRO-2 and 3 do, unless they
-            are left out).
-        shared: tied name -> name that holds the data.
-        counters: see :class:`elastic_ckpt.core.training_state.TrainingState`.
-        ds_version: DeepSpeed version.
+        weights: module entries with data: name -> reference.
+        buffers, buffer_names: module buffers with data in this file, and all, with those in files of pipeline layers.
+        buffers_crc32: checksum of the buffers' bytes, to see whether ranks differ.
+        frozen_shapes, frozen_fragments: of parameters that no optimizer owned, logical shapes and this file's data.
+        frozen_recorded: whether the file lists frozen parameters, even none (ZeRO-2 and 3 do, unless excluded).
+        shared: tied name -> name with the data.
+        counters, ds_version: :data:`COUNTERS` and DeepSpeed version.
         zero: the ``zero_optimization`` section of the run's DeepSpeed config.
-        alignment: elements that ZeRO-3's partitions were padded to a multiple of (``"align_partitions"``); 1: none.
+        alignment: multiple that ZeRO-3's partitions were padded to, in elements (``"align_partitions"``); 1: none.
         features: what only DeepSpeed's own loader restores.
-        stated: what it states about the parallel degrees of the run.
-        declared: what it says about tensor-parallel shards.
-        run: arguments of the run that saved it, as far as they are plain values.
-        optimizer: the optimizer's state, where it was not partitioned (ZeRO stage 0).
+        optimizer: the optimizer's state if it was not partitioned (ZeRO stage 0).
+        stated, declared: what it states about parallel degrees and tensor-parallel shards.
+        run: plain values among the arguments of the run that saved it.
     """
 
     dp_rank: int
@@ -82,11 +77,7 @@ class ModelShard(SourceFile):
 
 
 def index_model_states(file: PickledFile, dp_rank: int, options: StateOptions = _DEFAULTS) -> ModelShard:
-    """Sort out one model-states file.
-
-    Raises:
-        DamagedError: an entry that DeepSpeed always writes is missing or of another kind.
-    """
+    """Read one model-states file; :class:`DamagedError` if an entry that DeepSpeed always writes is missing or bad."""
     _refuse_old(file)
     module = file.section("module") or {}
     _refuse_extra_state(file, module)
@@ -95,7 +86,7 @@ def index_model_states(file: PickledFile, dp_rank: int, options: StateOptions = 
     tree = file.tree
     optimizer = index_unpartitioned(file, options)
     params = {name: ref for name, ref in weights.items() if name not in buffers}
-    # only the job's first rank lists tied names, and with a device mesh another one's file may have replaced its file
+    # only the job's first rank lists tied names, and with a device mesh another rank may have overwritten its file
     shared = dict(tree.get("shared_params") or {}) or _same_storage(params)
     run = run_arguments(tree.get("args"), os.path.dirname(file.path))
     return ModelShard(
@@ -124,7 +115,7 @@ def index_model_states(file: PickledFile, dp_rank: int, options: StateOptions = 
 
 
 def _same_storage(weights: Mapping[str, TensorRef]) -> dict[str, str]:
-    """Tied names, those whose bytes are shared: later name -> first name."""
+    """Tied names, whose bytes are shared: later name -> first name."""
     first: dict[TensorRef, str] = {}
     shared = {}
     for name, ref in weights.items():
@@ -134,7 +125,7 @@ def _same_storage(weights: Mapping[str, TensorRef]) -> dict[str, str]:
 
 
 def _refuse_old(file: PickledFile) -> None:
-    """DeepSpeed before 0.4 says neither its version, nor shapes or groups of parameters, nor what is a buffer."""
+    """DeepSpeed before 0.4 records neither its version, parameter shapes and groups, nor which entries are buffers."""
     if "csr_tensor_module_names" in file.tree and "ds_version" not in file.tree:
         raise UnsupportedError(
             "checkpoints of DeepSpeed 0.3, or gpt-neox's DeeperSpeed 0.3.15 (GPT-NeoX-20B, Pythia), are not supported",
@@ -146,7 +137,7 @@ def _refuse_old(file: PickledFile) -> None:
 
 
 def _refuse_extra_state(file: PickledFile, module: Mapping[str, Any]) -> None:
-    """``nn.Module.get_extra_state``: Python state inside the module, which nothing here would restore."""
+    """Refuse ``nn.Module.get_extra_state``: Python state inside the module, which nothing here restores."""
     for name, value in module.items():
         if name.endswith("_extra_state") and value is not None:
             raise UnsupportedError(
@@ -171,14 +162,9 @@ def _checksum(file: PickledFile, refs: list[TensorRef]) -> int:
 
 
 def check_same_save(shards: Sequence[ModelShard], one_rank: bool = True) -> None:
-    """All model-states files must come from one save.
+    """Raise :class:`DamagedError` for the first model-states file of another save than the first one.
 
-    Args:
-        shards: what they say.
-        one_rank: whether they are of one model-parallel rank, and so of the same parameters.
-
-    Raises:
-        DamagedError: naming the first file that disagrees with the first one, and in what.
+    ``one_rank``: whether they are of one model-parallel rank, and so of the same parameters.
     """
     whats = ("counters", "ds_version", *(("param_shapes", "frozen_shapes", "buffers") if one_rank else ()))
     refuse_other_saves(shards, lambda shard: {f"{what} differ": getattr(shard, what) for what in whats})

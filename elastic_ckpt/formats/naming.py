@@ -1,4 +1,4 @@
-"""File names of DeepSpeed checkpoints: the one place that parses them.
+"""File names of DeepSpeed checkpoints, parsed here alone.
 
 Source: ``DeepSpeedEngine._get_ckpt_name`` and ``_get_rank_zero_ckpt_name`` (engine.py).
 """
@@ -15,17 +15,17 @@ _MODEL = re.compile(r"^mp_rank_(\d+)_model_states\.pt$")
 _EXPERT = re.compile(r"^(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt$|^expp_rank_\d+_.*optim_states\.pt$")
 _PIPELINE_LAYER = re.compile(r"^layer_(\d+)-model_(?:(\d+)-model_)?states\.pt$")
 
-#: Folder inside a universal checkpoint that holds one folder a parameter.
+#: Folder of a universal checkpoint with one folder per parameter.
 UNIVERSAL_FOLDER = "zero"
-#: Folder inside a tag's folder to which optimizer states on NVMe are copied.
+#: Folder of a tag to which DeepSpeed copies optimizer states on NVMe.
 SWAPPED_FOLDER = "offloaded_tensors"
-#: File inside it that holds what belongs to no parameter.
+#: File in :data:`UNIVERSAL_FOLDER` with what belongs to no parameter.
 UNIVERSAL_OPTIMIZER = "optimizer_state.pt"
 
 
 @dataclass(frozen=True)
 class FolderFiles:
-    """The names of one tag's files, sorted into their kinds.
+    """The file names of one tag, by kind.
 
     Attributes:
         optimizer: (dp rank, mp rank) -> ``*optim_states.pt``.
@@ -33,8 +33,8 @@ class FolderFiles:
         model_zero3: (dp rank, mp rank) -> ``zero_pp_rank_*_model_states.pt``.
         experts: files of mixture-of-experts layers.
         layers: (layer, tensor-parallel rank) -> its file.
-        clashes: names of files for a rank that has another one already (a bf16 and an fp32 save in one folder).
-        is_universal: whether the folder holds a universal checkpoint.
+        clashes: second files of one rank (a bf16 and an fp32 save in one folder).
+        is_universal: whether it is a universal checkpoint.
     """
 
     optimizer: dict[tuple[int, int], str]
@@ -52,7 +52,7 @@ class FolderFiles:
 
 
 def sort_names(names: Iterable[str], is_universal: bool) -> FolderFiles:
-    """Sort the names of one folder's files into their kinds; others (scripts, RNG files) are passed over."""
+    """Sort file names by kind; ignores others (scripts, RNG files)."""
     optimizer: dict[tuple[int, int], str] = {}
     model: dict[int, str] = {}
     model_zero3: dict[tuple[int, int], str] = {}

@@ -1,4 +1,4 @@
-"""Native checkpoints, of any ZeRO stage -> CheckpointMetadata."""
+"""Reads native checkpoints of any ZeRO stage."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def read_native(found: Found, options: MetadataOptions) -> Checkpoint:
     """Read the metadata of a native checkpoint. Collective.
 
     Raises:
-        ElasticCkptError: on every rank, where the folder is incomplete, mixed, damaged or not supported.
+        ElasticCkptError: on every rank, if the folder is incomplete, mixed, damaged or not supported.
     """
     with distributed.deterministic("look at the checkpoint's files"):  # at their names, as rank 0 has found them
         refuse_unsupported_folder(found)
@@ -55,7 +55,7 @@ def read_native(found: Found, options: MetadataOptions) -> Checkpoint:
 def index_native(
     file: PickledFile, kind: Kind, options: StateOptions
 ) -> ModelShard | OptimizerShard | LegacyShard | LayerShard:
-    """Sort out one file of a native checkpoint."""
+    """Read one file of a native checkpoint."""
     first, second, what = kind
     if what == "layer":
         return index_layer(file, first, second)
@@ -66,7 +66,7 @@ def index_native(
 
 
 def _spot_check(files: Assembled, opened: Mapping[int, PickledFile]) -> None:
-    """Compare each rank's masters with its weights, in the files that this process opened."""
+    """Compare masters with weights, in the files that this process opened."""
     all_metadata = files.all_metadata
     known = frozenset(chain.from_iterable(metadata.parameters for metadata in all_metadata.values()))
     for mp, rank in files.ranks.items():
@@ -79,11 +79,7 @@ def _spot_check(files: Assembled, opened: Mapping[int, PickledFile]) -> None:
 
 
 def _expected_files(found: Found) -> dict[Kind, str]:
-    """What each file is of -> its name: model-states files, optimizer-states files, then those of pipeline layers.
-
-    Raises:
-        DamagedError: the set has holes, or is of two saves.
-    """
+    """Kind -> file name: model-states, optimizer-states, then layer files; :class:`DamagedError` for holes."""
     models: dict[Kind, str] = {}
     optimizers: dict[Kind, str] = {}
     for mp in sorted(found.files.mp_ranks):

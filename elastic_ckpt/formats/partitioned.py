@@ -1,4 +1,4 @@
-"""Checkpoints of ZeRO-1, 2 and 3 -> CheckpointMetadata: where each parameter is in the partitions of all ranks."""
+"""Metadata of ZeRO-1, 2 and 3: where each parameter is in the partitions of all ranks."""
 
 from __future__ import annotations
 
@@ -24,14 +24,9 @@ def partitioned_metadata(
     own: int | None,
     options: StateOptions,
 ) -> CheckpointMetadata:
-    """The metadata of a checkpoint whose optimizer states are partitioned.
+    """The metadata of one model-parallel rank whose optimizer states are partitioned; files are in rank order.
 
-    Args:
-        found: the folder.
-        models, optimizers: its files, in rank order.
-        own: the model-states file of this rank, where each rank of the job takes buffers from another one; ``None``:
-            all take them from the first.
-        options: what the user declares of optimizer states.
+    ``own`` is this rank's model-states file if each rank takes buffers from its own, ``None`` if all take the first's.
     """
     first = optimizers[0]
     files = [*models, *optimizers]
@@ -49,7 +44,7 @@ def partitioned_metadata(
 def _add_flat(
     builder: MetadataBuilder, model: ModelShard, shards: Sequence[OptimizerShard], number: int, first_file: int
 ) -> None:
-    """One flat partition of all ranks: a param group of ZeRO-1 and 2, a sub-group of ZeRO-3."""
+    """Add one flat partition of all ranks: a param group of ZeRO-1/2, a sub-group of ZeRO-3."""
     shapes, first, flats = model.param_shapes[number], shards[0], [shard.flats[number] for shard in shards]
     placed_by = place_zero3 if first.zero_stage == 3 else place_zero12
     placements = [placed_by(model, shard, number, len(shards)) for shard in shards]

@@ -1,4 +1,4 @@
-"""What one model-states file says by itself: facts about a checkpoint even if it cannot be read as a whole."""
+"""Facts from one model-states file alone, even if the checkpoint cannot be read as a whole."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from elastic_ckpt.formats.saved_config import run_arguments, saved_config
 from elastic_ckpt.formats.training_state import loss_scale_of, read_training_state
 from elastic_ckpt.formats.zero0_index import UnpartitionedState, index_unpartitioned
 
-#: Entries that DeepSpeed and Megatron write themselves; whatever else is there, the training script added.
+#: Entries that DeepSpeed and Megatron write; the training script added all others.
 _OWN_ENTRIES = frozenset(
     {"module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"}
     | {"shared_params", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps"}
@@ -34,15 +34,15 @@ class Peeked:
 
     Attributes:
         training_state: with the loss scale, if it is in this file.
-        config: DeepSpeed config of the run; ``None``: only its path was saved, or nothing.
+        config: DeepSpeed config of the run; ``None``: not saved, or only its path.
         ds_version: DeepSpeed version; empty: not stated.
-        degrees: parallel degrees of the run, as far as the file states them and the number of files bears them out.
-        weight_dtypes: floating-point dtypes of the module's parameters, the most frequent first; those of an empty
-            tensor count, which ZeRO-3 leaves in the place of a parameter.
+        degrees: parallel degrees that the file states and the number of files confirms.
+        weight_dtypes: floating-point dtypes of the module's parameters, most frequent first; those of the empty tensors
+            that ZeRO-3 leaves for parameters count.
         client_state: names of the entries that the training script added.
-        parameters: names that the file lists as trained, of its pipeline stage and tensor-parallel rank.
-        unnamed: optimizer states that are numbered (ZeRO stage 0), by the model-parallel rank whose file has them.
-        holds_optimizer: whether the optimizer's states are in this file, so that there are no others for them.
+        parameters: trained parameters of its pipeline stage and tensor-parallel rank.
+        unnamed: numbered optimizer states (ZeRO stage 0), by the model-parallel rank whose file has them.
+        holds_optimizer: whether the optimizer's states are in this file and in no other.
     """
 
     training_state: TrainingState
@@ -57,7 +57,7 @@ class Peeked:
 
 
 def peek(found: Found, trust_pickle: bool = False) -> Peeked | None:
-    """Look into the first model-states file that can be read; ``None``: there is none. Local."""
+    """Read the first readable model-states file; ``None``: there is none. Local."""
     models = sorted(found.files.model.items())
     zero3 = sorted((mp, dp, name) for (dp, mp), name in found.files.model_zero3.items())
     for mp, file in _readable(found, [*models, *((mp, name) for mp, _, name in zero3)], trust_pickle):
@@ -69,7 +69,7 @@ def peek(found: Found, trust_pickle: bool = False) -> Peeked | None:
 
 
 def _readable(found: Found, names: Iterable[tuple[int, str]], trust_pickle: bool) -> Iterator[tuple[int, PickledFile]]:
-    """The files that can be opened, by rank."""
+    """The readable files, by rank."""
     for rank, name in names:
         try:
             file = open_pickled(found.path(name), trust_pickle)
@@ -120,7 +120,7 @@ def _unnamed(file: PickledFile) -> UnpartitionedState | None:
 
 
 def _dtypes(values: Iterable[Any]) -> tuple[str, ...]:
-    """The most frequent one first: by elements, and where there are none, by tensors."""
+    """Dtypes, most frequent first: by elements, or if there are none by tensors."""
     counts: dict[str, tuple[int, int]] = {}
     for ref in values:
         if isinstance(ref, TensorRef) and is_floating(ref.dtype):

@@ -1,7 +1,7 @@
 """The metadata of a ``torch.save`` file, without its tensor data.
 
-``torch.load(map_location="meta")`` builds the pickled object and notes for every storage where its bytes are in the
-file (``_checkpoint_offset``), reading none of them. Each tensor becomes a :class:`TensorRef`.
+``torch.load(map_location="meta")`` builds the pickled object and records where each storage's bytes are in the file
+(``_checkpoint_offset``), reading none of them. Each tensor becomes a :class:`TensorRef`.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from elastic_ckpt.formats.safe_globals import finished, safe_globals
 
 #: ``torch.serialization.MAGIC_NUMBER`` as its own pickle, which a legacy (non-zip) archive begins with.
 _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-# What torch's unpickler says where it meets a name that is not allowed, and nowhere else.
+# Only in errors of torch's unpickler about names that are not allowed.
 _FORBIDDEN_MARKERS = ("GLOBAL", "allowlisted")
 _UNPICKLER_PREFIX = "WeightsUnpickler error:"
 
-#: What ``torch.load`` makes of dense tensors.
+#: Classes of dense tensors that ``torch.load`` builds.
 _DENSE = (torch.Tensor, torch.nn.Parameter)
 #: Objects whose attributes may be tensors: scheduler-like things in a client state, DeepSpeed's loss scalers.
 _PLAIN_OBJECTS = (argparse.Namespace, LossScalerBase)
@@ -50,13 +50,12 @@ class TensorRef:
     """A tensor that stays in its file.
 
     Attributes:
-        dtype: name of its torch dtype.
-        shape: its shape.
-        stride: its strides, in elements.
+        dtype, shape: name of its torch dtype, and its shape.
+        stride: strides, in elements.
         byte_offset: absolute offset of its first element in the file.
         is_parameter: whether it was saved as ``nn.Parameter``.
-        swap_id: name of the swap file that holds its data, where DeepSpeed swaps it to NVMe; its own bytes are then
-            missing or stale.
+        swap_id: name of the swap file with its data, if DeepSpeed swaps it to NVMe; its own bytes are then missing or
+            stale.
     """
 
     dtype: str
@@ -83,14 +82,14 @@ class TensorRef:
 
 @dataclass(frozen=True)
 class PickledFile:
-    """A file's object tree, tensors replaced by :class:`TensorRef`."""
+    """A file's object tree, with each tensor replaced by a :class:`TensorRef`."""
 
     path: str
     nbytes: int
     tree: Any
 
     def section(self, *keys: str) -> Any:
-        """The entry at a path of dictionary keys; :class:`DamagedError` where there is none."""
+        """The entry at a path of dictionary keys; a :class:`DamagedError` if there is none."""
         node = self.tree
         for depth, key in enumerate(keys):
             if not isinstance(node, Mapping) or key not in node:
@@ -108,13 +107,11 @@ class PickledFile:
 def open_pickled(path: str, trust_pickle: bool = False) -> PickledFile:
     """Read the metadata of one ``torch.save`` file.
 
-    Args:
-        path: file to read.
-        trust_pickle: let the file run code (``weights_only=False``); only where the user wrote so.
+    With ``trust_pickle`` the file may run code (``weights_only=False``); only at the user's explicit wish.
 
     Raises:
-        DamagedError: missing, truncated, not a ``torch.save`` file, or shorter than its tensors say.
-        UnsafePickleError: names a class or function that is not on the list of safe globals.
+        DamagedError: missing, truncated, not a ``torch.save`` file, or shorter than its tensors claim.
+        UnsafePickleError: a class or function is not on the list of safe globals.
         UnzippedError: a legacy pickle archive.
     """
     last = _check_is_archive(path)
@@ -136,16 +133,16 @@ def open_pickled(path: str, trust_pickle: bool = False) -> PickledFile:
 
 
 def is_unzipped(path: str) -> bool:
-    """Whether a file is a legacy pickle archive, as ``"checkpoint_serialization": false`` makes DeepSpeed write.
+    """Whether a file is a legacy pickle archive, which DeepSpeed writes with ``"checkpoint_serialization": false``.
 
-    Where a tensor's bytes are in such a file is known only once all of it has been read.
+    Where the bytes of a tensor are in such a file is known only after reading all of it.
     """
     with open(path, "rb") as stream:
         return stream.read(len(_LEGACY_MAGIC)) == _LEGACY_MAGIC
 
 
 def _check_is_archive(path: str) -> int | None:
-    """The offset at which the last record of a tensor's bytes really starts; ``None``: there is none."""
+    """The offset at which the last tensor record's bytes really start; ``None``: there is none."""
     if not os.path.isfile(path):
         raise DamagedError(
             "a file of the checkpoint is missing",
@@ -226,7 +223,7 @@ def _unsafe_or_damaged(path: str, error: pickle.UnpicklingError) -> Exception:
 
 
 def replace_leaves(node: Any, replace: Callable[[Any], Any]) -> Any:
-    """Copy a tree of containers and plain objects, with every leaf passed through ``replace``."""
+    """Copy a tree of containers and plain objects, passing every leaf through ``replace``."""
     if isinstance(node, dict):
         copied = copy.copy(node)  # keeps what a subclass adds: an order, a default factory
         for key, value in node.items():
@@ -244,7 +241,7 @@ def replace_leaves(node: Any, replace: Callable[[Any], Any]) -> Any:
 
 
 def _to_ref(leaf: Any, path: str, nbytes: int, bases: set[int]) -> Any:
-    """The reference to a tensor; any other object as it is. Adds the offset of the tensor's storage to ``bases``."""
+    """The reference to a tensor, whose storage offset is added to ``bases``; any other object as it is."""
     if not isinstance(leaf, torch.Tensor):
         leaf = finished(leaf)
         _refuse_hidden_tensors(leaf, path)
@@ -296,7 +293,7 @@ class _TensorSeeker(pickle.Pickler):
 
 
 def _refuse_hidden_tensors(leaf: Any, path: str) -> None:
-    """A tensor inside an object of an unknown class would stay without data: refuse it by name."""
+    """Refuse a tensor inside an object of an unknown class, which would stay without data."""
     if isinstance(leaf, _NO_TENSOR):
         return
     seeker, failure = _TensorSeeker(io.BytesIO()), None
@@ -322,14 +319,14 @@ def _refuse_hidden_tensors(leaf: Any, path: str) -> None:
 
 
 def _reach(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
-    """Elements from the first to the last one that a tensor touches, both included."""
+    """Elements from the first to the last that a tensor touches, both included."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
 def materialise(file: PickledFile, node: Any) -> Any:
-    """Read the tensors below ``node`` from the file: for small tensors outside the model, not for weights."""
+    """Read the tensors below ``node`` from the file; for small tensors outside the model, not for weights."""
     with open(file.path, "rb") as stream:
 
         def read(leaf: Any) -> Any:

@@ -1,11 +1,11 @@
 """The classes and functions that a checkpoint's pickles may name beyond torch's own list.
 
-Each is either plain data, of DeepSpeed or of Python, or a stand-in; none runs code of the file's choosing. A name that
-the installed DeepSpeed does not have is left out: files that need it are then refused.
+Each is plain data, of DeepSpeed or of Python, or a stand-in; none runs code of the file's choosing. Names that the
+installed DeepSpeed lacks are left out, and files that need them are refused.
 
-numpy's own reconstruction hands the pickle's state to ``dtype.__setstate__``, which trusts it: a hostile or damaged
-state can corrupt numpy's shared dtypes for the whole process. A pickle gets stand-ins instead, which take plain numeric
-dtypes only and check sizes. :func:`finished` turns a stand-in into the array or dtype that it stands for.
+numpy's own reconstruction passes the pickle's state to ``dtype.__setstate__`` unchecked: a hostile or damaged state can
+corrupt numpy's shared dtypes for the whole process. Stand-ins take its place, which accept only plain numeric dtypes
+and check sizes; :func:`finished` turns one into its array or dtype.
 """
 
 from __future__ import annotations
@@ -49,11 +49,7 @@ _MEGATRON_ENUMS = (
 
 @dataclass(unsafe_hash=True)
 class ForeignEnum:
-    """A member of an enum of Megatron, where the job has not imported it: data alone.
-
-    Attributes:
-        member: its value, or its name, whichever the pickle has.
-    """
+    """A member, by value or by name as in the pickle, of a Megatron enum that the job has not imported."""
 
     member: Any
 
@@ -65,10 +61,10 @@ class ForeignEnum:
 
 
 def enum_member(enum: Any, name: str) -> Enum | ForeignEnum:
-    """Stands in for ``getattr``, by which Python 3.11.0 to 3.11.3 (Debian 12's) pickles a member of an enum.
+    """Stands in for ``getattr``, with which Python 3.11.0 to 3.11.3 (Debian 12's) pickles enum members.
 
     Raises:
-        pickle.UnpicklingError: the first argument is no enum; the real ``getattr`` would open far more than that.
+        pickle.UnpicklingError: the first argument is no enum; the real ``getattr`` would reach far more.
     """
     if enum is ForeignEnum:
         return ForeignEnum(name)
@@ -89,11 +85,7 @@ class DtypeStandIn:
         self.byteorder = order.decode("ascii") if isinstance(order, bytes) else order
 
     def dtype(self) -> np.dtype[Any]:
-        """The dtype itself.
-
-        Raises:
-            pickle.UnpicklingError: it is not a plain numeric one.
-        """
+        """The dtype itself; a :class:`pickle.UnpicklingError` unless it is a plain numeric one."""
         if not isinstance(self.spec, str) or not _NUMERIC.fullmatch(self.spec) or self.byteorder not in "<>|=":
             raise pickle.UnpicklingError(f"Unsupported GLOBAL numpy.dtype of {self.spec!r}: numeric ones only")
         return np.dtype(self.spec).newbyteorder(self.byteorder)  # type: ignore[arg-type]
@@ -129,7 +121,7 @@ def _from_bytes(dtype: Any, data: Any, numel: int) -> np.ndarray[Any, Any]:
 
 
 def finished(leaf: Any) -> Any:
-    """The array or dtype that a stand-in stands for; any other object as it is."""
+    """The array or dtype of a stand-in; any other object as it is."""
     return leaf.value if isinstance(leaf, ArrayStandIn) else leaf.dtype() if isinstance(leaf, DtypeStandIn) else leaf
 
 
@@ -142,7 +134,7 @@ def _safe_global_list() -> tuple[Any, ...]:
             entries.append((getattr(importlib.import_module(module_name), name), f"{module_name}.{name}"))
         except (ImportError, AttributeError):
             continue
-    # paths in the state of Lightning's callbacks, for one: made from strings alone, and no file is touched
+    # paths, as in the state of Lightning's callbacks: made from strings alone, without touching a file
     for module_name in ("pathlib", "pathlib._local"):  # the second is Python 3.13's
         entries += [(path, f"{module_name}.{path.__name__}") for path in (pathlib.PosixPath, pathlib.PurePosixPath)]
     entries += [(enum_member, "builtins.getattr"), (enum_member, "__builtin__.getattr")]
@@ -153,7 +145,7 @@ def _safe_global_list() -> tuple[Any, ...]:
 
 
 def _megatron_enums() -> Iterator[tuple[Any, str]]:
-    """Megatron's own enums where the job has imported them, so that client state has them as it was saved."""
+    """Megatron's own enums if the job has imported them, so that client state has them as saved."""
     for module_name, names in _MEGATRON_ENUMS:
         module = sys.modules.get(module_name)  # never imported from here: that would run code because a file says so
         for name in names:
@@ -164,10 +156,10 @@ def _megatron_enums() -> Iterator[tuple[Any, str]]:
 
 @contextmanager
 def safe_globals() -> Iterator[None]:
-    """Allow this module's list for the ``torch.load`` calls inside the context.
+    """Allow this module's list in ``torch.load`` calls inside the context.
 
-    What the process has allowed besides stays allowed; but of one name ours counts. Megatron Core, for one, registers
-    numpy's own classes when it is imported, and torch keeps all of them in a set, in no order.
+    What the process has allowed besides stays allowed, except under our names: Megatron Core, for one, registers
+    numpy's own classes when imported, and torch keeps all of them in an unordered set.
     """
     ours = [*_safe_global_list(), *_megatron_enums()]
     names = {name for _, name in ours}

@@ -1,9 +1,9 @@
-"""Do a checkpoint's model-states files and optimizer shards belong to the same save?
+"""Checks whether a checkpoint's model-states files and optimizer shards belong to the same save.
 
-A job that dies while it overwrites a tag leaves model-states files of one step beside optimizer shards of another: step
-counts tell. A shard of another run may have the same shapes and the same number of steps. ZeRO-1/2 save the
-low-precision weights whole in the model-states file, and DeepSpeed always makes them by rounding the fp32 masters, so a
-few elements of each shard, rounded, must equal those weights. ZeRO-3 saves none: only step counts tell.
+A job that dies while it overwrites a tag leaves model-states files of one step beside optimizer shards of another; step
+counts show it. A shard of another run may have the same shapes and step count. ZeRO-1/2 saves the low-precision weights
+whole in the model-states file, and DeepSpeed always makes them by rounding the fp32 masters, so a few elements of each
+shard, rounded, must equal them. ZeRO-3 saves none: only step counts are compared.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ONE_MORE = (
     "optimizer states are one step ahead of the counters, as after a phase without ZeRO in fp16 or bf16, whose "
     "optimizer steps once when it is built"
 )
-#: What masters that are not those of their weights mean: error, problem and remedy.
+#: Error, problem and remedy where masters are not those of their weights.
 _OTHER_RUN = (
     DamagedError,
     "the fp32 masters in this file are not those of the weights saved beside it",
@@ -39,16 +39,16 @@ _OTHER_ORDER = (
     "build the live param groups with the parameters of the saved ones, in their order; if they are, the file is "
     "damaged: take another tag",
 )
-#: How many elements of how many parameters are compared in each file.
+#: Numbers of elements and parameters compared in each file.
 _ELEMENTS = 16
 _PARAMETERS = 8
 
 
 def with_progress_compared(metadata: CheckpointMetadata, model: ModelShard, check_shards: bool) -> CheckpointMetadata:
-    """The metadata, with a note where the optimizer's ``step`` is not ``global_steps - skipped_steps``.
+    """The metadata, with a note if the optimizer's ``step`` is not ``global_steps - skipped_steps``.
 
     Raises:
-        DamagedError: they differ in a checkpoint of ZeRO-3, and ``check_shards`` is set.
+        DamagedError: they differ in a ZeRO-3 checkpoint, and ``check_shards`` is set.
     """
     steps = {value for saved in metadata.parameters.values() for key, value in saved.scalars if key == "step"}
     expected = int(model.counters["global_steps"]) - int(model.counters["skipped_steps"])
@@ -83,17 +83,15 @@ def spot_check(
     Universal checkpoints made from stages 1 and 2 keep the same weights.
 
     Args:
-        metadata: the checkpoint.
-        path: file with the weights.
-        weights: what of that file is which parameter; nothing is compared where it is empty (ZeRO-3).
-        files: indices of the files in ``metadata.files`` to look into.
+        path, weights: the file with the weights, and its entries by parameter; empty (ZeRO-3): nothing is compared.
+        files: indices of the files in ``metadata.files`` to read.
 
     Raises:
         DamagedError: they differ.
-        MismatchError: they differ in a checkpoint without ZeRO, where parameters are matched by their order.
+        MismatchError: they differ without ZeRO, where parameters are matched by their order.
     """
     checked: Counter[int] = Counter()
-    # without partitions, values also prove which parameter is which: look at all of them
+    # without partitions, values also prove which parameter is which: compare all of them
     most = _PARAMETERS if metadata.source.zero_stage else len(metadata.parameters)
     for name in metadata.parameters:
         weight, tensor = weights.get(name), metadata.tensors.get((name, MASTER))

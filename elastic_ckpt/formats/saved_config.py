@@ -1,10 +1,9 @@
-"""The DeepSpeed config and the arguments of the run that saved a checkpoint.
+"""The DeepSpeed config and arguments of the run that saved a checkpoint, on which tensor-parallel rules may depend.
 
-Tensor-parallel rules may depend on arguments. Megatron saves its ``args`` whole. gpt-neox saves eight of them, none of
-which decides about a layout, and beside the checkpoint's files a folder ``configs`` with the user's YAML files
-(``save_ds_checkpoint``, megatron/checkpointing.py; the 20B release has it beside the tag's folder), of which only
-options at the top with plain values are read. If a file cannot be read, its options are unknown, and so are the
-defaults of all others.
+Megatron saves its ``args`` whole. gpt-neox saves eight of them, none about layouts, and beside the checkpoint's files a
+folder ``configs`` with the user's YAML files (``save_ds_checkpoint``, megatron/checkpointing.py; the 20B release has it
+beside the tag's folder), of which only top-level options with plain values are read. If a file cannot be read, its
+options are unknown, and so are the defaults of all others.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from elastic_ckpt.formats.pickled import PickledFile
 
 _PLAIN = (str, int, float, bool, type(None))
 _ENDINGS = (".yml", ".yaml", ".json")
-#: Files are untrusted: no more of them are read, and no bigger ones, than configurations are.
+#: Limits for untrusted files, above any real configuration.
 _MOST_FILES = 32
 _MOST_BYTES = 1 << 18
-#: Which option says that a dict of arguments is gpt-neox's.
+#: The option that identifies a dict of arguments as gpt-neox's.
 _NEOX_MARK = "model_parallel_size"
-#: gpt-neox's own defaults of options that decide about a layout (megatron/neox_arguments/neox_args.py).
+#: gpt-neox's defaults of options that decide about layouts (megatron/neox_arguments/neox_args.py).
 _NEOX_DEFAULTS = {
     "activation": "gelu",
     "gpt_j_residual": False,
@@ -47,15 +46,13 @@ def saved_config(file: PickledFile) -> Mapping[str, Any] | None:
 
 
 def config_section(file: PickledFile, key: str) -> Mapping[str, Any]:
-    """One section of the config, as ``zero_optimization``; empty where it is not known."""
+    """One section of the config, such as ``zero_optimization``; empty if unknown."""
     section = (saved_config(file) or {}).get(key)
     return section if isinstance(section, Mapping) else {}
 
 
 def run_arguments(saved: Any, folder: str) -> dict[str, Any]:
-    """Plain values of the saved entry ``args`` (Megatron's namespace, gpt-neox's dict), and of the configuration beside
-    it.
-    """
+    """Plain values of the saved ``args`` (Megatron's namespace, gpt-neox's dict) and of the configuration beside it."""
     values = vars(saved) if isinstance(saved, Namespace) else saved
     if not isinstance(values, Mapping):
         return {}
@@ -66,9 +63,9 @@ def run_arguments(saved: Any, folder: str) -> dict[str, Any]:
 
 
 def _neox_options(folder: str) -> dict[str, Any]:
-    """Options of the configuration saved beside a checkpoint, and the defaults of those it does not mention.
+    """Options of the configuration beside a checkpoint, and the defaults of those that it does not set.
 
-    An option on which files disagree is unknown: files of several models may have been released together.
+    An option on which files disagree is unknown: configurations of several models may have been released together.
     """
     read = [_read_options(path) for path in _config_files(folder)]
     options: dict[str, Any] = {} if not read or None in read else dict(_NEOX_DEFAULTS)
@@ -82,7 +79,7 @@ def _neox_options(folder: str) -> dict[str, Any]:
 
 
 def _config_files(folder: str) -> list[str]:
-    """Those of the nearest folder that has any; empty where there are too many to be one run's."""
+    """Files of the nearest ``configs`` folder that has any; empty if there are too many to be one run's."""
     for parent in (folder, os.path.dirname(os.path.abspath(folder))):
         configs = os.path.join(parent, "configs")
         names = sorted(os.listdir(configs)) if os.path.isdir(configs) else []
@@ -104,9 +101,9 @@ def _read_options(path: str) -> dict[str, Any] | None:
 
 
 def parse_options(text: str) -> dict[str, Any] | None:
-    """Plain options at the top of a YAML text, with underscores in their names; ``None``: it is no mapping of names.
+    """Plain top-level options of a YAML text, with underscores in their names; ``None``: it is no mapping of names.
 
-    Nothing but plain scalars is constructed: aliases and merge keys of a hostile file would grow exponentially.
+    Only plain scalars are constructed: aliases and merge keys of a hostile file would grow exponentially.
     """
     options = {}
     try:

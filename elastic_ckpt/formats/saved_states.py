@@ -1,4 +1,4 @@
-"""Optimizer states, param groups and quantization maps as files hold them, whatever ZeRO stage saved them."""
+"""Optimizer states, param groups and quantization maps as saved, whatever the ZeRO stage."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.formats.classify import Digest, SavedKind
 from elastic_ckpt.formats.pickled import PickledFile, TensorRef, materialise
 
-#: Tensors up to this size are looked into: they might be the same on all ranks.
+#: Tensors up to this size are read: they might be the same on all ranks.
 _SMALL_NUMEL = 4096
 _MOST_REPLICATED_NUMEL = 1 << 24
 _QMAPS = frozenset(qmap for _, qmap in COMPANIONS.values())
-#: Entry under which ``state_dict`` hides the quantized tensors from FSDP since 0.49.2.
+#: Entry under which bitsandbytes hides quantized tensors from FSDP in ``state_dict`` since 0.49.2.
 NESTED = "__bnb_optimizer_quant_state__"
 _STEP = "step"
 _NOT_READ = ("params", "param_names")
@@ -35,13 +35,12 @@ class StatesOfOne:
     """The optimizer states of one flat tensor or parameter in one file.
 
     Attributes:
-        tensors: those that have dimensions.
-        points: tensors without dimensions, which are scalars too: states, if the parameter has none either.
-        scalars: scalar ones as (key, value), sorted by key.
+        tensors: those with dimensions.
+        points: tensors without dimensions, also in ``scalars``: states if the parameter has no dimensions either.
+        scalars: (key, value) sorted by key.
         scalar_forms: how each scalar was saved: ``"int"``, ``"float"``, or the name of a torch dtype.
-        opaque: objects that are neither: key -> description.
-        digests: of small tensors.
-        codebooks: quantization maps among them.
+        opaque: other objects: key -> description.
+        digests, codebooks: of small tensors, and of quantization maps.
     """
 
     tensors: Mapping[str, TensorRef]
@@ -54,7 +53,7 @@ class StatesOfOne:
 
 
 def sort_states(file: PickledFile, saved: Mapping[str, Any], options: StateOptions) -> StatesOfOne:
-    """Sort the optimizer states of one flat tensor or parameter, and look into the small ones. Local."""
+    """Sort the optimizer states of one flat tensor or parameter, and read the small ones. Local."""
     flat = {**saved, **saved.get(NESTED, {})}
     flat.pop(NESTED, None)
     tensors: dict[str, TensorRef] = {}
@@ -105,11 +104,9 @@ def block_code(
     """How a chunk of a saved state is quantized; ``None``: it is not.
 
     Args:
-        key, kind: of the state.
-        states: all states beside it, its scales too.
-        codebooks: the quantization maps (:func:`resolve_codebooks`).
-        row: in which row of the state.
-        numel: elements of a row, padding included: each starts with a block of its own.
+        key, kind, states: the state, and all states beside it, its scales included.
+        codebooks: from :func:`resolve_codebooks`.
+        row, numel: the chunk's row, and elements per row, padding included: each row starts with a new block.
         start: of the chunk in its row.
     """
     if not kind.block_numel:
@@ -121,16 +118,12 @@ def block_code(
 
 
 def resolve_codebooks(files: Iterable[tuple[str, StatesOfOne]]) -> tuple[dict[str, Codebook], tuple[str, ...]]:
-    """The quantization map behind each ``qmap`` key: the one that all files hold, else bitsandbytes' own.
+    """The quantization map of each ``qmap`` key, that of all files or else bitsandbytes' own; and notes about repairs.
 
-    Args:
-        files: (path, states) of every flat tensor and rank.
-
-    Returns:
-        The maps by key, and notes about those that were missing or damaged somewhere.
+    ``files``: (path, states) of every flat tensor and rank.
 
     Raises:
-        DamagedError: the saved maps differ or are missing, and bitsandbytes' own cannot be had or is none of them.
+        DamagedError: the saved maps differ or are missing, and bitsandbytes' own is unavailable or none of them.
     """
     saved: dict[str, dict[Codebook | None, str]] = {}
     for path, states in files:
@@ -155,7 +148,7 @@ def resolve_codebooks(files: Iterable[tuple[str, StatesOfOne]]) -> tuple[dict[st
 
 
 def kind_notes(kinds: Mapping[str, SavedKind]) -> tuple[str, ...]:
-    """The states that were classified by a guess."""
+    """Notes about states that were classified by a guess."""
     return tuple(
         f"optimizer state {key} was taken as replicated: {kind.why}"
         for key, kind in kinds.items()
@@ -164,7 +157,7 @@ def kind_notes(kinds: Mapping[str, SavedKind]) -> tuple[str, ...]:
 
 
 def unmatched_names(kinds: Mapping[str, SavedKind], options: StateOptions) -> tuple[str, ...]:
-    """A warning of names in the user's options that no state of the checkpoint has."""
+    """A warning about names in the user's options that no saved state has."""
     companions = {name for key, kind in kinds.items() if kind.block_numel for name in COMPANIONS[key]}
     unmatched = sorted({*options.named, *options.schema} - {*kinds, *companions}) if kinds else []
     if not unmatched:
@@ -222,13 +215,13 @@ def read_groups(file: PickledFile, param_groups: Iterable[Mapping[str, Any]]) ->
 
 
 def with_group_step(scalars: Scalars, has_states: bool, group: Mapping[str, Any]) -> Scalars:
-    """Scalar states of a parameter; NVIDIA apex's FusedAdam counts steps in the param group (``fused_adam.py``)."""
+    """A parameter's scalar states, with the step that NVIDIA apex's FusedAdam counts per group (``fused_adam.py``)."""
     counts = _is_fused(group) and has_states and _STEP not in dict(scalars) and isinstance(group.get(_STEP), int)
     return tuple(sorted((*scalars, (_STEP, group[_STEP])))) if counts else scalars
 
 
 def normal_groups(groups: Sequence[Mapping[str, Any]], is_bitsandbytes: bool) -> Groups:
-    """Groups without the step count where it is a state; bitsandbytes' kind of weight decay named as by torch."""
+    """Groups without the step count where it is a state, and bitsandbytes' kind of weight decay under torch's name."""
     decoupled = {"decoupled_weight_decay": True} if is_bitsandbytes else {}
     return tuple(
         {**{k: v for k, v in group.items() if k != _STEP or not _is_fused(group)}, **decoupled} for group in groups

@@ -1,7 +1,6 @@
-"""``*_optim_states.pt``: one rank's flat partitions, of any ZeRO stage, as one form.
+"""``*_optim_states.pt``: one rank's flat partitions in one form for every ZeRO stage.
 
-Stages 1 and 2 keep one flat partition for each param group, stage 3 one for each sub-group; apart from the
-names of the entries they hold the same things. The two modules beside this one read them.
+Stages 1 and 2 write one per param group (zero12.py), stage 3 one per sub-group (zero3.py), under other entry names.
 """
 
 from __future__ import annotations
@@ -24,12 +23,10 @@ class FlatShard:
     """One flat partition in one file.
 
     Attributes:
-        master: the fp32 master weights.
-        partition_numel: elements of the partition, padding included.
-        states: its optimizer states.
+        master, states: fp32 master weights and optimizer states.
+        partition_numel: elements of the partition, padding included; -1 if swapped.
         alignment_paddings: elements behind each parameter (``param_alignment_paddings``), where recorded.
-        swapped: key -> swap file that holds the data of the master (``fp32``) and of each state, from its first byte
-            on; empty where it is in this file. ``partition_numel`` is then -1.
+        swapped: key (``fp32`` or a state) -> swap file with its data from the first byte on; empty if not swapped.
     """
 
     master: TensorRef
@@ -41,21 +38,18 @@ class FlatShard:
 
 @dataclass(frozen=True)
 class OptimizerShard(SourceFile):
-    """What one optimizer-states file says, small enough to be sent to every rank.
+    """What one optimizer-states file holds, small enough to all-gather.
 
     Attributes:
-        dp_rank: whose partition it is.
-        partition_count: into how many the state was cut, per group.
-        zero_stage: stage that saved it.
-        ds_version: DeepSpeed version.
-        flats: the partitions.
+        dp_rank, flats: whose partitions it has, and the partitions.
+        partition_count: number of partitions of each group.
+        zero_stage, ds_version: of the run that saved it.
         groups: hyperparameters per param group.
-        flat_groups: per flat partition, the param group it belongs to.
-        loss_scaler: DeepSpeed's loss scaler object.
-        loss_scale: its current scale, for comparison across files.
+        flat_groups: per flat partition, its param group.
+        loss_scaler, loss_scale: DeepSpeed's scaler object, and its current scale, compared across files.
         overflow: the optimizer's overflow flag.
         features: what only DeepSpeed's own loader restores.
-        slice_names: per flat partition, names of the parameters of which it holds something, in flat order.
+        slice_names: per flat partition, the parameters with elements in it, in flat order.
     """
 
     dp_rank: int
@@ -75,7 +69,7 @@ class OptimizerShard(SourceFile):
 def build_shard(
     file: PickledFile, dp_rank: int, zero_stage: int, flats: list[FlatShard], param_groups: Any, flat_groups: list[int]
 ) -> OptimizerShard:
-    """An :class:`OptimizerShard` of what the stage's own module found, and of what all stages write."""
+    """An :class:`OptimizerShard` from what the stage's own module read, and what all stages write."""
     state = file.section("optimizer_state_dict")
     scaler, counts = state.get("loss_scaler"), state.get("partition_count")
     if counts is not None and not isinstance(counts, (list, tuple)):
@@ -102,11 +96,7 @@ def build_shard(
 
 
 def flat_ref(file: PickledFile, what: str, ref: Any) -> TensorRef:
-    """Check that a saved object is a dense 1-D tensor.
-
-    Raises:
-        DamagedError: it is something else.
-    """
+    """``ref``, which must be a dense 1-D tensor, else :class:`DamagedError`."""
     if not isinstance(ref, TensorRef) or len(ref.shape) != 1 or not ref.is_contiguous:
         raise LayoutError(
             f"{what} is not a dense flat tensor",
@@ -119,17 +109,13 @@ def flat_ref(file: PickledFile, what: str, ref: Any) -> TensorRef:
 
 
 def other_save_than_model(shard: OptimizerShard, problem: str, expected: str, found: Any) -> LayoutError:
-    """The error of an optimizer-states file that does not fit the parameters that the model-states file lists."""
+    """The error for an optimizer-states file that does not fit the parameters in the model-states file."""
     remedy = "model-states and optimizer-states files are of different saves: restore the folder from its original"
     return LayoutError(problem, file=shard.path, expected=expected, found=found, remedy=remedy)
 
 
 def check_same_save(shards: Sequence[OptimizerShard]) -> None:
-    """All optimizer-states files must come from one save.
-
-    Raises:
-        DamagedError: naming the first file that disagrees with rank 0's, and in what.
-    """
+    """Raise :class:`DamagedError` for the first optimizer-states file of another save than rank 0's."""
     remedy = f"{REMOVE_FOREIGN}; if an optimizer's own counts differ between ranks: load_optimizer_states=False"
     refuse_other_saves(shards, _facts_of, remedy)
 

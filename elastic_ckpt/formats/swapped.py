@@ -3,8 +3,8 @@
 ``DeepSpeedEngine.save_checkpoint`` copies the swap folder of rank R to ``<tag>/offloaded_tensors/rankR``. A sub-group
 whose partition has at least ``max(1 MiB, aio.block_size)`` bytes is swapped: its master is in ``<id>.tensor.swp``, a
 state in ``<state>-<id>.tensor.swp``, raw fp32 from the first byte on, padded at the end to a multiple of
-``1024 * aio.intra_op_parallelism`` bytes. In the shard itself, the tensors of such a sub-group are empty or, with
-``pipeline_read`` or ``pipeline_write``, of full size and stale; each has the name of its file as an attribute. Sources:
+``1024 * aio.intra_op_parallelism`` bytes. In the shard, the tensors of such a sub-group are empty or, with
+``pipeline_read`` or ``pipeline_write``, stale at full size; each has its file's name as an attribute. Sources:
 ``swap_tensor/optimizer_utils.py``, ``swap_tensor/pipelined_optimizer_swapper.py``.
 """
 
@@ -23,21 +23,21 @@ from elastic_ckpt.formats.pickled import PickledFile, TensorRef
 _SUFFIX = ".tensor.swp"
 _ID = re.compile(r"\d+_\d+")
 _STATE = re.compile(r"\w+")
-#: Bytes of padding behind the data can be no more than this (``intra_op_parallelism`` of 1024).
+#: Upper bound of the padding behind the data (``intra_op_parallelism`` of 1024).
 _MOST_PADDING_NBYTES = 1 << 20
 _ALIGNMENT_NBYTES = 1024
 
 
 def swap_files(file: PickledFile, dp_rank: int, master: TensorRef, state: Mapping[str, Any]) -> dict[str, SourceFile]:
-    """The swap files of one sub-group: metadata key -> file; empty where the sub-group is in the shard itself.
+    """The swap files of one sub-group: metadata key -> file; empty if the shard itself has its data.
 
     Args:
         file: the optimizer-states file of rank ``dp_rank``.
-        master, state: the sub-group's master and its optimizer states there.
+        master, state: the sub-group's master and optimizer states there.
 
     Raises:
-        DamagedError: a swap file is missing, or has a name that is none.
-        UnsupportedError: it cannot be told whether the sub-group was swapped.
+        DamagedError: a swap file is missing, or its name is invalid.
+        UnsupportedError: whether the sub-group was swapped is unknown.
     """
     folder = _folder(file, dp_rank)
     states = {key: ref for key, ref in state.items() if isinstance(ref, TensorRef) and ref.swap_id is not None}
@@ -60,7 +60,7 @@ def swap_files(file: PickledFile, dp_rank: int, master: TensorRef, state: Mappin
 
 
 def _master_is_swapped(file: PickledFile, folder: str, master: TensorRef, state: Mapping[str, Any]) -> bool:
-    """Whether a sub-group without swapped states is on NVMe all the same: none of its states is there yet."""
+    """Whether a sub-group without swapped states is on NVMe because it has no states yet."""
     if master.numel == 0:
         return master.swap_id is not None
     if state or master.swap_id is None or not os.path.isfile(os.path.join(folder, master.swap_id + _SUFFIX)):
@@ -76,11 +76,7 @@ def _master_is_swapped(file: PickledFile, folder: str, master: TensorRef, state:
 
 
 def refuse_unnamed_swap_files(file: PickledFile, dp_rank: int) -> None:
-    """Refuse swap files beside a shard whose tensors name none: it was written again, and they may be stale.
-
-    Raises:
-        UnsupportedError: there are swap files.
-    """
+    """Raise :class:`UnsupportedError` for swap files that no tensor names: of a rewritten shard, they may be stale."""
     folder = _folder(file, dp_rank)
     if os.path.isdir(folder) and any(name.endswith(_SUFFIX) for name in os.listdir(folder)):
         raise UnsupportedError(
@@ -109,11 +105,7 @@ def _swap_file(path: str) -> SourceFile:
 
 
 def check_swap_file(source: SourceFile, numel: int) -> None:
-    """The size of a swap file must be that of its data, padded.
-
-    Raises:
-        DamagedError: it is not.
-    """
+    """Raise :class:`DamagedError` unless a swap file has the size of its data, padded."""
     padding = source.nbytes - 4 * numel
     if not 0 <= padding < _MOST_PADDING_NBYTES or source.nbytes % _ALIGNMENT_NBYTES:
         raise DamagedError(

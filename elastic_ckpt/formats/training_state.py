@@ -17,26 +17,21 @@ from elastic_ckpt.formats.model_states import COUNTERS
 from elastic_ckpt.formats.pickled import PickledFile, materialise
 from elastic_ckpt.formats.saved_config import config_section, saved_config
 
-#: State of a dynamic scaler as ``FP16_Optimizer.state_dict`` names it, and what ``DynamicLossScaler`` has besides
-#: (loss_scaler.py).
+#: A dynamic scaler's state as in ``FP16_Optimizer.state_dict``; ``DynamicLossScaler`` adds more (loss_scaler.py).
 _DYNAMIC = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
 _HYSTERESIS = ("cur_hysteresis", "delayed_shift", "consecutive_hysteresis", "min_scale", "raise_error_at_min_scale")
-#: Entries that are no training state; DeepSpeed's own loader hands out frozen fragments as client state.
+#: Entries that are no training state; DeepSpeed's own loader returns frozen fragments as client state.
 _NOT_READ = frozenset({"module", "optimizer", "lr_scheduler", "frozen_param_fragments"})
 
-#: Position of the model-states file that holds a rank's training state; and that state, packed, from the rank that
-#: opened the file, where all ranks want the same one.
+#: Position of the model-states file with a rank's training state; and from its opener, if all want it, that state.
 Wanted = tuple[int, bytes | None]
 
 
 @dataclass(frozen=True)
 class TrainingStates:
-    """Gives each rank the training state in the model-states file that it wants, whichever rank opened that file.
+    """Gives each rank the training state that it wants, whichever rank opened that model-states file.
 
-    Attributes:
-        files: the files of the checkpoint.
-        opened: those that this rank opened, by position.
-        coordinates: of this rank.
+    ``opened``: the files that this rank opened, by position; ``coordinates``: of this rank.
     """
 
     files: Assembled
@@ -45,7 +40,7 @@ class TrainingStates:
     _known: dict[int, TrainingState] = field(default_factory=dict)
 
     def wanted(self) -> Wanted:
-        """What this rank wants: its own file's where the topology allows, else the first rank's. Local."""
+        """What this rank wants: its own file's state if the topology allows, else the first rank's. Local."""
         coordinates, grid = self.coordinates, self.files.grid
         same_model = (grid.tp, grid.pp) == (coordinates.tp, coordinates.pp)
         models = list(self.files.ranks[coordinates.mp_rank if same_model else 0].models)
@@ -56,7 +51,7 @@ class TrainingStates:
         return position, distributed.pack(state) if state is not None and of_all else None
 
     def exchanged(self, everybody: Sequence[Wanted]) -> TrainingState:
-        """The training state that this rank wants, beside what all want. Collective where a rank lacks its own."""
+        """The training state that this rank wants, given what each rank wants. Collective if any rank lacks its own."""
         packed = {position: state for position, state in everybody if state is not None}
         by_others = {position for rank, (position, _) in enumerate(everybody) if opener_of(position) != rank}
         lacking = by_others - packed.keys()
@@ -109,7 +104,7 @@ def loss_scale_of(saved: Any) -> LossScale | None:
     """The loss scale in the scaler that partitioned optimizers pickle, or in the entries that others write.
 
     ``FP16_Optimizer`` and ``FP16_UnfusedOptimizer`` write entries. Partitioned optimizers write a scaler in every
-    precision; only that of an fp16 run scales anything.
+    precision, which scales anything only in fp16.
     """
     if saved is None or (isinstance(saved, Mapping) and "cur_scale" not in saved):
         return None
@@ -128,7 +123,7 @@ def _trained_in_fp16(file: PickledFile, loss_scale: LossScale | None) -> bool:
 
 
 def _batch_sizes(file: PickledFile, sequence: SequenceParallel) -> BatchSizes:
-    """Batch sizes of the saved config, completed as ``DeepSpeedConfig._set_batch_related_parameters`` does."""
+    """Batch sizes of the saved config, completed as in ``DeepSpeedConfig._set_batch_related_parameters``."""
     config = saved_config(file) or {}
     dp = sequence.data_degree(int(file.tree.get("dp_world_size") or 0))
     whole = positive_int(config, "train_batch_size")

@@ -1,8 +1,8 @@
-"""DeepSpeed universal checkpoints -> CheckpointMetadata.
+"""Reads DeepSpeed's universal checkpoints.
 
 ``zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt`` hold one whole tensor each, beside copies of the model-states
-files. Source of the layout: ``ds_to_universal.py``. From stages 1 and 2 each file is a dict with ``param``, and
-``step.pt`` is there; from stage 3 it is a bare flat tensor, and ``step`` sits in ``zero/optimizer_state.pt``.
+files. Source: ``ds_to_universal.py``. From stages 1 and 2 each file is a dict with ``param``, beside ``step.pt``; from
+stage 3 it is a bare flat tensor, and ``step`` is in ``zero/optimizer_state.pt``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def read_universal(found: Found, options: MetadataOptions) -> Checkpoint:
     """Read the metadata of a universal checkpoint. Collective.
 
     Raises:
-        ElasticCkptError: on every rank, where the folder is incomplete, damaged or not supported.
+        ElasticCkptError: on every rank, if the folder is incomplete, damaged or not supported.
     """
     with distributed.deterministic("look at the checkpoint's files"):  # at their names, as rank 0 has found them
         refuse_unsupported_folder(found)
@@ -82,7 +82,7 @@ def read_universal(found: Found, options: MetadataOptions) -> Checkpoint:
         same_ranks = len(models) == 1 and grid.has_ranks_of(options.coordinates)
         scale, overflow = (None, False) if optimizer is None else (optimizer.loss_scaler, optimizer.overflow)
         state = read_training_state(opened[0], loss_scale_of(scale), overflow, same_ranks, grid.sequence)
-        # of several model-parallel ranks, every rank gets the state of one
+        # with several model-parallel ranks, every rank gets the state of one
         return distributed.pack(replace(state, degrees=(0, 0)) if grid.tp * grid.pp > 1 else state)
 
     everybody = distributed.all_gather("fit the checkpoint's files together", fit)
@@ -117,7 +117,7 @@ def _list_state_files(found: Found) -> list[str]:
 
 
 def _refuse_wrong_data(model: ModelShard, optimizer: OptimizerFile) -> None:
-    """Refuse what DeepSpeed's converter makes wrong."""
+    """Refuse what DeepSpeed's converter gets wrong."""
     if optimizer.zero_stage < 3 and model.zero.get("round_robin_gradients") and model.counters["dp_world_size"] > 1:
         raise UnsupportedError(
             "this universal checkpoint was converted from a run with round_robin_gradients: DeepSpeed's converter "
@@ -173,10 +173,7 @@ def _build_metadata(
 def _parameters(
     models: Sequence[ModelShard], optimizer: OptimizerFile | None, states: Sequence[StateFile], grid: Grid
 ) -> dict[str, SavedParameter]:
-    """The parameters of all pipeline stages, of the shapes of their files.
-
-    From stage 3 these are flat, and the model-states file lists the shapes.
-    """
+    """The parameters of all pipeline stages, of the shapes in their files or, if flat (from stage 3), as listed."""
     step_files: dict[str, dict[str, float]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     stateful = set()
@@ -216,7 +213,7 @@ def _parameters(
 
 
 def _module_tensors(models: Sequence[ModelShard], trained: Iterable[str], grid: Grid) -> tuple[Tensors, list[str]]:
-    """Buffers and frozen parameters: as the model-states files have them, each tensor-parallel rank its own shard."""
+    """Buffers and frozen parameters of the model-states files; each tensor-parallel rank has its own shard."""
     dp = len(models) // (grid.tp * grid.pp)
     tensors: Tensors = {}
     notes: list[str] = []

@@ -15,7 +15,7 @@ from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.formats.pickled import PickledFile, TensorRef, materialise
 from elastic_ckpt.formats.saved_states import read_groups
 
-#: Entries that are one rank's partition.
+#: Entries that belong to one rank's partition.
 _PARTITIONS = frozenset(
     {
         "base_optimizer_state",
@@ -26,19 +26,13 @@ _PARTITIONS = frozenset(
         "optimizer_state_dict",
     }
 )
-#: Says that each parameter's data is really its own, whatever DeepSpeed's converter would have made of such a run.
+#: Marks that each parameter has its own data, whatever DeepSpeed's converter would have made of such a run.
 TRUE_ORDER = "elastic_ckpt_true_order"
 
 
 @dataclass(frozen=True)
 class StateFile(SourceFile):
-    """One ``zero/<name>/<key>.pt``: a whole tensor, or a scalar.
-
-    Attributes:
-        name, key: of the parameter and its state.
-        tensor, scalar: what it holds.
-        rule: what it says about the parameter's shards.
-    """
+    """One ``zero/<name>/<key>.pt``: a parameter's whole tensor or scalar, and its ``rule`` for shards, if known."""
 
     name: str
     key: str
@@ -53,12 +47,10 @@ class OptimizerFile:
 
     Attributes:
         zero_stage: stage of the run that saved the native checkpoint.
-        groups: hyperparameters per param group.
-        members: per param group, the indices of its flat tensors.
+        groups, members: per param group, hyperparameters and the indices of its flat tensors.
         scalars: per flat tensor, its scalar states; empty from stages 1 and 2.
-        loss_scaler: DeepSpeed's loss scaler object.
-        overflow: the optimizer's overflow flag.
-        in_true_order: whether whoever wrote it vouches that each parameter has its own data.
+        loss_scaler, overflow: DeepSpeed's loss scaler object, and the optimizer's overflow flag.
+        in_true_order: whether its writer guarantees that each parameter has its own data (:data:`TRUE_ORDER`).
     """
 
     zero_stage: int
@@ -71,11 +63,7 @@ class OptimizerFile:
 
 
 def index_state(file: PickledFile) -> StateFile:
-    """Sort out one parameter's file.
-
-    Raises:
-        DamagedError: it holds neither a dense tensor nor a number.
-    """
+    """Read one parameter's file; a :class:`DamagedError` if it contains neither a dense tensor nor a number."""
     folder, base = os.path.split(file.path)
     is_parameters = isinstance(file.tree, dict) and "param" in file.tree
     value = file.tree["param"] if is_parameters else file.tree
@@ -101,8 +89,7 @@ def index_state(file: PickledFile) -> StateFile:
 
 
 def _rule_of(name: str, tree: Any) -> Rule | None:
-    """What DeepSpeed's converter notes beside a tensor; that it was put together along dimension 0 is its default, and
-    means nothing."""
+    """The rule that DeepSpeed's converter notes beside a tensor; its default, dimension 0, means nothing."""
     if not isinstance(tree, dict):
         return None
     pattern = f"^{re.escape(name)}$"
@@ -117,7 +104,7 @@ def _rule_of(name: str, tree: Any) -> Rule | None:
 
 
 def _sub_parameters(noted: Any) -> tuple[int, list[int]] | None:
-    """Dimension and relative widths of a noted ``SubparamShape``; ``None``: it is none, or says nothing."""
+    """Dimension and relative widths of a ``SubparamShape``; ``None``: it is none, or empty."""
     dim, shape = getattr(noted, "partition_dim", None), getattr(noted, "shape", None)
     if not isinstance(dim, int) or not isinstance(shape, (list, tuple)) or not 0 <= dim < len(shape):
         return None
@@ -128,7 +115,7 @@ def _sub_parameters(noted: Any) -> tuple[int, list[int]] | None:
 
 
 def index_optimizer(file: PickledFile) -> OptimizerFile:
-    """Sort out the optimizer's file."""
+    """Read the optimizer's file."""
     groups = file.section("param_groups")
     states = file.tree.get("optimizer_state_dict", {}).get("state", {})
     scalars: dict[int, dict[str, float]] = {}
@@ -146,16 +133,12 @@ def index_optimizer(file: PickledFile) -> OptimizerFile:
 
 
 def common_optimizer_state(file: PickledFile) -> dict[str, Any]:
-    """What of an optimizer's state belongs to no parameter.
+    """What of an optimizer's state belongs to no parameter, as a tree to save, with small tensors read.
 
-    Args:
-        file: ``*zero_pp_rank_0_mp_rank_00*_optim_states.pt``.
-
-    Returns:
-        A tree to be saved; small tensors (a step, a capturable ``lr``) are read from the file.
+    ``file`` is ``*zero_pp_rank_0_mp_rank_00*_optim_states.pt``.
 
     Raises:
-        DamagedError: the file holds no optimizer state.
+        DamagedError: it contains no optimizer state.
     """
     state = file.section("optimizer_state_dict")
     kept = {key: value for key, value in state.items() if key not in _PARTITIONS}
@@ -170,7 +153,7 @@ def common_optimizer_state(file: PickledFile) -> dict[str, Any]:
 
 
 def _scalars(states: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:
-    """Of each flat tensor's states, those without dimensions."""
+    """Each flat tensor's states without dimensions."""
     return {
         flat: {key: value for key, value in state.items() if not isinstance(value, TensorRef) or not value.shape}
         for flat, state in states.items()

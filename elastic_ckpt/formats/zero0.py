@@ -1,7 +1,7 @@
-"""Checkpoints without ZeRO partitions -> CheckpointMetadata.
+"""Metadata of checkpoints without ZeRO partitions.
 
-The optimizer numbers its parameters and names none: :mod:`elastic_ckpt.formats.zero0_names` finds the names. Where
-there are masters beside the weights, their values are compared too (:mod:`elastic_ckpt.formats.same_save`).
+The optimizer numbers its parameters: :mod:`elastic_ckpt.formats.zero0_names` finds their names. Where there are masters
+beside the weights, their values are compared too (:mod:`elastic_ckpt.formats.same_save`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def unpartitioned_metadata(found: Found, model: ModelShard, options: MetadataOpt
     """The metadata of a checkpoint whose optimizer state is whole; without a live engine, of its weights if need be.
 
     Raises:
-        MismatchError: it cannot be told which parameter is which, and there are live groups, or states are asked for.
+        MismatchError: which parameter is which is unknown, and there are live groups, or states are asked for.
     """
     state = model.optimizer
     assert state is not None
@@ -51,7 +51,7 @@ def unpartitioned_metadata(found: Found, model: ModelShard, options: MetadataOpt
 
 
 def weights_alone(found: Found, model: ModelShard) -> CheckpointMetadata:
-    """The metadata of the weights as the module has them; those of a pipeline are in the files of its layers."""
+    """The metadata of the module's weights; those of a pipeline are in the files of its layers."""
     builder = MetadataBuilder(found, [model])
     builder.tensors, _ = module_tensors([model], 0, ())
     return builder.build(model, 0, (), frozen_recorded=False)
@@ -60,9 +60,9 @@ def weights_alone(found: Found, model: ModelShard) -> CheckpointMetadata:
 def _flats(
     model: ModelShard, state: UnpartitionedState, group: int, members: Sequence[str | None]
 ) -> Iterator[tuple[list[str], FlatShard]]:
-    """The tensors of a param group: names of the parameters in each, and its master and states.
+    """A param group as ZeRO's flat partitions on one rank: one per parameter, or (fused) one for the whole group.
 
-    Seen as ZeRO's flat partitions on one rank, each of one parameter, or (fused) one of the whole group.
+    Yields the names of the parameters in each, and its master and states.
     """
     if state.kind == FUSED:
         named = [([name for name in members if name is not None], state.members[group][0], state.masters[group][0])]
@@ -102,7 +102,7 @@ def _add_flat(
 
 
 def _without_points(states: StatesOfOne) -> StatesOfOne:
-    """States of a parameter without dimensions, whose elementwise ones have none either and are no scalars."""
+    """The states of a parameter without dimensions, whose elementwise states have none either and are no scalars."""
     points = {key: ref for key, ref in states.points.items() if key in ELEMENTWISE_NAMES}
     scalars = tuple((key, value) for key, value in states.scalars if key not in points)
     return replace(states, tensors={**points, **states.tensors}, scalars=scalars)
@@ -118,7 +118,7 @@ def _use_last_step(builder: MetadataBuilder, members: Sequence[str]) -> None:
 
 
 def _flattened(shape: Shape, parameter: Shape) -> Shape:
-    """The shape of a state as it is beside a flattened parameter."""
+    """The shape of a state beside a flattened parameter."""
     if shape == parameter:
         return (math.prod(parameter),)
     if len(parameter) > 0 and shape[1:] == parameter:
@@ -128,8 +128,8 @@ def _flattened(shape: Shape, parameter: Shape) -> Shape:
 
 
 def _is_fused_adam(group: Mapping[str, object]) -> bool:
-    """DeepSpeed's FusedAdam, by its hyperparameters: the checkpoint does not name the class.
+    """DeepSpeed's FusedAdam, by its hyperparameters, since the checkpoint does not name the class.
 
-    It alone keeps a ``step`` of 0 in each group beside those of its tensors; its Lamb uses the step of each tensor.
+    It alone keeps a ``step`` of 0 in each group beside those of its tensors; DeepSpeed's Lamb uses each tensor's step.
     """
     return "bias_correction" in group and not {"amsgrad", "max_coeff"} & group.keys() and group.get("step") == 0

@@ -1,13 +1,9 @@
-"""The optimizer entry of a checkpoint without ZeRO partitions (stage 0).
+"""The optimizer entry of a checkpoint without ZeRO partitions (stage 0), in ``mp_rank_00_model_states.pt``.
 
-Three layouts, all inside ``mp_rank_00_model_states.pt``, told apart by what is beside the optimizer's state dict:
-
-- *plain* (fp32): the state dict alone; the weights in ``module`` are the masters.
-- *unfused* (``FP16_UnfusedOptimizer``, fp16 and bf16): ``fp32_groups``, one master for each parameter.
-- *fused* (``FP16_Optimizer``): ``fp32_groups_flat``, one flat master for each param group.
-
-In all of them parameters are numbered, not named. Sources: ``fp16/unfused_optimizer.py``, ``fp16/fused_optimizer.py``,
-``torch.optim.Optimizer.state_dict``.
+Of its three layouts, *plain* (fp32) is the state dict alone: the weights in ``module`` are the masters. *Unfused*
+(``FP16_UnfusedOptimizer``, fp16 and bf16) adds ``fp32_groups``, one master per parameter, and *fused*
+(``FP16_Optimizer``) ``fp32_groups_flat``, one flat master per param group. All number their parameters. Sources:
+``fp16/unfused_optimizer.py``, ``fp16/fused_optimizer.py``, ``torch.optim.Optimizer.state_dict``.
 """
 
 from __future__ import annotations
@@ -24,20 +20,20 @@ from elastic_ckpt.formats.pickled import PickledFile, TensorRef
 from elastic_ckpt.formats.saved_states import StatesOfOne, read_groups, sort_states
 
 PLAIN, UNFUSED, FUSED = "plain", "unfused", "fused"
-#: Entry that holds the masters, which is also the live optimizer's name for them -> layout.
+#: Entry with the masters, which is also the live optimizer's attribute -> layout.
 MASTER_ENTRIES = {"fp32_groups": UNFUSED, "fp32_groups_flat": FUSED}
 
 
 @dataclass(frozen=True)
 class UnpartitionedState:
-    """The optimizer entry, small enough to be sent to every rank.
+    """The optimizer entry, small enough to all-gather.
 
     Attributes:
         kind: :data:`PLAIN`, :data:`UNFUSED` or :data:`FUSED`.
         groups: hyperparameters per param group.
         members: per param group, the numbers of its tensors: parameters, or the one flat tensor (fused).
-        names: per param group, the parameters' names where the optimizer was given named ones.
-        masters: per param group, the fp32 masters; empty where plain.
+        names: per param group, the parameters' names, if the optimizer was given named ones.
+        masters: per param group, the fp32 masters; empty if plain.
         states: number -> its states.
         scaler: entries about loss scaling.
     """
@@ -52,7 +48,7 @@ class UnpartitionedState:
 
 
 def index_unpartitioned(file: PickledFile, options: StateOptions) -> UnpartitionedState | None:
-    """Sort out the optimizer entry of a model-states file; ``None`` where there is none (ZeRO keeps it elsewhere).
+    """Read the optimizer entry of a model-states file; ``None`` if there is none (ZeRO keeps it elsewhere).
 
     Raises:
         DamagedError: the entry is not an optimizer's.
@@ -87,7 +83,7 @@ def index_unpartitioned(file: PickledFile, options: StateOptions) -> Unpartition
 
 
 def saved_shape(states: StatesOfOne) -> tuple[int, ...] | None:
-    """The shape of the parameter that has these states, as far as they show it, else ``None``."""
+    """The shape of the parameter with these states, if they show it, else ``None``."""
     for key in ("state2", *sorted(ELEMENTWISE_NAMES)):  # of state1, some optimizers keep two rows
         if key in states.tensors:
             return states.tensors[key].shape

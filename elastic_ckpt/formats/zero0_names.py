@@ -1,8 +1,8 @@
-"""Which parameter is which in an optimizer state that numbers its parameters and names none (ZeRO stage 0).
+"""Names for an optimizer state that numbers its parameters (ZeRO stage 0).
 
-Names come from the optimizer itself (named parameters), from the live param groups, or from the order of the model, in
-this order; shapes must agree. Where parameters were frozen, set free, added or removed since the save, so that a live
-group has some more or some fewer than the saved one, shapes must leave exactly one way to fit them together.
+They come from the optimizer itself (named parameters), the live param groups, or the order of the model, in this order;
+shapes must agree. Where parameters were frozen, unfrozen, added or removed since the save, so that a live group has
+more or fewer than the saved one, shapes must leave exactly one way to match them.
 """
 
 from __future__ import annotations
@@ -19,19 +19,17 @@ from elastic_ckpt.formats.zero0_index import FUSED, PLAIN, UnpartitionedState, s
 
 Shape = tuple[int, ...]
 Names = Sequence[Sequence[str]]
-#: Per group and number in it; ``None``: a parameter that does not train any more, whose state is not needed.
+#: Per group and number in it; ``None``: a parameter that no longer trains, whose state is not needed.
 Members = Sequence[Sequence[str | None]]
 
 
 def member_names(
     model: ModelShard, state: UnpartitionedState, options: MetadataOptions
 ) -> tuple[Members, tuple[str, ...]]:
-    """Saved names of every saved group's members, and notes where they had to be inferred.
-
-    Live names have the user's renames behind them.
+    """Saved names of every saved group's members, and notes where they were inferred; live names are as renamed.
 
     Raises:
-        MismatchError: it cannot be told which parameter is which.
+        MismatchError: which parameter is which is unknown.
     """
     shapes = {name: ref.shape for name, ref in model.weights.items()}
     if state.names is not None:
@@ -56,9 +54,9 @@ def member_names(
 
 
 def _in_saved_order(state: UnpartitionedState, live: Names, options: MetadataOptions) -> Names | None:
-    """The live groups in the order of the saved ones: by the ``name`` of the groups where all have one.
+    """The live groups in the order of the saved ones, by the ``name`` of the groups if all have one.
 
-    ``None`` where their hyperparameters are in another order, and no names show in which.
+    ``None``: their hyperparameters are in another order, and no names show in which.
     """
     saved_labels = [group.get("name") for group in state.groups]
     live_labels = [group.get("name") for group in options.live_hyperparameters]
@@ -74,7 +72,7 @@ def _are_in_another_order(state: UnpartitionedState, options: MetadataOptions) -
 
 
 def _signature(group: Mapping[str, Any]) -> str:
-    """What of a param group stays the same while it trains."""
+    """What stays the same in a param group while it trains."""
     return repr([group.get(key) for key in ("initial_lr", "weight_decay", "eps")] + list(group.get("betas") or ()))
 
 
@@ -96,7 +94,7 @@ def _notes(state: UnpartitionedState, model: ModelShard, chosen: Members, origin
 
 
 def _fit(state: UnpartitionedState, names: Names, shapes: Mapping[str, Shape]) -> Members | None:
-    """These names as the members of the saved groups, or ``None`` where they do not fit."""
+    """``names`` as the members of the saved groups, or ``None`` if they do not fit."""
     if len(names) != len(state.members):
         return None
     if state.kind == FUSED:
@@ -108,7 +106,7 @@ def _fit(state: UnpartitionedState, names: Names, shapes: Mapping[str, Shape]) -
 
 
 def _fit_named(state: UnpartitionedState, shapes: Mapping[str, Shape]) -> Members | None:
-    """The optimizer's own names, where they are the module's; of parameters without a state, some may be missing."""
+    """The optimizer's own names if they are the module's; those of parameters without a state may be missing."""
     assert state.names is not None
     fitted: list[list[str | None]] = []
     for group, members in enumerate(state.names):
@@ -124,7 +122,7 @@ def _fit_named(state: UnpartitionedState, shapes: Mapping[str, Shape]) -> Member
 
 
 def _loses(state: UnpartitionedState, fitted: Members, names: Names, shapes: Mapping[str, Shape]) -> bool:
-    """Whether a saved state that is left out may be that of a live parameter that is left without one."""
+    """Whether a skipped saved state may belong to a live parameter that is left without one."""
     if state.kind == FUSED:
         return False
     placed = {name for group in fitted for name in group}
@@ -137,7 +135,7 @@ def _loses(state: UnpartitionedState, fitted: Members, names: Names, shapes: Map
 
 
 def _saved_shapes(state: UnpartitionedState, group: int) -> list[Shape | None]:
-    """Shapes of a saved group's members; ``None``: not known, since it has no state (fp32, never a gradient)."""
+    """Shapes of a saved group's members; ``None``: unknown for lack of a state (fp32, never a gradient)."""
     if state.kind != PLAIN:
         return [master.shape for master in state.masters[group]]
     states = (state.states.get(number) for number in state.members[group])
@@ -145,18 +143,16 @@ def _saved_shapes(state: UnpartitionedState, group: int) -> list[Shape | None]:
 
 
 def align(saved: Sequence[Shape | None], names: Sequence[str], shapes: Mapping[str, Shape]) -> list[str | None] | None:
-    """Fit names to saved tensors by shape, both in their own order.
+    """Match names to saved tensors by shape, both in their own order.
 
-    Of two lists of one length, each fits its counterpart. Else the shorter one must fit into the longer one in exactly
-    one way.
+    In lists of one length each must fit its counterpart; else the shorter must fit the longer in exactly one way.
 
     Args:
         saved: shapes of the saved tensors; ``None`` fits any.
-        names: names that may belong to them.
-        shapes: shapes of the named parameters.
+        names, shapes: names that may belong to them, and shapes of the named parameters.
 
     Returns:
-        The name of each saved tensor, ``None`` for those that belong to no name; or ``None``: no or no single way.
+        The name of each saved tensor, or ``None`` for those without; ``None`` if there is no or no single way.
     """
     fewer_names = len(saved) > len(names)
     short, long = sorted((len(saved), len(names)))

@@ -1,9 +1,9 @@
 """Native ZeRO-1 and ZeRO-2 optimizer shards.
 
-Source of the layout: ``DeepSpeedZeroOptimizer.state_dict`` (stage_1_and_2.py). Every param group is one flat
-buffer, cut into equal partitions. Its order is that of ``param_shapes`` in the model-states file, which DeepSpeed
-writes from ``round_robin_bit16_groups``: the true order, with ``round_robin_gradients`` too, where
-``param_slice_mappings`` is wrong. So those mappings are never used.
+Source: ``DeepSpeedZeroOptimizer.state_dict`` (stage_1_and_2.py). Every param group is one flat buffer in equal
+partitions. Its order is that of ``param_shapes`` in the model-states file, which DeepSpeed writes from
+``round_robin_bit16_groups``: the true order, even with ``round_robin_gradients``, where ``param_slice_mappings`` is
+wrong and so never used.
 
 ``BF16_Optimizer`` (ZeRO-1 with fp32 gradient accumulation) writes the same entries (bf16_optimizer.py), without
 ``zero_stage``, and its masters with the padding of the last partition.
@@ -26,7 +26,7 @@ from elastic_ckpt.formats.shards import FlatShard, OptimizerShard, build_shard, 
 
 
 def index_zero12(file: PickledFile, dp_rank: int, options: StateOptions) -> OptimizerShard | LegacyShard:
-    """Sort out one ZeRO-1/2 optimizer-states file.
+    """Read one ZeRO-1/2 optimizer-states file.
 
     Raises:
         DamagedError: entries are missing or of another kind.
@@ -70,7 +70,7 @@ def place_zero12(model: ModelShard, shard: OptimizerShard, flat: int, dp: int) -
     """Where the parameters of one flat partition are in it, in flat order.
 
     Raises:
-        DamagedError: the partitions cannot hold the parameters that the model-states file lists.
+        DamagedError: the partitions cannot contain the parameters in the model-states file.
     """
     numels = [math.prod(shape) for _, shape in model.param_shapes[flat]]
     partition_numel, paddings = shard.flats[flat].partition_numel, shard.flats[flat].alignment_paddings
@@ -89,10 +89,10 @@ def place_zero12(model: ModelShard, shard: OptimizerShard, flat: int, dp: int) -
 
 @dataclass(frozen=True)
 class LegacyShard:
-    """A file saved with the legacy ``zero_optimization.elastic_checkpoint``, and what of its tensors is lost, in words.
+    """A file saved with the legacy ``zero_optimization.elastic_checkpoint``, and what its tensors have lost, in words.
 
-    ``_get_state_without_padding`` (stage_1_and_2.py) cuts as many elements off every state tensor as the partition has
-    padding, quantization maps and scales included, and leaves out all hyperparameters.
+    ``_get_state_without_padding`` (stage_1_and_2.py) removes as many elements from every state tensor as the partition
+    has padding, quantization maps and scales included, and leaves out all hyperparameters.
     """
 
     path: str
@@ -118,18 +118,18 @@ def index_legacy(file: PickledFile, base: Sequence[Mapping[str, Any]]) -> Legacy
         f"{key} of param group {group}: {padding} of {ref.numel + padding} elements"
         for group, (states, master, padding) in enumerate(zip(base, masters, paddings, strict=False))
         for key, ref in states.items()
-        # a state as long as the masters, which have no padding either, has lost its padding alone
+        # a state as long as the masters, which have no padding either, has lost only padding
         if padding and isinstance(ref, TensorRef) and ref.shape and ref.numel != master.numel
     ]
     return LegacyShard(file.path, tuple(lost))
 
 
 def refuse_legacy(shards: Sequence[LegacyShard], with_states: bool) -> None:
-    """Refuse a checkpoint that has such files, naming the one that has lost something, if any.
+    """Refuse a checkpoint with such files, naming one that has lost something, if any.
 
     Raises:
         DamagedError: states are to be restored, and elements of them are lost; DeepSpeed itself fills in zeros.
-        UnsupportedError: none are.
+        UnsupportedError: no elements are lost, or states are not to be restored.
     """
     for shard in sorted(shards, key=lambda shard: not shard.lost):
         error = DamagedError if shard.lost and with_states else UnsupportedError

@@ -1,9 +1,9 @@
 """Native ZeRO-3 optimizer shards.
 
-Source of the layout: ``DeepSpeedZeroOptimizer_Stage3._rigid_state_dict`` (stage3.py). Every parameter is cut on
-its own into ``ceil(numel / world)`` elements a rank; a sub-group's flat tensor holds the partitions of its parameters
-one behind the other. ``param_shapes`` in the model-states file lists the parameters of each sub-group. On NVMe, the
-data of a sub-group is in files of its own (:mod:`elastic_ckpt.formats.swapped`).
+Source: ``DeepSpeedZeroOptimizer_Stage3._rigid_state_dict`` (stage3.py). Every parameter is partitioned on its own into
+``ceil(numel / world)`` elements per rank; a sub-group's flat tensor has the partitions of its parameters one after the
+other. ``param_shapes`` in the model-states file lists the parameters of each sub-group. On NVMe, a sub-group's data is
+in files of its own (:mod:`elastic_ckpt.formats.swapped`).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from elastic_ckpt.formats.saved_states import sort_states
 from elastic_ckpt.formats.shards import FlatShard, OptimizerShard, build_shard, flat_ref, other_save_than_model
 from elastic_ckpt.formats.swapped import check_swap_file, refuse_unnamed_swap_files, swap_files
 
-#: Sequence-parallel degrees that are tried where the saved config states none (``mesh_param`` leaves no trace).
+#: Sequence-parallel degrees to try if the saved config states none (``mesh_param`` leaves no trace).
 _OTHER_DEGREES = range(2, 65)
 
 
 def index_zero3(file: PickledFile, dp_rank: int, options: StateOptions) -> OptimizerShard:
-    """Sort out one ZeRO-3 optimizer-states file.
+    """Read one ZeRO-3 optimizer-states file.
 
     Raises:
         UnsupportedError: partitioned over groups smaller than the data-parallel one (mixture of experts).
@@ -65,7 +65,7 @@ def place_zero3(model: ModelShard, shard: OptimizerShard, flat: int, dp: int) ->
     """
     numels = [math.prod(shape) for _, shape in model.param_shapes[flat]]
     part = shard.flats[flat]
-    # a run may have had "align_partitions" in its config and not have installed elastic_ckpt
+    # a run may have "align_partitions" in its config without having installed elastic_ckpt
     candidates = [[per_parameter_numel(n, dp, multiple) for n in numels] for multiple in {model.alignment: 0, 1: 0}]
     steps = candidates[0] if part.swapped else next((c for c in candidates if sum(c) == part.partition_numel), None)
     for source in part.swapped.values():
@@ -94,7 +94,7 @@ def place_zero3(model: ModelShard, shard: OptimizerShard, flat: int, dp: int) ->
 
 
 def _partitions_of_mesh(model: ModelShard, partition_numel: int, numels: Sequence[int], dp: int) -> int | None:
-    """How many partitions there were, if sequence-parallel ranks had each their own and ``dp`` files were written."""
+    """How many partitions there were, if each sequence-parallel rank had its own and ``dp`` files were written."""
     stated = [model.stated.sequence] if model.stated.sequence is not None else list(_OTHER_DEGREES)
     for count in (degree * dp for degree in stated if degree > 1):
         if sum(per_parameter_numel(numel, count, model.alignment) for numel in numels) == partition_numel:
