@@ -1,4 +1,4 @@
-"""The command line: look at a checkpoint, plan its load, verify, convert and compare it, without a GPU."""
+"""The command line: inspect, verify, convert and compare checkpoints, and plan loads, without a GPU."""
 
 from __future__ import annotations
 

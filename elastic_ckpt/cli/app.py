@@ -1,7 +1,7 @@
-"""``elastic-ckpt``: the commands, and the options that several of them share.
+"""``elastic-ckpt``: its commands, and the options that they share.
 
-Exit codes of all: 0, all is well; 1, something was found (damage, a difference, a load that would be refused); 2, wrong
-usage; 3, the checkpoint cannot be read.
+Exit codes: 0, success; 1, a finding (damage, a difference, a load that would be refused); 2, wrong usage; 3, the
+checkpoint cannot be read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command_from_info
 
-#: Command -> the first line of its help. Its module has the same name.
+#: Command, which is also its module's name -> first line of its help.
 COMMANDS = {
     "convert": "Write a universal checkpoint that DeepSpeed loads by itself at another data-parallel degree.",
     "diff": "Compare two checkpoints by logical tensor, whatever their topologies, ZeRO stages and formats.",
@@ -42,17 +42,17 @@ TrustPickle = Annotated[bool, typer.Option("--trust-pickle", help="Let checkpoin
 
 
 class LazyCommands(TyperGroup):
-    """Imports the module of a command when the command is run: ``--help`` loads neither torch nor DeepSpeed.
+    """Imports a command's module when it is run, so that ``--help`` loads neither torch nor DeepSpeed.
 
-    Contexts and commands are click's, which newer versions of typer bring themselves.
+    Contexts and commands are click's, which newer versions of typer vendor.
     """
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Their names."""
+        """Names of the commands."""
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """What the list of commands shows of one."""
+        """A command as ``--help`` lists it."""
         return TyperCommand(cmd_name, help=COMMANDS[cmd_name]) if cmd_name in COMMANDS else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:

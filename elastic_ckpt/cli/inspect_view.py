@@ -1,4 +1,4 @@
-"""An inspection for the eye: tables that fit in 100 columns. Pure."""
+"""Renders an inspection as tables that fit in 100 columns. Pure."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _NAMES_SHOWN = 4
 _STYLES = {ERROR: "bold red", WARNING: "yellow"}
 _ABOUT = "Metadata only: copies of a tensor were not compared. elastic-ckpt verify --full does that."
 _KINDS = {"layer": "of layers", "parameter": "of parameters", "optimizer": "of the optimizer", "expert": "of experts"}
-#: Hyperparameters that say more than the rest, in this order.
+#: Hyperparameters that are shown first, in this order.
 _FIRST = ("name", "lr", "initial_lr", "weight_decay", "betas", "eps", "momentum")
 
 
 def clean(value: Any) -> str:
-    """Text of a checkpoint, for a terminal: neither markup nor control characters take effect."""
+    """Text from a checkpoint, with markup and control characters escaped for a terminal."""
     return escape(printable(str(value)).replace("\n", "\\n"))
 
 
 def report(inspection: Inspection) -> Iterator[RenderableType]:
-    """The whole report but the long lists."""
+    """The report without the long lists."""
     yield _overview(inspection)
     if inspection.readable:
         yield _contents(inspection)
@@ -189,7 +189,6 @@ def parameter_table(inspection: Inspection) -> Table:
 
 
 def _shapes(entry: ParameterEntry) -> str:
-    """The whole, and below it the shards."""
     whole = "?" if entry.shape is None else _shape(entry.shape)
     if len(entry.shards) == 1:
         return whole
@@ -202,7 +201,7 @@ def _shape(shape: Shape) -> str:
 
 
 def file_tree(inspection: Inspection) -> Tree:
-    """The files of the tag's folder, and what each holds."""
+    """The files of the tag's folder and their contents."""
     total = sum(entry.nbytes for entry in inspection.files)
     tree = Tree(f"[bold]{clean(inspection.folder)}[/] {size(total)}")
     folders: dict[str, list[FileEntry]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""What the commands print, and how they end."""
+"""Output and exit codes of the commands."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from tqdm import tqdm
 
 from elastic_ckpt.errors import ConfigError, ElasticCkptError
 
-#: Something was found; wrong usage; the checkpoint cannot be read.
+#: A finding; wrong usage; the checkpoint cannot be read.
 EXIT_FOUND, EXIT_USAGE, EXIT_UNREADABLE = 1, 2, 3
 
 console = Console()
 error_console = Console(stderr=True)
-#: Columns of a report that is not printed to a terminal.
+#: Columns of a report if the output is no terminal.
 _WIDTH = 100
 
 
 def print_json(what: Any) -> None:
-    """A record, as JSON, to standard output."""
+    """Print a record as JSON to standard output."""
     print(json.dumps(plain(what), indent=2, allow_nan=False))
 
 
 def plain(item: Any) -> Any:
-    """A value as what JSON knows: objects that it does not know become text, and so do infinities and nan."""
+    """A value as JSON types; other objects, infinities and NaN become text."""
     if dataclasses.is_dataclass(item) and not isinstance(item, type):
         return {field.name: plain(getattr(item, field.name)) for field in dataclasses.fields(item)}
     if isinstance(item, Mapping):
@@ -47,17 +47,17 @@ def plain(item: Any) -> Any:
 
 
 def printable(text: str) -> str:
-    """Text from a checkpoint, fit for a terminal: control characters and what is no character are escaped."""
+    """Text from a checkpoint, with control characters and invalid ones escaped for a terminal."""
     return "".join(sign if sign.isprintable() or sign == "\n" else ascii(sign)[1:-1] for sign in text)
 
 
 def size(nbytes: float) -> str:
-    """Bytes, for people."""
+    """A human-readable number of bytes."""
     return str(tqdm.format_sizeof(nbytes, "B"))
 
 
 def table(title: str, *columns: str, **options: Any) -> Table:
-    """A table with a title; a column whose heading begins with ``>`` holds numbers, and none at all are facts."""
+    """A titled table; headings that begin with ``>`` are of numeric columns. Without headings, it lists facts."""
     made = Table(title=title, title_justify="left", caption_justify="left", show_header=bool(columns), **options)
     for heading in columns:
         is_number = heading.startswith(">")
@@ -69,20 +69,20 @@ def table(title: str, *columns: str, **options: Any) -> Table:
 
 
 def print_wide(parts: Iterable[RenderableType]) -> None:
-    """Print a report; where it goes to no terminal, as wide as its tables need."""
+    """Print a report, as wide as its tables need if the output is no terminal."""
     wide = console if console.is_terminal else Console(width=max(console.width, _WIDTH))
     for part in parts:
         wide.print(part)
 
 
 def end_with(found: bool) -> None:
-    """End the command with exit code 1 if something was found."""
+    """Exit with code 1 if something was found."""
     if found:
         raise typer.Exit(EXIT_FOUND)
 
 
 def error_as_dict(error: ElasticCkptError) -> Mapping[str, Any]:
-    """An error as plain data: what is known of problem, parameter, file, expected, found, remedy."""
+    """An error as plain data: problem, parameter, file, expected, found, remedy, as far as known."""
     details = ("problem", "parameter", "file", "expected", "found", "remedy")
     known = {name: value for name in details if (value := getattr(error, name)) is not None}
     return {"error": type(error).__name__, **known}
@@ -90,7 +90,7 @@ def error_as_dict(error: ElasticCkptError) -> Mapping[str, Any]:
 
 @contextmanager
 def errors_end_the_command(as_json: bool) -> Iterator[None]:
-    """Print an :class:`ElasticCkptError` instead of a traceback, and exit with 3, or 2 where a config is wrong."""
+    """Print an :class:`ElasticCkptError` instead of a traceback, and exit with 3, or 2 if a config is wrong."""
     try:
         yield
     except ElasticCkptError as error:

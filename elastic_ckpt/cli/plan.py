@@ -45,11 +45,7 @@ _Dtype = Literal["bf16", "fp16", "fp32"]
 
 
 def bandwidth_of(text: str) -> float:
-    """Bytes per second, from ``5GB/s`` or ``25Gbit/s``.
-
-    Raises:
-        BadParameter: it is neither.
-    """
+    """Bytes per second, from ``5GB/s`` or ``25Gbit/s``. Raises :class:`typer.BadParameter` if it is neither."""
     match = _BANDWIDTH.fullmatch(text.strip())
     value = 0.0 if match is None else float(match[1]) * (1024 if match[3] else 1000) ** _POWERS[match[2]]
     if match is None or not 0 < value < float("inf"):
@@ -154,7 +150,7 @@ def _of_folder(
 ) -> tuple[str, CheckpointMetadata]:
     try:
         opened = open_folder(folder, tag, config, with_states)
-    except MismatchError as error:  # states without names, which only live param groups could tell apart
+    except MismatchError as error:  # only live param groups could name the states
         if with_states:
             error.remedy = f"--weights-only plans the weights alone; of a live run: {error.remedy}"
         raise
@@ -162,7 +158,7 @@ def _of_folder(
 
 
 def _of_model(name: str, config: ElasticConfig) -> tuple[str, CheckpointMetadata, ElasticConfig]:
-    """What the checkpoint of a big model would hold, and the options with the preset that fits it."""
+    """Name and metadata of a large model's checkpoint, and the options with its preset."""
     model = ScaleModel.load(name)
     if config.tp_preset is None and model.preset is not None:
         config = config.model_copy(update={"tp_preset": model.preset})
@@ -171,12 +167,12 @@ def _of_model(name: str, config: ElasticConfig) -> tuple[str, CheckpointMetadata
 
 @contextmanager
 def _refusals_end_the_command(as_json: bool) -> Iterator[None]:
-    """Print why the load would be refused, and exit with 1."""
+    """Print why the load would be refused, and exit with code 1."""
     try:
         yield
     except ElasticCkptError as error:
         hint = ""
-        if "tp_" in (error.remedy or ""):  # a live model may say it by itself
+        if "tp_" in (error.remedy or ""):  # a live model may provide the layout
             hint = (
                 f"--preset NAME ({', '.join(presets.Preset.names())}, or a JSON file), or --config FILE with the lines "
                 "above; in a load, parameters of Megatron Core and AutoTP tell how they are held"

@@ -1,4 +1,4 @@
-"""Which source file feeds which rank, as a picture. Needs matplotlib, which is an extra."""
+"""Plots the bytes that each rank reads from each file. Needs matplotlib, an optional dependency."""
 
 from __future__ import annotations
 
@@ -16,17 +16,13 @@ from elastic_ckpt.errors import ConfigError
 from elastic_ckpt.tools.virtual import VirtualJob
 from elastic_ckpt.tools.virtual.forecast import RankForecast
 
-#: Of so many rows or columns, each has a name; of more, a few have.
+#: Up to this many rows or columns are all labelled; of more, a few.
 _MOST_NAMED, _FEW_NAMED = 40, 16
 _FORMATS = (".png", ".pdf", ".svg")
 
 
 def refuse_without_matplotlib() -> None:
-    """Before anything is planned.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
+    """Raise :class:`ConfigError`, before anything is planned, if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(
             "--plot needs matplotlib, which is not installed",
@@ -37,18 +33,14 @@ def refuse_without_matplotlib() -> None:
 
 
 def bytes_matrix(ranks: Sequence[RankForecast]) -> tuple[npt.NDArray[np.float64], list[int]]:
-    """Bytes by rank (row) and file (column), and the indices of the files, which are those that are read at all."""
+    """Bytes by rank (row) and file (column), float64, and the indices of the files; unread files are left out."""
     files = sorted({file for each in ranks for file in each.by_file})
     rows = [[each.by_file.get(file, 0) for file in files] for each in ranks]
     return np.array(rows, dtype=np.float64), files
 
 
 def draw(job: VirtualJob, ranks: Sequence[RankForecast], path: Path) -> None:
-    """Write the picture.
-
-    Raises:
-        ConfigError: it cannot be written there.
-    """
+    """Write the plot to ``path``. Raises :class:`ConfigError` if it cannot be written there."""
     from matplotlib.colors import LogNorm  # noqa: PLC0415  an optional package
     from matplotlib.figure import Figure  # noqa: PLC0415
 

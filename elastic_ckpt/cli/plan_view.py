@@ -1,4 +1,4 @@
-"""A survey of a job: for the eye, in tables that fit in 100 columns, and as JSON. Pure."""
+"""Renders a survey of a job as tables that fit in 100 columns, and as JSON. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from elastic_ckpt.tools.virtual import Topology, VirtualJob
 from elastic_ckpt.tools.virtual.forecast import Memory, RankForecast, Survey, nodes_of, reading_time, spread
 
 _LEAST_WIDTH = 72
-#: Of long lists, so many rows.
+#: Rows shown of long lists.
 _FILES_SHOWN, _NOTES_SHOWN = 16, 12
 _DIVIDED = (
     "without ZeRO every data-parallel rank holds all of it",
@@ -39,7 +39,7 @@ _READS = (
 
 
 def document(job: VirtualJob, found: Survey, name: str, in_detail: bool) -> Mapping[str, Any]:
-    """All that is known, as plain data; ``in_detail``: of each rank that was planned, too."""
+    """The survey as plain data; ``in_detail``: with every planned rank."""
     ranks, most, run = found.ranks, found.heaviest, found.run
     made: dict[str, Any] = {
         "name": name,
@@ -78,7 +78,7 @@ def _memory_document(memory: Memory) -> dict[str, Any]:
 
 
 def _warnings(topology: Topology) -> list[str]:
-    """What DeepSpeed would not do, although the checkpoint could be loaded so."""
+    """Topologies that DeepSpeed does not run, although the checkpoint could be loaded."""
     if topology.pp > 1 and topology.zero_stage > 1:
         return [
             f"DeepSpeed's pipeline engine refuses ZeRO-{topology.zero_stage}: with pipeline parallelism, take stage 0 "
@@ -88,7 +88,7 @@ def _warnings(topology: Topology) -> list[str]:
 
 
 def report(job: VirtualJob, found: Survey, name: str, in_detail: bool) -> Iterator[RenderableType]:
-    """All tables, one behind the other."""
+    """All tables, in order."""
     yield _overview(job, found, name)
     yield _reads(found)
     yield _memory(job, found)
@@ -148,7 +148,7 @@ def _count(value: float) -> str:
 
 
 def _memory(job: VirtualJob, found: Survey) -> Table:
-    """Of the rank that needs most."""
+    """Memory of the rank that needs most."""
     memory, run = found.heaviest.memory, found.run
     host = "host" if run.offload else "device"
     title = f"memory for the state of training; rank {found.heaviest.rank} needs most"
@@ -189,7 +189,7 @@ def _every_rank(job: VirtualJob, found: Survey) -> Table:
 
 
 def _slots(job: VirtualJob, found: Survey) -> Table:
-    """Of one rank: its coordinates, and what it fills."""
+    """Coordinates and slots of one rank."""
     (local_state, plan), each = found.last, found.ranks[0]
     at = job.topology.coordinates(each.rank)
     ranks = f"data-parallel rank {at.dp_rank}, tensor-parallel rank {at.tp_rank}"
@@ -208,7 +208,7 @@ def _slots(job: VirtualJob, found: Survey) -> Table:
 
 
 def _by_kind(plan: LoadPlan) -> dict[tuple[str, str], list[int]]:
-    """Key and dtype -> tensors, elements, and those of them that nothing fills."""
+    """(key, dtype) -> tensors, elements, and elements that no read fills."""
     found: dict[tuple[str, str], list[int]] = {}
     for slot in plan.reads.slots:
         sums = found.setdefault((slot.key, slot.dtype), [0, 0, 0])

@@ -1,1 +1,1 @@
-"""Which tensor-parallel rank holds which part of a parameter: rules, presets, and their resolution."""
+"""Which tensor-parallel rank holds which shard of a parameter: rules, presets, and their resolution."""

@@ -1,4 +1,4 @@
-"""Who says how a parameter is cut: the user, the checkpoint, the live model, a preset, or its shapes alone. Pure."""
+"""Sources of a parameter's layout: the user, checkpoint, live model, a preset, or its shapes alone. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from elastic_ckpt.core.tp_rules import AMBIGUOUS, COLUMN, REPLICATED, ROW, VOCAB
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.sharding.presets import Preset
 
-#: Names of parameters that code bases fuse from several, in ways that neither shapes nor ``partition_dim`` show.
+#: Names of fused parameters, whose arrangement neither shapes nor ``partition_dim`` show.
 _FUSED = re.compile(
     r"query_key_value|qkv|(^|[._])(q_k_v|kv_proj|key_value)([._]|$)|gate_up|up_gate|gate_and_up|w1_w3|w1?[23]([._]|$)"
     r"|h_to_4h|linear_fc1|(^|[._])(fc1|fc1_weight|fc1_bias|fc1_gate|linear_?1|input_linear|W_pack|c_attn|in_proj\w*|conv1d)"
@@ -35,23 +35,20 @@ def tensor_of(metadata: CheckpointMetadata, name: str) -> TensorMetadata | None:
 
 
 def is_fused(name: str) -> bool:
-    """Whether a parameter is, by its name, made of several whose arrangement its shape does not show."""
+    """Whether a parameter's name is one of fused parameters, whose arrangement the shape does not show."""
     return _FUSED.search(name) is not None
 
 
 def is_vocabulary(name: str) -> bool:
-    """Whether a parameter is, by its name, one whose first dimension may be padded."""
+    """Whether a parameter's name is that of a vocabulary, whose first dimension may be padded."""
     return _VOCABULARY.search(name) is not None
 
 
 @dataclass(frozen=True)
 class Sharded:
-    """A parameter or buffer whose tensor-parallel layout is in question.
+    """A parameter or buffer whose tensor-parallel layout is to be resolved.
 
-    Attributes:
-        metadata, tensor: of the checkpoint, and its weights there.
-        live: how the live ranks hold it; without shapes where there is no live model.
-        is_fused: whether it is made of several parameters.
+    ``tensor`` has its saved weights; ``live`` has no shapes where there is no live model.
     """
 
     metadata: CheckpointMetadata
@@ -61,27 +58,27 @@ class Sharded:
 
     @property
     def name(self) -> str:
-        """In the live model."""
+        """Name in the live model."""
         return self.tensor.name
 
     @property
     def saved_name(self) -> str:
-        """In the checkpoint; another one because of ``rename`` and tied names."""
+        """Name in the checkpoint, which ``rename`` and tied names make another one."""
         return self.metadata.saved_names.get(self.name, self.name)
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
-        """Of the saved shards."""
+        """Shapes of the saved shards."""
         return self.tensor.shard_shapes
 
     def mismatch(self, problem: str, **details: Any) -> MismatchError:
-        """The error that refuses this parameter; ``details``: expected, found and remedy."""
+        """An error about this parameter; ``details``: expected, found and remedy."""
         return MismatchError(problem, parameter=self.name, file=self.metadata.source.folder, **details)
 
 
 @dataclass(frozen=True)
 class RuleSource:
-    """A rule, and where it comes from: in words, from the user's config for this run, or only from the shapes."""
+    """A rule and its origin, in words; whether that is the user's config, or a guess from the shapes alone."""
 
     rule: Rule
     origin: str
@@ -90,16 +87,13 @@ class RuleSource:
 
     @property
     def is_ambiguous(self) -> bool:
-        """Whether the rule only states that the name leaves the layout open."""
+        """Whether the rule only declares the layout ambiguous."""
         return self.rule.kind == AMBIGUOUS
 
 
 @dataclass(frozen=True)
 class RuleBook:
-    """The rules and the preset of the user's config.
-
-    ``builtin`` is applied, after what the live parameters say, to models of Megatron Core.
-    """
+    """The rules and preset of the user's config; ``builtin`` applies to Megatron Core, after the live parameters."""
 
     rules: Sequence[Rule] = ()
     preset: Preset | None = None
@@ -107,19 +101,14 @@ class RuleBook:
 
     @classmethod
     def of(cls, config: ElasticConfig) -> RuleBook:
-        """The rules and the preset of a config, with Megatron Core's built in.
-
-        Raises:
-            ConfigError: there is no such preset.
-        """
+        """The rules and preset of a config. Raises :class:`ConfigError` if there is no such preset."""
         preset = Preset.load(config.tp_preset) if config.tp_preset else None
         return cls(tuple(config.tp_rules), preset, Preset.load("megatron-core"))
 
     def sources(self, sharded: Sharded) -> list[RuleSource]:
-        """Every rule about a parameter, the weightiest first; the user's own is the only one.
+        """Every rule about a parameter, by precedence; a rule of the user's excludes all others.
 
-        Raises:
-            CannotSplit: what the checkpoint declares cannot be understood.
+        Raises :class:`CannotSplit` if the checkpoint's declaration cannot be understood.
         """
         run = sharded.metadata.run
         for rule in self.rules:
@@ -144,7 +133,7 @@ def _of_preset(preset: Preset | None, sharded: Sharded) -> RuleSource | None:
 
 
 def _of_live_parameter(sharded: Sharded) -> RuleSource | None:
-    """What the live parameter says of itself (Megatron's attributes)."""
+    """The rule that the live parameter's attributes (Megatron's) give."""
     live = sharded.live
     if live.dim is None:
         return None
@@ -152,19 +141,19 @@ def _of_live_parameter(sharded: Sharded) -> RuleSource | None:
         return RuleSource(_rule(sharded, REPLICATED), "the live parameter (not tensor_model_parallel)")
     is_whole_truth = live.owner.startswith(_MEGATRON) and _INTERLEAVED.search(sharded.name) is not None
     if live.stride == 1 and sharded.is_fused and not is_whole_truth:
-        return None  # it says nothing about the parts
+        return None  # sub-parameters remain unknown
     origin = live.origin or f"the live parameter (partition_dim {live.dim}, partition_stride {live.stride})"
     return RuleSource(_rule(sharded, COLUMN, live.dim, [1] * live.stride if live.stride > 1 else None), origin)
 
 
 def _of_shapes(sharded: Sharded) -> RuleSource | None:
-    """Equal shards are replicated; else the one dimension along which both sides add up to the same is cut."""
+    """Equal shards are replicated; else the sharded dimension is the only one whose sum agrees on both sides."""
     saved, live = sharded.shapes, sharded.live.shapes
     if len({*saved, *live}) == 1:
         if len(saved) == 1 and len(saved[0]) > 1 and is_vocabulary(sharded.name):
-            return None  # as big on each of several ranks as it was on one: padding of a vocabulary looks like that
+            return None  # as large on each of several ranks as on one: it may be a padded vocabulary
         if len(set(sharded.live.values)) > 1:
-            return None  # a buffer that has other values on other live ranks
+            return None  # a buffer whose values differ between live ranks
         return RuleSource(_rule(sharded, REPLICATED), "the shapes", is_guess=True)
     if not live or len({len(shape) for shape in (*saved, *live)}) > 1:
         return None
@@ -177,18 +166,18 @@ def _of_shapes(sharded: Sharded) -> RuleSource | None:
 
 
 def _rule(sharded: Sharded, kind: Kind, dim: int | None = None, parts: list[int] | None = None) -> Rule:
-    """A rule for one parameter, not validated: there is one for each, and validation is most of a plan's time."""
+    """A rule for one parameter, not validated: for every parameter, that would dominate planning time."""
     kind = ROW if kind == COLUMN and dim == 1 else kind
     return Rule.model_construct(pattern=re.escape(sharded.name), kind=kind, dim=dim, sub_parameters=parts)
 
 
 def choose(sources: Sequence[RuleSource]) -> RuleSource | None:
-    """The weightiest; where it cuts dimension 0, the one that knows this to be a vocabulary."""
+    """The source of highest precedence; if it shards dimension 0, a vocabulary rule goes first."""
     if not sources:
         return None
     first = sources[0]
     if first.rule.kind == COLUMN and first.rule.cut_dim == 0 and first.rule.sub_parameters is None:
         return next((source for source in sources if source.rule.kind == VOCABULARY), first)
-    if first.is_ambiguous:  # a live parameter may say what a preset leaves open
+    if first.is_ambiguous:  # a live parameter may resolve what a preset leaves open
         return next((source for source in sources if not source.is_ambiguous and not source.is_guess), first)
     return first

@@ -1,8 +1,7 @@
-"""What the shapes of other parameters say about a fused one, and about rules for it. Pure.
+"""Checks of rules for fused parameters against the shapes of other parameters. Pure.
 
-Within a module, a layer that widens has as many rows as the layer that narrows again has columns. Where it has more, it
-is made of several: a gate beside it, or query, key and value. Rules that were written without having seen the model are
-checked against that, whatever the name of the parameter.
+Within a module, a widening layer has as many rows as the narrowing layer has columns. More rows mean that it is fused
+with a gate, or from query, key and value. Rules written without the model at hand are checked against that.
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ from elastic_ckpt.core.strided import Shape
 from elastic_ckpt.core.tp_rules import KV_HEADS, WHOLE_KINDS
 from elastic_ckpt.sharding.book import RuleSource, is_fused, tensor_of
 
-#: Layer that widens -> layer that narrows again.
+#: Widening layer -> narrowing layer.
 _COUNTERPARTS = (("h_to_4h", "4h_to_h"), ("fc1", "fc2"), ("linear1", "linear2"), ("wi", "wo"))
 _QKV = re.compile(r"query_key_value|qkv|W_pack|c_attn", re.IGNORECASE)
 
 
 class Structure:
-    """What the shapes of a model's matrices say about each other."""
+    """Relations between the shapes of a model's matrices."""
 
     def __init__(self, metadata: CheckpointMetadata) -> None:
         self._metadata = metadata
-        # (module, rows of a matrix on the first rank) -> how often which number of columns: of all ranks
+        # (module, rows of a matrix on the first rank) -> histogram of columns, summed over all ranks
         self._columns: dict[tuple[str, int], Counter[int]] = {}
         for name, key in metadata.tensors:
             shapes = metadata.tensors[name, key].shard_shapes
@@ -35,15 +34,15 @@ class Structure:
                 self._columns.setdefault((_module(name), shapes[0][0]), Counter())[_total(shapes, 1)] += 1
 
     def is_fused(self, name: str) -> bool:
-        """Whether a parameter is made of several, by its name or by the shapes of its module.
+        """Whether a parameter is fused, by its name or the shapes of its module.
 
-        A plain ``h_to_4h`` is not: its counterpart has as many columns as it has rows.
+        A plain ``h_to_4h``, whose counterpart has as many columns as it has rows, is not.
         """
         rows, taken = self._widths(name)
         return (is_fused(name) and self._gate_factor(name) != 1) or rows > taken > 0
 
     def qkv_widths(self, name: str) -> list[int] | None:
-        """Relative widths of query, key and value, if the layer is made of these; ``None``: not known."""
+        """Relative widths of query, key and value, if the layer fuses these; ``None`` if unknown."""
         rows, taken = self._widths(name)
         if not rows > taken > 0 or (rows - taken) % 2:
             return None
@@ -52,7 +51,7 @@ class Structure:
         return [taken // common, key // common, key // common]
 
     def objection(self, name: str, source: RuleSource) -> str | None:
-        """What contradicts a rule; ``None``: nothing. A user may know what shapes do not show."""
+        """What contradicts a rule, or ``None``. A user's rule may state what shapes do not show."""
         rule, by_user = source.rule, source.is_users
         if rule.kind in WHOLE_KINDS:
             return None
@@ -73,7 +72,7 @@ class Structure:
         return None
 
     def _gate_factor(self, name: str) -> int | None:
-        """How many times as many rows a widening layer has as its counterpart has columns; ``None``: not known."""
+        """Rows of a widening layer divided by columns of its counterpart; ``None`` if unknown."""
         for wide, narrow in _COUNTERPARTS:
             if wide in name:
                 counterpart = name.rpartition(".")[0].replace(wide, narrow) + ".weight"
@@ -85,14 +84,14 @@ class Structure:
         return None
 
     def _matrix(self, name: str) -> TensorMetadata | None:
-        """The weight of a parameter's layer; ``None``: it is no matrix."""
+        """The weight of a parameter's layer, if it is a matrix."""
         weight = tensor_of(self._metadata, name.rpartition(".")[0] + ".weight")
         return None if weight is None or any(len(shape) != 2 for shape in weight.shard_shapes) else weight
 
     def _widths(self, name: str) -> tuple[int, int]:
-        """Rows of a layer's weight, and columns of the layer of its module that takes its output; 0: not known."""
+        """Rows of a layer's weight, and columns of the layer that takes its output; 0 if unknown."""
         weight = self._matrix(name)
-        if not _module(name) or weight is None:  # layers at the root have nothing to do with each other
+        if not _module(name) or weight is None:  # layers at the root are unrelated
             return 0, 0
         rows, (first_rows, columns) = _total(weight.shard_shapes, 0), weight.shard_shapes[0]
         others = self._columns.get((_module(name), columns), Counter())
@@ -105,16 +104,15 @@ class Structure:
     def _has_fewer_kv_heads(self, name: str) -> bool:
         run = self._metadata.run
         if any(run.get(key) for key in KV_HEADS):
-            return False  # the run says how many there are, and rules may ask it
+            return False  # the run states their number, and rules may refer to it
         heads, width, hidden = (run.get(key) for key in ("num_attention_heads", "kv_channels", "hidden_size"))
         if isinstance(heads, int) and isinstance(width, int) and isinstance(hidden, int) and heads * width != hidden:
-            return False  # all heads together are not as wide as the hidden state
+            return False  # the heads together are not as wide as the hidden state
         weight = self._matrix(name)
         return weight is not None and _total(weight.shard_shapes, 0) != 3 * weight.shard_shapes[0][1]
 
 
 def _module(name: str) -> str:
-    """The module whose layer a parameter is of."""
     return name.rpartition(".")[0].rpartition(".")[0]
 
 

@@ -1,6 +1,6 @@
-"""Decides how the tensor-parallel ranks cut each parameter: for live engines, offline tools and inspection. Pure.
+"""Decides how tensor-parallel ranks shard each parameter, for live engines, offline tools and inspection. Pure.
 
-Layouts that are recorded in full go before rules, and the user's rules before these.
+The user's rules go before layouts that are recorded in full, and these before other rules.
 """
 
 from __future__ import annotations
@@ -15,24 +15,23 @@ from elastic_ckpt.core.tp_rules import COLUMN, WHOLE_KINDS, Rule, split_by
 from elastic_ckpt.sharding.book import RuleBook, RuleSource, Sharded, choose
 from elastic_ckpt.sharding.cross_checks import Structure
 
-#: A checkpoint that declares patterns cuts what none of them names along dimension 0.
+#: A checkpoint that declares patterns shards parameters that match none along dimension 0.
 BY_DEFAULT = "the checkpoint's universal_checkpoint_info, by its default"
 _NO_MODEL = LiveLayout(())
 
 
 @dataclass(frozen=True)
 class Decision:
-    """All rules about one parameter, the weightiest first, and the one that counts; ``None``: there is none."""
+    """All rules about one parameter, by precedence, and the chosen one, if any."""
 
     sharded: Sharded
     sources: Sequence[RuleSource]
     chosen: RuleSource | None
 
     def layouts(self) -> tuple[TPLayout | None, TPLayout | None, bool]:
-        """How the saved and the live ranks hold it, and whether that is recorded in full; ``None``: not known.
+        """The saved and the live layout (``None`` if unknown), and whether they are recorded in full.
 
-        Raises:
-            CannotSplit: what is recorded, or the rule, contradicts the shapes.
+        Raises :class:`CannotSplit` if the recorded layout or the rule contradicts the shapes.
         """
         sharded, by_user = self.sharded, self.chosen is not None and self.chosen.is_users
         declared = sharded.metadata.declared
@@ -64,24 +63,19 @@ class Decider:
         self._book = book
 
     def sharded(self, tensor: TensorMetadata, live: LiveLayout = _NO_MODEL) -> Sharded:
-        """A parameter or buffer, whose live layout is known if there is a live model."""
+        """A saved parameter or buffer with its live layout, if there is a live model."""
         names = {tensor.name, self.metadata.saved_names.get(tensor.name, tensor.name)}
         return Sharded(self.metadata, tensor, live, any(map(self.structure.is_fused, names)))
 
     def decide(self, sharded: Sharded) -> Decision:
-        """What decides about a parameter of a live model.
-
-        Raises:
-            CannotSplit: what the checkpoint declares cannot be understood.
-        """
+        """The decision for a live model. Raises :class:`CannotSplit` if the declaration cannot be understood."""
         sources = self._book.sources(sharded)
         return Decision(sharded, sources, choose(sources))
 
     def decide_offline(self, tensor: TensorMetadata) -> Decision:
-        """What decides about a parameter where there is no live model: no guess, and nothing that leaves it open.
+        """The decision without a live model, which chooses neither a guess nor an ambiguous rule.
 
-        Raises:
-            CannotSplit: what the checkpoint declares cannot be understood.
+        Raises :class:`CannotSplit` if the declaration cannot be understood.
         """
         decision = self.decide(self.sharded(tensor))
         sharded, chosen = decision.sharded, decision.chosen
@@ -89,6 +83,6 @@ class Decider:
             return decision
         is_plain = len(sharded.shapes) > 1 and not sharded.is_fused
         if self.metadata.declared.rules and is_plain and (sharded.name, BUFFER) not in self.metadata.tensors:
-            # a parameter that no pattern names is cut along dimension 0: ``merge_tp_slices``, ds_to_universal.py
+            # parameters that match no pattern are sharded along dimension 0: ``merge_tp_slices``, ds_to_universal.py
             return replace(decision, chosen=RuleSource(Rule(pattern=".*", kind=COLUMN), BY_DEFAULT))
         return replace(decision, chosen=None)

@@ -1,7 +1,6 @@
-"""How the tensor-parallel ranks of a job that does not run would hold a checkpoint's parameters. Pure.
+"""Tensor-parallel layouts of a checkpoint's parameters without a live model. Pure.
 
-A live model says what shards it has. Without one, they follow from the rules: who knows how the saved shards were cut
-knows the whole parameter, and how another number of ranks cuts it.
+A rule for the saved shards gives the whole parameter, and its shards on any number of ranks.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from elastic_ckpt.sharding.refusals import contradiction, undecided
 def virtual_layouts(
     metadata: CheckpointMetadata, names: Iterable[str], tp: int, book: RuleBook
 ) -> dict[str, LiveLayout]:
-    """What ``tp`` ranks would hold of each parameter, frozen weight and buffer.
+    """The layout of each parameter, frozen weight and buffer over ``tp`` ranks.
 
-    A vector or a buffer about which there is no rule is taken for replicated: a guess, which a load (and a conversion)
-    compares with the values of the saved copies.
+    A vector or buffer without a rule is taken for replicated: a guess, which a load (and a conversion) verifies by
+    comparing the saved copies.
 
     Raises:
         DamagedError: a name has no tensor.
-        MismatchError: nothing says how a matrix is cut, a rule does not fit, or a dimension does not divide.
+        MismatchError: a matrix has no rule, a rule does not fit, or a dimension is not divisible.
     """
     layouts, errors = decided_layouts(metadata, names, tp, book)
     for error in errors.values():
@@ -39,7 +38,7 @@ def virtual_layouts(
 def decided_layouts(
     metadata: CheckpointMetadata, names: Iterable[str], tp: int, book: RuleBook
 ) -> tuple[dict[str, LiveLayout], dict[str, ElasticCkptError]]:
-    """As :func:`virtual_layouts`; what would be its errors comes second, by name."""
+    """As :func:`virtual_layouts`, but with errors returned by name instead of raised."""
     decider = Decider(metadata, book)
     layouts: dict[str, LiveLayout] = {}
     errors: dict[str, ElasticCkptError] = {}
@@ -66,12 +65,10 @@ def _saved_tensor(metadata: CheckpointMetadata, name: str) -> TensorMetadata:
 
 
 def known_rules(metadata: CheckpointMetadata, names: Iterable[str], book: RuleBook) -> dict[str, Rule | None]:
-    """By which rule tensor-parallel ranks hold each parameter; ``None``: no rule says so, or a recorded map says all.
+    """The tensor-parallel rule of each parameter; ``None`` without a rule, or where a recorded map replaces it.
 
-    The widths of sub-parameters are numbers, even where the rule takes them from the run.
-
-    Raises:
-        MismatchError: a rule does not fit the shapes.
+    Widths of sub-parameters are numbers, even where the rule takes them from the run. Raises :class:`MismatchError` if
+    a rule does not fit the shapes.
     """
     decider = Decider(metadata, book)
     return {name: _known_rule(decider, name) for name in names}
@@ -107,7 +104,6 @@ def _layout(decider: Decider, tensor: TensorMetadata, tp: int) -> LiveLayout:
 
 
 def _shard(decider: Decider, decision: Decision, tp: int) -> Shape:
-    """The shape of what one of ``tp`` ranks would hold."""
     sharded, chosen = decision.sharded, decision.chosen
     source, _, is_recorded = decision.layouts()
     if chosen is None and not is_recorded and (sharded.tensor.key == BUFFER or len(sharded.shapes[0]) < 2):

@@ -1,4 +1,4 @@
-"""The JSON files of the repository's ``configs/`` that the package carries, and the user's own of the same form."""
+"""JSON files of ``configs/``, which the package ships, and the user's own of the same form."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from elastic_ckpt.errors import ConfigError
 
 
 class ReadyConfig(BaseModel):
-    """One such file; each subclass is one kind of them, with a folder and error texts of its own."""
+    """One such file; a subclass defines the fields, folder and error texts of one kind."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -22,7 +22,7 @@ class ReadyConfig(BaseModel):
     CALLED: ClassVar[str]
     UNREADABLE: ClassVar[str]
     EXPECTED: ClassVar[str]
-    #: How to ask for one; ``{name}`` stands for its name.
+    #: How to select one; ``{name}`` is replaced by its name.
     REMEDY: ClassVar[str]
 
     @classmethod
@@ -32,15 +32,14 @@ class ReadyConfig(BaseModel):
 
     @classmethod
     def names(cls) -> list[str]:
-        """Names of the files that the package carries."""
+        """Names of the files that the package ships."""
         return sorted(path.stem for path in cls._folder().glob("*.json"))
 
     @classmethod
     def load(cls, name: str) -> Self:
-        """The config of a name, or of a file of the user's own (a path that ends in ``.json``).
+        """Load a shipped file by name, or the user's own by its path, which ends in ``.json``.
 
-        Raises:
-            ConfigError: there is none of this name, or the file is not of this form.
+        Raises :class:`ConfigError` if there is no such name, or the file is malformed.
         """
         is_path, names = name.endswith(".json"), cls.names()
         if not is_path and name not in names:
@@ -58,7 +57,7 @@ class ReadyConfig(BaseModel):
 
 
 class Preset(ReadyConfig):
-    """Tensor-parallel rules of a well-known code base; the first rule that applies to a parameter counts."""
+    """Tensor-parallel rules of a well-known code base; the first rule that applies to a parameter wins."""
 
     FOLDER = "rules"
     CALLED = "preset"

@@ -12,7 +12,7 @@ from elastic_ckpt.sharding.book import RuleSource, Sharded
 
 
 def undecided(sharded: Sharded, chosen: RuleSource | None, widths: Sequence[int] | None) -> MismatchError:
-    """Nothing says how a parameter is cut; ``widths``: of query, key and value, if it is made of these."""
+    """A parameter's layout is unknown; ``widths``: of query, key and value, if it fuses these."""
     name = sharded.name
     choices: list[Mapping[str, object]] = [{"pattern": name, "kind": "column"}]
     if sharded.is_fused:
@@ -37,7 +37,7 @@ def undecided(sharded: Sharded, chosen: RuleSource | None, widths: Sequence[int]
 
 
 def contradiction(sharded: Sharded, chosen: RuleSource | None, why: str) -> MismatchError:
-    """A rule, or a recorded layout (``None``), does not fit the shapes of a parameter."""
+    """A rule, or the recorded layout if ``chosen`` is ``None``, does not fit a parameter's shapes."""
     layout = f"{chosen.rule.kind}, according to {chosen.origin}" if chosen else "a recorded layout"
     saved, live = sharded.shapes, sharded.live.shapes
     rests = {shape[1:] for shape in (*saved, *live)}
@@ -52,7 +52,7 @@ def contradiction(sharded: Sharded, chosen: RuleSource | None, why: str) -> Mism
 
 
 def vocabulary_too_small(sharded: Sharded, saved: int, live: int, real: int | None) -> MismatchError:
-    """Rows would be dropped that may be no padding."""
+    """Rows that may not be padding would be dropped; ``real``: rows that are not, if known."""
     known = f", of which {real} are no padding" if real else ", and nothing says which of them are padding"
     return sharded.mismatch(
         "the live vocabulary has fewer rows than the saved one",
@@ -64,7 +64,7 @@ def vocabulary_too_small(sharded: Sharded, saved: int, live: int, real: int | No
 
 
 def wrongly_merged(sharded: Sharded, origin: str) -> MismatchError:
-    """A universal checkpoint whose converter did not know what a parameter is made of."""
+    """A fused parameter of a universal checkpoint whose converter did not know its sub-parameters."""
     return sharded.mismatch(
         "DeepSpeed's converter has put the tensor-parallel shards of this parameter side by side, and it is made of "
         "several that each were cut on their own: the universal checkpoint holds them in a wrong order",
@@ -83,7 +83,7 @@ def _both(sharded: Sharded) -> str:
 
 def _shards(shapes: Sequence[Shape]) -> str:
     if not shapes:
-        return "nothing yet"  # of a job that does not run
+        return "nothing yet"  # without a live model
     distinct = list(dict.fromkeys(shapes))
     return f"{len(shapes)} x {distinct[0]}" if len(distinct) == 1 else " + ".join(map(str, shapes))
 

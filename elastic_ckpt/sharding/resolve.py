@@ -1,4 +1,4 @@
-"""CheckpointMetadata x ModelLayout -> where each tensor-parallel shard comes from. Pure."""
+"""CheckpointMetadata x ModelLayout -> the sources of each live tensor-parallel shard. Pure."""
 
 from __future__ import annotations
 
@@ -23,15 +23,13 @@ MEAN = "mean"
 
 @dataclass(frozen=True)
 class Resharding:
-    """What a change of the tensor-parallel degree comes to.
+    """How one rank's shards are resharded.
 
     Attributes:
-        transfers: (name, key of the state) -> where this rank's shard comes from; an empty key stands for master and
-            states together.
-        replicas: names that every rank saved whole, and whose copies therefore should be equal.
-        averaged: those of them that may differ, according to a rule.
-        overlaps: name -> elements that several ranks saved of a sharded parameter.
-        guessed: names whose layout follows from nothing but their shapes.
+        transfers: (name, state key) -> sources of this rank's shard; an empty key covers master and states.
+        replicas, averaged: names that every rank saved whole, so that copies should be equal; those that may differ.
+        overlaps: name -> elements of a sharded parameter that several ranks saved.
+        guessed: names whose layout follows from their shapes alone.
         notes: sentences for the report.
     """
 
@@ -46,18 +44,12 @@ class Resharding:
 def resolve(
     metadata: CheckpointMetadata, model: ModelLayout, names: Iterable[str], book: RuleBook, policy: str
 ) -> Resharding:
-    """Find out how each parameter and buffer is cut on both sides, where the two degrees differ.
+    """Resolve the layout of each parameter and buffer in ``names`` on both sides, where the two degrees differ.
 
-    Where they do not, every live shard is a saved one, and nobody has to know how it was cut.
+    At equal degrees every live shard is a saved one, whatever its layout. ``policy``: ``strict`` and ``first`` take the
+    first rank's copy of a replicated parameter, ``mean`` the mean of all.
 
-    Args:
-        metadata, model: the checkpoint, and the live model.
-        names: of the parameters and buffers to restore.
-        book: the user's rules and preset.
-        policy: of replicated parameters, ``strict`` and ``first`` take the first rank's copy, ``mean`` the mean of all.
-
-    Raises:
-        MismatchError: nothing says how a parameter is cut, or a rule and the shapes contradict each other.
+    Raises :class:`MismatchError` if a layout is unknown, or a rule contradicts the shapes.
     """
     resolver = _Resolver(metadata, model, book, policy)
     for name in sorted(names):
@@ -78,7 +70,6 @@ class _Resolver:
         self._summed = 0
 
     def notes(self) -> Iterator[str]:
-        """What the user should know of these decisions."""
         if self._origins:
             origins = ", ".join(f"{origin} ({count})" for origin, count in sorted(self._origins.items()))
             yield f"tensor-parallel layout of parameters according to: {origins}"
@@ -97,7 +88,7 @@ class _Resolver:
             yield f"only their shapes tell how these are held: {', '.join(matrices[:8])}{more}"
 
     def add(self, name: str) -> None:
-        """One parameter or buffer."""
+        """Resolve one parameter or buffer."""
         tensor, layout = tensor_of(self._metadata, name), self._live.layouts.get(name)
         if tensor is None or (layout is None and len(tensor.shard_shapes) == self._live.coordinates.tp):
             return
@@ -152,7 +143,7 @@ class _Resolver:
             self.found.overlaps[sharded.name] = overlaps
 
     def _cross_check(self, decision: Decision) -> None:
-        """Refuse rules that contradict each other, or the shapes of other parameters; the user's go before others."""
+        """Refuse rules that contradict each other (unless the user's) or the shapes of other parameters."""
         sharded, chosen = decision.sharded, decision.chosen
         certain = [source for source in decision.sources if not source.is_guess]
         for other in certain[1:]:
@@ -163,7 +154,7 @@ class _Resolver:
             raise contradiction(sharded, chosen, objection)
 
     def _refuse_wrong_merge(self, sharded: Sharded) -> None:
-        """DeepSpeed's converter puts shards of fused parameters side by side unless the run declared their parts."""
+        """DeepSpeed's converter concatenates shards of fused parameters unless the run declared sub-parameters."""
         declared, live = self._metadata.declared, sharded.live
         try:
             rule = declared.rule(sharded.saved_name)
@@ -186,10 +177,9 @@ class _Resolver:
             raise undecided(sharded, chosen, self._decider.structure.qkv_widths(sharded.name))
 
     def _add_whole(self, sharded: Sharded, kind: str, source: TPLayout, target: TPLayout) -> None:
-        """A parameter that every rank saved whole."""
         name, numel, shards = sharded.name, math.prod(target.shape), source.degree
         if kind == SUMMED:
-            # each rank adds its share of the value; the gradient of a share is that of the whole, and so are moments
+            # the value is the sum of the ranks' shares; gradient and moments of a share are those of the whole
             self._summed += 1
             share = blended(shards, numel, 1 / target.degree)
             self.found.transfers[name, MASTER] = self.found.transfers[name, FROZEN] = share
@@ -198,7 +188,7 @@ class _Resolver:
         if kind == AVERAGED:
             self.found.averaged.add(name)
         takes_mean = kind == AVERAGED or (kind == REPLICATED and self._policy == MEAN)
-        if not target.is_whole:  # by recorded layouts: whole on one side, cut on the other
+        if not target.is_whole:  # by recorded layouts: replicated when saved, now sharded
             whole = fused(target.shape, target.dim, [[target.shape[target.dim]]])
             self.found.transfers[name, ""] = reshard(whole, target, self._live.coordinates.tp_rank)
         elif shards > 1 and takes_mean and is_floating(sharded.tensor.dtype):
@@ -215,7 +205,7 @@ class _Resolver:
         chosen: RuleSource | None,
         by_rule: RuleSource | None,
     ) -> None:
-        """Only a vocabulary may have another size on the live side: other padding, but no row less than are real."""
+        """Only a vocabulary may change its size, by padding alone."""
         if kind != VOCABULARY or source.shape[1:] != target.shape[1:] or source.dim or target.dim:
             shapes = f"{source.shape} in the checkpoint and {target.shape} in the live model"
             raise contradiction(sharded, by_rule, f"the whole parameter would be {shapes}")
@@ -225,7 +215,7 @@ class _Resolver:
 
 
 def _differ(one: Rule, other: Rule) -> bool:
-    """Whether two rules cut a parameter in different ways, as far as both say."""
+    """Whether two rules contradict each other, as far as both are specific."""
     if "whole_only" in (one.kind, other.kind):
         return False
     whole = [rule.kind in WHOLE_KINDS for rule in (one, other)]

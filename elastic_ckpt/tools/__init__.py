@@ -1,1 +1,1 @@
-"""What needs no engine and no GPU: inspect, verify, convert, diff, plan."""
+"""Tools that need neither an engine nor a GPU: inspect, verify, convert, diff, plan."""

@@ -1,4 +1,4 @@
-"""Are two checkpoints the same? By logical tensor, whatever their topologies and formats."""
+"""Compares two checkpoints by logical tensor, whatever their topologies and formats."""
 
 from __future__ import annotations
 
@@ -26,14 +26,12 @@ _ONE_CHUNK = ReadOptions(threads=1, chunk_nbytes=16 * _MIB, staging_nbytes=16 * 
 
 @dataclass(frozen=True)
 class Difference:
-    """What two checkpoints hold under one name.
+    """A tensor or other fact that differs between two checkpoints, or is missing from one.
 
     Attributes:
-        name, key: of the parameter or buffer, and of what belongs to it; ``key`` is empty for what belongs to none.
-        what: ``"differs"``, or ``"missing"`` from one of them.
-        detail: in words: which values, shapes or dtypes, or which of the two lacks it.
-        max_abs: largest difference; ``None`` where they cannot be subtracted.
-        at: index of that element in the whole tensor.
+        name, key: parameter or buffer, and its state; ``key`` may be empty for other facts.
+        what, detail: ``"differs"`` or ``"missing"``; values, shapes or dtypes, or which side lacks it.
+        max_abs, at: largest difference, ``None`` if values cannot be subtracted; its index in the whole tensor.
         differing: number of elements that differ.
     """
 
@@ -48,7 +46,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The outcome: how many tensors and other facts are equal, what is not, and what could not be compared."""
+    """The outcome: equal tensors and other facts, differences, bytes compared, and what could not be compared."""
 
     equal: int
     differences: tuple[Difference, ...]
@@ -59,11 +57,10 @@ class Comparison:
 def compare(first: Opened, second: Opened, threads: int, progress: bool | None = None) -> Comparison:
     """Compare masters, states, buffers, frozen weights, scalar states, hyperparameters and counters of two checkpoints.
 
-    Values are compared exactly; zeros of either sign are equal, and so are not-a-numbers. Of 8-bit states, what the
-    codes stand for is compared. Memory: a few chunks of 16 MiB for each thread.
+    Values are compared exactly, 8-bit states after dequantization; zeros of either sign are equal, and so are NaNs.
+    Memory: a few chunks of 16 MiB per thread.
 
-    Raises:
-        ElasticCkptError: one of them cannot be read, or its tensor-parallel shards cannot be put together.
+    Raises :class:`ElasticCkptError` if one cannot be read, or its tensor-parallel shards cannot be joined.
     """
     sides = [_Side(opened) for opened in (first, second)]
     left, right = (side.tensors for side in sides)
@@ -126,14 +123,14 @@ def _compare(sides: list[_Side], key: tuple[str, str]) -> Difference | None:
 
 
 def _apart(left: torch.Tensor, right: torch.Tensor) -> tuple[float, int, int]:
-    """Largest difference, where it is, and how many elements differ; not-a-numbers are equal to each other."""
+    """Largest difference, its flat index, and the number of differing elements; NaNs are equal."""
     same, apart = differences(left, right)
     index = int(apart.argmax()) if apart.numel() else 0
     return float(apart.reshape(-1)[index]), index, int((~same).sum())
 
 
 def _facts(first: Opened, second: Opened) -> Iterator[Difference | None]:
-    """What belongs to no tensor: a difference each, or ``None`` where they agree."""
+    """Facts beside the tensors: each a difference, or ``None`` where they agree."""
     left, right = first.checkpoint.metadata, second.checkpoint.metadata
     names = [name for name in left.parameters if name in right.parameters]
     shared = [(name, left.parameters[name], right.parameters[name]) for name in names]
@@ -141,7 +138,7 @@ def _facts(first: Opened, second: Opened) -> Iterator[Difference | None]:
         mine, theirs = ({**dict(one.scalars), **{s.key: _replicated(s) for s in one.replicated}} for one in saved)
         for key in sorted({*mine, *theirs}):
             yield _fact(name, key, mine.get(key), theirs.get(key))
-    for pair in dict.fromkeys((mine.group, theirs.group) for _, mine, theirs in shared):  # may be numbered otherwise
+    for pair in dict.fromkeys((mine.group, theirs.group) for _, mine, theirs in shared):  # numbers may differ
         group, other = left.groups[pair[0]], right.groups[pair[1]]
         for key in sorted({*group, *other}, key=str):
             if not str(key).startswith("_ds_"):
@@ -160,7 +157,7 @@ def _replicated(state: ReplicatedState) -> str:
 
 
 def _not_understood(first: CheckpointMetadata, second: CheckpointMetadata) -> tuple[list[Difference], list[str]]:
-    """States that cannot be compared: differences where one side alone has them, and notes."""
+    """Opaque and damaged states: a difference if only one side has it, else a note."""
     left, right = ({**metadata.states.opaque, **metadata.states.damaged} for metadata in (first, second))
     differences, notes = [], []
     for key in sorted({*left, *right}):

@@ -1,4 +1,4 @@
-"""What ``inspect`` and ``verify`` find in a checkpoint."""
+"""Findings of ``inspect`` and ``verify``."""
 
 from __future__ import annotations
 
@@ -13,36 +13,34 @@ ERROR: Level = "error"
 WARNING: Level = "warning"
 NOTE: Level = "note"
 
-# The kinds of a verification.
-#: A ``latest`` file that cannot be read, or names nothing.
+# Kinds of ``verify``'s findings.
+#: A ``latest`` file that is unreadable or names no tag.
 LATEST = "latest"
-#: A file that is not there; one that does not open; one that asks for code.
+#: A file that is missing, does not open, or would run code.
 MISSING, UNREADABLE, UNSAFE = "missing", "unreadable", "unsafe-pickle"
-#: A file of another save; files that do not fit together in another way.
+#: A file of another save; other files that are inconsistent.
 FOREIGN, DAMAGED, MISMATCH = "foreign", "damaged", "mismatch"
-#: Elements of a tensor that are in no file, or in two; states that a parameter lacks.
+#: Elements of a tensor in no file, or in two; states missing from a parameter.
 INCOMPLETE, NO_STATE = "incomplete", "state-missing"
-#: Of a zip archive: its directory, the headers of its records, bytes of it that no reader looks at.
+#: In a zip archive: its directory, its record headers, bytes that no reader uses.
 DIRECTORY, HEADER, PADDING = "zip-directory", "zip-header", "zip-padding"
-#: Bytes that are not those that were written; bytes that the disk does not give.
+#: Bytes that have changed; bytes that cannot be read.
 CHECKSUM, IO = "checksum", "read-error"
-#: Values that are not finite; copies that should be equal.
+#: Non-finite values; replicas that differ.
 NAN, INF, DRIFT = "nan", "inf", "drift"
-#: Only among the notes: what was not checked, and why; what the reader notes.
+#: Notes only: what was not checked, and why; notes of the reader.
 NO_CHECKSUM, UNCHECKED, READER = "no-checksum", "not-checked", "reader"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong with a checkpoint, or worth knowing about it.
+    """A problem of a checkpoint, or a fact worth knowing.
 
     Attributes:
-        level: ``"error"``: a load would be refused, or lose something; ``"warning"``: look at it; ``"note"``: know it.
-        kind: one word for programs, the same in every version (``"missing_file"``).
-        text: what it is.
-        parameter: name of the parameter, buffer or state concerned.
-        file: path of the file concerned.
-        expected, found, remedy: as far as they are known.
+        level: ``"error"`` if a load would be refused or lose something, ``"warning"`` or ``"note"``.
+        kind: one word for programs, stable across versions (``"missing_file"``).
+        parameter, file: name of the parameter, buffer or state, and path of the file concerned.
+        text, expected, found, remedy: description, and details as far as known.
     """
 
     level: Level
@@ -56,13 +54,13 @@ class Finding:
 
     @property
     def message(self) -> str:
-        """Text, expected, found and remedy on one line, without control characters."""
+        """Text and details on one line, without control characters."""
         details = {"expected": self.expected, "found": self.found, "remedy": self.remedy}
         known = (f"{name}: {value}" for name, value in details.items() if value is not None)
         return one_line("; ".join([self.text, *known]))
 
     def line(self, folder: str) -> str:
-        """All of it on one line, the file relative to ``folder``, without control characters."""
+        """The whole finding on one line, the file relative to ``folder``, without control characters."""
         parts = [self.kind]
         if self.file is not None:
             inside = os.path.relpath(self.file, folder)
@@ -73,14 +71,14 @@ class Finding:
 
 
 def of_error(error: ElasticCkptError, kind: str, level: Level = ERROR) -> Finding:
-    """An error as a finding."""
+    """The finding for an error."""
     known = {name: getattr(error, name) for name in ("file", "expected", "found", "remedy")}
     parameter = None if error.parameter == listed(()) else error.parameter
     return Finding(level, kind, error.problem, parameter, **known)
 
 
 def kind_of(error: ElasticCkptError) -> str:
-    """The kind of finding of a verification that an error of the reader is."""
+    """The kind of ``verify``'s finding for an error of the reader."""
     if isinstance(error, UnsafePickleError):
         return UNSAFE
     if isinstance(error, UnsupportedError):
@@ -89,6 +87,6 @@ def kind_of(error: ElasticCkptError) -> str:
 
 
 def one_line(text: str) -> str:
-    """Text without line breaks and control characters, which file contents may hold."""
+    """Text from files on one line, with control characters escaped."""
     joined = " ".join(text.split())
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in joined)

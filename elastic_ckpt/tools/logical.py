@@ -1,4 +1,4 @@
-"""Whole logical tensors of a checkpoint, a range at a time, whatever files and shards they are in."""
+"""Reads ranges of a checkpoint's logical tensors, whatever files and shards hold them."""
 
 from __future__ import annotations
 
@@ -29,12 +29,11 @@ class Whole:
     """A logical tensor.
 
     Attributes:
-        name, key: of the parameter or buffer, and of what belongs to it.
-        shape: of all shards put together; rows come first.
-        dtype: name of the torch dtype in which it is read: of dequantized values, not of codes.
-        rows: leading dimension of a state that has several values for each element of its parameter; 1: none.
-        is_coded: whether it is quantized in the files.
-        is_whole: whether it is a state with a shape of its own.
+        name, key: parameter or buffer, and its state or weights.
+        shape: logical shape, with rows as the leading dimension if there are several.
+        dtype: torch dtype in which it is read; of quantized states, that of dequantized values.
+        rows: values of a state per element of its parameter.
+        is_coded, is_whole: whether it is quantized in the files; whether it is a state with a shape of its own.
     """
 
     name: str
@@ -55,14 +54,10 @@ class Whole:
 
 
 class LogicalReader:
-    """Reads whole tensors: shards of tensor-parallel ranks are put together by the rules of a load.
+    """Reads logical tensors, whose tensor-parallel shards are joined as in a load.
 
-    Args:
-        metadata: of the checkpoint.
-        options: of a load; its rules and its policy for replicated parameters count.
-
-    Raises:
-        MismatchError: the layout of a parameter is not known, or contradicts the shapes.
+    Of ``options``, the rules and the policy for replicated parameters are used. Raises :class:`MismatchError` if a
+    layout is unknown or contradicts the shapes.
     """
 
     def __init__(self, metadata: CheckpointMetadata, options: LoadOptions) -> None:
@@ -77,16 +72,14 @@ class LogicalReader:
         self.notes: tuple[str, ...] = self._resharding.notes
 
     def tensors(self) -> Iterator[Whole]:
-        """Everything there is to read, in metadata order."""
+        """All tensors, in metadata order."""
         return map(self._whole, self.metadata.tensors.values())
 
     def compare_copies(self, options: ReadOptions) -> tuple[str, ...]:
-        """Compare what several ranks saved and should be the same; notes on how differences were resolved.
+        """Compare the saved copies of replicated tensors; returns notes on how differences were resolved.
 
-        Without live shards, a vector that only its shape shows to be replicated is a guess, as matrices are in a load.
-
-        Raises:
-            MismatchError: copies differ, and the policy is ``strict``.
+        Without live shards, a vector that is replicated only by its shape is a guess, as matrices are in a load.
+        Raises :class:`MismatchError` if copies differ and the policy is ``strict``.
         """
         checks = compare_replicas(self.metadata, self._model, self._resharding, self._names, True)
         guessed = self._resharding.guessed
@@ -95,16 +88,10 @@ class LogicalReader:
         return judge_drift(drift, frozenset(self._resharding.averaged), self._policy)
 
     def read(self, whole: Whole, wanted: FlatRange, out: torch.Tensor, options: ReadOptions) -> None:
-        """Read some elements of a tensor. Thread-safe.
+        """Read the elements ``wanted`` of a tensor, counted through all rows, into ``out``. Thread-safe.
 
-        Args:
-            whole: the tensor.
-            wanted: which of its elements, counted through all rows.
-            out: contiguous CPU tensor of ``wanted.numel`` elements and of :attr:`Whole.dtype`; overwritten.
-            options: how to read.
-
-        Raises:
-            DamagedError: a file cannot be read.
+        ``out``: contiguous CPU tensor of ``wanted.numel`` elements and :attr:`Whole.dtype`. Raises
+        :class:`DamagedError` if a file cannot be read.
         """
         tensor = self.metadata.tensors[whole.name, whole.key]
         row_numel = whole.numel // whole.rows

@@ -1,4 +1,4 @@
-"""A checkpoint opened outside a training job: its metadata, read by this one process."""
+"""Opens a checkpoint outside a training job. Local."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from elastic_ckpt.formats.detect import find_checkpoint, look_at
 
 @dataclass(frozen=True)
 class Opened:
-    """What :func:`open_checkpoint` found: the folder, its metadata, and the options by which it was read."""
+    """An open checkpoint: its folder, its metadata, and the options by which it was read."""
 
     found: Found
     checkpoint: Checkpoint
@@ -24,11 +24,7 @@ class Opened:
 
 
 def locate(folder: str, tag: str | None, trust_pickle: bool = False) -> Found:
-    """Find the checkpoint in a folder: one with a ``latest`` file, or the folder of a tag itself.
-
-    Raises:
-        NotFoundError: there is none.
-    """
+    """The checkpoint in a folder with a ``latest`` file, or in that of a tag; :class:`NotFoundError` if none."""
     path = os.path.abspath(folder)
     itself = None if tag is not None else look_at(os.path.dirname(path), os.path.basename(path))
     found = itself or find_checkpoint(path, tag, prefer_universal=False, trust_pickle=trust_pickle)
@@ -44,10 +40,9 @@ def locate(folder: str, tag: str | None, trust_pickle: bool = False) -> Found:
 
 
 def open_checkpoint(found: Found, config: ElasticConfig, with_states: bool = True) -> Opened:
-    """Read a checkpoint's metadata. Needs neither ``torch.distributed`` nor an engine.
+    """Read a checkpoint's metadata, without ``torch.distributed`` or an engine.
 
-    Raises:
-        ElasticCkptError: it is incomplete, damaged or not supported.
+    Raises :class:`ElasticCkptError` if it is incomplete, damaged or unsupported.
     """
     options = MetadataOptions(
         trust_pickle=config.trust_pickle,
@@ -67,8 +62,7 @@ def open_folder(folder: str, tag: str | None, config: ElasticConfig, with_states
 def config_of(path: Path | None, **overrides: Any) -> ElasticConfig:
     """The ``"elastic_checkpoint"`` section of a DeepSpeed config, overridden by the command line.
 
-    Raises:
-        ConfigError: the file is no JSON object, or the section is not understood.
+    Raises :class:`ConfigError` if the file is no JSON object, or the section is invalid.
     """
     loaded: Any = {}
     if path is not None:

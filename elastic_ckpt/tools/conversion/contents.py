@@ -1,9 +1,9 @@
 """The files of a universal checkpoint, written from metadata.
 
 The layout is that of ``ds_to_universal.py`` (DeepSpeed 0.19.8): ``zero/<parameter>/<key>.pt`` with the whole tensor and
-how tensor-parallel ranks cut it, ``step.pt`` beside them, ``zero/optimizer_state.pt`` with what belongs to no
-parameter, and the model-states files as they were. Unlike there, parameters have their shapes after stage 3 too, and
-nothing of rank 0's partitions is carried along.
+its tensor-parallel layout, ``step.pt`` beside them, ``zero/optimizer_state.pt`` with the rest of the optimizer's state,
+and copies of the model-states files. Unlike there, parameters keep their shapes after stage 3 too, and nothing of rank
+0's partitions is copied.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from elastic_ckpt.tools.logical import LogicalReader, Whole
 from elastic_ckpt.tools.verification.archive import read_archive
 
 _UNSAFE = re.compile(r"[/\\\x00]|^\.{0,2}$|^\.")
-#: What stage 3 of DeepSpeed loads, whatever else there is.
+#: The only states that DeepSpeed's stage 3 loads.
 _ADAM = frozenset({MASTER, "exp_avg", "exp_avg_sq"})
-#: Where the CRC32 is in a record's data descriptor and in its entry of the directory (APPNOTE.TXT, 4.3.9, 4.3.12).
+#: Offsets of the CRC32 in a record's data descriptor and directory entry (APPNOTE.TXT, 4.3.9, 4.3.12).
 _CRC32_IN_DESCRIPTOR, _CRC32_IN_ENTRY = 4, 16
 _of_thread = threading.local()
 
 
 @dataclass(frozen=True)
 class OutputFile:
-    """One file to write: its path below the checkpoint, its approximate size, and what writes it to a given path."""
+    """A file to write: path relative to the checkpoint, approximate size, and function that writes it to a path."""
 
     path: str
     nbytes: int
@@ -53,11 +53,7 @@ class OutputFile:
 
 
 def refuse_unconvertible(metadata: CheckpointMetadata) -> None:
-    """Refuse by name what the universal format cannot express.
-
-    Raises:
-        UnsupportedError: naming the states, and what to do instead.
-    """
+    """Raise :class:`UnsupportedError`, naming the reason, if the universal format cannot express a checkpoint."""
     source, parameters, tensors = metadata.source, metadata.parameters.values(), metadata.tensors.items()
     scalars = {key for saved in parameters for key, _ in saved.scalars} - {"step"}
     coded = {key for (_, key), tensor in tensors if any(chunk.code for chunk in tensor.chunks)}
@@ -82,8 +78,7 @@ def refuse_unconvertible(metadata: CheckpointMetadata) -> None:
 def refuse_without_shapes(model: PickledFile) -> None:
     """Refuse model-states files that do not list the parameters, as ``BF16_Optimizer``'s without ZeRO.
 
-    Raises:
-        UnsupportedError: neither DeepSpeed's loader nor any other would find the parameters in the conversion.
+    Raises :class:`UnsupportedError`: no loader would find the parameters in the conversion.
     """
     if model.tree.get(PARAM_SHAPES) is None:
         why = "its model-states files do not list the parameters of the optimizer"
@@ -105,9 +100,8 @@ def parameter_files(
 ) -> Iterator[OutputFile]:
     """The files below ``zero/``, in metadata order.
 
-    Raises:
-        DamagedError: a parameter has no master weights.
-        UnsupportedError: a parameter's name cannot be the name of a folder.
+    Raises :class:`DamagedError` if a parameter has no master weights, :class:`UnsupportedError` if its name is no valid
+    folder name.
     """
     metadata = reader.metadata
     for name in metadata.parameters:
@@ -134,11 +128,7 @@ def _path_of(name: str, key: str, metadata: CheckpointMetadata) -> str:
 
 
 def checked_name(name: str, folder: str) -> str:
-    """A name from the checkpoint, fit to be that of a folder or file.
-
-    Raises:
-        UnsupportedError: it would lead elsewhere, or is too long.
-    """
+    """A name, if it is safe as that of a folder or file; :class:`UnsupportedError` otherwise."""
     if _UNSAFE.search(name) or not name.isprintable() or len(name.encode()) > 255:
         raise UnsupportedError(
             "a name in the checkpoint cannot be the name of a folder",
@@ -152,7 +142,7 @@ def checked_name(name: str, folder: str) -> str:
 def _write_tensor(
     reader: LogicalReader, whole: Whole, entries: Mapping[str, Any], options: ReadOptions, path: Path
 ) -> None:
-    # fresh memory for every file would cost more than reading it
+    # allocating memory for every file would cost more than reading it
     scratch: torch.Tensor | None = getattr(_of_thread, "scratch", None)
     if scratch is None or scratch.numel() != options.chunk_nbytes:
         scratch = _of_thread.scratch = torch.empty(options.chunk_nbytes, dtype=torch.uint8)
@@ -174,18 +164,18 @@ def write_tensor_file(
     fill: Callable[[FlatRange, torch.Tensor], None],
     scratch: torch.Tensor,
 ) -> None:
-    """Write a ``torch.save`` file of one tensor, which never is in memory as a whole.
+    """Write a ``torch.save`` file of one tensor without having all of it in memory.
 
-    torch writes the file with a hole where the tensor's bytes belong; they are filled in a chunk at a time, and then
-    the checksum, behind the data and in the central directory. The result is byte for byte what ``torch.save`` writes,
-    but for the record ``.data/serialization_id``, which torch makes of the checksums as it knows them.
+    torch writes the file with a hole for the tensor's bytes, which are then written in chunks, and last the checksum
+    behind the data and in the central directory. The result equals ``torch.save``'s byte for byte, except for the
+    record ``.data/serialization_id``, which torch derives from the checksums that it knows.
 
     Args:
         path: file to write; overwritten.
         wrap: puts the tensor, which has no data, into the object to pickle.
-        shape, dtype: of the tensor; the dtype by name.
+        shape, dtype: shape and torch dtype of the tensor.
         fill: called for one chunk after the other, to fill a flat tensor with the given elements.
-        scratch: a flat uint8 tensor, overwritten: all the memory that is needed.
+        scratch: flat uint8 tensor, overwritten: all the memory that is used.
     """
     with FakeTensorMode():
         fake = torch.empty(shape, dtype=getattr(torch, dtype))
@@ -200,7 +190,7 @@ def write_tensor_file(
         record = next((record for record in archive.records if record.name.endswith("/data/0")), None)
         if record is None or archive.problems:
             raise AssertionError(f"torch {torch.__version__} writes its files in a way that is not known here")
-        os.posix_fallocate(stream.fileno(), record.offset, record.nbytes)  # a full disk shows here; and it is faster
+        os.posix_fallocate(stream.fileno(), record.offset, record.nbytes)  # reports a full disk at once, and is faster
         stream.seek(record.offset)
         for first in range(0, fake.numel(), step):
             chunk = buffer[: min(step, fake.numel() - first)]
@@ -220,7 +210,7 @@ def _scalar(value: float, form: str) -> Any:
 
 
 def tp_entries(rule: Rule | None, whole: Whole) -> dict[str, Any]:
-    """What DeepSpeed reads beside a tensor to cut it for another tensor-parallel degree."""
+    """The entries from which DeepSpeed shards a tensor for another tensor-parallel degree."""
     if rule is None:
         return {CAT_DIM: 0}
     if rule.kind in WHOLE_KINDS or rule.slices:
@@ -238,7 +228,7 @@ def tp_entries(rule: Rule | None, whole: Whole) -> dict[str, Any]:
 
 
 def notes_on(metadata: CheckpointMetadata, rules: Mapping[str, Rule | None]) -> tuple[str, ...]:
-    """What DeepSpeed's own loader will not restore from the conversion, or not as it was."""
+    """What DeepSpeed's own loader does not restore exactly from the conversion."""
     return tuple(_notes(metadata, rules))
 
 

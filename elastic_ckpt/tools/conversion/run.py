@@ -1,8 +1,8 @@
 """Converts a native checkpoint to DeepSpeed's universal format: streaming, parallel, atomic, resumable.
 
-Every file is written under another name, synced to disk and renamed; a file that has its name is complete. The folder
-is renamed when all are there, and only then a ``latest`` file names it. A conversion that was interrupted goes on from
-the files that are complete, if nothing of the source has changed since.
+Every file is written under a temporary name, synced and renamed, so that a file under its final name is complete. Once
+all are, the folder is renamed, and then a ``latest`` file is written. An interrupted conversion resumes from the
+complete files if the source has not changed.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from elastic_ckpt.tools.conversion.contents import (
 from elastic_ckpt.tools.logical import LogicalReader
 from elastic_ckpt.tools.opened import Opened
 
-#: Changes whenever other bytes are written from the same source.
+#: To be raised whenever the same source is converted to other bytes.
 _VERSION = 1
 _MANIFEST = "conversion.json"
 
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What was done: the folder, files and bytes written, files that an earlier attempt had completed, and notes."""
+    """The outcome: folder, files and bytes written, files kept from an earlier attempt, and notes."""
 
     folder: str
     files: int
@@ -73,15 +73,14 @@ def convert(
 
     Args:
         opened: the native checkpoint.
-        target: folder to make; ``latest_universal`` beside it will name it.
-        threads: files that are written at a time.
-        chunk_nbytes: largest chunk of a tensor in memory, for each thread.
-        progress: whether to draw a progress bar; ``None``: if standard error is a terminal.
-        restart: throw away what an interrupted conversion of something else left.
+        target: folder to create; ``latest_universal`` beside it will name it.
+        threads, chunk_nbytes: files written at a time, and bytes of a tensor in memory per thread.
+        progress: whether to show a progress bar; ``None``: if standard error is a terminal.
+        restart: discard the files of an interrupted conversion of something else.
 
     Raises:
-        ElasticCkptError: the checkpoint cannot be converted exactly, or the target is taken. What was written so far
-            stays in a folder whose name starts with a dot, and the next attempt goes on from there.
+        ElasticCkptError: the checkpoint cannot be converted exactly, or the target exists. Files written so far
+            remain in a folder whose name starts with a dot, from which the next attempt resumes.
     """
     target, source = target.absolute(), Path(opened.found.folder)
     inside = source.resolve() in target.resolve().parents
@@ -120,7 +119,7 @@ def _convert(
     before = fingerprint(metadata.files, *facts)
     with Workplace(target, before, restart) as place:
         notes = metadata.notes + reader.notes + reader.compare_copies(read) + notes_on(metadata, rules)
-        # the biggest first, so that no thread is left alone with one of these at the end
+        # largest first, so that no thread is left with one at the end
         todo = sorted((file for file in files if not place.has(file.path)), key=lambda file: -file.nbytes)
         nbytes = _write_all(place, todo, threads, progress)
         if fingerprint(metadata.files, *facts) != before:
@@ -136,7 +135,7 @@ def _convert(
 
 
 def _other_files(opened: Opened) -> list[OutputFile]:
-    """The copies of model-states files, and what of the optimizer belongs to no parameter."""
+    """Copies of model-states files, and the optimizer's state beside its parameters."""
     found, trust_pickle = opened.found, opened.config.trust_pickle
     models = [Path(found.path(name)) for name in (*found.files.model.values(), *found.files.model_zero3.values())]
     refuse_without_shapes(open_pickled(str(models[0]), trust_pickle))
@@ -149,7 +148,7 @@ def _other_files(opened: Opened) -> list[OutputFile]:
 
 
 def _write_all(place: Workplace, files: list[OutputFile], threads: int, progress: bool | None) -> int:
-    """Write all files; bytes written. The first error ends it, once the files under way are done."""
+    """Write all files and return their bytes; the first error is raised once files in progress are done."""
     disable = None if progress is None else not progress
     lock, total = threading.Lock(), sum(file.nbytes for file in files)
     with tqdm(total=total, unit="B", unit_scale=True, desc="converting", disable=disable) as bar:
@@ -170,28 +169,23 @@ def _write_all(place: Workplace, files: list[OutputFile], threads: int, progress
                 bar.update(file.nbytes)
             return nbytes
 
-        # after an error or Ctrl-C, map cancels what has not begun
+        # after an error or Ctrl-C, map cancels pending files
         with ThreadPoolExecutor(threads, thread_name_prefix="elastic_ckpt") as pool:
             return sum(pool.map(work, files))
 
 
 class Workplace:
-    """The unfinished folder of one conversion, locked while it is in use.
+    """The unfinished folder of one conversion, locked while in use; see :func:`fingerprint` and :func:`convert`.
 
-    Args:
-        target: folder that is to be made; it must not be there.
-        fingerprint: of everything that decides what is written; see :func:`fingerprint`.
-        restart: throw away what an interrupted conversion of something else left there.
-
-    Raises:
-        ElasticCkptError: the target is there already, or another conversion is or was at work here.
+    Raises :class:`ElasticCkptError` if ``target`` exists, another conversion is in progress, or the folder has files
+    of a conversion of something else and ``restart`` is not set.
     """
 
     def __init__(self, target: Path, fingerprint: str, restart: bool) -> None:
         self.target = target
         self.folder = target.with_name(f".{target.name}.partial")
         mine = {"fingerprint": fingerprint}
-        # an attempt that ended between the folder's last name and the ``latest`` file: only that is left to do
+        # an attempt ended after the folder was renamed, so that only :meth:`finish` is left to do
         is_named = _read(target / _MANIFEST) == mine
         if os.path.lexists(target) and not is_named:
             raise ElasticCkptError(
@@ -209,7 +203,7 @@ class Workplace:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if not os.path.samestat(os.fstat(self._lock), os.stat(folder)):
                     raise FileNotFoundError(folder)
-            except (BlockingIOError, FileNotFoundError) as error:  # it is locked, or it got its last name just now
+            except (BlockingIOError, FileNotFoundError) as error:  # locked, or renamed just now
                 raise ElasticCkptError(
                     "another conversion to the same folder is under way", file=str(folder), remedy="wait for it"
                 ) from error
@@ -225,7 +219,7 @@ class Workplace:
         os.close(self._lock)
 
     def _adopt(self, mine: dict[str, str], restart: bool) -> None:
-        """Go on from what an earlier attempt at the same conversion left, or clear the folder."""
+        """Keep the files of an earlier attempt at the same conversion, or clear the folder."""
         manifest = self.folder / _MANIFEST
         known = _read(manifest)
         if known == mine:
@@ -244,24 +238,20 @@ class Workplace:
         _write_durably(manifest, lambda path: path.write_text(json.dumps(mine), encoding="utf-8"))
 
     def has(self, path: str) -> bool:
-        """Whether a file is complete already."""
+        """Whether a file is complete."""
         return (self.folder / path).is_file()
 
     def write(self, path: str, write: Callable[[Path], object]) -> int:
-        """Have ``write`` write a file to a path of its own; it is renamed once it is on the disk. Thread-safe.
-
-        Returns:
-            Its size in bytes.
-        """
+        """Write a file through a temporary path and return its size in bytes. Thread-safe."""
         final = self.folder / path
         final.parent.mkdir(parents=True, exist_ok=True)
         _write_durably(final, write)
         return final.stat().st_size
 
     def finish(self, latest: str) -> None:
-        """Make the folder the checkpoint that it is, and have ``latest`` beside it name it.
+        """Rename the folder to its final name, and write the ``latest`` file beside it.
 
-        The manifest goes last: as long as it is there, the next attempt finishes what is left of this.
+        The manifest is removed last: while it exists, the next attempt finishes these steps.
         """
         for folder, _, _ in os.walk(self.folder):
             _sync(Path(folder))
@@ -275,13 +265,12 @@ class Workplace:
 
 
 def fingerprint(files: Iterable[SourceFile], *options: object) -> str:
-    """Changes when a source file or an option does."""
+    """A digest that changes with any source file's path, size or mtime, and with any option."""
     facts = [(file.path, file.nbytes, os.stat(file.path).st_mtime_ns) for file in files]
     return hashlib.sha256(repr((facts, options)).encode()).hexdigest()
 
 
 def _write_durably(final: Path, write: Callable[[Path], object]) -> None:
-    """Write a file under another name, sync it, rename it."""
     part = _part_of(final)
     write(part)
     _sync(part)

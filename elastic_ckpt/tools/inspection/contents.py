@@ -1,4 +1,4 @@
-"""CheckpointMetadata -> parameters, how their shards were cut, optimizer states and param groups, counted. Pure."""
+"""CheckpointMetadata -> parameters and their layouts, and summaries of optimizer states and param groups. Pure."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from elastic_ckpt.tools.inspection.facts import (
 )
 
 SCALAR = "scalar"
-#: Key, kind, dtype, rows and elements in a block of a state.
+#: Key, kind, dtype, rows, and elements per block of a state.
 _Kind = tuple[str, str, str, int, int]
-#: A state of some parameters: kind; how many they are, elements and bytes; and the value of a scalar.
+#: States of some parameters: kind; number of parameters, elements and bytes; value of a scalar.
 _Row = tuple[_Kind, tuple[int, int, int], float | None]
-#: What stands in place of a rule where nothing says so, and where a rule contradicts the shapes.
+#: In place of an unknown rule, and of one that contradicts the shapes.
 _UNDECIDED, _CONTRADICTED = "undecided", "contradicted"
 
 
@@ -41,19 +41,19 @@ def _numel(tensor: TensorMetadata) -> int:
 
 
 def stored_nbytes(tensor: TensorMetadata) -> int:
-    """Bytes of all shards together, without the scales of a quantized state."""
+    """Bytes of all shards, without the scales of a quantized state."""
     return _numel(tensor) * ITEMSIZE[tensor.dtype]
 
 
 def totals(metadata: CheckpointMetadata, key: str) -> Totals:
-    """All tensors of one key; copies that other pipeline stages keep are not counted."""
+    """All tensors of one key, without replicas on other pipeline stages."""
     mine = [tensor for (_, tensor_key), tensor in metadata.tensors.items() if tensor_key == key]
     dtypes = tuple(sorted({tensor.dtype for tensor in mine}))
     return Totals(len(mine), sum(map(_numel, mine)), sum(map(stored_nbytes, mine)), dtypes)
 
 
 def states_of(metadata: CheckpointMetadata) -> tuple[StateSummary, ...]:
-    """The optimizer states, by key and kind; scalars, and those that no other topology could have, come last."""
+    """The optimizer states, by key and kind; then scalars, and states that cannot be resharded."""
     found = sorted(_summaries(_rows(metadata)), key=lambda state: (state.kind == SCALAR, state.key, state.kind))
     for kind, states in (("damaged", metadata.states.damaged), ("opaque", metadata.states.opaque)):
         found += [StateSummary(key, kind, why=why) for key, why in sorted(states.items())]
@@ -70,7 +70,7 @@ def _rows(metadata: CheckpointMetadata) -> Iterator[_Row]:
             yield kind, (1, _numel(tensor), stored_nbytes(tensor)), None
     replicated: dict[_Kind, tuple[int, int, int]] = {}
     for saved in metadata.parameters.values():
-        for state in saved.replicated:  # one for all of a partition's parameters
+        for state in saved.replicated:  # one for all parameters of a partition
             kind = (state.key, "replicated", state.dtype, 1, 0)
             numel = math.prod(state.shape)
             replicated[kind] = replicated.get(kind, (0,))[0] + 1, numel, numel * ITEMSIZE.get(state.dtype, 0)
@@ -109,10 +109,7 @@ def groups_of(metadata: CheckpointMetadata) -> tuple[GroupSummary, ...]:
 
 
 def unnamed_states(parts: Mapping[int, UnpartitionedState], tp: int | None) -> tuple[StateSummary, ...]:
-    """States that are numbered, of nobody knows which parameters, by model-parallel rank.
-
-    ``tp``: so many neighbouring ranks hold shards of the same parameters.
-    """
+    """States of numbered parameters without names, by model-parallel rank; ``tp``: consecutive ranks share these."""
     rows: list[_Row] = []
     for mp, part in parts.items():
         count = int(mp % (tp or 1) == 0)
@@ -126,7 +123,7 @@ def unnamed_states(parts: Mapping[int, UnpartitionedState], tp: int | None) -> t
 
 
 def unnamed_groups(parts: Mapping[int, UnpartitionedState], tp: int | None) -> tuple[GroupSummary, ...]:
-    """Param groups whose members are numbered; arguments as for :func:`unnamed_states`."""
+    """Param groups of numbered members; arguments as for :func:`unnamed_states`."""
     members = Counter[int]()
     hyperparameters: dict[int, Mapping[str, Any]] = {}
     for mp, part in parts.items():
@@ -139,7 +136,7 @@ def unnamed_groups(parts: Mapping[int, UnpartitionedState], tp: int | None) -> t
 def parameters_of(
     metadata: CheckpointMetadata, book: RuleBook, weights_only: bool
 ) -> tuple[list[ParameterEntry], dict[str, str]]:
-    """Every parameter and buffer, in the order of the checkpoint; and why the shards of some contradict their rules."""
+    """Every parameter and buffer, in the checkpoint's order; and name -> why its shards contradict its rule."""
     keys: dict[str, list[str]] = {name: [] for name in metadata.parameters}
     for name, key in metadata.tensors:
         keys.setdefault(name, []).append(key)
@@ -185,11 +182,11 @@ def parameters_of(
 
 
 def _layout(decider: Decider, tensor: TensorMetadata) -> tuple[Shape | None, str, str]:
-    """Shape of the whole parameter (``None``: not known), how its shards were cut, and who says so."""
+    """Logical shape (``None`` if unknown), layout in words, and its origin."""
     shards = tensor.shard_shapes
     decision = decider.decide_offline(tensor)
     chosen = decision.chosen
-    if len(shards) == 1:  # rules tell how others would cut it
+    if len(shards) == 1:  # the rule for other degrees
         return (shards[0], _in_words(chosen.rule), chosen.origin) if chosen is not None else (shards[0], "", "")
     split, _, is_recorded = decision.layouts()
     if split is not None and is_recorded:
@@ -222,10 +219,7 @@ def rule_facts(
     book: RuleBook,
     presets: Iterable[Preset],
 ) -> RuleFacts:
-    """What is known of all shards together, from what :func:`parameters_of` found out.
-
-    ``presets``: those that might know what nothing else does.
-    """
+    """Facts on all shards, from the results of :func:`parameters_of`; ``presets``: candidates for undecided ones."""
     declared = metadata.declared
     uses: dict[tuple[str, str], list[str]] = {}
     for entry in parameters:
@@ -248,7 +242,7 @@ def rule_facts(
 
 
 def _fitting(metadata: CheckpointMetadata, names: Sequence[str], presets: Iterable[Preset]) -> dict[str, int]:
-    """Presets -> for how many of these parameters they have a rule that leaves nothing open; those with the most."""
+    """The presets with unambiguous rules for the most of these parameters -> their number."""
     counts = {}
     for preset in presets:
         first = [next((rule for rule in preset.rules if rule.applies(name, metadata.run)), None) for name in names]

@@ -1,4 +1,4 @@
-"""What an inspection is made from, and what it finds out: plain facts that become JSON. Pure."""
+"""Input and result of an inspection: plain facts that become JSON. Pure."""
 
 from __future__ import annotations
 
@@ -13,23 +13,21 @@ from elastic_ckpt.formats.peek import Peeked
 from elastic_ckpt.tools.findings import ERROR, Finding
 
 Shape = tuple[int, ...]
-#: Roles of a parameter or tensor. ``WEIGHT``: the optimizer states are not named, so nothing says whether it trained.
+#: Roles of a parameter or tensor. ``WEIGHT``: states are unnamed, so it is unknown whether it is trained.
 ROLES = TRAINED, WEIGHT, FROZEN_ROLE, BUFFER_ROLE = "trained", "weight", "frozen", "buffer"
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What was read of a checkpoint, whether it fits together or not.
+    """What was read of a checkpoint, consistent or not.
 
     Attributes:
-        found: the folder of its tag.
-        sizes: path of a file below that folder, with ``/`` -> bytes.
-        tags: names of all checkpoints beside it, itself included, newest first.
-        latest: name of a ``latest`` file -> the tag in it.
-        peeked: what one model-states file says by itself; ``None``: none can be read.
-        checkpoint, refusal: the metadata of all files together, or why they do not fit together.
-        unnamed: why optimizer states could not be named, so that ``checkpoint`` holds the weights alone.
-        misled: why another tag than the one in ``latest`` was taken.
+        found, sizes: the tag's folder; file path relative to it, with ``/`` -> bytes.
+        tags, latest: all tags beside it and itself, newest first; name of a ``latest`` file -> its tag.
+        peeked: facts from one model-states file, if any can be read.
+        checkpoint, refusal: the metadata of all files, or why they are inconsistent.
+        unnamed: why optimizer states could not be named, so that ``checkpoint`` holds only weights.
+        misled: why the tag in ``latest`` was not used.
     """
 
     found: Found
@@ -44,11 +42,11 @@ class Evidence:
 
     @property
     def metadata(self) -> CheckpointMetadata | None:
-        """Of all files together."""
+        """Metadata of all files."""
         return None if self.checkpoint is None else self.checkpoint.metadata
 
     def section(self, name: str) -> Mapping[str, Any]:
-        """A section of the run's DeepSpeed config; empty where it is not known."""
+        """A section of the run's DeepSpeed config; empty if unknown."""
         config = None if self.peeked is None else self.peeked.config
         section = (config or {}).get(name)
         return section if isinstance(section, Mapping) else {}
@@ -56,20 +54,17 @@ class Evidence:
 
 @dataclass(frozen=True)
 class SavedRun:
-    """The run that saved a checkpoint; ``None``: not known.
+    """The run that saved a checkpoint; ``None`` if unknown.
 
     Attributes:
-        zero_stage: 0 to 3; ``BF16_Optimizer`` without ZeRO partitions as stage 1 does, and counts as that.
-        dp, sp, tp, pp: data-, sequence-, tensor- and pipeline-parallel degree; ``sp`` is ``None`` where it is 1.
-        precision: ``"fp32"``, ``"bf16"``, ``"fp16"`` or ``"unknown"``.
-        precision_from, optimizer_from: what says so, in words.
-        global_batch, micro_batch, accumulation_steps: samples a step, samples of a rank at once, micro-batches a step.
-        lr_scheduler: the short entries of its state; ``None``: there is none.
-        loss_scale: of fp16: ``kind`` and its values.
+        zero_stage: 0 to 3; ``BF16_Optimizer`` without ZeRO partitions, and counts, as stage 1.
+        dp, sp, tp, pp: data-, sequence-, tensor- and pipeline-parallel degree; ``sp`` is ``None`` if 1.
+        precision: ``"fp32"``, ``"bf16"``, ``"fp16"`` or ``"unknown"``; ``precision_from``: its evidence, in words.
+        global_batch, micro_batch, accumulation_steps: samples per step, per rank at once, micro-batches per step.
+        lr_scheduler, loss_scale: short entries of the scheduler's state; fp16 scaler's ``kind`` and values.
         overflow: whether the last step before the save was skipped.
-        client_state: entries that the training script put in.
-        config: the saved DeepSpeed config.
-        arguments: of the training script (Megatron's ``args``).
+        client_state: keys of the training script's own entries.
+        config, arguments: the saved DeepSpeed config; the training script's arguments (Megatron's ``args``).
     """
 
     step: int | None = None
@@ -98,7 +93,7 @@ class SavedRun:
 
 @dataclass(frozen=True)
 class Totals:
-    """Tensors of one role, all tensor-parallel shards together; the bytes of 8-bit states are without their scales."""
+    """Tensors of one role, over all tensor-parallel shards; bytes of 8-bit states exclude their scales."""
 
     tensors: int = 0
     numel: int = 0
@@ -111,15 +106,12 @@ class StateSummary:
     """One kind of one optimizer state; 8-bit optimizers keep some states of a key in blocks and some in 32 bits.
 
     Attributes:
-        kind: ``"elementwise"``, ``"blocks"`` (8-bit codes with a scale each), ``"whole"`` (a shape of its own),
-            ``"replicated"``, ``"scalar"``, ``"opaque"``, ``"damaged"``, ``"fresh"`` (the config says to leave it) or
-            ``"unnamed"`` (numbered, of nobody knows which parameter).
-        dtype: of its tensors; of a scalar, how it was saved.
-        parameters: how many have it.
-        rows: values for each element.
-        block_numel: elements in a block; 0: no blocks.
-        values: the least and the greatest of a scalar.
-        why: why it is opaque, damaged or fresh.
+        kind: ``"elementwise"``, ``"blocks"`` (8-bit, with a scale per block), ``"whole"`` (a shape of its own),
+            ``"replicated"``, ``"scalar"``, ``"opaque"``, ``"damaged"``, ``"fresh"`` (skipped by the config) or
+            ``"unnamed"`` (of a numbered parameter without a name).
+        dtype: dtype of its tensors, or form of a saved scalar.
+        parameters, rows, block_numel: parameters that have it; values per element; elements per block, or 0.
+        values, why: least and greatest value of a scalar; why it is opaque, damaged or fresh.
     """
 
     key: str
@@ -136,7 +128,7 @@ class StateSummary:
 
 @dataclass(frozen=True)
 class GroupSummary:
-    """A param group: its hyperparameters, number of members, and elements in their masters (all shards)."""
+    """A param group: number of members, elements of their masters (all shards), and hyperparameters."""
 
     number: int
     members: int
@@ -146,19 +138,15 @@ class GroupSummary:
 
 @dataclass(frozen=True)
 class ParameterEntry:
-    """A parameter or buffer.
+    """A parameter or buffer; its role is one of :data:`ROLES`.
 
     Attributes:
-        role: one of :data:`ROLES`.
-        shape: of the whole; ``None``: there are shards, and nothing says how they were cut.
-        shards: shape of each tensor-parallel shard.
-        dtype: of its master, or of its weights where it did not train.
-        states: keys of its optimizer states, scalar ones too.
-        numel: elements of its master or weights, of all shards together.
-        nbytes: bytes of all that is stored of it, states and further copies included.
-        tied: its other names.
-        copies: how often its master is stored: more than once where pipeline stages share it.
-        rule, rule_from: how its shards were cut, in words, and who says so; empty: there is one, and no rule for it.
+        shape, shards: logical shape, ``None`` if the layout of its shards is unknown; shape of each shard.
+        dtype, numel: of its master, or its weights if it has none; elements of all shards.
+        states: keys of its optimizer states, scalars included.
+        nbytes: bytes stored of it, with states and copies.
+        tied, copies: its other names; how often its master is stored, since pipeline stages may share it.
+        rule, rule_from: its layout in words, and the origin of that; empty for one shard without a rule.
     """
 
     name: str
@@ -178,18 +166,16 @@ class ParameterEntry:
 
 @dataclass(frozen=True)
 class RuleFacts:
-    """What is known of the tensor-parallel shards.
+    """Rules for the tensor-parallel shards.
 
     Attributes:
-        patterns: kind -> number of patterns that the checkpoint declares of it.
+        patterns, unreadable: kind -> patterns that the checkpoint declares; what of these cannot be understood.
         recorded: number of parameters whose shards the checkpoint records in full (AutoTP).
-        vocabulary_rows: rows of the vocabulary that are no padding, as far as the checkpoint declares them.
-        unreadable: what of the declaration cannot be understood.
-        user_rules, preset: number of ``"tp_rules"`` in the config, and the preset that it names.
-        uses: ``rule``, its ``origin``, and the ``parameters`` that are cut by it.
-        undecided: parameters of which nothing says how their shards were cut.
-        contradictions: parameter -> why its shards contradict its rule.
-        fitting_presets: those that know the most undecided parameters -> how many.
+        vocabulary_rows: rows of the vocabulary that are not padding, if declared.
+        user_rules, preset: number of ``"tp_rules"`` in the config, and its preset.
+        uses: each ``rule``, its ``origin`` and its ``parameters``.
+        undecided, contradictions: parameters of unknown layout; parameter -> why its shards contradict its rule.
+        fitting_presets: the presets with rules for the most undecided parameters -> their number.
     """
 
     patterns: Mapping[str, int] = field(default_factory=dict)
@@ -209,11 +195,11 @@ class FileEntry:
     """A file of the tag's folder.
 
     Attributes:
-        name: below the folder.
+        name: path relative to the folder.
         kind: ``"model states"``, ``"optimizer states"``, ``"layer"``, ``"parameter"`` (of a universal checkpoint),
             ``"optimizer"`` (of one), ``"expert"``, ``"swapped"`` (from NVMe) or ``"other"``.
-        dp, tp, pp, mp: ranks it is of; ``mp`` counts stages and tensor-parallel ranks together.
-        tensors: key -> number of parameters of which it holds some.
+        dp, tp, pp, mp: its ranks; ``mp`` counts stages and tensor-parallel ranks together.
+        tensors: key -> number of parameters with chunks in it.
     """
 
     name: str
@@ -229,18 +215,15 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Inspection:
-    """Everything that the metadata of a checkpoint shows.
+    """Everything that a checkpoint's metadata shows; ``tags`` and ``latest`` as in :class:`Evidence`.
 
     Attributes:
-        readable: whether its metadata fits together; if not, the rest comes from single files and file names.
+        readable: whether its metadata is consistent; if not, facts come from single files and file names.
         weights_only: whether optimizer states could not be named, so that only weights are listed.
-        masters, frozen, buffers, weights: totals of each role; ``weights`` where ``weights_only``.
-        parameters: and buffers.
-        aliases: tied name -> the name that holds the data.
-        files: in the tag's folder, by name.
-        missing: files that should be there.
-        tags, latest: as in :class:`Evidence`.
-        findings: what is odd, the gravest first.
+        masters, frozen, buffers, weights: totals of each role; ``weights`` if ``weights_only``.
+        parameters, aliases: parameters and buffers; tied name -> the name that has the data.
+        files, missing: files in the tag's folder, by name; files that should be there.
+        findings: problems and notes, most severe first.
     """
 
     format: str
@@ -266,5 +249,5 @@ class Inspection:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing was found that a load would stumble over."""
+        """Whether there is no finding of level ``"error"``."""
         return not any(finding.level == ERROR for finding in self.findings)

@@ -1,4 +1,4 @@
-"""Which file is of whom and holds what, and which files are missing. Pure, apart from :func:`list_folder`."""
+"""Ranks and contents of each file, and missing files. Pure, apart from :func:`list_folder`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from elastic_ckpt.formats.naming import SWAPPED_FOLDER, UNIVERSAL_FOLDER, UNIVER
 from elastic_ckpt.formats.peek import Peeked
 from elastic_ckpt.tools.inspection.facts import Evidence, FileEntry
 
-#: Files of more ranks than this are not enumerated: how many there are is only what a file claims.
+#: Files of more ranks than this are not enumerated, since the number is only a file's claim.
 _MOST_EXPECTED = 1 << 17
 _LAYER = re.compile(r"^(\d{1,6})\.")
 _LAYER_OF_TP = re.compile(r"-model_\d+-model_states")
 
 
 def list_folder(found: Found) -> tuple[dict[str, int], tuple[str, ...], dict[str, str]]:
-    """The first fields of :class:`Evidence`: sizes, tags and latest. No file of the checkpoint is opened."""
+    """``sizes``, ``tags`` and ``latest`` of :class:`Evidence`. Opens no file of the checkpoint itself."""
     sizes: dict[str, int] = {}
     for folder, inside, names in os.walk(found.folder):
         inside.sort()
@@ -53,7 +53,7 @@ def _below(folder: str, path: str) -> str:
 
 
 def entries_of(sizes: Mapping[str, int], tp: int | None, metadata: CheckpointMetadata | None) -> tuple[FileEntry, ...]:
-    """The files of the folder, by name, with their ranks as far as the tensor-parallel degree is known."""
+    """The files of the folder, by name, with ``pp`` and ``tp`` ranks if the tensor-parallel degree is known."""
     tensors: dict[str, Counter[str]] = defaultdict(Counter)
     if metadata is not None:
         names = [_below(metadata.source.folder, file.path) for file in metadata.files]
@@ -68,7 +68,7 @@ def entries_of(sizes: Mapping[str, int], tp: int | None, metadata: CheckpointMet
 
 
 def _kind_and_ranks(name: str, tp: int | None) -> dict[str, Any]:
-    """Fields of a :class:`FileEntry` that follow from its name."""
+    """Fields of a :class:`FileEntry` from its name."""
     folder, _, rest = name.partition("/")
     if folder == UNIVERSAL_FOLDER and rest:
         return {"kind": "optimizer" if rest == UNIVERSAL_OPTIMIZER else "parameter"}
@@ -87,9 +87,9 @@ def _kind_and_ranks(name: str, tp: int | None) -> dict[str, Any]:
 
 
 def missing_files(evidence: Evidence) -> tuple[str, ...]:
-    """Files that should be there, by the names of the others and by what a model-states file says."""
+    """Missing files, inferred from the names of the others and from a model-states file."""
     found = evidence.found
-    is_clear = not found.files.clashes and not found.files.experts  # of two saves, or of experts, names show little
+    is_clear = not found.files.clashes and not found.files.experts  # else names show little
     expected = [*_expected(found, evidence.peeked)] if is_clear else []
     named = None if evidence.refusal is None else evidence.refusal.file
     if named is not None and os.path.dirname(named) == found.folder and "*" not in named:
@@ -117,7 +117,7 @@ def _expected(found: Found, peeked: Peeked | None) -> Iterator[str]:
 
 
 def _ranks(files: FolderFiles, peeked: Peeked | None) -> tuple[range, range]:
-    """Data-parallel and model-parallel ranks, of which there are at least those that have files."""
+    """Data-parallel and model-parallel ranks: those with files, or as many as are claimed."""
     stated_dp = 0 if peeked is None else peeked.training_state.counters.get("dp_world_size")
     stated_mp = 0 if peeked is None else peeked.degrees.model_parallel
     dps = max((dp for dp, _ in (*files.optimizer, *files.model_zero3)), default=0) + 1
@@ -126,7 +126,7 @@ def _ranks(files: FolderFiles, peeked: Peeked | None) -> tuple[range, range]:
 
 
 def _style(files: FolderFiles, peeked: Peeked | None) -> tuple[str, str]:
-    """What stands before ``zero_pp_rank`` and before ``optim_states`` in this save."""
+    """The text before ``zero_pp_rank`` and before ``optim_states`` in file names of this save."""
     sample = next(iter(files.optimizer.values()), None)
     if sample is not None:
         return sample.partition("zero_pp_rank")[0], "_" if "_optim_states" in sample else ""
@@ -135,7 +135,7 @@ def _style(files: FolderFiles, peeked: Peeked | None) -> tuple[str, str]:
 
 
 def _expected_layers(files: FolderFiles, peeked: Peeked | None) -> Iterator[str]:
-    """Layers that have a file of some rank, or parameters, have one of every tensor-parallel rank."""
+    """A layer with parameters, or with a file of some rank, has one of every tensor-parallel rank."""
     if not files.layers:
         return
     named = (_LAYER.match(name) for name in (peeked.parameters if peeked else ()))

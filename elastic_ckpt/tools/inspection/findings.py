@@ -1,4 +1,4 @@
-"""What is odd about a checkpoint. Pure."""
+"""Problems and notes that metadata shows. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TAGS_SHOWN = 8
 def findings(
     evidence: Evidence, missing: tuple[str, ...], parameters: Sequence[ParameterEntry], rules: RuleFacts
 ) -> tuple[Finding, ...]:
-    """All of them, the gravest first, each once."""
+    """All findings, most severe first, without duplicates."""
     order = [ERROR, WARNING, NOTE]
     every = dict.fromkeys(_findings(evidence, missing, parameters, rules))
     return tuple(sorted(every, key=lambda finding: order.index(finding.level)))
@@ -37,7 +37,7 @@ def _findings(
     if evidence.refusal is not None:
         is_missing = evidence.refusal.file in {evidence.found.path(name) for name in missing}
         yield of_error(evidence.refusal, "missing_file" if is_missing else "refused")
-        missing = missing if len(missing) > 1 or not is_missing else ()  # one is named already
+        missing = missing if len(missing) > 1 or not is_missing else ()  # it is named above
     if evidence.unnamed is not None:
         yield _unnamed(evidence.unnamed)
     yield from _in_folder(evidence, missing)
@@ -52,7 +52,7 @@ def _findings(
 
 
 def _unnamed(error: ElasticCkptError) -> Finding:
-    """Optimizer states that are numbered: no error where a live engine has the names."""
+    """Numbered optimizer states: only a warning if a live engine can name them."""
     if not isinstance(error, MismatchError):
         return of_error(error, "unnamed_states")
     text = f"only weights are listed: {error.problem}"
@@ -61,7 +61,6 @@ def _unnamed(error: ElasticCkptError) -> Finding:
 
 
 def _in_folder(evidence: Evidence, missing: tuple[str, ...]) -> Iterator[Finding]:
-    """What names and sizes show."""
     found, tags = evidence.found, evidence.tags
     if missing:
         what = "1 file is missing" if len(missing) == 1 else f"{len(missing)} files are missing"
@@ -76,7 +75,7 @@ def _in_folder(evidence: Evidence, missing: tuple[str, ...]) -> Iterator[Finding
     empty = [name for name, nbytes in evidence.sizes.items() if not nbytes and name.endswith(".pt")]
     if empty:
         yield Finding(ERROR, "empty_file", f"files without a byte: {listed(empty)}", file=found.folder)
-    for name, tag in () if evidence.misled else evidence.latest.items():  # else that has been reported already
+    for name, tag in () if evidence.misled else evidence.latest.items():  # else it is reported above
         if tag not in tags:
             text = f"the file {name} names the tag {tag!r}, which is not there"
             yield Finding(WARNING, "latest", text, found=listed(tags))
@@ -88,7 +87,6 @@ def _in_folder(evidence: Evidence, missing: tuple[str, ...]) -> Iterator[Finding
 
 
 def _of_run(evidence: Evidence) -> Iterator[Finding]:
-    """What the saved config shows."""
     precisions = precision_evidence(evidence)
     if len(set(precisions.values())) > 1:
         said = ", ".join(f"{what}: {precision}" for what, precision in precisions.items())
@@ -112,7 +110,6 @@ def _of_run(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _in_metadata(metadata: CheckpointMetadata) -> Iterator[Finding]:
-    """What the metadata of all files together shows."""
     yield from (Finding(WARNING, "reader", text) for text in metadata.warnings)
     yield from (Finding(NOTE, "reader", text) for text in metadata.notes)
     for key, why in sorted(metadata.states.damaged.items()):
@@ -154,7 +151,7 @@ def _incomplete(metadata: CheckpointMetadata) -> Iterator[Finding]:
 
 
 def hole_in(tensor: TensorMetadata) -> str | None:
-    """Which elements of a tensor are in no file, or in two; ``None``: each is in one."""
+    """Which elements of a tensor are in no file, or in two; ``None`` if each is in one."""
     for shard, shape in enumerate(tensor.shard_shapes):
         position, numel = 0, math.prod(shape)
         where = f" of tensor-parallel shard {shard}" if len(tensor.shard_shapes) > 1 else ""
@@ -168,7 +165,7 @@ def hole_in(tensor: TensorMetadata) -> str | None:
 
 
 def _of_copies(metadata: CheckpointMetadata, parameters: Sequence[ParameterEntry]) -> Iterator[Finding]:
-    """What is stored more than once; metadata does not show whether the copies agree."""
+    """Replicas; metadata does not show whether they are equal."""
     if metadata.replicas:
         names = dict.fromkeys(name for name, _ in metadata.replicas)
         nbytes = sum(stored_nbytes(copy) for copies in metadata.replicas.values() for copy in copies)
@@ -184,7 +181,6 @@ def _of_copies(metadata: CheckpointMetadata, parameters: Sequence[ParameterEntry
 
 
 def _of_rules(rules: RuleFacts) -> Iterator[Finding]:
-    """What is not known about tensor-parallel shards."""
     if rules.unreadable:
         text = f"universal_checkpoint_info cannot be understood, and nothing of it is used: {rules.unreadable}"
         yield Finding(WARNING, "declaration", text)

@@ -1,4 +1,4 @@
-"""From a folder to its inspection: the files are read here, the rest is pure."""
+"""Folder -> inspection. Files are read here; the rest is pure."""
 
 from __future__ import annotations
 
@@ -22,13 +22,10 @@ from elastic_ckpt.tools.opened import locate, open_checkpoint
 
 
 def inspect_folder(folder: str, tag: str | None, config: ElasticConfig) -> Inspection:
-    """Inspect a checkpoint: the latest of a folder, that of a ``tag``, or the one whose folder it is.
+    """Inspect the latest checkpoint of a folder, its ``tag``, or the one whose folder it is.
 
-    Of tensors, no more is read than a load reads to see whether its shards belong together.
-
-    Raises:
-        NotFoundError: there is no checkpoint at all, or not the tag that was asked for.
-        ConfigError: there is no such preset.
+    Of tensors, it reads only what a load compares to verify that shards are of one save. Raises
+    :class:`NotFoundError` if there is no such checkpoint, :class:`ConfigError` if there is no such preset.
     """
     book = RuleBook.of(config)
     found, misled = _found(folder, tag, config)
@@ -37,7 +34,7 @@ def inspect_folder(folder: str, tag: str | None, config: ElasticConfig) -> Inspe
 
 
 def _found(folder: str, tag: str | None, config: ElasticConfig) -> tuple[Found, ElasticCkptError | None]:
-    """The checkpoint; where ``latest`` leads nowhere, the newest one, and the error."""
+    """The checkpoint, or if ``latest`` is invalid the newest one and the error."""
     try:
         return locate(folder, tag, trust_pickle=config.trust_pickle), None
     except (NotFoundError, DamagedError) as error:
@@ -55,7 +52,7 @@ def _read(evidence: Evidence, config: ElasticConfig) -> Evidence:
         refusal = error
     if evidence.peeked is None or not evidence.peeked.unnamed:
         return replace(evidence, refusal=refusal)
-    try:  # without ZeRO, states are numbered; weights can be read without knowing whose they are
+    try:  # without ZeRO, states are numbered, and weights can be read without these
         weights = open_checkpoint(evidence.found, config, with_states=False).checkpoint
         return replace(evidence, checkpoint=weights, unnamed=refusal)
     except ElasticCkptError:
@@ -63,7 +60,7 @@ def _read(evidence: Evidence, config: ElasticConfig) -> Evidence:
 
 
 def inspect_checkpoint(evidence: Evidence, book: RuleBook, presets: Iterable[Preset] = ()) -> Inspection:
-    """Everything that was read, as facts; ``presets``: those that might know what nothing else does. Pure."""
+    """The inspection of what was read; ``presets``: candidates for undecided layouts. Pure."""
     metadata, weights_only = evidence.metadata, evidence.unnamed is not None
     run, missing = saved_run(evidence), missing_files(evidence)
     parameters: list[ParameterEntry] = []

@@ -17,7 +17,7 @@ _CONFIG, _NAMES, _WEIGHTS = "saved config", "file names", "dtype of the weights"
 
 
 def saved_run(evidence: Evidence) -> SavedRun:
-    """What is known of it."""
+    """The run that saved a checkpoint, as far as known."""
     peeked, metadata = evidence.peeked, evidence.metadata
     source = evidence.checkpoint or peeked
     state = None if source is None else source.training_state
@@ -55,7 +55,7 @@ def saved_run(evidence: Evidence) -> SavedRun:
 
 
 def precision_evidence(evidence: Evidence) -> dict[str, str]:
-    """What says in which precision the run trained -> the precision, the weightiest first."""
+    """Evidence for the run's precision, in words -> the precision; the most reliable first."""
     peeked, found = evidence.peeked, {}
     if peeked is not None and peeked.config is not None:
         sections = {"fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
@@ -76,13 +76,13 @@ def _topology(evidence: Evidence, counters: Mapping[str, Any]) -> tuple[int | No
         stage = 3 if evidence.found.files.model_zero3 else _int(evidence.section("zero_optimization").get("stage"))
         return stage, _int(counters.get("dp_world_size")), tp, pp
     source = evidence.metadata.source
-    if source.format == "universal":  # it holds whole tensors, whatever the run's degrees
+    if source.format == "universal":  # of whole tensors, whatever the run's degrees
         return source.zero_stage, source.dp, source.merged_from, pp or 1
     return source.zero_stage, source.dp, source.tp, source.pp
 
 
 def _optimizer(evidence: Evidence) -> tuple[str, str]:
-    """The optimizer, and what says so: the config's, which DeepSpeed does not use where it is given another one."""
+    """The optimizer and its evidence; DeepSpeed ignores the config's if the client passes another one."""
     named = evidence.section("optimizer").get("type")
     by_states = _optimizer_by_states(evidence)
     if isinstance(named, str):
@@ -101,7 +101,7 @@ def _optimizer_by_states(evidence: Evidence) -> str:
 
 
 def _short_entries(state: Any) -> Mapping[str, Any] | None:
-    """The entries of a scheduler's state that are short enough to be shown; ``None``: there is no state."""
+    """The short entries of a scheduler's state, if it has one."""
     if state is None:
         return None
     if not isinstance(state, Mapping):

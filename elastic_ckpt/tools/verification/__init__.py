@@ -1,4 +1,4 @@
-"""Whether a checkpoint is whole, of one save, and undamaged: everything that is wrong with it is listed."""
+"""Verification that a checkpoint is complete, of one save and undamaged; lists all problems."""
 
 from __future__ import annotations
 

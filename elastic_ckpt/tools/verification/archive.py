@@ -1,7 +1,7 @@
-"""The zip archive of a ``torch.save`` file, read strictly: every byte but the data must be what a writer puts there.
+"""Strict reader of a ``torch.save`` file's zip archive: every byte but the data must be as a writer writes it.
 
-``zipfile`` and torch ignore much that they do not need. Here, a flipped bit anywhere is a problem: what ``zipfile``
-reads is packed again and compared with the file. Nothing is decompressed.
+``zipfile`` and torch ignore much; here, a flipped bit anywhere is a problem: what ``zipfile`` reads is packed again and
+compared with the file. Nothing is decompressed.
 
 Layout: records (header, extra field, data and, in torch's archives, a data descriptor), directory, 64-bit end of the
 directory, its locator, end of the directory. torch pads the extra field so that data begins at a multiple of 64
@@ -20,7 +20,7 @@ from zipfile import ZipInfo
 
 from elastic_ckpt.tools.findings import DIRECTORY, HEADER, PADDING
 
-#: Kind of a finding, and what is wrong.
+#: Kind of a finding, and its text.
 Problem = tuple[str, str]
 
 _END = struct.Struct("<4s4H2LH")
@@ -30,25 +30,21 @@ _ENTRY = struct.Struct("<4s4B4H3L5H2L")
 _HEADER = struct.Struct("<4s5H3L2H")
 _DESCRIPTOR, _WIDE_DESCRIPTOR = struct.Struct("<4s3L"), struct.Struct("<4sL2Q")
 _MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF
-#: Blocks of an extra field: what 32 bits cannot hold; torch's padding "FB", filled with Z.
+#: Blocks of an extra field: 64-bit sizes; torch's padding "FB", filled with Z.
 _ZIP64, _TORCH_PADDING, _FILL = 0x0001, 0x4246, b"Z"
-#: What miniz writes into the 64-bit end, at bytes 12 to 16: made by version 3.0 on Unix, needs version 4.5.
+#: What miniz writes at bytes 12 to 16 of the 64-bit end: made by version 3.0 on Unix, needs version 4.5.
 _END64_VERSIONS = (0x031E, 0x002D)
-#: Flag: sizes and CRC32 follow the data, and the header may have zeros for them.
+#: Flag: CRC32 and sizes follow the data, and may be zero in the header.
 _SIZES_FOLLOW = 0x0008
-#: Flags of torch's records: names are UTF-8; and, unless there is no data, sizes follow it.
+#: Flags of torch's records: names are UTF-8; sizes follow the data, if any.
 _TORCH_FLAGS, _TORCH_FLAGS_EMPTY = 0x0808, 0x0800
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One record of an archive.
+    """A record of an archive: byte range of its data, CRC32 by the directory, byte offset of its directory entry.
 
-    Attributes:
-        name: of the record.
-        offset, nbytes: of its data in the file.
-        crc32: of its data, as the directory has it; 0 may mean that none was taken.
-        entry_offset: of its entry in the directory.
+    A CRC32 of 0 may mean that none was computed.
     """
 
     name: str
@@ -60,12 +56,9 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """What :func:`read_archive` found.
+    """The records whose data can be located, in file order, and all problems.
 
-    Attributes:
-        records: those whose data can be found, in file order.
-        problems: everything that is wrong.
-        by_torch: whether most entries of the directory look like those that ``torch.save`` writes.
+    ``by_torch``: whether most directory entries look as ``torch.save`` writes them.
     """
 
     records: tuple[Record, ...] = ()
@@ -74,17 +67,13 @@ class Archive:
 
 
 def read_archive(stream: BinaryIO) -> Archive:
-    """Read and check everything in an archive but the data of its records.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """Read and check everything in an archive but the data; :class:`OSError` if the file cannot be read."""
     try:
         with zipfile.ZipFile(stream) as archive:
             entries, start, comment = archive.infolist(), archive.start_dir, archive.comment
     except OSError:
         raise
-    except Exception as error:  # noise in a directory can make zipfile raise anything at all
+    except Exception as error:  # a damaged directory can make zipfile raise anything
         what = f"the directory cannot be read: {type(error).__name__}: {error}"
         if str(error) == "File is not a zip file":
             what = "no end of the directory: the file is truncated, or no zip archive"
@@ -126,7 +115,7 @@ def _read(stream: BinaryIO, offset: int, nbytes: int) -> bytes:
 
 
 def _pack(entry: ZipInfo) -> bytes:
-    """The entry as it must be in the directory."""
+    """The bytes that the entry must have in the directory."""
     name = _name(entry)
     sizes = [min(size, _MAX32) for size in (entry.compress_size, entry.file_size)]
     return b"".join(
@@ -155,7 +144,7 @@ def _time_and_date(entry: ZipInfo) -> tuple[int, int]:
 def _directory_problems(
     stream: BinaryIO, packed: bytes, entries: Sequence[ZipInfo], start: int, comment: bytes
 ) -> Iterator[Problem]:
-    """What is wrong with the directory as a whole, and with its end, which may have a 64-bit form before it."""
+    """Problems of the whole directory and its end, which a 64-bit end may precede."""
     if _read(stream, start, len(packed)) != packed:
         yield DIRECTORY, "the directory contradicts itself"
     tail = stream.read()
@@ -174,7 +163,7 @@ def _directory_problems(
 
 
 def _unlike_torch(entry: ZipInfo) -> list[str]:
-    """Fields of an entry that are not as ``torch.save`` always writes them."""
+    """Fields of an entry that differ from what ``torch.save`` always writes."""
     time, date = _time_and_date(entry)
     zero = {
         "comment": entry.comment,
@@ -191,7 +180,6 @@ def _unlike_torch(entry: ZipInfo) -> list[str]:
 
 
 def _entry_problems(entry: ZipInfo, by_torch: bool) -> Iterator[Problem]:
-    """What is wrong with one record, as the directory describes it."""
     name = entry.orig_filename
     if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
         yield DIRECTORY, f"record {name} is compressed, or its sizes differ: readers take its bytes as they are"
@@ -203,7 +191,7 @@ def _entry_problems(entry: ZipInfo, by_torch: bool) -> Iterator[Problem]:
 
 
 def _header_problems(entry: ZipInfo, fields: tuple[Any, ...], name: bytes) -> Iterator[Problem]:
-    """In what the header of a record contradicts the directory."""
+    """Contradictions between a record's header and the directory."""
     header = f"the header of record {entry.orig_filename}:"
     if fields[0] != b"PK\x03\x04":
         yield HEADER, f"{header} it has no signature"
@@ -221,7 +209,6 @@ def _header_problems(entry: ZipInfo, fields: tuple[Any, ...], name: bytes) -> It
 
 
 def _extra_problems(entry: ZipInfo, extra: bytes, by_torch: bool) -> Iterator[Problem]:
-    """What is wrong with the extra field of a record's header."""
     header = f"the header of record {entry.orig_filename}:"
     blocks, position = [], 0
     while position + 4 <= len(extra):
@@ -244,7 +231,7 @@ def _extra_problems(entry: ZipInfo, extra: bytes, by_torch: bool) -> Iterator[Pr
 
 
 def _descriptor_problems(entry: ZipInfo, raw: bytes, nbytes: int) -> Iterator[Problem]:
-    """What is wrong with the ``nbytes`` between the data of a record and the next one; ``raw``: their beginning."""
+    """Problems of the ``nbytes`` between a record's data and the next record; ``raw``: the first of them."""
     sizes = (entry.CRC, entry.compress_size, entry.file_size)
     fitting = [_WIDE_DESCRIPTOR.pack(b"PK\x07\x08", *sizes)]
     if max(sizes) <= _MAX32:

@@ -1,4 +1,4 @@
-"""What is wrong with the logical tensors of a checkpoint: coverage, states, and replicas that differ."""
+"""Checks of a checkpoint's logical tensors: coverage, states, and equal replicas."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from elastic_ckpt.tools.findings import (
     of_error,
 )
 
-#: Parameters whose rules and shapes contradict each other are left out one by one, up to so many.
+#: Parameters whose rules contradict their shapes are left out one by one, up to this many.
 _MOST_CONTRADICTIONS = 64
 
 
 def check_metadata(metadata: CheckpointMetadata) -> Iterator[Finding]:
-    """What is wrong with the logical tensors of a checkpoint."""
+    """Findings on coverage and states, from metadata alone."""
     for tensor in chain(metadata.tensors.values(), *metadata.replicas.values()):
         try:
             check_tiling(metadata, tensor)
@@ -68,7 +68,7 @@ def check_metadata(metadata: CheckpointMetadata) -> Iterator[Finding]:
 
 
 def _state_findings(metadata: CheckpointMetadata) -> Iterator[Finding]:
-    """Members of one param group have the same states; without ZeRO, those that got no gradient have none."""
+    """Members of a param group have the same states; without ZeRO, those without gradients have none."""
     keys = keys_by_name(metadata)
     whole = metadata.source.zero_stage == 0 and metadata.source.format == "native"
     stateless: list[str] = []
@@ -77,7 +77,7 @@ def _state_findings(metadata: CheckpointMetadata) -> Iterator[Finding]:
         states = {
             name: {*keys.get(name, ()), *dict(saved.scalars)}
             for name, saved in members.items()
-            if (name, MASTER) in metadata.tensors  # the others are found already
+            if (name, MASTER) in metadata.tensors  # the others are reported above
         }
         every = set().union(*states.values())
         if states and not every and keys:
@@ -94,13 +94,10 @@ def _state_findings(metadata: CheckpointMetadata) -> Iterator[Finding]:
 
 
 def check_copies(metadata: CheckpointMetadata, config: ElasticConfig, threads: int) -> Iterator[Finding]:
-    """Read the replicas of tensor-parallel ranks and pipeline stages, and compare them value by value.
+    """Read the replicas of tensor-parallel ranks and pipeline stages, and compare their values.
 
-    Only rules say which tensors are replicated over tensor-parallel ranks; a load learns it from the live model too.
-    What no rule covers is noted, not guessed.
-
-    Raises:
-        ConfigError: there is no such preset.
+    Without a live model, only rules determine which tensors are replicated over tensor-parallel ranks; tensors without
+    a rule get a note. Raises :class:`ConfigError` if there is no such preset.
     """
     if metadata.source.tp == 1 and not metadata.replicas:
         return
@@ -129,7 +126,7 @@ def check_copies(metadata: CheckpointMetadata, config: ElasticConfig, threads: i
 def _resharding(
     metadata: CheckpointMetadata, names: Sequence[str], config: ElasticConfig
 ) -> tuple[Resharding, Mapping[str, LiveLayout], set[str]]:
-    """The layout of each saved parameter, as far as rules say; and the names of which they do not."""
+    """Resharding and layouts by the rules, and the names without any."""
     if metadata.source.tp == 1:
         return Resharding(), {name: LiveLayout(()) for name in names}, set()
     book = RuleBook.of(config)

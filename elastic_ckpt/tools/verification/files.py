@@ -1,6 +1,6 @@
-"""Which files a checkpoint has and should have, and all that is wrong with them, where the reader stops at the first.
+"""Files that a checkpoint has and should have, and all their problems, where the reader stops at the first.
 
-Where the reader refuses a checkpoint, every file is opened for itself and compared with those of its kind.
+If the reader refuses a checkpoint, every file is opened alone and compared with those of its kind.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from elastic_ckpt.tools.findings import (
 from elastic_ckpt.tools.opened import locate, open_checkpoint
 
 T = TypeVar("T")
-#: What the files that open hold, by its class and by model-parallel rank.
+#: Contents of the files that open, by class and model-parallel rank.
 Items = dict[tuple[type, int], list[Any]]
-#: The metadata, if there is any, and what is wrong.
+#: The metadata, if readable, and findings.
 Diagnosis = tuple[CheckpointMetadata | None, list[Finding]]
-#: How many files are tried as the one that the others are compared with.
+#: Number of files tried as the reference for the others.
 _MOST_REFERENCES = 8
-#: Numbers of ranks in a file are only claims: beyond this many, what is missing is not listed.
+#: Missing files of more ranks are not listed, since the number is only a file's claim.
 _MOST_RANKS = 1 << 14
 _MODEL_PARALLEL = re.compile(r"mp_rank_(\d+)")
 _RANKS = re.compile(r"zero_pp_rank_\d+_mp_rank_\d+")
@@ -56,12 +56,10 @@ _SCRIPT = ".py"
 
 
 def choose(folder: str, tag: str | None, trust_pickle: bool) -> tuple[Found | None, list[Finding]]:
-    """The checkpoint to verify, and what is wrong with the ``latest`` files.
+    """The checkpoint to verify, and findings on the ``latest`` files.
 
-    Where ``latest`` is of no use, ``latest_universal`` may be; or there is one tag only.
-
-    Raises:
-        NotFoundError: there is no checkpoint at all, or not the one that was asked for.
+    If ``latest`` is invalid, the tag in ``latest_universal`` or the only tag is taken. Raises :class:`NotFoundError` if
+    there is no checkpoint, or not the requested one.
     """
     path = os.path.abspath(folder)
     if tag is None and look_at(os.path.dirname(path), os.path.basename(path)) is not None:
@@ -110,21 +108,21 @@ def checkpoint_files(found: Found) -> list[str]:
 
 
 def swap_files(found: Found) -> list[str]:
-    """Paths of the files of optimizer states that were on NVMe, sorted: raw bytes without any checksum."""
+    """Sorted paths of optimizer states from NVMe: raw bytes without checksums."""
     root = found.path(SWAPPED_FOLDER)
     folders = [entry.path for entry in os.scandir(root) if entry.is_dir()] if os.path.isdir(root) else []
     return sorted(file.path for folder in folders for file in os.scandir(folder) if file.is_file())
 
 
 def other_files(found: Found) -> list[str]:
-    """Names of files in the tag's folder that are none of DeepSpeed's."""
+    """Names of files in the tag's folder that are not DeepSpeed's."""
     known = {os.path.basename(path) for path in checkpoint_files(found) if os.path.dirname(path) == found.folder}
     names = [entry.name for entry in os.scandir(found.folder) if entry.is_file()]
     return sorted(name for name in names if name not in known and not name.endswith(_SCRIPT))
 
 
 def missing_files(files: FolderFiles, dp: int | None, model_parallel: int | None) -> list[str]:
-    """Names of files that ought to be there, by file names and by the degrees that files state, if any."""
+    """Names of missing files, inferred from file names and from the degrees that files state, if any."""
     sharded = (files.model_zero3, files.optimizer)
     dps = range(max([dp or 0, *(at + 1 for names in sharded for at, _ in names)]))
     mps = range(max([model_parallel or 0, *(mp + 1 for mp in files.mp_ranks)]))
@@ -141,7 +139,7 @@ def missing_files(files: FolderFiles, dp: int | None, model_parallel: int | None
 
 
 def read_metadata(found: Found, config: ElasticConfig) -> Diagnosis:
-    """Read a checkpoint's metadata as a load would; where that fails, find out all that is wrong."""
+    """Read a checkpoint's metadata as a load would; if that fails, find all problems."""
     try:
         return open_checkpoint(found, config).checkpoint.metadata, []
     except ElasticCkptError as error:
@@ -165,7 +163,7 @@ def _diagnose(found: Found, config: ElasticConfig, error: ElasticCkptError) -> D
 
 
 def _refused(found: Found, findings: list[Finding], error: ElasticCkptError) -> Diagnosis:
-    """Without ZeRO, only a live model may know which state is which: that is no damage."""
+    """Without ZeRO, states that only a live model can name are no damage."""
     if not findings and isinstance(error, MismatchError) and not found.files.is_universal:
         return None, [of_error(error, UNCHECKED, NOTE)]
     note = Finding(NOTE, UNCHECKED, "the tensors, since the files do not fit together")
@@ -173,7 +171,7 @@ def _refused(found: Found, findings: list[Finding], error: ElasticCkptError) -> 
 
 
 def _open_all(found: Found, config: ElasticConfig) -> tuple[Items, list[Finding]]:
-    """What each file that opens holds; what is wrong with the others."""
+    """Contents of each file that opens; findings on the others."""
     items: Items = {}
     findings: list[Finding] = []
     for path in checkpoint_files(found):
@@ -184,7 +182,7 @@ def _open_all(found: Found, config: ElasticConfig) -> tuple[Items, list[Finding]
         except ElasticCkptError as error:
             kind = UNREADABLE if kind_of(error) == DAMAGED else kind_of(error)
             findings.append(of_error(error, kind, NOTE if kind == UNCHECKED else ERROR))
-        except Exception as error:  # what a file holds may be of any form
+        except Exception as error:  # contents may be of any form
             text = f"not of the form that DeepSpeed writes: {type(error).__name__}: {error}"
             findings.append(Finding(ERROR, UNREADABLE, one_line(text), file=path))
         else:
@@ -194,7 +192,6 @@ def _open_all(found: Found, config: ElasticConfig) -> tuple[Items, list[Finding]
 
 
 def _of(kind: type[T], items: Items) -> list[list[T]]:
-    """Those of a class, by model-parallel rank."""
     return [items[key] for key in sorted((key for key in items if key[0] is kind), key=lambda key: key[1])]
 
 
@@ -230,7 +227,7 @@ def _majority(items: Sequence[T]) -> T:
 def _foreign(items: Items) -> tuple[list[Finding], set[tuple[str | None, ...]]]:
     """Files of another save than most of their kind, and all complaints.
 
-    The reader takes the first file of a kind for the right one; if that is the foreign one, it complains about another.
+    The reader compares with the first file of a kind; if that one is foreign, its complaint is about another.
     """
     findings: list[Finding] = []
     complaints: set[tuple[str | None, ...]] = set()
@@ -248,7 +245,7 @@ def _foreign(items: Items) -> tuple[list[Finding], set[tuple[str | None, ...]]]:
 
 
 def _kinds(items: Items) -> Iterator[tuple[list[Any], Callable[[list[Any]], None], list[Any]]]:
-    """Files that must be of one save, in the reader's order; what raises where two are not; the likeliest first."""
+    """Files that must be of one save, in the reader's order; the check that raises; candidates, likeliest first."""
     models = _of(ModelShard, items)
     for of_rank in models:
         yield of_rank, model_states.check_same_save, of_rank
@@ -273,7 +270,7 @@ def _against(reference: Any, items: Sequence[Any], check: Callable[[list[Any]], 
 
 
 def _complaint(error: ElasticCkptError) -> tuple[str | None, ...]:
-    """An error without the rank that raised it."""
+    """An error without its rank."""
     return error.problem, error.file, error.expected, error.found
 
 
@@ -286,7 +283,7 @@ def _steps_of(shard: OptimizerShard) -> set[float]:
 def _without_shard_checks(
     found: Found, config: ElasticConfig, error: ElasticCkptError, models: Sequence[ModelShard]
 ) -> Diagnosis:
-    """Only the values contradict each other: read without comparing them, then compare those of every file."""
+    """Values alone contradict each other: read without comparing shards, then compare every file's."""
     relaxed = config.model_copy(update={"check_shards": False})
     try:
         metadata = open_checkpoint(found, relaxed).checkpoint.metadata

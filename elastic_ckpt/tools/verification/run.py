@@ -1,4 +1,4 @@
-"""A verification from top to bottom: folder, metadata, archives, records and their checksums, values, copies."""
+"""The steps of a verification: folder, metadata, archives, records and their checksums, values, replicas."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from elastic_ckpt.tools.verification.scan import (
     wrong_records,
 )
 
-#: Of one file, so many problems are listed, and the rest counted.
+#: Problems listed of one file; the rest are counted.
 _MOST_PROBLEMS = 40
 
 
@@ -36,15 +36,11 @@ class Verification:
     """The outcome of a verification.
 
     Attributes:
-        folder: absolute path that was asked for.
-        tag: of the checkpoint that was verified; ``None``: it is not clear which.
-        full: whether every byte was read, or metadata alone.
-        findings: what is wrong.
-        notes: what is not wrong, and what was not checked.
-        files: number of files that were looked at.
-        tensors: number of logical tensors (masters, states, buffers, frozen weights) that were checked.
-        nbytes: bytes that were read and checked; without ``full``, the size of the files.
-        seconds: how long it took.
+        folder, tag: requested absolute path; verified tag, or ``None`` if ambiguous.
+        full: whether every byte was read, or only metadata.
+        findings, notes: problems; other facts, and what was not checked.
+        files, tensors: number of files and of logical tensors (masters, states, buffers, frozen weights) checked.
+        nbytes: bytes read and checked; without ``full``, the size of the files.
     """
 
     folder: str
@@ -66,22 +62,21 @@ def verify(
     threads: int = 4,
     show_progress: bool | None = False,
 ) -> Verification:
-    """Look for everything that is wrong with a checkpoint.
+    """Find all problems of a checkpoint.
 
     Args:
-        folder: one with a ``latest`` file, or that of a tag.
-        tag: which checkpoint of the folder; ``None``: the latest.
+        folder, tag: folder with a ``latest`` file, or of a tag; tag to verify, or ``None`` for the latest.
         config: as for a load.
-        full: read every byte: checksums, values that are no numbers, copies that have drifted apart.
-        threads: how many read at once.
-        show_progress: of reading: whether to draw a bar; ``None``: if standard error is a terminal.
+        full: read every byte, to check checksums, non-finite values and replicas.
+        threads: number of reading threads.
+        show_progress: whether to show a progress bar; ``None``: if standard error is a terminal.
 
     Raises:
-        NotFoundError: there is no checkpoint to look at.
-        ConfigError: the config names rules that are not there.
+        NotFoundError: there is no such checkpoint.
+        ConfigError: there is no such preset.
     """
     began = time.perf_counter()
-    RuleBook.of(config)  # a preset that is not there is an error at once, not after an hour of reading
+    RuleBook.of(config)  # a missing preset is an error at once, not after an hour of reading
     found, findings = choose(folder, tag, config.trust_pickle)
     files: list[str] = []
     metadata: CheckpointMetadata | None = None
@@ -120,7 +115,7 @@ def _check_bytes(
     show_progress: bool | None,
     findings: list[Finding],
 ) -> int:
-    """Read all files, and add to ``findings``; how many bytes were read."""
+    """Read all files and append to ``findings``; returns the number of bytes read."""
     known = metadata_spans(metadata) if metadata is not None else {}
     works = []
     for path in checkpoint_files(found):
@@ -144,7 +139,7 @@ def _check_bytes(
 
 
 def _archive_work(path: str, spans: Sequence[Span], findings: list[Finding]) -> Work:
-    """What to check in a ``torch.save`` file; what is wrong with the archive itself is added to ``findings``."""
+    """The work for a ``torch.save`` file; problems of the archive itself are appended to ``findings``."""
     try:
         with open(path, "rb", buffering=0) as stream:
             archive = read_archive(stream)

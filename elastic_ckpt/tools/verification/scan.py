@@ -1,8 +1,8 @@
-"""One pass over the bytes of files: the CRC32 of every record, and the values that are NaN or infinite.
+"""One pass over the bytes of files: the CRC32 of every record, and NaN and infinite values.
 
-Threads read slices of files through a small buffer each, so memory does not depend on the size of a file or record; the
-checksums of a record's parts are combined. A chunk is checked while it is in the processor's cache. Files are not
-memory-mapped: where a disk fails under a map, the process dies instead of naming the file.
+Threads read slices of files through a small buffer each, so that memory does not depend on file or record sizes, and
+checksums of slices are combined. A chunk is checked while in the processor's cache. Files are not memory-mapped: a disk
+failure under a map would kill the process without naming the file.
 """
 
 from __future__ import annotations
@@ -30,28 +30,23 @@ from elastic_ckpt.formats.pickled import TensorRef, open_pickled
 from elastic_ckpt.tools.findings import ERROR, INF, NAN, NOTE, Finding
 from elastic_ckpt.tools.verification.archive import Record
 
-#: The key of the weights as the model computes with them, which metadata does not list.
+#: Key of the weights that the model computes with, which metadata does not list.
 _WEIGHTS = "weights"
 _INTEGERS = frozenset({"int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64", "bool"})
-#: Small enough for a processor's cache.
+#: Fits into a processor's cache.
 CHUNK_NBYTES = 1 << 20
 SLICE_NBYTES = 64 * CHUNK_NBYTES
-#: What is read behind a chunk, so that values that begin in it are whole: the largest item, less one byte.
+#: Bytes read behind a chunk to complete its last value: the largest item, less one byte.
 _MORE_NBYTES = max(ITEMSIZE.values()) - 1
-#: Values that are not finite: kind (:data:`NAN`, :data:`INF`) -> how many there are, and the index of the first.
+#: Non-finite values: kind (:data:`NAN`, :data:`INF`) -> their number, and the index of the first.
 Odd = dict[str, tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Consecutive values in a file.
+    """Consecutive values in a file, from byte ``offset`` on.
 
-    Attributes:
-        offset: of the first one in the file, in bytes.
-        numel: how many.
-        dtype: name of their torch dtype.
-        name, key: of their tensor.
-        start: index of the first one in that tensor, or in its tensor-parallel shard.
+    ``start``: index of the first in the tensor ``(name, key)``, or in its tensor-parallel shard.
     """
 
     offset: int
@@ -63,13 +58,13 @@ class Span:
 
     @property
     def nbytes(self) -> int:
-        """Their size."""
+        """Size in bytes."""
         return self.numel * ITEMSIZE[self.dtype]
 
 
 @dataclass(frozen=True)
 class Work:
-    """What to check in bytes ``[start, stop)`` of a file: the CRC32 of records, and the values of spans."""
+    """Checks in bytes ``[start, stop)`` of a file: the CRC32 of records, and the values of spans."""
 
     path: str
     stop: int
@@ -78,16 +73,16 @@ class Work:
 
     @property
     def records(self) -> list[Record]:
-        """Its records."""
+        """The records among the items."""
         return [item for item in self.items if isinstance(item, Record)]
 
     @property
     def has_checksums(self) -> bool:
-        """Whether the file was saved with checksums, or has nothing that could have one."""
+        """Whether the file was saved with checksums, or has no data."""
         return any(record.crc32 for record in self.records) or not any(record.nbytes for record in self.records)
 
     def split(self, step: int) -> list[Work]:
-        """Ranges of ``step`` bytes, each with the items that have bytes in it; one range at least."""
+        """Ranges of ``step`` bytes, at least one, each with the items that overlap it."""
         starts = range(self.start, max(self.stop, self.start + 1), step)
         items: list[list[Record | Span]] = [[] for _ in starts]
         for item in self.items:
@@ -103,13 +98,9 @@ class Work:
 
 @dataclass
 class Checked:
-    """The outcome of a :class:`Work`.
+    """The outcome of a :class:`Work`: bytes read, and per record the CRC32 and number of these.
 
-    Attributes:
-        nbytes: that were read.
-        crc32: of each record, as its bytes are, and of how many of them.
-        odd: the spans with values that are not finite.
-        failure: why the file could not be read to its end.
+    ``odd``: spans with non-finite values; ``failure``: why the file could not be read to its end.
     """
 
     nbytes: int = 0
@@ -118,7 +109,7 @@ class Checked:
     failure: str | None = None
 
     def add(self, following: Checked) -> None:
-        """Add the outcome of the next range of the file."""
+        """Add the outcome of the file's next range."""
         self.nbytes += following.nbytes
         self.failure = self.failure or following.failure
         for record, (crc, nbytes) in following.crc32.items():
@@ -129,12 +120,9 @@ class Checked:
 
 
 def check(works: Sequence[Work], threads: int, show_progress: bool | None = False) -> list[Checked]:
-    """Read files and check them.
+    """Read files and check them, with a buffer of :data:`CHUNK_NBYTES` per thread; results are in order of ``works``.
 
-    Args:
-        works: the files.
-        threads: how many read at once; each has a buffer of :data:`CHUNK_NBYTES`.
-        show_progress: whether to draw a bar on standard error; ``None``: if that is a terminal.
+    ``show_progress``: whether to show a progress bar on standard error; ``None``: if that is a terminal.
     """
     results = [Checked() for _ in works]
     parts = [(number, part) for number, work in enumerate(works) for part in work.split(SLICE_NBYTES)]
@@ -153,10 +141,10 @@ def check(works: Sequence[Work], threads: int, show_progress: bool | None = Fals
 
     with ExitStack() as undo, ThreadPoolExecutor(threads, thread_name_prefix="elastic_ckpt") as pool:
         undo.callback(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(1)  # of its own in each of our threads
+        torch.set_num_threads(1)  # each of our threads computes alone
         total = sum(work.stop for work in works)
         with tqdm(total=total, unit="B", unit_scale=True, desc="verify", disable=disable, leave=False) as bar:
-            # after an error or Ctrl-C, map cancels what has not begun
+            # after an error or Ctrl-C, map cancels pending work
             for (number, _), result in zip(parts, pool.map(run, [part for _, part in parts]), strict=True):
                 results[number].add(result)
                 bar.update(result.nbytes)
@@ -184,7 +172,7 @@ def _check_part(part: Work, buffer: memoryview, result: Checked) -> None:
 
 
 def _look_at(span: Span, chunk: Work, view: memoryview, result: Checked) -> None:
-    """Look at the values of a span that begin in a chunk."""
+    """Check the values of a span that begin in a chunk."""
     itemsize = ITEMSIZE[span.dtype]
     first = max(-(-(chunk.start - span.offset) // itemsize), 0)
     stop = min(-(-(chunk.stop - span.offset) // itemsize), span.numel)
@@ -211,10 +199,10 @@ def _read(descriptor: int, offset: int, view: memoryview) -> None:
 def look(values: torch.Tensor) -> Odd:
     """Count NaN and infinite values of a flat tensor.
 
-    A finite sum shows that all are finite, since neither NaN nor infinity ever leaves one. Any other sum may still be
-    an overflow: then every value is looked at.
+    A finite sum proves that all values are, since NaN and infinity propagate. Any other sum may be an overflow, so
+    every value is checked.
     """
-    if values.element_size() == 1:  # no 8-bit type can be summed
+    if values.element_size() == 1:  # torch cannot sum 8-bit types
         values = values.to(torch.float32)
     total = values.sum(dtype=torch.float32) if values.dtype == torch.float16 else values.sum()
     if bool(torch.isfinite(total)):
@@ -224,17 +212,16 @@ def look(values: torch.Tensor) -> Odd:
 
 
 def _add_odd(total: Odd, more: Odd, start: int = 0) -> None:
-    """Add values that were counted from element ``start`` on to a total."""
+    """Add counts of values from element ``start`` on to a total."""
     for kind, (count, first) in more.items():
         before, earliest = total.get(kind, (0, first + start))
         total[kind] = before + count, min(earliest, first + start)
 
 
 def wrong_records(work: Work, checked: Checked) -> dict[Record, int]:
-    """The records that are not as they were written -> the CRC32 of what they are now.
+    """The records that have changed -> their present CRC32; those not read to their end are left out.
 
-    A CRC32 of 0 is none where all of a file's are (``torch.serialization.set_crc32_options(False)``). A record that
-    could not be read to its end is not judged.
+    If all CRC32 in a file are 0, it has none (``torch.serialization.set_crc32_options(False)``).
     """
     records = work.records if work.has_checksums else []
     now = {record: checked.crc32.get(record, (0, 0)) for record in records}
@@ -242,7 +229,7 @@ def wrong_records(work: Work, checked: Checked) -> dict[Record, int]:
 
 
 def judge(path: str, odd: Mapping[Span, Odd]) -> Iterator[Finding]:
-    """One finding a tensor and kind; infinity in a buffer may be meant, and is a note."""
+    """One finding per tensor and kind; infinity in a buffer may be intended, and is a note."""
     totals: dict[tuple[str, str], Odd] = {}
     for span, counts in odd.items():
         _add_odd(totals.setdefault((span.name, span.key), {}), counts, span.start)
@@ -256,7 +243,7 @@ def judge(path: str, odd: Mapping[Span, Odd]) -> Iterator[Finding]:
 
 
 def metadata_spans(metadata: CheckpointMetadata) -> dict[str, list[Span]]:
-    """Path -> the values of tensors in that file, replicas of other pipeline stages included."""
+    """Path -> the values of tensors in that file, with replicas of other pipeline stages."""
     spans: dict[str, list[Span]] = {}
     for tensor in chain(metadata.tensors.values(), *metadata.replicas.values()):
         for chunk in tensor.chunks:
@@ -266,7 +253,7 @@ def metadata_spans(metadata: CheckpointMetadata) -> dict[str, list[Span]]:
 
 
 def _span(tensor: TensorMetadata, chunk: StorageChunk) -> Span | None:
-    """The values of a chunk; of a quantized one, its scales."""
+    """The values of a chunk, or the scales of a quantized one."""
     code = chunk.code
     if code is None:
         if tensor.dtype in _INTEGERS:
@@ -283,14 +270,9 @@ def _span(tensor: TensorMetadata, chunk: StorageChunk) -> Span | None:
 def weight_spans(
     path: str, found: Found, known: Sequence[Span], with_states: bool, config: ElasticConfig
 ) -> list[Span]:
-    """The weights that the model computes with in a file, named by their paths in it.
+    """The weights that the model computes with in the file ``path``, named by their paths in its tree.
 
-    Args:
-        path: of a file of the checkpoint.
-        found: the checkpoint.
-        known: spans of the file that are left out; nor are the same bytes returned twice.
-        with_states: whether to add optimizer states, of checkpoints that do not partition them.
-        config: as for a load.
+    Spans in ``known``, and duplicates, are left out. ``with_states``: whether to add unpartitioned optimizer states.
     """
     name, files = os.path.basename(path), found.files
     is_layer = name in files.layers.values()
@@ -300,7 +282,7 @@ def weight_spans(
     try:
         tree = open_pickled(path, config.trust_pickle).tree
     except ElasticCkptError:
-        return []  # which is a finding already
+        return []  # reported by the diagnosis of files
     if not isinstance(tree, dict):
         return []
     tensors = list(_tensors(tree if is_layer else tree.get("module"), ""))

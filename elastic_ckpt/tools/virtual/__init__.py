@@ -1,4 +1,4 @@
-"""Jobs that do not run: what their ranks would hold, and what they would read. Pure."""
+"""Virtual jobs: what the ranks of a topology would have and read, without running. Pure."""
 
 from __future__ import annotations
 

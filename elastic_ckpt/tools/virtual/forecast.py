@@ -1,4 +1,4 @@
-"""What a load would cost, from its plans: bytes, reads and memory of a rank, and how long nodes read. Pure."""
+"""The cost of a load, from its plans: bytes, reads and memory per rank, and reading time per node. Pure."""
 
 from __future__ import annotations
 
@@ -16,23 +16,18 @@ from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.read_sizes import read_sizes
 from elastic_ckpt.tools.virtual.job import VirtualJob
 
-#: Bytes/s of a node, unless the user says another: what a 25 Gbit/s link to a file system gives.
+#: Default bytes/s of a node: a 25 Gbit/s link to a file system.
 DEFAULT_BANDWIDTH = 3e9
-#: About so many ranks of a bigger job are planned, unless all are asked for.
+#: Approximate number of ranks planned of a larger job, unless all are requested.
 MOST_BY_DEFAULT = 64
 
 
 @dataclass(frozen=True, slots=True)
 class LiveRun:
-    """The options of a run that change what its ranks need.
+    """Options of a run that determine what its ranks need.
 
-    With ``bfloat16`` weights and ``float32`` gradients, Adam takes 2 + 4 + 4 + 8 = 18 bytes for each parameter, before
-    ZeRO divides them.
-
-    Attributes:
-        weights, gradients: dtypes of the weights and of the accumulated gradients.
-        offload: whether masters and states are in host memory (``offload_optimizer``).
-        reading: options of the reader.
+    ``weights`` and ``gradients`` (accumulated) are dtypes; with the defaults, Adam takes 2 + 4 + 4 + 8 = 18 bytes per
+    parameter before ZeRO partitions. ``offload``: masters and states are in host memory (``offload_optimizer``).
     """
 
     weights: str = "bfloat16"
@@ -46,12 +41,10 @@ class Reads:
     """What one rank reads.
 
     Attributes:
-        nbytes: of tensors, by its plan (:attr:`elastic_ckpt.report.RankWork.nbytes_read`).
+        nbytes, files: bytes of tensors (:attr:`elastic_ckpt.report.RankWork.nbytes_read`), and number of files.
         calls: reads, as :mod:`elastic_ckpt.io.reader` joins and splits them.
-        least_nbytes, most_nbytes: size of the smallest and the largest read; those of a requantize item count as one.
-        files: number of files.
-        nbytes_compared: of copies that it compares before the load.
-        nbytes_received: of tensors that other ranks read and send.
+        least_nbytes, most_nbytes: smallest and largest read; those of a requantize item count as one.
+        nbytes_compared, nbytes_received: of replicas compared before the load; of tensors that other ranks broadcast.
     """
 
     nbytes: int
@@ -65,12 +58,11 @@ class Reads:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What one rank needs for the state of training, in bytes.
+    """Bytes of training state that one rank needs.
 
     Attributes:
         masters, gradients, others: fp32 masters, accumulated gradients, buffers and frozen weights.
-        states: optimizer states, as (key, dtype, bytes).
-        weights: those that the model computes with, unless they are the masters.
+        states, weights: optimizer states, as (key, dtype, bytes); the model's weights, unless they are the masters.
         offloaded: whether masters and states are in host memory.
     """
 
@@ -89,7 +81,7 @@ class Memory:
 
     @property
     def device(self) -> int:
-        """Memory of the accelerator."""
+        """Accelerator memory."""
         return self.weights + self.gradients + self.others if self.offloaded else self.total
 
     @property
@@ -100,7 +92,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class RankForecast:
-    """What one rank reads and needs; ``by_file``: bytes read from each file, by index into the metadata's files."""
+    """Reads and memory of one rank; ``by_file``: bytes read per file, by index into the metadata's files."""
 
     rank: int
     reads: Reads
@@ -109,13 +101,13 @@ class RankForecast:
 
 
 def forecast_rank(rank: int, local_state: LocalState, plan: LoadPlan, run: LiveRun) -> RankForecast:
-    """What one rank of a job with accelerators reads and needs."""
+    """Reads and memory of one rank of a job with accelerators."""
     reads = reads_of(local_state, plan, run.reading, on_accelerator=not run.offload)
     return RankForecast(rank, reads, memory_of(local_state, plan, run), bytes_by_file(plan.reads))
 
 
 def reads_of(local_state: LocalState, plan: LoadPlan, options: ReadOptions, on_accelerator: bool) -> Reads:
-    """What executing a plan reads; ``on_accelerator``: through bounce buffers, straight into memory otherwise."""
+    """The reads of a plan; ``on_accelerator``: through staging buffers instead of straight into memory."""
     reads = plan.reads
     sizes = read_sizes(reads, options, on_accelerator)
     replicas = (replica for check in plan.replica_checks for replica in check.replicas)
@@ -132,7 +124,7 @@ def reads_of(local_state: LocalState, plan: LoadPlan, options: ReadOptions, on_a
 
 
 def bytes_by_file(reads: ReadPlan) -> dict[int, int]:
-    """Bytes of tensors that a plan reads from each file; scales of requantized blocks are left out."""
+    """Bytes of tensors that a plan reads from each file, without scales of requantized blocks."""
     found = Counter[int]()
     for item in chain(reads.items, *(item.sources for item in reads.requantize_items)):
         found[item.file] += item.nbytes
@@ -140,13 +132,13 @@ def bytes_by_file(reads: ReadPlan) -> dict[int, int]:
 
 
 def memory_of(local_state: LocalState, plan: LoadPlan, run: LiveRun) -> Memory:
-    """What one rank needs, without ZeRO-3's persistent parameters, communication buckets and activations."""
+    """Memory of one rank, without ZeRO-3's persistent parameters, communication buckets and activations."""
     stage, flat_numel = local_state.zero_stage, sum(flat.numel for flat in local_state.flats)
     states = Counter[tuple[str, str]]()
     for slot in plan.reads.slots:
         if slot.key not in (MASTER, BUFFER, FROZEN):
             states[slot.key, slot.dtype] += slot.numel * ITEMSIZE[slot.dtype]
-    # the trainable parameters of this pipeline stage and tensor-parallel rank, however ZeRO cuts them
+    # trainable parameters of this pipeline stage and tensor-parallel rank, before ZeRO partitions them
     members = [name for flat in local_state.flats for name in flat.members]
     model = local_state.model
     whole_numel = sum(math.prod(model.layouts[name].shapes[model.coordinates.tp_rank]) for name in members)
@@ -164,7 +156,7 @@ def memory_of(local_state: LocalState, plan: LoadPlan, run: LiveRun) -> Memory:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The nodes on which the ranks of a job are packed, one node after the other; ``bandwidth``: bytes/s of a node."""
+    """The nodes that a job's consecutive ranks fill one after the other; ``bandwidth``: bytes/s per node."""
 
     ranks: int
     nodes: int
@@ -175,11 +167,11 @@ class Cluster:
         return -(-self.ranks // self.nodes)
 
     def ranks_of(self, node: int) -> int:
-        """How many ranks a node has; the last ones may have fewer, or none."""
+        """Number of ranks on a node; the last nodes may have fewer, or none."""
         return max(min(self.ranks - node * self.ranks_per_node, self.ranks_per_node), 0)
 
     def some_ranks(self) -> list[int]:
-        """All ranks of a small job; of a big one those of some nodes, evenly spread from the first to the last."""
+        """All ranks of a small job; of a large one, those of evenly spaced nodes from the first to the last."""
         if self.ranks <= MOST_BY_DEFAULT:
             return list(range(self.ranks))
         per_node = self.ranks_per_node
@@ -191,7 +183,7 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """What the planned ranks of a node read and compare; ``is_complete``: whether all of its ranks were planned."""
+    """Bytes that a node's planned ranks read and compare; ``is_complete``: whether all its ranks were planned."""
 
     node: int
     ranks: int
@@ -201,13 +193,9 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class ReadingTime:
-    """How long the slowest node reads: bytes over bandwidth, and nothing that was fitted.
+    """Seconds that the slowest node takes to read ``node_nbytes``: bytes over bandwidth in bytes/s.
 
-    Attributes:
-        reading: seconds.
-        node_nbytes: bytes that the slowest node reads.
-        bandwidth: bytes/s of a node.
-        is_estimate: whether some ranks were not planned.
+    ``is_estimate``: whether some ranks were not planned.
     """
 
     reading: float
@@ -218,7 +206,7 @@ class ReadingTime:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """The ranks of a job that were planned, ascending; the notes of their plans; and the last one's state and plan."""
+    """The planned ranks of a job, ascending; notes of their plans; LocalState and plan of the last one."""
 
     cluster: Cluster
     run: LiveRun
@@ -228,17 +216,12 @@ class Survey:
 
     @property
     def heaviest(self) -> RankForecast:
-        """The rank that needs most memory, of device and host together."""
+        """The rank that needs most memory, on device and host together."""
         return max(self.ranks, key=lambda each: each.memory.total)
 
 
 def survey(job: VirtualJob, ranks: Iterable[int], cluster: Cluster, run: LiveRun) -> Survey:
-    """Plan these ranks of a job.
-
-    Raises:
-        ElasticCkptError: the load would be refused.
-        ValueError: no rank.
-    """
+    """Plan ranks of a job. Raises :class:`ElasticCkptError` if the load would be refused, ValueError if none."""
     found: list[RankForecast] = []
     notes: dict[str, None] = {}
     for rank in ranks:
@@ -251,7 +234,7 @@ def survey(job: VirtualJob, ranks: Iterable[int], cluster: Cluster, run: LiveRun
 
 
 def nodes_of(ranks: Sequence[RankForecast], cluster: Cluster) -> list[Node]:
-    """The nodes whose ranks were planned."""
+    """The nodes of the planned ranks."""
     found: dict[int, list[int]] = {}
     for each in ranks:
         nbytes = each.reads.nbytes + each.reads.nbytes_compared
@@ -263,9 +246,9 @@ def nodes_of(ranks: Sequence[RankForecast], cluster: Cluster) -> list[Node]:
 
 
 def reading_time(ranks: Sequence[RankForecast], cluster: Cluster) -> ReadingTime:
-    """How long the slowest node reads, from the ranks that were planned.
+    """Reading time of the slowest node, from the planned ranks.
 
-    If no node was planned as a whole, each rank of the slowest is taken to read as much as the one that reads most.
+    If no node was planned completely, each of its ranks is taken to read as much as the largest reader.
     """
     complete = [node.nbytes for node in nodes_of(ranks, cluster) if node.is_complete]
     most = max(each.reads.nbytes + each.reads.nbytes_compared for each in ranks)
@@ -274,5 +257,5 @@ def reading_time(ranks: Sequence[RankForecast], cluster: Cluster) -> ReadingTime
 
 
 def spread(values: Sequence[int]) -> dict[str, float]:
-    """The least, the mean, the most, and the total of at least one number."""
+    """Least, mean, most and total of at least one number."""
     return {"least": min(values), "mean": sum(values) / len(values), "most": max(values), "total": sum(values)}

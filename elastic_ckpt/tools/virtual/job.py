@@ -1,8 +1,8 @@
-"""CheckpointMetadata and topology -> what every rank of a job would hold, and the plan by which it would read it. Pure.
+"""CheckpointMetadata and topology -> LocalState and LoadPlan of every rank of a job. Pure.
 
-The partitions are those of the engine adapters (:mod:`elastic_ckpt.engines`), by the same arithmetic; a test compares
-the two. What only a live engine knows is taken as usual: without ZeRO the optimizer steps on each parameter alone (as
-all but DeepSpeed's ``FP16_Optimizer`` do), and it keeps the states that the checkpoint holds.
+Partitions follow the arithmetic of the engine adapters (:mod:`elastic_ckpt.engines`); a test compares the two. Without
+a live engine, the optimizer is assumed to have the checkpoint's states and, without ZeRO, to step on each parameter
+alone, as all but DeepSpeed's ``FP16_Optimizer`` do.
 """
 
 from __future__ import annotations
@@ -39,19 +39,16 @@ from elastic_ckpt.sharding.offline import virtual_layouts
 from elastic_ckpt.sharding.resolve import Resharding
 from elastic_ckpt.tools.virtual.stages import stages_of
 
-#: Stages 1 and 2 pad each group to a multiple of so many elements a rank (``nccl_start_alignment_factor``).
+#: Stages 1 and 2 pad each group to a multiple of this many elements per rank (``nccl_start_alignment_factor``).
 START_ALIGNMENT = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Degrees, ZeRO stage, and the options that decide how ZeRO partitions parameters.
+    """Parallel degrees, ZeRO stage (0 to 3), and the options that determine ZeRO's partitions.
 
-    Attributes:
-        dp, tp, pp: data-, tensor- and pipeline-parallel degree.
-        zero_stage: 0 to 3.
-        sub_group_numel: ``sub_group_size`` of ZeRO-3, which DeepSpeed counts in elements of a rank's partition.
-        alignment: ``"align_partitions"``; 1: as DeepSpeed pads them.
+    ``sub_group_numel`` is ZeRO-3's ``sub_group_size``, which DeepSpeed counts in elements of a rank's partition;
+    ``alignment`` is ``"align_partitions"``, or 1 for DeepSpeed's own padding.
     """
 
     dp: int = 1
@@ -67,10 +64,7 @@ class Topology:
         return self.dp * self.tp * self.pp
 
     def coordinates(self, rank: int) -> RankCoordinates:
-        """Of a global rank: tensor-parallel ranks are neighbours, pipeline stages are farthest apart.
-
-        Source of the order: ``PipeModelDataParallelTopology`` (``["pipe", "data", "model"]``, topology.py).
-        """
+        """Coordinates of a global rank, in the order pp, dp, tp: ``PipeModelDataParallelTopology`` (topology.py)."""
         rest, tp_rank = divmod(rank, self.tp)
         pp_rank, dp_rank = divmod(rest, self.dp)
         return RankCoordinates(self.dp, dp_rank, self.tp, tp_rank, self.pp, pp_rank)
@@ -80,10 +74,9 @@ class Topology:
 
 
 class VirtualJob:
-    """A job of some topology that would resume a checkpoint, whose parameters have their new names (``rename``).
+    """A job of some topology that would resume a checkpoint, with its parameters renamed (``rename``).
 
-    Raises:
-        ElasticCkptError: such a job could not be.
+    Raises :class:`ElasticCkptError` if no such job can exist.
     """
 
     def __init__(self, metadata: CheckpointMetadata, topology: Topology, options: LoadOptions) -> None:
@@ -91,7 +84,7 @@ class VirtualJob:
         saved = metadata.source
         unchanged = (topology.dp, topology.tp, topology.pp) == (saved.dp, saved.tp, saved.pp)
         if unchanged and saved.format == "native" and saved.zero_stage == 3:
-            # then each rank reads buffers from a file of its own; here all from the first one, which is as long
+            # each rank would read buffers from its own file; here all read the first one, which has the same size
             metadata = replace(metadata, buffers_of_this_rank=True)
         self.metadata = metadata
         self.topology = topology
@@ -107,7 +100,7 @@ class VirtualJob:
         self.stages = stages_of(numels, topology.pp, metadata)
 
     def planned(self, rank: int) -> tuple[LocalState, LoadPlan]:
-        """What the engine of one rank would hold, and the plan that a load would make."""
+        """LocalState of one rank, and its LoadPlan."""
         local_state = self.local_state(rank)
         coordinates = local_state.model.coordinates
         at = coordinates.pp_rank, coordinates.tp_rank
@@ -116,7 +109,7 @@ class VirtualJob:
         return local_state, plan_load(self.metadata, local_state, self.options, self._resharding[at])
 
     def local_state(self, rank: int) -> LocalState:
-        """What the engine of one rank would hold."""
+        """LocalState of one rank."""
         at = self.topology.coordinates(rank)
         mine = [name for name in self._keys if at.pp_rank in self.stages[name]]
         groups: list[list[str]] = [[] for _ in self.metadata.groups]
@@ -158,10 +151,9 @@ class VirtualJob:
         return flats, fragments
 
     def _sub_groups(self, names: Sequence[str], at: RankCoordinates) -> Iterator[Sequence[str]]:
-        """What becomes one flat partition: a group; without ZeRO a parameter; with ZeRO-3 a sub-group.
+        """Members of each flat partition: a group; without ZeRO a parameter; with ZeRO-3 a sub-group.
 
-        ZeRO-3 cuts a group where the partitions gathered so far reach ``sub_group_size``. Source:
-        ``_create_fp16_sub_groups`` (stage3.py).
+        ZeRO-3 ends a sub-group once its partitions reach ``sub_group_size``: ``_create_fp16_sub_groups`` (stage3.py).
         """
         if self.topology.zero_stage == 0:
             yield from ([name] for name in names)
@@ -178,11 +170,11 @@ class VirtualJob:
                     gathered, numel = [], 0
 
     def _step(self, numel: int) -> int:
-        """Elements of a rank's partition of one parameter in ZeRO-3."""
+        """Elements per rank of one parameter in ZeRO-3."""
         return per_parameter_numel(numel, self.topology.dp, self.topology.alignment)
 
     def _placed(self, numels: Sequence[int], at: RankCoordinates) -> tuple[int, Iterator[Placement]]:
-        """Elements of a rank's flat partition, and which of each member's are where in it."""
+        """Elements of a rank's flat partition, and the placement of its members."""
         if self.topology.zero_stage == 3:
             steps = [self._step(numel) for numel in numels]
             return sum(steps), per_parameter_partition(numels, steps, at.dp_rank)
@@ -193,10 +185,9 @@ class VirtualJob:
         return numel, contiguous_partition(numels, group_offsets(numels), numel, rank)
 
     def states_of(self, members: Sequence[str]) -> tuple[LiveState, ...] | None:
-        """The tensor states of one flat partition, as the optimizer that saved them keeps them.
+        """The tensor states of one flat partition, without the codebooks that bitsandbytes creates by itself.
 
-        Tables that bitsandbytes makes by itself are left out. ``None``: a state that no partition can have, which is
-        refused.
+        Returns ``None`` if no partition can have one of the saved states; planning then refuses it.
         """
         found: dict[str, LiveState] = {}
         for name in members:
@@ -210,10 +201,10 @@ class VirtualJob:
                 else:
                     rows = 1 if len(tensor.shape) == len(saved.shape) else tensor.shape[0]
                     code = next((chunk.code.format for chunk in tensor.chunks if chunk.code is not None), None)
-                    # whatever the version that saved it, today's cuts blocks of the smaller size
+                    # today's version uses the smaller block size, whichever version saved it
                     blocks = None if code is None else BlockFormat(min(BLOCK_NUMELS), code.scales, code.codebook)
                     live = LiveState(key, tensor.dtype, rows=rows, blocks=blocks)
-                # of small partitions bitsandbytes keeps plain states
+                # bitsandbytes keeps states of small partitions unquantized
                 if key not in found or (live.blocks is not None and found[key].blocks is None):
                     found[key] = live
             for state in saved.replicated:

@@ -1,6 +1,6 @@
-"""The checkpoint that a big model would have been saved in, without a tensor and without a file. Pure.
+"""Metadata of a large model's checkpoint, without tensors or files. Pure.
 
-Only the contents of each file are made up; :func:`elastic_ckpt.formats.assembling.assemble` joins them as in a load.
+Only the contents of files are simulated; :func:`elastic_ckpt.formats.assembling.assemble` joins them as in a load.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from elastic_ckpt.formats.shards import FlatShard, OptimizerShard
 from elastic_ckpt.tools.virtual.job import START_ALIGNMENT
 from elastic_ckpt.tools.virtual.scale_config import Parameter, ScaleModel, Shape
 
-#: Folder that such a checkpoint claims to be in.
+#: Folder of such a checkpoint.
 FOLDER = "/virtual"
 _FP32 = "float32"
-#: ``torch.save`` starts every tensor at a multiple of so many bytes, behind a header of its zip archive.
+#: ``torch.save`` aligns every tensor to this many bytes, behind a header of its zip archive.
 _ALIGNMENT_NBYTES, _HEADER_NBYTES = 64, 64
-#: The pickled object before the tensors, and the directory of the archive behind them: about as long as real ones.
+#: Typical sizes of the pickled object before the tensors, and of the archive's directory behind them.
 _PICKLE_NBYTES, _DIRECTORY_NBYTES = 1 << 14, 1 << 12
 
 #: Names and shapes of the parameters of each param group, on one rank.
@@ -39,11 +39,7 @@ Shapes = tuple[tuple[tuple[str, Shape], ...], ...]
 
 
 def scale_metadata(model: ScaleModel) -> CheckpointMetadata:
-    """What the checkpoint of a big model holds.
-
-    Raises:
-        ElasticCkptError: such a checkpoint could not be.
-    """
+    """Metadata of a large model's checkpoint. Raises :class:`ElasticCkptError` if no such checkpoint can exist."""
     folder, tp, dp = os.path.join(FOLDER, model.name, model.saved.tag), model.saved.tp, model.saved.dp
     parameters = list(model.every_parameter())
     kinds: list[Kind] = []
@@ -64,7 +60,7 @@ def scale_metadata(model: ScaleModel) -> CheckpointMetadata:
 
 
 class _File:
-    """A file in which tensors follow each other, as ``torch.save`` writes it; ``nbytes``: its size so far."""
+    """A file of consecutive tensors, as ``torch.save`` writes it; ``nbytes``: its size so far."""
 
     def __init__(self) -> None:
         self.nbytes = _PICKLE_NBYTES + _DIRECTORY_NBYTES

@@ -1,4 +1,4 @@
-"""The JSON files in ``configs/scale``: what the checkpoint of a big model holds, by parameter templates. Pure."""
+"""The JSON files in ``configs/scale``: checkpoints of large models, by parameter templates. Pure."""
 
 from __future__ import annotations
 
@@ -15,19 +15,16 @@ from elastic_ckpt.sharding.presets import ReadyConfig
 
 Shape = tuple[int, ...]
 Positive = Annotated[int, Field(gt=0, le=1 << 50)]
-#: A size in terms of a named one: ``h``, ``4h``.
+#: A multiple of a named size: ``h``, ``4h``.
 _SIZE = re.compile(r"([1-9]\d{0,3})?([a-z]+)")
 _DIMS = {"column": 0, "row": 1}
 
 
 class ParameterTemplate(BaseModel, extra="forbid", frozen=True):
-    """A parameter of a layer.
+    """A parameter of a layer, of a logical shape such as ``["3h", "h"]``.
 
-    Attributes:
-        name: within the layer.
-        shape: of the whole parameter: ``["3h", "h"]``.
-        cut: how tensor-parallel ranks hold it: ``column`` cuts the first dimension, ``row`` the second.
-        first_only: whether only the first occurrence of a tied layer has it.
+    ``cut``: ``column`` shards the first dimension, ``row`` the second. ``first_only``: whether only the first
+    occurrence of a tied layer has it.
     """
 
     name: str
@@ -37,13 +34,10 @@ class ParameterTemplate(BaseModel, extra="forbid", frozen=True):
 
 
 class LayerTemplate(BaseModel, extra="forbid", frozen=True):
-    """Consecutive layers of the same parameters.
+    """``count`` consecutive layers of the same parameters, from layer ``first`` of the pipeline on.
 
-    Attributes:
-        first, count: number of the first one in the pipeline, and of layers.
-        tied: key of a tied layer, whose parameters are called ``tied_modules.<key>.*``.
-        again: numbers of its further occurrences.
-        parameters: of each layer, in the order of the module.
+    ``tied``: key of a tied layer, whose parameters are named ``tied_modules.<key>.*``; ``again``: its further
+    occurrences.
     """
 
     first: Annotated[int, Field(ge=0)]
@@ -62,13 +56,10 @@ class LayerTemplate(BaseModel, extra="forbid", frozen=True):
 
 
 class SavedAs(BaseModel, extra="forbid", frozen=True):
-    """The run that saved it.
+    """The run that saved it; ``stages``: first layer of each pipeline stage.
 
-    Attributes:
-        tp, dp: tensor- and data-parallel degree.
-        stages: number of the first layer of each pipeline stage.
-        zero_stage: 1; files of other stages are laid out otherwise.
-        optimizer: DeepSpeed's class: ``BF16_Optimizer`` saves the padding of its partitions.
+    Only ZeRO stage 1 is supported, since others lay out files differently. Of the ``optimizer`` classes,
+    ``BF16_Optimizer`` saves the padding of its partitions.
     """
 
     tag: str
@@ -89,7 +80,7 @@ class SavedAs(BaseModel, extra="forbid", frozen=True):
 
 
 class GroupTemplate(BaseModel, extra="forbid", frozen=True):
-    """A param group: the parameters of one dimension, or of several, and their hyperparameters."""
+    """A param group: all vectors or all matrices, and their hyperparameters."""
 
     holds: Literal["matrices", "vectors"]
     hyperparameters: dict[str, Any]
@@ -97,14 +88,12 @@ class GroupTemplate(BaseModel, extra="forbid", frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter of the whole model.
+    """A parameter of the whole model, of logical ``shape``.
 
     Attributes:
-        name, key: in DeepSpeed's pipeline, and within its layer.
-        shape: of the whole.
-        dim: the sharded dimension; ``None``: replicated.
-        layer: number of its layer's first occurrence.
-        stages: pipeline stages that hold it.
+        name, key: name in DeepSpeed's pipeline, and within its layer.
+        dim: the sharded dimension, or ``None`` if replicated.
+        layer, stages: first occurrence of its layer; pipeline stages that have it.
     """
 
     name: str
@@ -115,20 +104,19 @@ class Parameter:
     stages: tuple[int, ...]
 
     def shard_shape(self, tp: int) -> Shape:
-        """What one of ``tp`` ranks holds."""
+        """Shape of each of ``tp`` shards."""
         return tuple(size // tp if dim == self.dim else size for dim, size in enumerate(self.shape))
 
 
 class ScaleModel(ReadyConfig):
-    """A model, and the checkpoint of it that is imagined.
+    """A model and its checkpoint.
 
     Attributes:
-        parameters: number of elements, tied ones counted once; checked.
-        preset: rules of tensor parallelism that fit it, where the checkpoint itself declares none.
-        arguments: Megatron's ``args``, as far as rules ask for them.
-        sizes: named sizes, which the shapes of templates refer to.
-        states: tensor states of the optimizer, fp32.
-        layers: of the pipeline; those without parameters are left out.
+        parameters: number of elements, tied ones counted once; verified.
+        preset: tensor-parallel rules, unless the checkpoint declares them.
+        arguments: Megatron's ``args`` that rules refer to.
+        sizes, layers: named sizes for the shapes of templates; the pipeline's layers with parameters.
+        states: the optimizer's tensor states, fp32.
     """
 
     FOLDER = "scale"
@@ -166,7 +154,7 @@ class ScaleModel(ReadyConfig):
         return self
 
     def every_parameter(self) -> Iterator[Parameter]:
-        """All parameters of the model: tied ones first, as a ``PipelineModule`` lists them, then layer by layer."""
+        """All parameters: tied ones first, as a ``PipelineModule`` lists them, then layer by layer."""
         for layer in sorted(self.layers, key=lambda layer: (layer.tied is None, layer.first)):
             for number in range(layer.first, layer.first + layer.count):
                 for template in layer.parameters:
@@ -186,11 +174,7 @@ class ScaleModel(ReadyConfig):
         return int(match[1] or 1) * self.sizes[match[2]]
 
     def group_of(self, parameter: Parameter) -> int:
-        """The param group that holds a parameter.
-
-        Raises:
-            ValueError: none does.
-        """
+        """Index of a parameter's param group. Raises :class:`ValueError` if it has none."""
         kind = "matrices" if len(parameter.shape) > 1 else "vectors"
         for number, group in enumerate(self.groups):
             if group.holds == kind:

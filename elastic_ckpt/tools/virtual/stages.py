@@ -1,4 +1,4 @@
-"""Which pipeline stage would hold what. Pure."""
+"""Assigns parameters to pipeline stages. Pure."""
 
 from __future__ import annotations
 
@@ -17,15 +17,13 @@ Stages = dict[str, tuple[int, ...]]
 
 
 def stages_of(numels: Mapping[str, int], pp: int, metadata: CheckpointMetadata) -> Stages:
-    """The stages that hold each parameter or buffer of a ``PipelineModule``.
+    """The stages of each parameter or buffer of a ``PipelineModule``, given the elements of each.
 
-    As many stages as were saved hold what they saved, and a buffer is where its layer's parameters are. For another
-    number, layers are balanced by their parameters, as ``partition_method="parameters"`` does, DeepSpeed's default;
-    tied modules are on the first and the last stage, but for what only one of several stages saved (BLOOM's norm behind
-    the embedding). ``numels``: elements of each.
+    At the saved degree, stages are as saved, and a buffer is where its layer's parameters are. At another, layers are
+    balanced by parameters (``partition_method="parameters"``, DeepSpeed's default), and tied modules are on the first
+    and last stage, except those that only one stage saved (BLOOM's norm behind the embedding).
 
-    Raises:
-        UnsupportedError: names that do not say which layer they are of.
+    Raises :class:`UnsupportedError` if names do not show their layer.
     """
     if pp == 1:
         return dict.fromkeys(numels, (0,))
@@ -52,12 +50,12 @@ def stages_of(numels: Mapping[str, int], pp: int, metadata: CheckpointMetadata) 
 
 
 def _balanced(numels: Mapping[str, int], layer_of: Mapping[str, int], tied: Sequence[str], pp: int) -> Stages:
-    """The stage of what is not tied."""
+    """The stage of parameters that are not tied."""
     weights = [0] * (max(layer_of.values()) + 1)
     for name, layer in layer_of.items():
         weights[layer] += numels[name]
     shift = 0
-    if tied:  # a tied layer stands before all others and behind them, and each of the two counts
+    if tied:  # a tied layer is both first and last, and both occurrences count
         ends, first = sum(numels[name] for name in tied), min(layer_of.values())
         shift = 0 if first else 1
         weights = [0] * shift + weights + [ends]
@@ -69,5 +67,5 @@ def _balanced(numels: Mapping[str, int], layer_of: Mapping[str, int], tied: Sequ
 
 @lru_cache(maxsize=32)
 def _partition(weights: tuple[int, ...], pp: int) -> tuple[int, ...]:
-    """DeepSpeed's own, which takes seconds for many layers and stages."""
+    """Cached, since DeepSpeed's takes seconds for many layers and stages."""
     return tuple(map(int, partition_balanced(list(weights), pp)))
