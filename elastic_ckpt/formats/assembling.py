@@ -53,10 +53,9 @@ class Assembled:
 
 
 def assemble(found: Found, kinds: Sequence[Kind], indexed: Sequence[Any], options: MetadataOptions) -> Assembled:
-    """Combine the files of a checkpoint, of which ``indexed`` has one item each, of the kind in ``kinds``. Local.
+    """Combine the files of a checkpoint, given the kind and the contents of each. Local.
 
-    Raises:
-        ElasticCkptError: they are of different saves, incomplete, or not supported.
+    Raises :class:`ElasticCkptError` if they are of different saves, incomplete, or not supported.
     """
     refuse_legacy([item for item in indexed if isinstance(item, LegacyShard)], options.with_states)
     layers = [item for item in indexed if isinstance(item, LayerShard)]

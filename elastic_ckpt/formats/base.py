@@ -50,8 +50,7 @@ class MetadataOptions:
         trust_pickle, check_shards: see :class:`elastic_ckpt.config.ElasticConfig`.
         live_groups, live_hyperparameters: names in the live param groups, in the optimizer's order, and the groups'
             hyperparameters: for checkpoints that number their parameters.
-        rename: the user's renames of saved names.
-        states: the user's declarations about optimizer states.
+        rename, states: the user's renames of saved names, and declarations about optimizer states.
         with_states: whether optimizer states are restored.
         coordinates: of this rank in the live topology.
         live_names: all parameters and buffers of the job, on every pipeline stage.
@@ -136,10 +135,8 @@ def open_my_share(
 ) -> tuple[list[T], dict[int, PickledFile]]:
     """Read the metadata of all files, each on one rank (:func:`opener_of`), and all-gather the results. Collective.
 
-    Args:
-        paths: the same list on every rank.
-        index: reduces an opened file, and its position in ``paths``, to something small enough to all-gather.
-        trust_pickle: see :func:`elastic_ckpt.formats.pickled.open_pickled`.
+    ``paths`` is the same list on every rank; ``index`` reduces an opened file, and its position in ``paths``, to
+    something small enough to all-gather.
 
     Returns:
         The results in the order of ``paths``, and the files that this rank opened, by position.

@@ -27,10 +27,7 @@ _CODES_DTYPES = frozenset({"uint8", "int8"})
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """Facts about the values of a small tensor.
-
-    ``ascending``: strictly; ``constant``: several equal values, which are no evidence that ranks must agree.
-    """
+    """A small tensor's values: ``ascending`` strictly, or ``constant``, which is no evidence that ranks must agree."""
 
     crc32: int
     ascending: bool
@@ -72,10 +69,8 @@ class SavedKind:
 def classify(ranks: Sequence[RankStates], options: StateOptions) -> dict[str, SavedKind]:
     """The kinds of all tensor states of one flat partition; ``ranks`` have the same keys.
 
-    Scales and quantization maps belong to their quantized states and have no kind.
-
-    Raises:
-        MismatchError: the user's declaration contradicts the tensors.
+    Scales and quantization maps belong to their quantized states and have no kind. Raises :class:`MismatchError` if the
+    user's declaration contradicts the tensors.
     """
     tensors = ranks[0].tensors
     codes = {key for key in COMPANIONS if key in tensors and tensors[key].dtype == "uint8"}

@@ -21,12 +21,8 @@ def find_checkpoint(load_dir: str, tag: str | None, prefer_universal: bool, trus
     """The checkpoint in a folder, or ``None`` where the folder contains nothing of DeepSpeed's.
 
     With a tag, only that tag's folder. Without one, what ``latest_universal`` or ``latest`` names; if both name one,
-    ``latest``, or with ``prefer_universal`` the universal one, unless the native one has been trained further.
-
-    Args:
-        load_dir, tag: as given to ``load_checkpoint``.
-        prefer_universal: ``load_universal`` in the DeepSpeed config, or ``--universal-checkpoint``.
-        trust_pickle: see :class:`elastic_ckpt.config.ElasticConfig`.
+    ``latest``, or with ``prefer_universal`` (``load_universal`` in the DeepSpeed config, or ``--universal-checkpoint``)
+    the universal one, unless the native one has been trained further.
 
     Raises:
         NotFoundError: there are checkpoints, but not the requested one.

@@ -51,7 +51,7 @@ class Grid:
     def own_file(self, coordinates: RankCoordinates) -> int | None:
         """The data-parallel rank whose file belongs to this rank; ``None``: the job has other ranks than the save.
 
-        A rank of a sequence-parallel group of another size gets the file of the group's first rank.
+        In a sequence-parallel group of another size, each rank gets the file of the group's first rank.
         """
         if not self.has_ranks_of(coordinates):
             return None

@@ -55,11 +55,8 @@ def with_layers(
 ) -> CheckpointMetadata:
     """``metadata`` extended by the layers' files: buffers, and parameters that no optimizer owned.
 
-    Args:
-        metadata: of the optimizer's parameters.
-        layers: of all ``tp`` tensor-parallel ranks.
-        buffers: names of the module's buffers.
-        live_names: of the live model, for tied modules of which no optimizer owned anything.
+    ``layers`` are of all ``tp`` tensor-parallel ranks, ``buffers`` the names of the module's buffers, ``live_names``
+    those of the live model, for tied modules of which no optimizer owned anything.
     """
     known = frozenset(metadata.parameters) | buffers | live_names
     shards: dict[str, list[tuple[int, int, TensorRef]]] = {}

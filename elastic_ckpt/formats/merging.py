@@ -20,11 +20,7 @@ Ranks = Sequence[CheckpointMetadata]
 
 
 def merge_shards(ranks: Ranks) -> CheckpointMetadata:
-    """Merge one pipeline stage: tensor-parallel ranks with the same names, each with its own shard of every tensor.
-
-    Raises:
-        DamagedError: they do not belong together.
-    """
+    """Merge the tensor-parallel ranks of one pipeline stage; :class:`DamagedError` if they do not belong together."""
     if len(ranks) == 1:
         return ranks[0]
     ranks = _with_empty_shards(ranks)
@@ -42,8 +38,7 @@ def merge_shards(ranks: Ranks) -> CheckpointMetadata:
 def merge_stages(stages: Ranks) -> CheckpointMetadata:
     """Merge all pipeline stages: the first stage's copy of a tied parameter counts, the others are its replicas.
 
-    Raises:
-        UnsupportedError: their param groups have different hyperparameters.
+    Raises :class:`UnsupportedError` if their param groups have different hyperparameters.
     """
     first = stages[0]
     if len(stages) == 1:

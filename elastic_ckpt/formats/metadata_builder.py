@@ -55,10 +55,8 @@ class MetadataBuilder:
         found: the folder.
         files: those that chunks index; swap files follow.
         options: the user's declarations about optimizer states.
-        states: (path, optimizer states) of every flat tensor, for their quantization maps.
-
-    Raises:
-        DamagedError: a quantization map cannot be restored.
+        states: (path, optimizer states) of every flat tensor, for their quantization maps; raises
+            :class:`DamagedError` if one cannot be restored.
     """
 
     def __init__(
@@ -87,8 +85,7 @@ class MetadataBuilder:
         """The kinds of the states of one flat partition; records those that are opaque or damaged.
 
         Args:
-            ranks: what each rank saved for it.
-            states: the same, unclassified.
+            ranks, states: what each rank saved for it, and the same unclassified.
             parameter: named in errors about damaged states.
             any_shape: whether the partition is one parameter, whose states may have any shape.
         """
@@ -210,12 +207,9 @@ class MetadataBuilder:
     def build(
         self, model: ModelShard, zero_stage: int, groups: Sequence[Mapping[str, Any]], **source: Any
     ) -> CheckpointMetadata:
-        """The metadata, with ``groups`` as the hyperparameters per param group.
+        """The metadata, with ``groups`` as hyperparameters per param group, and ``source`` in its :class:`SourceFacts`.
 
-        Args:
-            model: the model-states file that represents all.
-            zero_stage: of the run that saved it.
-            source: further fields of :class:`SourceFacts`.
+        ``model`` is the model-states file that represents all, ``zero_stage`` that of the run that saved it.
         """
         made: Tensors = {}
         for (name, key), (shape, dtype, chunks) in self._chunks.items():
@@ -289,7 +283,7 @@ def module_tensors(
     if not is_zero3:
         for name in (name for name in source.weights if name not in skipped):
             add(name, FROZEN, source.weights[name], 0)
-        # of frozen weights that are tied, exclude_frozen_parameters removes the first name alone
+        # exclude_frozen_parameters removes only the first name of tied frozen weights
         for alias, name in source.shared.items():
             if alias in source.weights and name not in source.weights and name not in skipped:
                 add(name, FROZEN, source.weights[alias], 0)

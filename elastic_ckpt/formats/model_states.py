@@ -47,12 +47,11 @@ class ModelShard(SourceFile):
         frozen_recorded: whether the file lists frozen parameters, even none (ZeRO-2 and 3 do, unless excluded).
         shared: tied name -> name with the data.
         counters, ds_version: :data:`COUNTERS` and DeepSpeed version.
-        zero: the ``zero_optimization`` section of the run's DeepSpeed config.
+        zero, run: the DeepSpeed config's ``zero_optimization`` section, and plain values among the run's arguments.
         alignment: multiple that ZeRO-3's partitions were padded to, in elements (``"align_partitions"``); 1: none.
-        features: what only DeepSpeed's own loader restores.
         optimizer: the optimizer's state if it was not partitioned (ZeRO stage 0).
+        features: what only DeepSpeed's own loader restores.
         stated, declared: what it states about parallel degrees and tensor-parallel shards.
-        run: plain values among the arguments of the run that saved it.
     """
 
     dp_rank: int
@@ -162,9 +161,6 @@ def _checksum(file: PickledFile, refs: list[TensorRef]) -> int:
 
 
 def check_same_save(shards: Sequence[ModelShard], one_rank: bool = True) -> None:
-    """Raise :class:`DamagedError` for the first model-states file of another save than the first one.
-
-    ``one_rank``: whether they are of one model-parallel rank, and so of the same parameters.
-    """
+    """Raise :class:`DamagedError` for a file of another save; ``one_rank``: all are of one model-parallel rank."""
     whats = ("counters", "ds_version", *(("param_shapes", "frozen_shapes", "buffers") if one_rank else ()))
     refuse_other_saves(shards, lambda shard: {f"{what} differ": getattr(shard, what) for what in whats})

@@ -28,12 +28,10 @@ class FolderFiles:
     """The file names of one tag, by kind.
 
     Attributes:
-        optimizer: (dp rank, mp rank) -> ``*optim_states.pt``.
+        optimizer, model_zero3: (dp rank, mp rank) -> ``*optim_states.pt``, ``zero_pp_rank_*_model_states.pt``.
         model: mp rank -> ``mp_rank_*_model_states.pt``.
-        model_zero3: (dp rank, mp rank) -> ``zero_pp_rank_*_model_states.pt``.
-        experts: files of mixture-of-experts layers.
         layers: (layer, tensor-parallel rank) -> its file.
-        clashes: second files of one rank (a bf16 and an fp32 save in one folder).
+        experts, clashes: files of mixture-of-experts layers; second files of one rank (a bf16 and an fp32 save mixed).
         is_universal: whether it is a universal checkpoint.
     """
 

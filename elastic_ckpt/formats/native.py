@@ -22,11 +22,7 @@ from elastic_ckpt.formats.zero12 import LegacyShard, index_zero12
 
 
 def read_native(found: Found, options: MetadataOptions) -> Checkpoint:
-    """Read the metadata of a native checkpoint. Collective.
-
-    Raises:
-        ElasticCkptError: on every rank, if the folder is incomplete, mixed, damaged or not supported.
-    """
+    """Read the metadata of a native checkpoint. Collective: all ranks raise the same :class:`ElasticCkptError`."""
     with distributed.deterministic("look at the checkpoint's files"):  # at their names, as rank 0 has found them
         refuse_unsupported_folder(found)
         names = _expected_files(found)

@@ -34,8 +34,7 @@ class Peeked:
 
     Attributes:
         training_state: with the loss scale, if it is in this file.
-        config: DeepSpeed config of the run; ``None``: not saved, or only its path.
-        ds_version: DeepSpeed version; empty: not stated.
+        config, ds_version: of the run; ``None`` (also if only its path was saved) and empty: not stated.
         degrees: parallel degrees that the file states and the number of files confirms.
         weight_dtypes: floating-point dtypes of the module's parameters, most frequent first; those of the empty tensors
             that ZeRO-3 leaves for parameters count.

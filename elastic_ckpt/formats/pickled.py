@@ -34,7 +34,7 @@ from elastic_ckpt.formats.safe_globals import finished, safe_globals
 
 #: ``torch.serialization.MAGIC_NUMBER`` as its own pickle, which a legacy (non-zip) archive begins with.
 _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-# Only in errors of torch's unpickler about names that are not allowed.
+# Words that occur only in the errors of torch's unpickler about names that are not allowed.
 _FORBIDDEN_MARKERS = ("GLOBAL", "allowlisted")
 _UNPICKLER_PREFIX = "WeightsUnpickler error:"
 
@@ -50,12 +50,10 @@ class TensorRef:
     """A tensor that stays in its file.
 
     Attributes:
-        dtype, shape: name of its torch dtype, and its shape.
-        stride: strides, in elements.
+        dtype, shape, stride: name of its torch dtype; strides are in elements.
         byte_offset: absolute offset of its first element in the file.
         is_parameter: whether it was saved as ``nn.Parameter``.
-        swap_id: name of the swap file with its data, if DeepSpeed swaps it to NVMe; its own bytes are then missing or
-            stale.
+        swap_id: name of the swap file with its data, if on NVMe; its own bytes are then missing or stale.
     """
 
     dtype: str
@@ -133,10 +131,7 @@ def open_pickled(path: str, trust_pickle: bool = False) -> PickledFile:
 
 
 def is_unzipped(path: str) -> bool:
-    """Whether a file is a legacy pickle archive, which DeepSpeed writes with ``"checkpoint_serialization": false``.
-
-    Where the bytes of a tensor are in such a file is known only after reading all of it.
-    """
+    """Whether a file is a legacy archive (``"checkpoint_serialization": false``), which has no index of offsets."""
     with open(path, "rb") as stream:
         return stream.read(len(_LEGACY_MAGIC)) == _LEGACY_MAGIC
 

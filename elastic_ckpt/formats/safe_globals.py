@@ -63,8 +63,7 @@ class ForeignEnum:
 def enum_member(enum: Any, name: str) -> Enum | ForeignEnum:
     """Stands in for ``getattr``, with which Python 3.11.0 to 3.11.3 (Debian 12's) pickles enum members.
 
-    Raises:
-        pickle.UnpicklingError: the first argument is no enum; the real ``getattr`` would reach far more.
+    Raises :class:`pickle.UnpicklingError` for anything but an enum: the real ``getattr`` would reach far more.
     """
     if enum is ForeignEnum:
         return ForeignEnum(name)

@@ -47,8 +47,7 @@ _PARAMETERS = 8
 def with_progress_compared(metadata: CheckpointMetadata, model: ModelShard, check_shards: bool) -> CheckpointMetadata:
     """The metadata, with a note if the optimizer's ``step`` is not ``global_steps - skipped_steps``.
 
-    Raises:
-        DamagedError: they differ in a ZeRO-3 checkpoint, and ``check_shards`` is set.
+    Under ZeRO-3 with ``check_shards``, any difference but one step more is a :class:`DamagedError`.
     """
     steps = {value for saved in metadata.parameters.values() for key, value in saved.scalars if key == "step"}
     expected = int(model.counters["global_steps"]) - int(model.counters["skipped_steps"])
@@ -80,11 +79,8 @@ def spot_check(
 ) -> None:
     """Compare a few masters in each of some files with the low-precision weights saved beside them. Local.
 
-    Universal checkpoints made from stages 1 and 2 keep the same weights.
-
-    Args:
-        path, weights: the file with the weights, and its entries by parameter; empty (ZeRO-3): nothing is compared.
-        files: indices of the files in ``metadata.files`` to read.
+    ``files`` are indices in ``metadata.files``. ``weights`` are the entries of ``path`` by parameter, as in the
+    universal checkpoints of stages 1 and 2 too; ZeRO-3 has none, and nothing is compared.
 
     Raises:
         DamagedError: they differ.

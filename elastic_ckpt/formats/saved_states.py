@@ -101,11 +101,10 @@ def _digest(tensor: torch.Tensor) -> Digest:
 def block_code(
     key: str, kind: SavedKind, states: StatesOfOne, codebooks: Mapping[str, Codebook], row: int, numel: int, start: int
 ) -> BlockCode | None:
-    """How a chunk of a saved state is quantized; ``None``: it is not.
+    """How a chunk of the saved state ``key`` is quantized; ``None``: it is not.
 
     Args:
-        key, kind, states: the state, and all states beside it, its scales included.
-        codebooks: from :func:`resolve_codebooks`.
+        states, codebooks: all states beside it, its scales included; the maps of :func:`resolve_codebooks`.
         row, numel: the chunk's row, and elements per row, padding included: each row starts with a new block.
         start: of the chunk in its row.
     """
@@ -120,10 +119,8 @@ def block_code(
 def resolve_codebooks(files: Iterable[tuple[str, StatesOfOne]]) -> tuple[dict[str, Codebook], tuple[str, ...]]:
     """The quantization map of each ``qmap`` key, that of all files or else bitsandbytes' own; and notes about repairs.
 
-    ``files``: (path, states) of every flat tensor and rank.
-
-    Raises:
-        DamagedError: the saved maps differ or are missing, and bitsandbytes' own is unavailable or none of them.
+    ``files`` has (path, states) of every flat tensor and rank. Raises :class:`DamagedError` if the saved maps differ or
+    are missing, and bitsandbytes' own is unavailable or none of them.
     """
     saved: dict[str, dict[Codebook | None, str]] = {}
     for path, states in files:

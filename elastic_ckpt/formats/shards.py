@@ -44,11 +44,9 @@ class OptimizerShard(SourceFile):
         dp_rank, flats: whose partitions it has, and the partitions.
         partition_count: number of partitions of each group.
         zero_stage, ds_version: of the run that saved it.
-        groups: hyperparameters per param group.
-        flat_groups: per flat partition, its param group.
+        groups, flat_groups: hyperparameters per param group, and the param group of each flat partition.
         loss_scaler, loss_scale: DeepSpeed's scaler object, and its current scale, compared across files.
-        overflow: the optimizer's overflow flag.
-        features: what only DeepSpeed's own loader restores.
+        overflow, features: the optimizer's overflow flag, and what only DeepSpeed's own loader restores.
         slice_names: per flat partition, the parameters with elements in it, in flat order.
     """
 

@@ -31,9 +31,7 @@ _ALIGNMENT_NBYTES = 1024
 def swap_files(file: PickledFile, dp_rank: int, master: TensorRef, state: Mapping[str, Any]) -> dict[str, SourceFile]:
     """The swap files of one sub-group: metadata key -> file; empty if the shard itself has its data.
 
-    Args:
-        file: the optimizer-states file of rank ``dp_rank``.
-        master, state: the sub-group's master and optimizer states there.
+    ``master`` and ``state`` are its master and optimizer states in ``file``, the shard of ``dp_rank``.
 
     Raises:
         DamagedError: a swap file is missing, or its name is invalid.

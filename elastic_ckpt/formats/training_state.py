@@ -29,10 +29,7 @@ Wanted = tuple[int, bytes | None]
 
 @dataclass(frozen=True)
 class TrainingStates:
-    """Gives each rank the training state that it wants, whichever rank opened that model-states file.
-
-    ``opened``: the files that this rank opened, by position; ``coordinates``: of this rank.
-    """
+    """Gives each rank the training state that it wants, whichever rank opened that file (``opened``, by position)."""
 
     files: Assembled
     opened: Mapping[int, PickledFile]
@@ -82,11 +79,7 @@ class TrainingStates:
 
 
 def read_training_state(
-    file: PickledFile,
-    loss_scale: LossScale | None,
-    overflow: bool,
-    same_ranks: bool,
-    sequence: SequenceParallel,
+    file: PickledFile, loss_scale: LossScale | None, overflow: bool, same_ranks: bool, sequence: SequenceParallel
 ) -> TrainingState:
     """The training state in a model-states file, with its small tensors read."""
     return TrainingState(

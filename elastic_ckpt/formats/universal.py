@@ -37,11 +37,7 @@ _NO_OPTIMIZER_FILE = (
 
 
 def read_universal(found: Found, options: MetadataOptions) -> Checkpoint:
-    """Read the metadata of a universal checkpoint. Collective.
-
-    Raises:
-        ElasticCkptError: on every rank, if the folder is incomplete, damaged or not supported.
-    """
+    """Read the metadata of a universal checkpoint. Collective: all ranks raise the same :class:`ElasticCkptError`."""
     with distributed.deterministic("look at the checkpoint's files"):  # at their names, as rank 0 has found them
         refuse_unsupported_folder(found)
         model_files = _model_files(found)

@@ -135,10 +135,7 @@ def index_optimizer(file: PickledFile) -> OptimizerFile:
 def common_optimizer_state(file: PickledFile) -> dict[str, Any]:
     """What of an optimizer's state belongs to no parameter, as a tree to save, with small tensors read.
 
-    ``file`` is ``*zero_pp_rank_0_mp_rank_00*_optim_states.pt``.
-
-    Raises:
-        DamagedError: it contains no optimizer state.
+    ``file`` is ``*zero_pp_rank_0_mp_rank_00*_optim_states.pt``; :class:`DamagedError` if it has no optimizer state.
     """
     state = file.section("optimizer_state_dict")
     kept = {key: value for key, value in state.items() if key not in _PARTITIONS}

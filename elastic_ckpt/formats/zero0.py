@@ -27,8 +27,7 @@ from elastic_ckpt.formats.zero0_names import member_names
 def unpartitioned_metadata(found: Found, model: ModelShard, options: MetadataOptions) -> CheckpointMetadata:
     """The metadata of a checkpoint whose optimizer state is whole; without a live engine, of its weights if need be.
 
-    Raises:
-        MismatchError: which parameter is which is unknown, and there are live groups, or states are asked for.
+    Raises :class:`MismatchError` if names are unknown and there are live groups, or states are asked for.
     """
     state = model.optimizer
     assert state is not None
@@ -60,10 +59,7 @@ def weights_alone(found: Found, model: ModelShard) -> CheckpointMetadata:
 def _flats(
     model: ModelShard, state: UnpartitionedState, group: int, members: Sequence[str | None]
 ) -> Iterator[tuple[list[str], FlatShard]]:
-    """A param group as ZeRO's flat partitions on one rank: one per parameter, or (fused) one for the whole group.
-
-    Yields the names of the parameters in each, and its master and states.
-    """
+    """A param group as flat partitions of one rank, and their parameters: one for each, or (fused) one for all."""
     if state.kind == FUSED:
         named = [([name for name in members if name is not None], state.members[group][0], state.masters[group][0])]
     else:
@@ -123,7 +119,7 @@ def _flattened(shape: Shape, parameter: Shape) -> Shape:
         return (math.prod(parameter),)
     if len(parameter) > 0 and shape[1:] == parameter:
         return (shape[0], math.prod(parameter))
-    # its last dimension may be as long as the parameter by chance, and it is another tensor all the same
+    # another tensor, even if its last dimension happens to be as long as the parameter
     return (*shape, 1) if len(shape) > 1 else shape
 
 

@@ -30,12 +30,10 @@ class UnpartitionedState:
 
     Attributes:
         kind: :data:`PLAIN`, :data:`UNFUSED` or :data:`FUSED`.
-        groups: hyperparameters per param group.
+        groups, masters: per param group, hyperparameters and fp32 masters (empty if plain).
         members: per param group, the numbers of its tensors: parameters, or the one flat tensor (fused).
         names: per param group, the parameters' names, if the optimizer was given named ones.
-        masters: per param group, the fp32 masters; empty if plain.
-        states: number -> its states.
-        scaler: entries about loss scaling.
+        states, scaler: number -> its states; entries about loss scaling.
     """
 
     kind: str
@@ -48,11 +46,7 @@ class UnpartitionedState:
 
 
 def index_unpartitioned(file: PickledFile, options: StateOptions) -> UnpartitionedState | None:
-    """Read the optimizer entry of a model-states file; ``None`` if there is none (ZeRO keeps it elsewhere).
-
-    Raises:
-        DamagedError: the entry is not an optimizer's.
-    """
+    """The optimizer entry of a file, ``None`` without one (under ZeRO); :class:`DamagedError` if it is malformed."""
     saved = file.tree.get("optimizer")
     if saved is None or (isinstance(saved, Mapping) and "base_optimizer_state" in saved):
         return None  # BF16_Optimizer of a pipeline writes a partition here, beside the files of all of them

@@ -26,10 +26,9 @@ Members = Sequence[Sequence[str | None]]
 def member_names(
     model: ModelShard, state: UnpartitionedState, options: MetadataOptions
 ) -> tuple[Members, tuple[str, ...]]:
-    """Saved names of every saved group's members, and notes where they were inferred; live names are as renamed.
+    """Saved names of every saved group's members, and notes where they were inferred.
 
-    Raises:
-        MismatchError: which parameter is which is unknown.
+    Live names are as renamed by the user. Raises :class:`MismatchError` if which parameter is which is unknown.
     """
     shapes = {name: ref.shape for name, ref in model.weights.items()}
     if state.names is not None:
@@ -54,10 +53,7 @@ def member_names(
 
 
 def _in_saved_order(state: UnpartitionedState, live: Names, options: MetadataOptions) -> Names | None:
-    """The live groups in the order of the saved ones, by the ``name`` of the groups if all have one.
-
-    ``None``: their hyperparameters are in another order, and no names show in which.
-    """
+    """The live groups in saved order, by ``name`` if all have one; ``None``: they are in another order, unnamed."""
     saved_labels = [group.get("name") for group in state.groups]
     live_labels = [group.get("name") for group in options.live_hyperparameters]
     if None not in saved_labels and set(saved_labels) == set(live_labels) and len(set(live_labels)) == len(live):
@@ -143,16 +139,10 @@ def _saved_shapes(state: UnpartitionedState, group: int) -> list[Shape | None]:
 
 
 def align(saved: Sequence[Shape | None], names: Sequence[str], shapes: Mapping[str, Shape]) -> list[str | None] | None:
-    """Match names to saved tensors by shape, both in their own order.
+    """Match names to saved tensors by shape, both in their own order; a saved shape of ``None`` fits any.
 
     In lists of one length each must fit its counterpart; else the shorter must fit the longer in exactly one way.
-
-    Args:
-        saved: shapes of the saved tensors; ``None`` fits any.
-        names, shapes: names that may belong to them, and shapes of the named parameters.
-
-    Returns:
-        The name of each saved tensor, or ``None`` for those without; ``None`` if there is no or no single way.
+    Returns the name of each saved tensor, ``None`` for those without; ``None`` if there is no or no single way.
     """
     fewer_names = len(saved) > len(names)
     short, long = sorted((len(saved), len(names)))

@@ -67,11 +67,7 @@ def _refuse_old(file: PickledFile, in_sub_partitions: bool, has_shapes: bool) ->
 
 
 def place_zero12(model: ModelShard, shard: OptimizerShard, flat: int, dp: int) -> Sequence[Placement]:
-    """Where the parameters of one flat partition are in it, in flat order.
-
-    Raises:
-        DamagedError: the partitions cannot contain the parameters in the model-states file.
-    """
+    """Where the parameters are in one flat partition, in flat order; :class:`DamagedError` if they do not fit."""
     numels = [math.prod(shape) for _, shape in model.param_shapes[flat]]
     partition_numel, paddings = shard.flats[flat].partition_numel, shard.flats[flat].alignment_paddings
     if paddings is not None and len(paddings) != len(numels):

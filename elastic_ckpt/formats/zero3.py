@@ -58,11 +58,7 @@ def index_zero3(file: PickledFile, dp_rank: int, options: StateOptions) -> Optim
 
 
 def place_zero3(model: ModelShard, shard: OptimizerShard, flat: int, dp: int) -> Sequence[Placement]:
-    """Where the parameters of one sub-group are in its flat partition, in flat order.
-
-    Raises:
-        DamagedError: the flat tensor is not as long as the parameters' partitions together.
-    """
+    """Where a sub-group's parameters are in its flat partition, in flat order; :class:`DamagedError` on other sizes."""
     numels = [math.prod(shape) for _, shape in model.param_shapes[flat]]
     part = shard.flats[flat]
     # a run may have "align_partitions" in its config without having installed elastic_ckpt
