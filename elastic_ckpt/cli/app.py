@@ -44,7 +44,7 @@ TrustPickle = Annotated[bool, typer.Option("--trust-pickle", help="Let checkpoin
 class LazyCommands(TyperGroup):
     """Imports a command's module when it is run, so that ``--help`` loads neither torch nor DeepSpeed.
 
-    Contexts and commands are click's, which newer versions of typer vendor.
+    Contexts and commands are typed ``Any``: they are click's, which newer versions of typer vendor.
     """
 
     def list_commands(self, ctx: Any) -> list[str]:

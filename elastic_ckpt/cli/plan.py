@@ -167,7 +167,6 @@ def _of_model(name: str, config: ElasticConfig) -> tuple[str, CheckpointMetadata
 
 @contextmanager
 def _refusals_end_the_command(as_json: bool) -> Iterator[None]:
-    """Print why the load would be refused, and exit with code 1."""
     try:
         yield
     except ElasticCkptError as error:

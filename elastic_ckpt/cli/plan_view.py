@@ -148,7 +148,6 @@ def _count(value: float) -> str:
 
 
 def _memory(job: VirtualJob, found: Survey) -> Table:
-    """Memory of the rank that needs most."""
     memory, run = found.heaviest.memory, found.run
     host = "host" if run.offload else "device"
     title = f"memory for the state of training; rank {found.heaviest.rank} needs most"
@@ -189,7 +188,6 @@ def _every_rank(job: VirtualJob, found: Survey) -> Table:
 
 
 def _slots(job: VirtualJob, found: Survey) -> Table:
-    """Coordinates and slots of one rank."""
     (local_state, plan), each = found.last, found.ranks[0]
     at = job.topology.coordinates(each.rank)
     ranks = f"data-parallel rank {at.dp_rank}, tensor-parallel rank {at.tp_rank}"

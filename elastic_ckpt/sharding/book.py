@@ -46,10 +46,7 @@ def is_vocabulary(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Sharded:
-    """A parameter or buffer whose tensor-parallel layout is to be resolved.
-
-    ``tensor`` has its saved weights; ``live`` has no shapes where there is no live model.
-    """
+    """A parameter or buffer whose layout is to be resolved; without a live model, ``live`` has no shapes."""
 
     metadata: CheckpointMetadata
     tensor: TensorMetadata
@@ -63,7 +60,7 @@ class Sharded:
 
     @property
     def saved_name(self) -> str:
-        """Name in the checkpoint, which ``rename`` and tied names make another one."""
+        """Name in the checkpoint, which differs for tied and renamed parameters."""
         return self.metadata.saved_names.get(self.name, self.name)
 
     @property
@@ -133,7 +130,6 @@ def _of_preset(preset: Preset | None, sharded: Sharded) -> RuleSource | None:
 
 
 def _of_live_parameter(sharded: Sharded) -> RuleSource | None:
-    """The rule that the live parameter's attributes (Megatron's) give."""
     live = sharded.live
     if live.dim is None:
         return None
@@ -147,7 +143,7 @@ def _of_live_parameter(sharded: Sharded) -> RuleSource | None:
 
 
 def _of_shapes(sharded: Sharded) -> RuleSource | None:
-    """Equal shards are replicated; else the sharded dimension is the only one whose sum agrees on both sides."""
+    """Equal shards are replicated; else the sharded dimension is the only one that sums to the same on both sides."""
     saved, live = sharded.shapes, sharded.live.shapes
     if len({*saved, *live}) == 1:
         if len(saved) == 1 and len(saved[0]) > 1 and is_vocabulary(sharded.name):

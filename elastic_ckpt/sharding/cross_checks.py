@@ -34,10 +34,7 @@ class Structure:
                 self._columns.setdefault((_module(name), shapes[0][0]), Counter())[_total(shapes, 1)] += 1
 
     def is_fused(self, name: str) -> bool:
-        """Whether a parameter is fused, by its name or the shapes of its module.
-
-        A plain ``h_to_4h``, whose counterpart has as many columns as it has rows, is not.
-        """
+        """Whether a parameter is fused, by its name (unless its counterpart refutes that) or its module's shapes."""
         rows, taken = self._widths(name)
         return (is_fused(name) and self._gate_factor(name) != 1) or rows > taken > 0
 

@@ -73,10 +73,7 @@ class Decider:
         return Decision(sharded, sources, choose(sources))
 
     def decide_offline(self, tensor: TensorMetadata) -> Decision:
-        """The decision without a live model, which chooses neither a guess nor an ambiguous rule.
-
-        Raises :class:`CannotSplit` if the declaration cannot be understood.
-        """
+        """As :meth:`decide`, without a live model: chooses neither a guess nor an ambiguous rule."""
         decision = self.decide(self.sharded(tensor))
         sharded, chosen = decision.sharded, decision.chosen
         if chosen is not None and not chosen.is_guess and not chosen.is_ambiguous:

@@ -25,9 +25,8 @@ def virtual_layouts(
     A vector or buffer without a rule is taken for replicated: a guess, which a load (and a conversion) verifies by
     comparing the saved copies.
 
-    Raises:
-        DamagedError: a name has no tensor.
-        MismatchError: a matrix has no rule, a rule does not fit, or a dimension is not divisible.
+    Raises :class:`DamagedError` if a name has no tensor, :class:`MismatchError` if a matrix has no rule, a rule does
+    not fit, or a dimension is not divisible.
     """
     layouts, errors = decided_layouts(metadata, names, tp, book)
     for error in errors.values():

@@ -37,10 +37,7 @@ class ReadyConfig(BaseModel):
 
     @classmethod
     def load(cls, name: str) -> Self:
-        """Load a shipped file by name, or the user's own by its path, which ends in ``.json``.
-
-        Raises :class:`ConfigError` if there is no such name, or the file is malformed.
-        """
+        """Load a shipped file by name, or any by its ``.json`` path; :class:`ConfigError` if absent or malformed."""
         is_path, names = name.endswith(".json"), cls.names()
         if not is_path and name not in names:
             raise ConfigError(

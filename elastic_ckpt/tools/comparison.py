@@ -26,10 +26,9 @@ _ONE_CHUNK = ReadOptions(threads=1, chunk_nbytes=16 * _MIB, staging_nbytes=16 * 
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor or other fact that differs between two checkpoints, or is missing from one.
+    """A tensor, ``(name, key)``, or other fact that differs between two checkpoints, or is missing from one.
 
     Attributes:
-        name, key: parameter or buffer, and its state; ``key`` may be empty for other facts.
         what, detail: ``"differs"`` or ``"missing"``; values, shapes or dtypes, or which side lacks it.
         max_abs, at: largest difference, ``None`` if values cannot be subtracted; its index in the whole tensor.
         differing: number of elements that differ.

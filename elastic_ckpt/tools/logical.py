@@ -54,10 +54,9 @@ class Whole:
 
 
 class LogicalReader:
-    """Reads logical tensors, whose tensor-parallel shards are joined as in a load.
+    """Reads logical tensors: joins tensor-parallel shards as a load with these rules and replication policy would.
 
-    Of ``options``, the rules and the policy for replicated parameters are used. Raises :class:`MismatchError` if a
-    layout is unknown or contradicts the shapes.
+    Raises :class:`MismatchError` if a layout is unknown or contradicts the shapes.
     """
 
     def __init__(self, metadata: CheckpointMetadata, options: LoadOptions) -> None:

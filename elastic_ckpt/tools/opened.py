@@ -40,10 +40,7 @@ def locate(folder: str, tag: str | None, trust_pickle: bool = False) -> Found:
 
 
 def open_checkpoint(found: Found, config: ElasticConfig, with_states: bool = True) -> Opened:
-    """Read a checkpoint's metadata, without ``torch.distributed`` or an engine.
-
-    Raises :class:`ElasticCkptError` if it is incomplete, damaged or unsupported.
-    """
+    """Read a checkpoint's metadata; :class:`ElasticCkptError` if it is incomplete, damaged or unsupported."""
     options = MetadataOptions(
         trust_pickle=config.trust_pickle,
         check_shards=config.check_shards,
@@ -60,10 +57,7 @@ def open_folder(folder: str, tag: str | None, config: ElasticConfig, with_states
 
 
 def config_of(path: Path | None, **overrides: Any) -> ElasticConfig:
-    """The ``"elastic_checkpoint"`` section of a DeepSpeed config, overridden by the command line.
-
-    Raises :class:`ConfigError` if the file is no JSON object, or the section is invalid.
-    """
+    """A DeepSpeed config's ``"elastic_checkpoint"`` section, with overrides; :class:`ConfigError` if invalid."""
     loaded: Any = {}
     if path is not None:
         try:

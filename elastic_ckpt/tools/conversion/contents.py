@@ -76,10 +76,7 @@ def refuse_unconvertible(metadata: CheckpointMetadata) -> None:
 
 
 def refuse_without_shapes(model: PickledFile) -> None:
-    """Refuse model-states files that do not list the parameters, as ``BF16_Optimizer``'s without ZeRO.
-
-    Raises :class:`UnsupportedError`: no loader would find the parameters in the conversion.
-    """
+    """Raise :class:`UnsupportedError` if ``model`` lists no parameters, as ``BF16_Optimizer``'s without ZeRO."""
     if model.tree.get(PARAM_SHAPES) is None:
         why = "its model-states files do not list the parameters of the optimizer"
         raise _unconvertible(why, model.path, f"{PARAM_SHAPES}, as runs with ZeRO save them", "none")
@@ -100,8 +97,7 @@ def parameter_files(
 ) -> Iterator[OutputFile]:
     """The files below ``zero/``, in metadata order.
 
-    Raises :class:`DamagedError` if a parameter has no master weights, :class:`UnsupportedError` if its name is no valid
-    folder name.
+    Raises :class:`DamagedError` for a parameter without master weights, :class:`UnsupportedError` for an unsafe name.
     """
     metadata = reader.metadata
     for name in metadata.parameters:

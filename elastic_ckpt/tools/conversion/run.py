@@ -44,7 +44,7 @@ from elastic_ckpt.tools.conversion.contents import (
 from elastic_ckpt.tools.logical import LogicalReader
 from elastic_ckpt.tools.opened import Opened
 
-#: To be raised whenever the same source is converted to other bytes.
+#: Incremented whenever the same source is converted to different bytes.
 _VERSION = 1
 _MANIFEST = "conversion.json"
 
@@ -185,7 +185,7 @@ class Workplace:
         self.target = target
         self.folder = target.with_name(f".{target.name}.partial")
         mine = {"fingerprint": fingerprint}
-        # an attempt ended after the folder was renamed, so that only :meth:`finish` is left to do
+        # true if an earlier attempt ended after the folder was renamed: only :meth:`finish` is left to do
         is_named = _read(target / _MANIFEST) == mine
         if os.path.lexists(target) and not is_named:
             raise ElasticCkptError(

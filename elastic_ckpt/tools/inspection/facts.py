@@ -62,8 +62,7 @@ class SavedRun:
         precision: ``"fp32"``, ``"bf16"``, ``"fp16"`` or ``"unknown"``; ``precision_from``: its evidence, in words.
         global_batch, micro_batch, accumulation_steps: samples per step, per rank at once, micro-batches per step.
         lr_scheduler, loss_scale: short entries of the scheduler's state; fp16 scaler's ``kind`` and values.
-        overflow: whether the last step before the save was skipped.
-        client_state: keys of the training script's own entries.
+        overflow, client_state: whether the last step was skipped; keys of the training script's own entries.
         config, arguments: the saved DeepSpeed config; the training script's arguments (Megatron's ``args``).
     """
 
@@ -192,10 +191,9 @@ class RuleFacts:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file of the tag's folder.
+    """A file of the tag's folder; ``name`` is its path relative to that.
 
     Attributes:
-        name: path relative to the folder.
         kind: ``"model states"``, ``"optimizer states"``, ``"layer"``, ``"parameter"`` (of a universal checkpoint),
             ``"optimizer"`` (of one), ``"expert"``, ``"swapped"`` (from NVMe) or ``"other"``.
         dp, tp, pp, mp: its ranks; ``mp`` counts stages and tensor-parallel ranks together.

@@ -68,7 +68,6 @@ def entries_of(sizes: Mapping[str, int], tp: int | None, metadata: CheckpointMet
 
 
 def _kind_and_ranks(name: str, tp: int | None) -> dict[str, Any]:
-    """Fields of a :class:`FileEntry` from its name."""
     folder, _, rest = name.partition("/")
     if folder == UNIVERSAL_FOLDER and rest:
         return {"kind": "optimizer" if rest == UNIVERSAL_OPTIMIZER else "parameter"}

@@ -42,10 +42,7 @@ _TORCH_FLAGS, _TORCH_FLAGS_EMPTY = 0x0808, 0x0800
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A record of an archive: byte range of its data, CRC32 by the directory, byte offset of its directory entry.
-
-    A CRC32 of 0 may mean that none was computed.
-    """
+    """Byte range of a record's data, its CRC32 (0 may mean none) by the directory, byte offset of its entry there."""
 
     name: str
     offset: int
@@ -56,10 +53,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """The records whose data can be located, in file order, and all problems.
-
-    ``by_torch``: whether most directory entries look as ``torch.save`` writes them.
-    """
+    """Records in file order, if their data can be located; all problems; whether most entries are as torch's."""
 
     records: tuple[Record, ...] = ()
     problems: tuple[Problem, ...] = ()
@@ -191,7 +185,6 @@ def _entry_problems(entry: ZipInfo, by_torch: bool) -> Iterator[Problem]:
 
 
 def _header_problems(entry: ZipInfo, fields: tuple[Any, ...], name: bytes) -> Iterator[Problem]:
-    """Contradictions between a record's header and the directory."""
     header = f"the header of record {entry.orig_filename}:"
     if fields[0] != b"PK\x03\x04":
         yield HEADER, f"{header} it has no signature"

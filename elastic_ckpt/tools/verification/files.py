@@ -47,7 +47,7 @@ Items = dict[tuple[type, int], list[Any]]
 Diagnosis = tuple[CheckpointMetadata | None, list[Finding]]
 #: Number of files tried as the reference for the others.
 _MOST_REFERENCES = 8
-#: Missing files of more ranks are not listed, since the number is only a file's claim.
+#: Missing files of more ranks than this are not listed, since the number is only a file's claim.
 _MOST_RANKS = 1 << 14
 _MODEL_PARALLEL = re.compile(r"mp_rank_(\d+)")
 _RANKS = re.compile(r"zero_pp_rank_\d+_mp_rank_\d+")
@@ -270,7 +270,6 @@ def _against(reference: Any, items: Sequence[Any], check: Callable[[list[Any]], 
 
 
 def _complaint(error: ElasticCkptError) -> tuple[str | None, ...]:
-    """An error without its rank."""
     return error.problem, error.file, error.expected, error.found
 
 

@@ -44,10 +44,7 @@ Odd = dict[str, tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Consecutive values in a file, from byte ``offset`` on.
-
-    ``start``: index of the first in the tensor ``(name, key)``, or in its tensor-parallel shard.
-    """
+    """Values in a file from byte ``offset`` on; the first is element ``start`` of its tensor or TP shard."""
 
     offset: int
     numel: int
@@ -98,10 +95,7 @@ class Work:
 
 @dataclass
 class Checked:
-    """The outcome of a :class:`Work`: bytes read, and per record the CRC32 and number of these.
-
-    ``odd``: spans with non-finite values; ``failure``: why the file could not be read to its end.
-    """
+    """The outcome of a :class:`Work`: bytes read, (CRC32, bytes) per record, non-finite values, read failure."""
 
     nbytes: int = 0
     crc32: dict[Record, tuple[int, int]] = field(default_factory=dict)
@@ -120,10 +114,7 @@ class Checked:
 
 
 def check(works: Sequence[Work], threads: int, show_progress: bool | None = False) -> list[Checked]:
-    """Read files and check them, with a buffer of :data:`CHUNK_NBYTES` per thread; results are in order of ``works``.
-
-    ``show_progress``: whether to show a progress bar on standard error; ``None``: if that is a terminal.
-    """
+    """Read and check files, with :data:`CHUNK_NBYTES` of buffer per thread; ``show_progress`` as in ``verify``."""
     results = [Checked() for _ in works]
     parts = [(number, part) for number, work in enumerate(works) for part in work.split(SLICE_NBYTES)]
     disable = None if show_progress is None else not show_progress
@@ -172,7 +163,6 @@ def _check_part(part: Work, buffer: memoryview, result: Checked) -> None:
 
 
 def _look_at(span: Span, chunk: Work, view: memoryview, result: Checked) -> None:
-    """Check the values of a span that begin in a chunk."""
     itemsize = ITEMSIZE[span.dtype]
     first = max(-(-(chunk.start - span.offset) // itemsize), 0)
     stop = min(-(-(chunk.stop - span.offset) // itemsize), span.numel)
@@ -212,7 +202,6 @@ def look(values: torch.Tensor) -> Odd:
 
 
 def _add_odd(total: Odd, more: Odd, start: int = 0) -> None:
-    """Add counts of values from element ``start`` on to a total."""
     for kind, (count, first) in more.items():
         before, earliest = total.get(kind, (0, first + start))
         total[kind] = before + count, min(earliest, first + start)
@@ -282,7 +271,7 @@ def weight_spans(
     try:
         tree = open_pickled(path, config.trust_pickle).tree
     except ElasticCkptError:
-        return []  # reported by the diagnosis of files
+        return []  # it is a finding already
     if not isinstance(tree, dict):
         return []
     tensors = list(_tensors(tree if is_layer else tree.get("module"), ""))

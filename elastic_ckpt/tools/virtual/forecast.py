@@ -193,10 +193,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class ReadingTime:
-    """Seconds that the slowest node takes to read ``node_nbytes``: bytes over bandwidth in bytes/s.
-
-    ``is_estimate``: whether some ranks were not planned.
-    """
+    """Seconds to read the slowest node's bytes at ``bandwidth`` bytes/s; an estimate unless all ranks were planned."""
 
     reading: float
     node_nbytes: int
@@ -246,10 +243,7 @@ def nodes_of(ranks: Sequence[RankForecast], cluster: Cluster) -> list[Node]:
 
 
 def reading_time(ranks: Sequence[RankForecast], cluster: Cluster) -> ReadingTime:
-    """Reading time of the slowest node, from the planned ranks.
-
-    If no node was planned completely, each of its ranks is taken to read as much as the largest reader.
-    """
+    """Reading time of the slowest node; if none was planned completely, of ranks that all read the most."""
     complete = [node.nbytes for node in nodes_of(ranks, cluster) if node.is_complete]
     most = max(each.reads.nbytes + each.reads.nbytes_compared for each in ranks)
     nbytes = max(complete) if complete else most * cluster.ranks_per_node

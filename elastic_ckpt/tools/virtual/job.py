@@ -64,7 +64,7 @@ class Topology:
         return self.dp * self.tp * self.pp
 
     def coordinates(self, rank: int) -> RankCoordinates:
-        """Coordinates of a global rank, in the order pp, dp, tp: ``PipeModelDataParallelTopology`` (topology.py)."""
+        """Coordinates of a global rank; tp varies fastest, then dp: ``PipeModelDataParallelTopology`` (topology.py)."""
         rest, tp_rank = divmod(rank, self.tp)
         pp_rank, dp_rank = divmod(rest, self.dp)
         return RankCoordinates(self.dp, dp_rank, self.tp, tp_rank, self.pp, pp_rank)
@@ -74,10 +74,7 @@ class Topology:
 
 
 class VirtualJob:
-    """A job of some topology that would resume a checkpoint, with its parameters renamed (``rename``).
-
-    Raises :class:`ElasticCkptError` if no such job can exist.
-    """
+    """A job that would resume a checkpoint, renamed by ``rename``; :class:`ElasticCkptError` if it cannot exist."""
 
     def __init__(self, metadata: CheckpointMetadata, topology: Topology, options: LoadOptions) -> None:
         metadata = rename_saved(metadata, options.rename)
@@ -170,7 +167,6 @@ class VirtualJob:
                     gathered, numel = [], 0
 
     def _step(self, numel: int) -> int:
-        """Elements per rank of one parameter in ZeRO-3."""
         return per_parameter_numel(numel, self.topology.dp, self.topology.alignment)
 
     def _placed(self, numels: Sequence[int], at: RankCoordinates) -> tuple[int, Iterator[Placement]]:

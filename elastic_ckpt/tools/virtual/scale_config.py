@@ -23,8 +23,7 @@ _DIMS = {"column": 0, "row": 1}
 class ParameterTemplate(BaseModel, extra="forbid", frozen=True):
     """A parameter of a layer, of a logical shape such as ``["3h", "h"]``.
 
-    ``cut``: ``column`` shards the first dimension, ``row`` the second. ``first_only``: whether only the first
-    occurrence of a tied layer has it.
+    ``column`` shards dimension 0, ``row`` dimension 1. ``first_only``: only a tied layer's first occurrence has it.
     """
 
     name: str
@@ -36,8 +35,7 @@ class ParameterTemplate(BaseModel, extra="forbid", frozen=True):
 class LayerTemplate(BaseModel, extra="forbid", frozen=True):
     """``count`` consecutive layers of the same parameters, from layer ``first`` of the pipeline on.
 
-    ``tied``: key of a tied layer, whose parameters are named ``tied_modules.<key>.*``; ``again``: its further
-    occurrences.
+    A layer with the key ``tied`` has parameters named ``tied_modules.<key>.*``, and occurs ``again`` at other layers.
     """
 
     first: Annotated[int, Field(ge=0)]

@@ -50,7 +50,6 @@ def stages_of(numels: Mapping[str, int], pp: int, metadata: CheckpointMetadata) 
 
 
 def _balanced(numels: Mapping[str, int], layer_of: Mapping[str, int], tied: Sequence[str], pp: int) -> Stages:
-    """The stage of parameters that are not tied."""
     weights = [0] * (max(layer_of.values()) + 1)
     for name, layer in layer_of.items():
         weights[layer] += numels[name]
