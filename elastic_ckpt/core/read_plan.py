@@ -198,18 +198,24 @@ class ReadPlan:
     requantize_items: tuple[RequantizeItem, ...] = ()
     shares: tuple[Share, ...] = ()
 
-    def of_flat(self, flat: int) -> tuple[list[int], ReadPlan]:
-        """Numbers of the slots of one flat partition (``-1``: buffers and frozen parameters), and their plan."""
-        numbers = [number for number, slot in enumerate(self.slots) if slot.flat == flat]
-        new = {old: number for number, old in enumerate(numbers)}
-        items = (replace(item, slot=new[item.slot]) for item in self.items if item.slot in new)
-        requantize = (
-            replace(item, slot=new[item.slot], scales_slot=new.get(item.scales_slot, -1))
-            for item in self.requantize_items
-            if item.slot in new
-        )
-        slots = tuple(self.slots[number] for number in numbers)
-        return numbers, ReadPlan(self.files, slots, tuple(items), tuple(requantize))
+    def by_flat(self) -> dict[int, tuple[list[int], ReadPlan]]:
+        """Per flat partition (``-1``: buffers and frozen parameters), the numbers of its slots, and their plan."""
+        numbers: dict[int, list[int]] = {}
+        for number, slot in enumerate(self.slots):
+            numbers.setdefault(slot.flat, []).append(number)
+        new = {old: at for members in numbers.values() for at, old in enumerate(members)}
+        items: dict[int, list[ReadItem]] = {flat: [] for flat in numbers}
+        for item in self.items:
+            items[self.slots[item.slot].flat].append(replace(item, slot=new[item.slot]))
+        requantize: dict[int, list[RequantizeItem]] = {flat: [] for flat in numbers}
+        for each in self.requantize_items:
+            moved = replace(each, slot=new[each.slot], scales_slot=new.get(each.scales_slot, -1))
+            requantize[self.slots[each.slot].flat].append(moved)
+        parts = {}
+        for flat, members in numbers.items():
+            slots = tuple(self.slots[number] for number in members)
+            parts[flat] = members, ReadPlan(self.files, slots, tuple(items[flat]), tuple(requantize[flat]))
+        return parts
 
 
 @dataclass(frozen=True, slots=True)

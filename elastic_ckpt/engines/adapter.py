@@ -86,11 +86,10 @@ class EngineAdapter(ABC):
 
     def numbered(self) -> Params:
         """Parameters per param group, in ``torch.optim``'s order."""
-        members = list(zip(self.groups, self.members, strict=True))
-        return [
-            [param for group, params in members if group == number for param in params]
-            for number in range(len(self.base.param_groups))
-        ]
+        numbered: list[list[Any]] = [[] for _ in self.base.param_groups]
+        for group, params in zip(self.groups, self.members, strict=True):
+            numbered[group] += params
+        return numbered
 
     def numel(self, flat: int) -> int:
         """Elements of a flat partition, which may be swapped out."""

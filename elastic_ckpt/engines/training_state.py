@@ -9,7 +9,7 @@ import copy
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from elastic_ckpt import distributed
@@ -44,7 +44,7 @@ class LoadArguments:
     load_lr_scheduler_states: bool = True
     load_module_only: bool = False
     custom_load_fn: Any = None
-    has_optimizer: bool = True
+    has_optimizer: bool = field(default=True, kw_only=True)
 
 
 def restores_scheduler(engine: Any, saved: TrainingState, arguments: LoadArguments) -> bool:

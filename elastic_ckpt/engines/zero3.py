@@ -157,13 +157,16 @@ class Zero3NvmeAdapter(Zero3Adapter):
     def fill(self, plan: LoadPlan, read: ReadPart) -> Mapping[int, torch.Tensor]:
         """Reads one sub-group after the other, and derives its weights while it is in memory."""
         self._offload.partition_all_parameters()
-        wholes, part = plan.reads.of_flat(_WHOLES)
-        tensors = self.memory(part)
-        if tensors:
+        parts = plan.reads.by_flat()
+        wholes: list[int] = []
+        tensors: Sequence[torch.Tensor] = ()
+        if _WHOLES in parts:
+            wholes, part = parts[_WHOLES]
+            tensors = self.memory(part)
             read(part, tensors)
         for index, master in enumerate(self.masters):
             with self._in_memory(index, clears_states=plan.restores_states and plan.scalars[index] is None):
-                _, part = plan.reads.of_flat(index)
+                _, part = parts[index]
                 read(part, self.memory(part))
                 if not plan.restores_states:  # as refresh_fp32_params does to masters in memory
                     master.data.copy_(master.data.to(self.optimizer.dtype))

@@ -185,7 +185,9 @@ class _Matcher:
                 "parameters that now share one flat tensor were saved with different scalar states",
                 examples,
                 expected="one value for all, since the optimizer keeps one per flat tensor",
-                found=" and ".join(str(dict(value)) for value in distinct[:2]),
+                found=" and ".join(
+                    f"{dict(value)} ({name})" for name, value in zip(examples, distinct[:2], strict=True)
+                ),
                 remedy="put them in param groups of their own, or load with load_optimizer_states=False",
             )
         return dict(distinct[0]) if distinct else None
@@ -271,7 +273,8 @@ class _Matcher:
                 found=f"{len({state.crc32 for state in found})} different values, or differences between ranks",
                 remedy=(
                     f'it may be no replicated state: "elastic_checkpoint": {{"shard_state_keys": ["{key}"]}} (or '
-                    '"fresh_state_keys"), or load at the topology it was saved with'
+                    '"fresh_state_keys"), and not in "non_shard_state_keys" or "state_schema"; or load at the '
+                    "topology it was saved with"
                 ),
             )
         return found[0]

@@ -89,6 +89,8 @@ def test_the_patch_has_exactly_deepspeeds_parameters(original: Any) -> None:
     assert [(p.name, p.kind, p.default) for name, p in taken.items() if name != "has_optimizer"] == [
         (p.name, p.kind, p.default) for name, p in own.items() if name != "self"
     ]
+    with pytest.raises(TypeError):
+        LoadArguments(*range(len(own)))  # type: ignore[arg-type]  one more than DeepSpeed takes
 
 
 def test_the_patch_looks_like_deepspeeds_method_to_users(original: Any) -> None:

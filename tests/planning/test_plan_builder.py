@@ -657,8 +657,8 @@ def test_a_plan_is_cut_by_flat_partitions_and_recodes_go_with_their_slots(tmp_pa
     engine = one_flat_each(shapes, [CODED], dp=1, rank=0, replicated=False)
     flats = (engine.flats[0], replace(engine.flats[1], states=(wide,)), engine.flats[2])
     plan = plan_load(catalog_of(disk, shapes, states), replace(engine, flats=flats), LoadOptions())
-    parts = {flat: plan.reads.of_flat(flat) for flat in (-1, 0, 1, 2)}
-    assert {flat: numbers for flat, (numbers, _) in parts.items()} == {-1: [], 0: [0, 1, 2], 1: [3, 4], 2: [5, 6, 7]}
+    parts = plan.reads.by_flat()
+    assert {flat: numbers for flat, (numbers, _) in parts.items()} == {0: [0, 1, 2], 1: [3, 4], 2: [5, 6, 7]}
     every = [each for _, each in parts.values()]
     assert sum(len(each.requantize_items) for each in every) == len(plan.reads.requantize_items) > 0
     assert sum(len(each.items) for each in every) == len(plan.reads.items)
@@ -683,7 +683,7 @@ def test_slots_of_one_flat_partition_need_not_be_neighbours() -> None:
     sources = (part.piece(2, 0, 4),)
     requantize = tuple(RequantizeItem(slot, 0, 4, FOUR, scales, 0, sources) for slot, scales in ((0, 4), (1, 2)))
     plan = ReadPlan((), tuple(slots), (ReadItem(0, 0, 3, 0, 4, "float32"),), requantize)
-    parts = {flat: plan.of_flat(flat) for flat in (1, 0, -1)}
+    parts = plan.by_flat()
     assert {flat: (members, each.requantize_items, each.items) for flat, (members, each) in parts.items()} == {
         1: ([0, 4], (RequantizeItem(0, 0, 4, FOUR, 1, 0, sources),), ()),
         0: ([1, 2], (RequantizeItem(0, 0, 4, FOUR, 1, 0, sources),), ()),

@@ -529,6 +529,7 @@ def test_replicated_states_that_differ_are_refused_with_the_line_that_settles_it
         matched(metadata, local_state)
     assert '"elastic_checkpoint": {"shard_state_keys": ["' in str(caught.value.remedy)
     assert '"fresh_state_keys"' in str(caught.value.remedy)
+    assert 'not in "non_shard_state_keys" or "state_schema"' in str(caught.value.remedy)  # which contradict it
     assert caught.value.parameter == "a.weight, b.weight"
     assert '["table"]' in str(caught.value.remedy)
 
