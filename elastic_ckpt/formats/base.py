@@ -119,8 +119,8 @@ def refuse_other_saves(
                 raise DamagedError(
                     f"this file belongs to another save than {files[0].path}: {what}",
                     file=file.path,
-                    expected=str(expected)[:300],
-                    found=str(facts[what])[:300],
+                    expected=None if expected is None else str(expected)[:300],
+                    found=None if facts[what] is None else str(facts[what])[:300],
                     remedy=remedy,
                 )
 

@@ -72,7 +72,8 @@ def sort_states(file: PickledFile, saved: Mapping[str, Any], options: StateOptio
             opaque[key] = f"a {type(value).__name__}"
     codebooks = {key: ref for key, ref in tensors.items() if key in _QMAPS and ref.numel <= _SMALL_NUMEL}
     digested = {key: ref for key, ref in tensors.items() if key not in codebooks and _is_small(key, ref, options)}
-    values = materialise(file, {**points, **codebooks, **digested})
+    small = {key: ref for key, ref in digested.items() if ref.numel <= _SMALL_NUMEL}
+    values = materialise(file, {**points, **codebooks, **small})
     for key, ref in points.items():
         scalars[key], forms[key] = values[key].item(), ref.dtype
     return StatesOfOne(
@@ -80,7 +81,8 @@ def sort_states(file: PickledFile, saved: Mapping[str, Any], options: StateOptio
         tuple(sorted(scalars.items())),
         forms,
         opaque,
-        {key: _digest(values[key]) for key in digested},
+        # large ones in turn: together they might take more memory than a load may
+        {key: _digest(values[key] if key in small else materialise(file, ref)) for key, ref in digested.items()},
         {key: codebook_of(values[key]) for key in codebooks},
         points,
     )

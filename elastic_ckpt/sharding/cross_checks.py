@@ -33,10 +33,14 @@ class Structure:
             if key in (MASTER, FROZEN) and len(shapes[0]) == 2:
                 self._columns.setdefault((_module(name), shapes[0][0]), Counter())[_total(shapes, 1)] += 1
 
-    def is_fused(self, name: str) -> bool:
-        """Whether a parameter is fused, by its name (unless its counterpart refutes that) or its module's shapes."""
+    def is_fused(self, name: str, saved_name: str = "") -> bool:
+        """Whether a parameter is fused, by its names (unless its counterpart refutes that) or its module's shapes.
+
+        Shapes are found by ``name``; ``saved_name`` is what the parameter was called before it was renamed.
+        """
         rows, taken = self._widths(name)
-        return (is_fused(name) and self._gate_factor(name) != 1) or rows > taken > 0
+        by_name = is_fused(name) or is_fused(saved_name)
+        return (by_name and self._gate_factor(name) != 1) or rows > taken > 0
 
     def qkv_widths(self, name: str) -> list[int] | None:
         """Relative widths of query, key and value, if the layer fuses these; ``None`` if unknown."""

@@ -64,8 +64,8 @@ class Decider:
 
     def sharded(self, tensor: TensorMetadata, live: LiveLayout = _NO_MODEL) -> Sharded:
         """A saved parameter or buffer with its live layout, if there is a live model."""
-        names = {tensor.name, self.metadata.saved_names.get(tensor.name, tensor.name)}
-        return Sharded(self.metadata, tensor, live, any(map(self.structure.is_fused, names)))
+        saved_name = self.metadata.saved_names.get(tensor.name, tensor.name)
+        return Sharded(self.metadata, tensor, live, self.structure.is_fused(tensor.name, saved_name))
 
     def decide(self, sharded: Sharded) -> Decision:
         """The decision for a live model. Raises :class:`CannotSplit` if the declaration cannot be understood."""

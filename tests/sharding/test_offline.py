@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+from elastic_ckpt.core.fqn import rename_saved
 from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.errors import DamagedError, MismatchError
 from elastic_ckpt.sharding.book import RuleBook, tensor_of
@@ -66,6 +67,17 @@ def test_offline_decisions_are_no_guesses() -> None:
     live = decider.decide(decider.sharded(tensor))
     assert live.chosen is not None and live.chosen.is_guess
     assert decider.decide_offline(tensor).chosen is None
+
+
+def test_a_renamed_parameter_is_still_known_not_to_be_fused_by_its_counterpart() -> None:
+    shards = {
+        "l.mlp.linear_fc1.weight": numbered(16, 16).chunk(2),
+        "l.mlp.linear_fc2.weight": numbered(16, 16).chunk(2, 1),
+    }
+    metadata = checkpoint(shards, info={"parameter_with_row_parallelism_patterns": [".*fc2.weight"]})
+    for each in (metadata, rename_saved(metadata, [("^", "m.")])):
+        layouts = virtual_layouts(each, list(each.parameters), 1, RuleBook())
+        assert [layout.shapes for layout in layouts.values()] == [((16, 16),), ((16, 16),)]
 
 
 def test_a_parameter_without_weights_is_named() -> None:

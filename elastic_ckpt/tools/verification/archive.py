@@ -71,7 +71,7 @@ def read_archive(stream: BinaryIO) -> Archive:
         what = f"the directory cannot be read: {type(error).__name__}: {error}"
         if str(error) == "File is not a zip file":
             what = "no end of the directory: the file is truncated, or no zip archive"
-        return Archive(problems=((DIRECTORY, what),))
+        return Archive(problems=((DIRECTORY, f"{what}; its records were not checked"),))
     packed = [_pack(entry) for entry in entries]
     offsets = list(accumulate(map(len, packed), initial=start))
     by_torch = 2 * sum(not _unlike_torch(entry) for entry in entries) > len(entries)
