@@ -72,8 +72,8 @@ def test_clipping_the_source_is_clipping_the_target_of_the_way_back(band: Stride
 def shards(whole: torch.Tensor, split: TPLayout) -> list[torch.Tensor]:
     """By torch's own cutting."""
     return [
-        torch.cat([whole.narrow(split.dim, a, b - a) for a, b in held] or [whole.narrow(split.dim, 0, 0)], split.dim)
-        for held in split.ranges
+        torch.cat([whole.narrow(split.dim, a, b - a) for a, b in ranges] or [whole.narrow(split.dim, 0, 0)], split.dim)
+        for ranges in split.ranges
     ]
 
 

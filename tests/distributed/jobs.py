@@ -36,7 +36,7 @@ def run(job: str, arguments: Any) -> Any:
 
 
 def truth_of(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """What the run that saved this checkpoint held, whole and by name."""
+    """What the run that saved this checkpoint had, whole and by name."""
     return torch.load(os.path.join(folder, "truth.pt"), weights_only=False)
 
 

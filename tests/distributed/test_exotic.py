@@ -191,7 +191,7 @@ def test_what_the_stand_ins_stand_for_is_not_in_deepspeed_any_more() -> None:
             for kind, stage, names in kinds
             if names
         ),
-        # what lies in files as ZeRO-3 does
+        # whose files are like those of ZeRO-3
         *((2, named(case), case[3]) for case in SAME_AS_ZERO3),
     ],
 )

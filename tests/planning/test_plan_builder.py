@@ -649,7 +649,7 @@ def test_a_decoded_state_that_would_lose_precision_does_not_fit() -> None:
 # --- parts of a plan, and reading it ----------------------------------------------------------------------------
 
 
-def test_a_plan_is_cut_by_flat_partitions_and_recodes_go_with_their_slots(tmp_path: Path) -> None:
+def test_a_plan_is_divided_by_flat_partitions_and_requantize_items_go_with_their_slots(tmp_path: Path) -> None:
     shapes = {"a": (6,), "b": (5,), "c": (5,)}
     disk = Disk()
     states, part = coded_states(disk, shapes)

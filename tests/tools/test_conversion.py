@@ -143,21 +143,21 @@ def test_parts_whose_widths_the_run_says_are_noted_in_numbers() -> None:
     tensors = {(name, "fp32"): TensorMetadata(name, "fp32", (32, 8), "float32", (), shards=shards)}
     book = RuleBook((Rule(pattern=".*query_key_value.*", kind="column", sub_parameters="qkv"),))
     run = {"num_attention_heads": 8, "num_query_groups": 4}
-    held = metadata(tensors=tensors, parameters={name: SavedParameter((32, 8), 0, ())}, run=run)
-    noted = tp_entries(known_rules(held, [name], book)[name], Whole(name, "fp32", (64, 8), "float32"))
+    described = metadata(tensors=tensors, parameters={name: SavedParameter((32, 8), 0, ())}, run=run)
+    noted = tp_entries(known_rules(described, [name], book)[name], Whole(name, "fp32", (64, 8), "float32"))
     assert noted.keys() == {"sub_param_shape"}
     assert (noted["sub_param_shape"].shape, noted["sub_param_shape"].partition_dim) == (((32, 16, 16), 8), 0)
     with pytest.raises(MismatchError, match="how many attention heads"):
-        known_rules(replace(held, run={}), [name], book)
+        known_rules(replace(described, run={}), [name], book)
 
 
 def test_what_deepspeed_will_not_restore_is_noted() -> None:
     assert notes_on(metadata(), {}) == ()
     frozen = TensorMetadata("f", "frozen", (4,), "float32", (StorageChunk(FlatRange(0, 4), 0, 0),))
-    held = metadata(tensors={**metadata().tensors, ("f", "frozen"): frozen})
-    (note,) = notes_on(held, {})
+    described = metadata(tensors={**metadata().tensors, ("f", "frozen"): frozen})
+    (note,) = notes_on(described, {})
     assert "neither buffers nor frozen weights" in note
-    (note,) = notes_on(replace(held, files=(SourceFile("/ckpt/layer_03-model_states.pt", 9),)), {})
+    (note,) = notes_on(replace(described, files=(SourceFile("/ckpt/layer_03-model_states.pt", 9),)), {})
     assert note.endswith("are lost: f")
     custom = Rule(pattern="w", kind="custom", slices={2: [[(0, 2)], [(2, 4)]]})
     (note,) = notes_on(metadata(), {"w": custom})
@@ -167,9 +167,9 @@ def test_what_deepspeed_will_not_restore_is_noted() -> None:
 
 
 def test_parameters_without_masters_or_shapes_are_refused() -> None:
-    held = metadata(parameters={**metadata().parameters, "lost": SavedParameter((4,), 0, ())})
+    described = metadata(parameters={**metadata().parameters, "lost": SavedParameter((4,), 0, ())})
     with pytest.raises(DamagedError, match="no master weights") as error:
-        list(parameter_files(LogicalReader(held, LoadOptions()), {}, ReadOptions()))
+        list(parameter_files(LogicalReader(described, LoadOptions()), {}, ReadOptions()))
     assert error.value.parameter == "lost"
     with pytest.raises(UnsupportedError, match="do not list the parameters"):
         refuse_without_shapes(SimpleNamespace(path="/ckpt/a", tree={"param_shapes": None}))  # type: ignore[arg-type]
