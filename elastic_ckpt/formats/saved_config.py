@@ -70,7 +70,7 @@ def _neox_options(folder: str) -> dict[str, Any]:
     read = [_read_options(path) for path in _config_files(folder)]
     options: dict[str, Any] = {} if not read or None in read else dict(_NEOX_DEFAULTS)
     known = [each for each in read if each is not None]
-    for key in set().union(*known):
+    for key in dict.fromkeys(key for each in known for key in each):  # in an order that is the same on all ranks
         values = [each[key] for each in known if key in each]
         options.pop(key, None)
         if len(set(map(repr, values))) == 1:

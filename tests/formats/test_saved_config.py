@@ -105,6 +105,14 @@ def test_gpt_neox_options_come_from_the_files_beside_it_and_the_rest_from_its_de
     assert found == {**NEOX, **defaults, "gpt_j_residual": True, "seed": 3}
 
 
+def test_options_come_in_the_order_of_the_files(tmp_path: Path) -> None:
+    names = [f"option_{letter}" for letter in "qwertyuiop"]
+    configure(
+        tmp_path, a="".join(f"{name}: 1\n" for name in names[:5]), b="".join(f"{name}: 2\n" for name in names[5:])
+    )
+    assert [name for name in run_arguments(NEOX, str(tmp_path)) if name in names] == names
+
+
 def test_without_files_nothing_is_assumed(tmp_path: Path) -> None:
     assert run_arguments(NEOX, str(tmp_path)) == NEOX
 
