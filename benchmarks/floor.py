@@ -15,7 +15,7 @@ import torch
 from benchmarks.cases import FRESH, RESUME
 from benchmarks.held import Held, Part, judge_parts
 from elastic_ckpt.config import read_config
-from elastic_ckpt.core.dtypes import ITEMSIZE
+from elastic_ckpt.core.metadata import ITEMSIZE
 from elastic_ckpt.core.read_plan import ReadPlan
 from elastic_ckpt.load import execute as loader
 

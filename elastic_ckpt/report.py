@@ -12,9 +12,9 @@ from rich.markup import escape
 from rich.table import Table
 from tqdm import tqdm
 
+from elastic_ckpt.core.local_state import NO_SEQUENCE_PARALLEL, SequenceParallel
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, SourceFacts
 from elastic_ckpt.core.read_plan import Outcome, names_with
-from elastic_ckpt.core.sequence import NO_SEQUENCE_PARALLEL, SequenceParallel
 
 _NAMES_SHOWN = 12
 #: Facts of the source that only planning uses.

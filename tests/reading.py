@@ -9,8 +9,9 @@ import torch
 
 from elastic_ckpt.core.metadata import MASTER, SourceFile
 from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, Slot
-from elastic_ckpt.io.coalesce import ReadOptions, ReadStats
+from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.reader import check_files, execute
+from elastic_ckpt.io.requantize import ReadStats
 
 UNTOUCHED = -7.0
 

@@ -24,8 +24,7 @@ from elastic_ckpt.core.metadata import (
 )
 from elastic_ckpt.core.tp_rules import Rule
 from elastic_ckpt.errors import MismatchError
-from elastic_ckpt.sharding.book import RuleBook
-from elastic_ckpt.sharding.presets import Preset
+from elastic_ckpt.sharding.book import Preset, RuleBook
 from elastic_ckpt.sharding.resolve import STRICT, Resharding, resolve
 
 Tensors = Sequence[torch.Tensor]

@@ -75,7 +75,6 @@ COVERED_BY = {
     "distributed/test_offload.py": "formats/swapped",
     "distributed/test_parallel.py": "engines/coordinates megatron",
     "planning/test_planner.py": "planning/optimizer_kinds",
-    "sharding/test_resolve.py": "sharding/refusals",
 }
 
 

@@ -28,7 +28,7 @@ from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.errors import ElasticCkptError, MismatchError
 from elastic_ckpt.io.coalesce import read_options
 from elastic_ckpt.planning.planner import LoadOptions
-from elastic_ckpt.sharding import presets
+from elastic_ckpt.sharding import book
 from elastic_ckpt.tools.opened import config_of, open_folder
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
 from elastic_ckpt.tools.virtual.forecast import DEFAULT_BANDWIDTH, MOST_BY_DEFAULT, Cluster, LiveRun, Survey, survey
@@ -173,7 +173,7 @@ def _refusals_end_the_command(as_json: bool) -> Iterator[None]:
         hint = ""
         if "tp_" in (error.remedy or ""):  # a live model may provide the layout
             hint = (
-                f"--preset NAME ({', '.join(presets.Preset.names())}, or a JSON file), or --config FILE with the lines "
+                f"--preset NAME ({', '.join(book.Preset.names())}, or a JSON file), or --config FILE with the lines "
                 "above; in a load, parameters of Megatron Core and AutoTP tell how they are held"
             )
         if as_json:

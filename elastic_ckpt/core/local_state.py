@@ -1,4 +1,4 @@
-"""What the live engine of one rank holds, as pure data: the destination of every element.
+"""What the live engine of one rank holds, and its place in the job, as pure data: the destination of every element.
 
 Engine adapters (:mod:`elastic_ckpt.engines`) build it and keep the tensors; the planner reads it.
 """
@@ -10,9 +10,45 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.sequence import NO_SEQUENCE_PARALLEL, SequenceParallel
 from elastic_ckpt.core.state_kinds import LiveState
 from elastic_ckpt.core.strided import TPLayout
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceParallel:
+    """How sequence parallelism divides the ranks that ZeRO calls data-parallel.
+
+    The ranks of a sequence-parallel group share their samples and are adjacent: rank = data-parallel rank x
+    ``degree`` + sequence-parallel rank (``initialize_sequence_parallel``, parallel_state_sp.py).
+
+    Attributes:
+        degree: ranks that share one sample; 1 without sequence parallelism.
+        partitioned: whether ZeRO partitions over data times sequence ranks, as it does with an ``mpu``. With a device
+            mesh (``"sequence_parallel_size"`` and ``"data_parallel_size"``), ZeRO-1 and 2 partition over the
+            data-parallel ranks alone.
+        strided: whether the ranks of a group are not adjacent, as with a custom ``mpu``. Ranks of different degrees
+            then cannot be matched.
+    """
+
+    degree: int = 1
+    partitioned: bool = True
+    strided: bool = False
+
+    @property
+    def ranks_per_sample(self) -> int:
+        """Ranks that share their samples, among those that ZeRO partitions over."""
+        return self.degree if self.partitioned else 1
+
+    def data_degree(self, dp: int) -> int:
+        """Data-parallel degree, given the ``dp`` ranks that ZeRO partitions over."""
+        return dp // self.ranks_per_sample or dp
+
+    def data_rank(self, dp_rank: int) -> int:
+        """Data-parallel rank, given the rank among those that ZeRO partitions over."""
+        return dp_rank // self.ranks_per_sample
+
+
+NO_SEQUENCE_PARALLEL = SequenceParallel()
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,7 @@ from deepspeed.utils.bwc import (
 )
 
 from elastic_ckpt.core.declared import split_of_affine
-from elastic_ckpt.core.local_state import LiveLayout, ModelLayout, RankCoordinates
-from elastic_ckpt.core.sequence import SequenceParallel
+from elastic_ckpt.core.local_state import LiveLayout, ModelLayout, RankCoordinates, SequenceParallel
 from elastic_ckpt.core.strided import TPLayout
 from elastic_ckpt.core.tp_rules import CannotSplit
 from elastic_ckpt.errors import UnsupportedError

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from elastic_ckpt.core.sequence import SequenceParallel
+from elastic_ckpt.core.local_state import SequenceParallel
 
 
 @dataclass(frozen=True, slots=True)

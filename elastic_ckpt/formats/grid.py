@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from elastic_ckpt.core.local_state import RankCoordinates
-from elastic_ckpt.core.sequence import NO_SEQUENCE_PARALLEL, SequenceParallel
+from elastic_ckpt.core.local_state import NO_SEQUENCE_PARALLEL, RankCoordinates, SequenceParallel
 from elastic_ckpt.errors import LayoutError, UnsupportedError
 from elastic_ckpt.formats.base import refuse_other_saves
 from elastic_ckpt.formats.model_states import ModelShard

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from elastic_ckpt.core.dtypes import ITEMSIZE
 from elastic_ckpt.core.flat_ranges import FlatRange, Placement, per_parameter_numel, per_parameter_partition
 from elastic_ckpt.core.metadata import (
     BUFFER,
     FROZEN,
+    ITEMSIZE,
     MASTER,
     CheckpointMetadata,
     ReplicatedState,

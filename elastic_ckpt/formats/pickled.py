@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
 
-from elastic_ckpt.core.dtypes import ITEMSIZE
+from elastic_ckpt.core.metadata import ITEMSIZE
 from elastic_ckpt.errors import (
     DamagedError,
     ElasticCkptError,

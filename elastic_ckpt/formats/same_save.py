@@ -15,8 +15,7 @@ from dataclasses import replace
 
 import torch
 
-from elastic_ckpt.core.dtypes import ITEMSIZE
-from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata
+from elastic_ckpt.core.metadata import ITEMSIZE, MASTER, CheckpointMetadata
 from elastic_ckpt.errors import DamagedError, MismatchError
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.pickled import TensorRef

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from elastic_ckpt.core.dtypes import ITEMSIZE
-from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, BlockCode
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, MASTER, BlockCode
 from elastic_ckpt.core.state_kinds import COMPANIONS, REPLICATED, BlockFormat, Codebook, StateOptions, codebook
 from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.formats.classify import Digest, SavedKind

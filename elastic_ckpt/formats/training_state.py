@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elastic_ckpt import distributed
-from elastic_ckpt.core.local_state import RankCoordinates
-from elastic_ckpt.core.sequence import SequenceParallel
+from elastic_ckpt.core.local_state import RankCoordinates, SequenceParallel
 from elastic_ckpt.core.training_state import BatchSizes, LossScale, TrainingState
 from elastic_ckpt.formats.assembling import Assembled
 from elastic_ckpt.formats.base import opener_of

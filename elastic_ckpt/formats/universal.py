@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Any
 
 from elastic_ckpt import distributed
 from elastic_ckpt.core.declared import Declared
-from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata, SavedParameter
+from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata, SavedParameter, SourceFile
+from elastic_ckpt.core.tp_rules import COLUMN, ROW, VOCABULARY, Rule
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
 from elastic_ckpt.formats import model_states
 from elastic_ckpt.formats.base import Checkpoint, Found, MetadataOptions, open_my_share, refuse_unsupported_folder
@@ -25,15 +28,28 @@ from elastic_ckpt.formats.merging import shard_by_shard
 from elastic_ckpt.formats.metadata_builder import MetadataBuilder, Tensors, dense_tensor, module_tensors
 from elastic_ckpt.formats.model_states import ModelShard, index_model_states
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER
-from elastic_ckpt.formats.pickled import PickledFile, TensorRef
+from elastic_ckpt.formats.pickled import PickledFile, TensorRef, materialise
 from elastic_ckpt.formats.same_save import spot_check, with_progress_compared
+from elastic_ckpt.formats.saved_states import read_groups
 from elastic_ckpt.formats.training_state import loss_scale_of, read_training_state
-from elastic_ckpt.formats.universal_files import OptimizerFile, StateFile, index_optimizer, index_state
 
 _NO_OPTIMIZER_FILE = (
     "the universal checkpoint has no zero/optimizer_state.pt (BLOOM's have none): the optimizer's step was taken from "
     "the counters, hyperparameters of the live param groups stay, and whether Adam or AdamW saved it is not known"
 )
+#: Entries that belong to one rank's partition.
+_PARTITIONS = frozenset(
+    {
+        "base_optimizer_state",
+        "param_slice_mappings",
+        "single_partition_of_fp32_groups",
+        "fp32_flat_groups",
+        "fp32_groups_flat_partition",
+        "optimizer_state_dict",
+    }
+)
+#: Marks that each parameter has its own data, whatever DeepSpeed's converter would have made of such a run.
+TRUE_ORDER = "elastic_ckpt_true_order"
 
 
 def read_universal(found: Found, options: MetadataOptions) -> Checkpoint:
@@ -236,3 +252,130 @@ def _check_numel(item: StateFile, tensor: TensorRef, shape: tuple[int, ...]) -> 
             found=tensor.shape,
             remedy="files of two conversions are mixed, or vocabulary padding was stripped: convert again",
         )
+
+
+@dataclass(frozen=True)
+class StateFile(SourceFile):
+    """One ``zero/<name>/<key>.pt``: a parameter's whole tensor or scalar, and its ``rule`` for shards, if known."""
+
+    name: str
+    key: str
+    tensor: TensorRef | None
+    scalar: float | None
+    rule: Rule | None = None
+
+
+@dataclass(frozen=True)
+class OptimizerFile:
+    """``zero/optimizer_state.pt``.
+
+    Attributes:
+        zero_stage: stage of the run that saved the native checkpoint.
+        groups, members: per param group, hyperparameters and the indices of its flat tensors.
+        scalars: per flat tensor, its scalar states; empty from stages 1 and 2.
+        loss_scaler, overflow: DeepSpeed's loss scaler object, and the optimizer's overflow flag.
+        in_true_order: whether its writer guarantees that each parameter has its own data (:data:`TRUE_ORDER`).
+    """
+
+    zero_stage: int
+    groups: tuple[Mapping[str, Any], ...]
+    members: tuple[tuple[int, ...], ...]
+    scalars: Mapping[int, Mapping[str, float]]
+    loss_scaler: Any
+    overflow: bool
+    in_true_order: bool = False
+
+
+def index_state(file: PickledFile) -> StateFile:
+    """Read one parameter's file; a :class:`DamagedError` if it contains neither a dense tensor nor a number."""
+    folder, base = os.path.split(file.path)
+    is_parameters = isinstance(file.tree, dict) and "param" in file.tree
+    value = file.tree["param"] if is_parameters else file.tree
+    name, key = os.path.basename(folder), base.removesuffix(".pt")
+    if isinstance(value, TensorRef) and (value.shape or is_parameters):  # of a parameter that may have no dimension
+        if not value.is_contiguous:
+            raise DamagedError(
+                f"{key} of this parameter was saved as a view that is not contiguous", parameter=name, file=file.path
+            )
+        return StateFile(file.path, file.nbytes, name, key, value, None, _rule_of(name, file.tree))
+    scalar = materialise(file, value)
+    scalar = scalar.item() if hasattr(scalar, "item") else scalar
+    if isinstance(scalar, bool) or not isinstance(scalar, (int, float)):
+        raise DamagedError(
+            f"{key} of this parameter is neither a tensor nor a number",
+            parameter=name,
+            file=file.path,
+            expected="a tensor, or a dict with 'param'",
+            found=type(scalar).__name__,
+            remedy="convert the native checkpoint again",
+        )
+    return StateFile(file.path, file.nbytes, name, key, None, scalar)
+
+
+def _rule_of(name: str, tree: Any) -> Rule | None:
+    """The rule that DeepSpeed's converter notes beside a tensor; its default, dimension 0, means nothing."""
+    if not isinstance(tree, dict):
+        return None
+    pattern = f"^{re.escape(name)}$"
+    if tree.get("vocab_tensor") or "vocab_divisibility_padding_tensor" in tree:
+        return Rule(pattern=pattern, kind=VOCABULARY)
+    if tree.get("param_n_sub_params"):
+        return Rule(pattern=pattern, kind=COLUMN, dim=0, sub_parameters=[1] * int(tree["param_n_sub_params"]))
+    parts = _sub_parameters(tree.get("sub_param_shape"))
+    if parts is not None:
+        return Rule(pattern=pattern, kind=COLUMN, dim=parts[0], sub_parameters=parts[1])
+    return Rule(pattern=pattern, kind=ROW) if tree.get("cat_dim") == 1 else None
+
+
+def _sub_parameters(noted: Any) -> tuple[int, list[int]] | None:
+    """Dimension and relative widths of a ``SubparamShape``; ``None``: it is none, or empty."""
+    dim, shape = getattr(noted, "partition_dim", None), getattr(noted, "shape", None)
+    if not isinstance(dim, int) or not isinstance(shape, (list, tuple)) or not 0 <= dim < len(shape):
+        return None
+    widths = shape[dim]
+    if not isinstance(widths, (list, tuple)) or not all(isinstance(width, int) and width > 0 for width in widths):
+        return None
+    return (dim, [width // math.gcd(*widths) for width in widths]) if widths else None
+
+
+def index_optimizer(file: PickledFile) -> OptimizerFile:
+    """Read the optimizer's file."""
+    groups = file.section("param_groups")
+    states = file.tree.get("optimizer_state_dict", {}).get("state", {})
+    scalars: dict[int, dict[str, float]] = {}
+    for flat, read in materialise(file, _scalars(states)).items():
+        scalars[int(flat)] = {key: v.item() if hasattr(v, "item") else v for key, v in read.items()}
+    return OptimizerFile(
+        zero_stage=int(file.tree.get("zero_stage", 1)),
+        groups=read_groups(file, groups),
+        members=tuple(tuple(group["params"]) for group in groups),
+        scalars=scalars,
+        loss_scaler=file.tree.get("loss_scaler"),
+        overflow=bool(file.tree.get("overflow", False)),
+        in_true_order=file.tree.get(TRUE_ORDER) is True,
+    )
+
+
+def common_optimizer_state(file: PickledFile) -> dict[str, Any]:
+    """What of an optimizer's state belongs to no parameter, as a tree to save, with small tensors read.
+
+    ``file`` is ``*zero_pp_rank_0_mp_rank_00*_optim_states.pt``; :class:`DamagedError` if it has no optimizer state.
+    """
+    state = file.section("optimizer_state_dict")
+    kept = {key: value for key, value in state.items() if key not in _PARTITIONS}
+    is_stage3 = "fp32_flat_groups" in state
+    base = file.section("optimizer_state_dict", "optimizer_state_dict" if is_stage3 else "base_optimizer_state")
+    groups = base["param_groups"] if isinstance(base, dict) else []
+    kept["param_groups"] = groups
+    kept[TRUE_ORDER] = True
+    if is_stage3:
+        kept["optimizer_state_dict"] = {"state": _scalars(base["state"]), "param_groups": groups}
+    return dict(materialise(file, kept))
+
+
+def _scalars(states: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:
+    """Each flat tensor's states without dimensions."""
+    return {
+        flat: {key: value for key, value in state.items() if not isinstance(value, TensorRef) or not value.shape}
+        for flat, state in states.items()
+    }

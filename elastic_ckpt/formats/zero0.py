@@ -1,27 +1,34 @@
-"""Metadata of checkpoints without ZeRO partitions.
+"""Metadata of checkpoints without ZeRO partitions, whose optimizer numbers its parameters.
 
-The optimizer numbers its parameters: :mod:`elastic_ckpt.formats.zero0_names` finds their names. Where there are masters
-beside the weights, their values are compared too (:mod:`elastic_ckpt.formats.same_save`).
+Their names come from the optimizer itself (named parameters), the live param groups, or the order of the model, in this
+order; shapes must agree. Where parameters were frozen, unfrozen, added or removed since the save, so that a live group
+has more or fewer than the saved one, shapes must leave exactly one way to match them. Where there are masters beside
+the weights, their values are compared too (:mod:`elastic_ckpt.formats.same_save`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from elastic_ckpt.core.flat_ranges import FlatRange, Placement, group_offsets
+from elastic_ckpt.core.fqn import rename
 from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata
 from elastic_ckpt.core.state_kinds import ELEMENTWISE, WHOLE
-from elastic_ckpt.errors import MismatchError
+from elastic_ckpt.errors import MismatchError, listed
 from elastic_ckpt.formats.base import Found, MetadataOptions
 from elastic_ckpt.formats.classify import ELEMENTWISE_NAMES, RankStates
 from elastic_ckpt.formats.metadata_builder import MetadataBuilder, Shape, module_tensors, refuse_view
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.saved_states import StatesOfOne
 from elastic_ckpt.formats.shards import FlatShard
-from elastic_ckpt.formats.zero0_index import FUSED, PLAIN, UnpartitionedState
-from elastic_ckpt.formats.zero0_names import member_names
+from elastic_ckpt.formats.zero0_index import FUSED, PLAIN, UnpartitionedState, saved_shape
+
+Names = Sequence[Sequence[str]]
+#: Per group and number in it; ``None``: a parameter that no longer trains, whose state is not needed.
+Members = Sequence[Sequence[str | None]]
 
 
 def unpartitioned_metadata(found: Found, model: ModelShard, options: MetadataOptions) -> CheckpointMetadata:
@@ -129,3 +136,178 @@ def _is_fused_adam(group: Mapping[str, object]) -> bool:
     It alone keeps a ``step`` of 0 in each group beside those of its tensors; DeepSpeed's Lamb uses each tensor's step.
     """
     return "bias_correction" in group and not {"amsgrad", "max_coeff"} & group.keys() and group.get("step") == 0
+
+
+def member_names(
+    model: ModelShard, state: UnpartitionedState, options: MetadataOptions
+) -> tuple[Members, tuple[str, ...]]:
+    """Saved names of every saved group's members, and notes where they were inferred.
+
+    Live names are as renamed by the user. Raises :class:`MismatchError` if which parameter is which is unknown.
+    """
+    shapes = {name: ref.shape for name, ref in model.weights.items()}
+    if state.names is not None:
+        fitted = _fit_named(state, shapes)
+        if fitted is not None:
+            return fitted, ()
+    origins = {rename(name, options.rename): model.shared.get(name, name) for name in shapes}
+    live = [[origins[name] for name in group if name in origins] for group in options.live_groups]
+    unnumbered = {*model.buffers, *model.shared}
+    in_order = [name for name in shapes if name not in unnumbered]
+    candidates: dict[str, Members] = {}
+    for origin, names in (("the live param groups", _in_saved_order(state, live, options)), ("the model", [in_order])):
+        fitted = None if names is None else _fit(state, names, shapes)
+        if fitted is not None and names is not None and not _loses(state, fitted, names, shapes):
+            candidates[origin] = fitted
+    proven = state.kind != PLAIN and options.check_shards
+    distinct = {tuple(map(tuple, names)) for names in candidates.values()}
+    if not candidates or (len(distinct) > 1 and not proven):
+        raise _unnamed(model, state, options, list(candidates))
+    origin, chosen = next(iter(candidates.items()))
+    return chosen, _notes(state, model, chosen, origin, proven)
+
+
+def _in_saved_order(state: UnpartitionedState, live: Names, options: MetadataOptions) -> Names | None:
+    """The live groups in saved order, by ``name`` if all have one; ``None``: they are in another order, unnamed."""
+    saved_labels = [group.get("name") for group in state.groups]
+    live_labels = [group.get("name") for group in options.live_hyperparameters]
+    if None not in saved_labels and set(saved_labels) == set(live_labels) and len(set(live_labels)) == len(live):
+        return [live[live_labels.index(label)] for label in saved_labels]
+    return None if _are_in_another_order(state, options) else live
+
+
+def _are_in_another_order(state: UnpartitionedState, options: MetadataOptions) -> bool:
+    saved = [_signature(group) for group in state.groups]
+    now = [_signature(group) for group in options.live_hyperparameters]
+    return saved != now and sorted(saved) == sorted(now)
+
+
+def _signature(group: Mapping[str, Any]) -> str:
+    """What stays the same in a param group while it trains."""
+    return repr([group.get(key) for key in ("initial_lr", "weight_decay", "eps")] + list(group.get("betas") or ()))
+
+
+def _notes(state: UnpartitionedState, model: ModelShard, chosen: Members, origin: str, proven: bool) -> tuple[str, ...]:
+    proof = "shapes and values agree" if proven else "shapes agree"
+    notes = [f"without ZeRO, DeepSpeed saves optimizer states without names: taken in the order of {origin}; {proof}"]
+    placed = {name for group in chosen for name in group if name is not None}
+    others = model.weights.keys() - placed - {*model.buffers, *model.shared}
+    of_equal_shape = {model.weights[name].shape for name in placed} & {model.weights[name].shape for name in others}
+    if of_equal_shape and not proven:
+        notes.append(
+            "some parameters that do not train have the shape of some that do: this is right only if the same ones "
+            "trained before the save; torch.optim with model.named_parameters() makes such saves unambiguous"
+        )
+    dropped = sum(name is None for group in chosen for name in group)
+    if dropped:
+        notes.append(f"optimizer states of {dropped} saved parameters are skipped: they do not train in the live run")
+    return tuple(notes)
+
+
+def _fit(state: UnpartitionedState, names: Names, shapes: Mapping[str, Shape]) -> Members | None:
+    """``names`` as the members of the saved groups, or ``None`` if they do not fit."""
+    if len(names) != len(state.members):
+        return None
+    if state.kind == FUSED:
+        numels = [math.prod(masters[0].shape) for masters in state.masters]
+        named = [sum(math.prod(shapes[name]) for name in group) for group in names]
+        return names if numels == named else None
+    fitted = [align(_saved_shapes(state, group), members, shapes) for group, members in enumerate(names)]
+    return None if any(members is None for members in fitted) else [members or [] for members in fitted]
+
+
+def _fit_named(state: UnpartitionedState, shapes: Mapping[str, Shape]) -> Members | None:
+    """The optimizer's own names if they are the module's; those of parameters without a state may be missing."""
+    assert state.names is not None
+    fitted: list[list[str | None]] = []
+    for group, members in enumerate(state.names):
+        saved = _saved_shapes(state, group)
+        known = [name if name in shapes else None for name in members]
+        if len(saved) != len(known) or any(
+            shape is not None and (name is None or shapes[name] != shape)
+            for shape, name in zip(saved, known, strict=True)
+        ):
+            return None
+        fitted.append(known)
+    return fitted
+
+
+def _loses(state: UnpartitionedState, fitted: Members, names: Names, shapes: Mapping[str, Shape]) -> bool:
+    """Whether a skipped saved state may belong to a live parameter that is left without one."""
+    if state.kind == FUSED:
+        return False
+    placed = {name for group in fitted for name in group}
+    without = {shapes[name] for group in names for name in group if name not in placed}
+    return any(
+        name is None and shape is not None and shape in without
+        for group, members in enumerate(fitted)
+        for shape, name in zip(_saved_shapes(state, group), members, strict=True)
+    )
+
+
+def _saved_shapes(state: UnpartitionedState, group: int) -> list[Shape | None]:
+    """Shapes of a saved group's members; ``None``: unknown for lack of a state (fp32, never a gradient)."""
+    if state.kind != PLAIN:
+        return [master.shape for master in state.masters[group]]
+    states = (state.states.get(number) for number in state.members[group])
+    return [None if found is None else saved_shape(found) for found in states]
+
+
+def align(saved: Sequence[Shape | None], names: Sequence[str], shapes: Mapping[str, Shape]) -> list[str | None] | None:
+    """Match names to saved tensors by shape, both in their own order; a saved shape of ``None`` fits any.
+
+    In lists of one length each must fit its counterpart; else the shorter must fit the longer in exactly one way.
+    Returns the name of each saved tensor, ``None`` for those without; ``None`` if there is no or no single way.
+    """
+    fewer_names = len(saved) > len(names)
+    short, long = sorted((len(saved), len(names)))
+
+    def fits(i: int, j: int) -> bool:
+        shape, name = (saved[j], names[i]) if fewer_names else (saved[i], names[j])
+        return shape is None or shape == shapes[name]
+
+    first = _earliest(short, long, fits)
+    last = _earliest(short, long, lambda i, j: fits(short - 1 - i, long - 1 - j))  # from behind
+    if first is None or last is None or first != [long - 1 - j for j in reversed(last)]:
+        return None
+    if not fewer_names:
+        return [names[j] for j in first]
+    name_of = dict(zip(first, names, strict=True))
+    return [name_of.get(j) for j in range(long)]
+
+
+def _earliest(short: int, long: int, fits: Callable[[int, int], bool]) -> list[int] | None:
+    """The earliest positions in the longer list that the members of the shorter one can take, in their order."""
+    chosen: list[int] = []
+    j = 0
+    for i in range(short):
+        while j < long and not fits(i, j):
+            j += 1
+        if j == long:
+            return None
+        chosen.append(j)
+        j += 1
+    return chosen
+
+
+def _unnamed(
+    model: ModelShard, state: UnpartitionedState, options: MetadataOptions, fitting: Sequence[str]
+) -> MismatchError:
+    sizes = [len(members) for members in (state.masters if state.kind != PLAIN else state.members)]
+    if fitting:
+        found = f"the orders of {' and of '.join(fitting)} both fit, and differ"
+    elif _are_in_another_order(state, options):
+        found = "live param groups with the saved hyperparameters, in another order, and no name in each group"
+    else:
+        found = f"{sizes} tensors in the saved groups, {[len(group) for group in options.live_groups]} in the live ones"
+    return MismatchError(
+        "without ZeRO, DeepSpeed saves optimizer states without names, and which parameter is which cannot be told",
+        parameter=listed(name for group in options.live_groups for name in group),
+        file=model.path,
+        expected="live param groups with the parameters of the saved ones, in their order",
+        found=found,
+        remedy=(
+            "build the param groups as they were when the checkpoint was saved, frozen parameters included, "
+            "or load with load_optimizer_states=False"
+        ),
+    )

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
+import numpy as np
 import torch
 
 from elastic_ckpt.config import ElasticConfig
-from elastic_ckpt.core.dtypes import ITEMSIZE
+from elastic_ckpt.core.metadata import ITEMSIZE
 from elastic_ckpt.core.read_plan import ReadItem, ReadPlan
+from elastic_ckpt.io.requantize import nbytes_read, parts_of
 
 _MIB = 1 << 20
 #: Most buffers per call (limits.h, IOV_MAX).
@@ -67,32 +70,6 @@ def read_options(config: ElasticConfig) -> ReadOptions:
     )
 
 
-@dataclass(frozen=True)
-class ReadStats:
-    """What was read.
-
-    Attributes:
-        nbytes, calls: bytes and reads; the sources of one part of a requantize item count as one read.
-        staged_nbytes: bytes that went through bounce buffers or other host memory.
-        blocks, worst_error: requantized 8-bit blocks, and the largest error as a fraction of the new block's scale.
-    """
-
-    nbytes: int = 0
-    calls: int = 0
-    staged_nbytes: int = 0
-    blocks: int = 0
-    worst_error: float = 0.0
-
-    def __add__(self, other: ReadStats) -> ReadStats:
-        return ReadStats(
-            self.nbytes + other.nbytes,
-            self.calls + other.calls,
-            self.staged_nbytes + other.staged_nbytes,
-            self.blocks + other.blocks,
-            max(self.worst_error, other.worst_error),
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class DirectRead:
     """One ``preadv``: consecutive bytes of a file into these buffers, some of which may be for unwanted gaps."""
@@ -125,6 +102,28 @@ def sort_reads(
         else:
             staged += _staged(item, options.staged_nbytes)
     return list(_joined(chain.from_iterable(direct), options)), staged
+
+
+def read_sizes(plan: ReadPlan, options: ReadOptions, on_accelerator: bool) -> Counter[int]:
+    """Number of reads of each size, in bytes, for a forecast; a part of a requantize item counts as one.
+
+    ``on_accelerator``: whether ``preadv`` cannot write into the slots, so that all reads go through bounce buffers.
+    """
+    sizes: Counter[int] = Counter()
+    direct = []
+    for item in plan.items:
+        slot, itemsize = plan.slots[item.slot], ITEMSIZE[item.dtype]
+        if on_accelerator or item.dtype != slot.dtype:
+            step_nbytes = max(options.staged_nbytes // itemsize, 1) * itemsize
+            whole, rest = divmod(item.numel * itemsize, step_nbytes)
+            sizes[step_nbytes] += whole * item.rows
+            sizes[rest] += item.rows
+        else:  # of the slot's size, but a single byte of memory
+            direct.append(_rows(item, np.broadcast_to(np.uint8(0), slot.numel * itemsize).data))
+    sizes.update(read.nbytes for read in _joined(chain.from_iterable(direct), options))
+    for requantize in plan.requantize_items:
+        sizes.update(map(nbytes_read, parts_of(requantize, options.requantize_nbytes)))
+    return Counter({nbytes: count for nbytes, count in sizes.items() if nbytes and count})
 
 
 def tasks(reads: Sequence[DirectRead], threads: int) -> Iterator[Sequence[DirectRead]]:

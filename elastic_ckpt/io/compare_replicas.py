@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from elastic_ckpt.core.dtypes import ITEMSIZE
-from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, SourceFile
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, MASTER, SourceFile
 from elastic_ckpt.core.read_plan import (
     ReadItem,
     ReadPlan,

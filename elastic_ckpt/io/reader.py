@@ -2,29 +2,32 @@
 
 An item whose slot is a contiguous CPU tensor of the file's dtype is *direct*: ``preadv`` writes into the tensor, and
 adjacent ranges of a file share a call. Any other item (other dtype, accelerator, strided tensor) is *staged* through
-bounce buffers of fixed size (:mod:`elastic_ckpt.io.staging`).
+bounce buffers of fixed size (:mod:`elastic_ckpt.io.staging`). Of replicated slots each data-parallel rank reads its
+shares, which are broadcast afterwards.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from tqdm import tqdm
 
-from elastic_ckpt.core.dtypes import ITEMSIZE
-from elastic_ckpt.core.metadata import SourceFile
-from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, RequantizeItem
+from elastic_ckpt.core.metadata import ITEMSIZE, SourceFile
+from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, RequantizeItem, Share
+from elastic_ckpt.distributed import in_buckets
 from elastic_ckpt.errors import DamagedError
-from elastic_ckpt.io.coalesce import LEAST_STAGED_NBYTES, DirectRead, ReadOptions, ReadStats, sort_reads, tasks
+from elastic_ckpt.io.coalesce import LEAST_STAGED_NBYTES, DirectRead, ReadOptions, sort_reads, tasks
 from elastic_ckpt.io.prefault import Prefault
-from elastic_ckpt.io.requantize import parts_of, requantize
+from elastic_ckpt.io.requantize import ReadStats, parts_of, requantize
 from elastic_ckpt.io.staging import Lanes, Transfer
 
 
@@ -203,3 +206,42 @@ def check_files(plan: ReadPlan) -> None:
                 found=f"{nbytes} bytes",
                 remedy="it is still being written or copied, or nodes hold different copies: wait, or share one",
             )
+
+
+def exchange_shares(plan: ReadPlan, tensors: Mapping[int, torch.Tensor], group: Any) -> int:
+    """Broadcast every share of a plan from its owner. Collective over the data-parallel group.
+
+    Args:
+        plan: the executed plan; its shares are the same on every rank.
+        tensors: the live tensor of every replicated slot; overwritten where another rank is the owner.
+        group: the data-parallel process group.
+
+    Returns:
+        Bytes that this rank received.
+    """
+    members = dist.get_process_group_ranks(group) if plan.shares else []
+    me = dist.get_rank(group=group) if plan.shares else 0
+    received_nbytes = 0
+    for bucket in _buckets(plan, tensors):
+        owner = bucket[0].owner
+        parts = [tensors[s.slot].detach().view(-1)[s.range.start : s.range.stop] for s in bucket]
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        # as bytes: not every backend knows every dtype
+        dist.broadcast(whole.view(torch.uint8), src=members[owner], group=group)
+        if owner == me:
+            continue
+        received_nbytes += whole.numel() * whole.element_size()
+        if len(parts) > 1:
+            for part, values in zip(parts, whole.split([part.numel() for part in parts]), strict=True):
+                part.copy_(values)
+    return received_nbytes
+
+
+def _buckets(plan: ReadPlan, tensors: Mapping[int, torch.Tensor]) -> Iterator[list[Share]]:
+    """Shares of one owner, dtype and device that fit into a bucket together, or one larger share."""
+    kinds: dict[tuple[int, torch.dtype, torch.device], list[Share]] = {}
+    for share in plan.shares:
+        tensor = tensors[share.slot]
+        kinds.setdefault((share.owner, tensor.dtype, tensor.device), []).append(share)
+    for (_, dtype, _), shares in kinds.items():
+        yield from in_buckets(shares, [share.range.numel * dtype.itemsize for share in shares])

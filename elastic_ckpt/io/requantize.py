@@ -1,23 +1,57 @@
-"""Executes a plan's requantize items: reads codes and values, decodes and quantizes them in parts of bounded size."""
+"""Executes a plan's requantize items: reads codes and values, decodes and quantizes them in parts of bounded size.
+
+The format is that of bitsandbytes' blockwise optimizers: each block has one fp32 scale (its ``absmax``), and a code
+stands for ``codebook[code] * scale``, in fp32 (``optimizer_update_8bit_blockwise`` in ``backends/cpu/ops.py``).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
-from elastic_ckpt.core.dtypes import ITEMSIZE
+from elastic_ckpt.core.metadata import ITEMSIZE
 from elastic_ckpt.core.read_plan import SCALE_DTYPE, ReadItem, RequantizeItem
-from elastic_ckpt.core.state_kinds import BlockFormat
+from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
 from elastic_ckpt.errors import DamagedError
-from elastic_ckpt.io.blockwise import decode, encode
-from elastic_ckpt.io.coalesce import ReadStats
 from elastic_ckpt.io.staging import write_flat
 
 #: ``read(file, byte_offset, nbytes)`` returns bytes of a file of the plan.
 ReadBytes = Callable[[int, int, int], bytearray]
 #: Peak host memory per element: bytes, index, value, scales, the scale's bounds, normalized value.
 _NBYTES_PER_ELEMENT = 48
+#: Rounding of the fp32 arithmetic, relative to a block's scale.
+_ROUNDING = 1e-6
+#: Smallest difference between two fp32 numbers.
+_LEAST = 2.0**-149
+
+
+@dataclass(frozen=True)
+class ReadStats:
+    """What was read.
+
+    Attributes:
+        nbytes, calls: bytes and reads; the sources of one part of a requantize item count as one read.
+        staged_nbytes: bytes that went through bounce buffers or other host memory.
+        blocks, worst_error: requantized 8-bit blocks, and the largest error as a fraction of the new block's scale.
+    """
+
+    nbytes: int = 0
+    calls: int = 0
+    staged_nbytes: int = 0
+    blocks: int = 0
+    worst_error: float = 0.0
+
+    def __add__(self, other: ReadStats) -> ReadStats:
+        return ReadStats(
+            self.nbytes + other.nbytes,
+            self.calls + other.calls,
+            self.staged_nbytes + other.staged_nbytes,
+            self.blocks + other.blocks,
+            max(self.worst_error, other.worst_error),
+        )
 
 
 def parts_of(item: RequantizeItem, staging_nbytes: int) -> Iterator[RequantizeItem]:
@@ -121,3 +155,52 @@ def _source(item: ReadItem, read: ReadBytes) -> tuple[torch.Tensor, torch.Tensor
 def _decoded(item: ReadItem, raw: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
     """The value of each element of a source; decoded ones are fp32."""
     return raw if scales is None or item.code is None else decode(raw, scales, item.code.format.codebook)
+
+
+@lru_cache(maxsize=32)
+def _tables(codebook: Codebook) -> tuple[torch.Tensor, torch.Tensor]:
+    values = torch.tensor(codebook.values, dtype=torch.float32)
+    return values, (values[1:] + values[:-1]) / 2
+
+
+def decode(codes: torch.Tensor, scales: torch.Tensor, codebook: Codebook) -> torch.Tensor:
+    """Values of uint8 codes ``[n]`` with fp32 scales ``[n]``: fp32, bitwise those that bitsandbytes uses."""
+    return _tables(codebook)[0][codes.long()] * scales
+
+
+def encode(values: torch.Tensor, codebook: Codebook) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """Quantize whole blocks, each value to the nearest code.
+
+    The scale of a block is the smallest that maps every value into the codebook's range, whose negative end is -0.99297
+    in bitsandbytes' signed map, not -1.
+
+    Args:
+        values: fp32 ``[blocks, elements of a block]``; padding is zero.
+        codebook: the quantization map.
+
+    Returns:
+        Codes, uint8, one per element; scales, fp32, one per block; and the largest error as a fraction of its block's
+        scale, without blocks of denormal numbers, which change by one rounding.
+
+    Raises:
+        DamagedError: a value is not finite, or is negative and the codebook has no negative values.
+    """
+    table, midpoints = _tables(codebook)
+    scales = values.amax(dim=1).clamp(min=0)
+    if codebook.signed:
+        scales = torch.maximum(scales, (-values.amin(dim=1)).clamp(min=0) / -table[0])
+    if not torch.isfinite(scales).all() or (not codebook.signed and (values < 0).any()):
+        raise DamagedError(
+            "an optimizer state holds values that its 8-bit format cannot express",
+            expected="finite values" if codebook.signed else "finite values that are not negative",
+            found=f"{values.min().item()} to {values.max().item()}",
+            remedy="the run that saved it had diverged: take an earlier tag, or load_optimizer_states=False",
+        )
+    divisors = torch.where(scales > 0, scales, torch.ones_like(scales)).unsqueeze(1)
+    codes = torch.bucketize(values / divisors, midpoints)
+    change = (table[codes] * scales.unsqueeze(1) - values).abs()
+    allowed = scales.unsqueeze(1) * (codebook.bound + _ROUNDING) + _LEAST
+    assert (change <= allowed).all(), f"values changed by up to {change.max()} in blocks of scale {scales.max()}"
+    normal = scales >= torch.finfo(torch.float32).tiny  # below it, values have no full precision to lose
+    worst = (change[normal] / divisors[normal]).max().item() if normal.any() else 0.0
+    return codes.to(torch.uint8), scales, worst

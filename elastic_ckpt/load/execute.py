@@ -19,9 +19,9 @@ from elastic_ckpt.core.read_plan import LoadPlan, Outcome, ReadPlan
 from elastic_ckpt.engines.training_state import LoadArguments, TrainingStateCommit, restores_states
 from elastic_ckpt.errors import ElasticCkptError, PartialLoadError
 from elastic_ckpt.formats import Found
-from elastic_ckpt.io.broadcast import exchange_shares
-from elastic_ckpt.io.coalesce import ReadStats, read_options
-from elastic_ckpt.io.reader import execute
+from elastic_ckpt.io.coalesce import read_options
+from elastic_ckpt.io.reader import exchange_shares, execute
+from elastic_ckpt.io.requantize import ReadStats
 from elastic_ckpt.load.prepare import Clock, Prepared
 from elastic_ckpt.report import LoadReport, RankWork, united
 

@@ -6,18 +6,26 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from elastic_ckpt.core.dtypes import converts_by_rounding, converts_exactly, is_floating
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.local_state import FlatPartition, Fragment, LocalState, WholeTensor
-from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata, ReplicatedState, TensorMetadata
+from elastic_ckpt.core.metadata import (
+    BUFFER,
+    FROZEN,
+    MASTER,
+    CheckpointMetadata,
+    ReplicatedState,
+    TensorMetadata,
+    converts_by_rounding,
+    converts_exactly,
+    is_floating,
+)
 from elastic_ckpt.core.read_plan import SCALE_DTYPE, ReadItem, ReadPlan, RequantizeItem, Slot, in_file_order
 from elastic_ckpt.core.state_kinds import REPLICATED, SCRATCH, TOUCHED, WHOLE, LiveState
 from elastic_ckpt.core.strided import ShardSources, copied
 from elastic_ckpt.errors import DamagedError, MismatchError, listed
 from elastic_ckpt.planning.matching import Matching, weights_key
 from elastic_ckpt.planning.quantized_items import requantized_blocks, split_row
-from elastic_ckpt.planning.read_items import FragmentSource, check_tiling, gaps_of, read_items, rows_in_order
-from elastic_ckpt.planning.shares import Sharing
+from elastic_ckpt.planning.read_items import FragmentSource, Sharing, check_tiling, gaps_of, read_items, rows_in_order
 from elastic_ckpt.planning.state_matching import StateLink, StateMatching
 
 #: Dtype of decoded values.

@@ -13,8 +13,7 @@ from elastic_ckpt.core.fqn import RenameRules, adopt_live_names, rename_saved
 from elastic_ckpt.core.local_state import LocalState
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
 from elastic_ckpt.core.read_plan import LoadPlan, Outcome
-from elastic_ckpt.planning.groups import GroupMatching, match_groups
-from elastic_ckpt.planning.matching import Matching, match_parameters
+from elastic_ckpt.planning.matching import GroupMatching, Matching, match_groups, match_parameters
 from elastic_ckpt.planning.plan_builder import PlanBuilder
 from elastic_ckpt.planning.replicas import compare_replicas
 from elastic_ckpt.planning.state_matching import NOTHING_MATCHED, StateMatching, match_states

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from elastic_ckpt.core.dtypes import ITEMSIZE
+from elastic_ckpt.core.metadata import ITEMSIZE
 from elastic_ckpt.core.read_plan import SCALE_DTYPE, ReadItem, RequantizeItem, join_neighbours
 from elastic_ckpt.core.state_kinds import BlockFormat
 

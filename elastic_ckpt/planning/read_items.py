@@ -1,4 +1,8 @@
-"""Locates the elements of a live shard in the files of a checkpoint: the read items that fetch them. Pure."""
+"""Locates the elements of a live shard in the files of a checkpoint: the read items that fetch them. Pure.
+
+Of a tensor that every data-parallel rank holds whole, each byte is read once in the job: large tensors are divided into
+one range per rank, small ones go whole to the rank that has least to read so far.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +11,17 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from elastic_ckpt.core.dtypes import ITEMSIZE
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.local_state import Fragment
-from elastic_ckpt.core.metadata import CheckpointMetadata, StorageChunk, TensorMetadata
-from elastic_ckpt.core.read_plan import ReadItem
+from elastic_ckpt.core.metadata import ITEMSIZE, CheckpointMetadata, StorageChunk, TensorMetadata
+from elastic_ckpt.core.read_plan import ReadItem, Share
 from elastic_ckpt.core.strided import ShardSources, StridedCopy, clip_source, clip_target
 from elastic_ckpt.errors import DamagedError
 
 #: Up to this many chunks, scanning is faster than bisecting.
 _FEW = 8
+#: Tensors up to this many bytes per rank are not divided.
+_SMALL_NBYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,3 +174,35 @@ def _tiles(chunks: Iterable[StorageChunk], numel: int) -> bool:
             return False
         position = chunk.range.stop
     return position == numel
+
+
+class Sharing:
+    """Assigns replicated slots to data-parallel ranks; deterministic given the order of calls."""
+
+    def __init__(self, dp: int, dp_rank: int) -> None:
+        self._dp_rank = dp_rank
+        self._load_nbytes = [0] * dp
+        self.shares: list[Share] = []
+
+    def mine(self, slot: int, numel: int, dtype: str) -> FlatRange:
+        """Assign one slot; returns the (possibly empty) range of elements that this rank reads."""
+        dp = len(self._load_nbytes)
+        if numel * ITEMSIZE[dtype] <= _SMALL_NBYTES * dp:
+            return FlatRange(0, numel if self.whole([(slot, numel, dtype)]) else 0)
+        step = -(-numel // dp)
+        ranges = [FlatRange(min(rank * step, numel), min((rank + 1) * step, numel)) for rank in range(dp)]
+        for owner, range_ in enumerate(ranges):
+            self._deal(slot, range_, dtype, owner)
+        return ranges[self._dp_rank]
+
+    def whole(self, slots: Sequence[tuple[int, int, str]]) -> bool:
+        """Assign slots, as (slot, elements, dtype), that are read together; returns whether this rank reads them."""
+        owner = self._load_nbytes.index(min(self._load_nbytes))
+        for slot, numel, dtype in slots:
+            self._deal(slot, FlatRange(0, numel), dtype, owner)
+        return owner == self._dp_rank
+
+    def _deal(self, slot: int, elements: FlatRange, dtype: str, owner: int) -> None:
+        if elements.numel:
+            self.shares.append(Share(slot, elements, owner))
+            self._load_nbytes[owner] += elements.numel * ITEMSIZE[dtype]

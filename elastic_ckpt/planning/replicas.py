@@ -15,10 +15,9 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from elastic_ckpt.core.dtypes import ITEMSIZE
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.local_state import ModelLayout
-from elastic_ckpt.core.metadata import BUFFER, CheckpointMetadata, TensorMetadata
+from elastic_ckpt.core.metadata import BUFFER, ITEMSIZE, CheckpointMetadata, TensorMetadata
 from elastic_ckpt.core.read_plan import ReplicaCheck
 from elastic_ckpt.core.strided import ShardSources, copied
 from elastic_ckpt.planning.read_items import read_items, rows_in_order

@@ -1,18 +1,22 @@
 """Decides how tensor-parallel ranks shard each parameter, for live engines, offline tools and inspection. Pure.
 
-The user's rules go before layouts that are recorded in full, and these before other rules.
+The user's rules go before layouts that are recorded in full, and these before other rules. Without a live model, a rule
+for the saved shards gives the whole parameter, and its shards on any number of ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from elastic_ckpt.core.local_state import LiveLayout
 from elastic_ckpt.core.metadata import BUFFER, CheckpointMetadata, TensorMetadata
 from elastic_ckpt.core.strided import Shape, TPLayout, fused, replicated
-from elastic_ckpt.core.tp_rules import COLUMN, WHOLE_KINDS, Rule, split_by
-from elastic_ckpt.sharding.book import RuleBook, RuleSource, Sharded, choose
+from elastic_ckpt.core.tp_rules import COLUMN, VOCABULARY, WHOLE_KINDS, CannotSplit, Rule, relative_widths, split_by
+from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError
+from elastic_ckpt.sharding.book import RuleBook, RuleSource, Sharded, choose, tensor_of
 from elastic_ckpt.sharding.cross_checks import Structure
 
 #: A checkpoint that declares patterns shards parameters that match none along dimension 0.
@@ -83,3 +87,194 @@ class Decider:
             # parameters that match no pattern are sharded along dimension 0: ``merge_tp_slices``, ds_to_universal.py
             return replace(decision, chosen=RuleSource(Rule(pattern=".*", kind=COLUMN), BY_DEFAULT))
         return replace(decision, chosen=None)
+
+
+def virtual_layouts(
+    metadata: CheckpointMetadata, names: Iterable[str], tp: int, book: RuleBook
+) -> dict[str, LiveLayout]:
+    """The layout of each parameter, frozen weight and buffer over ``tp`` ranks.
+
+    A vector or buffer without a rule is taken for replicated: a guess, which a load (and a conversion) verifies by
+    comparing the saved copies.
+
+    Raises :class:`DamagedError` if a name has no tensor, :class:`MismatchError` if a matrix has no rule, a rule does
+    not fit, or a dimension is not divisible.
+    """
+    layouts, errors = decided_layouts(metadata, names, tp, book)
+    for error in errors.values():
+        raise error
+    return layouts
+
+
+def decided_layouts(
+    metadata: CheckpointMetadata, names: Iterable[str], tp: int, book: RuleBook
+) -> tuple[dict[str, LiveLayout], dict[str, ElasticCkptError]]:
+    """As :func:`virtual_layouts`, but with errors returned by name instead of raised."""
+    decider = Decider(metadata, book)
+    layouts: dict[str, LiveLayout] = {}
+    errors: dict[str, ElasticCkptError] = {}
+    for name in names:
+        try:
+            layouts[name] = _layout(decider, _saved_tensor(metadata, name), tp)
+        except ElasticCkptError as error:
+            errors[name] = error
+    return layouts, errors
+
+
+def _saved_tensor(metadata: CheckpointMetadata, name: str) -> TensorMetadata:
+    tensor = tensor_of(metadata, name)
+    if tensor is None:
+        raise DamagedError(
+            "the checkpoint lists this parameter, but has no weights of it",
+            parameter=name,
+            file=metadata.source.folder,
+            expected="its fp32 master weights, or frozen weights",
+            found="none",
+            remedy="files are missing: restore the folder from its original, or take another tag",
+        )
+    return tensor
+
+
+def known_rules(metadata: CheckpointMetadata, names: Iterable[str], book: RuleBook) -> dict[str, Rule | None]:
+    """The tensor-parallel rule of each parameter; ``None`` without a rule, or where a recorded map replaces it.
+
+    Widths of sub-parameters are numbers, even where the rule takes them from the run. Raises :class:`MismatchError` if
+    a rule does not fit the shapes.
+    """
+    decider = Decider(metadata, book)
+    return {name: _known_rule(decider, name) for name in names}
+
+
+def _known_rule(decider: Decider, name: str) -> Rule | None:
+    metadata, tensor = decider.metadata, tensor_of(decider.metadata, name)
+    if tensor is None or metadata.declared.is_recorded(metadata.saved_names.get(name, name)):
+        return None
+    chosen: RuleSource | None = None
+    try:
+        chosen = decider.decide_offline(tensor).chosen
+        if chosen is None:
+            return None
+        parts = relative_widths(chosen.rule, metadata.run)
+    except CannotSplit as error:
+        raise contradiction(decider.sharded(tensor), chosen, str(error)) from error
+    return chosen.rule if parts is None else chosen.rule.model_copy(update={"sub_parameters": parts})
+
+
+def _layout(decider: Decider, tensor: TensorMetadata, tp: int) -> LiveLayout:
+    if len(tensor.shard_shapes) == tp:
+        return LiveLayout(tensor.shard_shapes)
+    chosen: RuleSource | None = None
+    try:
+        decision = decider.decide_offline(tensor)
+        chosen = decision.chosen
+        shapes = (_shard(decider, decision, tp),) * tp
+    except CannotSplit as error:
+        raise contradiction(decider.sharded(tensor), chosen, str(error)) from error
+    is_default = chosen is not None and chosen.origin == BY_DEFAULT
+    return LiveLayout(shapes, dim=0, origin=BY_DEFAULT) if is_default else LiveLayout(shapes)
+
+
+def _shard(decider: Decider, decision: Decision, tp: int) -> Shape:
+    sharded, chosen = decision.sharded, decision.chosen
+    source, _, is_recorded = decision.layouts()
+    if chosen is None and not is_recorded and (sharded.tensor.key == BUFFER or len(sharded.shapes[0]) < 2):
+        return sharded.shapes[0]
+    if source is None or (chosen is None and not is_recorded):
+        raise undecided(sharded, None, decider.structure.qkv_widths(sharded.name))
+    if source.is_whole if is_recorded else chosen is None or chosen.rule.kind in WHOLE_KINDS:
+        return sharded.shapes[0]
+    dim, size = source.dim, source.shape[source.dim]
+    if not is_recorded and chosen is not None and chosen.rule.cut_dim != dim:
+        raise CannotSplit(f"cut along dimension {chosen.rule.cut_dim}, but its shape is {sharded.shapes[0]}")
+    if chosen is not None and chosen.rule.kind == VOCABULARY:
+        size = -(-size // tp) * tp  # padded, as Megatron does
+    if size % tp:
+        raise sharded.mismatch(
+            f"dimension {dim} of this parameter does not divide by the tensor-parallel degree",
+            expected=f"a multiple of {tp}",
+            found=size,
+            remedy="choose a degree that divides it",
+        )
+    return (*source.shape[:dim], size // tp, *source.shape[dim + 1 :])
+
+
+def undecided(sharded: Sharded, chosen: RuleSource | None, widths: Sequence[int] | None) -> MismatchError:
+    """A parameter's layout is unknown; ``widths``: of query, key and value, if it fuses these."""
+    name = sharded.name
+    choices: list[Mapping[str, object]] = [{"pattern": name, "kind": "column"}]
+    if sharded.is_fused:
+        shown = list(widths) if widths else "<relative widths>"
+        choices.append({"pattern": name, "kind": "column", "sub_parameters": shown})
+        meaning = (
+            "the first where nothing is fused, or each head (or group) holds its own q, k and v; the second where each "
+            "rank holds its parts one behind the other, each cut on its own: [heads, key-value heads, key-value heads] "
+            'for q, k and v, [1, 1] for gate and up; "tp_preset" names a code base instead'
+        )
+    else:
+        choices += [{"pattern": name, "kind": kind} for kind in ("row", "vocabulary", "replicated")]
+        meaning = "whichever it is"
+    fused = ": it is made of several, whose arrangement its shape does not tell" if sharded.is_fused else ""
+    why = f"{chosen.origin}: {chosen.rule.ambiguous}" if chosen and chosen.is_ambiguous else "nothing says so"
+    return sharded.mismatch(
+        f"the tensor-parallel degree changes, and it is not known how this parameter is cut{fused}",
+        expected="a rule of yours, of the checkpoint, of the live parameter or of a preset",
+        found=f"{why}; {_both(sharded)}",
+        remedy=f"{' or '.join(map(_config, choices))}: {meaning}",
+    )
+
+
+def contradiction(sharded: Sharded, chosen: RuleSource | None, why: str) -> MismatchError:
+    """A rule, or the recorded layout if ``chosen`` is ``None``, does not fit a parameter's shapes."""
+    layout = f"{chosen.rule.kind}, according to {chosen.origin}" if chosen else "a recorded layout"
+    saved, live = sharded.shapes, sharded.live.shapes
+    rests = {shape[1:] for shape in (*saved, *live)}
+    rows = [sum((*shape, 1)[0] for shape in side) for side in (saved, live)]
+    kind = "vocabulary" if len(rests) == 1 and rows[0] != rows[1] else "row"
+    return sharded.mismatch(
+        "what is said about this parameter's tensor-parallel layout, and the shapes, contradict each other",
+        expected=f"{layout}: {why}",
+        found=_both(sharded),
+        remedy=f"say how it is cut (column, row, vocabulary ...): {_config({'pattern': sharded.name, 'kind': kind})}",
+    )
+
+
+def vocabulary_too_small(sharded: Sharded, saved: int, live: int, real: int | None) -> MismatchError:
+    """Rows that may not be padding would be dropped; ``real``: rows that are not, if known."""
+    known = f", of which {real} are no padding" if real else ", and nothing says which of them are padding"
+    return sharded.mismatch(
+        "the live vocabulary has fewer rows than the saved one",
+        expected=f"{live} rows",
+        found=f"{saved} rows{known}",
+        remedy="build the model with a vocabulary that holds all tokens; if it does: "
+        + _config({"pattern": sharded.name, "kind": "vocabulary", "vocabulary": real or live}),
+    )
+
+
+def wrongly_merged(sharded: Sharded, origin: str) -> MismatchError:
+    """A fused parameter of a universal checkpoint whose converter did not know its sub-parameters."""
+    return sharded.mismatch(
+        "DeepSpeed's converter has put the tensor-parallel shards of this parameter side by side, and it is made of "
+        "several that each were cut on their own: the universal checkpoint holds them in a wrong order",
+        expected=f"its parts one behind the other, according to {origin}",
+        found=(
+            f"{sharded.metadata.source.merged_from} shards one behind the other, since the run that saved it declared "
+            "no sub-parameters"
+        ),
+        remedy="load the native checkpoint instead",
+    )
+
+
+def _both(sharded: Sharded) -> str:
+    return f"{_shards(sharded.shapes)} in the checkpoint, {_shards(sharded.live.shapes)} in the live model"
+
+
+def _shards(shapes: Sequence[Shape]) -> str:
+    if not shapes:
+        return "nothing yet"  # without a live model
+    distinct = list(dict.fromkeys(shapes))
+    return f"{len(shapes)} x {distinct[0]}" if len(distinct) == 1 else " + ".join(map(str, shapes))
+
+
+def _config(rule: Mapping[str, object]) -> str:
+    escaped = {**rule, "pattern": re.escape(str(rule["pattern"]))}
+    return f'"elastic_checkpoint": {{"tp_rules": [{json.dumps(escaped)}]}}'

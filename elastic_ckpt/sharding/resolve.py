@@ -7,14 +7,19 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-from elastic_ckpt.core.dtypes import is_floating
 from elastic_ckpt.core.local_state import LiveLayout, ModelLayout
-from elastic_ckpt.core.metadata import FROZEN, MASTER, CheckpointMetadata
+from elastic_ckpt.core.metadata import FROZEN, MASTER, CheckpointMetadata, is_floating
 from elastic_ckpt.core.strided import Overlap, ShardSources, TPLayout, blended, copied, duplicates, fused, reshard
 from elastic_ckpt.core.tp_rules import AVERAGED, COLUMN, REPLICATED, SUMMED, VOCABULARY, WHOLE_KINDS, CannotSplit, Rule
 from elastic_ckpt.sharding.book import RuleBook, RuleSource, Sharded, tensor_of
-from elastic_ckpt.sharding.decide import Decider, Decision
-from elastic_ckpt.sharding.refusals import contradiction, undecided, vocabulary_too_small, wrongly_merged
+from elastic_ckpt.sharding.decide import (
+    Decider,
+    Decision,
+    contradiction,
+    undecided,
+    vocabulary_too_small,
+    wrongly_merged,
+)
 
 STRICT = "strict"
 FIRST = "first"

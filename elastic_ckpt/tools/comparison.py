@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from elastic_ckpt.core.dtypes import ITEMSIZE
 from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.metadata import CheckpointMetadata, ReplicatedState
+from elastic_ckpt.core.metadata import ITEMSIZE, CheckpointMetadata, ReplicatedState
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.compare_replicas import differences
 from elastic_ckpt.planning.planner import LoadOptions

@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from elastic_ckpt.core.dtypes import ITEMSIZE
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.local_state import ModelLayout
-from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata, TensorMetadata
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, MASTER, CheckpointMetadata, TensorMetadata
 from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, RequantizeItem, Slot, in_file_order
 from elastic_ckpt.core.strided import Shape, ShardSources, copied
 from elastic_ckpt.io.coalesce import ReadOptions
@@ -20,7 +19,7 @@ from elastic_ckpt.io.reader import execute
 from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.planning.read_items import check_tiling, read_items, rows_in_order
 from elastic_ckpt.planning.replicas import compare_replicas
-from elastic_ckpt.sharding.offline import virtual_layouts
+from elastic_ckpt.sharding.decide import virtual_layouts
 from elastic_ckpt.sharding.resolve import resolve
 
 

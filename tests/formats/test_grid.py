@@ -10,7 +10,7 @@ import pytest
 
 from elastic_ckpt.core.declared import declared_by
 from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.local_state import RankCoordinates
+from elastic_ckpt.core.local_state import RankCoordinates, SequenceParallel
 from elastic_ckpt.core.metadata import (
     BUFFER,
     FROZEN,
@@ -25,7 +25,6 @@ from elastic_ckpt.core.metadata import (
     StorageChunk,
     TensorMetadata,
 )
-from elastic_ckpt.core.sequence import SequenceParallel
 from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
 from elastic_ckpt.core.training_state import Features
 from elastic_ckpt.errors import DamagedError, UnsupportedError

@@ -14,7 +14,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from elastic_ckpt.core.sequence import SequenceParallel
+from elastic_ckpt.core.local_state import SequenceParallel
 from elastic_ckpt.core.training_state import BatchSizes, LossScale, TrainingState
 from elastic_ckpt.formats.pickled import PickledFile, open_pickled
 from elastic_ckpt.formats.training_state import loss_scale_of, read_training_state

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import elastic_ckpt.io.broadcast
+import elastic_ckpt.io.reader
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.read_plan import ReadPlan, Share
-from elastic_ckpt.io.broadcast import _buckets, exchange_shares
+from elastic_ckpt.io.reader import _buckets, exchange_shares
 
 BUCKET = 16 << 20
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
@@ -120,9 +120,9 @@ def test_what_others_own_is_overwritten_and_counted_and_the_rest_left_alone(
             values = [truth[s.slot].view(-1)[s.range.start : s.range.stop] for s in bucket]
             raw.copy_(torch.cat(values).view(torch.uint8))
 
-    monkeypatch.setattr(elastic_ckpt.io.broadcast.dist, "broadcast", broadcast)
-    monkeypatch.setattr(elastic_ckpt.io.broadcast.dist, "get_process_group_ranks", lambda group: [5, 6])
-    monkeypatch.setattr(elastic_ckpt.io.broadcast.dist, "get_rank", lambda group: me)
+    monkeypatch.setattr(elastic_ckpt.io.reader.dist, "broadcast", broadcast)
+    monkeypatch.setattr(elastic_ckpt.io.reader.dist, "get_process_group_ranks", lambda group: [5, 6])
+    monkeypatch.setattr(elastic_ckpt.io.reader.dist, "get_rank", lambda group: me)
     received = exchange_shares(plan_of(shares), mine, group="the group")
     assert sent == [0, 1, 1]
     assert received == (8 if me else 6 * 4 + 4 * 8)

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.read_plan import ReadItem
 from elastic_ckpt.errors import DamagedError
-from elastic_ckpt.io.coalesce import ReadOptions, ReadStats, read_options
+from elastic_ckpt.io.coalesce import ReadOptions, read_options
 from elastic_ckpt.io.reader import check_files, execute
+from elastic_ckpt.io.requantize import ReadStats
 from tests.reading import UNTOUCHED, plan_of, run, untouched, write
 
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from elastic_ckpt.core.read_plan import ReadItem
-from elastic_ckpt.io.coalesce import ReadOptions, ReadStats
+from elastic_ckpt.io.coalesce import ReadOptions
+from elastic_ckpt.io.requantize import ReadStats
 from tests.reading import run, untouched, write
 
 

@@ -14,8 +14,9 @@ import torch
 from elastic_ckpt.core.metadata import MASTER, SourceFile
 from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, Slot
 from elastic_ckpt.errors import DamagedError
-from elastic_ckpt.io.coalesce import ReadOptions, ReadStats
+from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.reader import execute
+from elastic_ckpt.io.requantize import ReadStats
 from elastic_ckpt.io.staging import Lanes, Transfer, write_flat
 
 needs_accelerator = pytest.mark.skipif(

@@ -12,9 +12,8 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from elastic_ckpt.core.dtypes import ITEMSIZE
 from elastic_ckpt.core.local_state import LocalState
-from elastic_ckpt.core.metadata import FROZEN, MASTER, CheckpointMetadata, StorageChunk, TensorMetadata
+from elastic_ckpt.core.metadata import FROZEN, ITEMSIZE, MASTER, CheckpointMetadata, StorageChunk, TensorMetadata
 from elastic_ckpt.core.read_plan import LoadPlan, ReadItem, Slot
 from elastic_ckpt.core.state_kinds import ELEMENTWISE
 from elastic_ckpt.sharding.book import is_vocabulary, tensor_of

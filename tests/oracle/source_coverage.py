@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from elastic_ckpt.core.dtypes import ITEMSIZE
 from elastic_ckpt.core.local_state import LocalState
-from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata, TensorMetadata
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, MASTER, CheckpointMetadata, TensorMetadata
 from elastic_ckpt.core.read_plan import LoadPlan, ReadItem
 from elastic_ckpt.core.state_kinds import COMPANIONS, REPLICATED
 from elastic_ckpt.core.strided import Shape

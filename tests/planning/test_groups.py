@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from elastic_ckpt.core.local_state import LiveGroup, LocalState
 from elastic_ckpt.core.metadata import FROZEN, CheckpointMetadata
 from elastic_ckpt.errors import MismatchError
-from elastic_ckpt.planning.groups import match_groups, transferable
+from elastic_ckpt.planning.matching import match_groups, transferable
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from tests.simulation import ADAM, TWO, live, names_of, saved
 

@@ -29,10 +29,11 @@ from elastic_ckpt.core.metadata import (
 from elastic_ckpt.core.read_plan import LoadPlan, ReadItem, ReadPlan, RequantizeItem, Share, Slot
 from elastic_ckpt.core.state_kinds import REPLICATED, SCRATCH, TOUCHED, WHOLE, BlockFormat, LiveState
 from elastic_ckpt.errors import MismatchError
-from elastic_ckpt.io.coalesce import ReadOptions, ReadStats
+from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.reader import execute
+from elastic_ckpt.io.requantize import ReadStats
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
-from elastic_ckpt.planning.shares import Sharing
+from elastic_ckpt.planning.read_items import Sharing
 from tests.planning.test_quantized_items import ITEMSIZE, ROUNDING, SIGNED, UNSIGNED, Disk, Partition
 
 Shape = tuple[int, ...]

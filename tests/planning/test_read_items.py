@@ -12,9 +12,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_ckpt.core.dtypes import ITEMSIZE
 from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.metadata import BlockCode, CheckpointMetadata, SourceFacts, StorageChunk, TensorMetadata
+from elastic_ckpt.core.metadata import (
+    ITEMSIZE,
+    BlockCode,
+    CheckpointMetadata,
+    SourceFacts,
+    StorageChunk,
+    TensorMetadata,
+)
 from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
 from elastic_ckpt.core.strided import ShardSources, copied, fused, replicated, reshard
 from elastic_ckpt.errors import DamagedError

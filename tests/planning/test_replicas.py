@@ -14,11 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_ckpt.core.dtypes import ITEMSIZE
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.local_state import LiveLayout, ModelLayout, RankCoordinates
 from elastic_ckpt.core.metadata import (
     BUFFER,
+    ITEMSIZE,
     MASTER,
     CheckpointMetadata,
     SavedParameter,

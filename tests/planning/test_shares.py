@@ -8,13 +8,13 @@ from dataclasses import replace
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import elastic_ckpt.planning.shares
+import elastic_ckpt.planning.read_items
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.local_state import LocalState, ModelLayout, RankCoordinates
 from elastic_ckpt.core.metadata import BUFFER, MASTER
 from elastic_ckpt.core.read_plan import LoadPlan, Share
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
-from elastic_ckpt.planning.shares import Sharing
+from elastic_ckpt.planning.read_items import Sharing
 from tests.simulation import BYTES, Case, cases, engine_of, live, saved
 
 #: A tensor of more than this for each rank is cut.
@@ -137,11 +137,11 @@ def test_all_ranks_together_read_each_element_once_and_each_what_its_shares_say(
 ) -> None:
     options = LoadOptions(strict=False)
     alone = plan_load(case.metadata, replicated_engine(case, 0, 1), options)
-    before, elastic_ckpt.planning.shares._SMALL_NBYTES = elastic_ckpt.planning.shares._SMALL_NBYTES, small
+    before, elastic_ckpt.planning.read_items._SMALL_NBYTES = elastic_ckpt.planning.read_items._SMALL_NBYTES, small
     try:
         plans = [plan_load(case.metadata, replicated_engine(case, rank, dp), options) for rank in range(dp)]
     finally:
-        elastic_ckpt.planning.shares._SMALL_NBYTES = before
+        elastic_ckpt.planning.read_items._SMALL_NBYTES = before
     together: Counter[tuple[int, int, int, int]] = Counter()
     for rank, plan in enumerate(plans):
         assert plan.reads.shares == plans[0].reads.shares

@@ -18,8 +18,7 @@ from elastic_ckpt.engines.optimizers import Stepped
 from elastic_ckpt.engines.select import schema_of
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
 from elastic_ckpt.formats.saved_states import own_maps
-from elastic_ckpt.planning.groups import match_groups, transferable
-from elastic_ckpt.planning.matching import match_parameters
+from elastic_ckpt.planning.matching import match_groups, match_parameters, transferable
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from elastic_ckpt.planning.state_matching import StateLink, StateMatching, match_states
 from tests.simulation import ADAM, TWO, live, saved, unpartitioned

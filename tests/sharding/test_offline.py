@@ -11,8 +11,7 @@ from elastic_ckpt.core.fqn import rename_saved
 from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.errors import DamagedError, MismatchError
 from elastic_ckpt.sharding.book import RuleBook, tensor_of
-from elastic_ckpt.sharding.decide import BY_DEFAULT, Decider
-from elastic_ckpt.sharding.offline import decided_layouts, virtual_layouts
+from elastic_ckpt.sharding.decide import BY_DEFAULT, Decider, decided_layouts, virtual_layouts
 from tests.resolving import checkpoint, numbered, rules
 
 ROWS = {"parameter_with_row_parallelism_patterns": ["^narrow$"]}

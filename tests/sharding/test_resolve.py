@@ -20,8 +20,7 @@ from elastic_ckpt.core.fqn import adopt_live_names, rename_saved
 from elastic_ckpt.core.local_state import ModelLayout, RankCoordinates
 from elastic_ckpt.core.strided import TPLayout
 from elastic_ckpt.errors import MismatchError
-from elastic_ckpt.sharding.book import RuleBook
-from elastic_ckpt.sharding.presets import Preset
+from elastic_ckpt.sharding.book import Preset, RuleBook
 from elastic_ckpt.sharding.resolve import FIRST, MEAN, STRICT, resolve
 from tests.resolving import (
     affine,

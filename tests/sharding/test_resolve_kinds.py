@@ -16,8 +16,7 @@ from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
 from elastic_ckpt.core.strided import TPLayout
 from elastic_ckpt.core.tp_rules import Rule
 from elastic_ckpt.errors import MismatchError
-from elastic_ckpt.sharding.book import RuleBook
-from elastic_ckpt.sharding.presets import Preset
+from elastic_ckpt.sharding.book import Preset, RuleBook
 from elastic_ckpt.sharding.resolve import FIRST, MEAN, STRICT
 from tests.resolving import (
     affine,

@@ -30,7 +30,7 @@ from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError, U
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.sharding.book import RuleBook
-from elastic_ckpt.sharding.offline import known_rules
+from elastic_ckpt.sharding.decide import known_rules
 from elastic_ckpt.tools.conversion.contents import (
     checked_name,
     notes_on,

@@ -13,13 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ckpt.config import ElasticConfig
-from elastic_ckpt.core.dtypes import ITEMSIZE
-from elastic_ckpt.core.metadata import BUFFER, SourceFile
+from elastic_ckpt.core.metadata import BUFFER, ITEMSIZE, SourceFile
 from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, RequantizeItem, Slot
-from elastic_ckpt.io import coalesce as reads_module
-from elastic_ckpt.io import read_sizes as sizes_module
-from elastic_ckpt.io.coalesce import ReadOptions, sort_reads
-from elastic_ckpt.io.read_sizes import read_sizes
+from elastic_ckpt.io import coalesce
+from elastic_ckpt.io.coalesce import ReadOptions, read_sizes, sort_reads
 from elastic_ckpt.io.reader import execute
 from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
@@ -80,8 +77,7 @@ def test_reads_are_those_of_the_reader(
     held: list[ReadItem], chunk_nbytes: int, staging_nbytes: int, gap_nbytes: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (reads_module, sizes_module):
-            patch.setattr(module, "MAX_BUFFERS", FEW_BUFFERS)
+        patch.setattr(coalesce, "MAX_BUFFERS", FEW_BUFFERS)
         compare_with_reader(held, ReadOptions(2, chunk_nbytes, staging_nbytes, gap_nbytes=gap_nbytes))
 
 

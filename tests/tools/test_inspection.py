@@ -14,6 +14,7 @@ from elastic_ckpt.cli.inspect_view import clean, file_tree, parameter_table, rep
 from elastic_ckpt.cli.output import plain
 from elastic_ckpt.core.declared import declared_by
 from elastic_ckpt.core.flat_ranges import FlatRange
+from elastic_ckpt.core.local_state import SequenceParallel
 from elastic_ckpt.core.metadata import (
     BUFFER,
     FROZEN,
@@ -28,7 +29,6 @@ from elastic_ckpt.core.metadata import (
     StorageChunk,
     TensorMetadata,
 )
-from elastic_ckpt.core.sequence import SequenceParallel
 from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
 from elastic_ckpt.core.tp_rules import Rule
 from elastic_ckpt.core.training_state import BatchSizes, LossScale, TrainingState
@@ -37,8 +37,7 @@ from elastic_ckpt.formats.base import Checkpoint, Found
 from elastic_ckpt.formats.degrees import Degrees
 from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.formats.peek import Peeked
-from elastic_ckpt.sharding.book import RuleBook
-from elastic_ckpt.sharding.presets import Preset
+from elastic_ckpt.sharding.book import Preset, RuleBook
 from elastic_ckpt.tools.inspection import Inspection, inspect_checkpoint
 from elastic_ckpt.tools.inspection.facts import Evidence
 from elastic_ckpt.tools.inspection.files import missing_files

@@ -7,13 +7,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from elastic_ckpt.core.dtypes import ITEMSIZE
-from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata, TensorMetadata
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, MASTER, CheckpointMetadata, TensorMetadata
 from elastic_ckpt.core.tp_rules import AMBIGUOUS, CUSTOM, WHOLE_KINDS, CannotSplit, Rule
 from elastic_ckpt.formats.zero0_index import UnpartitionedState
-from elastic_ckpt.sharding.book import RuleBook, tensor_of
+from elastic_ckpt.sharding.book import Preset, RuleBook, tensor_of
 from elastic_ckpt.sharding.decide import Decider
-from elastic_ckpt.sharding.presets import Preset
 from elastic_ckpt.tools.inspection.facts import (
     BUFFER_ROLE,
     FROZEN_ROLE,

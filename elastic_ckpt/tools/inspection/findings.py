@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from elastic_ckpt.core.dtypes import ITEMSIZE
-from elastic_ckpt.core.metadata import BUFFER, MASTER, CheckpointMetadata, TensorMetadata
+from elastic_ckpt.core.metadata import BUFFER, ITEMSIZE, MASTER, CheckpointMetadata, TensorMetadata
 from elastic_ckpt.core.tp_rules import WHOLE_KINDS
 from elastic_ckpt.errors import ElasticCkptError, MismatchError, listed
 from elastic_ckpt.planning.state_matching import keys_by_name, refuse_partial

@@ -11,8 +11,7 @@ from elastic_ckpt.errors import DamagedError, ElasticCkptError, NotFoundError
 from elastic_ckpt.formats.base import Found
 from elastic_ckpt.formats.detect import list_tags, look_at
 from elastic_ckpt.formats.peek import peek
-from elastic_ckpt.sharding.book import RuleBook
-from elastic_ckpt.sharding.presets import Preset
+from elastic_ckpt.sharding.book import Preset, RuleBook
 from elastic_ckpt.tools.inspection import contents
 from elastic_ckpt.tools.inspection.facts import ROLES, Evidence, Inspection, ParameterEntry, RuleFacts, Totals
 from elastic_ckpt.tools.inspection.files import entries_of, list_folder, missing_files

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from elastic_ckpt.core.sequence import SequenceParallel
+from elastic_ckpt.core.local_state import SequenceParallel
 from elastic_ckpt.core.training_state import BatchSizes
 from elastic_ckpt.planning.optimizer_kinds import optimizer_of, saved_optimizer
 from elastic_ckpt.tools.inspection.facts import Evidence, SavedRun

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 
 from elastic_ckpt.config import ElasticConfig
-from elastic_ckpt.core.dtypes import ITEMSIZE
 from elastic_ckpt.core.local_state import LiveLayout, ModelLayout
-from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, MASTER, CheckpointMetadata
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, listed
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER
 from elastic_ckpt.io.coalesce import ReadOptions
@@ -17,9 +16,8 @@ from elastic_ckpt.io.compare_replicas import find_drift, united
 from elastic_ckpt.planning.read_items import check_tiling
 from elastic_ckpt.planning.replicas import compare_replicas
 from elastic_ckpt.planning.state_matching import keys_by_name
-from elastic_ckpt.sharding.book import RuleBook
-from elastic_ckpt.sharding.offline import decided_layouts
-from elastic_ckpt.sharding.presets import Preset
+from elastic_ckpt.sharding.book import Preset, RuleBook
+from elastic_ckpt.sharding.decide import decided_layouts
 from elastic_ckpt.sharding.resolve import STRICT, Resharding, resolve
 from elastic_ckpt.tools.findings import (
     DAMAGED,

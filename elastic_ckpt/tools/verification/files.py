@@ -23,7 +23,7 @@ from elastic_ckpt.formats.native import index_native
 from elastic_ckpt.formats.pickled import PickledFile, open_pickled
 from elastic_ckpt.formats.same_save import spot_check
 from elastic_ckpt.formats.shards import OptimizerShard
-from elastic_ckpt.formats.universal_files import index_optimizer, index_state
+from elastic_ckpt.formats.universal import index_optimizer, index_state
 from elastic_ckpt.tools.findings import (
     DAMAGED,
     ERROR,

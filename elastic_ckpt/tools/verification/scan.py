@@ -22,8 +22,7 @@ from isal import isal_zlib
 from tqdm import tqdm
 
 from elastic_ckpt.config import ElasticConfig
-from elastic_ckpt.core.dtypes import ITEMSIZE
-from elastic_ckpt.core.metadata import BUFFER, CheckpointMetadata, StorageChunk, TensorMetadata
+from elastic_ckpt.core.metadata import BUFFER, ITEMSIZE, CheckpointMetadata, StorageChunk, TensorMetadata
 from elastic_ckpt.errors import ElasticCkptError
 from elastic_ckpt.formats import Found
 from elastic_ckpt.formats.pickled import TensorRef, open_pickled

@@ -8,12 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from elastic_ckpt.core.dtypes import ITEMSIZE
 from elastic_ckpt.core.local_state import LocalState
-from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, MASTER
 from elastic_ckpt.core.read_plan import LoadPlan, ReadPlan
-from elastic_ckpt.io.coalesce import ReadOptions
-from elastic_ckpt.io.read_sizes import read_sizes
+from elastic_ckpt.io.coalesce import ReadOptions, read_sizes
 from elastic_ckpt.tools.virtual.job import VirtualJob
 
 #: Default bytes/s of a node: a 25 Gbit/s link to a file system.

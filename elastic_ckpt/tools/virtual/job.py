@@ -35,7 +35,7 @@ from elastic_ckpt.core.state_kinds import BLOCK_NUMELS, NON_SHARD_KEYS, REPLICAT
 from elastic_ckpt.planning.planner import LoadOptions, plan_load, resharding_of
 from elastic_ckpt.planning.state_matching import keys_by_name
 from elastic_ckpt.sharding.book import tensor_of
-from elastic_ckpt.sharding.offline import virtual_layouts
+from elastic_ckpt.sharding.decide import virtual_layouts
 from elastic_ckpt.sharding.resolve import Resharding
 from elastic_ckpt.tools.virtual.stages import stages_of
 

@@ -11,8 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from elastic_ckpt.core.declared import declared_by
-from elastic_ckpt.core.dtypes import ITEMSIZE
-from elastic_ckpt.core.metadata import CheckpointMetadata
+from elastic_ckpt.core.metadata import ITEMSIZE, CheckpointMetadata
 from elastic_ckpt.core.training_state import Features
 from elastic_ckpt.formats.assembling import Kind, assemble
 from elastic_ckpt.formats.base import Found, MetadataOptions

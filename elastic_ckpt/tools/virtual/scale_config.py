@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
-from elastic_ckpt.sharding.presets import ReadyConfig
+from elastic_ckpt.sharding.book import ReadyConfig
 
 Shape = tuple[int, ...]
 Positive = Annotated[int, Field(gt=0, le=1 << 50)]
