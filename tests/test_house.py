@@ -68,7 +68,6 @@ COVERED_BY = {
     "cli/test_plan.py": "cli/plan_view",
     "distributed/test_cli_convert.py": "cli/convert",
     "distributed/test_cli_diff.py": "cli/diff",
-    "distributed/test_cli_inspect.py": "cli/inspect",
     "distributed/test_cli_verify.py": "cli/verify",
     "distributed/test_exotic.py": "formats/features",
     "distributed/test_matrix.py": "engines/adapter engines/zero12 formats/native formats/partitioned formats/zero3",

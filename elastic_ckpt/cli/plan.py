@@ -32,8 +32,7 @@ from elastic_ckpt.sharding import book
 from elastic_ckpt.tools.opened import config_of, open_folder
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
 from elastic_ckpt.tools.virtual.forecast import DEFAULT_BANDWIDTH, MOST_BY_DEFAULT, Cluster, LiveRun, Survey, survey
-from elastic_ckpt.tools.virtual.scale import scale_metadata
-from elastic_ckpt.tools.virtual.scale_config import ScaleModel
+from elastic_ckpt.tools.virtual.scale import ScaleModel, scale_metadata
 
 _EXAMPLE = "Example: [bold]elastic-ckpt plan /ckpt --dp 8 --tp 4 --pp 2 --nodes 8 --bandwidth 5GB/s[/]"
 _RANKS_PER_NODE = 8

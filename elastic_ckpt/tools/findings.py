@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
-from elastic_ckpt.errors import ElasticCkptError, MismatchError, UnsafePickleError, UnsupportedError, listed
+from elastic_ckpt.core.metadata import ITEMSIZE, CheckpointMetadata
+from elastic_ckpt.errors import (
+    DamagedError,
+    ElasticCkptError,
+    MismatchError,
+    UnsafePickleError,
+    UnsupportedError,
+    listed,
+)
+from elastic_ckpt.planning.read_items import check_tiling
 
 Level = Literal["error", "warning", "note"]
 ERROR: Level = "error"
@@ -84,6 +95,22 @@ def kind_of(error: ElasticCkptError) -> str:
     if isinstance(error, UnsupportedError):
         return UNCHECKED
     return MISMATCH if isinstance(error, MismatchError) else DAMAGED
+
+
+def of_tensors(metadata: CheckpointMetadata, incomplete: str, short: str) -> Iterator[Finding]:
+    """Tensors with elements in no file or in two (of kind ``incomplete``), or beyond the end of a file (``short``)."""
+    for tensor in chain(metadata.tensors.values(), *metadata.replicas.values()):
+        try:
+            check_tiling(metadata, tensor)
+        except DamagedError as error:
+            yield of_error(error, incomplete)
+        for chunk in tensor.chunks:
+            file = metadata.files[chunk.file]
+            end = chunk.byte_offset + chunk.range.numel * ITEMSIZE[tensor.dtype]
+            if end > file.nbytes:
+                text = f"{tensor.key} of this parameter reaches beyond the end of its file"
+                sizes = {"expected": f"{end} bytes or more", "found": f"{file.nbytes} bytes"}
+                yield Finding(ERROR, short, text, tensor.name, file.path, **sizes)
 
 
 def one_line(text: str) -> str:

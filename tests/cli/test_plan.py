@@ -19,8 +19,7 @@ from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
 from elastic_ckpt.tools.virtual.forecast import Memory, RankForecast, Reads
-from elastic_ckpt.tools.virtual.scale import scale_metadata
-from elastic_ckpt.tools.virtual.scale_config import ScaleModel
+from elastic_ckpt.tools.virtual.scale import ScaleModel, scale_metadata
 from tests.oracle.proof import proof_of
 from tests.tools.test_scale import catalog_of, small_model
 

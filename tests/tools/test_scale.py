@@ -22,8 +22,7 @@ from elastic_ckpt.errors import ConfigError, MismatchError
 from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.tools.opened import open_folder
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
-from elastic_ckpt.tools.virtual.scale import scale_metadata
-from elastic_ckpt.tools.virtual.scale_config import ScaleModel
+from elastic_ckpt.tools.virtual.scale import ScaleModel, scale_metadata
 
 
 @lru_cache

@@ -291,7 +291,7 @@ def test_a_parameter_without_a_master_and_a_tensor_that_ends_behind_its_file() -
     behind = TensorMetadata("w", MASTER, (100,), "float32", (StorageChunk(FlatRange(0, 100), 0, 700),))
     found, _ = checked_metadata(metadata_of([behind], {"w": parameter((100,)), "lost": parameter((3,))}))
     assert [(finding.kind, finding.parameter) for finding in found] == [("unreadable", "w"), ("incomplete", "lost")]
-    assert "ends at byte 1100 of a file of 1000" in found[0].message
+    assert "the end of its file; expected: 1100 bytes or more; found: 1000 bytes" in found[0].message
 
 
 def test_states_that_are_damaged_or_not_understood() -> None:

@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from elastic_ckpt.core.metadata import BUFFER, ITEMSIZE, MASTER, CheckpointMetadata, TensorMetadata
+from elastic_ckpt.core.metadata import BUFFER, ITEMSIZE, MASTER, CheckpointMetadata
 from elastic_ckpt.core.tp_rules import WHOLE_KINDS
 from elastic_ckpt.errors import ElasticCkptError, MismatchError, listed
 from elastic_ckpt.planning.state_matching import keys_by_name, refuse_partial
-from elastic_ckpt.tools.findings import ERROR, NOTE, WARNING, Finding, of_error
+from elastic_ckpt.tools.findings import ERROR, NOTE, WARNING, Finding, of_error, of_tensors
 from elastic_ckpt.tools.inspection.contents import stored_nbytes
 from elastic_ckpt.tools.inspection.facts import Evidence, ParameterEntry, RuleFacts
 from elastic_ckpt.tools.inspection.saved_run import precision_evidence
@@ -131,36 +131,11 @@ def _incomplete(metadata: CheckpointMetadata) -> Iterator[Finding]:
     gone = [name for name in metadata.parameters if (name, MASTER) not in metadata.tensors]
     if gone:
         yield Finding(ERROR, "no_master", f"parameters without data: {listed(gone)}", parameter=gone[0])
-    for tensor in metadata.tensors.values():
-        problem = hole_in(tensor)
-        if problem is not None:
-            text = f"{tensor.key} of this parameter is incomplete: {problem}"
-            yield Finding(ERROR, "incomplete_tensor", text, parameter=tensor.name)
-        for chunk in tensor.chunks:
-            file = metadata.files[chunk.file]
-            end = chunk.byte_offset + chunk.range.numel * ITEMSIZE[tensor.dtype]
-            if end > file.nbytes:
-                text = f"{tensor.key} of this parameter reaches beyond the end of its file"
-                sizes = {"expected": f"{end} bytes or more", "found": f"{file.nbytes} bytes"}
-                yield Finding(ERROR, "short_file", text, parameter=tensor.name, file=file.path, **sizes)
+    yield from of_tensors(metadata, "incomplete_tensor", "short_file")
     try:
         refuse_partial(metadata, keys_by_name(metadata))
     except ElasticCkptError as error:
         yield of_error(error, "partial_states")
-
-
-def hole_in(tensor: TensorMetadata) -> str | None:
-    """Which elements of a tensor are in no file, or in two; ``None`` if each is in one."""
-    for shard, shape in enumerate(tensor.shard_shapes):
-        position, numel = 0, math.prod(shape)
-        where = f" of tensor-parallel shard {shard}" if len(tensor.shard_shapes) > 1 else ""
-        ranges = sorted((e.range.start, e.range.stop) for e in tensor.chunks if e.shard == shard and e.range.numel)
-        for start, stop in [*ranges, (numel, numel)]:
-            if start != position:
-                what = "are nowhere" if start > position else "lie in two places"
-                return f"elements {min(start, position)} to {max(start, position) - 1}{where} {what}"
-            position = stop
-    return None
 
 
 def _of_copies(metadata: CheckpointMetadata, parameters: Sequence[ParameterEntry]) -> Iterator[Finding]:

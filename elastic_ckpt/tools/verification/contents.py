@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
 
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.local_state import LiveLayout, ModelLayout
-from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, MASTER, CheckpointMetadata
-from elastic_ckpt.errors import DamagedError, ElasticCkptError, listed
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
+from elastic_ckpt.errors import ElasticCkptError, listed
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.compare_replicas import find_drift, united
-from elastic_ckpt.planning.read_items import check_tiling
 from elastic_ckpt.planning.replicas import compare_replicas
 from elastic_ckpt.planning.state_matching import keys_by_name
 from elastic_ckpt.sharding.book import Preset, RuleBook
@@ -30,7 +28,7 @@ from elastic_ckpt.tools.findings import (
     UNCHECKED,
     UNREADABLE,
     Finding,
-    of_error,
+    of_tensors,
 )
 
 #: Parameters whose rules contradict their shapes are left out one by one, up to this many.
@@ -39,16 +37,7 @@ _MOST_CONTRADICTIONS = 64
 
 def check_metadata(metadata: CheckpointMetadata) -> Iterator[Finding]:
     """Findings on coverage and states, from metadata alone."""
-    for tensor in chain(metadata.tensors.values(), *metadata.replicas.values()):
-        try:
-            check_tiling(metadata, tensor)
-        except DamagedError as error:
-            yield of_error(error, INCOMPLETE)
-        for chunk in tensor.chunks:
-            end, source = chunk.byte_offset + chunk.range.numel * ITEMSIZE[tensor.dtype], metadata.files[chunk.file]
-            if end > source.nbytes:
-                text = f"{tensor.key} ends at byte {end} of a file of {source.nbytes}"
-                yield Finding(ERROR, UNREADABLE, text, tensor.name, source.path)
+    yield from of_tensors(metadata, INCOMPLETE, UNREADABLE)
     is_universal, folder = metadata.source.format == "universal", metadata.source.folder
     for name in metadata.parameters:
         if (name, MASTER) not in metadata.tensors:
