@@ -24,23 +24,8 @@ ERROR: Level = "error"
 WARNING: Level = "warning"
 NOTE: Level = "note"
 
-# Kinds of ``verify``'s findings.
-#: A ``latest`` file that is unreadable or names no tag.
-LATEST = "latest"
-#: A file that is missing, does not open, or would run code.
-MISSING, UNREADABLE, UNSAFE = "missing", "unreadable", "unsafe-pickle"
-#: A file of another save; other files that are inconsistent.
-FOREIGN, DAMAGED, MISMATCH = "foreign", "damaged", "mismatch"
-#: Elements of a tensor in no file, or in two; states missing from a parameter.
-INCOMPLETE, NO_STATE = "incomplete", "state-missing"
-#: In a zip archive: its directory, its record headers, bytes that no reader uses.
+#: Kinds of problems of a zip archive: in its directory, in its record headers, in bytes that no reader uses.
 DIRECTORY, HEADER, PADDING = "zip-directory", "zip-header", "zip-padding"
-#: Bytes that have changed; bytes that cannot be read.
-CHECKSUM, IO = "checksum", "read-error"
-#: Non-finite values; replicas that differ.
-NAN, INF, DRIFT = "nan", "inf", "drift"
-#: Notes only: what was not checked, and why; notes of the reader.
-NO_CHECKSUM, UNCHECKED, READER = "no-checksum", "not-checked", "reader"
 
 
 @dataclass(frozen=True)
@@ -49,7 +34,8 @@ class Finding:
 
     Attributes:
         level: ``"error"`` if a load would be refused or lose something, ``"warning"`` or ``"note"``.
-        kind: one word for programs, stable across versions (``"missing_file"``).
+        kind: one word for programs, stable across versions. ``"not-checked"``, ``"no-checksum"`` and ``"reader"`` are
+            of notes alone.
         parameter, file: name of the parameter, buffer or state, and path of the file concerned.
         text, expected, found, remedy: description, and details as far as known.
     """
@@ -91,10 +77,10 @@ def of_error(error: ElasticCkptError, kind: str, level: Level = ERROR) -> Findin
 def kind_of(error: ElasticCkptError) -> str:
     """The kind of ``verify``'s finding for an error of the reader."""
     if isinstance(error, UnsafePickleError):
-        return UNSAFE
+        return "unsafe-pickle"
     if isinstance(error, UnsupportedError):
-        return UNCHECKED
-    return MISMATCH if isinstance(error, MismatchError) else DAMAGED
+        return "not-checked"
+    return "mismatch" if isinstance(error, MismatchError) else "damaged"
 
 
 def of_tensors(metadata: CheckpointMetadata, incomplete: str, short: str) -> Iterator[Finding]:

@@ -17,19 +17,7 @@ from elastic_ckpt.planning.state_matching import keys_by_name
 from elastic_ckpt.sharding.book import Preset, RuleBook
 from elastic_ckpt.sharding.decide import decided_layouts
 from elastic_ckpt.sharding.resolve import STRICT, Resharding, resolve
-from elastic_ckpt.tools.findings import (
-    DAMAGED,
-    DRIFT,
-    ERROR,
-    INCOMPLETE,
-    NO_STATE,
-    NOTE,
-    READER,
-    UNCHECKED,
-    UNREADABLE,
-    Finding,
-    of_tensors,
-)
+from elastic_ckpt.tools.findings import ERROR, NOTE, Finding, of_tensors
 
 #: Parameters whose rules contradict their shapes are left out one by one, up to this many.
 _MOST_CONTRADICTIONS = 64
@@ -37,21 +25,21 @@ _MOST_CONTRADICTIONS = 64
 
 def check_metadata(metadata: CheckpointMetadata) -> Iterator[Finding]:
     """Findings on coverage and states, from metadata alone."""
-    yield from of_tensors(metadata, INCOMPLETE, UNREADABLE)
+    yield from of_tensors(metadata, "incomplete", "unreadable")
     is_universal, folder = metadata.source.format == "universal", metadata.source.folder
     for name in metadata.parameters:
         if (name, MASTER) not in metadata.tensors:
             file = os.path.join(folder, UNIVERSAL_FOLDER) if is_universal else folder
             text = f"no fp32 master of this parameter: no {name}/{MASTER}.pt"
-            yield Finding(ERROR, INCOMPLETE, text, name, file)
+            yield Finding(ERROR, "incomplete", text, name, file)
     yield from _state_findings(metadata)
     for key, why in metadata.states.damaged.items():
-        yield Finding(ERROR, DAMAGED, f"this state lacks the scales that its codes need: {why}", key)
+        yield Finding(ERROR, "damaged", f"this state lacks the scales that its codes need: {why}", key)
     for key, why in metadata.states.opaque.items():
         text = f"an optimizer state of a layout that is not known, whose values are not looked at: {why}"
-        yield Finding(NOTE, UNCHECKED, text, key)
+        yield Finding(NOTE, "not-checked", text, key)
     for note in dict.fromkeys((*metadata.notes, *metadata.warnings)):
-        yield Finding(NOTE, READER, note)
+        yield Finding(NOTE, "reader", note)
 
 
 def _state_findings(metadata: CheckpointMetadata) -> Iterator[Finding]:
@@ -68,16 +56,16 @@ def _state_findings(metadata: CheckpointMetadata) -> Iterator[Finding]:
         }
         every = set().union(*states.values())
         if states and not every and keys:
-            yield Finding(NOTE, NO_STATE, f"param group {group} has no optimizer states: {listed(states)}")
+            yield Finding(NOTE, "state-missing", f"param group {group} has no optimizer states: {listed(states)}")
         for name, present in states.items():
             if whole and every and not present:
                 stateless.append(name)
             elif lost := every - present:
                 text = f"no {', '.join(sorted(lost))} of this parameter, but of others in its param group"
-                yield Finding(ERROR, NO_STATE, text, name, metadata.source.folder)
+                yield Finding(ERROR, "state-missing", text, name, metadata.source.folder)
     if stateless:
         text = f"no optimizer states, as of parameters that got no gradient: {listed(stateless)}"
-        yield Finding(NOTE, NO_STATE, text)
+        yield Finding(NOTE, "state-missing", text)
 
 
 def check_copies(metadata: CheckpointMetadata, config: ElasticConfig, threads: int) -> Iterator[Finding]:
@@ -100,14 +88,14 @@ def check_copies(metadata: CheckpointMetadata, config: ElasticConfig, threads: i
         apart = f"at most {drift.largest:.3g} and in the mean {drift.mean:.3g} apart"
         message = f"{drift.copies} copies{what}, which should be equal, are {apart}"
         level = NOTE if drift.name in resharding.averaged else ERROR
-        yield Finding(level, DRIFT, message, drift.name, folder)
+        yield Finding(level, "drift", message, drift.name, folder)
     if unknown:
         message = (
             "whether the copies of these on tensor-parallel ranks have drifted apart, since no rule says which are "
             f"copies and which are cut: {listed(unknown)}; name the code base with --preset "
             f'({", ".join(Preset.names())}), or give "tp_rules" with --config'
         )
-        yield Finding(NOTE, UNCHECKED, message, file=folder)
+        yield Finding(NOTE, "not-checked", message, file=folder)
 
 
 def _resharding(

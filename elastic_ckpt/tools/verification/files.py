@@ -24,20 +24,7 @@ from elastic_ckpt.formats.pickled import PickledFile, open_pickled
 from elastic_ckpt.formats.same_save import spot_check
 from elastic_ckpt.formats.shards import OptimizerShard
 from elastic_ckpt.formats.universal import index_optimizer, index_state
-from elastic_ckpt.tools.findings import (
-    DAMAGED,
-    ERROR,
-    FOREIGN,
-    LATEST,
-    MISSING,
-    NOTE,
-    UNCHECKED,
-    UNREADABLE,
-    Finding,
-    kind_of,
-    of_error,
-    one_line,
-)
+from elastic_ckpt.tools.findings import ERROR, NOTE, Finding, kind_of, of_error, one_line
 from elastic_ckpt.tools.opened import locate, open_checkpoint
 
 T = TypeVar("T")
@@ -73,25 +60,25 @@ def choose(folder: str, tag: str | None, trust_pickle: bool) -> tuple[Found | No
             with open(pointer, encoding="utf-8") as stream:
                 named[name] = pointed = stream.read(MOST_TAG_NBYTES).strip()
         except (OSError, UnicodeDecodeError) as error:
-            findings.append(Finding(ERROR, LATEST, f"cannot be read: {error}", file=pointer))
+            findings.append(Finding(ERROR, "latest", f"cannot be read: {error}", file=pointer))
             continue
         if look_below(path, pointed) is None:
             text = f"names {pointed!r}, which is not there; there are {listed(tags)}"
-            findings.append(Finding(ERROR, LATEST, text, file=pointer))
+            findings.append(Finding(ERROR, "latest", text, file=pointer))
     try:
         return locate(path, tag, trust_pickle=trust_pickle), findings
     except ElasticCkptError as error:
         if tag is not None or not tags:
             raise
-        findings = findings or [of_error(error, LATEST if isinstance(error, NotFoundError) else UNREADABLE)]
+        findings = findings or [of_error(error, "latest" if isinstance(error, NotFoundError) else "unreadable")]
     choices = [(pointed, f"which {name} names") for name, pointed in named.items() if pointed in tags]
     if len(tags) == 1:
         choices.append((tags[0], "the only tag there is"))
     if not choices:
-        note = Finding(NOTE, UNCHECKED, f"none of the tags {listed(tags)}: say which with --tag", file=path)
+        note = Finding(NOTE, "not-checked", f"none of the tags {listed(tags)}: say which with --tag", file=path)
         return None, [*findings, note]
     chosen, why = choices[0]
-    return look_at(path, chosen), [*findings, Finding(NOTE, LATEST, f"verified {chosen}, {why}", file=path)]
+    return look_at(path, chosen), [*findings, Finding(NOTE, "latest", f"verified {chosen}, {why}", file=path)]
 
 
 def checkpoint_files(found: Found) -> list[str]:
@@ -154,9 +141,9 @@ def _diagnose(found: Found, config: ElasticConfig, error: ElasticCkptError) -> D
     findings += foreign
     wrong = [finding for finding in findings if finding.level == ERROR]
     if isinstance(error, UnsupportedError):
-        return None, [*findings, of_error(error, UNCHECKED, NOTE)]
+        return None, [*findings, of_error(error, "not-checked", NOTE)]
     if error.file in {finding.file for finding in wrong} or _complaint(error) in complaints:
-        return None, [*findings, Finding(NOTE, UNCHECKED, "the tensors, since not all files can be read together")]
+        return None, [*findings, Finding(NOTE, "not-checked", "the tensors, since not all files can be read together")]
     if wrong or not config.check_shards:
         return _refused(found, wrong, error)
     return _without_shard_checks(found, config, error, models)
@@ -165,8 +152,8 @@ def _diagnose(found: Found, config: ElasticConfig, error: ElasticCkptError) -> D
 def _refused(found: Found, findings: list[Finding], error: ElasticCkptError) -> Diagnosis:
     """Without ZeRO, states that only a live model can name are no damage."""
     if not findings and isinstance(error, MismatchError) and not found.files.is_universal:
-        return None, [of_error(error, UNCHECKED, NOTE)]
-    note = Finding(NOTE, UNCHECKED, "the tensors, since the files do not fit together")
+        return None, [of_error(error, "not-checked", NOTE)]
+    note = Finding(NOTE, "not-checked", "the tensors, since the files do not fit together")
     return None, [*findings, of_error(error, kind_of(error)), note]
 
 
@@ -180,11 +167,11 @@ def _open_all(found: Found, config: ElasticConfig) -> tuple[Items, list[Finding]
             file = open_pickled(path, config.trust_pickle)
             item = None if name in found.files.experts else _index(file, path, config)
         except ElasticCkptError as error:
-            kind = UNREADABLE if kind_of(error) == DAMAGED else kind_of(error)
-            findings.append(of_error(error, kind, NOTE if kind == UNCHECKED else ERROR))
+            kind = "unreadable" if kind_of(error) == "damaged" else kind_of(error)
+            findings.append(of_error(error, kind, NOTE if kind == "not-checked" else ERROR))
         except Exception as error:  # contents may be of any form
             text = f"not of the form that DeepSpeed writes: {type(error).__name__}: {error}"
-            findings.append(Finding(ERROR, UNREADABLE, one_line(text), file=path))
+            findings.append(Finding(ERROR, "unreadable", one_line(text), file=path))
         else:
             match = _MODEL_PARALLEL.search(name)
             items.setdefault((type(item), int(match[1]) if match else 0), []).append(item)
@@ -213,7 +200,7 @@ def _missing(found: Found, models: Sequence[ModelShard]) -> list[Finding]:
         degrees = _majority([model.stated for model in models]).borne_out(len(found.files.mp_ranks))
         dp, ranks = None if found.files.is_universal else most, degrees.model_parallel or None
     text = "no such file; restore it, or take another tag"
-    return [Finding(ERROR, MISSING, text, file=found.path(name)) for name in missing_files(found.files, dp, ranks)]
+    return [Finding(ERROR, "missing", text, file=found.path(name)) for name in missing_files(found.files, dp, ranks)]
 
 
 def _number(claim: Any) -> int:
@@ -240,7 +227,7 @@ def _foreign(items: Items) -> tuple[list[Finding], set[tuple[str | None, ...]]]:
             complaints |= {_complaint(error) for error in errors}
             if fewest is None or len(errors) < len(fewest):
                 fewest = errors
-        findings += [of_error(error, FOREIGN) for error in fewest or []]
+        findings += [of_error(error, "foreign") for error in fewest or []]
     return findings, complaints
 
 
@@ -296,4 +283,4 @@ def _without_shard_checks(
                     spot_check(metadata, model.path, model.weights, {number})
                 except ElasticCkptError as other:
                     errors.append(other)
-    return metadata, [of_error(one, FOREIGN) for one in errors]
+    return metadata, [of_error(one, "foreign") for one in errors]

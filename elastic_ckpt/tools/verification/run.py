@@ -12,7 +12,7 @@ from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.errors import DamagedError, listed
 from elastic_ckpt.formats import Found
 from elastic_ckpt.sharding.book import RuleBook
-from elastic_ckpt.tools.findings import CHECKSUM, ERROR, IO, NO_CHECKSUM, NOTE, UNCHECKED, Finding, kind_of, of_error
+from elastic_ckpt.tools.findings import ERROR, NOTE, Finding, kind_of, of_error
 from elastic_ckpt.tools.verification.archive import Record, read_archive
 from elastic_ckpt.tools.verification.contents import check_copies, check_metadata
 from elastic_ckpt.tools.verification.files import checkpoint_files, choose, other_files, read_metadata, swap_files
@@ -86,7 +86,7 @@ def verify(
         metadata, wrong = read_metadata(found, config)
         findings += wrong
         if others := other_files(found):
-            findings.append(Finding(NOTE, UNCHECKED, f"files that are none of DeepSpeed's: {listed(others)}"))
+            findings.append(Finding(NOTE, "not-checked", f"files that are none of DeepSpeed's: {listed(others)}"))
         if metadata is not None:
             findings += check_metadata(metadata)
         if full:
@@ -124,7 +124,7 @@ def _check_bytes(
         works.append(_archive_work(path, [*spans, *weights], findings))
     for path in swap_files(found):
         text = "a swap file of NVMe offload: raw bytes, saved without a checksum; only their values are looked at"
-        findings.append(Finding(NOTE, NO_CHECKSUM, text, file=path))
+        findings.append(Finding(NOTE, "no-checksum", text, file=path))
         works.append(_work(path, os.path.getsize(path), (), known.get(path, [])))
     checked = check(works, threads, show_progress)
     for work, result in zip(works, checked, strict=True):
@@ -145,13 +145,13 @@ def _archive_work(path: str, spans: Sequence[Span], findings: list[Finding]) -> 
             archive = read_archive(stream)
             nbytes = stream.seek(0, os.SEEK_END)
     except OSError as error:
-        findings.append(Finding(ERROR, IO, str(error), file=path))
+        findings.append(Finding(ERROR, "read-error", str(error), file=path))
         return Work(path, 0)
     findings += _limited(path, (Finding(ERROR, kind, text, file=path) for kind, text in archive.problems))
     work = _work(path, nbytes, archive.records, spans)
     if not work.has_checksums:
         text = "saved without checksums (torch.serialization.set_crc32_options(False)): turned bits cannot be seen"
-        findings.append(Finding(NOTE, NO_CHECKSUM, text, file=path))
+        findings.append(Finding(NOTE, "no-checksum", text, file=path))
     return work
 
 
@@ -161,13 +161,13 @@ def _work(path: str, nbytes: int, records: Sequence[Record], spans: Sequence[Spa
 
 def _judge_bytes(work: Work, result: Checked) -> Iterator[Finding]:
     if result.failure is not None:
-        yield Finding(ERROR, IO, result.failure, file=work.path)
+        yield Finding(ERROR, "read-error", result.failure, file=work.path)
     for record, crc in wrong_records(work, result).items():
         text = (
             f"record {record.name} ({record.nbytes} bytes from byte {record.offset} on) has the CRC32 {crc:#010x}, "
             f"and was saved with {record.crc32:#010x}: its bytes have changed"
         )
-        yield Finding(ERROR, CHECKSUM, text, file=work.path)
+        yield Finding(ERROR, "checksum", text, file=work.path)
 
 
 def _limited(path: str, findings: Iterable[Finding]) -> list[Finding]:

@@ -26,7 +26,7 @@ from elastic_ckpt.core.metadata import BUFFER, ITEMSIZE, CheckpointMetadata, Sto
 from elastic_ckpt.errors import ElasticCkptError
 from elastic_ckpt.formats import Found
 from elastic_ckpt.formats.pickled import TensorRef, open_pickled
-from elastic_ckpt.tools.findings import ERROR, INF, NAN, NOTE, Finding
+from elastic_ckpt.tools.findings import ERROR, NOTE, Finding
 from elastic_ckpt.tools.verification.archive import Record
 
 #: Key of the weights that the model computes with, which metadata does not list.
@@ -37,7 +37,7 @@ CHUNK_NBYTES = 1 << 20
 SLICE_NBYTES = 64 * CHUNK_NBYTES
 #: Bytes read behind a chunk to complete its last value: the largest item, less one byte.
 _MORE_NBYTES = max(ITEMSIZE.values()) - 1
-#: Non-finite values: kind (:data:`NAN`, :data:`INF`) -> their number, and the index of the first.
+#: Non-finite values: ``"nan"`` or ``"inf"`` -> their number, and the index of the first.
 Odd = dict[str, tuple[int, int]]
 
 
@@ -196,7 +196,7 @@ def look(values: torch.Tensor) -> Odd:
     total = values.sum(dtype=torch.float32) if values.dtype == torch.float16 else values.sum()
     if bool(torch.isfinite(total)):
         return {}
-    masks = {NAN: torch.isnan(values), INF: torch.isinf(values)}
+    masks = {"nan": torch.isnan(values), "inf": torch.isinf(values)}
     return {kind: (int(mask.sum()), int(mask.int().argmax())) for kind, mask in masks.items() if mask.any()}
 
 
@@ -223,10 +223,10 @@ def judge(path: str, odd: Mapping[Span, Odd]) -> Iterator[Finding]:
         _add_odd(totals.setdefault((span.name, span.key), {}), counts, span.start)
     for (name, key), total in totals.items():
         counted = "block" if key.startswith("absmax") else "element"
-        for kind, what in ((NAN, "NaN"), (INF, "infinite values")):
+        for kind, what in (("nan", "NaN"), ("inf", "infinite values")):
             if kind in total:
                 count, first = total[kind]
-                level = NOTE if kind == INF and key == BUFFER else ERROR
+                level = NOTE if kind == "inf" and key == BUFFER else ERROR
                 yield Finding(level, kind, f"{count} {what} in {key}, the first at {counted} {first}", name, path)
 
 
