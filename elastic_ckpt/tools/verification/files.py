@@ -219,15 +219,10 @@ def _foreign(items: Items) -> tuple[list[Finding], set[tuple[str | None, ...]]]:
     findings: list[Finding] = []
     complaints: set[tuple[str | None, ...]] = set()
     for kind, check, likeliest in _kinds(items):
-        fewest: list[ElasticCkptError] | None = None
-        for reference in (*likeliest[:_MOST_REFERENCES], *kind[:1]):
-            if fewest is not None and 2 * len(fewest) < len(kind) and reference is not kind[0]:
-                continue
-            errors = _against(reference, kind, check)
-            complaints |= {_complaint(error) for error in errors}
-            if fewest is None or len(errors) < len(fewest):
-                fewest = errors
-        findings += [of_error(error, "foreign") for error in fewest or []]
+        references = (*likeliest[:_MOST_REFERENCES], *kind[:1])
+        by_reference = [_against(reference, kind, check) for reference in references]
+        complaints |= set(map(_complaint, chain(*by_reference)))
+        findings += [of_error(error, "foreign") for error in min(by_reference, key=len, default=())]
     return findings, complaints
 
 
