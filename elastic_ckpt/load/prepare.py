@@ -102,7 +102,6 @@ def prepare(engine: Any, found: Found, arguments: LoadArguments, config: Elastic
                 optimizer_states=restores_states(arguments),
                 strict=arguments.load_module_strict,
                 scheduler=scheduler,
-                keep_live_groups=config.param_groups == "keep_live",
             )
             plan = plan_load(checkpoint.metadata, local_state, options)
             check_files(plan.reads)

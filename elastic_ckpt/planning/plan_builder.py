@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from elastic_ckpt.core.flat_ranges import FlatRange
@@ -79,7 +79,12 @@ class PlanBuilder:
             by_flat[fragment.flat].append(fragment)
         for flat in self._local_state.flats:
             fragments = by_flat[flat.index]
-            self._add_masters(flat, [fragment for fragment in fragments if fragment.name in matching.restored])
+            parts = [
+                self._part(fragment, weights_key(self._metadata, fragment.name))
+                for fragment in fragments
+                if fragment.name in matching.restored
+            ]
+            self._add_elements(flat, LiveState(MASTER, flat.dtype), parts, flat.numel)
             stateful = [fragment for fragment in fragments if fragment.name in states.stateful]
             for link in states.links.get(flat.index, ()):
                 self._add_state(flat, link, fragments, stateful)
@@ -108,31 +113,34 @@ class PlanBuilder:
             for key, saved, live in self._rounded
         ]
 
-    def _add_masters(self, flat: FlatPartition, fragments: Sequence[Fragment]) -> None:
-        parts = self._parts(fragments, lambda name: weights_key(self._metadata, name))
-        self._add_elements(flat, LiveState(MASTER, flat.dtype), parts, flat.numel)
-
     def _add_state(
         self, flat: FlatPartition, link: StateLink, fragments: Sequence[Fragment], restored: Sequence[Fragment]
     ) -> None:
         """One optimizer state of one flat partition; the ``restored`` fragments have it. Both are in flat order."""
-        live, restored = link.live, restored if link.source else ()
+        live, numel = link.live, flat.numel
+        shape: tuple[int, ...] = ()
+        restored = restored if link.source else ()
         if live.layout == SCRATCH:
             return
         if live.layout == REPLICATED:
             assert link.replicated is not None
             self._add_replicated(flat, live, link.replicated)
-        elif live.layout == WHOLE:
-            self._add_whole_state(flat, live, self._parts(restored, lambda name: link.source))
+            return
+        if live.layout == WHOLE:
+            numel, shape = math.prod(live.shape), live.shape
+            restored = [replace(f, shape=shape, range=FlatRange(0, numel), flat_offset=0) for f in restored]
         elif live.layout == TOUCHED:
-            parts, numel = self._touched(fragments, restored, link.source)
-            self._add_elements(flat, live, parts, numel)
-        else:
-            self._add_elements(flat, live, self._parts(restored, lambda name: link.source), flat.numel)
+            restored, numel = _touched(fragments, restored)
+            shape = (numel,)
+        for fragment in restored:
+            if live.layout in (WHOLE, TOUCHED) and self._is_resharded(fragment.name):
+                raise _cannot_reshard(fragment.name, live.key)
+        parts = [self._part(fragment, link.source) for fragment in restored]
+        self._add_elements(flat, live, parts, numel, shape)
 
     def _add_whole(self, whole: WholeTensor) -> None:
         key = weights_key(self._metadata, whole.name) if whole.key == FROZEN else whole.key
-        part = self._part(Fragment(whole.name, whole.shape, whole.range, -1, 0), key, 0)
+        part = self._part(Fragment(whole.name, whole.shape, whole.range, -1, 0), key)
         saved = part.tensor.dtype
         if not self._is_resharded(whole.name):
             self._check_shape(part.tensor, whole.shape)
@@ -149,16 +157,11 @@ class PlanBuilder:
         if saved != whole.dtype:
             self._converted.setdefault((whole.key, saved, whole.dtype), []).append(whole.name)
 
-    def _parts(self, fragments: Sequence[Fragment], key_of: Callable[[str], str]) -> list[FragmentSource]:
-        return [self._part(fragment, key_of(fragment.name), fragment.flat_offset) for fragment in fragments]
-
-    def _part(self, fragment: Fragment, key: str, offset: int) -> FragmentSource:
+    def _part(self, fragment: Fragment, key: str) -> FragmentSource:
         name = fragment.name
         tensor = self._tensor(name, key)
         resharded = self._resharding.get((name, key)) or self._resharding.get((name, ""))
-        return FragmentSource(
-            fragment, tensor, offset, resharded or copied(self._shard_of(tensor), math.prod(fragment.shape))
-        )
+        return FragmentSource(fragment, tensor, resharded or copied(self._shard_of(tensor), math.prod(fragment.shape)))
 
     def _shard_of(self, tensor: TensorMetadata) -> int:
         return self._tp_rank if tensor.shards else 0
@@ -166,49 +169,26 @@ class PlanBuilder:
     def _is_resharded(self, name: str) -> bool:
         return (name, "") in self._resharding
 
-    def _touched(
-        self, fragments: Sequence[Fragment], restored: Sequence[Fragment], key: str
-    ) -> tuple[list[FragmentSource], int]:
-        """The restored parameters, whole and concatenated, and the elements of all."""
-        names = {fragment.name for fragment in restored}
-        parts, position = [], 0
-        for fragment in fragments:
-            numel = math.prod(fragment.shape)
-            if fragment.name in names:
-                if self._is_resharded(fragment.name):
-                    raise _cannot_reshard(fragment.name, key)
-                parts.append(self._part(replace(fragment, range=FlatRange(0, numel)), key, position))
-            position += numel
-        return parts, position
-
-    def _add_elements(self, flat: FlatPartition, live: LiveState, parts: Sequence[FragmentSource], numel: int) -> None:
-        """A tensor of ``rows`` times ``numel`` elements, filled from parts sorted by offset."""
+    def _add_elements(
+        self,
+        flat: FlatPartition,
+        live: LiveState,
+        parts: Sequence[FragmentSource],
+        numel: int,
+        shape: tuple[int, ...] = (),
+    ) -> None:
+        """A tensor of ``rows`` times ``numel`` elements, filled from parts sorted by offset; ``shape``: if its own."""
         for part in parts:
             if not self._is_resharded(part.fragment.name):
-                shape = part.fragment.shape
-                self._check_shape(part.tensor, shape if live.rows == 1 else (live.rows, *shape))
+                own = part.fragment.shape
+                self._check_shape(part.tensor, own if live.rows == 1 else (live.rows, *own))
         dtype = live.dtype or (parts[0].tensor.dtype if parts else flat.dtype)
         if live.blocks is not None or any(_is_quantized(part.tensor) for part in parts):
             self._add_quantized(flat, live, parts, numel)
             return
         for part in parts:
             self._check_dtype(part, live.key, part.tensor.dtype, dtype)
-        shape = (numel,) if live.layout == TOUCHED else ()
         self._add_values(_state_slot(flat, live, live.rows * numel, dtype, shape), parts)
-
-    def _add_whole_state(self, flat: FlatPartition, live: LiveState, parts: Sequence[FragmentSource]) -> None:
-        dtype = live.dtype or (parts[0].tensor.dtype if parts else flat.dtype)
-        every = FlatRange(0, math.prod(live.shape))
-        wholes = []
-        for part in parts:
-            name, tensor = part.fragment.name, part.tensor
-            if self._is_resharded(name):
-                raise _cannot_reshard(name, live.key)
-            self._check_shape(tensor, live.shape)
-            self._check_dtype(part, live.key, tensor.dtype, dtype)
-            whole = Fragment(name, live.shape, every, flat.index, 0)
-            wholes.append(FragmentSource(whole, tensor, 0, copied(self._shard_of(tensor), every.numel)))
-        self._add_values(_state_slot(flat, live, every.numel, dtype, live.shape), wholes)
 
     def _add_values(self, slot: Slot, parts: Sequence[FragmentSource]) -> None:
         """A slot filled with values: unchanged, converted or summed."""
@@ -353,6 +333,18 @@ class PlanBuilder:
 def _state_slot(flat: FlatPartition, live: LiveState, numel: int, dtype: str, shape: tuple[int, ...] = ()) -> Slot:
     fill = live.initial if live.blocks is None else live.blocks.codebook.zero
     return Slot(live.key, flat.index, "", numel, dtype, (), flat.replicated, live.layout, live.rows, shape, fill)
+
+
+def _touched(fragments: Sequence[Fragment], restored: Sequence[Fragment]) -> tuple[list[Fragment], int]:
+    """The restored parameters, whole and concatenated, and the elements of all."""
+    names = {fragment.name for fragment in restored}
+    wholes, position = [], 0
+    for fragment in fragments:
+        numel = math.prod(fragment.shape)
+        if fragment.name in names:
+            wholes.append(replace(fragment, range=FlatRange(0, numel), flat_offset=position))
+        position += numel
+    return wholes, position
 
 
 def _is_quantized(tensor: TensorMetadata) -> bool:

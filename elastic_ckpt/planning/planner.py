@@ -6,10 +6,9 @@ Proves that every destination element is written exactly once, or raises an erro
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from elastic_ckpt.config import ElasticConfig
-from elastic_ckpt.core.fqn import RenameRules, adopt_live_names, rename_saved
+from elastic_ckpt.core.fqn import adopt_live_names, rename_saved
 from elastic_ckpt.core.local_state import LocalState
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
 from elastic_ckpt.core.read_plan import LoadPlan, Outcome
@@ -18,7 +17,7 @@ from elastic_ckpt.planning.plan_builder import PlanBuilder
 from elastic_ckpt.planning.replicas import compare_replicas
 from elastic_ckpt.planning.state_matching import NOTHING_MATCHED, StateMatching, match_states
 from elastic_ckpt.sharding.book import RuleBook
-from elastic_ckpt.sharding.resolve import STRICT, Resharding, resolve
+from elastic_ckpt.sharding.resolve import Resharding, resolve
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,41 +25,22 @@ class LoadOptions:
     """What to restore.
 
     Attributes:
+        config, rules: the configured options, and the tensor-parallel rules among them.
         strict: ``load_module_strict``.
         optimizer_states: ``load_optimizer_states``, and not ``load_module_only``.
         scheduler: whether the lr scheduler's state is restored too.
-        keep_live_groups: whether live param groups keep their hyperparameters.
-        rename: (pattern, replacement) for saved names.
-        convert_optimizer: whether states of another optimizer of the same family are accepted.
-        realign: whether 8-bit blocks may be requantized.
-        rounding: whether fp32 masters and states may be rounded for a live engine that keeps them in bf16.
-        rules: the user's tensor-parallel rules.
-        replicated: how differing copies of replicated parameters are resolved: ``strict``, ``first`` or ``mean``.
     """
 
+    config: ElasticConfig = field(default_factory=ElasticConfig.model_construct)
+    rules: RuleBook = field(default_factory=RuleBook)
     strict: bool = True
     optimizer_states: bool = True
     scheduler: bool = False
-    keep_live_groups: bool = False
-    rename: RenameRules = ()
-    convert_optimizer: bool = False
-    realign: bool = True
-    rounding: bool = True
-    rules: RuleBook = field(default_factory=RuleBook)
-    replicated: str = STRICT
 
     @classmethod
-    def of(cls, config: ElasticConfig, **more: Any) -> LoadOptions:
+    def of(cls, config: ElasticConfig, **more: bool) -> LoadOptions:
         """The options of a configuration, and ``more`` that depend on a live engine."""
-        return cls(
-            rename=config.rename,
-            convert_optimizer=config.convert_optimizer,
-            realign=config.eight_bit_realign == "requantize",
-            rounding=config.on_precision_loss == "warn",
-            rules=RuleBook.of(config),
-            replicated=config.replicated_params,
-            **more,
-        )
+        return cls(config, RuleBook.of(config), **more)
 
 
 def plan_load(
@@ -80,17 +60,18 @@ def plan_load(
         MismatchError: names, shapes, dtypes, states or groups do not fit.
         DamagedError: chunks of a tensor leave a hole or overlap.
     """
-    saved = rename_saved(metadata, options.rename)
+    config, saved = options.config, rename_saved(metadata, options.config.rename)
     metadata, matching, restored = _matched(saved, local_state, options)
-    resharding = known or resolve(metadata, local_state.model, restored, options.rules, options.replicated)
+    resharding = known or resolve(metadata, local_state.model, restored, options.rules, config.replicated_params)
     states, groups = NOTHING_MATCHED, GroupMatching((), ())
     if options.optimizer_states:
-        states = match_states(metadata, local_state, matching, options.convert_optimizer)
+        states = match_states(metadata, local_state, matching, config.convert_optimizer)
     if options.optimizer_states or options.scheduler:
         groups = match_groups(
-            metadata, local_state, options.keep_live_groups, options.optimizer_states, states.converted
+            metadata, local_state, config.param_groups == "keep_live", options.optimizer_states, states.converted
         )
-    builder = PlanBuilder(metadata, local_state, resharding.transfers, options.realign, options.rounding)
+    realign, rounding = config.eight_bit_realign == "requantize", config.on_precision_loss == "warn"
+    builder = PlanBuilder(metadata, local_state, resharding.transfers, realign, rounding)
     builder.add_all(matching, states)
     return LoadPlan(
         reads=builder.reads(),
@@ -114,8 +95,8 @@ def plan_load(
 
 def resharding_of(metadata: CheckpointMetadata, local_state: LocalState, options: LoadOptions) -> Resharding:
     """How tensor-parallel shards are resharded, the same for all data-parallel ranks of this coordinate."""
-    metadata, _, restored = _matched(rename_saved(metadata, options.rename), local_state, options)
-    return resolve(metadata, local_state.model, restored, options.rules, options.replicated)
+    metadata, _, restored = _matched(rename_saved(metadata, options.config.rename), local_state, options)
+    return resolve(metadata, local_state.model, restored, options.rules, options.config.replicated_params)
 
 
 def _matched(

@@ -26,12 +26,15 @@ _SMALL_NBYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class FragmentSource:
-    """A fragment of a live shard, the saved tensor and sources that fill it, and its offset in a row of the slot."""
+    """A fragment of a live shard, at its flat offset in each row of the slot; its saved tensor and sources there."""
 
     fragment: Fragment
     tensor: TensorMetadata
-    offset: int
     sources: ShardSources
+
+    @property
+    def offset(self) -> int:
+        return self.fragment.flat_offset
 
     def to_slot(self, row: int, row_numel: int) -> int:
         """The difference between a position in the slot and one in the live shard."""

@@ -60,13 +60,13 @@ class LogicalReader:
 
     def __init__(self, metadata: CheckpointMetadata, options: LoadOptions) -> None:
         self.metadata = metadata
-        self._policy = options.replicated
+        self._policy = options.config.replicated_params
         weights = (name for name, key in metadata.tensors if key in (MASTER, FROZEN, BUFFER))
         self._names = tuple(dict.fromkeys(weights))
         self._layouts = virtual_layouts(metadata, self._names, 1, options.rules)
         is_sharded = metadata.source.tp > 1 or metadata.source.merged_from > 1
         self._model = ModelLayout(layouts=self._layouts if is_sharded else {})
-        self._resharding = resolve(metadata, self._model, self._names, options.rules, options.replicated)
+        self._resharding = resolve(metadata, self._model, self._names, options.rules, self._policy)
         self.notes: tuple[str, ...] = self._resharding.notes
 
     def tensors(self) -> Iterator[Whole]:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.fqn import RenameRules, adopt_live_names, rename, rename_saved
 from elastic_ckpt.core.local_state import ModelLayout
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
@@ -135,7 +136,7 @@ def test_a_plan_is_made_by_the_new_names() -> None:
     with pytest.raises(MismatchError) as caught:
         plan_load(metadata, engine, LoadOptions())
     assert '"rename"' in str(caught.value.remedy)
-    plan = plan_load(metadata, engine, LoadOptions(rename=[(r"^net\.", "body.")]))
+    plan = plan_load(metadata, engine, LoadOptions(ElasticConfig(rename=[(r"^net\.", "body.")])))
     assert names_of(plan, MASTER, "restored") == ("body.0.w", "body.1.w")
     assert names_of(plan, BUFFER, "restored") == ("body.mask",)
     assert plan.reads.items == plan_load(saved_as(metadata, "body."), engine, LoadOptions()).reads.items
@@ -203,5 +204,5 @@ def test_a_frozen_tied_parameter_and_a_tied_buffer_are_found_too() -> None:
 
 def test_ties_are_looked_for_behind_the_renames() -> None:
     engine = replace(live({"head": (2, 5)}), model=ModelLayout(ties={"head": ("body.embedding",)}))
-    plan = plan_load(saved({"net.embedding": (2, 5)}), engine, LoadOptions(rename=[("^net", "body")]))
+    plan = plan_load(saved({"net.embedding": (2, 5)}), engine, LoadOptions(ElasticConfig(rename=[("^net", "body")])))
     assert names_of(plan, MASTER, "restored") == ("head",)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.local_state import LiveGroup, LocalState
 from elastic_ckpt.core.metadata import FROZEN, CheckpointMetadata
 from elastic_ckpt.errors import MismatchError
@@ -18,7 +19,7 @@ from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from tests.simulation import ADAM, TWO, live, names_of, saved
 
 SLOW = {**ADAM, "lr": 1e-4}
-KEEP_LIVE = LoadOptions(keep_live_groups=True)
+KEEP_LIVE = LoadOptions(ElasticConfig(param_groups="keep_live"))
 
 
 def two_groups(

@@ -13,6 +13,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.local_state import FlatPartition, Fragment, LiveGroup, LocalState, ModelLayout, RankCoordinates
 from elastic_ckpt.core.metadata import (
@@ -392,7 +393,7 @@ def test_a_whole_state_of_another_shape_or_precision_does_not_fit() -> None:
     ):
         engine = one_flat_each(shapes, [live], dp=1, rank=0, replicated=False)
         with pytest.raises(MismatchError, match=problem) as caught:
-            plan_load(metadata, engine, LoadOptions(rounding=False))
+            plan_load(metadata, engine, LoadOptions(ElasticConfig(on_precision_loss="error")))
         assert caught.value.parameter == "a"
 
 
@@ -494,7 +495,11 @@ def test_codes_become_values_where_the_live_optimizer_keeps_values(tmp_path: Pat
     disk = Disk()
     states, part = coded_states(disk, TWO)
     live = LiveState("state1", "float32", initial=0.5)
-    plan = plan_load(catalog_of(disk, TWO, states), engine_of(TWO, [live], numel=18), LoadOptions(realign=False))
+    plan = plan_load(
+        catalog_of(disk, TWO, states),
+        engine_of(TWO, [live], numel=18),
+        LoadOptions(ElasticConfig(eight_bit_realign="error")),
+    )
     slot = slot_of(plan, "state1")
     assert (slot.dtype, slot.numel, slot.gaps, slot.fill) == ("float32", 18, (FlatRange(16, 18),), 0.5)
     assert ([slot.key for slot in plan.reads.slots], plan.blocks) == ([MASTER, "state1"], 0)
@@ -511,7 +516,7 @@ def test_values_become_codes_where_the_live_optimizer_keeps_codes(tmp_path: Path
     values = decoded(got["state1"], got["absmax1"], FOUR)
     assert (np.abs(values - part.values) <= (FOUR.codebook.bound + ROUNDING) * np.repeat(got["absmax1"], 4)[:6]).all()
     with pytest.raises(MismatchError, match="quantized anew") as caught:
-        plan_load(metadata, engine_of({"a": (6,)}, [CODED]), LoadOptions(realign=False))
+        plan_load(metadata, engine_of({"a": (6,)}, [CODED]), LoadOptions(ElasticConfig(eight_bit_realign="error")))
     assert str(caught.value.found).startswith("2 of 2 blocks")
 
 
@@ -524,7 +529,7 @@ def test_partitions_of_whole_blocks_are_loaded_exactly_at_any_degree(tmp_path: P
     for rank in range(dp):
         step = 16 // dp
         engine = engine_of(shapes, [CODED], numel=step, dp=dp, rank=rank, fragments=cut(shapes, step, rank))
-        plan = plan_load(metadata, engine, LoadOptions(realign=False))
+        plan = plan_load(metadata, engine, LoadOptions(ElasticConfig(eight_bit_realign="error")))
         assert plan.reads.requantize_items == ()
         got = loaded(plan, disk, tmp_path)
         values = decoded(got["state1"], got["absmax1"], FOUR)
@@ -541,10 +546,10 @@ def test_without_realignment_a_plan_that_would_quantize_anew_is_refused() -> Non
         engine = engine_of(shapes, [CODED], numel=step, dp=3, rank=rank, fragments=cut(shapes, step, rank))
         assert plan_load(metadata, engine, LoadOptions()).reads.requantize_items or rank == 0
         if not found:
-            plan_load(metadata, engine, LoadOptions(realign=False))
+            plan_load(metadata, engine, LoadOptions(ElasticConfig(eight_bit_realign="error")))
             continue
         with pytest.raises(MismatchError, match="8-bit blocks of state1 would have to be quantized anew") as caught:
-            plan_load(metadata, engine, LoadOptions(realign=False))
+            plan_load(metadata, engine, LoadOptions(ElasticConfig(eight_bit_realign="error")))
         assert "eight_bit_realign" in str(caught.value.expected)
         assert "eight_bit_realign" in str(caught.value.remedy)
         assert "align_partitions" in str(caught.value.remedy)
@@ -560,7 +565,7 @@ def test_without_realignment_blocks_may_still_be_split_or_cut_short() -> None:
     metadata = catalog_of(disk, {"a": (16,)}, states)
     for rank in range(2):
         engine = engine_of({"a": (16,)}, [CODED], numel=12, dp=2, rank=rank, fragments=cut({"a": (16,)}, 12, rank))
-        plan = plan_load(metadata, engine, LoadOptions(realign=False))
+        plan = plan_load(metadata, engine, LoadOptions(ElasticConfig(eight_bit_realign="error")))
         assert plan.reads.requantize_items
 
 
@@ -572,7 +577,11 @@ def test_the_second_row_is_refused_as_well_as_the_first() -> None:
     states = {("a", "m"): TensorMetadata("a", "m", (2, 4), "uint8", chunks)}
     live = LiveState("m", "uint8", rows=2, blocks=FOUR)
     with pytest.raises(MismatchError, match="quantized anew") as caught:
-        plan_load(catalog_of(disk, shapes, states), engine_of(shapes, [live]), LoadOptions(realign=False))
+        plan_load(
+            catalog_of(disk, shapes, states),
+            engine_of(shapes, [live]),
+            LoadOptions(ElasticConfig(eight_bit_realign="error")),
+        )
     assert str(caught.value.found).startswith("1 of 1 blocks")
 
 

@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.local_state import FlatPartition, Fragment, ModelLayout, RankCoordinates
 from elastic_ckpt.core.metadata import (
@@ -287,7 +288,7 @@ def test_a_flat_tensor_of_parameters_that_were_all_frozen_gets_no_states() -> No
 def test_frozen_weights_that_would_lose_precision_as_masters_are_refused(was: str, now: str) -> None:
     metadata = saved({"a.weight": (2, 5)}, dtype="bfloat16", wholes={("b.weight", FROZEN): ((3,), was)})
     with pytest.raises(MismatchError, match="lose precision") as caught:
-        plan_load(metadata, live(TWO, dtype=now), LoadOptions(rounding=False))
+        plan_load(metadata, live(TWO, dtype=now), LoadOptions(ElasticConfig(on_precision_loss="error")))
     assert caught.value.parameter == "b.weight"
 
 
@@ -325,7 +326,9 @@ def test_another_shape_of_a_buffer_is_an_error_even_when_not_strict(key: str) ->
 )
 def test_a_master_that_would_lose_precision_is_refused(source: str, target: str) -> None:
     with pytest.raises(MismatchError, match="lose precision") as caught:
-        plan_load(saved(TWO, dtype=source), live(TWO, dtype=target), LoadOptions(rounding=False))
+        plan_load(
+            saved(TWO, dtype=source), live(TWO, dtype=target), LoadOptions(ElasticConfig(on_precision_loss="error"))
+        )
     assert caught.value.parameter == "a.weight"
     assert caught.value.file == "/ckpt/tag/states.pt"
     assert source in str(caught.value.found)

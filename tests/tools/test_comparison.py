@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from elastic_ckpt.cli.output import print_json, printable
+from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.metadata import (
     CheckpointMetadata,
@@ -69,9 +70,9 @@ def test_a_vector_that_is_whole_by_its_shape_alone_is_no_drifted_copy(tmp_path: 
         source, (SourceFile(str(path), 16),), {"b": SavedParameter((2,), 0, ())}, tensors, ({},)
     )
     with pytest.raises(MismatchError, match="by their shapes alone"):
-        LogicalReader(metadata, LoadOptions(replicated="first")).compare_copies(ReadOptions())
+        LogicalReader(metadata, LoadOptions(ElasticConfig(replicated_params="first"))).compare_copies(ReadOptions())
     book = RuleBook((Rule(pattern="b", kind="replicated"),))
-    reader = LogicalReader(metadata, LoadOptions(replicated="first", rules=book))
+    reader = LogicalReader(metadata, LoadOptions(ElasticConfig(replicated_params="first"), book))
     assert "the first was taken" in reader.compare_copies(ReadOptions())[0]
 
 

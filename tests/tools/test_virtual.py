@@ -12,6 +12,7 @@ from deepspeed.runtime.utils import partition_balanced
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.local_state import LocalState
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
 from elastic_ckpt.core.state_kinds import REPLICATED, WHOLE, BlockFormat, Codebook
@@ -153,7 +154,7 @@ def test_ranks_of_an_unchanged_zero_3_job_read_their_own_buffers(zero_stage: int
 
 
 def test_names_are_those_after_the_users_renames() -> None:
-    job = job_of(saved({"old.a": (4,), "b": (3,)}), LoadOptions(rename=((r"^old\.", "new."),)), dp=2)
+    job = job_of(saved({"old.a": (4,), "b": (3,)}), LoadOptions(ElasticConfig(rename=[(r"^old\.", "new.")])), dp=2)
     plan = job.planned(0)[1]
     assert [flat.members for flat in job.local_state(0).flats] == [("new.a", "b")]
     assert {outcome.names for outcome in plan.outcomes if outcome.role == MASTER} == {("b", "new.a")}

@@ -115,7 +115,7 @@ def _convert(
     rules = known_rules(metadata, metadata.parameters, load.rules)
     read = ReadOptions(threads=1, chunk_nbytes=chunk_nbytes, staging_nbytes=chunk_nbytes)
     files = [*parameter_files(reader, rules, read), *_other_files(opened)]
-    facts = (_VERSION, target.name, load.rules, load.replicated, load.rename, state_options(config))
+    facts = (_VERSION, target.name, load.rules, config.replicated_params, config.rename, state_options(config))
     before = fingerprint(metadata.files, *facts)
     with Workplace(target, before, restart) as place:
         notes = metadata.notes + reader.notes + reader.compare_copies(read) + notes_on(metadata, rules)

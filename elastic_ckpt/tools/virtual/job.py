@@ -77,7 +77,7 @@ class VirtualJob:
     """A job that would resume a checkpoint, renamed by ``rename``; :class:`ElasticCkptError` if it cannot exist."""
 
     def __init__(self, metadata: CheckpointMetadata, topology: Topology, options: LoadOptions) -> None:
-        metadata = rename_saved(metadata, options.rename)
+        metadata = rename_saved(metadata, options.config.rename)
         saved = metadata.source
         unchanged = (topology.dp, topology.tp, topology.pp) == (saved.dp, saved.tp, saved.pp)
         if unchanged and saved.format == "native" and saved.zero_stage == 3:
@@ -85,7 +85,7 @@ class VirtualJob:
             metadata = replace(metadata, buffers_of_this_rank=True)
         self.metadata = metadata
         self.topology = topology
-        self.options = replace(options, rename=())
+        self.options = replace(options, config=options.config.model_copy(update={"rename": []}))
         self._state_keys = keys_by_name(metadata)
         self._resharding: dict[tuple[int, int], Resharding] = {}
         self._keys = dict.fromkeys(metadata.parameters, MASTER)
