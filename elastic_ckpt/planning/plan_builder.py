@@ -79,12 +79,8 @@ class PlanBuilder:
             by_flat[fragment.flat].append(fragment)
         for flat in self._local_state.flats:
             fragments = by_flat[flat.index]
-            parts = [
-                self._part(fragment, weights_key(self._metadata, fragment.name))
-                for fragment in fragments
-                if fragment.name in matching.restored
-            ]
-            self._add_elements(flat, LiveState(MASTER, flat.dtype), parts, flat.numel)
+            masters = StateLink(LiveState(MASTER, flat.dtype), MASTER)
+            self._add_state(flat, masters, fragments, [each for each in fragments if each.name in matching.restored])
             stateful = [fragment for fragment in fragments if fragment.name in states.stateful]
             for link in states.links.get(flat.index, ()):
                 self._add_state(flat, link, fragments, stateful)
@@ -116,7 +112,7 @@ class PlanBuilder:
     def _add_state(
         self, flat: FlatPartition, link: StateLink, fragments: Sequence[Fragment], restored: Sequence[Fragment]
     ) -> None:
-        """One optimizer state of one flat partition; the ``restored`` fragments have it. Both are in flat order."""
+        """Masters or a state of one flat partition; the ``restored`` fragments have it. Both are in flat order."""
         live, numel = link.live, flat.numel
         shape: tuple[int, ...] = ()
         restored = restored if link.source else ()
@@ -128,19 +124,27 @@ class PlanBuilder:
             return
         if live.layout == WHOLE:
             numel, shape = math.prod(live.shape), live.shape
-            restored = [replace(f, shape=shape, range=FlatRange(0, numel), flat_offset=0) for f in restored]
+            restored = [replace(each, shape=shape, range=FlatRange(0, numel), flat_offset=0) for each in restored]
         elif live.layout == TOUCHED:
             restored, numel = _touched(fragments, restored)
             shape = (numel,)
-        for fragment in restored:
-            if live.layout in (WHOLE, TOUCHED) and self._is_resharded(fragment.name):
-                raise _cannot_reshard(fragment.name, live.key)
         parts = [self._part(fragment, link.source) for fragment in restored]
-        self._add_elements(flat, live, parts, numel, shape)
+        for part in parts:
+            name, own = part.fragment.name, part.fragment.shape
+            if not self._is_resharded(name):
+                self._check_shape(part.tensor, own if live.rows == 1 else (live.rows, *own))
+            elif live.layout in (WHOLE, TOUCHED):
+                raise _cannot_reshard(name, live.key)
+        if live.blocks is not None or any(_is_quantized(part.tensor) for part in parts):
+            self._add_quantized(flat, live, parts, numel)
+            return
+        dtype = live.dtype or (parts[0].tensor.dtype if parts else flat.dtype)
+        for part in parts:
+            self._check_dtype(part, live.key, part.tensor.dtype, dtype)
+        self._add_values(_state_slot(flat, live, live.rows * numel, dtype, shape), parts)
 
     def _add_whole(self, whole: WholeTensor) -> None:
-        key = weights_key(self._metadata, whole.name) if whole.key == FROZEN else whole.key
-        part = self._part(Fragment(whole.name, whole.shape, whole.range, -1, 0), key)
+        part = self._part(Fragment(whole.name, whole.shape, whole.range, -1, 0), whole.key)
         saved = part.tensor.dtype
         if not self._is_resharded(whole.name):
             self._check_shape(part.tensor, whole.shape)
@@ -158,9 +162,9 @@ class PlanBuilder:
             self._converted.setdefault((whole.key, saved, whole.dtype), []).append(whole.name)
 
     def _part(self, fragment: Fragment, key: str) -> FragmentSource:
-        name = fragment.name
-        tensor = self._tensor(name, key)
-        resharded = self._resharding.get((name, key)) or self._resharding.get((name, ""))
+        name, is_weights = fragment.name, key in (MASTER, FROZEN)
+        tensor = self._tensor(name, weights_key(self._metadata, name) if is_weights else key)
+        resharded = self._resharding.get((name, tensor.key)) or self._resharding.get((name, ""))
         return FragmentSource(fragment, tensor, resharded or copied(self._shard_of(tensor), math.prod(fragment.shape)))
 
     def _shard_of(self, tensor: TensorMetadata) -> int:
@@ -168,27 +172,6 @@ class PlanBuilder:
 
     def _is_resharded(self, name: str) -> bool:
         return (name, "") in self._resharding
-
-    def _add_elements(
-        self,
-        flat: FlatPartition,
-        live: LiveState,
-        parts: Sequence[FragmentSource],
-        numel: int,
-        shape: tuple[int, ...] = (),
-    ) -> None:
-        """A tensor of ``rows`` times ``numel`` elements, filled from parts sorted by offset; ``shape``: if its own."""
-        for part in parts:
-            if not self._is_resharded(part.fragment.name):
-                own = part.fragment.shape
-                self._check_shape(part.tensor, own if live.rows == 1 else (live.rows, *own))
-        dtype = live.dtype or (parts[0].tensor.dtype if parts else flat.dtype)
-        if live.blocks is not None or any(_is_quantized(part.tensor) for part in parts):
-            self._add_quantized(flat, live, parts, numel)
-            return
-        for part in parts:
-            self._check_dtype(part, live.key, part.tensor.dtype, dtype)
-        self._add_values(_state_slot(flat, live, live.rows * numel, dtype, shape), parts)
 
     def _add_values(self, slot: Slot, parts: Sequence[FragmentSource]) -> None:
         """A slot filled with values: unchanged, converted or summed."""

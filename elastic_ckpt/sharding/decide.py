@@ -115,24 +115,10 @@ def decided_layouts(
     errors: dict[str, ElasticCkptError] = {}
     for name in names:
         try:
-            layouts[name] = _layout(decider, _saved_tensor(metadata, name), tp)
+            layouts[name] = _layout(decider, name, tp)
         except ElasticCkptError as error:
             errors[name] = error
     return layouts, errors
-
-
-def _saved_tensor(metadata: CheckpointMetadata, name: str) -> TensorMetadata:
-    tensor = tensor_of(metadata, name)
-    if tensor is None:
-        raise DamagedError(
-            "the checkpoint lists this parameter, but has no weights of it",
-            parameter=name,
-            file=metadata.source.folder,
-            expected="its fp32 master weights, or frozen weights",
-            found="none",
-            remedy="files are missing: restore the folder from its original, or take another tag",
-        )
-    return tensor
 
 
 def known_rules(metadata: CheckpointMetadata, names: Iterable[str], book: RuleBook) -> dict[str, Rule | None]:
@@ -160,7 +146,17 @@ def _known_rule(decider: Decider, name: str) -> Rule | None:
     return chosen.rule if parts is None else chosen.rule.model_copy(update={"sub_parameters": parts})
 
 
-def _layout(decider: Decider, tensor: TensorMetadata, tp: int) -> LiveLayout:
+def _layout(decider: Decider, name: str, tp: int) -> LiveLayout:
+    tensor = tensor_of(decider.metadata, name)
+    if tensor is None:
+        raise DamagedError(
+            "the checkpoint lists this parameter, but has no weights of it",
+            parameter=name,
+            file=decider.metadata.source.folder,
+            expected="its fp32 master weights, or frozen weights",
+            found="none",
+            remedy="files are missing: restore the folder from its original, or take another tag",
+        )
     if len(tensor.shard_shapes) == tp:
         return LiveLayout(tensor.shard_shapes)
     chosen: RuleSource | None = None
