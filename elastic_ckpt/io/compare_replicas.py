@@ -11,14 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, MASTER, SourceFile
-from elastic_ckpt.core.read_plan import (
-    ReadItem,
-    ReadPlan,
-    ReplicaCheck,
-    RequantizeItem,
-    Slot,
-    in_file_order,
-)
+from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, ReplicaCheck, RequantizeItem, Slot, in_file_order
 from elastic_ckpt.errors import MismatchError, listed
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.reader import execute

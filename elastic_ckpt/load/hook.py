@@ -14,13 +14,7 @@ from elastic_ckpt import config as elastic_config
 from elastic_ckpt import distributed
 from elastic_ckpt.config import ElasticConfig, requires_elastic
 from elastic_ckpt.engines.checks import warn_of_incomplete_saves
-from elastic_ckpt.engines.compat import (
-    ds_config,
-    has_optimizer,
-    load_universal_flag,
-    separate_steps,
-    universal_flag,
-)
+from elastic_ckpt.engines.compat import ds_config, has_optimizer, load_universal_flag, separate_steps, universal_flag
 from elastic_ckpt.engines.training_state import LoadArguments, restores_states
 from elastic_ckpt.errors import (
     ConfigError,
@@ -73,12 +67,8 @@ def _initialize(original: Callable[..., None], engine: Any, *args: Any, **kwargs
 
 
 def _load_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
-    arguments = replace(LoadArguments(*args, **kwargs), has_optimizer=has_optimizer(engine))
-    return _load_or_delegate(engine, arguments, functools.partial(original, engine))
-
-
-def _load_or_delegate(engine: Any, arguments: LoadArguments, own: Callable[..., Any]) -> Any:
     """Decide, the same way on every rank, who loads; then load."""
+    arguments = replace(LoadArguments(*args, **kwargs), has_optimizer=has_optimizer(engine))
     engine.elastic_report = None
     config, found = _find(engine, arguments)
     if found is not None:
@@ -94,7 +84,7 @@ def _load_or_delegate(engine: Any, arguments: LoadArguments, own: Callable[..., 
             expected="a checkpoint, since the mode is 'require'",
             found="none",
         )
-    return _delegate(engine, arguments, found, own)
+    return _delegate(engine, arguments, found, functools.partial(original, engine))
 
 
 def _find(engine: Any, arguments: LoadArguments) -> tuple[ElasticConfig, Found | None]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.local_state import ModelLayout
@@ -51,43 +51,42 @@ def compare_replicas(
     lane = at.tp_rank * at.dp + at.dp_rank
     if at.pp == 1:
         wanted = [*_of_tied(metadata, names, with_states), *_of_stage(metadata, resharding, names, with_states)]
-        return tuple(map(_comparison, _dealt(wanted, lane, lanes)))
-    of_all = [one for one in _of_tied(of_job or metadata, model.names, with_states) if one.key != BUFFER]
-    known = {(one.name, one.key) for one in of_all}
-    alone = [one for one in _of_tied(metadata, names, with_states) if (one.name, one.key) not in known]
+        return tuple(_dealt(wanted, lane, lanes))
+    of_all = [one for one in _of_tied(of_job or metadata, model.names, with_states) if one.check.key != BUFFER]
+    known = {(one.check.name, one.check.key) for one in of_all}
+    tied = _of_tied(metadata, names, with_states)
+    alone = [one for one in tied if (one.check.name, one.check.key) not in known]
     alone += _of_stage(metadata, resharding, names, with_states)
     mine = _dealt(of_all, at.pp_rank * lanes + lane, at.pp * lanes)
-    return tuple(map(_comparison, [*mine, *_dealt(alone, lane, lanes)]))
+    return (*mine, *_dealt(alone, lane, lanes))
 
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """A comparison, or a range of its elements, not yet located in files; numbered within its tensor."""
+    """A comparison whose replicas are not yet located in files: tensor and sources of each."""
 
-    name: str
-    key: str
-    number: int
+    check: ReplicaCheck
     copies: Sequence[tuple[TensorMetadata, ShardSources]]
-    taken: str = FIRST
-    is_guess: bool = False
-
-    @property
-    def numel(self) -> int:
-        return sum(copy.numel for _, copy in self.copies[0][1].copies)
 
     @property
     def cost(self) -> int:
         """In bytes."""
-        return sum(self.numel * ITEMSIZE[tensor.dtype] + _READ_NBYTES for tensor, _ in self.copies)
+        return sum(self.check.numel * ITEMSIZE[tensor.dtype] + _READ_NBYTES for tensor, _ in self.copies)
+
+    def part(self, start: int, stop: int) -> ReplicaCheck:
+        """The check of a range of its elements."""
+        found = (read_items(*copy, FlatRange(start, stop), to_slot=-start) for copy in self.copies)
+        replicas = tuple(map(rows_in_order, found))
+        return replace(self.check, numel=stop - start, replicas=replicas, start=start, whole_numel=self.check.numel)
 
 
-def _dealt(wanted: Sequence[_Wanted], lane: int, lanes: int) -> Iterator[tuple[_Wanted, FlatRange]]:
+def _dealt(wanted: Sequence[_Wanted], lane: int, lanes: int) -> Iterator[ReplicaCheck]:
     """What begins in span ``lane`` of ``lanes`` equal ones, in whole grains."""
     total = sum(one.cost for one in wanted)
     first, last = (total * border // lanes for border in (lane, lane + 1))
     base = 0
     for one in wanted:
-        numel, cost = one.numel, one.cost
+        numel, cost = one.check.numel, one.cost
         if numel and base < last and base + cost > first:
             grains = -(-numel // GRAIN_NUMEL)
             # grain g begins at base + g * GRAIN_NUMEL * cost / numel
@@ -95,7 +94,7 @@ def _dealt(wanted: Sequence[_Wanted], lane: int, lanes: int) -> Iterator[tuple[_
                 min(max(-(-(border - base) * numel // (cost * GRAIN_NUMEL)), 0), grains) for border in (first, last)
             )
             if start < stop:
-                yield one, FlatRange(start * GRAIN_NUMEL, min(stop * GRAIN_NUMEL, numel))
+                yield one.part(start * GRAIN_NUMEL, min(stop * GRAIN_NUMEL, numel))
         base += cost
 
 
@@ -118,7 +117,8 @@ def _of_tied(metadata: CheckpointMetadata, names: frozenset[str], with_states: b
         pairs = [(replica, shard) for replica in metadata.replicas[tensor.name, tensor.key] for shard in shards]
         for number, (replica, shard) in enumerate(pairs, 1):
             both = [(tensor, copied_shard(tensor, shard)), (replica, copied_shard(replica, shard))]
-            yield _Wanted(tensor.name, tensor.key, number, both)
+            numel = math.prod(tensor.shard_shapes[shard])
+            yield _Wanted(ReplicaCheck(tensor.name, tensor.key, numel, (), number=number), both)
 
 
 def _of_stage(
@@ -136,23 +136,13 @@ def _of_stage(
             taken = MEAN if transfer is not None and transfer.scale is not None else FIRST
             every = [(tensor, copied_shard(tensor, shard)) for shard in range(len(tensor.shard_shapes))]
             is_guess = name in resharding.guessed and (key == BUFFER or len(tensor.shard_shapes[0]) > 1)
-            yield _Wanted(name, key, 0, every, taken, is_guess)
-        for number, (first, second) in enumerate(
-            resharding.overlaps.get(name, ()), 1
-        ):  # negative, unlike those of tied replicas
-            yield _Wanted(name, key, -number, [(tensor, ShardSources((first,))), (tensor, ShardSources((second,)))])
+            yield _Wanted(ReplicaCheck(name, key, math.prod(tensor.shard_shapes[0]), (), taken, is_guess), every)
+        # numbers are negative, unlike those of tied replicas
+        for number, pair in enumerate(resharding.overlaps.get(name, ()), 1):
+            check = ReplicaCheck(name, key, pair[0][1].numel, (), number=-number)
+            yield _Wanted(check, [(tensor, ShardSources((copy,))) for copy in pair])
 
 
 def copied_shard(tensor: TensorMetadata, shard: int) -> ShardSources:
     """One saved shard, unchanged."""
     return copied(shard, math.prod(tensor.shard_shapes[shard]))
-
-
-def _comparison(dealt: tuple[_Wanted, FlatRange]) -> ReplicaCheck:
-    one, part = dealt
-    replicas = tuple(
-        rows_in_order(read_items(tensor, sources, part, to_slot=-part.start)) for tensor, sources in one.copies
-    )
-    return ReplicaCheck(
-        one.name, one.key, part.numel, replicas, one.taken, one.is_guess, part.start, one.numel, one.number
-    )
