@@ -97,10 +97,6 @@ class UnsupportedError(ElasticCkptError):
     """This version cannot restore something exactly, and refuses it by name."""
 
 
-class UnzippedError(UnsupportedError):
-    """A file has ``torch.save``'s format from before zip archives: intact, but not readable in part."""
-
-
 class UnforeseenError(ElasticCkptError):
     """An unexpected exception, on one rank or on all."""
 

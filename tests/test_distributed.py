@@ -7,7 +7,7 @@ import torch
 
 from elastic_ckpt.distributed import all_gather, deterministic, pack, unpack
 from elastic_ckpt.errors import DamagedError, ElasticCkptError
-from elastic_ckpt.formats.pickled import TensorRef
+from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool, torch.complex64)
 RARE = (torch.uint16, torch.uint32, torch.float8_e4m3fn, torch.float8_e5m2)

@@ -32,7 +32,6 @@ def test_there_are_the_kinds_that_the_documentation_names() -> None:
         "UnsafePickleError",
         "MismatchError",
         "UnsupportedError",
-        "UnzippedError",
         "UnforeseenError",
         "PartialLoadError",
     }

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from elastic_ckpt.core.state_kinds import COMPANIONS, ELEMENTWISE, REPLICATED, TOUCHED, StateOptions, block_numel_of
 from elastic_ckpt.errors import MismatchError
-from elastic_ckpt.formats.pickled import TensorRef
+from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 
 OPAQUE = "opaque"
 #: A tensor of the state is missing or too short.

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, CheckpointMetadata, SourceFile
 from elastic_ckpt.formats.merging import shard_by_shard
 from elastic_ckpt.formats.metadata_builder import dense_tensor
-from elastic_ckpt.formats.pickled import PickledFile, TensorRef
+from elastic_ckpt.formats.pickled import PickledFile
+from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 
 _TIED = re.compile(r"^tied_modules\.[^.]+\.")
 

@@ -27,7 +27,6 @@ from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.base import Found
 from elastic_ckpt.formats.classify import DAMAGED, FRESH, OPAQUE, RankStates, SavedKind, classify
 from elastic_ckpt.formats.model_states import ModelShard
-from elastic_ckpt.formats.pickled import TensorRef
 from elastic_ckpt.formats.saved_states import (
     StatesOfOne,
     block_code,
@@ -38,6 +37,7 @@ from elastic_ckpt.formats.saved_states import (
     with_group_step,
 )
 from elastic_ckpt.formats.shards import FlatShard
+from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 
 Shape = tuple[int, ...]
 Shapes = Sequence[tuple[str, Shape]]

@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from elastic_ckpt.core.declared import Declared, declared_by
 from elastic_ckpt.core.metadata import SourceFile
 from elastic_ckpt.core.state_kinds import StateOptions
@@ -22,8 +20,10 @@ from elastic_ckpt.errors import UnsupportedError
 from elastic_ckpt.formats.base import refuse_other_saves
 from elastic_ckpt.formats.degrees import StatedDegrees, positive_int, stated_degrees
 from elastic_ckpt.formats.features import features_in
-from elastic_ckpt.formats.pickled import PickledFile, TensorRef, materialise
+from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.saved_config import config_section, run_arguments, saved_config
+from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
+from elastic_ckpt.formats.values import read_bytes
 from elastic_ckpt.formats.zero0_index import UnpartitionedState, index_unpartitioned
 
 #: DeepSpeed's counters, and the degrees of the run.
@@ -155,8 +155,8 @@ def _named_shapes(shapes: Mapping[str, Any]) -> tuple[tuple[str, Shape], ...]:
 
 def _checksum(file: PickledFile, refs: list[TensorRef]) -> int:
     crc = 0
-    for tensor in materialise(file, refs):
-        crc = zlib.crc32(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes(), crc)
+    for raw in read_bytes(file, refs):
+        crc = zlib.crc32(raw, crc)
     return crc
 
 

@@ -12,14 +12,17 @@ import os
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from elastic_ckpt.core.metadata import ITEMSIZE, MASTER, CheckpointMetadata
 from elastic_ckpt.errors import DamagedError, MismatchError
 from elastic_ckpt.formats.model_states import ModelShard
-from elastic_ckpt.formats.pickled import TensorRef
+from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
+from elastic_ckpt.formats.values import agrees_when_rounded, to_numbers
 from elastic_ckpt.formats.zero0_index import PLAIN
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _ONE_MORE = (
     "optimizer states are one step ahead of the counters, as after a phase without ZeRO in fp16 or bf16, whose "
@@ -99,7 +102,7 @@ def spot_check(
             count, start, file = min(_ELEMENTS, chunk.range.numel), chunk.range.start, metadata.files[chunk.file].path
             masters = _read(file, chunk.byte_offset, count, tensor.dtype)
             saved = _read(path, weight.byte_offset + start * ITEMSIZE[weight.dtype], count, weight.dtype)
-            if torch.equal(masters.to(saved.dtype).nan_to_num(), saved.nan_to_num()):
+            if agrees_when_rounded(masters, saved, weight.dtype):
                 continue
             is_partitioned = metadata.source.zero_stage > 0
             error, problem, remedy = _OTHER_RUN if is_partitioned else _OTHER_ORDER
@@ -114,11 +117,10 @@ def spot_check(
             )
 
 
-def _first(values: torch.Tensor) -> str:
+def _first(values: np.ndarray[Any, Any]) -> str:
     return ", ".join(f"{value:.5g}" for value in values[:4].tolist())
 
 
-def _read(path: str, offset: int, numel: int, dtype: str) -> torch.Tensor:
+def _read(path: str, offset: int, numel: int, dtype: str) -> np.ndarray[Any, Any]:
     with open(path, "rb") as stream:
-        raw = os.pread(stream.fileno(), numel * ITEMSIZE[dtype], offset)
-    return torch.frombuffer(bytearray(raw), dtype=getattr(torch, dtype))
+        return to_numbers(dtype, os.pread(stream.fileno(), numel * ITEMSIZE[dtype], offset))

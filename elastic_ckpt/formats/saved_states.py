@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-import torch
-
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, MASTER, BlockCode
 from elastic_ckpt.core.state_kinds import COMPANIONS, REPLICATED, BlockFormat, Codebook, StateOptions, codebook
 from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.formats.classify import Digest, SavedKind
-from elastic_ckpt.formats.pickled import PickledFile, TensorRef, materialise
+from elastic_ckpt.formats.pickled import PickledFile
+from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
+from elastic_ckpt.formats.values import plain_numbers, read_bytes, read_numbers, to_numbers
 
 #: Tensors up to this size are read: they might be the same on all ranks.
 _SMALL_NUMEL = 4096
@@ -71,18 +71,17 @@ def sort_states(file: PickledFile, saved: Mapping[str, Any], options: StateOptio
             opaque[key] = f"a {type(value).__name__}"
     codebooks = {key: ref for key, ref in tensors.items() if key in _QMAPS and ref.numel <= _SMALL_NUMEL}
     digested = {key: ref for key, ref in tensors.items() if key not in codebooks and _is_small(key, ref, options)}
-    small = {key: ref for key, ref in digested.items() if ref.numel <= _SMALL_NUMEL}
-    values = materialise(file, {**points, **codebooks, **small})
-    for key, ref in points.items():
-        scalars[key], forms[key] = values[key].item(), ref.dtype
+    for (key, ref), number in zip(points.items(), read_numbers(file, points.values()), strict=True):
+        scalars[key], forms[key] = number.item(), ref.dtype
+    maps = zip(codebooks, read_numbers(file, codebooks.values()), strict=True)
     return StatesOfOne(
         tensors,
         tuple(sorted(scalars.items())),
         forms,
         opaque,
-        # large ones in turn: together they might take more memory than a load may
-        {key: _digest(values[key] if key in small else materialise(file, ref)) for key, ref in digested.items()},
-        {key: codebook_of(values[key]) for key in codebooks},
+        # in turn: together they might take more memory than a load may
+        {key: _digest(ref.dtype, *read_bytes(file, [ref])) for key, ref in digested.items()},
+        {key: codebook(values.astype(float).tolist()) for key, values in maps},
         points,
     )
 
@@ -92,11 +91,10 @@ def _is_small(key: str, ref: TensorRef, options: StateOptions) -> bool:
     return is_replicated or (ref.numel <= _SMALL_NUMEL and "absmax" not in key)
 
 
-def _digest(tensor: torch.Tensor) -> Digest:
-    flat = tensor.contiguous().view(-1)
-    crc32 = zlib.crc32(flat.view(torch.uint8).numpy().tobytes())
-    ascending = flat.numel() > 1 and not flat.dtype.is_complex and bool((flat[1:] > flat[:-1]).all())
-    return Digest(crc32, ascending, flat.numel() > 1 and bool((flat == flat[0]).all()))
+def _digest(dtype: str, raw: bytes) -> Digest:
+    flat = to_numbers(dtype, raw)
+    ascending = len(flat) > 1 and flat.dtype.kind not in "cV" and bool((flat[1:] > flat[:-1]).all())
+    return Digest(zlib.crc32(raw), ascending, len(flat) > 1 and bool((flat == flat[0]).all()))
 
 
 def block_code(
@@ -195,19 +193,15 @@ def own_maps() -> Mapping[str, Codebook]:
         return {}
     from bitsandbytes.functional import create_dynamic_map  # noqa: PLC0415  an optional package
 
-    return {f"qmap{number}": codebook_of(create_dynamic_map(signed=number == 1)) for number in (1, 2)}
-
-
-def codebook_of(values: torch.Tensor) -> Codebook:
-    """A saved quantization map as data."""
-    return codebook(values.detach().float().cpu().view(-1).tolist())
+    maps = {f"qmap{number}": create_dynamic_map(signed=number == 1) for number in (1, 2)}
+    return {key: codebook(values.float().tolist()) for key, values in maps.items()}
 
 
 def read_groups(file: PickledFile, param_groups: Iterable[Mapping[str, Any]]) -> Groups:
     """Hyperparameters of every param group; tensors (a capturable ``lr``) become Python numbers."""
     groups = []
     for group in param_groups:
-        values = materialise(file, {key: value for key, value in group.items() if key not in _NOT_READ})
+        values = plain_numbers(file, {key: value for key, value in group.items() if key not in _NOT_READ})
         groups.append({key: value.item() if hasattr(value, "item") else value for key, value in values.items()})
     return tuple(groups)
 

@@ -18,7 +18,8 @@ from typing import Any
 from elastic_ckpt.core.metadata import MASTER, SourceFile
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.naming import SWAPPED_FOLDER
-from elastic_ckpt.formats.pickled import PickledFile, TensorRef
+from elastic_ckpt.formats.pickled import PickledFile
+from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 
 _SUFFIX = ".tensor.swp"
 _ID = re.compile(r"\d+_\d+")

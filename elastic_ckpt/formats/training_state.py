@@ -13,8 +13,9 @@ from elastic_ckpt.formats.assembling import Assembled
 from elastic_ckpt.formats.base import opener_of
 from elastic_ckpt.formats.degrees import positive_int
 from elastic_ckpt.formats.model_states import COUNTERS
-from elastic_ckpt.formats.pickled import PickledFile, materialise
+from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.saved_config import config_section, saved_config
+from elastic_ckpt.formats.values import materialise
 
 #: A dynamic scaler's state as in ``FP16_Optimizer.state_dict``; ``DynamicLossScaler`` adds more (loss_scaler.py).
 _DYNAMIC = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")

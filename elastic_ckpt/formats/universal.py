@@ -28,10 +28,12 @@ from elastic_ckpt.formats.merging import shard_by_shard
 from elastic_ckpt.formats.metadata_builder import MetadataBuilder, Tensors, dense_tensor, module_tensors
 from elastic_ckpt.formats.model_states import ModelShard, index_model_states
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER
-from elastic_ckpt.formats.pickled import PickledFile, TensorRef, materialise
+from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.same_save import spot_check, with_progress_compared
 from elastic_ckpt.formats.saved_states import read_groups
+from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from elastic_ckpt.formats.training_state import loss_scale_of, read_training_state
+from elastic_ckpt.formats.values import materialise, plain_numbers
 
 _NO_OPTIMIZER_FILE = (
     "the universal checkpoint has no zero/optimizer_state.pt (BLOOM's have none): the optimizer's step was taken from "
@@ -298,8 +300,7 @@ def index_state(file: PickledFile) -> StateFile:
                 f"{key} of this parameter was saved as a view that is not contiguous", parameter=name, file=file.path
             )
         return StateFile(file.path, file.nbytes, name, key, value, None, _rule_of(name, file.tree))
-    scalar = materialise(file, value)
-    scalar = scalar.item() if hasattr(scalar, "item") else scalar
+    scalar = plain_numbers(file, {key: value})[key]
     if isinstance(scalar, bool) or not isinstance(scalar, (int, float)):
         raise DamagedError(
             f"{key} of this parameter is neither a tensor nor a number",
@@ -343,8 +344,8 @@ def index_optimizer(file: PickledFile) -> OptimizerFile:
     groups = file.section("param_groups")
     states = file.tree.get("optimizer_state_dict", {}).get("state", {})
     scalars: dict[int, dict[str, float]] = {}
-    for flat, read in materialise(file, _scalars(states)).items():
-        scalars[int(flat)] = {key: v.item() if hasattr(v, "item") else v for key, v in read.items()}
+    for flat, values in _scalars(states).items():
+        scalars[int(flat)] = plain_numbers(file, values)
     return OptimizerFile(
         zero_stage=int(file.tree.get("zero_stage", 1)),
         groups=read_groups(file, groups),

@@ -16,8 +16,9 @@ from typing import Any
 from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.errors import DamagedError, LayoutError
 from elastic_ckpt.formats.classify import ELEMENTWISE_NAMES
-from elastic_ckpt.formats.pickled import PickledFile, TensorRef
+from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.saved_states import StatesOfOne, read_groups, sort_states
+from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 
 PLAIN, UNFUSED, FUSED = "plain", "unfused", "fused"
 #: Entry with the masters, which is also the live optimizer's attribute -> layout.

@@ -18,7 +18,6 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
@@ -40,9 +39,10 @@ from elastic_ckpt.formats import Found
 from elastic_ckpt.formats.features import base_groups, features_in
 from elastic_ckpt.formats.model_states import COUNTERS
 from elastic_ckpt.formats.naming import SWAPPED_FOLDER, UNIVERSAL_FOLDER, sort_names
-from elastic_ckpt.formats.pickled import PickledFile, TensorRef, is_unzipped, materialise, open_pickled, replace_leaves
-from elastic_ckpt.formats.safe_globals import safe_globals
+from elastic_ckpt.formats.pickled import PickledFile, open_pickled
 from elastic_ckpt.formats.saved_config import config_section, saved_config
+from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
+from elastic_ckpt.formats.values import plain_numbers
 from elastic_ckpt.formats.zero0_index import MASTER_ENTRIES
 from elastic_ckpt.formats.zero12 import is_legacy_with_step
 from elastic_ckpt.patches.aligned_partitions import alignment_of
@@ -62,8 +62,7 @@ def deepspeed_loads_it_right(
         engine, found, arguments: the live engine, the checkpoint, and arguments of ``load_checkpoint``.
         check_sizes: whether partitions must have the live ones' sizes, and states the step of the counters: set if
             elastic_ckpt did not understand the files.
-        own_files: whether each rank looks at its own files only: if each node saves to its own disk, or if the
-            format is too old to be read in part.
+        own_files: whether each rank looks at its own files only: if each node saves to its own disk.
     """
 
     def save() -> tuple[Any, ...] | None:
@@ -197,7 +196,7 @@ class _Comparison:
 
     def _open(self, name: str) -> PickledFile:
         if name not in self._opened:
-            self._opened[name] = _open_any(self.found.path(name))
+            self._opened[name] = open_pickled(self.found.path(name))
         return self._opened[name]
 
     def _universal_fits(self) -> bool:
@@ -297,21 +296,6 @@ class _Comparison:
         )
 
 
-def _open_any(path: str) -> PickledFile:
-    """A file's object tree. A legacy pickle archive is read whole: scalars stay tensors, the rest cannot be used."""
-    if not is_unzipped(path):
-        return open_pickled(path)
-
-    def without_data(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or not leaf.dim():
-            return leaf
-        return TensorRef(str(leaf.dtype).removeprefix("torch."), tuple(leaf.shape), tuple(leaf.stride()), byte_offset=0)
-
-    with safe_globals():
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
-    return PickledFile(path, os.path.getsize(path), replace_leaves(loaded, without_data))
-
-
 def _same_hyperparameters(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str, Any]]) -> bool:
     return [set(group) - _NOT_COMPARED for group in saved] == [set(group) - _NOT_COMPARED for group in live]
 
@@ -363,4 +347,4 @@ def _steps(file: PickledFile) -> frozenset[int]:
     state = file.section("optimizer_state_dict")
     base = state.get("base_optimizer_state", state.get("optimizer_state_dict"))
     values = base["state"].values() if isinstance(base, Mapping) else ()
-    return frozenset(int(materialise(file, value["step"])) for value in values if "step" in value)
+    return frozenset(int(plain_numbers(file, value)["step"]) for value in values if "step" in value)

@@ -24,7 +24,6 @@ from elastic_ckpt.errors import (
     NotFoundError,
     UnforeseenError,
     UnsupportedError,
-    UnzippedError,
 )
 from elastic_ckpt.formats import Found
 from elastic_ckpt.formats.detect import find_checkpoint
@@ -158,8 +157,6 @@ def _prepare_unless_left(
 
 def _is_deepspeeds(engine: Any, found: Found, arguments: LoadArguments, error: ElasticCkptError) -> bool:
     """Whether DeepSpeed's own loader restores what elastic_ckpt refuses with this error. Collective."""
-    if isinstance(error, UnzippedError):  # such files are read whole, so each rank reads only its own
-        return deepspeed_loads_it_right(engine, found, arguments, check_sizes=True, own_files=True)
     if isinstance(error, DamagedError) and not isinstance(error, LayoutError):
         return False
     if restores_states(arguments) and not arguments.load_module_strict:  # mismatches must be listed

@@ -79,7 +79,6 @@ NOT_UNDERSTOOD: dict[str, tuple[Callable[[list[str]], Change] | None, str]] = {
     "no buffer_names": (lambda models: in_all(models, lambda tree: tree.pop("buffer_names")), "lacks an entry"),
     "no ds_version": (lambda models: in_all(models, lambda tree: tree.pop("ds_version")), "lacks an entry"),
     "an exception that nobody foresaw": (None, "what nobody foresaw"),
-    "no zip archives": (lambda models: unzip, "legacy (non-zip) pickle archive"),
 }
 
 
@@ -143,9 +142,9 @@ REFUSED: dict[str, tuple[Setup, list[Any], dict[str, Any], str, list[str]]] = {
             "a missing shard": ([one_missing], {}, "LayoutError", [optimizer_of(setup, 1), "missing"]),
             # what would be left to DeepSpeed, were it not for the damage
             "no buffer_names, another step": ([no_names, of_run("shorter")], {}, "LayoutError", ["buffer_names"]),
-            "no zip archives, another step": ([of_run("shorter"), unzipped], {}, "UnzippedError", ["non-zip"]),
-            "no zip archives, truncated": ([unzipped, truncated], {}, "UnzippedError", ["non-zip"]),
-            "no zip archives, one missing": ([unzipped, one_missing], {}, "UnzippedError", ["non-zip"]),
+            "no zip archives, another step": ([of_run("shorter"), unzipped], {}, "DamagedError", [optimizer_of(setup, 1), "another save"]),
+            "no zip archives, truncated": ([unzipped, truncated], {}, "DamagedError", [optimizer_of(setup, 1), "truncated"]),
+            "no zip archives, one missing": ([unzipped, one_missing], {}, "LayoutError", [optimizer_of(setup, 1), "missing"]),
         }.items()
     },
     # in ZeRO-3 no other file has the weights that it could be compared with
@@ -154,7 +153,6 @@ REFUSED: dict[str, tuple[Setup, list[Any], dict[str, Any], str, list[str]]] = {
     "z1: custom_load_fn, one missing": (Setup(1), [one_missing], CUSTOM, "UnsupportedError", ["custom_load_fn"]),
     # with "mode": "require" nothing is left to DeepSpeed
     "z1: no buffer_names, required": (Setup(1), [no_names], REQUIRED, "LayoutError", ["buffer_names"]),
-    "z1: no zip archives, required": (Setup(1), [unzipped], REQUIRED, "UnzippedError", ["non-zip"]),
 }  # fmt: skip
 
 
@@ -180,14 +178,14 @@ def test_what_is_damaged_or_of_another_save_is_not_left_to_deepspeed(name: str, 
     assert not any(line.startswith(OWN_LOADER) for line in refused.lines)
 
 
-def test_elsewhere_a_file_without_a_zip_archive_is_called_what_it_is(
+def test_files_that_are_no_zip_archives_are_loaded_at_any_topology(
     launch: Launch, saved: dict[str, Path], tmp_path: Path
 ) -> None:
-    folder = changed(saved["run"] / f"{Setup(1).name}-dp2", tmp_path / "copy", unzip)
-    for ranks, setup in ((3, Setup(1)), (2, Setup(3))):
-        (refused,) = launch(ranks, "refusal_jobs.refuse", [{"folder": folder, "setup": setup}])
-        (text,) = refused.texts
-        assert "UnzippedError" in refused.kinds and refused.changed == set()
-        for words in ("legacy (non-zip) pickle archive", "not supported yet", '"checkpoint_serialization": true'):
-            assert words in text
-        assert not any(line.startswith(OWN_LOADER) for line in refused.lines)
+    cases = []
+    for was, now in ((Setup(1), Setup(3)), (Setup(3), Setup(2)), (Setup(2, "bf16"), Setup(2, "bf16"))):
+        source = saved["run"] / f"{was.name}-dp2"
+        folder = changed(source, tmp_path / was.name, unzip)
+        cases.append({"name": was.name, "setup": now, "folder": folder, "truth": str(source), "fails": False})
+    for load in launch(3, "fallback_jobs.left", cases):
+        assert load.report is not None and load.differences == {}, load.where
+        assert load.client_state["note"] == "hello"

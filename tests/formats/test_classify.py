@@ -22,7 +22,7 @@ from elastic_ckpt.formats.classify import (
     SavedKind,
     classify,
 )
-from elastic_ckpt.formats.pickled import TensorRef
+from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 
 Shape = tuple[int, ...]
 #: The same bytes, and ascending: what every rank has of a quantization map.

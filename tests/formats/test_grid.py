@@ -33,7 +33,7 @@ from elastic_ckpt.formats.grid import Grid, grid_of
 from elastic_ckpt.formats.layers import LayerShard, with_layers
 from elastic_ckpt.formats.merging import merge_shards, merge_stages
 from elastic_ckpt.formats.model_states import ModelShard
-from elastic_ckpt.formats.pickled import TensorRef
+from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 
 # --- ranks ------------------------------------------------------------------------------------------------------
 

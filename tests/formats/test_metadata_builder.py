@@ -13,9 +13,9 @@ from elastic_ckpt.formats.classify import SavedKind
 from elastic_ckpt.formats.merging import shard_by_shard
 from elastic_ckpt.formats.metadata_builder import MetadataBuilder, dense_tensor, refuse_view
 from elastic_ckpt.formats.naming import sort_names
-from elastic_ckpt.formats.pickled import TensorRef
 from elastic_ckpt.formats.saved_states import StatesOfOne
 from elastic_ckpt.formats.shards import FlatShard
+from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from tests.formats.test_grid import model
 
 SHAPES = [("a", (2, 3)), ("b", (2,))]

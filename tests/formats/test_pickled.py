@@ -20,8 +20,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elastic_ckpt.errors import DamagedError, ElasticCkptError, UnsafePickleError, UnsupportedError, UnzippedError
-from elastic_ckpt.formats.pickled import PickledFile, TensorRef, materialise, open_pickled
+from elastic_ckpt.errors import DamagedError, ElasticCkptError, UnsafePickleError, UnsupportedError
+from elastic_ckpt.formats.pickled import PickledFile, open_pickled
+from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
+from elastic_ckpt.formats.values import materialise
 
 #: Written by tests that run under hypothesis: one folder for all examples is enough.
 REUSED_FOLDER = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -45,7 +47,7 @@ def by_hand(path: str, ref: TensorRef) -> torch.Tensor:
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    dense = tensor.detach().to_dense().resolve_conj().contiguous()
+    dense = tensor.detach().to_dense().resolve_conj().clone(memory_format=torch.contiguous_format)
     return dense.view(-1).view(torch.uint8).numpy().tobytes()
 
 
@@ -169,7 +171,8 @@ def test_containers_keep_their_kind_and_order(tmp_path: Path) -> None:
     assert list(file.tree["ordered"]) == ["z", "a"]
     assert type(file.tree["nested"][0]) is tuple
     assert ref(file, "nested", 1, "deep", "deeper").shape == (3,)
-    assert type(file.tree["size"]) is torch.Size
+    assert file.tree["size"] == (2, 3)
+    assert type(materialise(file, file.tree)["size"]) is torch.Size
 
 
 def test_opening_reads_no_tensor_data(tmp_path: Path) -> None:
@@ -358,13 +361,36 @@ def test_what_is_not_a_zip_archive_is_damage(tmp_path: Path, content: bytes) -> 
     assert str(len(content)) in str(caught.value.found)
 
 
-def test_the_old_format_of_torch_save_is_called_what_it_is(tmp_path: Path) -> None:
-    path = str(tmp_path / "file.pt")
-    torch.save(TREE, path, _use_new_zipfile_serialization=False)
-    with pytest.raises(UnzippedError, match=r"legacy \(non-zip\) pickle archive") as caught:
+def legacy(folder: Path, tree: Any) -> str:
+    path = str(folder / "legacy.pt")
+    torch.save(tree, path, _use_new_zipfile_serialization=False)
+    return path
+
+
+@settings(REUSED_FOLDER, max_examples=30)
+@given(st.lists(strided(), min_size=1, max_size=4))
+def test_the_old_format_of_torch_save_is_read_like_the_new_one(tmp_path: Path, views: list[torch.Tensor]) -> None:
+    views = [view for view in views if view.numel()]
+    path = legacy(tmp_path, {**TREE, "views": views, "shared": [view[:1] for view in views if view.dim()]})
+    file = open_pickled(path)
+    for number, view in enumerate(views):
+        assert torch.equal(by_hand(path, ref(file, "views", number)), view)
+    assert spelled_out(materialise(file, file.tree)) == as_torch_loads(path)
+
+
+def test_pickles_of_the_old_format_may_be_longer_than_its_first_part(tmp_path: Path) -> None:
+    path = legacy(tmp_path, {"text": "x" * 3_000_000, "weight": torch.arange(5.0)})
+    file = open_pickled(path)
+    assert by_hand(path, ref(file, "weight")).tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("kept", [0.2, 0.9, 0.999])
+def test_a_truncated_file_of_the_old_format_is_damage(tmp_path: Path, kept: float) -> None:
+    path = legacy(tmp_path, {"weight": torch.ones(3000)})
+    raw = Path(path).read_bytes()
+    Path(path).write_bytes(raw[: int(kept * len(raw))])
+    with pytest.raises(DamagedError, match="truncated or unreadable"):
         open_pickled(path)
-    assert '"checkpoint_serialization": true' in str(caught.value.remedy)
-    assert "damaged" not in str(caught.value) and "truncated" not in str(caught.value)
 
 
 def test_a_zip_archive_of_something_else_is_damage(tmp_path: Path) -> None:
@@ -389,15 +415,14 @@ def test_an_archive_that_was_compressed_since_is_damage(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_an_archive_that_was_packed_anew_is_damage(tmp_path: Path, order: int) -> None:
-    """torch does not look where its records lie: it adds up what it would have written itself."""
+def test_an_archive_that_was_packed_anew_is_read_where_its_records_are(tmp_path: Path, order: int) -> None:
     plain, packed = saved(tmp_path, {"a": torch.arange(10.0), "b": torch.arange(100.0, 105.0)}), tmp_path / "packed.pt"
     with zipfile.ZipFile(plain) as source, zipfile.ZipFile(packed, "w", zipfile.ZIP_STORED) as target:
         for entry in source.infolist()[::order]:
             target.writestr(entry.filename, source.read(entry))
-    assert torch.load(packed, weights_only=True)["b"].tolist() == [100.0, 101.0, 102.0, 103.0, 104.0]
-    with pytest.raises(DamagedError, match="packed anew"):
-        open_pickled(str(packed))
+    file = open_pickled(str(packed))
+    assert by_hand(file.path, ref(file, "a")).tolist() == list(range(10))
+    assert by_hand(file.path, ref(file, "b")).tolist() == [100.0, 101.0, 102.0, 103.0, 104.0]
 
 
 @settings(REUSED_FOLDER, max_examples=60)
@@ -479,7 +504,7 @@ def test_a_file_that_was_saved_without_checksums_is_read(tmp_path: Path) -> None
 def test_a_file_shorter_than_its_tensors_claim_is_damage(tmp_path: Path) -> None:
     path = saved(tmp_path, {"weight": torch.ones(999)})
     claims = pickle_of(path).replace((999).to_bytes(2, "little"), (65535).to_bytes(2, "little"))
-    with pytest.raises(DamagedError, match=r"ends at byte"):
+    with pytest.raises(DamagedError, match=r"a record of 3996 bytes"):
         open_pickled(with_pickle(path, claims))
 
 

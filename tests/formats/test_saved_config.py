@@ -15,6 +15,7 @@ import torch
 from elastic_ckpt.errors import UnsafePickleError
 from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.formats.saved_config import parse_options, run_arguments
+from elastic_ckpt.formats.values import materialise
 
 NEOX = {"num_layers": 2, "model_parallel_size": 2}
 
@@ -153,7 +154,7 @@ def test_an_enum_of_megatron_is_data_where_megatron_is_not_imported(
 ) -> None:
     save_with(tmp_path / "file.pt", "megatron.enums", "PositionEmbeddingType", monkeypatch)
     args = open_pickled(str(tmp_path / "file.pt")).section("args")
-    assert repr(args.embedding) == "ForeignEnum(3)" and args.heads == 8
+    assert repr(args.embedding) == "megatron.enums.PositionEmbeddingType(3)" and args.heads == 8
     assert "megatron.enums" not in sys.modules
     assert run_arguments(args, str(tmp_path)) == {"heads": 8}
 
@@ -165,7 +166,8 @@ def test_an_enum_of_megatron_is_itself_where_the_job_has_imported_it(
     module = ModuleType("megatron.enums")
     module.PositionEmbeddingType = type(member)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "megatron.enums", module)
-    assert open_pickled(str(tmp_path / "file.pt")).section("args").embedding is member
+    file = open_pickled(str(tmp_path / "file.pt"))
+    assert materialise(file, file.section("args")).embedding is member
 
 
 @pytest.mark.parametrize(
@@ -183,5 +185,6 @@ def test_a_function_in_the_place_of_an_enum_is_not_called(tmp_path: Path, monkey
     module = ModuleType("megatron.enums")
     module.ModelType = called.append  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "megatron.enums", module)
-    assert repr(open_pickled(str(tmp_path / "file.pt")).section("args").embedding) == "ForeignEnum(3)"
+    file = open_pickled(str(tmp_path / "file.pt"))
+    assert repr(materialise(file, file.section("args")).embedding) == "megatron.enums.ModelType(3)"
     assert not called

@@ -18,7 +18,6 @@ from elastic_ckpt.formats.classify import FRESH, OPAQUE, Digest, SavedKind
 from elastic_ckpt.formats.pickled import PickledFile, open_pickled
 from elastic_ckpt.formats.saved_states import (
     StatesOfOne,
-    codebook_of,
     kind_notes,
     normal_groups,
     own_maps,
@@ -216,7 +215,7 @@ def flipped(codebook: Codebook, bit: int = 30, position: int = 100) -> Codebook:
     """A map in which one bit of one value is wrong."""
     values = torch.tensor(codebook.values)
     values.view(torch.int32)[position] ^= 1 << bit
-    return codebook_of(values)
+    return Codebook(tuple(values.tolist()))
 
 
 def test_the_map_of_nobody_is_a_map() -> None:

@@ -10,7 +10,8 @@ import torch
 
 from elastic_ckpt.engines.training_state import LoadArguments
 from elastic_ckpt.formats.naming import sort_names
-from elastic_ckpt.formats.pickled import PickledFile, TensorRef
+from elastic_ckpt.formats.pickled import PickledFile
+from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from elastic_ckpt.load import fallback
 
 

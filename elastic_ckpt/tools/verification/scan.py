@@ -25,7 +25,8 @@ from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.metadata import BUFFER, ITEMSIZE, CheckpointMetadata, StorageChunk, TensorMetadata
 from elastic_ckpt.errors import ElasticCkptError
 from elastic_ckpt.formats import Found
-from elastic_ckpt.formats.pickled import TensorRef, open_pickled
+from elastic_ckpt.formats.pickled import open_pickled
+from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from elastic_ckpt.tools.findings import ERROR, NOTE, Finding
 from elastic_ckpt.tools.verification.archive import Record
 

@@ -25,9 +25,9 @@ from elastic_ckpt.formats.degrees import StatedDegrees
 from elastic_ckpt.formats.layers import LayerShard
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.naming import sort_names
-from elastic_ckpt.formats.pickled import TensorRef
 from elastic_ckpt.formats.saved_states import StatesOfOne
 from elastic_ckpt.formats.shards import FlatShard, OptimizerShard
+from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from elastic_ckpt.sharding.book import ReadyConfig
 from elastic_ckpt.tools.virtual.job import START_ALIGNMENT
 

@@ -1,0 +1,143 @@
+"""Reads the object tree of a ``torch.save`` file, zip archive or legacy, and none of its tensors' bytes."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+from elastic_ckpt.core.metadata import ITEMSIZE
+from elastic_ckpt.errors import UnsafePickleError
+from elastic_ckpt.formats.torch_archive.directory import ArchiveError, Directory
+from elastic_ckpt.formats.torch_archive.globals import find_global, set_state
+from elastic_ckpt.formats.torch_archive.tensors import StorageRef, storage_id
+from elastic_ckpt.formats.torch_archive.tree import check_tree
+from elastic_ckpt.formats.torch_archive.unpickler import Machine
+
+#: Larger pickles are refused: DeepSpeed's have some hundred bytes a tensor.
+MOST_PICKLE_NBYTES = 1 << 30
+#: ``torch.serialization.MAGIC_NUMBER`` as its own pickle, which a legacy archive begins with.
+_LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+_LEGACY_VERSION = 1001
+#: First part of a legacy archive that is read; four times as much each time that its pickles are longer.
+_FIRST_NBYTES = 1 << 20
+#: Turns the bytes of a pickle at an offset into an object and the offset behind it.
+_Unpickle = Callable[[bytes, int, Callable[[Any], Any]], tuple[Any, int]]
+
+
+@dataclass(frozen=True)
+class ArchiveTree:
+    """A file's object tree with references to tensors; ``root``: the name it was saved under, if known."""
+
+    nbytes: int
+    tree: Any
+    root: str | None
+
+
+def read_archive_tree(stream: BinaryIO, trust_pickle: bool) -> ArchiveTree:
+    """Read an open file.
+
+    With ``trust_pickle`` its pickles may run code.
+
+    Raises:
+        ArchiveError: damaged, or no ``torch.save`` file.
+        pickle.UnpicklingError: a pickle that no ``torch.save`` wrote. Noise can raise other exceptions as well.
+        UnsafePickleError, UnsupportedError: see :mod:`.globals`, :mod:`.tensors`, :mod:`.tree`.
+    """
+    unpickle = _unpickle_trusting if trust_pickle else _unpickle
+    is_legacy = stream.read(len(_LEGACY_MAGIC)) == _LEGACY_MAGIC
+    archive = _read_legacy(stream, unpickle) if is_legacy else _read_zip(stream, unpickle)
+    check_tree(archive.tree)
+    return archive
+
+
+def _read_zip(stream: BinaryIO, unpickle: _Unpickle) -> ArchiveTree:
+    directory = Directory(stream)
+    order = directory.read_record("byteorder", 16) if directory.find("byteorder") else b"little"
+    if order != b"little":
+        raise ArchiveError(f"tensors in byte order {order!r}, where little-endian ones can be read")
+
+    def load(persistent_id: Any) -> StorageRef:
+        dtype, key, nbytes, _view = storage_id(persistent_id)
+        record = directory.find(f"data/{key}")
+        if record is None or record.nbytes < nbytes:
+            size = "no record" if record is None else f"a record of {record.nbytes} bytes"
+            raise ArchiveError(f"{size} for storage {key}, whose tensors are {nbytes} bytes")
+        return StorageRef(dtype, nbytes, directory.offset(record) if nbytes else 0)
+
+    tree, _ = unpickle(directory.read_record("data.pkl", MOST_PICKLE_NBYTES), 0, load)
+    return ArchiveTree(directory.nbytes, tree, directory.root)
+
+
+def _unpickle(data: bytes, at: int, load: Callable[[Any], Any]) -> tuple[Any, int]:
+    machine = Machine(data, find_global, load, set_state, at)
+    return machine.run(), machine.at
+
+
+def _unpickle_trusting(data: bytes, at: int, load: Callable[[Any], Any]) -> tuple[Any, int]:
+    stream = io.BytesIO(data)
+    stream.seek(at)
+    unpickler = _TrustingUnpickler(stream)
+    unpickler.persistent_load = load  # type: ignore[method-assign]
+    return unpickler.load(), stream.tell()
+
+
+class _TrustingUnpickler(pickle.Unpickler):
+    """Imports and calls what a pickle names, except for torch's own: tensors stay in the file."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module.split(".", maxsplit=1)[0] != "torch":
+            return super().find_class(module, name)
+        try:
+            entry = find_global(module, name)
+        except UnsafePickleError:
+            return super().find_class(module, name)
+        return entry.call or entry
+
+
+def _read_legacy(stream: BinaryIO, unpickle: _Unpickle) -> ArchiveTree:
+    """A legacy archive: pickles of magic number, version, system, object and storage keys, then the storages."""
+    nbytes, take = os.fstat(stream.fileno()).st_size, _FIRST_NBYTES
+    while True:
+        stream.seek(0)
+        head = stream.read(take)
+        try:
+            return ArchiveTree(nbytes, _legacy_tree(head, nbytes, stream, unpickle), None)
+        except (EOFError, IndexError, struct.error, pickle.UnpicklingError):
+            if len(head) == nbytes or take >= MOST_PICKLE_NBYTES:
+                raise
+        take *= 4
+
+
+def _legacy_tree(head: bytes, nbytes: int, stream: BinaryIO, unpickle: _Unpickle) -> Any:
+    storages: dict[str, tuple[str, int]] = {}
+    offsets: dict[str, int] = {}
+
+    def load(persistent_id: Any) -> StorageRef:
+        dtype, key, size, view = storage_id(persistent_id)
+        if view is not None:
+            raise pickle.UnpicklingError("a view of a storage, as torch wrote them before 0.4")
+        storages[key] = dtype, size
+        return StorageRef(dtype, size, offsets.get(key, 0))
+
+    version, at = _unpickle(head, len(_LEGACY_MAGIC), load)
+    system, begin = _unpickle(head, at, load)
+    if version != _LEGACY_VERSION or not isinstance(system, dict) or system.get("little_endian") is not True:
+        raise ArchiveError(f"a legacy archive of version {version!r}, or not little-endian")
+    _, at = unpickle(head, begin, load)
+    keys, at = _unpickle(head, at, load)
+    if not isinstance(keys, list) or set(keys) != storages.keys():
+        raise ArchiveError("a legacy archive that lists other storages than its tensors need")
+    for key in keys:  # each: number of elements, then the data
+        dtype, size = storages[key]
+        stream.seek(at)
+        raw = stream.read(8)
+        if len(raw) < 8 or int.from_bytes(raw, "little") * ITEMSIZE[dtype] != size or at + 8 + size > nbytes:
+            raise ArchiveError(f"{nbytes} bytes, but the {size} bytes of storage {key} are not at byte {at}")
+        offsets[key] = at + 8
+        at += 8 + size
+    return unpickle(head, begin, load)[0]

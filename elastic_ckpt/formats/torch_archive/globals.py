@@ -1,0 +1,216 @@
+"""The closed list of names that a checkpoint's pickles may use, and what takes the place of each.
+
+torch's own names since 1.6 (``torch/_utils.py``, ``torch/_tensor.py``, ``torch/storage.py``), containers and numbers of
+Python, arrays of numpy 1 and 2, and the small classes that DeepSpeed and Megatron pickle, under every module path that
+they had. None of them runs code of the file's choosing. Classes that the user passed to
+:func:`torch.serialization.add_safe_globals` are used as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import pickle
+import sys
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from enum import Enum
+from functools import cache, partial
+from typing import Any
+
+from elastic_ckpt.core.metadata import ITEMSIZE
+from elastic_ckpt.formats.torch_archive.stand_ins import (
+    ArrayStandIn,
+    DtypeStandIn,
+    Size,
+    StandIn,
+    numpy_array,
+    unsafe_error,
+)
+from elastic_ckpt.formats.torch_archive.tensors import REBUILD, subclass_error
+from elastic_ckpt.formats.torch_archive.unpickler import Global, check_key, checked_keys
+
+#: Modules whose names are refused even where the user allowed one, as torch does.
+_BLOCKED = frozenset({"sys", "os", "posix", "nt"})
+_ENUMS_OF_MEGATRON = ("ModelType", "LayerType", "AttnType", "AttnMaskType", "PositionEmbeddingType", "AttnBackend")
+_MODULES_OF_MEGATRON = ("enums", "model.enums", "core.enums", "core.transformer.enums")
+#: Enums and classes with plain data, under every module path that they had.
+_ENUMS = (
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    *(f"megatron.{module}.{name}" for module in _MODULES_OF_MEGATRON for name in _ENUMS_OF_MEGATRON),
+)
+_CLASSES = (
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+    "deepspeed.runtime.bf16_optimizer.fragment_address",  # until September 2022 (0.7.2)
+    "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
+)
+
+
+def find_global(module: str, name: str) -> Global:
+    """The entry of a name; :class:`UnsafePickleError` if it is not on the list and the user did not allow it."""
+    path = f"{module}.{name}"
+    entry = _closed_list().get(path)
+    if entry is not None:
+        return entry
+    if (module == "torch" or module.startswith("torch.")) and name.endswith("Storage"):
+        return Global(path)  # of whatever device
+    if module not in _BLOCKED and path in (users := _users_globals()):
+        return Global(path, users[path])
+    if module.partition(".")[0] == "torchao":
+        raise subclass_error(path)
+    raise unsafe_error(path)
+
+
+def set_state(target: Any, state: Any) -> None:
+    """Give an object the state that a BUILD opcode has for it; :class:`pickle.UnpicklingError` for other objects."""
+    kind = type(target)
+    if kind in (DtypeStandIn, ArrayStandIn):
+        target.set_state(state)
+    elif kind in (argparse.Namespace, StandIn, OrderedDict):
+        if type(state) is not dict or not all(type(key) is str and not hasattr(kind, key) for key in state):
+            raise pickle.UnpicklingError(f"a state of {kind.__name__} that is no dictionary of attributes")
+        (target.state if kind is StandIn else vars(target)).update(state)
+    elif kind in _users_globals().values():
+        _set_users_state(target, state)
+    else:
+        raise pickle.UnpicklingError(f"an object of type {kind.__name__} is given a state")
+
+
+def _set_users_state(target: Any, state: Any) -> None:
+    """As :mod:`pickle` does."""
+    if hasattr(target, "__setstate__"):
+        target.__setstate__(state)
+        return
+    slots = None
+    if isinstance(state, tuple) and len(state) == 2:
+        state, slots = state
+    vars(target).update(state or {})
+    for key, value in (slots or {}).items():
+        setattr(target, key, value)
+
+
+def _users_globals() -> dict[str, Any]:
+    """What the user passed to :func:`torch.serialization.add_safe_globals`, by qualified name."""
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch.serialization, "get_safe_globals"):
+        return {}
+    pairs = [each if isinstance(each, tuple) else (each, "") for each in torch.serialization.get_safe_globals()]
+    return {name or f"{each.__module__}.{each.__qualname__}": each for each, name in pairs}
+
+
+@cache
+def _closed_list() -> dict[str, Global]:
+    calls: dict[str, Callable[..., Any] | None] = {
+        "argparse.Namespace": _namespace,
+        "collections.OrderedDict": _ordered_dict,
+        "collections.Counter": _counter,
+        "builtins.set": lambda items=(): set(checked_keys(items)),
+        "builtins.frozenset": lambda items=(): frozenset(checked_keys(items)),
+        "builtins.complex": _complex,
+        "builtins.bytearray": _bytearray,
+        "builtins.bytes": _bytes,
+        "builtins.getattr": _enum_member,
+        "builtins.object": None,
+        "_codecs.encode": _encode,
+        "copyreg._reconstructor": _reconstruct,
+        "torch.Size": Size,
+        "torch.Tensor": None,
+        "torch.nn.parameter.Parameter": None,
+        "numpy.dtype": DtypeStandIn,
+        "numpy.ndarray": None,
+        **{f"torch.{dtype}": None for dtype in ITEMSIZE},
+        **REBUILD,
+    }
+    for module in ("pathlib", "pathlib._local"):  # the second is Python 3.13's
+        calls |= {f"{module}.{cls.__name__}": partial(_path, cls) for cls in (pathlib.PosixPath, pathlib.PurePosixPath)}
+    for core in ("numpy._core", "numpy.core"):  # of numpy 2, and of older ones
+        calls |= {
+            f"{core}.multiarray._reconstruct": lambda *_: ArrayStandIn(),
+            f"{core}.multiarray.scalar": lambda dtype, data: numpy_array(dtype, data, ())[0],
+            f"{core}.numeric._frombuffer": _from_buffer,
+        }
+    calls |= {path: partial(_stand_in, path) for path in ("torch.device", *_ENUMS, *_CLASSES)}
+    return {path: Global(path, call) for path, call in calls.items()}
+
+
+def _stand_in(name: str, *args: Any) -> StandIn:
+    return StandIn(name, args)
+
+
+def _namespace() -> argparse.Namespace:
+    return argparse.Namespace()
+
+
+def _ordered_dict(items: Any = ()) -> OrderedDict[Any, Any]:
+    new: OrderedDict[Any, Any] = OrderedDict()
+    for key, value in items:
+        check_key(key)
+        new[key] = value
+    return new
+
+
+def _counter(counts: Any = ()) -> Counter[Any]:
+    if not isinstance(counts, (dict, tuple)) or (len(counts) and type(counts) is tuple):
+        raise pickle.UnpicklingError("a Counter of something that is no dictionary")
+    new: Counter[Any] = Counter()
+    new.update(dict(counts))
+    return new
+
+
+def _complex(real: Any, imaginary: Any) -> complex:
+    if type(real) is not float or type(imaginary) is not float:
+        raise pickle.UnpicklingError("a complex number that is no pair of floats")
+    return complex(real, imaginary)
+
+
+def _bytearray(*args: Any) -> bytearray:
+    """``bytearray()``, ``bytearray(bytes)`` and, of protocol 2, ``bytearray(str, "latin-1")``."""
+    if len(args) == 2:
+        return bytearray(_encode(*args))
+    if args and type(args[0]) is not bytes:  # an integer would be a size to allocate
+        raise pickle.UnpicklingError("a bytearray of something that is no bytes")
+    return bytearray(*args)
+
+
+def _bytes(*args: Any) -> bytes:
+    if args:  # only empty ones are pickled so, in protocols below 3
+        raise pickle.UnpicklingError("bytes of something else")
+    return b""
+
+
+def _encode(text: Any, encoding: Any = "") -> bytes:
+    """``codecs.encode``, with which protocols below 3 write bytes."""
+    if type(text) is not str or encoding not in ("latin1", "latin-1"):
+        raise pickle.UnpicklingError(f"an encoding that is no writer's: {encoding!r}"[:100])
+    return text.encode("latin-1")
+
+
+def _reconstruct(cls: Any, base: Any, state: Any) -> Any:
+    """``copyreg._reconstructor``, with which protocols below 2 write objects."""
+    if type(cls) is not Global or cls.call is None or type(base) is not Global or base.name != "builtins.object":
+        raise pickle.UnpicklingError("an object that is made from another kind than object")
+    return cls.call()
+
+
+def _enum_member(enum: Any, name: Any) -> Any:
+    """``getattr``, with which Python 3.11.0 to 3.11.3 (Debian 12's) pickle members of enums; only they may."""
+    if type(enum) is Global and type(name) is str and not name.startswith("_"):
+        if enum.name in _ENUMS:
+            return StandIn(enum.name, (name,), is_by_name=True)
+        if isinstance(enum.call, type) and issubclass(enum.call, Enum):  # of the user's own list
+            return enum.call[name]
+    raise unsafe_error(f"builtins.getattr of {enum!r}, {name!r}")
+
+
+def _path(cls: type[pathlib.PurePath], *parts: Any) -> pathlib.PurePath:
+    """A path: made from strings alone, without touching a file."""
+    if not all(type(part) is str for part in parts):
+        raise pickle.UnpicklingError("a path of something else than strings")
+    return cls(*parts)
+
+
+def _from_buffer(data: Any, dtype: Any, shape: Any, order: Any) -> Any:
+    """numpy's arrays in protocol 5."""
+    return numpy_array(dtype, data, Size(shape)).reshape(shape, order="F" if order == "F" else "C")

@@ -1,0 +1,46 @@
+"""A tensor that stays in its file."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """A tensor that stays in its file.
+
+    Attributes:
+        dtype, shape, stride: name of its torch dtype; strides are in elements.
+        byte_offset: absolute offset of its first element in the file.
+        is_parameter: whether it was saved as ``nn.Parameter``.
+        swap_id: name of the swap file with its data, if on NVMe; its own bytes are then missing or stale.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    byte_offset: int
+    is_parameter: bool = False
+    swap_id: str | None = None
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether its elements are consecutive, in row-major order."""
+        step = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size > 1 and stride != step:
+                return not self.numel
+            step *= size
+        return True
+
+    @property
+    def reach(self) -> int:
+        """Elements from the first to the last that it touches, both included."""
+        if 0 in self.shape:
+            return 0
+        return 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))

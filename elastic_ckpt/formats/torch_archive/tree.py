@@ -1,0 +1,123 @@
+"""Bounds on what a pickle built, and walks through it."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+from elastic_ckpt.errors import UnsupportedError
+from elastic_ckpt.formats.torch_archive.stand_ins import ArrayStandIn, DtypeStandIn, StandIn
+from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
+from elastic_ckpt.formats.torch_archive.unpickler import Global
+
+#: Deepest nesting of containers, and how many objects a walk may meet per object that there is: shared objects are met
+#: again and again, and a few dozen lists can hold each other 2 ** 60 times.
+_MOST_DEPTH, _MOST_REPEATED = 128, 64
+_LEAVES = (TensorRef, str, bool, int, float, complex, bytes, bytearray, type(None), Global, ArrayStandIn, DtypeStandIn)
+
+
+def check_tree(tree: Any) -> None:
+    """Raise :class:`UnsupportedError` for a tree that is too deep, contains itself, shares a lot, or hides tensors."""
+    if type(tree) in _LEAVES:
+        return
+    sizes: dict[int, int] = {}
+    kept: list[Any] = []  # so that no id is used twice
+    met = _size(tree, sizes, kept, 0)
+    if met > 1000 + _MOST_REPEATED * sum(1 + len(each) for each in kept):
+        raise _too_entangled(f"{met} objects, most of them again and again")
+
+
+def _size(node: Any, sizes: dict[int, int], kept: list[Any], depth: int) -> int:
+    """Objects that a walk through a container meets."""
+    known = sizes.get(id(node))
+    if known is not None:
+        if not known:
+            raise _too_entangled(f"a {type(node).__name__} that contains itself")
+        return known
+    if depth > _MOST_DEPTH:
+        raise _too_entangled(f"objects {depth} deep in each other")
+    children = _children(node)
+    sizes[id(node)] = 0
+    kept.append(children)
+    size = 1 + len(children)
+    for child in children:
+        if type(child) not in _LEAVES:
+            size += _size(child, sizes, kept, depth + 1)
+    sizes[id(node)] = size
+    return size
+
+
+def _children(node: Any) -> list[Any] | tuple[Any, ...]:
+    if isinstance(node, dict):
+        return [*node.values(), *vars(node).values()] if hasattr(node, "__dict__") else list(node.values())
+    if isinstance(node, (list, tuple)):
+        return node
+    if isinstance(node, argparse.Namespace):
+        return list(vars(node).values())
+    if isinstance(node, StandIn):
+        return [*node.args, *node.state.values()]
+    _refuse_hidden_tensors(node)
+    return ()
+
+
+def replace_leaves(node: Any, replace: Callable[[Any], Any]) -> Any:
+    """Copy a tree of containers and plain objects, passing every leaf through ``replace``."""
+    if isinstance(node, dict):
+        copied = copy.copy(node)  # keeps what a subclass adds: an order, a default factory
+        for key, value in node.items():
+            copied[key] = replace_leaves(value, replace)
+        return copied
+    if type(node) in (list, tuple):
+        return type(node)(replace_leaves(value, replace) for value in node)
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return type(node)(*(replace_leaves(value, replace) for value in node))
+    if isinstance(node, argparse.Namespace):
+        return type(node)(**{key: replace_leaves(value, replace) for key, value in vars(node).items()})
+    return replace(node)
+
+
+class _TensorSeeker(pickle.Pickler):
+    """Pickles an object to nowhere, to find out whether it contains a tensor."""
+
+    found = False
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if not isinstance(obj, TensorRef):
+            return None
+        self.found = True
+        return 0  # stands for the tensor, which need not be pickled then
+
+
+def _refuse_hidden_tensors(leaf: Any) -> None:
+    """Refuse a tensor inside an object of an unknown class, which would stay without data."""
+    seeker, failure = _TensorSeeker(io.BytesIO()), None
+    try:
+        seeker.dump(leaf)
+    except Exception as error:
+        failure = error
+    if seeker.found:
+        raise UnsupportedError(
+            "this file holds a tensor inside an object that cannot be read piece by piece",
+            expected="tensors in dicts, lists, tuples, or argparse.Namespace",
+            found=type(leaf).__name__,
+            remedy="keep the tensor in a dict, or load at the topology it was saved with",
+        ) from failure
+    if failure is not None:
+        raise UnsupportedError(
+            "this file holds an object that cannot be looked into for tensors",
+            found=f"{type(leaf).__name__}; {type(failure).__name__}: {failure}",
+            remedy="leave it out of the client state, or load at the topology it was saved with",
+        ) from failure
+
+
+def _too_entangled(found: str) -> UnsupportedError:
+    return UnsupportedError(
+        "this file holds objects whose nesting cannot be walked through",
+        expected=f"a tree of containers, at most {_MOST_DEPTH} deep",
+        found=found,
+        remedy="leave such objects out of the client state, or load at the topology it was saved with",
+    )

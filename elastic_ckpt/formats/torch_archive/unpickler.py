@@ -1,0 +1,362 @@
+"""Interprets a pickle without ever calling what the pickle names.
+
+What a pickle names is looked up in a closed list of :class:`Global` entries, whose functions are this package's own; no
+class is instantiated, no attribute set, and nothing imported at a pickle's wish. Python's own :class:`pickle.Unpickler`
+is not safe even with ``find_class`` overridden: it sets attributes of whatever a BUILD opcode meets, takes objects from
+``copyreg``'s cache of extensions, allocates what a LONG_BINPUT or a length claims, and hashes tuples that a
+few dozen bytes make exponentially large.
+
+Time and memory are linear in the size of the pickle: lengths are compared with the bytes that remain, the memo is a
+dict, dictionary keys are of bounded size, and :mod:`.tree` bounds what a walk through the result costs.
+
+Source: ``pickletools.py`` of Python, protocols 0 to 5. Opcodes that no pickler writes for plain data (extension codes,
+out-of-band buffers, instances of Python 2's classes, recursive tuples) are refused.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+#: Longest line of a text opcode (protocol 0), and largest integer in bytes: Python converts up to 4,300 digits.
+_MOST_LINE_NBYTES, _MOST_INTEGER_NBYTES = 1 << 16, 1 << 10
+#: Most objects in a dictionary key or set member, and its largest integer: greater ones can be made to collide.
+_MOST_KEY_OBJECTS, _LARGEST_KEY = 256, 1 << 60
+_UINT32 = struct.Struct("<I")
+_PLAIN_KEYS = (str, bool, bytes, type(None), float)
+
+
+@dataclass(frozen=True, slots=True)
+class Global:
+    """What a name in a pickle stands for: ``call`` takes the arguments of REDUCE or NEWOBJ; ``None``: no callable.
+
+    It stays in the tree where a pickle keeps the name itself, as for ``torch.float32``.
+    """
+
+    name: str
+    call: Callable[..., Any] | None = None
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+class Machine:
+    """Runs one pickle.
+
+    Args:
+        data: bytes that begin with the pickle at ``at``; what follows its end is not looked at.
+        find: the entry of a global by (module, name), Python 2's names translated; raises for what is not allowed.
+        load: the object of a persistent id.
+        build: sets the state of an object, as BUILD asks for; raises for any object it does not know.
+    """
+
+    def __init__(
+        self,
+        data: bytes,
+        find: Callable[[str, str], Global],
+        load: Callable[[Any], Any],
+        build: Callable[[Any, Any], None],
+        at: int = 0,
+    ) -> None:
+        self.data, self.at = data, at
+        self.find, self.load, self.build = find, load, build
+        self.stack: list[Any] = []
+        self.marks: list[int] = []
+        self.memo: dict[int, Any] = {}
+        self.globals: dict[tuple[str, str], Global] = {}
+
+    def run(self) -> Any:  # noqa: PLR0912  see below
+        """The pickled object; :attr:`at` is then behind the pickle.
+
+        Raises :class:`pickle.UnpicklingError`, what ``find``, ``load`` and the functions of globals raise, and for
+        noise :class:`IndexError`, :class:`KeyError`, :class:`ValueError`, :class:`TypeError` or :class:`struct.error`.
+        """
+        # the most frequent opcodes come first and inlined: a call for each would double the time
+        data, at, stack, marks, memo = self.data, self.at, self.stack, self.marks, self.memo
+        push, pop, uint32 = stack.append, stack.pop, _UINT32.unpack_from
+        while True:
+            code = data[at]
+            at += 1
+            if code == 0x72:  # LONG_BINPUT
+                memo[uint32(data, at)[0]] = stack[-1]
+                at += 4
+            elif code == 0x4B:  # BININT1
+                push(data[at])
+                at += 1
+            elif code == 0x68:  # BINGET
+                push(memo[data[at]])
+                at += 1
+            elif code == 0x58:  # BINUNICODE
+                end = at + 4 + uint32(data, at)[0]
+                if end > len(data):
+                    raise pickle.UnpicklingError(f"a string that ends at byte {end} of {len(data)}")
+                push(data[at + 4 : end].decode("utf-8", "surrogatepass"))
+                at = end
+            elif code == 0x28:  # MARK
+                marks.append(len(stack))
+            elif code == 0x52:  # REDUCE
+                arguments, function = pop(), stack[-1]
+                stack[-1] = _call(function, arguments)
+            elif code == 0x74:  # TUPLE
+                mark = marks.pop()
+                items = tuple(stack[mark:])
+                del stack[mark:]
+                push(items)
+            elif code == 0x86:  # TUPLE2
+                second = pop()
+                stack[-1] = (stack[-1], second)
+            elif code == 0x51:  # BINPERSID
+                stack[-1] = self.load(stack[-1])
+            elif code == 0x2E:  # STOP
+                self.at = at
+                return pop()
+            else:
+                self.at = at
+                operation = _OPERATIONS.get(code)
+                if operation is None:
+                    raise pickle.UnpicklingError(f"the opcode {code:#04x}, which plain data does not need")
+                operation(self)
+                at = self.at
+
+    def take(self, nbytes: int) -> bytes:
+        """The next bytes."""
+        if nbytes > len(self.data) - self.at or nbytes < 0:
+            raise pickle.UnpicklingError(f"{nbytes} bytes claimed at byte {self.at} of {len(self.data)}")
+        self.at += nbytes
+        return self.data[self.at - nbytes : self.at]
+
+    def number(self, nbytes: int) -> int:
+        """The next bytes as an unsigned number."""
+        return int.from_bytes(self.take(nbytes), "little")
+
+    def line(self) -> bytes:
+        """The next line, without its end."""
+        end = self.data.find(b"\n", self.at, self.at + _MOST_LINE_NBYTES)
+        if end < 0:
+            raise pickle.UnpicklingError(f"a line without an end at byte {self.at}")
+        line = self.take(end - self.at)
+        self.at += 1
+        return line
+
+    def pop_mark(self) -> list[Any]:
+        """Everything above the topmost mark."""
+        mark = self.marks.pop()
+        items = self.stack[mark:]
+        del self.stack[mark:]
+        return items
+
+
+def _call(function: Any, arguments: Any) -> Any:
+    if type(function) is not Global or function.call is None or type(arguments) is not tuple:
+        raise pickle.UnpicklingError(f"{function if type(function) is Global else type(function).__name__} is called")
+    return function.call(*arguments)
+
+
+def _push(value: Callable[[Machine], Any]) -> Callable[[Machine], None]:
+    """The operation that pushes what ``value`` reads."""
+    return lambda machine: machine.stack.append(value(machine))
+
+
+def _constant(value: Any) -> Callable[[Machine], None]:
+    return lambda machine: machine.stack.append(value)
+
+
+def _skip(nbytes: int) -> Callable[[Machine], None]:
+    """PROTO and FRAME: what they announce is not needed."""
+
+    def skip(machine: Machine) -> None:
+        machine.take(nbytes)
+
+    return skip
+
+
+def _text(machine: Machine, width: int) -> str:
+    return machine.take(machine.number(width)).decode("utf-8", "surrogatepass")
+
+
+def _long(machine: Machine, width: int) -> int:
+    nbytes = machine.number(width)
+    if nbytes > _MOST_INTEGER_NBYTES:
+        raise pickle.UnpicklingError(f"an integer of {nbytes} bytes")
+    return int.from_bytes(machine.take(nbytes), "little", signed=True)
+
+
+def _decimal(machine: Machine) -> bool | int:
+    """INT and LONG of protocol 0, in which INT writes booleans as 00 and 01."""
+    line = machine.line().removesuffix(b"L")
+    if len(line) > _MOST_INTEGER_NBYTES:
+        raise pickle.UnpicklingError(f"an integer of {len(line)} digits")
+    return line == b"01" if line in (b"00", b"01") else int(line)
+
+
+def _quoted(machine: Machine) -> str:
+    """STRING of protocol 0."""
+    line = machine.line()
+    if len(line) < 2 or line[0] != line[-1] or line[0] not in b"'\"":
+        raise pickle.UnpicklingError("a string without quotes")
+    return line[1:-1].decode("unicode_escape")
+
+
+def _tuple(length: int) -> Callable[[Machine], None]:
+    def build(machine: Machine) -> None:
+        machine.stack[-length:] = [tuple(machine.stack[-length:])]
+
+    return build
+
+
+def _put(index: Callable[[Machine], int]) -> Callable[[Machine], None]:
+    def put(machine: Machine) -> None:
+        machine.memo[index(machine)] = machine.stack[-1]
+
+    return put
+
+
+def _append(machine: Machine) -> None:
+    item = machine.stack.pop()
+    _extend(machine.stack[-1], [item])
+
+
+def _appends(machine: Machine) -> None:
+    items = machine.pop_mark()
+    _extend(machine.stack[-1], items)
+
+
+def _extend(target: Any, items: list[Any]) -> None:
+    if type(target) is not list:
+        raise pickle.UnpicklingError(f"items are appended to an object of type {type(target).__name__}")
+    target += items
+
+
+def _set_item(machine: Machine) -> None:
+    value, key = machine.stack.pop(), machine.stack.pop()
+    _update(machine.stack[-1], [key, value])
+
+
+def _set_items(machine: Machine) -> None:
+    items = machine.pop_mark()
+    _update(machine.stack[-1], items)
+
+
+def _update(target: Any, items: list[Any]) -> None:
+    if not isinstance(target, (dict, OrderedDict, Counter)) or len(items) % 2:
+        raise pickle.UnpicklingError(f"items are set in an object of type {type(target).__name__}, or half of one")
+    for position in range(0, len(items), 2):
+        key = items[position]
+        if type(key) is not str:
+            check_key(key)
+        target[key] = items[position + 1]
+
+
+def _add_items(machine: Machine) -> None:
+    items = machine.pop_mark()
+    if type(machine.stack[-1]) is not set:
+        raise pickle.UnpicklingError(f"members are added to an object of type {type(machine.stack[-1]).__name__}")
+    machine.stack[-1] |= set(checked_keys(items))
+
+
+def checked_keys(items: Any) -> list[Any]:
+    """The items, once all of them are known to be harmless as keys."""
+    for item in items:
+        check_key(item)
+    return list(items)
+
+
+def check_key(key: Any) -> None:
+    """Raise :class:`pickle.UnpicklingError` for a key whose hash could take long, or collide by design."""
+    left, waiting = _MOST_KEY_OBJECTS, [key]
+    while waiting:
+        each = waiting.pop()
+        left -= 1
+        if type(each) is tuple and len(each) <= left:
+            waiting += each
+        elif type(each) is int and -_LARGEST_KEY < each < _LARGEST_KEY:
+            pass
+        elif left < 0 or not (isinstance(each, _PLAIN_KEYS) or getattr(type(each), "is_plain_key", False)):
+            raise pickle.UnpicklingError(f"a key of type {type(each).__name__}, or of too many parts")
+
+
+def _global(machine: Machine, module: str, name: str) -> Global:
+    if (module, name) in NAME_MAPPING:
+        module, name = NAME_MAPPING[module, name]
+    module = IMPORT_MAPPING.get(module, module)
+    if (module, name) not in machine.globals:
+        machine.globals[module, name] = machine.find(module, name)
+    return machine.globals[module, name]
+
+
+def _stack_global(machine: Machine) -> None:
+    name, module = machine.stack.pop(), machine.stack.pop()
+    if type(name) is not str or type(module) is not str:
+        raise pickle.UnpicklingError("a global whose name is no string")
+    machine.stack.append(_global(machine, module, name))
+
+
+def _new_object(machine: Machine) -> None:
+    arguments = machine.stack.pop()
+    machine.stack[-1] = _call(machine.stack[-1], arguments)
+
+
+def _build(machine: Machine) -> None:
+    state, target = machine.stack.pop(), machine.stack[-1]
+    machine.build(target, state)
+
+
+def _new_dict(items: list[Any]) -> dict[Any, Any]:
+    new: dict[Any, Any] = {}
+    _update(new, items)
+    return new
+
+
+_OPERATIONS: dict[int, Callable[[Machine], None]] = {
+    pickle.PROTO[0]: _skip(1),
+    pickle.FRAME[0]: _skip(8),
+    pickle.NONE[0]: _constant(None),
+    pickle.NEWTRUE[0]: _constant(True),
+    pickle.NEWFALSE[0]: _constant(False),
+    pickle.EMPTY_TUPLE[0]: _constant(()),
+    pickle.EMPTY_LIST[0]: _push(lambda machine: []),
+    pickle.EMPTY_DICT[0]: _push(lambda machine: {}),
+    pickle.BINPUT[0]: _put(lambda machine: machine.number(1)),
+    pickle.BININT[0]: _push(lambda machine: int.from_bytes(machine.take(4), "little", signed=True)),
+    pickle.BININT2[0]: _push(lambda machine: machine.number(2)),
+    pickle.EMPTY_SET[0]: _push(lambda machine: set()),
+    pickle.INT[0]: _push(_decimal),
+    pickle.LONG[0]: _push(_decimal),
+    pickle.LONG1[0]: _push(lambda machine: _long(machine, 1)),
+    pickle.LONG4[0]: _push(lambda machine: _long(machine, 4)),
+    pickle.FLOAT[0]: _push(lambda machine: float(machine.line())),
+    pickle.BINFLOAT[0]: _push(lambda machine: struct.unpack(">d", machine.take(8))[0]),
+    pickle.STRING[0]: _push(_quoted),
+    pickle.UNICODE[0]: _push(lambda machine: machine.line().decode("raw-unicode-escape")),
+    pickle.BINSTRING[0]: _push(lambda machine: _text(machine, 4)),
+    pickle.SHORT_BINSTRING[0]: _push(lambda machine: _text(machine, 1)),
+    pickle.SHORT_BINUNICODE[0]: _push(lambda machine: _text(machine, 1)),
+    pickle.BINUNICODE8[0]: _push(lambda machine: _text(machine, 8)),
+    pickle.SHORT_BINBYTES[0]: _push(lambda machine: machine.take(machine.number(1))),
+    pickle.BINBYTES[0]: _push(lambda machine: machine.take(machine.number(4))),
+    pickle.BINBYTES8[0]: _push(lambda machine: machine.take(machine.number(8))),
+    pickle.BYTEARRAY8[0]: _push(lambda machine: bytearray(machine.take(machine.number(8)))),
+    pickle.TUPLE1[0]: _tuple(1),
+    pickle.TUPLE3[0]: _tuple(3),
+    pickle.LIST[0]: _push(lambda machine: machine.pop_mark()),
+    pickle.DICT[0]: _push(lambda machine: _new_dict(machine.pop_mark())),
+    pickle.FROZENSET[0]: _push(lambda machine: frozenset(checked_keys(machine.pop_mark()))),
+    pickle.APPEND[0]: _append,
+    pickle.APPENDS[0]: _appends,
+    pickle.SETITEM[0]: _set_item,
+    pickle.SETITEMS[0]: _set_items,
+    pickle.ADDITEMS[0]: _add_items,
+    pickle.GET[0]: _push(lambda machine: machine.memo[int(machine.line())]),
+    pickle.LONG_BINGET[0]: _push(lambda machine: machine.memo[machine.number(4)]),
+    pickle.PUT[0]: _put(lambda machine: int(machine.line())),
+    pickle.MEMOIZE[0]: _put(lambda machine: len(machine.memo)),
+    pickle.GLOBAL[0]: _push(lambda machine: _global(machine, machine.line().decode(), machine.line().decode())),
+    pickle.STACK_GLOBAL[0]: _stack_global,
+    pickle.NEWOBJ[0]: _new_object,
+    pickle.BUILD[0]: _build,
+}

@@ -1,0 +1,135 @@
+"""Reads small tensors of a file: numbers for this package, real tensors and objects for whoever resumes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from elastic_ckpt.core.metadata import ITEMSIZE, is_floating
+from elastic_ckpt.errors import UnsupportedError
+from elastic_ckpt.formats.pickled import PickledFile, unreadable
+from elastic_ckpt.formats.torch_archive.stand_ins import ArrayStandIn, DtypeStandIn, Size, StandIn
+from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
+from elastic_ckpt.formats.torch_archive.tree import replace_leaves
+from elastic_ckpt.formats.torch_archive.unpickler import Global
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+def read_bytes(file: PickledFile, refs: Iterable[TensorRef]) -> list[bytes]:
+    """The elements of each tensor in row-major order; :class:`DamagedError` if the file has shrunk."""
+    with open(file.path, "rb") as stream:
+        found = []
+        for ref in refs:
+            stream.seek(ref.byte_offset)
+            nbytes = ref.reach * ITEMSIZE[ref.dtype]
+            raw = stream.read(nbytes)
+            if len(raw) != nbytes:
+                raise unreadable(file.path, f"end of file inside the tensor at byte {ref.byte_offset}")
+            found.append(raw if ref.is_contiguous else _row_major(raw, ref))
+    return found
+
+
+def _row_major(raw: bytes, ref: TensorRef) -> bytes:
+    import numpy as np  # noqa: PLC0415  few files need it
+
+    itemsize = ITEMSIZE[ref.dtype]
+    strides = tuple(stride * itemsize for stride in ref.stride)
+    return np.ndarray(ref.shape, f"V{itemsize}", raw, strides=strides).tobytes()
+
+
+def read_numbers(file: PickledFile, refs: Iterable[TensorRef]) -> list[np.ndarray[Any, Any]]:
+    """The elements of each tensor, flat; bfloat16 as float32, and dtypes that numpy lacks as their bytes."""
+    refs = list(refs)
+    return [to_numbers(ref.dtype, raw) for ref, raw in zip(refs, read_bytes(file, refs), strict=True)]
+
+
+def to_numbers(dtype: str, raw: bytes) -> np.ndarray[Any, Any]:
+    """See :func:`read_numbers`."""
+    import numpy as np  # noqa: PLC0415  few files need it
+
+    if dtype == "bfloat16":
+        return (np.frombuffer(raw, "<u2").astype("<u4") << 16).view("<f4")
+    known = dtype not in ("complex32",) and not dtype.startswith("float8")
+    return np.frombuffer(raw, dtype if known else f"V{ITEMSIZE[dtype]}")
+
+
+def agrees_when_rounded(values: np.ndarray[Any, Any], rounded: np.ndarray[Any, Any], dtype: str) -> bool:
+    """Whether the ``rounded`` numbers, which were of ``dtype``, are the values rounded to it, to nearest even.
+
+    True for dtypes that are not floating-point ones of torch, whose rounding is not known here.
+    """
+    import numpy as np  # noqa: PLC0415  few files need it
+
+    if not is_floating(dtype) or values.dtype.kind != "f":
+        return True
+    if dtype == "bfloat16":
+        bits = values.astype("<f4").view("<u4").astype("<u8")
+        even = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16 << 16).astype("<u4").view("<f4")
+        values = np.where(np.isnan(values), values, even)
+    with np.errstate(over="ignore"):
+        return bool(np.array_equal(values.astype(rounded.dtype), rounded, equal_nan=True))
+
+
+def plain_numbers(file: PickledFile, values: dict[str, Any]) -> dict[str, Any]:
+    """A dictionary in which tensors of one element, without dimensions, are Python numbers."""
+    points = {key: value for key, value in values.items() if isinstance(value, TensorRef) and not value.shape}
+    read = zip(points, read_numbers(file, points.values()), strict=True)
+    return {**values, **{key: number.item() for key, number in read}}
+
+
+def materialise(file: PickledFile, node: Any) -> Any:
+    """The tree below ``node`` as the job that saved it had it; for small tensors outside the model, not for weights.
+
+    Objects of DeepSpeed and Megatron become real ones if their classes are imported already; else stand-ins remain.
+    """
+    import torch  # noqa: PLC0415  whoever resumes has it; who only looks need not
+
+    def real(leaf: Any) -> Any:
+        if isinstance(leaf, TensorRef):
+            raw = bytearray(read_bytes(file, [leaf])[0])
+            dtype = getattr(torch, leaf.dtype)
+            tensor = (
+                torch.frombuffer(raw, dtype=dtype).view(leaf.shape) if raw else torch.empty(leaf.shape, dtype=dtype)
+            )
+            return torch.nn.Parameter(tensor, requires_grad=False) if leaf.is_parameter else tensor
+        if isinstance(leaf, Size):
+            return torch.Size(leaf)
+        if isinstance(leaf, ArrayStandIn):
+            return leaf.value
+        if isinstance(leaf, DtypeStandIn):
+            return leaf.dtype()
+        if isinstance(leaf, Global):
+            return _named(leaf, torch, file)
+        return _real_object(leaf, torch) if isinstance(leaf, StandIn) else leaf
+
+    return replace_leaves(node, real)
+
+
+def _named(leaf: Global, torch: Any, file: PickledFile) -> Any:
+    found = getattr(torch, leaf.name.removeprefix("torch."), None) if leaf.name.startswith("torch.") else leaf.call
+    if found is not None:
+        return found
+    raise UnsupportedError(
+        "this file holds the name of a class or function, not an object",
+        file=file.path,
+        found=leaf.name,
+        remedy="leave it out of the client state, or load at the topology it was saved with",
+    )
+
+
+def _real_object(leaf: StandIn, torch: Any) -> Any:
+    if leaf.name == "torch.device":
+        return torch.device(*leaf.args)
+    module, _, name = leaf.name.rpartition(".")
+    cls = getattr(sys.modules.get(module), name, None)  # never imported from here: that would run code at a file's wish
+    if not isinstance(cls, type):
+        return leaf
+    if issubclass(cls, Enum):
+        return cls[leaf.args[0]] if leaf.is_by_name else cls(*leaf.args)
+    new = cls.__new__(cls)
+    vars(new).update(leaf.state)
+    return new

@@ -1,0 +1,112 @@
+"""Record offsets, against ``zipfile`` and torch's own writer."""
+
+from __future__ import annotations
+
+import struct
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from elastic_ckpt.formats.torch_archive.directory import ArchiveError, Directory
+
+REUSED_FOLDER = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def by_header(path: Path, entry: zipfile.ZipInfo) -> int:
+    raw = path.read_bytes()
+    name, extra = struct.unpack_from("<2H", raw, entry.header_offset + 26)
+    return entry.header_offset + 30 + name + extra
+
+
+def check(path: Path) -> None:
+    with open(path, "rb") as stream, zipfile.ZipFile(path) as archive:
+        directory = Directory(stream)
+        assert set(directory.records) == set(archive.namelist())
+        for entry in archive.infolist():
+            record = directory.records[entry.filename]
+            assert (record.nbytes, record.crc32) == (entry.file_size, entry.CRC)
+            assert directory.offset(record) == by_header(path, entry)
+
+
+@settings(REUSED_FOLDER, max_examples=60)
+@given(st.text("abcdefghé_.", min_size=1, max_size=90), st.lists(st.integers(0, 200), max_size=8))
+def test_records_of_torch_are_where_their_headers_say(tmp_path: Path, name: str, numels: list[int]) -> None:
+    path = tmp_path / f"{name}.pt"
+    torch.save([torch.ones(numel) for numel in numels], path)
+    check(path)
+    path.unlink()
+
+
+@settings(REUSED_FOLDER, max_examples=60)
+@given(st.lists(st.tuples(st.binary(max_size=100), st.binary(max_size=9)), max_size=8), st.binary(max_size=50))
+def test_records_of_other_writers_are_where_their_headers_say(
+    tmp_path: Path, records: list[tuple[bytes, bytes]], comment: bytes
+) -> None:
+    path = tmp_path / "other.pt"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("top/data.pkl", b"x")
+        for number, (data, extra) in enumerate(records):
+            entry = zipfile.ZipInfo(f"top/data/{number}")
+            entry.extra = struct.pack("<2H", 0x4246, len(extra)) + extra
+            archive.writestr(entry, data)
+        archive.comment = comment
+    check(path)
+
+
+def test_torchs_alignment_makes_headers_unnecessary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save([torch.ones(numel) for numel in range(20)], tmp_path / "many.pt")
+    monkeypatch.setattr(Directory, "_offset_by_header", lambda *_: pytest.fail("a header was read"))
+    with open(tmp_path / "many.pt", "rb") as stream:
+        directory = Directory(stream)
+        assert all(directory.offset(record) for record in directory.records.values() if record.nbytes)
+
+
+def test_the_name_it_was_saved_under_is_known(tmp_path: Path) -> None:
+    torch.save({}, tmp_path / "mp_rank_00_model_states.pt")
+    (tmp_path / "mp_rank_00_model_states.pt").rename(tmp_path / "other.pt")
+    with open(tmp_path / "other.pt", "rb") as stream:
+        assert Directory(stream).root == "mp_rank_00_model_states"
+
+
+def test_a_record_is_read_with_its_checksum(tmp_path: Path) -> None:
+    path = tmp_path / "file.pt"
+    torch.save({"a": 1}, path)
+    with open(path, "rb") as stream:
+        directory = Directory(stream)
+        record = directory.find("data.pkl")
+        assert record is not None and directory.read_record("data.pkl", 1000).startswith(b"\x80\x02")
+        at = directory.offset(record)
+        with pytest.raises(ArchiveError, match="at most 3 bytes"):
+            directory.read_record("data.pkl", 3)
+        with pytest.raises(ArchiveError, match="no record"):
+            directory.read_record("constants.pkl", 3)
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 1
+    path.write_bytes(raw)
+    with open(path, "rb") as stream, pytest.raises(ArchiveError, match="CRC-32"):
+        Directory(stream).read_record("data.pkl", 1000)
+
+
+def names_twice(path: Path) -> None:
+    with zipfile.ZipFile(path, "a") as archive, pytest.warns(UserWarning, match="Duplicate"):
+        archive.writestr("file/data.pkl", b"other")
+
+
+def claims_many(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[-12:-10] = b"\xff\xff"
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize("change", [names_twice, claims_many])
+def test_a_directory_that_contradicts_itself_is_refused(tmp_path: Path, change: object) -> None:
+    path = tmp_path / "file.pt"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("file/data.pkl", b"x")
+    change(path)  # type: ignore[operator]
+    with open(path, "rb") as stream, pytest.raises(ArchiveError):
+        Directory(stream)
