@@ -14,7 +14,7 @@ from elastic_ckpt.core.metadata import CheckpointMetadata, SourceFile
 from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.core.training_state import TrainingState
 from elastic_ckpt.errors import DamagedError, UnsupportedError
-from elastic_ckpt.formats.naming import FolderFiles
+from elastic_ckpt.formats.naming import FolderFiles, is_another_file
 from elastic_ckpt.formats.pickled import PickledFile, open_pickled
 
 T = TypeVar("T")
@@ -125,13 +125,34 @@ def refuse_other_saves(
                 )
 
 
+def refuse_swapped(file: PickledFile) -> None:
+    """Raise :class:`DamagedError` for a file that was saved as another of the checkpoint, by its archive's own name.
+
+    torch names the top folder of an archive after the file. A file of any other name, as of a stream, is not refused:
+    users rename checkpoints and save them again.
+    """
+    folder, name = os.path.split(file.path)
+    stem = name.removesuffix(".pt")
+    if file.root in (None, stem):
+        return
+    if is_another_file(file.root, stem) or os.path.isfile(os.path.join(folder, f"{file.root}.pt")):
+        raise DamagedError(
+            "this file was saved under the name of another one: files changed places, or one was copied over another",
+            file=file.path,
+            expected=f"an archive that was saved as {name}",
+            found=f"one that was saved as {file.root}.pt",
+            remedy="give the file its own name back, or restore the right one; "
+            'if it was renamed on purpose: "elastic_checkpoint": {"check_shards": false}',
+        )
+
+
 def opener_of(position: int) -> int:
     """The rank that opens the file at ``position`` in the list of all."""
     return position % distributed.world_size()
 
 
 def open_my_share(
-    paths: Sequence[str], index: Callable[[PickledFile, int], T], trust_pickle: bool
+    paths: Sequence[str], index: Callable[[PickledFile, int], T], options: MetadataOptions
 ) -> tuple[list[T], dict[int, PickledFile]]:
     """Read the metadata of all files, each on one rank (:func:`opener_of`), and all-gather the results. Collective.
 
@@ -147,7 +168,9 @@ def open_my_share(
         me = distributed.rank()
         for position in range(len(paths)):
             if opener_of(position) == me:
-                opened[position] = open_pickled(paths[position], trust_pickle)
+                opened[position] = open_pickled(paths[position], options.trust_pickle)
+                if options.check_shards:
+                    refuse_swapped(opened[position])
         return {position: index(file, position) for position, file in opened.items()}
 
     everything: dict[int, T] = {}

@@ -69,3 +69,14 @@ def sort_names(names: Iterable[str], is_universal: bool) -> FolderFiles:
         elif match := _PIPELINE_LAYER.match(name):
             clashes += [name] if layers.setdefault((int(match[1]), int(match[2] or 0)), name) != name else []
     return FolderFiles(optimizer, model, model_zero3, tuple(experts), layers, tuple(clashes), is_universal)
+
+
+def is_another_file(root: str, stem: str) -> bool:
+    """Whether names (without suffix) are of two files of one kind: two ranks', layers' or optimizer states'."""
+    (pattern, numbers), (other_pattern, other_numbers) = _numbered(root), _numbered(stem)
+    return pattern == other_pattern and numbers != other_numbers
+
+
+def _numbered(stem: str) -> tuple[str, tuple[int, ...]]:
+    stem = stem.removeprefix("bf16_").removeprefix("fp16_")
+    return re.sub(r"\d+", "#", stem), tuple(map(int, re.findall(r"\d+", stem)))

@@ -30,7 +30,7 @@ def read_native(found: Found, options: MetadataOptions) -> Checkpoint:
 
     paths = [found.path(name) for name in names.values()]
     indexed, opened = open_my_share(
-        paths, lambda file, position: index_native(file, kinds[position], options.states), options.trust_pickle
+        paths, lambda file, position: index_native(file, kinds[position], options.states), options
     )
     assembled: list[tuple[Assembled, TrainingStates]] = []
 

@@ -68,7 +68,7 @@ def read_universal(found: Found, options: MetadataOptions) -> Checkpoint:
         return index_optimizer(file) if os.path.basename(file.path) == UNIVERSAL_OPTIMIZER else index_state(file)
 
     paths = [*map(found.path, model_files.values()), *state_paths]
-    indexed, opened = open_my_share(paths, index, options.trust_pickle)
+    indexed, opened = open_my_share(paths, index, options)
     models = {rank: item for rank, item in zip(ranks, indexed, strict=False) if isinstance(item, ModelShard)}
     optimizer = next((item for item in indexed if isinstance(item, OptimizerFile)), None)
     states = [item for item in indexed if isinstance(item, StateFile)]

@@ -31,6 +31,21 @@ def truncate(name: str, kept: float) -> Callable[[Path], None]:
     return apply
 
 
+def swap(name: str, other: str) -> Callable[[Path], None]:
+    def apply(copy: Path) -> None:
+        first, second = tag(copy) / name, tag(copy) / other
+        kept = first.read_bytes()
+        first.write_bytes(second.read_bytes())
+        second.write_bytes(kept)
+
+    return apply
+
+
+def copy_over(name: str, other: str) -> Callable[[Path], None]:
+    """``other`` becomes a copy of ``name``."""
+    return lambda copy: shutil.copy(tag(copy) / name, tag(copy) / other) and None
+
+
 def replace_by(name: str, other: Path) -> Callable[[Path], None]:
     return lambda copy: shutil.copy(other, tag(copy) / name) and None
 

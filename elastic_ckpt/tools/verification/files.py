@@ -15,6 +15,7 @@ from elastic_ckpt.config import ElasticConfig, state_options
 from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.errors import ElasticCkptError, MismatchError, NotFoundError, UnsupportedError, listed
 from elastic_ckpt.formats import Found, model_states, shards
+from elastic_ckpt.formats.base import refuse_swapped
 from elastic_ckpt.formats.detect import LATEST as LATEST_FILE
 from elastic_ckpt.formats.detect import LATEST_UNIVERSAL, MOST_TAG_NBYTES, list_tags, look_at, look_below
 from elastic_ckpt.formats.model_states import ModelShard
@@ -165,6 +166,7 @@ def _open_all(found: Found, config: ElasticConfig) -> tuple[Items, list[Finding]
         name = os.path.basename(path)
         try:
             file = open_pickled(path, config.trust_pickle)
+            refuse_swapped(file)
             item = None if name in found.files.experts else _index(file, path, config)
         except ElasticCkptError as error:
             kind = "unreadable" if kind_of(error) == "damaged" else kind_of(error)

@@ -1,0 +1,63 @@
+"""Files that changed places, by the name that torch notes in an archive."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from elastic_ckpt.errors import DamagedError
+from elastic_ckpt.formats.base import refuse_swapped
+from elastic_ckpt.formats.pickled import open_pickled
+
+SHARD = "zero_pp_rank_{}_mp_rank_{}_optim_states.pt"
+
+
+@pytest.mark.parametrize(
+    ("was", "now"),
+    [
+        (SHARD.format(1, "00"), SHARD.format(0, "00")),
+        (SHARD.format(0, "01"), SHARD.format(0, "00")),
+        (SHARD.format(1, "00"), "bf16_" + SHARD.format(0, "00")),
+        ("mp_rank_01_model_states.pt", "mp_rank_00_model_states.pt"),
+        ("layer_03-model_00-model_states.pt", "layer_04-model_00-model_states.pt"),
+    ],
+)
+def test_a_file_that_was_saved_as_another_is_refused(tmp_path: Path, was: str, now: str) -> None:
+    torch.save({}, tmp_path / was)
+    (tmp_path / was).rename(tmp_path / now)
+    with pytest.raises(DamagedError, match="changed places") as caught:
+        refuse_swapped(open_pickled(str(tmp_path / now)))
+    assert was.removesuffix(".pt") in str(caught.value.found) and now in str(caught.value.expected)
+
+
+def test_a_state_that_was_copied_over_another_is_refused(tmp_path: Path) -> None:
+    torch.save({}, tmp_path / "exp_avg.pt")
+    (tmp_path / "exp_avg_sq.pt").write_bytes((tmp_path / "exp_avg.pt").read_bytes())
+    refuse_swapped(open_pickled(str(tmp_path / "exp_avg.pt")))
+    with pytest.raises(DamagedError, match="changed places"):
+        refuse_swapped(open_pickled(str(tmp_path / "exp_avg_sq.pt")))
+
+
+@pytest.mark.parametrize(
+    ("was", "now"),
+    [
+        ("mp_rank_0_model_states.pt", "mp_rank_00_model_states.pt"),
+        (SHARD.format(1, "00"), "bf16_" + SHARD.format(1, "00")),
+        ("checkpoint-20.tmp", SHARD.format(1, "00")),
+        ("layer_03-model_states.pt", "layer_03-model_00-model_states.pt"),
+        (SHARD.format(1, "00"), SHARD.format(1, "00")),
+    ],
+)
+def test_a_file_that_was_renamed_for_another_reason_is_read(tmp_path: Path, was: str, now: str) -> None:
+    torch.save({}, tmp_path / was)
+    (tmp_path / was).rename(tmp_path / now)
+    refuse_swapped(open_pickled(str(tmp_path / now)))
+
+
+def test_a_file_that_was_saved_through_a_stream_has_no_name_of_its_own(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        with open(tmp_path / SHARD.format(rank, "00"), "wb") as stream:
+            torch.save({}, stream)
+    refuse_swapped(open_pickled(str(tmp_path / SHARD.format(0, "00"))))
