@@ -36,18 +36,15 @@ ITEMSIZE = MappingProxyType(
     {name: size for size, names in _BY_SIZE.items() for name in names} | {f"float8_{kind}": 1 for kind in _FLOAT8}
 )
 
-_EXACT = {(source, target) for source in ("bfloat16", "float16") for target in ("float32", "float64")}
-_EXACT.add(("float32", "float64"))
-
+#: Floating-point dtypes that torch converts to others -> those that have all of their values.
+_WIDER = {"bfloat16": ("float32", "float64"), "float16": ("float32", "float64"), "float32": ("float64",), "float64": ()}
 #: Conversions that round but keep the exponent range: nothing overflows or vanishes.
 _ROUNDING = {("float32", "bfloat16"), ("float16", "bfloat16")}
-
-_FLOATING = {"float64", "float32", "float16", "bfloat16"}
 
 
 def converts_exactly(source: str, target: str) -> bool:
     """Whether every value of ``source`` is a value of ``target``."""
-    return source == target or (source, target) in _EXACT
+    return source == target or target in _WIDER.get(source, ())
 
 
 def converts_by_rounding(source: str, target: str) -> bool:
@@ -57,7 +54,7 @@ def converts_by_rounding(source: str, target: str) -> bool:
 
 def is_floating(dtype: str) -> bool:
     """Whether it is a floating-point dtype that torch converts to others."""
-    return dtype in _FLOATING
+    return dtype in _WIDER
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.io.coalesce import LEAST_STAGED_NBYTES, DirectRead, ReadOptions, sort_reads, tasks
 from elastic_ckpt.io.prefault import Prefault
 from elastic_ckpt.io.requantize import ReadStats, parts_of, requantize
-from elastic_ckpt.io.staging import Lanes, Transfer
+from elastic_ckpt.io.staging import Lane, Transfer, make_lanes
 
 
 def execute(
@@ -60,21 +61,24 @@ def execute(
             tqdm(total=total, unit="B", unit_scale=True, desc="elastic_ckpt", disable=disable, leave=False)
         )
         files = _Files(plan.files, stack)
-        lanes = None
+        lanes: list[Lane] = []
         if staged:
             targets = [tensors[slot] for slot in {item.slot for item in staged}]
             buffer_nbytes = max(options.staged_nbytes, LEAST_STAGED_NBYTES)
-            lanes = Lanes(options.threads, buffer_nbytes, targets, make_transfer)
-            stack.callback(lanes.finish)  # after a failure too: no transfer may outlive its slot
-        work = _Work(plan, tensors, files, Prefault(options.huge_pages), lanes)
+            lanes = make_lanes(options.threads, buffer_nbytes, targets, make_transfer)
+        free: SimpleQueue[Lane] = SimpleQueue()
+        for lane in lanes:
+            stack.callback(lane.finish)  # after a failure too: no transfer may outlive its slot
+            free.put(lane)
+        work = _Work(plan, tensors, files, Prefault(options.huge_pages), free)
         pool = stack.enter_context(ThreadPoolExecutor(options.threads, thread_name_prefix="elastic_ckpt"))
         stack.callback(pool.shutdown, cancel_futures=True)  # after a failure nobody waits for the rest
         for nbytes in chain(
             pool.map(work.run_direct, tasks(direct, options.threads)), pool.map(work.run_staged, staged)
         ):
             bar.update(nbytes)
-        if lanes is not None:
-            lanes.finish()
+        for lane in lanes:
+            lane.finish()
         stats = ReadStats(copied_nbytes, len(direct) + sum(item.rows for item in staged), staged_nbytes)
         for done, part in zip(pool.map(work.run_requantize, parts), parts, strict=True):
             stats += done
@@ -88,7 +92,7 @@ class _Work:
     tensors: Sequence[torch.Tensor]
     files: _Files
     prefault: Prefault
-    lanes: Lanes | None
+    lanes: SimpleQueue[Lane]
 
     def run_direct(self, reads: Sequence[DirectRead]) -> int:
         for read in reads:
@@ -97,14 +101,16 @@ class _Work:
         return sum(read.nbytes for read in reads)
 
     def run_staged(self, item: ReadItem) -> int:
-        assert self.lanes is not None
-        lane, nbytes = self.lanes.mine(), item.nbytes
-        buffer, row_nbytes = lane.buffer(nbytes), nbytes // item.rows
-        stride_nbytes = item.file_stride * ITEMSIZE[item.dtype]
-        for number in range(item.rows):
-            row = buffer[number * row_nbytes : (number + 1) * row_nbytes]
-            self.files.read(item.file, item.byte_offset + number * stride_nbytes, [row])
-        lane.deliver(nbytes, item.dtype, self.tensors[item.slot], item.slot_offset)
+        lane, nbytes = self.lanes.get(), item.nbytes
+        try:
+            buffer, row_nbytes = lane.buffer(nbytes), nbytes // item.rows
+            stride_nbytes = item.file_stride * ITEMSIZE[item.dtype]
+            for number in range(item.rows):
+                row = buffer[number * row_nbytes : (number + 1) * row_nbytes]
+                self.files.read(item.file, item.byte_offset + number * stride_nbytes, [row])
+            lane.deliver(nbytes, item.dtype, self.tensors[item.slot], item.slot_offset)
+        finally:
+            self.lanes.put(lane)
         return nbytes
 
     def run_requantize(self, item: RequantizeItem) -> ReadStats:

@@ -1,15 +1,13 @@
 """Bounce buffers, for slots that ``preadv`` cannot write into.
 
-Every reading thread has a *lane* of two host buffers: while one is read into, the other is copied into its slot. For an
+A read takes a free *lane* of two host buffers: while one is read into, the other is copied into its slot. For an
 accelerator the copy is asynchronous, from pinned memory on the lane's own stream, so that disk and bus overlap. Memory
 is bounded, whatever the size of the plan.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 
@@ -74,38 +72,19 @@ class Lane:
             transfer.finish()
 
 
-class Lanes:
-    """A lane per thread, for these slots. ``make`` makes a transfer.
+def make_lanes(
+    count: int,
+    buffer_nbytes: int,
+    tensors: Iterable[torch.Tensor],
+    make: Callable[[torch.device], Transfer] = Transfer,
+) -> list[Lane]:
+    """Lanes for slots of these tensors. ``make`` makes a transfer.
 
-    Create it on the thread that prepared the slots, to whose device pinned memory belongs.
+    Call it on the thread that prepared the slots, to whose device pinned memory belongs.
     """
-
-    def __init__(
-        self,
-        threads: int,
-        buffer_nbytes: int,
-        tensors: Iterable[torch.Tensor],
-        make: Callable[[torch.device], Transfer] = Transfer,
-    ) -> None:
-        devices = {tensor.device for tensor in tensors}
-        pinned = any(device.type != "cpu" for device in devices)
-        self._lanes = [
-            Lane(buffer_nbytes, {device: make(device) for device in devices}, pinned) for _ in range(threads)
-        ]
-        self._spare = list(self._lanes)
-        self._mine: Any = threading.local()
-
-    def mine(self) -> Lane:
-        """The lane of the calling thread."""
-        lane = getattr(self._mine, "lane", None)
-        if lane is None:
-            lane = self._mine.lane = self._spare.pop()
-        return lane
-
-    def finish(self) -> None:
-        """Wait until all slots are written."""
-        for lane in self._lanes:
-            lane.finish()
+    devices = {tensor.device for tensor in tensors}
+    pinned = any(device.type != "cpu" for device in devices)
+    return [Lane(buffer_nbytes, {device: make(device) for device in devices}, pinned) for _ in range(count)]
 
 
 def _nothing() -> None:

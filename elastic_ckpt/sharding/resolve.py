@@ -136,7 +136,13 @@ class _Resolver:
             self._add_whole(sharded, kind, source, target)
             return
         if (source.shape, source.dim) != (target.shape, target.dim):
-            self._check_vocabulary(sharded, kind, source, target, chosen, by_rule)
+            # only a vocabulary may change its size, by padding alone
+            if kind != VOCABULARY or source.shape[1:] != target.shape[1:] or source.dim or target.dim:
+                shapes = f"{source.shape} in the checkpoint and {target.shape} in the live model"
+                raise contradiction(sharded, by_rule, f"the whole parameter would be {shapes}")
+            real = (chosen.rule.vocabulary if chosen is not None else None) or self._metadata.declared.vocabulary
+            if target.shape[0] < source.shape[0] and (real is None or real > target.shape[0]):
+                raise vocabulary_too_small(sharded, source.shape[0], target.shape[0], real)
         transfer = reshard(source, target, self._live.coordinates.tp_rank)
         if transfer.missing:
             if kind != VOCABULARY:
@@ -200,23 +206,6 @@ class _Resolver:
             self.found.transfers[name, ""] = blended(shards, numel, 1 / shards)
         else:
             self.found.transfers[name, ""] = copied(0, numel)
-
-    def _check_vocabulary(
-        self,
-        sharded: Sharded,
-        kind: str,
-        source: TPLayout,
-        target: TPLayout,
-        chosen: RuleSource | None,
-        by_rule: RuleSource | None,
-    ) -> None:
-        """Only a vocabulary may change its size, by padding alone."""
-        if kind != VOCABULARY or source.shape[1:] != target.shape[1:] or source.dim or target.dim:
-            shapes = f"{source.shape} in the checkpoint and {target.shape} in the live model"
-            raise contradiction(sharded, by_rule, f"the whole parameter would be {shapes}")
-        real = (chosen.rule.vocabulary if chosen is not None else None) or self._metadata.declared.vocabulary
-        if target.shape[0] < source.shape[0] and (real is None or real > target.shape[0]):
-            raise vocabulary_too_small(sharded, source.shape[0], target.shape[0], real)
 
 
 def _differ(one: Rule, other: Rule) -> bool:

@@ -17,7 +17,7 @@ from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.reader import execute
 from elastic_ckpt.io.requantize import ReadStats
-from elastic_ckpt.io.staging import Lanes, Transfer, write_flat
+from elastic_ckpt.io.staging import Transfer, make_lanes, write_flat
 
 needs_accelerator = pytest.mark.skipif(
     not torch.accelerator.is_available(), reason="needs an accelerator, and torch sees none here"
@@ -108,7 +108,10 @@ def test_a_transfer_that_frees_its_buffer_too_early_is_noticed_by_these_tests(
     assert not torch.equal(torch.cat(targets), values.float())
 
 
-def test_no_transfer_is_under_way_any_more_when_a_failed_read_is_raised(halves: tuple[Path, torch.Tensor]) -> None:
+@pytest.mark.parametrize("threads", [1, 3])
+def test_no_transfer_is_under_way_any_more_when_a_failed_read_is_raised(
+    halves: tuple[Path, torch.Tensor], threads: int
+) -> None:
     path, _ = halves
     targets = [torch.full((2000,), -7.0) for _ in range(2)]
     plan = plan_into(targets, path, "bfloat16", 2000)
@@ -121,22 +124,20 @@ def test_no_transfer_is_under_way_any_more_when_a_failed_read_is_raised(halves: 
         return transfers[-1]
 
     with pytest.raises(DamagedError):
-        execute(plan, targets, ReadOptions(threads=1, staging_nbytes=1600), show_progress=False, make_transfer=make)
+        options = ReadOptions(threads=threads, staging_nbytes=1600 * threads)
+        execute(plan, targets, options, show_progress=False, make_transfer=make)
     raised = torch.cat(targets).clone()
     for transfer in transfers:
         transfer.finish()
     assert transfers and torch.equal(torch.cat(targets), raised)
 
 
-def test_every_thread_has_a_lane_of_its_own() -> None:
-    lanes = Lanes(3, 64, [torch.zeros(1)])
-    found: list[object] = []
-    threads = [threading.Thread(target=lambda: found.append(lanes.mine())) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(set(map(id, found))) == 3
+def test_lanes_share_no_buffer() -> None:
+    lanes = make_lanes(3, 64, [torch.zeros(1)])
+    buffers = [lane.buffer(64) for lane in lanes]
+    for number, buffer in enumerate(buffers):
+        buffer[:] = bytes([number]) * 64
+    assert [bytes(buffer) for buffer in buffers] == [bytes([number]) * 64 for number in range(3)]
 
 
 def test_host_tensors_are_written_before_their_buffer_is_given_back() -> None:
