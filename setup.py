@@ -23,7 +23,7 @@ setup(
     python_requires=">=3.11",
     install_requires=[
         "torch>=2.13",
-        "deepspeed>=0.19.8",
+        "deepspeed>=0.14.5",
         "pydantic>=2.5",
         "tqdm>=4.62",
         "rich>=13.0",

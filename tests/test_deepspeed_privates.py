@@ -96,7 +96,6 @@ USED = {
     DynamicLossScaler: ["dynamic", "cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis", "min_scale"],
     Init: [
         "_padding_size",
-        "_partition_world_size",
         "_aligned_size",
         "_dist_allgather_fn",
         "ds_tensor",

@@ -1,4 +1,8 @@
-"""Accessors of a live ``DeepSpeedEngine``'s private attributes, its tensors apart. All are local."""
+"""Accessors of a live ``DeepSpeedEngine``'s private attributes, its tensors apart. All are local.
+
+What differs between the supported versions of DeepSpeed has a function here, whose docstring names the versions;
+nothing else depends on the version.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from deepspeed.checkpoint import constants
 from deepspeed.runtime.utils import DummyOptim
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+
+from elastic_ckpt.core.flat_ranges import group_offsets
+
+try:
+    from deepspeed.runtime import torch_autocast
+except ImportError:  # before 0.17
+    torch_autocast = None
 
 
 def base_optimizer(engine: Any) -> Any:
@@ -68,13 +80,65 @@ def holds_gradients(engine: Any) -> bool:
 def loss_scaler(engine: Any) -> Any:
     """The object that scales the loss; ``None`` if the engine does not train in fp16.
 
-    A ``LossScaler`` or ``DynamicLossScaler`` of the partitioned optimizers, a ``LossScaleConfig`` of the others
-    (loss_scaler.py), with the same fields.
+    A ``LossScaler`` or ``DynamicLossScaler`` of the partitioned optimizers; of the others, a ``LossScaleConfig``
+    (loss_scaler.py), or up to DeepSpeed 0.17 the optimizer itself. All have the same fields.
     """
     if not engine.fp16_enabled():
         return None
-    config = getattr(engine.optimizer, "loss_scale_config", None)
-    return config if config is not None else getattr(engine.optimizer, "loss_scaler", None)
+    optimizer = engine.optimizer
+    found = (getattr(optimizer, name, None) for name in ("loss_scale_config", "loss_scaler"))
+    itself = optimizer if hasattr(optimizer, "cur_scale") else None
+    return next((scaler for scaler in found if scaler is not None), itself)
+
+
+def flat_offsets(optimizer: Any) -> list[list[int]]:
+    """Offsets of parameters in the flat buffers of a ZeRO-1/2 optimizer, by group.
+
+    Until 0.19.6 parameters follow each other without alignment, and ``round_robin_bit16_offsets`` does not exist.
+    """
+    recorded: list[list[int]] | None = getattr(optimizer, "round_robin_bit16_offsets", None)
+    if recorded is not None:
+        return recorded
+    return [group_offsets([param.numel() for param in params]) for params in optimizer.round_robin_bit16_groups]
+
+
+def has_comm_dtype(param: Any) -> bool:
+    """Whether a ZeRO-3 parameter travels in another dtype (``torch_autocast``, since 0.17)."""
+    return torch_autocast is not None and bool(torch_autocast.has_comm_dtype(param))
+
+
+def swaps_states(engine: Any) -> bool:
+    """Whether optimizer states are swapped to NVMe (``zero_nvme_offload_optimizer()`` since 0.16)."""
+    return bool(getattr(engine.optimizer, "swap_optimizer", False))
+
+
+def swap_in_subgroup(optimizer: Any, index: int) -> None:
+    """Bring a sub-group that is swapped to NVMe into memory; its names of timers are optional since 0.16."""
+    optimizer._optimizer_states_and_gradient_swap_in(index, set())
+
+
+def forget_swapped_states(optimizer: Any, master: Any) -> None:
+    """Reset a swapped sub-group to never stepped: DeepSpeed's swapper lists what it has on disk.
+
+    Until 0.15, the list of paths is a separate one.
+    """
+    info = optimizer.optimizer_swapper.swap_params_info[master.ds_id]
+    info.tensors = info.tensors[:1]
+    if hasattr(info, "swap_paths"):
+        info.swap_paths = info.swap_paths[:1]
+    info.has_state_tensors = False
+
+
+def autotp_record(param: Any) -> Mapping[str, Any]:
+    """AutoTP's record of how a parameter is cut (since 0.18); empty without one."""
+    name = getattr(constants, "DS_AUTOTP_UC_META", "")
+    return (getattr(param, name, None) if name else None) or {}
+
+
+def autotp_affine_map(param: Any) -> Mapping[str, Any] | None:
+    """The map of all ranks' shards in AutoTP's record (since 0.19.7); ``None`` without one."""
+    conversion = autotp_record(param).get("conversion") or {}
+    return conversion.get(getattr(constants, "AFFINE_MAP", None))
 
 
 def separate_steps(engine: Any) -> None:

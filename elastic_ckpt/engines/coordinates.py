@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.checkpoint.constants import AFFINE_MAP, DS_AUTOTP_UC_META
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import groups
 from deepspeed.utils.bwc import (
@@ -27,6 +26,7 @@ from elastic_ckpt.core.declared import split_of_affine
 from elastic_ckpt.core.local_state import LiveLayout, ModelLayout, RankCoordinates, SequenceParallel
 from elastic_ckpt.core.strided import TPLayout
 from elastic_ckpt.core.tp_rules import CannotSplit
+from elastic_ckpt.engines.compat import autotp_affine_map, autotp_record
 from elastic_ckpt.errors import UnsupportedError
 
 #: Largest buffer, in elements, whose values are compared: a rank's own bounds and offsets are small.
@@ -134,7 +134,7 @@ def _layouts_of(engine: Any, with_values: bool) -> dict[str, LiveLayout]:
     if with_values:
         small = {name: buffer for name, buffer in buffers.items() if buffer.numel() <= _MOST_COMPARED}
         layouts |= {name: replace(layouts[name], values=(_checksum(buffer),)) for name, buffer in small.items()}
-    unrecorded = {name for name, param in named.items() if not getattr(param, DS_AUTOTP_UC_META, None)}
+    unrecorded = {name for name, param in named.items() if not autotp_record(param)}
     if len(unrecorded) < len(named):  # AutoTP replicates what it has no record of
         layouts |= {name: replace(layouts[name], dim=-1) for name in unrecorded}
     return layouts
@@ -155,8 +155,7 @@ def _layout(tensor: torch.Tensor, owner: str) -> LiveLayout:
 
 def _recorded(tensor: torch.Tensor) -> TPLayout | None:
     """AutoTP's map of all ranks' shards, if it is a cut along one dimension."""
-    conversion = (getattr(tensor, DS_AUTOTP_UC_META, None) or {}).get("conversion") or {}
-    entry = conversion.get(AFFINE_MAP)
+    entry = autotp_affine_map(tensor)
     try:
         return None if entry is None else split_of_affine(entry)
     except CannotSplit:

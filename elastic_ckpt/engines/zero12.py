@@ -12,6 +12,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from elastic_ckpt.core.flat_ranges import Placement, contiguous_partition, group_offsets
 from elastic_ckpt.core.read_plan import LoadPlan
 from elastic_ckpt.engines.adapter import EngineAdapter, Params
+from elastic_ckpt.engines.compat import flat_offsets
 from elastic_ckpt.engines.optimizers import StateSchema
 
 
@@ -31,7 +32,7 @@ class Zero12Adapter(EngineAdapter):
         else:
             masters, members = optimizer.single_partition_of_fp32_groups, optimizer.round_robin_bit16_groups
             self._numbered = optimizer.bit16_groups
-            self._offsets = optimizer.round_robin_bit16_offsets
+            self._offsets = flat_offsets(optimizer)
             self._partitions = optimizer.parallel_partitioned_bit16_groups
         # Muon orthogonalizes whole gradients on every rank that has some of their elements; offloaded, it gathers them
         self.keeps_touched = not getattr(optimizer, "cpu_offload", False)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.torch_autocast import has_comm_dtype
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
 
@@ -20,7 +19,13 @@ from elastic_ckpt.core.read_plan import LoadPlan, Slot
 from elastic_ckpt.core.state_kinds import ELEMENTWISE
 from elastic_ckpt.distributed import in_buckets
 from elastic_ckpt.engines.adapter import EngineAdapter, ReadPart
-from elastic_ckpt.engines.compat import has_optimizer, partition_group
+from elastic_ckpt.engines.compat import (
+    forget_swapped_states,
+    has_comm_dtype,
+    has_optimizer,
+    partition_group,
+    swap_in_subgroup,
+)
 from elastic_ckpt.engines.optimizers import StateSchema, dtype_name
 from elastic_ckpt.errors import UnsupportedError
 
@@ -180,21 +185,15 @@ class Zero3NvmeAdapter(Zero3Adapter):
         swapped = optimizer._swappable_optimizer_subgroup(index)
         if swapped:
             if clears_states:
-                self._forget_states(master)
-            optimizer._optimizer_states_and_gradient_swap_in(index)
+                forget_swapped_states(optimizer, master)
+                self.base.state.pop(master, None)
+            swap_in_subgroup(optimizer, index)
         try:
             yield
         finally:
             if swapped:
                 optimizer.optimizer_swapper.swap_out_optimizer_state(parameter=master, async_swap=False)
                 master.grad = None  # a view of the swap buffer just returned
-
-    def _forget_states(self, master: Any) -> None:
-        """Reset the sub-group to never stepped: DeepSpeed's swapper lists what it has on disk."""
-        info = self.optimizer.optimizer_swapper.swap_params_info[master.ds_id]
-        info.tensors = info.tensors[:1]
-        info.has_state_tensors = False
-        self.base.state.pop(master, None)
 
     def refresh_weights(self, plan: LoadPlan, exact_masters: bool) -> None:
         """Weights were derived while each sub-group was in memory."""

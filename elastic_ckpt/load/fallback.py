@@ -31,6 +31,7 @@ from elastic_ckpt.engines.compat import (
     has_optimizer,
     keeps_own_masters,
     numbered_params,
+    swaps_states,
     zero_param_shapes,
 )
 from elastic_ckpt.engines.select import same_features, schema_of
@@ -145,7 +146,7 @@ class _Comparison:
         without_zero = isinstance(engine, PipelineEngine) and not self.found.files.optimizer
         if self.with_states and not self.arguments.load_module_strict and (not native or without_zero):
             return False  # unknown which parameters the states belong to
-        if engine.zero_nvme_offload_optimizer() or os.path.isdir(self.found.path(SWAPPED_FOLDER)):
+        if swaps_states(engine) or os.path.isdir(self.found.path(SWAPPED_FOLDER)):
             return False
         # DeepSpeed 0.19 calls methods of ZeRO-3's optimizer, which an engine made without one lacks
         if self.stage == 3 and not self.arguments.has_optimizer:

@@ -175,7 +175,7 @@ def _init(original: Callable[..., Any], init: Any, *args: Any, **kwargs: Any) ->
 def _padding_size(original: Callable[..., Any], init: Any, param: Any) -> int:
     if not alignment_of(init):
         return int(original(init, param))
-    world_size = init._partition_world_size(param)
+    world_size = dist.get_world_size(param.ds_process_group)
     return per_parameter_numel(param.ds_numel, world_size, alignment_of(init)) * world_size - int(param.ds_numel)
 
 
@@ -184,7 +184,7 @@ def _partition_param(original: Callable[..., Any], init: Any, param: Any, *args:
     original(init, param, *args, **kwargs)
     partition = param.ds_tensor
     if alignment_of(init) and is_new and partition.numel():  # empty: it is on NVMe
-        start = init._partition_rank(param) * partition.numel()
+        start = dist.get_rank(param.ds_process_group) * partition.numel()
         partition[max(0, min(param.ds_numel - start, partition.numel())) :] = 0
 
 

@@ -19,6 +19,8 @@ from typing import Any
 REPO = Path(__file__).resolve().parents[2]
 #: Of ``prctl`` (linux/prctl.h): the signal that a process gets when its parent ends.
 _PR_SET_PDEATHSIG = 1
+#: Begins a line of the zygote that answers a request; DeepSpeed until 0.16 logs to standard output too.
+ANSWER = "answer: "
 
 
 def free_port() -> int:
@@ -95,12 +97,12 @@ class Zygote:
         try:
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
-            answer = self._process.stdout.readline()
+            answer = next((line for line in self._process.stdout if line.startswith(ANSWER)), None)
         except BaseException:  # a test's time limit: the answer, when it came, would be taken for the next job's
             self.close()
             raise
         assert answer, "the process that forks test ranks has died"
-        return json.loads(answer)
+        return json.loads(answer.removeprefix(ANSWER))
 
     @property
     def is_alive(self) -> bool:

@@ -43,7 +43,9 @@ def gather(engine: Any, keys: list[str]) -> dict[str, Any]:
             truth["masters"][name] = safe_get_full_fp32_param(param).clone()
             for key in keys:
                 truth["states"][name, key] = safe_get_full_optimizer_state(param, key).clone()
-    if engine.zero_optimization_stage() == 3 and engine.optimizer.master_weights_and_grads_dtype != torch.float32:
+    # since DeepSpeed 0.18
+    dtype = getattr(engine.optimizer, "master_weights_and_grads_dtype", torch.float32)
+    if engine.zero_optimization_stage() == 3 and dtype != torch.float32:
         truth["states"] = zero3_states(engine, keys)
     truth["buffers"] = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
     truth["weights"] = low_precision(engine)

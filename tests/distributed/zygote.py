@@ -24,6 +24,7 @@ from typing import Any
 import cpuinfo
 
 from tests.distributed import jobs
+from tests.distributed.launch import ANSWER
 
 #: Of ``prctl`` (linux/prctl.h): the signal that a process gets when its parent ends.
 _PR_SET_PDEATHSIG = 1
@@ -41,7 +42,7 @@ def serve() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         _import_for(request["job"])
-        answers.write(json.dumps(run(**request)) + "\n")
+        answers.write(ANSWER + json.dumps(run(**request)) + "\n")
         answers.flush()
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
+from deepspeed import comm
 from deepspeed.runtime.zero.partition_parameters import Init
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
@@ -32,12 +33,14 @@ def test_each_private_is_wrapped_once_and_comes_back() -> None:
 
 
 @pytest.mark.parametrize(("numel", "world_size", "padding"), [(10, 2, 6), (16, 2, 0), (17, 3, 7), (0, 2, 0)])
-def test_a_parameter_is_padded_to_whole_blocks_on_every_rank(numel: int, world_size: int, padding: int) -> None:
+def test_a_parameter_is_padded_to_whole_blocks_on_every_rank(
+    numel: int, world_size: int, padding: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     patch.install_alignment()
     init = Init.__new__(Init)
-    init._partition_world_size = lambda param: world_size
+    monkeypatch.setattr(comm, "get_world_size", lambda group=None: world_size)
     setattr(init, patch._ATTRIBUTE, 8)
-    param = SimpleNamespace(ds_numel=numel, ds_persist=False)
+    param = SimpleNamespace(ds_numel=numel, ds_persist=False, ds_process_group=None)
     assert init._padding_size(param) == padding
     setattr(init, patch._ATTRIBUTE, 0)
     assert init._padding_size(param) == -numel % world_size  # DeepSpeed's own

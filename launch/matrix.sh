@@ -1,0 +1,56 @@
+#!/usr/bin/env bash
+# Load checkpoints on the supported versions of DeepSpeed, torch and Python (tests/distributed/test_versions.py):
+#   bash launch/matrix.sh            three versions of DeepSpeed
+#   bash launch/matrix.sh --all      every one, and other versions of torch and Python; writes docs/versions.md
+# Versions are installed once, below MATRIX_FOLDER (.matrix). An environment needs pythonX.Y on PATH, or is skipped.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# shellcheck source=launch/environment.sh disable=SC1091
+source launch/environment.sh
+
+folder=$(realpath -m "${MATRIX_FOLDER:-.matrix}")
+overlays=(0.14.5 0.16.9 0.18.9)
+environments=()
+if [[ ${1:-} == --all ]]; then
+    overlays=(0.14.5 0.15.4 0.16.9 0.17.6 0.18.9 0.19.0 0.19.7 0.19.8)
+    # Python, torch, DeepSpeed
+    environments=("3.10 2.4.1 0.14.5" "3.12 2.7.1 0.16.9" "3.13 2.15.0 0.19.8")
+fi
+mkdir -p "$folder"
+rm -f "$folder"/*.xml
+failed=0
+
+# Runs the cells with the Python $2 and DeepSpeed of the folder $3, if any; $1 names the results.
+run_cells() {
+    echo "== $1"
+    PYTHONPATH=${3:+$3:}$PWD "$2" -m pytest -q --timeout 300 --junitxml "$folder/$1.xml" tests/distributed/test_versions.py \
+        || failed=1
+}
+
+for deepspeed in "${overlays[@]}"; do
+    overlay=$folder/deepspeed-$deepspeed
+    if [[ ! -d $overlay/deepspeed ]]; then
+        # setup.py of DeepSpeed looks at the torch that is there
+        DS_BUILD_OPS=0 "$PYTHON" -m pip install -q --no-deps --no-build-isolation --target "$overlay" "deepspeed==$deepspeed"
+    fi
+    run_cells "deepspeed-$deepspeed" "$PYTHON" "$overlay"
+done
+
+for versions in "${environments[@]}"; do
+    read -r python torch deepspeed <<<"$versions"
+    environment=$folder/python-$python-torch-$torch-deepspeed-$deepspeed
+    if [[ ! -e $environment/installed ]]; then
+        command -v "python$python" >/dev/null || { echo "skipped: there is no python$python"; continue; }
+        "python$python" -m venv "$environment"
+        "$environment/bin/python" -m pip install -q setuptools wheel "torch==$torch"
+        DS_BUILD_OPS=0 "$environment/bin/python" -m pip install -q --no-build-isolation "deepspeed==$deepspeed"
+        "$environment/bin/python" -m pip install -q -e '.[matrix]'
+        touch "$environment/installed"
+    fi
+    PATH=$environment/bin:$PATH run_cells "$(basename "$environment")" "$environment/bin/python"
+done
+
+if [[ ${1:-} == --all ]]; then
+    "$PYTHON" launch/matrix_table.py "$folder" docs/versions.md
+fi
+exit $failed

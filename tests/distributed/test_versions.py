@@ -1,0 +1,49 @@
+"""Two saves and their loads at other stages and degrees: what ``launch/matrix.sh`` runs on every supported version.
+
+The other tests of this folder vary what these show once.
+"""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+
+from tests.distributed.conftest import Launch
+from tests.distributed.model import Setup
+
+BF16, FP32 = Setup(1, "bf16"), Setup(3)
+#: By name, source and target; fp32 without ZeRO has no masters of its own.
+CELLS = {
+    "ZeRO-1 to ZeRO-3, bf16": (BF16, Setup(3, "bf16")),
+    "ZeRO-1, bf16, to no ZeRO, fp32": (BF16, Setup(0)),
+    "ZeRO-3 to ZeRO-2": (FP32, Setup(2)),
+    "ZeRO-3": (FP32, FP32),
+}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def versions(record_testsuite_property: Any) -> None:
+    """Columns of the table that ``launch/matrix_table.py`` writes."""
+    record_testsuite_property("DeepSpeed", deepspeed.__version__)
+    record_testsuite_property("torch", torch.__version__)
+    record_testsuite_property("Python", platform.python_version())
+
+
+@pytest.fixture(scope="session")
+def saved(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("versions")
+    launch(2, "save", {"folder": str(folder), "setups": [BF16, FP32]})
+    return folder
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_resumes_bit_exactly(cell: str, saved: Path, launch: Launch) -> None:
+    source, target = CELLS[cell]
+    sources = [{"folder": str(saved / f"{source.name}-dp2"), "format": "native"}]
+    for load in launch(3, "load", {"targets": [{"setup": target, "sources": sources}]}):
+        assert load.format == "native" and load.differences == {}, load.where
