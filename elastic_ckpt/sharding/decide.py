@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from elastic_ckpt.core.local_state import LiveLayout
@@ -89,36 +90,38 @@ class Decider:
         return replace(decision, chosen=None)
 
 
+@contextmanager
+def collected(errors: dict[str, ElasticCkptError] | None, name: str) -> Iterator[None]:
+    """If ``errors`` is given, an :class:`ElasticCkptError` is put there under a parameter's name instead of raised."""
+    try:
+        yield
+    except ElasticCkptError as error:
+        if errors is None:
+            raise
+        errors[name] = error
+
+
 def virtual_layouts(
-    metadata: CheckpointMetadata, names: Iterable[str], tp: int, book: RuleBook
+    metadata: CheckpointMetadata,
+    names: Iterable[str],
+    tp: int,
+    book: RuleBook,
+    errors: dict[str, ElasticCkptError] | None = None,
 ) -> dict[str, LiveLayout]:
     """The layout of each parameter, frozen weight and buffer over ``tp`` ranks.
 
     A vector or buffer without a rule is taken for replicated: a guess, which a load (and a conversion) verifies by
     comparing the saved copies.
 
-    Raises :class:`DamagedError` if a name has no tensor, :class:`MismatchError` if a matrix has no rule, a rule does
-    not fit, or a dimension is not divisible.
+    Raises, or collects in ``errors`` by name: :class:`DamagedError` if a name has no tensor, :class:`MismatchError` if
+    a matrix has no rule, a rule does not fit, or a dimension is not divisible.
     """
-    layouts, errors = decided_layouts(metadata, names, tp, book)
-    for error in errors.values():
-        raise error
-    return layouts
-
-
-def decided_layouts(
-    metadata: CheckpointMetadata, names: Iterable[str], tp: int, book: RuleBook
-) -> tuple[dict[str, LiveLayout], dict[str, ElasticCkptError]]:
-    """As :func:`virtual_layouts`, but with errors returned by name instead of raised."""
     decider = Decider(metadata, book)
     layouts: dict[str, LiveLayout] = {}
-    errors: dict[str, ElasticCkptError] = {}
     for name in names:
-        try:
+        with collected(errors, name):
             layouts[name] = _layout(decider, name, tp)
-        except ElasticCkptError as error:
-            errors[name] = error
-    return layouts, errors
+    return layouts
 
 
 def known_rules(metadata: CheckpointMetadata, names: Iterable[str], book: RuleBook) -> dict[str, Rule | None]:

@@ -11,10 +11,12 @@ from elastic_ckpt.core.local_state import LiveLayout, ModelLayout
 from elastic_ckpt.core.metadata import FROZEN, MASTER, CheckpointMetadata, is_floating
 from elastic_ckpt.core.strided import Overlap, ShardSources, TPLayout, blended, copied, duplicates, fused, reshard
 from elastic_ckpt.core.tp_rules import AVERAGED, COLUMN, REPLICATED, SUMMED, VOCABULARY, WHOLE_KINDS, CannotSplit, Rule
+from elastic_ckpt.errors import ElasticCkptError
 from elastic_ckpt.sharding.book import RuleBook, RuleSource, Sharded, tensor_of
 from elastic_ckpt.sharding.decide import (
     Decider,
     Decision,
+    collected,
     contradiction,
     undecided,
     vocabulary_too_small,
@@ -47,18 +49,25 @@ class Resharding:
 
 
 def resolve(
-    metadata: CheckpointMetadata, model: ModelLayout, names: Iterable[str], book: RuleBook, policy: str
+    metadata: CheckpointMetadata,
+    model: ModelLayout,
+    names: Iterable[str],
+    book: RuleBook,
+    policy: str,
+    errors: dict[str, ElasticCkptError] | None = None,
 ) -> Resharding:
     """Resolve the layout of each parameter and buffer in ``names`` on both sides, where the two degrees differ.
 
     At equal degrees every live shard is a saved one, whatever its layout. ``policy``: ``strict`` and ``first`` take the
     first rank's copy of a replicated parameter, ``mean`` the mean of all.
 
-    Raises :class:`MismatchError` if a layout is unknown, or a rule contradicts the shapes.
+    Raises :class:`MismatchError` if a layout is unknown, or a rule contradicts the shapes; ``errors`` collects these by
+    name instead.
     """
     resolver = _Resolver(metadata, model, book, policy)
     for name in sorted(names):
-        resolver.add(name)
+        with collected(errors, name):
+            resolver.add(name)
     return replace(resolver.found, notes=tuple(resolver.notes()))
 
 

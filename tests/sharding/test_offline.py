@@ -9,9 +9,9 @@ import torch
 
 from elastic_ckpt.core.fqn import rename_saved
 from elastic_ckpt.core.metadata import CheckpointMetadata
-from elastic_ckpt.errors import DamagedError, MismatchError
+from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError
 from elastic_ckpt.sharding.book import RuleBook, tensor_of
-from elastic_ckpt.sharding.decide import BY_DEFAULT, Decider, decided_layouts, virtual_layouts
+from elastic_ckpt.sharding.decide import BY_DEFAULT, Decider, virtual_layouts
 from tests.resolving import checkpoint, numbered, rules
 
 ROWS = {"parameter_with_row_parallelism_patterns": ["^narrow$"]}
@@ -36,7 +36,8 @@ def test_another_number_of_ranks_holds_what_the_rule_cuts() -> None:
 def test_vectors_are_taken_for_replicated_and_matrices_are_refused() -> None:
     metadata = checkpoint({"v": [numbered(4)] * 2, "w": numbered(8, 6).chunk(2)})
     assert shapes(metadata, "v", 3) == ((4,),) * 3
-    layouts, errors = decided_layouts(metadata, ["v", "w"], 1, RuleBook())
+    errors: dict[str, ElasticCkptError] = {}
+    layouts = virtual_layouts(metadata, ["v", "w"], 1, RuleBook(), errors)
     assert set(layouts) == {"v"} and "nothing says so" in str(errors["w"].found)  # type: ignore[attr-defined]
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 
 from elastic_ckpt.config import ElasticConfig
-from elastic_ckpt.core.local_state import LiveLayout, ModelLayout
+from elastic_ckpt.core.local_state import ModelLayout
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
 from elastic_ckpt.errors import ElasticCkptError, listed
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER
@@ -15,12 +15,9 @@ from elastic_ckpt.io.compare_replicas import find_drift, united
 from elastic_ckpt.planning.replicas import compare_replicas
 from elastic_ckpt.planning.state_matching import keys_by_name
 from elastic_ckpt.sharding.book import Preset, RuleBook
-from elastic_ckpt.sharding.decide import decided_layouts
-from elastic_ckpt.sharding.resolve import STRICT, Resharding, resolve
+from elastic_ckpt.sharding.decide import virtual_layouts
+from elastic_ckpt.sharding.resolve import STRICT, resolve
 from elastic_ckpt.tools.findings import ERROR, NOTE, Finding, of_tensors
-
-#: Parameters whose rules contradict their shapes are left out one by one, up to this many.
-_MOST_CONTRADICTIONS = 64
 
 
 def check_metadata(metadata: CheckpointMetadata) -> Iterator[Finding]:
@@ -77,9 +74,13 @@ def check_copies(metadata: CheckpointMetadata, config: ElasticConfig, threads: i
     if metadata.source.tp == 1 and not metadata.replicas:
         return
     folder = metadata.source.folder
-    weights = {name for name, key in metadata.tensors if key in (MASTER, FROZEN, BUFFER)}
-    resharding, layouts, unknown = _resharding(metadata, sorted(weights), config)
-    checks = compare_replicas(metadata, ModelLayout(layouts=layouts), resharding, layouts, with_states=True)
+    weights = sorted({name for name, key in metadata.tensors if key in (MASTER, FROZEN, BUFFER)})
+    errors: dict[str, ElasticCkptError] = {}
+    book = RuleBook.of(config)
+    model = ModelLayout(layouts=virtual_layouts(metadata, weights, 1, book, errors))
+    resharding = resolve(metadata, model, model.layouts, book, STRICT, errors)
+    unknown = set(errors)
+    checks = compare_replicas(metadata, model, resharding, model.layouts.keys() - unknown, with_states=True)
     for drift in united(find_drift(metadata.files, checks, ReadOptions(threads=threads, progress=False))):
         if drift.name in resharding.guessed and (drift.name, drift.key) not in metadata.replicas:
             unknown.add(drift.name)
@@ -96,25 +97,3 @@ def check_copies(metadata: CheckpointMetadata, config: ElasticConfig, threads: i
             f'({", ".join(Preset.names())}), or give "tp_rules" with --config'
         )
         yield Finding(NOTE, "not-checked", message, file=folder)
-
-
-def _resharding(
-    metadata: CheckpointMetadata, names: Sequence[str], config: ElasticConfig
-) -> tuple[Resharding, Mapping[str, LiveLayout], set[str]]:
-    """Resharding and layouts by the rules, and the names without any."""
-    if metadata.source.tp == 1:
-        return Resharding(), {name: LiveLayout(()) for name in names}, set()
-    book = RuleBook.of(config)
-    layouts, undecided = decided_layouts(metadata, names, 1, book)
-    unknown = set(undecided)
-    while layouts:
-        try:
-            return resolve(metadata, ModelLayout(layouts=layouts), layouts, book, STRICT), layouts, unknown
-        except ElasticCkptError as error:
-            named = error.parameter
-            contradictory = {named} if named in layouts and named is not None else set(layouts)
-            if len(unknown) > len(undecided) + _MOST_CONTRADICTIONS:
-                contradictory = set(layouts)
-            unknown |= contradictory
-            layouts = {name: layout for name, layout in layouts.items() if name not in contradictory}
-    return Resharding(), {}, unknown
