@@ -14,8 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 import elastic_ckpt
-from elastic_ckpt.cli import app
-from elastic_ckpt.cli.app import COMMANDS
+from elastic_ckpt.cli import COMMANDS, app
 
 PACKAGE = Path(elastic_ckpt.__file__).parent
 
@@ -65,7 +64,6 @@ def test_each_command_says_of_itself_what_the_list_says(name: str) -> None:
 #: Tests of what no unit test imports: by test, the modules that it covers through what others do with them.
 COVERED_BY = {
     "test_run.py": "__main__",
-    "cli/test_plan.py": "cli/plan_view",
     "distributed/test_cli_convert.py": "cli/convert",
     "distributed/test_cli_diff.py": "cli/diff",
     "distributed/test_cli_verify.py": "cli/verify",

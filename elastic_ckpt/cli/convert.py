@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from elastic_ckpt.cli.app import AsJson, Config, Folder, Preset, Tag, TrustPickle, app
+from elastic_ckpt.cli import AsJson, Config, Folder, Preset, Tag, TrustPickle, app
 from elastic_ckpt.cli.output import console, errors_end_the_command, print_json, printable, size, table
 from elastic_ckpt.tools.conversion import ConversionReport
 from elastic_ckpt.tools.conversion import convert as run_conversion

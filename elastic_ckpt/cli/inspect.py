@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from elastic_ckpt.cli.app import AsJson, Config, Folder, Preset, Tag, TrustPickle, app
+from elastic_ckpt.cli import AsJson, Config, Folder, Preset, Tag, TrustPickle, app
 from elastic_ckpt.cli.output import (
     end_with,
     errors_end_the_command,
@@ -26,8 +26,16 @@ from elastic_ckpt.cli.output import (
 )
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
 from elastic_ckpt.tools.findings import ERROR, WARNING
-from elastic_ckpt.tools.inspection import Inspection, inspect_folder
-from elastic_ckpt.tools.inspection.facts import TRAINED, FileEntry, ParameterEntry, SavedRun, Shape, StateSummary
+from elastic_ckpt.tools.inspection import inspect_folder
+from elastic_ckpt.tools.inspection.facts import (
+    TRAINED,
+    FileEntry,
+    Inspection,
+    ParameterEntry,
+    SavedRun,
+    Shape,
+    StateSummary,
+)
 from elastic_ckpt.tools.opened import config_of
 
 _EXAMPLE = "Example: [bold]elastic-ckpt inspect checkpoints --params[/]"

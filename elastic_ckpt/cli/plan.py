@@ -12,7 +12,7 @@ import typer
 from rich.markup import escape
 from tqdm import tqdm
 
-from elastic_ckpt.cli.app import AsJson, Config, Preset, Tag, TrustPickle, app
+from elastic_ckpt.cli import AsJson, Config, Preset, Tag, TrustPickle, app
 from elastic_ckpt.cli.output import (
     EXIT_FOUND,
     error_as_dict,
@@ -21,8 +21,7 @@ from elastic_ckpt.cli.output import (
     print_json,
     print_wide,
 )
-from elastic_ckpt.cli.plan_plot import draw, refuse_without_matplotlib
-from elastic_ckpt.cli.plan_view import document, report
+from elastic_ckpt.cli.plan_view import document, draw, refuse_without_matplotlib, report
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.errors import ElasticCkptError, MismatchError

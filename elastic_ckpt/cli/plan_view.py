@@ -1,12 +1,16 @@
-"""Renders a survey of a job as tables that fit in 100 columns, and as JSON. Pure."""
+"""Renders a survey of a job: as tables that fit in 100 columns, as JSON, and as a picture."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from rich.console import RenderableType
 from rich.markup import escape
 from rich.table import Table
@@ -14,6 +18,7 @@ from rich.table import Table
 from elastic_ckpt.cli.output import size, table
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, SourceFacts
 from elastic_ckpt.core.read_plan import LoadPlan
+from elastic_ckpt.errors import ConfigError
 from elastic_ckpt.report import source_dict
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
 from elastic_ckpt.tools.virtual.forecast import Memory, RankForecast, Survey, nodes_of, reading_time, spread
@@ -27,6 +32,9 @@ _DIVIDED = (
     "ZeRO-2 divides masters, states and gradients over data-parallel ranks",
     "ZeRO-3 divides all of it over data-parallel ranks",
 )
+#: Up to this many rows or columns are all labelled; of more, a few.
+_MOST_NAMED, _FEW_NAMED = 40, 16
+_FORMATS = (".png", ".pdf", ".svg")
 _TITLES = {MASTER: "fp32 masters", BUFFER: "buffers", FROZEN: "frozen weights"}
 #: Key of the document, field of :class:`elastic_ckpt.tools.virtual.forecast.Reads`, and title.
 _READS = (
@@ -225,3 +233,60 @@ def _files(job: VirtualJob, each: RankForecast) -> Table:
     if rest:
         shown.add_row(f"and {len(rest)} more", size(sum(rest)))
     return shown
+
+
+def refuse_without_matplotlib() -> None:
+    """Raise :class:`ConfigError`, before anything is planned, if matplotlib is not installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError(
+            "--plot needs matplotlib, which is not installed",
+            expected="matplotlib",
+            found="nothing of this name",
+            remedy="pip install matplotlib (or elastic_ckpt[plots])",
+        )
+
+
+def bytes_matrix(ranks: Sequence[RankForecast]) -> tuple[npt.NDArray[np.float64], list[int]]:
+    """Bytes by rank (row) and file (column), float64, and the indices of the files; unread files are left out."""
+    files = sorted({file for each in ranks for file in each.by_file})
+    rows = [[each.by_file.get(file, 0) for file in files] for each in ranks]
+    return np.array(rows, dtype=np.float64), files
+
+
+def draw(job: VirtualJob, ranks: Sequence[RankForecast], path: Path) -> None:
+    """Write the plot to ``path``. Raises :class:`ConfigError` if it cannot be written there."""
+    from matplotlib.colors import LogNorm  # noqa: PLC0415  an optional package
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    matrix, files = bytes_matrix(ranks)
+    width, height = (min(max(0.28 * count, 4.0), 11.0) + 3.0 for count in reversed(matrix.shape))
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.add_subplot()
+    shown = np.ma.masked_equal(matrix / 2**20, 0)
+    norm = LogNorm() if shown.count() and shown.min() < shown.max() else None
+    image = axes.imshow(shown, aspect="auto", interpolation="nearest", cmap="viridis_r", norm=norm)
+    figure.colorbar(image, ax=axes, label="MiB read")
+    _name_ticks(axes.yaxis, [f"rank {each.rank}" for each in ranks])
+    names = [os.path.relpath(job.metadata.files[file].path, job.metadata.source.folder) for file in files]
+    _name_ticks(axes.xaxis, [name.removesuffix("_states.pt") for name in names])
+    axes.tick_params(axis="x", labelrotation=90)
+    per_stage = job.topology.dp * job.topology.tp
+    for border in range(per_stage, min(job.topology.ranks, len(ranks)), per_stage):
+        axes.axhline(border - 0.5, color="grey", linewidth=0.5)
+    axes.set_title(f"{saved_topology(job.metadata.source)}  →  {job.topology}")
+    axes.set_xlabel(f"source files ({len(files)})")
+    axes.set_ylabel(f"ranks ({len(ranks)})")
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            "the picture cannot be written",
+            file=str(path),
+            expected=f"a path in a folder that is there, ending in {', '.join(_FORMATS)}",
+            found=str(error),
+        ) from error
+
+
+def _name_ticks(axis: Any, names: Sequence[str]) -> None:
+    step = 1 if len(names) <= _MOST_NAMED else -(-len(names) // _FEW_NAMED)
+    axis.set_ticks(range(0, len(names), step), names[::step], fontsize=7)

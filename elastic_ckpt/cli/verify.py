@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from elastic_ckpt.cli.app import AsJson, Config, Folder, Preset, Tag, TrustPickle, app
+from elastic_ckpt.cli import AsJson, Config, Folder, Preset, Tag, TrustPickle, app
 from elastic_ckpt.cli.output import console, end_with, error_console, errors_end_the_command, plain, print_json
 from elastic_ckpt.tools.findings import Finding
 from elastic_ckpt.tools.opened import config_of

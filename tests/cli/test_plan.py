@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from elastic_ckpt.cli import app
 from elastic_ckpt.cli.plan import bandwidth_of
-from elastic_ckpt.cli.plan_plot import bytes_matrix
+from elastic_ckpt.cli.plan_view import bytes_matrix
 from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.tools.virtual import Topology, VirtualJob

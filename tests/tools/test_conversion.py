@@ -31,6 +31,7 @@ from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.sharding.book import RuleBook
 from elastic_ckpt.sharding.decide import known_rules
+from elastic_ckpt.tools.conversion import Workplace, fingerprint
 from elastic_ckpt.tools.conversion.contents import (
     checked_name,
     notes_on,
@@ -40,7 +41,6 @@ from elastic_ckpt.tools.conversion.contents import (
     tp_entries,
     write_tensor_file,
 )
-from elastic_ckpt.tools.conversion.run import Workplace, fingerprint
 from elastic_ckpt.tools.logical import LogicalReader, Whole
 
 

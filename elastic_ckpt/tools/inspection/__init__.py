@@ -1,8 +1,96 @@
-"""What the metadata of a checkpoint shows, without a live engine."""
+"""What the metadata of a checkpoint shows, without a live engine. Files are read here; the rest is pure."""
 
 from __future__ import annotations
 
-from elastic_ckpt.tools.inspection.facts import Inspection
-from elastic_ckpt.tools.inspection.look import inspect_checkpoint, inspect_folder
+from collections.abc import Iterable
+from dataclasses import replace
 
-__all__ = ["Inspection", "inspect_checkpoint", "inspect_folder"]
+from elastic_ckpt.config import ElasticConfig
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
+from elastic_ckpt.errors import DamagedError, ElasticCkptError, NotFoundError
+from elastic_ckpt.formats.base import Found
+from elastic_ckpt.formats.detect import list_tags, look_at
+from elastic_ckpt.formats.peek import peek
+from elastic_ckpt.sharding.book import Preset, RuleBook
+from elastic_ckpt.tools.inspection import contents
+from elastic_ckpt.tools.inspection.facts import ROLES, Evidence, Inspection, ParameterEntry, RuleFacts, Totals
+from elastic_ckpt.tools.inspection.files import entries_of, list_folder, missing_files
+from elastic_ckpt.tools.inspection.findings import findings_of
+from elastic_ckpt.tools.opened import locate, open_checkpoint
+
+
+def inspect_folder(folder: str, tag: str | None, config: ElasticConfig) -> Inspection:
+    """Inspect the latest checkpoint of a folder, its ``tag``, or the one whose folder it is.
+
+    Of tensors, it reads only what a load compares to verify that shards are of one save. Raises
+    :class:`NotFoundError` if there is no such checkpoint, :class:`ConfigError` if there is no such preset.
+    """
+    book = RuleBook.of(config)
+    found, misled = _found(folder, tag, config)
+    evidence = Evidence(found, *list_folder(found), peek(found, config.trust_pickle), misled=misled)
+    return inspect_checkpoint(_read(evidence, config), book, map(Preset.load, Preset.names()))
+
+
+def _found(folder: str, tag: str | None, config: ElasticConfig) -> tuple[Found, ElasticCkptError | None]:
+    """The checkpoint, or if ``latest`` is invalid the newest one and the error."""
+    try:
+        return locate(folder, tag, trust_pickle=config.trust_pickle), None
+    except (NotFoundError, DamagedError) as error:
+        tags = list_tags(folder) if tag is None else []
+        found = look_at(folder, tags[0]) if tags else None
+        if found is None:
+            raise
+        return found, error
+
+
+def _read(evidence: Evidence, config: ElasticConfig) -> Evidence:
+    try:
+        return replace(evidence, checkpoint=open_checkpoint(evidence.found, config).checkpoint)
+    except ElasticCkptError as error:
+        refusal = error
+    if evidence.peeked is None or not evidence.peeked.unnamed:
+        return replace(evidence, refusal=refusal)
+    try:  # without ZeRO, states are numbered, and weights can be read without these
+        weights = open_checkpoint(evidence.found, config, with_states=False).checkpoint
+        return replace(evidence, checkpoint=weights, unnamed=refusal)
+    except ElasticCkptError:
+        return replace(evidence, refusal=refusal)
+
+
+def inspect_checkpoint(evidence: Evidence, book: RuleBook, presets: Iterable[Preset] = ()) -> Inspection:
+    """The inspection of what was read; ``presets``: candidates for undecided layouts. Pure."""
+    metadata, weights_only = evidence.metadata, evidence.unnamed is not None
+    run, missing = contents.saved_run(evidence), missing_files(evidence)
+    parameters: list[ParameterEntry] = []
+    rules = RuleFacts()
+    if metadata is not None:
+        parameters, contradictions = contents.parameters_of(metadata, book, weights_only)
+        rules = contents.rule_facts(metadata, parameters, contradictions, book, presets)
+    numbered = {} if evidence.peeked is None or (metadata and not weights_only) else evidence.peeked.unnamed
+    totals = {key: Totals() if metadata is None else contents.totals(metadata, key) for key in (MASTER, FROZEN, BUFFER)}
+    if numbered:
+        states, groups = contents.unnamed_states(numbered, run.tp), contents.unnamed_groups(numbered, run.tp)
+    else:
+        states, groups = ((), ()) if metadata is None else (contents.states_of(metadata), contents.groups_of(metadata))
+    return Inspection(
+        format=evidence.found.format,
+        folder=evidence.found.folder,
+        tag=evidence.found.tag,
+        readable=metadata is not None,
+        weights_only=weights_only,
+        run=run,
+        masters=totals[MASTER],
+        frozen=Totals() if weights_only else totals[FROZEN],
+        buffers=totals[BUFFER],
+        weights=totals[FROZEN] if weights_only else Totals(),
+        states=states,
+        groups=groups,
+        rules=rules,
+        parameters=tuple(sorted(parameters, key=lambda entry: ROLES.index(entry.role))),
+        aliases={} if metadata is None else metadata.aliases,
+        files=entries_of(evidence.sizes, run.tp, metadata),
+        missing=missing,
+        tags=evidence.tags,
+        latest=evidence.latest,
+        findings=findings_of(evidence, missing, parameters, rules),
+    )

@@ -11,14 +11,13 @@ from elastic_ckpt.core.tp_rules import WHOLE_KINDS
 from elastic_ckpt.errors import ElasticCkptError, MismatchError, listed
 from elastic_ckpt.planning.state_matching import keys_by_name, refuse_partial
 from elastic_ckpt.tools.findings import ERROR, NOTE, WARNING, Finding, of_error, of_tensors
-from elastic_ckpt.tools.inspection.contents import stored_nbytes
+from elastic_ckpt.tools.inspection.contents import precision_evidence, stored_nbytes
 from elastic_ckpt.tools.inspection.facts import Evidence, ParameterEntry, RuleFacts
-from elastic_ckpt.tools.inspection.saved_run import precision_evidence
 
 _TAGS_SHOWN = 8
 
 
-def findings(
+def findings_of(
     evidence: Evidence, missing: tuple[str, ...], parameters: Sequence[ParameterEntry], rules: RuleFacts
 ) -> tuple[Finding, ...]:
     """All findings, most severe first, without duplicates."""

@@ -12,7 +12,7 @@ from elastic_ckpt.core.local_state import LocalState
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, MASTER
 from elastic_ckpt.core.read_plan import LoadPlan, ReadPlan
 from elastic_ckpt.io.coalesce import ReadOptions, read_sizes
-from elastic_ckpt.tools.virtual.job import VirtualJob
+from elastic_ckpt.tools.virtual import VirtualJob
 
 #: Default bytes/s of a node: a 25 Gbit/s link to a file system.
 DEFAULT_BANDWIDTH = 3e9

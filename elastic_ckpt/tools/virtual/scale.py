@@ -29,7 +29,7 @@ from elastic_ckpt.formats.saved_states import StatesOfOne
 from elastic_ckpt.formats.shards import FlatShard, OptimizerShard
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from elastic_ckpt.sharding.book import ReadyConfig
-from elastic_ckpt.tools.virtual.job import START_ALIGNMENT
+from elastic_ckpt.tools.virtual import START_ALIGNMENT
 
 Shape = tuple[int, ...]
 Positive = Annotated[int, Field(gt=0, le=1 << 50)]
