@@ -11,8 +11,9 @@ import torch
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.local_state import ModelLayout
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, MASTER, CheckpointMetadata, TensorMetadata
-from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, RequantizeItem, Slot, in_file_order
+from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, ReplicaCheck, RequantizeItem, Slot, in_file_order
 from elastic_ckpt.core.strided import Shape, ShardSources, copied
+from elastic_ckpt.errors import ElasticCkptError
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.compare_replicas import find_drift, judge_drift
 from elastic_ckpt.io.reader import execute
@@ -55,19 +56,22 @@ class Whole:
 class LogicalReader:
     """Reads logical tensors: joins tensor-parallel shards as a load with these rules and replication policy would.
 
-    Raises :class:`MismatchError` if a layout is unknown or contradicts the shapes.
+    Raises :class:`MismatchError` if a layout is unknown or contradicts the shapes; if ``errors`` is given, they are
+    collected there by name instead, and these tensors cannot be read.
     """
 
-    def __init__(self, metadata: CheckpointMetadata, options: LoadOptions) -> None:
+    def __init__(
+        self, metadata: CheckpointMetadata, options: LoadOptions, errors: dict[str, ElasticCkptError] | None = None
+    ) -> None:
         self.metadata = metadata
         self._policy = options.config.replicated_params
         weights = (name for name, key in metadata.tensors if key in (MASTER, FROZEN, BUFFER))
-        self._names = tuple(dict.fromkeys(weights))
-        self._layouts = virtual_layouts(metadata, self._names, 1, options.rules)
+        self._layouts = virtual_layouts(metadata, dict.fromkeys(weights), 1, options.rules, errors)
         is_sharded = metadata.source.tp > 1 or metadata.source.merged_from > 1
         self._model = ModelLayout(layouts=self._layouts if is_sharded else {})
-        self._resharding = resolve(metadata, self._model, self._names, options.rules, self._policy)
-        self.notes: tuple[str, ...] = self._resharding.notes
+        self.resharding = resolve(metadata, self._model, self._layouts, options.rules, self._policy, errors)
+        self.notes: tuple[str, ...] = self.resharding.notes
+        self._names = self._layouts.keys() - (errors or {}).keys()
 
     def tensors(self) -> Iterator[Whole]:
         """All tensors, in metadata order."""
@@ -79,11 +83,14 @@ class LogicalReader:
         Without live shards, a vector that is replicated only by its shape is a guess, as matrices are in a load.
         Raises :class:`MismatchError` if copies differ and the policy is ``strict``.
         """
-        checks = compare_replicas(self.metadata, self._model, self._resharding, self._names, True)
-        guessed = self._resharding.guessed
-        judged = tuple(replace(one, is_guess=one.is_guess or one.name in guessed) for one in checks)
+        guessed = self.resharding.guessed
+        judged = tuple(replace(one, is_guess=one.is_guess or one.name in guessed) for one in self.replica_checks())
         drift = find_drift(self.metadata.files, judged, options)
-        return judge_drift(drift, frozenset(self._resharding.averaged), self._policy)
+        return judge_drift(drift, frozenset(self.resharding.averaged), self._policy)
+
+    def replica_checks(self) -> tuple[ReplicaCheck, ...]:
+        """The saved copies of replicated tensors."""
+        return compare_replicas(self.metadata, self._model, self.resharding, self._names, with_states=True)
 
     def read(self, whole: Whole, wanted: FlatRange, out: torch.Tensor, options: ReadOptions) -> None:
         """Read the elements ``wanted`` of a tensor, counted through all rows, into ``out``. Thread-safe.
@@ -108,7 +115,7 @@ class LogicalReader:
         execute(plan, [out], options, show_progress=False)
 
     def _sources(self, tensor: TensorMetadata, numel: int) -> ShardSources:
-        transfers, name = self._resharding.transfers, tensor.name
+        transfers, name = self.resharding.transfers, tensor.name
         found = None if tensor.is_whole else transfers.get((name, tensor.key)) or transfers.get((name, ""))
         return found or copied(0, numel)
 

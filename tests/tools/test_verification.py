@@ -32,9 +32,8 @@ from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.tools import findings
 from elastic_ckpt.tools.findings import ERROR, NOTE, Finding, kind_of, of_error
-from elastic_ckpt.tools.verification import scan
+from elastic_ckpt.tools.verification import check_metadata, scan
 from elastic_ckpt.tools.verification.archive import Problem, Record, read_archive
-from elastic_ckpt.tools.verification.contents import check_metadata
 from elastic_ckpt.tools.verification.files import missing_files
 from elastic_ckpt.tools.verification.scan import Checked, Span, Work, check, judge, look, metadata_spans, wrong_records
 
