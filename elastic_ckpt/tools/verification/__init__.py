@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
@@ -20,7 +20,6 @@ from elastic_ckpt.io.compare_replicas import find_drift, united
 from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.planning.state_matching import keys_by_name
 from elastic_ckpt.sharding.book import Preset, RuleBook
-from elastic_ckpt.sharding.resolve import STRICT
 from elastic_ckpt.tools.findings import ERROR, NOTE, Finding, kind_of, of_error, of_tensors
 from elastic_ckpt.tools.logical import LogicalReader
 from elastic_ckpt.tools.verification.archive import Record, read_archive
@@ -243,7 +242,7 @@ def check_copies(metadata: CheckpointMetadata, config: ElasticConfig, threads: i
         return
     folder = metadata.source.folder
     errors: dict[str, ElasticCkptError] = {}
-    reader = LogicalReader(metadata, replace(LoadOptions.of(config), replicated=STRICT), errors)
+    reader = LogicalReader(metadata, LoadOptions.of(config), errors)
     resharding, unknown = reader.resharding, set(errors)
     for drift in united(
         find_drift(metadata.files, reader.replica_checks(), ReadOptions(threads=threads, progress=False))
