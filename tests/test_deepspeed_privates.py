@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.checkpoint_engine import DataStatesCheckpointEngine, DecoupledCheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaleConfig
@@ -113,6 +114,8 @@ USED = {
     OptimizerStateSwapInfo: ["tensors", "has_state_tensors"],
     PartitionedOptimizerSwapper: ["swap_out_optimizer_state", "swap_in_optimizer_state"],
     PipelinedOptimizerSwapper: ["swap_out_optimizer_state", "swap_in_optimizer_state"],
+    DecoupledCheckpointEngine: ["is_decoupled", "commit_info", "ckpt_process"],
+    DataStatesCheckpointEngine: ["is_decoupled", "commit_info"],
     DeepSpeedEngine: [
         "seq_data_parallel_group",
         "_configure_zero_optimizer",
@@ -130,6 +133,8 @@ USED = {
         "curriculum_learning_enabled",
         "load_universal_checkpoint",
         "_config",
+        "checkpoint_engine",
+        "_commit_decoupled_checkpoint",
     ],
 }
 

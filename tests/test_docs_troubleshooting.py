@@ -27,6 +27,8 @@ OF_OTHERS = [
         "zero_optimization.parameter_alignment setting. Load with the setting used to save ",
     ),
     ("deepspeed", "engine.py", "_restore_from_bit16_weights"),
+    ("deepspeed", "state_dict_factory.py", "check_ckpt_list"),
+    ("torch", "reductions.py", "Cowardly refusing to serialize non-leaf tensor"),
     ("accelerate", "dataclasses.py", "` not found in kwargs. "),
 ]
 

@@ -14,6 +14,7 @@ from elastic_ckpt.core.metadata import CheckpointMetadata, SourceFile
 from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.core.training_state import TrainingState
 from elastic_ckpt.errors import DamagedError, UnsupportedError
+from elastic_ckpt.formats.appended import refuse_appended
 from elastic_ckpt.formats.naming import FolderFiles, is_another_file
 from elastic_ckpt.formats.pickled import PickledFile, open_pickled
 
@@ -146,6 +147,16 @@ def refuse_swapped(file: PickledFile) -> None:
         )
 
 
+def open_file(path: str, trust_pickle: bool) -> PickledFile:
+    """:func:`open_pickled`, with an error that says so if DeepSpeed's ``fast`` writer appended to the file."""
+    try:
+        return open_pickled(path, trust_pickle)
+    except DamagedError:
+        if os.path.isfile(path):
+            refuse_appended(path)
+        raise
+
+
 def opener_of(position: int) -> int:
     """The rank that opens the file at ``position`` in the list of all."""
     return position % distributed.world_size()
@@ -168,7 +179,7 @@ def open_my_share(
         me = distributed.rank()
         for position in range(len(paths)):
             if opener_of(position) == me:
-                opened[position] = open_pickled(paths[position], options.trust_pickle)
+                opened[position] = open_file(paths[position], options.trust_pickle)
                 if options.check_shards:
                     refuse_swapped(opened[position])
         return {position: index(file, position) for position, file in opened.items()}

@@ -1,19 +1,22 @@
 """File names of DeepSpeed checkpoints, parsed here alone.
 
-Source: ``DeepSpeedEngine._get_ckpt_name`` and ``_get_rank_zero_ckpt_name`` (engine.py).
+Source: ``DeepSpeedEngine._get_ckpt_name`` and ``_get_rank_zero_ckpt_name`` (engine.py). Below ZeRO-3, DeepSpeed's
+``fast`` checkpoint writer appends ``-<writer>.<writers>`` (``CheckpointWriterFactory.create_writer``), and its own
+loader then looks for the name without it. Each writer's file is a whole archive.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 _OPTIMIZER = re.compile(r"^(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt$")
 _MODEL_ZERO3 = re.compile(r"^zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt$")
 _MODEL = re.compile(r"^mp_rank_(\d+)_model_states\.pt$")
 _EXPERT = re.compile(r"^(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt$|^expp_rank_\d+_.*optim_states\.pt$")
 _PIPELINE_LAYER = re.compile(r"^layer_(\d+)-model_(?:(\d+)-model_)?states\.pt$")
+_WRITER = re.compile(r"(?<=\.pt)-(\d+)\.(\d+)$")
 
 #: Folder of a universal checkpoint with one folder per parameter.
 UNIVERSAL_FOLDER = "zero"
@@ -33,6 +36,8 @@ class FolderFiles:
         layers: (layer, tensor-parallel rank) -> its file.
         experts, clashes: files of mixture-of-experts layers; second files of one rank (a bf16 and an fp32 save mixed).
         is_universal: whether it is a universal checkpoint.
+        copies: files of other data-parallel writers -> the file that they are copies of.
+        by_fast_writer: whether there are names that only the ``fast`` writer gives, which DeepSpeed does not find.
     """
 
     optimizer: dict[tuple[int, int], str]
@@ -42,11 +47,24 @@ class FolderFiles:
     layers: dict[tuple[int, int], str]
     clashes: tuple[str, ...]
     is_universal: bool
+    copies: dict[str, str] = field(default_factory=dict)
+    by_fast_writer: bool = False
 
     @property
     def mp_ranks(self) -> set[int]:
         """Model-parallel (tensor x pipeline) ranks that have files."""
         return {mp for _, mp in self.optimizer} | set(self.model) | {mp for _, mp in self.model_zero3}
+
+
+def plain_name(name: str) -> str:
+    """A file's name without what the ``fast`` writer appends."""
+    return _WRITER.sub("", name)
+
+
+def number_of_writers(name: str) -> int:
+    """How many data-parallel writers wrote copies of a file, by its name; 0 for a name of any other writer."""
+    match = _WRITER.search(name)
+    return int(match[2]) if match else 0
 
 
 def sort_names(names: Iterable[str], is_universal: bool) -> FolderFiles:
@@ -56,19 +74,52 @@ def sort_names(names: Iterable[str], is_universal: bool) -> FolderFiles:
     model_zero3: dict[tuple[int, int], str] = {}
     layers: dict[tuple[int, int], str] = {}
     experts, clashes = [], []
-    for name in sorted(names):
-        if match := _OPTIMIZER.match(name):
+    chosen, copies = _first_writers(names)
+    for plain, name in chosen.items():
+        if match := _OPTIMIZER.match(plain):
             if optimizer.setdefault((int(match[1]), int(match[2])), name) != name:
                 clashes.append(name)
-        elif match := _MODEL_ZERO3.match(name):
+        elif match := _MODEL_ZERO3.match(plain):
             model_zero3[int(match[1]), int(match[2])] = name
-        elif match := _MODEL.match(name):
+        elif match := _MODEL.match(plain):
             model[int(match[1])] = name
-        elif _EXPERT.match(name):
+        elif _EXPERT.match(plain):
             experts.append(name)
-        elif match := _PIPELINE_LAYER.match(name):
+        elif match := _PIPELINE_LAYER.match(plain):
             clashes += [name] if layers.setdefault((int(match[1]), int(match[2] or 0)), name) != name else []
-    return FolderFiles(optimizer, model, model_zero3, tuple(experts), layers, tuple(clashes), is_universal)
+    kept = {*optimizer.values(), *model.values(), *model_zero3.values(), *layers.values(), *experts}
+    copies = {copy: name for copy, name in copies.items() if name in kept}
+    once = {*optimizer.values(), *model_zero3.values()}
+    clashes += [copy for copy, name in copies.items() if name in once or not _of_one_save(copy, name, model.values())]
+    copies = {copy: name for copy, name in copies.items() if copy not in clashes}
+    by_fast_writer = any(map(number_of_writers, kept))
+    return FolderFiles(
+        optimizer, model, model_zero3, tuple(experts), layers, tuple(clashes), is_universal, copies, by_fast_writer
+    )
+
+
+def _first_writers(names: Iterable[str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Plain name -> the name to read, and copy -> that name.
+
+    A name without a suffix comes first, then the files of the most writers: where only some ranks are writers, all
+    others write one and the same ``-0.1``.
+    """
+    by_plain: dict[str, list[str]] = {}
+    for name in sorted(names):
+        by_plain.setdefault(plain_name(name), []).append(name)
+    chosen = {plain: min(files, key=_writer_order) for plain, files in by_plain.items()}
+    return chosen, {name: chosen[plain] for plain, files in by_plain.items() for name in files if name != chosen[plain]}
+
+
+def _of_one_save(copy: str, name: str, models: Iterable[str]) -> bool:
+    """Whether one save may have written both; of model-states files, their contents decide."""
+    same = number_of_writers(copy) == number_of_writers(name)
+    return number_of_writers(name) > 0 and (same or name in models)
+
+
+def _writer_order(name: str) -> tuple[bool, int, int]:
+    match = _WRITER.search(name)
+    return (True, -int(match[2]), int(match[1])) if match else (False, 0, 0)
 
 
 def is_another_file(root: str, stem: str) -> bool:

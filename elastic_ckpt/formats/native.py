@@ -13,10 +13,12 @@ from elastic_ckpt.formats.assembling import Assembled, Kind, assemble, missing_f
 from elastic_ckpt.formats.base import Checkpoint, Found, MetadataOptions, open_my_share, refuse_unsupported_folder
 from elastic_ckpt.formats.layers import LayerShard, index_layer
 from elastic_ckpt.formats.model_states import ModelShard, index_model_states
+from elastic_ckpt.formats.naming import plain_name
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.same_save import spot_check
 from elastic_ckpt.formats.shards import OptimizerShard
 from elastic_ckpt.formats.training_state import TrainingStates, Wanted
+from elastic_ckpt.formats.writers import refuse_mixture, refuse_writers
 from elastic_ckpt.formats.zero3 import index_zero3
 from elastic_ckpt.formats.zero12 import LegacyShard, index_zero12
 
@@ -26,6 +28,8 @@ def read_native(found: Found, options: MetadataOptions) -> Checkpoint:
     with distributed.deterministic("look at the checkpoint's files"):  # at their names, as rank 0 has found them
         refuse_unsupported_folder(found)
         names = _expected_files(found)
+    if found.files.by_fast_writer:
+        distributed.broadcast("compare the writers' copies", lambda: refuse_writers(found, options.trust_pickle))
     kinds = list(names)
 
     paths = [found.path(name) for name in names.values()]
@@ -56,6 +60,7 @@ def index_native(
     if what == "layer":
         return index_layer(file, first, second)
     if what == "model":
+        refuse_mixture(file)
         return index_model_states(file, second, options)
     is_zero3 = "fp32_flat_groups" in file.section("optimizer_state_dict")
     return (index_zero3 if is_zero3 else index_zero12)(file, second, options)
@@ -96,7 +101,9 @@ def _expected_files(found: Found) -> dict[Kind, str]:
         for kind, names in (("optim_states", optimizer), ("model_states", zero3)):
             holes = set(range(max(names, default=-1) + 1)) - set(names)
             if holes:
-                sample = next(iter(names.values())).replace(f"rank_{next(iter(names))}_", f"rank_{min(holes)}_", 1)
+                sample = plain_name(next(iter(names.values()))).replace(
+                    f"rank_{next(iter(names))}_", f"rank_{min(holes)}_", 1
+                )
                 raise missing_file(found, sample, f"{kind} of ranks {sorted(names)}")
         models |= {(mp, dp, "model"): name for dp, name in sorted(({0: model} if model else zero3).items())}
         optimizers |= {(mp, dp, "optimizer"): name for dp, name in sorted(optimizer.items())}

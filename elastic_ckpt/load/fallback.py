@@ -98,6 +98,8 @@ def _save_of(
     engine: Any, found: Found, arguments: LoadArguments, check_sizes: bool, own_files: bool
 ) -> tuple[Any, ...] | None:
     """The save that DeepSpeed's loader would read; ``None`` if it is not known to be restored correctly. Local."""
+    if found.files.by_fast_writer:
+        return None  # DeepSpeed looks for other names
     if own_files:
         if found.format != "native":
             return None

@@ -15,6 +15,7 @@ from elastic_ckpt import distributed
 from elastic_ckpt.config import ElasticConfig, requires_elastic
 from elastic_ckpt.engines.checks import warn_of_incomplete_saves
 from elastic_ckpt.engines.compat import ds_config, has_optimizer, load_universal_flag, separate_steps, universal_flag
+from elastic_ckpt.engines.decoupled import commit_pending_save
 from elastic_ckpt.engines.training_state import LoadArguments, restores_states
 from elastic_ckpt.errors import (
     ConfigError,
@@ -110,8 +111,10 @@ def _find(engine: Any, arguments: LoadArguments) -> tuple[ElasticConfig, Found |
         return find_checkpoint(arguments.load_dir, arguments.tag, prefer, configs[0].trust_pickle)
 
     _refuse_different_calls(distributed.all_gather("read the configuration", call))
-    off = configs[0].mode == "off"
-    return configs[0], None if off else distributed.broadcast("look for a checkpoint", find)
+    if configs[0].mode == "off":
+        return configs[0], None
+    commit_pending_save(engine)
+    return configs[0], distributed.broadcast("look for a checkpoint", find)
 
 
 def _refuse_different_calls(calls: Sequence[Mapping[str, Any]]) -> None:

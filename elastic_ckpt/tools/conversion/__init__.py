@@ -28,7 +28,7 @@ from elastic_ckpt.config import state_options
 from elastic_ckpt.core.metadata import SourceFile
 from elastic_ckpt.errors import ElasticCkptError
 from elastic_ckpt.formats.detect import LATEST, LATEST_UNIVERSAL
-from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER
+from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER, plain_name
 from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.formats.universal import common_optimizer_state
 from elastic_ckpt.io.coalesce import ReadOptions
@@ -142,7 +142,7 @@ def _other_files(opened: Opened) -> list[OutputFile]:
     first = found.path(found.files.optimizer[min(found.files.optimizer)])
     common = common_optimizer_state(open_pickled(first, trust_pickle))
     return [
-        *(OutputFile(path.name, path.stat().st_size, partial(shutil.copyfile, path)) for path in models),
+        *(OutputFile(plain_name(path.name), path.stat().st_size, partial(shutil.copyfile, path)) for path in models),
         OutputFile(f"{UNIVERSAL_FOLDER}/{UNIVERSAL_OPTIMIZER}", 0, partial(torch.save, common)),
     ]
 

@@ -12,7 +12,14 @@ from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata
 from elastic_ckpt.errors import ElasticCkptError
 from elastic_ckpt.formats.base import Found
 from elastic_ckpt.formats.detect import LATEST, LATEST_UNIVERSAL, list_tags, read_latest
-from elastic_ckpt.formats.naming import SWAPPED_FOLDER, UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER, FolderFiles, sort_names
+from elastic_ckpt.formats.naming import (
+    SWAPPED_FOLDER,
+    UNIVERSAL_FOLDER,
+    UNIVERSAL_OPTIMIZER,
+    FolderFiles,
+    plain_name,
+    sort_names,
+)
 from elastic_ckpt.formats.peek import Peeked
 from elastic_ckpt.tools.inspection.facts import Evidence, FileEntry
 
@@ -93,7 +100,8 @@ def missing_files(evidence: Evidence) -> tuple[str, ...]:
     named = None if evidence.refusal is None else evidence.refusal.file
     if named is not None and os.path.dirname(named) == found.folder and "*" not in named:
         expected += [os.path.basename(named)] if not os.path.lexists(named) else []
-    return tuple(name for name in dict.fromkeys(expected) if name not in evidence.sizes)
+    present = {plain_name(name) for name in evidence.sizes}
+    return tuple(name for name in dict.fromkeys(map(plain_name, expected)) if name not in present)
 
 
 def _expected(found: Found, peeked: Peeked | None) -> Iterator[str]:

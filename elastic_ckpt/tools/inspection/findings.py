@@ -9,6 +9,7 @@ from dataclasses import replace
 from elastic_ckpt.core.metadata import BUFFER, ITEMSIZE, MASTER, CheckpointMetadata
 from elastic_ckpt.core.tp_rules import WHOLE_KINDS
 from elastic_ckpt.errors import ElasticCkptError, MismatchError, listed
+from elastic_ckpt.formats.naming import plain_name
 from elastic_ckpt.planning.state_matching import keys_by_name, refuse_partial
 from elastic_ckpt.tools.findings import ERROR, NOTE, WARNING, Finding, of_error, of_tensors
 from elastic_ckpt.tools.inspection.contents import precision_evidence, stored_nbytes
@@ -70,7 +71,7 @@ def _in_folder(evidence: Evidence, missing: tuple[str, ...]) -> Iterator[Finding
     if found.files.experts:
         text = f"{len(found.files.experts)} files of experts (mixture of experts)"
         yield Finding(NOTE, "experts", text, file=found.files.experts[0])
-    empty = [name for name, nbytes in evidence.sizes.items() if not nbytes and name.endswith(".pt")]
+    empty = [name for name, nbytes in evidence.sizes.items() if not nbytes and plain_name(name).endswith(".pt")]
     if empty:
         yield Finding(ERROR, "empty_file", f"files without a byte: {listed(empty)}", file=found.folder)
     for name, tag in () if evidence.misled else evidence.latest.items():  # else it is reported above

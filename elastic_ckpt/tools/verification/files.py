@@ -15,13 +15,13 @@ from elastic_ckpt.config import ElasticConfig, state_options
 from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.errors import ElasticCkptError, MismatchError, NotFoundError, UnsupportedError, listed
 from elastic_ckpt.formats import Found, model_states, shards
-from elastic_ckpt.formats.base import refuse_swapped
+from elastic_ckpt.formats.base import open_file, refuse_swapped
 from elastic_ckpt.formats.detect import LATEST as LATEST_FILE
 from elastic_ckpt.formats.detect import LATEST_UNIVERSAL, MOST_TAG_NBYTES, list_tags, look_at, look_below
 from elastic_ckpt.formats.model_states import ModelShard
-from elastic_ckpt.formats.naming import SWAPPED_FOLDER, UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER, FolderFiles
+from elastic_ckpt.formats.naming import SWAPPED_FOLDER, UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER, FolderFiles, plain_name
 from elastic_ckpt.formats.native import index_native
-from elastic_ckpt.formats.pickled import PickledFile, open_pickled
+from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.same_save import spot_check
 from elastic_ckpt.formats.shards import OptimizerShard
 from elastic_ckpt.formats.universal import index_optimizer, index_state
@@ -86,7 +86,7 @@ def checkpoint_files(found: Found) -> list[str]:
     """Paths of all ``torch.save`` files of a checkpoint, sorted."""
     files = found.files
     names = [*files.model.values(), *files.model_zero3.values(), *files.optimizer.values(), *files.layers.values()]
-    paths = {found.path(name) for name in (*names, *files.experts, *files.clashes)}
+    paths = {found.path(name) for name in (*names, *files.copies, *files.experts, *files.clashes)}
     if files.is_universal:
         root = found.path(UNIVERSAL_FOLDER)
         for entry in os.scandir(root):
@@ -118,7 +118,7 @@ def missing_files(files: FolderFiles, dp: int | None, model_parallel: int | None
         return []
     missing = [f"mp_rank_{mp:02d}_model_states.pt" for mp in mps if files.model and mp not in files.model]
     for names in filter(None, sharded):
-        sample = next(iter(names.values()))
+        sample = plain_name(next(iter(names.values())))
         absent = [(at, mp) for mp in mps for at in dps if (at, mp) not in names]
         missing += [_RANKS.sub(f"zero_pp_rank_{at}_mp_rank_{mp:02d}", sample) for at, mp in absent]
     layers, tps = {layer for layer, _ in files.layers}, {tp for _, tp in files.layers}
@@ -165,7 +165,7 @@ def _open_all(found: Found, config: ElasticConfig) -> tuple[Items, list[Finding]
     for path in checkpoint_files(found):
         name = os.path.basename(path)
         try:
-            file = open_pickled(path, config.trust_pickle)
+            file = open_file(path, config.trust_pickle)
             refuse_swapped(file)
             item = None if name in found.files.experts else _index(file, path, config)
         except ElasticCkptError as error:
@@ -191,7 +191,7 @@ def _index(file: PickledFile, path: str, config: ElasticConfig) -> Any:
     if name == UNIVERSAL_OPTIMIZER:
         return index_optimizer(file)
     dp_rank = int(match[1]) if (match := re.search(r"zero_pp_rank_(\d+)", name)) else 0
-    what = "layer" if name.startswith("layer_") else "model" if name.endswith("model_states.pt") else "optimizer"
+    what = "layer" if name.startswith("layer_") else "model" if "model_states.pt" in name else "optimizer"
     return index_native(file, (0, dp_rank, what), state_options(config))
 
 

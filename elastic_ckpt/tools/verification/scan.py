@@ -264,6 +264,7 @@ def weight_spans(
     Spans in ``known``, and duplicates, are left out. ``with_states``: whether to add unpartitioned optimizer states.
     """
     name, files = os.path.basename(path), found.files
+    name = files.copies.get(name, name)
     is_layer = name in files.layers.values()
     is_model = is_layer or name in files.model.values() or name in files.model_zero3.values()
     if os.path.dirname(path) != found.folder or not is_model:

@@ -1,0 +1,45 @@
+"""Archives that DeepSpeed's ``fast`` checkpoint writer saved over older ones.
+
+``FastFileWriter`` writes whole blocks from the start of the file, which it does not truncate, and appends the rest
+(``_unaligned_drain``): the end of the new archive lies behind that of the old one, or of the one that another rank
+writes under the same name. Whoever trusts the archive's directory, as ``torch.load`` does, reads old bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+
+from elastic_ckpt.errors import DamagedError
+
+_END, _END64, _LOCATOR64 = 22, 56, 20  # bytes of a zip archive's last three entries, of which the first is the last
+
+
+def refuse_appended(path: str) -> None:
+    """Raise :class:`DamagedError` if a file has bytes in its middle that its archive's directory does not know of."""
+    surplus = _surplus_nbytes(path)
+    if surplus > 0:
+        raise DamagedError(
+            "this file was written over an older one: DeepSpeed's fast checkpoint writer appends the last bytes of the "
+            "new file to the old one, and torch.load then reads old values",
+            file=path,
+            expected="a file that was written once, by one rank",
+            found=f"{surplus} bytes of another archive inside it",
+            remedy="take another tag; with this writer, remove the folder of a tag before it is saved again, and let "
+            'each rank write under a name of its own ("data_parallel": "replica")',
+        )
+
+
+def _surplus_nbytes(path: str) -> int:
+    """By how much a zip archive's directory lies behind the offset that the archive states; 0 for other files."""
+    with open(path, "rb") as stream:
+        nbytes = stream.seek(0, os.SEEK_END)
+        stream.seek(max(nbytes - _END - _LOCATOR64, 0))
+        locator, end = (tail := stream.read())[:_LOCATOR64], tail[_LOCATOR64:]
+    if end[:4] != b"PK\5\6" or len(end) != _END:
+        return 0
+    if locator[:4] == b"PK\6\7":
+        (offset,) = struct.unpack_from("<Q", locator, 8)
+        return nbytes - _END - _LOCATOR64 - _END64 - int(offset)
+    size, offset = struct.unpack_from("<II", end, 12)
+    return nbytes - _END - int(size) - int(offset)
