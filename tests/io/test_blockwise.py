@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
 from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.formats.saved_states import own_maps
-from elastic_ckpt.io import requantize as blockwise
+from elastic_ckpt.io import requantize
 from elastic_ckpt.io.requantize import decode
 
 #: Rounding of a few fp32 operations, as a fraction of a scale.
@@ -56,7 +56,7 @@ class Encoded(NamedTuple):
 
 
 def encode(values: torch.Tensor, codebook: Codebook) -> Encoded:
-    return Encoded(*blockwise.encode(values, codebook))
+    return Encoded(*requantize.encode(values, codebook))
 
 
 def check(values: NDArray[np.float32], codebook: Codebook) -> None:
