@@ -5,35 +5,59 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from elastic_ckpt.core.metadata import ITEMSIZE, is_floating
-from elastic_ckpt.errors import UnsupportedError
+from elastic_ckpt.errors import ElasticCkptError, UnsupportedError
 from elastic_ckpt.formats.pickled import PickledFile, unreadable
 from elastic_ckpt.formats.torch_archive.stand_ins import ArrayStandIn, DtypeStandIn, Size, StandIn
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
+from elastic_ckpt.formats.torch_archive.tensors import StorageRef
 from elastic_ckpt.formats.torch_archive.tree import replace_leaves
 from elastic_ckpt.formats.torch_archive.unpickler import Global
 
 if TYPE_CHECKING:
     import numpy as np
 
+#: Tensors may be larger than their file by this factor and this many bytes: views share their storage, copies do not.
+_MOST_COPIES, _MOST_MORE_NBYTES = 4, 1 << 20
+
 
 def read_bytes(file: PickledFile, refs: Iterable[TensorRef]) -> list[bytes]:
     """The elements of each tensor in row-major order; :class:`DamagedError` if the file has shrunk."""
     with open(file.path, "rb") as stream:
-        found = []
-        for ref in refs:
-            stream.seek(ref.byte_offset)
-            nbytes = ref.reach * ITEMSIZE[ref.dtype]
-            raw = stream.read(nbytes)
-            if len(raw) != nbytes:
-                raise unreadable(file.path, f"end of file inside the tensor at byte {ref.byte_offset}")
-            found.append(raw if ref.is_contiguous else _row_major(raw, ref))
-    return found
+        return [_row_major(_reached(file, stream, ref), ref) for ref in refs]
+
+
+def _reached(file: PickledFile, stream: BinaryIO, ref: TensorRef) -> bytes:
+    """The bytes from a tensor's first element to its last."""
+    nbytes = ref.reach * ITEMSIZE[ref.dtype]
+    if ref.numel * ITEMSIZE[ref.dtype] > _most_nbytes(file):  # strides of 0 repeat elements without end
+        raise _too_large(file, f"{ref.numel} elements of {nbytes} bytes")
+    stream.seek(ref.byte_offset)
+    raw = stream.read(nbytes)
+    if len(raw) != nbytes:
+        raise unreadable(file.path, f"end of file inside the tensor at byte {ref.byte_offset}")
+    return raw
+
+
+def _most_nbytes(file: PickledFile) -> int:
+    return _MOST_COPIES * file.nbytes + _MOST_MORE_NBYTES
+
+
+def _too_large(file: PickledFile, found: str) -> UnsupportedError:
+    return UnsupportedError(
+        "this file holds tensors that share their elements, and are many times larger than the file",
+        file=file.path,
+        expected=f"at most {_most_nbytes(file)} bytes, {_MOST_COPIES} times the file's size and a bit more",
+        found=found,
+        remedy="leave such tensors out of the client state, or save copies of them",
+    )
 
 
 def _row_major(raw: bytes, ref: TensorRef) -> bytes:
+    if ref.is_contiguous:
+        return raw
     import numpy as np  # noqa: PLC0415  few files need it
 
     itemsize = ITEMSIZE[ref.dtype]
@@ -88,35 +112,48 @@ def materialise(file: PickledFile, node: Any) -> Any:
     """
     import torch  # noqa: PLC0415  whoever resumes has it; who only looks need not
 
+    left = _most_nbytes(file)
+
+    def tensor(ref: TensorRef) -> Any:
+        nonlocal left
+        left -= ref.numel * ITEMSIZE[ref.dtype]
+        if left < 0:
+            raise _too_large(file, "more in its tensors together")
+        raw, dtype = bytearray(read_bytes(file, [ref])[0]), getattr(torch, ref.dtype)
+        new = torch.frombuffer(raw, dtype=dtype).view(ref.shape) if raw else torch.empty(ref.shape, dtype=dtype)
+        return torch.nn.Parameter(new, requires_grad=False) if ref.is_parameter else new
+
     def real(leaf: Any) -> Any:
         if isinstance(leaf, TensorRef):
-            raw = bytearray(read_bytes(file, [leaf])[0])
-            dtype = getattr(torch, leaf.dtype)
-            tensor = (
-                torch.frombuffer(raw, dtype=dtype).view(leaf.shape) if raw else torch.empty(leaf.shape, dtype=dtype)
-            )
-            return torch.nn.Parameter(tensor, requires_grad=False) if leaf.is_parameter else tensor
+            return tensor(leaf)
         if isinstance(leaf, Size):
             return torch.Size(leaf)
         if isinstance(leaf, ArrayStandIn):
-            return leaf.value
+            return leaf.array()
         if isinstance(leaf, DtypeStandIn):
             return leaf.dtype()
-        if isinstance(leaf, Global):
+        if isinstance(leaf, (Global, StorageRef)):
             return _named(leaf, torch, file)
         return _real_object(leaf, torch) if isinstance(leaf, StandIn) else leaf
 
-    return replace_leaves(node, real)
+    try:
+        return replace_leaves(node, real)
+    except ElasticCkptError:
+        raise
+    except Exception as error:  # what a damaged file has for the arguments of a constructor can raise anything
+        raise unreadable(file.path, f"{type(error).__name__}: {error}"[:300]) from error
 
 
-def _named(leaf: Global, torch: Any, file: PickledFile) -> Any:
-    found = getattr(torch, leaf.name.removeprefix("torch."), None) if leaf.name.startswith("torch.") else leaf.call
+def _named(leaf: Global | StorageRef, torch: Any, file: PickledFile) -> Any:
+    found = None
+    if isinstance(leaf, Global):
+        found = leaf.call if leaf.is_users else getattr(torch, leaf.name.removeprefix("torch."), None)
     if found is not None:
         return found
     raise UnsupportedError(
-        "this file holds the name of a class or function, not an object",
+        "this file holds the name of a class or function, or a storage without a tensor, not an object",
         file=file.path,
-        found=leaf.name,
+        found=str(leaf)[:300],
         remedy="leave it out of the client state, or load at the topology it was saved with",
     )
 
@@ -131,5 +168,5 @@ def _real_object(leaf: StandIn, torch: Any) -> Any:
     if issubclass(cls, Enum):
         return cls[leaf.args[0]] if leaf.is_by_name else cls(*leaf.args)
     new = cls.__new__(cls)
-    vars(new).update(leaf.state)
+    vars(new).update(vars(leaf))
     return new

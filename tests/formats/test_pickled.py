@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -294,6 +296,7 @@ def test_what_people_keep_in_their_client_state_is_allowed(tmp_path: Path, value
         pytest.param(collections.deque([torch.tensor([1.0])]), True, id="tensor in a deque"),
         pytest.param(Holder(), True, id="tensor in an object"),
         pytest.param(Listing([1, 2]), True, id="a kind of list"),
+        pytest.param([torch.ones(2, dtype=torch.uint16), torch.float16, torch.Size([2])], True, id="names of torch"),
         pytest.param(torch.tensor([1 + 2j]).conj(), False, id="conjugated tensor"),
         pytest.param(torch.eye(2).to_sparse(), False, id="sparse tensor"),
         pytest.param(torch.ones(2, device="meta"), False, id="meta tensor"),
@@ -564,6 +567,45 @@ def test_a_class_that_is_not_on_the_list_is_refused_by_name_until_the_user_adds_
     trusted = open_pickled(path, trust_pickle=True)
     assert trusted.tree["client"].epoch == 3
     assert isinstance(trusted.tree["weight"], TensorRef)
+
+
+class WithArguments:
+    """A class that cannot be made without arguments."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+def test_an_object_of_a_class_that_the_user_allowed_is_not_initialized_again(tmp_path: Path) -> None:
+    path = saved(tmp_path, {"client": WithArguments(3), "class": WithArguments})
+    with torch.serialization.safe_globals([WithArguments]):
+        file = open_pickled(path)
+        assert vars(file.tree["client"]) == {"epoch": 3}
+        assert materialise(file, file.tree["class"]) is WithArguments
+
+
+@pytest.mark.parametrize("value", [collections.OrderedDict, torch.UntypedStorage(4)])
+def test_what_is_no_object_of_its_own_is_refused_where_it_would_be_used(tmp_path: Path, value: Any) -> None:
+    file = open_pickled(saved(tmp_path, {"client": value}))
+    with pytest.raises(UnsupportedError) as caught:
+        materialise(file, file.tree)
+    assert caught.value.file == file.path
+
+
+def test_objects_of_deepspeed_come_back_with_all_their_parts(tmp_path: Path) -> None:
+    scaler = DynamicLossScaler(2.0**16, 500, 0.5, 3, False)
+    file = open_pickled(saved(tmp_path, {"scaler": scaler, "stages": {ZeroStageEnum.weights: {ZeroStageEnum.weights}}}))
+    read = materialise(file, file.tree)
+    assert vars(read["scaler"]) == vars(scaler)
+    assert read["stages"] == {ZeroStageEnum.weights: {ZeroStageEnum.weights}}
+
+
+def test_tensors_that_are_many_times_larger_than_their_file_are_refused(tmp_path: Path) -> None:
+    base = torch.zeros(40_000)
+    for tree in ([torch.zeros(1).expand(10_000_000)], [base[number:] for number in range(100)]):
+        file = open_pickled(saved(tmp_path, tree))
+        with pytest.raises(UnsupportedError, match="larger than the file"):
+            materialise(file, file.tree)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from elastic_ckpt.core.local_state import SequenceParallel
 from elastic_ckpt.core.training_state import BatchSizes, LossScale, TrainingState
 from elastic_ckpt.formats.pickled import PickledFile, open_pickled
 from elastic_ckpt.formats.training_state import loss_scale_of, read_training_state
+from elastic_ckpt.formats.values import materialise
 
 SCALE = LossScale(True, {"cur_scale": 256.0})
 KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -136,6 +137,15 @@ def test_a_dynamic_scaler_gives_all_that_moves_it() -> None:
         "min_scale": 0.5,
         "raise_error_at_min_scale": False,
     }
+
+
+@pytest.mark.parametrize("trust_pickle", [False, True])
+def test_a_scaler_is_the_same_in_its_file(tmp_path: Path, trust_pickle: bool) -> None:
+    scaler = DynamicLossScaler(2.0**20, 500, 0.5, 3, consecutive_hysteresis=True)
+    torch.save({"loss_scaler": scaler}, tmp_path / "file.pt")
+    file = open_pickled(str(tmp_path / "file.pt"), trust_pickle)
+    assert loss_scale_of(file.tree["loss_scaler"]) == loss_scale_of(scaler)
+    assert vars(materialise(file, file.tree["loss_scaler"])) == vars(scaler)
 
 
 def test_a_static_scaler_gives_its_scale_alone() -> None:

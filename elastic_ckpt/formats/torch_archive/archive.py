@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from elastic_ckpt.core.metadata import ITEMSIZE
-from elastic_ckpt.errors import UnsafePickleError
 from elastic_ckpt.formats.torch_archive.directory import ArchiveError, Directory
-from elastic_ckpt.formats.torch_archive.globals import find_global, set_state
-from elastic_ckpt.formats.torch_archive.tensors import StorageRef, storage_id
+from elastic_ckpt.formats.torch_archive.globals import find_global, is_storage, set_state
+from elastic_ckpt.formats.torch_archive.tensors import REBUILD, StorageRef, storage_id
 from elastic_ckpt.formats.torch_archive.tree import check_tree
-from elastic_ckpt.formats.torch_archive.unpickler import Machine
+from elastic_ckpt.formats.torch_archive.unpickler import Global, Machine
 
 #: Larger pickles are refused: DeepSpeed's have some hundred bytes a tensor.
 MOST_PICKLE_NBYTES = 1 << 30
@@ -87,16 +86,13 @@ def _unpickle_trusting(data: bytes, at: int, load: Callable[[Any], Any]) -> tupl
 
 
 class _TrustingUnpickler(pickle.Unpickler):
-    """Imports and calls what a pickle names, except for torch's own: tensors stay in the file."""
+    """Imports and calls what a pickle names, except for torch's storages and tensors: they stay in the file."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if module.split(".", maxsplit=1)[0] != "torch":
-            return super().find_class(module, name)
-        try:
-            entry = find_global(module, name)
-        except UnsafePickleError:
-            return super().find_class(module, name)
-        return entry.call or entry
+        path = f"{module}.{name}"
+        if path in REBUILD:
+            return REBUILD[path]
+        return Global(path) if is_storage(module, name) else super().find_class(module, name)
 
 
 def _read_legacy(stream: BinaryIO, unpickle: _Unpickle) -> ArchiveTree:

@@ -54,13 +54,18 @@ def find_global(module: str, name: str) -> Global:
     entry = _closed_list().get(path)
     if entry is not None:
         return entry
-    if (module == "torch" or module.startswith("torch.")) and name.endswith("Storage"):
-        return Global(path)  # of whatever device
+    if is_storage(module, name):
+        return Global(path)
     if module not in _BLOCKED and path in (users := _users_globals()):
-        return Global(path, users[path])
+        return Global(path, users[path], is_users=True)
     if module.partition(".")[0] == "torchao":
         raise subclass_error(path)
     raise unsafe_error(path)
+
+
+def is_storage(module: str, name: str) -> bool:
+    """Whether a name is of a class of storages, of whatever device."""
+    return module.partition(".")[0] == "torch" and name.endswith("Storage")
 
 
 def set_state(target: Any, state: Any) -> None:
@@ -71,7 +76,7 @@ def set_state(target: Any, state: Any) -> None:
     elif kind in (argparse.Namespace, StandIn, OrderedDict):
         if type(state) is not dict or not all(type(key) is str and not hasattr(kind, key) for key in state):
             raise pickle.UnpicklingError(f"a state of {kind.__name__} that is no dictionary of attributes")
-        (target.state if kind is StandIn else vars(target)).update(state)
+        vars(target).update(state)
     elif kind in _users_globals().values():
         _set_users_state(target, state)
     else:
@@ -199,7 +204,7 @@ def _enum_member(enum: Any, name: Any) -> Any:
     if type(enum) is Global and type(name) is str and not name.startswith("_"):
         if enum.name in _ENUMS:
             return StandIn(enum.name, (name,), is_by_name=True)
-        if isinstance(enum.call, type) and issubclass(enum.call, Enum):  # of the user's own list
+        if enum.is_users and isinstance(enum.call, type) and issubclass(enum.call, Enum):
             return enum.call[name]
     raise unsafe_error(f"builtins.getattr of {enum!r}, {name!r}")
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import pickle
 import re
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from elastic_ckpt.errors import UnsafePickleError
@@ -43,24 +42,17 @@ class Size(tuple[int, ...]):
         return super().__new__(cls, sizes)
 
 
-@dataclass(eq=False, slots=True)
 class StandIn:
-    """An object of a class on the closed list: its qualified name, constructor arguments and state.
+    """An object of a class on the closed list: its qualified name and constructor arguments; attributes are its state.
 
-    Entries of the state are attributes. An enum member has its value, or with ``is_by_name`` its name, as argument.
+    An enum member has its value, or with ``is_by_name`` its name, as argument.
     """
 
-    name: str
-    args: tuple[Any, ...] = ()
-    state: dict[str, Any] = field(default_factory=dict)
-    is_by_name: bool = False
-
+    __slots__ = ("__dict__", "args", "is_by_name", "name")
     is_plain_key = True
 
-    def __getattr__(self, key: str) -> Any:
-        if key == "state" or key not in self.state:  # "state" itself: it is being unpickled from another rank
-            raise AttributeError(key)
-        return self.state[key]
+    def __init__(self, name: str, args: tuple[Any, ...] = (), is_by_name: bool = False) -> None:
+        self.name, self.args, self.is_by_name = name, args, is_by_name
 
     def __int__(self) -> int:
         return _STAGES[self.args[0]] if self.is_by_name else int(self.args[0])
@@ -106,6 +98,12 @@ class ArrayStandIn:
     def set_state(self, state: Any) -> None:
         _version, shape, dtype, is_fortran, data = state
         self.value = numpy_array(dtype, data, Size(shape)).reshape(shape, order="F" if is_fortran else "C")
+
+    def array(self) -> np.ndarray[Any, Any]:
+        """The array itself."""
+        if self.value is None:
+            raise pickle.UnpicklingError("an array without data")
+        return self.value
 
 
 def numpy_array(dtype: Any, data: Any, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:

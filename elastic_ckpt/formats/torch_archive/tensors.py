@@ -60,9 +60,9 @@ def _rebuild(storage: Any, offset: Any, size: Any, stride: Any, *_requires_grad_
 def _rebuild_v3(
     storage: Any, offset: Any, size: Any, stride: Any, _grad: Any, _hooks: Any, dtype: Any, metadata: Any = None
 ) -> TensorRef:
-    if type(dtype) is not Global:
+    if type(dtype) is not Global and type(dtype).__name__ != "dtype":  # the real one of a trusted pickle
         raise pickle.UnpicklingError("a tensor without a dtype")
-    return _tensor(storage, dtype.name.removeprefix("torch."), offset, size, stride, metadata)
+    return _tensor(storage, str(dtype).removeprefix("torch."), offset, size, stride, metadata)
 
 
 def _tensor(storage: Any, dtype: str | None, offset: Any, size: Any, stride: Any, metadata: Any) -> TensorRef:

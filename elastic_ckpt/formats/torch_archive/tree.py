@@ -12,12 +12,14 @@ from typing import Any
 from elastic_ckpt.errors import UnsupportedError
 from elastic_ckpt.formats.torch_archive.stand_ins import ArrayStandIn, DtypeStandIn, StandIn
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
+from elastic_ckpt.formats.torch_archive.tensors import StorageRef
 from elastic_ckpt.formats.torch_archive.unpickler import Global
 
 #: Deepest nesting of containers, and how many objects a walk may meet per object that there is: shared objects are met
 #: again and again, and a few dozen lists can hold each other 2 ** 60 times.
 _MOST_DEPTH, _MOST_REPEATED = 128, 64
-_LEAVES = (TensorRef, str, bool, int, float, complex, bytes, bytearray, type(None), Global, ArrayStandIn, DtypeStandIn)
+_PLAIN = frozenset({str, bool, int, float, complex, bytes, type(None)})
+_LEAVES = _PLAIN | {TensorRef, bytearray, Global, ArrayStandIn, DtypeStandIn, StorageRef}
 
 
 def check_tree(tree: Any) -> None:
@@ -53,30 +55,51 @@ def _size(node: Any, sizes: dict[int, int], kept: list[Any], depth: int) -> int:
 
 def _children(node: Any) -> list[Any] | tuple[Any, ...]:
     if isinstance(node, dict):
-        return [*node.values(), *vars(node).values()] if hasattr(node, "__dict__") else list(node.values())
+        keys = [key for key in node if type(key) is not str]
+        return [*keys, *node.values(), *(vars(node).values() if hasattr(node, "__dict__") else ())]
     if isinstance(node, (list, tuple)):
         return node
     if isinstance(node, argparse.Namespace):
         return list(vars(node).values())
     if isinstance(node, StandIn):
-        return [*node.args, *node.state.values()]
+        return [*node.args, *vars(node).values()]
     _refuse_hidden_tensors(node)
-    return ()
+    return list(node) if isinstance(node, (set, frozenset)) else ()
 
 
-def replace_leaves(node: Any, replace: Callable[[Any], Any]) -> Any:
-    """Copy a tree of containers and plain objects, passing every leaf through ``replace``."""
+def replace_leaves(node: Any, replace: Callable[[Any], Any], copies: dict[int, Any] | None = None) -> Any:
+    """Copy a tree that :func:`check_tree` accepted, passing every leaf through ``replace``.
+
+    What was shared is shared again. Keys and attributes are copied too; a stand-in passes through ``replace`` with its
+    own parts replaced. ``copies``: of the nodes that were met, by ``id``.
+    """
+    copies = {} if copies is None else copies
+    if type(node) in _PLAIN:
+        return replace(node)
+    if id(node) not in copies:
+        copies[id(node)] = _copied(node, replace, lambda child: replace_leaves(child, replace, copies))
+    return copies[id(node)]
+
+
+def _copied(node: Any, replace: Callable[[Any], Any], child: Callable[[Any], Any]) -> Any:
     if isinstance(node, dict):
-        copied = copy.copy(node)  # keeps what a subclass adds: an order, a default factory
+        new = copy.copy(node)  # keeps what a subclass adds: an order, a default factory
+        new.clear()
         for key, value in node.items():
-            copied[key] = replace_leaves(value, replace)
-        return copied
-    if type(node) in (list, tuple):
-        return type(node)(replace_leaves(value, replace) for value in node)
+            new[key if type(key) in _PLAIN else child(key)] = child(value)
+        if hasattr(node, "__dict__"):
+            vars(new).update((key, child(value)) for key, value in vars(node).items())
+        return new
+    if type(node) in (list, tuple, set, frozenset):
+        return type(node)(map(child, node))
     if isinstance(node, tuple) and hasattr(node, "_fields"):
-        return type(node)(*(replace_leaves(value, replace) for value in node))
+        return type(node)(*map(child, node))
     if isinstance(node, argparse.Namespace):
-        return type(node)(**{key: replace_leaves(value, replace) for key, value in vars(node).items()})
+        return type(node)(**{key: child(value) for key, value in vars(node).items()})
+    if isinstance(node, StandIn):
+        stand_in = StandIn(node.name, tuple(map(child, node.args)), node.is_by_name)
+        vars(stand_in).update((key, child(value)) for key, value in vars(node).items())
+        return replace(stand_in)
     return replace(node)
 
 

@@ -21,6 +21,7 @@ from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 #: Longest line of a text opcode (protocol 0), and largest integer in bytes: Python converts up to 4,300 digits.
@@ -35,11 +36,13 @@ _PLAIN_KEYS = (str, bool, bytes, type(None), float)
 class Global:
     """What a name in a pickle stands for: ``call`` takes the arguments of REDUCE or NEWOBJ; ``None``: no callable.
 
-    It stays in the tree where a pickle keeps the name itself, as for ``torch.float32``.
+    It stays in the tree where a pickle keeps the name itself, as for ``torch.float32``. ``is_users``: ``call`` is the
+    real class or function, which the user allowed.
     """
 
     name: str
     call: Callable[..., Any] | None = None
+    is_users: bool = False
 
     def __repr__(self) -> str:
         return self.name
@@ -297,8 +300,10 @@ def _stack_global(machine: Machine) -> None:
 
 
 def _new_object(machine: Machine) -> None:
-    arguments = machine.stack.pop()
-    machine.stack[-1] = _call(machine.stack[-1], arguments)
+    arguments, cls = machine.stack.pop(), machine.stack[-1]
+    if type(cls) is Global and cls.is_users and isinstance(cls.call, type):  # as pickle does: not initialized
+        cls = Global(cls.name, partial(cls.call.__new__, cls.call))
+    machine.stack[-1] = _call(cls, arguments)
 
 
 def _build(machine: Machine) -> None:

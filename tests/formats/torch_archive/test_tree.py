@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import Any
 
 import pytest
 
 from elastic_ckpt.errors import UnsupportedError
+from elastic_ckpt.formats.torch_archive.stand_ins import StandIn
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from elastic_ckpt.formats.torch_archive.tree import check_tree, replace_leaves
 
@@ -77,3 +78,17 @@ def test_leaves_are_replaced_in_a_copy() -> None:
     copied = replace_leaves(tree, lambda leaf: -leaf)
     assert copied == {"a": [-1, (-2,)], "b": OrderedDict(z=-3, y=-4), "c": Namespace(d=-5)}
     assert tree["a"] == [1, (2,)] and type(copied["b"]) is OrderedDict
+
+
+def test_keys_members_attributes_and_sharing_are_copied_too() -> None:
+    stand_in = StandIn("deepspeed.Enum", (3,))
+    vars(stand_in)["scale"] = shared = [4]
+    ordered = OrderedDict(a=shared)
+    ordered._metadata = shared  # type: ignore[attr-defined]
+    tree = [{stand_in: 5}, {(6, 7)}, ordered, shared, Counter(n=2)]
+    keys, members, copied, again, counter = replace_leaves(tree, lambda leaf: -leaf if type(leaf) is int else leaf)
+    (key,) = keys
+    assert key.args == (-3,) and key.scale is again and keys[key] == -5
+    assert members == {(-6, -7)} and again == [-4] and again is not shared
+    assert copied["a"] is again and copied._metadata is again
+    assert counter == Counter(n=-2) and stand_in.args == (3,)
