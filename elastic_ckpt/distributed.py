@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import io
 import pickle
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
-
-import torch
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from elastic_ckpt.errors import ElasticCkptError, UnforeseenError
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 #: Bytes of a message that travel with its length; most messages are shorter.
@@ -33,12 +34,20 @@ _DEVICE_BACKENDS = {"cuda": "nccl", "xpu": "xccl", "npu": "hccl", "hpu": "hccl"}
 
 def rank() -> int:
     """Global rank of this process (0 without a process group)."""
-    return dist.get_rank() if dist.is_initialized() else 0
+    dist = _initialized()
+    return 0 if dist is None else int(dist.get_rank())
 
 
 def world_size() -> int:
     """Number of ranks in the job (1 without a process group)."""
-    return dist.get_world_size() if dist.is_initialized() else 1
+    dist = _initialized()
+    return 1 if dist is None else int(dist.get_world_size())
+
+
+def _initialized() -> Any:
+    """``torch.distributed``, if this process has a default group; where torch is not imported yet, it has none."""
+    dist = sys.modules.get("torch.distributed")
+    return dist if dist is not None and dist.is_available() and dist.is_initialized() else None
 
 
 def all_gather(doing: str, work: Callable[[], T]) -> list[T]:
@@ -90,9 +99,8 @@ def agree(doing: str) -> Iterator[None]:
     if world_size() == 1:
         errors = [mine]
     else:
-        failed = torch.tensor([mine is not None], dtype=torch.int32, device=_collective_device())
-        dist.all_reduce(failed, op=dist.ReduceOp.MAX)
-        errors = all_gather(doing, lambda: mine) if failed.item() else []
+        failed = _any(mine is not None)
+        errors = all_gather(doing, lambda: mine) if failed else []
     if (first := next((each for each in errors if each is not None), None)) is not None:
         raise first from cause
 
@@ -156,8 +164,20 @@ def _gather_tails(mine: bytes, nbytes: Sequence[int]) -> list[bytes]:
     return tails
 
 
+def _any(flag: bool) -> bool:
+    import torch  # noqa: PLC0415  who only looks at a checkpoint need not wait for it
+    import torch.distributed as dist  # noqa: PLC0415
+
+    flags = torch.tensor([flag], dtype=torch.int32, device=_collective_device())
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    return bool(flags.item())
+
+
 def _all_gather_bytes(mine: bytes) -> list[bytes]:
     """The bytes of all ranks, which must have the same length."""
+    import torch  # noqa: PLC0415
+    import torch.distributed as dist  # noqa: PLC0415
+
     sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(_collective_device())
     received = [torch.empty_like(sent) for _ in range(world_size())]
     dist.all_gather(received, sent)
@@ -166,12 +186,17 @@ def _all_gather_bytes(mine: bytes) -> list[bytes]:
 
 def _broadcast_bytes(mine: bytes, src: int) -> bytes:
     """The bytes of rank ``src``; the others pass as many."""
+    import torch  # noqa: PLC0415
+    import torch.distributed as dist  # noqa: PLC0415
+
     sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(_collective_device())
     dist.broadcast(sent, src=src)
     return bytes(sent.cpu().numpy())
 
 
 def _collective_device() -> torch.device:
+    import torch  # noqa: PLC0415
+
     device = torch.accelerator.current_accelerator()
     if device is None or can_broadcast("cpu", None):
         return torch.device("cpu")
@@ -180,6 +205,8 @@ def _collective_device() -> torch.device:
 
 def pack(item: Any) -> bytes:
     """Serialize an object with tensors of any dtype, some of which plain pickle does not know. Local."""
+    import torch  # noqa: PLC0415
+
     buffer = io.BytesIO()
     torch.save(item, buffer)
     return buffer.getvalue()
@@ -187,12 +214,15 @@ def pack(item: Any) -> bytes:
 
 def unpack(item: bytes) -> Any:
     """Undo :func:`pack`; the bytes come from another rank of this job. Local."""
+    import torch  # noqa: PLC0415
+
     return torch.load(io.BytesIO(item), map_location="cpu", weights_only=False)
 
 
 def can_broadcast(device_type: str, group: Any) -> bool:
     """Whether a process group can broadcast tensors of a device. Local; false for a single member."""
-    if not dist.is_initialized() or dist.get_world_size(group=group) == 1:
+    dist = _initialized()
+    if dist is None or dist.get_world_size(group=group) == 1:
         return False
     backend = str(dist.get_backend(group=group))
     if device_type == "cpu":

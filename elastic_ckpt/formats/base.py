@@ -55,6 +55,7 @@ class MetadataOptions:
         with_states: whether optimizer states are restored.
         coordinates: of this rank in the live topology.
         live_names: all parameters and buffers of the job, on every pipeline stage.
+        with_client_state: whether the client's state is read, for which torch is needed.
     """
 
     trust_pickle: bool = False
@@ -66,6 +67,7 @@ class MetadataOptions:
     with_states: bool = True
     coordinates: RankCoordinates = field(default_factory=RankCoordinates)
     live_names: frozenset[str] = frozenset()
+    with_client_state: bool = True
 
 
 @dataclass(frozen=True)

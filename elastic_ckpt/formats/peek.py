@@ -98,7 +98,7 @@ def _peeked(found: Found, mp: int, file: PickledFile, trust_pickle: bool) -> Pee
     degrees = stated.borne_out(len(found.files.mp_ranks))
     scale = None if unnamed is None else loss_scale_of(unnamed.scaler)
     return Peeked(
-        training_state=read_training_state(file, scale, overflow=False, same_ranks=False, sequence=degrees.sequence),
+        training_state=read_training_state(file, scale, False, False, degrees.sequence, with_client_state=False),
         config=config,
         ds_version=str(tree.get("ds_version") or ""),
         degrees=degrees,

@@ -34,6 +34,7 @@ class TrainingStates:
     files: Assembled
     opened: Mapping[int, PickledFile]
     coordinates: RankCoordinates
+    with_client_state: bool = True
     _known: dict[int, TrainingState] = field(default_factory=dict)
 
     def wanted(self) -> Wanted:
@@ -45,7 +46,8 @@ class TrainingStates:
         position = models[own or 0]
         of_all = own is None and (not same_model or coordinates.tp * coordinates.pp == 1)
         state = self._read(position) if position in self.opened else None
-        return position, distributed.pack(state) if state is not None and of_all else None
+        alone = distributed.world_size() == 1
+        return position, distributed.pack(state) if state is not None and of_all and not alone else None
 
     def exchanged(self, everybody: Sequence[Wanted]) -> TrainingState:
         """The training state that this rank wants, given what each rank wants. Collective if any rank lacks its own."""
@@ -74,21 +76,28 @@ class TrainingStates:
                 optimizer is not None and optimizer.overflow,
                 self.files.grid.has_ranks_of(self.coordinates),
                 self.files.grid.sequence,
+                self.with_client_state,
             )
         return self._known[position]
 
 
 def read_training_state(
-    file: PickledFile, loss_scale: LossScale | None, overflow: bool, same_ranks: bool, sequence: SequenceParallel
+    file: PickledFile,
+    loss_scale: LossScale | None,
+    overflow: bool,
+    same_ranks: bool,
+    sequence: SequenceParallel,
+    with_client_state: bool = True,
 ) -> TrainingState:
-    """The training state in a model-states file, with its small tensors read."""
+    """The training state in a model-states file; ``checkpoint`` is empty without client state."""
+    whole = {key: value for key, value in file.tree.items() if key not in _NOT_READ} if with_client_state else {}
     return TrainingState(
         counters={key: file.tree[key] for key in COUNTERS if key in file.tree},
         batch=_batch_sizes(file, sequence),
         lr_scheduler=materialise(file, file.tree.get("lr_scheduler")),
         loss_scale=loss_scale if _trained_in_fp16(file, loss_scale) else None,
         overflow=overflow,
-        checkpoint=materialise(file, {key: value for key, value in file.tree.items() if key not in _NOT_READ}),
+        checkpoint=materialise(file, whole),
         same_ranks=same_ranks,
     )
 

@@ -109,9 +109,8 @@ def materialise(file: PickledFile, node: Any) -> Any:
     """The tree below ``node`` as the job that saved it had it; for small tensors outside the model, not for weights.
 
     Objects of DeepSpeed and Megatron become real ones if their classes are imported already; else stand-ins remain.
+    torch is imported only for what is torch's.
     """
-    import torch  # noqa: PLC0415  whoever resumes has it; who only looks need not
-
     left = _most_nbytes(file)
 
     def tensor(ref: TensorRef) -> Any:
@@ -119,6 +118,8 @@ def materialise(file: PickledFile, node: Any) -> Any:
         left -= ref.numel * ITEMSIZE[ref.dtype]
         if left < 0:
             raise _too_large(file, "more in its tensors together")
+        import torch  # noqa: PLC0415  whoever resumes has it; who only looks need not
+
         raw, dtype = bytearray(read_bytes(file, [ref])[0]), getattr(torch, ref.dtype)
         new = torch.frombuffer(raw, dtype=dtype).view(ref.shape) if raw else torch.empty(ref.shape, dtype=dtype)
         return torch.nn.Parameter(new, requires_grad=False) if ref.is_parameter else new
@@ -126,15 +127,13 @@ def materialise(file: PickledFile, node: Any) -> Any:
     def real(leaf: Any) -> Any:
         if isinstance(leaf, TensorRef):
             return tensor(leaf)
-        if isinstance(leaf, Size):
-            return torch.Size(leaf)
+        if isinstance(leaf, (Size, Global, StorageRef)):
+            return _of_torch(leaf, file)
         if isinstance(leaf, ArrayStandIn):
             return leaf.array()
         if isinstance(leaf, DtypeStandIn):
             return leaf.dtype()
-        if isinstance(leaf, (Global, StorageRef)):
-            return _named(leaf, torch, file)
-        return _real_object(leaf, torch) if isinstance(leaf, StandIn) else leaf
+        return _real_object(leaf) if isinstance(leaf, StandIn) else leaf
 
     try:
         return replace_leaves(node, real)
@@ -144,8 +143,10 @@ def materialise(file: PickledFile, node: Any) -> Any:
         raise unreadable(file.path, f"{type(error).__name__}: {error}"[:300]) from error
 
 
-def _named(leaf: Global | StorageRef, torch: Any, file: PickledFile) -> Any:
-    found = None
+def _of_torch(leaf: Size | Global | StorageRef, file: PickledFile) -> Any:
+    import torch  # noqa: PLC0415  whoever resumes has it; who only looks need not
+
+    found: Any = torch.Size(leaf) if isinstance(leaf, Size) else None
     if isinstance(leaf, Global):
         found = leaf.call if leaf.is_users else getattr(torch, leaf.name.removeprefix("torch."), None)
     if found is not None:
@@ -158,13 +159,13 @@ def _named(leaf: Global | StorageRef, torch: Any, file: PickledFile) -> Any:
     )
 
 
-def _real_object(leaf: StandIn, torch: Any) -> Any:
-    if leaf.name == "torch.device":
-        return torch.device(*leaf.args)
+def _real_object(leaf: StandIn) -> Any:
     module, _, name = leaf.name.rpartition(".")
     cls = getattr(sys.modules.get(module), name, None)  # never imported from here: that would run code at a file's wish
     if not isinstance(cls, type):
         return leaf
+    if leaf.name == "torch.device":
+        return cls(*leaf.args)
     if issubclass(cls, Enum):
         return cls[leaf.args[0]] if leaf.is_by_name else cls(*leaf.args)
     new = cls.__new__(cls)

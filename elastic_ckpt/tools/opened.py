@@ -39,7 +39,9 @@ def locate(folder: str, tag: str | None, trust_pickle: bool = False) -> Found:
     return found
 
 
-def open_checkpoint(found: Found, config: ElasticConfig, with_states: bool = True) -> Opened:
+def open_checkpoint(
+    found: Found, config: ElasticConfig, with_states: bool = True, with_client_state: bool = False
+) -> Opened:
     """Read a checkpoint's metadata; :class:`ElasticCkptError` if it is incomplete, damaged or unsupported."""
     options = MetadataOptions(
         trust_pickle=config.trust_pickle,
@@ -47,6 +49,7 @@ def open_checkpoint(found: Found, config: ElasticConfig, with_states: bool = Tru
         rename=config.rename,
         states=state_options(config),
         with_states=with_states,
+        with_client_state=with_client_state,
     )
     return Opened(found, READERS[found.format](found, options), config)
 

@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,6 +30,7 @@ from elastic_ckpt.core.metadata import (
 )
 from elastic_ckpt.core.tp_rules import Rule
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError, UnsupportedError
+from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.sharding.book import RuleBook
@@ -41,6 +45,7 @@ from elastic_ckpt.tools.conversion.contents import (
     tp_entries,
     write_tensor_file,
 )
+from elastic_ckpt.tools.conversion.pickling import save
 from elastic_ckpt.tools.logical import LogicalReader, Whole
 
 
@@ -242,3 +247,20 @@ def test_a_changed_source_changes_the_fingerprint(tmp_path: Path) -> None:
 
     os.utime(path, ns=(1, 1))
     assert before != fingerprint([SourceFile(str(path), 2)], 1)
+
+
+def test_stand_ins_are_written_as_objects_of_the_classes_that_they_stand_for(tmp_path: Path) -> None:
+    scaler = DynamicLossScaler(2**16, 5, 1, 1, False)
+    tree = {
+        "stage": ZeroStageEnum.weights,
+        "scaler": scaler,
+        "address": fragment_address(numel=3, start=4),
+        "x": [torch.ones(2)],
+    }
+    torch.save(tree, tmp_path / "file.pt")
+    file = open_pickled(str(tmp_path / "file.pt"))
+    save({**file.tree, "x": torch.ones(2)}, tmp_path / "again.pt")
+    again = torch.load(tmp_path / "again.pt", weights_only=False)
+    assert again["stage"] is ZeroStageEnum.weights and again["address"] == tree["address"]
+    assert type(again["scaler"]) is DynamicLossScaler and vars(again["scaler"]).keys() == vars(scaler).keys()
+    assert again["scaler"].cur_scale == 2**16 and again["x"].tolist() == [1, 1]

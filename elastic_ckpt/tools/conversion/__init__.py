@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import torch
 from tqdm import tqdm
 
 from elastic_ckpt.config import state_options
@@ -41,6 +40,7 @@ from elastic_ckpt.tools.conversion.contents import (
     refuse_unconvertible,
     refuse_without_shapes,
 )
+from elastic_ckpt.tools.conversion.pickling import save
 from elastic_ckpt.tools.logical import LogicalReader
 from elastic_ckpt.tools.opened import Opened
 
@@ -143,7 +143,7 @@ def _other_files(opened: Opened) -> list[OutputFile]:
     common = common_optimizer_state(open_pickled(first, trust_pickle))
     return [
         *(OutputFile(plain_name(path.name), path.stat().st_size, partial(shutil.copyfile, path)) for path in models),
-        OutputFile(f"{UNIVERSAL_FOLDER}/{UNIVERSAL_OPTIMIZER}", 0, partial(torch.save, common)),
+        OutputFile(f"{UNIVERSAL_FOLDER}/{UNIVERSAL_OPTIMIZER}", 0, partial(save, common)),
     ]
 
 

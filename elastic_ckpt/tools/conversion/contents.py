@@ -20,8 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.checkpoint.constants import CAT_DIM, PARAM_N_SUB_PARAMS, PARAM_SHAPES, SUB_PARAM_SHAPE, VOCAB_TENSOR
-from deepspeed.checkpoint.universal_checkpoint import SubparamShape
 from isal import isal_zlib
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -31,12 +29,16 @@ from elastic_ckpt.core.tp_rules import VOCABULARY, WHOLE_KINDS, Rule
 from elastic_ckpt.errors import DamagedError, UnsupportedError, listed
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER
 from elastic_ckpt.formats.pickled import PickledFile
+from elastic_ckpt.formats.torch_archive.stand_ins import StandIn
 from elastic_ckpt.io.coalesce import ReadOptions
+from elastic_ckpt.tools.conversion.pickling import save
 from elastic_ckpt.tools.findings import PADDING
 from elastic_ckpt.tools.logical import LogicalReader, Whole
 from elastic_ckpt.tools.verification.archive import read_archive
 
 _UNSAFE = re.compile(r"[/\\\x00]|^\.{0,2}$|^\.")
+#: DeepSpeed's note of parts of unequal widths. Its other notes are entries of ``deepspeed/checkpoint/constants.py``.
+_SUBPARAM_SHAPE = "deepspeed.checkpoint.universal_checkpoint.SubparamShape"
 #: The only states that DeepSpeed's stage 3 loads.
 _ADAM = frozenset({MASTER, "exp_avg", "exp_avg_sq"})
 #: Offsets of the CRC32 in a record's data descriptor and directory entry (APPNOTE.TXT, 4.3.9, 4.3.12).
@@ -78,9 +80,9 @@ def refuse_unconvertible(metadata: CheckpointMetadata) -> None:
 
 def refuse_without_shapes(model: PickledFile) -> None:
     """Raise :class:`UnsupportedError` if ``model`` lists no parameters, as ``BF16_Optimizer``'s without ZeRO."""
-    if model.tree.get(PARAM_SHAPES) is None:
+    if model.tree.get("param_shapes") is None:
         why = "its model-states files do not list the parameters of the optimizer"
-        raise _unconvertible(why, model.path, f"{PARAM_SHAPES}, as runs with ZeRO save them", "none")
+        raise _unconvertible(why, model.path, "param_shapes, as runs with ZeRO save them", "none")
 
 
 def _unconvertible(why: str, file: str, expected: str, found: str) -> UnsupportedError:
@@ -177,7 +179,7 @@ def write_tensor_file(
     with FakeTensorMode():
         fake = torch.empty(shape, dtype=getattr(torch, dtype))
     with torch.serialization.skip_data(materialize_fake_tensors=True):
-        torch.save(wrap(fake), path)
+        save(wrap(fake), path)
     if not fake.numel():
         return
     step = scratch.numel() // fake.itemsize
@@ -209,19 +211,22 @@ def _scalar(value: float, form: str) -> Any:
 def tp_entries(rule: Rule | None, whole: Whole) -> dict[str, Any]:
     """The entries from which DeepSpeed shards a tensor for another tensor-parallel degree."""
     if rule is None:
-        return {CAT_DIM: 0}
+        return {"cat_dim": 0}
     if rule.kind in WHOLE_KINDS or rule.slices:
         return {}
     if rule.kind == VOCABULARY:
-        return {CAT_DIM: 0, VOCAB_TENSOR: True}
+        return {"cat_dim": 0, "vocab_tensor": True}
     parts, dim = rule.sub_parameters, rule.cut_dim
     if not isinstance(parts, list) or len(parts) == 1:
-        return {CAT_DIM: dim}
+        return {"cat_dim": dim}
     if parts == [1, 1] and dim == 0:
-        return {CAT_DIM: 0, PARAM_N_SUB_PARAMS: 2}
+        return {"cat_dim": 0, "param_n_sub_params": 2}
     shape = whole.shape[1:] if whole.rows > 1 else whole.shape
     sizes = tuple(shape[dim] // sum(parts) * part for part in parts)
-    return {SUB_PARAM_SHAPE: SubparamShape([re.escape(whole.name)], (*shape[:dim], sizes, *shape[dim + 1 :]), dim)}
+    noted = StandIn(_SUBPARAM_SHAPE)
+    widths = (*shape[:dim], sizes, *shape[dim + 1 :])
+    vars(noted).update(patterns=[re.escape(whole.name)], shape=widths, partition_dim=dim)
+    return {"sub_param_shape": noted}
 
 
 def notes_on(metadata: CheckpointMetadata, rules: Mapping[str, Rule | None]) -> tuple[str, ...]:
