@@ -25,8 +25,11 @@ _MOST_COPIES, _MOST_MORE_NBYTES = 4, 1 << 20
 
 def read_bytes(file: PickledFile, refs: Iterable[TensorRef]) -> list[bytes]:
     """The elements of each tensor in row-major order; :class:`DamagedError` if the file has shrunk."""
+    wanted = list(refs)
+    if not wanted:
+        return []  # as in most files: they need not be opened again
     with open(file.path, "rb") as stream:
-        return [_row_major(_reached(file, stream, ref), ref) for ref in refs]
+        return [_row_major(_reached(file, stream, ref), ref) for ref in wanted]
 
 
 def _reached(file: PickledFile, stream: BinaryIO, ref: TensorRef) -> bytes:

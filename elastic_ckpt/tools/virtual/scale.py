@@ -1,6 +1,6 @@
 """Checkpoints of large models, without tensors or files, as the JSON files in ``configs/scale`` describe them. Pure.
 
-Only the contents of files are simulated; :func:`elastic_ckpt.formats.assembling.assemble` joins them as in a load.
+Only the contents of files are simulated; :mod:`elastic_ckpt.formats` reads and joins them as in a load.
 """
 
 from __future__ import annotations
@@ -16,17 +16,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
-from elastic_ckpt.core.declared import declared_by
 from elastic_ckpt.core.metadata import ITEMSIZE, CheckpointMetadata
-from elastic_ckpt.core.training_state import Features
 from elastic_ckpt.formats.assembling import Kind, assemble
 from elastic_ckpt.formats.base import Found, MetadataOptions
-from elastic_ckpt.formats.degrees import StatedDegrees
 from elastic_ckpt.formats.layers import LayerShard
-from elastic_ckpt.formats.model_states import ModelShard
+from elastic_ckpt.formats.model_states import ModelShard, index_model_states
 from elastic_ckpt.formats.naming import sort_names
+from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.saved_states import StatesOfOne
-from elastic_ckpt.formats.shards import FlatShard, OptimizerShard
+from elastic_ckpt.formats.shards import FlatShard, OptimizerShard, build_shard
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from elastic_ckpt.sharding.book import ReadyConfig
 from elastic_ckpt.tools.virtual import START_ALIGNMENT
@@ -251,64 +249,42 @@ def _shapes(model: ScaleModel, parameters: Sequence[Parameter], stage: int) -> S
 
 def _model_shard(model: ScaleModel, folder: str, mp: int, shapes: Shapes) -> ModelShard:
     saved = model.saved
-    return ModelShard(
-        path=os.path.join(folder, f"mp_rank_{mp:02d}_model_states.pt"),
-        nbytes=_PICKLE_NBYTES + _DIRECTORY_NBYTES,
-        dp_rank=0,
-        param_shapes=shapes,
-        weights={},
-        buffers=(),
-        buffers_crc32=0,
-        frozen_shapes=(),
-        frozen_fragments={},
-        frozen_recorded=False,
-        shared={},
-        counters={
-            "global_steps": saved.step,
-            "global_samples": saved.step,
-            "skipped_steps": 0,
-            "dp_world_size": saved.dp,
-            "mp_world_size": saved.tp,
-        },
-        ds_version=saved.ds_version,
-        zero={"stage": saved.zero_stage},
-        alignment=1,
-        features=Features(),
-        optimizer=None,
-        stated=StatedDegrees((saved.tp, len(saved.stages)), saved.tp, saved.dp),
-        declared=declared_by(model.universal_checkpoint_info),
-        run=model.arguments,
-    )
+    tree = {
+        "module": None,
+        "buffer_names": [],
+        "param_shapes": list(map(dict, shapes)),
+        "global_steps": saved.step,
+        "global_samples": saved.step,
+        "skipped_steps": 0,
+        "dp_world_size": saved.dp,
+        "mp_world_size": saved.tp,
+        "checkpoint_parallel_dimensions": {"tp_degree": saved.tp, "pp_degree": len(saved.stages)},
+        "ds_version": saved.ds_version,
+        "ds_config": {"zero_optimization": {"stage": saved.zero_stage}},
+        "universal_checkpoint_info": model.universal_checkpoint_info,
+        "args": model.arguments,
+    }
+    path = os.path.join(folder, f"mp_rank_{mp:02d}_model_states.pt")
+    return index_model_states(PickledFile(path, _PICKLE_NBYTES + _DIRECTORY_NBYTES, tree), dp_rank=0)
 
 
 def _optimizer_shard(model: ScaleModel, folder: str, mp: int, dp: int, shapes: Shapes) -> OptimizerShard:
-    saved, file = model.saved, _File()
+    saved, simulated = model.saved, _File()
     saves_padding = saved.optimizer == "BF16_Optimizer"
     numels = [sum(math.prod(shape) for _, shape in group) for group in shapes]
     unit = saved.dp * START_ALIGNMENT
     partitions = [-(-numel // unit) * unit // saved.dp for numel in numels]
     # the base optimizer's state is pickled before the masters
-    states = [StatesOfOne({key: file.tensor((size,), _FP32) for key in model.states}) for size in partitions]
+    states = [StatesOfOne({key: simulated.tensor((size,), _FP32) for key in model.states}) for size in partitions]
     flats = []
     for numel, partition, mine in zip(numels, partitions, states, strict=True):
         master = partition if saves_padding else min(max(numel - dp * partition, 0), partition)
-        flats.append(FlatShard(file.tensor((master,), _FP32), partition, mine))
+        flats.append(FlatShard(simulated.tensor((master,), _FP32), partition, mine))
     name = f"{'bf16_' if saves_padding else ''}zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt"
-    return OptimizerShard(
-        path=os.path.join(folder, name),
-        nbytes=file.nbytes,
-        dp_rank=dp,
-        partition_count=(saved.dp,) * len(flats),
-        zero_stage=saved.zero_stage,
-        ds_version=saved.ds_version,
-        flats=tuple(flats),
-        groups=tuple(group.hyperparameters for group in model.groups),
-        flat_groups=tuple(range(len(flats))),
-        loss_scaler=None,
-        loss_scale=None,
-        overflow=False,
-        features=Features(),
-    )
+    tree = {"ds_version": saved.ds_version, "optimizer_state_dict": {"partition_count": [saved.dp] * len(flats)}}
+    groups = [group.hyperparameters for group in model.groups]
+    file = PickledFile(os.path.join(folder, name), simulated.nbytes, tree)
+    return build_shard(file, dp, saved.zero_stage, flats, groups, list(range(len(flats))))
 
 
 def _layer_shard(model: ScaleModel, folder: str, layer: int, tp: int, parameters: Sequence[Parameter]) -> LayerShard:
