@@ -20,9 +20,9 @@ setup(
     packages=[*find_packages(include=["elastic_ckpt", "elastic_ckpt.*"]), *READY_CONFIGS],
     package_dir=READY_CONFIGS,
     package_data={package: ["*.json"] for package in READY_CONFIGS},
-    python_requires=">=3.11",
+    python_requires=">=3.10",
     install_requires=[
-        "torch>=2.13",
+        "torch>=2.4",
         "deepspeed>=0.14.5",
         "pydantic>=2.5",
         "tqdm>=4.62",

@@ -197,10 +197,18 @@ def _broadcast_bytes(mine: bytes, src: int) -> bytes:
 def _collective_device() -> torch.device:
     import torch  # noqa: PLC0415
 
-    device = torch.accelerator.current_accelerator()
-    if device is None or can_broadcast("cpu", None):
-        return torch.device("cpu")
-    return torch.device(device.type, torch.accelerator.current_device_index())
+    kind = None if can_broadcast("cpu", None) else _accelerator_type()
+    return torch.device("cpu") if kind is None else torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def _accelerator_type() -> str | None:
+    """Type of the accelerator; before torch 2.6, the one that the default group's backend is for."""
+    import torch  # noqa: PLC0415
+
+    if hasattr(torch, "accelerator"):
+        device = torch.accelerator.current_accelerator()
+        return None if device is None else str(device.type)
+    return next((kind for kind in _DEVICE_BACKENDS if can_broadcast(kind, None)), None)
 
 
 def pack(item: Any) -> bytes:

@@ -76,7 +76,7 @@ def main(arguments: list[str]) -> None:
 def _run_script(script: str) -> None:
     """Like ``python script``."""
     path = os.path.abspath(script)
-    if not sys.flags.safe_path:
+    if not getattr(sys.flags, "safe_path", False):  # since Python 3.11
         sys.path[0] = os.path.dirname(os.path.realpath(path))  # replaces the entry of -m
     if pkgutil.get_importer(path) is not None:  # a folder or an archive
         runpy.run_path(path, run_name="__main__")

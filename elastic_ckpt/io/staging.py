@@ -25,7 +25,7 @@ class Transfer:
         self._stream = None if device.type == "cpu" else torch.Stream(device=device)
         if self._stream is not None:
             # slots were allocated, and their gaps filled, on the stream of the computation
-            self._stream.wait_stream(torch.accelerator.current_stream(device))
+            self._stream.wait_stream(torch.get_device_module(device).current_stream(device))
 
     def start(self, values: torch.Tensor, target: torch.Tensor, offset: int) -> Callable[[], None]:
         """Start to write 1-D ``values`` into ``target`` from element ``offset``.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -18,6 +18,8 @@ from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadat
 from elastic_ckpt.core.strided import Shape
 from elastic_ckpt.core.tp_rules import AMBIGUOUS, COLUMN, REPLICATED, ROW, VOCABULARY, Kind, Rule
 from elastic_ckpt.errors import ConfigError, MismatchError
+
+B = TypeVar("B", bound="ReadyConfig")
 
 
 class ReadyConfig(BaseModel):
@@ -46,7 +48,7 @@ class ReadyConfig(BaseModel):
         return sorted(path.stem for path in cls._folder().glob("*.json"))
 
     @classmethod
-    def load(cls, name: str) -> Self:
+    def load(cls: type[B], name: str) -> B:
         """Load a shipped file by name, or any by its ``.json`` path; :class:`ConfigError` if absent or malformed."""
         is_path, names = name.endswith(".json"), cls.names()
         if not is_path and name not in names:

@@ -176,10 +176,7 @@ def write_tensor_file(
         fill: called for one chunk after the other, to fill a flat tensor with the given elements.
         scratch: flat uint8 tensor, overwritten: all the memory that is used.
     """
-    with FakeTensorMode():
-        fake = torch.empty(shape, dtype=getattr(torch, dtype))
-    with torch.serialization.skip_data(materialize_fake_tensors=True):
-        save(wrap(fake), path)
+    fake = _save_without_data(path, wrap, shape, getattr(torch, dtype))
     if not fake.numel():
         return
     step = scratch.numel() // fake.itemsize
@@ -200,6 +197,24 @@ def write_tensor_file(
         for at in (record.offset + record.nbytes + _CRC32_IN_DESCRIPTOR, record.entry_offset + _CRC32_IN_ENTRY):
             stream.seek(at)
             stream.write(struct.pack("<I", crc))
+
+
+def _save_without_data(
+    path: str, wrap: Callable[[torch.Tensor], Any], shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    """``torch.save`` a tensor with room for its bytes; returns a tensor of that shape and dtype, without memory.
+
+    Before torch 2.6, which cannot leave the bytes out, they are written as zeros: pages of a tensor that nothing has
+    touched take no memory, but the disk writes them twice.
+    """
+    with FakeTensorMode():
+        fake = torch.empty(shape, dtype=dtype)
+    if hasattr(torch.serialization, "skip_data"):
+        with torch.serialization.skip_data(materialize_fake_tensors=True):
+            save(wrap(fake), path)
+    else:
+        save(wrap(torch.zeros(shape, dtype=dtype)), path)
+    return fake
 
 
 def _scalar(value: float, form: str) -> Any:
