@@ -322,7 +322,7 @@ _TORCH: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     # takes matrices alone; what is left belongs to no optimizer
     "torch_muon": lambda groups: torch.optim.Muon([p for group in groups for p in group["params"] if p.dim() == 2]),
     "diary": lambda groups: Wanderer(groups, diary=True),
-    "adafactor": lambda groups: torch.optim.Adafactor(groups),  # since torch 2.5
+    "adafactor": getattr(torch.optim, "Adafactor", None),  # since torch 2.5
 }
 
 
