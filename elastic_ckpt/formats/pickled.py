@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, LayoutError
+from elastic_ckpt.formats.datastates import is_datastates, read_datastates_tree
 from elastic_ckpt.formats.torch_archive.archive import read_archive_tree
 from elastic_ckpt.formats.torch_archive.directory import ArchiveError
 
@@ -41,7 +42,7 @@ class PickledFile:
 
 
 def open_pickled(path: str, trust_pickle: bool = False) -> PickledFile:
-    """Read the metadata of one ``torch.save`` file, a zip archive or a legacy one.
+    """Read the metadata of one file: a zip archive or a legacy one of ``torch.save``, or one of DataStates-LLM.
 
     With ``trust_pickle`` the file may run code; only at the user's explicit wish.
 
@@ -60,7 +61,8 @@ def open_pickled(path: str, trust_pickle: bool = False) -> PickledFile:
         )
     try:
         with open(path, "rb") as stream:
-            archive = read_archive_tree(stream, trust_pickle)
+            read = read_datastates_tree if is_datastates(stream) else read_archive_tree
+            archive = read(stream, trust_pickle)
     except ElasticCkptError as error:
         raise type(error)(error.problem, **{**error.details, "file": path}) from error
     except ArchiveError as error:

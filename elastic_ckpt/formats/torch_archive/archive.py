@@ -72,6 +72,11 @@ def _read_zip(stream: BinaryIO, unpickle: _Unpickle) -> ArchiveTree:
     return ArchiveTree(directory.nbytes, tree, directory.root)
 
 
+def unpickled(data: bytes, at: int, load: Callable[[Any], Any], trust_pickle: bool) -> tuple[Any, int]:
+    """The object of the pickle at an offset, and the offset behind it; errors as of :func:`read_archive_tree`."""
+    return (_unpickle_trusting if trust_pickle else _unpickle)(data, at, load)
+
+
 def _unpickle(data: bytes, at: int, load: Callable[[Any], Any]) -> tuple[Any, int]:
     machine = Machine(data, find_global, load, set_state, at)
     return machine.run(), machine.at
