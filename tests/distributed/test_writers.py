@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from elastic_ckpt.config import ElasticConfig
+from elastic_ckpt.tools.verification import verify
 from tests.distributed.conftest import Launch
 from tests.distributed.model import Setup
 
@@ -63,6 +65,14 @@ def test_saves_of_every_writer_resume_bit_exactly_at(degree: int, target: Setup,
     for load in launch(degree, "load", {"targets": targets}):
         assert load.format == "native" and load.differences == {}, load.where
         assert load.loss_gap <= 1e-5, load.where
+
+
+@pytest.mark.parametrize("cell", ["fast-1", "fast-3", "datastates-2"])
+def test_verify_finds_nothing_wrong_with_them(cell: str, saved: Path) -> None:
+    found = verify(str(folder_of(saved, cell)), None, ElasticConfig(), full=True)
+    assert found.findings == ()
+    without_checksums = {note.file for note in found.notes if note.kind == "no-checksum"}
+    assert len(without_checksums) == (3 if cell.startswith("datastates") else 0)
 
 
 def test_datastates_saves_without_zero_resume_bit_exactly(launch: Launch, tmp_path: Path) -> None:

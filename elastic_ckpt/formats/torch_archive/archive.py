@@ -48,10 +48,16 @@ def read_archive_tree(stream: BinaryIO, trust_pickle: bool) -> ArchiveTree:
         UnsafePickleError, UnsupportedError: see :mod:`.globals`, :mod:`.tensors`, :mod:`.tree`.
     """
     unpickle = _unpickle_trusting if trust_pickle else _unpickle
-    is_legacy = stream.read(len(_LEGACY_MAGIC)) == _LEGACY_MAGIC
-    archive = _read_legacy(stream, unpickle) if is_legacy else _read_zip(stream, unpickle)
+    archive = _read_legacy(stream, unpickle) if is_legacy(stream) else _read_zip(stream, unpickle)
     check_tree(archive.tree)
     return archive
+
+
+def is_legacy(stream: BinaryIO) -> bool:
+    """Whether an open file begins like a legacy archive. The stream is left at its start."""
+    begin = stream.read(len(_LEGACY_MAGIC))
+    stream.seek(0)
+    return begin == _LEGACY_MAGIC
 
 
 def _read_zip(stream: BinaryIO, unpickle: _Unpickle) -> ArchiveTree:

@@ -14,7 +14,9 @@ from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, listed
 from elastic_ckpt.formats import Found
+from elastic_ckpt.formats.datastates import is_datastates
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER
+from elastic_ckpt.formats.torch_archive.archive import is_legacy
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.compare_replicas import find_drift, united
 from elastic_ckpt.planning.planner import LoadOptions
@@ -22,7 +24,7 @@ from elastic_ckpt.planning.state_matching import keys_by_name
 from elastic_ckpt.sharding.book import Preset, RuleBook
 from elastic_ckpt.tools.findings import ERROR, NOTE, Finding, kind_of, of_error, of_tensors
 from elastic_ckpt.tools.logical import LogicalReader
-from elastic_ckpt.tools.verification.archive import Record, read_archive
+from elastic_ckpt.tools.verification.archive import Archive, Record, read_archive
 from elastic_ckpt.tools.verification.files import checkpoint_files, choose, other_files, read_metadata, swap_files
 from elastic_ckpt.tools.verification.scan import (
     Checked,
@@ -147,18 +149,20 @@ def _check_bytes(
 
 
 def _archive_work(path: str, spans: Sequence[Span], findings: list[Finding]) -> Work:
-    """The work for a ``torch.save`` file; problems of the archive itself are appended to ``findings``."""
+    """The work for a checkpoint's file; problems of the archive itself are appended to ``findings``."""
     try:
         with open(path, "rb", buffering=0) as stream:
-            archive = read_archive(stream)
+            is_zip = not is_legacy(stream) and not is_datastates(stream)
+            archive = read_archive(stream) if is_zip else Archive()
             nbytes = stream.seek(0, os.SEEK_END)
     except OSError as error:
         findings.append(Finding(ERROR, "read-error", str(error), file=path))
         return Work(path, 0)
     findings += _limited(path, (Finding(ERROR, kind, text, file=path) for kind, text in archive.problems))
     work = _work(path, nbytes, archive.records, spans)
-    if not work.has_checksums:
-        text = "saved without checksums (torch.serialization.set_crc32_options(False)): turned bits cannot be seen"
+    if not is_zip or not work.has_checksums:
+        how = "torch.serialization.set_crc32_options(False)" if is_zip else "a legacy archive, or one of DataStates-LLM"
+        text = f"saved without checksums ({how}): turned bits cannot be seen"
         findings.append(Finding(NOTE, "no-checksum", text, file=path))
     return work
 
