@@ -32,6 +32,7 @@ setup(
         "isal>=1.6",
         "hjson>=3.1",
         "PyYAML>=6.0.1",
+        "packaging>=22",
     ],
     entry_points={"console_scripts": ["elastic-ckpt=elastic_ckpt.cli:app"]},
     extras_require={
@@ -49,6 +50,7 @@ setup(
             *FRAMEWORKS,
         ],
         "integration": ["pytest", "pytest-timeout", *FRAMEWORKS],
+        "matrix": ["pytest", "pytest-timeout", "hypothesis"],
         "plots": ["matplotlib"],
         "bitsandbytes": ["bitsandbytes>=0.50"],
         "megatron": ["megatron-core>=0.16.1"],

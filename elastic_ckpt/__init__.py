@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from elastic_ckpt.config import ElasticConfig
     from elastic_ckpt.errors import ElasticCkptError
     from elastic_ckpt.load.flags import add_arguments, with_arguments
-    from elastic_ckpt.load.hook import install, uninstall
+    from elastic_ckpt.load.installation import install, uninstall
     from elastic_ckpt.report import LoadReport
 
 __version__ = "0.1.0"
@@ -32,8 +32,8 @@ _MODULES = {
     "ElasticConfig": "elastic_ckpt.config",
     "LoadReport": "elastic_ckpt.report",
     "add_arguments": "elastic_ckpt.load.flags",
-    "install": "elastic_ckpt.load.hook",
-    "uninstall": "elastic_ckpt.load.hook",
+    "install": "elastic_ckpt.load.installation",
+    "uninstall": "elastic_ckpt.load.installation",
     "with_arguments": "elastic_ckpt.load.flags",
 }
 

@@ -20,7 +20,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from elastic_ckpt.config import set_flags
-from elastic_ckpt.load.hook import install
+from elastic_ckpt.load.installation import install
 
 _MODES = ("auto", "require", "off")
 _USAGE = """\

@@ -8,6 +8,10 @@ import textwrap
 from functools import cache
 from typing import Any
 
+from elastic_ckpt.engines.privates import names_in
+
+__all__ = ["code_of", "names_in", "texts_in"]
+
 
 @cache
 def code_of(owner: Any) -> str:
@@ -21,23 +25,6 @@ def code_of(owner: Any) -> str:
 
 def _is_text(line: ast.stmt) -> bool:
     return isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant)
-
-
-@cache
-def names_in(code: str) -> set[str]:
-    """What code defines, calls and touches: functions, fields, attributes, and their ends: ``b.c`` of ``a.b.c``."""
-    names = set()
-    for node in ast.walk(ast.parse(code)):
-        if isinstance(node, ast.Attribute):
-            parts = ast.unparse(node).split(".")
-            names |= {".".join(parts[start:]) for start in range(len(parts))}
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            names.add(node.func.id)
-        elif isinstance(node, ast.FunctionDef):
-            names.add(node.name)
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            names.add(node.target.id)
-    return names
 
 
 def texts_in(code: str) -> list[str]:

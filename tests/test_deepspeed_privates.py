@@ -1,4 +1,4 @@
-"""DeepSpeed's private names that engines/ and formats/ lean on: this notices when a release moves them."""
+"""The list of DeepSpeed's private names in engines/privates.py, and that no other room uses any."""
 
 from __future__ import annotations
 
@@ -9,139 +9,38 @@ import sys
 from pathlib import Path
 
 import pytest
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.checkpoint_engine import DataStatesCheckpointEngine, DecoupledCheckpointEngine
-from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaleConfig
-from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-from deepspeed.runtime.swap_tensor.optimizer_utils import OptimizerStateSwapInfo, OptimizerSwapper
-from deepspeed.runtime.swap_tensor.partitioned_optimizer_swapper import PartitionedOptimizerSwapper
-from deepspeed.runtime.swap_tensor.pipelined_optimizer_swapper import PipelinedOptimizerSwapper
-from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-from deepspeed.runtime.zero.partition_parameters import Init, NoGatherCoalescedHandle, NoGatherHandle
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 import elastic_ckpt
-from tests.source import code_of, names_in
+from elastic_ckpt.engines import privates
+from elastic_ckpt.engines.privates import PRIVATES, Privates
 
 PACKAGE = Path(elastic_ckpt.__file__).parent
-USED = {
-    DeepSpeedZeroOptimizer: [
-        "bit16_groups",
-        "averaged_gradients",
-        "round_robin_bit16_groups",
-        "round_robin_bit16_offsets",
-        "partition_size",
-        "single_partition_of_fp32_groups",
-        "parallel_partitioned_bit16_groups",
-        "real_dp_process_group",
-        "dp_process_group",
-        "_hp_optimizer_states_linked",
-        "_lazy_init_hp_params_optimizer_state",
-        "_restore_from_bit16_weights",
-        "update_lp_params",
-        "cpu_offload",
-        "flatten_dense_tensors_aligned",
-        "loss_scaler",
-        "overflow",
-    ],
-    DeepSpeedZeroOptimizer_Stage3: [
-        "fp16_groups",
-        "fp16_partitioned_groups",
-        "fp16_partitioned_groups_flat",
-        "fp32_partitioned_groups_flat",
-        "sub_group_to_group_id",
-        "parameter_offload",
-        "refresh_fp32_params",
-        "swap_optimizer",
-        "params_in_nvme_and_cpu",
-        "_swappable_optimizer_subgroup",
-        "_optimizer_states_and_gradient_swap_in",
-        "_reassign_or_swap_out_partitioned_parameters",
-        "fp16_partitioned_groups_flat_numel",
-        "optimizer_swapper",
-        "averaged_gradients",
-        "use_muon",
-        "save_muon_momentum_buffer_in_memory",
-        "__avg_scatter_grads",
-        "reduce_scatter_coalesced",
-        "unflatten",
-        "dp_process_group",
-    ],
-    DeepSpeedZeRoOffload: ["partition_all_parameters", "persistent_parameters"],
-    BF16_Optimizer: [
-        "bf16_groups",
-        "bf16_partitioned_groups",
-        "fp32_groups_flat_partition",
-        "fp32_groups_has_gradients",
-        "_flatten_dense_tensors_aligned",
-        "real_dp_process_group",
-        "dp_process_group",
-        "_hp_optimizer_states_linked",
-        "_lazy_init_hp_params_optimizer_state",
-        "_restore_from_bit16_weights",
-        "update_lp_params",
-    ],
-    FP16_UnfusedOptimizer: ["fp16_groups", "fp32_groups", "refresh_fp32_params", "loss_scale_config", "overflow"],
-    FP16_Optimizer: ["fp16_groups", "fp32_groups_flat", "refresh_fp32_params", "loss_scale_config", "overflow"],
-    LossScaleConfig: [
-        "dynamic_loss_scale",
-        "cur_scale",
-        "cur_iter",
-        "last_overflow_iter",
-        "scale_factor",
-        "scale_window",
-    ],
-    DynamicLossScaler: ["dynamic", "cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis", "min_scale"],
-    Init: [
-        "_padding_size",
-        "_aligned_size",
-        "_dist_allgather_fn",
-        "ds_tensor",
-        "ds_tensor.status",
-        "ds_tensor.final_location",
-        "ds_shape",
-        "ds_numel",
-        "ds_secondary_tensor",
-        "ds_process_group",
-        "all_gather_coalesced",
-    ],
-    NoGatherHandle: ["param.ds_tensor.data"],
-    NoGatherCoalescedHandle: ["param.ds_tensor.data"],
-    OptimizerSwapper: ["swap_params_info", "is_swappable_tensor"],
-    OptimizerStateSwapInfo: ["tensors", "has_state_tensors"],
-    PartitionedOptimizerSwapper: ["swap_out_optimizer_state", "swap_in_optimizer_state"],
-    PipelinedOptimizerSwapper: ["swap_out_optimizer_state", "swap_in_optimizer_state"],
-    DecoupledCheckpointEngine: ["is_decoupled", "commit_info", "ckpt_process"],
-    DataStatesCheckpointEngine: ["is_decoupled", "commit_info"],
-    DeepSpeedEngine: [
-        "seq_data_parallel_group",
-        "_configure_zero_optimizer",
-        "_get_zero_param_shapes",
-        "num_experts",
-        "fp16_enabled",
-        "param_names",
-        "mp_world_size",
-        "seq_dp_world_size",
-        "has_moe_layers",
-        "zero_nvme_offload_optimizer",
-        "loaded_checkpoint_dp_world_size",
-        "loaded_checkpoint_mp_world_size",
-        "random_ltd_enabled",
-        "curriculum_learning_enabled",
-        "load_universal_checkpoint",
-        "_config",
-        "checkpoint_engine",
-        "_commit_decoupled_checkpoint",
-    ],
-}
 
 
-@pytest.mark.parametrize(("owner", "name"), [(owner, name) for owner, names in USED.items() for name in names])
-def test_deepspeed_still_has(owner: type, name: str) -> None:
-    assert name in names_in(code_of(owner)), f"{owner.__name__} no longer has {name}"
+@pytest.mark.parametrize("listed", privates.needed(), ids=lambda listed: f"{listed.owner or listed.module}")
+def test_deepspeed_still_has(listed: Privates) -> None:
+    assert listed.missing() == []
+
+
+def test_every_private_of_the_newest_version_is_needed_there() -> None:
+    assert privates.needed() == list(PRIVATES)
+
+
+@pytest.mark.parametrize(
+    ("listed", "missing"),
+    [
+        (Privates("runtime.engine", "DeepSpeedEngine", ("_config", "_no_such")), ["DeepSpeedEngine._no_such"]),
+        (
+            Privates("runtime.engine", "DeepSpeedEngine", ("load_checkpoint(tag)",)),
+            ["DeepSpeedEngine.load_checkpoint(tag)"],
+        ),
+        (Privates("runtime.utils", "", ("partition_balanced(weights, num_parts)",)), []),
+        (Privates("runtime.utils", "NoSuch", ("a",)), ["deepspeed.runtime.utils.NoSuch"]),
+        (Privates("runtime.no_such", "", ("a",)), ["deepspeed.runtime.no_such"]),
+    ],
+)
+def test_what_is_missing_or_takes_other_parameters_is_named(listed: Privates, missing: list[str]) -> None:
+    assert listed.missing() == missing
 
 
 def _private_attributes(source: str) -> list[str]:

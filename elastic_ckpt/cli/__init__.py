@@ -19,6 +19,7 @@ from typer.main import get_command_from_info
 COMMANDS = {
     "convert": "Write a universal checkpoint that DeepSpeed loads by itself at another data-parallel degree.",
     "diff": "Compare two checkpoints by logical tensor, whatever their topologies, ZeRO stages and formats.",
+    "doctor": "Tell whether elastic_ckpt works with the installed versions of DeepSpeed, torch and Python.",
     "inspect": "Show what a checkpoint holds, who saved it, and what is odd about it.",
     "plan": (
         "Plan a load on another topology, without a GPU: what each rank would read and need, and how long that takes."

@@ -38,12 +38,8 @@ from elastic_ckpt.patches.pipeline_stages import install_pipe, uninstall_pipe
 logger = logging.getLogger(__name__)
 
 
-def install() -> None:
-    """Make every DeepSpeed engine of this process load checkpoints of any topology.
-
-    Call it once, before or after ``deepspeed.initialize`` (before it, if ``"align_partitions"`` is set); idempotent.
-    ``PipelineEngine`` inherits the patched method.
-    """
+def patch_engine() -> None:
+    """Patch ``DeepSpeedEngine``; see :func:`elastic_ckpt.install`. Idempotent."""
     wrap(DeepSpeedEngine, "load_checkpoint", _load_checkpoint)
     wrap(DeepSpeedEngine, "__init__", _initialize)
     DeepSpeedEngine.elastic_report = None
@@ -51,8 +47,8 @@ def install() -> None:
     install_pipe()
 
 
-def uninstall() -> None:
-    """Undo :func:`install`, unless another wrapper is around the patch."""
+def unpatch_engine() -> None:
+    """Undo :func:`patch_engine`, unless another wrapper is around the patch."""
     if unwrap(DeepSpeedEngine, "load_checkpoint"):
         unwrap(DeepSpeedEngine, "__init__")
         del DeepSpeedEngine.elastic_report

@@ -1,0 +1,122 @@
+"""The versions that elastic_ckpt was tried on, and what is known of single ones.
+
+Nothing here imports torch or DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from packaging.version import Version
+
+from elastic_ckpt.errors import UnsupportedError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """A range of versions that were tried.
+
+    Attributes:
+        name: as people write it; also its distribution's name, but for Python.
+        oldest, newest: the bounds, included: of ``2.4``, every 2.4.x.
+    """
+
+    name: str
+    oldest: str
+    newest: str
+
+    @property
+    def found(self) -> str | None:
+        """The installed version, if any."""
+        try:
+            return platform.python_version() if self.name == "Python" else version(self.name)
+        except PackageNotFoundError:
+            return None
+
+    @property
+    def supported(self) -> str:
+        """The range, for messages."""
+        return f"{self.name} {self.oldest} to {self.newest}"
+
+    def compare(self, found: str) -> int:
+        """-1 if a version is older than the range, 1 if it is newer, else 0."""
+        oldest, newest = Version(self.oldest).release, Version(self.newest).release
+        release = Version(found).release
+        return -1 if release[: len(oldest)] < oldest else int(release[: len(newest)] > newest)
+
+
+#: What ``launch/matrix.sh --all`` runs, and docs/versions.md shows.
+REQUIREMENTS = (
+    Requirement("Python", "3.10", "3.13"),
+    Requirement("torch", "2.4", "2.15"),
+    Requirement("DeepSpeed", "0.14.5", "0.19.8"),
+)
+
+
+@dataclass(frozen=True)
+class KnownBug:
+    """Something that DeepSpeed itself does wrong from version ``first`` to ``last``."""
+
+    first: str
+    last: str
+    text: str
+
+
+#: Of DeepSpeed: those that a user meets while saving, converting or resuming.
+KNOWN_BUGS = (
+    KnownBug("0.17.6", "0.17.6", "bf16 without ZeRO is saved without optimizer states: resume it with weights alone"),
+    KnownBug("0.18.9", "0.18.9", "ZeRO-1 and 2 fail in engine.step() on gloo: call it under torch.no_grad()"),
+    KnownBug("0.14.5", "0.17.6", "ds_to_universal.py fails on ZeRO-3 with several param groups"),
+)
+
+
+def known_bugs(deepspeed: str | None) -> list[str]:
+    """Known bugs of a version of DeepSpeed."""
+    if deepspeed is None:
+        return []
+    found = Version(deepspeed).release
+    return [bug.text for bug in KNOWN_BUGS if Version(bug.first).release <= found <= Version(bug.last).release]
+
+
+def refuse_older() -> None:
+    """Refuse versions older than the range (:class:`UnsupportedError`), before anything of DeepSpeed is imported."""
+    for requirement in REQUIREMENTS:
+        found = requirement.found
+        if found is None or requirement.compare(found) < 0:
+            raise UnsupportedError(
+                f"this version of {requirement.name} is too old for elastic_ckpt",
+                expected=requirement.supported,
+                found=f"{requirement.name} {found or '(not installed)'}",
+                remedy=f"install {requirement.name} {requirement.oldest} or newer",
+            )
+
+
+def newer() -> list[str]:
+    """Installed versions that are newer than the range."""
+    pairs = [(requirement, requirement.found) for requirement in REQUIREMENTS]
+    return [f"{each.name} {found}" for each, found in pairs if found is not None and each.compare(found) > 0]
+
+
+def check_newer(missing: Sequence[str]) -> None:
+    """Warn (on rank 0) of versions newer than the range; refuse them if private names are ``missing``."""
+    untried = ", ".join(newer())
+    tried = ", ".join(requirement.supported for requirement in REQUIREMENTS)
+    if missing:
+        raise UnsupportedError(
+            f"private names of DeepSpeed that elastic_ckpt needs are missing or have changed: {'; '.join(missing)}",
+            expected=tried,
+            found=untried,
+            remedy="install a supported version, or a newer elastic_ckpt",
+        )
+    if os.environ.get("RANK", "0") != "0":
+        return
+    logger.warning(
+        "elastic_ckpt was not tried on %s, but on %s; all the private names that it needs are there", untried, tried
+    )

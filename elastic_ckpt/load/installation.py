@@ -1,0 +1,33 @@
+"""``install`` and ``uninstall``: the patch of DeepSpeed, behind a check of versions that imports nothing of it."""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+
+from elastic_ckpt.engines import privates, versions
+
+
+def install() -> None:
+    """Make every DeepSpeed engine of this process load checkpoints of any topology.
+
+    Call it once, before or after ``deepspeed.initialize`` (before it, if ``"align_partitions"`` is set); idempotent.
+    ``PipelineEngine`` inherits the patched method. With versions newer than those that were tried, it warns.
+
+    Raises:
+        UnsupportedError: torch, DeepSpeed or Python is too old, or a newer DeepSpeed lacks a private name.
+    """
+    _check_versions()
+    importlib.import_module("elastic_ckpt.load.hook").patch_engine()
+
+
+def uninstall() -> None:
+    """Undo :func:`install`, unless another wrapper is around the patch."""
+    importlib.import_module("elastic_ckpt.load.hook").unpatch_engine()
+
+
+@cache
+def _check_versions() -> None:
+    versions.refuse_older()
+    if versions.newer():
+        versions.check_newer(privates.missing())
