@@ -24,6 +24,15 @@ _BAR = 0.82
 _TIMES = "\N{MULTIPLICATION SIGN}"
 
 
+def hindrance() -> str:
+    """Why no picture can be drawn; empty where one can. Asked before anything is measured."""
+    try:
+        import matplotlib.figure  # noqa: F401, PLC0415  an optional package
+    except ImportError as error:
+        return f"no picture will be drawn: {error}; pip install matplotlib"
+    return ""
+
+
 def chart_rows(results: Sequence[CaseResult]) -> dict[str, list[CaseResult]]:
     """Cases by size of the model: each size is a panel of its own."""
     rows: dict[str, list[CaseResult]] = {}

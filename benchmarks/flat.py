@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from benchmarks import flat_view, machine
+from benchmarks import chart, flat_view, machine
 from benchmarks.cases import NATIVE, UNIVERSAL
 from benchmarks.flat_cases import FlatCase, FlatPoint, enumerate_flat, point_of
 from benchmarks.launching import Launcher
@@ -104,6 +104,9 @@ def main(
 ) -> None:
     """Measure metadata and planning with more and more parameters, param groups, source files and ranks."""
     console = Console(width=None if Console().is_terminal else 150)
+    hindrance = chart.hindrance()
+    if hindrance:
+        console.print(hindrance, style="yellow")
     launcher = Launcher(out / "logs", extensions or out / "extensions")
     cases = enumerate_flat(
         [count for count in (100, 1000, 10_000) if count <= most_parameters],
@@ -117,8 +120,9 @@ def main(
     (out / "flat.json").write_text(json.dumps(document, indent=1), encoding="utf-8")
     for table in flat_view.tables(points):
         console.print(table)
-    flat_view.draw(points, out / "flat.png")
-    console.print(f"{out / 'flat.json'}, {out / 'flat.png'}")
+    if not hindrance:
+        flat_view.draw(points, out / "flat.png")
+    console.print(f"Written to {out}")
 
 
 if __name__ == "__main__":

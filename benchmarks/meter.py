@@ -100,8 +100,8 @@ class Meter:
         set_pages(folder, self._cold)
         settle()
         lent_nbytes = lend_memory(used_nbytes, folder)
-        before = _resident()
-        _reset_peak()
+        before = resident()
+        reset_peak()
         self._opens.start(folder)
         reads, usage = _reads(), resource.getrusage(resource.RUSAGE_SELF)
         dist.barrier()
@@ -117,7 +117,7 @@ class Meter:
             own_seconds=own - start,
             read_nbytes=after[0] - reads[0],
             disk_nbytes=after[1] - reads[1],
-            peak_nbytes=max(_status("VmHWM") - before, 0),
+            peak_nbytes=max(peak() - before, 0),
             opens=len(paths),
             files=len(set(paths)),
             system_seconds=used.ru_stime - usage.ru_stime,
@@ -199,9 +199,16 @@ def _status(key: str) -> int:
     raise KeyError(key)
 
 
-def _resident() -> int:
+def resident() -> int:
+    """Resident memory of this process, in bytes."""
     return _status("VmRSS")
 
 
-def _reset_peak() -> None:
+def peak() -> int:
+    """The most that :func:`resident` was since :func:`reset_peak`."""
+    return _status("VmHWM")
+
+
+def reset_peak() -> None:
+    """Begin a new measurement of :func:`peak`."""
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")

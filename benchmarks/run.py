@@ -74,10 +74,13 @@ class Session:
         self._console = console
         self._machine = machine.describe()
         self._results: list[CaseResult] = []
+        self._hindrance = chart.hindrance()
 
     def run(self) -> list[CaseResult]:
         """All cases; what fails is left out by its reason, and the rest goes on."""
         self._console.print(machine_line(self._machine, self._settings.page_state), style="dim")
+        if self._hindrance:
+            self._console.print(self._hindrance, style="yellow")
         for number, case in enumerate(self._settings.cases, 1):
             self._console.print(f"[bold]{case.name}[/bold]  ({number} of {len(self._settings.cases)})")
             result = self._measure(case)
@@ -151,7 +154,7 @@ class Session:
             "cases": [result.as_dict() for result in self._results],
         }
         (out / "results.json").write_text(json.dumps(document, indent=1), encoding="utf-8")
-        if chart.chart_rows(self._results):
+        if chart.chart_rows(self._results) and not self._hindrance:
             chart.draw(self._results, self._machine, settings.page_state, out / "chart.png")
 
 
@@ -248,7 +251,7 @@ def main(
     launcher = Launcher(out / "logs", extensions or out / "extensions")
     store = Store(out / "checkpoints", int(disk_gib * _GIB), launcher, lambda line: console.print(line, style="dim"))
     results = Session(settings, store, launcher, console).run()
-    console.print(f"{out / 'results.json'}, {out / 'chart.png'}")
+    console.print(f"Written to {out}")
     if any(not result.samples for result in results):
         raise typer.Exit(1)
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 import typer
 from rich.console import Console
+from typer.testing import CliRunner
 
-from benchmarks import chart, flat_view
+from benchmarks import chart, flat, flat_view, metadata, run
 from benchmarks.cases import (
     CONTENDERS,
     MODELS,
@@ -216,16 +220,47 @@ def test_tables_show_figures_reasons_and_what_is_wrong() -> None:
     assert "missed" in rows["times the floor, resume"] and "met" in rows["tensor bytes read / bytes owned"]
 
 
+POINTS = [
+    FlatPoint(FlatCase(PARAMETERS, 1, n, 1, 2, 2), 6, n, {"metadata": n, "plan": n, "commit": n}, n, 9, 9)
+    for n in (1, 9)
+]
+
+
 def test_pictures_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     results = [canned(), canned(Case("30M", 1, 2, 2)), CaseResult(Case("30M", 3, 2, 2), [], {}, {"native": "failed"})]
     assert {size: len(row) for size, row in chart.chart_rows(results).items()} == {"270M": 1, "30M": 1}
     assert [bar.contender for bar in chart.bars_of(results[0], "resume")] == ["native", "ds-universal", "ds-convert"]
     chart.draw(results, MACHINE, "warm", tmp_path / "chart.png")
-    points = [FlatPoint(FlatCase(PARAMETERS, 1, n, 1, 2, 2), 6, n, {"metadata": n, "plan": n}, n, 9, 9) for n in (1, 9)]
-    flat_view.draw(points, tmp_path / "flat.png")
+    flat_view.draw(POINTS, tmp_path / "flat.png")
     for name in ("chart.png", "flat.png"):
         assert (tmp_path / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.parametrize(("module", "arguments"), [(run, ["--quick"]), (flat, []), (metadata, ["--most", "100"])])
+def test_without_matplotlib_the_start_says_so_and_the_picture_is_left_out(
+    module: ModuleType, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
+    monkeypatch.setattr(run.Session, "_measure", lambda _session, _case: canned())
+    monkeypatch.setattr(flat.Session, "run", lambda _session, _cases, _repeats: POINTS)
+    result = CliRunner().invoke(module.app, [*arguments, "--out", str(tmp_path), "--repeats", "1"])
+    assert result.exit_code == 0, result.output
+    assert "no picture will be drawn" in " ".join(result.output.splitlines()[:2])
+    assert len(list(tmp_path.glob("*.json"))) == 1
+    assert not list(tmp_path.glob("*.png"))
+
+
+def test_every_reader_of_metadata_is_measured(tmp_path: Path) -> None:
+    result = CliRunner().invoke(metadata.app, ["--most", "100", "--repeats", "2", "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    points = json.loads((tmp_path / "metadata.json").read_text())["points"]
+    assert {(point["case"]["form"], point["reader"], point["collection"]) for point in points} == set(
+        itertools.product(metadata.FORMS, metadata.READERS, ("off", "on"))
+    )
+    assert all(0 < point["cpu"]["least"] <= point["cpu"]["median"] for point in points)
+    assert all(f"1 x 100 {form}" in result.output for form in metadata.FORMS)
+    assert [path.name for path in tmp_path.glob("*.png")] == (["metadata.png"] if not chart.hindrance() else [])
 
 
 def test_lists_on_the_command_line() -> None:
