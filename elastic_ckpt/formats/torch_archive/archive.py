@@ -128,16 +128,19 @@ def _legacy_tree(head: bytes, nbytes: int, stream: BinaryIO, unpickle: _Unpickle
         dtype, key, size, view = storage_id(persistent_id)
         if view is not None:
             raise pickle.UnpicklingError("a view of a storage, as torch wrote them before 0.4")
-        storages[key] = dtype, size
+        if storages.setdefault(key, (dtype, size)) != (dtype, size):
+            raise pickle.UnpicklingError(f"storage {key} has {size} bytes of {dtype}, and others")
         return StorageRef(dtype, size, offsets.get(key, 0))
 
     version, at = _unpickle(head, len(_LEGACY_MAGIC), load)
     system, begin = _unpickle(head, at, load)
-    if version != _LEGACY_VERSION or not isinstance(system, dict) or system.get("little_endian") is not True:
-        raise ArchiveError(f"a legacy archive of version {version!r}, or not little-endian")
+    if type(version) is not int or version != _LEGACY_VERSION:
+        raise ArchiveError("a legacy archive of another version")
+    if type(system) is not dict or system.get("little_endian") is not True:
+        raise ArchiveError("a legacy archive that is not little-endian")
     _, at = unpickle(head, begin, load)
     keys, at = _unpickle(head, at, load)
-    if not isinstance(keys, list) or set(keys) != storages.keys():
+    if type(keys) is not list or not all(type(key) is str for key in keys) or sorted(keys) != sorted(storages):
         raise ArchiveError("a legacy archive that lists other storages than its tensors need")
     for key in keys:  # each: number of elements, then the data
         dtype, size = storages[key]

@@ -10,8 +10,10 @@ from __future__ import annotations
 import os
 import struct
 import zlib
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import BinaryIO
 
 _END = struct.Struct("<4s4H2LH")
@@ -20,8 +22,8 @@ _LOCATOR = struct.Struct("<4sLQL")
 _ENTRY = struct.Struct("<4s4B4H3L5H2L")
 _HEADER = struct.Struct("<4s5H3L2H")
 _MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF
-#: The end of a directory may be followed by a comment of that size.
-_MOST_COMMENT_NBYTES = 1 << 16
+#: The end of a directory may be followed by a comment of that size. Larger directories are refused.
+_MOST_COMMENT_NBYTES, _MOST_DIRECTORY_NBYTES = 1 << 16, 1 << 28
 _ZIP64 = 0x0001
 _SIZES_FOLLOW = 0x0008
 _ALIGNMENT = 64
@@ -61,9 +63,9 @@ class Directory:
         if len(self.records) != count:
             raise ArchiveError(f"{len(self.records)} records, but its end counts {count}: damaged, or two of one name")
         headers = sorted(record.header for record in self.records.values())
-        self._next = dict(zip(headers, [*headers[1:], start], strict=True))
-        if len(self._next) != count:
+        if any(first == second for first, second in pairwise(headers)):
             raise ArchiveError("two records begin at the same byte")
+        self._ends = [*headers, start]
         pickles = [name for name in self.records if name.endswith("/data.pkl")]
         if len(pickles) != 1:
             raise ArchiveError(
@@ -101,7 +103,7 @@ class Directory:
 
         Its local header need not be read where torch's alignment leads to the offset that follows from the next header.
         """
-        following = self._next[record.header]
+        following = self._ends[bisect_right(self._ends, record.header)]
         descriptor = 0
         if record.flags & _SIZES_FOLLOW:
             descriptor = 24 if max(record.nbytes, record.header) >= _MAX32 else 16
@@ -133,7 +135,8 @@ class Directory:
             if wide.startswith(b"PK\x06\x06") and locator.startswith(b"PK\x06\x07"):
                 *_, count, nbytes, start = _END64.unpack(wide)
                 end = before
-        if start + nbytes != end or count * _ENTRY.size > nbytes:
+        # DeepSpeed's fast writer of several ranks leaves a part of its last block between directory and end
+        if start + nbytes > end or count * _ENTRY.size > nbytes or nbytes > _MOST_DIRECTORY_NBYTES:
             raise ArchiveError(f"the end of its directory says {count} records in {nbytes} bytes from byte {start} on")
         return start, nbytes, count
 

@@ -28,7 +28,7 @@ from elastic_ckpt.formats.torch_archive.stand_ins import (
     unsafe_error,
 )
 from elastic_ckpt.formats.torch_archive.tensors import REBUILD, subclass_error
-from elastic_ckpt.formats.torch_archive.unpickler import Global, check_key, checked_keys
+from elastic_ckpt.formats.torch_archive.unpickler import Global, check_key, checked_keys, described
 
 #: Modules whose names are refused even where the user allowed one, as torch does.
 _BLOCKED = frozenset({"sys", "os", "posix", "nt"})
@@ -74,13 +74,18 @@ def set_state(target: Any, state: Any) -> None:
     if kind in (DtypeStandIn, ArrayStandIn):
         target.set_state(state)
     elif kind in (argparse.Namespace, StandIn, OrderedDict):
-        if type(state) is not dict or not all(type(key) is str and not hasattr(kind, key) for key in state):
+        if type(state) is not dict or not all(map(partial(_is_attribute, kind), state)):
             raise pickle.UnpicklingError(f"a state of {kind.__name__} that is no dictionary of attributes")
         vars(target).update(state)
     elif kind in _users_globals().values():
         _set_users_state(target, state)
     else:
         raise pickle.UnpicklingError(f"an object of type {kind.__name__} is given a state")
+
+
+def _is_attribute(kind: type, key: Any) -> bool:
+    """Whether a key of a state can be an attribute: none that Python or the class gives a meaning."""
+    return type(key) is str and not key.startswith("__") and not hasattr(kind, key)
 
 
 def _set_users_state(target: Any, state: Any) -> None:
@@ -136,12 +141,26 @@ def _closed_list() -> dict[str, Global]:
             f"{core}.multiarray.scalar": lambda dtype, data: numpy_array(dtype, data, ())[0],
             f"{core}.numeric._frombuffer": _from_buffer,
         }
-    calls |= {path: partial(_stand_in, path) for path in ("torch.device", *_ENUMS, *_CLASSES)}
-    return {path: Global(path, call) for path, call in calls.items()}
+    calls |= {path: partial(_stand_in, path) for path in _CLASSES}
+    calls |= {path: partial(_member, path) for path in _ENUMS} | {"torch.device": _device}
+    return {path: Global(path, call, copies=path not in REBUILD) for path, call in calls.items()}
 
 
-def _stand_in(name: str, *args: Any) -> StandIn:
-    return StandIn(name, args)
+def _stand_in(name: str) -> StandIn:
+    """An object before its state; none of the classes is pickled with arguments."""
+    return StandIn(name)
+
+
+def _member(enum: str, value: Any) -> StandIn:
+    if type(value) not in (int, str):
+        raise pickle.UnpicklingError(f"a member of {enum} of {described(value)}")
+    return StandIn(enum, (value,))
+
+
+def _device(kind: Any, index: Any = None) -> StandIn:
+    if type(kind) is not str or type(index) not in (int, type(None)):
+        raise pickle.UnpicklingError("a device without a type and an index")
+    return StandIn("torch.device", (kind,) if index is None else (kind, index))
 
 
 def _namespace() -> argparse.Namespace:
@@ -150,14 +169,16 @@ def _namespace() -> argparse.Namespace:
 
 def _ordered_dict(items: Any = ()) -> OrderedDict[Any, Any]:
     new: OrderedDict[Any, Any] = OrderedDict()
+    if type(items) not in (list, tuple):
+        raise pickle.UnpicklingError(f"an OrderedDict of {described(items)}")
     for key, value in items:
-        check_key(key)
+        check_key(key, len(new))
         new[key] = value
     return new
 
 
 def _counter(counts: Any = ()) -> Counter[Any]:
-    if not isinstance(counts, (dict, tuple)) or (len(counts) and type(counts) is tuple):
+    if type(counts) is not dict and counts != ():
         raise pickle.UnpicklingError("a Counter of something that is no dictionary")
     new: Counter[Any] = Counter()
     new.update(dict(counts))
@@ -188,7 +209,7 @@ def _bytes(*args: Any) -> bytes:
 def _encode(text: Any, encoding: Any = "") -> bytes:
     """``codecs.encode``, with which protocols below 3 write bytes."""
     if type(text) is not str or encoding not in ("latin1", "latin-1"):
-        raise pickle.UnpicklingError(f"an encoding that is no writer's: {encoding!r}"[:100])
+        raise pickle.UnpicklingError(f"an encoding that is no writer's: {described(encoding)}")
     return text.encode("latin-1")
 
 
@@ -206,7 +227,7 @@ def _enum_member(enum: Any, name: Any) -> Any:
             return StandIn(enum.name, (name,), is_by_name=True)
         if enum.is_users and isinstance(enum.call, type) and issubclass(enum.call, Enum):
             return enum.call[name]
-    raise unsafe_error(f"builtins.getattr of {enum!r}, {name!r}")
+    raise unsafe_error(f"builtins.getattr of {described(enum)}, {described(name)}")
 
 
 def _path(cls: type[pathlib.PurePath], *parts: Any) -> pathlib.PurePath:

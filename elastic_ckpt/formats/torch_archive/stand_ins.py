@@ -37,7 +37,7 @@ class Size(tuple[int, ...]):
     __slots__ = ()
 
     def __new__(cls, sizes: Any = ()) -> Size:
-        if not isinstance(sizes, (tuple, list)) or not all(type(size) is int for size in sizes):
+        if type(sizes) not in (tuple, list) or not all(type(size) is int for size in sizes):
             raise pickle.UnpicklingError("a torch.Size that is no list of integers")
         return super().__new__(cls, sizes)
 
@@ -83,7 +83,8 @@ class DtypeStandIn:
             or not _NUMERIC.fullmatch(self.spec)
             or self.byteorder not in ("<", ">", "|", "=")
         ):
-            raise unsafe_error(f"numpy.dtype of {self.spec!r}: numeric ones only")
+            spec = self.spec if isinstance(self.spec, str) else type(self.spec).__name__
+            raise unsafe_error(f"numpy.dtype of {spec}: numeric ones only")
         return np.dtype(self.spec).newbyteorder(self.byteorder)  # type: ignore[arg-type]
 
 

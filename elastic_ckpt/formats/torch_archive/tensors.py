@@ -13,7 +13,7 @@ from typing import Any
 from elastic_ckpt.core.metadata import ITEMSIZE
 from elastic_ckpt.errors import UnsupportedError
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
-from elastic_ckpt.formats.torch_archive.unpickler import Global
+from elastic_ckpt.formats.torch_archive.unpickler import Global, described
 
 #: dtype of each of torch's typed storages.
 _STORAGES = {
@@ -23,7 +23,8 @@ _STORAGES = {
     **{"ByteStorage": "uint8", "BoolStorage": "bool", "ComplexDoubleStorage": "complex128"},
     **{"ComplexFloatStorage": "complex64"},
 }
-_MOST_DIMENSIONS, _MOST_ELEMENTS = 64, 1 << 62
+#: torch has as many dimensions at most; keys of storages are small numbers.
+_MOST_DIMENSIONS, _MOST_ELEMENTS, _MOST_KEY_LENGTH = 64, 1 << 62, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,8 @@ def storage_id(persistent_id: Any) -> tuple[str, str, int, Any]:
     if type(persistent_id) is not tuple or len(persistent_id) not in (5, 6) or persistent_id[0] != "storage":
         raise pickle.UnpicklingError("a persistent id that is no storage's")
     kind, key, _location, numel = persistent_id[1:5]
-    if type(kind) is not Global or type(key) is not str or type(numel) is not int or not 0 <= numel < _MOST_ELEMENTS:
+    is_known = type(kind) is Global and type(key) is str and len(key) <= _MOST_KEY_LENGTH
+    if not is_known or type(numel) is not int or not 0 <= numel < _MOST_ELEMENTS:
         raise pickle.UnpicklingError("a storage without type, key or size")
     name = kind.name.rpartition(".")[2]
     if name not in _STORAGES:
@@ -70,9 +72,10 @@ def _tensor(storage: Any, dtype: str | None, offset: Any, size: Any, stride: Any
         raise pickle.UnpicklingError("a tensor without storage, size or strides")
     dtype = dtype or storage.dtype
     if metadata:
-        raise _kind_error(f"a tensor with {sorted(map(str, metadata))} of shape {tuple(size)}"[:300])
+        kinds = sorted(filter(str.isidentifier, metadata)) if type(metadata) is dict else described(metadata)
+        raise _kind_error(f"a tensor with {kinds}")
     if dtype not in ITEMSIZE:
-        raise _kind_error(f"torch.{dtype} of shape {tuple(size)}")
+        raise _kind_error(f"a tensor of torch.{dtype}")
     if len(size) != len(stride) or len(size) > _MOST_DIMENSIONS or type(offset) is not int:
         raise pickle.UnpicklingError(f"a tensor of {len(size)} sizes and {len(stride)} strides")
     reach = 1
@@ -82,7 +85,9 @@ def _tensor(storage: Any, dtype: str | None, offset: Any, size: Any, stride: Any
         reach += (length - 1) * step
     itemsize = ITEMSIZE[dtype]
     end = (offset + reach) * itemsize
-    if not ((offset >= 0 and end <= storage.nbytes) or 0 in size):
+    if 0 in size:
+        offset = 0  # it has no elements that could be elsewhere
+    elif offset < 0 or end > storage.nbytes:
         what = f"a tensor of {tuple(size)} ends at byte {end}"
         raise pickle.UnpicklingError(f"a storage has {storage.nbytes} bytes, but {what}")
     return TensorRef(dtype, tuple(size), tuple(stride), storage.byte_offset + offset * itemsize)
@@ -98,7 +103,7 @@ def _rebuild_from_type(function: Any, cls: Any, args: Any, state: Any) -> Tensor
     if name not in ("torch.Tensor", "torch.nn.parameter.Parameter"):
         raise subclass_error(name)
     call = function.call if type(function) is Global else function
-    if not callable(call) or call not in REBUILD.values() or type(args) is not tuple:
+    if call not in (_rebuild, _rebuild_v3, _rebuild_parameter) or type(args) is not tuple:
         raise pickle.UnpicklingError("a tensor that is rebuilt by an unknown function")
     ref = _with_state(call(*args), state)
     return ref if name == "torch.Tensor" else replace(ref, is_parameter=True)
@@ -124,7 +129,7 @@ def _kind_error(found: str) -> UnsupportedError:
     return UnsupportedError(
         "this file holds a tensor of a kind that cannot be read by its bytes",
         expected="a dense tensor of a plain dtype, neither conjugated nor negated lazily",
-        found=found,
+        found=found[:300],
         remedy="resolve or densify it before saving, or load at the topology it was saved with",
     )
 

@@ -6,8 +6,9 @@ is not safe even with ``find_class`` overridden: it sets attributes of whatever 
 ``copyreg``'s cache of extensions, allocates what a LONG_BINPUT or a length claims, and hashes tuples that a
 few dozen bytes make exponentially large.
 
-Time and memory are linear in the size of the pickle: lengths are compared with the bytes that remain, the memo is a
-dict, dictionary keys are of bounded size, and :mod:`.tree` bounds what a walk through the result costs.
+Time and memory are linear in the size of the pickle: lengths are compared with the bytes that remain, memo indices with
+the bytes so far, what calls copy out of shared arguments is counted, keys that can be made to collide are few, and
+:mod:`.tree` bounds what a walk through the result costs.
 
 Source: ``pickletools.py`` of Python, protocols 0 to 5. Opcodes that no pickler writes for plain data (extension codes,
 out-of-band buffers, instances of Python 2's classes, recursive tuples) are refused.
@@ -22,14 +23,25 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
-#: Longest line of a text opcode (protocol 0), and largest integer in bytes: Python converts up to 4,300 digits.
-_MOST_LINE_NBYTES, _MOST_INTEGER_NBYTES = 1 << 16, 1 << 10
-#: Most objects in a dictionary key or set member, and its largest integer: greater ones can be made to collide.
-_MOST_KEY_OBJECTS, _LARGEST_KEY = 256, 1 << 60
+#: Longest line of a text opcode (protocol 0), and largest number in bytes or digits: Python converts up to 4,300.
+_MOST_LINE_NBYTES, _MOST_NUMBER_NBYTES = 1 << 16, 1 << 10
+#: Most objects in a dictionary key or set member.
+_MOST_KEY_OBJECTS = 32
+#: Smaller integers are their own hashes. Greater ones, floats and tuples can be made to collide: a dictionary or set
+#: takes them as long as it has fewer entries. Strings and bytes are hashed with a random seed of the process.
+_LARGEST_KEY, _MOST_COLLIDING = 1 << 60, 1 << 12
+#: Size that the arguments of all calls may have per byte of the pickle, and in addition: a few bytes pass a shared
+#: argument to a call that copies it.
+_MOST_COPIED, _MOST_MORE_COPIED = 16, 1 << 16
+#: Size of each part of an argument: characters and bytes, or items.
+_PART_SIZES: dict[Any, int] = {
+    **dict.fromkeys((str, bytes, bytearray), 1),
+    **dict.fromkeys((list, tuple, dict, set, frozenset, OrderedDict, Counter), 16),
+}
 _UINT32 = struct.Struct("<I")
-_PLAIN_KEYS = (str, bool, bytes, type(None), float)
+_PLAIN_KEYS = (str, bool, bytes, type(None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +49,15 @@ class Global:
     """What a name in a pickle stands for: ``call`` takes the arguments of REDUCE or NEWOBJ; ``None``: no callable.
 
     It stays in the tree where a pickle keeps the name itself, as for ``torch.float32``. ``is_users``: ``call`` is the
-    real class or function, which the user allowed.
+    real class or function, which the user allowed. ``copies``: its result may be as large as its arguments.
     """
 
     name: str
     call: Callable[..., Any] | None = None
     is_users: bool = False
+    copies: bool = True
+
+    is_plain_key: ClassVar[bool] = True
 
     def __repr__(self) -> str:
         return self.name
@@ -72,8 +87,9 @@ class Machine:
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
         self.globals: dict[tuple[str, str], Global] = {}
+        self.left = _MOST_COPIED * len(data) + _MOST_MORE_COPIED
 
-    def run(self) -> Any:  # noqa: PLR0912  see below
+    def run(self) -> Any:  # noqa: PLR0912, PLR0915  see below
         """The pickled object; :attr:`at` is then behind the pickle.
 
         Raises :class:`pickle.UnpicklingError`, what ``find``, ``load`` and the functions of globals raise, and for
@@ -86,7 +102,10 @@ class Machine:
             code = data[at]
             at += 1
             if code == 0x72:  # LONG_BINPUT
-                memo[uint32(data, at)[0]] = stack[-1]
+                index = uint32(data, at)[0]
+                if index > at:
+                    raise pickle.UnpicklingError(f"entry {index} of a memo, at byte {at}")
+                memo[index] = stack[-1]
                 at += 4
             elif code == 0x4B:  # BININT1
                 push(data[at])
@@ -104,7 +123,7 @@ class Machine:
                 marks.append(len(stack))
             elif code == 0x52:  # REDUCE
                 arguments, function = pop(), stack[-1]
-                stack[-1] = _call(function, arguments)
+                stack[-1] = self.call(function, arguments)
             elif code == 0x74:  # TUPLE
                 mark = marks.pop()
                 items = tuple(stack[mark:])
@@ -146,6 +165,24 @@ class Machine:
         self.at += 1
         return line
 
+    def call(self, function: Any, arguments: Any) -> Any:
+        """What a global makes of its arguments."""
+        if type(function) is not Global or function.call is None or type(arguments) is not tuple:
+            raise pickle.UnpicklingError(f"{described(function)} is called")
+        if function.copies and arguments:
+            self.charge(arguments)
+        return function.call(*arguments)
+
+    def charge(self, arguments: Any) -> None:
+        """Count the lengths of what is copied; :class:`pickle.UnpicklingError` if the pickle is much shorter."""
+        left = self.left
+        for each in (arguments, *arguments) if type(arguments) is tuple else (arguments,):
+            if type(each) in _PART_SIZES:
+                left -= len(each) * _PART_SIZES[type(each)]
+        if left < 0:
+            raise pickle.UnpicklingError("objects that are made again and again from the same large parts")
+        self.left = left
+
     def pop_mark(self) -> list[Any]:
         """Everything above the topmost mark."""
         mark = self.marks.pop()
@@ -154,10 +191,9 @@ class Machine:
         return items
 
 
-def _call(function: Any, arguments: Any) -> Any:
-    if type(function) is not Global or function.call is None or type(arguments) is not tuple:
-        raise pickle.UnpicklingError(f"{function if type(function) is Global else type(function).__name__} is called")
-    return function.call(*arguments)
+def described(value: Any) -> str:
+    """A value for an error message. The ``repr`` of a few shared tuples can be exponentially long."""
+    return repr(value)[:100] if type(value) in (str, Global) else f"an object of type {type(value).__name__}"
 
 
 def _push(value: Callable[[Machine], Any]) -> Callable[[Machine], None]:
@@ -184,15 +220,23 @@ def _text(machine: Machine, width: int) -> str:
 
 def _long(machine: Machine, width: int) -> int:
     nbytes = machine.number(width)
-    if nbytes > _MOST_INTEGER_NBYTES:
+    if nbytes > _MOST_NUMBER_NBYTES:
         raise pickle.UnpicklingError(f"an integer of {nbytes} bytes")
     return int.from_bytes(machine.take(nbytes), "little", signed=True)
+
+
+def _float(machine: Machine) -> float:
+    """FLOAT of protocol 0."""
+    line = machine.line()
+    if len(line) > _MOST_NUMBER_NBYTES:
+        raise pickle.UnpicklingError(f"a number of {len(line)} digits")
+    return float(line)
 
 
 def _decimal(machine: Machine) -> bool | int:
     """INT and LONG of protocol 0, in which INT writes booleans as 00 and 01."""
     line = machine.line().removesuffix(b"L")
-    if len(line) > _MOST_INTEGER_NBYTES:
+    if len(line) > _MOST_NUMBER_NBYTES:
         raise pickle.UnpicklingError(f"an integer of {len(line)} digits")
     return line == b"01" if line in (b"00", b"01") else int(line)
 
@@ -207,6 +251,8 @@ def _quoted(machine: Machine) -> str:
 
 def _tuple(length: int) -> Callable[[Machine], None]:
     def build(machine: Machine) -> None:
+        if len(machine.stack) < length:
+            raise pickle.UnpicklingError(f"a tuple of {length} items, of which there are {len(machine.stack)}")
         machine.stack[-length:] = [tuple(machine.stack[-length:])]
 
     return build
@@ -214,7 +260,10 @@ def _tuple(length: int) -> Callable[[Machine], None]:
 
 def _put(index: Callable[[Machine], int]) -> Callable[[Machine], None]:
     def put(machine: Machine) -> None:
-        machine.memo[index(machine)] = machine.stack[-1]
+        position = index(machine)
+        if not 0 <= position <= machine.at:
+            raise pickle.UnpicklingError(f"entry {position} of a memo, at byte {machine.at}")
+        machine.memo[position] = machine.stack[-1]
 
     return put
 
@@ -251,7 +300,7 @@ def _update(target: Any, items: list[Any]) -> None:
     for position in range(0, len(items), 2):
         key = items[position]
         if type(key) is not str:
-            check_key(key)
+            check_key(key, len(target))
         target[key] = items[position + 1]
 
 
@@ -259,28 +308,36 @@ def _add_items(machine: Machine) -> None:
     items = machine.pop_mark()
     if type(machine.stack[-1]) is not set:
         raise pickle.UnpicklingError(f"members are added to an object of type {type(machine.stack[-1]).__name__}")
-    machine.stack[-1] |= set(checked_keys(items))
+    machine.stack[-1] |= set(checked_keys(items, len(machine.stack[-1])))
 
 
-def checked_keys(items: Any) -> list[Any]:
-    """The items, once all of them are known to be harmless as keys."""
-    for item in items:
-        check_key(item)
+def checked_keys(items: Any, others: int = 0) -> list[Any]:
+    """The items, once all of them are known to be harmless as keys beside ``others``."""
+    if type(items) not in (list, tuple):
+        raise pickle.UnpicklingError(f"members in {described(items)}")
+    for position, item in enumerate(items, others):
+        check_key(item, position)
     return list(items)
 
 
-def check_key(key: Any) -> None:
-    """Raise :class:`pickle.UnpicklingError` for a key whose hash could take long, or collide by design."""
+def check_key(key: Any, others: int) -> None:
+    """Raise :class:`pickle.UnpicklingError` for a key that could take long to hash or to find among the ``others``."""
+    if isinstance(key, _PLAIN_KEYS) or (type(key) is int and -_LARGEST_KEY < key < _LARGEST_KEY):
+        return
     left, waiting = _MOST_KEY_OBJECTS, [key]
     while waiting:
         each = waiting.pop()
         left -= 1
-        if type(each) is tuple and len(each) <= left:
+        if isinstance(each, tuple) and type(each).__hash__ is tuple.__hash__ and len(each) <= left:
             waiting += each
-        elif type(each) is int and -_LARGEST_KEY < each < _LARGEST_KEY:
-            pass
-        elif left < 0 or not (isinstance(each, _PLAIN_KEYS) or getattr(type(each), "is_plain_key", False)):
+        elif left < 0 or not (isinstance(each, _PLAIN_KEYS) or type(each) in (int, float) or _is_plain_key(each)):
             raise pickle.UnpicklingError(f"a key of type {type(each).__name__}, or of too many parts")
+    if others > _MOST_COLLIDING:
+        raise pickle.UnpicklingError(f"more than {_MOST_COLLIDING} keys that are tuples, or large or real numbers")
+
+
+def _is_plain_key(key: Any) -> bool:
+    return getattr(type(key), "is_plain_key", False)
 
 
 def _global(machine: Machine, module: str, name: str) -> Global:
@@ -303,11 +360,12 @@ def _new_object(machine: Machine) -> None:
     arguments, cls = machine.stack.pop(), machine.stack[-1]
     if type(cls) is Global and cls.is_users and isinstance(cls.call, type):  # as pickle does: not initialized
         cls = Global(cls.name, partial(cls.call.__new__, cls.call))
-    machine.stack[-1] = _call(cls, arguments)
+    machine.stack[-1] = machine.call(cls, arguments)
 
 
 def _build(machine: Machine) -> None:
     state, target = machine.stack.pop(), machine.stack[-1]
+    machine.charge(state)
     machine.build(target, state)
 
 
@@ -334,7 +392,7 @@ _OPERATIONS: dict[int, Callable[[Machine], None]] = {
     pickle.LONG[0]: _push(_decimal),
     pickle.LONG1[0]: _push(lambda machine: _long(machine, 1)),
     pickle.LONG4[0]: _push(lambda machine: _long(machine, 4)),
-    pickle.FLOAT[0]: _push(lambda machine: float(machine.line())),
+    pickle.FLOAT[0]: _push(_float),
     pickle.BINFLOAT[0]: _push(lambda machine: struct.unpack(">d", machine.take(8))[0]),
     pickle.STRING[0]: _push(_quoted),
     pickle.UNICODE[0]: _push(lambda machine: machine.line().decode("raw-unicode-escape")),
