@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Lint, format, types, layers, then the tests: bash launch/test.sh            (without those marked slow)
 #                                              bash launch/test.sh --all      (every one)
+# Nightly, 200,000 mutated files:              bash launch/test.sh --fuzz
 # Other arguments go to pytest:                bash launch/test.sh -k planner
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -12,7 +13,9 @@ source launch/environment.sh
 "$PYTHON" -m mypy
 lint-imports
 shellcheck launch/*.sh launch/*.sbatch .ci/run
-if [[ $# -gt 0 && $1 != --all ]]; then
+if [[ ${1:-} == --fuzz ]]; then
+    ELASTIC_CKPT_FUZZ=${ELASTIC_CKPT_FUZZ:-200000} "$PYTHON" -m pytest -n 2 -o timeout=0 tests/attacks/test_mutations.py
+elif [[ $# -gt 0 && $1 != --all ]]; then
     "$PYTHON" -m pytest "$@"
 else
     which=(-m "not slow")

@@ -1,14 +1,25 @@
 """A reader of ``torch.save`` files that needs neither torch nor DeepSpeed: directory, object tree, offsets of tensors.
 
-Files are untrusted. Attack surface, and what bounds it (``tests/attacks`` tries each):
+Files are untrusted. Attack surface, and what bounds it (``tests/attacks`` tries each, and mutated files):
 
 - A pickle names a function or class: only the closed list of :mod:`.globals`, functions of this package, or what the
-  user allowed. Nothing is imported, no class of another package is called, no attribute is set on a class or function.
-- BUILD: only namespaces, ordered dicts and stand-ins take a state, and it must be a dictionary that hides no method.
-- Extension codes, out-of-band buffers, Python 2 instances, DUP and POP are no opcodes of plain data: refused.
-- Claimed lengths, counts and memo indices: compared with the bytes that are there; the memo is a dict.
-- Long integers and digits: at most 1 KiB. Keys: plain and small, so that hashing and comparing them is bounded.
-- Depth, cycles and exponential sharing: :func:`.tree.check_tree`. The interpreter itself does not recurse.
-- The pickle: at most 1 GiB, CRC32 checked. The directory: entries fill it exactly, names are unique.
-- A tensor must be inside its storage, a storage inside its record, a record inside the file.
+  user allowed by ``torch.serialization.add_safe_globals``, which runs as the user's own code. Nothing is imported, no
+  class of another package is called but ``pathlib``'s paths, no attribute is set on a class or function.
+- ``getattr`` makes members of listed enums, no more. Names of Python 2 are translated before they are looked up.
+- BUILD: only namespaces, ordered dicts and stand-ins take a state: a dictionary of attributes that hide no method and
+  mean nothing to Python. Arrays and dtypes take theirs through checks of this package, numeric ones only.
+- Extension codes, out-of-band buffers, instances of Python 2, DUP, POP and text persistent ids: refused.
+- Claimed lengths, counts and memo indices: compared with the bytes that are there. Numbers: at most 1 KiB.
+- Keys: :mod:`.keys`; few that can be made to collide. Integers below 2 ** 60 are not counted among these: a file
+  computed for that end can make a large dictionary of them slow.
+- Arguments that are shared by many calls: what calls may copy is counted. Error messages never print a container.
+- Depth, cycles and exponential sharing: :func:`.tree.check_tree`. The interpreter itself does not recurse, and neither
+  do tensors within tensors.
+- The pickle: at most 1 GiB, its CRC32 checked. Its objects take up to 200 times its size: a list is one byte.
+- The directory: at most 256 MiB, entries fill it exactly, names and headers are unique, records do not overlap. Local
+  headers and CRC32s of tensors are not read here: a load that verifies, and ``verify``, do.
+- A tensor must be inside its storage, a storage inside its record, a record inside the file. A legacy storage has one
+  size. Tensors that share their elements have them copied up to 4 times the file's size (:mod:`..values`).
+- Anything but a regular file is missing; a file that shrinks is damaged.
+- With ``trust_pickle`` none of this holds for what a pickle names: it runs.
 """

@@ -19,6 +19,7 @@ from functools import cache, partial
 from typing import Any
 
 from elastic_ckpt.core.metadata import ITEMSIZE
+from elastic_ckpt.formats.torch_archive.keys import check_key, checked_keys
 from elastic_ckpt.formats.torch_archive.stand_ins import (
     ArrayStandIn,
     DtypeStandIn,
@@ -28,7 +29,7 @@ from elastic_ckpt.formats.torch_archive.stand_ins import (
     unsafe_error,
 )
 from elastic_ckpt.formats.torch_archive.tensors import REBUILD, subclass_error
-from elastic_ckpt.formats.torch_archive.unpickler import Global, check_key, checked_keys, described
+from elastic_ckpt.formats.torch_archive.unpickler import Global, described
 
 #: Modules whose names are refused even where the user allowed one, as torch does.
 _BLOCKED = frozenset({"sys", "os", "posix", "nt"})

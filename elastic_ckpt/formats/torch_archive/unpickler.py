@@ -25,13 +25,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
+from elastic_ckpt.formats.torch_archive.keys import check_key, checked_keys
+
 #: Longest line of a text opcode (protocol 0), and largest number in bytes or digits: Python converts up to 4,300.
 _MOST_LINE_NBYTES, _MOST_NUMBER_NBYTES = 1 << 16, 1 << 10
-#: Most objects in a dictionary key or set member.
-_MOST_KEY_OBJECTS = 32
-#: Smaller integers are their own hashes. Greater ones, floats and tuples can be made to collide: a dictionary or set
-#: takes them as long as it has fewer entries. Strings and bytes are hashed with a random seed of the process.
-_LARGEST_KEY, _MOST_COLLIDING = 1 << 60, 1 << 12
 #: Size that the arguments of all calls may have per byte of the pickle, and in addition: a few bytes pass a shared
 #: argument to a call that copies it.
 _MOST_COPIED, _MOST_MORE_COPIED = 16, 1 << 16
@@ -41,7 +38,6 @@ _PART_SIZES: dict[Any, int] = {
     **dict.fromkeys((list, tuple, dict, set, frozenset, OrderedDict, Counter), 16),
 }
 _UINT32 = struct.Struct("<I")
-_PLAIN_KEYS = (str, bool, bytes, type(None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,35 +305,6 @@ def _add_items(machine: Machine) -> None:
     if type(machine.stack[-1]) is not set:
         raise pickle.UnpicklingError(f"members are added to an object of type {type(machine.stack[-1]).__name__}")
     machine.stack[-1] |= set(checked_keys(items, len(machine.stack[-1])))
-
-
-def checked_keys(items: Any, others: int = 0) -> list[Any]:
-    """The items, once all of them are known to be harmless as keys beside ``others``."""
-    if type(items) not in (list, tuple):
-        raise pickle.UnpicklingError(f"members in {described(items)}")
-    for position, item in enumerate(items, others):
-        check_key(item, position)
-    return list(items)
-
-
-def check_key(key: Any, others: int) -> None:
-    """Raise :class:`pickle.UnpicklingError` for a key that could take long to hash or to find among the ``others``."""
-    if isinstance(key, _PLAIN_KEYS) or (type(key) is int and -_LARGEST_KEY < key < _LARGEST_KEY):
-        return
-    left, waiting = _MOST_KEY_OBJECTS, [key]
-    while waiting:
-        each = waiting.pop()
-        left -= 1
-        if isinstance(each, tuple) and type(each).__hash__ is tuple.__hash__ and len(each) <= left:
-            waiting += each
-        elif left < 0 or not (isinstance(each, _PLAIN_KEYS) or type(each) in (int, float) or _is_plain_key(each)):
-            raise pickle.UnpicklingError(f"a key of type {type(each).__name__}, or of too many parts")
-    if others > _MOST_COLLIDING:
-        raise pickle.UnpicklingError(f"more than {_MOST_COLLIDING} keys that are tuples, or large or real numbers")
-
-
-def _is_plain_key(key: Any) -> bool:
-    return getattr(type(key), "is_plain_key", False)
 
 
 def _global(machine: Machine, module: str, name: str) -> Global:

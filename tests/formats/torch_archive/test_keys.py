@@ -1,0 +1,36 @@
+"""Keys: of a few plain parts, and few of those that can be made to collide."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import PurePosixPath
+from typing import Any
+
+import pytest
+
+from elastic_ckpt.formats.torch_archive.keys import check_key, checked_keys
+from elastic_ckpt.formats.torch_archive.stand_ins import Size, StandIn
+from elastic_ckpt.formats.torch_archive.unpickler import Global
+
+
+@pytest.mark.parametrize("key", ["a", 3, -(1 << 59), True, None, b"b", 1.5, 1 << 80, (1, ("a", 2.5)), Size((2, 3))])
+def test_plain_keys_are_taken(key: Any) -> None:
+    check_key(key, others=100)
+    assert checked_keys([key]) == [key]
+
+
+def test_names_and_stand_ins_are_keys() -> None:
+    check_key((Global("torch.float32"), StandIn("deepspeed.Enum", (1,))), others=0)
+
+
+@pytest.mark.parametrize("key", [PurePosixPath("a"), frozenset(), (0,) * 40, [(1,)], ({},)])
+def test_other_keys_are_refused(key: Any) -> None:
+    with pytest.raises(pickle.UnpicklingError, match="a key of type"):
+        check_key(key, others=0)
+
+
+@pytest.mark.parametrize("key", [1.5, 1 << 61, (1, 2)])
+def test_only_a_few_may_be_of_kinds_that_can_collide(key: Any) -> None:
+    check_key("a", others=1 << 30)
+    with pytest.raises(pickle.UnpicklingError, match="more than"):
+        check_key(key, others=1 << 13)
