@@ -131,6 +131,10 @@ def _fit_together(found: Found, rank: RankFiles, grid: Grid, options: MetadataOp
         own = grid.own_file(options.coordinates) if len(models) > 1 else None
         _refuse_swapped(optimizers, grid)
         metadata = partitioned_metadata(found, models, optimizers, own, options.states)
+    elif _lacks_states(models[0]):
+        if options.with_states:
+            raise _saved_without_states(models[0])
+        metadata = weights_alone(found, models[0])
     elif models[0].optimizer is None:
         number = re.search(r"mp_rank_(\d+)", os.path.basename(models[0].path))
         raise missing_file(found, f"*zero_pp_rank_0_mp_rank_{number[1] if number else '00'}_optim_states.pt", "none")
@@ -140,6 +144,22 @@ def _fit_together(found: Found, rank: RankFiles, grid: Grid, options: MetadataOp
         _refuse_unnamed(found, models[0])
         metadata = unpartitioned_metadata(found, models[0], options)
     return replace(metadata, source=replace(metadata.source, sequence=grid.sequence))
+
+
+def _lacks_states(model: ModelShard) -> bool:
+    """Whether DeepSpeed 0.17 has saved bf16 without ZeRO: neither this file nor any other has its optimizer states."""
+    return model.optimizer is None and not model.zero.get("stage") and model.ds_version.startswith("0.17.")
+
+
+def _saved_without_states(model: ModelShard) -> DamagedError:
+    return LayoutError(
+        "the checkpoint was saved without optimizer states, as DeepSpeed 0.17 saves bf16 without ZeRO",
+        file=model.path,
+        expected="optimizer states, in this file or in optimizer-states files beside it",
+        found=f"none, saved by DeepSpeed {model.ds_version}",
+        remedy="load its weights alone: load_module_only=True, or load_optimizer_states=False and "
+        "load_lr_scheduler_states=False",
+    )
 
 
 def _refuse_swapped(optimizers: Sequence[OptimizerShard], grid: Grid) -> None:

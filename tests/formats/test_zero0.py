@@ -10,11 +10,13 @@ import torch
 
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
 from elastic_ckpt.core.read_plan import names_with
-from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
+from elastic_ckpt.errors import DamagedError, LayoutError, MismatchError, UnsupportedError
+from elastic_ckpt.formats import READERS, Found, MetadataOptions
+from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.formats.zero0_index import FUSED, PLAIN, UNFUSED
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from tests.simulation import live
-from tests.unpartitioned import STATES, Model, catalog_of, check_states, contents, indexed, trained
+from tests.unpartitioned import FILE, STATES, Model, catalog_of, check_states, contents, indexed, trained
 
 NAMES = ["a", "scale", "b", "c"]
 
@@ -371,3 +373,22 @@ def test_hyperparameters_that_are_tensors_are_read_as_numbers(tmp_path: Path) ->
     metadata = catalog_of(tmp_path, indexed(tmp_path, model.state_dict(), trained(model, optimizer)), [NAMES])
     assert metadata.groups[0]["lr"] == 0.25
     assert type(metadata.groups[0]["lr"]) is float
+
+
+# --- without states ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("version", "problem"), [("0.17.6", "saved without optimizer states"), ("0.19.8", "missing")])
+def test_bf16_of_deepspeed_0_17_has_weights_alone(tmp_path: Path, version: str, problem: str) -> None:
+    """Neither its model-states file nor any other has its optimizer's states; other versions' files are lost."""
+    model = Model()
+    indexed(tmp_path, model.state_dict(), None, ds_version=version)
+    found = Found("native", str(tmp_path), tmp_path.name, sort_names([FILE], is_universal=False))
+    with pytest.raises(LayoutError, match=problem) as caught:
+        READERS["native"](found, MetadataOptions())
+    assert version == "0.19.8" or "load_module_only=True" in str(caught.value.remedy)
+    if version == "0.17.6":
+        metadata = READERS["native"](found, MetadataOptions(with_states=False)).metadata
+        weights = {name: tensor for name, tensor in model.state_dict().items() if name != "mask"}
+        keys = dict(metadata.tensors.keys())
+        assert all(torch.equal(contents(metadata, name, keys[name]), weights[name]) for name in weights)
