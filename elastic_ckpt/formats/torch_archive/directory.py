@@ -12,14 +12,13 @@ import struct
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 _END = struct.Struct("<4s4H2LH")
 _END64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR = struct.Struct("<4sLQL")
-_ENTRY = struct.Struct("<4s4B4H3L5H2L")
+_ENTRY = struct.Struct("<4s4x2H4x3L3H8xL")
 _HEADER = struct.Struct("<4s5H3L2H")
 _MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF
 #: The end of a directory may be followed by a comment of that size. Larger directories are refused.
@@ -33,8 +32,7 @@ class ArchiveError(Exception):
     """What is wrong with an archive, in words."""
 
 
-@dataclass(frozen=True, slots=True)
-class ArchiveRecord:
+class ArchiveRecord(NamedTuple):
     """A record by the directory: size and CRC32 (0: perhaps not computed) of its data, offset of its header."""
 
     name: str
@@ -106,7 +104,7 @@ class Directory:
         following = self._ends[bisect_right(self._ends, record.header)]
         descriptor = 0
         if record.flags & _SIZES_FOLLOW:
-            descriptor = 24 if max(record.nbytes, record.header) >= _MAX32 else 16
+            descriptor = 24 if record.nbytes >= _MAX32 or record.header >= _MAX32 else 16
         offset = following - descriptor - record.nbytes
         return offset if offset == _aligned(record) else self._offset_by_header(record, following)
 
@@ -145,9 +143,9 @@ class Directory:
         while at < nbytes:
             if nbytes - at < _ENTRY.size:
                 raise ArchiveError("its directory ends inside an entry")
-            fields = unpack(raw, at)
-            signature, flags, method, crc32 = fields[0], fields[5], fields[6], fields[9]
-            packed, size, name_nbytes, extra_nbytes, comment_nbytes, header = (*fields[10:15], fields[18])
+            (signature, flags, method, crc32, packed, size, name_nbytes, extra_nbytes, comment_nbytes, header) = unpack(
+                raw, at
+            )
             at += _ENTRY.size
             extra_at = at + name_nbytes
             name = _text(raw[at:extra_at], flags)
@@ -182,6 +180,6 @@ def _wide(extra: bytes, *fields: int) -> list[int]:
 def _aligned(record: ArchiveRecord) -> int:
     """Where torch's ``getPadding`` (inline_container.cc) puts the data of a record."""
     start = record.header + _HEADER.size + len(record.name.encode()) + 4
-    if max(record.nbytes, record.header) >= _MAX32:
+    if record.nbytes >= _MAX32 or record.header >= _MAX32:
         start += 4 + 16 * (record.nbytes >= _MAX32) + 8 * (record.header >= _MAX32)
     return -(-start // _ALIGNMENT) * _ALIGNMENT

@@ -37,7 +37,7 @@ class Size(tuple[int, ...]):
     __slots__ = ()
 
     def __new__(cls, sizes: Any = ()) -> Size:
-        if type(sizes) not in (tuple, list) or not all(type(size) is int for size in sizes):
+        if type(sizes) not in (tuple, list) or not {int}.issuperset(map(type, sizes)):
             raise pickle.UnpicklingError("a torch.Size that is no list of integers")
         return super().__new__(cls, sizes)
 

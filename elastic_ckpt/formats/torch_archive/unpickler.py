@@ -26,6 +26,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from elastic_ckpt.formats.torch_archive.keys import check_key, checked_keys
+from elastic_ckpt.formats.torch_archive.tensor_opcodes import tensor_reader
 
 #: Longest line of a text opcode (protocol 0), and largest number in bytes or digits: Python converts up to 4,300.
 _MOST_LINE_NBYTES, _MOST_NUMBER_NBYTES = 1 << 16, 1 << 10
@@ -91,9 +92,10 @@ class Machine:
         Raises :class:`pickle.UnpicklingError`, what ``find``, ``load`` and the functions of globals raise, and for
         noise :class:`IndexError`, :class:`KeyError`, :class:`ValueError`, :class:`TypeError` or :class:`struct.error`.
         """
-        # the most frequent opcodes come first and inlined: a call for each would double the time
+        # the most frequent opcodes, alone and together, are inlined: a call for each would double the time
         data, at, stack, marks, memo = self.data, self.at, self.stack, self.marks, self.memo
         push, pop, uint32 = stack.append, stack.pop, _UINT32.unpack_from
+        read_tensor = tensor_reader(data, memo, self.load, self.call)
         while True:
             code = data[at]
             at += 1
@@ -116,20 +118,22 @@ class Machine:
                 push(data[at + 4 : end].decode("utf-8", "surrogatepass"))
                 at = end
             elif code == 0x28:  # MARK
-                marks.append(len(stack))
+                tensor = read_tensor(at, stack[-1]) if data[at] == 0x28 and stack else None
+                if tensor is None:
+                    marks.append(len(stack))
+                else:
+                    stack[-1], at = tensor
             elif code == 0x52:  # REDUCE
                 arguments, function = pop(), stack[-1]
                 stack[-1] = self.call(function, arguments)
-            elif code == 0x74:  # TUPLE
-                mark = marks.pop()
-                items = tuple(stack[mark:])
-                del stack[mark:]
-                push(items)
+            elif code == 0x6A:  # LONG_BINGET
+                push(memo[uint32(data, at)[0]])
+                at += 4
             elif code == 0x86:  # TUPLE2
                 second = pop()
                 stack[-1] = (stack[-1], second)
-            elif code == 0x51:  # BINPERSID
-                stack[-1] = self.load(stack[-1])
+            elif code == 0x85:  # TUPLE1
+                stack[-1] = (stack[-1],)
             elif code == 0x2E:  # STOP
                 self.at = at
                 return pop()
@@ -371,8 +375,9 @@ _OPERATIONS: dict[int, Callable[[Machine], None]] = {
     pickle.BINBYTES[0]: _push(lambda machine: machine.take(machine.number(4))),
     pickle.BINBYTES8[0]: _push(lambda machine: machine.take(machine.number(8))),
     pickle.BYTEARRAY8[0]: _push(lambda machine: bytearray(machine.take(machine.number(8)))),
-    pickle.TUPLE1[0]: _tuple(1),
     pickle.TUPLE3[0]: _tuple(3),
+    pickle.TUPLE[0]: _push(lambda machine: tuple(machine.pop_mark())),
+    pickle.BINPERSID[0]: _push(lambda machine: machine.load(machine.stack.pop())),
     pickle.LIST[0]: _push(lambda machine: machine.pop_mark()),
     pickle.DICT[0]: _push(lambda machine: _new_dict(machine.pop_mark())),
     pickle.FROZENSET[0]: _push(lambda machine: frozenset(checked_keys(machine.pop_mark()))),
@@ -382,7 +387,6 @@ _OPERATIONS: dict[int, Callable[[Machine], None]] = {
     pickle.SETITEMS[0]: _set_items,
     pickle.ADDITEMS[0]: _add_items,
     pickle.GET[0]: _push(lambda machine: machine.memo[int(machine.line())]),
-    pickle.LONG_BINGET[0]: _push(lambda machine: machine.memo[machine.number(4)]),
     pickle.PUT[0]: _put(lambda machine: int(machine.line())),
     pickle.MEMOIZE[0]: _put(lambda machine: len(machine.memo)),
     pickle.GLOBAL[0]: _push(lambda machine: _global(machine, machine.line().decode(), machine.line().decode())),

@@ -41,8 +41,12 @@ def test_records_of_torch_are_where_their_headers_say(tmp_path: Path, name: str,
     path.unlink()
 
 
+#: Python's own reader takes the signature of a directory's end for one.
+COMMENTS = st.binary(max_size=50).filter(lambda comment: b"PK\x05\x06" not in comment)
+
+
 @settings(REUSED_FOLDER, max_examples=60)
-@given(st.lists(st.tuples(st.binary(max_size=100), st.binary(max_size=9)), max_size=8), st.binary(max_size=50))
+@given(st.lists(st.tuples(st.binary(max_size=100), st.binary(max_size=9)), max_size=8), COMMENTS)
 def test_records_of_other_writers_are_where_their_headers_say(
     tmp_path: Path, records: list[tuple[bytes, bytes]], comment: bytes
 ) -> None:
