@@ -54,8 +54,9 @@ def storage_id(persistent_id: Any) -> tuple[str, str, int, Any]:
     return dtype, key, numel * ITEMSIZE[dtype], persistent_id[5] if len(persistent_id) == 6 else None
 
 
-def _rebuild(storage: Any, offset: Any, size: Any, stride: Any, *_requires_grad_and_hooks: Any) -> TensorRef:
-    metadata = _requires_grad_and_hooks[2] if len(_requires_grad_and_hooks) > 2 else None
+def _rebuild(
+    storage: Any, offset: Any, size: Any, stride: Any, _grad: Any = None, _hooks: Any = None, metadata: Any = None
+) -> TensorRef:
     return _tensor(storage, None, offset, size, stride, metadata)
 
 
@@ -74,16 +75,16 @@ def _tensor(storage: Any, dtype: str | None, offset: Any, size: Any, stride: Any
     if metadata:
         kinds = sorted(filter(str.isidentifier, metadata)) if type(metadata) is dict else described(metadata)
         raise _kind_error(f"a tensor with {kinds}")
-    if dtype not in ITEMSIZE:
+    itemsize = ITEMSIZE.get(dtype)
+    if itemsize is None:
         raise _kind_error(f"a tensor of torch.{dtype}")
     if len(size) != len(stride) or len(size) > _MOST_DIMENSIONS or type(offset) is not int:
         raise pickle.UnpicklingError(f"a tensor of {len(size)} sizes and {len(stride)} strides")
     reach = 1
-    for length, step in zip(size, stride, strict=True):
+    for length, step in zip(size, stride):  # noqa: B905  just compared, and called for each tensor
         if type(length) is not int or type(step) is not int or not 0 <= length | step < _MOST_ELEMENTS:
             raise pickle.UnpicklingError("a size or stride that is none")
         reach += (length - 1) * step
-    itemsize = ITEMSIZE[dtype]
     end = (offset + reach) * itemsize
     if 0 in size:
         offset = 0  # it has no elements that could be elsewhere

@@ -54,15 +54,15 @@ def _size(node: Any, sizes: dict[int, int], kept: list[Any], depth: int) -> int:
 
 
 def _children(node: Any) -> list[Any] | tuple[Any, ...]:
+    if type(node) is StandIn:  # first what there are most of
+        return [*node.args, *vars(node).values()]
+    if isinstance(node, (list, tuple)):
+        return node
     if isinstance(node, dict):
         keys = [key for key in node if type(key) is not str]
         return [*keys, *node.values(), *(vars(node).values() if hasattr(node, "__dict__") else ())]
-    if isinstance(node, (list, tuple)):
-        return node
     if isinstance(node, argparse.Namespace):
         return list(vars(node).values())
-    if isinstance(node, StandIn):
-        return [*node.args, *vars(node).values()]
     _refuse_hidden_tensors(node)
     return list(node) if isinstance(node, (set, frozenset)) else ()
 

@@ -108,6 +108,9 @@ class Machine:
             elif code == 0x4B:  # BININT1
                 push(data[at])
                 at += 1
+            elif code == 0x4D:  # BININT2
+                push(data[at] | data[at + 1] << 8)
+                at += 2
             elif code == 0x68:  # BINGET
                 push(memo[data[at]])
                 at += 1
@@ -249,13 +252,8 @@ def _quoted(machine: Machine) -> str:
     return line[1:-1].decode("unicode_escape")
 
 
-def _tuple(length: int) -> Callable[[Machine], None]:
-    def build(machine: Machine) -> None:
-        if len(machine.stack) < length:
-            raise pickle.UnpicklingError(f"a tuple of {length} items, of which there are {len(machine.stack)}")
-        machine.stack[-length:] = [tuple(machine.stack[-length:])]
-
-    return build
+def _tuple3(machine: Machine) -> None:
+    machine.stack[-3:] = [tuple(machine.stack[-3:])]
 
 
 def _put(index: Callable[[Machine], int]) -> Callable[[Machine], None]:
@@ -297,11 +295,14 @@ def _set_items(machine: Machine) -> None:
 def _update(target: Any, items: list[Any]) -> None:
     if not isinstance(target, (dict, OrderedDict, Counter)) or len(items) % 2:
         raise pickle.UnpicklingError(f"items are set in an object of type {type(target).__name__}, or half of one")
-    for position in range(0, len(items), 2):
-        key = items[position]
+    keys = items[::2]
+    if type(target) is dict and {str}.issuperset(map(type, keys)):
+        target.update(zip(keys, items[1::2], strict=True))
+        return
+    for key, value in zip(keys, items[1::2], strict=True):
         if type(key) is not str:
             check_key(key, len(target))
-        target[key] = items[position + 1]
+        target[key] = value
 
 
 def _add_items(machine: Machine) -> None:
@@ -354,10 +355,9 @@ _OPERATIONS: dict[int, Callable[[Machine], None]] = {
     pickle.NEWFALSE[0]: _constant(False),
     pickle.EMPTY_TUPLE[0]: _constant(()),
     pickle.EMPTY_LIST[0]: _push(lambda machine: []),
-    pickle.EMPTY_DICT[0]: _push(lambda machine: {}),
+    pickle.EMPTY_DICT[0]: lambda machine: machine.stack.append({}),
     pickle.BINPUT[0]: _put(lambda machine: machine.number(1)),
     pickle.BININT[0]: _push(lambda machine: int.from_bytes(machine.take(4), "little", signed=True)),
-    pickle.BININT2[0]: _push(lambda machine: machine.number(2)),
     pickle.EMPTY_SET[0]: _push(lambda machine: set()),
     pickle.INT[0]: _push(_decimal),
     pickle.LONG[0]: _push(_decimal),
@@ -375,7 +375,7 @@ _OPERATIONS: dict[int, Callable[[Machine], None]] = {
     pickle.BINBYTES[0]: _push(lambda machine: machine.take(machine.number(4))),
     pickle.BINBYTES8[0]: _push(lambda machine: machine.take(machine.number(8))),
     pickle.BYTEARRAY8[0]: _push(lambda machine: bytearray(machine.take(machine.number(8)))),
-    pickle.TUPLE3[0]: _tuple(3),
+    pickle.TUPLE3[0]: _tuple3,
     pickle.TUPLE[0]: _push(lambda machine: tuple(machine.pop_mark())),
     pickle.BINPERSID[0]: _push(lambda machine: machine.load(machine.stack.pop())),
     pickle.LIST[0]: _push(lambda machine: machine.pop_mark()),
