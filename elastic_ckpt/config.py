@@ -47,6 +47,10 @@ class ElasticConfig(BaseModel):
         description="check a few fp32 masters of every ZeRO-1/2 shard against the weights saved beside it, and the "
         "step count of ZeRO-3 shards against the counters",
     )
+    verify: Literal["load", "off"] = Field(
+        "load",
+        description="load: compare all bytes that are read with the checksums in the checkpoint's files; off: do not",
+    )
     read_threads: int = Field(4, ge=1, le=64, description="reading threads per rank")
     read_chunk_mib: int = Field(16, ge=1, le=1024, description="largest single read, in MiB")
     read_gap_kib: int = Field(

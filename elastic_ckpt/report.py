@@ -49,6 +49,28 @@ class RankWork:
 
 
 @dataclass(frozen=True)
+class Verified:
+    """Bytes that all ranks read: those whose records have the saved checksum, and those that could not be compared.
+
+    ``without_checksum_nbytes`` are of files that have none: swap files of NVMe, legacy archives, archives saved with
+    ``torch.serialization.set_crc32_options(False)``. Of the records of ``incomplete_nbytes`` the job read only a part.
+    """
+
+    nbytes: int
+    without_checksum_nbytes: int = 0
+    incomplete_nbytes: int = 0
+
+    def __str__(self) -> str:
+        everything = self.nbytes + self.without_checksum_nbytes + self.incomplete_nbytes
+        parts = [f"{100 * self.nbytes / max(everything, 1):.4g} % of {_size(everything)}"]
+        if self.without_checksum_nbytes:
+            parts.append(f"{_size(self.without_checksum_nbytes)} have no checksum")
+        if self.incomplete_nbytes:
+            parts.append(f"{_size(self.incomplete_nbytes)} are of records that are not restored whole")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
 class LoadReport:
     """What an elastic load restored.
 
@@ -62,6 +84,7 @@ class LoadReport:
         global_steps: the step to continue from.
         ranks: what each rank of the job did, in rank order.
         notes: what the user should know.
+        verified: bytes compared with the checksums in the files; ``None`` with ``"verify": "off"``.
     """
 
     source: SourceFacts
@@ -75,6 +98,7 @@ class LoadReport:
     tp: int = 1
     pp: int = 1
     sequence: SequenceParallel = NO_SEQUENCE_PARALLEL
+    verified: Verified | None = None
 
     def names(self, what: str) -> tuple[str, ...]:
         """Sorted names of parameters and buffers with one outcome (``"fresh"`` ...)."""
@@ -128,6 +152,8 @@ class LoadReport:
                     table.add_row(what, escape(_line(outcome)))
         for row in _work_rows(self.ranks):
             table.add_row(*row)
+        if self.verified is not None:
+            table.add_row("verified", str(self.verified))
         for note in self.notes:
             table.add_row("note", escape(note))
         return table
@@ -190,6 +216,10 @@ def _work_rows(ranks: Sequence[RankWork]) -> list[tuple[str, str]]:
     return rows
 
 
+def _size(nbytes: int) -> str:
+    return str(tqdm.format_sizeof(nbytes, suffix="B"))
+
+
 def _span(nbytes: Sequence[int]) -> str:
-    least, most = (tqdm.format_sizeof(value, suffix="B") for value in (min(nbytes), max(nbytes)))
+    least, most = map(_size, (min(nbytes), max(nbytes)))
     return most if least == most else f"{least} to {most}"

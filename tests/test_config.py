@@ -57,6 +57,7 @@ SET: dict[str, Any] = {
     "mode": "require",
     "trust_pickle": True,
     "check_shards": False,
+    "verify": "off",
     "read_threads": 8,
     "read_chunk_mib": 1,
     "read_gap_kib": 64,
@@ -85,6 +86,7 @@ SET: dict[str, Any] = {
 HOW = {
     "trust_pickle",
     "check_shards",
+    "verify",
     "read_threads",
     "read_chunk_mib",
     "read_gap_kib",

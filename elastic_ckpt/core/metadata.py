@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from elastic_ckpt.core.checksums import Records
 from elastic_ckpt.core.declared import Declared
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.local_state import NO_SEQUENCE_PARALLEL, SequenceParallel
@@ -59,10 +60,11 @@ def is_floating(dtype: str) -> bool:
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file of the checkpoint: absolute path, and size in bytes when its metadata was read."""
+    """A file of the checkpoint: absolute path, size in bytes when its metadata was read, and records with tensors."""
 
     path: str
     nbytes: int
+    records: Records = field(default_factory=Records, kw_only=True, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ class LayerShard(SourceFile):
 
 def index_layer(file: PickledFile, layer: int, tp_rank: int) -> LayerShard:
     weights = {str(name): ref for name, ref in file.tree.items() if isinstance(ref, TensorRef)}
-    return LayerShard(file.path, file.nbytes, layer, tp_rank, weights)
+    return LayerShard(file.path, file.nbytes, layer, tp_rank, weights, records=file.records)
 
 
 def with_layers(
@@ -71,5 +71,5 @@ def with_layers(
         if [rank for rank, _, _ in ranks] == list(range(tp)):
             key = BUFFER if name in buffers else FROZEN
             tensors[name, key] = shard_by_shard([dense_tensor(name, key, ref, file) for _, file, ref in ranks])
-    files = (*metadata.files, *(SourceFile(layer.path, layer.nbytes) for layer in layers))
+    files = (*metadata.files, *(SourceFile(layer.path, layer.nbytes, records=layer.records) for layer in layers))
     return replace(metadata, tensors=tensors, files=files)

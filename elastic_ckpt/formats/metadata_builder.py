@@ -71,7 +71,7 @@ class MetadataBuilder:
         self.scalar_forms: dict[str, str] = {}
         self.notes = list(found.notes)
         self._found = found
-        self._files = [SourceFile(file.path, file.nbytes) for file in files]
+        self._files = [SourceFile(file.path, file.nbytes, records=file.records) for file in files]
         self._options = options
         self._codebooks, self._map_notes = resolve_codebooks(states)
         self._kinds: dict[str, SavedKind] = {}

@@ -91,6 +91,7 @@ def index_model_states(file: PickledFile, dp_rank: int, options: StateOptions = 
     return ModelShard(
         path=file.path,
         nbytes=file.nbytes,
+        records=file.records,
         dp_rank=dp_rank,
         param_shapes=tuple(_named_shapes(group) for group in tree.get("param_shapes") or ()),
         weights=weights,

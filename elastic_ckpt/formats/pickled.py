@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from elastic_ckpt.core.checksums import Records
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, LayoutError
 from elastic_ckpt.formats.datastates import is_datastates, read_datastates_tree
 from elastic_ckpt.formats.torch_archive.archive import read_archive_tree
@@ -18,12 +19,14 @@ class PickledFile:
     """A file's object tree, with each tensor replaced by a :class:`TensorRef`.
 
     ``root`` is the name that the file was saved under, without its suffix; ``None`` or ``"archive"``: not recorded.
+    ``records`` are those of its tensors, if it has checksums.
     """
 
     path: str
     nbytes: int
     tree: Any
     root: str | None = None
+    records: Records = field(default_factory=Records)
 
     def section(self, *keys: str) -> Any:
         """The entry at a path of dictionary keys; a :class:`DamagedError` if there is none."""
@@ -69,7 +72,7 @@ def open_pickled(path: str, trust_pickle: bool = False) -> PickledFile:
         raise unreadable(path, str(error)) from error
     except Exception as error:  # noise in a pickle can raise anything at all
         raise unreadable(path, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:300]) from error
-    return PickledFile(path, archive.nbytes, archive.tree, archive.root)
+    return PickledFile(path, archive.nbytes, archive.tree, archive.root, archive.records)
 
 
 def unreadable(path: str, found: str) -> DamagedError:

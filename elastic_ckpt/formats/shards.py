@@ -76,6 +76,7 @@ def build_shard(
     return OptimizerShard(
         path=file.path,
         nbytes=file.nbytes,
+        records=file.records,
         dp_rank=dp_rank,
         partition_count=tuple(map(int, counts or ())),
         zero_stage=zero_stage,

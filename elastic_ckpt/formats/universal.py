@@ -301,7 +301,9 @@ def index_state(file: PickledFile) -> StateFile:
             raise DamagedError(
                 f"{key} of this parameter was saved as a view that is not contiguous", parameter=name, file=file.path
             )
-        return StateFile(file.path, file.nbytes, name, key, value, None, _rule_of(name, file.tree))
+        return StateFile(
+            file.path, file.nbytes, name, key, value, None, _rule_of(name, file.tree), records=file.records
+        )
     scalar = plain_numbers(file, {key: value})[key]
     if isinstance(scalar, bool) or not isinstance(scalar, (int, float)):
         raise DamagedError(

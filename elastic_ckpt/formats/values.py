@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import zlib
 from collections.abc import Iterable
 from enum import Enum
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -41,7 +42,17 @@ def _reached(file: PickledFile, stream: BinaryIO, ref: TensorRef) -> bytes:
     raw = stream.read(nbytes)
     if len(raw) != nbytes:
         raise unreadable(file.path, f"end of file inside the tensor at byte {ref.byte_offset}")
+    _compare_checksum(file, ref.byte_offset, raw)
     return raw
+
+
+def _compare_checksum(file: PickledFile, byte_offset: int, raw: bytes) -> None:
+    """Raise :class:`DamagedError` for bytes that are a whole record, but not as it was saved."""
+    number = file.records.index(byte_offset)
+    if number is None or (file.records.offsets[number], file.records.nbytes[number]) != (byte_offset, len(raw)):
+        return
+    if zlib.crc32(raw) != file.records.crc32s[number]:
+        raise unreadable(file.path, f"Bad CRC-32 of the {len(raw)} bytes of a tensor at byte {byte_offset}")
 
 
 def _most_nbytes(file: PickledFile) -> int:

@@ -13,6 +13,7 @@ import torch
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.metadata import ITEMSIZE
 from elastic_ckpt.core.read_plan import ReadItem, ReadPlan
+from elastic_ckpt.io.checksums import Unwanted
 from elastic_ckpt.io.requantize import nbytes_read, parts_of
 
 _MIB = 1 << 20
@@ -175,7 +176,7 @@ def _staged(item: ReadItem, step_nbytes: int) -> Iterator[ReadItem]:
 
 def _joined(ranges: Iterable[tuple[int, int, memoryview]], options: ReadOptions) -> Iterator[DirectRead]:
     """Merge ranges that are adjacent in their file, or nearly so, and split those longer than a chunk."""
-    unwanted = memoryview(bytearray(options.gap_nbytes))  # for the gaps; every read may write into it
+    unwanted = memoryview(Unwanted(options.gap_nbytes))  # for the gaps; every read may write into it
     chunk_nbytes = options.chunk_nbytes
     buffers: list[memoryview] = []
     file, start, end = -1, 0, 0

@@ -26,6 +26,7 @@ from elastic_ckpt.core.metadata import ITEMSIZE, SourceFile
 from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, RequantizeItem, Share
 from elastic_ckpt.distributed import in_buckets
 from elastic_ckpt.errors import DamagedError
+from elastic_ckpt.io.checksums import SUMMED_AT_ONCE_NBYTES, ReadSums, first_bytes
 from elastic_ckpt.io.coalesce import LEAST_STAGED_NBYTES, DirectRead, ReadOptions, sort_reads, tasks
 from elastic_ckpt.io.prefault import Prefault
 from elastic_ckpt.io.requantize import ReadStats, parts_of, requantize
@@ -38,6 +39,7 @@ def execute(
     options: ReadOptions,
     show_progress: bool,
     make_transfer: Callable[[torch.device], Transfer] = Transfer,
+    sums: ReadSums | None = None,
 ) -> ReadStats:
     """Execute every item of a plan. Local; call it on every rank.
 
@@ -46,6 +48,7 @@ def execute(
         tensors: the live tensor of every slot; overwritten.
         show_progress: whether this rank may draw the progress bar.
         make_transfer: makes what copies bounce buffers into tensors of a device.
+        sums: sums up what is read, unless ``None``.
 
     Raises:
         DamagedError: a file ended early or could not be read; the slots are then partly overwritten.
@@ -60,7 +63,7 @@ def execute(
         bar = stack.enter_context(
             tqdm(total=total, unit="B", unit_scale=True, desc="elastic_ckpt", disable=disable, leave=False)
         )
-        files = _Files(plan.files, stack)
+        files = _Files(plan.files, stack, sums)
         lanes: list[Lane] = []
         if staged:
             targets = [tensors[slot] for slot in {item.slot for item in staged}]
@@ -138,8 +141,9 @@ class _Work:
 class _Files:
     """At most one open file per thread: reads come in file order, and a checkpoint may have thousands of files."""
 
-    def __init__(self, files: Sequence[SourceFile], stack: ExitStack) -> None:
+    def __init__(self, files: Sequence[SourceFile], stack: ExitStack, sums: ReadSums | None) -> None:
         self._files = files
+        self.sums = sums
         self._mine = threading.local()
         self._open: set[int] = set()
         stack.callback(self._close_all)
@@ -148,12 +152,15 @@ class _Files:
         """``preadv`` until all buffers are full; the kernel may return less than requested."""
         remaining = list(buffers)
         while remaining:
+            wanted = remaining if self.sums is None else first_bytes(remaining, SUMMED_AT_ONCE_NBYTES)
             try:
-                count = os.preadv(self._descriptor(file), remaining, byte_offset)
+                count = os.preadv(self._descriptor(file), wanted, byte_offset)
             except OSError as error:
                 raise self._broken(file, byte_offset, f"{type(error).__name__}: {error.strerror}") from error
             if count == 0:
                 raise self._broken(file, byte_offset, "end of file")
+            if self.sums is not None:
+                self.sums.add(file, byte_offset, first_bytes(wanted, count))
             byte_offset += count
             while remaining and count >= len(remaining[0]):
                 count -= len(remaining.pop(0))

@@ -19,11 +19,13 @@ from elastic_ckpt.core.read_plan import LoadPlan, Outcome, ReadPlan
 from elastic_ckpt.engines.training_state import LoadArguments, TrainingStateCommit, restores_states
 from elastic_ckpt.errors import ElasticCkptError, PartialLoadError
 from elastic_ckpt.formats import Found
+from elastic_ckpt.io.checksums import ReadSums
 from elastic_ckpt.io.coalesce import read_options
 from elastic_ckpt.io.reader import exchange_shares, execute
 from elastic_ckpt.io.requantize import ReadStats
 from elastic_ckpt.load.prepare import Clock, Prepared
-from elastic_ckpt.report import LoadReport, RankWork, united
+from elastic_ckpt.load.verify_reads import RankSums, verify_reads
+from elastic_ckpt.report import LoadReport, RankWork, Verified, united
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +65,7 @@ def execute_load(
     host = TrainingStateCommit(engine, ready.checkpoint.training_state, arguments, at)
     _load_scheduler(host, ready)
     try:
-        everybody, client_state = _overwrite(ready, host, arguments, config, clock)
+        everybody, client_state, verified = _overwrite(ready, host, arguments, config, clock)
     except Exception as error:  # including a collective's, after which ranks cannot agree
         raise _as_partial_load_error(error) from error
     report = LoadReport(
@@ -78,6 +80,7 @@ def execute_load(
         tp=at.tp,
         pp=at.pp,
         sequence=at.sequence,
+        verified=verified,
     )
     engine.elastic_report = report
     if distributed.rank() == 0:
@@ -99,19 +102,20 @@ def _load_scheduler(host: TrainingStateCommit, ready: Prepared) -> None:
         raise
 
 
-#: One rank's work and pipeline stage, and from one rank of each of several stages the outcomes there.
-_Done = tuple[RankWork, int, tuple[Outcome, ...]]
+#: One rank's work and pipeline stage, from one rank of each of several stages the outcomes there, and what it has read.
+_Done = tuple[RankWork, int, tuple[Outcome, ...], RankSums | None]
 
 
 def _overwrite(
     ready: Prepared, host: TrainingStateCommit, arguments: LoadArguments, config: ElasticConfig, clock: Clock
-) -> tuple[list[_Done], dict[str, Any]]:
-    """Steps 2 and 3. Collective; returns all ranks' work, and the client state."""
+) -> tuple[list[_Done], dict[str, Any], Verified | None]:
+    """Steps 2 and 3. Collective; returns all ranks' work, the client state, and what of the bytes was verified."""
     adapter, plan, options = ready.adapter, ready.plan, read_options(config)
     parts: list[ReadStats] = []
+    sums = ReadSums(plan.reads.files) if config.verify == "load" else None
 
     def read(part: ReadPlan, tensors: Sequence[torch.Tensor]) -> None:
-        parts.append(execute(part, tensors, options, show_progress=distributed.rank() == 0))
+        parts.append(execute(part, tensors, options, show_progress=distributed.rank() == 0, sums=sums))
 
     with clock("read"), distributed.agree("read the checkpoint's tensors and set hyperparameters"):
         tensors = adapter.fill(plan, read)
@@ -139,13 +143,19 @@ def _overwrite(
         )
         at = ready.local_state.model.coordinates
         is_first = at.pp > 1 and at.tp_rank == at.dp_rank == 0
-        return work, at.pp_rank, _outcomes(plan, host, arguments) if is_first else ()
+        outcomes = _outcomes(plan, host, arguments) if is_first else ()
+        return work, at.pp_rank, outcomes, None if sums is None else RankSums.of(sums)
 
-    return distributed.all_gather("set counters and client state", finish), client_state
+    everybody = distributed.all_gather("set counters and client state", finish)
+    verified = None
+    if sums is not None:
+        with clock("verify"):
+            verified = verify_reads(ready.checkpoint.metadata, [read for *_, read in everybody if read is not None])
+    return everybody, client_state, verified
 
 
 def _of_all_stages(everybody: Sequence[_Done]) -> tuple[Outcome, ...]:
-    stages = sorted((stage, number) for number, (_, stage, outcomes) in enumerate(everybody) if outcomes)
+    stages = sorted((stage, number) for number, (_, stage, outcomes, _) in enumerate(everybody) if outcomes)
     return united([everybody[number][2] for _, number in stages])
 
 

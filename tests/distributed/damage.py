@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import shutil
+import struct
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -44,6 +46,55 @@ def swap(name: str, other: str) -> Callable[[Path], None]:
 def copy_over(name: str, other: str) -> Callable[[Path], None]:
     """``other`` becomes a copy of ``name``."""
     return lambda copy: shutil.copy(tag(copy) / name, tag(copy) / other) and None
+
+
+def flip_bit(name: str, key: str, part: float) -> Callable[[Path], None]:
+    """Flip one bit of the largest tensor of a key, so far into its record."""
+
+    def apply(copy: Path) -> None:
+        start, nbytes = _record_of(tag(copy) / name, key)
+        _write(tag(copy) / name, start + min(int(part * nbytes), nbytes - 1), lambda raw: bytes([raw[0] ^ 16]), 1)
+
+    return apply
+
+
+def write_nan(name: str, key: str) -> Callable[[Path], None]:
+    """Write a NaN over an fp32 value in the middle of the largest tensor of a key."""
+
+    def apply(copy: Path) -> None:
+        start, nbytes = _record_of(tag(copy) / name, key)
+        _write(tag(copy) / name, start + nbytes // 8 * 4, lambda raw: struct.pack("<f", float("nan")), 4)
+
+    return apply
+
+
+def _write(path: Path, offset: int, change: Callable[[bytes], bytes], nbytes: int) -> None:
+    with open(path, "r+b") as stream:
+        stream.seek(offset)
+        raw = stream.read(nbytes)
+        stream.seek(offset)
+        stream.write(change(raw))
+
+
+def _record_of(path: Path, key: str) -> tuple[int, int]:
+    """Where the bytes of the largest tensor below an entry are (``fp32``: of the masters)."""
+    names = {"single_partition_of_fp32_groups", "fp32_flat_groups"} if key == "fp32" else {key}
+
+    def walk(node: Any, inside: bool) -> None:
+        if isinstance(node, torch.Tensor) and inside:
+            largest.append((node.untyped_storage().nbytes(), bytes(node.untyped_storage())))
+        elif isinstance(node, dict):
+            for name, value in node.items():
+                walk(value, inside or name in names)
+        elif isinstance(node, (list, tuple)):
+            for value in node:
+                walk(value, inside)
+
+    largest: list[tuple[int, bytes]] = []
+    walk(torch.load(path, weights_only=False), False)
+    nbytes, raw = max(largest)
+    start = path.read_bytes().index(raw)
+    return start, nbytes
 
 
 def replace_by(name: str, other: Path) -> Callable[[Path], None]:

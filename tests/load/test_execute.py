@@ -14,8 +14,8 @@ WORK = RankWork(rank=0, nbytes_read=0, nbytes_received=0, read_calls=0, files_op
 
 
 def test_the_report_is_of_all_pipeline_stages_in_their_order() -> None:
-    def done(stage: int, *names: str) -> tuple[RankWork, int, tuple[Outcome, ...]]:
-        return (WORK, stage, tuple(Outcome("fp32", "restored", (name,)) for name in names))
+    def done(stage: int, *names: str) -> tuple[RankWork, int, tuple[Outcome, ...], None]:
+        return WORK, stage, tuple(Outcome("fp32", "restored", (name,)) for name in names), None
 
     assert _of_all_stages([done(1, "c"), done(0, "a", "b"), done(1), done(0)]) == (
         Outcome("fp32", "restored", ("a", "b", "c")),

@@ -7,9 +7,10 @@ import os
 import pickle
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
+from elastic_ckpt.core.checksums import Records
 from elastic_ckpt.core.metadata import ITEMSIZE
 from elastic_ckpt.formats.torch_archive.directory import ArchiveError, Directory
 from elastic_ckpt.formats.torch_archive.globals import find_global, is_storage, set_state
@@ -30,11 +31,15 @@ _Unpickle = Callable[[bytes, int, Callable[[Any], Any]], tuple[Any, int]]
 
 @dataclass(frozen=True)
 class ArchiveTree:
-    """A file's object tree with references to tensors; ``root``: the name it was saved under, if known."""
+    """A file's object tree with references to tensors.
+
+    ``root`` is the name it was saved under, if known; ``records`` are those of its tensors, if it has checksums.
+    """
 
     nbytes: int
     tree: Any
     root: str | None
+    records: Records = field(default_factory=Records)
 
 
 def read_archive_tree(stream: BinaryIO, trust_pickle: bool) -> ArchiveTree:
@@ -72,10 +77,13 @@ def _read_zip(stream: BinaryIO, unpickle: _Unpickle) -> ArchiveTree:
         if record is None or record.nbytes < nbytes:
             size = "no record" if record is None else f"a record of {record.nbytes} bytes"
             raise ArchiveError(f"{size} for storage {key}, whose tensors are {nbytes} bytes")
-        return StorageRef(dtype, nbytes, directory.offset(record) if nbytes else 0)
+        offset = directory.offset(record) if nbytes else 0
+        records.append((offset, record.nbytes, record.crc32))
+        return StorageRef(dtype, nbytes, offset)
 
+    records: list[tuple[int, int, int]] = []
     tree, _ = unpickle(directory.read_record("data.pkl", MOST_PICKLE_NBYTES), 0, load)
-    return ArchiveTree(directory.nbytes, tree, directory.root)
+    return ArchiveTree(directory.nbytes, tree, directory.root, Records.of(records))
 
 
 def unpickled(data: bytes, at: int, load: Callable[[Any], Any], trust_pickle: bool) -> tuple[Any, int]:

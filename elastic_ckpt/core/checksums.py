@@ -1,0 +1,104 @@
+"""Checksums of records that several readers read in parts.
+
+The CRC32 of a record is the XOR of its parts' CRC32s, each moved to the record's end. So one number sums up the ranges
+of a record that a reader saw, and the XOR of several readers' numbers what all of them saw. Whether their ranges tile
+the record, each byte once, is shown by power sums of the bytes' positions, which add up likewise.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
+
+from isal import isal_zlib
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """The records of a file that hold tensors: byte offsets, ascending, sizes in bytes, and CRC32s (0: unknown)."""
+
+    offsets: Sequence[int] = field(default_factory=lambda: array("Q"))
+    nbytes: Sequence[int] = field(default_factory=lambda: array("Q"))
+    crc32s: Sequence[int] = field(default_factory=lambda: array("I"))
+
+    @classmethod
+    def of(cls, records: Iterable[tuple[int, int, int]]) -> Records:
+        """Records from (offset, size, CRC32), in any order; several of one offset are one."""
+        ordered = sorted(set(records))
+        columns = list(zip(*ordered, strict=True)) or [(), (), ()]
+        return cls(array("Q", columns[0]), array("Q", columns[1]), array("I", columns[2]))
+
+    def index(self, offset: int) -> int | None:
+        """Number of the record with a byte of the file; ``None``: it is in none whose CRC32 is known."""
+        number = bisect_right(self.offsets, offset) - 1
+        if number < 0 or offset >= self.offsets[number] + self.nbytes[number] or not self.crc32s[number]:
+            return None
+        return number
+
+
+@dataclass(frozen=True, slots=True)
+class PartialSum:
+    """Sum of some ranges of a record.
+
+    Attributes:
+        crc32: XOR of the ranges' CRC32s, each moved to the record's end.
+        nbytes, first, second: sums of 1, x and x**2 over the positions x of all bytes in the record.
+    """
+
+    crc32: int = 0
+    nbytes: int = 0
+    first: int = 0
+    second: int = 0
+
+    @classmethod
+    def of(cls, start: int, stop: int, crc32: int, record_nbytes: int) -> PartialSum:
+        """The sum of one range whose bytes have a CRC32."""
+        moved = isal_zlib.crc32_combine(crc32, 0, record_nbytes - stop)
+        firsts = (stop * (stop - 1) - start * (start - 1)) // 2
+        seconds = _squares(stop) - _squares(start)
+        return cls(moved, stop - start, firsts, seconds)
+
+    def __or__(self, other: PartialSum) -> PartialSum:
+        return PartialSum(
+            self.crc32 ^ other.crc32, self.nbytes + other.nbytes, self.first + other.first, self.second + other.second
+        )
+
+    @property
+    def positions(self) -> tuple[int, int, int]:
+        """What tells which bytes were summed."""
+        return self.nbytes, self.first, self.second
+
+    def tiles(self, record_nbytes: int) -> bool:
+        """Whether each byte of the record was summed once."""
+        whole = record_nbytes * (record_nbytes - 1) // 2
+        return self.positions == (record_nbytes, whole, _squares(record_nbytes))
+
+
+def _squares(stop: int) -> int:
+    """Sum of x**2 for x below ``stop``."""
+    return (stop - 1) * stop * (2 * stop - 1) // 6
+
+
+def judge(sums: Sequence[PartialSum], record_nbytes: int, crc32: int) -> bool | None:
+    """Whether what all readers read of a record has its CRC32; ``None`` if that cannot be told.
+
+    ``sums`` has one of each reader. Those that read the same ranges must agree; together they must tile the record.
+    """
+    by_positions: dict[tuple[int, int, int], PartialSum] = {}
+    for each in sums:
+        if by_positions.setdefault(each.positions, each).crc32 != each.crc32:
+            return False
+    whole = next((each for each in by_positions.values() if each.tiles(record_nbytes)), None)
+    if whole is not None and whole.crc32 != crc32:
+        return False
+    rest = [each for each in by_positions.values() if each is not whole]
+    if not rest:
+        return None if whole is None else True
+    together = reduce(or_, rest)
+    if not together.tiles(record_nbytes):
+        return None
+    return together.crc32 == crc32
