@@ -10,7 +10,6 @@ import os
 import zipfile
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +24,7 @@ from tests.attacks.guard import read
 from tests.attacks.mutations import BYTES, NUMBERS, OF_PICKLES, moved, mutated
 from tests.attacks.pickles import NAMES
 from tests.attacks.seeds import TREES, saved
-from tests.formats.test_pickled import spelled_out
+from tests.trees import described
 
 FILES = int(os.environ.get("ELASTIC_CKPT_FUZZ", "5000"))
 KINDS = [*TREES, "legacy", "protocol5"]
@@ -46,21 +45,6 @@ def test_the_files_to_be_mutated_are_read_like_torch_reads_them(seeds: dict[str,
     file, error = read(str(seeds[kind]))
     assert error is None and file is not None
     assert described(materialise(file, file.tree)) == described(torch.load(seeds[kind], weights_only=False))
-
-
-def described(node: Any) -> Any:
-    """A form of a tree that ``==`` compares, attributes of objects included."""
-    if isinstance(node, dict):
-        return type(node), [(described(key), described(value)) for key, value in node.items()], described(vars_of(node))
-    if isinstance(node, (list, tuple)):
-        return type(node), [described(value) for value in node]
-    if isinstance(node, (torch.Tensor, set)) or not vars_of(node):
-        return spelled_out(node)
-    return type(node), described(vars_of(node))
-
-
-def vars_of(node: Any) -> list[Any]:
-    return sorted(getattr(node, "__dict__", {}).items()) if not isinstance(node, type) else []
 
 
 def mutant(random: Random, raw: bytes) -> bytes:
@@ -99,7 +83,9 @@ def test_no_mutation_breaks_the_reader(seeds: dict[str, Path], tmp_path: Path, k
             (kept := seeds[kind].parent / f"{kind}-{number}.pt").write_bytes(mutation)
             print(f"mutation {number} of {kind}: {kept}")
             raise
-    assert 0.2 * count < refused < count, "the others are still read: mutations reach behind the first checks"
+    assert count < 500 or 0.2 * count < refused < count, (
+        "the others are still read: mutations reach behind the first checks"
+    )
 
 
 ALLOWED = [("collections", "OrderedDict"), ("collections", "Counter"), ("argparse", "Namespace"), ("torch", "Size")]
