@@ -253,7 +253,8 @@ def _quoted(machine: Machine) -> str:
 
 
 def _tuple3(machine: Machine) -> None:
-    machine.stack[-3:] = [tuple(machine.stack[-3:])]
+    first, second, third = machine.stack[-3:]  # ValueError if there are fewer
+    machine.stack[-3:] = [(first, second, third)]
 
 
 def _put(index: Callable[[Machine], int]) -> Callable[[Machine], None]:

@@ -104,11 +104,14 @@ def doubled(levels: int) -> bytes:
         pytest.param(b"\x80\x02}}K\x01s.", id="a dictionary as key"),
         pytest.param(b"\x80\x02ctorch\nfloat32\n}X\x01\x00\x00\x00aK\x01sb.", id="a state for a name of the list"),
         pytest.param(b"\x80\x02t.", id="no mark"),
+        pytest.param(b"\x80\x02\x85.", id="a tuple of one item, of which there is none"),
+        pytest.param(b"\x80\x02K\x01\x86.", id="a tuple of two items, of which there is one"),
+        pytest.param(b"\x80\x02K\x01K\x02\x87.", id="a tuple of three items, of which there are two"),
     ],
 )
 def test_what_is_hostile_ends_in_an_error_at_once(data: bytes) -> None:
     started = time.monotonic()
-    with pytest.raises((pickle.UnpicklingError, IndexError, KeyError)):
+    with pytest.raises((pickle.UnpicklingError, IndexError, KeyError, ValueError)):
         interpreted(data)
     assert time.monotonic() - started < 20, "a bound on hanging, not on speed"
 
