@@ -5,23 +5,18 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import pytest
 import torch
 from deepspeed.checkpoint.affine import ParamAffineMap
 
+from elastic_ckpt.core.chunks import StorageChunk, listed
 from elastic_ckpt.core.declared import declared_by
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.local_state import LiveLayout, ModelLayout, RankCoordinates
-from elastic_ckpt.core.metadata import (
-    MASTER,
-    CheckpointMetadata,
-    SavedParameter,
-    SourceFacts,
-    StorageChunk,
-    TensorMetadata,
-)
+from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata, SavedParameter, SourceFacts, TensorMetadata
 from elastic_ckpt.core.tp_rules import Rule
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.sharding.book import Preset, RuleBook
@@ -32,9 +27,14 @@ Tensors = Sequence[torch.Tensor]
 
 def logical(name: str, key: str, shards: Tensors) -> TensorMetadata:
     shapes = tuple(tuple(shard.shape) for shard in shards)
-    chunks = [StorageChunk(FlatRange(0, math.prod(s)), r, 0, shard=r) for r, s in enumerate(shapes) if math.prod(s)]
+    whole = (
+        listed(StorageChunk(FlatRange(0, math.prod(s)), r, 0)) if math.prod(s) else listed()
+        for r, s in enumerate(shapes)
+    )
     dtype = str(shards[0].dtype).removeprefix("torch.")
-    return TensorMetadata(name, key, shapes[0], dtype, tuple(chunks), shards=shapes if len(shapes) > 1 else ())
+    return TensorMetadata(
+        name, key, shapes[0], dtype, tuple(chain.from_iterable(whole)), shards=shapes if len(shapes) > 1 else ()
+    )
 
 
 def checkpoint(shards: Mapping[str, Tensors], key: str = MASTER, info: Any = None, **more: Any) -> CheckpointMetadata:

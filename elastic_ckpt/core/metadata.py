@@ -6,14 +6,15 @@ row-major order).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
 from elastic_ckpt.core.checksums import Records
+from elastic_ckpt.core.chunks import ChunkSource, StorageChunk
 from elastic_ckpt.core.declared import Declared
-from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.local_state import NO_SEQUENCE_PARALLEL, SequenceParallel
 from elastic_ckpt.core.state_kinds import BlockFormat
 
@@ -68,39 +69,6 @@ class SourceFile:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockCode:
-    """How the elements of a chunk are quantized.
-
-    Attributes:
-        format: quantization blocks and codebook.
-        position: of the chunk's first element in the quantized tensor; ``position // format.numel`` is its block.
-        scales_offset: byte offset in the chunk's file of block 0's scale (fp32, one per block).
-    """
-
-    format: BlockFormat
-    position: int
-    scales_offset: int
-
-
-@dataclass(frozen=True, slots=True)
-class StorageChunk:
-    """A contiguous range of a tensor, or of one tensor-parallel shard of it, in one file.
-
-    Attributes:
-        range: elements of the tensor or shard.
-        file, byte_offset: index into :attr:`CheckpointMetadata.files`, and where the first element is in that file.
-        code: how the elements are quantized; ``None`` for plain values.
-        shard: tensor-parallel rank that saved it.
-    """
-
-    range: FlatRange
-    file: int
-    byte_offset: int
-    code: BlockCode | None = None
-    shard: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class TensorMetadata:
     """One parameter, state, buffer or frozen weight, and the chunks that tile it.
 
@@ -109,7 +77,7 @@ class TensorMetadata:
         shape: logical shape, ``(rows, *shape of the parameter)`` for a state with rows; with tensor-parallel shards,
             the shape of the first.
         dtype: torch dtype in the file (``"float32"``), of the codes if quantized.
-        chunks: sorted by shard and ``range.start``.
+        sources: where the elements of each tensor-parallel shard are; at least one.
         is_whole: whether it is a state with a shape of its own, which cannot be sharded with its parameter.
         shards: shape of each tensor-parallel shard; empty for a single one of ``shape``.
     """
@@ -118,7 +86,7 @@ class TensorMetadata:
     key: str
     shape: tuple[int, ...]
     dtype: str
-    chunks: tuple[StorageChunk, ...]
+    sources: tuple[ChunkSource, ...]
     is_whole: bool = False
     shards: tuple[tuple[int, ...], ...] = ()
 
@@ -126,6 +94,30 @@ class TensorMetadata:
     def shard_shapes(self) -> tuple[tuple[int, ...], ...]:
         """The shape of every tensor-parallel shard; at least one."""
         return self.shards or (self.shape,)
+
+    @property
+    def chunks(self) -> tuple[StorageChunk, ...]:
+        """All chunks, shard by shard: many, of which a load computes only those that it reads."""
+        return tuple(chain.from_iterable(self.sources))
+
+    def chunks_in(self, files: Collection[int]) -> Iterator[StorageChunk]:
+        """The chunks in some files."""
+        return chain.from_iterable(source.in_files(files) for source in self.sources)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no file has an element of it."""
+        return not any(self.sources)
+
+    @property
+    def blocks(self) -> BlockFormat | None:
+        """How its elements are quantized; ``None`` for plain values, and for an empty tensor, which hides it."""
+        return next((source.blocks for source in self.sources if source.blocks is not None), None)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether its elements are quantized."""
+        return self.blocks is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from elastic_ckpt.core.chunks import BlockCode
 from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.metadata import ITEMSIZE, BlockCode, SourceFile
+from elastic_ckpt.core.metadata import ITEMSIZE, SourceFile
 from elastic_ckpt.core.state_kinds import ELEMENTWISE, BlockFormat
 
 SCALE_DTYPE = "float32"

@@ -6,10 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
-from itertools import accumulate
+from itertools import accumulate, chain
 from operator import or_
 from typing import Any
 
+from elastic_ckpt.core.chunks import listed
 from elastic_ckpt.core.declared import Declared
 from elastic_ckpt.core.metadata import FROZEN, CheckpointMetadata, SavedParameter, TensorMetadata
 from elastic_ckpt.core.tp_rules import CannotSplit
@@ -81,7 +82,7 @@ def _with_empty_shards(ranks: Ranks) -> Ranks:
                 for key, tensor in holders[name].tensors.items():
                     if key[0] == name:
                         rows = tensor.shape[: len(tensor.shape) - len(shape)]
-                        tensors[key] = replace(tensor, shape=(*rows, *shape), chunks=())
+                        tensors[key] = replace(tensor, shape=(*rows, *shape), sources=listed())
         completed.append(replace(rank, parameters=parameters, tensors=tensors))
     return completed
 
@@ -99,8 +100,7 @@ def _offsets(ranks: Ranks) -> list[int]:
 
 
 def _moved(tensor: TensorMetadata, files: int) -> TensorMetadata:
-    chunks = (replace(chunk, file=chunk.file + files) for chunk in tensor.chunks)
-    return replace(tensor, chunks=tuple(chunks)) if files else tensor
+    return replace(tensor, sources=tuple(source.moved(files) for source in tensor.sources)) if files else tensor
 
 
 def shard_by_shard(shards: Sequence[TensorMetadata]) -> TensorMetadata:
@@ -108,7 +108,7 @@ def shard_by_shard(shards: Sequence[TensorMetadata]) -> TensorMetadata:
     first = shards[0]
     if len(shards) == 1:
         return first
-    dtypes = [shard.dtype for shard in shards if shard.chunks]
+    dtypes = [shard.dtype for shard in shards if not shard.is_empty]
     if len(set(dtypes)) > 1:
         raise DamagedError(
             f"tensor-parallel ranks saved {first.key} of this parameter in different dtypes",
@@ -117,10 +117,9 @@ def shard_by_shard(shards: Sequence[TensorMetadata]) -> TensorMetadata:
             found=", ".join(dtypes),
             remedy=_RESTORE,
         )
-    chunks = [replace(chunk, shard=rank) for rank, tensor in enumerate(shards) for chunk in tensor.chunks]
-    return replace(
-        first, dtype=(dtypes or [first.dtype])[0], chunks=tuple(chunks), shards=tuple(tensor.shape for tensor in shards)
-    )
+    sources = tuple(chain.from_iterable(tensor.sources for tensor in shards))
+    shapes = tuple(tensor.shape for tensor in shards)
+    return replace(first, dtype=(dtypes or [first.dtype])[0], sources=sources, shards=shapes)
 
 
 def _one_parameter(shards: Sequence[SavedParameter]) -> SavedParameter:
@@ -158,9 +157,9 @@ def _scalars(rank: CheckpointMetadata) -> list[Any]:
 def _dtypes(rank: CheckpointMetadata, other: CheckpointMetadata) -> list[Any]:
     """Of each tensor with elements on both: dtype, whether it is quantized, and whether it has its own shape."""
     return [
-        (key, tensor.dtype, tensor.is_whole, any(chunk.code for chunk in tensor.chunks))
+        (key, tensor.dtype, tensor.is_whole, tensor.is_quantized)
         for key, tensor in sorted(rank.tensors.items())
-        if tensor.chunks and key in other.tensors and other.tensors[key].chunks
+        if not tensor.is_empty and key in other.tensors and not other.tensors[key].is_empty
     ]
 
 

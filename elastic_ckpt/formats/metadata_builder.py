@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from elastic_ckpt.core.flat_ranges import FlatRange, Placement, per_parameter_numel, per_parameter_partition
+from elastic_ckpt.core.chunks import FlatTensors, PartitionedChunks, PartitionRule, StorageChunk, by_rank, listed
+from elastic_ckpt.core.flat_ranges import FlatRange, per_parameter_numel
 from elastic_ckpt.core.metadata import (
     BUFFER,
     FROZEN,
@@ -19,7 +21,6 @@ from elastic_ckpt.core.metadata import (
     SourceFacts,
     SourceFile,
     StateFacts,
-    StorageChunk,
     TensorMetadata,
 )
 from elastic_ckpt.core.state_kinds import COMPANIONS, ELEMENTWISE, REPLICATED, TOUCHED, WHOLE, StateOptions
@@ -29,7 +30,7 @@ from elastic_ckpt.formats.classify import DAMAGED, FRESH, OPAQUE, RankStates, Sa
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.saved_states import (
     StatesOfOne,
-    block_code,
+    block_format,
     kind_notes,
     normal_groups,
     resolve_codebooks,
@@ -46,6 +47,15 @@ _PLAIN = SavedKind(ELEMENTWISE)
 _BUFFERS_DIFFERED = "buffers differed between ranks when saved; after a change of topology all ranks get rank 0's"
 #: Layout of a swap file.
 _SWAPPED = TensorRef("float32", (0,), (1,), 0)
+
+
+@dataclass(frozen=True)
+class _Partitioned:
+    """A flat tensor's parameters, how each is partitioned, and the partition of each rank."""
+
+    shapes: Shapes
+    rules: Sequence[PartitionRule]
+    flats: Sequence[FlatShard]
 
 
 class MetadataBuilder:
@@ -77,7 +87,6 @@ class MetadataBuilder:
         self._kinds: dict[str, SavedKind] = {}
         self._opaque: dict[str, str] = {}
         self._damaged: dict[str, str] = {}
-        self._chunks: dict[tuple[str, str], tuple[Shape, str, list[StorageChunk]]] = {}
 
     def classify(
         self, ranks: Sequence[RankStates], states: Iterable[StatesOfOne], parameter: str = "", any_shape: bool = False
@@ -105,104 +114,117 @@ class MetadataBuilder:
     def add_flat(
         self,
         shapes: Shapes,
+        rules: Sequence[PartitionRule],
         number: int,
         group: Mapping[str, Any],
-        ranks: Sequence[tuple[int, FlatShard, Sequence[Placement]]],
+        flats: Sequence[FlatShard],
+        first_file: int,
         kinds: Mapping[str, SavedKind],
     ) -> None:
-        """Add one flat tensor, partitioned over ``ranks``: its parameters, their master weights and states.
+        """Add one flat tensor, partitioned over all ranks: its parameters, their master weights and states.
 
         Args:
-            shapes: names and logical shapes of the parameters.
+            shapes, rules: names and logical shapes of the parameters, and how each is partitioned.
             number, group: their param group.
-            ranks: per rank, the index of its file, its partition, and the placements of parameters in it.
+            flats: the partition of each rank.
+            first_file: index of the first rank's file, which the other ranks' follow.
             kinds: of the states.
         """
-        file, first, _ = ranks[0]
+        first = flats[0]
         states = first.states
         scalars = with_group_step(states.scalars, bool(states.tensors or first.swapped), group)
         self.scalar_forms |= states.scalar_forms
         replicated = []
         for key in (key for key, kind in kinds.items() if kind.kind == REPLICATED):
-            ref, digests = states.tensors[key], [flat.states.digests.get(key) for _, flat, _ in ranks]
+            ref, digests = states.tensors[key], [flat.states.digests.get(key) for flat in flats]
             crc32 = 0 if digests[0] is None else digests[0].crc32
             differs = None in digests or len(set(digests)) > 1 or not ref.is_contiguous
-            replicated.append(ReplicatedState(key, ref.dtype, ref.shape, file, ref.byte_offset, crc32, differs))
+            replicated.append(ReplicatedState(key, ref.dtype, ref.shape, first_file, ref.byte_offset, crc32, differs))
         for name, shape in shapes:
+            self._refuse_second(name, first_file)
             self.parameters[name] = SavedParameter(shape, number, scalars, tuple(replicated))
-        for file, flat, placed in ranks:
-            self._add_partition(shapes, placed, flat, kinds, file)
-
-    def _add_partition(
-        self, shapes: Shapes, placed: Sequence[Placement], flat: FlatShard, kinds: Mapping[str, SavedKind], file: int
-    ) -> None:
-        for key, source in flat.swapped.items():
-            self._files.append(source)
-            self._add_region(shapes, placed, flat, key, _SWAPPED, _PLAIN, len(self._files) - 1)
-        if MASTER not in flat.swapped:
-            self._add_region(shapes, placed, flat, MASTER, flat.master, _PLAIN, file)
+        partitioned = _Partitioned(shapes, rules, flats)
+        for key in first.swapped:
+            self._add_partitioned(partitioned, key, [_SWAPPED] * len(flats), _PLAIN, len(self._files))
+            self._files += [flat.swapped[key] for flat in flats]
+        if MASTER not in first.swapped:
+            self._add_partitioned(partitioned, MASTER, [flat.master for flat in flats], _PLAIN, first_file)
         for key, kind in kinds.items():
-            ref = flat.states.tensors[key]
+            refs = [flat.states.tensors[key] for flat in flats]
             if kind.kind == ELEMENTWISE:
-                self._add_region(shapes, placed, flat, key, ref, kind, file)
+                self._add_partitioned(partitioned, key, refs, kind, first_file)
             elif kind.kind == TOUCHED:
-                self._add_touched(shapes, placed, key, ref, file)
+                self._add_touched(partitioned, key, refs, first_file)
             elif kind.kind == WHOLE:
-                name = shapes[placed[0].index][0]
-                self.tensors[name, key] = dense_tensor(name, key, ref, file, is_whole=True)
+                name = shapes[0][0]
+                self.tensors[name, key] = dense_tensor(name, key, refs[0], first_file, is_whole=True)
 
-    def _add_region(
-        self,
-        shapes: Shapes,
-        placed: Sequence[Placement],
-        flat: FlatShard,
-        key: str,
-        ref: TensorRef,
-        kind: SavedKind,
-        file: int,
-    ) -> None:
-        """Add a tensor laid out as the partition, in each of its rows."""
-        if not ref.is_contiguous:
-            self._opaque[key] = f"a view of shape {ref.shape} and strides {ref.stride}"
-            return
-        itemsize, row_numel = ITEMSIZE[ref.dtype], flat.partition_numel
-        for row in range(kind.rows):
-            for placement in placed:
-                name, shape = shapes[placement.index]
-                inside, start = placement.range, placement.flat_offset
-                if row:
-                    skipped = row * math.prod(shape)
-                    inside = FlatRange(skipped + inside.start, skipped + inside.stop)
-                offset = ref.byte_offset + (row * row_numel + start) * itemsize
-                code = block_code(key, kind, flat.states, self._codebooks, row, row_numel, start)
-                whole = shape if kind.rows == 1 else (kind.rows, *shape)
-                self._add_chunk(name, key, whole, ref.dtype, StorageChunk(inside, file, offset, code))
-
-    def _add_touched(self, shapes: Shapes, placed: Sequence[Placement], key: str, ref: TensorRef, file: int) -> None:
-        """Add whole parameters, one after the other; if several ranks saved one, the first rank's copy counts."""
-        offset = ref.byte_offset
-        for placement in placed:
-            name, shape = shapes[placement.index]
-            numel = math.prod(shape)
-            if (name, key) not in self._chunks:
-                self._add_chunk(name, key, shape, ref.dtype, StorageChunk(FlatRange(0, numel), file, offset))
-            offset += numel * ITEMSIZE[ref.dtype]
-
-    def _add_chunk(self, name: str, key: str, shape: Shape, dtype: str, chunk: StorageChunk) -> None:
-        known = self._chunks.get((name, key))
-        if known is None:
-            known = self._chunks[name, key] = shape, dtype, []
-        if known[1] != dtype:
+    def _refuse_second(self, name: str, file: int) -> None:
+        if name in self.parameters:
             raise DamagedError(
-                f"ranks saved {key} of this parameter in different dtypes",
+                "this parameter is listed twice: it would have two master weights",
                 parameter=name,
-                file=self._files[chunk.file].path,
-                expected=f"{known[1]}, as on other ranks",
-                found=dtype,
-                remedy="files of two saves are mixed: restore the folder from its original, or take another tag",
+                file=self._files[file].path,
+                expected="every parameter in one flat tensor",
+                found="two",
+                remedy="take another tag",
             )
-        if chunk.range.stop > chunk.range.start:
-            known[2].append(chunk)
+
+    def _add_partitioned(
+        self, partitioned: _Partitioned, key: str, refs: Sequence[TensorRef], kind: SavedKind, first_file: int
+    ) -> None:
+        """Add a tensor laid out as the partition, in each of its rows; ``refs`` by rank."""
+        view = next((ref for ref in refs if not ref.is_contiguous), None)
+        if view is not None:
+            self._opaque[key] = f"a view of shape {view.shape} and strides {view.stride}"
+            return
+        dtype = self._one_dtype(partitioned, key, refs, first_file)
+        blocks, scales = block_format(key, kind, self._codebooks), array("q")
+        if blocks is not None:
+            scales = by_rank(flat.states.tensors[blocks.scales].byte_offset for flat in partitioned.flats)
+        flat = FlatTensors(
+            first_file,
+            by_rank(ref.byte_offset for ref in refs),
+            partitioned.flats[0].partition_numel,
+            ITEMSIZE[dtype],
+            kind.rows,
+            blocks,
+            scales,
+        )
+        for (name, shape), rule in zip(partitioned.shapes, partitioned.rules, strict=True):
+            sources = (PartitionedChunks(rule, flat),) if rule.numel else listed()
+            rows = (kind.rows,) if kind.rows > 1 else ()
+            self.tensors[name, key] = TensorMetadata(name, key, (*rows, *shape), dtype, sources)
+
+    def _add_touched(self, partitioned: _Partitioned, key: str, refs: Sequence[TensorRef], first_file: int) -> None:
+        """Add whole parameters, one after the other; if several ranks saved one, the first rank's copy counts."""
+        dtype, offsets = self._one_dtype(partitioned, key, refs, first_file), [ref.byte_offset for ref in refs]
+        for (name, shape), rule in zip(partitioned.shapes, partitioned.rules, strict=True):
+            sources = listed()
+            for rank in reversed(rule.ranks):
+                sources = listed(StorageChunk(FlatRange(0, rule.numel), first_file + rank, offsets[rank]))
+                offsets[rank] += rule.numel * ITEMSIZE[dtype]
+            self.tensors[name, key] = TensorMetadata(name, key, shape, dtype, sources)
+
+    def _one_dtype(self, partitioned: _Partitioned, key: str, refs: Sequence[TensorRef], first_file: int) -> str:
+        """The dtype of the flat tensors of all ranks; a :class:`DamagedError` if they differ."""
+        dtype = refs[0].dtype
+        for rank, ref in enumerate(refs):
+            if ref.dtype != dtype:
+                names = (
+                    name
+                    for (name, _), rule in zip(partitioned.shapes, partitioned.rules, strict=True)
+                    if rank in rule.ranks
+                )
+                raise DamagedError(
+                    f"ranks saved {key} of this parameter in different dtypes",
+                    parameter=next(names, None),
+                    file=self._files[first_file + rank].path,
+                    expected=f"{dtype}, as on other ranks",
+                    found=ref.dtype,
+                    remedy="files of two saves are mixed: restore the folder from its original, or take another tag",
+                )
+        return dtype
 
     def build(
         self, model: ModelShard, zero_stage: int, groups: Sequence[Mapping[str, Any]], **source: Any
@@ -211,18 +233,13 @@ class MetadataBuilder:
 
         ``model`` is the model-states file that represents all, ``zero_stage`` that of the run that saved it.
         """
-        made: Tensors = {}
-        for (name, key), (shape, dtype, chunks) in self._chunks.items():
-            if len(shape) > len(self.parameters[name].shape):  # rank after rank, each with some of every row
-                chunks.sort(key=lambda chunk: chunk.range.start)
-            made[name, key] = TensorMetadata(name, key, shape, dtype, tuple(chunks))
         found, dp = self._found, int(model.counters.get("dp_world_size", 1))
         fresh = (key for key, kind in self._kinds.items() if kind.kind == FRESH)
         return CheckpointMetadata(
             source=SourceFacts(found.format, found.folder, found.tag, zero_stage, dp, model.ds_version, **source),
             files=tuple(self._files),
             parameters=self.parameters,
-            tensors=made | self.tensors,
+            tensors=self.tensors,
             groups=normal_groups(groups, is_bitsandbytes=bool(self._codebooks)),
             states=StateFacts(self._opaque, self._damaged, frozenset(fresh), self.scalar_forms),
             notes=(*self.notes, *self._map_notes, *kind_notes(self._kinds)),
@@ -237,8 +254,8 @@ def dense_tensor(
     name: str, key: str, ref: TensorRef, file: int, shape: Shape | None = None, is_whole: bool = False
 ) -> TensorMetadata:
     """A tensor that is whole in one file, of the shape that it has there unless ``shape`` is given."""
-    chunks = (StorageChunk(FlatRange(0, ref.numel), file, ref.byte_offset),) if ref.numel else ()
-    return TensorMetadata(name, key, ref.shape if shape is None else shape, ref.dtype, chunks, is_whole)
+    sources = listed(StorageChunk(FlatRange(0, ref.numel), file, ref.byte_offset)) if ref.numel else listed()
+    return TensorMetadata(name, key, ref.shape if shape is None else shape, ref.dtype, sources, is_whole)
 
 
 def refuse_view(name: str, what: str, ref: TensorRef, path: str) -> None:
@@ -293,20 +310,20 @@ def module_tensors(
 
 def _partitioned(models: Sequence[ModelShard], name: str, shape: Shape, first_file: int) -> TensorMetadata:
     """A frozen parameter under ZeRO-3: each rank's file has its padded partition."""
-    numel, chunks = math.prod(shape), []
-    dtype = models[0].frozen_fragments[name].dtype
-    step = models[0].frozen_fragments[name].numel  # "align_partitions" may have made it longer than need be
-    for rank, shard in enumerate(models):
-        ref = shard.frozen_fragments[name]
-        for placement in per_parameter_partition([numel], [max(step, per_parameter_numel(numel, len(models)))], rank):
-            if placement.range.numel > ref.numel or ref.numel != step or ref.dtype != dtype:
-                raise DamagedError(
-                    "a rank's part of this frozen parameter has the wrong size or dtype",
-                    parameter=name,
-                    file=shard.path,
-                    expected=f"{placement.range.numel} elements of {dtype}",
-                    found=f"{ref.numel} of {ref.dtype}",
-                    remedy="restore the folder from its original",
-                )
-            chunks.append(StorageChunk(placement.range, first_file + rank, ref.byte_offset))
-    return TensorMetadata(name, FROZEN, shape, dtype, tuple(chunks))
+    refs, numel = [shard.frozen_fragments[name] for shard in models], math.prod(shape)
+    first = refs[0]  # "align_partitions" may have made partitions longer than need be
+    rule = PartitionRule(numel, max(first.numel, per_parameter_numel(numel, len(models))))
+    for rank in rule.ranks:
+        mine, ref = rule.range_on(rank).numel, refs[rank]
+        if mine > ref.numel or (ref.numel, ref.dtype) != (first.numel, first.dtype):
+            raise DamagedError(
+                "a rank's part of this frozen parameter has the wrong size or dtype",
+                parameter=name,
+                file=models[rank].path,
+                expected=f"{mine} elements of {first.dtype}",
+                found=f"{ref.numel} of {ref.dtype}",
+                remedy="restore the folder from its original",
+            )
+    flat = FlatTensors(first_file, by_rank(ref.byte_offset for ref in refs), rule.step, ITEMSIZE[first.dtype])
+    sources = (PartitionedChunks(rule, flat),) if numel else listed()
+    return TensorMetadata(name, FROZEN, shape, first.dtype, sources)

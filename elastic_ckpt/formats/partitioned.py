@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
+from elastic_ckpt.core.chunks import PartitionRule
 from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.formats.base import Found
@@ -13,8 +14,8 @@ from elastic_ckpt.formats.classify import RankStates
 from elastic_ckpt.formats.metadata_builder import MetadataBuilder, module_tensors
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.shards import OptimizerShard
-from elastic_ckpt.formats.zero3 import place_zero3
-from elastic_ckpt.formats.zero12 import place_zero12
+from elastic_ckpt.formats.zero3 import rules_zero3
+from elastic_ckpt.formats.zero12 import rules_zero12
 
 
 def partitioned_metadata(
@@ -34,7 +35,8 @@ def partitioned_metadata(
     builder = MetadataBuilder(found, files, options, states)
     for number in range(len(models[0].param_shapes)):
         _add_flat(builder, models[0], optimizers, number, first_file=len(models))
-    builder.tensors, notes = module_tensors(models, own or 0, builder.parameters)
+    of_module, notes = module_tensors(models, own or 0, builder.parameters)
+    builder.tensors |= of_module
     builder.notes += notes
     recorded = models[own or 0].frozen_recorded
     metadata = builder.build(models[0], first.zero_stage, first.groups, frozen_recorded=recorded)
@@ -46,14 +48,21 @@ def _add_flat(
 ) -> None:
     """Add one flat partition of all ranks: a param group of ZeRO-1/2, a sub-group of ZeRO-3."""
     shapes, first, flats = model.param_shapes[number], shards[0], [shard.flats[number] for shard in shards]
-    placed_by = place_zero3 if first.zero_stage == 3 else place_zero12
-    placements = [placed_by(model, shard, number, len(shards)) for shard in shards]
-    saved = []
-    for shard, flat, placed in zip(shards, flats, placements, strict=True):
-        touched = sum(math.prod(shapes[index][1]) for index in {placement.index for placement in placed})
-        saved.append(RankStates(shard.path, flat.partition_numel, touched, flat.states.tensors, flat.states.digests))
+    rules = (rules_zero3 if first.zero_stage == 3 else rules_zero12)(model, shards, number)
+    saved = [
+        RankStates(shard.path, flat.partition_numel, touched, flat.states.tensors, flat.states.digests)
+        for shard, flat, touched in zip(shards, flats, _touched_numels(rules, len(shards)), strict=True)
+    ]
     kinds = builder.classify(saved, [flat.states for flat in flats])
     group = first.flat_groups[number]
-    files = (first_file + shard.dp_rank for shard in shards)
-    ranks = list(zip(files, flats, placements, strict=True))
-    builder.add_flat(shapes, group, first.groups[group] if first.groups else {}, ranks, kinds)
+    builder.add_flat(shapes, rules, group, first.groups[group] if first.groups else {}, flats, first_file, kinds)
+
+
+def _touched_numels(rules: Sequence[PartitionRule], ranks: int) -> Iterator[int]:
+    """Per rank, the elements of all parameters of which it has some, with those that other ranks have."""
+    changes = [0] * (ranks + 1)
+    for rule in rules:
+        if rule.numel:
+            changes[rule.ranks.start] += rule.numel
+            changes[rule.ranks.stop] -= rule.numel
+    return accumulate(changes[:ranks])

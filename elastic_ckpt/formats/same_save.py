@@ -95,8 +95,8 @@ def spot_check(
         weight, tensor = weights.get(name), metadata.tensors.get((name, MASTER))
         if weight is None or tensor is None or weight.shape != tensor.shape or not weight.is_contiguous:
             continue
-        for chunk in tensor.chunks:
-            if chunk.file not in files or checked[chunk.file] >= most:
+        for chunk in tensor.chunks_in(files):
+            if checked[chunk.file] >= most:
                 continue
             checked[chunk.file] += 1
             count, start, file = min(_ELEMENTS, chunk.range.numel), chunk.range.start, metadata.files[chunk.file].path

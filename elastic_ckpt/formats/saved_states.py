@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, MASTER, BlockCode
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
 from elastic_ckpt.core.state_kinds import COMPANIONS, REPLICATED, BlockFormat, Codebook, StateOptions, codebook
 from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.formats.classify import Digest, SavedKind
@@ -97,22 +97,12 @@ def _digest(dtype: str, raw: bytes) -> Digest:
     return Digest(zlib.crc32(raw), ascending, len(flat) > 1 and bool((flat == flat[0]).all()))
 
 
-def block_code(
-    key: str, kind: SavedKind, states: StatesOfOne, codebooks: Mapping[str, Codebook], row: int, numel: int, start: int
-) -> BlockCode | None:
-    """How a chunk of the saved state ``key`` is quantized; ``None``: it is not.
-
-    Args:
-        states, codebooks: all states beside it, its scales included; the maps of :func:`resolve_codebooks`.
-        row, numel: the chunk's row, and elements per row, padding included: each row starts with a new block.
-        start: of the chunk in its row.
-    """
+def block_format(key: str, kind: SavedKind, codebooks: Mapping[str, Codebook]) -> BlockFormat | None:
+    """How the saved state ``key`` is quantized, with the maps of :func:`resolve_codebooks`; ``None``: it is not."""
     if not kind.block_numel:
         return None
     scales, qmap = COMPANIONS[key]
-    blocks = BlockFormat(kind.block_numel, scales, codebooks[qmap])
-    first = row * blocks.blocks(numel) * ITEMSIZE["float32"]
-    return BlockCode(blocks, start, states.tensors[scales].byte_offset + first)
+    return BlockFormat(kind.block_numel, scales, codebooks[qmap])
 
 
 def resolve_codebooks(files: Iterable[tuple[str, StatesOfOne]]) -> tuple[dict[str, Codebook], tuple[str, ...]]:

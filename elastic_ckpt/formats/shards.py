@@ -130,7 +130,9 @@ def _facts_of(shard: OptimizerShard) -> dict[str, Any]:
         "loss scale differs": shard.loss_scale,
         "number of flat tensors differs": len(shard.flats),
         "size of the flat partitions differs": [flat.partition_numel for flat in shard.flats],
+        "param_alignment_paddings differ": [flat.alignment_paddings for flat in shard.flats],
         "scalar optimizer state differs": [each.scalars for each in states],
         "set of optimizer states differs": keys,
+        "set of states on NVMe differs": [sorted(flat.swapped) for flat in shard.flats],
         "hyperparameters of the param groups differ": repr(shard.groups),
     }

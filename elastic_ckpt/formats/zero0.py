@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from elastic_ckpt.core.flat_ranges import FlatRange, Placement, group_offsets
+from elastic_ckpt.core.chunks import group_rules
+from elastic_ckpt.core.flat_ranges import group_offsets
 from elastic_ckpt.core.fqn import rename
 from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata
 from elastic_ckpt.core.state_kinds import ELEMENTWISE, WHOLE
@@ -97,11 +98,8 @@ def _add_flat(
         if key == MASTER or (key in kinds and kinds[key].kind in (ELEMENTWISE, WHOLE)):
             refuse_view(names[0], f"{key} of this parameter", ref, model.path)
     numels = [math.prod(shape) for _, shape in shapes]
-    placed = [
-        Placement(index, FlatRange(0, numel), offset)
-        for index, (numel, offset) in enumerate(zip(numels, group_offsets(numels), strict=True))
-    ]
-    builder.add_flat(shapes, group, state.groups[group], [(0, flat, placed)], kinds)
+    rules = group_rules(numels, group_offsets(numels), max(sum(numels), 1))
+    builder.add_flat(shapes, rules, group, state.groups[group], [flat], 0, kinds)
 
 
 def _without_points(states: StatesOfOne) -> StatesOfOne:

@@ -16,7 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from elastic_ckpt.core.flat_ranges import Placement, contiguous_partition, group_offsets
+from elastic_ckpt.core.chunks import PartitionRule, group_rules
+from elastic_ckpt.core.flat_ranges import group_offsets
 from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.model_states import ModelShard
@@ -67,21 +68,29 @@ def _refuse_old(file: PickledFile, in_sub_partitions: bool, has_shapes: bool) ->
         )
 
 
-def place_zero12(model: ModelShard, shard: OptimizerShard, flat: int, dp: int) -> Sequence[Placement]:
-    """Where the parameters are in one flat partition, in flat order; :class:`DamagedError` if they do not fit."""
+def rules_zero12(model: ModelShard, shards: Sequence[OptimizerShard], flat: int) -> list[PartitionRule]:
+    """How a param group's parameters are partitioned; :class:`DamagedError` if they do not fit.
+
+    ``shards`` are of all ranks, with partitions of one size.
+    """
     numels = [math.prod(shape) for _, shape in model.param_shapes[flat]]
-    partition_numel, paddings = shard.flats[flat].partition_numel, shard.flats[flat].alignment_paddings
+    partition_numel, paddings = shards[0].flats[flat].partition_numel, shards[0].flats[flat].alignment_paddings
     if paddings is not None and len(paddings) != len(numels):
         problem = f"param_alignment_paddings of param group {flat} does not have one entry a parameter"
         expected = f"{len(numels)} entries, as many as parameters in {model.path}"
-        raise other_save_than_model(shard, problem, expected, len(paddings))
+        raise other_save_than_model(shards[0], problem, expected, len(paddings))
     offsets = group_offsets(numels, paddings)
     needed = offsets[-1] + numels[-1] if numels else 0
-    if needed > partition_numel * dp:
+    if needed > partition_numel * len(shards):
         problem = f"the partitions of param group {flat} are too small for its parameters"
-        expected = f"at least {needed} elements over {dp} partitions, from {model.path}"
-        raise other_save_than_model(shard, problem, expected, f"{dp} x {partition_numel}")
-    return list(contiguous_partition(numels, offsets, partition_numel, shard.dp_rank))
+        expected = f"at least {needed} elements over {len(shards)} partitions, from {model.path}"
+        raise other_save_than_model(shards[0], problem, expected, f"{len(shards)} x {partition_numel}")
+    for rank, shard in enumerate(shards):
+        least, found = min(needed - rank * partition_numel, partition_numel), shard.flats[flat].master.numel
+        if found < least:
+            problem = f"the fp32 partition of param group {flat} is too small for its parameters"
+            raise other_save_than_model(shard, problem, f"at least {least} elements, from {model.path}", found)
+    return group_rules(numels, offsets, partition_numel)
 
 
 @dataclass(frozen=True)

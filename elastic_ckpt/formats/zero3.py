@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from elastic_ckpt.core.flat_ranges import Placement, per_parameter_numel, per_parameter_partition
+from elastic_ckpt.core.chunks import PartitionRule, parameter_rules
+from elastic_ckpt.core.flat_ranges import per_parameter_numel
 from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.model_states import ModelShard
@@ -57,15 +58,19 @@ def index_zero3(file: PickledFile, dp_rank: int, options: StateOptions) -> Optim
     return build_shard(file, dp_rank, 3, flats, base["param_groups"], flat_groups)
 
 
-def place_zero3(model: ModelShard, shard: OptimizerShard, flat: int, dp: int) -> Sequence[Placement]:
-    """Where a sub-group's parameters are in its flat partition, in flat order; :class:`DamagedError` on other sizes."""
-    numels = [math.prod(shape) for _, shape in model.param_shapes[flat]]
-    part = shard.flats[flat]
+def rules_zero3(model: ModelShard, shards: Sequence[OptimizerShard], flat: int) -> list[PartitionRule]:
+    """How a sub-group's parameters are partitioned; :class:`DamagedError` on other sizes.
+
+    ``shards`` are of all ranks, with partitions of one size.
+    """
+    numels, dp = [math.prod(shape) for _, shape in model.param_shapes[flat]], len(shards)
+    first, part = shards[0], shards[0].flats[flat]
     # a run may have "align_partitions" in its config without having installed elastic_ckpt
     candidates = [[per_parameter_numel(n, dp, multiple) for n in numels] for multiple in {model.alignment: 0, 1: 0}]
     steps = candidates[0] if part.swapped else next((c for c in candidates if sum(c) == part.partition_numel), None)
-    for source in part.swapped.values():
-        check_swap_file(source, sum(candidates[0]))
+    for shard in shards:
+        for source in shard.flats[flat].swapped.values():
+            check_swap_file(source, sum(candidates[0]))
     if steps is None:
         partitions = _partitions_of_mesh(model, part.partition_numel, numels, dp)
         if partitions is not None:
@@ -75,7 +80,7 @@ def place_zero3(model: ModelShard, shard: OptimizerShard, flat: int, dp: int) ->
                 "alone, so that ranks of one sequence-parallel group overwrite each other's. The rest is nowhere, and "
                 "nothing can bring it back; DeepSpeed's own loader takes it without a word and puts wrong values into "
                 "the model",
-                file=shard.path,
+                file=first.path,
                 expected=f"{partitions} optimizer-states files, one for each partition, by the sizes in {model.path}",
                 found=dp,
                 remedy=(
@@ -85,8 +90,8 @@ def place_zero3(model: ModelShard, shard: OptimizerShard, flat: int, dp: int) ->
             )
         problem = f"sub-group {flat} does not have the size that its parameters need"
         expected = f"{sum(candidates[0])} elements for {len(numels)} parameters over {dp} ranks, from {model.path}"
-        raise other_save_than_model(shard, problem, expected, part.partition_numel)
-    return list(per_parameter_partition(numels, steps, shard.dp_rank))
+        raise other_save_than_model(first, problem, expected, part.partition_numel)
+    return parameter_rules(numels, steps)
 
 
 def _partitions_of_mesh(model: ModelShard, partition_numel: int, numels: Sequence[int], dp: int) -> int | None:

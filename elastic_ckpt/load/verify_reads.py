@@ -91,8 +91,9 @@ def _lacks_little(files: Sequence[SourceFile], key: Key, sums: Sequence[PartialS
 def _read_missing(metadata: CheckpointMetadata, keys: set[Key]) -> dict[Key, PartialSum]:
     """The sums of the bytes of some records that no tensor of the metadata has. Local."""
     covered: dict[Key, list[tuple[int, int]]] = {key: [] for key in keys}
+    files = {file for file, _ in keys}
     for tensor in metadata.tensors.values() if keys else ():
-        for chunk in tensor.chunks:
+        for chunk in tensor.chunks_in(files):
             number = metadata.files[chunk.file].records.index(chunk.byte_offset)
             if number is not None and (chunk.file, number) in covered:
                 stop = chunk.byte_offset + chunk.range.numel * ITEMSIZE[tensor.dtype]
@@ -127,8 +128,8 @@ def _damaged(
     names = {
         f"{tensor.key} of {tensor.name}"
         for tensor in metadata.tensors.values()
-        for chunk in tensor.chunks
-        if chunk.file == file and source.records.index(chunk.byte_offset) == number
+        for chunk in tensor.chunks_in({file})
+        if source.records.index(chunk.byte_offset) == number
     }
     others = len({other for other, _ in keys}) - 1
     return DamagedError(

@@ -135,7 +135,7 @@ class PlanBuilder:
                 self._check_shape(part.tensor, own if live.rows == 1 else (live.rows, *own))
             elif live.layout in (WHOLE, TOUCHED):
                 raise _cannot_reshard(name, live.key)
-        if live.blocks is not None or any(_is_quantized(part.tensor) for part in parts):
+        if live.blocks is not None or any(part.tensor.is_quantized for part in parts):
             self._add_quantized(flat, live, parts, numel)
             return
         dtype = live.dtype or (parts[0].tensor.dtype if parts else flat.dtype)
@@ -203,8 +203,8 @@ class PlanBuilder:
         for part in parts:
             if part.sources.scale is not None:
                 raise _cannot_blend(part.fragment.name, live.key)
-            if part.tensor.chunks:  # an empty part does not show whether it was quantized
-                saved = _VALUES_DTYPE if _is_quantized(part.tensor) else part.tensor.dtype
+            if not part.tensor.is_empty:  # else it does not show whether it was quantized
+                saved = _VALUES_DTYPE if part.tensor.is_quantized else part.tensor.dtype
                 self._check_dtype(part, live.key, saved, live.dtype if target is None else _VALUES_DTYPE)
         slots = [replace(_state_slot(flat, live, rows * row_numel, live.dtype), gaps=gaps_of(parts, rows, row_numel))]
         blocks, scales_slot = 0, -1
@@ -296,7 +296,7 @@ class PlanBuilder:
         tensor = part.tensor
         if converts_exactly(saved, dtype):
             return
-        rounds = converts_by_rounding(saved, dtype) and not _is_quantized(tensor)
+        rounds = converts_by_rounding(saved, dtype) and not tensor.is_quantized
         if rounds and self._rounding:
             self._rounded[key, saved, dtype] = None
             return
@@ -306,7 +306,7 @@ class PlanBuilder:
         raise MismatchError(
             f"{key} of this parameter would lose precision",
             parameter=part.fragment.name,
-            file=self._metadata.files[tensor.chunks[0].file].path if tensor.chunks else None,
+            file=next((self._metadata.files[chunk.file].path for chunk in tensor.chunks), None),
             expected=f"{dtype}, which the live optimizer keeps",
             found=f"{tensor.dtype} in the checkpoint",
             remedy=remedy,
@@ -328,10 +328,6 @@ def _touched(fragments: Sequence[Fragment], restored: Sequence[Fragment]) -> tup
             wholes.append(replace(fragment, range=FlatRange(0, numel), flat_offset=position))
         position += numel
     return wholes, position
-
-
-def _is_quantized(tensor: TensorMetadata) -> bool:
-    return any(chunk.code is not None for chunk in tensor.chunks)
 
 
 def _cannot_reshard(name: str, key: str) -> MismatchError:

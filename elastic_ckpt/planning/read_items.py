@@ -7,19 +7,17 @@ one range per rank, small ones go whole to the rank that has least to read so fa
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from elastic_ckpt.core.chunks import StorageChunk
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.local_state import Fragment
-from elastic_ckpt.core.metadata import ITEMSIZE, CheckpointMetadata, StorageChunk, TensorMetadata
+from elastic_ckpt.core.metadata import ITEMSIZE, CheckpointMetadata, TensorMetadata
 from elastic_ckpt.core.read_plan import ReadItem, Share
 from elastic_ckpt.core.strided import ShardSources, StridedCopy, clip_source, clip_target
 from elastic_ckpt.errors import DamagedError
 
-#: Up to this many chunks, scanning is faster than bisecting.
-_FEW = 8
 #: Tensors up to this many bytes per rank are not divided.
 _SMALL_NBYTES = 1 << 20
 
@@ -86,15 +84,12 @@ def read_items(
             continue
         for part in clip_target(replace(copy, source=copy.source + base), wanted):
             start, stop = part.source, part.source_stop
-            for chunk in _chunks_from(tensor.chunks, shard, start):
-                if (chunk.shard, chunk.range.start) >= (shard, stop):
-                    break
-                if chunk.shard == shard:
-                    is_all = chunk.range.start <= start and stop <= chunk.range.stop
-                    for inside in (part,) if is_all else clip_source(part, chunk.range):
-                        strides = inside.rows, inside.source_stride, inside.target_stride
-                        skipped, slot_offset = inside.source - chunk.range.start, inside.target + to_slot
-                        yield _item(tensor.dtype, chunk, skipped, slot, slot_offset, inside.width, *strides)
+            for chunk in tensor.sources[shard].within(start, stop):
+                is_all = chunk.range.start <= start and stop <= chunk.range.stop
+                for inside in (part,) if is_all else clip_source(part, chunk.range):
+                    strides = inside.rows, inside.source_stride, inside.target_stride
+                    skipped, slot_offset = inside.source - chunk.range.start, inside.target + to_slot
+                    yield _item(tensor.dtype, chunk, skipped, slot, slot_offset, inside.width, *strides)
 
 
 def _of_one_row(
@@ -106,23 +101,12 @@ def _of_one_row(
         return
     to_source = base + copy.source - copy.target
     source_start, source_stop = start + to_source, stop + to_source
-    for chunk in _chunks_from(tensor.chunks, shard, source_start):
+    for chunk in tensor.sources[shard].within(source_start, source_stop):
         found = chunk.range
-        if chunk.shard > shard or (chunk.shard == shard and found.start >= source_stop):
-            break
         left = found.start if found.start > source_start else source_start
         right = found.stop if found.stop < source_stop else source_stop
-        if chunk.shard == shard and left < right:
-            slot_offset = left - to_source + to_slot
-            yield _item(tensor.dtype, chunk, left - found.start, slot, slot_offset, right - left)
-
-
-def _chunks_from(chunks: Sequence[StorageChunk], shard: int, position: int) -> Sequence[StorageChunk]:
-    """The chunks without most of those before the one that contains an element of a shard."""
-    if len(chunks) <= _FEW:
-        return chunks
-    first = bisect_right(chunks, (shard, position), key=lambda chunk: (chunk.shard, chunk.range.start))
-    return chunks[max(first - 1, 0) :]
+        slot_offset = left - to_source + to_slot
+        yield _item(tensor.dtype, chunk, left - found.start, slot, slot_offset, right - left)
 
 
 def _item(
@@ -149,12 +133,12 @@ def rows_in_order(items: Iterable[ReadItem]) -> tuple[ReadItem, ...]:
 
 def check_tiling(metadata: CheckpointMetadata, tensor: TensorMetadata) -> None:
     """Refuse a saved tensor whose chunks do not contain each element exactly once (:class:`DamagedError`)."""
-    if not tensor.shards and _tiles(tensor.chunks, math.prod(tensor.shape)):
-        return
-    for shard, shape in enumerate(tensor.shard_shapes):
+    for shard, (shape, source) in enumerate(zip(tensor.shard_shapes, tensor.sources, strict=True)):
+        numel = math.prod(shape)
+        if source.tile(numel):
+            continue
         position = 0
-        ends = [(chunk.range.start, chunk.range.stop) for chunk in tensor.chunks if chunk.shard == shard]
-        for start, stop in [*ends, (math.prod(shape),) * 2]:
+        for start, stop in [*((chunk.range.start, chunk.range.stop) for chunk in source), (numel, numel)]:
             if start != position:
                 problem, where = ("held twice", "two files") if start < position else ("incomplete", "no file")
                 of = f" of tensor-parallel rank {shard}" if tensor.shards else ""
@@ -167,16 +151,6 @@ def check_tiling(metadata: CheckpointMetadata, tensor: TensorMetadata) -> None:
                     remedy="a shard is missing or belongs to another save: restore the folder from its original",
                 )
             position = stop
-
-
-def _tiles(chunks: Iterable[StorageChunk], numel: int) -> bool:
-    """Whether chunks of one shard tile it: the fast path of :func:`check_tiling`."""
-    position = 0
-    for chunk in chunks:
-        if chunk.shard or chunk.range.start != position:
-            return False
-        position = chunk.range.stop
-    return position == numel
 
 
 class Sharing:

@@ -246,9 +246,7 @@ class _Matcher:
         for key in sorted(saved):
             name = next(name for name in members if (name, key) in metadata.tensors)
             tensor, shape = metadata.tensors[name, key], metadata.parameters[name].shape
-            if any(chunk.code is not None for chunk in tensor.chunks) or (
-                tensor.is_whole and (local_state.zero_stage > 0 or len(flat.members) > 1)
-            ):
+            if tensor.is_quantized or (tensor.is_whole and (local_state.zero_stage > 0 or len(flat.members) > 1)):
                 raise self._other_states(flat, members, saved)
             rows = 1 if tensor.is_whole or tensor.shape == shape else tensor.shape[0]
             layout = WHOLE if tensor.is_whole else ELEMENTWISE

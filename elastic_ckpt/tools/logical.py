@@ -121,7 +121,7 @@ class LogicalReader:
 
     def _whole(self, tensor: TensorMetadata) -> Whole:
         check_tiling(self.metadata, tensor)
-        is_coded = any(chunk.code is not None for chunk in tensor.chunks)
+        is_coded = tensor.is_quantized
         layout = self._layouts.get(tensor.name)
         if tensor.is_whole or layout is None:
             return Whole(tensor.name, tensor.key, tensor.shape, tensor.dtype, 1, is_coded, tensor.is_whole)

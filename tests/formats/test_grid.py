@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from elastic_ckpt.core.chunks import BlockCode, StorageChunk, listed
 from elastic_ckpt.core.declared import declared_by
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.local_state import RankCoordinates, SequenceParallel
@@ -15,14 +16,12 @@ from elastic_ckpt.core.metadata import (
     BUFFER,
     FROZEN,
     MASTER,
-    BlockCode,
     CheckpointMetadata,
     ReplicatedState,
     SavedParameter,
     SourceFacts,
     SourceFile,
     StateFacts,
-    StorageChunk,
     TensorMetadata,
 )
 from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
@@ -177,8 +176,8 @@ def test_what_belongs_to_a_data_parallel_rank_is_found_at_any_sequence_parallel_
 
 
 def tensor(name: str, key: str, numel: int, file: int = 0, dtype: str = "float32", **more: Any) -> TensorMetadata:
-    chunks = (StorageChunk(FlatRange(0, numel), file, 8),) if numel else ()
-    return TensorMetadata(name, key, (numel,), dtype, chunks, **more)
+    sources = listed(StorageChunk(FlatRange(0, numel), file, 8)) if numel else listed()
+    return TensorMetadata(name, key, (numel,), dtype, sources, **more)
 
 
 def metadata(
@@ -210,8 +209,8 @@ def test_shards_lie_side_by_side_each_in_its_own_files() -> None:
     assert [file.path for file in merged.files] == ["0a", "0b", "1a", "2a", "2b"]
     a = merged.tensors["a", "exp_avg"]
     assert a.shards == ((4,), (3,), (0,))
-    assert [(chunk.shard, chunk.file, chunk.range.stop) for chunk in a.chunks] == [(0, 1, 4), (1, 2, 3)]
-    assert [(chunk.shard, chunk.file) for chunk in merged.tensors["b", MASTER].chunks] == [(0, 1), (1, 2), (2, 4)]
+    assert [[(chunk.file, chunk.range.stop) for chunk in shard] for shard in a.sources] == [[(1, 4)], [(2, 3)], []]
+    assert [[chunk.file for chunk in shard] for shard in merged.tensors["b", MASTER].sources] == [[1], [2], [4]]
     assert merged.parameters["a"].shards == ((4,), (3,), (0,))
     assert merged.parameters["a"].shape == (4,)
     assert merged.source.tp == 3
@@ -224,7 +223,7 @@ def test_one_rank_and_one_stage_stay_as_they_are() -> None:
 
 def coded(name: str) -> TensorMetadata:
     code = BlockCode(BlockFormat(4, "absmax1", Codebook((0.0, 1.0))), 0, 0)
-    return TensorMetadata(name, "exp_avg", (4,), "float32", (StorageChunk(FlatRange(0, 4), 0, 0, code),))
+    return TensorMetadata(name, "exp_avg", (4,), "float32", listed(StorageChunk(FlatRange(0, 4), 0, 0, code)))
 
 
 def with_state(state: TensorMetadata) -> CheckpointMetadata:
@@ -346,9 +345,9 @@ def test_buffers_and_frozen_parameters_come_from_the_layers_of_all_ranks_in_orde
     assert base.tensors.items() <= found.items()
     table, frozen = found["1.table", BUFFER], found["1.frozen", FROZEN]
     assert (table.shards, table.shape, table.dtype) == (((2,), (3,)), (2,), "bfloat16")
-    assert table.chunks == (
-        StorageChunk(FlatRange(0, 2), 4, 64, shard=0),
-        StorageChunk(FlatRange(0, 3), 2, 72, shard=1),
+    assert table.sources == (
+        *listed(StorageChunk(FlatRange(0, 2), 4, 64)),
+        *listed(StorageChunk(FlatRange(0, 3), 2, 72)),
     )
     assert frozen.shards == ((1, 3), (2, 3))
 
@@ -357,7 +356,7 @@ def test_without_tensor_parallelism_there_are_no_shards_and_what_is_strided_is_l
     layers = [layer(0, 0, mask=ref(2, 2), turned=ref(2, 2, stride=(1, 2)), none=ref(0))]
     found = with_layers(metadata({}), layers, frozenset(["0.mask", "0.none"]), tp=1).tensors
     assert found["0.mask", BUFFER] == TensorMetadata(
-        "0.mask", BUFFER, (2, 2), "bfloat16", (StorageChunk(FlatRange(0, 4), 1, 64),)
+        "0.mask", BUFFER, (2, 2), "bfloat16", listed(StorageChunk(FlatRange(0, 4), 1, 64))
     )
     assert found["0.none", BUFFER].chunks == ()
     assert set(found) == {("0.mask", BUFFER), ("0.none", BUFFER)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_ckpt.core.flat_ranges import FlatRange, Placement
+from elastic_ckpt.core.chunks import PartitionRule
 from elastic_ckpt.core.metadata import MASTER, SourceFile, TensorMetadata
 from elastic_ckpt.core.state_kinds import ELEMENTWISE
 from elastic_ckpt.errors import DamagedError, UnsupportedError
@@ -19,11 +19,8 @@ from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from tests.formats.test_grid import model
 
 SHAPES = [("a", (2, 3)), ("b", (2,))]
-#: Of two ranks with partitions of four elements.
-PLACED = [
-    [Placement(0, FlatRange(0, 4), 0)],
-    [Placement(0, FlatRange(4, 6), 0), Placement(1, FlatRange(0, 2), 2)],
-]
+#: On two ranks with partitions of four elements.
+RULES = [PartitionRule(6, 4), PartitionRule(2, 4, shift=6)]
 
 
 def ref(dtype: str, *shape: int, offset: int = 64) -> TensorRef:
@@ -41,8 +38,7 @@ def flat(dtype: str = "float32") -> FlatShard:
 
 def test_every_row_of_a_state_is_cut_as_the_partition_is() -> None:
     made = builder()
-    ranks = [(rank, flat(), placed) for rank, placed in enumerate(PLACED)]
-    made.add_flat(SHAPES, 0, {}, ranks, {"two": SavedKind(ELEMENTWISE, rows=2)})
+    made.add_flat(SHAPES, RULES, 0, {}, [flat(), flat()], 0, {"two": SavedKind(ELEMENTWISE, rows=2)})
     tensors = made.build(model(), 1, ({},)).tensors
     chunks = [(e.range.start, e.range.stop, e.file, e.byte_offset) for e in tensors["a", MASTER].chunks]
     assert chunks == [(0, 4, 0, 64), (4, 6, 1, 64)]
@@ -56,9 +52,17 @@ def test_every_row_of_a_state_is_cut_as_the_partition_is() -> None:
 def test_ranks_that_saved_a_parameter_in_different_dtypes_are_damage() -> None:
     made = builder()
     with pytest.raises(DamagedError, match="different dtypes") as caught:
-        made.add_flat(SHAPES, 0, {}, [(0, flat(), PLACED[0]), (1, flat("bfloat16"), PLACED[1])], {})
+        made.add_flat(SHAPES, RULES, 0, {}, [flat(), flat("bfloat16")], 0, {})
     error = caught.value
     assert (error.parameter, error.file, error.found) == ("a", "1.pt", "bfloat16")
+
+
+def test_a_parameter_in_two_flat_tensors_is_damage() -> None:
+    made = builder()
+    made.add_flat(SHAPES, RULES, 0, {}, [flat(), flat()], 0, {})
+    with pytest.raises(DamagedError, match="listed twice") as caught:
+        made.add_flat(SHAPES[1:], RULES[1:], 1, {}, [flat(), flat()], 0, {})
+    assert (caught.value.parameter, caught.value.file) == ("b", "0.pt")
 
 
 def test_shards_of_different_dtypes_are_damage_unless_they_are_empty() -> None:

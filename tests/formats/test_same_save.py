@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from elastic_ckpt.core.chunks import StorageChunk, listed
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.metadata import (
     MASTER,
@@ -17,7 +18,6 @@ from elastic_ckpt.core.metadata import (
     SavedParameter,
     SourceFacts,
     SourceFile,
-    StorageChunk,
     TensorMetadata,
 )
 from elastic_ckpt.errors import DamagedError, MismatchError
@@ -111,7 +111,7 @@ def checkpoint(
         parameters={name: SavedParameter((20,), 0, ()) for name in names},
         tensors={
             (name, MASTER): TensorMetadata(
-                name, MASTER, (20,), "float32", (StorageChunk(FlatRange(0, 20), 1, 80 * number),)
+                name, MASTER, (20,), "float32", listed(StorageChunk(FlatRange(0, 20), 1, 80 * number))
             )
             for number, name in enumerate(names)
         },

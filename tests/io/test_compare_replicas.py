@@ -12,18 +12,17 @@ from typing import Any
 import pytest
 import torch
 
+from elastic_ckpt.core.chunks import BlockCode, StorageChunk, listed
 from elastic_ckpt.core.declared import declared_by
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.local_state import LiveLayout, ModelLayout, RankCoordinates
 from elastic_ckpt.core.metadata import (
     BUFFER,
     MASTER,
-    BlockCode,
     CheckpointMetadata,
     SavedParameter,
     SourceFacts,
     SourceFile,
-    StorageChunk,
     TensorMetadata,
 )
 from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, ReplicaCheck, RequantizeItem, Slot
@@ -256,15 +255,15 @@ def checkpoint(
     tensors = {}
     for name, shards in held.items():
         for key in keys:
-            chunks = []
-            for rank, shard in enumerate(shards):
+            sources = []
+            for shard in shards:
                 values = shard * (1 if key == keys[0] else 10)
-                chunks.append(StorageChunk(FlatRange(0, shard.numel()), len(files), 3, shard=rank))
-                files.append(write(folder / f"{name}-{key}-{rank}", values))
+                files.append(write(folder / f"{name}-{key}-{len(sources)}", values))
+                sources += listed(StorageChunk(FlatRange(0, shard.numel()), len(files) - 1, 3))
             shapes = tuple(tuple(shard.shape) for shard in shards)
             dtype = str(shards[0].dtype).removeprefix("torch.")
             sharded = shapes if len(shapes) > 1 else ()
-            tensors[name, key] = TensorMetadata(name, key, shapes[0], dtype, tuple(chunks), shards=sharded)
+            tensors[name, key] = TensorMetadata(name, key, shapes[0], dtype, tuple(sources), shards=sharded)
     parameters = {name: SavedParameter(tuple(shards[0].shape), 0, ()) for name, shards in held.items()}
     facts = SourceFacts("native", str(folder), "tag", 1, 1, "0")
     return CheckpointMetadata(facts, tuple(files), parameters, tensors, ({},))

@@ -12,8 +12,9 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from elastic_ckpt.core.chunks import StorageChunk
 from elastic_ckpt.core.local_state import LocalState
-from elastic_ckpt.core.metadata import FROZEN, ITEMSIZE, MASTER, CheckpointMetadata, StorageChunk, TensorMetadata
+from elastic_ckpt.core.metadata import FROZEN, ITEMSIZE, MASTER, CheckpointMetadata, TensorMetadata
 from elastic_ckpt.core.read_plan import LoadPlan, ReadItem, Slot
 from elastic_ckpt.core.state_kinds import ELEMENTWISE
 from elastic_ckpt.sharding.book import is_vocabulary, tensor_of
@@ -47,10 +48,11 @@ class Correspondence:
 
     def __init__(self, metadata: CheckpointMetadata) -> None:
         self._catalog = metadata
-        self._extents: dict[int, list[tuple[int, StorageChunk, TensorMetadata]]] = {}
+        self._extents: dict[int, list[tuple[int, StorageChunk, TensorMetadata, int]]] = {}
         for tensor in metadata.tensors.values():
-            for chunk in tensor.chunks:
-                self._extents.setdefault(chunk.file, []).append((chunk.byte_offset, chunk, tensor))
+            for shard, source in enumerate(tensor.sources):
+                for chunk in source:
+                    self._extents.setdefault(chunk.file, []).append((chunk.byte_offset, chunk, tensor, shard))
         for held in self._extents.values():
             held.sort(key=lambda item: item[0])
 
@@ -94,12 +96,12 @@ class Correspondence:
         index = bisect_right(held, position, key=lambda item: item[0]) - 1
         if index < 0:
             return None
-        start, chunk, tensor = held[index]
+        start, chunk, tensor, shard = held[index]
         skipped = (position - start) // size
         if skipped >= chunk.range.numel or tensor.dtype != copy.dtype:
             return None
         first = chunk.range.start + skipped
-        return _Run(tensor.name, tensor.key, first, chunk.range.stop - first, chunk.shard)
+        return _Run(tensor.name, tensor.key, first, chunk.range.stop - first, shard)
 
     def _agree(self, source: _Run, target: _Run, local_state: LocalState) -> bool:
         tensor, layout = tensor_of(self._catalog, source.name), local_state.model.layouts.get(source.name)

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from elastic_ckpt.core.metadata import BlockCode
+from elastic_ckpt.core.chunks import BlockCode
 from elastic_ckpt.core.read_plan import ReadItem, RequantizeItem
 from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
 from elastic_ckpt.errors import DamagedError

@@ -12,15 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elastic_ckpt.core.chunks import BlockCode, ListedChunks, StorageChunk
 from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.metadata import (
-    ITEMSIZE,
-    BlockCode,
-    CheckpointMetadata,
-    SourceFacts,
-    StorageChunk,
-    TensorMetadata,
-)
+from elastic_ckpt.core.metadata import ITEMSIZE, CheckpointMetadata, SourceFacts, TensorMetadata
 from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
 from elastic_ckpt.core.strided import ShardSources, copied, fused, replicated, reshard
 from elastic_ckpt.errors import DamagedError
@@ -39,18 +33,20 @@ class Saved:
 
 def save(shards: Sequence[torch.Tensor], ends: Sequence[Sequence[int]], dtype: str, is_coded: bool) -> Saved:
     """Every shard in chunks that end where is said, each in a file of its own, behind a header."""
-    chunks, itemsize = [], ITEMSIZE[dtype]
+    sources, itemsize = [], ITEMSIZE[dtype]
     files: list[torch.Tensor] = []
     for shard, values in enumerate(shards):
+        chunks = []
         bounds = [0, *sorted({end for end in ends[shard] if 0 < end < values.numel()}), values.numel()]
         for start, stop in pairwise(bounds):
             if start == stop:
                 continue
             code = BlockCode(FORMAT, 100 * len(files), 7) if is_coded else None
-            chunks.append(StorageChunk(FlatRange(start, stop), len(files), 3 * itemsize, code, shard))
+            chunks.append(StorageChunk(FlatRange(start, stop), len(files), 3 * itemsize, code))
             files.append(torch.cat([torch.full((3,), -9), values.flatten()[start:stop]]))
+        sources.append(ListedChunks(tuple(chunks)))
     shapes = tuple(tuple(shard.shape) for shard in shards)
-    return Saved(TensorMetadata("p", "state", shapes[0], dtype, tuple(chunks), shards=shapes), files)
+    return Saved(TensorMetadata("p", "state", shapes[0], dtype, tuple(sources), shards=shapes), files)
 
 
 @st.composite
@@ -143,8 +139,9 @@ CATALOG = CheckpointMetadata(SourceFacts("native", "/ckpt/tag", "tag", 1, 1, "0"
 
 
 def tiled(*pieces: tuple[int, int, int], shards: tuple[tuple[int, ...], ...] = ((2, 3), (4,))) -> TensorMetadata:
-    chunks = tuple(StorageChunk(FlatRange(start, stop), 0, 0, shard=shard) for shard, start, stop in pieces)
-    return TensorMetadata("a.weight", "exp_avg", (2, 3), "float32", chunks, shards=shards)
+    of_shards = [[piece[1:] for piece in pieces if piece[0] == shard] for shard in range(len(shards) or 1)]
+    sources = tuple(ListedChunks(tuple(StorageChunk(FlatRange(*each), 0, 0) for each in mine)) for mine in of_shards)
+    return TensorMetadata("a.weight", "exp_avg", (2, 3), "float32", sources, shards=shards)
 
 
 def test_shards_that_are_tiled_are_whole() -> None:

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elastic_ckpt.core.chunks import ListedChunks, StorageChunk
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.local_state import LiveLayout, ModelLayout, RankCoordinates
 from elastic_ckpt.core.metadata import (
@@ -24,7 +25,6 @@ from elastic_ckpt.core.metadata import (
     SavedParameter,
     SourceFacts,
     SourceFile,
-    StorageChunk,
     TensorMetadata,
 )
 from elastic_ckpt.core.read_plan import ReplicaCheck
@@ -62,12 +62,13 @@ class Checkpoint:
         return CheckpointMetadata(facts, files, parameters, tensors, ({},), replicas=replicas)
 
     def _tensor(self, name: str, key: str, numel: int, shards: int) -> TensorMetadata:
-        chunks = []
-        for shard in range(shards):
-            for start, stop in ((0, numel // 3), (numel // 3, numel)):
-                chunks.append(StorageChunk(FlatRange(start, stop), self.files, 8, shard=shard))
-                self.files += 1
-        return TensorMetadata(name, key, (numel,), self.dtype, tuple(chunks), shards=((numel,),) * shards)
+        sources = []
+        for _ in range(shards):
+            files = range(self.files, self.files + 2)
+            ranges = FlatRange(0, numel // 3), FlatRange(numel // 3, numel)
+            sources.append(ListedChunks(tuple(StorageChunk(*each, 8) for each in zip(ranges, files, strict=True))))
+            self.files += 2
+        return TensorMetadata(name, key, (numel,), self.dtype, tuple(sources), shards=((numel,),) * shards)
 
     def elements(self, metadata: CheckpointMetadata) -> Counter[Element]:
         """Those of the first copy count once for each comparison with another."""
@@ -86,10 +87,9 @@ class Checkpoint:
         return found
 
     def _elements_of(self, tensor: TensorMetadata, what: tuple[str, str, int], shard: int | None) -> Iterator[Element]:
-        for chunk in tensor.chunks:
-            if shard in (None, chunk.shard):
-                for number in range(chunk.range.numel):
-                    yield chunk.file, chunk.byte_offset + number * ITEMSIZE[tensor.dtype], what
+        for chunk in tensor.chunks if shard is None else tensor.sources[shard]:
+            for number in range(chunk.range.numel):
+                yield chunk.file, chunk.byte_offset + number * ITEMSIZE[tensor.dtype], what
 
 
 def jobs(checkpoint: Checkpoint, tp: int, dp: int, pp: int, stages: dict[str, tuple[int, ...]]) -> list[ModelLayout]:
@@ -268,11 +268,11 @@ def _write(folder: Path, metadata: CheckpointMetadata, changes: dict[tuple[int, 
     (replica,) = metadata.replicas["t", MASTER]
     for number in range(len(metadata.files)):
         for tensor in (metadata.tensors["t", MASTER], replica):
-            for chunk in tensor.chunks:
+            for shard, chunk in ((shard, chunk) for shard, source in enumerate(tensor.sources) for chunk in source):
                 if chunk.file == number:
                     values = torch.arange(float(chunk.range.start), chunk.range.stop)
                     for at in range(chunk.range.numel if tensor is replica else 0):
-                        values[at] += changes.get((chunk.shard, chunk.range.start + at), 0)
+                        values[at] += changes.get((shard, chunk.range.start + at), 0)
                     path = folder / str(number)
                     path.write_bytes(b"\xee" * chunk.byte_offset + values.numpy().tobytes())
                     yield SourceFile(str(path), path.stat().st_size)

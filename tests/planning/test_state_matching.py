@@ -10,8 +10,9 @@ import bitsandbytes as bnb
 import pytest
 import torch
 
+from elastic_ckpt.core.chunks import BlockCode, listed
 from elastic_ckpt.core.local_state import LiveGroup, LocalState
-from elastic_ckpt.core.metadata import BlockCode, CheckpointMetadata, ReplicatedState, StateFacts
+from elastic_ckpt.core.metadata import CheckpointMetadata, ReplicatedState, StateFacts
 from elastic_ckpt.core.read_plan import Outcome
 from elastic_ckpt.core.state_kinds import ELEMENTWISE, REPLICATED, SCRATCH, WHOLE, BlockFormat, LiveState
 from elastic_ckpt.engines.optimizers import Stepped
@@ -480,7 +481,7 @@ def test_an_unknown_optimizer_adopts_whole_states_only_beside_whole_parameters()
 def test_an_unknown_optimizer_adopts_no_codes() -> None:
     metadata = saved(TWO, states=("state1",))
     chunk = replace(metadata.tensors["b.weight", "state1"].chunks[0], code=BlockCode(BLOCKS[0], 0, 0))
-    coded = with_tensor(metadata, "b.weight", "state1", chunks=(chunk,))
+    coded = with_tensor(metadata, "b.weight", "state1", sources=listed(chunk))
     with pytest.raises(MismatchError, match="keeps other states") as caught:
         matched(coded, unknown(apart=True))
     assert caught.value.parameter == "b.weight"

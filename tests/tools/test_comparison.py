@@ -10,6 +10,7 @@ import torch
 
 from elastic_ckpt.cli.output import print_json, printable
 from elastic_ckpt.config import ElasticConfig
+from elastic_ckpt.core.chunks import ListedChunks, StorageChunk
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.metadata import (
     CheckpointMetadata,
@@ -17,7 +18,6 @@ from elastic_ckpt.core.metadata import (
     SourceFacts,
     SourceFile,
     StateFacts,
-    StorageChunk,
     TensorMetadata,
 )
 from elastic_ckpt.core.tp_rules import Rule
@@ -63,7 +63,7 @@ def test_a_vector_that_is_whole_by_its_shape_alone_is_no_drifted_copy(tmp_path: 
     """It may as well be each rank's own part; a rule makes it a copy."""
     path = tmp_path / "a"
     path.write_bytes(torch.tensor([1.0, 2.0, 1.0, 3.0]).numpy().tobytes())
-    chunks = tuple(StorageChunk(FlatRange(0, 2), 0, 8 * rank, shard=rank) for rank in (0, 1))
+    chunks = tuple(ListedChunks((StorageChunk(FlatRange(0, 2), 0, 8 * rank),)) for rank in (0, 1))
     tensors = {("b", "fp32"): TensorMetadata("b", "fp32", (2,), "float32", chunks, shards=((2,), (2,)))}
     source = SourceFacts("native", "/ckpt", "step", 1, 1, "0.19.8", tp=2)
     metadata = CheckpointMetadata(

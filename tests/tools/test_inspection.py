@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from rich.console import Console
 
 from elastic_ckpt.cli.inspect import clean, file_tree, parameter_table, report
 from elastic_ckpt.cli.output import plain
+from elastic_ckpt.core.chunks import BlockCode, ListedChunks, StorageChunk, listed
 from elastic_ckpt.core.declared import declared_by
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.local_state import SequenceParallel
@@ -19,14 +21,12 @@ from elastic_ckpt.core.metadata import (
     BUFFER,
     FROZEN,
     MASTER,
-    BlockCode,
     CheckpointMetadata,
     ReplicatedState,
     SavedParameter,
     SourceFacts,
     SourceFile,
     StateFacts,
-    StorageChunk,
     TensorMetadata,
 )
 from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
@@ -56,7 +56,8 @@ def tensor(name: str, key: str, *shards: tuple[int, ...], dtype: str = "float32"
         for size in shape:
             numels[number] *= size
     code = more.pop("code", None)
-    chunks = tuple(StorageChunk(FlatRange(0, numel), 1, 0, code, shard) for shard, numel in enumerate(numels) if numel)
+    sources = (listed(StorageChunk(FlatRange(0, numel), 1, 0, code)) if numel else listed() for numel in numels)
+    chunks = tuple(chain.from_iterable(sources))
     return TensorMetadata(name, key, shards[0], dtype, chunks, shards=shards if len(shards) > 1 else (), **more)
 
 
@@ -221,8 +222,10 @@ def test_oddities_of_the_saved_config() -> None:
 # --- what is odd ------------------------------------------------------------------------------------------------------
 
 
-def chunks(*ranges: tuple[int, int, int]) -> tuple[StorageChunk, ...]:
-    return tuple(StorageChunk(FlatRange(start, stop), 0, 0, shard=shard) for start, stop, shard in ranges)
+def of_shards(count: int, *ranges: tuple[int, int, int]) -> tuple[ListedChunks, ...]:
+    """Chunks that are given as (start, stop, shard), by shard."""
+    found = [[StorageChunk(FlatRange(a, b), 0, 0) for a, b, of in ranges if of == shard] for shard in range(count)]
+    return tuple(ListedChunks(tuple(chunks)) for chunks in found)
 
 
 @pytest.mark.parametrize(
@@ -236,13 +239,13 @@ def chunks(*ranges: tuple[int, int, int]) -> tuple[StorageChunk, ...]:
     ],
 )
 def test_holes(ranges: tuple[tuple[int, int, int], ...], found: str | None) -> None:
-    torn = TensorMetadata("w", MASTER, (2, 3), "float32", chunks(*ranges), shards=((2, 3), (2, 3)))
+    torn = TensorMetadata("w", MASTER, (2, 3), "float32", of_shards(2, *ranges), shards=((2, 3), (2, 3)))
     holes = [finding for finding in inspected(catalog_of(torn)).findings if finding.kind == "incomplete_tensor"]
     assert [finding.found for finding in holes] == ([] if found is None else [found])
 
 
 def test_what_does_not_add_up_is_an_error() -> None:
-    torn = replace(tensor("torn", MASTER, (9,)), chunks=chunks((0, 8, 0)))
+    torn = replace(tensor("torn", MASTER, (9,)), sources=of_shards(1, (0, 8, 0)))
     long = tensor("long", MASTER, (1 << 18, 2))
     gone = {"gone": SavedParameter((4,), 0, (("step", 7.0),))}
     differing = ReplicatedState("max1", "float32", (3,), 1, 0, 5, differs=True)

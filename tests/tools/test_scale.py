@@ -274,7 +274,8 @@ def test_an_imagined_checkpoint_is_the_real_one(tmp_path: Path, optimizer: str) 
         return {
             "tensors": {
                 place: [
-                    (t.shape, t.dtype, t.shards, [(e.range, names[e.file], e.shard) for e in t.chunks]) for t in tensors
+                    (t.shape, t.dtype, t.shards, [[(e.range, names[e.file]) for e in shard] for shard in t.sources])
+                    for t in tensors
                 ]
                 for place, tensors in every.items()
             },

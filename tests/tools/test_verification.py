@@ -13,16 +13,15 @@ from typing import Any
 import pytest
 import torch
 
+from elastic_ckpt.core.chunks import BlockCode, StorageChunk, listed
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.metadata import (
     MASTER,
-    BlockCode,
     CheckpointMetadata,
     SavedParameter,
     SourceFacts,
     SourceFile,
     StateFacts,
-    StorageChunk,
     TensorMetadata,
 )
 from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
@@ -246,8 +245,8 @@ def metadata_of(
 
 def tensor(key: str, *ranges: tuple[int, int, int], name: str = "w", dtype: str = "float32") -> TensorMetadata:
     """A tensor of 100 elements; ranges of start, stop and file, at the byte of their start."""
-    chunks = tuple(StorageChunk(FlatRange(start, stop), file, 4 * start) for start, stop, file in ranges)
-    return TensorMetadata(name, key, (100,), dtype, chunks)
+    chunks = (StorageChunk(FlatRange(start, stop), file, 4 * start) for start, stop, file in ranges)
+    return TensorMetadata(name, key, (100,), dtype, listed(*chunks))
 
 
 def checked_metadata(metadata: CheckpointMetadata) -> tuple[list[Finding], list[Finding]]:
@@ -287,7 +286,7 @@ def test_states_that_only_some_of_a_group_have() -> None:
 
 
 def test_a_parameter_without_a_master_and_a_tensor_that_ends_behind_its_file() -> None:
-    behind = TensorMetadata("w", MASTER, (100,), "float32", (StorageChunk(FlatRange(0, 100), 0, 700),))
+    behind = TensorMetadata("w", MASTER, (100,), "float32", listed(StorageChunk(FlatRange(0, 100), 0, 700)))
     found, _ = checked_metadata(metadata_of([behind], {"w": parameter((100,)), "lost": parameter((3,))}))
     assert [(finding.kind, finding.parameter) for finding in found] == [("unreadable", "w"), ("incomplete", "lost")]
     assert "the end of its file; expected: 1100 bytes or more; found: 1000 bytes" in found[0].message
@@ -304,7 +303,7 @@ def test_of_quantized_states_the_scales_are_looked_at() -> None:
     """Blocks of 256: elements 300 to 700 of a partition are in blocks 1 and 2."""
     blocks = BlockFormat(256, "absmax1", Codebook(tuple(-1 + n / 127.5 for n in range(256))))
     chunk = StorageChunk(FlatRange(0, 400), 1, 5000, BlockCode(blocks, 300, 80_000))
-    coded = TensorMetadata("w", "state1", (400,), "uint8", (chunk,))
+    coded = TensorMetadata("w", "state1", (400,), "uint8", listed(chunk))
     spans = metadata_spans(metadata_of([coded], {}))
     assert spans == {"/ckpt/step4/1": [Span(80_004, 2, "float32", "w", "absmax1", 1)]}
     integers = tensor("counts", (0, 100, 0), dtype="int64")

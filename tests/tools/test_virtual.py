@@ -13,6 +13,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from elastic_ckpt.config import ElasticConfig
+from elastic_ckpt.core.chunks import listed
 from elastic_ckpt.core.local_state import LocalState
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
 from elastic_ckpt.core.state_kinds import REPLICATED, WHOLE, BlockFormat, Codebook
@@ -293,11 +294,11 @@ def test_states_are_those_that_were_saved() -> None:
 def test_8_bit_states_have_blocks_of_todays_size() -> None:
     metadata = saved({"a": (5000,), "b": (4,)}, states=("state1",), dtype="float32")
     codebook = Codebook(tuple(number / 255 for number in range(256)))
-    chunks = tuple(
+    chunks = (
         dataclasses.replace(chunk, code=_code(BlockFormat(2048, "absmax1", codebook)))
         for chunk in metadata.tensors["a", "state1"].chunks
     )
-    coded = dataclasses.replace(metadata.tensors["a", "state1"], dtype="uint8", chunks=chunks)
+    coded = dataclasses.replace(metadata.tensors["a", "state1"], dtype="uint8", sources=listed(*chunks))
     metadata = dataclasses.replace(metadata, tensors={**metadata.tensors, ("a", "state1"): coded})
     for members in (["a", "b"], ["b", "a"]):
         (state,) = job_of(metadata).states_of(members) or ()
@@ -307,7 +308,7 @@ def test_8_bit_states_have_blocks_of_todays_size() -> None:
 
 
 def _code(blocks: BlockFormat) -> object:
-    from elastic_ckpt.core.metadata import BlockCode
+    from elastic_ckpt.core.chunks import BlockCode
 
     return BlockCode(blocks, 0, 0)
 

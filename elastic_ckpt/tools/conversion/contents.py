@@ -59,7 +59,7 @@ def refuse_unconvertible(metadata: CheckpointMetadata) -> None:
     """Raise :class:`UnsupportedError`, naming the reason, if the universal format cannot express a checkpoint."""
     source, parameters, tensors = metadata.source, metadata.parameters.values(), metadata.tensors.items()
     scalars = {key for saved in parameters for key, _ in saved.scalars} - {"step"}
-    coded = {key for (_, key), tensor in tensors if any(chunk.code for chunk in tensor.chunks)}
+    coded = {key for (_, key), tensor in tensors if tensor.is_quantized}
     replicated = {state.key for saved in parameters for state in saved.replicated}
     of_their_own = {key for (_, key), tensor in tensors if tensor.is_whole}
     reasons = (

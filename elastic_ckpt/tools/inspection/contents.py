@@ -90,8 +90,7 @@ def _kind_of(tensor: TensorMetadata, shape: Shape) -> _Kind:
     if tensor.is_whole:
         return tensor.key, "whole", tensor.dtype, 1, 0
     rows = tensor.shape[0] if len(tensor.shape) == len(shape) + 1 and tensor.shape[1:] == shape else 1
-    code = next((chunk.code for chunk in tensor.chunks if chunk.code is not None), None)
-    kind, block_numel = ("elementwise", 0) if code is None else ("blocks", code.format.numel)
+    kind, block_numel = ("elementwise", 0) if tensor.blocks is None else ("blocks", tensor.blocks.numel)
     return tensor.key, kind, tensor.dtype, rows, block_numel
 
 

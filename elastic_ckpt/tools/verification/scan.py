@@ -22,7 +22,8 @@ from isal import isal_zlib
 from tqdm import tqdm
 
 from elastic_ckpt.config import ElasticConfig
-from elastic_ckpt.core.metadata import BUFFER, ITEMSIZE, CheckpointMetadata, StorageChunk, TensorMetadata
+from elastic_ckpt.core.chunks import StorageChunk
+from elastic_ckpt.core.metadata import BUFFER, ITEMSIZE, CheckpointMetadata, TensorMetadata
 from elastic_ckpt.errors import ElasticCkptError
 from elastic_ckpt.formats import Found
 from elastic_ckpt.formats.pickled import open_pickled

@@ -196,7 +196,7 @@ class VirtualJob:
                     live = LiveState(key, tensor.dtype, WHOLE, shape=tensor.shape)
                 else:
                     rows = 1 if len(tensor.shape) == len(saved.shape) else tensor.shape[0]
-                    code = next((chunk.code.format for chunk in tensor.chunks if chunk.code is not None), None)
+                    code = tensor.blocks
                     # today's version uses the smaller block size, whichever version saved it
                     blocks = None if code is None else BlockFormat(min(BLOCK_NUMELS), code.scales, code.codebook)
                     live = LiveState(key, tensor.dtype, rows=rows, blocks=blocks)

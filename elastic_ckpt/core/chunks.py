@@ -1,0 +1,234 @@
+"""The chunks of saved tensors: which elements are where in which file. Pure arithmetic.
+
+ZeRO partitions thousands of parameters over thousands of ranks by one rule. Chunks of partitioned tensors are therefore
+not stored but computed, those of a range at a time, so that memory and time follow what a rank reads.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+
+from elastic_ckpt.core.flat_ranges import FlatRange
+from elastic_ckpt.core.state_kinds import BlockFormat
+
+#: Bytes of a quantization block's scale.
+_SCALE_NBYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCode:
+    """How the elements of a chunk are quantized.
+
+    Attributes:
+        format: quantization blocks and codebook.
+        position: of the chunk's first element in the quantized tensor; ``position // format.numel`` is its block.
+        scales_offset: byte offset in the chunk's file of block 0's scale (fp32, one per block).
+    """
+
+    format: BlockFormat
+    position: int
+    scales_offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class StorageChunk:
+    """A contiguous range of a tensor, or of one tensor-parallel shard of it, in one file.
+
+    Attributes:
+        range: elements of the tensor or shard.
+        file, byte_offset: index into :attr:`~elastic_ckpt.core.metadata.CheckpointMetadata.files`, and where the first
+            element is in that file.
+        code: how the elements are quantized; ``None`` for plain values.
+    """
+
+    range: FlatRange
+    file: int
+    byte_offset: int
+    code: BlockCode | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ListedChunks:
+    """The chunks of a tensor, or of one tensor-parallel shard of it, sorted by ``range.start``."""
+
+    chunks: tuple[StorageChunk, ...] = ()
+
+    def __iter__(self) -> Iterator[StorageChunk]:
+        return iter(self.chunks)
+
+    def __bool__(self) -> bool:
+        return bool(self.chunks)
+
+    @property
+    def blocks(self) -> BlockFormat | None:
+        """How the elements are quantized; ``None`` for plain values, and without chunks."""
+        return next((chunk.code.format for chunk in self.chunks if chunk.code is not None), None)
+
+    def within(self, start: int, stop: int) -> Sequence[StorageChunk]:
+        """The chunks that have some of the elements ``[start, stop)``, of which there is at least one."""
+        chunks = self.chunks
+        first = max(bisect_right(chunks, start, key=lambda chunk: chunk.range.start) - 1, 0) if len(chunks) > 1 else 0
+        return [chunk for chunk in chunks[first:] if chunk.range.start < stop and chunk.range.stop > start]
+
+    def in_files(self, files: Collection[int]) -> Iterator[StorageChunk]:
+        """The chunks in some files."""
+        return (chunk for chunk in self.chunks if chunk.file in files)
+
+    def moved(self, files: int) -> ListedChunks:
+        """The same chunks where ``files`` more files come before theirs."""
+        return ListedChunks(tuple(replace(chunk, file=chunk.file + files) for chunk in self.chunks))
+
+    def tile(self, numel: int) -> bool:
+        """Whether each of ``numel`` elements is in exactly one chunk."""
+        position = 0
+        for chunk in self.chunks:
+            if chunk.range.start != position:
+                return False
+            position = chunk.range.stop
+        return position == numel
+
+
+def listed(*chunks: StorageChunk) -> tuple[ListedChunks]:
+    """The chunks of a tensor with a single shard, as :class:`~elastic_ckpt.core.metadata.TensorMetadata` has them."""
+    return (ListedChunks(chunks),)
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionRule:
+    """How ZeRO partitions one parameter: element ``e`` is on rank ``(e + shift) // step``.
+
+    There it is at ``start + (e + shift) % step`` of the flat tensor. ZeRO-1 and 2 divide one flat buffer: ``shift`` is
+    the parameter's offset in it, ``step`` the size of a partition, ``start`` 0. ZeRO-3 divides each parameter: ``step``
+    is its share of a partition, ``start`` where that share begins, ``shift`` 0.
+    """
+
+    numel: int
+    step: int
+    shift: int = 0
+    start: int = 0
+
+    @property
+    def ranks(self) -> range:
+        """The ranks that have some of its elements."""
+        return self.ranks_of(0, self.numel)
+
+    def range_on(self, rank: int) -> FlatRange:
+        """Its elements on one of its ranks."""
+        left = rank * self.step - self.shift
+        return FlatRange(max(left, 0), min(left + self.step, self.numel))
+
+    def ranks_of(self, start: int, stop: int) -> range:
+        """The ranks that have some of the elements ``[start, stop)``."""
+        if start >= stop:
+            return range(0)
+        return range((start + self.shift) // self.step, (stop - 1 + self.shift) // self.step + 1)
+
+
+def group_rules(numels: Sequence[int], offsets: Sequence[int], partition_numel: int) -> list[PartitionRule]:
+    """The rules of ZeRO-1 and 2 for a group of parameters at ``offsets`` of its flat buffer."""
+    return [PartitionRule(numel, partition_numel, offset) for numel, offset in zip(numels, offsets, strict=True)]
+
+
+def parameter_rules(numels: Sequence[int], steps: Sequence[int]) -> list[PartitionRule]:
+    """The rules of ZeRO-3 for parameters that have ``steps`` elements on each rank, padding included."""
+    starts = accumulate(steps[:-1], initial=0)
+    return [PartitionRule(numel, step, 0, start) for numel, step, start in zip(numels, steps, starts, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class FlatTensors:
+    """The flat tensors of one state, one in each rank's file; shared by the parameters in them.
+
+    Attributes:
+        first_file: index of rank 0's file, which those of the other ranks follow.
+        byte_offsets: where each rank's tensor begins in its file; a single one where all are equal.
+        numel, rows, itemsize: elements of a row, padding included; rows; bytes of an element.
+        blocks: how the elements are quantized, each row from a block of its own on; ``None`` for plain values.
+        scales_offsets: where the scales begin, as ``byte_offsets``.
+    """
+
+    first_file: int
+    byte_offsets: array[int] = field(hash=False)
+    numel: int
+    itemsize: int
+    rows: int = 1
+    blocks: BlockFormat | None = None
+    scales_offsets: array[int] = field(default_factory=lambda: array("q"), hash=False)
+
+
+def by_rank(offsets: Iterable[int]) -> array[int]:
+    """Offsets as :class:`FlatTensors` keeps them."""
+    every = array("q", offsets)
+    return every[:1] if every.count(every[0]) == len(every) else every
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionedChunks:
+    """The chunks of one parameter, or of one tensor-parallel shard of it, in the flat tensors of all ranks.
+
+    ``files_before`` is added to indices of files. A state with rows has the chunks of one row after another.
+    """
+
+    rule: PartitionRule
+    flat: FlatTensors
+    files_before: int = 0
+
+    def __iter__(self) -> Iterator[StorageChunk]:
+        return (self._chunk(row, rank) for row in range(self.flat.rows) for rank in self.rule.ranks)
+
+    def __bool__(self) -> bool:
+        return self.rule.numel > 0
+
+    @property
+    def blocks(self) -> BlockFormat | None:
+        """How the elements are quantized; ``None`` for plain values."""
+        return self.flat.blocks
+
+    def within(self, start: int, stop: int) -> Sequence[StorageChunk]:
+        """The chunks that have some of the elements ``[start, stop)``, of which there is at least one."""
+        rule, found = self.rule, []
+        for row in range(start // rule.numel, -(-stop // rule.numel)):
+            before = row * rule.numel
+            ranks = rule.ranks_of(max(start - before, 0), min(stop - before, rule.numel))
+            found += [self._chunk(row, rank) for rank in ranks]
+        return found
+
+    def in_files(self, files: Collection[int]) -> Iterator[StorageChunk]:
+        """The chunks in some files."""
+        first_file, ranks = self.files_before + self.flat.first_file, self.rule.ranks
+        mine = sorted(file - first_file for file in files if file - first_file in ranks)
+        return (self._chunk(row, rank) for row in range(self.flat.rows) for rank in mine)
+
+    def moved(self, files: int) -> PartitionedChunks:
+        """The same chunks where ``files`` more files come before theirs."""
+        return PartitionedChunks(self.rule, self.flat, self.files_before + files)
+
+    def tile(self, numel: int) -> bool:
+        """Whether each of ``numel`` elements is in exactly one chunk; the rule proves it."""
+        return numel == self.flat.rows * self.rule.numel
+
+    def _chunk(self, row: int, rank: int) -> StorageChunk:
+        rule, flat = self.rule, self.flat
+        left, before = rank * rule.step - rule.shift, row * rule.numel
+        start, stop = max(left, 0), min(left + rule.step, rule.numel)
+        position = rule.start + start - left
+        offset = _of_rank(flat.byte_offsets, rank) + (row * flat.numel + position) * flat.itemsize
+        code = None
+        if flat.blocks is not None:
+            scales = _of_rank(flat.scales_offsets, rank) + row * flat.blocks.blocks(flat.numel) * _SCALE_NBYTES
+            code = BlockCode(flat.blocks, position, scales)
+        return StorageChunk(
+            FlatRange(before + start, before + stop), self.files_before + flat.first_file + rank, offset, code
+        )
+
+
+def _of_rank(offsets: array[int], rank: int) -> int:
+    return offsets[rank] if len(offsets) > 1 else offsets[0]
+
+
+#: Where the elements of a tensor, or of one tensor-parallel shard of it, are.
+ChunkSource = ListedChunks | PartitionedChunks

@@ -1,0 +1,130 @@
+"""The chunks that a rule computes, against those of flat tensors that are written out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_ckpt.core.chunks import (
+    BlockCode,
+    ChunkSource,
+    FlatTensors,
+    ListedChunks,
+    PartitionedChunks,
+    PartitionRule,
+    StorageChunk,
+    by_rank,
+    group_rules,
+    listed,
+    parameter_rules,
+)
+from elastic_ckpt.core.flat_ranges import FlatRange, group_offsets, per_parameter_numel
+from elastic_ckpt.core.metadata import TensorMetadata
+from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
+from tests.oracle.chunk_lists import Flats, chunk_list, flats_by_parameter, flats_of_group
+
+CODEBOOK = Codebook(tuple(number / 255 for number in range(256)))
+
+
+@st.composite
+def partitioned(draw: st.DrawFn) -> tuple[list[int], list[PartitionRule], Flats]:
+    """Sizes of parameters, empty ones among them, their rules, and the flat tensors of all ranks."""
+    numels = draw(st.lists(st.integers(0, 30), min_size=1, max_size=6))
+    ranks = draw(st.integers(1, 9))
+    if draw(st.booleans()):
+        multiple = draw(st.sampled_from([1, 1, 4]))
+        steps = [per_parameter_numel(numel, ranks, multiple) for numel in numels]
+        return numels, parameter_rules(numels, steps), flats_by_parameter(numels, ranks, multiple)
+    paddings = [draw(st.sampled_from([0, 0, 1, 5])) for _ in numels] if draw(st.booleans()) else None
+    needed = sum(numels) + sum(paddings or ())
+    partition = max(-(-needed // ranks) + draw(st.integers(0, 3)), 1)
+    rules = group_rules(numels, group_offsets(numels, paddings), partition)
+    return numels, rules, flats_of_group(numels, paddings or [0] * len(numels), ranks, partition)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> list[tuple[int, ChunkSource, list[StorageChunk]]]:
+    """Of each parameter the elements in all rows, the chunks that its rule computes, and those that are right."""
+    numels, rules, flats = draw(partitioned())
+    ranks, rows, itemsize = len(flats), draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 4]))
+    files = range(draw(st.integers(0, 3)), 99)[:ranks]
+    same = draw(st.booleans())
+    offsets = [64 * draw(st.integers(0, 9)) if rank == 0 or not same else 0 for rank in range(ranks)]
+    offsets = [offsets[0]] * ranks if same else offsets
+    scales = [1000 + 7 * (0 if same else rank) for rank in range(ranks)]
+    blocks = BlockFormat(draw(st.integers(1, 5)), "absmax1", CODEBOOK) if draw(st.booleans()) else None
+    moved = draw(st.integers(0, 2))
+    flat = FlatTensors(
+        files[0], by_rank(offsets), len(flats[0]), itemsize, rows, blocks, by_rank(scales if blocks else [0])
+    )
+    found = []
+    for number, (numel, rule) in enumerate(zip(numels, rules, strict=True)):
+        if numel:
+            right = chunk_list(
+                flats, number, numel, [file + moved for file in files], offsets, itemsize, rows, blocks, scales
+            )
+            chunks = PartitionedChunks(rule, flat)
+            found.append((rows * numel, chunks.moved(moved) if moved else chunks, right))
+    return found
+
+
+def overlapping(chunks: Sequence[StorageChunk], start: int, stop: int) -> list[StorageChunk]:
+    return [chunk for chunk in chunks if chunk.range.intersect(FlatRange(start, stop)) is not None]
+
+
+@given(cases())
+def test_a_rule_computes_the_chunks_of_the_flat_tensors(
+    found: list[tuple[int, ChunkSource, list[StorageChunk]]],
+) -> None:
+    for numel, chunks, right in found:
+        assert list(chunks) == right
+        assert chunks and chunks.tile(numel) and not chunks.tile(numel + 1)
+        assert chunks.blocks == (None if right[0].code is None else right[0].code.format)
+        assert ListedChunks(tuple(right)).tile(numel)
+
+
+@given(cases(), st.data())
+def test_chunks_of_a_range_and_of_files(
+    found: list[tuple[int, ChunkSource, list[StorageChunk]]], data: st.DataObject
+) -> None:
+    for numel, chunks, right in found:
+        start = data.draw(st.integers(0, numel - 1))
+        stop = data.draw(st.integers(start + 1, numel))
+        files = data.draw(st.sets(st.integers(0, 12)))
+        for source in (chunks, ListedChunks(tuple(right))):
+            assert list(source.within(start, stop)) == overlapping(right, start, stop)
+            assert list(source.in_files(files)) == [chunk for chunk in right if chunk.file in files]
+            assert list(source.moved(3).in_files({file + 3 for file in files})) == list(
+                ListedChunks(tuple(right)).moved(3).in_files({file + 3 for file in files})
+            )
+
+
+def test_memory_does_not_grow_with_ranks_where_files_are_laid_out_alike() -> None:
+    assert len(by_rank([64] * 1000)) == 1
+    assert len(by_rank([64] * 999 + [128])) == 1000
+
+
+@pytest.mark.parametrize(
+    ("ends", "numel", "tile"),
+    [([], 0, True), ([], 1, False), ([(0, 4)], 4, True), ([(0, 4), (3, 6)], 6, False), ([(0, 4), (5, 6)], 6, False)],
+)
+def test_listed_chunks_tile_without_holes_and_overlaps(ends: list[tuple[int, int]], numel: int, tile: bool) -> None:
+    source = ListedChunks(tuple(StorageChunk(FlatRange(*each), 0, 0) for each in ends))
+    assert source.tile(numel) is tile
+    assert bool(source) is bool(ends)
+
+
+def test_a_tensor_has_the_chunks_of_all_its_shards() -> None:
+    blocks = BlockFormat(4, "absmax1", CODEBOOK)
+    plain = StorageChunk(FlatRange(0, 2), 0, 8)
+    coded = StorageChunk(FlatRange(0, 3), 1, 8, BlockCode(blocks, 0, 0))
+    tensor = TensorMetadata(
+        "a", "m", (2,), "uint8", (*listed(), *listed(plain), *listed(coded)), shards=((0,), (2,), (3,))
+    )
+    assert tensor.chunks == (plain, coded)
+    assert tensor.blocks == blocks and tensor.is_quantized and not tensor.is_empty
+    empty = TensorMetadata("a", "m", (0,), "uint8", listed())
+    assert empty.is_empty and not empty.is_quantized
