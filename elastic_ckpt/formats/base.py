@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from elastic_ckpt import distributed
 from elastic_ckpt.core.fqn import RenameRules
 from elastic_ckpt.core.local_state import RankCoordinates
 from elastic_ckpt.core.metadata import CheckpointMetadata, SourceFile
@@ -16,7 +15,7 @@ from elastic_ckpt.core.training_state import TrainingState
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.appended import refuse_appended
 from elastic_ckpt.formats.naming import FolderFiles, is_another_file
-from elastic_ckpt.formats.pickled import PickledFile, open_pickled
+from elastic_ckpt.formats.pickled import PickledFile, Trees, open_pickled
 
 T = TypeVar("T")
 FileT = TypeVar("FileT", bound=SourceFile)
@@ -149,44 +148,11 @@ def refuse_swapped(file: PickledFile) -> None:
         )
 
 
-def open_file(path: str, trust_pickle: bool) -> PickledFile:
+def open_file(path: str, trust_pickle: bool, known: Trees | None = None) -> PickledFile:
     """:func:`open_pickled`, with an error that says so if DeepSpeed's ``fast`` writer appended to the file."""
     try:
-        return open_pickled(path, trust_pickle)
+        return open_pickled(path, trust_pickle, known)
     except DamagedError:
         if os.path.isfile(path):
             refuse_appended(path)
         raise
-
-
-def opener_of(position: int) -> int:
-    """The rank that opens the file at ``position`` in the list of all."""
-    return position % distributed.world_size()
-
-
-def open_my_share(
-    paths: Sequence[str], index: Callable[[PickledFile, int], T], options: MetadataOptions
-) -> tuple[list[T], dict[int, PickledFile]]:
-    """Read the metadata of all files, each on one rank (:func:`opener_of`), and all-gather the results. Collective.
-
-    ``paths`` is the same list on every rank; ``index`` reduces an opened file, and its position in ``paths``, to
-    something small enough to all-gather.
-
-    Returns:
-        The results in the order of ``paths``, and the files that this rank opened, by position.
-    """
-    opened: dict[int, PickledFile] = {}
-
-    def read() -> dict[int, T]:
-        me = distributed.rank()
-        for position in range(len(paths)):
-            if opener_of(position) == me:
-                opened[position] = open_file(paths[position], options.trust_pickle)
-                if options.check_shards:
-                    refuse_swapped(opened[position])
-        return {position: index(file, position) for position, file in opened.items()}
-
-    everything: dict[int, T] = {}
-    for part in distributed.all_gather("read the checkpoint's metadata", read):
-        everything.update(part)
-    return [everything[position] for position in range(len(paths))], opened

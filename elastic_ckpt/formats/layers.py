@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, CheckpointMetadata, SourceFile
 from elastic_ckpt.formats.merging import shard_by_shard
@@ -23,6 +24,8 @@ _TIED = re.compile(r"^tied_modules\.[^.]+\.")
 @dataclass(frozen=True)
 class LayerShard(SourceFile):
     """One layer's file, saved by tensor-parallel rank ``tp_rank``: its tensors by name within the layer."""
+
+    OWN_FIELDS: ClassVar[tuple[str, ...]] = ("path", "nbytes", "records", "layer", "tp_rank")
 
     layer: int
     tp_rank: int

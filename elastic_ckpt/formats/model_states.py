@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 from elastic_ckpt.core.declared import Declared, declared_by
 from elastic_ckpt.core.metadata import SourceFile
@@ -53,6 +53,8 @@ class ModelShard(SourceFile):
         features: what only DeepSpeed's own loader restores.
         stated, declared: what it states about parallel degrees and tensor-parallel shards.
     """
+
+    OWN_FIELDS: ClassVar[tuple[str, ...]] = ("path", "nbytes", "records", "dp_rank", "buffers_crc32")
 
     dp_rank: int
     param_shapes: tuple[tuple[tuple[str, Shape], ...], ...]
@@ -111,6 +113,14 @@ def index_model_states(file: PickledFile, dp_rank: int, options: StateOptions = 
         stated=stated_degrees(tree, saved_config(file) or {}, run),
         declared=declared_by(tree.get("universal_checkpoint_info")),
         run=run,
+    )
+
+
+def of_same_tree(known: ModelShard, file: PickledFile, dp_rank: int) -> ModelShard:
+    """What a file holds whose tree is the same object as that of a file which was read before."""
+    crc32 = _checksum(file, [known.weights[name] for name in known.buffers])
+    return replace(
+        known, path=file.path, nbytes=file.nbytes, records=file.records, dp_rank=dp_rank, buffers_crc32=crc32
     )
 
 

@@ -10,9 +10,10 @@ from elastic_ckpt import distributed
 from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.formats.assembling import Assembled, Kind, assemble, missing_file
-from elastic_ckpt.formats.base import Checkpoint, Found, MetadataOptions, open_my_share, refuse_unsupported_folder
+from elastic_ckpt.formats.base import Checkpoint, Found, MetadataOptions, refuse_unsupported_folder
+from elastic_ckpt.formats.exchange import open_my_share
 from elastic_ckpt.formats.layers import LayerShard, index_layer
-from elastic_ckpt.formats.model_states import ModelShard, index_model_states
+from elastic_ckpt.formats.model_states import ModelShard, index_model_states, of_same_tree
 from elastic_ckpt.formats.naming import plain_name
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.same_save import spot_check
@@ -33,9 +34,18 @@ def read_native(found: Found, options: MetadataOptions) -> Checkpoint:
     kinds = list(names)
 
     paths = [found.path(name) for name in names.values()]
-    indexed, opened = open_my_share(
-        paths, lambda file, position: index_native(file, kinds[position], options.states), options
-    )
+    known: dict[int, ModelShard] = {}
+
+    def index(file: PickledFile, position: int) -> ModelShard | OptimizerShard | LegacyShard | LayerShard:
+        same = known.get(id(file.tree))
+        if same is not None and kinds[position][2] == "model":
+            return of_same_tree(same, file, kinds[position][1])
+        item = index_native(file, kinds[position], options.states)
+        if isinstance(item, ModelShard):
+            known[id(file.tree)] = item
+        return item
+
+    indexed, opened = open_my_share(paths, index, options)
     assembled: list[tuple[Assembled, TrainingStates]] = []
 
     def fit() -> Wanted:

@@ -10,7 +10,7 @@ from typing import Any
 from elastic_ckpt.core.checksums import Records
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, LayoutError
 from elastic_ckpt.formats.datastates import is_datastates, read_datastates_tree
-from elastic_ckpt.formats.torch_archive.archive import read_archive_tree
+from elastic_ckpt.formats.torch_archive.archive import Trees, read_archive_tree
 from elastic_ckpt.formats.torch_archive.directory import ArchiveError
 
 
@@ -44,10 +44,11 @@ class PickledFile:
         return node
 
 
-def open_pickled(path: str, trust_pickle: bool = False) -> PickledFile:
+def open_pickled(path: str, trust_pickle: bool = False, known: Trees | None = None) -> PickledFile:
     """Read the metadata of one file: a zip archive or a legacy one of ``torch.save``, or one of DataStates-LLM.
 
-    With ``trust_pickle`` the file may run code; only at the user's explicit wish.
+    With ``trust_pickle`` the file may run code; only at the user's explicit wish. Trees in ``known`` are not read again
+    but shared, and those that are read are added.
 
     Raises:
         DamagedError: missing, truncated, not a ``torch.save`` file, or shorter than its tensors claim.
@@ -64,8 +65,10 @@ def open_pickled(path: str, trust_pickle: bool = False) -> PickledFile:
         )
     try:
         with open(path, "rb") as stream:
-            read = read_datastates_tree if is_datastates(stream) else read_archive_tree
-            archive = read(stream, trust_pickle)
+            if is_datastates(stream):
+                archive = read_datastates_tree(stream, trust_pickle)
+            else:
+                archive = read_archive_tree(stream, trust_pickle, known)
     except ElasticCkptError as error:
         raise type(error)(error.problem, **{**error.details, "file": path}) from error
     except ArchiveError as error:

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
 from elastic_ckpt.core.state_kinds import COMPANIONS, REPLICATED, BlockFormat, Codebook, StateOptions, codebook
@@ -41,6 +41,8 @@ class StatesOfOne:
         opaque: other objects: key -> description.
         digests, codebooks: of small tensors, and of quantization maps.
     """
+
+    OWN_FIELDS: ClassVar[tuple[str, ...]] = ("digests",)
 
     tensors: Mapping[str, TensorRef]
     scalars: tuple[tuple[str, float], ...] = ()

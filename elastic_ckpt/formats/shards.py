@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from elastic_ckpt.core.metadata import SourceFile
 from elastic_ckpt.core.training_state import Features
@@ -30,6 +30,8 @@ class FlatShard:
         swapped: key (``fp32`` or a state) -> swap file with its data from the first byte on; empty if not swapped.
     """
 
+    OWN_FIELDS: ClassVar[tuple[str, ...]] = ("swapped",)
+
     master: TensorRef
     partition_numel: int
     states: StatesOfOne
@@ -50,6 +52,8 @@ class OptimizerShard(SourceFile):
         overflow, features: the optimizer's overflow flag, and what only DeepSpeed's own loader restores.
         slice_names: per flat partition, the parameters with elements in it, in flat order.
     """
+
+    OWN_FIELDS: ClassVar[tuple[str, ...]] = ("path", "nbytes", "records", "dp_rank", "slice_names")
 
     dp_rank: int
     partition_count: tuple[int, ...]

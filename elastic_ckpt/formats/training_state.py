@@ -10,8 +10,8 @@ from elastic_ckpt import distributed
 from elastic_ckpt.core.local_state import RankCoordinates, SequenceParallel
 from elastic_ckpt.core.training_state import BatchSizes, LossScale, TrainingState
 from elastic_ckpt.formats.assembling import Assembled
-from elastic_ckpt.formats.base import opener_of
 from elastic_ckpt.formats.degrees import positive_int
+from elastic_ckpt.formats.exchange import opener_of
 from elastic_ckpt.formats.model_states import COUNTERS
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.saved_config import config_section, saved_config

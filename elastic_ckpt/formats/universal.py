@@ -21,7 +21,8 @@ from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata, SavedParamete
 from elastic_ckpt.core.tp_rules import COLUMN, ROW, VOCABULARY, Rule
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
 from elastic_ckpt.formats import model_states
-from elastic_ckpt.formats.base import Checkpoint, Found, MetadataOptions, open_my_share, refuse_unsupported_folder
+from elastic_ckpt.formats.base import Checkpoint, Found, MetadataOptions, refuse_unsupported_folder
+from elastic_ckpt.formats.exchange import open_my_share
 from elastic_ckpt.formats.features import refuse_features
 from elastic_ckpt.formats.grid import Grid, grid_of
 from elastic_ckpt.formats.merging import shard_by_shard

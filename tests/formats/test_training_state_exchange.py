@@ -11,7 +11,7 @@ import pytest
 from elastic_ckpt.core.local_state import RankCoordinates
 from elastic_ckpt.formats import training_state
 from elastic_ckpt.formats.assembling import Assembled, RankFiles
-from elastic_ckpt.formats.base import opener_of
+from elastic_ckpt.formats.exchange import opener_of
 from elastic_ckpt.formats.grid import Grid
 from elastic_ckpt.formats.training_state import TrainingStates, Wanted
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from elastic_ckpt.core.checksums import Records
+from elastic_ckpt.core.chunks import StorageChunk, listed
 from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.metadata import CheckpointMetadata, SourceFacts, SourceFile, StorageChunk, TensorMetadata
+from elastic_ckpt.core.metadata import CheckpointMetadata, SourceFacts, SourceFile, TensorMetadata
 from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.io.checksums import ReadSums
 from elastic_ckpt.load.verify_reads import RankSums, verify_reads
@@ -24,7 +25,7 @@ def metadata(folder: Path, data: bytes = DATA) -> CheckpointMetadata:
         str(folder / "file.pt"), BEGIN + len(DATA), records=Records.of([(BEGIN, len(DATA), zlib.crc32(DATA))])
     )
     numel = (len(DATA) - PADDING) // 4
-    tensor = TensorMetadata("weight", "fp32", (numel,), "float32", (StorageChunk(FlatRange(0, numel), 0, BEGIN),))
+    tensor = TensorMetadata("weight", "fp32", (numel,), "float32", listed(StorageChunk(FlatRange(0, numel), 0, BEGIN)))
     facts = SourceFacts("native", str(folder), "step4", 1, 2, "0.19.8")
     return CheckpointMetadata(facts, (file,), {}, {("weight", "fp32"): tensor}, ())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import pickle
@@ -30,6 +31,18 @@ _Unpickle = Callable[[bytes, int, Callable[[Any], Any]], tuple[Any, int]]
 
 
 @dataclass(frozen=True)
+class Trees:
+    """Trees of zip archives that were read, to be shared by others with the same pickle and places of storages.
+
+    ``storages`` has, by the digest of a pickle, the key and size of each storage that it names; ``trees`` is by that
+    digest and the offsets of the storages.
+    """
+
+    storages: dict[bytes, list[tuple[str, int]]] = field(default_factory=dict)
+    trees: dict[tuple[bytes, tuple[int, ...]], Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class ArchiveTree:
     """A file's object tree with references to tensors.
 
@@ -42,10 +55,11 @@ class ArchiveTree:
     records: Records = field(default_factory=Records)
 
 
-def read_archive_tree(stream: BinaryIO, trust_pickle: bool) -> ArchiveTree:
+def read_archive_tree(stream: BinaryIO, trust_pickle: bool, known: Trees | None = None) -> ArchiveTree:
     """Read an open file.
 
-    With ``trust_pickle`` its pickles may run code.
+    With ``trust_pickle`` its pickles may run code. Otherwise a zip archive shares the tree of one in ``known``, if
+    there is such a one, and else is added to them.
 
     Raises:
         ArchiveError: damaged, or no ``torch.save`` file.
@@ -53,7 +67,9 @@ def read_archive_tree(stream: BinaryIO, trust_pickle: bool) -> ArchiveTree:
         UnsafePickleError, UnsupportedError: see :mod:`.globals`, :mod:`.tensors`, :mod:`.tree`.
     """
     unpickle = _unpickle_trusting if trust_pickle else _unpickle
-    archive = _read_legacy(stream, unpickle) if is_legacy(stream) else _read_zip(stream, unpickle)
+    if not is_legacy(stream):
+        return _read_zip(stream, unpickle, Trees() if known is None or trust_pickle else known)
+    archive = _read_legacy(stream, unpickle)
     check_tree(archive.tree)
     return archive
 
@@ -65,25 +81,38 @@ def is_legacy(stream: BinaryIO) -> bool:
     return begin == _LEGACY_MAGIC
 
 
-def _read_zip(stream: BinaryIO, unpickle: _Unpickle) -> ArchiveTree:
+def _read_zip(stream: BinaryIO, unpickle: _Unpickle, known: Trees) -> ArchiveTree:
     directory = Directory(stream)
     order = directory.read_record("byteorder", 16) if directory.find("byteorder") else b"little"
     if order != b"little":
         raise ArchiveError(f"tensors in byte order {order!r}, where little-endian ones can be read")
+    storages: list[tuple[str, int]] = []
+    records: list[tuple[int, int, int]] = []
 
-    def load(persistent_id: Any) -> StorageRef:
-        dtype, key, nbytes, _view = storage_id(persistent_id)
+    def offset_of(key: str, nbytes: int) -> int:
         record = directory.find(f"data/{key}")
         if record is None or record.nbytes < nbytes:
             size = "no record" if record is None else f"a record of {record.nbytes} bytes"
             raise ArchiveError(f"{size} for storage {key}, whose tensors are {nbytes} bytes")
         offset = directory.offset(record) if nbytes else 0
         records.append((offset, record.nbytes, record.crc32))
-        return StorageRef(dtype, nbytes, offset)
+        return offset
 
-    records: list[tuple[int, int, int]] = []
-    tree, _ = unpickle(directory.read_record("data.pkl", MOST_PICKLE_NBYTES), 0, load)
-    return ArchiveTree(directory.nbytes, tree, directory.root, Records.of(records))
+    def load(persistent_id: Any) -> StorageRef:
+        dtype, key, nbytes, _view = storage_id(persistent_id)
+        storages.append((key, nbytes))
+        return StorageRef(dtype, nbytes, offset_of(key, nbytes))
+
+    data = directory.read_record("data.pkl", MOST_PICKLE_NBYTES)
+    digest = hashlib.blake2b(data).digest()
+    offsets = tuple(offset_of(*storage) for storage in known.storages.get(digest, ()))
+    if (digest, offsets) not in known.trees:
+        records.clear()
+        tree, _ = unpickle(data, 0, load)
+        check_tree(tree)
+        offsets = tuple(offset for offset, _, _ in records)
+        known.storages[digest], known.trees[digest, offsets] = storages, tree
+    return ArchiveTree(directory.nbytes, known.trees[digest, offsets], directory.root, Records.of(records))
 
 
 def unpickled(data: bytes, at: int, load: Callable[[Any], Any], trust_pickle: bool) -> tuple[Any, int]:

@@ -1,0 +1,138 @@
+"""Opens the files of a checkpoint, each on one rank, and gives what they hold to all ranks.
+
+Most of what the files of a thousand ranks hold is the same in all: names, shapes, param groups, the config. The fields
+in which files differ (``OWN_FIELDS`` of their dataclasses) travel from every file. What files have in common travels
+once, from the first rank that has read it, and only if others have not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from typing import Any, TypeVar
+
+from elastic_ckpt import distributed
+from elastic_ckpt.formats.base import MetadataOptions, open_file, refuse_swapped
+from elastic_ckpt.formats.pickled import PickledFile, Trees
+
+T = TypeVar("T")
+_DOING = "read the checkpoint's metadata"
+_DIGEST_NBYTES = 16
+#: Class attribute: the fields of a dataclass in which files differ, whatever they have in common.
+_OWN_FIELDS = "OWN_FIELDS"
+
+
+def opener_of(position: int) -> int:
+    """The rank that opens the file at ``position`` in the list of all."""
+    return position % distributed.world_size()
+
+
+def open_my_share(
+    paths: Sequence[str], index: Callable[[PickledFile, int], T], options: MetadataOptions
+) -> tuple[list[T], dict[int, PickledFile]]:
+    """Read the metadata of all files, each on one rank (:func:`opener_of`), and give the results to all. Collective.
+
+    ``paths`` is the same list on every rank; ``index`` reduces an opened file, and its position in ``paths``, to
+    something small.
+
+    Returns:
+        The results in the order of ``paths``, and the files that this rank opened, by position.
+    """
+    opened: dict[int, PickledFile] = {}
+
+    def read() -> dict[int, T]:
+        trees = Trees()
+        me = distributed.rank()
+        for position in range(len(paths)):
+            if opener_of(position) == me:
+                opened[position] = open_file(paths[position], options.trust_pickle, trees)
+                if options.check_shards:
+                    refuse_swapped(opened[position])
+        return {position: index(file, position) for position, file in opened.items()}
+
+    everything = all_gather_items(read)
+    return [everything[position] for position in range(len(paths))], opened
+
+
+#: By position, the digest of what an item has in common with others, and the rest; no digest: the whole item.
+_Message = dict[int, tuple[bytes, Any]]
+
+
+def all_gather_items(read: Callable[[], dict[int, T]]) -> dict[int, T]:
+    """Run ``read`` on every rank, and return the items of all by position. Collective."""
+    if distributed.world_size() == 1:
+        return distributed.all_gather(_DOING, read)[0]
+    mine: dict[int, T] = {}
+    commons: dict[bytes, Any] = {}
+
+    def split_mine() -> _Message:
+        mine.update(read())
+        digests: dict[tuple[int, ...], bytes] = {}
+        kept: list[Any] = []
+        message: _Message = {}
+        for position, item in mine.items():
+            if not hasattr(item, _OWN_FIELDS):
+                message[position] = b"", item
+                continue
+            common, own = split(item)
+            parts = tuple(id(value) for value in vars(common).values())  # of files with one tree, the same objects
+            if parts not in digests:
+                kept.append(common)  # an id stays unique as long as its object lives
+                digests[parts] = hashlib.blake2b(pickle.dumps(common), digest_size=_DIGEST_NBYTES).digest()
+                commons.setdefault(digests[parts], common)
+            message[position] = digests[parts], own
+        return message
+
+    messages = distributed.all_gather(_DOING, split_mine)
+    _complete(commons, messages)
+    for message in messages:
+        for position, (digest, own) in message.items():
+            if position not in mine:
+                mine[position] = join(commons[digest], own) if digest else own
+    return mine
+
+
+def _complete(commons: dict[bytes, Any], messages: Sequence[_Message]) -> None:
+    """Get what other ranks have read and this one has not. Collective if any rank lacks anything."""
+    readers: dict[bytes, list[int]] = {}
+    for rank, message in enumerate(messages):
+        for digest in {digest for digest, _ in message.values() if digest}:
+            readers.setdefault(digest, []).append(rank)
+    lacking = {digest: ranks[0] for digest, ranks in readers.items() if len(ranks) < len(messages)}
+    if not lacking:  # the same on all ranks
+        return
+
+    def send() -> dict[bytes, Any]:
+        return {digest: commons[digest] for digest, src in lacking.items() if src == distributed.rank()}
+
+    for part in distributed.all_gather(_DOING, send):
+        for digest, common in part.items():
+            commons.setdefault(digest, common)
+
+
+def split(item: T) -> tuple[T, list[Any]]:
+    """A dataclass without the values of its own fields, nested ones included, and these values."""
+    own: list[Any] = []
+    return _rebuilt(item, own.append), own
+
+
+def join(common: T, own: Sequence[Any]) -> T:
+    """Undo :func:`split`. What is common is not copied."""
+    values = iter(own)
+    return _rebuilt(common, lambda _: next(values))
+
+
+def _rebuilt(item: T, own_value: Callable[[Any], Any]) -> T:
+    """A dataclass with each own field replaced by what ``own_value`` returns for it, in a fixed order."""
+    changes: dict[str, Any] = {}
+    for field in fields(item):  # type: ignore[arg-type]
+        value = getattr(item, field.name)
+        if field.name in getattr(item, _OWN_FIELDS):
+            changes[field.name] = own_value(value)
+        elif hasattr(value, _OWN_FIELDS):
+            changes[field.name] = _rebuilt(value, own_value)
+        elif isinstance(value, tuple) and value and hasattr(value[0], _OWN_FIELDS):
+            changes[field.name] = tuple(_rebuilt(each, own_value) for each in value)
+    return replace(item, **changes)  # type: ignore[type-var]

@@ -1,0 +1,141 @@
+"""What ranks tell each other about the files that they opened."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_ckpt import distributed
+from elastic_ckpt.errors import DamagedError
+from elastic_ckpt.formats.base import MetadataOptions
+from elastic_ckpt.formats.exchange import all_gather_items, join, open_my_share, split
+from elastic_ckpt.formats.pickled import PickledFile, Trees, open_pickled
+
+
+@dataclass(frozen=True)
+class Part:
+    OWN_FIELDS: ClassVar[tuple[str, ...]] = ("digests",)
+
+    numel: int
+    digests: Any = None
+
+
+@dataclass(frozen=True)
+class Item:
+    OWN_FIELDS: ClassVar[tuple[str, ...]] = ("path",)
+
+    path: str
+    names: tuple[str, ...]
+    parts: tuple[Part, ...] = ()
+    part: Part | None = None
+
+
+class Job:
+    """The ranks of a job as threads of this process; ``sent`` has the messages of each rank in turn."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+        self.ranks = ranks
+        self.sent: list[list[bytes]] = [[] for _ in range(ranks)]
+        self._here = threading.local()
+        self._barrier = threading.Barrier(ranks)
+        monkeypatch.setattr(distributed, "rank", lambda: self._here.rank)
+        monkeypatch.setattr(distributed, "world_size", lambda: ranks)
+        monkeypatch.setattr(distributed, "all_gather", self._all_gather)
+
+    def _all_gather(self, doing: str, work: Callable[[], Any]) -> list[Any]:
+        self.sent[self._here.rank].append(pickle.dumps(work()))
+        self._barrier.wait(10)
+        results = [pickle.loads(sent[-1]) for sent in self.sent]
+        self._barrier.wait(10)
+        return results
+
+    def run(self, work: Callable[[int], Any]) -> list[Any]:
+        results: list[Any] = [None] * self.ranks
+
+        def of_rank(rank: int) -> None:
+            self._here.rank = rank
+            results[rank] = work(rank)
+
+        threads = [threading.Thread(target=of_rank, args=(rank,)) for rank in range(self.ranks)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        return results
+
+
+ITEM = Item("0", ("a", "b"), (Part(1, {"x": 1}), Part(2)), Part(3, {"y": 2}))
+
+
+def test_an_item_is_split_and_joined() -> None:
+    common, own = split(ITEM)
+    assert own == ["0", {"x": 1}, None, {"y": 2}]
+    assert common == Item(None, ("a", "b"), (Part(1), Part(2)), Part(3))  # type: ignore[arg-type]
+    assert join(common, own) == ITEM
+    assert join(common, own).names is ITEM.names
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), max_size=12), st.integers(1, 4))
+def test_every_rank_gets_every_item(kinds: list[tuple[int, int]], ranks: int) -> None:
+    items: dict[int, Any] = {}
+    for position, (kind, detail) in enumerate(kinds):
+        one = Item(str(position), (f"name{kind}",) * 50, (Part(kind, {detail: position}),))
+        items[position] = one if kind < 2 else ("of another class", detail)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        job = Job(monkeypatch, ranks)
+        mine = [{at: item for at, item in items.items() if at % ranks == rank} for rank in range(ranks)]
+        assert job.run(lambda rank: all_gather_items(lambda: mine[rank])) == [items] * ranks
+
+
+def test_what_files_have_in_common_travels_once_and_only_to_who_lacks_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = tuple(f"a parameter of a long name {number}" for number in range(1000))
+    everywhere = {at: Item(str(at), names) for at in range(8)}
+    job = Job(monkeypatch, 4)
+    job.run(lambda rank: all_gather_items(lambda: {at: everywhere[at] for at in (rank, rank + 4)}))
+    assert all(len(sent) == 1 and len(sent[0]) < 500 for sent in job.sent)
+    once = everywhere | {3: Item("3", names[::-1]), 7: Item("7", names[::-1])}
+    job = Job(monkeypatch, 4)
+    found = job.run(lambda rank: all_gather_items(lambda: {at: once[at] for at in (rank, rank + 4)}))
+    assert found == [once] * 4
+    long = [rank for rank, sent in enumerate(job.sent) if len(sent[1]) > 20_000]
+    assert long == [0, 3]  # rank 3 lacks what the others have, and they lack what it has
+    assert all(item.names is found[1][4].names for at, item in found[1].items() if at not in (3, 7))
+
+
+def test_files_with_one_pickle_are_read_once(tmp_path: Path) -> None:
+    paths = [str(tmp_path / f"zero_pp_rank_{rank}.pt") for rank in range(3)]
+    for rank, path in enumerate(paths):
+        torch.save({"a": torch.full((3,), float(rank)), "b": "other" if rank == 2 else "same."}, path)
+    items, opened = open_my_share(paths, lambda file, position: (position, file.tree["b"]), MetadataOptions())
+    assert items == [(0, "same."), (1, "same."), (2, "other")]
+    assert opened[0].tree is opened[1].tree is not opened[2].tree
+
+
+@pytest.mark.parametrize("change", ["offset", "size"])
+def test_a_tree_is_not_shared_if_its_tensors_are_elsewhere(tmp_path: Path, change: str) -> None:
+    first, second = str(tmp_path / "a.pt"), str(tmp_path / ("b" * 99 if change == "offset" else "b"))
+    torch.save({"a": torch.zeros(3), "b": torch.zeros(2)}, first)
+    torch.save({"a": torch.zeros(3), "b": torch.zeros(2 if change == "offset" else 4)}, second)
+    known = Trees()
+    files = [open_pickled(path, known=known) for path in (first, second)]
+    alone = [open_pickled(path) for path in (first, second)]
+    assert files[0].tree is not files[1].tree
+    assert [file.tree for file in files] == [file.tree for file in alone]
+    assert len(known.trees) == 2
+
+
+def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    def index(file: PickledFile, position: int) -> None:
+        raise AssertionError
+
+    with pytest.raises(DamagedError, match="missing"):
+        open_my_share([str(tmp_path / "none.pt")], index, MetadataOptions())
