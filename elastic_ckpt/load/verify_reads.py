@@ -140,5 +140,6 @@ def _damaged(
         expected=f"CRC32 {source.records.crc32s[number]:08x} of the {source.records.nbytes[number]} bytes from byte "
         f"{source.records.offsets[number]} on",
         found=f"{found.crc32:08x}",
-        remedy="copy the file again, or take another tag; elastic-ckpt verify --full names all damage",
+        remedy="copy the file again, or take another tag (elastic-ckpt verify --full names all damage); if its writer "
+        'is known to leave wrong checksums in files: "elastic_checkpoint": {"verify": "off"}',
     )
