@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from elastic_ckpt.load.flags import add_arguments, with_arguments
     from elastic_ckpt.load.installation import install, uninstall
     from elastic_ckpt.report import LoadReport
+    from elastic_ckpt.tools.export import export
 
 __version__ = "0.1.0"
 
@@ -22,6 +23,7 @@ __all__ = [
     "ElasticConfig",
     "LoadReport",
     "add_arguments",
+    "export",
     "install",
     "uninstall",
     "with_arguments",
@@ -32,6 +34,7 @@ _MODULES = {
     "ElasticConfig": "elastic_ckpt.config",
     "LoadReport": "elastic_ckpt.report",
     "add_arguments": "elastic_ckpt.load.flags",
+    "export": "elastic_ckpt.tools.export",
     "install": "elastic_ckpt.load.installation",
     "uninstall": "elastic_ckpt.load.installation",
     "with_arguments": "elastic_ckpt.load.flags",

@@ -66,6 +66,7 @@ COVERED_BY = {
     "test_run.py": "__main__",
     "distributed/test_cli_convert.py": "cli/convert",
     "distributed/test_cli_diff.py": "cli/diff",
+    "distributed/test_cli_export.py": "cli/export",
     "distributed/test_cli_verify.py": "cli/verify",
     "distributed/test_exotic.py": "formats/features",
     "distributed/test_matrix.py": "engines/adapter engines/zero12 formats/native formats/partitioned formats/zero3",

@@ -20,6 +20,7 @@ COMMANDS = {
     "convert": "Write a universal checkpoint that DeepSpeed loads by itself at another data-parallel degree.",
     "diff": "Compare two checkpoints by logical tensor, whatever their topologies, ZeRO stages and formats.",
     "doctor": "Tell whether elastic_ckpt works with the installed versions of DeepSpeed, torch and Python.",
+    "export": "Write consolidated safetensors weights, as Hugging Face Transformers loads them, from any checkpoint.",
     "inspect": "Show what a checkpoint holds, who saved it, and what is odd about it.",
     "plan": (
         "Plan a load on another topology, without a GPU: what each rank would read and need, and how long that takes."
@@ -87,4 +88,4 @@ def main(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Look at DeepSpeed checkpoints, plan their load on another topology, verify, convert and compare them."""
+    """Look at DeepSpeed checkpoints, plan their load on another topology, verify, convert, export and compare them."""

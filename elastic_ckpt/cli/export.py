@@ -1,0 +1,85 @@
+"""``elastic-ckpt export``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from elastic_ckpt.cli import AsJson, Config, Folder, Preset, Tag, TrustPickle, app
+from elastic_ckpt.cli.output import console, errors_end_the_command, print_json, printable, size, table
+from elastic_ckpt.tools.export import ExportReport
+from elastic_ckpt.tools.export import export as run_export
+from elastic_ckpt.tools.export.shards import Dtype
+from elastic_ckpt.tools.opened import config_of
+
+_EXAMPLE = "Example: [bold]elastic-ckpt export checkpoints my-model --dtype bf16[/]"
+
+
+@app.command("export", epilog=_EXAMPLE)
+def export(
+    folder: Folder,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make.")],
+    tag: Tag = None,
+    dtype: Annotated[
+        Dtype | None,
+        typer.Option("--dtype", help="Of all parameters. Default: as saved, fp32 masters; buffers always are."),
+    ] = None,
+    max_shard_size: Annotated[str, typer.Option("--max-shard-size", help="Of one file: 5GB, 500MB, 2GiB.")] = "5GB",
+    include: Annotated[
+        list[str] | None, typer.Option("--include", help="Regular expression: only tensors whose names contain it.")
+    ] = None,
+    exclude: Annotated[
+        list[str] | None, typer.Option("--exclude", help="Regular expression: no tensors whose names contain it.")
+    ] = None,
+    jobs: Annotated[int, typer.Option("--jobs", min=1, max=64, help="Threads that read, convert and write.")] = 4,
+    config: Config = None,
+    preset: Preset = None,
+    replicated: Annotated[
+        str | None,
+        typer.Option("--replicated", help='Copies that differ: strict, first or mean ("replicated_params").'),
+    ] = None,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Throw away what an interrupted export of something else left.")
+    ] = False,
+    trust_pickle: TrustPickle = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write consolidated safetensors weights, as Hugging Face Transformers loads them, from any checkpoint.
+
+    Parameters are the fp32 master weights; frozen parameters and buffers are included. Of tied parameters one is
+    written; the others are named in the file's metadata. An interrupted export goes on where it was when the same
+    command is given again.
+    """
+    with errors_end_the_command(as_json):
+        report = run_export(
+            folder,
+            out,
+            tag=tag,
+            dtype=dtype,
+            max_shard_size=max_shard_size,
+            include=include or (),
+            exclude=exclude or (),
+            jobs=jobs,
+            config=config_of(config, tp_preset=preset, trust_pickle=trust_pickle or None, replicated_params=replicated),
+            progress=False if as_json else None,
+            restart=restart,
+        )
+    if as_json:
+        print_json(report)
+    else:
+        console.print(_table(report))
+
+
+def _table(report: ExportReport) -> Table:
+    facts = table("elastic_ckpt: weights exported")
+    facts.add_row("folder", escape(report.folder))
+    kept = f", {report.files_kept} kept from an earlier attempt" if report.files_kept else ""
+    facts.add_row("written", f"{report.tensors} tensors, {report.files} files, {size(report.nbytes)}{kept}")
+    facts.add_row("seconds", f"{report.seconds:.1f}")
+    for note in report.notes:
+        facts.add_row("note", escape(printable(note)))
+    return facts

@@ -1,0 +1,94 @@
+"""Streams tensors into a safetensors file: read, converted and written chunk by chunk."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from elastic_ckpt.core.flat_ranges import FlatRange
+from elastic_ckpt.core.metadata import ITEMSIZE, converts_exactly
+from elastic_ckpt.errors import MismatchError
+from elastic_ckpt.io.coalesce import ReadOptions
+from elastic_ckpt.tools.export.safetensors import layout
+from elastic_ckpt.tools.export.shards import Exported, Shard
+from elastic_ckpt.tools.logical import LogicalReader
+
+_of_thread = threading.local()
+
+
+@dataclass(frozen=True)
+class ShardWriter:
+    """Writes files with ``jobs`` threads.
+
+    Attributes:
+        reader, options: reads the tensors; ``options.chunk_nbytes`` of a tensor are in memory per thread.
+        jobs: number of threads.
+        advance: called with the number of bytes that were written.
+    """
+
+    reader: LogicalReader
+    options: ReadOptions
+    jobs: int
+    advance: Callable[[int], object]
+
+    def write(self, shard: Shard, path: Path) -> None:
+        """Write a file; overwrites. Raises :class:`MismatchError` if a value is too large for the file's dtype."""
+        prefix, starts = layout((tensor.entry for tensor in shard.tensors), shard.metadata)
+        with open(path, "wb") as stream:
+            stream.write(prefix)
+            stream.flush()
+            descriptor = stream.fileno()
+            os.posix_fallocate(descriptor, 0, len(prefix) + shard.nbytes)  # reports a full disk at once
+
+            def work(chunk: tuple[Exported, FlatRange]) -> int:
+                return self._copy(*chunk, descriptor, starts[chunk[0].entry.name])
+
+            chunks = [(tensor, wanted) for tensor in shard.tensors for wanted in self._chunks(tensor)]
+            # left before the file is closed: no thread writes to a descriptor that is another file's by then
+            with ThreadPoolExecutor(self.jobs, thread_name_prefix="elastic_ckpt") as pool:
+                for nbytes in pool.map(work, chunks):
+                    self.advance(nbytes)
+
+    def _chunks(self, tensor: Exported) -> list[FlatRange]:
+        numel = tensor.entry.numel
+        step = self.options.chunk_nbytes // max(ITEMSIZE[tensor.whole.dtype], ITEMSIZE[tensor.entry.dtype])
+        return [FlatRange(start, min(start + step, numel)) for start in range(0, numel, step)]
+
+    def _copy(self, tensor: Exported, wanted: FlatRange, descriptor: int, start: int) -> int:
+        whole, entry = tensor.whole, tensor.entry
+        # allocating memory for every chunk would cost more than reading it
+        scratch: torch.Tensor | None = getattr(_of_thread, "scratch", None)
+        if scratch is None or scratch.numel() != self.options.chunk_nbytes:
+            scratch = _of_thread.scratch = torch.empty(self.options.chunk_nbytes, dtype=torch.uint8)
+        values = scratch[: wanted.numel * ITEMSIZE[whole.dtype]].view(getattr(torch, whole.dtype))
+        self.reader.read(whole, wanted, values, self.options)
+        raw = converted(values, entry.dtype, entry.name).view(torch.uint8).numpy().data
+        position = start + wanted.start * ITEMSIZE[entry.dtype]
+        done = 0
+        while done < len(raw):
+            done += os.pwrite(descriptor, raw[done:], position + done)
+        return len(raw)
+
+
+def converted(values: torch.Tensor, dtype: str, name: str) -> torch.Tensor:
+    """Values in another dtype, rounded to nearest. Raises :class:`MismatchError` if a finite one becomes infinite."""
+    result = values.to(getattr(torch, dtype))
+    saved = str(values.dtype).removeprefix("torch.")
+    if converts_exactly(saved, dtype) or not bool(result.isinf().any()):
+        return result
+    lost = values[result.isinf() & values.isfinite()]
+    if lost.numel():
+        raise MismatchError(
+            f"values of this parameter are too large for {dtype}",
+            parameter=name,
+            expected=f"magnitudes up to {torch.finfo(result.dtype).max:g}",
+            found=f"{lost.double().abs().max().item():g}, saved in {saved}",
+            remedy="export it as fp32",
+        )
+    return result

@@ -1,0 +1,249 @@
+"""Exports as safetensors: the header, the files that tensors are in, selection, conversion, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import safetensors
+import torch
+import transformers
+from huggingface_hub import split_torch_state_dict_into_shards
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, load_model
+from typer.testing import CliRunner
+
+import elastic_ckpt
+from elastic_ckpt.cli import app
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
+from elastic_ckpt.errors import ConfigError, ElasticCkptError, MismatchError, UnsupportedError
+from elastic_ckpt.tools import export as exporting
+from elastic_ckpt.tools.export.safetensors import DTYPES, Entry, layout
+from elastic_ckpt.tools.export.shards import INDEX, index_of, nbytes_of, shards_of, to_export
+from elastic_ckpt.tools.export.writing import converted
+from elastic_ckpt.tools.logical import Whole
+from tests.unpartitioned import Model, indexed, trained
+
+SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+TENSORS = st.dictionaries(
+    st.text(min_size=1, max_size=6).filter(lambda name: name != "__metadata__" and name.isprintable()),
+    st.tuples(st.sampled_from(sorted(DTYPES)), SHAPES),
+    max_size=8,
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(tensors=TENSORS)
+def test_the_library_reads_what_the_header_describes(
+    tensors: dict[str, tuple[str, tuple[int, ...]]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("header") / "a.safetensors"
+    prefix, starts = layout((Entry(name, *what) for name, what in tensors.items()), {"format": "pt", "b": "a"})
+    expected, data = {}, bytearray(prefix)
+    for name, start in sorted(starts.items(), key=lambda item: item[1]):
+        dtype, shape = tensors[name]
+        expected[name] = torch.randint(0, 2, shape).to(getattr(torch, dtype))
+        if expected[name].numel():
+            assert start == len(data) and start % expected[name].itemsize == 0
+        data += expected[name].reshape(-1).view(torch.uint8).numpy().tobytes()
+    path.write_bytes(data)
+    found = load_file(path)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape
+        assert torch.equal(found[name].view(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
+    with safetensors.safe_open(path, "pt") as reader:
+        assert reader.metadata() == {"format": "pt", "b": "a"}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=12), st.integers(1, 150))
+def test_files_are_cut_and_named_as_hugging_face_does(sizes: list[int], limit: int) -> None:
+    wholes = [Whole(f"w{number}", MASTER, (numel,), "uint8") for number, numel in enumerate(sizes)]
+    theirs = split_torch_state_dict_into_shards(
+        {whole.name: torch.zeros(whole.shape, dtype=torch.uint8) for whole in wholes}, max_shard_size=limit
+    )
+    shards = shards_of(to_export(wholes, None), {}, limit)
+    assert {s.file: [t.entry.name for t in s.tensors] for s in shards} == theirs.filename_to_tensors
+    index = json.loads(index_of(shards))
+    assert index == {"metadata": theirs.metadata, "weight_map": theirs.tensor_to_filename}
+
+
+@pytest.mark.parametrize(
+    ("size", "nbytes"), [("5GB", 5 * 10**9), ("2GiB", 2 << 30), ("1.5 kb", 1500), ("7B", 7), ("200MB", 2 * 10**8)]
+)
+def test_sizes(size: str, nbytes: int) -> None:
+    assert nbytes_of(size) == nbytes
+
+
+@pytest.mark.parametrize("size", ["", "5", "GB", "-1GB", "0GB", "0.1B", "5 parsecs"])
+def test_what_is_no_size_is_refused(size: str) -> None:
+    with pytest.raises(ConfigError, match="no size"):
+        nbytes_of(size)
+
+
+def test_values_are_rounded_but_never_become_infinite() -> None:
+    values = torch.tensor([1.0 + 2**-12, float("inf"), float("nan"), 65504.0])
+    half = converted(values, "float16", "w")
+    assert torch.equal(half.nan_to_num(0.5, 7.0), values.half().nan_to_num(0.5, 7.0))
+    assert torch.equal(converted(values, "bfloat16", "w")[:2], values.bfloat16()[:2])
+    for dtype, value in (("float16", 65520.0), ("bfloat16", torch.finfo(torch.float32).max)):
+        with pytest.raises(MismatchError, match=f"too large for {dtype}") as error:
+            converted(torch.tensor([0.0, -value]), dtype, "layer.weight")
+        assert error.value.parameter == "layer.weight"
+
+
+def test_the_dtype_is_that_of_parameters() -> None:
+    wholes = [
+        Whole("w", MASTER, (2,), "float32"),
+        Whole("base", FROZEN, (2,), "bfloat16"),
+        Whole("packed", FROZEN, (2,), "uint8"),
+        Whole("mean", BUFFER, (2,), "float32"),
+    ]
+    assert [t.entry.dtype for t in to_export(wholes, None)] == ["float32", "bfloat16", "uint8", "float32"]
+    assert [t.entry.dtype for t in to_export(wholes, "float16")] == ["float16", "float16", "uint8", "float32"]
+
+
+def test_what_the_format_cannot_hold_is_named() -> None:
+    for whole in (Whole("w", BUFFER, (2,), "complex128"), Whole("__metadata__", MASTER, (2,), "float32")):
+        with pytest.raises(UnsupportedError, match="cannot hold") as error:
+            to_export([whole], None)
+        assert error.value.parameter == whole.name
+    with pytest.raises(MismatchError, match="share a name"):
+        to_export([Whole("w", MASTER, (2,), "float32"), Whole("w", BUFFER, (2,), "float32")], None)
+
+
+class Tied(Model):
+    """The model with a second name for a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twin = self.a
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Path, Tied]:
+    """A checkpoint without ZeRO, as DeepSpeed writes it."""
+    folder, model = tmp_path / "checkpoints" / "step", Tied()
+    folder.mkdir(parents=True)
+    state = trained(model, torch.optim.AdamW(model.parameters()))
+    names = {number: name for number, (name, _) in enumerate(model.named_parameters())}
+    state["param_groups"][0]["param_names"] = list(names.values())
+    indexed(folder, model.state_dict(), state)
+    (tmp_path / "checkpoints" / "latest").write_text("step")
+    return tmp_path / "checkpoints", model
+
+
+def test_a_checkpoint_becomes_one_file(saved: tuple[Path, Tied], tmp_path: Path) -> None:
+    folder, model = saved
+    report = elastic_ckpt.export(folder, tmp_path / "new" / "out")
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["out"]
+    assert [path.name for path in (tmp_path / "new" / "out").iterdir()] == ["model.safetensors"]
+    again = Tied()
+    for param in again.parameters():
+        torch.nn.init.zeros_(param)
+    missing, unexpected = load_model(again, tmp_path / "new" / "out" / "model.safetensors")
+    assert not missing and not unexpected and again.twin is again.a
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in again.state_dict().items())
+    assert report.tensors == 5 and report.files == 1 and report.nbytes > 0
+    assert any("twin = a" in note for note in report.notes)
+
+
+def test_transformers_loads_it(tmp_path: Path) -> None:
+    config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=11, n_positions=8)
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(config)
+    (tmp_path / "step").mkdir()
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    optimizer.step()
+    indexed(tmp_path / "step", model.state_dict(), optimizer.state_dict())
+    report = elastic_ckpt.export(tmp_path / "step", tmp_path / "out", max_shard_size="2KB")
+    assert report.files > 1 and any("lm_head.weight = transformer.wte.weight" in note for note in report.notes)
+    config.save_pretrained(tmp_path / "out")
+    again, info = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values()), info
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in again.state_dict().items())
+
+
+def test_shards_with_an_index(saved: tuple[Path, Tied], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, model = saved
+    monkeypatch.setattr(exporting, "_READ", exporting.ReadOptions(threads=1, chunk_nbytes=16, staging_nbytes=64))
+    elastic_ckpt.export(folder, tmp_path / "out", max_shard_size="30B", jobs=3)
+    index = json.loads((tmp_path / "out" / INDEX).read_text())
+    files = {path.name for path in (tmp_path / "out").iterdir()} - {INDEX}
+    assert set(index["weight_map"].values()) == files and len(files) > 2
+    expected = {name: value for name, value in model.state_dict().items() if name != "twin"}
+    assert index["weight_map"].keys() == expected.keys()
+    for name, file in index["weight_map"].items():
+        assert torch.equal(load_file(tmp_path / "out" / file)[name], expected[name])
+
+
+def test_a_selection_in_another_dtype(saved: tuple[Path, Tied], tmp_path: Path) -> None:
+    folder, model = saved
+    words = [str(folder), str(tmp_path / "out"), "--dtype", "bf16", "--include", "^twin$", "--include", "[bc]$"]
+    result = CliRunner().invoke(app, ["export", *words, "--exclude", "c", "--json"])
+    assert result.exit_code == 0, result.output
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == {"a", "b"} and json.loads(result.stdout)["tensors"] == 2
+    assert all(torch.equal(found[name], getattr(model, name).bfloat16()) for name in found)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"include": ["nowhere"]}, "matches no tensor"),
+        ({"exclude": ["nowhere"]}, "matches no tensor"),
+        ({"include": ["("]}, "no regular expression"),
+        ({"exclude": [""]}, "nothing to export"),
+        ({"dtype": "fp8"}, "cannot have this dtype"),
+        ({"max_shard_size": "big"}, "no size"),
+    ],
+)
+def test_wrong_usage_writes_nothing(options: Any, says: str, saved: tuple[Path, Tied], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=says):
+        elastic_ckpt.export(saved[0], tmp_path / "out", **options)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
+
+
+def test_a_full_disk_is_refused_before_anything_is_written(
+    saved: tuple[Path, Tied], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=exporting._SPARE + 10))
+    with pytest.raises(ElasticCkptError, match="no room"):
+        elastic_ckpt.export(saved[0], tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
+
+
+def test_an_interrupted_export_goes_on(
+    saved: tuple[Path, Tied], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, model = saved
+    write, calls = exporting.ShardWriter.write, []
+
+    def dies(*arguments: Any) -> None:
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise OSError(28, "No space left on device")
+        write(*arguments)
+
+    monkeypatch.setattr(exporting.ShardWriter, "write", dies)
+    with pytest.raises(ElasticCkptError, match="the export could not be read or written"):
+        elastic_ckpt.export(folder, tmp_path / "out", max_shard_size="30B")
+    assert not (tmp_path / "out").exists()
+    monkeypatch.undo()
+    with pytest.raises(ElasticCkptError, match="interrupted export of something else"):
+        elastic_ckpt.export(folder, tmp_path / "out", max_shard_size="30B", dtype="bf16")
+    report = elastic_ckpt.export(folder, tmp_path / "out", max_shard_size="30B")
+    assert report.files_kept == 2 and not (tmp_path / ".out.partial").exists()
+    found = {
+        name: value for path in (tmp_path / "out").glob("*.safetensors") for name, value in load_file(path).items()
+    }
+    assert found.keys() == model.state_dict().keys() - {"twin"}
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in found.items())
+    with pytest.raises(ElasticCkptError, match="there already"):
+        elastic_ckpt.export(folder, tmp_path / "out")
