@@ -151,8 +151,11 @@ def refuse_swapped(file: PickledFile) -> None:
 def open_file(path: str, trust_pickle: bool, known: Trees | None = None) -> PickledFile:
     """:func:`open_pickled`, with an error that says so if DeepSpeed's ``fast`` writer appended to the file."""
     try:
-        return open_pickled(path, trust_pickle, known)
+        file = open_pickled(path, trust_pickle, known)
     except DamagedError:
         if os.path.isfile(path):
             refuse_appended(path)
         raise
+    if file.surplus_nbytes:
+        refuse_appended(path, file.records)
+    return file

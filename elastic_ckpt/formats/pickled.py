@@ -19,7 +19,7 @@ class PickledFile:
     """A file's object tree, with each tensor replaced by a :class:`TensorRef`.
 
     ``root`` is the name that the file was saved under, without its suffix; ``None`` or ``"archive"``: not recorded.
-    ``records`` are those of its tensors, if it has checksums.
+    ``records`` are those of its tensors, if it has checksums; ``surplus_nbytes`` are bytes that no record needs.
     """
 
     path: str
@@ -27,6 +27,7 @@ class PickledFile:
     tree: Any
     root: str | None = None
     records: Records = field(default_factory=Records)
+    surplus_nbytes: int = 0
 
     def section(self, *keys: str) -> Any:
         """The entry at a path of dictionary keys; a :class:`DamagedError` if there is none."""
@@ -75,7 +76,7 @@ def open_pickled(path: str, trust_pickle: bool = False, known: Trees | None = No
         raise unreadable(path, str(error)) from error
     except Exception as error:  # noise in a pickle can raise anything at all
         raise unreadable(path, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:300]) from error
-    return PickledFile(path, archive.nbytes, archive.tree, archive.root, archive.records)
+    return PickledFile(path, archive.nbytes, archive.tree, archive.root, archive.records, archive.surplus_nbytes)
 
 
 def unreadable(path: str, found: str) -> DamagedError:

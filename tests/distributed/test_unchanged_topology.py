@@ -18,7 +18,7 @@ import pytest
 from tests.distributed.conftest import SUB_GROUPS, Launch
 
 #: Why DeepSpeed's own loader runs.
-DISKS, UNZIPPED, TWIN_FLOW = "each node has files of its own", "legacy (non-zip) pickle", "partly offloaded"
+DISKS, TWIN_FLOW = "each node has files of its own", "partly offloaded"
 DIARY = "a layout that cannot be cut"
 
 CPU = {"offload_optimizer": {"device": "cpu"}}
@@ -176,11 +176,11 @@ TWO_RANKS = [
         loads=NOT_STRICT,
         left=DISKS,
     ),
-    *cells("not-zipped", ALL, "bf16", config=NOT_ZIPPED, left=UNZIPPED),
-    *cells("not-zipped-fp16", [0, 1, 3], "fp16", config=NOT_ZIPPED, left=UNZIPPED),
-    *cells("not-zipped-bf16-optimizer", [1], "bf16_fp32acc", config=NOT_ZIPPED, left=UNZIPPED),
-    *cells("not-zipped-offload", [2, 3], "bf16", zero=CPU, config=NOT_ZIPPED, left=UNZIPPED),
-    *cells("not-zipped-arguments", [1, 2], "bf16", loads=LOADS, config=NOT_ZIPPED, left=UNZIPPED),
+    *cells("not-zipped", ALL, "bf16", config=NOT_ZIPPED),
+    *cells("not-zipped-fp16", [0, 1, 3], "fp16", config=NOT_ZIPPED),
+    *cells("not-zipped-bf16-optimizer", [1], "bf16_fp32acc", config=NOT_ZIPPED),
+    *cells("not-zipped-offload", [2, 3], "bf16", zero=CPU, config=NOT_ZIPPED),
+    *cells("not-zipped-arguments", [1, 2], "bf16", loads=LOADS, config=NOT_ZIPPED),
     *cells(
         "not-zipped-lora",
         [0, 1, 3],
@@ -188,7 +188,6 @@ TWO_RANKS = [
         exclude_frozen=True,
         loads=NOT_STRICT,
         config=NOT_ZIPPED,
-        left=UNZIPPED,
     ),
     # DeepSpeed's loader of this writer cannot read what DeepSpeed puts into every file; ours can
     *cells("writer-python", [3], config={"checkpoint": {"writer": {"type": "python"}}}, wrong=["load"]),

@@ -46,13 +46,15 @@ class Trees:
 class ArchiveTree:
     """A file's object tree with references to tensors.
 
-    ``root`` is the name it was saved under, if known; ``records`` are those of its tensors, if it has checksums.
+    ``root`` is the name it was saved under, if known; ``records`` are those of its tensors, if it has checksums;
+    ``surplus_nbytes`` lie between its directory and the end of that, where other archives have none.
     """
 
     nbytes: int
     tree: Any
     root: str | None
     records: Records = field(default_factory=Records)
+    surplus_nbytes: int = 0
 
 
 def read_archive_tree(stream: BinaryIO, trust_pickle: bool, known: Trees | None = None) -> ArchiveTree:
@@ -112,7 +114,9 @@ def _read_zip(stream: BinaryIO, unpickle: _Unpickle, known: Trees) -> ArchiveTre
         check_tree(tree)
         offsets = tuple(offset for offset, _, _ in records)
         known.storages[digest], known.trees[digest, offsets] = storages, tree
-    return ArchiveTree(directory.nbytes, known.trees[digest, offsets], directory.root, Records.of(records))
+    return ArchiveTree(
+        directory.nbytes, known.trees[digest, offsets], directory.root, Records.of(records), directory.surplus_nbytes
+    )
 
 
 def unpickled(data: bytes, at: int, load: Callable[[Any], Any], trust_pickle: bool) -> tuple[Any, int]:

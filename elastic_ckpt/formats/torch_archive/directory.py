@@ -49,6 +49,7 @@ class Directory:
         nbytes: size of the file.
         records: by name.
         root: the name of the folder that all records are in, after the name of the file as it was saved.
+        surplus_nbytes: bytes between the directory and its end.
 
     Raises :class:`ArchiveError` for a directory that is missing, damaged, or of an archive with compressed records.
     """
@@ -136,6 +137,7 @@ class Directory:
         # DeepSpeed's fast writer of several ranks leaves a part of its last block between directory and end
         if start + nbytes > end or count * _ENTRY.size > nbytes or nbytes > _MOST_DIRECTORY_NBYTES:
             raise ArchiveError(f"the end of its directory says {count} records in {nbytes} bytes from byte {start} on")
+        self.surplus_nbytes = end - start - nbytes
         return start, nbytes, count
 
     def _entries(self, start: int, nbytes: int) -> Iterator[ArchiveRecord]:
