@@ -74,6 +74,11 @@ class ListedChunks:
         first = max(bisect_right(chunks, start, key=lambda chunk: chunk.range.start) - 1, 0) if len(chunks) > 1 else 0
         return [chunk for chunk in chunks[first:] if chunk.range.start < stop and chunk.range.stop > start]
 
+    @property
+    def files(self) -> Collection[int]:
+        """The files with chunks."""
+        return {chunk.file for chunk in self.chunks}
+
     def in_files(self, files: Collection[int]) -> Iterator[StorageChunk]:
         """The chunks in some files."""
         return (chunk for chunk in self.chunks if chunk.file in files)
@@ -144,7 +149,7 @@ class FlatTensors:
     """The flat tensors of one state, one in each rank's file; shared by the parameters in them.
 
     Attributes:
-        first_file: index of rank 0's file, which those of the other ranks follow.
+        first_file, ranks: index of rank 0's file, which those of the other ranks follow, and their number.
         byte_offsets: where each rank's tensor begins in its file; a single one where all are equal.
         numel, rows, itemsize: elements of a row, padding included; rows; bytes of an element.
         blocks: how the elements are quantized, each row from a block of its own on; ``None`` for plain values.
@@ -152,12 +157,17 @@ class FlatTensors:
     """
 
     first_file: int
+    ranks: int
     byte_offsets: array[int] = field(hash=False)
     numel: int
     itemsize: int
     rows: int = 1
     blocks: BlockFormat | None = None
     scales_offsets: array[int] = field(default_factory=lambda: array("q"), hash=False)
+
+    def end_on(self, rank: int) -> int:
+        """The first byte behind a rank's tensor, padding included."""
+        return _of_rank(self.byte_offsets, rank) + self.rows * self.numel * self.itemsize
 
 
 def by_rank(offsets: Iterable[int]) -> array[int]:
@@ -197,9 +207,20 @@ class PartitionedChunks:
             found += [self._chunk(row, rank) for rank in ranks]
         return found
 
+    @property
+    def first_file(self) -> int:
+        """Index of rank 0's file."""
+        return self.files_before + self.flat.first_file
+
+    @property
+    def files(self) -> Collection[int]:
+        """The files with chunks."""
+        ranks = self.rule.ranks
+        return range(self.first_file + ranks.start, self.first_file + ranks.stop)
+
     def in_files(self, files: Collection[int]) -> Iterator[StorageChunk]:
         """The chunks in some files."""
-        first_file, ranks = self.files_before + self.flat.first_file, self.rule.ranks
+        first_file, ranks = self.first_file, self.rule.ranks
         mine = sorted(file - first_file for file in files if file - first_file in ranks)
         return (self._chunk(row, rank) for row in range(self.flat.rows) for rank in mine)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from elastic_ckpt import distributed
@@ -127,12 +127,13 @@ def join(common: T, own: Sequence[Any]) -> T:
 def _rebuilt(item: T, own_value: Callable[[Any], Any]) -> T:
     """A dataclass with each own field replaced by what ``own_value`` returns for it, in a fixed order."""
     changes: dict[str, Any] = {}
-    for field in fields(item):  # type: ignore[arg-type]
-        value = getattr(item, field.name)
-        if field.name in getattr(item, _OWN_FIELDS):
-            changes[field.name] = own_value(value)
+    names = getattr(item, _OWN_FIELDS)
+    for name, value in vars(item).items():
+        if name in names:
+            changes[name] = own_value(value)
+        elif isinstance(value, tuple):
+            if value and hasattr(value[0], _OWN_FIELDS):
+                changes[name] = tuple(_rebuilt(each, own_value) for each in value)
         elif hasattr(value, _OWN_FIELDS):
-            changes[field.name] = _rebuilt(value, own_value)
-        elif isinstance(value, tuple) and value and hasattr(value[0], _OWN_FIELDS):
-            changes[field.name] = tuple(_rebuilt(each, own_value) for each in value)
+            changes[name] = _rebuilt(value, own_value)
     return replace(item, **changes)  # type: ignore[type-var]

@@ -57,6 +57,14 @@ class _Partitioned:
     rules: Sequence[PartitionRule]
     flats: Sequence[FlatShard]
 
+    @property
+    def numel(self) -> int:
+        """Elements of each partition, padding included."""
+        first = self.flats[0]
+        return (
+            max((rule.start + rule.step for rule in self.rules), default=0) if first.swapped else first.partition_numel
+        )
+
 
 class MetadataBuilder:
     """Collects the metadata of one model-parallel rank, or of a universal checkpoint.
@@ -184,8 +192,9 @@ class MetadataBuilder:
             scales = by_rank(flat.states.tensors[blocks.scales].byte_offset for flat in partitioned.flats)
         flat = FlatTensors(
             first_file,
+            len(refs),
             by_rank(ref.byte_offset for ref in refs),
-            partitioned.flats[0].partition_numel,
+            partitioned.numel,
             ITEMSIZE[dtype],
             kind.rows,
             blocks,
@@ -324,6 +333,8 @@ def _partitioned(models: Sequence[ModelShard], name: str, shape: Shape, first_fi
                 found=f"{ref.numel} of {ref.dtype}",
                 remedy="restore the folder from its original",
             )
-    flat = FlatTensors(first_file, by_rank(ref.byte_offset for ref in refs), rule.step, ITEMSIZE[first.dtype])
+    flat = FlatTensors(
+        first_file, len(refs), by_rank(ref.byte_offset for ref in refs), rule.step, ITEMSIZE[first.dtype]
+    )
     sources = (PartitionedChunks(rule, flat),) if numel else listed()
     return TensorMetadata(name, FROZEN, shape, first.dtype, sources)

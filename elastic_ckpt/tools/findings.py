@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
 
-from elastic_ckpt.core.metadata import ITEMSIZE, CheckpointMetadata
+from elastic_ckpt.core.chunks import ChunkSource, ListedChunks
+from elastic_ckpt.core.metadata import ITEMSIZE, CheckpointMetadata, SourceFile
 from elastic_ckpt.errors import (
     DamagedError,
     ElasticCkptError,
@@ -85,18 +86,30 @@ def kind_of(error: ElasticCkptError) -> str:
 
 def of_tensors(metadata: CheckpointMetadata, incomplete: str, short: str) -> Iterator[Finding]:
     """Tensors with elements in no file or in two (of kind ``incomplete``), or beyond the end of a file (``short``)."""
+    files = metadata.files
+    known: dict[tuple[int, int], bool] = {}
     for tensor in chain(metadata.tensors.values(), *metadata.replicas.values()):
         try:
             check_tiling(metadata, tensor)
         except DamagedError as error:
             yield of_error(error, incomplete)
-        for chunk in tensor.chunks:
-            file = metadata.files[chunk.file]
+        for chunk in chain.from_iterable(source for source in tensor.sources if not _ends_inside(source, files, known)):
+            file = files[chunk.file]
             end = chunk.byte_offset + chunk.range.numel * ITEMSIZE[tensor.dtype]
             if end > file.nbytes:
                 text = f"{tensor.key} of this parameter reaches beyond the end of its file"
                 sizes = {"expected": f"{end} bytes or more", "found": f"{file.nbytes} bytes"}
                 yield Finding(ERROR, short, text, tensor.name, file.path, **sizes)
+
+
+def _ends_inside(source: ChunkSource, files: Sequence[SourceFile], known: dict[tuple[int, int], bool]) -> bool:
+    """Whether all flat tensors with a parameter end inside their files, which is computed once for each."""
+    if isinstance(source, ListedChunks):
+        return False
+    flat, key = source.flat, (id(source.flat), source.files_before)
+    if key not in known:
+        known[key] = all(flat.end_on(rank) <= files[source.first_file + rank].nbytes for rank in range(flat.ranks))
+    return known[key]
 
 
 def one_line(text: str) -> str:

@@ -58,7 +58,7 @@ def cases(draw: st.DrawFn) -> list[tuple[int, ChunkSource, list[StorageChunk]]]:
     blocks = BlockFormat(draw(st.integers(1, 5)), "absmax1", CODEBOOK) if draw(st.booleans()) else None
     moved = draw(st.integers(0, 2))
     flat = FlatTensors(
-        files[0], by_rank(offsets), len(flats[0]), itemsize, rows, blocks, by_rank(scales if blocks else [0])
+        files[0], ranks, by_rank(offsets), len(flats[0]), itemsize, rows, blocks, by_rank(scales if blocks else [0])
     )
     found = []
     for number, (numel, rule) in enumerate(zip(numels, rules, strict=True)):
@@ -96,6 +96,7 @@ def test_chunks_of_a_range_and_of_files(
         files = data.draw(st.sets(st.integers(0, 12)))
         for source in (chunks, ListedChunks(tuple(right))):
             assert list(source.within(start, stop)) == overlapping(right, start, stop)
+            assert set(source.files) == {chunk.file for chunk in right}
             assert list(source.in_files(files)) == [chunk for chunk in right if chunk.file in files]
             assert list(source.moved(3).in_files({file + 3 for file in files})) == list(
                 ListedChunks(tuple(right)).moved(3).in_files({file + 3 for file in files})

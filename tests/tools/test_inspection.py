@@ -13,7 +13,16 @@ from rich.console import Console
 
 from elastic_ckpt.cli.inspect import clean, file_tree, parameter_table, report
 from elastic_ckpt.cli.output import plain
-from elastic_ckpt.core.chunks import BlockCode, ListedChunks, StorageChunk, listed
+from elastic_ckpt.core.chunks import (
+    BlockCode,
+    FlatTensors,
+    ListedChunks,
+    PartitionedChunks,
+    PartitionRule,
+    StorageChunk,
+    by_rank,
+    listed,
+)
 from elastic_ckpt.core.declared import declared_by
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.local_state import SequenceParallel
@@ -40,7 +49,7 @@ from elastic_ckpt.formats.peek import Peeked
 from elastic_ckpt.sharding.book import Preset, RuleBook
 from elastic_ckpt.tools.inspection import Inspection, inspect_checkpoint
 from elastic_ckpt.tools.inspection.facts import Evidence
-from elastic_ckpt.tools.inspection.files import missing_files
+from elastic_ckpt.tools.inspection.files import entries_of, missing_files
 
 FOLDER = "/ckpt/step7"
 MODEL, OPTIMIZER = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"
@@ -242,6 +251,21 @@ def test_holes(ranges: tuple[tuple[int, int, int], ...], found: str | None) -> N
     torn = TensorMetadata("w", MASTER, (2, 3), "float32", of_shards(2, *ranges), shards=((2, 3), (2, 3)))
     holes = [finding for finding in inspected(catalog_of(torn)).findings if finding.kind == "incomplete_tensor"]
     assert [finding.found for finding in holes] == ([] if found is None else [found])
+
+
+def test_tensors_are_counted_in_each_file_whether_chunks_are_listed_or_computed() -> None:
+    flat = FlatTensors(first_file=1, ranks=3, byte_offsets=by_rank([0] * 3), numel=4, itemsize=4)
+    found = [
+        TensorMetadata("a", MASTER, (6,), "float32", (PartitionedChunks(PartitionRule(6, 4), flat),)),
+        TensorMetadata("b", MASTER, (5,), "float32", (PartitionedChunks(PartitionRule(5, 4, shift=6), flat),)),
+        TensorMetadata("c", FROZEN, (4,), "float32", of_shards(1, (0, 1, 0), (1, 4, 0))),
+    ]
+    metadata = replace(catalog_of(*found), files=tuple(SourceFile(f"/ckpt/step4/{at}.pt", 999) for at in range(4)))
+    metadata = replace(metadata, source=replace(metadata.source, folder="/ckpt/step4"))
+    entries = {
+        entry.name: dict(entry.tensors) for entry in entries_of({f"{at}.pt": 999 for at in range(4)}, 1, metadata)
+    }
+    assert entries == {"0.pt": {FROZEN: 1}, "1.pt": {MASTER: 1}, "2.pt": {MASTER: 2}, "3.pt": {MASTER: 1}}
 
 
 def test_what_does_not_add_up_is_an_error() -> None:

@@ -13,7 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ckpt.core.chunks import BlockCode, StorageChunk, listed
+from elastic_ckpt.core.chunks import (
+    BlockCode,
+    FlatTensors,
+    PartitionedChunks,
+    PartitionRule,
+    StorageChunk,
+    by_rank,
+    listed,
+)
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.metadata import (
     MASTER,
@@ -290,6 +298,16 @@ def test_a_parameter_without_a_master_and_a_tensor_that_ends_behind_its_file() -
     found, _ = checked_metadata(metadata_of([behind], {"w": parameter((100,)), "lost": parameter((3,))}))
     assert [(finding.kind, finding.parameter) for finding in found] == [("unreadable", "w"), ("incomplete", "lost")]
     assert "the end of its file; expected: 1100 bytes or more; found: 1000 bytes" in found[0].message
+
+
+@pytest.mark.parametrize(("numel", "expected"), [(140, []), (150, ["1030 bytes or more"])])
+def test_a_partition_may_end_behind_its_file_where_it_is_padding(numel: int, expected: list[str]) -> None:
+    flat = FlatTensors(first_file=0, ranks=2, byte_offsets=by_rank([64, 750]), numel=80, itemsize=4)
+    sources = (PartitionedChunks(PartitionRule(numel, step=80), flat),)
+    weights = TensorMetadata("w", MASTER, (numel,), "float32", sources)
+    found, _ = checked_metadata(metadata_of([weights], {"w": parameter((numel,))}))
+    assert [finding.expected for finding in found] == expected
+    assert all((finding.kind, finding.file) == ("unreadable", "/ckpt/step4/1") for finding in found)
 
 
 def test_states_that_are_damaged_or_not_understood() -> None:

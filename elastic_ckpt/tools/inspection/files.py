@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
+from itertools import accumulate, chain
 from typing import Any
 
 from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata
@@ -61,17 +61,30 @@ def _below(folder: str, path: str) -> str:
 
 def entries_of(sizes: Mapping[str, int], tp: int | None, metadata: CheckpointMetadata | None) -> tuple[FileEntry, ...]:
     """The files of the folder, by name, with ``pp`` and ``tp`` ranks if the tensor-parallel degree is known."""
-    tensors: dict[str, Counter[str]] = defaultdict(Counter)
-    if metadata is not None:
-        names = [_below(metadata.source.folder, file.path) for file in metadata.files]
-        replicas = [copy for copies in metadata.replicas.values() for copy in copies]
-        for tensor in (*metadata.tensors.values(), *replicas):
-            for file in {chunk.file for chunk in tensor.chunks}:
-                tensors[names[file]][tensor.key] += 1
+    tensors = {} if metadata is None else _tensors_in_files(metadata)
     return tuple(
         FileEntry(name, nbytes=nbytes, tensors=tensors.get(name, {}), **_kind_and_ranks(name, tp))
         for name, nbytes in sorted(sizes.items())
     )
+
+
+def _tensors_in_files(metadata: CheckpointMetadata) -> dict[str, dict[str, int]]:
+    """By name of a file, the number of tensors with chunks in it, by key."""
+    # ranges of files are counted by where they begin and end: parameters times ranks would be many
+    changes: dict[str, list[int]] = {}
+    for tensor in chain(metadata.tensors.values(), *metadata.replicas.values()):
+        of_key = changes.setdefault(tensor.key, [0] * (len(metadata.files) + 1))
+        for files in (source.files for source in tensor.sources):
+            for run in [files] if isinstance(files, range) else [range(file, file + 1) for file in files]:
+                of_key[run.start] += 1
+                of_key[run.stop] -= 1
+    counts: dict[str, dict[str, int]] = {}
+    names = [_below(metadata.source.folder, file.path) for file in metadata.files]
+    for key, of_key in changes.items():
+        for name, count in zip(names, accumulate(of_key), strict=False):
+            if count:
+                counts.setdefault(name, {})[key] = count
+    return counts
 
 
 def _kind_and_ranks(name: str, tp: int | None) -> dict[str, Any]:
