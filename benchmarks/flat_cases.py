@@ -27,6 +27,7 @@ class FlatCase:
     saved_dp: int
     dp: int
     source: str = NATIVE
+    shape: tuple[int, int] = TINY
 
     @property
     def checkpoint(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch import nn
 
 import elastic_ckpt
 from benchmarks import privates
-from benchmarks.flat_cases import TINY, FlatCase
+from benchmarks.flat_cases import FlatCase
 from benchmarks.held import Held, judge_parts
 from benchmarks.meter import Meter, settle
 from benchmarks.model import fill
@@ -26,23 +27,23 @@ _IN_A_MODULE = 10
 class Bag(nn.Module):
     """A few tiny parameters."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, shape: Sequence[int]) -> None:
         super().__init__()
-        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(TINY)) for _ in range(count))
+        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(*shape)) for _ in range(count))
 
 
 class Bags(nn.Module):
     """So many tiny parameters, ten in a module."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, shape: Sequence[int]) -> None:
         super().__init__()
         left = range(0, count, _IN_A_MODULE)
-        self.bags = nn.ModuleList(Bag(min(_IN_A_MODULE, count - first)) for first in left)
+        self.bags = nn.ModuleList(Bag(min(_IN_A_MODULE, count - first), shape) for first in left)
 
 
 def build_engine(case: FlatCase, saved: bool) -> Any:
     """A live engine with many small things."""
-    model = Bags(case.parameters).to(torch.bfloat16)
+    model = Bags(case.parameters, case.shape).to(torch.bfloat16)
     if saved:
         for name, param in model.named_parameters():
             fill(param.data.view(-1), name, "fp32", 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import sys
@@ -14,7 +15,7 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from benchmarks import chart, flat, flat_view, metadata, run
+from benchmarks import chart, flat, flat_view, metadata, run, scale
 from benchmarks.cases import (
     CONTENDERS,
     MODELS,
@@ -32,9 +33,12 @@ from benchmarks.flat_cases import FILES, PARAMETERS, FlatCase, FlatPoint, enumer
 from benchmarks.launching import JobFailed, Launcher
 from benchmarks.meter import Opens
 from benchmarks.model import SAVED, build_model, build_optimizer, fill, is_filled, values
+from benchmarks.played import PlayedJob
 from benchmarks.results import CaseResult, all_wrong, find, over_floor, spread, summarize, targets
 from benchmarks.run import machine_need, repeat_options, settings_of, words
+from benchmarks.scale import ScalePoint
 from benchmarks.table import full_report
+from elastic_ckpt import distributed
 
 MACHINE = {
     "cpu": "A processor",
@@ -382,3 +386,37 @@ def test_a_job_that_hangs_or_fails_is_ended_and_told(tmp_path: Path, monkeypatch
     monkeypatch.setattr("benchmarks.launching.sys.executable", str(script))
     with pytest.raises(JobFailed, match=r"(?s)ran past 0 s.*started"):
         Launcher(tmp_path, tmp_path).run(1, "save", {}, 0.4)
+
+
+def test_a_played_rank_receives_what_the_others_sent() -> None:
+    def work() -> list[list[object]]:
+        mine = distributed.rank(), distributed.world_size()
+        first = distributed.all_gather("tell", lambda: mine)
+        return [first, distributed.all_gather("answer", lambda: sum(rank for rank, _ in first))]
+
+    job = PlayedJob(3)
+    expected = [[(0, 3), (1, 3), (2, 3)], [3, 3, 3]]
+    assert job.run_all(work) == [expected] * 3
+    assert job.run_first(work, trace=True) == expected
+    assert job.traced_nbytes > 0 and job.received_nbytes == 3 * job.sent_nbytes
+    assert distributed.world_size() == 1
+
+
+def test_an_error_of_one_played_rank_is_raised() -> None:
+    def work() -> None:
+        if distributed.rank() == 1:
+            raise KeyError("broken")
+        distributed.all_gather("wait", lambda: None)
+
+    with pytest.raises(KeyError, match="broken"):
+        PlayedJob(2).run_all(work)
+
+
+def test_the_cost_of_source_ranks_is_shown_with_its_growth() -> None:
+    points = [
+        ScalePoint(3, 1000, ranks, 16, 2048, 2 * ranks, 0.5, 0.01, 0.04, 3 << 20, 2048, 4096, 9) for ranks in (8, 64)
+    ]
+    assert scale.growths(points) == {3: 0.0}
+    console = Console(width=150, record=True, file=io.StringIO())
+    console.print(scale.table_of(points))
+    assert "0.010 │  0.040 │       3.0" in console.export_text()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,10 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.played import PlayedJob
 from elastic_ckpt import distributed
 from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.formats.base import MetadataOptions
-from elastic_ckpt.formats.exchange import all_gather_items, join, open_my_share, split
+from elastic_ckpt.formats.exchange import all_gather_items, join, open_my_share, opener_of, split
 from elastic_ckpt.formats.pickled import PickledFile, Trees, open_pickled
 
 
@@ -39,41 +37,12 @@ class Item:
     part: Part | None = None
 
 
-class Job:
-    """The ranks of a job as threads of this process; ``sent`` has the messages of each rank in turn."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
-        self.ranks = ranks
-        self.sent: list[list[bytes]] = [[] for _ in range(ranks)]
-        self._here = threading.local()
-        self._barrier = threading.Barrier(ranks)
-        monkeypatch.setattr(distributed, "rank", lambda: self._here.rank)
-        monkeypatch.setattr(distributed, "world_size", lambda: ranks)
-        monkeypatch.setattr(distributed, "all_gather", self._all_gather)
-
-    def _all_gather(self, doing: str, work: Callable[[], Any]) -> list[Any]:
-        self.sent[self._here.rank].append(pickle.dumps(work()))
-        self._barrier.wait(10)
-        results = [pickle.loads(sent[-1]) for sent in self.sent]
-        self._barrier.wait(10)
-        return results
-
-    def run(self, work: Callable[[int], Any]) -> list[Any]:
-        results: list[Any] = [None] * self.ranks
-
-        def of_rank(rank: int) -> None:
-            self._here.rank = rank
-            results[rank] = work(rank)
-
-        threads = [threading.Thread(target=of_rank, args=(rank,)) for rank in range(self.ranks)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-        return results
-
-
 ITEM = Item("0", ("a", "b"), (Part(1, {"x": 1}), Part(2)), Part(3, {"y": 2}))
+
+
+def share(items: dict[int, Any]) -> dict[int, Any]:
+    """What this rank reads of some items."""
+    return {at: item for at, item in items.items() if opener_of(at) == distributed.rank()}
 
 
 def test_an_item_is_split_and_joined() -> None:
@@ -90,25 +59,23 @@ def test_every_rank_gets_every_item(kinds: list[tuple[int, int]], ranks: int) ->
     for position, (kind, detail) in enumerate(kinds):
         one = Item(str(position), (f"name{kind}",) * 50, (Part(kind, {detail: position}),))
         items[position] = one if kind < 2 else ("of another class", detail)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        job = Job(monkeypatch, ranks)
-        mine = [{at: item for at, item in items.items() if at % ranks == rank} for rank in range(ranks)]
-        assert job.run(lambda rank: all_gather_items(lambda: mine[rank])) == [items] * ranks
+    job = PlayedJob(ranks)
+    assert job.run_all(lambda: all_gather_items(lambda: share(items))) == [items] * ranks
 
 
-def test_what_files_have_in_common_travels_once_and_only_to_who_lacks_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_files_have_in_common_travels_once_and_only_to_who_lacks_it() -> None:
     names = tuple(f"a parameter of a long name {number}" for number in range(1000))
     everywhere = {at: Item(str(at), names) for at in range(8)}
-    job = Job(monkeypatch, 4)
-    job.run(lambda rank: all_gather_items(lambda: {at: everywhere[at] for at in (rank, rank + 4)}))
-    assert all(len(sent) == 1 and len(sent[0]) < 500 for sent in job.sent)
+    job = PlayedJob(4)
+    job.run_all(lambda: all_gather_items(lambda: share(everywhere)))
+    assert len(job.rounds) == 1 and all(len(sent) < 500 for sent in job.rounds[0])
     once = everywhere | {3: Item("3", names[::-1]), 7: Item("7", names[::-1])}
-    job = Job(monkeypatch, 4)
-    found = job.run(lambda rank: all_gather_items(lambda: {at: once[at] for at in (rank, rank + 4)}))
+    job = PlayedJob(4)
+    found = job.run_all(lambda: all_gather_items(lambda: share(once)))
     assert found == [once] * 4
-    long = [rank for rank, sent in enumerate(job.sent) if len(sent[1]) > 20_000]
+    long = [rank for rank, sent in enumerate(job.rounds[1]) if len(sent) > 20_000]
     assert long == [0, 3]  # rank 3 lacks what the others have, and they lack what it has
-    assert all(item.names is found[1][4].names for at, item in found[1].items() if at not in (3, 7))
+    assert all(item.names is found[1][4].names for at, item in found[1].items() if at not in (1, 3, 5, 7))
 
 
 def test_files_with_one_pickle_are_read_once(tmp_path: Path) -> None:
