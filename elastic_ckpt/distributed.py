@@ -21,11 +21,12 @@ if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
-#: Bytes of a message that travel with its length; most messages are shorter.
-_INLINE_NBYTES = 4096
+#: Bytes of a message that travel with its length, at most; most messages are shorter. In large jobs fewer, so that
+#: those of all ranks are at most ``_INLINE_TOTAL_NBYTES``, down to ``_LEAST_INLINE_NBYTES``.
+_INLINE_NBYTES, _INLINE_TOTAL_NBYTES, _LEAST_INLINE_NBYTES = 4096, 1 << 20, 256
 _LENGTH_NBYTES = 8
-#: Most bytes of padding to send when all messages are padded to the longest.
-_PADDED_NBYTES = 16 << 20
+#: One more collective costs as much time as this many bytes.
+_COLLECTIVE_NBYTES = 1 << 18
 #: Small tensors travel together, up to this many bytes.
 _BUCKET_NBYTES = 16 << 20
 #: The backend that sends a device's tensors, if a group has one backend for all devices.
@@ -51,7 +52,7 @@ def _initialized() -> Any:
 
 
 def all_gather(doing: str, work: Callable[[], T]) -> list[T]:
-    """Run ``work`` on every rank and return all results, by rank. Messages up to 4 KiB take one collective.
+    """Run ``work`` on every rank and return all results, by rank. Short messages take one collective.
 
     Args:
         doing: what the work does ("plan the load"), for unforeseen errors.
@@ -66,7 +67,8 @@ def all_gather(doing: str, work: Callable[[], T]) -> list[T]:
     message, cause = _message(doing, work)
     heads = _all_gather_bytes(_head(message))
     nbytes = [int.from_bytes(head[:_LENGTH_NBYTES], "little") for head in heads]
-    tails = _gather_tails(message[_INLINE_NBYTES:], [max(count - _INLINE_NBYTES, 0) for count in nbytes])
+    inline = inline_nbytes(world_size())
+    tails = _gather_tails(message[inline:], [max(count - inline, 0) for count in nbytes])
     return [_result(head, tail, cause) for head, tail in zip(heads, tails, strict=True)]
 
 
@@ -77,8 +79,9 @@ def broadcast(doing: str, work: Callable[[], T], src: int = 0) -> T:
             return work()
     message, cause = _message(doing, work) if rank() == src else (b"", None)
     head = _broadcast_bytes(_head(message), src)
-    rest = max(int.from_bytes(head[:_LENGTH_NBYTES], "little") - _INLINE_NBYTES, 0)
-    tail = _broadcast_bytes(message[_INLINE_NBYTES:] if rank() == src else bytes(rest), src) if rest else b""
+    inline = inline_nbytes(world_size())
+    rest = max(int.from_bytes(head[:_LENGTH_NBYTES], "little") - inline, 0)
+    tail = _broadcast_bytes(message[inline:] if rank() == src else bytes(rest), src) if rest else b""
     result: T = _result(head, tail, cause)
     return result
 
@@ -142,7 +145,13 @@ def _message(doing: str, work: Callable[[], Any]) -> tuple[bytes, BaseException 
 
 def _head(message: bytes) -> bytes:
     """The length of a message and its beginning, padded to a fixed size."""
-    return len(message).to_bytes(_LENGTH_NBYTES, "little") + message[:_INLINE_NBYTES].ljust(_INLINE_NBYTES, b"\0")
+    inline = inline_nbytes(world_size())
+    return len(message).to_bytes(_LENGTH_NBYTES, "little") + message[:inline].ljust(inline, b"\0")
+
+
+def inline_nbytes(ranks: int) -> int:
+    """Bytes of a message that travel with its length in a job of so many ranks."""
+    return max(min(_INLINE_NBYTES, _INLINE_TOTAL_NBYTES // ranks), _LEAST_INLINE_NBYTES)
 
 
 def _result(head: bytes, tail: bytes, cause: BaseException | None) -> Any:
@@ -154,14 +163,34 @@ def _result(head: bytes, tail: bytes, cause: BaseException | None) -> Any:
 
 
 def _gather_tails(mine: bytes, nbytes: Sequence[int]) -> list[bytes]:
-    """What did not fit into the heads (``nbytes`` by rank): padded in one collective, or one by one if too uneven."""
-    longest, senders = max(nbytes), [src for src, count in enumerate(nbytes) if count]
-    if len(senders) > 1 and len(nbytes) * longest <= max(2 * sum(nbytes), _PADDED_NBYTES):
-        return _all_gather_bytes(mine.ljust(longest, b"\0"))
+    """What did not fit into the heads (``nbytes`` by rank): in one collective, what is longer than most one by one."""
+    common = common_nbytes(nbytes)
     tails = [b""] * len(nbytes)
-    for src in senders:
-        tails[src] = _broadcast_bytes(mine if rank() == src else bytes(nbytes[src]), src)
+    if common:
+        padded = _all_gather_bytes(mine[:common].ljust(common, b"\0"))
+        tails = [tail[:count] for tail, count in zip(padded, nbytes, strict=True)]
+    for src, count in enumerate(nbytes):
+        if count > common:
+            tails[src] += _broadcast_bytes(mine[common:] if rank() == src else bytes(count - common), src)
     return tails
+
+
+def common_nbytes(nbytes: Sequence[int]) -> int:
+    """How much of each message to send in one collective, for which shorter ones are padded; the rest is broadcast.
+
+    The choice with the least time, so that padding never multiplies a long message by the number of ranks.
+    """
+    ascending, total = sorted(nbytes), sum(nbytes)
+    best, least = 0, total + _COLLECTIVE_NBYTES * sum(count > 0 for count in nbytes)
+    below = 0  # bytes of messages that are not longer
+    for number, count in enumerate(ascending, 1):
+        below += count
+        longer = len(ascending) - number
+        rest = total - below - longer * count
+        cost = len(ascending) * count + rest + _COLLECTIVE_NBYTES * (1 + longer)
+        if cost < least:
+            best, least = count, cost
+    return best
 
 
 def _any(flag: bool) -> bool:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from elastic_ckpt.distributed import all_gather, deterministic, pack, unpack
+from elastic_ckpt.distributed import all_gather, common_nbytes, deterministic, inline_nbytes, pack, unpack
 from elastic_ckpt.errors import DamagedError, ElasticCkptError
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 
@@ -29,6 +31,41 @@ def test_views_are_sent_with_their_shape_and_values() -> None:
 
 def test_a_process_alone_shares_with_itself() -> None:
     assert all_gather("share", lambda: {"a": 1}) == [{"a": 1}]
+
+
+def sent_nbytes(nbytes: list[int], common: int) -> int:
+    """What every rank receives, if so much of each message goes in one collective."""
+    return len(nbytes) * common + sum(max(count - common, 0) for count in nbytes)
+
+
+@given(st.lists(st.integers(0, 100) | st.integers(0, 1 << 24), min_size=1, max_size=40))
+def test_padding_does_not_multiply_long_messages(nbytes: list[int]) -> None:
+    common = common_nbytes(nbytes)
+    assert common in {0, *nbytes}
+
+    def cost(common: int) -> int:
+        rounds = (common > 0) + sum(count > common for count in nbytes)
+        return sent_nbytes(nbytes, common) + rounds * (1 << 18)
+
+    assert cost(common) == min(cost(choice) for choice in {0, *nbytes})
+
+
+@pytest.mark.parametrize(("nbytes", "common"), [
+    ([0] * 9, 0),
+    ([5000] * 8, 5000),
+    ([5000, 4000], 5000),
+    ([0, 5000, 0, 0], 0),
+    ([300] * 4095 + [1 << 20], 300),  # one rank has read what all lack
+    ([1 << 28, 1 << 20], 0),
+])  # fmt: skip
+def test_most_of_all_messages_travel_together(nbytes: list[int], common: int) -> None:
+    assert common_nbytes(nbytes) == common
+    assert sent_nbytes(nbytes, common) <= 2 * sum(nbytes)
+
+
+@pytest.mark.parametrize(("ranks", "nbytes"), [(1, 4096), (256, 4096), (1024, 1024), (4096, 256), (1 << 16, 256)])
+def test_heads_of_messages_are_short_in_large_jobs(ranks: int, nbytes: int) -> None:
+    assert inline_nbytes(ranks) == nbytes
 
 
 def test_what_all_ranks_fail_in_alike_is_no_single_ranks_failure() -> None:

@@ -36,10 +36,14 @@ def messages(sizes: list[int]) -> list[SimpleNamespace]:
             own=distributed.all_gather("talk", lambda size=size: (me, bytes([me]) * size)),
             mixed=distributed.all_gather("talk", lambda mixed=mixed: mixed),
         )
-        # as where padding all to the longest would send too much
-        distributed._PADDED_NBYTES, before = 0, distributed._PADDED_NBYTES
+        # as where a collective costs less than padding
+        distributed._COLLECTIVE_NBYTES, before = 0, distributed._COLLECTIVE_NBYTES
         found.unpadded = distributed.all_gather("talk", lambda size=size: b"y" * (size * me * me))
-        distributed._PADDED_NBYTES = before
+        distributed._COLLECTIVE_NBYTES = before
+        # as in a job of thousands of ranks
+        distributed._INLINE_TOTAL_NBYTES, before = 0, distributed._INLINE_TOTAL_NBYTES
+        found.long = distributed.all_gather("talk", lambda size=size: bytes([me]) * (size * (1 + me)))
+        distributed._INLINE_TOTAL_NBYTES = before
         mine = bytes([me]) * size
         found.broadcast = [distributed.broadcast("talk", lambda mine=mine: mine, src) for src in range(world)]
         facts.append(found)

@@ -6,7 +6,7 @@ from elastic_ckpt.errors import DamagedError
 from tests.distributed.conftest import Launch
 
 #: Around the length up to which a message goes with its head.
-SIZES = [0, 1, 4000, 4080, 4090, 4096, 4097, 5000, 100_000]
+SIZES = [0, 1, 200, 250, 256, 300, 4000, 4080, 4090, 4096, 4097, 5000, 100_000]
 
 
 def test_messages_of_any_length_reach_all_ranks(launch: Launch) -> None:
@@ -16,6 +16,7 @@ def test_messages_of_any_length_reach_all_ranks(launch: Launch) -> None:
         assert found.own == list(enumerate(own)), found.size
         assert found.mixed == [b"", b"x" * found.size, b""], found.size
         assert found.unpadded == [b"y" * (found.size * rank * rank) for rank in range(3)], found.size
+        assert found.long == [raw * (1 + rank) for rank, raw in enumerate(own)], found.size
         assert found.broadcast == own, found.size
     assert len(facts) == 3 * len(SIZES)
 
