@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from elastic_ckpt.load.installation import install, uninstall
     from elastic_ckpt.report import LoadReport
     from elastic_ckpt.tools.export import export
+    from elastic_ckpt.tools.latest import find_latest
 
 __version__ = "0.1.0"
 
@@ -24,6 +25,7 @@ __all__ = [
     "LoadReport",
     "add_arguments",
     "export",
+    "find_latest",
     "install",
     "uninstall",
     "with_arguments",
@@ -35,6 +37,7 @@ _MODULES = {
     "LoadReport": "elastic_ckpt.report",
     "add_arguments": "elastic_ckpt.load.flags",
     "export": "elastic_ckpt.tools.export",
+    "find_latest": "elastic_ckpt.tools.latest",
     "install": "elastic_ckpt.load.installation",
     "uninstall": "elastic_ckpt.load.installation",
     "with_arguments": "elastic_ckpt.load.flags",

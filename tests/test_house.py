@@ -67,6 +67,7 @@ COVERED_BY = {
     "distributed/test_cli_convert.py": "cli/convert",
     "distributed/test_cli_diff.py": "cli/diff",
     "distributed/test_cli_export.py": "cli/export",
+    "distributed/test_cli_latest.py": "cli/latest tools/latest",
     "distributed/test_cli_verify.py": "cli/verify",
     "distributed/test_exotic.py": "formats/features",
     "distributed/test_matrix.py": "engines/adapter engines/zero12 formats/native formats/partitioned formats/zero3",

@@ -22,6 +22,7 @@ COMMANDS = {
     "doctor": "Tell whether elastic_ckpt works with the installed versions of DeepSpeed, torch and Python.",
     "export": "Write consolidated safetensors weights, as Hugging Face Transformers loads them, from any checkpoint.",
     "inspect": "Show what a checkpoint holds, who saved it, and what is odd about it.",
+    "latest": "Print the path of the newest whole checkpoint of a folder, whatever its latest file says.",
     "plan": (
         "Plan a load on another topology, without a GPU: what each rank would read and need, and how long that takes."
     ),

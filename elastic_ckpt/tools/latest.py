@@ -1,0 +1,136 @@
+"""The newest whole checkpoint of a folder: what to resume from after a job died, maybe while it was saving."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from elastic_ckpt.config import ElasticConfig
+from elastic_ckpt.errors import ElasticCkptError, NotFoundError
+from elastic_ckpt.formats import Found
+from elastic_ckpt.formats.detect import list_tags, look_at
+from elastic_ckpt.formats.pickled import open_pickled
+from elastic_ckpt.tools.findings import one_line
+from elastic_ckpt.tools.opened import config_of
+from elastic_ckpt.tools.verification import verify
+
+#: State of Hugging Face's Trainer beside a checkpoint, and its largest plausible size.
+_TRAINER_STATE, _MOST_STATE_NBYTES = "trainer_state.json", 64 << 20
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A checkpoint of the folder.
+
+    Attributes:
+        path: what to resume from: the folder of a tag, or the one around it that a framework made (``checkpoint-20``).
+        load_dir, tag: as ``load_checkpoint`` takes them.
+        step: global step of its model-states files; ``None`` if none can be read.
+        problem: why it is not whole, in one line; ``None``: it is, or was not looked at.
+    """
+
+    path: str
+    load_dir: str
+    tag: str
+    step: int | None
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class Latest:
+    """The newest whole checkpoint, ``None`` if there is none, and newer ones that are not whole, newest first."""
+
+    newest: Candidate | None
+    skipped: tuple[Candidate, ...] = ()
+
+
+def find_latest(folder: str | os.PathLike[str], full: bool = False) -> str | None:
+    """The path of the newest whole checkpoint in a folder; ``None`` if none is whole.
+
+    Of a folder of DeepSpeed's tags it is that of a tag; of the folders that Hugging Face's Trainer (``checkpoint-20``),
+    Accelerate and Lightning make, that of such a folder, as their own ``resume_from_checkpoint`` takes it. Local.
+
+    Args:
+        folder: that ``save_checkpoint`` or the framework was given.
+        full: compare every byte with its checksum, instead of metadata and sizes alone.
+
+    Raises:
+        NotFoundError: there is no checkpoint at all.
+    """
+    newest = newest_whole(os.fspath(folder), config_of(None), full).newest
+    return None if newest is None else newest.path
+
+
+def newest_whole(folder: str, config: ElasticConfig, full: bool = False) -> Latest:
+    """See :func:`find_latest`; ``config`` as for a load."""
+    candidates = list(_candidates(os.path.abspath(folder), config))
+    if not candidates:
+        raise NotFoundError(
+            "there is no DeepSpeed checkpoint here",
+            file=os.path.abspath(folder),
+            expected="folders of tags (global_step100), or folders that contain them (checkpoint-100)",
+            found="no such folder" if not os.path.isdir(folder) else "a folder without any",
+            remedy="give the folder that save_checkpoint was given",
+        )
+    skipped: list[Candidate] = []
+    for candidate in sorted(candidates, key=_age, reverse=True):
+        problem = _problem(candidate, config, full)
+        if problem is None:
+            return Latest(candidate, tuple(skipped))
+        skipped.append(replace(candidate, problem=problem))
+    return Latest(None, tuple(skipped))
+
+
+def _candidates(folder: str, config: ElasticConfig) -> Iterator[Candidate]:
+    """Every checkpoint in the folder, or one level below."""
+    for tag in list_tags(folder):
+        yield Candidate(os.path.join(folder, tag), folder, tag, _step(look_at(folder, tag), config))
+    for entry in os.scandir(folder) if os.path.isdir(folder) else ():
+        if entry.is_dir() and look_at(folder, entry.name) is None:
+            for tag in list_tags(entry.path):
+                yield Candidate(entry.path, entry.path, tag, _step(look_at(entry.path, tag), config))
+
+
+def _step(found: Found | None, config: ElasticConfig) -> int | None:
+    if found is None:
+        return None
+    for name in (*found.files.model.values(), *found.files.model_zero3.values()):
+        try:
+            return int(open_pickled(found.path(name), config.trust_pickle).section("global_steps"))
+        except (ElasticCkptError, TypeError, ValueError):
+            continue  # verifying it says what is wrong
+    return None
+
+
+def _age(candidate: Candidate) -> tuple[float, float]:
+    """By step, then by the time of its folder; one whose step is not known may be the newest."""
+    written = os.path.getmtime(os.path.join(candidate.load_dir, candidate.tag))
+    return math.inf if candidate.step is None else candidate.step, written
+
+
+def _problem(candidate: Candidate, config: ElasticConfig, full: bool) -> str | None:
+    try:
+        outcome = verify(candidate.load_dir, candidate.tag, config, full)
+    except ElasticCkptError as error:
+        return one_line(error.problem)
+    if outcome.findings:
+        more = f" (and {len(outcome.findings) - 1} more)" if len(outcome.findings) > 1 else ""
+        return outcome.findings[0].line(candidate.load_dir) + more
+    return _trainer_problem(candidate.path, candidate.step)
+
+
+def _trainer_problem(path: str, step: int | None) -> str | None:
+    """Why Hugging Face's Trainer would not go on from its folder: its own state is missing, or of another step."""
+    others = (os.path.join(os.path.dirname(path), name, _TRAINER_STATE) for name in os.listdir(os.path.dirname(path)))
+    if not any(map(os.path.isfile, others)):
+        return None  # another framework's folders
+    try:
+        with open(os.path.join(path, _TRAINER_STATE), encoding="utf-8") as stream:
+            state = json.loads(stream.read(_MOST_STATE_NBYTES))
+    except (OSError, ValueError) as error:
+        return f"{_TRAINER_STATE} cannot be read, which the Trainer writes last: {type(error).__name__}"
+    saved = state.get("global_step") if isinstance(state, dict) else None
+    return None if saved == step else f"{_TRAINER_STATE} is of step {saved}, the checkpoint of step {step}"
