@@ -201,6 +201,9 @@ class PartitionedChunks:
     def within(self, start: int, stop: int) -> Sequence[StorageChunk]:
         """The chunks that have some of the elements ``[start, stop)``, of which there is at least one."""
         rule, found = self.rule, []
+        if self.flat.rows == 1:  # the hot path of planning
+            first, last = (start + rule.shift) // rule.step, (stop - 1 + rule.shift) // rule.step
+            return [self._chunk(0, rank) for rank in range(first, last + 1)]
         for row in range(start // rule.numel, -(-stop // rule.numel)):
             before = row * rule.numel
             ranks = rule.ranks_of(max(start - before, 0), min(stop - before, rule.numel))
@@ -235,10 +238,12 @@ class PartitionedChunks:
     def _chunk(self, row: int, rank: int) -> StorageChunk:
         rule, flat = self.rule, self.flat
         left, before = rank * rule.step - rule.shift, row * rule.numel
-        start, stop = max(left, 0), min(left + rule.step, rule.numel)
+        right = left + rule.step
+        start, stop = left if left > 0 else 0, right if right < rule.numel else rule.numel
         position = rule.start + start - left
-        offset = _of_rank(flat.byte_offsets, rank) + (row * flat.numel + position) * flat.itemsize
-        code = None
+        offsets, code = flat.byte_offsets, None
+        base = offsets[rank] if len(offsets) > 1 else offsets[0]
+        offset = base + (row * flat.numel + position) * flat.itemsize
         if flat.blocks is not None:
             scales = _of_rank(flat.scales_offsets, rank) + row * flat.blocks.blocks(flat.numel) * _SCALE_NBYTES
             code = BlockCode(flat.blocks, position, scales)

@@ -130,7 +130,10 @@ def join_neighbours(items: Iterable[ReadItem]) -> list[ReadItem]:
             and last.rows == item.rows == 1
             and (last.code and replace(last.code, position=last.code.position + last.numel)) == item.code
         ):
-            joined[-1] = replace(last, numel=last.numel + item.numel)
+            numel = last.numel + item.numel
+            joined[-1] = ReadItem(
+                last.file, last.byte_offset, last.slot, last.slot_offset, numel, last.dtype, code=last.code
+            )
         else:
             joined.append(item)
     return joined
