@@ -1,7 +1,7 @@
 """Archives that DeepSpeed's ``fast`` checkpoint writer saved over older ones.
 
 ``FastFileWriter`` writes whole blocks from the start of the file, which it does not truncate, and appends the rest
-(``_unaligned_drain``): the end of the new archive lies behind that of the old one, or of the one that another rank
+(``_unaligned_drain``): the end of the new archive follows that of the old one, or of the one that another rank
 writes under the same name. Whoever trusts the archive's directory, as ``torch.load`` does, reads old bytes.
 """
 
@@ -50,7 +50,7 @@ def _are_intact(path: str, records: Records) -> bool:
 
 
 def _surplus_nbytes(path: str) -> int:
-    """By how much a zip archive's directory lies behind the offset that the archive states; 0 for other files."""
+    """Bytes from the offset that a zip archive states for its directory to the directory itself; 0 for other files."""
     with open(path, "rb") as stream:
         nbytes = stream.seek(0, os.SEEK_END)
         stream.seek(max(nbytes - _END - _LOCATOR64, 0))

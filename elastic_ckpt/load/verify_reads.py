@@ -104,8 +104,7 @@ def _read_missing(metadata: CheckpointMetadata, keys: set[Key]) -> dict[Key, Par
         first = records.offsets[number]
         with open(metadata.files[file].path, "rb") as stream:
             for start, stop in _complement(ranges, first, first + records.nbytes[number]):
-                raw = bytearray(os.pread(stream.fileno(), stop - start, start))
-                read.add(file, start, [memoryview(raw)])
+                read.add(file, start, [memoryview(os.pread(stream.fileno(), stop - start, start))])
     return dict(read.finish())
 
 

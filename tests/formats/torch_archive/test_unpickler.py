@@ -52,8 +52,8 @@ def test_plain_data_of_every_protocol_is_what_python_reads(tree: Any, protocol: 
     assert pickle.dumps(read, protocol) == pickle.dumps(pickle.loads(data), protocol), "types and sharing too"
 
 
-@given(st.lists(st.sampled_from([b"a", b"b" * 300]), max_size=3), PLAIN, st.integers(0, 5))
-def test_shared_objects_stay_shared(_more: list[bytes], tree: Any, protocol: int) -> None:
+@given(PLAIN, st.integers(0, 5))
+def test_shared_objects_stay_shared(tree: Any, protocol: int) -> None:
     shared = [tree, tree, {"again": tree}]
     first, second, third = interpreted(pickle.dumps(shared, protocol))
     assert first == tree
