@@ -100,6 +100,7 @@ CONTENDERS = {
     for each in (
         Contender("floor", "floor: preadv", NATIVE, (RESUME, TOUCHED, FRESH)),
         Contender("native", "elastic_ckpt, native", NATIVE, (RESUME, TOUCHED)),
+        Contender("unverified", 'the same, "verify": "off"', NATIVE, (RESUME, TOUCHED)),
         Contender("floor-universal", "floor: preadv, universal", UNIVERSAL, (RESUME, TOUCHED), "floor-universal"),
         Contender("universal", "elastic_ckpt, universal", UNIVERSAL, (RESUME, TOUCHED), "floor-universal"),
         Contender("dcp", "torch.distributed.checkpoint", DCP, (RESUME, TOUCHED, FRESH)),
@@ -159,7 +160,7 @@ def kinds_of(key: str, quick: bool) -> tuple[str, ...]:
     """Kinds of memory in which a contender is run; in a hurry, only elastic_ckpt and its floor in two."""
     if not quick:
         return CONTENDERS[key].kinds
-    return (RESUME, TOUCHED) if key in ("floor", "native") else (RESUME,)
+    return (RESUME, TOUCHED) if key in ("floor", "native", "unverified") else (RESUME,)
 
 
 def sources_of(keys: Iterable[str]) -> list[str]:

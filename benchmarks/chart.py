@@ -12,6 +12,7 @@ from benchmarks.table import machine_line
 
 _COLORS = {
     "native": "#0b6e4f",
+    "unverified": "#9db8ad",
     "universal": "#5fb49c",
     "dcp": "#e09f3e",
     "ds-native": "#8fa8d6",

@@ -53,9 +53,10 @@ class InEngine:
         folder: what is given to it.
         elastic: whether elastic_ckpt loads, or DeepSpeed itself.
         universal: ``load_universal``, for DeepSpeed itself.
+        verify: the option ``"verify"`` of elastic_ckpt.
     """
 
-    def __init__(self, held: Held, folder: Path, elastic: bool, universal: bool) -> None:
+    def __init__(self, held: Held, folder: Path, elastic: bool, universal: bool, verify: str = "load") -> None:
         self.folder = folder
         self.owned_nbytes = held.owned_nbytes
         self.phases: dict[str, float] = {}
@@ -63,12 +64,14 @@ class InEngine:
         self._held = held
         self._elastic = elastic
         self._universal = universal
+        self._verify = verify
 
     def prepare(self, kind: str) -> int:
         """See :class:`Runner`."""
         self._held.scramble(kind)
         (elastic_ckpt.install if self._elastic else elastic_ckpt.uninstall)()
         privates.prefer_universal(self._held.engine, self._universal)
+        privates.set_elastic_options(self._held.engine, verify=self._verify)
         return 8 * sum(master.numel() for master in self._held.masters) if kind == RESUME else 0
 
     def load(self, kind: str) -> None:
@@ -108,6 +111,7 @@ def build_runner(key: str, held: Held, folders: dict[str, Path], stage: int) -> 
         return Sharded(held.engine, folder)
     kinds: dict[str, dict[str, Any]] = {
         "native": {"elastic": True, "universal": False},
+        "unverified": {"elastic": True, "universal": False, "verify": "off"},
         "universal": {"elastic": True, "universal": False},
         "ds-native": {"elastic": False, "universal": False},
         "ds-universal": {"elastic": False, "universal": True},

@@ -104,6 +104,11 @@ def prefer_universal(engine: Any, wanted: bool) -> None:
     engine._config.load_universal_checkpoint = wanted
 
 
+def set_elastic_options(engine: Any, **options: Any) -> None:
+    """``"elastic_checkpoint": {...}`` of a live engine."""
+    engine._config._param_dict["elastic_checkpoint"] = options
+
+
 @contextmanager
 def unchecked_for_duplicates() -> Iterator[None]:
     """Build engines without a check that looks for each parameter in the list of all: minutes for 10,000 of them."""

@@ -212,6 +212,11 @@ def targets(result: CaseResult) -> list[Target]:
             ratio = other.seconds.median / ours.seconds.median
             applies = is_big and (key != "ds-universal" or (result.case.stage, result.case.dp) == (3, 4))
             met.append(Target(f"times as fast as {CONTENDERS[key].title}", ratio, bound, True, applies))
+    for kind in (RESUME, TOUCHED):
+        mine, off = (find(summaries, key, kind) for key in ("native", "unverified"))
+        if mine and off:
+            ratio = mine.seconds.median / off.seconds.median
+            met.append(Target(f"verified / not verified, {kind}", ratio, 1.08, at_least=False, applies=is_big))
     tensors = ours.read_nbytes - (ours.metadata_nbytes or 0)
     met.append(Target("tensor bytes read / bytes owned", tensors / ours.owned_nbytes, 1.02, at_least=False))
     met.append(Target("extra memory of a rank, MiB", ours.extra_nbytes / _MIB, 64.0, at_least=False))
