@@ -41,6 +41,9 @@ Config = Annotated[
 Preset = Annotated[
     str | None, typer.Option("--preset", help='Rules of a code base ("tp_preset"): bloom, gpt-neox, megatron-core ...')
 ]
+Replicated = Annotated[
+    str | None, typer.Option("--replicated", help='Copies that differ: strict, first or mean ("replicated_params").')
+]
 TrustPickle = Annotated[bool, typer.Option("--trust-pickle", help="Let checkpoint files run code while they are read.")]
 
 

@@ -6,12 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
-from rich.table import Table
 
-from elastic_ckpt.cli import AsJson, Config, Folder, Preset, Tag, TrustPickle, app
-from elastic_ckpt.cli.output import console, errors_end_the_command, print_json, printable, size, table
-from elastic_ckpt.tools.conversion import ConversionReport
+from elastic_ckpt.cli import AsJson, Config, Folder, Preset, Replicated, Tag, TrustPickle, app
+from elastic_ckpt.cli.output import errors_end_the_command, print_written
 from elastic_ckpt.tools.conversion import convert as run_conversion
 from elastic_ckpt.tools.opened import config_of, open_folder
 
@@ -26,10 +23,7 @@ def convert(
     tag: Tag = None,
     config: Config = None,
     preset: Preset = None,
-    replicated: Annotated[
-        str | None,
-        typer.Option("--replicated", help='Copies that differ: strict, first or mean ("replicated_params").'),
-    ] = None,
+    replicated: Replicated = None,
     threads: Annotated[int, typer.Option("--threads", min=1, max=64, help="Files written at a time.")] = 4,
     chunk_mib: Annotated[int, typer.Option("--chunk-mib", min=1, max=1024, help="Memory of a thread, in MiB.")] = 32,
     restart: Annotated[
@@ -49,18 +43,4 @@ def convert(
         options = config_of(config, tp_preset=preset, trust_pickle=trust_pickle or None, replicated_params=replicated)
         opened = open_folder(str(folder), tag, options)
         report = run_conversion(opened, out, threads, chunk_mib << 20, False if as_json else None, restart)
-    if as_json:
-        print_json(report)
-    else:
-        console.print(_table(report))
-
-
-def _table(report: ConversionReport) -> Table:
-    facts = table("elastic_ckpt: checkpoint converted")
-    facts.add_row("universal checkpoint", escape(report.folder))
-    kept = f", {report.files_kept} kept from an earlier attempt" if report.files_kept else ""
-    facts.add_row("written", f"{report.files} files, {size(report.nbytes)}{kept}")
-    facts.add_row("seconds", f"{report.seconds:.1f}")
-    for note in report.notes:
-        facts.add_row("note", escape(printable(note)))
-    return facts
+    print_written(report, "elastic_ckpt: checkpoint converted", as_json)

@@ -6,12 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
-from rich.table import Table
 
-from elastic_ckpt.cli import AsJson, Config, Folder, Preset, Tag, TrustPickle, app
-from elastic_ckpt.cli.output import console, errors_end_the_command, print_json, printable, size, table
-from elastic_ckpt.tools.export import ExportReport
+from elastic_ckpt.cli import AsJson, Config, Folder, Preset, Replicated, Tag, TrustPickle, app
+from elastic_ckpt.cli.output import errors_end_the_command, print_written
 from elastic_ckpt.tools.export import export as run_export
 from elastic_ckpt.tools.export.shards import Dtype
 from elastic_ckpt.tools.opened import config_of
@@ -38,10 +35,7 @@ def export(
     jobs: Annotated[int, typer.Option("--jobs", min=1, max=64, help="Threads that read, convert and write.")] = 4,
     config: Config = None,
     preset: Preset = None,
-    replicated: Annotated[
-        str | None,
-        typer.Option("--replicated", help='Copies that differ: strict, first or mean ("replicated_params").'),
-    ] = None,
+    replicated: Replicated = None,
     restart: Annotated[
         bool, typer.Option("--restart", help="Throw away what an interrupted export of something else left.")
     ] = False,
@@ -68,18 +62,4 @@ def export(
             progress=False if as_json else None,
             restart=restart,
         )
-    if as_json:
-        print_json(report)
-    else:
-        console.print(_table(report))
-
-
-def _table(report: ExportReport) -> Table:
-    facts = table("elastic_ckpt: weights exported")
-    facts.add_row("folder", escape(report.folder))
-    kept = f", {report.files_kept} kept from an earlier attempt" if report.files_kept else ""
-    facts.add_row("written", f"{report.tensors} tensors, {report.files} files, {size(report.nbytes)}{kept}")
-    facts.add_row("seconds", f"{report.seconds:.1f}")
-    for note in report.notes:
-        facts.add_row("note", escape(printable(note)))
-    return facts
+    print_written(report, "elastic_ckpt: weights exported", as_json)

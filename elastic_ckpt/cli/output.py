@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console, RenderableType
@@ -16,6 +16,9 @@ from rich.table import Table
 from tqdm import tqdm
 
 from elastic_ckpt.errors import ConfigError, ElasticCkptError
+
+if TYPE_CHECKING:
+    from elastic_ckpt.tools.workplace import WriteReport
 
 #: A finding; wrong usage; the checkpoint cannot be read.
 EXIT_FOUND, EXIT_USAGE, EXIT_UNREADABLE = 1, 2, 3
@@ -66,6 +69,21 @@ def table(title: str, *columns: str, **options: Any) -> Table:
         made.add_column(style="bold", no_wrap=True)
         made.add_column(overflow="fold")
     return made
+
+
+def print_written(report: WriteReport, title: str, as_json: bool) -> None:
+    """Print what a conversion or an export wrote."""
+    if as_json:
+        print_json(report)
+        return
+    kept = f", {report.files_kept} kept from an earlier attempt" if report.files_kept else ""
+    facts = table(title)
+    facts.add_row("folder", escape(report.folder))
+    facts.add_row("written", f"{report.tensors} tensors, {report.files} files, {size(report.nbytes)}{kept}")
+    facts.add_row("seconds", f"{report.seconds:.1f}")
+    for note in report.notes:
+        facts.add_row("note", escape(printable(note)))
+    console.print(facts)
 
 
 def print_wide(parts: Iterable[RenderableType]) -> None:

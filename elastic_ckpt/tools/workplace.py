@@ -12,10 +12,13 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from elastic_ckpt.core.metadata import SourceFile
 from elastic_ckpt.errors import ElasticCkptError
@@ -33,18 +36,40 @@ class Task:
 CONVERSION, EXPORT = Task("conversion", "convert"), Task("export", "export")
 
 
+@dataclass(frozen=True)
+class WriteReport:
+    """The outcome: folder, tensors in it, files and bytes written, files kept from an earlier attempt, and notes."""
+
+    folder: str
+    tensors: int
+    files: int
+    nbytes: int
+    files_kept: int
+    seconds: float
+    notes: tuple[str, ...]
+
+
 class Workplace:
     """The unfinished output folder of a task, locked while in use; see :func:`fingerprint`.
+
+    Args:
+        task, target: what writes, and the folder's final name.
+        source, options: the files that are read, and what else determines the bytes that are written.
+        restart: discard the files of a task with another source or other options.
 
     Raises :class:`ElasticCkptError` if ``target`` exists, another such task is in progress, or the folder has files
     of one with another fingerprint and ``restart`` is not set.
     """
 
-    def __init__(self, target: Path, fingerprint: str, restart: bool, task: Task) -> None:
+    def __init__(
+        self, task: Task, target: Path, source: Sequence[SourceFile], options: Sequence[object], restart: bool = False
+    ) -> None:
         self.target, self.task = target, task
         self.folder = partial_folder(target)
         self._manifest = f"{task.noun}.json"
-        mine = {"fingerprint": fingerprint}
+        self._source, self._options = source, options
+        self._fingerprint = fingerprint(source, options)
+        mine = {"fingerprint": self._fingerprint}
         # true if an earlier attempt ended after the folder was renamed: only :meth:`finish` is left to do
         is_named = _read(target / self._manifest) == mine
         if os.path.lexists(target) and not is_named:
@@ -111,8 +136,17 @@ class Workplace:
     def finish(self, latest: str | None = None) -> None:
         """Rename the folder to its final name, and write the ``latest`` file beside it, if it has a name.
 
-        The manifest is removed last: while it exists, the next attempt finishes these steps.
+        The manifest is removed last: while it exists, the next attempt finishes these steps. Raises
+        :class:`ElasticCkptError` if the source has changed.
         """
+        if fingerprint(self._source, self._options) != self._fingerprint:
+            raise ElasticCkptError(
+                f"the checkpoint was written to while it was {self.task.verb}ed",
+                file=os.path.dirname(self._source[0].path),
+                expected="files that stay as they are",
+                found="other sizes or times than at the start",
+                remedy=f"{self.task.verb} it again with --restart once nobody writes there",
+            )
         for folder, _, _ in os.walk(self.folder):
             _sync(Path(folder))
         os.rename(self.folder, self.target)
@@ -125,7 +159,7 @@ class Workplace:
         _sync(self.target)
 
 
-def fingerprint(files: Iterable[SourceFile], *options: object) -> str:
+def fingerprint(files: Sequence[SourceFile], options: Sequence[object]) -> str:
     """A digest that changes with any source file's path, size or mtime, and with any option."""
     facts = [(file.path, file.nbytes, os.stat(file.path).st_mtime_ns) for file in files]
     return hashlib.sha256(repr((facts, options)).encode()).hexdigest()
@@ -149,18 +183,6 @@ def refuse_target(task: Task, target: Path, source: Path) -> None:
         )
 
 
-def refuse_changed_source(task: Task, before: str, after: str, folder: str) -> None:
-    """Raise :class:`ElasticCkptError` if the source's :func:`fingerprint` has changed."""
-    if before != after:
-        raise ElasticCkptError(
-            f"the checkpoint was written to while it was {task.verb}ed",
-            file=folder,
-            expected="files that stay as they are",
-            found="other sizes or times than at the start",
-            remedy=f"{task.verb} it again with --restart once nobody writes there",
-        )
-
-
 @contextmanager
 def naming_os_errors(task: Task, target: Path) -> Iterator[None]:
     """Turn an :class:`OSError` into an :class:`ElasticCkptError` that names the file."""
@@ -174,6 +196,17 @@ def naming_os_errors(task: Task, target: Path) -> Iterator[None]:
             found=f"{type(error).__name__}: {error.strerror or error}",
             remedy="check the path, its file system and its permissions; the same command goes on from here",
         ) from error
+
+
+_of_thread = threading.local()
+
+
+def scratch(nbytes: int) -> torch.Tensor:
+    """A flat uint8 tensor of this thread, which the next call may return again; allocating one each time is slow."""
+    buffer: torch.Tensor | None = getattr(_of_thread, "buffer", None)
+    if buffer is None or buffer.numel() != nbytes:
+        buffer = _of_thread.buffer = torch.empty(nbytes, dtype=torch.uint8)
+    return buffer
 
 
 def _write_durably(final: Path, write: Callable[[Path], object]) -> None:

@@ -23,7 +23,7 @@ from elastic_ckpt.cli import app
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
 from elastic_ckpt.errors import ConfigError, ElasticCkptError, MismatchError, UnsupportedError
 from elastic_ckpt.tools import export as exporting
-from elastic_ckpt.tools.export.safetensors import DTYPES, Entry, layout
+from elastic_ckpt.tools.export.safetensors import DTYPES, layout
 from elastic_ckpt.tools.export.shards import INDEX, index_of, nbytes_of, shards_of, to_export
 from elastic_ckpt.tools.export.writing import converted
 from elastic_ckpt.tools.logical import Whole
@@ -43,7 +43,8 @@ def test_the_library_reads_what_the_header_describes(
     tensors: dict[str, tuple[str, tuple[int, ...]]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.mktemp("header") / "a.safetensors"
-    prefix, starts = layout((Entry(name, *what) for name, what in tensors.items()), {"format": "pt", "b": "a"})
+    wholes = [Whole(name, MASTER, shape, dtype) for name, (dtype, shape) in tensors.items()]
+    prefix, starts = layout(wholes, {"format": "pt", "b": "a"})
     expected, data = {}, bytearray(prefix)
     for name, start in sorted(starts.items(), key=lambda item: item[1]):
         dtype, shape = tensors[name]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import shutil
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -34,26 +32,13 @@ from elastic_ckpt.tools.opened import Opened
 from elastic_ckpt.tools.workplace import (
     CONVERSION,
     Workplace,
-    fingerprint,
+    WriteReport,
     naming_os_errors,
-    refuse_changed_source,
     refuse_target,
 )
 
 #: Incremented whenever the same source is converted to different bytes.
 _VERSION = 1
-
-
-@dataclass(frozen=True)
-class ConversionReport:
-    """The outcome: folder, files and bytes written, files kept from an earlier attempt, and notes."""
-
-    folder: str
-    files: int
-    nbytes: int
-    files_kept: int
-    seconds: float
-    notes: tuple[str, ...]
 
 
 def convert(
@@ -63,7 +48,7 @@ def convert(
     chunk_nbytes: int = 32 << 20,
     progress: bool | None = None,
     restart: bool = False,
-) -> ConversionReport:
+) -> WriteReport:
     """Write a universal checkpoint. Memory: about ``threads * chunk_nbytes`` beside metadata, whatever the size.
 
     Args:
@@ -77,33 +62,33 @@ def convert(
         ElasticCkptError: the checkpoint cannot be converted exactly, or the target exists. Files written so far
             remain in a folder whose name starts with a dot, from which the next attempt resumes.
     """
-    target = target.absolute()
+    target, started = target.absolute(), time.monotonic()
     refuse_target(CONVERSION, target, Path(opened.found.folder))
-    with naming_os_errors(CONVERSION, target):
-        return _convert(opened, target, threads, chunk_nbytes, progress, restart)
-
-
-def _convert(
-    opened: Opened, target: Path, threads: int, chunk_nbytes: int, progress: bool | None, restart: bool
-) -> ConversionReport:
-    started = time.monotonic()
     metadata, config = opened.checkpoint.metadata, opened.config
     refuse_unconvertible(metadata)
     load = LoadOptions.of(config)
     reader = LogicalReader(metadata, load)
     rules = known_rules(metadata, metadata.parameters, load.rules)
     read = ReadOptions(threads=1, chunk_nbytes=chunk_nbytes, staging_nbytes=chunk_nbytes)
-    files = [*parameter_files(reader, rules, read), *_other_files(opened)]
     facts = (_VERSION, target.name, load.rules, config.replicated_params, config.rename, state_options(config))
-    before = fingerprint(metadata.files, *facts)
-    with Workplace(target, before, restart, CONVERSION) as place:
-        notes = metadata.notes + reader.notes + reader.compare_copies(read) + notes_on(metadata, rules)
-        # largest first, so that no thread is left with one at the end
-        todo = sorted((file for file in files if not place.has(file.path)), key=lambda file: -file.nbytes)
-        nbytes = _write_all(place, todo, threads, progress)
-        refuse_changed_source(CONVERSION, before, fingerprint(metadata.files, *facts), metadata.source.folder)
-        place.finish(LATEST_UNIVERSAL)
-    return ConversionReport(str(target), len(todo), nbytes, len(files) - len(todo), time.monotonic() - started, notes)
+    with naming_os_errors(CONVERSION, target):
+        tensors = list(parameter_files(reader, rules, read))
+        files = [*tensors, *_other_files(opened)]
+        with Workplace(CONVERSION, target, metadata.files, facts, restart) as place:
+            notes = metadata.notes + reader.notes + reader.compare_copies(read) + notes_on(metadata, rules)
+            # largest first, so that no thread is left with one at the end
+            todo = sorted((file for file in files if not place.has(file.path)), key=lambda file: -file.nbytes)
+            nbytes = _write_all(place, todo, threads, progress)
+            place.finish(LATEST_UNIVERSAL)
+    return WriteReport(
+        folder=str(target),
+        tensors=len(tensors),
+        files=len(todo),
+        nbytes=nbytes,
+        files_kept=len(files) - len(todo),
+        seconds=time.monotonic() - started,
+        notes=notes,
+    )
 
 
 def _other_files(opened: Opened) -> list[OutputFile]:
@@ -122,25 +107,28 @@ def _other_files(opened: Opened) -> list[OutputFile]:
 def _write_all(place: Workplace, files: list[OutputFile], threads: int, progress: bool | None) -> int:
     """Write all files and return their bytes; the first error is raised once files in progress are done."""
     disable = None if progress is None else not progress
-    lock, total = threading.Lock(), sum(file.nbytes for file in files)
-    with tqdm(total=total, unit="B", unit_scale=True, desc="converting", disable=disable) as bar:
+    total = sum(file.nbytes for file in files)
 
-        def work(file: OutputFile) -> int:
-            try:
-                nbytes = place.write(file.path, file.write)
-            except OSError as error:
-                where = f" ({error.filename})" if error.filename else ""
-                raise ElasticCkptError(
-                    "a file of the conversion could not be written",
-                    file=str(place.folder / file.path),
-                    expected=f"about {file.nbytes} bytes more on the disk",
-                    found=f"{type(error).__name__}: {error.strerror or error}{where}",
-                    remedy="make room, or repair it; the same command goes on from here",
-                ) from error
-            with lock:
-                bar.update(file.nbytes)
-            return nbytes
+    def work(file: OutputFile) -> int:
+        try:
+            return place.write(file.path, file.write)
+        except OSError as error:
+            where = f" ({error.filename})" if error.filename else ""
+            raise ElasticCkptError(
+                "a file of the conversion could not be written",
+                file=str(place.folder / file.path),
+                expected=f"about {file.nbytes} bytes more on the disk",
+                found=f"{type(error).__name__}: {error.strerror or error}{where}",
+                remedy="make room, or repair it; the same command goes on from here",
+            ) from error
 
+    written = 0
+    with (
+        tqdm(total=total, unit="B", unit_scale=True, desc="converting", disable=disable) as bar,
+        ThreadPoolExecutor(threads, thread_name_prefix="elastic_ckpt") as pool,
+    ):
         # after an error or Ctrl-C, map cancels pending files
-        with ThreadPoolExecutor(threads, thread_name_prefix="elastic_ckpt") as pool:
-            return sum(pool.map(work, files))
+        for file, nbytes in zip(files, pool.map(work, files), strict=True):
+            bar.update(file.nbytes)
+            written += nbytes
+    return written

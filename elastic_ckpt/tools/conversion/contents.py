@@ -12,7 +12,6 @@ import math
 import os
 import re
 import struct
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +34,7 @@ from elastic_ckpt.tools.conversion.pickling import save
 from elastic_ckpt.tools.findings import PADDING
 from elastic_ckpt.tools.logical import LogicalReader, Whole
 from elastic_ckpt.tools.verification.archive import read_archive
+from elastic_ckpt.tools.workplace import scratch
 
 _UNSAFE = re.compile(r"[/\\\x00]|^\.{0,2}$|^\.")
 #: DeepSpeed's note of parts of unequal widths. Its other notes are entries of ``deepspeed/checkpoint/constants.py``.
@@ -43,7 +43,6 @@ _SUBPARAM_SHAPE = "deepspeed.checkpoint.universal_checkpoint.SubparamShape"
 _ADAM = frozenset({MASTER, "exp_avg", "exp_avg_sq"})
 #: Offsets of the CRC32 in a record's data descriptor and directory entry (APPNOTE.TXT, 4.3.9, 4.3.12).
 _CRC32_IN_DESCRIPTOR, _CRC32_IN_ENTRY = 4, 16
-_of_thread = threading.local()
 
 
 @dataclass(frozen=True)
@@ -141,17 +140,13 @@ def checked_name(name: str, folder: str) -> str:
 def _write_tensor(
     reader: LogicalReader, whole: Whole, entries: Mapping[str, Any], options: ReadOptions, path: Path
 ) -> None:
-    # allocating memory for every file would cost more than reading it
-    scratch: torch.Tensor | None = getattr(_of_thread, "scratch", None)
-    if scratch is None or scratch.numel() != options.chunk_nbytes:
-        scratch = _of_thread.scratch = torch.empty(options.chunk_nbytes, dtype=torch.uint8)
     write_tensor_file(
         str(path),
         lambda tensor: {**entries, "param": tensor},
         whole.shape,
         whole.dtype,
         lambda wanted, out: reader.read(whole, wanted, out, options),
-        scratch,
+        scratch(options.chunk_nbytes),
     )
 
 
@@ -161,7 +156,7 @@ def write_tensor_file(
     shape: tuple[int, ...],
     dtype: str,
     fill: Callable[[FlatRange, torch.Tensor], None],
-    scratch: torch.Tensor,
+    buffer: torch.Tensor,
 ) -> None:
     """Write a ``torch.save`` file of one tensor without having all of it in memory.
 
@@ -174,13 +169,13 @@ def write_tensor_file(
         wrap: puts the tensor, which has no data, into the object to pickle.
         shape, dtype: shape and torch dtype of the tensor.
         fill: called for one chunk after the other, to fill a flat tensor with the given elements.
-        scratch: flat uint8 tensor, overwritten: all the memory that is used.
+        buffer: flat uint8 tensor, overwritten: all the memory that is used.
     """
     fake = _save_without_data(path, wrap, shape, getattr(torch, dtype))
     if not fake.numel():
         return
-    step = scratch.numel() // fake.itemsize
-    buffer, crc = scratch[: step * fake.itemsize].view(fake.dtype), 0
+    step = buffer.numel() // fake.itemsize
+    values, crc = buffer[: step * fake.itemsize].view(fake.dtype), 0
     with open(path, "r+b") as stream:
         archive = read_archive(stream)
         record = next((record for record in archive.records if record.name.endswith("/data/0")), None)
@@ -189,7 +184,7 @@ def write_tensor_file(
         os.posix_fallocate(stream.fileno(), record.offset, record.nbytes)  # reports a full disk at once, and is faster
         stream.seek(record.offset)
         for first in range(0, fake.numel(), step):
-            chunk = buffer[: min(step, fake.numel() - first)]
+            chunk = values[: min(step, fake.numel() - first)]
             fill(FlatRange(first, first + chunk.numel()), chunk)
             raw = chunk.view(torch.uint8).numpy().data
             crc = isal_zlib.crc32(raw, crc)

@@ -6,7 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -35,10 +35,9 @@ from elastic_ckpt.tools.opened import config_of, open_folder
 from elastic_ckpt.tools.workplace import (
     EXPORT,
     Workplace,
-    fingerprint,
+    WriteReport,
     naming_os_errors,
     partial_folder,
-    refuse_changed_source,
     refuse_target,
 )
 
@@ -49,19 +48,6 @@ _CHUNK = 16 << 20
 _READ = ReadOptions(threads=1, chunk_nbytes=_CHUNK, staging_nbytes=_CHUNK)
 #: Of the file system: room for its own metadata, headers and the index.
 _SPARE = 16 << 20
-
-
-@dataclass(frozen=True)
-class ExportReport:
-    """The outcome: folder, tensors in it, files and bytes written, files kept from an earlier attempt, and notes."""
-
-    folder: str
-    tensors: int
-    files: int
-    nbytes: int
-    files_kept: int
-    seconds: float
-    notes: tuple[str, ...]
 
 
 def export(
@@ -77,7 +63,7 @@ def export(
     config: ElasticConfig | None = None,
     progress: bool | None = None,
     restart: bool = False,
-) -> ExportReport:
+) -> WriteReport:
     """Write a checkpoint's parameters and buffers as consolidated safetensors files. No engine and no GPU is needed.
 
     Parameters are fp32 master weights; frozen parameters and buffers are as the module had them. Of tied parameters,
@@ -113,13 +99,11 @@ def export(
     with naming_os_errors(EXPORT, target):
         _refuse_full_disk(target, sum(shard.nbytes for shard in shards))
         notes = (*metadata.notes, *metadata.warnings, *reader.notes, *reader.compare_copies(_READ))
-        before = fingerprint(metadata.files, *facts)
-        with Workplace(target, before, restart, EXPORT) as place:
+        with Workplace(EXPORT, target, metadata.files, facts, restart) as place:
             kept = sum(place.has(shard.file) for shard in shards)
             nbytes = _write_all(place, reader, shards, max(jobs, 1), progress)
-            refuse_changed_source(EXPORT, before, fingerprint(metadata.files, *facts), metadata.source.folder)
             place.finish()
-    return ExportReport(
+    return WriteReport(
         folder=str(target),
         tensors=len(tensors),
         files=len(shards) - kept,

@@ -8,13 +8,12 @@ whole tensors only.
 from __future__ import annotations
 
 import json
-import math
 import struct
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 
 from elastic_ckpt.core.metadata import ITEMSIZE
+from elastic_ckpt.tools.logical import Whole
 
 METADATA = "__metadata__"
 #: torch dtype -> its name in the format.
@@ -41,35 +40,17 @@ DTYPES = MappingProxyType(
 _ALIGNMENT = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A tensor of a file: FQN, torch dtype and shape."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * ITEMSIZE[self.dtype]
-
-
-def layout(entries: Iterable[Entry], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+def layout(tensors: Iterable[Whole], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
     """The bytes before the tensors, and the byte offset of each tensor in the file.
 
     Tensors are in the library's order, by descending item size and then by name, so that each is aligned.
     """
-    ordered = sorted(entries, key=lambda entry: (-ITEMSIZE[entry.dtype], entry.name))
     header: dict[str, object] = {METADATA: dict(metadata)}
     starts, position = {}, 0
-    for entry in ordered:
-        starts[entry.name] = position
-        offsets = [position, position := position + entry.nbytes]
-        header[entry.name] = {"dtype": DTYPES[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets}
+    for tensor in sorted(tensors, key=lambda tensor: (-ITEMSIZE[tensor.dtype], tensor.name)):
+        starts[tensor.name] = position
+        offsets = [position, position := position + tensor.nbytes]
+        header[tensor.name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     prefix = struct.pack("<Q", len(text)) + text

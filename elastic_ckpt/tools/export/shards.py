@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
 from elastic_ckpt.core.metadata import BUFFER, CheckpointMetadata, is_floating
 from elastic_ckpt.errors import ConfigError, MismatchError, UnsupportedError, listed
-from elastic_ckpt.tools.export.safetensors import DTYPES, METADATA, Entry
+from elastic_ckpt.tools.export.safetensors import DTYPES, METADATA
 from elastic_ckpt.tools.logical import Whole
 
 INDEX = "model.safetensors.index.json"
@@ -26,10 +26,10 @@ _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """A tensor of the checkpoint, and what is written of it."""
+    """A tensor of the checkpoint, and what is written of it: the same, perhaps in another dtype."""
 
     whole: Whole
-    entry: Entry
+    entry: Whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def to_export(wholes: Iterable[Whole], dtype: str | None) -> list[Exported]:
     found: dict[str, Exported] = {}
     for whole in wholes:
         converts = dtype is not None and whole.key != BUFFER and is_floating(whole.dtype)
-        entry = Entry(whole.name, dtype if converts and dtype else whole.dtype, whole.shape)
+        entry = replace(whole, dtype=dtype if converts and dtype else whole.dtype)
         if entry.dtype not in DTYPES or entry.name == METADATA:
             raise UnsupportedError(
                 "safetensors files cannot hold this tensor",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,8 +17,7 @@ from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.tools.export.safetensors import layout
 from elastic_ckpt.tools.export.shards import Exported, Shard
 from elastic_ckpt.tools.logical import LogicalReader
-
-_of_thread = threading.local()
+from elastic_ckpt.tools.workplace import scratch
 
 
 @dataclass(frozen=True)
@@ -62,11 +60,7 @@ class ShardWriter:
 
     def _copy(self, tensor: Exported, wanted: FlatRange, descriptor: int, start: int) -> int:
         whole, entry = tensor.whole, tensor.entry
-        # allocating memory for every chunk would cost more than reading it
-        scratch: torch.Tensor | None = getattr(_of_thread, "scratch", None)
-        if scratch is None or scratch.numel() != self.options.chunk_nbytes:
-            scratch = _of_thread.scratch = torch.empty(self.options.chunk_nbytes, dtype=torch.uint8)
-        values = scratch[: wanted.numel * ITEMSIZE[whole.dtype]].view(getattr(torch, whole.dtype))
+        values = scratch(self.options.chunk_nbytes).view(getattr(torch, whole.dtype))[: wanted.numel]
         self.reader.read(whole, wanted, values, self.options)
         raw = converted(values, entry.dtype, entry.name).view(torch.uint8).numpy().data
         position = start + wanted.start * ITEMSIZE[entry.dtype]
