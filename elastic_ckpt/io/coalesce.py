@@ -6,15 +6,17 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.metadata import ITEMSIZE
-from elastic_ckpt.core.read_plan import ReadItem, ReadPlan
+from elastic_ckpt.core.read_plan import SCALE_DTYPE, ReadItem, ReadPlan, RequantizeItem
 from elastic_ckpt.io.checksums import Unwanted
-from elastic_ckpt.io.requantize import nbytes_read, parts_of
+
+if TYPE_CHECKING:
+    import torch
 
 _MIB = 1 << 20
 #: Most buffers per call (limits.h, IOV_MAX).
@@ -26,6 +28,8 @@ _TASK_NBYTES = 4 * _MIB
 _TASK_READS = 64
 #: Fewest tasks per thread, to keep all threads busy until the end.
 _TASKS_OF_THREAD = 4
+#: Peak host memory per requantized element: bytes, index, value, scales, the scale's bounds, normalized value.
+_NBYTES_PER_ELEMENT = 48
 
 
 @dataclass(frozen=True)
@@ -127,6 +131,29 @@ def read_sizes(plan: ReadPlan, options: ReadOptions, on_accelerator: bool) -> Co
     return Counter({nbytes: count for nbytes, count in sizes.items() if nbytes and count})
 
 
+def parts_of(item: RequantizeItem, staging_nbytes: int) -> Iterator[RequantizeItem]:
+    """Split an item into parts that need at most ``staging_nbytes`` of memory, but at least one block; skip gaps."""
+    block = 1 if item.target is None else item.target.numel
+    step = max(staging_nbytes // _NBYTES_PER_ELEMENT // block, 1) * block
+    for start in range(item.start, item.stop, step):
+        part = item.part(start, min(start + step, item.stop))
+        if part.sources:
+            yield part
+
+
+def scales_of(item: ReadItem) -> tuple[int, int]:
+    """Byte offset and size, in their file, of the scales of quantized elements."""
+    assert item.code is not None
+    first, stop = item.code.position // item.code.format.numel, item.code.format.blocks(item.code.position + item.numel)
+    itemsize = ITEMSIZE[SCALE_DTYPE]
+    return item.code.scales_offset + first * itemsize, (stop - first) * itemsize
+
+
+def nbytes_read(item: RequantizeItem) -> int:
+    """Bytes of an item's sources and of their scales."""
+    return item.nbytes + sum(scales_of(source)[1] for source in item.sources if source.code is not None)
+
+
 def tasks(reads: Sequence[DirectRead], threads: int) -> Iterator[Sequence[DirectRead]]:
     """Neighbouring reads, grouped into tasks for one thread."""
     share = threads * _TASKS_OF_THREAD
@@ -155,6 +182,8 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview | None:
     """The tensor's memory, or ``None`` if ``preadv`` cannot write into it."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         return None
+    import torch  # noqa: PLC0415  who only plans need not wait for it
+
     # as_strided: a one-element tensor counts as contiguous whatever its stride, and then has no byte view
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))
     return flat.view(torch.uint8).numpy().data

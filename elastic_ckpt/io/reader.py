@@ -27,9 +27,9 @@ from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, RequantizeItem, Shar
 from elastic_ckpt.distributed import in_buckets
 from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.io.checksums import SUMMED_AT_ONCE_NBYTES, ReadSums, first_bytes
-from elastic_ckpt.io.coalesce import LEAST_STAGED_NBYTES, DirectRead, ReadOptions, sort_reads, tasks
+from elastic_ckpt.io.coalesce import LEAST_STAGED_NBYTES, DirectRead, ReadOptions, parts_of, sort_reads, tasks
 from elastic_ckpt.io.prefault import Prefault
-from elastic_ckpt.io.requantize import ReadStats, parts_of, requantize
+from elastic_ckpt.io.requantize import ReadStats, requantize
 from elastic_ckpt.io.staging import Lane, Transfer, make_lanes
 
 

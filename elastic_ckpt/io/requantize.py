@@ -6,22 +6,20 @@ stands for ``codebook[code] * scale``, in fp32 (``optimizer_update_8bit_blockwis
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 
-from elastic_ckpt.core.metadata import ITEMSIZE
-from elastic_ckpt.core.read_plan import SCALE_DTYPE, ReadItem, RequantizeItem
+from elastic_ckpt.core.read_plan import ReadItem, RequantizeItem
 from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
 from elastic_ckpt.errors import DamagedError
+from elastic_ckpt.io.coalesce import nbytes_read, scales_of
 from elastic_ckpt.io.staging import write_flat
 
 #: ``read(file, byte_offset, nbytes)`` returns bytes of a file of the plan.
 ReadBytes = Callable[[int, int, int], bytearray]
-#: Peak host memory per element: bytes, index, value, scales, the scale's bounds, normalized value.
-_NBYTES_PER_ELEMENT = 48
 #: Rounding of the fp32 arithmetic, relative to a block's scale.
 _ROUNDING = 1e-6
 #: Smallest difference between two fp32 numbers.
@@ -52,29 +50,6 @@ class ReadStats:
             self.blocks + other.blocks,
             max(self.worst_error, other.worst_error),
         )
-
-
-def parts_of(item: RequantizeItem, staging_nbytes: int) -> Iterator[RequantizeItem]:
-    """Split an item into parts that need at most ``staging_nbytes`` of memory, but at least one block; skip gaps."""
-    block = 1 if item.target is None else item.target.numel
-    step = max(staging_nbytes // _NBYTES_PER_ELEMENT // block, 1) * block
-    for start in range(item.start, item.stop, step):
-        part = item.part(start, min(start + step, item.stop))
-        if part.sources:
-            yield part
-
-
-def scales_of(item: ReadItem) -> tuple[int, int]:
-    """Byte offset and size, in their file, of the scales of quantized elements."""
-    assert item.code is not None
-    first, stop = item.code.position // item.code.format.numel, item.code.format.blocks(item.code.position + item.numel)
-    itemsize = ITEMSIZE[SCALE_DTYPE]
-    return item.code.scales_offset + first * itemsize, (stop - first) * itemsize
-
-
-def nbytes_read(item: RequantizeItem) -> int:
-    """Bytes of an item's sources and of their scales."""
-    return item.nbytes + sum(scales_of(source)[1] for source in item.sources if source.code is not None)
 
 
 def requantize(item: RequantizeItem, tensors: Sequence[torch.Tensor], read: ReadBytes) -> ReadStats:

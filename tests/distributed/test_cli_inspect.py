@@ -6,6 +6,8 @@ import json
 import math
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,6 +61,15 @@ def parallel(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Callab
     setups = [UNFUSED, PIPELINE, NUMBERED]
     launch(2, "parallel_jobs.save", {"folder": str(folder), "setups": setups})
     return lambda setup: folder / f"{setup.name}-dp1"
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "verify --full", "plan --dp 4 --zero 3", "latest"])
+@pytest.mark.parametrize("name", ["z2-bf16-adamw-dp2", "z3-fp32-adamw-dp4"])
+def test_commands_that_only_look_need_neither_torch_nor_deepspeed(native: Path, name: str, command: str) -> None:
+    script = "import sys; sys.modules.update(torch=None, deepspeed=None); from elastic_ckpt.cli import app; app()"
+    line = [sys.executable, "-c", script, *command.split(), str(native / name)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("name", ["z1-fp32-adamw-dp3", "z2-bf16-adamw-dp2", "z3-fp32-adamw-dp4", "z3-bf16-adamw-dp3"])

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ckpt.core.read_plan import ReadItem, RequantizeItem
-from elastic_ckpt.io.requantize import ReadStats, parts_of, requantize
+from elastic_ckpt.io.coalesce import parts_of
+from elastic_ckpt.io.requantize import ReadStats, requantize
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 

@@ -24,6 +24,7 @@ from elastic_ckpt.core.chunks import (
 )
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.metadata import (
+    ITEMSIZE,
     MASTER,
     CheckpointMetadata,
     SavedParameter,
@@ -42,7 +43,17 @@ from elastic_ckpt.tools.findings import ERROR, NOTE, Finding, kind_of, of_error
 from elastic_ckpt.tools.verification import check_metadata, scan
 from elastic_ckpt.tools.verification.archive import Problem, Record, read_archive
 from elastic_ckpt.tools.verification.files import missing_files
-from elastic_ckpt.tools.verification.scan import Checked, Span, Work, check, judge, look, metadata_spans, wrong_records
+from elastic_ckpt.tools.verification.scan import (
+    Checked,
+    Odd,
+    Span,
+    Work,
+    check,
+    judge,
+    look,
+    metadata_spans,
+    wrong_records,
+)
 
 
 def problems_of(data: bytes) -> tuple[list[Problem], tuple[Record, ...], bool]:
@@ -194,23 +205,37 @@ def test_a_file_that_became_shorter_is_a_failure_and_no_wrong_checksum(small_chu
     assert gone.failure is not None and "FileNotFoundError" in gone.failure
 
 
+def looked_at(values: torch.Tensor) -> Odd:
+    return look(values.view(torch.uint8).numpy().data, str(values.dtype).removeprefix("torch."))
+
+
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2, torch.complex64]
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_values_that_are_no_numbers_are_counted(dtype: torch.dtype) -> None:
     values = torch.linspace(-1, 1, 101).to(dtype)
-    assert look(values) == {}
+    assert looked_at(values) == {}
     values[[7, 50]] = float("inf")
     values[60] = float("-inf")
-    assert look(values) == {"inf": (3, 7)}
+    assert looked_at(values) == {"inf": (3, 7)}
     values[[9, 100]] = float("nan")
-    assert look(values) == {"nan": (2, 9), "inf": (3, 7)}
+    assert looked_at(values) == {"nan": (2, 9), "inf": (3, 7)}
 
 
 def test_sums_that_overflow_are_no_infinite_values() -> None:
-    assert look(torch.full((1000,), 6e4, dtype=torch.float16)) == {}
-    assert look(torch.full((1000,), 3e38)) == {}
+    assert looked_at(torch.full((1000,), 6e4, dtype=torch.float16)) == {}
+    assert looked_at(torch.full((1000,), 3e38)) == {}
+
+
+@pytest.mark.parametrize("dtype", sorted(name for name in ITEMSIZE if "float8" in name or "float16" in name))
+def test_no_code_of_a_short_dtype_is_taken_for_another(dtype: str) -> None:
+    nbits = 8 * ITEMSIZE[dtype]
+    codes = torch.arange(2**nbits, dtype=torch.int64).to(torch.uint8 if nbits == 8 else torch.int16)
+    values = codes.view(getattr(torch, dtype)).to(torch.float32)
+    masks = {"nan": values.isnan(), "inf": values.isinf()}
+    expected = {kind: (int(mask.sum()), int(mask.int().argmax())) for kind, mask in masks.items() if mask.any()}
+    assert expected and looked_at(codes.view(getattr(torch, dtype))) == expected
 
 
 @pytest.mark.parametrize(("offset", "dtype"), [(0, "float32"), (132, "float32"), (7, "float32"), (129, "bfloat16")])

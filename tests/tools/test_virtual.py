@@ -23,7 +23,7 @@ from elastic_ckpt.formats.merging import merge_shards, merge_stages
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from elastic_ckpt.sharding.book import RuleBook
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
-from elastic_ckpt.tools.virtual.stages import stages_of
+from elastic_ckpt.tools.virtual.stages import _partition, stages_of
 from tests.simulation import Element, Shape, elements_of, saved
 
 OPTIONS = LoadOptions()
@@ -241,6 +241,12 @@ def test_layers_are_balanced_as_deepspeed_balances_them(numels: list[int], pp: i
         assert found[name] == (next(stage for stage in range(pp) if bounds[stage] <= place < bounds[stage + 1]),)
     if tied:
         assert found["tied_modules.embed.weight"] == ((0, pp - 1) if pp > 1 else (0,))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 9) | st.integers(0, 10**12), min_size=1, max_size=24).map(tuple), st.integers(1, 9))
+def test_bounds_of_stages_are_deepspeeds_of_equal_choices_too(weights: tuple[int, ...], pp: int) -> None:
+    assert list(_partition(weights, pp)) == [int(bound) for bound in partition_balanced(list(weights), pp)]
 
 
 #: Cut otherwise than a balance of parameters would cut it.

@@ -11,19 +11,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from elastic_ckpt.config import ElasticConfig
-from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
-from elastic_ckpt.errors import DamagedError, ElasticCkptError, listed
+from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata
+from elastic_ckpt.errors import DamagedError, listed
 from elastic_ckpt.formats import Found
 from elastic_ckpt.formats.datastates import is_datastates
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER
 from elastic_ckpt.formats.torch_archive.archive import is_legacy
-from elastic_ckpt.io.coalesce import ReadOptions
-from elastic_ckpt.io.compare_replicas import find_drift, united
-from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.planning.state_matching import keys_by_name
-from elastic_ckpt.sharding.book import Preset, RuleBook
+from elastic_ckpt.sharding.book import RuleBook
 from elastic_ckpt.tools.findings import ERROR, NOTE, Finding, kind_of, of_error, of_tensors
-from elastic_ckpt.tools.logical import LogicalReader
 from elastic_ckpt.tools.verification.archive import Archive, Record, read_archive
 from elastic_ckpt.tools.verification.files import checkpoint_files, choose, other_files, read_metadata, swap_files
 from elastic_ckpt.tools.verification.scan import (
@@ -140,7 +136,10 @@ def _check_bytes(
     for work, result in zip(works, checked, strict=True):
         findings += _limited(work.path, _judge_bytes(work, result))
         findings += judge(work.path, result.odd)
-    if metadata is not None and not any(result.failure for result in checked):
+    is_read = not any(result.failure for result in checked)
+    if metadata is not None and is_read and (metadata.source.tp > 1 or metadata.replicas):
+        from elastic_ckpt.tools.verification.copies import check_copies  # noqa: PLC0415  it takes torch to import
+
         try:
             findings += check_copies(metadata, config, threads)
         except DamagedError as error:
@@ -234,35 +233,3 @@ def _state_findings(metadata: CheckpointMetadata) -> Iterator[Finding]:
     if stateless:
         text = f"no optimizer states, as of parameters that got no gradient: {listed(stateless)}"
         yield Finding(NOTE, "state-missing", text)
-
-
-def check_copies(metadata: CheckpointMetadata, config: ElasticConfig, threads: int) -> Iterator[Finding]:
-    """Read the replicas of tensor-parallel ranks and pipeline stages, and compare their values.
-
-    Without a live model, only rules determine which tensors are replicated over tensor-parallel ranks; tensors without
-    a rule get a note. Raises :class:`ConfigError` if there is no such preset.
-    """
-    if metadata.source.tp == 1 and not metadata.replicas:
-        return
-    folder = metadata.source.folder
-    errors: dict[str, ElasticCkptError] = {}
-    reader = LogicalReader(metadata, LoadOptions.of(config), errors)
-    resharding, unknown = reader.resharding, set(errors)
-    for drift in united(
-        find_drift(metadata.files, reader.replica_checks(), ReadOptions(threads=threads, progress=False))
-    ):
-        if drift.name in resharding.guessed and (drift.name, drift.key) not in metadata.replicas:
-            unknown.add(drift.name)
-            continue
-        what = "" if drift.key in (MASTER, BUFFER, FROZEN) else f" of {drift.key}"
-        apart = f"at most {drift.largest:.3g} and in the mean {drift.mean:.3g} apart"
-        message = f"{drift.copies} copies{what}, which should be equal, are {apart}"
-        level = NOTE if drift.name in resharding.averaged else ERROR
-        yield Finding(level, "drift", message, drift.name, folder)
-    if unknown:
-        message = (
-            "whether the copies of these on tensor-parallel ranks have drifted apart, since no rule says which are "
-            f"copies and which are cut: {listed(unknown)}; name the code base with --preset "
-            f'({", ".join(Preset.names())}), or give "tp_rules" with --config'
-        )
-        yield Finding(NOTE, "not-checked", message, file=folder)

@@ -12,12 +12,11 @@ import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-import torch
+import numpy as np
 from isal import isal_zlib
 from tqdm import tqdm
 
@@ -39,6 +38,16 @@ CHUNK_NBYTES = 1 << 20
 SLICE_NBYTES = 64 * CHUNK_NBYTES
 #: Bytes read behind a chunk to complete its last value: the largest item, less one byte.
 _MORE_NBYTES = max(ITEMSIZE.values()) - 1
+#: Bits of infinity, by dtype; with greater ones, signs aside, a value is NaN.
+_INFINITY = {
+    **{"float64": 0x7FF0 << 48, "complex128": 0x7FF0 << 48, "float32": 0x7F80 << 16, "complex64": 0x7F80 << 16},
+    **{"bfloat16": 0x7F80, "float16": 0x7C00, "complex32": 0x7C00, "float8_e5m2": 0x7C},
+}
+#: Bits of NaN in dtypes without infinity.
+_NAN = {
+    **{"float8_e4m3fn": (0x7F, 0xFF), "float8_e8m0fnu": (0xFF,)},
+    **{"float8_e4m3fnuz": (0x80,), "float8_e5m2fnuz": (0x80,)},
+}
 #: Non-finite values: ``"nan"`` or ``"inf"`` -> their number, and the index of the first.
 Odd = dict[str, tuple[int, int]]
 
@@ -131,9 +140,7 @@ def check(works: Sequence[Work], threads: int, show_progress: bool | None = Fals
             result.failure = f"{type(error).__name__}: {error.strerror or error}"
         return result
 
-    with ExitStack() as undo, ThreadPoolExecutor(threads, thread_name_prefix="elastic_ckpt") as pool:
-        undo.callback(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(1)  # each of our threads computes alone
+    with ThreadPoolExecutor(threads, thread_name_prefix="elastic_ckpt") as pool:
         total = sum(work.stop for work in works)
         with tqdm(total=total, unit="B", unit_scale=True, desc="verify", disable=disable, leave=False) as bar:
             # after an error or Ctrl-C, map cancels pending work
@@ -169,9 +176,7 @@ def _look_at(span: Span, chunk: Work, view: memoryview, result: Checked) -> None
     stop = min(-(-(chunk.stop - span.offset) // itemsize), span.numel)
     if first < stop:
         low = span.offset + first * itemsize - chunk.start
-        raw = view[low : low + (stop - first) * itemsize]
-        aligned = raw if low % itemsize == 0 else bytearray(raw)
-        if odd := look(torch.frombuffer(aligned, dtype=getattr(torch, span.dtype))):
+        if odd := look(view[low : low + (stop - first) * itemsize], span.dtype):
             _add_odd(result.odd.setdefault(span, {}), odd, first)
 
 
@@ -187,19 +192,21 @@ def _read(descriptor: int, offset: int, view: memoryview) -> None:
         done += count
 
 
-def look(values: torch.Tensor) -> Odd:
-    """Count NaN and infinite values of a flat tensor.
-
-    A finite sum proves that all values are, since NaN and infinity propagate. Any other sum may be an overflow, so
-    every value is checked.
-    """
-    if values.element_size() == 1:  # torch cannot sum 8-bit types
-        values = values.to(torch.float32)
-    total = values.sum(dtype=torch.float32) if values.dtype == torch.float16 else values.sum()
-    if bool(torch.isfinite(total)):
-        return {}
-    masks = {"nan": torch.isnan(values), "inf": torch.isinf(values)}
-    return {kind: (int(mask.sum()), int(mask.int().argmax())) for kind, mask in masks.items() if mask.any()}
+def look(raw: memoryview, dtype: str) -> Odd:
+    """Count NaN and infinite values among those of a floating-point dtype, by their bits."""
+    parts = 2 if dtype.startswith("complex") else 1
+    nbits = 8 * ITEMSIZE[dtype] // parts
+    bits = np.frombuffer(raw, f"uint{nbits}")
+    if dtype in _NAN:
+        masks = {"nan": np.isin(bits, _NAN[dtype])}
+    else:
+        bits = bits & bits.dtype.type((1 << nbits - 1) - 1)
+        infinity = _INFINITY[dtype]
+        if bits.max(initial=0) < infinity:
+            return {}
+        masks = {"nan": bits > infinity, "inf": bits == infinity}
+    by_value = {kind: mask.reshape(-1, parts).any(axis=1) for kind, mask in masks.items()}
+    return {kind: (int(mask.sum()), int(mask.argmax())) for kind, mask in by_value.items() if mask.any()}
 
 
 def _add_odd(total: Odd, more: Odd, start: int = 0) -> None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
-from deepspeed.runtime.utils import partition_balanced
+import numpy as np
 
 from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.errors import UnsupportedError, listed
@@ -66,5 +66,27 @@ def _balanced(numels: Mapping[str, int], layer_of: Mapping[str, int], tied: Sequ
 
 @lru_cache(maxsize=32)
 def _partition(weights: tuple[int, ...], pp: int) -> tuple[int, ...]:
-    """Cached, since DeepSpeed's takes seconds for many layers and stages."""
-    return tuple(map(int, partition_balanced(list(weights), pp)))
+    """The layers at which stages begin, and the last one's end.
+
+    As DeepSpeed's ``partition_balanced`` (``deepspeed/runtime/utils.py``): the difference of the heaviest and the
+    lightest stage is least, of equal choices the last. Its dynamic program, with all choices at once.
+    """
+    count = len(weights)
+    if count <= pp:
+        return tuple(min(stage, count) for stage in range(pp + 1))
+    until = np.concatenate([[0.0], np.cumsum(weights)])
+    heaviest, lightest = np.full((2, count + 1), np.inf)
+    heaviest[0] = 0.0  # no layers on no stages
+    begins = np.zeros((pp + 1, count + 1), dtype=int)
+    for stages in range(1, pp + 1):
+        before, heaviest = heaviest, np.full(count + 1, np.inf)
+        lightest_before, lightest = lightest, np.full(count + 1, np.inf)
+        for stop in range(stages, count + 1):
+            last = until[stop] - until[:stop]
+            most, least = np.maximum(before[:stop], last), np.minimum(lightest_before[:stop], last)
+            start = stop - 1 - int((most - least)[::-1].argmin())
+            heaviest[stop], lightest[stop], begins[stages, stop] = most[start], least[start], start
+    bounds = [count]
+    for stages in range(pp, 0, -1):
+        bounds.append(int(begins[stages, bounds[-1]]))
+    return tuple(reversed(bounds))

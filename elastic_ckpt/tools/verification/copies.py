@@ -1,0 +1,45 @@
+"""Reads the replicas of tensor-parallel ranks and pipeline stages, and compares their values; imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from elastic_ckpt.config import ElasticConfig
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
+from elastic_ckpt.errors import ElasticCkptError, listed
+from elastic_ckpt.io.coalesce import ReadOptions
+from elastic_ckpt.io.compare_replicas import find_drift, united
+from elastic_ckpt.planning.planner import LoadOptions
+from elastic_ckpt.sharding.book import Preset
+from elastic_ckpt.tools.findings import ERROR, NOTE, Finding
+from elastic_ckpt.tools.logical import LogicalReader
+
+
+def check_copies(metadata: CheckpointMetadata, config: ElasticConfig, threads: int) -> Iterator[Finding]:
+    """Findings on replicas that differ.
+
+    Without a live model, only rules determine which tensors are replicated over tensor-parallel ranks; tensors without
+    a rule get a note. Raises :class:`ConfigError` if there is no such preset.
+    """
+    folder = metadata.source.folder
+    errors: dict[str, ElasticCkptError] = {}
+    reader = LogicalReader(metadata, LoadOptions.of(config), errors)
+    resharding, unknown = reader.resharding, set(errors)
+    for drift in united(
+        find_drift(metadata.files, reader.replica_checks(), ReadOptions(threads=threads, progress=False))
+    ):
+        if drift.name in resharding.guessed and (drift.name, drift.key) not in metadata.replicas:
+            unknown.add(drift.name)
+            continue
+        what = "" if drift.key in (MASTER, BUFFER, FROZEN) else f" of {drift.key}"
+        apart = f"at most {drift.largest:.3g} and in the mean {drift.mean:.3g} apart"
+        message = f"{drift.copies} copies{what}, which should be equal, are {apart}"
+        level = NOTE if drift.name in resharding.averaged else ERROR
+        yield Finding(level, "drift", message, drift.name, folder)
+    if unknown:
+        message = (
+            "whether the copies of these on tensor-parallel ranks have drifted apart, since no rule says which are "
+            f"copies and which are cut: {listed(unknown)}; name the code base with --preset "
+            f'({", ".join(Preset.names())}), or give "tp_rules" with --config'
+        )
+        yield Finding(NOTE, "not-checked", message, file=folder)
