@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from elastic_ckpt.core.flat_ranges import contiguous_partition, group_offsets, per_parameter_numel
+from elastic_ckpt.core.chunks import group_rules, placements
+from elastic_ckpt.core.flat_ranges import group_offsets, per_parameter_numel
 
 #: ZeRO-1 and 2 pad each group to a multiple of this many elements per rank (``nccl_start_alignment_factor``).
 _START_ALIGNMENT = 2
@@ -118,7 +119,7 @@ def _divided_state(state: dict[str, Any], divide: _Divide) -> dict[str, Callable
 def _slices(addresses: Any, names: Sequence[str], numels: Sequence[int], size: int, rank: int) -> Any:
     """``param_slice_mappings`` of one rank: where its parameters are in its partition."""
     address = type(next(iter(addresses.values())))
-    placed = contiguous_partition(numels, group_offsets(numels), size, rank)
+    placed = placements(group_rules(numels, group_offsets(numels), size), rank)
     return type(addresses)(
         (names[each.index], address(numel=each.range.numel, start=each.flat_offset)) for each in placed
     )

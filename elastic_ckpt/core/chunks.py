@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
-from elastic_ckpt.core.flat_ranges import FlatRange
+from elastic_ckpt.core.flat_ranges import FlatRange, Placement
 from elastic_ckpt.core.state_kinds import BlockFormat
 
 #: Bytes of a quantization block's scale.
@@ -134,14 +134,28 @@ class PartitionRule:
 
 
 def group_rules(numels: Sequence[int], offsets: Sequence[int], partition_numel: int) -> list[PartitionRule]:
-    """The rules of ZeRO-1 and 2 for a group of parameters at ``offsets`` of its flat buffer."""
+    """The rules of ZeRO-1 and 2 for a group of parameters at ``offsets`` of its flat buffer.
+
+    See ``partition_size`` in ``DeepSpeedZeroOptimizer.__init__`` (stage_1_and_2.py).
+    """
     return [PartitionRule(numel, partition_numel, offset) for numel, offset in zip(numels, offsets, strict=True)]
 
 
 def parameter_rules(numels: Sequence[int], steps: Sequence[int]) -> list[PartitionRule]:
-    """The rules of ZeRO-3 for parameters that have ``steps`` elements on each rank, padding included."""
+    """The rules of ZeRO-3 for parameters that have ``steps`` elements on each rank, padding included.
+
+    See ``Init._partition_param`` (partition_parameters.py), and ``per_parameter_numel``.
+    """
     starts = accumulate(steps[:-1], initial=0)
     return [PartitionRule(numel, step, 0, start) for numel, step, start in zip(numels, steps, starts, strict=True)]
+
+
+def placements(rules: Iterable[PartitionRule], rank: int) -> Iterator[Placement]:
+    """What one rank's flat partition has of each parameter, in flat order."""
+    for index, rule in enumerate(rules):
+        if rank in rule.ranks:
+            mine = rule.range_on(rank)
+            yield Placement(index, mine, rule.start + mine.start + rule.shift - rank * rule.step)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ partitions parameters along flat ranges only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -49,21 +49,6 @@ def group_offsets(numels: Sequence[int], paddings: Sequence[int] | None = None) 
     return offsets
 
 
-def contiguous_partition(
-    numels: Sequence[int], offsets: Sequence[int], partition_numel: int, rank: int
-) -> Iterator[Placement]:
-    """A rank's placements with ZeRO-1/2, in flat order: the group is one flat buffer, divided equally over the ranks.
-
-    See ``partition_size`` in ``DeepSpeedZeroOptimizer.__init__`` (stage_1_and_2.py).
-    """
-    left = rank * partition_numel
-    mine = FlatRange(left, left + partition_numel)
-    for index, (numel, offset) in enumerate(zip(numels, offsets, strict=True)):
-        common = FlatRange(offset, offset + numel).intersect(mine)
-        if common is not None:
-            yield Placement(index, FlatRange(common.start - offset, common.stop - offset), common.start - left)
-
-
 def per_parameter_numel(numel: int, world_size: int, multiple: int = 1) -> int:
     """Elements of one parameter's ZeRO-3 partition, padding included.
 
@@ -71,21 +56,3 @@ def per_parameter_numel(numel: int, world_size: int, multiple: int = 1) -> int:
     """
     least = -(-numel // world_size)
     return -(-least // multiple) * multiple
-
-
-def per_parameter_partition(numels: Sequence[int], steps: Sequence[int], rank: int) -> Iterator[Placement]:
-    """A rank's placements with ZeRO-3: a padded range of each parameter, one after the other.
-
-    A rank beyond the end of a small parameter has none of it. See ``Init._partition_param``
-    (partition_parameters.py).
-
-    Args:
-        numels, steps: elements of each parameter, and of its partition (:func:`per_parameter_numel`).
-        rank: the rank.
-    """
-    offset = 0
-    for index, (numel, step) in enumerate(zip(numels, steps, strict=True)):
-        start, stop = min(rank * step, numel), min((rank + 1) * step, numel)
-        if start < stop:
-            yield Placement(index, FlatRange(start, stop), offset)
-        offset += step

@@ -8,7 +8,8 @@ from typing import Any
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
-from elastic_ckpt.core.flat_ranges import FlatRange, Placement, group_offsets
+from elastic_ckpt.core.chunks import group_rules, placements
+from elastic_ckpt.core.flat_ranges import Placement, group_offsets
 from elastic_ckpt.core.read_plan import LoadPlan
 from elastic_ckpt.engines.adapter import EngineAdapter, Params
 from elastic_ckpt.engines.compat import base_optimizer, has_optimizer
@@ -44,8 +45,7 @@ class UnpartitionedAdapter(EngineAdapter):
 
     def placements(self, flat: int) -> Iterable[Placement]:
         numels = [param.numel() for param in self.members[flat]]
-        for index, (numel, offset) in enumerate(zip(numels, group_offsets(numels), strict=True)):
-            yield Placement(index, FlatRange(0, numel), offset)
+        return placements(group_rules(numels, group_offsets(numels), sum(numels)), rank=0)
 
     def refresh_weights(self, plan: LoadPlan, exact_masters: bool) -> None:
         """Like the end of ``FP16_UnfusedOptimizer.step`` and ``FP16_Optimizer.step``. Local."""

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
-from elastic_ckpt.core.flat_ranges import Placement, contiguous_partition, group_offsets
+from elastic_ckpt.core.chunks import group_rules, placements
+from elastic_ckpt.core.flat_ranges import Placement, group_offsets
 from elastic_ckpt.core.read_plan import LoadPlan
 from elastic_ckpt.engines.adapter import EngineAdapter, Params
 from elastic_ckpt.engines.compat import flat_offsets
@@ -45,7 +46,7 @@ class Zero12Adapter(EngineAdapter):
     def placements(self, flat: int) -> Iterable[Placement]:
         numels = [param.numel() for param in self.members[flat]]
         rank = dist.get_rank(group=self.optimizer.real_dp_process_group[flat])
-        return contiguous_partition(numels, self._offsets[flat], self.masters[flat].numel(), rank)
+        return placements(group_rules(numels, self._offsets[flat], self.masters[flat].numel()), rank)
 
     def refresh_weights(self, plan: LoadPlan, exact_masters: bool) -> None:
         optimizer = self.optimizer

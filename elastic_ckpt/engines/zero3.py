@@ -12,7 +12,8 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
 
-from elastic_ckpt.core.flat_ranges import FlatRange, Placement, per_parameter_partition
+from elastic_ckpt.core.chunks import parameter_rules, placements
+from elastic_ckpt.core.flat_ranges import FlatRange, Placement
 from elastic_ckpt.core.local_state import LocalState, WholeTensor
 from elastic_ckpt.core.metadata import FROZEN
 from elastic_ckpt.core.read_plan import LoadPlan, Slot
@@ -74,7 +75,7 @@ class Zero3Adapter(EngineAdapter):
         """This rank's placements in consecutive parameters; their partitions include padding."""
         numels = [math.prod(param.ds_shape) for param in params]
         steps = [int(param.ds_tensor.ds_numel) for param in params]
-        return per_parameter_partition(numels, steps, dist.get_rank(group=self.dp_group))
+        return placements(parameter_rules(numels, steps), dist.get_rank(group=self.dp_group))
 
     def whole_frozen(self, name: str, param: Any) -> WholeTensor:
         if hasattr(param.ds_tensor, "ds_quant_scale"):

@@ -6,13 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elastic_ckpt.core.chunks import group_rules, parameter_rules, placements
 from elastic_ckpt.core.flat_ranges import (
     FlatRange,
     Placement,
-    contiguous_partition,
     group_offsets,
     per_parameter_numel,
-    per_parameter_partition,
 )
 
 Element = tuple[int, int] | None
@@ -65,10 +64,10 @@ def cut_each_parameter(numels: list[int], world_size: int) -> list[list[Element]
     return held
 
 
-def paint(placements: list[Placement], length: int) -> list[Element]:
+def paint(placed: list[Placement], length: int) -> list[Element]:
     """What the placements say, element by element; nothing may be painted twice."""
     painted: list[Element] = [None] * length
-    for placement in placements:
+    for placement in placed:
         for step in range(placement.range.numel):
             position = placement.flat_offset + step
             assert painted[position] is None, f"position {position} is placed twice"
@@ -76,12 +75,12 @@ def paint(placements: list[Placement], length: int) -> list[Element]:
     return painted
 
 
-def assert_lean(placements: list[Placement]) -> None:
+def assert_lean(placed: list[Placement]) -> None:
     """One placement a parameter, none empty, in flat order."""
-    assert all(placement.range.numel > 0 for placement in placements)
-    indices = [placement.index for placement in placements]
+    assert all(placement.range.numel > 0 for placement in placed)
+    indices = [placement.index for placement in placed]
     assert indices == sorted(set(indices))
-    offsets = [placement.flat_offset for placement in placements]
+    offsets = [placement.flat_offset for placement in placed]
     assert offsets == sorted(offsets)
 
 
@@ -138,36 +137,37 @@ def test_group_offsets_count_the_padding_of_empty_parameters_too() -> None:
 
 @settings(deadline=None)
 @given(flat_groups())
-def test_contiguous_partition_is_the_cut_of_the_flat_group(group: tuple[list[int], list[int] | None, int, int]) -> None:
+def test_the_partition_of_a_group_is_the_cut_of_the_flat_group(
+    group: tuple[list[int], list[int] | None, int, int],
+) -> None:
     numels, paddings, world_size, partition = group
     naive = cut_flat_group(flat_group(numels, paddings), world_size, partition)
     offsets = group_offsets(numels, paddings)
     for rank in range(world_size):
-        placements = list(contiguous_partition(numels, offsets, partition, rank))
-        assert_lean(placements)
-        assert paint(placements, partition) == naive[rank]
+        placed = list(placements(group_rules(numels, offsets, partition), rank))
+        assert_lean(placed)
+        assert paint(placed, partition) == naive[rank]
 
 
-def test_contiguous_partition_follows_the_offsets_it_is_given() -> None:
-    placements = list(contiguous_partition([2, 3], [1, 10], 8, 1))
-    assert placements == [Placement(1, FlatRange(0, 3), 2)]
+def test_the_partition_of_a_group_follows_the_offsets_it_is_given() -> None:
+    assert list(placements(group_rules([2, 3], [1, 10], 8), 1)) == [Placement(1, FlatRange(0, 3), 2)]
 
 
 @pytest.mark.parametrize(("numels", "offsets"), [([1, 2], [0]), ([1], [0, 1])])
-def test_contiguous_partition_refuses_lists_of_different_lengths(numels: list[int], offsets: list[int]) -> None:
+def test_the_partition_of_a_group_refuses_lists_of_different_lengths(numels: list[int], offsets: list[int]) -> None:
     with pytest.raises(ValueError, match="zip"):
-        list(contiguous_partition(numels, offsets, 3, 0))
+        group_rules(numels, offsets, 3)
 
 
 @settings(deadline=None)
 @given(numels_lists, degrees)
-def test_per_parameter_partition_is_the_cut_of_every_parameter(numels: list[int], world_size: int) -> None:
+def test_the_partition_of_each_parameter_is_the_cut_of_every_parameter(numels: list[int], world_size: int) -> None:
     naive = cut_each_parameter(numels, world_size)
     steps = [per_parameter_numel(numel, world_size) for numel in numels]
     for rank in range(world_size):
-        placements = list(per_parameter_partition(numels, steps, rank))
-        assert_lean(placements)
-        assert paint(placements, len(naive[rank])) == naive[rank]
+        placed = list(placements(parameter_rules(numels, steps), rank))
+        assert_lean(placed)
+        assert paint(placed, len(naive[rank])) == naive[rank]
 
 
 @settings(deadline=None)
@@ -178,8 +178,8 @@ def test_per_parameter_numel_is_what_every_rank_holds_of_a_padded_parameter(nume
 
 def test_a_rank_beyond_the_end_of_a_small_parameter_holds_nothing_of_it() -> None:
     # 3 elements over 5 ranks: ranks 3 and 4 hold padding alone; 5 over 4: two each, so that rank 3 holds none
-    assert [list(per_parameter_partition([3], [1], rank)) for rank in (3, 4)] == [[], []]
-    assert list(per_parameter_partition([5, 4], [2, 1], 3)) == [Placement(1, FlatRange(3, 4), 2)]
+    assert [list(placements(parameter_rules([3], [1]), rank)) for rank in (3, 4)] == [[], []]
+    assert list(placements(parameter_rules([5, 4], [2, 1]), 3)) == [Placement(1, FlatRange(3, 4), 2)]
 
 
 @given(st.integers(0, 2000), degrees, st.sampled_from([1, 3, 64, 256]))
@@ -198,7 +198,7 @@ def test_aligned_pieces_are_cut_between_the_same_blocks_at_every_degree(numels: 
         found = set()
         steps = [per_parameter_numel(numel, dp, 256) for numel in numels]
         for rank in range(dp):
-            for placed in per_parameter_partition(numels, steps, rank):
+            for placed in placements(parameter_rules(numels, steps), rank):
                 assert placed.flat_offset % 256 == placed.range.start % 256 == 0
                 for start in range(placed.range.start, placed.range.stop, 256):
                     found.add((placed.index, start, min(start + 256, placed.range.stop)))

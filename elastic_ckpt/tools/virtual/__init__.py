@@ -11,13 +11,12 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from elastic_ckpt.core.chunks import group_rules, parameter_rules, placements
 from elastic_ckpt.core.flat_ranges import (
     FlatRange,
     Placement,
-    contiguous_partition,
     group_offsets,
     per_parameter_numel,
-    per_parameter_partition,
 )
 from elastic_ckpt.core.fqn import rename_saved
 from elastic_ckpt.core.local_state import (
@@ -173,12 +172,12 @@ class VirtualJob:
         """Elements of a rank's flat partition, and the placement of its members."""
         if self.topology.zero_stage == 3:
             steps = [self._step(numel) for numel in numels]
-            return sum(steps), per_parameter_partition(numels, steps, at.dp_rank)
+            return sum(steps), placements(parameter_rules(numels, steps), at.dp_rank)
         numel, rank = sum(numels), 0
         if self.topology.zero_stage:
             unit = at.dp * math.lcm(START_ALIGNMENT, self.topology.alignment)
             numel, rank = -(-numel // unit) * unit // at.dp, at.dp_rank
-        return numel, contiguous_partition(numels, group_offsets(numels), numel, rank)
+        return numel, placements(group_rules(numels, group_offsets(numels), numel), rank)
 
     def states_of(self, members: Sequence[str]) -> tuple[LiveState, ...] | None:
         """The tensor states of one flat partition, without the codebooks that bitsandbytes creates by itself.
@@ -217,6 +216,6 @@ class VirtualJob:
             numel = math.prod(shape)
             whole = WholeTensor(name, key, shape, FlatRange(0, numel), tensor.dtype, at.dp > 1)
             if key == FROZEN and self.topology.zero_stage == 3:
-                part = next(iter(per_parameter_partition([numel], [self._step(numel)], at.dp_rank)), None)
+                part = next(iter(placements(parameter_rules([numel], [self._step(numel)]), at.dp_rank)), None)
                 whole = replace(whole, range=part.range if part else FlatRange(0, 0), replicated=False)
             yield whole
