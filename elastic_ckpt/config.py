@@ -51,6 +51,20 @@ class ElasticConfig(BaseModel):
         "load",
         description="load: compare all bytes that are read with the checksums in the checkpoint's files; off: do not",
     )
+    on_damage: Literal["error", "previous"] = Field(
+        "error",
+        description="when the checkpoint is damaged or incomplete, or latest names none: refuse it, or load the newest "
+        "older one of load_dir that is whole, with a warning (of a tag that you name: those older than it)",
+    )
+    max_steps_back: int | None = Field(
+        None, ge=0, description="with on_damage: how many steps older that checkpoint may be; null: any number"
+    )
+    wait_for_files: int = Field(
+        0,
+        ge=0,
+        description="seconds to wait for missing or incomplete files before they count as damaged: shared file systems "
+        "show them late, or another job is still writing them",
+    )
     read_threads: int = Field(4, ge=1, le=64, description="reading threads per rank")
     read_chunk_mib: int = Field(16, ge=1, le=1024, description="largest single read, in MiB")
     read_gap_kib: int = Field(

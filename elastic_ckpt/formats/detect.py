@@ -6,7 +6,7 @@ import os
 from dataclasses import replace
 
 from elastic_ckpt.core.metadata import MASTER
-from elastic_ckpt.errors import DamagedError, NotFoundError
+from elastic_ckpt.errors import DamagedError, ElasticCkptError, NotFoundError
 from elastic_ckpt.formats.base import Found
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER, sort_names
 from elastic_ckpt.formats.pickled import open_pickled
@@ -79,12 +79,17 @@ def _holds_parameters(folder: str) -> bool:
     )
 
 
-def list_tags(load_dir: str) -> list[str]:
-    """All tags below a folder, newest first."""
+def list_checkpoints(load_dir: str) -> list[Found]:
+    """All checkpoints directly below a folder, newest first by the time of their folders."""
     if not os.path.isdir(load_dir):
         return []
-    entries = [entry for entry in os.scandir(load_dir) if entry.is_dir() and look_at(load_dir, entry.name)]
-    return [entry.name for entry in sorted(entries, key=lambda entry: entry.stat().st_mtime, reverse=True)]
+    entries = sorted(os.scandir(load_dir), key=lambda entry: entry.stat().st_mtime, reverse=True)
+    return [found for entry in entries if (found := look_at(load_dir, entry.name)) is not None]
+
+
+def list_tags(load_dir: str) -> list[str]:
+    """The tags of :func:`list_checkpoints`."""
+    return [found.tag for found in list_checkpoints(load_dir)]
 
 
 def read_latest(load_dir: str, latest: str) -> str | None:
@@ -117,15 +122,19 @@ def _no_such_tag(load_dir: str, wanted: str, tag: str | None) -> NotFoundError:
 
 
 def _further(preferred: Found, other: Found, trust_pickle: bool) -> Found:
-    """The preferred checkpoint, unless it is universal and the other has been trained further."""
-    steps, other_steps = _global_steps(preferred, trust_pickle), _global_steps(other, trust_pickle)
-    if preferred.format == "universal" and other_steps > steps:
+    """The preferred checkpoint, unless it is universal and the other is known to have been trained further."""
+    steps, other_steps = global_steps(preferred, trust_pickle), global_steps(other, trust_pickle)
+    if preferred.format == "universal" and steps is not None and other_steps is not None and other_steps > steps:
         preferred, other, steps, other_steps = other, preferred, other_steps, steps
     note = f"loaded {preferred.tag} (step {steps}); {other.tag} (step {other_steps}) is there too"
     return replace(preferred, notes=(note,))
 
 
-def _global_steps(found: Found, trust_pickle: bool) -> int:
+def global_steps(found: Found, trust_pickle: bool = False) -> int | None:
+    """The global step of a checkpoint, by the first of its model-states files that can be read; ``None``: by none."""
     for name in (*found.files.model.values(), *found.files.model_zero3.values()):
-        return int(open_pickled(found.path(name), trust_pickle).section("global_steps"))
-    return -1
+        try:
+            return int(open_pickled(found.path(name), trust_pickle).section("global_steps"))
+        except (ElasticCkptError, TypeError, ValueError):
+            continue  # whoever reads the whole checkpoint learns what is wrong
+    return None

@@ -67,7 +67,7 @@ def execute_load(
     try:
         everybody, client_state, verified = _overwrite(ready, host, arguments, config, clock)
     except Exception as error:  # including a collective's, after which ranks cannot agree
-        raise _as_partial_load_error(error) from error
+        raise as_partial_load_error(error) from error
     report = LoadReport(
         source=ready.checkpoint.metadata.source,
         zero_stage=ready.local_state.zero_stage,
@@ -188,7 +188,8 @@ def publish(report: LoadReport, warnings: tuple[str, ...], config: ElasticConfig
             logger.warning("elastic_ckpt could not write its load report to %s: %s", config.report_path, error)
 
 
-def _as_partial_load_error(error: Exception) -> PartialLoadError:
+def as_partial_load_error(error: Exception) -> PartialLoadError:
+    """An error that leaves the engine partly overwritten."""
     if not isinstance(error, ElasticCkptError):
         error = ElasticCkptError(f"{type(error).__name__}: {error}", rank=distributed.rank())
     problem = f"{error.problem}: the engine is partly overwritten and must not be trained or saved"

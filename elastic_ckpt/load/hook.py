@@ -27,9 +27,9 @@ from elastic_ckpt.errors import (
     UnsupportedError,
 )
 from elastic_ckpt.formats import Found
-from elastic_ckpt.formats.detect import find_checkpoint
 from elastic_ckpt.load.execute import collector_off, execute_load
 from elastic_ckpt.load.fallback import deepspeed_loads_it_right, on_own_disks
+from elastic_ckpt.load.on_damage import Attempts
 from elastic_ckpt.load.prepare import Clock, Prepared, prepare
 from elastic_ckpt.patches import unwrap, wrap
 from elastic_ckpt.patches.aligned_partitions import install_alignment, uninstall_alignment
@@ -66,12 +66,37 @@ def _load_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kw
     """Decide, the same way on every rank, who loads; then load."""
     arguments = replace(LoadArguments(*args, **kwargs), has_optimizer=has_optimizer(engine))
     engine.elastic_report = None
-    config, found = _find(engine, arguments)
+    config, own = _read_config(engine, arguments), functools.partial(original, engine)
+    if config.mode == "off":
+        return _delegate(engine, arguments, None, own)
+    commit_pending_save(engine)
+    attempts = Attempts(arguments, config, load_universal_flag(engine) or elastic_config.flag_given())
+    while True:
+        found = None
+        try:
+            found = attempts.find()
+            return _load(engine, found, arguments, attempts, config, own)
+        except ElasticCkptError as error:
+            if not attempts.recover(error, found):
+                raise
+
+
+def _load(
+    engine: Any,
+    found: Found | None,
+    arguments: LoadArguments,
+    attempts: Attempts,
+    config: ElasticConfig,
+    own: Callable[..., Any],
+) -> Any:
+    """Load what was found; leave to DeepSpeed's own loader what only that restores. Collective."""
     if found is not None:
         clock = Clock()
         with collector_off():
-            ready = _prepare_unless_left(engine, found, arguments, config, clock)
+            elastic_only = requires_elastic(config) or attempts.partly_overwritten
+            ready = _prepare_unless_left(engine, found, arguments, config, clock, elastic_only)
             if ready is not None:
+                attempts.will_overwrite(ready)
                 return execute_load(engine, found, ready, arguments, config, clock)
     elif config.mode == "require":
         raise NotFoundError(
@@ -80,17 +105,13 @@ def _load_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kw
             expected="a checkpoint, since the mode is 'require'",
             found="none",
         )
-    return _delegate(engine, arguments, found, functools.partial(original, engine))
+    return _delegate(engine, arguments, found, own)
 
 
-def _find(engine: Any, arguments: LoadArguments) -> tuple[ElasticConfig, Found | None]:
-    """The configuration and the checkpoint. Collective.
+def _read_config(engine: Any, arguments: LoadArguments) -> ElasticConfig:
+    """The configuration. Collective.
 
-    Only rank 0 looks for the checkpoint, so that a partly visible file system cannot make ranks decide differently.
-
-    Raises:
-        ConfigError: on every rank; the configuration is wrong, or ranks disagree about it and would deadlock.
-        ElasticCkptError: rank 0 cannot look into the folder.
+    Raises :class:`ConfigError` on every rank if it is wrong, or ranks disagree about it and would deadlock.
     """
     configs: list[ElasticConfig] = []
 
@@ -102,15 +123,8 @@ def _find(engine: Any, arguments: LoadArguments) -> tuple[ElasticConfig, Found |
             "use_node_local_storage": bool(engine.use_node_local_storage()) if engine is not None else False,
         }
 
-    def find() -> Found | None:
-        prefer = load_universal_flag(engine) or elastic_config.flag_given()
-        return find_checkpoint(arguments.load_dir, arguments.tag, prefer, configs[0].trust_pickle)
-
     _refuse_different_calls(distributed.all_gather("read the configuration", call))
-    if configs[0].mode == "off":
-        return configs[0], None
-    commit_pending_save(engine)
-    return configs[0], distributed.broadcast("look for a checkpoint", find)
+    return configs[0]
 
 
 def _refuse_different_calls(calls: Sequence[Mapping[str, Any]]) -> None:
@@ -127,13 +141,12 @@ def _refuse_different_calls(calls: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _prepare_unless_left(
-    engine: Any, found: Found, arguments: LoadArguments, config: ElasticConfig, clock: Clock
+    engine: Any, found: Found, arguments: LoadArguments, config: ElasticConfig, clock: Clock, elastic_only: bool
 ) -> Prepared | None:
     """Prepare the load; ``None`` if DeepSpeed's own loader restores what elastic_ckpt cannot. Collective.
 
     Raises the same :class:`ElasticCkptError` on every rank if DeepSpeed's is not known to restore it either.
     """
-    elastic_only = requires_elastic(config)
     if (
         not elastic_only
         and on_own_disks(engine, found)

@@ -10,9 +10,7 @@ from dataclasses import dataclass, replace
 
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.errors import ElasticCkptError, NotFoundError
-from elastic_ckpt.formats import Found
-from elastic_ckpt.formats.detect import list_tags, look_at
-from elastic_ckpt.formats.pickled import open_pickled
+from elastic_ckpt.formats.detect import global_steps, list_checkpoints, look_at
 from elastic_ckpt.tools.findings import one_line
 from elastic_ckpt.tools.opened import config_of
 from elastic_ckpt.tools.verification import verify
@@ -86,23 +84,12 @@ def newest_whole(folder: str, config: ElasticConfig, full: bool = False) -> Late
 
 def _candidates(folder: str, config: ElasticConfig) -> Iterator[Candidate]:
     """Every checkpoint in the folder, or one level below."""
-    for tag in list_tags(folder):
-        yield Candidate(os.path.join(folder, tag), folder, tag, _step(look_at(folder, tag), config))
+    for found in list_checkpoints(folder):
+        yield Candidate(found.folder, folder, found.tag, global_steps(found, config.trust_pickle))
     for entry in os.scandir(folder) if os.path.isdir(folder) else ():
         if entry.is_dir() and look_at(folder, entry.name) is None:
-            for tag in list_tags(entry.path):
-                yield Candidate(entry.path, entry.path, tag, _step(look_at(entry.path, tag), config))
-
-
-def _step(found: Found | None, config: ElasticConfig) -> int | None:
-    if found is None:
-        return None
-    for name in (*found.files.model.values(), *found.files.model_zero3.values()):
-        try:
-            return int(open_pickled(found.path(name), config.trust_pickle).section("global_steps"))
-        except (ElasticCkptError, TypeError, ValueError):
-            continue  # verifying it says what is wrong
-    return None
+            for found in list_checkpoints(entry.path):
+                yield Candidate(entry.path, entry.path, found.tag, global_steps(found, config.trust_pickle))
 
 
 def _age(candidate: Candidate) -> tuple[float, float]:

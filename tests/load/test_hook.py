@@ -13,9 +13,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 import elastic_ckpt
 from elastic_ckpt import install, uninstall
 from elastic_ckpt.engines.training_state import LoadArguments
-from elastic_ckpt.errors import ConfigError, ElasticCkptError
-from elastic_ckpt.formats import Found
-from elastic_ckpt.formats.naming import sort_names
+from elastic_ckpt.errors import ConfigError
 from elastic_ckpt.load import hook
 
 OWN = "load_checkpoint"
@@ -108,66 +106,13 @@ def test_the_package_exports_what_the_documentation_names() -> None:
 
 # --- what ranks were asked for, and what rank 0 has found, with the other rank played ---------------------------------
 
-FOUND = Found("native", "/x/step4", "step4", sort_names([], is_universal=False))
 
-
-alone = hook.distributed.broadcast
-
-
-class Ranks:
-    """This rank and another one, which was asked for the same unless ``other`` says otherwise.
-
-    Args:
-        rank: of this process.
-        look: what looking for the checkpoint comes to.
-    """
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, rank: int, look: Any) -> None:
-        self.looked = 0
-        self.other: dict[str, Any] = {}
-        self._rank = rank
-
-        def find(*arguments: Any) -> Any:
-            self.looked += 1
-            return look()
-
-        monkeypatch.setattr(hook, "find_checkpoint", find)
-        monkeypatch.setattr(hook.distributed, "rank", lambda: rank)
-        monkeypatch.setattr(hook.distributed, "all_gather", self._all_gather)
-        monkeypatch.setattr(hook.distributed, "broadcast", self._broadcast)
-        monkeypatch.setattr(hook, "ds_config", lambda engine: {})
-        monkeypatch.setattr(hook, "load_universal_flag", lambda engine: False)
-
-    def _all_gather(self, doing: str, work: Any) -> list[Any]:
+def test_ranks_sent_to_different_folders_hear_of_that_before_anybody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def all_gather(doing: str, work: Any) -> list[Any]:
         mine = work()
-        return [mine, {**mine, **self.other}] if self._rank == 0 else [{**mine, **self.other}, mine]
+        return [mine, {**mine, "load_dir": "/y"}]
 
-    def _broadcast(self, doing: str, work: Any) -> Any:
-        return alone(doing, work) if self._rank == 0 else FOUND
-
-
-def broken() -> Any:
-    raise PermissionError(13, "Permission denied", "/x")
-
-
-def test_only_rank_0_looks_and_all_take_what_it_has_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    for rank in (0, 1):
-        ranks = Ranks(monkeypatch, rank, lambda: FOUND)
-        assert hook._find(None, LoadArguments("/x"))[1] == FOUND
-        assert ranks.looked == (rank == 0)
-
-
-@pytest.mark.parametrize("look", [broken, lambda: FOUND], ids=["unreadable", "found"])
-def test_ranks_sent_to_different_folders_hear_of_that_first(monkeypatch: pytest.MonkeyPatch, look: Any) -> None:
-    Ranks(monkeypatch, 0, look).other = {"load_dir": "/y"}
+    monkeypatch.setattr(hook.distributed, "all_gather", all_gather)
+    monkeypatch.setattr(hook, "ds_config", lambda engine: {})
     with pytest.raises(ConfigError, match="load_dir"):
-        hook._find(None, LoadArguments("/x"))
-
-
-def test_a_folder_that_cannot_be_looked_into_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    Ranks(monkeypatch, 0, broken)
-    with pytest.raises(
-        ElasticCkptError, match=r"failed to look for a checkpoint: PermissionError.*Permission"
-    ) as caught:
-        hook._find(None, LoadArguments("/x"))
-    assert (caught.value.rank, caught.value.file) == (0, "/x")
+        hook._read_config(None, LoadArguments("/x"))

@@ -1,0 +1,175 @@
+"""What follows damage: waiting for files that appear late, then the newest older checkpoint of the folder.
+
+Rank 0 looks and decides; the others wait for its message, a few seconds at most at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+from dataclasses import replace
+
+from elastic_ckpt import distributed
+from elastic_ckpt.config import ElasticConfig
+from elastic_ckpt.engines.training_state import LoadArguments
+from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError, NotFoundError, PartialLoadError, listed
+from elastic_ckpt.formats import Found
+from elastic_ckpt.formats.detect import find_checkpoint, global_steps, list_checkpoints
+from elastic_ckpt.load.execute import as_partial_load_error
+from elastic_ckpt.load.prepare import Prepared
+
+logger = logging.getLogger(__name__)
+#: Seconds between two looks for files, at first and at most.
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 5.0
+#: The step in DeepSpeed's own tags, where no file tells it.
+_STEP_OF_TAG = re.compile(r"global_step(\d+)")
+
+
+class Attempts:
+    """The checkpoints that one call of ``load_checkpoint`` tries, one after another.
+
+    Args:
+        arguments, config: of the load.
+        prefer_universal: see :func:`elastic_ckpt.formats.detect.find_checkpoint`.
+    """
+
+    def __init__(self, arguments: LoadArguments, config: ElasticConfig, prefer_universal: bool) -> None:
+        self._arguments, self._config, self._prefer_universal = arguments, config, prefer_universal
+        self._deadline = time.monotonic() + config.wait_for_files
+        self._pause = _FIRST_PAUSE
+        self._older: Found | None = None
+        self._skipped: tuple[str, ...] = ()
+        self._steps: tuple[int, ...] = ()  # of the checkpoints so far, where known
+        self._restoring: frozenset[tuple[str, str]] = frozenset()
+        self.partly_overwritten = False
+
+    def find(self) -> Found | None:
+        """The checkpoint to try next. Collective."""
+        if self._older is not None:
+            return self._older
+        arguments, config = self._arguments, self._config
+
+        def look() -> Found | None:
+            return find_checkpoint(arguments.load_dir, arguments.tag, self._prefer_universal, config.trust_pickle)
+
+        while True:
+            found = distributed.broadcast("look for a checkpoint", look)
+            expected = arguments.tag is not None or config.mode == "require"
+            if found is not None or not expected or not self._wait("there is no checkpoint yet"):
+                return found
+
+    def will_overwrite(self, ready: Prepared) -> None:
+        """Note what a load restores. Collective if a failed one has left its values in the engine.
+
+        Raises:
+            MismatchError: this one would not replace all of them; the same on every rank.
+        """
+        before, self._restoring = self._restoring, _restored(ready)
+        if self.partly_overwritten:
+            with distributed.agree("compare the checkpoint with the damaged one"):
+                if left := before - self._restoring:
+                    raise MismatchError(
+                        "an older checkpoint does not replace all that the damaged one has left in the engine",
+                        parameter=listed({" of ".join(filter(None, item)) for item in left}),
+                        file=ready.checkpoint.metadata.source.folder,
+                        expected="what the damaged checkpoint holds",
+                        remedy="start the job again, and load this checkpoint by its tag",
+                    )
+
+    def recover(self, error: ElasticCkptError, found: Found | None) -> bool:
+        """Whether there is something else to try after an error. Collective.
+
+        Raises :class:`PartialLoadError` if not, and an earlier attempt has overwritten the engine.
+        """
+        partly = isinstance(error, PartialLoadError)
+        self.partly_overwritten |= partly
+        cause = error.__cause__ if partly else error
+        missing = isinstance(cause, NotFoundError) and found is None
+        if isinstance(cause, DamagedError) or missing:
+            assert isinstance(cause, ElasticCkptError)
+            if not partly and self._older is None and self._wait(cause.problem):
+                return True
+            if self._config.on_damage == "previous" and not (missing and self._arguments.tag is not None):
+                why_not = self._fall_back(cause, found)
+                if why_not is None:
+                    return True
+                error.remedy = f"{error.remedy}; {why_not}" if error.remedy else why_not
+        if self.partly_overwritten and not partly:
+            raise as_partial_load_error(error) from error
+        return False
+
+    def _wait(self, why: str) -> bool:
+        """Whether time is left to wait for files; rank 0 has spent some of it. Collective."""
+        if not self._config.wait_for_files:
+            return False
+
+        def sleep() -> bool:
+            pause = min(self._pause, self._deadline - time.monotonic())
+            if pause <= 0:
+                return False
+            if self._pause == _FIRST_PAUSE:
+                logger.warning("elastic_ckpt waits up to %g s for files: %s", self._config.wait_for_files, why)
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+            time.sleep(pause)
+            return True
+
+        return distributed.broadcast("wait for files", sleep)
+
+    def _fall_back(self, cause: ElasticCkptError, found: Found | None) -> str | None:
+        """Take the newest older checkpoint for the next attempt; or why there is none. Collective."""
+        damaged = found.folder if found is not None else cause.file or self._arguments.load_dir
+        where = f" ({', '.join(filter(None, (cause.parameter, cause.file)))})"
+        skipped = f"skipped {os.path.basename(damaged)}: {cause.problem}{where}"
+
+        def choose() -> tuple[Found | None, tuple[int, ...], str]:
+            return self._choose(damaged, found)
+
+        self._older, self._steps, why = distributed.broadcast("look for an older checkpoint", choose)
+        if self._older is None:
+            return "; ".join((why, *self._skipped))
+        if distributed.rank() == 0:
+            logger.warning("elastic_ckpt %s; %s", skipped, why)
+        self._skipped = (*self._skipped, skipped)
+        self._older = replace(self._older, notes=(*self._skipped, why))
+        return None
+
+    def _choose(self, damaged: str, found: Found | None) -> tuple[Found | None, tuple[int, ...], str]:
+        """The newest older checkpoint, all steps so far, and in words how old it is or why there is none. Local."""
+        load_dir, limit, trust = self._arguments.load_dir, self._config.max_steps_back, self._config.trust_pickle
+        steps = self._steps
+        if not steps and (step := _step(found, os.path.basename(damaged), trust)) is not None:
+            steps = (step,)
+        if not steps and (limit is not None or self._arguments.tag is not None):
+            return None, (), "which checkpoints are older is not known, since no file of this one tells its step"
+        others = [(_step(each, each.tag, trust), each) for each in list_checkpoints(load_dir) if each.folder != damaged]
+        older = [(step, each.format == "native", each.tag, each) for step, each in others if step is not None]
+        older = [each for each in older if not steps or each[0] < steps[-1]]
+        notes = [f"{each.tag} is left out, since no file tells its step" for step, each in others if step is None]
+        if not older:
+            around = os.path.dirname(os.path.abspath(load_dir))
+            why = f"no older checkpoint is in {load_dir} (elastic-ckpt latest {around} looks beside it)"
+            return None, (), "; ".join((why, *notes))
+        step, *_, newest = max(older, key=lambda each: each[:-1])
+        back = f"{steps[0] - step} steps back" if steps else f"at step {step}"
+        if limit is not None and steps[0] - step > limit:
+            return None, (), f'the newest older checkpoint, {newest.tag}, is {back}, "max_steps_back" allows {limit}'
+        return newest, (*steps, step), "; ".join((f"loaded {newest.tag} instead, {back}", *notes))
+
+
+def _step(found: Found | None, tag: str, trust_pickle: bool) -> int | None:
+    """The global step of a checkpoint, by its files or DeepSpeed's own tag; ``None``: not known. Local."""
+    step = None if found is None else global_steps(found, trust_pickle)
+    of_tag = _STEP_OF_TAG.fullmatch(tag)
+    return int(of_tag[1]) if step is None and of_tag is not None else step
+
+
+def _restored(ready: Prepared) -> frozenset[tuple[str, str]]:
+    """Roles and names of everything that a load takes from the checkpoint on this rank."""
+    outcomes = [outcome for outcome in ready.plan.outcomes if outcome.what == "restored"]
+    restored = {(outcome.role, name) for outcome in outcomes for name in outcome.names or ("",)}
+    saved = ready.checkpoint.training_state
+    others = {"lr scheduler": ready.loads_scheduler, "loss scale": saved.loss_scale}
+    others |= {key: saved.checkpoint.get(key) for key in ("random_ltd", "data_sampler")}
+    return frozenset(restored | {(role, "") for role, value in others.items() if value})

@@ -1,0 +1,181 @@
+"""Who looks for a checkpoint, how long it is waited for, and which one follows a damaged one."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ckpt.config import ElasticConfig
+from elastic_ckpt.engines.training_state import LoadArguments
+from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError, NotFoundError, PartialLoadError
+from elastic_ckpt.formats import Found
+from elastic_ckpt.formats.detect import look_at
+from elastic_ckpt.formats.naming import sort_names
+from elastic_ckpt.load import on_damage
+from elastic_ckpt.load.on_damage import Attempts
+
+FOUND = Found("native", "/x/step4", "step4", sort_names([], is_universal=False))
+MODEL = "mp_rank_00_model_states.pt"
+alone = on_damage.distributed.broadcast
+
+
+def attempts(folder: Path, tag: str | None = None, **section: Any) -> Attempts:
+    return Attempts(LoadArguments(str(folder), tag), ElasticConfig(**section), prefer_universal=False)
+
+
+def save(folder: Path, tag: str, step: int | None) -> None:
+    """A tag's folder; without a step, its file is empty."""
+    (folder / tag).mkdir(parents=True)
+    if step is None:
+        (folder / tag / MODEL).write_bytes(b"")
+    else:
+        torch.save({"global_steps": step}, folder / tag / MODEL)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for step in (10, 30, 20):
+        save(tmp_path, f"global_step{step}", step)
+    (tmp_path / "latest").write_text("global_step30")
+    return tmp_path
+
+
+DAMAGE = DamagedError("a file is torn", file="/x/a.pt", remedy="copy it again")
+PREVIOUS: dict[str, Any] = {"on_damage": "previous"}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_rank_0_looks_and_all_take_what_it_has_found(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = []
+    monkeypatch.setattr(on_damage, "find_checkpoint", lambda *arguments: looked.append(arguments) or FOUND)
+    broadcast = alone if rank == 0 else lambda doing, work: FOUND
+    monkeypatch.setattr(on_damage.distributed, "broadcast", broadcast)
+    assert attempts(Path("/x")).find() == FOUND
+    assert len(looked) == (rank == 0)
+
+
+def test_a_folder_that_cannot_be_looked_into_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise PermissionError(13, "Permission denied", "/x")
+
+    monkeypatch.setattr(on_damage, "find_checkpoint", broken)
+    with pytest.raises(
+        ElasticCkptError, match=r"failed to look for a checkpoint: PermissionError.*Permission"
+    ) as caught:
+        attempts(Path("/x")).find()
+    assert (caught.value.rank, caught.value.file) == (0, "/x")
+
+
+def test_the_next_older_one_by_its_step_follows_until_none_is_left(folder: Path) -> None:
+    tried = attempts(folder, **PREVIOUS)
+    found = tried.find()
+    for tag, back in (("global_step20", 10), ("global_step10", 20)):
+        assert tried.recover(DamagedError("a file is torn", file="/x/a.pt"), found)
+        found = tried.find()
+        assert found is not None and found.tag == tag
+        assert found.notes[-1] == f"loaded {tag} instead, {back} steps back"
+    assert found.notes[0] == "skipped global_step30: a file is torn (/x/a.pt)"
+    last = DamagedError("a file is torn")
+    assert not tried.recover(last, found)
+    assert (
+        "no older checkpoint" in str(last)
+        and "skipped global_step30" in str(last)
+        and "elastic-ckpt latest" in str(last)
+    )
+
+
+def test_a_checkpoint_of_the_same_step_may_come_from_the_damaged_one(folder: Path) -> None:
+    save(folder, "copy", 30)
+    tried = attempts(folder, **PREVIOUS)
+    assert tried.recover(DamagedError("torn"), tried.find())
+    assert tried.find().tag == "global_step20"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", ["global_step40", "", "\x07 noise", "../elsewhere"])
+def test_a_latest_file_that_names_nothing_is_damage(name: str, folder: Path) -> None:
+    (folder / "latest").write_text(name)
+    with pytest.raises(NotFoundError):
+        attempts(folder).find()
+    tried = attempts(folder, **PREVIOUS)
+    with pytest.raises(NotFoundError) as caught:
+        tried.find()
+    assert tried.recover(caught.value, None)
+    assert tried.find().tag == "global_step30"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("tag", "section", "error", "found"),
+    [
+        (None, {}, DamagedError("torn"), "global_step30"),
+        (None, PREVIOUS, MismatchError("another model"), "global_step30"),
+        (None, PREVIOUS, PartialLoadError("killed"), "global_step30"),
+        ("global_step90", PREVIOUS, NotFoundError("no such tag"), None),
+    ],
+    ids=["not asked for", "another model", "no damage", "a tag that was never there"],
+)
+def test_nothing_else_is_tried(
+    tag: str | None, section: dict[str, Any], error: ElasticCkptError, found: str | None, folder: Path
+) -> None:
+    assert not attempts(folder, tag, **section).recover(error, found and look_at(str(folder), found))
+    assert error.remedy is None
+
+
+def test_no_further_back_than_allowed(folder: Path) -> None:
+    for limit, works in ((10, True), (9, False)):
+        tried, error = attempts(folder, max_steps_back=limit, **PREVIOUS), DamagedError("torn")
+        assert tried.recover(error, tried.find()) == works
+    assert '"max_steps_back" allows 9' in str(error.remedy)
+
+
+def test_where_no_file_tells_the_step(folder: Path) -> None:
+    (folder / "global_step20" / MODEL).write_bytes(b"")
+    tried = attempts(folder, "global_step20", max_steps_back=10, **PREVIOUS)
+    assert tried.recover(DamagedError("torn"), tried.find()), "its tag tells it"
+    assert tried.find().tag == "global_step10"  # type: ignore[union-attr]
+    save(folder, "mine", None)
+    for tag, section in (("mine", {}), (None, {"max_steps_back": 10})):
+        (folder / "latest").write_text("mine")
+        tried, error = attempts(folder, tag, **section, **PREVIOUS), DamagedError("torn")
+        assert not tried.recover(error, tried.find())
+        assert "which checkpoints are older is not known" in str(error.remedy)
+    tried = attempts(folder, **PREVIOUS)
+    assert tried.recover(DamagedError("torn"), tried.find()), "latest names the newest"
+    assert tried.find().notes[-1] == "loaded global_step30 instead, at step 30"  # type: ignore[union-attr]
+
+
+def test_once_the_engine_is_overwritten_every_error_says_so(folder: Path) -> None:
+    tried = attempts(folder, **PREVIOUS)
+    partial = PartialLoadError("torn")
+    partial.__cause__ = DamagedError("torn")
+    assert tried.recover(partial, tried.find()) and tried.partly_overwritten
+    with pytest.raises(PartialLoadError, match="another model: the engine is partly overwritten"):
+        tried.recover(MismatchError("another model"), tried.find())
+
+
+def test_missing_files_are_waited_for_but_not_longer_than_allowed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    tried = attempts(folder, wait_for_files=20)
+    found = tried.find()
+    tries = 0
+    while tried.recover(DAMAGE, found):
+        tries += 1
+    assert now == [120.0] and 5 <= tries <= 12
+    assert not attempts(folder, wait_for_files=20).recover(MismatchError("another model"), found)
+    assert now == [120.0]
+
+
+def test_a_folder_that_must_be_there_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "late"
+    monkeypatch.setattr(time, "sleep", lambda seconds: save(folder, "step4", 4))
+    assert attempts(folder, wait_for_files=20).find() is None, "a run may start anew"
+    assert not os.path.exists(folder)
+    assert attempts(folder, "step4", wait_for_files=20).find().tag == "step4"  # type: ignore[union-attr]
