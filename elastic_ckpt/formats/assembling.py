@@ -19,11 +19,10 @@ from elastic_ckpt.formats.grid import Grid, grid_of
 from elastic_ckpt.formats.layers import LayerShard, with_layers
 from elastic_ckpt.formats.merging import merge_shards, merge_stages
 from elastic_ckpt.formats.model_states import ModelShard
-from elastic_ckpt.formats.partitioned import partitioned_metadata
+from elastic_ckpt.formats.partitioned import LegacyShard, partitioned_metadata, refuse_legacy
 from elastic_ckpt.formats.same_save import with_progress_compared
 from elastic_ckpt.formats.shards import OptimizerShard, other_save_than_model
 from elastic_ckpt.formats.zero0 import unpartitioned_metadata, weights_alone
-from elastic_ckpt.formats.zero12 import LegacyShard, refuse_legacy
 
 #: (model-parallel rank, data-parallel rank, ``"model"`` or ``"optimizer"``), or (layer, TP rank, ``"layer"``).
 Kind = tuple[int, int, str]

@@ -15,13 +15,12 @@ from elastic_ckpt.formats.exchange import open_my_share
 from elastic_ckpt.formats.layers import LayerShard, index_layer
 from elastic_ckpt.formats.model_states import ModelShard, index_model_states, of_same_tree
 from elastic_ckpt.formats.naming import plain_name
+from elastic_ckpt.formats.partitioned import LegacyShard, index_zero3, index_zero12
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.same_save import spot_check
 from elastic_ckpt.formats.shards import OptimizerShard
 from elastic_ckpt.formats.training_state import TrainingStates, Wanted
 from elastic_ckpt.formats.writers import refuse_mixture, refuse_writers
-from elastic_ckpt.formats.zero3 import index_zero3
-from elastic_ckpt.formats.zero12 import LegacyShard, index_zero12
 
 
 def read_native(found: Found, options: MetadataOptions) -> Checkpoint:

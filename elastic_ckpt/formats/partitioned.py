@@ -1,21 +1,42 @@
-"""Metadata of ZeRO-1, 2 and 3: where each parameter is in the partitions of all ranks."""
+"""Native checkpoints of ZeRO-1, 2 and 3: optimizer shards, and where each parameter is in the partitions of all ranks.
+
+ZeRO-1 and 2 (``DeepSpeedZeroOptimizer.state_dict``, stage_1_and_2.py): every param group is one flat buffer in equal
+partitions. Its order is that of ``param_shapes`` in the model-states file, which DeepSpeed writes from
+``round_robin_bit16_groups``: the true order, even with ``round_robin_gradients``, where ``param_slice_mappings`` is
+wrong and so never used. ``BF16_Optimizer`` (ZeRO-1 with fp32 gradient accumulation) writes the same entries
+(bf16_optimizer.py), without ``zero_stage``, and its masters with the padding of the last partition.
+
+ZeRO-3 (``DeepSpeedZeroOptimizer_Stage3._rigid_state_dict``, stage3.py): every parameter is partitioned on its own into
+``ceil(numel / world)`` elements per rank; a sub-group's flat tensor has the partitions of its parameters one after the
+other. ``param_shapes`` in the model-states file lists the parameters of each sub-group. On NVMe, a sub-group's data is
+in files of its own (:mod:`elastic_ckpt.formats.swapped`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
-from elastic_ckpt.core.chunks import PartitionRule
+from elastic_ckpt.core.chunks import PartitionRule, group_rules, parameter_rules
+from elastic_ckpt.core.flat_ranges import group_offsets, per_parameter_numel
 from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.core.state_kinds import StateOptions
+from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.base import Found
 from elastic_ckpt.formats.classify import RankStates
 from elastic_ckpt.formats.metadata_builder import MetadataBuilder, module_tensors
 from elastic_ckpt.formats.model_states import ModelShard
-from elastic_ckpt.formats.shards import OptimizerShard
-from elastic_ckpt.formats.zero3 import rules_zero3
-from elastic_ckpt.formats.zero12 import rules_zero12
+from elastic_ckpt.formats.pickled import PickledFile
+from elastic_ckpt.formats.saved_states import sort_states
+from elastic_ckpt.formats.shards import FlatShard, OptimizerShard, build_shard, flat_ref, other_save_than_model
+from elastic_ckpt.formats.swapped import check_swap_file, refuse_unnamed_swap_files, swap_files
+from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
+
+#: Sequence-parallel degrees to try if the saved config states none (``mesh_param`` leaves no trace).
+_OTHER_DEGREES = range(2, 65)
 
 
 def partitioned_metadata(
@@ -66,3 +87,202 @@ def _touched_numels(rules: Sequence[PartitionRule], ranks: int) -> Iterator[int]
             changes[rule.ranks.start] += rule.numel
             changes[rule.ranks.stop] -= rule.numel
     return accumulate(changes[:ranks])
+
+
+def index_zero12(file: PickledFile, dp_rank: int, options: StateOptions) -> OptimizerShard | LegacyShard:
+    """Read one ZeRO-1/2 optimizer-states file.
+
+    Raises:
+        DamagedError: entries are missing or of another kind.
+        UnsupportedError: it is of DeepSpeed before 0.6.2.
+    """
+    state = file.section("optimizer_state_dict")
+    _refuse_old(file, "local_sub_partitions_of_fp32_groups" in state, "param_shapes" in file.tree)
+    base = file.section("optimizer_state_dict", "base_optimizer_state")
+    if not isinstance(base, Mapping):
+        return index_legacy(file, base)
+    masters = file.section("optimizer_state_dict", "single_partition_of_fp32_groups")
+    # BF16_Optimizer saves its partitions with the padding, and called the entry "groups_padding" until 0.7.0
+    in_masters = "zero_stage" not in state
+    paddings = [0] * len(masters) if in_masters else file.section("optimizer_state_dict", "group_paddings")
+    alignments = state.get("param_alignment_paddings") or [None] * len(masters)
+    flats = []
+    for index, master in enumerate(masters):
+        ref = flat_ref(file, f"fp32 partition of param group {index}", master)
+        states = sort_states(file, base["state"].get(index, {}), options)
+        alignment = None if alignments[index] is None else tuple(alignments[index])
+        flats.append(FlatShard(ref, ref.numel + int(paddings[index]), states, alignment))
+    stage = int(state.get("zero_stage", 1))
+    return build_shard(file, dp_rank, stage, flats, base["param_groups"], list(range(len(masters))))
+
+
+def _refuse_old(file: PickledFile, in_sub_partitions: bool, has_shapes: bool) -> None:
+    """ZeRO of DeepSpeed before 0.6.2: parameters without groups or paddings, and in 0.3 in another order."""
+    if in_sub_partitions or has_shapes:
+        version = "0.3 (and gpt-neox's DeeperSpeed 0.3.15)" if in_sub_partitions else "before 0.6.2"
+        signs = ["local_sub_partitions_of_fp32_groups"] * in_sub_partitions + ["param_shapes"] * has_shapes
+        raise UnsupportedError(
+            f"optimizer states of DeepSpeed {version} are not supported: where each parameter lies is not said in them",
+            file=file.path,
+            expected="files of DeepSpeed 0.6.2 or later",
+            found=", ".join(signs),
+            remedy="resume it once with the code that wrote it, on a DeepSpeed of 0.6.2 or later, and save it there",
+        )
+
+
+def rules_zero12(model: ModelShard, shards: Sequence[OptimizerShard], flat: int) -> list[PartitionRule]:
+    """How a param group's parameters are partitioned; :class:`DamagedError` if they do not fit.
+
+    ``shards`` are of all ranks, with partitions of one size.
+    """
+    numels = [math.prod(shape) for _, shape in model.param_shapes[flat]]
+    partition_numel, paddings = shards[0].flats[flat].partition_numel, shards[0].flats[flat].alignment_paddings
+    if paddings is not None and len(paddings) != len(numels):
+        problem = f"param_alignment_paddings of param group {flat} does not have one entry a parameter"
+        expected = f"{len(numels)} entries, as many as parameters in {model.path}"
+        raise other_save_than_model(shards[0], problem, expected, len(paddings))
+    offsets = group_offsets(numels, paddings)
+    needed = offsets[-1] + numels[-1] if numels else 0
+    if needed > partition_numel * len(shards):
+        problem = f"the partitions of param group {flat} are too small for its parameters"
+        expected = f"at least {needed} elements over {len(shards)} partitions, from {model.path}"
+        raise other_save_than_model(shards[0], problem, expected, f"{len(shards)} x {partition_numel}")
+    for rank, shard in enumerate(shards):
+        least, found = min(needed - rank * partition_numel, partition_numel), shard.flats[flat].master.numel
+        if found < least:
+            problem = f"the fp32 partition of param group {flat} is too small for its parameters"
+            raise other_save_than_model(shard, problem, f"at least {least} elements, from {model.path}", found)
+    return group_rules(numels, offsets, partition_numel)
+
+
+@dataclass(frozen=True)
+class LegacyShard:
+    """A file saved with the legacy ``zero_optimization.elastic_checkpoint``, and what its tensors have lost, in words.
+
+    ``_get_state_without_padding`` (stage_1_and_2.py) removes as many elements from every state tensor as the partition
+    has padding, quantization maps and scales included, and leaves out all hyperparameters.
+    """
+
+    path: str
+    lost: tuple[str, ...]
+
+
+def is_legacy_with_step(file: PickledFile) -> bool:
+    """Whether an optimizer-states file is a legacy shard of an optimizer that keeps its step in the param groups.
+
+    DeepSpeed's own loader restores no others (``_restore_step_from_elastic_checkpoint`` asserts that entry).
+    """
+    state = file.tree.get("optimizer_state_dict") if isinstance(file.tree, Mapping) else None
+    if not isinstance(state, Mapping):
+        return False
+    return isinstance(state.get("base_optimizer_state"), list) and "base_optimizer_state_step" in state
+
+
+def index_legacy(file: PickledFile, base: Sequence[Mapping[str, Any]]) -> LegacyShard:
+    """What one file has lost; ``base`` is its optimizer state, by param group."""
+    masters = file.section("optimizer_state_dict", "single_partition_of_fp32_groups")
+    paddings = file.section("optimizer_state_dict", "group_paddings")
+    lost = [
+        f"{key} of param group {group}: {padding} of {ref.numel + padding} elements"
+        for group, (states, master, padding) in enumerate(zip(base, masters, paddings, strict=False))
+        for key, ref in states.items()
+        # a state as long as the masters, which have no padding either, has lost only padding
+        if padding and isinstance(ref, TensorRef) and ref.shape and ref.numel != master.numel
+    ]
+    return LegacyShard(file.path, tuple(lost))
+
+
+def refuse_legacy(shards: Sequence[LegacyShard], with_states: bool) -> None:
+    """Refuse a checkpoint with such files, naming one that has lost something, if any.
+
+    Raises:
+        DamagedError: states are to be restored, and elements of them are lost; DeepSpeed itself fills in zeros.
+        UnsupportedError: no elements are lost, or states are not to be restored.
+    """
+    for shard in sorted(shards, key=lambda shard: not shard.lost):
+        error = DamagedError if shard.lost and with_states else UnsupportedError
+        raise error(
+            "this checkpoint was saved with the legacy zero_optimization.elastic_checkpoint, which loses states",
+            file=shard.path,
+            expected='"zero_optimization": {"elastic_checkpoint": false} at save time',
+            found=f"lost: {'; '.join(shard.lost) or 'the hyperparameters of all param groups'}",
+            remedy="load_optimizer_states=False; or resume it where it was saved and save again without that option",
+        )
+
+
+def index_zero3(file: PickledFile, dp_rank: int, options: StateOptions) -> OptimizerShard:
+    """Read one ZeRO-3 optimizer-states file.
+
+    Raises:
+        UnsupportedError: partitioned over groups smaller than the data-parallel one (mixture of experts).
+        DamagedError: entries are missing or of another kind.
+    """
+    state = file.section("optimizer_state_dict")
+    if state.get("ds_zero_partition_groups"):
+        raise UnsupportedError(
+            "this checkpoint's parameters are partitioned over several process groups (AutoEP)",
+            file=file.path,
+            remedy="resume it at the topology it was saved with",
+        )
+    masters = file.section("optimizer_state_dict", "fp32_flat_groups")
+    base = file.section("optimizer_state_dict", "optimizer_state_dict")
+    flat_groups = [-1] * len(masters)
+    for number, group in enumerate(base["param_groups"]):
+        for index in group["params"]:
+            flat_groups[index] = number
+    flats = []
+    for index, master in enumerate(masters):
+        ref = flat_ref(file, f"fp32 partition of sub-group {index}", master)
+        state = base["state"].get(index, {})
+        swapped = swap_files(file, dp_rank, ref, state)
+        kept = {key: value for key, value in state.items() if key not in swapped}
+        states = sort_states(file, kept, options)
+        flats.append(FlatShard(ref, -1 if swapped else ref.numel, states, swapped=swapped))
+    if not any(flat.swapped for flat in flats):
+        refuse_unnamed_swap_files(file, dp_rank)
+    return build_shard(file, dp_rank, 3, flats, base["param_groups"], flat_groups)
+
+
+def rules_zero3(model: ModelShard, shards: Sequence[OptimizerShard], flat: int) -> list[PartitionRule]:
+    """How a sub-group's parameters are partitioned; :class:`DamagedError` on other sizes.
+
+    ``shards`` are of all ranks, with partitions of one size.
+    """
+    numels, dp = [math.prod(shape) for _, shape in model.param_shapes[flat]], len(shards)
+    first, part = shards[0], shards[0].flats[flat]
+    # a run may have "align_partitions" in its config without having installed elastic_ckpt
+    candidates = [[per_parameter_numel(n, dp, multiple) for n in numels] for multiple in {model.alignment: 0, 1: 0}]
+    steps = candidates[0] if part.swapped else next((c for c in candidates if sum(c) == part.partition_numel), None)
+    for shard in shards:
+        for source in shard.flats[flat].swapped.values():
+            check_swap_file(source, sum(candidates[0]))
+    if steps is None:
+        partitions = _partitions_of_mesh(model, part.partition_numel, numels, dp)
+        if partitions is not None:
+            raise DamagedError(
+                f"DeepSpeed saved {dp} of {partitions} ZeRO-3 partitions: with a device mesh for sequence parallelism "
+                "it cuts the model over data- and sequence-parallel ranks and names files by the data-parallel rank "
+                "alone, so that ranks of one sequence-parallel group overwrite each other's. The rest is nowhere, and "
+                "nothing can bring it back; DeepSpeed's own loader takes it without a word and puts wrong values into "
+                "the model",
+                file=first.path,
+                expected=f"{partitions} optimizer-states files, one for each partition, by the sizes in {model.path}",
+                found=dp,
+                remedy=(
+                    "take a checkpoint of another run. Saves are complete with "
+                    "mpu=deepspeed.runtime.sequence_parallel.parallel_state_sp instead of a mesh"
+                ),
+            )
+        problem = f"sub-group {flat} does not have the size that its parameters need"
+        expected = f"{sum(candidates[0])} elements for {len(numels)} parameters over {dp} ranks, from {model.path}"
+        raise other_save_than_model(first, problem, expected, part.partition_numel)
+    return parameter_rules(numels, steps)
+
+
+def _partitions_of_mesh(model: ModelShard, partition_numel: int, numels: Sequence[int], dp: int) -> int | None:
+    """How many partitions there were, if each sequence-parallel rank had its own and ``dp`` files were written."""
+    stated = [model.stated.sequence] if model.stated.sequence is not None else list(_OTHER_DEGREES)
+    for count in (degree * dp for degree in stated if degree > 1):
+        if sum(per_parameter_numel(numel, count, model.alignment) for numel in numels) == partition_numel:
+            return count
+    return None

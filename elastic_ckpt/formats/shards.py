@@ -1,6 +1,6 @@
 """``*_optim_states.pt``: one rank's flat partitions in one form for every ZeRO stage.
 
-Stages 1 and 2 write one per param group (zero12.py), stage 3 one per sub-group (zero3.py), under other entry names.
+Stages 1 and 2 write one per param group, stage 3 one per sub-group, under other entry names (partitioned.py).
 """
 
 from __future__ import annotations
