@@ -13,9 +13,8 @@ from elastic_ckpt.core.metadata import CheckpointMetadata, SourceFile
 from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.core.training_state import TrainingState
 from elastic_ckpt.errors import DamagedError, UnsupportedError
-from elastic_ckpt.formats.appended import refuse_appended
 from elastic_ckpt.formats.naming import FolderFiles, is_another_file
-from elastic_ckpt.formats.pickled import PickledFile, Trees, open_pickled
+from elastic_ckpt.formats.pickled import PickledFile
 
 T = TypeVar("T")
 FileT = TypeVar("FileT", bound=SourceFile)
@@ -146,16 +145,3 @@ def refuse_swapped(file: PickledFile) -> None:
             remedy="give the file its own name back, or restore the right one; "
             'if it was renamed on purpose: "elastic_checkpoint": {"check_shards": false}',
         )
-
-
-def open_file(path: str, trust_pickle: bool, known: Trees | None = None) -> PickledFile:
-    """:func:`open_pickled`, with an error that says so if DeepSpeed's ``fast`` writer appended to the file."""
-    try:
-        file = open_pickled(path, trust_pickle, known)
-    except DamagedError:
-        if os.path.isfile(path):
-            refuse_appended(path)
-        raise
-    if file.surplus_nbytes:
-        refuse_appended(path, file.records)
-    return file

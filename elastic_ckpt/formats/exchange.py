@@ -14,8 +14,8 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from elastic_ckpt import distributed
-from elastic_ckpt.formats.base import MetadataOptions, open_file, refuse_swapped
-from elastic_ckpt.formats.pickled import PickledFile, Trees
+from elastic_ckpt.formats.base import MetadataOptions, refuse_swapped
+from elastic_ckpt.formats.pickled import PickledFile, Trees, open_file
 
 T = TypeVar("T")
 _DOING = "read the checkpoint's metadata"

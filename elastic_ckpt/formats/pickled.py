@@ -1,17 +1,29 @@
-"""The metadata of a ``torch.save`` file, without its tensor data."""
+"""The metadata of a ``torch.save`` file, without its tensor data.
+
+DeepSpeed's ``fast`` checkpoint writer (``FastFileWriter``) writes whole blocks from the start of a file, which it does
+not truncate, and appends the rest (``_unaligned_drain``): the end of the new archive follows that of the old one, or of
+the one that another rank writes under the same name. Whoever trusts the archive's directory, as ``torch.load`` does,
+reads old bytes.
+"""
 
 from __future__ import annotations
 
 import os
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from isal import isal_zlib
 
 from elastic_ckpt.core.checksums import Records
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, LayoutError
 from elastic_ckpt.formats.datastates import is_datastates, read_datastates_tree
 from elastic_ckpt.formats.torch_archive.archive import Trees, read_archive_tree
 from elastic_ckpt.formats.torch_archive.directory import ArchiveError
+
+_PIECE_NBYTES = 1 << 20
+_END, _END64, _LOCATOR64 = 22, 56, 20  # bytes of a zip archive's last three entries, of which the first is the last
 
 
 @dataclass(frozen=True)
@@ -43,6 +55,19 @@ class PickledFile:
                 )
             node = node[key]
         return node
+
+    def changed_record(self) -> int | None:
+        """Byte offset of a tensor's record that does not have its checksum, if there is one; reads the whole file."""
+        records = self.records
+        with open(self.path, "rb") as stream:
+            for offset, nbytes, crc32 in zip(records.offsets, records.nbytes, records.crc32s, strict=True):
+                stream.seek(offset)
+                found = 0
+                for first in range(0, nbytes, _PIECE_NBYTES):
+                    found = isal_zlib.crc32(stream.read(min(nbytes - first, _PIECE_NBYTES)), found)
+                if found != crc32:
+                    return offset
+        return None
 
 
 def open_pickled(path: str, trust_pickle: bool = False, known: Trees | None = None) -> PickledFile:
@@ -88,3 +113,49 @@ def unreadable(path: str, found: str) -> DamagedError:
         found=found,
         remedy="copy the file again from its original, or take another tag",
     )
+
+
+def open_file(path: str, trust_pickle: bool, known: Trees | None = None) -> PickledFile:
+    """:func:`open_pickled`, with an error that says so if DeepSpeed's ``fast`` writer appended to the file."""
+    try:
+        file = open_pickled(path, trust_pickle, known)
+    except DamagedError:
+        if os.path.isfile(path):
+            refuse_appended(path)
+        raise
+    if file.surplus_nbytes:
+        refuse_appended(path, file)
+    return file
+
+
+def refuse_appended(path: str, readable: PickledFile | None = None) -> None:
+    """Raise :class:`DamagedError` if a file has bytes in its middle that its archive's directory does not know of.
+
+    Of a ``readable`` file, only if not all of its records have their checksums; reads it whole.
+    """
+    surplus = _surplus_nbytes(path)
+    if surplus > 0 and not (readable is not None and readable.changed_record() is None):
+        raise DamagedError(
+            "this file was written over an older one: DeepSpeed's fast checkpoint writer appends the last bytes of the "
+            "new file to the old one, and torch.load then reads old values",
+            file=path,
+            expected="a file that was written once, by one rank",
+            found=f"{surplus} bytes of another archive inside it",
+            remedy="take another tag; with this writer, remove the folder of a tag before it is saved again, and let "
+            'each rank write under a name of its own ("data_parallel": "replica")',
+        )
+
+
+def _surplus_nbytes(path: str) -> int:
+    """Bytes from the offset that a zip archive states for its directory to the directory itself; 0 for other files."""
+    with open(path, "rb") as stream:
+        nbytes = stream.seek(0, os.SEEK_END)
+        stream.seek(max(nbytes - _END - _LOCATOR64, 0))
+        locator, end = (tail := stream.read())[:_LOCATOR64], tail[_LOCATOR64:]
+    if end[:4] != b"PK\5\6" or len(end) != _END:
+        return 0
+    if locator[:4] == b"PK\6\7":
+        (offset,) = struct.unpack_from("<Q", locator, 8)
+        return nbytes - _END - _LOCATOR64 - _END64 - int(offset)
+    size, offset = struct.unpack_from("<II", end, 12)
+    return nbytes - _END - int(size) - int(offset)

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_ckpt.core.metadata import ITEMSIZE, MASTER, CheckpointMetadata
 from elastic_ckpt.errors import DamagedError, MismatchError
-from elastic_ckpt.formats.model_states import ModelShard
+from elastic_ckpt.formats.model_states import PLAIN, ModelShard
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from elastic_ckpt.formats.values import agrees_when_rounded, to_numbers
-from elastic_ckpt.formats.zero0_index import PLAIN
 
 if TYPE_CHECKING:
     import numpy as np

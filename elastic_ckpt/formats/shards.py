@@ -13,8 +13,8 @@ from elastic_ckpt.core.metadata import SourceFile
 from elastic_ckpt.core.training_state import Features
 from elastic_ckpt.errors import LayoutError
 from elastic_ckpt.formats.base import REMOVE_FOREIGN, refuse_other_saves
-from elastic_ckpt.formats.features import features_in
 from elastic_ckpt.formats.pickled import PickledFile
+from elastic_ckpt.formats.saved_config import features_in
 from elastic_ckpt.formats.saved_states import StatesOfOne, read_groups
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 

@@ -22,10 +22,9 @@ from elastic_ckpt.errors import MismatchError, listed
 from elastic_ckpt.formats.base import Found, MetadataOptions
 from elastic_ckpt.formats.classify import ELEMENTWISE_NAMES, RankStates
 from elastic_ckpt.formats.metadata_builder import MetadataBuilder, Shape, module_tensors, refuse_view
-from elastic_ckpt.formats.model_states import ModelShard
+from elastic_ckpt.formats.model_states import FUSED, PLAIN, ModelShard, UnpartitionedState, saved_shape
 from elastic_ckpt.formats.saved_states import StatesOfOne
 from elastic_ckpt.formats.shards import FlatShard
-from elastic_ckpt.formats.zero0_index import FUSED, PLAIN, UnpartitionedState, saved_shape
 
 Names = Sequence[Sequence[str]]
 #: Per group and number in it; ``None``: a parameter that no longer trains, whose state is not needed.

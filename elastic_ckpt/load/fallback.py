@@ -37,15 +37,13 @@ from elastic_ckpt.engines.compat import (
 from elastic_ckpt.engines.select import same_features, schema_of
 from elastic_ckpt.engines.training_state import LoadArguments, restores_states
 from elastic_ckpt.formats import Found
-from elastic_ckpt.formats.features import base_groups, features_in
-from elastic_ckpt.formats.model_states import COUNTERS
+from elastic_ckpt.formats.model_states import COUNTERS, MASTER_ENTRIES
 from elastic_ckpt.formats.naming import SWAPPED_FOLDER, UNIVERSAL_FOLDER, sort_names
 from elastic_ckpt.formats.partitioned import is_legacy_with_step
 from elastic_ckpt.formats.pickled import PickledFile, open_pickled
-from elastic_ckpt.formats.saved_config import config_section, saved_config
+from elastic_ckpt.formats.saved_config import base_groups, config_section, features_in, saved_config
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from elastic_ckpt.formats.values import plain_numbers
-from elastic_ckpt.formats.zero0_index import MASTER_ENTRIES
 from elastic_ckpt.patches.aligned_partitions import alignment_of
 
 #: Entries of a param group that do not depend on the kind of optimizer.

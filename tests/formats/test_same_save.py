@@ -21,9 +21,9 @@ from elastic_ckpt.core.metadata import (
     TensorMetadata,
 )
 from elastic_ckpt.errors import DamagedError, MismatchError
+from elastic_ckpt.formats.model_states import FUSED, PLAIN, UNFUSED
 from elastic_ckpt.formats.same_save import spot_check, with_progress_compared
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
-from elastic_ckpt.formats.zero0_index import FUSED, PLAIN, UNFUSED
 from tests.simulation import TWO, saved, unpartitioned
 
 

@@ -15,6 +15,7 @@ from elastic_ckpt.core.state_kinds import ELEMENTWISE, REPLICATED, Codebook, Sta
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats import saved_states
 from elastic_ckpt.formats.classify import FRESH, OPAQUE, Digest, SavedKind
+from elastic_ckpt.formats.model_states import index_unpartitioned, saved_shape
 from elastic_ckpt.formats.partitioned import LegacyShard, index_legacy, refuse_legacy
 from elastic_ckpt.formats.pickled import PickledFile, open_pickled
 from elastic_ckpt.formats.saved_states import (
@@ -28,7 +29,6 @@ from elastic_ckpt.formats.saved_states import (
     unmatched_names,
     with_group_step,
 )
-from elastic_ckpt.formats.zero0_index import index_unpartitioned, saved_shape
 
 DEFAULTS = StateOptions()
 NESTED = "__bnb_optimizer_quant_state__"

@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from elastic_ckpt.errors import DamagedError, UnsupportedError
-from elastic_ckpt.formats.appended import refuse_appended
-from elastic_ckpt.formats.base import open_file
 from elastic_ckpt.formats.detect import look_at
-from elastic_ckpt.formats.pickled import open_pickled
+from elastic_ckpt.formats.pickled import open_file, open_pickled, refuse_appended
 from elastic_ckpt.formats.writers import refuse_mixture, refuse_writers
 
 MODEL = "mp_rank_00_model_states.pt"

@@ -12,8 +12,8 @@ from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
 from elastic_ckpt.core.read_plan import names_with
 from elastic_ckpt.errors import DamagedError, LayoutError, MismatchError, UnsupportedError
 from elastic_ckpt.formats import READERS, Found, MetadataOptions
+from elastic_ckpt.formats.model_states import FUSED, PLAIN, UNFUSED
 from elastic_ckpt.formats.naming import sort_names
-from elastic_ckpt.formats.zero0_index import FUSED, PLAIN, UNFUSED
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from tests.simulation import live
 from tests.unpartitioned import FILE, STATES, Model, catalog_of, check_states, contents, indexed, trained

@@ -11,7 +11,7 @@ from elastic_ckpt.core.local_state import SequenceParallel
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, MASTER, CheckpointMetadata, TensorMetadata
 from elastic_ckpt.core.tp_rules import AMBIGUOUS, CUSTOM, WHOLE_KINDS, CannotSplit, Rule
 from elastic_ckpt.core.training_state import BatchSizes
-from elastic_ckpt.formats.zero0_index import UnpartitionedState
+from elastic_ckpt.formats.model_states import UnpartitionedState
 from elastic_ckpt.planning.optimizer_kinds import optimizer_of, saved_optimizer
 from elastic_ckpt.sharding.book import Preset, RuleBook, tensor_of
 from elastic_ckpt.sharding.decide import Decider

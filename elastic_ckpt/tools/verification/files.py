@@ -15,13 +15,13 @@ from elastic_ckpt.config import ElasticConfig, state_options
 from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.errors import ElasticCkptError, MismatchError, NotFoundError, UnsupportedError, listed
 from elastic_ckpt.formats import Found, model_states, shards
-from elastic_ckpt.formats.base import open_file, refuse_swapped
+from elastic_ckpt.formats.base import refuse_swapped
 from elastic_ckpt.formats.detect import LATEST as LATEST_FILE
 from elastic_ckpt.formats.detect import LATEST_UNIVERSAL, MOST_TAG_NBYTES, list_tags, look_at, look_below
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.naming import SWAPPED_FOLDER, UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER, FolderFiles, plain_name
 from elastic_ckpt.formats.native import index_native
-from elastic_ckpt.formats.pickled import PickledFile
+from elastic_ckpt.formats.pickled import PickledFile, open_file
 from elastic_ckpt.formats.same_save import spot_check
 from elastic_ckpt.formats.shards import OptimizerShard
 from elastic_ckpt.formats.universal import index_optimizer, index_state
