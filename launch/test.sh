@@ -2,6 +2,7 @@
 # Lint, format, types, layers, then the tests: bash launch/test.sh            (without those marked slow)
 #                                              bash launch/test.sh --all      (every one)
 # Nightly, 200,000 mutated files:              bash launch/test.sh --fuzz
+# Nightly, an hour of random topologies:       bash launch/test.sh --soak
 # Other arguments go to pytest:                bash launch/test.sh -k planner
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -15,6 +16,8 @@ lint-imports
 shellcheck launch/*.sh launch/*.sbatch .ci/run
 if [[ ${1:-} == --fuzz ]]; then
     ELASTIC_CKPT_FUZZ=${ELASTIC_CKPT_FUZZ:-200000} "$PYTHON" -m pytest -n 2 -o timeout=0 tests/attacks/test_mutations.py
+elif [[ ${1:-} == --soak ]]; then
+    "$PYTHON" -m tests.soak --minutes "${ELASTIC_CKPT_SOAK:-60}" --seed "$RANDOM"
 elif [[ $# -gt 0 && $1 != --all ]]; then
     "$PYTHON" -m pytest "$@"
 else

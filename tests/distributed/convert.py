@@ -12,9 +12,9 @@ import torch
 from deepspeed.checkpoint import ds_to_universal
 
 
-def convert(native: Path, universal: Path, name: str) -> None:
-    """Convert ``native/name/step4`` to ``universal/name/step4_universal``, with its truth beside it."""
-    target = universal / name
+def convert(native: Path, universal: Path, name: str, new_name: str = "") -> None:
+    """Convert ``native/name/step4`` to ``universal/<new_name or name>/step4_universal``, with its truth beside it."""
+    target = universal / (new_name or name)
     target.mkdir()
     arguments = Namespace(
         input_folder=str(_without_extra_state(native / name / "step4", target / "native")),

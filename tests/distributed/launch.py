@@ -30,8 +30,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def environment(extensions_dir: str) -> dict[str, str]:
-    """What every test process gets: one thread, CPU accelerator, its own place for DeepSpeed's JIT builds."""
+def environment(extensions_dir: str, deepspeed: str = "") -> dict[str, str]:
+    """What every test process gets: one thread, CPU accelerator, its own place for DeepSpeed's JIT builds.
+
+    ``deepspeed`` is a folder with another version of DeepSpeed, as ``launch/matrix.sh`` installs them.
+    """
     return {
         **os.environ,
         "TORCH_EXTENSIONS_DIR": extensions_dir,
@@ -40,7 +43,7 @@ def environment(extensions_dir: str) -> dict[str, str]:
         # More than any job has ranks. A job of just so many would use DeepSpeed's shared-memory all-reduce, which is not
         # gloo and leaves 66 MiB in /dev/shm for every rank: a few hundred jobs fill the machine's memory.
         "LOCAL_SIZE": "64",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": os.pathsep.join(filter(None, [deepspeed, str(REPO), os.environ.get("PYTHONPATH")])),
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_OFFLINE": "1",
         "TORCHDYNAMO_DISABLE": "1",  # Muon's kernel: compiling it takes longer than all its tests
@@ -75,13 +78,13 @@ class Zygote:
     """A process that forks the ranks of test jobs; see :mod:`tests.distributed.zygote`.
 
     Args:
-        extensions_dir: where DeepSpeed may build its extensions.
+        extensions_dir, deepspeed: where DeepSpeed may build its extensions; see :func:`environment`.
     """
 
-    def __init__(self, extensions_dir: str) -> None:
+    def __init__(self, extensions_dir: str, deepspeed: str) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.distributed.zygote"],
-            env=environment(extensions_dir),
+            env=environment(extensions_dir, deepspeed),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -114,7 +117,7 @@ class Zygote:
         end(self._process)
 
 
-_zygotes: dict[str, Zygote] = {}
+_zygotes: dict[tuple[str, str], Zygote] = {}
 
 
 def close_zygotes() -> None:
@@ -123,7 +126,9 @@ def close_zygotes() -> None:
         _zygotes.popitem()[1].close()
 
 
-def run_ranks(world_size: int, job: str, arguments: Any, extensions_dir: str, timeout: float = 300) -> list[Any]:
+def run_ranks(
+    world_size: int, job: str, arguments: Any, extensions_dir: str, timeout: float = 300, deepspeed: str = ""
+) -> list[Any]:
     """Run ``job`` of :mod:`tests.distributed.jobs` on ``world_size`` processes; fail with their output.
 
     Args:
@@ -133,14 +138,15 @@ def run_ranks(world_size: int, job: str, arguments: Any, extensions_dir: str, ti
         arguments: anything that can be pickled.
         extensions_dir: where DeepSpeed may build its extensions.
         timeout: seconds until all of them are ended.
+        deepspeed: a folder with another version of DeepSpeed.
 
     Returns:
         The facts of all ranks, in the order of ranks. A job that returns facts has some on every rank.
     """
     port = free_port()
-    zygote = _zygotes.get(extensions_dir)
+    zygote = _zygotes.get((extensions_dir, deepspeed))
     if zygote is None or not zygote.is_alive:
-        zygote = _zygotes[extensions_dir] = Zygote(extensions_dir)
+        zygote = _zygotes[extensions_dir, deepspeed] = Zygote(extensions_dir, deepspeed)
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder) / f"rank{rank}.log" for rank in range(world_size)]
         ranks = []

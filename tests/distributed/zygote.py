@@ -53,7 +53,7 @@ def _import_for(job: str) -> None:
         importlib.import_module(module)
         gc.collect()
         gc.freeze()
-    if job.startswith("parallel_jobs.") and "transformers" not in sys.modules:
+    if job.startswith(("parallel_jobs.", "soak_jobs.")) and "transformers" not in sys.modules:
         importlib.import_module("megatron.core.models.gpt")
         importlib.import_module("transformers.models.llama.modeling_llama")
         gc.collect()
