@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ckpt.config import CONFIG_KEY, ElasticConfig, read_config, state_options
-from elastic_ckpt.errors import ConfigError, NotFoundError
+from elastic_ckpt.errors import ConfigError, DamagedError, NotFoundError
 from elastic_ckpt.formats import READERS, Checkpoint, Found, MetadataOptions
-from elastic_ckpt.formats.detect import find_checkpoint, look_at
+from elastic_ckpt.formats.detect import LATEST, LATEST_UNIVERSAL, find_checkpoint, list_tags, look_at, read_latest
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,32 @@ def locate(folder: str, tag: str | None, trust_pickle: bool = False) -> Found:
             remedy="give the folder that you pass to load_checkpoint, or one of the folders in it",
         )
     return found
+
+
+def locate_despite_latest(
+    folder: str, tag: str | None, trust_pickle: bool
+) -> tuple[Found, NotFoundError | DamagedError | None]:
+    """:func:`locate`; if a ``latest`` file is invalid, the tag in the other one or the newest, and the error."""
+    try:
+        return locate(folder, tag, trust_pickle), None
+    except (NotFoundError, DamagedError) as error:
+        path = os.path.abspath(folder)
+        tags = list_tags(path) if tag is None else []
+        if not tags:
+            raise
+        named = (tag_named_by(path, name) for name in (LATEST, LATEST_UNIVERSAL))
+        found = look_at(path, next((name for name in named if name in tags), tags[0]))
+        if found is None:
+            raise
+        return found, error
+
+
+def tag_named_by(folder: str, latest: str) -> str | None:
+    """The tag that a ``latest`` file names, if it can be read."""
+    try:
+        return read_latest(folder, latest)
+    except DamagedError:
+        return None
 
 
 def open_checkpoint(

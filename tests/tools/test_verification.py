@@ -36,13 +36,14 @@ from elastic_ckpt.core.metadata import (
 from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
 from elastic_ckpt.core.strided import Shape
 from elastic_ckpt.errors import DamagedError, MismatchError
+from elastic_ckpt.formats.base import Found
 from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.tools import findings
 from elastic_ckpt.tools.findings import ERROR, NOTE, Finding, kind_of, of_error
+from elastic_ckpt.tools.missing_files import expected_files
 from elastic_ckpt.tools.verification import check_metadata, scan
 from elastic_ckpt.tools.verification.archive import Problem, Record, read_archive
-from elastic_ckpt.tools.verification.files import missing_files
 from elastic_ckpt.tools.verification.scan import (
     Checked,
     Odd,
@@ -355,7 +356,8 @@ def test_of_quantized_states_the_scales_are_looked_at() -> None:
 
 def test_missing_files_are_named_as_deepspeed_would() -> None:
     def missing(*names: str, dp: int | None = None, ranks: int | None = None) -> list[str]:
-        return missing_files(sort_names(names, is_universal=False), dp, ranks)
+        found = Found("native", "/ckpt/step4", "step4", sort_names(names, is_universal=False))
+        return [name for name in expected_files(found, dp or 0, ranks or 0) if name not in names]
 
     model, shard = "mp_rank_{:02d}_model_states.pt", "bf16_zero_pp_rank_{}_mp_rank_{:02d}_optim_states.pt"
     assert missing(model.format(0), shard.format(0, 0), shard.format(1, 0)) == []

@@ -7,16 +7,14 @@ from dataclasses import replace
 
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
-from elastic_ckpt.errors import DamagedError, ElasticCkptError, NotFoundError
-from elastic_ckpt.formats.base import Found
-from elastic_ckpt.formats.detect import list_tags, look_at
+from elastic_ckpt.errors import ElasticCkptError
 from elastic_ckpt.formats.peek import peek
 from elastic_ckpt.sharding.book import Preset, RuleBook
 from elastic_ckpt.tools.inspection import contents
 from elastic_ckpt.tools.inspection.facts import ROLES, Evidence, Inspection, ParameterEntry, RuleFacts, Totals
 from elastic_ckpt.tools.inspection.files import entries_of, list_folder, missing_files
 from elastic_ckpt.tools.inspection.findings import findings_of
-from elastic_ckpt.tools.opened import locate, open_checkpoint
+from elastic_ckpt.tools.opened import locate_despite_latest, open_checkpoint
 
 
 def inspect_folder(folder: str, tag: str | None, config: ElasticConfig) -> Inspection:
@@ -26,21 +24,9 @@ def inspect_folder(folder: str, tag: str | None, config: ElasticConfig) -> Inspe
     :class:`NotFoundError` if there is no such checkpoint, :class:`ConfigError` if there is no such preset.
     """
     book = RuleBook.of(config)
-    found, misled = _found(folder, tag, config)
+    found, misled = locate_despite_latest(folder, tag, config.trust_pickle)
     evidence = Evidence(found, *list_folder(found), peek(found, config.trust_pickle), misled=misled)
     return inspect_checkpoint(_read(evidence, config), book, map(Preset.load, Preset.names()))
-
-
-def _found(folder: str, tag: str | None, config: ElasticConfig) -> tuple[Found, ElasticCkptError | None]:
-    """The checkpoint, or if ``latest`` is invalid the newest one and the error."""
-    try:
-        return locate(folder, tag, trust_pickle=config.trust_pickle), None
-    except (NotFoundError, DamagedError) as error:
-        tags = list_tags(folder) if tag is None else []
-        found = look_at(folder, tags[0]) if tags else None
-        if found is None:
-            raise
-        return found, error
 
 
 def _read(evidence: Evidence, config: ElasticConfig) -> Evidence:

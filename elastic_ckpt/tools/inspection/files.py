@@ -1,32 +1,25 @@
-"""Ranks and contents of each file, and missing files. Pure, apart from :func:`list_folder`."""
+"""Ranks and contents of each file. Pure, apart from :func:`list_folder`."""
 
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import accumulate, chain
 from typing import Any
 
-from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata
-from elastic_ckpt.errors import ElasticCkptError
+from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.formats.base import Found
-from elastic_ckpt.formats.detect import LATEST, LATEST_UNIVERSAL, list_tags, read_latest
+from elastic_ckpt.formats.detect import LATEST, LATEST_UNIVERSAL, list_tags
 from elastic_ckpt.formats.naming import (
     SWAPPED_FOLDER,
     UNIVERSAL_FOLDER,
     UNIVERSAL_OPTIMIZER,
-    FolderFiles,
     plain_name,
     sort_names,
 )
-from elastic_ckpt.formats.peek import Peeked
 from elastic_ckpt.tools.inspection.facts import Evidence, FileEntry
-
-#: Files of more ranks than this are not enumerated, since the number is only a file's claim.
-_MOST_EXPECTED = 1 << 17
-_LAYER = re.compile(r"^(\d{1,6})\.")
-_LAYER_OF_TP = re.compile(r"-model_\d+-model_states")
+from elastic_ckpt.tools.missing_files import expected_files
+from elastic_ckpt.tools.opened import tag_named_by
 
 
 def list_folder(found: Found) -> tuple[dict[str, int], tuple[str, ...], dict[str, str]]:
@@ -44,15 +37,8 @@ def list_folder(found: Found) -> tuple[dict[str, int], tuple[str, ...], dict[str
     base = found.folder
     for _ in os.path.normpath(found.tag).split(os.sep):
         base = os.path.dirname(base)
-    latest = {}
-    for name in (LATEST, LATEST_UNIVERSAL):
-        try:
-            tag = read_latest(base, name)
-        except (OSError, ElasticCkptError):
-            continue
-        if tag is not None:
-            latest[name] = tag
-    return sizes, tuple(list_tags(base)), latest
+    named = ((name, tag_named_by(base, name)) for name in (LATEST, LATEST_UNIVERSAL))
+    return sizes, tuple(list_tags(base)), {name: tag for name, tag in named if tag is not None}
 
 
 def _below(folder: str, path: str) -> str:
@@ -107,63 +93,12 @@ def _kind_and_ranks(name: str, tp: int | None) -> dict[str, Any]:
 
 def missing_files(evidence: Evidence) -> tuple[str, ...]:
     """Missing files, inferred from the names of the others and from a model-states file."""
-    found = evidence.found
-    is_clear = not found.files.clashes and not found.files.experts  # else names show little
-    expected = [*_expected(found, evidence.peeked)] if is_clear else []
+    found, peeked = evidence.found, evidence.peeked
+    dp = 0 if peeked is None else peeked.training_state.counters.get("dp_world_size")
+    ranks = 0 if peeked is None else peeked.degrees.model_parallel
+    expected = list(expected_files(found, dp if isinstance(dp, int) else 0, ranks, peeked))
     named = None if evidence.refusal is None else evidence.refusal.file
     if named is not None and os.path.dirname(named) == found.folder and "*" not in named:
         expected += [os.path.basename(named)] if not os.path.lexists(named) else []
     present = {plain_name(name) for name in evidence.sizes}
     return tuple(name for name in dict.fromkeys(map(plain_name, expected)) if name not in present)
-
-
-def _expected(found: Found, peeked: Peeked | None) -> Iterator[str]:
-    files = found.files
-    dps, mps = _ranks(files, peeked)
-    if len(dps) * len(mps) > _MOST_EXPECTED:
-        return
-    for mp in mps:
-        if files.model_zero3 and mp not in files.model:
-            yield from (f"zero_pp_rank_{dp}_mp_rank_{mp:02d}_model_states.pt" for dp in dps)
-        else:
-            yield f"{'' if files.model else '*'}mp_rank_{mp:02d}_model_states.pt"
-    if found.format == "universal":
-        yield from (f"{UNIVERSAL_FOLDER}/{name}/{MASTER}.pt" for name in (peeked.parameters if peeked else ()))
-        return
-    if files.optimizer or (peeked is not None and not peeked.holds_optimizer):
-        prefix, joint = _style(files, peeked)
-        yield from (f"{prefix}zero_pp_rank_{dp}_mp_rank_{mp:02d}{joint}optim_states.pt" for mp in mps for dp in dps)
-    yield from _expected_layers(files, peeked)
-
-
-def _ranks(files: FolderFiles, peeked: Peeked | None) -> tuple[range, range]:
-    """Data-parallel and model-parallel ranks: those with files, or as many as are claimed."""
-    stated_dp = 0 if peeked is None else peeked.training_state.counters.get("dp_world_size")
-    stated_mp = 0 if peeked is None else peeked.degrees.model_parallel
-    dps = max((dp for dp, _ in (*files.optimizer, *files.model_zero3)), default=0) + 1
-    dps = max(dps, stated_dp) if isinstance(stated_dp, int) else dps
-    return range(dps), range(max(max(files.mp_ranks, default=0) + 1, stated_mp))
-
-
-def _style(files: FolderFiles, peeked: Peeked | None) -> tuple[str, str]:
-    """The text before ``zero_pp_rank`` and before ``optim_states`` in file names of this save."""
-    sample = next(iter(files.optimizer.values()), None)
-    if sample is not None:
-        return sample.partition("zero_pp_rank")[0], "_" if "_optim_states" in sample else ""
-    is_bf16 = peeked is not None and peeked.weight_dtypes[:1] == ("bfloat16",)
-    return "bf16_" if is_bf16 else "", "_"
-
-
-def _expected_layers(files: FolderFiles, peeked: Peeked | None) -> Iterator[str]:
-    """A layer with parameters, or with a file of some rank, has one of every tensor-parallel rank."""
-    if not files.layers:
-        return
-    named = (_LAYER.match(name) for name in (peeked.parameters if peeked else ()))
-    layers = {layer for layer, _ in files.layers} | {int(match[1]) for match in named if match}
-    tp = max((peeked.degrees.tp if peeked else 0) or 0, max(rank for _, rank in files.layers) + 1)
-    with_rank = any(_LAYER_OF_TP.search(name) for name in files.layers.values())
-    if len(layers) * tp > _MOST_EXPECTED:
-        return
-    for layer in sorted(layers):
-        for rank in range(tp):
-            yield f"layer_{layer:02d}-{f'model_{rank:02d}-' if with_rank else ''}model_states.pt"

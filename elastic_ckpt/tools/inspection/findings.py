@@ -31,7 +31,7 @@ def _findings(
     evidence: Evidence, missing: tuple[str, ...], parameters: Sequence[ParameterEntry], rules: RuleFacts
 ) -> Iterator[Finding]:
     if evidence.misled is not None:
-        text = f"{evidence.misled.problem}; this is the newest one"
+        text = f"{evidence.misled.problem}; this is {evidence.found.tag!r}"
         yield replace(of_error(evidence.misled, "latest"), text=text)
     if evidence.refusal is not None:
         is_missing = evidence.refusal.file in {evidence.found.path(name) for name in missing}

@@ -42,7 +42,7 @@ class Verification:
     """The outcome of a verification.
 
     Attributes:
-        folder, tag: requested absolute path; verified tag, or ``None`` if ambiguous.
+        folder, tag: requested absolute path; verified tag.
         full: whether every byte was read, or only metadata.
         findings, notes: problems; other facts, and what was not checked.
         files, tensors: number of files and of logical tensors (masters, states, buffers, frozen weights) checked.
@@ -50,7 +50,7 @@ class Verification:
     """
 
     folder: str
-    tag: str | None
+    tag: str
     full: bool
     findings: tuple[Finding, ...]
     notes: tuple[Finding, ...]
@@ -84,25 +84,21 @@ def verify(
     began = time.perf_counter()
     RuleBook.of(config)  # a missing preset is an error at once, not after an hour of reading
     found, findings = choose(folder, tag, config.trust_pickle)
-    files: list[str] = []
-    metadata: CheckpointMetadata | None = None
-    nbytes = 0
-    if found is not None:
-        files = [*checkpoint_files(found), *swap_files(found)]
-        metadata, wrong = read_metadata(found, config)
-        findings += wrong
-        if others := other_files(found):
-            findings.append(Finding(NOTE, "not-checked", f"files that are none of DeepSpeed's: {listed(others)}"))
-        if metadata is not None:
-            findings += check_metadata(metadata)
-        if full:
-            nbytes = _check_bytes(found, metadata, config, threads, show_progress, findings)
-    if not full:
+    files = [*checkpoint_files(found), *swap_files(found)]
+    metadata, wrong = read_metadata(found, config)
+    findings += wrong
+    if others := other_files(found):
+        findings.append(Finding(NOTE, "not-checked", f"files that are none of DeepSpeed's: {listed(others)}"))
+    if metadata is not None:
+        findings += check_metadata(metadata)
+    if full:
+        nbytes = _check_bytes(found, metadata, config, threads, show_progress, findings)
+    else:
         nbytes = sum(os.path.getsize(path) for path in files if os.path.isfile(path))
     unique = tuple(dict.fromkeys(findings))
     return Verification(
         folder=os.path.abspath(folder),
-        tag=found.tag if found is not None else None,
+        tag=found.tag,
         full=full,
         findings=tuple(finding for finding in unique if finding.level == ERROR),
         notes=tuple(finding for finding in unique if finding.level == NOTE),

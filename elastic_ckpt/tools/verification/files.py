@@ -13,20 +13,20 @@ from typing import Any, TypeVar
 
 from elastic_ckpt.config import ElasticConfig, state_options
 from elastic_ckpt.core.metadata import CheckpointMetadata
-from elastic_ckpt.errors import ElasticCkptError, MismatchError, NotFoundError, UnsupportedError, listed
+from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError, NotFoundError, UnsupportedError, listed
 from elastic_ckpt.formats import Found, model_states, shards
 from elastic_ckpt.formats.base import refuse_swapped
-from elastic_ckpt.formats.detect import LATEST as LATEST_FILE
-from elastic_ckpt.formats.detect import LATEST_UNIVERSAL, MOST_TAG_NBYTES, list_tags, look_at, look_below
+from elastic_ckpt.formats.detect import LATEST, LATEST_UNIVERSAL, list_tags, look_below, read_latest
 from elastic_ckpt.formats.model_states import ModelShard
-from elastic_ckpt.formats.naming import SWAPPED_FOLDER, UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER, FolderFiles, plain_name
+from elastic_ckpt.formats.naming import SWAPPED_FOLDER, UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER, plain_name
 from elastic_ckpt.formats.native import index_native
 from elastic_ckpt.formats.pickled import PickledFile, open_file
 from elastic_ckpt.formats.same_save import spot_check
 from elastic_ckpt.formats.shards import OptimizerShard
 from elastic_ckpt.formats.universal import index_optimizer, index_state
 from elastic_ckpt.tools.findings import ERROR, NOTE, Finding, kind_of, of_error, one_line
-from elastic_ckpt.tools.opened import locate, open_checkpoint
+from elastic_ckpt.tools.missing_files import expected_files
+from elastic_ckpt.tools.opened import locate_despite_latest, open_checkpoint
 
 T = TypeVar("T")
 #: Contents of the files that open, by class and model-parallel rank.
@@ -35,51 +35,29 @@ Items = dict[tuple[type, int], list[Any]]
 Diagnosis = tuple[CheckpointMetadata | None, list[Finding]]
 #: Number of files tried as the reference for the others.
 _MOST_REFERENCES = 8
-#: Missing files of more ranks than this are not listed, since the number is only a file's claim.
-_MOST_RANKS = 1 << 14
 _MODEL_PARALLEL = re.compile(r"mp_rank_(\d+)")
-_RANKS = re.compile(r"zero_pp_rank_\d+_mp_rank_\d+")
 #: Scripts that DeepSpeed copies into checkpoints.
 _SCRIPT = ".py"
 
 
-def choose(folder: str, tag: str | None, trust_pickle: bool) -> tuple[Found | None, list[Finding]]:
-    """The checkpoint to verify, and findings on the ``latest`` files.
-
-    If ``latest`` is invalid, the tag in ``latest_universal`` or the only tag is taken. Raises :class:`NotFoundError` if
-    there is no checkpoint, or not the requested one.
-    """
+def choose(folder: str, tag: str | None, trust_pickle: bool) -> tuple[Found, list[Finding]]:
+    """The checkpoint to verify, and findings on the ``latest`` files; errors as of :func:`locate_despite_latest`."""
     path = os.path.abspath(folder)
-    if tag is None and look_at(os.path.dirname(path), os.path.basename(path)) is not None:
-        return locate(path, None), []
-    tags, named, findings = list_tags(path), {}, []
-    for name in (LATEST_FILE, LATEST_UNIVERSAL):
-        pointer = os.path.join(path, name)
-        if not os.path.lexists(pointer):
-            continue
+    found, misled = locate_despite_latest(folder, tag, trust_pickle)
+    findings: list[Finding] = []
+    for name in (LATEST, LATEST_UNIVERSAL) if found.folder != path else ():
         try:
-            with open(pointer, encoding="utf-8") as stream:
-                named[name] = pointed = stream.read(MOST_TAG_NBYTES).strip()
-        except (OSError, UnicodeDecodeError) as error:
-            findings.append(Finding(ERROR, "latest", f"cannot be read: {error}", file=pointer))
+            named = read_latest(path, name)
+        except DamagedError as error:
+            findings.append(Finding(ERROR, "latest", f"cannot be read: {error.found}", file=error.file))
             continue
-        if look_below(path, pointed) is None:
-            text = f"names {pointed!r}, which is not there; there are {listed(tags)}"
-            findings.append(Finding(ERROR, "latest", text, file=pointer))
-    try:
-        return locate(path, tag, trust_pickle=trust_pickle), findings
-    except ElasticCkptError as error:
-        if tag is not None or not tags:
-            raise
-        findings = findings or [of_error(error, "latest" if isinstance(error, NotFoundError) else "unreadable")]
-    choices = [(pointed, f"which {name} names") for name, pointed in named.items() if pointed in tags]
-    if len(tags) == 1:
-        choices.append((tags[0], "the only tag there is"))
-    if not choices:
-        note = Finding(NOTE, "not-checked", f"none of the tags {listed(tags)}: say which with --tag", file=path)
-        return None, [*findings, note]
-    chosen, why = choices[0]
-    return look_at(path, chosen), [*findings, Finding(NOTE, "latest", f"verified {chosen}, {why}", file=path)]
+        if named is not None and look_below(path, named) is None:
+            text = f"names {named!r}, which is not there; there are {listed(list_tags(path))}"
+            findings.append(Finding(ERROR, "latest", text, file=os.path.join(path, name)))
+    if misled is not None:
+        findings = findings or [of_error(misled, "latest" if isinstance(misled, NotFoundError) else "unreadable")]
+        findings.append(Finding(NOTE, "latest", f"verified {found.tag} instead", file=path))
+    return found, findings
 
 
 def checkpoint_files(found: Found) -> list[str]:
@@ -107,23 +85,6 @@ def other_files(found: Found) -> list[str]:
     known = {os.path.basename(path) for path in checkpoint_files(found) if os.path.dirname(path) == found.folder}
     names = [entry.name for entry in os.scandir(found.folder) if entry.is_file()]
     return sorted(name for name in names if name not in known and not name.endswith(_SCRIPT))
-
-
-def missing_files(files: FolderFiles, dp: int | None, model_parallel: int | None) -> list[str]:
-    """Names of missing files, inferred from file names and from the degrees that files state, if any."""
-    sharded = (files.model_zero3, files.optimizer)
-    dps = range(max([dp or 0, *(at + 1 for names in sharded for at, _ in names)]))
-    mps = range(max([model_parallel or 0, *(mp + 1 for mp in files.mp_ranks)]))
-    if len(dps) * len(mps) > _MOST_RANKS:
-        return []
-    missing = [f"mp_rank_{mp:02d}_model_states.pt" for mp in mps if files.model and mp not in files.model]
-    for names in filter(None, sharded):
-        sample = plain_name(next(iter(names.values())))
-        absent = [(at, mp) for mp in mps for at in dps if (at, mp) not in names]
-        missing += [_RANKS.sub(f"zero_pp_rank_{at}_mp_rank_{mp:02d}", sample) for at, mp in absent]
-    layers, tps = {layer for layer, _ in files.layers}, {tp for _, tp in files.layers}
-    absent = [(layer, tp) for layer in sorted(layers) for tp in tps if (layer, tp) not in files.layers]
-    return missing + [f"layer_{layer:02d}-model_{tp:02d}-model_states.pt" for layer, tp in absent]
 
 
 def read_metadata(found: Found, config: ElasticConfig) -> Diagnosis:
@@ -196,13 +157,15 @@ def _index(file: PickledFile, path: str, config: ElasticConfig) -> Any:
 
 
 def _missing(found: Found, models: Sequence[ModelShard]) -> list[Finding]:
-    dp, ranks = None, None
+    dp, ranks = 0, 0
     if models:
         most = _majority([_number(model.counters["dp_world_size"]) for model in models])
         degrees = _majority([model.stated for model in models]).borne_out(len(found.files.mp_ranks))
-        dp, ranks = None if found.files.is_universal else most, degrees.model_parallel or None
+        dp, ranks = 0 if found.files.is_universal else most, degrees.model_parallel
     text = "no such file; restore it, or take another tag"
-    return [Finding(ERROR, "missing", text, file=found.path(name)) for name in missing_files(found.files, dp, ranks)]
+    present = set(map(plain_name, os.listdir(found.folder)))
+    names = [name for name in expected_files(found, dp, ranks) if name not in present and "*" not in name]
+    return [Finding(ERROR, "missing", text, file=found.path(name)) for name in names]
 
 
 def _number(claim: Any) -> int:
