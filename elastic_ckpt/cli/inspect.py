@@ -25,11 +25,11 @@ from elastic_ckpt.cli.output import (
     table,
 )
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
+from elastic_ckpt.tools.files import FileEntry
 from elastic_ckpt.tools.findings import ERROR, WARNING
 from elastic_ckpt.tools.inspection import inspect_folder
 from elastic_ckpt.tools.inspection.facts import (
     TRAINED,
-    FileEntry,
     Inspection,
     ParameterEntry,
     SavedRun,

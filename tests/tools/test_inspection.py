@@ -47,9 +47,9 @@ from elastic_ckpt.formats.degrees import Degrees
 from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.formats.peek import Peeked
 from elastic_ckpt.sharding.book import Preset, RuleBook
-from elastic_ckpt.tools.inspection import Inspection, inspect_checkpoint
+from elastic_ckpt.tools.files import entries_of
+from elastic_ckpt.tools.inspection import Inspection, inspect_checkpoint, missing_files
 from elastic_ckpt.tools.inspection.facts import Evidence
-from elastic_ckpt.tools.inspection.files import entries_of, missing_files
 
 FOLDER = "/ckpt/step7"
 MODEL, OPTIMIZER = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"

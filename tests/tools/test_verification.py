@@ -40,8 +40,8 @@ from elastic_ckpt.formats.base import Found
 from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.tools import findings
+from elastic_ckpt.tools.files import expected_files
 from elastic_ckpt.tools.findings import ERROR, NOTE, Finding, kind_of, of_error
-from elastic_ckpt.tools.missing_files import expected_files
 from elastic_ckpt.tools.verification import check_metadata, scan
 from elastic_ckpt.tools.verification.archive import Problem, Record, read_archive
 from elastic_ckpt.tools.verification.scan import (

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import replace
 
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
 from elastic_ckpt.errors import ElasticCkptError
+from elastic_ckpt.formats.detect import LATEST, LATEST_UNIVERSAL, list_tags
+from elastic_ckpt.formats.naming import plain_name
 from elastic_ckpt.formats.peek import peek
 from elastic_ckpt.sharding.book import Preset, RuleBook
+from elastic_ckpt.tools.files import entries_of, expected_files, file_sizes
 from elastic_ckpt.tools.inspection import contents
 from elastic_ckpt.tools.inspection.facts import ROLES, Evidence, Inspection, ParameterEntry, RuleFacts, Totals
-from elastic_ckpt.tools.inspection.files import entries_of, list_folder, missing_files
 from elastic_ckpt.tools.inspection.findings import findings_of
-from elastic_ckpt.tools.opened import locate_despite_latest, open_checkpoint
+from elastic_ckpt.tools.opened import locate_despite_latest, open_checkpoint, tag_named_by
 
 
 def inspect_folder(folder: str, tag: str | None, config: ElasticConfig) -> Inspection:
@@ -25,7 +28,18 @@ def inspect_folder(folder: str, tag: str | None, config: ElasticConfig) -> Inspe
     """
     book = RuleBook.of(config)
     found, misled = locate_despite_latest(folder, tag, config.trust_pickle)
-    evidence = Evidence(found, *list_folder(found), peek(found, config.trust_pickle), misled=misled)
+    base = found.folder
+    for _ in os.path.normpath(found.tag).split(os.sep):
+        base = os.path.dirname(base)
+    named = ((name, tag_named_by(base, name)) for name in (LATEST, LATEST_UNIVERSAL))
+    evidence = Evidence(
+        found,
+        sizes=file_sizes(found),
+        tags=tuple(list_tags(base)),
+        latest={name: tag for name, tag in named if tag is not None},
+        peeked=peek(found, config.trust_pickle),
+        misled=misled,
+    )
     return inspect_checkpoint(_read(evidence, config), book, map(Preset.load, Preset.names()))
 
 
@@ -80,3 +94,16 @@ def inspect_checkpoint(evidence: Evidence, book: RuleBook, presets: Iterable[Pre
         latest=evidence.latest,
         findings=findings_of(evidence, missing, parameters, rules),
     )
+
+
+def missing_files(evidence: Evidence) -> tuple[str, ...]:
+    """Missing files, inferred from the names of the others and from a model-states file."""
+    found, peeked = evidence.found, evidence.peeked
+    dp = 0 if peeked is None else peeked.training_state.counters.get("dp_world_size")
+    ranks = 0 if peeked is None else peeked.degrees.model_parallel
+    expected = list(expected_files(found, dp if isinstance(dp, int) else 0, ranks, peeked))
+    named = None if evidence.refusal is None else evidence.refusal.file
+    if named is not None and os.path.dirname(named) == found.folder and "*" not in named:
+        expected += [os.path.basename(named)] if not os.path.lexists(named) else []
+    present = set(map(plain_name, evidence.sizes))
+    return tuple(name for name in dict.fromkeys(map(plain_name, expected)) if name not in present)

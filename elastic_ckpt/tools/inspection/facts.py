@@ -10,6 +10,7 @@ from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.errors import ElasticCkptError
 from elastic_ckpt.formats.base import Checkpoint, Found
 from elastic_ckpt.formats.peek import Peeked
+from elastic_ckpt.tools.files import FileEntry
 from elastic_ckpt.tools.findings import ERROR, Finding
 
 Shape = tuple[int, ...]
@@ -187,28 +188,6 @@ class RuleFacts:
     undecided: tuple[str, ...] = ()
     contradictions: Mapping[str, str] = field(default_factory=dict)
     fitting_presets: Mapping[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class FileEntry:
-    """A file of the tag's folder; ``name`` is its path relative to that.
-
-    Attributes:
-        kind: ``"model states"``, ``"optimizer states"``, ``"layer"``, ``"parameter"`` (of a universal checkpoint),
-            ``"optimizer"`` (of one), ``"expert"``, ``"swapped"`` (from NVMe) or ``"other"``.
-        dp, tp, pp, mp: its ranks; ``mp`` counts stages and tensor-parallel ranks together.
-        tensors: key -> number of parameters with chunks in it.
-    """
-
-    name: str
-    kind: str
-    nbytes: int
-    dp: int | None = None
-    tp: int | None = None
-    pp: int | None = None
-    mp: int | None = None
-    layer: int | None = None
-    tensors: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

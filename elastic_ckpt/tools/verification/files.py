@@ -18,14 +18,14 @@ from elastic_ckpt.formats import Found, model_states, shards
 from elastic_ckpt.formats.base import refuse_swapped
 from elastic_ckpt.formats.detect import LATEST, LATEST_UNIVERSAL, list_tags, look_below, read_latest
 from elastic_ckpt.formats.model_states import ModelShard
-from elastic_ckpt.formats.naming import SWAPPED_FOLDER, UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER, plain_name
+from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER, plain_name
 from elastic_ckpt.formats.native import index_native
 from elastic_ckpt.formats.pickled import PickledFile, open_file
 from elastic_ckpt.formats.same_save import spot_check
 from elastic_ckpt.formats.shards import OptimizerShard
 from elastic_ckpt.formats.universal import index_optimizer, index_state
+from elastic_ckpt.tools.files import expected_files, file_sizes, kind_and_ranks
 from elastic_ckpt.tools.findings import ERROR, NOTE, Finding, kind_of, of_error, one_line
-from elastic_ckpt.tools.missing_files import expected_files
 from elastic_ckpt.tools.opened import locate_despite_latest, open_checkpoint
 
 T = TypeVar("T")
@@ -62,29 +62,27 @@ def choose(folder: str, tag: str | None, trust_pickle: bool) -> tuple[Found, lis
 
 def checkpoint_files(found: Found) -> list[str]:
     """Paths of all ``torch.save`` files of a checkpoint, sorted."""
-    files = found.files
-    names = [*files.model.values(), *files.model_zero3.values(), *files.optimizer.values(), *files.layers.values()]
-    paths = {found.path(name) for name in (*names, *files.copies, *files.experts, *files.clashes)}
-    if files.is_universal:
-        root = found.path(UNIVERSAL_FOLDER)
-        for entry in os.scandir(root):
-            inside = os.scandir(entry.path) if entry.is_dir() else [entry]
-            paths |= {file.path for file in inside if file.name.endswith(".pt") and file.is_file()}
-    return sorted(paths)
+    return sorted(path for path, kind in _kinds_of(found) if kind not in ("swapped", "other"))
 
 
 def swap_files(found: Found) -> list[str]:
     """Sorted paths of optimizer states from NVMe: raw bytes without checksums."""
-    root = found.path(SWAPPED_FOLDER)
-    folders = [entry.path for entry in os.scandir(root) if entry.is_dir()] if os.path.isdir(root) else []
-    return sorted(file.path for folder in folders for file in os.scandir(folder) if file.is_file())
+    return sorted(path for path, kind in _kinds_of(found) if kind == "swapped")
 
 
 def other_files(found: Found) -> list[str]:
     """Names of files in the tag's folder that are not DeepSpeed's."""
-    known = {os.path.basename(path) for path in checkpoint_files(found) if os.path.dirname(path) == found.folder}
-    names = [entry.name for entry in os.scandir(found.folder) if entry.is_file()]
-    return sorted(name for name in names if name not in known and not name.endswith(_SCRIPT))
+    names = (os.path.relpath(path, found.folder) for path, kind in _kinds_of(found) if kind == "other")
+    return sorted(name for name in names if os.sep not in name and not name.endswith(_SCRIPT))
+
+
+def _kinds_of(found: Found) -> Iterator[tuple[str, str]]:
+    """Path and kind of each file; what else lies among the parameters of a universal checkpoint is another one."""
+    for name in file_sizes(found):
+        kind = kind_and_ranks(name, None)["kind"]
+        if kind in ("parameter", "optimizer") and not (found.files.is_universal and name.endswith(".pt")):
+            kind = "other"
+        yield found.path(name), kind
 
 
 def read_metadata(found: Found, config: ElasticConfig) -> Diagnosis:
