@@ -1,16 +1,18 @@
-"""Refuses or warns of live engines for reasons other than an unsupported feature. Local; changes nothing."""
+"""Refuses or warns of live engines for reasons other than an unsupported feature; commits a save that is under way."""
 
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 import torch.distributed as dist
 
+from elastic_ckpt import distributed
 from elastic_ckpt.core.training_state import BatchSizes, TrainingState
 from elastic_ckpt.engines.compat import holds_gradients, partition_group
 from elastic_ckpt.engines.coordinates import sequence_of
-from elastic_ckpt.errors import MismatchError
+from elastic_ckpt.errors import DamagedError, MismatchError
 
 logger = logging.getLogger(__name__)
 _REMEDY = (
@@ -114,3 +116,37 @@ def warn_of_unscaled_gradients(engine: Any, saved: TrainingState, saved_zero_sta
         f"{this} run's gradients, and its Adam moments, are that much smaller than {other} run's; both are restored "
         "exactly, but they do not fit together",
     )
+
+
+def commit_pending_save(engine: Any) -> None:
+    """Commit a save of this engine that is still being written, as the next step would. Collective.
+
+    ``DecoupledCheckpointEngine`` and DataStates' engine write in the background, and commit a save at the next boundary
+    ``step()``. Until then its files are incomplete, ``latest`` names an older save, and its writers read live tensors,
+    which a load overwrites.
+
+    Raises :class:`DamagedError` on every rank if the process that writes it is no longer there.
+    """
+    writer = getattr(engine, "checkpoint_engine", None)
+    if writer is None or not getattr(writer, "is_decoupled", bool)():  # DeepSpeed before 0.18 has no such method
+        return
+
+    def look() -> bool:
+        if writer.commit_info is None:
+            return False
+        process = getattr(writer, "ckpt_process", None)
+        if process is not None and not process.is_alive():
+            info = writer.commit_info
+            raise DamagedError(
+                "the last save of this engine is incomplete: the process that wrote it in the background has died",
+                file=os.path.join(info.save_dir, info.tag),
+                expected="a process that writes until the save is committed",
+                found=f"exit code {process.exitcode}",
+                remedy="start the job again and load an older tag; the process's output says why it died",
+            )
+        return True
+
+    if any(distributed.all_gather("look for a save that is still being written", look)):
+        engine._commit_decoupled_checkpoint()
+        if writer.commit_info is not None:  # DataStates' engine, whose get_commit_info() DeepSpeed does not define
+            writer.commit(writer.commit_info)

@@ -15,8 +15,7 @@ from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError, lis
 from elastic_ckpt.formats import model_states, shards
 from elastic_ckpt.formats.base import Found, MetadataOptions
 from elastic_ckpt.formats.grid import Grid, grid_of
-from elastic_ckpt.formats.layers import LayerShard, with_layers
-from elastic_ckpt.formats.merging import merge_shards, merge_stages
+from elastic_ckpt.formats.merging import LayerShard, merge_shards, merge_stages, with_layers
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.partitioned import LegacyShard, partitioned_metadata, refuse_legacy
 from elastic_ckpt.formats.same_save import with_progress_compared

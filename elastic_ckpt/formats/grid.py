@@ -2,8 +2,8 @@
 
 DeepSpeed numbers them together: ``mp_rank = stage * tp + tensor-parallel rank`` (``PipelineParallelGrid``,
 topology.py). Since 0.17 files state both degrees (``checkpoint_parallel_dimensions``); in older ones, ranks of one
-stage list the same parameters. Statements are compared with the number of files (:mod:`elastic_ckpt.formats.degrees`).
-File names are not used: gpt-neox's would suggest another topology.
+stage list the same parameters. Statements are compared with the number of files (:class:`.StatedDegrees`). File names
+are not used: gpt-neox's would suggest another topology.
 """
 
 from __future__ import annotations

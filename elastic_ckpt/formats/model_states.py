@@ -26,9 +26,16 @@ from elastic_ckpt.core.training_state import Features
 from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError
 from elastic_ckpt.formats.base import refuse_other_saves
 from elastic_ckpt.formats.classify import ELEMENTWISE_NAMES
-from elastic_ckpt.formats.degrees import StatedDegrees, positive_int, stated_degrees
 from elastic_ckpt.formats.pickled import PickledFile
-from elastic_ckpt.formats.saved_config import config_section, features_in, run_arguments, saved_config
+from elastic_ckpt.formats.saved_config import (
+    StatedDegrees,
+    config_section,
+    features_in,
+    positive_int,
+    run_arguments,
+    saved_config,
+    stated_degrees,
+)
 from elastic_ckpt.formats.saved_states import StatesOfOne, read_groups, sort_states
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from elastic_ckpt.formats.values import read_bytes

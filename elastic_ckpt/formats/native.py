@@ -12,7 +12,7 @@ from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.formats.assembling import Assembled, Kind, assemble, missing_file
 from elastic_ckpt.formats.base import Checkpoint, Found, MetadataOptions, refuse_unsupported_folder
 from elastic_ckpt.formats.exchange import open_my_share
-from elastic_ckpt.formats.layers import LayerShard, index_layer
+from elastic_ckpt.formats.merging import LayerShard, index_layer
 from elastic_ckpt.formats.model_states import ModelShard, index_model_states, of_same_tree
 from elastic_ckpt.formats.naming import plain_name
 from elastic_ckpt.formats.partitioned import LegacyShard, index_zero3, index_zero12

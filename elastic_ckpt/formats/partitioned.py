@@ -9,7 +9,7 @@ wrong and so never used. ``BF16_Optimizer`` (ZeRO-1 with fp32 gradient accumulat
 ZeRO-3 (``DeepSpeedZeroOptimizer_Stage3._rigid_state_dict``, stage3.py): every parameter is partitioned on its own into
 ``ceil(numel / world)`` elements per rank; a sub-group's flat tensor has the partitions of its parameters one after the
 other. ``param_shapes`` in the model-states file lists the parameters of each sub-group. On NVMe, a sub-group's data is
-in files of its own (:mod:`elastic_ckpt.formats.swapped`).
+in files of its own (:mod:`elastic_ckpt.formats.shards`).
 """
 
 from __future__ import annotations
@@ -31,8 +31,16 @@ from elastic_ckpt.formats.metadata_builder import MetadataBuilder, module_tensor
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.saved_states import sort_states
-from elastic_ckpt.formats.shards import FlatShard, OptimizerShard, build_shard, flat_ref, other_save_than_model
-from elastic_ckpt.formats.swapped import check_swap_file, refuse_unnamed_swap_files, swap_files
+from elastic_ckpt.formats.shards import (
+    FlatShard,
+    OptimizerShard,
+    build_shard,
+    check_swap_file,
+    flat_ref,
+    other_save_than_model,
+    refuse_unnamed_swap_files,
+    swap_files,
+)
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 
 #: Sequence-parallel degrees to try if the saved config states none (``mesh_param`` leaves no trace).

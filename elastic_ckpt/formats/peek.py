@@ -12,10 +12,9 @@ from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.core.training_state import TrainingState
 from elastic_ckpt.errors import ElasticCkptError
 from elastic_ckpt.formats.base import Found
-from elastic_ckpt.formats.degrees import Degrees, stated_degrees
 from elastic_ckpt.formats.model_states import UnpartitionedState, index_unpartitioned
 from elastic_ckpt.formats.pickled import PickledFile, open_pickled
-from elastic_ckpt.formats.saved_config import run_arguments, saved_config
+from elastic_ckpt.formats.saved_config import Degrees, run_arguments, saved_config, stated_degrees
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from elastic_ckpt.formats.training_state import loss_scale_of, read_training_state
 

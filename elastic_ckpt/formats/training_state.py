@@ -10,11 +10,10 @@ from elastic_ckpt import distributed
 from elastic_ckpt.core.local_state import RankCoordinates, SequenceParallel
 from elastic_ckpt.core.training_state import BatchSizes, LossScale, TrainingState
 from elastic_ckpt.formats.assembling import Assembled
-from elastic_ckpt.formats.degrees import positive_int
 from elastic_ckpt.formats.exchange import opener_of
 from elastic_ckpt.formats.model_states import COUNTERS
 from elastic_ckpt.formats.pickled import PickledFile
-from elastic_ckpt.formats.saved_config import config_section, saved_config
+from elastic_ckpt.formats.saved_config import config_section, positive_int, saved_config
 from elastic_ckpt.formats.values import materialise
 
 #: A dynamic scaler's state as in ``FP16_Optimizer.state_dict``; ``DynamicLossScaler`` adds more (loss_scaler.py).

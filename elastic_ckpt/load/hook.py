@@ -13,9 +13,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from elastic_ckpt import config as elastic_config
 from elastic_ckpt import distributed
 from elastic_ckpt.config import ElasticConfig, requires_elastic
-from elastic_ckpt.engines.checks import warn_of_incomplete_saves
+from elastic_ckpt.engines.checks import commit_pending_save, warn_of_incomplete_saves
 from elastic_ckpt.engines.compat import ds_config, has_optimizer, load_universal_flag, separate_steps, universal_flag
-from elastic_ckpt.engines.decoupled import commit_pending_save
 from elastic_ckpt.engines.training_state import LoadArguments, restores_states
 from elastic_ckpt.errors import (
     ConfigError,

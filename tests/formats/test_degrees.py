@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ckpt.core.local_state import SequenceParallel
-from elastic_ckpt.formats.degrees import Degrees, StatedDegrees, stated_degrees
+from elastic_ckpt.formats.saved_config import Degrees, StatedDegrees, stated_degrees
 
 DEGREE = st.integers(1, 8)
 

@@ -27,11 +27,10 @@ from elastic_ckpt.core.metadata import (
 from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
 from elastic_ckpt.core.training_state import Features
 from elastic_ckpt.errors import DamagedError, UnsupportedError
-from elastic_ckpt.formats.degrees import StatedDegrees
 from elastic_ckpt.formats.grid import Grid, grid_of
-from elastic_ckpt.formats.layers import LayerShard, with_layers
-from elastic_ckpt.formats.merging import merge_shards, merge_stages
+from elastic_ckpt.formats.merging import LayerShard, merge_shards, merge_stages, with_layers
 from elastic_ckpt.formats.model_states import ModelShard
+from elastic_ckpt.formats.saved_config import StatedDegrees
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 
 # --- ranks ------------------------------------------------------------------------------------------------------

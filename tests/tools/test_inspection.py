@@ -43,9 +43,9 @@ from elastic_ckpt.core.tp_rules import Rule
 from elastic_ckpt.core.training_state import BatchSizes, LossScale, TrainingState
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
 from elastic_ckpt.formats.base import Checkpoint, Found
-from elastic_ckpt.formats.degrees import Degrees
 from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.formats.peek import Peeked
+from elastic_ckpt.formats.saved_config import Degrees
 from elastic_ckpt.sharding.book import Preset, RuleBook
 from elastic_ckpt.tools.files import entries_of
 from elastic_ckpt.tools.inspection import Inspection, inspect_checkpoint, missing_files

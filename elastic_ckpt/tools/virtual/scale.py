@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field, model_validator
 from elastic_ckpt.core.metadata import ITEMSIZE, CheckpointMetadata
 from elastic_ckpt.formats.assembling import Kind, assemble
 from elastic_ckpt.formats.base import Found, MetadataOptions
-from elastic_ckpt.formats.layers import LayerShard
+from elastic_ckpt.formats.merging import LayerShard
 from elastic_ckpt.formats.model_states import ModelShard, index_model_states
 from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.formats.pickled import PickledFile
