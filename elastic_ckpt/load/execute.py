@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,18 +26,6 @@ from elastic_ckpt.load.verify_reads import RankSums, verify_reads
 from elastic_ckpt.report import LoadReport, RankWork, Verified, united
 
 logger = logging.getLogger(__name__)
-
-
-@contextmanager
-def collector_off() -> Iterator[None]:
-    """Disable cyclic garbage collection, which costs about 25 % of load time: a load's many small objects stay."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def execute_load(

@@ -26,7 +26,8 @@ from elastic_ckpt.errors import (
     UnsupportedError,
 )
 from elastic_ckpt.formats import Found
-from elastic_ckpt.load.execute import collector_off, execute_load
+from elastic_ckpt.formats.pickled import collector_off
+from elastic_ckpt.load.execute import execute_load
 from elastic_ckpt.load.fallback import deepspeed_loads_it_right, on_own_disks
 from elastic_ckpt.load.on_damage import Attempts
 from elastic_ckpt.load.prepare import Clock, Prepared, prepare

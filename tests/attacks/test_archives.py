@@ -13,7 +13,7 @@ import torch
 
 from elastic_ckpt.errors import DamagedError, ElasticCkptError
 from elastic_ckpt.formats.pickled import open_pickled
-from elastic_ckpt.formats.torch_archive.directory import Directory
+from elastic_ckpt.formats.torch_archive.directory import Listing
 from elastic_ckpt.formats.values import materialise
 from tests.attacks.archives import CONTENTS, FIRST, LEGACY, RECORDS, SECOND, TWO, files
 from tests.attacks.assembly import legacy, packed, records_of, storage, tensor, tuple_of
@@ -86,14 +86,13 @@ def test_a_file_that_shrinks_while_it_is_read_is_damage(
     tmp_path: Path, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "file.pt"
-    locate = Directory._locate
+    entries = Listing.entries
 
-    def shrinking(directory: Directory) -> Any:
-        found = locate(directory)
+    def shrinking(listing: Listing) -> Any:
         os.truncate(path, kept)
-        return found
+        return entries(listing)
 
-    monkeypatch.setattr(Directory, "_locate", shrinking)
+    monkeypatch.setattr(Listing, "entries", shrinking)
     path.write_bytes(packed(RECORDS))
     with guarded(1 << 22), pytest.raises(DamagedError):
         open_pickled(str(path))

@@ -7,7 +7,8 @@ import gc
 import pytest
 
 from elastic_ckpt.core.read_plan import Outcome
-from elastic_ckpt.load.execute import _of_all_stages, collector_off
+from elastic_ckpt.formats.pickled import collector_off
+from elastic_ckpt.load.execute import _of_all_stages
 from elastic_ckpt.report import RankWork
 
 WORK = RankWork(rank=0, nbytes_read=0, nbytes_received=0, read_calls=0, files_opened=0, seconds={})

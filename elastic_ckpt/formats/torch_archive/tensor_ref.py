@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # not frozen: that takes five times as long to make, and there are many
 class TensorRef:
-    """A tensor that stays in its file.
+    """A tensor that stays in its file. Immutable.
 
     Attributes:
         dtype, shape, stride: name of its torch dtype; strides are in elements.

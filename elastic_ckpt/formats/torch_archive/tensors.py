@@ -27,9 +27,9 @@ _STORAGES = {
 _MOST_DIMENSIONS, _MOST_ELEMENTS, _MOST_KEY_LENGTH = 64, 1 << 62, 256
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # as TensorRef
 class StorageRef:
-    """A storage that stays in its file: dtype, bytes, and offset of the first."""
+    """A storage that stays in its file: dtype, bytes, and offset of the first. Immutable."""
 
     dtype: str
     nbytes: int
