@@ -136,7 +136,8 @@ def _overwrite(
     verified = None
     if sums is not None:
         with clock("verify"):
-            verified = verify_reads(ready.checkpoint.metadata, [read for *_, read in everybody if read is not None])
+            sums_of_all = [read for *_, read in everybody if read is not None]
+            verified = verify_reads(ready.checkpoint.metadata, sums_of_all, plan.reads, options)
     return everybody, client_state, verified
 
 

@@ -1,28 +1,36 @@
 """Compares what all ranks read with the checksums in the checkpoint's files.
 
 Each rank sums up the bytes that it reads (:mod:`elastic_ckpt.io.checksums`); the sums of all ranks travel with the
-message that ends every load. Where a record lacks a few bytes that nobody owns, such as padding, one rank reads them.
+message that ends every load. Of records that were not read once as a whole, ranks tell each other which bytes they
+read: one of them reads again, within limits, what nobody read, such as padding, and what two ranks read, such as
+replicated parameters under tensor parallelism, which the XOR of all sums has lost.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
 
+import numpy as np
+from numpy.typing import NDArray
+
 from elastic_ckpt import distributed
 from elastic_ckpt.core.checksums import PartialSum, judge
 from elastic_ckpt.core.metadata import ITEMSIZE, CheckpointMetadata, SourceFile
+from elastic_ckpt.core.read_plan import ReadItem, ReadPlan
 from elastic_ckpt.errors import DamagedError, listed
-from elastic_ckpt.io.checksums import ReadSums
+from elastic_ckpt.io.checksums import SUMMED_AT_ONCE_NBYTES, ReadSums
+from elastic_ckpt.io.coalesce import ReadOptions, parts_of, scales_of
 from elastic_ckpt.report import Verified
 
 #: A record: index of its file, and its number there.
 Key = tuple[int, int]
-#: Of a record that lacks bytes, at most this part, or one page, is read for its checksum alone.
-_MOST_MISSING, _PAGE_NBYTES = 0.01, 4096
+#: Byte ranges of one record, one a row: offset and size of the first, distance to the next, and their number.
+Ranges = NDArray[np.int64]
+#: Of what all ranks read, at most this part is read again for checksums alone; in small jobs, as many bytes a rank.
+_MOST_AGAIN, _LEAST_NBYTES = 0.01, 4 << 20
 
 
 @dataclass(frozen=True)
@@ -39,33 +47,112 @@ class RankSums:
         return cls(sums, read.nbytes - sum(each.nbytes for each in sums.values()))
 
 
-def verify_reads(metadata: CheckpointMetadata, everybody: Sequence[RankSums]) -> Verified:
-    """Compare what all ranks read with the files' checksums. Collective if bytes are missing that nobody owns.
+def verify_reads(
+    metadata: CheckpointMetadata, everybody: Sequence[RankSums], plan: ReadPlan, options: ReadOptions
+) -> Verified:
+    """Compare what all ranks read with the files' checksums. Collective if some records were not read once as a whole.
 
     Args:
         metadata: the checkpoint's; its files are the same on every rank.
         everybody: the sums of every rank.
+        plan, options: what this rank read, and how.
 
     Raises:
         DamagedError: a checksum differs; the same on every rank.
     """
     files, by_key = metadata.files, _by_key(everybody)
     verdicts = {key: _verdict(files, key, sums) for key, sums in by_key.items()}
-    almost = sorted(
-        key for key, verdict in verdicts.items() if verdict is None and _lacks_little(files, key, by_key[key])
-    )
-    if almost:
-        mine = set(almost[distributed.rank() :: distributed.world_size()])
-        read = distributed.all_gather("verify what was read", lambda: _read_missing(metadata, mine))
+    found = {key: sum_of_distinct(sums).crc32 for key, sums in by_key.items()}
+    summed_nbytes = sum(each.nbytes for sums in by_key.values() for each in sums)
+    unsummed_nbytes = sum(each.unsummed_nbytes for each in everybody)
+    if unclear := sorted(key for key, verdict in verdicts.items() if verdict is None):
+        ranges = distributed.all_gather("list what was read", lambda: ranges_read(plan, options, set(unclear)))
+        mine = unclear[distributed.rank() :: distributed.world_size()]
+        most = max(int((summed_nbytes + unsummed_nbytes) * _MOST_AGAIN) // distributed.world_size(), _LEAST_NBYTES)
+        read = distributed.all_gather("verify what was read", lambda: _read_again(files, mine, ranges, most))
         for key, more in ((key, more) for part in read for key, more in part.items()):
-            distinct = {each.positions: each for each in by_key[key]}
-            verdicts[key] = _verdict(files, key, [reduce(or_, distinct.values()) | more])
+            found[key] = reduce(or_, by_key[key], more).crc32
+            verdicts[key] = found[key] == files[key[0]].records.crc32s[key[1]]
     damaged = [key for key, verdict in verdicts.items() if verdict is False]
     if damaged:
-        raise _damaged(metadata, sorted(damaged), by_key)
+        raise _damaged(metadata, sorted(damaged), found)
     incomplete = sum(each.nbytes for key, sums in by_key.items() if verdicts[key] is None for each in sums)
-    whole = sum(each.nbytes for sums in by_key.values() for each in sums) - incomplete
-    return Verified(whole, sum(each.unsummed_nbytes for each in everybody), incomplete)
+    return Verified(summed_nbytes - incomplete, unsummed_nbytes, incomplete)
+
+
+def sum_of_distinct(sums: Sequence[PartialSum]) -> PartialSum:
+    """The sum of what several ranks read, of which some may have read the same."""
+    return reduce(or_, {each.positions: each for each in sums}.values())
+
+
+def ranges_read(plan: ReadPlan, options: ReadOptions, keys: set[Key]) -> dict[Key, Ranges]:
+    """The byte ranges that this rank reads of some records."""
+    by_key: dict[Key, list[tuple[int, int, int, int]]] = {}
+    for file, *row in _rows_read(plan, options, {file for file, _ in keys}):
+        number = plan.files[file].records.index(row[0])
+        if number is not None and (file, number) in keys:
+            by_key.setdefault((file, number), []).append((row[0], row[1], row[2], row[3]))
+    return {key: np.array(rows, np.int64) for key, rows in by_key.items()}
+
+
+def _rows_read(plan: ReadPlan, options: ReadOptions, files: set[int]) -> Iterator[tuple[int, int, int, int, int]]:
+    """File, offset, size, stride and number of everything that is read of some files."""
+
+    def row(item: ReadItem) -> tuple[int, int, int, int, int]:
+        itemsize = ITEMSIZE[item.dtype]
+        return item.file, item.byte_offset, item.numel * itemsize, item.file_stride * itemsize, item.rows
+
+    for item in plan.items:
+        if item.file in files:
+            yield row(item)
+    for each in plan.requantize_items:
+        for source in (source for part in parts_of(each, options.requantize_nbytes) for source in part.sources):
+            if source.file in files:
+                yield row(source)
+                if source.code is not None:
+                    yield source.file, *scales_of(source), 0, 1
+
+
+def _read_again(
+    files: Sequence[SourceFile], keys: Sequence[Key], everybody: Sequence[Mapping[Key, Ranges]], most_nbytes: int
+) -> dict[Key, PartialSum]:
+    """What the XOR of all ranks' sums lacks of some records: of as many as ``most_nbytes`` more suffice for. Local."""
+    lacking = []
+    for number, (file, record) in enumerate(keys):
+        records, rows = files[file].records, [ranges[file, record] for ranges in everybody if (file, record) in ranges]
+        first = records.offsets[record]
+        again = read_evenly(np.concatenate(rows), first, first + records.nbytes[record])
+        lacking.append((int((again[:, 1] - again[:, 0]).sum()), number, again))
+    found: dict[Key, PartialSum] = {}
+    for nbytes, number, again in sorted(lacking, key=lambda each: each[:2]):
+        most_nbytes -= nbytes
+        if most_nbytes < 0:
+            break
+        found[keys[number]] = _sum_of(files, keys[number], again)
+    return found
+
+
+def _sum_of(files: Sequence[SourceFile], key: Key, ranges: NDArray[np.int64]) -> PartialSum:
+    """The sum of some bytes of a record; what a file has lost since shows as another checksum."""
+    read = ReadSums(files)
+    with open(files[key[0]].path, "rb") as stream:
+        for start, stop in ranges.tolist():
+            stream.seek(start)
+            while raw := stream.read(min(stop - stream.tell(), SUMMED_AT_ONCE_NBYTES)):
+                read.add(key[0], stream.tell() - len(raw), [memoryview(raw)])
+    return read.finish().get(key, PartialSum())
+
+
+def read_evenly(rows: Ranges, first: int, stop: int) -> NDArray[np.int64]:
+    """What of ``[first, stop)`` was read by no rank, or an even number of times, as starts and stops.
+
+    Of all edges in order, those with the record's own included, every second gap lies in an odd number of ranges.
+    """
+    offsets, sizes, strides, counts = rows.T
+    steps = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    starts = np.repeat(offsets, counts) + steps * np.repeat(strides, counts)
+    edges = np.sort(np.concatenate([starts, starts + np.repeat(sizes, counts), [first, stop]])).reshape(-1, 2)
+    return edges[edges[:, 0] < edges[:, 1]]
 
 
 def _by_key(everybody: Sequence[RankSums]) -> dict[Key, list[PartialSum]]:
@@ -82,48 +169,9 @@ def _verdict(files: Sequence[SourceFile], key: Key, sums: Sequence[PartialSum]) 
     return judge(sums, records.nbytes[number], records.crc32s[number])
 
 
-def _lacks_little(files: Sequence[SourceFile], key: Key, sums: Sequence[PartialSum]) -> bool:
-    nbytes = files[key[0]].records.nbytes[key[1]]
-    read = sum({each.positions: each.nbytes for each in sums}.values())
-    return 0 < nbytes - read <= max(_MOST_MISSING * nbytes, _PAGE_NBYTES)
-
-
-def _read_missing(metadata: CheckpointMetadata, keys: set[Key]) -> dict[Key, PartialSum]:
-    """The sums of the bytes of some records that no tensor of the metadata has. Local."""
-    covered: dict[Key, list[tuple[int, int]]] = {key: [] for key in keys}
-    files = {file for file, _ in keys}
-    for tensor in metadata.tensors.values() if keys else ():
-        for chunk in tensor.chunks_in(files):
-            number = metadata.files[chunk.file].records.index(chunk.byte_offset)
-            if number is not None and (chunk.file, number) in covered:
-                stop = chunk.byte_offset + chunk.range.numel * ITEMSIZE[tensor.dtype]
-                covered[chunk.file, number].append((chunk.byte_offset, stop))
-    read = ReadSums(metadata.files)
-    for (file, number), ranges in covered.items():
-        records = metadata.files[file].records
-        first = records.offsets[number]
-        with open(metadata.files[file].path, "rb") as stream:
-            for start, stop in _complement(ranges, first, first + records.nbytes[number]):
-                read.add(file, start, [memoryview(os.pread(stream.fileno(), stop - start, start))])
-    return dict(read.finish())
-
-
-def _complement(ranges: Sequence[tuple[int, int]], start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """What of ``[start, stop)`` is in none of the ranges."""
-    for first, end in sorted(ranges):
-        if start < first:
-            yield start, min(first, stop)
-        start = max(start, end)
-    if start < stop:
-        yield start, stop
-
-
-def _damaged(
-    metadata: CheckpointMetadata, keys: Sequence[Key], by_key: Mapping[Key, Sequence[PartialSum]]
-) -> DamagedError:
+def _damaged(metadata: CheckpointMetadata, keys: Sequence[Key], found: Mapping[Key, int]) -> DamagedError:
     file, number = keys[0]
     source = metadata.files[file]
-    found = reduce(or_, {each.positions: each for each in by_key[keys[0]]}.values())
     names = {
         f"{tensor.key} of {tensor.name}"
         for tensor in metadata.tensors.values()
@@ -138,7 +186,7 @@ def _damaged(
         file=source.path,
         expected=f"CRC32 {source.records.crc32s[number]:08x} of the {source.records.nbytes[number]} bytes from byte "
         f"{source.records.offsets[number]} on",
-        found=f"{found.crc32:08x}",
+        found=f"{found[keys[0]]:08x}",
         remedy="copy the file again, or take another tag (elastic-ckpt verify --full names all damage); if its writer "
         'is known to leave wrong checksums in files: "elastic_checkpoint": {"verify": "off"}',
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import threading
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import elastic_ckpt
+from tests.distributed import parallel_models
 from tests.distributed import truth as oracle
 from tests.distributed.facts import Loaded, Refused, attempt, log_lines, loss_gap
 from tests.distributed.jobs import CONTINUE_TO, SAVE_AT, client_differences, client_state_of, truth_of, where
@@ -88,7 +90,7 @@ def give_up(cases: list[dict[str, Any]]) -> list[Refused] | None:
     for case in cases:
         engine = build_engine(case["setup"])
         train(engine, 50, 52)
-        load = lambda: engine.load_checkpoint(case["folder"], **case.get("arguments", {}))  # noqa: B023, E731
+        load = functools.partial(engine.load_checkpoint, case["folder"], **case.get("arguments", {}))
         facts.append(attempt(case, engine, load))
         close(engine)
     return facts if dist.get_rank() == 0 else None
@@ -123,3 +125,13 @@ def arrive_late(arguments: dict[str, Any]) -> list[SimpleNamespace]:
     if writer.ident is not None:
         writer.join()
     return [SimpleNamespace(seconds=seconds, differences=differences)]
+
+
+def refuse_pipeline(cases: list[dict[str, Any]]) -> list[Refused] | None:
+    """Try to load the ``folder`` of each case into one pipeline engine of the first one's ``setup``."""
+    elastic_ckpt.install()
+    engine = parallel_models.build(cases[0]["setup"], seed=8)
+    parallel_models.train(engine, cases[0]["setup"], 0, 1)
+    facts = [attempt(case, engine, functools.partial(engine.load_checkpoint, case["folder"])) for case in cases]
+    close(engine)
+    return facts if dist.get_rank() == 0 else None

@@ -25,7 +25,8 @@ class Loaded:
         case: what the test asked for.
         where: rank, source and target, for the test's messages.
         report: of the load; ``None`` where DeepSpeed's own loader ran.
-        differences: what is not bit-equal to what was saved, by kind and name, and how.
+        differences: what is not bit-equal to what was saved, by kind and name, and how; and what was read of files with
+            checksums and not compared with them.
         loss_gap: the largest difference between a loss of the run that goes on and of the uninterrupted one; 0 where
             the run does not go on.
         client_state: what the load returned.
@@ -39,6 +40,10 @@ class Loaded:
     loss_gap: float = 0.0
     client_state: dict[str, Any] = field(default_factory=dict)
     lines: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if self.report is not None and self.report.verified is not None and self.report.verified.incomplete_nbytes:
+            self.differences["verified"] = str(self.report.verified)
 
     @property
     def format(self) -> str:
