@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 from elastic_ckpt.core.metadata import MASTER
@@ -15,6 +19,7 @@ LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"
 #: Longer than any folder name; a ``latest`` file is untrusted input.
 MOST_TAG_NBYTES = 4096
+_OWN_TAG = re.compile(r"global_step(\d+)")
 
 
 def find_checkpoint(load_dir: str, tag: str | None, prefer_universal: bool, trust_pickle: bool = False) -> Found | None:
@@ -49,7 +54,7 @@ def find_checkpoint(load_dir: str, tag: str | None, prefer_universal: bool, trus
         raise broken or _no_such_tag(load_dir, f"a file {LATEST!r} that names the tag to load", None)
     if len(choices) == 2 and choices[0].folder != choices[1].folder:
         return _further(choices[0], choices[1], trust_pickle)
-    return choices[0] if choices else None
+    return replace(choices[0], notes=tuple(_later_saves(load_dir, choices[0], trust_pickle))) if choices else None
 
 
 def look_at(load_dir: str, tag: str) -> Found | None:
@@ -83,8 +88,12 @@ def list_checkpoints(load_dir: str) -> list[Found]:
     """All checkpoints directly below a folder, newest first by the time of their folders."""
     if not os.path.isdir(load_dir):
         return []
-    entries = sorted(os.scandir(load_dir), key=lambda entry: entry.stat().st_mtime, reverse=True)
-    return [found for entry in entries if (found := look_at(load_dir, entry.name)) is not None]
+    folders = [entry for entry in os.scandir(load_dir) if entry.is_dir()]
+    checkpoints = []
+    for entry in sorted(folders, key=lambda entry: entry.stat().st_mtime, reverse=True):
+        with suppress(PermissionError):  # lost+found of a disk, say
+            checkpoints.append(look_at(load_dir, entry.name))
+    return [found for found in checkpoints if found is not None]
 
 
 def list_tags(load_dir: str) -> list[str]:
@@ -131,10 +140,31 @@ def _further(preferred: Found, other: Found, trust_pickle: bool) -> Found:
 
 
 def global_steps(found: Found, trust_pickle: bool = False) -> int | None:
-    """The global step of a checkpoint, by the first of its model-states files that can be read; ``None``: by none."""
+    """The global step of a checkpoint, by its model-states files or DeepSpeed's own tag; ``None``: not known."""
     for name in (*found.files.model.values(), *found.files.model_zero3.values()):
         try:
             return int(open_pickled(found.path(name), trust_pickle).section("global_steps"))
         except (ElasticCkptError, TypeError, ValueError):
             continue  # whoever reads the whole checkpoint learns what is wrong
-    return None
+    return step_of_tag(found.tag)
+
+
+def step_of_tag(tag: str) -> int | None:
+    """The step in a tag that DeepSpeed makes itself; ``None``: it is another one."""
+    own = _OWN_TAG.fullmatch(tag)
+    return None if own is None else int(own[1])
+
+
+def _later_saves(load_dir: str, chosen: Found, trust_pickle: bool) -> Iterator[str]:
+    """Notes about checkpoints of later steps that are newer than the file ``latest``, which names another one."""
+    latest = os.path.join(load_dir, LATEST)
+    since = os.path.getmtime(latest) if os.path.isfile(latest) else math.inf
+    for entry in os.scandir(load_dir):
+        if entry.is_dir() and entry.name != chosen.tag and entry.stat().st_mtime > since:
+            later = look_at(load_dir, entry.name)
+            steps = None if later is None else global_steps(later, trust_pickle)
+            if steps is not None and steps > (global_steps(chosen, trust_pickle) or 0):
+                yield (
+                    f"{entry.name} is newer than {LATEST}, which names another tag: its save has not ended, or "
+                    f"{LATEST} was set back (elastic-ckpt latest tells whether it is whole)"
+                )

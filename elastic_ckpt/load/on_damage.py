@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import time
 from dataclasses import replace
 
@@ -16,15 +15,13 @@ from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.engines.training_state import LoadArguments
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError, NotFoundError, PartialLoadError, listed
 from elastic_ckpt.formats import Found
-from elastic_ckpt.formats.detect import find_checkpoint, global_steps, list_checkpoints
+from elastic_ckpt.formats.detect import find_checkpoint, global_steps, list_checkpoints, step_of_tag
 from elastic_ckpt.load.execute import as_partial_load_error
 from elastic_ckpt.load.prepare import Prepared
 
 logger = logging.getLogger(__name__)
 #: Seconds between two looks for files, at first and at most.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 5.0
-#: The step in DeepSpeed's own tags, where no file tells it.
-_STEP_OF_TAG = re.compile(r"global_step(\d+)")
 
 
 class Attempts:
@@ -139,11 +136,12 @@ class Attempts:
         """The newest older checkpoint, all steps so far, and in words how old it is or why there is none. Local."""
         load_dir, limit, trust = self._arguments.load_dir, self._config.max_steps_back, self._config.trust_pickle
         steps = self._steps
-        if not steps and (step := _step(found, os.path.basename(damaged), trust)) is not None:
-            steps = (step,)
+        if not steps:
+            step = step_of_tag(os.path.basename(damaged)) if found is None else global_steps(found, trust)
+            steps = () if step is None else (step,)
         if not steps and (limit is not None or self._arguments.tag is not None):
             return None, (), "which checkpoints are older is not known, since no file of this one tells its step"
-        others = [(_step(each, each.tag, trust), each) for each in list_checkpoints(load_dir) if each.folder != damaged]
+        others = [(global_steps(each, trust), each) for each in list_checkpoints(load_dir) if each.folder != damaged]
         older = [(step, each.format == "native", each.tag, each) for step, each in others if step is not None]
         older = [each for each in older if not steps or each[0] < steps[-1]]
         notes = [f"{each.tag} is left out, since no file tells its step" for step, each in others if step is None]
@@ -156,13 +154,6 @@ class Attempts:
         if limit is not None and steps[0] - step > limit:
             return None, (), f'the newest older checkpoint, {newest.tag}, is {back}, "max_steps_back" allows {limit}'
         return newest, (*steps, step), "; ".join((f"loaded {newest.tag} instead, {back}", *notes))
-
-
-def _step(found: Found | None, tag: str, trust_pickle: bool) -> int | None:
-    """The global step of a checkpoint, by its files or DeepSpeed's own tag; ``None``: not known. Local."""
-    step = None if found is None else global_steps(found, trust_pickle)
-    of_tag = _STEP_OF_TAG.fullmatch(tag)
-    return int(of_tag[1]) if step is None and of_tag is not None else step
 
 
 def _restored(ready: Prepared) -> frozenset[tuple[str, str]]:

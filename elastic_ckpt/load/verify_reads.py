@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from itertools import pairwise
 from operator import or_
 
 import numpy as np
@@ -31,6 +32,8 @@ Key = tuple[int, int]
 Ranges = NDArray[np.int64]
 #: Of what all ranks read, at most this part is read again for checksums alone; in small jobs, as many bytes a rank.
 _MOST_AGAIN, _LEAST_NBYTES = 0.01, 4 << 20
+#: Rows of strided reads that are listed one by one at a time, which takes some 64 bytes for each.
+_EXPANDED_AT_ONCE = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -144,10 +147,18 @@ def _sum_of(files: Sequence[SourceFile], key: Key, ranges: NDArray[np.int64]) ->
 
 
 def read_evenly(rows: Ranges, first: int, stop: int) -> NDArray[np.int64]:
-    """What of ``[first, stop)`` was read by no rank, or an even number of times, as starts and stops.
+    """What of ``[first, stop)`` was read by no rank, or an even number of times, as starts and stops in order."""
+    offsets, sizes, strides, counts = (rows := rows[np.argsort(rows[:, 0])]).T
+    ends = np.maximum.accumulate(offsets + (counts - 1) * strides + sizes)
+    breaks = 1 + np.flatnonzero(offsets[1:] >= ends[:-1])  # such as between two parameters
+    breaks = breaks[np.diff(np.cumsum(counts)[breaks - 1] // _EXPANDED_AT_ONCE, prepend=0) > 0]
+    bounds = pairwise([first, *offsets[breaks].tolist(), stop])
+    parts = zip(np.split(rows, breaks), bounds, strict=True)
+    return np.concatenate([_covered_evenly(part, *between) for part, between in parts])
 
-    Of all edges in order, those with the record's own included, every second gap lies in an odd number of ranges.
-    """
+
+def _covered_evenly(rows: Ranges, first: int, stop: int) -> NDArray[np.int64]:
+    """Of all edges in order, those of ``[first, stop)`` included, every second gap lies in an odd number of ranges."""
     offsets, sizes, strides, counts = rows.T
     steps = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     starts = np.repeat(offsets, counts) + steps * np.repeat(strides, counts)

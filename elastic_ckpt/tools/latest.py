@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from elastic_ckpt.config import ElasticConfig
@@ -17,6 +18,7 @@ from elastic_ckpt.tools.verification import verify
 
 #: State of Hugging Face's Trainer beside a checkpoint, and its largest plausible size.
 _TRAINER_STATE, _MOST_STATE_NBYTES = "trainer_state.json", 64 << 20
+_NUMBER = re.compile(r"\d+")
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ def find_latest(folder: str | os.PathLike[str], full: bool = False) -> str | Non
 def newest_whole(folder: str, config: ElasticConfig, full: bool = False) -> Latest:
     """See :func:`find_latest`; ``config`` as for a load."""
     candidates = list(_candidates(os.path.abspath(folder), config))
+    candidates += _empty_siblings(os.path.abspath(folder), candidates)
     if not candidates:
         raise NotFoundError(
             "there is no DeepSpeed checkpoint here",
@@ -75,7 +78,7 @@ def newest_whole(folder: str, config: ElasticConfig, full: bool = False) -> Late
         )
     skipped: list[Candidate] = []
     for candidate in sorted(candidates, key=_age, reverse=True):
-        problem = _problem(candidate, config, full)
+        problem = candidate.problem or _problem(candidate, config, full)
         if problem is None:
             return Latest(candidate, tuple(skipped))
         skipped.append(replace(candidate, problem=problem))
@@ -90,6 +93,15 @@ def _candidates(folder: str, config: ElasticConfig) -> Iterator[Candidate]:
         if entry.is_dir() and look_at(folder, entry.name) is None:
             for found in list_checkpoints(entry.path):
                 yield Candidate(entry.path, entry.path, found.tag, global_steps(found, config.trust_pickle))
+
+
+def _empty_siblings(folder: str, candidates: Sequence[Candidate]) -> Iterator[Candidate]:
+    """Folders named like checkpoints, but for their number, without a file of one: saves that had just begun."""
+    names = {os.path.basename(candidate.path) for candidate in candidates}
+    patterns = {_NUMBER.sub("#", name) for name in names if _NUMBER.search(name)}
+    for entry in os.scandir(folder) if patterns else ():
+        if entry.is_dir() and entry.name not in names and _NUMBER.sub("#", entry.name) in patterns:
+            yield Candidate(entry.path, folder, entry.name, None, "no file of a checkpoint is in it")
 
 
 def _age(candidate: Candidate) -> tuple[float, float]:

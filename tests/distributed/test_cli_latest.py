@@ -79,6 +79,14 @@ def test_what_is_not_whole_is_skipped_and_named(
     assert problem in found["skipped"][0]["problem"]
 
 
+def test_a_save_that_had_just_begun_is_named_too(folder: Path) -> None:
+    for name in ("global_step30", "logs", "offload_1"):
+        (folder / name).mkdir()
+    result = latest(folder)
+    assert result.exit_code == 0 and result.stdout.strip() == str(folder / "global_step20")
+    assert result.stderr.splitlines() == [f"not whole: {folder / 'global_step30'}: no file of a checkpoint is in it"]
+
+
 def test_the_trainers_own_state_must_be_of_the_same_step(folder: Path, tmp_path: Path) -> None:
     for step in (10, 20):
         inside = tmp_path / "out" / f"checkpoint-{step}"

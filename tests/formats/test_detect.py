@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -336,3 +337,34 @@ def test_tags_are_listed_newest_first(tmp_path: Path) -> None:
     (tmp_path / "latest").touch()
     assert list_tags(str(tmp_path)) == ["a", "c", "b"]
     assert list_tags(str(tmp_path / "not there")) == []
+
+
+def test_folders_that_cannot_be_looked_into_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``lost+found`` of a disk, which only root may read, and a link to nothing."""
+    native(tmp_path, "a")
+    (tmp_path / "lost+found").mkdir()
+    (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
+    real = os.listdir
+
+    def listdir(path: str) -> list[str]:
+        if str(path).endswith("lost+found"):
+            raise PermissionError(13, "Permission denied", path)
+        return real(path)
+
+    monkeypatch.setattr(os, "listdir", listdir)
+    assert list_tags(str(tmp_path)) == ["a"]
+
+
+def test_a_later_save_that_latest_does_not_name_is_noted(tmp_path: Path) -> None:
+    for step in (4, 8, 2):
+        native(tmp_path, f"global_step{step}", steps=step)
+    point(tmp_path, "global_step4")
+    assert found_at(tmp_path).notes == ()
+    for step in (8, 2):  # a copy of an older one may be newer too
+        os.utime(tmp_path / f"global_step{step}", (time.time() + 60,) * 2)
+    (note,) = found_at(tmp_path).notes
+    assert note.startswith("global_step8 is newer than latest")
+    for file in (tmp_path / "global_step8").iterdir():
+        file.write_bytes(b"")  # a save that has just begun: its tag tells the step
+    os.utime(tmp_path / "global_step8", (time.time() + 60,) * 2)
+    assert found_at(tmp_path).notes == (note,)

@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from elastic_ckpt.core.checksums import Records
 from elastic_ckpt.core.chunks import StorageChunk, listed
@@ -110,6 +113,22 @@ def test_a_changed_byte_is_found_even_where_nobody_reads_it(
 def test_strided_rows_are_listed_one_by_one() -> None:
     rows = np.array([[0, 2, 10, 3], [4, 6, 0, 1]], np.int64)  # [0, 2) [10, 12) [20, 22), and [4, 10)
     assert read_evenly(rows, 0, 30).tolist() == [[2, 4], [12, 20], [22, 30]]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9), st.integers(9, 12), st.integers(1, 4)), min_size=1),
+    st.sampled_from([1, 3, 1 << 18]),
+)
+def test_an_even_number_of_readers_is_told_from_an_odd_one(rows: list[tuple[int, ...]], at_once: int) -> None:
+    readers = [0] * 120
+    for offset, size, stride, count in rows:
+        for start in range(offset, offset + count * stride, stride):
+            for position in range(start, start + size):
+                readers[position] += 1
+    with mock.patch.object(verify_reads_module, "_EXPANDED_AT_ONCE", at_once):
+        found = read_evenly(np.array(rows, np.int64), 0, len(readers)).tolist()
+    evenly = [position for start, stop in found for position in range(start, stop)]
+    assert evenly == [position for position, count in enumerate(readers) if count % 2 == 0]
 
 
 def test_what_could_not_be_compared_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
