@@ -21,11 +21,8 @@ CONFIG_KEY = "elastic_checkpoint"
 Mode = Literal["auto", "require", "off"]
 
 
-class _ElasticOnly:
-    """Marks an option that DeepSpeed's own loader ignores: a load that sets it is never left to DeepSpeed."""
-
-
-_ELASTIC_ONLY = _ElasticOnly()
+#: Marks an option that DeepSpeed's own loader ignores: a load that sets it is never left to DeepSpeed.
+_ELASTIC_ONLY = object()
 
 
 class ElasticConfig(BaseModel):

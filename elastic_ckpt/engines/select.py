@@ -19,9 +19,8 @@ from elastic_ckpt.engines.adapter import EngineAdapter
 from elastic_ckpt.engines.bitsandbytes import BitsAndBytesSchema, is_bitsandbytes
 from elastic_ckpt.engines.compat import base_optimizer, has_optimizer
 from elastic_ckpt.engines.optimizers import KNOWN, StateSchema, class_name
-from elastic_ckpt.engines.unpartitioned import UnpartitionedAdapter
+from elastic_ckpt.engines.zero012 import UnpartitionedAdapter, Zero12Adapter
 from elastic_ckpt.engines.zero3 import Zero3Adapter, Zero3NvmeAdapter
-from elastic_ckpt.engines.zero12 import Zero12Adapter
 from elastic_ckpt.errors import UnsupportedError
 
 #: float32, or the result of ``bf16_master_weights_and_grads`` and ``fp16_master_weights_and_grads``.

@@ -12,7 +12,7 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
 from elastic_ckpt.engines.compat import has_optimizer
 from elastic_ckpt.engines.select import select_adapter
-from elastic_ckpt.engines.unpartitioned import UnpartitionedAdapter
+from elastic_ckpt.engines.zero012 import UnpartitionedAdapter
 from elastic_ckpt.engines.zero3 import Zero3Adapter
 
 
