@@ -94,12 +94,8 @@ def weights_key(metadata: CheckpointMetadata, name: str) -> str:
     return MASTER if name in metadata.parameters else FROZEN
 
 
-@dataclass(frozen=True)
-class GroupMatching:
-    """Per live group, the saved groups that its values come from, and the values; empty if the live ones stay."""
-
-    sources: tuple[tuple[int, ...], ...]
-    hyperparameters: tuple[Mapping[str, Any], ...]
+#: Per live group, the saved groups that its values come from, and the values; empty if the live ones stay.
+Groups = tuple[tuple[tuple[int, ...], ...], tuple[Mapping[str, Any], ...]]
 
 
 def match_groups(
@@ -108,7 +104,7 @@ def match_groups(
     keep_live: bool,
     with_states: bool = True,
     converted: bool = False,
-) -> GroupMatching:
+) -> Groups:
     """Find hyperparameters for every live group.
 
     Args:
@@ -141,7 +137,7 @@ def match_groups(
             taken = {key: value for key, value in taken.items() if key in known}
         sources.append(tuple(found))
         hyperparameters.append(taken)
-    return GroupMatching(tuple(sources), tuple(hyperparameters))
+    return tuple(sources), tuple(hyperparameters)
 
 
 def _mixed(number: int, group: LiveGroup, saved: Mapping[int, Mapping[str, Any]]) -> MismatchError:

@@ -5,14 +5,16 @@ Proves that every destination element is written exactly once, or raises an erro
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.fqn import adopt_live_names, rename_saved
 from elastic_ckpt.core.local_state import LocalState
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
 from elastic_ckpt.core.read_plan import LoadPlan, Outcome
-from elastic_ckpt.planning.matching import GroupMatching, Matching, match_groups, match_parameters
+from elastic_ckpt.planning.matching import Matching, match_groups, match_parameters
 from elastic_ckpt.planning.plan_builder import PlanBuilder
 from elastic_ckpt.planning.replicas import compare_replicas
 from elastic_ckpt.planning.state_matching import NOTHING_MATCHED, StateMatching, match_states
@@ -63,11 +65,13 @@ def plan_load(
     config, saved = options.config, rename_saved(metadata, options.config.rename)
     metadata, matching, restored = _matched(saved, local_state, options)
     resharding = known or resolve(metadata, local_state.model, restored, options.rules, config.replicated_params)
-    states, groups = NOTHING_MATCHED, GroupMatching((), ())
+    states = NOTHING_MATCHED
+    sources: tuple[tuple[int, ...], ...] = ()
+    hyperparameters: tuple[Mapping[str, Any], ...] = ()
     if options.optimizer_states:
         states = match_states(metadata, local_state, matching, config.convert_optimizer)
     if options.optimizer_states or options.scheduler:
-        groups = match_groups(
+        sources, hyperparameters = match_groups(
             metadata, local_state, config.param_groups == "keep_live", options.optimizer_states, states.converted
         )
     realign, rounding = config.eight_bit_realign == "requantize", config.on_precision_loss == "warn"
@@ -83,10 +87,10 @@ def plan_load(
         restores_states=options.optimizer_states,
         scalars=states.scalars or (None,) * len(local_state.flats),
         scalar_forms=metadata.states.scalar_forms,
-        hyperparameters=groups.hyperparameters,
+        hyperparameters=hyperparameters,
         saved_groups=len(metadata.groups),
-        group_sources=groups.sources,
-        outcomes=_restored(matching, states, groups if options.optimizer_states else None)
+        group_sources=sources,
+        outcomes=_restored(matching, states, sources if options.optimizer_states else ())
         + matching.outcomes
         + states.outcomes,
         notes=(*metadata.notes, *resharding.notes, *states.notes, *builder.notes()),
@@ -107,12 +111,11 @@ def _matched(
     return metadata, matching, matching.restored | {name for name, _ in matching.wholes}
 
 
-def _restored(matching: Matching, states: StateMatching, groups: GroupMatching | None) -> tuple[Outcome, ...]:
+def _restored(matching: Matching, states: StateMatching, sources: Sequence[Sequence[int]]) -> tuple[Outcome, ...]:
     outcomes = [Outcome(MASTER, "restored", tuple(sorted(matching.restored)))]
     outcomes += [Outcome(key, "restored", names) for key, names in states.restored.items()]
     for kind in (BUFFER, FROZEN):
         outcomes.append(Outcome(kind, "restored", tuple(sorted(name for name, key in matching.wholes if key == kind))))
-    sources = groups.sources if groups else ()
     for what, reason in (("restored", ""), ("fresh", "hyperparameters of the live group stay")):
         numbers = [str(n) for n, source in enumerate(sources) if (not source) == (what == "fresh")]
         outcomes.append(Outcome("param groups", what, tuple(numbers), reason))

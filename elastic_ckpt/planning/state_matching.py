@@ -76,7 +76,8 @@ def match_states(
         MismatchError: the optimizers keep different states, or one flat tensor would need two step counts.
         DamagedError: states that belong together are incomplete.
     """
-    refuse_opaque(metadata)
+    for error in state_errors(metadata):
+        raise error
     keys = keys_by_name(metadata)
     if not keys:
         reason = "the checkpoint holds no optimizer state (saved before the first step)"
@@ -85,10 +86,10 @@ def match_states(
     return _Matcher(metadata, local_state, matching, keys, convert).matching()
 
 
-def refuse_opaque(metadata: CheckpointMetadata) -> None:
-    """Raise :class:`DamagedError` or :class:`UnsupportedError` for the first damaged state or one of unknown layout."""
+def state_errors(metadata: CheckpointMetadata) -> Iterator[DamagedError | UnsupportedError]:
+    """An error for each damaged state, and for each of unknown layout."""
     for key, description in metadata.states.damaged.items():
-        raise DamagedError(
+        yield DamagedError(
             f"optimizer state {key!r} does not have the scales that its 8-bit codes need",
             parameter=key,
             file=metadata.source.folder,
@@ -97,7 +98,7 @@ def refuse_opaque(metadata: CheckpointMetadata) -> None:
             remedy="restore the files from their original, take another tag, or load with load_optimizer_states=False",
         )
     for key, description in metadata.states.opaque.items():
-        raise UnsupportedError(
+        yield UnsupportedError(
             f"optimizer state {key!r} has a layout that cannot be cut for another topology",
             parameter=key,
             file=metadata.source.folder,

@@ -13,7 +13,7 @@ from elastic_ckpt.core.local_state import ModelLayout
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, MASTER, CheckpointMetadata, TensorMetadata
 from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, ReplicaCheck, RequantizeItem, Slot, in_file_order
 from elastic_ckpt.core.strided import Shape, ShardSources, copied
-from elastic_ckpt.errors import ElasticCkptError
+from elastic_ckpt.errors import DamagedError, ElasticCkptError, listed
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.compare_replicas import find_drift, judge_drift
 from elastic_ckpt.io.reader import execute
@@ -51,6 +51,18 @@ class Whole:
     @property
     def nbytes(self) -> int:
         return self.numel * ITEMSIZE[self.dtype]
+
+
+def refuse_without_masters(metadata: CheckpointMetadata) -> None:
+    """Raise :class:`DamagedError` if the checkpoint lacks master weights of a parameter that an optimizer owned."""
+    missing = [name for name in metadata.parameters if (name, MASTER) not in metadata.tensors]
+    if missing:
+        raise DamagedError(
+            "the checkpoint knows these parameters but holds no master weights of them",
+            parameter=listed(missing),
+            file=metadata.source.folder,
+            remedy="the save is incomplete: take another tag",
+        )
 
 
 class LogicalReader:

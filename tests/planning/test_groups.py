@@ -56,9 +56,9 @@ def test_every_live_group_takes_the_values_that_all_its_members_had(
         with pytest.raises(MismatchError, match="different hyperparameters"):
             match_groups(metadata, engine, keep_live=False)
     else:
-        matching = match_groups(metadata, engine, keep_live=False)
-        assert len(matching.sources) == len(matching.hyperparameters) == 4
-        for sources, source, values in zip(was, matching.sources, matching.hyperparameters, strict=True):
+        found, hyperparameters = match_groups(metadata, engine, keep_live=False)
+        assert len(found) == len(hyperparameters) == 4
+        for sources, source, values in zip(was, found, hyperparameters, strict=True):
             assert source == tuple(sorted(set(sources)))
             assert values == (metadata.groups[source[0]] if source else {})
 

@@ -235,15 +235,15 @@ def test_states_of_a_bitsandbytes_that_knew_no_ademamix_are_those_of_the_install
 def test_a_converted_group_takes_only_what_both_optimizers_know(keep_live: bool) -> None:
     theirs = {**ADAMW_GROUP, "lr": 0.5, "initial_lr": 0.7, "mine": 1}
     metadata = saved(TWO, hyperparameters=(theirs,))
-    (values,) = match_groups(metadata, bnb_engine(), keep_live, converted=True).hyperparameters
+    _, (values,) = match_groups(metadata, bnb_engine(), keep_live, converted=True)
     shared = {"lr": 0.5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "initial_lr": 0.7}
     assert values == ({} if keep_live else shared)
-    (values,) = match_groups(metadata, bnb_engine(), keep_live).hyperparameters
+    _, (values,) = match_groups(metadata, bnb_engine(), keep_live)
     assert ("mine" in values) == (not keep_live)
 
 
 def test_a_group_that_was_converted_back_loses_what_only_bitsandbytes_knows() -> None:
-    (values,) = match_groups(bnb_saved(), adam_engine(), keep_live=False, converted=True).hyperparameters
+    _, (values,) = match_groups(bnb_saved(), adam_engine(), keep_live=False, converted=True)
     assert set(values) == {"lr", "betas", "eps", "weight_decay"}
 
 
@@ -252,8 +252,8 @@ def test_each_converted_group_takes_what_its_own_optimizer_group_knows() -> None
     first, second = local_state.groups
     more = LiveGroup(second.names, {**second.hyperparameters, "amsgrad": True})
     metadata = saved(TWO, groups={"a.weight": 0, "b.weight": 1}, hyperparameters=(ADAMW_GROUP, ADAMW_GROUP))
-    values = match_groups(metadata, replace(local_state, groups=(first, more)), keep_live=False, converted=True)
-    assert ["amsgrad" in taken for taken in values.hyperparameters] == [False, True]
+    _, values = match_groups(metadata, replace(local_state, groups=(first, more)), keep_live=False, converted=True)
+    assert ["amsgrad" in taken for taken in values] == [False, True]
 
 
 def test_l2_weight_decay_is_not_converted_into_that_of_bitsandbytes() -> None:

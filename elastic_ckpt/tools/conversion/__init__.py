@@ -75,7 +75,7 @@ def convert(
         tensors = list(parameter_files(reader, rules, read))
         files = [*tensors, *_other_files(opened)]
         with Workplace(CONVERSION, target, metadata.files, facts, restart) as place:
-            notes = metadata.notes + reader.notes + reader.compare_copies(read) + notes_on(metadata, rules)
+            notes = (*metadata.notes, *reader.notes, *reader.compare_copies(read), *notes_on(metadata, rules))
             # largest first, so that no thread is left with one at the end
             todo = sorted((file for file in files if not place.has(file.path)), key=lambda file: -file.nbytes)
             nbytes = _write_all(place, todo, threads, progress)

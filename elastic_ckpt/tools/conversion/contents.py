@@ -25,14 +25,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
 from elastic_ckpt.core.tp_rules import VOCABULARY, WHOLE_KINDS, Rule
-from elastic_ckpt.errors import DamagedError, UnsupportedError, listed
+from elastic_ckpt.errors import UnsupportedError, listed
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.torch_archive.stand_ins import StandIn
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.tools.conversion.pickling import save
 from elastic_ckpt.tools.findings import PADDING
-from elastic_ckpt.tools.logical import LogicalReader, Whole
+from elastic_ckpt.tools.logical import LogicalReader, Whole, refuse_without_masters
 from elastic_ckpt.tools.verification.archive import read_archive
 from elastic_ckpt.tools.workplace import scratch
 
@@ -102,14 +102,7 @@ def parameter_files(
     Raises :class:`DamagedError` for a parameter without master weights, :class:`UnsupportedError` for an unsafe name.
     """
     metadata = reader.metadata
-    for name in metadata.parameters:
-        if (name, MASTER) not in metadata.tensors:
-            raise DamagedError(
-                "the checkpoint knows this parameter but holds no master weights of it",
-                parameter=name,
-                file=metadata.source.folder,
-                remedy="the save is incomplete: take another tag",
-            )
+    refuse_without_masters(metadata)
     for whole in reader.tensors():
         if whole.name in metadata.parameters:
             write = partial(_write_tensor, reader, whole, tp_entries(rules.get(whole.name), whole), options)
@@ -239,12 +232,8 @@ def tp_entries(rule: Rule | None, whole: Whole) -> dict[str, Any]:
     return {"sub_param_shape": noted}
 
 
-def notes_on(metadata: CheckpointMetadata, rules: Mapping[str, Rule | None]) -> tuple[str, ...]:
+def notes_on(metadata: CheckpointMetadata, rules: Mapping[str, Rule | None]) -> Iterator[str]:
     """What DeepSpeed's own loader does not restore exactly from the conversion."""
-    return tuple(_notes(metadata, rules))
-
-
-def _notes(metadata: CheckpointMetadata, rules: Mapping[str, Rule | None]) -> Iterator[str]:
     kept = {name: tensor for (name, key), tensor in metadata.tensors.items() if key in (BUFFER, FROZEN)}
     in_layers = [
         name

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
-from elastic_ckpt.errors import DamagedError, ElasticCkptError, listed
+from elastic_ckpt.errors import ElasticCkptError, listed
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.tools.export.shards import (
@@ -30,7 +30,7 @@ from elastic_ckpt.tools.export.shards import (
     to_export,
 )
 from elastic_ckpt.tools.export.writing import ShardWriter
-from elastic_ckpt.tools.logical import LogicalReader
+from elastic_ckpt.tools.logical import LogicalReader, refuse_without_masters
 from elastic_ckpt.tools.opened import config_of, open_folder
 from elastic_ckpt.tools.workplace import (
     EXPORT,
@@ -116,14 +116,7 @@ def export(
 
 def _weights_of(metadata: CheckpointMetadata) -> CheckpointMetadata:
     """The metadata without optimizer states. Raises :class:`DamagedError` if parameters have no master weights."""
-    missing = [name for name in metadata.parameters if (name, MASTER) not in metadata.tensors]
-    if missing:
-        raise DamagedError(
-            "the checkpoint knows these parameters but holds no master weights of them",
-            parameter=listed(missing),
-            file=metadata.source.folder,
-            remedy="the save is incomplete: take another tag",
-        )
+    refuse_without_masters(metadata)
     return replace(
         metadata,
         tensors={key: tensor for key, tensor in metadata.tensors.items() if key[1] in _WEIGHTS},

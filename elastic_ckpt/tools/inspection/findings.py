@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from elastic_ckpt.core.metadata import BUFFER, ITEMSIZE, MASTER, CheckpointMetadata
 from elastic_ckpt.core.tp_rules import WHOLE_KINDS
-from elastic_ckpt.errors import ElasticCkptError, MismatchError, listed
+from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError, listed
 from elastic_ckpt.formats.naming import plain_name
-from elastic_ckpt.planning.state_matching import keys_by_name, refuse_partial
+from elastic_ckpt.planning.state_matching import keys_by_name, refuse_partial, state_errors
 from elastic_ckpt.tools.findings import ERROR, NOTE, WARNING, Finding, of_error, of_tensors
 from elastic_ckpt.tools.inspection.contents import precision_evidence, stored_nbytes
 from elastic_ckpt.tools.inspection.facts import Evidence, ParameterEntry, RuleFacts
@@ -111,13 +111,8 @@ def _of_run(evidence: Evidence) -> Iterator[Finding]:
 def _in_metadata(metadata: CheckpointMetadata) -> Iterator[Finding]:
     yield from (Finding(WARNING, "reader", text) for text in metadata.warnings)
     yield from (Finding(NOTE, "reader", text) for text in metadata.notes)
-    for key, why in sorted(metadata.states.damaged.items()):
-        text = f"optimizer state {key!r} is damaged: {why}"
-        yield Finding(ERROR, "damaged_state", text, parameter=key, remedy="load_optimizer_states=False")
-    for key, why in sorted(metadata.states.opaque.items()):
-        text = f"optimizer state {key!r} has a layout that cannot be cut for another topology: {why}"
-        remedy = f'"elastic_checkpoint": {{"non_shard_state_keys": ["{key}"]}}, or load_optimizer_states=False'
-        yield Finding(ERROR, "opaque_state", text, parameter=key, remedy=remedy)
+    for error in state_errors(metadata):
+        yield of_error(error, "damaged_state" if isinstance(error, DamagedError) else "opaque_state")
     differing = {state.key for saved in metadata.parameters.values() for state in saved.replicated if state.differs}
     if differing:
         text = f"ranks saved different values of what every rank should hold alike: {listed(differing)}"

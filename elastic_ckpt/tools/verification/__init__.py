@@ -17,7 +17,7 @@ from elastic_ckpt.formats import Found
 from elastic_ckpt.formats.datastates import is_datastates
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER
 from elastic_ckpt.formats.torch_archive.archive import is_legacy
-from elastic_ckpt.planning.state_matching import keys_by_name
+from elastic_ckpt.planning.state_matching import keys_by_name, state_errors
 from elastic_ckpt.sharding.book import RuleBook
 from elastic_ckpt.tools.findings import ERROR, NOTE, Finding, kind_of, of_error, of_tensors
 from elastic_ckpt.tools.verification.archive import Archive, Record, read_archive
@@ -196,11 +196,8 @@ def check_metadata(metadata: CheckpointMetadata) -> Iterator[Finding]:
             text = f"no fp32 master of this parameter: no {name}/{MASTER}.pt"
             yield Finding(ERROR, "incomplete", text, name, file)
     yield from _state_findings(metadata)
-    for key, why in metadata.states.damaged.items():
-        yield Finding(ERROR, "damaged", f"this state lacks the scales that its codes need: {why}", key)
-    for key, why in metadata.states.opaque.items():
-        text = f"an optimizer state of a layout that is not known, whose values are not looked at: {why}"
-        yield Finding(NOTE, "not-checked", text, key)
+    for error in state_errors(metadata):
+        yield of_error(error, kind_of(error), ERROR if isinstance(error, DamagedError) else NOTE)
     for note in dict.fromkeys((*metadata.notes, *metadata.warnings)):
         yield Finding(NOTE, "reader", note)
 
