@@ -140,8 +140,7 @@ class LoadReport:
         table.add_column(overflow="fold")
         source = self.source
         table.add_row("from", escape(f"{source.format} {source.folder}"))
-        saved = topology_text(source.zero_stage, source.dp, source.tp, source.pp, source.sequence)
-        table.add_row("saved", f"{saved}, DeepSpeed {source.ds_version}")
+        table.add_row("saved", f"{saved_topology(source)}, DeepSpeed {source.ds_version}")
         now = topology_text(self.zero_stage, self.dp, self.tp, self.pp, self.sequence)
         table.add_row("now", f"{now}, at step {self.global_steps}")
         done = [title(o.role) + (f" {len(o.names)}" if o.names else "") for o in self.outcomes if o.what == "restored"]
@@ -180,6 +179,11 @@ def topology_text(zero_stage: int, dp: int, tp: int, pp: int, sequence: Sequence
     degrees = (("SP", sequence.degree), ("TP", tp), ("PP", pp))
     others = "".join(f", {name}={degree}" for name, degree in degrees if degree > 1)
     return f"ZeRO-{zero_stage}, DP={sequence.data_degree(dp)}{others}"
+
+
+def saved_topology(source: SourceFacts) -> str:
+    """The topology of the run that saved a checkpoint, in words."""
+    return topology_text(source.zero_stage, source.dp, source.tp, source.pp, source.sequence)
 
 
 def united(stages: Sequence[Sequence[Outcome]]) -> tuple[Outcome, ...]:

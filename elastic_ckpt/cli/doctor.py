@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
 from rich.markup import escape
 
@@ -12,44 +12,31 @@ from elastic_ckpt.engines import privates, versions
 
 _EXAMPLE = "Example: elastic-ckpt doctor"
 _VERDICTS = {-1: "too old", 0: "supported", 1: "not tried"}
+_USABLE = ("supported", "not tried")
 
 
-@dataclass(frozen=True)
-class Diagnosis:
-    """What was found in this environment.
+def diagnose() -> dict[str, Any]:
+    """What was found in this environment; imports DeepSpeed unless it is too old.
 
-    Attributes:
-        versions: by name, the version found, if any; the supported range; the verdict.
-        privates, missing: number of private names of DeepSpeed that this version must have, and those it lacks.
-        known_bugs: of this version of DeepSpeed.
+    ``ok``: whether ``elastic_ckpt.install()`` succeeds. ``versions``: by name, the version found, if any; the supported
+    range; the verdict. ``privates``, ``missing``: number of private names of DeepSpeed that this version must have, and
+    those it lacks. ``known_bugs``: of this version of DeepSpeed.
     """
-
-    versions: dict[str, tuple[str | None, str, str]]
-    privates: int
-    missing: tuple[str, ...]
-    known_bugs: tuple[str, ...]
-
-    @property
-    def ok(self) -> bool:
-        """Whether ``elastic_ckpt.install()`` succeeds."""
-        return not self.missing and all(verdict in ("supported", "not tried") for *_, verdict in self.versions.values())
-
-
-def diagnose() -> Diagnosis:
-    """Look at the installed versions; imports DeepSpeed unless it is too old."""
-    found = {}
+    found: dict[str, tuple[str | None, str, str]] = {}
     for each in versions.REQUIREMENTS:
         installed = each.found
         verdict = "not installed" if installed is None else _VERDICTS[each.compare(installed)]
         found[each.name] = (installed, f"{each.oldest} to {each.newest}", verdict)
     deepspeed, _, verdict = found["DeepSpeed"]
-    usable = verdict in ("supported", "not tried")
-    return Diagnosis(
-        versions=found,
-        privates=sum(len(each.names) for each in privates.needed()) if usable else 0,
-        missing=tuple(privates.missing()) if usable else (),
-        known_bugs=tuple(versions.known_bugs(deepspeed)),
-    )
+    needed = privates.needed() if verdict in _USABLE else []
+    missing = privates.missing() if needed else []
+    return {
+        "ok": not missing and all(verdict in _USABLE for *_, verdict in found.values()),
+        "versions": found,
+        "privates": sum(len(each.names) for each in needed),
+        "missing": missing,
+        "known_bugs": versions.known_bugs(deepspeed),
+    }
 
 
 @app.command("doctor", epilog=_EXAMPLE)
@@ -60,17 +47,17 @@ def doctor(as_json: AsJson = False) -> None:
     """
     found = diagnose()
     if as_json:
-        print_json({"ok": found.ok, **vars(found)})
-        end_with(found=not found.ok)
+        print_json(found)
+        end_with(found=not found["ok"])
         return
     rows = table("Versions", "", "found", "tried", "")
-    for name, (installed, tried, verdict) in found.versions.items():
+    for name, (installed, tried, verdict) in found["versions"].items():
         rows.add_row(name, installed or "-", tried, verdict)
     facts = table("DeepSpeed")
-    facts.add_row("private names", f"{found.privates - len(found.missing)} of {found.privates} found")
-    for name in found.missing:
+    facts.add_row("private names", f"{found['privates'] - len(found['missing'])} of {found['privates']} found")
+    for name in found["missing"]:
         facts.add_row("missing", escape(name))
-    for bug in found.known_bugs:
+    for bug in found["known_bugs"]:
         facts.add_row("known bug", escape(bug))
     print_wide([rows, facts])
-    end_with(found=not found.ok)
+    end_with(found=not found["ok"])

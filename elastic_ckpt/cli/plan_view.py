@@ -16,10 +16,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from elastic_ckpt.cli.output import size, table
-from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, SourceFacts
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
 from elastic_ckpt.core.read_plan import LoadPlan
 from elastic_ckpt.errors import ConfigError
-from elastic_ckpt.report import source_dict
+from elastic_ckpt.report import saved_topology, source_dict
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
 from elastic_ckpt.tools.virtual.forecast import Memory, RankForecast, Survey, nodes_of, reading_time, spread
 
@@ -129,13 +129,6 @@ def _overview(job: VirtualJob, found: Survey, name: str) -> Table:
     if len(found.notes) > _NOTES_SHOWN:
         shown.add_row("note", f"and {len(found.notes) - _NOTES_SHOWN} more, with --json")
     return shown
-
-
-def saved_topology(source: SourceFacts) -> str:
-    """The topology of the run that saved the checkpoint."""
-    sequence = source.sequence
-    sp = f", SP={sequence.degree}" if sequence.degree > 1 else ""
-    return f"ZeRO-{source.zero_stage}, DP={sequence.data_degree(source.dp)}{sp}, TP={source.tp}, PP={source.pp}"
 
 
 def _reads(found: Survey) -> Table:
