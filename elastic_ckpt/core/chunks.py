@@ -163,15 +163,14 @@ class FlatTensors:
     """The flat tensors of one state, one in each rank's file; shared by the parameters in them.
 
     Attributes:
-        first_file, ranks: index of rank 0's file, which those of the other ranks follow, and their number.
+        files: index of each rank's file.
         byte_offsets: where each rank's tensor begins in its file; a single one where all are equal.
         numel, rows, itemsize: elements of a row, padding included; rows; bytes of an element.
         blocks: how the elements are quantized, each row from a block of its own on; ``None`` for plain values.
         scales_offsets: where the scales begin, as ``byte_offsets``.
     """
 
-    first_file: int
-    ranks: int
+    files: range
     byte_offsets: array[int] = field(hash=False)
     numel: int
     itemsize: int
@@ -225,20 +224,17 @@ class PartitionedChunks:
         return found
 
     @property
-    def first_file(self) -> int:
-        """Index of rank 0's file."""
-        return self.files_before + self.flat.first_file
-
-    @property
     def files(self) -> Collection[int]:
         """The files with chunks."""
         ranks = self.rule.ranks
-        return range(self.first_file + ranks.start, self.first_file + ranks.stop)
+        files = self.flat.files[ranks.start : ranks.stop]
+        return range(files.start + self.files_before, files.stop + self.files_before, files.step)
 
     def in_files(self, files: Collection[int]) -> Iterator[StorageChunk]:
         """The chunks in some files."""
-        first_file, ranks = self.first_file, self.rule.ranks
-        mine = sorted(file - first_file for file in files if file - first_file in ranks)
+        before, every, ranks = self.files_before, self.flat.files, self.rule.ranks
+        mine = sorted(every.index(file - before) for file in files if file - before in every)
+        mine = [rank for rank in mine if rank in ranks]
         return (self._chunk(row, rank) for row in range(self.flat.rows) for rank in mine)
 
     def moved(self, files: int) -> PartitionedChunks:
@@ -262,7 +258,7 @@ class PartitionedChunks:
             scales = _of_rank(flat.scales_offsets, rank) + row * flat.blocks.blocks(flat.numel) * _SCALE_NBYTES
             code = BlockCode(flat.blocks, position, scales)
         return StorageChunk(
-            FlatRange(before + start, before + stop), self.files_before + flat.first_file + rank, offset, code
+            FlatRange(before + start, before + stop), self.files_before + flat.files[rank], offset, code
         )
 
 

@@ -142,6 +142,7 @@ class RankCoordinates:
     Attributes:
         dp, dp_rank: ranks that ZeRO partitions over: data-parallel times sequence-parallel.
         tp, tp_rank, pp, pp_rank: tensor- and pipeline-parallel.
+        ep, ep_rank: expert-parallel, among the ``dp`` ranks; with layers of several degrees, the largest.
         sequence, sp_rank: how sequence parallelism divides the ``dp`` ranks; sequence-parallel rank.
     """
 
@@ -153,6 +154,8 @@ class RankCoordinates:
     pp_rank: int = 0
     sequence: SequenceParallel = NO_SEQUENCE_PARALLEL
     sp_rank: int = 0
+    ep: int = 1
+    ep_rank: int = 0
 
     @property
     def data_degree(self) -> int:
@@ -185,7 +188,7 @@ class ModelLayout:
     Attributes:
         coordinates: of this rank.
         layouts: of each parameter and buffer of its pipeline stage; empty if nothing is known.
-        elsewhere: parameters and buffers that only other pipeline stages hold.
+        elsewhere: parameters and buffers that only other pipeline stages or expert-parallel ranks hold.
         ties: parameter -> its other names in the live module.
     """
 

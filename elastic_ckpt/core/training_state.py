@@ -66,11 +66,12 @@ class TrainingState:
 
 @dataclass(frozen=True)
 class Features:
-    """Features of a run that only DeepSpeed's own loader restores.
+    """Features of a run that decide who restores it.
 
     Attributes:
         experts: number of experts, by layer.
         expert_groups: param groups of experts, which show the expert-parallel degree.
+        autoep: whether AutoEP made the layers of experts.
         one_bit: whether a 1-bit optimizer is used.
         mics: ranks in a MiCS shard group; 0 without MiCS.
     """
@@ -79,6 +80,7 @@ class Features:
     expert_groups: tuple[str, ...] = ()
     one_bit: bool = False
     mics: int = 0
+    autoep: bool = False
 
     def __or__(self, other: Features) -> Features:
         return Features(
@@ -86,13 +88,14 @@ class Features:
             tuple(sorted({*self.expert_groups, *other.expert_groups})),
             self.one_bit or other.one_bit,
             max(self.mics, other.mics),
+            self.autoep or other.autoep,
         )
 
     @property
     def names(self) -> str:
-        """The features in words; empty where there is none."""
+        """Those that only DeepSpeed's own loader restores, in words; empty where there is none."""
         names = (
-            (bool(self.experts or self.expert_groups), "mixture of experts"),
+            (self.autoep, "mixture of experts by AutoEP"),
             (self.one_bit, "a 1-bit optimizer"),
             (self.mics > 0, f"MiCS (mics_shard_size {self.mics})"),
         )

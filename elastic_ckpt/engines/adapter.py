@@ -23,6 +23,7 @@ from elastic_ckpt.core.read_plan import LoadPlan, ReadPlan, Slot
 from elastic_ckpt.distributed import can_broadcast
 from elastic_ckpt.engines.compat import base_optimizer, has_optimizer
 from elastic_ckpt.engines.coordinates import model_of
+from elastic_ckpt.engines.experts import expert_fqns
 from elastic_ckpt.engines.optimizers import StateSchema, Stepped, dtype_name
 
 #: Executes (part of) a plan: reads into one tensor per slot.
@@ -60,7 +61,12 @@ class EngineAdapter(ABC):
         dp_group: Any,
     ) -> None:
         self._engine = engine
-        self.param_names: Mapping[torch.nn.Parameter, str] = engine.param_names
+        self._experts = expert_fqns(engine)
+        self._fqns_of_experts = frozenset(self._experts.values())
+        #: FQNs; those of experts differ from the names in the module.
+        self.param_names: Mapping[torch.nn.Parameter, str] = {
+            param: self._experts.get(name, name) for param, name in engine.param_names.items()
+        }
         self.optimizer = engine.optimizer
         self.has_optimizer = has_optimizer(engine)
         without = SimpleNamespace(param_groups=[], defaults={}, state={})
@@ -73,8 +79,8 @@ class EngineAdapter(ABC):
         self.dp_group = dp_group
         saved = engine.module.state_dict(keep_vars=True)
         named_buffers = engine.module.named_buffers(remove_duplicate=False)
-        #: Persistent buffers, by name in the module's state dict.
-        self.buffers = {name: buffer for name, buffer in named_buffers if name in saved}
+        #: Persistent buffers by FQN.
+        self.buffers = {self._experts.get(name, name): buffer for name, buffer in named_buffers if name in saved}
         owned = {id(param) for params in members for param in params}
         self.frozen: dict[str, Any] = {n: param for param, n in self.param_names.items() if id(param) not in owned}
         # ZeRO-3 puts one master at a time into its param group, and now none
@@ -102,7 +108,7 @@ class EngineAdapter(ABC):
         for index, params in enumerate(self.members):
             names, stepped = self._names_of(params), self.stepped(index)
             states, scalars = self.schema.states(stepped), self.schema.scalars(stepped)
-            dtype, replicated = dtype_name(stepped.master), self.replicated and self._can_send(stepped.master)
+            dtype, replicated = dtype_name(stepped.master), self.replicated and self._can_send(stepped.master, *names)
             flats.append(FlatPartition(index, stepped.group, stepped.numel, dtype, names, replicated, states, scalars))
             shapes = [tuple(getattr(param, "ds_shape", param.shape)) for param in params]
             fragments += [
@@ -123,7 +129,12 @@ class EngineAdapter(ABC):
                 LiveGroup(self._names_of(params), self._hyperparameters(number))
                 for number, params in enumerate(self.numbered())
             ),
-            model=model_of(self._engine, dist.get_world_size(group=self.dp_group), dist.get_rank(group=self.dp_group)),
+            model=model_of(
+                self._engine,
+                dist.get_world_size(group=self.dp_group),
+                dist.get_rank(group=self.dp_group),
+                self._experts,
+            ),
         )
 
     def stepped(self, flat: int) -> Stepped:
@@ -138,11 +149,13 @@ class EngineAdapter(ABC):
 
     def _whole(self, name: str, key: str, tensor: torch.Tensor, trains: bool = False) -> WholeTensor:
         every = FlatRange(0, tensor.numel())
-        dtype, replicated = dtype_name(tensor), self._can_send(tensor)
+        dtype, replicated = dtype_name(tensor), self._can_send(tensor, name)
         return WholeTensor(name, key, tuple(tensor.shape), every, dtype, replicated, trains)
 
-    def _can_send(self, tensor: torch.Tensor) -> bool:
-        return tensor.is_contiguous() and can_broadcast(tensor.device.type, self.dp_group)
+    def _can_send(self, tensor: torch.Tensor, *names: str) -> bool:
+        """Whether data-parallel ranks can broadcast a tensor with these parameters; not all have the same experts."""
+        in_all = self._fqns_of_experts.isdisjoint(names)
+        return in_all and tensor.is_contiguous() and can_broadcast(tensor.device.type, self.dp_group)
 
     def _names_of(self, params: Iterable[torch.nn.Parameter]) -> tuple[str, ...]:
         return tuple(self.param_names[param] for param in params)

@@ -8,7 +8,7 @@ parameters (``ds_autotp_universal_checkpoint_meta``).
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,30 +27,37 @@ from elastic_ckpt.core.local_state import LiveLayout, ModelLayout, RankCoordinat
 from elastic_ckpt.core.strided import TPLayout
 from elastic_ckpt.core.tp_rules import CannotSplit
 from elastic_ckpt.engines.compat import autotp_affine_map, autotp_record
+from elastic_ckpt.engines.experts import expert_parallel
 from elastic_ckpt.errors import UnsupportedError
 
 #: Largest buffer, in elements, whose values are compared: a rank's own bounds and offsets are small.
 _MOST_COMPARED = 1 << 16
 
 
-def model_of(engine: Any, dp: int, dp_rank: int) -> ModelLayout:
+def model_of(engine: Any, dp: int, dp_rank: int, fqns: Mapping[str, str]) -> ModelLayout:
     """The live model as far as this rank knows it, with its own shapes only.
 
     Args:
         engine: the live engine.
         dp, dp_rank: ranks that ZeRO partitions over, and this rank among them.
+        fqns: name in the module -> FQN, where they differ.
 
     Raises:
         UnsupportedError: pipeline parallelism other than DeepSpeed's.
     """
     coordinates = _coordinates_of(engine, dp, dp_rank)
-    return ModelLayout(coordinates, _layouts_of(engine, with_values=coordinates.tp > 1), ties=_ties_of(engine))
+    layouts, ties = _layouts_of(engine, with_values=coordinates.tp > 1), _ties_of(engine)
+    return ModelLayout(
+        coordinates,
+        {fqns.get(name, name): layout for name, layout in layouts.items()},
+        ties={fqns.get(name, name): tuple(fqns.get(each, each) for each in others) for name, others in ties.items()},
+    )
 
 
 def model_of_all(mine: ModelLayout, everybody: Sequence[ModelLayout]) -> ModelLayout:
     """The live model with the shapes of all ranks of this stage, and the names of all stages.
 
-    ``everybody``: :func:`model_of` of all ranks, unused without tensor and pipeline parallelism.
+    ``everybody``: :func:`model_of` of all ranks, unused without tensor, pipeline and expert parallelism.
     """
     here, layouts = mine.coordinates, mine.layouts
     stage = [
@@ -80,7 +87,8 @@ def _coordinates_of(engine: Any, dp: int, dp_rank: int) -> RankCoordinates:
         tp, tp_rank = grid.get_slice_parallel_world_size(), grid.get_slice_parallel_rank()
         return RankCoordinates(dp, dp_rank, tp, tp_rank, grid.pipe_parallel_size, grid.get_stage_id())
     sequence, sp_rank = sequence_of(engine, dp)
-    coordinates = RankCoordinates(dp, dp_rank, sequence=sequence, sp_rank=sp_rank)
+    ep, ep_rank = expert_parallel(engine)
+    coordinates = RankCoordinates(dp, dp_rank, sequence=sequence, sp_rank=sp_rank, ep=ep, ep_rank=ep_rank)
     if engine.mpu is None:
         return coordinates
     if bwc_pipeline_parallel_world_size(engine.mpu) > 1:

@@ -209,6 +209,17 @@ PRIVATES = (
         "PipelineModule",
         ("_partition_layers(method)", "_layer_specs", "_topo", "_set_bounds(start, stop)", "parts"),
     ),
+    Privates("moe.layer", "MoE", ("expert_group_name", "num_local_experts", "deepspeed_moe")),
+    Privates("moe.experts", "Experts", ("deepspeed_experts",)),
+    Privates(
+        "utils.groups",
+        "",
+        (
+            "_get_expert_parallel_rank(group_name)",
+            "_get_expert_parallel_world_size(group_name)",
+            "_get_max_expert_size_name()",
+        ),
+    ),
     Privates(
         "runtime.engine",
         "DeepSpeedEngine",

@@ -14,6 +14,7 @@ from elastic_ckpt.core.training_state import Features
 from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError, listed
 from elastic_ckpt.formats import model_states, shards
 from elastic_ckpt.formats.base import Found, MetadataOptions
+from elastic_ckpt.formats.experts import ExpertOptimizer, ExpertShard, check_experts, with_experts
 from elastic_ckpt.formats.grid import Grid, grid_of
 from elastic_ckpt.formats.merging import LayerShard, merge_shards, merge_stages, with_layers
 from elastic_ckpt.formats.model_states import ModelShard
@@ -22,8 +23,10 @@ from elastic_ckpt.formats.same_save import with_progress_compared
 from elastic_ckpt.formats.saved_config import refuse_features
 from elastic_ckpt.formats.shards import OptimizerShard, other_save_than_model
 from elastic_ckpt.formats.zero0 import unpartitioned_metadata, weights_alone
+from elastic_ckpt.formats.zero0_experts import unpartitioned_experts
 
-#: (model-parallel rank, data-parallel rank, ``"model"`` or ``"optimizer"``), or (layer, TP rank, ``"layer"``).
+#: (model-parallel rank, data-parallel rank, ``"model"`` or ``"optimizer"``), (layer, TP rank, ``"layer"``),
+#: (``MoE`` layer, expert, ``"expert"``), or (expert-parallel rank, model-parallel rank, ``"experts' optimizer"``).
 Kind = tuple[int, int, str]
 
 
@@ -33,6 +36,7 @@ class RankFiles:
 
     models: dict[int, ModelShard] = field(default_factory=dict)
     optimizers: dict[int, OptimizerShard] = field(default_factory=dict)
+    expert_optimizers: dict[int, ExpertOptimizer] = field(default_factory=dict)
 
     @property
     def model(self) -> ModelShard:
@@ -45,6 +49,7 @@ class Assembled:
 
     ranks: Mapping[int, RankFiles]
     layers: Sequence[LayerShard]
+    experts: Sequence[ExpertShard]
     grid: Grid
     all_metadata: Mapping[int, CheckpointMetadata]
     metadata: CheckpointMetadata
@@ -57,6 +62,7 @@ def assemble(found: Found, kinds: Sequence[Kind], indexed: Sequence[Any], option
     """
     refuse_legacy([item for item in indexed if isinstance(item, LegacyShard)], options.with_states)
     layers = [item for item in indexed if isinstance(item, LayerShard)]
+    experts = [item for item in indexed if isinstance(item, ExpertShard)]
     ranks = _by_rank(kinds, indexed)
     firsts = {mp: rank.model for mp, rank in ranks.items()}
     grid = grid_of(firsts, found.folder, options.coordinates)
@@ -64,13 +70,17 @@ def assemble(found: Found, kinds: Sequence[Kind], indexed: Sequence[Any], option
     for stage in grid.stages:
         for tp_rank, mp in enumerate(stage):
             _list_missing_shapes(ranks, mp, [layer for layer in layers if layer.tp_rank == tp_rank])
-    all_metadata = {mp: _fit_together(found, rank, grid, options) for mp, rank in ranks.items()}
+    if experts or firsts[0].features.experts:
+        check_experts(found, firsts[0], list(ranks[0].optimizers.values()), experts)
+    all_metadata = {mp: _fit_together(found, rank, experts, grid, options) for mp, rank in ranks.items()}
     metadata = merge_stages([merge_shards([all_metadata[mp] for mp in stage]) for stage in grid.stages])
     if layers:
         buffers = frozenset(name for rank in ranks.values() for m in rank.models.values() for name in m.buffer_names)
         metadata = with_layers(metadata, layers, buffers, grid.tp, options.live_names)
+    if experts or firsts[0].features.experts:
+        metadata = with_experts(metadata, experts, firsts[0])
     metadata = with_progress_compared(metadata, ranks[0].model, options.check_shards)
-    return Assembled(ranks, layers, grid, all_metadata, metadata)
+    return Assembled(ranks, layers, experts, grid, all_metadata, metadata)
 
 
 def _by_rank(kinds: Sequence[Kind], indexed: Sequence[Any]) -> dict[int, RankFiles]:
@@ -82,6 +92,11 @@ def _by_rank(kinds: Sequence[Kind], indexed: Sequence[Any]) -> dict[int, RankFil
             shared = {**item.shared, **shared}
         elif isinstance(item, OptimizerShard):
             ranks.setdefault(mp, RankFiles()).optimizers[position] = item
+        elif isinstance(item, ExpertOptimizer):
+            ranks[0].expert_optimizers[position] = item
+            # the first has the dense parameters too, whose states are in the model-states file without experts
+            models = ranks[0].models.items()
+            ranks[0].models = {at: replace(model, optimizer=model.optimizer or item.state) for at, model in models}
     # DeepSpeed lists tied names in the file of the job's first rank alone (_get_shared_params, engine.py)
     for rank in ranks.values():
         for position, model in rank.models.items():
@@ -120,7 +135,9 @@ def _list_missing_shapes(ranks: Mapping[int, RankFiles], mp: int, layers: Sequen
     rank.models = {at: replace(item, param_shapes=param_shapes) for at, item in rank.models.items()}
 
 
-def _fit_together(found: Found, rank: RankFiles, grid: Grid, options: MetadataOptions) -> CheckpointMetadata:
+def _fit_together(
+    found: Found, rank: RankFiles, experts: Sequence[ExpertShard], grid: Grid, options: MetadataOptions
+) -> CheckpointMetadata:
     models, optimizers = list(rank.models.values()), list(rank.optimizers.values())
     features = models[0].features | (optimizers[0].features if optimizers else Features())
     refuse_features(features, models[0].path)
@@ -129,6 +146,8 @@ def _fit_together(found: Found, rank: RankFiles, grid: Grid, options: MetadataOp
         own = grid.own_file(options.coordinates) if len(models) > 1 else None
         _refuse_swapped(optimizers, grid)
         metadata = partitioned_metadata(found, models, optimizers, own, options.states)
+    elif rank.expert_optimizers:
+        metadata = unpartitioned_experts(found, models[0], experts, list(rank.expert_optimizers.values()), options)
     elif _lacks_states(models[0]):
         if options.with_states:
             raise _saved_without_states(models[0])
@@ -195,8 +214,11 @@ def missing_file(found: Found, name: str, have: str) -> DamagedError:
 def _check_belong_together(models: list[ModelShard], optimizers: list[OptimizerShard]) -> None:
     shards.check_same_save(optimizers)
     model_states.check_same_save(models)
-    for count in optimizers[0].partition_count or (len(optimizers),):
-        _check_count(optimizers, count, "partition_count of the optimizer-states files")
+    of_experts = {number for number, group in enumerate(optimizers[0].groups) if group.get("moe")}
+    for number, count in enumerate(optimizers[0].partition_count or (len(optimizers),)):
+        # fewer ranks divide a group of experts, those that hold the same
+        if number not in of_experts or not count or len(optimizers) % count:
+            _check_count(optimizers, count, "partition_count of the optimizer-states files")
     _check_count(optimizers, int(models[0].counters["dp_world_size"]), f"dp_world_size in {models[0].path}")
     if optimizers[0].zero_stage == 3:
         _check_count(models, len(optimizers), "the number of optimizer-states files")

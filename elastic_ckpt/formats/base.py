@@ -87,7 +87,7 @@ FormatReader = Callable[[Found, MetadataOptions], Checkpoint]
 
 
 def refuse_unsupported_folder(found: Found) -> None:
-    """Raise :class:`UnsupportedError` for mixture of experts, :class:`DamagedError` for two files of one rank."""
+    """Raise :class:`UnsupportedError` for some experts, :class:`DamagedError` for two files of one rank."""
     files = found.files
     if files.clashes:
         raise DamagedError(
@@ -97,10 +97,12 @@ def refuse_unsupported_folder(found: Found) -> None:
             found=files.clashes[0] + " beside its counterpart",
             remedy="remove the files of the older save, or take another tag",
         )
-    if files.experts:
+    in_parallel, old = len(files.mp_ranks) > 1 or files.layers, any(layer < 0 for layer, _, _ in files.experts)
+    if files.of_experts and (in_parallel or old):
+        how = "together with tensor or pipeline parallelism" if in_parallel else "as DeepSpeed before 0.5 saves it"
         raise UnsupportedError(
-            "mixture-of-experts checkpoints are not supported yet: each expert-parallel rank has experts of its own",
-            file=found.path(files.experts[0]),
+            f"mixture of experts {how} is not supported yet",
+            file=found.path(files.of_experts[0]),
             remedy="resume it with the number of ranks and the layout that saved it",
         )
 

@@ -126,7 +126,7 @@ class MetadataBuilder:
         number: int,
         group: Mapping[str, Any],
         flats: Sequence[FlatShard],
-        first_file: int,
+        files: range,
         kinds: Mapping[str, SavedKind],
     ) -> None:
         """Add one flat tensor, partitioned over all ranks: its parameters, their master weights and states.
@@ -135,7 +135,7 @@ class MetadataBuilder:
             shapes, rules: names and logical shapes of the parameters, and how each is partitioned.
             number, group: their param group.
             flats: the partition of each rank.
-            first_file: index of the first rank's file, which the other ranks' follow.
+            files: index of each rank's file.
             kinds: of the states.
         """
         first = flats[0]
@@ -147,25 +147,26 @@ class MetadataBuilder:
             ref, digests = states.tensors[key], [flat.states.digests.get(key) for flat in flats]
             crc32 = 0 if digests[0] is None else digests[0].crc32
             differs = None in digests or len(set(digests)) > 1 or not ref.is_contiguous
-            replicated.append(ReplicatedState(key, ref.dtype, ref.shape, first_file, ref.byte_offset, crc32, differs))
+            replicated.append(ReplicatedState(key, ref.dtype, ref.shape, files[0], ref.byte_offset, crc32, differs))
         for name, shape in shapes:
-            self._refuse_second(name, first_file)
+            self._refuse_second(name, files[0])
             self.parameters[name] = SavedParameter(shape, number, scalars, tuple(replicated))
         partitioned = _Partitioned(shapes, rules, flats)
         for key in first.swapped:
-            self._add_partitioned(partitioned, key, [_SWAPPED] * len(flats), _PLAIN, len(self._files))
+            swapped = range(len(self._files), len(self._files) + len(flats))
+            self._add_partitioned(partitioned, key, [_SWAPPED] * len(flats), _PLAIN, swapped)
             self._files += [flat.swapped[key] for flat in flats]
         if MASTER not in first.swapped:
-            self._add_partitioned(partitioned, MASTER, [flat.master for flat in flats], _PLAIN, first_file)
+            self._add_partitioned(partitioned, MASTER, [flat.master for flat in flats], _PLAIN, files)
         for key, kind in kinds.items():
             refs = [flat.states.tensors[key] for flat in flats]
             if kind.kind == ELEMENTWISE:
-                self._add_partitioned(partitioned, key, refs, kind, first_file)
+                self._add_partitioned(partitioned, key, refs, kind, files)
             elif kind.kind == TOUCHED:
-                self._add_touched(partitioned, key, refs, first_file)
+                self._add_touched(partitioned, key, refs, files)
             elif kind.kind == WHOLE:
                 name = shapes[0][0]
-                self.tensors[name, key] = dense_tensor(name, key, refs[0], first_file, is_whole=True)
+                self.tensors[name, key] = dense_tensor(name, key, refs[0], files[0], is_whole=True)
 
     def _refuse_second(self, name: str, file: int) -> None:
         if name in self.parameters:
@@ -179,20 +180,19 @@ class MetadataBuilder:
             )
 
     def _add_partitioned(
-        self, partitioned: _Partitioned, key: str, refs: Sequence[TensorRef], kind: SavedKind, first_file: int
+        self, partitioned: _Partitioned, key: str, refs: Sequence[TensorRef], kind: SavedKind, files: range
     ) -> None:
         """Add a tensor laid out as the partition, in each of its rows; ``refs`` by rank."""
         view = next((ref for ref in refs if not ref.is_contiguous), None)
         if view is not None:
             self._opaque[key] = f"a view of shape {view.shape} and strides {view.stride}"
             return
-        dtype = self._one_dtype(partitioned, key, refs, first_file)
+        dtype = self._one_dtype(partitioned, key, refs, files)
         blocks, scales = block_format(key, kind, self._codebooks), array("q")
         if blocks is not None:
             scales = by_rank(flat.states.tensors[blocks.scales].byte_offset for flat in partitioned.flats)
         flat = FlatTensors(
-            first_file,
-            len(refs),
+            files,
             by_rank(ref.byte_offset for ref in refs),
             partitioned.numel,
             ITEMSIZE[dtype],
@@ -205,17 +205,17 @@ class MetadataBuilder:
             rows = (kind.rows,) if kind.rows > 1 else ()
             self.tensors[name, key] = TensorMetadata(name, key, (*rows, *shape), dtype, sources)
 
-    def _add_touched(self, partitioned: _Partitioned, key: str, refs: Sequence[TensorRef], first_file: int) -> None:
+    def _add_touched(self, partitioned: _Partitioned, key: str, refs: Sequence[TensorRef], files: range) -> None:
         """Add whole parameters, one after the other; if several ranks saved one, the first rank's copy counts."""
-        dtype, offsets = self._one_dtype(partitioned, key, refs, first_file), [ref.byte_offset for ref in refs]
+        dtype, offsets = self._one_dtype(partitioned, key, refs, files), [ref.byte_offset for ref in refs]
         for (name, shape), rule in zip(partitioned.shapes, partitioned.rules, strict=True):
             sources = listed()
             for rank in reversed(rule.ranks):
-                sources = listed(StorageChunk(FlatRange(0, rule.numel), first_file + rank, offsets[rank]))
+                sources = listed(StorageChunk(FlatRange(0, rule.numel), files[rank], offsets[rank]))
                 offsets[rank] += rule.numel * ITEMSIZE[dtype]
             self.tensors[name, key] = TensorMetadata(name, key, shape, dtype, sources)
 
-    def _one_dtype(self, partitioned: _Partitioned, key: str, refs: Sequence[TensorRef], first_file: int) -> str:
+    def _one_dtype(self, partitioned: _Partitioned, key: str, refs: Sequence[TensorRef], files: range) -> str:
         """The dtype of the flat tensors of all ranks; a :class:`DamagedError` if they differ."""
         dtype = refs[0].dtype
         for rank, ref in enumerate(refs):
@@ -228,7 +228,7 @@ class MetadataBuilder:
                 raise DamagedError(
                     f"ranks saved {key} of this parameter in different dtypes",
                     parameter=next(names, None),
-                    file=self._files[first_file + rank].path,
+                    file=self._files[files[rank]].path,
                     expected=f"{dtype}, as on other ranks",
                     found=ref.dtype,
                     remedy="files of two saves are mixed: restore the folder from its original, or take another tag",
@@ -334,7 +334,10 @@ def _partitioned(models: Sequence[ModelShard], name: str, shape: Shape, first_fi
                 remedy="restore the folder from its original",
             )
     flat = FlatTensors(
-        first_file, len(refs), by_rank(ref.byte_offset for ref in refs), rule.step, ITEMSIZE[first.dtype]
+        range(first_file, first_file + len(refs)),
+        by_rank(ref.byte_offset for ref in refs),
+        rule.step,
+        ITEMSIZE[first.dtype],
     )
     sources = (PartitionedChunks(rule, flat),) if numel else listed()
     return TensorMetadata(name, FROZEN, shape, first.dtype, sources)

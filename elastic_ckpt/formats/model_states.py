@@ -89,6 +89,7 @@ class ModelShard(SourceFile):
         alignment: multiple that ZeRO-3's partitions were padded to, in elements (``"align_partitions"``); 1: none.
         optimizer: the optimizer's state if it was not partitioned (ZeRO stage 0).
         features: what only DeepSpeed's own loader restores.
+        data_before_experts: whether ranks with the same experts are adjacent.
         stated, declared: what it states about parallel degrees and tensor-parallel shards.
     """
 
@@ -112,6 +113,7 @@ class ModelShard(SourceFile):
     buffer_names: tuple[str, ...] = ()
     stated: StatedDegrees = field(default_factory=StatedDegrees)
     declared: Declared = field(default_factory=Declared)
+    data_before_experts: bool = False
     run: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -150,6 +152,7 @@ def index_model_states(file: PickledFile, dp_rank: int, options: StateOptions = 
         buffer_names=tuple(map(str, file.section("buffer_names"))),
         stated=stated_degrees(tree, saved_config(file) or {}, run),
         declared=declared_by(tree.get("universal_checkpoint_info")),
+        data_before_experts=bool((saved_config(file) or {}).get("use_data_before_expert_parallelism")),
         run=run,
     )
 

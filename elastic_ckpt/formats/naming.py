@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 _OPTIMIZER = re.compile(r"^(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt$")
 _MODEL_ZERO3 = re.compile(r"^zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt$")
 _MODEL = re.compile(r"^mp_rank_(\d+)_model_states\.pt$")
-_EXPERT = re.compile(r"^(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt$|^expp_rank_\d+_.*optim_states\.pt$")
+_EXPERT = re.compile(r"^(?:layer_(\d+)_)?expert_(\d+)_mp_rank_(\d+)_model_states\.pt$")
+_EXPERT_OPTIMIZER = re.compile(r"^expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
 _PIPELINE_LAYER = re.compile(r"^layer_(\d+)-model_(?:(\d+)-model_)?states\.pt$")
 _WRITER = re.compile(r"(?<=\.pt)-(\d+)\.(\d+)$")
 
@@ -34,7 +35,9 @@ class FolderFiles:
         optimizer, model_zero3: (dp rank, mp rank) -> ``*optim_states.pt``, ``zero_pp_rank_*_model_states.pt``.
         model: mp rank -> ``mp_rank_*_model_states.pt``.
         layers: (layer, tensor-parallel rank) -> its file.
-        experts, clashes: files of mixture-of-experts layers; second files of one rank (a bf16 and an fp32 save mixed).
+        experts: (``MoE`` layer, expert, mp rank) -> its file; layer -1 in files of DeepSpeed before 0.5.
+        expert_optimizers: (expert-parallel rank, mp rank) -> ``expp_rank_*_optim_states.pt``.
+        clashes: second files of one rank (a bf16 and an fp32 save mixed).
         is_universal: whether it is a universal checkpoint.
         copies: files of other data-parallel writers -> the file that they are copies of.
         by_fast_writer: whether there are names that only the ``fast`` writer gives, which DeepSpeed does not find.
@@ -43,12 +46,18 @@ class FolderFiles:
     optimizer: dict[tuple[int, int], str]
     model: dict[int, str]
     model_zero3: dict[tuple[int, int], str]
-    experts: tuple[str, ...]
     layers: dict[tuple[int, int], str]
     clashes: tuple[str, ...]
     is_universal: bool
+    experts: dict[tuple[int, int, int], str] = field(default_factory=dict)
+    expert_optimizers: dict[tuple[int, int], str] = field(default_factory=dict)
     copies: dict[str, str] = field(default_factory=dict)
     by_fast_writer: bool = False
+
+    @property
+    def of_experts(self) -> tuple[str, ...]:
+        """The files of ``MoE`` layers."""
+        return (*self.experts.values(), *self.expert_optimizers.values())
 
     @property
     def mp_ranks(self) -> set[int]:
@@ -73,7 +82,9 @@ def sort_names(names: Iterable[str], is_universal: bool) -> FolderFiles:
     model: dict[int, str] = {}
     model_zero3: dict[tuple[int, int], str] = {}
     layers: dict[tuple[int, int], str] = {}
-    experts, clashes = [], []
+    experts: dict[tuple[int, int, int], str] = {}
+    expert_optimizers: dict[tuple[int, int], str] = {}
+    clashes = []
     chosen, copies = _first_writers(names)
     for plain, name in chosen.items():
         if match := _OPTIMIZER.match(plain):
@@ -83,18 +94,30 @@ def sort_names(names: Iterable[str], is_universal: bool) -> FolderFiles:
             model_zero3[int(match[1]), int(match[2])] = name
         elif match := _MODEL.match(plain):
             model[int(match[1])] = name
-        elif _EXPERT.match(plain):
-            experts.append(name)
+        elif match := _EXPERT.match(plain):
+            experts[int(match[1] or -1), int(match[2]), int(match[3])] = name
+        elif match := _EXPERT_OPTIMIZER.match(plain):
+            expert_optimizers[int(match[1]), int(match[2])] = name
         elif match := _PIPELINE_LAYER.match(plain):
             clashes += [name] if layers.setdefault((int(match[1]), int(match[2] or 0)), name) != name else []
-    kept = {*optimizer.values(), *model.values(), *model_zero3.values(), *layers.values(), *experts}
+    kept = {*optimizer.values(), *model.values(), *model_zero3.values(), *layers.values()}
+    kept |= {*experts.values(), *expert_optimizers.values()}
     copies = {copy: name for copy, name in copies.items() if name in kept}
     once = {*optimizer.values(), *model_zero3.values()}
     clashes += [copy for copy, name in copies.items() if name in once or not _of_one_save(copy, name, model.values())]
     copies = {copy: name for copy, name in copies.items() if copy not in clashes}
     by_fast_writer = any(map(number_of_writers, kept))
     return FolderFiles(
-        optimizer, model, model_zero3, tuple(experts), layers, tuple(clashes), is_universal, copies, by_fast_writer
+        optimizer,
+        model,
+        model_zero3,
+        layers,
+        tuple(clashes),
+        is_universal,
+        experts,
+        expert_optimizers,
+        copies,
+        by_fast_writer,
     )
 
 

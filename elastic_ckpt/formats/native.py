@@ -12,6 +12,7 @@ from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.formats.assembling import Assembled, Kind, assemble, missing_file
 from elastic_ckpt.formats.base import Checkpoint, Found, MetadataOptions, refuse_unsupported_folder
 from elastic_ckpt.formats.exchange import open_my_share
+from elastic_ckpt.formats.experts import ExpertOptimizer, ExpertShard, index_expert, index_expert_optimizer
 from elastic_ckpt.formats.merging import LayerShard, index_layer
 from elastic_ckpt.formats.model_states import ModelShard, index_model_states, of_same_tree
 from elastic_ckpt.formats.naming import plain_name
@@ -21,6 +22,9 @@ from elastic_ckpt.formats.same_save import spot_check
 from elastic_ckpt.formats.shards import OptimizerShard
 from elastic_ckpt.formats.training_state import TrainingStates, Wanted
 from elastic_ckpt.formats.writers import refuse_mixture, refuse_writers
+
+#: What one file of a native checkpoint holds.
+Indexed = ModelShard | OptimizerShard | LegacyShard | LayerShard | ExpertShard | ExpertOptimizer
 
 
 def read_native(found: Found, options: MetadataOptions) -> Checkpoint:
@@ -35,7 +39,7 @@ def read_native(found: Found, options: MetadataOptions) -> Checkpoint:
     paths = [found.path(name) for name in names.values()]
     known: dict[int, ModelShard] = {}
 
-    def index(file: PickledFile, position: int) -> ModelShard | OptimizerShard | LegacyShard | LayerShard:
+    def index(file: PickledFile, position: int) -> Indexed:
         same = known.get(id(file.tree))
         if same is not None and kinds[position][2] == "model":
             return of_same_tree(same, file, kinds[position][1])
@@ -61,13 +65,15 @@ def read_native(found: Found, options: MetadataOptions) -> Checkpoint:
     return Checkpoint(files.metadata, state, paths[everybody[distributed.rank()][0]], len(opened))
 
 
-def index_native(
-    file: PickledFile, kind: Kind, options: StateOptions
-) -> ModelShard | OptimizerShard | LegacyShard | LayerShard:
+def index_native(file: PickledFile, kind: Kind, options: StateOptions) -> Indexed:
     """Read one file of a native checkpoint."""
     first, second, what = kind
     if what == "layer":
         return index_layer(file, first, second)
+    if what == "expert":
+        return index_expert(file, first, second)
+    if what == "experts' optimizer":
+        return index_expert_optimizer(file, first, options)
     if what == "model":
         refuse_mixture(file)
         return index_model_states(file, second, options)
@@ -80,12 +86,15 @@ def _spot_check(files: Assembled, opened: Mapping[int, PickledFile]) -> None:
     all_metadata = files.all_metadata
     known = frozenset(chain.from_iterable(metadata.parameters for metadata in all_metadata.values()))
     for mp, rank in files.ranks.items():
-        mine = {number for number, position in enumerate([*rank.models, *rank.optimizers]) if position in opened}
+        positions = [*rank.models, *rank.optimizers, *rank.expert_optimizers]
+        mine = {number for number, position in enumerate(positions) if position in opened}
         spot_check(all_metadata[mp], rank.model.path, rank.model.weights, mine)
         tp_rank = next(stage.index(mp) for stage in files.grid.stages if mp in stage)
         for layer in files.layers:
             if layer.tp_rank == tp_rank:
                 spot_check(all_metadata[mp], layer.path, layer.named(known), mine)
+        for expert in files.experts:
+            spot_check(all_metadata[mp], expert.path, expert.weights, mine)
 
 
 def _expected_files(found: Found) -> dict[Kind, str]:
@@ -117,4 +126,6 @@ def _expected_files(found: Found) -> dict[Kind, str]:
         models |= {(mp, dp, "model"): name for dp, name in sorted(({0: model} if model else zero3).items())}
         optimizers |= {(mp, dp, "optimizer"): name for dp, name in sorted(optimizer.items())}
     layers = {(*layer, "layer"): name for layer, name in sorted(found.files.layers.items())}
-    return models | optimizers | layers
+    experts = {(layer, expert, "expert"): name for (layer, expert, _), name in sorted(found.files.experts.items())}
+    of_experts = {(*rank, "experts' optimizer"): name for rank, name in sorted(found.files.expert_optimizers.items())}
+    return models | optimizers | layers | of_experts | experts

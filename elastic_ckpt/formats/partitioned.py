@@ -27,7 +27,8 @@ from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.base import Found
 from elastic_ckpt.formats.classify import RankStates
-from elastic_ckpt.formats.metadata_builder import MetadataBuilder, module_tensors
+from elastic_ckpt.formats.experts import divisions
+from elastic_ckpt.formats.metadata_builder import MetadataBuilder, Shapes, module_tensors
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.saved_states import sort_states
@@ -63,7 +64,8 @@ def partitioned_metadata(
     states = ((shard.path, flat.states) for shard in optimizers for flat in shard.flats)
     builder = MetadataBuilder(found, files, options, states)
     for number in range(len(models[0].param_shapes)):
-        _add_flat(builder, models[0], optimizers, number, first_file=len(models))
+        for shapes, ranks in divisions(models[0], optimizers, number):
+            _add_flat(builder, models, optimizers, number, shapes, ranks)
     of_module, notes = module_tensors(models, own or 0, builder.parameters)
     builder.tensors |= of_module
     builder.notes += notes
@@ -73,18 +75,24 @@ def partitioned_metadata(
 
 
 def _add_flat(
-    builder: MetadataBuilder, model: ModelShard, shards: Sequence[OptimizerShard], number: int, first_file: int
+    builder: MetadataBuilder,
+    models: Sequence[ModelShard],
+    optimizers: Sequence[OptimizerShard],
+    number: int,
+    shapes: Shapes,
+    ranks: range,
 ) -> None:
-    """Add one flat partition of all ranks: a param group of ZeRO-1/2, a sub-group of ZeRO-3."""
-    shapes, first, flats = model.param_shapes[number], shards[0], [shard.flats[number] for shard in shards]
-    rules = (rules_zero3 if first.zero_stage == 3 else rules_zero12)(model, shards, number)
+    """Add one flat tensor, a param group of ZeRO-1/2 or a sub-group of ZeRO-3, as some ranks divide it."""
+    shards, before = [optimizers[rank] for rank in ranks], len(models)
+    first, flats = shards[0], [shard.flats[number] for shard in shards]
+    rules = (rules_zero3 if first.zero_stage == 3 else rules_zero12)(models[0], shards, number)
     saved = [
         RankStates(shard.path, flat.partition_numel, touched, flat.states.tensors, flat.states.digests)
         for shard, flat, touched in zip(shards, flats, _touched_numels(rules, len(shards)), strict=True)
     ]
     kinds = builder.classify(saved, [flat.states for flat in flats])
-    group = first.flat_groups[number]
-    builder.add_flat(shapes, rules, group, first.groups[group] if first.groups else {}, flats, first_file, kinds)
+    group, files = first.flat_groups[number], range(before + ranks.start, before + ranks.stop, ranks.step)
+    builder.add_flat(shapes, rules, group, first.groups[group] if first.groups else {}, flats, files, kinds)
 
 
 def _touched_numels(rules: Sequence[PartitionRule], ranks: int) -> Iterator[int]:

@@ -46,14 +46,21 @@ def unpartitioned_metadata(found: Found, model: ModelShard, options: MetadataOpt
         return weights_alone(found, model)
     states = ((model.path, states) for states in state.states.values())
     builder = MetadataBuilder(found, [model], options.states, states)
-    for group, members in enumerate(names):
-        for trained, flat in _flats(model, state, group, members):
-            _add_flat(builder, model, state, group, trained, flat)
-        if state.kind == PLAIN and _is_fused_adam(state.groups[group]):
-            _use_last_step(builder, [name for name in members if name is not None])
+    add_unpartitioned(builder, model, state, names)
     builder.tensors |= module_tensors([model], 0, builder.parameters)[0]
     builder.notes += notes
     return builder.build(model, 0, state.groups, frozen_recorded=model.frozen_recorded)
+
+
+def add_unpartitioned(
+    builder: MetadataBuilder, model: ModelShard, state: UnpartitionedState, names: Members, file: int = 0
+) -> None:
+    """Add the masters and states of an optimizer that is whole in one file, given the names of its members."""
+    for group, members in enumerate(names):
+        for trained, flat in _flats(model, state, group, members):
+            _add_flat(builder, model, state, group, trained, flat, file)
+        if state.kind == PLAIN and _is_fused_adam(state.groups[group]):
+            _use_last_step(builder, [name for name in members if name is not None])
 
 
 def weights_alone(found: Found, model: ModelShard) -> CheckpointMetadata:
@@ -85,6 +92,7 @@ def _add_flat(
     group: int,
     names: Sequence[str],
     flat: FlatShard,
+    file: int,
 ) -> None:
     shapes = [(name, model.weights[name].shape) for name in names]
     saved_shape = flat.master.shape if state.kind == FUSED else shapes[0][1]
@@ -98,7 +106,7 @@ def _add_flat(
             refuse_view(names[0], f"{key} of this parameter", ref, model.path)
     numels = [math.prod(shape) for _, shape in shapes]
     rules = group_rules(numels, group_offsets(numels), max(sum(numels), 1))
-    builder.add_flat(shapes, rules, group, state.groups[group], [flat], 0, kinds)
+    builder.add_flat(shapes, rules, group, state.groups[group], [flat], range(file, file + 1), kinds)
 
 
 def _without_points(states: StatesOfOne) -> StatesOfOne:

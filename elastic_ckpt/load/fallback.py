@@ -162,7 +162,7 @@ class _Comparison:
     @cached_property
     def whole_weights(self) -> bool:
         files, engine = self.found.files, self.engine
-        whole_here = set(files.model) == {0} and not (files.layers or files.experts)
+        whole_here = set(files.model) == {0} and not (files.layers or files.of_experts)
         plain = engine.mp_world_size == 1 and not engine.has_moe_layers
         return not self.with_states and whole_here and self.stage < 3 and plain
 
@@ -236,9 +236,7 @@ class _Comparison:
 
     def _native_fits(self) -> bool:
         engine, model = self.engine, self._open(self._models[0])
-        # experts have their own optimizer files; without ZeRO one file holds both
-        optimizers = [name for name in self.found.files.experts if name.startswith("expp_rank_0_")] + self._optimizers
-        optimizer = self._open(optimizers[0]) if optimizers else model
+        optimizer = self._open(self._optimizers[0]) if self._optimizers else model
         # DeepSpeed's loader zero-pads masters of another size, and shifts what follows
         same_padding = (config_section(model, CONFIG_KEY).get("align_partitions") or 0) == alignment_of(
             engine.optimizer

@@ -105,7 +105,7 @@ def kind_and_ranks(name: str, tp: int | None) -> dict[str, Any]:
     for layer, rank in files.layers:
         return {"kind": "layer", "tp": rank, "layer": layer}
     if not files.mp_ranks:
-        return {"kind": "expert" if files.experts else "other"}
+        return {"kind": "expert" if files.of_experts else "other"}
     (mp,) = files.mp_ranks
     dp = next((dp for dp, _ in (*files.optimizer, *files.model_zero3)), None)
     # ``mp`` counts stages and tensor-parallel ranks together: elastic_ckpt.formats.grid
@@ -122,7 +122,7 @@ def expected_files(found: Found, dp: int, model_parallel: int, peeked: Peeked | 
         peeked: a model-states file, for what names do not show.
     """
     files = found.files
-    if files.clashes or files.experts:
+    if files.clashes or files.of_experts:
         return
     dps = range(max([dp, *(rank + 1 for rank, _ in (*files.optimizer, *files.model_zero3))], default=0) or 1)
     mps = range(max([model_parallel, *(rank + 1 for rank in files.mp_ranks)], default=0) or 1)

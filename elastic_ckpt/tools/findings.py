@@ -108,7 +108,9 @@ def _ends_inside(source: ChunkSource, files: Sequence[SourceFile], known: dict[t
         return False
     flat, key = source.flat, (id(source.flat), source.files_before)
     if key not in known:
-        known[key] = all(flat.end_on(rank) <= files[source.first_file + rank].nbytes for rank in range(flat.ranks))
+        known[key] = all(
+            flat.end_on(rank) <= files[source.files_before + file].nbytes for rank, file in enumerate(flat.files)
+        )
     return known[key]
 
 

@@ -50,7 +50,7 @@ def cases(draw: st.DrawFn) -> list[tuple[int, ChunkSource, list[StorageChunk]]]:
     """Of each parameter the elements in all rows, the chunks that its rule computes, and those that are right."""
     numels, rules, flats = draw(partitioned())
     ranks, rows, itemsize = len(flats), draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 4]))
-    files = range(draw(st.integers(0, 3)), 99)[:ranks]
+    files = range(draw(st.integers(0, 3)), 99, draw(st.integers(1, 3)))[:ranks]
     same = draw(st.booleans())
     offsets = [64 * draw(st.integers(0, 9)) if rank == 0 or not same else 0 for rank in range(ranks)]
     offsets = [offsets[0]] * ranks if same else offsets
@@ -58,7 +58,7 @@ def cases(draw: st.DrawFn) -> list[tuple[int, ChunkSource, list[StorageChunk]]]:
     blocks = BlockFormat(draw(st.integers(1, 5)), "absmax1", CODEBOOK) if draw(st.booleans()) else None
     moved = draw(st.integers(0, 2))
     flat = FlatTensors(
-        files[0], ranks, by_rank(offsets), len(flats[0]), itemsize, rows, blocks, by_rank(scales if blocks else [0])
+        files, by_rank(offsets), len(flats[0]), itemsize, rows, blocks, by_rank(scales if blocks else [0])
     )
     found = []
     for number, (numel, rule) in enumerate(zip(numels, rules, strict=True)):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.moe.layer import MoE
 from torch import nn
 
 import elastic_ckpt
@@ -51,20 +49,6 @@ class DenseLM(nn.Module):
             hidden, extra = hidden[0], 0.01 * hidden[1]
         logits = self.head(torch.tanh(hidden))
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()) + extra
-
-
-class SparseLM(DenseLM):
-    """Its hidden layer is a mixture of experts, which lie on ``ep_size`` ranks; nothing in it is random."""
-
-    def __init__(self, ep_size: int, experts: int = EXPERTS) -> None:
-        self._sizes = {"ep_size": ep_size, "num_experts": experts}
-        super().__init__()
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value) if name == "_sizes" else super().__setattr__(name, value)
-
-    def make_hidden(self) -> nn.Module:
-        return MoE(WIDTH, nn.Linear(WIDTH, WIDTH), k=1, use_rts=False, capacity_factor=4.0, **self._sizes)
 
 
 class FusedExperts(nn.Module):
@@ -148,8 +132,6 @@ AUTOEP = {
 }
 MORE_CONFIG: dict[str, dict[str, Any]] = {
     "plain": ADAMW,
-    "sparse": ADAMW,
-    "experts": ADAMW,
     "autoep": {**ADAMW, "expert_parallel": AUTOEP},
     "hybrid": {**ADAMW, "hybrid_engine": {"enabled": True}},
     "onebit": {},
@@ -157,16 +139,9 @@ MORE_CONFIG: dict[str, dict[str, Any]] = {
 
 
 def build(kind: str, stage: int) -> Any:
-    """A live engine of one kind: ``plain``, ``sparse-<ep_size>``, ``experts-<number>``, ``autoep-<ep_size>``,
-    ``hybrid`` or ``onebit``.
-    """
+    """A live engine of one kind: ``plain``, ``autoep-<ep_size>``, ``hybrid`` or ``onebit``."""
     name, _, number = kind.partition("-")
-    models: dict[str, Callable[[], DenseLM]] = {
-        "sparse": lambda: SparseLM(int(number)),
-        "experts": lambda: SparseLM(1, experts=int(number)),
-        "autoep": RoutedLM,
-    }
-    model = models.get(name, DenseLM)()
+    model = RoutedLM() if name == "autoep" else DenseLM()
     config: dict[str, Any] = {
         "train_batch_size": GLOBAL_BATCH,
         "train_micro_batch_size_per_gpu": GLOBAL_BATCH // dist.get_world_size(),

@@ -327,7 +327,7 @@ def test_files_of_pipeline_layers_and_experts_are_recognised(
     found = look_at(str(tmp_path), native(tmp_path, "step4", [*ZERO12, name]).name)
     assert found is not None
     assert found.files.layers == ({} if place is None else {place: name})
-    assert found.files.experts == ((name,) if place is None else ())
+    assert found.files.of_experts == ((name,) if place is None else ())
 
 
 def test_tags_are_listed_newest_first(tmp_path: Path) -> None:

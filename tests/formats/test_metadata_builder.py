@@ -38,7 +38,7 @@ def flat(dtype: str = "float32") -> FlatShard:
 
 def test_every_row_of_a_state_is_cut_as_the_partition_is() -> None:
     made = builder()
-    made.add_flat(SHAPES, RULES, 0, {}, [flat(), flat()], 0, {"two": SavedKind(ELEMENTWISE, rows=2)})
+    made.add_flat(SHAPES, RULES, 0, {}, [flat(), flat()], range(2), {"two": SavedKind(ELEMENTWISE, rows=2)})
     tensors = made.build(model(), 1, ({},)).tensors
     chunks = [(e.range.start, e.range.stop, e.file, e.byte_offset) for e in tensors["a", MASTER].chunks]
     assert chunks == [(0, 4, 0, 64), (4, 6, 1, 64)]
@@ -52,16 +52,16 @@ def test_every_row_of_a_state_is_cut_as_the_partition_is() -> None:
 def test_ranks_that_saved_a_parameter_in_different_dtypes_are_damage() -> None:
     made = builder()
     with pytest.raises(DamagedError, match="different dtypes") as caught:
-        made.add_flat(SHAPES, RULES, 0, {}, [flat(), flat("bfloat16")], 0, {})
+        made.add_flat(SHAPES, RULES, 0, {}, [flat(), flat("bfloat16")], range(2), {})
     error = caught.value
     assert (error.parameter, error.file, error.found) == ("a", "1.pt", "bfloat16")
 
 
 def test_a_parameter_in_two_flat_tensors_is_damage() -> None:
     made = builder()
-    made.add_flat(SHAPES, RULES, 0, {}, [flat(), flat()], 0, {})
+    made.add_flat(SHAPES, RULES, 0, {}, [flat(), flat()], range(2), {})
     with pytest.raises(DamagedError, match="listed twice") as caught:
-        made.add_flat(SHAPES[1:], RULES[1:], 1, {}, [flat(), flat()], 0, {})
+        made.add_flat(SHAPES[1:], RULES[1:], 1, {}, [flat(), flat()], range(2), {})
     assert (caught.value.parameter, caught.value.file) == ("b", "0.pt")
 
 

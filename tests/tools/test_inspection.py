@@ -254,7 +254,7 @@ def test_holes(ranges: tuple[tuple[int, int, int], ...], found: str | None) -> N
 
 
 def test_tensors_are_counted_in_each_file_whether_chunks_are_listed_or_computed() -> None:
-    flat = FlatTensors(first_file=1, ranks=3, byte_offsets=by_rank([0] * 3), numel=4, itemsize=4)
+    flat = FlatTensors(files=range(1, 4), byte_offsets=by_rank([0] * 3), numel=4, itemsize=4)
     found = [
         TensorMetadata("a", MASTER, (6,), "float32", (PartitionedChunks(PartitionRule(6, 4), flat),)),
         TensorMetadata("b", MASTER, (5,), "float32", (PartitionedChunks(PartitionRule(5, 4, shift=6), flat),)),

@@ -68,9 +68,9 @@ def _in_folder(evidence: Evidence, missing: tuple[str, ...]) -> Iterator[Finding
     if found.files.clashes:
         text = f"files of two saves lie in one folder: {listed(found.files.clashes)} have a counterpart"
         yield Finding(ERROR, "clash", text, file=found.folder)
-    if found.files.experts:
-        text = f"{len(found.files.experts)} files of experts (mixture of experts)"
-        yield Finding(NOTE, "experts", text, file=found.files.experts[0])
+    if experts := found.files.of_experts:
+        text = f"{len(experts)} files of experts (mixture of experts)"
+        yield Finding(NOTE, "experts", text, file=experts[0])
     empty = [name for name, nbytes in evidence.sizes.items() if not nbytes and plain_name(name).endswith(".pt")]
     if empty:
         yield Finding(ERROR, "empty_file", f"files without a byte: {listed(empty)}", file=found.folder)

@@ -126,7 +126,7 @@ def _open_all(found: Found, config: ElasticConfig) -> tuple[Items, list[Finding]
         try:
             file = open_file(path, config.trust_pickle)
             refuse_swapped(file)
-            item = None if name in found.files.experts else _index(file, path, config)
+            item = None if name in found.files.of_experts else _index(file, path, config)
         except ElasticCkptError as error:
             kind = "unreadable" if kind_of(error) == "damaged" else kind_of(error)
             findings.append(of_error(error, kind, NOTE if kind == "not-checked" else ERROR))

@@ -1,0 +1,179 @@
+"""DeepSpeed's ``MoE`` layers: the files of their experts, and which ranks divide which experts among them.
+
+Each expert has a file with its weights, ``layer_L_expert_E_mp_rank_00_model_states.pt``, L counting ``MoE`` layers. At
+ZeRO-1 and 2 its masters and states are in the optimizer-states files of the ranks that hold it, by the names in their
+module. Source: ``DeepSpeedEngine._save_moe_checkpoint`` (engine.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import ClassVar
+
+from elastic_ckpt.core.experts import ExpertName, expert_name, numbers_of_experts
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, CheckpointMetadata, SourceFile
+from elastic_ckpt.core.state_kinds import StateOptions
+from elastic_ckpt.errors import LayoutError
+from elastic_ckpt.formats.base import Found
+from elastic_ckpt.formats.metadata_builder import Shapes, dense_tensor
+from elastic_ckpt.formats.model_states import ModelShard, UnpartitionedState, index_unpartitioned
+from elastic_ckpt.formats.pickled import PickledFile
+from elastic_ckpt.formats.shards import OptimizerShard
+from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
+
+_REMEDY = "restore the folder from its original, or take another tag"
+
+
+@dataclass(frozen=True)
+class ExpertShard(SourceFile):
+    """One expert's file: its tensors by FQN."""
+
+    OWN_FIELDS: ClassVar[tuple[str, ...]] = ("path", "nbytes", "records", "layer", "expert", "weights")
+
+    layer: int
+    expert: int
+    weights: Mapping[str, TensorRef]
+
+    @property
+    def name(self) -> ExpertName:
+        """The name of one of its tensors."""
+        parts = expert_name(next(iter(self.weights)))
+        assert parts is not None
+        return parts
+
+
+def index_expert(file: PickledFile, layer: int, expert: int) -> ExpertShard:
+    """Read one expert's file; :class:`LayoutError` if it has anything but that expert's tensors."""
+    weights = {str(name): ref for name, ref in file.tree.items() if isinstance(ref, TensorRef)}
+    numbers = numbers_of_experts(weights)
+    others = [name for name in weights if expert_name(name) is None]
+    if others or list(numbers.values()) != [{expert}]:
+        raise LayoutError(
+            "this file does not have the weights of the expert that its name says",
+            file=file.path,
+            expected=f"tensors of expert {expert} of one layer",
+            found=f"{others[:3] or {layer: sorted(found) for layer, found in numbers.items()} or 'no tensors'}",
+            remedy=_REMEDY,
+        )
+    return ExpertShard(file.path, file.nbytes, layer, expert, weights, records=file.records)
+
+
+@dataclass(frozen=True)
+class ExpertOptimizer(SourceFile):
+    """The optimizer of one expert-parallel rank, which is whole without ZeRO: dense parameters, and its experts."""
+
+    ep_rank: int
+    state: UnpartitionedState
+
+
+def index_expert_optimizer(file: PickledFile, ep_rank: int, options: StateOptions) -> ExpertOptimizer:
+    """Read ``expp_rank_E_mp_rank_00_optim_states.pt``; :class:`LayoutError` if there is no optimizer in it."""
+    state = index_unpartitioned(file, options)
+    if state is None:
+        raise LayoutError(
+            "this file of experts has no optimizer states",
+            file=file.path,
+            expected="the state of an optimizer without ZeRO",
+            found="none: the run that saved it had no optimizer",
+            remedy="load_module_only=True, or load_optimizer_states=False",
+        )
+    return ExpertOptimizer(file.path, file.nbytes, ep_rank, state, records=file.records)
+
+
+def divisions(model: ModelShard, shards: Sequence[OptimizerShard], flat: int) -> Iterator[tuple[Shapes, range]]:
+    """Parameters of a flat tensor, by FQN, and the data-parallel ranks that divide it among them.
+
+    All ranks divide a tensor of dense parameters. The ranks of one expert-parallel rank divide one of its experts; the
+    model-states file, which rank 0 wrote, has the names of expert-parallel rank 0.
+    """
+    shapes, dp = model.param_shapes[flat], len(shards)
+    partitions = partitions_of(shards, flat)
+    ep = dp // partitions
+    if ep == 1:
+        yield shapes, range(dp)
+        return
+    local = _experts_of_a_rank(model)
+    for ep_rank in range(ep):
+        first = ep_rank * partitions
+        ranks = range(first, first + partitions) if model.data_before_experts else range(ep_rank, dp, ep)
+        parts = ((expert_name(name), name, shape) for name, shape in shapes)
+        yield [(name if e is None else str(e.on(ep_rank, local[e.layer])), shape) for e, name, shape in parts], ranks
+
+
+def partitions_of(shards: Sequence[OptimizerShard], flat: int) -> int:
+    """How many ranks divide a flat tensor among them."""
+    counts = shards[0].partition_count
+    return counts[flat] if flat < len(counts) else len(shards)
+
+
+def _experts_of_a_rank(model: ModelShard) -> dict[str, int]:
+    """Path of each ``MoE`` layer -> the number of its experts on one expert-parallel rank."""
+    numbers = numbers_of_experts(name for name, _ in chain.from_iterable(model.param_shapes))
+    return {layer: max(found) + 1 for layer, found in numbers.items()}
+
+
+def check_experts(
+    found: Found, model: ModelShard, shards: Sequence[OptimizerShard], experts: Sequence[ExpertShard]
+) -> None:
+    """Raise :class:`LayoutError` unless each expert of the model has one file, and one place in the optimizer's files.
+
+    ``experts`` are in the order of layers.
+    """
+    counts = model.features.experts
+    expected = {(layer, expert) for layer, count in enumerate(counts) for expert in range(count)}
+    present = {(each.layer, each.expert): each for each in experts}
+    for layer, expert in sorted(expected ^ present.keys()):
+        name = f"layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt"
+        raise LayoutError(
+            f"the file of an expert is {'missing' if (layer, expert) in expected else 'one too many'}",
+            file=found.path(name),
+            expected=f"experts of {len(counts)} layers, {list(counts)} of them, according to {model.path}",
+            found=f"{len(present)} files of experts",
+            remedy=_REMEDY,
+        )
+    names: dict[int, str] = {}
+    for each in experts:
+        if names.setdefault(each.layer, each.name.layer) != each.name.layer:
+            raise LayoutError(
+                "files of one layer's experts name different layers: files of two saves are mixed",
+                parameter=str(each.name),
+                file=each.path,
+                expected=f"experts of {names[each.layer]}",
+                found=each.name.layer,
+                remedy=_REMEDY,
+            )
+    degrees = {
+        e.layer: len(shards) // partitions_of(shards, flat)
+        for flat, shapes in enumerate(model.param_shapes)
+        for e in filter(None, (expert_name(name) for name, _ in shapes))
+    }
+    local = _experts_of_a_rank(model)
+    for number, path in names.items():
+        if path in local and local[path] * degrees[path] != counts[number]:
+            raise LayoutError(
+                "experts in the optimizer's files are not as many as the model's",
+                parameter=f"{path}*",
+                file=model.path,
+                expected=f"{counts[number]} experts",
+                found=f"{local[path]} experts on each of {degrees[path]} expert-parallel ranks",
+                remedy=_REMEDY,
+            )
+
+
+def with_experts(metadata: CheckpointMetadata, experts: Sequence[ExpertShard], model: ModelShard) -> CheckpointMetadata:
+    """``metadata`` extended by what the files of experts hold: buffers, and parameters that no optimizer owned."""
+    buffers = {(e.layer, e.rest) for e in filter(None, map(expert_name, model.buffer_names))}
+    tensors, files = dict(metadata.tensors), list(metadata.files)
+    known = {file.path: number for number, file in enumerate(files)}
+    for each in experts:
+        file = known.setdefault(each.path, len(files))
+        if file == len(files):
+            files.append(SourceFile(each.path, each.nbytes, records=each.records))
+        for name, ref in each.weights.items():
+            parts = expert_name(name)
+            if parts is not None and name not in metadata.parameters and ref.is_contiguous:
+                key = BUFFER if (parts.layer, parts.rest) in buffers else FROZEN
+                tensors[name, key] = dense_tensor(name, key, ref, file)
+    return replace(metadata, tensors=tensors, files=tuple(files))

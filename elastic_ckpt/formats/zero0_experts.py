@@ -1,0 +1,99 @@
+"""Mixtures of experts without ZeRO: each expert-parallel rank has an optimizer file of its own.
+
+``expp_rank_E_mp_rank_00_optim_states.pt`` holds the states of all dense parameters, and of the experts of that rank, by
+number. Weights are in the model-states file and in the files of experts. Source: ``_save_moe_checkpoint`` (engine.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+
+from elastic_ckpt.core.experts import ExpertName, expert_name
+from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata
+from elastic_ckpt.errors import LayoutError, UnsupportedError
+from elastic_ckpt.formats.base import Found, MetadataOptions, refuse_other_saves
+from elastic_ckpt.formats.experts import ExpertOptimizer, ExpertShard
+from elastic_ckpt.formats.metadata_builder import MetadataBuilder, dense_tensor, module_tensors
+from elastic_ckpt.formats.model_states import PLAIN, ModelShard
+from elastic_ckpt.formats.zero0 import add_unpartitioned, member_names
+
+
+def unpartitioned_experts(
+    found: Found,
+    model: ModelShard,
+    experts: Sequence[ExpertShard],
+    optimizers: Sequence[ExpertOptimizer],
+    options: MetadataOptions,
+) -> CheckpointMetadata:
+    """The metadata of a checkpoint without ZeRO, given the files of experts and their optimizers, in order.
+
+    Raises :class:`MismatchError` if names are unknown.
+    """
+    refuse_other_saves(optimizers, lambda each: {"param groups differ": repr(each.state.groups)})
+    ep = _degree(found, optimizers)
+    states = ((each.path, states) for each in optimizers for states in each.state.states.values())
+    builder = MetadataBuilder(found, [model, *optimizers, *experts], options.states, states)
+    local = {each.name.layer: model.features.experts[each.layer] // ep for each in experts}
+    for each in optimizers:
+        weights, files = dict(model.weights), dict.fromkeys(model.weights, 0)
+        for file, expert in enumerate(experts, 1 + ep):
+            if expert.expert // local[expert.name.layer] == each.ep_rank:
+                weights |= expert.weights
+                files |= dict.fromkeys(expert.weights, file)
+        shard = replace(model, weights=weights, optimizer=each.state)
+        live = tuple(_on_rank(names, each.ep_rank, local) for names in options.live_groups)
+        names, notes = member_names(shard, each.state, replace(options, live_groups=live))
+        if each.ep_rank:  # dense parameters are in each of these files
+            names = [[None if name is None or expert_name(name) is None else name for name in group] for group in names]
+        add_unpartitioned(builder, shard, each.state, names, 1 + each.ep_rank)
+        if each.state.kind == PLAIN:  # the weights are the masters
+            for name in (name for group in names for name in group if name is not None):
+                builder.tensors[name, MASTER] = dense_tensor(name, MASTER, weights[name], files[name])
+        builder.notes += [note for note in notes if note not in builder.notes]
+    builder.tensors |= module_tensors([model], 0, builder.parameters)[0]
+    return builder.build(model, 0, optimizers[0].state.groups, frozen_recorded=model.frozen_recorded)
+
+
+def _degree(found: Found, optimizers: Sequence[ExpertOptimizer]) -> int:
+    """The expert-parallel degree, which param groups of experts are named after, as ``ep_size_2``."""
+    named = {_degree_of(group) for each in optimizers for group in each.state.groups if group.get("moe")}
+    if len(named) > 1:
+        raise UnsupportedError(
+            "layers of different expert-parallel degrees are not supported without ZeRO",
+            file=optimizers[0].path,
+            expected="one degree, or ZeRO-1 or 2 at save time",
+            found=", ".join(map(str, sorted(named))),
+        )
+    ep = next(iter(named), 0) or len(optimizers)
+    missing = set(range(ep)) ^ {each.ep_rank for each in optimizers}
+    if missing:
+        name = f"expp_rank_{min(missing)}_mp_rank_00_optim_states.pt"
+        raise LayoutError(
+            f"a file of the checkpoint is {'missing' if min(missing) < ep else 'one too many'}",
+            file=found.path(name),
+            expected=f"the optimizers of {ep} expert-parallel ranks",
+            found=f"those of ranks {sorted(each.ep_rank for each in optimizers)}",
+            remedy="restore the folder from its original, or take another tag",
+        )
+    return ep
+
+
+def _degree_of(group: Mapping[str, object]) -> int:
+    number = str(group.get("name")).removeprefix("ep_size_")
+    return int(number) if number.isdecimal() else 0
+
+
+def _on_rank(names: Sequence[str], ep_rank: int, local: Mapping[str, int]) -> tuple[str, ...]:
+    """The names of a param group on another expert-parallel rank, with so many experts of each layer."""
+    found: list[str] = []
+    for layer, run in groupby(names, key=lambda name: getattr(expert_name(name), "layer", None)):
+        if layer is None or layer not in local:
+            found += run
+            continue
+        parts = [part for part in map(expert_name, run) if part is not None]
+        rests = [part.rest for part in parts if part.number == parts[0].number]
+        first = ep_rank * local[layer]
+        found += [str(ExpertName(layer, n, rest)) for n in range(first, first + local[layer]) for rest in rests]
+    return tuple(found)

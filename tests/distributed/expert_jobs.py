@@ -1,0 +1,230 @@
+"""Runs with mixtures of experts: ``expert_jobs.<function>`` of :mod:`tests.distributed.jobs`."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import is_moe_param, split_params_into_different_moe_groups_for_optimizer
+from deepspeed.utils import groups
+from torch import nn
+
+import elastic_ckpt
+from tests.distributed import truth as oracle
+from tests.distributed.facts import Loaded, Refused, attempt, loss_gap, on_all_ranks
+from tests.distributed.jobs import CONTINUE_TO, SAVE_AT, truth_of
+from tests.distributed.model import GLOBAL_BATCH, PRECISIONS, VOCABULARY, batch, close
+
+WIDTH = 12
+_EXPERT = re.compile(r"(.*deepspeed_experts\.)(\d+)(\..*)")
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A run with experts.
+
+    Attributes:
+        world, stage, precision: ranks, ZeRO stage, precision.
+        ep: expert-parallel degree.
+        experts: number of experts in each ``MoE`` layer.
+        residual: whether layers have a dense branch too.
+        data_first: ``use_data_before_expert_parallelism``.
+        group_size: most elements in a param group of experts.
+    """
+
+    world: int
+    stage: int
+    ep: int
+    precision: str = "bf16"
+    experts: tuple[int, ...] = (4, 8)
+    residual: bool = False
+    data_first: bool = False
+    group_size: int = 178956971
+
+    @property
+    def name(self) -> str:
+        """Of its folder."""
+        extra = (
+            "-residual" * self.residual + "-data" * self.data_first + f"-g{self.group_size}" * (self.group_size < 1e6)
+        )
+        numbers = "x".join(map(str, self.experts))
+        return f"{self.precision}-z{self.stage}-n{self.world}-ep{self.ep}-e{numbers}{extra}"
+
+
+class ExpertLM(nn.Module):
+    """Two ``MoE`` layers with different numbers of experts between dense layers; nothing in them is random."""
+
+    def __init__(self, run: Experts, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.mixtures = nn.ModuleList(self._mixture(run, number) for number in run.experts)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.register_buffer("ticks", torch.zeros(1, dtype=torch.int64))
+        self._set_experts(run, seed)
+
+    def _mixture(self, run: Experts, number: int) -> MoE:
+        expert = nn.Sequential(nn.Linear(WIDTH, 10), nn.Tanh(), nn.Linear(10, WIDTH))
+        options = {"use_rts": False, "capacity_factor": 8.0, "min_capacity": 0, "use_residual": run.residual}
+        return MoE(WIDTH, expert, num_experts=number, ep_size=run.ep, k=1, **options)
+
+    def _set_experts(self, run: Experts, seed: int) -> None:
+        """Give each expert values of its own number among all, at every expert-parallel degree."""
+        for layer, mixture in enumerate(self.mixtures):
+            local = mixture.num_local_experts
+            first = (dist.get_rank() // (run.world // run.ep) if run.data_first else dist.get_rank() % run.ep) * local
+            for number, expert in enumerate(mixture.deepspeed_moe.experts.deepspeed_experts):
+                generator = torch.Generator().manual_seed(1000 * seed + 100 * layer + first + number)
+                for param in expert.parameters():
+                    param.data.copy_(torch.randn(param.shape, generator=generator) / 4)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.ticks += 1
+        hidden = self.embedding(tokens[:, :-1])
+        extra = 0.0
+        for mixture in self.mixtures:
+            mixed, loss, _ = mixture(hidden)
+            hidden, extra = hidden + mixed, extra + 0.01 * loss
+        logits = self.head(self.norm(hidden))
+        return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten()) + extra
+
+
+def build(run: Experts, seed: int = 7, config: dict[str, Any] | None = None) -> Any:
+    """A live engine; experts form param groups of their own."""
+    get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed does not believe it of a CPU
+    model = ExpertLM(run, seed)
+    dense = {
+        "params": [p for n, p in model.named_parameters() if "head" not in n],
+        "name": "dense",
+        "weight_decay": 0.1,
+    }
+    head = {"params": list(model.head.parameters()), "name": "head", "weight_decay": 0.0}
+    divided = split_params_into_different_moe_groups_for_optimizer([dense, head], max_group_size=run.group_size)
+    optimizer = torch.optim.AdamW([group for group in divided if group["params"]], lr=1e-2)
+    return deepspeed.initialize(
+        model=model,
+        optimizer=optimizer,
+        lr_scheduler=torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5),
+        config={
+            "train_batch_size": GLOBAL_BATCH,
+            "train_micro_batch_size_per_gpu": GLOBAL_BATCH // run.world,
+            "zero_optimization": {"stage": run.stage},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "use_data_before_expert_parallelism": run.data_first,
+            **PRECISIONS[run.precision],
+            **(config or {}),
+        },
+    )[0]
+
+
+def end(engine: Any) -> None:
+    """Free an engine, and DeepSpeed's groups of experts, which outlive it."""
+    close(engine)
+    for name in ("_EXPERT_PARALLEL_GROUP", "_EXPERT_DATA_PARALLEL_GROUP"):
+        for suffix in ("", "_RANKS"):
+            getattr(groups, name + suffix).clear()
+
+
+def train(engine: Any, first: int, last: int) -> list[float]:
+    """Steps on the same global batches at every degree; the mean losses over all ranks."""
+    losses = []
+    for step in range(first, last):
+        loss = engine(batch(step, dist.get_world_size(), dist.get_rank()))
+        engine.backward(loss)
+        engine.step()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        losses.append(float(mean) / dist.get_world_size())
+    return losses
+
+
+def gather(engine: Any, run: Experts, keys: list[str]) -> dict[str, Any]:
+    """What the job holds, experts by their number among all. Collective."""
+    mine = oracle.gather(engine, keys)
+    ep_rank = groups._get_expert_parallel_rank(f"ep_size_{run.ep}")
+    counts = {f"mixtures.{layer}.": number // run.ep for layer, number in enumerate(run.experts)}
+
+    def in_job(name: str) -> str:
+        match = _EXPERT.fullmatch(name)
+        if match is None:
+            return name
+        local = next(count for prefix, count in counts.items() if name.startswith(prefix))
+        return f"{match[1]}{ep_rank * local + int(match[2])}{match[3]}"
+
+    kinds = {
+        "masters": {in_job(name): value for name, value in mine["masters"].items()},
+        "states": {(in_job(name), key): value for (name, key), value in mine["states"].items()},
+        "weights": {in_job(name): value for name, value in mine["weights"].items()},
+    }
+    for kind, values in kinds.items():
+        whole: dict[Any, torch.Tensor] = {}
+        for part in on_all_ranks(values):
+            for name, value in part.items():
+                assert torch.equal(whole.setdefault(name, value), value), f"ranks hold different {kind} of {name}"
+        mine[kind] = whole
+    # values of as many param groups as there are, which are all the same
+    mine["scheduler"] = {k: set(v) if isinstance(v, list) else v for k, v in mine["scheduler"].items()}
+    mine["groups"] = {group["name"].partition("_")[0]: group["weight_decay"] for group in mine["groups"]}
+    return mine
+
+
+def save(arguments: dict[str, Any]) -> None:
+    """Train and save each run, write down the truth, and train on for the reference losses."""
+    for run in arguments["runs"]:
+        folder = os.path.join(arguments["folder"], run.name)
+        engine = build(run)
+        train(engine, 0, SAVE_AT)
+        engine.save_checkpoint(folder, tag="step4", client_state={"note": "hello"})
+        if run.stage:
+            oracle.relink(engine)
+        truth = gather(engine, run, oracle.state_keys(engine))
+        assert any(is_moe_param(param) for param in engine.module.parameters())
+        truth["losses"] = train(engine, SAVE_AT, CONTINUE_TO)
+        if dist.get_rank() == 0:
+            torch.save(truth, os.path.join(folder, "truth.pt"))
+        end(engine)
+        dist.barrier()
+
+
+def load(arguments: dict[str, Any]) -> list[Loaded]:
+    """Load all ``sources`` into an engine of each of ``runs``, compare each with its truth, and train on."""
+    elastic_ckpt.install()
+    facts = []
+    for run in arguments["runs"]:
+        engine = build(run, seed=8)
+        for source in arguments["sources"]:
+            folder = os.path.join(arguments["folder"], source.name)
+            truth = truth_of(folder)
+            _, client_state = engine.load_checkpoint(folder)
+            if run.stage:
+                oracle.relink(engine)
+            now = gather(engine, run, sorted({key for _, key in truth["states"]}))
+            kinds = ("masters", "states", "buffers", "steps", "groups", "counters", "scheduler")
+            expected = {kind: truth[kind] for kind in kinds} | {"weights": truth["masters"]}
+            differences = oracle.compare(now, expected)
+            gap = loss_gap(train(engine, SAVE_AT, CONTINUE_TO), truth)
+            where = f"rank {dist.get_rank()}: {source.name} -> {run.name}"
+            facts.append(Loaded(source, where, engine.elastic_report, differences, gap, client_state))
+        end(engine)
+        dist.barrier()
+    return facts
+
+
+def refuse(arguments: dict[str, Any]) -> list[Refused] | None:
+    """Try to load each of ``folders`` into an engine of ``run``."""
+    elastic_ckpt.install()
+    engine = build(arguments["run"], seed=8)
+    train(engine, 20, 21)
+    facts = [attempt(folder, engine, partial(engine.load_checkpoint, folder)) for folder in arguments["folders"]]
+    end(engine)
+    return facts if dist.get_rank() == 0 else None

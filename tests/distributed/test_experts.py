@@ -1,0 +1,109 @@
+"""Mixtures of experts: any expert-parallel degree to any other, with data-parallel degree and ZeRO stage."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.conftest import Launch
+from tests.distributed.expert_jobs import Experts
+
+SAVED = [
+    Experts(4, 1, 2),
+    Experts(4, 2, 4, group_size=400),
+    Experts(2, 1, 1, "fp32"),
+    Experts(4, 2, 2, data_first=True),
+    Experts(4, 0, 2, "fp32"),
+    Experts(4, 0, 4),
+    Experts(2, 0, 2, "fp32", data_first=True),
+]
+RESIDUAL = [Experts(4, 2, 2, "fp16", residual=True), Experts(2, 0, 1, "fp16", residual=True)]
+
+
+@pytest.fixture(scope="module")
+def saved(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("experts")
+    for world in (2, 4):
+        launch(
+            world,
+            "expert_jobs.save",
+            {"folder": str(folder), "runs": [run for run in SAVED + RESIDUAL if run.world == world]},
+        )
+    return folder
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        Experts(4, 1, 1),
+        Experts(2, 2, 2, data_first=True),
+        Experts(4, 0, 4, "fp32"),
+        Experts(1, 1, 1),
+        Experts(2, 0, 1),
+    ],
+    ids=lambda run: run.name,
+)
+def test_every_source_loads_at_any_expert_parallel_degree(run: Experts, saved: Path, launch: Launch) -> None:
+    for load in launch(run.world, "expert_jobs.load", {"folder": str(saved), "runs": [run], "sources": SAVED}):
+        assert load.format == "native" and load.differences == {}, load.where
+        assert load.loss_gap < 0.05, load.where
+        assert "100 %" in str(load.report.verified), load.text
+
+
+@pytest.mark.parametrize("run", [Experts(4, 1, 4, "fp16", residual=True), Experts(1, 0, 1, "fp16", residual=True)])
+def test_a_dense_branch_beside_the_experts_and_the_loss_scale_are_restored(
+    run: Experts, saved: Path, launch: Launch
+) -> None:
+    for load in launch(run.world, "expert_jobs.load", {"folder": str(saved), "runs": [run], "sources": RESIDUAL}):
+        assert load.format == "native" and load.differences == {}, load.where
+        assert load.loss_gap < 0.05, load.where
+
+
+def changed(saved: Path, name: str, to: Path) -> Path:
+    """A copy of a checkpoint, and the folder of its tag."""
+    shutil.copytree(saved / name, to)
+    return to / "step4"
+
+
+def test_what_is_missing_mixed_or_of_another_model_is_named(saved: Path, tmp_path: Path, launch: Launch) -> None:
+    run, source = Experts(2, 1, 2, "fp32"), SAVED[0].name
+    other = changed(saved, RESIDUAL[0].name, tmp_path / "other")
+    expert = "layer_{}_expert_{}_mp_rank_00_model_states.pt"
+    (changed(saved, source, tmp_path / "missing") / expert.format(1, 3)).unlink()
+    tag = changed(saved, source, tmp_path / "exchanged")
+    (tag / expert.format(0, 1)).rename(tag / "aside")
+    (tag / expert.format(0, 2)).rename(tag / expert.format(0, 1))
+    (tag / "aside").rename(tag / expert.format(0, 2))
+    shutil.copy(other / expert.format(1, 5), changed(saved, source, tmp_path / "mixed") / expert.format(1, 5))
+    shutil.copy(
+        saved / SAVED[5].name / "step4" / "expp_rank_0_mp_rank_00_optim_states.pt",
+        changed(saved, SAVED[4].name, tmp_path / "optimizer"),
+    )
+    (changed(saved, SAVED[4].name, tmp_path / "lost") / "expp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    expected = {
+        "missing": r"the file of an expert is missing.*layer_1_expert_3_mp",
+        "exchanged": r"(changed places|the expert that its name says)",
+        "mixed": r"the fp32 masters in this file are not those of the weights",
+        "optimizer": r"belongs to another save.*param groups differ",
+        "lost": r"is missing.*expp_rank_1_mp_rank_00_optim_states",
+    }
+    folders = [str(tmp_path / name) for name in expected]
+    for refused in launch(2, "expert_jobs.refuse", {"run": run, "folders": folders}):
+        (text,) = refused.texts
+        print(text)
+        assert "DamagedError" in refused.kinds and refused.changed == set(), text
+        assert re.search(expected[Path(refused.case).name], text.replace("\n", " ")), text
+
+
+@pytest.mark.parametrize("experts", [(4, 4), (8, 8), (4,)])
+def test_other_experts_than_the_models_are_named(experts: tuple[int, ...], saved: Path, launch: Launch) -> None:
+    """In number, with routers of other shapes, or in another number of layers."""
+    run = Experts(2, 2, 2, "fp32", experts=experts)
+    for refused in launch(2, "expert_jobs.refuse", {"run": run, "folders": [str(saved / SAVED[0].name)]}):
+        (text,) = refused.texts
+        print(text)
+        assert refused.kinds[0] == "MismatchError" and refused.changed == set(), text
+        assert "deepspeed_experts" in text or "shape" in text, text

@@ -1,0 +1,108 @@
+"""Files of experts, and which ranks divide which experts among them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ckpt.core.experts import EXPERTS
+from elastic_ckpt.core.state_kinds import StateOptions
+from elastic_ckpt.errors import LayoutError, UnsupportedError
+from elastic_ckpt.formats.experts import check_experts, divisions, index_expert, index_expert_optimizer
+from elastic_ckpt.formats.pickled import open_pickled
+from elastic_ckpt.formats.zero0_experts import _degree, _on_rank
+
+LAYER = f"layers.0.{EXPERTS}"
+
+
+def saved(tmp_path: Path, weights: Any) -> Any:
+    torch.save(weights, tmp_path / "file.pt")
+    return open_pickled(str(tmp_path / "file.pt"))
+
+
+def run(shapes: list[list[str]], counts: tuple[int, ...], partitions: tuple[int, ...], **more: Any) -> tuple[Any, Any]:
+    """A model-states file and optimizer-states files of four ranks."""
+    param_shapes = tuple(tuple((name, (2,)) for name in group) for group in shapes)
+    features = SimpleNamespace(experts=counts)
+    model = SimpleNamespace(
+        param_shapes=param_shapes, features=features, path="model.pt", data_before_experts=False, **more
+    )
+    return model, [SimpleNamespace(partition_count=partitions)] * 4
+
+
+def expert(layer: int, number: int, path: str = "layers.0.") -> Any:
+    name = SimpleNamespace(layer=path)
+    return SimpleNamespace(layer=layer, expert=number, name=name, path=f"layer_{layer}_expert_{number}.pt")
+
+
+def test_the_ranks_of_each_expert_parallel_rank_divide_its_experts() -> None:
+    model, shards = run([["head"], [f"{LAYER}0.w", f"{LAYER}1.w"]], (4,), (4, 2))
+    assert list(divisions(model, shards, 0)) == [((("head", (2,)),), range(4))]
+    first, second = divisions(model, shards, 1)
+    assert first == ([(f"{LAYER}0.w", (2,)), (f"{LAYER}1.w", (2,))], range(0, 4, 2))
+    assert second == ([(f"{LAYER}2.w", (2,)), (f"{LAYER}3.w", (2,))], range(1, 4, 2))
+    model.data_before_experts = True
+    assert [ranks for _, ranks in divisions(model, shards, 1)] == [range(2), range(2, 4)]
+
+
+def test_experts_of_a_layer_are_counted_over_all_its_param_groups() -> None:
+    model, shards = run([[f"{LAYER}0.w"], [f"{LAYER}1.w"]], (4,), (2, 2))
+    assert [shapes[0][0] for shapes, _ in divisions(model, shards, 1)] == [f"{LAYER}1.w", f"{LAYER}3.w"]
+
+
+@pytest.mark.parametrize(
+    ("experts", "counts", "problem"),
+    [
+        ([(0, 0), (0, 1), (0, 3)], (4,), "the file of an expert is missing.*layer_0_expert_2_"),
+        ([(0, 0), (0, 1), (0, 2), (0, 3), (1, 0)], (4,), "the file of an expert is one too many.*layer_1_expert_0_"),
+        ([(0, 0), (0, 1), (0, 2)], (3,), "not as many as the model's.*3 experts.*2 experts on each of 2"),
+    ],
+)
+def test_files_that_do_not_fit_the_model_are_named(
+    experts: list[tuple[int, int]], counts: tuple[int, ...], problem: str
+) -> None:
+    model, shards = run([[f"{LAYER}0.w", f"{LAYER}1.w"]], counts, (2,))
+    found = SimpleNamespace(path=str)
+    with pytest.raises(LayoutError, match=f"(?s){problem}"):
+        check_experts(found, model, shards, [expert(*each) for each in experts])  # type: ignore[arg-type]
+
+
+def test_experts_of_different_layers_in_the_files_of_one_are_refused() -> None:
+    model, shards = run([[f"{LAYER}0.w"]], (2,), (2,))
+    with pytest.raises(LayoutError, match="files of two saves are mixed"):
+        check_experts(SimpleNamespace(path=str), model, shards, [expert(0, 0), expert(0, 1, "other.")])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("weights", [{f"{LAYER}1.w": torch.ones(2)}, {"head": torch.ones(2)}, {}])
+def test_a_file_with_other_weights_than_its_name_says_is_refused(tmp_path: Path, weights: Any) -> None:
+    with pytest.raises(LayoutError, match="the expert that its name says"):
+        index_expert(saved(tmp_path, weights), 0, 0)
+
+
+def test_an_optimizer_file_without_states_is_named(tmp_path: Path) -> None:
+    with pytest.raises(LayoutError, match="no optimizer states"):
+        index_expert_optimizer(saved(tmp_path, {"optimizer": None}), 0, StateOptions())
+
+
+def test_members_of_a_group_are_named_as_on_the_rank_that_saved_them() -> None:
+    live = ["gate", f"{LAYER}4.a", f"{LAYER}4.b", f"{LAYER}5.a", f"{LAYER}5.b"]
+    assert _on_rank(live, 1, {"layers.0.": 1}) == ("gate", f"{LAYER}1.a", f"{LAYER}1.b")
+
+
+def optimizers(*ep_ranks: int, name: str = "ep_size_2") -> list[Any]:
+    state = SimpleNamespace(groups=({"moe": True, "name": name}, {"name": "dense"}))
+    return [SimpleNamespace(ep_rank=rank, state=state, path=f"expp_rank_{rank}.pt") for rank in ep_ranks]
+
+
+def test_the_expert_parallel_degree_is_that_of_the_param_groups() -> None:
+    found = SimpleNamespace(path=str)
+    assert _degree(found, optimizers(0, 1)) == 2  # type: ignore[arg-type]
+    assert _degree(found, optimizers(0, 1, 2, name="mine")) == 3  # type: ignore[arg-type]
+    with pytest.raises(LayoutError, match=r"(?s)is missing.*expp_rank_1_mp"):
+        _degree(found, optimizers(0))  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedError, match="different expert-parallel degrees"):
+        _degree(found, [*optimizers(0), *optimizers(1, name="ep_size_4")])  # type: ignore[arg-type]
