@@ -76,8 +76,8 @@ class LoadReport:
 
     Attributes:
         source: where the checkpoint comes from.
-        zero_stage, dp, tp, pp: stage of the live engine, ranks that ZeRO partitions over, tensor- and pipeline-parallel
-            degree.
+        zero_stage, dp, tp, pp, ep: stage of the live engine, ranks that ZeRO partitions over, tensor-, pipeline- and
+            expert-parallel degree.
         sequence: how sequence parallelism divides the ``dp`` ranks.
         rank: global rank of this report.
         outcomes: what is restored, fresh, skipped or ignored; see :class:`elastic_ckpt.core.read_plan.Outcome`.
@@ -99,6 +99,7 @@ class LoadReport:
     pp: int = 1
     sequence: SequenceParallel = NO_SEQUENCE_PARALLEL
     verified: Verified | None = None
+    ep: int = 1
 
     def names(self, what: str) -> tuple[str, ...]:
         """Sorted names of parameters and buffers with one outcome (``"fresh"`` ...)."""
@@ -141,7 +142,7 @@ class LoadReport:
         source = self.source
         table.add_row("from", escape(f"{source.format} {source.folder}"))
         table.add_row("saved", f"{saved_topology(source)}, DeepSpeed {source.ds_version}")
-        now = topology_text(self.zero_stage, self.dp, self.tp, self.pp, self.sequence)
+        now = topology_text(self.zero_stage, self.dp, self.tp, self.pp, self.sequence, self.ep)
         table.add_row("now", f"{now}, at step {self.global_steps}")
         done = [title(o.role) + (f" {len(o.names)}" if o.names else "") for o in self.outcomes if o.what == "restored"]
         table.add_row("restored", ", ".join(done) or "nothing")
@@ -174,16 +175,16 @@ def title(role: str) -> str:
     return _TITLES.get(role, role)
 
 
-def topology_text(zero_stage: int, dp: int, tp: int, pp: int, sequence: SequenceParallel) -> str:
+def topology_text(zero_stage: int, dp: int, tp: int, pp: int, sequence: SequenceParallel, ep: int = 1) -> str:
     """A topology in words, such as ``"ZeRO-3, DP=2, SP=4"``, where ZeRO partitions over ``dp`` ranks."""
-    degrees = (("SP", sequence.degree), ("TP", tp), ("PP", pp))
+    degrees = (("SP", sequence.degree), ("TP", tp), ("PP", pp), ("EP", ep))
     others = "".join(f", {name}={degree}" for name, degree in degrees if degree > 1)
     return f"ZeRO-{zero_stage}, DP={sequence.data_degree(dp)}{others}"
 
 
 def saved_topology(source: SourceFacts) -> str:
     """The topology of the run that saved a checkpoint, in words."""
-    return topology_text(source.zero_stage, source.dp, source.tp, source.pp, source.sequence)
+    return topology_text(source.zero_stage, source.dp, source.tp, source.pp, source.sequence, source.ep)
 
 
 def united(stages: Sequence[Sequence[Outcome]]) -> tuple[Outcome, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,12 @@ def test_seconds_are_those_of_the_slowest_rank_of_each_phase() -> None:
     assert dict(rows(report_of(ranks=ranks)))["seconds, slowest rank"] == "plan 0.50, read 2.00"
 
 
+def test_the_table_shows_expert_parallel_degrees() -> None:
+    report = LoadReport(replace(SOURCE, ep=2), zero_stage=1, dp=4, rank=0, outcomes=(), ep=4)
+    shown = dict(rows(report))
+    assert "ZeRO-3, DP=2, EP=2" in shown["saved"] and "ZeRO-1, DP=4, EP=4" in shown["now"]
+
+
 def test_json_has_everything_and_can_be_read_back() -> None:
     report = report_of(*OUTCOMES, global_steps=7, ranks=(work(0, 5, 6, read=1.5),), notes=("a", "ü"))
     read = json.loads(report.as_json())
@@ -161,6 +168,7 @@ def test_json_has_everything_and_can_be_read_back() -> None:
         "tp": 1,
         "pp": 1,
         "sequence": {"degree": 1, "partitioned": True, "strided": False},
+        "ep": 1,
     }
     assert [Outcome(o["role"], o["what"], tuple(o["names"]), o["reason"]) for o in read["outcomes"]] == [*OUTCOMES]
     assert read["ranks"] == [

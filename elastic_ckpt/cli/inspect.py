@@ -118,6 +118,7 @@ def _overview(inspection: Inspection) -> Table:
         "lr scheduler": scheduler,
         "loss scale": None if run.loss_scale is None else clean(_pairs(run.loss_scale)) + overflowed,
         "client state": clean(_names(run.client_state, 12)) or None,
+        "experts": ", ".join(f"{count} layers of {number}" for number, count in Counter(run.experts).items()) or None,
         "files": f"{len(files)}, {size(nbytes.total())}: {', '.join(kinds)}",
         "missing": f"[bold red]{clean(_names(inspection.missing, 8))}[/]" if inspection.missing else None,
     }
@@ -134,7 +135,7 @@ def _saved(run: SavedRun) -> Iterator[str]:
         yield f"step {run.step}" + (f" ({run.samples} samples{skipped})" if run.samples is not None else skipped)
     if run.zero_stage is not None:
         yield f"ZeRO-{run.zero_stage}"
-    degrees = (("DP", run.dp), ("SP", run.sp), ("TP", run.tp), ("PP", run.pp))
+    degrees = (("DP", run.dp), ("SP", run.sp), ("TP", run.tp), ("PP", run.pp), ("EP", run.ep))
     yield from (f"{name}={degree}" for name, degree in degrees if degree)
     if run.ds_version:
         yield f"DeepSpeed {clean(run.ds_version)}"

@@ -168,6 +168,7 @@ class SourceFacts:
         dp: ranks that ZeRO partitioned over at the save.
         ds_version: DeepSpeed version that saved it.
         tp, pp: tensor- and pipeline-parallel degree of the files; a universal checkpoint holds whole tensors.
+        ep: expert-parallel degree, among the ``dp`` ranks; with layers of several degrees, the largest.
         sequence: how sequence parallelism divided the ``dp`` ranks.
         frozen_recorded: whether frozen parameters are listed; if not, they may have been excluded on purpose
             (``exclude_frozen_parameters=True``).
@@ -187,6 +188,7 @@ class SourceFacts:
     frozen_recorded: bool = True
     buffers_recorded: bool = True
     merged_from: int = 1
+    ep: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,17 @@ from typing import Any
 
 from elastic_ckpt.core.metadata import CheckpointMetadata, SourceFile
 from elastic_ckpt.core.training_state import Features
-from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError, listed
+from elastic_ckpt.errors import DamagedError, LayoutError, MismatchError, UnsupportedError, listed
 from elastic_ckpt.formats import model_states, shards
 from elastic_ckpt.formats.base import Found, MetadataOptions
-from elastic_ckpt.formats.experts import ExpertOptimizer, ExpertShard, check_experts, with_experts
+from elastic_ckpt.formats.experts import (
+    ExpertOptimizer,
+    ExpertShard,
+    check_experts,
+    divisions,
+    partitions_of,
+    with_experts,
+)
 from elastic_ckpt.formats.grid import Grid, grid_of
 from elastic_ckpt.formats.merging import LayerShard, merge_shards, merge_stages, with_layers
 from elastic_ckpt.formats.model_states import ModelShard
@@ -142,25 +149,34 @@ def _fit_together(
     features = models[0].features | (optimizers[0].features if optimizers else Features())
     refuse_features(features, models[0].path)
     if optimizers:
+        _refuse_different_experts(models[0], optimizers)
         _check_belong_together(models, optimizers)
         own = grid.own_file(options.coordinates) if len(models) > 1 else None
         _refuse_swapped(optimizers, grid)
         metadata = partitioned_metadata(found, models, optimizers, own, options.states)
     elif rank.expert_optimizers:
-        metadata = unpartitioned_experts(found, models[0], experts, list(rank.expert_optimizers.values()), options)
+        try:
+            metadata = unpartitioned_experts(found, models[0], experts, list(rank.expert_optimizers.values()), options)
+        except MismatchError:
+            if options.with_states or options.live_groups:
+                raise
+            metadata = weights_alone(found, models[0])
     elif _lacks_states(models[0]):
         if options.with_states:
             raise _saved_without_states(models[0])
         metadata = weights_alone(found, models[0])
     elif models[0].optimizer is None:
         number = re.search(r"mp_rank_(\d+)", os.path.basename(models[0].path))
-        raise missing_file(found, f"*zero_pp_rank_0_mp_rank_{number[1] if number else '00'}_optim_states.pt", "none")
+        kind = "expp" if experts and not models[0].zero.get("stage") else "*zero_pp"
+        raise missing_file(found, f"{kind}_rank_0_mp_rank_{number[1] if number else '00'}_optim_states.pt", "none")
     elif found.files.layers and not options.with_states:
         metadata = weights_alone(found, models[0])
     else:
         _refuse_unnamed(found, models[0])
         metadata = unpartitioned_metadata(found, models[0], options)
-    return replace(metadata, source=replace(metadata.source, sequence=grid.sequence))
+    partitions = [count for shard in optimizers[:1] for count in shard.partition_count if count]
+    ep = max([1, len(rank.expert_optimizers), *(len(optimizers) // count for count in partitions)])
+    return replace(metadata, source=replace(metadata.source, sequence=grid.sequence, ep=ep))
 
 
 def _lacks_states(model: ModelShard) -> bool:
@@ -209,6 +225,26 @@ def missing_file(found: Found, name: str, have: str) -> DamagedError:
         found=have,
         remedy="restore the file from its original, or take another tag",
     )
+
+
+def _refuse_different_experts(model: ModelShard, optimizers: list[OptimizerShard]) -> None:
+    """The model-states file has the names on rank 0 alone; those of a rank's own partitions are in its own file."""
+    for flat, shapes in enumerate(model.param_shapes):
+        if not 0 < partitions_of(optimizers, flat) < len(optimizers):
+            continue
+        names = {name for name, _ in shapes}
+        for _, ranks in divisions(model, optimizers, flat):
+            sliced = [optimizers[rank].slice_names[flat : flat + 1] for rank in ranks]
+            found = set(chain.from_iterable(chain.from_iterable(sliced)))
+            if all(sliced) and found != names:
+                raise UnsupportedError(
+                    "expert-parallel ranks train different parameters of their experts, which is not supported yet",
+                    parameter=listed(sorted(found ^ names)),
+                    file=optimizers[ranks[0]].path,
+                    expected=f"the parameters that rank 0 trains, according to {model.path}",
+                    found="others, numbered as on that rank",
+                    remedy="resume it at the topology it was saved with",
+                )
 
 
 def _check_belong_together(models: list[ModelShard], optimizers: list[OptimizerShard]) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from elastic_ckpt.core.metadata import is_floating
@@ -14,7 +15,7 @@ from elastic_ckpt.errors import ElasticCkptError
 from elastic_ckpt.formats.base import Found
 from elastic_ckpt.formats.model_states import UnpartitionedState, index_unpartitioned
 from elastic_ckpt.formats.pickled import PickledFile, open_pickled
-from elastic_ckpt.formats.saved_config import Degrees, run_arguments, saved_config, stated_degrees
+from elastic_ckpt.formats.saved_config import Degrees, features_in, run_arguments, saved_config, stated_degrees
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from elastic_ckpt.formats.training_state import loss_scale_of, read_training_state
 
@@ -40,7 +41,8 @@ class Peeked:
             that ZeRO-3 leaves for parameters count.
         client_state: names of the entries that the training script added.
         parameters: trained parameters of its pipeline stage and tensor-parallel rank.
-        unnamed: numbered optimizer states (ZeRO stage 0), by the model-parallel rank whose file has them.
+        unnamed: numbered optimizer states (ZeRO stage 0), by the model- or expert-parallel rank whose file has them.
+        experts: number of experts, by layer.
         holds_optimizer: whether the optimizer's states are in this file and in no other.
     """
 
@@ -53,6 +55,7 @@ class Peeked:
     parameters: tuple[str, ...]
     unnamed: Mapping[int, UnpartitionedState]
     holds_optimizer: bool
+    experts: tuple[int, ...] = ()
 
 
 def peek(found: Found, trust_pickle: bool = False) -> Peeked | None:
@@ -81,7 +84,9 @@ def _readable(found: Found, names: Iterable[tuple[int, str]], trust_pickle: bool
 def _peeked(found: Found, mp: int, file: PickledFile, trust_pickle: bool) -> Peeked:
     tree, config = file.tree, saved_config(file)
     unnamed, by_rank = _unnamed(file), {}
-    if unnamed is not None:  # each pipeline stage and tensor-parallel rank has a file of its own
+    if found.files.expert_optimizers:  # one of them is in the model-states file too
+        by_rank = dict(_of_experts(found, trust_pickle))
+    elif unnamed is not None:  # each pipeline stage and tensor-parallel rank has a file of its own
         others = sorted((rank, name) for rank, name in found.files.model.items() if rank != mp)
         states = ((rank, _unnamed(other)) for rank, other in _readable(found, others, trust_pickle))
         by_rank = {mp: unnamed, **{rank: state for rank, state in states if state is not None}}
@@ -108,7 +113,22 @@ def _peeked(found: Found, mp: int, file: PickledFile, trust_pickle: bool) -> Pee
         ),
         unnamed=by_rank,
         holds_optimizer=tree.get("optimizer") is not None,
+        experts=features_in(file).experts,
     )
+
+
+def _of_experts(found: Found, trust_pickle: bool) -> Iterator[tuple[int, UnpartitionedState]]:
+    """The optimizer of each expert-parallel rank, dense parameters in the first alone."""
+    names = [(ep_rank, name) for (ep_rank, _), name in sorted(found.files.expert_optimizers.items())]
+    for ep_rank, file in _readable(found, names, trust_pickle):
+        state = _unnamed(file)
+        if state is not None and ep_rank:
+            pairs = zip(state.members, state.groups, strict=True)
+            members = tuple(numbers if group.get("moe") else () for numbers, group in pairs)
+            kept = set(chain.from_iterable(members))
+            state = replace(state, members=members, states={n: s for n, s in state.states.items() if n in kept})
+        if state is not None:
+            yield ep_rank, state
 
 
 def _unnamed(file: PickledFile) -> UnpartitionedState | None:

@@ -179,7 +179,8 @@ def _build_metadata(
         first,
         stage,
         groups or ({},) * most,
-        frozen_recorded=first.frozen_recorded,
+        # frozen ones of MoE layers are in the files of experts, which the converter leaves out
+        frozen_recorded=first.frozen_recorded or bool(first.features.experts and not first.features.autoep),
         buffers_recorded=any(model.weights for model in models),
         merged_from=grid.tp,
         sequence=grid.sequence,

@@ -65,6 +65,7 @@ def execute_load(
         notes=ready.plan.notes + ready.warnings,
         tp=at.tp,
         pp=at.pp,
+        ep=at.ep,
         sequence=at.sequence,
         verified=verified,
     )

@@ -139,7 +139,8 @@ def _facts(first: Opened, second: Opened) -> Iterator[Difference | None]:
     for pair in dict.fromkeys((mine.group, theirs.group) for _, mine, theirs in shared):  # numbers may differ
         group, other = left.groups[pair[0]], right.groups[pair[1]]
         for key in sorted({*group, *other}, key=str):
-            if not str(key).startswith("_ds_"):
+            of_degree = key == "name" and group.get("moe")  # ep_size_2
+            if not (str(key).startswith("_ds_") or of_degree):
                 yield _fact(f"param group {pair[0]}", str(key), group.get(key), other.get(key))
     training = [opened.checkpoint.training_state for opened in (first, second)]
     for key in ("global_steps", "global_samples", "skipped_steps"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from typing import Any
@@ -113,20 +113,23 @@ def kind_and_ranks(name: str, tp: int | None) -> dict[str, Any]:
     return {"kind": "optimizer states" if files.optimizer else "model states", "dp": dp, "mp": mp, **grid}
 
 
-def expected_files(found: Found, dp: int, model_parallel: int, peeked: Peeked | None = None) -> Iterator[str]:
+def expected_files(
+    found: Found, dp: int, model_parallel: int, experts: Sequence[int] = (), peeked: Peeked | None = None
+) -> Iterator[str]:
     """Plain names of the files that should be there, with ``*`` for what is unknown of a name. Pure.
 
     Args:
-        found: the folder; nothing is expected of one with files of experts or of two saves, whose names show little.
+        found: the folder; nothing is expected of one with files of two saves, whose names show little.
         dp, model_parallel: how many ranks are claimed; there are at least those that have files.
+        experts: number of experts, by layer.
         peeked: a model-states file, for what names do not show.
     """
     files = found.files
-    if files.clashes or files.of_experts:
+    if files.clashes:
         return
     dps = range(max([dp, *(rank + 1 for rank, _ in (*files.optimizer, *files.model_zero3))], default=0) or 1)
     mps = range(max([model_parallel, *(rank + 1 for rank in files.mp_ranks)], default=0) or 1)
-    if len(dps) * len(mps) > _MOST_EXPECTED:
+    if len(dps) * len(mps) + sum(experts) > _MOST_EXPECTED:
         return
     for mp in mps:
         if files.model_zero3 and mp not in files.model:
@@ -136,7 +139,12 @@ def expected_files(found: Found, dp: int, model_parallel: int, peeked: Peeked | 
     if found.format == "universal":
         yield from (f"{UNIVERSAL_FOLDER}/{name}/{MASTER}.pt" for name in (peeked.parameters if peeked else ()))
         return
-    if files.optimizer or (peeked is not None and not peeked.holds_optimizer):
+    if files.experts:  # AutoEP with ZeRO-3 writes none
+        names = (f"layer_{layer}_expert_{n}" for layer, count in enumerate(experts) for n in range(count))
+        yield from (f"{name}_mp_rank_00_model_states.pt" for name in names)
+        ep = 1 + max((rank for rank, _ in files.expert_optimizers), default=-1)
+        yield from (f"expp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(ep))
+    if files.optimizer or not (files.experts or peeked is None or peeked.holds_optimizer):
         prefix, joint = _style(files, peeked)
         yield from (f"{prefix}zero_pp_rank_{dp}_mp_rank_{mp:02d}{joint}optim_states.pt" for mp in mps for dp in dps)
     yield from _expected_layers(files, peeked)

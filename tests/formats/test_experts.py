@@ -12,6 +12,7 @@ import torch
 from elastic_ckpt.core.experts import EXPERTS
 from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.errors import LayoutError, UnsupportedError
+from elastic_ckpt.formats.assembling import _refuse_different_experts
 from elastic_ckpt.formats.experts import check_experts, divisions, index_expert, index_expert_optimizer
 from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.formats.zero0_experts import _degree, _on_rank
@@ -106,3 +107,17 @@ def test_the_expert_parallel_degree_is_that_of_the_param_groups() -> None:
         _degree(found, optimizers(0))  # type: ignore[arg-type]
     with pytest.raises(UnsupportedError, match="different expert-parallel degrees"):
         _degree(found, [*optimizers(0), *optimizers(1, name="ep_size_4")])  # type: ignore[arg-type]
+
+
+def test_experts_that_are_trained_differently_on_other_ranks_are_named() -> None:
+    model, _ = run([["head"], [f"{LAYER}0.w", f"{LAYER}1.w"]], (4,), (4, 2))
+    mine = (("head",), (f"{LAYER}0.w", f"{LAYER}1.w"))
+    shards = [SimpleNamespace(partition_count=(4, 2), slice_names=mine, path=f"{rank}.pt") for rank in range(4)]
+    _refuse_different_experts(model, shards)
+    for rank in (1, 3):
+        shards[rank].slice_names = (("head",), (f"{LAYER}0.w",))
+    with pytest.raises(UnsupportedError, match="train different parameters of their experts") as raised:
+        _refuse_different_experts(model, shards)
+    assert (raised.value.file, raised.value.parameter) == ("1.pt", f"{LAYER}1.w")
+    shards[3].slice_names = ()  # a version that does not record them
+    _refuse_different_experts(model, shards)

@@ -22,6 +22,7 @@ import torch
 from isal import isal_zlib
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from elastic_ckpt.core.experts import expert_name
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
 from elastic_ckpt.core.tp_rules import VOCABULARY, WHOLE_KINDS, Rule
@@ -58,12 +59,14 @@ def refuse_unconvertible(metadata: CheckpointMetadata) -> None:
     """Raise :class:`UnsupportedError`, naming the reason, if the universal format cannot express a checkpoint."""
     source, parameters, tensors = metadata.source, metadata.parameters.values(), metadata.tensors.items()
     scalars = {key for saved in parameters for key, _ in saved.scalars} - {"step"}
+    experts = sum(expert_name(name) is not None for name in metadata.parameters)
     coded = {key for (_, key), tensor in tensors if tensor.is_quantized}
     replicated = {state.key for saved in parameters for state in saved.replicated}
     of_their_own = {key for (_, key), tensor in tensors if tensor.is_whole}
     reasons = (
         (source.format == "universal", "it is a universal checkpoint already"),
         (source.zero_stage == 0, "it was saved without ZeRO, and DeepSpeed loads universal checkpoints with ZeRO only"),
+        (experts, f"{experts} tensors of experts, which DeepSpeed would look up by their numbers on each rank"),
         (coded, f"8-bit states ({listed(coded)}), which DeepSpeed would take for values"),
         (replicated, f"states of whole partitions ({listed(replicated)})"),
         (of_their_own, f"states with a shape of their own ({listed(of_their_own)})"),

@@ -101,7 +101,8 @@ def missing_files(evidence: Evidence) -> tuple[str, ...]:
     found, peeked = evidence.found, evidence.peeked
     dp = 0 if peeked is None else peeked.training_state.counters.get("dp_world_size")
     ranks = 0 if peeked is None else peeked.degrees.model_parallel
-    expected = list(expected_files(found, dp if isinstance(dp, int) else 0, ranks, peeked))
+    experts = () if peeked is None else peeked.experts
+    expected = list(expected_files(found, dp if isinstance(dp, int) else 0, ranks, experts, peeked))
     named = None if evidence.refusal is None else evidence.refusal.file
     if named is not None and os.path.dirname(named) == found.folder and "*" not in named:
         expected += [os.path.basename(named)] if not os.path.lexists(named) else []

@@ -268,6 +268,7 @@ def saved_run(evidence: Evidence) -> SavedRun:
     precisions = precision_evidence(evidence)
     optimizer, says_so = _optimizer(evidence)
     stage, dp, tp, pp = _topology(evidence, counters)
+    experts = () if peeked is None else peeked.experts
     sequence = metadata.source.sequence if metadata else peeked.degrees.sequence if peeked else SequenceParallel()
     return SavedRun(
         step=_int(counters.get("global_steps")),
@@ -279,6 +280,8 @@ def saved_run(evidence: Evidence) -> SavedRun:
         sp=sequence.degree if sequence.degree > 1 else None,
         tp=tp,
         pp=pp,
+        ep=metadata.source.ep if metadata and experts else None,
+        experts=experts,
         precision=next(iter(precisions.values()), UNKNOWN),
         precision_from=tuple(precisions),
         optimizer=optimizer,

@@ -60,6 +60,7 @@ class SavedRun:
     Attributes:
         zero_stage: 0 to 3; ``BF16_Optimizer`` without ZeRO partitions, and counts, as stage 1.
         dp, sp, tp, pp: data-, sequence-, tensor- and pipeline-parallel degree; ``sp`` is ``None`` if 1.
+        ep, experts: expert-parallel degree, ``None`` without experts; number of experts, by layer.
         precision: ``"fp32"``, ``"bf16"``, ``"fp16"`` or ``"unknown"``; ``precision_from``: its evidence, in words.
         global_batch, micro_batch, accumulation_steps: samples per step, per rank at once, micro-batches per step.
         lr_scheduler, loss_scale: short entries of the scheduler's state; fp16 scaler's ``kind`` and values.
@@ -76,6 +77,8 @@ class SavedRun:
     sp: int | None = None
     tp: int | None = None
     pp: int | None = None
+    ep: int | None = None
+    experts: tuple[int, ...] = ()
     precision: str = "unknown"
     precision_from: tuple[str, ...] = ()
     optimizer: str = "unknown"

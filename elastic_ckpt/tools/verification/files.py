@@ -18,7 +18,7 @@ from elastic_ckpt.formats import Found, model_states, shards
 from elastic_ckpt.formats.base import refuse_swapped
 from elastic_ckpt.formats.detect import LATEST, LATEST_UNIVERSAL, list_tags, look_below, read_latest
 from elastic_ckpt.formats.model_states import ModelShard
-from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER, plain_name
+from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER, plain_name, sort_names
 from elastic_ckpt.formats.native import index_native
 from elastic_ckpt.formats.pickled import PickledFile, open_file
 from elastic_ckpt.formats.same_save import spot_check
@@ -126,7 +126,7 @@ def _open_all(found: Found, config: ElasticConfig) -> tuple[Items, list[Finding]
         try:
             file = open_file(path, config.trust_pickle)
             refuse_swapped(file)
-            item = None if name in found.files.of_experts else _index(file, path, config)
+            item = _index(file, path, config)
         except ElasticCkptError as error:
             kind = "unreadable" if kind_of(error) == "damaged" else kind_of(error)
             findings.append(of_error(error, kind, NOTE if kind == "not-checked" else ERROR))
@@ -149,6 +149,11 @@ def _index(file: PickledFile, path: str, config: ElasticConfig) -> Any:
         return index_state(file)
     if name == UNIVERSAL_OPTIMIZER:
         return index_optimizer(file)
+    of_experts = sort_names([name], is_universal=False)
+    for layer, expert, _ in of_experts.experts:
+        return index_native(file, (layer, expert, "expert"), state_options(config))
+    for ep_rank, mp in of_experts.expert_optimizers:
+        return index_native(file, (ep_rank, mp, "experts' optimizer"), state_options(config))
     dp_rank = int(match[1]) if (match := re.search(r"zero_pp_rank_(\d+)", name)) else 0
     what = "layer" if name.startswith("layer_") else "model" if "model_states.pt" in name else "optimizer"
     return index_native(file, (0, dp_rank, what), state_options(config))
@@ -156,13 +161,15 @@ def _index(file: PickledFile, path: str, config: ElasticConfig) -> Any:
 
 def _missing(found: Found, models: Sequence[ModelShard]) -> list[Finding]:
     dp, ranks = 0, 0
+    experts: tuple[int, ...] = ()
     if models:
         most = _majority([_number(model.counters["dp_world_size"]) for model in models])
         degrees = _majority([model.stated for model in models]).borne_out(len(found.files.mp_ranks))
         dp, ranks = 0 if found.files.is_universal else most, degrees.model_parallel
+        experts = _majority([model.features.experts for model in models])
     text = "no such file; restore it, or take another tag"
     present = set(map(plain_name, os.listdir(found.folder)))
-    names = [name for name in expected_files(found, dp, ranks) if name not in present and "*" not in name]
+    names = [name for name in expected_files(found, dp, ranks, experts) if name not in present and "*" not in name]
     return [Finding(ERROR, "missing", text, file=found.path(name)) for name in names]
 
 

@@ -273,9 +273,9 @@ def weight_spans(
     """
     name, files = os.path.basename(path), found.files
     name = files.copies.get(name, name)
-    is_layer = name in files.layers.values()
-    is_model = is_layer or name in files.model.values() or name in files.model_zero3.values()
-    if os.path.dirname(path) != found.folder or not is_model:
+    is_layer = name in (*files.layers.values(), *files.experts.values())
+    models = *files.model.values(), *files.model_zero3.values(), *files.expert_optimizers.values()
+    if os.path.dirname(path) != found.folder or not (is_layer or name in models):
         return []
     try:
         tree = open_pickled(path, config.trust_pickle).tree

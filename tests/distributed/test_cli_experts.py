@@ -1,0 +1,159 @@
+"""The command line on checkpoints with experts: every fact against the model that saved them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+import elastic_ckpt
+from elastic_ckpt.cli import app
+from tests.distributed.conftest import Launch
+from tests.distributed.expert_jobs import Experts
+from tests.distributed.jobs import truth_of
+
+#: What is saved, and the same state after a load at other degrees.
+SOURCE = Experts(4, 1, 2, "fp32")
+RESAVED = [Experts(2, 1, 1, "fp32"), Experts(2, 2, 2, "fp32"), Experts(2, 0, 2, "fp32")]
+WITHOUT_ZERO = RESAVED[-1]
+EXPERT = "layer_{}_expert_{}_mp_rank_00_model_states.pt"
+OPTIMIZER = "expp_rank_{}_mp_rank_00_optim_states.pt"
+
+
+@pytest.fixture(scope="module")
+def saved(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("experts")
+    launch(SOURCE.world, "expert_jobs.save", {"folder": str(folder), "runs": [SOURCE]})
+    arguments = {"folder": str(folder), "runs": RESAVED, "source": str(folder / SOURCE.name)}
+    for text, run in zip(launch(2, "expert_tool_jobs.resave", arguments)[0], RESAVED, strict=True):
+        assert "ZeRO-1, DP=4, EP=2" in text, text  # of the source
+        assert f"ZeRO-{run.stage}, DP=2" + (", EP=2" if run.ep == 2 else ", at step") in text, text
+    return folder
+
+
+def command(*arguments: Any, code: int = 0) -> Any:
+    """The JSON of a command, which is all there is on standard output."""
+    result = CliRunner().invoke(app, [*map(str, arguments), "--json"])
+    assert result.exit_code == code, result.output
+    return json.loads(result.stdout)
+
+
+@pytest.fixture
+def damaged(saved: Path, tmp_path: Path) -> Iterator[Any]:
+    """``damaged(run, *names)``: a copy of a checkpoint without some files."""
+
+    def make(run: Experts, *names: str) -> Path:
+        folder = tmp_path / f"{run.name}-{len(list(tmp_path.iterdir()))}"
+        shutil.copytree(saved / run.name, folder)
+        for name in names:
+            (folder / "step4" / name).unlink()
+        return folder
+
+    yield make
+
+
+@pytest.mark.parametrize("run", [SOURCE, *RESAVED], ids=lambda run: run.name)
+def test_inspect_shows_the_degree_and_the_experts_of_each_layer(run: Experts, saved: Path) -> None:
+    found = command("inspect", saved / run.name)
+    assert found["ok"] and found["missing"] == []
+    assert (found["run"]["ep"], found["run"]["experts"]) == (run.ep, [4, 8])
+    weights = {entry["name"] for entry in found["parameters"] if entry["role"] in ("trained", "weight")}
+    assert weights == truth_of(saved / SOURCE.name)["masters"].keys()
+    # those of each expert-parallel rank are counted, dense ones once
+    assert sum(group["members"] for group in found["groups"]) == len(weights)
+    assert {state["key"]: state["parameters"] for state in found["states"]}["exp_avg"] == len(weights)
+    text = CliRunner().invoke(app, ["inspect", str(saved / run.name)]).output
+    assert f"EP={run.ep}" in text and "1 layers of 4, 1 layers of 8" in text
+
+
+@pytest.mark.parametrize("run", [SOURCE, WITHOUT_ZERO], ids=lambda run: run.name)
+def test_missing_files_of_experts_are_all_named(run: Experts, damaged: Any) -> None:
+    lost = [EXPERT.format(0, 3), EXPERT.format(1, 5)]
+    folder = damaged(run, *lost)
+    assert command("inspect", folder, code=1)["missing"] == lost
+    found = command("verify", folder, code=1)["findings"]
+    assert {Path(one["file"]).name for one in found if one["kind"] == "missing"} == set(lost)
+    result = CliRunner().invoke(app, ["latest", str(folder)])
+    assert result.exit_code == 1 and EXPERT.format(0, 3) in result.output, result.output
+    assert elastic_ckpt.find_latest(folder) is None
+
+
+@pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)])
+def test_a_missing_optimizer_of_experts_is_named(ranks: tuple[int, ...], damaged: Any) -> None:
+    folder = damaged(WITHOUT_ZERO, *(OPTIMIZER.format(rank) for rank in ranks))
+    assert OPTIMIZER.format(ranks[0]) in command("inspect", folder, code=1)["missing"]
+    found = command("verify", folder, code=1)["findings"]
+    assert OPTIMIZER.format(ranks[0]) in {Path(one["file"]).name for one in found}, found
+
+
+def test_exchanged_and_foreign_files_of_experts_are_found(saved: Path, damaged: Any) -> None:
+    exchanged = damaged(SOURCE) / "step4"
+    first, second = exchanged / EXPERT.format(0, 1), exchanged / EXPERT.format(0, 2)
+    first.rename(exchanged / "aside")
+    second.rename(first)
+    (exchanged / "aside").rename(second)
+    found = command("verify", exchanged, code=1)["findings"]
+    assert {Path(one["file"]).name for one in found} == {first.name, second.name}, found
+    other = damaged(WITHOUT_ZERO)
+    weights = torch.load(other / "step4" / EXPERT.format(1, 5))
+    torch.save({name: value + 1 for name, value in weights.items()}, other / "step4" / EXPERT.format(1, 5))
+    foreign = damaged(SOURCE)
+    shutil.copy(other / "step4" / EXPERT.format(1, 5), foreign / "step4" / EXPERT.format(1, 5))
+    (one,) = command("verify", foreign, code=1)["findings"]
+    assert one["kind"] == "foreign" and EXPERT.format(1, 5) in json.dumps(one), one
+
+
+@pytest.mark.parametrize("run", [SOURCE, WITHOUT_ZERO], ids=lambda run: run.name)
+def test_every_byte_of_experts_is_verified(run: Experts, saved: Path, damaged: Any) -> None:
+    assert command("verify", "--full", saved / run.name)["findings"] == []
+    folder = damaged(run)
+    path = folder / "step4" / EXPERT.format(1, 6)
+    weights = torch.load(path)
+    content, value = bytearray(path.read_bytes()), next(iter(weights.values())).numpy().tobytes()
+    content[content.index(value)] ^= 1
+    path.write_bytes(content)
+    assert [one["kind"] for one in command("verify", "--full", folder, code=1)["findings"]] == ["checksum"]
+    next(iter(weights.values())).view(-1)[3] = torch.nan
+    torch.save(weights, path)
+    found = command("verify", "--full", folder, code=1)["findings"]
+    assert any(path.name in one["file"] and "nan" in one["text"].lower() for one in found), found
+
+
+@pytest.mark.parametrize("run", RESAVED[:2], ids=lambda run: run.name)
+def test_one_state_at_two_degrees_is_equal(run: Experts, saved: Path) -> None:
+    found = command("diff", saved / SOURCE.name, saved / run.name)
+    assert found["differences"] == [], found
+    assert found["equal"] > 3 * 54
+
+
+@pytest.mark.parametrize("run", [SOURCE, *RESAVED], ids=lambda run: run.name)
+def test_all_experts_are_exported_bit_by_bit(run: Experts, saved: Path, tmp_path: Path) -> None:
+    report = elastic_ckpt.export(saved / run.name, tmp_path / "out", progress=False)
+    exported, truth = load_file(tmp_path / "out" / "model.safetensors"), truth_of(saved / SOURCE.name)
+    assert report.tensors == len(exported) == len(truth["masters"]) + 1
+    assert exported.keys() - {"ticks"} == truth["masters"].keys()
+    assert all(torch.equal(exported[name], value) for name, value in truth["masters"].items())
+
+
+@pytest.mark.parametrize("run", [SOURCE, RESAVED[0]], ids=lambda run: run.name)
+def test_a_conversion_is_refused_since_deepspeed_would_load_other_experts(
+    run: Experts, saved: Path, tmp_path: Path
+) -> None:
+    result = CliRunner().invoke(app, ["convert", str(saved / run.name), str(tmp_path / "universal")])
+    assert result.exit_code == 2 and not (tmp_path / "universal").exists(), result.output
+    assert "48 tensors of experts, which DeepSpeed would look up by their numbers on each rank" in result.output
+    assert "load it as it is" in result.output
+
+
+def test_a_load_on_other_ranks_is_planned(saved: Path) -> None:
+    found = command("plan", saved / SOURCE.name, "--dp", 2, "--all")
+    truth = truth_of(saved / SOURCE.name)
+    nbytes = sum(3 * value.numel() * value.element_size() for value in truth["masters"].values())
+    assert sum(rank["reads"]["nbytes"] for rank in found["ranks"]) == nbytes + 8  # and a buffer
