@@ -11,8 +11,6 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
-from operator import or_
 
 from isal import isal_zlib
 
@@ -67,38 +65,12 @@ class PartialSum:
             self.crc32 ^ other.crc32, self.nbytes + other.nbytes, self.first + other.first, self.second + other.second
         )
 
-    @property
-    def positions(self) -> tuple[int, int, int]:
-        """What tells which bytes were summed."""
-        return self.nbytes, self.first, self.second
-
     def tiles(self, record_nbytes: int) -> bool:
         """Whether each byte of the record was summed once."""
         whole = record_nbytes * (record_nbytes - 1) // 2
-        return self.positions == (record_nbytes, whole, _squares(record_nbytes))
+        return (self.nbytes, self.first, self.second) == (record_nbytes, whole, _squares(record_nbytes))
 
 
 def _squares(stop: int) -> int:
     """Sum of x**2 for x below ``stop``."""
     return (stop - 1) * stop * (2 * stop - 1) // 6
-
-
-def judge(sums: Sequence[PartialSum], record_nbytes: int, crc32: int) -> bool | None:
-    """Whether what all readers read of a record has its CRC32; ``None`` if that cannot be told.
-
-    ``sums`` has one of each reader. Those that read the same ranges must agree; together they must tile the record.
-    """
-    by_positions: dict[tuple[int, int, int], PartialSum] = {}
-    for each in sums:
-        if by_positions.setdefault(each.positions, each).crc32 != each.crc32:
-            return False
-    whole = next((each for each in by_positions.values() if each.tiles(record_nbytes)), None)
-    if whole is not None and whole.crc32 != crc32:
-        return False
-    rest = [each for each in by_positions.values() if each is not whole]
-    if not rest:
-        return None if whole is None else True
-    together = reduce(or_, rest)
-    if not together.tiles(record_nbytes):
-        return None
-    return together.crc32 == crc32

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from itertools import pairwise
-from operator import or_
 
 import numpy as np
 from numpy.typing import NDArray
 
 from elastic_ckpt import distributed
-from elastic_ckpt.core.checksums import PartialSum, judge
+from elastic_ckpt.core.checksums import PartialSum
 from elastic_ckpt.core.metadata import ITEMSIZE, CheckpointMetadata, SourceFile
 from elastic_ckpt.core.read_plan import ReadItem, ReadPlan
 from elastic_ckpt.errors import DamagedError, listed
@@ -63,29 +61,24 @@ def verify_reads(
     Raises:
         DamagedError: a checksum differs; the same on every rank.
     """
-    files, by_key = metadata.files, _by_key(everybody)
-    verdicts = {key: _verdict(files, key, sums) for key, sums in by_key.items()}
-    found = {key: sum_of_distinct(sums).crc32 for key, sums in by_key.items()}
-    summed_nbytes = sum(each.nbytes for sums in by_key.values() for each in sums)
+    files, totals = metadata.files, _totals(everybody)
+    summed_nbytes = sum(total.nbytes for total in totals.values())
     unsummed_nbytes = sum(each.unsummed_nbytes for each in everybody)
-    if unclear := sorted(key for key, verdict in verdicts.items() if verdict is None):
-        ranges = distributed.all_gather("list what was read", lambda: ranges_read(plan, options, set(unclear)))
-        mine = unclear[distributed.rank() :: distributed.world_size()]
+    incomplete = sorted(key for key, total in totals.items() if not total.tiles(_record(files, key)[1]))
+    if incomplete:
+        ranges = distributed.all_gather("list what was read", lambda: ranges_read(plan, options, set(incomplete)))
+        mine = incomplete[distributed.rank() :: distributed.world_size()]
         most = max(int((summed_nbytes + unsummed_nbytes) * _MOST_AGAIN) // distributed.world_size(), _LEAST_NBYTES)
         read = distributed.all_gather("verify what was read", lambda: _read_again(files, mine, ranges, most))
-        for key, more in ((key, more) for part in read for key, more in part.items()):
-            found[key] = reduce(or_, by_key[key], more).crc32
-            verdicts[key] = found[key] == files[key[0]].records.crc32s[key[1]]
-    damaged = [key for key, verdict in verdicts.items() if verdict is False]
+        again = {key: more for part in read for key, more in part.items()}
+        totals |= {key: totals[key] | more for key, more in again.items()}
+        incomplete = [key for key in incomplete if key not in again]
+    incomplete_nbytes = sum(totals[key].nbytes for key in incomplete)
+    compared = totals.keys() - incomplete
+    damaged = sorted(key for key in compared if totals[key].crc32 != _record(files, key)[2])
     if damaged:
-        raise _damaged(metadata, sorted(damaged), found)
-    incomplete = sum(each.nbytes for key, sums in by_key.items() if verdicts[key] is None for each in sums)
-    return Verified(summed_nbytes - incomplete, unsummed_nbytes, incomplete)
-
-
-def sum_of_distinct(sums: Sequence[PartialSum]) -> PartialSum:
-    """The sum of what several ranks read, of which some may have read the same."""
-    return reduce(or_, {each.positions: each for each in sums}.values())
+        raise _damaged(metadata, damaged, totals[damaged[0]].crc32)
+    return Verified(summed_nbytes - incomplete_nbytes, unsummed_nbytes, incomplete_nbytes)
 
 
 def ranges_read(plan: ReadPlan, options: ReadOptions, keys: set[Key]) -> dict[Key, Ranges]:
@@ -120,18 +113,17 @@ def _read_again(
     files: Sequence[SourceFile], keys: Sequence[Key], everybody: Sequence[Mapping[Key, Ranges]], most_nbytes: int
 ) -> dict[Key, PartialSum]:
     """What the XOR of all ranks' sums lacks of some records: of as many as ``most_nbytes`` more suffice for. Local."""
-    lacking = []
-    for number, (file, record) in enumerate(keys):
-        records, rows = files[file].records, [ranges[file, record] for ranges in everybody if (file, record) in ranges]
-        first = records.offsets[record]
-        again = read_evenly(np.concatenate(rows), first, first + records.nbytes[record])
-        lacking.append((int((again[:, 1] - again[:, 0]).sum()), number, again))
+    lacking: list[tuple[int, Key, NDArray[np.int64]]] = []
+    for key in keys:
+        first, nbytes, _ = _record(files, key)
+        again = read_evenly(np.concatenate([each[key] for each in everybody if key in each]), first, first + nbytes)
+        lacking.append((int((again[:, 1] - again[:, 0]).sum()), key, again))
     found: dict[Key, PartialSum] = {}
-    for nbytes, number, again in sorted(lacking, key=lambda each: each[:2]):
+    for nbytes, key, again in sorted(lacking, key=lambda each: each[:2]):
         most_nbytes -= nbytes
         if most_nbytes < 0:
             break
-        found[keys[number]] = _sum_of(files, keys[number], again)
+        found[key] = _sum_of(files, key, again)
     return found
 
 
@@ -166,23 +158,26 @@ def _covered_evenly(rows: Ranges, first: int, stop: int) -> NDArray[np.int64]:
     return edges[edges[:, 0] < edges[:, 1]]
 
 
-def _by_key(everybody: Sequence[RankSums]) -> dict[Key, list[PartialSum]]:
-    by_key: dict[Key, list[PartialSum]] = {}
+def _totals(everybody: Sequence[RankSums]) -> dict[Key, PartialSum]:
+    """What all ranks together read of each record."""
+    totals: dict[Key, PartialSum] = {}
     for each in everybody:
         for key, partial_sum in each.sums.items():
-            by_key.setdefault(key, []).append(partial_sum)
-    return by_key
+            totals[key] = totals[key] | partial_sum if key in totals else partial_sum
+    return totals
 
 
-def _verdict(files: Sequence[SourceFile], key: Key, sums: Sequence[PartialSum]) -> bool | None:
+def _record(files: Sequence[SourceFile], key: Key) -> tuple[int, int, int]:
+    """Offset, size and CRC32 of a record."""
     file, number = key
     records = files[file].records
-    return judge(sums, records.nbytes[number], records.crc32s[number])
+    return records.offsets[number], records.nbytes[number], records.crc32s[number]
 
 
-def _damaged(metadata: CheckpointMetadata, keys: Sequence[Key], found: Mapping[Key, int]) -> DamagedError:
+def _damaged(metadata: CheckpointMetadata, keys: Sequence[Key], found: int) -> DamagedError:
     file, number = keys[0]
     source = metadata.files[file]
+    offset, nbytes, crc32 = _record(metadata.files, keys[0])
     names = {
         f"{tensor.key} of {tensor.name}"
         for tensor in metadata.tensors.values()
@@ -195,9 +190,8 @@ def _damaged(metadata: CheckpointMetadata, keys: Sequence[Key], found: Mapping[K
         + (f" (and of records in {others} more files)" if others else ""),
         parameter=listed(names),
         file=source.path,
-        expected=f"CRC32 {source.records.crc32s[number]:08x} of the {source.records.nbytes[number]} bytes from byte "
-        f"{source.records.offsets[number]} on",
-        found=f"{found[keys[0]]:08x}",
+        expected=f"CRC32 {crc32:08x} of the {nbytes} bytes from byte {offset} on",
+        found=f"{found:08x}",
         remedy="copy the file again, or take another tag (elastic-ckpt verify --full names all damage); if its writer "
         'is known to leave wrong checksums in files: "elastic_checkpoint": {"verify": "off"}',
     )
