@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from elastic_ckpt.config import ElasticConfig
-from elastic_ckpt.errors import ElasticCkptError, NotFoundError
+from elastic_ckpt.errors import DamagedError, ElasticCkptError, NotFoundError
 from elastic_ckpt.formats.detect import global_steps, list_checkpoints, look_at
 from elastic_ckpt.tools.findings import one_line
 from elastic_ckpt.tools.opened import config_of
@@ -47,11 +47,11 @@ class Latest:
     skipped: tuple[Candidate, ...] = ()
 
 
-def find_latest(folder: str | os.PathLike[str], full: bool = False) -> str | None:
-    """The path of the newest whole checkpoint in a folder; ``None`` if none is whole.
+def find_latest(folder: str | os.PathLike[str], full: bool = False) -> str:
+    """The path of the newest whole checkpoint in a folder. Local.
 
     Of a folder of DeepSpeed's tags it is that of a tag; of the folders that Hugging Face's Trainer (``checkpoint-20``),
-    Accelerate and Lightning make, that of such a folder, as their own ``resume_from_checkpoint`` takes it. Local.
+    Accelerate and Lightning make, that of such a folder, as their own ``resume_from_checkpoint`` takes it.
 
     Args:
         folder: that ``save_checkpoint`` or the framework was given.
@@ -59,9 +59,17 @@ def find_latest(folder: str | os.PathLike[str], full: bool = False) -> str | Non
 
     Raises:
         NotFoundError: there is no checkpoint at all.
+        DamagedError: there are some, of which none is whole; a run that started anew would not show it.
     """
-    newest = newest_whole(os.fspath(folder), config_of(None), full).newest
-    return None if newest is None else newest.path
+    found = newest_whole(os.fspath(folder), config_of(None), full)
+    if found.newest is None:
+        raise DamagedError(
+            "no checkpoint of this folder is whole",
+            file=os.path.abspath(folder),
+            found="; ".join(f"{os.path.basename(each.path)}: {each.problem}" for each in found.skipped),
+            remedy="restore files of one of them, or remove the folder to start anew",
+        )
+    return found.newest.path
 
 
 def newest_whole(folder: str, config: ElasticConfig, full: bool = False) -> Latest:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import elastic_ckpt
 from elastic_ckpt.cli import app
-from elastic_ckpt.errors import NotFoundError
+from elastic_ckpt.errors import DamagedError, NotFoundError
 from tests.distributed import damage
 
 MODEL, RANK1 = "mp_rank_00_model_states.pt", damage.OPTIMIZER.format(1)
@@ -106,6 +106,9 @@ def test_where_nothing_is_whole_or_nothing_is_there(folder: Path, tmp_path: Path
         empty(folder / f"global_step{step}")
     result = latest(folder)
     assert result.exit_code == 1 and result.stdout == "" and result.stderr.count("not whole:") == 3
+    with pytest.raises(DamagedError, match="no checkpoint of this folder is whole") as caught:
+        elastic_ckpt.find_latest(folder)
+    assert all(f"global_step{step}: " in str(caught.value.found) for step in (9, 10, 20))
     (tmp_path / "nothing").mkdir()
     with pytest.raises(NotFoundError):
         elastic_ckpt.find_latest(tmp_path / "nothing")
