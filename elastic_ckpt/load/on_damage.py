@@ -161,6 +161,6 @@ def _restored(ready: Prepared) -> frozenset[tuple[str, str]]:
     outcomes = [outcome for outcome in ready.plan.outcomes if outcome.what == "restored"]
     restored = {(outcome.role, name) for outcome in outcomes for name in outcome.names or ("",)}
     saved = ready.checkpoint.training_state
-    others = {"lr scheduler": ready.loads_scheduler, "loss scale": saved.loss_scale}
-    others |= {key: saved.checkpoint.get(key) for key in ("random_ltd", "data_sampler")}
+    others = {key: saved.checkpoint.get(key) for key in ("random_ltd", "data_sampler")}
+    others |= {"lr scheduler": ready.loads_scheduler, f"{saved.loss_scale and saved.loss_scale.kind} loss scale": True}
     return frozenset(restored | {(role, "") for role, value in others.items() if value})

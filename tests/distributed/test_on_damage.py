@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.distributed import damage
 from tests.distributed.conftest import Launch
 from tests.distributed.facts import Loaded, Refused
 from tests.distributed.model import Setup
+from tests.distributed.parallel_models import Parallel
 
 NEWEST, MIDDLE, OLDEST = (f"global_step{step}" for step in (4, 3, 2))
 RANK0, RANK1 = (damage.OPTIMIZER.format(rank) for rank in (0, 1))
@@ -119,6 +121,31 @@ def test_there_may_be_nothing_else_to_load(launch: Launch, copy: Callable[..., P
     assert left.kinds[0] == last.kinds[0] == "PartialLoadError"
     assert all("does not replace all" in text and "lr scheduler" in text for text in left.texts)
     assert plain.kinds[0] == "LayoutError" and tag.kinds[0] == "NotFoundError"
+
+
+def test_pipelines_fall_back_too(launch: Launch, tmp_path: Path) -> None:
+    setup = Parallel("pipeline", "uniform", pp=2, stage=1)
+    launch(2, "parallel_jobs.save", {"folder": str(tmp_path), "setups": [setup]})
+    (folder,) = tmp_path.iterdir()
+    newest = Path(shutil.copytree(folder / "step4", folder / "global_step9"))
+    for path in newest.glob("*_states.pt"):  # other moments and counters
+        tree = torch.load(path, weights_only=False)
+        if "optim" in path.name:
+            for state in tree["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+                state["exp_avg"].mul_(3)
+        elif not path.name.startswith("layer"):
+            tree |= {"global_steps": 9, "skipped_steps": 5}
+        torch.save(tree, path)
+    shutil.copytree(newest, tmp_path / "only" / newest.name)
+    damage.flip_bit(RANK0.replace("mp_rank_00", "mp_rank_01"), "fp32", 0.4)(tmp_path / "only")
+    shutil.copytree(tmp_path / "only" / newest.name, newest, dirs_exist_ok=True)
+    (folder / "latest").write_text(newest.name)
+    target = {"setup": setup, "config": {"elastic_checkpoint": PREVIOUS}, "sources": [{"folder": str(folder)}]}
+    for loaded in launch(2, "parallel_jobs.load", [target]):
+        assert loaded.differences == {} and loaded.report.source.folder == str(folder / "step4"), loaded.where
+        assert loaded.report.notes[0].startswith(
+            "skipped global_step9: bytes of the checkpoint are not those that were saved"
+        )
 
 
 def test_files_that_arrive_late_are_waited_for(launch: Launch, native: Path, tmp_path: Path) -> None:
