@@ -13,11 +13,16 @@ _NAMES_SHOWN = 8
 _DETAILS = ("parameter", "file", "expected", "found", "remedy", "rank")
 
 
+def shortened(names: Iterable[str], most: int = _NAMES_SHOWN) -> str:
+    """The first few names, and the number of others."""
+    every = list(names)
+    more = f" and {len(every) - most} more" if len(every) > most else ""
+    return ", ".join(every[:most]) + more
+
+
 def listed(names: Iterable[str]) -> str:
     """Names for an error message: sorted, the first few, and the number of others."""
-    ordered = sorted(names)
-    more = f" and {len(ordered) - _NAMES_SHOWN} more" if len(ordered) > _NAMES_SHOWN else ""
-    return (", ".join(ordered[:_NAMES_SHOWN]) or "none") + more
+    return shortened(sorted(names)) or "none"
 
 
 class ElasticCkptError(Exception):

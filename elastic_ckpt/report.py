@@ -15,6 +15,7 @@ from tqdm import tqdm
 from elastic_ckpt.core.local_state import NO_SEQUENCE_PARALLEL, SequenceParallel
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, SourceFacts
 from elastic_ckpt.core.read_plan import Outcome, names_with
+from elastic_ckpt.errors import shortened
 
 _NAMES_SHOWN = 12
 #: Facts of the source that only planning uses.
@@ -196,9 +197,7 @@ def united(stages: Sequence[Sequence[Outcome]]) -> tuple[Outcome, ...]:
 
 
 def _line(outcome: Outcome) -> str:
-    shown = ", ".join(outcome.names[:_NAMES_SHOWN])
-    if len(outcome.names) > _NAMES_SHOWN:
-        shown += f" and {len(outcome.names) - _NAMES_SHOWN} more"
+    shown = shortened(outcome.names, _NAMES_SHOWN)
     return f"{title(outcome.role)}{' ' + shown if shown else ''}: {outcome.reason}"
 
 

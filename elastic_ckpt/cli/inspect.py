@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 import typer
@@ -25,6 +25,7 @@ from elastic_ckpt.cli.output import (
     table,
 )
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
+from elastic_ckpt.errors import shortened
 from elastic_ckpt.tools.files import FileEntry
 from elastic_ckpt.tools.findings import ERROR, WARNING
 from elastic_ckpt.tools.inspection import inspect_folder
@@ -117,10 +118,10 @@ def _overview(inspection: Inspection) -> Table:
         "batch": None if run.global_batch is None else f"{run.global_batch} samples a step = {batch}",
         "lr scheduler": scheduler,
         "loss scale": None if run.loss_scale is None else clean(_pairs(run.loss_scale)) + overflowed,
-        "client state": clean(_names(run.client_state, 12)) or None,
+        "client state": clean(shortened(run.client_state, 12)) or None,
         "experts": ", ".join(f"{count} layers of {number}" for number, count in Counter(run.experts).items()) or None,
         "files": f"{len(files)}, {size(nbytes.total())}: {', '.join(kinds)}",
-        "missing": f"[bold red]{clean(_names(inspection.missing, 8))}[/]" if inspection.missing else None,
+        "missing": f"[bold red]{clean(shortened(inspection.missing, 8))}[/]" if inspection.missing else None,
     }
     shown = table("elastic_ckpt: checkpoint")
     for title, row in rows.items():
@@ -162,7 +163,7 @@ def _contents(inspection: Inspection) -> Table:
         shown.add_row(clean(state.key), _kind(state), state.dtype, str(state.parameters or ""), *sizes)
     if inspection.aliases:
         ties = [f"{name} = {holder}" for name, holder in inspection.aliases.items()]
-        shown.add_row("tied names", clean(_names(ties, _NAMES_SHOWN)), "", str(len(ties)), "", "")
+        shown.add_row("tied names", clean(shortened(ties, _NAMES_SHOWN)), "", str(len(ties)), "", "")
     return shown
 
 
@@ -191,7 +192,7 @@ def _rules(inspection: Inspection) -> Table:
     uses = [(clean(use["rule"]), clean(use["origin"]), use["parameters"]) for use in rules.uses]
     uses += [("[yellow]not known[/]", "nobody", rules.undecided)] if rules.undecided else []
     for rule, origin, names in uses:
-        shown.add_row(rule, origin, str(len(names)), clean(_names(names, 2)))
+        shown.add_row(rule, origin, str(len(names)), clean(shortened(names, 2)))
     declared = [f"{count} patterns of {kind}" for kind, count in rules.patterns.items()]
     declared += [f"{rules.recorded} recorded maps"] if rules.recorded else []
     declared += [f"{rules.vocabulary_rows} rows of vocabulary"] if rules.vocabulary_rows else []
@@ -260,7 +261,7 @@ def file_tree(inspection: Inspection) -> Tree:
     for folder, entries in folders.items():
         inside = [entry.name.rpartition("/")[2] for entry in entries]
         nbytes = size(sum(entry.nbytes for entry in entries))
-        tree.add(f"{clean(folder)}/ [dim]{nbytes}; {clean(_names(inside, 8))}[/]")
+        tree.add(f"{clean(folder)}/ [dim]{nbytes}; {clean(shortened(inside, 8))}[/]")
     for name in inspection.missing:
         tree.add(f"[bold red]{clean(name)} is missing[/]")
     return tree
@@ -277,12 +278,6 @@ def _about(entry: FileEntry) -> Iterator[str]:
     titles = {MASTER: "masters", BUFFER: "buffers", FROZEN: "frozen"}
     if entry.tensors:
         yield ", ".join(f"{count} {titles.get(key, key)}" for key, count in entry.tensors.items())
-
-
-def _names(names: Iterable[str], most: int) -> str:
-    every = list(names)
-    more = f" and {len(every) - most} more" if len(every) > most else ""
-    return ", ".join(every[:most]) + more
 
 
 def _pairs(values: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from elastic_ckpt.core.local_state import LiveLayout, ModelLayout
 from elastic_ckpt.core.metadata import FROZEN, MASTER, CheckpointMetadata, is_floating
 from elastic_ckpt.core.strided import Overlap, ShardSources, TPLayout, blended, copied, duplicates, fused, reshard
 from elastic_ckpt.core.tp_rules import AVERAGED, COLUMN, REPLICATED, SUMMED, VOCABULARY, WHOLE_KINDS, CannotSplit, Rule
-from elastic_ckpt.errors import ElasticCkptError
+from elastic_ckpt.errors import ElasticCkptError, shortened
 from elastic_ckpt.sharding.book import RuleBook, RuleSource, Sharded, tensor_of
 from elastic_ckpt.sharding.decide import (
     Decider,
@@ -96,10 +96,8 @@ class _Resolver:
         if self._padded:
             shown = ", ".join(self._padded[:4])
             yield f"rows of vocabulary padding that the checkpoint lacks keep the live values: {shown}"
-        matrices = self._guessed_matrices
-        if matrices:
-            more = f" and {len(matrices) - 8} more" if len(matrices) > 8 else ""
-            yield f"only their shapes tell how these are held: {', '.join(matrices[:8])}{more}"
+        if self._guessed_matrices:
+            yield f"only their shapes tell how these are held: {shortened(self._guessed_matrices)}"
 
     def add(self, name: str) -> None:
         """Resolve one parameter or buffer."""
