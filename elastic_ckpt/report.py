@@ -63,11 +63,11 @@ class Verified:
 
     def __str__(self) -> str:
         everything = self.nbytes + self.without_checksum_nbytes + self.incomplete_nbytes
-        parts = [f"{100 * self.nbytes / max(everything, 1):.4g} % of {_size(everything)}"]
+        parts = [f"{100 * self.nbytes / max(everything, 1):.4g} % of {size(everything)}"]
         if self.without_checksum_nbytes:
-            parts.append(f"{_size(self.without_checksum_nbytes)} have no checksum")
+            parts.append(f"{size(self.without_checksum_nbytes)} have no checksum")
         if self.incomplete_nbytes:
-            parts.append(f"{_size(self.incomplete_nbytes)} are of records that are not restored whole")
+            parts.append(f"{size(self.incomplete_nbytes)} are of records that are not restored whole")
         return ", ".join(parts)
 
 
@@ -188,6 +188,11 @@ def saved_topology(source: SourceFacts) -> str:
     return topology_text(source.zero_stage, source.dp, source.tp, source.pp, source.sequence, source.ep)
 
 
+def size(nbytes: float) -> str:
+    """A human-readable number of bytes."""
+    return str(tqdm.format_sizeof(nbytes, "B"))
+
+
 def united(stages: Sequence[Sequence[Outcome]]) -> tuple[Outcome, ...]:
     """Merge the outcomes of all pipeline stages into one model's."""
     names: dict[tuple[str, str, str], dict[str, None]] = {}
@@ -220,10 +225,6 @@ def _work_rows(ranks: Sequence[RankWork]) -> list[tuple[str, str]]:
     return rows
 
 
-def _size(nbytes: int) -> str:
-    return str(tqdm.format_sizeof(nbytes, suffix="B"))
-
-
 def _span(nbytes: Sequence[int]) -> str:
-    least, most = map(_size, (min(nbytes), max(nbytes)))
+    least, most = map(size, (min(nbytes), max(nbytes)))
     return most if least == most else f"{least} to {most}"

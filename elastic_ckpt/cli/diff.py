@@ -10,7 +10,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from elastic_ckpt.cli import AsJson, Config, Preset, TrustPickle, app
-from elastic_ckpt.cli.output import console, end_with, errors_end_the_command, print_json, printable, size
+from elastic_ckpt.cli.output import console, end_with, errors_end_the_command, print_json, printable
+from elastic_ckpt.report import size
 from elastic_ckpt.tools.comparison import Comparison, compare
 from elastic_ckpt.tools.opened import config_of, open_folder
 

@@ -21,11 +21,11 @@ from elastic_ckpt.cli.output import (
     print_json,
     print_wide,
     printable,
-    size,
     table,
 )
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
 from elastic_ckpt.errors import shortened
+from elastic_ckpt.report import size
 from elastic_ckpt.tools.files import FileEntry
 from elastic_ckpt.tools.findings import ERROR, WARNING
 from elastic_ckpt.tools.inspection import inspect_folder

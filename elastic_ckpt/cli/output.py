@@ -13,9 +13,9 @@ import typer
 from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.table import Table
-from tqdm import tqdm
 
 from elastic_ckpt.errors import ConfigError, ElasticCkptError
+from elastic_ckpt.report import size
 
 if TYPE_CHECKING:
     from elastic_ckpt.tools.workplace import WriteReport
@@ -52,11 +52,6 @@ def plain(item: Any) -> Any:
 def printable(text: str) -> str:
     """Text from a checkpoint, with control characters and invalid ones escaped for a terminal."""
     return "".join(sign if sign.isprintable() or sign == "\n" else ascii(sign)[1:-1] for sign in text)
-
-
-def size(nbytes: float) -> str:
-    """A human-readable number of bytes."""
-    return str(tqdm.format_sizeof(nbytes, "B"))
 
 
 def table(title: str, *columns: str, **options: Any) -> Table:

@@ -15,11 +15,11 @@ from rich.console import RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from elastic_ckpt.cli.output import size, table
+from elastic_ckpt.cli.output import table
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
 from elastic_ckpt.core.read_plan import LoadPlan
 from elastic_ckpt.errors import ConfigError
-from elastic_ckpt.report import saved_topology, source_dict
+from elastic_ckpt.report import saved_topology, size, source_dict
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
 from elastic_ckpt.tools.virtual.forecast import Memory, RankForecast, Survey, nodes_of, reading_time, spread
 
