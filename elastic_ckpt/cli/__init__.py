@@ -6,6 +6,7 @@ checkpoint cannot be read.
 
 from __future__ import annotations
 
+import ast
 import importlib
 from importlib.metadata import version
 from pathlib import Path
@@ -15,19 +16,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command_from_info
 
-#: Command, which is also its module's name -> first line of its help.
-COMMANDS = {
-    "convert": "Write a universal checkpoint that DeepSpeed loads by itself at another data-parallel degree.",
-    "diff": "Compare two checkpoints by logical tensor, whatever their topologies, ZeRO stages and formats.",
-    "doctor": "Tell whether elastic_ckpt works with the installed versions of DeepSpeed, torch and Python.",
-    "export": "Write consolidated safetensors weights, as Hugging Face Transformers loads them, from any checkpoint.",
-    "inspect": "Show what a checkpoint holds, who saved it, and what is odd about it.",
-    "latest": "Print the path of the newest whole checkpoint of a folder, whatever its latest file says.",
-    "plan": (
-        "Plan a load on another topology, without a GPU: what each rank would read and need, and how long that takes."
-    ),
-    "verify": "Look for missing, foreign and damaged files, and list all that is wrong, one line each.",
-}
+#: Each is also its module's name.
+COMMANDS = ("convert", "diff", "doctor", "export", "inspect", "latest", "plan", "verify")
 
 Folder = Annotated[
     Path, typer.Argument(metavar="DIR", help="Folder with a [bold]latest[/] file, or the folder of one tag.")
@@ -59,7 +49,7 @@ class LazyCommands(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """A command as ``--help`` lists it."""
-        return TyperCommand(cmd_name, help=COMMANDS[cmd_name]) if cmd_name in COMMANDS else None
+        return TyperCommand(cmd_name, help=summary(cmd_name)) if cmd_name in COMMANDS else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """The command to run."""
@@ -69,6 +59,13 @@ class LazyCommands(TyperGroup):
             info = next(info for info in app.registered_commands if info.name == name)
             command = get_command_from_info(info, pretty_exceptions_short=True, rich_markup_mode="rich")
         return name, command, rest
+
+
+def summary(command: str) -> str:
+    """The first line of a command's docstring, which is read without importing its module."""
+    tree = ast.parse((Path(__file__).parent / f"{command}.py").read_text(encoding="utf-8"))
+    function = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == command)
+    return str(ast.get_docstring(function)).partition("\n")[0]
 
 
 app = typer.Typer(
