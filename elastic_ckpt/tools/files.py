@@ -51,7 +51,12 @@ class FileEntry:
 def file_sizes(found: Found) -> dict[str, int]:
     """Path relative to the tag's folder, with ``/`` -> size in bytes, of every file in it. Opens none."""
     sizes: dict[str, int] = {}
-    for folder, inside, names in os.walk(found.folder):
+    walked: set[str] = set()
+    for folder, inside, names in os.walk(found.folder, followlinks=True):
+        if (itself := os.path.realpath(folder)) in walked:  # links may form a circle
+            inside.clear()
+            continue
+        walked.add(itself)
         inside.sort()
         for name in sorted(names):
             path = os.path.join(folder, name)

@@ -6,6 +6,7 @@ import io
 import json
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,7 +48,7 @@ from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.formats.peek import Peeked
 from elastic_ckpt.formats.saved_config import Degrees
 from elastic_ckpt.sharding.book import Preset, RuleBook
-from elastic_ckpt.tools.files import entries_of
+from elastic_ckpt.tools.files import entries_of, file_sizes
 from elastic_ckpt.tools.inspection import Inspection, inspect_checkpoint, missing_files
 from elastic_ckpt.tools.inspection.facts import Evidence
 
@@ -332,6 +333,15 @@ ZERO3 = "zero_pp_rank_{}_mp_rank_{:02d}_model_states.pt"
 def test_missing_files(names: list[str], peeked: Peeked | None, missing: list[str]) -> None:
     evidence = Evidence(found_of(*names), dict.fromkeys(names, 10), peeked=peeked)
     assert list(missing_files(evidence)) == missing
+
+
+def test_files_behind_links_are_listed_once(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere" / "a").mkdir(parents=True)
+    (tmp_path / "elsewhere" / "a" / "fp32.pt").write_bytes(b"123")
+    (tmp_path / "elsewhere" / "circle").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "step7").mkdir()
+    (tmp_path / "step7" / "zero").symlink_to(tmp_path / "elsewhere")
+    assert file_sizes(replace(found_of(), folder=str(tmp_path / "step7"))) == {"zero/a/fp32.pt": 3}
 
 
 def test_missing_parameters_of_a_universal_checkpoint() -> None:
