@@ -1,15 +1,23 @@
-"""FQNs of experts in DeepSpeed's ``MoE`` layers. Pure.
+"""FQNs of experts: in DeepSpeed's ``MoE`` layers, and in those that AutoEP makes. Pure.
 
 Each expert-parallel rank holds some experts of a layer, and its module numbers them from 0. The FQN of an expert's
 parameter has the expert's number among all: expert-parallel rank x experts of a rank + its number there, as in the
 files of experts (``_save_moe_checkpoint``, engine.py).
+
+AutoEP stacks the weights of a rank's experts along the first dimension of one parameter. Each expert's slice is a
+parameter of its own here, with the expert's number at the end of its FQN, as in the files of experts.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from elastic_ckpt.core.chunks import PartitionRule
+from elastic_ckpt.core.flat_ranges import FlatRange
 
 #: Path of the experts in an ``MoE`` layer; the number of an expert follows.
 EXPERTS = "deepspeed_moe.experts.deepspeed_experts."
@@ -36,6 +44,31 @@ def expert_name(name: str) -> ExpertName | None:
     """The parts of a name; ``None``: it is not of an expert's tensor."""
     match = _EXPERT.fullmatch(name)
     return ExpertName(match["layer"], int(match["number"]), match["rest"]) if match else None
+
+
+class ExpertSlice(NamedTuple):
+    """One expert's slice of a stacked parameter: its FQN, its shape, and its elements of the parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    range: FlatRange
+
+
+def slices(name: str, shape: Sequence[int], experts: Sequence[int]) -> Iterator[ExpertSlice]:
+    """The slices of a stacked parameter of this shape with these experts, in order."""
+    numel = math.prod(shape[1:])
+    for position, expert in enumerate(experts):
+        yield ExpertSlice(f"{name}.{expert}", tuple(shape[1:]), FlatRange(position * numel, (position + 1) * numel))
+
+
+def slice_rules(rule: PartitionRule, parts: Iterable[ExpertSlice]) -> list[PartitionRule]:
+    """How ZeRO partitions the slices of a stacked parameter, given how it partitions the parameter."""
+    return [replace(rule, numel=part.range.numel, shift=rule.shift + part.range.start) for part in parts]
+
+
+def stacked_name(name: str) -> str:
+    """The stacked parameter of a slice's FQN."""
+    return name.rpartition(".")[0]
 
 
 def numbers_of_experts(names: Iterable[str]) -> dict[str, frozenset[int]]:

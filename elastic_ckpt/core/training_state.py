@@ -71,7 +71,6 @@ class Features:
     Attributes:
         experts: number of experts, by layer.
         expert_groups: param groups of experts, which show the expert-parallel degree.
-        autoep: whether AutoEP made the layers of experts.
         one_bit: whether a 1-bit optimizer is used.
         mics: ranks in a MiCS shard group; 0 without MiCS.
     """
@@ -80,7 +79,6 @@ class Features:
     expert_groups: tuple[str, ...] = ()
     one_bit: bool = False
     mics: int = 0
-    autoep: bool = False
 
     def __or__(self, other: Features) -> Features:
         return Features(
@@ -88,14 +86,12 @@ class Features:
             tuple(sorted({*self.expert_groups, *other.expert_groups})),
             self.one_bit or other.one_bit,
             max(self.mics, other.mics),
-            self.autoep or other.autoep,
         )
 
     @property
     def names(self) -> str:
         """Those that only DeepSpeed's own loader restores, in words; empty where there is none."""
         names = (
-            (self.autoep, "mixture of experts by AutoEP"),
             (self.one_bit, "a 1-bit optimizer"),
             (self.mics > 0, f"MiCS (mics_shard_size {self.mics})"),
         )

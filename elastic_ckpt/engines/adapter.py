@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from elastic_ckpt.core.experts import ExpertSlice, slices
 from elastic_ckpt.core.flat_ranges import FlatRange, Placement
 from elastic_ckpt.core.local_state import (
     FlatPartition,
@@ -23,8 +25,9 @@ from elastic_ckpt.core.read_plan import LoadPlan, ReadPlan, Slot
 from elastic_ckpt.distributed import can_broadcast
 from elastic_ckpt.engines.compat import base_optimizer, has_optimizer
 from elastic_ckpt.engines.coordinates import model_of
-from elastic_ckpt.engines.experts import expert_fqns
+from elastic_ckpt.engines.experts import expert_fqns, stacked_experts
 from elastic_ckpt.engines.optimizers import StateSchema, Stepped, dtype_name
+from elastic_ckpt.errors import UnsupportedError
 
 #: Executes (part of) a plan: reads into one tensor per slot.
 ReadPart = Callable[[ReadPlan, Sequence[torch.Tensor]], None]
@@ -62,7 +65,7 @@ class EngineAdapter(ABC):
     ) -> None:
         self._engine = engine
         self._experts = expert_fqns(engine)
-        self._fqns_of_experts = frozenset(self._experts.values())
+        self._stacked = stacked_experts(engine)
         #: FQNs; those of experts differ from the names in the module.
         self.param_names: Mapping[torch.nn.Parameter, str] = {
             param: self._experts.get(name, name) for param, name in engine.param_names.items()
@@ -82,7 +85,12 @@ class EngineAdapter(ABC):
         #: Persistent buffers by FQN.
         self.buffers = {self._experts.get(name, name): buffer for name, buffer in named_buffers if name in saved}
         owned = {id(param) for params in members for param in params}
-        self.frozen: dict[str, Any] = {n: param for param, n in self.param_names.items() if id(param) not in owned}
+        self.frozen: dict[str, Any] = {}
+        for param, name in self.param_names.items():
+            if id(param) not in owned:
+                self.frozen |= self._unstacked(name, param) if name in self._stacked else {name: param}
+        stacked = (part.name for param, name in self.param_names.items() for part in self._slices(name, param))
+        self._fqns_of_experts = frozenset(chain(self._experts.values(), stacked))
         # ZeRO-3 puts one master at a time into its param group, and now none
         self._positions = {id(p): at for group in self.base.param_groups for at, p in enumerate(group["params"])}
 
@@ -110,10 +118,8 @@ class EngineAdapter(ABC):
             states, scalars = self.schema.states(stepped), self.schema.scalars(stepped)
             dtype, replicated = dtype_name(stepped.master), self.replicated and self._can_send(stepped.master, *names)
             flats.append(FlatPartition(index, stepped.group, stepped.numel, dtype, names, replicated, states, scalars))
-            shapes = [tuple(getattr(param, "ds_shape", param.shape)) for param in params]
-            fragments += [
-                Fragment(names[p.index], shapes[p.index], p.range, index, p.flat_offset) for p in self.placements(index)
-            ]
+            for placement in self.placements(index):
+                fragments += self._fragments(params[placement.index], placement, index)
         return LocalState(
             zero_stage=self.zero_stage,
             optimizer=self.schema.optimizer,
@@ -134,6 +140,7 @@ class EngineAdapter(ABC):
                 dist.get_world_size(group=self.dp_group),
                 dist.get_rank(group=self.dp_group),
                 self._experts,
+                self._stacked,
             ),
         )
 
@@ -158,7 +165,38 @@ class EngineAdapter(ABC):
         return in_all and tensor.is_contiguous() and can_broadcast(tensor.device.type, self.dp_group)
 
     def _names_of(self, params: Iterable[torch.nn.Parameter]) -> tuple[str, ...]:
-        return tuple(self.param_names[param] for param in params)
+        names: list[str] = []
+        for param in params:
+            name = self.param_names[param]
+            names += [part.name for part in self._slices(name, param)] if name in self._stacked else [name]
+        return tuple(names)
+
+    def _slices(self, name: str, param: Any) -> Iterator[ExpertSlice]:
+        """The experts' slices of a stacked parameter; none of any other."""
+        return slices(name, getattr(param, "ds_shape", param.shape), self._stacked.get(name, ()))
+
+    def _unstacked(self, name: str, param: Any) -> dict[str, Any]:
+        """The slices of a stacked parameter that is frozen, by FQN."""
+        if self.zero_stage == 3:
+            raise UnsupportedError(
+                "frozen experts of AutoEP are not supported in ZeRO-3, whose checkpoints lack them",
+                parameter=name,
+                expected="experts that train, or ZeRO-0, 1 or 2",
+                found="stacked experts without gradients",
+            )
+        return {part.name: param[number] for number, part in enumerate(self._slices(name, param))}
+
+    def _fragments(self, param: Any, placement: Placement, flat: int) -> Iterator[Fragment]:
+        """What a placement of a parameter holds: of stacked experts, a fragment of each."""
+        name, start = self.param_names[param], placement.range.start
+        if name not in self._stacked:
+            shape = tuple(getattr(param, "ds_shape", param.shape))
+            yield Fragment(name, shape, placement.range, flat, placement.flat_offset)
+        for part in self._slices(name, param):
+            mine = part.range.intersect(placement.range)
+            if mine is not None:
+                own = FlatRange(mine.start - part.range.start, mine.stop - part.range.start)
+                yield Fragment(part.name, part.shape, own, flat, placement.flat_offset + mine.start - start)
 
     def _hyperparameters(self, number: int) -> dict[str, Any]:
         """Hyperparameters of one live group, with torch's flag for the kind of weight decay."""

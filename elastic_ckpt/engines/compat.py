@@ -45,11 +45,12 @@ def flat_master_numels(engine: Any) -> list[int] | None:
 
 
 def partition_group(engine: Any) -> Any:
-    """The process group over which ZeRO-3 partitions an engine's parameters.
+    """The process group over which ZeRO-3 partitions an engine's parameters, experts of AutoEP apart.
 
     With a device mesh for sequence parallelism it spans all ranks, unlike ``optimizer.dp_process_group``.
     """
-    return next((param.ds_process_group for param in engine.param_names), engine.seq_data_parallel_group)
+    dense = (param.ds_process_group for param in engine.param_names if not hasattr(param, "ds_autoep_uc_meta"))
+    return next(dense, engine.seq_data_parallel_group)
 
 
 def dp_group_of(engine: Any) -> Any:

@@ -23,6 +23,7 @@ from deepspeed.utils.bwc import (
 )
 
 from elastic_ckpt.core.declared import split_of_affine
+from elastic_ckpt.core.experts import slices
 from elastic_ckpt.core.local_state import LiveLayout, ModelLayout, RankCoordinates, SequenceParallel
 from elastic_ckpt.core.strided import TPLayout
 from elastic_ckpt.core.tp_rules import CannotSplit
@@ -34,19 +35,27 @@ from elastic_ckpt.errors import UnsupportedError
 _MOST_COMPARED = 1 << 16
 
 
-def model_of(engine: Any, dp: int, dp_rank: int, fqns: Mapping[str, str]) -> ModelLayout:
+def model_of(
+    engine: Any, dp: int, dp_rank: int, fqns: Mapping[str, str], stacked: Mapping[str, tuple[int, ...]]
+) -> ModelLayout:
     """The live model as far as this rank knows it, with its own shapes only.
 
     Args:
         engine: the live engine.
         dp, dp_rank: ranks that ZeRO partitions over, and this rank among them.
         fqns: name in the module -> FQN, where they differ.
+        stacked: stacked parameter -> the experts in it.
 
     Raises:
         UnsupportedError: pipeline parallelism other than DeepSpeed's.
     """
     coordinates = _coordinates_of(engine, dp, dp_rank)
     layouts, ties = _layouts_of(engine, with_values=coordinates.tp > 1), _ties_of(engine)
+    for name, experts in stacked.items():
+        layout = layouts.pop(name)
+        layouts |= {
+            part.name: replace(layout, shapes=(part.shape,)) for part in slices(name, layout.shapes[0], experts)
+        }
     return ModelLayout(
         coordinates,
         {fqns.get(name, name): layout for name, layout in layouts.items()},

@@ -10,6 +10,7 @@ from deepspeed.moe.layer import MoE
 from deepspeed.utils import groups
 
 from elastic_ckpt.core.experts import ExpertName
+from elastic_ckpt.errors import UnsupportedError
 
 
 def expert_fqns(engine: Any) -> Mapping[str, str]:
@@ -28,14 +29,30 @@ def expert_fqns(engine: Any) -> Mapping[str, str]:
     return fqns
 
 
+def stacked_experts(engine: Any) -> Mapping[str, tuple[int, ...]]:
+    """Stacked parameter of AutoEP -> the numbers of the experts in it, in order (``AutoEPMoELayer``)."""
+    if not engine.has_moe_layers:
+        return {}
+    records = ((name, getattr(param, "ds_autoep_uc_meta", None)) for param, name in engine.param_names.items())
+    found = {name: tuple(record["local_experts"]) for name, record in records if record}
+    if not found and not any(isinstance(module, MoE) for module in engine.module.modules()):
+        raise UnsupportedError(
+            "AutoEP of this version of DeepSpeed does not record which rank holds which experts",
+            expected="DeepSpeed 0.19.8 or later",
+            found="stacked experts without a record of their placement",
+        )
+    if found and engine.mp_world_size > 1:
+        raise UnsupportedError(
+            "AutoEP together with AutoTP is not supported yet",
+            expected="experts that are whole on a rank",
+            found=f"tensor-parallel degree {engine.mp_world_size}",
+        )
+    return found
+
+
 def expert_parallel(engine: Any) -> tuple[int, int]:
     """The largest expert-parallel degree of a live engine, and this rank's expert-parallel rank."""
     if not engine.has_moe_layers:
         return 1, 0
     largest = groups._get_max_expert_size_name()
     return groups._get_expert_parallel_world_size(largest), groups._get_expert_parallel_rank(largest)
-
-
-def has_autoep(engine: Any) -> bool:
-    """Whether AutoEP has replaced layers of the model (since DeepSpeed 0.19)."""
-    return engine.has_moe_layers and not any(isinstance(module, MoE) for module in engine.module.modules())

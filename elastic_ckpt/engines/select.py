@@ -18,7 +18,6 @@ from elastic_ckpt.core.training_state import ONE_BIT_OPTIMIZERS, Features
 from elastic_ckpt.engines.adapter import EngineAdapter
 from elastic_ckpt.engines.bitsandbytes import BitsAndBytesSchema, is_bitsandbytes
 from elastic_ckpt.engines.compat import base_optimizer, has_optimizer
-from elastic_ckpt.engines.experts import has_autoep
 from elastic_ckpt.engines.optimizers import KNOWN, StateSchema, class_name
 from elastic_ckpt.engines.zero012 import UnpartitionedAdapter, Zero12Adapter
 from elastic_ckpt.engines.zero3 import Zero3Adapter, Zero3NvmeAdapter
@@ -39,7 +38,6 @@ def live_features(engine: Any) -> Features:
         expert_groups=tuple(sorted({str(group.get("name")) for group in groups if group.get("moe")})),
         one_bit=type(base).__name__.lower() in ONE_BIT_OPTIMIZERS,
         mics=engine.seq_dp_world_size if mics else 0,
-        autoep=has_autoep(engine),
     )
 
 

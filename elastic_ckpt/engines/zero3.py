@@ -75,7 +75,7 @@ class Zero3Adapter(EngineAdapter):
         """This rank's placements in consecutive parameters; their partitions include padding."""
         numels = [math.prod(param.ds_shape) for param in params]
         steps = [int(param.ds_tensor.ds_numel) for param in params]
-        return placements(parameter_rules(numels, steps), dist.get_rank(group=self.dp_group))
+        return placements(parameter_rules(numels, steps), dist.get_rank(group=params[0].ds_process_group))
 
     def whole_frozen(self, name: str, param: Any) -> WholeTensor:
         if hasattr(param.ds_tensor, "ds_quant_scale"):
@@ -131,13 +131,13 @@ class Zero3Adapter(EngineAdapter):
 
 
 def _gathering_buckets(params: Sequence[Any]) -> Iterator[list[Any]]:
-    """Parameters that a common collective returns unchanged, by dtype."""
-    by_dtype: dict[torch.dtype, list[Any]] = {}
+    """Parameters that a common collective returns unchanged, by dtype and process group."""
+    together: dict[tuple[torch.dtype, int], list[Any]] = {}
     for param in params:
         # torch_autocast's would be rounded to their communication dtype, and empty ones cannot travel together
         if not (hasattr(param.ds_tensor, "ds_quant_scale") or has_comm_dtype(param) or not param.ds_numel):
-            by_dtype.setdefault(param.ds_tensor.dtype, []).append(param)
-    for dtype, same in by_dtype.items():
+            together.setdefault((param.ds_tensor.dtype, id(param.ds_process_group)), []).append(param)
+    for (dtype, _), same in together.items():
         yield from in_buckets(same, [param.ds_numel * dtype.itemsize for param in same])
 
 

@@ -252,8 +252,9 @@ def _check_belong_together(models: list[ModelShard], optimizers: list[OptimizerS
     model_states.check_same_save(models)
     of_experts = {number for number, group in enumerate(optimizers[0].groups) if group.get("moe")}
     for number, count in enumerate(optimizers[0].partition_count or (len(optimizers),)):
+        group = optimizers[0].flat_groups[number] if number < len(optimizers[0].flat_groups) else number
         # fewer ranks divide a group of experts, those that hold the same
-        if number not in of_experts or not count or len(optimizers) % count:
+        if group not in of_experts or not count or len(optimizers) % count:
             _check_count(optimizers, count, "partition_count of the optimizer-states files")
     _check_count(optimizers, int(models[0].counters["dp_world_size"]), f"dp_world_size in {models[0].path}")
     if optimizers[0].zero_stage == 3:

@@ -1,4 +1,4 @@
-"""DeepSpeed's ``MoE`` layers: the files of their experts, and which ranks divide which experts among them.
+"""Mixtures of experts, of DeepSpeed's ``MoE`` layers and of AutoEP: their files, and which ranks divide which experts.
 
 Each expert has a file with its weights, ``layer_L_expert_E_mp_rank_00_model_states.pt``, L counting ``MoE`` layers. At
 ZeRO-1 and 2 its masters and states are in the optimizer-states files of the ranks that hold it, by the names in their
@@ -8,15 +8,17 @@ module. Source: ``DeepSpeedEngine._save_moe_checkpoint`` (engine.py).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import ClassVar
 
-from elastic_ckpt.core.experts import ExpertName, expert_name, numbers_of_experts
+from elastic_ckpt.core.chunks import PartitionRule
+from elastic_ckpt.core.experts import expert_name, numbers_of_experts, slice_rules, slices, stacked_name
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, CheckpointMetadata, SourceFile
-from elastic_ckpt.core.state_kinds import StateOptions
-from elastic_ckpt.errors import LayoutError
+from elastic_ckpt.core.state_kinds import TOUCHED, WHOLE, StateOptions
+from elastic_ckpt.errors import LayoutError, UnsupportedError, listed
 from elastic_ckpt.formats.base import Found
+from elastic_ckpt.formats.classify import SavedKind
 from elastic_ckpt.formats.metadata_builder import Shapes, dense_tensor
 from elastic_ckpt.formats.model_states import ModelShard, UnpartitionedState, index_unpartitioned
 from elastic_ckpt.formats.pickled import PickledFile
@@ -37,24 +39,24 @@ class ExpertShard(SourceFile):
     weights: Mapping[str, TensorRef]
 
     @property
-    def name(self) -> ExpertName:
-        """The name of one of its tensors."""
-        parts = expert_name(next(iter(self.weights)))
-        assert parts is not None
-        return parts
+    def path_of_layer(self) -> str:
+        """Where its layer is in the model."""
+        name = next(iter(self.weights))
+        parts = expert_name(name)
+        return stacked_name(name).rpartition(".")[0] if parts is None else parts.layer
 
 
 def index_expert(file: PickledFile, layer: int, expert: int) -> ExpertShard:
     """Read one expert's file; :class:`LayoutError` if it has anything but that expert's tensors."""
     weights = {str(name): ref for name, ref in file.tree.items() if isinstance(ref, TensorRef)}
-    numbers = numbers_of_experts(weights)
-    others = [name for name in weights if expert_name(name) is None]
-    if others or list(numbers.values()) != [{expert}]:
+    found = {name: expert_name(name) for name in weights}
+    others = [name for name, e in found.items() if (e.number != expert if e else not name.endswith(f".{expert}"))]
+    if others or not weights:
         raise LayoutError(
             "this file does not have the weights of the expert that its name says",
             file=file.path,
             expected=f"tensors of expert {expert} of one layer",
-            found=f"{others[:3] or {layer: sorted(found) for layer, found in numbers.items()} or 'no tensors'}",
+            found=listed(others) if others else "no tensors",
             remedy=_REMEDY,
         )
     return ExpertShard(file.path, file.nbytes, layer, expert, weights, records=file.records)
@@ -82,8 +84,53 @@ def index_expert_optimizer(file: PickledFile, ep_rank: int, options: StateOption
     return ExpertOptimizer(file.path, file.nbytes, ep_rank, state, records=file.records)
 
 
-def divisions(model: ModelShard, shards: Sequence[OptimizerShard], flat: int) -> Iterator[tuple[Shapes, range]]:
-    """Parameters of a flat tensor, by FQN, and the data-parallel ranks that divide it among them.
+@dataclass(frozen=True)
+class Division:
+    """Parameters of a flat tensor, and the data-parallel ranks that divide it among them.
+
+    Attributes:
+        shapes: FQNs and shapes in flat order.
+        ranks: data-parallel ranks.
+        stacked: of stacked parameters, the experts that these ranks hold.
+    """
+
+    shapes: Shapes
+    ranks: range
+    stacked: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def unstacked(
+        self, rules: list[PartitionRule], kinds: Mapping[str, SavedKind]
+    ) -> tuple[Shapes, list[PartitionRule]]:
+        """Shapes and rules with the slices of stacked parameters instead of these.
+
+        Raises :class:`UnsupportedError` for states that are neither elementwise nor the same for all.
+        """
+        if not self.stacked:
+            return self.shapes, rules
+        for key, kind in kinds.items():
+            if kind.kind in (TOUCHED, WHOLE):
+                raise cannot_slice(key, next(iter(self.stacked)))
+        shapes: list[tuple[str, tuple[int, ...]]] = []
+        found: list[PartitionRule] = []
+        for (name, shape), rule in zip(self.shapes, rules, strict=True):
+            parts = list(slices(name, shape, self.stacked.get(name, ())))
+            shapes += [(part.name, part.shape) for part in parts] or [(name, shape)]
+            found += slice_rules(rule, parts) or [rule]
+        return shapes, found
+
+
+def cannot_slice(key: str, name: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"optimizer state {key!r} is kept for stacked experts as a whole, and cannot be divided among them",
+        parameter=name,
+        expected="states with one value for each element",
+        found=key,
+        remedy="load_optimizer_states=False, or load at the topology it was saved with",
+    )
+
+
+def divisions(model: ModelShard, shards: Sequence[OptimizerShard], flat: int) -> Iterator[Division]:
+    """How ranks divide a flat tensor among them.
 
     All ranks divide a tensor of dense parameters. The ranks of one expert-parallel rank divide one of its experts; the
     model-states file, which rank 0 wrote, has the names of expert-parallel rank 0.
@@ -91,15 +138,18 @@ def divisions(model: ModelShard, shards: Sequence[OptimizerShard], flat: int) ->
     shapes, dp = model.param_shapes[flat], len(shards)
     partitions = partitions_of(shards, flat)
     ep = dp // partitions
-    if ep == 1:
-        yield shapes, range(dp)
+    has_stacked = any(name in model.stacked for name, _ in shapes)
+    if ep == 1 and not has_stacked:
+        yield Division(shapes, range(dp))
         return
     local = _experts_of_a_rank(model)
     for ep_rank in range(ep):
         first = ep_rank * partitions
         ranks = range(first, first + partitions) if model.data_before_experts else range(ep_rank, dp, ep)
         parts = ((expert_name(name), name, shape) for name, shape in shapes)
-        yield [(name if e is None else str(e.on(ep_rank, local[e.layer])), shape) for e, name, shape in parts], ranks
+        named = [(name if e is None else str(e.on(ep_rank, local[e.layer])), shape) for e, name, shape in parts]
+        stacked = {name: model.stacked[name][ep_rank] for name, _ in shapes if name in model.stacked}
+        yield Division(named, ranks, stacked)
 
 
 def partitions_of(shards: Sequence[OptimizerShard], flat: int) -> int:
@@ -122,7 +172,8 @@ def check_experts(
     ``experts`` are in the order of layers.
     """
     counts = model.features.experts
-    expected = {(layer, expert) for layer, count in enumerate(counts) for expert in range(count)}
+    without_files = model.stacked and shards and shards[0].zero_stage == 3  # AutoEP has them in the shards alone
+    expected = {(layer, expert) for layer, count in enumerate(counts) for expert in range(count) if not without_files}
     present = {(each.layer, each.expert): each for each in experts}
     for layer, expert in sorted(expected ^ present.keys()):
         name = f"layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt"
@@ -135,13 +186,13 @@ def check_experts(
         )
     names: dict[int, str] = {}
     for each in experts:
-        if names.setdefault(each.layer, each.name.layer) != each.name.layer:
+        if names.setdefault(each.layer, each.path_of_layer) != each.path_of_layer:
             raise LayoutError(
                 "files of one layer's experts name different layers: files of two saves are mixed",
-                parameter=str(each.name),
+                parameter=next(iter(each.weights)),
                 file=each.path,
                 expected=f"experts of {names[each.layer]}",
-                found=each.name.layer,
+                found=each.path_of_layer,
                 remedy=_REMEDY,
             )
     degrees = {
@@ -150,6 +201,18 @@ def check_experts(
         for e in filter(None, (expert_name(name) for name, _ in shapes))
     }
     local = _experts_of_a_rank(model)
+    for flat, shapes in enumerate(model.param_shapes):
+        ep = len(shards) // partitions_of(shards, flat)
+        for name, placed in ((name, model.stacked[name]) for name, _ in shapes if name in model.stacked):
+            if len(placed) != ep:
+                raise LayoutError(
+                    "experts of AutoEP are not placed as their optimizer states are divided",
+                    parameter=name,
+                    file=model.path,
+                    expected=f"{ep} expert-parallel ranks, from the optimizer-states files",
+                    found=f"experts on {len(placed)} ranks",
+                    remedy=_REMEDY,
+                )
     for number, path in names.items():
         if path in local and local[path] * degrees[path] != counts[number]:
             raise LayoutError(
@@ -173,7 +236,7 @@ def with_experts(metadata: CheckpointMetadata, experts: Sequence[ExpertShard], m
             files.append(SourceFile(each.path, each.nbytes, records=each.records))
         for name, ref in each.weights.items():
             parts = expert_name(name)
-            if parts is not None and name not in metadata.parameters and ref.is_contiguous:
-                key = BUFFER if (parts.layer, parts.rest) in buffers else FROZEN
+            if name not in metadata.parameters and ref.is_contiguous:
+                key = BUFFER if parts is not None and (parts.layer, parts.rest) in buffers else FROZEN
                 tensors[name, key] = dense_tensor(name, key, ref, file)
     return replace(metadata, tensors=tensors, files=tuple(files))

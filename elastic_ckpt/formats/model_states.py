@@ -89,6 +89,7 @@ class ModelShard(SourceFile):
         alignment: multiple that ZeRO-3's partitions were padded to, in elements (``"align_partitions"``); 1: none.
         optimizer: the optimizer's state if it was not partitioned (ZeRO stage 0).
         features: what only DeepSpeed's own loader restores.
+        stacked: parameter in which AutoEP stacks experts -> the experts on each expert-parallel rank.
         data_before_experts: whether ranks with the same experts are adjacent.
         stated, declared: what it states about parallel degrees and tensor-parallel shards.
     """
@@ -113,6 +114,7 @@ class ModelShard(SourceFile):
     buffer_names: tuple[str, ...] = ()
     stated: StatedDegrees = field(default_factory=StatedDegrees)
     declared: Declared = field(default_factory=Declared)
+    stacked: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     data_before_experts: bool = False
     run: Mapping[str, Any] = field(default_factory=dict)
 
@@ -152,9 +154,33 @@ def index_model_states(file: PickledFile, dp_rank: int, options: StateOptions = 
         buffer_names=tuple(map(str, file.section("buffer_names"))),
         stated=stated_degrees(tree, saved_config(file) or {}, run),
         declared=declared_by(tree.get("universal_checkpoint_info")),
+        stacked=_stacked_experts(file),
         data_before_experts=bool((saved_config(file) or {}).get("use_data_before_expert_parallelism")),
         run=run,
     )
+
+
+def _stacked_experts(file: PickledFile) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """Where AutoEP's stacked experts are; :class:`LayoutError` unless each expert is on one expert-parallel rank."""
+    found: dict[str, tuple[tuple[int, ...], ...]] = {}
+    for layer in file.tree.get("ds_autoep_layers") or file.tree.get("autoep_layers") or ():
+        local, ep = int(layer["num_local_experts"]), int(layer["ep_size"])
+        placed = tuple(tuple(range(rank * local, (rank + 1) * local)) for rank in range(ep))
+        if layer.get("expert_placement"):
+            ranks = sorted(layer["expert_placement"]["ranks"], key=lambda each: each["rank"])
+            placed = tuple(tuple(map(int, each["experts"])) for each in ranks)
+        experts = sorted(chain.from_iterable(placed))
+        if experts != list(range(int(layer["num_experts"]))) or len({*map(len, placed)}) > 1:
+            raise LayoutError(
+                "experts of AutoEP are not placed on one expert-parallel rank each, in equal numbers",
+                parameter=f"{layer['expert_key_prefix']}.*",
+                file=file.path,
+                expected=f"{layer['num_experts']} experts on {ep} ranks",
+                found=str(placed)[:200],
+                remedy="load it with DeepSpeed at the topology it was saved with",
+            )
+        found |= {f"{layer['expert_key_prefix']}.{weight}": placed for weight in ("w1", "w2", "w3")}
+    return found
 
 
 def of_same_tree(known: ModelShard, file: PickledFile, dp_rank: int) -> ModelShard:

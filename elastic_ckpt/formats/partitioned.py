@@ -27,8 +27,8 @@ from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.base import Found
 from elastic_ckpt.formats.classify import RankStates
-from elastic_ckpt.formats.experts import divisions
-from elastic_ckpt.formats.metadata_builder import MetadataBuilder, Shapes, module_tensors
+from elastic_ckpt.formats.experts import Division, divisions
+from elastic_ckpt.formats.metadata_builder import MetadataBuilder, module_tensors
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.saved_states import sort_states
@@ -64,8 +64,8 @@ def partitioned_metadata(
     states = ((shard.path, flat.states) for shard in optimizers for flat in shard.flats)
     builder = MetadataBuilder(found, files, options, states)
     for number in range(len(models[0].param_shapes)):
-        for shapes, ranks in divisions(models[0], optimizers, number):
-            _add_flat(builder, models, optimizers, number, shapes, ranks)
+        for division in divisions(models[0], optimizers, number):
+            _add_flat(builder, models, optimizers, number, division)
     of_module, notes = module_tensors(models, own or 0, builder.parameters)
     builder.tensors |= of_module
     builder.notes += notes
@@ -79,11 +79,11 @@ def _add_flat(
     models: Sequence[ModelShard],
     optimizers: Sequence[OptimizerShard],
     number: int,
-    shapes: Shapes,
-    ranks: range,
+    division: Division,
 ) -> None:
     """Add one flat tensor, a param group of ZeRO-1/2 or a sub-group of ZeRO-3, as some ranks divide it."""
-    shards, before = [optimizers[rank] for rank in ranks], len(models)
+    ranks, before = division.ranks, len(models)
+    shards = [optimizers[rank] for rank in ranks]
     first, flats = shards[0], [shard.flats[number] for shard in shards]
     rules = (rules_zero3 if first.zero_stage == 3 else rules_zero12)(models[0], shards, number)
     saved = [
@@ -92,6 +92,7 @@ def _add_flat(
     ]
     kinds = builder.classify(saved, [flat.states for flat in flats])
     group, files = first.flat_groups[number], range(before + ranks.start, before + ranks.stop, ranks.step)
+    shapes, rules = division.unstacked(rules, kinds)
     builder.add_flat(shapes, rules, group, first.groups[group] if first.groups else {}, flats, files, kinds)
 
 
@@ -229,17 +230,8 @@ def refuse_legacy(shards: Sequence[LegacyShard], with_states: bool) -> None:
 def index_zero3(file: PickledFile, dp_rank: int, options: StateOptions) -> OptimizerShard:
     """Read one ZeRO-3 optimizer-states file.
 
-    Raises:
-        UnsupportedError: partitioned over groups smaller than the data-parallel one (mixture of experts).
-        DamagedError: entries are missing or of another kind.
+    Raises :class:`DamagedError` if entries are missing or of another kind.
     """
-    state = file.section("optimizer_state_dict")
-    if state.get("ds_zero_partition_groups"):
-        raise UnsupportedError(
-            "this checkpoint's parameters are partitioned over several process groups (AutoEP)",
-            file=file.path,
-            remedy="resume it at the topology it was saved with",
-        )
     masters = file.section("optimizer_state_dict", "fp32_flat_groups")
     base = file.section("optimizer_state_dict", "optimizer_state_dict")
     flat_groups = [-1] * len(masters)

@@ -71,7 +71,6 @@ def features_in(file: PickledFile) -> Features:
         expert_groups=tuple(sorted({str(group.get("name")) for group in base_groups(file) if group.get("moe")})),
         one_bit=optimizer in ONE_BIT_OPTIMIZERS or any(_ONE_BIT_STATES & each for each in keys),
         mics=max(mics, 0) if isinstance(mics, int) else 0,
-        autoep=bool(tree.get("ds_autoep_layers") or tree.get("autoep_layers")),
     )
 
 

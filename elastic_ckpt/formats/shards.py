@@ -63,7 +63,7 @@ class OptimizerShard(SourceFile):
 
     Attributes:
         dp_rank, flats: whose partitions it has, and the partitions.
-        partition_count: number of partitions of each group.
+        partition_count: number of partitions of each flat tensor; a single one where all are equal.
         zero_stage, ds_version: of the run that saved it.
         groups, flat_groups: hyperparameters per param group, and the param group of each flat partition.
         loss_scaler, loss_scale: DeepSpeed's scaler object, and its current scale, compared across files.
@@ -94,7 +94,8 @@ def build_shard(
     state = file.section("optimizer_state_dict")
     scaler, counts = state.get("loss_scaler"), state.get("partition_count")
     if counts is not None and not isinstance(counts, (list, tuple)):
-        counts = [counts]
+        by_flat = state.get("ds_zero_partition_groups")  # ZeRO-3 with experts of AutoEP
+        counts = [each["partition_count"] for each in by_flat] if by_flat else [counts]
     return OptimizerShard(
         path=file.path,
         nbytes=file.nbytes,

@@ -9,11 +9,12 @@ the weights, their values are compared too (:mod:`elastic_ckpt.formats.same_save
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from elastic_ckpt.core.chunks import group_rules
+from elastic_ckpt.core.experts import slices
 from elastic_ckpt.core.flat_ranges import group_offsets
 from elastic_ckpt.core.fqn import rename
 from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata
@@ -21,6 +22,7 @@ from elastic_ckpt.core.state_kinds import ELEMENTWISE, WHOLE
 from elastic_ckpt.errors import MismatchError, listed
 from elastic_ckpt.formats.base import Found, MetadataOptions
 from elastic_ckpt.formats.classify import ELEMENTWISE_NAMES, RankStates
+from elastic_ckpt.formats.experts import cannot_slice
 from elastic_ckpt.formats.metadata_builder import MetadataBuilder, Shape, module_tensors, refuse_view
 from elastic_ckpt.formats.model_states import FUSED, PLAIN, ModelShard, UnpartitionedState, saved_shape
 from elastic_ckpt.formats.saved_states import StatesOfOne
@@ -60,7 +62,7 @@ def add_unpartitioned(
         for trained, flat in _flats(model, state, group, members):
             _add_flat(builder, model, state, group, trained, flat, file)
         if state.kind == PLAIN and _is_fused_adam(state.groups[group]):
-            _use_last_step(builder, [name for name in members if name is not None])
+            _use_last_step(builder, [name for name, _ in shapes_of(model, filter(None, members))])
 
 
 def weights_alone(found: Found, model: ModelShard) -> CheckpointMetadata:
@@ -94,8 +96,8 @@ def _add_flat(
     flat: FlatShard,
     file: int,
 ) -> None:
-    shapes = [(name, model.weights[name].shape) for name in names]
-    saved_shape = flat.master.shape if state.kind == FUSED else shapes[0][1]
+    shapes = list(shapes_of(model, names))
+    saved_shape = flat.master.shape if state.kind == FUSED else model.weights[names[0]].shape
     states = _without_points(flat.states) if saved_shape == () else flat.states
     flat = replace(flat, states=states)
     flattened = {key: replace(ref, shape=_flattened(ref.shape, saved_shape)) for key, ref in states.tensors.items()}
@@ -104,9 +106,22 @@ def _add_flat(
     for key, ref in {MASTER: flat.master, **states.tensors}.items():
         if key == MASTER or (key in kinds and kinds[key].kind in (ELEMENTWISE, WHOLE)):
             refuse_view(names[0], f"{key} of this parameter", ref, model.path)
+    whole = next((key for key, kind in kinds.items() if kind.kind == WHOLE), None)
+    if whole is not None and names[0] in model.stacked:
+        raise cannot_slice(whole, names[0])
     numels = [math.prod(shape) for _, shape in shapes]
     rules = group_rules(numels, group_offsets(numels), max(sum(numels), 1))
     builder.add_flat(shapes, rules, group, state.groups[group], [flat], range(file, file + 1), kinds)
+
+
+def shapes_of(model: ModelShard, names: Iterable[str]) -> Iterator[tuple[str, Shape]]:
+    """FQNs and shapes of parameters; of one with stacked experts, those of its slices."""
+    for name in names:
+        shape, experts = model.weights[name].shape, model.stacked.get(name)
+        if experts is None:
+            yield name, shape
+        else:
+            yield from ((part.name, part.shape) for part in slices(name, shape, experts[0]))
 
 
 def _without_points(states: StatesOfOne) -> StatesOfOne:

@@ -6,18 +6,18 @@ number. Weights are in the model-states file and in the files of experts. Source
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import chain, groupby
 
-from elastic_ckpt.core.experts import ExpertName, expert_name
+from elastic_ckpt.core.experts import ExpertName, expert_name, stacked_name
 from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata
 from elastic_ckpt.errors import LayoutError, UnsupportedError
 from elastic_ckpt.formats.base import Found, MetadataOptions, refuse_other_saves
 from elastic_ckpt.formats.experts import ExpertOptimizer, ExpertShard
 from elastic_ckpt.formats.metadata_builder import MetadataBuilder, dense_tensor, module_tensors
 from elastic_ckpt.formats.model_states import PLAIN, ModelShard
-from elastic_ckpt.formats.zero0 import add_unpartitioned, member_names
+from elastic_ckpt.formats.zero0 import add_unpartitioned, member_names, shapes_of
 
 
 def unpartitioned_experts(
@@ -35,22 +35,17 @@ def unpartitioned_experts(
     ep = _degree(found, optimizers)
     states = ((each.path, states) for each in optimizers for states in each.state.states.values())
     builder = MetadataBuilder(found, [model, *optimizers, *experts], options.states, states)
-    local = {each.name.layer: model.features.experts[each.layer] // ep for each in experts}
+    local = {each.path_of_layer: model.features.experts[each.layer] // ep for each in experts}
     for each in optimizers:
-        weights, files = dict(model.weights), dict.fromkeys(model.weights, 0)
-        for file, expert in enumerate(experts, 1 + ep):
-            if expert.expert // local[expert.name.layer] == each.ep_rank:
-                weights |= expert.weights
-                files |= dict.fromkeys(expert.weights, file)
-        shard = replace(model, weights=weights, optimizer=each.state)
-        live = tuple(_on_rank(names, each.ep_rank, local) for names in options.live_groups)
+        shard, files = _on_rank(model, experts, each, local, first_file=1 + ep)
+        live = tuple(_named_on_rank(names, each.ep_rank, local, shard.stacked) for names in options.live_groups)
         names, notes = member_names(shard, each.state, replace(options, live_groups=live))
         if each.ep_rank:  # dense parameters are in each of these files
-            names = [[None if name is None or expert_name(name) is None else name for name in group] for group in names]
+            names = [[name if name and _is_expert(name, shard) else None for name in group] for group in names]
         add_unpartitioned(builder, shard, each.state, names, 1 + each.ep_rank)
         if each.state.kind == PLAIN:  # the weights are the masters
-            for name in (name for group in names for name in group if name is not None):
-                builder.tensors[name, MASTER] = dense_tensor(name, MASTER, weights[name], files[name])
+            for name, _ in shapes_of(shard, filter(None, chain.from_iterable(names))):
+                builder.tensors[name, MASTER] = dense_tensor(name, MASTER, shard.weights[name], files[name])
         builder.notes += [note for note in notes if note not in builder.notes]
     builder.tensors |= module_tensors([model], 0, builder.parameters)[0]
     return builder.build(model, 0, optimizers[0].state.groups, frozen_recorded=model.frozen_recorded)
@@ -85,12 +80,39 @@ def _degree_of(group: Mapping[str, object]) -> int:
     return int(number) if number.isdecimal() else 0
 
 
-def _on_rank(names: Sequence[str], ep_rank: int, local: Mapping[str, int]) -> tuple[str, ...]:
+def _on_rank(
+    model: ModelShard, experts: Sequence[ExpertShard], of: ExpertOptimizer, local: Mapping[str, int], first_file: int
+) -> tuple[ModelShard, dict[str, int]]:
+    """The model with the weights of one expert-parallel rank's experts, and the file of each weight.
+
+    Stacked parameters have no weights of their own, only a shape.
+    """
+    weights, files = dict(model.weights), dict.fromkeys(model.weights, 0)
+    stacked = {name: (placed[of.ep_rank],) for name, placed in model.stacked.items()}
+    for file, each in enumerate(experts, first_file):
+        placed = next((mine for name, (mine,) in stacked.items() if name.startswith(f"{each.path_of_layer}.")), None)
+        is_mine = each.expert // local[each.path_of_layer] == of.ep_rank if placed is None else each.expert in placed
+        if is_mine:
+            weights |= each.weights
+            files |= dict.fromkeys(each.weights, file)
+    for name, (mine,) in stacked.items():
+        part = weights[f"{name}.{mine[0]}"]
+        weights[name] = replace(part, shape=(len(mine), *part.shape), stride=(part.numel, *part.stride))
+    return replace(model, weights=weights, optimizer=of.state, stacked=stacked), files
+
+
+def _is_expert(name: str, model: ModelShard) -> bool:
+    return name in model.stacked or expert_name(name) is not None
+
+
+def _named_on_rank(
+    names: Sequence[str], ep_rank: int, local: Mapping[str, int], stacked: Collection[str]
+) -> tuple[str, ...]:
     """The names of a param group on another expert-parallel rank, with so many experts of each layer."""
     found: list[str] = []
     for layer, run in groupby(names, key=lambda name: getattr(expert_name(name), "layer", None)):
         if layer is None or layer not in local:
-            found += run
+            found += dict.fromkeys(stacked_name(name) if stacked_name(name) in stacked else name for name in run)
             continue
         parts = [part for part in map(expert_name, run) if part is not None]
         rests = [part.rest for part in parts if part.number == parts[0].number]

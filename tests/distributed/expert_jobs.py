@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,6 +25,7 @@ from tests.distributed.jobs import CONTINUE_TO, SAVE_AT, truth_of
 from tests.distributed.model import GLOBAL_BATCH, PRECISIONS, VOCABULARY, batch, close
 
 WIDTH = 12
+_STACKED = re.compile(r".*\.experts\.w\d")
 _EXPERT = re.compile(r"(.*deepspeed_experts\.)(\d+)(\..*)")
 
 
@@ -38,6 +40,7 @@ class Experts:
         residual: whether layers have a dense branch too.
         data_first: ``use_data_before_expert_parallelism``.
         group_size: most elements in a param group of experts.
+        autoep: whether AutoEP makes the layers of experts, stacked, of a model without any.
     """
 
     world: int
@@ -48,13 +51,13 @@ class Experts:
     residual: bool = False
     data_first: bool = False
     group_size: int = 178956971
+    autoep: bool = False
 
     @property
     def name(self) -> str:
         """Of its folder."""
-        extra = (
-            "-residual" * self.residual + "-data" * self.data_first + f"-g{self.group_size}" * (self.group_size < 1e6)
-        )
+        extra = "-autoep" * self.autoep + "-residual" * self.residual + "-data" * self.data_first
+        extra += f"-g{self.group_size}" * (self.group_size < 1e6)
         numbers = "x".join(map(str, self.experts))
         return f"{self.precision}-z{self.stage}-n{self.world}-ep{self.ep}-e{numbers}{extra}"
 
@@ -98,9 +101,64 @@ class ExpertLM(nn.Module):
         return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten()) + extra
 
 
+class FusedExperts(nn.Module):
+    """All experts' weights in two tensors, as Hugging Face models have them."""
+
+    def __init__(self, number: int, generator: torch.Generator) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(number, 20, WIDTH, generator=generator) / 4)
+        self.down_proj = nn.Parameter(torch.randn(number, WIDTH, 10, generator=generator) / 4)
+
+
+class RoutedExperts(nn.Module):
+    """What AutoEP looks for in a model, and puts its own layer of experts in place of."""
+
+    def __init__(self, number: int, generator: torch.Generator) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, number, bias=False)
+        self.experts = FusedExperts(number, generator)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError("AutoEP replaces this module")
+
+
+class RoutedLM(ExpertLM):
+    """Its mixtures are left to ``expert_parallel`` in the DeepSpeed config."""
+
+    def _mixture(self, run: Experts, number: int) -> nn.Module:
+        return RoutedExperts(number, torch.Generator().manual_seed(torch.initial_seed() + number))
+
+    def _set_experts(self, run: Experts, seed: int) -> None:
+        pass
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.ticks += 1
+        hidden = self.embedding(tokens[:, :-1])
+        for mixture in self.mixtures:
+            mixed = mixture(hidden)
+            hidden = hidden + (mixed[0] if isinstance(mixed, tuple) else mixed)
+        logits = self.head(self.norm(hidden))
+        return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+AUTOEP = {
+    "enabled": True,
+    "moe_layer_pattern": r"mixtures\.\d+",
+    "router_pattern": "gate",
+    "expert_pattern": "experts",
+    "expert_w1": "gate_up_proj",
+    "expert_w2": "down_proj",
+    "expert_w3": None,
+    "top_k": 2,
+    "use_grouped_mm": False,
+}
+
+
 def build(run: Experts, seed: int = 7, config: dict[str, Any] | None = None) -> Any:
     """A live engine; experts form param groups of their own."""
     get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed does not believe it of a CPU
+    if run.autoep:
+        return build_autoep(run, seed)
     model = ExpertLM(run, seed)
     dense = {
         "params": [p for n, p in model.named_parameters() if "head" not in n],
@@ -123,6 +181,25 @@ def build(run: Experts, seed: int = 7, config: dict[str, Any] | None = None) -> 
             "use_data_before_expert_parallelism": run.data_first,
             **PRECISIONS[run.precision],
             **(config or {}),
+        },
+    )[0]
+
+
+def build_autoep(run: Experts, seed: int) -> Any:
+    """A live engine whose experts AutoEP stacks; DeepSpeed makes the optimizer, since it replaces parameters."""
+    model = RoutedLM(run, seed)
+    return deepspeed.initialize(
+        model=model,
+        model_parameters=list(model.parameters()),
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5),
+        config={
+            "train_batch_size": GLOBAL_BATCH,
+            "train_micro_batch_size_per_gpu": GLOBAL_BATCH // run.world,
+            "zero_optimization": {"stage": run.stage},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+            "zero_force_ds_cpu_optimizer": False,
+            "expert_parallel": AUTOEP | {"autoep_size": run.ep},
+            **PRECISIONS[run.precision],
         },
     )[0]
 
@@ -161,6 +238,15 @@ def gather(engine: Any, run: Experts, keys: list[str]) -> dict[str, Any]:
         local = next(count for prefix, count in counts.items() if name.startswith(prefix))
         return f"{match[1]}{ep_rank * local + int(match[2])}{match[3]}"
 
+    saved = engine.module.state_dict()
+    mine["buffers"] = {name: value for name, value in mine["buffers"].items() if name in saved}  # not AutoEP's counts
+    if run.autoep:
+        mine["masters"] = dict(unstacked(mine["masters"], run, ep_rank))
+        mine["weights"] = dict(unstacked(mine["weights"], run, ep_rank))
+        for key in keys:
+            states = {name: value for (name, other), value in mine["states"].items() if other == key}
+            mine["states"] |= {(name, key): value for name, value in unstacked(states, run, ep_rank)}
+        mine["states"] = {(n, key): v for (n, key), v in mine["states"].items() if not _STACKED.fullmatch(n)}
     kinds = {
         "masters": {in_job(name): value for name, value in mine["masters"].items()},
         "states": {(in_job(name), key): value for (name, key), value in mine["states"].items()},
@@ -176,6 +262,16 @@ def gather(engine: Any, run: Experts, keys: list[str]) -> dict[str, Any]:
     mine["scheduler"] = {k: set(v) if isinstance(v, list) else v for k, v in mine["scheduler"].items()}
     mine["groups"] = {group["name"].partition("_")[0]: group["weight_decay"] for group in mine["groups"]}
     return mine
+
+
+def unstacked(values: dict[str, torch.Tensor], run: Experts, ep_rank: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Stacked experts one by one, under a name that ends in their number among all."""
+    for name, value in values.items():
+        if _STACKED.fullmatch(name):
+            for number, part in enumerate(value):
+                yield f"{name}.{ep_rank * len(value) + number}", part.clone()
+        else:
+            yield name, value
 
 
 def save(arguments: dict[str, Any]) -> None:

@@ -20,6 +20,13 @@ SAVED = [
     Experts(4, 0, 4),
     Experts(2, 0, 2, "fp32", data_first=True),
 ]
+AUTOEP = [
+    Experts(4, 1, 2, autoep=True),
+    Experts(4, 3, 2, autoep=True),
+    Experts(2, 0, 2, "fp32", autoep=True),
+    Experts(4, 3, 4, "fp32", autoep=True),
+    Experts(2, 2, 1, autoep=True),
+]
 RESIDUAL = [Experts(4, 2, 2, "fp16", residual=True), Experts(2, 0, 1, "fp16", residual=True)]
 
 
@@ -30,7 +37,7 @@ def saved(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
         launch(
             world,
             "expert_jobs.save",
-            {"folder": str(folder), "runs": [run for run in SAVED + RESIDUAL if run.world == world]},
+            {"folder": str(folder), "runs": [run for run in SAVED + RESIDUAL + AUTOEP if run.world == world]},
         )
     return folder
 
@@ -107,3 +114,21 @@ def test_other_experts_than_the_models_are_named(experts: tuple[int, ...], saved
         print(text)
         assert refused.kinds[0] == "MismatchError" and refused.changed == set(), text
         assert "deepspeed_experts" in text or "shape" in text, text
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        Experts(4, 3, 1, autoep=True),
+        Experts(2, 3, 2, "fp32", autoep=True),
+        Experts(4, 1, 4, autoep=True),
+        Experts(1, 2, 1, autoep=True),
+        Experts(2, 0, 1, autoep=True),
+    ],
+    ids=lambda run: run.name,
+)
+def test_experts_that_autoep_stacks_load_at_any_degree_and_stage(run: Experts, saved: Path, launch: Launch) -> None:
+    for load in launch(run.world, "expert_jobs.load", {"folder": str(saved), "runs": [run], "sources": AUTOEP}):
+        assert load.format == "native" and load.differences == {}, load.where
+        assert load.loss_gap < 0.05, load.where
+        assert "100 %" in str(load.report.verified), load.text

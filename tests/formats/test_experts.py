@@ -13,9 +13,9 @@ from elastic_ckpt.core.experts import EXPERTS
 from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.errors import LayoutError, UnsupportedError
 from elastic_ckpt.formats.assembling import _refuse_different_experts
-from elastic_ckpt.formats.experts import check_experts, divisions, index_expert, index_expert_optimizer
+from elastic_ckpt.formats.experts import Division, check_experts, divisions, index_expert, index_expert_optimizer
 from elastic_ckpt.formats.pickled import open_pickled
-from elastic_ckpt.formats.zero0_experts import _degree, _on_rank
+from elastic_ckpt.formats.zero0_experts import _degree, _named_on_rank
 
 LAYER = f"layers.0.{EXPERTS}"
 
@@ -30,29 +30,30 @@ def run(shapes: list[list[str]], counts: tuple[int, ...], partitions: tuple[int,
     param_shapes = tuple(tuple((name, (2,)) for name in group) for group in shapes)
     features = SimpleNamespace(experts=counts)
     model = SimpleNamespace(
-        param_shapes=param_shapes, features=features, path="model.pt", data_before_experts=False, **more
+        param_shapes=param_shapes, features=features, path="model.pt", data_before_experts=False, stacked={}, **more
     )
-    return model, [SimpleNamespace(partition_count=partitions)] * 4
+    return model, [SimpleNamespace(partition_count=partitions, zero_stage=1)] * 4
 
 
 def expert(layer: int, number: int, path: str = "layers.0.") -> Any:
-    name = SimpleNamespace(layer=path)
-    return SimpleNamespace(layer=layer, expert=number, name=name, path=f"layer_{layer}_expert_{number}.pt")
+    return SimpleNamespace(
+        layer=layer, expert=number, path_of_layer=path, weights={"a": 1}, path=f"layer_{layer}_expert_{number}.pt"
+    )
 
 
 def test_the_ranks_of_each_expert_parallel_rank_divide_its_experts() -> None:
     model, shards = run([["head"], [f"{LAYER}0.w", f"{LAYER}1.w"]], (4,), (4, 2))
-    assert list(divisions(model, shards, 0)) == [((("head", (2,)),), range(4))]
+    assert list(divisions(model, shards, 0)) == [Division((("head", (2,)),), range(4))]
     first, second = divisions(model, shards, 1)
-    assert first == ([(f"{LAYER}0.w", (2,)), (f"{LAYER}1.w", (2,))], range(0, 4, 2))
-    assert second == ([(f"{LAYER}2.w", (2,)), (f"{LAYER}3.w", (2,))], range(1, 4, 2))
+    assert first == Division([(f"{LAYER}0.w", (2,)), (f"{LAYER}1.w", (2,))], range(0, 4, 2))
+    assert second == Division([(f"{LAYER}2.w", (2,)), (f"{LAYER}3.w", (2,))], range(1, 4, 2))
     model.data_before_experts = True
-    assert [ranks for _, ranks in divisions(model, shards, 1)] == [range(2), range(2, 4)]
+    assert [each.ranks for each in divisions(model, shards, 1)] == [range(2), range(2, 4)]
 
 
 def test_experts_of_a_layer_are_counted_over_all_its_param_groups() -> None:
     model, shards = run([[f"{LAYER}0.w"], [f"{LAYER}1.w"]], (4,), (2, 2))
-    assert [shapes[0][0] for shapes, _ in divisions(model, shards, 1)] == [f"{LAYER}1.w", f"{LAYER}3.w"]
+    assert [each.shapes[0][0] for each in divisions(model, shards, 1)] == [f"{LAYER}1.w", f"{LAYER}3.w"]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +92,7 @@ def test_an_optimizer_file_without_states_is_named(tmp_path: Path) -> None:
 
 def test_members_of_a_group_are_named_as_on_the_rank_that_saved_them() -> None:
     live = ["gate", f"{LAYER}4.a", f"{LAYER}4.b", f"{LAYER}5.a", f"{LAYER}5.b"]
-    assert _on_rank(live, 1, {"layers.0.": 1}) == ("gate", f"{LAYER}1.a", f"{LAYER}1.b")
+    assert _named_on_rank(live, 1, {"layers.0.": 1}, ()) == ("gate", f"{LAYER}1.a", f"{LAYER}1.b")
 
 
 def optimizers(*ep_ranks: int, name: str = "ep_size_2") -> list[Any]:
