@@ -148,6 +148,14 @@ def _fit_together(
     models, optimizers = list(rank.models.values()), list(rank.optimizers.values())
     features = models[0].features | (optimizers[0].features if optimizers else Features())
     refuse_features(features, models[0].path)
+    if models[0].stacked and grid.tp * grid.pp > 1:
+        raise UnsupportedError(
+            "AutoEP together with AutoTP is not supported yet",
+            file=models[0].path,
+            expected="experts that are whole on a rank",
+            found=f"{grid.tp * grid.pp} model-parallel ranks",
+            remedy="load it at the topology it was saved with",
+        )
     if optimizers:
         _refuse_different_experts(models[0], optimizers)
         _check_belong_together(models, optimizers)

@@ -12,9 +12,11 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import ClassVar
 
-from elastic_ckpt.core.chunks import PartitionRule
+from elastic_ckpt.core.chunks import PartitionRule, StorageChunk
+from elastic_ckpt.core.chunks import listed as listed_chunks
 from elastic_ckpt.core.experts import expert_name, numbers_of_experts, slice_rules, slices, stacked_name
-from elastic_ckpt.core.metadata import BUFFER, FROZEN, CheckpointMetadata, SourceFile
+from elastic_ckpt.core.flat_ranges import FlatRange
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, CheckpointMetadata, SourceFile
 from elastic_ckpt.core.state_kinds import TOUCHED, WHOLE, StateOptions
 from elastic_ckpt.errors import LayoutError, UnsupportedError, listed
 from elastic_ckpt.formats.base import Found
@@ -240,3 +242,40 @@ def with_experts(metadata: CheckpointMetadata, experts: Sequence[ExpertShard], m
                 key = BUFFER if parts is not None and (parts.layer, parts.rest) in buffers else FROZEN
                 tensors[name, key] = dense_tensor(name, key, ref, file)
     return replace(metadata, tensors=tensors, files=tuple(files))
+
+
+def with_slices(metadata: CheckpointMetadata, model: ModelShard) -> CheckpointMetadata:
+    """``metadata`` of a universal checkpoint, whose stacked parameters hold all experts, with the slices of these.
+
+    Raises :class:`LayoutError` if a stacked parameter does not have a slice for each expert.
+    """
+    parameters, tensors = dict(metadata.parameters), dict(metadata.tensors)
+    for name, placed in model.stacked.items():
+        experts, saved = range(sum(map(len, placed))), parameters.pop(name, None)
+        if saved is None:
+            continue
+        if saved.shape[:1] != (len(experts),):
+            raise LayoutError(
+                "this parameter does not have the experts that the model-states file lists",
+                parameter=name,
+                file=model.path,
+                expected=f"{len(experts)} experts along its first dimension",
+                found=f"shape {saved.shape}",
+                remedy="convert the native checkpoint again",
+            )
+        parts = list(slices(name, saved.shape, experts))
+        parameters |= {part.name: replace(saved, shape=part.shape) for part in parts}
+        for _, key in [each for each in metadata.tensors if each[0] == name]:
+            tensor = tensors.pop((name, key))
+            if tensor.is_whole:
+                raise cannot_slice(key, name)
+            for part in parts:
+                chunks = (_sliced(chunk, part.range, ITEMSIZE[tensor.dtype]) for chunk in tensor.chunks)
+                sources = listed_chunks(*chunks)
+                tensors[part.name, key] = replace(tensor, name=part.name, shape=part.shape, sources=sources)
+    return replace(metadata, parameters=parameters, tensors=tensors)
+
+
+def _sliced(chunk: StorageChunk, wanted: FlatRange, itemsize: int) -> StorageChunk:
+    """Some elements of the only chunk of a tensor, as the chunk of a tensor of these alone."""
+    return replace(chunk, range=FlatRange(0, wanted.numel), byte_offset=chunk.byte_offset + wanted.start * itemsize)

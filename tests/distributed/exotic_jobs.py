@@ -19,13 +19,12 @@ from tests.distributed.truth import fingerprint
 SAVE_AT = 3
 CONTINUE_TO = 4
 WIDTH = 12
-EXPERTS = 4
 #: States of 1-bit optimizers that are other ones on each rank, and are not saved whole.
 ERRORS = ("worker_error", "server_error")
 
 
 class DenseLM(nn.Module):
-    """What the models with experts are without them: an embedding, a hidden layer, a head.
+    """An embedding, a hidden layer, a head.
 
     All sizes are even: ZeRO-3 leaves the padding of partitions uninitialised, and here there is none on two ranks.
     """
@@ -34,49 +33,14 @@ class DenseLM(nn.Module):
         super().__init__()
         torch.manual_seed(7)
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.hidden = self.make_hidden()
+        self.hidden = nn.Linear(WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.register_buffer("ticks", torch.zeros(1, dtype=torch.int64))
 
-    def make_hidden(self) -> nn.Module:
-        return nn.Linear(WIDTH, WIDTH)
-
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         self.ticks += 1
-        hidden = self.hidden(self.embedding(tokens[:, :-1]))
-        extra = 0.0
-        if isinstance(hidden, tuple):
-            hidden, extra = hidden[0], 0.01 * hidden[1]
-        logits = self.head(torch.tanh(hidden))
-        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()) + extra
-
-
-class FusedExperts(nn.Module):
-    """All experts' weights in two tensors, as Hugging Face models have them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate_up_proj = nn.Parameter(torch.randn(EXPERTS, 2 * WIDTH, WIDTH) / 4)
-        self.down_proj = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / 4)
-
-
-class RoutedExperts(nn.Module):
-    """What AutoEP looks for in a model, and puts its own layer of experts in place of."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(WIDTH, EXPERTS, bias=False)
-        self.experts = FusedExperts()
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError("AutoEP replaces this module")
-
-
-class RoutedLM(DenseLM):
-    """Its hidden layer is left to ``expert_parallel`` in the DeepSpeed config."""
-
-    def make_hidden(self) -> nn.Module:
-        return RoutedExperts()
+        logits = self.head(torch.tanh(self.hidden(self.embedding(tokens[:, :-1]))))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
 class OnebitAdam(torch.optim.Optimizer):
@@ -119,42 +83,27 @@ class OnebitAdam(torch.optim.Optimizer):
 
 
 ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}}
-AUTOEP = {
-    "enabled": True,
-    "moe_layer_pattern": "hidden",
-    "router_pattern": "gate",
-    "expert_pattern": "experts",
-    "expert_w1": "gate_up_proj",
-    "expert_w2": "down_proj",
-    "expert_w3": None,
-    "top_k": 2,
-    "use_grouped_mm": False,
-}
 MORE_CONFIG: dict[str, dict[str, Any]] = {
     "plain": ADAMW,
-    "autoep": {**ADAMW, "expert_parallel": AUTOEP},
     "hybrid": {**ADAMW, "hybrid_engine": {"enabled": True}},
     "onebit": {},
 }
 
 
 def build(kind: str, stage: int) -> Any:
-    """A live engine of one kind: ``plain``, ``autoep-<ep_size>``, ``hybrid`` or ``onebit``."""
-    name, _, number = kind.partition("-")
-    model = RoutedLM() if name == "autoep" else DenseLM()
+    """A live engine of one kind: ``plain``, ``hybrid`` or ``onebit``."""
+    model = DenseLM()
     config: dict[str, Any] = {
         "train_batch_size": GLOBAL_BATCH,
         "train_micro_batch_size_per_gpu": GLOBAL_BATCH // dist.get_world_size(),
         "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
-        **MORE_CONFIG.get(name, {}),
+        **MORE_CONFIG[kind],
     }
-    if name == "autoep":
-        config["expert_parallel"] = AUTOEP | {"autoep_size": int(number)}
     return deepspeed.initialize(
         model=model,
         model_parameters=list(model.parameters()),
-        optimizer=OnebitAdam if name == "onebit" else None,
+        optimizer=OnebitAdam if kind == "onebit" else None,
         lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5),
         config=config,
     )[0]

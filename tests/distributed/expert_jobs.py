@@ -41,6 +41,7 @@ class Experts:
         data_first: ``use_data_before_expert_parallelism``.
         group_size: most elements in a param group of experts.
         autoep: whether AutoEP makes the layers of experts, stacked, of a model without any.
+        universal: whether it is the universal checkpoint of that run.
     """
 
     world: int
@@ -52,12 +53,13 @@ class Experts:
     data_first: bool = False
     group_size: int = 178956971
     autoep: bool = False
+    universal: bool = False
 
     @property
     def name(self) -> str:
         """Of its folder."""
         extra = "-autoep" * self.autoep + "-residual" * self.residual + "-data" * self.data_first
-        extra += f"-g{self.group_size}" * (self.group_size < 1e6)
+        extra += f"-g{self.group_size}" * (self.group_size < 1e6) + "-universal" * self.universal
         numbers = "x".join(map(str, self.experts))
         return f"{self.precision}-z{self.stage}-n{self.world}-ep{self.ep}-e{numbers}{extra}"
 

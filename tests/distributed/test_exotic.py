@@ -19,13 +19,11 @@ import torch
 from tests.distributed.conftest import Launch
 from tests.distributed.facts import OWN_LOADER, Refused
 
-EXPERTS, HYBRID, ONEBIT, MICS = r"mixture|expert|AutoEP", r"hybrid engine", r"1-bit|onebit", r"MiCS"
+HYBRID, ONEBIT, MICS = r"hybrid engine", r"1-bit|onebit", r"MiCS"
 
 #: By number of ranks: kinds of engines and ZeRO stages that save, and what the line about DeepSpeed's own loader names.
 SAVED: dict[int, list[tuple[str, int, str]]] = {
     2: [
-        ("autoep-2", 1, EXPERTS),
-        ("autoep-2", 3, EXPERTS),
         ("hybrid", 0, HYBRID),
         ("hybrid", 1, HYBRID),
         ("hybrid", 3, HYBRID),
@@ -35,7 +33,6 @@ SAVED: dict[int, list[tuple[str, int, str]]] = {
         ("plain", 3, ""),
     ],
     1: [
-        ("autoep-1", 3, EXPERTS),
         ("hybrid", 1, HYBRID),
         ("onebit", 0, ONEBIT),
         ("plain", 1, ""),
@@ -48,7 +45,6 @@ Case = tuple[str, str, int, str]
 #: By number of live ranks: folder, live kind, live stage, what the refusal must name.
 ANOTHER_NUMBER_OF_RANKS: dict[int, list[Case]] = {
     1: [
-        ("autoep-2-z3-dp2", "autoep-1", 3, EXPERTS),
         ("hybrid-z1-dp2", "hybrid", 1, HYBRID),
         ("plain-z3-dp2", "hybrid", 1, HYBRID),
         ("onebit-z0-dp2", "onebit", 0, ONEBIT),
@@ -56,7 +52,6 @@ ANOTHER_NUMBER_OF_RANKS: dict[int, list[Case]] = {
         ("mics-2-of-2", "plain", 1, MICS),
     ],
     2: [
-        ("autoep-1-z3-dp1", "autoep-1", 3, EXPERTS),
         ("hybrid-z1-dp1", "hybrid", 3, HYBRID),
         ("onebit-z0-dp1", "onebit", 0, ONEBIT),
         ("plain-z1-dp1", "onebit", 0, ONEBIT),
@@ -65,8 +60,6 @@ ANOTHER_NUMBER_OF_RANKS: dict[int, list[Case]] = {
 #: As many ranks as saved it, but another layout all the same. DeepSpeed's own loader overwrites weights and counters
 #: and then fails; or, where sizes happen to fit, goes on with masters and states that belong to other weights.
 ANOTHER_LAYOUT: list[Case] = [
-    ("autoep-2-z1-dp2", "autoep-1", 1, EXPERTS),
-    ("autoep-2-z3-dp2", "autoep-1", 3, EXPERTS),
     ("plain-z0-dp2", "onebit", 0, ONEBIT),
     ("onebit-z0-dp2", "plain", 0, ONEBIT),
     ("OnebitAdam", "plain", 0, ONEBIT),
