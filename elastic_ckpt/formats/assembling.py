@@ -241,7 +241,7 @@ def _refuse_different_experts(model: ModelShard, optimizers: list[OptimizerShard
         if not 0 < partitions_of(optimizers, flat) < len(optimizers):
             continue
         names = {name for name, _ in shapes}
-        for _, ranks in divisions(model, optimizers, flat):
+        for ranks in (division.ranks for division in divisions(model, optimizers, flat)):
             sliced = [optimizers[rank].slice_names[flat : flat + 1] for rank in ranks]
             found = set(chain.from_iterable(chain.from_iterable(sliced)))
             if all(sliced) and found != names:

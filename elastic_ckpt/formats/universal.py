@@ -182,7 +182,7 @@ def _build_metadata(
         stage,
         groups or ({},) * most,
         # frozen ones of MoE layers are in the files of experts, which the converter leaves out
-        frozen_recorded=first.frozen_recorded or bool(first.features.experts and not first.features.autoep),
+        frozen_recorded=first.frozen_recorded or bool(first.features.experts and not first.stacked),
         buffers_recorded=any(model.weights for model in models),
         merged_from=grid.tp,
         sequence=grid.sequence,
