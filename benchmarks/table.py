@@ -90,7 +90,7 @@ def targets_table(result: CaseResult) -> Table | None:
     if not aims:
         return None
     table = Table(title="aims", title_justify="left", header_style="bold")
-    table.add_column("elastic_ckpt, native source")
+    table.add_column("")
     for name in ("aim", "measured", ""):
         table.add_column(name, justify="right")
     for aim in aims:

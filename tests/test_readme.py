@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.report import BEGIN, END
 from elastic_ckpt import ElasticConfig, add_arguments
 from elastic_ckpt.config import CONFIG_KEY, clear_flags, read_config
 
@@ -43,6 +44,10 @@ def test_the_options_in_the_readme_exist_and_have_these_defaults() -> None:
         for key in re.findall(r"`(\w+)`", keys):
             assert key in ElasticConfig.model_fields
             assert not default or json.loads(default.strip("`")) == ElasticConfig.model_fields[key].default
+
+
+def test_the_readme_has_room_for_what_was_measured() -> None:
+    assert README.count(BEGIN) == README.count(END) == 1 and README.index(BEGIN) < README.index(END)
 
 
 def test_every_flag_is_listed() -> None:
