@@ -2,7 +2,8 @@
 
 Every rank of the job calls them in the same order. They use the default process group of ``torch.distributed``, and are
 local without one. A rank's failure travels in place of its result, so that the same error is raised on all ranks. The
-work must contain no collective: a rank that fails before it would leave the others waiting.
+work must contain no collective: a rank that fails before it would leave the others waiting. Where that cannot be, as in
+DeepSpeed's own collectives, and where a rank dies, :func:`together` ends the waits of the others.
 """
 
 from __future__ import annotations
@@ -10,12 +11,16 @@ from __future__ import annotations
 import io
 import pickle
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent import futures
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from elastic_ckpt.errors import ElasticCkptError, UnforeseenError
+from elastic_ckpt.errors import CommunicationError, ElasticCkptError, UnforeseenError
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +36,9 @@ _COLLECTIVE_NBYTES = 1 << 18
 _BUCKET_NBYTES = 16 << 20
 #: The backend that sends a device's tensors, if a group has one backend for all devices.
 _DEVICE_BACKENDS = {"cuda": "nccl", "xpu": "xccl", "npu": "hccl", "hpu": "hccl"}
+#: Key in the process group's store of the first failure that no collective can tell the other ranks of; how often a
+#: waiting rank looks for it, and seconds after which a store that does not answer is taken for dead.
+_POSTED, _LOOK_EVERY, _STORE_SECONDS = "elastic_ckpt/failure", timedelta(seconds=1), 5.0
 
 
 def rank() -> int:
@@ -65,10 +73,11 @@ def all_gather(doing: str, work: Callable[[], T]) -> list[T]:
         with agree(doing):
             return [work()]
     message, cause = _message(doing, work)
-    heads = _all_gather_bytes(_head(message))
-    nbytes = [int.from_bytes(head[:_LENGTH_NBYTES], "little") for head in heads]
     inline = inline_nbytes(world_size())
-    tails = _gather_tails(message[inline:], [max(count - inline, 0) for count in nbytes])
+    with together(doing):
+        heads = _all_gather_bytes(_head(message))
+        nbytes = [int.from_bytes(head[:_LENGTH_NBYTES], "little") for head in heads]
+        tails = _gather_tails(message[inline:], [max(count - inline, 0) for count in nbytes])
     return [_result(head, tail, cause) for head, tail in zip(heads, tails, strict=True)]
 
 
@@ -78,10 +87,11 @@ def broadcast(doing: str, work: Callable[[], T], src: int = 0) -> T:
         with agree(doing):
             return work()
     message, cause = _message(doing, work) if rank() == src else (b"", None)
-    head = _broadcast_bytes(_head(message), src)
     inline = inline_nbytes(world_size())
-    rest = max(int.from_bytes(head[:_LENGTH_NBYTES], "little") - inline, 0)
-    tail = _broadcast_bytes(message[inline:] if rank() == src else bytes(rest), src) if rest else b""
+    with together(doing):
+        head = _broadcast_bytes(_head(message), src)
+        rest = max(int.from_bytes(head[:_LENGTH_NBYTES], "little") - inline, 0)
+        tail = _broadcast_bytes(message[inline:] if rank() == src else bytes(rest), src) if rest else b""
     result: T = _result(head, tail, cause)
     return result
 
@@ -102,10 +112,96 @@ def agree(doing: str) -> Iterator[None]:
     if world_size() == 1:
         errors = [mine]
     else:
-        failed = _any(mine is not None)
+        with together(doing):
+            failed = _any(mine is not None)
         errors = all_gather(doing, lambda: mine) if failed else []
     if (first := next((each for each in errors if each is not None), None)) is not None:
         raise first from cause
+
+
+@contextmanager
+def together(doing: str) -> Iterator[None]:
+    """Run collectives that end on every rank, with the same error, once any rank fails in them, between them or dies.
+
+    Without it the others would wait for the process group's timeout. The rank posts its error in the group's store,
+    where those that wait look every second. Only gloo's waits are on the host; NCCL's watchdog ends its own.
+    An :class:`ElasticCkptError` is raised as it is: ranks have agreed on it.
+
+    Raises:
+        CommunicationError: the failure that was posted first.
+    """
+    if world_size() == 1:
+        yield
+        return
+    import torch.distributed as dist  # noqa: PLC0415
+
+    works: Any = dist.Work  # of DeepSpeed's collectives too
+    wait = works.wait
+    if dist.get_backend() == "gloo":
+        works.wait = _interruptible(wait)
+    try:
+        yield
+    except ElasticCkptError:
+        raise
+    except Exception as error:
+        raise _post(doing, error) from error
+    finally:
+        works.wait = wait
+
+
+def _interruptible(wait: Callable[..., Any]) -> Callable[..., Any]:
+    """A wait for a collective that, on this thread, fails once another rank has posted a failure."""
+    thread = threading.get_ident()
+
+    def interruptible(work: Any, *timeout: timedelta) -> Any:
+        while not timeout and threading.get_ident() == thread:
+            try:
+                return wait(work, _LOOK_EVERY)
+            except RuntimeError:  # only the wait has timed out, or the collective has failed
+                if work.is_completed() or (is_posted := _ask_store(lambda store: store.check([_POSTED]))) is None:
+                    break
+                if is_posted:
+                    raise
+        return wait(work, *timeout)
+
+    return interruptible
+
+
+def _post(doing: str, error: Exception) -> CommunicationError:
+    """The failure that was posted first: this one, if none was."""
+    failure, _ = _failure(doing, error, rank())
+    mine = CommunicationError(
+        f"ranks no longer work together: {failure.problem}",
+        **{**failure.details, "remedy": "a rank failed, died or hangs: see the others' logs, then start the job again"},
+    )
+    try:
+        posted = _ask_store(lambda store: store.compare_set(_POSTED, "", pickle.dumps(mine).hex()))
+        if rank() == 0:  # whose process most often has the store: let the others look before it ends
+            time.sleep(2 * _LOOK_EVERY.total_seconds())
+    except RuntimeError:  # the rank that has the store is dead
+        return mine
+    first: CommunicationError = pickle.loads(bytes.fromhex(posted.decode())) if posted else mine
+    return first
+
+
+def _ask_store(question: Callable[[Any], T]) -> T | None:
+    """What the default process group's store answers; ``None`` if it hangs, as it does where its host is stopped."""
+    from torch.distributed.distributed_c10d import _get_default_store  # noqa: PLC0415
+
+    answer: futures.Future[T] = futures.Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(question(_get_default_store()))
+        except Exception as error:
+            answer.set_exception(error)
+
+    try:
+        threading.Thread(target=ask, daemon=True).start()
+    except RuntimeError:  # no memory for a thread
+        ask()
+    futures.wait([answer], _STORE_SECONDS)
+    return answer.result() if answer.done() else None
 
 
 @contextmanager

@@ -106,5 +106,9 @@ class UnforeseenError(ElasticCkptError):
     """An unexpected exception, on one rank or on all."""
 
 
+class CommunicationError(ElasticCkptError):
+    """A rank died, hangs, or failed while the others waited for it: the job's process group is of no more use."""
+
+
 class PartialLoadError(ElasticCkptError):
     """Reading failed after every rank had agreed to load: the engine is partly overwritten."""

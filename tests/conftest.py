@@ -27,7 +27,15 @@ def extensions_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 #: Files that take long and vary what others have shown once: left out of ``launch/test.sh`` without ``--all``.
 SLOW = frozenset(
-    {"test_exotic", "test_foreign", "test_launch_folder", "test_launchers", "test_low_precision", "test_optimizers"}
+    {
+        "test_exotic",
+        "test_faults",
+        "test_foreign",
+        "test_launch_folder",
+        "test_launchers",
+        "test_low_precision",
+        "test_optimizers",
+    }
     | {"test_parallel", "test_pipe_partition", "test_ready_configs", "test_soak", "test_unchanged_topology"}
     | {"test_sequence_and_tensor_parallel"}
 )

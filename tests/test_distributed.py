@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ckpt.distributed import all_gather, common_nbytes, deterministic, inline_nbytes, pack, unpack
+from elastic_ckpt.distributed import all_gather, common_nbytes, deterministic, inline_nbytes, pack, together, unpack
 from elastic_ckpt.errors import DamagedError, ElasticCkptError
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 
@@ -80,6 +80,11 @@ def test_what_all_ranks_fail_in_alike_is_no_single_ranks_failure() -> None:
     with pytest.raises(DamagedError) as foreseen, deterministic("look"):
         raise torn
     assert foreseen.value is torn and torn.rank is None
+
+
+def test_a_process_alone_has_nobody_to_tell_of_its_failure() -> None:
+    with pytest.raises(KeyError), together("look"):
+        raise KeyError("nobody thought of it")
 
 
 @pytest.mark.parametrize(

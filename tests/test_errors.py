@@ -33,6 +33,7 @@ def test_there_are_the_kinds_that_the_documentation_names() -> None:
         "MismatchError",
         "UnsupportedError",
         "UnforeseenError",
+        "CommunicationError",
         "PartialLoadError",
     }
 

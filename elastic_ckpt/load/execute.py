@@ -15,7 +15,7 @@ from elastic_ckpt import distributed
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.read_plan import LoadPlan, Outcome, ReadPlan
 from elastic_ckpt.engines.training_state import LoadArguments, TrainingStateCommit, restores_states
-from elastic_ckpt.errors import ElasticCkptError, PartialLoadError
+from elastic_ckpt.errors import CommunicationError, ElasticCkptError, PartialLoadError
 from elastic_ckpt.formats import Found
 from elastic_ckpt.io.checksums import ReadSums
 from elastic_ckpt.io.coalesce import read_options
@@ -108,9 +108,9 @@ def _overwrite(
         tensors = adapter.fill(plan, read)
         adapter.set_scalars_and_groups(plan)
     done = sum(parts, ReadStats())
-    with clock("exchange"):
+    with clock("exchange"), distributed.together("broadcast what every rank needs"):
         received_nbytes = exchange_shares(plan.reads, tensors, adapter.dp_group)
-    with clock("commit"):
+    with clock("commit"), distributed.together("derive the weights from their masters"):
         adapter.refresh_weights(plan, exact_masters=restores_states(arguments))
     client_state: dict[str, Any] = {}
 
@@ -181,5 +181,6 @@ def as_partial_load_error(error: Exception) -> PartialLoadError:
     if not isinstance(error, ElasticCkptError):
         error = ElasticCkptError(f"{type(error).__name__}: {error}", rank=distributed.rank())
     problem = f"{error.problem}: the engine is partly overwritten and must not be trained or saved"
-    remedy = "fix the cause, then load again into this engine or a new one"
+    can_go_on = not isinstance(error, CommunicationError)
+    remedy = "fix the cause, then load again into this engine or a new one" if can_go_on else error.remedy
     return PartialLoadError(problem, **{**error.details, "remedy": remedy})

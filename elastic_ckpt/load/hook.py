@@ -92,7 +92,7 @@ def _load(
     """Load what was found; leave to DeepSpeed's own loader what only that restores. Collective."""
     if found is not None:
         clock = Clock()
-        with collector_off():
+        with collector_off(), distributed.together("load the checkpoint"):
             elastic_only = requires_elastic(config) or attempts.partly_overwritten
             ready = _prepare_unless_left(engine, found, arguments, config, clock, elastic_only)
             if ready is not None:

@@ -132,6 +132,10 @@ def _visit(family: Family, stop: Stop, number: int, folder: Path) -> dict[str, s
     return wrong
 
 
+def start(_: Any) -> None:
+    """Nothing: by then DeepSpeed has compiled what it needs to start."""
+
+
 def to_universal(arguments: dict[str, Any]) -> None:
     """Convert the checkpoint of stop ``number`` in ``folder`` with DeepSpeed's converter."""
     folder, name = Path(arguments["folder"]), str(arguments["number"])

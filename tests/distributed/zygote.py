@@ -62,7 +62,7 @@ def _import_for(job: str) -> None:
 
 def run(ranks: list[dict[str, Any]], job: str, arguments: str, timeout: float) -> list[int | None]:
     """Fork a process for each rank and wait for all; exit codes, ``None`` where one had to be ended at the time limit."""
-    pids = [_fork(rank, job, arguments) for rank in ranks]
+    pids = [fork(rank, job, arguments) for rank in ranks]
     codes: dict[int, int] = {}
     limit = time.monotonic() + timeout
     while len(codes) < len(pids) and time.monotonic() < limit:
@@ -77,7 +77,8 @@ def run(ranks: list[dict[str, Any]], job: str, arguments: str, timeout: float) -
     return [codes.get(pid) for pid in pids]
 
 
-def _fork(rank: dict[str, Any], job: str, arguments: str) -> int:
+def fork(rank: dict[str, Any], job: str, arguments: str) -> int:
+    """Run a job of one rank in a process of its own; its pid."""
     pid = os.fork()
     if pid:
         return pid

@@ -30,9 +30,7 @@ def run_walk(walk: Walk, extensions_dir: str) -> tuple[int, str]:
         folder = Path(name)
         for leg in walk.legs():
             first, stop = leg[0]
-            # another version of DeepSpeed builds its extensions elsewhere
-            extensions = os.path.join(extensions_dir, os.path.basename(stop.deepspeed))
-            Path(extensions).mkdir(exist_ok=True)
+            extensions = extensions_of(stop.deepspeed, extensions_dir)
             arguments = {"family": walk.family, "stops": leg, "folder": name}
             seconds = 60 + _HOP_SECONDS * len(leg)
             try:
@@ -53,10 +51,19 @@ def run_walk(walk: Walk, extensions_dir: str) -> tuple[int, str]:
     return done, ""
 
 
+def extensions_of(deepspeed: str, extensions_dir: str) -> str:
+    """Where the DeepSpeed of a folder builds its extensions: each version elsewhere."""
+    folder = Path(extensions_dir, os.path.basename(deepspeed))
+    folder.mkdir(exist_ok=True)
+    return str(folder)
+
+
 def soak(
     hops: int, seconds: float, seed: int, extensions_dir: str, versions: Sequence[str] = ()
 ) -> tuple[int, list[str]]:
     """Walk until so many hops are done or so many seconds are over: hops that went well, and a report of each failure."""
+    for version in versions:
+        run_ranks(1, "soak_jobs.start", None, extensions_of(version, extensions_dir), 900, version)
     limit, done, number = time.monotonic() + seconds, 0, 0
     failures = []
     while done < hops and time.monotonic() < limit:
