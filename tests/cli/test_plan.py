@@ -93,7 +93,7 @@ def test_a_big_job_by_the_node_and_in_detail() -> None:
         "5GB/s",
     )
     assert found["source"]["files"] == 512 + 128 + 34 * 4
-    assert " ".join(found["source"]) == "format folder tag zero_stage dp ds_version tp pp sequence files"
+    assert " ".join(found["source"]) == "format folder tag zero_stage dp ds_version tp pp sequence ep files"
     assert found["cluster"] == {"ranks": 64, "nodes": 4, "bandwidth": 5e9, "ranks_per_node": 16}
     assert found["ranks_planned"] == 64 and "ranks" not in found
     # 32 layers, positions, two norms; tied embeddings on two stages; and copies of what is not cut, on four ranks
