@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import Any, BinaryIO, NoReturn
 
 from elastic_ckpt.core.metadata import ITEMSIZE
-from elastic_ckpt.formats.torch_archive.archive import MOST_PICKLE_NBYTES, ArchiveTree, unpickled
+from elastic_ckpt.formats.torch_archive.archive import ArchiveTree, most_pickle_nbytes, unpickled
 from elastic_ckpt.formats.torch_archive.directory import ArchiveError
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from elastic_ckpt.formats.torch_archive.tree import check_tree
@@ -46,12 +46,12 @@ def read_datastates_tree(stream: BinaryIO, trust_pickle: bool) -> ArchiveTree:
     start = _LENGTH_NBYTES + header_nbytes
     header = json.loads(stream.read(header_nbytes), object_pairs_hook=_without_duplicates)
     at, end = _offsets(header.pop(_METADATA, None), start, nbytes)
-    if end - at > MOST_PICKLE_NBYTES:
-        raise ArchiveError(f"a pickle of {end - at} bytes, where at most {MOST_PICKLE_NBYTES} can be read")
+    if end - at > (most_nbytes := most_pickle_nbytes(nbytes, trust_pickle)):
+        raise ArchiveError(f"a pickle of {end - at} bytes, where at most {most_nbytes} can be read")
     refs = {key: _tensor_ref(key, entry, start, at) for key, entry in header.items()}
     _refuse_overlaps(refs)
     stream.seek(at)
-    tree, _ = unpickled(stream.read(end - at), 0, _refuse_storage, trust_pickle)
+    tree = unpickled(stream.read(end - at), _refuse_storage, nbytes, trust_pickle)
     check_tree(tree)
     tree = _with_tensors(tree, "", refs)
     if refs:

@@ -15,7 +15,9 @@ Files are untrusted. Attack surface, and what bounds it (``tests/attacks`` tries
 - Arguments that are shared by many calls: what calls may copy is counted. Error messages never print a container.
 - Depth, cycles and exponential sharing: :func:`.tree.check_tree`. The interpreter itself does not recurse, and neither
   do tensors within tensors.
-- The pickle: at most 1 GiB, its CRC32 checked. Its objects take up to 200 times its size: a list is one byte.
+- The pickle: at most 64 MiB or an eighth of its file, and 1 GiB; its CRC32 checked. Numbers, strings and numbered memo
+  entries take up to 30 times its size; containers, of which one byte makes one, 4 times the file's size and 64 MiB.
+  So in all 8 times the file's size, or 2 GiB if that is more.
 - The directory: at most 256 MiB, entries fill it exactly, names and headers are unique, records do not overlap. Local
   headers and CRC32s of tensors are not read here: a load that verifies, and ``verify``, do.
 - A tensor must be inside its storage, a storage inside its record, a record inside the file. A legacy storage has one

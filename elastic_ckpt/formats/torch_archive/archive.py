@@ -19,15 +19,16 @@ from elastic_ckpt.formats.torch_archive.tensors import REBUILD, StorageRef, stor
 from elastic_ckpt.formats.torch_archive.tree import check_tree
 from elastic_ckpt.formats.torch_archive.unpickler import Global, Machine
 
-#: Larger pickles are refused: DeepSpeed's have some hundred bytes a tensor.
-MOST_PICKLE_NBYTES = 1 << 30
+#: Largest pickle, and largest one that may be more than an eighth of its file: those of DeepSpeed have some hundred
+#: bytes a tensor.
+_MOST_PICKLE_NBYTES, _MOST_SMALL_PICKLE_NBYTES = 1 << 30, 1 << 26
 #: ``torch.serialization.MAGIC_NUMBER`` as its own pickle, which a legacy archive begins with.
 _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _LEGACY_VERSION = 1001
 #: First part of a legacy archive that is read; four times as much each time that its pickles are longer.
 _FIRST_NBYTES = 1 << 20
-#: Turns the bytes of a pickle at an offset into an object and the offset behind it.
-_Unpickle = Callable[[bytes, int, Callable[[Any], Any]], tuple[Any, int]]
+#: Turns the bytes of a pickle at an offset, in a file of some size, into an object and the offset behind it.
+_Unpickle = Callable[[bytes, int, Callable[[Any], Any], int], tuple[Any, int]]
 
 
 @dataclass(frozen=True)
@@ -105,12 +106,13 @@ def _read_zip(stream: BinaryIO, unpickle: _Unpickle, known: Trees) -> ArchiveTre
         storages.append((key, nbytes))
         return StorageRef(dtype, nbytes, offset_of(key, nbytes))
 
-    data = directory.read_record("data.pkl", MOST_PICKLE_NBYTES)
+    most_nbytes = most_pickle_nbytes(directory.nbytes, unpickle is _unpickle_trusting)
+    data = directory.read_record("data.pkl", most_nbytes)
     digest = hashlib.blake2b(data).digest()
     offsets = tuple(offset_of(*storage) for storage in known.storages.get(digest, ()))
     if (digest, offsets) not in known.trees:
         records.clear()
-        tree, _ = unpickle(data, 0, load)
+        tree, _ = unpickle(data, 0, load, directory.nbytes)
         check_tree(tree)
         offsets = tuple(offset for offset, _, _ in records)
         known.storages[digest], known.trees[digest, offsets] = storages, tree
@@ -119,17 +121,23 @@ def _read_zip(stream: BinaryIO, unpickle: _Unpickle, known: Trees) -> ArchiveTre
     )
 
 
-def unpickled(data: bytes, at: int, load: Callable[[Any], Any], trust_pickle: bool) -> tuple[Any, int]:
-    """The object of the pickle at an offset, and the offset behind it; errors as of :func:`read_archive_tree`."""
-    return (_unpickle_trusting if trust_pickle else _unpickle)(data, at, load)
+def most_pickle_nbytes(file_nbytes: int, trust_pickle: bool) -> int:
+    """The largest pickle that is read of a file."""
+    share = _MOST_PICKLE_NBYTES if trust_pickle else file_nbytes // 8
+    return min(max(share, _MOST_SMALL_PICKLE_NBYTES), _MOST_PICKLE_NBYTES)
 
 
-def _unpickle(data: bytes, at: int, load: Callable[[Any], Any]) -> tuple[Any, int]:
-    machine = Machine(data, find_global, load, set_state, at)
+def unpickled(data: bytes, load: Callable[[Any], Any], file_nbytes: int, trust_pickle: bool) -> Any:
+    """The object of a pickle; errors as of :func:`read_archive_tree`."""
+    return (_unpickle_trusting if trust_pickle else _unpickle)(data, 0, load, file_nbytes)[0]
+
+
+def _unpickle(data: bytes, at: int, load: Callable[[Any], Any], file_nbytes: int) -> tuple[Any, int]:
+    machine = Machine(data, find_global, load, set_state, at, file_nbytes)
     return machine.run(), machine.at
 
 
-def _unpickle_trusting(data: bytes, at: int, load: Callable[[Any], Any]) -> tuple[Any, int]:
+def _unpickle_trusting(data: bytes, at: int, load: Callable[[Any], Any], _file_nbytes: int) -> tuple[Any, int]:
     stream = io.BytesIO(data)
     stream.seek(at)
     unpickler = _TrustingUnpickler(stream)
@@ -156,7 +164,7 @@ def _read_legacy(stream: BinaryIO, unpickle: _Unpickle) -> ArchiveTree:
         try:
             return ArchiveTree(nbytes, _legacy_tree(head, nbytes, stream, unpickle), None)
         except (EOFError, IndexError, struct.error, pickle.UnpicklingError):
-            if len(head) == nbytes or take >= MOST_PICKLE_NBYTES:
+            if len(head) == nbytes or take >= most_pickle_nbytes(nbytes, unpickle is _unpickle_trusting):
                 raise
         take *= 4
 
@@ -173,14 +181,14 @@ def _legacy_tree(head: bytes, nbytes: int, stream: BinaryIO, unpickle: _Unpickle
             raise pickle.UnpicklingError(f"storage {key} has {size} bytes of {dtype}, and others")
         return StorageRef(dtype, size, offsets.get(key, 0))
 
-    version, at = _unpickle(head, len(_LEGACY_MAGIC), load)
-    system, begin = _unpickle(head, at, load)
+    version, at = _unpickle(head, len(_LEGACY_MAGIC), load, nbytes)
+    system, begin = _unpickle(head, at, load, nbytes)
     if type(version) is not int or version != _LEGACY_VERSION:
         raise ArchiveError("a legacy archive of another version")
     if type(system) is not dict or system.get("little_endian") is not True:
         raise ArchiveError("a legacy archive that is not little-endian")
-    _, at = unpickle(head, begin, load)
-    keys, at = _unpickle(head, at, load)
+    _, at = unpickle(head, begin, load, nbytes)
+    keys, at = _unpickle(head, at, load, nbytes)
     if type(keys) is not list or not all(type(key) is str for key in keys) or sorted(keys) != sorted(storages):
         raise ArchiveError("a legacy archive that lists other storages than its tensors need")
     for key in keys:  # each: number of elements, then the data
@@ -191,4 +199,4 @@ def _legacy_tree(head: bytes, nbytes: int, stream: BinaryIO, unpickle: _Unpickle
             raise ArchiveError(f"{nbytes} bytes, but the {size} bytes of storage {key} are not at byte {at}")
         offsets[key] = at + 8
         at += 8 + size
-    return unpickle(head, begin, load)[0]
+    return unpickle(head, begin, load, nbytes)[0]

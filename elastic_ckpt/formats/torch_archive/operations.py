@@ -1,0 +1,231 @@
+"""What each opcode of a pickle does to the machine of :mod:`.unpickler`, but for those that this inlines."""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from elastic_ckpt.formats.torch_archive.keys import check_key, checked_keys
+
+if TYPE_CHECKING:
+    from elastic_ckpt.formats.torch_archive.unpickler import Global, Machine
+
+#: Largest number in bytes or digits: Python converts up to 4,300.
+_MOST_NUMBER_NBYTES = 1 << 10
+
+
+def _push(value: Callable[[Machine], Any]) -> Callable[[Machine], None]:
+    """The operation that pushes what ``value`` reads."""
+    return lambda machine: machine.stack.append(value(machine))
+
+
+def _make(value: Callable[[Machine], Any]) -> Callable[[Machine], None]:
+    """:func:`_push` of a container."""
+
+    def make(machine: Machine) -> None:
+        machine.count_container()
+        machine.stack.append(value(machine))
+
+    return make
+
+
+def _constant(value: Any) -> Callable[[Machine], None]:
+    return lambda machine: machine.stack.append(value)
+
+
+def _skip(nbytes: int) -> Callable[[Machine], None]:
+    """PROTO and FRAME: what they announce is not needed."""
+
+    def skip(machine: Machine) -> None:
+        machine.take(nbytes)
+
+    return skip
+
+
+def _text(machine: Machine, width: int) -> str:
+    return machine.take(machine.number(width)).decode("utf-8", "surrogatepass")
+
+
+def _long(machine: Machine, width: int) -> int:
+    nbytes = machine.number(width)
+    if nbytes > _MOST_NUMBER_NBYTES:
+        raise pickle.UnpicklingError(f"an integer of {nbytes} bytes")
+    return int.from_bytes(machine.take(nbytes), "little", signed=True)
+
+
+def _float(machine: Machine) -> float:
+    """FLOAT of protocol 0."""
+    line = machine.line()
+    if len(line) > _MOST_NUMBER_NBYTES:
+        raise pickle.UnpicklingError(f"a number of {len(line)} digits")
+    return float(line)
+
+
+def _decimal(machine: Machine) -> bool | int:
+    """INT and LONG of protocol 0, in which INT writes booleans as 00 and 01."""
+    line = machine.line().removesuffix(b"L")
+    if len(line) > _MOST_NUMBER_NBYTES:
+        raise pickle.UnpicklingError(f"an integer of {len(line)} digits")
+    return line == b"01" if line in (b"00", b"01") else int(line)
+
+
+def _quoted(machine: Machine) -> str:
+    """STRING of protocol 0."""
+    line = machine.line()
+    if len(line) < 2 or line[0] != line[-1] or line[0] not in b"'\"":
+        raise pickle.UnpicklingError("a string without quotes")
+    return line[1:-1].decode("unicode_escape")
+
+
+def _tuple3(machine: Machine) -> None:
+    machine.count_container()
+    first, second, third = machine.stack[-3:]  # ValueError if there are fewer
+    machine.stack[-3:] = [(first, second, third)]
+
+
+def _put(index: Callable[[Machine], int]) -> Callable[[Machine], None]:
+    def put(machine: Machine) -> None:
+        position = index(machine)
+        if not 0 <= position <= machine.at:
+            raise pickle.UnpicklingError(f"entry {position} of a memo, at byte {machine.at}")
+        machine.memo[position] = machine.stack[-1]
+
+    return put
+
+
+def _memoize(machine: Machine) -> None:
+    machine.count_container()
+    machine.memo[len(machine.memo)] = machine.stack[-1]
+
+
+def _append(machine: Machine) -> None:
+    item = machine.stack.pop()
+    _extend(machine.stack[-1], [item])
+
+
+def _appends(machine: Machine) -> None:
+    items = machine.pop_mark()
+    _extend(machine.stack[-1], items)
+
+
+def _extend(target: Any, items: list[Any]) -> None:
+    if type(target) is not list:
+        raise pickle.UnpicklingError(f"items are appended to an object of type {type(target).__name__}")
+    target += items
+
+
+def _set_item(machine: Machine) -> None:
+    value, key = machine.stack.pop(), machine.stack.pop()
+    _update(machine.stack[-1], [key, value])
+
+
+def _set_items(machine: Machine) -> None:
+    items = machine.pop_mark()
+    _update(machine.stack[-1], items)
+
+
+def _update(target: Any, items: list[Any]) -> None:
+    if not isinstance(target, (dict, OrderedDict, Counter)) or len(items) % 2:
+        raise pickle.UnpicklingError(f"items are set in an object of type {type(target).__name__}, or half of one")
+    keys = items[::2]
+    if type(target) is dict and {str}.issuperset(map(type, keys)):
+        target.update(zip(keys, items[1::2], strict=True))
+        return
+    for key, value in zip(keys, items[1::2], strict=True):
+        if type(key) is not str:
+            check_key(key, len(target))
+        target[key] = value
+
+
+def _add_items(machine: Machine) -> None:
+    items = machine.pop_mark()
+    if type(machine.stack[-1]) is not set:
+        raise pickle.UnpicklingError(f"members are added to an object of type {type(machine.stack[-1]).__name__}")
+    machine.stack[-1] |= set(checked_keys(items, len(machine.stack[-1])))
+
+
+def _global(machine: Machine, module: str, name: str) -> Global:
+    if (module, name) in NAME_MAPPING:
+        module, name = NAME_MAPPING[module, name]
+    module = IMPORT_MAPPING.get(module, module)
+    if (module, name) not in machine.globals:
+        machine.globals[module, name] = machine.find(module, name)
+    return machine.globals[module, name]
+
+
+def _stack_global(machine: Machine) -> None:
+    name, module = machine.stack.pop(), machine.stack.pop()
+    if type(name) is not str or type(module) is not str:
+        raise pickle.UnpicklingError("a global whose name is no string")
+    machine.stack.append(_global(machine, module, name))
+
+
+def _new_object(machine: Machine) -> None:
+    arguments = machine.stack.pop()
+    machine.stack[-1] = machine.new(machine.stack[-1], arguments)
+
+
+def _build(machine: Machine) -> None:
+    state, target = machine.stack.pop(), machine.stack[-1]
+    machine.charge(state)
+    machine.build(target, state)
+
+
+def _new_dict(items: list[Any]) -> dict[Any, Any]:
+    new: dict[Any, Any] = {}
+    _update(new, items)
+    return new
+
+
+#: By opcode.
+OPERATIONS: dict[int, Callable[[Machine], None]] = {
+    pickle.PROTO[0]: _skip(1),
+    pickle.FRAME[0]: _skip(8),
+    pickle.NONE[0]: _constant(None),
+    pickle.NEWTRUE[0]: _constant(True),
+    pickle.NEWFALSE[0]: _constant(False),
+    pickle.EMPTY_TUPLE[0]: _constant(()),
+    pickle.EMPTY_LIST[0]: _make(lambda machine: []),
+    pickle.EMPTY_DICT[0]: _make(lambda machine: {}),
+    pickle.BINPUT[0]: _put(lambda machine: machine.number(1)),
+    pickle.BININT[0]: _push(lambda machine: int.from_bytes(machine.take(4), "little", signed=True)),
+    pickle.EMPTY_SET[0]: _make(lambda machine: set()),
+    pickle.INT[0]: _push(_decimal),
+    pickle.LONG[0]: _push(_decimal),
+    pickle.LONG1[0]: _push(lambda machine: _long(machine, 1)),
+    pickle.LONG4[0]: _push(lambda machine: _long(machine, 4)),
+    pickle.FLOAT[0]: _push(_float),
+    pickle.BINFLOAT[0]: _push(lambda machine: struct.unpack(">d", machine.take(8))[0]),
+    pickle.STRING[0]: _push(_quoted),
+    pickle.UNICODE[0]: _push(lambda machine: machine.line().decode("raw-unicode-escape")),
+    pickle.BINSTRING[0]: _push(lambda machine: _text(machine, 4)),
+    pickle.SHORT_BINSTRING[0]: _push(lambda machine: _text(machine, 1)),
+    pickle.SHORT_BINUNICODE[0]: _push(lambda machine: _text(machine, 1)),
+    pickle.BINUNICODE8[0]: _push(lambda machine: _text(machine, 8)),
+    pickle.SHORT_BINBYTES[0]: _push(lambda machine: machine.take(machine.number(1))),
+    pickle.BINBYTES[0]: _push(lambda machine: machine.take(machine.number(4))),
+    pickle.BINBYTES8[0]: _push(lambda machine: machine.take(machine.number(8))),
+    pickle.BYTEARRAY8[0]: _push(lambda machine: bytearray(machine.take(machine.number(8)))),
+    pickle.TUPLE3[0]: _tuple3,
+    pickle.TUPLE[0]: _make(lambda machine: tuple(machine.pop_mark())),
+    pickle.BINPERSID[0]: _push(lambda machine: machine.load(machine.stack.pop())),
+    pickle.LIST[0]: _make(lambda machine: machine.pop_mark()),
+    pickle.DICT[0]: _make(lambda machine: _new_dict(machine.pop_mark())),
+    pickle.FROZENSET[0]: _make(lambda machine: frozenset(checked_keys(machine.pop_mark()))),
+    pickle.APPEND[0]: _append,
+    pickle.APPENDS[0]: _appends,
+    pickle.SETITEM[0]: _set_item,
+    pickle.SETITEMS[0]: _set_items,
+    pickle.ADDITEMS[0]: _add_items,
+    pickle.GET[0]: _push(lambda machine: machine.memo[int(machine.line())]),
+    pickle.PUT[0]: _put(lambda machine: int(machine.line())),
+    pickle.MEMOIZE[0]: _memoize,
+    pickle.GLOBAL[0]: _push(lambda machine: _global(machine, machine.line().decode(), machine.line().decode())),
+    pickle.STACK_GLOBAL[0]: _stack_global,
+    pickle.NEWOBJ[0]: _new_object,
+    pickle.BUILD[0]: _build,
+}
