@@ -31,7 +31,7 @@ class RankWork:
     Attributes:
         rank: global rank.
         nbytes_read, nbytes_received: bytes of tensors read from files, and received from other ranks.
-        read_calls, files_opened: read system calls; metadata files opened.
+        read_calls, files_opened, files_read: read system calls; files opened for metadata, and those read from.
         seconds: wall-clock seconds of each phase.
         blocks, blocks_requantized: 8-bit blocks of the rank's states, and those that mix elements of several saved
             blocks or were not quantized before.
@@ -47,6 +47,7 @@ class RankWork:
     blocks: int = 0
     blocks_requantized: int = 0
     worst_requantization_error: float = 0.0
+    files_read: int = 0
 
 
 @dataclass(frozen=True)
@@ -210,7 +211,11 @@ def _work_rows(ranks: Sequence[RankWork]) -> list[tuple[str, str]]:
     """Bytes and seconds over all ranks: least and most, if they differ."""
     if not ranks:
         return []
-    rows = [("read per rank", _span([work.nbytes_read for work in ranks]))]
+    opened, read = sum(work.files_opened for work in ranks), [work.files_read for work in ranks]
+    least, most = min(read), max(read)
+    from_files = f"{least:,}" if least == most else f"{least:,} to {most:,}"
+    rows = [("files", f"{opened:,} opened for metadata, {from_files} read per rank")]
+    rows.append(("read per rank", _span([work.nbytes_read for work in ranks])))
     received = [work.nbytes_received for work in ranks]
     if any(received):
         rows.append(("received per rank", _span(received)))

@@ -138,6 +138,12 @@ def test_bytes_read_are_shown_as_a_span_where_ranks_differ(nbytes: list[int], sh
     assert dict(rows(report_of(ranks=ranks))).get("read per rank") == (shown)
 
 
+def test_the_files_that_the_job_touched_are_counted() -> None:
+    ranks = tuple(replace(work(rank), files_opened=500, files_read=read) for rank, read in enumerate((3, 3, 12)))
+    assert dict(rows(report_of(ranks=ranks)))["files"] == "1,500 opened for metadata, 3 to 12 read per rank"
+    assert dict(rows(report_of(ranks=ranks[:2])))["files"] == "1,000 opened for metadata, 3 read per rank"
+
+
 def test_received_bytes_are_shown_only_where_there_are_any() -> None:
     assert "received per rank" not in dict(rows(report_of(ranks=(work(0, 5), work(1, 5)))))
     printed = dict(rows(report_of(ranks=(work(0, 5, 0), work(1, 5, 3000)))))
@@ -182,6 +188,7 @@ def test_json_has_everything_and_can_be_read_back() -> None:
             "blocks": 0,
             "blocks_requantized": 0,
             "worst_requantization_error": 0.0,
+            "files_read": 0,
         }
     ]
     assert (read["zero_stage"], read["dp"], read["rank"], read["global_steps"]) == (1, 4, 0, 7)

@@ -11,6 +11,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from isal import isal_zlib
 
@@ -29,6 +30,9 @@ class Records:
         ordered = sorted(set(records))
         columns = list(zip(*ordered, strict=True)) or [(), (), ()]
         return cls(array("Q", columns[0]), array("Q", columns[1]), array("I", columns[2]))
+
+    def __reduce__(self) -> tuple[Any, ...]:  # of many small files, which the description of an array would double
+        return Records.of, (tuple(zip(self.offsets, self.nbytes, self.crc32s, strict=True)),)
 
     def index(self, offset: int) -> int | None:
         """Number of the record with a byte of the file; ``None``: it is in none whose CRC32 is known."""

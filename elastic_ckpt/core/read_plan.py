@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from elastic_ckpt.core.chunks import BlockCode
@@ -200,6 +201,11 @@ class ReadPlan:
     items: tuple[ReadItem, ...]
     requantize_items: tuple[RequantizeItem, ...] = ()
     shares: tuple[Share, ...] = ()
+
+    @property
+    def files_read(self) -> set[int]:
+        """Indices of the files with bytes to read."""
+        return {item.file for item in chain(self.items, *(each.sources for each in self.requantize_items))}
 
     def by_flat(self) -> dict[int, tuple[list[int], ReadPlan]]:
         """Per flat partition (``-1``: buffers and frozen parameters), the numbers of its slots, and their plan."""

@@ -41,19 +41,33 @@ def open_my_share(
         The results in the order of ``paths``, and the files that this rank opened, by position.
     """
     opened: dict[int, PickledFile] = {}
+    open_one = file_opener(options)
 
-    def read() -> dict[int, T]:
-        trees = Trees()
-        me = distributed.rank()
-        for position in range(len(paths)):
-            if opener_of(position) == me:
-                opened[position] = open_file(paths[position], options.trust_pickle, trees)
-                if options.check_shards:
-                    refuse_swapped(opened[position])
-        return {position: index(file, position) for position, file in opened.items()}
+    def read(position: int) -> T:
+        opened[position] = open_one(paths[position])
+        return index(opened[position], position)
 
-    everything = all_gather_items(read)
-    return [everything[position] for position in range(len(paths))], opened
+    return read_my_share(len(paths), read), opened
+
+
+def read_my_share(count: int, read: Callable[[int], T]) -> list[T]:
+    """Run ``read`` for each position below ``count``, each on one rank, and return all results. Collective."""
+    me = distributed.rank()
+    everything = all_gather_items(lambda: {each: read(each) for each in range(count) if opener_of(each) == me})
+    return [everything[position] for position in range(count)]
+
+
+def file_opener(options: MetadataOptions) -> Callable[[str], PickledFile]:
+    """What opens files of a checkpoint; those with the same pickle share their tree."""
+    trees = Trees()
+
+    def open_one(path: str) -> PickledFile:
+        file = open_file(path, options.trust_pickle, trees)
+        if options.check_shards:
+            refuse_swapped(file)
+        return file
+
+    return open_one
 
 
 #: By position, the digest of what an item has in common with others, and the rest; no digest: the whole item.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, ClassVar
@@ -48,6 +48,8 @@ PLAIN, UNFUSED, FUSED = "plain", "unfused", "fused"
 MASTER_ENTRIES = {"fp32_groups": UNFUSED, "fp32_groups_flat": FUSED}
 Shape = tuple[int, ...]
 _DEFAULTS = StateOptions()
+#: Reads a model-states file, given whose it is.
+ModelIndexer = Callable[[PickledFile, int], "ModelShard"]
 
 
 @dataclass(frozen=True)
@@ -183,12 +185,21 @@ def _stacked_experts(file: PickledFile) -> dict[str, tuple[tuple[int, ...], ...]
     return found
 
 
-def of_same_tree(known: ModelShard, file: PickledFile, dp_rank: int) -> ModelShard:
-    """What a file holds whose tree is the same object as that of a file which was read before."""
-    crc32 = _checksum(file, [known.weights[name] for name in known.buffers])
-    return replace(
-        known, path=file.path, nbytes=file.nbytes, records=file.records, dp_rank=dp_rank, buffers_crc32=crc32
-    )
+def model_indexer(options: StateOptions = _DEFAULTS) -> ModelIndexer:
+    """:func:`index_model_states`, which looks once at a tree that several files share."""
+    known: dict[int, tuple[Any, ModelShard]] = {}  # with the tree, so that its id stays unique
+
+    def index(file: PickledFile, dp_rank: int) -> ModelShard:
+        if id(file.tree) not in known:
+            known[id(file.tree)] = file.tree, index_model_states(file, dp_rank, options)
+            return known[id(file.tree)][1]
+        same = known[id(file.tree)][1]
+        crc32 = _checksum(file, [same.weights[name] for name in same.buffers])
+        return replace(
+            same, path=file.path, nbytes=file.nbytes, records=file.records, dp_rank=dp_rank, buffers_crc32=crc32
+        )
+
+    return index
 
 
 def _same_storage(weights: Mapping[str, TensorRef]) -> dict[str, str]:

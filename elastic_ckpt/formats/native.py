@@ -14,7 +14,7 @@ from elastic_ckpt.formats.base import Checkpoint, Found, MetadataOptions, refuse
 from elastic_ckpt.formats.exchange import open_my_share
 from elastic_ckpt.formats.experts import ExpertOptimizer, ExpertShard, index_expert, index_expert_optimizer
 from elastic_ckpt.formats.merging import LayerShard, index_layer
-from elastic_ckpt.formats.model_states import ModelShard, index_model_states, of_same_tree
+from elastic_ckpt.formats.model_states import ModelIndexer, ModelShard, model_indexer
 from elastic_ckpt.formats.naming import plain_name
 from elastic_ckpt.formats.partitioned import LegacyShard, index_zero3, index_zero12
 from elastic_ckpt.formats.pickled import PickledFile
@@ -37,16 +37,10 @@ def read_native(found: Found, options: MetadataOptions) -> Checkpoint:
     kinds = list(names)
 
     paths = [found.path(name) for name in names.values()]
-    known: dict[int, ModelShard] = {}
+    index_model = model_indexer(options.states)
 
     def index(file: PickledFile, position: int) -> Indexed:
-        same = known.get(id(file.tree))
-        if same is not None and kinds[position][2] == "model":
-            return of_same_tree(same, file, kinds[position][1])
-        item = index_native(file, kinds[position], options.states)
-        if isinstance(item, ModelShard):
-            known[id(file.tree)] = item
-        return item
+        return index_native(file, kinds[position], options.states, index_model)
 
     indexed, opened = open_my_share(paths, index, options)
     assembled: list[tuple[Assembled, TrainingStates]] = []
@@ -65,7 +59,9 @@ def read_native(found: Found, options: MetadataOptions) -> Checkpoint:
     return Checkpoint(files.metadata, state, paths[everybody[distributed.rank()][0]], len(opened))
 
 
-def index_native(file: PickledFile, kind: Kind, options: StateOptions) -> Indexed:
+def index_native(
+    file: PickledFile, kind: Kind, options: StateOptions, index_model: ModelIndexer | None = None
+) -> Indexed:
     """Read one file of a native checkpoint."""
     first, second, what = kind
     if what == "layer":
@@ -76,7 +72,7 @@ def index_native(file: PickledFile, kind: Kind, options: StateOptions) -> Indexe
         return index_expert_optimizer(file, first, options)
     if what == "model":
         refuse_mixture(file)
-        return index_model_states(file, second, options)
+        return (index_model or model_indexer(options))(file, second)
     is_zero3 = "fp32_flat_groups" in file.section("optimizer_state_dict")
     return (index_zero3 if is_zero3 else index_zero12)(file, second, options)
 

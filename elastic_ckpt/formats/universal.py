@@ -1,80 +1,55 @@
 """Reads DeepSpeed's universal checkpoints.
 
 ``zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt`` hold one whole tensor each, beside copies of the model-states
-files. Source: ``ds_to_universal.py``. From stages 1 and 2 each file is a dict with ``param``, beside ``step.pt``; from
-stage 3 it is a bare flat tensor, and ``step`` is in ``zero/optimizer_state.pt``.
+files. Source: ``ds_to_universal.py``.
 """
 
 from __future__ import annotations
 
 import math
-import os
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 from elastic_ckpt import distributed
 from elastic_ckpt.core.declared import Declared
-from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata, SavedParameter, SourceFile
-from elastic_ckpt.core.tp_rules import COLUMN, ROW, VOCABULARY, Rule
+from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata, SavedParameter
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
 from elastic_ckpt.formats import model_states
 from elastic_ckpt.formats.base import Checkpoint, Found, MetadataOptions, refuse_unsupported_folder
-from elastic_ckpt.formats.exchange import open_my_share
+from elastic_ckpt.formats.exchange import file_opener, opener_of, read_my_share
 from elastic_ckpt.formats.experts import with_slices
 from elastic_ckpt.formats.grid import Grid, grid_of
 from elastic_ckpt.formats.merging import shard_by_shard
 from elastic_ckpt.formats.metadata_builder import MetadataBuilder, Tensors, dense_tensor, module_tensors
-from elastic_ckpt.formats.model_states import ModelShard, index_model_states
-from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER
+from elastic_ckpt.formats.model_states import ModelShard, model_indexer
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.same_save import spot_check, with_progress_compared
 from elastic_ckpt.formats.saved_config import refuse_features
-from elastic_ckpt.formats.saved_states import read_groups
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from elastic_ckpt.formats.training_state import loss_scale_of, read_training_state
-from elastic_ckpt.formats.values import materialise, plain_numbers
+from elastic_ckpt.formats.universal_files import (
+    OptimizerFile,
+    StateFile,
+    index_optimizer,
+    list_parameters,
+    optimizer_path,
+    read_parameter,
+    unpacked,
+)
 
 _NO_OPTIMIZER_FILE = (
     "the universal checkpoint has no zero/optimizer_state.pt (BLOOM's have none): the optimizer's step was taken from "
     "the counters, hyperparameters of the live param groups stay, and whether Adam or AdamW saved it is not known"
 )
-#: Entries that belong to one rank's partition.
-_PARTITIONS = frozenset(
-    {
-        "base_optimizer_state",
-        "param_slice_mappings",
-        "single_partition_of_fp32_groups",
-        "fp32_flat_groups",
-        "fp32_groups_flat_partition",
-        "optimizer_state_dict",
-    }
-)
-#: Marks that each parameter has its own data, whatever DeepSpeed's converter would have made of such a run.
-TRUE_ORDER = "elastic_ckpt_true_order"
 
 
 def read_universal(found: Found, options: MetadataOptions) -> Checkpoint:
     """Read the metadata of a universal checkpoint. Collective: all ranks raise the same :class:`ElasticCkptError`."""
-    with distributed.deterministic("look at the checkpoint's files"):  # at their names, as rank 0 has found them
-        refuse_unsupported_folder(found)
-        model_files = _model_files(found)
-    state_paths = distributed.broadcast("look at the checkpoint's files", lambda: _list_state_files(found))
-    ranks = list(model_files)
-
-    def index(file: PickledFile, position: int) -> ModelShard | OptimizerFile | StateFile:
-        if position < len(ranks):
-            return index_model_states(file, dp_rank=ranks[position][1])
-        return index_optimizer(file) if os.path.basename(file.path) == UNIVERSAL_OPTIMIZER else index_state(file)
-
-    paths = [*map(found.path, model_files.values()), *state_paths]
-    indexed, opened = open_my_share(paths, index, options)
-    models = {rank: item for rank, item in zip(ranks, indexed, strict=False) if isinstance(item, ModelShard)}
-    optimizer = next((item for item in indexed if isinstance(item, OptimizerFile)), None)
-    states = [item for item in indexed if isinstance(item, StateFile)]
-    first = models[ranks[0]]
+    contents = _read_contents(found, options)
+    models, optimizer, states = contents.models, contents.optimizer, contents.states
+    first = next(iter(models.values()))
     fitted: list[CheckpointMetadata] = []
 
     def fit() -> bytes | None:
@@ -90,23 +65,59 @@ def read_universal(found: Found, options: MetadataOptions) -> Checkpoint:
         metadata = with_slices(metadata, first)
         metadata = with_progress_compared(metadata, first, options.check_shards)
         if options.check_shards and metadata.source.merged_from == 1:
-            mine = {file.path for file in opened.values()}
+            mine = {file.path for file in contents.opened}
             numbers = {number for number, file in enumerate(metadata.files) if file.path in mine}
             spot_check(metadata, first.path, first.weights, numbers)
         fitted.append(metadata)
-        if 0 not in opened:
+        if opener_of(0) != distributed.rank():
             return None
         same_ranks = len(models) == 1 and grid.has_ranks_of(options.coordinates)
         scale, overflow = (None, False) if optimizer is None else (optimizer.loss_scaler, optimizer.overflow)
         state = read_training_state(
-            opened[0], loss_scale_of(scale), overflow, same_ranks, grid.sequence, options.with_client_state
+            contents.opened[0], loss_scale_of(scale), overflow, same_ranks, grid.sequence, options.with_client_state
         )
         # with several model-parallel ranks, every rank gets the state of one
         return distributed.pack(replace(state, degrees=(0, 0)) if grid.tp * grid.pp > 1 else state)
 
     everybody = distributed.all_gather("fit the checkpoint's files together", fit)
     packed = next(each for each in everybody if each is not None)
-    return Checkpoint(fitted[0], distributed.unpack(packed), first.path, len(opened))
+    return Checkpoint(fitted[0], distributed.unpack(packed), first.path, len(contents.opened))
+
+
+@dataclass
+class _Contents:
+    """What the files hold: model-states files by model- and data-parallel rank; ``opened`` on this rank."""
+
+    models: dict[tuple[int, int], ModelShard]
+    optimizer: OptimizerFile | None
+    states: list[StateFile]
+    opened: list[PickledFile]
+
+
+def _read_contents(found: Found, options: MetadataOptions) -> _Contents:
+    """Read each file on one rank, which also lists the folders of its parameters. Collective."""
+    with distributed.deterministic("look at the checkpoint's files"):  # at their names, as rank 0 has found them
+        refuse_unsupported_folder(found)
+        model_files = _model_files(found)
+    has_optimizer, names = distributed.broadcast("look at the checkpoint's files", lambda: list_parameters(found))
+    ranks = list(model_files)
+    paths = [*map(found.path, model_files.values()), *([optimizer_path(found)] if has_optimizer else ())]
+    open_one, index_model, opened = file_opener(options), model_indexer(), list[PickledFile]()
+
+    def open_mine(path: str) -> PickledFile:
+        opened.append(open_one(path))
+        return opened[-1]
+
+    def read(position: int) -> Any:
+        if position >= len(paths):
+            return read_parameter(found, names[position - len(paths)], open_mine)
+        file = open_mine(paths[position])
+        return index_model(file, ranks[position][1]) if position < len(ranks) else index_optimizer(file)
+
+    items = read_my_share(len(paths) + len(names), read)
+    states = [unpacked(found, name, packed) for name, packed in zip(names, items[len(paths) :], strict=True)]
+    models = dict(zip(ranks, items, strict=False))
+    return _Contents(models, items[len(ranks)] if has_optimizer else None, list(chain.from_iterable(states)), opened)
 
 
 def _model_files(found: Found) -> dict[tuple[int, int], str]:
@@ -123,16 +134,6 @@ def _model_files(found: Found) -> dict[tuple[int, int], str]:
             remedy="convert the native checkpoint again",
         )
     return dict(sorted(names.items()))
-
-
-def _list_state_files(found: Found) -> list[str]:
-    root = found.path(UNIVERSAL_FOLDER)
-    paths = []
-    for folder in sorted(os.scandir(root), key=lambda entry: entry.name):
-        if folder.is_dir():
-            paths += sorted(file.path for file in os.scandir(folder.path) if file.name.endswith(".pt"))
-    optimizer = os.path.join(root, UNIVERSAL_OPTIMIZER)
-    return [optimizer, *paths] if os.path.isfile(optimizer) else paths
 
 
 def _refuse_wrong_data(model: ModelShard, optimizer: OptimizerFile) -> None:
@@ -260,131 +261,3 @@ def _check_numel(item: StateFile, tensor: TensorRef, shape: tuple[int, ...]) -> 
             found=tensor.shape,
             remedy="files of two conversions are mixed, or vocabulary padding was stripped: convert again",
         )
-
-
-@dataclass(frozen=True)
-class StateFile(SourceFile):
-    """One ``zero/<name>/<key>.pt``: a parameter's whole tensor or scalar, and its ``rule`` for shards, if known."""
-
-    name: str
-    key: str
-    tensor: TensorRef | None
-    scalar: float | None
-    rule: Rule | None = None
-
-
-@dataclass(frozen=True)
-class OptimizerFile:
-    """``zero/optimizer_state.pt``.
-
-    Attributes:
-        zero_stage: stage of the run that saved the native checkpoint.
-        groups, members: per param group, hyperparameters and the indices of its flat tensors.
-        scalars: per flat tensor, its scalar states; empty from stages 1 and 2.
-        loss_scaler, overflow: DeepSpeed's loss scaler object, and the optimizer's overflow flag.
-        in_true_order: whether its writer guarantees that each parameter has its own data (:data:`TRUE_ORDER`).
-    """
-
-    zero_stage: int
-    groups: tuple[Mapping[str, Any], ...]
-    members: tuple[tuple[int, ...], ...]
-    scalars: Mapping[int, Mapping[str, float]]
-    loss_scaler: Any
-    overflow: bool
-    in_true_order: bool = False
-
-
-def index_state(file: PickledFile) -> StateFile:
-    """Read one parameter's file; a :class:`DamagedError` if it contains neither a dense tensor nor a number."""
-    folder, base = os.path.split(file.path)
-    is_parameters = isinstance(file.tree, dict) and "param" in file.tree
-    value = file.tree["param"] if is_parameters else file.tree
-    name, key = os.path.basename(folder), base.removesuffix(".pt")
-    if isinstance(value, TensorRef) and (value.shape or is_parameters):  # of a parameter that may have no dimension
-        if not value.is_contiguous:
-            raise DamagedError(
-                f"{key} of this parameter was saved as a view that is not contiguous", parameter=name, file=file.path
-            )
-        return StateFile(
-            file.path, file.nbytes, name, key, value, None, _rule_of(name, file.tree), records=file.records
-        )
-    scalar = plain_numbers(file, {key: value})[key]
-    if isinstance(scalar, bool) or not isinstance(scalar, (int, float)):
-        raise DamagedError(
-            f"{key} of this parameter is neither a tensor nor a number",
-            parameter=name,
-            file=file.path,
-            expected="a tensor, or a dict with 'param'",
-            found=type(scalar).__name__,
-            remedy="convert the native checkpoint again",
-        )
-    return StateFile(file.path, file.nbytes, name, key, None, scalar)
-
-
-def _rule_of(name: str, tree: Any) -> Rule | None:
-    """The rule that DeepSpeed's converter notes beside a tensor; its default, dimension 0, means nothing."""
-    if not isinstance(tree, dict):
-        return None
-    pattern = f"^{re.escape(name)}$"
-    if tree.get("vocab_tensor") or "vocab_divisibility_padding_tensor" in tree:
-        return Rule(pattern=pattern, kind=VOCABULARY)
-    if tree.get("param_n_sub_params"):
-        return Rule(pattern=pattern, kind=COLUMN, dim=0, sub_parameters=[1] * int(tree["param_n_sub_params"]))
-    parts = _sub_parameters(tree.get("sub_param_shape"))
-    if parts is not None:
-        return Rule(pattern=pattern, kind=COLUMN, dim=parts[0], sub_parameters=parts[1])
-    return Rule(pattern=pattern, kind=ROW) if tree.get("cat_dim") == 1 else None
-
-
-def _sub_parameters(noted: Any) -> tuple[int, list[int]] | None:
-    """Dimension and relative widths of a ``SubparamShape``; ``None``: it is none, or empty."""
-    dim, shape = getattr(noted, "partition_dim", None), getattr(noted, "shape", None)
-    if not isinstance(dim, int) or not isinstance(shape, (list, tuple)) or not 0 <= dim < len(shape):
-        return None
-    widths = shape[dim]
-    if not isinstance(widths, (list, tuple)) or not all(isinstance(width, int) and width > 0 for width in widths):
-        return None
-    return (dim, [width // math.gcd(*widths) for width in widths]) if widths else None
-
-
-def index_optimizer(file: PickledFile) -> OptimizerFile:
-    """Read the optimizer's file."""
-    groups = file.section("param_groups")
-    states = file.tree.get("optimizer_state_dict", {}).get("state", {})
-    scalars: dict[int, dict[str, float]] = {}
-    for flat, values in _scalars(states).items():
-        scalars[int(flat)] = plain_numbers(file, values)
-    return OptimizerFile(
-        zero_stage=int(file.tree.get("zero_stage", 1)),
-        groups=read_groups(file, groups),
-        members=tuple(tuple(group["params"]) for group in groups),
-        scalars=scalars,
-        loss_scaler=file.tree.get("loss_scaler"),
-        overflow=bool(file.tree.get("overflow", False)),
-        in_true_order=file.tree.get(TRUE_ORDER) is True,
-    )
-
-
-def common_optimizer_state(file: PickledFile) -> dict[str, Any]:
-    """What of an optimizer's state belongs to no parameter, as a tree to save, with small tensors read.
-
-    ``file`` is ``*zero_pp_rank_0_mp_rank_00*_optim_states.pt``; :class:`DamagedError` if it has no optimizer state.
-    """
-    state = file.section("optimizer_state_dict")
-    kept = {key: value for key, value in state.items() if key not in _PARTITIONS}
-    is_stage3 = "fp32_flat_groups" in state
-    base = file.section("optimizer_state_dict", "optimizer_state_dict" if is_stage3 else "base_optimizer_state")
-    groups = base["param_groups"] if isinstance(base, dict) else []
-    kept["param_groups"] = groups
-    kept[TRUE_ORDER] = True
-    if is_stage3:
-        kept["optimizer_state_dict"] = {"state": _scalars(base["state"]), "param_groups": groups}
-    return dict(materialise(file, kept))
-
-
-def _scalars(states: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:
-    """Each flat tensor's states without dimensions."""
-    return {
-        flat: {key: value for key, value in state.items() if not isinstance(value, TensorRef) or not value.shape}
-        for flat, state in states.items()
-    }

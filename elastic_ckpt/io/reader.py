@@ -197,8 +197,7 @@ class _Files:
 
 def check_files(plan: ReadPlan) -> None:
     """Raise :class:`DamagedError` for a file of the plan that is unreadable here or whose size changed. Local."""
-    sources = (source for item in plan.requantize_items for source in item.sources)
-    for file in sorted({item.file for item in chain(plan.items, sources)}):
+    for file in sorted(plan.files_read):
         source = plan.files[file]
         try:
             with open(source.path, "rb") as stream:  # not only stat: a visible file may not be readable

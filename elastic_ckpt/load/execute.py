@@ -127,6 +127,7 @@ def _overwrite(
             blocks=plan.blocks,
             blocks_requantized=done.blocks,
             worst_requantization_error=done.worst_error,
+            files_read=len(plan.reads.files_read),
         )
         at = ready.local_state.model.coordinates
         is_first = at.pp > 1 and at.tp_rank == at.dp_rank == 0

@@ -7,7 +7,8 @@ from dataclasses import replace
 from elastic_ckpt.core.metadata import MASTER
 from elastic_ckpt.formats.grid import Grid
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
-from elastic_ckpt.formats.universal import StateFile, _parameters
+from elastic_ckpt.formats.universal import _parameters
+from elastic_ckpt.formats.universal_files import StateFile
 from tests.formats.test_grid import model
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(slots=True, unsafe_hash=True)  # not frozen: that takes five times as long to make, and there are many
@@ -23,6 +24,9 @@ class TensorRef:
     byte_offset: int
     is_parameter: bool = False
     swap_id: str | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:  # ranks exchange thousands: no names of fields
+        return TensorRef, (self.dtype, self.shape, self.stride, self.byte_offset, self.is_parameter, self.swap_id)
 
     @property
     def numel(self) -> int:

@@ -23,7 +23,7 @@ from elastic_ckpt.formats.native import index_native
 from elastic_ckpt.formats.pickled import PickledFile, open_file
 from elastic_ckpt.formats.same_save import spot_check
 from elastic_ckpt.formats.shards import OptimizerShard
-from elastic_ckpt.formats.universal import index_optimizer, index_state
+from elastic_ckpt.formats.universal_files import index_optimizer, index_state
 from elastic_ckpt.tools.files import expected_files, file_sizes, kind_and_ranks
 from elastic_ckpt.tools.findings import ERROR, NOTE, Finding, kind_of, of_error, one_line
 from elastic_ckpt.tools.opened import locate_despite_latest, open_checkpoint

@@ -1,0 +1,208 @@
+"""One file of a universal checkpoint: a state of a parameter, or what belongs to no parameter.
+
+From stages 1 and 2 a state is a dict with ``param``, beside ``step.pt``; from stage 3 it is a bare flat tensor, and
+``step`` is in ``zero/optimizer_state.pt``.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from elastic_ckpt.core.checksums import Records
+from elastic_ckpt.core.metadata import SourceFile
+from elastic_ckpt.core.tp_rules import COLUMN, ROW, VOCABULARY, Rule
+from elastic_ckpt.errors import DamagedError
+from elastic_ckpt.formats.base import Found
+from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER
+from elastic_ckpt.formats.pickled import PickledFile
+from elastic_ckpt.formats.saved_states import read_groups
+from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
+from elastic_ckpt.formats.values import materialise, plain_numbers
+
+#: Entries that belong to one rank's partition.
+_PARTITIONS = frozenset(
+    {
+        "base_optimizer_state",
+        "param_slice_mappings",
+        "single_partition_of_fp32_groups",
+        "fp32_flat_groups",
+        "fp32_groups_flat_partition",
+        "optimizer_state_dict",
+    }
+)
+#: Marks that each parameter has its own data, whatever DeepSpeed's converter would have made of such a run.
+TRUE_ORDER = "elastic_ckpt_true_order"
+
+
+@dataclass(frozen=True)
+class StateFile(SourceFile):
+    """One ``zero/<name>/<key>.pt``: a parameter's whole tensor or scalar, and its ``rule`` for shards, if known."""
+
+    name: str
+    key: str
+    tensor: TensorRef | None
+    scalar: float | None
+    rule: Rule | None = None
+
+
+@dataclass(frozen=True)
+class OptimizerFile:
+    """``zero/optimizer_state.pt``.
+
+    Attributes:
+        zero_stage: stage of the run that saved the native checkpoint.
+        groups, members: per param group, hyperparameters and the indices of its flat tensors.
+        scalars: per flat tensor, its scalar states; empty from stages 1 and 2.
+        loss_scaler, overflow: DeepSpeed's loss scaler object, and the optimizer's overflow flag.
+        in_true_order: whether its writer guarantees that each parameter has its own data (:data:`TRUE_ORDER`).
+    """
+
+    zero_stage: int
+    groups: tuple[Mapping[str, Any], ...]
+    members: tuple[tuple[int, ...], ...]
+    scalars: Mapping[int, Mapping[str, float]]
+    loss_scaler: Any
+    overflow: bool
+    in_true_order: bool = False
+
+
+#: A :class:`StateFile` without its path and parameter.
+Packed = tuple[str, int, TensorRef | None, float | None, Rule | None, Records]
+
+
+def optimizer_path(found: Found) -> str:
+    """Path of the file with what belongs to no parameter."""
+    return found.path(os.path.join(UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER))
+
+
+def list_parameters(found: Found) -> tuple[bool, list[str]]:
+    """Whether there is an optimizer's file, and the sorted names of parameters, whose folders are not looked into."""
+    with os.scandir(found.path(UNIVERSAL_FOLDER)) as entries:
+        names = sorted(entry.name for entry in entries if entry.is_dir())
+    return os.path.isfile(optimizer_path(found)), names
+
+
+def read_parameter(found: Found, name: str, open_one: Callable[[str], PickledFile]) -> list[Packed]:
+    """Read the files of one parameter. Local."""
+    folder = found.path(os.path.join(UNIVERSAL_FOLDER, name))
+    try:
+        paths = sorted(file.path for file in os.scandir(folder) if file.name.endswith(".pt"))
+    except OSError as error:
+        raise DamagedError(
+            "a folder of the universal checkpoint cannot be read",
+            parameter=name,
+            file=folder,
+            expected="a folder, visible on every rank",
+            found=str(error.strerror),
+            remedy="restore the folder, take another tag, or put it on storage that all nodes share",
+        ) from error
+    files = [index_state(open_one(path)) for path in paths]
+    return [(file.key, file.nbytes, file.tensor, file.scalar, file.rule, file.records) for file in files]
+
+
+def unpacked(found: Found, name: str, packed: Iterable[Packed]) -> Iterator[StateFile]:
+    """The files of one parameter, as :func:`read_parameter` has read them on some rank."""
+    folder = found.path(os.path.join(UNIVERSAL_FOLDER, name))
+    for key, nbytes, tensor, scalar, rule, records in packed:
+        yield StateFile(f"{folder}/{key}.pt", nbytes, name, key, tensor, scalar, rule, records=records)
+
+
+def index_state(file: PickledFile) -> StateFile:
+    """Read one parameter's file; a :class:`DamagedError` if it contains neither a dense tensor nor a number."""
+    folder, base = os.path.split(file.path)
+    is_parameters = isinstance(file.tree, dict) and "param" in file.tree
+    value = file.tree["param"] if is_parameters else file.tree
+    name, key = os.path.basename(folder), base.removesuffix(".pt")
+    if isinstance(value, TensorRef) and (value.shape or is_parameters):  # of a parameter that may have no dimension
+        if not value.is_contiguous:
+            raise DamagedError(
+                f"{key} of this parameter was saved as a view that is not contiguous", parameter=name, file=file.path
+            )
+        return StateFile(
+            file.path, file.nbytes, name, key, value, None, _rule_of(name, file.tree), records=file.records
+        )
+    scalar = plain_numbers(file, {key: value})[key]
+    if isinstance(scalar, bool) or not isinstance(scalar, (int, float)):
+        raise DamagedError(
+            f"{key} of this parameter is neither a tensor nor a number",
+            parameter=name,
+            file=file.path,
+            expected="a tensor, or a dict with 'param'",
+            found=type(scalar).__name__,
+            remedy="convert the native checkpoint again",
+        )
+    return StateFile(file.path, file.nbytes, name, key, None, scalar)
+
+
+def _rule_of(name: str, tree: Any) -> Rule | None:
+    """The rule that DeepSpeed's converter notes beside a tensor; its default, dimension 0, means nothing."""
+    if not isinstance(tree, dict):
+        return None
+    pattern = f"^{re.escape(name)}$"
+    if tree.get("vocab_tensor") or "vocab_divisibility_padding_tensor" in tree:
+        return Rule(pattern=pattern, kind=VOCABULARY)
+    if tree.get("param_n_sub_params"):
+        return Rule(pattern=pattern, kind=COLUMN, dim=0, sub_parameters=[1] * int(tree["param_n_sub_params"]))
+    parts = _sub_parameters(tree.get("sub_param_shape"))
+    if parts is not None:
+        return Rule(pattern=pattern, kind=COLUMN, dim=parts[0], sub_parameters=parts[1])
+    return Rule(pattern=pattern, kind=ROW) if tree.get("cat_dim") == 1 else None
+
+
+def _sub_parameters(noted: Any) -> tuple[int, list[int]] | None:
+    """Dimension and relative widths of a ``SubparamShape``; ``None``: it is none, or empty."""
+    dim, shape = getattr(noted, "partition_dim", None), getattr(noted, "shape", None)
+    if not isinstance(dim, int) or not isinstance(shape, (list, tuple)) or not 0 <= dim < len(shape):
+        return None
+    widths = shape[dim]
+    if not isinstance(widths, (list, tuple)) or not all(isinstance(width, int) and width > 0 for width in widths):
+        return None
+    return (dim, [width // math.gcd(*widths) for width in widths]) if widths else None
+
+
+def index_optimizer(file: PickledFile) -> OptimizerFile:
+    """Read the optimizer's file."""
+    groups = file.section("param_groups")
+    states = file.tree.get("optimizer_state_dict", {}).get("state", {})
+    scalars: dict[int, dict[str, float]] = {}
+    for flat, values in _scalars(states).items():
+        scalars[int(flat)] = plain_numbers(file, values)
+    return OptimizerFile(
+        zero_stage=int(file.tree.get("zero_stage", 1)),
+        groups=read_groups(file, groups),
+        members=tuple(tuple(group["params"]) for group in groups),
+        scalars=scalars,
+        loss_scaler=file.tree.get("loss_scaler"),
+        overflow=bool(file.tree.get("overflow", False)),
+        in_true_order=file.tree.get(TRUE_ORDER) is True,
+    )
+
+
+def common_optimizer_state(file: PickledFile) -> dict[str, Any]:
+    """What of an optimizer's state belongs to no parameter, as a tree to save, with small tensors read.
+
+    ``file`` is ``*zero_pp_rank_0_mp_rank_00*_optim_states.pt``; :class:`DamagedError` if it has no optimizer state.
+    """
+    state = file.section("optimizer_state_dict")
+    kept = {key: value for key, value in state.items() if key not in _PARTITIONS}
+    is_stage3 = "fp32_flat_groups" in state
+    base = file.section("optimizer_state_dict", "optimizer_state_dict" if is_stage3 else "base_optimizer_state")
+    groups = base["param_groups"] if isinstance(base, dict) else []
+    kept["param_groups"] = groups
+    kept[TRUE_ORDER] = True
+    if is_stage3:
+        kept["optimizer_state_dict"] = {"state": _scalars(base["state"]), "param_groups": groups}
+    return dict(materialise(file, kept))
+
+
+def _scalars(states: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:
+    """Each flat tensor's states without dimensions."""
+    return {
+        flat: {key: value for key, value in state.items() if not isinstance(value, TensorRef) or not value.shape}
+        for flat, state in states.items()
+    }

@@ -1,0 +1,102 @@
+"""Files of universal checkpoints, and who reads them."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from benchmarks.played import PlayedJob
+from elastic_ckpt import distributed
+from elastic_ckpt.errors import DamagedError
+from elastic_ckpt.formats.base import Checkpoint, Found, MetadataOptions
+from elastic_ckpt.formats.detect import look_at
+from elastic_ckpt.formats.pickled import open_pickled
+from elastic_ckpt.formats.universal import read_universal
+from elastic_ckpt.formats.universal_files import StateFile, index_state, read_parameter, unpacked
+
+OPTIONS = MetadataOptions(with_client_state=False)
+STATES = ("exp_avg", "exp_avg_sq", "fp32")
+NAMES = [f"layers.{number}.weight" for number in range(40)]
+
+
+@pytest.fixture
+def found(tmp_path: Path) -> Found:
+    """A universal checkpoint in the form of ZeRO-1: four files for each of 40 parameters."""
+    folder = tmp_path / "tag"
+    folder.mkdir()
+    weights = {name: torch.full((3, 2), float(number)) for number, name in enumerate(NAMES)}
+    counters = {"global_steps": 7, "global_samples": 7, "skipped_steps": 0, "dp_world_size": 1, "mp_world_size": 1}
+    shapes = [{name: weight.shape for name, weight in weights.items()}]
+    model = {"module": weights, "buffer_names": [], "param_shapes": shapes, "lr_scheduler": None, **counters}
+    config = {"zero_optimization": {"stage": 1}}
+    torch.save({**model, "ds_config": config, "ds_version": "0.19.8"}, folder / "mp_rank_00_model_states.pt")
+    for name, weight in weights.items():
+        (folder / "zero" / name).mkdir(parents=True)
+        for key in STATES:
+            tree = {"param": weight + STATES.index(key) * (key != "fp32"), "cat_dim": 0}
+            torch.save(tree, folder / "zero" / name / f"{key}.pt")
+        torch.save(torch.tensor(7.0), folder / "zero" / name / "step.pt")
+    group = {"lr": 0.1, "params": [0]}
+    torch.save({"zero_stage": 1, "param_groups": [group]}, folder / "zero" / "optimizer_state.pt")
+    located = look_at(str(tmp_path), "tag")
+    assert located is not None and located.format == "universal"
+    return located
+
+
+def played(found: Found, ranks: int) -> tuple[list[Checkpoint], PlayedJob, dict[int, list[str]]]:
+    """What each rank has read, the job, and the folders that each rank listed."""
+    job, listed = PlayedJob(ranks), dict[int, list[str]]()
+    scandir = os.scandir
+
+    def noted(path: str) -> Any:
+        listed.setdefault(distributed.rank(), []).append(str(path))
+        return scandir(path)
+
+    with mock.patch("os.scandir", noted):
+        return job.run_all(lambda: read_universal(found, OPTIONS)), job, listed
+
+
+def test_each_rank_lists_and_opens_its_share_of_the_files_and_all_know_the_same(found: Found) -> None:
+    alone = read_universal(found, OPTIONS)
+    assert alone.files_opened == 2 + 4 * len(NAMES)
+    everybody, _, listed = played(found, 8)
+    assert all(each.metadata == alone.metadata for each in everybody)
+    assert sum(each.files_opened for each in everybody) == alone.files_opened
+    assert max(each.files_opened for each in everybody) <= 4 * len(NAMES) // 8 + 4
+    folders = sorted(path for paths in listed.values() for path in paths)
+    assert folders == sorted([found.path("zero"), *(found.path(f"zero/{name}") for name in NAMES)])
+    assert max(len(paths) for rank, paths in listed.items() if rank) <= len(NAMES) // 8 + 1
+
+
+def test_a_parameter_costs_few_bytes_of_a_message(found: Found) -> None:
+    _, job, _ = played(found, 4)
+    shares = job.rounds[1]
+    assert sum(map(len, shares)) < 240 * len(NAMES)
+    whole = [index_state(open_pickled(found.path(f"zero/{name}/{key}.pt"))) for name in NAMES for key in STATES]
+    assert len(pickle.dumps([vars(file) for file in whole])) > 1.5 * sum(map(len, shares))
+
+
+def test_what_is_sent_of_a_file_is_all_that_is_known_of_it(found: Found) -> None:
+    name = NAMES[3]
+    files = [index_state(open_pickled(found.path(f"zero/{name}/{key}.pt"))) for key in (*STATES, "step")]
+    sent = pickle.loads(pickle.dumps(read_parameter(found, name, open_pickled)))
+    received = list(unpacked(found, name, sent))
+    assert received == files
+    assert [file.records for file in received[:3]] == [file.records for file in files[:3]]
+    assert all(isinstance(file, StateFile) and len(file.records.crc32s) == 1 for file in received[:3])
+
+
+def test_a_folder_that_another_rank_cannot_see_is_named_on_all(found: Found) -> None:
+    os.rename(found.path(f"zero/{NAMES[5]}"), found.path("zero/elsewhere"))
+    listing = [NAMES[5] if name == "elsewhere" else name for name in sorted(os.listdir(found.path("zero")))]
+    names = [name for name in listing if not name.endswith(".pt")]
+    with mock.patch("elastic_ckpt.formats.universal.list_parameters", lambda _: (True, names)):
+        job = PlayedJob(3)
+        with pytest.raises(DamagedError, match=r"(?s)folder of the universal.*layers\.5\.weight.*all nodes share"):
+            job.run_all(lambda: read_universal(found, OPTIONS))
