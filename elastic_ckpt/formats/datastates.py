@@ -57,7 +57,7 @@ def read_datastates_tree(stream: BinaryIO, trust_pickle: bool) -> ArchiveTree:
     if refs:
         raise ArchiveError(f"its state does not have the tensors {sorted(refs)[:8]}, which its header lists")
     check_tree(tree)
-    return ArchiveTree(nbytes, tree, None)
+    return ArchiveTree(nbytes, tree)
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

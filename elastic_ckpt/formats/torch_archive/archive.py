@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 from elastic_ckpt.core.checksums import Records
 from elastic_ckpt.core.metadata import ITEMSIZE
-from elastic_ckpt.formats.torch_archive.directory import ArchiveError, Directory
+from elastic_ckpt.formats.torch_archive.directory import ArchiveError, Directory, Layout, Layouts
 from elastic_ckpt.formats.torch_archive.globals import find_global, is_storage, set_state
 from elastic_ckpt.formats.torch_archive.tensors import REBUILD, StorageRef, storage_id
 from elastic_ckpt.formats.torch_archive.tree import check_tree
@@ -36,11 +36,13 @@ class Trees:
     """Trees of zip archives that were read, to be shared by others with the same pickle and places of storages.
 
     ``storages`` has, by the digest of a pickle, the key and size of each storage that it names; ``trees`` is by that
-    digest and the offsets of the storages.
+    digest and the offsets of the storages; ``whole`` has trees and records by it and the layout, if that gives offsets.
     """
 
     storages: dict[bytes, list[tuple[str, int]]] = field(default_factory=dict)
     trees: dict[tuple[bytes, tuple[int, ...]], Any] = field(default_factory=dict)
+    layouts: Layouts = field(default_factory=dict)
+    whole: dict[tuple[bytes, Layout], tuple[Any, Records]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,8 @@ class ArchiveTree:
 
     nbytes: int
     tree: Any
-    root: str | None
     records: Records = field(default_factory=Records)
+    root: str | None = None
     surplus_nbytes: int = 0
 
 
@@ -85,7 +87,7 @@ def is_legacy(stream: BinaryIO) -> bool:
 
 
 def _read_zip(stream: BinaryIO, unpickle: _Unpickle, known: Trees) -> ArchiveTree:
-    directory = Directory(stream)
+    directory = Directory(stream, known.layouts)
     order = directory.read_record("byteorder", 16) if directory.find("byteorder") else b"little"
     if order != b"little":
         raise ArchiveError(f"tensors in byte order {order!r}, where little-endian ones can be read")
@@ -109,6 +111,9 @@ def _read_zip(stream: BinaryIO, unpickle: _Unpickle, known: Trees) -> ArchiveTre
     most_nbytes = most_pickle_nbytes(directory.nbytes, unpickle is _unpickle_trusting)
     data = directory.read_record("data.pkl", most_nbytes)
     digest = hashlib.blake2b(data).digest()
+    key = digest, directory.layout
+    if key in known.whole:
+        return ArchiveTree(directory.nbytes, *known.whole[key], directory.root, directory.surplus_nbytes)
     offsets = tuple(offset_of(*storage) for storage in known.storages.get(digest, ()))
     if (digest, offsets) not in known.trees:
         records.clear()
@@ -116,9 +121,10 @@ def _read_zip(stream: BinaryIO, unpickle: _Unpickle, known: Trees) -> ArchiveTre
         check_tree(tree)
         offsets = tuple(offset for offset, _, _ in records)
         known.storages[digest], known.trees[digest, offsets] = storages, tree
-    return ArchiveTree(
-        directory.nbytes, known.trees[digest, offsets], directory.root, Records.of(records), directory.surplus_nbytes
-    )
+    shared = known.trees[digest, offsets], Records.of(records)
+    if not directory.has_read_headers:
+        known.whole[key] = shared
+    return ArchiveTree(directory.nbytes, *shared, directory.root, directory.surplus_nbytes)
 
 
 def most_pickle_nbytes(file_nbytes: int, trust_pickle: bool) -> int:
@@ -162,7 +168,7 @@ def _read_legacy(stream: BinaryIO, unpickle: _Unpickle) -> ArchiveTree:
         stream.seek(0)
         head = stream.read(take)
         try:
-            return ArchiveTree(nbytes, _legacy_tree(head, nbytes, stream, unpickle), None)
+            return ArchiveTree(nbytes, _legacy_tree(head, nbytes, stream, unpickle))
         except (EOFError, IndexError, struct.error, pickle.UnpicklingError):
             if len(head) == nbytes or take >= most_pickle_nbytes(nbytes, unpickle is _unpickle_trusting):
                 raise

@@ -11,7 +11,8 @@ import os
 import struct
 import zlib
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import BinaryIO, NamedTuple
 
@@ -118,43 +119,80 @@ class Listing:
             at = following
 
 
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """What the bytes of a directory say; one for all files whose directories differ in the root's name alone.
+
+    ``records`` are by name below the root; that of a record outside it begins with ``../``. ``ends`` are the offsets of
+    headers and of the directory.
+    """
+
+    raw: bytes
+    root: bytes
+    records: Mapping[str, ArchiveRecord]
+    ends: Sequence[int]
+
+    @property
+    def is_shareable(self) -> bool:
+        """Whether each record is below the root, and nothing but their names has its bytes."""
+        is_below = not any(name.startswith("../") for name in self.records)
+        return is_below and self.root.isascii() and self.raw.count(self.root) == len(self.records)
+
+
+#: By offset, size and number of entries of a directory.
+Layouts = dict[tuple[int, int, int], Layout]
+
+
 class Directory(Listing):
-    """The records of an open archive.
+    """The records of an open archive, with a layout in ``known`` if there is such a one; else it is added to them.
 
     Attributes:
-        records: by name.
+        layout: its records, named as in the first file with it.
         root: the name of the folder that all records are in, after the name of the file as it was saved.
+        has_read_headers: whether local headers were read, which the layout does not show.
 
     Raises :class:`ArchiveError` for a directory that is missing, damaged, or of an archive with compressed records.
     """
 
-    def __init__(self, stream: BinaryIO) -> None:
+    def __init__(self, stream: BinaryIO, known: Layouts) -> None:
         super().__init__(stream)
-        self.records = {record.name: record for record in self.entries()}
-        if len(self.records) != self.count:
-            raise ArchiveError(
-                f"{len(self.records)} records, but its end counts {self.count}: damaged, or two of one name"
-            )
-        for name, nbytes, _, header, _, _, is_stored in self.records.values():
+        self.has_read_headers = False
+        where = self.start, self.directory_nbytes, self.count
+        raw, same = self.read(self.start, self.directory_nbytes), known.get(where)
+        root = b"" if same is None else raw[ENTRY.size : ENTRY.size + len(same.root)]
+        if same and root.isascii() and root.endswith(b"/") and same.raw.replace(same.root, root) == raw:
+            self.root, self.layout = root[:-1].decode(), same
+            return
+        self.root, self.layout = self._parsed(raw)
+        if self.layout.is_shareable:
+            known[where] = self.layout
+
+    def _parsed(self, raw: bytes) -> tuple[str, Layout]:
+        records = {record.name: record for record in self.entries()}
+        if len(records) != self.count:
+            raise ArchiveError(f"{len(records)} records, but its end counts {self.count}: damaged, or two of one name")
+        for name, nbytes, _, header, _, _, is_stored in records.values():
             if not is_stored:  # tensors are read by their offsets, which would give other bytes
                 raise ArchiveError(f"a zip archive that was packed anew: {name} is compressed")
             if header + HEADER.size + nbytes > self.start:
                 reach = header + HEADER.size + nbytes
                 raise ArchiveError(f"record {name} reaches to byte {reach}, into the directory")
-        headers = sorted(record.header for record in self.records.values())
+        headers = sorted(record.header for record in records.values())
         if any(first == second for first, second in pairwise(headers)):
             raise ArchiveError("two records begin at the same byte")
-        self._ends = [*headers, self.start]
-        pickles = [name for name in self.records if name.endswith("/data.pkl")]
+        pickles = [name for name in records if name.endswith("/data.pkl")]
         if len(pickles) != 1:
             raise ArchiveError(
                 "a zip archive without a pickle" if not pickles else "a zip archive with several pickles"
             )
-        self.root = pickles[0].removesuffix("/data.pkl")
+        root = pickles[0].removesuffix("/data.pkl")
+        below = {_below(name, f"{root}/"): record for name, record in records.items()}
+        return root, Layout(raw, f"{root}/".encode(), below, [*headers, self.start])
 
     def find(self, name: str) -> ArchiveRecord | None:
         """The record of a name below :attr:`root`."""
-        return self.records.get(f"{self.root}/{name}")
+        record, full = self.layout.records.get(name), f"{self.root}/{name}"
+        return record if record is None or record.name == full else record._replace(name=full)
 
     def read_record(self, name: str, most_nbytes: int) -> bytes:
         """A small record's data; :class:`ArchiveError` if it is missing, larger, or contradicts its checksum."""
@@ -179,10 +217,11 @@ class Directory(Listing):
             start += 4 + 16 * (nbytes >= MAX32) + 8 * (header >= MAX32)
             descriptor += descriptor // 2
         offset = -(-start // _ALIGNMENT) * _ALIGNMENT
-        following = self._ends[bisect_right(self._ends, header)]
+        following = self.layout.ends[bisect_right(self.layout.ends, header)]
         return offset if offset + nbytes + descriptor == following else self._offset_by_header(record, following)
 
     def _offset_by_header(self, record: ArchiveRecord, following: int) -> int:
+        self.has_read_headers = True
         signature, *_, name_nbytes, extra_nbytes = HEADER.unpack(self.read(record.header, HEADER.size))
         name = self.read(record.header + HEADER.size, name_nbytes)
         if signature != b"PK\x03\x04" or decoded(name, record.flags) != record.name:
@@ -191,6 +230,10 @@ class Directory(Listing):
         if offset + record.nbytes > following:
             raise ArchiveError(f"record {record.name} reaches into the next one, at byte {following}")
         return offset
+
+
+def _below(name: str, root: str) -> str:
+    return name[len(root) :] if name.startswith(root) else f"../{name}"
 
 
 def decoded(name: bytes, flags: int) -> str:

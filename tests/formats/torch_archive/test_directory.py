@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elastic_ckpt.formats.torch_archive.directory import ArchiveError, Directory
+from elastic_ckpt.formats.torch_archive.directory import ArchiveError, Directory, Layouts
 
 REUSED_FOLDER = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -24,10 +24,10 @@ def by_header(path: Path, entry: zipfile.ZipInfo) -> int:
 
 def check(path: Path) -> None:
     with open(path, "rb") as stream, zipfile.ZipFile(path) as archive:
-        directory = Directory(stream)
-        assert set(directory.records) == set(archive.namelist())
+        directory = Directory(stream, {})
+        assert {f"{directory.root}/{name}" for name in directory.layout.records} == set(archive.namelist())
         for entry in archive.infolist():
-            record = directory.records[entry.filename]
+            record = directory.layout.records[entry.filename.removeprefix(f"{directory.root}/")]
             assert (record.nbytes, record.crc32) == (entry.file_size, entry.CRC)
             assert directory.offset(record) == by_header(path, entry)
 
@@ -65,22 +65,22 @@ def test_torchs_alignment_makes_headers_unnecessary(tmp_path: Path, monkeypatch:
     torch.save([torch.ones(numel) for numel in range(20)], tmp_path / "many.pt")
     monkeypatch.setattr(Directory, "_offset_by_header", lambda *_: pytest.fail("a header was read"))
     with open(tmp_path / "many.pt", "rb") as stream:
-        directory = Directory(stream)
-        assert all(directory.offset(record) for record in directory.records.values() if record.nbytes)
+        directory = Directory(stream, {})
+        assert all(directory.offset(record) for record in directory.layout.records.values() if record.nbytes)
 
 
 def test_the_name_it_was_saved_under_is_known(tmp_path: Path) -> None:
     torch.save({}, tmp_path / "mp_rank_00_model_states.pt")
     (tmp_path / "mp_rank_00_model_states.pt").rename(tmp_path / "other.pt")
     with open(tmp_path / "other.pt", "rb") as stream:
-        assert Directory(stream).root == "mp_rank_00_model_states"
+        assert Directory(stream, {}).root == "mp_rank_00_model_states"
 
 
 def test_a_record_is_read_with_its_checksum(tmp_path: Path) -> None:
     path = tmp_path / "file.pt"
     torch.save({"a": 1}, path)
     with open(path, "rb") as stream:
-        directory = Directory(stream)
+        directory = Directory(stream, {})
         record = directory.find("data.pkl")
         assert record is not None and directory.read_record("data.pkl", 1000).startswith(b"\x80\x02")
         at = directory.offset(record)
@@ -92,7 +92,7 @@ def test_a_record_is_read_with_its_checksum(tmp_path: Path) -> None:
     raw[at] ^= 1
     path.write_bytes(raw)
     with open(path, "rb") as stream, pytest.raises(ArchiveError, match="CRC-32"):
-        Directory(stream).read_record("data.pkl", 1000)
+        Directory(stream, {}).read_record("data.pkl", 1000)
 
 
 def names_twice(path: Path) -> None:
@@ -113,4 +113,44 @@ def test_a_directory_that_contradicts_itself_is_refused(tmp_path: Path, change: 
         archive.writestr("file/data.pkl", b"x")
     change(path)  # type: ignore[operator]
     with open(path, "rb") as stream, pytest.raises(ArchiveError):
-        Directory(stream)
+        Directory(stream, {})
+
+
+@pytest.mark.parametrize("change", ["name", "longer name", "size", "value", "pickle outside"])
+def test_a_layout_is_shared_by_archives_that_differ_in_their_name_alone(tmp_path: Path, change: str) -> None:
+    paths = [tmp_path / "rank_1_states.pt", tmp_path / "rank_2_states.pt"]
+    if change == "longer name":
+        paths[1] = tmp_path / "rank_1000_states.pt"
+    for number, path in enumerate(paths):
+        changed = number if change in ("size", "value") else 0
+        torch.save([torch.full((3 + (change == "size") * number,), float(changed)), torch.zeros(0)], path)
+        if change == "pickle outside":
+            with zipfile.ZipFile(path, "a") as archive:
+                archive.writestr("data/0", b"not below the root")
+    known: Layouts = {}
+    alone, together = [], []
+    for path in paths:
+        with open(path, "rb") as stream:
+            alone.append(Directory(stream, {}))
+            together.append(Directory(stream, known))
+            assert together[-1].root == path.stem
+            assert list(together[-1].layout.records) == list(alone[-1].layout.records)
+            for name in (name for name in alone[-1].layout.records if not name.startswith("../")):
+                record = together[-1].find(name)
+                assert record is not None and record == alone[-1].find(name)
+                assert together[-1].offset(record) == alone[-1].offset(record)
+    assert (together[0].layout is together[1].layout) == (change == "name")
+
+
+def test_a_name_that_occurs_elsewhere_in_the_directory_shares_no_layout(tmp_path: Path) -> None:
+    """Else bytes that say where a record is could be taken for its name."""
+    for name in "ab":
+        with zipfile.ZipFile(tmp_path / name, "w") as archive:
+            archive.writestr(f"{name}/data.pkl", b"x")
+            archive.writestr(f"{name}/data/a/b/", b"")
+    known: Layouts = {}
+    roots = []
+    for name in "ab":
+        with open(tmp_path / name, "rb") as stream:
+            roots.append(Directory(stream, known).root)
+    assert roots == ["a", "b"] and not known
