@@ -64,13 +64,18 @@ class ElasticConfig(BaseModel):
     )
     read_threads: int = Field(4, ge=1, le=64, description="reading threads per rank")
     read_chunk_mib: int = Field(16, ge=1, le=1024, description="largest single read, in MiB")
-    read_gap_kib: int = Field(
-        0,
+    storage: Literal["local", "network"] = Field(
+        "local",
+        description="where checkpoints are: on a network file system each read waits for an answer, and reads at most "
+        "64 KiB apart are merged (see [how that is chosen](architecture.md#small-reads))",
+    )
+    read_gap_kib: int | None = Field(
+        None,
         ge=0,
         le=1 << 20,
         description="merge reads at most this many KiB apart in a file, discarding the bytes between them: more bytes "
-        "but far fewer calls, for network file systems, where row-parallel weights at another tensor-parallel degree "
-        "are thousands of small reads. 0: every rank reads only its own bytes",
+        "but far fewer calls, where a row-parallel weight at another tensor-parallel degree, or parameters on twice "
+        "as many ranks, are thousands of small reads. `null`: by `storage`; 0: every rank reads only its own bytes",
     )
     huge_pages: bool = Field(
         True,

@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from benchmarks import chart, flat, flat_view, metadata, report, run, scale
+from benchmarks import flat, flat_view, gaps, hart, metadata, report, run, scale
 from benchmarks.cases import (
     CONTENDERS,
     MODELS,
@@ -464,3 +464,11 @@ def test_the_cost_of_source_ranks_is_shown_with_its_growth() -> None:
     console = Console(width=150, record=True, file=io.StringIO())
     console.print(scale.table_of(points))
     assert "0.010 │  0.040 │       3.0" in console.export_text()
+
+
+def test_pieces_that_are_merged_wait_for_the_network_once(tmp_path: Path) -> None:
+    path = tmp_path / "zeros"
+    path.write_bytes(bytes(1 << 20))
+    with gaps.network(latency_s=0.02, bandwidth=1e12):
+        alone, merged = (gaps.seconds_of(path, 4096, 40, gap_nbytes) for gap_nbytes in (0, 4096))
+    assert alone > 0.2 > merged > 0.02  # 4 threads wait 10 times

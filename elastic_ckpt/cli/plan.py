@@ -59,7 +59,9 @@ def plan(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option("--model", help="No checkpoint, but the one of a big model: 104b, bloom-176b, or a JSON file."),
+        typer.Option(
+            "--model", help="No checkpoint, but the one of a big model: 70b, 104b, bloom-176b, or a JSON file."
+        ),
     ] = None,
     dp: Annotated[int | None, typer.Option("--dp", min=1, max=_MOST_RANKS, help="Data-parallel degree.")] = None,
     tp: Annotated[int | None, typer.Option("--tp", min=1, max=_MOST_RANKS, help="Tensor-parallel degree.")] = None,

@@ -32,6 +32,10 @@ _TASKS_OF_THREAD = 4
 _NBYTES_PER_ELEMENT = 48
 
 
+#: Bytes between two reads of a file that cost less than another call does (docs/architecture.md has the rule).
+_GAP_NBYTES = {"local": 0, "network": 64 << 10}
+
+
 @dataclass(frozen=True)
 class ReadOptions:
     """How to read.
@@ -65,12 +69,13 @@ class ReadOptions:
 
 def read_options(config: ElasticConfig) -> ReadOptions:
     """The configured read options."""
+    gap_kib = config.read_gap_kib
     return ReadOptions(
         threads=config.read_threads,
         chunk_nbytes=config.read_chunk_mib << 20,
         staging_nbytes=config.max_extra_memory_mib << 20,
         progress=config.progress,
-        gap_nbytes=config.read_gap_kib << 10,
+        gap_nbytes=_GAP_NBYTES[config.storage] if gap_kib is None else gap_kib << 10,
         huge_pages=config.huge_pages,
     )
 

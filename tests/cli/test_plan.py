@@ -122,6 +122,17 @@ def test_of_big_jobs_some_nodes_are_planned_unless_all_are_asked_for() -> None:
     assert "ZeRO-1, DP=8, TP=4, PP=12: 384 ranks" in result.output
 
 
+def test_a_zero3_checkpoint_of_512_ranks_is_read_by_1024() -> None:
+    found = told("--model", "70b", "--dp", "1024")
+    assert (found["source"]["zero_stage"], found["source"]["dp"], found["ranks_planned"]) == (3, 512, 64)
+    owned = 12 * 68_976_648_192 // 1024  # all parameters divide
+    assert found["nbytes_read"]["least"] == found["nbytes_read"]["most"] == owned
+    reads = told("--model", "70b", "--dp", "1024", "--rank", "1000")["ranks"][0]["reads"]
+    assert (reads["nbytes"], reads["files"]) == (owned, 1)
+    assert reads["calls"] == 3 * (80 * 9 + 3)  # of half a partition each
+    assert told("--model", "70b", "--dp", "512", "--rank", "7")["ranks"][0]["reads"]["calls"] < 200
+
+
 def test_one_rank_in_detail() -> None:
     found = told("--model", "bloom-176b", "--rank", "100", "--tp", "8", "--dp", "4", "--pp", "6")
     assert [rank["rank"] for rank in found["ranks"]] == [100]

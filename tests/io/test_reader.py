@@ -394,3 +394,5 @@ def test_a_config_says_how_to_read() -> None:
     )
     assert read_options(config) == ReadOptions(2, 3 << 20, 5 << 20, False, 7 << 10, False)
     assert read_options(ElasticConfig()) == ReadOptions()
+    assert read_options(ElasticConfig(storage="network")).gap_nbytes == 64 << 10
+    assert read_options(ElasticConfig(storage="network", read_gap_kib=0)).gap_nbytes == 0

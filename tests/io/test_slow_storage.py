@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.read_plan import ReadItem
-from elastic_ckpt.io.coalesce import ReadOptions
+from elastic_ckpt.io.coalesce import ReadOptions, read_options
 from elastic_ckpt.io.requantize import ReadStats
 from tests.reading import run, untouched, write
 
@@ -27,6 +28,22 @@ def test_reads_with_small_gaps_between_them_are_one_if_that_is_wanted(tmp_path: 
         stats = run([file], [target], [copy], ReadOptions(gap_nbytes=gap_nbytes))
         assert torch.equal(target, expected)
         assert stats == ReadStats(nbytes, calls, 0)
+
+
+def test_half_a_partition_of_many_parameters_is_a_few_reads_of_a_network_file_system(tmp_path: Path) -> None:
+    """As a rank of 2N reads a checkpoint of N, where parameters are small; gaps of 64 KiB are as cheap as calls."""
+    shares = [*range(10, 410), 1 << 14, (1 << 14) + 1, 7]
+    values = torch.arange(2.0 * sum(shares))
+    file, target, offset = write(tmp_path / "a", values), untouched(sum(shares)), 0
+    copies, expected = [], []
+    for share in shares:
+        copies.append(ReadItem(0, 8 * offset, 0, offset, share, "float32"))
+        expected.append(values[2 * offset : 2 * offset + share])
+        offset += share
+    for storage, calls in (("local", len(shares)), ("network", 2)):
+        target.fill_(-7)
+        stats = run([file], [target], copies, read_options(ElasticConfig(storage=storage)))
+        assert torch.equal(target, torch.cat(expected)) and stats.calls == calls
 
 
 @pytest.mark.parametrize("chunk", [24, 63, 64, 104, 4096])

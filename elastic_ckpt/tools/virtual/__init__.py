@@ -87,6 +87,7 @@ class VirtualJob:
         self.options = replace(options, config=options.config.model_copy(update={"rename": []}))
         self._state_keys = keys_by_name(metadata)
         self._resharding: dict[tuple[int, int], Resharding] = {}
+        self._states: dict[tuple[str, ...], tuple[LiveState, ...] | None] = {}
         self._keys = dict.fromkeys(metadata.parameters, MASTER)
         for name, key in metadata.tensors:
             if key in (BUFFER, FROZEN):
@@ -135,10 +136,11 @@ class VirtualJob:
             for members in self._sub_groups(names, at):
                 shapes = [self.layouts[name].shapes[at.tp_rank] for name in members]
                 numel, placed = self._placed(list(map(math.prod, shapes)), at)
-                states = self.states_of(members)
-                index = len(flats)
+                index, key = len(flats), tuple(members)
+                if key not in self._states:  # the same on all ranks of a stage
+                    self._states[key] = self.states_of(members)
                 flats.append(
-                    FlatPartition(index, number, numel, "float32", tuple(members), is_everywhere, states, None)
+                    FlatPartition(index, number, numel, "float32", key, is_everywhere, self._states[key], None)
                 )
                 fragments += [
                     Fragment(members[part.index], shapes[part.index], part.range, index, part.flat_offset)

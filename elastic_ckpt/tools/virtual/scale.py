@@ -16,11 +16,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
+from elastic_ckpt.core.flat_ranges import per_parameter_numel
 from elastic_ckpt.core.metadata import ITEMSIZE, CheckpointMetadata
 from elastic_ckpt.formats.assembling import Kind, assemble
 from elastic_ckpt.formats.base import Found, MetadataOptions
 from elastic_ckpt.formats.merging import LayerShard
-from elastic_ckpt.formats.model_states import ModelShard, index_model_states
+from elastic_ckpt.formats.model_states import ModelShard, model_indexer
 from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.saved_states import StatesOfOne
@@ -60,9 +61,11 @@ class ParameterTemplate(BaseModel, extra="forbid", frozen=True):
 class LayerTemplate(BaseModel, extra="forbid", frozen=True):
     """``count`` consecutive layers of the same parameters, from layer ``first`` of the pipeline on.
 
-    A layer with the key ``tied`` has parameters named ``tied_modules.<key>.*``, and occurs ``again`` at other layers.
+    Their parameters are named ``<prefix>.*``, where the layer's number replaces ``{}``. A layer with the key ``tied``
+    has parameters named ``tied_modules.<key>.*``, and occurs ``again`` at other layers.
     """
 
+    prefix: str = "{}"
     first: Annotated[int, Field(ge=0)]
     count: Annotated[int, Field(gt=0, le=10_000)] = 1
     tied: str | None = None
@@ -81,8 +84,8 @@ class LayerTemplate(BaseModel, extra="forbid", frozen=True):
 class SavedAs(BaseModel, extra="forbid", frozen=True):
     """The run that saved it; ``stages``: first layer of each pipeline stage.
 
-    Only ZeRO stage 1 is supported, since others lay out files differently. Of the ``optimizer`` classes,
-    ``BF16_Optimizer`` saves the padding of its partitions.
+    ZeRO stage 1 with a pipeline's files, or stage 3 without model parallelism and with one sub-group per param group.
+    Of the ``optimizer`` classes of stage 1, ``BF16_Optimizer`` saves the padding of its partitions.
     """
 
     tag: str
@@ -91,14 +94,17 @@ class SavedAs(BaseModel, extra="forbid", frozen=True):
     tp: Annotated[int, Field(gt=0, le=1024)]
     dp: Annotated[int, Field(gt=0, le=4096)]
     stages: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, max_length=1024)]
-    zero_stage: Literal[1] = 1
-    optimizer: Literal["BF16_Optimizer", "DeepSpeedZeroOptimizer"]
+    zero_stage: Literal[1, 3] = 1
+    optimizer: Literal["BF16_Optimizer", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3"]
     weights_dtype: Literal["bfloat16", "float16", "float32"]
 
     @model_validator(mode="after")
     def _stages_ascend(self) -> SavedAs:
         if self.stages[0] != 0 or sorted(set(self.stages)) != self.stages:
             raise ValueError('"stages" are the first layers of the stages: 0, and then ascending')
+        is_zero3 = self.zero_stage == 3
+        if is_zero3 != self.optimizer.endswith("3") or (is_zero3 and self.tp * len(self.stages) > 1):
+            raise ValueError("ZeRO-3 has an optimizer of its own, and no model parallelism here")
         return self
 
 
@@ -184,7 +190,7 @@ class ScaleModel(ReadyConfig):
                     yield self._parameter(layer, number, template)
 
     def _parameter(self, layer: LayerTemplate, number: int, template: ParameterTemplate) -> Parameter:
-        prefix = str(number) if layer.tied is None else f"tied_modules.{layer.tied}"
+        prefix = layer.prefix.format(number) if layer.tied is None else f"tied_modules.{layer.tied}"
         numbers = [number, *([] if template.first_only else layer.again)]
         stages = tuple(sorted({bisect_right(self.saved.stages, at) - 1 for at in numbers}))
         shape = tuple(self._size(size) for size in template.shape)
@@ -213,11 +219,14 @@ def scale_metadata(model: ScaleModel) -> CheckpointMetadata:
     indexed: list[ModelShard | OptimizerShard | LayerShard] = []
     for mp in range(len(model.saved.stages) * tp):
         shapes = _shapes(model, parameters, mp // tp)
-        kinds += [(mp, 0, "model"), *((mp, rank, "optimizer") for rank in range(dp))]
-        indexed.append(_model_shard(model, folder, mp, shapes))
-        indexed += [_optimizer_shard(model, folder, mp, rank, shapes) for rank in range(dp)]
+        models = _model_shards(model, folder, mp, shapes)
+        kinds += [
+            *((mp, rank, "model") for rank in range(len(models))),
+            *((mp, rank, "optimizer") for rank in range(dp)),
+        ]
+        indexed += [*models, *(_optimizer_shard(model, folder, mp, rank, shapes) for rank in range(dp))]
     layers: dict[int, list[Parameter]] = defaultdict(list)
-    for parameter in parameters:
+    for parameter in parameters if model.saved.zero_stage < 3 else ():
         layers[parameter.layer].append(parameter)
     for layer in sorted(layers):
         kinds += [(layer, rank, "layer") for rank in range(tp)]
@@ -247,8 +256,9 @@ def _shapes(model: ScaleModel, parameters: Sequence[Parameter], stage: int) -> S
     return tuple(map(tuple, groups))
 
 
-def _model_shard(model: ScaleModel, folder: str, mp: int, shapes: Shapes) -> ModelShard:
-    saved = model.saved
+def _model_shards(model: ScaleModel, folder: str, mp: int, shapes: Shapes) -> list[ModelShard]:
+    """Of ZeRO-1 a single file, of ZeRO-3 one of each rank."""
+    saved, index = model.saved, model_indexer()
     tree = {
         "module": None,
         "buffer_names": [],
@@ -264,27 +274,32 @@ def _model_shard(model: ScaleModel, folder: str, mp: int, shapes: Shapes) -> Mod
         "universal_checkpoint_info": model.universal_checkpoint_info,
         "args": model.arguments,
     }
-    path = os.path.join(folder, f"mp_rank_{mp:02d}_model_states.pt")
-    return index_model_states(PickledFile(path, _PICKLE_NBYTES + _DIRECTORY_NBYTES, tree), dp_rank=0)
+    names = [f"mp_rank_{mp:02d}_model_states.pt"]
+    if saved.zero_stage == 3:
+        names = [f"zero_pp_rank_{rank}_{names[0]}" for rank in range(saved.dp)]
+    files = [PickledFile(os.path.join(folder, name), _PICKLE_NBYTES + _DIRECTORY_NBYTES, tree) for name in names]
+    return [index(file, rank) for rank, file in enumerate(files)]
 
 
 def _optimizer_shard(model: ScaleModel, folder: str, mp: int, dp: int, shapes: Shapes) -> OptimizerShard:
     saved, simulated = model.saved, _File()
-    saves_padding = saved.optimizer == "BF16_Optimizer"
-    numels = [sum(math.prod(shape) for _, shape in group) for group in shapes]
-    unit = saved.dp * START_ALIGNMENT
+    saves_padding = saved.optimizer != "DeepSpeedZeroOptimizer"
+    groups = [[math.prod(shape) for _, shape in group] for group in shapes]
+    numels, unit = list(map(sum, groups)), saved.dp * START_ALIGNMENT
     partitions = [-(-numel // unit) * unit // saved.dp for numel in numels]
+    if saved.zero_stage == 3:
+        partitions = [sum(per_parameter_numel(numel, saved.dp) for numel in group) for group in groups]
     # the base optimizer's state is pickled before the masters
     states = [StatesOfOne({key: simulated.tensor((size,), _FP32) for key in model.states}) for size in partitions]
     flats = []
     for numel, partition, mine in zip(numels, partitions, states, strict=True):
         master = partition if saves_padding else min(max(numel - dp * partition, 0), partition)
         flats.append(FlatShard(simulated.tensor((master,), _FP32), partition, mine))
-    name = f"{'bf16_' if saves_padding else ''}zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt"
+    name = f"{'bf16_' if saved.weights_dtype == 'bfloat16' else ''}zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt"
     tree = {"ds_version": saved.ds_version, "optimizer_state_dict": {"partition_count": [saved.dp] * len(flats)}}
-    groups = [group.hyperparameters for group in model.groups]
     file = PickledFile(os.path.join(folder, name), simulated.nbytes, tree)
-    return build_shard(file, dp, saved.zero_stage, flats, groups, list(range(len(flats))))
+    hyperparameters = [group.hyperparameters for group in model.groups]
+    return build_shard(file, dp, saved.zero_stage, flats, hyperparameters, list(range(len(flats))))
 
 
 def _layer_shard(model: ScaleModel, folder: str, layer: int, tp: int, parameters: Sequence[Parameter]) -> LayerShard:
