@@ -33,6 +33,7 @@ class PlayedJob:
     """Collectives of ``ranks`` ranks; ``rounds`` has what each rank sent, collective by collective.
 
     Attributes:
+        broadcasts: numbers of the rounds to which one rank contributes.
         share_s: CPU seconds of the work for the first message to which all ranks contribute, their shares of the files,
             when rank 0 is played alone.
         traced_nbytes: memory allocated from then on, at most, if ``tracemalloc`` is to count it.
@@ -40,13 +41,18 @@ class PlayedJob:
 
     ranks: int
     rounds: list[list[bytes]] = field(default_factory=list)
+    broadcasts: set[int] = field(default_factory=set)
     share_s: float = 0.0
     traced_nbytes: int = 0
 
     def run_all(self, work: Callable[[], T]) -> list[T]:
-        """Run ``work`` on every rank, remember what each sends, and return the results by rank."""
+        """Run ``work`` on every rank, remember what each sends, and return the results by rank.
+
+        Ranks get the same received objects, which they must not change.
+        """
         here, barrier = threading.local(), threading.Barrier(self.ranks)
         results: dict[int, T] = {}
+        received: dict[int, list[T]] = {}
         failures: list[Exception] = []
         lock = threading.Lock()
 
@@ -56,10 +62,13 @@ class PlayedJob:
                 if len(self.rounds) == here.round:
                     self.rounds.append([b""] * self.ranks)
                 self.rounds[here.round][here.rank] = message
+                if isinstance(do, _Broadcast):
+                    self.broadcasts.add(here.round)
+            if barrier.wait(_TIMEOUT_S) == 0:
+                received[here.round] = [pickle.loads(sent) for sent in self.rounds[here.round]]
             barrier.wait(_TIMEOUT_S)
-            received = [pickle.loads(sent) for sent in self.rounds[here.round]]
             here.round += 1
-            return received
+            return received[here.round - 1]
 
         def of_rank(rank: int) -> None:
             here.rank, here.round = rank, 0
@@ -101,6 +110,20 @@ class PlayedJob:
                 if trace:
                     self.traced_nbytes = tracemalloc.get_traced_memory()[1]
                     tracemalloc.stop()
+
+    @property
+    def cost(self) -> tuple[int, int]:
+        """Collectives of ``torch.distributed``, and bytes that each rank receives in them, padding included."""
+        collectives = nbytes = 0
+        inline = distributed.inline_nbytes(self.ranks)
+        for number, sent in enumerate(self.rounds):
+            messages = [max(sent, key=len)] if number in self.broadcasts else sent
+            rests = [max(len(message) - inline, 0) for message in messages]
+            common = distributed.common_nbytes(rests)
+            longer = [rest - common for rest in rests if rest > common]
+            collectives += 1 + (common > 0) + len(longer)
+            nbytes += len(messages) * (inline + distributed.LENGTH_NBYTES + common) + sum(longer)
+        return collectives, nbytes
 
     @property
     def sent_nbytes(self) -> int:

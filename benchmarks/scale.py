@@ -31,7 +31,8 @@ from elastic_ckpt.core.read_plan import LoadPlan
 from elastic_ckpt.formats import READERS
 from elastic_ckpt.formats.base import MetadataOptions
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
-from elastic_ckpt.tools.opened import locate
+from elastic_ckpt.tools.conversion import convert
+from elastic_ckpt.tools.opened import config_of, locate, open_checkpoint
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
@@ -55,6 +56,8 @@ class ScalePoint:
         extra_nbytes: most memory after its share of the files.
         sent_nbytes, received_nbytes: messages.
         files, items: files of the checkpoint, and items of the plan.
+        find_s: CPU seconds in which rank 0 finds the checkpoint, while all others wait.
+        format: of the checkpoint; the ranks of a universal one are those of the native one that it was made of.
     """
 
     stage: int
@@ -70,11 +73,13 @@ class ScalePoint:
     sent_nbytes: int
     received_nbytes: int
     items: int
+    find_s: float = 0.0
+    format: str = "native"
 
 
 def measure(folder: Path, stage: int, parameters: int, ranks: int, job_ranks: int, live_ranks: int) -> ScalePoint:
     """Read and plan one rank's load."""
-    found = locate(str(folder), None)
+    found, find_s = _cpu_of(lambda: locate(str(folder), None))
     job = PlayedJob(job_ranks)
     options = MetadataOptions(with_client_state=False)
 
@@ -110,6 +115,8 @@ def measure(folder: Path, stage: int, parameters: int, ranks: int, job_ranks: in
         job.sent_nbytes,
         job.received_nbytes,
         items,
+        find_s,
+        found.format,
     )
 
 
@@ -137,17 +144,28 @@ def _checkpoint(out: Path, launcher: Launcher, stage: int, parameters: int, rank
     return folder
 
 
+def _universal(out: Path, launcher: Launcher, stage: int, parameters: int) -> Path:
+    """The folder of a universal checkpoint, of a save of one rank, made unless it is there."""
+    native = _checkpoint(out, launcher, stage, parameters, ranks=1)
+    folder = native.with_name(f"{native.name}-universal") / TAG
+    if not folder.exists():
+        convert(open_checkpoint(locate(str(native), None), config_of(None), with_client_state=True), folder)
+    return folder
+
+
 def table_of(points: list[ScalePoint]) -> Table:
     """What was measured."""
     table = Table(title="one rank of the resuming job", title_justify="left", title_style="bold", header_style="bold")
+    table.add_column("format")
     for name in ("ZeRO", "parameters", "source ranks", "live ranks", "files"):
         table.add_column(name, justify="right")
-    for name in ("share s", "metadata s", "plan s", "extra MiB", "sent KiB", "received KiB"):
+    for name in ("rank 0 s", "share s", "metadata s", "plan s", "extra MiB", "sent KiB", "received KiB"):
         table.add_column(name, justify="right")
     for point in points:
         table.add_row(
+            point.format,
             *(f"{value:,}" for value in (point.stage, point.parameters, point.ranks, point.live_ranks, point.files)),
-            *(f"{value:.3f}" for value in (point.share_s, point.metadata_s, point.plan_s)),
+            *(f"{value:.3f}" for value in (point.find_s, point.share_s, point.metadata_s, point.plan_s)),
             f"{point.extra_nbytes / _MIB:.1f}",
             *(f"{value / 1024:,.0f}" for value in (point.sent_nbytes, point.received_nbytes)),
         )
@@ -156,6 +174,7 @@ def table_of(points: list[ScalePoint]) -> Table:
 
 def growths(points: list[ScalePoint]) -> dict[int, float]:
     """By stage, the power by which seconds after the share of files follow the number of source ranks."""
+    points = [point for point in points if point.format == "native"]
     stages = sorted({point.stage for point in points})
     return {
         stage: growth([(point.ranks, point.metadata_s + point.plan_s) for point in points if point.stage == stage])
@@ -182,6 +201,7 @@ def main(
             console.print(f"ZeRO-{each}, {count} ranks", style="dim")
             folder = _checkpoint(out, launcher, each, parameters, count)
             points.append(measure(folder, each, parameters, count, job, live))
+        points.append(measure(_universal(out, launcher, each, parameters), each, parameters, 1, job, live))
     document: dict[str, Any] = {"machine": machine.describe(), "points": [asdict(point) for point in points]}
     (out / "scale.json").write_text(json.dumps(document, indent=1), encoding="utf-8")
     console.print(table_of(points))

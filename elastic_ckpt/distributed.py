@@ -29,7 +29,7 @@ T = TypeVar("T")
 #: Bytes of a message that travel with its length, at most; most messages are shorter. In large jobs fewer, so that
 #: those of all ranks are at most ``_INLINE_TOTAL_NBYTES``, down to ``_LEAST_INLINE_NBYTES``.
 _INLINE_NBYTES, _INLINE_TOTAL_NBYTES, _LEAST_INLINE_NBYTES = 4096, 1 << 20, 256
-_LENGTH_NBYTES = 8
+LENGTH_NBYTES = 8
 #: One more collective costs as much time as this many bytes.
 _COLLECTIVE_NBYTES = 1 << 18
 #: Small tensors travel together, up to this many bytes.
@@ -76,7 +76,7 @@ def all_gather(doing: str, work: Callable[[], T]) -> list[T]:
     inline = inline_nbytes(world_size())
     with together(doing):
         heads = _all_gather_bytes(_head(message))
-        nbytes = [int.from_bytes(head[:_LENGTH_NBYTES], "little") for head in heads]
+        nbytes = [int.from_bytes(head[:LENGTH_NBYTES], "little") for head in heads]
         tails = _gather_tails(message[inline:], [max(count - inline, 0) for count in nbytes])
     return [_result(head, tail, cause) for head, tail in zip(heads, tails, strict=True)]
 
@@ -90,7 +90,7 @@ def broadcast(doing: str, work: Callable[[], T], src: int = 0) -> T:
     inline = inline_nbytes(world_size())
     with together(doing):
         head = _broadcast_bytes(_head(message), src)
-        rest = max(int.from_bytes(head[:_LENGTH_NBYTES], "little") - inline, 0)
+        rest = max(int.from_bytes(head[:LENGTH_NBYTES], "little") - inline, 0)
         tail = _broadcast_bytes(message[inline:] if rank() == src else bytes(rest), src) if rest else b""
     result: T = _result(head, tail, cause)
     return result
@@ -242,7 +242,7 @@ def _message(doing: str, work: Callable[[], Any]) -> tuple[bytes, BaseException 
 def _head(message: bytes) -> bytes:
     """The length of a message and its beginning, padded to a fixed size."""
     inline = inline_nbytes(world_size())
-    return len(message).to_bytes(_LENGTH_NBYTES, "little") + message[:inline].ljust(inline, b"\0")
+    return len(message).to_bytes(LENGTH_NBYTES, "little") + message[:inline].ljust(inline, b"\0")
 
 
 def inline_nbytes(ranks: int) -> int:
@@ -252,7 +252,7 @@ def inline_nbytes(ranks: int) -> int:
 
 def _result(head: bytes, tail: bytes, cause: BaseException | None) -> Any:
     """The result in a message; raises its error. Pickle ignores the padding after its STOP."""
-    error, result = pickle.loads(head[_LENGTH_NBYTES:] + tail)
+    error, result = pickle.loads(head[LENGTH_NBYTES:] + tail)
     if error is not None:
         raise error from cause
     return result

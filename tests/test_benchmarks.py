@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from benchmarks import flat, flat_view, gaps, hart, metadata, report, run, scale
+from benchmarks import chart, collectives, flat, flat_view, gaps, metadata, report, run, scale
 from benchmarks.cases import (
     CONTENDERS,
     MODELS,
@@ -41,6 +41,8 @@ from benchmarks.run import machine_need, repeat_options, settings_of, words
 from benchmarks.scale import ScalePoint
 from benchmarks.table import full_report
 from elastic_ckpt import distributed
+from elastic_ckpt.distributed import inline_nbytes
+from elastic_ckpt.tools.virtual.scale import ScaleModel
 
 MACHINE = {
     "cpu": "A processor",
@@ -464,6 +466,29 @@ def test_the_cost_of_source_ranks_is_shown_with_its_growth() -> None:
     console = Console(width=150, record=True, file=io.StringIO())
     console.print(scale.table_of(points))
     assert "0.010 │  0.040 │       3.0" in console.export_text()
+    universal = ScalePoint(3, 1000, 1, 16, 2048, 4001, 0.5, 9.0, 0.04, 3 << 20, 2048, 4096, 9, format="universal")
+    assert scale.growths([*points, universal]) == {3: 0.0}
+
+
+def test_what_a_rank_sends_does_not_grow_with_the_job() -> None:
+    small, larger = map(collectives.of_zero3, (4, 32))
+    assert larger.collectives == small.collectives and larger.collectives <= 10
+    assert larger.sent_nbytes < 1.1 * small.sent_nbytes < 2000
+    assert larger.received_nbytes < 8.2 * small.received_nbytes
+
+
+def test_bloom_is_exchanged_by_its_384_ranks() -> None:
+    found = collectives.collectives_of(384, ScaleModel.load("bloom-176b"))
+    assert found.collectives <= 14 and found.sent_nbytes < 10_000 and found.received_nbytes < 9 << 20
+
+
+@pytest.mark.parametrize("ranks", [8, 64, 512, 4096])
+def test_one_long_message_costs_each_rank_its_length_once(ranks: int) -> None:
+    long, others = b"a" * (1 << 20), b"b" * 300
+    job = PlayedJob(ranks, [[long, *[others] * (ranks - 1)]])
+    every_head = ranks * (inline_nbytes(ranks) + 8)
+    rounds, nbytes = job.cost
+    assert rounds <= 3 and nbytes <= every_head + len(long) + ranks * len(others)
 
 
 def test_pieces_that_are_merged_wait_for_the_network_once(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -114,16 +115,20 @@ def _read_config(engine: Any, arguments: LoadArguments) -> ElasticConfig:
     Raises :class:`ConfigError` on every rank if it is wrong, or ranks disagree about it and would deadlock.
     """
     configs: list[ElasticConfig] = []
+    calls: list[Mapping[str, Any]] = []
 
-    def call() -> Mapping[str, Any]:
+    def call() -> bytes:
         configs.append(config := elastic_config.read_config(ds_config(engine)))
-        return {
+        mine = {
             **vars(replace(arguments, custom_load_fn=arguments.custom_load_fn is not None)),
             **config.model_dump(exclude={"report", "progress"}),
             "use_node_local_storage": bool(engine.use_node_local_storage()) if engine is not None else False,
         }
+        calls.append(mine)
+        return hashlib.sha256(repr(mine).encode()).digest()
 
-    _refuse_different_calls(distributed.all_gather("read the configuration", call))
+    if len(set(distributed.all_gather("read the configuration", call))) > 1:
+        _refuse_different_calls(distributed.all_gather("read the configuration", lambda: calls[0]))
     return configs[0]
 
 

@@ -213,6 +213,11 @@ class ScaleModel(ReadyConfig):
 
 def scale_metadata(model: ScaleModel) -> CheckpointMetadata:
     """Metadata of a large model's checkpoint. Raises :class:`ElasticCkptError` if no such checkpoint can exist."""
+    return assemble(*scale_files(model), MetadataOptions()).metadata
+
+
+def scale_files(model: ScaleModel) -> tuple[Found, list[Kind], list[ModelShard | OptimizerShard | LayerShard]]:
+    """The folder of a large model's checkpoint, and the kind and contents of each file."""
     folder, tp, dp = os.path.join(FOLDER, model.name, model.saved.tag), model.saved.tp, model.saved.dp
     parameters = list(model.every_parameter())
     kinds: list[Kind] = []
@@ -232,7 +237,7 @@ def scale_metadata(model: ScaleModel) -> CheckpointMetadata:
         kinds += [(layer, rank, "layer") for rank in range(tp)]
         indexed += [_layer_shard(model, folder, layer, rank, layers[layer]) for rank in range(tp)]
     files = sort_names([os.path.basename(item.path) for item in indexed], is_universal=False)
-    return assemble(Found("native", folder, model.saved.tag, files), kinds, indexed, MetadataOptions()).metadata
+    return Found("native", folder, model.saved.tag, files), kinds, indexed
 
 
 class _File:
