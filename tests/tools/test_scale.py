@@ -115,6 +115,7 @@ def test_a_model_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
         ({"groups": good["groups"][:1]}, "no param group holds vectors"),
         ({"layers": [*layers, layers[2]]}, "two layers have the same number"),
         ({"layers": [{**layers[1], "again": [7]}]}, "belong to a tied layer"),
+        ({"saved": {**good["saved"], "zero_stage": 3}}, "no model parallelism here"),
         ({"oops": 1}, "oops"),
     ]
     for change, says in cases:
@@ -126,7 +127,7 @@ def test_a_model_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
         assert caught.value.file == str(path)
     with pytest.raises(ConfigError, match='no model "105b"') as caught:
         ScaleModel.load("105b")
-    assert "104b, bloom-176b" in str(caught.value.expected)
+    assert "104b, 70b, bloom-176b" in str(caught.value.expected)
     with pytest.raises(ConfigError, match="does not describe"):
         ScaleModel.load(str(tmp_path / "nowhere.json"))
 
