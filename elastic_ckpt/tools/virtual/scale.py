@@ -300,7 +300,7 @@ def _optimizer_shard(model: ScaleModel, folder: str, mp: int, dp: int, shapes: S
     for numel, partition, mine in zip(numels, partitions, states, strict=True):
         master = partition if saves_padding else min(max(numel - dp * partition, 0), partition)
         flats.append(FlatShard(simulated.tensor((master,), _FP32), partition, mine))
-    name = f"{'bf16_' if saved.weights_dtype == 'bfloat16' else ''}zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt"
+    name = f"{'bf16_' if saves_padding else ''}zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt"
     tree = {"ds_version": saved.ds_version, "optimizer_state_dict": {"partition_count": [saved.dp] * len(flats)}}
     file = PickledFile(os.path.join(folder, name), simulated.nbytes, tree)
     hyperparameters = [group.hyperparameters for group in model.groups]
