@@ -99,7 +99,8 @@ class TrainingStateCommit:
             self._scheduler_before = copy.deepcopy(scheduler.state_dict())
             state = fit_scheduler(copy.deepcopy(saved), self._scheduler_before, plan.group_sources, plan.saved_groups)
             scheduler.load_state_dict(state)
-            self._report("lr scheduler", "restored")
+            order = "" if plan.saved_groups else "by the order of param groups, which the checkpoint does not record"
+            self._report("lr scheduler", "restored", order)
             without = [number for number, source in enumerate(plan.group_sources) if not source]
             if without:
                 rates = ", ".join(f"{groups[number]['lr']:g}" for number in without)
@@ -234,13 +235,15 @@ def fit_scheduler(
     Args:
         saved, live: state dicts; the live one gives the entries of groups without a source.
         sources: per live group, the saved groups that its hyperparameters come from.
-        saved_groups: number of param groups in the checkpoint.
+        saved_groups: number of param groups in the checkpoint; 0 if it records none, which are then as the live ones.
 
     Raises:
         MismatchError: a list may or may not be per param group, or the scheduler treated merged groups differently.
     """
-    if [tuple(source) for source in sources] == [(number,) for number in range(saved_groups)]:
+    in_order = [tuple(source) for source in sources] == [(number,) for number in range(saved_groups or len(sources))]
+    if in_order and saved_groups:
         return dict(saved)
+    count = saved_groups or len(sources)
     fitted: dict[str, Any] = {}
     for key, value in saved.items():
         if key in _NESTED:
@@ -249,8 +252,8 @@ def fit_scheduler(
                 fit_scheduler(state, now, sources, saved_groups) for state, now in zip(value, inner, strict=False)
             ]
         elif key in _PER_GROUP and isinstance(value, (list, tuple)):
-            fitted[key] = _reorder(key, value, live.get(key), sources, saved_groups)
-        elif key not in _NOT_PER_GROUP and _may_go_by_group(value, saved_groups):
+            fitted[key] = _reorder(key, value, live.get(key), sources, count)
+        elif not in_order and key not in _NOT_PER_GROUP and _may_go_by_group(value, count):
             raise _unknown(key, value, f"{key!r} has as many entries as there were groups")
         else:
             fitted[key] = value

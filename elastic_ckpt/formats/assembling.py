@@ -24,7 +24,7 @@ from elastic_ckpt.formats.experts import (
 )
 from elastic_ckpt.formats.grid import Grid, grid_of
 from elastic_ckpt.formats.merging import LayerShard, merge_shards, merge_stages, with_layers
-from elastic_ckpt.formats.model_states import ModelShard
+from elastic_ckpt.formats.model_states import ModelShard, saved_without_states
 from elastic_ckpt.formats.partitioned import LegacyShard, partitioned_metadata, refuse_legacy
 from elastic_ckpt.formats.same_save import with_progress_compared
 from elastic_ckpt.formats.saved_config import refuse_features
@@ -169,7 +169,7 @@ def _fit_together(
             if options.with_states or options.live_groups:
                 raise
             metadata = weights_alone(found, models[0])
-    elif _lacks_states(models[0]):
+    elif models[0].optimizer is None and saved_without_states(models[0].zero.get("stage"), models[0].ds_version):
         if options.with_states:
             raise _saved_without_states(models[0])
         metadata = weights_alone(found, models[0])
@@ -187,19 +187,13 @@ def _fit_together(
     return replace(metadata, source=replace(metadata.source, sequence=grid.sequence, ep=ep))
 
 
-def _lacks_states(model: ModelShard) -> bool:
-    """Whether DeepSpeed 0.17 has saved bf16 without ZeRO: neither this file nor any other has its optimizer states."""
-    return model.optimizer is None and not model.zero.get("stage") and model.ds_version.startswith("0.17.")
-
-
 def _saved_without_states(model: ModelShard) -> DamagedError:
     return LayoutError(
         "the checkpoint was saved without optimizer states, as DeepSpeed 0.17 saves bf16 without ZeRO",
         file=model.path,
         expected="optimizer states, in this file or in optimizer-states files beside it",
         found=f"none, saved by DeepSpeed {model.ds_version}",
-        remedy="load its weights alone: load_module_only=True, or load_optimizer_states=False and "
-        "load_lr_scheduler_states=False",
+        remedy="load its weights alone: load_optimizer_states=False, or load_module_only=True",
     )
 
 

@@ -286,6 +286,11 @@ def index_unpartitioned(file: PickledFile, options: StateOptions) -> Unpartition
     )
 
 
+def saved_without_states(stage: Any, ds_version: str) -> bool:
+    """Whether the version of DeepSpeed saves no optimizer states of this ZeRO stage: in bf16, no entry and no file."""
+    return not stage and ds_version.startswith("0.17.")
+
+
 def saved_shape(states: StatesOfOne) -> tuple[int, ...] | None:
     """The shape of the parameter with these states, if they show it, else ``None``."""
     for key in ("state2", *sorted(ELEMENTWISE_NAMES)):  # of state1, some optimizers keep two rows

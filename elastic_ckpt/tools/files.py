@@ -149,7 +149,8 @@ def expected_files(
         yield from (f"{name}_mp_rank_00_model_states.pt" for name in names)
         ep = 1 + max((rank for rank, _ in files.expert_optimizers), default=-1)
         yield from (f"expp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(ep))
-    if files.optimizer or not (files.experts or peeked is None or peeked.holds_optimizer):
+    elsewhere = files.experts or peeked is None or peeked.holds_optimizer or peeked.without_states
+    if files.optimizer or not elsewhere:
         prefix, joint = _style(files, peeked)
         yield from (f"{prefix}zero_pp_rank_{dp}_mp_rank_{mp:02d}{joint}optim_states.pt" for mp in mps for dp in dps)
     yield from _expected_layers(files, peeked)

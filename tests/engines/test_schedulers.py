@@ -176,6 +176,14 @@ def test_groups_as_they_were_take_the_state_as_it_is_whatever_is_in_it() -> None
     assert fit_scheduler({"base_lrs": [1.0]}, {}, as_tuples([0, 1]), 2) == {"base_lrs": [1.0]}
 
 
+def test_without_saved_groups_lists_are_in_the_order_of_the_live_ones_and_as_long() -> None:
+    state = {"base_lrs": [1.0, 2.0], "mine": [1, 2], "_schedulers": [{"_last_lr": [3.0, 4.0]}]}
+    assert fit_scheduler(state, {}, as_tuples([0, 1]), 0) == state
+    for wrong in (state, {"_schedulers": state["_schedulers"]}):
+        with pytest.raises(MismatchError, match="rebuilt"):
+            fit_scheduler(wrong, {}, as_tuples([0, 1, 2]), 0)
+
+
 @pytest.mark.parametrize("sources", [[0], [0, 1, None], [None, None], [0, 0], [1, 0], [0, 1, 1]])
 def test_any_other_groups_are_not_as_they_were(sources: list[int | None]) -> None:
     with pytest.raises(MismatchError, match="rebuilt"):

@@ -14,6 +14,7 @@ from elastic_ckpt.errors import DamagedError, LayoutError, MismatchError, Unsupp
 from elastic_ckpt.formats import READERS, Found, MetadataOptions
 from elastic_ckpt.formats.model_states import FUSED, PLAIN, UNFUSED
 from elastic_ckpt.formats.naming import sort_names
+from elastic_ckpt.formats.peek import peek
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from tests.simulation import live
 from tests.unpartitioned import FILE, STATES, Model, catalog_of, check_states, contents, indexed, trained
@@ -387,6 +388,8 @@ def test_bf16_of_deepspeed_0_17_has_weights_alone(tmp_path: Path, version: str, 
     with pytest.raises(LayoutError, match=problem) as caught:
         READERS["native"](found, MetadataOptions())
     assert version == "0.19.8" or "load_module_only=True" in str(caught.value.remedy)
+    peeked = peek(found)
+    assert peeked is not None and peeked.without_states == (version == "0.17.6")
     if version == "0.17.6":
         metadata = READERS["native"](found, MetadataOptions(with_states=False)).metadata
         weights = {name: tensor for name, tensor in model.state_dict().items() if name != "mask"}

@@ -71,6 +71,14 @@ def test_groups_in_another_order_keep_their_own_hyperparameters() -> None:
     assert names_of(plan, "param groups", "restored") == ("0", "1")
 
 
+def test_groups_that_the_checkpoint_does_not_record_are_in_the_order_of_the_live_ones() -> None:
+    """For an lr scheduler beside weights alone; a user who keeps the live groups keeps their rates."""
+    metadata, engine = two_groups([["a.weight"], ["b.weight"]])
+    metadata = replace(metadata, groups=(), parameters={})
+    assert match_groups(metadata, engine, False, with_states=False).sources == ((0,), (1,))
+    assert match_groups(metadata, engine, True, with_states=False).sources == ((), ())
+
+
 def test_a_group_that_was_split_gives_both_halves_its_values() -> None:
     plan = plan_load(saved(TWO, hyperparameters=(SLOW,)), live(TWO, groups=[["b.weight"], ["a.weight"]]), LoadOptions())
     assert plan.hyperparameters == (SLOW, SLOW)

@@ -312,6 +312,7 @@ ZERO3 = "zero_pp_rank_{}_mp_rank_{:02d}_model_states.pt"
         ([MODEL], peeked_of(), [SHARD.format(0, 0)]),
         ([MODEL], peeked_of(config={"bf16": {}}, weight_dtypes=("bfloat16",)), ["bf16_" + SHARD.format(0, 0)]),
         ([MODEL], peeked_of(holds_optimizer=True), []),
+        ([MODEL], peeked_of(without_states=True), []),
         ([MODEL, "bf16_" + SHARD.format(1, 0)], None, ["bf16_" + SHARD.format(0, 0)]),
         ([ZERO3.format(0, 0), SHARD.format(0, 0), SHARD.format(1, 0)], None, [ZERO3.format(1, 0)]),
         (

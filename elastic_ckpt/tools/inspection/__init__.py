@@ -48,9 +48,9 @@ def _read(evidence: Evidence, config: ElasticConfig) -> Evidence:
         return replace(evidence, checkpoint=open_checkpoint(evidence.found, config).checkpoint)
     except ElasticCkptError as error:
         refusal = error
-    if evidence.peeked is None or not evidence.peeked.unnamed:
+    if evidence.peeked is None or not (evidence.peeked.unnamed or evidence.peeked.without_states):
         return replace(evidence, refusal=refusal)
-    try:  # without ZeRO, states are numbered, and weights can be read without these
+    try:  # without ZeRO, states are numbered or not saved, and weights can be read without these
         weights = open_checkpoint(evidence.found, config, with_states=False).checkpoint
         return replace(evidence, checkpoint=weights, unnamed=refusal)
     except ElasticCkptError:
