@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Load checkpoints on the supported versions of DeepSpeed, torch and Python (tests/distributed/test_versions.py):
 #   bash launch/matrix.sh            three versions of DeepSpeed
-#   bash launch/matrix.sh --all      every one, and other versions of torch and Python; writes docs/versions.md
+#   bash launch/matrix.sh --all      nightly: every one, other versions of torch and Python, and more features
+#                                    (test_versions_features.py); writes docs/versions.md
 # Versions are installed once, below MATRIX_FOLDER (.matrix). An environment needs pythonX.Y on PATH, or is skipped.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -11,7 +12,10 @@ source launch/environment.sh
 folder=$(realpath -m "${MATRIX_FOLDER:-.matrix}")
 overlays=(0.14.5 0.16.9 0.18.9)
 environments=()
+cells=(tests/distributed/test_versions.py)
 if [[ ${1:-} == --all ]]; then
+    export ELASTIC_CKPT_TEST_VERSIONS=1
+    cells+=(tests/distributed/test_versions_features.py)
     overlays=(0.14.5 0.15.4 0.16.9 0.17.6 0.18.9 0.19.0 0.19.7 0.19.8)
     # Python, torch, DeepSpeed
     environments=("3.10 2.4.1 0.14.5" "3.12 2.7.1 0.16.9" "3.13 2.15.0 0.19.8")
@@ -25,8 +29,8 @@ run_cells() {
     echo "== $1"
     rm -f "$folder/extensions/$1"/*/lock # of a run that was ended: DeepSpeed would wait for it for ever
     mkdir -p "$folder/extensions/$1"
-    ELASTIC_CKPT_TEST_EXTENSIONS=$folder/extensions/$1 PYTHONPATH=${3:+$3:}$PWD "$2" -m pytest -q --timeout 300 --junitxml "$folder/$1.xml" tests/distributed/test_versions.py \
-        || failed=1
+    ELASTIC_CKPT_TEST_EXTENSIONS=$folder/extensions/$1 PYTHONPATH=${3:+$3:}$PWD "$2" -m pytest -q --timeout 300 \
+        --junitxml "$folder/$1.xml" "${cells[@]}" || failed=1
 }
 
 for deepspeed in "${overlays[@]}"; do

@@ -142,6 +142,18 @@ def autotp_affine_map(param: Any) -> Mapping[str, Any] | None:
     return conversion.get(getattr(constants, "AFFINE_MAP", None))
 
 
+def autotp_sub_parameters(param: Any) -> tuple[tuple[int, ...], int, tuple[int, ...]] | None:
+    """The whole shape, the sharded dimension and the sizes of sub-parameters in AutoTP's record (0.18 to 0.19.6).
+
+    The tensor-parallel degree divides each. ``None`` without them, and since 0.19.7, which records a map.
+    """
+    record = autotp_record(param)
+    shape, sizes = record.get("logical_shape") or (), record.get("sub_param_sizes") or ()
+    if not sizes or autotp_affine_map(param) is not None or len(shape) != len(getattr(param, "ds_shape", param.shape)):
+        return None
+    return tuple(shape), record["partition_dim"], tuple(sizes)
+
+
 def separate_steps(engine: Any) -> None:
     """Give every flat tensor its own ``step``.
 

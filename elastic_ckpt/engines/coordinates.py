@@ -25,9 +25,9 @@ from deepspeed.utils.bwc import (
 from elastic_ckpt.core.declared import split_of_affine
 from elastic_ckpt.core.experts import slices
 from elastic_ckpt.core.local_state import LiveLayout, ModelLayout, RankCoordinates, SequenceParallel
-from elastic_ckpt.core.strided import TPLayout
+from elastic_ckpt.core.strided import TPLayout, fused
 from elastic_ckpt.core.tp_rules import CannotSplit
-from elastic_ckpt.engines.compat import autotp_affine_map, autotp_record
+from elastic_ckpt.engines.compat import autotp_affine_map, autotp_record, autotp_sub_parameters
 from elastic_ckpt.engines.experts import expert_parallel
 from elastic_ckpt.errors import UnsupportedError
 
@@ -50,7 +50,7 @@ def model_of(
         UnsupportedError: pipeline parallelism other than DeepSpeed's.
     """
     coordinates = _coordinates_of(engine, dp, dp_rank)
-    layouts, ties = _layouts_of(engine, with_values=coordinates.tp > 1), _ties_of(engine)
+    layouts, ties = _layouts_of(engine, coordinates.tp), _ties_of(engine)
     for name, experts in stacked.items():
         layout = layouts.pop(name)
         layouts |= {
@@ -135,10 +135,10 @@ def _ties_of(engine: Any) -> dict[str, tuple[str, ...]]:
     return {name: tuple(other for other in every if other != name) for name, every in found.items() if every[1:]}
 
 
-def _layouts_of(engine: Any, with_values: bool) -> dict[str, LiveLayout]:
+def _layouts_of(engine: Any, tp: int) -> dict[str, LiveLayout]:
     """Every parameter, by DeepSpeed's name, and every buffer, with this rank's shape only.
 
-    Tensor-parallel ranks compare the checksums of small buffers (``with_values``).
+    Tensor-parallel ranks compare the checksums of small buffers.
     """
     owners = {
         id(tensor): type(module).__module__
@@ -147,8 +147,8 @@ def _layouts_of(engine: Any, with_values: bool) -> dict[str, LiveLayout]:
     }
     named = {name: param for param, name in engine.param_names.items()}
     buffers = dict(engine.module.named_buffers(remove_duplicate=False))
-    layouts = {name: _layout(tensor, owners.get(id(tensor), "")) for name, tensor in {**buffers, **named}.items()}
-    if with_values:
+    layouts = {name: _layout(tensor, owners.get(id(tensor), ""), tp) for name, tensor in {**buffers, **named}.items()}
+    if tp > 1:
         small = {name: buffer for name, buffer in buffers.items() if buffer.numel() <= _MOST_COMPARED}
         layouts |= {name: replace(layouts[name], values=(_checksum(buffer),)) for name, buffer in small.items()}
     unrecorded = {name for name, param in named.items() if not autotp_record(param)}
@@ -162,17 +162,20 @@ def _checksum(buffer: torch.Tensor) -> int:
     return zlib.crc32(flat.view(torch.uint8).numpy().tobytes()) if flat.numel() else 0
 
 
-def _layout(tensor: torch.Tensor, owner: str) -> LiveLayout:
+def _layout(tensor: torch.Tensor, owner: str, tp: int) -> LiveLayout:
     shape: tuple[int, ...] = tuple(getattr(tensor, "ds_shape", tensor.shape))
     is_cut = getattr(tensor, "tensor_model_parallel", None)
     dim = -1 if is_cut is False else getattr(tensor, "partition_dim", None) if is_cut else None
     stride = max(int(getattr(tensor, "partition_stride", 1) or 1), 1) if is_cut else 1
-    return LiveLayout((shape,), dim, stride, owner, _recorded(tensor))
+    return LiveLayout((shape,), dim, stride, owner, _recorded(tensor, tp))
 
 
-def _recorded(tensor: torch.Tensor) -> TPLayout | None:
-    """AutoTP's map of all ranks' shards, if it is a cut along one dimension."""
-    entry = autotp_affine_map(tensor)
+def _recorded(tensor: torch.Tensor, tp: int) -> TPLayout | None:
+    """AutoTP's record of all ranks' shards, if they are cut along one dimension."""
+    parts, entry = autotp_sub_parameters(tensor), autotp_affine_map(tensor)
+    if parts is not None:
+        shape, dim, sizes = parts
+        return fused(shape, dim, [[size // tp] * tp for size in sizes])
     try:
         return None if entry is None else split_of_affine(entry)
     except CannotSplit:

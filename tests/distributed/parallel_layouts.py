@@ -6,10 +6,15 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import deepspeed
 import torch
+from packaging.version import Version
 
 if TYPE_CHECKING:
     from tests.distributed.parallel_models import Parallel
+
+#: Whether AutoTP follows Transformers' plan for the language model's head; it left it whole before.
+SHARDS_HEAD = Version(deepspeed.__version__) >= Version("0.19.7")
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,7 @@ def autotp_rules(style: str) -> dict[str, Rule]:
         r".*\.o_proj\.weight": Rule(1, heads=kv),
         r".*(gate|up)_proj\.weight": Rule(0),
         r".*down_proj\.weight": Rule(1),
-        vocabulary: Rule(0),
+        **({vocabulary: Rule(0)} if style == "tied" or SHARDS_HEAD else {}),
     }
 
 

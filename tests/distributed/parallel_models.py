@@ -18,6 +18,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
 from deepspeed.utils import groups
+from packaging.version import Version
 from torch import nn
 from torch.nn import functional
 
@@ -303,6 +304,8 @@ def build(parallel: Parallel, seed: int = 7, config: dict[str, Any] | None = Non
     get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed does not believe it of a CPU
     module, mpu = MODELS[parallel.kind](parallel)
     fill(module, parallel, seed)
+    if parallel.kind == "autotp" and parallel.tp > 1 and Version(deepspeed.__version__) < Version("0.18"):
+        module = deepspeed.tp_model_init(module, parallel.tp, torch.float32)  # since then, deepspeed.initialize does it
     members = group_members(module)
     optimizer = build_optimizer(module, members)
     rows = GLOBAL_BATCH // parallel.dp

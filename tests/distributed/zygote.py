@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib
+import importlib.util
 import json
 import os
 import pickle
@@ -34,8 +35,11 @@ def serve() -> None:
     """Answer requests until standard input ends."""
     info = cpuinfo.get_cpu_info()  # a process of a second or two, which DeepSpeed starts for every op in every rank
     cpuinfo.get_cpu_info = lambda: info
+    # takes minutes to build, for every version of DeepSpeed; with LOCAL_SIZE above the number of ranks nothing calls it
+    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
     for name in ("torch._dynamo", "bitsandbytes"):  # two seconds in each rank otherwise
-        importlib.import_module(name)
+        if importlib.util.find_spec(name):
+            importlib.import_module(name)
     gc.collect()
     gc.freeze()  # DeepSpeed and the tests collect garbage often: not again in what the imports left
     answers = os.fdopen(os.dup(1), "w")
