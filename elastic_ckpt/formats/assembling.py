@@ -157,6 +157,7 @@ def _fit_together(
             remedy="load it at the topology it was saved with",
         )
     if optimizers:
+        optimizers = shards.with_own_padding(optimizers)
         _refuse_different_experts(models[0], optimizers)
         _check_belong_together(models, optimizers)
         own = grid.own_file(options.coordinates) if len(models) > 1 else None

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from elastic_ckpt.core.metadata import MASTER, SourceFile
@@ -135,6 +135,20 @@ def other_save_than_model(shard: OptimizerShard, problem: str, expected: str, fo
     """The error for an optimizer-states file that does not fit the parameters in the model-states file."""
     remedy = "model-states and optimizer-states files are of different saves: restore the folder from its original"
     return LayoutError(problem, file=shard.path, expected=expected, found=found, remedy=remedy)
+
+
+def with_own_padding(shards: Sequence[OptimizerShard]) -> list[OptimizerShard]:
+    """The shards of all ranks, with partitions of one size.
+
+    Until 0.15, DeepSpeed counts all padding of a param group as the last rank's. If that is more than its partition,
+    which then is nothing else, it saves ``2 * partition - padding`` elements of it, or none.
+    """
+    flats = list(shards[-1].flats)
+    for number, (first, last) in enumerate(zip(shards[0].flats, flats, strict=False)):
+        whole, padding = first.partition_numel, last.partition_numel - last.master.numel
+        if padding > whole > 0 and last.master.numel == max(0, 2 * whole - padding):
+            flats[number] = replace(last, partition_numel=whole)
+    return [*shards[:-1], replace(shards[-1], flats=tuple(flats))]
 
 
 def check_same_save(shards: Sequence[OptimizerShard]) -> None:

@@ -350,6 +350,7 @@ def build_engine(setup: Setup, model: nn.Module | None = None) -> Any:
     is_aligned = "align_partitions" in dict(setup.config).get("elastic_checkpoint", {})
     _padding["value"] = 3e38 if is_aligned else 0.0
     get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed does not believe it of a CPU
+    get_accelerator().supported_dtypes = lambda: [torch.float32, torch.float16, torch.bfloat16]
     muon = {"optimizer": {"type": "Muon", "params": {"lr": 1e-2, "momentum": 0.9}}} if setup.optimizer == "muon" else {}
     optimizer = None if muon else build_optimizer(model, setup)
     scheduler = None if muon else torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5)

@@ -305,6 +305,7 @@ def build(parallel: Parallel, seed: int = 7, config: dict[str, Any] | None = Non
     module, mpu = MODELS[parallel.kind](parallel)
     fill(module, parallel, seed)
     if parallel.kind == "autotp" and parallel.tp > 1 and Version(deepspeed.__version__) < Version("0.18"):
+        get_accelerator().current_device = get_accelerator().current_device_name  # a number is no device of a CPU
         module = deepspeed.tp_model_init(module, parallel.tp, torch.float32)  # since then, deepspeed.initialize does it
     members = group_members(module)
     optimizer = build_optimizer(module, members)
