@@ -13,12 +13,15 @@ tests=$(realpath "$1/tests")
 # their fixtures are classes, which pytest takes until 8.3
 [[ -d $folder/pytest ]] || "$PYTHON" -m pip install -q --target "$folder/pytest" pytest==8.3.5 pytest-timeout
 export PYTHONPATH=$folder/pytest:$PWD:$tests OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu LOCAL_SIZE=64
-export DS_UNITTEST_TIMEOUT=${DS_UNITTEST_TIMEOUT:-120} # seconds after which a test hangs
+export TORCH_EXTENSIONS_DIR=$folder/extensions/deepspeed-tests DS_UNITTEST_TIMEOUT=${DS_UNITTEST_TIMEOUT:-240}
+rm -f "$TORCH_EXTENSIONS_DIR"/*/lock # of a run that was ended: DeepSpeed would wait for it for ever
+# takes minutes, once, in which a test would count as hanging
+"$PYTHON" -c 'from deepspeed.ops import op_builder as ops; [op().load(verbose=False) for op in (ops.CPUAdamBuilder, ops.FusedAdamBuilder)]'
 
 for ELASTIC in 0 1; do
     export ELASTIC OUTCOMES=$folder/outcomes-$ELASTIC
     rm -f "$OUTCOMES"
-    (cd "$tests" && "$PYTHON" -m pytest -q -p launch.deepspeed_plugin -p no:cacheprovider --timeout 300 "${@:2}" unit/checkpoint) \
+    (cd "$tests" && "$PYTHON" -m pytest -q -p launch.deepspeed_plugin -p no:cacheprovider --timeout 600 "${@:2}" unit/checkpoint) \
         || true # many fail for want of a GPU
 done
 "$PYTHON" launch/deepspeed_table.py "$folder/outcomes-0" "$folder/outcomes-1" docs/versions.md

@@ -118,7 +118,7 @@ def match_groups(
             decay is of another kind.
     """
     if not metadata.groups and not with_states and not keep_live:  # a scheduler's lists are in the order of groups
-        return GroupMatching(tuple((number,) for number in range(len(local_state.groups))), ())
+        return tuple((number,) for number in range(len(local_state.groups))), ()
     sources: list[tuple[int, ...]] = []
     hyperparameters: list[Mapping[str, Any]] = []
     for number, group in enumerate(local_state.groups):

@@ -105,7 +105,10 @@ def test_changes_its_degree(cell: str, tmp_path: Path, launch: Launch) -> None:
         pytest.importorskip("megatron.core")
     for ranks, source in ((2, case.wide), (1, case.narrow)):
         launch(ranks, "parallel_jobs.save", {"folder": str(tmp_path), "setups": [source]})
-    for ranks, target, source in ((1, case.narrow, case.wide), (2, case.wide, case.narrow)):
+    loads = [(1, case.narrow, case.wide), (2, case.wide, case.narrow)]
+    if case.wide.kind == "autotp" and Version(deepspeed.__version__) < Version("0.18"):
+        loads.pop()  # live parameters say nothing of their cuts, so that it asks for rules
+    for ranks, target, source in loads:
         sources = [{"folder": str(tmp_path / f"{source.name}-dp1")}]
         for load in launch(ranks, "parallel_jobs.load", [{"setup": target, "sources": sources, "config": case.config}]):
             assert load.format == "native" and load.differences == {}, load.where
@@ -122,7 +125,10 @@ def test_eight_bit_states_resume_bit_exactly(cell: str, tmp_path: Path, launch: 
 
 
 @pytest.mark.parametrize("cell", ["universal, ZeRO-1 to 3", "universal, ZeRO-3 to 1"])
-def test_universal_checkpoints_resume_bit_exactly(cell: str, tmp_path: Path, launch: Launch, convert: Convert) -> None:
+def test_universal_checkpoints_resume_bit_exactly(
+    cell: str, tmp_path: Path, launch: Launch, convert: Convert, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")  # which converters of old versions need
     source, target = (Setup(int(stage)) for stage in cell.removeprefix("universal, ZeRO-").split(" to "))
     launch(2, "save", {"folder": str(tmp_path / "native"), "setups": [source]})
     (tmp_path / "universal").mkdir()
@@ -136,7 +142,7 @@ def test_universal_checkpoints_resume_bit_exactly(cell: str, tmp_path: Path, lau
 def test_states_on_nvme_resume_bit_exactly(cell: str, tmp_path: Path, launch: Launch) -> None:
     if not AsyncIOBuilder().is_compatible(verbose=False):
         pytest.skip("needs libaio-dev")
-    setup = nvme(tmp_path)
+    setup = nvme(tmp_path, "adamw")
     for load in save_and_load(launch, tmp_path, setup, setup, model="HugeLM"):
         assert load.format == "native" and load.differences == {}, load.where
 

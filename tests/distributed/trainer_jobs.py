@@ -37,14 +37,15 @@ class Witness(transformers.TrainerCallback):
             engine = self.trainer.model_wrapped
             truth = torch.load(os.path.join(self.folder, "truth.pt"), weights_only=False)
             oracle.relink(engine)
-            differences = oracle.compare(gather(engine), {kind: truth[kind] for kind in KINDS})
+            differences = oracle.compare(gather(engine), truth)
             self.found.append(Loaded(None, f"rank {dist.get_rank()}", engine.elastic_report, differences))
 
 
 def gather(engine: Any) -> dict[str, Any]:
     """As the oracle does; the Trainer steps the lr scheduler itself."""
     engine.lr_scheduler = engine.lr_scheduler or torch.optim.lr_scheduler.LambdaLR(oracle.base_of(engine), float)
-    return oracle.gather(engine, ["exp_avg", "exp_avg_sq"])
+    found = oracle.gather(engine, ["exp_avg", "exp_avg_sq"])
+    return {kind: found[kind] for kind in KINDS}
 
 
 def train(arguments: dict[str, Any]) -> list[Loaded] | None:

@@ -80,7 +80,8 @@ def loss_scale(engine: Any) -> dict[str, Any] | None:
     """What moves in the loss scaler of an fp16 run."""
     if not engine.fp16_enabled():
         return None
-    scaler = getattr(engine.optimizer, "loss_scale_config", None) or engine.optimizer.loss_scaler
+    names = ("loss_scale_config", "loss_scaler")  # until DeepSpeed 0.17, some optimizers are their own scaler
+    scaler = next((each for name in names if (each := getattr(engine.optimizer, name, None))), engine.optimizer)
     moving = ("cur_scale", "cur_iter", "last_overflow_iter") if engine.dynamic_loss_scale() else ("cur_scale",)
     return {"dynamic": engine.dynamic_loss_scale(), **{key: getattr(scaler, key) for key in moving}}
 
