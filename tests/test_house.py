@@ -71,7 +71,7 @@ COVERED_BY = {
     "distributed/test_cli_verify.py": "cli/verify",
     "distributed/test_experts.py": "engines/experts",
     "distributed/test_matrix.py": "engines/adapter formats/native",
-    "distributed/test_parallel.py": "engines/coordinates megatron",
+    "distributed/test_parallel.py": "megatron",
     "planning/test_planner.py": "planning/optimizer_kinds",
 }
 
