@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -42,9 +43,10 @@ class Witness(transformers.TrainerCallback):
 
 
 def gather(engine: Any) -> dict[str, Any]:
-    """As the oracle does; the Trainer steps the lr scheduler itself."""
-    engine.lr_scheduler = engine.lr_scheduler or torch.optim.lr_scheduler.LambdaLR(oracle.base_of(engine), float)
+    """As the oracle does; the Trainer steps the lr scheduler itself, and the engine has none."""
+    scheduler, engine.lr_scheduler = engine.lr_scheduler, SimpleNamespace(state_dict=dict)
     found = oracle.gather(engine, ["exp_avg", "exp_avg_sq"])
+    engine.lr_scheduler = scheduler
     return {kind: found[kind] for kind in KINDS}
 
 
