@@ -36,7 +36,7 @@ def run_walk(walk: Walk, extensions_dir: str) -> tuple[int, str]:
             try:
                 if stop.universal:
                     convert = {"folder": name, "number": first - 1}
-                    run_ranks(1, "soak_jobs.to_universal", convert, extensions, 120)
+                    run_ranks(1, "soak_jobs.to_universal", convert, extensions_dir, 120)
                 found = run_ranks(stop.ranks, "soak_jobs.visit", arguments, extensions, seconds, stop.deepspeed)
             except AssertionError as error:  # a rank ended, or all hang
                 done += sum((folder / str(number)).is_dir() for number, _ in leg if number > 0)
