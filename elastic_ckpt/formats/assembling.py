@@ -170,14 +170,15 @@ def _fit_together(
             if options.with_states or options.live_groups:
                 raise
             metadata = weights_alone(found, models[0])
+    elif experts and not models[0].zero.get("stage"):  # the model-states file has the optimizer of rank 0 alone
+        raise missing_file(found, "expp_rank_0_mp_rank_00_optim_states.pt", "none")
     elif models[0].optimizer is None and saved_without_states(models[0].zero.get("stage"), models[0].ds_version):
         if options.with_states:
             raise _saved_without_states(models[0])
         metadata = weights_alone(found, models[0])
     elif models[0].optimizer is None:
         number = re.search(r"mp_rank_(\d+)", os.path.basename(models[0].path))
-        kind = "expp" if experts and not models[0].zero.get("stage") else "*zero_pp"
-        raise missing_file(found, f"{kind}_rank_0_mp_rank_{number[1] if number else '00'}_optim_states.pt", "none")
+        raise missing_file(found, f"*zero_pp_rank_0_mp_rank_{number[1] if number else '00'}_optim_states.pt", "none")
     elif found.files.layers and not options.with_states:
         metadata = weights_alone(found, models[0])
     else:
