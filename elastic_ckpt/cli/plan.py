@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from elastic_ckpt.cli.output import (
 )
 from elastic_ckpt.cli.plan_view import document, draw, refuse_without_matplotlib, report
 from elastic_ckpt.config import ElasticConfig
+from elastic_ckpt.core.experts import numbers_of_experts
 from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.errors import ElasticCkptError, MismatchError
 from elastic_ckpt.io.coalesce import read_options
@@ -66,6 +68,7 @@ def plan(
     dp: Annotated[int | None, typer.Option("--dp", min=1, max=_MOST_RANKS, help="Data-parallel degree.")] = None,
     tp: Annotated[int | None, typer.Option("--tp", min=1, max=_MOST_RANKS, help="Tensor-parallel degree.")] = None,
     pp: Annotated[int | None, typer.Option("--pp", min=1, max=_MOST_RANKS, help="Pipeline-parallel degree.")] = None,
+    ep: Annotated[int | None, typer.Option("--ep", min=1, max=_MOST_RANKS, help="Expert-parallel degree.")] = None,
     zero: Annotated[int | None, typer.Option("--zero", min=0, max=3, help="ZeRO stage.")] = None,
     sub_group_size: Annotated[
         int, typer.Option("--sub-group-size", min=1, help="[bold]sub_group_size[/] of ZeRO-3.")
@@ -123,7 +126,9 @@ def plan(
     saved = metadata.source
     stage = saved.zero_stage if zero is None else zero
     alignment = max(options.align_partitions, 1)
-    topology = Topology(dp or saved.dp, tp or saved.tp, pp or saved.pp, stage, sub_group_size, alignment)
+    dp = dp or saved.dp
+    ep = ep or (math.gcd(saved.ep, dp) if numbers_of_experts(metadata.parameters) else 1)
+    topology = Topology(dp, tp or saved.tp, pp or saved.pp, stage, sub_group_size, alignment, ep)
     if topology.ranks > _MOST_RANKS:
         raise typer.BadParameter(f"{topology} would be {topology.ranks} ranks, and {_MOST_RANKS} are the most")
     if rank is not None and rank >= topology.ranks:

@@ -64,7 +64,9 @@ def both_sides(engine: Any, folder: str, stage: int, where: str, sub_group: int 
     metadata = open_folder(folder, None, config).checkpoint.metadata
     more = {} if sub_group is None else {"sub_group_numel": sub_group}
     job = VirtualJob(
-        metadata, Topology(coordinates.dp, coordinates.tp, coordinates.pp, stage, **more), LoadOptions.of(config)
+        metadata,
+        Topology(coordinates.dp, coordinates.tp, coordinates.pp, stage, ep=coordinates.ep, **more),
+        LoadOptions.of(config),
     )
     engine.load_checkpoint(folder)
     local_state, plan = job.planned(dist.get_rank())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 
 import elastic_ckpt
 from elastic_ckpt.cli import app
+from elastic_ckpt.errors import DamagedError
 from tests.distributed.conftest import Launch
 from tests.distributed.expert_jobs import Experts
 from tests.distributed.jobs import truth_of
@@ -82,7 +84,8 @@ def test_missing_files_of_experts_are_all_named(run: Experts, damaged: Any) -> N
     assert {Path(one["file"]).name for one in found if one["code"] == "missing"} == set(lost)
     result = CliRunner().invoke(app, ["latest", str(folder)])
     assert result.exit_code == 1 and EXPERT.format(0, 3) in result.output, result.output
-    assert elastic_ckpt.find_latest(folder) is None
+    with pytest.raises(DamagedError):
+        elastic_ckpt.find_latest(folder)
 
 
 @pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)])
@@ -157,3 +160,18 @@ def test_a_load_on_other_ranks_is_planned(saved: Path) -> None:
     truth = truth_of(saved / SOURCE.name)
     nbytes = sum(3 * value.numel() * value.element_size() for value in truth["masters"].values())
     assert sum(rank["reads"]["nbytes"] for rank in found["ranks"]) == nbytes + 8  # and a buffer
+
+
+def test_a_plan_foretells_what_a_job_of_any_degree_reads(saved: Path, launch: Launch) -> None:
+    """Down to each range of each tensor, by live engines."""
+    runs = [replace(run, precision="fp32") for run in (Experts(4, 1, 4), Experts(4, 2, 1), Experts(4, 0, 2))]
+    arguments = {"source": str(saved / SOURCE.name), "runs": runs}
+    for facts in launch(4, "expert_tool_jobs.compare", arguments):
+        for foretold, live in (facts.coordinates, facts.layouts, facts.states, facts.reads):
+            assert foretold == live, facts.where
+
+
+def test_a_degree_that_no_job_can_have_is_refused(saved: Path) -> None:
+    for options in (("--dp", 3, "--ep", 3), ("--dp", 4, "--zero", 3), ("--dp", 4, "--ep", 8)):
+        found = command("plan", saved / SOURCE.name, *options, code=1)
+        assert found["refused"]["problem"] == "there is no such job with MoE layers", found

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from elastic_ckpt.core.chunks import group_rules, parameter_rules, placements
+from elastic_ckpt.core.experts import expert_name, numbers_of_experts
 from elastic_ckpt.core.flat_ranges import (
     FlatRange,
     Placement,
@@ -31,6 +32,7 @@ from elastic_ckpt.core.local_state import (
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
 from elastic_ckpt.core.read_plan import LoadPlan
 from elastic_ckpt.core.state_kinds import BLOCK_NUMELS, NON_SHARD_KEYS, REPLICATED, WHOLE, BlockFormat, LiveState
+from elastic_ckpt.errors import UnsupportedError, listed
 from elastic_ckpt.planning.planner import LoadOptions, plan_load, resharding_of
 from elastic_ckpt.planning.state_matching import keys_by_name
 from elastic_ckpt.sharding.book import tensor_of
@@ -56,6 +58,7 @@ class Topology:
     zero_stage: int = 1
     sub_group_numel: int = 1_000_000_000
     alignment: int = 1
+    ep: int = 1
 
     @property
     def ranks(self) -> int:
@@ -66,10 +69,12 @@ class Topology:
         """Coordinates of a global rank; tp varies fastest, then dp: ``PipeModelDataParallelTopology`` (topology.py)."""
         rest, tp_rank = divmod(rank, self.tp)
         pp_rank, dp_rank = divmod(rest, self.dp)
-        return RankCoordinates(self.dp, dp_rank, self.tp, tp_rank, self.pp, pp_rank)
+        at = RankCoordinates(self.dp, dp_rank, self.tp, tp_rank, self.pp, pp_rank)
+        return replace(at, ep=self.ep, ep_rank=dp_rank % self.ep)
 
     def __str__(self) -> str:
-        return f"ZeRO-{self.zero_stage}, DP={self.dp}, TP={self.tp}, PP={self.pp}"
+        ep = f", EP={self.ep}" if self.ep > 1 else ""
+        return f"ZeRO-{self.zero_stage}, DP={self.dp}, TP={self.tp}, PP={self.pp}{ep}"
 
 
 class VirtualJob:
@@ -86,12 +91,14 @@ class VirtualJob:
         self.topology = topology
         self.options = replace(options, config=options.config.model_copy(update={"rename": []}))
         self._state_keys = keys_by_name(metadata)
-        self._resharding: dict[tuple[int, int], Resharding] = {}
+        self._resharding: dict[tuple[int, int, int], Resharding] = {}
         self._states: dict[tuple[str, ...], tuple[LiveState, ...] | None] = {}
         self._keys = dict.fromkeys(metadata.parameters, MASTER)
         for name, key in metadata.tensors:
             if key in (BUFFER, FROZEN):
                 self._keys.setdefault(name, key)
+        self._experts = {layer: max(numbers) + 1 for layer, numbers in numbers_of_experts(self._keys).items()}
+        self._refuse_uneven_experts()
         self.layouts = virtual_layouts(metadata, self._keys, topology.tp, options.rules)
         numels = {name: math.prod(layout.shapes[0]) for name, layout in self.layouts.items()}
         self.stages = stages_of(numels, topology.pp, metadata)
@@ -100,7 +107,7 @@ class VirtualJob:
         """LocalState of one rank, and its LoadPlan."""
         local_state = self.local_state(rank)
         coordinates = local_state.model.coordinates
-        at = coordinates.pp_rank, coordinates.tp_rank
+        at = coordinates.pp_rank, coordinates.tp_rank, coordinates.ep_rank
         if at not in self._resharding:
             self._resharding[at] = resharding_of(self.metadata, local_state, self.options)
         return local_state, plan_load(self.metadata, local_state, self.options, self._resharding[at])
@@ -108,11 +115,12 @@ class VirtualJob:
     def local_state(self, rank: int) -> LocalState:
         """LocalState of one rank."""
         at = self.topology.coordinates(rank)
-        mine = [name for name in self._keys if at.pp_rank in self.stages[name]]
+        mine = [name for name in self._keys if at.pp_rank in self.stages[name] and self._holds(at, name)]
         groups: list[list[str]] = [[] for _ in self.metadata.groups]
         for name in mine:
             if name in self.metadata.parameters:
                 groups[self.metadata.parameters[name].group].append(name)
+        groups = list(map(self._in_module_order, groups))
         flats, fragments = self._partitions(groups, at)
         return LocalState(
             zero_stage=self.topology.zero_stage,
@@ -126,6 +134,34 @@ class VirtualJob:
             model=ModelLayout(at, {name: self.layouts[name] for name in mine}, frozenset(self._keys) - frozenset(mine)),
         )
 
+    def _refuse_uneven_experts(self) -> None:
+        ep = self.topology.ep
+        uneven = {layer: count for layer, count in self._experts.items() if count % ep}
+        is_other = (self.topology.zero_stage == 3) if self._experts else ep > 1
+        if uneven or is_other or self.topology.dp % ep:
+            raise UnsupportedError(
+                "there is no such job with MoE layers",
+                parameter=listed(uneven) if uneven else None,
+                file=self.metadata.source.folder,
+                expected="ZeRO-0, 1 or 2, and an expert-parallel degree that divides experts and data-parallel ranks",
+                found=f"{self.topology}, {listed(set(map(str, self._experts.values())))} experts in a layer",
+                remedy="other degrees, or another stage",
+            )
+
+    def _holds(self, at: RankCoordinates, name: str) -> bool:
+        """Whether an expert-parallel rank has a parameter: all have those of no expert."""
+        expert = expert_name(name)
+        return expert is None or expert.number * at.ep // self._experts[expert.layer] == at.ep_rank
+
+    def _in_module_order(self, names: list[str]) -> list[str]:
+        """The members of a group: a checkpoint has those of one expert-parallel rank after those of another."""
+        experts = list(map(expert_name, names))
+        if None in experts:
+            return names
+        layers = {layer: number for number, layer in enumerate(self._experts)}
+        order = [(layers[each.layer], each.number) for each in experts if each is not None]
+        return [names[at] for at in sorted(range(len(names)), key=order.__getitem__)]
+
     def _partitions(
         self, groups: Sequence[Sequence[str]], at: RankCoordinates
     ) -> tuple[list[FlatPartition], list[Fragment]]:
@@ -134,14 +170,14 @@ class VirtualJob:
         is_everywhere = self.topology.zero_stage == 0 and at.dp > 1
         for number, names in enumerate(groups):
             for members in self._sub_groups(names, at):
+                of_expert = expert_name(members[0]) is not None
                 shapes = [self.layouts[name].shapes[at.tp_rank] for name in members]
-                numel, placed = self._placed(list(map(math.prod, shapes)), at)
-                index, key = len(flats), tuple(members)
+                ranks = replace(at, dp=at.dp // at.ep, dp_rank=at.dp_rank // at.ep) if of_expert else at
+                numel, placed = self._placed(list(map(math.prod, shapes)), ranks)
+                index, key, in_all = len(flats), tuple(members), is_everywhere and not of_expert
                 if key not in self._states:  # the same on all ranks of a stage
                     self._states[key] = self.states_of(members)
-                flats.append(
-                    FlatPartition(index, number, numel, "float32", key, is_everywhere, self._states[key], None)
-                )
+                flats.append(FlatPartition(index, number, numel, "float32", key, in_all, self._states[key], None))
                 fragments += [
                     Fragment(members[part.index], shapes[part.index], part.range, index, part.flat_offset)
                     for part in placed
@@ -216,7 +252,9 @@ class VirtualJob:
                 continue
             shape = self.layouts[name].shapes[at.tp_rank]
             numel = math.prod(shape)
-            whole = WholeTensor(name, key, shape, FlatRange(0, numel), tensor.dtype, at.dp > 1)
+            whole = WholeTensor(
+                name, key, shape, FlatRange(0, numel), tensor.dtype, at.dp > 1 and expert_name(name) is None
+            )
             if key == FROZEN and self.topology.zero_stage == 3:
                 part = next(iter(placements(parameter_rules([numel], [self._step(numel)]), at.dp_rank)), None)
                 whole = replace(whole, range=part.range if part else FlatRange(0, 0), replicated=False)
