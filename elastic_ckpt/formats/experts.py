@@ -72,17 +72,11 @@ class ExpertOptimizer(SourceFile):
     state: UnpartitionedState
 
 
-def index_expert_optimizer(file: PickledFile, ep_rank: int, options: StateOptions) -> ExpertOptimizer:
-    """Read ``expp_rank_E_mp_rank_00_optim_states.pt``; :class:`LayoutError` if there is no optimizer in it."""
+def index_expert_optimizer(file: PickledFile, ep_rank: int, options: StateOptions) -> ExpertOptimizer | SourceFile:
+    """Read ``expp_rank_E_mp_rank_00_optim_states.pt``; under ZeRO, DeepSpeed before 0.19.8 writes it without states."""
     state = index_unpartitioned(file, options)
     if state is None:
-        raise LayoutError(
-            "this file of experts has no optimizer states",
-            file=file.path,
-            expected="the state of an optimizer without ZeRO",
-            found="none: the run that saved it had no optimizer",
-            remedy="load_module_only=True, or load_optimizer_states=False",
-        )
+        return SourceFile(file.path, file.nbytes, records=file.records)
     return ExpertOptimizer(file.path, file.nbytes, ep_rank, state, records=file.records)
 
 

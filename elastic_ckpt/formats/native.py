@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import chain
 
 from elastic_ckpt import distributed
+from elastic_ckpt.core.metadata import SourceFile
 from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.formats.assembling import Assembled, Kind, assemble, missing_file
@@ -24,7 +25,7 @@ from elastic_ckpt.formats.training_state import TrainingStates, Wanted
 from elastic_ckpt.formats.writers import refuse_mixture, refuse_writers
 
 #: What one file of a native checkpoint holds.
-Indexed = ModelShard | OptimizerShard | LegacyShard | LayerShard | ExpertShard | ExpertOptimizer
+Indexed = ModelShard | OptimizerShard | LegacyShard | LayerShard | ExpertShard | ExpertOptimizer | SourceFile
 
 
 def read_native(found: Found, options: MetadataOptions) -> Checkpoint:
