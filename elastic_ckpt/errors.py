@@ -6,10 +6,13 @@ raised on every rank of the job (see :mod:`elastic_ckpt.distributed`).
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable
 from typing import Any
 
 _NAMES_SHOWN = 8
+#: Of a process or machine that has used up its descriptors or its memory.
+_USED_UP = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _DETAILS = ("parameter", "file", "expected", "found", "remedy", "rank")
 
 
@@ -112,3 +115,15 @@ class CommunicationError(ElasticCkptError):
 
 class PartialLoadError(ElasticCkptError):
     """Reading failed after every rank had agreed to load: the engine is partly overwritten."""
+
+
+def refuse_used_up(error: Exception, path: str) -> None:
+    """Raise :class:`UnforeseenError` if a file could not be read for want of descriptors or memory."""
+    if isinstance(error, OSError) and error.errno in _USED_UP:
+        raise UnforeseenError(
+            "this process has used up its file descriptors or its memory",
+            file=path,
+            expected="a file that can be opened and read",
+            found=f"{type(error).__name__}: {error.strerror}",
+            remedy="raise the limit (ulimit -n), or free memory, and load again: the checkpoint is not damaged",
+        ) from error

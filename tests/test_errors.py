@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import copy
+import errno
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from elastic_ckpt import errors
-from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError
+from elastic_ckpt.core.metadata import SourceFile
+from elastic_ckpt.core.read_plan import ReadItem, ReadPlan
+from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError, UnforeseenError
+from elastic_ckpt.formats.detect import read_latest
+from elastic_ckpt.formats.pickled import open_pickled
+from elastic_ckpt.io.reader import check_files
 
 DETAILS: dict[str, Any] = {
     "parameter": "layers.0.weight",
@@ -89,3 +97,25 @@ def test_an_error_can_be_caught_as_one_family_and_as_an_exception() -> None:
     for kind in KINDS:
         with pytest.raises(ElasticCkptError):
             raise kind("x")
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+def test_a_process_without_descriptors_or_memory_accuses_no_file(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else ``"on_damage": "previous"`` would go back to an older checkpoint for it."""
+    torch.save({"a": 1}, tmp_path / "file.pt")
+    (tmp_path / "latest").write_text("step4")
+
+    def used_up(*_: Any, **__: Any) -> Any:
+        raise OSError(number, "used up")
+
+    monkeypatch.setattr("builtins.open", used_up)
+    plan = ReadPlan((SourceFile(str(tmp_path / "file.pt"), 1),), (), (ReadItem(0, 0, 0, 0, 1, "float32"),))
+    for read in (
+        lambda: open_pickled(str(tmp_path / "file.pt")),
+        lambda: read_latest(str(tmp_path), "latest"),
+        lambda: check_files(plan),
+    ):
+        with pytest.raises(UnforeseenError, match="not damaged"):
+            read()

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from elastic_ckpt.core.metadata import MASTER
-from elastic_ckpt.errors import DamagedError, ElasticCkptError, NotFoundError
+from elastic_ckpt.errors import DamagedError, ElasticCkptError, NotFoundError, refuse_used_up
 from elastic_ckpt.formats.base import Found
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER, sort_names
 from elastic_ckpt.formats.pickled import open_pickled
@@ -110,6 +110,7 @@ def read_latest(load_dir: str, latest: str) -> str | None:
         with open(path, encoding="utf-8") as stream:
             return stream.read(MOST_TAG_NBYTES).strip()
     except (OSError, UnicodeDecodeError) as error:
+        refuse_used_up(error, path)
         raise DamagedError(
             "the file that names the newest tag cannot be read",
             file=path,

@@ -18,7 +18,7 @@ from typing import Any
 from isal import isal_zlib
 
 from elastic_ckpt.core.checksums import Records
-from elastic_ckpt.errors import DamagedError, ElasticCkptError, LayoutError
+from elastic_ckpt.errors import DamagedError, ElasticCkptError, LayoutError, refuse_used_up
 from elastic_ckpt.formats.datastates import is_datastates, read_datastates_tree
 from elastic_ckpt.formats.torch_archive.archive import Trees, read_archive_tree
 from elastic_ckpt.formats.torch_archive.directory import ArchiveError, Listing
@@ -113,6 +113,7 @@ def open_pickled(path: str, trust_pickle: bool = False, known: Trees | None = No
     except ArchiveError as error:
         raise unreadable(path, str(error)) from error
     except Exception as error:  # noise in a pickle can raise anything at all
+        refuse_used_up(error, path)
         raise unreadable(path, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:300]) from error
     return PickledFile(path, archive.nbytes, archive.tree, archive.root, archive.records, archive.surplus_nbytes)
 

@@ -16,7 +16,7 @@ from typing import Any
 from elastic_ckpt.core.checksums import Records
 from elastic_ckpt.core.metadata import SourceFile
 from elastic_ckpt.core.tp_rules import COLUMN, ROW, VOCABULARY, Rule
-from elastic_ckpt.errors import DamagedError
+from elastic_ckpt.errors import DamagedError, refuse_used_up
 from elastic_ckpt.formats.base import Found
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER
 from elastic_ckpt.formats.pickled import PickledFile
@@ -93,6 +93,7 @@ def read_parameter(found: Found, name: str, open_one: Callable[[str], PickledFil
     try:
         paths = sorted(file.path for file in os.scandir(folder) if file.name.endswith(".pt"))
     except OSError as error:
+        refuse_used_up(error, folder)
         raise DamagedError(
             "a folder of the universal checkpoint cannot be read",
             parameter=name,

@@ -25,7 +25,7 @@ from tqdm import tqdm
 from elastic_ckpt.core.metadata import ITEMSIZE, SourceFile
 from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, RequantizeItem, Share
 from elastic_ckpt.distributed import in_buckets
-from elastic_ckpt.errors import DamagedError
+from elastic_ckpt.errors import DamagedError, refuse_used_up
 from elastic_ckpt.io.checksums import SUMMED_AT_ONCE_NBYTES, ReadSums, first_bytes
 from elastic_ckpt.io.coalesce import LEAST_STAGED_NBYTES, DirectRead, ReadOptions, parts_of, sort_reads, tasks
 from elastic_ckpt.io.prefault import Prefault
@@ -156,6 +156,7 @@ class _Files:
             try:
                 count = os.preadv(self._descriptor(file), wanted, byte_offset)
             except OSError as error:
+                refuse_used_up(error, self._files[file].path)
                 raise self._broken(file, byte_offset, f"{type(error).__name__}: {error.strerror}") from error
             if count == 0:
                 raise self._broken(file, byte_offset, "end of file")
@@ -203,6 +204,7 @@ def check_files(plan: ReadPlan) -> None:
             with open(source.path, "rb") as stream:  # not only stat: a visible file may not be readable
                 nbytes = os.fstat(stream.fileno()).st_size
         except OSError as error:
+            refuse_used_up(error, source.path)
             raise DamagedError(
                 "a file of the checkpoint cannot be reached from this rank",
                 file=source.path,

@@ -15,7 +15,7 @@ from elastic_ckpt.engines.zero3 import Zero3Adapter, Zero3NvmeAdapter, _gatherin
 
 
 def param(numel: int, dtype: torch.dtype = torch.bfloat16, **more: Any) -> Any:
-    return SimpleNamespace(ds_numel=numel, ds_tensor=torch.empty(0, dtype=dtype), **more)
+    return SimpleNamespace(ds_numel=numel, ds_tensor=torch.empty(0, dtype=dtype), **{"ds_process_group": None, **more})
 
 
 def test_small_ones_travel_together_and_each_dtype_by_itself() -> None:
@@ -24,6 +24,12 @@ def test_small_ones_travel_together_and_each_dtype_by_itself() -> None:
     params = [param(size) for size in sizes] + [param(5, torch.float32)]
     found = [[each.ds_numel for each in bucket] for bucket in _gathering_buckets(params)]
     assert found == [[3 * million, 4 * million], [2 * million], [9 * million], [1, 1], [5]]
+
+
+def test_those_of_different_process_groups_do_not_travel_together() -> None:
+    """Experts of AutoEP are partitioned over fewer ranks than the others."""
+    params = [param(1, ds_process_group=group) for group in ("all", "some", "all")]
+    assert list(_gathering_buckets(params)) == [[params[0], params[2]], [params[1]]]
 
 
 def test_what_would_come_back_changed_or_not_at_all_is_left_to_deepspeed() -> None:
