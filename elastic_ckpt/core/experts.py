@@ -16,8 +16,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from elastic_ckpt.core.chunks import PartitionRule
+from elastic_ckpt.core.chunks import PartitionRule, StorageChunk, listed
 from elastic_ckpt.core.flat_ranges import FlatRange
+from elastic_ckpt.core.metadata import CheckpointMetadata, TensorMetadata
+from elastic_ckpt.errors import DamagedError
 
 #: Path of the experts in an ``MoE`` layer; the number of an expert follows.
 EXPERTS = "deepspeed_moe.experts.deepspeed_experts."
@@ -69,6 +71,47 @@ def slice_rules(rule: PartitionRule, parts: Iterable[ExpertSlice]) -> list[Parti
 def stacked_name(name: str) -> str:
     """The stacked parameter of a slice's FQN."""
     return name.rpartition(".")[0]
+
+
+def with_stacks(metadata: CheckpointMetadata) -> CheckpointMetadata:
+    """``metadata`` with stacked parameters instead of their slices.
+
+    Raises :class:`DamagedError` if the slices of one do not have the same states.
+    """
+    parameters, tensors = dict(metadata.parameters), dict(metadata.tensors)
+    keys: dict[str, list[str]] = {}
+    for part, key in metadata.tensors:
+        keys.setdefault(part, []).append(key)
+    for name, number in metadata.stacked.items():
+        parts = [f"{name}.{expert}" for expert in range(number)]
+        saved, *others = ((parameters.pop(part, None), keys.get(part)) for part in parts)
+        if others != [saved] * len(others):
+            raise DamagedError(
+                "stacked experts do not all have the same states",
+                parameter=name,
+                file=metadata.source.folder,
+                remedy="restore the folder from its original, or take another tag",
+            )
+        if saved[0] is None:  # frozen
+            continue
+        parameters[name] = replace(saved[0], shape=(number, *saved[0].shape))
+        for key in keys[parts[0]]:
+            tensors[name, key] = _joined(name, [tensors.pop((part, key)) for part in parts], len(saved[0].shape))
+    return replace(metadata, parameters=parameters, tensors=tensors)
+
+
+def _joined(name: str, parts: Sequence[TensorMetadata], dims: int) -> TensorMetadata:
+    """Slices of so many dimensions, one after the other in each row."""
+    first, number = parts[0], len(parts)
+    rows, shape = first.shape[: len(first.shape) - dims], first.shape[len(first.shape) - dims :]
+    numel = math.prod(shape)
+    chunks: list[StorageChunk] = []
+    for expert, part in enumerate(parts):
+        for chunk in part.chunks:
+            shift = (chunk.range.start // numel * (number - 1) + expert) * numel
+            chunks.append(replace(chunk, range=FlatRange(chunk.range.start + shift, chunk.range.stop + shift)))
+    chunks.sort(key=lambda chunk: chunk.range.start)
+    return replace(first, name=name, shape=(*rows, number, *shape), sources=listed(*chunks))
 
 
 def numbers_of_experts(names: Iterable[str]) -> dict[str, frozenset[int]]:

@@ -21,6 +21,7 @@ from elastic_ckpt.formats.experts import (
     divisions,
     partitions_of,
     with_experts,
+    with_tied_copies,
 )
 from elastic_ckpt.formats.grid import Grid, grid_of
 from elastic_ckpt.formats.merging import LayerShard, merge_shards, merge_stages, with_layers
@@ -79,6 +80,8 @@ def assemble(found: Found, kinds: Sequence[Kind], indexed: Sequence[Any], option
             _list_missing_shapes(ranks, mp, [layer for layer in layers if layer.tp_rank == tp_rank])
     if experts or firsts[0].features.experts:
         check_experts(found, firsts[0], list(ranks[0].optimizers.values()), experts)
+        models = ranks[0].models.items()
+        ranks[0].models = {at: with_tied_copies(model, options.live_ties) for at, model in models}
     all_metadata = {mp: _fit_together(found, rank, experts, grid, options) for mp, rank in ranks.items()}
     metadata = merge_stages([merge_shards([all_metadata[mp] for mp in stage]) for stage in grid.stages])
     if layers:

@@ -53,6 +53,7 @@ class MetadataOptions:
         with_states: whether optimizer states are restored.
         coordinates: of this rank in the live topology.
         live_names: all parameters and buffers of the job, on every pipeline stage.
+        live_ties: parameter -> its other names in the live module.
         with_client_state: whether the client's state is read, for which torch is needed.
     """
 
@@ -65,6 +66,7 @@ class MetadataOptions:
     with_states: bool = True
     coordinates: RankCoordinates = field(default_factory=RankCoordinates)
     live_names: frozenset[str] = frozenset()
+    live_ties: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     with_client_state: bool = True
 
 

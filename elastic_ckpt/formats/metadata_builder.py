@@ -256,6 +256,7 @@ class MetadataBuilder:
             aliases=model.shared,
             declared=model.declared,
             run=model.run,
+            stacked={name: sum(map(len, placed)) for name, placed in model.stacked.items()},
         )
 
 

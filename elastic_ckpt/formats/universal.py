@@ -19,7 +19,7 @@ from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
 from elastic_ckpt.formats import model_states
 from elastic_ckpt.formats.base import Checkpoint, Found, MetadataOptions, refuse_unsupported_folder
 from elastic_ckpt.formats.exchange import file_opener, opener_of, read_my_share
-from elastic_ckpt.formats.experts import with_slices
+from elastic_ckpt.formats.experts import with_slices, with_tied_copies
 from elastic_ckpt.formats.grid import Grid, grid_of
 from elastic_ckpt.formats.merging import shard_by_shard
 from elastic_ckpt.formats.metadata_builder import MetadataBuilder, Tensors, dense_tensor, module_tensors
@@ -61,7 +61,8 @@ def read_universal(found: Found, options: MetadataOptions) -> Checkpoint:
         if optimizer is not None and not optimizer.in_true_order:
             _refuse_wrong_data(first, optimizer)
         grid = grid_of(firsts, found.folder, options.coordinates)
-        metadata = _build_metadata(found, list(models.values()), optimizer, states, grid)
+        tied = [with_tied_copies(model, options.live_ties) for model in models.values()]
+        metadata = _build_metadata(found, tied, optimizer, states, grid)
         metadata = with_slices(metadata, first)
         metadata = with_progress_compared(metadata, first, options.check_shards)
         if options.check_shards and metadata.source.merged_from == 1:

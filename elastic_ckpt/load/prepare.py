@@ -148,6 +148,7 @@ def _metadata_options(local_state: LocalState, arguments: LoadArguments, config:
         with_states=restores_states(arguments),
         coordinates=local_state.model.coordinates,
         live_names=local_state.model.names,
+        live_ties=local_state.model.ties,
     )
 
 

@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+from itertools import chain
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ckpt.core.experts import EXPERTS, ExpertName, expert_name, numbers_of_experts
+from elastic_ckpt.core.chunks import PartitionRule, StorageChunk, listed
+from elastic_ckpt.core.experts import (
+    EXPERTS,
+    ExpertName,
+    expert_name,
+    numbers_of_experts,
+    slice_rules,
+    slices,
+    stacked_name,
+    with_stacks,
+)
+from elastic_ckpt.core.flat_ranges import FlatRange
+from elastic_ckpt.core.metadata import CheckpointMetadata, SavedParameter, SourceFacts, TensorMetadata
+from elastic_ckpt.errors import DamagedError
 
 
 @given(st.sampled_from(["", "layers.3.mlp.", "a."]), st.integers(0, 999), st.sampled_from(["w", "fc1.weight"]))
@@ -28,3 +46,66 @@ def test_other_names_are_of_no_expert() -> None:
 def test_the_experts_of_each_layer_are_counted() -> None:
     names = [f"a.{EXPERTS}0.w", f"a.{EXPERTS}0.b", f"a.{EXPERTS}2.w", f"b.{EXPERTS}1.w", "head"]
     assert numbers_of_experts(names) == {"a.": {0, 2}, "b.": {1}}
+
+
+@given(
+    st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True),
+    st.sampled_from([(), (3,), (2, 3)]),
+    st.integers(1, 9),
+    st.integers(0, 9),
+)
+def test_slices_are_partitioned_where_their_stacked_parameter_is(
+    experts: list[int], shape: tuple[int, ...], step: int, shift: int
+) -> None:
+    """Element by element: rank, and place in the flat tensor."""
+    parts = list(slices("w1", (len(experts), *shape), experts))
+    assert [(part.name, part.shape) for part in parts] == [(f"w1.{expert}", shape) for expert in experts]
+    assert all(stacked_name(part.name) == "w1" for part in parts)
+    rule = PartitionRule(len(experts) * math.prod(shape), step, shift, start=5)
+
+    def places(rule: PartitionRule) -> list[tuple[int, int]]:
+        found = {e: rank for rank in rule.ranks for e in range(rule.range_on(rank).start, rule.range_on(rank).stop)}
+        return [(found[e], rule.start + (e + rule.shift) % rule.step) for e in range(rule.numel)]
+
+    assert list(chain.from_iterable(map(places, slice_rules(rule, parts)))) == places(rule)
+
+
+def sliced(*states: str, rows: int = 1, steps: tuple[float, ...] = (4.0, 4.0)) -> CheckpointMetadata:
+    """Two experts of three elements, one in a file of its own, the other in two halves of another."""
+    row = (rows,) if rows > 1 else ()
+    wholes = [StorageChunk(FlatRange(3 * r, 3 * r + 3), 0, 12 * r) for r in range(rows)]
+    halves = [StorageChunk(FlatRange(3 * r + at, 3 * r + 1 + 2 * at), 1 + at, r) for r in range(rows) for at in (0, 1)]
+    sources = (listed(*wholes), listed(*halves))
+    tensors = [
+        TensorMetadata(f"w1.{expert}", key, (*row, 3), "float32", sources[expert])
+        for expert in (0, 1)
+        for key in states
+    ]
+    return CheckpointMetadata(
+        SourceFacts("native", "here", "step4", 1, 2, "0.19.8"),
+        (),
+        {f"w1.{expert}": SavedParameter((3,), 0, (("step", step),)) for expert, step in enumerate(steps)},
+        {(tensor.name, tensor.key): tensor for tensor in tensors},
+        (),
+        stacked={"w1": 2, "frozen": 2},
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_slices_are_stacked_again(rows: int) -> None:
+    found = with_stacks(sliced("fp32", "exp_avg", rows=rows))
+    assert found.parameters == {"w1": SavedParameter((2, 3), 0, (("step", 4.0),))}
+    assert found.tensors.keys() == {("w1", "fp32"), ("w1", "exp_avg")}
+    tensor = found.tensors["w1", "fp32"]
+    assert tensor.shape == ((rows,) if rows > 1 else ()) + (2, 3)
+    assert tensor.sources[0].tile(rows * 6)
+    assert [chunk.file for chunk in tensor.chunks] == [0, 1, 2] * rows
+
+
+def test_slices_with_different_states_are_not_stacked() -> None:
+    whole = sliced("fp32", "exp_avg")
+    tensors = {name: tensor for name, tensor in whole.tensors.items() if name != ("w1.1", "exp_avg")}
+    without = replace(whole, tensors=tensors)
+    for metadata in (without, sliced("fp32", steps=(4.0, 3.0)), sliced("fp32", steps=(4.0,))):
+        with pytest.raises(DamagedError, match=r"(?s)same states.*w1"):
+            with_stacks(metadata)

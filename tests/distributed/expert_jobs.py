@@ -12,7 +12,9 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+import transformers
 from deepspeed.accelerator import get_accelerator
+from deepspeed.module_inject.auto_ep_presets import base as presets
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import is_moe_param, split_params_into_different_moe_groups_for_optimizer
 from deepspeed.utils import groups
@@ -41,6 +43,7 @@ class Experts:
         data_first: ``use_data_before_expert_parallelism``.
         group_size: most elements in a param group of experts.
         autoep: whether AutoEP makes the layers of experts, stacked, of a model without any.
+        preset: AutoEP's preset of a Hugging Face model, ``"mixtral"`` or ``"qwen3_moe"``.
         universal: whether it is the universal checkpoint of that run.
     """
 
@@ -53,12 +56,13 @@ class Experts:
     data_first: bool = False
     group_size: int = 178956971
     autoep: bool = False
+    preset: str = ""
     universal: bool = False
 
     @property
     def name(self) -> str:
         """Of its folder."""
-        extra = "-autoep" * self.autoep + "-residual" * self.residual + "-data" * self.data_first
+        extra = "-autoep" * self.autoep + self.preset + "-residual" * self.residual + "-data" * self.data_first
         extra += f"-g{self.group_size}" * (self.group_size < 1e6) + "-universal" * self.universal
         numbers = "x".join(map(str, self.experts))
         return f"{self.precision}-z{self.stage}-n{self.world}-ep{self.ep}-e{numbers}{extra}"
@@ -143,6 +147,36 @@ class RoutedLM(ExpertLM):
         return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
+def hugging_face(run: Experts, seed: int) -> nn.Module:
+    """A tiny model of Hugging Face whose forward pass returns the loss; in Mixtral, embedding and head are tied."""
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": WIDTH,
+        "intermediate_size": 10,
+        "num_hidden_layers": len(run.experts),
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 6,
+        "num_experts_per_tok": 2,
+    }
+    if run.preset == "mixtral":
+        config = transformers.MixtralConfig(num_local_experts=run.experts[0], tie_word_embeddings=True, **sizes)
+    else:
+        config = transformers.Qwen3MoeConfig(num_experts=run.experts[0], moe_intermediate_size=10, **sizes)
+    # DeepSpeed 0.19.8 calls a method of the registry behind output_router_logits that transformers 5.23 has changed
+    presets._install_instance_transformers_output_recorders = lambda *args: False
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    whole = model.forward
+
+    def forward(tokens: torch.Tensor) -> torch.Tensor:
+        logits = whole(tokens[:, :-1], use_cache=False).logits
+        return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+    model.forward = forward
+    return model
+
+
 AUTOEP = {
     "enabled": True,
     "moe_layer_pattern": r"mixtures\.\d+",
@@ -189,7 +223,8 @@ def build(run: Experts, seed: int = 7, config: dict[str, Any] | None = None) -> 
 
 def build_autoep(run: Experts, seed: int) -> Any:
     """A live engine whose experts AutoEP stacks; DeepSpeed makes the optimizer, since it replaces parameters."""
-    model = RoutedLM(run, seed)
+    model = hugging_face(run, seed) if run.preset else RoutedLM(run, seed)
+    layers = {"enabled": True, "preset_model": run.preset, "use_grouped_mm": False} if run.preset else AUTOEP
     return deepspeed.initialize(
         model=model,
         model_parameters=list(model.parameters()),
@@ -200,7 +235,7 @@ def build_autoep(run: Experts, seed: int) -> Any:
             "zero_optimization": {"stage": run.stage},
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
             "zero_force_ds_cpu_optimizer": False,
-            "expert_parallel": AUTOEP | {"autoep_size": run.ep},
+            "expert_parallel": layers | {"autoep_size": run.ep},
             **PRECISIONS[run.precision],
         },
     )[0]
@@ -316,6 +351,24 @@ def load(arguments: dict[str, Any]) -> list[Loaded]:
         end(engine)
         dist.barrier()
     return facts
+
+
+def deepspeed_loads(arguments: dict[str, Any]) -> list[dict[str, str]]:
+    """What differs from the truth, ``folder`` by folder, after DeepSpeed's own load of a universal checkpoint."""
+    elastic_ckpt.uninstall()
+    engine = build(arguments["run"], seed=8)
+    engine._config.load_universal_checkpoint = True
+    found = []
+    for folder in arguments["folders"]:
+        engine.load_checkpoint(folder)
+        assert not hasattr(engine, "elastic_report")
+        oracle.relink(engine)
+        truth = truth_of(folder)
+        now = gather(engine, arguments["run"], sorted({key for _, key in truth["states"]}))
+        found.append(oracle.compare(now, {kind: truth[kind] for kind in ("masters", "states")}))
+        train(engine, 20, 21)
+    end(engine)
+    return found
 
 
 def refuse(arguments: dict[str, Any]) -> list[Refused] | None:

@@ -10,7 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from typer.testing import CliRunner
 
+from elastic_ckpt.cli import app
 from tests.distributed.conftest import Launch
 from tests.distributed.expert_jobs import Experts
 from tests.distributed.launch import environment
@@ -32,6 +35,11 @@ AUTOEP = [
     Experts(2, 2, 1, autoep=True),
 ]
 CONVERTED = AUTOEP[:2]
+PRESETS = [
+    Experts(2, 0, 2, "fp32", (4, 4), autoep=True, preset="mixtral"),
+    Experts(4, 3, 2, "bf16", (4, 4), autoep=True, preset="mixtral"),
+    Experts(2, 1, 2, "bf16", (4, 4), autoep=True, preset="qwen3_moe"),
+]
 RESIDUAL = [Experts(4, 2, 2, "fp16", residual=True), Experts(2, 0, 1, "fp16", residual=True)]
 
 
@@ -42,7 +50,7 @@ def saved(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
         launch(
             world,
             "expert_jobs.save",
-            {"folder": str(folder), "runs": [run for run in SAVED + RESIDUAL + AUTOEP if run.world == world]},
+            {"folder": str(folder), "runs": [run for run in SAVED + RESIDUAL + AUTOEP + PRESETS if run.world == world]},
         )
     return folder
 
@@ -154,3 +162,58 @@ def test_experts_that_autoep_stacks_load_at_any_degree_and_stage(
         assert load.differences == {}, load.where
         assert load.loss_gap < 0.05, load.where
         assert "100 %" in str(load.report.verified), load.text
+
+
+@pytest.fixture(scope="module")
+def converted_here(saved: Path) -> list[Path]:
+    """The same saves as our own command writes them."""
+    targets = [saved / f"{run.name}-ours" for run in CONVERTED]
+    for run, target in zip(CONVERTED, targets, strict=True):
+        result = CliRunner().invoke(app, ["convert", str(saved / run.name / "step4"), str(target / "step4")])
+        assert result.exit_code == 0, result.output
+        shutil.copy(saved / run.name / "truth.pt", target)
+    return targets
+
+
+def test_our_command_writes_stacked_experts_as_deepspeeds_does(
+    converted: list[Experts], converted_here: list[Path], saved: Path
+) -> None:
+    for run, target in zip(converted, converted_here, strict=True):
+        theirs = saved / run.name / "step4/zero"
+        tensors = theirs.rglob("*/*.pt")
+        files = {path.relative_to(theirs) for path in tensors if path.parent.name != "ticks"}  # a buffer
+        more = {path.relative_to(target / "step4/zero") for path in target.rglob("zero/*/*.pt")} - files
+        assert files and {file.name for file in more} <= {"step.pt"}  # which DeepSpeed leaves out after ZeRO-3
+        for file in sorted(files):
+            expected, found = (torch.load(folder / file) for folder in (theirs, target / "step4/zero"))
+            ours, its = (each.pop("param") if isinstance(each, dict) else each for each in (found, expected))
+            assert torch.equal(*(torch.as_tensor(each).flatten() for each in (ours, its))), file
+            is_stacked = re.search(r"experts\.w\d$", str(file.parent)) is not None and file.name != "step.pt"
+            assert ("is_expert_param" in found) is is_stacked if isinstance(found, dict) else not is_stacked, file
+            assert not is_stacked or (found, ours.shape) == (expected, its.shape), file
+
+
+@pytest.mark.parametrize(("world", "ep"), [(4, 4), (2, 1)])
+def test_deepspeed_loads_what_our_command_writes_of_stacked_experts(
+    world: int, ep: int, converted_here: list[Path], launch: Launch
+) -> None:
+    for run, target in zip(CONVERTED, converted_here, strict=True):
+        arguments = {"run": replace(run, world=world, ep=ep), "folders": [str(target)]}
+        assert launch(world, "expert_jobs.deepspeed_loads", arguments) == [{}] * world
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        Experts(4, 1, 4, "bf16", (4, 4), autoep=True, preset="mixtral"),
+        Experts(1, 2, 1, "fp32", (4, 4), autoep=True, preset="mixtral"),
+        Experts(2, 0, 1, "bf16", (4, 4), autoep=True, preset="mixtral"),
+        Experts(4, 3, 4, "bf16", (4, 4), autoep=True, preset="qwen3_moe"),
+    ],
+    ids=lambda run: run.name,
+)
+def test_models_of_hugging_face_load_at_any_degree_and_stage(run: Experts, saved: Path, launch: Launch) -> None:
+    sources = [source for source in PRESETS if source.preset == run.preset]
+    for load in launch(run.world, "expert_jobs.load", {"folder": str(saved), "runs": [run], "sources": sources}):
+        assert load.format == "native" and load.differences == {}, load.where
+        assert load.loss_gap < 0.05, load.where

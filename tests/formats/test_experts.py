@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,10 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ckpt.core.experts import EXPERTS
-from elastic_ckpt.core.state_kinds import StateOptions
+from elastic_ckpt.core.checksums import Records
+from elastic_ckpt.core.chunks import StorageChunk, group_rules, listed
+from elastic_ckpt.core.experts import EXPERTS, with_stacks
+from elastic_ckpt.core.flat_ranges import FlatRange
+from elastic_ckpt.core.metadata import CheckpointMetadata, SavedParameter, SourceFacts, TensorMetadata
+from elastic_ckpt.core.state_kinds import ELEMENTWISE, TOUCHED, WHOLE, StateOptions
 from elastic_ckpt.errors import LayoutError, UnsupportedError
 from elastic_ckpt.formats.assembling import _refuse_different_experts
+from elastic_ckpt.formats.classify import SavedKind
 from elastic_ckpt.formats.experts import (
     Division,
     ExpertOptimizer,
@@ -20,8 +27,12 @@ from elastic_ckpt.formats.experts import (
     divisions,
     index_expert,
     index_expert_optimizer,
+    with_slices,
+    with_tied_copies,
 )
+from elastic_ckpt.formats.model_states import _stacked_experts
 from elastic_ckpt.formats.pickled import open_pickled
+from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from elastic_ckpt.formats.zero0_experts import _degree, _named_on_rank
 
 LAYER = f"layers.0.{EXPERTS}"
@@ -130,3 +141,99 @@ def test_experts_that_are_trained_differently_on_other_ranks_are_named() -> None
     assert (raised.value.file, raised.value.parameter) == ("1.pt", f"{LAYER}1.w")
     shards[3].slice_names = ()  # a version that does not record them
     _refuse_different_experts(model, shards)
+
+
+def placed(*experts: tuple[int, ...], **more: Any) -> Any:
+    """A model-states file of AutoEP that lists these experts on these ranks, in descending order of ranks."""
+    ranks = [{"rank": rank, "experts": list(each)} for rank, each in reversed([*enumerate(experts)])]
+    layer = {"expert_key_prefix": "moe.experts", "num_experts": 4, "num_local_experts": 2, "ep_size": 2} | more
+    return SimpleNamespace(tree={"ds_autoep_layers": [layer | {"expert_placement": {"ranks": ranks}}]}, path="model.pt")
+
+
+def test_stacked_experts_are_on_the_ranks_that_the_file_lists() -> None:
+    every = [f"moe.experts.{weight}" for weight in ("w1", "w2", "w3")]
+    assert _stacked_experts(placed((3, 0), (1, 2))) == dict.fromkeys(every, ((3, 0), (1, 2)))
+    without = placed()
+    without.tree["ds_autoep_layers"][0]["expert_placement"] = None
+    assert _stacked_experts(without) == dict.fromkeys(every, ((0, 1), (2, 3)))
+    assert _stacked_experts(SimpleNamespace(tree={})) == {}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("experts", [[(0, 1), (1, 2)], [(0, 1), (2,)], [(0, 1, 2), (3,)], [(0, 1), (2, 4)], [(0, 1)]])
+def test_stacked_experts_that_are_replicated_missing_or_in_unequal_numbers_are_refused(experts: Any) -> None:
+    with pytest.raises(LayoutError, match=r"(?s)one expert-parallel rank each, in equal numbers.*moe\.experts"):
+        _stacked_experts(placed(*experts))
+
+
+def test_slices_of_stacked_experts_take_their_place_in_the_flat_tensor() -> None:
+    division = Division([("gate", (2,)), ("w1", (2, 3))], range(2), {"w1": (3, 0)})
+    rules = group_rules([2, 6], [0, 2], 4)
+    shapes, found = division.unstacked(rules, {"exp_avg": SavedKind(ELEMENTWISE)})
+    assert shapes == [("gate", (2,)), ("w1.3", (3,)), ("w1.0", (3,))]
+    assert found == group_rules([2, 3, 3], [0, 2, 5], 4)
+    assert Division(division.shapes, range(2)).unstacked(rules, {}) == (division.shapes, rules)
+
+
+@pytest.mark.parametrize("kind", [TOUCHED, WHOLE])
+def test_states_of_stacked_experts_as_a_whole_are_refused(kind: str) -> None:
+    with pytest.raises(UnsupportedError, match=r"(?s)'row' is kept for stacked experts as a whole.*w1"):
+        Division([("w1", (2, 3))], range(2), {"w1": (0, 1)}).unstacked([], {"row": SavedKind(kind)})
+
+
+def universal(shape: tuple[int, ...] = (4, 3), is_whole: bool = False) -> CheckpointMetadata:
+    """A stacked parameter whose elements begin at byte 100 of a file."""
+    source = listed(StorageChunk(FlatRange(0, math.prod(shape)), 7, 100))
+    return CheckpointMetadata(
+        SourceFacts("universal", "here", "step4", 1, 2, "0.19.8"),
+        (),
+        {"w1": SavedParameter(shape, 0, ()), "head": SavedParameter((1,), 0, ())},
+        {("w1", "fp32"): TensorMetadata("w1", "fp32", shape, "float32", source, is_whole)},
+        (),
+        stacked={"w1": 4},
+    )
+
+
+def test_a_universal_checkpoints_stacked_parameters_are_sliced() -> None:
+    model: Any = SimpleNamespace(stacked={"w1": ((2, 0), (1, 3)), "w2": ((0, 1), (2, 3))}, path="model.pt")
+    found = with_slices(universal(), model)
+    assert {name: saved.shape for name, saved in found.parameters.items()} == {"head": (1,)} | {
+        f"w1.{expert}": (3,) for expert in range(4)
+    }
+    for expert in range(4):
+        (chunk,) = found.tensors[f"w1.{expert}", "fp32"].chunks
+        assert chunk == StorageChunk(FlatRange(0, 3), 7, 100 + 12 * expert)
+    assert with_stacks(found).parameters == universal().parameters
+    with pytest.raises(LayoutError, match=r"(?s)does not have the experts.*4 experts.*\(5, 3\)"):
+        with_slices(universal((5, 3)), model)
+    with pytest.raises(UnsupportedError, match="as a whole"):
+        with_slices(universal(is_whole=True), model)
+
+
+@dataclass(frozen=True)
+class Model:
+    """What of a model-states file tells copies of tied weights."""
+
+    records: Records
+    experts: tuple[int, ...] = (4,)
+    shared: Any = field(default_factory=dict)
+
+    @property
+    def features(self) -> Any:
+        return SimpleNamespace(experts=self.experts)
+
+    @property
+    def weights(self) -> dict[str, TensorRef]:
+        return {name: TensorRef("float32", (2,), (1,), at) for at, name in ((0, "gate"), (64, "alias"), (128, "other"))}
+
+
+def test_copies_of_tied_weights_are_one_parameter_only_with_the_same_bytes() -> None:
+    model: Any = Model(Records.of([(0, 8, 11), (64, 8, 11), (128, 8, 12)]))
+    assert with_tied_copies(model, {"gate": ("alias", "other", "absent")}).shared == {"alias": "gate"}
+    unknown = replace(model, records=Records.of([(0, 8, 0), (64, 8, 0)]))
+    # equal, but two parameters in the live model; of unknown bytes; without experts, DeepSpeed lists them
+    for each, ties in (
+        (model, {}),
+        (unknown, {"gate": ("alias",)}),
+        (replace(model, experts=()), {"gate": ("alias",)}),
+    ):
+        assert with_tied_copies(each, ties).shared == {}

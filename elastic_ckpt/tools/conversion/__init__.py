@@ -11,6 +11,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from elastic_ckpt.config import state_options
+from elastic_ckpt.core.experts import with_stacks
 from elastic_ckpt.errors import ElasticCkptError
 from elastic_ckpt.formats.detect import LATEST_UNIVERSAL
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER, plain_name
@@ -66,6 +67,7 @@ def convert(
     refuse_target(CONVERSION, target, Path(opened.found.folder))
     metadata, config = opened.checkpoint.metadata, opened.config
     refuse_unconvertible(metadata)
+    metadata = with_stacks(metadata)
     load = LoadOptions.of(config)
     reader = LogicalReader(metadata, load)
     rules = known_rules(metadata, metadata.parameters, load.rules)

@@ -108,7 +108,10 @@ def parameter_files(
     refuse_without_masters(metadata)
     for whole in reader.tensors():
         if whole.name in metadata.parameters:
-            write = partial(_write_tensor, reader, whole, tp_entries(rules.get(whole.name), whole), options)
+            entries = tp_entries(rules.get(whole.name), whole)
+            if whole.name in metadata.stacked:
+                entries |= {"is_expert_param": True, "ep_num_experts": metadata.stacked[whole.name]}
+            write = partial(_write_tensor, reader, whole, entries, options)
             yield OutputFile(_path_of(whole.name, whole.key, metadata), whole.nbytes, write)
     for name, saved in metadata.parameters.items():
         for key, value in saved.scalars:
