@@ -192,7 +192,7 @@ class Directory(Listing):
     def find(self, name: str) -> ArchiveRecord | None:
         """The record of a name below :attr:`root`."""
         record, full = self.layout.records.get(name), f"{self.root}/{name}"
-        return record if record is None or record.name == full else record._replace(name=full)
+        return record if record is None or record.name == full else ArchiveRecord(full, *record[1:])
 
     def read_record(self, name: str, most_nbytes: int) -> bytes:
         """A small record's data; :class:`ArchiveError` if it is missing, larger, or contradicts its checksum."""
