@@ -111,7 +111,9 @@ def _overwrite(
     with clock("exchange"), distributed.together("broadcast what every rank needs"):
         received_nbytes = exchange_shares(plan.reads, tensors, adapter.dp_group)
     with clock("commit"), distributed.together("derive the weights from their masters"):
-        adapter.refresh_weights(plan, exact_masters=restores_states(arguments))
+        # DeepSpeed rounds the masters of native checkpoints if states are left out, not those of universal ones
+        exact = restores_states(arguments) or ready.checkpoint.metadata.source.format == "universal"
+        adapter.refresh_weights(plan, exact_masters=exact)
     client_state: dict[str, Any] = {}
 
     def finish() -> _Done:

@@ -43,6 +43,17 @@ def test_every_argument_does_what_deepspeeds_own_loader_does(setup: Setup, launc
         assert load.format == "native" and load.differences == {}, load.where
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_without_states_masters_of_universal_checkpoints_are_not_rounded(
+    stage: int, launch: Launch, universal: Path
+) -> None:
+    """As DeepSpeed's own loader does; those of native ones it rounds through the weights."""
+    source = Setup(stage, precision="bf16")
+    case = {"setup": Setup(4 - stage, precision="bf16"), "folder": str(universal / f"{source.name}-dp2")}
+    for load in launch(3, "weights_only", [case]):
+        assert load.format == "universal" and load.differences == {}, load.where
+
+
 def test_a_load_that_only_deepspeed_can_do_is_left_to_it_even_with_load_universal(
     launch: Launch, native: Path, tmp_path: Path
 ) -> None:
