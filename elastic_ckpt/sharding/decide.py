@@ -229,11 +229,20 @@ def contradiction(sharded: Sharded, chosen: RuleSource | None, why: str) -> Mism
     rests = {shape[1:] for shape in (*saved, *live)}
     rows = [sum((*shape, 1)[0] for shape in side) for side in (saved, live)]
     kind = "vocabulary" if len(rests) == 1 and rows[0] != rows[1] else "row"
+    config = _config({"pattern": sharded.name, "kind": kind})
+    if chosen is None and len(saved) == len(live) == 1:
+        padded = f"; if rows of padding are all that differs: {config}" if kind == "vocabulary" else ""
+        return sharded.mismatch(
+            "the shape of this parameter differs",
+            expected=f"{live[0]} in the live model",
+            found=f"{saved[0]} in the checkpoint",
+            remedy=f"build the model with the sizes it was saved with{padded}",
+        )
     return sharded.mismatch(
         "what is said about this parameter's tensor-parallel layout, and the shapes, contradict each other",
         expected=f"{layout}: {why}",
         found=_both(sharded),
-        remedy=f"say how it is cut (column, row, vocabulary ...): {_config({'pattern': sharded.name, 'kind': kind})}",
+        remedy=f"say how it is cut (column, row, vocabulary ...): {config}",
     )
 
 

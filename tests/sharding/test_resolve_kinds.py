@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from elastic_ckpt.core.strided import TPLayout
 from elastic_ckpt.core.tp_rules import Rule
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.sharding.book import Preset, RuleBook
+from elastic_ckpt.sharding.decide import contradiction
 from elastic_ckpt.sharding.resolve import FIRST, MEAN, STRICT
 from tests.resolving import (
     affine,
@@ -368,3 +370,15 @@ def test_a_fused_parameter_of_which_nobody_knew_anything_is_refused_on_one_rank_
     found = decided(universal(FUSED, whole), FUSED, layout([whole]), 0, rules(FUSED, kind="column"))
     assert torch.equal(arrives(found, FUSED, [whole], whole), whole)
     decided(universal("m.weight", whole, [1]), "m.weight", layout([whole]))  # not to be understood, nor needed
+
+
+@pytest.mark.parametrize(("saved", "is_padding_possible"), [((4, 64), True), ((4, 32), False)])
+def test_models_of_different_sizes_on_one_tensor_parallel_rank_are_named_as_such(
+    saved: tuple[int, ...], is_padding_possible: bool
+) -> None:
+    sharded: Any = SimpleNamespace(
+        name="gate", shapes=(saved,), live=SimpleNamespace(shapes=((8, 64),)), mismatch=MismatchError
+    )
+    error = contradiction(sharded, None, "a recorded layout")
+    assert "the shape of this parameter differs" in str(error) and "(8, 64) in the live model" in str(error)
+    assert ('"kind": "vocabulary"' in str(error)) == is_padding_possible
