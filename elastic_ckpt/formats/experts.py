@@ -132,8 +132,8 @@ def divisions(model: ModelShard, shards: Sequence[OptimizerShard], flat: int) ->
     model-states file, which rank 0 wrote, has the names of expert-parallel rank 0.
     """
     shapes, dp = model.param_shapes[flat], len(shards)
-    partitions = partitions_of(shards, flat)
-    ep = dp // partitions
+    ep = degree_of(shards, flat)
+    partitions = dp // ep
     has_stacked = any(name in model.stacked for name, _ in shapes)
     if ep == 1 and not has_stacked:
         yield Division(shapes, range(dp))
@@ -152,6 +152,11 @@ def partitions_of(shards: Sequence[OptimizerShard], flat: int) -> int:
     """How many ranks divide a flat tensor among them."""
     counts = shards[0].partition_count
     return counts[flat] if flat < len(counts) else len(shards)
+
+
+def degree_of(shards: Sequence[OptimizerShard], flat: int) -> int:
+    """The expert-parallel degree of a flat tensor's parameters; 1 for dense ones."""
+    return len(shards) // max(partitions_of(shards, flat), 1) or 1
 
 
 def _experts_of_a_rank(model: ModelShard) -> dict[str, int]:
@@ -209,13 +214,13 @@ def check_experts(
                 remedy=_REMEDY,
             )
     degrees = {
-        e.layer: len(shards) // partitions_of(shards, flat)
+        e.layer: degree_of(shards, flat)
         for flat, shapes in enumerate(model.param_shapes)
         for e in filter(None, (expert_name(name) for name, _ in shapes))
     }
     local = _experts_of_a_rank(model)
     for flat, shapes in enumerate(model.param_shapes):
-        ep = len(shards) // partitions_of(shards, flat)
+        ep = degree_of(shards, flat)
         for name, placed in ((name, model.stacked[name]) for name, _ in shapes if name in model.stacked):
             if len(placed) != ep:
                 raise LayoutError(

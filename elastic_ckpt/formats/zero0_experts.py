@@ -35,6 +35,16 @@ def unpartitioned_experts(
     ep = _degree(found, optimizers)
     states = ((each.path, states) for each in optimizers for states in each.state.states.values())
     builder = MetadataBuilder(found, [model, *optimizers, *experts], options.states, states)
+    for expert in experts:
+        if model.features.experts[expert.layer] % ep:
+            raise LayoutError(
+                "the experts of a layer cannot be on so many expert-parallel ranks",
+                parameter=f"{expert.path_of_layer}*",
+                file=expert.path,
+                expected=f"a number of experts that {ep} divides, from the optimizers of {ep} expert-parallel ranks",
+                found=f"{model.features.experts[expert.layer]} experts",
+                remedy="restore the folder from its original, or take another tag",
+            )
     local = {each.path_of_layer: model.features.experts[each.layer] // ep for each in experts}
     for each in optimizers:
         shard, files = _on_rank(model, experts, each, local, first_file=1 + ep)

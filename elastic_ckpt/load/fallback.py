@@ -201,10 +201,10 @@ class _Comparison:
         return self._opened[name]
 
     def _universal_fits(self) -> bool:
-        """AutoEP: whether every live parameter has what DeepSpeed reads, at any data- and expert-parallel degree.
+        """AutoEP with AutoTP: whether every live parameter has what DeepSpeed reads, at any degree.
 
-        Only DeepSpeed knows how experts are sharded (``_resolve_autoep_partition``, universal_checkpoint.py); sizes
-        that do not fit are its own error. In ZeRO-3 it reads no states but Adam's, whatever the optimizer.
+        Only DeepSpeed knows how these are sharded (``_resolve_autoep_partition``, universal_checkpoint.py); sizes that
+        do not fit are its own error. In ZeRO-3 it reads no states but Adam's, whatever the optimizer.
         """
         engine, files = self.engine, self.found.files
         tree = self._open(next(iter([*files.model.values(), *files.model_zero3.values()]))).tree

@@ -150,7 +150,7 @@ def read_evenly(rows: Ranges, first: int, stop: int) -> NDArray[np.int64]:
 
 
 def _covered_evenly(rows: Ranges, first: int, stop: int) -> NDArray[np.int64]:
-    """Of all edges in order, those of ``[first, stop)`` included, every second gap lies in an odd number of ranges."""
+    """Of all edges in order, those of ``[first, stop)`` included, every second gap is in an odd number of ranges."""
     offsets, sizes, strides, counts = rows.T
     steps = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     starts = np.repeat(offsets, counts) + steps * np.repeat(strides, counts)

@@ -19,6 +19,7 @@ from elastic_ckpt.core.metadata import CheckpointMetadata, SavedParameter, Sourc
 from elastic_ckpt.core.state_kinds import ELEMENTWISE, TOUCHED, WHOLE, StateOptions
 from elastic_ckpt.errors import LayoutError, UnsupportedError
 from elastic_ckpt.formats.assembling import _refuse_different_experts
+from elastic_ckpt.formats.base import MetadataOptions
 from elastic_ckpt.formats.classify import SavedKind
 from elastic_ckpt.formats.experts import (
     Division,
@@ -33,7 +34,7 @@ from elastic_ckpt.formats.experts import (
 from elastic_ckpt.formats.model_states import _stacked_experts
 from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
-from elastic_ckpt.formats.zero0_experts import _degree, _named_on_rank
+from elastic_ckpt.formats.zero0_experts import _degree, _named_on_rank, unpartitioned_experts
 
 LAYER = f"layers.0.{EXPERTS}"
 
@@ -237,3 +238,14 @@ def test_copies_of_tied_weights_are_one_parameter_only_with_the_same_bytes() -> 
         (replace(model, experts=()), {"gate": ("alias",)}),
     ):
         assert with_tied_copies(each, ties).shared == {}
+
+
+def test_experts_that_the_expert_parallel_ranks_do_not_divide_are_refused() -> None:
+    """They would be restored without their states."""
+    model = SimpleNamespace(features=SimpleNamespace(experts=(3,)), path="model.pt", nbytes=9, records=Records())
+    for each in (every := optimizers(0, 1)):
+        each.state.states, each.nbytes, each.records = {}, 9, Records()
+    files: Any = [SimpleNamespace(**vars(expert(0, number)), nbytes=9, records=Records()) for number in range(3)]
+    found: Any = SimpleNamespace(path=str, notes=())
+    with pytest.raises(LayoutError, match=r"(?s)so many expert-parallel ranks.*3 experts"):
+        unpartitioned_experts(found, model, files, every, MetadataOptions())  # type: ignore[arg-type]

@@ -77,7 +77,7 @@ def other_files(found: Found) -> list[str]:
 
 
 def _kinds_of(found: Found) -> Iterator[tuple[str, str]]:
-    """Path and kind of each file; what else lies among the parameters of a universal checkpoint is another one."""
+    """Path and kind of each file; what else is among the parameters of a universal checkpoint is another one."""
     for name in file_sizes(found):
         kind = kind_and_ranks(name, None)["kind"]
         if kind in ("parameter", "optimizer") and not (found.files.is_universal and name.endswith(".pt")):
