@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from elastic_ckpt.report import LoadReport
     from elastic_ckpt.tools.export import export
     from elastic_ckpt.tools.latest import find_latest
+    from elastic_ckpt.tools.tensors import open
 
 __version__ = "0.1.0"
 
@@ -27,6 +28,7 @@ __all__ = [
     "export",
     "find_latest",
     "install",
+    "open",
     "uninstall",
     "with_arguments",
 ]
@@ -39,6 +41,7 @@ _MODULES = {
     "export": "elastic_ckpt.tools.export",
     "find_latest": "elastic_ckpt.tools.latest",
     "install": "elastic_ckpt.load.installation",
+    "open": "elastic_ckpt.tools.tensors",
     "uninstall": "elastic_ckpt.load.installation",
     "with_arguments": "elastic_ckpt.load.flags",
 }

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -13,7 +14,7 @@ from elastic_ckpt.core.local_state import ModelLayout
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, MASTER, CheckpointMetadata, TensorMetadata
 from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, ReplicaCheck, RequantizeItem, Slot, in_file_order
 from elastic_ckpt.core.strided import Shape, ShardSources, copied
-from elastic_ckpt.errors import DamagedError, ElasticCkptError, listed
+from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError, listed
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.compare_replicas import find_drift, judge_drift
 from elastic_ckpt.io.reader import execute
@@ -22,6 +23,9 @@ from elastic_ckpt.planning.read_items import check_tiling, read_items, rows_in_o
 from elastic_ckpt.planning.replicas import compare_replicas
 from elastic_ckpt.sharding.decide import virtual_layouts
 from elastic_ckpt.sharding.resolve import resolve
+
+#: Keys of what a module's state dict holds.
+WEIGHTS = frozenset({MASTER, FROZEN, BUFFER})
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,28 @@ def refuse_without_masters(metadata: CheckpointMetadata) -> None:
         )
 
 
+def weights_by_name(wholes: Iterable[Whole]) -> dict[str, Whole]:
+    """Parameters and buffers by name, without optimizer states. Raises :class:`MismatchError` if two share a name."""
+    found: dict[str, Whole] = {}
+    for whole in wholes:
+        if whole.key in WEIGHTS and found.setdefault(whole.name, whole) is not whole:
+            keys = f"{found[whole.name].key} and {whole.key}"
+            raise MismatchError("two tensors of the checkpoint share a name", parameter=whole.name, found=keys)
+    return found
+
+
+def scalars_of(metadata: CheckpointMetadata, name: str) -> dict[str, torch.Tensor | float]:
+    """Scalar states of a parameter, as numbers or tensors, whichever was saved."""
+    found: dict[str, torch.Tensor | float] = {}
+    for key, value in metadata.parameters[name].scalars:
+        form = metadata.states.scalar_forms.get(key, "float")
+        if form in ("int", "float"):
+            found[key] = int(value) if form == "int" else float(value)
+        else:
+            found[key] = torch.tensor(value, dtype=getattr(torch, form))
+    return found
+
+
 class LogicalReader:
     """Reads logical tensors: joins tensor-parallel shards as a load with these rules and replication policy would.
 
@@ -77,7 +103,7 @@ class LogicalReader:
     ) -> None:
         self.metadata = metadata
         self._policy = options.config.replicated_params
-        weights = (name for name, key in metadata.tensors if key in (MASTER, FROZEN, BUFFER))
+        weights = (name for name, key in metadata.tensors if key in WEIGHTS)
         self._layouts = virtual_layouts(metadata, dict.fromkeys(weights), 1, options.rules, errors)
         is_sharded = metadata.source.tp > 1 or metadata.source.merged_from > 1
         self._model = ModelLayout(layouts=self._layouts if is_sharded else {})
@@ -89,17 +115,19 @@ class LogicalReader:
         """All tensors, in metadata order."""
         return map(self._whole, self.metadata.tensors.values())
 
-    def compare_copies(self, options: ReadOptions) -> tuple[str, ...]:
-        """Compare the saved copies of replicated tensors; returns notes on how differences were resolved.
+    def compare_copies(self, options: ReadOptions, only: Whole | None = None) -> tuple[str, ...]:
+        """Compare the saved copies of replicated tensors, or of one; returns notes on how differences were resolved.
 
         Without live shards, a vector that is replicated only by its shape is a guess, as matrices are in a load.
         Raises :class:`MismatchError` if copies differ and the policy is ``strict``.
         """
         guessed = self.resharding.guessed
-        judged = tuple(replace(one, is_guess=one.is_guess or one.name in guessed) for one in self.replica_checks())
+        checks = (one for one in self.replica_checks if only is None or (one.name, one.key) == (only.name, only.key))
+        judged = tuple(replace(one, is_guess=one.is_guess or one.name in guessed) for one in checks)
         drift = find_drift(self.metadata.files, judged, options)
         return judge_drift(drift, frozenset(self.resharding.averaged), self._policy)
 
+    @cached_property
     def replica_checks(self) -> tuple[ReplicaCheck, ...]:
         """The saved copies of replicated tensors."""
         return compare_replicas(self.metadata, self._model, self.resharding, self._names, with_states=True)

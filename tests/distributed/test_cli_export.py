@@ -13,7 +13,10 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+import elastic_ckpt
 from elastic_ckpt.cli import app
+from elastic_ckpt.config import ElasticConfig
+from elastic_ckpt.errors import MismatchError
 from tests.distributed.conftest import SUB_GROUPS, Convert, Launch
 from tests.distributed.jobs import truth_of
 from tests.distributed.model import Setup
@@ -73,8 +76,16 @@ def test_every_stage(setup: Setup, saved: Path, tmp_path: Path) -> None:
     assert aliases == {"head.weight": "embedding.weight"}
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == found.keys() and len(set(index["weight_map"].values())) > 1
+    opened = elastic_ckpt.open(source)
+    assert differing({name: opened[name] for name in opened if name not in aliases}, truth) == set()
+    assert {name for name in opened if name not in found} == aliases.keys()
     if setup.stage:  # zero_to_fp32 reads no others
         same_as_zero_to_fp32(source, found, aliases)
+        for (name, key), value in truth["states"].items():
+            assert torch.equal(opened.optimizer_state(name)[key], value), (name, key)
+    else:
+        with pytest.raises(MismatchError, match="saves optimizer states without names"):
+            opened.optimizer_state("hidden.weight")
 
 
 def same_as_zero_to_fp32(source: Path, found: dict[str, torch.Tensor], aliases: dict[str, str]) -> None:
@@ -117,4 +128,8 @@ def test_tensor_and_pipeline_parallel_shards_are_joined(launch: Launch, tmp_path
     for source in {path.parent for path in tmp_path.rglob("truth.pt")}:
         export(source, source / "out", "--preset", "megatron-core")
         found, _ = exported(source / "out")
-        assert differing(found, truth_of(source)) == set(), source
+        truth = truth_of(source)
+        assert differing(found, truth) == set(), source
+        opened = elastic_ckpt.open(source, config=ElasticConfig(tp_preset="megatron-core"))
+        for (name, key), value in truth["states"].items():
+            assert torch.equal(opened.optimizer_state(name)[key], value), (name, key)

@@ -33,7 +33,7 @@ from elastic_ckpt.formats.torch_archive.stand_ins import StandIn
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.tools.conversion.pickling import save
 from elastic_ckpt.tools.findings import PADDING
-from elastic_ckpt.tools.logical import LogicalReader, Whole, refuse_without_masters
+from elastic_ckpt.tools.logical import LogicalReader, Whole, refuse_without_masters, scalars_of
 from elastic_ckpt.tools.verification.archive import read_archive
 from elastic_ckpt.tools.workplace import scratch
 
@@ -113,9 +113,8 @@ def parameter_files(
                 entries |= {"is_expert_param": True, "ep_num_experts": metadata.stacked[whole.name]}
             write = partial(_write_tensor, reader, whole, entries, options)
             yield OutputFile(_path_of(whole.name, whole.key, metadata), whole.nbytes, write)
-    for name, saved in metadata.parameters.items():
-        for key, value in saved.scalars:
-            scalar = _scalar(value, metadata.states.scalar_forms.get(key, "float"))
+    for name in metadata.parameters:
+        for key, scalar in scalars_of(metadata, name).items():
             yield OutputFile(_path_of(name, key, metadata), 0, partial(torch.save, scalar))
 
 
@@ -209,12 +208,6 @@ def _save_without_data(
     else:
         save(wrap(torch.zeros(shape, dtype=dtype)), path)
     return fake
-
-
-def _scalar(value: float, form: str) -> Any:
-    if form in ("int", "float"):
-        return int(value) if form == "int" else float(value)
-    return torch.tensor(value, dtype=getattr(torch, form))
 
 
 def tp_entries(rule: Rule | None, whole: Whole) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from elastic_ckpt.config import ElasticConfig
-from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, CheckpointMetadata
 from elastic_ckpt.errors import ElasticCkptError, listed
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.planning.planner import LoadOptions
@@ -30,7 +30,7 @@ from elastic_ckpt.tools.export.shards import (
     to_export,
 )
 from elastic_ckpt.tools.export.writing import ShardWriter
-from elastic_ckpt.tools.logical import LogicalReader, refuse_without_masters
+from elastic_ckpt.tools.logical import WEIGHTS, LogicalReader, refuse_without_masters
 from elastic_ckpt.tools.opened import config_of, open_folder
 from elastic_ckpt.tools.workplace import (
     EXPORT,
@@ -43,7 +43,6 @@ from elastic_ckpt.tools.workplace import (
 
 #: Incremented whenever the same source is exported to different bytes.
 _VERSION = 1
-_WEIGHTS = frozenset({MASTER, FROZEN, BUFFER})
 _CHUNK = 16 << 20
 _READ = ReadOptions(threads=1, chunk_nbytes=_CHUNK, staging_nbytes=_CHUNK)
 #: Of the file system: room for its own metadata, headers and the index.
@@ -119,8 +118,8 @@ def _weights_of(metadata: CheckpointMetadata) -> CheckpointMetadata:
     refuse_without_masters(metadata)
     return replace(
         metadata,
-        tensors={key: tensor for key, tensor in metadata.tensors.items() if key[1] in _WEIGHTS},
-        replicas={key: replicas for key, replicas in metadata.replicas.items() if key[1] in _WEIGHTS},
+        tensors={key: tensor for key, tensor in metadata.tensors.items() if key[1] in WEIGHTS},
+        replicas={key: replicas for key, replicas in metadata.replicas.items() if key[1] in WEIGHTS},
     )
 
 

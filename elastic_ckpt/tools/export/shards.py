@@ -13,9 +13,9 @@ from types import MappingProxyType
 from typing import Literal
 
 from elastic_ckpt.core.metadata import BUFFER, CheckpointMetadata, is_floating
-from elastic_ckpt.errors import ConfigError, MismatchError, UnsupportedError, listed
+from elastic_ckpt.errors import ConfigError, UnsupportedError, listed
 from elastic_ckpt.tools.export.safetensors import DTYPES, METADATA
-from elastic_ckpt.tools.logical import Whole
+from elastic_ckpt.tools.logical import Whole, weights_by_name
 
 INDEX = "model.safetensors.index.json"
 Dtype = Literal["fp32", "bf16", "fp16"]
@@ -73,8 +73,8 @@ def to_export(wholes: Iterable[Whole], dtype: str | None) -> list[Exported]:
 
     Raises :class:`UnsupportedError` if the format has no such dtype or name, :class:`MismatchError` if names clash.
     """
-    found: dict[str, Exported] = {}
-    for whole in wholes:
+    found = []
+    for whole in weights_by_name(wholes).values():
         converts = dtype is not None and whole.key != BUFFER and is_floating(whole.dtype)
         entry = replace(whole, dtype=dtype if converts and dtype else whole.dtype)
         if entry.dtype not in DTYPES or entry.name == METADATA:
@@ -85,11 +85,8 @@ def to_export(wholes: Iterable[Whole], dtype: str | None) -> list[Exported]:
                 found=f"{entry.dtype} of shape {entry.shape}",
                 remedy="leave it out with --exclude",
             )
-        if whole.name in found:
-            keys = f"{found[whole.name].whole.key} and {whole.key}"
-            raise MismatchError("two tensors of the checkpoint share a name", parameter=whole.name, found=keys)
-        found[whole.name] = Exported(whole, entry)
-    return list(found.values())
+        found.append(Exported(whole, entry))
+    return found
 
 
 def selected(

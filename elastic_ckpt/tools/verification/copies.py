@@ -25,9 +25,8 @@ def check_copies(metadata: CheckpointMetadata, config: ElasticConfig, threads: i
     errors: dict[str, ElasticCkptError] = {}
     reader = LogicalReader(metadata, LoadOptions.of(config), errors)
     resharding, unknown = reader.resharding, set(errors)
-    for drift in united(
-        find_drift(metadata.files, reader.replica_checks(), ReadOptions(threads=threads, progress=False))
-    ):
+    options = ReadOptions(threads=threads, progress=False)
+    for drift in united(find_drift(metadata.files, reader.replica_checks, options)):
         if drift.name in resharding.guessed and (drift.name, drift.key) not in metadata.replicas:
             unknown.add(drift.name)
             continue

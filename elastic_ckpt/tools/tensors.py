@@ -1,0 +1,140 @@
+"""A checkpoint's tensors by FQN, each read when it is asked for. No engine."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+
+from elastic_ckpt.config import ElasticConfig
+from elastic_ckpt.core.flat_ranges import FlatRange
+from elastic_ckpt.errors import ElasticCkptError
+from elastic_ckpt.io.coalesce import read_options
+from elastic_ckpt.planning.planner import LoadOptions
+from elastic_ckpt.planning.state_matching import keys_by_name, refuse_partial, state_errors
+from elastic_ckpt.tools.logical import LogicalReader, Whole, refuse_without_masters, scalars_of, weights_by_name
+from elastic_ckpt.tools.opened import Opened, config_of, open_checkpoint, open_folder
+
+logger = logging.getLogger(__name__)
+
+
+def open(  # shadows the built-in function here alone: it is elastic_ckpt.open
+    folder: str | os.PathLike[str], *, tag: str | None = None, config: ElasticConfig | None = None
+) -> CheckpointTensors:
+    """Open a checkpoint as a mapping of FQNs to tensors. No engine and no GPU is needed.
+
+    Reads the checkpoint's metadata; a tensor's bytes are read when it is asked for::
+
+        checkpoint = elastic_ckpt.open("checkpoints")
+        weight = checkpoint["model.layers.0.weight"]
+        moments = checkpoint.optimizer_state("model.layers.0.weight")["exp_avg"]
+
+    Args:
+        folder, tag: folder with a ``latest`` file and the tag in it, or the folder of one tag.
+        config: options of the load; rules of tensor parallelism, for example.
+
+    Raises:
+        ElasticCkptError: there is no checkpoint, or its metadata cannot be read.
+    """
+    return CheckpointTensors(open_folder(os.fspath(folder), tag, config or config_of(None), with_states=False))
+
+
+class CheckpointTensors(Mapping[str, torch.Tensor]):
+    """A checkpoint's parameters and buffers by FQN, tied names included; :func:`elastic_ckpt.open` returns it.
+
+    Parameters are fp32 master weights where the checkpoint has them; frozen parameters and buffers are as the module
+    had them. Every access reads the tensor anew, and no other, into memory of its own on the CPU; tensor-parallel
+    shards are joined as in a load, and saved copies compared. Thread-safe. The files must not change meanwhile.
+
+    Raises :class:`KeyError` for an unknown name, and :class:`ElasticCkptError` if a tensor cannot be read exactly.
+    """
+
+    def __init__(self, opened: Opened) -> None:
+        self._opened = opened
+        self._metadata = opened.checkpoint.metadata
+        refuse_without_masters(self._metadata)
+        self._source = _Source(opened)
+        self._weights = weights_by_name(self._source.wholes.values())
+        aliases = self._metadata.aliases.items()
+        self._names = {name: name for name in self._weights}
+        self._names |= {alias: name for alias, name in aliases if name in self._weights}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._source.read(self._weights[self._known(name)])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self._metadata.source.folder}: {len(self)} tensors>"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was noticed while the metadata was read."""
+        return (*self._metadata.notes, *self._metadata.warnings, *self._source.reader.notes)
+
+    def optimizer_state(self, name: str) -> dict[str, torch.Tensor | float]:
+        """Optimizer states of a parameter, in its shape: ``{"step": tensor(3.), "exp_avg": ..., "exp_avg_sq": ...}``.
+
+        8-bit states are dequantized to fp32. Scalar states are as they were saved, numbers or tensors. What belongs
+        to whole partitions, such as codebooks, is left out. Empty for a parameter that no step has updated.
+
+        Raises :class:`KeyError` if no optimizer owned such a parameter, and :class:`ElasticCkptError` if states are
+        damaged or of unknown layout, or the optimizer's parameters could not be named.
+        """
+        states = self._states
+        name = self._known(name)
+        if name not in states.metadata.parameters:
+            raise KeyError(f"no optimizer owned {name!r} when {self._metadata.source.folder} was saved")
+        keys = (key for key in states.metadata.state_keys if (name, key) in states.wholes)
+        return scalars_of(states.metadata, name) | {key: states.read(states.wholes[name, key]) for key in keys}
+
+    @cached_property
+    def _states(self) -> _Source:
+        """The source of optimizer states, without which weights can be read."""
+        opened = open_checkpoint(self._opened.found, self._opened.config)
+        metadata = opened.checkpoint.metadata
+        for error in state_errors(metadata):
+            raise error
+        refuse_partial(metadata, keys_by_name(metadata))
+        return _Source(opened)
+
+    def _known(self, name: str) -> str:
+        """The name that has the data. Raises :class:`KeyError`."""
+        if name not in self._names:
+            nearest = difflib.get_close_matches(str(name), self._names, n=3)
+            hint = f"; there are {', '.join(nearest)}" if nearest else ""
+            raise KeyError(f"{self._metadata.source.folder} has no tensor {name!r}{hint}")
+        return self._names[name]
+
+
+class _Source:
+    """Logical tensors of a checkpoint by name and key, and how they are read."""
+
+    def __init__(self, opened: Opened) -> None:
+        self.metadata = opened.checkpoint.metadata
+        self._errors: dict[str, ElasticCkptError] = {}
+        self.reader = LogicalReader(self.metadata, LoadOptions.of(opened.config), self._errors)
+        self.wholes = {(whole.name, whole.key): whole for whole in self.reader.tensors()}
+        self._options = replace(read_options(opened.config), progress=False)
+
+    def read(self, whole: Whole) -> torch.Tensor:
+        if whole.name in self._errors:
+            raise self._errors[whole.name]
+        for note in self.reader.compare_copies(self._options, whole):
+            logger.warning("elastic_ckpt: %s", note)
+        tensor = torch.empty(whole.shape, dtype=getattr(torch, whole.dtype))
+        if whole.numel:
+            self.reader.read(whole, FlatRange(0, whole.numel), tensor.view(-1), self._options)
+        return tensor

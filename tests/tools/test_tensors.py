@@ -1,0 +1,109 @@
+"""``elastic_ckpt.open``: what is there by name, and that a tensor costs no bytes but its own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import elastic_ckpt
+from elastic_ckpt.config import ElasticConfig
+from elastic_ckpt.errors import DamagedError, MismatchError, NotFoundError
+from tests.unpartitioned import STATES, Model, indexed, trained
+
+
+class Tied(Model):
+    """The model with a second name for a parameter, and one that does not train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = self.a
+        self.c.requires_grad_(False)
+
+
+@pytest.fixture
+def trained_model(tmp_path: Path) -> tuple[Tied, torch.optim.Optimizer]:
+    """The model and the optimizer whose checkpoint, without ZeRO, is ``tmp_path / "step"``."""
+    model = Tied()
+    named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW(named)
+    state = trained(model, optimizer, idle=["b"])
+    (tmp_path / "step").mkdir()
+    indexed(tmp_path / "step", model.state_dict(), state)
+    (tmp_path / "latest").write_text("step")
+    return model, optimizer
+
+
+def test_it_is_a_mapping_of_the_state_dict(trained_model: tuple[Tied, Any], tmp_path: Path) -> None:
+    checkpoint = elastic_ckpt.open(tmp_path)
+    expected = trained_model[0].state_dict()
+    assert set(checkpoint) == expected.keys() and len(checkpoint) == len(expected)
+    for name, value in checkpoint.items():
+        assert value.dtype == expected[name].dtype and torch.equal(value, expected[name]), name
+    assert checkpoint["scale"].shape == () and "again" in checkpoint and "d" not in checkpoint
+    assert "6 tensors" in repr(checkpoint) and str(tmp_path / "step") in repr(checkpoint)
+    checkpoint["a"].zero_()
+    assert torch.equal(checkpoint["a"], expected["a"]), "another access, another tensor"
+    Tied().load_state_dict(dict(checkpoint))
+
+
+def test_optimizer_states_are_those_of_the_optimizer(
+    trained_model: tuple[Tied, torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    model, optimizer = trained_model
+    checkpoint = elastic_ckpt.open(tmp_path / "step")
+    for name in ("a", "again", "scale"):
+        state, expected = checkpoint.optimizer_state(name), optimizer.state[model.get_parameter(name)]
+        assert state.keys() == expected.keys() == {"step", *STATES}
+        assert all(torch.equal(value, expected[key]) for key, value in state.items())
+        assert all(value.dtype == expected[key].dtype for key, value in state.items())
+    assert checkpoint.optimizer_state("b") == {}, "it never got a gradient"
+    with pytest.raises(KeyError, match="no optimizer owned 'c'"):
+        checkpoint.optimizer_state("c")
+
+
+def test_unknown_names_are_key_errors_with_the_nearest(trained_model: Any, tmp_path: Path) -> None:
+    checkpoint = elastic_ckpt.open(tmp_path, tag="step")
+    with pytest.raises(KeyError, match="has no tensor 'scales'; there are scale"):
+        checkpoint["scales"]
+    with pytest.raises(KeyError, match="has no tensor 'nothing'"):
+        checkpoint.optimizer_state("nothing")
+    assert checkpoint.get("nothing") is None
+    with pytest.raises(NotFoundError, match="no DeepSpeed checkpoint"):
+        elastic_ckpt.open(tmp_path / "nowhere")
+
+
+def test_only_the_bytes_of_the_tensor_are_read(
+    trained_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = elastic_ckpt.open(tmp_path)
+    checkpoint.optimizer_state("a")  # reads metadata that weights do not need
+    read, preadv = [], os.preadv
+    monkeypatch.setattr(os, "preadv", lambda *arguments: read.append(preadv(*arguments)) or read[-1])
+    monkeypatch.setattr("builtins.open", lambda *_, **__: pytest.fail("a file is opened for more than the tensor"))
+    checkpoint["a"]
+    assert sum(read) == 6 * 4
+    checkpoint.optimizer_state("a")
+    assert sum(read) == 3 * 6 * 4
+
+
+def test_weights_are_read_where_states_cannot_be(tmp_path: Path) -> None:
+    model = Model()
+    state = trained(model, torch.optim.AdamW([{"params": [model.a, model.b]}, {"params": [model.scale, model.c]}]))
+    state["state"][0]["state1"] = torch.zeros(2, 3, dtype=torch.uint8)
+    (tmp_path / "step").mkdir()
+    indexed(tmp_path / "step", model.state_dict(), state)
+    checkpoint = elastic_ckpt.open(tmp_path / "step")
+    assert torch.equal(checkpoint["b"], model.b)
+    with pytest.raises(MismatchError, match="name"):
+        checkpoint.optimizer_state("b")
+    for group, names in zip(state["param_groups"], (["a", "b"], ["scale", "c"]), strict=True):
+        group["param_names"] = names
+    indexed(tmp_path / "step", model.state_dict(), state)
+    with pytest.raises(DamagedError, match="does not have the scales"):
+        elastic_ckpt.open(tmp_path / "step").optimizer_state("b")
+    fresh = elastic_ckpt.open(tmp_path / "step", config=ElasticConfig(fresh_state_keys=["state1"]))
+    assert fresh.optimizer_state("a").keys() == {"step", *STATES}
