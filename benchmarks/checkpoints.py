@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from benchmarks.cases import DCP, MODELS, NATIVE, UNIVERSAL, Case
 from benchmarks.launching import Launcher
@@ -78,7 +79,13 @@ class Store:
             (folder / _MARK).touch()
 
     def _make(
-        self, sources: list[str], wanted: dict[str, Path], ranks: int, job: str, arguments: dict, timeout_s: float
+        self,
+        sources: list[str],
+        wanted: dict[str, Path],
+        ranks: int,
+        job: str,
+        arguments: dict[str, Any],
+        timeout_s: float,
     ) -> None:
         for source in sources:
             wanted[source].mkdir(parents=True)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -17,6 +18,7 @@ from benchmarks.held import Held, Part, judge_parts
 from elastic_ckpt.config import read_config
 from elastic_ckpt.core.metadata import ITEMSIZE
 from elastic_ckpt.core.read_plan import ReadPlan
+from elastic_ckpt.io.reader import execute
 from elastic_ckpt.load import execute as loader
 
 _CHUNK = 16 << 20
@@ -33,17 +35,13 @@ class Recorded:
 def record_plan() -> Iterator[Recorded]:
     """Note the plan of the load in the body, which goes on as ever."""
     recorded = Recorded()
-    execute = loader.execute
 
     def note(plan: ReadPlan, *rest: Any, **keywords: Any) -> Any:
         recorded.plan = plan
         return execute(plan, *rest, **keywords)
 
-    loader.execute = note
-    try:
+    with patch.object(loader, "execute", note):
         yield recorded
-    finally:
-        loader.execute = execute
 
 
 @dataclass(frozen=True)

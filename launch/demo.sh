@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 started=$SECONDS
 # shellcheck source=launch/environment.sh disable=SC1091
-source launch/environment.sh
+EXTRAS=plots source launch/environment.sh
 echo "environment: $((SECONDS - started)) s"
 
 if ! command -v "${CXX:-c++}" >/dev/null; then

@@ -157,7 +157,7 @@ def main() -> None:
     console = Console()
     console.print(loss_table(uninterrupted, resumed, apart))
     draw(uninterrupted, resumed, apart, arguments.png)
-    console.print(f"picture: {arguments.png}", highlight=False)
+    console.print(f"picture: {arguments.png.resolve()}", highlight=False, soft_wrap=True)
     worst = max(apart.values())
     agree = worst <= arguments.tolerance
     verdict = "the curves agree" if agree else f"THE CURVES DIFFER by more than {arguments.tolerance:g}"

@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 
 from elastic_ckpt import distributed
 from elastic_ckpt.formats.base import MetadataOptions, refuse_swapped
-from elastic_ckpt.formats.pickled import PickledFile, Trees, open_file
+from elastic_ckpt.formats.pickled import PickledFile, open_file
+from elastic_ckpt.formats.torch_archive.archive import Trees
 
 T = TypeVar("T")
 _DOING = "read the checkpoint's metadata"

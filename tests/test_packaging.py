@@ -1,0 +1,87 @@
+"""What surrounds the package: its metadata, the files a project is expected to have, continuous integration."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import metadata, version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from setuptools.config.pyprojecttoml import read_configuration
+
+import elastic_ckpt
+from elastic_ckpt.engines.versions import REQUIREMENTS
+
+REPO = Path(__file__).parents[1]
+WORKFLOWS = sorted((REPO / ".github" / "workflows").glob("*.yml"))
+PYPROJECT = read_configuration(REPO / "pyproject.toml", expand=False)
+
+
+def test_the_version_is_in_one_place() -> None:
+    assert PYPROJECT["project"]["dynamic"] == ["version"] and "version" not in PYPROJECT["project"]
+    assert version("elastic_ckpt") == elastic_ckpt.__version__
+    literal = f'"{elastic_ckpt.__version__}"'
+    files = [*REPO.glob("*.py"), *REPO.glob("*.toml"), *REPO.glob("*.cff"), *(REPO / "elastic_ckpt").rglob("*.py")]
+    assert [path.name for path in files if literal in path.read_text()] == ["__init__.py"]
+
+
+def test_the_metadata_states_the_supported_versions() -> None:
+    project = PYPROJECT["project"]
+    oldest = {each.name.lower(): each.oldest for each in REQUIREMENTS}
+    assert project["requires-python"] == f">={oldest['python']}"
+    for name in ("torch", "deepspeed"):
+        assert f"{name}>={oldest[name]}" in project["dependencies"]
+    (newest,) = (each.newest for each in REQUIREMENTS if each.name == "Python")
+    listed = [text.rpartition(" ")[2] for text in project["classifiers"] if "Python :: 3." in text]
+    assert (listed[0], listed[-1]) == (oldest["python"], newest)
+    assert metadata("elastic_ckpt")["Requires-Python"] == project["requires-python"]
+
+
+def test_the_package_says_that_it_is_typed() -> None:
+    assert (Path(elastic_ckpt.__file__).parent / "py.typed").is_file()
+
+
+def steps_of(workflow: Path) -> list[dict[str, Any]]:
+    jobs = yaml.safe_load(workflow.read_text())["jobs"]
+    assert all("timeout-minutes" in job or "publish" in name for name, job in jobs.items())
+    return [step for job in jobs.values() for step in job["steps"]]
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflows_run_scripts_that_exist(workflow: Path) -> None:
+    text = workflow.read_text()
+    assert steps_of(workflow)
+    for script in re.findall(r"launch/[\w.]+\.sh", text):
+        assert (REPO / script).is_file(), script
+
+
+def test_a_release_is_built_checked_and_published_without_a_token() -> None:
+    text = (REPO / ".github" / "workflows" / "release.yml").read_text()
+    assert "launch/package.sh" in text and "pypi-publish" in text and "id-token: write" in text
+    assert "secrets." not in "".join(path.read_text() for path in WORKFLOWS)
+    assert "twine check --strict" in (REPO / "launch" / "package.sh").read_text()
+
+
+def test_the_hooks_of_pre_commit_are_the_checks_of_the_test_script() -> None:
+    hooks = yaml.safe_load((REPO / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    script = (REPO / "launch" / "test.sh").read_text()
+    for hook in hooks:
+        assert hook["entry"].replace(" --force-exclude", "") in script, hook["id"]
+
+
+@pytest.mark.parametrize("name", ["CHANGELOG", "CONTRIBUTING", "SECURITY", "CODE_OF_CONDUCT"])
+def test_the_files_that_people_look_for_exist(name: str) -> None:
+    assert (REPO / f"{name}.md").read_text().startswith("# ")
+
+
+def test_forms_and_the_citation_can_be_parsed() -> None:
+    for form in (REPO / ".github" / "ISSUE_TEMPLATE").glob("*.yml"):
+        assert yaml.safe_load(form.read_text())
+    assert yaml.safe_load((REPO / "CITATION.cff").read_text())["cff-version"] == "1.2.0"
+
+
+def test_the_changelog_has_a_section_for_what_comes_next() -> None:
+    text = (REPO / "CHANGELOG.md").read_text()
+    assert re.findall(r"^## \[(.+?)\]", text, re.MULTILINE)[0] == "Unreleased"
