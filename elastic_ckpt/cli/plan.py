@@ -62,7 +62,8 @@ def plan(
     model: Annotated[
         str | None,
         typer.Option(
-            "--model", help="No checkpoint, but the one of a big model: 70b, 104b, bloom-176b, or a JSON file."
+            "--model",
+            help=f"No checkpoint, but the one of a big model: {', '.join(ScaleModel.names())}, or a JSON file.",
         ),
     ] = None,
     dp: Annotated[int | None, typer.Option("--dp", min=1, max=_MOST_RANKS, help="Data-parallel degree.")] = None,

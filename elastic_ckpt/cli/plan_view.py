@@ -75,7 +75,7 @@ def _spread(found: Survey, field: str) -> dict[str, float]:
 def _rank_document(job: VirtualJob, each: RankForecast) -> dict[str, Any]:
     files = {job.metadata.files[file].path: nbytes for file, nbytes in sorted(each.by_file.items())}
     at = job.topology.coordinates(each.rank)
-    place = {key: getattr(at, key) for key in ("dp", "dp_rank", "tp", "tp_rank", "pp", "pp_rank")}
+    place = {key: getattr(at, key) for key in ("dp", "dp_rank", "tp", "tp_rank", "pp", "pp_rank", "ep", "ep_rank")}
     memory = _memory_document(each.memory)
     return {"rank": each.rank, "place": place, "reads": each.reads, "memory": memory, "files": files}
 

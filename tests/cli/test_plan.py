@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,29 @@ def test_of_big_jobs_some_nodes_are_planned_unless_all_are_asked_for() -> None:
     assert "ZeRO-1, DP=8, TP=4, PP=12: 384 ranks" in result.output
 
 
+def test_experts_are_planned_at_another_expert_parallel_degree() -> None:
+    found = told("--model", "mixtral-8x7b", "--dp", "16", "--ep", "4", "--all")
+    assert (found["source"]["ep"], found["target"]["ep"], found["ranks_planned"]) == (8, 4, 16)
+    assert found["nbytes_read"]["total"] == 12 * 46_702_792_704
+    experts, dense = 3 * 14336 * 4096 * 8 * 32, 46_702_792_704 - 3 * 14336 * 4096 * 8 * 32
+    assert found["nbytes_read"]["most"] == 12 * (experts + dense) // 16
+    ranks = {rank["place"]["ep_rank"] for rank in found["ranks"]}
+    assert ranks == set(range(4))
+    weights = {rank["memory"]["weights"] for rank in found["ranks"]}
+    assert weights == {2 * (experts // 4 + dense)}
+    refused = told("--model", "mixtral-8x7b", "--dp", "16", "--ep", "16", code=1)["refused"]
+    assert refused["problem"] == "there is no such job with MoE layers"
+
+
+def test_a_model_of_256_experts_in_each_of_58_layers_is_planned_in_seconds() -> None:
+    started = time.process_time()
+    found = told("--model", "deepseek-v3", "--dp", "1024", "--ep", "32", "--rank", "700")
+    assert time.process_time() - started < 40
+    (rank,) = found["ranks"]
+    assert rank["place"]["ep_rank"] == 700 % 32
+    assert abs(rank["reads"]["nbytes"] - 12 * 671_026_404_352 // 1024) < 1 << 20
+
+
 def test_a_zero3_checkpoint_of_512_ranks_is_read_by_1024() -> None:
     found = told("--model", "70b", "--dp", "1024")
     assert (found["source"]["zero_stage"], found["source"]["dp"], found["ranks_planned"]) == (3, 512, 64)
@@ -136,7 +160,8 @@ def test_a_zero3_checkpoint_of_512_ranks_is_read_by_1024() -> None:
 def test_one_rank_in_detail() -> None:
     found = told("--model", "bloom-176b", "--rank", "100", "--tp", "8", "--dp", "4", "--pp", "6")
     assert [rank["rank"] for rank in found["ranks"]] == [100]
-    assert found["ranks"][0]["place"] == {"dp": 4, "dp_rank": 0, "tp": 8, "tp_rank": 4, "pp": 6, "pp_rank": 3}
+    place = {"dp": 4, "dp_rank": 0, "tp": 8, "tp_rank": 4, "pp": 6, "pp_rank": 3, "ep": 1, "ep_rank": 0}
+    assert found["ranks"][0]["place"] == place
     assert any('the preset "bloom"' in note for note in found["notes"])
     result = run("--model", "bloom-176b", "--rank", "100", "--tp", "8", "--dp", "4", "--pp", "6")
     assert "rank 100: pipeline stage 3, data-parallel rank 0, tensor-parallel rank 4" in result.output

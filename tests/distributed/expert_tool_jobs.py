@@ -6,7 +6,15 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from torch import nn
+
 import elastic_ckpt
+from elastic_ckpt.tools.virtual.scale import ScaleModel
 from tests.distributed.expert_jobs import build, end
 from tests.distributed.plan_jobs import both_sides
 
@@ -34,3 +42,67 @@ def compare(arguments: dict[str, Any]) -> list[SimpleNamespace]:
         facts.append(both_sides(engine, arguments["source"], run.stage, f"{arguments['source']} -> {run.name}"))
         end(engine)
     return facts
+
+
+class DescribedExpert(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.w1, self.w2 = (nn.Linear(width, width, bias=False) for _ in range(2))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.w2(self.w1(hidden).tanh())
+
+
+class DescribedBlock(nn.Module):
+    def __init__(self, width: int, experts: int, ep: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width, bias=False)
+        self.moe = MoE(width, DescribedExpert(width), num_experts=experts, ep_size=ep, k=1)
+
+
+class DescribedLM(nn.Module):
+    """The model that :data:`tests.distributed.test_cli_experts.DESCRIBED` describes."""
+
+    def __init__(self, width: int, experts: list[int], ep: int) -> None:
+        super().__init__()
+        self.embed = nn.Linear(width, width, bias=False)
+        self.layers = nn.ModuleList(DescribedBlock(width, number, ep) for number in experts)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(hidden)
+        for layer in self.layers:
+            hidden = hidden + layer.moe(layer.norm(hidden))[0]
+        return hidden.square().mean()
+
+
+def save_as_described(arguments: dict[str, Any]) -> None:
+    """What DeepSpeed saves of such a job, its param groups of experts of at most ``group_numel`` elements."""
+    described = ScaleModel.model_validate(arguments["model"])
+    experts = [layer.experts for layer in described.layers if layer.experts]
+    model = DescribedLM(described.sizes["h"], experts, described.saved.ep)
+    kinds: dict[int, list[Any]] = {2: [], 1: []}
+    for param in model.parameters():
+        kinds[param.dim()].append(param)
+    # DeepSpeed appends the groups of experts to those that it is given
+    matrices, vectors = (
+        {**group.hyperparameters, "params": kinds[dims], "name": group.holds}
+        for dims, group in zip((2, 1), described.groups, strict=False)
+    )
+    most = arguments["group_numel"]
+    divided = split_params_into_different_moe_groups_for_optimizer([matrices, vectors], max_group_size=most)
+    engine = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW([group for group in divided if group["params"]]),
+        config={
+            "train_micro_batch_size_per_gpu": 4,
+            "zero_optimization": {"stage": described.saved.zero_stage},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "bf16": {"enabled": True},
+        },
+    )[0]
+    for _ in range(described.saved.step):
+        engine.backward(engine(torch.ones(4, 8, described.sizes["h"], dtype=torch.bfloat16) + dist.get_rank()))
+        engine.step()
+    engine.save_checkpoint(arguments["folder"], tag=described.saved.tag)
+    end(engine)

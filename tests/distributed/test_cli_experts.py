@@ -16,10 +16,14 @@ from typer.testing import CliRunner
 
 import elastic_ckpt
 from elastic_ckpt.cli import app
+from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.errors import DamagedError
+from elastic_ckpt.tools.opened import open_folder
+from elastic_ckpt.tools.virtual import scale
 from tests.distributed.conftest import Launch
 from tests.distributed.expert_jobs import Experts
 from tests.distributed.jobs import truth_of
+from tests.tools.test_scale import check_places, described
 
 #: What is saved, and the same state after a load at other degrees.
 SOURCE = Experts(4, 1, 2, "fp32")
@@ -169,6 +173,75 @@ def test_a_plan_foretells_what_a_job_of_any_degree_reads(saved: Path, launch: La
     for facts in launch(4, "expert_tool_jobs.compare", arguments):
         for foretold, live in (facts.coordinates, facts.layouts, facts.states, facts.reads):
             assert foretold == live, facts.where
+
+
+MATRICES = {"lr": 0.01, "betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.1}
+#: A job as the files in ``configs/scale`` describe jobs.
+DESCRIBED = {
+    "name": "tiny",
+    "description": "Two layers of experts.",
+    "parameters": 8 * 8 * (1 + 12 * 2) + (4 + 8) * 8 + 2 * 8,
+    "saved": {
+        "tag": "step2",
+        "step": 2,
+        "ds_version": "0.19.8",
+        "tp": 1,
+        "dp": 4,
+        "ep": 2,
+        "stages": [0],
+        "optimizer": "DeepSpeedZeroOptimizer",
+        "weights_dtype": "bfloat16",
+    },
+    "sizes": {"h": 8, "a": 4, "b": 8},
+    "states": ["exp_avg", "exp_avg_sq"],
+    "groups": [
+        {"holds": "matrices", "hyperparameters": MATRICES},
+        {"holds": "vectors", "hyperparameters": MATRICES | {"weight_decay": 0.0}},
+        {"holds": "experts", "hyperparameters": MATRICES},
+    ],
+    "layers": [
+        {"prefix": "embed", "first": 0, "parameters": [{"name": "weight", "shape": ["h", "h"]}]},
+        *(
+            {
+                "prefix": f"layers.{number}",
+                "first": 1 + number,
+                "parameters": [
+                    {"name": "norm.weight", "shape": ["h"]},
+                    {"name": "moe.deepspeed_moe.gate.wg.weight", "shape": [size, "h"]},
+                ],
+            }
+            for number, size in enumerate("ab")
+        ),
+        *(
+            {
+                "prefix": f"layers.{number}.moe",
+                "first": 1 + number,
+                "experts": experts,
+                "parameters": [{"name": f"w{n}.weight", "shape": ["h", "h"]} for n in (1, 2)],
+            }
+            for number, experts in enumerate((4, 8))
+        ),
+    ],
+}
+
+
+def test_an_imagined_checkpoint_of_experts_is_the_real_one(
+    tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch(4, "expert_tool_jobs.save_as_described", {"folder": str(tmp_path), "model": DESCRIBED, "group_numel": 300})
+    monkeypatch.setattr(scale, "_EXPERT_GROUP_NUMEL", 300)
+    imagined = scale.scale_metadata(scale.ScaleModel.model_validate(DESCRIBED))
+    real = open_folder(str(tmp_path), None, ElasticConfig()).checkpoint.metadata
+    ours, theirs = described(imagined), described(real)
+    # torch adds options of its own, and a number of steps to states
+    for found in (ours, theirs):
+        found["parameters"] = {name: replace(saved, scalars=()) for name, saved in found["parameters"].items()}
+        keys = [MATRICES.keys() | ({"moe", "name"} if group.get("moe") else set()) for group in found["groups"]]
+        found["groups"] = [{key: group[key] for key in each} for each, group in zip(keys, found["groups"], strict=True)]
+    assert len(ours["groups"]) > 4
+    for what in ours:
+        assert ours[what] == theirs[what], what
+    check_places(imagined, real)
 
 
 def test_a_degree_that_no_job_can_have_is_refused(saved: Path) -> None:

@@ -9,6 +9,7 @@ import math
 import os
 import re
 import tracemalloc
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 from elastic_ckpt.config import ElasticConfig
+from elastic_ckpt.core.experts import EXPERTS
 from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata
 from elastic_ckpt.errors import ConfigError, MismatchError
 from elastic_ckpt.planning.planner import LoadOptions
@@ -47,12 +49,15 @@ def numel_of(metadata: CheckpointMetadata) -> int:
 
 
 def test_published_numbers_of_parameters(bloom: CheckpointMetadata) -> None:
-    assert set(ScaleModel.names()) >= {"104b", "bloom-176b"}
+    assert set(ScaleModel.names()) >= {"104b", "bloom-176b", "deepseek-v3", "mixtral-8x7b"}
     assert numel_of(bloom) == ScaleModel.load("bloom-176b").parameters == 176_247_271_424
     h, layers, positions, rows = 16384, 32, 2048, 50688
     expected = layers * (12 * h * h + 13 * h) + rows * h + positions * h + 2 * h
     assert numel_of(catalog_of("104b")) == ScaleModel.load("104b").parameters == expected
     assert round((expected - (rows - 50257) * h) / 1e9) == 104
+    assert ScaleModel.load("mixtral-8x7b").parameters == 46_702_792_704
+    # the released weights have 256 biases of the router in each of 58 layers too, which no optimizer steps on
+    assert ScaleModel.load("deepseek-v3").parameters == 671_026_419_200 - 58 * 256
 
 
 def test_bloom_lies_where_bloom_lies(bloom: CheckpointMetadata) -> None:
@@ -104,9 +109,13 @@ def test_extents_fill_their_files(name: str) -> None:
         assert 0 < rest < 64 << 10
 
 
+EXPERTS_OF_104B = {"first": 40, "experts": 4, "parameters": [{"name": "w", "shape": ["h", "h"]}]}
+GROWN = 103950090240 + 4 * 16384**2
+
+
 def test_a_model_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
     good = json.loads(Path(__file__).parents[2].joinpath("configs/scale/104b.json").read_text())
-    layers = good["layers"]
+    layers, groups = good["layers"], [*good["groups"], {**good["groups"][0], "holds": "experts"}]
     cases: list[tuple[dict[str, Any], str]] = [
         ({"parameters": 104}, "the layers have 103950090240 parameters"),
         ({"saved": {**good["saved"], "tp": 3}}, "does not divide by 3 ranks"),
@@ -116,6 +125,8 @@ def test_a_model_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
         ({"layers": [*layers, layers[2]]}, "two layers have the same number"),
         ({"layers": [{**layers[1], "again": [7]}]}, "belong to a tied layer"),
         ({"saved": {**good["saved"], "zero_stage": 3}}, "no model parallelism here"),
+        ({"saved": {**good["saved"], "ep": 2}}, "2 expert-parallel ranks do not divide 4 ranks and set() experts"),
+        ({"layers": [*layers, EXPERTS_OF_104B], "parameters": GROWN, "groups": groups}, "without model parallelism"),
         ({"oops": 1}, "oops"),
     ]
     for change, says in cases:
@@ -127,9 +138,23 @@ def test_a_model_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
         assert caught.value.file == str(path)
     with pytest.raises(ConfigError, match='no model "105b"') as caught:
         ScaleModel.load("105b")
-    assert "104b, 70b, bloom-176b" in str(caught.value.expected)
+    assert "104b, 70b, bloom-176b, deepseek-v3, mixtral-8x7b" in str(caught.value.expected)
     with pytest.raises(ConfigError, match="does not describe"):
         ScaleModel.load(str(tmp_path / "nowhere.json"))
+
+
+def test_experts_are_where_expert_parallel_ranks_save_them() -> None:
+    metadata = catalog_of("mixtral-8x7b")
+    names = {os.path.basename(file.path) for file in metadata.files}
+    assert {f"layer_{n}_expert_{e}_mp_rank_00_model_states.pt" for n in range(32) for e in range(8)} < names
+    assert len(names) == 1 + 64 + 32 * 8 and metadata.source.ep == 8
+    for expert in range(8):
+        (chunk, *others) = metadata.tensors[f"model.layers.5.moe.{EXPERTS}{expert}.w2.weight", "exp_avg"].chunks
+        ranks = [int(re.findall(r"pp_rank_(\d+)", metadata.files[each.file].path)[0]) % 8 for each in (chunk, *others)]
+        assert set(ranks) == {expert}
+    # three matrices of 4096 x 14336 are less than DeepSpeed's 178,956,971 elements, and four are more
+    experts = [group for group in metadata.groups if group.get("moe")]
+    assert len(experts) == 32 and {group["name"] for group in experts} == {"ep_size_8"}
 
 
 # --- planning ---------------------------------------------------------------------------------------------------------
@@ -199,7 +224,7 @@ def write(model: ScaleModel, folder: Path) -> None:
             mp = stage * saved.tp + rank
             torch.save(model_states(model, groups), tag / f"mp_rank_{mp:02d}_model_states.pt")
             for dp in range(saved.dp):
-                prefix = "bf16_" if saved.optimizer == "BF16_Optimizer" else ""
+                prefix = "bf16_" if saved.weights_dtype == "bfloat16" else ""
                 path = tag / f"{prefix}zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt"
                 torch.save(optimizer_states(model, groups, dp), path)
     for layer in sorted({parameter.layer for parameter in model.every_parameter()}):
@@ -261,38 +286,44 @@ def optimizer_states(model: ScaleModel, groups: list[Any], dp: int) -> dict[str,
     return {"optimizer_state_dict": tree, "ds_config": {}, "ds_version": model.saved.ds_version}
 
 
+def described(metadata: CheckpointMetadata, run: Iterable[str] = ()) -> dict[str, Any]:
+    """All that a checkpoint's metadata says but where tensors start in their files."""
+    names = [os.path.basename(file.path) for file in metadata.files]
+    every = {**{place: (tensor,) for place, tensor in metadata.tensors.items()}}
+    every |= {(name, key, "replica"): copies for (name, key), copies in metadata.replicas.items()}  # type: ignore[misc]
+    return {
+        "tensors": {
+            place: [
+                (t.shape, t.dtype, t.shards, [[(e.range, names[e.file]) for e in shard] for shard in t.sources])
+                for t in tensors
+            ]
+            for place, tensors in every.items()
+        },
+        "parameters": dict(metadata.parameters),
+        "names": sorted(names),
+        "groups": [{**group, "betas": tuple(group["betas"])} for group in metadata.groups],
+        "stages": dict(metadata.stages),
+        "declared": metadata.declared,
+        "run": {key: metadata.run.get(key) for key in run},
+        "source": (metadata.source.zero_stage, metadata.source.dp, metadata.source.tp, metadata.source.pp),
+        "ep": metadata.source.ep,
+    }
+
+
 @pytest.mark.parametrize("optimizer", ["DeepSpeedZeroOptimizer", "BF16_Optimizer"])
 def test_an_imagined_checkpoint_is_the_real_one(tmp_path: Path, optimizer: str) -> None:
     model = small_model(optimizer)
     write(model, tmp_path)
     imagined = scale_metadata(model)
     real = open_folder(str(tmp_path), None, ElasticConfig()).checkpoint.metadata
-
-    def described(metadata: CheckpointMetadata) -> dict[str, Any]:
-        names = [os.path.basename(file.path) for file in metadata.files]
-        every = {**{place: (tensor,) for place, tensor in metadata.tensors.items()}}
-        every |= {(name, key, "replica"): copies for (name, key), copies in metadata.replicas.items()}  # type: ignore[misc]
-        return {
-            "tensors": {
-                place: [
-                    (t.shape, t.dtype, t.shards, [[(e.range, names[e.file]) for e in shard] for shard in t.sources])
-                    for t in tensors
-                ]
-                for place, tensors in every.items()
-            },
-            "parameters": dict(metadata.parameters),
-            "names": sorted(names),
-            "groups": [{**group, "betas": tuple(group["betas"])} for group in metadata.groups],
-            "stages": dict(metadata.stages),
-            "declared": metadata.declared,
-            "run": {key: metadata.run.get(key) for key in model.arguments},
-            "source": (metadata.source.zero_stage, metadata.source.dp, metadata.source.tp, metadata.source.pp),
-        }
-
-    ours, theirs = described(imagined), described(real)
+    ours, theirs = described(imagined, model.arguments), described(real, model.arguments)
     for what in ours:
         assert ours[what] == theirs[what], what
-    # in each file, tensors stand in the same order, each aligned as torch.save aligns it
+    check_places(imagined, real)
+
+
+def check_places(imagined: CheckpointMetadata, real: CheckpointMetadata) -> None:
+    """In each file, tensors are in the same order, each aligned as ``torch.save`` aligns it."""
     for place, tensor in imagined.tensors.items():
         for chunk, other in zip(tensor.chunks, real.tensors[place].chunks, strict=True):
             assert (chunk.byte_offset - other.byte_offset) % 64 == 0

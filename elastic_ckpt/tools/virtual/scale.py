@@ -10,16 +10,19 @@ import os
 import re
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, product
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
+from elastic_ckpt.core.experts import EXPERTS
 from elastic_ckpt.core.flat_ranges import per_parameter_numel
 from elastic_ckpt.core.metadata import ITEMSIZE, CheckpointMetadata
 from elastic_ckpt.formats.assembling import Kind, assemble
 from elastic_ckpt.formats.base import Found, MetadataOptions
+from elastic_ckpt.formats.experts import ExpertShard
 from elastic_ckpt.formats.merging import LayerShard
 from elastic_ckpt.formats.model_states import ModelShard, model_indexer
 from elastic_ckpt.formats.naming import sort_names
@@ -42,8 +45,9 @@ _FP32 = "float32"
 _ALIGNMENT_NBYTES, _HEADER_NBYTES = 64, 64
 #: Typical sizes of the pickled object before the tensors, and of the archive's directory behind them.
 _PICKLE_NBYTES, _DIRECTORY_NBYTES = 1 << 14, 1 << 12
-#: Names and shapes of the parameters of each param group, on one rank.
-Shapes = tuple[tuple[tuple[str, Shape], ...], ...]
+#: Most elements in a param group of experts (``split_params_into_different_moe_groups_for_optimizer``).
+_EXPERT_GROUP_NUMEL = 178_956_971
+Indexed = ModelShard | OptimizerShard | LayerShard | ExpertShard
 
 
 class ParameterTemplate(BaseModel, extra="forbid", frozen=True):
@@ -62,7 +66,8 @@ class LayerTemplate(BaseModel, extra="forbid", frozen=True):
     """``count`` consecutive layers of the same parameters, from layer ``first`` of the pipeline on.
 
     Their parameters are named ``<prefix>.*``, where the layer's number replaces ``{}``. A layer with the key ``tied``
-    has parameters named ``tied_modules.<key>.*``, and occurs ``again`` at other layers.
+    has parameters named ``tied_modules.<key>.*``, and occurs ``again`` at other layers. ``experts``: each is the
+    ``MoE`` layer at ``<prefix>``, and the parameters are those of each of so many experts.
     """
 
     prefix: str = "{}"
@@ -70,6 +75,7 @@ class LayerTemplate(BaseModel, extra="forbid", frozen=True):
     count: Annotated[int, Field(gt=0, le=10_000)] = 1
     tied: str | None = None
     again: list[int] = []
+    experts: Annotated[int, Field(ge=0, le=1024)] = 0
     parameters: Annotated[list[ParameterTemplate], Field(min_length=1)]
 
     @model_validator(mode="after")
@@ -84,8 +90,9 @@ class LayerTemplate(BaseModel, extra="forbid", frozen=True):
 class SavedAs(BaseModel, extra="forbid", frozen=True):
     """The run that saved it; ``stages``: first layer of each pipeline stage.
 
-    ZeRO stage 1 with a pipeline's files, or stage 3 without model parallelism and with one sub-group per param group.
-    Of the ``optimizer`` classes of stage 1, ``BF16_Optimizer`` saves the padding of its partitions.
+    ZeRO stage 1 with a pipeline's files, or of a model with experts, which ``ep`` ranks divide; or stage 3 without
+    model parallelism and with one sub-group per param group. Of the ``optimizer`` classes of stage 1,
+    ``BF16_Optimizer`` saves the padding of its partitions.
     """
 
     tag: str
@@ -93,6 +100,7 @@ class SavedAs(BaseModel, extra="forbid", frozen=True):
     ds_version: str
     tp: Annotated[int, Field(gt=0, le=1024)]
     dp: Annotated[int, Field(gt=0, le=4096)]
+    ep: Annotated[int, Field(gt=0, le=4096)] = 1
     stages: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, max_length=1024)]
     zero_stage: Literal[1, 3] = 1
     optimizer: Literal["BF16_Optimizer", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3"]
@@ -109,9 +117,9 @@ class SavedAs(BaseModel, extra="forbid", frozen=True):
 
 
 class GroupTemplate(BaseModel, extra="forbid", frozen=True):
-    """A param group: all vectors or all matrices, and their hyperparameters."""
+    """A param group: all vectors or all matrices, and their hyperparameters; of experts, as many as DeepSpeed makes."""
 
-    holds: Literal["matrices", "vectors"]
+    holds: Literal["matrices", "vectors", "experts"]
     hyperparameters: dict[str, Any]
 
 
@@ -123,6 +131,7 @@ class Parameter:
         name, key: name in DeepSpeed's pipeline, and within its layer.
         dim: the sharded dimension, or ``None`` if replicated.
         layer, stages: first occurrence of its layer; pipeline stages that have it.
+        expert, ep_rank: whose it is in an ``MoE`` layer, and which expert-parallel rank has it; 0: every one.
     """
 
     name: str
@@ -131,10 +140,25 @@ class Parameter:
     layer: int
     key: str
     stages: tuple[int, ...]
+    expert: int | None = None
+    ep_rank: int = 0
 
     def shard_shape(self, tp: int) -> Shape:
         """Shape of each of ``tp`` shards."""
         return tuple(size // tp if dim == self.dim else size for dim, size in enumerate(self.shape))
+
+
+@dataclass(frozen=True, slots=True)
+class _FlatGroup:
+    """A param group on expert-parallel rank 0: its hyperparameters, names and shapes, and the ranks that divide it."""
+
+    hyperparameters: Mapping[str, Any]
+    shapes: tuple[tuple[str, Shape], ...]
+    partitions: int
+
+    @property
+    def numels(self) -> list[int]:
+        return [math.prod(shape) for _, shape in self.shapes]
 
 
 class ScaleModel(ReadyConfig):
@@ -180,14 +204,23 @@ class ScaleModel(ReadyConfig):
         count = sum(math.prod(parameter.shape) for parameter in every)
         if count != self.parameters:
             raise ValueError(f'the layers have {count} parameters, and "parameters" says {self.parameters}')
+        saved, experts = self.saved, {layer.experts for layer in self.layers if layer.experts}
+        if any(each % saved.ep for each in (saved.dp, *experts)) or (saved.ep > 1 and not experts):
+            raise ValueError(f"{saved.ep} expert-parallel ranks do not divide {saved.dp} ranks and {experts} experts")
+        if experts and (saved.zero_stage == 3 or saved.tp * len(saved.stages) > 1):
+            raise ValueError("experts are saved with ZeRO-1, and without model parallelism here")
         return self
 
     def every_parameter(self) -> Iterator[Parameter]:
         """All parameters: tied ones first, as a ``PipelineModule`` lists them, then layer by layer."""
         for layer in sorted(self.layers, key=lambda layer: (layer.tied is None, layer.first)):
             for number in range(layer.first, layer.first + layer.count):
-                for template in layer.parameters:
+                for template in () if layer.experts else layer.parameters:
                     yield self._parameter(layer, number, template)
+                for expert, template in product(range(layer.experts), layer.parameters):
+                    each = self._parameter(layer, number, template)
+                    name = f"{layer.prefix.format(number)}.{EXPERTS}{expert}.{template.name}"
+                    yield replace(each, name=name, expert=expert, ep_rank=expert * self.saved.ep // layer.experts)
 
     def _parameter(self, layer: LayerTemplate, number: int, template: ParameterTemplate) -> Parameter:
         prefix = layer.prefix.format(number) if layer.tied is None else f"tied_modules.{layer.tied}"
@@ -205,6 +238,7 @@ class ScaleModel(ReadyConfig):
     def group_of(self, parameter: Parameter) -> int:
         """Index of a parameter's param group. Raises :class:`ValueError` if it has none."""
         kind = "matrices" if len(parameter.shape) > 1 else "vectors"
+        kind = kind if parameter.expert is None else "experts"
         for number, group in enumerate(self.groups):
             if group.holds == kind:
                 return number
@@ -216,26 +250,29 @@ def scale_metadata(model: ScaleModel) -> CheckpointMetadata:
     return assemble(*scale_files(model), MetadataOptions()).metadata
 
 
-def scale_files(model: ScaleModel) -> tuple[Found, list[Kind], list[ModelShard | OptimizerShard | LayerShard]]:
+def scale_files(model: ScaleModel) -> tuple[Found, list[Kind], list[Indexed]]:
     """The folder of a large model's checkpoint, and the kind and contents of each file."""
     folder, tp, dp = os.path.join(FOLDER, model.name, model.saved.tag), model.saved.tp, model.saved.dp
     parameters = list(model.every_parameter())
     kinds: list[Kind] = []
-    indexed: list[ModelShard | OptimizerShard | LayerShard] = []
+    indexed: list[Indexed] = []
     for mp in range(len(model.saved.stages) * tp):
-        shapes = _shapes(model, parameters, mp // tp)
-        models = _model_shards(model, folder, mp, shapes)
+        groups = _flat_groups(model, parameters, mp // tp)
+        models = _model_shards(model, folder, mp, groups)
         kinds += [
             *((mp, rank, "model") for rank in range(len(models))),
             *((mp, rank, "optimizer") for rank in range(dp)),
         ]
-        indexed += [*models, *(_optimizer_shard(model, folder, mp, rank, shapes) for rank in range(dp))]
+        indexed += [*models, *(_optimizer_shard(model, folder, mp, rank, groups) for rank in range(dp))]
+    experts = list(_expert_shards(model, folder))
+    kinds += [(each.layer, each.expert, "expert") for each in experts]
     layers: dict[int, list[Parameter]] = defaultdict(list)
-    for parameter in parameters if model.saved.zero_stage < 3 else ():
+    for parameter in parameters if model.saved.zero_stage < 3 and not experts else ():
         layers[parameter.layer].append(parameter)
     for layer in sorted(layers):
         kinds += [(layer, rank, "layer") for rank in range(tp)]
         indexed += [_layer_shard(model, folder, layer, rank, layers[layer]) for rank in range(tp)]
+    indexed += experts
     files = sort_names([os.path.basename(item.path) for item in indexed], is_universal=False)
     return Found("native", folder, model.saved.tag, files), kinds, indexed
 
@@ -253,21 +290,34 @@ class _File:
         return TensorRef(dtype, shape, tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape))), start)
 
 
-def _shapes(model: ScaleModel, parameters: Sequence[Parameter], stage: int) -> Shapes:
-    groups: list[list[tuple[str, Shape]]] = [[] for _ in model.groups]
-    for parameter in parameters:
-        if stage in parameter.stages:
-            groups[model.group_of(parameter)].append((parameter.name, parameter.shard_shape(model.saved.tp)))
-    return tuple(map(tuple, groups))
+def _flat_groups(model: ScaleModel, parameters: Sequence[Parameter], stage: int) -> list[_FlatGroup]:
+    saved, found = model.saved, []
+    for number, group in enumerate(model.groups):
+        runs: list[list[tuple[str, Shape]]] = [[]]
+        numel, most = 0, _EXPERT_GROUP_NUMEL if group.holds == "experts" else math.inf
+        for each in parameters:
+            if stage in each.stages and each.ep_rank == 0 and model.group_of(each) == number:
+                shape = each.shard_shape(saved.tp)
+                numel += math.prod(shape)
+                if numel > most and runs[-1]:
+                    runs.append([])
+                    numel = math.prod(shape)
+                runs[-1].append((each.name, shape))
+        ep = saved.ep if group.holds == "experts" else 1
+        more = {"moe": True, "name": f"ep_size_{ep}"} if group.holds == "experts" else {}
+        found += [_FlatGroup({**group.hyperparameters, **more}, tuple(run), saved.dp // ep) for run in runs]
+    return found
 
 
-def _model_shards(model: ScaleModel, folder: str, mp: int, shapes: Shapes) -> list[ModelShard]:
+def _model_shards(model: ScaleModel, folder: str, mp: int, groups: Sequence[_FlatGroup]) -> list[ModelShard]:
     """Of ZeRO-1 a single file, of ZeRO-3 one of each rank."""
-    saved, index = model.saved, model_indexer()
+    saved, index, simulated = model.saved, model_indexer(), _File()
+    experts = [layer.experts for layer in model.layers if layer.experts for _ in range(layer.count)]
+    dense = [each for each in model.every_parameter() if each.expert is None] if experts else []
     tree = {
-        "module": None,
+        "module": {each.name: simulated.tensor(each.shape, saved.weights_dtype) for each in dense} or None,
         "buffer_names": [],
-        "param_shapes": list(map(dict, shapes)),
+        "param_shapes": [dict(group.shapes) for group in groups],
         "global_steps": saved.step,
         "global_samples": saved.step,
         "skipped_steps": 0,
@@ -278,33 +328,46 @@ def _model_shards(model: ScaleModel, folder: str, mp: int, shapes: Shapes) -> li
         "ds_config": {"zero_optimization": {"stage": saved.zero_stage}},
         "universal_checkpoint_info": model.universal_checkpoint_info,
         "args": model.arguments,
+        "num_experts": experts,
     }
     names = [f"mp_rank_{mp:02d}_model_states.pt"]
     if saved.zero_stage == 3:
         names = [f"zero_pp_rank_{rank}_{names[0]}" for rank in range(saved.dp)]
-    files = [PickledFile(os.path.join(folder, name), _PICKLE_NBYTES + _DIRECTORY_NBYTES, tree) for name in names]
+    files = [PickledFile(os.path.join(folder, name), simulated.nbytes, tree) for name in names]
     return [index(file, rank) for rank, file in enumerate(files)]
 
 
-def _optimizer_shard(model: ScaleModel, folder: str, mp: int, dp: int, shapes: Shapes) -> OptimizerShard:
+def _optimizer_shard(model: ScaleModel, folder: str, mp: int, dp: int, groups: Sequence[_FlatGroup]) -> OptimizerShard:
     saved, simulated = model.saved, _File()
     saves_padding = saved.optimizer != "DeepSpeedZeroOptimizer"
-    groups = [[math.prod(shape) for _, shape in group] for group in shapes]
-    numels, unit = list(map(sum, groups)), saved.dp * START_ALIGNMENT
-    partitions = [-(-numel // unit) * unit // saved.dp for numel in numels]
+    partitions = [-(-sum(g.numels) // (g.partitions * START_ALIGNMENT)) * START_ALIGNMENT for g in groups]
     if saved.zero_stage == 3:
-        partitions = [sum(per_parameter_numel(numel, saved.dp) for numel in group) for group in groups]
+        partitions = [sum(per_parameter_numel(numel, saved.dp) for numel in group.numels) for group in groups]
     # the base optimizer's state is pickled before the masters
     states = [StatesOfOne({key: simulated.tensor((size,), _FP32) for key in model.states}) for size in partitions]
     flats = []
-    for numel, partition, mine in zip(numels, partitions, states, strict=True):
-        master = partition if saves_padding else min(max(numel - dp * partition, 0), partition)
+    for group, partition, mine in zip(groups, partitions, states, strict=True):
+        first = dp // (saved.dp // group.partitions) * partition
+        master = partition if saves_padding else min(max(sum(group.numels) - first, 0), partition)
         flats.append(FlatShard(simulated.tensor((master,), _FP32), partition, mine))
-    name = f"{'bf16_' if saves_padding else ''}zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt"
-    tree = {"ds_version": saved.ds_version, "optimizer_state_dict": {"partition_count": [saved.dp] * len(flats)}}
+    prefix = "bf16_" if saved.weights_dtype == "bfloat16" else ""
+    name = f"{prefix}zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt"
+    counts = {"partition_count": [group.partitions for group in groups]}
+    tree = {"ds_version": saved.ds_version, "optimizer_state_dict": counts}
     file = PickledFile(os.path.join(folder, name), simulated.nbytes, tree)
-    hyperparameters = [group.hyperparameters for group in model.groups]
+    hyperparameters = [group.hyperparameters for group in groups]
     return build_shard(file, dp, saved.zero_stage, flats, hyperparameters, list(range(len(flats))))
+
+
+def _expert_shards(model: ScaleModel, folder: str) -> Iterator[ExpertShard]:
+    of_experts = (each for each in model.every_parameter() if each.expert is not None)
+    layers = groupby(of_experts, key=lambda each: each.layer)
+    for layer, (_, members) in enumerate(layers):
+        for expert, parameters in groupby(members, key=lambda each: each.expert or 0):
+            file = _File()
+            weights = {each.name: file.tensor(each.shape, model.saved.weights_dtype) for each in parameters}
+            path = os.path.join(folder, f"layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt")
+            yield ExpertShard(path, file.nbytes, layer, expert, weights)
 
 
 def _layer_shard(model: ScaleModel, folder: str, layer: int, tp: int, parameters: Sequence[Parameter]) -> LayerShard:
