@@ -143,7 +143,8 @@ class LoadReport:
         table.add_column(overflow="fold")
         source = self.source
         table.add_row("from", escape(f"{source.format} {source.folder}"))
-        table.add_row("saved", f"{saved_topology(source)}, DeepSpeed {source.ds_version}")
+        by = f", DeepSpeed {source.ds_version}" if source.format != "dcp" else ""
+        table.add_row("saved", f"{saved_topology(source)}{by}")
         now = topology_text(self.zero_stage, self.dp, self.tp, self.pp, self.sequence, self.ep)
         table.add_row("now", f"{now}, at step {self.global_steps}")
         done = [title(o.role) + (f" {len(o.names)}" if o.names else "") for o in self.outcomes if o.what == "restored"]
@@ -185,7 +186,9 @@ def topology_text(zero_stage: int, dp: int, tp: int, pp: int, sequence: Sequence
 
 
 def saved_topology(source: SourceFacts) -> str:
-    """The topology of the run that saved a checkpoint, in words."""
+    """The topology of the run that saved a checkpoint, in words; whole tensors in files show none."""
+    if source.format == "dcp":
+        return f"torch.distributed.checkpoint, {source.dp} files"
     return topology_text(source.zero_stage, source.dp, source.tp, source.pp, source.sequence, source.ep)
 
 

@@ -6,11 +6,13 @@ not stored but computed, those of a range at a time, so that memory and time fol
 
 from __future__ import annotations
 
+import math
 from array import array
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from heapq import merge
+from itertools import accumulate, chain
 
 from elastic_ckpt.core.flat_ranges import FlatRange, Placement
 from elastic_ckpt.core.state_kinds import BlockFormat
@@ -266,5 +268,109 @@ def _of_rank(offsets: array[int], rank: int) -> int:
     return offsets[rank] if len(offsets) > 1 else offsets[0]
 
 
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A rectangular part of a tensor, whole in one file in row-major order (DCP's ChunkStorageMetadata)."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: int
+    byte_offset: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class BoxChunks:
+    """The chunks of a tensor that was saved in boxes, as DTensors are: each box has many contiguous runs of elements.
+
+    Attributes:
+        shape, itemsize: of the tensor, and the bytes of an element.
+        boxes: those with elements.
+    """
+
+    shape: tuple[int, ...]
+    itemsize: int
+    boxes: tuple[Box, ...]
+
+    def __iter__(self) -> Iterator[StorageChunk]:
+        return merge(*map(self._runs, self.boxes), key=lambda chunk: chunk.range.start)
+
+    def __bool__(self) -> bool:
+        return bool(self.boxes)
+
+    @property
+    def blocks(self) -> BlockFormat | None:
+        """Boxes hold plain values."""
+        return None
+
+    def within(self, start: int, stop: int) -> Sequence[StorageChunk]:
+        """The chunks that have some of the elements ``[start, stop)``, of which there is at least one."""
+        found = chain.from_iterable(self._runs(box, start, stop) for box in self.boxes)
+        return sorted(found, key=lambda chunk: chunk.range.start)
+
+    @property
+    def files(self) -> Collection[int]:
+        """The files with chunks."""
+        return {box.file for box in self.boxes}
+
+    def in_files(self, files: Collection[int]) -> Iterator[StorageChunk]:
+        """The chunks in some files."""
+        return chain.from_iterable(self._runs(box) for box in self.boxes if box.file in files)
+
+    def moved(self, files: int) -> BoxChunks:
+        """The same chunks where ``files`` more files come before theirs."""
+        return replace(self, boxes=tuple(replace(box, file=box.file + files) for box in self.boxes))
+
+    def tile(self, numel: int) -> bool:
+        """Whether the boxes are a grid, in which each of ``numel`` elements is in exactly one; others may tile too."""
+        if not self.boxes or numel != sum(box.numel for box in self.boxes):
+            return not numel and not self.boxes
+        cuts = [{(box.offsets[dim], box.sizes[dim]) for box in self.boxes} for dim in range(len(self.shape))]
+        return len({box.offsets for box in self.boxes}) == len(self.boxes) == math.prod(map(len, cuts)) and all(
+            _tile_dim(cut, size) for cut, size in zip(cuts, self.shape, strict=True)
+        )
+
+    def _runs(self, box: Box, start: int = 0, stop: int | None = None) -> Iterator[StorageChunk]:
+        """The runs of a box with some of the elements ``[start, stop)``, in order."""
+        cut = [dim for dim, size in enumerate(self.shape) if box.sizes[dim] != size]
+        last = cut[-1] if cut else 0
+        inner = math.prod(self.shape[last + 1 :])
+        numel = math.prod(box.sizes[last:])
+
+        def first(run: int) -> int:
+            at, stride = box.offsets[last] * inner if self.shape else 0, math.prod(self.shape[last:])
+            for dim in range(last - 1, -1, -1):
+                run, index = divmod(run, box.sizes[dim])
+                at += (box.offsets[dim] + index) * stride
+                stride *= self.shape[dim]
+            return at
+
+        runs = range(math.prod(box.sizes[:last]))
+        for run in runs[bisect_right(runs, start - numel, key=first) :]:
+            at = first(run)
+            if stop is not None and at >= stop:
+                return
+            yield StorageChunk(FlatRange(at, at + numel), box.file, box.byte_offset + run * numel * self.itemsize)
+
+
+def boxed(shape: tuple[int, ...], itemsize: int, boxes: tuple[Box, ...]) -> ChunkSource:
+    """The chunks of a tensor in boxes, listed where each box is one run."""
+    source = BoxChunks(shape, itemsize, boxes)
+    cuts = (box.sizes[:dim] for box in boxes for dim in range(len(shape)) if box.sizes[dim] != shape[dim])
+    return source if any(math.prod(before) > 1 for before in cuts) else ListedChunks(tuple(source))
+
+
+def _tile_dim(cut: Iterable[tuple[int, int]], size: int) -> bool:
+    position = 0
+    for offset, width in sorted(cut):
+        if offset != position:
+            return False
+        position += width
+    return position == size
+
+
 #: Where the elements of a tensor, or of one tensor-parallel shard of it, are.
-ChunkSource = ListedChunks | PartitionedChunks
+ChunkSource = ListedChunks | PartitionedChunks | BoxChunks

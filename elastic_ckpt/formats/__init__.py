@@ -5,10 +5,13 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from elastic_ckpt.formats.base import Checkpoint, FormatReader, Found, MetadataOptions
+from elastic_ckpt.formats.dcp import read_dcp
 from elastic_ckpt.formats.native import read_native
 from elastic_ckpt.formats.universal import read_universal
 
 #: :attr:`Found.format` -> its reader.
-READERS: MappingProxyType[str, FormatReader] = MappingProxyType({"native": read_native, "universal": read_universal})
+READERS: MappingProxyType[str, FormatReader] = MappingProxyType(
+    {"native": read_native, "universal": read_universal, "dcp": read_dcp}
+)
 
 __all__ = ["READERS", "Checkpoint", "FormatReader", "Found", "MetadataOptions"]

@@ -26,7 +26,7 @@ class Found:
     """A checkpoint folder as detected; the same on every rank.
 
     Attributes:
-        format: ``"native"`` or ``"universal"``.
+        format: ``"native"``, ``"universal"`` or ``"dcp"``.
         folder, tag, files: absolute path of the tag's folder; the tag; names of the folder's files.
         notes: what the user should know about the choice.
     """
@@ -54,6 +54,7 @@ class MetadataOptions:
         coordinates: of this rank in the live topology.
         live_names: all parameters and buffers of the job, on every pipeline stage.
         live_ties: parameter -> its other names in the live module.
+        live_buffers: buffers on this rank: for checkpoints that do not tell them from weights.
         with_client_state: whether the client's state is read, for which torch is needed.
     """
 
@@ -67,6 +68,7 @@ class MetadataOptions:
     coordinates: RankCoordinates = field(default_factory=RankCoordinates)
     live_names: frozenset[str] = frozenset()
     live_ties: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    live_buffers: frozenset[str] = frozenset()
     with_client_state: bool = True
 
 

@@ -12,14 +12,17 @@ from dataclasses import replace
 from elastic_ckpt.core.metadata import MASTER
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, NotFoundError, refuse_used_up
 from elastic_ckpt.formats.base import Found
-from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER, sort_names
+from elastic_ckpt.formats.naming import DCP_METADATA, UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER, sort_names
 from elastic_ckpt.formats.pickled import open_pickled
 
 LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"
 #: Longer than any folder name; a ``latest`` file is untrusted input.
 MOST_TAG_NBYTES = 4096
-_OWN_TAG = re.compile(r"global_step(\d+)")
+#: Folders of steps as DeepSpeed, torchtitan and Megatron name them.
+_OWN_TAG = re.compile(r"(?:global_step|step-|iter_)(\d+)")
+#: File with the newest step that Megatron writes.
+_MEGATRON_LATEST = "latest_checkpointed_iteration.txt"
 
 
 def find_checkpoint(load_dir: str, tag: str | None, prefer_universal: bool, trust_pickle: bool = False) -> Found | None:
@@ -50,11 +53,29 @@ def find_checkpoint(load_dir: str, tag: str | None, prefer_universal: bool, trus
             broken = _no_such_tag(load_dir, f"the tag {named!r} that {os.path.join(load_dir, latest)} names", named)
             if latest == preferred:
                 raise broken
+    if not choices and broken is None and (found := _without_latest(load_dir)) is not None:
+        return found
     if not choices and (broken is not None or list_tags(load_dir)):
         raise broken or _no_such_tag(load_dir, f"a file {LATEST!r} that names the tag to load", None)
     if len(choices) == 2 and choices[0].folder != choices[1].folder:
         return _further(choices[0], choices[1], trust_pickle)
     return replace(choices[0], notes=tuple(_later_saves(load_dir, choices[0], trust_pickle))) if choices else None
+
+
+def _without_latest(load_dir: str) -> Found | None:
+    """A folder of ``torch.distributed.checkpoint``: this one, the tracked iteration of Megatron, or the last step."""
+    if not os.path.isdir(load_dir):
+        return None
+    itself = look_at(load_dir, "")
+    if itself is not None and itself.format == "dcp":
+        return itself
+    iteration = read_latest(load_dir, _MEGATRON_LATEST)
+    if iteration is not None and iteration.isdecimal():
+        return look_at(load_dir, f"iter_{int(iteration):07d}")
+    steps = [(step_of_tag(name), name) for name in os.listdir(load_dir) if name.startswith("step-")]
+    names = [name for _, name in sorted((step, name) for step, name in steps if step is not None)]
+    found = (look_at(load_dir, name) for name in reversed(names))  # one without .metadata was cut short
+    return next((each for each in found if each is not None and each.format == "dcp"), None)
 
 
 def look_at(load_dir: str, tag: str) -> Found | None:
@@ -64,6 +85,8 @@ def look_at(load_dir: str, tag: str) -> Found | None:
         return None
     is_universal = _holds_parameters(os.path.join(folder, UNIVERSAL_FOLDER))
     files = sort_names(os.listdir(folder), is_universal)
+    if os.path.isfile(os.path.join(folder, DCP_METADATA)):
+        return Found("dcp", folder, tag, files)
     if not (is_universal or files.optimizer or files.model or files.model_zero3 or files.layers):
         return None
     return Found("universal" if is_universal else "native", folder, tag, files)
@@ -151,7 +174,7 @@ def global_steps(found: Found, trust_pickle: bool = False) -> int | None:
 
 
 def step_of_tag(tag: str) -> int | None:
-    """The step in a tag that DeepSpeed makes itself; ``None``: it is another one."""
+    """The step in a tag of a known form; ``None``: it is another one."""
     own = _OWN_TAG.fullmatch(tag)
     return None if own is None else int(own[1])
 

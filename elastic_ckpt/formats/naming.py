@@ -23,6 +23,8 @@ _WRITER = re.compile(r"(?<=\.pt)-(\d+)\.(\d+)$")
 UNIVERSAL_FOLDER = "zero"
 #: Folder of a tag to which DeepSpeed copies optimizer states on NVMe.
 SWAPPED_FOLDER = "offloaded_tensors"
+#: File of a ``torch.distributed.checkpoint`` folder that lists its entries.
+DCP_METADATA = ".metadata"
 #: File in :data:`UNIVERSAL_FOLDER` with what belongs to no parameter.
 UNIVERSAL_OPTIMIZER = "optimizer_state.pt"
 

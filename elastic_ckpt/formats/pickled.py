@@ -102,12 +102,20 @@ def open_pickled(path: str, trust_pickle: bool = False, known: Trees | None = No
             found="no such file",
             remedy="restore the file, take another tag, or put the folder on storage that all nodes share",
         )
+    with named_errors(path), open(path, "rb") as stream:
+        archive = (
+            read_datastates_tree(stream, trust_pickle)
+            if is_datastates(stream)
+            else read_archive_tree(stream, trust_pickle, known)
+        )
+    return PickledFile(path, archive.nbytes, archive.tree, archive.root, archive.records, archive.surplus_nbytes)
+
+
+@contextmanager
+def named_errors(path: str) -> Iterator[None]:
+    """Raises whatever the body raises as an error that names the file."""
     try:
-        with open(path, "rb") as stream:
-            if is_datastates(stream):
-                archive = read_datastates_tree(stream, trust_pickle)
-            else:
-                archive = read_archive_tree(stream, trust_pickle, known)
+        yield
     except ElasticCkptError as error:
         raise type(error)(error.problem, **{**error.details, "file": path}) from error
     except ArchiveError as error:
@@ -115,7 +123,6 @@ def open_pickled(path: str, trust_pickle: bool = False, known: Trees | None = No
     except Exception as error:  # noise in a pickle can raise anything at all
         refuse_used_up(error, path)
         raise unreadable(path, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:300]) from error
-    return PickledFile(path, archive.nbytes, archive.tree, archive.root, archive.records, archive.surplus_nbytes)
 
 
 def unreadable(path: str, found: str) -> DamagedError:

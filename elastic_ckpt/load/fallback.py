@@ -96,7 +96,7 @@ def _save_of(
     engine: Any, found: Found, arguments: LoadArguments, check_sizes: bool, own_files: bool
 ) -> tuple[Any, ...] | None:
     """The save that DeepSpeed's loader would read; ``None`` if it is not known to be restored correctly. Local."""
-    if found.files.by_fast_writer:
+    if found.files.by_fast_writer or found.format == "dcp":
         return None  # DeepSpeed looks for other names
     if own_files:
         if found.format != "native":

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
 
-from elastic_ckpt.core.chunks import ChunkSource, ListedChunks
+from elastic_ckpt.core.chunks import ChunkSource, PartitionedChunks
 from elastic_ckpt.core.metadata import ITEMSIZE, CheckpointMetadata, SourceFile
 from elastic_ckpt.errors import (
     DamagedError,
@@ -104,7 +104,7 @@ def of_tensors(metadata: CheckpointMetadata, incomplete: str, short: str) -> Ite
 
 def _ends_inside(source: ChunkSource, files: Sequence[SourceFile], known: dict[tuple[int, int], bool]) -> bool:
     """Whether all flat tensors with a parameter end inside their files, which is computed once for each."""
-    if isinstance(source, ListedChunks):
+    if not isinstance(source, PartitionedChunks):
         return False
     flat, key = source.flat, (id(source.flat), source.files_before)
     if key not in known:

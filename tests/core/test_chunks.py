@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import given
@@ -10,12 +12,15 @@ from hypothesis import strategies as st
 
 from elastic_ckpt.core.chunks import (
     BlockCode,
+    Box,
+    BoxChunks,
     ChunkSource,
     FlatTensors,
     ListedChunks,
     PartitionedChunks,
     PartitionRule,
     StorageChunk,
+    boxed,
     by_rank,
     group_rules,
     listed,
@@ -129,3 +134,53 @@ def test_a_tensor_has_the_chunks_of_all_its_shards() -> None:
     assert tensor.blocks == blocks and tensor.is_quantized and not tensor.is_empty
     empty = TensorMetadata("a", "m", (0,), "uint8", listed())
     assert empty.is_empty and not empty.is_quantized
+
+
+@st.composite
+def grids(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[Box, ...]]:
+    """The shape of a tensor, and boxes that a mesh cut it into, each in a file of its own."""
+    shape = tuple(draw(st.lists(st.integers(1, 5), max_size=3)))
+    cuts = [sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=2))}) for size in shape]
+    boxes = []
+    for number, ranges in enumerate(product(*map(pairwise, cuts))):
+        offsets, sizes = tuple(start for start, _ in ranges), tuple(stop - start for start, stop in ranges)
+        boxes.append(Box(offsets, sizes, number, 1000 * number))
+    return shape, tuple(draw(st.permutations(boxes)))
+
+
+def positions(shape: tuple[int, ...], box: Box) -> list[int]:
+    """The flat positions of a box's elements, in its order."""
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    inside = product(*(range(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True)))
+    return [sum(index * stride for index, stride in zip(place, strides, strict=True)) for place in inside]
+
+
+@given(grids(), st.data())
+def test_boxes_are_read_where_their_elements_are(
+    grid: tuple[tuple[int, ...], tuple[Box, ...]], data: st.DataObject
+) -> None:
+    shape, boxes = grid
+    numel = math.prod(shape)
+    right = {at: (box.file, box.byte_offset + 4 * n) for box in boxes for n, at in enumerate(positions(shape, box))}
+    for source in (BoxChunks(shape, 4, boxes), boxed(shape, 4, boxes)):
+        assert source.tile(numel) and not source.tile(numel + 1) and source.blocks is None and source
+        start = data.draw(st.integers(0, numel - 1))
+        stop = data.draw(st.integers(start + 1, numel))
+        for chunks, wanted in ((list(source), range(numel)), (source.within(start, stop), range(start, stop))):
+            found = {
+                at: (chunk.file, chunk.byte_offset + 4 * (at - chunk.range.start))
+                for chunk in chunks
+                for at in range(chunk.range.start, chunk.range.stop)
+            }
+            assert wanted.start in found and found.keys() >= set(wanted) and found.items() <= right.items()
+            assert [chunk.range for chunk in chunks] == sorted(chunk.range for chunk in chunks)
+        assert source.moved(3).files == {box.file + 3 for box in boxes}
+        assert [chunk.file for chunk in source.in_files({0})] == [0] * sum(chunk.file == 0 for chunk in source)
+
+
+def test_boxes_with_a_hole_or_an_overlap_do_not_tile() -> None:
+    first, second = Box((0, 0), (2, 2), 0, 0), Box((0, 2), (2, 2), 1, 0)
+    assert BoxChunks((2, 4), 4, (first, second)).tile(8)
+    assert not BoxChunks((2, 4), 4, (first, first)).tile(8)
+    assert not BoxChunks((2, 4), 4, (first,)).tile(8)
+    assert isinstance(boxed((4, 2), 4, (first, Box((2, 0), (2, 2), 1, 0))), ListedChunks)

@@ -29,7 +29,7 @@ MAX16, MAX32 = 0xFFFF, 0xFFFFFFFF
 ZIP64, SIZES_FOLLOW = 0x0001, 0x0008
 #: The end of a directory may be followed by a comment of that size. Larger directories are refused.
 _MOST_COMMENT_NBYTES, _MOST_DIRECTORY_NBYTES = 1 << 16, 1 << 28
-_ALIGNMENT = 64
+_FIRST_TAIL_NBYTES, _ALIGNMENT = 512, 64
 
 
 class ArchiveError(Exception):
@@ -69,9 +69,12 @@ class Listing:
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
         self.nbytes = stream.seek(0, os.SEEK_END)
-        tail_nbytes = min(self.nbytes, END.size + _MOST_COMMENT_NBYTES)
-        tail = self.read(self.nbytes - tail_nbytes, tail_nbytes)
-        at = tail.rfind(b"PK\x05\x06", 0, len(tail) - END.size + 4)
+        for most in (_FIRST_TAIL_NBYTES, END.size + _MOST_COMMENT_NBYTES):  # few archives have a long comment
+            tail_nbytes = min(self.nbytes, most)
+            tail = self.read(self.nbytes - tail_nbytes, tail_nbytes)
+            at = tail.rfind(b"PK\x05\x06", 0, len(tail) - END.size + 4)
+            if at >= 0:
+                break
         if at < 0:
             raise ArchiveError(f"{self.nbytes} bytes without a directory: the file is truncated, or no zip archive")
         _, _, _, _, self.count, nbytes, self.start, _ = END.unpack_from(tail, at)

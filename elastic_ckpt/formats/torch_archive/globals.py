@@ -1,9 +1,9 @@
 """The closed list of names that a checkpoint's pickles may use, and what takes the place of each.
 
 torch's own names since 1.6 (``torch/_utils.py``, ``torch/_tensor.py``, ``torch/storage.py``), containers and numbers of
-Python, arrays of numpy 1 and 2, and the small classes that DeepSpeed and Megatron pickle, under every module path that
-they had. None of them runs code of the file's choosing. Classes that the user passed to
-:func:`torch.serialization.add_safe_globals` are used as they are.
+Python, arrays of numpy 1 and 2, and the small classes that DeepSpeed, Megatron and ``torch.distributed.checkpoint``
+pickle, under every module path that they had. None of them runs code of the file's choosing. Classes that the user
+passed to :func:`torch.serialization.add_safe_globals` are used as they are.
 """
 
 from __future__ import annotations
@@ -33,12 +33,15 @@ from elastic_ckpt.formats.torch_archive.unpickler import Global, described
 
 #: Modules whose names are refused even where the user allowed one, as torch does.
 _BLOCKED = frozenset({"sys", "os", "posix", "nt"})
+_DCP = "torch.distributed.checkpoint"
 _ENUMS_OF_MEGATRON = ("ModelType", "LayerType", "AttnType", "AttnMaskType", "PositionEmbeddingType", "AttnBackend")
 _MODULES_OF_MEGATRON = ("enums", "model.enums", "core.enums", "core.transformer.enums")
 #: Enums and classes with plain data, under every module path that they had.
 _ENUMS = (
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     *(f"megatron.{module}.{name}" for module in _MODULES_OF_MEGATRON for name in _ENUMS_OF_MEGATRON),
+    f"{_DCP}.metadata._MEM_FORMAT_ENCODING",
+    "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",  # until torch 2.2
 )
 _CLASSES = (
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
@@ -46,6 +49,15 @@ _CLASSES = (
     "deepspeed.utils.tensor_fragment.fragment_address",
     "deepspeed.runtime.bf16_optimizer.fragment_address",  # until September 2022 (0.7.2)
     "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
+    *(f"{_DCP}.metadata.{name}" for name in ("Metadata", "MetadataIndex", "StorageMeta", "ChunkStorageMetadata")),
+    *(f"{_DCP}.metadata.{name}" for name in ("TensorStorageMetadata", "BytesStorageMetadata")),
+    f"{_DCP}.filesystem._StorageInfo",
+    *(f"megatron.core.dist_checkpointing.strategies.torch.{name}" for name in ("MCoreMetadata", "MCoreSavePlan")),
+)
+#: Classes whose state is a tuple: the attributes in it.
+_OF_TUPLES = dict.fromkeys(
+    (f"{_DCP}.metadata.TensorProperties", "torch.distributed._shard.sharded_tensor.metadata.TensorProperties"),
+    ("dtype", "layout", "requires_grad", "memory_format", "pin_memory", "strides"),  # the last since torch 2.14
 )
 
 
@@ -72,6 +84,8 @@ def is_storage(module: str, name: str) -> bool:
 def set_state(target: Any, state: Any) -> None:
     """Give an object the state that a BUILD opcode has for it; :class:`pickle.UnpicklingError` for other objects."""
     kind = type(target)
+    if kind is StandIn and type(state) is tuple and target.name in _OF_TUPLES:
+        state = dict(zip(_OF_TUPLES[target.name], state, strict=False))
     if kind in (DtypeStandIn, ArrayStandIn):
         target.set_state(state)
     elif kind in (argparse.Namespace, StandIn, OrderedDict):
@@ -142,8 +156,9 @@ def _closed_list() -> dict[str, Global]:
             f"{core}.multiarray.scalar": lambda dtype, data: numpy_array(dtype, data, ())[0],
             f"{core}.numeric._frombuffer": _from_buffer,
         }
-    calls |= {path: partial(_stand_in, path) for path in _CLASSES}
-    calls |= {path: partial(_member, path) for path in _ENUMS} | {"torch.device": _device}
+    calls |= {path: partial(_stand_in, path) for path in (*_CLASSES, *_OF_TUPLES)}
+    calls |= {path: partial(_member, path) for path in _ENUMS}
+    calls |= {"torch.device": _device, "torch.serialization._get_layout": _layout}
     return {path: Global(path, call, copies=path not in REBUILD) for path, call in calls.items()}
 
 
@@ -162,6 +177,13 @@ def _device(kind: Any, index: Any = None) -> StandIn:
     if type(kind) is not str or type(index) not in (int, type(None)):
         raise pickle.UnpicklingError("a device without a type and an index")
     return StandIn("torch.device", (kind,) if index is None else (kind, index))
+
+
+def _layout(name: Any) -> StandIn:
+    """With which torch pickles the layout of a tensor."""
+    if type(name) is not str:
+        raise pickle.UnpicklingError("a layout without a name")
+    return StandIn("torch.layout", (name,))
 
 
 def _namespace() -> argparse.Namespace:

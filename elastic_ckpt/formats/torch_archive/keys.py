@@ -24,7 +24,7 @@ def checked_keys(items: Any, others: int = 0) -> list[Any]:
 
 def check_key(key: Any, others: int) -> None:
     """Raise :class:`pickle.UnpicklingError` for a key that could take long to hash or to find among the ``others``."""
-    if isinstance(key, _PLAIN_KEYS) or (type(key) is int and -_LARGEST_KEY < key < _LARGEST_KEY):
+    if isinstance(key, _PLAIN_KEYS) or (type(key) is int and -_LARGEST_KEY < key < _LARGEST_KEY) or _is_plain_key(key):
         return
     left, waiting = _MOST_KEY_OBJECTS, [key]
     while waiting:

@@ -1,0 +1,218 @@
+"""Reads folders of ``torch.distributed.checkpoint`` (DCP), as FSDP2 and torchtitan save them.
+
+Their tensors are whole ones, whatever mesh cut them: a chunk is a box of the tensor. Model weights are the masters.
+Counters follow from the optimizer's step, and what has no home in a DeepSpeed engine is in the client state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from elastic_ckpt import distributed
+from elastic_ckpt.core.chunks import Box, boxed
+from elastic_ckpt.core.fqn import rename
+from elastic_ckpt.core.metadata import (
+    BUFFER,
+    FROZEN,
+    ITEMSIZE,
+    MASTER,
+    CheckpointMetadata,
+    SavedParameter,
+    SourceFacts,
+    SourceFile,
+    StateFacts,
+    TensorMetadata,
+    is_floating,
+)
+from elastic_ckpt.core.training_state import BatchSizes, TrainingState
+from elastic_ckpt.errors import ElasticCkptError, UnsupportedError, listed
+from elastic_ckpt.formats.base import Checkpoint, Found, MetadataOptions
+from elastic_ckpt.formats.classify import FRESH
+from elastic_ckpt.formats.dcp_entries import Entries, sort_entries
+from elastic_ckpt.formats.dcp_items import DcpFile, read_dcp_file
+from elastic_ckpt.formats.dcp_metadata import DcpContents, read_dcp_metadata
+from elastic_ckpt.formats.exchange import opener_of, read_my_share
+from elastic_ckpt.formats.naming import DCP_METADATA
+from elastic_ckpt.formats.saved_states import normal_groups
+
+#: Key of the client state for what has no home in a DeepSpeed engine.
+CLIENT_KEY = "dcp"
+_STEP = "step"
+_RESERVED = frozenset({MASTER, BUFFER, FROZEN})
+
+
+def read_dcp(found: Found, options: MetadataOptions) -> Checkpoint:
+    """Read the metadata of a DCP folder. Collective: all ranks raise the same :class:`ElasticCkptError`."""
+    contents = distributed.broadcast("read the checkpoint's metadata", lambda: read_dcp_metadata(found.folder))
+    with distributed.deterministic("look at the checkpoint's entries"):
+        entries = sort_entries(contents, found.folder)
+        wanted = _wanted(contents, entries, options)
+    names = list(contents.files)
+
+    def read(position: int) -> DcpFile:
+        name = names[position]
+        return read_dcp_file(found.path(name), contents.files[name], contents, wanted, options.trust_pickle)
+
+    files = read_my_share(len(names), read)
+    with distributed.deterministic("fit the checkpoint's files together"):
+        builder = _Builder(found, contents, entries, files, options)
+        metadata, state = builder.metadata(), builder.training_state()
+    opened = sum(opener_of(position) == distributed.rank() for position in range(len(names)))
+    return Checkpoint(metadata, state, found.path(DCP_METADATA), opened)
+
+
+def _wanted(contents: DcpContents, entries: Entries, options: MetadataOptions) -> frozenset[str]:
+    """The small entries whose values are read: scalar states, hyperparameters, and the client state's objects."""
+    tensors = contents.tensors
+    states = {entry for entry in entries.states.values() if entry not in tensors or not tensors[entry][1]}
+    groups = {entry for group in entries.groups.values() for entry in group.values()}
+    others = {entry for entry in entries.others if entry not in tensors} if options.with_client_state else set()
+    return frozenset(states | groups | others)
+
+
+class _Builder:
+    """Builds metadata and training state from what ``.metadata`` lists and what is in the files."""
+
+    def __init__(
+        self, found: Found, contents: DcpContents, entries: Entries, files: Sequence[DcpFile], options: MetadataOptions
+    ) -> None:
+        self._found, self._contents, self._entries, self._options = found, contents, entries, options
+        self._files = files
+        self._values = {name: value for file in files for name, value in file.values.items()}
+        self._boxes: dict[str, list[Box]] = {}
+        for number, (file, items) in enumerate(zip(files, contents.files.values(), strict=True)):
+            for item, byte_offset in zip(items, file.byte_offsets, strict=True):
+                box = Box(item.offsets, item.sizes or (), number, byte_offset)
+                if item.sizes is not None and box.numel:
+                    self._boxes.setdefault(item.name, []).append(box)
+        self._tensors: dict[tuple[str, str], TensorMetadata] = {}
+        self._scalars: dict[str, dict[str, float]] = {}
+        self._scalar_forms: dict[str, str] = {}
+        self._opaque: dict[str, str] = {}
+
+    def metadata(self) -> CheckpointMetadata:
+        """The metadata; ranks may differ in which of the untrained weights are buffers."""
+        found, entries = self._found, self._entries
+        members, groups = self._groups()
+        ties, live = self._ties(members), self._options.live_buffers
+        for name, entry in entries.weights.items():
+            key = MASTER if ties.get(name, name) in members else BUFFER if name in live else FROZEN
+            self._tensors[name, key] = self._tensor(name, key, entry)
+        copies: dict[tuple[str, str], tuple[TensorMetadata, ...]] = {}
+        for tied, name in ties.items():
+            key = MASTER if name in members else FROZEN
+            copies[name, key] = (*copies.get((name, key), ()), replace(self._tensors.pop((tied, key)), name=name))
+        fresh = {key for key, kind in self._options.states.schema.items() if kind == FRESH}
+        for (name, key), entry in entries.states.items():
+            if name in members and key not in fresh:
+                self._add_state(name, key, entry)
+        shapes = self._contents.tensors
+        parameters = {
+            name: SavedParameter(shapes[entries.weights[name]][1], group, self._sorted_scalars(name))
+            for name, group in members.items()
+        }
+        return CheckpointMetadata(
+            source=SourceFacts(found.format, found.folder, found.tag, 0, len(self._files), ""),
+            files=tuple(SourceFile(file.path, file.nbytes, records=file.records) for file in self._files),
+            parameters=parameters,
+            tensors=self._tensors,
+            groups=normal_groups(groups, is_bitsandbytes=False),
+            states=StateFacts(self._opaque, fresh=frozenset(fresh), scalar_forms=self._scalar_forms),
+            aliases=ties,
+            replicas=copies,
+            notes=(*found.notes, *self._notes()),
+        )
+
+    def training_state(self) -> TrainingState:
+        """Counters by the optimizer's step, and objects without a home. After :meth:`metadata`."""
+        steps = max((scalars.get(_STEP, 0) for scalars in self._scalars.values()), default=0)
+        counters = {"global_steps": int(steps), "skipped_steps": 0, "dp_world_size": 1, "mp_world_size": 1}
+        client: dict[str, Any] = {}
+        for entry in self._entries.others:
+            if entry in self._values and not isinstance(self._values[entry], ElasticCkptError):
+                *above, last = self._contents.paths[entry]
+                inside: dict[Any, Any] = client
+                for key in above:
+                    inside = inside.setdefault(key, {})
+                inside[last] = self._values[entry]
+        checkpoint = {CLIENT_KEY: client} if client else {}
+        return TrainingState(counters, BatchSizes(None, None, None), None, None, False, checkpoint)
+
+    def _value(self, entry: str) -> Any:
+        value = self._values[entry]
+        if isinstance(value, ElasticCkptError):
+            raise value
+        return value
+
+    def _groups(self) -> tuple[dict[str, int], list[Mapping[str, Any]]]:
+        """The param group of each trained parameter, and their hyperparameters; those saved by parameter are merged."""
+        weights, members, groups = self._entries.weights, dict[str, int](), list[Mapping[str, Any]]()
+        for (_, key), entries in self._entries.groups.items():
+            values = {name: self._value(entry) for name, entry in entries.items()}
+            values = {name: value.item() if hasattr(value, "item") else value for name, value in values.items()}
+            names = values.pop("params", None if isinstance(key, int) else [key])
+            if not isinstance(names, list) or not all(type(name) is str and name in weights for name in names):
+                raise UnsupportedError(
+                    "a param group of this torch.distributed.checkpoint folder does not list its parameters by name",
+                    file=self._found.folder,
+                    expected="names of the model's parameters, as get_state_dict saves them",
+                    found=f"{names!r}"[:200],
+                    remedy="save the state dict of get_state_dict, or load with load_optimizer_states=False",
+                )
+            if isinstance(key, int) or values not in groups:
+                groups.append(values)
+            number = len(groups) - 1 if isinstance(key, int) else groups.index(values)
+            members |= dict.fromkeys(names, number)
+        stateful = [name for name, _ in self._entries.states if name not in members]
+        return members | dict.fromkeys(stateful, len(groups)), groups + [{}] * bool(stateful)
+
+    def _ties(self, members: Mapping[str, int]) -> dict[str, str]:
+        """Second names of weights that are tied in the live model -> the kept name; their values are compared."""
+        saved = {rename(name, self._options.rename): name for name in self._entries.weights}
+        ties: dict[str, str] = {}
+        for name, others in self._options.live_ties.items():
+            names = [saved[each] for each in (name, *others) if each in saved]
+            kept = next((each for each in names if each in members), names[0] if names else "")
+            ties |= {each: kept for each in names if each != kept and each not in members}
+        return ties
+
+    def _tensor(self, name: str, key: str, entry: str, is_whole: bool = False) -> TensorMetadata:
+        dtype, shape = self._contents.tensors[entry]
+        source = boxed(shape, ITEMSIZE[dtype], tuple(self._boxes.get(entry, ())))
+        return TensorMetadata(name, key, shape, dtype, (source,), is_whole)
+
+    def _add_state(self, name: str, key: str, entry: str) -> None:
+        """A tensor of the parameter's shape (or rows of it), a number, or a tensor of another shape."""
+        dtype, shape = self._contents.tensors.get(entry, ("", None))
+        own = self._contents.tensors[self._entries.weights[name]][1]
+        if shape is None or (shape == () and (own or key == _STEP)):
+            value = self._value(entry)
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                self._scalars.setdefault(name, {})[key] = value
+                self._scalar_forms[key] = dtype or type(value).__name__
+            else:
+                self._opaque[key] = f"an object of type {type(value).__name__}"
+        elif key in _RESERVED or not is_floating(dtype):
+            self._opaque[key] = f"{dtype} of shape {shape}"
+        else:
+            self._tensors[name, key] = self._tensor(name, key, entry, is_whole=own not in (shape, shape[1:]))
+
+    def _sorted_scalars(self, name: str) -> tuple[tuple[str, float], ...]:
+        return tuple(sorted(self._scalars.get(name, {}).items()))
+
+    def _notes(self) -> Iterator[str]:
+        others, values = self._entries.others, self._values
+        unread = {entry: values[entry] for entry in others if isinstance(values.get(entry), ElasticCkptError)}
+        homeless = [entry for entry in others if entry in values and entry not in unread]
+        tensors = [entry for entry in others if entry in self._contents.tensors]
+        if homeless:
+            yield f"no part of a DeepSpeed engine, in the client state under {CLIENT_KEY!r}: {listed(homeless)}"
+        if tensors:
+            yield f"tensors of neither model nor optimizer, not restored: {listed(tensors)}"
+        for entry, error in unread.items():
+            yield f"not read: {entry} ({error.problem}: {error.details.get('found')})"
+        low = {self._tensors[key].dtype for key in self._tensors if key[1] == MASTER} - {"float32"}
+        if low:
+            yield f"the optimizer's masters are the model's weights, in {listed(low)}"

@@ -1,0 +1,128 @@
+"""What each entry of a ``torch.distributed.checkpoint`` folder is, by its path in the state dict that was saved.
+
+The layouts are those of ``get_state_dict`` (``torch/distributed/checkpoint/state_dict.py``): a model's state dict by
+FQN, and an optimizer's with ``state`` and ``param_groups`` by FQN, nested or flattened to one level (torchtitan), below
+keys of the user's choice (``{"model": ..., "optim": ...}``, ``{"app": {...}}``). An optimizer's state dict is
+recognized by these two words, the model's by the names in the optimizer's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from elastic_ckpt.errors import UnsupportedError, listed
+from elastic_ckpt.formats.dcp_metadata import DcpContents, Path
+
+_STATE, _GROUPS, _MEMBERS = "state", "param_groups", "params"
+#: Usual last keys of a model's state dict, by which it is recognized where there is no optimizer.
+_MODEL_KEYS = frozenset({"model", "module", "state_dict", "model_state_dict"})
+#: A param group: its number if it was saved as one, or the parameter that it was saved for.
+GroupKey = tuple[Path, int | str]
+
+
+@dataclass(frozen=True)
+class Entries:
+    """The entries of a folder by what they are.
+
+    Attributes:
+        weights, states: FQN, or FQN and key of the state -> entry.
+        groups: param group -> hyperparameter -> entry.
+        others: entries of neither model nor optimizer.
+    """
+
+    weights: Mapping[str, str]
+    states: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    groups: Mapping[GroupKey, Mapping[str, str]] = field(default_factory=dict)
+    others: tuple[str, ...] = ()
+
+    @property
+    def members(self) -> frozenset[str]:
+        """The entries that list the members of param groups."""
+        return frozenset(group[_MEMBERS] for group in self.groups.values() if _MEMBERS in group)
+
+
+def sort_entries(contents: DcpContents, folder: str) -> Entries:
+    """Sort the entries; :class:`UnsupportedError` if they are in none of the known layouts."""
+    optimizers = {path[:at] for path in contents.paths.values() for at in _places(path, _GROUPS)}
+    states: dict[tuple[str, str], str] = {}
+    groups: dict[GroupKey, dict[str, str]] = {}
+    rest: list[str] = []
+    flattened: list[tuple[Path, str, str]] = []
+    for entry, path in contents.paths.items():
+        roots = (path[:at] for word in (_STATE, _GROUPS) for at in _places(path, word))
+        root = next((root for root in roots if root in optimizers), None)
+        if root is None:
+            rest.append(entry)
+            continue
+        word, *keys = path[len(root) :]
+        if word == _GROUPS and len(keys) == 2:
+            groups.setdefault((root, keys[0]), {})[str(keys[1])] = entry
+        elif word == _STATE and len(keys) >= 2 and type(keys[0]) is str:
+            states[keys[0], ".".join(map(str, keys[1:]))] = entry
+        elif not keys:
+            flattened.append((root, str(word), entry))
+        else:
+            raise _unknown_layout(folder, f"{entry}, of an optimizer whose parameters are numbered")
+    trained = {name for name, _ in states}
+    weights = _model(contents, rest, trained, {name for _, name, _ in flattened}, folder)
+    for root, word, entry in flattened:
+        kind, name, key = _split(word, weights)
+        if kind == _STATE:
+            states[name, key] = entry
+        else:
+            groups.setdefault((root, name), {})[key] = entry
+    taken = set(weights.values())
+    return Entries(weights, states, groups, tuple(entry for entry in rest if entry not in taken))
+
+
+def _places(path: Path, word: str) -> Iterator[int]:
+    """Where a path enters ``state`` or ``param_groups``, nested or flattened."""
+    for at, key in enumerate(path):
+        if key == word or (at == len(path) - 1 and type(key) is str and key.startswith(f"{word}.")):
+            yield at
+
+
+def _model(
+    contents: DcpContents, entries: list[str], trained: set[str], flattened: set[str], folder: str
+) -> dict[str, str]:
+    """The model's tensors, by FQN."""
+    dicts: dict[Path, dict[str, str]] = {}
+    for entry in entries:
+        if entry in contents.tensors:
+            *root, name = contents.paths[entry]
+            dicts.setdefault(tuple(root), {})[str(name)] = entry
+    if trained:
+        fitting = [root for root, names in dicts.items() if trained <= names.keys()]
+    elif flattened:
+        fitting = [root for root, names in dicts.items() if all(_owner(word, names) for word in flattened)]
+    else:
+        called = [root for root in dicts if root and root[-1] in _MODEL_KEYS]
+        fitting = list(dicts) if len(dicts) == 1 else called
+    if len(fitting) != 1:
+        shown = listed("/".join(map(str, root)) or "the top level" for root in dicts)
+        raise _unknown_layout(folder, f"tensors under {shown}" if dicts else "no tensors")
+    return dicts[fitting[0]]
+
+
+def _owner(word: str, names: Mapping[str, str]) -> str | None:
+    """The parameter in ``state.<parameter>.<key>``: the longest name that fits."""
+    parts = word.split(".")
+    candidates = (".".join(parts[1:stop]) for stop in range(len(parts) - 1, 1, -1))
+    return next((name for name in candidates if name in names), None)
+
+
+def _split(word: str, names: Mapping[str, str]) -> tuple[str, str, str]:
+    kind, _, rest = word.partition(".")
+    name = _owner(word, names) or ""
+    return kind, name, rest.removeprefix(f"{name}.")
+
+
+def _unknown_layout(folder: str, found: str) -> UnsupportedError:
+    return UnsupportedError(
+        "the entries of this torch.distributed.checkpoint folder are in no layout that is known",
+        file=folder,
+        expected="state dicts of torch.distributed.checkpoint.state_dict.get_state_dict, under keys of any names",
+        found=found,
+        remedy="save {'model': ..., 'optim': ...} of get_state_dict(model, optimizer)",
+    )

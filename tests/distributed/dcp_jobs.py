@@ -1,0 +1,119 @@
+"""Jobs that train with FSDP2 and save with ``torch.distributed.checkpoint``, and engines that load what they saved."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import elastic_ckpt
+from tests.distributed import model as models
+from tests.distributed import truth as oracle
+from tests.distributed.facts import Loaded, loss_gap
+from tests.distributed.jobs import CONTINUE_TO, SAVE_AT, truth_of, where
+from tests.distributed.model import Setup, batch, build_engine, build_optimizer, close, train
+
+SETUP = Setup(3)
+
+
+def build_fsdp(model: str = "UntiedLM", seed: int = 7) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A model that FSDP2 shards over all ranks, and its optimizer."""
+    module = models.BUILDERS[model](seed=seed)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(module.hidden, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    optimizer = build_optimizer(module, SETUP)
+    for group in optimizer.param_groups:  # as a scheduler notes it, which engines of these tests have
+        group["initial_lr"] = group["lr"]
+    return module, optimizer
+
+
+def train_fsdp(module: torch.nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> list[float]:
+    """As :func:`tests.distributed.model.train`, without DeepSpeed."""
+    losses = []
+    for step in range(first, last):
+        loss = module(batch(step, dist.get_world_size(), dist.get_rank()))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        losses.append(mean.item() / dist.get_world_size())
+    return losses
+
+
+def full(value: Any) -> Any:
+    """A tensor of any mesh, whole. Collective."""
+    return value.full_tensor().detach().clone() if hasattr(value, "full_tensor") else value.detach().clone()
+
+
+def truth_of_fsdp(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """As :func:`tests.distributed.truth.gather`, of an FSDP2 model. Collective."""
+    named = {param: name for name, param in module.named_parameters()}
+    masters = {name: full(param) for param, name in named.items()}
+    states = {
+        (named[param], key): full(value)
+        for param, state in optimizer.state.items()
+        for key, value in state.items()
+        if key != "step"
+    }
+    groups = [
+        {key: group[key] for key in ("lr", "weight_decay", "betas", "eps", "initial_lr", "name") if key in group}
+        for group in optimizer.param_groups
+    ]
+    steps = sorted({float(state["step"]) for state in optimizer.state.values()})
+    buffers = {name: full(buffer) for name, buffer in module.named_buffers()}
+    return {
+        "masters": masters,
+        "states": states,
+        "weights": masters,
+        "buffers": buffers,
+        "steps": steps,
+        "groups": groups,
+    }
+
+
+def save_fsdp(arguments: dict[str, Any]) -> None:
+    """Train to step ``SAVE_AT``, save with the writer's ``layout``, write down the truth, and train on."""
+    module, optimizer = build_fsdp(arguments.get("model", "UntiedLM"))
+    train_fsdp(module, optimizer, 0, SAVE_AT)
+    flat = arguments.get("layout") == "torchtitan"
+    weights, states = get_state_dict(module, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=flat))
+    extra = {"train_state": {"step": SAVE_AT, "seen": [1, 2, 3]}, "rng": torch.get_rng_state()}
+    layouts = {
+        "plain": {"model": weights, "optim": states, **extra},
+        "app": {"app": {"model": weights, "optim": states}, **extra},
+        "torchtitan": {**weights, "optimizer": states, "train_state": extra["train_state"]},
+        "weights": {"model": weights},
+    }
+    dcp.save(layouts[arguments.get("layout", "plain")], checkpoint_id=arguments["folder"])
+    truth = truth_of_fsdp(module, optimizer)
+    truth["losses"] = train_fsdp(module, optimizer, SAVE_AT, CONTINUE_TO)
+    if dist.get_rank() == 0:
+        torch.save(truth, os.path.join(arguments["folder"], "truth.pt"))
+    dist.barrier()
+
+
+def load_into_engines(cases: list[dict[str, Any]]) -> list[Loaded]:
+    """Load DCP folders into engines of some ``setup``, compare with the truth, and train on."""
+    elastic_ckpt.install()
+    facts = []
+    for case in cases:
+        engine = build_engine(case["setup"], models.BUILDERS[case.get("model", "UntiedLM")](seed=8))
+        _, client_state = engine.load_checkpoint(case.get("load_dir", case["folder"]), **case.get("arguments", {}))
+        truth = truth_of(case["folder"])
+        if not case.get("states", True):
+            truth |= {"states": {}, "steps": []}
+        counters = (SAVE_AT, SAVE_AT * models.GLOBAL_BATCH, 0) if case.get("states", True) else (0, 0, 0)
+        truth |= {"counters": counters, "scheduler": engine.lr_scheduler.state_dict()}
+        differences = oracle.differences(engine, truth)
+        gap = loss_gap(train(engine, SAVE_AT, CONTINUE_TO), truth) if case.get("states", True) else 0.0
+        facts.append(Loaded(case, where(case), engine.elastic_report, differences, gap, client_state))
+        close(engine)
+    return facts

@@ -1,0 +1,38 @@
+"""Folders of ``torch.distributed.checkpoint``: real saves of FSDP2, loaded by engines bit by bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.conftest import Launch
+from tests.distributed.model import Setup
+
+#: As FSDP2 trains: without clipping, which DeepSpeed does by default.
+CONFIG = (("gradient_clipping", 0.0),)
+LAYOUTS = ("plain", "app", "torchtitan")
+
+
+@pytest.fixture(scope="module")
+def saved(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one DCP folder for each layout, saved by two ranks."""
+    folder = tmp_path_factory.mktemp("dcp")
+    for layout in LAYOUTS:
+        launch(2, "dcp_jobs.save_fsdp", {"folder": str(folder / layout), "layout": layout})
+    return folder
+
+
+def test_what_fsdp2_saved_on_two_ranks_is_resumed_by_zero3_on_three(launch: Launch, saved: Path) -> None:
+    cases = [
+        {"setup": setup, "folder": str(saved / layout)}
+        for layout, setup in zip(
+            LAYOUTS, (Setup(3, config=CONFIG), Setup(1, config=CONFIG), Setup(0, config=CONFIG)), strict=True
+        )
+    ]
+    for load in launch(3, "dcp_jobs.load_into_engines", cases):
+        assert load.format == "dcp" and load.differences == {}, load.where
+        assert load.loss_gap < 1e-5, load.where
+        assert load.client_state["dcp"]["train_state"] == {"step": 4, "seen": [1, 2, 3]}
+        if "torchtitan" not in load.case["folder"]:
+            assert "not restored: rng" in load.text

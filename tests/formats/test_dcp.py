@@ -1,0 +1,254 @@
+"""Folders that torch's own ``torch.distributed.checkpoint`` writes, as metadata: entries, chunks, damage, attacks."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
+from elastic_ckpt.errors import DamagedError, ElasticCkptError, UnsafePickleError, UnsupportedError
+from elastic_ckpt.formats.base import Checkpoint, MetadataOptions
+from elastic_ckpt.formats.dcp import read_dcp
+from elastic_ckpt.formats.dcp_entries import sort_entries
+from elastic_ckpt.formats.dcp_items import read_dcp_file
+from elastic_ckpt.formats.dcp_metadata import read_dcp_metadata
+from elastic_ckpt.formats.detect import find_checkpoint
+from tests.attacks.guard import guarded
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(3, 5)
+        self.last = torch.nn.Linear(5, 3, bias=False)
+        self.last.weight.requires_grad_(False)
+        self.register_buffer("ticks", torch.arange(4))
+
+
+def trained() -> tuple[Net, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    net = Net()
+    groups = [{"params": [net.first.weight], "lr": 0.1}, {"params": [net.first.bias], "lr": 0.2}]
+    optimizer = torch.optim.AdamW(groups)
+    net.last(net.first(torch.ones(2, 3))).sum().backward()
+    optimizer.step()
+    return net, optimizer
+
+
+def state_dicts(flat: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
+    return get_state_dict(*trained(), options=StateDictOptions(flatten_optimizer_state_dict=flat))
+
+
+def save(folder: Path, state_dict: dict[str, Any]) -> Path:
+    dcp.save(state_dict, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    model, optim = state_dicts()
+    return save(tmp_path / "saved", {"model": model, "optim": optim, "note": "hello", "seen": {"tokens": 7}})
+
+
+def read(folder: Path, **options: Any) -> Checkpoint:
+    found = find_checkpoint(str(folder), None, prefer_universal=False)
+    assert found is not None and found.format == "dcp"
+    return read_dcp(found, MetadataOptions(**options))
+
+
+def values(checkpoint: Checkpoint, name: str, key: str) -> torch.Tensor:
+    """A tensor, from the bytes that its chunks name."""
+    tensor = checkpoint.metadata.tensors[name, key]
+    flat = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype)).reshape(-1)
+    for chunk in tensor.chunks:
+        path = checkpoint.metadata.files[chunk.file].path
+        nbytes = chunk.range.numel * flat.itemsize
+        raw = numpy.fromfile(path, "u1", nbytes, offset=chunk.byte_offset)
+        flat[chunk.range.start : chunk.range.stop] = torch.from_numpy(raw).view(flat.dtype)
+    return flat.view(tensor.shape)
+
+
+def test_entries_become_masters_states_groups_and_client_state(folder: Path) -> None:
+    model, optim = state_dicts()
+    checkpoint = read(folder, live_buffers=frozenset({"ticks"}))
+    metadata = checkpoint.metadata
+    for name in ("first.weight", "first.bias"):
+        assert torch.equal(values(checkpoint, name, MASTER), model[name])
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(values(checkpoint, name, key), optim["state"][name][key])
+        assert metadata.parameters[name].scalars == (("step", 1.0),)
+    assert torch.equal(values(checkpoint, "last.weight", FROZEN), model["last.weight"])
+    assert torch.equal(values(checkpoint, "ticks", BUFFER), model["ticks"])
+    assert [group["lr"] for group in metadata.groups] == [0.1, 0.2]
+    assert [metadata.parameters[name].group for name in ("first.weight", "first.bias")] == [0, 1]
+    assert metadata.states.scalar_forms == {"step": "float32"}
+    assert checkpoint.training_state.checkpoint == {"dcp": {"note": "hello", "seen": {"tokens": 7}}}
+    assert checkpoint.training_state.counters["global_steps"] == 1
+    assert any("note, seen.tokens" in note for note in metadata.notes)
+
+
+LAYOUTS: dict[str, Callable[..., dict[str, Any]]] = {
+    "tutorial": lambda model, optim: {"app": {"model": model, "optim": optim}},
+    "torchtitan": lambda model, optim: {**model, "optimizer": optim},
+    "renamed": lambda model, optim: {"net": model, "adam": optim},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_are_recognized_by_the_names_in_them(tmp_path: Path, folder: Path, layout: str) -> None:
+    other = save(tmp_path / layout, LAYOUTS[layout](*state_dicts(flat=layout == "torchtitan")))
+    first, second = read(folder).metadata, read(other).metadata
+    assert first.parameters == second.parameters and first.tensors.keys() == second.tensors.keys()
+    assert first.groups == second.groups
+
+
+def test_weights_alone_have_no_states(tmp_path: Path) -> None:
+    metadata = read(save(tmp_path / "saved", {"model": state_dicts()[0]})).metadata
+    assert not metadata.parameters and set(metadata.names(FROZEN)) == set(state_dicts()[0])
+
+
+def test_states_of_numbered_parameters_are_refused(tmp_path: Path) -> None:
+    net, optimizer = trained()
+    with pytest.raises(UnsupportedError, match="no layout that is known"):
+        read(save(tmp_path / "saved", {"model": net.state_dict(), "optim": optimizer.state_dict()}))
+
+
+def test_copies_of_tied_weights_are_compared_and_not_restored_twice(tmp_path: Path) -> None:
+    model, optim = state_dicts()
+    saved = save(tmp_path / "saved", {"model": {**model, "head": model["first.weight"]}, "optim": optim})
+    metadata = read(saved, live_ties={"head": ("first.weight",)}).metadata
+    assert metadata.aliases == {"head": "first.weight"} and ("head", MASTER) not in metadata.tensors
+    assert [copy.shape for copy in metadata.replicas["first.weight", MASTER]] == [(5, 3)]
+
+
+def test_objects_of_unknown_classes_are_noted_and_the_rest_is_read(tmp_path: Path) -> None:
+    model, optim = state_dicts()
+    saved = save(tmp_path / "saved", {"model": model, "optim": optim, "path": UnsafePickleError("never made")})
+    checkpoint = read(saved)
+    assert any(note.startswith("not read: path") for note in checkpoint.metadata.notes)
+    assert checkpoint.training_state.checkpoint == {}
+
+
+def test_states_of_integers_are_opaque_and_fresh_ones_left_out(tmp_path: Path) -> None:
+    model, optim = state_dicts()
+    for state in optim["state"].values():
+        state["codes"] = state["exp_avg"].to(torch.uint8)
+    saved = save(tmp_path / "saved", {"model": model, "optim": optim})
+    assert set(read(saved).metadata.states.opaque) == {"codes"}
+    schema = MetadataOptions().states
+    metadata = read(saved, states=replace(schema, schema={"codes": "fresh"})).metadata
+    assert not metadata.states.opaque and metadata.states.fresh == {"codes"}
+
+
+def test_the_last_step_without_latest_is_one_that_was_finished(tmp_path: Path, folder: Path) -> None:
+    for name in ("step-9", "step-10", "step-11"):
+        os.makedirs(tmp_path / "titan" / name)
+        if name != "step-11":
+            save(tmp_path / "titan" / name, {"model": state_dicts()[0]})
+    found = find_checkpoint(str(tmp_path / "titan"), None, prefer_universal=False)
+    assert found is not None and (found.tag, found.format) == ("step-10", "dcp")
+    (tmp_path / "latest").write_text("saved")
+    found = find_checkpoint(str(tmp_path), None, prefer_universal=False)
+    assert found is not None and found.folder == str(folder)
+    os.rename(folder, tmp_path / "iter_0000020")
+    os.remove(tmp_path / "latest")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("20")
+    found = find_checkpoint(str(tmp_path), None, prefer_universal=False)
+    assert found is not None and found.tag == "iter_0000020"
+
+
+def rewrite(folder: Path, change: Callable[[Any], object]) -> None:
+    """Change what ``.metadata`` says."""
+    path = folder / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    change(metadata)
+    path.write_bytes(pickle.dumps(metadata))
+
+
+def store(metadata: Any, **changes: Any) -> None:
+    """Change where one entry's bytes are."""
+    index = next(index for index in metadata.storage_data if index.fqn == "model.first.weight")
+    metadata.storage_data[index] = replace(metadata.storage_data[index], **changes)
+
+
+def forget(metadata: Any) -> None:
+    metadata.storage_data.popitem()
+
+
+def reshape(metadata: Any) -> None:
+    entry = metadata.state_dict_metadata["model.first.weight"]
+    entry.chunks[0].offsets = torch.Size((2, 0))
+
+
+DAMAGE: dict[str, tuple[Callable[[Any], object], type[ElasticCkptError], str]] = {
+    "a file above the folder": (lambda m: store(m, relative_path="../x.distcp"), DamagedError, "not in this folder"),
+    "an absolute path": (lambda m: store(m, relative_path="/etc/passwd"), DamagedError, "not in this folder"),
+    "no file of this name": (lambda m: store(m, relative_path="__9_0.distcp"), DamagedError, "is missing"),
+    "beyond the end": (lambda m: store(m, offset=1 << 40), DamagedError, "ends at byte"),
+    "a negative offset": (lambda m: store(m, offset=-5), DamagedError, "a size or an offset"),
+    "another tensor": (lambda m: store(m, offset=0), DamagedError, "unreadable|another tensor"),
+    "no place": (forget, DamagedError, "in which file"),
+    "a chunk outside": (reshape, DamagedError, "a chunk of"),
+    "compression": (lambda m: store(m, transform_descriptors=["zstd"]), UnsupportedError, "extensions"),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_damaged_folders_are_refused(folder: Path, what: str) -> None:
+    change, kind, text = DAMAGE[what]
+    rewrite(folder, change)
+    with guarded(64 << 20), pytest.raises(kind, match=text):
+        read(folder)
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return os.system, ("echo executed",)
+
+
+@pytest.mark.parametrize("place", ["planner_data", "storage_data", "state_dict_metadata"])
+def test_nothing_in_the_metadata_runs(folder: Path, place: str) -> None:
+    rewrite(folder, lambda metadata: setattr(metadata, place, {"a": Evil()}))
+    with guarded(64 << 20), pytest.raises(UnsafePickleError, match="safe globals"):
+        read(folder)
+
+
+@pytest.mark.parametrize("raw", [b"", b"\x80\x04.", pickle.dumps(7), pickle.dumps({"state_dict_metadata": {}})])
+def test_noise_for_metadata_is_damage(folder: Path, raw: bytes) -> None:
+    (folder / ".metadata").write_bytes(raw)
+    with pytest.raises(DamagedError, match="unreadable"):
+        read(folder)
+
+
+def test_many_chunks_are_no_attack(folder: Path) -> None:
+    """Keys of stand-ins cannot collide, and a chunk is a dozen containers of few bytes each."""
+
+    def grow(metadata: Any) -> None:
+        entry, index = metadata.state_dict_metadata["note"], next(iter(metadata.storage_data))
+        for number in range(30_000):
+            metadata.state_dict_metadata[f"x{number}"] = entry
+            metadata.storage_data[replace(index, fqn=f"x{number}", offset=None)] = _StorageInfo("__0_0.distcp", 0, 9)
+
+    rewrite(folder, grow)
+    contents = read_dcp_metadata(str(folder))
+    assert len(contents.paths) > 30_000
+    assert len(sort_entries(contents, str(folder)).others) > 30_000
+
+
+def test_values_are_read_of_what_is_wanted_alone(folder: Path) -> None:
+    contents = read_dcp_metadata(str(folder))
+    ((name, items),) = contents.files.items()
+    file = read_dcp_file(str(folder / name), items, contents, {"note"})
+    assert file.values == {"note": "hello"} and len(file.byte_offsets) == len(items)
+    assert [at == -1 for at in file.byte_offsets] == [item.sizes is None for item in items]
