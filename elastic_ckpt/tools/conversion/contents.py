@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -19,11 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from isal import isal_zlib
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from elastic_ckpt.core.experts import expert_name
-from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
 from elastic_ckpt.core.tp_rules import VOCABULARY, WHOLE_KINDS, Rule
 from elastic_ckpt.errors import UnsupportedError, listed
@@ -31,10 +27,8 @@ from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.torch_archive.stand_ins import StandIn
 from elastic_ckpt.io.coalesce import ReadOptions
-from elastic_ckpt.tools.conversion.pickling import save
-from elastic_ckpt.tools.findings import PADDING
+from elastic_ckpt.tools.conversion.torch_file import write_tensor_file
 from elastic_ckpt.tools.logical import LogicalReader, Whole, refuse_without_masters, scalars_of
-from elastic_ckpt.tools.verification.archive import read_archive
 from elastic_ckpt.tools.workplace import scratch
 
 _UNSAFE = re.compile(r"[/\\\x00]|^\.{0,2}$|^\.")
@@ -42,8 +36,6 @@ _UNSAFE = re.compile(r"[/\\\x00]|^\.{0,2}$|^\.")
 _SUBPARAM_SHAPE = "deepspeed.checkpoint.universal_checkpoint.SubparamShape"
 #: The only states that DeepSpeed's stage 3 loads.
 _ADAM = frozenset({MASTER, "exp_avg", "exp_avg_sq"})
-#: Offsets of the CRC32 in a record's data descriptor and directory entry (APPNOTE.TXT, 4.3.9, 4.3.12).
-_CRC32_IN_DESCRIPTOR, _CRC32_IN_ENTRY = 4, 16
 
 
 @dataclass(frozen=True)
@@ -146,68 +138,6 @@ def _write_tensor(
         lambda wanted, out: reader.read(whole, wanted, out, options),
         scratch(options.chunk_nbytes),
     )
-
-
-def write_tensor_file(
-    path: str,
-    wrap: Callable[[torch.Tensor], Any],
-    shape: tuple[int, ...],
-    dtype: str,
-    fill: Callable[[FlatRange, torch.Tensor], None],
-    buffer: torch.Tensor,
-) -> None:
-    """Write a ``torch.save`` file of one tensor without having all of it in memory.
-
-    torch writes the file with a hole for the tensor's bytes, which are then written in chunks, and last the checksum
-    behind the data and in the central directory. The result equals ``torch.save``'s byte for byte, except for the
-    record ``.data/serialization_id``, which torch derives from the checksums that it knows.
-
-    Args:
-        path: file to write; overwritten.
-        wrap: puts the tensor, which has no data, into the object to pickle.
-        shape, dtype: shape and torch dtype of the tensor.
-        fill: called for one chunk after the other, to fill a flat tensor with the given elements.
-        buffer: flat uint8 tensor, overwritten: all the memory that is used.
-    """
-    fake = _save_without_data(path, wrap, shape, getattr(torch, dtype))
-    if not fake.numel():
-        return
-    step = buffer.numel() // fake.itemsize
-    values, crc = buffer[: step * fake.itemsize].view(fake.dtype), 0
-    with open(path, "r+b") as stream:
-        archive = read_archive(stream)
-        record = next((record for record in archive.records if record.name.endswith("/data/0")), None)
-        if record is None or any(kind != PADDING for kind, _ in archive.problems):
-            raise AssertionError(f"torch {torch.__version__} writes its files in a way that is not known here")
-        os.posix_fallocate(stream.fileno(), record.offset, record.nbytes)  # reports a full disk at once, and is faster
-        stream.seek(record.offset)
-        for first in range(0, fake.numel(), step):
-            chunk = values[: min(step, fake.numel() - first)]
-            fill(FlatRange(first, first + chunk.numel()), chunk)
-            raw = chunk.view(torch.uint8).numpy().data
-            crc = isal_zlib.crc32(raw, crc)
-            stream.write(raw)
-        for at in (record.offset + record.nbytes + _CRC32_IN_DESCRIPTOR, record.entry_offset + _CRC32_IN_ENTRY):
-            stream.seek(at)
-            stream.write(struct.pack("<I", crc))
-
-
-def _save_without_data(
-    path: str, wrap: Callable[[torch.Tensor], Any], shape: tuple[int, ...], dtype: torch.dtype
-) -> torch.Tensor:
-    """``torch.save`` a tensor with room for its bytes; returns a tensor of that shape and dtype, without memory.
-
-    Before torch 2.6, which cannot leave the bytes out, they are written as zeros: pages of a tensor that nothing has
-    touched take no memory, but the disk writes them twice.
-    """
-    with FakeTensorMode():
-        fake = torch.empty(shape, dtype=dtype)
-    if hasattr(torch.serialization, "skip_data"):
-        with torch.serialization.skip_data(materialize_fake_tensors=True):
-            save(wrap(fake), path)
-    else:
-        save(wrap(torch.zeros(shape, dtype=dtype)), path)
-    return fake
 
 
 def tp_entries(rule: Rule | None, whole: Whole) -> dict[str, Any]:
