@@ -88,7 +88,7 @@ class CheckpointTensors(Mapping[str, torch.Tensor]):
         """Optimizer states of a parameter, in its shape: ``{"step": tensor(3.), "exp_avg": ..., "exp_avg_sq": ...}``.
 
         8-bit states are dequantized to fp32. Scalar states are as they were saved, numbers or tensors. What belongs
-        to whole partitions, such as codebooks, is left out. Empty for a parameter that no step has updated.
+        to whole partitions and no parameter is left out. Empty for a parameter that no step has updated.
 
         Raises :class:`KeyError` if no optimizer owned such a parameter, and :class:`ElasticCkptError` if states are
         damaged or of unknown layout, or the optimizer's parameters could not be named.

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import safetensors
 import torch
+from bitsandbytes.functional import dequantize_blockwise
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from safetensors.torch import load_file
 from typer.testing import CliRunner
@@ -133,3 +134,51 @@ def test_tensor_and_pipeline_parallel_shards_are_joined(launch: Launch, tmp_path
         opened = elastic_ckpt.open(source, config=ElasticConfig(tp_preset="megatron-core"))
         for (name, key), value in truth["states"].items():
             assert torch.equal(opened.optimizer_state(name)[key], value), (name, key)
+
+
+@pytest.mark.parametrize("setup", [Setup(1), Setup(2, "bf16"), Setup(3)], ids=lambda setup: setup.name)
+def test_optimizer_states(setup: Setup, saved: Path, tmp_path: Path) -> None:
+    source = saved / f"{setup.name}-dp2"
+    export(source, tmp_path / "out", "--optimizer", "--dtype", "fp16")
+    states, truth = load_file(tmp_path / "out" / "optimizer.safetensors"), truth_of(source)
+    assert states.keys() == {f"{key}.{name}" for name, key in truth["states"]}
+    for (name, key), value in truth["states"].items():
+        assert states[f"{key}.{name}"].dtype == value.dtype and torch.equal(states[f"{key}.{name}"], value), (name, key)
+    with safetensors.safe_open(tmp_path / "out" / "optimizer.safetensors", "pt") as reader:
+        facts = reader.metadata()
+    assert {step["step"] for step in json.loads(facts["scalars"]).values()} == set(truth["steps"])
+    groups = json.loads(facts["param_groups"])
+    assert [group["lr"] for group in groups] == [group["lr"] for group in truth["groups"]]
+    assert {name for group in groups for name in group["params"]} == truth["masters"].keys()
+
+
+def test_8_bit_states_are_dequantized(launch: Launch, tmp_path: Path) -> None:
+    setup = Setup(1, optimizer="bnb.AdamW8bit")
+    launch(2, "save", {"folder": str(tmp_path), "setups": [setup], "model": "WideLM", "truth": False})
+    source = tmp_path / f"{setup.name}-dp2"
+    report = export(source, tmp_path / "out", "--optimizer")
+    assert any("dequantized, as fp32: state1, state2" in note for note in report["notes"])
+    found, expected = load_file(tmp_path / "out" / "optimizer.safetensors"), dequantized(source / "step4")
+    assert found.keys() == expected.keys() and len(found) > 8
+    for name, value in expected.items():
+        assert torch.equal(found[name].flatten(), value), name
+
+
+def dequantized(folder: Path) -> dict[str, torch.Tensor]:
+    """Both states of every parameter, flat, by bitsandbytes' own function."""
+    parts: dict[str, list[torch.Tensor]] = {}
+    for path in sorted(folder.glob("*optim_states.pt")):
+        saved = torch.load(path, weights_only=False)["optimizer_state_dict"]
+        for number, fragments in enumerate(saved["param_slice_mappings"]):
+            states = saved["base_optimizer_state"]["state"][number]
+            states |= states.pop("__bnb_optimizer_quant_state__", {})
+            for key in ("1", "2"):
+                values = states[f"state{key}"]
+                if values.dtype == torch.uint8:
+                    values = dequantize_blockwise(
+                        values, absmax=states[f"absmax{key}"], code=states[f"qmap{key}"], blocksize=256
+                    )
+                for name, fragment in fragments.items():
+                    part = values[fragment.start : fragment.start + fragment.numel]
+                    parts.setdefault(f"state{key}.{name}", []).append(part)
+    return {name: torch.cat(values) for name, values in parts.items()}

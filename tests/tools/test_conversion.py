@@ -41,9 +41,9 @@ from elastic_ckpt.tools.conversion.contents import (
     refuse_unconvertible,
     refuse_without_shapes,
     tp_entries,
-    write_tensor_file,
 )
 from elastic_ckpt.tools.conversion.pickling import save
+from elastic_ckpt.tools.conversion.torch_file import write_tensor_file
 from elastic_ckpt.tools.logical import LogicalReader, Whole
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,14 +23,16 @@ from typer.testing import CliRunner
 import elastic_ckpt
 from elastic_ckpt.cli import app
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
-from elastic_ckpt.errors import ConfigError, ElasticCkptError, MismatchError, UnsupportedError
+from elastic_ckpt.errors import ConfigError, ElasticCkptError, MismatchError, NotFoundError, UnsupportedError
 from elastic_ckpt.tools import export as exporting
 from elastic_ckpt.tools.export.safetensors import DTYPES, layout
-from elastic_ckpt.tools.export.shards import INDEX, index_of, nbytes_of, shards_of, to_export
+from elastic_ckpt.tools.export.selection import to_export
+from elastic_ckpt.tools.export.shards import checked_format, index_of, nbytes_of, shards_of
 from elastic_ckpt.tools.export.writing import converted
 from elastic_ckpt.tools.logical import Whole
 from tests.unpartitioned import Model, indexed, trained
 
+MODEL = checked_format("safetensors", None)
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 TENSORS = st.dictionaries(
     st.text(min_size=1, max_size=6).filter(lambda name: name != "__metadata__" and name.isprintable()),
@@ -69,7 +73,7 @@ def test_files_are_cut_and_named_as_hugging_face_does(sizes: list[int], limit: i
     theirs = split_torch_state_dict_into_shards(
         {whole.name: torch.zeros(whole.shape, dtype=torch.uint8) for whole in wholes}, max_shard_size=limit
     )
-    shards = shards_of(to_export(wholes, None), {}, limit)
+    shards = shards_of(to_export(wholes, None), {}, MODEL, limit)
     assert {s.file: [t.entry.name for t in s.tensors] for s in shards} == theirs.filename_to_tensors
     index = json.loads(index_of(shards))
     assert index == {"metadata": theirs.metadata, "weight_map": theirs.tensor_to_filename}
@@ -113,10 +117,11 @@ def test_the_dtype_is_that_of_parameters() -> None:
 def test_what_the_format_cannot_hold_is_named() -> None:
     for whole in (Whole("w", BUFFER, (2,), "complex128"), Whole("__metadata__", MASTER, (2,), "float32")):
         with pytest.raises(UnsupportedError, match="cannot hold") as error:
-            to_export([whole], None)
+            shards_of(to_export([whole], None), {}, MODEL, 100)
         assert error.value.parameter == whole.name
     with pytest.raises(MismatchError, match="share a name"):
-        to_export([Whole("w", MASTER, (2,), "float32"), Whole("w", BUFFER, (2,), "float32")], None)
+        tensors = to_export([Whole("w", MASTER, (2,), "float32"), Whole("w", BUFFER, (2,), "float32")], None)
+        shards_of(tensors, {}, MODEL, 100)
 
 
 class Tied(Model):
@@ -175,8 +180,8 @@ def test_shards_with_an_index(saved: tuple[Path, Tied], tmp_path: Path, monkeypa
     folder, model = saved
     monkeypatch.setattr(exporting, "_READ", exporting.ReadOptions(threads=1, chunk_nbytes=16, staging_nbytes=64))
     elastic_ckpt.export(folder, tmp_path / "out", max_shard_size="30B", jobs=3)
-    index = json.loads((tmp_path / "out" / INDEX).read_text())
-    files = {path.name for path in (tmp_path / "out").iterdir()} - {INDEX}
+    index = json.loads((tmp_path / "out" / MODEL.index).read_text())
+    files = {path.name for path in (tmp_path / "out").iterdir()} - {MODEL.index}
     assert set(index["weight_map"].values()) == files and len(files) > 2
     expected = {name: value for name, value in model.state_dict().items() if name != "twin"}
     assert index["weight_map"].keys() == expected.keys()
@@ -194,9 +199,32 @@ def test_a_selection_in_another_dtype(saved: tuple[Path, Tied], tmp_path: Path) 
     assert all(torch.equal(found[name], getattr(model, name).bfloat16()) for name in found)
 
 
+@pytest.mark.parametrize("limit", ["30B", "5GB"])
+def test_files_of_torch_are_what_it_would_save(limit: str, saved: tuple[Path, Tied], tmp_path: Path) -> None:
+    folder, model = saved
+    report = elastic_ckpt.export(folder, tmp_path / "out", format="torch", max_shard_size=limit, jobs=3)
+    names = {path.name for path in (tmp_path / "out").glob("*.bin")}
+    assert len(names) == report.files and (limit == "30B") == ("pytorch_model-00001-of-00004.bin" in names)
+    found: dict[str, torch.Tensor] = {}
+    for name in names:
+        part = torch.load(tmp_path / "out" / name, weights_only=True)
+        with zipfile.ZipFile(tmp_path / "out" / name) as archive:
+            assert archive.testzip() is None, "a checksum is wrong"
+        mapped = torch.load(tmp_path / "out" / name, mmap=True)
+        assert all(torch.equal(value, mapped[key]) for key, value in part.items())
+        found |= part
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in found.items())
+    assert found.keys() == model.state_dict().keys() and found["twin"] is found["a"]
+    if limit == "30B":
+        index = json.loads((tmp_path / "out" / "pytorch_model.bin.index.json").read_text())
+        assert set(index["weight_map"].values()) == names and index["weight_map"].keys() == found.keys()
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
+        ({"format": "onnx"}, "cannot have this format"),
+        ({"adapter": "default"}, "no tensors of this PEFT adapter"),
         ({"include": ["nowhere"]}, "matches no tensor"),
         ({"exclude": ["nowhere"]}, "matches no tensor"),
         ({"include": ["("]}, "no regular expression"),
@@ -248,3 +276,90 @@ def test_an_interrupted_export_goes_on(
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in found.items())
     with pytest.raises(ElasticCkptError, match="there already"):
         elastic_ckpt.export(folder, tmp_path / "out")
+
+
+def test_optimizer_states_lie_beside_the_weights(saved: tuple[Path, Tied], tmp_path: Path) -> None:
+    folder, _ = saved
+    words = [str(folder), str(tmp_path / "out"), "--optimizer", "--dtype", "bf16", "--exclude", "^b$", "--json"]
+    result = CliRunner().invoke(app, ["export", *words, "--max-shard-size", "60B"])
+    assert result.exit_code == 0, result.output
+    index = json.loads((tmp_path / "out" / "optimizer.safetensors.index.json").read_text())
+    opened = elastic_ckpt.open(folder)
+    states = {name: opened.optimizer_state(name) for name in ("a", "scale", "c")}
+    assert index["weight_map"].keys() == {f"{key}.{name}" for name in states for key in ("exp_avg", "exp_avg_sq")}
+    for name, file in index["weight_map"].items():
+        key, _, param = name.partition(".")
+        found = load_file(tmp_path / "out" / file)[name]
+        assert found.dtype == torch.float32 and torch.equal(found, states[param][key])
+    assert json.loads(result.stdout)["tensors"] == 4 + 6, "the buffer too"
+    with safetensors.safe_open(tmp_path / "out" / min(set(index["weight_map"].values())), "pt") as reader:
+        facts = {key: json.loads(value) for key, value in reader.metadata().items() if key != "format"}
+    assert facts["scalars"] == {name: {"step": 3.0} for name in states}
+    (group,) = facts["param_groups"]
+    assert group["params"] == ["a", "scale", "c"] and group["lr"] == 1e-3 and group["betas"] == [0.9, 0.999]
+
+
+def test_no_optimizer_states_are_an_error(tmp_path: Path) -> None:
+    (tmp_path / "step").mkdir()
+    model = Tied()
+    state = torch.optim.AdamW(model.named_parameters()).state_dict()
+    indexed(tmp_path / "step", model.state_dict(), state)
+    with pytest.raises(NotFoundError, match="no optimizer states"):
+        elastic_ckpt.export(tmp_path / "step", tmp_path / "out", optimizer=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["step"]
+
+
+@pytest.fixture
+def config_folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", "dtype": "bfloat16"}))
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "model.safetensors").write_text("other weights")
+    (folder / "train.py").write_text("raise SystemExit")
+    return folder
+
+
+def test_the_config_and_the_tokenizer_are_copied(saved: tuple[Path, Tied], config_folder: Path, tmp_path: Path) -> None:
+    report = elastic_ckpt.export(saved[0], tmp_path / "out", with_config=config_folder)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    }
+    assert (tmp_path / "out" / "config.json").read_bytes() == (config_folder / "config.json").read_bytes()
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == saved[1].state_dict().keys() - {"twin"}
+    assert "copied beside the weights: config.json, tokenizer.json" in report.notes
+    assert any("config.json names bfloat16, and parameters are float32" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("spoil", ["no folder", "no config", "a link", "a pipe", "too large", "no JSON"])
+def test_config_folders_that_cannot_be_taken_are_refused(
+    spoil: str, saved: tuple[Path, Tied], config_folder: Path, tmp_path: Path
+) -> None:
+    file, says = config_folder / "tokenizer.json", spoil
+    file.unlink()
+    if spoil == "no folder":
+        file, says = config_folder / "nowhere", "No such file"
+        config_folder = file
+    elif spoil == "no config":
+        (config_folder / "config.json").unlink()
+        file, says = config_folder, "adapter_config.json"
+    elif spoil == "a link":
+        file.symlink_to("/etc/passwd")
+        says = "a symbolic link"
+    elif spoil == "a pipe":
+        os.mkfifo(file)
+        says = "no regular file"
+    elif spoil == "too large":
+        file.touch()
+        os.truncate(file, 1 << 30)
+        says = "at most 134217728 bytes"
+    else:
+        file = config_folder / "config.json"
+        file.write_text("{")
+        says = "a JSON object"
+    with pytest.raises(ConfigError, match="cannot be taken") as error:
+        elastic_ckpt.export(saved[0], tmp_path / "out", with_config=config_folder)
+    assert error.value.file == str(file) and says in str(error.value)
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoints", "model"}

@@ -2,7 +2,8 @@
 
 torch writes the file with holes for the tensors' bytes, which are then filled in chunks, and last the checksums behind
 the data and in the central directory. The result equals ``torch.save``'s byte for byte, except for the record
-``.data/serialization_id``, which torch derives from the checksums that it knows.
+``.data/serialization_id``, which torch derives from the checksums that it knows, and the word ``cpu``, which its pickle
+repeats for each of several tensors.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Exports a checkpoint's weights as safetensors files of Hugging Face's layout: streaming, atomic, resumable."""
+"""Exports a checkpoint's weights as files of Hugging Face's layout: streaming, atomic, resumable."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -12,22 +13,30 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from elastic_ckpt.config import ElasticConfig
+from elastic_ckpt.config import ElasticConfig, state_options
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, CheckpointMetadata
 from elastic_ckpt.errors import ElasticCkptError, listed
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.planning.planner import LoadOptions
-from elastic_ckpt.tools.export.shards import (
-    INDEX,
+from elastic_ckpt.tools.export.config_files import config_files, config_notes
+from elastic_ckpt.tools.export.selection import (
     Dtype,
-    Exported,
-    Shard,
     checked_dtype,
+    of_adapter,
+    optimizer_facts,
+    selected,
+    states_of,
+    to_export,
+)
+from elastic_ckpt.tools.export.shards import (
+    OPTIMIZER,
+    Exported,
+    Format,
+    Shard,
+    checked_format,
     index_of,
     nbytes_of,
-    selected,
     shards_of,
-    to_export,
 )
 from elastic_ckpt.tools.export.writing import ShardWriter
 from elastic_ckpt.tools.logical import WEIGHTS, LogicalReader, refuse_without_masters
@@ -54,16 +63,20 @@ def export(
     out: str | os.PathLike[str],
     *,
     tag: str | None = None,
+    format: Format = "safetensors",
     dtype: Dtype | None = None,
     max_shard_size: str = "5GB",
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
+    adapter: str | None = None,
+    optimizer: bool = False,
+    with_config: str | os.PathLike[str] | None = None,
     jobs: int = 4,
     config: ElasticConfig | None = None,
     progress: bool | None = None,
     restart: bool = False,
 ) -> WriteReport:
-    """Write a checkpoint's parameters and buffers as consolidated safetensors files. No engine and no GPU is needed.
+    """Write a checkpoint's parameters and buffers as consolidated files of Hugging Face's layout. No engine, no GPU.
 
     Parameters are fp32 master weights; frozen parameters and buffers are as the module had them. Of tied parameters,
     one is written, and the others are named in the file's metadata. Memory: about 64 MiB per job, whatever the size.
@@ -71,10 +84,15 @@ def export(
     Args:
         folder, tag: folder with a ``latest`` file and the tag in it, or the folder of one tag.
         out: folder to create.
+        format: ``"safetensors"``, or ``"torch"`` for ``pytorch_model.bin``, in which tied names share a tensor.
         dtype: ``"fp32"``, ``"bf16"`` or ``"fp16"``: of all parameters with floating-point values, frozen ones too;
             ``None``: masters and frozen parameters as they were saved.
         max_shard_size: of one file; ``"5GB"``, ``"2GiB"``.
         include, exclude: regular expressions, searched for in names.
+        adapter: a PEFT adapter (``"default"``): it alone is written, in the one file that PEFT loads.
+        optimizer: whether to write the optimizer states of the exported parameters too, as ``optimizer.safetensors``:
+            state ``exp_avg`` of ``w`` is ``exp_avg.w``; scalar states and hyperparameters are metadata.
+        with_config: folder whose model config, generation config and tokenizer files are copied beside the weights.
         jobs: threads that read, convert and write.
         config: options of the load; rules of tensor parallelism, for example.
         progress: whether to show a progress bar; ``None``: if standard error is a terminal.
@@ -87,35 +105,53 @@ def export(
     """
     started = time.monotonic()
     limit, torch_dtype, options = nbytes_of(max_shard_size), checked_dtype(dtype), config or config_of(None)
-    opened = open_folder(os.fspath(folder), tag, options, with_states=False)
-    target, metadata = Path(out).absolute(), _weights_of(opened.checkpoint.metadata)
+    naming = checked_format(format, adapter)
+    copies = () if with_config is None else config_files(with_config)
+    opened = open_folder(os.fspath(folder), tag, options, with_states=optimizer)
+    target, metadata = Path(out).absolute(), opened.checkpoint.metadata
     refuse_target(EXPORT, target, Path(opened.found.folder))
+    refuse_without_masters(metadata)
+    if not optimizer:
+        metadata = _weights_of(metadata)
     load = LoadOptions.of(options)
     reader = LogicalReader(metadata, load)
-    tensors = to_export(selected(metadata, reader.tensors(), include, exclude), torch_dtype)
-    shards = shards_of(tensors, metadata.aliases, limit)
-    facts = (_VERSION, shards, load.rules, options.replicated_params, options.rename)
+    wholes = list(reader.tensors())
+    weights = to_export(selected(metadata, wholes, include, exclude), torch_dtype)
+    if adapter is not None:
+        weights, limit = of_adapter(weights, adapter, opened.found.folder), sys.maxsize
+    sets = {naming: shards_of(weights, metadata.aliases, naming, limit)}
+    if optimizer:
+        names = {tensor.whole.name for tensor in weights}
+        states = states_of(metadata, wholes, names)
+        sets[OPTIMIZER] = shards_of(states, {}, OPTIMIZER, limit, **optimizer_facts(metadata, names))
+    shards = [shard for of_set in sets.values() for shard in of_set]
+    facts = (_VERSION, sets, copies, load.rules, options.replicated_params, options.rename, state_options(options))
     with naming_os_errors(EXPORT, target):
-        _refuse_full_disk(target, sum(shard.nbytes for shard in shards))
+        _refuse_full_disk(target, sum(shard.nbytes for shard in shards) + sum(file.nbytes for file in copies))
         notes = (*metadata.notes, *metadata.warnings, *reader.notes, *reader.compare_copies(_READ))
+        notes += (*_notes(metadata, weights), *config_notes(copies, weights))
         with Workplace(EXPORT, target, metadata.files, facts, restart) as place:
             kept = sum(place.has(shard.file) for shard in shards)
             nbytes = _write_all(place, reader, shards, max(jobs, 1), progress)
+            for naming, of_set in sets.items():
+                if len(of_set) > 1:
+                    place.write(naming.index, partial(Path.write_text, data=index_of(of_set), encoding="utf-8"))
+            for file in copies:
+                place.write(file.name, file.copy)
             place.finish()
     return WriteReport(
         folder=str(target),
-        tensors=len(tensors),
+        tensors=sum(len(shard.tensors) for shard in shards),
         files=len(shards) - kept,
         nbytes=nbytes,
         files_kept=kept,
         seconds=time.monotonic() - started,
-        notes=(*notes, *_notes(metadata, tensors)),
+        notes=notes,
     )
 
 
 def _weights_of(metadata: CheckpointMetadata) -> CheckpointMetadata:
-    """The metadata without optimizer states. Raises :class:`DamagedError` if parameters have no master weights."""
-    refuse_without_masters(metadata)
+    """The metadata without optimizer states."""
     return replace(
         metadata,
         tensors={key: tensor for key, tensor in metadata.tensors.items() if key[1] in WEIGHTS},
@@ -125,7 +161,7 @@ def _weights_of(metadata: CheckpointMetadata) -> CheckpointMetadata:
 
 def _refuse_full_disk(target: Path, nbytes: int) -> None:
     parent = next(folder for folder in target.parents if folder.exists())
-    reused = sum(path.stat().st_size for path in partial_folder(target).glob("*.safetensors*"))
+    reused = sum(512 * path.stat().st_blocks for path in partial_folder(target).glob("*"))
     free = shutil.disk_usage(parent).free + reused
     if free < nbytes + _SPARE:
         raise ElasticCkptError(
@@ -140,16 +176,13 @@ def _refuse_full_disk(target: Path, nbytes: int) -> None:
 def _write_all(
     place: Workplace, reader: LogicalReader, shards: Sequence[Shard], jobs: int, progress: bool | None
 ) -> int:
-    """Write the files that are not there yet, and the index; returns the bytes of the former."""
+    """Write the files that are not there yet; returns their bytes."""
     todo = [shard for shard in shards if not place.has(shard.file)]
     disable = None if progress is None else not progress
     total = sum(shard.nbytes for shard in todo)
     with tqdm(total=total, unit="B", unit_scale=True, desc="exporting", disable=disable) as bar:
         writer = ShardWriter(reader, _READ, jobs, bar.update)
-        nbytes = sum(place.write(shard.file, partial(writer.write, shard)) for shard in todo)
-    if len(shards) > 1:
-        place.write(INDEX, lambda path: path.write_text(index_of(shards), encoding="utf-8"))
-    return nbytes
+        return sum(place.write(shard.file, partial(writer.write, shard)) for shard in todo)
 
 
 def _notes(metadata: CheckpointMetadata, tensors: Sequence[Exported]) -> Iterator[str]:
@@ -165,3 +198,9 @@ def _notes(metadata: CheckpointMetadata, tensors: Sequence[Exported]) -> Iterato
     tied = [f"{alias} = {name}" for alias, name in metadata.aliases.items() if name in exported]
     if tied:
         yield f"tied parameters are written once: {listed(tied)}"
+    coded = {key for (_, key), tensor in metadata.tensors.items() if tensor.is_quantized}
+    if coded:
+        yield f"8-bit optimizer states are written dequantized, as fp32: {listed(coded)}"
+    shared = {state.key for saved in metadata.parameters.values() for state in saved.replicated}
+    if shared and metadata.state_keys:
+        yield f"optimizer states of whole partitions belong to no parameter, and are left out: {listed(shared)}"

@@ -1,0 +1,79 @@
+"""What ``from_pretrained`` makes of exports: the models that DeepSpeed trained and saved, bit by bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from safetensors.torch import load_file
+
+import elastic_ckpt
+from tests.distributed.conftest import Launch
+from tests.distributed.huggingface_jobs import CONFIGS, SETUPS, build_model
+from tests.distributed.jobs import truth_of
+from tests.distributed.model import Setup
+
+
+@pytest.fixture(scope="module")
+def saved(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    launch(2, "huggingface_jobs.save", {"folder": str(folder), "models": list(CONFIGS), "setups": SETUPS})
+    for name, config in CONFIGS.items():
+        config.save_pretrained(folder / name / "config")
+    model = build_model("lora")
+    model.peft_config["default"].save_pretrained(folder / "lora" / "config")
+    return folder
+
+
+def from_pretrained(folder: Path, **options: Any) -> torch.nn.Module:
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
+    assert not any(info.values()), info
+    return model
+
+
+def assert_equal(model: torch.nn.Module, expected: dict[str, torch.Tensor]) -> None:
+    found = dict(model.named_parameters())
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: setup.name)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_transformers_loads_what_deepspeed_trained(name: str, setup: Setup, saved: Path, tmp_path: Path) -> None:
+    source, config = saved / name / setup.name, saved / name / "config"
+    truth = truth_of(source)
+    elastic_ckpt.export(source, tmp_path / "masters", with_config=config, max_shard_size="20KB")
+    assert len(list((tmp_path / "masters").glob("*.safetensors"))) > 1
+    assert_equal(from_pretrained(tmp_path / "masters"), truth["masters"])
+    elastic_ckpt.export(source, tmp_path / "bf16", with_config=config, dtype="bf16")
+    live = {key: value.bfloat16() for key, value in truth["weights"].items()}
+    assert_equal(from_pretrained(tmp_path / "bf16"), live)
+    elastic_ckpt.export(source, tmp_path / "torch", with_config=config, format="torch", max_shard_size="20KB")
+    assert_equal(from_pretrained(tmp_path / "torch"), truth["masters"])
+    theirs = get_fp32_state_dict_from_zero_checkpoint(str(source))
+    opened = elastic_ckpt.open(source)
+    assert theirs.keys() == set(opened) and all(torch.equal(opened[key], theirs[key]) for key in theirs)
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: setup.name)
+def test_peft_loads_an_adapter(setup: Setup, saved: Path, tmp_path: Path) -> None:
+    source, truth = saved / "lora" / setup.name, truth_of(saved / "lora" / setup.name)
+    elastic_ckpt.export(source, tmp_path / "out", adapter="default", with_config=saved / "lora" / "config")
+    base = build_model("lora").unload()
+    model = peft.PeftModel.from_pretrained(base, tmp_path / "out")
+    found = dict(model.named_parameters())
+    assert truth["masters"].keys() == {key for key in found if "lora_" in key or "modules_to_save" in key}
+    for key, value in truth["masters"].items():
+        assert torch.equal(found[key], value), key
+    peft.PeftModel.save_pretrained(model, tmp_path / "again")
+    again, ours = (
+        load_file(tmp_path / "again" / "adapter_model.safetensors"),
+        load_file(tmp_path / "out" / "adapter_model.safetensors"),
+    )
+    assert again.keys() == ours.keys() and all(torch.equal(again[key], ours[key]) for key in ours)
