@@ -8,12 +8,15 @@ and client's state come on top.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.machine import write_document
 from benchmarks.played import PlayedJob
 from elastic_ckpt import distributed
 from elastic_ckpt.core.checksums import PartialSum
@@ -89,15 +92,20 @@ def of_zero3(ranks: int) -> Collectives:
 
 
 @app.command()
-def main(ranks: list[int] = typer.Option([8, 64, 512, 4096])) -> None:  # noqa: B008  typer's way
+def main(
+    ranks: Annotated[list[int] | None, typer.Option(help="8, 64, 512 and 4,096 by default.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for results.")] = Path("benchmark_results"),
+) -> None:
     """Count collectives and bytes."""
     table = Table("ranks", "source ranks", "collectives", "a rank sends KiB", "longest KiB", "a rank receives KiB")
-    for each in map(of_zero3, ranks):
+    points = [of_zero3(each) for each in ranks or (8, 64, 512, 4096)]
+    for each in points:
         nbytes = (each.sent_nbytes, each.most_nbytes, each.received_nbytes)
         table.add_row(
             *(f"{value:,}" for value in (each.ranks, each.source_ranks, each.collectives)),
             *(f"{value / 1024:,.1f}" for value in nbytes),
         )
+    write_document(out, "collectives", list(map(asdict, points)))
     Console(width=120).print(table)
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
+from typing import Annotated
 from unittest import mock
 
 import torch
@@ -22,6 +23,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.machine import write_document
 from elastic_ckpt.core.metadata import SourceFile
 from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, Slot
 from elastic_ckpt.io.coalesce import ReadOptions
@@ -69,9 +71,13 @@ def seconds_of(path: Path, piece_nbytes: int, pieces: int, gap_nbytes: int) -> f
 
 
 @app.command()
-def main(pieces: int = 400) -> None:
+def main(
+    pieces: int = 400,
+    out: Annotated[Path, typer.Option(help="Folder for results.")] = Path("benchmark_results"),
+) -> None:
     """Measure pieces of 1 KiB to 1 MiB, each read alone and all merged."""
     table = Table("KiB of a piece and of a gap", "page cache, alone s", "merged s", "network, alone s", "merged s")
+    points = []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "zeros"
         path.write_bytes(bytes(2 * pieces << 20))
@@ -80,6 +86,8 @@ def main(pieces: int = 400) -> None:
             with network(*NETWORK):
                 row += [seconds_of(path, kib * _KIB, pieces, gap) for gap in (0, kib * _KIB)]
             table.add_row(f"{kib:,}", *(f"{seconds:.4f}" for seconds in row))
+            points.append({"kib": kib, "seconds": row})
+    write_document(out, "gaps", points, repeats=_ROUNDS)
     Console(width=120).print(table)
 
 

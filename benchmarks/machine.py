@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
+import time
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 
 def _first(path: str, key: str) -> str:
@@ -22,7 +26,7 @@ def meminfo(key: str) -> int:
 
 
 def describe() -> dict[str, str | int]:
-    """Processor, memory, kernel, and versions of what was measured."""
+    """Processor, memory, kernel, versions of what was measured, and when."""
     huge = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     return {
         "cpu": _first("/proc/cpuinfo", "model name") or platform.machine(),
@@ -34,4 +38,12 @@ def describe() -> dict[str, str | int]:
         "torch": version("torch"),
         "deepspeed": version("deepspeed"),
         "elastic_ckpt": version("elastic_ckpt"),
+        "when": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
+
+
+def write_document(folder: Path, name: str, points: Sequence[Any], **facts: Any) -> None:
+    """Write what was measured, with the machine, to ``<name>.json`` of a folder."""
+    document = {"machine": describe(), **facts, "points": list(points)}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(document, indent=1), encoding="utf-8")

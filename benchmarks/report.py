@@ -1,43 +1,180 @@
-"""``python -m benchmarks.report``: the README's tables, from the results that the other benchmarks wrote."""
+"""``python -m benchmarks.report``: the tables of README and documentation, from the results of the other benchmarks.
+
+What was measured is checked in below ``benchmarks/results``, with machine and date. ``--out`` replaces it by what a run
+has just written; then each marked section of the pages is written anew.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from benchmarks.cases import CONTENDERS, TOUCHED, Case
+from benchmarks.cases import CONTENDERS, RESUME, TOUCHED, Case
 from benchmarks.flat_cases import PARAMETERS
 from benchmarks.results import CaseResult, Target, find, is_floor, summarize, targets
 from benchmarks.table import machine_line
 
 app = typer.Typer(add_completion=False)
-#: What is between these lines of README.md is written here.
-BEGIN, END = "<!-- written by python -m benchmarks.report -->", "<!-- end of what benchmarks.report writes -->"
-#: The case whose contenders are in the README, one by one.
+_REPO = Path(__file__).parents[1]
+RESULTS = _REPO / "benchmarks" / "results"
+#: Files that benchmarks write, and that are checked in.
+DOCUMENTS = ("results", "flat", "metadata", "scale", "collectives", "gaps", "convert")
+CHART = _REPO / "docs" / "benchmark_270M.png"
+#: A section of a page is between these lines.
+BEGIN, END = "<!-- written by python -m benchmarks.report: {} -->", "<!-- end of {} -->"
+#: The case whose contenders are shown one by one.
 SHOWN = Case("270M", 3, 2, 4)
 _MIB = 1 << 20
+_SECTION = re.compile(BEGIN.format(r"(\w+)") + r"\n(.*?)" + END.format(r"\1"), re.DOTALL)
 
 
-def section(folder: Path) -> str:
-    """The tables in Markdown, of those results that are in a folder."""
-    measured = {name: _document(folder / f"{name}.json") for name in ("results", "flat", "metadata", "scale")}
-    results = [CaseResult.from_dict(each) for each in measured["results"].get("cases", ())]
-    shown = next((result for result in results if result.case == SHOWN and summarize(result)), None)
-    aims = [*_of_loads(results), *_of_parameters(measured["flat"]), *_of_metadata(measured["metadata"])]
+class Measured:
+    """The documents of a folder; those that are missing are empty."""
+
+    def __init__(self, folder: Path) -> None:
+        paths = {name: folder / f"{name}.json" for name in DOCUMENTS}
+        self._documents = {n: json.loads(p.read_text(encoding="utf-8")) for n, p in paths.items() if p.is_file()}
+        self.results = [CaseResult.from_dict(each) for each in self["results"].get("cases", ())]
+        shown = (result for result in self.results if result.case == SHOWN and summarize(result))
+        self.shown = next(shown, None)
+
+    def __getitem__(self, name: str) -> Mapping[str, Any]:
+        return self._documents.get(name, {})
+
+    def origin(self, name: str) -> str:
+        """Machine, versions and date of a document, in one line."""
+        document = self[name]
+        when = document.get("when") or document["machine"].get("when", "")
+        pages = document.get("pages")
+        line = (
+            f"{machine_line(document['machine'], pages) if pages else machine_line(document['machine'])}; {when[:10]}"
+        )
+        return f"{line}; medians of {document['repeats']}." if "repeats" in document else f"{line}."
+
+
+def contenders_section(measured: Measured) -> str:
+    """Every loader's seconds for one job."""
+    shown = measured.shown
+    if shown is None:
+        return ""
+    case, gigabytes = shown.case, shown.case.state_nbytes / 1e9
+    job = (
+        f"{case.params} parameters, {gigabytes:.1f} GB of masters and states, saved with ZeRO-{case.stage} on "
+        f"{case.saved_dp} ranks, loaded with ZeRO-{case.stage} on {case.dp} processes:"
+    )
+    return f"{job}\n\n{contenders(shown)}\n\n{measured.origin('results')}"
+
+
+def aims_section(measured: Measured) -> str:
+    """What was aimed at, beside what was measured."""
+    aims = [*_of_loads(measured.results), *_of_parameters(measured["flat"]), *_of_metadata(measured["metadata"])]
     aims += _of_ranks(measured["scale"])
-    tables = [*([contenders(shown)] if shown else []), *([aims_table(aims)] if aims else [])]
-    if results:
-        line = machine_line(measured["results"]["machine"], measured["results"]["pages"])
-        tables.append(f"{line}; medians of {measured['results']['repeats']}.")
-    return "\n\n".join(tables)
+    return aims_table(aims) if aims else ""
 
 
-def _document(path: Path) -> Mapping[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+def phases_section(measured: Measured) -> str:
+    """Where the time of a load goes."""
+    if measured.shown is None:
+        return ""
+    summaries = summarize(measured.shown)
+    phases = list(next(each.phases for each in summaries if each.phases))
+    rows: list[Sequence[str]] = [("seconds of the slowest rank", "memory", *phases, "all")]
+    for key in ("native", "unverified", "universal"):
+        for kind in (RESUME, TOUCHED):
+            each = find(summaries, key, kind)
+            if each is not None:
+                seconds = [*(each.phases[name] for name in phases), each.seconds.median]
+                rows.append((CONTENDERS[key].title, kind, *(f"{value:.3f}" for value in seconds)))
+    return _markdown(rows)
+
+
+def scale_section(measured: Measured) -> str:
+    """What a checkpoint of many ranks costs one rank."""
+    rows: list[Sequence[str]] = [("", "source ranks", "metadata s", "plan s", "extra MiB", "received KiB")]
+    for point in measured["scale"].get("points", ()):
+        if point["format"] == "native":
+            figures = (f"{point['metadata_s']:.3f}", f"{point['plan_s']:.3f}", f"{point['extra_nbytes'] / _MIB:.1f}")
+            received = f"{point['received_nbytes'] / 1024:,.0f}"
+            rows.append((f"ZeRO-{point['stage']}", f"{point['ranks']:,}", *figures, received))
+    return _with_origin(measured, "scale", rows)
+
+
+def metadata_section(measured: Measured) -> str:
+    """CPU seconds of reading one file's metadata."""
+    rows: list[Sequence[str]] = [("files", "parameters", "elastic_ckpt s", "torch.load s", "its directory s (zipfile)")]
+    points = [point for point in measured["metadata"].get("points", ()) if point["collection"] == "on"]
+    for files, parameters in sorted({(each["case"]["files"], each["case"]["parameters"]) for each in points}):
+        case = {"form": "model states", "files": files, "parameters": parameters}
+        cpu = {point["reader"]: point["cpu"]["median"] for point in points if point["case"] == case}
+        figures = [f"{cpu[reader]:.4f}" for reader in ("elastic_ckpt", "torch.load", "zipfile")]
+        rows.append((str(files), f"{parameters:,}", *figures))
+    return _with_origin(measured, "metadata", rows)
+
+
+def collectives_section(measured: Measured) -> str:
+    """Rounds and bytes of a load's collectives."""
+    rows: list[Sequence[str]] = [("ranks", "collectives of a load", "a rank sends KiB", "a rank receives KiB")]
+    for point in measured["collectives"].get("points", ()):
+        nbytes = (f"{point[key] / 1024:,.1f}" for key in ("sent_nbytes", "received_nbytes"))
+        rows.append((f"{point['ranks']:,}", str(point["collectives"]), *nbytes))
+    return _with_origin(measured, "collectives", rows)
+
+
+def gaps_section(measured: Measured) -> str:
+    """Reads with gaps, one by one and merged."""
+    rows: list[Sequence[str]] = [("piece and gap, KiB", "cache, alone", "merged", "network, alone", "merged")]
+    for point in measured["gaps"].get("points", ()):
+        rows.append((f"{point['kib']:,}", *(f"{seconds:.3f}" for seconds in point["seconds"])))
+    return _with_origin(measured, "gaps", rows)
+
+
+def _with_origin(measured: Measured, name: str, rows: Sequence[Sequence[str]]) -> str:
+    return f"{_markdown(rows)}\n\n{measured.origin(name)}" if measured[name] else ""
+
+
+SECTIONS: Mapping[str, Callable[[Measured], str]] = {
+    "contenders": contenders_section,
+    "aims": aims_section,
+    "phases": phases_section,
+    "scale": scale_section,
+    "metadata": metadata_section,
+    "collectives": collectives_section,
+    "gaps": gaps_section,
+}
+
+
+def pages() -> list[Path]:
+    """The pages that have sections."""
+    found = [_REPO / "README.md", *sorted((_REPO / "docs").glob("*.md")), _REPO / "benchmarks" / "README.md"]
+    return [path for path in found if _SECTION.search(path.read_text(encoding="utf-8"))]
+
+
+def with_sections(text: str, measured: Measured) -> str:
+    """A page whose sections are those of what was measured."""
+
+    def written(match: re.Match[str]) -> str:
+        name = match[1]
+        return f"{BEGIN.format(name)}\n{SECTIONS[name](measured)}\n{END.format(name)}"
+
+    return _SECTION.sub(written, text)
+
+
+def check_in(folder: Path) -> list[str]:
+    """Replace what is checked in by what a run has written; the names of what there was."""
+    RESULTS.mkdir(exist_ok=True)
+    found = [name for name in DOCUMENTS if (folder / f"{name}.json").is_file()]
+    for name in found:
+        document = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+        (RESULTS / f"{name}.json").write_text(json.dumps(document) + "\n", encoding="utf-8")
+    if "results" in found and (folder / "chart.png").is_file():
+        shutil.copyfile(folder / "chart.png", CHART)
+    return found
 
 
 def contenders(result: CaseResult) -> str:
@@ -111,26 +248,19 @@ def _of_ranks(document: Mapping[str, Any]) -> Iterator[Target]:
             yield Target(f"{what}: extra memory, MiB", point["extra_nbytes"] / _MIB, 64, at_least=False)
 
 
-def with_section(text: str, written: str) -> str:
-    """A text whose section is ``written``."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, behind = rest.partition(END)
-    return f"{before}{BEGIN}\n{written}\n{END}{behind}"
-
-
 @app.command()
 def main(
-    out: Annotated[Path, typer.Option(help="Folder with results.json, flat.json, metadata.json, scale.json.")] = Path(
-        "benchmark_results"
-    ),
-    readme: Annotated[Path | None, typer.Option(help="File to write the tables into; else they are printed.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder with results.json and the like of a new run.")] = None,
+    readme: Annotated[Path | None, typer.Option(help="Write this page alone; else all of them.")] = None,
 ) -> None:
-    """Put what was measured, beside what was aimed at, into the README."""
-    written = section(out)
-    if readme is None:
-        print(written)
-    else:
-        readme.write_text(with_section(readme.read_text(encoding="utf-8"), written), encoding="utf-8")
+    """Check in what was measured, and write it into the pages, beside what was aimed at."""
+    if out is not None:
+        print(f"checked in: {', '.join(check_in(out)) or 'nothing'}")
+    measured = Measured(RESULTS)
+    for page in [readme] if readme else pages():
+        text = page.read_text(encoding="utf-8")
+        page.write_text(with_sections(text, measured), encoding="utf-8")
+        print(f"written: {page}")
 
 
 if __name__ == "__main__":

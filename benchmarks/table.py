@@ -107,10 +107,11 @@ def full_report(result: CaseResult) -> RenderableType:
     return Group(*(part for part in parts if part is not None))
 
 
-def machine_line(machine: Mapping[str, str | int], page_state: str) -> str:
+def machine_line(machine: Mapping[str, str | int], page_state: str = "") -> str:
     """Where the figures come from, in one line."""
     gib = int(machine["memory_nbytes"]) / (1 << 30)
     return (
         f"{machine['cpu']}, {machine['cores']} cores, {gib:.0f} GiB, Linux {machine['kernel']}; "
-        f"Python {machine['python']}, torch {machine['torch']}, DeepSpeed {machine['deepspeed']}; pages {page_state}"
+        f"Python {machine['python']}, torch {machine['torch']}, DeepSpeed {machine['deepspeed']}"
+        + (f"; pages {page_state}" if page_state else "")
     )

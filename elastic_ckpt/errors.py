@@ -33,8 +33,10 @@ class ElasticCkptError(Exception):
 
     Args:
         problem: one sentence that states what is wrong.
-        parameter, file: the model parameter, buffer or state concerned; path of the file concerned.
-        expected, found: what a correct checkpoint or engine would hold; what is there instead.
+        parameter: the model parameter, buffer or state concerned.
+        file: path of the file concerned.
+        expected: what a correct checkpoint or engine would have.
+        found: what is there instead.
         remedy: what the user can do, config lines included.
         rank: global rank that met the problem first.
     """

@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from benchmarks import chart, collectives, flat, flat_view, gaps, metadata, report, run, scale
+from benchmarks import chart, collectives, flat, flat_view, gaps, machine, metadata, report, run, scale
 from benchmarks.cases import (
     CONTENDERS,
     MODELS,
@@ -35,7 +35,7 @@ from benchmarks.launching import JobFailed, Launcher
 from benchmarks.meter import Opens
 from benchmarks.model import SAVED, build_model, build_optimizer, fill, is_filled, values
 from benchmarks.played import PlayedJob
-from benchmarks.report import BEGIN, END, section
+from benchmarks.report import BEGIN, END, RESULTS, SECTIONS, Measured, check_in, pages, with_sections
 from benchmarks.results import CaseResult, all_wrong, find, over_floor, spread, summarize, targets
 from benchmarks.run import machine_need, repeat_options, settings_of, words
 from benchmarks.scale import ScalePoint
@@ -210,9 +210,9 @@ def test_aims_are_judged_where_they_apply() -> None:
 
 
 def test_the_report_has_all_that_was_measured_and_aimed_at(tmp_path: Path) -> None:
-    assert section(tmp_path) == ""
+    assert {write(Measured(tmp_path)) for write in SECTIONS.values()} == {""}
     cases = [canned().as_dict(), canned(Case("270M", 1, 2, 2)).as_dict()]
-    results = {"machine": MACHINE, "pages": "warm", "repeats": 3, "cases": cases}
+    results = {"machine": MACHINE, "when": "2026-01-02 03:04:05", "pages": "warm", "repeats": 3, "cases": cases}
     cpus = {("elastic_ckpt", 1000): 0.25, ("torch.load", 1000): 3, ("elastic_ckpt", 100): 1, ("torch.load", 100): 1}
     points = [
         {"case": asdict(metadata.MetadataCase("model states", 1, n)), "reader": reader, "collection": "on"}
@@ -224,7 +224,8 @@ def test_the_report_has_all_that_was_measured_and_aimed_at(tmp_path: Path) -> No
     documents = {"results": results, "metadata": {"points": points}, "flat": {"points": flats}}
     for name, document in (documents | {"scale": {"points": [ranks, ranks | {"ranks": 8}]}}).items():
         (tmp_path / f"{name}.json").write_text(json.dumps(document))
-    text = section(tmp_path)
+    measured = Measured(tmp_path)
+    text = SECTIONS["contenders"](measured) + SECTIONS["aims"](measured)
     assert "| DeepSpeed, conversion + universal | 112.00 | 56.00 |  | 0.00 GB | 2 MiB |" in text
     expected = [
         "270M ZeRO-3, DP 2 → 4: elastic_ckpt, native: times the floor, resume | <= 1.05 | 2 | **missed**",
@@ -236,13 +237,35 @@ def test_the_report_has_all_that_was_measured_and_aimed_at(tmp_path: Path) -> No
         "ZeRO-3 source of 1,024 ranks x 1,000 parameters, one rank: extra memory, MiB | <= 64 | 3 | met",
     ]
     assert [line for line in expected if f"| {line} |" not in text] == []
-    assert text.endswith("DeepSpeed 0.19.8; pages warm; medians of 3.")
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{BEGIN}\nold\n{END}\nbehind\n")
+    assert "DeepSpeed 0.19.8; pages warm; 2026-01-02; medians of 3." in text
+    page = tmp_path / "README.md"
+    begin, end = BEGIN.format("aims"), END.format("aims")
+    page.write_text(f"before\n{begin}\nold\n{end}\nbehind\n")
     for _ in range(2):
-        result = CliRunner().invoke(report.app, ["--out", str(tmp_path), "--readme", str(readme)])
-        assert result.exit_code == 0, result.output
-        assert readme.read_text() == f"before\n{BEGIN}\n{text}\n{END}\nbehind\n"
+        page.write_text(with_sections(page.read_text(), measured))
+        assert page.read_text() == f"before\n{begin}\n{SECTIONS['aims'](measured)}\n{end}\nbehind\n"
+
+
+def test_a_run_is_checked_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "RESULTS", tmp_path / "results")
+    machine.write_document(tmp_path, "gaps", [{"kib": 1, "seconds": [1, 2, 3, 4]}], repeats=3)
+    assert check_in(tmp_path) == ["gaps"]
+    measured = Measured(tmp_path / "results")
+    assert measured["gaps"]["machine"]["when"][:4].isdigit() and not measured["scale"]
+    assert "| 1 | 1.000 | 2.000 | 3.000 | 4.000 |" in SECTIONS["gaps"](measured)
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
+def test_the_numbers_of_a_page_are_those_that_were_measured(page: Path) -> None:
+    """``python -m benchmarks.report`` writes them."""
+    text = page.read_text(encoding="utf-8")
+    assert with_sections(text, Measured(RESULTS)) == text
+
+
+def test_what_is_checked_in_has_its_machine_and_date() -> None:
+    for path in RESULTS.glob("*.json"):
+        document = json.loads(path.read_text(encoding="utf-8"))
+        assert document["machine"]["cpu"] and (document.get("when") or document["machine"]["when"]), path.name
 
 
 def test_nothing_measured_is_an_error() -> None:

@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 
-from benchmarks.report import BEGIN, END
 from elastic_ckpt import ElasticConfig, add_arguments
+from elastic_ckpt.cli import COMMANDS
 from elastic_ckpt.config import CONFIG_KEY, clear_flags, read_config
+from elastic_ckpt.engines.versions import REQUIREMENTS
 
 REPO = Path(__file__).parents[1]
 README = (REPO / "README.md").read_text(encoding="utf-8")
-PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md")), *sorted((REPO / "benchmarks").glob("*.md"))]
+GETTING_STARTED = (REPO / "docs" / "getting-started.md").read_text(encoding="utf-8")
+PAGES = [path for folder in (".", "docs", "benchmarks") for path in sorted((REPO / folder).glob("*.md"))]
 
 
 def reference() -> Any:
@@ -36,24 +38,24 @@ def test_the_configuration_page_is_that_of_the_model() -> None:
         assert f"| `{key}` | `{json.dumps(field.default)}` |" in written
 
 
-def test_the_options_in_the_readme_exist_and_have_these_defaults() -> None:
-    table = README.split("| key | default | meaning |")[1].split("\n\n")[0]
-    rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| `")]
-    assert len(rows) > 5
-    for keys, default, *_ in rows:
-        for key in re.findall(r"`(\w+)`", keys):
-            assert key in ElasticConfig.model_fields
-            assert not default or json.loads(default.strip("`")) == ElasticConfig.model_fields[key].default
+def test_the_page_of_commands_is_that_of_the_app() -> None:
+    written = (REPO / "docs" / "commands.md").read_text(encoding="utf-8")
+    assert written == reference().commands_page(), "run python docs/reference.py"
+    assert all(f"## {name}\n" in written for name in COMMANDS)
 
 
-def test_the_readme_has_room_for_what_was_measured() -> None:
-    assert README.count(BEGIN) == README.count(END) == 1 and README.index(BEGIN) < README.index(END)
+def test_the_readme_is_short_and_begins_with_what_people_look_for() -> None:
+    assert len(README.splitlines()) <= 170
+    top = README[: README.index("## Install")]
+    assert "bash launch/demo.sh" in top and "bash launch/test.sh" in top
+    for requirement in REQUIREMENTS:
+        assert f"![{requirement.supported}](" in top
 
 
 def test_every_flag_is_listed() -> None:
     parser = add_arguments(argparse.ArgumentParser(add_help=False))
     for action in (one for one in parser._actions if one.help != argparse.SUPPRESS):
-        assert f"`{action.option_strings[0]}" in README
+        assert f"`{action.option_strings[0]}" in GETTING_STARTED
 
 
 @pytest.mark.parametrize("path", sorted((REPO / "configs").glob("*.json")), ids=lambda path: path.name)

@@ -23,6 +23,7 @@ from elastic_ckpt.cli.output import (
     print_wide,
 )
 from elastic_ckpt.cli.plan_view import document, draw, refuse_without_matplotlib, report
+from elastic_ckpt.cli.scatter import write_scatter
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.experts import numbers_of_experts
 from elastic_ckpt.core.metadata import CheckpointMetadata
@@ -98,6 +99,9 @@ def plan(
     plot: Annotated[
         Path | None, typer.Option("--plot", help="Draw which file feeds which rank: a picture (.png, .pdf, .svg).")
     ] = None,
+    svg: Annotated[
+        Path | None, typer.Option("--svg", help="Draw which bytes of which file go where in the planned ranks: an SVG.")
+    ] = None,
     tag: Tag = None,
     config: Config = None,
     preset: Preset = None,
@@ -144,6 +148,8 @@ def plan(
     with errors_end_the_command(as_json):
         if plot is not None:
             draw(job, found.ranks, plot)
+        if svg is not None:
+            write_scatter(job, ranks, svg)
     in_detail = every or rank is not None
     if as_json:
         print_json(document(job, found, name, in_detail))

@@ -35,7 +35,8 @@ def open(  # shadows the built-in function here alone: it is elastic_ckpt.open
         moments = checkpoint.optimizer_state("model.layers.0.weight")["exp_avg"]
 
     Args:
-        folder, tag: folder with a ``latest`` file and the tag in it, or the folder of one tag.
+        folder: folder with a ``latest`` file, or the folder of one tag.
+        tag: which checkpoint of the folder; ``None``: the latest.
         config: options of the load; rules of tensor parallelism, for example.
 
     Raises:

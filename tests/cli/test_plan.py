@@ -248,3 +248,10 @@ def test_without_matplotlib_the_picture_is_refused_at_once(monkeypatch: pytest.M
     result = run("--model", "104b", "--plot", str(tmp_path / "plot.png"))
     assert result.exit_code == 2
     assert "pip install matplotlib" in result.stderr
+
+
+def test_the_scatter_is_drawn_of_the_planned_ranks(small: str, tmp_path: Path) -> None:
+    path = tmp_path / "scatter.svg"
+    assert run("--model", small, "--dp", "2", "--rank", "1", "--svg", str(path)).exit_code == 0
+    assert "rank 1 reads" in path.read_text() and "rank 0 reads" not in path.read_text()
+    assert run("--model", small, "--dp", "2", "--svg", "/nowhere/at/all.svg").exit_code == 2

@@ -82,13 +82,15 @@ def export(
     one is written, and the others are named in the file's metadata. Memory: about 64 MiB per job, whatever the size.
 
     Args:
-        folder, tag: folder with a ``latest`` file and the tag in it, or the folder of one tag.
+        folder: folder with a ``latest`` file, or the folder of one tag.
+        tag: which checkpoint of the folder; ``None``: the latest.
         out: folder to create.
         format: ``"safetensors"``, or ``"torch"`` for ``pytorch_model.bin``, in which tied names share a tensor.
         dtype: ``"fp32"``, ``"bf16"`` or ``"fp16"``: of all parameters with floating-point values, frozen ones too;
             ``None``: masters and frozen parameters as they were saved.
         max_shard_size: of one file; ``"5GB"``, ``"2GiB"``.
-        include, exclude: regular expressions, searched for in names.
+        include: regular expressions, searched for in names; what none matches is left out.
+        exclude: regular expressions; what one matches is left out.
         adapter: a PEFT adapter (``"default"``): it alone is written, in the one file that PEFT loads.
         optimizer: whether to write the optimizer states of the exported parameters too, as ``optimizer.safetensors``:
             state ``exp_avg`` of ``w`` is ``exp_avg.w``; scalar states and hyperparameters are metadata.
