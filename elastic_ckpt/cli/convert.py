@@ -9,7 +9,7 @@ import typer
 
 from elastic_ckpt.cli import AsJson, Config, Folder, Preset, Replicated, Tag, TrustPickle, app
 from elastic_ckpt.cli.output import errors_end_the_command, print_written
-from elastic_ckpt.tools.conversion import convert as run_conversion
+from elastic_ckpt.tools.conversion import convert as convert_to_universal
 from elastic_ckpt.tools.opened import config_of, open_folder
 
 _EXAMPLE = "Example: [bold]elastic-ckpt convert checkpoints universal/global_step100[/]"
@@ -19,7 +19,7 @@ _EXAMPLE = "Example: [bold]elastic-ckpt convert checkpoints universal/global_ste
 def convert(
     folder: Folder,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make. latest_universal beside it names it.")],
-    to: Annotated[str, typer.Option("--to", help="Format to write; universal is the one there is.")] = "universal",
+    to: Annotated[str, typer.Option("--to", help="universal, or dcp (torch.distributed.checkpoint).")] = "universal",
     tag: Tag = None,
     config: Config = None,
     preset: Preset = None,
@@ -32,15 +32,18 @@ def convert(
     trust_pickle: TrustPickle = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a universal checkpoint that DeepSpeed loads by itself at another data-parallel degree.
+    """Write a universal checkpoint that DeepSpeed loads by itself, or one for torch.distributed.checkpoint.
 
     elastic_ckpt needs no conversion to load a checkpoint; this is for jobs that run without it. An interrupted
-    conversion goes on where it was when the same command is given again.
+    conversion to a universal checkpoint goes on where it was when the same command is given again.
     """
-    if to != "universal":
-        raise typer.BadParameter(f"there is no format {to!r}: universal", param_hint="--to")
+    if to not in ("universal", "dcp"):
+        raise typer.BadParameter(f"there is no format {to!r}: universal, dcp", param_hint="--to")
     with errors_end_the_command(as_json):
         options = config_of(config, tp_preset=preset, trust_pickle=trust_pickle or None, replicated_params=replicated)
         opened = open_folder(str(folder), tag, options)
-        report = run_conversion(opened, out, threads, chunk_mib << 20, False if as_json else None, restart)
+        write = convert_to_universal
+        if to == "dcp":
+            from elastic_ckpt.tools.conversion.dcp import convert_to_dcp as write  # noqa: PLC0415  a second of imports
+        report = write(opened, out, threads, chunk_mib << 20, False if as_json else None, restart)
     print_written(report, "elastic_ckpt: checkpoint converted", as_json)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -98,6 +98,23 @@ def save_fsdp(arguments: dict[str, Any]) -> None:
     if dist.get_rank() == 0:
         torch.save(truth, os.path.join(arguments["folder"], "truth.pt"))
     dist.barrier()
+
+
+def load_into_fsdp(cases: list[dict[str, Any]]) -> list[Any]:
+    """``dcp.load`` converted checkpoints into FSDP2 models, and train on: differences from the truth, gap of losses."""
+    facts = []
+    for case in cases:
+        module, optimizer = build_fsdp(case["model"], seed=8)
+        weights, states = get_state_dict(module, optimizer)
+        loaded = {"model": weights, "optim": states}
+        dcp.load(loaded, checkpoint_id=case["folder"])
+        set_state_dict(module, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optim"])
+        truth, now = truth_of(case["source"]), truth_of_fsdp(module, optimizer)
+        kept = ("masters", "states", "buffers", "steps", "groups")
+        differences = oracle.compare(now, {kind: truth[kind] for kind in kept})
+        gap = loss_gap(train_fsdp(module, optimizer, SAVE_AT, CONTINUE_TO), truth)
+        facts.append(Loaded(case, f"rank {dist.get_rank()}: {case}", None, differences, gap))
+    return facts
 
 
 def load_into_engines(cases: list[dict[str, Any]]) -> list[Loaded]:

@@ -1,11 +1,13 @@
-"""Folders of ``torch.distributed.checkpoint``: real saves of FSDP2, loaded by engines bit by bit."""
+"""``torch.distributed.checkpoint``: what FSDP2 saves is loaded by engines, what engines save by FSDP2, bit by bit."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from elastic_ckpt.cli import app
 from tests.distributed.conftest import Launch
 from tests.distributed.model import Setup
 
@@ -36,3 +38,35 @@ def test_what_fsdp2_saved_on_two_ranks_is_resumed_by_zero3_on_three(launch: Laun
         assert load.client_state["dcp"]["train_state"] == {"step": 4, "seen": [1, 2, 3]}
         if "torchtitan" not in load.case["folder"]:
             assert "not restored: rng" in load.text
+
+
+#: What is converted to DCP.
+SOURCE = Setup(3, config=CONFIG)
+
+
+@pytest.fixture(scope="module")
+def converted(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with ``<model>/<setup>-dp3/step4`` of engines, and ``<model>.dcp`` made from each by the command."""
+    folder = tmp_path_factory.mktemp("converted")
+    for model in ("UntiedLM", "TinyLM"):
+        launch(3, "save", {"folder": str(folder / model), "setups": [SOURCE], "model": model})
+        command = ["convert", "--to", "dcp", str(folder / model / f"{SOURCE.name}-dp3"), str(folder / f"{model}.dcp")]
+        result = CliRunner().invoke(app, [*command, "--json", "--chunk-mib", "1"])
+        assert result.exit_code == 0, result.output
+    return folder
+
+
+@pytest.mark.parametrize("degree", [2, 3])
+def test_what_engines_saved_is_loaded_by_fsdp2_once_it_is_converted(
+    degree: int, launch: Launch, converted: Path
+) -> None:
+    cases = [
+        {
+            "model": model,
+            "source": str(converted / model / f"{SOURCE.name}-dp3"),
+            "folder": str(converted / f"{model}.dcp"),
+        }
+        for model in ("UntiedLM", "TinyLM")
+    ]
+    for load in launch(degree, "dcp_jobs.load_into_fsdp", cases):
+        assert load.differences == {} and load.loss_gap < 1e-5, load.where

@@ -47,29 +47,34 @@ class OutputFile:
     write: Callable[[Path], object]
 
 
-def refuse_unconvertible(metadata: CheckpointMetadata) -> None:
-    """Raise :class:`UnsupportedError`, naming the reason, if the universal format cannot express a checkpoint."""
+def refuse_unconvertible(metadata: CheckpointMetadata, to: str = "universal") -> None:
+    """Raise :class:`UnsupportedError`, naming the reason, if a format cannot express a checkpoint."""
     source, parameters, tensors = metadata.source, metadata.parameters.values(), metadata.tensors.items()
     scalars = {key for saved in parameters for key, _ in saved.scalars} - {"step"}
     experts = sum(expert_name(name) is not None for name in metadata.parameters)
     coded = {key for (_, key), tensor in tensors if tensor.is_quantized}
     replicated = {state.key for saved in parameters for state in saved.replicated}
     of_their_own = {key for (_, key), tensor in tensors if tensor.is_whole}
+    is_universal = to == "universal"
     reasons = (
-        (source.format == "universal", "it is a universal checkpoint already"),
-        (source.zero_stage == 0, "it was saved without ZeRO, and DeepSpeed loads universal checkpoints with ZeRO only"),
-        (experts, f"{experts} tensors of experts, which DeepSpeed would look up by their numbers on each rank"),
-        (coded, f"8-bit states ({listed(coded)}), which DeepSpeed would take for values"),
+        (is_universal and source.format == to, "it is a universal checkpoint already"),
+        (is_universal and source.format == "dcp", "it is a folder of torch.distributed.checkpoint"),
+        (
+            is_universal and source.zero_stage == 0,
+            "it was saved without ZeRO, and DeepSpeed loads universal checkpoints with ZeRO only",
+        ),
+        (experts, f"{experts} tensors of experts, which would be looked up by their numbers on each rank"),
+        (coded, f"8-bit states ({listed(coded)}), which would be taken for values"),
         (replicated, f"states of whole partitions ({listed(replicated)})"),
-        (of_their_own, f"states with a shape of their own ({listed(of_their_own)})"),
-        (scalars, f"scalar states beside the step ({listed(scalars)})"),
+        (is_universal and of_their_own, f"states with a shape of their own ({listed(of_their_own)})"),
+        (is_universal and scalars, f"scalar states beside the step ({listed(scalars)})"),
         (metadata.states.opaque, f"states of unknown layout ({listed(metadata.states.opaque)})"),
         (metadata.states.damaged, f"damaged states ({listed(metadata.states.damaged)})"),
     )
     for applies, why in reasons:
         if applies:
             expected = "a native ZeRO checkpoint whose optimizer keeps one value an element, and a step"
-            raise _unconvertible(why, source.folder, expected, why)
+            raise _unconvertible(why, source.folder, expected, why, to)
 
 
 def refuse_without_shapes(model: PickledFile) -> None:
@@ -79,9 +84,10 @@ def refuse_without_shapes(model: PickledFile) -> None:
         raise _unconvertible(why, model.path, "param_shapes, as runs with ZeRO save them", "none")
 
 
-def _unconvertible(why: str, file: str, expected: str, found: str) -> UnsupportedError:
+def _unconvertible(why: str, file: str, expected: str, found: str, to: str = "universal") -> UnsupportedError:
+    called = {"universal": "DeepSpeed's universal format", "dcp": "torch.distributed.checkpoint's format"}[to]
     return UnsupportedError(
-        f"this checkpoint cannot be converted to DeepSpeed's universal format: {why}",
+        f"this checkpoint cannot be converted to {called}: {why}",
         file=file,
         expected=expected,
         found=found,

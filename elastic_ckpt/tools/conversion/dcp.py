@@ -1,0 +1,204 @@
+"""Writes a checkpoint as a folder of ``torch.distributed.checkpoint`` (DCP), with DCP's own writer.
+
+The layout is that of ``get_state_dict``: ``model`` by FQN, ``optim`` with ``state`` by FQN and ``param_groups``. DCP
+plans with tensors that have no memory; each chunk is read when it is written.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from tqdm import tqdm
+
+from elastic_ckpt.core.flat_ranges import FlatRange
+from elastic_ckpt.core.fqn import rename_saved
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
+from elastic_ckpt.errors import ElasticCkptError, listed
+from elastic_ckpt.io.coalesce import ReadOptions
+from elastic_ckpt.planning.planner import LoadOptions
+from elastic_ckpt.tools.conversion.contents import refuse_unconvertible
+from elastic_ckpt.tools.logical import LogicalReader, Whole, refuse_without_masters
+from elastic_ckpt.tools.opened import Opened
+from elastic_ckpt.tools.workplace import CONVERSION, Workplace, WriteReport, naming_os_errors, refuse_target, scratch
+
+#: Incremented whenever the same source is converted to different bytes.
+_VERSION = 1
+_NOT_CONVERTED = "lr scheduler, counters and client state have no place in this layout, and are left out"
+
+
+def convert_to_dcp(
+    opened: Opened,
+    target: Path,
+    threads: int = 4,
+    chunk_nbytes: int = 32 << 20,
+    progress: bool | None = None,
+    restart: bool = False,
+) -> WriteReport:
+    """Write a DCP folder. Memory beside metadata: about ``3 * threads * chunk_nbytes``, or so many rows if larger.
+
+    Arguments and errors are those of :func:`elastic_ckpt.tools.conversion.convert`; an interrupted one starts anew.
+    """
+    target, started = target.absolute(), time.monotonic()
+    refuse_target(CONVERSION, target, Path(opened.found.folder))
+    config = opened.config
+    metadata = rename_saved(opened.checkpoint.metadata, config.rename)
+    refuse_unconvertible(metadata, "dcp")
+    refuse_without_masters(metadata)
+    load = LoadOptions.of(config)
+    reader = LogicalReader(metadata, load)
+    read = ReadOptions(threads=1, chunk_nbytes=chunk_nbytes, staging_nbytes=chunk_nbytes)
+    facts = (_VERSION, "dcp", target.name, load.rules, config.replicated_params, config.rename, threads, chunk_nbytes)
+    wholes = {path: whole for whole in reader.tensors() for path in _paths_of(whole, metadata)}
+    with (
+        naming_os_errors(CONVERSION, target),
+        Workplace(CONVERSION, target, metadata.files, facts, restart) as place,
+        tqdm(
+            total=sum(whole.nbytes for whole in wholes.values()),
+            unit="B",
+            unit_scale=True,
+            desc="converting",
+            disable=None if progress is None else not progress,
+        ) as bar,
+    ):
+        notes = (*metadata.notes, *reader.notes, *reader.compare_copies(read), *_notes_on(metadata))
+        planner = _ChunkPlanner(wholes, reader, read, bar)
+        writer = dcp.FileSystemWriter(place.folder, thread_count=threads, sync_files=True)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of a save without a process group
+                written = dcp.save(_state_dict(wholes, metadata), storage_writer=writer, planner=planner, no_dist=True)
+        except CheckpointException as error:  # which is no Exception
+            raise next(iter(error.failures.values()))[0] from error
+        planner.refuse_unwritten(len(written.storage_data), place.folder)
+        place.finish()
+    files = list(target.glob("*.distcp"))
+    nbytes = sum(file.stat().st_size for file in files)
+    return WriteReport(str(target), len(wholes), len(files), nbytes, 0, time.monotonic() - started, notes)
+
+
+def _paths_of(whole: Whole, metadata: CheckpointMetadata) -> Iterator[tuple[str, ...]]:
+    """Where a tensor is in the state dict; tied weights are there under each name."""
+    if whole.key in (MASTER, BUFFER, FROZEN):
+        yield "model", whole.name
+        yield from (("model", alias) for alias, name in metadata.aliases.items() if name == whole.name)
+    else:
+        yield "optim", "state", whole.name, whole.key
+
+
+def _state_dict(wholes: Mapping[tuple[str, ...], Whole], metadata: CheckpointMetadata) -> dict[str, Any]:
+    """The state dict, its large tensors without memory."""
+    names: list[list[str]] = [[] for _ in metadata.groups]
+    states: dict[str, dict[str, Any]] = {}
+    for name, saved in metadata.parameters.items():
+        names[saved.group].append(name)
+        for key, value in saved.scalars:  # torch counts steps in float32
+            states.setdefault(name, {})[key] = torch.tensor(value, dtype=torch.float32)
+    groups = [
+        {**_defaults(metadata), **values, "params": members}
+        for values, members in zip(metadata.groups, names, strict=True)
+    ]
+    tree: dict[str, Any] = {"model": {}, "optim": {"state": states, "param_groups": groups}}
+    for path, whole in wholes.items():
+        *above, last = path
+        inside = tree
+        for key in above:
+            inside = inside.setdefault(key, {})
+        inside[last] = torch.empty(whole.shape, dtype=getattr(torch, whole.dtype), device="meta")
+    return tree
+
+
+def _defaults(metadata: CheckpointMetadata) -> dict[str, Any]:
+    """What torch's AdamW has beside the hyperparameters that DeepSpeed's Adam saves."""
+    return dict(torch.optim.AdamW([torch.zeros(1)]).defaults) if "exp_avg_sq" in metadata.state_keys else {}
+
+
+def _notes_on(metadata: CheckpointMetadata) -> Iterator[str]:
+    yield _NOT_CONVERTED
+    added = _defaults(metadata).keys() - set().union(*metadata.groups)
+    if added:
+        yield f"hyperparameters that the checkpoint lacks are those of torch.optim.AdamW: {listed(added)}"
+    stateful = {name for name, key in metadata.tensors if key in metadata.state_keys}
+    without = [name for name in metadata.parameters if metadata.state_keys and name not in stateful]
+    if without:
+        yield f"no optimizer states (dcp.load asks for them unless allow_partial_load is set): {listed(without)}"
+
+
+class _ChunkPlanner(dcp.DefaultSavePlanner):
+    """Plans tensors in chunks of rows, and reads each when DCP writes it, on DCP's threads."""
+
+    def __init__(
+        self, wholes: Mapping[tuple[str, ...], Whole], reader: LogicalReader, options: ReadOptions, bar: tqdm[Any]
+    ) -> None:
+        super().__init__()
+        self._wholes, self._reader, self._options, self._bar = wholes, reader, options, bar
+        self._of_thread = threading.local()
+        self._error: Exception | None = None
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        self.plan = replace(plan, items=[part for item in plan.items for part in self._parts(item)])
+        return self.plan
+
+    def _whole(self, item: WriteItem) -> Whole | None:
+        return self._wholes.get(tuple(map(str, self.mappings[item.index.fqn])))
+
+    def _parts(self, item: WriteItem) -> Iterator[WriteItem]:
+        whole, data = self._whole(item), item.tensor_data
+        if whole is None or data is None or whole.nbytes <= self._options.chunk_nbytes or not whole.shape:
+            yield item
+            return
+        step = max(whole.shape[0] * self._options.chunk_nbytes // whole.nbytes, 1)
+        for first in range(0, whole.shape[0], step):
+            offsets = torch.Size((first, *(0 for _ in whole.shape[1:])))
+            sizes = torch.Size((min(step, whole.shape[0] - first), *whole.shape[1:]))
+            chunk = TensorWriteData(ChunkStorageMetadata(offsets, sizes), data.properties, data.size)
+            yield WriteItem(MetadataIndex(item.index.fqn, offsets), WriteItemType.SHARD, None, chunk)
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        """The data of an item. DCP loses the errors of its threads, so that the first is kept here."""
+        whole, data = self._whole(write_item), write_item.tensor_data
+        if whole is None or data is None:
+            return super().resolve_data(write_item)
+        try:
+            return self._read(whole, data.chunk)
+        except Exception as error:
+            self._error = self._error or error
+            raise
+
+    def _read(self, whole: Whole, chunk: ChunkStorageMetadata) -> torch.Tensor:
+        before = getattr(self._of_thread, "before", None)
+        if before is not None:  # DCP keeps references to tensors that it has written
+            before.untyped_storage().resize_(0)
+        values = torch.empty(chunk.sizes, dtype=getattr(torch, whole.dtype))
+        self._of_thread.before = values
+        if values.numel():
+            first = chunk.offsets[0] * (whole.numel // whole.shape[0]) if whole.shape else 0
+            buffer = scratch(values.nbytes).view(values.dtype)  # what numpy has seen cannot be resized
+            self._reader.read(whole, FlatRange(first, first + values.numel()), buffer, self._options)
+            values.view(-1).copy_(buffer)
+        self._bar.update(values.nbytes)
+        return values
+
+    def refuse_unwritten(self, written: int, folder: Path) -> None:
+        """Raise the error of a thread; :class:`ElasticCkptError` if DCP has lost it."""
+        if self._error is not None:
+            raise self._error
+        if written != len(self.plan.items):
+            raise ElasticCkptError(
+                "DCP's writer did not write all items of the conversion",
+                file=str(folder),
+                expected=f"{len(self.plan.items)} items",
+                found=f"{written}; the errors of its threads are above",
+                remedy="make room on the disk, and give the same command again",
+            )

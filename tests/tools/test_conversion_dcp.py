@@ -1,0 +1,97 @@
+"""Conversion to ``torch.distributed.checkpoint``: chunks, names, and what DCP's writer would lose in silence."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+from elastic_ckpt.config import ElasticConfig
+from elastic_ckpt.errors import ElasticCkptError, UnsupportedError
+from elastic_ckpt.tools.comparison import compare
+from elastic_ckpt.tools.conversion.dcp import convert_to_dcp
+from elastic_ckpt.tools.opened import Opened, open_folder
+from tests.formats.test_dcp import Net, save, state_dicts, trained
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    model, optim = state_dicts()
+    return save(tmp_path / "source", {"model": model, "optim": optim})
+
+
+def opened(folder: Path, **options: Any) -> Opened:
+    return open_folder(str(folder), None, ElasticConfig(**options))
+
+
+def test_what_is_written_in_chunks_is_what_was_read(tmp_path: Path, source: Path) -> None:
+    report = convert_to_dcp(opened(source), tmp_path / "out", threads=2, chunk_nbytes=24, progress=False)
+    metadata = dcp.FileSystemReader(tmp_path / "out").read_metadata()
+    entry = metadata.state_dict_metadata["model.first.weight"]
+    assert [tuple(chunk.sizes) for chunk in entry.chunks] == [(2, 3), (2, 3), (1, 3)]
+    assert compare(opened(source), opened(tmp_path / "out"), threads=1, progress=False).differences == ()
+    assert sorted(os.listdir(tmp_path / "out")) == [".metadata", "__0_0.distcp", "__0_1.distcp"]
+    assert report.files == 2 and any("lr scheduler" in note for note in report.notes)
+
+
+def test_dcp_loads_it_into_the_state_dicts_of_a_live_model(tmp_path: Path, source: Path) -> None:
+    convert_to_dcp(opened(source), tmp_path / "out", progress=False)
+    torch.manual_seed(9)
+    net = Net()
+    groups = [{"params": [net.first.weight], "lr": 5.0}, {"params": [net.first.bias], "lr": 5.0}]
+    model, optim = get_state_dict(net, torch.optim.AdamW(groups))
+    dcp.load({"model": model, "optim": optim}, checkpoint_id=tmp_path / "out", no_dist=True)
+    expected_model, expected_optim = state_dicts()
+    assert all(torch.equal(model[name], value) for name, value in expected_model.items())
+    for name, state in expected_optim["state"].items():
+        assert all(torch.equal(optim["state"][name][key], value) for key, value in state.items())
+    assert [group["lr"] for group in optim["param_groups"]] == [0.1, 0.2]
+
+
+def test_names_follow_the_rules_for_renames(tmp_path: Path, source: Path) -> None:
+    convert_to_dcp(opened(source, rename=[("^first", "hidden")]), tmp_path / "out", progress=False)
+    assert "hidden.weight" in opened(tmp_path / "out").checkpoint.metadata.parameters
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_an_error_on_a_thread_of_dcp_is_an_error_and_leaves_no_checkpoint(
+    tmp_path: Path, source: Path, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    checkpoint = opened(source)
+    monkeypatch.setattr("elastic_ckpt.tools.logical.LogicalReader.read", fail)
+    with pytest.raises(ElasticCkptError, match="could not be read or written"):
+        convert_to_dcp(checkpoint, tmp_path / "out", threads=threads, progress=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_items_that_dcp_did_not_write_are_missed(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = torch.save
+
+    def fail(value: Any, *rest: Any, **options: Any) -> None:  # on a thread, where DCP lets errors go
+        if isinstance(value, torch.Tensor) and value.shape == (5, 3):
+            raise OSError(28, "No space left on device")
+        own(value, *rest, **options)
+
+    checkpoint = opened(source)
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(ElasticCkptError):
+        convert_to_dcp(checkpoint, tmp_path / "out", threads=8, progress=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_this_layout_cannot_express_is_refused(tmp_path: Path) -> None:
+    net, optimizer = trained()
+    model, optim = get_state_dict(net, optimizer)
+    for state in optim["state"].values():
+        state["codes"] = state["exp_avg"].to(torch.uint8)
+    checkpoint = opened(save(tmp_path / "source", {"model": model, "optim": optim}))
+    with pytest.raises(UnsupportedError, match="cannot be converted to torch"):
+        convert_to_dcp(checkpoint, tmp_path / "out", progress=False)
