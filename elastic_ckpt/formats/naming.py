@@ -25,6 +25,8 @@ UNIVERSAL_FOLDER = "zero"
 SWAPPED_FOLDER = "offloaded_tensors"
 #: File of a ``torch.distributed.checkpoint`` folder that lists its entries.
 DCP_METADATA = ".metadata"
+#: End of the names of its other files.
+DCP_SUFFIX = ".distcp"
 #: File in :data:`UNIVERSAL_FOLDER` with what belongs to no parameter.
 UNIVERSAL_OPTIMIZER = "optimizer_state.pt"
 

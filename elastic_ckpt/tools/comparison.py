@@ -11,7 +11,7 @@ import torch
 from tqdm import tqdm
 
 from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.metadata import ITEMSIZE, CheckpointMetadata, ReplicatedState
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, MASTER, CheckpointMetadata, ReplicatedState
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.compare_replicas import differences
 from elastic_ckpt.planning.planner import LoadOptions
@@ -61,6 +61,8 @@ def compare(first: Opened, second: Opened, threads: int, progress: bool | None =
     Raises :class:`ElasticCkptError` if one cannot be read, or its tensor-parallel shards cannot be joined.
     """
     sides = [_Side(opened) for opened in (first, second)]
+    for side, other in (sides, reversed(sides)):
+        side.adopt(other)
     left, right = (side.tensors for side in sides)
     lacking = [Difference(*key, MISSING, "the second checkpoint does not have it") for key in left if key not in right]
     lacking += [Difference(*key, MISSING, "the first checkpoint does not have it") for key in right if key not in left]
@@ -92,6 +94,18 @@ class _Side:
         self.reader = LogicalReader(opened.checkpoint.metadata, LoadOptions.of(opened.config))
         self.notes = (*self.reader.notes, *self.reader.compare_copies(_ONE_CHUNK))
         self.tensors = {(whole.name, whole.key): whole for whole in self.reader.tensors()}
+
+    def adopt(self, other: _Side) -> None:
+        """Take the other side's word for what a DCP folder does not tell: buffers, and second names of tied weights."""
+        if self.reader.metadata.source.format != "dcp":
+            return
+        known = other.tensors
+        for name in [name for name, key in self.tensors if key == FROZEN and (name, key) not in known]:
+            target = other.reader.metadata.aliases.get(name)
+            if (name, BUFFER) in known:
+                self.tensors[name, BUFFER] = self.tensors.pop((name, FROZEN))
+            elif target is not None:
+                known[name, FROZEN] = known.get((target, MASTER)) or known[target, FROZEN]
 
 
 def _compare(sides: list[_Side], key: tuple[str, str]) -> Difference | None:

@@ -12,6 +12,8 @@ from typing import Any
 from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata
 from elastic_ckpt.formats.base import Found
 from elastic_ckpt.formats.naming import (
+    DCP_METADATA,
+    DCP_SUFFIX,
     SWAPPED_FOLDER,
     UNIVERSAL_FOLDER,
     UNIVERSAL_OPTIMIZER,
@@ -32,7 +34,8 @@ class FileEntry:
 
     Attributes:
         kind: ``"model states"``, ``"optimizer states"``, ``"layer"``, ``"parameter"`` (of a universal checkpoint),
-            ``"optimizer"`` (of one), ``"expert"``, ``"swapped"`` (from NVMe) or ``"other"``.
+            ``"optimizer"`` (of one), ``"expert"``, ``"swapped"`` (from NVMe), ``"chunks"`` and ``"metadata"`` (of
+            ``torch.distributed.checkpoint``) or ``"other"``.
         dp, tp, pp, mp: its ranks; ``mp`` counts stages and tensor-parallel ranks together.
         tensors: key -> number of parameters with chunks in it.
     """
@@ -106,6 +109,8 @@ def kind_and_ranks(name: str, tp: int | None) -> dict[str, Any]:
         return {"kind": "optimizer" if rest == UNIVERSAL_OPTIMIZER else "parameter"}
     if folder == SWAPPED_FOLDER and rest:
         return {"kind": "swapped"}
+    if name == DCP_METADATA or name.endswith(DCP_SUFFIX):
+        return {"kind": "metadata" if name == DCP_METADATA else "chunks"}
     files = sort_names([name], is_universal=False)
     for layer, rank in files.layers:
         return {"kind": "layer", "tp": rank, "layer": layer}
@@ -130,7 +135,7 @@ def expected_files(
         peeked: a model-states file, for what names do not show.
     """
     files = found.files
-    if files.clashes:
+    if files.clashes or found.format == "dcp":
         return
     dps = range(max([dp, *(rank + 1 for rank, _ in (*files.optimizer, *files.model_zero3))], default=0) or 1)
     mps = range(max([model_parallel, *(rank + 1 for rank in files.mp_ranks)], default=0) or 1)

@@ -320,6 +320,8 @@ def _topology(evidence: Evidence, counters: Mapping[str, Any]) -> tuple[int | No
         stage = 3 if evidence.found.files.model_zero3 else _int(evidence.section("zero_optimization").get("stage"))
         return stage, _int(counters.get("dp_world_size")), tp, pp
     source = evidence.metadata.source
+    if source.format == "dcp":  # of any mesh
+        return None, None, None, None
     if source.format == "universal":  # of whole tensors, whatever the run's degrees
         return source.zero_stage, source.dp, source.merged_from, pp or 1
     return source.zero_stage, source.dp, source.tp, source.pp

@@ -15,7 +15,7 @@ from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata
 from elastic_ckpt.errors import DamagedError, listed
 from elastic_ckpt.formats import Found
 from elastic_ckpt.formats.datastates import is_datastates
-from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER
+from elastic_ckpt.formats.naming import DCP_METADATA, UNIVERSAL_FOLDER
 from elastic_ckpt.formats.torch_archive.archive import is_legacy
 from elastic_ckpt.planning.state_matching import keys_by_name, state_errors
 from elastic_ckpt.sharding.book import RuleBook
@@ -33,6 +33,7 @@ from elastic_ckpt.tools.verification.scan import (
     wrong_records,
 )
 
+_CRC_OFF = "torch.serialization.set_crc32_options(False)"
 #: Problems listed of one file; the rest are counted.
 _MOST_PROBLEMS = 40
 
@@ -122,6 +123,9 @@ def _check_bytes(
     works = []
     for path in checkpoint_files(found):
         spans = known.get(path, [])
+        if found.format == "dcp":
+            works.append(_dcp_work(path, metadata, spans, findings))
+            continue
         weights = weight_spans(path, found, spans, metadata is None, config)
         works.append(_archive_work(path, [*spans, *weights], findings))
     for path in swap_files(found):
@@ -156,10 +160,26 @@ def _archive_work(path: str, spans: Sequence[Span], findings: list[Finding]) -> 
     findings += _limited(path, (Finding(ERROR, kind, text, file=path) for kind, text in archive.problems))
     work = _work(path, nbytes, archive.records, spans)
     if not is_zip or not work.has_checksums:
-        how = "torch.serialization.set_crc32_options(False)" if is_zip else "a legacy archive, or one of DataStates-LLM"
-        text = f"saved without checksums ({how}): turned bits cannot be seen"
-        findings.append(Finding(NOTE, "no-checksum", text, file=path))
+        findings.append(_no_checksums(path, _CRC_OFF if is_zip else "a legacy archive, or one of DataStates-LLM"))
     return work
+
+
+def _dcp_work(path: str, metadata: CheckpointMetadata | None, spans: Sequence[Span], findings: list[Finding]) -> Work:
+    """The work for a file of ``torch.distributed.checkpoint``: the records of its tensors, whose archives are read."""
+    file = next((file for file in (metadata.files if metadata is not None else ()) if file.path == path), None)
+    if file is None:
+        if os.path.basename(path) == DCP_METADATA:
+            findings.append(_no_checksums(path, "as torch writes it"))
+        return Work(path, os.path.getsize(path))
+    places = zip(file.records.offsets, file.records.nbytes, file.records.crc32s, strict=True)
+    work = _work(path, file.nbytes, [Record(f"data at {offset}", offset, *rest) for offset, *rest in places], spans)
+    if not work.has_checksums:
+        findings.append(_no_checksums(path, _CRC_OFF))
+    return work
+
+
+def _no_checksums(path: str, how: str) -> Finding:
+    return Finding(NOTE, "no-checksum", f"saved without checksums ({how}): turned bits cannot be seen", file=path)
 
 
 def _work(path: str, nbytes: int, records: Sequence[Record], spans: Sequence[Span]) -> Work:

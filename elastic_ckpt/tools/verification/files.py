@@ -61,7 +61,7 @@ def choose(folder: str, tag: str | None, trust_pickle: bool) -> tuple[Found, lis
 
 
 def checkpoint_files(found: Found) -> list[str]:
-    """Paths of all ``torch.save`` files of a checkpoint, sorted."""
+    """Paths of all files of a checkpoint but those from NVMe, sorted."""
     return sorted(path for path, kind in _kinds_of(found) if kind not in ("swapped", "other"))
 
 
@@ -82,6 +82,8 @@ def _kinds_of(found: Found) -> Iterator[tuple[str, str]]:
         kind = kind_and_ranks(name, None)["kind"]
         if kind in ("parameter", "optimizer") and not (found.files.is_universal and name.endswith(".pt")):
             kind = "other"
+        if (kind in ("chunks", "metadata")) != (found.format == "dcp"):
+            kind = "other"
         yield found.path(name), kind
 
 
@@ -90,6 +92,8 @@ def read_metadata(found: Found, config: ElasticConfig) -> Diagnosis:
     try:
         return open_checkpoint(found, config).checkpoint.metadata, []
     except ElasticCkptError as error:
+        if found.format == "dcp":  # whose files mean nothing without its metadata
+            return None, [of_error(error, kind_of(error)), Finding(NOTE, "not-checked", "anything else")]
         return _diagnose(found, config, error)
 
 
