@@ -314,6 +314,7 @@ def build(parallel: Parallel, seed: int = 7, config: dict[str, Any] | None = Non
         "train_micro_batch_size_per_gpu": rows if parallel.kind in LOSSES else micro_batch_size(rows),
         "gradient_accumulation_steps": 1 if parallel.kind in LOSSES else rows // micro_batch_size(rows),
         "zero_optimization": {"stage": parallel.stage},
+        "steps_per_print": 1000,  # a pipeline of DeepSpeed 0.15 divides by it
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "gradient_clipping": 0.0,  # by default 1.0, and without ZeRO tied parameters count once for every stage

@@ -6,6 +6,7 @@ The other tests of this folder vary what these show once. What a version of Deep
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,12 @@ import torch
 from deepspeed.ops.op_builder import AsyncIOBuilder
 from packaging.version import Version
 
+from elastic_ckpt.tools.conversion import convert as write_universal
+from elastic_ckpt.tools.opened import config_of, locate, open_checkpoint
 from tests.distributed.conftest import ROUND_ROBIN, Convert, Launch
 from tests.distributed.model import Setup
 from tests.distributed.parallel_models import Parallel
-from tests.distributed.test_offload import CPU, PARAM, nvme
+from tests.distributed.test_offload import CPU, PARAM, aio, nvme  # noqa: F401  (the op that NVMe needs)
 from tests.distributed.test_versions import versions  # noqa: F401  (columns of the table)
 
 pytestmark = pytest.mark.skipif(
@@ -132,16 +135,31 @@ def test_universal_checkpoints_resume_bit_exactly(
     source, target = (Setup(int(stage)) for stage in cell.removeprefix("universal, ZeRO-").split(" to "))
     launch(2, "save", {"folder": str(tmp_path / "native"), "setups": [source]})
     (tmp_path / "universal").mkdir()
-    convert(tmp_path / "native", tmp_path / "universal", [f"{source.name}-dp2"])
-    sources = [{"folder": str(tmp_path / "universal" / f"{source.name}-dp2"), "format": "universal"}]
+    saved, converted = (tmp_path / kind / f"{source.name}-dp2" for kind in ("native", "universal"))
+    if source.stage == 3 and Version(deepspeed.__version__) < Version(
+        "0.18"
+    ):  # its converter fails on two param groups
+        write_universal(
+            open_checkpoint(locate(str(saved), None), config_of(None), with_client_state=True), converted / "step4"
+        )
+        shutil.copy(saved / "truth.pt", converted)
+    else:
+        convert(saved.parent, converted.parent, [saved.name])
+    sources = [{"folder": str(converted), "format": "universal"}]
     for load in launch(3, "load", {"targets": [{"setup": target, "sources": sources}]}):
         assert load.format == "universal" and load.differences == {}, load.where
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("cell", ["NVMe offload"])
-def test_states_on_nvme_resume_bit_exactly(cell: str, tmp_path: Path, launch: Launch) -> None:
+def test_states_on_nvme_resume_bit_exactly(
+    cell: str, tmp_path: Path, launch: Launch, request: pytest.FixtureRequest
+) -> None:
+    if AsyncIOBuilder.__name__ == "NotImplementedBuilder":
+        pytest.skip("since DeepSpeed 0.15 on the CPU")
     if not AsyncIOBuilder().is_compatible(verbose=False):
         pytest.skip("needs libaio-dev")
+    request.getfixturevalue("aio")
     setup = nvme(tmp_path, "adamw")
     for load in save_and_load(launch, tmp_path, setup, setup, model="HugeLM"):
         assert load.format == "native" and load.differences == {}, load.where
