@@ -10,12 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import deepspeed
 import torch
 from deepspeed.checkpoint import constants
 from deepspeed.runtime.utils import DummyOptim
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from packaging.version import Version
 
 from elastic_ckpt.core.flat_ranges import group_offsets
+from elastic_ckpt.errors import UnsupportedError
 
 try:
     from deepspeed.runtime import torch_autocast
@@ -113,21 +116,18 @@ def swaps_states(engine: Any) -> bool:
     return bool(getattr(engine.optimizer, "swap_optimizer", False))
 
 
-def swap_in_subgroup(optimizer: Any, index: int) -> None:
-    """Bring a sub-group that is swapped to NVMe into memory; its names of timers are optional since 0.16."""
-    optimizer._optimizer_states_and_gradient_swap_in(index, set())
+def refuse_untried_swapping() -> None:
+    """Refuse states and parameters on NVMe before 0.19.7 (:class:`UnsupportedError`).
 
-
-def forget_swapped_states(optimizer: Any, master: Any) -> None:
-    """Reset a swapped sub-group to never stepped: DeepSpeed's swapper lists what it has on disk.
-
-    Until 0.15, the list of paths is a separate one.
+    Until then, they are swapped from pinned memory alone. A CPU has none, so that no test of them could run.
     """
-    info = optimizer.optimizer_swapper.swap_params_info[master.ds_id]
-    info.tensors = info.tensors[:1]
-    if hasattr(info, "swap_paths"):
-        info.swap_paths = info.swap_paths[:1]
-    info.has_state_tensors = False
+    if Version(deepspeed.__version__) < Version("0.19.7"):
+        raise UnsupportedError(
+            "the live engine swaps to NVMe, which was not tried on this version of DeepSpeed",
+            expected="DeepSpeed 0.19.7 or newer",
+            found=f"DeepSpeed {deepspeed.__version__}",
+            remedy='"offload_optimizer": {"device": "cpu"} and "offload_param": {"device": "cpu"}',
+        )
 
 
 def autotp_record(param: Any) -> Mapping[str, Any]:

@@ -71,7 +71,11 @@ class KnownBug:
 
 #: Of DeepSpeed: those that a user meets while saving, converting or resuming.
 KNOWN_BUGS = (
-    KnownBug("0.17.6", "0.17.6", "bf16 without ZeRO is saved without optimizer states: resume it with weights alone"),
+    KnownBug(
+        "0.17.6",
+        "0.17.6",
+        "bf16 without ZeRO, and in ZeRO-1 with fp32 gradients, is saved without optimizer states: resume its weights",
+    ),
     KnownBug("0.17.6", "0.17.6", "bf16 without ZeRO never clears gradients, which add up over steps"),
     KnownBug("0.18.9", "0.18.9", "ZeRO-1 and 2 fail in engine.step() on gloo: call it under torch.no_grad()"),
     KnownBug("0.14.5", "0.17.6", "ds_to_universal.py fails on ZeRO-3 with several param groups"),

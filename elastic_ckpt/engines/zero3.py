@@ -21,11 +21,10 @@ from elastic_ckpt.core.state_kinds import ELEMENTWISE
 from elastic_ckpt.distributed import in_buckets
 from elastic_ckpt.engines.adapter import EngineAdapter, ReadPart
 from elastic_ckpt.engines.compat import (
-    forget_swapped_states,
     has_comm_dtype,
     has_optimizer,
     partition_group,
-    swap_in_subgroup,
+    refuse_untried_swapping,
 )
 from elastic_ckpt.engines.optimizers import StateSchema, dtype_name
 from elastic_ckpt.errors import UnsupportedError
@@ -144,6 +143,10 @@ def _gathering_buckets(params: Sequence[Any]) -> Iterator[list[Any]]:
 class Zero3NvmeAdapter(Zero3Adapter):
     """Adapter of a ZeRO-3 optimizer that swaps states or parameters to NVMe: one sub-group is in memory at a time."""
 
+    def __init__(self, engine: Any, schema: StateSchema) -> None:
+        refuse_untried_swapping()
+        super().__init__(engine, schema)
+
     def local_state(self) -> LocalState:
         found = super().local_state()
         for flat in found.flats:
@@ -186,9 +189,12 @@ class Zero3NvmeAdapter(Zero3Adapter):
         swapped = optimizer._swappable_optimizer_subgroup(index)
         if swapped:
             if clears_states:
-                forget_swapped_states(optimizer, master)
+                # never stepped: DeepSpeed's swapper lists what it has on disk
+                swapper = optimizer.optimizer_swapper
+                info = swapper.swap_params_info[swapper.parameter_id(master)]
+                info.tensors, info.has_state_tensors = info.tensors[:1], False
                 self.base.state.pop(master, None)
-            swap_in_subgroup(optimizer, index)
+            optimizer._optimizer_states_and_gradient_swap_in(index, set())
         try:
             yield
         finally:

@@ -25,7 +25,7 @@ from elastic_ckpt.formats.experts import (
 )
 from elastic_ckpt.formats.grid import Grid, grid_of
 from elastic_ckpt.formats.merging import LayerShard, merge_shards, merge_stages, with_layers
-from elastic_ckpt.formats.model_states import ModelShard, saved_without_states
+from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.partitioned import LegacyShard, partitioned_metadata, refuse_legacy
 from elastic_ckpt.formats.same_save import with_progress_compared
 from elastic_ckpt.formats.saved_config import refuse_features
@@ -175,7 +175,7 @@ def _fit_together(
             metadata = weights_alone(found, models[0])
     elif experts and not models[0].zero.get("stage"):  # the model-states file has the optimizer of rank 0 alone
         raise missing_file(found, "expp_rank_0_mp_rank_00_optim_states.pt", "none")
-    elif models[0].optimizer is None and saved_without_states(models[0].zero.get("stage"), models[0].ds_version):
+    elif models[0].without_states:
         if options.with_states:
             raise _saved_without_states(models[0])
         metadata = weights_alone(found, models[0])
@@ -194,7 +194,8 @@ def _fit_together(
 
 def _saved_without_states(model: ModelShard) -> DamagedError:
     return LayoutError(
-        "the checkpoint was saved without optimizer states, as DeepSpeed 0.17 saves bf16 without ZeRO",
+        "the checkpoint was saved without optimizer states, as DeepSpeed 0.17 saves bf16 without ZeRO, and in ZeRO-1 "
+        "with gradients in fp32",
         file=model.path,
         expected="optimizer states, in this file or in optimizer-states files beside it",
         found=f"none, saved by DeepSpeed {model.ds_version}",

@@ -90,6 +90,7 @@ class ModelShard(SourceFile):
         zero, run: the DeepSpeed config's ``zero_optimization`` section, and plain values among the run's arguments.
         alignment: multiple that ZeRO-3's partitions were padded to, in elements (``"align_partitions"``); 1: none.
         optimizer: the optimizer's state if it was not partitioned (ZeRO stage 0).
+        without_states: whether no file has any (:func:`saved_without_states`).
         features: what only DeepSpeed's own loader restores.
         stacked: parameter in which AutoEP stacks experts -> the experts on each expert-parallel rank.
         data_before_experts: whether ranks with the same experts are adjacent.
@@ -113,6 +114,7 @@ class ModelShard(SourceFile):
     alignment: int
     features: Features
     optimizer: UnpartitionedState | None
+    without_states: bool = False
     buffer_names: tuple[str, ...] = ()
     stated: StatedDegrees = field(default_factory=StatedDegrees)
     declared: Declared = field(default_factory=Declared)
@@ -153,6 +155,7 @@ def index_model_states(file: PickledFile, dp_rank: int, options: StateOptions = 
         alignment=positive_int(config_section(file, "elastic_checkpoint"), "align_partitions") or 1,
         features=features_in(file),
         optimizer=optimizer,
+        without_states=saved_without_states(file),
         buffer_names=tuple(map(str, file.section("buffer_names"))),
         stated=stated_degrees(tree, saved_config(file) or {}, run),
         declared=declared_by(tree.get("universal_checkpoint_info")),
@@ -286,9 +289,16 @@ def index_unpartitioned(file: PickledFile, options: StateOptions) -> Unpartition
     )
 
 
-def saved_without_states(stage: Any, ds_version: str) -> bool:
-    """Whether the version of DeepSpeed saves no optimizer states of this ZeRO stage: in bf16, no entry and no file."""
-    return not stage and ds_version.startswith("0.17.")
+def saved_without_states(file: PickledFile) -> bool:
+    """Whether a model-states file is of a run of which DeepSpeed saves no optimizer states: no entry and no file.
+
+    DeepSpeed 0.17 wraps what trains bf16 without ZeRO as fp16 and then saves nothing of it; also at stage 1, if
+    gradients are accumulated in fp32 (``_configure_optimizer``, engine.py).
+    """
+    stage = config_section(file, "zero_optimization").get("stage")
+    in_fp32 = config_section(file, "data_types").get("grad_accum_dtype") == "fp32"
+    of_version = str(file.tree.get("ds_version") or "").startswith("0.17.")
+    return of_version and file.tree.get("optimizer") is None and (not stage or (stage == 1 and in_fp32))
 
 
 def saved_shape(states: StatesOfOne) -> tuple[int, ...] | None:

@@ -44,7 +44,7 @@ class Peeked:
         unnamed: numbered optimizer states (ZeRO stage 0), by the model- or expert-parallel rank whose file has them.
         experts: number of experts, by layer.
         holds_optimizer: whether the optimizer's states are in this file and in no other.
-        without_states: whether no file has them, as DeepSpeed 0.17 saves bf16 without ZeRO.
+        without_states: whether no file has any (:func:`~elastic_ckpt.formats.model_states.saved_without_states`).
     """
 
     training_state: TrainingState
@@ -103,12 +103,10 @@ def _peeked(found: Found, mp: int, file: PickledFile, trust_pickle: bool) -> Pee
     stated = stated_degrees(tree, config or {}, run_arguments(tree.get("args"), found.folder))
     degrees = stated.borne_out(len(found.files.mp_ranks))
     scale = None if unnamed is None else loss_scale_of(unnamed.scaler)
-    version, zero = str(tree.get("ds_version") or ""), (config or {}).get("zero_optimization")
-    stage = zero.get("stage") if isinstance(zero, Mapping) else None
     return Peeked(
         training_state=read_training_state(file, scale, False, False, degrees.sequence, with_client_state=False),
         config=config,
-        ds_version=version,
+        ds_version=str(tree.get("ds_version") or ""),
         degrees=degrees,
         weight_dtypes=dtypes,
         client_state=tuple(sorted(str(key) for key in tree if key not in _OWN_ENTRIES)),
@@ -118,7 +116,7 @@ def _peeked(found: Found, mp: int, file: PickledFile, trust_pickle: bool) -> Pee
         unnamed=by_rank,
         holds_optimizer=tree.get("optimizer") is not None,
         experts=features_in(file).experts,
-        without_states=tree.get("optimizer") is None and saved_without_states(stage, version),
+        without_states=saved_without_states(file),
     )
 
 

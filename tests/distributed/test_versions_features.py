@@ -33,12 +33,13 @@ BLOCKS = (("elastic_checkpoint", {"align_partitions": 4096}),)
 CELLS: dict[str, tuple[Setup, Setup]] = {
     "CPU offload": (Setup(2, zero=(CPU,)), Setup(3, "bf16", zero=(CPU, PARAM))),
     "round robin": (Setup(2, zero=ROUND_ROBIN), Setup(1, zero=ROUND_ROBIN)),
-    "BF16_Optimizer": (Setup(1, "bf16_fp32acc"), Setup(1, "bf16_fp32acc")),
     "FP16_Optimizer": (Setup(0, "fp16"), Setup(0, "fp16")),
     "fp16, ZeRO-3": (Setup(3, "fp16"), Setup(3, "fp16")),
 }
 
 
+#: What DeepSpeed 0.17 saves without optimizer states.
+STATELESS = {"bf16 without ZeRO": Setup(0, "bf16"), "BF16_Optimizer": Setup(1, "bf16_fp32acc")}
 #: DeepSpeed did not save before 0.19.7 how AutoTP cuts biases of fused parameters.
 QKV_BIAS = {
     "elastic_checkpoint": {
@@ -83,9 +84,9 @@ def test_resumes_bit_exactly(cell: str, tmp_path: Path, launch: Launch) -> None:
         assert load.format == "native" and load.differences == {}, load.where
 
 
-@pytest.mark.parametrize("cell", ["bf16 without ZeRO"])
+@pytest.mark.parametrize("cell", STATELESS)
 def test_what_is_saved_without_states_resumes_with_weights(cell: str, tmp_path: Path, launch: Launch) -> None:
-    setup = Setup(0, "bf16")
+    setup = STATELESS[cell]
     if Version(deepspeed.__version__).release[:2] != (0, 17):
         assert all(load.differences == {} for load in save_and_load(launch, tmp_path, setup, setup))
         return
@@ -120,6 +121,8 @@ def test_changes_its_degree(cell: str, tmp_path: Path, launch: Launch) -> None:
 @pytest.mark.parametrize("cell", ["bitsandbytes, align_partitions"])
 def test_eight_bit_states_resume_bit_exactly(cell: str, tmp_path: Path, launch: Launch) -> None:
     pytest.importorskip("bitsandbytes")
+    if Version(deepspeed.__version__).release[:2] == (0, 17):
+        pytest.skip("0.17 cannot step where a rank has no parameter of a param group")
     setup = Setup(2, optimizer="bnb.AdamW8bit", config=BLOCKS)
     launch(2, "optimizer_jobs.save", {"folder": str(tmp_path), "setups": [setup]})
     sources = [{"folder": str(tmp_path / f"{setup.name}-dp2")}]
@@ -155,8 +158,8 @@ def test_universal_checkpoints_resume_bit_exactly(
 def test_states_on_nvme_resume_bit_exactly(
     cell: str, tmp_path: Path, launch: Launch, request: pytest.FixtureRequest
 ) -> None:
-    if AsyncIOBuilder.__name__ == "NotImplementedBuilder":
-        pytest.skip("since DeepSpeed 0.15 on the CPU")
+    if Version(deepspeed.__version__) < Version("0.19.7"):
+        pytest.skip("since DeepSpeed 0.19.7; before, it swaps from pinned memory alone, which the CPU has none of")
     if not AsyncIOBuilder().is_compatible(verbose=False):
         pytest.skip("needs libaio-dev")
     request.getfixturevalue("aio")

@@ -18,7 +18,7 @@ def base_of(engine: Any) -> torch.optim.Optimizer:
 
 def relink(engine: Any) -> None:
     """ZeRO-1/2 of DeepSpeed 0.19 links only the first group's states by itself; link them all."""
-    if engine.zero_optimization_stage() in (1, 2) or hasattr(engine.optimizer, "bf16_groups"):
+    if hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
 
@@ -33,7 +33,8 @@ def gather(engine: Any, keys: list[str]) -> dict[str, Any]:
     """Masters, states, buffers, steps, hyperparameters, counters and scheduler of a whole job. Collective."""
     truth: dict[str, Any] = {"masters": {}, "states": {}, "weights": {}}
     # BF16_Optimizer partitions without ZeRO too, as bf16 was trained until DeepSpeed 0.16
-    if engine.zero_optimization_stage() == 0 and not hasattr(engine.optimizer, "bf16_groups"):
+    # DeepSpeed 0.17.6 does not in ZeRO-1 either, for bf16 with gradients in fp32
+    if engine.zero_optimization_stage() < 2 and not hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
         gather_unpartitioned(engine, keys, truth)
     elif engine.zero_optimization_stage() < 3 and engine.zero_round_robin_gradients():
         gather_by_address(engine, keys, truth)
