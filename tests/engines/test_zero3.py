@@ -5,13 +5,16 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 
 from elastic_ckpt.core.metadata import MASTER
 from elastic_ckpt.core.read_plan import LoadPlan, ReadPlan, RequantizeItem, Slot
 from elastic_ckpt.engines import zero3
+from elastic_ckpt.engines.optimizers import StateSchema
 from elastic_ckpt.engines.zero3 import Zero3Adapter, Zero3NvmeAdapter, _gathering_buckets
+from elastic_ckpt.errors import UnsupportedError
 
 
 def param(numel: int, dtype: torch.dtype = torch.bfloat16, **more: Any) -> Any:
@@ -92,3 +95,9 @@ def test_on_nvme_a_plan_without_buffers_is_executed_once() -> None:
     parts: list[tuple[int, int]] = []
     assert adapter.fill(plan, lambda part, tensors: parts.append((len(part.requantize_items), len(tensors)))) == {}
     assert parts == [(1, 1)]
+
+
+def test_what_no_test_could_run_on_nvme_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deepspeed, "__version__", "0.19.6")
+    with pytest.raises(UnsupportedError, match=r"found: +DeepSpeed 0\.19\.6"):
+        Zero3NvmeAdapter(SimpleNamespace(), StateSchema(None))

@@ -379,18 +379,34 @@ def test_hyperparameters_that_are_tensors_are_read_as_numbers(tmp_path: Path) ->
 # --- without states ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("version", "problem"), [("0.17.6", "saved without optimizer states"), ("0.19.8", "missing")])
-def test_bf16_of_deepspeed_0_17_has_weights_alone(tmp_path: Path, version: str, problem: str) -> None:
-    """Neither its model-states file nor any other has its optimizer's states; other versions' files are lost."""
+IN_FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
+
+
+@pytest.mark.parametrize(
+    ("version", "stage", "more", "is_bug"),
+    [
+        ("0.17.6", 0, {}, True),
+        ("0.19.8", 0, {}, False),
+        ("0.17.6", 1, IN_FP32, True),
+        ("0.17.6", 1, {}, False),
+        ("0.17.6", 2, IN_FP32, False),
+        ("0.18.9", 1, IN_FP32, False),
+    ],
+)
+def test_bf16_of_deepspeed_0_17_has_weights_alone(
+    tmp_path: Path, version: str, stage: int, more: dict[str, Any], is_bug: bool
+) -> None:
+    """Neither its model-states file nor any other has its optimizer's states; of other runs, files are lost."""
     model = Model()
-    indexed(tmp_path, model.state_dict(), None, ds_version=version)
+    config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": stage}, **more}
+    indexed(tmp_path, model.state_dict(), None, ds_version=version, ds_config=config)
     found = Found("native", str(tmp_path), tmp_path.name, sort_names([FILE], is_universal=False))
-    with pytest.raises(LayoutError, match=problem) as caught:
+    with pytest.raises(LayoutError, match="saved without optimizer states" if is_bug else "missing") as caught:
         READERS["native"](found, MetadataOptions())
-    assert version == "0.19.8" or "load_module_only=True" in str(caught.value.remedy)
+    assert ("load_module_only=True" in str(caught.value.remedy)) == is_bug
     peeked = peek(found)
-    assert peeked is not None and peeked.without_states == (version == "0.17.6")
-    if version == "0.17.6":
+    assert peeked is not None and peeked.without_states == is_bug
+    if is_bug:
         metadata = READERS["native"](found, MetadataOptions(with_states=False)).metadata
         weights = {name: tensor for name, tensor in model.state_dict().items() if name != "mask"}
         keys = dict(metadata.tensors.keys())
