@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
+from benchmarks import export
 from benchmarks.cases import CONTENDERS, RESUME, TOUCHED, Case
 from benchmarks.flat_cases import PARAMETERS
 from benchmarks.results import CaseResult, Target, find, is_floor, summarize, targets
@@ -24,7 +25,7 @@ app = typer.Typer(add_completion=False)
 _REPO = Path(__file__).parents[1]
 RESULTS = _REPO / "benchmarks" / "results"
 #: Files that benchmarks write, and that are checked in.
-DOCUMENTS = ("results", "flat", "metadata", "scale", "collectives", "gaps", "convert")
+DOCUMENTS = ("results", "flat", "metadata", "scale", "collectives", "gaps", "convert", "export")
 CHART = _REPO / "docs" / "benchmark_270M.png"
 #: A section of a page is between these lines.
 BEGIN, END = "<!-- written by python -m benchmarks.report: {} -->", "<!-- end of {} -->"
@@ -74,7 +75,7 @@ def contenders_section(measured: Measured) -> str:
 def aims_section(measured: Measured) -> str:
     """What was aimed at, beside what was measured."""
     aims = [*_of_loads(measured.results), *_of_parameters(measured["flat"]), *_of_metadata(measured["metadata"])]
-    aims += _of_ranks(measured["scale"])
+    aims += [*_of_ranks(measured["scale"]), *export.aims(measured["export"])]
     return aims_table(aims) if aims else ""
 
 
@@ -134,6 +135,16 @@ def gaps_section(measured: Measured) -> str:
     return _with_origin(measured, "gaps", rows)
 
 
+def export_section(measured: Measured) -> str:
+    """An export beside DeepSpeed's script."""
+    rows: list[Sequence[str]] = [("", "seconds", "until on disk", "seconds of CPU", "peak MiB")]
+    for contender, each in export.medians(measured["export"].get("points", ())).items():
+        seconds = (f"{each[key]:.1f}" for key in ("seconds", "on_disk", "cpu"))
+        rows.append((contender, *seconds, f"{each['peak_nbytes'] / _MIB:,.0f}"))
+    table = _with_origin(measured, "export", rows)
+    return table and f"{table} Load average {measured['export']['load_average'][1]}."
+
+
 def _with_origin(measured: Measured, name: str, rows: Sequence[Sequence[str]]) -> str:
     return f"{_markdown(rows)}\n\n{measured.origin(name)}" if measured[name] else ""
 
@@ -146,6 +157,7 @@ SECTIONS: Mapping[str, Callable[[Measured], str]] = {
     "metadata": metadata_section,
     "collectives": collectives_section,
     "gaps": gaps_section,
+    "export": export_section,
 }
 
 

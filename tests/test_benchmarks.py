@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from benchmarks import chart, collectives, flat, flat_view, gaps, machine, metadata, report, run, scale
+from benchmarks import chart, collectives, export, flat, flat_view, gaps, machine, metadata, report, run, scale
 from benchmarks.cases import (
     CONTENDERS,
     MODELS,
@@ -520,3 +520,26 @@ def test_pieces_that_are_merged_wait_for_the_network_once(tmp_path: Path) -> Non
     with gaps.network(latency_s=0.02, bandwidth=1e12):
         alone, merged = (gaps.seconds_of(path, 4096, 40, gap_nbytes) for gap_nbytes in (0, 4096))
     assert alone > 0.2 > merged > 0.02  # 4 threads wait 10 times
+
+
+def test_an_export_is_held_against_deepspeeds_script_and_the_disk() -> None:
+    figures = {export.OURS: (2.0, 300 << 20), export.THEIRS: (30.0, 2 << 30), export.FLOOR: (1.0, 1 << 20)}
+    samples = [
+        export.ExportSample(name, seconds * slower, seconds + 1, seconds, peak)
+        for name, (seconds, peak) in figures.items()
+        for slower in (1, 9, 1)
+    ]
+    document = {"case": asdict(BIG), "points": list(map(asdict, samples))}
+    assert [(aim.value, aim.is_met) for aim in export.aims(document)] == [(15.0, True), (1.5, False), (300.0, True)]
+    assert export.aims({}) == []
+    console = Console(file=io.StringIO(), width=150)
+    console.print(export.table_of(document["points"]))
+    assert "2,048" in console.file.getvalue()
+
+
+def test_the_cost_of_a_command_is_that_of_its_process(tmp_path: Path) -> None:
+    script = f"import time, pathlib; x = b'x' * (200 << 20); time.sleep(0.5); pathlib.Path({str(tmp_path / 'out')!r}).write_bytes(b'1')"
+    sample = export.run("a", [sys.executable, "-c", script], tmp_path / "out")
+    assert 0.5 < sample.seconds <= sample.on_disk and sample.peak_nbytes > 200 << 20
+    with pytest.raises(RuntimeError, match="a failed: "):
+        export.run("a", [sys.executable, "-c", "assert False"], tmp_path / "out")

@@ -13,6 +13,7 @@ import torch
 
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.flat_ranges import FlatRange
+from elastic_ckpt.core.fqn import rename_saved
 from elastic_ckpt.errors import ElasticCkptError
 from elastic_ckpt.io.coalesce import read_options
 from elastic_ckpt.planning.planner import LoadOptions
@@ -57,9 +58,9 @@ class CheckpointTensors(Mapping[str, torch.Tensor]):
 
     def __init__(self, opened: Opened) -> None:
         self._opened = opened
-        self._metadata = opened.checkpoint.metadata
-        refuse_without_masters(self._metadata)
         self._source = _Source(opened)
+        self._metadata = self._source.metadata
+        refuse_without_masters(self._metadata)
         self._weights = weights_by_name(self._source.wholes.values())
         aliases = self._metadata.aliases.items()
         self._names = {name: name for name in self._weights}
@@ -104,12 +105,11 @@ class CheckpointTensors(Mapping[str, torch.Tensor]):
     @cached_property
     def _states(self) -> _Source:
         """The source of optimizer states, without which weights can be read."""
-        opened = open_checkpoint(self._opened.found, self._opened.config)
-        metadata = opened.checkpoint.metadata
-        for error in state_errors(metadata):
+        source = _Source(open_checkpoint(self._opened.found, self._opened.config))
+        for error in state_errors(source.metadata):
             raise error
-        refuse_partial(metadata, keys_by_name(metadata))
-        return _Source(opened)
+        refuse_partial(source.metadata, keys_by_name(source.metadata))
+        return source
 
     def _known(self, name: str) -> str:
         """The name that has the data. Raises :class:`KeyError`."""
@@ -124,7 +124,7 @@ class _Source:
     """Logical tensors of a checkpoint by name and key, and how they are read."""
 
     def __init__(self, opened: Opened) -> None:
-        self.metadata = opened.checkpoint.metadata
+        self.metadata = rename_saved(opened.checkpoint.metadata, opened.config.rename)
         self._errors: dict[str, ElasticCkptError] = {}
         self.reader = LogicalReader(self.metadata, LoadOptions.of(opened.config), self._errors)
         self.wholes = {(whole.name, whole.key): whole for whole in self.reader.tensors()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,26 @@ def same_as_zero_to_fp32(source: Path, found: dict[str, torch.Tensor], aliases: 
     for name, value in theirs.items():
         ours = found[aliases.get(name, name)]
         assert torch.equal(ours.to(value.dtype), value), name
+
+
+@pytest.mark.parametrize("damage", ["no shard", "no checkpoint", "two of a name"])
+def test_what_cannot_be_exported_leaves_nothing_behind(damage: str, saved: Path, tmp_path: Path) -> None:
+    source, options = tmp_path / "source", []
+    shutil.copytree(saved / f"{SETUPS[3].name}-dp2", source)
+    if damage == "no shard":
+        path = next(source.glob("step4/*_rank_1_*optim_states.pt"))
+        path.unlink()
+        says = path.name
+    elif damage == "no checkpoint":
+        shutil.rmtree(source / "step4")
+        says = "latest"
+    else:
+        (tmp_path / "ds.json").write_text(json.dumps({"elastic_checkpoint": {"rename": [["^(hidden|norm)", "same"]]}}))
+        options, says = ["--config", str(tmp_path / "ds.json")], "same."
+    result = CliRunner().invoke(app, ["export", str(source), str(tmp_path / "out"), *options, "--json"])
+    assert result.exit_code == 3, result.output
+    assert says in result.output and json.loads(result.stdout)["error"] != "UnforeseenError"
+    assert not {path.name for path in tmp_path.iterdir()} - {"source", "ds.json"}
 
 
 @pytest.mark.parametrize("setup", LORA, ids=lambda setup: setup.name)

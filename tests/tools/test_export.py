@@ -195,7 +195,9 @@ def test_a_selection_in_another_dtype(saved: tuple[Path, Tied], tmp_path: Path) 
     result = CliRunner().invoke(app, ["export", *words, "--exclude", "c", "--json"])
     assert result.exit_code == 0, result.output
     found = load_file(tmp_path / "out" / "model.safetensors")
-    assert found.keys() == {"a", "b"} and json.loads(result.stdout)["tensors"] == 2
+    report = json.loads(result.stdout)
+    assert found.keys() == {"a", "b"} and report["tensors"] == 2
+    assert "float32 is rounded to bfloat16" in report["notes"]
     assert all(torch.equal(found[name], getattr(model, name).bfloat16()) for name in found)
 
 
@@ -248,8 +250,9 @@ def test_a_full_disk_is_refused_before_anything_is_written(
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
 
 
+@pytest.mark.parametrize("format", ["safetensors", "torch"])
 def test_an_interrupted_export_goes_on(
-    saved: tuple[Path, Tied], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    format: Any, saved: tuple[Path, Tied], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, model = saved
     write, calls = exporting.ShardWriter.write, []
@@ -262,17 +265,17 @@ def test_an_interrupted_export_goes_on(
 
     monkeypatch.setattr(exporting.ShardWriter, "write", dies)
     with pytest.raises(ElasticCkptError, match="the export could not be read or written"):
-        elastic_ckpt.export(folder, tmp_path / "out", max_shard_size="30B")
+        elastic_ckpt.export(folder, tmp_path / "out", format=format, max_shard_size="30B")
     assert not (tmp_path / "out").exists()
     monkeypatch.undo()
     with pytest.raises(ElasticCkptError, match="interrupted export of something else"):
-        elastic_ckpt.export(folder, tmp_path / "out", max_shard_size="30B", dtype="bf16")
-    report = elastic_ckpt.export(folder, tmp_path / "out", max_shard_size="30B")
+        elastic_ckpt.export(folder, tmp_path / "out", format=format, max_shard_size="30B", dtype="bf16")
+    report = elastic_ckpt.export(folder, tmp_path / "out", format=format, max_shard_size="30B")
     assert report.files_kept == 2 and not (tmp_path / ".out.partial").exists()
-    found = {
-        name: value for path in (tmp_path / "out").glob("*.safetensors") for name, value in load_file(path).items()
-    }
-    assert found.keys() == model.state_dict().keys() - {"twin"}
+    found: dict[str, torch.Tensor] = {}
+    for path in (tmp_path / "out").glob("*model-*"):
+        found |= load_file(path) if format == "safetensors" else torch.load(path)
+    assert found.keys() | {"twin"} == model.state_dict().keys()
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in found.items())
     with pytest.raises(ElasticCkptError, match="there already"):
         elastic_ckpt.export(folder, tmp_path / "out")

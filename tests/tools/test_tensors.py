@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import elastic_ckpt
 from elastic_ckpt.config import ElasticConfig
@@ -63,6 +64,19 @@ def test_optimizer_states_are_those_of_the_optimizer(
     assert checkpoint.optimizer_state("b") == {}, "it never got a gradient"
     with pytest.raises(KeyError, match="no optimizer owned 'c'"):
         checkpoint.optimizer_state("c")
+
+
+def test_names_are_as_the_rules_of_a_load_rename_them(trained_model: tuple[Tied, Any], tmp_path: Path) -> None:
+    config = ElasticConfig(rename=[("^a(.*)", r"model.a\1")])
+    checkpoint, plain = elastic_ckpt.open(tmp_path, config=config), elastic_ckpt.open(tmp_path)
+    assert set(checkpoint) == {"model.a", "model.again", *plain} - {"a", "again"}
+    assert torch.equal(checkpoint["model.again"], plain["a"])
+    assert torch.equal(checkpoint.optimizer_state("model.a")["exp_avg"], plain.optimizer_state("a")["exp_avg"])
+    elastic_ckpt.export(tmp_path, tmp_path / "out", config=config, include=["model.again"], optimizer=True)
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == {"model.a"}
+    assert load_file(tmp_path / "out" / "optimizer.safetensors").keys() == {f"{key}.model.a" for key in STATES}
+    with pytest.raises(MismatchError, match="gives two saved parameters one name"):
+        elastic_ckpt.open(tmp_path, config=ElasticConfig(rename=[("^[ab]$", "same")]))
 
 
 def test_unknown_names_are_key_errors_with_the_nearest(trained_model: Any, tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from elastic_ckpt.config import ElasticConfig, state_options
-from elastic_ckpt.core.metadata import BUFFER, FROZEN, CheckpointMetadata
+from elastic_ckpt.core.fqn import rename_saved
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, CheckpointMetadata, converts_exactly
 from elastic_ckpt.errors import ElasticCkptError, listed
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.planning.planner import LoadOptions
@@ -110,7 +111,7 @@ def export(
     naming = checked_format(format, adapter)
     copies = () if with_config is None else config_files(with_config)
     opened = open_folder(os.fspath(folder), tag, options, with_states=optimizer)
-    target, metadata = Path(out).absolute(), opened.checkpoint.metadata
+    target, metadata = Path(out).absolute(), rename_saved(opened.checkpoint.metadata, options.rename)
     refuse_target(EXPORT, target, Path(opened.found.folder))
     refuse_without_masters(metadata)
     if not optimizer:
@@ -127,7 +128,7 @@ def export(
         states = states_of(metadata, wholes, names)
         sets[OPTIMIZER] = shards_of(states, {}, OPTIMIZER, limit, **optimizer_facts(metadata, names))
     shards = [shard for of_set in sets.values() for shard in of_set]
-    facts = (_VERSION, sets, copies, load.rules, options.replicated_params, options.rename, state_options(options))
+    facts = (_VERSION, sets, copies, load.rules, options.replicated_params, state_options(options))
     with naming_os_errors(EXPORT, target):
         _refuse_full_disk(target, sum(shard.nbytes for shard in shards) + sum(file.nbytes for file in copies))
         notes = (*metadata.notes, *metadata.warnings, *reader.notes, *reader.compare_copies(_READ))
@@ -196,6 +197,8 @@ def _notes(metadata: CheckpointMetadata, tensors: Sequence[Exported]) -> Iterato
         yield "frozen parameters, if the model has any, were left out of the save (exclude_frozen_parameters=True)"
     if not source.buffers_recorded:
         yield "the checkpoint holds no buffers"
+    pairs = {(tensor.whole.dtype, tensor.entry.dtype) for tensor in tensors}
+    yield from (f"{saved} is rounded to {new}" for saved, new in sorted(pairs) if not converts_exactly(saved, new))
     exported = {tensor.entry.name for tensor in tensors}
     tied = [f"{alias} = {name}" for alias, name in metadata.aliases.items() if name in exported]
     if tied:
