@@ -97,12 +97,14 @@ def phases_section(measured: Measured) -> str:
 
 def scale_section(measured: Measured) -> str:
     """What a checkpoint of many ranks costs one rank."""
-    rows: list[Sequence[str]] = [("", "source ranks", "metadata s", "plan s", "extra MiB", "received KiB")]
+    rows: list[Sequence[str]] = [
+        ("", "source ranks", "files", "rank 0 s", "metadata s", "plan s", "extra MiB", "received KiB")
+    ]
     for point in measured["scale"].get("points", ()):
-        if point["format"] == "native":
-            figures = (f"{point['metadata_s']:.3f}", f"{point['plan_s']:.3f}", f"{point['extra_nbytes'] / _MIB:.1f}")
-            received = f"{point['received_nbytes'] / 1024:,.0f}"
-            rows.append((f"ZeRO-{point['stage']}", f"{point['ranks']:,}", *figures, received))
+        source = f"ZeRO-{point['stage']}{', universal' if point['format'] == 'universal' else ''}"
+        seconds = (f"{point[key]:.4f}" for key in ("find_s", "metadata_s", "plan_s"))
+        sizes = (f"{point['extra_nbytes'] / _MIB:.1f}", f"{point['received_nbytes'] / 1024:,.0f}")
+        rows.append((source, f"{point['ranks']:,}", f"{point['files']:,}", *seconds, *sizes))
     return _with_origin(measured, "scale", rows)
 
 

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Lint, format, types, layers, then the tests: bash launch/test.sh            (without those marked slow)
-#                                              bash launch/test.sh --all      (every one)
-# Nightly, 200,000 mutated files:              bash launch/test.sh --fuzz
-# Nightly, an hour of random topologies:       bash launch/test.sh --soak
-# Other arguments go to pytest:                bash launch/test.sh -k planner
+# Lint, format, types, layers, documentation, then the tests.
+#   bash launch/test.sh            without those marked slow
+#   bash launch/test.sh --all      every one
+#   bash launch/test.sh --fuzz     nightly: 200,000 mutated files
+#   bash launch/test.sh --soak     nightly: an hour of random topologies
+#   bash launch/test.sh -k planner other arguments go to pytest
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=launch/environment.sh disable=SC1091
@@ -14,6 +15,13 @@ source launch/environment.sh
 "$PYTHON" -m mypy
 lint-imports
 shellcheck launch/*.sh launch/*.sbatch .ci/run
+if "$PYTHON" -c 'import mkdocs, material, mkdocstrings' 2>/dev/null; then
+    site=$(mktemp -d)
+    NO_MKDOCS_2_WARNING=1 "$PYTHON" -m mkdocs build --strict -q -d "$site"
+    rm -rf "$site"
+else
+    echo "the documentation is not built: pip install -e '.[docs]'"
+fi
 if [[ ${1:-} == --fuzz ]]; then
     ELASTIC_CKPT_FUZZ=${ELASTIC_CKPT_FUZZ:-200000} "$PYTHON" -m pytest -n 2 -o timeout=0 tests/attacks/test_mutations.py
 elif [[ ${1:-} == --soak ]]; then

@@ -28,6 +28,7 @@ def extensions_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 #: Files that take long and vary what others have shown once: left out of ``launch/test.sh`` without ``--all``.
 SLOW = frozenset(
     {
+        "test_docs",
         "test_exotic",
         "test_faults",
         "test_foreign",

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import importlib
 import importlib.util
 import json
 import re
+import shlex
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.utils import get_params_from_function
 
+import elastic_ckpt
 from elastic_ckpt import ElasticConfig, add_arguments
 from elastic_ckpt.cli import COMMANDS
 from elastic_ckpt.config import CONFIG_KEY, clear_flags, read_config
 from elastic_ckpt.engines.versions import REQUIREMENTS
+from tests.blocks import PAGES, REPO, Block, blocks
 
-REPO = Path(__file__).parents[1]
 README = (REPO / "README.md").read_text(encoding="utf-8")
 GETTING_STARTED = (REPO / "docs" / "getting-started.md").read_text(encoding="utf-8")
-PAGES = [path for folder in (".", "docs", "benchmarks") for path in sorted((REPO / folder).glob("*.md"))]
 
 
 def reference() -> Any:
@@ -79,3 +84,54 @@ def test_anchors_are_headings(page: Path) -> None:
         text = (page.parent / target if target else page).read_text(encoding="utf-8")
         headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
         assert anchor in {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+PYTHON = [pytest.param(block, id=block.where) for block in blocks("python")]
+SHELL = [pytest.param(block, id=block.where) for block in blocks("bash")]
+
+
+def test_every_block_is_found_and_says_its_language() -> None:
+    """What is printed, or drawn with letters, has none."""
+    fences = sum(page.read_text(encoding="utf-8").count("\n```") for page in PAGES)
+    found = blocks("python", "bash", "json", "")
+    assert len(found) * 2 == fences
+    assert [block.where for block in found if not block.language and block.text.startswith("$ ")] == []
+
+
+@pytest.mark.parametrize("block", PYTHON)
+def test_python_compiles_and_uses_public_names(block: Block) -> None:
+    tree = ast.parse(textwrap.indent(block.text, "    ").join(("while True:\n", "\n")))  # for "break"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "elastic_ckpt":
+            assert node.attr in (*elastic_ckpt.__all__, "megatron"), f"elastic_ckpt.{node.attr}"
+
+
+@pytest.mark.parametrize("block", [pytest.param(block, id=block.where) for block in blocks("json")])
+def test_json_is_a_config_that_is_understood(block: Block) -> None:
+    clear_flags()
+    assert read_config(json.loads(block.text))
+
+
+@pytest.mark.parametrize("block", SHELL)
+def test_scripts_and_options_of_shell_blocks_exist(block: Block) -> None:
+    """Those that are not run too. What is run is in tests/distributed/test_docs.py."""
+    for command in block.commands():
+        words = shlex.split(command, comments=True)
+        for script in (word for word in words if word.startswith(("launch/", "configs/"))):
+            assert (REPO / script).is_file(), script
+        if "elastic-ckpt" in words:
+            name = words[words.index("elastic-ckpt") + 1]
+            page = reference().commands_page().split(f"\n## {name}\n")[1].split("\n## ")[0]
+            assert [word for word in words if word.startswith("--") and f"`{word.split('=')[0]}`" not in page] == []
+        if words[:2] == ["python", "-m"] and words[2].startswith("benchmarks."):
+            parameters = get_params_from_function(importlib.import_module(words[2]).main)
+            options = {f"--{name.replace('_', '-')}" for name in parameters}
+            assert {word for word in words if word.startswith("--")} <= options
+
+
+def test_reasons_are_given_in_full() -> None:
+    for block in blocks("python", "bash"):
+        if block.not_run is not None:
+            assert len(block.not_run) > 15
+            for path in re.findall(r"tests/[\w/]+\.py", block.not_run):
+                assert (REPO / path).is_file(), f"{block.where}: {path}"
