@@ -124,6 +124,7 @@ class LiveLayout:
         split: its full layout, where recorded (AutoTP).
         values: checksum of a buffer's values on each tensor-parallel rank; empty for parameters.
         origin: source of these facts, if not a live parameter.
+        is_unsliced: whether each of the tensor-parallel ranks that hold it has it whole, as one of several experts.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -133,6 +134,7 @@ class LiveLayout:
     split: TPLayout | None = None
     values: tuple[int, ...] = ()
     origin: str = ""
+    is_unsliced: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +144,8 @@ class RankCoordinates:
     Attributes:
         dp, dp_rank: ranks that ZeRO partitions over: data-parallel times sequence-parallel.
         tp, tp_rank, pp, pp_rank: tensor- and pipeline-parallel.
-        ep, ep_rank: expert-parallel, among the ``dp`` ranks; with layers of several degrees, the largest.
+        ep, ep_rank: expert-parallel, among the ``dp`` ranks, or ``dp x tp`` if these do not slice experts; with layers
+            of several degrees, the largest.
         sequence, sp_rank: how sequence parallelism divides the ``dp`` ranks; sequence-parallel rank.
     """
 

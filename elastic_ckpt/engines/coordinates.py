@@ -28,7 +28,7 @@ from elastic_ckpt.core.local_state import LiveLayout, ModelLayout, RankCoordinat
 from elastic_ckpt.core.strided import TPLayout, fused
 from elastic_ckpt.core.tp_rules import CannotSplit
 from elastic_ckpt.engines.compat import autotp_affine_map, autotp_record, autotp_sub_parameters
-from elastic_ckpt.engines.experts import expert_parallel
+from elastic_ckpt.engines.experts import expert_parallel, unsliced_experts
 from elastic_ckpt.errors import UnsupportedError
 
 #: Largest buffer, in elements, whose values are compared: a rank's own bounds and offsets are small.
@@ -51,6 +51,7 @@ def model_of(
     """
     coordinates = _coordinates_of(engine, dp, dp_rank)
     layouts, ties = _layouts_of(engine, coordinates.tp), _ties_of(engine)
+    layouts |= {name: replace(layouts[name], is_unsliced=True) for name in unsliced_experts(engine)}
     for name, experts in stacked.items():
         layout = layouts.pop(name)
         layouts |= {
@@ -86,6 +87,8 @@ def model_of_all(mine: ModelLayout, everybody: Sequence[ModelLayout]) -> ModelLa
 
 def _of_stage(mine: LiveLayout, shards: Sequence[LiveLayout]) -> LiveLayout:
     """A layout with the shapes and values of all tensor-parallel ranks, in order."""
+    if mine.is_unsliced:
+        return mine
     shapes = tuple(shard.shapes[0] for shard in shards)
     return replace(mine, shapes=shapes, values=tuple(value for shard in shards for value in shard.values))
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 
 from deepspeed.moe.layer import MoE
 from deepspeed.utils import groups
 
-from elastic_ckpt.core.experts import ExpertName
+from elastic_ckpt.core.experts import EXPERTS, ExpertName
 from elastic_ckpt.errors import UnsupportedError
 
 
@@ -41,13 +41,18 @@ def stacked_experts(engine: Any) -> Mapping[str, tuple[int, ...]]:
             expected="DeepSpeed 0.19.8 or later",
             found="stacked experts without a record of their placement",
         )
-    if found and engine.mp_world_size > 1:
-        raise UnsupportedError(
-            "AutoEP together with AutoTP is not supported yet",
-            expected="experts that are whole on a rank",
-            found=f"tensor-parallel degree {engine.mp_world_size}",
-        )
     return found
+
+
+def unsliced_experts(engine: Any) -> Iterator[str]:
+    """Names in the live module of the tensors of experts that tensor-parallel ranks do not slice."""
+    if engine.has_moe_layers and engine.mp_world_size > 1:
+        yield from stacked_experts(engine)
+        for path, layer in engine.module.named_modules():
+            if isinstance(layer, MoE) and not layer.enable_expert_tensor_parallelism:
+                experts = layer.deepspeed_moe.experts.deepspeed_experts
+                for name, _ in chain(experts.named_parameters(), experts.named_buffers()):
+                    yield f"{path}.{EXPERTS}{name}" if path else f"{EXPERTS}{name}"
 
 
 def expert_parallel(engine: Any) -> tuple[int, int]:

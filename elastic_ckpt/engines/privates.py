@@ -209,7 +209,11 @@ PRIVATES = (
         "PipelineModule",
         ("_partition_layers(method)", "_layer_specs", "_topo", "_set_bounds(start, stop)", "parts"),
     ),
-    Privates("moe.layer", "MoE", ("expert_group_name", "num_local_experts", "deepspeed_moe")),
+    Privates(
+        "moe.layer",
+        "MoE",
+        ("expert_group_name", "num_local_experts", "deepspeed_moe", "enable_expert_tensor_parallelism"),
+    ),
     Privates("moe.experts", "Experts", ("deepspeed_experts",)),
     Privates(
         "utils.groups",

@@ -18,13 +18,16 @@ from elastic_ckpt.formats.experts import (
     ExpertOptimizer,
     ExpertShard,
     check_experts,
+    degree_in_name,
+    degree_of,
     divisions,
+    is_across,
     partitions_of,
     with_experts,
     with_tied_copies,
 )
 from elastic_ckpt.formats.grid import Grid, grid_of
-from elastic_ckpt.formats.merging import LayerShard, merge_shards, merge_stages, with_layers
+from elastic_ckpt.formats.merging import LayerShard, merge_shards, merge_stages, with_layers, with_more
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.partitioned import LegacyShard, partitioned_metadata, refuse_legacy
 from elastic_ckpt.formats.same_save import with_progress_compared
@@ -34,7 +37,8 @@ from elastic_ckpt.formats.zero0 import unpartitioned_metadata, weights_alone
 from elastic_ckpt.formats.zero0_experts import unpartitioned_experts
 
 #: (model-parallel rank, data-parallel rank, ``"model"`` or ``"optimizer"``), (layer, TP rank, ``"layer"``),
-#: (``MoE`` layer, expert, ``"expert"``), or (expert-parallel rank, model-parallel rank, ``"experts' optimizer"``).
+#: (model-parallel rank, a number, ``"expert"``), or (expert-parallel rank, model-parallel rank,
+#: ``"experts' optimizer"``).
 Kind = tuple[int, int, str]
 
 
@@ -45,6 +49,7 @@ class RankFiles:
     models: dict[int, ModelShard] = field(default_factory=dict)
     optimizers: dict[int, OptimizerShard] = field(default_factory=dict)
     expert_optimizers: dict[int, ExpertOptimizer] = field(default_factory=dict)
+    experts: list[ExpertShard] = field(default_factory=list)
 
     @property
     def model(self) -> ModelShard:
@@ -57,7 +62,6 @@ class Assembled:
 
     ranks: Mapping[int, RankFiles]
     layers: Sequence[LayerShard]
-    experts: Sequence[ExpertShard]
     grid: Grid
     all_metadata: Mapping[int, CheckpointMetadata]
     metadata: CheckpointMetadata
@@ -70,7 +74,6 @@ def assemble(found: Found, kinds: Sequence[Kind], indexed: Sequence[Any], option
     """
     refuse_legacy([item for item in indexed if isinstance(item, LegacyShard)], options.with_states)
     layers = [item for item in indexed if isinstance(item, LayerShard)]
-    experts = [item for item in indexed if isinstance(item, ExpertShard)]
     ranks = _by_rank(kinds, indexed)
     firsts = {mp: rank.model for mp, rank in ranks.items()}
     grid = grid_of(firsts, found.folder, options.coordinates)
@@ -78,35 +81,56 @@ def assemble(found: Found, kinds: Sequence[Kind], indexed: Sequence[Any], option
     for stage in grid.stages:
         for tp_rank, mp in enumerate(stage):
             _list_missing_shapes(ranks, mp, [layer for layer in layers if layer.tp_rank == tp_rank])
-    if experts or firsts[0].features.experts:
-        check_experts(found, firsts[0], list(ranks[0].optimizers.values()), experts)
-        models = ranks[0].models.items()
-        ranks[0].models = {at: with_tied_copies(model, options.live_ties) for at, model in models}
-    all_metadata = {mp: _fit_together(found, rank, experts, grid, options) for mp, rank in ranks.items()}
+    for rank in ranks.values():
+        rank.models = {at: with_tied_copies(model, options.live_ties) for at, model in rank.models.items()}
+    all_metadata = {mp: _fit_together(found, mp, rank, grid, options) for mp, rank in ranks.items()}
     metadata = merge_stages([merge_shards([all_metadata[mp] for mp in stage]) for stage in grid.stages])
     if layers:
         buffers = frozenset(name for rank in ranks.values() for m in rank.models.values() for name in m.buffer_names)
         metadata = with_layers(metadata, layers, buffers, grid.tp, options.live_names)
-    if experts or firsts[0].features.experts:
-        metadata = with_experts(metadata, experts, firsts[0])
+    metadata = _with_experts_across(found, metadata, list(ranks.values()), grid.tp, options)
     metadata = with_progress_compared(metadata, ranks[0].model, options.check_shards)
-    return Assembled(ranks, layers, experts, grid, all_metadata, metadata)
+    return Assembled(ranks, layers, grid, all_metadata, metadata)
+
+
+def _with_experts_across(
+    found: Found, metadata: CheckpointMetadata, ranks: Sequence[RankFiles], tp: int, options: MetadataOptions
+) -> CheckpointMetadata:
+    """``metadata`` with the experts that tensor-parallel ranks do not slice: each is on one of these, whole.
+
+    Their expert-parallel ranks are neighbors: tensor-parallel ranks count first, then data-parallel ones.
+    """
+    model, lanes = ranks[0].model, [list(rank.optimizers.values()) for rank in ranks]
+    numbers = [flat for flat in range(len(model.param_shapes)) if lanes[0] and is_across(model, lanes[0], flat, tp)]
+    if not numbers:
+        return metadata
+    shards = list(chain.from_iterable(zip(*lanes, strict=True)))
+    experts = {(each.layer, each.expert): each for rank in ranks for each in rank.experts}
+    _refuse_different_experts(model, shards, numbers)
+    check_experts(found, model, shards, [each for _, each in sorted(experts.items())], mp="*")
+    own = partitioned_metadata(found, [model], shards, None, options.states, numbers)
+    metadata = with_more(metadata, with_experts(own, list(experts.values()), model))
+    ep = max(metadata.source.ep, *(degree_of(shards, flat) for flat in numbers))
+    return replace(metadata, source=replace(metadata.source, ep=ep))
 
 
 def _by_rank(kinds: Sequence[Kind], indexed: Sequence[Any]) -> dict[int, RankFiles]:
     ranks: dict[int, RankFiles] = {}
     shared: dict[str, str] = {}
-    for position, ((mp, _, _), item) in enumerate(zip(kinds, indexed, strict=True)):
+    for position, ((mp, second, _), item) in enumerate(zip(kinds, indexed, strict=True)):
         if isinstance(item, ModelShard):
             ranks.setdefault(mp, RankFiles()).models[position] = item
             shared = {**item.shared, **shared}
         elif isinstance(item, OptimizerShard):
             ranks.setdefault(mp, RankFiles()).optimizers[position] = item
+        elif isinstance(item, ExpertShard):
+            ranks.setdefault(mp, RankFiles()).experts.append(item)
         elif isinstance(item, ExpertOptimizer):
-            ranks[0].expert_optimizers[position] = item
+            rank = ranks.setdefault(second, RankFiles())
+            rank.expert_optimizers[position] = item
             # the first has the dense parameters too, whose states are in the model-states file without experts
-            models = ranks[0].models.items()
-            ranks[0].models = {at: replace(model, optimizer=model.optimizer or item.state) for at, model in models}
+            models = rank.models.items()
+            rank.models = {at: replace(model, optimizer=model.optimizer or item.state) for at, model in models}
     # DeepSpeed lists tied names in the file of the job's first rank alone (_get_shared_params, engine.py)
     for rank in ranks.values():
         for position, model in rank.models.items():
@@ -145,35 +169,27 @@ def _list_missing_shapes(ranks: Mapping[int, RankFiles], mp: int, layers: Sequen
     rank.models = {at: replace(item, param_shapes=param_shapes) for at, item in rank.models.items()}
 
 
-def _fit_together(
-    found: Found, rank: RankFiles, experts: Sequence[ExpertShard], grid: Grid, options: MetadataOptions
-) -> CheckpointMetadata:
+def _fit_together(found: Found, mp: int, rank: RankFiles, grid: Grid, options: MetadataOptions) -> CheckpointMetadata:
+    """The metadata of one model-parallel rank, without the experts that its tensor-parallel ranks do not slice."""
     models, optimizers = list(rank.models.values()), list(rank.optimizers.values())
     features = models[0].features | (optimizers[0].features if optimizers else Features())
     refuse_features(features, models[0].path)
-    if models[0].stacked and grid.tp * grid.pp > 1:
-        raise UnsupportedError(
-            "AutoEP together with AutoTP is not supported yet",
-            file=models[0].path,
-            expected="experts that are whole on a rank",
-            found=f"{grid.tp * grid.pp} model-parallel ranks",
-            remedy="load it at the topology it was saved with",
-        )
+    numbers = _own_flats(found, mp, rank, grid)
     if optimizers:
         optimizers = shards.with_own_padding(optimizers)
-        _refuse_different_experts(models[0], optimizers)
-        _check_belong_together(models, optimizers)
+        _check_belong_together(models, optimizers, numbers)
         own = grid.own_file(options.coordinates) if len(models) > 1 else None
         _refuse_swapped(optimizers, grid)
-        metadata = partitioned_metadata(found, models, optimizers, own, options.states)
+        metadata = partitioned_metadata(found, models, optimizers, own, options.states, numbers)
     elif rank.expert_optimizers:
         try:
-            metadata = unpartitioned_experts(found, models[0], experts, list(rank.expert_optimizers.values()), options)
+            shards_of_experts = list(rank.expert_optimizers.values())
+            metadata = unpartitioned_experts(found, models[0], rank.experts, shards_of_experts, options)
         except MismatchError:
             if options.with_states or options.live_groups:
                 raise
             metadata = weights_alone(found, models[0])
-    elif experts and not models[0].zero.get("stage"):  # the model-states file has the optimizer of rank 0 alone
+    elif rank.experts and not models[0].zero.get("stage"):  # the model-states file has the optimizer of rank 0 alone
         raise missing_file(found, "expp_rank_0_mp_rank_00_optim_states.pt", "none")
     elif models[0].without_states:
         if options.with_states:
@@ -187,9 +203,42 @@ def _fit_together(
     else:
         _refuse_unnamed(found, models[0])
         metadata = unpartitioned_metadata(found, models[0], options)
-    partitions = [count for shard in optimizers[:1] for count in shard.partition_count if count]
-    ep = max([1, len(rank.expert_optimizers), *(len(optimizers) // count for count in partitions)])
-    return replace(metadata, source=replace(metadata.source, sequence=grid.sequence, ep=ep))
+    ep = max([1, len(rank.expert_optimizers), *(degree_of(optimizers, flat) for flat in numbers if optimizers)])
+    metadata = replace(metadata, source=replace(metadata.source, sequence=grid.sequence, ep=ep))
+    is_whole = len(numbers) == len(models[0].param_shapes)
+    return with_experts(metadata, rank.experts, models[0]) if is_whole else metadata
+
+
+def _own_flats(found: Found, mp: int, rank: RankFiles, grid: Grid) -> list[int]:
+    """The flat tensors of one model-parallel rank without those of experts that tensor-parallel ranks do not slice.
+
+    Raises :class:`LayoutError` unless all its experts are there, :class:`UnsupportedError` for unsliced ones without
+    ZeRO.
+    """
+    model, optimizers = rank.model, list(rank.optimizers.values())
+    numbers = list(range(len(model.param_shapes)))
+    if not (rank.experts or model.features.experts):
+        return numbers
+    if not optimizers:
+        _refuse_across(model, list(rank.expert_optimizers.values()), grid)
+    own = [flat for flat in numbers if not (optimizers and is_across(model, optimizers, flat, grid.tp))]
+    if own == numbers:
+        check_experts(found, model, optimizers, rank.experts, f"{mp:02d}")
+        _refuse_different_experts(model, optimizers, numbers)
+    return own
+
+
+def _refuse_across(model: ModelShard, optimizers: Sequence[ExpertOptimizer], grid: Grid) -> None:
+    """Refuse experts that tensor-parallel ranks do not slice, of a rank that has few experts' optimizers, or none."""
+    ep = max((degree_in_name(group) for each in optimizers for group in each.state.groups), default=0)
+    if grid.tp > 1 and (model.stacked or 2 * len(optimizers) <= ep):
+        raise UnsupportedError(
+            "without ZeRO, experts that tensor-parallel ranks do not slice are not supported",
+            file=model.path,
+            expected="a save with ZeRO-1 or 2, or enable_expert_tensor_parallelism",
+            found=f"optimizers of {len(optimizers)} expert-parallel ranks beside tensor-parallel degree {grid.tp}",
+            remedy="load it at the topology it was saved with",
+        )
 
 
 def _saved_without_states(model: ModelShard) -> DamagedError:
@@ -235,12 +284,12 @@ def missing_file(found: Found, name: str, have: str) -> DamagedError:
     )
 
 
-def _refuse_different_experts(model: ModelShard, optimizers: list[OptimizerShard]) -> None:
+def _refuse_different_experts(model: ModelShard, optimizers: Sequence[OptimizerShard], numbers: Sequence[int]) -> None:
     """The model-states file has the names on rank 0 alone; those of a rank's own partitions are in its own file."""
-    for flat, shapes in enumerate(model.param_shapes):
+    for flat in numbers:
         if not 0 < partitions_of(optimizers, flat) < len(optimizers):
             continue
-        names = {name for name, _ in shapes}
+        names = {name for name, _ in model.param_shapes[flat]}
         for ranks in (division.ranks for division in divisions(model, optimizers, flat)):
             sliced = [optimizers[rank].slice_names[flat : flat + 1] for rank in ranks]
             found = set(chain.from_iterable(chain.from_iterable(sliced)))
@@ -255,14 +304,16 @@ def _refuse_different_experts(model: ModelShard, optimizers: list[OptimizerShard
                 )
 
 
-def _check_belong_together(models: list[ModelShard], optimizers: list[OptimizerShard]) -> None:
+def _check_belong_together(
+    models: Sequence[ModelShard], optimizers: Sequence[OptimizerShard], numbers: Sequence[int]
+) -> None:
     shards.check_same_save(optimizers)
     model_states.check_same_save(models)
     of_experts = {number for number, group in enumerate(optimizers[0].groups) if group.get("moe")}
     for number, count in enumerate(optimizers[0].partition_count or (len(optimizers),)):
         group = optimizers[0].flat_groups[number] if number < len(optimizers[0].flat_groups) else number
         # fewer ranks divide a group of experts, those that hold the same
-        if group not in of_experts or not count or len(optimizers) % count:
+        if number in numbers and (group not in of_experts or not count or len(optimizers) % count):
             _check_count(optimizers, count, "partition_count of the optimizer-states files")
     _check_count(optimizers, int(models[0].counters["dp_world_size"]), f"dp_world_size in {models[0].path}")
     if optimizers[0].zero_stage == 3:

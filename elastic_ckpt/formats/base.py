@@ -101,9 +101,8 @@ def refuse_unsupported_folder(found: Found) -> None:
             found=files.clashes[0] + " beside its counterpart",
             remedy="remove the files of the older save, or take another tag",
         )
-    in_parallel, old = len(files.mp_ranks) > 1 or files.layers, any(layer < 0 for layer, _, _ in files.experts)
-    if files.of_experts and (in_parallel or old):
-        how = "together with tensor or pipeline parallelism" if in_parallel else "as DeepSpeed before 0.5 saves it"
+    if files.of_experts and (files.layers or any(layer < 0 for layer, _, _ in files.experts)):
+        how = "together with pipeline parallelism" if files.layers else "as DeepSpeed before 0.5 saves it"
         raise UnsupportedError(
             f"mixture of experts {how} is not supported yet",
             file=found.path(files.of_experts[0]),

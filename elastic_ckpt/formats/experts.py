@@ -7,6 +7,7 @@ module. Source: ``DeepSpeedEngine._save_moe_checkpoint`` (engine.py).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -23,6 +24,7 @@ from elastic_ckpt.formats.base import Found
 from elastic_ckpt.formats.classify import SavedKind
 from elastic_ckpt.formats.metadata_builder import Shapes, dense_tensor
 from elastic_ckpt.formats.model_states import ModelShard, UnpartitionedState, index_unpartitioned
+from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.shards import OptimizerShard
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
@@ -48,8 +50,9 @@ class ExpertShard(SourceFile):
         return stacked_name(name).rpartition(".")[0] if parts is None else parts.layer
 
 
-def index_expert(file: PickledFile, layer: int, expert: int) -> ExpertShard:
+def index_expert(file: PickledFile) -> ExpertShard:
     """Read one expert's file; :class:`LayoutError` if it has anything but that expert's tensors."""
+    ((layer, expert, _),) = sort_names([os.path.basename(file.path)], is_universal=False).experts
     weights = {str(name): ref for name, ref in file.tree.items() if isinstance(ref, TensorRef)}
     found = {name: expert_name(name) for name in weights}
     others = [name for name, e in found.items() if (e.number != expert if e else not name.endswith(f".{expert}"))]
@@ -125,6 +128,25 @@ def cannot_slice(key: str, name: str) -> UnsupportedError:
     )
 
 
+def is_across(model: ModelShard, shards: Sequence[OptimizerShard], flat: int, tp: int) -> bool:
+    """Whether experts of a flat tensor are on ranks of all ``tp`` tensor-parallel ranks, which do not slice them.
+
+    ``shards`` are those of one tensor-parallel rank. AutoEP never slices experts; those of ``MoE`` layers are sliced
+    with ``enable_expert_tensor_parallelism``.
+    """
+    if tp == 1 or any(name in model.stacked for name, _ in model.param_shapes[flat]):
+        return tp > 1
+    groups, number = shards[0].groups, shards[0].flat_groups[flat]
+    ep = degree_in_name(groups[number]) if number < len(groups) else 0
+    return ep * partitions_of(shards, flat) == len(shards) * tp
+
+
+def degree_in_name(group: Mapping[str, object]) -> int:
+    """The expert-parallel degree in the name of a param group of experts, ``ep_size_2``; 0 for any other group."""
+    number = str(group.get("name")).removeprefix("ep_size_") if group.get("moe") else ""
+    return int(number) if number.isdecimal() else 0
+
+
 def divisions(model: ModelShard, shards: Sequence[OptimizerShard], flat: int) -> Iterator[Division]:
     """How ranks divide a flat tensor among them.
 
@@ -183,18 +205,18 @@ def with_tied_copies(model: ModelShard, ties: Mapping[str, Sequence[str]]) -> Mo
 
 
 def check_experts(
-    found: Found, model: ModelShard, shards: Sequence[OptimizerShard], experts: Sequence[ExpertShard]
+    found: Found, model: ModelShard, shards: Sequence[OptimizerShard], experts: Sequence[ExpertShard], mp: str = "00"
 ) -> None:
     """Raise :class:`LayoutError` unless each expert of the model has one file, and one place in the optimizer's files.
 
-    ``experts`` are in the order of layers.
+    ``experts`` are in the order of layers, of the model-parallel rank ``mp``.
     """
     counts = model.features.experts
     without_files = model.stacked and shards and shards[0].zero_stage == 3  # AutoEP has them in the shards alone
     expected = {(layer, expert) for layer, count in enumerate(counts) for expert in range(count) if not without_files}
     present = {(each.layer, each.expert): each for each in experts}
     for layer, expert in sorted(expected ^ present.keys()):
-        name = f"layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt"
+        name = f"layer_{layer}_expert_{expert}_mp_rank_{mp}_model_states.pt"
         raise LayoutError(
             f"the file of an expert is {'missing' if (layer, expert) in expected else 'one too many'}",
             file=found.path(name),

@@ -73,6 +73,18 @@ def merge_stages(stages: Ranks) -> CheckpointMetadata:
     return replace(_united(stages, tensors, parameters, pp=len(stages)), replicas=replicas, stages=stages_of)
 
 
+def with_more(metadata: CheckpointMetadata, more: CheckpointMetadata) -> CheckpointMetadata:
+    """``metadata`` extended by the parameters and tensors that only ``more`` has, whose files come last."""
+    at = len(metadata.files)
+    parameters = {
+        name: replace(saved, replicated=tuple(replace(state, file=state.file + at) for state in saved.replicated))
+        for name, saved in more.parameters.items()
+    }
+    known = metadata.parameters.keys() | {name for name, _ in metadata.tensors}
+    tensors = {key: _moved(tensor, at) for key, tensor in more.tensors.items() if key[0] not in known}
+    return _united([metadata, more], {**metadata.tensors, **tensors}, {**metadata.parameters, **parameters})
+
+
 def _with_empty_shards(ranks: Ranks) -> Ranks:
     """Add empty shards: AutoTP may leave a rank without elements of a parameter, which its files then do not list."""
     holders = {name: rank for rank in reversed(ranks) for name in rank.parameters}

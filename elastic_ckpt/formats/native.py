@@ -68,7 +68,7 @@ def index_native(
     if what == "layer":
         return index_layer(file, first, second)
     if what == "expert":
-        return index_expert(file, first, second)
+        return index_expert(file)
     if what == "experts' optimizer":
         return index_expert_optimizer(file, first, options)
     if what == "model":
@@ -90,7 +90,7 @@ def _spot_check(files: Assembled, opened: Mapping[int, PickledFile]) -> None:
         for layer in files.layers:
             if layer.tp_rank == tp_rank:
                 spot_check(all_metadata[mp], layer.path, layer.named(known), mine)
-        for expert in files.experts:
+        for expert in rank.experts:
             spot_check(all_metadata[mp], expert.path, expert.weights, mine)
 
 
@@ -123,6 +123,7 @@ def _expected_files(found: Found) -> dict[Kind, str]:
         models |= {(mp, dp, "model"): name for dp, name in sorted(({0: model} if model else zero3).items())}
         optimizers |= {(mp, dp, "optimizer"): name for dp, name in sorted(optimizer.items())}
     layers = {(*layer, "layer"): name for layer, name in sorted(found.files.layers.items())}
-    experts = {(layer, expert, "expert"): name for (layer, expert, _), name in sorted(found.files.experts.items())}
+    of_rank = sorted((mp, layer, expert, name) for (layer, expert, mp), name in found.files.experts.items())
+    experts = {(mp, number, "expert"): name for number, (mp, _, _, name) in enumerate(of_rank)}
     of_experts = {(*rank, "experts' optimizer"): name for rank, name in sorted(found.files.expert_optimizers.items())}
     return models | optimizers | layers | of_experts | experts

@@ -15,7 +15,7 @@ in files of its own (:mod:`elastic_ckpt.formats.shards`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -54,16 +54,18 @@ def partitioned_metadata(
     optimizers: Sequence[OptimizerShard],
     own: int | None,
     options: StateOptions,
+    numbers: Iterable[int],
 ) -> CheckpointMetadata:
     """The metadata of one model-parallel rank whose optimizer states are partitioned; files are in rank order.
 
-    ``own`` is this rank's model-states file if each rank takes buffers from its own, ``None`` if all take the first's.
+    ``own`` is this rank's model-states file if each rank takes buffers from its own, ``None`` if all take the first's;
+    ``numbers`` are those of the flat tensors that count.
     """
     first = optimizers[0]
     files = [*models, *optimizers]
     states = ((shard.path, flat.states) for shard in optimizers for flat in shard.flats)
     builder = MetadataBuilder(found, files, options, states)
-    for number in range(len(models[0].param_shapes)):
+    for number in numbers:
         for division in divisions(models[0], optimizers, number):
             _add_flat(builder, models, optimizers, number, division)
     of_module, notes = module_tensors(models, own or 0, builder.parameters)

@@ -14,7 +14,7 @@ from elastic_ckpt.core.experts import ExpertName, expert_name, stacked_name
 from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata
 from elastic_ckpt.errors import LayoutError, UnsupportedError
 from elastic_ckpt.formats.base import Found, MetadataOptions, refuse_other_saves
-from elastic_ckpt.formats.experts import ExpertOptimizer, ExpertShard
+from elastic_ckpt.formats.experts import ExpertOptimizer, ExpertShard, degree_in_name
 from elastic_ckpt.formats.metadata_builder import MetadataBuilder, dense_tensor, module_tensors
 from elastic_ckpt.formats.model_states import PLAIN, ModelShard
 from elastic_ckpt.formats.zero0 import add_unpartitioned, member_names, shapes_of
@@ -63,7 +63,7 @@ def unpartitioned_experts(
 
 def _degree(found: Found, optimizers: Sequence[ExpertOptimizer]) -> int:
     """The expert-parallel degree, which param groups of experts are named after, as ``ep_size_2``."""
-    named = {_degree_of(group) for each in optimizers for group in each.state.groups if group.get("moe")}
+    named = {degree_in_name(group) for each in optimizers for group in each.state.groups if group.get("moe")}
     if len(named) > 1:
         raise UnsupportedError(
             "layers of different expert-parallel degrees are not supported without ZeRO",
@@ -83,11 +83,6 @@ def _degree(found: Found, optimizers: Sequence[ExpertOptimizer]) -> int:
             remedy="restore the folder from its original, or take another tag",
         )
     return ep
-
-
-def _degree_of(group: Mapping[str, object]) -> int:
-    number = str(group.get("name")).removeprefix("ep_size_")
-    return int(number) if number.isdecimal() else 0
 
 
 def _on_rank(

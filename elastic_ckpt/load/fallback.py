@@ -5,7 +5,6 @@ It assigns files to ranks by position and checks next to nothing. It is correct 
 - native checkpoints of one save, at the topology, layout and ZeRO stage of the save, and with an optimizer of the
   same hyperparameters;
 - weights alone below ZeRO-3, at any data-parallel degree, if one file holds them whole;
-- universal checkpoints of AutoEP;
 
 and never for optimizer states on NVMe, of which DeepSpeed 0.19 restores only the masters of large sub-groups.
 """
@@ -23,7 +22,6 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from elastic_ckpt import distributed
 from elastic_ckpt.config import CONFIG_KEY
-from elastic_ckpt.core.metadata import MASTER
 from elastic_ckpt.engines.compat import (
     base_optimizer,
     dp_group_of,
@@ -34,11 +32,11 @@ from elastic_ckpt.engines.compat import (
     swaps_states,
     zero_param_shapes,
 )
-from elastic_ckpt.engines.select import same_features, schema_of
+from elastic_ckpt.engines.select import same_features
 from elastic_ckpt.engines.training_state import LoadArguments, restores_states
 from elastic_ckpt.formats import Found
 from elastic_ckpt.formats.model_states import COUNTERS, MASTER_ENTRIES
-from elastic_ckpt.formats.naming import SWAPPED_FOLDER, UNIVERSAL_FOLDER, sort_names
+from elastic_ckpt.formats.naming import SWAPPED_FOLDER, sort_names
 from elastic_ckpt.formats.partitioned import is_legacy_with_step
 from elastic_ckpt.formats.pickled import PickledFile, open_pickled
 from elastic_ckpt.formats.saved_config import base_groups, config_section, features_in, saved_config
@@ -49,7 +47,6 @@ from elastic_ckpt.patches.aligned_partitions import alignment_of
 #: Entries of a param group that do not depend on the kind of optimizer.
 _NOT_COMPARED = frozenset({"params", "param_names", "step"})
 _LAYOUTS = {0: "whole", 1: "zero12", 2: "zero12", 3: "zero3"}
-_ADAM_STATES = {MASTER, "exp_avg", "exp_avg_sq"}
 
 
 def deepspeed_loads_it_right(
@@ -96,16 +93,14 @@ def _save_of(
     engine: Any, found: Found, arguments: LoadArguments, check_sizes: bool, own_files: bool
 ) -> tuple[Any, ...] | None:
     """The save that DeepSpeed's loader would read; ``None`` if it is not known to be restored correctly. Local."""
-    if found.files.by_fast_writer or found.format == "dcp":
-        return None  # DeepSpeed looks for other names
+    if found.format != "native" or found.files.by_fast_writer:
+        return None  # DeepSpeed looks for other names than the "fast" writer's
     if own_files:
-        if found.format != "native":
-            return None
         found = _own_part(engine, found)
     comparison = _Comparison(engine, found, arguments)
     if not comparison.fits():
         return None
-    if not own_files and (found.format == "universal" or comparison.whole_weights):
+    if not own_files and comparison.whole_weights:
         return ()
     return comparison.one_save(1 if own_files else engine.seq_dp_world_size, check_sizes)
 
@@ -142,17 +137,15 @@ class _Comparison:
 
     def fits(self) -> bool:
         """Whether topology, layout, names and optimizer are those of the live engine."""
-        engine, native = self.engine, self.found.format == "native"
+        engine = self.engine
         without_zero = isinstance(engine, PipelineEngine) and not self.found.files.optimizer
-        if self.with_states and not self.arguments.load_module_strict and (not native or without_zero):
+        if self.with_states and not self.arguments.load_module_strict and without_zero:
             return False  # unknown which parameters the states belong to
         if swaps_states(engine) or os.path.isdir(self.found.path(SWAPPED_FOLDER)):
             return False
         # DeepSpeed 0.19 calls methods of ZeRO-3's optimizer, which an engine made without one lacks
         if self.stage == 3 and not self.arguments.has_optimizer:
             return False
-        if not native:
-            return self._universal_fits()
         # without ZeRO in fp16 or bf16, DeepSpeed keeps old masters, which undo the loaded weights at the next step
         without_states = not (self.arguments.load_module_only or self.arguments.load_optimizer_states)
         if self.stage == 0 and without_states and keeps_own_masters(engine):
@@ -199,25 +192,6 @@ class _Comparison:
         if name not in self._opened:
             self._opened[name] = open_pickled(self.found.path(name))
         return self._opened[name]
-
-    def _universal_fits(self) -> bool:
-        """AutoEP with AutoTP: whether every live parameter has what DeepSpeed reads, at any degree.
-
-        Only DeepSpeed knows how these are sharded (``_resolve_autoep_partition``, universal_checkpoint.py); sizes that
-        do not fit are its own error. In ZeRO-3 it reads no states but Adam's, whatever the optimizer.
-        """
-        engine, files = self.engine, self.found.files
-        tree = self._open(next(iter([*files.model.values(), *files.model_zero3.values()]))).tree
-        if not ((tree.get("ds_autoep_layers") or tree.get("autoep_layers")) and engine.has_moe_layers):
-            return False
-        if self.with_states and schema_of(base_optimizer(engine)).family != "adam":
-            return False
-        folders = [
-            self.found.path(f"{UNIVERSAL_FOLDER}/{name}") for p, name in engine.param_names.items() if p.requires_grad
-        ]
-        return all(
-            {entry.removesuffix(".pt") for entry in os.listdir(folder)} - {"step"} == _ADAM_STATES for folder in folders
-        )
 
     def _pipeline_fits(self) -> bool:
         """A pipeline without ZeRO: whether this rank's file holds states of exactly its stage's parameters.

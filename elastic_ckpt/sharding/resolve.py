@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
+from elastic_ckpt.core.experts import stacked_name
 from elastic_ckpt.core.local_state import LiveLayout, ModelLayout
 from elastic_ckpt.core.metadata import FROZEN, MASTER, CheckpointMetadata, is_floating
 from elastic_ckpt.core.strided import Overlap, ShardSources, TPLayout, blended, copied, duplicates, fused, reshard
@@ -106,7 +107,8 @@ class _Resolver:
             return
         layout = layout or LiveLayout(())
         shapes = tensor.shard_shapes
-        was_merged = self._metadata.source.merged_from > 1 and len(shapes) == 1
+        is_expert = stacked_name(name) in self._metadata.stacked  # which no tensor-parallel rank has a part of
+        was_merged = self._metadata.source.merged_from > 1 and len(shapes) == 1 and not is_expert
         is_universal = self._metadata.source.format == "universal"
         as_saved = len(shapes) == len(layout.shapes) and (not is_universal or shapes == layout.shapes)
         if as_saved and not was_merged:
@@ -150,7 +152,7 @@ class _Resolver:
             real = (chosen.rule.vocabulary if chosen is not None else None) or self._metadata.declared.vocabulary
             if target.shape[0] < source.shape[0] and (real is None or real > target.shape[0]):
                 raise vocabulary_too_small(sharded, source.shape[0], target.shape[0], real)
-        transfer = reshard(source, target, self._live.coordinates.tp_rank)
+        transfer = reshard(source, target, self._live.coordinates.tp_rank if target.degree > 1 else 0)
         if transfer.missing:
             if kind != VOCABULARY:
                 raise contradiction(sharded, by_rule, "no saved shard has all of it")

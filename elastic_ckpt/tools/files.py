@@ -150,10 +150,13 @@ def expected_files(
         yield from (f"{UNIVERSAL_FOLDER}/{name}/{MASTER}.pt" for name in (peeked.parameters if peeked else ()))
         return
     if files.experts:  # AutoEP with ZeRO-3 writes none
-        names = (f"layer_{layer}_expert_{n}" for layer, count in enumerate(experts) for n in range(count))
-        yield from (f"{name}_mp_rank_00_model_states.pt" for name in names)
-        ep = 1 + max((rank for rank, _ in files.expert_optimizers), default=-1)
-        yield from (f"expp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(ep))
+        where = "00" if len(mps) == 1 else "*"  # tensor-parallel ranks slice experts, or have different ones
+        here = {(layer, n): name for (layer, n, _), name in files.experts.items()}
+        for at in ((layer, n) for layer, count in enumerate(experts) for n in range(count)):
+            yield here.get(at, f"layer_{at[0]}_expert_{at[1]}_mp_rank_{where}_model_states.pt")
+        optimizers = {rank: name for (rank, _), name in files.expert_optimizers.items()}
+        for ep_rank in range(1 + max(optimizers, default=-1)):
+            yield optimizers.get(ep_rank, f"expp_rank_{ep_rank}_mp_rank_{where}_optim_states.pt")
     elsewhere = files.experts or peeked is None or peeked.holds_optimizer or peeked.without_states
     if files.optimizer or not elsewhere:
         prefix, joint = _style(files, peeked)

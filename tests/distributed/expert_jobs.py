@@ -25,6 +25,7 @@ from tests.distributed import truth as oracle
 from tests.distributed.facts import Loaded, Refused, attempt, loss_gap, on_all_ranks
 from tests.distributed.jobs import CONTINUE_TO, SAVE_AT, truth_of
 from tests.distributed.model import GLOBAL_BATCH, PRECISIONS, VOCABULARY, batch, close
+from tests.distributed.parallel_models import forget_groups
 
 WIDTH = 12
 _STACKED = re.compile(r".*\.experts\.w\d")
@@ -67,6 +68,15 @@ class Experts:
         numbers = "x".join(map(str, self.experts))
         return f"{self.precision}-z{self.stage}-n{self.world}-ep{self.ep}-e{numbers}{extra}"
 
+    @property
+    def tp(self) -> int:
+        """Tensor-parallel degree."""
+        return 1
+
+    def model(self, seed: int) -> tuple[nn.Module, Any]:
+        """A model, and the ``mpu`` that divides the ranks for it. Collective."""
+        return ExpertLM(self, seed), None
+
 
 class ExpertLM(nn.Module):
     """Two ``MoE`` layers with different numbers of experts between dense layers; nothing in them is random."""
@@ -96,9 +106,13 @@ class ExpertLM(nn.Module):
                 for param in expert.parameters():
                     param.data.copy_(torch.randn(param.shape, generator=generator) / 4)
 
+    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Dense layers before those with experts."""
+        return hidden
+
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         self.ticks += 1
-        hidden = self.embedding(tokens[:, :-1])
+        hidden = self.between(self.embedding(tokens[:, :-1]))
         extra = 0.0
         for mixture in self.mixtures:
             mixed, loss, _ = mixture(hidden)
@@ -190,12 +204,25 @@ AUTOEP = {
 }
 
 
+#: Tensor-parallel attention.
+AUTOTP = {
+    "partition_config": {
+        "use_default_specs": False,
+        "layer_specs": [
+            {"patterns": [r".*\.[qkv]_proj\.weight$"], "partition_type": "column"},
+            {"patterns": [r".*\.o_proj\.weight$"], "partition_type": "row"},
+            {"patterns": [r".*\.weight$"], "partition_type": "skip"},
+        ],
+    }
+}
+
+
 def build(run: Experts, seed: int = 7, config: dict[str, Any] | None = None) -> Any:
     """A live engine; experts form param groups of their own."""
     get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed does not believe it of a CPU
     if run.autoep:
         return build_autoep(run, seed)
-    model = ExpertLM(run, seed)
+    model, mpu = run.model(seed)
     dense = {
         "params": [p for n, p in model.named_parameters() if "head" not in n],
         "name": "dense",
@@ -208,9 +235,10 @@ def build(run: Experts, seed: int = 7, config: dict[str, Any] | None = None) -> 
         model=model,
         optimizer=optimizer,
         lr_scheduler=torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5),
+        mpu=mpu,
         config={
             "train_batch_size": GLOBAL_BATCH,
-            "train_micro_batch_size_per_gpu": GLOBAL_BATCH // run.world,
+            "train_micro_batch_size_per_gpu": GLOBAL_BATCH // (run.world // run.tp),
             "zero_optimization": {"stage": run.stage},
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
@@ -230,12 +258,13 @@ def build_autoep(run: Experts, seed: int) -> Any:
         model_parameters=list(model.parameters()),
         lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5),
         config={
-            "train_batch_size": GLOBAL_BATCH,
-            "train_micro_batch_size_per_gpu": GLOBAL_BATCH // run.world,
+            "gradient_accumulation_steps": 1,
+            "train_micro_batch_size_per_gpu": GLOBAL_BATCH // (run.world // run.tp),
             "zero_optimization": {"stage": run.stage},
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
             "zero_force_ds_cpu_optimizer": False,
             "expert_parallel": layers | {"autoep_size": run.ep},
+            **({"tensor_parallel": AUTOTP | {"autotp_size": run.tp}} if run.tp > 1 else {}),
             **PRECISIONS[run.precision],
         },
     )[0]
@@ -247,13 +276,14 @@ def end(engine: Any) -> None:
     for name in ("_EXPERT_PARALLEL_GROUP", "_EXPERT_DATA_PARALLEL_GROUP"):
         for suffix in ("", "_RANKS"):
             getattr(groups, name + suffix).clear()
+    forget_groups()
 
 
 def train(engine: Any, first: int, last: int) -> list[float]:
     """Steps on the same global batches at every degree; the mean losses over all ranks."""
-    losses = []
+    losses, tp = [], engine.mp_world_size
     for step in range(first, last):
-        loss = engine(batch(step, dist.get_world_size(), dist.get_rank()))
+        loss = engine(batch(step, dist.get_world_size() // tp, dist.get_rank() // tp))
         engine.backward(loss)
         engine.step()
         mean = loss.detach().clone()
@@ -289,16 +319,31 @@ def gather(engine: Any, run: Experts, keys: list[str]) -> dict[str, Any]:
         "states": {(in_job(name), key): value for (name, key), value in mine["states"].items()},
         "weights": {in_job(name): value for name, value in mine["weights"].items()},
     }
+    mine_of_all = on_all_ranks({in_job(name): dim for name, dim in sharded_dims(engine.module).items()})
+    sharded = {name: dim for each in mine_of_all for name, dim in each.items()}
     for kind, values in kinds.items():
         whole: dict[Any, torch.Tensor] = {}
-        for part in on_all_ranks(values):
-            for name, value in part.items():
-                assert torch.equal(whole.setdefault(name, value), value), f"ranks hold different {kind} of {name}"
+        shards: dict[Any, dict[int, torch.Tensor]] = {}
+        for rank, part in enumerate(on_all_ranks(values)):
+            for key, value in part.items():
+                name = key[0] if isinstance(key, tuple) else key
+                seen = shards.setdefault(key, {}).setdefault(rank % run.tp if name in sharded else 0, value)
+                assert torch.equal(seen, value), f"ranks hold different {kind} of {key}"
+                whole[key] = torch.cat([each for _, each in sorted(shards[key].items())], sharded.get(name, 0))
         mine[kind] = whole
     # values of as many param groups as there are, which are all the same
     mine["scheduler"] = {k: set(v) if isinstance(v, list) else v for k, v in mine["scheduler"].items()}
     mine["groups"] = {group["name"].partition("_")[0]: group["weight_decay"] for group in mine["groups"]}
     return mine
+
+
+def sharded_dims(module: nn.Module) -> dict[str, int]:
+    """Parameters that are cut over tensor-parallel ranks, and their dimension."""
+    found = {name: param.shard_dim for name, param in module.named_parameters() if hasattr(param, "shard_dim")}
+    for name, param in module.named_parameters():
+        if getattr(param, "ds_autotp_universal_checkpoint_meta", None):
+            found[name] = int("o_proj" in name)
+    return found
 
 
 def unstacked(values: dict[str, torch.Tensor], run: Experts, ep_rank: int) -> Iterator[tuple[str, torch.Tensor]]:

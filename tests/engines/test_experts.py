@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from elastic_ckpt.engines.experts import stacked_experts
+from elastic_ckpt.engines.experts import stacked_experts, unsliced_experts
 from elastic_ckpt.errors import UnsupportedError
 
 
@@ -29,6 +29,6 @@ def test_experts_without_a_record_are_refused() -> None:
         stacked_experts(engine(None, None))
 
 
-def test_experts_with_tensor_parallelism_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r"(?s)AutoTP is not supported.*degree 2"):
-        stacked_experts(engine({"local_experts": [0]}, tp=2))
+def test_stacked_experts_are_whole_on_tensor_parallel_ranks() -> None:
+    assert list(unsliced_experts(engine(None, {"local_experts": [0]}, tp=2))) == ["w1"]
+    assert list(unsliced_experts(engine({"local_experts": [0]}))) == []

@@ -28,6 +28,7 @@ from elastic_ckpt.formats.experts import (
     divisions,
     index_expert,
     index_expert_optimizer,
+    is_across,
     with_slices,
     with_tied_copies,
 )
@@ -39,9 +40,9 @@ from elastic_ckpt.formats.zero0_experts import _degree, _named_on_rank, unpartit
 LAYER = f"layers.0.{EXPERTS}"
 
 
-def saved(tmp_path: Path, weights: Any) -> Any:
-    torch.save(weights, tmp_path / "file.pt")
-    return open_pickled(str(tmp_path / "file.pt"))
+def saved(tmp_path: Path, weights: Any, name: str = "file.pt") -> Any:
+    torch.save(weights, tmp_path / name)
+    return open_pickled(str(tmp_path / name))
 
 
 def run(shapes: list[list[str]], counts: tuple[int, ...], partitions: tuple[int, ...], **more: Any) -> tuple[Any, Any]:
@@ -68,6 +69,28 @@ def test_the_ranks_of_each_expert_parallel_rank_divide_its_experts() -> None:
     assert second == Division([(f"{LAYER}2.w", (2,)), (f"{LAYER}3.w", (2,))], range(1, 4, 2))
     model.data_before_experts = True
     assert [each.ranks for each in divisions(model, shards, 1)] == [range(2), range(2, 4)]
+
+
+@pytest.mark.parametrize(
+    ("tp", "partitions", "name", "expected"),
+    [
+        (2, 2, "ep_size_2", False),  # each tensor-parallel rank has slices of all experts: four ranks, two of each
+        (2, 4, "ep_size_2", True),  # eight ranks, four of each
+        (2, 2, "ep_size_4", True),
+        (1, 2, "ep_size_2", False),
+        (2, 4, "head", False),
+    ],
+)
+def test_experts_are_on_all_tensor_parallel_ranks_unless_these_slice_them(
+    tp: int, partitions: int, name: str, expected: bool
+) -> None:
+    model, shards = run([["head"], [f"{LAYER}0.w"]], (4,), (4, partitions))
+    groups = ({"name": "head"}, {"name": name, "moe": name != "head"})
+    shards = [SimpleNamespace(**vars(shards[0]), groups=groups, flat_groups=(0, 1))] * 4
+    assert not is_across(model, shards, 0, tp)
+    assert is_across(model, shards, 1, tp) is expected
+    model.stacked = {f"{LAYER}0.w": ((0, 1), (2, 3))}
+    assert is_across(model, shards, 1, tp) is (tp > 1)
 
 
 def test_experts_of_a_layer_are_counted_over_all_its_param_groups() -> None:
@@ -101,7 +124,7 @@ def test_experts_of_different_layers_in_the_files_of_one_are_refused() -> None:
 @pytest.mark.parametrize("weights", [{f"{LAYER}1.w": torch.ones(2)}, {"head": torch.ones(2)}, {}])
 def test_a_file_with_other_weights_than_its_name_says_is_refused(tmp_path: Path, weights: Any) -> None:
     with pytest.raises(LayoutError, match="the expert that its name says"):
-        index_expert(saved(tmp_path, weights), 0, 0)
+        index_expert(saved(tmp_path, weights, "layer_0_expert_0_mp_rank_00_model_states.pt"))
 
 
 def test_an_optimizer_file_without_states_is_no_optimizers(tmp_path: Path) -> None:
@@ -134,14 +157,14 @@ def test_experts_that_are_trained_differently_on_other_ranks_are_named() -> None
     model, _ = run([["head"], [f"{LAYER}0.w", f"{LAYER}1.w"]], (4,), (4, 2))
     mine = (("head",), (f"{LAYER}0.w", f"{LAYER}1.w"))
     shards = [SimpleNamespace(partition_count=(4, 2), slice_names=mine, path=f"{rank}.pt") for rank in range(4)]
-    _refuse_different_experts(model, shards)
+    _refuse_different_experts(model, shards, [0, 1])
     for rank in (1, 3):
         shards[rank].slice_names = (("head",), (f"{LAYER}0.w",))
     with pytest.raises(UnsupportedError, match="train different parameters of their experts") as raised:
-        _refuse_different_experts(model, shards)
+        _refuse_different_experts(model, shards, [0, 1])
     assert (raised.value.file, raised.value.parameter) == ("1.pt", f"{LAYER}1.w")
     shards[3].slice_names = ()  # a version that does not record them
-    _refuse_different_experts(model, shards)
+    _refuse_different_experts(model, shards, [0, 1])
 
 
 def placed(*experts: tuple[int, ...], **more: Any) -> Any:

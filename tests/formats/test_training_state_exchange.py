@@ -41,7 +41,7 @@ class Job:
             ranks.setdefault(mp, RankFiles()).models[position] = model
         grid = Grid(tuple(tuple(range(stage * tp, (stage + 1) * tp)) for stage in range(pp)), dp)
         nothing: Any = None
-        self.files = Assembled(ranks, (), (), grid, {}, nothing)
+        self.files = Assembled(ranks, (), grid, {}, nothing)
         self.live = live
         self.world = live[0] * live[1] * live[2]
         self.me = 0

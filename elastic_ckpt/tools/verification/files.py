@@ -154,8 +154,8 @@ def _index(file: PickledFile, path: str, config: ElasticConfig) -> Any:
     if name == UNIVERSAL_OPTIMIZER:
         return index_optimizer(file)
     of_experts = sort_names([name], is_universal=False)
-    for layer, expert, _ in of_experts.experts:
-        return index_native(file, (layer, expert, "expert"), state_options(config))
+    if of_experts.experts:
+        return index_native(file, (0, 0, "expert"), state_options(config))
     for ep_rank, mp in of_experts.expert_optimizers:
         return index_native(file, (ep_rank, mp, "experts' optimizer"), state_options(config))
     dp_rank = int(match[1]) if (match := re.search(r"zero_pp_rank_(\d+)", name)) else 0

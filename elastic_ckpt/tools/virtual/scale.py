@@ -265,7 +265,7 @@ def scale_files(model: ScaleModel) -> tuple[Found, list[Kind], list[Indexed]]:
         ]
         indexed += [*models, *(_optimizer_shard(model, folder, mp, rank, groups) for rank in range(dp))]
     experts = list(_expert_shards(model, folder))
-    kinds += [(each.layer, each.expert, "expert") for each in experts]
+    kinds += [(0, number, "expert") for number in range(len(experts))]
     layers: dict[int, list[Parameter]] = defaultdict(list)
     for parameter in parameters if model.saved.zero_stage < 3 and not experts else ():
         layers[parameter.layer].append(parameter)

@@ -1,0 +1,104 @@
+"""Experts in tensor-parallel models: sliced by tensor-parallel ranks or not, at any degree to any other."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from elastic_ckpt.cli import app
+from tests.distributed.conftest import Launch
+from tests.distributed.expert_tensor_jobs import Sharded
+
+SAVED = [
+    Sharded(4, 1, 2),
+    Sharded(4, 2, 1, "fp16", residual=True),
+    Sharded(4, 1, 2, slices=False),
+    Sharded(4, 2, 4, "fp32", slices=False, group_size=400),
+    Sharded(4, 2, 2, data_first=True),
+    Sharded(4, 0, 2, "fp32"),
+    Sharded(2, 1, 2, "fp32", degree=1),
+]
+
+
+@pytest.fixture(scope="module")
+def saved(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("experts")
+    for world in (2, 4):
+        runs = [run for run in SAVED if run.world == world]
+        launch(world, "expert_jobs.save", {"folder": str(folder), "runs": runs})
+    return folder
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        Sharded(4, 2, 2),
+        Sharded(4, 1, 4, slices=False),
+        Sharded(2, 1, 1),
+        Sharded(1, 1, 1, "fp32", degree=1),
+        Sharded(4, 2, 2, degree=1),
+        Sharded(2, 0, 1, "fp32"),
+        Sharded(2, 2, 2, "fp32", slices=False),
+    ],
+    ids=lambda run: run.name,
+)
+def test_sliced_and_whole_experts_load_at_any_degrees(run: Sharded, saved: Path, launch: Launch) -> None:
+    sources = [source for source in SAVED if source.residual == run.residual]
+    for load in launch(run.world, "expert_jobs.load", {"folder": str(saved), "runs": [run], "sources": sources}):
+        assert load.format == "native" and load.differences == {}, load.where
+        assert load.loss_gap < 0.05, load.where
+        assert "100 %" in str(load.report.verified), load.text
+
+
+#: AutoEP with AutoTP: whole experts, whose expert-parallel groups take in several tensor-parallel ranks.
+MIXTRAL = Sharded(4, 1, 2, "bf16", (4, 4), slices=False, autoep=True, preset="mixtral")
+FOLDED = [
+    MIXTRAL,
+    replace(MIXTRAL, stage=3, ep=4),
+    replace(MIXTRAL, degree=1),
+    replace(MIXTRAL, stage=2, precision="fp32"),
+]
+
+
+@pytest.fixture(scope="module")
+def folded(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("folded")
+    launch(4, "expert_jobs.save", {"folder": str(folder), "runs": FOLDED})
+    for run in FOLDED:
+        target = folder / replace(run, universal=True).name
+        result = CliRunner().invoke(app, ["convert", str(folder / run.name / "step4"), str(target / "step4")])
+        assert result.exit_code == 0, result.output
+        shutil.copy(folder / run.name / "truth.pt", target)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        replace(MIXTRAL, ep=4),
+        replace(MIXTRAL, stage=3),
+        replace(MIXTRAL, stage=2, ep=1, degree=1, world=1),
+        replace(MIXTRAL, stage=3, degree=1, ep=4),
+        replace(MIXTRAL, stage=0, degree=1, world=2),
+    ],
+    ids=lambda run: run.name,
+)
+def test_autoep_folded_with_autotp_loads_at_any_degrees(run: Sharded, folded: Path, launch: Launch) -> None:
+    sources = FOLDED + [replace(source, universal=True) for source in FOLDED]
+    for load in launch(run.world, "expert_jobs.load", {"folder": str(folded), "runs": [run], "sources": sources}):
+        assert load.format == ("universal" if load.case.universal else "native"), load.where
+        assert load.differences == {}, load.where
+        assert load.loss_gap < 0.05, load.where
+
+
+@pytest.mark.parametrize("run", FOLDED[:2], ids=lambda run: run.name)
+def test_deepspeed_loads_what_our_command_writes_at_the_degrees_of_the_save(
+    run: Sharded, folded: Path, launch: Launch
+) -> None:
+    """At others, it refuses what was folded."""
+    arguments = {"run": run, "folders": [str(folded / replace(run, universal=True).name)]}
+    assert launch(run.world, "expert_jobs.deepspeed_loads", arguments) == [{}] * run.world
