@@ -7,10 +7,12 @@ import logging
 import os
 import re
 from collections.abc import Mapping
+from itertools import chain
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from elastic_ckpt.core.fqn import NAME_PRESETS
 from elastic_ckpt.core.state_kinds import ELEMENTWISE, NON_SHARD_KEYS, REPLICATED, StateOptions
 from elastic_ckpt.core.tp_rules import Rule
 from elastic_ckpt.errors import ConfigError
@@ -90,7 +92,8 @@ class ElasticConfig(BaseModel):
     rename: Annotated[list[Annotated[tuple[str, str], Field(strict=False)]], _ELASTIC_ONLY] = Field(
         [],
         description="[pattern, replacement] for names in the checkpoint, as for Python's re.sub "
-        '([["^old\\\\.(.*)", "new.\\\\1"]]); only the first pattern found in a name applies',
+        '([["^old\\\\.(.*)", "new.\\\\1"]]); only the first pattern found in a name applies. "megatron-core-local" in '
+        "place of a pair: from the names that Megatron Core saves to those of its layers without Transformer Engine",
     )
     param_groups: Annotated[Literal["match", "keep_live"], _ELASTIC_ONLY] = Field(
         "match",
@@ -160,6 +163,14 @@ class ElasticConfig(BaseModel):
     on_batch_size_change: Annotated[Literal["warn", "error"], _ELASTIC_ONLY] = Field(
         "warn", description="on a change of the global batch or of the micro-batches per step"
     )
+
+    @field_validator("rename", mode="before")
+    @classmethod
+    def _presets_are_their_rules(cls, rules: Any) -> Any:
+        if not isinstance(rules, list):
+            return rules
+        known = ([rule] if not isinstance(rule, str) else NAME_PRESETS.get(rule, [rule]) for rule in rules)
+        return list(chain.from_iterable(known))
 
     @field_validator("rename")
     @classmethod

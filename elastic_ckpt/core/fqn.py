@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from elastic_ckpt.core.local_state import ModelLayout
@@ -12,6 +12,13 @@ from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.errors import MismatchError, listed
 
 RenameRules = Sequence[tuple[str, str]]
+#: Rules that ``"rename"`` knows by a name. Megatron Core saves every layer under Transformer Engine's names.
+NAME_PRESETS: Mapping[str, RenameRules] = {
+    "megatron-core-local": (
+        (r"^(.+)\.self_attention\.linear_qkv\.layer_norm_(weight|bias)$", r"\1.input_layernorm.\2"),
+        (r"^(.+)\.mlp\.linear_fc1\.layer_norm_(weight|bias)$", r"\1.pre_mlp_layernorm.\2"),
+    )
+}
 
 
 def rename(name: str, rules: RenameRules) -> str:

@@ -1,4 +1,4 @@
-"""Reads folders of ``torch.distributed.checkpoint`` (DCP), as FSDP2 and torchtitan save them.
+"""Reads folders of ``torch.distributed.checkpoint`` (DCP), as FSDP2, torchtitan and Megatron Core save them.
 
 Their tensors are whole ones, whatever mesh cut them: a chunk is a box of the tensor. Model weights are the masters.
 Counters follow from the optimizer's step, and what has no home in a DeepSpeed engine is in the client state.
@@ -32,6 +32,7 @@ from elastic_ckpt.formats.base import Checkpoint, Found, MetadataOptions
 from elastic_ckpt.formats.classify import FRESH
 from elastic_ckpt.formats.dcp_entries import Entries, sort_entries
 from elastic_ckpt.formats.dcp_items import DcpFile, read_dcp_file
+from elastic_ckpt.formats.dcp_megatron import Common, read_common, sort_megatron_entries, unstacked
 from elastic_ckpt.formats.dcp_metadata import DcpContents, read_dcp_metadata
 from elastic_ckpt.formats.exchange import opener_of, read_my_share
 from elastic_ckpt.formats.naming import DCP_METADATA
@@ -40,14 +41,16 @@ from elastic_ckpt.formats.saved_states import normal_groups
 #: Key of the client state for what has no home in a DeepSpeed engine.
 CLIENT_KEY = "dcp"
 _STEP = "step"
+#: In the names of extra states, those of Transformer Engine for example.
+_EXTRA_STATE = "._extra_state"
 _RESERVED = frozenset({MASTER, BUFFER, FROZEN})
 
 
 def read_dcp(found: Found, options: MetadataOptions) -> Checkpoint:
     """Read the metadata of a DCP folder. Collective: all ranks raise the same :class:`ElasticCkptError`."""
-    contents = distributed.broadcast("read the checkpoint's metadata", lambda: read_dcp_metadata(found.folder))
+    contents, common = distributed.broadcast("read the checkpoint's metadata", lambda: _read_contents(found, options))
     with distributed.deterministic("look at the checkpoint's entries"):
-        entries = sort_entries(contents, found.folder)
+        entries = sort_megatron_entries(contents) if common else sort_entries(contents, found.folder)
         wanted = _wanted(contents, entries, options)
     names = list(contents.files)
 
@@ -57,10 +60,15 @@ def read_dcp(found: Found, options: MetadataOptions) -> Checkpoint:
 
     files = read_my_share(len(names), read)
     with distributed.deterministic("fit the checkpoint's files together"):
-        builder = _Builder(found, contents, entries, files, options)
+        builder = _Builder(found, contents, entries, files, options, common or Common())
         metadata, state = builder.metadata(), builder.training_state()
     opened = sum(opener_of(position) == distributed.rank() for position in range(len(names)))
     return Checkpoint(metadata, state, found.path(DCP_METADATA), opened)
+
+
+def _read_contents(found: Found, options: MetadataOptions) -> tuple[DcpContents, Common | None]:
+    contents, common = read_dcp_metadata(found.folder), read_common(found.folder, options.trust_pickle)
+    return (contents if common is None else unstacked(contents, found.path(DCP_METADATA))), common
 
 
 def _wanted(contents: DcpContents, entries: Entries, options: MetadataOptions) -> frozenset[str]:
@@ -68,16 +76,23 @@ def _wanted(contents: DcpContents, entries: Entries, options: MetadataOptions) -
     tensors = contents.tensors
     states = {entry for entry in entries.states.values() if entry not in tensors or not tensors[entry][1]}
     groups = {entry for group in entries.groups.values() for entry in group.values()}
-    others = {entry for entry in entries.others if entry not in tensors} if options.with_client_state else set()
-    return frozenset(states | groups | others)
+    others = {entry for entry in entries.others if entry not in tensors and _EXTRA_STATE not in entry}
+    return frozenset(states | groups | (others if options.with_client_state else set()))
 
 
 class _Builder:
     """Builds metadata and training state from what ``.metadata`` lists and what is in the files."""
 
     def __init__(
-        self, found: Found, contents: DcpContents, entries: Entries, files: Sequence[DcpFile], options: MetadataOptions
+        self,
+        found: Found,
+        contents: DcpContents,
+        entries: Entries,
+        files: Sequence[DcpFile],
+        options: MetadataOptions,
+        common: Common,
     ) -> None:
+        self._common = common
         self._found, self._contents, self._entries, self._options = found, contents, entries, options
         self._files = files
         self._values = {name: value for file in files for name, value in file.values.items()}
@@ -90,7 +105,7 @@ class _Builder:
         self._tensors: dict[tuple[str, str], TensorMetadata] = {}
         self._scalars: dict[str, dict[str, float]] = {}
         self._scalar_forms: dict[str, str] = {}
-        self._opaque: dict[str, str] = {}
+        self._opaque: dict[str, str] = {**entries.opaque}
 
     def metadata(self) -> CheckpointMetadata:
         """The metadata; ranks may differ in which of the untrained weights are buffers."""
@@ -108,6 +123,9 @@ class _Builder:
         for (name, key), entry in entries.states.items():
             if name in members and key not in fresh:
                 self._add_state(name, key, entry)
+        if self._common.step is not None:
+            self._scalars = {name: {_STEP: self._common.step} for name, _ in entries.states}
+            self._scalar_forms[_STEP] = "float32"
         shapes = self._contents.tensors
         parameters = {
             name: SavedParameter(shapes[entries.weights[name]][1], group, self._sorted_scalars(name))
@@ -122,14 +140,18 @@ class _Builder:
             states=StateFacts(self._opaque, fresh=frozenset(fresh), scalar_forms=self._scalar_forms),
             aliases=ties,
             replicas=copies,
+            run=self._common.run,
             notes=(*found.notes, *self._notes()),
         )
 
     def training_state(self) -> TrainingState:
         """Counters by the optimizer's step, and objects without a home. After :meth:`metadata`."""
         steps = max((scalars.get(_STEP, 0) for scalars in self._scalars.values()), default=0)
-        counters = {"global_steps": int(steps), "skipped_steps": 0, "dp_world_size": 1, "mp_world_size": 1}
-        client: dict[str, Any] = {}
+        common = self._common
+        counters = {"global_steps": int(common.iteration or steps), "skipped_steps": 0}
+        counters |= {"dp_world_size": 1, "mp_world_size": 1}
+        counters |= {} if common.samples is None else {"global_samples": common.samples}
+        client: dict[str, Any] = {**common.others} if self._options.with_client_state else {}
         for entry in self._entries.others:
             if entry in self._values and not isinstance(self._values[entry], ElasticCkptError):
                 *above, last = self._contents.paths[entry]
@@ -166,7 +188,14 @@ class _Builder:
             number = len(groups) - 1 if isinstance(key, int) else groups.index(values)
             members |= dict.fromkeys(names, number)
         stateful = [name for name, _ in self._entries.states if name not in members]
-        return members | dict.fromkeys(stateful, len(groups)), groups + [{}] * bool(stateful)
+        alone = self._common.groups[0] if self._has_one_group else {}
+        return members | dict.fromkeys(stateful, len(groups)), groups + [alone] * bool(stateful)
+
+    @property
+    def _has_one_group(self) -> bool:
+        """Whether ``common.pt`` has the same hyperparameters for all parameters."""
+        groups = self._common.groups
+        return bool(groups) and all(group == groups[0] for group in groups)
 
     def _ties(self, members: Mapping[str, int]) -> dict[str, str]:
         """Second names of weights that are tied in the live model -> the kept name; their values are compared."""
@@ -213,6 +242,13 @@ class _Builder:
             yield f"tensors of neither model nor optimizer, not restored: {listed(tensors)}"
         for entry, error in unread.items():
             yield f"not read: {entry} ({error.problem}: {error.details.get('found')})"
+        extra = [entry for entry in others if _EXTRA_STATE in entry]
+        if extra:
+            yield f"extra states of modules, not restored: {listed(extra)}"
+        if self._common.others:
+            yield f"of common.pt in the client state under {CLIENT_KEY!r}: {listed(self._common.others)}"
+        if self._common.groups and not self._has_one_group:
+            yield "common.pt does not record the members of its param groups, whose hyperparameters are not restored"
         low = {self._tensors[key].dtype for key in self._tensors if key[1] == MASTER} - {"float32"}
         if low:
             yield f"the optimizer's masters are the model's weights, in {listed(low)}"

@@ -29,17 +29,14 @@ class Entries:
         weights, states: FQN, or FQN and key of the state -> entry.
         groups: param group -> hyperparameter -> entry.
         others: entries of neither model nor optimizer.
+        opaque: states of unknown layout: key -> description.
     """
 
     weights: Mapping[str, str]
     states: Mapping[tuple[str, str], str] = field(default_factory=dict)
     groups: Mapping[GroupKey, Mapping[str, str]] = field(default_factory=dict)
     others: tuple[str, ...] = ()
-
-    @property
-    def members(self) -> frozenset[str]:
-        """The entries that list the members of param groups."""
-        return frozenset(group[_MEMBERS] for group in self.groups.values() if _MEMBERS in group)
+    opaque: Mapping[str, str] = field(default_factory=dict)
 
 
 def sort_entries(contents: DcpContents, folder: str) -> Entries:

@@ -15,7 +15,7 @@ from typing import Any
 from elastic_ckpt.core.checksums import Records
 from elastic_ckpt.core.metadata import SourceFile
 from elastic_ckpt.errors import DamagedError, UnsafePickleError, UnsupportedError
-from elastic_ckpt.formats.dcp_metadata import DcpContents, StoredItem
+from elastic_ckpt.formats.dcp_metadata import DcpContents, Shape, StoredItem
 from elastic_ckpt.formats.metadata_builder import refuse_view
 from elastic_ckpt.formats.pickled import PickledFile, named_errors, unreadable
 from elastic_ckpt.formats.torch_archive.archive import Trees, read_archive_tree
@@ -112,7 +112,7 @@ def _read_item(path: str, descriptor: int, item: StoredItem, trees: Trees, trust
 def _data_of(item: StoredItem, tree: Any, contents: DcpContents, path: str) -> int:
     """Where a tensor's data begins; :class:`DamagedError` if it is another tensor than ``.metadata`` lists."""
     dtype, _ = contents.tensors[item.name]
-    if not isinstance(tree, TensorRef) or (tree.dtype, tree.shape) != (dtype, item.sizes):
+    if not isinstance(tree, TensorRef) or tree.dtype != dtype or _without_ones(tree.shape) != _without_ones(item.sizes):
         raise DamagedError(
             "this file holds another tensor than .metadata lists",
             parameter=item.name,
@@ -123,3 +123,8 @@ def _data_of(item: StoredItem, tree: Any, contents: DcpContents, path: str) -> i
         )
     refuse_view(item.name, "this tensor", tree, path)
     return tree.byte_offset
+
+
+def _without_ones(shape: Shape | None) -> list[int]:
+    """A shape, but for dimensions of one layer."""
+    return [size for size in shape or () if size != 1]

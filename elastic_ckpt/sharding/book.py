@@ -79,6 +79,8 @@ class Preset(ReadyConfig):
     rules: list[Rule]
 
 
+#: Transformer Engine's names of a norm within a fused layer, which is whole.
+_NORM_INSIDE = (".layer_norm_weight", ".layer_norm_bias")
 #: Names of fused parameters, whose arrangement neither shapes nor ``partition_dim`` show.
 _FUSED = re.compile(
     r"query_key_value|qkv|(^|[._])(q_k_v|kv_proj|key_value)([._]|$)|gate_up|up_gate|gate_and_up|w1_w3|w1?[23]([._]|$)"
@@ -100,7 +102,7 @@ def tensor_of(metadata: CheckpointMetadata, name: str) -> TensorMetadata | None:
 
 def is_fused(name: str) -> bool:
     """Whether a parameter's name is one of fused parameters, whose arrangement the shape does not show."""
-    return _FUSED.search(name) is not None
+    return _FUSED.search(name) is not None and not name.endswith(_NORM_INSIDE)
 
 
 def is_vocabulary(name: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from argparse import Namespace
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch.distributed.fsdp import fully_shard
 
 import elastic_ckpt
 from tests.distributed import model as models
+from tests.distributed import parallel_models
+from tests.distributed import parallel_truth as parallel_oracle
 from tests.distributed import truth as oracle
 from tests.distributed.facts import Loaded, loss_gap
 from tests.distributed.jobs import CONTINUE_TO, SAVE_AT, truth_of, where
@@ -132,5 +135,48 @@ def load_into_engines(cases: list[dict[str, Any]]) -> list[Loaded]:
         differences = oracle.differences(engine, truth)
         gap = loss_gap(train(engine, SAVE_AT, CONTINUE_TO), truth) if case.get("states", True) else 0.0
         facts.append(Loaded(case, where(case), engine.elastic_report, differences, gap, client_state))
+        close(engine)
+    return facts
+
+
+def save_megatron(arguments: dict[str, Any]) -> None:
+    """Train Megatron Core's GPTModel, and save it with its own ``dist_checkpointing``, as its training script does."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.optimizer.optimizer import FP32Optimizer
+
+    torch.cuda.synchronize = lambda *_: None
+    parallel, folder = arguments["setup"], arguments["folder"]
+    engine = parallel_models.build(parallel)
+    parallel_models.train(engine, parallel, 0, SAVE_AT)
+    optimizer = FP32Optimizer.__new__(FP32Optimizer)  # whose constructor wants CUDA
+    optimizer.optimizer, optimizer.is_stub_optimizer, optimizer.config = engine.optimizer, False, None
+    weights = engine.module.sharded_state_dict()
+    states = optimizer.sharded_state_dict(engine.module.sharded_state_dict())
+    os.makedirs(folder, exist_ok=True)
+    dist.barrier()
+    saved = {"model": weights, "optimizer": states, "iteration": SAVE_AT, "args": Namespace(seed=5)}
+    dist_checkpointing.save(saved, folder)
+    truth = parallel_oracle.gather(engine, parallel)
+    truth["losses"] = parallel_models.train(engine, parallel, SAVE_AT, CONTINUE_TO)
+    if dist.get_rank() == 0:
+        torch.save(truth, os.path.join(folder, "truth.pt"))
+    close(engine)
+
+
+def load_megatron(targets: list[dict[str, Any]]) -> list[Loaded]:
+    """Load what :func:`save_megatron` saved into engines; the job sets the learning rates, as its scheduler would."""
+    elastic_ckpt.install()
+    facts = []
+    for target in targets:
+        parallel, folder = target["setup"], target["folder"]
+        engine = parallel_models.build(parallel, seed=8, config={"elastic_checkpoint": target["options"]})
+        _, client_state = engine.load_checkpoint(folder)
+        truth = truth_of(folder)
+        now = parallel_oracle.gather(engine, parallel)
+        differences = parallel_oracle.tensor_differences(now, truth) | oracle.compare(now, {"steps": truth["steps"]})
+        for names, group in zip(engine.members, engine.optimizer.param_groups, strict=True):
+            group.update(truth["groups"][names[0]])
+        gap = loss_gap(parallel_models.train(engine, parallel, SAVE_AT, CONTINUE_TO), truth)
+        facts.append(Loaded(target, where(target), engine.elastic_report, differences, gap, client_state))
         close(engine)
     return facts

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from elastic_ckpt.cli import app
 from tests.distributed.conftest import Launch
 from tests.distributed.model import Setup
+from tests.distributed.parallel_models import Parallel
 
 #: As FSDP2 trains: without clipping, which DeepSpeed does by default.
 CONFIG = (("gradient_clipping", 0.0),)
@@ -70,3 +71,17 @@ def test_what_engines_saved_is_loaded_by_fsdp2_once_it_is_converted(
     ]
     for load in launch(degree, "dcp_jobs.load_into_fsdp", cases):
         assert load.differences == {} and load.loss_gap < 1e-5, load.where
+
+
+@pytest.mark.parametrize("style", ["llama", "gpt"])
+def test_what_megatron_core_saved_at_tp_2_is_loaded_at_tp_1_and_2(launch: Launch, tmp_path: Path, style: str) -> None:
+    saved = Parallel("megatron", style, tp=2)
+    launch(2, "dcp_jobs.save_megatron", {"setup": saved, "folder": str(tmp_path)})
+    targets = [Parallel("megatron", style, tp=1, stage=3), Parallel("megatron", style, tp=2, stage=1)]
+    options = {"rename": ["megatron-core-local"]}
+    cases = [{"setup": target, "folder": str(tmp_path), "options": options} for target in targets]
+    for load in launch(2, "dcp_jobs.load_megatron", cases):
+        assert load.format == "dcp" and load.differences == {}, load.where
+        assert load.loss_gap < 1e-4, load.where
+        assert load.client_state["dcp"]["args"].seed == 5
+        assert "does not record the members of its param groups" in load.text

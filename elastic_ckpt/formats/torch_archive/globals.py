@@ -41,6 +41,7 @@ _ENUMS = (
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     *(f"megatron.{module}.{name}" for module in _MODULES_OF_MEGATRON for name in _ENUMS_OF_MEGATRON),
     f"{_DCP}.metadata._MEM_FORMAT_ENCODING",
+    f"{_DCP}.planner.WriteItemType",
     "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",  # until torch 2.2
 )
 _CLASSES = (
@@ -52,6 +53,7 @@ _CLASSES = (
     *(f"{_DCP}.metadata.{name}" for name in ("Metadata", "MetadataIndex", "StorageMeta", "ChunkStorageMetadata")),
     *(f"{_DCP}.metadata.{name}" for name in ("TensorStorageMetadata", "BytesStorageMetadata")),
     f"{_DCP}.filesystem._StorageInfo",
+    *(f"{_DCP}.planner.{name}" for name in ("SavePlan", "WriteItem", "TensorWriteData", "BytesIOWriteData")),
     *(f"megatron.core.dist_checkpointing.strategies.torch.{name}" for name in ("MCoreMetadata", "MCoreSavePlan")),
 )
 #: Classes whose state is a tuple: the attributes in it.
