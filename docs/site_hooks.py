@@ -65,3 +65,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"]({name}{match[2] or ''})"
 
     return _LINK.sub(on_the_site, markdown)
+
+
+def on_page_content(html: str, **_: object) -> str:
+    """Docstrings without the roles of reStructuredText."""
+    return re.sub(r":(?:func|class|meth|mod|attr|data|exc):(?=<code>)", "", html)
