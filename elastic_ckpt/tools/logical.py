@@ -21,6 +21,7 @@ from elastic_ckpt.io.reader import execute
 from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.planning.read_items import check_tiling, read_items, rows_in_order
 from elastic_ckpt.planning.replicas import compare_replicas
+from elastic_ckpt.planning.state_matching import keys_by_name, refuse_partial, state_errors
 from elastic_ckpt.sharding.decide import virtual_layouts
 from elastic_ckpt.sharding.resolve import resolve
 
@@ -67,6 +68,13 @@ def refuse_without_masters(metadata: CheckpointMetadata) -> None:
             file=metadata.source.folder,
             remedy="the save is incomplete: take another tag",
         )
+
+
+def refuse_unreadable_states(metadata: CheckpointMetadata) -> None:
+    """Raise an error that names the optimizer state that is damaged, of unknown layout, or not there for some."""
+    for error in state_errors(metadata):
+        raise error
+    refuse_partial(metadata, keys_by_name(metadata))
 
 
 def weights_by_name(wholes: Iterable[Whole]) -> dict[str, Whole]:

@@ -17,8 +17,14 @@ from elastic_ckpt.core.fqn import rename_saved
 from elastic_ckpt.errors import ElasticCkptError
 from elastic_ckpt.io.coalesce import read_options
 from elastic_ckpt.planning.planner import LoadOptions
-from elastic_ckpt.planning.state_matching import keys_by_name, refuse_partial, state_errors
-from elastic_ckpt.tools.logical import LogicalReader, Whole, refuse_without_masters, scalars_of, weights_by_name
+from elastic_ckpt.tools.logical import (
+    LogicalReader,
+    Whole,
+    refuse_unreadable_states,
+    refuse_without_masters,
+    scalars_of,
+    weights_by_name,
+)
 from elastic_ckpt.tools.opened import Opened, config_of, open_checkpoint, open_folder
 
 logger = logging.getLogger(__name__)
@@ -106,9 +112,7 @@ class CheckpointTensors(Mapping[str, torch.Tensor]):
     def _states(self) -> _Source:
         """The source of optimizer states, without which weights can be read."""
         source = _Source(open_checkpoint(self._opened.found, self._opened.config))
-        for error in state_errors(source.metadata):
-            raise error
-        refuse_partial(source.metadata, keys_by_name(source.metadata))
+        refuse_unreadable_states(source.metadata)
         return source
 
     def _known(self, name: str) -> str:

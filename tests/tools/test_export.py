@@ -202,8 +202,11 @@ def test_a_selection_in_another_dtype(saved: tuple[Path, Tied], tmp_path: Path) 
 
 
 @pytest.mark.parametrize("limit", ["30B", "5GB"])
-def test_files_of_torch_are_what_it_would_save(limit: str, saved: tuple[Path, Tied], tmp_path: Path) -> None:
+def test_files_of_torch_are_what_it_would_save(
+    limit: str, saved: tuple[Path, Tied], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, model = saved
+    monkeypatch.setattr(exporting, "_READ", exporting.ReadOptions(threads=1, chunk_nbytes=16, staging_nbytes=64))
     report = elastic_ckpt.export(folder, tmp_path / "out", format="torch", max_shard_size=limit, jobs=3)
     names = {path.name for path in (tmp_path / "out").glob("*.bin")}
     assert len(names) == report.files and (limit == "30B") == ("pytorch_model-00001-of-00004.bin" in names)

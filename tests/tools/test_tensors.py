@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,14 @@ from safetensors.torch import load_file
 
 import elastic_ckpt
 from elastic_ckpt.config import ElasticConfig
+from elastic_ckpt.core.chunks import ListedChunks, StorageChunk
+from elastic_ckpt.core.flat_ranges import FlatRange
+from elastic_ckpt.core.metadata import CheckpointMetadata, SavedParameter, SourceFacts, SourceFile, TensorMetadata
+from elastic_ckpt.core.tp_rules import Rule
 from elastic_ckpt.errors import DamagedError, MismatchError, NotFoundError
+from elastic_ckpt.tools.logical import refuse_unreadable_states
+from elastic_ckpt.tools.opened import Opened, open_folder
+from elastic_ckpt.tools.tensors import CheckpointTensors
 from tests.unpartitioned import STATES, Model, indexed, trained
 
 
@@ -121,3 +130,47 @@ def test_weights_are_read_where_states_cannot_be(tmp_path: Path) -> None:
         elastic_ckpt.open(tmp_path / "step").optimizer_state("b")
     fresh = elastic_ckpt.open(tmp_path / "step", config=ElasticConfig(fresh_state_keys=["state1"]))
     assert fresh.optimizer_state("a").keys() == {"step", *STATES}
+
+
+def sharded(folder: Path, **config: Any) -> CheckpointTensors:
+    """Two tensor-parallel ranks' ``cut``, ``copied`` and ``unknown``, of which only the last has no rule."""
+    folder.mkdir()
+    shards = {"cut": ([0.0, 1.0], [2.0, 3.0]), "copied": ([4.0, 5.0], [4.0, 6.0]), "unknown": ([7.0, 8.0], [9.0, 9.0])}
+    tensors, parameters, nbytes = {}, {}, bytearray()
+    for name, values in shards.items():
+        sources = []
+        for value in values:
+            sources.append(ListedChunks((StorageChunk(FlatRange(0, 2), 0, len(nbytes)),)))
+            nbytes += torch.tensor(value).numpy().tobytes()
+        shape = (2, 1) if name == "unknown" else (2,)
+        parameters[name] = SavedParameter(shape, 0, ())
+        tensors[name, "fp32"] = TensorMetadata(name, "fp32", shape, "float32", tuple(sources), shards=(shape, shape))
+    (folder / "a").write_bytes(nbytes)
+    facts = SourceFacts("native", str(folder), "step", 1, 1, "0.19.8", tp=2)
+    metadata = CheckpointMetadata(facts, (SourceFile(str(folder / "a"), len(nbytes)),), parameters, tensors, ({},))
+    rules = [Rule(pattern="cut", kind="column"), Rule(pattern="copied", kind="replicated")]
+    checkpoint: Any = SimpleNamespace(metadata=metadata)
+    return CheckpointTensors(Opened(None, checkpoint, ElasticConfig(tp_rules=rules, **config)))  # type: ignore[arg-type]
+
+
+def test_shards_are_joined_and_copies_compared_one_tensor_at_a_time(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = sharded(tmp_path / "strict")
+    assert set(checkpoint) == {"cut", "copied", "unknown"}
+    assert checkpoint["cut"].tolist() == [0.0, 1.0, 2.0, 3.0]
+    for name, says in (("copied", "copies of replicated parameters differ"), ("unknown", "unknown")):
+        with pytest.raises(MismatchError, match=says) as error:
+            checkpoint[name]
+        assert error.value.parameter == name
+    assert sharded(tmp_path / "first", replicated_params="first")["copied"].tolist() == [4.0, 5.0]
+    assert "the first was taken" in caplog.text
+
+
+def test_states_of_only_some_parameters_are_an_error(trained_model: Any, tmp_path: Path) -> None:
+    metadata = open_folder(str(tmp_path), None, ElasticConfig()).checkpoint.metadata
+    assert "b" in metadata.parameters and ("b", "exp_avg") not in metadata.tensors
+    partitioned = replace(metadata, source=replace(metadata.source, zero_stage=1))
+    with pytest.raises(DamagedError, match="no optimizer state of this parameter") as error:
+        refuse_unreadable_states(partitioned)
+    assert error.value.parameter == "b"

@@ -13,9 +13,9 @@ import torch
 
 from elastic_ckpt.core.metadata import BUFFER, CheckpointMetadata, is_floating
 from elastic_ckpt.errors import ConfigError, NotFoundError, listed
-from elastic_ckpt.planning.state_matching import keys_by_name, refuse_partial, state_errors
+from elastic_ckpt.planning.state_matching import keys_by_name
 from elastic_ckpt.tools.export.shards import Exported
-from elastic_ckpt.tools.logical import WEIGHTS, Whole, scalars_of
+from elastic_ckpt.tools.logical import WEIGHTS, Whole, refuse_unreadable_states, scalars_of
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 _TORCH_NAMES: Mapping[str, str] = MappingProxyType({"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"})
@@ -62,16 +62,13 @@ def states_of(metadata: CheckpointMetadata, wholes: Iterable[Whole], names: Coll
     8-bit states are dequantized to fp32. Raises :class:`NotFoundError` if the checkpoint holds no optimizer state, and
     an error that names the state if one is damaged or of unknown layout.
     """
-    for error in state_errors(metadata):
-        raise error
-    stateful = keys_by_name(metadata)
-    if not stateful:
+    refuse_unreadable_states(metadata)
+    if not keys_by_name(metadata):
         raise NotFoundError(
             "the checkpoint holds no optimizer states to export",
             file=metadata.source.folder,
             remedy="leave out --optimizer; it was saved before the first step, or without them",
         )
-    refuse_partial(metadata, stateful)
     states = (whole for whole in wholes if whole.key not in WEIGHTS and whole.name in names)
     return [Exported(whole, replace(whole, name=f"{whole.key}.{whole.name}")) for whole in states]
 
