@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import elastic_ckpt
 from elastic_ckpt.config import ElasticConfig
@@ -174,3 +176,21 @@ def test_states_of_only_some_parameters_are_an_error(trained_model: Any, tmp_pat
     with pytest.raises(DamagedError, match="no optimizer state of this parameter") as error:
         refuse_unreadable_states(partitioned)
     assert error.value.parameter == "b"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_folders_of_torch_distributed_checkpoint_are_opened_and_exported_too(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 3)).square().sum().backward()
+    optimizer.step()
+    weights, states = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=tmp_path / "dcp")
+    checkpoint = elastic_ckpt.open(tmp_path / "dcp")
+    assert checkpoint.keys() == weights.keys()
+    assert all(torch.equal(checkpoint[name], value) for name, value in weights.items())
+    expected = optimizer.state[model.weight]
+    assert all(torch.equal(value, expected[key]) for key, value in checkpoint.optimizer_state("weight").items())
+    elastic_ckpt.export(tmp_path / "dcp", tmp_path / "out", optimizer=True, format="torch")
+    assert all(torch.equal(v, weights[name]) for name, v in torch.load(tmp_path / "out" / "pytorch_model.bin").items())
+    assert load_file(tmp_path / "out" / "optimizer.safetensors").keys() >= {"exp_avg.weight", "exp_avg_sq.bias"}
