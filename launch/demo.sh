@@ -31,7 +31,7 @@ export PYTHONWARNINGS=ignore::FutureWarning TORCH_CPP_LOG_LEVEL=ERROR
 # launch RANKS ARGUMENTS...: torchrun, with a time limit, without two lines that DeepSpeed prints on every rank.
 launch() {
     printf '\n$ torchrun --nproc_per_node %s\n' "$*"
-    timeout --foreground --kill-after=60 240 \
+    timeout --foreground --kill-after=60 900 \
         "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node "$@" |
         sed -u -e '/built successfully/d' -e '/before it has started/d'
 }

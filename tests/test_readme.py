@@ -22,7 +22,9 @@ from elastic_ckpt.cli import COMMANDS
 from elastic_ckpt.config import CONFIG_KEY, clear_flags, read_config
 from elastic_ckpt.engines.versions import REQUIREMENTS
 from tests.blocks import PAGES, REPO, Block, blocks
+from tests.source import texts_in
 
+PACKAGE = REPO / "elastic_ckpt"
 README = (REPO / "README.md").read_text(encoding="utf-8")
 GETTING_STARTED = (REPO / "docs" / "getting-started.md").read_text(encoding="utf-8")
 
@@ -55,6 +57,13 @@ def test_the_readme_is_short_and_begins_with_what_people_look_for() -> None:
     assert "bash launch/demo.sh" in top and "bash launch/test.sh" in top
     for requirement in REQUIREMENTS:
         assert f"![{requirement.supported}](" in top
+
+
+def test_the_error_that_is_shown_has_the_words_of_the_code() -> None:
+    shown = README.split("```\nDamagedError: ")[1].split("```")[0]
+    texts = "".join(text for path in PACKAGE.rglob("*.py") for text in texts_in(path.read_text(encoding="utf-8")))
+    problem, remedy = shown.split("\n")[0], shown.split("remedy:    ")[1].split("; if that")[0]
+    assert problem in texts and remedy in texts
 
 
 def test_every_flag_is_listed() -> None:
