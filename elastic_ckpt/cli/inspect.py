@@ -143,7 +143,7 @@ def _saved(run: SavedRun) -> Iterator[str]:
 
 
 def _told_by(source: str) -> str:
-    return f" (told by: {source})" if source else ""
+    return f" (according to: {source})" if source else ""
 
 
 def _contents(inspection: Inspection) -> Table:

@@ -186,7 +186,7 @@ def _refusals_end_the_command(as_json: bool) -> Iterator[None]:
         if "tp_" in (error.remedy or ""):  # a live model may provide the layout
             hint = (
                 f"--preset NAME ({', '.join(book.Preset.names())}, or a JSON file), or --config FILE with the lines "
-                "above; in a load, parameters of Megatron Core and AutoTP tell how they are held"
+                "above; in a load, parameters of Megatron Core and AutoTP say how they are sharded"
             )
         if as_json:
             print_json({"refused": {**error_as_dict(error), **({"option": hint} if hint else {})}})

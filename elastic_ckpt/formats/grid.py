@@ -84,7 +84,7 @@ def grid_of(models: Mapping[int, ModelShard], folder: str, coordinates: RankCoor
         stages = _by_names([models[rank] for rank in ranks])
     if stages is None or len({len(stage) for stage in stages}) > 1:
         raise UnsupportedError(
-            "it cannot be told which model-parallel file is of which pipeline stage and tensor-parallel rank",
+            "it is not known which model-parallel file is of which pipeline stage and tensor-parallel rank",
             file=first.path,
             expected="checkpoint_parallel_dimensions, or parameters that are the same within a stage",
             found=f"{len(ranks)} model-parallel ranks",

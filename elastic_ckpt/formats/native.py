@@ -104,7 +104,7 @@ def _expected_files(found: Found) -> dict[Kind, str]:
         model = found.files.model.get(mp)
         if model and zero3:
             raise DamagedError(
-                "model-states files of ZeRO-3 and of another stage lie in one folder",
+                "model-states files of ZeRO-3 and of another stage are in one folder",
                 file=found.path(model),
                 expected="files of one save",
                 found=f"{model} beside {zero3[min(zero3)]}",

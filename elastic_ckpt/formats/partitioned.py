@@ -141,7 +141,7 @@ def _refuse_old(file: PickledFile, in_sub_partitions: bool, has_shapes: bool) ->
         version = "0.3 (and gpt-neox's DeeperSpeed 0.3.15)" if in_sub_partitions else "before 0.6.2"
         signs = ["local_sub_partitions_of_fp32_groups"] * in_sub_partitions + ["param_shapes"] * has_shapes
         raise UnsupportedError(
-            f"optimizer states of DeepSpeed {version} are not supported: where each parameter lies is not said in them",
+            f"optimizer states of DeepSpeed {version} are not supported: they do not record where each parameter is",
             file=file.path,
             expected="files of DeepSpeed 0.6.2 or later",
             found=", ".join(signs),

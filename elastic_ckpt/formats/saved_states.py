@@ -165,7 +165,7 @@ def _problem(codebook: Codebook | None) -> str:
 def _no_map(qmap: str, found: Mapping[Codebook | None, str], own: Codebook | None) -> DamagedError:
     codebook, path = next(iter(found.items()))
     return DamagedError(
-        f"the quantization map {qmap} is damaged, and what it was cannot be told",
+        f"the quantization map {qmap} is damaged, and what it was is not known",
         parameter=qmap,
         file=path,
         expected="one map of 256 ascending values in all files",

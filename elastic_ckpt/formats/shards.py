@@ -212,7 +212,7 @@ def _master_is_swapped(file: PickledFile, folder: str, master: TensorRef, state:
         return False
     raise UnsupportedError(
         "this checkpoint was saved before the first step by a run that swaps optimizer states to NVMe: which of its "
-        "masters are up to date cannot be told",
+        "masters are up to date is not known",
         file=file.path,
         expected="a checkpoint saved after a step, or without pipeline_read and pipeline_write",
         found=f"a swap file and {master.numel} elements in the shard",
@@ -225,7 +225,7 @@ def refuse_unnamed_swap_files(file: PickledFile, dp_rank: int) -> None:
     folder = _folder(file, dp_rank)
     if os.path.isdir(folder) and any(name.endswith(_SUFFIX) for name in os.listdir(folder)):
         raise UnsupportedError(
-            "swap files lie beside this shard, but none of its tensors says that it was swapped to NVMe",
+            "swap files are beside this shard, but none of its tensors says that it was swapped to NVMe",
             file=file.path,
             expected="tensors that name their swap files, as DeepSpeed saves them",
             found=f"unnamed files in {folder}",

@@ -258,7 +258,7 @@ def _check_numel(item: StateFile, tensor: TensorRef, shape: tuple[int, ...]) -> 
             f"{item.key} of this parameter does not have the shape that the model-states file lists",
             parameter=item.name,
             file=item.path,
-            expected=f"{shape}, {MASTER} and states alike",
+            expected=f"{shape}, the same for {MASTER} and states",
             found=tensor.shape,
             remedy="files of two conversions are mixed, or vocabulary padding was stripped: convert again",
         )

@@ -321,7 +321,7 @@ def _unnamed(
     else:
         found = f"{sizes} tensors in the saved groups, {[len(group) for group in options.live_groups]} in the live ones"
     return MismatchError(
-        "without ZeRO, DeepSpeed saves optimizer states without names, and which parameter is which cannot be told",
+        "without ZeRO, DeepSpeed saves optimizer states without names, and which parameter is which is not known",
         parameter=listed(name for group in options.live_groups for name in group),
         file=model.path,
         expected="live param groups with the parameters of the saved ones, in their order",

@@ -243,7 +243,7 @@ class PlanBuilder:
                 f"8-bit blocks of {live.key} would have to be quantized anew, which changes them a little",
                 parameter=parts[0].fragment.name,
                 file=self._metadata.source.folder,
-                expected='blocks that lie whole on both sides, since "eight_bit_realign" is "error"',
+                expected='blocks that are whole on both sides, since "eight_bit_realign" is "error"',
                 found=f"{changed} of {blocks} blocks of this partition mix elements of several saved blocks",
                 remedy=(
                     '"elastic_checkpoint": {"eight_bit_realign": "requantize"}; or load at the topology it was saved '

@@ -142,7 +142,7 @@ def check_tiling(metadata: CheckpointMetadata, tensor: TensorMetadata) -> None:
         position = 0
         for start, stop in [*((chunk.range.start, chunk.range.stop) for chunk in source), (numel, numel)]:
             if start != position:
-                problem, where = ("held twice", "two files") if start < position else ("incomplete", "no file")
+                problem, where = ("stored twice", "two files") if start < position else ("incomplete", "no file")
                 of = f" of tensor-parallel rank {shard}" if tensor.shards else ""
                 raise DamagedError(
                     f"{tensor.key} of this parameter is {problem} in the checkpoint",

@@ -239,7 +239,7 @@ def contradiction(sharded: Sharded, chosen: RuleSource | None, why: str) -> Mism
             remedy=f"build the model with the sizes it was saved with{padded}",
         )
     return sharded.mismatch(
-        "what is said about this parameter's tensor-parallel layout, and the shapes, contradict each other",
+        "what is known of this parameter's tensor-parallel layout contradicts the shapes",
         expected=f"{layout}: {why}",
         found=_both(sharded),
         remedy=f"say how it is cut (column, row, vocabulary ...): {config}",

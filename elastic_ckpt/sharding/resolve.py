@@ -98,7 +98,7 @@ class _Resolver:
             shown = ", ".join(self._padded[:4])
             yield f"rows of vocabulary padding that the checkpoint lacks keep the live values: {shown}"
         if self._guessed_matrices:
-            yield f"only their shapes tell how these are held: {shortened(self._guessed_matrices)}"
+            yield f"only their shapes tell how these are sharded: {shortened(self._guessed_matrices)}"
 
     def add(self, name: str) -> None:
         """Resolve one parameter or buffer."""

@@ -112,7 +112,7 @@ class Workplace:
         others = [path for path in self.folder.iterdir() if path != _part_of(manifest)]
         if others and not restart:
             raise ElasticCkptError(
-                f"an interrupted {self.task.noun} of something else lies here",
+                f"an interrupted {self.task.noun} of something else is here",
                 file=str(self.folder),
                 expected=mine,
                 found=known if known is not None else f"{len(others)} files without {self._manifest}",

@@ -80,7 +80,7 @@ def test_older_files_are_told_apart_by_their_parameters(
 
 def test_ranks_that_cannot_be_told_apart_are_refused() -> None:
     for models in ([model(["a"]), model(["a"]), model(["b"])], [model(), model()], [model(["a"]), model()]):
-        with pytest.raises(UnsupportedError, match="cannot be told"):
+        with pytest.raises(UnsupportedError, match="is not known"):
             grid_of(ranks(*models), "/ckpt")
     assert grid_of(ranks(model()), "/ckpt").stages == ((0,),)
 

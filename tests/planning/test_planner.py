@@ -152,14 +152,14 @@ def test_elements_that_are_held_twice_are_damage_and_the_parameter_is_named(piec
     with pytest.raises(DamagedError) as caught:
         plan_load(with_extents(saved(TWO), "a.weight", MASTER, *pieces), live(TWO), LoadOptions())
     assert caught.value.parameter == "a.weight"
-    assert "held twice" in caught.value.problem, caught.value
+    assert "stored twice" in caught.value.problem, caught.value
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
     ("pieces", "problem"),
     [
-        pytest.param([(0, 10), (5, 10)], "held twice", id="the cut falls on the second start"),
+        pytest.param([(0, 10), (5, 10)], "stored twice", id="the cut falls on the second start"),
         pytest.param([(0, 5)], "incomplete", id="the cut falls on the end"),
     ],
 )

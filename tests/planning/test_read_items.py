@@ -157,9 +157,9 @@ def test_shards_that_are_tiled_are_whole() -> None:
         ([(0, 0, 6), (1, 0, 3)], "incomplete", "elements 3 to 4 of tensor-parallel rank 1 in no file"),
         ([(0, 0, 6)], "incomplete", "elements 0 to 4 of tensor-parallel rank 1 in no file"),
         ([(0, 0, 2), (0, 3, 6), (1, 0, 4)], "incomplete", "elements 2 to 3 of tensor-parallel rank 0 in no file"),
-        ([(0, 0, 6), (1, 0, 3), (1, 2, 4)], "held twice", "elements 2 to 3 of tensor-parallel rank 1 in two files"),
-        ([(0, 0, 6), (1, 0, 5)], "held twice", "elements 4 to 5 of tensor-parallel rank 1 in two files"),
-        ([(0, 0, 6), (0, 0, 4)], "held twice", "elements 0 to 6 of tensor-parallel rank 0 in two files"),
+        ([(0, 0, 6), (1, 0, 3), (1, 2, 4)], "stored twice", "elements 2 to 3 of tensor-parallel rank 1 in two files"),
+        ([(0, 0, 6), (1, 0, 5)], "stored twice", "elements 4 to 5 of tensor-parallel rank 1 in two files"),
+        ([(0, 0, 6), (0, 0, 4)], "stored twice", "elements 0 to 6 of tensor-parallel rank 0 in two files"),
     ],
 )
 def test_each_shard_has_to_be_tiled(pieces: list[tuple[int, int, int]], problem: str, found: str) -> None:

@@ -124,7 +124,7 @@ def test_equal_shapes_of_other_names_are_replicated(name: str) -> None:
     assert found.replicas == {name}
     assert found.notes == (
         "tensor-parallel layout of parameters according to: the shapes (1)",
-        f"only their shapes tell how these are held: {name}",
+        f"only their shapes tell how these are sharded: {name}",
     )
 
 

@@ -66,7 +66,7 @@ def _in_folder(evidence: Evidence, missing: tuple[str, ...]) -> Iterator[Finding
         remedy = "restore them from their original, or take another tag"
         yield Finding(ERROR, "missing_file", f"{what}: {listed(missing)}", file=found.folder, remedy=remedy)
     if found.files.clashes:
-        text = f"files of two saves lie in one folder: {listed(found.files.clashes)} have a counterpart"
+        text = f"files of two saves are in one folder: {listed(found.files.clashes)} have a counterpart"
         yield Finding(ERROR, "clash", text, file=found.folder)
     if experts := found.files.of_experts:
         text = f"{len(experts)} files of experts (mixture of experts)"
@@ -82,14 +82,14 @@ def _in_folder(evidence: Evidence, missing: tuple[str, ...]) -> Iterator[Finding
             yield Finding(NOTE, "latest", f"the file {name} names the tag {tag!r}; this is {found.tag!r}")
     if len(tags) > 1:
         shown = ", ".join(tags[:_TAGS_SHOWN]) + (", ..." if len(tags) > _TAGS_SHOWN else "")
-        yield Finding(NOTE, "tags", f"{len(tags)} checkpoints lie here, newest first: {shown}")
+        yield Finding(NOTE, "tags", f"{len(tags)} checkpoints are here, newest first: {shown}")
 
 
 def _of_run(evidence: Evidence) -> Iterator[Finding]:
     precisions = precision_evidence(evidence)
     if len(set(precisions.values())) > 1:
-        said = ", ".join(f"{what}: {precision}" for what, precision in precisions.items())
-        yield Finding(WARNING, "precision", f"it is not told in one voice in which precision the run trained: {said}")
+        found = ", ".join(f"{what}: {precision}" for what, precision in precisions.items())
+        yield Finding(WARNING, "precision", f"the files disagree about the precision in which the run trained: {found}")
     options = evidence.section("zero_optimization")
     if options.get("round_robin_gradients") is True and options.get("stage") in (1, 2):
         text = (
@@ -115,7 +115,7 @@ def _in_metadata(metadata: CheckpointMetadata) -> Iterator[Finding]:
         yield of_error(error, "damaged_state" if isinstance(error, DamagedError) else "opaque_state")
     differing = {state.key for saved in metadata.parameters.values() for state in saved.replicated if state.differs}
     if differing:
-        text = f"ranks saved different values of what every rank should hold alike: {listed(differing)}"
+        text = f"ranks saved different values of what is the same on every rank: {listed(differing)}"
         yield Finding(WARNING, "replicated_state", text)
     if metadata.source.format == "native" and metadata.source.zero_stage >= 2 and not metadata.source.frozen_recorded:
         text = "frozen parameters are not listed: if there were any, they were left out (exclude_frozen_parameters)"
