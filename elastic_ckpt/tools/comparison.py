@@ -79,7 +79,7 @@ def compare(first: Opened, second: Opened, threads: int, progress: bool | None =
                 differing.append(difference)
     facts = list(_facts(first, second))
     other_facts = [fact for fact in facts if fact is not None]
-    one_sided, not_compared = _not_understood(first.checkpoint.metadata, second.checkpoint.metadata)
+    one_sided, not_compared = _not_understood(first.metadata, second.metadata)
     notes = [f"{which}: {note}" for which, side in zip("AB", sides, strict=True) for note in side.notes]
     return Comparison(
         equal=len(both) - len(differing) + len(facts) - len(other_facts),
@@ -91,7 +91,7 @@ def compare(first: Opened, second: Opened, threads: int, progress: bool | None =
 
 class _Side:
     def __init__(self, opened: Opened) -> None:
-        self.reader = LogicalReader(opened.checkpoint.metadata, LoadOptions.of(opened.config))
+        self.reader = LogicalReader(opened.metadata, LoadOptions.of(opened.config))
         self.notes = (*self.reader.notes, *self.reader.compare_copies(_ONE_CHUNK))
         self.tensors = {(whole.name, whole.key): whole for whole in self.reader.tensors()}
 
@@ -143,7 +143,7 @@ def _apart(left: torch.Tensor, right: torch.Tensor) -> tuple[float, int, int]:
 
 def _facts(first: Opened, second: Opened) -> Iterator[Difference | None]:
     """Facts beside the tensors: each a difference, or ``None`` where they agree."""
-    left, right = first.checkpoint.metadata, second.checkpoint.metadata
+    left, right = first.metadata, second.metadata
     names = [name for name in left.parameters if name in right.parameters]
     shared = [(name, left.parameters[name], right.parameters[name]) for name in names]
     for name, *saved in shared:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from elastic_ckpt.config import CONFIG_KEY, ElasticConfig, read_config, state_options
+from elastic_ckpt.core.fqn import rename_saved
+from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.errors import ConfigError, DamagedError, NotFoundError
 from elastic_ckpt.formats import READERS, Checkpoint, Found, MetadataOptions
 from elastic_ckpt.formats.detect import LATEST, LATEST_UNIVERSAL, find_checkpoint, list_tags, look_at, read_latest
@@ -21,6 +24,11 @@ class Opened:
     found: Found
     checkpoint: Checkpoint
     config: ElasticConfig
+
+    @cached_property
+    def metadata(self) -> CheckpointMetadata:
+        """The checkpoint's metadata, renamed by the rules under ``"rename"``."""
+        return rename_saved(self.checkpoint.metadata, self.config.rename)
 
 
 def locate(folder: str, tag: str | None, trust_pickle: bool = False) -> Found:

@@ -13,7 +13,6 @@ import torch
 
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.fqn import rename_saved
 from elastic_ckpt.errors import ElasticCkptError
 from elastic_ckpt.io.coalesce import read_options
 from elastic_ckpt.planning.planner import LoadOptions
@@ -128,7 +127,7 @@ class _Source:
     """Logical tensors of a checkpoint by name and key, and how they are read."""
 
     def __init__(self, opened: Opened) -> None:
-        self.metadata = rename_saved(opened.checkpoint.metadata, opened.config.rename)
+        self.metadata = opened.metadata
         self._errors: dict[str, ElasticCkptError] = {}
         self.reader = LogicalReader(self.metadata, LoadOptions.of(opened.config), self._errors)
         self.wholes = {(whole.name, whole.key): whole for whole in self.reader.tensors()}

@@ -21,6 +21,7 @@ from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.metadata import CheckpointMetadata, SavedParameter, SourceFacts, SourceFile, TensorMetadata
 from elastic_ckpt.core.tp_rules import Rule
 from elastic_ckpt.errors import DamagedError, MismatchError, NotFoundError
+from elastic_ckpt.tools.comparison import compare
 from elastic_ckpt.tools.logical import refuse_unreadable_states
 from elastic_ckpt.tools.opened import Opened, open_folder
 from elastic_ckpt.tools.tensors import CheckpointTensors
@@ -86,6 +87,9 @@ def test_names_are_as_the_rules_of_a_load_rename_them(trained_model: tuple[Tied,
     elastic_ckpt.export(tmp_path, tmp_path / "out", config=config, include=["model.again"], optimizer=True)
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == {"model.a"}
     assert load_file(tmp_path / "out" / "optimizer.safetensors").keys() == {f"{key}.model.a" for key in STATES}
+    assert compare(open_folder(str(tmp_path), None, config), open_folder(str(tmp_path), None, config), 1, False).equal
+    difference = compare(open_folder(str(tmp_path), None, config), open_folder(str(tmp_path), None, ElasticConfig()), 1)
+    assert {each.name for each in difference.differences} >= {"a", "model.a"}
     with pytest.raises(MismatchError, match="gives two saved parameters one name"):
         elastic_ckpt.open(tmp_path, config=ElasticConfig(rename=[("^[ab]$", "same")]))
 

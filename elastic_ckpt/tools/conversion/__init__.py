@@ -65,7 +65,7 @@ def convert(
     """
     target, started = target.absolute(), time.monotonic()
     refuse_target(CONVERSION, target, Path(opened.found.folder))
-    metadata, config = opened.checkpoint.metadata, opened.config
+    metadata, config = opened.metadata, opened.config
     refuse_unconvertible(metadata)
     metadata = with_stacks(metadata)
     load = LoadOptions.of(config)

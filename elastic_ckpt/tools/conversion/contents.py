@@ -56,8 +56,10 @@ def refuse_unconvertible(metadata: CheckpointMetadata, to: str = "universal") ->
     replicated = {state.key for saved in parameters for state in saved.replicated}
     of_their_own = {key for (_, key), tensor in tensors if tensor.is_whole}
     is_universal = to == "universal"
+    renamed = is_universal and [name for name, saved in metadata.saved_names.items() if name != saved]
     reasons = (
         (is_universal and source.format == to, "it is a universal checkpoint already"),
+        (renamed, f'"rename" changes names ({listed(renamed or ())}), and model-states files are copied as they are'),
         (is_universal and source.format == "dcp", "it is a folder of torch.distributed.checkpoint"),
         (
             is_universal and source.zero_stage == 0,

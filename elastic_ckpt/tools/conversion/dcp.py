@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from tqdm import tqdm
 
 from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.fqn import rename_saved
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
 from elastic_ckpt.errors import ElasticCkptError, listed
 from elastic_ckpt.io.coalesce import ReadOptions
@@ -52,7 +51,7 @@ def convert_to_dcp(
     target, started = target.absolute(), time.monotonic()
     refuse_target(CONVERSION, target, Path(opened.found.folder))
     config = opened.config
-    metadata = rename_saved(opened.checkpoint.metadata, config.rename)
+    metadata = opened.metadata
     refuse_unconvertible(metadata, "dcp")
     refuse_without_masters(metadata)
     load = LoadOptions.of(config)

@@ -14,7 +14,6 @@ from pathlib import Path
 from tqdm import tqdm
 
 from elastic_ckpt.config import ElasticConfig, state_options
-from elastic_ckpt.core.fqn import rename_saved
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, CheckpointMetadata, converts_exactly
 from elastic_ckpt.errors import ElasticCkptError, listed
 from elastic_ckpt.io.coalesce import ReadOptions
@@ -111,7 +110,7 @@ def export(
     naming = checked_format(format, adapter)
     copies = () if with_config is None else config_files(with_config)
     opened = open_folder(os.fspath(folder), tag, options, with_states=optimizer)
-    target, metadata = Path(out).absolute(), rename_saved(opened.checkpoint.metadata, options.rename)
+    target, metadata = Path(out).absolute(), opened.metadata
     refuse_target(EXPORT, target, Path(opened.found.folder))
     refuse_without_masters(metadata)
     if not optimizer:
