@@ -187,8 +187,8 @@ def topology_text(zero_stage: int, dp: int, tp: int, pp: int, sequence: Sequence
 
 def saved_topology(source: SourceFacts) -> str:
     """The topology of the run that saved a checkpoint, in words; whole tensors in files show none."""
-    if source.format == "dcp":
-        return f"torch.distributed.checkpoint, {source.dp} files"
+    if source.format in ("dcp", "safetensors"):
+        return f"{source.dp} files of {'safetensors' if source.format != 'dcp' else 'torch.distributed.checkpoint'}"
     return topology_text(source.zero_stage, source.dp, source.tp, source.pp, source.sequence, source.ep)
 
 

@@ -117,7 +117,8 @@ def _overview(job: VirtualJob, found: Survey, name: str) -> Table:
     files = len(job.metadata.files)
     total = sum(file.nbytes for file in job.metadata.files)
     shown.add_row("checkpoint", escape(f"{name} ({source.format}, tag {source.tag}, {files} files, {size(total)})"))
-    shown.add_row("saved", f"{saved_topology(source)}, DeepSpeed {escape(source.ds_version)}")
+    by = f", DeepSpeed {escape(source.ds_version)}" if source.ds_version else ""
+    shown.add_row("saved", f"{saved_topology(source)}{by}")
     offload = ", masters and states in host memory" if found.run.offload else ""
     shown.add_row("resumed", f"{job.topology}: {job.topology.ranks} ranks{offload}")
     if len(found.ranks) < job.topology.ranks:

@@ -163,9 +163,9 @@ class SourceFacts:
     """Where the checkpoint comes from.
 
     Attributes:
-        format, folder, tag: ``"native"``, ``"universal"`` or ``"dcp"``; absolute path of the tag's folder; the tag.
+        format, folder, tag: of ``READERS`` in :mod:`elastic_ckpt.formats`; absolute path of the tag's folder; the tag.
         zero_stage: stage of the save; 0 if optimizer states were not partitioned.
-        dp: ranks that ZeRO partitioned over at the save; in a ``"dcp"`` folder, the number of files.
+        dp: ranks that ZeRO partitioned over at the save; of ``"dcp"``, the number of files.
         ds_version: DeepSpeed version that saved it.
         tp, pp: tensor- and pipeline-parallel degree of the files; a universal checkpoint holds whole tensors.
         ep: expert-parallel degree, among the ``dp`` ranks; with layers of several degrees, the largest.

@@ -26,7 +26,7 @@ class Found:
     """A checkpoint folder as detected; the same on every rank.
 
     Attributes:
-        format: ``"native"``, ``"universal"`` or ``"dcp"``.
+        format: ``"native"``, ``"universal"``, ``"dcp"``, or of tools alone ``"safetensors"``.
         folder, tag, files: absolute path of the tag's folder; the tag; names of the folder's files.
         notes: what the user should know about the choice.
     """

@@ -15,6 +15,7 @@ from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, MASTER, Checkpo
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.compare_replicas import differences
 from elastic_ckpt.planning.planner import LoadOptions
+from elastic_ckpt.tools.files import WHOLE_FORMATS
 from elastic_ckpt.tools.logical import LogicalReader
 from elastic_ckpt.tools.opened import Opened
 
@@ -96,14 +97,15 @@ class _Side:
         self.tensors = {(whole.name, whole.key): whole for whole in self.reader.tensors()}
 
     def adopt(self, other: _Side) -> None:
-        """Take the other side's word for what a DCP folder does not tell: buffers, and second names of tied weights."""
-        if self.reader.metadata.source.format != "dcp":
+        """Take the other side's word for what formats of whole tensors do not tell: buffers, parameters, ties."""
+        if self.reader.metadata.source.format not in WHOLE_FORMATS:
             return
         known = other.tensors
         for name in [name for name, key in self.tensors if key == FROZEN and (name, key) not in known]:
             target = other.reader.metadata.aliases.get(name)
-            if (name, BUFFER) in known:
-                self.tensors[name, BUFFER] = self.tensors.pop((name, FROZEN))
+            key = next((key for key in (BUFFER, MASTER) if (name, key) in known), None)
+            if key is not None:
+                self.tensors[name, key] = self.tensors.pop((name, FROZEN))
             elif target is not None:
                 known[name, FROZEN] = known.get((target, MASTER)) or known[target, FROZEN]
 

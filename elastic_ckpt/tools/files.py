@@ -21,7 +21,10 @@ from elastic_ckpt.formats.naming import (
     sort_names,
 )
 from elastic_ckpt.formats.peek import Peeked
+from elastic_ckpt.formats.safetensors import SUFFIX
 
+#: Formats of whole tensors, whose files are not by rank.
+WHOLE_FORMATS = ("dcp", "safetensors")
 #: Files of more ranks than this are not enumerated, since the number is only a file's claim.
 _MOST_EXPECTED = 1 << 17
 _LAYER = re.compile(r"^(\d{1,6})\.")
@@ -35,7 +38,7 @@ class FileEntry:
     Attributes:
         kind: ``"model states"``, ``"optimizer states"``, ``"layer"``, ``"parameter"`` (of a universal checkpoint),
             ``"optimizer"`` (of one), ``"expert"``, ``"swapped"`` (from NVMe), ``"chunks"`` and ``"metadata"`` (of
-            ``torch.distributed.checkpoint``) or ``"other"``.
+            ``torch.distributed.checkpoint``), ``"safetensors"`` or ``"other"``.
         dp, tp, pp, mp: its ranks; ``mp`` counts stages and tensor-parallel ranks together.
         tensors: key -> number of parameters with chunks in it.
     """
@@ -109,8 +112,10 @@ def kind_and_ranks(name: str, tp: int | None) -> dict[str, Any]:
         return {"kind": "optimizer" if rest == UNIVERSAL_OPTIMIZER else "parameter"}
     if folder == SWAPPED_FOLDER and rest:
         return {"kind": "swapped"}
-    if name == DCP_METADATA or name.endswith(DCP_SUFFIX):
-        return {"kind": "metadata" if name == DCP_METADATA else "chunks"}
+    whole = {DCP_METADATA: "metadata", DCP_SUFFIX: "chunks", SUFFIX: "safetensors"}
+    for ending, kind in whole.items():
+        if name.endswith(ending):
+            return {"kind": kind}
     files = sort_names([name], is_universal=False)
     for layer, rank in files.layers:
         return {"kind": "layer", "tp": rank, "layer": layer}
@@ -135,7 +140,7 @@ def expected_files(
         peeked: a model-states file, for what names do not show.
     """
     files = found.files
-    if files.clashes or found.format == "dcp":
+    if files.clashes or found.format in WHOLE_FORMATS:
         return
     dps = range(max([dp, *(rank + 1 for rank, _ in (*files.optimizer, *files.model_zero3))], default=0) or 1)
     mps = range(max([model_parallel, *(rank + 1 for rank in files.mp_ranks)], default=0) or 1)

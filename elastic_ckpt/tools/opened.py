@@ -15,6 +15,7 @@ from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.errors import ConfigError, DamagedError, NotFoundError
 from elastic_ckpt.formats import READERS, Checkpoint, Found, MetadataOptions
 from elastic_ckpt.formats.detect import LATEST, LATEST_UNIVERSAL, find_checkpoint, list_tags, look_at, read_latest
+from elastic_ckpt.formats.safetensors import find_safetensors
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,14 @@ def locate(folder: str, tag: str | None, trust_pickle: bool = False) -> Found:
     path = os.path.abspath(folder)
     itself = None if tag is not None else look_at(os.path.dirname(path), os.path.basename(path))
     found = itself or find_checkpoint(path, tag, prefer_universal=False, trust_pickle=trust_pickle)
+    if found is None and tag is None:
+        found = find_safetensors(path)
     if found is None:
         raise NotFoundError(
             "there is no DeepSpeed checkpoint here",
             file=path,
-            expected="a folder with a latest file, or the folder of a tag (global_step100)",
+            expected="a folder with a latest file, the folder of a tag (global_step100), or one of "
+            "torch.distributed.checkpoint or of safetensors",
             found="no such folder" if not os.path.isdir(path) else "a folder without either",
             remedy="give the folder that you pass to load_checkpoint, or one of the folders in it",
         )

@@ -1,8 +1,6 @@
 """The header of a safetensors file, for writers that do not have all tensors in memory.
 
-The format is that of https://github.com/huggingface/safetensors#format (0.8.0): the header's length as a little-endian
-64-bit integer, the header as JSON, and the tensors in row-major order, without gaps. The library itself serializes
-whole tensors only.
+The format: :mod:`elastic_ckpt.formats.safetensors`. The library itself serializes whole tensors only.
 """
 
 from __future__ import annotations
@@ -10,33 +8,11 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
 
 from elastic_ckpt.core.metadata import ITEMSIZE
+from elastic_ckpt.formats.safetensors import DTYPES, METADATA
 from elastic_ckpt.tools.logical import Whole
 
-METADATA = "__metadata__"
-#: torch dtype -> its name in the format.
-DTYPES = MappingProxyType(
-    {
-        "float64": "F64",
-        "float32": "F32",
-        "float16": "F16",
-        "bfloat16": "BF16",
-        "float8_e4m3fn": "F8_E4M3",
-        "float8_e5m2": "F8_E5M2",
-        "complex64": "C64",
-        "int64": "I64",
-        "int32": "I32",
-        "int16": "I16",
-        "int8": "I8",
-        "uint64": "U64",
-        "uint32": "U32",
-        "uint16": "U16",
-        "uint8": "U8",
-        "bool": "BOOL",
-    }
-)
 _ALIGNMENT = 8
 
 

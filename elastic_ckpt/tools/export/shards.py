@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from elastic_ckpt.errors import ConfigError, MismatchError, UnsupportedError, listed
-from elastic_ckpt.tools.export.safetensors import DTYPES, METADATA
+from elastic_ckpt.formats.safetensors import DTYPES, METADATA
 from elastic_ckpt.tools.logical import Whole
 
 Format = Literal["safetensors", "torch"]

@@ -15,6 +15,7 @@ from elastic_ckpt.formats.model_states import UnpartitionedState
 from elastic_ckpt.planning.optimizer_kinds import optimizer_of, saved_optimizer
 from elastic_ckpt.sharding.book import Preset, RuleBook, tensor_of
 from elastic_ckpt.sharding.decide import Decider
+from elastic_ckpt.tools.files import WHOLE_FORMATS
 from elastic_ckpt.tools.inspection.facts import (
     BUFFER_ROLE,
     FROZEN_ROLE,
@@ -320,7 +321,7 @@ def _topology(evidence: Evidence, counters: Mapping[str, Any]) -> tuple[int | No
         stage = 3 if evidence.found.files.model_zero3 else _int(evidence.section("zero_optimization").get("stage"))
         return stage, _int(counters.get("dp_world_size")), tp, pp
     source = evidence.metadata.source
-    if source.format == "dcp":  # of any mesh
+    if source.format in WHOLE_FORMATS:
         return None, None, None, None
     if source.format == "universal":  # of whole tensors, whatever the run's degrees
         return source.zero_stage, source.dp, source.merged_from, pp or 1

@@ -16,9 +16,11 @@ from elastic_ckpt.errors import DamagedError, listed
 from elastic_ckpt.formats import Found
 from elastic_ckpt.formats.datastates import is_datastates
 from elastic_ckpt.formats.naming import DCP_METADATA, UNIVERSAL_FOLDER
+from elastic_ckpt.formats.safetensors import SUFFIX
 from elastic_ckpt.formats.torch_archive.archive import is_legacy
 from elastic_ckpt.planning.state_matching import keys_by_name, state_errors
 from elastic_ckpt.sharding.book import RuleBook
+from elastic_ckpt.tools.files import WHOLE_FORMATS
 from elastic_ckpt.tools.findings import ERROR, NOTE, Finding, kind_of, of_error, of_tensors
 from elastic_ckpt.tools.verification.archive import Archive, Record, read_archive
 from elastic_ckpt.tools.verification.files import checkpoint_files, choose, other_files, read_metadata, swap_files
@@ -123,8 +125,8 @@ def _check_bytes(
     works = []
     for path in checkpoint_files(found):
         spans = known.get(path, [])
-        if found.format == "dcp":
-            works.append(_dcp_work(path, metadata, spans, findings))
+        if found.format in WHOLE_FORMATS:
+            works.append(_work_by_metadata(path, metadata, spans, findings))
             continue
         weights = weight_spans(path, found, spans, metadata is None, config)
         works.append(_archive_work(path, [*spans, *weights], findings))
@@ -164,8 +166,10 @@ def _archive_work(path: str, spans: Sequence[Span], findings: list[Finding]) -> 
     return work
 
 
-def _dcp_work(path: str, metadata: CheckpointMetadata | None, spans: Sequence[Span], findings: list[Finding]) -> Work:
-    """The work for a file of ``torch.distributed.checkpoint``: the records of its tensors, whose archives are read."""
+def _work_by_metadata(
+    path: str, metadata: CheckpointMetadata | None, spans: Sequence[Span], findings: list[Finding]
+) -> Work:
+    """The work for a file whose records are those of its tensors: of safetensors none."""
     file = next((file for file in (metadata.files if metadata is not None else ()) if file.path == path), None)
     if file is None:
         if os.path.basename(path) == DCP_METADATA:
@@ -173,8 +177,8 @@ def _dcp_work(path: str, metadata: CheckpointMetadata | None, spans: Sequence[Sp
         return Work(path, os.path.getsize(path))
     places = zip(file.records.offsets, file.records.nbytes, file.records.crc32s, strict=True)
     work = _work(path, file.nbytes, [Record(f"data at {offset}", offset, *rest) for offset, *rest in places], spans)
-    if not work.has_checksums:
-        findings.append(_no_checksums(path, _CRC_OFF))
+    if not work.has_checksums or path.endswith(SUFFIX):
+        findings.append(_no_checksums(path, "as the format has none" if path.endswith(SUFFIX) else _CRC_OFF))
     return work
 
 

@@ -24,7 +24,7 @@ from elastic_ckpt.formats.pickled import PickledFile, open_file
 from elastic_ckpt.formats.same_save import spot_check
 from elastic_ckpt.formats.shards import OptimizerShard
 from elastic_ckpt.formats.universal_files import index_optimizer, index_state
-from elastic_ckpt.tools.files import expected_files, file_sizes, kind_and_ranks
+from elastic_ckpt.tools.files import WHOLE_FORMATS, expected_files, file_sizes, kind_and_ranks
 from elastic_ckpt.tools.findings import ERROR, NOTE, Finding, kind_of, of_error, one_line
 from elastic_ckpt.tools.opened import locate_despite_latest, open_checkpoint
 
@@ -82,7 +82,8 @@ def _kinds_of(found: Found) -> Iterator[tuple[str, str]]:
         kind = kind_and_ranks(name, None)["kind"]
         if kind in ("parameter", "optimizer") and not (found.files.is_universal and name.endswith(".pt")):
             kind = "other"
-        if (kind in ("chunks", "metadata")) != (found.format == "dcp"):
+        own = {"dcp": ("chunks", "metadata"), "safetensors": ("safetensors",)}.get(found.format, ())
+        if (kind in ("chunks", "metadata", "safetensors") or own) and kind not in own:
             kind = "other"
         yield found.path(name), kind
 
@@ -92,7 +93,7 @@ def read_metadata(found: Found, config: ElasticConfig) -> Diagnosis:
     try:
         return open_checkpoint(found, config).checkpoint.metadata, []
     except ElasticCkptError as error:
-        if found.format == "dcp":  # whose files mean nothing without its metadata
+        if found.format in WHOLE_FORMATS:  # whose files are not compared with each other
             return None, [of_error(error, kind_of(error)), Finding(NOTE, "not-checked", "anything else")]
         return _diagnose(found, config, error)
 
