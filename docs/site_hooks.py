@@ -68,5 +68,6 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, **_: object) -> str:
-    """Docstrings without the roles of reStructuredText."""
-    return re.sub(r":(?:func|class|meth|mod|attr|data|exc):(?=<code>)", "", html)
+    """Docstrings without the roles of reStructuredText; bars in tables as GitHub has them; short code unbroken."""
+    html = re.sub(r":(?:func|class|meth|mod|attr|data|exc):(?=<code>)", "", html).replace("\\|", "|")
+    return re.sub(r"<code>(?=[^<\n]{1,28}</code>)", '<code class="short">', html)
