@@ -44,7 +44,8 @@ class Experts:
         data_first: ``use_data_before_expert_parallelism``.
         group_size: most elements in a param group of experts.
         autoep: whether AutoEP makes the layers of experts, stacked, of a model without any.
-        preset: AutoEP's preset of a Hugging Face model, ``"mixtral"`` or ``"qwen3_moe"``.
+        preset: AutoEP's preset of a Hugging Face model, ``"mixtral"``, ``"qwen3_moe"`` or ``"deepseek_v3"``, which has
+            a shared expert, and buffers in its routers.
         universal: whether it is the universal checkpoint of that run.
     """
 
@@ -76,6 +77,14 @@ class Experts:
     def model(self, seed: int) -> tuple[nn.Module, Any]:
         """A model, and the ``mpu`` that divides the ranks for it. Collective."""
         return ExpertLM(self, seed), None
+
+    def optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(groups, lr=1e-2)
+
+    def placed(self, ep_rank: int) -> range | tuple[int, ...]:
+        """Numbers of the experts that AutoEP stacks on an expert-parallel rank, in each layer of as many."""
+        local = self.experts[0] // self.ep
+        return range(ep_rank * local, (ep_rank + 1) * local)
 
 
 class ExpertLM(nn.Module):
@@ -175,12 +184,20 @@ def hugging_face(run: Experts, seed: int) -> nn.Module:
     }
     if run.preset == "mixtral":
         config = transformers.MixtralConfig(num_local_experts=run.experts[0], tie_word_embeddings=True, **sizes)
+    elif run.preset == "deepseek_v3":
+        more = {"n_routed_experts": run.experts[0], "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
+        more |= {"q_lora_rank": 8, "kv_lora_rank": 4, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4}
+        more |= {"moe_intermediate_size": 10, "first_k_dense_replace": 0, "head_dim": 2}
+        config = transformers.DeepseekV3Config(**sizes | more)
     else:
         config = transformers.Qwen3MoeConfig(num_experts=run.experts[0], moe_intermediate_size=10, **sizes)
     # DeepSpeed 0.19.8 calls a method of the registry behind output_router_logits that transformers 5.23 has changed
     presets._install_instance_transformers_output_recorders = lambda *args: False
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.rand_like(buffer))
     whole = model.forward
 
     def forward(tokens: torch.Tensor) -> torch.Tensor:
@@ -224,13 +241,13 @@ def build(run: Experts, seed: int = 7, config: dict[str, Any] | None = None) -> 
         return build_autoep(run, seed)
     model, mpu = run.model(seed)
     dense = {
-        "params": [p for n, p in model.named_parameters() if "head" not in n],
+        "params": [p for n, p in model.named_parameters() if "head" not in n and p.requires_grad],
         "name": "dense",
         "weight_decay": 0.1,
     }
     head = {"params": list(model.head.parameters()), "name": "head", "weight_decay": 0.0}
     divided = split_params_into_different_moe_groups_for_optimizer([dense, head], max_group_size=run.group_size)
-    optimizer = torch.optim.AdamW([group for group in divided if group["params"]], lr=1e-2)
+    optimizer = run.optimizer([group for group in divided if group["params"]])
     return deepspeed.initialize(
         model=model,
         optimizer=optimizer,
@@ -350,8 +367,10 @@ def unstacked(values: dict[str, torch.Tensor], run: Experts, ep_rank: int) -> It
     """Stacked experts one by one, under a name that ends in their number among all."""
     for name, value in values.items():
         if _STACKED.fullmatch(name):
+            first, placed = ep_rank * len(value), run.placed(ep_rank)
             for number, part in enumerate(value):
-                yield f"{name}.{ep_rank * len(value) + number}", part.clone()
+                expert = placed[number] if len(placed) == len(value) else first + number
+                yield f"{name}.{expert}", part.clone()
         else:
             yield name, value
 

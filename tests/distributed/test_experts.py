@@ -39,6 +39,7 @@ PRESETS = [
     Experts(2, 0, 2, "fp32", (4, 4), autoep=True, preset="mixtral"),
     Experts(4, 3, 2, "bf16", (4, 4), autoep=True, preset="mixtral"),
     Experts(2, 1, 2, "bf16", (4, 4), autoep=True, preset="qwen3_moe"),
+    Experts(4, 1, 2, "bf16", (4, 4), autoep=True, preset="deepseek_v3"),
 ]
 RESIDUAL = [Experts(4, 2, 2, "fp16", residual=True), Experts(2, 0, 1, "fp16", residual=True)]
 
@@ -209,6 +210,7 @@ def test_deepspeed_loads_what_our_command_writes_of_stacked_experts(
         Experts(1, 2, 1, "fp32", (4, 4), autoep=True, preset="mixtral"),
         Experts(2, 0, 1, "bf16", (4, 4), autoep=True, preset="mixtral"),
         Experts(4, 3, 4, "bf16", (4, 4), autoep=True, preset="qwen3_moe"),
+        Experts(2, 3, 1, "bf16", (4, 4), autoep=True, preset="deepseek_v3"),
     ],
     ids=lambda run: run.name,
 )
