@@ -53,9 +53,11 @@ def sparse(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format", ["safetensors", "torch"])
-def test_memory_stays_below_a_gibibyte_and_bytes_are_read_once(format: str, sparse: Path, tmp_path: Path) -> None:
-    options = json.dumps({"dtype": "bf16", "format": format, "max_shard_size": "400MB"})
+@pytest.mark.parametrize(("format", "jobs"), [("safetensors", 4), ("torch", 64)])
+def test_memory_stays_below_a_gibibyte_and_bytes_are_read_once(
+    format: str, jobs: int, sparse: Path, tmp_path: Path
+) -> None:
+    options = json.dumps({"dtype": "bf16", "format": format, "max_shard_size": "400MB", "jobs": jobs})
     command = [sys.executable, "-c", _SCRIPT, str(sparse), str(tmp_path / "out"), options]
     done = subprocess.run(command, check=True, timeout=300, capture_output=True, text=True)
     found = json.loads(done.stdout)

@@ -54,6 +54,8 @@ from elastic_ckpt.tools.workplace import (
 _VERSION = 1
 _CHUNK = 16 << 20
 _READ = ReadOptions(threads=1, chunk_nbytes=_CHUNK, staging_nbytes=_CHUNK)
+#: More jobs than this read smaller chunks, so that all together take no more memory than these.
+_JOBS = 8
 #: Of the file system: room for its own metadata, headers and the index.
 _SPARE = 16 << 20
 
@@ -79,7 +81,7 @@ def export(
     """Write a checkpoint's parameters and buffers as consolidated files of Hugging Face's layout. No engine, no GPU.
 
     Parameters are fp32 master weights; frozen parameters and buffers are as the module had them. Of tied parameters,
-    one is written, and the others are named in the file's metadata. Memory: about 64 MiB per job, whatever the size.
+    one is written, and the others are named in the file's metadata. Memory: below 1 GiB, whatever the size.
 
     Args:
         folder: folder with a ``latest`` file, or the folder of one tag.
@@ -183,7 +185,9 @@ def _write_all(
     disable = None if progress is None else not progress
     total = sum(shard.nbytes for shard in todo)
     with tqdm(total=total, unit="B", unit_scale=True, desc="exporting", disable=disable) as bar:
-        writer = ShardWriter(reader, _READ, jobs, bar.update)
+        parts = -(-jobs // _JOBS)
+        chunk, staging = _READ.chunk_nbytes // parts, _READ.staging_nbytes // parts
+        writer = ShardWriter(reader, replace(_READ, chunk_nbytes=chunk, staging_nbytes=staging), jobs, bar.update)
         return sum(place.write(shard.file, partial(writer.write, shard)) for shard in todo)
 
 
