@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import time
 from importlib.metadata import metadata, version
 from pathlib import Path
 from typing import Any
@@ -85,3 +88,49 @@ def test_forms_and_the_citation_can_be_parsed() -> None:
 def test_the_changelog_has_a_section_for_what_comes_next() -> None:
     text = (REPO / "CHANGELOG.md").read_text()
     assert re.findall(r"^## \[(.+?)\]", text, re.MULTILINE)[0] == "Unreleased"
+
+
+_STUB = """#!/usr/bin/env bash
+[[ $1 == -m ]] && echo "${@: -1}" >>"$INSTALLED"
+[[ $1 == -c ]] && echo /scripts
+exit 0
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A checkout with a Python that only notes what it is asked to install."""
+    for name in ("launch/environment.sh", "setup.py", "pyproject.toml"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text((REPO / name).read_text())
+    stub = tmp_path / ".venv" / "bin" / "python"
+    stub.parent.mkdir(parents=True)
+    stub.write_text(_STUB)
+    stub.chmod(0o755)
+    return tmp_path
+
+
+def installed(checkout: Path, extras: str = "") -> list[str]:
+    """What a script that sources the environment has installed."""
+    log = checkout / "installed"
+    log.write_text("")
+    environment = {"PATH": os.environ["PATH"], "INSTALLED": str(log), **({"EXTRAS": extras} if extras else {})}
+    script = "set -euo pipefail; source launch/environment.sh"
+    subprocess.run(["bash", "-c", script], cwd=checkout, env=environment, check=True, timeout=30)
+    return log.read_text().split()
+
+
+def test_the_demo_installs_only_what_it_needs(checkout: Path) -> None:
+    assert "EXTRAS=plots source launch/environment.sh" in (REPO / "launch" / "demo.sh").read_text()
+    assert installed(checkout, "plots") == ["torch==2.13.0", "deepspeed==0.19.8", ".[plots]"]
+    assert installed(checkout, "plots") == []
+    assert installed(checkout)[-1] == ".[test,plots,docs,package]"
+    assert installed(checkout) == installed(checkout, "plots") == []
+
+
+@pytest.mark.parametrize("file", ["setup.py", "pyproject.toml"])
+def test_an_environment_that_is_older_than_the_packaging_is_made_anew(file: str, checkout: Path) -> None:
+    assert installed(checkout) and installed(checkout) == []
+    later = time.time() + 10
+    os.utime(checkout / file, (later, later))
+    assert installed(checkout)
