@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import deepspeed
+import pytest
 import torch
 import torch.distributed as dist
 import transformers
@@ -21,6 +23,7 @@ from deepspeed.utils import groups
 from torch import nn
 
 import elastic_ckpt
+from elastic_ckpt.errors import DamagedError
 from tests.distributed import truth as oracle
 from tests.distributed.facts import Loaded, Refused, attempt, loss_gap, on_all_ranks
 from tests.distributed.jobs import CONTINUE_TO, SAVE_AT, truth_of
@@ -441,5 +444,25 @@ def refuse(arguments: dict[str, Any]) -> list[Refused] | None:
     engine = build(arguments["run"], seed=8)
     train(engine, 20, 21)
     facts = [attempt(folder, engine, partial(engine.load_checkpoint, folder)) for folder in arguments["folders"]]
+    end(engine)
+    return facts if dist.get_rank() == 0 else None
+
+
+def fail_alone(arguments: dict[str, Any]) -> list[Refused] | None:
+    """Try to load ``folder`` while rank 1 alone fails where experts are read, named, and placed."""
+    elastic_ckpt.install()
+    engine = build(arguments["run"], seed=8)
+    train(engine, 20, 21)
+
+    def fail(*_: Any) -> None:
+        raise DamagedError("this rank alone has failed", file=arguments["folder"])
+
+    facts = []
+    for module, name in arguments["places"]:
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == 1:
+                patch.setattr(importlib.import_module(module), name, fail)
+            facts.append(attempt(name, engine, partial(engine.load_checkpoint, arguments["folder"])))
+    engine.load_checkpoint(arguments["folder"])
     end(engine)
     return facts if dist.get_rank() == 0 else None

@@ -132,6 +132,19 @@ def test_what_is_missing_mixed_or_of_another_model_is_named(saved: Path, tmp_pat
         assert re.search(expected[Path(refused.case).name], text.replace("\n", " ")), text
 
 
+def test_the_failure_of_one_rank_is_that_of_all(saved: Path, launch: Launch) -> None:
+    places = [
+        ("elastic_ckpt.formats.native", "index_expert"),
+        ("elastic_ckpt.engines.adapter", "expert_fqns"),
+        ("elastic_ckpt.formats.assembling", "check_experts"),
+    ]
+    arguments = {"run": Experts(4, 2, 4), "folder": str(saved / SAVED[0].name), "places": places}
+    for refused in launch(4, "expert_jobs.fail_alone", arguments):
+        (text,) = refused.texts
+        assert refused.kinds[0] == "DamagedError" and refused.changed == set(), text
+        assert "this rank alone has failed" in text and "rank:      1" in text, text
+
+
 @pytest.mark.parametrize("experts", [(4, 4), (8, 8), (4,)])
 def test_other_experts_than_the_models_are_named(experts: tuple[int, ...], saved: Path, launch: Launch) -> None:
     """In number, with routers of other shapes, or in another number of layers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,8 @@ SAVED = [
     Sharded(4, 0, 2, "fp32"),
     Sharded(2, 1, 2, "fp32", degree=1),
 ]
+
+WITHOUT_ZERO = Sharded(4, 0, 2, slices=False)
 
 
 @pytest.fixture(scope="module")
@@ -102,3 +105,25 @@ def test_deepspeed_loads_what_our_command_writes_at_the_degrees_of_the_save(
     """At others, it refuses what was folded."""
     arguments = {"run": run, "folders": [str(folded / replace(run, universal=True).name)]}
     assert launch(run.world, "expert_jobs.deepspeed_loads", arguments) == [{}] * run.world
+
+
+def test_what_is_missing_or_saved_without_zero_is_named(saved: Path, tmp_path: Path, launch: Launch) -> None:
+    expert, sliced, whole = "layer_1_expert_5_mp_rank_01_model_states.pt", SAVED[0], SAVED[2]
+    for name, run in (("slice", sliced), ("whole", whole), ("lane", whole)):
+        shutil.copytree(saved / run.name, tmp_path / name)
+    (tmp_path / "slice/step4" / expert).unlink()
+    (tmp_path / "whole/step4" / expert).unlink()
+    for path in (tmp_path / "lane/step4").glob("*mp_rank_01_model_states.pt"):
+        path.unlink()
+    launch(4, "expert_jobs.save", {"folder": str(tmp_path), "runs": [WITHOUT_ZERO]})
+    expected = {
+        str(tmp_path / "slice"): rf"the file of an expert is missing.*{expert}",
+        str(tmp_path / "whole"): r"the file of an expert is missing.*layer_1_expert_5_mp_rank_\*",
+        str(tmp_path / "lane"): r"a file of the checkpoint is missing.*mp_rank_01_model_states",
+        str(tmp_path / WITHOUT_ZERO.name): r"without ZeRO, experts that tensor-parallel ranks do not slice",
+    }
+    for run in (Sharded(2, 1, 2, "fp32", degree=1), Sharded(2, 1, 1, slices=False)):
+        for refused in launch(2, "expert_jobs.refuse", {"run": run, "folders": list(expected)}):
+            (text,) = refused.texts
+            assert refused.kinds and refused.changed == set(), text
+            assert re.search(expected[refused.case], text.replace("\n", " ")), text
