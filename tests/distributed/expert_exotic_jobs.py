@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,17 +14,15 @@ import torch
 import torch.distributed as dist
 from deepspeed.checkpoint.autoep_affine import make_autoep_placement_descriptor
 from deepspeed.module_inject import auto_ep_layer
-from deepspeed.utils import groups
 from torch import nn
 
 import elastic_ckpt
 from tests.distributed import truth as oracle
-from tests.distributed.expert_jobs import WIDTH, ExpertLM, Experts, build, end, gather, train
+from tests.distributed.expert_jobs import WIDTH, ExpertLM, Experts, build, end, gather, name_in_job, train
 from tests.distributed.facts import on_all_ranks
 from tests.distributed.jobs import CONTINUE_TO, SAVE_AT, truth_of
 from tests.distributed.optimizer_truth import decode_flat
 
-_EXPERT = re.compile(r"(mixtures\.(\d)\.deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..*)")
 _UNIFORM = auto_ep_layer.legacy_uniform_autoep_placement_descriptor
 
 
@@ -35,16 +34,18 @@ class Exotic(Experts):
         frozen: pattern of the parameters that do not train.
         eight_bit: whether states are quantized; weights of experts are a few blocks long then, and have no biases.
         placement: experts on each expert-parallel rank.
+        second: expert-parallel degree of the second layer, if it has one of its own.
     """
 
     frozen: str = ""
     eight_bit: bool = False
     placement: tuple[tuple[int, ...], ...] = ()
+    second: int = 0
 
     @property
     def name(self) -> str:
         extra = "-frozen" + re.sub(r"\W+", "", self.frozen) if self.frozen else ""
-        return super().name + extra + "-8bit" * self.eight_bit + "-placed" * bool(self.placement)
+        return super().name + extra + "-8bit" * self.eight_bit + "-placed" * bool(self.placement) + f"-{self.second}"
 
     def model(self, seed: int) -> tuple[nn.Module, Any]:
         model = ExoticLM(self, seed)
@@ -59,6 +60,9 @@ class Exotic(Experts):
         optimizer = bitsandbytes.optim.AdamW8bit(groups, lr=1e-2)
         optimizer.args.min_8bit_size = 256
         return optimizer
+
+    def ep_of(self, layer: int) -> int:
+        return self.second if layer and self.second else self.ep
 
     def placed(self, ep_rank: int) -> range | tuple[int, ...]:
         return self.placement[ep_rank] if self.placement else super().placed(ep_rank)
@@ -92,7 +96,7 @@ class ExoticLM(ExpertLM):
         for layer, mixture in enumerate(self.mixtures):
             local = mixture.num_local_experts
             for number, expert in enumerate(mixture.deepspeed_moe.experts.deepspeed_experts):
-                expert.scale += seed / 100 + layer / 10 + (dist.get_rank() % run.ep * local + number) / 100
+                expert.scale += seed / 100 + layer / 10 + (dist.get_rank() % run.ep_of(layer) * local + number) / 100
 
     def between(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden + self.mixtures[0](hidden)[0]
@@ -111,13 +115,7 @@ def built(run: Exotic, seed: int = 7) -> Any:
 def gathered(engine: Any, run: Exotic, keys: list[str]) -> dict[str, Any]:
     """What the job has, buffers of experts by their numbers among all, and 8-bit states decoded. Collective."""
     found = gather(engine, run, [] if run.eight_bit else keys)
-    ep_rank = groups._get_expert_parallel_rank(f"ep_size_{run.ep}")
-
-    def in_job(name: str) -> str:
-        match = _EXPERT.fullmatch(name)
-        local = 0 if match is None else run.experts[int(match[2])] // run.ep
-        return name if match is None else f"{match[1]}{ep_rank * local + int(match[3])}{match[4]}"
-
+    in_job = partial(name_in_job, run)
     mine = {in_job(name): value for name, value in found["buffers"].items()}
     states = {(in_job(name), key): value for (name, key), value in decoded(engine).items()} if run.eight_bit else {}
     found["buffers"] = {}

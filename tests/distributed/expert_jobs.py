@@ -32,7 +32,7 @@ from tests.distributed.parallel_models import forget_groups
 
 WIDTH = 12
 _STACKED = re.compile(r".*\.experts\.w\d")
-_EXPERT = re.compile(r"(.*deepspeed_experts\.)(\d+)(\..*)")
+_EXPERT = re.compile(r"mixtures\.(\d+)(\.deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..*)")
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,10 @@ class Experts:
         """A model, and the ``mpu`` that divides the ranks for it. Collective."""
         return ExpertLM(self, seed), None
 
+    def ep_of(self, layer: int) -> int:
+        """Expert-parallel degree of a layer."""
+        return self.ep
+
     def optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(groups, lr=1e-2)
 
@@ -106,13 +110,14 @@ class ExpertLM(nn.Module):
     def _mixture(self, run: Experts, number: int) -> MoE:
         expert = nn.Sequential(nn.Linear(WIDTH, 10), nn.Tanh(), nn.Linear(10, WIDTH))
         options = {"use_rts": False, "capacity_factor": 8.0, "min_capacity": 0, "use_residual": run.residual}
-        return MoE(WIDTH, expert, num_experts=number, ep_size=run.ep, k=1, **options)
+        return MoE(WIDTH, expert, num_experts=number, ep_size=run.ep_of(run.experts.index(number)), k=1, **options)
 
     def _set_experts(self, run: Experts, seed: int) -> None:
         """Give each expert values of its own number among all, at every expert-parallel degree."""
         for layer, mixture in enumerate(self.mixtures):
             local = mixture.num_local_experts
-            first = (dist.get_rank() // (run.world // run.ep) if run.data_first else dist.get_rank() % run.ep) * local
+            ep, rank = run.ep_of(layer), dist.get_rank()
+            first = (rank // (run.world // ep) if run.data_first else rank % ep) * local
             for number, expert in enumerate(mixture.deepspeed_moe.experts.deepspeed_experts):
                 generator = torch.Generator().manual_seed(1000 * seed + 100 * layer + first + number)
                 for param in expert.parameters():
@@ -316,15 +321,8 @@ def gather(engine: Any, run: Experts, keys: list[str]) -> dict[str, Any]:
     """What the job holds, experts by their number among all. Collective."""
     mine = oracle.gather(engine, keys)
     ep_rank = groups._get_expert_parallel_rank(f"ep_size_{run.ep}")
-    counts = {f"mixtures.{layer}.": number // run.ep for layer, number in enumerate(run.experts)}
 
-    def in_job(name: str) -> str:
-        match = _EXPERT.fullmatch(name)
-        if match is None:
-            return name
-        local = next(count for prefix, count in counts.items() if name.startswith(prefix))
-        return f"{match[1]}{ep_rank * local + int(match[2])}{match[3]}"
-
+    in_job = partial(name_in_job, run)
     saved = engine.module.state_dict()
     mine["buffers"] = {name: value for name, value in mine["buffers"].items() if name in saved}  # not AutoEP's counts
     if run.autoep:
@@ -355,6 +353,17 @@ def gather(engine: Any, run: Experts, keys: list[str]) -> dict[str, Any]:
     mine["scheduler"] = {k: set(v) if isinstance(v, list) else v for k, v in mine["scheduler"].items()}
     mine["groups"] = {group["name"].partition("_")[0]: group["weight_decay"] for group in mine["groups"]}
     return mine
+
+
+def name_in_job(run: Experts, name: str) -> str:
+    """A name in this rank's module, with the number of its expert among all."""
+    match = _EXPERT.fullmatch(name)
+    if match is None:
+        return name
+    ep = run.ep_of(int(match[1]))
+    local = run.experts[int(match[1])] // ep
+    expert = groups._get_expert_parallel_rank(f"ep_size_{ep}") * local + int(match[3])
+    return f"mixtures.{match[1]}{match[2]}{expert}{match[4]}"
 
 
 def sharded_dims(module: nn.Module) -> dict[str, int]:

@@ -16,6 +16,8 @@ SAVED = [
     Exotic(4, 2, 4, frozen=ONE_LAYER),
     Exotic(2, 0, 2, frozen=BIASES),
     Exotic(2, 1, 1, frozen=BIASES),
+    Exotic(4, 2, 2, second=4),
+    Exotic(2, 1, 2, second=1),
 ]
 EIGHT_BIT = Exotic(4, 1, 2, "fp32", eight_bit=True)
 PLACED = Exotic(4, 3, 2, "bf16", (4, 4), autoep=True, placement=((2, 0), (1, 3)))
@@ -38,6 +40,7 @@ def saved(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
         Exotic(4, 0, 1, frozen=BIASES),
         Exotic(1, 1, 1, frozen=BIASES),
         Exotic(2, 0, 2),
+        Exotic(4, 1, 4, second=2),
     ],
     ids=lambda run: run.name,
 )
@@ -46,6 +49,8 @@ def test_buffers_and_frozen_experts_come_back_whichever_side_freezes_them(
 ) -> None:
     # without ZeRO, states are numbered: the same parameters have to train
     sources = [source for source in SAVED if source.stage or source.frozen == run.frozen]
+    if run.second:  # whose first layer has a param group of its own, for which DeepSpeed has no getter without states
+        sources = [source for source in sources if source.frozen != ONE_LAYER]
     arguments = {"folder": str(saved), "run": run, "sources": sources}
     for load in launch(run.world, "expert_exotic_jobs.load", arguments):
         assert load.different == set() and load.drift == {} and load.compared, load.where
