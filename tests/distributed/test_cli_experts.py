@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import elastic_ckpt
 from elastic_ckpt.cli import app
 from elastic_ckpt.config import ElasticConfig
-from elastic_ckpt.errors import DamagedError
+from elastic_ckpt.errors import DamagedError, MismatchError
 from elastic_ckpt.tools.opened import open_folder
 from elastic_ckpt.tools.virtual import scale
 from tests.distributed.conftest import Launch
@@ -142,9 +142,17 @@ def test_one_state_at_two_degrees_is_equal(run: Experts, saved: Path) -> None:
 
 @pytest.mark.parametrize("run", [SOURCE, *RESAVED], ids=lambda run: run.name)
 def test_all_experts_are_exported_bit_by_bit(run: Experts, saved: Path, tmp_path: Path) -> None:
-    report = elastic_ckpt.export(saved / run.name, tmp_path / "out", progress=False)
+    with_states = run.stage > 0
+    if not with_states:
+        with pytest.raises(MismatchError, match="export without --optimizer"):
+            elastic_ckpt.export(saved / run.name, tmp_path / "out", optimizer=True, progress=False)
+    report = elastic_ckpt.export(saved / run.name, tmp_path / "out", optimizer=with_states, progress=False)
     exported, truth = load_file(tmp_path / "out" / "model.safetensors"), truth_of(saved / SOURCE.name)
-    assert report.tensors == len(exported) == len(truth["masters"]) + 1
+    states = load_file(tmp_path / "out" / "optimizer.safetensors") if with_states else {}
+    assert states.keys() == {f"{key}.{name}" for name, key in truth["states"] if with_states}
+    expected = {f"{key}.{name}": value for (name, key), value in truth["states"].items()}
+    assert all(torch.equal(value, expected[name]) for name, value in states.items())
+    assert report.tensors - len(states) == len(exported) == len(truth["masters"]) + 1
     assert exported.keys() - {"ticks"} == truth["masters"].keys()
     assert all(torch.equal(exported[name], value) for name, value in truth["masters"].items())
 

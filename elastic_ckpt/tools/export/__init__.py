@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from elastic_ckpt.config import ElasticConfig, state_options
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, CheckpointMetadata, converts_exactly
-from elastic_ckpt.errors import ElasticCkptError, listed
+from elastic_ckpt.errors import ElasticCkptError, MismatchError, listed
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.tools.export.config_files import config_files, config_notes
@@ -111,7 +111,11 @@ def export(
     limit, torch_dtype, options = nbytes_of(max_shard_size), checked_dtype(dtype), config or config_of(None)
     naming = checked_format(format, adapter)
     copies = () if with_config is None else config_files(with_config)
-    opened = open_folder(os.fspath(folder), tag, options, with_states=optimizer)
+    try:
+        opened = open_folder(os.fspath(folder), tag, options, with_states=optimizer)
+    except MismatchError as error:  # only live param groups could name the states
+        error.remedy = f"export without --optimizer; of a live run: {error.remedy}" if optimizer else error.remedy
+        raise
     target, metadata = Path(out).absolute(), opened.metadata
     refuse_target(EXPORT, target, Path(opened.found.folder))
     refuse_without_masters(metadata)
