@@ -60,13 +60,20 @@ def refuse_unconvertible(metadata: CheckpointMetadata, to: str = "universal") ->
     reasons = (
         (is_universal and source.format == to, "it is a universal checkpoint already"),
         (renamed, f'"rename" changes names ({listed(renamed or ())}), and model-states files are copied as they are'),
-        (is_universal and source.format == "dcp", "it is a folder of torch.distributed.checkpoint"),
+        (is_universal and source.format in ("dcp", "safetensors"), "it has no files of DeepSpeed's to copy"),
         (
             is_universal and source.zero_stage == 0,
             "it was saved without ZeRO, and DeepSpeed loads universal checkpoints with ZeRO only",
         ),
-        (experts, f"{experts} tensors of experts, which would be looked up by their numbers on each rank"),
-        (coded, f"8-bit states ({listed(coded)}), which would be taken for values"),
+        (
+            is_universal and experts,
+            f"{experts} tensors of experts, which DeepSpeed would look up by their numbers on each rank",
+        ),
+        (experts, f"{experts} tensors of experts, whose names are those of DeepSpeed's own layers"),
+        (
+            coded,
+            f"8-bit states ({listed(coded)}), which {'DeepSpeed' if is_universal else 'torch'} would take for values",
+        ),
         (replicated, f"states of whole partitions ({listed(replicated)})"),
         (is_universal and of_their_own, f"states with a shape of their own ({listed(of_their_own)})"),
         (is_universal and scalars, f"scalar states beside the step ({listed(scalars)})"),
