@@ -188,6 +188,9 @@ class _Builder:
             number = len(groups) - 1 if isinstance(key, int) else groups.index(values)
             members |= dict.fromkeys(names, number)
         stateful = [name for name, _ in self._entries.states if name not in members]
+        if not members and not stateful:  # weights alone
+            live = {name for names in self._options.live_groups for name in names}
+            stateful = [name for name in weights if rename(name, self._options.rename) in live]
         alone = self._common.groups[0] if self._has_one_group else {}
         return members | dict.fromkeys(stateful, len(groups)), groups + [alone] * bool(stateful)
 
@@ -247,6 +250,8 @@ class _Builder:
             yield f"extra states of modules, not restored: {listed(extra)}"
         if self._common.others:
             yield f"of common.pt in the client state under {CLIENT_KEY!r}: {listed(self._common.others)}"
+        if not self._scalars:
+            yield "no optimizer's step is recorded: the counters start from zero"
         if self._common.groups and not self._has_one_group:
             yield "common.pt does not record the members of its param groups, whose hyperparameters are not restored"
         low = {self._tensors[key].dtype for key in self._tensors if key[1] == MASTER} - {"float32"}

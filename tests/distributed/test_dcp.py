@@ -41,6 +41,20 @@ def test_what_fsdp2_saved_on_two_ranks_is_resumed_by_zero3_on_three(launch: Laun
             assert "not restored: rng" in load.text
 
 
+def test_weights_alone_are_restored_and_states_start_fresh(launch: Launch, tmp_path: Path) -> None:
+    launch(2, "dcp_jobs.save_fsdp", {"folder": str(tmp_path), "layout": "weights"})
+    for load in launch(3, "dcp_jobs.load_into_engines", [{"setup": SOURCE, "folder": str(tmp_path), "states": False}]):
+        assert load.format == "dcp" and load.differences == {}, load.where
+        assert "the checkpoint holds no optimizer state" in load.text and "counters start from zero" in load.text
+
+
+def test_a_mesh_may_have_cut_tensors_along_any_dimensions(launch: Launch, tmp_path: Path) -> None:
+    launch(4, "dcp_jobs.save_dtensors", {"folder": str(tmp_path)})
+    cases = [{"setup": setup, "folder": str(tmp_path)} for setup in (Setup(3, config=CONFIG), Setup(2, config=CONFIG))]
+    for load in launch(3, "dcp_jobs.load_into_engines", cases):
+        assert load.format == "dcp" and load.differences == {}, load.where
+
+
 #: What is converted to DCP.
 SOURCE = Setup(3, config=CONFIG)
 

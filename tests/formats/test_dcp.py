@@ -51,7 +51,7 @@ def state_dicts(flat: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def save(folder: Path, state_dict: dict[str, Any]) -> Path:
-    dcp.save(state_dict, checkpoint_id=folder, no_dist=True)
+    dcp.save(state_dict, checkpoint_id=folder)
     return folder
 
 
@@ -179,7 +179,7 @@ def rewrite(folder: Path, change: Callable[[Any], object]) -> None:
 def store(metadata: Any, **changes: Any) -> None:
     """Change where one entry's bytes are."""
     index = next(index for index in metadata.storage_data if index.fqn == "model.first.weight")
-    metadata.storage_data[index] = replace(metadata.storage_data[index], **changes)
+    vars(metadata.storage_data[index]).update(changes)
 
 
 def forget(metadata: Any) -> None:

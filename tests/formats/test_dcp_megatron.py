@@ -46,7 +46,7 @@ class OneLayerAtATime(dcp.DefaultSavePlanner):
         for layer in range(data.size[0]):
             chunk = ChunkStorageMetadata(torch.Size((layer, 0, 0)), torch.Size((1, *data.size[1:])))
             index = MetadataIndex(name, chunk.offsets)
-            found.append(WriteItem(index, WriteItemType.SHARD, None, replace(data, chunk=chunk)))
+            found.append(WriteItem(index, WriteItemType.SHARD, tensor_data=replace(data, chunk=chunk)))
         return found
 
     def resolve_data(self, write_item: WriteItem) -> Any:
@@ -69,7 +69,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def save(folder: Path, saved: Mapping[str, Any], groups: int = 1, **common: Any) -> Path:
-    dcp.save(dict(saved), checkpoint_id=folder, planner=OneLayerAtATime(), no_dist=True)
+    dcp.save(dict(saved), checkpoint_id=folder, planner=OneLayerAtATime())
     param_groups = [{**GROUP, "lr": GROUP["lr"] + number} for number in range(groups)]
     optimizer = {"state": {"common_step": torch.tensor(4.0)}, "param_groups": param_groups}
     args = Namespace(consumed_train_samples=96, swiglu=False)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 import elastic_ckpt
 from elastic_ckpt.config import ElasticConfig
@@ -25,6 +24,7 @@ from elastic_ckpt.tools.verification import verify
 from tests.attacks.guard import guarded
 from tests.formats.test_dcp import save, state_dicts, values
 
+save_file = pytest.importorskip("safetensors.torch").save_file
 CONFIG = ElasticConfig()
 TENSORS = {
     "a.weight": torch.randn(3, 4),

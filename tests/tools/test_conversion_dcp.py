@@ -45,7 +45,7 @@ def test_dcp_loads_it_into_the_state_dicts_of_a_live_model(tmp_path: Path, sourc
     net = Net()
     groups = [{"params": [net.first.weight], "lr": 5.0}, {"params": [net.first.bias], "lr": 5.0}]
     model, optim = get_state_dict(net, torch.optim.AdamW(groups))
-    dcp.load({"model": model, "optim": optim}, checkpoint_id=tmp_path / "out", no_dist=True)
+    dcp.load({"model": model, "optim": optim}, checkpoint_id=tmp_path / "out")
     expected_model, expected_optim = state_dicts()
     assert all(torch.equal(model[name], value) for name, value in expected_model.items())
     for name, state in expected_optim["state"].items():

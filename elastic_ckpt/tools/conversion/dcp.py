@@ -6,6 +6,7 @@ plans with tensors that have no memory; each chunk is read when it is written.
 
 from __future__ import annotations
 
+import inspect
 import threading
 import time
 import warnings
@@ -33,6 +34,8 @@ from elastic_ckpt.tools.workplace import CONVERSION, Workplace, WriteReport, nam
 
 #: Incremented whenever the same source is converted to different bytes.
 _VERSION = 1
+#: Before torch 2.6, DCP saves alone where there is no process group.
+_ALONE: dict[str, Any] = {"no_dist": True} if "no_dist" in inspect.signature(dcp.save).parameters else {}
 _NOT_CONVERTED = "lr scheduler, counters and client state have no place in this layout, and are left out"
 
 
@@ -76,7 +79,8 @@ def convert_to_dcp(
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of a save without a process group
-                written = dcp.save(_state_dict(wholes, metadata), storage_writer=writer, planner=planner, no_dist=True)
+                state_dict = _state_dict(wholes, metadata)
+                written = dcp.save(state_dict, storage_writer=writer, planner=planner, **_ALONE)
         except CheckpointException as error:  # which is no Exception
             raise next(iter(error.failures.values()))[0] from error
         planner.refuse_unwritten(len(written.storage_data), place.folder)
@@ -162,7 +166,7 @@ class _ChunkPlanner(dcp.DefaultSavePlanner):
             offsets = torch.Size((first, *(0 for _ in whole.shape[1:])))
             sizes = torch.Size((min(step, whole.shape[0] - first), *whole.shape[1:]))
             chunk = TensorWriteData(ChunkStorageMetadata(offsets, sizes), data.properties, data.size)
-            yield WriteItem(MetadataIndex(item.index.fqn, offsets), WriteItemType.SHARD, None, chunk)
+            yield WriteItem(MetadataIndex(item.index.fqn, offsets), WriteItemType.SHARD, tensor_data=chunk)
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         """The data of an item. DCP loses the errors of its threads, so that the first is kept here."""
