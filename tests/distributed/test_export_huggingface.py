@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,14 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from safetensors.torch import load_file
 
 import elastic_ckpt
+from elastic_ckpt.config import read_config
 from tests.distributed.conftest import Launch
+from tests.distributed.expert_jobs import Experts, hugging_face
 from tests.distributed.huggingface_jobs import CONFIGS, SETUPS, build_model
 from tests.distributed.jobs import truth_of
 from tests.distributed.model import Setup
+
+DOCS = Path(__file__).parents[2] / "docs" / "export.md"
 
 
 @pytest.fixture(scope="module")
@@ -77,3 +82,23 @@ def test_peft_loads_an_adapter(setup: Setup, saved: Path, tmp_path: Path) -> Non
         load_file(tmp_path / "out" / "adapter_model.safetensors"),
     )
     assert again.keys() == ours.keys() and all(torch.equal(again[key], ours[key]) for key in ours)
+
+
+def test_transformers_loads_the_experts_of_autoep(launch: Launch, tmp_path: Path) -> None:
+    run = Experts(2, 1, 2, "bf16", (4, 4), autoep=True, preset="mixtral")
+    launch(2, "expert_jobs.save", {"folder": str(tmp_path), "runs": [run]})
+    masters = truth_of(tmp_path / run.name)["masters"]
+    hugging_face(run, 0).config.save_pretrained(tmp_path / "config")
+    line = next(line for line in DOCS.read_text().splitlines() if '"rename"' in line and "block_sparse_moe" in line)
+    config = read_config(json.loads(line))
+    elastic_ckpt.export(
+        tmp_path / run.name, tmp_path / "out", config=config, exclude=[r"mlp\.gate\."], with_config=tmp_path / "config"
+    )
+    found = dict(from_pretrained(tmp_path / "out").named_parameters())
+    for layer in ("model.layers.0.", "model.layers.1."):
+        w1, w2, w3 = ([masters[f"{layer}mlp.experts.w{n}.{expert}"] for expert in range(4)] for n in (1, 2, 3))
+        both = [torch.cat(pair) for pair in zip(w1, w3, strict=True)]
+        assert torch.equal(found.pop(f"{layer}mlp.experts.gate_up_proj"), torch.stack(both))
+        assert torch.equal(found.pop(f"{layer}mlp.experts.down_proj"), torch.stack(w2))
+        assert torch.equal(found.pop(f"{layer}mlp.gate.weight"), masters[f"{layer}mlp.router.gate.weight"])
+    assert len(found) > 10 and all(torch.equal(value, masters[name]) for name, value in found.items())
