@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -11,7 +11,7 @@ from xml.sax.saxutils import escape
 
 from elastic_ckpt.cli.output import printable
 from elastic_ckpt.core.metadata import ITEMSIZE
-from elastic_ckpt.core.read_plan import ReadItem, ReadPlan
+from elastic_ckpt.core.read_plan import ReadPlan
 from elastic_ckpt.errors import ConfigError
 from elastic_ckpt.report import saved_topology, size
 from elastic_ckpt.tools.virtual import VirtualJob
@@ -45,11 +45,9 @@ def write_scatter(job: VirtualJob, ranks: Sequence[int], path: Path) -> None:
     try:
         path.write_text(scatter(job, [(rank, job.planned(rank)[1].reads) for rank in ranks]), encoding="utf-8")
     except OSError as error:
+        expected = "a path in a folder that is there"
         raise ConfigError(
-            "the diagram cannot be written",
-            file=str(path),
-            expected="a path in a folder that is there",
-            found=str(error),
+            "the diagram cannot be written", file=str(path), expected=expected, found=str(error)
         ) from error
 
 
@@ -69,18 +67,14 @@ def scatter(job: VirtualJob, plans: Sequence[tuple[int, ReadPlan]]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" {_FONT}>',
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" rx="10" fill="#ffffff"/>',
         _text(_MARGIN, 32, title, 'font-size="17" font-weight="bold"'),
-        _text(
-            _MARGIN, 54, f"{total} of {len(numbers)} files go to {len(plans)}{of} ranks, to each the bytes that it owns"
-        ),
+        _text(_MARGIN, 54, f"{total} of {len(numbers)} files go to {len(plans)}{of} ranks, to each what it owns"),
     ]
     for (rank, plan), bar in zip(plans, ranks, strict=True):
         for at, number in enumerate(numbers):
             if nbytes := read[rank].get(number):
                 title = escape(printable(f"rank {rank} reads {nbytes:,} bytes of {names[at]}"))
-                ribbons = "".join(_ribbons(plan, number, files[at], bar))
-                parts.append(
-                    f'<g fill="{_COLORS[at % len(_COLORS)]}" fill-opacity="0.5"><title>{title}</title>{ribbons}</g>'
-                )
+                color, ribbons = _COLORS[at % len(_COLORS)], "".join(_ribbons(plan, number, files[at], bar))
+                parts.append(f'<g fill="{color}" fill-opacity="0.5"><title>{title}</title>{ribbons}</g>')
     for at, bar in enumerate(files):
         parts += _drawn(bar, _FILES_AT, _COLORS[at % len(_COLORS)], _FILES_AT - 8)
     for bar in ranks:
@@ -91,7 +85,7 @@ def scatter(job: VirtualJob, plans: Sequence[tuple[int, ReadPlan]]) -> str:
 def _row(sizes: Sequence[int], labels: Sequence[str]) -> list[_Bar]:
     """Bars beside each other, as wide as they have bytes."""
     space = _WIDTH - 2 * _MARGIN
-    gap = min(_GAP, space / (4 * len(sizes)))
+    gap = min(_GAP, space / (4 * max(len(sizes), 1)))
     scale = (space - gap * (len(sizes) - 1)) / max(sum(sizes), 1)
     lefts = [_MARGIN + sum(sizes[:at]) * scale + at * gap for at in range(len(sizes))]
     return [_Bar(*each) for each in zip(sizes, lefts, [nbytes * scale for nbytes in sizes], labels, strict=True)]
@@ -105,14 +99,15 @@ def _ribbons(plan: ReadPlan, file: int, source: _Bar, target: _Bar) -> Iterator[
     spans: list[list[float]] = []
     last_slot = -1
     sources = chain.from_iterable(each.sources for each in plan.requantize_items)
-    for item in _of(chain(plan.items, sources), file):
+    items = (item for item in chain(plan.items, sources) if item.file == file)
+    for item in sorted(items, key=lambda item: (item.slot, item.byte_offset)):
         width, to = ITEMSIZE[item.dtype], ITEMSIZE[plan.slots[item.slot].dtype]
         numel = (item.rows - 1) * item.file_stride + item.numel
         begin, end = source.at(item.byte_offset), source.at(item.byte_offset + numel * width)
         first = target.at(starts[item.slot] + item.slot_offset * to)
         behind = target.at(starts[item.slot] + item.slot_stop * to)
         if item.slot == last_slot and begin - spans[-1][1] < _JOINED and abs(first - spans[-1][3]) < _JOINED:
-            spans[-1][1], spans[-1][3] = end, behind
+            spans[-1][1], spans[-1][3] = max(spans[-1][1], end), behind
         else:
             spans.append([begin, end, first, behind])
         last_slot = item.slot
@@ -120,11 +115,6 @@ def _ribbons(plan: ReadPlan, file: int, source: _Bar, target: _Bar) -> Iterator[
         top, bottom, middle = _FILES_AT + _BAR, _RANKS_AT, (_FILES_AT + _BAR + _RANKS_AT) / 2
         down = f"M{begin:.1f} {top}C{begin:.1f} {middle:g} {first:.1f} {middle:g} {first:.1f} {bottom}"
         yield f'<path d="{down}H{behind:.1f}C{behind:.1f} {middle:g} {end:.1f} {middle:g} {end:.1f} {top}Z"/>'
-
-
-def _of(items: Iterable[ReadItem], file: int) -> list[ReadItem]:
-    """The items of a file, by where they begin."""
-    return sorted((item for item in items if item.file == file), key=lambda item: (item.slot, item.byte_offset))
 
 
 def _drawn(bar: _Bar, top: float, color: str, text_at: float) -> Iterator[str]:
