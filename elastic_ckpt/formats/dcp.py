@@ -27,7 +27,7 @@ from elastic_ckpt.core.metadata import (
     is_floating,
 )
 from elastic_ckpt.core.training_state import BatchSizes, TrainingState
-from elastic_ckpt.errors import ElasticCkptError, UnsupportedError, listed
+from elastic_ckpt.errors import ElasticCkptError, MismatchError, UnsupportedError, listed
 from elastic_ckpt.formats.base import Checkpoint, Found, MetadataOptions
 from elastic_ckpt.formats.classify import FRESH
 from elastic_ckpt.formats.dcp_entries import Entries, sort_entries
@@ -50,7 +50,7 @@ def read_dcp(found: Found, options: MetadataOptions) -> Checkpoint:
     """Read the metadata of a DCP folder. Collective: all ranks raise the same :class:`ElasticCkptError`."""
     contents, common = distributed.broadcast("read the checkpoint's metadata", lambda: _read_contents(found, options))
     with distributed.deterministic("look at the checkpoint's entries"):
-        entries = sort_megatron_entries(contents) if common else sort_entries(contents, found.folder)
+        entries = (sort_megatron_entries if common else sort_entries)(contents, found.folder)
         wanted = _wanted(contents, entries, options)
     names = list(contents.files)
 
@@ -185,6 +185,14 @@ class _Builder:
                 )
             if isinstance(key, int) or values not in groups:
                 groups.append(values)
+            if twice := sorted(members.keys() & set(names)):
+                raise MismatchError(
+                    "two param groups of this torch.distributed.checkpoint folder have one parameter",
+                    parameter=listed(twice),
+                    file=self._found.folder,
+                    expected="each parameter in one param group",
+                    remedy="save the optimizer that is to be resumed alone, or load with load_optimizer_states=False",
+                )
             number = len(groups) - 1 if isinstance(key, int) else groups.index(values)
             members |= dict.fromkeys(names, number)
         stateful = [name for name, _ in self._entries.states if name not in members]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from elastic_ckpt.errors import UnsupportedError, listed
+from elastic_ckpt.errors import MismatchError, UnsupportedError, listed
 from elastic_ckpt.formats.dcp_metadata import DcpContents, Path
 
 _STATE, _GROUPS, _MEMBERS = "state", "param_groups", "params"
@@ -56,7 +56,7 @@ def sort_entries(contents: DcpContents, folder: str) -> Entries:
         if word == _GROUPS and len(keys) == 2:
             groups.setdefault((root, keys[0]), {})[str(keys[1])] = entry
         elif word == _STATE and len(keys) >= 2 and type(keys[0]) is str:
-            states[keys[0], ".".join(map(str, keys[1:]))] = entry
+            add_state(states, (keys[0], ".".join(map(str, keys[1:]))), entry, folder)
         elif not keys:
             flattened.append((root, str(word), entry))
         else:
@@ -66,11 +66,25 @@ def sort_entries(contents: DcpContents, folder: str) -> Entries:
     for root, word, entry in flattened:
         kind, name, key = _split(word, weights)
         if kind == _STATE:
-            states[name, key] = entry
+            add_state(states, (name, key), entry, folder)
         else:
             groups.setdefault((root, name), {})[key] = entry
     taken = set(weights.values())
     return Entries(weights, states, groups, tuple(entry for entry in rest if entry not in taken))
+
+
+def add_state(states: dict[tuple[str, str], str], place: tuple[str, str], entry: str, folder: str) -> None:
+    """Note the entry of a state; :class:`MismatchError` if there is one already."""
+    other = states.setdefault(place, entry)
+    if other != entry:
+        raise MismatchError(
+            f"two optimizers of this torch.distributed.checkpoint folder have {place[1]} of one parameter",
+            parameter=place[0],
+            file=folder,
+            expected="each parameter in one optimizer",
+            found=f"{other} and {entry}",
+            remedy="save the optimizer that is to be resumed alone, or load with load_optimizer_states=False",
+        )
 
 
 def _places(path: Path, word: str) -> Iterator[int]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from elastic_ckpt.errors import UnsupportedError
-from elastic_ckpt.formats.dcp_entries import Entries
+from elastic_ckpt.formats.dcp_entries import Entries, add_state
 from elastic_ckpt.formats.dcp_metadata import DcpContents, StoredItem
 from elastic_ckpt.formats.pickled import open_pickled, unreadable
 from elastic_ckpt.formats.values import materialise
@@ -108,7 +108,7 @@ def unstacked(contents: DcpContents, folder: str) -> DcpContents:
     return DcpContents(tensors, {name: (name,) for name in (*tensors, *objects)}, files)
 
 
-def sort_megatron_entries(contents: DcpContents) -> Entries:
+def sort_megatron_entries(contents: DcpContents, folder: str) -> Entries:
     """Sort the entries of Megatron Core. Masters in fp32 take the place of weights of lower precision."""
     weights: dict[str, str] = {}
     states: dict[tuple[str, str], str] = {}
@@ -116,7 +116,7 @@ def sort_megatron_entries(contents: DcpContents) -> Entries:
     for entry in contents.tensors:
         state = _STATE.fullmatch(entry)
         if state is not None:
-            states[state[2], state[1]] = entry
+            add_state(states, (state[2], state[1]), entry, folder)
         elif _BUFFERS.match(entry):
             opaque["optimizer.distributed"] = _FLAT
         else:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy
@@ -17,7 +19,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
-from elastic_ckpt.errors import DamagedError, ElasticCkptError, UnsafePickleError, UnsupportedError
+from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError, UnsafePickleError, UnsupportedError
 from elastic_ckpt.formats.base import Checkpoint, MetadataOptions
 from elastic_ckpt.formats.dcp import read_dcp
 from elastic_ckpt.formats.dcp_entries import sort_entries
@@ -122,6 +124,17 @@ def test_states_of_numbered_parameters_are_refused(tmp_path: Path) -> None:
     net, optimizer = trained()
     with pytest.raises(UnsupportedError, match="no layout that is known"):
         read(save(tmp_path / "saved", {"model": net.state_dict(), "optim": optimizer.state_dict()}))
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_two_optimizers_may_not_have_the_same_parameters(tmp_path: Path, flat: bool) -> None:
+    model, optim = state_dicts(flat=flat)
+    with pytest.raises(MismatchError, match="two optimizers"):
+        read(save(tmp_path / "both", {"model": model, "optim_0": optim, "optim_1": optim}))
+    _, nested = state_dicts()
+    nested["param_groups"][1]["params"].append("first.weight")
+    with pytest.raises(MismatchError, match="two param groups"):
+        read(save(tmp_path / "twice", {"model": model, "optim": nested}))
 
 
 def test_copies_of_tied_weights_are_compared_and_not_restored_twice(tmp_path: Path) -> None:
@@ -229,6 +242,18 @@ def test_noise_for_metadata_is_damage(folder: Path, raw: bytes) -> None:
     (folder / ".metadata").write_bytes(raw)
     with pytest.raises(DamagedError, match="unreadable"):
         read(folder)
+
+
+def test_mutations_of_the_metadata_are_read_or_refused(folder: Path) -> None:
+    path, random = folder / ".metadata", Random(11)
+    sound = path.read_bytes()
+    for _ in range(300):
+        raw = bytearray(sound)
+        for _ in range(random.choice((1, 1, 2, 8))):
+            raw[random.randrange(len(raw))] = random.randrange(256)
+        path.write_bytes(raw[: random.choice((len(raw), len(raw), random.randrange(len(raw))))])
+        with guarded(64 << 20), suppress(ElasticCkptError):
+            read(folder)
 
 
 def test_many_chunks_are_no_attack(folder: Path) -> None:
