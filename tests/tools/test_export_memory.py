@@ -1,16 +1,20 @@
-"""What an export takes of the machine: memory that does not grow with the checkpoint, and every byte read once."""
+"""What an export takes of the machine, at a size where it shows; and one that is killed."""
 
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+import elastic_ckpt
 from elastic_ckpt.tools.conversion.torch_file import save_without_data
 from tests.unpartitioned import FILE, indexed
 
@@ -64,3 +68,25 @@ def test_memory_stays_below_a_gibibyte_and_bytes_are_read_once(
     assert found["written"] > 3 << 28
     assert found["peak"] < 1 << 30, f"{found['peak'] / _MIB:.0f} MiB"
     assert 1.0 <= found["read"] / (sparse / FILE).stat().st_size < 1.02, "imports count too"
+
+
+@pytest.mark.slow
+def test_a_killed_export_goes_on_with_the_first_file_that_is_not_complete(sparse: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"dtype": "bf16", "max_shard_size": "20MB"}
+    command = [sys.executable, "-c", _SCRIPT, str(sparse), str(tmp_path / "out"), json.dumps(options)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    complete = tmp_path / ".out.partial" / "model-00002-of-00009.safetensors"
+    deadline = time.monotonic() + 120
+    while not complete.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL and complete.exists() and not (tmp_path / "out").exists()
+    report = elastic_ckpt.export(sparse, tmp_path / "out", progress=False, **options)
+    assert 2 <= report.files_kept < 9 and report.files == 9 - report.files_kept
+    assert not complete.parent.exists()
+    names = set()
+    for path in (tmp_path / "out").glob("*.safetensors"):
+        tensors = load_file(path)
+        names |= tensors.keys()
+        assert all(not value.any() and tuple(value.shape) == SHAPES[name] for name, value in tensors.items())
+    assert names == SHAPES.keys()
