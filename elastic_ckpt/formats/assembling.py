@@ -58,13 +58,23 @@ class RankFiles:
 
 @dataclass(frozen=True)
 class Assembled:
-    """A native checkpoint: ``ranks`` and ``all_metadata`` by model-parallel rank, ``metadata`` of all of them."""
+    """A native checkpoint: ``ranks`` and ``all_metadata`` by model-parallel rank, ``metadata`` of all of them.
+
+    ``across`` is that of the experts which tensor-parallel ranks do not slice, whose files are the model-states file of
+    the first rank, and the optimizer-states files of all ranks by :attr:`shards_across`.
+    """
 
     ranks: Mapping[int, RankFiles]
     layers: Sequence[LayerShard]
     grid: Grid
     all_metadata: Mapping[int, CheckpointMetadata]
     metadata: CheckpointMetadata
+    across: CheckpointMetadata | None = None
+
+    @property
+    def shards_across(self) -> list[int]:
+        """Positions of optimizer-states files: tensor-parallel ranks count first, then data-parallel ones."""
+        return list(chain.from_iterable(zip(*(rank.optimizers for rank in self.ranks.values()), strict=True)))
 
 
 def assemble(found: Found, kinds: Sequence[Kind], indexed: Sequence[Any], options: MetadataOptions) -> Assembled:
@@ -88,30 +98,32 @@ def assemble(found: Found, kinds: Sequence[Kind], indexed: Sequence[Any], option
     if layers:
         buffers = frozenset(name for rank in ranks.values() for m in rank.models.values() for name in m.buffer_names)
         metadata = with_layers(metadata, layers, buffers, grid.tp, options.live_names)
-    metadata = _with_experts_across(found, metadata, list(ranks.values()), grid.tp, options)
+    across = _experts_across(found, list(ranks.values()), grid.tp, options)
+    if across is not None:
+        metadata = with_more(metadata, across)
     metadata = with_progress_compared(metadata, ranks[0].model, options.check_shards)
-    return Assembled(ranks, layers, grid, all_metadata, metadata)
+    return Assembled(ranks, layers, grid, all_metadata, metadata, across)
 
 
-def _with_experts_across(
-    found: Found, metadata: CheckpointMetadata, ranks: Sequence[RankFiles], tp: int, options: MetadataOptions
-) -> CheckpointMetadata:
-    """``metadata`` with the experts that tensor-parallel ranks do not slice: each is on one of these, whole.
+def _experts_across(
+    found: Found, ranks: Sequence[RankFiles], tp: int, options: MetadataOptions
+) -> CheckpointMetadata | None:
+    """The metadata of the experts that tensor-parallel ranks do not slice, if any: each is on one of these, whole.
 
     Their expert-parallel ranks are neighbors: tensor-parallel ranks count first, then data-parallel ones.
     """
     model, lanes = ranks[0].model, [list(rank.optimizers.values()) for rank in ranks]
     numbers = [flat for flat in range(len(model.param_shapes)) if lanes[0] and is_across(model, lanes[0], flat, tp)]
     if not numbers:
-        return metadata
+        return None
     shards = list(chain.from_iterable(zip(*lanes, strict=True)))
     experts = {(each.layer, each.expert): each for rank in ranks for each in rank.experts}
     _refuse_different_experts(model, shards, numbers)
     check_experts(found, model, shards, [each for _, each in sorted(experts.items())], mp="*")
-    own = partitioned_metadata(found, [model], shards, None, options.states, numbers)
-    metadata = with_more(metadata, with_experts(own, list(experts.values()), model))
-    ep = max(metadata.source.ep, *(degree_of(shards, flat) for flat in numbers))
-    return replace(metadata, source=replace(metadata.source, ep=ep))
+    metadata = partitioned_metadata(found, [model], shards, None, options.states, numbers)
+    ep = max(degree_of(shards, flat) for flat in numbers)
+    metadata = replace(metadata, source=replace(metadata.source, ep=ep))
+    return with_experts(metadata, list(experts.values()), model)
 
 
 def _by_rank(kinds: Sequence[Kind], indexed: Sequence[Any]) -> dict[int, RankFiles]:

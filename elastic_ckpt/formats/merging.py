@@ -82,7 +82,8 @@ def with_more(metadata: CheckpointMetadata, more: CheckpointMetadata) -> Checkpo
     }
     known = metadata.parameters.keys() | {name for name, _ in metadata.tensors}
     tensors = {key: _moved(tensor, at) for key, tensor in more.tensors.items() if key[0] not in known}
-    return _united([metadata, more], {**metadata.tensors, **tensors}, {**metadata.parameters, **parameters})
+    ep = max(metadata.source.ep, more.source.ep)
+    return _united([metadata, more], {**metadata.tensors, **tensors}, {**metadata.parameters, **parameters}, ep=ep)
 
 
 def _with_empty_shards(ranks: Ranks) -> Ranks:

@@ -90,8 +90,12 @@ def _spot_check(files: Assembled, opened: Mapping[int, PickledFile]) -> None:
         for layer in files.layers:
             if layer.tp_rank == tp_rank:
                 spot_check(all_metadata[mp], layer.path, layer.named(known), mine)
-        for expert in rank.experts:
+        for expert in rank.experts if files.across is None else ():
             spot_check(all_metadata[mp], expert.path, expert.weights, mine)
+    if files.across is not None:
+        shards = {number for number, position in enumerate(files.shards_across, 1) if position in opened}
+        for expert in chain.from_iterable(rank.experts for rank in files.ranks.values()):
+            spot_check(files.across, expert.path, expert.weights, shards)
 
 
 def _expected_files(found: Found) -> dict[Kind, str]:

@@ -12,7 +12,7 @@ from deepspeed.moe import mappings
 from deepspeed.moe.layer import MoE
 from torch import nn
 
-from tests.distributed.expert_jobs import WIDTH, ExpertLM, Experts
+from tests.distributed.expert_jobs import WIDTH, ExpertLM, Experts, build, end, train
 from tests.distributed.parallel_layers import Column, Row
 from tests.distributed.sequence_and_tensor_jobs import Mpu
 
@@ -29,10 +29,12 @@ class Sharded(Experts):
         degree: tensor-parallel degree.
         slices: whether tensor-parallel ranks slice each expert (``enable_expert_tensor_parallelism``); if not, the
             ranks of an expert-parallel group are neighbors, whichever tensor-parallel ranks they are.
+        outer: whether data-parallel ranks are neighbors, instead of tensor-parallel ones.
     """
 
     degree: int = 2
     slices: bool = True
+    outer: bool = False
 
     @property
     def name(self) -> str:
@@ -43,7 +45,8 @@ class Sharded(Experts):
         return self.degree
 
     def model(self, seed: int) -> tuple[nn.Module, Any]:
-        mpu = Mpu(self.degree, 1)
+        ranks = torch.arange(self.world).view(self.degree, -1).T.unsqueeze(1) if self.outer else None
+        mpu = Mpu(self.degree, 1, ranks)
 
         def gathered(values: torch.Tensor, dim: int = 0) -> torch.Tensor:
             parts = [torch.empty_like(values) for _ in range(self.degree)]
@@ -111,3 +114,11 @@ class ShardedLM(ExpertLM):
 
     def between(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden + self.dense(hidden)
+
+
+def save_alone(arguments: dict[str, Any]) -> None:
+    """Train and save ``run``, and compare nothing."""
+    engine = build(arguments["run"])
+    train(engine, 0, 2)
+    engine.save_checkpoint(arguments["folder"], tag="step4")
+    end(engine)

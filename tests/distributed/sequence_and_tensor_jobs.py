@@ -46,10 +46,11 @@ class Mpu:
     Args:
         tp: tensor-parallel degree.
         sp: sequence-parallel degree.
+        ranks: all ranks, by data-, sequence- and tensor-parallel rank, if these count otherwise.
     """
 
-    def __init__(self, tp: int, sp: int) -> None:
-        ranks = torch.arange(dist.get_world_size()).view(-1, sp, tp)
+    def __init__(self, tp: int, sp: int, ranks: torch.Tensor | None = None) -> None:
+        ranks = torch.arange(dist.get_world_size()).view(-1, sp, tp) if ranks is None else ranks
         self._groups = {
             "model": _mine(ranks.reshape(-1, tp)),
             "sequence": _mine(ranks.transpose(1, 2).reshape(-1, sp)),

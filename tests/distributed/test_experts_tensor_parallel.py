@@ -46,6 +46,7 @@ def saved(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
         Sharded(4, 2, 2, degree=1),
         Sharded(2, 0, 1, "fp32"),
         Sharded(2, 2, 2, "fp32", slices=False),
+        Sharded(2, 1, 1, slices=False),  # each tensor-parallel rank has every expert whole
     ],
     ids=lambda run: run.name,
 )
@@ -127,3 +128,13 @@ def test_what_is_missing_or_saved_without_zero_is_named(saved: Path, tmp_path: P
             (text,) = refused.texts
             assert refused.kinds and refused.changed == set(), text
             assert re.search(expected[refused.case], text.replace("\n", " ")), text
+
+
+def test_ranks_that_count_in_another_order_are_found_by_the_weights(tmp_path: Path, launch: Launch) -> None:
+    """No file tells which of the ranks are neighbors."""
+    launch(4, "expert_tensor_jobs.save_alone", {"folder": str(tmp_path), "run": replace(SAVED[2], ep=4, outer=True)})
+    arguments = {"run": Sharded(2, 1, 1, "fp32", degree=1), "folders": [str(tmp_path)]}
+    for refused in launch(2, "expert_jobs.refuse", arguments):
+        (text,) = refused.texts
+        assert refused.kinds and refused.changed == set(), text
+        assert "are not those of the weights saved beside it" in text, text
