@@ -7,6 +7,7 @@ plans with tensors that have no memory; each chunk is read when it is written.
 from __future__ import annotations
 
 import inspect
+import math
 import threading
 import time
 import warnings
@@ -47,7 +48,7 @@ def convert_to_dcp(
     progress: bool | None = None,
     restart: bool = False,
 ) -> WriteReport:
-    """Write a DCP folder. Memory beside metadata: about ``3 * threads * chunk_nbytes``, or so many rows if larger.
+    """Write a DCP folder. Memory beside metadata: a few chunks, of one row at least, for each thread.
 
     Arguments and errors are those of :func:`elastic_ckpt.tools.conversion.convert`; an interrupted one starts anew.
     """
@@ -180,11 +181,11 @@ class _ChunkPlanner(dcp.DefaultSavePlanner):
             raise
 
     def _read(self, whole: Whole, chunk: ChunkStorageMetadata) -> torch.Tensor:
-        before = getattr(self._of_thread, "before", None)
-        if before is not None:  # DCP keeps references to tensors that it has written
-            before.untyped_storage().resize_(0)
-        values = torch.empty(chunk.sizes, dtype=getattr(torch, whole.dtype))
-        self._of_thread.before = values
+        # DCP keeps references to tensors that it has written: all of a thread share one storage
+        storage = self._of_thread.__dict__.setdefault("storage", torch.UntypedStorage(0))
+        numel, dtype = math.prod(chunk.sizes), getattr(torch, whole.dtype)
+        storage.resize_(numel * dtype.itemsize)
+        values: torch.Tensor = torch.empty(0, dtype=dtype).set_(storage, 0, chunk.sizes)  # type: ignore[call-overload]
         if values.numel():
             first = chunk.offsets[0] * (whole.numel // whole.shape[0]) if whole.shape else 0
             buffer = scratch(values.nbytes).view(values.dtype)  # what numpy has seen cannot be resized
