@@ -182,7 +182,7 @@ class _ChunkPlanner(dcp.DefaultSavePlanner):
 
     def _read(self, whole: Whole, chunk: ChunkStorageMetadata) -> torch.Tensor:
         # DCP keeps references to tensors that it has written: all of a thread share one storage
-        storage = self._of_thread.__dict__.setdefault("storage", torch.UntypedStorage(0))
+        storage = self._of_thread.__dict__.setdefault("storage", torch.empty(0).untyped_storage())
         numel, dtype = math.prod(chunk.sizes), getattr(torch, whole.dtype)
         storage.resize_(numel * dtype.itemsize)
         values: torch.Tensor = torch.empty(0, dtype=dtype).set_(storage, 0, chunk.sizes)  # type: ignore[call-overload]
