@@ -6,6 +6,7 @@ Counters follow from the optimizer's step, and what has no home in a DeepSpeed e
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -41,6 +42,8 @@ from elastic_ckpt.formats.saved_states import normal_groups
 #: Key of the client state for what has no home in a DeepSpeed engine.
 CLIENT_KEY = "dcp"
 _STEP = "step"
+#: Seconds by which clocks of nodes may differ.
+_MOST_SKEW = 60.0
 #: In the names of extra states, those of Transformer Engine for example.
 _EXTRA_STATE = "._extra_state"
 _RESERVED = frozenset({MASTER, BUFFER, FROZEN})
@@ -142,6 +145,7 @@ class _Builder:
             replicas=copies,
             run=self._common.run,
             notes=(*found.notes, *self._notes()),
+            warnings=tuple(self._warnings()),
         )
 
     def training_state(self) -> TrainingState:
@@ -241,6 +245,15 @@ class _Builder:
 
     def _sorted_scalars(self, name: str) -> tuple[tuple[str, float], ...]:
         return tuple(sorted(self._scalars.get(name, {}).items()))
+
+    def _warnings(self) -> Iterator[str]:
+        written_at = self._contents.written_at + _MOST_SKEW
+        newer = [os.path.basename(file.path) for file in self._files if file.written_at > written_at]
+        if newer:
+            yield (
+                f"files of {self._found.folder} are newer than its .metadata, which a save writes last: a save over it "
+                f"did not end, so that values of two steps are mixed, or copying changed the times: {listed(newer)}"
+            )
 
     def _notes(self) -> Iterator[str]:
         others, values = self._entries.others, self._values

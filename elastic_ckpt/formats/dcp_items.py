@@ -28,11 +28,12 @@ from elastic_ckpt.formats.values import materialise, read_numbers
 class DcpFile(SourceFile):
     """One ``.distcp`` file: byte offset of each item's data (-1: an object), and values of entries by name.
 
-    A value that cannot be read is the error.
+    A value that cannot be read is the error; ``written_at`` is in seconds since 1970.
     """
 
     byte_offsets: array[int]
     values: Mapping[str, Any]
+    written_at: float
 
 
 class _Slice(io.RawIOBase):
@@ -75,7 +76,8 @@ def read_dcp_file(
     offsets, values, trees = array("q"), dict[str, Any](), Trees()
     records: list[tuple[int, int, int]] = []
     with named_errors(path), open(path, "rb") as stream:
-        size = os.fstat(stream.fileno()).st_size
+        status = os.fstat(stream.fileno())
+        size = status.st_size
         for item in items:
             if item.start + item.nbytes > size:
                 raise unreadable(path, f"{size} bytes, but {item.name} ends at byte {item.start + item.nbytes}")
@@ -94,7 +96,7 @@ def read_dcp_file(
                 values[item.name] = error
             offsets.append(-1 if item.sizes is None else _data_of(item, file.tree, contents, path))
             records += zip(file.records.offsets, file.records.nbytes, file.records.crc32s, strict=True)
-    return DcpFile(path, size, offsets, values, records=Records.of(records))
+    return DcpFile(path, size, offsets, values, status.st_mtime, records=Records.of(records))
 
 
 def _read_item(path: str, descriptor: int, item: StoredItem, trees: Trees, trust_pickle: bool) -> PickledFile:

@@ -105,7 +105,8 @@ def unstacked(contents: DcpContents, folder: str) -> DcpContents:
         if len(found) != contents.tensors[name][1][0]:
             raise unreadable(folder, f"{len(found)} layers of {name}, of shape {contents.tensors[name][1]}")
     objects = [name for name in contents.paths if name not in contents.tensors]
-    return DcpContents(tensors, {name: (name,) for name in (*tensors, *objects)}, files)
+    paths = {name: (name,) for name in (*tensors, *objects)}
+    return replace(contents, tensors=tensors, paths=paths, files=files)
 
 
 def sort_megatron_entries(contents: DcpContents, folder: str) -> Entries:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from elastic_ckpt.errors import DamagedError, UnsupportedError
@@ -49,11 +49,13 @@ class DcpContents:
         tensors: tensor entry -> dtype and shape.
         paths: entry -> its path in the state dict; the flat name alone if that was not recorded.
         files: file name -> its items, by their places.
+        written_at: when ``.metadata`` was written, which every save does last; seconds since 1970.
     """
 
     tensors: Mapping[str, tuple[str, Shape]]
     paths: Mapping[str, Path]
     files: Mapping[str, tuple[StoredItem, ...]]
+    written_at: float = 0.0
 
 
 def read_dcp_metadata(folder: str) -> DcpContents:
@@ -61,13 +63,14 @@ def read_dcp_metadata(folder: str) -> DcpContents:
     path = os.path.join(folder, DCP_METADATA)
     with named_errors(path):
         with open(path, "rb") as stream:
-            size, most = os.fstat(stream.fileno()).st_size, most_pickle_nbytes(0, trust_pickle=True)
+            status, most = os.fstat(stream.fileno()), most_pickle_nbytes(0, trust_pickle=True)
+            size = status.st_size
             if size > most:
                 raise UnsupportedError("this .metadata is larger than any that is read", found=f"{size} bytes")
             raw = stream.read(size)
         tree = unpickled(raw, _no_storage, _MORE_CONTAINERS * len(raw), trust_pickle=False)
         check_tree(tree)
-        return _contents(tree, path)
+        return replace(_contents(tree, path), written_at=status.st_mtime)
 
 
 def _no_storage(_persistent_id: Any) -> Any:

@@ -256,6 +256,14 @@ def test_mutations_of_the_metadata_are_read_or_refused(folder: Path) -> None:
             read(folder)
 
 
+def test_files_that_are_newer_than_the_metadata_are_warned_of(folder: Path) -> None:
+    assert read(folder).metadata.warnings == ()
+    (path,) = folder.glob("*.distcp")
+    os.utime(path, (0, os.path.getmtime(folder / ".metadata") + 600))
+    (warning,) = read(folder).metadata.warnings
+    assert "a save over it did not end" in warning and path.name in warning
+
+
 def test_many_chunks_are_no_attack(folder: Path) -> None:
     """Keys of stand-ins cannot collide, and a chunk is a dozen containers of few bytes each."""
 
