@@ -104,7 +104,8 @@ def aims(document: Mapping[str, Any]) -> list[Target]:
     if not document:
         return []
     case, found = Case(**document["case"]), medians(document["points"])
-    what = f"{case.params} ZeRO-{case.stage} of {case.saved_dp} ranks, export"
+    load = document["load_average"][1]
+    what = f"{case.params} ZeRO-{case.stage} of {case.saved_dp} ranks, export at a load average of {load}"
     others = {name: each for name, each in found.items() if name.startswith(THEIRS)}
     aims = [
         Target(f"{what}: times as fast as {name}", each["seconds"] / found[OURS]["seconds"], 10, at_least=True)
