@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from elastic_ckpt.config import ElasticConfig
@@ -37,6 +38,41 @@ def test_what_is_written_in_chunks_is_what_was_read(tmp_path: Path, source: Path
     assert compare(opened(source), opened(tmp_path / "out"), threads=1, progress=False).differences == ()
     assert sorted(os.listdir(tmp_path / "out")) == [".metadata", "__0_0.distcp", "__0_1.distcp"]
     assert report.files == 2 and any("lr scheduler" in note for note in report.notes)
+
+
+class Eager:
+    """Asks for all tensors before any is written, as DCP's loader for machines with an accelerator may."""
+
+    def __init__(self, resolve: Any, **_: Any) -> None:
+        self.resolve, self.items = resolve, []
+
+    def add(self, _: int, item: Any) -> None:
+        self.items.append(item)
+
+    def start_loading(self) -> None:
+        self.loaded = [(self.resolve(item), item) for item in self.items]
+
+    def values(self) -> Any:
+        return iter(self.loaded)
+
+
+def test_with_an_accelerator_one_thread_writes_what_was_read(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = opened(source)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "is_available", lambda: True)
+        patched.setattr(filesystem, "_OverlappingCpuLoader", Eager)
+        convert_to_dcp(checkpoint, tmp_path / "out", threads=1, progress=False)
+    assert compare(opened(source), opened(tmp_path / "out"), threads=1, progress=False).differences == ()
+
+
+def test_a_tensor_without_its_bytes_is_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = opened(save(tmp_path / "source", {"model": {"large": torch.ones(5000), "small": torch.ones(1)}}))
+    monkeypatch.setattr(filesystem, "_SerialCpuLoader", Eager)
+    with pytest.raises(ElasticCkptError, match="did not write all items"):
+        convert_to_dcp(checkpoint, tmp_path / "out", threads=1, progress=False)
+    assert not (tmp_path / "out").exists()
 
 
 def test_dcp_loads_it_into_the_state_dicts_of_a_live_model(tmp_path: Path, source: Path) -> None:

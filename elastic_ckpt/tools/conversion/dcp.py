@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from tqdm import tqdm
 
 from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, MASTER, CheckpointMetadata
 from elastic_ckpt.errors import ElasticCkptError, listed
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.planning.planner import LoadOptions
@@ -76,7 +76,8 @@ def convert_to_dcp(
     ):
         notes = (*metadata.notes, *reader.notes, *reader.compare_copies(read), *_notes_on(metadata))
         planner = _ChunkPlanner(wholes, reader, read, bar)
-        writer = dcp.FileSystemWriter(place.folder, thread_count=threads, sync_files=True)
+        # without copying ahead, DCP writes each tensor before it asks for the next, which takes its memory
+        writer = dcp.FileSystemWriter(place.folder, thread_count=threads, sync_files=True, per_thread_copy_ahead=0)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of a save without a process group
@@ -84,7 +85,7 @@ def convert_to_dcp(
                 written = dcp.save(state_dict, storage_writer=writer, planner=planner, **_ALONE)
         except CheckpointException as error:  # which is no Exception
             raise next(iter(error.failures.values()))[0] from error
-        planner.refuse_unwritten(len(written.storage_data), place.folder)
+        planner.refuse_unwritten({item: info.length for item, info in written.storage_data.items()}, place.folder)
         place.finish()
     files = list(target.glob("*.distcp"))
     nbytes = sum(file.stat().st_size for file in files)
@@ -194,15 +195,20 @@ class _ChunkPlanner(dcp.DefaultSavePlanner):
         self._bar.update(values.nbytes)
         return values
 
-    def refuse_unwritten(self, written: int, folder: Path) -> None:
-        """Raise the error of a thread; :class:`ElasticCkptError` if DCP has lost it."""
+    def refuse_unwritten(self, written: Mapping[MetadataIndex, int], folder: Path) -> None:
+        """Raise the error of a thread; :class:`ElasticCkptError` if DCP lost it, or wrote an item without its bytes."""
         if self._error is not None:
             raise self._error
-        if written != len(self.plan.items):
+        whole = [item for item in self.plan.items if written.get(item.index, -1) >= self._nbytes(item)]
+        if len(whole) != len(self.plan.items):
             raise ElasticCkptError(
                 "DCP's writer did not write all items of the conversion",
                 file=str(folder),
                 expected=f"{len(self.plan.items)} items",
-                found=f"{written}; the errors of its threads are above",
+                found=f"{len(whole)}; the errors of its threads are above",
                 remedy="make room on the disk, and give the same command again",
             )
+
+    def _nbytes(self, item: WriteItem) -> int:
+        whole, data = self._whole(item), item.tensor_data
+        return 0 if whole is None or data is None else math.prod(data.chunk.sizes) * ITEMSIZE[whole.dtype]
