@@ -17,8 +17,8 @@ if [[ ${1:-} == --all ]]; then
     export ELASTIC_CKPT_TEST_VERSIONS=1
     cells+=(tests/distributed/test_versions_features.py)
     overlays=(0.14.5 0.15.4 0.16.9 0.17.6 0.18.9 0.19.0 0.19.7 0.19.8)
-    # Python, torch, DeepSpeed
-    environments=("3.10 2.4.1 0.14.5" "3.12 2.7.1 0.16.9" "3.13 2.15.0 0.19.8")
+    # Python, torch, DeepSpeed, and Transformers and Accelerate of that time
+    environments=("3.10 2.4.1 0.14.5 4.44.2 0.34.2" "3.12 2.7.1 0.16.9 4.51.3 1.6.0" "3.13 2.15.0 0.19.8 5.23.0 1.15.0")
 fi
 mkdir -p "$folder"
 rm -f "$folder"/*.xml
@@ -43,13 +43,14 @@ for deepspeed in "${overlays[@]}"; do
 done
 
 for versions in "${environments[@]}"; do
-    read -r python torch deepspeed <<<"$versions"
+    read -r python torch deepspeed transformers accelerate <<<"$versions"
     environment=$folder/python-$python-torch-$torch-deepspeed-$deepspeed
     if [[ ! -e $environment/installed ]]; then
         command -v "python$python" >/dev/null || { echo "skipped: there is no python$python"; continue; }
         "python$python" -m venv "$environment"
         "$environment/bin/python" -m pip install -q setuptools wheel "torch==$torch"
         DS_BUILD_OPS=0 "$environment/bin/python" -m pip install -q --no-build-isolation "deepspeed==$deepspeed"
+        "$environment/bin/python" -m pip install -q "transformers==$transformers" "accelerate==$accelerate"
         "$environment/bin/python" -m pip install -q -e '.[matrix]'
         touch "$environment/installed"
     fi

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -370,13 +371,17 @@ def build_engine(setup: Setup, model: nn.Module | None = None) -> Any:
     )[0]
 
 
+# gloo's all-gather fails without it in ZeRO-1 and 2 of DeepSpeed 0.18, and with it in DeepSpeed 0.14 on torch 2.4
+_STEP = torch.no_grad if deepspeed.__version__.startswith("0.18.") else nullcontext
+
+
 def train(engine: Any, first: int, last: int) -> list[float]:
     """Train steps ``first`` to ``last``, excluding ``last``; mean losses over all ranks."""
     losses = []
     for step in range(first, last):
         loss = engine(batch(step, dist.get_world_size(), dist.get_rank()))
         engine.backward(loss)
-        with torch.no_grad():  # gloo's all-gather fails without it in ZeRO-1 and 2 of DeepSpeed 0.18
+        with _STEP():
             engine.step()
         mean = loss.detach().float().clone()
         dist.all_reduce(mean)

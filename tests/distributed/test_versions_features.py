@@ -69,6 +69,8 @@ PARALLEL = {
         config=QKV_BIAS,
     ),
 }
+#: What builds the model, where the environment has it.
+NEEDS = {"megatron": "megatron.core", "autotp": "transformers"}
 
 
 def save_and_load(launch: Launch, folder: Path, source: Setup, target: Setup, **model: Any) -> list[Any]:
@@ -105,8 +107,7 @@ def test_changes_its_degree(cell: str, tmp_path: Path, launch: Launch) -> None:
     case = PARALLEL[cell]
     if Version(deepspeed.__version__) < Version(case.since):
         pytest.skip(f"since DeepSpeed {case.since}")
-    if case.wide.kind == "megatron":
-        pytest.importorskip("megatron.core")
+    pytest.importorskip(NEEDS.get(case.wide.kind, "torch"))
     for ranks, source in ((2, case.wide), (1, case.narrow)):
         launch(ranks, "parallel_jobs.save", {"folder": str(tmp_path), "setups": [source]})
     loads = [(1, case.narrow, case.wide), (2, case.wide, case.narrow)]

@@ -79,7 +79,7 @@ def train(arguments: dict[str, Any]) -> list[Loaded] | None:
     model = transformers.GPT2LMHeadModel(config)
     trainer = transformers.Trainer(model, settings, train_dataset=data, callbacks=[witness])
     witness.trainer = trainer
-    # gloo's all-gather fails without it in ZeRO-1 and 2 of DeepSpeed 0.18
-    deepspeed.DeepSpeedEngine.step = torch.no_grad()(deepspeed.DeepSpeedEngine.step)
+    if deepspeed.__version__.startswith("0.18."):  # gloo's all-gather fails without it in ZeRO-1 and 2
+        deepspeed.DeepSpeedEngine.step = torch.no_grad()(deepspeed.DeepSpeedEngine.step)
     trainer.train(resume_from_checkpoint=os.path.join(folder, "checkpoint-2") if arguments.get("resume") else None)
     return witness.found if arguments.get("resume") else None

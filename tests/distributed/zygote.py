@@ -58,8 +58,9 @@ def _import_for(job: str) -> None:
         gc.collect()
         gc.freeze()
     if job.startswith(("parallel_jobs.", "soak_jobs.")) and "transformers" not in sys.modules:
-        importlib.import_module("megatron.core.models.gpt")
-        importlib.import_module("transformers.models.llama.modeling_llama")
+        for package, name in (("megatron", "core.models.gpt"), ("transformers", "models.llama.modeling_llama")):
+            if importlib.util.find_spec(package):
+                importlib.import_module(f"{package}.{name}")
         gc.collect()
         gc.freeze()
 
