@@ -371,7 +371,7 @@ def build_engine(setup: Setup, model: nn.Module | None = None) -> Any:
     )[0]
 
 
-# gloo's all-gather fails without it in ZeRO-1 and 2 of DeepSpeed 0.18, and with it in DeepSpeed 0.14 on torch 2.4
+# gloo's all-gather fails without it in ZeRO-1 and 2 of DeepSpeed 0.18
 _STEP = torch.no_grad if deepspeed.__version__.startswith("0.18.") else nullcontext
 
 

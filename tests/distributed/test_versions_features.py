@@ -88,6 +88,8 @@ def test_resumes_bit_exactly(cell: str, tmp_path: Path, launch: Launch) -> None:
 
 @pytest.mark.parametrize("cell", STATELESS)
 def test_what_is_saved_without_states_resumes_with_weights(cell: str, tmp_path: Path, launch: Launch) -> None:
+    if Version(torch.__version__) < Version("2.5"):
+        pytest.skip("gloo's all-gather of torch 2.4 fails in the step of BF16_Optimizer")
     setup = STATELESS[cell]
     if Version(deepspeed.__version__).release[:2] != (0, 17):
         assert all(load.differences == {} for load in save_and_load(launch, tmp_path, setup, setup))
