@@ -163,7 +163,7 @@ def test_a_conversion_is_refused_since_deepspeed_would_load_other_experts(
 ) -> None:
     result = CliRunner().invoke(app, ["convert", str(saved / run.name), str(tmp_path / "universal")])
     assert result.exit_code == 3 and not (tmp_path / "universal").exists(), result.output
-    assert "48 tensors of experts, which would be looked up by their numbers on each rank" in result.output
+    assert "48 tensors of experts, which DeepSpeed would look up by their numbers on each rank" in result.output
     assert "load it as it is" in result.output
 
 
