@@ -94,6 +94,8 @@ def read_dcp_file(
                 if item.sizes is not None:
                     raise
                 values[item.name] = error
+                offsets.append(-1)
+                continue
             offsets.append(-1 if item.sizes is None else _data_of(item, file.tree, contents, path))
             records += zip(file.records.offsets, file.records.nbytes, file.records.crc32s, strict=True)
     return DcpFile(path, size, offsets, values, status.st_mtime, records=Records.of(records))

@@ -151,6 +151,10 @@ def test_objects_of_unknown_classes_are_noted_and_the_rest_is_read(tmp_path: Pat
     checkpoint = read(saved)
     assert any(note.startswith("not read: path") for note in checkpoint.metadata.notes)
     assert checkpoint.training_state.checkpoint == {}
+    first = read(save(tmp_path / "first", {"a": UnsafePickleError("never made"), "model": model, "optim": optim}))
+    assert any(note.startswith("not read: a (") for note in first.metadata.notes)
+    ((records,), (others,)) = ([file.records.nbytes for file in each.metadata.files] for each in (checkpoint, first))
+    assert sorted(records) == sorted(others)  # each is there once
 
 
 def test_states_of_integers_are_opaque_and_fresh_ones_left_out(tmp_path: Path) -> None:
