@@ -8,15 +8,18 @@ recognized by these two words, the model's by the names in the optimizer's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from elastic_ckpt.errors import MismatchError, UnsupportedError, listed
-from elastic_ckpt.formats.dcp_metadata import DcpContents, Path
+from elastic_ckpt.formats.dcp_metadata import DcpContents, Path, Shape
 
 _STATE, _GROUPS, _MEMBERS = "state", "param_groups", "params"
 #: Usual last keys of a model's state dict, by which it is recognized where there is no optimizer.
 _MODEL_KEYS = frozenset({"model", "module", "state_dict", "model_state_dict"})
+#: What wrappers (DDP, FSDP, ``torch.compile``, ``AveragedModel``) add to names.
+_WRAPPER = re.compile(r"(?<![^.])(?:_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 #: A param group: its number if it was saved as one, or the parameter that it was saved for.
 GroupKey = tuple[Path, int | str]
 
@@ -110,10 +113,55 @@ def _model(
     else:
         called = [root for root in dicts if root and root[-1] in _MODEL_KEYS]
         fitting = list(dicts) if len(dicts) == 1 else called
+    if fitting:
+        _refuse_copies(contents, dicts, fitting, folder)
     if len(fitting) != 1:
-        shown = listed("/".join(map(str, root)) or "the top level" for root in dicts)
-        raise _unknown_layout(folder, f"tensors under {shown}" if dicts else "no tensors")
+        raise _unknown_layout(folder, f"tensors under {_shown(dicts)}" if dicts else "no tensors")
     return dicts[fitting[0]]
+
+
+def _refuse_copies(
+    contents: DcpContents, dicts: Mapping[Path, Mapping[str, str]], fitting: list[Path], folder: str
+) -> None:
+    """Refuse copies of the model, as averaged weights are, unless keys side by side call the model one alone of them.
+
+    The optimizer's names do not tell: a wrapped model (``torch.compile``) has others than its average, which has them.
+    """
+    model = fitting[0]
+    arrays = {root: _arrays(contents, names) for root, names in dicts.items()}
+    copies = [root for root in dicts if root != model and (root in fitting or _is_copy(arrays[model], arrays[root]))]
+    above = model[:-1]
+    is_called = not model or model[-1] in _MODEL_KEYS
+    others = [root[len(above)] for root in copies if root[: len(above)] == above and len(root) > len(above)]
+    if len(fitting) == 1 and (is_called and len(others) == len(copies) and not _MODEL_KEYS & set(others)):
+        return
+    if copies:
+        raise UnsupportedError(
+            "more than one state dict of this torch.distributed.checkpoint folder may be the model's",
+            file=folder,
+            expected="the model's alone, or under 'model' beside copies of it",
+            found=f"tensors of the same names or shapes under {_shown([model, *copies])}",
+            remedy="save {'model': ..., 'optim': ...} of get_state_dict(model, optimizer) without copies (averages) of "
+            "the model: dcp.load of these entries alone, then dcp.save",
+        )
+
+
+def _arrays(contents: DcpContents, names: Mapping[str, str]) -> dict[str, Shape]:
+    """Shapes by name, without what wrappers add to it; not of numbers and items of lists, which no module names."""
+    places = {
+        name: contents.tensors[entry][1] for name, entry in names.items() if type(contents.paths[entry][-1]) is str
+    }
+    return {_WRAPPER.sub("", name): shape for name, shape in places.items() if shape}
+
+
+def _is_copy(model: Mapping[str, Shape], other: Mapping[str, Shape]) -> bool:
+    """Whether tensors are those of the model, or of its parameters alone."""
+    has_names = model.keys() <= other.keys() or other.keys() <= model.keys()
+    return bool(other) and (has_names or sorted(model.values()) == sorted(other.values()))
+
+
+def _shown(roots: Iterable[Path]) -> str:
+    return listed("/".join(map(str, root)) or "the top level" for root in roots)
 
 
 def _owner(word: str, names: Mapping[str, str]) -> str | None:

@@ -137,6 +137,39 @@ def test_two_optimizers_may_not_have_the_same_parameters(tmp_path: Path, flat: b
         read(save(tmp_path / "twice", {"model": model, "optim": nested}))
 
 
+def wrapped(weights: dict[str, Any], prefix: str = "_orig_mod.") -> dict[str, Any]:
+    return {f"{prefix}{name}": value for name, value in weights.items()}
+
+
+COPIES: dict[str, Callable[..., dict[str, Any]]] = {
+    "ema has the optimizer's names": lambda model, ema, optim: {"model": wrapped(model), "ema": ema, "optim": optim},
+    "by another wrapper": lambda model, ema, optim: {"net": wrapped(model, "net."), "ema": ema, "optim": optim},
+    "flattened": lambda model, ema, optim: {"net": wrapped(model), "ema": ema, "optim": optim},
+    "called model below another key": lambda model, ema, optim: {"net": model, "ema": {"model": ema}},
+    "both names": lambda model, ema, optim: {"model": model, "ema": ema, "optim": optim},
+    "two models": lambda model, ema, optim: {"model": model, "module": wrapped(ema), "optim": optim},
+}
+
+
+@pytest.mark.parametrize("layout", COPIES)
+def test_copies_of_the_model_are_not_taken_for_it(tmp_path: Path, layout: str) -> None:
+    model, optim = state_dicts(flat=layout == "flattened")
+    saved = save(tmp_path / "saved", COPIES[layout](model, {name: value + 1 for name, value in model.items()}, optim))
+    for with_states in (True, False):
+        with pytest.raises(UnsupportedError, match=r"may be the model's[^$]*(ema|module)"):
+            read(saved, with_states=with_states)
+
+
+def test_averages_beside_what_is_called_the_model_are_left_out(tmp_path: Path) -> None:
+    model, optim = state_dicts()
+    averages = {**wrapped({name: value + 1 for name, value in model.items()}, "module."), "n_averaged": torch.ones(())}
+    beside = {"app": {"model": model, "swa": averages, "ema": {"model": averages}}, "optim": optim}
+    checkpoint = read(save(tmp_path / "saved", beside))
+    assert torch.equal(values(checkpoint, "first.weight", MASTER), model["first.weight"])
+    lists = read(save(tmp_path / "lists", {"net": model, "ema": {"shadow": list(model.values())}, "optim": optim}))
+    assert torch.equal(values(lists, "first.weight", MASTER), model["first.weight"])
+
+
 def test_copies_of_tied_weights_are_compared_and_not_restored_twice(tmp_path: Path) -> None:
     model, optim = state_dicts()
     saved = save(tmp_path / "saved", {"model": {**model, "head": model["first.weight"]}, "optim": optim})
