@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.errors import ElasticCkptError, UnsupportedError
 from elastic_ckpt.tools.comparison import compare
-from elastic_ckpt.tools.conversion.dcp import convert_to_dcp
+from elastic_ckpt.tools.conversion.dcp import _DECOUPLED, convert_to_dcp
 from elastic_ckpt.tools.opened import Opened, open_folder
 from tests.formats.test_dcp import Net, save, state_dicts, trained
 
@@ -131,3 +133,68 @@ def test_what_this_layout_cannot_express_is_refused(tmp_path: Path) -> None:
     checkpoint = opened(save(tmp_path / "source", {"model": model, "optim": optim}))
     with pytest.raises(UnsupportedError, match="cannot be converted to torch"):
         convert_to_dcp(checkpoint, tmp_path / "out", progress=False)
+
+
+def rewritten(opened: Opened, **changes: Any) -> Opened:
+    """An open checkpoint with other metadata."""
+    return replace(opened, checkpoint=replace(opened.checkpoint, metadata=replace(opened.metadata, **changes)))
+
+
+DEEPSPEED = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "bias_correction": True}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"type": "AdamW"}, True),
+        ({"type": "Adam"}, True),
+        ({"type": "Adam", "params": {"adam_w_mode": False}}, False),
+        ({"type": "OneBit"}, None),
+        (None, None),
+    ],
+)
+def test_weight_decay_stays_what_it_was_or_is_left_out(
+    tmp_path: Path, source: Path, config: Any, expected: bool | None
+) -> None:
+    torch.save({"ds_config": {"optimizer": config}}, tmp_path / "model_states.pt")
+    checkpoint = rewritten(opened(source), groups=(DEEPSPEED, {**DEEPSPEED, "lr": 0.2, "weight_decay": 0.0}))
+    checkpoint = replace(
+        checkpoint,
+        found=replace(checkpoint.found, format="native"),
+        checkpoint=replace(checkpoint.checkpoint, model_path=str(tmp_path / "model_states.pt")),
+    )
+    report = convert_to_dcp(checkpoint, tmp_path / "out", progress=False)
+    first, second = opened(tmp_path / "out").metadata.groups
+    assert first.get("decoupled_weight_decay") is expected
+    assert first["amsgrad"] is False and second["decoupled_weight_decay"] is True  # which has no effect without decay
+    assert any("left out" in note for note in report.notes if "param groups 0 is" in note) == (expected is None)
+    net = Net()
+    groups = [{"params": [net.first.weight]}, {"params": [net.first.bias]}]
+    model, optim = get_state_dict(net, torch.optim.Adam(groups))
+    loading: dict[str, Any] = {"state_dict": {"model": model, "optim": optim}, "checkpoint_id": tmp_path / "out"}
+    if expected is None:
+        with pytest.raises(CheckpointException, match=_DECOUPLED):
+            dcp.load(**loading)
+        dcp.load(**loading, planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
+    else:
+        dcp.load(**loading)
+    assert optim["param_groups"][0]["decoupled_weight_decay"] is bool(expected)
+    assert optim["param_groups"][0]["lr"] == 0.1
+
+
+def test_another_optimizer_gets_no_hyperparameters_of_adam(tmp_path: Path, source: Path) -> None:
+    lamb = {**DEEPSPEED, "max_coeff": 10.0, "min_coeff": 0.01}
+    convert_to_dcp(rewritten(opened(source), groups=(lamb, {**lamb, "lr": 0.2})), tmp_path / "out", progress=False)
+    assert set(opened(tmp_path / "out").metadata.groups[0]) == set(lamb)
+
+
+def test_scalar_states_keep_their_form(tmp_path: Path, source: Path) -> None:
+    checkpoint = opened(source)
+    scalars = (("count", 2.0**24 + 1), ("product", 0.1), ("step", 3.0))
+    parameters = {name: replace(saved, scalars=scalars) for name, saved in checkpoint.metadata.parameters.items()}
+    forms = {"count": "int", "product": "float64", "step": "int"}
+    states = replace(checkpoint.metadata.states, scalar_forms=forms)
+    convert_to_dcp(rewritten(checkpoint, parameters=parameters, states=states), tmp_path / "out", progress=False)
+    found = opened(tmp_path / "out").metadata
+    assert all(saved.scalars == scalars for saved in found.parameters.values())
+    assert dict(found.states.scalar_forms) == {**forms, "step": "float32"}

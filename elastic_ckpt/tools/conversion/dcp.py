@@ -26,10 +26,12 @@ from tqdm import tqdm
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, MASTER, CheckpointMetadata
 from elastic_ckpt.errors import ElasticCkptError, listed
+from elastic_ckpt.formats.pickled import open_file
+from elastic_ckpt.formats.saved_config import config_section
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.tools.conversion.contents import refuse_unconvertible
-from elastic_ckpt.tools.logical import LogicalReader, Whole, refuse_without_masters
+from elastic_ckpt.tools.logical import LogicalReader, Whole, refuse_without_masters, scalars_of
 from elastic_ckpt.tools.opened import Opened
 from elastic_ckpt.tools.workplace import CONVERSION, Workplace, WriteReport, naming_os_errors, refuse_target, scratch
 
@@ -37,6 +39,9 @@ from elastic_ckpt.tools.workplace import CONVERSION, Workplace, WriteReport, nam
 _VERSION = 1
 #: Before torch 2.6, DCP saves alone where there is no process group.
 _ALONE: dict[str, Any] = {"no_dist": True} if "no_dist" in inspect.signature(dcp.save).parameters else {}
+_DECOUPLED = "decoupled_weight_decay"
+#: Hyperparameters that Adam has, DeepSpeed's or torch's; and those of optimizers that have these too.
+_ADAMS, _OTHERS = frozenset({"bias_correction", "amsgrad"}), frozenset({"max_coeff", "use_muon"})
 _NOT_CONVERTED = "lr scheduler, counters and client state have no place in this layout, and are left out"
 
 
@@ -59,7 +64,7 @@ def convert_to_dcp(
     refuse_unconvertible(metadata, "dcp")
     refuse_without_masters(metadata)
     load = LoadOptions.of(config)
-    reader = LogicalReader(metadata, load)
+    reader, decoupled = LogicalReader(metadata, load), _is_decoupled(opened)
     read = ReadOptions(threads=1, chunk_nbytes=chunk_nbytes, staging_nbytes=chunk_nbytes)
     facts = (_VERSION, "dcp", target.name, load.rules, config.replicated_params, config.rename, threads, chunk_nbytes)
     wholes = {path: whole for whole in reader.tensors() for path in _paths_of(whole, metadata)}
@@ -74,14 +79,14 @@ def convert_to_dcp(
             disable=None if progress is None else not progress,
         ) as bar,
     ):
-        notes = (*metadata.notes, *reader.notes, *reader.compare_copies(read), *_notes_on(metadata))
+        notes = (*metadata.notes, *reader.notes, *reader.compare_copies(read), *_notes_on(metadata, decoupled))
         planner = _ChunkPlanner(wholes, reader, read, bar)
         # without copying ahead, DCP writes each tensor before it asks for the next, which takes its memory
         writer = dcp.FileSystemWriter(place.folder, thread_count=threads, sync_files=True, per_thread_copy_ahead=0)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of a save without a process group
-                state_dict = _state_dict(wholes, metadata)
+                state_dict = _state_dict(wholes, metadata, decoupled)
                 written = dcp.save(state_dict, storage_writer=writer, planner=planner, **_ALONE)
         except CheckpointException as error:  # which is no Exception
             raise next(iter(error.failures.values()))[0] from error
@@ -101,16 +106,19 @@ def _paths_of(whole: Whole, metadata: CheckpointMetadata) -> Iterator[tuple[str,
         yield "optim", "state", whole.name, whole.key
 
 
-def _state_dict(wholes: Mapping[tuple[str, ...], Whole], metadata: CheckpointMetadata) -> dict[str, Any]:
+def _state_dict(
+    wholes: Mapping[tuple[str, ...], Whole], metadata: CheckpointMetadata, decoupled: bool | None
+) -> dict[str, Any]:
     """The state dict, its large tensors without memory."""
     names: list[list[str]] = [[] for _ in metadata.groups]
     states: dict[str, dict[str, Any]] = {}
     for name, saved in metadata.parameters.items():
         names[saved.group].append(name)
-        for key, value in saved.scalars:  # torch counts steps in float32
-            states.setdefault(name, {})[key] = torch.tensor(value, dtype=torch.float32)
+        for key, value in scalars_of(metadata, name).items():
+            is_number = key == "step" and not isinstance(value, torch.Tensor)  # torch counts steps in float32
+            states.setdefault(name, {})[key] = torch.tensor(value, dtype=torch.float32) if is_number else value
     groups = [
-        {**_defaults(metadata), **values, "params": members}
+        {**_defaults(values, metadata, decoupled), **values, "params": members}
         for values, members in zip(metadata.groups, names, strict=True)
     ]
     tree: dict[str, Any] = {"model": {}, "optim": {"state": states, "param_groups": groups}}
@@ -123,16 +131,48 @@ def _state_dict(wholes: Mapping[tuple[str, ...], Whole], metadata: CheckpointMet
     return tree
 
 
-def _defaults(metadata: CheckpointMetadata) -> dict[str, Any]:
-    """What torch's AdamW has beside the hyperparameters that DeepSpeed's Adam saves."""
-    return dict(torch.optim.AdamW([torch.zeros(1)]).defaults) if "exp_avg_sq" in metadata.state_keys else {}
+def _is_decoupled(opened: Opened) -> bool | None:
+    """Whether weight decay is AdamW's, by DeepSpeed's saved config, since its groups do not say; ``None``: unknown."""
+    if opened.found.format in ("dcp", "safetensors"):
+        return None
+    section = config_section(open_file(opened.checkpoint.model_path, opened.config.trust_pickle), "optimizer")
+    kind, given = str(section.get("type", "")).lower(), section.get("params")
+    mode = given.get("adam_w_mode", True) if isinstance(given, Mapping) else True
+    return {"adamw": True, "adam": bool(mode)}.get(kind)  # as DeepSpeedEngine._configure_basic_optimizer decides
 
 
-def _notes_on(metadata: CheckpointMetadata) -> Iterator[str]:
+def _defaults(values: Mapping[str, Any], metadata: CheckpointMetadata, decoupled: bool | None) -> dict[str, Any]:
+    """What torch's AdamW has beside the hyperparameters of another Adam's group; nothing for other optimizers."""
+    has_states = "exp_avg_sq" in metadata.state_keys and {"betas", "eps"} <= values.keys()
+    if not has_states or not _ADAMS & values.keys() or _OTHERS & values.keys():
+        return {}
+    added = {key: value for key, value in torch.optim.AdamW([torch.zeros(1)]).defaults.items() if key not in values}
+    if _DECOUPLED in added and values.get("weight_decay"):
+        del added[_DECOUPLED]
+        added |= {} if decoupled is None else {_DECOUPLED: decoupled}
+    return added
+
+
+def _notes_on(metadata: CheckpointMetadata, decoupled: bool | None) -> Iterator[str]:
     yield _NOT_CONVERTED
-    added = _defaults(metadata).keys() - set().union(*metadata.groups)
-    if added:
-        yield f"hyperparameters that the checkpoint lacks are those of torch.optim.AdamW: {listed(added)}"
+    added = [_defaults(values, metadata, decoupled) for values in metadata.groups]
+    keys = set().union(*added) - {_DECOUPLED}
+    if keys:
+        yield f"hyperparameters that the checkpoint lacks are those of torch.optim.AdamW: {listed(keys)}"
+    unknown = [
+        str(number)
+        for number, (values, more) in enumerate(zip(metadata.groups, added, strict=True))
+        if more and values.get("weight_decay") and _DECOUPLED not in {**more, **values}
+    ]
+    if unknown:
+        yield (
+            f"no file records whether weight decay of param groups {listed(unknown)} is decoupled (AdamW) or L2: "
+            f"{_DECOUPLED} is left out, and dcp.load keeps the live optimizer's if allow_partial_load is set"
+        )
+    elif decoupled is not None and any(_DECOUPLED in more for more in added):
+        yield f"{_DECOUPLED} is {decoupled}, by the optimizer in DeepSpeed's saved config"
+    if any(values.get("bias_correction") is False for values in metadata.groups):
+        yield "bias_correction is False, which torch.optim's Adam cannot express: it corrects the bias"
     stateful = {name for name, key in metadata.tensors if key in metadata.state_keys}
     without = [name for name in metadata.parameters if metadata.state_keys and name not in stateful]
     if without:
