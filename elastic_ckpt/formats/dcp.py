@@ -53,7 +53,10 @@ def read_dcp(found: Found, options: MetadataOptions) -> Checkpoint:
     """Read the metadata of a DCP folder. Collective: all ranks raise the same :class:`ElasticCkptError`."""
     contents, common = distributed.broadcast("read the checkpoint's metadata", lambda: _read_contents(found, options))
     with distributed.deterministic("look at the checkpoint's entries"):
-        entries = (sort_megatron_entries if common else sort_entries)(contents, found.folder)
+        if common is None:
+            entries = sort_entries(contents, found.folder, options.with_states)
+        else:
+            entries = sort_megatron_entries(contents, found.folder)
         wanted = _wanted(contents, entries, options)
     names = list(contents.files)
 
@@ -108,7 +111,8 @@ class _Builder:
         self._tensors: dict[tuple[str, str], TensorMetadata] = {}
         self._scalars: dict[str, dict[str, float]] = {}
         self._scalar_forms: dict[str, str] = {}
-        self._opaque: dict[str, str] = {**entries.opaque}
+        schema = options.states.schema
+        self._opaque = {key: text for key, text in entries.opaque.items() if schema.get(key) != FRESH}
 
     def metadata(self) -> CheckpointMetadata:
         """The metadata; ranks may differ in which of the untrained weights are buffers."""
@@ -173,6 +177,16 @@ class _Builder:
         return value
 
     def _groups(self) -> tuple[dict[str, int], list[Mapping[str, Any]]]:
+        """:meth:`_saved_groups`; without states, the names of states are enough."""
+        try:
+            return self._saved_groups()
+        except ElasticCkptError:
+            if self._options.with_states:
+                raise
+        self._entries = replace(self._entries, groups={})
+        return self._saved_groups()
+
+    def _saved_groups(self) -> tuple[dict[str, int], list[Mapping[str, Any]]]:
         """The param group of each trained parameter, and their hyperparameters; those saved by parameter are merged."""
         weights, members, groups = self._entries.weights, dict[str, int](), list[Mapping[str, Any]]()
         for (_, key), entries in self._entries.groups.items():
@@ -232,7 +246,7 @@ class _Builder:
         dtype, shape = self._contents.tensors.get(entry, ("", None))
         own = self._contents.tensors[self._entries.weights[name]][1]
         if shape is None or (shape == () and (own or key == _STEP)):
-            value = self._value(entry)
+            value = self._value(entry) if self._options.with_states else self._values[entry]
             if isinstance(value, (int, float)) and not isinstance(value, bool):
                 self._scalars.setdefault(name, {})[key] = value
                 self._scalar_forms[key] = dtype or type(value).__name__

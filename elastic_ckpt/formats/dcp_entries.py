@@ -12,12 +12,14 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from elastic_ckpt.core.metadata import is_floating
 from elastic_ckpt.errors import MismatchError, UnsupportedError, listed
 from elastic_ckpt.formats.dcp_metadata import DcpContents, Path, Shape
 
 _STATE, _GROUPS, _MEMBERS = "state", "param_groups", "params"
 #: Usual last keys of a model's state dict, by which it is recognized where there is no optimizer.
 _MODEL_KEYS = frozenset({"model", "module", "state_dict", "model_state_dict"})
+_WITHOUT_STATES = ", or load with load_optimizer_states=False"
 #: What wrappers (DDP, FSDP, ``torch.compile``, ``AveragedModel``) add to names.
 _WRAPPER = re.compile(r"(?<![^.])(?:_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 #: A param group: its number if it was saved as one, or the parameter that it was saved for.
@@ -42,9 +44,25 @@ class Entries:
     opaque: Mapping[str, str] = field(default_factory=dict)
 
 
-def sort_entries(contents: DcpContents, folder: str) -> Entries:
-    """Sort the entries; :class:`UnsupportedError` if they are in none of the known layouts."""
+def sort_entries(contents: DcpContents, folder: str, with_states: bool = True) -> Entries:
+    """Sort the entries; :class:`UnsupportedError` if they are in none of the known layouts.
+
+    Without ``with_states``, optimizers that cannot be sorted are left out.
+    """
     optimizers = {path[:at] for path in contents.paths.values() for at in _places(path, _GROUPS)}
+    try:
+        return _sorted(contents, optimizers, folder)
+    except (UnsupportedError, MismatchError):
+        if with_states or not optimizers:
+            raise
+    rest = [
+        entry for entry, path in contents.paths.items() if not any(path[: len(root)] == root for root in optimizers)
+    ]
+    weights = _model(contents, rest, set(), set(), folder)
+    return Entries(weights, others=tuple(sorted(set(rest) - set(weights.values()))))
+
+
+def _sorted(contents: DcpContents, optimizers: set[Path], folder: str) -> Entries:
     states: dict[tuple[str, str], str] = {}
     groups: dict[GroupKey, dict[str, str]] = {}
     rest: list[str] = []
@@ -63,7 +81,7 @@ def sort_entries(contents: DcpContents, folder: str) -> Entries:
         elif not keys:
             flattened.append((root, str(word), entry))
         else:
-            raise _unknown_layout(folder, f"{entry}, of an optimizer whose parameters are numbered")
+            raise _unknown_layout(folder, f"{entry}, a hyperparameter with tensors in it", _WITHOUT_STATES)
     trained = {name for name, _ in states}
     weights = _model(contents, rest, trained, {name for _, name, _ in flattened}, folder)
     for root, word, entry in flattened:
@@ -73,7 +91,26 @@ def sort_entries(contents: DcpContents, folder: str) -> Entries:
         else:
             groups.setdefault((root, name), {})[key] = entry
     taken = set(weights.values())
-    return Entries(weights, states, groups, tuple(entry for entry in rest if entry not in taken))
+    others = tuple(entry for entry in rest if entry not in taken)
+    return Entries(weights, states, groups, others, _unrecognized(contents, weights, others, bool(optimizers)))
+
+
+def _unrecognized(
+    contents: DcpContents, weights: Mapping[str, str], others: Iterable[str], has_optimizer: bool
+) -> dict[str, str]:
+    """Tensors that may be optimizer states: under a parameter's ``state``, or any array beside no optimizer."""
+    found: dict[str, list[str]] = {}
+    for entry in others:
+        dtype, shape = contents.tensors.get(entry, ("", ()))
+        path = contents.paths[entry]
+        inside = (path[at : at + 2] for at in _places(path, _STATE))
+        is_state = any(keys[-1] in weights or _owner(str(keys[0]), weights) for keys in inside)
+        if shape and is_floating(dtype) and (is_state or not has_optimizer):
+            found.setdefault(str(path[0]), []).append(entry)
+    return {
+        key: f"tensors beside the model without the param_groups that an optimizer has: {listed(entries)}"
+        for key, entries in found.items()
+    }
 
 
 def add_state(states: dict[tuple[str, str], str], place: tuple[str, str], entry: str, folder: str) -> None:
@@ -116,6 +153,8 @@ def _model(
     if fitting:
         _refuse_copies(contents, dicts, fitting, folder)
     if len(fitting) != 1:
+        if trained and all(name.isdecimal() for name in trained):
+            raise _unknown_layout(folder, "an optimizer whose parameters are numbered", _WITHOUT_STATES)
         raise _unknown_layout(folder, f"tensors under {_shown(dicts)}" if dicts else "no tensors")
     return dicts[fitting[0]]
 
@@ -177,11 +216,11 @@ def _split(word: str, names: Mapping[str, str]) -> tuple[str, str, str]:
     return kind, name, rest.removeprefix(f"{name}.")
 
 
-def _unknown_layout(folder: str, found: str) -> UnsupportedError:
+def _unknown_layout(folder: str, found: str, remedy: str = "") -> UnsupportedError:
     return UnsupportedError(
         "the entries of this torch.distributed.checkpoint folder are in no layout that is known",
         file=folder,
         expected="state dicts of torch.distributed.checkpoint.state_dict.get_state_dict, under keys of any names",
         found=found,
-        remedy="save {'model': ..., 'optim': ...} of get_state_dict(model, optimizer)",
+        remedy=f"save {{'model': ..., 'optim': ...}} of get_state_dict(model, optimizer){remedy}",
     )

@@ -80,7 +80,9 @@ def match_states(
         raise error
     keys = keys_by_name(metadata)
     if not keys:
-        reason = "the checkpoint holds no optimizer state (saved before the first step)"
+        reason = "the checkpoint holds no optimizer state"
+        if metadata.source.format != "dcp":  # which may be of weights alone
+            reason += " (saved before the first step)"
         return StateMatching(scalars=(None,) * len(local_state.flats), outcomes=(Outcome(_ROLE, "fresh", (), reason),))
     refuse_partial(metadata, keys)
     return _Matcher(metadata, local_state, matching, keys, convert).matching()

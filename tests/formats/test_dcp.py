@@ -21,11 +21,13 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError, UnsafePickleError, UnsupportedError
 from elastic_ckpt.formats.base import Checkpoint, MetadataOptions
+from elastic_ckpt.formats.classify import FRESH
 from elastic_ckpt.formats.dcp import read_dcp
 from elastic_ckpt.formats.dcp_entries import sort_entries
 from elastic_ckpt.formats.dcp_items import read_dcp_file
 from elastic_ckpt.formats.dcp_metadata import read_dcp_metadata
 from elastic_ckpt.formats.detect import find_checkpoint
+from elastic_ckpt.planning.state_matching import state_errors
 from tests.attacks.guard import guarded
 
 
@@ -122,8 +124,56 @@ def test_weights_alone_have_no_states(tmp_path: Path) -> None:
 
 def test_states_of_numbered_parameters_are_refused(tmp_path: Path) -> None:
     net, optimizer = trained()
-    with pytest.raises(UnsupportedError, match="no layout that is known"):
+    with pytest.raises(UnsupportedError, match=r"no layout that is known[^$]*parameters are numbered"):
         read(save(tmp_path / "saved", {"model": net.state_dict(), "optim": optimizer.state_dict()}))
+
+
+def test_states_without_param_groups_are_none_that_are_left_out_silently(tmp_path: Path) -> None:
+    schema = MetadataOptions().states
+    for flat in (False, True):
+        model, optim = state_dicts(flat)
+        kept = {key: value for key, value in optim.items() if not key.startswith("param_groups")}
+        for number, beside in enumerate(({"optim": kept}, {"adam": {"first": model["first.weight"]}})):
+            folder = save(tmp_path / f"{flat}{number}", {"model": model, **beside, "rng": torch.get_rng_state()})
+            metadata = read(folder).metadata
+            with pytest.raises(UnsupportedError, match="beside the model without the param_groups"):
+                raise next(state_errors(metadata))
+            fresh = replace(schema, schema=dict.fromkeys(beside, FRESH))
+            assert not read(folder, states=fresh).metadata.states.opaque
+    model, optim = state_dicts()
+    partly = {
+        "model": model,
+        "optim": optim,
+        "slow": {"state": {name: optim["state"][name] for name in model if name in optim["state"]}},
+    }
+    assert set(read(save(tmp_path / "partly", partly)).metadata.states.opaque) == {"slow"}
+    alone = {"model": model, "rng": torch.get_rng_state(), "loss": torch.ones(())}
+    assert not read(save(tmp_path / "alone", alone)).metadata.states.opaque
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_weights_are_read_without_states_that_are_refused(tmp_path: Path, flat: bool) -> None:
+    _, optimizer = trained()
+    model, optim = state_dicts(flat)
+    nested, twice, unnamed = (state_dicts()[1] for _ in range(3))
+    nested["param_groups"][0]["extra"] = {"scale": torch.ones(2)}
+    twice["param_groups"][1]["params"].append("first.weight")
+    unnamed["param_groups"][1]["params"] = [0]
+    refused = {
+        "two": {"optim_0": optim, "optim_1": optim},
+        "numbered": {"optim": optimizer.state_dict()},
+        "nested": {"optim": nested},
+        "twice": {"optim": twice},
+        "unnamed": {"optim": unnamed},
+    }
+    for case, optimizers in refused.items():
+        saved = save(tmp_path / case, {"model": model, **optimizers})
+        with pytest.raises(ElasticCkptError, match="load_optimizer_states=False"):
+            read(saved)
+        live = (tuple(name for name in model if name.startswith("first")),)
+        checkpoint = read(saved, with_states=False, live_groups=live)
+        assert torch.equal(values(checkpoint, "first.weight", MASTER), model["first.weight"])
+        assert set(checkpoint.metadata.parameters) == set(*live) and not checkpoint.training_state.checkpoint
 
 
 @pytest.mark.parametrize("flat", [False, True])
@@ -155,9 +205,12 @@ COPIES: dict[str, Callable[..., dict[str, Any]]] = {
 def test_copies_of_the_model_are_not_taken_for_it(tmp_path: Path, layout: str) -> None:
     model, optim = state_dicts(flat=layout == "flattened")
     saved = save(tmp_path / "saved", COPIES[layout](model, {name: value + 1 for name, value in model.items()}, optim))
-    for with_states in (True, False):
-        with pytest.raises(UnsupportedError, match=r"may be the model's[^$]*(ema|module)"):
-            read(saved, with_states=with_states)
+    with pytest.raises(UnsupportedError, match=r"may be the model's[^$]*(ema|module)"):
+        read(saved)
+    with suppress(UnsupportedError):  # without states, the key 'model' decides
+        checkpoint = read(saved, with_states=False)
+        (name,) = (name for name in checkpoint.metadata.names(FROZEN) if name.endswith("first.weight"))
+        assert torch.equal(values(checkpoint, name, FROZEN), model["first.weight"])
 
 
 def test_averages_beside_what_is_called_the_model_are_left_out(tmp_path: Path) -> None:
