@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -28,7 +30,8 @@ from elastic_ckpt.core.metadata import (
     TensorMetadata,
 )
 from elastic_ckpt.core.training_state import BatchSizes, TrainingState
-from elastic_ckpt.errors import DamagedError, MismatchError
+from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
+from elastic_ckpt.errors import listed as shown
 from elastic_ckpt.formats.base import Checkpoint, Found, MetadataOptions
 from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.formats.pickled import named_errors
@@ -61,6 +64,11 @@ _TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 _MOST_HEADER_NBYTES = 100_000_000
 #: Files with optimizer states, as ``elastic-ckpt export --optimizer`` writes them.
 _OPTIMIZER = "optimizer"
+#: Files with the weights, as Transformers writes them.
+_MODEL = "model"
+_NUMBER = re.compile(r"-\d{5}-of-\d{5}$")
+#: Metadata that names the library, and is no tied name.
+_FORMAT = "format"
 
 
 @dataclass(frozen=True)
@@ -81,15 +89,20 @@ def find_safetensors(folder: str) -> Found | None:
 
 
 def read_safetensors(found: Found, options: MetadataOptions) -> Checkpoint:
-    """Read the headers of all files. Local.
+    """Read the headers of one model's files, and of its optimizer's. Local.
 
-    Raises :class:`DamagedError` if a file is missing or damaged, :class:`MismatchError` if two have a tensor of a name.
+    Of several models, the one called ``model`` is read, and a note names the other files. Raises :class:`DamagedError`
+    if a file is missing or damaged, or an index disagrees with its files; :class:`MismatchError` if two files have a
+    tensor of a name, or none of several models is called ``model``; :class:`UnsupportedError` for an unknown dtype.
     """
-    headers = {name: _read_header(found.path(name)) for name in _file_names(found)}
+    names = {name for name in os.listdir(found.folder) if name.endswith((SUFFIX, INDEX_SUFFIX))}
+    headers: dict[str, _Header] = {}
+    for stem in _chosen({_stem(name) for name in names}, found.folder):
+        headers |= _read_indexed(found, stem) if stem + INDEX_SUFFIX in names else _read_plain(found, stem, names)
     owner: dict[tuple[bool, str], int] = {}
     for number, (file, header) in enumerate(headers.items()):
         for name in header.tensors:
-            first = owner.setdefault((file.startswith(_OPTIMIZER), name), number)
+            first = owner.setdefault((_stem(file) == _OPTIMIZER, name), number)
             if first != number:
                 path = list(headers.values())[first].path
                 raise MismatchError(
@@ -101,23 +114,71 @@ def read_safetensors(found: Found, options: MetadataOptions) -> Checkpoint:
                     remedy="remove the file that does not belong here",
                 )
     files = list(headers.values())
-    metadata = _metadata(found, files, owner)
+    unread = [name for name in names if name.endswith(SUFFIX) and name not in headers]
+    notes = (f"files that do not belong to this model are not read: {shown(unread)}",) if unread else ()
+    metadata = _metadata(found, files, owner, notes)
     steps = max((dict(saved.scalars).get("step", 0) for saved in metadata.parameters.values()), default=0)
     counters = {"global_steps": int(steps), "skipped_steps": 0, "dp_world_size": 1, "mp_world_size": 1}
     state = TrainingState(counters, BatchSizes(None, None, None), None, None, False, {})
     return Checkpoint(metadata, state, files[0].path, len(files))
 
 
-def _file_names(found: Found) -> list[str]:
-    """The files of the folder, and those that an index names."""
-    names = {name for name in os.listdir(found.folder) if name.endswith(SUFFIX)}
-    for index in [name for name in os.listdir(found.folder) if name.endswith(INDEX_SUFFIX)]:
-        with named_errors(found.path(index)), open(found.path(index), "rb") as stream:
-            named = {str(name) for name in json.loads(stream.read(_MOST_HEADER_NBYTES))["weight_map"].values()}
-            if any(os.path.basename(name) != name for name in named):
-                raise ValueError("a file that is not in this folder")
-            names |= named
-    return sorted(names)
+def _stem(name: str) -> str:
+    """What the files and the index of one model have in common: ``model`` of ``model-00001-of-00002.safetensors``."""
+    return _NUMBER.sub("", name.removesuffix(INDEX_SUFFIX).removesuffix(SUFFIX))
+
+
+def _chosen(stems: set[str], folder: str) -> list[str]:
+    models = sorted(stems - {_OPTIMIZER})
+    if len(models) > 1 and _MODEL not in models:
+        raise MismatchError(
+            "this folder has safetensors files of several models",
+            file=folder,
+            expected=f"{_MODEL}{SUFFIX}, or files of one model",
+            found=shown(models),
+            remedy="put the files of the one that you mean into a folder of their own",
+        )
+    return sorted({_MODEL if len(models) > 1 else stem for stem in models} | (stems & {_OPTIMIZER}))
+
+
+def _read_plain(found: Found, stem: str, names: set[str]) -> dict[str, _Header]:
+    """Files without an index: one, or all that their numbers count."""
+    files = sorted(name for name in names if _stem(name) == stem)
+    if files not in ([stem + SUFFIX], [f"{stem}-{n + 1:05d}-of-{len(files):05d}{SUFFIX}" for n in range(len(files))]):
+        raise DamagedError(
+            "these files have no index, and are not all files of one save",
+            file=found.path(files[0]),
+            expected=f"{stem}{INDEX_SUFFIX}",
+            found=shown(files),
+            remedy="restore the index and the missing files, or remove those of the other save",
+        )
+    return {name: _read_header(found.path(name)) for name in files}
+
+
+def _read_indexed(found: Found, stem: str) -> dict[str, _Header]:
+    """The files that an index names, which have the tensors that it names."""
+    path = found.path(stem + INDEX_SUFFIX)
+    with _named_errors(path), open(path, "rb") as stream:
+        index = json.loads(stream.read(_MOST_HEADER_NBYTES), object_pairs_hook=_unique)["weight_map"]
+        if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
+            raise ValueError("a weight_map that does not name files")
+        if any(os.path.basename(file) != file for file in index.values()):
+            raise ValueError("a file that is not in this folder")
+    headers = {file: _read_header(found.path(file)) for file in sorted(set(index.values()))}
+    tied = {alias for header in headers.values() for alias in header.metadata}  # some indexes list them
+    there = {(name, file) for file, header in headers.items() for name in header.tensors}
+    differ = {name for name, _ in there.symmetric_difference(index.items())}
+    differ -= tied - {name for name, _ in there}
+    if differ:
+        raise DamagedError(
+            "the index does not belong to these files: they have other tensors than it names",
+            parameter=shown(differ),
+            file=path,
+            expected="each tensor in the file that the index names",
+            found="tensors in other files, in none, or not in the index",
+            remedy="restore the index and the files of one save",
+        )
+    return headers
 
 
 def _read_header(path: str) -> _Header:
@@ -129,16 +190,26 @@ def _read_header(path: str) -> _Header:
             found="no such file",
             remedy="restore the file",
         )
-    with named_errors(path), open(path, "rb") as stream:
+    with _named_errors(path), open(path, "rb") as stream:
         size = os.fstat(stream.fileno()).st_size
         (nbytes,) = struct.unpack("<Q", stream.read(8))
         if nbytes > min(_MOST_HEADER_NBYTES, size - 8):
             raise ValueError(f"a header of {nbytes} bytes in a file of {size}")
         header = json.loads(stream.read(nbytes), object_pairs_hook=_unique)
         metadata, position, tensors = header.pop(METADATA, {}), 8 + nbytes, {}
+        if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+            raise ValueError("metadata whose values are no text")
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            dtype, shape = _TORCH_DTYPES[entry["dtype"]], tuple(map(int, entry["shape"]))
-            start, stop = (8 + nbytes + int(offset) for offset in entry["data_offsets"])
+            if entry["dtype"] not in _TORCH_DTYPES:
+                raise UnsupportedError(
+                    "a tensor has a dtype that is not supported",
+                    parameter=name,
+                    expected=shown(_TORCH_DTYPES),
+                    found=str(entry["dtype"]),
+                    remedy="save it in one of these dtypes",
+                )
+            dtype, shape = _TORCH_DTYPES[entry["dtype"]], _sizes(entry["shape"])
+            start, stop = (8 + nbytes + offset for offset in _sizes(entry["data_offsets"]))
             if start != position or stop - start != math.prod(shape) * ITEMSIZE[dtype]:
                 raise ValueError(f"{name} of {dtype} and shape {shape} from byte {start} to {stop}, after {position}")
             tensors[name], position = (dtype, shape, start), stop
@@ -147,20 +218,55 @@ def _read_header(path: str) -> _Header:
     return _Header(path, size, tensors, metadata)
 
 
+@contextmanager
+def _named_errors(path: str) -> Iterator[None]:
+    """:func:`named_errors`, which expects files of ``torch.save``."""
+    try:
+        with named_errors(path):
+            yield
+    except DamagedError as error:
+        error.expected = "a complete safetensors file, or an index of some, as their library writes them"
+        error.remedy = "copy the file again from its original"
+        raise
+
+
+def _sizes(values: Any) -> tuple[int, ...]:
+    if not isinstance(values, list) or not all(type(size) is int and size >= 0 for size in values):
+        raise ValueError(f"{str(values)[:100]} instead of sizes")
+    return tuple(values)
+
+
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(dict(pairs)) != len(pairs):
         raise ValueError("two entries of one name")
     return dict(pairs)
 
 
-def _metadata(found: Found, files: list[_Header], owner: Mapping[tuple[bool, str], int]) -> CheckpointMetadata:
-    facts: dict[str, str] = {}
-    for file in files:
-        facts |= file.metadata if os.path.basename(file.path).startswith(_OPTIMIZER) else {}
-    scalars = json.loads(facts.get("scalars", "{}"))
+def _groups_and_scalars(files: list[_Header]) -> tuple[list[dict[str, Any]], dict[str, dict[str, float]]]:
+    """Param groups, with the names of their parameters, and scalar states, as ``elastic-ckpt export`` writes them."""
+    of_optimizer = [file for file in files if _stem(os.path.basename(file.path)) == _OPTIMIZER]
+    facts = {key: value for file in of_optimizer for key, value in file.metadata.items()}
+    if not facts:
+        return [], {}
+    with _named_errors(of_optimizer[0].path):
+        groups, scalars = (
+            json.loads(facts.get(key, empty)) for key, empty in (("param_groups", "[]"), ("scalars", "{}"))
+        )
+        members = [name for group in groups for name in group["params"]]
+        if not all(isinstance(name, str) for name in members) or len(set(members)) < len(members):
+            raise ValueError("param groups whose params are no names, or have one twice")
+        if not all(isinstance(value, int | float) for values in scalars.values() for value in values.values()):
+            raise ValueError("scalar states that are no numbers")
+    return groups, scalars
+
+
+def _metadata(
+    found: Found, files: list[_Header], owner: Mapping[tuple[bool, str], int], notes: tuple[str, ...]
+) -> CheckpointMetadata:
+    saved_groups, scalars = _groups_and_scalars(files)
     groups = [
         {key: tuple(value) if isinstance(value, list) and key != "params" else value for key, value in group.items()}
-        for group in json.loads(facts.get("param_groups", "[]"))
+        for group in saved_groups
     ]
     members = {name: number for number, group in enumerate(groups) for name in group.pop("params")}
     tensors: dict[tuple[str, str], TensorMetadata] = {}
@@ -176,7 +282,7 @@ def _metadata(found: Found, files: list[_Header], owner: Mapping[tuple[bool, str
         if (name, MASTER) in tensors
     }
     every = [file.metadata.items() for file in files]
-    ties = {alias: name for items in every for alias, name in items if (False, name) in owner}
+    ties = {alias: name for items in every for alias, name in items if (False, name) in owner and alias != _FORMAT}
     return CheckpointMetadata(
         source=SourceFacts(found.format, found.folder, found.tag, 0, len(files), ""),
         files=tuple(SourceFile(file.path, file.nbytes) for file in files),
@@ -184,4 +290,5 @@ def _metadata(found: Found, files: list[_Header], owner: Mapping[tuple[bool, str
         tensors=tensors,
         groups=tuple(groups),
         aliases={alias: name for alias, name in ties.items() if (False, alias) not in owner},
+        notes=notes,
     )

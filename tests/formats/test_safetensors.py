@@ -14,7 +14,7 @@ import torch
 import elastic_ckpt
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.metadata import FROZEN
-from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError, NotFoundError
+from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError, NotFoundError, UnsupportedError
 from elastic_ckpt.formats.base import Checkpoint, MetadataOptions
 from elastic_ckpt.formats.safetensors import find_safetensors, read_safetensors
 from elastic_ckpt.tools.comparison import compare
@@ -85,8 +85,8 @@ def test_files_that_an_index_names_and_are_not_there_are_missed(tmp_path: Path) 
 
 
 def test_two_files_with_a_tensor_of_one_name_are_refused(tmp_path: Path) -> None:
-    for name in ("model.safetensors", "other.safetensors"):
-        save_file(TENSORS, tmp_path / name)
+    for number in (1, 2):
+        save_file(TENSORS, tmp_path / f"model-0000{number}-of-00002.safetensors")
     with pytest.raises(MismatchError, match="one name"):
         read(tmp_path)
 
@@ -102,7 +102,11 @@ BAD: dict[str, Callable[[Path], object]] = {
     "a header longer than the file": lambda path: write(path, {}, nbytes=1 << 62),
     "no JSON": lambda path: write(path, b"{"),
     "a list": lambda path: write(path, []),
-    "an unknown dtype": lambda path: write(path, {"a": {**ENTRY, "dtype": "X9"}}, bytes(8)),
+    "a size that is no integer": lambda path: write(path, {"a": {**ENTRY, "shape": [2.9]}}, bytes(8)),
+    "negative sizes": lambda path: write(path, {"a": {**ENTRY, "shape": [-1, -2]}}, bytes(8)),
+    "metadata that is a list": lambda path: write(path, {"__metadata__": [1], "a": ENTRY}, bytes(8)),
+    "metadata of lists": lambda path: write(path, {"__metadata__": {"b": ["a"]}, "a": ENTRY}, bytes(8)),
+    "a tensor that is a list": lambda path: write(path, {"a": [1]}, bytes(8)),
     "a size that is none": lambda path: write(path, {"a": {**ENTRY, "shape": [3]}}, bytes(8)),
     "a negative offset": lambda path: write(path, {"a": {**ENTRY, "data_offsets": [-8, 0]}}, bytes(8)),
     "an overlap": lambda path: write(path, {"a": ENTRY, "b": ENTRY}, bytes(8)),
@@ -119,3 +123,77 @@ def test_bad_files_are_refused(tmp_path: Path, what: str) -> None:
     BAD[what](tmp_path / "model.safetensors")
     with guarded(16 << 20), pytest.raises(ElasticCkptError, match="truncated or unreadable"):
         read(tmp_path)
+
+
+def test_a_dtype_that_is_not_supported_is_no_damage(tmp_path: Path) -> None:
+    write(tmp_path / "model.safetensors", {"a": {**ENTRY, "dtype": "F8_E8M0"}}, bytes(2))
+    with pytest.raises(UnsupportedError, match="F8_E8M0"):
+        read(tmp_path)
+
+
+FACTS = {
+    "param_groups without params": {"param_groups": "[{}]"},
+    "param_groups that are no list": {"param_groups": "1"},
+    "params that are no names": {"param_groups": '[{"params": [1]}]'},
+    "a name twice": {"param_groups": '[{"params": ["a"]}, {"params": ["a"]}]'},
+    "no JSON": {"param_groups": "["},
+    "depth": {"scalars": "[" * 100_000},
+    "a list of steps": {"scalars": '{"a": {"step": [3.0]}}'},
+    "scalars that are a list": {"scalars": "[1]"},
+}
+
+
+@pytest.mark.parametrize("what", FACTS)
+def test_bad_facts_about_an_optimizer_are_refused(tmp_path: Path, what: str) -> None:
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    write(tmp_path / "optimizer.safetensors", {"__metadata__": FACTS[what]})
+    with pytest.raises(DamagedError, match="truncated or unreadable") as error:
+        read(tmp_path)
+    assert error.value.file == str(tmp_path / "optimizer.safetensors")
+    assert "torch" not in str(error.value.expected)
+
+
+def write_index(folder: Path, weights: dict[str, str]) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+
+
+def test_files_that_an_index_does_not_name_are_left_out(tmp_path: Path) -> None:
+    save_file({"old": torch.ones(2)}, tmp_path / "model.safetensors")
+    save_file({"a": torch.ones(2)}, tmp_path / "model-00001-of-00001.safetensors")
+    write_index(tmp_path, {"a": "model-00001-of-00001.safetensors"})
+    metadata = read(tmp_path).metadata
+    assert metadata.names(FROZEN) == ["a"] and any("model.safetensors" in note for note in metadata.notes)
+
+
+def test_of_several_models_the_one_of_transformers_is_read(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "consolidated.safetensors")
+    save_file({"model.a": torch.ones(2)}, tmp_path / "model.safetensors")
+    metadata = read(tmp_path).metadata
+    assert metadata.names(FROZEN) == ["model.a"] and any("consolidated" in note for note in metadata.notes)
+    (tmp_path / "model.safetensors").rename(tmp_path / "other.safetensors")
+    with pytest.raises(MismatchError, match="several models"):
+        read(tmp_path)
+
+
+def test_without_an_index_all_files_must_be_there(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "model-00001-of-00002.safetensors")
+    with pytest.raises(DamagedError, match="no index"):
+        read(tmp_path)
+    save_file({"b": torch.ones(2)}, tmp_path / "model-00002-of-00002.safetensors")
+    assert read(tmp_path).metadata.names(FROZEN) == ["a", "b"]
+
+
+@pytest.mark.parametrize("weights", [("a", "b", "c"), ("a",)])
+def test_an_index_of_another_save_is_refused(tmp_path: Path, weights: tuple[str, ...]) -> None:
+    save_file({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path / "model.safetensors", metadata={"tied": "a"})
+    write_index(tmp_path, dict.fromkeys(weights, "model.safetensors"))
+    with pytest.raises(DamagedError, match="other tensors") as error:
+        read(tmp_path)
+    assert error.value.parameter == ("c" if "c" in weights else "b")
+    write_index(tmp_path, dict.fromkeys(("a", "b", "tied"), "model.safetensors"))
+    assert read(tmp_path).metadata.aliases == {"tied": "a"}
+
+
+def test_the_name_of_the_library_is_no_tied_name(tmp_path: Path) -> None:
+    save_file({"pt": torch.ones(2)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert read(tmp_path).metadata.aliases == {}
