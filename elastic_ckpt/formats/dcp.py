@@ -118,9 +118,9 @@ class _Builder:
         """The metadata; ranks may differ in which of the untrained weights are buffers."""
         found, entries = self._found, self._entries
         members, groups = self._groups()
-        ties, live = self._ties(members), self._options.live_buffers
+        ties, live, renames = self._ties(members), self._options.live_buffers, self._options.rename
         for name, entry in entries.weights.items():
-            key = MASTER if ties.get(name, name) in members else BUFFER if name in live else FROZEN
+            key = MASTER if ties.get(name, name) in members else BUFFER if rename(name, renames) in live else FROZEN
             self._tensors[name, key] = self._tensor(name, key, entry)
         copies: dict[tuple[str, str], tuple[TensorMetadata, ...]] = {}
         for tied, name in ties.items():

@@ -85,11 +85,9 @@ def look_at(load_dir: str, tag: str) -> Found | None:
         return None
     is_universal = _holds_parameters(os.path.join(folder, UNIVERSAL_FOLDER))
     files = sort_names(os.listdir(folder), is_universal)
-    if os.path.isfile(os.path.join(folder, DCP_METADATA)):
-        return Found("dcp", folder, tag, files)
-    if not (is_universal or files.optimizer or files.model or files.model_zero3 or files.layers):
-        return None
-    return Found("universal" if is_universal else "native", folder, tag, files)
+    if is_universal or files.optimizer or files.model or files.model_zero3 or files.layers:
+        return Found("universal" if is_universal else "native", folder, tag, files)
+    return Found("dcp", folder, tag, files) if os.path.isfile(os.path.join(folder, DCP_METADATA)) else None
 
 
 def look_below(load_dir: str, tag: str) -> Found | None:

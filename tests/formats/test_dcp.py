@@ -187,6 +187,16 @@ def test_two_optimizers_may_not_have_the_same_parameters(tmp_path: Path, flat: b
         read(save(tmp_path / "twice", {"model": model, "optim": nested}))
 
 
+def test_buffers_are_found_by_their_live_names(tmp_path: Path) -> None:
+    model, optim = state_dicts()
+    optim["state"] = wrapped(optim["state"], "w.")
+    for group in optim["param_groups"]:
+        group["params"] = [f"w.{name}" for name in group["params"]]
+    saved = save(tmp_path / "saved", {"model": wrapped(model, "w."), "optim": optim})
+    metadata = read(saved, rename=(("^w\\.", ""),), live_buffers=frozenset({"ticks"})).metadata
+    assert list(metadata.names(BUFFER)) == ["w.ticks"]
+
+
 def wrapped(weights: dict[str, Any], prefix: str = "_orig_mod.") -> dict[str, Any]:
     return {f"{prefix}{name}": value for name, value in weights.items()}
 

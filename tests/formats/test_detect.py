@@ -368,3 +368,15 @@ def test_a_later_save_that_latest_does_not_name_is_noted(tmp_path: Path) -> None
         file.write_bytes(b"")  # a save that has just begun: its tag tells the step
     os.utime(tmp_path / "global_step8", (time.time() + 60,) * 2)
     assert found_at(tmp_path).notes == (note,)
+
+
+def test_metadata_of_dcp_beside_files_of_deepspeed_is_not_the_checkpoint(tmp_path: Path) -> None:
+    """As where a script saves its dataloader with torch.distributed.checkpoint into the tag's folder."""
+    for folder in (native(tmp_path, "step8"), universal(tmp_path, "step8_universal")):
+        (folder / ".metadata").touch()
+        found = look_at(str(tmp_path), folder.name)
+        assert found is not None and found.format == ("universal" if "universal" in folder.name else "native")
+    (tmp_path / "dcp").mkdir()
+    (tmp_path / "dcp" / ".metadata").touch()
+    found = look_at(str(tmp_path), "dcp")
+    assert found is not None and found.format == "dcp"
