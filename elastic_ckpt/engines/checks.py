@@ -60,25 +60,26 @@ def refuse_pending_gradients(engine: Any) -> None:
         )
 
 
-def compare_batches(engine: Any, saved: BatchSizes, refuse: bool) -> tuple[str, ...]:
+def compare_batches(engine: Any, data_degree: int, saved: BatchSizes, refuse: bool) -> tuple[str, ...]:
     """Warnings about changes of the global batch and of the micro-batches per step.
+
+    ``engine.train_batch_size()`` counts the tensor-parallel ranks of AutoTP too, each of which has the same samples.
 
     Raises:
         MismatchError: something changed, and ``refuse`` is set.
     """
-    live = BatchSizes(
-        engine.train_batch_size(), engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
-    )
+    micro, steps = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
+    live = BatchSizes(micro * steps * data_degree, micro, steps)
     changes = []
     if saved.global_batch is not None and saved.global_batch != live.global_batch:
         changes.append(
-            f"the global batch was {saved.global_batch} samples and is {live.global_batch} now: steps and learning "
-            "rate no longer mean the same"
+            f"global batch: {saved.global_batch} -> {live.global_batch} samples; steps and learning rate no longer "
+            "mean the same"
         )
     if saved.accumulation_steps is not None and saved.accumulation_steps != live.accumulation_steps:
         changes.append(
-            f"a step was {saved.accumulation_steps} micro-batches of {saved.micro_batch} samples a rank and is "
-            f"{live.accumulation_steps} of {live.micro_batch} now"
+            f"gradient_accumulation_steps: {saved.accumulation_steps} -> {live.accumulation_steps}, "
+            f"micro-batch: {saved.micro_batch} -> {live.micro_batch}"
         )
     if changes and refuse:
         raise MismatchError(

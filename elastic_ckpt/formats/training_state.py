@@ -124,7 +124,10 @@ def _trained_in_fp16(file: PickledFile, loss_scale: LossScale | None) -> bool:
 
 
 def _batch_sizes(file: PickledFile, sequence: SequenceParallel) -> BatchSizes:
-    """Batch sizes of the saved config, completed as in ``DeepSpeedConfig._set_batch_related_parameters``."""
+    """Batch sizes of the saved config, completed as in ``DeepSpeedConfig._set_batch_related_parameters``.
+
+    The global batch follows from the others where it can, as in ``compare_batches`` (engines/checks.py).
+    """
     config = saved_config(file) or {}
     dp = sequence.data_degree(int(file.tree.get("dp_world_size") or 0))
     whole = positive_int(config, "train_batch_size")
@@ -138,4 +141,6 @@ def _batch_sizes(file: PickledFile, sequence: SequenceParallel) -> BatchSizes:
         steps = whole // (micro * dp)
     if micro is None and whole and steps and dp:
         micro = whole // (steps * dp)
+    if micro and steps and dp:
+        whole = micro * steps * dp
     return BatchSizes(whole, micro, steps)

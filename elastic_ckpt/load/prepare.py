@@ -97,7 +97,8 @@ def prepare(engine: Any, found: Found, arguments: LoadArguments, config: Elastic
         planned: list[tuple[LoadPlan, tuple[str, ...]]] = []
 
         def make_plan() -> RankPlan:
-            warnings = _compare_runs(engine, checkpoint, arguments, config)
+            degree = local_state.model.coordinates.data_degree
+            warnings = _compare_runs(engine, degree, checkpoint, arguments, config)
             scheduler = restores_scheduler(engine, checkpoint.training_state, arguments)
             options = LoadOptions.of(
                 config,
@@ -155,12 +156,13 @@ def _metadata_options(local_state: LocalState, arguments: LoadArguments, config:
 
 
 def _compare_runs(
-    engine: Any, checkpoint: Checkpoint, arguments: LoadArguments, config: ElasticConfig
+    engine: Any, data_degree: int, checkpoint: Checkpoint, arguments: LoadArguments, config: ElasticConfig
 ) -> tuple[str, ...]:
     """Warnings about differences between the runs that no state shows; none if weights alone are loaded."""
     if arguments.load_module_only or not arguments.has_optimizer:
         return ()
-    warnings = compare_batches(engine, checkpoint.training_state.batch, config.on_batch_size_change == "error")
+    refuse = config.on_batch_size_change == "error"
+    warnings = compare_batches(engine, data_degree, checkpoint.training_state.batch, refuse)
     if not restores_states(arguments):
         return warnings
     warnings += checkpoint.metadata.warnings

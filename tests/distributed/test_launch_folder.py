@@ -183,7 +183,7 @@ def test_a_lost_node_leaves_a_job_of_fewer_ranks_that_resumes_with_the_same_glob
     before, after = printed.split("checkpoint restored")
     assert "local_rank: 0" in before and "failed (exitcode: 1)" in before, before[-3000:]
     assert "at step 6" in after and "ZeRO-1, DP=2" in after and "ZeRO-1, DP=1" in after
-    assert "a step was 6 micro-batches of 2 samples a rank and is 12 of 2 now" in before
+    assert "gradient_accumulation_steps: 6 -> 12, micro-batch: 2 -> 2" in before
     uninterrupted.go_on_like(read_losses(tmp_path / "losses.csv"), first=7)
 
 
