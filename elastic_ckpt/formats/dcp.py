@@ -31,7 +31,7 @@ from elastic_ckpt.core.training_state import BatchSizes, TrainingState
 from elastic_ckpt.errors import ElasticCkptError, MismatchError, UnsupportedError, listed
 from elastic_ckpt.formats.base import Checkpoint, Found, MetadataOptions
 from elastic_ckpt.formats.classify import FRESH
-from elastic_ckpt.formats.dcp_entries import Entries, sort_entries
+from elastic_ckpt.formats.dcp_entries import GROUPS, Entries, sort_entries
 from elastic_ckpt.formats.dcp_items import DcpFile, read_dcp_file
 from elastic_ckpt.formats.dcp_megatron import Common, read_common, sort_megatron_entries, unstacked
 from elastic_ckpt.formats.dcp_metadata import DcpContents, read_dcp_metadata
@@ -189,9 +189,8 @@ class _Builder:
     def _saved_groups(self) -> tuple[dict[str, int], list[Mapping[str, Any]]]:
         """The param group of each trained parameter, and their hyperparameters; those saved by parameter are merged."""
         weights, members, groups = self._entries.weights, dict[str, int](), list[Mapping[str, Any]]()
-        for (_, key), entries in self._entries.groups.items():
-            values = {name: self._value(entry) for name, entry in entries.items()}
-            values = {name: value.item() if hasattr(value, "item") else value for name, value in values.items()}
+        for key, saved in self._group_values():
+            values = {name: value.item() if hasattr(value, "item") else value for name, value in saved.items()}
             names = values.pop("params", None if isinstance(key, int) else [key])
             if not isinstance(names, list) or not all(type(name) is str and name in weights for name in names):
                 raise UnsupportedError(
@@ -219,6 +218,15 @@ class _Builder:
             stateful = [name for name in weights if rename(name, self._options.rename) in live]
         alone = self._common.groups[0] if self._has_one_group else {}
         return members | dict.fromkeys(stateful, len(groups)), groups + [alone] * bool(stateful)
+
+    def _group_values(self) -> Iterator[tuple[int | str, Mapping[str, Any]]]:
+        for (_, key), entries in self._entries.groups.items():
+            values = {name: self._value(entry) for name, entry in entries.items()}
+            every = values.get(GROUPS)
+            if isinstance(every, list) and all(isinstance(group, Mapping) for group in every):
+                yield from enumerate(every)
+            else:
+                yield key, values
 
     @property
     def _has_one_group(self) -> bool:

@@ -16,7 +16,7 @@ from elastic_ckpt.core.metadata import is_floating
 from elastic_ckpt.errors import MismatchError, UnsupportedError, listed
 from elastic_ckpt.formats.dcp_metadata import DcpContents, Path, Shape
 
-_STATE, _GROUPS, _MEMBERS = "state", "param_groups", "params"
+_STATE, GROUPS = "state", "param_groups"
 #: Usual last keys of a model's state dict, by which it is recognized where there is no optimizer.
 _MODEL_KEYS = frozenset({"model", "module", "state_dict", "model_state_dict"})
 _WITHOUT_STATES = ", or load with load_optimizer_states=False"
@@ -32,7 +32,7 @@ class Entries:
 
     Attributes:
         weights, states: FQN, or FQN and key of the state -> entry.
-        groups: param group -> hyperparameter -> entry.
+        groups: param group -> hyperparameter -> entry; of all groups in one object (torch before 2.4), that alone.
         others: entries of neither model nor optimizer.
         opaque: states of unknown layout: key -> description.
     """
@@ -49,7 +49,7 @@ def sort_entries(contents: DcpContents, folder: str, with_states: bool = True) -
 
     Without ``with_states``, optimizers that cannot be sorted are left out.
     """
-    optimizers = {path[:at] for path in contents.paths.values() for at in _places(path, _GROUPS)}
+    optimizers = {path[:at] for path in contents.paths.values() for at in _places(path, GROUPS)}
     try:
         return _sorted(contents, optimizers, folder)
     except (UnsupportedError, MismatchError):
@@ -68,13 +68,15 @@ def _sorted(contents: DcpContents, optimizers: set[Path], folder: str) -> Entrie
     rest: list[str] = []
     flattened: list[tuple[Path, str, str]] = []
     for entry, path in contents.paths.items():
-        roots = (path[:at] for word in (_STATE, _GROUPS) for at in _places(path, word))
+        roots = (path[:at] for word in (_STATE, GROUPS) for at in _places(path, word))
         root = next((root for root in roots if root in optimizers), None)
         if root is None:
             rest.append(entry)
             continue
         word, *keys = path[len(root) :]
-        if word == _GROUPS and len(keys) == 2:
+        if word == GROUPS and not keys:
+            groups[root, 0] = {GROUPS: entry}
+        elif word == GROUPS and len(keys) == 2:
             groups.setdefault((root, keys[0]), {})[str(keys[1])] = entry
         elif word == _STATE and len(keys) >= 2 and type(keys[0]) is str:
             add_state(states, (keys[0], ".".join(map(str, keys[1:]))), entry, folder)

@@ -18,7 +18,7 @@ from typing import Any
 from elastic_ckpt.errors import UnsupportedError
 from elastic_ckpt.formats.dcp_entries import Entries, add_state
 from elastic_ckpt.formats.dcp_metadata import DcpContents, StoredItem
-from elastic_ckpt.formats.pickled import open_pickled, unreadable
+from elastic_ckpt.formats.pickled import named_errors, open_pickled, unreadable
 from elastic_ckpt.formats.values import materialise
 
 COMMON = "common.pt"
@@ -56,7 +56,11 @@ def read_common(folder: str, trust_pickle: bool) -> Common | None:
     if not os.path.isfile(path):
         return None
     file = open_pickled(path, trust_pickle)
-    tree = {str(key): materialise(file, value) for key, value in file.tree.items()}
+    with named_errors(path):
+        return _common({str(key): materialise(file, value) for key, value in file.tree.items()})
+
+
+def _common(tree: dict[str, Any]) -> Common:
     optimizer = tree.pop("optimizer", {})
     chained = list(optimizer.values()) if set(map(type, optimizer)) == {int} else [optimizer]
     parts = [part.get("optimizer", part) for part in chained]  # of mixed precision
@@ -93,7 +97,9 @@ def unstacked(contents: DcpContents, folder: str) -> DcpContents:
                 "a chunk of this torch.distributed.checkpoint folder has not one layer, as Megatron Core saves them",
                 parameter=item.name,
                 file=folder,
+                expected="one layer of a stack of them, by the name: layers without a number",
                 found=f"a chunk of {item.sizes} of {shape}",
+                remedy="save with --ckpt-format torch_dist; a module that is no stack of layers needs another name",
             )
         layers[item.name].add(item.offsets[0])
         name = _STACKED.sub(rf"\g<1>.{item.offsets[0]}.\g<2>", item.name)

@@ -20,6 +20,7 @@ from isal import isal_zlib
 from elastic_ckpt.core.checksums import Records
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, LayoutError, refuse_used_up
 from elastic_ckpt.formats.datastates import is_datastates, read_datastates_tree
+from elastic_ckpt.formats.naming import DCP_METADATA
 from elastic_ckpt.formats.torch_archive.archive import Trees, read_archive_tree
 from elastic_ckpt.formats.torch_archive.directory import ArchiveError, Listing
 
@@ -126,11 +127,12 @@ def named_errors(path: str) -> Iterator[None]:
 
 
 def unreadable(path: str, found: str) -> DamagedError:
-    """A file that is no complete archive."""
+    """A file that is not complete, or not what its name says."""
+    is_metadata = os.path.basename(path) == DCP_METADATA
     return DamagedError(
         "a file of the checkpoint is truncated or unreadable",
         file=path,
-        expected="a complete torch.save archive",
+        expected="a pickle that torch.distributed.checkpoint wrote" if is_metadata else "a complete torch.save archive",
         found=found,
         remedy="copy the file again from its original, or take another tag",
     )
