@@ -241,11 +241,12 @@ def judge_drift(found: Iterable[ReplicaDifference], averaged: frozenset[str], po
         raise MismatchError(
             "copies of replicated parameters differ between the ranks that saved them, and only one can be kept",
             parameter=listed(dict.fromkeys(drift.name for drift in asked)),
-            expected="equal copies on every tensor-parallel rank and pipeline stage",
+            expected="equal copies on every tensor-parallel rank and pipeline stage, and by each name of a tied weight",
             found="; ".join(map(str, asked[:_SHOWN])) + more,
             remedy=(
                 '"elastic_checkpoint": {"replicated_params": "first"} keeps the copy of the first rank, '
-                '{"replicated_params": "mean"} takes the mean of all tensor-parallel ranks'
+                '{"replicated_params": "mean"} takes the mean of all tensor-parallel ranks; a weight that only the '
+                "live model ties: build the model as it was saved"
             ),
         )
     notes = []

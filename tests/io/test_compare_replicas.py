@@ -217,6 +217,7 @@ def test_drift_is_refused_unless_the_user_says_what_to_take() -> None:
     assert caught.value.parameter == "big, small"
     assert caught.value.found == f"{BIG}; {SMALL}"
     assert '"replicated_params": "first"' in str(caught.value.remedy)
+    assert "each name of a tied weight" in str(caught.value.expected) and "live model ties" in str(caught.value.remedy)
     for policy in (FIRST, MEAN):
         notes = judge([SMALL, BIG, BIG], frozenset(), policy)
         assert notes == (
