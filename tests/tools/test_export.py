@@ -18,6 +18,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, load_model
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from typer.testing import CliRunner
 
 import elastic_ckpt
@@ -25,11 +26,13 @@ from elastic_ckpt.cli import app
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
 from elastic_ckpt.errors import ConfigError, ElasticCkptError, MismatchError, NotFoundError, UnsupportedError
 from elastic_ckpt.tools import export as exporting
+from elastic_ckpt.tools.export.config_files import config_files, config_notes
 from elastic_ckpt.tools.export.safetensors import DTYPES, layout
-from elastic_ckpt.tools.export.selection import to_export
+from elastic_ckpt.tools.export.selection import of_adapter, to_export
 from elastic_ckpt.tools.export.shards import checked_format, index_of, nbytes_of, shards_of
 from elastic_ckpt.tools.export.writing import converted
 from elastic_ckpt.tools.logical import Whole
+from tests.formats.test_dcp import save
 from tests.unpartitioned import Model, indexed, trained
 
 MODEL = checked_format("safetensors", None)
@@ -369,3 +372,83 @@ def test_config_folders_that_cannot_be_taken_are_refused(
         elastic_ckpt.export(saved[0], tmp_path / "out", with_config=config_folder)
     assert error.value.file == str(file) and says in str(error.value)
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoints", "model"}
+
+
+def trained_dcp(folder: Path, module: torch.nn.Module) -> Path:
+    """A folder of torch.distributed.checkpoint with a module, one step of AdamW on what requires gradients."""
+    optimizer = torch.optim.AdamW([param for param in module.parameters() if param.requires_grad])
+    module(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    model, optim = get_state_dict(module, optimizer)
+    return save(folder, {"model": model, "optim": optim})
+
+
+class Adapted(torch.nn.Module):
+    """A linear layer as PEFT wraps it, and other layers, one of them called like the adapter."""
+
+    def __init__(self, trained: str) -> None:
+        super().__init__()
+        self.q = torch.nn.Module()
+        self.q.base_layer = torch.nn.Linear(3, 3)
+        self.q.lora_A = torch.nn.ModuleDict({name: torch.nn.Linear(3, 2, bias=False) for name in ("default", "second")})
+        self.q.lora_B = torch.nn.ModuleDict({name: torch.nn.Linear(2, 3, bias=False) for name in ("default", "second")})
+        self.default = torch.nn.Linear(3, 3)
+        for name, param in self.named_parameters():
+            param.requires_grad_("lora_" in name or bool(trained and name.endswith(trained)))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        q = self.q
+        out = q.base_layer(inputs) + sum(q.lora_B[name](q.lora_A[name](inputs)) for name in ("default", "second"))
+        return self.default(out)
+
+
+def test_an_adapter_is_what_peft_adds_and_the_trained_biases(tmp_path: Path) -> None:
+    source = trained_dcp(tmp_path / "source", Adapted("base_layer.bias"))
+    elastic_ckpt.export(source, tmp_path / "out", adapter="default", progress=False)
+    found = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert found.keys() == {"q.base_layer.bias", "q.lora_A.weight", "q.lora_B.weight"}
+
+
+def test_trained_parameters_that_the_adapter_lacks_are_refused(tmp_path: Path) -> None:
+    source = trained_dcp(tmp_path / "source", Adapted("default.weight"))
+    with pytest.raises(ConfigError, match="were trained too") as error:
+        elastic_ckpt.export(source, tmp_path / "out", adapter="default", progress=False)
+    assert error.value.parameter == "default.weight"
+    elastic_ckpt.export(source, tmp_path / "out", adapter="second", exclude=["^default"], progress=False)
+    assert load_file(tmp_path / "out" / "adapter_model.safetensors").keys() == {"q.lora_A.weight", "q.lora_B.weight"}
+
+
+def test_names_of_the_base_model_are_no_adapters(tmp_path: Path) -> None:
+    names = ("layers.0.weight", "encoder.default.weight", "a.modules_to_save.default.weight", "b.ia3_l.default")
+    weights = to_export([Whole(name, FROZEN, (1,), "float32") for name in names], None)
+    assert [tensor.entry.name for tensor in of_adapter(weights, "default", "here")] == ["a.weight", "b.ia3_l"]
+    with pytest.raises(ConfigError, match="no tensors of this PEFT adapter"):
+        of_adapter(weights, "0", "here")
+
+
+def test_buffers_that_the_checkpoint_does_not_tell_are_not_rounded(tmp_path: Path) -> None:
+    source = trained_dcp(tmp_path / "source", torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3)))
+    report = elastic_ckpt.export(source, tmp_path / "out", dtype="bf16", progress=False)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found["1.running_mean"].dtype == torch.float32 and found["1.weight"].dtype == torch.bfloat16
+    assert any("does not tell buffers" in note and "1.running_mean" in note for note in report.notes)
+    elastic_ckpt.export(source, tmp_path / "weights", progress=False)
+    report = elastic_ckpt.export(tmp_path / "weights", tmp_path / "half", dtype="bf16", progress=False)
+    assert any("buffers too" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("config", ['{"dtype": {"a": 1}}', "[" * 100_000])
+def test_a_hostile_config_is_refused(
+    config: str, saved: tuple[Path, Tied], config_folder: Path, tmp_path: Path
+) -> None:
+    (config_folder / "config.json").write_text(config)
+    with pytest.raises(ConfigError, match="cannot be taken"):
+        elastic_ckpt.export(saved[0], tmp_path / "out", with_config=config_folder)
+
+
+def test_a_config_that_became_a_link_is_not_followed(config_folder: Path) -> None:
+    (config,) = (file for file in config_files(config_folder) if file.name == "config.json")
+    (config_folder / "config.json").unlink()
+    (config_folder / "config.json").symlink_to("/etc/passwd")
+    with pytest.raises(ConfigError, match="cannot be taken"):
+        list(config_notes([config], []))

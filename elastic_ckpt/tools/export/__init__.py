@@ -124,7 +124,9 @@ def export(
     load = LoadOptions.of(options)
     reader = LogicalReader(metadata, load)
     wholes = list(reader.tensors())
-    weights = to_export(selected(metadata, wholes, include, exclude), torch_dtype)
+    tells_buffers = opened.found.format not in ("dcp", "safetensors")
+    kept_keys = (BUFFER,) if tells_buffers or not metadata.parameters else (BUFFER, FROZEN)
+    weights = to_export(selected(metadata, wholes, include, exclude), torch_dtype, kept_keys)
     if adapter is not None:
         weights, limit = of_adapter(weights, adapter, opened.found.folder), sys.maxsize
     sets = {naming: shards_of(weights, metadata.aliases, naming, limit)}
@@ -138,6 +140,7 @@ def export(
         _refuse_full_disk(target, sum(shard.nbytes for shard in shards) + sum(file.nbytes for file in copies))
         notes = (*metadata.notes, *metadata.warnings, *reader.notes, *reader.compare_copies(_READ))
         notes += (*_notes(metadata, weights), *config_notes(copies, weights))
+        notes += () if tells_buffers or torch_dtype is None else tuple(_notes_on_dtype(weights, torch_dtype, kept_keys))
         with Workplace(EXPORT, target, metadata.files, facts, restart) as place:
             kept = sum(place.has(shard.file) for shard in shards)
             nbytes = _write_all(place, reader, shards, max(jobs, 1), progress)
@@ -216,3 +219,12 @@ def _notes(metadata: CheckpointMetadata, tensors: Sequence[Exported]) -> Iterato
     shared = {state.key for saved in metadata.parameters.values() for state in saved.replicated}
     if shared and metadata.state_keys:
         yield f"optimizer states of whole partitions belong to no parameter, and are left out: {listed(shared)}"
+
+
+def _notes_on_dtype(tensors: Sequence[Exported], dtype: str, kept: Sequence[str]) -> Iterator[str]:
+    """Of a checkpoint that does not record which tensors are buffers."""
+    same = [tensor.entry.name for tensor in tensors if tensor.whole.key in kept and tensor.whole.dtype != dtype]
+    if same:
+        yield f"the checkpoint does not tell buffers from frozen parameters, which keep their dtype: {listed(same)}"
+    elif FROZEN not in kept:
+        yield f"the checkpoint does not tell buffers from parameters: all are written in {dtype}, buffers too"

@@ -47,13 +47,20 @@ class ConfigFile:
     mtime_ns: int
 
     def copy(self, path: Path) -> None:
-        """Copy the file to a path; overwrites. Raises :class:`ConfigError` if it is a link by now, or grows."""
+        """Copy the file to a path; overwrites. Raises :class:`ConfigError` as :meth:`read` does."""
+        path.write_bytes(self.read())
+
+    def read(self) -> bytes:
+        """The file's content. Raises :class:`ConfigError` if it is a link by now, or of another size."""
         source = Path(self.folder, self.name)
-        with open(os.open(source, os.O_RDONLY | os.O_NOFOLLOW), "rb") as stream:
-            data = stream.read(self.nbytes + 1)
+        try:
+            with open(os.open(source, os.O_RDONLY | os.O_NOFOLLOW), "rb") as stream:
+                data = stream.read(self.nbytes + 1)
+        except OSError as error:
+            raise _refused(source, "a regular file, as when the export began", str(error.strerror)) from error
         if len(data) != self.nbytes:
             raise _refused(source, f"{self.nbytes} bytes, as when the export began", f"{len(data)} or more")
-        path.write_bytes(data)
+        return data
 
 
 def config_files(folder: str | os.PathLike[str]) -> tuple[ConfigFile, ...]:
@@ -91,10 +98,12 @@ def config_notes(files: Sequence[ConfigFile], weights: Iterable[Exported]) -> It
         if file.name == MODEL_CONFIG:
             path = Path(file.folder, file.name)
             try:
-                config = json.loads(path.read_bytes())
+                config = json.loads(file.read())
                 named = config.get("dtype") or config.get("torch_dtype")
-            except (ValueError, AttributeError) as error:
+            except (ValueError, AttributeError, RecursionError) as error:
                 raise _refused(path, "a JSON object", str(error)) from error
+            if not isinstance(named, str | None):
+                raise _refused(path, "the name of a dtype", str(named)[:100])
             dtypes = {tensor.entry.dtype for tensor in weights if is_floating(tensor.entry.dtype)}
             if named is not None and dtypes != {named}:
                 yield (

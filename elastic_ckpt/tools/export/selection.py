@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from elastic_ckpt.core.metadata import BUFFER, CheckpointMetadata, is_floating
+from elastic_ckpt.core.metadata import BUFFER, MASTER, CheckpointMetadata, is_floating
 from elastic_ckpt.errors import ConfigError, NotFoundError, listed
 from elastic_ckpt.planning.state_matching import keys_by_name
 from elastic_ckpt.tools.export.shards import Exported
@@ -19,6 +19,15 @@ from elastic_ckpt.tools.logical import WEIGHTS, Whole, refuse_unreadable_states,
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 _TORCH_NAMES: Mapping[str, str] = MappingProxyType({"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"})
+
+#: How names of parameters that PEFT adds begin: ``BaseTuner.prefix`` of its methods, version 0.21.
+_METHODS = (
+    "adamss|beft|boft|c3a|deft|delora|fourierft|frod|glora|gralora|hada|hira|hra|ia3|lily|ln_tuning|lokr|lora|miss|oft|"
+    "osf|peanut|poly|psoft|pvera|randlora|road|shadow|shira|supertuning|tinylora|trainable_tokens|unilora|vblora|vera|"
+    "waveft"
+)
+#: What is before an adapter's name; the group is what stays of it in PEFT's files.
+_PLACE = rf"(?:\.modules_to_save|((?:^|\.)(?:{_METHODS})_\w+))"
 
 
 def checked_dtype(dtype: str | None) -> str | None:
@@ -28,24 +37,41 @@ def checked_dtype(dtype: str | None) -> str | None:
     return None if dtype is None else _TORCH_NAMES[dtype]
 
 
-def to_export(wholes: Iterable[Whole], dtype: str | None) -> list[Exported]:
-    """Tensors with the dtype that they are written in: parameters in ``dtype``, buffers and integers as they are."""
+def to_export(wholes: Iterable[Whole], dtype: str | None, kept: Collection[str] = (BUFFER,)) -> list[Exported]:
+    """Tensors with the dtype that they are written in: integers and those with the keys ``kept`` as they are."""
     found = []
     for whole in wholes:
-        converts = dtype is not None and whole.key != BUFFER and is_floating(whole.dtype)
+        converts = dtype is not None and whole.key not in kept and is_floating(whole.dtype)
         found.append(Exported(whole, replace(whole, dtype=dtype if converts and dtype else whole.dtype)))
     return found
 
 
 def of_adapter(weights: Iterable[Exported], adapter: str, folder: str) -> list[Exported]:
-    """The tensors of a PEFT adapter, as PEFT names them in its files: without the adapter's name.
+    """The tensors of a PEFT adapter, as PEFT names them in its files: without the adapter's name; and trained biases.
 
-    Raises :class:`ConfigError` if there are none.
+    Raises :class:`ConfigError` if there are none, or if other parameters without an adapter's name were trained.
     """
-    pattern = re.compile(rf"\.(modules_to_save\.)?{re.escape(adapter)}(?=\.|$)")
-    named = ((tensor, pattern.sub("", tensor.entry.name)) for tensor in weights)
-    found = [Exported(t.whole, replace(t.entry, name=name)) for t, name in named if name != t.entry.name]
-    if not found:
+    own, any_adapter = re.compile(rf"{_PLACE}\.{re.escape(adapter)}(?=\.|$)"), re.compile(_PLACE)
+    found, others, is_there = [], [], False
+    for tensor in weights:
+        name = own.sub(r"\1", tensor.entry.name)
+        is_own = name != tensor.entry.name
+        is_there |= is_own
+        is_trained = tensor.whole.key == MASTER and not any_adapter.search(name)
+        if is_own or (is_trained and name.endswith(".bias")):  # as PEFT saves them with bias="all" or "lora_only"
+            found.append(Exported(tensor.whole, replace(tensor.entry, name=name)))
+        elif is_trained:
+            others.append(name)
+    if is_there and others:
+        raise ConfigError(
+            "parameters without the name of a PEFT adapter were trained too, and would be missing from its file",
+            parameter=listed(others),
+            file=folder,
+            expected="the adapter's parameters, and biases",
+            found=f"{len(others)} others",
+            remedy="export without --adapter, or leave them out with --exclude",
+        )
+    if not is_there:
         raise ConfigError(
             "the checkpoint has no tensors of this PEFT adapter",
             file=folder,
