@@ -36,7 +36,7 @@ from elastic_ckpt.tools.opened import Opened
 from elastic_ckpt.tools.workplace import CONVERSION, Workplace, WriteReport, naming_os_errors, refuse_target, scratch
 
 #: Incremented whenever the same source is converted to different bytes.
-_VERSION = 1
+_VERSION = 2
 #: Before torch 2.6, DCP saves alone where there is no process group.
 _ALONE: dict[str, Any] = {"no_dist": True} if "no_dist" in inspect.signature(dcp.save).parameters else {}
 _DECOUPLED = "decoupled_weight_decay"
@@ -147,16 +147,17 @@ def _defaults(values: Mapping[str, Any], metadata: CheckpointMetadata, decoupled
     if not has_states or not _ADAMS & values.keys() or _OTHERS & values.keys():
         return {}
     added = {key: value for key, value in torch.optim.AdamW([torch.zeros(1)]).defaults.items() if key not in values}
-    if _DECOUPLED in added and values.get("weight_decay"):
-        del added[_DECOUPLED]
-        added |= {} if decoupled is None else {_DECOUPLED: decoupled}
+    if _DECOUPLED in added and decoupled is not None:
+        added[_DECOUPLED] = decoupled
+    elif values.get("weight_decay"):  # without decay, it has no effect
+        added.pop(_DECOUPLED, None)
     return added
 
 
 def _notes_on(metadata: CheckpointMetadata, decoupled: bool | None) -> Iterator[str]:
     yield _NOT_CONVERTED
     added = [_defaults(values, metadata, decoupled) for values in metadata.groups]
-    keys = set().union(*added) - {_DECOUPLED}
+    keys = set().union(*added) - (set() if decoupled is None else {_DECOUPLED})
     if keys:
         yield f"hyperparameters that the checkpoint lacks are those of torch.optim.AdamW: {listed(keys)}"
     unknown = [
