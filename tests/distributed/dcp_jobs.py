@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from tests.distributed import model as models
 from tests.distributed import parallel_models
 from tests.distributed import parallel_truth as parallel_oracle
 from tests.distributed import truth as oracle
-from tests.distributed.facts import Loaded, loss_gap
+from tests.distributed.facts import Loaded, Refused, attempt, loss_gap
 from tests.distributed.jobs import CONTINUE_TO, SAVE_AT, truth_of, where
 from tests.distributed.model import Setup, batch, build_engine, build_optimizer, close, train
 
@@ -95,6 +96,12 @@ def save_fsdp(arguments: dict[str, Any]) -> None:
         "app": {"app": {"model": weights, "optim": states}, **extra},
         "torchtitan": {**weights, "optimizer": states, "train_state": extra["train_state"]},
         "weights": {"model": weights},
+        "ungrouped": {"model": weights, "optim": {"state": states.get("state", {})}},
+        "averaged": {
+            "net": {f"_orig_mod.{name}": value for name, value in weights.items()},
+            "ema": weights,
+            "optim": states,
+        },
     }
     dcp.save(layouts[arguments.get("layout", "plain")], checkpoint_id=arguments["folder"])
     truth = truth_of_fsdp(module, optimizer)
@@ -181,6 +188,15 @@ def load_into_engines(cases: list[dict[str, Any]]) -> list[Loaded]:
         gap = loss_gap(train(engine, SAVE_AT, CONTINUE_TO), truth) if "losses" in truth else 0.0
         facts.append(Loaded(case, where(case), engine.elastic_report, differences, gap, client_state))
         close(engine)
+    return facts
+
+
+def refuse(cases: list[dict[str, Any]]) -> list[Refused]:
+    """Errors of loads into one engine, which changes by none."""
+    elastic_ckpt.install()
+    engine = build_engine(cases[0]["setup"], models.BUILDERS["UntiedLM"](seed=8))
+    facts = [attempt(case["folder"], engine, partial(engine.load_checkpoint, case["folder"])) for case in cases]
+    close(engine)
     return facts
 
 

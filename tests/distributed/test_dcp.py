@@ -48,6 +48,20 @@ def test_weights_alone_are_restored_and_states_start_fresh(launch: Launch, tmp_p
         assert "the checkpoint holds no optimizer state" in load.text and "counters start from zero" in load.text
 
 
+def test_states_and_models_that_are_not_recognized_are_refused_on_all_ranks(launch: Launch, tmp_path: Path) -> None:
+    layouts = {"ungrouped": "optimizer state 'optim' has a layout", "averaged": "may be the model's"}
+    cases = [{"setup": SOURCE, "folder": str(tmp_path / layout)} for layout in layouts]
+    for layout in layouts:
+        launch(2, "dcp_jobs.save_fsdp", {"folder": str(tmp_path / layout), "layout": layout})
+    for refused in launch(3, "dcp_jobs.refuse", cases):
+        (text,) = refused.texts
+        assert "UnsupportedError" in refused.kinds and layouts[Path(refused.case).name] in text
+        assert refused.changed == set()
+    weights = {**cases[0], "states": False, "arguments": {"load_optimizer_states": False}}
+    for load in launch(3, "dcp_jobs.load_into_engines", [weights]):
+        assert load.format == "dcp" and load.differences == {}, load.where
+
+
 def test_a_mesh_may_have_cut_tensors_along_any_dimensions(launch: Launch, tmp_path: Path) -> None:
     launch(4, "dcp_jobs.save_dtensors", {"folder": str(tmp_path)})
     cases = [{"setup": setup, "folder": str(tmp_path)} for setup in (Setup(3, config=CONFIG), Setup(2, config=CONFIG))]
