@@ -17,7 +17,7 @@ from elastic_ckpt.core.metadata import SourceFile
 from elastic_ckpt.errors import DamagedError, UnsafePickleError, UnsupportedError
 from elastic_ckpt.formats.dcp_metadata import DcpContents, Shape, StoredItem
 from elastic_ckpt.formats.metadata_builder import refuse_view
-from elastic_ckpt.formats.pickled import PickledFile, named_errors, unreadable
+from elastic_ckpt.formats.pickled import PickledFile, named_errors, refuse_missing, unreadable
 from elastic_ckpt.formats.torch_archive.archive import Trees, read_archive_tree
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from elastic_ckpt.formats.torch_archive.tree import replace_leaves
@@ -65,14 +65,7 @@ def read_dcp_file(
     Raises:
         DamagedError: the file is missing or too short, or an item is not what ``.metadata`` says.
     """
-    if not os.path.isfile(path):
-        raise DamagedError(
-            "a file of the checkpoint is missing",
-            file=path,
-            expected="a file, visible on every rank",
-            found="no such file",
-            remedy="restore the file, take another tag, or put the folder on storage that all nodes share",
-        )
+    refuse_missing(path)
     offsets, values, trees = array("q"), dict[str, Any](), Trees()
     records: list[tuple[int, int, int]] = []
     with named_errors(path), open(path, "rb") as stream:

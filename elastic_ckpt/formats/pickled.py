@@ -83,6 +83,18 @@ def collector_off() -> Iterator[None]:
             gc.enable()
 
 
+def refuse_missing(path: str) -> None:
+    """Raise :class:`DamagedError` if there is no such file on this rank. Local."""
+    if not os.path.isfile(path):
+        raise DamagedError(
+            "a file of the checkpoint is missing",
+            file=path,
+            expected="a file, visible on every rank",
+            found="no such file",
+            remedy="restore the file, take another tag, or put the folder on storage that all nodes share",
+        )
+
+
 @collector_off()
 def open_pickled(path: str, trust_pickle: bool = False, known: Trees | None = None) -> PickledFile:
     """Read the metadata of one file: a zip archive or a legacy one of ``torch.save``, or one of DataStates-LLM.
@@ -95,14 +107,7 @@ def open_pickled(path: str, trust_pickle: bool = False, known: Trees | None = No
         UnsafePickleError: a class or function is not on the list of safe globals.
         UnsupportedError: a tensor or object that cannot be read piece by piece.
     """
-    if not os.path.isfile(path):
-        raise DamagedError(
-            "a file of the checkpoint is missing",
-            file=path,
-            expected="a file, visible on every rank",
-            found="no such file",
-            remedy="restore the file, take another tag, or put the folder on storage that all nodes share",
-        )
+    refuse_missing(path)
     with named_errors(path), open(path, "rb") as stream:
         archive = (
             read_datastates_tree(stream, trust_pickle)

@@ -34,7 +34,7 @@ from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
 from elastic_ckpt.errors import listed as shown
 from elastic_ckpt.formats.base import Checkpoint, Found, MetadataOptions
 from elastic_ckpt.formats.naming import sort_names
-from elastic_ckpt.formats.pickled import named_errors
+from elastic_ckpt.formats.pickled import named_errors, refuse_missing
 
 SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
 METADATA = "__metadata__"
@@ -182,14 +182,7 @@ def _read_indexed(found: Found, stem: str) -> dict[str, _Header]:
 
 
 def _read_header(path: str) -> _Header:
-    if not os.path.isfile(path):
-        raise DamagedError(
-            "a file of the checkpoint is missing",
-            file=path,
-            expected="a file that the index names",
-            found="no such file",
-            remedy="restore the file",
-        )
+    refuse_missing(path)
     with _named_errors(path), open(path, "rb") as stream:
         size = os.fstat(stream.fileno()).st_size
         (nbytes,) = struct.unpack("<Q", stream.read(8))
