@@ -44,7 +44,7 @@ class ExpertName:
 
 def expert_name(name: str) -> ExpertName | None:
     """The parts of a name; ``None``: it is not of an expert's tensor."""
-    match = _EXPERT.fullmatch(name)
+    match = _EXPERT.fullmatch(name) if EXPERTS in name else None  # of most names, a cheaper answer
     return ExpertName(match["layer"], int(match["number"]), match["rest"]) if match else None
 
 

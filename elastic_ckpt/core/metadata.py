@@ -112,7 +112,10 @@ class TensorMetadata:
     @property
     def blocks(self) -> BlockFormat | None:
         """How its elements are quantized; ``None`` for plain values, and for an empty tensor, which hides it."""
-        return next((source.blocks for source in self.sources if source.blocks is not None), None)
+        for source in self.sources:  # asked for every tensor: a generator would take twice as long
+            if source.blocks is not None:
+                return source.blocks
+        return None
 
     @property
     def is_quantized(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -88,9 +88,9 @@ def assemble(found: Found, kinds: Sequence[Kind], indexed: Sequence[Any], option
     firsts = {mp: rank.model for mp, rank in ranks.items()}
     grid = grid_of(firsts, found.folder, options.coordinates)
     model_states.check_same_save(list(firsts.values()), one_rank=False)
-    for stage in grid.stages:
-        for tp_rank, mp in enumerate(stage):
-            _list_missing_shapes(ranks, mp, [layer for layer in layers if layer.tp_rank == tp_rank])
+    if not all(model.param_shapes for model in firsts.values()):
+        for tp_rank, members in enumerate(zip(*grid.stages, strict=True)):
+            _list_missing_shapes(ranks, members, [layer for layer in layers if layer.tp_rank == tp_rank])
     for rank in ranks.values():
         rank.models = {at: with_tied_copies(model, options.live_ties) for at, model in rank.models.items()}
     all_metadata = {mp: _fit_together(found, mp, rank, grid, options) for mp, rank in ranks.items()}
@@ -132,7 +132,7 @@ def _by_rank(kinds: Sequence[Kind], indexed: Sequence[Any]) -> dict[int, RankFil
     for position, ((mp, second, _), item) in enumerate(zip(kinds, indexed, strict=True)):
         if isinstance(item, ModelShard):
             ranks.setdefault(mp, RankFiles()).models[position] = item
-            shared = {**item.shared, **shared}
+            shared = {**item.shared, **shared} if item.shared else shared
         elif isinstance(item, OptimizerShard):
             ranks.setdefault(mp, RankFiles()).optimizers[position] = item
         elif isinstance(item, ExpertShard):
@@ -144,41 +144,47 @@ def _by_rank(kinds: Sequence[Kind], indexed: Sequence[Any]) -> dict[int, RankFil
             models = rank.models.items()
             rank.models = {at: replace(model, optimizer=model.optimizer or item.state) for at, model in models}
     # DeepSpeed lists tied names in the file of the job's first rank alone (_get_shared_params, engine.py)
+    known: dict[int, dict[str, str]] = {}  # files share their weights, and so do what is made of them
     for rank in ranks.values():
         for position, model in rank.models.items():
-            if model.optimizer is None:
-                known = {name: target for name, target in shared.items() if name in model.weights}
-                rank.models[position] = replace(model, shared=known)
+            if model.optimizer is None and shared:
+                mine = {name: target for name, target in shared.items() if name in model.weights}
+                rank.models[position] = replace(model, shared=known.setdefault(id(model.weights), mine))
     return ranks
 
 
-def _list_missing_shapes(ranks: Mapping[int, RankFiles], mp: int, layers: Sequence[LayerShard]) -> None:
+def _list_missing_shapes(ranks: Mapping[int, RankFiles], members: Iterable[int], layers: Sequence[LayerShard]) -> None:
     """Take names from the slices and shapes from the layers: ``BF16_Optimizer`` without ZeRO lists no ``param_shapes``.
 
-    The spot check (native.py) proves the slices right; only ZeRO-1/2 in round-robin order writes wrong ones.
+    ``members`` and ``layers`` are of one tensor-parallel rank. The spot check (native.py) proves the slices right; only
+    ZeRO-1/2 in round-robin order writes wrong ones.
     """
-    rank, model, slices = ranks[mp], ranks[mp].model, [shard.slice_names for shard in ranks[mp].optimizers.values()]
-    if not slices or model.param_shapes or not all(slices):
-        return
-    flats = [dict.fromkeys(chain.from_iterable(names)) for names in zip(*slices, strict=True)]
     sliced = (names for each in ranks.values() for shard in each.optimizers.values() for names in shard.slice_names)
     known = frozenset(chain.from_iterable(sliced))
-    shapes = {name: ref.shape for name, ref in model.weights.items()}
-    for layer in layers:
-        shapes |= {name: ref.shape for name, ref in layer.named(known).items()}
-    missing = [name for name in chain.from_iterable(flats) if name not in shapes]
-    if missing:
-        number = missing[0].partition(".")[0]
-        raise DamagedError(
-            "the optimizer holds states of parameters of which no layer file has the weights",
-            parameter=listed(missing),
-            file=os.path.join(os.path.dirname(model.path), f"layer_{number:0>2}-*model_states.pt"),
-            expected="a file of every pipeline layer",
-            found="none with these parameters",
-            remedy="restore the file from its original, or take another tag",
-        )
-    param_shapes = tuple(tuple((name, shapes[name]) for name in names) for names in flats)
-    rank.models = {at: replace(item, param_shapes=param_shapes) for at, item in rank.models.items()}
+    of_layers = {name: ref.shape for layer in layers for name, ref in layer.named(known).items()}
+    for rank in (ranks[mp] for mp in members):
+        model, slices = rank.model, [shard.slice_names for shard in rank.optimizers.values()]
+        if not slices or model.param_shapes or not all(slices):
+            continue
+        flats = [dict.fromkeys(chain.from_iterable(names)) for names in zip(*slices, strict=True)]
+        shapes = {name: ref.shape for name, ref in model.weights.items()} | of_layers
+        missing = [name for name in chain.from_iterable(flats) if name not in shapes]
+        if missing:
+            raise _without_weights(model, missing)
+        param_shapes = tuple(tuple((name, shapes[name]) for name in names) for names in flats)
+        rank.models = {at: replace(item, param_shapes=param_shapes) for at, item in rank.models.items()}
+
+
+def _without_weights(model: ModelShard, names: Sequence[str]) -> DamagedError:
+    number = names[0].partition(".")[0]
+    return DamagedError(
+        "the optimizer holds states of parameters of which no layer file has the weights",
+        parameter=listed(names),
+        file=os.path.join(os.path.dirname(model.path), f"layer_{number:0>2}-*model_states.pt"),
+        expected="a file of every pipeline layer",
+        found="none with these parameters",
+        remedy="restore the file from its original, or take another tag",
+    )
 
 
 def _fit_together(found: Found, mp: int, rank: RankFiles, grid: Grid, options: MetadataOptions) -> CheckpointMetadata:

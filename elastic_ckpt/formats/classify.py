@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from elastic_ckpt.core.state_kinds import COMPANIONS, ELEMENTWISE, REPLICATED, TOUCHED, StateOptions, block_numel_of
 from elastic_ckpt.errors import MismatchError
@@ -34,8 +35,7 @@ class Digest:
     constant: bool = False
 
 
-@dataclass(frozen=True)
-class RankStates:
+class RankStates(NamedTuple):
     """What one rank saved for one flat partition: its tensor states, and digests of the small ones.
 
     ``numel`` counts padding; ``touched_numel`` counts all elements of the parameters that have any in the partition.

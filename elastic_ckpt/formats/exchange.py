@@ -8,21 +8,19 @@ once, from the first rank that has read it, and only if others have not.
 from __future__ import annotations
 
 import hashlib
+import operator
 import pickle
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from elastic_ckpt import distributed
-from elastic_ckpt.formats.base import MetadataOptions, refuse_swapped
+from elastic_ckpt.formats.base import OWN_FIELDS, MetadataOptions, refuse_swapped
 from elastic_ckpt.formats.pickled import PickledFile, open_file
 from elastic_ckpt.formats.torch_archive.archive import Trees
 
 T = TypeVar("T")
 _DOING = "read the checkpoint's metadata"
 _DIGEST_NBYTES = 16
-#: Class attribute: the fields of a dataclass in which files differ, whatever they have in common.
-_OWN_FIELDS = "OWN_FIELDS"
 
 
 def opener_of(position: int) -> int:
@@ -88,7 +86,7 @@ def all_gather_items(read: Callable[[], dict[int, T]]) -> dict[int, T]:
         kept: list[Any] = []
         message: _Message = {}
         for position, item in mine.items():
-            if not hasattr(item, _OWN_FIELDS):
+            if not hasattr(item, OWN_FIELDS):
                 message[position] = b"", item
                 continue
             common, own = split(item)
@@ -130,25 +128,47 @@ def _complete(commons: dict[bytes, Any], messages: Sequence[_Message]) -> None:
 def split(item: T) -> tuple[T, list[Any]]:
     """A dataclass without the values of its own fields, nested ones included, and these values."""
     own: list[Any] = []
-    return _rebuilt(item, own.append), own
+
+    def taken(value: Any) -> Any:
+        if value == {}:  # as in most files
+            return value
+        own.append(value)
+        return ...
+
+    return _rebuilt(item, taken), own
 
 
 def join(common: T, own: Sequence[Any]) -> T:
-    """Undo :func:`split`. What is common is not copied."""
+    """Undo :func:`split`. What is common is not copied: files share these objects."""
+    taken = [name for name, value in vars(common).items() if value is ...]
+    if len(taken) == len(own):
+        return _replaced(common, dict(zip(taken, own, strict=True)))
     values = iter(own)
-    return _rebuilt(common, lambda _: next(values))
+    return _rebuilt(common, lambda value: next(values) if value is ... else value)
 
 
 def _rebuilt(item: T, own_value: Callable[[Any], Any]) -> T:
     """A dataclass with each own field replaced by what ``own_value`` returns for it, in a fixed order."""
     changes: dict[str, Any] = {}
-    names = getattr(item, _OWN_FIELDS)
+    names = getattr(item, OWN_FIELDS)
     for name, value in vars(item).items():
+        new = value
         if name in names:
-            changes[name] = own_value(value)
+            new = own_value(value)
         elif isinstance(value, tuple):
-            if value and hasattr(value[0], _OWN_FIELDS):
-                changes[name] = tuple(_rebuilt(each, own_value) for each in value)
-        elif hasattr(value, _OWN_FIELDS):
-            changes[name] = _rebuilt(value, own_value)
-    return replace(item, **changes)  # type: ignore[type-var]
+            if value and hasattr(value[0], OWN_FIELDS):
+                rebuilt = tuple(_rebuilt(each, own_value) for each in value)
+                new = value if all(map(operator.is_, rebuilt, value)) else rebuilt
+        elif hasattr(value, OWN_FIELDS):
+            new = _rebuilt(value, own_value)
+        if new is not value:
+            changes[name] = new
+    return _replaced(item, changes) if changes else item
+
+
+def _replaced(item: T, changes: Mapping[str, Any]) -> T:
+    """What :func:`dataclasses.replace` returns, in a tenth of its time, which a job of thousands of files notices."""
+    new = object.__new__(type(item))
+    vars(new).update(vars(item))
+    vars(new).update(changes)
+    return new

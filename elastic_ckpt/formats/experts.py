@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import chain
 from typing import ClassVar
 
@@ -160,11 +161,11 @@ def divisions(model: ModelShard, shards: Sequence[OptimizerShard], flat: int) ->
     if ep == 1 and not has_stacked:
         yield Division(shapes, range(dp))
         return
-    local = _experts_of_a_rank(model)
+    local = _experts_of_a_rank(model.param_shapes)
+    parts = [(expert_name(name), name, shape) for name, shape in shapes]
     for ep_rank in range(ep):
         first = ep_rank * partitions
         ranks = range(first, first + partitions) if model.data_before_experts else range(ep_rank, dp, ep)
-        parts = ((expert_name(name), name, shape) for name, shape in shapes)
         named = [(name if e is None else str(e.on(ep_rank, local[e.layer])), shape) for e, name, shape in parts]
         stacked = {name: model.stacked[name][ep_rank] for name, _ in shapes if name in model.stacked}
         yield Division(named, ranks, stacked)
@@ -181,9 +182,10 @@ def degree_of(shards: Sequence[OptimizerShard], flat: int) -> int:
     return len(shards) // max(partitions_of(shards, flat), 1) or 1
 
 
-def _experts_of_a_rank(model: ModelShard) -> dict[str, int]:
+@lru_cache(maxsize=1)  # asked for every flat tensor of a model
+def _experts_of_a_rank(param_shapes: tuple[Shapes, ...]) -> dict[str, int]:
     """Path of each ``MoE`` layer -> the number of its experts on one expert-parallel rank."""
-    numbers = numbers_of_experts(name for name, _ in chain.from_iterable(model.param_shapes))
+    numbers = numbers_of_experts(name for name, _ in chain.from_iterable(param_shapes))
     return {layer: max(found) + 1 for layer, found in numbers.items()}
 
 
@@ -240,7 +242,7 @@ def check_experts(
         for flat, shapes in enumerate(model.param_shapes)
         for e in filter(None, (expert_name(name) for name, _ in shapes))
     }
-    local = _experts_of_a_rank(model)
+    local = _experts_of_a_rank(model.param_shapes)
     for flat, shapes in enumerate(model.param_shapes):
         ep = degree_of(shards, flat)
         for name, placed in ((name, model.stacked[name]) for name, _ in shapes if name in model.stacked):
@@ -275,8 +277,8 @@ def with_experts(metadata: CheckpointMetadata, experts: Sequence[ExpertShard], m
         if file == len(files):
             files.append(SourceFile(each.path, each.nbytes, records=each.records))
         for name, ref in each.weights.items():
-            parts = expert_name(name)
             if name not in metadata.parameters and ref.is_contiguous:
+                parts = expert_name(name)
                 key = BUFFER if parts is not None and (parts.layer, parts.rest) in buffers else FROZEN
                 tensors[name, key] = dense_tensor(name, key, ref, file)
     return replace(metadata, tensors=tensors, files=tuple(files))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import lru_cache, reduce
 from itertools import accumulate, chain
 from operator import or_
 from typing import Any, ClassVar
 
-from elastic_ckpt.core.chunks import listed
+from elastic_ckpt.core.chunks import ChunkSource, listed
 from elastic_ckpt.core.declared import Declared
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, CheckpointMetadata, SavedParameter, SourceFile, TensorMetadata
 from elastic_ckpt.core.tp_rules import CannotSplit
@@ -33,10 +33,7 @@ def merge_shards(ranks: Ranks) -> CheckpointMetadata:
     first, offsets = ranks[0], _offsets(ranks)
     for other in ranks[1:]:
         _check_same_stage(first, other)
-    tensors = {
-        key: shard_by_shard([_moved(rank.tensors[key], at) for rank, at in zip(ranks, offsets, strict=True)])
-        for key in first.tensors
-    }
+    tensors = {key: shard_by_shard([rank.tensors[key] for rank in ranks], offsets) for key in first.tensors}
     parameters = {name: _one_parameter([rank.parameters[name] for rank in ranks]) for name in first.parameters}
     return _united(ranks, tensors, parameters, tp=len(ranks))
 
@@ -118,11 +115,19 @@ def _offsets(ranks: Ranks) -> list[int]:
 
 
 def _moved(tensor: TensorMetadata, files: int) -> TensorMetadata:
-    return replace(tensor, sources=tuple(source.moved(files) for source in tensor.sources)) if files else tensor
+    if not files:
+        return tensor
+    sources = tuple(source.moved(files) for source in tensor.sources)
+    return TensorMetadata(
+        tensor.name, tensor.key, tensor.shape, tensor.dtype, sources, tensor.is_whole, tensor.shards
+    )  # much faster than replace
 
 
-def shard_by_shard(shards: Sequence[TensorMetadata]) -> TensorMetadata:
-    """The tensor with these shards, in tensor-parallel order; a :class:`DamagedError` if their dtypes differ."""
+def shard_by_shard(shards: Sequence[TensorMetadata], files_before: Sequence[int] = ()) -> TensorMetadata:
+    """The tensor with these shards, in tensor-parallel order; a :class:`DamagedError` if their dtypes differ.
+
+    ``files_before``: so many more files come before those of each shard.
+    """
     first = shards[0]
     if len(shards) == 1:
         return first
@@ -135,9 +140,13 @@ def shard_by_shard(shards: Sequence[TensorMetadata]) -> TensorMetadata:
             found=", ".join(dtypes),
             remedy=_RESTORE,
         )
-    sources = tuple(chain.from_iterable(tensor.sources for tensor in shards))
+    sources: Iterable[ChunkSource] = chain.from_iterable(tensor.sources for tensor in shards)
+    if files_before:
+        pairs = zip(shards, files_before, strict=True)
+        sources = (source.moved(files) if files else source for tensor, files in pairs for source in tensor.sources)
     shapes = tuple(tensor.shape for tensor in shards)
-    return replace(first, dtype=(dtypes or [first.dtype])[0], sources=sources, shards=shapes)
+    dtype = (dtypes or [first.dtype])[0]
+    return TensorMetadata(first.name, first.key, first.shape, dtype, tuple(sources), first.is_whole, shapes)
 
 
 def _one_parameter(shards: Sequence[SavedParameter]) -> SavedParameter:
@@ -155,7 +164,7 @@ def _check_same_stage(first: CheckpointMetadata, other: CheckpointMetadata) -> N
         ("tensors", sorted(first.tensors), sorted(other.tensors)),
         ("hyperparameters of the param groups", list(first.groups), list(other.groups)),
         ("scalar optimizer states", _scalars(first), _scalars(other)),
-        ("dtypes", _dtypes(first, other), _dtypes(other, first)),
+        ("dtypes", *_different_dtypes(first, other)),
     ]
     for what, expected, found in compared:
         if expected != found:
@@ -172,13 +181,17 @@ def _scalars(rank: CheckpointMetadata) -> list[Any]:
     return [(name, saved.group, saved.scalars) for name, saved in sorted(rank.parameters.items())]
 
 
-def _dtypes(rank: CheckpointMetadata, other: CheckpointMetadata) -> list[Any]:
-    """Of each tensor with elements on both: dtype, whether it is quantized, and whether it has its own shape."""
-    return [
-        (key, tensor.dtype, tensor.is_whole, tensor.is_quantized)
-        for key, tensor in sorted(rank.tensors.items())
-        if not tensor.is_empty and key in other.tensors and not other.tensors[key].is_empty
-    ]
+def _different_dtypes(first: CheckpointMetadata, other: CheckpointMetadata) -> tuple[list[Any], list[Any]]:
+    """Of tensors with elements on both that differ in it: dtype, whether quantized, whether of a shape of its own."""
+    expected, found = [], []
+    for key, one in first.tensors.items():
+        two = other.tensors.get(key)
+        if two is not None:
+            facts = [(key, each.dtype, each.is_whole, each.is_quantized) for each in (one, two)]
+            if facts[0] != facts[1] and not (one.is_empty or two.is_empty):
+                expected.append(facts[0])
+                found.append(facts[1])
+    return expected, found
 
 
 def _united(
@@ -220,16 +233,21 @@ class LayerShard(SourceFile):
 
     def named(self, known: frozenset[str]) -> dict[str, TensorRef]:
         """Its tensors by FQN, some of which are ``known``; of a tied layer, by the tied module's name."""
-        tied: dict[str, str] = {}
-        for name in sorted(known):
-            if _TIED.match(name):
-                inner = _TIED.sub("", name)
-                tied[inner] = "" if inner in tied else name  # ambiguous where two end in the same name
-        found = {}
+        tied, found = _tied_names(known), {}
         for key, ref in self.weights.items():
             name = f"{self.layer}.{key}"
             found[name if name in known else tied.get(key) or name] = ref
         return found
+
+
+@lru_cache(maxsize=2)  # called for every layer with the same names
+def _tied_names(known: frozenset[str]) -> dict[str, str]:
+    """Name within a tied module -> FQN, of those among some; empty where two end in the same name."""
+    tied: dict[str, str] = {}
+    for name in sorted(filter(_TIED.match, known)):
+        inner = _TIED.sub("", name)
+        tied[inner] = "" if inner in tied else name
+    return tied
 
 
 def index_layer(file: PickledFile, layer: int, tp_rank: int) -> LayerShard:

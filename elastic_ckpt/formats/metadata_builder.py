@@ -183,7 +183,8 @@ class MetadataBuilder:
         self, partitioned: _Partitioned, key: str, refs: Sequence[TensorRef], kind: SavedKind, files: range
     ) -> None:
         """Add a tensor laid out as the partition, in each of its rows; ``refs`` by rank."""
-        view = next((ref for ref in refs if not ref.is_contiguous), None)
+        distinct = {id(ref): ref for ref in refs}.values()  # files share what they have in common
+        view = next((ref for ref in distinct if not ref.is_contiguous), None)
         if view is not None:
             self._opaque[key] = f"a view of shape {view.shape} and strides {view.stride}"
             return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -243,7 +243,7 @@ def test_signed_codes_are_none_of_bitsandbytes() -> None:
 def test_equal_values_that_are_all_one_value_are_no_evidence_of_a_replicated_state() -> None:
     states = {"exp_avg": Saved((N,)), "scale": Saved((10,))}
     for constant, expected in ((True, OPAQUE), (False, REPLICATED)):
-        held = [replace(each, digests={"scale": Digest(7, False, constant)}) for each in ranks(N, states, states)]
+        held = [each._replace(digests={"scale": Digest(7, False, constant)}) for each in ranks(N, states, states)]
         assert classify(held, said())["scale"].kind == expected
 
 
