@@ -180,9 +180,13 @@ class FlatTensors:
     blocks: BlockFormat | None = None
     scales_offsets: array[int] = field(default_factory=lambda: array("q"), hash=False)
 
+    def begin_on(self, rank: int) -> int:
+        """The first byte of a rank's tensor."""
+        return _of_rank(self.byte_offsets, rank)
+
     def end_on(self, rank: int) -> int:
         """The first byte behind a rank's tensor, padding included."""
-        return _of_rank(self.byte_offsets, rank) + self.rows * self.numel * self.itemsize
+        return self.begin_on(rank) + self.rows * self.numel * self.itemsize
 
 
 def by_rank(offsets: Iterable[int]) -> array[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.local_state import FlatPartition, Fragment, LocalState, WholeTensor
@@ -20,9 +21,10 @@ from elastic_ckpt.core.metadata import (
     is_floating,
 )
 from elastic_ckpt.core.read_plan import SCALE_DTYPE, ReadItem, ReadPlan, RequantizeItem, Slot, in_file_order
-from elastic_ckpt.core.state_kinds import REPLICATED, SCRATCH, TOUCHED, WHOLE, LiveState
+from elastic_ckpt.core.state_kinds import ELEMENTWISE, REPLICATED, SCRATCH, TOUCHED, WHOLE, LiveState
 from elastic_ckpt.core.strided import ShardSources, copied
 from elastic_ckpt.errors import DamagedError, MismatchError, listed
+from elastic_ckpt.planning.following import Leader
 from elastic_ckpt.planning.matching import Matching, weights_key
 from elastic_ckpt.planning.quantized_items import requantized_blocks, split_row
 from elastic_ckpt.planning.read_items import FragmentSource, Sharing, check_tiling, gaps_of, read_items, rows_in_order
@@ -60,6 +62,7 @@ class PlanBuilder:
         self._sharing = Sharing(at.dp, at.dp_rank)
         self._tp_rank = at.tp_rank
         self._tiled: set[tuple[str, str]] = set()
+        self._leaders: dict[int, Leader] = {}
         self._slots: list[Slot] = []
         self._items: list[ReadItem] = []
         self._requantize_items: list[RequantizeItem] = []
@@ -116,7 +119,7 @@ class PlanBuilder:
         live, numel = link.live, flat.numel
         shape: tuple[int, ...] = ()
         restored = restored if link.source else ()
-        if live.layout == SCRATCH:
+        if live.layout == SCRATCH or self._follow(flat, link, restored):
             return
         if live.layout == REPLICATED:
             assert link.replicated is not None
@@ -142,6 +145,25 @@ class PlanBuilder:
         for part in parts:
             self._check_dtype(part, live.key, part.tensor.dtype, dtype)
         self._add_values(_state_slot(flat, live, live.rows * numel, dtype, shape), parts)
+
+    def _follow(self, flat: FlatPartition, link: StateLink, restored: Sequence[Fragment]) -> bool:
+        """Add a state as its masters were added, if it is laid out and wanted like them."""
+        live, leader, number = link.live, self._leaders.get(flat.index), len(self._slots)
+        if leader is None or live.layout != ELEMENTWISE or live.rows > 1 or live.blocks is not None:
+            return False
+        if not restored or [part.fragment for part in leader.parts] != list(restored):
+            return False
+        found = [self._metadata.tensors.get((fragment.name, link.source)) for fragment in restored]
+        tensors = [tensor for tensor in found if tensor is not None]
+        dtype = live.dtype or next((tensor.dtype for tensor in tensors), flat.dtype)
+        if len(tensors) < len(found) or not all(converts_exactly(each, dtype) for each in {t.dtype for t in tensors}):
+            return False
+        items = leader.follow(tensors, number)
+        if items is not None:
+            gaps = self._slots[leader.slot].gaps
+            self._slots.append(replace(_state_slot(flat, live, flat.numel, dtype), gaps=gaps))
+            self._items += items
+        return items is not None
 
     def _add_whole(self, whole: WholeTensor) -> None:
         part = self._part(Fragment(whole.name, whole.shape, whole.range, -1, 0), whole.key)
@@ -178,7 +200,9 @@ class PlanBuilder:
         number, row_numel = len(self._slots), slot.numel // slot.rows
         self._slots.append(replace(slot, gaps=gaps_of(parts, slot.rows, row_numel)))
         mine = self._sharing.mine(number, slot.numel, slot.dtype) if slot.replicated else None
+        begins = []
         for part in parts:
+            begins.append(len(self._items))
             for row in range(slot.rows):
                 to_slot, wanted = part.to_slot(row, row_numel), part.fragment.range
                 if mine is not None:
@@ -194,6 +218,10 @@ class PlanBuilder:
                     )
                 else:  # chunks tile their shard, so that each element is written once
                     self._items += items
+        alone = ((part.fragment.name, MASTER) in self._resharding or part.sources.scale is not None for part in parts)
+        if slot.key == MASTER and mine is None and not any(alone):
+            items_of = [self._items[begin:end] for begin, end in pairwise([*begins, len(self._items)])]
+            self._leaders[slot.flat] = Leader(parts, number, items_of)
 
     def _add_quantized(
         self, flat: FlatPartition, live: LiveState, parts: Sequence[FragmentSource], row_numel: int

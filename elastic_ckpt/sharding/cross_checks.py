@@ -28,9 +28,9 @@ class Structure:
         self._metadata = metadata
         # (module, rows of a matrix on the first rank) -> histogram of columns, summed over all ranks
         self._columns: dict[tuple[str, int], Counter[int]] = {}
-        for name, key in metadata.tensors:
-            shapes = metadata.tensors[name, key].shard_shapes
-            if key in (MASTER, FROZEN) and len(shapes[0]) == 2:
+        for (name, key), tensor in metadata.tensors.items():
+            shapes = tensor.shard_shapes if key in (MASTER, FROZEN) else ((),)
+            if len(shapes[0]) == 2:
                 self._columns.setdefault((_module(name), shapes[0][0]), Counter())[_total(shapes, 1)] += 1
 
     def is_fused(self, name: str, saved_name: str = "") -> bool:

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from elastic_ckpt.core.experts import stacked_name
 from elastic_ckpt.core.local_state import LiveLayout, ModelLayout
@@ -76,13 +77,17 @@ class _Resolver:
     def __init__(self, metadata: CheckpointMetadata, model: ModelLayout, book: RuleBook, policy: str) -> None:
         self._metadata = metadata
         self._live = model
-        self._decider = Decider(metadata, book)
+        self._book = book
         self._policy = policy
         self.found = Resharding()
         self._origins: Counter[str] = Counter()
         self._guessed_matrices: list[str] = []
         self._padded: list[str] = []
         self._summed = 0
+
+    @cached_property
+    def _decider(self) -> Decider:  # which looks at every tensor, for the few loads that need it
+        return Decider(self._metadata, self._book)
 
     def notes(self) -> Iterator[str]:
         if self._origins:

@@ -1,0 +1,86 @@
+"""Plans states that are laid out as their masters: they are where these are, so far ahead in the same files. Pure.
+
+ZeRO partitions a parameter's states by the rule of its masters, into flat tensors of the same files. To locate each
+state anew would take most of the time of planning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from elastic_ckpt.core.chunks import FlatTensors, PartitionedChunks
+from elastic_ckpt.core.metadata import TensorMetadata
+from elastic_ckpt.core.read_plan import ReadItem
+from elastic_ckpt.planning.read_items import FragmentSource
+
+#: Byte offset of a state's element less that of the master's, by file.
+_Distances = Mapping[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Leader:
+    """Masters of a flat partition, as planned.
+
+    Attributes:
+        parts: what is restored, in flat order.
+        slot: index of their slot in the plan.
+        items: of each part, the items that read it.
+    """
+
+    parts: Sequence[FragmentSource]
+    slot: int
+    items: Sequence[Sequence[ReadItem]]
+    _known: dict[tuple[int, int, int], _Distances | None] = field(default_factory=dict)
+
+    def follow(self, tensors: Sequence[TensorMetadata], slot: int) -> list[ReadItem] | None:
+        """The items that read a state of the same parts into slot number ``slot``.
+
+        Args:
+            tensors: the saved state of each part.
+            slot: index in the plan.
+
+        Returns:
+            ``None`` if a tensor is not laid out as its master.
+        """
+        found: list[ReadItem] = []
+        for part, tensor, items in zip(self.parts, tensors, self.items, strict=True):
+            distances, dtype = self._distances(part.tensor, tensor), tensor.dtype
+            if distances is None:
+                return None
+            for each in items:
+                begin, strides = each.byte_offset + distances[each.file], (each.file_stride, each.slot_stride)
+                found.append(ReadItem(each.file, begin, slot, each.slot_offset, each.numel, dtype, each.rows, *strides))
+        return found
+
+    def _distances(self, master: TensorMetadata, state: TensorMetadata) -> _Distances | None:
+        if state.is_whole or state.shape != master.shape or state.shards != master.shards:
+            return None
+        found: list[_Distances] = []
+        for one, other in zip(master.sources, state.sources, strict=True):
+            if not isinstance(one, PartitionedChunks) or not isinstance(other, PartitionedChunks):
+                if one or other:
+                    return None
+                continue
+            if one.rule is not other.rule or one.files_before != other.files_before:
+                return None
+            key = id(one.flat), id(other.flat), one.files_before
+            if key not in self._known:
+                self._known[key] = _between(one.flat, other.flat, one.files_before)
+            distances = self._known[key]
+            if distances is None:
+                return None
+            found.append(distances)
+        return found[0] if len(found) == 1 else {file: each for distances in found for file, each in distances.items()}
+
+
+def _between(master: FlatTensors, state: FlatTensors, files_before: int) -> _Distances | None:
+    """Distances between two flat tensors in the same files; ``None`` unless elements follow each other alike."""
+    layouts = [(each.files, each.itemsize, each.rows, each.blocks) for each in (master, state)]
+    if layouts[0] != layouts[1] or master.rows > 1 or master.blocks is not None:
+        return None
+    ranks = range(len(master.files))
+    return {
+        file + files_before: state.begin_on(rank) - master.begin_on(rank)
+        for rank, file in zip(ranks, master.files, strict=True)
+    }
