@@ -11,6 +11,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from isal import isal_zlib
@@ -27,12 +28,17 @@ class Records:
     @classmethod
     def of(cls, records: Iterable[tuple[int, int, int]]) -> Records:
         """Records from (offset, size, CRC32), in any order; several of one offset are one."""
-        ordered = sorted(set(records))
-        columns = list(zip(*ordered, strict=True)) or [(), (), ()]
-        return cls(array("Q", columns[0]), array("Q", columns[1]), array("I", columns[2]))
+        columns = zip(*sorted(set(records)), strict=True)
+        return cls._of_columns(*chain.from_iterable(columns))
+
+    @classmethod
+    def _of_columns(cls, *numbers: int) -> Records:
+        """Records from all offsets, ascending, then all sizes, then all CRC32s."""
+        count = len(numbers) // 3
+        return cls(array("Q", numbers[:count]), array("Q", numbers[count:-count]), array("I", numbers[-count:]))
 
     def __reduce__(self) -> tuple[Any, ...]:  # of many small files, which the description of an array would double
-        return Records.of, (tuple(zip(self.offsets, self.nbytes, self.crc32s, strict=True)),)
+        return Records._of_columns, (*self.offsets, *self.nbytes, *self.crc32s)
 
     def index(self, offset: int) -> int | None:
         """Number of the record with a byte of the file; ``None``: it is in none whose CRC32 is known."""

@@ -239,8 +239,11 @@ class PartitionedChunks:
     def in_files(self, files: Collection[int]) -> Iterator[StorageChunk]:
         """The chunks in some files."""
         before, every, ranks = self.files_before, self.flat.files, self.rule.ranks
-        mine = sorted(every.index(file - before) for file in files if file - before in every)
-        mine = [rank for rank in mine if rank in ranks]
+        if len(ranks) <= len(files):
+            mine = [rank for rank in ranks if every[rank] + before in files]
+        else:
+            found = sorted(every.index(file - before) for file in files if file - before in every)
+            mine = [rank for rank in found if rank in ranks]
         return (self._chunk(row, rank) for row in range(self.flat.rows) for rank in mine)
 
     def moved(self, files: int) -> PartitionedChunks:

@@ -125,7 +125,7 @@ def refuse_other_saves(
             continue
         facts = facts_of(file)
         for what, expected in first.items():
-            if facts[what] != expected:
+            if facts[what] != expected and repr(facts[what]) != repr(expected):  # NaN is no number's equal
                 raise DamagedError(
                     f"this file belongs to another save than {files[0].path}: {what}",
                     file=file.path,

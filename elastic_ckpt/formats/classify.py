@@ -26,8 +26,7 @@ ELEMENTWISE_NAMES = frozenset(
 _CODES_DTYPES = frozenset({"uint8", "int8"})
 
 
-@dataclass(frozen=True, slots=True)
-class Digest:
+class Digest(NamedTuple):
     """A small tensor's values: ``ascending`` strictly, or ``constant``, which is no evidence that ranks must agree."""
 
     crc32: int

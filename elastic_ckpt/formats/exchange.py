@@ -8,9 +8,9 @@ once, from the first rank that has read it, and only if others have not.
 from __future__ import annotations
 
 import hashlib
-import operator
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from elastic_ckpt import distributed
@@ -100,10 +100,11 @@ def all_gather_items(read: Callable[[], dict[int, T]]) -> dict[int, T]:
 
     messages = distributed.all_gather(_DOING, split_mine)
     _complete(commons, messages)
+    joiners = {digest: joiner(common) for digest, common in commons.items()}
     for message in messages:
         for position, (digest, own) in message.items():
             if position not in mine:
-                mine[position] = join(commons[digest], own) if digest else own
+                mine[position] = joiners[digest](own) if digest else own
     return mine
 
 
@@ -126,44 +127,58 @@ def _complete(commons: dict[bytes, Any], messages: Sequence[_Message]) -> None:
 
 
 def split(item: T) -> tuple[T, list[Any]]:
-    """A dataclass without the values of its own fields, nested ones included, and these values."""
+    """A dataclass with ``...`` for the values of its own fields, nested ones included, and these values.
+
+    What is empty stays, as in most files: they then share the part around it.
+    """
     own: list[Any] = []
-
-    def taken(value: Any) -> Any:
-        if value == {}:  # as in most files
-            return value
-        own.append(value)
-        return ...
-
-    return _rebuilt(item, taken), own
+    return _without_own(item, own), own
 
 
-def join(common: T, own: Sequence[Any]) -> T:
-    """Undo :func:`split`. What is common is not copied: files share these objects."""
-    taken = [name for name, value in vars(common).items() if value is ...]
-    if len(taken) == len(own):
-        return _replaced(common, dict(zip(taken, own, strict=True)))
-    values = iter(own)
-    return _rebuilt(common, lambda value: next(values) if value is ... else value)
-
-
-def _rebuilt(item: T, own_value: Callable[[Any], Any]) -> T:
-    """A dataclass with each own field replaced by what ``own_value`` returns for it, in a fixed order."""
+def _without_own(item: T, own: list[Any]) -> T:
     changes: dict[str, Any] = {}
     names = getattr(item, OWN_FIELDS)
     for name, value in vars(item).items():
-        new = value
         if name in names:
-            new = own_value(value)
-        elif isinstance(value, tuple):
-            if value and hasattr(value[0], OWN_FIELDS):
-                rebuilt = tuple(_rebuilt(each, own_value) for each in value)
-                new = value if all(map(operator.is_, rebuilt, value)) else rebuilt
+            if value != {}:
+                own.append(value)
+                changes[name] = ...
+        elif _is_nested(value):
+            changes[name] = tuple(_without_own(each, own) for each in value)
         elif hasattr(value, OWN_FIELDS):
-            new = _rebuilt(value, own_value)
-        if new is not value:
-            changes[name] = new
-    return _replaced(item, changes) if changes else item
+            changes[name] = _without_own(value, own)
+    return _replaced(item, changes)
+
+
+def joiner(common: T) -> Callable[[Iterable[Any]], T]:
+    """What undoes :func:`split`, given the values of an item's own fields. What is common is not copied."""
+    make = _maker(common)
+    return lambda own: common if make is None else make(iter(own))
+
+
+def _maker(item: T) -> Callable[[Iterator[Any]], T] | None:
+    """What takes own values, and returns the item with them; ``None`` if it has none."""
+    makers: dict[str, Callable[[Iterator[Any]], Any]] = {}
+    for name, value in vars(item).items():
+        if value is ...:
+            makers[name] = next
+        elif _is_nested(value):
+            parts = [(each, _maker(each)) for each in value]
+            if any(make for _, make in parts):
+                makers[name] = partial(_made, parts)
+        elif hasattr(value, OWN_FIELDS) and (make := _maker(value)) is not None:
+            makers[name] = make
+    if not makers:
+        return None
+    return lambda own: _replaced(item, {name: make(own) for name, make in makers.items()})
+
+
+def _made(parts: Sequence[tuple[Any, Callable[[Iterator[Any]], Any] | None]], own: Iterator[Any]) -> tuple[Any, ...]:
+    return tuple(part if make is None else make(own) for part, make in parts)
+
+
+def _is_nested(value: Any) -> bool:
+    return isinstance(value, tuple) and bool(value) and hasattr(value[0], OWN_FIELDS)
 
 
 def _replaced(item: T, changes: Mapping[str, Any]) -> T:

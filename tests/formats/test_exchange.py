@@ -15,7 +15,7 @@ from benchmarks.played import PlayedJob
 from elastic_ckpt import distributed
 from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.formats.base import MetadataOptions
-from elastic_ckpt.formats.exchange import all_gather_items, join, open_my_share, opener_of, split
+from elastic_ckpt.formats.exchange import all_gather_items, joiner, open_my_share, opener_of, split
 from elastic_ckpt.formats.pickled import PickledFile, Trees, open_pickled
 
 
@@ -49,16 +49,17 @@ def test_an_item_is_split_and_joined() -> None:
     common, own = split(ITEM)
     assert own == ["0", {"x": 1}, None, {"y": 2}]
     assert common == Item(..., ("a", "b"), (Part(1, ...), Part(2, ...)), Part(3, ...))  # type: ignore[arg-type]
-    assert join(common, own) == ITEM
-    assert join(common, own).names is ITEM.names
+    assert joiner(common)(own) == ITEM
+    assert joiner(common)(own).names is ITEM.names
 
 
 def test_what_is_empty_in_each_part_stays_in_common_so_that_files_share_these_parts() -> None:
     items = [Item(path, ("a",), (Part(1, {}), Part(2, {}))) for path in "xy"]
     (common, own), (other, others) = map(split, items)
     assert (common, own, others) == (other, ["x"], ["y"])
-    assert [join(common, own), join(common, others)] == items
-    assert join(common, own).parts is join(common, others).parts is common.parts
+    join = joiner(common)
+    assert [join(own), join(others)] == items
+    assert join(own).parts is join(others).parts is common.parts
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), max_size=12), st.integers(1, 4))
