@@ -101,7 +101,8 @@ def scale_section(measured: Measured) -> str:
         ("", "source ranks", "files", "rank 0 s", "metadata s", "plan s", "extra MiB", "received KiB")
     ]
     for point in measured["scale"].get("points", ()):
-        source = f"ZeRO-{point['stage']}{', universal' if point['format'] == 'universal' else ''}"
+        kind = point.get("model") or ("universal" if point["format"] == "universal" else "")
+        source = f"ZeRO-{point['stage']}{', ' * bool(kind)}{kind}"
         seconds = (f"{point[key]:.4f}" for key in ("find_s", "metadata_s", "plan_s"))
         sizes = (f"{point['extra_nbytes'] / _MIB:.1f}", f"{point['received_nbytes'] / 1024:,.0f}")
         rows.append((source, f"{point['ranks']:,}", f"{point['files']:,}", *seconds, *sizes))

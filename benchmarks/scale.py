@@ -2,7 +2,8 @@
 
 A real save of one rank is split into the files of many (:mod:`benchmarks.split`). All ranks of the resuming job read
 their shares in one process and exchange what they read; then one rank is measured alone (:mod:`benchmarks.played`).
-It needs no engine: live partitions are those of a virtual job.
+It needs no engine: live partitions are those of a virtual job. Checkpoints of large models are simulated: what their
+files hold is exchanged as in a load, but read from no file.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -26,14 +27,18 @@ from benchmarks.flat_jobs import TAG
 from benchmarks.launching import Launcher
 from benchmarks.played import PlayedJob
 from benchmarks.split import split
+from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.core.read_plan import LoadPlan
 from elastic_ckpt.formats import READERS
+from elastic_ckpt.formats.assembling import assemble
 from elastic_ckpt.formats.base import MetadataOptions
+from elastic_ckpt.formats.exchange import read_my_share
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from elastic_ckpt.tools.conversion import convert
 from elastic_ckpt.tools.opened import config_of, locate, open_checkpoint
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
+from elastic_ckpt.tools.virtual.scale import ScaleModel, scale_files
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 #: Elements of each parameter: every one of 1,024 ranks has some.
@@ -58,6 +63,7 @@ class ScalePoint:
         files, items: files of the checkpoint, and items of the plan.
         find_s: CPU seconds in which rank 0 finds the checkpoint, while all others wait.
         format: of the checkpoint; the ranks of a universal one are those of the native one that it was made of.
+        model: the large model, where it was simulated.
     """
 
     stage: int
@@ -75,23 +81,52 @@ class ScalePoint:
     items: int
     find_s: float = 0.0
     format: str = "native"
+    model: str = ""
+
+
+#: Large models, and the topology at which each is resumed.
+MODELS = {
+    "70b": Topology(dp=256, zero_stage=3),
+    "bloom-176b": Topology(dp=4, tp=8, pp=6),
+    "mixtral-8x7b": Topology(dp=32, ep=8),
+    "deepseek-v3": Topology(dp=256, ep=64),
+}
 
 
 def measure(folder: Path, stage: int, parameters: int, ranks: int, job_ranks: int, live_ranks: int) -> ScalePoint:
     """Read and plan one rank's load."""
     found, find_s = _cpu_of(lambda: locate(str(folder), None))
-    job = PlayedJob(job_ranks)
     options = MetadataOptions(with_client_state=False)
+    point = _measured(
+        lambda: READERS[found.format](found, options).metadata, Topology(dp=live_ranks, zero_stage=stage), job_ranks
+    )
+    return replace(point, parameters=parameters, ranks=ranks, find_s=find_s, format=found.format)
+
+
+def measure_model(name: str, live: Topology, job_ranks: int) -> ScalePoint:
+    """Exchange and plan one rank's load of a large model's checkpoint, which is simulated."""
+    model = ScaleModel.load(name)
+    found, kinds, files = scale_files(model)
 
     def read() -> CheckpointMetadata:
-        return READERS[found.format](found, options).metadata
+        return assemble(found, kinds, read_my_share(len(files), lambda at: files[at]), MetadataOptions()).metadata
 
+    config = ElasticConfig.model_validate({"tp_preset": model.preset} if model.preset else {})
+    point = _measured(read, live, job_ranks, LoadOptions.of(config))
+    ranks = model.saved.dp * model.saved.tp * len(model.saved.stages)
+    return replace(point, ranks=ranks, model=name)
+
+
+def _measured(
+    read: Callable[[], CheckpointMetadata], live: Topology, job_ranks: int, options: LoadOptions | None = None
+) -> ScalePoint:
+    job = PlayedJob(job_ranks)
     job.run_all(read)
     gc.collect()
     metadata, metadata_s = _cpu_of(lambda: job.run_first(read), lambda: job.share_s)
-    share_s = job.share_s
-    virtual = VirtualJob(metadata, Topology(dp=live_ranks, zero_stage=stage), LoadOptions())
-    local_state = virtual.local_state(live_ranks // 2)
+    share_s, numbers = job.share_s, (len(metadata.parameters), len(metadata.files))
+    virtual = VirtualJob(metadata, live, options or LoadOptions())
+    local_state = virtual.local_state(live.ranks // 2)
 
     def plan() -> LoadPlan:
         return plan_load(virtual.metadata, local_state, virtual.options)
@@ -102,12 +137,12 @@ def measure(folder: Path, stage: int, parameters: int, ranks: int, job_ranks: in
     gc.collect()
     job.run_first(lambda: (read(), plan()), trace=True)
     return ScalePoint(
-        stage,
-        parameters,
-        ranks,
+        live.zero_stage,
+        numbers[0],
+        0,
         job_ranks,
-        live_ranks,
-        len(virtual.metadata.files),
+        live.ranks,
+        numbers[1],
         share_s,
         metadata_s,
         plan_s,
@@ -115,8 +150,6 @@ def measure(folder: Path, stage: int, parameters: int, ranks: int, job_ranks: in
         job.sent_nbytes,
         job.received_nbytes,
         items,
-        find_s,
-        found.format,
     )
 
 
@@ -163,7 +196,7 @@ def table_of(points: list[ScalePoint]) -> Table:
         table.add_column(name, justify="right")
     for point in points:
         table.add_row(
-            point.format,
+            point.model or point.format,
             *(f"{value:,}" for value in (point.stage, point.parameters, point.ranks, point.live_ranks, point.files)),
             *(f"{value:.3f}" for value in (point.find_s, point.share_s, point.metadata_s, point.plan_s)),
             f"{point.extra_nbytes / _MIB:.1f}",
@@ -174,7 +207,7 @@ def table_of(points: list[ScalePoint]) -> Table:
 
 def growths(points: list[ScalePoint]) -> dict[int, float]:
     """By stage, the power by which seconds after the share of files follow the number of source ranks."""
-    points = [point for point in points if point.format == "native"]
+    points = [point for point in points if point.format == "native" and not point.model]
     stages = sorted({point.stage for point in points})
     return {
         stage: growth([(point.ranks, point.metadata_s + point.plan_s) for point in points if point.stage == stage])
@@ -189,6 +222,7 @@ def main(
     stage: Annotated[list[int] | None, typer.Option(help="1 or 3; both by default.")] = None,
     job: Annotated[int, typer.Option(min=1, help="Ranks that share the files.")] = 16,
     live: Annotated[int, typer.Option(min=1, help="Ranks that the live model is partitioned over.")] = 2048,
+    models: Annotated[bool, typer.Option(help="Large models too.")] = True,
     out: Annotated[Path, typer.Option(help="Folder for results and checkpoints.")] = Path("benchmark_results"),
     extensions: Annotated[Path | None, typer.Option(help="TORCH_EXTENSIONS_DIR; in --out by default.")] = None,
 ) -> None:
@@ -202,6 +236,9 @@ def main(
             folder = _checkpoint(out, launcher, each, parameters, count)
             points.append(measure(folder, each, parameters, count, job, live))
         points.append(measure(_universal(out, launcher, each, parameters), each, parameters, 1, job, live))
+    for name in MODELS if models else ():
+        console.print(name, style="dim")
+        points.append(measure_model(name, MODELS[name], job))
     document: dict[str, Any] = {"machine": machine.describe(), "points": [asdict(point) for point in points]}
     (out / "scale.json").write_text(json.dumps(document, indent=1), encoding="utf-8")
     console.print(table_of(points))
