@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from elastic_ckpt.core.metadata import ITEMSIZE
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.naming import DCP_METADATA
 from elastic_ckpt.formats.pickled import named_errors, unreadable
@@ -85,7 +86,7 @@ def _contents(tree: Any, path: str) -> DcpContents:
             missing[name, None] = None
             continue
         shape = _shape(entry.size)
-        tensors[name] = str(entry.properties.dtype).removeprefix("torch."), shape
+        tensors[name] = _dtype(name, entry.properties.dtype), shape
         for chunk in entry.chunks:
             offsets, sizes = _shape(chunk.offsets), _shape(chunk.sizes)
             if any(at + size > whole for at, size, whole in zip(offsets, sizes, shape, strict=True)):
@@ -118,6 +119,19 @@ def _contents(tree: Any, path: str) -> DcpContents:
         {name: paths.get(name, (name,)) for name in tree.state_dict_metadata},
         {name: tuple(sorted(items, key=lambda item: item.start)) for name, items in sorted(files.items())},
     )
+
+
+def _dtype(name: str, dtype: Any) -> str:
+    found = dtype.name.removeprefix("torch.")
+    if found not in ITEMSIZE:
+        raise UnsupportedError(
+            "a tensor has a dtype that is not supported",
+            parameter=name,
+            expected=", ".join(ITEMSIZE),
+            found=found,
+            remedy="save it in one of these dtypes",
+        )
+    return found
 
 
 def _shape(sizes: Any) -> Shape:

@@ -319,6 +319,11 @@ def reshape(metadata: Any) -> None:
     entry.chunks[0].offsets = torch.Size((2, 0))
 
 
+def retype(metadata: Any) -> None:
+    entry = metadata.state_dict_metadata["model.first.weight"]
+    entry.properties.dtype = torch.uint4
+
+
 DAMAGE: dict[str, tuple[Callable[[Any], object], type[ElasticCkptError], str]] = {
     "a file above the folder": (lambda m: store(m, relative_path="../x.distcp"), DamagedError, "not in this folder"),
     "an absolute path": (lambda m: store(m, relative_path="/etc/passwd"), DamagedError, "not in this folder"),
@@ -329,6 +334,7 @@ DAMAGE: dict[str, tuple[Callable[[Any], object], type[ElasticCkptError], str]] =
     "no place": (forget, DamagedError, "in which file"),
     "a chunk outside": (reshape, DamagedError, "a chunk of"),
     "compression": (lambda m: store(m, transform_descriptors=["zstd"]), UnsupportedError, "extensions"),
+    "an unknown dtype": (retype, UnsupportedError, r"dtype that is not supported[^$]*model\.first\.weight[^$]*uint4"),
 }
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import pathlib
 import pickle
+import re
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -18,7 +19,6 @@ from enum import Enum
 from functools import cache, partial
 from typing import Any
 
-from elastic_ckpt.core.metadata import ITEMSIZE
 from elastic_ckpt.formats.torch_archive.keys import check_key, checked_keys
 from elastic_ckpt.formats.torch_archive.stand_ins import (
     ArrayStandIn,
@@ -56,6 +56,8 @@ _CLASSES = (
     *(f"{_DCP}.planner.{name}" for name in ("SavePlan", "WriteItem", "TensorWriteData", "BytesIOWriteData")),
     *(f"megatron.core.dist_checkpointing.strategies.torch.{name}" for name in ("MCoreMetadata", "MCoreSavePlan")),
 )
+#: Dtypes, also those whose tensors cannot be read.
+_DTYPE = re.compile(r"torch\.(?:bool|(?:q?u?int|bits|b?float|complex)\d\w{,30})")
 #: Classes whose state is a tuple: the attributes in it.
 _OF_TUPLES = dict.fromkeys(
     (f"{_DCP}.metadata.TensorProperties", "torch.distributed._shard.sharded_tensor.metadata.TensorProperties"),
@@ -69,7 +71,7 @@ def find_global(module: str, name: str) -> Global:
     entry = _closed_list().get(path)
     if entry is not None:
         return entry
-    if is_storage(module, name):
+    if is_storage(module, name) or _DTYPE.fullmatch(path):
         return Global(path)
     if module not in _BLOCKED and path in (users := _users_globals()):
         return Global(path, users[path], is_users=True)
@@ -147,7 +149,6 @@ def _closed_list() -> dict[str, Global]:
         "torch.nn.parameter.Parameter": None,
         "numpy.dtype": DtypeStandIn,
         "numpy.ndarray": None,
-        **{f"torch.{dtype}": None for dtype in ITEMSIZE},
         **REBUILD,
     }
     for module in ("pathlib", "pathlib._local"):  # the second is Python 3.13's

@@ -14,7 +14,7 @@ import pytest
 import torch
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
-from elastic_ckpt.errors import UnsafePickleError
+from elastic_ckpt.errors import UnsafePickleError, UnsupportedError
 from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.formats.values import materialise
 
@@ -77,6 +77,16 @@ def test_nothing_is_done_with_a_path(call: Any, tmp_path: Path) -> None:
     with pytest.raises(UnsafePickleError):
         open_pickled(str(tmp_path / "file.pt"))
     assert not target.exists() and tmp_path.exists()
+
+
+def test_a_dtype_is_no_danger_where_its_tensors_cannot_be_read(tmp_path: Path) -> None:
+    torch.save({"x": torch.uint4}, tmp_path / "file.pt")
+    file = open_pickled(str(tmp_path / "file.pt"))
+    assert materialise(file, file.section("x")) is torch.uint4
+    if hasattr(torch, "float4_e2m1fn_x2"):  # of torch 2.8
+        torch.save({"x": torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)}, tmp_path / "file.pt")
+        with pytest.raises(UnsupportedError, match=r"a tensor of torch\.float4_e2m1fn_x2"):
+            open_pickled(str(tmp_path / "file.pt"))
 
 
 class Private(IntEnum):
