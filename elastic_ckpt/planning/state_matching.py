@@ -100,17 +100,22 @@ def state_errors(metadata: CheckpointMetadata) -> Iterator[DamagedError | Unsupp
             remedy="restore the files from their original, take another tag, or load with load_optimizer_states=False",
         )
     for key, description in metadata.states.opaque.items():
+        if metadata.source.format == "dcp":  # no declaration settles what a state of whole tensors is
+            remedy = f'"elastic_checkpoint": {{"fresh_state_keys": ["{key}"]}} leaves it out, and '
+            remedy += "load_optimizer_states=False all states"
+        else:
+            remedy = (
+                f'if you know what it is: "elastic_checkpoint": {{"non_shard_state_keys": ["{key}"]}} (or '
+                '"shard_state_keys", "fresh_state_keys"); else load at the topology it was saved with, or with '
+                "load_optimizer_states=False"
+            )
         yield UnsupportedError(
             f"optimizer state {key!r} has a layout that cannot be cut for another topology",
             parameter=key,
             file=metadata.source.folder,
             expected="one value per element of the partition, one per tensor, or a tensor that all ranks share",
             found=description,
-            remedy=(
-                f'if you know what it is: "elastic_checkpoint": {{"non_shard_state_keys": ["{key}"]}} (or '
-                '"shard_state_keys", "fresh_state_keys"); else load at the topology it was saved with, or with '
-                "load_optimizer_states=False"
-            ),
+            remedy=remedy,
         )
 
 

@@ -96,6 +96,7 @@ def save_fsdp(arguments: dict[str, Any]) -> None:
         "app": {"app": {"model": weights, "optim": states}, **extra},
         "torchtitan": {**weights, "optimizer": states, "train_state": extra["train_state"]},
         "weights": {"model": weights},
+        "slow": {"model": weights, "optim": states, "slow": {"state": states.get("state", {})}},
         "ungrouped": {"model": weights, "optim": {"state": states.get("state", {})}},
         "averaged": {
             "net": {f"_orig_mod.{name}": value for name, value in weights.items()},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -60,6 +62,20 @@ def test_states_and_models_that_are_not_recognized_are_refused_on_all_ranks(laun
     weights = {**cases[0], "states": False, "arguments": {"load_optimizer_states": False}}
     for load in launch(3, "dcp_jobs.load_into_engines", [weights]):
         assert load.format == "dcp" and load.differences == {}, load.where
+
+
+def test_what_an_error_says_of_unknown_states_loads_the_others(launch: Launch, tmp_path: Path) -> None:
+    cases = []
+    for layout, key in (("ungrouped", "optim"), ("slow", "slow")):
+        folder = str(tmp_path / layout)
+        launch(2, "dcp_jobs.save_fsdp", {"folder": folder, "layout": layout})
+        (refused, *_) = launch(1, "dcp_jobs.refuse", [{"setup": SOURCE, "folder": folder}])
+        settled = {"fresh_state_keys": [key]}
+        assert f'"elastic_checkpoint": {json.dumps(settled)}' in next(iter(refused.texts))
+        setup = replace(SOURCE, config=(*CONFIG, ("elastic_checkpoint", settled)))
+        cases.append({"setup": setup, "folder": folder, "states": layout != "ungrouped"})
+    for load in launch(3, "dcp_jobs.load_into_engines", cases):
+        assert load.differences == {}, load.where
 
 
 def test_a_mesh_may_have_cut_tensors_along_any_dimensions(launch: Launch, tmp_path: Path) -> None:

@@ -600,6 +600,11 @@ def test_a_state_of_unknown_layout_is_refused_with_the_line_that_settles_it() ->
     assert '"elastic_checkpoint": {"non_shard_state_keys": ["mine"]}' in str(caught.value.remedy)
     assert '"shard_state_keys"' in str(caught.value.remedy)
     assert '"fresh_state_keys"' in str(caught.value.remedy)
+    metadata = replace(metadata, source=replace(metadata.source, format="dcp"))
+    with pytest.raises(UnsupportedError, match="'mine'") as caught:
+        matched(metadata, adam_engine())
+    assert '{"fresh_state_keys": ["mine"]}' in str(caught.value.remedy)
+    assert '"non_shard_state_keys"' not in str(caught.value.remedy)
 
 
 def test_codes_without_their_scales_are_damage() -> None:
