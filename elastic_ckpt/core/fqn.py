@@ -84,10 +84,7 @@ def _with_names(
     return replace(
         metadata,
         saved_names={new_name(name): metadata.saved_names.get(name, name) for name in every},
-        replicas={
-            (new_name(name), key): tuple(replace(tensor, name=new_name(name)) for tensor in tensors)
-            for (name, key), tensors in metadata.replicas.items()
-        },
+        replicas={(new_name(name), key): tensors for (name, key), tensors in metadata.replicas.items()},
         stages={new_name(name): stages for name, stages in metadata.stages.items()},
         parameters={new_name(name): saved for name, saved in metadata.parameters.items()},
         tensors={

@@ -233,7 +233,7 @@ class CheckpointMetadata:
         buffers_of_this_rank: whether each rank reads buffers from its own file, so that they may differ.
         declared: what the checkpoint declares about its tensor-parallel shards.
         run: arguments of the run that saved it (Megatron's ``args``).
-        replicas: tied replicas that other pipeline stages saved, by ``(name, key)``.
+        replicas: tied replicas of other pipeline stages or names, as they are named in the files, by ``(name, key)``.
         stages: name of a parameter, or of another tensor in a stage's own files -> pipeline stages that saved it,
             ascending; empty for a single stage.
         saved_names: name -> name in the files, where changed.

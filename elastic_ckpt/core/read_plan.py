@@ -239,6 +239,7 @@ class ReplicaCheck:
         is_guess: whether only equal shapes suggest that these are replicas.
         start, whole_numel: first element and count that all ranks compare together; a count of 0 means ``numel``.
         number: distinguishes the checks of one tensor: each shard of a tied parameter has its own.
+        names: of both replicas in the checkpoint, if they are not the same.
     """
 
     name: str
@@ -250,6 +251,7 @@ class ReplicaCheck:
     start: int = 0
     whole_numel: int = 0
     number: int = 0
+    names: tuple[str, ...] = ()
 
     def part(self, start: int, stop: int) -> ReplicaCheck:
         """The check of a range of its elements, counted from its first one."""

@@ -125,7 +125,7 @@ class _Builder:
         copies: dict[tuple[str, str], tuple[TensorMetadata, ...]] = {}
         for tied, name in ties.items():
             key = MASTER if name in members else FROZEN
-            copies[name, key] = (*copies.get((name, key), ()), replace(self._tensors.pop((tied, key)), name=name))
+            copies[name, key] = (*copies.get((name, key), ()), self._tensors.pop((tied, key)))
         fresh = {key for key, kind in self._options.states.schema.items() if kind == FRESH}
         for (name, key), entry in entries.states.items():
             if name in members and key not in fresh:

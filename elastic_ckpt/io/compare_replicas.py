@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -28,12 +29,16 @@ _SHOWN = 6
 
 @dataclass(frozen=True)
 class ReplicaDifference:
-    """One rank's finding for its range of ``copies`` differing replicas; differences are from the first replica."""
+    """One rank's finding for its range of ``copies`` differing replicas; differences are from the first replica.
+
+    ``files`` are those of the first replica and of the one that is furthest from it, without their folder.
+    """
 
     check: ReplicaCheck
     copies: int
     largest: float
     total: float
+    files: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,8 @@ class Drift:
         largest, mean: of the differences from the first replica.
         taken: how they are resolved: ``first`` or ``mean``.
         is_guess: whether only equal shapes suggest that these are replicas.
+        names: of all replicas in the checkpoint, where they are not the same.
+        files: see :class:`ReplicaDifference`.
     """
 
     name: str
@@ -54,12 +61,14 @@ class Drift:
     copies: int
     taken: str
     is_guess: bool = False
+    names: tuple[str, ...] = ()
+    files: tuple[str, ...] = field(default=(), compare=False)
 
     def __str__(self) -> str:
         what = "" if self.key in (MASTER, BUFFER, FROZEN) else f" {self.key}"
-        return (
-            f"{self.name}{what}: {self.copies} copies, at most {self.largest:.3g} and in the mean {self.mean:.3g} apart"
-        )
+        apart = f"at most {self.largest:.3g} and in the mean {self.mean:.3g} apart"
+        where = f" ({', '.join(self.files)})" if self.files else ""
+        return f"{', '.join(self.names or (self.name,))}{what}: {self.copies} copies, {apart}{where}"
 
 
 def find_drift(
@@ -81,8 +90,10 @@ def find_drift(
         for part in parts:
             apart = _apart(part, [next(replicas) for _ in part.check.replicas])
             if apart is not None:
-                check = replace(part.check, replicas=())
-                found.append(ReplicaDifference(check, len(part.check.replicas), *apart))
+                copies, (largest, total, furthest) = part.check.replicas, apart
+                paths = (files[item.file].path for copy in (copies[0], copies[furthest]) for item in copy[:1])
+                names = tuple(dict.fromkeys(map(os.path.basename, paths)))
+                found.append(ReplicaDifference(replace(part.check, replicas=()), len(copies), largest, total, names))
     return found
 
 
@@ -164,11 +175,14 @@ def _read(
     return raw
 
 
-def _apart(part: _Part, replicas: Sequence[torch.Tensor]) -> tuple[float, float] | None:
-    """The largest difference from the first replica, and the sum of all; ``None`` if all numbers are equal."""
+def _apart(part: _Part, replicas: Sequence[torch.Tensor]) -> tuple[float, float, int] | None:
+    """The largest difference from the first replica, the sum of all, and the replica that has the largest.
+
+    ``None`` if all numbers are equal.
+    """
     found = None
     first = replicas[0]
-    for other in replicas[1:]:
+    for number, other in enumerate(replicas[1:], 1):
         if torch.equal(first.view(torch.int64), other.view(torch.int64)):  # six times as fast as bytewise
             continue
         left, right = part.values(first), part.values(other)
@@ -176,8 +190,10 @@ def _apart(part: _Part, replicas: Sequence[torch.Tensor]) -> tuple[float, float]
             here = slice(start, start + _STEP_NUMEL)
             same, apart = differences(left[here], right[here])
             if not same.all():
-                largest, total = found or (0.0, 0.0)
-                found = max(largest, apart.max().item()), total + apart.sum().item()
+                largest, total, furthest = found or (0.0, 0.0, number)
+                if apart.max().item() > largest:
+                    largest, furthest = apart.max().item(), number
+                found = largest, total + apart.sum().item(), furthest
     return found
 
 
@@ -223,6 +239,8 @@ def _one_drift(differences: Sequence[ReplicaDifference]) -> Drift:
         max(each.copies for each in parts),
         MEAN if any(each.check.taken == MEAN for each in parts) else FIRST,
         any(each.check.is_guess for each in parts),
+        tuple(dict.fromkeys(name for each in parts for name in each.check.names)),
+        max(parts, key=lambda each: each.largest).files,
     )
 
 
@@ -237,24 +255,32 @@ def judge_drift(found: Iterable[ReplicaDifference], averaged: frozenset[str], po
     if guessed:
         raise _no_copies(guessed)
     if asked and policy not in (FIRST, MEAN):
-        more = f"; and {len(asked) - _SHOWN} more" if len(asked) > _SHOWN else ""
-        raise MismatchError(
-            "copies of replicated parameters differ between the ranks that saved them, and only one can be kept",
-            parameter=listed(dict.fromkeys(drift.name for drift in asked)),
-            expected="equal copies on every tensor-parallel rank and pipeline stage, and by each name of a tied weight",
-            found="; ".join(map(str, asked[:_SHOWN])) + more,
-            remedy=(
-                '"elastic_checkpoint": {"replicated_params": "first"} keeps the copy of the first rank, '
-                '{"replicated_params": "mean"} takes the mean of all tensor-parallel ranks; a weight that only the '
-                "live model ties: build the model as it was saved"
-            ),
-        )
+        raise _different(asked)
     notes = []
     for drift in drifts[:_SHOWN]:
         notes.append(f"replicated, but different when saved: {drift}; the {drift.taken} was taken")
     if len(drifts) > _SHOWN:
         notes.append(f"and {len(drifts) - _SHOWN} more replicated tensors that were different when saved")
     return tuple(notes)
+
+
+def _different(drifts: Sequence[Drift]) -> MismatchError:
+    first = '"elastic_checkpoint": {"replicated_params": "first"} keeps'
+    if any(drift.names for drift in drifts):
+        problem = "weights that are one in the live model have different values under their names in the checkpoint"
+        expected = "equal values under each name of a tied weight"
+        remedy = f"build the model as it was saved, without this tie; or {first} the values of the name that is first"
+    else:
+        problem = "copies of replicated parameters differ between the ranks that saved them, and only one can be kept"
+        expected = "equal copies on every tensor-parallel rank and pipeline stage"
+        remedy = (
+            f'{first} the copy of the first rank, {{"replicated_params": "mean"}} takes the mean of all '
+            "tensor-parallel ranks"
+        )
+    more = f"; and {len(drifts) - _SHOWN} more" if len(drifts) > _SHOWN else ""
+    names = dict.fromkeys(name for drift in drifts for name in drift.names or (drift.name,))
+    found = "; ".join(map(str, drifts[:_SHOWN])) + more
+    return MismatchError(problem, parameter=listed(names), expected=expected, found=found, remedy=remedy)
 
 
 def _no_copies(guessed: Sequence[Drift]) -> MismatchError:

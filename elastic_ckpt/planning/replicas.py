@@ -111,14 +111,15 @@ def _wanted_tensors(
 
 
 def _of_tied(metadata: CheckpointMetadata, names: frozenset[str], with_states: bool) -> Iterator[_Wanted]:
-    """Tied weights that several pipeline stages saved: shard by shard, the first stage's with each other one's."""
+    """Tied weights that were saved on several pipeline stages or under several names: the first with each other one."""
     for tensor in _wanted_tensors(metadata, metadata.replicas.keys() & metadata.tensors.keys(), names, with_states):
-        shards = range(len(tensor.shard_shapes))
+        shards, saved_name = range(len(tensor.shard_shapes)), metadata.saved_names.get(tensor.name, tensor.name)
         pairs = [(replica, shard) for replica in metadata.replicas[tensor.name, tensor.key] for shard in shards]
         for number, (replica, shard) in enumerate(pairs, 1):
             both = [(tensor, copied_shard(tensor, shard)), (replica, copied_shard(replica, shard))]
             numel = math.prod(tensor.shard_shapes[shard])
-            yield _Wanted(ReplicaCheck(tensor.name, tensor.key, numel, (), number=number), both)
+            both_names = (saved_name, replica.name) if replica.name != saved_name else ()
+            yield _Wanted(ReplicaCheck(tensor.name, tensor.key, numel, (), number=number, names=both_names), both)
 
 
 def _of_stage(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -20,6 +21,8 @@ from torch.distributed.checkpoint._traverse import traverse_state_dict_v_2_3
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
+from elastic_ckpt.core.fqn import adopt_live_names
+from elastic_ckpt.core.local_state import ModelLayout
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError, UnsafePickleError, UnsupportedError
 from elastic_ckpt.formats.base import Checkpoint, MetadataOptions
@@ -29,7 +32,11 @@ from elastic_ckpt.formats.dcp_entries import sort_entries
 from elastic_ckpt.formats.dcp_items import read_dcp_file
 from elastic_ckpt.formats.dcp_metadata import read_dcp_metadata
 from elastic_ckpt.formats.detect import find_checkpoint
+from elastic_ckpt.io.coalesce import ReadOptions
+from elastic_ckpt.io.compare_replicas import find_drift, judge_drift
+from elastic_ckpt.planning.replicas import compare_replicas
 from elastic_ckpt.planning.state_matching import state_errors
+from elastic_ckpt.sharding.resolve import Resharding
 from tests.attacks.guard import guarded
 
 
@@ -254,6 +261,19 @@ def test_copies_of_tied_weights_are_compared_and_not_restored_twice(tmp_path: Pa
     metadata = read(saved, live_ties={"head": ("first.weight",)}).metadata
     assert metadata.aliases == {"head": "first.weight"} and ("head", MASTER) not in metadata.tensors
     assert [copy.shape for copy in metadata.replicas["first.weight", MASTER]] == [(5, 3)]
+
+
+def test_copies_of_tied_weights_that_differ_are_refused_by_their_names(tmp_path: Path) -> None:
+    model, optim = state_dicts()
+    head = model["first.weight"] + 1
+    saved = save(tmp_path / "saved", {"model": {**model, "head": head}, "optim": optim})
+    ties = {"head": ("first.weight",)}
+    metadata = adopt_live_names(read(saved, live_ties=ties).metadata, ModelLayout(ties=ties))
+    checks = compare_replicas(metadata, ModelLayout(), Resharding(), ["head"], with_states=True)
+    with pytest.raises(MismatchError, match="one in the live model") as caught:
+        judge_drift(find_drift(metadata.files, checks, ReadOptions()), frozenset(), "strict")
+    assert caught.value.parameter == "first.weight, head"
+    assert re.match(r"first.weight, head: 2 copies, at most 1 .* \(__0_0.distcp\)", str(caught.value.found))
 
 
 def test_objects_of_unknown_classes_are_noted_and_the_rest_is_read(tmp_path: Path) -> None:

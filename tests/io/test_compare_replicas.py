@@ -75,7 +75,7 @@ def test_the_largest_and_the_mean_difference_are_those_from_the_first_copy(tmp_p
     third[3] += 2
     (found,) = drift_of(tmp_path, first, second, third, taken=MEAN)
     assert found == Drift("a", MASTER, largest=4.0, mean=1.0, copies=3, taken=MEAN)
-    assert str(found) == "a: 3 copies, at most 4 and in the mean 1 apart"
+    assert str(found) == "a: 3 copies, at most 4 and in the mean 1 apart (0, 1)"
     assert str(replace(found, key="exp_avg")).startswith("a exp_avg: 3 copies")
 
 
@@ -217,7 +217,6 @@ def test_drift_is_refused_unless_the_user_says_what_to_take() -> None:
     assert caught.value.parameter == "big, small"
     assert caught.value.found == f"{BIG}; {SMALL}"
     assert '"replicated_params": "first"' in str(caught.value.remedy)
-    assert "each name of a tied weight" in str(caught.value.expected) and "live model ties" in str(caught.value.remedy)
     for policy in (FIRST, MEAN):
         notes = judge([SMALL, BIG, BIG], frozenset(), policy)
         assert notes == (
