@@ -18,7 +18,7 @@ from elastic_ckpt.core.chunks import PartitionRule, StorageChunk
 from elastic_ckpt.core.chunks import listed as listed_chunks
 from elastic_ckpt.core.experts import expert_name, numbers_of_experts, slice_rules, slices, stacked_name
 from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, CheckpointMetadata, SourceFile
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, CheckpointMetadata, SourceFile, TensorMetadata
 from elastic_ckpt.core.state_kinds import TOUCHED, WHOLE, StateOptions
 from elastic_ckpt.errors import LayoutError, UnsupportedError, listed
 from elastic_ckpt.formats.base import Found
@@ -270,7 +270,8 @@ def check_experts(
 def with_experts(metadata: CheckpointMetadata, experts: Sequence[ExpertShard], model: ModelShard) -> CheckpointMetadata:
     """``metadata`` extended by what the files of experts hold: buffers, and parameters that no optimizer owned."""
     buffers = {(e.layer, e.rest) for e in filter(None, map(expert_name, model.buffer_names))}
-    tensors, files = dict(metadata.tensors), list(metadata.files)
+    found: dict[tuple[str, str], TensorMetadata] = {}
+    files = list(metadata.files)
     known = {file.path: number for number, file in enumerate(files)}
     for each in experts:
         file = known.setdefault(each.path, len(files))
@@ -280,7 +281,8 @@ def with_experts(metadata: CheckpointMetadata, experts: Sequence[ExpertShard], m
             if name not in metadata.parameters and ref.is_contiguous:
                 parts = expert_name(name)
                 key = BUFFER if parts is not None and (parts.layer, parts.rest) in buffers else FROZEN
-                tensors[name, key] = dense_tensor(name, key, ref, file)
+                found[name, key] = dense_tensor(name, key, ref, file)
+    tensors = {**metadata.tensors, **found} if found else metadata.tensors
     return replace(metadata, tensors=tensors, files=tuple(files))
 
 

@@ -24,6 +24,7 @@ from elastic_ckpt.core.metadata import (
     TensorMetadata,
 )
 from elastic_ckpt.core.state_kinds import COMPANIONS, ELEMENTWISE, REPLICATED, TOUCHED, WHOLE, StateOptions
+from elastic_ckpt.core.tensor_table import FlatState, TensorTable
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.base import Found
 from elastic_ckpt.formats.classify import DAMAGED, FRESH, OPAQUE, RankStates, SavedKind, classify
@@ -85,7 +86,7 @@ class MetadataBuilder:
         states: Iterable[tuple[str, StatesOfOne]] = (),
     ) -> None:
         self.parameters: dict[str, SavedParameter] = {}
-        self.tensors: Tensors = {}
+        self.tensors = TensorTable()
         self.scalar_forms: dict[str, str] = {}
         self.notes = list(found.notes)
         self._found = found
@@ -151,22 +152,23 @@ class MetadataBuilder:
         for name, shape in shapes:
             self._refuse_second(name, files[0])
             self.parameters[name] = SavedParameter(shape, number, scalars, tuple(replicated))
-        partitioned = _Partitioned(shapes, rules, flats)
+        partitioned, found = _Partitioned(shapes, rules, flats), {}
         for key in first.swapped:
             swapped = range(len(self._files), len(self._files) + len(flats))
-            self._add_partitioned(partitioned, key, [_SWAPPED] * len(flats), _PLAIN, swapped)
+            found[key] = self._partitioned(partitioned, key, [_SWAPPED] * len(flats), _PLAIN, swapped)
             self._files += [flat.swapped[key] for flat in flats]
         if MASTER not in first.swapped:
-            self._add_partitioned(partitioned, MASTER, [flat.master for flat in flats], _PLAIN, files)
+            found[MASTER] = self._partitioned(partitioned, MASTER, [flat.master for flat in flats], _PLAIN, files)
         for key, kind in kinds.items():
             refs = [flat.states.tensors[key] for flat in flats]
             if kind.kind == ELEMENTWISE:
-                self._add_partitioned(partitioned, key, refs, kind, files)
+                found[key] = self._partitioned(partitioned, key, refs, kind, files)
             elif kind.kind == TOUCHED:
                 self._add_touched(partitioned, key, refs, files)
             elif kind.kind == WHOLE:
                 name = shapes[0][0]
-                self.tensors[name, key] = dense_tensor(name, key, refs[0], files[0], is_whole=True)
+                self.tensors.add({(name, key): dense_tensor(name, key, refs[0], files[0], is_whole=True)})
+        self.tensors.add_flat(shapes, rules, {key: state for key, state in found.items() if state is not None})
 
     def _refuse_second(self, name: str, file: int) -> None:
         if name in self.parameters:
@@ -179,32 +181,22 @@ class MetadataBuilder:
                 remedy="take another tag",
             )
 
-    def _add_partitioned(
+    def _partitioned(
         self, partitioned: _Partitioned, key: str, refs: Sequence[TensorRef], kind: SavedKind, files: range
-    ) -> None:
-        """Add a tensor laid out as the partition, in each of its rows; ``refs`` by rank."""
+    ) -> FlatState | None:
+        """A state laid out as the partition, in each of its rows; ``refs`` by rank. ``None`` if it is opaque."""
         distinct = {id(ref): ref for ref in refs}.values()  # files share what they have in common
         view = next((ref for ref in distinct if not ref.is_contiguous), None)
         if view is not None:
             self._opaque[key] = f"a view of shape {view.shape} and strides {view.stride}"
-            return
+            return None
         dtype = self._one_dtype(partitioned, key, refs, files)
         blocks, scales = block_format(key, kind, self._codebooks), array("q")
         if blocks is not None:
             scales = by_rank(flat.states.tensors[blocks.scales].byte_offset for flat in partitioned.flats)
-        flat = FlatTensors(
-            files,
-            by_rank(ref.byte_offset for ref in refs),
-            partitioned.numel,
-            ITEMSIZE[dtype],
-            kind.rows,
-            blocks,
-            scales,
-        )
-        for (name, shape), rule in zip(partitioned.shapes, partitioned.rules, strict=True):
-            sources = (PartitionedChunks(rule, flat),) if rule.numel else listed()
-            rows = (kind.rows,) if kind.rows > 1 else ()
-            self.tensors[name, key] = TensorMetadata(name, key, (*rows, *shape), dtype, sources)
+        offsets = by_rank(ref.byte_offset for ref in refs)
+        flat = FlatTensors(files, offsets, partitioned.numel, ITEMSIZE[dtype], kind.rows, blocks, scales)
+        return FlatState(dtype, flat)
 
     def _add_touched(self, partitioned: _Partitioned, key: str, refs: Sequence[TensorRef], files: range) -> None:
         """Add whole parameters, one after the other; if several ranks saved one, the first rank's copy counts."""
@@ -214,7 +206,7 @@ class MetadataBuilder:
             for rank in reversed(rule.ranks):
                 sources = listed(StorageChunk(FlatRange(0, rule.numel), files[rank], offsets[rank]))
                 offsets[rank] += rule.numel * ITEMSIZE[dtype]
-            self.tensors[name, key] = TensorMetadata(name, key, shape, dtype, sources)
+            self.tensors.add({(name, key): TensorMetadata(name, key, shape, dtype, sources)})
 
     def _one_dtype(self, partitioned: _Partitioned, key: str, refs: Sequence[TensorRef], files: range) -> str:
         """The dtype of the flat tensors of all ranks; a :class:`DamagedError` if they differ."""

@@ -69,7 +69,7 @@ def partitioned_metadata(
         for division in divisions(models[0], optimizers, number):
             _add_flat(builder, models, optimizers, number, division)
     of_module, notes = module_tensors(models, own or 0, builder.parameters)
-    builder.tensors |= of_module
+    builder.tensors.add(of_module)
     builder.notes += notes
     recorded = models[own or 0].frozen_recorded
     metadata = builder.build(models[0], first.zero_stage, first.groups, frozen_recorded=recorded)

@@ -90,9 +90,9 @@ def spot_check(
     checked: Counter[int] = Counter()
     # without partitions, values also prove which parameter is which: compare all of them
     most = _PARAMETERS if metadata.source.zero_stage else len(metadata.parameters)
-    for name in metadata.parameters:
-        weight, tensor = weights.get(name), metadata.tensors.get((name, MASTER))
-        if weight is None or tensor is None or weight.shape != tensor.shape or not weight.is_contiguous:
+    for name, weight in weights.items():
+        tensor = metadata.tensors.get((name, MASTER)) if name in metadata.parameters else None
+        if tensor is None or weight.shape != tensor.shape or not weight.is_contiguous:
             continue
         for chunk in tensor.chunks_in(files):
             if checked[chunk.file] >= most:

@@ -170,9 +170,10 @@ def _build_metadata(
         if item.tensor is not None and item.name in parameters:
             shape = parameters[item.name].shape
             _check_numel(item, item.tensor, shape)
-            builder.tensors[item.name, item.key] = dense_tensor(item.name, item.key, item.tensor, file, shape)
+            tensor = dense_tensor(item.name, item.key, item.tensor, file, shape)
+            builder.tensors.add({(item.name, item.key): tensor})
     whole, notes = _module_tensors(models, parameters, grid)
-    builder.tensors |= whole
+    builder.tensors.add(whole)
     builder.notes += notes if optimizer is not None else [*notes, _NO_OPTIMIZER_FILE]
     declared = Declared(tuple(item.rule for item in states if item.rule is not None))
     for model in models:

@@ -49,7 +49,7 @@ def unpartitioned_metadata(found: Found, model: ModelShard, options: MetadataOpt
     states = ((model.path, states) for states in state.states.values())
     builder = MetadataBuilder(found, [model], options.states, states)
     add_unpartitioned(builder, model, state, names)
-    builder.tensors |= module_tensors([model], 0, builder.parameters)[0]
+    builder.tensors.add(module_tensors([model], 0, builder.parameters)[0])
     builder.notes += notes
     return builder.build(model, 0, state.groups, frozen_recorded=model.frozen_recorded)
 
@@ -68,7 +68,7 @@ def add_unpartitioned(
 def weights_alone(found: Found, model: ModelShard) -> CheckpointMetadata:
     """The metadata of the module's weights; those of a pipeline are in the files of its layers."""
     builder = MetadataBuilder(found, [model])
-    builder.tensors, _ = module_tensors([model], 0, ())
+    builder.tensors.add(module_tensors([model], 0, ())[0])
     return builder.build(model, 0, (), frozen_recorded=False)
 
 

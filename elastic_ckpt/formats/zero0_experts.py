@@ -55,9 +55,9 @@ def unpartitioned_experts(
         add_unpartitioned(builder, shard, each.state, names, 1 + each.ep_rank)
         if each.state.kind == PLAIN:  # the weights are the masters
             for name, _ in shapes_of(shard, filter(None, chain.from_iterable(names))):
-                builder.tensors[name, MASTER] = dense_tensor(name, MASTER, shard.weights[name], files[name])
+                builder.tensors.add({(name, MASTER): dense_tensor(name, MASTER, shard.weights[name], files[name])})
         builder.notes += [note for note in notes if note not in builder.notes]
-    builder.tensors |= module_tensors([model], 0, builder.parameters)[0]
+    builder.tensors.add(module_tensors([model], 0, builder.parameters)[0])
     return builder.build(model, 0, optimizers[0].state.groups, frozen_recorded=model.frozen_recorded)
 
 

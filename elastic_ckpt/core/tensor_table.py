@@ -1,0 +1,79 @@
+"""The tensors of a checkpoint, those of partitioned parameters in closed form. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from elastic_ckpt.core.chunks import FlatTensors, PartitionedChunks, PartitionRule, listed
+from elastic_ckpt.core.metadata import TensorMetadata
+
+Shape = tuple[int, ...]
+#: Name and key of a tensor.
+Place = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class FlatState:
+    """The masters, or a state, of the parameters in a flat tensor: torch dtype in the files, and where they are."""
+
+    dtype: str
+    flat: FlatTensors
+
+
+class TensorTable(Mapping[Place, TensorMetadata]):
+    """Tensors by name and key; those of flat tensors are made when they are first asked for.
+
+    A model of many experts has a hundred thousand tensors, of which a rank needs few.
+    """
+
+    def __init__(self) -> None:
+        self._listed: dict[Place, TensorMetadata] = {}
+        self._made: dict[Place, TensorMetadata] = {}
+        self._partitioned: dict[str, tuple[Shape, PartitionRule, Mapping[str, FlatState]]] = {}
+
+    def add(self, tensors: Mapping[Place, TensorMetadata]) -> None:
+        """Add tensors one by one."""
+        self._listed |= tensors
+
+    def add_flat(
+        self,
+        shapes: Sequence[tuple[str, Shape]],
+        rules: Sequence[PartitionRule],
+        states: Mapping[str, FlatState],
+    ) -> None:
+        """Add the parameters in a flat tensor.
+
+        Args:
+            shapes, rules: name and logical shape of each parameter, and how it is partitioned.
+            states: by key, the masters and states that are laid out like them.
+        """
+        for (name, shape), rule in zip(shapes, rules, strict=True):
+            self._partitioned[name] = shape, rule, states
+
+    def __getitem__(self, place: Place) -> TensorMetadata:
+        found = self._made.get(place) or self._listed.get(place)
+        if found is not None:
+            return found
+        name, key = place
+        shape, rule, states = self._partitioned[name]
+        state = states[key]
+        rows = state.flat.rows
+        sources = (PartitionedChunks(rule, state.flat),) if rule.numel else listed()
+        made = TensorMetadata(name, key, (rows, *shape) if rows > 1 else shape, state.dtype, sources)
+        self._made[place] = made
+        return made
+
+    def __contains__(self, place: object) -> bool:
+        if place in self._listed or not isinstance(place, tuple):
+            return place in self._listed
+        found = self._partitioned.get(place[0])
+        return found is not None and place[1] in found[2]
+
+    def __iter__(self) -> Iterator[Place]:
+        partitioned = ((name, key) for name, (_, _, states) in self._partitioned.items() for key in states)
+        return chain(partitioned, self._listed)
+
+    def __len__(self) -> int:
+        return len(self._listed) + sum(len(states) for _, _, states in self._partitioned.values())

@@ -1,0 +1,49 @@
+"""Tensors in closed form, beside those that are listed."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_ckpt.core.chunks import FlatTensors, PartitionedChunks, PartitionRule, listed, parameter_rules
+from elastic_ckpt.core.metadata import BUFFER, MASTER, TensorMetadata
+from elastic_ckpt.core.tensor_table import FlatState, TensorTable
+
+
+def flat(offset: int, numel: int, rows: int = 1) -> FlatState:
+    return FlatState("float32", FlatTensors(range(2), array("q", [offset]), numel, 4, rows))
+
+
+@given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3), max_size=3), st.booleans())
+def test_a_table_has_what_a_dict_of_all_tensors_has(groups: list[list[int]], with_listed: bool) -> None:
+    table, expected = TensorTable(), {}
+    for number, numels in enumerate(groups):
+        shapes = [(f"p{number}.{at}", (numel,)) for at, numel in enumerate(numels)]
+        rules = parameter_rules(numels, [-(-numel // 2) for numel in numels])
+        states = {MASTER: flat(0, sum(numels)), "exp_avg": flat(100, sum(numels)), "wide": flat(200, sum(numels), 2)}
+        table.add_flat(shapes, rules, states)
+        for (name, shape), rule in zip(shapes, rules, strict=True):
+            for key, state in states.items():
+                sources = (PartitionedChunks(rule, state.flat),) if rule.numel else listed()
+                whole = (2, *shape) if key == "wide" else shape
+                expected[name, key] = TensorMetadata(name, key, whole, "float32", sources)
+    if with_listed:
+        more = {("b", BUFFER): TensorMetadata("b", BUFFER, (1,), "int64", listed())}
+        table.add(more)
+        expected |= more
+    assert table == expected and list(table) == list(expected) and len(table) == len(expected)
+    for place in [*expected, ("p0.0", "other"), ("unknown", MASTER)]:
+        assert (place in table) == (place in expected)
+        assert table.get(place) == expected.get(place) and table.get(place) is table.get(place)
+
+
+def test_what_is_not_there_is_no_tensor() -> None:
+    table = TensorTable()
+    table.add_flat([("a", (4,))], [PartitionRule(4, 2)], {MASTER: flat(0, 4)})
+    for place in (("a", "exp_avg"), ("b", MASTER)):
+        with pytest.raises(KeyError):
+            table[place]
+    assert "a" not in table
