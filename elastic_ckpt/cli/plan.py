@@ -25,7 +25,7 @@ from elastic_ckpt.cli.output import (
 from elastic_ckpt.cli.plan_view import document, draw, refuse_without_matplotlib, report
 from elastic_ckpt.cli.scatter import write_scatter
 from elastic_ckpt.config import ElasticConfig
-from elastic_ckpt.core.experts import numbers_of_experts
+from elastic_ckpt.core.experts import expert_name
 from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.errors import ElasticCkptError, MismatchError
 from elastic_ckpt.io.coalesce import read_options
@@ -132,7 +132,7 @@ def plan(
     stage = saved.zero_stage if zero is None else zero
     alignment = max(options.align_partitions, 1)
     dp = dp or saved.dp
-    ep = ep or (math.gcd(saved.ep, dp) if numbers_of_experts(metadata.parameters) else 1)
+    ep = ep or (math.gcd(saved.ep, dp) if any(map(expert_name, metadata.parameters)) else 1)
     topology = Topology(dp, tp or saved.tp, pp or saved.pp, stage, sub_group_size, alignment, ep)
     if topology.ranks > _MOST_RANKS:
         raise typer.BadParameter(f"{topology} would be {topology.ranks} ranks, and {_MOST_RANKS} are the most")

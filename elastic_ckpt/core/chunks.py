@@ -155,9 +155,10 @@ def parameter_rules(numels: Sequence[int], steps: Sequence[int]) -> list[Partiti
 def placements(rules: Iterable[PartitionRule], rank: int) -> Iterator[Placement]:
     """What one rank's flat partition has of each parameter, in flat order."""
     for index, rule in enumerate(rules):
-        if rank in rule.ranks:
-            mine = rule.range_on(rank)
-            yield Placement(index, mine, rule.start + mine.start + rule.shift - rank * rule.step)
+        left = rank * rule.step - rule.shift
+        start, stop = max(left, 0), min(left + rule.step, rule.numel)
+        if start < stop:
+            yield Placement(index, FlatRange(start, stop), rule.start + start - left)
 
 
 @dataclass(frozen=True, slots=True)

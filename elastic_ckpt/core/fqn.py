@@ -65,6 +65,8 @@ def rename_saved(metadata: CheckpointMetadata, rules: RenameRules) -> Checkpoint
 
 def adopt_live_names(metadata: CheckpointMetadata, model: ModelLayout) -> CheckpointMetadata:
     """Rename tied parameters to the FQN that the live engine uses, which depends on module registration order."""
+    if not model.ties:
+        return metadata
     saved_names = {*metadata.parameters, *(name for name, _ in metadata.tensors)}
     renamed = {}
     for name, others in model.ties.items():

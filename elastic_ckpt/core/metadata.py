@@ -6,8 +6,9 @@ row-major order).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
 from types import MappingProxyType
 from typing import Any
@@ -258,11 +259,28 @@ class CheckpointMetadata:
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
-    def names(self, key: str) -> list[str]:
+    def names(self, key: str) -> Sequence[str]:
         """Names that have a tensor under ``key``, in metadata order."""
-        return [name for name, tensor_key in self.tensors if tensor_key == key]
+        return self._names.get(key, ())
 
     @property
     def state_keys(self) -> tuple[str, ...]:
         """Keys of the parameters' tensor states."""
-        return tuple(sorted({key for _, key in self.tensors} - {MASTER, BUFFER, FROZEN}))
+        return tuple(sorted(self._names.keys() - {MASTER, BUFFER, FROZEN}))
+
+    @cached_property
+    def keys_by_name(self) -> Mapping[str, frozenset[str]]:
+        """Tensor states by parameter, for those that have any; empty for one that has scalar states alone."""
+        keys: dict[str, set[str]] = {name: set() for name, saved in self.parameters.items() if saved.scalars}
+        state_keys = set(self.state_keys)
+        for name, key in self.tensors:
+            if key in state_keys:
+                keys.setdefault(name, set()).add(key)
+        return {name: frozenset(found) for name, found in keys.items()}
+
+    @cached_property
+    def _names(self) -> Mapping[str, Sequence[str]]:
+        found: dict[str, list[str]] = {}
+        for name, key in self.tensors:
+            found.setdefault(key, []).append(name)
+        return found

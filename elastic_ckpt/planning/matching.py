@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from elastic_ckpt.core.local_state import LiveGroup, LocalState
@@ -31,6 +32,11 @@ class Matching:
     wholes: frozenset[tuple[str, str]]
     outcomes: tuple[Outcome, ...]
 
+    @property
+    def names(self) -> frozenset[str]:
+        """All that is restored."""
+        return self.restored.union(name for name, _ in self.wholes)
+
 
 def match_parameters(metadata: CheckpointMetadata, local_state: LocalState, strict: bool) -> Matching:
     """Match live and saved parameters, buffers and frozen weights by FQN.
@@ -42,33 +48,37 @@ def match_parameters(metadata: CheckpointMetadata, local_state: LocalState, stri
     """
     live = {name for flat in local_state.flats for name in flat.members}
     wholes = {(whole.name, whole.key) for whole in local_state.wholes}
-    weights = metadata.parameters.keys() | set(metadata.names(FROZEN))
-    buffers = set(metadata.names(BUFFER))
-    found = {(name, key) for name, key in wholes if name in (buffers if key == BUFFER else weights)}
-    missing = {MASTER: live - weights}
+    trained, frozen, buffers = metadata.parameters, set(metadata.names(FROZEN)), set(metadata.names(BUFFER))
+
+    def is_saved(name: str, key: str) -> bool:
+        return name in buffers if key == BUFFER else name in trained or name in frozen
+
+    restored = frozenset(name for name in live if is_saved(name, MASTER))
+    found = frozenset((name, key) for name, key in wholes if is_saved(name, key))
+    missing = {MASTER: live - restored}
     missing |= {kind: {name for name, key in wholes - found if key == kind} for kind in (BUFFER, FROZEN)}
     unsaved = set() if metadata.source.buffers_recorded else missing.pop(BUFFER)
     excluded = set()
     # ZeRO-2 and 3 list frozen parameters, even if there are none, unless they are excluded. At lower stages a save
     # without them looks like a model without any; of tied ones it keeps the second name
-    if not metadata.source.frozen_recorded and local_state.model.ties.keys() >= set(metadata.names(FROZEN)):
-        frozen = {whole.name for whole in local_state.wholes if whole.key == FROZEN and not whole.trains}
-        excluded = missing[FROZEN] & frozen
+    if not metadata.source.frozen_recorded and local_state.model.ties.keys() >= frozen:
+        excluded = missing[FROZEN] & {w.name for w in local_state.wholes if w.key == FROZEN and not w.trains}
         missing[FROZEN] -= excluded
-    unexpected = (weights | buffers) - live - {name for name, _ in wholes} - local_state.model.elsewhere
+    here, elsewhere = live.union(name for name, _ in wholes), local_state.model.elsewhere
+    unexpected = {n for n in chain(trained, frozen, buffers) if n not in elsewhere and n not in here}  # often thousands
     if strict and (any(missing.values()) or unexpected):
         raise _names_differ(metadata, set().union(*missing.values()), unexpected)
     outcomes = [
         *((role, "fresh", names, _NOT_SAVED) for role, names in missing.items()),
         (FROZEN, "fresh", excluded, _EXCLUDED),
         (BUFFER, "fresh", unsaved, _NOT_CONVERTED),
-        (MASTER, "ignored", unexpected & metadata.parameters.keys(), _NO_PLACE),
-        (FROZEN, "ignored", unexpected & (weights - metadata.parameters.keys()), _NO_PLACE),
+        (MASTER, "ignored", unexpected & trained.keys(), _NO_PLACE),
+        (FROZEN, "ignored", unexpected & frozen - trained.keys(), _NO_PLACE),
         (BUFFER, "ignored", unexpected & buffers, _NO_PLACE),
     ]
     return Matching(
-        restored=frozenset(live & weights),
-        wholes=frozenset(found),
+        restored=restored,
+        wholes=found,
         outcomes=tuple(Outcome(role, what, tuple(sorted(names)), why) for role, what, names, why in outcomes if names),
     )
 
@@ -96,6 +106,7 @@ def weights_key(metadata: CheckpointMetadata, name: str) -> str:
 
 #: Per live group, the saved groups that its values come from, and the values; empty if the live ones stay.
 Groups = tuple[tuple[tuple[int, ...], ...], tuple[Mapping[str, Any], ...]]
+NO_GROUPS: Groups = ((), ())
 
 
 def match_groups(

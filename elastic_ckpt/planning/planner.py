@@ -5,16 +5,15 @@ Proves that every destination element is written exactly once, or raises an erro
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.fqn import adopt_live_names, rename_saved
 from elastic_ckpt.core.local_state import LocalState
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
 from elastic_ckpt.core.read_plan import LoadPlan, Outcome
-from elastic_ckpt.planning.matching import Matching, match_groups, match_parameters
+from elastic_ckpt.planning.matching import NO_GROUPS, Groups, Matching, match_groups, match_parameters
 from elastic_ckpt.planning.plan_builder import PlanBuilder
 from elastic_ckpt.planning.replicas import compare_replicas
 from elastic_ckpt.planning.state_matching import NOTHING_MATCHED, StateMatching, match_states
@@ -45,14 +44,49 @@ class LoadOptions:
         return cls(config, RuleBook.of(config), **more)
 
 
+@dataclass(frozen=True)
+class Matched:
+    """What a rank restores, the same for all data-parallel ranks of one coordinate.
+
+    Attributes:
+        saved, metadata: the checkpoint after the user's renames, and under the live names of tied parameters.
+        parameters, states: what is on both sides.
+        resharding: how tensor-parallel shards are resharded.
+        groups: of each live group, where its hyperparameters come from, and their values.
+    """
+
+    saved: CheckpointMetadata
+    metadata: CheckpointMetadata
+    parameters: Matching
+    resharding: Resharding
+    states: StateMatching
+    groups: Groups
+
+
+def match(metadata: CheckpointMetadata, local_state: LocalState, options: LoadOptions) -> Matched:
+    """Match checkpoint and live engine. Raises :class:`MismatchError` or :class:`DamagedError` if they do not fit."""
+    config, model = options.config, local_state.model
+    saved = rename_saved(metadata, config.rename)
+    metadata = adopt_live_names(saved, model)
+    parameters = match_parameters(metadata, local_state, options.strict)
+    resharding = resolve(metadata, model, parameters.names, options.rules, config.replicated_params)
+    states, groups = NOTHING_MATCHED, NO_GROUPS
+    if options.optimizer_states:
+        states = match_states(metadata, local_state, parameters, config.convert_optimizer)
+    if options.optimizer_states or options.scheduler:
+        keep_live = config.param_groups == "keep_live"
+        groups = match_groups(metadata, local_state, keep_live, options.optimizer_states, states.converted)
+    return Matched(saved, metadata, parameters, resharding, states, groups)
+
+
 def plan_load(
-    metadata: CheckpointMetadata, local_state: LocalState, options: LoadOptions, known: Resharding | None = None
+    metadata: CheckpointMetadata, local_state: LocalState, options: LoadOptions, known: Matched | None = None
 ) -> LoadPlan:
     """Plan the load of one rank.
 
     Args:
         metadata, local_state, options: the checkpoint, the live engine, and what to restore.
-        known: the result of :func:`resharding_of`, if already computed.
+        known: the result of :func:`match`, if already computed.
 
     Returns:
         The plan. Its items, with those of the other data-parallel ranks for replicated slots, write exactly once each
@@ -62,25 +96,16 @@ def plan_load(
         MismatchError: names, shapes, dtypes, states or groups do not fit.
         DamagedError: chunks of a tensor leave a hole or overlap.
     """
-    config, saved = options.config, rename_saved(metadata, options.config.rename)
-    metadata, matching, restored = _matched(saved, local_state, options)
-    resharding = known or resolve(metadata, local_state.model, restored, options.rules, config.replicated_params)
-    states = NOTHING_MATCHED
-    sources: tuple[tuple[int, ...], ...] = ()
-    hyperparameters: tuple[Mapping[str, Any], ...] = ()
-    if options.optimizer_states:
-        states = match_states(metadata, local_state, matching, config.convert_optimizer)
-    if options.optimizer_states or options.scheduler:
-        sources, hyperparameters = match_groups(
-            metadata, local_state, config.param_groups == "keep_live", options.optimizer_states, states.converted
-        )
+    found, config = known or match(metadata, local_state, options), options.config
+    metadata, resharding, states = found.metadata, found.resharding, found.states
+    sources, hyperparameters = found.groups
     realign, rounding = config.eight_bit_realign == "requantize", config.on_precision_loss == "warn"
     builder = PlanBuilder(metadata, local_state, resharding.transfers, realign, rounding)
-    builder.add_all(matching, states)
+    builder.add_all(found.parameters, states)
     return LoadPlan(
         reads=builder.reads(),
         replica_checks=compare_replicas(
-            metadata, local_state.model, resharding, restored, options.optimizer_states, saved
+            metadata, local_state.model, resharding, found.parameters.names, options.optimizer_states, found.saved
         ),
         averaged=frozenset(resharding.averaged),
         blocks=builder.blocks,
@@ -90,25 +115,11 @@ def plan_load(
         hyperparameters=hyperparameters,
         saved_groups=len(metadata.groups),
         group_sources=sources,
-        outcomes=_restored(matching, states, sources if options.optimizer_states else ())
-        + matching.outcomes
+        outcomes=_restored(found.parameters, states, sources if options.optimizer_states else ())
+        + found.parameters.outcomes
         + states.outcomes,
         notes=(*metadata.notes, *resharding.notes, *states.notes, *builder.notes()),
     )
-
-
-def resharding_of(metadata: CheckpointMetadata, local_state: LocalState, options: LoadOptions) -> Resharding:
-    """How tensor-parallel shards are resharded, the same for all data-parallel ranks of this coordinate."""
-    metadata, _, restored = _matched(rename_saved(metadata, options.config.rename), local_state, options)
-    return resolve(metadata, local_state.model, restored, options.rules, options.config.replicated_params)
-
-
-def _matched(
-    saved: CheckpointMetadata, local_state: LocalState, options: LoadOptions
-) -> tuple[CheckpointMetadata, Matching, frozenset[str]]:
-    metadata = adopt_live_names(saved, local_state.model)
-    matching = match_parameters(metadata, local_state, options.strict)
-    return metadata, matching, matching.restored | {name for name, _ in matching.wholes}
 
 
 def _restored(matching: Matching, states: StateMatching, sources: Sequence[Sequence[int]]) -> tuple[Outcome, ...]:

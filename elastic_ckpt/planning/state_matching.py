@@ -78,13 +78,13 @@ def match_states(
     """
     for error in state_errors(metadata):
         raise error
-    keys = keys_by_name(metadata)
+    keys = metadata.keys_by_name
     if not keys:
         reason = "the checkpoint holds no optimizer state"
         if metadata.source.format != "dcp":  # which may be of weights alone
             reason += " (saved before the first step)"
         return StateMatching(scalars=(None,) * len(local_state.flats), outcomes=(Outcome(_ROLE, "fresh", (), reason),))
-    refuse_partial(metadata, keys)
+    refuse_partial(metadata)
     return _Matcher(metadata, local_state, matching, keys, convert).matching()
 
 
@@ -119,19 +119,10 @@ def state_errors(metadata: CheckpointMetadata) -> Iterator[DamagedError | Unsupp
         )
 
 
-def keys_by_name(metadata: CheckpointMetadata) -> dict[str, frozenset[str]]:
-    """Tensor states by parameter, for those that have any."""
-    keys: dict[str, set[str]] = {name: set() for name, saved in metadata.parameters.items() if saved.scalars}
-    state_keys = set(metadata.state_keys)
-    for name, key in metadata.tensors:
-        if key in state_keys:
-            keys.setdefault(name, set()).add(key)
-    return {name: frozenset(found) for name, found in keys.items()}
-
-
-def refuse_partial(metadata: CheckpointMetadata, stateful: Mapping[str, frozenset[str]]) -> None:
+def refuse_partial(metadata: CheckpointMetadata) -> None:
     """Refuse groups of which only some members have states: a partitioned optimizer keeps them for all or none."""
-    if metadata.source.zero_stage == 0:
+    stateful = metadata.keys_by_name
+    if metadata.source.zero_stage == 0 or metadata.parameters.keys() <= stateful.keys():
         return
     with_state = {metadata.parameters[name].group for name in stateful if name in metadata.parameters}
     for name, saved in metadata.parameters.items():
@@ -158,7 +149,7 @@ class _Matcher:
     scalars: list[Scalars | None] = field(default_factory=list)
 
     def matching(self) -> StateMatching:
-        stateful = frozenset(self.keys) & self.parameters.restored
+        stateful = frozenset(filter(self.keys.__contains__, self.parameters.restored))
         restored: dict[str, set[str]] = {}
         for flat in self.local_state.flats:
             members = [name for name in flat.members if name in stateful]

@@ -96,8 +96,8 @@ _MEGATRON = "megatron.core"
 
 def tensor_of(metadata: CheckpointMetadata, name: str) -> TensorMetadata | None:
     """The weights of a parameter, or a buffer."""
-    found = (metadata.tensors.get((name, key)) for key in (MASTER, FROZEN, BUFFER))
-    return next((tensor for tensor in found if tensor is not None), None)
+    tensors = metadata.tensors
+    return tensors.get((name, MASTER)) or tensors.get((name, FROZEN)) or tensors.get((name, BUFFER))
 
 
 def is_fused(name: str) -> bool:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from elastic_ckpt.core.local_state import LiveLayout
 from elastic_ckpt.core.metadata import BUFFER, CheckpointMetadata, TensorMetadata
@@ -64,8 +65,12 @@ class Decider:
 
     def __init__(self, metadata: CheckpointMetadata, book: RuleBook) -> None:
         self.metadata = metadata
-        self.structure = Structure(metadata)
         self._book = book
+
+    @cached_property
+    def structure(self) -> Structure:  # which looks at every tensor, for parameters whose layout changes
+        """Relations between the shapes of the checkpoint's matrices."""
+        return Structure(self.metadata)
 
     def sharded(self, tensor: TensorMetadata, live: LiveLayout = _NO_MODEL) -> Sharded:
         """A saved parameter or buffer with its live layout, if there is a live model."""

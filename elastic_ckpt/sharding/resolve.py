@@ -66,19 +66,26 @@ def resolve(
     Raises :class:`MismatchError` if a layout is unknown, or a rule contradicts the shapes; ``errors`` collects these by
     name instead.
     """
-    resolver = _Resolver(metadata, model, book, policy)
+    resolver = _Resolver(metadata, model, book, policy, errors)
     for name in sorted(names):
-        with collected(errors, name):
-            resolver.add(name)
+        resolver.add(name)
     return replace(resolver.found, notes=tuple(resolver.notes()))
 
 
 class _Resolver:
-    def __init__(self, metadata: CheckpointMetadata, model: ModelLayout, book: RuleBook, policy: str) -> None:
+    def __init__(
+        self,
+        metadata: CheckpointMetadata,
+        model: ModelLayout,
+        book: RuleBook,
+        policy: str,
+        errors: dict[str, ElasticCkptError] | None,
+    ) -> None:
         self._metadata = metadata
         self._live = model
         self._book = book
         self._policy = policy
+        self._errors = errors
         self.found = Resharding()
         self._origins: Counter[str] = Counter()
         self._guessed_matrices: list[str] = []
@@ -118,11 +125,12 @@ class _Resolver:
         as_saved = len(shapes) == len(layout.shapes) and (not is_universal or shapes == layout.shapes)
         if as_saved and not was_merged:
             return
-        sharded = self._decider.sharded(tensor, layout)
-        if was_merged:
-            self._refuse_wrong_merge(sharded)
-        if not as_saved:
-            self._resolve(sharded)
+        with collected(self._errors, name):
+            sharded = self._decider.sharded(tensor, layout)
+            if was_merged:
+                self._refuse_wrong_merge(sharded)
+            if not as_saved:
+                self._resolve(sharded)
 
     def _resolve(self, sharded: Sharded) -> None:
         chosen: RuleSource | None = None

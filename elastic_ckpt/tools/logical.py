@@ -21,7 +21,7 @@ from elastic_ckpt.io.reader import execute
 from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.planning.read_items import check_tiling, read_items, rows_in_order
 from elastic_ckpt.planning.replicas import compare_replicas
-from elastic_ckpt.planning.state_matching import keys_by_name, refuse_partial, state_errors
+from elastic_ckpt.planning.state_matching import refuse_partial, state_errors
 from elastic_ckpt.sharding.decide import virtual_layouts
 from elastic_ckpt.sharding.resolve import resolve
 
@@ -74,7 +74,7 @@ def refuse_unreadable_states(metadata: CheckpointMetadata) -> None:
     """Raise an error that names the optimizer state that is damaged, of unknown layout, or not there for some."""
     for error in state_errors(metadata):
         raise error
-    refuse_partial(metadata, keys_by_name(metadata))
+    refuse_partial(metadata)
 
 
 def weights_by_name(wholes: Iterable[Whole]) -> dict[str, Whole]:

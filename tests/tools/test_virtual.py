@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from unittest import mock
 
 import pytest
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
@@ -20,8 +21,9 @@ from elastic_ckpt.core.state_kinds import REPLICATED, WHOLE, BlockFormat, Codebo
 from elastic_ckpt.core.tp_rules import Rule
 from elastic_ckpt.errors import MismatchError, UnsupportedError
 from elastic_ckpt.formats.merging import merge_shards, merge_stages
-from elastic_ckpt.planning.planner import LoadOptions, plan_load
+from elastic_ckpt.planning.planner import LoadOptions, match, plan_load
 from elastic_ckpt.sharding.book import RuleBook
+from elastic_ckpt.tools import virtual
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
 from elastic_ckpt.tools.virtual.stages import _partition, stages_of
 from tests.simulation import Element, Shape, elements_of, saved
@@ -210,11 +212,14 @@ def test_a_parameter_that_nobody_knows_is_refused_with_the_lines_that_settle_it(
     "topology", [{"dp": 3, "tp": 4}, {"dp": 2, "tp": 1, "zero_stage": 3}, {"dp": 2, "tp": 2, "zero_stage": 0}]
 )
 def test_what_ranks_share_does_not_change_their_plans(topology: dict[str, int]) -> None:
-    """The job asks once for each tensor-parallel rank how shards are cut; a load asks on every rank."""
+    """The job matches the checkpoint once with each tensor-parallel rank; a load does on every rank."""
     options = LoadOptions(rules=RULES)
     job = job_of(sharded(2), options, **topology)
-    for rank in range(job.topology.ranks):
-        assert job.planned(rank) == (job.local_state(rank), plan_load(job.metadata, job.local_state(rank), options))
+    with mock.patch.object(virtual, "match", side_effect=match) as matched:
+        planned = [job.planned(rank) for rank in range(job.topology.ranks)]
+    assert matched.call_count == job.topology.tp
+    for rank, found in enumerate(planned):
+        assert found == (job.local_state(rank), plan_load(job.metadata, job.local_state(rank), options))
 
 
 # --- stages -----------------------------------------------------------------------------------------------------------

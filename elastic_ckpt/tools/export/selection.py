@@ -13,7 +13,6 @@ import torch
 
 from elastic_ckpt.core.metadata import BUFFER, MASTER, CheckpointMetadata, is_floating
 from elastic_ckpt.errors import ConfigError, NotFoundError, listed
-from elastic_ckpt.planning.state_matching import keys_by_name
 from elastic_ckpt.tools.export.shards import Exported
 from elastic_ckpt.tools.logical import WEIGHTS, Whole, refuse_unreadable_states, scalars_of
 
@@ -89,7 +88,7 @@ def states_of(metadata: CheckpointMetadata, wholes: Iterable[Whole], names: Coll
     an error that names the state if one is damaged or of unknown layout.
     """
     refuse_unreadable_states(metadata)
-    if not keys_by_name(metadata):
+    if not metadata.keys_by_name:
         raise NotFoundError(
             "the checkpoint holds no optimizer states to export",
             file=metadata.source.folder,

@@ -10,7 +10,7 @@ from elastic_ckpt.core.metadata import BUFFER, ITEMSIZE, MASTER, CheckpointMetad
 from elastic_ckpt.core.tp_rules import WHOLE_KINDS
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError, listed
 from elastic_ckpt.formats.naming import plain_name
-from elastic_ckpt.planning.state_matching import keys_by_name, refuse_partial, state_errors
+from elastic_ckpt.planning.state_matching import refuse_partial, state_errors
 from elastic_ckpt.tools.findings import ERROR, NOTE, WARNING, Finding, of_error, of_tensors
 from elastic_ckpt.tools.inspection.contents import precision_evidence, stored_nbytes
 from elastic_ckpt.tools.inspection.facts import Evidence, ParameterEntry, RuleFacts
@@ -128,7 +128,7 @@ def _incomplete(metadata: CheckpointMetadata) -> Iterator[Finding]:
         yield Finding(ERROR, "no_master", f"parameters without data: {listed(gone)}", parameter=gone[0])
     yield from of_tensors(metadata, "incomplete_tensor", "short_file")
     try:
-        refuse_partial(metadata, keys_by_name(metadata))
+        refuse_partial(metadata)
     except ElasticCkptError as error:
         yield of_error(error, "partial_states")
 

@@ -18,7 +18,7 @@ from elastic_ckpt.formats.datastates import is_datastates
 from elastic_ckpt.formats.naming import DCP_METADATA, UNIVERSAL_FOLDER
 from elastic_ckpt.formats.safetensors import SUFFIX
 from elastic_ckpt.formats.torch_archive.archive import is_legacy
-from elastic_ckpt.planning.state_matching import keys_by_name, state_errors
+from elastic_ckpt.planning.state_matching import state_errors
 from elastic_ckpt.sharding.book import RuleBook
 from elastic_ckpt.tools.files import WHOLE_FORMATS
 from elastic_ckpt.tools.findings import ERROR, NOTE, Finding, kind_of, of_error, of_tensors
@@ -228,7 +228,7 @@ def check_metadata(metadata: CheckpointMetadata) -> Iterator[Finding]:
 
 def _state_findings(metadata: CheckpointMetadata) -> Iterator[Finding]:
     """Members of a param group have the same states; without ZeRO, those without gradients have none."""
-    keys = keys_by_name(metadata)
+    keys = metadata.keys_by_name
     whole = metadata.source.zero_stage == 0 and metadata.source.format == "native"
     stateless: list[str] = []
     for group in range(len(metadata.groups)):

@@ -8,14 +8,14 @@ alone, as all but DeepSpeed's ``FP16_Optimizer`` do.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
-from elastic_ckpt.core.chunks import group_rules, parameter_rules, placements
-from elastic_ckpt.core.experts import expert_name, numbers_of_experts
+from elastic_ckpt.core.chunks import PartitionRule, group_rules, parameter_rules, placements
+from elastic_ckpt.core.experts import expert_name
 from elastic_ckpt.core.flat_ranges import (
     FlatRange,
-    Placement,
     group_offsets,
     per_parameter_numel,
 )
@@ -24,6 +24,7 @@ from elastic_ckpt.core.local_state import (
     FlatPartition,
     Fragment,
     LiveGroup,
+    LiveLayout,
     LocalState,
     ModelLayout,
     RankCoordinates,
@@ -33,11 +34,9 @@ from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadat
 from elastic_ckpt.core.read_plan import LoadPlan
 from elastic_ckpt.core.state_kinds import BLOCK_NUMELS, NON_SHARD_KEYS, REPLICATED, WHOLE, BlockFormat, LiveState
 from elastic_ckpt.errors import UnsupportedError, listed
-from elastic_ckpt.planning.planner import LoadOptions, plan_load, resharding_of
-from elastic_ckpt.planning.state_matching import keys_by_name
+from elastic_ckpt.planning.planner import LoadOptions, Matched, match, plan_load
 from elastic_ckpt.sharding.book import tensor_of
 from elastic_ckpt.sharding.decide import virtual_layouts
-from elastic_ckpt.sharding.resolve import Resharding
 from elastic_ckpt.tools.virtual.stages import stages_of
 
 #: Stages 1 and 2 pad each group to a multiple of this many elements per rank (``nccl_start_alignment_factor``).
@@ -77,6 +76,20 @@ class Topology:
         return f"ZeRO-{self.zero_stage}, DP={self.dp}, TP={self.tp}, PP={self.pp}{ep}"
 
 
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What all data-parallel ranks of one coordinate have in common; ``rules``: of each flat partition's members."""
+
+    layouts: Mapping[str, LiveLayout]
+    groups: tuple[LiveGroup, ...]
+    flats: tuple[FlatPartition, ...]
+    rules: tuple[Sequence[PartitionRule], ...]
+
+
+def _without_dp(at: RankCoordinates) -> tuple[int, int, int]:
+    return at.pp_rank, at.tp_rank, at.ep_rank
+
+
 class VirtualJob:
     """A job that would resume a checkpoint, renamed by ``rename``; :class:`ElasticCkptError` if it cannot exist."""
 
@@ -90,53 +103,68 @@ class VirtualJob:
         self.metadata = metadata
         self.topology = topology
         self.options = replace(options, config=options.config.model_copy(update={"rename": []}))
-        self._state_keys = keys_by_name(metadata)
-        self._resharding: dict[tuple[int, int, int], Resharding] = {}
+        self._matched: dict[tuple[int, int, int], Matched] = {}
+        self._held: dict[tuple[int, int, int], _Held] = {}
         self._states: dict[tuple[str, ...], tuple[LiveState, ...] | None] = {}
         self._keys = dict.fromkeys(metadata.parameters, MASTER)
         for name, key in metadata.tensors:
             if key in (BUFFER, FROZEN):
                 self._keys.setdefault(name, key)
-        self._experts = {layer: max(numbers) + 1 for layer, numbers in numbers_of_experts(self._keys).items()}
+        self._experts = {name: expert for name in self._keys if (expert := expert_name(name)) is not None}
+        self._counts: dict[str, int] = {}
+        for expert in self._experts.values():
+            self._counts[expert.layer] = max(self._counts.get(expert.layer, 0), expert.number + 1)
         self._refuse_uneven_experts()
         self.layouts = virtual_layouts(metadata, self._keys, topology.tp, options.rules)
         numels = {name: math.prod(layout.shapes[0]) for name, layout in self.layouts.items()}
         self.stages = stages_of(numels, topology.pp, metadata)
+        self._names = self._by_rank()
 
     def planned(self, rank: int) -> tuple[LocalState, LoadPlan]:
         """LocalState of one rank, and its LoadPlan."""
         local_state = self.local_state(rank)
-        coordinates = local_state.model.coordinates
-        at = coordinates.pp_rank, coordinates.tp_rank, coordinates.ep_rank
-        if at not in self._resharding:
-            self._resharding[at] = resharding_of(self.metadata, local_state, self.options)
-        return local_state, plan_load(self.metadata, local_state, self.options, self._resharding[at])
+        at = _without_dp(local_state.model.coordinates)
+        if at not in self._matched:
+            self._matched[at] = match(self.metadata, local_state, self.options)
+        return local_state, plan_load(self.metadata, local_state, self.options, self._matched[at])
 
     def local_state(self, rank: int) -> LocalState:
         """LocalState of one rank."""
         at = self.topology.coordinates(rank)
-        mine = [name for name in self._keys if at.pp_rank in self.stages[name] and self._holds(at, name)]
+        key = _without_dp(at)
+        if key not in self._held:
+            self._held[key] = self._held_by(at)
+        held = self._held[key]
+        return LocalState(
+            zero_stage=self.topology.zero_stage,
+            optimizer="the optimizer that saved it",
+            flats=held.flats,
+            fragments=tuple(self._fragments(held, at)),
+            wholes=tuple(self._wholes(held.layouts, at)),
+            groups=held.groups,
+            model=ModelLayout(at, held.layouts, frozenset(self._keys).difference(held.layouts)),
+        )
+
+    def _held_by(self, at: RankCoordinates) -> _Held:
+        mine = self._names.get((at.pp_rank, at.ep_rank), [])
         groups: list[list[str]] = [[] for _ in self.metadata.groups]
         for name in mine:
             if name in self.metadata.parameters:
                 groups[self.metadata.parameters[name].group].append(name)
         groups = list(map(self._in_module_order, groups))
-        flats, fragments = self._partitions(groups, at)
-        return LocalState(
-            zero_stage=self.topology.zero_stage,
-            optimizer="the optimizer that saved it",
-            flats=tuple(flats),
-            fragments=tuple(fragments),
-            wholes=tuple(self._wholes(mine, at)),
+        partitions = list(self._partitions(groups, at))
+        return _Held(
+            layouts={name: self.layouts[name] for name in mine},
             groups=tuple(
                 LiveGroup(tuple(names), dict(group)) for names, group in zip(groups, self.metadata.groups, strict=True)
             ),
-            model=ModelLayout(at, {name: self.layouts[name] for name in mine}, frozenset(self._keys) - frozenset(mine)),
+            flats=tuple(flat for flat, _ in partitions),
+            rules=tuple(rules for _, rules in partitions),
         )
 
     def _refuse_uneven_experts(self) -> None:
         ep = self.topology.ep
-        uneven = {layer: count for layer, count in self._experts.items() if count % ep}
+        uneven = {layer: count for layer, count in self._counts.items() if count % ep}
         is_other = (self.topology.zero_stage == 3) if self._experts else ep > 1
         if uneven or is_other or self.topology.dp % ep:
             raise UnsupportedError(
@@ -144,45 +172,51 @@ class VirtualJob:
                 parameter=listed(uneven) if uneven else None,
                 file=self.metadata.source.folder,
                 expected="ZeRO-0, 1 or 2, and an expert-parallel degree that divides experts and data-parallel ranks",
-                found=f"{self.topology}, {listed(set(map(str, self._experts.values())))} experts in a layer",
+                found=f"{self.topology}, {listed(set(map(str, self._counts.values())))} experts in a layer",
                 remedy="other degrees, or another stage",
             )
 
-    def _holds(self, at: RankCoordinates, name: str) -> bool:
-        """Whether an expert-parallel rank has a parameter: all have those of no expert."""
-        expert = expert_name(name)
-        return expert is None or expert.number * at.ep // self._experts[expert.layer] == at.ep_rank
+    def _by_rank(self) -> dict[tuple[int, int], list[str]]:
+        """What each expert-parallel rank of each pipeline stage has: all of them have what is of no expert."""
+        found: dict[tuple[int, int], list[str]] = {}
+        ep_ranks = range(self.topology.ep)
+        for name in self._keys:
+            expert = self._experts.get(name)
+            mine = ep_ranks if expert is None else (expert.number * len(ep_ranks) // self._counts[expert.layer],)
+            for at in product(self.stages[name], mine):
+                found.setdefault(at, []).append(name)
+        return found
 
     def _in_module_order(self, names: list[str]) -> list[str]:
         """The members of a group: a checkpoint has those of one expert-parallel rank after those of another."""
-        experts = list(map(expert_name, names))
+        experts = list(map(self._experts.get, names))
         if None in experts:
             return names
-        layers = {layer: number for number, layer in enumerate(self._experts)}
+        layers = {layer: number for number, layer in enumerate(self._counts)}
         order = [(layers[each.layer], each.number) for each in experts if each is not None]
         return [names[at] for at in sorted(range(len(names)), key=order.__getitem__)]
 
     def _partitions(
         self, groups: Sequence[Sequence[str]], at: RankCoordinates
-    ) -> tuple[list[FlatPartition], list[Fragment]]:
-        flats: list[FlatPartition] = []
-        fragments: list[Fragment] = []
+    ) -> Iterator[tuple[FlatPartition, Sequence[PartitionRule]]]:
+        """The flat partitions of one coordinate's ranks, and where each member of one is."""
         is_everywhere = self.topology.zero_stage == 0 and at.dp > 1
-        for number, names in enumerate(groups):
-            for members in self._sub_groups(names, at):
-                of_expert = expert_name(members[0]) is not None
-                shapes = [self.layouts[name].shapes[at.tp_rank] for name in members]
-                ranks = replace(at, dp=at.dp // at.ep, dp_rank=at.dp_rank // at.ep) if of_expert else at
-                numel, placed = self._placed(list(map(math.prod, shapes)), ranks)
-                index, key, in_all = len(flats), tuple(members), is_everywhere and not of_expert
-                if key not in self._states:  # the same on all ranks of a stage
-                    self._states[key] = self.states_of(members)
-                flats.append(FlatPartition(index, number, numel, "float32", key, in_all, self._states[key], None))
-                fragments += [
-                    Fragment(members[part.index], shapes[part.index], part.range, index, part.flat_offset)
-                    for part in placed
-                ]
-        return flats, fragments
+        every = ((number, members) for number, names in enumerate(groups) for members in self._sub_groups(names, at))
+        for index, (number, names) in enumerate(every):
+            key, of_expert = tuple(names), names[0] in self._experts
+            numels = [math.prod(self.layouts[name].shapes[at.tp_rank]) for name in names]
+            numel, rules = self._rules(numels, at.dp // at.ep if of_expert else at.dp)
+            if key not in self._states:  # the same on all ranks of a stage
+                self._states[key] = self.states_of(key)
+            in_all = is_everywhere and not of_expert
+            yield FlatPartition(index, number, numel, "float32", key, in_all, self._states[key], None), rules
+
+    def _fragments(self, held: _Held, at: RankCoordinates) -> Iterator[Fragment]:
+        for flat, rules in zip(held.flats, held.rules, strict=True):
+            rank = at.dp_rank // at.ep if flat.members[0] in self._experts else at.dp_rank
+            for part in placements(rules, rank if self.topology.zero_stage else 0):
+                name = flat.members[part.index]
+                yield Fragment(name, self.layouts[name].shapes[at.tp_rank], part.range, flat.index, part.flat_offset)
 
     def _sub_groups(self, names: Sequence[str], at: RankCoordinates) -> Iterator[Sequence[str]]:
         """Members of each flat partition: a group; without ZeRO a parameter; with ZeRO-3 a sub-group.
@@ -206,16 +240,16 @@ class VirtualJob:
     def _step(self, numel: int) -> int:
         return per_parameter_numel(numel, self.topology.dp, self.topology.alignment)
 
-    def _placed(self, numels: Sequence[int], at: RankCoordinates) -> tuple[int, Iterator[Placement]]:
-        """Elements of a rank's flat partition, and the placement of its members."""
+    def _rules(self, numels: Sequence[int], dp: int) -> tuple[int, Sequence[PartitionRule]]:
+        """Elements of a rank's flat partition, and where its members are."""
         if self.topology.zero_stage == 3:
             steps = [self._step(numel) for numel in numels]
-            return sum(steps), placements(parameter_rules(numels, steps), at.dp_rank)
-        numel, rank = sum(numels), 0
+            return sum(steps), parameter_rules(numels, steps)
+        numel = sum(numels)
         if self.topology.zero_stage:
-            unit = at.dp * math.lcm(START_ALIGNMENT, self.topology.alignment)
-            numel, rank = -(-numel // unit) * unit // at.dp, at.dp_rank
-        return numel, placements(group_rules(numels, group_offsets(numels), numel), rank)
+            unit = dp * math.lcm(START_ALIGNMENT, self.topology.alignment)
+            numel = -(-numel // unit) * unit // dp
+        return numel, group_rules(numels, group_offsets(numels), numel)
 
     def states_of(self, members: Sequence[str]) -> tuple[LiveState, ...] | None:
         """The tensor states of one flat partition, without the codebooks that bitsandbytes creates by itself.
@@ -225,7 +259,7 @@ class VirtualJob:
         found: dict[str, LiveState] = {}
         for name in members:
             saved = self.metadata.parameters[name]
-            for key in sorted(self._state_keys.get(name, ())):
+            for key in sorted(self.metadata.keys_by_name.get(name, ())):
                 tensor = self.metadata.tensors[name, key]
                 if tensor.is_whole:
                     if self.topology.zero_stage or len(members) > 1:
@@ -245,7 +279,7 @@ class VirtualJob:
                     found[state.key] = LiveState(state.key, state.dtype, REPLICATED, shape=state.shape)
         return tuple(found[key] for key in sorted(found))
 
-    def _wholes(self, names: Sequence[str], at: RankCoordinates) -> Iterator[WholeTensor]:
+    def _wholes(self, names: Iterable[str], at: RankCoordinates) -> Iterator[WholeTensor]:
         for name in names:
             key, tensor = self._keys[name], tensor_of(self.metadata, name)
             if key == MASTER or tensor is None:
@@ -253,7 +287,7 @@ class VirtualJob:
             shape = self.layouts[name].shapes[at.tp_rank]
             numel = math.prod(shape)
             whole = WholeTensor(
-                name, key, shape, FlatRange(0, numel), tensor.dtype, at.dp > 1 and expert_name(name) is None
+                name, key, shape, FlatRange(0, numel), tensor.dtype, at.dp > 1 and name not in self._experts
             )
             if key == FROZEN and self.topology.zero_stage == 3:
                 part = next(iter(placements(parameter_rules([numel], [self._step(numel)]), at.dp_rank)), None)

@@ -11,8 +11,8 @@ import re
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby, product
+from dataclasses import dataclass
+from itertools import chain, groupby, product
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
@@ -150,15 +150,19 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class _FlatGroup:
-    """A param group on expert-parallel rank 0: its hyperparameters, names and shapes, and the ranks that divide it."""
+    """A param group on expert-parallel rank 0.
+
+    Attributes:
+        hyperparameters, shapes: of the group; names and shapes of its parameters.
+        numel, partition: elements of all parameters, and of each rank's partition.
+        partitions: the ranks that divide it.
+    """
 
     hyperparameters: Mapping[str, Any]
     shapes: tuple[tuple[str, Shape], ...]
+    numel: int
+    partition: int
     partitions: int
-
-    @property
-    def numels(self) -> list[int]:
-        return [math.prod(shape) for _, shape in self.shapes]
 
 
 class ScaleModel(ReadyConfig):
@@ -192,7 +196,7 @@ class ScaleModel(ReadyConfig):
 
     @model_validator(mode="after")
     def _fits_together(self) -> ScaleModel:
-        every = list(self.every_parameter())
+        every = self.every_parameter()
         for parameter in every:
             self.group_of(parameter)
             if parameter.dim is not None and (
@@ -211,16 +215,20 @@ class ScaleModel(ReadyConfig):
             raise ValueError("experts are saved with ZeRO-1, and without model parallelism here")
         return self
 
-    def every_parameter(self) -> Iterator[Parameter]:
+    def every_parameter(self) -> list[Parameter]:
         """All parameters: tied ones first, as a ``PipelineModule`` lists them, then layer by layer."""
-        for layer in sorted(self.layers, key=lambda layer: (layer.tied is None, layer.first)):
-            for number in range(layer.first, layer.first + layer.count):
-                for template in () if layer.experts else layer.parameters:
-                    yield self._parameter(layer, number, template)
-                for expert, template in product(range(layer.experts), layer.parameters):
-                    each = self._parameter(layer, number, template)
-                    name = f"{layer.prefix.format(number)}.{EXPERTS}{expert}.{template.name}"
-                    yield replace(each, name=name, expert=expert, ep_rank=expert * self.saved.ep // layer.experts)
+        layers = sorted(self.layers, key=lambda layer: (layer.tied is None, layer.first))
+        numbered = ((layer, number) for layer in layers for number in range(layer.first, layer.first + layer.count))
+        return list(chain.from_iterable(self._of_layer(*each) for each in numbered))
+
+    def _of_layer(self, layer: LayerTemplate, number: int) -> Iterator[Parameter]:
+        made = [self._parameter(layer, number, template) for template in layer.parameters]
+        if not layer.experts:
+            yield from made
+        prefix = f"{layer.prefix.format(number)}.{EXPERTS}"
+        for expert, each in product(range(layer.experts), made):
+            name, ep_rank = f"{prefix}{expert}.{each.key}", expert * self.saved.ep // layer.experts
+            yield Parameter(name, each.shape, each.dim, number, each.key, each.stages, expert, ep_rank)
 
     def _parameter(self, layer: LayerTemplate, number: int, template: ParameterTemplate) -> Parameter:
         prefix = layer.prefix.format(number) if layer.tied is None else f"tied_modules.{layer.tied}"
@@ -253,18 +261,18 @@ def scale_metadata(model: ScaleModel) -> CheckpointMetadata:
 def scale_files(model: ScaleModel) -> tuple[Found, list[Kind], list[Indexed]]:
     """The folder of a large model's checkpoint, and the kind and contents of each file."""
     folder, tp, dp = os.path.join(FOLDER, model.name, model.saved.tag), model.saved.tp, model.saved.dp
-    parameters = list(model.every_parameter())
+    parameters = model.every_parameter()
     kinds: list[Kind] = []
     indexed: list[Indexed] = []
     for mp in range(len(model.saved.stages) * tp):
         groups = _flat_groups(model, parameters, mp // tp)
-        models = _model_shards(model, folder, mp, groups)
+        models = _model_shards(model, folder, mp, parameters, groups)
         kinds += [
             *((mp, rank, "model") for rank in range(len(models))),
             *((mp, rank, "optimizer") for rank in range(dp)),
         ]
         indexed += [*models, *(_optimizer_shard(model, folder, mp, rank, groups) for rank in range(dp))]
-    experts = list(_expert_shards(model, folder))
+    experts = list(_expert_shards(model, folder, parameters))
     kinds += [(0, number, "expert") for number in range(len(experts))]
     layers: dict[int, list[Parameter]] = defaultdict(list)
     for parameter in parameters if model.saved.zero_stage < 3 and not experts else ():
@@ -305,15 +313,22 @@ def _flat_groups(model: ScaleModel, parameters: Sequence[Parameter], stage: int)
                 runs[-1].append((each.name, shape))
         ep = saved.ep if group.holds == "experts" else 1
         more = {"moe": True, "name": f"ep_size_{ep}"} if group.holds == "experts" else {}
-        found += [_FlatGroup({**group.hyperparameters, **more}, tuple(run), saved.dp // ep) for run in runs]
+        for run in runs:
+            numels, dp = [math.prod(shape) for _, shape in run], saved.dp // ep
+            partition = -(-sum(numels) // (dp * START_ALIGNMENT)) * START_ALIGNMENT
+            if saved.zero_stage == 3:
+                partition = sum(per_parameter_numel(numel, saved.dp) for numel in numels)
+            found.append(_FlatGroup({**group.hyperparameters, **more}, tuple(run), sum(numels), partition, dp))
     return found
 
 
-def _model_shards(model: ScaleModel, folder: str, mp: int, groups: Sequence[_FlatGroup]) -> list[ModelShard]:
+def _model_shards(
+    model: ScaleModel, folder: str, mp: int, parameters: Sequence[Parameter], groups: Sequence[_FlatGroup]
+) -> list[ModelShard]:
     """Of ZeRO-1 a single file, of ZeRO-3 one of each rank."""
     saved, index, simulated = model.saved, model_indexer(), _File()
     experts = [layer.experts for layer in model.layers if layer.experts for _ in range(layer.count)]
-    dense = [each for each in model.every_parameter() if each.expert is None] if experts else []
+    dense = [each for each in parameters if each.expert is None] if experts else []
     tree = {
         "module": {each.name: simulated.tensor(each.shape, saved.weights_dtype) for each in dense} or None,
         "buffer_names": [],
@@ -340,15 +355,12 @@ def _model_shards(model: ScaleModel, folder: str, mp: int, groups: Sequence[_Fla
 def _optimizer_shard(model: ScaleModel, folder: str, mp: int, dp: int, groups: Sequence[_FlatGroup]) -> OptimizerShard:
     saved, simulated = model.saved, _File()
     saves_padding = saved.optimizer != "DeepSpeedZeroOptimizer"
-    partitions = [-(-sum(g.numels) // (g.partitions * START_ALIGNMENT)) * START_ALIGNMENT for g in groups]
-    if saved.zero_stage == 3:
-        partitions = [sum(per_parameter_numel(numel, saved.dp) for numel in group.numels) for group in groups]
     # the base optimizer's state is pickled before the masters
-    states = [StatesOfOne({key: simulated.tensor((size,), _FP32) for key in model.states}) for size in partitions]
+    states = [StatesOfOne({key: simulated.tensor((g.partition,), _FP32) for key in model.states}) for g in groups]
     flats = []
-    for group, partition, mine in zip(groups, partitions, states, strict=True):
-        first = dp // (saved.dp // group.partitions) * partition
-        master = partition if saves_padding else min(max(sum(group.numels) - first, 0), partition)
+    for group, mine in zip(groups, states, strict=True):
+        partition, first = group.partition, dp // (saved.dp // group.partitions) * group.partition
+        master = partition if saves_padding else min(max(group.numel - first, 0), partition)
         flats.append(FlatShard(simulated.tensor((master,), _FP32), partition, mine))
     prefix = "bf16_" if saved.weights_dtype == "bfloat16" else ""
     name = f"{prefix}zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt"
@@ -359,13 +371,13 @@ def _optimizer_shard(model: ScaleModel, folder: str, mp: int, dp: int, groups: S
     return build_shard(file, dp, saved.zero_stage, flats, hyperparameters, list(range(len(flats))))
 
 
-def _expert_shards(model: ScaleModel, folder: str) -> Iterator[ExpertShard]:
-    of_experts = (each for each in model.every_parameter() if each.expert is not None)
+def _expert_shards(model: ScaleModel, folder: str, parameters: Sequence[Parameter]) -> Iterator[ExpertShard]:
+    of_experts = (each for each in parameters if each.expert is not None)
     layers = groupby(of_experts, key=lambda each: each.layer)
     for layer, (_, members) in enumerate(layers):
-        for expert, parameters in groupby(members, key=lambda each: each.expert or 0):
+        for expert, mine in groupby(members, key=lambda each: each.expert or 0):
             file = _File()
-            weights = {each.name: file.tensor(each.shape, model.saved.weights_dtype) for each in parameters}
+            weights = {each.name: file.tensor(each.shape, model.saved.weights_dtype) for each in mine}
             path = os.path.join(folder, f"layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt")
             yield ExpertShard(path, file.nbytes, layer, expert, weights)
 
