@@ -398,6 +398,8 @@ def test_without_a_rule_drift_is_a_note_and_a_rule_is_the_remedy(
     config.write_text(json.dumps({"elastic_checkpoint": {"tp_rules": rules}}))
     findings = found_by(folder, "--full", "--config", config)
     assert [(finding["code"], finding["parameter"]) for finding in findings] == [("drift", "2.down.bias")]
+    config.write_text(json.dumps({"elastic_checkpoint": {"rename": [[".*bias$", "bias"]]}}))  # one name for several
+    assert [finding["code"] for finding in found_by(folder, "--full", "--config", config)] == ["mismatch"]
 
 
 def test_tied_layers_of_pipeline_stages_are_compared(parallel: Path, copy: Callable[[Path], Path]) -> None:

@@ -7,12 +7,15 @@ import os
 import random
 import zipfile
 import zlib
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.chunks import (
     BlockCode,
     FlatTensors,
@@ -35,6 +38,7 @@ from elastic_ckpt.core.metadata import (
 )
 from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
 from elastic_ckpt.core.strided import Shape
+from elastic_ckpt.core.tp_rules import Rule
 from elastic_ckpt.errors import DamagedError, MismatchError
 from elastic_ckpt.formats.base import Found
 from elastic_ckpt.formats.naming import sort_names
@@ -44,6 +48,7 @@ from elastic_ckpt.tools.files import expected_files
 from elastic_ckpt.tools.findings import ERROR, NOTE, Finding, kind_of, of_error
 from elastic_ckpt.tools.verification import check_metadata, scan
 from elastic_ckpt.tools.verification.archive import Problem, Record, read_archive
+from elastic_ckpt.tools.verification.copies import check_copies
 from elastic_ckpt.tools.verification.scan import (
     Checked,
     Odd,
@@ -352,6 +357,19 @@ def test_of_quantized_states_the_scales_are_looked_at() -> None:
     assert spans == {"/ckpt/step4/1": [Span(80_004, 2, "float32", "w", "absmax1", 1)]}
     integers = tensor("counts", (0, 100, 0), dtype="int64")
     assert metadata_spans(metadata_of([integers], {})) == {}
+
+
+def test_copies_go_by_the_names_that_rename_gives_them(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(torch.tensor([1.0, 2.0, 1.0, 3.0]).numpy().tobytes())
+    shards = tuple(chain.from_iterable(listed(StorageChunk(FlatRange(0, 2), 0, 8 * rank)) for rank in (0, 1)))
+    saved = TensorMetadata("old", MASTER, (2,), "float32", shards, shards=((2,), (2,)))
+    facts = SourceFacts("native", str(tmp_path), "step4", 1, 1, "0.19.8", tp=2)
+    metadata = metadata_of([saved], {"old": parameter((2,))}, source=facts)
+    metadata = replace(metadata, files=(SourceFile(str(tmp_path / "a"), 16),))
+    rules = [Rule(pattern="new", kind="replicated")]
+    for rename, code, name in (([("old", "new")], "drift", "new"), ([], "not-checked", None)):
+        (finding,) = check_copies(metadata, ElasticConfig(tp_rules=rules, rename=rename), threads=1)
+        assert (finding.kind, finding.parameter) == (code, name)
 
 
 def test_missing_files_are_named_as_deepspeed_would() -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata
-from elastic_ckpt.errors import DamagedError, listed
+from elastic_ckpt.errors import DamagedError, MismatchError, listed
 from elastic_ckpt.formats import Found
 from elastic_ckpt.formats.datastates import is_datastates
 from elastic_ckpt.formats.naming import DCP_METADATA, UNIVERSAL_FOLDER
@@ -144,7 +144,7 @@ def _check_bytes(
 
         try:
             findings += check_copies(metadata, config, threads)
-        except DamagedError as error:
+        except (DamagedError, MismatchError) as error:
             findings.append(of_error(error, kind_of(error)))
     return sum(result.nbytes for result in checked)
 

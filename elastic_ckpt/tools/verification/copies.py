@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from elastic_ckpt.config import ElasticConfig
+from elastic_ckpt.core.fqn import rename_saved
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
 from elastic_ckpt.errors import ElasticCkptError, listed
 from elastic_ckpt.io.coalesce import ReadOptions
@@ -19,8 +20,10 @@ def check_copies(metadata: CheckpointMetadata, config: ElasticConfig, threads: i
     """Findings on replicas that differ.
 
     Without a live model, only rules determine which tensors are replicated over tensor-parallel ranks; tensors without
-    a rule get a note. Raises :class:`ConfigError` if there is no such preset.
+    a rule get a note. Rules match names as ``"rename"`` changes them, by which the findings go too. Raises
+    :class:`ConfigError` if there is no such preset, :class:`MismatchError` if ``"rename"`` gives two tensors one name.
     """
+    metadata = rename_saved(metadata, config.rename)
     folder = metadata.source.folder
     errors: dict[str, ElasticCkptError] = {}
     reader = LogicalReader(metadata, LoadOptions.of(config), errors)
