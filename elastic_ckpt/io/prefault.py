@@ -15,6 +15,7 @@ import mmap
 import sys
 import time
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 _PAGE_NBYTES = mmap.PAGESIZE
@@ -82,6 +83,7 @@ class Prefault:
         return self._libc.mincore(page, _PAGE_NBYTES, ctypes.byref(found)) == 0 and bool(found.value & 1)
 
 
+@cache
 def _libc() -> Any:
     if sys.platform != "linux":
         return None

@@ -1,4 +1,4 @@
-"""Executes a read plan: file bytes straight into the memory of the slots, from a pool of threads.
+"""Executes a read plan: file bytes straight into the memory of the slots, from a pool of threads or the caller's own.
 
 An item whose slot is a contiguous CPU tensor of the file's dtype is *direct*: ``preadv`` writes into the tensor, and
 adjacent ranges of a file share a call. Any other item (other dtype, accelerator, strided tensor) is *staged* through
@@ -74,16 +74,17 @@ def execute(
             stack.callback(lane.finish)  # after a failure too: no transfer may outlive its slot
             free.put(lane)
         work = _Work(plan, tensors, files, Prefault(options.huge_pages), free)
-        pool = stack.enter_context(ThreadPoolExecutor(options.threads, thread_name_prefix="elastic_ckpt"))
-        stack.callback(pool.shutdown, cancel_futures=True)  # after a failure nobody waits for the rest
-        for nbytes in chain(
-            pool.map(work.run_direct, tasks(direct, options.threads)), pool.map(work.run_staged, staged)
-        ):
+        run: Callable[..., Iterator[Any]] = map
+        if options.threads > 1:
+            pool = stack.enter_context(ThreadPoolExecutor(options.threads, thread_name_prefix="elastic_ckpt"))
+            stack.callback(pool.shutdown, cancel_futures=True)  # after a failure nobody waits for the rest
+            run = pool.map
+        for nbytes in chain(run(work.run_direct, tasks(direct, options.threads)), run(work.run_staged, staged)):
             bar.update(nbytes)
         for lane in lanes:
             lane.finish()
         stats = ReadStats(copied_nbytes, len(direct) + sum(item.rows for item in staged), staged_nbytes)
-        for done, part in zip(pool.map(work.run_requantize, parts), parts, strict=True):
+        for done, part in zip(run(work.run_requantize, parts), parts, strict=True):
             stats += done
             bar.update(part.nbytes)
     return stats

@@ -6,6 +6,7 @@ import os
 import resource
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
@@ -250,6 +251,15 @@ def test_a_file_that_ends_early_is_damage_and_is_named(tmp_path: Path, dtype: st
         execute(plan, [target], ReadOptions(threads=2), show_progress=False)
     assert caught.value.file == str(file)
     assert str(caught.value.found) == f"end of file at byte {file.stat().st_size}"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_thread_is_the_callers_own(tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Thread, "start", lambda _: pytest.fail("a thread was started"))
+    values, target = torch.arange(50.0), untouched(50)
+    file = write(tmp_path / "a", values.to(getattr(torch, dtype)))
+    run([file], [target], [ReadItem(0, 0, 0, 0, 50, dtype)], ReadOptions(threads=1, chunk_nbytes=16))
+    assert torch.equal(target, values)
 
 
 def test_a_file_that_cannot_be_read_is_damage_and_is_named(tmp_path: Path) -> None:
