@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -36,6 +36,9 @@ class Records:
         """Records from all offsets, ascending, then all sizes, then all CRC32s."""
         count = len(numbers) // 3
         return cls(array("Q", numbers[:count]), array("Q", numbers[count:-count]), array("I", numbers[-count:]))
+
+    def __iter__(self) -> Iterator[tuple[int, int, int]]:
+        return zip(self.offsets, self.nbytes, self.crc32s, strict=True)
 
     def __reduce__(self) -> tuple[Any, ...]:  # of many small files, which the description of an array would double
         return Records._of_columns, (*self.offsets, *self.nbytes, *self.crc32s)

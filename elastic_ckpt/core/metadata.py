@@ -25,6 +25,8 @@ MASTER = "fp32"
 BUFFER = "buffer"
 #: Key of a parameter that no optimizer owned at save time.
 FROZEN = "frozen"
+#: Keys of all that is no optimizer state.
+WEIGHTS = frozenset({MASTER, BUFFER, FROZEN})
 
 _BY_SIZE = {
     1: ("bool", "int8", "uint8"),
@@ -266,7 +268,7 @@ class CheckpointMetadata:
     @property
     def state_keys(self) -> tuple[str, ...]:
         """Keys of the parameters' tensor states."""
-        return tuple(sorted(self._names.keys() - {MASTER, BUFFER, FROZEN}))
+        return tuple(sorted(self._names.keys() - WEIGHTS))
 
     @cached_property
     def keys_by_name(self) -> Mapping[str, frozenset[str]]:

@@ -20,7 +20,7 @@ from elastic_ckpt.core.local_state import (
     LocalState,
     WholeTensor,
 )
-from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, WEIGHTS
 from elastic_ckpt.core.read_plan import LoadPlan, ReadPlan, Slot
 from elastic_ckpt.distributed import can_broadcast
 from elastic_ckpt.engines.compat import base_optimizer, has_optimizer
@@ -224,7 +224,7 @@ class EngineAdapter(ABC):
         """A tensor for every slot; allocates new optimizer states, and fills gaps in states with their zero."""
         states: dict[int, list[Slot]] = {}
         for slot in plan.slots:
-            if slot.key not in (MASTER, BUFFER, FROZEN):
+            if slot.key not in WEIGHTS:
                 states.setdefault(slot.flat, []).append(slot)
         for flat, slots in states.items():
             self.schema.allocate(self.stepped(flat), slots)

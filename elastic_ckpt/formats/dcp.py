@@ -19,6 +19,7 @@ from elastic_ckpt.core.metadata import (
     FROZEN,
     ITEMSIZE,
     MASTER,
+    WEIGHTS,
     CheckpointMetadata,
     SavedParameter,
     SourceFacts,
@@ -46,7 +47,6 @@ _STEP = "step"
 _MOST_SKEW = 60.0
 #: In the names of extra states, those of Transformer Engine for example.
 _EXTRA_STATE = "._extra_state"
-_RESERVED = frozenset({MASTER, BUFFER, FROZEN})
 
 
 def read_dcp(found: Found, options: MetadataOptions) -> Checkpoint:
@@ -260,7 +260,7 @@ class _Builder:
                 self._scalar_forms[key] = dtype or type(value).__name__
             else:
                 self._opaque[key] = f"an object of type {type(value).__name__}"
-        elif key in _RESERVED or not is_floating(dtype):
+        elif key in WEIGHTS or not is_floating(dtype):
             self._opaque[key] = f"{dtype} of shape {shape}"
         else:
             self._tensors[name, key] = self._tensor(name, key, entry, is_whole=own not in (shape, shape[1:]))

@@ -90,7 +90,7 @@ def read_dcp_file(
                 offsets.append(-1)
                 continue
             offsets.append(-1 if item.sizes is None else _data_of(item, file.tree, contents, path))
-            records += zip(file.records.offsets, file.records.nbytes, file.records.crc32s, strict=True)
+            records += file.records
     return DcpFile(path, size, offsets, values, status.st_mtime, records=Records.of(records))
 
 
@@ -101,8 +101,7 @@ def _read_item(path: str, descriptor: int, item: StoredItem, trees: Trees, trust
         return replace(leaf, byte_offset=leaf.byte_offset + item.start) if isinstance(leaf, TensorRef) else leaf
 
     archive = read_archive_tree(_Slice(descriptor, item), trust_pickle, trees)  # type: ignore[arg-type]
-    places = zip(archive.records.offsets, archive.records.nbytes, archive.records.crc32s, strict=True)
-    records = Records.of((offset + item.start, nbytes, crc32) for offset, nbytes, crc32 in places)
+    records = Records.of((offset + item.start, nbytes, crc32) for offset, nbytes, crc32 in archive.records)
     return PickledFile(path, os.fstat(descriptor).st_size, replace_leaves(archive.tree, moved), records=records)
 
 

@@ -59,9 +59,8 @@ class PickledFile:
 
     def changed_record(self) -> int | None:
         """Byte offset of a tensor's record that does not have its checksum, if there is one; reads the whole file."""
-        records = self.records
         with open(self.path, "rb") as stream:
-            for offset, nbytes, crc32 in zip(records.offsets, records.nbytes, records.crc32s, strict=True):
+            for offset, nbytes, crc32 in self.records:
                 stream.seek(offset)
                 found = 0
                 for first in range(0, nbytes, _PIECE_NBYTES):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, ClassVar
 
-from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
+from elastic_ckpt.core.metadata import WEIGHTS
 from elastic_ckpt.core.state_kinds import COMPANIONS, REPLICATED, BlockFormat, Codebook, StateOptions, codebook
 from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.formats.classify import Digest, SavedKind
@@ -63,7 +63,7 @@ def sort_states(file: PickledFile, saved: Mapping[str, Any], options: StateOptio
     forms: dict[str, str] = {}
     opaque: dict[str, str] = {}
     for key, value in flat.items():
-        if key in (MASTER, BUFFER, FROZEN):
+        if key in WEIGHTS:
             opaque[key] = "a state of a name that masters, buffers or frozen parameters go by here"
         elif isinstance(value, TensorRef):
             (tensors if value.shape else points)[key] = value

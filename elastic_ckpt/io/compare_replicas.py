@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, MASTER, SourceFile
+from elastic_ckpt.core.metadata import ITEMSIZE, WEIGHTS, SourceFile
 from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, ReplicaCheck, RequantizeItem, Slot, in_file_order
 from elastic_ckpt.errors import MismatchError, listed
 from elastic_ckpt.io.coalesce import ReadOptions
@@ -65,7 +65,7 @@ class Drift:
     files: tuple[str, ...] = field(default=(), compare=False)
 
     def __str__(self) -> str:
-        what = "" if self.key in (MASTER, BUFFER, FROZEN) else f" {self.key}"
+        what = "" if self.key in WEIGHTS else f" {self.key}"
         apart = f"at most {self.largest:.3g} and in the mean {self.mean:.3g} apart"
         where = f" ({', '.join(self.files)})" if self.files else ""
         return f"{', '.join(self.names or (self.name,))}{what}: {self.copies} copies, {apart}{where}"

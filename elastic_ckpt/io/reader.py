@@ -57,12 +57,9 @@ def execute(
     parts = [part for item in plan.requantize_items for part in parts_of(item, options.requantize_nbytes)]
     copied_nbytes, staged_nbytes = (sum(read.nbytes for read in reads) for reads in (direct, staged))
     copied_nbytes += staged_nbytes
+    total, show = copied_nbytes + sum(part.nbytes for part in parts), options.progress if show_progress else False
     with ExitStack() as stack:
-        total = copied_nbytes + sum(part.nbytes for part in parts)
-        disable = True if not show_progress else None if options.progress is None else not options.progress
-        bar = stack.enter_context(
-            tqdm(total=total, unit="B", unit_scale=True, desc="elastic_ckpt", disable=disable, leave=False)
-        )
+        bar = stack.enter_context(progress_bar("elastic_ckpt", total, show, leave=False))
         files = _Files(plan.files, stack, sums)
         lanes: list[Lane] = []
         if staged:
@@ -88,6 +85,12 @@ def execute(
             stats += done
             bar.update(part.nbytes)
     return stats
+
+
+def progress_bar(what: str, nbytes: int, show: bool | None, leave: bool = True) -> tqdm[Any]:
+    """A progress bar over bytes; ``show`` is ``None``: if standard error is a terminal."""
+    disable = None if show is None else not show
+    return tqdm(total=nbytes, unit="B", unit_scale=True, desc=what, disable=disable, leave=leave)
 
 
 @dataclass(frozen=True)

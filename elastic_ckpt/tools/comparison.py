@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, MASTER, CheckpointMetadata, ReplicatedState
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.compare_replicas import differences
+from elastic_ckpt.io.reader import progress_bar
 from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.tools.files import WHOLE_FORMATS
 from elastic_ckpt.tools.logical import LogicalReader
@@ -69,10 +69,9 @@ def compare(first: Opened, second: Opened, threads: int, progress: bool | None =
     lacking += [Difference(*key, MISSING, "the first checkpoint does not have it") for key in right if key not in left]
     both = [key for key in left if key in right]
     differing = []
-    total, disable = sum(left[key].nbytes for key in both), None if progress is None else not progress
     with (
         ThreadPoolExecutor(threads, thread_name_prefix="elastic_ckpt") as pool,
-        tqdm(total=total, unit="B", unit_scale=True, desc="comparing", disable=disable) as bar,
+        progress_bar("comparing", sum(left[key].nbytes for key in both), progress) as bar,
     ):
         for key, difference in zip(both, pool.map(lambda key: _compare(sides, key), both), strict=True):
             bar.update(left[key].nbytes)

@@ -11,7 +11,7 @@ import torch
 
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.local_state import ModelLayout
-from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, MASTER, CheckpointMetadata, TensorMetadata
+from elastic_ckpt.core.metadata import ITEMSIZE, MASTER, WEIGHTS, CheckpointMetadata, TensorMetadata
 from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, ReplicaCheck, RequantizeItem, Slot, in_file_order
 from elastic_ckpt.core.strided import Shape, ShardSources, copied
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError, listed
@@ -24,9 +24,6 @@ from elastic_ckpt.planning.replicas import compare_replicas
 from elastic_ckpt.planning.state_matching import refuse_partial, state_errors
 from elastic_ckpt.sharding.decide import virtual_layouts
 from elastic_ckpt.sharding.resolve import resolve
-
-#: Keys of what a module's state dict holds.
-WEIGHTS = frozenset({MASTER, FROZEN, BUFFER})
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from tqdm import tqdm
-
 from elastic_ckpt.config import state_options
 from elastic_ckpt.core.experts import with_stacks
 from elastic_ckpt.errors import ElasticCkptError
@@ -18,6 +16,7 @@ from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER, p
 from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.formats.universal_files import common_optimizer_state
 from elastic_ckpt.io.coalesce import ReadOptions
+from elastic_ckpt.io.reader import progress_bar
 from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.sharding.decide import known_rules
 from elastic_ckpt.tools.conversion.contents import (
@@ -30,13 +29,7 @@ from elastic_ckpt.tools.conversion.contents import (
 from elastic_ckpt.tools.conversion.pickling import save
 from elastic_ckpt.tools.logical import LogicalReader
 from elastic_ckpt.tools.opened import Opened
-from elastic_ckpt.tools.workplace import (
-    CONVERSION,
-    Workplace,
-    WriteReport,
-    naming_os_errors,
-    refuse_target,
-)
+from elastic_ckpt.tools.workplace import CONVERSION, Workplace, WriteReport, naming_os_errors, refuse_target
 
 #: Incremented whenever the same source is converted to different bytes.
 _VERSION = 1
@@ -108,8 +101,6 @@ def _other_files(opened: Opened) -> list[OutputFile]:
 
 def _write_all(place: Workplace, files: list[OutputFile], threads: int, progress: bool | None) -> int:
     """Write all files and return their bytes; the first error is raised once files in progress are done."""
-    disable = None if progress is None else not progress
-    total = sum(file.nbytes for file in files)
 
     def work(file: OutputFile) -> int:
         try:
@@ -126,7 +117,7 @@ def _write_all(place: Workplace, files: list[OutputFile], threads: int, progress
 
     written = 0
     with (
-        tqdm(total=total, unit="B", unit_scale=True, desc="converting", disable=disable) as bar,
+        progress_bar("converting", sum(file.nbytes for file in files), progress) as bar,
         ThreadPoolExecutor(threads, thread_name_prefix="elastic_ckpt") as pool,
     ):
         # after an error or Ctrl-C, map cancels pending files

@@ -24,11 +24,12 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from tqdm import tqdm
 
 from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, MASTER, CheckpointMetadata
+from elastic_ckpt.core.metadata import ITEMSIZE, WEIGHTS, CheckpointMetadata
 from elastic_ckpt.errors import ElasticCkptError, listed
 from elastic_ckpt.formats.pickled import open_file
 from elastic_ckpt.formats.saved_config import config_section
 from elastic_ckpt.io.coalesce import ReadOptions
+from elastic_ckpt.io.reader import progress_bar
 from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.tools.conversion.contents import refuse_unconvertible
 from elastic_ckpt.tools.logical import LogicalReader, Whole, refuse_without_masters, scalars_of
@@ -59,8 +60,7 @@ def convert_to_dcp(
     """
     target, started = target.absolute(), time.monotonic()
     refuse_target(CONVERSION, target, Path(opened.found.folder))
-    config = opened.config
-    metadata = opened.metadata
+    metadata, config = opened.metadata, opened.config
     refuse_unconvertible(metadata, "dcp")
     refuse_without_masters(metadata)
     load = LoadOptions.of(config)
@@ -71,13 +71,7 @@ def convert_to_dcp(
     with (
         naming_os_errors(CONVERSION, target),
         Workplace(CONVERSION, target, metadata.files, facts, restart) as place,
-        tqdm(
-            total=sum(whole.nbytes for whole in wholes.values()),
-            unit="B",
-            unit_scale=True,
-            desc="converting",
-            disable=None if progress is None else not progress,
-        ) as bar,
+        progress_bar("converting", sum(whole.nbytes for whole in wholes.values()), progress) as bar,
     ):
         notes = (*metadata.notes, *reader.notes, *reader.compare_copies(read), *_notes_on(metadata, decoupled))
         planner = _ChunkPlanner(wholes, reader, read, bar)
@@ -99,7 +93,7 @@ def convert_to_dcp(
 
 def _paths_of(whole: Whole, metadata: CheckpointMetadata) -> Iterator[tuple[str, ...]]:
     """Where a tensor is in the state dict; tied weights are there under each name."""
-    if whole.key in (MASTER, BUFFER, FROZEN):
+    if whole.key in WEIGHTS:
         yield "model", whole.name
         yield from (("model", alias) for alias, name in metadata.aliases.items() if name == whole.name)
     else:

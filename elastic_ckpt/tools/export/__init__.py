@@ -11,12 +11,11 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from tqdm import tqdm
-
 from elastic_ckpt.config import ElasticConfig, state_options
-from elastic_ckpt.core.metadata import BUFFER, FROZEN, CheckpointMetadata, converts_exactly
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, WEIGHTS, CheckpointMetadata, converts_exactly
 from elastic_ckpt.errors import ElasticCkptError, MismatchError, listed
 from elastic_ckpt.io.coalesce import ReadOptions
+from elastic_ckpt.io.reader import progress_bar
 from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.tools.export.config_files import config_files, config_notes
 from elastic_ckpt.tools.export.selection import (
@@ -39,16 +38,9 @@ from elastic_ckpt.tools.export.shards import (
     shards_of,
 )
 from elastic_ckpt.tools.export.writing import ShardWriter
-from elastic_ckpt.tools.logical import WEIGHTS, LogicalReader, refuse_without_masters
+from elastic_ckpt.tools.logical import LogicalReader, refuse_without_masters
 from elastic_ckpt.tools.opened import config_of, open_folder
-from elastic_ckpt.tools.workplace import (
-    EXPORT,
-    Workplace,
-    WriteReport,
-    naming_os_errors,
-    partial_folder,
-    refuse_target,
-)
+from elastic_ckpt.tools.workplace import EXPORT, Workplace, WriteReport, naming_os_errors, partial_folder, refuse_target
 
 #: Incremented whenever the same source is exported to different bytes.
 _VERSION = 1
@@ -189,9 +181,7 @@ def _write_all(
 ) -> int:
     """Write the files that are not there yet; returns their bytes."""
     todo = [shard for shard in shards if not place.has(shard.file)]
-    disable = None if progress is None else not progress
-    total = sum(shard.nbytes for shard in todo)
-    with tqdm(total=total, unit="B", unit_scale=True, desc="exporting", disable=disable) as bar:
+    with progress_bar("exporting", sum(shard.nbytes for shard in todo), progress) as bar:
         parts = -(-jobs // _JOBS)
         chunk, staging = _READ.chunk_nbytes // parts, _READ.staging_nbytes // parts
         writer = ShardWriter(reader, replace(_READ, chunk_nbytes=chunk, staging_nbytes=staging), jobs, bar.update)

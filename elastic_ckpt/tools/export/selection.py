@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 import torch
 
-from elastic_ckpt.core.metadata import BUFFER, MASTER, CheckpointMetadata, is_floating
+from elastic_ckpt.core.metadata import BUFFER, MASTER, WEIGHTS, CheckpointMetadata, is_floating
 from elastic_ckpt.errors import ConfigError, NotFoundError, listed
 from elastic_ckpt.tools.export.shards import Exported
-from elastic_ckpt.tools.logical import WEIGHTS, Whole, refuse_unreadable_states, scalars_of
+from elastic_ckpt.tools.logical import Whole, refuse_unreadable_states, scalars_of
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 _TORCH_NAMES: Mapping[str, str] = MappingProxyType({"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"})

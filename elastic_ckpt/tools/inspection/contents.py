@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from elastic_ckpt.core.local_state import SequenceParallel
-from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, MASTER, CheckpointMetadata, TensorMetadata
+from elastic_ckpt.core.metadata import BUFFER, ITEMSIZE, WEIGHTS, CheckpointMetadata, TensorMetadata
 from elastic_ckpt.core.tp_rules import AMBIGUOUS, CUSTOM, WHOLE_KINDS, CannotSplit, Rule
 from elastic_ckpt.core.training_state import BatchSizes
 from elastic_ckpt.formats.model_states import UnpartitionedState
@@ -157,7 +157,7 @@ def parameters_of(
         kept = BUFFER_ROLE if BUFFER in mine else WEIGHT if weights_only else FROZEN_ROLE
         stored = [metadata.tensors[name, key] for key in mine]
         stored += [replica for key in mine for replica in metadata.replicas.get((name, key), ())]
-        states = sorted(set(mine) - {MASTER, FROZEN, BUFFER})
+        states = sorted(set(mine) - WEIGHTS)
         shards: tuple[Shape, ...] = () if own is None else own.shard_shapes
         if saved is not None:
             states += [state.key for state in saved.replicated] + [key for key, _ in saved.scalars]

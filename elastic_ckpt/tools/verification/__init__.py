@@ -175,8 +175,8 @@ def _work_by_metadata(
         if os.path.basename(path) == DCP_METADATA:
             findings.append(_no_checksums(path, "as torch writes it"))
         return Work(path, os.path.getsize(path))
-    places = zip(file.records.offsets, file.records.nbytes, file.records.crc32s, strict=True)
-    work = _work(path, file.nbytes, [Record(f"data at {offset}", offset, *rest) for offset, *rest in places], spans)
+    records = [Record(f"data at {offset}", offset, nbytes, crc32) for offset, nbytes, crc32 in file.records]
+    work = _work(path, file.nbytes, records, spans)
     if not work.has_checksums or path.endswith(SUFFIX):
         findings.append(_no_checksums(path, "as the format has none" if path.endswith(SUFFIX) else _CRC_OFF))
     return work

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.fqn import rename_saved
-from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
+from elastic_ckpt.core.metadata import WEIGHTS, CheckpointMetadata
 from elastic_ckpt.errors import ElasticCkptError, listed
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.compare_replicas import find_drift, united
@@ -33,7 +33,7 @@ def check_copies(metadata: CheckpointMetadata, config: ElasticConfig, threads: i
         if drift.name in resharding.guessed and (drift.name, drift.key) not in metadata.replicas:
             unknown.add(drift.name)
             continue
-        what = "" if drift.key in (MASTER, BUFFER, FROZEN) else f" of {drift.key}"
+        what = "" if drift.key in WEIGHTS else f" of {drift.key}"
         apart = f"at most {drift.largest:.3g} and in the mean {drift.mean:.3g} apart"
         message = f"{drift.copies} copies{what}, which should be equal, are {apart}"
         level = NOTE if drift.name in resharding.averaged else ERROR

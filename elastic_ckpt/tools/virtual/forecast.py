@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from elastic_ckpt.core.local_state import LocalState
-from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, MASTER
+from elastic_ckpt.core.metadata import ITEMSIZE, WEIGHTS
 from elastic_ckpt.core.read_plan import LoadPlan, ReadPlan
 from elastic_ckpt.io.coalesce import ReadOptions, read_sizes
 from elastic_ckpt.tools.virtual import VirtualJob
@@ -134,7 +134,7 @@ def memory_of(local_state: LocalState, plan: LoadPlan, run: LiveRun) -> Memory:
     stage, flat_numel = local_state.zero_stage, sum(flat.numel for flat in local_state.flats)
     states = Counter[tuple[str, str]]()
     for slot in plan.reads.slots:
-        if slot.key not in (MASTER, BUFFER, FROZEN):
+        if slot.key not in WEIGHTS:
             states[slot.key, slot.dtype] += slot.numel * ITEMSIZE[slot.dtype]
     # trainable parameters of this pipeline stage and tensor-parallel rank, before ZeRO partitions them
     members = [name for flat in local_state.flats for name in flat.members]
