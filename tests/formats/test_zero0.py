@@ -137,7 +137,7 @@ def test_a_frozen_parameter_inside_a_group_is_trained_as_far_as_the_optimizer_te
     shard = indexed(tmp_path, model.state_dict(), trained(model, optimizer, idle=["b"]))
     metadata = catalog_of(tmp_path, shard, [NAMES])
     check_states(metadata, model, optimizer, idle=["b"])
-    assert metadata.names(FROZEN) == []
+    assert not metadata.names(FROZEN)
     engine = live(
         {"a": (2, 3), "scale": (), "c": (3, 2)},
         wholes={("mask", BUFFER): ((2,), "int64"), ("b", FROZEN): ((5,), "float32")},
@@ -222,7 +222,7 @@ def test_tied_names_are_one_parameter_under_the_first(tmp_path: Path) -> None:
     metadata = catalog_of(tmp_path, indexed(tmp_path, {**model.state_dict(), "tied": model.a.data}, state), [NAMES])
     assert metadata.aliases == {"tied": "a"}
     check_states(metadata, model, optimizer)
-    assert metadata.names(FROZEN) == []
+    assert not metadata.names(FROZEN)
     tied = [["tied", "scale", "b", "c"]]
     assert (
         catalog_of(tmp_path, indexed(tmp_path, {**model.state_dict(), "tied": model.a.data}, state), tied) == metadata
