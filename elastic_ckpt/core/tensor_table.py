@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, filterfalse
 
 from elastic_ckpt.core.chunks import FlatTensors, PartitionedChunks, PartitionRule, listed
 from elastic_ckpt.core.metadata import TensorMetadata
@@ -34,7 +34,7 @@ class TensorTable(Mapping[Place, TensorMetadata]):
         self._partitioned: dict[str, tuple[Shape, PartitionRule, Mapping[str, FlatState]]] = {}
 
     def add(self, tensors: Mapping[Place, TensorMetadata]) -> None:
-        """Add tensors one by one."""
+        """Add tensors one by one. They take the place of those that are in a flat tensor too."""
         self._listed |= tensors
 
     def add_flat(
@@ -53,7 +53,7 @@ class TensorTable(Mapping[Place, TensorMetadata]):
             self._partitioned[name] = shape, rule, states
 
     def __getitem__(self, place: Place) -> TensorMetadata:
-        found = self._made.get(place) or self._listed.get(place)
+        found = self._listed.get(place) or self._made.get(place)
         if found is not None:
             return found
         name, key = place
@@ -66,14 +66,16 @@ class TensorTable(Mapping[Place, TensorMetadata]):
         return made
 
     def __contains__(self, place: object) -> bool:
-        if place in self._listed or not isinstance(place, tuple):
-            return place in self._listed
-        found = self._partitioned.get(place[0])
-        return found is not None and place[1] in found[2]
+        return place in self._listed or self._is_partitioned(place)
 
     def __iter__(self) -> Iterator[Place]:
         partitioned = ((name, key) for name, (_, _, states) in self._partitioned.items() for key in states)
-        return chain(partitioned, self._listed)
+        return chain(filterfalse(self._listed.__contains__, partitioned), self._listed)
 
     def __len__(self) -> int:
-        return len(self._listed) + sum(len(states) for _, _, states in self._partitioned.values())
+        partitioned = sum(len(states) for _, _, states in self._partitioned.values())
+        return partitioned + len(self._listed) - sum(map(self._is_partitioned, self._listed))
+
+    def _is_partitioned(self, place: object) -> bool:
+        found = self._partitioned.get(place[0]) if isinstance(place, tuple) else None
+        return found is not None and place[1] in found[2]  # type: ignore[index]

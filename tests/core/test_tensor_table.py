@@ -47,3 +47,14 @@ def test_what_is_not_there_is_no_tensor() -> None:
         with pytest.raises(KeyError):
             table[place]
     assert "a" not in table
+
+
+def test_a_tensor_that_is_listed_too_is_there_once() -> None:
+    """Masters of experts without ZeRO are the weights in their own files."""
+    table, own = TensorTable(), TensorMetadata("a", MASTER, (4,), "float32", listed())
+    table.add_flat([("a", (4,)), ("b", (2,))], [PartitionRule(4, 6), PartitionRule(2, 6, 4)], {MASTER: flat(0, 6)})
+    assert table["a", MASTER] != own
+    table.add({("a", MASTER): own})
+    assert table["a", MASTER] is own and ("a", MASTER) in table
+    assert sorted(table) == [("a", MASTER), ("b", MASTER)] and len(table) == 2
+    assert table == dict(table) and [tensor.name for tensor in table.values()].count("a") == 1
