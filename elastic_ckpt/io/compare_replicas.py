@@ -66,9 +66,13 @@ class Drift:
 
     def __str__(self) -> str:
         what = "" if self.key in WEIGHTS else f" {self.key}"
-        apart = f"at most {self.largest:.3g} and in the mean {self.mean:.3g} apart"
+        return f"{', '.join(self.names or (self.name,))}{what}: {self.copies} copies, {self.apart}"
+
+    @property
+    def apart(self) -> str:
+        """By how much they differ, and in which files."""
         where = f" ({', '.join(self.files)})" if self.files else ""
-        return f"{', '.join(self.names or (self.name,))}{what}: {self.copies} copies, {apart}{where}"
+        return f"at most {self.largest:.3g} and in the mean {self.mean:.3g} apart{where}"
 
 
 def find_drift(

@@ -34,8 +34,7 @@ def check_copies(metadata: CheckpointMetadata, config: ElasticConfig, threads: i
             unknown.add(drift.name)
             continue
         what = "" if drift.key in WEIGHTS else f" of {drift.key}"
-        apart = f"at most {drift.largest:.3g} and in the mean {drift.mean:.3g} apart"
-        message = f"{drift.copies} copies{what}, which should be equal, are {apart}"
+        message = f"{drift.copies} copies{what}, which should be equal, are {drift.apart}"
         level = NOTE if drift.name in resharding.averaged else ERROR
         yield Finding(level, "drift", message, drift.name, folder)
     if unknown:
