@@ -30,7 +30,8 @@ def renamed_states(
 ) -> Mapping[str, str] | None:
     """Live state -> saved state, if both optimizers are of one family and name states differently; else ``None``."""
     parameter = metadata.parameters[name]
-    plain = all(metadata.tensors[name, key].shape == parameter.shape for key in saved)
+    tensors = [metadata.tensors.get((name, key)) for key in saved]  # members of one flat tensor may differ in states
+    plain = all(tensor is None or tensor.shape == parameter.shape for tensor in tensors)
     if not plain or any(state.key == UPDATE_NORM for state in parameter.replicated):
         return None
     if saved == set(_FAMILIES["adam"][0]) and not _is_adam(metadata.groups[parameter.group]):

@@ -10,6 +10,7 @@ import bitsandbytes as bnb
 import pytest
 import torch
 
+from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.chunks import BlockCode, listed
 from elastic_ckpt.core.local_state import LiveGroup, LocalState
 from elastic_ckpt.core.metadata import CheckpointMetadata, ReplicatedState, StateFacts
@@ -185,7 +186,26 @@ def test_a_conversion_to_adam_that_nobody_asked_for_is_refused_too() -> None:
     assert caught.value.expected == "states of the live optimizer torch.optim.adamw.AdamW"
 
 
+def without(metadata: CheckpointMetadata, *places: tuple[str, str]) -> CheckpointMetadata:
+    """The same checkpoint without some tensors."""
+    tensors = {place: tensor for place, tensor in metadata.tensors.items() if place not in places}
+    return replace(metadata, tensors=tensors)
+
+
+def test_a_state_that_one_member_lacks_is_damage_in_a_conversion_too() -> None:
+    metadata = without(adam_saved(), ("a.weight", "exp_avg_sq"))
+    assert matched(metadata, bnb_engine(), convert=True).converted
+    options = LoadOptions(ElasticConfig(convert_optimizer=True))
+    with pytest.raises(DamagedError, match="holds no exp_avg_sq for it") as caught:
+        plan_load(metadata, bnb_engine(), options)
+    assert caught.value.parameter == "a.weight"
+
+
 REFUSED = {
+    "Adafactor": (  # of vectors and matrices, other states
+        without(saved(TWO, states=("row_var", "variance")), ("a.weight", "variance"), ("b.weight", "row_var")),
+        adam_engine(),
+    ),
     "LAMB": (everywhere(bnb_saved(), table("unorm_vec", shape=(1,))), adam_engine()),
     "LAMB of one": (with_replicated(bnb_saved(), "a.weight", table("unorm_vec", shape=(1,))), adam_engine()),
     "AdEMAMix": (two_rows(bnb_saved(), "state1"), adam_engine()),
