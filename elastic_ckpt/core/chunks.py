@@ -36,9 +36,9 @@ class BlockCode:
     scales_offset: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # not frozen, as FlatRange
 class StorageChunk:
-    """A contiguous range of a tensor, or of one tensor-parallel shard of it, in one file.
+    """A contiguous range of a tensor, or of one tensor-parallel shard of it, in one file. Immutable.
 
     Attributes:
         range: elements of the tensor or shard.

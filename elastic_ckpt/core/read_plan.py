@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -54,9 +55,9 @@ class Share:
     owner: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # not frozen: that takes five times as long to make, and there are millions
 class ReadItem:
-    """A strided copy from a file to a slot: ``rows`` times ``numel`` contiguous elements.
+    """A strided copy from a file to a slot: ``rows`` times ``numel`` contiguous elements. Immutable.
 
     Attributes:
         file, byte_offset: index into :attr:`ReadPlan.files`, and where the first element is.
@@ -119,31 +120,45 @@ def clip_items(items: Sequence[ReadItem], start: int, stop: int, disjoint: bool 
 def join_neighbours(items: Iterable[ReadItem]) -> list[ReadItem]:
     """Join single-row items that continue their predecessor, in file and in slot; the order stays."""
     joined: list[ReadItem] = []
+    numel, end = 0, -1  # of the last one: elements with all that continue it, and the byte behind them
     for item in items:
-        last = joined[-1] if joined else None
-        if (
-            last is not None
-            and last.file == item.file
-            and last.byte_offset + last.numel * ITEMSIZE[last.dtype] == item.byte_offset
-            and last.slot_offset + last.numel == item.slot_offset
-            and last.slot == item.slot
-            and last.dtype == item.dtype
-            and last.rows == item.rows == 1
-            and (last.code and replace(last.code, position=last.code.position + last.numel)) == item.code
-        ):
-            numel = last.numel + item.numel
-            joined[-1] = ReadItem(
-                last.file, last.byte_offset, last.slot, last.slot_offset, numel, last.dtype, code=last.code
-            )
+        if item.byte_offset == end and _continues(joined[-1], numel, item):
+            numel += item.numel
         else:
+            if joined:
+                joined[-1] = _prolonged(joined[-1], numel)
             joined.append(item)
+            numel = item.numel
+        end = joined[-1].byte_offset + numel * ITEMSIZE[item.dtype]
+    if joined:
+        joined[-1] = _prolonged(joined[-1], numel)
     return joined
+
+
+def _continues(first: ReadItem, numel: int, item: ReadItem) -> bool:
+    """Whether an item continues another one in the slot, given where it is in the file."""
+    return (
+        first.file == item.file
+        and first.slot_offset + numel == item.slot_offset
+        and first.slot == item.slot
+        and first.dtype == item.dtype
+        and first.rows == item.rows == 1
+        and (first.code and replace(first.code, position=first.code.position + numel)) == item.code
+    )
+
+
+def _prolonged(item: ReadItem, numel: int) -> ReadItem:
+    if numel == item.numel:
+        return item
+    return ReadItem(item.file, item.byte_offset, item.slot, item.slot_offset, numel, item.dtype, code=item.code)
+
+
+_IN_FILE = operator.attrgetter("file", "byte_offset", "slot", "slot_offset")
 
 
 def in_file_order(items: Iterable[ReadItem]) -> tuple[ReadItem, ...]:
     """Items sorted by file and offset, neighbours joined."""
-    ordered = sorted(items, key=lambda item: (item.file, item.byte_offset, item.slot, item.slot_offset))
-    return tuple(join_neighbours(ordered))
+    return tuple(join_neighbours(sorted(items, key=_IN_FILE)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,11 +120,11 @@ def read_sizes(plan: ReadPlan, options: ReadOptions, on_accelerator: bool) -> Co
     ``on_accelerator``: whether ``preadv`` cannot write into the slots, so that all reads go through bounce buffers.
     """
     sizes: Counter[int] = Counter()
-    direct = []
+    direct, staged_nbytes = [], options.staged_nbytes
     for item in plan.items:
         slot, itemsize = plan.slots[item.slot], ITEMSIZE[item.dtype]
         if on_accelerator or item.dtype != slot.dtype:
-            step_nbytes = max(options.staged_nbytes // itemsize, 1) * itemsize
+            step_nbytes = (staged_nbytes // itemsize or 1) * itemsize
             whole, rest = divmod(item.numel * itemsize, step_nbytes)
             sizes[step_nbytes] += whole * item.rows
             sizes[rest] += item.rows

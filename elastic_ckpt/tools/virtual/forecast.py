@@ -115,7 +115,7 @@ def reads_of(local_state: LocalState, plan: LoadPlan, options: ReadOptions, on_a
         calls=sizes.total(),
         least_nbytes=min(sizes, default=0),
         most_nbytes=max(sizes, default=0),
-        files=len(bytes_by_file(reads)),
+        files=len(reads.files_read),
         nbytes_compared=sum(item.nbytes for replica in replicas for item in replica),
         nbytes_received=sum(share.range.numel * ITEMSIZE[reads.slots[share.slot].dtype] for share in received),
     )
@@ -123,10 +123,10 @@ def reads_of(local_state: LocalState, plan: LoadPlan, options: ReadOptions, on_a
 
 def bytes_by_file(reads: ReadPlan) -> dict[int, int]:
     """Bytes of tensors that a plan reads from each file, without scales of requantized blocks."""
-    found = Counter[int]()
+    found: dict[int, int] = {}
     for item in chain(reads.items, *(item.sources for item in reads.requantize_items)):
-        found[item.file] += item.nbytes
-    return dict(found)
+        found[item.file] = found.get(item.file, 0) + item.rows * item.numel * ITEMSIZE[item.dtype]
+    return found
 
 
 def memory_of(local_state: LocalState, plan: LoadPlan, run: LiveRun) -> Memory:
