@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, filterfalse
+from typing import Any
 
 from elastic_ckpt.core.chunks import FlatTensors, PartitionedChunks, PartitionRule, listed
 from elastic_ckpt.core.metadata import TensorMetadata
@@ -20,6 +21,9 @@ class FlatState:
 
     dtype: str
     flat: FlatTensors
+
+
+_NOT_PARTITIONED: tuple[Shape, PartitionRule, Mapping[str, FlatState]] = (), PartitionRule(0, 0), {}
 
 
 class TensorTable(Mapping[Place, TensorMetadata]):
@@ -53,12 +57,21 @@ class TensorTable(Mapping[Place, TensorMetadata]):
             self._partitioned[name] = shape, rule, states
 
     def __getitem__(self, place: Place) -> TensorMetadata:
+        found: TensorMetadata | None = self.get(place)
+        if found is None:
+            raise KeyError(place)
+        return found
+
+    def get(self, place: Place, default: Any = None) -> Any:
+        """As of every mapping, but without an exception for each one that is not there."""
         found = self._listed.get(place) or self._made.get(place)
         if found is not None:
             return found
         name, key = place
-        shape, rule, states = self._partitioned[name]
-        state = states[key]
+        shape, rule, states = self._partitioned.get(name, _NOT_PARTITIONED)
+        state = states.get(key)
+        if state is None:
+            return default
         rows = state.flat.rows
         sources = (PartitionedChunks(rule, state.flat),) if rule.numel else listed()
         made = TensorMetadata(name, key, (rows, *shape) if rows > 1 else shape, state.dtype, sources)
