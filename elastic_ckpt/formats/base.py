@@ -119,10 +119,12 @@ def refuse_other_saves(
 
     ``facts_of`` returns what must be equal in all files, by the words that describe a difference.
     """
-    first = facts_of(files[0])
+    first, seen = facts_of(files[0]), {_parts(files[0])}
     for file in files[1:]:
-        if _shares_all(file, files[0]):
+        parts = _parts(file)
+        if parts in seen:  # as where files were exchanged, which then share what they have in common
             continue
+        seen.add(parts)
         facts = facts_of(file)
         for what, expected in first.items():
             if facts[what] != expected and repr(facts[what]) != repr(expected):  # NaN is no number's equal
@@ -135,10 +137,10 @@ def refuse_other_saves(
                 )
 
 
-def _shares_all(file: SourceFile, other: SourceFile) -> bool:
-    """Whether two files have the same objects but for their own fields, as where these were exchanged."""
-    own, others = getattr(file, OWN_FIELDS, ()), vars(other)
-    return all(name in own or value is others.get(name) for name, value in vars(file).items())
+def _parts(file: SourceFile) -> tuple[int, ...]:
+    """The identities of the objects that a file consists of, but for its own fields."""
+    own = getattr(file, OWN_FIELDS, ())
+    return tuple(id(value) for name, value in vars(file).items() if name not in own)
 
 
 def refuse_swapped(file: PickledFile) -> None:

@@ -121,5 +121,8 @@ def _first(values: np.ndarray[Any, Any]) -> str:
 
 
 def _read(path: str, offset: int, numel: int, dtype: str) -> np.ndarray[Any, Any]:
-    with open(path, "rb") as stream:
-        return to_numbers(dtype, os.pread(stream.fileno(), numel * ITEMSIZE[dtype], offset))
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return to_numbers(dtype, os.pread(descriptor, numel * ITEMSIZE[dtype], offset))
+    finally:
+        os.close(descriptor)

@@ -1,14 +1,17 @@
-"""Files that changed places, by the name that torch notes in an archive."""
+"""Files that changed places, by the name that torch notes in an archive, and files of other saves."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
+from elastic_ckpt.core.metadata import SourceFile
 from elastic_ckpt.errors import DamagedError
-from elastic_ckpt.formats.base import refuse_swapped
+from elastic_ckpt.formats.base import refuse_other_saves, refuse_swapped
 from elastic_ckpt.formats.pickled import open_pickled
 
 SHARD = "zero_pp_rank_{}_mp_rank_{}_optim_states.pt"
@@ -61,3 +64,31 @@ def test_a_file_that_was_saved_through_a_stream_has_no_name_of_its_own(tmp_path:
         with open(tmp_path / SHARD.format(rank, "00"), "wb") as stream:
             torch.save({}, stream)
     refuse_swapped(open_pickled(str(tmp_path / SHARD.format(0, "00"))))
+
+
+@dataclass(frozen=True)
+class Shard(SourceFile):
+    OWN_FIELDS: ClassVar[tuple[str, ...]] = ("path", "nbytes", "records")
+
+    groups: Any
+
+
+FIRST = Shard("0", 1, groups=({"lr": float("nan")},))
+OTHER = Shard("1", 1, groups=({"lr": 0.5},))
+
+
+@pytest.mark.parametrize(
+    "shards",
+    [
+        [FIRST, OTHER],
+        [FIRST, replace(FIRST, path="2"), OTHER],  # behind one that shares everything with the first
+        [FIRST, replace(FIRST, path="2", groups=({"lr": float("nan")},)), OTHER, replace(OTHER, path="3")],
+    ],
+)
+def test_the_first_file_of_another_save_is_refused(shards: list[Shard]) -> None:
+    with pytest.raises(DamagedError, match="than 0: groups differ") as caught:
+        refuse_other_saves(shards, lambda shard: {"groups differ": shard.groups})
+    assert (caught.value.file, caught.value.found) == ("1", "({'lr': 0.5},)")
+    refuse_other_saves(
+        [shard for shard in shards if shard.groups is not OTHER.groups], lambda shard: {"": shard.groups}
+    )
