@@ -42,6 +42,7 @@ from benchmarks.scale import ScalePoint
 from benchmarks.table import full_report
 from elastic_ckpt import distributed
 from elastic_ckpt.distributed import inline_nbytes
+from elastic_ckpt.tools.virtual import Topology
 from elastic_ckpt.tools.virtual.scale import ScaleModel
 
 MACHINE = {
@@ -491,6 +492,20 @@ def test_the_cost_of_source_ranks_is_shown_with_its_growth() -> None:
     assert "0.010 │  0.040 │       3.0" in console.export_text()
     universal = ScalePoint(3, 1000, 1, 16, 2048, 4001, 0.5, 9.0, 0.04, 3 << 20, 2048, 4096, 9, format="universal")
     assert scale.growths([*points, universal]) == {3: 0.0}
+
+
+def test_the_checkpoint_of_a_large_model_is_exchanged_and_planned_without_files() -> None:
+    point = scale.measure_model("mixtral-8x7b", Topology(dp=32, ep=8), job_ranks=3)
+    assert (point.model, point.ranks, point.live_ranks, point.files, point.parameters) == (
+        "mixtral-8x7b",
+        64,
+        32,
+        321,
+        995,
+    )
+    assert min(point.metadata_s, point.plan_s, point.extra_nbytes, point.items) > 0
+    assert point.received_nbytes > 2 * point.sent_nbytes > 0
+    assert scale.growths([point]) == {}
 
 
 def test_what_a_rank_sends_does_not_grow_with_the_job() -> None:
