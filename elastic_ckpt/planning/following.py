@@ -49,8 +49,9 @@ class Leader:
             if distances is None:
                 return None
             for each in items:
-                begin, strides = each.byte_offset + distances[each.file], (each.file_stride, each.slot_stride)
-                found.append(ReadItem(each.file, begin, slot, each.slot_offset, each.numel, dtype, each.rows, *strides))
+                file, rows, at = each.file, each.rows, each.slot_offset
+                begin, file_stride, slot_stride = each.byte_offset + distances[file], each.file_stride, each.slot_stride
+                found.append(ReadItem(file, begin, slot, at, each.numel, dtype, rows, file_stride, slot_stride))
         return found
 
     def _distances(self, master: TensorMetadata, state: TensorMetadata) -> _Distances | None:
