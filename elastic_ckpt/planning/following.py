@@ -72,7 +72,10 @@ class Leader:
             if distances is None:
                 return None
             found.append(distances)
-        return found[0] if len(found) == 1 else {file: each for distances in found for file, each in distances.items()}
+        if len(found) == 1:
+            return found[0]
+        every = {file: each for distances in found for file, each in distances.items()}
+        return every if len(every) == sum(map(len, found)) else None  # shards in one file would be confused
 
 
 def _between(master: FlatTensors, state: FlatTensors, files_before: int) -> _Distances | None:

@@ -144,6 +144,18 @@ def test_a_state_that_is_laid_out_otherwise_does_not_follow(how: str) -> None:
     assert leader.follow([OTHERS[how]()], 1) is None
 
 
+def test_shards_in_one_file_do_not_follow() -> None:
+    """As no save has them: one of the two shards would be read where the other one is."""
+    pairs = [[replace(flat, byte_offsets=array("q", [offset])) for offset in (0, 99)] for flat in (MASTERS, STATES)]
+    pairs[1].reverse()
+    masters, states = (
+        tensor(key, *(PartitionedChunks(RULE, flat) for flat in pair))
+        for key, pair in zip((MASTER, "exp_avg"), pairs, strict=True)
+    )
+    leader = leader_of([masters], [copied(0, 12)], [FlatRange(2, 9)])
+    assert leader.follow([states], 1) is None
+
+
 @pytest.mark.parametrize(
     ("name", "topology"),
     [
