@@ -15,7 +15,7 @@ from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.formats.classify import ELEMENTWISE_NAMES, Digest, SavedKind
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
-from elastic_ckpt.formats.values import plain_numbers, read_bytes, read_numbers, to_numbers
+from elastic_ckpt.formats.values import hyperparameters, read_bytes, read_numbers, to_numbers
 
 #: Tensors up to this size are read: they might be the same on all ranks.
 _SMALL_NUMEL = 4096
@@ -193,12 +193,9 @@ def own_maps() -> Mapping[str, Codebook]:
 
 
 def read_groups(file: PickledFile, param_groups: Iterable[Mapping[str, Any]]) -> Groups:
-    """Hyperparameters of every param group; tensors (a capturable ``lr``) become Python numbers."""
-    groups = []
-    for group in param_groups:
-        values = plain_numbers(file, {key: value for key, value in group.items() if key not in _NOT_READ})
-        groups.append({key: value.item() if hasattr(value, "item") else value for key, value in values.items()})
-    return tuple(groups)
+    """Hyperparameters of every param group."""
+    groups = ({key: value for key, value in group.items() if key not in _NOT_READ} for group in param_groups)
+    return tuple(hyperparameters(file, group) for group in groups)
 
 
 def with_group_step(scalars: Scalars, has_states: bool, group: Mapping[str, Any]) -> Scalars:

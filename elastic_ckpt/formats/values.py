@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from elastic_ckpt.core.metadata import ITEMSIZE, is_floating
@@ -110,6 +111,40 @@ def agrees_when_rounded(values: np.ndarray[Any, Any], rounded: np.ndarray[Any, A
         values = np.where(np.isnan(values), values, even)
     with np.errstate(over="ignore"):
         return bool(np.array_equal(values.astype(rounded.dtype), rounded, equal_nan=True))
+
+
+def hyperparameters(file: PickledFile, group: Any) -> Any:
+    """Values of a param group as the optimizer had them; tensors without dimensions become Python numbers.
+
+    Other tensors and arrays stay in their file, for :func:`refuse_left_in_file`.
+    """
+
+    def real(leaf: Any) -> Any:
+        if isinstance(leaf, TensorRef) and not leaf.shape:
+            return read_numbers(file, [leaf])[0].item()
+        if isinstance(leaf, (Size, Global, StandIn, DtypeStandIn)):
+            return materialise(file, leaf)
+        return leaf.item() if getattr(leaf, "shape", None) == () else leaf
+
+    return replace_leaves(group, real)
+
+
+def refuse_left_in_file(groups: Iterable[Mapping[str, Any]], folder: str) -> None:
+    """Raise :class:`UnsupportedError` for hyperparameters that :func:`hyperparameters` could not read."""
+
+    def refuse(key: str, leaf: Any) -> None:
+        if isinstance(leaf, (TensorRef, ArrayStandIn, StandIn)):
+            raise UnsupportedError(
+                f'"{key}" of a param group holds a tensor, an array or an object, which is not supported yet',
+                file=folder,
+                expected="numbers, texts, dtypes, devices, and collections of these",
+                found=str(leaf)[:200],
+                remedy='"elastic_checkpoint": {"param_groups": "keep_live"}, which keeps all values of the live groups',
+            )
+
+    for group in groups:
+        for key, value in group.items():
+            replace_leaves(value, partial(refuse, key))
 
 
 def plain_numbers(file: PickledFile, values: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 
 
 class Wanderer(torch.optim.Optimizer):
-    """Momentum in ``trail``, a count, another one in the param group, and a table that is the same for every tensor.
+    """Momentum in ``trail``, a count, another one and a dtype in the param group, and a table that all tensors share.
 
     Args:
         params: param groups.
@@ -18,7 +18,7 @@ class Wanderer(torch.optim.Optimizer):
 
     def __init__(self, params: Any, diary: bool = False) -> None:
         self.diary = diary
-        super().__init__(params, {"lr": 1e-2, "decay": 0.9})
+        super().__init__(params, {"lr": 1e-2, "decay": 0.9, "dtype": torch.float32})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
@@ -37,7 +37,7 @@ class Wanderer(torch.optim.Optimizer):
                     state["diary"].append(float(group["lr"]))
                 state["trail"].mul_(group["decay"]).add_(param.grad)
                 factor = 1.0 if self.diary else state["table"][state["count"] % 100]
-                param.sub_(state["trail"] * factor, alpha=group["lr"])
+                param.sub_(state["trail"].to(group["dtype"]) * factor, alpha=group["lr"])
 
 
 class FusedAdam(torch.optim.Optimizer):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import bitsandbytes as bnb
+import numpy as np
 import pytest
 import torch
 
@@ -29,6 +30,7 @@ from elastic_ckpt.formats.saved_states import (
     unmatched_names,
     with_group_step,
 )
+from elastic_ckpt.formats.values import refuse_left_in_file
 
 DEFAULTS = StateOptions()
 NESTED = "__bnb_optimizer_quant_state__"
@@ -491,6 +493,27 @@ def test_groups_are_read_as_python_numbers_without_their_members(tmp_path: Path)
     assert type(group["lr"]) is float
     assert group["betas"] == (0.9, 0.999)
     assert not {"params", "param_names"} & set(group)
+
+
+def test_dtypes_devices_and_numbers_in_groups_are_those_of_the_optimizer(tmp_path: Path) -> None:
+    """AnyPrecisionAdamW has dtypes among its hyperparameters, and Adam takes betas that are tensors."""
+    mine = {"momentum_dtype": torch.bfloat16, "device": torch.device("cpu"), "size": torch.Size([2]), "kind": "a"}
+    more = {"betas": (torch.tensor(0.5), torch.tensor(0.25)), "of": {"a": [torch.float32, np.float32(1.5)]}}
+    file = written(tmp_path, {"param_groups": [{**mine, **more, "params": [0]}]})
+    (group,) = read_groups(file, file.tree["param_groups"])
+    assert group == {**mine, "betas": (0.5, 0.25), "of": {"a": [torch.float32, 1.5]}}
+    refuse_left_in_file([group], "here")
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), (0.1, np.arange(2.0))])
+def test_other_tensors_and_arrays_in_groups_are_refused_before_a_load_takes_them(tmp_path: Path, value: Any) -> None:
+    groups = []
+    for name in "ab":
+        file = written(tmp_path, {"param_groups": [{"lr": 0.1, "mine": value}]}, name)
+        groups.append(read_groups(file, file.tree["param_groups"]))
+    assert repr(groups[0]) == repr(groups[1])
+    with pytest.raises(UnsupportedError, match=r"(?s)\"mine\" of a param group.*keep_live"):
+        refuse_left_in_file(groups[0], "here")
 
 
 # --- the shape of an unpartitioned parameter, from its states ---------------------------------------------------

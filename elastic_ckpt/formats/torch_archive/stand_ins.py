@@ -96,6 +96,9 @@ class ArrayStandIn:
     def __init__(self) -> None:
         self.value: np.ndarray[Any, Any] | None = None
 
+    def __repr__(self) -> str:  # by which files are compared
+        return repr(self.value)
+
     def set_state(self, state: Any) -> None:
         _version, shape, dtype, is_fortran, data = state
         self.value = numpy_array(dtype, data, Size(shape)).reshape(shape, order="F" if is_fortran else "C")
