@@ -127,7 +127,7 @@ def refuse_other_saves(
         seen.add(parts)
         facts = facts_of(file)
         for what, expected in first.items():
-            if facts[what] != expected and repr(facts[what]) != repr(expected):  # NaN is no number's equal
+            if facts[what] != expected:
                 raise DamagedError(
                     f"this file belongs to another save than {files[0].path}: {what}",
                     file=file.path,

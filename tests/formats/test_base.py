@@ -86,9 +86,10 @@ OTHER = Shard("1", 1, groups=({"lr": 0.5},))
     ],
 )
 def test_the_first_file_of_another_save_is_refused(shards: list[Shard]) -> None:
+    def groups(shard: Shard) -> dict[str, str]:
+        return {"groups differ": repr(shard.groups)}
+
     with pytest.raises(DamagedError, match="than 0: groups differ") as caught:
-        refuse_other_saves(shards, lambda shard: {"groups differ": shard.groups})
+        refuse_other_saves(shards, groups)
     assert (caught.value.file, caught.value.found) == ("1", "({'lr': 0.5},)")
-    refuse_other_saves(
-        [shard for shard in shards if shard.groups is not OTHER.groups], lambda shard: {"": shard.groups}
-    )
+    refuse_other_saves([shard for shard in shards if shard.groups is not OTHER.groups], groups)
