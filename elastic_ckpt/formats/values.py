@@ -137,7 +137,7 @@ def refuse_left_in_file(groups: Iterable[Mapping[str, Any]], folder: str) -> Non
             raise UnsupportedError(
                 f'"{key}" of a param group holds a tensor, an array or an object, which is not supported yet',
                 file=folder,
-                expected="numbers, texts, dtypes, devices, and collections of these",
+                expected="numbers, strings, dtypes, devices, and collections of these",
                 found=str(leaf)[:200],
                 remedy='"elastic_checkpoint": {"param_groups": "keep_live"}, which keeps all values of the live groups',
             )
