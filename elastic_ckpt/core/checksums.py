@@ -29,10 +29,10 @@ class Records:
     def of(cls, records: Iterable[tuple[int, int, int]]) -> Records:
         """Records from (offset, size, CRC32), in any order; several of one offset are one."""
         columns = zip(*sorted(set(records)), strict=True)
-        return cls._of_columns(*chain.from_iterable(columns))
+        return cls.of_columns(*chain.from_iterable(columns))
 
     @classmethod
-    def _of_columns(cls, *numbers: int) -> Records:
+    def of_columns(cls, *numbers: int) -> Records:
         """Records from all offsets, ascending, then all sizes, then all CRC32s."""
         count = len(numbers) // 3
         return cls(array("Q", numbers[:count]), array("Q", numbers[count:-count]), array("I", numbers[-count:]))
@@ -41,7 +41,7 @@ class Records:
         return zip(self.offsets, self.nbytes, self.crc32s, strict=True)
 
     def __reduce__(self) -> tuple[Any, ...]:  # of many small files, which the description of an array would double
-        return Records._of_columns, (*self.offsets, *self.nbytes, *self.crc32s)
+        return Records.of_columns, (*self.offsets, *self.nbytes, *self.crc32s)
 
     def index(self, offset: int) -> int | None:
         """Number of the record with a byte of the file; ``None``: it is in none whose CRC32 is known."""
