@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from elastic_ckpt.core.metadata import WEIGHTS
 from elastic_ckpt.core.state_kinds import COMPANIONS, REPLICATED, BlockFormat, Codebook, StateOptions, codebook
 from elastic_ckpt.errors import DamagedError
-from elastic_ckpt.formats.classify import ELEMENTWISE_NAMES, Digest, SavedKind
+from elastic_ckpt.formats.classify import Digest, SavedKind
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from elastic_ckpt.formats.values import hyperparameters, read_bytes, read_numbers, to_numbers
@@ -89,11 +89,8 @@ def sort_states(file: PickledFile, saved: Mapping[str, Any], options: StateOptio
 
 
 def _is_small(key: str, ref: TensorRef, options: StateOptions) -> bool:
-    """Whether a tensor's values are to be compared over ranks: it might be replicated."""
-    if options.says_replicated(key):
-        return ref.numel <= _MOST_REPLICATED_NUMEL
-    is_elementwise = key in ELEMENTWISE_NAMES and key not in options.schema  # whatever its values
-    return ref.numel <= _SMALL_NUMEL and "absmax" not in key and not is_elementwise
+    is_replicated = options.says_replicated(key) and ref.numel <= _MOST_REPLICATED_NUMEL
+    return is_replicated or (ref.numel <= _SMALL_NUMEL and "absmax" not in key)
 
 
 def _digest(dtype: str, raw: bytes) -> Digest:

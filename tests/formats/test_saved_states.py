@@ -136,14 +136,6 @@ def test_small_tensors_are_looked_into_and_large_ones_where_the_user_calls_them_
     assert digest_of(tmp_path, torch.zeros(256), "qmap1") is None
 
 
-def test_states_that_are_known_to_be_elementwise_are_not_looked_into_unless_the_user_speaks_of_them(
-    tmp_path: Path,
-) -> None:
-    assert digest_of(tmp_path, torch.zeros(20), "exp_avg") is None
-    for options in (StateOptions(("exp_avg",)), StateOptions(schema={"exp_avg": "elementwise"})):
-        assert digest_of(tmp_path, torch.zeros(20), "exp_avg", options) is not None
-
-
 def test_a_tensor_that_is_too_large_to_be_replicated_is_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
