@@ -17,7 +17,7 @@ import typer
 
 from benchmarks import export
 from benchmarks.cases import CONTENDERS, RESUME, TOUCHED, Case
-from benchmarks.flat_cases import PARAMETERS
+from benchmarks.flat_cases import PARAMETERS, growth
 from benchmarks.results import CaseResult, Target, find, is_floor, summarize, targets
 from benchmarks.table import machine_line
 
@@ -255,12 +255,23 @@ def _of_metadata(document: Mapping[str, Any]) -> Iterator[Target]:
             yield Target(f"metadata of {parameters:,} tensors: times as fast as torch.load", ratio, 10, at_least=True)
 
 
+def growths(points: Sequence[Mapping[str, Any]]) -> dict[int, float]:
+    """By ZeRO stage, the power by which the seconds of one rank follow the number of source ranks."""
+    costs: dict[int, list[tuple[float, float]]] = {}
+    for point in points:
+        if point["format"] == "native" and not point["model"]:
+            costs.setdefault(point["stage"], []).append((point["ranks"], point["metadata_s"] + point["plan_s"]))
+    return {stage: growth(values) for stage, values in costs.items()}
+
+
 def _of_ranks(document: Mapping[str, Any]) -> Iterator[Target]:
     for point in document.get("points", ()):
         if point["ranks"] == 1024:
             what = f"ZeRO-{point['stage']} source of 1,024 ranks x {point['parameters']:,} parameters, one rank"
             yield Target(f"{what}: seconds of CPU", point["metadata_s"] + point["plan_s"], 0.5, at_least=False)
             yield Target(f"{what}: extra memory, MiB", point["extra_nbytes"] / _MIB, 64, at_least=False)
+    for stage, power in growths(document.get("points", ())).items():
+        yield Target(f"ZeRO-{stage}: seconds of CPU grow with source ranks by the power", power, 0.2, at_least=False)
 
 
 @app.command()

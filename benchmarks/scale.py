@@ -22,10 +22,11 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import machine
-from benchmarks.flat_cases import FILES, FlatCase, growth
+from benchmarks.flat_cases import FILES, FlatCase
 from benchmarks.flat_jobs import TAG
 from benchmarks.launching import Launcher
 from benchmarks.played import PlayedJob
+from benchmarks.report import growths
 from benchmarks.split import split
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.metadata import CheckpointMetadata
@@ -41,8 +42,9 @@ from elastic_ckpt.tools.virtual import Topology, VirtualJob
 from elastic_ckpt.tools.virtual.scale import ScaleModel, scale_files
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
-#: Elements of each parameter: every one of 1,024 ranks has some.
-_SHAPE = (48, 64)
+#: Shape of each parameter. Of 1,000, each of 1,024 ranks has more than 4,096 elements, as of any model that is trained
+#: on that many: values of fewer are looked into, to learn what they are.
+_SHAPE = (96, 64)
 _MIB = 1 << 20
 _SAVE_TIMEOUT_S = 600.0
 _REPEATS = 5
@@ -205,22 +207,12 @@ def table_of(points: list[ScalePoint]) -> Table:
     return table
 
 
-def growths(points: list[ScalePoint]) -> dict[int, float]:
-    """By stage, the power by which seconds after the share of files follow the number of source ranks."""
-    points = [point for point in points if point.format == "native" and not point.model]
-    stages = sorted({point.stage for point in points})
-    return {
-        stage: growth([(point.ranks, point.metadata_s + point.plan_s) for point in points if point.stage == stage])
-        for stage in stages
-    }
-
-
 @app.command()
 def main(
     ranks: Annotated[list[int] | None, typer.Option(help="Source ranks; 8, 64, 512 and 1,024 by default.")] = None,
     parameters: Annotated[int, typer.Option(min=1)] = 1000,
     stage: Annotated[list[int] | None, typer.Option(help="1 or 3; both by default.")] = None,
-    job: Annotated[int, typer.Option(min=1, help="Ranks that share the files.")] = 16,
+    job: Annotated[int, typer.Option(min=1, help="Ranks that share the files.")] = 64,
     live: Annotated[int, typer.Option(min=1, help="Ranks that the live model is partitioned over.")] = 2048,
     models: Annotated[bool, typer.Option(help="Large models too.")] = True,
     out: Annotated[Path, typer.Option(help="Folder for results and checkpoints.")] = Path("benchmark_results"),
@@ -242,7 +234,7 @@ def main(
     document: dict[str, Any] = {"machine": machine.describe(), "points": [asdict(point) for point in points]}
     (out / "scale.json").write_text(json.dumps(document, indent=1), encoding="utf-8")
     console.print(table_of(points))
-    for each, power in growths(points).items():
+    for each, power in growths(document["points"]).items():
         console.print(f"ZeRO-{each}: seconds after its share of files grow with source ranks by the power {power:.2f}")
     console.print(f"Written to {out}")
 

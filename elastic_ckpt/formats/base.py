@@ -119,9 +119,11 @@ def refuse_other_saves(
 
     ``facts_of`` returns what must be equal in all files, by the words that describe a difference.
     """
-    first, seen = facts_of(files[0]), {_parts(files[0])}
-    for file in files[1:]:
-        parts = _parts(file)
+    first, seen = facts_of(files[0]), set()
+    own = getattr(files[0], OWN_FIELDS, ())
+    names = [name for name in vars(files[0]) if name not in own]
+    for file in files:
+        parts = tuple(map(id, map(vars(file).__getitem__, names)))
         if parts in seen:  # as where files were exchanged, which then share what they have in common
             continue
         seen.add(parts)
@@ -135,12 +137,6 @@ def refuse_other_saves(
                     found=None if facts[what] is None else str(facts[what])[:300],
                     remedy=remedy,
                 )
-
-
-def _parts(file: SourceFile) -> tuple[int, ...]:
-    """The identities of the objects that a file consists of, but for its own fields."""
-    own = getattr(file, OWN_FIELDS, ())
-    return tuple(id(value) for name, value in vars(file).items() if name not in own)
 
 
 def refuse_swapped(file: PickledFile) -> None:
