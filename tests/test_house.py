@@ -69,7 +69,7 @@ COVERED_BY = {
     "distributed/test_cli_export.py": "cli/export",
     "distributed/test_cli_latest.py": "cli/latest tools/latest",
     "distributed/test_cli_verify.py": "cli/verify",
-    "distributed/test_matrix.py": "engines/adapter formats/native",
+    "distributed/test_matrix.py": "formats/native",
     "distributed/test_parallel.py": "megatron",
     "planning/test_planner.py": "planning/optimizer_kinds",
 }

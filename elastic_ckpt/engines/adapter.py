@@ -249,18 +249,14 @@ class EngineAdapter(ABC):
     def set_scalars_and_groups(self, plan: LoadPlan) -> None:
         """Set scalar states and hyperparameters, if the plan restores them. Local.
 
-        A live tensor among hyperparameters (a capturable ``lr``) is filled in place.
+        Live tensors among hyperparameters (a capturable ``lr``) are filled in place, and devices stay.
         """
         if not plan.restores_states:
             return
         for number, values in enumerate(plan.hyperparameters):
             group = self.base.param_groups[number]
             for key, value in values.items():
-                live = group.get(key)
-                if isinstance(live, torch.Tensor) and not isinstance(value, torch.Tensor):
-                    live.fill_(value)
-                else:
-                    group[key] = value
+                group[key] = _restored(group.get(key), value)
         for flat, scalars in enumerate(plan.scalars):
             if scalars is None:
                 self.base.state.pop(self.masters[flat], None)
@@ -276,3 +272,17 @@ class EngineAdapter(ABC):
             exact_masters: keep the masters as read; otherwise round them through the low-precision weights, like
                 DeepSpeed with ``load_optimizer_states=False``.
         """
+
+
+def _restored(live: Any, saved: Any) -> Any:
+    """A saved hyperparameter, with the live tensors and devices where it has numbers and devices."""
+    if isinstance(live, torch.Tensor) and live.numel() == 1 and isinstance(saved, (int, float, complex)):
+        live.detach().fill_(saved)
+        return live
+    if isinstance(live, torch.device) and isinstance(saved, torch.device):
+        return live
+    if type(live) is type(saved) is dict:
+        return {key: _restored(live.get(key), value) for key, value in saved.items()}
+    if type(live) is type(saved) and type(saved) in (list, tuple) and len(live) == len(saved):
+        return type(saved)(map(_restored, live, saved))
+    return saved

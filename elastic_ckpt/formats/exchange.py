@@ -90,7 +90,8 @@ def all_gather_items(read: Callable[[], dict[int, T]]) -> dict[int, T]:
                 message[position] = b"", item
                 continue
             common, own = split(item)
-            parts = tuple(id(value) for value in vars(common).values())  # of files with one tree, the same objects
+            # of files with one tree, the same objects
+            parts = (id(type(common)), *(id(value) for value in vars(common).values()))
             if parts not in digests:
                 kept.append(common)  # an id stays unique as long as its object lives
                 digests[parts] = hashlib.blake2b(pickle.dumps(common), digest_size=_DIGEST_NBYTES).digest()

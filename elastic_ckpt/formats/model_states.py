@@ -197,10 +197,11 @@ def model_indexer(options: StateOptions = _DEFAULTS) -> ModelIndexer:
             known[id(file.tree)] = file.tree, index_model_states(file, dp_rank, options)
             return known[id(file.tree)][1]
         same = known[id(file.tree)][1]
+        own = replace(same, path=file.path, nbytes=file.nbytes, records=file.records, dp_rank=dp_rank)
+        # what follows from bytes behind the tree is each file's own
+        optimizer = index_unpartitioned(file, options) if same.optimizer is not None else None
         crc32 = _checksum(file, [same.weights[name] for name in same.buffers])
-        return replace(
-            same, path=file.path, nbytes=file.nbytes, records=file.records, dp_rank=dp_rank, buffers_crc32=crc32
-        )
+        return replace(own, buffers_crc32=crc32, optimizer=optimizer)
 
     return index
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import zlib
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 #: Tensors may be larger than their file by this factor and this many bytes: views share their storage, copies do not.
 _MOST_COPIES, _MOST_MORE_NBYTES = 4, 1 << 20
+_KEEP_LIVE = '"elastic_checkpoint": {"param_groups": "keep_live"}, which keeps all values of the live groups'
 
 
 def read_bytes(file: PickledFile, refs: Iterable[TensorRef]) -> list[bytes]:
@@ -113,33 +115,67 @@ def agrees_when_rounded(values: np.ndarray[Any, Any], rounded: np.ndarray[Any, A
         return bool(np.array_equal(values.astype(rounded.dtype), rounded, equal_nan=True))
 
 
-def hyperparameters(file: PickledFile, group: Any) -> Any:
+@dataclass(frozen=True)
+class LeftInFile:
+    """Stands for what is not read of a hyperparameter; equal where it is described alike."""
+
+    what: str
+
+    def __repr__(self) -> str:
+        return self.what
+
+
+def hyperparameters(file: PickledFile, group: Mapping[str, Any]) -> dict[str, Any]:
     """Values of a param group as the optimizer had them; tensors without dimensions become Python numbers.
 
-    Other tensors and arrays stay in their file, for :func:`refuse_left_in_file`.
+    In place of other tensors, arrays and objects there is :class:`LeftInFile`, for :func:`refuse_left_in_file`. Devices
+    are left out: that of the rank that saved a file is not that of another one.
     """
 
     def real(leaf: Any) -> Any:
-        if isinstance(leaf, TensorRef) and not leaf.shape:
-            return read_numbers(file, [leaf])[0].item()
-        if isinstance(leaf, (Size, Global, StandIn, DtypeStandIn)):
-            return materialise(file, leaf)
-        return leaf.item() if getattr(leaf, "shape", None) == () else leaf
+        if isinstance(leaf, TensorRef):
+            number = b"" if leaf.shape else read_numbers(file, [leaf])[0].item()
+            is_read = not isinstance(number, bytes)  # as of dtypes that numpy lacks
+            return number if is_read else LeftInFile(f"a tensor of torch.{leaf.dtype}, shape {leaf.shape}")
+        if isinstance(leaf, (Size, Global, DtypeStandIn, StandIn)):
+            return _named(file, leaf)
+        if isinstance(leaf, StorageRef):
+            return LeftInFile(f"a storage of {leaf.nbytes} bytes")
+        value: Any = leaf.value if isinstance(leaf, ArrayStandIn) else leaf
+        if getattr(value, "shape", None) == ():
+            return value.item()
+        return LeftInFile(repr(value)[:200]) if value is not leaf or hasattr(value, "shape") else leaf
 
-    return replace_leaves(group, real)
+    return {key: replace_leaves(value, real) for key, value in group.items() if not _is_device(value)}
 
 
-def refuse_left_in_file(groups: Iterable[Mapping[str, Any]], folder: str) -> None:
-    """Raise :class:`UnsupportedError` for hyperparameters that :func:`hyperparameters` could not read."""
+def _is_device(value: Any) -> bool:
+    """Whether a value is a ``torch.device``, or stands for one; torch need not be there."""
+    is_real = type(value).__module__ == "torch" and type(value).__name__ == "device"  # of a trusted pickle
+    return is_real or (isinstance(value, StandIn) and value.name == "torch.device")
+
+
+def _named(file: PickledFile, leaf: Any) -> Any:
+    """The size, dtype or enum member that a leaf stands for; other objects differ from their equals of other files."""
+    try:
+        found = materialise(file, leaf)
+    except ElasticCkptError:  # of another version; refused by its name, and only where it is restored
+        found = None
+    is_read = isinstance(found, Enum) if isinstance(leaf, StandIn) else found is not None
+    return found if is_read else LeftInFile(f"an object of {getattr(leaf, 'name', leaf)}"[:200])
+
+
+def refuse_left_in_file(groups: Iterable[Mapping[str, Any]], folder: str, remedy: str = _KEEP_LIVE) -> None:
+    """Raise :class:`UnsupportedError` for a hyperparameter of which :func:`hyperparameters` left something."""
 
     def refuse(key: str, leaf: Any) -> None:
-        if isinstance(leaf, (TensorRef, ArrayStandIn, StandIn)):
+        if isinstance(leaf, LeftInFile):
             raise UnsupportedError(
                 f'"{key}" of a param group holds a tensor, an array or an object, which is not supported yet',
                 file=folder,
-                expected="numbers, strings, dtypes, devices, and collections of these",
-                found=str(leaf)[:200],
-                remedy='"elastic_checkpoint": {"param_groups": "keep_live"}, which keeps all values of the live groups',
+                expected="numbers, strings, dtypes, and collections of these",
+                found=str(leaf),
+                remedy=remedy,
             )
 
     for group in groups:
@@ -215,6 +251,9 @@ def _real_object(leaf: StandIn) -> Any:
         return leaf
     if leaf.name == "torch.device":
         return cls(*leaf.args)
+    if leaf.name == "torch.layout":
+        found = getattr(sys.modules[module], str(leaf.args[0]).removeprefix("torch."), None)
+        return found if isinstance(found, cls) else leaf
     if issubclass(cls, Enum):
         return cls[leaf.args[0]] if leaf.is_by_name else cls(*leaf.args)
     new = cls.__new__(cls)

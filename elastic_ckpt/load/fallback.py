@@ -40,6 +40,7 @@ from elastic_ckpt.formats.naming import SWAPPED_FOLDER, sort_names
 from elastic_ckpt.formats.partitioned import is_legacy_with_step
 from elastic_ckpt.formats.pickled import PickledFile, open_pickled
 from elastic_ckpt.formats.saved_config import base_groups, config_section, features_in, saved_config
+from elastic_ckpt.formats.saved_states import read_groups
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from elastic_ckpt.formats.values import plain_numbers
 from elastic_ckpt.patches.aligned_partitions import alignment_of
@@ -176,7 +177,8 @@ class _Comparison:
         counters = {tuple(file.tree.get(key) for key in COUNTERS) for file in models}
         versions = {file.tree["ds_version"] for file in (*models, *optimizers) if "ds_version" in file.tree}
         named = [file for file in optimizers if not _is_legacy(file)]
-        if len(counters) > 1 or len(versions) > 1 or len({(_steps(f), repr(base_groups(f))) for f in named}) > 1:
+        facts = {(_steps(file), repr(read_groups(file, base_groups(file)))) for file in named}
+        if len(counters) > 1 or len(versions) > 1 or len(facts) > 1:
             return None
         counted = counters.pop()
         if counted[0] is None:

@@ -9,7 +9,8 @@ import torch
 
 
 class Wanderer(torch.optim.Optimizer):
-    """Momentum in ``trail``, a count, another one and a dtype in the param group, and a table that all tensors share.
+    """Momentum in ``trail``, a count, and a table that all tensors share; in each param group a count, a dtype, a
+    device, and a decay that is a tensor inside a tuple, which the first step changes.
 
     Args:
         params: param groups.
@@ -18,11 +19,15 @@ class Wanderer(torch.optim.Optimizer):
 
     def __init__(self, params: Any, diary: bool = False) -> None:
         self.diary = diary
-        super().__init__(params, {"lr": 1e-2, "decay": 0.9, "dtype": torch.float32})
+        super().__init__(params, {"lr": 1e-2, "dtype": torch.float32, "device": torch.device("cpu")})
+        for group in self.param_groups:
+            group["decay"] = (torch.tensor(0.9),)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
         for group in self.param_groups:
+            if "step" not in group:  # not so in a run that resumes, which needs the saved value
+                group["decay"][0].fill_(0.8)
             group["step"] = group.get("step", 0) + 1  # of its own: no state of any parameter
             for param in group["params"]:
                 if param.grad is None:
@@ -35,7 +40,7 @@ class Wanderer(torch.optim.Optimizer):
                 state["count"] += 1
                 if self.diary:
                     state["diary"].append(float(group["lr"]))
-                state["trail"].mul_(group["decay"]).add_(param.grad)
+                state["trail"].mul_(group["decay"][0]).add_(param.grad)
                 factor = 1.0 if self.diary else state["table"][state["count"] % 100]
                 param.sub_(state["trail"].to(group["dtype"]) * factor, alpha=group["lr"])
 

@@ -62,6 +62,17 @@ def test_what_is_empty_in_each_part_stays_in_common_so_that_files_share_these_pa
     assert join(own).parts is join(others).parts is common.parts
 
 
+@dataclass(frozen=True)
+class Other(Item):
+    """Of another class, with the same fields."""
+
+
+def test_items_that_consist_of_the_same_objects_stay_of_their_classes() -> None:
+    names = ("a",) * 40
+    items = {0: Item("x", names), 2: Other("y", names)}  # both read by rank 0
+    assert PlayedJob(2).run_all(lambda: all_gather_items(lambda: share(items))) == [items] * 2
+
+
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), max_size=12), st.integers(1, 4))
 def test_every_rank_gets_every_item(kinds: list[tuple[int, int]], ranks: int) -> None:
     items: dict[int, Any] = {}

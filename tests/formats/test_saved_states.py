@@ -487,23 +487,33 @@ def test_groups_are_read_as_python_numbers_without_their_members(tmp_path: Path)
     assert not {"params", "param_names"} & set(group)
 
 
-def test_dtypes_devices_and_numbers_in_groups_are_those_of_the_optimizer(tmp_path: Path) -> None:
+def test_dtypes_and_numbers_in_groups_are_those_of_the_optimizer_and_devices_no_ones(tmp_path: Path) -> None:
     """AnyPrecisionAdamW has dtypes among its hyperparameters, and Adam takes betas that are tensors."""
-    mine = {"momentum_dtype": torch.bfloat16, "device": torch.device("cpu"), "size": torch.Size([2]), "kind": "a"}
+    mine = {"momentum_dtype": torch.bfloat16, "size": torch.Size([2]), "kind": "a", "numpy": np.dtype("<f4")}
     more = {"betas": (torch.tensor(0.5), torch.tensor(0.25)), "of": {"a": [torch.float32, np.float32(1.5)]}}
-    file = written(tmp_path, {"param_groups": [{**mine, **more, "params": [0]}]})
+    file = written(tmp_path, {"param_groups": [{**mine, **more, "device": torch.device("cuda", 1), "params": [0]}]})
     (group,) = read_groups(file, file.tree["param_groups"])
     assert group == {**mine, "betas": (0.5, 0.25), "of": {"a": [torch.float32, 1.5]}}
     refuse_left_in_file([group], "here")
 
 
-@pytest.mark.parametrize("value", [torch.ones(2), (0.1, np.arange(2.0))])
-def test_other_tensors_and_arrays_in_groups_are_refused_before_a_load_takes_them(tmp_path: Path, value: Any) -> None:
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.ones(2),
+        (0.1, np.arange(2.0)),
+        torch.strided,
+        [torch.device("cpu"), 0.5],
+        torch.tensor(0.5).to(torch.float8_e4m3fn),
+        {"a": torch.ones(2).untyped_storage()},
+    ],
+)
+def test_what_cannot_be_read_of_a_group_is_refused_where_it_is_restored(tmp_path: Path, value: Any) -> None:
     groups = []
-    for name in "ab":
-        file = written(tmp_path, {"param_groups": [{"lr": 0.1, "mine": value}]}, name)
+    for name, more in ("a", []), ("b", [torch.ones(8)]):  # where tensors are in a file does not count
+        file = written(tmp_path, {"more": more, "param_groups": [{"lr": 0.1, "mine": value}]}, name)
         groups.append(read_groups(file, file.tree["param_groups"]))
-    assert repr(groups[0]) == repr(groups[1])
+    assert groups[0] == groups[1] and repr(groups[0]) == repr(groups[1])
     with pytest.raises(UnsupportedError, match=r"(?s)\"mine\" of a param group.*keep_live"):
         refuse_left_in_file(groups[0], "here")
 

@@ -12,9 +12,10 @@ from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
 from elastic_ckpt.core.read_plan import names_with
 from elastic_ckpt.errors import DamagedError, LayoutError, MismatchError, UnsupportedError
 from elastic_ckpt.formats import READERS, Found, MetadataOptions
-from elastic_ckpt.formats.model_states import FUSED, PLAIN, UNFUSED
+from elastic_ckpt.formats.model_states import FUSED, PLAIN, UNFUSED, model_indexer
 from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.formats.peek import peek
+from elastic_ckpt.formats.pickled import Trees, open_pickled
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from tests.simulation import live
 from tests.unpartitioned import FILE, STATES, Model, catalog_of, check_states, contents, indexed, trained
@@ -374,6 +375,21 @@ def test_hyperparameters_that_are_tensors_are_read_as_numbers(tmp_path: Path) ->
     metadata = catalog_of(tmp_path, indexed(tmp_path, model.state_dict(), trained(model, optimizer)), [NAMES])
     assert metadata.groups[0]["lr"] == 0.25
     assert type(metadata.groups[0]["lr"]) is float
+
+
+def test_files_that_share_their_tree_have_numbers_of_their_own(tmp_path: Path) -> None:
+    """As those of tensor-parallel ranks, which differ in the bytes of their tensors alone."""
+    trees, index, found = Trees(), model_indexer(), []
+    for rate in (0.25, 0.5):
+        (folder := tmp_path / str(rate)).mkdir()
+        model = Model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(rate), foreach=False)
+        indexed(folder, model.state_dict(), trained(model, optimizer))
+        file = open_pickled(str(folder / FILE), known=trees)
+        found.append((file.tree, index(file, 0).optimizer))
+    (first, one), (second, other) = found
+    assert first is second and one is not None and other is not None
+    assert [one.groups[0]["lr"], other.groups[0]["lr"]] == [0.25, 0.5]
 
 
 # --- without states ---------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.metadata import MASTER
 from elastic_ckpt.core.read_plan import ReplicaCheck
 from elastic_ckpt.errors import ElasticCkptError, MismatchError, UnforeseenError, UnsupportedError
-from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
+from elastic_ckpt.formats.values import LeftInFile
 from elastic_ckpt.io.compare_replicas import ReplicaDifference
 from elastic_ckpt.load.prepare import Clock, Prepared, RankPlan, _notes, _refuse_different_shares, prepare
 
@@ -63,7 +63,7 @@ def test_all_ranks_wait_for_a_scheduler_that_one_of_them_loads() -> None:
 
 @pytest.mark.parametrize("restores_states", [True, False])
 def test_a_tensor_among_hyperparameters_is_refused_before_anything_changes(restores_states: bool) -> None:
-    groups = [{"lr": 0.1, "mine": TensorRef("float32", (2,), (1,), 64)}]
+    groups = [{"lr": 0.1, "mine": LeftInFile("a tensor of torch.float32, shape (2,)")}]
     plan = SimpleNamespace(restores_states=restores_states, hyperparameters=groups, reads="what is to be read")
     found, anything = SimpleNamespace(format="played", folder="here"), mock.DEFAULT
     with (

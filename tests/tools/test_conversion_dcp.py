@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.errors import ElasticCkptError, UnsupportedError
+from elastic_ckpt.formats.values import LeftInFile
 from elastic_ckpt.tools.comparison import compare
 from elastic_ckpt.tools.conversion.dcp import _DECOUPLED, convert_to_dcp
 from elastic_ckpt.tools.opened import Opened, open_folder
@@ -40,6 +41,15 @@ def test_what_is_written_in_chunks_is_what_was_read(tmp_path: Path, source: Path
     assert compare(opened(source), opened(tmp_path / "out"), threads=1, progress=False).differences == ()
     assert sorted(os.listdir(tmp_path / "out")) == [".metadata", "__0_0.distcp", "__0_1.distcp"]
     assert report.files == 2 and any("lr scheduler" in note for note in report.notes)
+
+
+def test_hyperparameters_that_are_not_read_are_refused_before_anything_is_written(tmp_path: Path, source: Path) -> None:
+    found = opened(source)
+    groups = tuple({**group, "mine": LeftInFile("a tensor")} for group in found.metadata.groups)
+    metadata = replace(found.metadata, groups=groups)
+    with pytest.raises(UnsupportedError, match=r'(?s)"mine" of a param group.*universal'):
+        convert_to_dcp(replace(found, checkpoint=replace(found.checkpoint, metadata=metadata)), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 class Eager:

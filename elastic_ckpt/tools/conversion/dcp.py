@@ -28,6 +28,7 @@ from elastic_ckpt.core.metadata import ITEMSIZE, WEIGHTS, CheckpointMetadata
 from elastic_ckpt.errors import ElasticCkptError, listed
 from elastic_ckpt.formats.pickled import open_file
 from elastic_ckpt.formats.saved_config import config_section
+from elastic_ckpt.formats.values import refuse_left_in_file
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.reader import progress_bar
 from elastic_ckpt.planning.planner import LoadOptions
@@ -43,6 +44,7 @@ _ALONE: dict[str, Any] = {"no_dist": True} if "no_dist" in inspect.signature(dcp
 _DECOUPLED = "decoupled_weight_decay"
 #: Hyperparameters that Adam has, DeepSpeed's or torch's; and those of optimizers that have these too.
 _ADAMS, _OTHERS = frozenset({"bias_correction", "amsgrad"}), frozenset({"max_coeff", "use_muon"})
+_WITHOUT_HYPERPARAMETERS = "export its weights, or convert it to a universal checkpoint"
 _NOT_CONVERTED = "lr scheduler, counters and client state have no place in this layout, and are left out"
 
 
@@ -63,6 +65,7 @@ def convert_to_dcp(
     metadata, config = opened.metadata, opened.config
     refuse_unconvertible(metadata, "dcp")
     refuse_without_masters(metadata)
+    refuse_left_in_file(metadata.groups, opened.found.folder, _WITHOUT_HYPERPARAMETERS)
     load = LoadOptions.of(config)
     reader, decoupled = LogicalReader(metadata, load), _is_decoupled(opened)
     read = ReadOptions(threads=1, chunk_nbytes=chunk_nbytes, staging_nbytes=chunk_nbytes)

@@ -34,6 +34,7 @@ from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadat
 from elastic_ckpt.core.read_plan import LoadPlan
 from elastic_ckpt.core.state_kinds import BLOCK_NUMELS, NON_SHARD_KEYS, REPLICATED, WHOLE, BlockFormat, LiveState
 from elastic_ckpt.errors import UnsupportedError, listed
+from elastic_ckpt.formats.values import refuse_left_in_file
 from elastic_ckpt.planning.planner import LoadOptions, Matched, match, plan_load
 from elastic_ckpt.sharding.book import tensor_of
 from elastic_ckpt.sharding.decide import virtual_layouts
@@ -126,7 +127,10 @@ class VirtualJob:
         at = _without_dp(local_state.model.coordinates)
         if at not in self._matched:
             self._matched[at] = match(self.metadata, local_state, self.options)
-        return local_state, plan_load(self.metadata, local_state, self.options, self._matched[at])
+        plan = plan_load(self.metadata, local_state, self.options, self._matched[at])
+        if plan.restores_states:
+            refuse_left_in_file(plan.hyperparameters, self.metadata.source.folder)
+        return local_state, plan
 
     def local_state(self, rank: int) -> LocalState:
         """LocalState of one rank."""

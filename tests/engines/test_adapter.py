@@ -1,0 +1,47 @@
+"""Hyperparameters that take their place in live param groups."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ckpt.engines.adapter import EngineAdapter
+
+Group = dict[str, Any]
+
+
+def restored(live: Group, saved: Group) -> Group:
+    """A live param group after a load that restores these hyperparameters."""
+    plan: Any = SimpleNamespace(restores_states=True, hyperparameters=[saved], scalars=[])
+    adapter: Any = SimpleNamespace(base=SimpleNamespace(param_groups=[live]))
+    EngineAdapter.set_scalars_and_groups(adapter, plan)
+    return live
+
+
+def test_live_tensors_are_filled_wherever_they_are() -> None:
+    """A captured graph reads them, and arithmetic with tensors of fp32 is not that with Python numbers."""
+    first, second, learned = torch.tensor(0.5), torch.tensor([0.5]), torch.nn.Parameter(torch.tensor(0.5))
+    live = {"lr": first, "betas": (0.5, second), "of": {"a": [learned]}}
+    group = restored(live, {"lr": 0.25, "betas": (0.75, 0.125), "of": {"a": [2.0]}})
+    assert group == {"lr": 0.25, "betas": (0.75, 0.125), "of": {"a": [2.0]}}
+    assert (group["lr"], group["betas"][1], group["of"]["a"][0]) == (first, second, learned)
+    assert all(found is mine for found, mine in zip([group["lr"], group["betas"][1]], [first, second], strict=True))
+
+
+@pytest.mark.parametrize(
+    "live",
+    [(torch.tensor(0.5),), [torch.tensor(0.5), 1.0], torch.ones(2), None],
+    ids=["of another length", "of another type", "of several elements", "none"],
+)
+def test_what_is_of_another_form_is_replaced(live: Any) -> None:
+    assert restored({"betas": live}, {"betas": (0.75, 0.125)}) == {"betas": (0.75, 0.125)}
+    assert restored({"betas": live}, {"betas": 0.75}) == {"betas": 0.75}
+
+
+def test_a_device_stays_that_of_the_live_group() -> None:
+    live = {"where": torch.device("cpu"), "all": [torch.device("cpu"), 1]}
+    saved = {"where": torch.device("cuda", 1), "all": [torch.device("cuda", 1), 2]}
+    assert restored(live, saved) == {"where": torch.device("cpu"), "all": [torch.device("cpu"), 2]}
