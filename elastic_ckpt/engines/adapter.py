@@ -276,7 +276,8 @@ class EngineAdapter(ABC):
 
 def _restored(live: Any, saved: Any) -> Any:
     """A saved hyperparameter, with the live tensors and devices where it has numbers and devices."""
-    if isinstance(live, torch.Tensor) and live.numel() == 1 and isinstance(saved, (int, float, complex)):
+    is_number = isinstance(saved, (int, float, complex))
+    if is_number and isinstance(live, torch.Tensor) and live.numel() == 1 and _can_hold(live, saved):
         live.detach().fill_(saved)
         return live
     if isinstance(live, torch.device) and isinstance(saved, torch.device):
@@ -286,3 +287,8 @@ def _restored(live: Any, saved: Any) -> Any:
     if type(live) is type(saved) and type(saved) in (list, tuple) and len(live) == len(saved):
         return type(saved)(map(_restored, live, saved))
     return saved
+
+
+def _can_hold(tensor: torch.Tensor, number: complex) -> bool:
+    """Whether a tensor's dtype is of a number's kind: an integer one would cut a fraction off."""
+    return torch.can_cast(torch.tensor(number).dtype, tensor.dtype)

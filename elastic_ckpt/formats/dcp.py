@@ -57,12 +57,13 @@ def read_dcp(found: Found, options: MetadataOptions) -> Checkpoint:
             entries = sort_entries(contents, found.folder, options.with_states)
         else:
             entries = sort_megatron_entries(contents, found.folder)
-        wanted = _wanted(contents, entries, options)
+        groups = frozenset(entry for group in entries.groups.values() for entry in group.values())
+        wanted = groups | _wanted(contents, entries, options)
     names = list(contents.files)
 
     def read(position: int) -> DcpFile:
         name = names[position]
-        return read_dcp_file(found.path(name), contents.files[name], contents, wanted, options.trust_pickle)
+        return read_dcp_file(found.path(name), contents.files[name], contents, wanted, groups, options.trust_pickle)
 
     files = read_my_share(len(names), read)
     with distributed.deterministic("fit the checkpoint's files together"):
@@ -78,12 +79,11 @@ def _read_contents(found: Found, options: MetadataOptions) -> tuple[DcpContents,
 
 
 def _wanted(contents: DcpContents, entries: Entries, options: MetadataOptions) -> frozenset[str]:
-    """The small entries whose values are read: scalar states, hyperparameters, and the client state's objects."""
+    """The small entries whose values are read beside hyperparameters: scalar states, the client state's objects."""
     tensors = contents.tensors
     states = {entry for entry in entries.states.values() if entry not in tensors or not tensors[entry][1]}
-    groups = {entry for group in entries.groups.values() for entry in group.values()}
     others = {entry for entry in entries.others if entry not in tensors and _EXTRA_STATE not in entry}
-    return frozenset(states | groups | (others if options.with_client_state else set()))
+    return frozenset(states | (others if options.with_client_state else set()))
 
 
 class _Builder:
@@ -190,7 +190,7 @@ class _Builder:
         """The param group of each trained parameter, and their hyperparameters; those saved by parameter are merged."""
         weights, members, groups = self._entries.weights, dict[str, int](), list[Mapping[str, Any]]()
         for key, saved in self._group_values():
-            values = {name: value.item() if hasattr(value, "item") else value for name, value in saved.items()}
+            values = {**saved}
             names = values.pop("params", None if isinstance(key, int) else [key])
             if not isinstance(names, list) or not all(type(name) is str and name in weights for name in names):
                 raise UnsupportedError(
@@ -221,7 +221,7 @@ class _Builder:
 
     def _group_values(self) -> Iterator[tuple[int | str, Mapping[str, Any]]]:
         for (_, key), entries in self._entries.groups.items():
-            values = {name: self._value(entry) for name, entry in entries.items()}
+            values = {name: value for name, entry in entries.items() for value in self._value(entry).values()}
             every = values.get(GROUPS)
             if isinstance(every, list) and all(isinstance(group, Mapping) for group in every):
                 yield from enumerate(every)

@@ -19,6 +19,7 @@ from elastic_ckpt.formats.dcp_metadata import DcpContents, Path, Shape
 _STATE, GROUPS = "state", "param_groups"
 #: Usual last keys of a model's state dict, by which it is recognized where there is no optimizer.
 _MODEL_KEYS = frozenset({"model", "module", "state_dict", "model_state_dict"})
+_COLLECTION = "an item of a hyperparameter that is a dictionary, or has tensors in it"
 _WITHOUT_STATES = ", or load with load_optimizer_states=False"
 #: What wrappers (DDP, FSDP, ``torch.compile``, ``AveragedModel``) add to names.
 _WRAPPER = re.compile(r"(?<![^.])(?:_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
@@ -71,6 +72,8 @@ def _sorted(contents: DcpContents, optimizers: set[Path], folder: str) -> Entrie
         roots = (path[:at] for word in (_STATE, GROUPS) for at in _places(path, word))
         root = next((root for root in roots if root in optimizers), None)
         if root is None:
+            if any(path[:at] in optimizers for at in _flat_groups(path)):
+                raise _unknown_layout(folder, f"{entry}, {_COLLECTION}", _WITHOUT_STATES)
             rest.append(entry)
             continue
         word, *keys = path[len(root) :]
@@ -83,7 +86,7 @@ def _sorted(contents: DcpContents, optimizers: set[Path], folder: str) -> Entrie
         elif not keys:
             flattened.append((root, str(word), entry))
         else:
-            raise _unknown_layout(folder, f"{entry}, a hyperparameter with tensors in it", _WITHOUT_STATES)
+            raise _unknown_layout(folder, f"{entry}, {_COLLECTION}", _WITHOUT_STATES)
     trained = {name for name, _ in states}
     weights = _model(contents, rest, trained, {name for _, name, _ in flattened}, folder)
     for root, word, entry in flattened:
@@ -134,6 +137,11 @@ def _places(path: Path, word: str) -> Iterator[int]:
     for at, key in enumerate(path):
         if key == word or (at == len(path) - 1 and type(key) is str and key.startswith(f"{word}.")):
             yield at
+
+
+def _flat_groups(path: Path) -> Iterator[int]:
+    """Where a path enters a hyperparameter of a flattened state dict."""
+    return (at for at, key in enumerate(path[:-1]) if type(key) is str and key.startswith(f"{GROUPS}."))
 
 
 def _model(

@@ -21,7 +21,7 @@ from elastic_ckpt.formats.pickled import PickledFile, named_errors, refuse_missi
 from elastic_ckpt.formats.torch_archive.archive import Trees, read_archive_tree
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from elastic_ckpt.formats.torch_archive.tree import replace_leaves
-from elastic_ckpt.formats.values import materialise, read_numbers
+from elastic_ckpt.formats.values import hyperparameters, materialise, read_numbers
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,13 @@ def read_dcp_file(
     items: Sequence[StoredItem],
     contents: DcpContents,
     wanted: Collection[str],
+    groups: Collection[str] = (),
     trust_pickle: bool = False,
 ) -> DcpFile:
     """Locate the data of each item, and read the values of the entries in ``wanted``, which are small. Local.
+
+    The value of an entry in ``groups``, a hyperparameter, is what :func:`.hyperparameters` makes of it:
+    ``{"": value}``, or nothing.
 
     Raises:
         DamagedError: the file is missing or too short, or an item is not what ``.metadata`` says.
@@ -80,9 +84,7 @@ def read_dcp_file(
             try:
                 file = _read_item(path, stream.fileno(), item, trees, trust_pickle)
                 if item.name in wanted:
-                    is_number = isinstance(file.tree, TensorRef) and not file.tree.shape
-                    numbers = read_numbers(file, [file.tree]) if is_number else []
-                    values[item.name] = numbers[0].item() if numbers else materialise(file, file.tree)
+                    values[item.name] = _value_of(file, item.name in groups)
             except (UnsafePickleError, UnsupportedError) as error:
                 if item.sizes is not None:
                     raise
@@ -92,6 +94,13 @@ def read_dcp_file(
             offsets.append(-1 if item.sizes is None else _data_of(item, file.tree, contents, path))
             records += file.records
     return DcpFile(path, size, offsets, values, status.st_mtime, records=Records.of(records))
+
+
+def _value_of(file: PickledFile, in_group: bool) -> Any:
+    if in_group:
+        return hyperparameters(file, {"": file.tree})
+    is_number = isinstance(file.tree, TensorRef) and not file.tree.shape
+    return read_numbers(file, [file.tree])[0].item() if is_number else materialise(file, file.tree)
 
 
 def _read_item(path: str, descriptor: int, item: StoredItem, trees: Trees, trust_pickle: bool) -> PickledFile:

@@ -19,7 +19,7 @@ from elastic_ckpt.errors import UnsupportedError
 from elastic_ckpt.formats.dcp_entries import Entries, add_state
 from elastic_ckpt.formats.dcp_metadata import DcpContents, StoredItem
 from elastic_ckpt.formats.pickled import named_errors, open_pickled, unreadable
-from elastic_ckpt.formats.values import materialise
+from elastic_ckpt.formats.values import hyperparameters, materialise
 
 COMMON = "common.pt"
 #: States of one parameter; of the optimizer's flat buffers, which only Megatron's own loader takes apart.
@@ -57,11 +57,12 @@ def read_common(folder: str, trust_pickle: bool) -> Common | None:
         return None
     file = open_pickled(path, trust_pickle)
     with named_errors(path):
-        return _common({str(key): materialise(file, value) for key, value in file.tree.items()})
+        optimizer = file.tree.get("optimizer", {})
+        others = {str(key): materialise(file, value) for key, value in file.tree.items() if key != "optimizer"}
+        return _common(hyperparameters(file, {"": optimizer})[""], others)
 
 
-def _common(tree: dict[str, Any]) -> Common:
-    optimizer = tree.pop("optimizer", {})
+def _common(optimizer: dict[Any, Any], tree: dict[str, Any]) -> Common:
     chained = list(optimizer.values()) if set(map(type, optimizer)) == {int} else [optimizer]
     parts = [part.get("optimizer", part) for part in chained]  # of mixed precision
     groups = [group for part in parts for group in part.get("param_groups", ())]

@@ -142,9 +142,9 @@ def hyperparameters(file: PickledFile, group: Mapping[str, Any]) -> dict[str, An
         if isinstance(leaf, StorageRef):
             return LeftInFile(f"a storage of {leaf.nbytes} bytes")
         value: Any = leaf.value if isinstance(leaf, ArrayStandIn) else leaf
-        if getattr(value, "shape", None) == ():
-            return value.item()
-        return LeftInFile(repr(value)[:200]) if value is not leaf or hasattr(value, "shape") else leaf
+        if isinstance(value, type) or not hasattr(value, "__array__"):
+            return LeftInFile("an array without data") if value is not leaf else leaf
+        return LeftInFile(repr(value)[:200]) if value.shape else value.item()
 
     return {key: replace_leaves(value, real) for key, value in group.items() if not _is_device(value)}
 
@@ -167,9 +167,8 @@ def _named(file: PickledFile, leaf: Any) -> Any:
 
 def refuse_left_in_file(groups: Iterable[Mapping[str, Any]], folder: str, remedy: str = _KEEP_LIVE) -> None:
     """Raise :class:`UnsupportedError` for a hyperparameter of which :func:`hyperparameters` left something."""
-
-    def refuse(key: str, leaf: Any) -> None:
-        if isinstance(leaf, LeftInFile):
+    for group in groups:
+        for key, leaf in left_in_file(group):
             raise UnsupportedError(
                 f'"{key}" of a param group holds a tensor, an array or an object, which is not supported yet',
                 file=folder,
@@ -178,9 +177,18 @@ def refuse_left_in_file(groups: Iterable[Mapping[str, Any]], folder: str, remedy
                 remedy=remedy,
             )
 
-    for group in groups:
-        for key, value in group.items():
-            replace_leaves(value, partial(refuse, key))
+
+def left_in_file(group: Mapping[str, Any]) -> list[tuple[str, LeftInFile]]:
+    """The hyperparameters of which something was not read."""
+    found: list[tuple[str, LeftInFile]] = []
+
+    def note(key: str, leaf: Any) -> None:
+        if isinstance(leaf, LeftInFile):
+            found.append((key, leaf))
+
+    for key, value in group.items():
+        replace_leaves(value, partial(note, key))
+    return found
 
 
 def plain_numbers(file: PickledFile, values: dict[str, Any]) -> dict[str, Any]:

@@ -33,8 +33,8 @@ def test_live_tensors_are_filled_wherever_they_are() -> None:
 
 @pytest.mark.parametrize(
     "live",
-    [(torch.tensor(0.5),), [torch.tensor(0.5), 1.0], torch.ones(2), None],
-    ids=["of another length", "of another type", "of several elements", "none"],
+    [(torch.tensor(0.5),), [torch.tensor(0.5), 1.0], torch.ones(2), None, (torch.tensor(3), torch.tensor(True))],
+    ids=["of another length", "of another type", "of several elements", "none", "of integers"],
 )
 def test_what_is_of_another_form_is_replaced(live: Any) -> None:
     assert restored({"betas": live}, {"betas": (0.75, 0.125)}) == {"betas": (0.75, 0.125)}

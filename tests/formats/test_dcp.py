@@ -32,6 +32,7 @@ from elastic_ckpt.formats.dcp_entries import sort_entries
 from elastic_ckpt.formats.dcp_items import read_dcp_file
 from elastic_ckpt.formats.dcp_metadata import read_dcp_metadata
 from elastic_ckpt.formats.detect import find_checkpoint
+from elastic_ckpt.formats.values import left_in_file
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.compare_replicas import find_drift, judge_drift
 from elastic_ckpt.planning.replicas import compare_replicas
@@ -171,6 +172,29 @@ def test_states_without_param_groups_are_none_that_are_left_out_silently(tmp_pat
     assert set(read(save(tmp_path / "partly", partly)).metadata.states.opaque) == {"slow"}
     alone = {"model": model, "rng": torch.get_rng_state(), "loss": torch.ones(())}
     assert not read(save(tmp_path / "alone", alone)).metadata.states.opaque
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_hyperparameters_are_read_as_those_of_native_checkpoints(tmp_path: Path, flat: bool) -> None:
+    model, optim = state_dicts(flat)
+    mine = {"betas": (torch.tensor(0.5), torch.tensor(0.25)), "kind": torch.bfloat16, "table": torch.ones(3)}
+    mine |= {"device": torch.device("cuda", 1), "array": numpy.arange(2.0), "point": torch.tensor(0.5)}
+    for name, group in zip(("first.weight", "first.bias"), optim.get("param_groups", [{}, {}]), strict=True):
+        (optim if flat else group).update({f"param_groups.{name}.{k}" if flat else k: v for k, v in mine.items()})
+    for group in read(save(tmp_path / "saved", {"model": model, "optim": optim})).metadata.groups:
+        assert (group["betas"], group["kind"], group["point"]) == ((0.5, 0.25), torch.bfloat16, 0.5)
+        assert "device" not in group and dict(left_in_file(group)).keys() == {"table", "array"}
+
+
+@pytest.mark.parametrize("value", [{"scale": 1.5}, [torch.tensor(0.5), torch.tensor(0.25)]])
+def test_no_part_of_a_hyperparameter_that_dcp_took_apart_is_lost(tmp_path: Path, value: Any) -> None:
+    model, optim = state_dicts(flat=True)
+    optim |= {f"param_groups.{name}.betas": value for name in ("first.weight", "first.bias")}
+    saved = save(tmp_path / "saved", {"model": model, "optim": optim})
+    with pytest.raises(
+        UnsupportedError, match="an item of a hyperparameter that is a dictionary, or has tensors in it"
+    ):
+        read(saved)
 
 
 @pytest.mark.parametrize("flat", [False, True])

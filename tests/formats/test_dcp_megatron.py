@@ -19,6 +19,7 @@ from elastic_ckpt.core.fqn import rename
 from elastic_ckpt.core.metadata import FROZEN, MASTER
 from elastic_ckpt.errors import ConfigError, DamagedError, UnsupportedError
 from elastic_ckpt.formats.dcp_megatron import read_common
+from elastic_ckpt.formats.values import left_in_file
 from elastic_ckpt.planning.state_matching import state_errors
 from elastic_ckpt.sharding.book import is_fused
 from tests.formats.test_dcp import read, rewrite, values
@@ -156,6 +157,14 @@ def test_optimizers_in_a_chain_and_of_mixed_precision_have_their_step_inside(tmp
     torch.save({"iteration": 3}, tmp_path / "common.pt")
     common = read_common(str(tmp_path), trust_pickle=False)
     assert common is not None and (common.step, common.groups, common.iteration) == (None, (), 3)
+
+
+def test_hyperparameters_in_the_common_file_are_numbers(tmp_path: Path) -> None:
+    group = {**GROUP, "point": torch.tensor(0.5), "table": torch.ones(2), "params": [0]}
+    torch.save({"optimizer": {"state": {}, "param_groups": [group]}}, tmp_path / "common.pt")
+    common = read_common(str(tmp_path), trust_pickle=False)
+    assert common is not None and common.groups[0]["point"] == 0.5 and type(common.groups[0]["point"]) is float
+    assert [key for key, _ in left_in_file(common.groups[0])] == ["table"]
 
 
 def test_folders_of_other_writers_have_no_common_file(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from elastic_ckpt.formats.saved_states import (
     unmatched_names,
     with_group_step,
 )
-from elastic_ckpt.formats.values import refuse_left_in_file
+from elastic_ckpt.formats.values import LeftInFile, refuse_left_in_file
 
 DEFAULTS = StateOptions()
 NESTED = "__bnb_optimizer_quant_state__"
@@ -495,6 +495,14 @@ def test_dtypes_and_numbers_in_groups_are_those_of_the_optimizer_and_devices_no_
     (group,) = read_groups(file, file.tree["param_groups"])
     assert group == {**mine, "betas": (0.5, 0.25), "of": {"a": [torch.float32, 1.5]}}
     refuse_left_in_file([group], "here")
+
+
+def test_groups_of_trusted_pickles_are_read_in_the_same_way(tmp_path: Path) -> None:
+    mine = {"numpy": np.dtype("<f4"), "class": np.float32, "scalar": np.float64(0.5), "array": np.ones(2)}
+    torch.save({"param_groups": [{**mine, "device": torch.device("cuda", 1)}]}, tmp_path / "states.pt")
+    file = open_pickled(str(tmp_path / "states.pt"), trust_pickle=True)
+    (group,) = read_groups(file, file.tree["param_groups"])
+    assert group == {**mine, "scalar": 0.5, "array": LeftInFile("array([1., 1.])")} and type(group["scalar"]) is float
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from elastic_ckpt.core.metadata import (
 )
 from elastic_ckpt.core.tp_rules import Rule
 from elastic_ckpt.errors import MismatchError
+from elastic_ckpt.formats.values import LeftInFile
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.sharding.book import RuleBook
@@ -57,6 +59,12 @@ def test_states_of_unknown_layout_are_not_equal_in_silence() -> None:
     differences, notes = _not_understood(with_opaque(odd="a list", mine="a dict"), with_opaque(odd="a list"))
     assert [(d.key, d.what) for d in differences] == [("mine", "missing")] and "second" in differences[0].detail
     assert len(notes) == 1 and "odd" in notes[0] and "not compared" in notes[0]
+
+
+def test_hyperparameters_that_are_not_read_are_not_equal_in_silence() -> None:
+    metadata = replace(with_opaque(), groups=({"lr": 0.1, "mine": [LeftInFile("a tensor")]},))
+    differences, notes = _not_understood(metadata, metadata)
+    assert (differences, notes) == ([], ["not compared: hyperparameter mine, a tensor"])
 
 
 def test_a_vector_that_is_whole_by_its_shape_alone_is_no_drifted_copy(tmp_path: Any) -> None:

@@ -28,7 +28,7 @@ from elastic_ckpt.errors import ConfigError, ElasticCkptError, MismatchError, No
 from elastic_ckpt.tools import export as exporting
 from elastic_ckpt.tools.export.config_files import config_files, config_notes
 from elastic_ckpt.tools.export.safetensors import DTYPES, layout
-from elastic_ckpt.tools.export.selection import of_adapter, to_export
+from elastic_ckpt.tools.export.selection import of_adapter, optimizer_facts, to_export
 from elastic_ckpt.tools.export.shards import checked_format, index_of, nbytes_of, shards_of
 from elastic_ckpt.tools.export.writing import converted
 from elastic_ckpt.tools.logical import Whole
@@ -306,6 +306,12 @@ def test_optimizer_states_lie_beside_the_weights(saved: tuple[Path, Tied], tmp_p
     assert facts["scalars"] == {name: {"step": 3.0} for name in states}
     (group,) = facts["param_groups"]
     assert group["params"] == ["a", "scale", "c"] and group["lr"] == 1e-3 and group["betas"] == [0.9, 0.999]
+
+
+def test_hyperparameters_of_any_kind_are_written_as_text() -> None:
+    metadata: Any = SimpleNamespace(parameters={}, groups=[{"lr": 0.5, "of": {torch.float32: (torch.bfloat16, 1)}}])
+    groups = json.loads(optimizer_facts(metadata, ())["param_groups"])
+    assert groups == [{"lr": 0.5, "of": {"torch.float32": ["torch.bfloat16", 1]}, "params": []}]
 
 
 def test_no_optimizer_states_are_an_error(tmp_path: Path) -> None:

@@ -70,6 +70,9 @@ class DtypeStandIn:
         self.spec = spec.decode("ascii") if isinstance(spec, bytes) else spec
         self.byteorder = "|"
 
+    def __repr__(self) -> str:
+        return f"numpy.dtype({self.byteorder}{self.spec})"
+
     def set_state(self, state: Any) -> None:
         order = state[1]
         self.byteorder = order.decode("ascii") if isinstance(order, bytes) else order

@@ -107,10 +107,16 @@ def optimizer_facts(metadata: CheckpointMetadata, names: Collection[str]) -> dic
     owned = {name: saved.group for name, saved in metadata.parameters.items() if name in names}
     scalars = {name: found for name in owned if (found := scalars_of(metadata, name))}
     groups = [
-        {**{str(key): value for key, value in group.items()}, "params": [n for n, of in owned.items() if of == number]}
+        {**_with_text_keys(group), "params": [name for name, of in owned.items() if of == number]}
         for number, group in enumerate(metadata.groups)
     ]
     return {"scalars": json.dumps(scalars, default=_plain), "param_groups": json.dumps(groups, default=_plain)}
+
+
+def _with_text_keys(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _with_text_keys(each) for key, each in value.items()}
+    return list(map(_with_text_keys, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _plain(value: Any) -> Any:
