@@ -119,19 +119,19 @@ def refuse_other_saves(
 
     ``facts_of`` returns what must be equal in all files, by the words that describe a difference.
     """
-    first, seen = facts_of(files[0]), set()
     own = getattr(files[0], OWN_FIELDS, ())
     names = [name for name in vars(files[0]) if name not in own]
+    distinct: dict[tuple[int, ...], FileT] = {}  # where files were exchanged, they share what they have in common
     for file in files:
-        parts = tuple(map(id, map(vars(file).__getitem__, names)))
-        if parts in seen:  # as where files were exchanged, which then share what they have in common
-            continue
-        seen.add(parts)
+        distinct.setdefault(tuple(map(id, map(vars(file).__getitem__, names))), file)
+    first, *others = distinct.values()
+    first_facts = facts_of(first)
+    for file in others:
         facts = facts_of(file)
-        for what, expected in first.items():
-            if facts[what] != expected:
+        for what, expected in first_facts.items():
+            if facts[what] != expected and repr(facts[what]) != repr(expected):  # NaN is no number's equal
                 raise DamagedError(
-                    f"this file belongs to another save than {files[0].path}: {what}",
+                    f"this file belongs to another save than {first.path}: {what}",
                     file=file.path,
                     expected=None if expected is None else str(expected)[:300],
                     found=None if facts[what] is None else str(facts[what])[:300],

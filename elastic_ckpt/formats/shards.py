@@ -171,7 +171,7 @@ def _facts_of(shard: OptimizerShard) -> dict[str, Any]:
         "scalar optimizer state differs": [each.scalars for each in states],
         "set of optimizer states differs": keys,
         "set of states on NVMe differs": [sorted(flat.swapped) for flat in shard.flats],
-        "hyperparameters of the param groups differ": repr(shard.groups),
+        "hyperparameters of the param groups differ": shard.groups,
     }
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import sys
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from elastic_ckpt.core.hyperparameters import LeftInFile
 from elastic_ckpt.core.metadata import ITEMSIZE, is_floating
 from elastic_ckpt.errors import ElasticCkptError, UnsupportedError
 from elastic_ckpt.formats.pickled import PickledFile, unreadable
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 
 #: Tensors may be larger than their file by this factor and this many bytes: views share their storage, copies do not.
 _MOST_COPIES, _MOST_MORE_NBYTES = 4, 1 << 20
-_KEEP_LIVE = '"elastic_checkpoint": {"param_groups": "keep_live"}, which keeps all values of the live groups'
 
 
 def read_bytes(file: PickledFile, refs: Iterable[TensorRef]) -> list[bytes]:
@@ -115,21 +113,11 @@ def agrees_when_rounded(values: np.ndarray[Any, Any], rounded: np.ndarray[Any, A
         return bool(np.array_equal(values.astype(rounded.dtype), rounded, equal_nan=True))
 
 
-@dataclass(frozen=True)
-class LeftInFile:
-    """Stands for what is not read of a hyperparameter; equal where it is described alike."""
-
-    what: str
-
-    def __repr__(self) -> str:
-        return self.what
-
-
 def hyperparameters(file: PickledFile, group: Mapping[str, Any]) -> dict[str, Any]:
     """Values of a param group as the optimizer had them; tensors without dimensions become Python numbers.
 
-    In place of other tensors, arrays and objects there is :class:`LeftInFile`, for :func:`refuse_left_in_file`. Devices
-    are left out: that of the rank that saved a file is not that of another one.
+    In place of other tensors, arrays and objects there is :class:`LeftInFile`, which no load restores. Devices are left
+    out: that of the rank that saved a file is not that of another one.
     """
 
     def real(leaf: Any) -> Any:
@@ -163,32 +151,6 @@ def _named(file: PickledFile, leaf: Any) -> Any:
         found = None
     is_read = isinstance(found, Enum) if isinstance(leaf, StandIn) else found is not None
     return found if is_read else LeftInFile(f"an object of {getattr(leaf, 'name', leaf)}"[:200])
-
-
-def refuse_left_in_file(groups: Iterable[Mapping[str, Any]], folder: str, remedy: str = _KEEP_LIVE) -> None:
-    """Raise :class:`UnsupportedError` for a hyperparameter of which :func:`hyperparameters` left something."""
-    for group in groups:
-        for key, leaf in left_in_file(group):
-            raise UnsupportedError(
-                f'"{key}" of a param group holds a tensor, an array or an object, which is not supported yet',
-                file=folder,
-                expected="numbers, strings, dtypes, and collections of these",
-                found=str(leaf),
-                remedy=remedy,
-            )
-
-
-def left_in_file(group: Mapping[str, Any]) -> list[tuple[str, LeftInFile]]:
-    """The hyperparameters of which something was not read."""
-    found: list[tuple[str, LeftInFile]] = []
-
-    def note(key: str, leaf: Any) -> None:
-        if isinstance(leaf, LeftInFile):
-            found.append((key, leaf))
-
-    for key, value in group.items():
-        replace_leaves(value, partial(note, key))
-    return found
 
 
 def plain_numbers(file: PickledFile, values: dict[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def unpartitioned_experts(
 
     Raises :class:`MismatchError` if names are unknown.
     """
-    refuse_other_saves(optimizers, lambda each: {"param groups differ": repr(each.state.groups)})
+    refuse_other_saves(optimizers, lambda each: {"param groups differ": each.state.groups})
     ep = _degree(found, optimizers)
     states = ((each.path, states) for each in optimizers for states in each.state.states.values())
     builder = MetadataBuilder(found, [model, *optimizers, *experts], options.states, states)

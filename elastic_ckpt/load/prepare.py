@@ -22,7 +22,6 @@ from elastic_ckpt.engines.select import select_adapter
 from elastic_ckpt.engines.training_state import LoadArguments, restores_scheduler, restores_states
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.formats import READERS, Checkpoint, Found, MetadataOptions
-from elastic_ckpt.formats.values import refuse_left_in_file
 from elastic_ckpt.io.coalesce import read_options
 from elastic_ckpt.io.compare_replicas import ReplicaDifference, find_drift, judge_drift
 from elastic_ckpt.io.reader import check_files
@@ -108,8 +107,6 @@ def prepare(engine: Any, found: Found, arguments: LoadArguments, config: Elastic
                 scheduler=scheduler,
             )
             plan = plan_load(checkpoint.metadata, local_state, options)
-            if plan.restores_states:
-                refuse_left_in_file(plan.hyperparameters, found.folder)
             check_files(plan.reads)
             planned.append((plan, warnings))
             with clock("metadata"):

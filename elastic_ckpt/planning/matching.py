@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+from elastic_ckpt.core.hyperparameters import refuse_left_in_file
 from elastic_ckpt.core.local_state import LiveGroup, LocalState
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
 from elastic_ckpt.core.read_plan import Outcome
@@ -127,6 +128,7 @@ def match_groups(
     Raises:
         MismatchError: members of one live group come from saved groups with different hyperparameters, or weight
             decay is of another kind.
+        UnsupportedError: a hyperparameter that is restored was not read as a whole.
     """
     if not metadata.groups and not with_states and not keep_live:  # a scheduler's lists are in the order of groups
         return tuple((number,) for number in range(len(local_state.groups))), ()
@@ -148,6 +150,8 @@ def match_groups(
         if converted:
             known = {*group.hyperparameters, "initial_lr"}
             taken = {key: value for key, value in taken.items() if key in known}
+        if with_states:
+            refuse_left_in_file(taken, group.names, metadata.source.folder)
         sources.append(tuple(found))
         hyperparameters.append(taken)
     return tuple(sources), tuple(hyperparameters)

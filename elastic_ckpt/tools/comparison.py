@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from elastic_ckpt.core.flat_ranges import FlatRange
+from elastic_ckpt.core.hyperparameters import left_in_file
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, MASTER, CheckpointMetadata, ReplicatedState
-from elastic_ckpt.formats.values import left_in_file
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.compare_replicas import differences
 from elastic_ckpt.io.reader import progress_bar
@@ -175,8 +175,9 @@ def _replicated(state: ReplicatedState) -> str:
 def _not_understood(first: CheckpointMetadata, second: CheckpointMetadata) -> tuple[list[Difference], list[str]]:
     """Opaque and damaged states: a difference if only one side has it, else a note. Hyperparameters left unread."""
     left, right = ({**metadata.states.opaque, **metadata.states.damaged} for metadata in (first, second))
-    differences, unread = [], [left_in_file(group) for metadata in (first, second) for group in metadata.groups]
-    notes = [f"not compared: hyperparameter {key}, {leaf}" for key, leaf in dict.fromkeys(chain.from_iterable(unread))]
+    groups = chain.from_iterable(group.items() for metadata in (first, second) for group in metadata.groups)
+    unread = dict.fromkeys((key, each) for key, value in groups for each in left_in_file(value))
+    differences, notes = [], [f"not compared: hyperparameter {key}, {each}" for key, each in unread]
     for key in sorted({*left, *right}):
         if key in left and key in right:
             notes.append(f"not compared: optimizer state {key}, whose layout is not understood ({left[key]})")

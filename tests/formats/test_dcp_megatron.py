@@ -16,10 +16,10 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from elastic_ckpt.config import read_config
 from elastic_ckpt.core.fqn import rename
+from elastic_ckpt.core.hyperparameters import LeftInFile, left_in_file
 from elastic_ckpt.core.metadata import FROZEN, MASTER
 from elastic_ckpt.errors import ConfigError, DamagedError, UnsupportedError
 from elastic_ckpt.formats.dcp_megatron import read_common
-from elastic_ckpt.formats.values import left_in_file
 from elastic_ckpt.planning.state_matching import state_errors
 from elastic_ckpt.sharding.book import is_fused
 from tests.formats.test_dcp import read, rewrite, values
@@ -164,7 +164,7 @@ def test_hyperparameters_in_the_common_file_are_numbers(tmp_path: Path) -> None:
     torch.save({"optimizer": {"state": {}, "param_groups": [group]}}, tmp_path / "common.pt")
     common = read_common(str(tmp_path), trust_pickle=False)
     assert common is not None and common.groups[0]["point"] == 0.5 and type(common.groups[0]["point"]) is float
-    assert [key for key, _ in left_in_file(common.groups[0])] == ["table"]
+    assert list(left_in_file(common.groups[0])) == [LeftInFile("a tensor of torch.float32, shape (2,)")]
 
 
 def test_folders_of_other_writers_have_no_common_file(tmp_path: Path) -> None:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.metadata import MASTER
 from elastic_ckpt.core.read_plan import ReplicaCheck
-from elastic_ckpt.errors import ElasticCkptError, MismatchError, UnforeseenError, UnsupportedError
-from elastic_ckpt.formats.values import LeftInFile
+from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.io.compare_replicas import ReplicaDifference
-from elastic_ckpt.load.prepare import Clock, Prepared, RankPlan, _notes, _refuse_different_shares, prepare
+from elastic_ckpt.load.prepare import Prepared, RankPlan, _notes, _refuse_different_shares
 
 DRIFTED = ReplicaDifference(ReplicaCheck("ema.weight", MASTER, 4, ()), copies=2, largest=0.5, total=1.0)
 #: The rank that compares a parameter's copies stands in another pipeline stage than those that know its rule.
@@ -59,27 +56,3 @@ def test_all_ranks_wait_for_a_scheduler_that_one_of_them_loads() -> None:
 
     assert not waits(HERE, HERE)
     assert waits(HERE, replace(HERE, loads_scheduler=True))
-
-
-@pytest.mark.parametrize("restores_states", [True, False])
-def test_a_tensor_among_hyperparameters_is_refused_before_anything_changes(restores_states: bool) -> None:
-    groups = [{"lr": 0.1, "mine": LeftInFile("a tensor of torch.float32, shape (2,)")}]
-    plan = SimpleNamespace(restores_states=restores_states, hyperparameters=groups, reads="what is to be read")
-    found, anything = SimpleNamespace(format="played", folder="here"), mock.DEFAULT
-    with (
-        mock.patch.multiple(
-            "elastic_ckpt.load.prepare",
-            READERS={"played": mock.Mock()},
-            _describe=mock.Mock(return_value=(mock.Mock(), mock.Mock())),
-            _metadata_options=anything,
-            _compare_runs=anything,
-            restores_scheduler=anything,
-            restores_states=anything,
-            plan_load=mock.Mock(return_value=plan),
-            check_files=mock.Mock(side_effect=EOFError),
-        ),
-        pytest.raises(ElasticCkptError) as caught,
-    ):
-        prepare(None, found, mock.Mock(), ElasticConfig(), Clock())  # type: ignore[arg-type]
-    assert isinstance(caught.value, UnsupportedError if restores_states else UnforeseenError)
-    assert '"mine" of a param group' in str(caught.value) or not restores_states

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ckpt.config import ElasticConfig
+from elastic_ckpt.core.hyperparameters import LeftInFile
 from elastic_ckpt.core.local_state import LiveGroup, LocalState
 from elastic_ckpt.core.metadata import FROZEN, CheckpointMetadata
-from elastic_ckpt.errors import MismatchError
+from elastic_ckpt.errors import MismatchError, UnsupportedError
 from elastic_ckpt.planning.matching import match_groups, transferable
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from tests.simulation import ADAM, TWO, live, names_of, saved
@@ -98,6 +99,15 @@ def test_merged_groups_with_different_values_are_refused_with_both_and_the_way_o
     assert found == "saved group 0: {'lr': 0.001}; saved group 1: {'lr': 0.0001}"
     assert caught.value.parameter == "a.weight, b.weight"
     assert '"param_groups": "keep_live"' in str(caught.value.remedy)
+
+
+def test_hyperparameters_that_were_not_read_are_refused_where_they_are_restored() -> None:
+    case = two_groups([["a.weight"], ["b.weight"]], (ADAM, {**SLOW, "mine": [LeftInFile("a tensor")]}))
+    with pytest.raises(UnsupportedError, match='"mine" of a param group') as caught:
+        plan_load(*case, LoadOptions())
+    assert (caught.value.parameter, caught.value.file) == ("b.weight", case[0].source.folder)
+    plans = [plan_load(*case, options) for options in (KEEP_LIVE, LoadOptions(optimizer_states=False, scheduler=True))]
+    assert [plan.restores_states for plan in plans] == [True, False]
 
 
 @pytest.mark.parametrize("other", ["a.weight", "b.weight", "c"])

@@ -21,7 +21,6 @@ from elastic_ckpt.core.state_kinds import REPLICATED, WHOLE, BlockFormat, Codebo
 from elastic_ckpt.core.tp_rules import Rule
 from elastic_ckpt.errors import MismatchError, UnsupportedError
 from elastic_ckpt.formats.merging import merge_shards, merge_stages
-from elastic_ckpt.formats.values import LeftInFile
 from elastic_ckpt.planning.planner import LoadOptions, match, plan_load
 from elastic_ckpt.sharding.book import RuleBook
 from elastic_ckpt.tools import virtual
@@ -301,14 +300,6 @@ def test_states_are_those_that_were_saved() -> None:
     states = job_of(metadata).states_of(["a"])
     assert states is not None
     assert [(state.key, state.rows, state.blocks) for state in states] == [("both", 2, None), ("exp_avg", 1, None)]
-
-
-def test_hyperparameters_that_a_load_refuses_are_refused_in_a_plan_too() -> None:
-    metadata = saved(SHAPES, hyperparameters=({"lr": 1.0, "mine": [LeftInFile("a tensor")]},))
-    with pytest.raises(UnsupportedError, match=r'(?s)"mine" of a param group.*keep_live'):
-        job_of(metadata, dp=2).planned(0)
-    kept = LoadOptions.of(ElasticConfig(param_groups="keep_live"))
-    assert job_of(metadata, kept, dp=2).planned(0)[1].restores_states
 
 
 def test_8_bit_states_have_blocks_of_todays_size() -> None:

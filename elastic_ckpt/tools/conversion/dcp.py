@@ -24,11 +24,11 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from tqdm import tqdm
 
 from elastic_ckpt.core.flat_ranges import FlatRange
+from elastic_ckpt.core.hyperparameters import refuse_left_in_file
 from elastic_ckpt.core.metadata import ITEMSIZE, WEIGHTS, CheckpointMetadata
 from elastic_ckpt.errors import ElasticCkptError, listed
 from elastic_ckpt.formats.pickled import open_file
 from elastic_ckpt.formats.saved_config import config_section
-from elastic_ckpt.formats.values import refuse_left_in_file
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.reader import progress_bar
 from elastic_ckpt.planning.planner import LoadOptions
@@ -65,7 +65,9 @@ def convert_to_dcp(
     metadata, config = opened.metadata, opened.config
     refuse_unconvertible(metadata, "dcp")
     refuse_without_masters(metadata)
-    refuse_left_in_file(metadata.groups, opened.found.folder, _WITHOUT_HYPERPARAMETERS)
+    for number, group in enumerate(metadata.groups):
+        names = (name for name, saved in metadata.parameters.items() if saved.group == number)
+        refuse_left_in_file(group, names, opened.found.folder, _WITHOUT_HYPERPARAMETERS)
     load = LoadOptions.of(config)
     reader, decoupled = LogicalReader(metadata, load), _is_decoupled(opened)
     read = ReadOptions(threads=1, chunk_nbytes=chunk_nbytes, staging_nbytes=chunk_nbytes)

@@ -34,7 +34,6 @@ from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadat
 from elastic_ckpt.core.read_plan import LoadPlan
 from elastic_ckpt.core.state_kinds import BLOCK_NUMELS, NON_SHARD_KEYS, REPLICATED, WHOLE, BlockFormat, LiveState
 from elastic_ckpt.errors import UnsupportedError, listed
-from elastic_ckpt.formats.values import refuse_left_in_file
 from elastic_ckpt.planning.planner import LoadOptions, Matched, match, plan_load
 from elastic_ckpt.sharding.book import tensor_of
 from elastic_ckpt.sharding.decide import virtual_layouts
@@ -78,7 +77,7 @@ class Topology:
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _Replicated:
     """What all data-parallel ranks of one coordinate have in common; ``rules``: of each flat partition's members."""
 
     layouts: Mapping[str, LiveLayout]
@@ -105,7 +104,7 @@ class VirtualJob:
         self.topology = topology
         self.options = replace(options, config=options.config.model_copy(update={"rename": []}))
         self._matched: dict[tuple[int, int, int], Matched] = {}
-        self._held: dict[tuple[int, int, int], _Held] = {}
+        self._replicated: dict[tuple[int, int, int], _Replicated] = {}
         self._states: dict[tuple[str, ...], tuple[LiveState, ...] | None] = {}
         self._keys = dict.fromkeys(metadata.parameters, MASTER)
         for name, key in metadata.tensors:
@@ -127,29 +126,26 @@ class VirtualJob:
         at = _without_dp(local_state.model.coordinates)
         if at not in self._matched:
             self._matched[at] = match(self.metadata, local_state, self.options)
-        plan = plan_load(self.metadata, local_state, self.options, self._matched[at])
-        if plan.restores_states:
-            refuse_left_in_file(plan.hyperparameters, self.metadata.source.folder)
-        return local_state, plan
+        return local_state, plan_load(self.metadata, local_state, self.options, self._matched[at])
 
     def local_state(self, rank: int) -> LocalState:
         """LocalState of one rank."""
         at = self.topology.coordinates(rank)
         key = _without_dp(at)
-        if key not in self._held:
-            self._held[key] = self._held_by(at)
-        held = self._held[key]
+        if key not in self._replicated:
+            self._replicated[key] = self._replicated_on(at)
+        replicated = self._replicated[key]
         return LocalState(
             zero_stage=self.topology.zero_stage,
             optimizer="the optimizer that saved it",
-            flats=held.flats,
-            fragments=tuple(self._fragments(held, at)),
-            wholes=tuple(self._wholes(held.layouts, at)),
-            groups=held.groups,
-            model=ModelLayout(at, held.layouts, frozenset(self._keys).difference(held.layouts)),
+            flats=replicated.flats,
+            fragments=tuple(self._fragments(replicated, at)),
+            wholes=tuple(self._wholes(replicated.layouts, at)),
+            groups=replicated.groups,
+            model=ModelLayout(at, replicated.layouts, frozenset(self._keys).difference(replicated.layouts)),
         )
 
-    def _held_by(self, at: RankCoordinates) -> _Held:
+    def _replicated_on(self, at: RankCoordinates) -> _Replicated:
         mine = self._names.get((at.pp_rank, at.ep_rank), [])
         groups: list[list[str]] = [[] for _ in self.metadata.groups]
         for name in mine:
@@ -157,7 +153,7 @@ class VirtualJob:
                 groups[self.metadata.parameters[name].group].append(name)
         groups = list(map(self._in_module_order, groups))
         partitions = list(self._partitions(groups, at))
-        return _Held(
+        return _Replicated(
             layouts={name: self.layouts[name] for name in mine},
             groups=tuple(
                 LiveGroup(tuple(names), dict(group)) for names, group in zip(groups, self.metadata.groups, strict=True)
@@ -215,8 +211,8 @@ class VirtualJob:
             in_all = is_everywhere and not of_expert
             yield FlatPartition(index, number, numel, "float32", key, in_all, self._states[key], None), rules
 
-    def _fragments(self, held: _Held, at: RankCoordinates) -> Iterator[Fragment]:
-        for flat, rules in zip(held.flats, held.rules, strict=True):
+    def _fragments(self, replicated: _Replicated, at: RankCoordinates) -> Iterator[Fragment]:
+        for flat, rules in zip(replicated.flats, replicated.rules, strict=True):
             rank = at.dp_rank // at.ep if flat.members[0] in self._experts else at.dp_rank
             for part in placements(rules, rank if self.topology.zero_stage else 0):
                 name = flat.members[part.index]
