@@ -525,6 +525,12 @@ def test_what_is_not_read_of_a_group_is_left_in_its_file(tmp_path: Path, value: 
     assert any(left_in_file(groups[0]))
 
 
+def test_a_dtype_that_this_torch_lacks_is_left_in_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = written(tmp_path, {"param_groups": [{"kind": torch.float8_e5m2fnuz}]})
+    monkeypatch.delattr(torch, "float8_e5m2fnuz")
+    assert read_groups(file, file.tree["param_groups"]) == ({"kind": LeftInFile("an object of torch.float8_e5m2fnuz")},)
+
+
 # --- the shape of an unpartitioned parameter, from its states ---------------------------------------------------
 
 
