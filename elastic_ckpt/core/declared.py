@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -54,6 +54,7 @@ class Declared:
         affine, widths: by pattern, the recorded affine map; or (dimension, per sub-parameter each rank's size).
         unsupported: pattern -> why its layout cannot be described.
         vocabulary: rows of the vocabulary without padding.
+        one_stage: patterns of tied parameters of which the first pipeline stage's copy is the parameter.
         unreadable: why the declaration cannot be used at all; empty if it can.
     """
 
@@ -63,6 +64,7 @@ class Declared:
     unsupported: Mapping[str, str] = field(default_factory=dict)
     vocabulary: int | None = None
     unreadable: str = ""
+    one_stage: tuple[str, ...] = ()
 
     def __or__(self, other: Declared) -> Declared:
         known = {rule.pattern for rule in self.rules}
@@ -73,7 +75,12 @@ class Declared:
             {**other.unsupported, **self.unsupported},
             self.vocabulary or other.vocabulary,
             self.unreadable or other.unreadable,
+            tuple(dict.fromkeys(self.one_stage + other.one_stage)),
         )
+
+    def of_first_stage(self, names: Iterable[str]) -> frozenset[str]:
+        """Those of the names of which the first pipeline stage's copy is declared to be the parameter."""
+        return frozenset(name for name in names if any(re.match(pattern, name) for pattern in self.one_stage))
 
     def rule(self, name: str) -> Rule | None:
         """The first rule for a name. Raises :class:`CannotSplit` if the declaration is unreadable."""
@@ -143,7 +150,8 @@ def _declared(info: Mapping[str, Any]) -> Declared:
             raise TypeError("an affine map without ranks")
     vocabulary = info.get("original_vocab_size")
     known = vocabulary if isinstance(vocabulary, int) and vocabulary > 0 else None
-    return Declared((*rules, *sub_params), maps, widths, unsupported, known)
+    stages = tuple(_patterns(info.get("pipeline_replicated_parameter_patterns")))
+    return Declared((*rules, *sub_params), maps, widths, unsupported, known, one_stage=stages)
 
 
 def _patterns(values: Any) -> list[str]:

@@ -268,6 +268,11 @@ class ReplicaCheck:
     number: int = 0
     names: tuple[str, ...] = ()
 
+    @property
+    def is_of_stages(self) -> bool:
+        """Whether the replicas are one tied parameter of several pipeline stages."""
+        return self.number > 0 and not self.names
+
     def part(self, start: int, stop: int) -> ReplicaCheck:
         """The check of a range of its elements, counted from its first one."""
         replicas = tuple(
@@ -314,7 +319,7 @@ class LoadPlan:
     Attributes:
         reads: what it reads.
         replica_checks: replicas that this rank compares before anything is written.
-        averaged: names whose replicas a rule allows to differ.
+        may_differ: names whose replicas a rule or the checkpoint allows to differ.
         blocks: number of 8-bit blocks that the plan fills.
         restores_states: whether optimizer states and hyperparameters are restored.
         scalars: per flat partition, its scalar states; ``None`` clears that partition's optimizer state.
@@ -328,7 +333,7 @@ class LoadPlan:
 
     reads: ReadPlan
     replica_checks: tuple[ReplicaCheck, ...] = ()
-    averaged: frozenset[str] = frozenset()
+    may_differ: frozenset[str] = frozenset()
     blocks: int = 0
     restores_states: bool = False
     scalars: tuple[Mapping[str, float] | None, ...] = ()

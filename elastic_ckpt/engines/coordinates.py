@@ -8,13 +8,15 @@ parameters (``ds_autotp_universal_checkpoint_meta``).
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.utils import groups
 from deepspeed.utils.bwc import (
     bwc_pipeline_parallel_world_size,
@@ -61,6 +63,7 @@ def model_of(
         coordinates,
         {fqns.get(name, name): layout for name, layout in layouts.items()},
         ties={fqns.get(name, name): tuple(fqns.get(each, each) for each in others) for name, others in ties.items()},
+        unsynchronized=dict.fromkeys(_unsynchronized(engine.module), (coordinates.pp_rank,)),
     )
 
 
@@ -82,7 +85,9 @@ def model_of_all(mine: ModelLayout, everybody: Sequence[ModelLayout]) -> ModelLa
             name: _of_stage(layout, [other.layouts[name] for other in stage if name in other.layouts])
             for name, layout in layouts.items()
         }
-    return replace(mine, layouts=layouts, elsewhere=frozenset(elsewhere))
+    copies = sorted({(stage, name) for other in everybody or [mine] for name, (stage,) in other.unsynchronized.items()})
+    stages = {name: tuple(stage for stage, copy in copies if copy == name) for _, name in copies}
+    return replace(mine, layouts=layouts, elsewhere=frozenset(elsewhere), unsynchronized=stages)
 
 
 def _of_stage(mine: LiveLayout, shards: Sequence[LiveLayout]) -> LiveLayout:
@@ -136,6 +141,21 @@ def _ties_of(engine: Any) -> dict[str, tuple[str, ...]]:
         names.setdefault(id(param), []).append(name)
     found = {name: names.get(id(param), []) for param, name in engine.param_names.items()}
     return {name: tuple(other for other in every if other != name) for name, every in found.items() if every[1:]}
+
+
+def _unsynchronized(module: Any) -> Iterator[str]:
+    """Parameters of tied modules whose gradients pipeline stages do not reduce: all but the ``tied_weight_attr``."""
+    if not isinstance(module, PipelineModule):
+        return
+    for key, tied in module.tied_modules.items():
+        attributes = module.tied_weight_attrs[key]  # one name until DeepSpeed 0.10, then a list
+        weights = [
+            reduce(lambda owner, name: getattr(owner, name, None), attribute.split("."), tied)
+            for attribute in ([attributes] if isinstance(attributes, str) else attributes)
+        ]
+        for name, param in tied.named_parameters():
+            if all(param is not weight for weight in weights):
+                yield f"tied_modules.{key}.{name}"
 
 
 def _layouts_of(engine: Any, tp: int) -> dict[str, LiveLayout]:

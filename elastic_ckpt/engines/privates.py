@@ -210,6 +210,11 @@ PRIVATES = (
         ("_partition_layers(method)", "_layer_specs", "_topo", "_set_bounds(start, stop)", "parts"),
     ),
     Privates(
+        "runtime.pipe.module",
+        "PipelineModule",
+        ("tied_weight_attrs",),
+    ),
+    Privates(
         "moe.layer",
         "MoE",
         ("expert_group_name", "num_local_experts", "deepspeed_moe", "enable_expert_tensor_parallelism"),

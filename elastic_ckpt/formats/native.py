@@ -80,16 +80,20 @@ def index_native(
 
 def _spot_check(files: Assembled, opened: Mapping[int, PickledFile]) -> None:
     """Compare masters with weights, in the files that this process opened."""
-    all_metadata = files.all_metadata
+    all_metadata, stages_of = files.all_metadata, files.metadata.stages
     known = frozenset(chain.from_iterable(metadata.parameters for metadata in all_metadata.values()))
+    first_layers: dict[str, int] = {}
     for mp, rank in files.ranks.items():
         positions = [*rank.models, *rank.optimizers, *rank.expert_optimizers]
         mine = {number for number, position in enumerate(positions) if position in opened}
         spot_check(all_metadata[mp], rank.model.path, rank.model.weights, mine)
-        tp_rank = next(stage.index(mp) for stage in files.grid.stages if mp in stage)
-        for layer in files.layers:
-            if layer.tp_rank == tp_rank:
-                spot_check(all_metadata[mp], layer.path, layer.named(known), mine)
+        stage, tp_rank = divmod(mp, files.grid.tp)
+        for layer in (layer for layer in files.layers if layer.tp_rank == tp_rank):
+            # a tied module's first layer is the first stage's, and copies on other stages may have other values
+            weights = layer.named(known)
+            firsts = [name for name in weights if first_layers.setdefault(name, layer.layer) == layer.layer]
+            own = {name: weights[name] for name in firsts if stages_of.get(name, (stage,))[0] == stage}
+            spot_check(all_metadata[mp], layer.path, own, mine)
         for expert in rank.experts if files.across is None else ():
             spot_check(all_metadata[mp], expert.path, expert.weights, mine)
     if files.across is not None:

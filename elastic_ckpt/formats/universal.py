@@ -9,12 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, groupby
+from itertools import accumulate, chain, groupby
 from typing import Any
 
 from elastic_ckpt import distributed
+from elastic_ckpt.core.chunks import ListedChunks, StorageChunk
 from elastic_ckpt.core.declared import Declared
-from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata, SavedParameter
+from elastic_ckpt.core.flat_ranges import FlatRange
+from elastic_ckpt.core.metadata import ITEMSIZE, MASTER, CheckpointMetadata, SavedParameter, TensorMetadata
+from elastic_ckpt.core.strided import Shape
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
 from elastic_ckpt.formats import model_states
 from elastic_ckpt.formats.base import Checkpoint, Found, MetadataOptions, refuse_unsupported_folder
@@ -165,12 +168,15 @@ def _build_metadata(
     first = models[0]
     builder = MetadataBuilder(found, [*models, *states])
     builder.parameters = parameters = _parameters(models, optimizer, states, grid)
+    local = _local_shapes(models, grid)
     builder.scalar_forms = {key: "float" for saved in parameters.values() for key, _ in saved.scalars}
     for file, item in enumerate(states, start=len(models)):
         if item.tensor is not None and item.name in parameters:
             shape = parameters[item.name].shape
             _check_numel(item, item.tensor, shape)
             tensor = dense_tensor(item.name, item.key, item.tensor, file, shape)
+            if item.is_concatenated and item.name in local and not (optimizer is not None and optimizer.in_true_order):
+                tensor = _divided(item, tensor, local[item.name])
             builder.tensors.add({(item.name, item.key): tensor})
     whole, notes = _module_tensors(models, parameters, grid)
     builder.tensors.add(whole)
@@ -191,6 +197,41 @@ def _build_metadata(
         sequence=grid.sequence,
     )
     return replace(metadata, declared=declared)
+
+
+def _local_shapes(models: Sequence[ModelShard], grid: Grid) -> dict[str, tuple[Shape, ...]]:
+    """The shape that each tensor-parallel rank lists of a parameter without a recorded layout; empty for one rank."""
+    dp = len(models) // (grid.tp * grid.pp)
+    found: dict[str, tuple[Shape, ...]] = {}
+    for stage in grid.stages if grid.tp > 1 else ():
+        ranks = [dict(chain.from_iterable(models[rank * dp].param_shapes)) for rank in stage]
+        for name in ranks[0].keys() - models[0].stacked.keys():
+            if not models[stage[0] * dp].declared.is_recorded(name) and all(name in rank for rank in ranks):
+                found.setdefault(name, tuple(rank[name] for rank in ranks))
+    return found
+
+
+def _divided(item: StateFile, tensor: TensorMetadata, shapes: tuple[Shape, ...]) -> TensorMetadata:
+    """The shards that DeepSpeed's converter concatenated, whatever is fused in them; ``shapes`` by rank."""
+    (chunk,) = tensor.chunks or (StorageChunk(FlatRange(0, 0), 0, 0),)
+    numels = [math.prod(shape) for shape in shapes]
+    if len({shape[1:] for shape in (tensor.shape, *shapes)}) > 1 or sum(numels) != chunk.range.numel:
+        raise MismatchError(
+            "DeepSpeed's converter concatenated the tensor-parallel shards of this parameter, but the shapes in the "
+            "model-states files do not add up to its tensor",
+            parameter=item.name,
+            file=item.path,
+            expected=" + ".join(map(str, shapes)),
+            found=tensor.shape,
+            remedy="files of two conversions are mixed: convert again",
+        )
+    starts = accumulate(numels, initial=0)
+    offsets = (chunk.byte_offset + start * ITEMSIZE[tensor.dtype] for start in starts)
+    sources = tuple(
+        ListedChunks((StorageChunk(FlatRange(0, numel), chunk.file, offset),) if numel else ())
+        for numel, offset in zip(numels, offsets, strict=False)
+    )
+    return replace(tensor, shape=shapes[0], sources=sources, shards=shapes)
 
 
 def _parameters(
@@ -214,12 +255,12 @@ def _parameters(
         steps = int(model.counters["global_steps"]) - int(model.counters["skipped_steps"])
         for flat, named_shapes in enumerate(model.param_shapes):
             shared = {} if optimizer is None else optimizer.scalars.get(flat, {})
-            for name, listed in named_shapes:
+            for name, local in named_shapes:
                 if optimizer is None:
                     shared = {"step": float(steps)} if name in stateful else {}
                 scalars = {**shared, **step_files.get(name, {})}
                 saved = shapes.get(name)
-                shape = saved if saved is not None and (len(saved) > 1 or len(listed) == 1) else listed
+                shape = saved if saved is not None and (len(saved) > 1 or len(local) == 1) else local
                 if grid.tp > 1 and len(shape) > 1 and saved is not None and len(saved) == 1:
                     raise UnsupportedError(
                         "this universal checkpoint was converted from a tensor-parallel ZeRO-3 run, whose shards "

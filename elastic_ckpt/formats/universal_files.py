@@ -41,13 +41,18 @@ TRUE_ORDER = "elastic_ckpt_true_order"
 
 @dataclass(frozen=True)
 class StateFile(SourceFile):
-    """One ``zero/<name>/<key>.pt``: a parameter's whole tensor or scalar, and its ``rule`` for shards, if known."""
+    """One ``zero/<name>/<key>.pt``: a parameter's whole tensor or scalar.
+
+    ``rule`` says how it is sharded, if known; ``is_concatenated``: for want of one, DeepSpeed's converter concatenated
+    the tensor-parallel shards along dimension 0.
+    """
 
     name: str
     key: str
     tensor: TensorRef | None
     scalar: float | None
     rule: Rule | None = None
+    is_concatenated: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,7 @@ class OptimizerFile:
 
 
 #: A :class:`StateFile` without its path and parameter.
-Packed = tuple[str, int, TensorRef | None, float | None, Rule | None, Records]
+Packed = tuple[str, int, TensorRef | None, float | None, Rule | None, bool, Records]
 
 
 def optimizer_path(found: Found) -> str:
@@ -103,14 +108,17 @@ def read_parameter(found: Found, name: str, open_one: Callable[[str], PickledFil
             remedy="restore the folder, take another tag, or put it on storage that all nodes share",
         ) from error
     files = [index_state(open_one(path)) for path in paths]
-    return [(file.key, file.nbytes, file.tensor, file.scalar, file.rule, file.records) for file in files]
+    return [
+        (file.key, file.nbytes, file.tensor, file.scalar, file.rule, file.is_concatenated, file.records)
+        for file in files
+    ]
 
 
 def unpacked(found: Found, name: str, packed: Iterable[Packed]) -> Iterator[StateFile]:
     """The files of one parameter, as :func:`read_parameter` has read them on some rank."""
     folder = found.path(os.path.join(UNIVERSAL_FOLDER, name))
-    for key, nbytes, tensor, scalar, rule, records in packed:
-        yield StateFile(f"{folder}/{key}.pt", nbytes, name, key, tensor, scalar, rule, records=records)
+    for key, nbytes, tensor, scalar, rule, is_concatenated, records in packed:
+        yield StateFile(f"{folder}/{key}.pt", nbytes, name, key, tensor, scalar, rule, is_concatenated, records=records)
 
 
 def index_state(file: PickledFile) -> StateFile:
@@ -124,9 +132,9 @@ def index_state(file: PickledFile) -> StateFile:
             raise DamagedError(
                 f"{key} of this parameter was saved as a view that is not contiguous", parameter=name, file=file.path
             )
-        return StateFile(
-            file.path, file.nbytes, name, key, value, None, _rule_of(name, file.tree), records=file.records
-        )
+        rule = _rule_of(name, file.tree)
+        is_concatenated = is_parameters and rule is None and file.tree.get("cat_dim") == 0
+        return StateFile(file.path, file.nbytes, name, key, value, None, rule, is_concatenated, records=file.records)
     scalar = plain_numbers(file, {key: value})[key]
     if isinstance(scalar, bool) or not isinstance(scalar, (int, float)):
         raise DamagedError(

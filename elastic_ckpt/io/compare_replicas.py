@@ -31,7 +31,8 @@ _SHOWN = 6
 class ReplicaDifference:
     """One rank's finding for its range of ``copies`` differing replicas; differences are from the first replica.
 
-    ``files`` are those of the first replica and of the one that is furthest from it, without their folder.
+    ``files`` are those of the first replica and of the one that is furthest from it, without their folder;
+    ``others_are_zero``: whether all other replicas are zero in that range.
     """
 
     check: ReplicaCheck
@@ -39,6 +40,7 @@ class ReplicaDifference:
     largest: float
     total: float
     files: tuple[str, ...] = ()
+    others_are_zero: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,12 +94,15 @@ def find_drift(
             arena = torch.empty(needed, dtype=torch.uint8)
         replicas = iter(_read(files, parts, arena, options))
         for part in parts:
-            apart = _apart(part, [next(replicas) for _ in part.check.replicas])
+            raw = [next(replicas) for _ in part.check.replicas]
+            apart = _apart(part, raw)
             if apart is not None:
                 copies, (largest, total, furthest) = part.check.replicas, apart
                 paths = (files[item.file].path for copy in (copies[0], copies[furthest]) for item in copy[:1])
                 names = tuple(dict.fromkeys(map(os.path.basename, paths)))
-                found.append(ReplicaDifference(replace(part.check, replicas=()), len(copies), largest, total, names))
+                zero = not any(part.values(each).any() for each in raw[1:])
+                check = replace(part.check, replicas=())
+                found.append(ReplicaDifference(check, len(copies), largest, total, names, zero))
     return found
 
 
@@ -248,19 +253,35 @@ def _one_drift(differences: Sequence[ReplicaDifference]) -> Drift:
     )
 
 
-def judge_drift(found: Iterable[ReplicaDifference], averaged: frozenset[str], policy: str) -> tuple[str, ...]:
-    """Notes for the report about replicas that differ on any rank; ``averaged`` are the names that may, by a rule.
+def untrained(found: Iterable[ReplicaDifference], known: frozenset[str]) -> frozenset[str]:
+    """Parameters of tied pipeline modules whose later stages saved a copy that nothing trains.
 
-    Raises :class:`MismatchError` if others differ and ``policy`` is ``strict`` (not ``first`` or ``mean``).
+    A ``TiedLayerSpec`` synchronizes its ``tied_weight_attr`` alone. Whatever else its module has (position embeddings,
+    a norm) gets no gradient on the later stages: it is among those ``known``, or all states of the copy are zero, which
+    weight decay on gradients prevents.
     """
-    drifts = united(found)
-    asked = [drift for drift in drifts if drift.name not in averaged]
+    of_stages = [each for each in found if each.check.is_of_stages]
+    states = [each for each in of_stages if each.check.key not in WEIGHTS]
+    zero = {each.check.name for each in states} - {each.check.name for each in states if not each.others_are_zero}
+    return frozenset(zero | {each.check.name for each in of_stages if each.check.name in known})
+
+
+def judge_drift(found: Sequence[ReplicaDifference], may_differ: frozenset[str], policy: str) -> tuple[str, ...]:
+    """Notes for the report about replicas that differ on any rank; ``may_differ`` are the names that may, by a rule.
+
+    Raises :class:`MismatchError` if others differ and ``policy`` is ``strict`` (not ``first`` or ``mean``), except for
+    :func:`untrained` copies.
+    """
+    of_one_stage = untrained(found, may_differ)
+    drifts = united(each for each in found if each.check.name not in of_one_stage)
+    asked = [drift for drift in drifts if drift.name not in may_differ]
     guessed = [drift for drift in asked if drift.is_guess]
     if guessed:
         raise _no_copies(guessed)
     if asked and policy not in (FIRST, MEAN):
         raise _different(asked)
-    notes = []
+    notes = [f"only the first pipeline stage trains its copy, which was taken: {listed(sorted(of_one_stage))}"]
+    notes = notes if of_one_stage else []
     for drift in drifts[:_SHOWN]:
         notes.append(f"replicated, but different when saved: {drift}; the {drift.taken} was taken")
     if len(drifts) > _SHOWN:

@@ -53,7 +53,7 @@ class RankPlan:
     Attributes:
         mp_rank: its tensor- and pipeline-parallel rank.
         digest: equal on ranks that divide replicated tensors in the same way.
-        differences, averaged: where replicas differ in this rank's share of the comparisons, and the parameters that
+        differences, may_differ: where replicas differ in this rank's share of the comparisons, and the parameters that
             may; only ranks of their stage know.
         notes: of its plan.
         loads_scheduler: whether the rank loads an lr scheduler's state.
@@ -62,7 +62,7 @@ class RankPlan:
     mp_rank: int
     digest: str
     differences: Sequence[ReplicaDifference]
-    averaged: frozenset[str]
+    may_differ: frozenset[str]
     notes: tuple[str, ...]
     loads_scheduler: bool
 
@@ -112,7 +112,7 @@ def prepare(engine: Any, found: Found, arguments: LoadArguments, config: Elastic
             with clock("metadata"):
                 differences = find_drift(plan.reads.files, plan.replica_checks, read_options(config))
             mp_rank = local_state.model.coordinates.mp_rank
-            return RankPlan(mp_rank, _digest_of_shares(plan), differences, plan.averaged, plan.notes, scheduler)
+            return RankPlan(mp_rank, _digest_of_shares(plan), differences, plan.may_differ, plan.notes, scheduler)
 
         everybody = distributed.all_gather("plan the load", make_plan)
         _refuse_different_shares(everybody)
@@ -180,8 +180,8 @@ def _notes(everybody: Sequence[RankPlan], config: ElasticConfig) -> tuple[str, .
     differences = [difference for each in everybody for difference in each.differences]
     if not differences:
         return notes
-    averaged = frozenset().union(*(each.averaged for each in everybody))
-    return notes + judge_drift(differences, averaged, config.replicated_params)
+    may_differ = frozenset().union(*(each.may_differ for each in everybody))
+    return notes + judge_drift(differences, may_differ, config.replicated_params)
 
 
 def _digest_of_shares(plan: LoadPlan) -> str:

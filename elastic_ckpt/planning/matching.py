@@ -145,7 +145,7 @@ def match_groups(
             found = []  # by the user's choice, or because there are none (BLOOM's universal checkpoint)
         values = [transferable(metadata.groups[source]) for source in found]
         if any(value != values[0] for value in values):
-            raise _mixed(number, group, dict(zip(found, values, strict=True)))
+            raise _mixed(metadata, number, group, dict(zip(found, values, strict=True)))
         taken = values[0] if values else {}
         if converted:
             known = {*group.hyperparameters, "initial_lr"}
@@ -157,20 +157,32 @@ def match_groups(
     return tuple(sources), tuple(hyperparameters)
 
 
-def _mixed(number: int, group: LiveGroup, saved: Mapping[int, Mapping[str, Any]]) -> MismatchError:
+def _mixed(
+    metadata: CheckpointMetadata, number: int, group: LiveGroup, saved: Mapping[int, Mapping[str, Any]]
+) -> MismatchError:
+    """The error for a live group whose members were saved with different values; ``saved``: those of each group."""
     keys = sorted(set().union(*saved.values()))
     first = next(iter(saved.values()))
     differ = [key for key in keys if any(values.get(key) != first.get(key) for values in saved.values())]
+    shown = {source: {key: values.get(key) for key in differ} for source, values in saved.items()}
+    live = {key: group.hyperparameters.get(key) for key in differ}
+    members: dict[int, list[str]] = {source: [] for source in saved}
+    for name in group.names:
+        if name in metadata.parameters:
+            members[metadata.parameters[name].group].append(name)
+    changed = [name for source, names in members.items() if shown[source] != live for name in names]
     return MismatchError(
         f"param group {number} now mixes parameters whose saved groups had different hyperparameters",
-        parameter=listed(group.names),
+        parameter=listed(changed or group.names),
         expected="one set of hyperparameters for the group",
         found="; ".join(
-            f"saved group {source}: { ({key: values.get(key) for key in differ}) }" for source, values in saved.items()
+            f"saved group {source}, {len(members[source])} parameters such as {members[source][0]}: {values}"
+            for source, values in shown.items()
         ),
         remedy=(
-            "build the param groups as they were when the checkpoint was saved, or keep those of the live run: "
-            '"elastic_checkpoint": {"param_groups": "keep_live"}'
+            "build the param groups as they were when the checkpoint was saved (a rule that looks at param.shape sees "
+            '[0] under ZeRO-3: look at param.ds_shape). "elastic_checkpoint": {"param_groups": "keep_live"} is another '
+            f"training: it leaves {live} for all {len(group.names)} parameters, which changes {len(changed)} of them"
         ),
     )
 

@@ -15,7 +15,7 @@ from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadat
 from elastic_ckpt.core.read_plan import LoadPlan, Outcome
 from elastic_ckpt.planning.matching import NO_GROUPS, Groups, Matching, match_groups, match_parameters
 from elastic_ckpt.planning.plan_builder import PlanBuilder
-from elastic_ckpt.planning.replicas import compare_replicas
+from elastic_ckpt.planning.replicas import compare_replicas, of_first_stage, with_own_copies
 from elastic_ckpt.planning.state_matching import NOTHING_MATCHED, StateMatching, match_states
 from elastic_ckpt.sharding.book import RuleBook
 from elastic_ckpt.sharding.resolve import Resharding, resolve
@@ -66,7 +66,7 @@ class Matched:
 def match(metadata: CheckpointMetadata, local_state: LocalState, options: LoadOptions) -> Matched:
     """Match checkpoint and live engine. Raises :class:`MismatchError` or :class:`DamagedError` if they do not fit."""
     config, model = options.config, local_state.model
-    saved = rename_saved(metadata, config.rename)
+    saved = with_own_copies(rename_saved(metadata, config.rename), model)
     metadata = adopt_live_names(saved, model)
     parameters = match_parameters(metadata, local_state, options.strict)
     resharding = resolve(metadata, model, parameters.names, options.rules, config.replicated_params)
@@ -107,7 +107,7 @@ def plan_load(
         replica_checks=compare_replicas(
             metadata, local_state.model, resharding, found.parameters.names, options.optimizer_states, found.saved
         ),
-        averaged=frozenset(resharding.averaged),
+        may_differ=of_first_stage(metadata, options.rules, local_state.model).union(resharding.averaged),
         blocks=builder.blocks,
         restores_states=options.optimizer_states,
         scalars=states.scalars or (None,) * len(local_state.flats),

@@ -1,7 +1,8 @@
 """Replicas in a checkpoint that should be equal: which there are, and which rank compares them. Pure.
 
 Tensor-parallel ranks hold norms and some biases whole, and pipeline stages hold tied weights twice. Each rank trains
-its own copy, and in long runs they drift apart; a load at another degree can keep only one.
+its own copy, and in long runs they drift apart; a load at another degree can keep only one. Of a tied module, stages
+synchronize the tied weights alone: what else it has, each stage has its own copy of, which only the first trains.
 
 All comparisons are laid on one axis, by cost, and the axis is divided into one equal span per rank; a rank compares
 what begins in its span. Large tensors are thereby split, small ones stay whole. Tied weights are divided over all ranks
@@ -20,13 +21,46 @@ from elastic_ckpt.core.local_state import ModelLayout
 from elastic_ckpt.core.metadata import BUFFER, ITEMSIZE, CheckpointMetadata, TensorMetadata
 from elastic_ckpt.core.read_plan import ReplicaCheck
 from elastic_ckpt.core.strided import ShardSources, copied
+from elastic_ckpt.errors import shortened
 from elastic_ckpt.planning.read_items import read_items, rows_in_order
+from elastic_ckpt.sharding.book import RuleBook
 from elastic_ckpt.sharding.resolve import FIRST, MEAN, Resharding
 
 #: Granularity of the division, in elements: 1 MiB of fp32.
 GRAIN_NUMEL = 1 << 18
 #: Fixed cost of reading one more copy, expressed in bytes.
 _READ_NBYTES = 1 << 18
+
+
+def with_own_copies(metadata: CheckpointMetadata, model: ModelLayout) -> CheckpointMetadata:
+    """The metadata in which each pipeline stage has its own copies of what stages do not synchronize.
+
+    That is where the live model has such a parameter on the stages that saved it; elsewhere the first stage's copy is
+    the parameter, as for DeepSpeed's converter. All ranks agree on which.
+    """
+    if metadata.source.pp != model.coordinates.pp:
+        return metadata
+    own = {name for name, stages in model.unsynchronized.items() if stages[1:] and metadata.stages.get(name) == stages}
+    tensors = dict(metadata.tensors)
+    for name, key in [place for place in metadata.replicas if place[0] in own]:
+        at = model.unsynchronized[name].index(model.coordinates.pp_rank) if name in model.layouts else 0
+        tensors[name, key] = (metadata.tensors[name, key], *metadata.replicas[name, key])[at]
+    note = f"every pipeline stage keeps its own copy, of which only the first is trained: {shortened(sorted(own))}"
+    replicas = {place: copies for place, copies in metadata.replicas.items() if place[0] not in own}
+    return replace(metadata, tensors=tensors, replicas=replicas, notes=metadata.notes + (note,) * bool(own))
+
+
+def of_first_stage(metadata: CheckpointMetadata, book: RuleBook, model: ModelLayout) -> frozenset[str]:
+    """Tied parameters that only the first pipeline stage trains.
+
+    The checkpoint declares so of tied modules whole, which counts for what the live stages do not synchronize; of known
+    code bases (``book``) it is known.
+    """
+    if not metadata.replicas:
+        return frozenset()
+    names = {metadata.saved_names.get(name, name): name for name, _ in metadata.replicas}
+    declared = metadata.declared.of_first_stage(saved for saved, name in names.items() if name in model.unsynchronized)
+    return frozenset(names[saved] for saved in declared | book.for_run(metadata.run).of_first_stage(names))
 
 
 def compare_replicas(
@@ -49,12 +83,13 @@ def compare_replicas(
     at = model.coordinates
     lanes = at.tp * at.dp
     lane = at.tp_rank * at.dp + at.dp_rank
+    stateful = names.union(model.names) if with_states else frozenset(model.unsynchronized)
     if at.pp == 1:
-        wanted = [*_of_tied(metadata, names, with_states), *_of_stage(metadata, resharding, names, with_states)]
+        wanted = [*_of_tied(metadata, names, stateful), *_of_stage(metadata, resharding, names, with_states)]
         return tuple(_dealt(wanted, lane, lanes))
-    of_all = [one for one in _of_tied(of_job or metadata, model.names, with_states) if one.check.key != BUFFER]
+    of_all = [one for one in _of_tied(of_job or metadata, model.names, stateful) if one.check.key != BUFFER]
     known = {(one.check.name, one.check.key) for one in of_all}
-    tied = _of_tied(metadata, names, with_states)
+    tied = _of_tied(metadata, names, stateful)
     alone = [one for one in tied if (one.check.name, one.check.key) not in known]
     alone += _of_stage(metadata, resharding, names, with_states)
     mine = _dealt(of_all, at.pp_rank * lanes + lane, at.pp * lanes)
@@ -99,20 +134,20 @@ def _dealt(wanted: Sequence[_Wanted], lane: int, lanes: int) -> Iterator[Replica
 
 
 def _wanted_tensors(
-    metadata: CheckpointMetadata, tensors: Iterable[tuple[str, str]], names: frozenset[str], with_states: bool
+    metadata: CheckpointMetadata, tensors: Iterable[tuple[str, str]], names: frozenset[str], stateful: frozenset[str]
 ) -> Iterator[TensorMetadata]:
-    """In the same order on each rank."""
+    """In the same order on each rank; ``stateful``: names of which optimizer states are compared too."""
     state_keys = frozenset(metadata.state_keys)
     for name, key in sorted(tensors):
-        if name in names and (with_states or key not in state_keys):
+        if name in names and (name in stateful or key not in state_keys):
             tensor = metadata.tensors[name, key]
             if not tensor.is_whole:
                 yield tensor
 
 
-def _of_tied(metadata: CheckpointMetadata, names: frozenset[str], with_states: bool) -> Iterator[_Wanted]:
+def _of_tied(metadata: CheckpointMetadata, names: frozenset[str], stateful: frozenset[str]) -> Iterator[_Wanted]:
     """Tied weights that were saved on several pipeline stages or under several names: the first with each other one."""
-    for tensor in _wanted_tensors(metadata, metadata.replicas.keys() & metadata.tensors.keys(), names, with_states):
+    for tensor in _wanted_tensors(metadata, metadata.replicas.keys() & metadata.tensors.keys(), names, stateful):
         shards, saved_name = range(len(tensor.shard_shapes)), metadata.saved_names.get(tensor.name, tensor.name)
         pairs = [(replica, shard) for replica in metadata.replicas[tensor.name, tensor.key] for shard in shards]
         for number, (replica, shard) in enumerate(pairs, 1):
@@ -130,7 +165,7 @@ def _of_stage(
     if not concerned:
         return
     tensors = (place for place in metadata.tensors if place[0] in concerned)
-    for tensor in _wanted_tensors(metadata, tensors, names, with_states):
+    for tensor in _wanted_tensors(metadata, tensors, names, names if with_states else frozenset()):
         name, key = tensor.name, tensor.key
         if name in resharding.replicas:
             transfer = resharding.transfers.get((name, ""))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -66,7 +67,11 @@ class ReadyConfig(BaseModel):
 
 
 class Preset(ReadyConfig):
-    """Tensor-parallel rules of a well-known code base; the first rule that applies to a parameter wins."""
+    """Tensor-parallel rules of a well-known code base; the first rule that applies to a parameter wins.
+
+    ``one_stage``: patterns of what a tied pipeline module has beside the tied weight: its first stage alone trains it.
+    A run whose arguments have all of ``has`` and none of ``lacks`` is of that code base; without ``has``, none is.
+    """
 
     FOLDER = "rules"
     CALLED = "preset"
@@ -76,7 +81,30 @@ class Preset(ReadyConfig):
 
     name: str
     description: str
+    has: list[str] = []
+    lacks: list[str] = []
+    one_stage: list[str] = []
     rules: list[Rule]
+
+    @property
+    def evidence(self) -> str:
+        """What the arguments of such a run have and lack, in words."""
+        return f"args with {', '.join(self.has)}" + f", without {', '.join(self.lacks)}" * bool(self.lacks)
+
+    def recognizes(self, run: Mapping[str, Any]) -> bool:
+        """Whether a run with these arguments is of this code base."""
+        return bool(self.has) and run.keys() >= set(self.has) and run.keys().isdisjoint(self.lacks)
+
+
+@cache
+def _shipped() -> tuple[Preset, ...]:
+    return tuple(map(Preset.load, Preset.names()))
+
+
+def recognized(run: Mapping[str, Any]) -> Preset | None:
+    """The preset of the code base that a run's arguments prove; ``None`` unless it is one alone."""
+    found = [preset for preset in _shipped() if preset.recognizes(run)] if run else []
+    return found[0] if len(found) == 1 else None
 
 
 #: Transformer Engine's names of a norm within a fused layer, which is whole.
@@ -156,17 +184,31 @@ class RuleSource:
 
 @dataclass(frozen=True)
 class RuleBook:
-    """The rules and preset of the user's config; ``builtin`` applies to Megatron Core, after the live parameters."""
+    """The rules and preset of the user's config; ``builtin`` applies to Megatron Core, after the live parameters.
+
+    Without a preset of the user's, that which the saved run's arguments prove applies (``is_recognized``).
+    """
 
     rules: Sequence[Rule] = ()
     preset: Preset | None = None
     builtin: Preset | None = None
+    is_recognized: bool = False
 
     @classmethod
     def of(cls, config: ElasticConfig) -> RuleBook:
         """The rules and preset of a config. Raises :class:`ConfigError` if there is no such preset."""
         preset = Preset.load(config.tp_preset) if config.tp_preset else None
         return cls(tuple(config.tp_rules), preset, Preset.load("megatron-core"))
+
+    def for_run(self, run: Mapping[str, Any]) -> RuleBook:
+        """The book for a checkpoint of a run with these arguments."""
+        found = recognized(run) if self.preset is None else None
+        return replace(self, preset=found, is_recognized=True) if found is not None else self
+
+    def of_first_stage(self, names: Iterable[str]) -> set[str]:
+        """Those of the saved names that, of several pipeline stages, only the first trains."""
+        patterns = () if self.preset is None else self.preset.one_stage
+        return {name for name in names if any(re.fullmatch(pattern, name) for pattern in patterns)}
 
     def sources(self, sharded: Sharded) -> list[RuleSource]:
         """Every rule about a parameter, by precedence; a rule of the user's excludes all others.
@@ -180,7 +222,7 @@ class RuleBook:
         declared = sharded.metadata.declared.rule(sharded.saved_name)
         found = [
             None if declared is None else RuleSource(declared, "the checkpoint's universal_checkpoint_info"),
-            _of_preset(self.preset, sharded),
+            _of_preset(self.preset, sharded, self.is_recognized),
             _of_live_parameter(sharded),
             _of_preset(self.builtin, sharded) if sharded.live.owner.startswith(_MEGATRON) else None,
             None if sharded.is_fused else _of_shapes(sharded),
@@ -188,11 +230,12 @@ class RuleBook:
         return [source for source in found if source is not None]
 
 
-def _of_preset(preset: Preset | None, sharded: Sharded) -> RuleSource | None:
+def _of_preset(preset: Preset | None, sharded: Sharded, is_recognized: bool = False) -> RuleSource | None:
     if preset is None:
         return None
     found = (rule for rule in preset.rules if rule.applies(sharded.saved_name, sharded.metadata.run))
-    return next((RuleSource(rule, f'the preset "{preset.name}"') for rule in found), None)
+    why = f", by the checkpoint's {preset.evidence}" if is_recognized else ""
+    return next((RuleSource(rule, f'the preset "{preset.name}"{why}') for rule in found), None)
 
 
 def _of_live_parameter(sharded: Sharded) -> RuleSource | None:

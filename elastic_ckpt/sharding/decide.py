@@ -65,7 +65,7 @@ class Decider:
 
     def __init__(self, metadata: CheckpointMetadata, book: RuleBook) -> None:
         self.metadata = metadata
-        self._book = book
+        self._book = book.for_run(metadata.run)
 
     @cached_property
     def structure(self) -> Structure:  # which looks at every tensor, for parameters whose layout changes
@@ -260,20 +260,6 @@ def vocabulary_too_small(sharded: Sharded, saved: int, live: int, real: int | No
         found=f"{saved} rows{known}",
         remedy="build the model with a vocabulary that holds all tokens; if it does: "
         + _config({"pattern": sharded.name, "kind": "vocabulary", "vocabulary": real or live}),
-    )
-
-
-def wrongly_merged(sharded: Sharded, origin: str) -> MismatchError:
-    """A fused parameter of a universal checkpoint whose converter did not know its sub-parameters."""
-    return sharded.mismatch(
-        "DeepSpeed's converter has put the tensor-parallel shards of this parameter side by side, and it is made of "
-        "several that each were cut on their own: the universal checkpoint holds them in a wrong order",
-        expected=f"its parts one behind the other, according to {origin}",
-        found=(
-            f"{sharded.metadata.source.merged_from} shards one behind the other, since the run that saved it declared "
-            "no sub-parameters"
-        ),
-        remedy="load the native checkpoint instead",
     )
 
 

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from elastic_ckpt.core.experts import stacked_name
 from elastic_ckpt.core.local_state import LiveLayout, ModelLayout
 from elastic_ckpt.core.metadata import FROZEN, MASTER, CheckpointMetadata, is_floating
 from elastic_ckpt.core.strided import Overlap, ShardSources, TPLayout, blended, copied, duplicates, fused, reshard
@@ -22,7 +21,6 @@ from elastic_ckpt.sharding.decide import (
     contradiction,
     undecided,
     vocabulary_too_small,
-    wrongly_merged,
 )
 
 STRICT = "strict"
@@ -119,18 +117,11 @@ class _Resolver:
             return
         layout = layout or LiveLayout(())
         shapes = tensor.shard_shapes
-        is_expert = stacked_name(name) in self._metadata.stacked  # which no tensor-parallel rank has a part of
-        was_merged = self._metadata.source.merged_from > 1 and len(shapes) == 1 and not is_expert
         is_universal = self._metadata.source.format == "universal"
-        as_saved = len(shapes) == len(layout.shapes) and (not is_universal or shapes == layout.shapes)
-        if as_saved and not was_merged:
+        if len(shapes) == len(layout.shapes) and (not is_universal or shapes == layout.shapes):
             return
         with collected(self._errors, name):
-            sharded = self._decider.sharded(tensor, layout)
-            if was_merged:
-                self._refuse_wrong_merge(sharded)
-            if not as_saved:
-                self._resolve(sharded)
+            self._resolve(self._decider.sharded(tensor, layout))
 
     def _resolve(self, sharded: Sharded) -> None:
         chosen: RuleSource | None = None
@@ -185,29 +176,6 @@ class _Resolver:
         objection = None if chosen is None else self._decider.structure.objection(sharded.name, chosen)
         if objection is not None:
             raise contradiction(sharded, chosen, objection)
-
-    def _refuse_wrong_merge(self, sharded: Sharded) -> None:
-        """DeepSpeed's converter concatenates shards of fused parameters unless the run declared sub-parameters."""
-        declared, live = self._metadata.declared, sharded.live
-        try:
-            rule = declared.rule(sharded.saved_name)
-            decision = self._decider.decide(sharded)
-        except CannotSplit as error:
-            if sharded.is_fused:
-                raise contradiction(sharded, None, str(error)) from error
-            return
-        chosen = decision.chosen
-        if sharded.is_fused:
-            self._cross_check(decision)
-        if declared.is_recorded(sharded.saved_name) or (rule is not None and rule.sub_parameters is not None):
-            return
-        if chosen is not None and (chosen.rule.sub_parameters is not None or chosen.rule.slices):
-            raise wrongly_merged(sharded, chosen.origin)
-        is_users = chosen is not None and chosen.is_users
-        if live.split is not None and not is_users and any(len(ranges) > 1 for ranges in live.split.ranges):
-            raise wrongly_merged(sharded, "the live parameter (a recorded layout)")
-        if sharded.is_fused and (chosen is None or chosen.is_ambiguous):
-            raise undecided(sharded, chosen, self._decider.structure.qkv_widths(sharded.name))
 
     def _add_whole(self, sharded: Sharded, kind: str, source: TPLayout, target: TPLayout) -> None:
         name, numel, shards = sharded.name, math.prod(target.shape), source.degree

@@ -20,7 +20,7 @@ from elastic_ckpt.io.compare_replicas import find_drift, judge_drift
 from elastic_ckpt.io.reader import execute
 from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.planning.read_items import check_tiling, read_items, rows_in_order
-from elastic_ckpt.planning.replicas import compare_replicas
+from elastic_ckpt.planning.replicas import compare_replicas, of_first_stage
 from elastic_ckpt.planning.state_matching import refuse_partial, state_errors
 from elastic_ckpt.sharding.decide import virtual_layouts
 from elastic_ckpt.sharding.resolve import resolve
@@ -107,6 +107,7 @@ class LogicalReader:
         self, metadata: CheckpointMetadata, options: LoadOptions, errors: dict[str, ElasticCkptError] | None = None
     ) -> None:
         self.metadata = metadata
+        self._options = options
         self._policy = options.config.replicated_params
         weights = (name for name, key in metadata.tensors if key in WEIGHTS)
         self._layouts = virtual_layouts(metadata, dict.fromkeys(weights), 1, options.rules, errors)
@@ -127,10 +128,20 @@ class LogicalReader:
         Raises :class:`MismatchError` if copies differ and the policy is ``strict``.
         """
         guessed = self.resharding.guessed
-        checks = (one for one in self.replica_checks if only is None or (one.name, one.key) == (only.name, only.key))
+        # states tell whether a tied pipeline module's copy is trained at all
+        checks = (
+            one
+            for one in self.replica_checks
+            if only is None or (one.name == only.name and (one.key == only.key or one.is_of_stages))
+        )
         judged = tuple(replace(one, is_guess=one.is_guess or one.name in guessed) for one in checks)
         drift = find_drift(self.metadata.files, judged, options)
-        return judge_drift(drift, frozenset(self.resharding.averaged), self._policy)
+        return judge_drift(drift, self.of_first_stage.union(self.resharding.averaged), self._policy)
+
+    @cached_property
+    def of_first_stage(self) -> frozenset[str]:
+        """Tied parameters of which only the first pipeline stage's copy is trained."""
+        return of_first_stage(self.metadata, self._options.rules, self._model)
 
     @cached_property
     def replica_checks(self) -> tuple[ReplicaCheck, ...]:

@@ -9,7 +9,7 @@ from elastic_ckpt.core.fqn import rename_saved
 from elastic_ckpt.core.metadata import WEIGHTS, CheckpointMetadata
 from elastic_ckpt.errors import ElasticCkptError, listed
 from elastic_ckpt.io.coalesce import ReadOptions
-from elastic_ckpt.io.compare_replicas import find_drift, united
+from elastic_ckpt.io.compare_replicas import find_drift, united, untrained
 from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.sharding.book import Preset
 from elastic_ckpt.tools.findings import ERROR, NOTE, Finding
@@ -29,7 +29,9 @@ def check_copies(metadata: CheckpointMetadata, config: ElasticConfig, threads: i
     reader = LogicalReader(metadata, LoadOptions.of(config), errors)
     resharding, unknown = reader.resharding, set(errors)
     options = ReadOptions(threads=threads, progress=False)
-    for drift in united(find_drift(metadata.files, reader.replica_checks, options)):
+    differences = find_drift(metadata.files, reader.replica_checks, options)
+    of_one_stage = untrained(differences, reader.of_first_stage)
+    for drift in united(each for each in differences if each.check.name not in of_one_stage):
         if drift.name in resharding.guessed and (drift.name, drift.key) not in metadata.replicas:
             unknown.add(drift.name)
             continue
