@@ -193,6 +193,7 @@ class ModelLayout:
         layouts: of each parameter and buffer of its pipeline stage; empty if nothing is known.
         elsewhere: parameters and buffers that only other pipeline stages or expert-parallel ranks hold.
         ties: parameter -> its other names in the live module.
+        run: plain arguments of the live run, as the code base that trains (Megatron-DeepSpeed) keeps them.
         unsynchronized: parameter of a tied pipeline module, of which each stage has a copy of its own -> these stages.
     """
 
@@ -201,6 +202,7 @@ class ModelLayout:
     elsewhere: frozenset[str] = frozenset()
     ties: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     unsynchronized: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    run: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def names(self) -> frozenset[str]:

@@ -31,6 +31,7 @@ from elastic_ckpt.core.strided import TPLayout, fused
 from elastic_ckpt.core.tp_rules import CannotSplit
 from elastic_ckpt.engines.compat import autotp_affine_map, autotp_record, autotp_sub_parameters
 from elastic_ckpt.engines.experts import expert_parallel, unsliced_experts
+from elastic_ckpt.engines.megatron_runs import live_arguments
 from elastic_ckpt.errors import UnsupportedError
 
 #: Largest buffer, in elements, whose values are compared: a rank's own bounds and offsets are small.
@@ -63,6 +64,7 @@ def model_of(
         coordinates,
         {fqns.get(name, name): layout for name, layout in layouts.items()},
         ties={fqns.get(name, name): tuple(fqns.get(each, each) for each in others) for name, others in ties.items()},
+        run=live_arguments(engine),
         unsynchronized=dict.fromkeys(_unsynchronized(engine.module), (coordinates.pp_rank,)),
     )
 

@@ -11,6 +11,7 @@ import argparse
 import copy
 import random
 import struct
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,6 +27,16 @@ _TRACKER = "rng_tracker_states"
 _STATES = ("random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state", _TRACKER)
 #: Bytes of a CUDA generator's state: seed and offset (``CUDAGeneratorImpl::get_state``).
 _CUDA_NBYTES = 16
+
+
+def live_arguments(engine: Any) -> dict[str, Any]:
+    """Plain values among the arguments of the live run; empty unless its code base keeps them where it is known to."""
+    args = getattr(engine.module, "neox_args", None)  # gpt-neox
+    variables = sys.modules.get("megatron.global_vars")  # Megatron-DeepSpeed, bigscience's too
+    if args is None and variables is not None:
+        args = getattr(variables, "_GLOBAL_ARGS", None)
+    values = vars(args) if args is not None else {}
+    return {key: value for key, value in values.items() if isinstance(value, (str, int, float, bool, type(None)))}
 
 
 def follow_topology(args: Any, coordinates: RankCoordinates, rank: int) -> Any:

@@ -132,7 +132,7 @@ def _describe(engine: Any, arguments: LoadArguments) -> tuple[EngineAdapter, Loc
         local_state = adapter.local_state()
         described.append((adapter, local_state))
         coordinates = local_state.model.coordinates
-        return local_state.model if coordinates.tp * coordinates.pp * coordinates.ep > 1 else None
+        return replace(local_state.model, run={}) if coordinates.tp * coordinates.pp * coordinates.ep > 1 else None
 
     everybody = [model for model in distributed.all_gather("describe the live engine", describe) if model is not None]
     adapter, local_state = described[0]

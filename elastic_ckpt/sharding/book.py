@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from elastic_ckpt.config import ElasticConfig
-from elastic_ckpt.core.local_state import LiveLayout
+from elastic_ckpt.core.local_state import LiveLayout, ModelLayout
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata, TensorMetadata
 from elastic_ckpt.core.strided import Shape
 from elastic_ckpt.core.tp_rules import AMBIGUOUS, COLUMN, REPLICATED, ROW, VOCABULARY, Kind, Rule
@@ -90,6 +90,10 @@ class Preset(ReadyConfig):
     def evidence(self) -> str:
         """What the arguments of such a run have and lack, in words."""
         return f"args with {', '.join(self.has)}" + f", without {', '.join(self.lacks)}" * bool(self.lacks)
+
+    def rule(self, name: str, run: Mapping[str, Any]) -> Rule | None:
+        """The rule for a parameter of a run with these arguments, if any."""
+        return next((rule for rule in self.rules if rule.applies(name, run)), None)
 
     def recognizes(self, run: Mapping[str, Any]) -> bool:
         """Whether a run with these arguments is of this code base."""
@@ -233,9 +237,40 @@ class RuleBook:
 def _of_preset(preset: Preset | None, sharded: Sharded, is_recognized: bool = False) -> RuleSource | None:
     if preset is None:
         return None
-    found = (rule for rule in preset.rules if rule.applies(sharded.saved_name, sharded.metadata.run))
+    rule = preset.rule(sharded.saved_name, sharded.metadata.run)
     why = f", by the checkpoint's {preset.evidence}" if is_recognized else ""
-    return next((RuleSource(rule, f'the preset "{preset.name}"{why}') for rule in found), None)
+    return None if rule is None else RuleSource(rule, f'the preset "{preset.name}"{why}')
+
+
+def presets_for(sharded: Sharded) -> list[str]:
+    """Names of the shipped presets that decide a parameter."""
+    found = [(preset.name, _of_preset(preset, sharded)) for preset in _shipped()]
+    return [name for name, source in found if source is not None and not source.is_ambiguous]
+
+
+def refuse_other_code(metadata: CheckpointMetadata, model: ModelLayout, names: Iterable[str], book: RuleBook) -> None:
+    """Raise :class:`MismatchError` if the live code base fuses a parameter in another way than the one that saved it.
+
+    Shapes are equal then, and a load of it trains another model. Rules and presets of the user's settle it.
+    """
+    saved, live = recognized(metadata.run), recognized(model.run)
+    if saved is None or live is None or saved.name == live.name or book.preset is not None:
+        return
+    for name in names:
+        saved_name = metadata.saved_names.get(name, name)
+        is_settled = any(rule.applies(each, metadata.run) for rule in book.rules for each in (name, saved_name))
+        rules = (saved.rule(saved_name, metadata.run), live.rule(saved_name, model.run))
+        parts = [None if rule is None or rule.kind == AMBIGUOUS else (rule.sub_parameters,) for rule in rules]
+        if not is_settled and None not in parts and parts[0] != parts[1]:
+            raise MismatchError(
+                "the live code arranges this parameter in another way than the code that saved it",
+                parameter=name,
+                file=metadata.source.folder,
+                expected=f"{live.name}, by the live {live.evidence}",
+                found=f"{saved.name}, by the checkpoint's {saved.evidence}",
+                remedy="go on with the version of the code that saved it; if the weights were rearranged since: "
+                f'"elastic_checkpoint": {{"tp_preset": "{live.name}"}}',
+            )
 
 
 def _of_live_parameter(sharded: Sharded) -> RuleSource | None:

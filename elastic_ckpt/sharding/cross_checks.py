@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from elastic_ckpt.core.metadata import FROZEN, MASTER, CheckpointMetadata, TensorMetadata
 from elastic_ckpt.core.strided import Shape
 from elastic_ckpt.core.tp_rules import KV_HEADS, WHOLE_KINDS
-from elastic_ckpt.sharding.book import RuleSource, is_fused, tensor_of
+from elastic_ckpt.sharding.book import RuleSource, is_fused, is_vocabulary, tensor_of
 
 #: Widening layer -> narrowing layer.
 _COUNTERPARTS = (("h_to_4h", "4h_to_h"), ("fc1", "fc2"), ("linear1", "linear2"), ("wi", "wo"))
@@ -40,7 +40,7 @@ class Structure:
         """
         rows, taken = self._widths(name)
         by_name = is_fused(name) or is_fused(saved_name)
-        return (by_name and self._gate_factor(name) != 1) or rows > taken > 0
+        return (by_name and self._gate_factor(name) != 1) or (rows > taken > 0 and not is_vocabulary(name))
 
     def qkv_widths(self, name: str) -> list[int] | None:
         """Relative widths of query, key and value, if the layer fuses these; ``None`` if unknown."""

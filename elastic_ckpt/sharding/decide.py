@@ -18,7 +18,7 @@ from elastic_ckpt.core.metadata import BUFFER, CheckpointMetadata, TensorMetadat
 from elastic_ckpt.core.strided import Shape, TPLayout, fused, replicated
 from elastic_ckpt.core.tp_rules import COLUMN, VOCABULARY, WHOLE_KINDS, CannotSplit, Rule, relative_widths, split_by
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError
-from elastic_ckpt.sharding.book import RuleBook, RuleSource, Sharded, choose, tensor_of
+from elastic_ckpt.sharding.book import RuleBook, RuleSource, Sharded, choose, presets_for, tensor_of
 from elastic_ckpt.sharding.cross_checks import Structure
 
 #: A checkpoint that declares patterns shards parameters that match none along dimension 0.
@@ -212,11 +212,13 @@ def undecided(sharded: Sharded, chosen: RuleSource | None, widths: Sequence[int]
         meaning = (
             "the first where nothing is fused, or each head (or group) holds its own q, k and v; the second where each "
             "rank holds its parts one behind the other, each cut on its own: [heads, key-value heads, key-value heads] "
-            'for q, k and v, [1, 1] for gate and up; "tp_preset" names a code base instead'
+            "for q, k and v, [1, 1] for gate and up"
         )
     else:
         choices += [{"pattern": name, "kind": kind} for kind in ("row", "vocabulary", "replicated")]
         meaning = "whichever it is"
+    presets = [f'"elastic_checkpoint": {{"tp_preset": "{each}"}}' for each in presets_for(sharded)]
+    meaning += f". If one of these code bases saved it: {' or '.join(presets)}" if presets else ""
     fused = ": it is made of several, whose arrangement its shape does not tell" if sharded.is_fused else ""
     why = f"{chosen.origin}: {chosen.rule.ambiguous}" if chosen and chosen.is_ambiguous else "nothing says so"
     return sharded.mismatch(

@@ -13,7 +13,7 @@ from elastic_ckpt.core.metadata import FROZEN, MASTER, CheckpointMetadata, is_fl
 from elastic_ckpt.core.strided import Overlap, ShardSources, TPLayout, blended, copied, duplicates, fused, reshard
 from elastic_ckpt.core.tp_rules import AVERAGED, COLUMN, REPLICATED, SUMMED, VOCABULARY, WHOLE_KINDS, CannotSplit, Rule
 from elastic_ckpt.errors import ElasticCkptError, shortened
-from elastic_ckpt.sharding.book import RuleBook, RuleSource, Sharded, tensor_of
+from elastic_ckpt.sharding.book import RuleBook, RuleSource, Sharded, refuse_other_code, tensor_of
 from elastic_ckpt.sharding.decide import (
     Decider,
     Decision,
@@ -65,7 +65,9 @@ def resolve(
     name instead.
     """
     resolver = _Resolver(metadata, model, book, policy, errors)
-    for name in sorted(names):
+    names = sorted(names)
+    refuse_other_code(metadata, model, names, book)
+    for name in names:
         resolver.add(name)
     return replace(resolver.found, notes=tuple(resolver.notes()))
 
@@ -88,7 +90,9 @@ class _Resolver:
         self._origins: Counter[str] = Counter()
         self._guessed_matrices: list[str] = []
         self._padded: list[str] = []
+        self._divided: list[str] = []
         self._summed = 0
+        self._is_universal = metadata.source.format == "universal"
 
     @cached_property
     def _decider(self) -> Decider:  # which looks at every tensor, for the few loads that need it
@@ -104,6 +108,11 @@ class _Resolver:
                 f"{self._summed} parameters are sums of shares of the ranks, each of which moves by the learning "
                 f"rate: from here on the sums move {times} times as far; scale their rate to go on as before"
             )
+        if self._divided:
+            yield (
+                "DeepSpeed's converter concatenated shards that are copies, or fused of several parameters; they were "
+                f"divided again: {shortened(self._divided)}"
+            )
         if self._padded:
             shown = ", ".join(self._padded[:4])
             yield f"rows of vocabulary padding that the checkpoint lacks keep the live values: {shown}"
@@ -117,8 +126,7 @@ class _Resolver:
             return
         layout = layout or LiveLayout(())
         shapes = tensor.shard_shapes
-        is_universal = self._metadata.source.format == "universal"
-        if len(shapes) == len(layout.shapes) and (not is_universal or shapes == layout.shapes):
+        if len(shapes) == len(layout.shapes) and (not self._is_universal or shapes == layout.shapes):
             return
         with collected(self._errors, name):
             self._resolve(self._decider.sharded(tensor, layout))
@@ -135,6 +143,8 @@ class _Resolver:
         is_open = chosen is not None and chosen.is_ambiguous and not is_recorded
         if source is None or target is None or is_open:
             raise undecided(sharded, chosen, self._decider.structure.qkv_widths(sharded.name))
+        if self._is_universal and (source.is_whole or any(len(ranges) > 1 for ranges in source.ranges)):
+            self._divided += [sharded.name] if source.degree > 1 else []
         by_rule = None if is_recorded else chosen
         self._origins["recorded layouts" if by_rule is None else by_rule.origin] += 1
         if by_rule is not None and by_rule.is_guess:
@@ -149,13 +159,10 @@ class _Resolver:
             self._add_whole(sharded, kind, source, target)
             return
         if (source.shape, source.dim) != (target.shape, target.dim):
-            # only a vocabulary may change its size, by padding alone
-            if kind != VOCABULARY or source.shape[1:] != target.shape[1:] or source.dim or target.dim:
+            if kind != VOCABULARY:
                 shapes = f"{source.shape} in the checkpoint and {target.shape} in the live model"
                 raise contradiction(sharded, by_rule, f"the whole parameter would be {shapes}")
-            real = (chosen.rule.vocabulary if chosen is not None else None) or self._metadata.declared.vocabulary
-            if target.shape[0] < source.shape[0] and (real is None or real > target.shape[0]):
-                raise vocabulary_too_small(sharded, source.shape[0], target.shape[0], real)
+            self._check_padding(sharded, chosen, source, target)
         transfer = reshard(source, target, self._live.coordinates.tp_rank if target.degree > 1 else 0)
         if transfer.missing:
             if kind != VOCABULARY:
@@ -165,6 +172,15 @@ class _Resolver:
         overlaps = duplicates(source)
         if overlaps:
             self.found.overlaps[sharded.name] = overlaps
+
+    def _check_padding(self, sharded: Sharded, chosen: RuleSource | None, source: TPLayout, target: TPLayout) -> None:
+        """Refuse a vocabulary of another size whose difference may be more than padding."""
+        if source.shape[1:] != target.shape[1:] or source.dim or target.dim:
+            shapes = f"{source.shape} in the checkpoint and {target.shape} in the live model"
+            raise contradiction(sharded, chosen, f"the whole parameter would be {shapes}")
+        real = (chosen.rule.vocabulary if chosen is not None else None) or self._metadata.declared.vocabulary
+        if target.shape[0] < source.shape[0] and (real is None or real > target.shape[0]):
+            raise vocabulary_too_small(sharded, source.shape[0], target.shape[0], real)
 
     def _cross_check(self, decision: Decision) -> None:
         """Refuse rules that contradict each other (unless the user's) or the shapes of other parameters."""
