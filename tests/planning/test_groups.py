@@ -96,9 +96,14 @@ def test_merged_groups_with_different_values_are_refused_with_both_and_the_way_o
     with pytest.raises(MismatchError, match="param group 0 ") as caught:
         plan_load(*two_groups([["b.weight", "a.weight"]]), LoadOptions())
     found = str(caught.value.found)
-    assert found == "saved group 0: {'lr': 0.001}; saved group 1: {'lr': 0.0001}"
-    assert caught.value.parameter == "a.weight, b.weight"
-    assert '"param_groups": "keep_live"' in str(caught.value.remedy)
+    assert found == (
+        "saved group 0, 1 parameters such as a.weight: {'lr': 0.001}; "
+        "saved group 1, 1 parameters such as b.weight: {'lr': 0.0001}"
+    )
+    assert caught.value.parameter == "b.weight"  # the live rate is the other's
+    remedy = str(caught.value.remedy)
+    assert '"param_groups": "keep_live"' in remedy
+    assert "leaves {'lr': 0.001} for all 2 parameters, which changes 1 of them" in remedy
 
 
 def test_hyperparameters_that_were_not_read_are_refused_where_they_are_restored() -> None:

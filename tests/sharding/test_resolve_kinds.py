@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,14 +13,14 @@ import torch
 from deepspeed.checkpoint.affine import contiguous_split_map, replicated_map
 
 from elastic_ckpt.core.flat_ranges import FlatRange
-from elastic_ckpt.core.local_state import LiveLayout
+from elastic_ckpt.core.local_state import LiveLayout, ModelLayout, RankCoordinates
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
 from elastic_ckpt.core.strided import TPLayout
 from elastic_ckpt.core.tp_rules import Rule
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.sharding.book import Preset, RuleBook
 from elastic_ckpt.sharding.decide import contradiction
-from elastic_ckpt.sharding.resolve import FIRST, MEAN, STRICT
+from elastic_ckpt.sharding.resolve import FIRST, MEAN, STRICT, resolve
 from tests.resolving import (
     affine,
     arrives,
@@ -292,8 +293,9 @@ def test_of_the_same_degree_nothing_has_to_be_known() -> None:
 # --- universal checkpoints --------------------------------------------------------------------------------------
 
 
-def universal(name: str, whole: torch.Tensor, info: Any = None) -> Any:
-    metadata = checkpoint({name: [whole]}, info=info)
+def universal(name: str, shards: Sequence[torch.Tensor], info: Any = None) -> Any:
+    """What two tensor-parallel ranks saved and the converter merged: whole, or concatenated and divided again."""
+    metadata = checkpoint({name: shards}, info=info)
     return replace(metadata, source=replace(metadata.source, format="universal", merged_from=2))
 
 
@@ -301,75 +303,125 @@ FUSED = "mlp.gate_up.weight"
 HALVES = {"parameter_with_2_sub_params_cat_dim_0": [FUSED]}
 
 
+@pytest.mark.parametrize("degree", [1, 4])
+def test_a_fused_parameter_whose_shards_the_converter_concatenated_is_resharded_and_reported(degree: int) -> None:
+    whole = numbered(8, 2)
+    shards, live = merged_halves(whole, 2), merged_halves(whole, degree)
+    book = preset(FUSED, kind="column", sub_parameters=[1, 1])
+    for rank, expected in enumerate(live):
+        found = decided(universal(FUSED, shards), FUSED, layout(live), rank, book)
+        assert torch.equal(arrives(found, FUSED, shards, expected), expected)
+        assert any(f"divided again: {FUSED}" in note for note in found.notes)
+    with pytest.raises(MismatchError, match="it is not known how"):
+        decided(universal(FUSED, shards), FUSED, layout(live))
+    assert decided(universal(FUSED, shards), FUSED, layout(shards)).transfers == {}  # the shards that were saved
+
+
 @pytest.mark.parametrize("degree", [1, 2])
-def test_a_fused_parameter_that_the_converter_put_together_wrongly_is_refused(degree: int) -> None:
+def test_a_fused_parameter_of_which_the_converter_knew_is_whole(degree: int) -> None:
     whole = numbered(8, 2)
     live, book = layout(merged_halves(whole, degree)), preset(FUSED, kind="column", sub_parameters=[1, 1])
-    with pytest.raises(MismatchError, match="wrong order") as caught:
-        decided(universal(FUSED, whole), FUSED, live, 0, book)
-    assert 'the preset "mine"' in str(caught.value.expected)
-    assert str(caught.value.found).startswith("2 shards one behind the other")
-    if degree > 1:
-        with pytest.raises(MismatchError, match="it is not known how"):
-            decided(universal(FUSED, whole), FUSED, live)
     for info in (HALVES, affine(FUSED, contiguous_split_map((8, 2), [4, 4], 0))):
         for rank, expected in enumerate(merged_halves(whole, degree)):
-            found = decided(universal(FUSED, whole, info), FUSED, live, rank, book)
+            found = decided(universal(FUSED, [whole], info), FUSED, live, rank, book)
             assert torch.equal(arrives(found, FUSED, [whole], expected), expected)
 
 
-def test_what_is_interleaved_the_converter_put_together_well() -> None:
+def test_what_is_interleaved_the_converter_merges_right() -> None:
     whole = numbered(8, 2)
-    found = decided(universal(FUSED, whole), FUSED, layout(whole.chunk(2)), 1, preset(FUSED, kind="column"))
-    assert torch.equal(arrives(found, FUSED, [whole], whole[4:]), whole[4:])
+    shards, book = whole.chunk(2), preset(FUSED, kind="column")
+    found = decided(universal(FUSED, shards), FUSED, layout([whole]), 0, book)
+    assert torch.equal(arrives(found, FUSED, shards, whole), whole) and "divided" not in str(found.notes)
+
+
+def test_copies_that_the_converter_concatenated_are_copies_again() -> None:
+    copy = numbered(4, 2)
+    found = decided(universal("position.weight", [copy, copy]), "position.weight", layout([copy]))
+    assert torch.equal(arrives(found, "position.weight", [copy, copy], copy), copy)
+    assert found.replicas == {"position.weight"} and "divided again: position.weight" in str(found.notes)
 
 
 def test_the_padding_that_the_converter_has_stripped_is_left_alone() -> None:
     whole, book = numbered(10, 2), preset(WORDS, kind="vocabulary")
     for degree, gaps in ((1, (FlatRange(20, 24),)), (2, (FlatRange(8, 12),))):
-        found = decided(universal(WORDS, whole), WORDS, layout(numbered(12, 2).chunk(degree)), degree - 1, book)
+        found = decided(universal(WORDS, [whole]), WORDS, layout(numbered(12, 2).chunk(degree)), degree - 1, book)
         assert found.transfers[WORDS, ""].missing == gaps
-    assert not decided(universal(WORDS, whole), WORDS, layout([whole]), 0, book).transfers
+    assert not decided(universal(WORDS, [whole]), WORDS, layout([whole]), 0, book).transfers
 
 
-@pytest.mark.parametrize("degree", [1, 2])
-def test_a_merged_parameter_is_held_against_its_counterpart_too(degree: int) -> None:
+def test_shards_are_compared_with_their_counterpart_too() -> None:
     name, whole = "mlp.dense_h_to_4h.weight", numbered(8, 2)
-    metadata = universal(name, whole)
+    metadata = universal(name, whole.chunk(2))
     counterpart = checkpoint({"mlp.dense_4h_to_h.weight": [numbered(2, 4)]}).tensors
     metadata = replace(metadata, tensors={**metadata.tensors, **counterpart})
     with pytest.raises(MismatchError, match="a gate is fused into it"):
-        decided(metadata, name, layout(whole.chunk(degree)), 0, preset(name, kind="column"))
+        decided(metadata, name, layout([whole]), 0, preset(name, kind="column"))
 
 
 @pytest.mark.parametrize("name", [FUSED, "mlp.proj.weight"])
-@pytest.mark.parametrize("degree", [1, 2])
-@pytest.mark.parametrize("who", ["user", "preset", "stride", "slices", "recorded"])
-def test_whoever_knows_of_parts_the_converter_had_to_know_of_them(name: str, degree: int, who: str) -> None:
-    live, book = merged_halves(numbered(8, 2), degree), None
+@pytest.mark.parametrize("degree", [1, 4])
+@pytest.mark.parametrize("who", ["user", "preset", "stride", "slices"])
+def test_whoever_knows_of_parts_settles_it(name: str, degree: int, who: str) -> None:
+    whole, book = numbered(8, 2), None
+    shards, live = merged_halves(whole, 2), merged_halves(whole, degree)
     said: dict[str, Any] = {}
-    if who == "recorded":
-        held = {1: (((0, 4), (4, 8)),), 2: (((0, 2), (4, 6)), ((2, 4), (6, 8)))}[degree]
-        said = {"split": TPLayout((8, 2), 0, held)}
-    elif who == "stride":
+    if who == "stride":
         said = {"dim": 0, "stride": 2}
     elif who == "slices":
         slices = {1: [[(0, 8)]], 2: [[(0, 2), (4, 6)], [(2, 4), (6, 8)]]}
+        slices[4] = [[(rank, rank + 1), (4 + rank, 5 + rank)] for rank in range(4)]
         book = rules(name, kind="custom", slices=slices)
     else:
         book = {"user": rules, "preset": preset}[who](name, kind="column", sub_parameters=[1, 1])
-    wrong = torch.cat(merged_halves(numbered(8, 2), 2))
-    with pytest.raises(MismatchError, match="wrong order"):
-        decided(universal(name, wrong), name, layout(live, **said), 0, book)
+    for rank, expected in enumerate(live):
+        found = decided(universal(name, shards), name, layout(live, **said), rank, book)
+        assert torch.equal(arrives(found, name, shards, expected), expected)
 
 
-def test_a_fused_parameter_of_which_nobody_knew_anything_is_refused_on_one_rank_too() -> None:
-    whole = numbered(8, 2)
-    with pytest.raises(MismatchError, match="it is not known how"):
-        decided(universal(FUSED, whole), FUSED, layout([whole]))
-    found = decided(universal(FUSED, whole), FUSED, layout([whole]), 0, rules(FUSED, kind="column"))
-    assert torch.equal(arrives(found, FUSED, [whole], whole), whole)
-    decided(universal("m.weight", whole, [1]), "m.weight", layout([whole]))  # not to be understood, nor needed
+# --- code bases that the arguments of their runs prove ------------------------------------------------------------
+
+QKV = "2.self_attention.query_key_value.weight"
+OLD = {"padded_vocab_size": 64, "moe_expert_parallel_size": 1, "num_attention_heads": 4}
+NEW = {**OLD, "ds_sequence_parallel_fpdt": False}
+BIGSCIENCE = {"padded_vocab_size": 64, "codecarbon_dir": None, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize(("run", "parts"), [(OLD, 1), (NEW, 3), (BIGSCIENCE, 1)], ids=["old", "new", "bigscience"])
+def test_the_arguments_of_the_run_prove_how_its_code_arranges_query_key_and_value(
+    run: dict[str, Any], parts: int
+) -> None:
+    whole = numbered(24, 8)
+    shards = [torch.cat([part.chunk(2)[rank] for part in whole.chunk(parts)]) for rank in range(2)]
+    metadata = checkpoint({QKV: shards, "2.self_attention.dense.weight": [numbered(8, 4)] * 2}, run=run)
+    found = decided(metadata, QKV, layout([whole]))
+    assert torch.equal(arrives(found, QKV, shards, whole), whole)
+    assert "by the checkpoint's args with" in " ".join(found.notes)
+    with pytest.raises(MismatchError, match="it is not known how") as caught:
+        decided(replace(metadata, run={}), QKV, layout([whole]))
+    assert '"tp_preset": "megatron-deepspeed-contiguous"' in str(caught.value.remedy)
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_a_live_code_that_arranges_them_in_another_way_is_refused_at_every_degree(degree: int) -> None:
+    shards = numbered(24, 8).chunk(2)
+    metadata = checkpoint({QKV: shards}, run=OLD)
+    model = ModelLayout(RankCoordinates(tp=degree), {QKV: layout(numbered(24, 8).chunk(degree))}, run=NEW)
+    with pytest.raises(MismatchError, match="arranges this parameter in another way") as caught:
+        resolve(metadata, model, [QKV], RuleBook(), "strict")
+    assert caught.value.parameter == QKV and "ds_sequence_parallel_fpdt" in str(caught.value.expected)
+    for book in (rules(QKV, kind="column"), preset(QKV, kind="column")):
+        resolve(metadata, model, [QKV], book, "strict")
+    resolve(metadata, replace(model, run=OLD), [QKV], RuleBook(), "strict")
+
+
+def test_a_vocabulary_is_never_taken_for_a_fused_parameter() -> None:
+    """In a module with position embeddings, its rows look as if something were fused with them."""
+    name = "0.word_embeddings.weight"
+    others = {"0.position_embeddings.weight": [numbered(4, 4)], "0.x.weight": [numbered(4, 8)]}
+    metadata = checkpoint({name: numbered(16, 4).chunk(2), **others})
+    with pytest.raises(MismatchError) as caught:
+        decided(metadata, name, layout([numbered(20, 4)]))
+    assert '"kind": "vocabulary"' in str(caught.value.remedy) and "sub_parameters" not in str(caught.value.remedy)
 
 
 @pytest.mark.parametrize(("saved", "is_padding_possible"), [((4, 64), True), ((4, 32), False)])
