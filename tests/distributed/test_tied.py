@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from elastic_ckpt.config import ElasticConfig
+from elastic_ckpt.tools.verification import verify
 from tests.distributed.conftest import Launch
 from tests.distributed.tied_jobs import Tied
 
@@ -51,3 +53,11 @@ def test_at_other_stages_the_first_copy_is_the_parameter_or_the_load_is_refused(
         differing, notes = found
         assert differing == [[]] * pp, setup
         assert any("only the first pipeline stage trains" in note for note in notes), (setup, notes)
+
+
+def test_verify_accuses_no_copy_of_a_module_whose_tied_weights_are_equal(saved: Path) -> None:
+    for number, setup in enumerate(SETUPS):
+        verified = verify(str(saved / str(number)), None, ElasticConfig(), full=True)
+        assert not verified.findings, (setup, verified)
+        noted = {note.message for note in verified.notes if note.kind == "drift"}
+        assert bool(noted) == (setup.trains_copies or setup.optimizer != "adamw"), (setup, noted)

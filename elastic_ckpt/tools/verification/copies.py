@@ -15,6 +15,11 @@ from elastic_ckpt.sharding.book import Preset
 from elastic_ckpt.tools.findings import ERROR, NOTE, Finding
 from elastic_ckpt.tools.logical import LogicalReader
 
+_ONE_OF_A_MODULE = (
+    "DeepSpeed synchronizes the tied weights of a tied module alone, which are equal; at other stages only one copy "
+    "can be kept"
+)
+
 
 def check_copies(metadata: CheckpointMetadata, config: ElasticConfig, threads: int) -> Iterator[Finding]:
     """Findings on replicas that differ.
@@ -30,6 +35,8 @@ def check_copies(metadata: CheckpointMetadata, config: ElasticConfig, threads: i
     resharding, unknown = reader.resharding, set(errors)
     options = ReadOptions(threads=threads, progress=False)
     differences = find_drift(metadata.files, reader.replica_checks, options)
+    of_stages = {each.check.name for each in differences if each.check.is_of_stages}
+    synchronized = {_module(name) for name, _ in metadata.replicas if name not in of_stages}
     of_one_stage = untrained(differences, reader.of_first_stage)
     for drift in united(each for each in differences if each.check.name not in of_one_stage):
         if drift.name in resharding.guessed and (drift.name, drift.key) not in metadata.replicas:
@@ -38,6 +45,11 @@ def check_copies(metadata: CheckpointMetadata, config: ElasticConfig, threads: i
         what = "" if drift.key in WEIGHTS else f" of {drift.key}"
         message = f"{drift.copies} copies{what}, which should be equal, are {drift.apart}"
         level = NOTE if drift.name in resharding.averaged else ERROR
+        if drift.name in of_stages and _module(drift.name) in synchronized:
+            level, message = (
+                NOTE,
+                f"the pipeline stages' {drift.copies} copies{what} are {drift.apart}: {_ONE_OF_A_MODULE}",
+            )
         yield Finding(level, "drift", message, drift.name, folder)
     if unknown:
         message = (
@@ -46,3 +58,8 @@ def check_copies(metadata: CheckpointMetadata, config: ElasticConfig, threads: i
             f'({", ".join(Preset.names())}), or give "tp_rules" with --config'
         )
         yield Finding(NOTE, "not-checked", message, file=folder)
+
+
+def _module(name: str) -> str:
+    """The tied module of a parameter: ``tied_modules.embed``."""
+    return ".".join(name.split(".")[:2])
