@@ -43,7 +43,7 @@ BLOCKS = {"bloom": 2, "thirds": 2, "neox": 3, "neoxj": 3}
 
 
 class WordEmbeddings(Vocabulary):
-    """BLOOM's has a norm, where it is the first stage's."""
+    """BLOOM's has a norm, which the last stage's copy has too, and never trains."""
 
     def __init__(self, rows: int, group: Any, has_norm: bool) -> None:
         super().__init__(rows, group)
@@ -192,10 +192,9 @@ def layers_of(parallel: Parallel, group: Any, seed: int) -> list[Any]:
     kind, rows = parallel.kind, parallel.rows
     blocks = [LayerSpec(ParallelTransformerLayerPipe, kind, group, 100.0 * seed) for _ in range(BLOCKS[kind])]
     if kind == "bloom":
-        is_first = place_of(parallel, dist.get_rank()).pp == 0
         tied = {"tied_weight_attr": "word_embeddings.weight"}
-        embed = TiedLayerSpec("embed", EmbeddingPipe, rows, group, is_first, **tied)
-        last = TiedLayerSpec("embed", EmbeddingPipe, rows, group, is_first, forward_fn=tied_logits, **tied)
+        embed = TiedLayerSpec("embed", EmbeddingPipe, rows, group, True, **tied)
+        last = TiedLayerSpec("embed", EmbeddingPipe, rows, group, True, forward_fn=tied_logits, **tied)
         return [as_it_is, embed, as_it_is, *blocks, as_it_is, LayerSpec(nn.LayerNorm, HIDDEN), last, as_it_is]
     embed = LayerSpec(EmbeddingPipe, rows, group)
     if kind == "thirds":
