@@ -143,7 +143,7 @@ class LoadReport:
         table.add_column(overflow="fold")
         source = self.source
         table.add_row("from", escape(f"{source.format} {source.folder}"))
-        by = f", DeepSpeed {source.ds_version}" if source.format != "dcp" else ""
+        by = f", DeepSpeed {source.ds_version}" if source.ds_version else ""
         table.add_row("saved", f"{saved_topology(source)}{by}")
         now = topology_text(self.zero_stage, self.dp, self.tp, self.pp, self.sequence, self.ep)
         table.add_row("now", f"{now}, at step {self.global_steps}")

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
-from elastic_ckpt.core.metadata import CheckpointMetadata, SourceFile
+from elastic_ckpt.core.fqn import rename
+from elastic_ckpt.core.metadata import CheckpointMetadata, SourceFile, is_floating
 from elastic_ckpt.core.training_state import Features
 from elastic_ckpt.errors import DamagedError, LayoutError, MismatchError, UnsupportedError, listed
 from elastic_ckpt.formats import model_states, shards
@@ -85,6 +86,9 @@ def assemble(found: Found, kinds: Sequence[Kind], indexed: Sequence[Any], option
     refuse_legacy([item for item in indexed if isinstance(item, LegacyShard)], options.with_states)
     layers = [item for item in indexed if isinstance(item, LayerShard)]
     ranks = _by_rank(kinds, indexed)
+    for each in ranks.values():
+        if each.model.before_0_19_4:
+            each.models = {at: _completed(model, each, options) for at, model in each.models.items()}
     firsts = {mp: rank.model for mp, rank in ranks.items()}
     grid = grid_of(firsts, found.folder, options.coordinates)
     model_states.check_same_save(list(firsts.values()), one_rank=False)
@@ -153,21 +157,46 @@ def _by_rank(kinds: Sequence[Kind], indexed: Sequence[Any]) -> dict[int, RankFil
     return ranks
 
 
-def _list_missing_shapes(ranks: Mapping[int, RankFiles], members: Iterable[int], layers: Sequence[LayerShard]) -> None:
-    """Take names from the slices and shapes from the layers: ``BF16_Optimizer`` without ZeRO lists no ``param_shapes``.
+def _completed(model: ModelShard, rank: RankFiles, options: MetadataOptions) -> ModelShard:
+    """``model`` with what its file lacks: names of buffers by the live model, and the version of the optimizer's files.
 
-    ``members`` and ``layers`` are of one tensor-parallel rank. The spot check (native.py) proves the slices right; only
-    ZeRO-1/2 in round-robin order writes wrong ones.
+    Without a live model, what no optimizer trains is a buffer if it has no floating-point values, else a frozen weight.
+    """
+    weights = dict(model.weights) | {name: ref for expert in rank.experts for name, ref in expert.weights.items()}
+    names = {name: rename(name, options.rename) for name in weights}
+    unknown = {name for name in weights if names[name] not in options.live_names}
+    buffers = {name for name in weights if names[name] in options.live_buffers}
+    found = tuple(sorted(buffers | {name for name in unknown if not is_floating(weights[name].dtype)}))
+    return replace(
+        model,
+        buffers=tuple(name for name in found if name in model.weights),
+        buffer_names=found,
+        ds_version=next((shard.ds_version for shard in rank.optimizers.values()), ""),
+    )
+
+
+def _list_missing_shapes(ranks: Mapping[int, RankFiles], members: Iterable[int], layers: Sequence[LayerShard]) -> None:
+    """List ``param_shapes`` by names of the slices, and shapes of weights in the files of modules, layers and experts.
+
+    ``BF16_Optimizer`` without ZeRO lists none, nor does any file beside experts before 0.19.4. ``members`` and
+    ``layers`` are of one tensor-parallel rank. The spot check (native.py) proves the slices right; in round-robin order
+    ZeRO-1/2 writes wrong ones, of which the order of names alone is used (``_round_robin_reorder``, stage_1_and_2.py).
     """
     sliced = (names for each in ranks.values() for shard in each.optimizers.values() for names in shard.slice_names)
     known = frozenset(chain.from_iterable(sliced))
-    of_layers = {name: ref.shape for layer in layers for name, ref in layer.named(known).items()}
+    of_others = {name: ref.shape for layer in layers for name, ref in layer.named(known).items()}
+    experts = chain.from_iterable(each.experts for each in ranks.values())
+    of_others |= {name: ref.shape for expert in experts for name, ref in expert.weights.items()}
     for rank in (ranks[mp] for mp in members):
-        model, slices = rank.model, [shard.slice_names for shard in rank.optimizers.values()]
+        model, mine = rank.model, list(rank.optimizers.values())
+        slices = [shard.slice_names for shard in mine]
         if not slices or model.param_shapes or not all(slices):
             continue
-        flats = [dict.fromkeys(chain.from_iterable(names)) for names in zip(*slices, strict=True)]
-        shapes = {name: ref.shape for name, ref in model.weights.items()} | of_layers
+        flats = [list(dict.fromkeys(chain.from_iterable(names))) for names in zip(*slices, strict=True)]
+        if mine[0].round_robin:
+            counts = [partitions_of(mine, flat) for flat in range(len(flats))]
+            flats = [[*chain(*(names[at::n] for at in range(n)))] for names, n in zip(flats, counts, strict=True)]
+        shapes = {name: ref.shape for name, ref in model.weights.items()} | of_others
         missing = [name for name in chain.from_iterable(flats) if name not in shapes]
         if missing:
             raise _without_weights(model, missing)

@@ -165,7 +165,7 @@ def divisions(model: ModelShard, shards: Sequence[OptimizerShard], flat: int) ->
     parts = [(expert_name(name), name, shape) for name, shape in shapes]
     for ep_rank in range(ep):
         first = ep_rank * partitions
-        ranks = range(first, first + partitions) if model.data_before_experts else range(ep_rank, dp, ep)
+        ranks = range(first, first + partitions) if shards[0].data_before_experts else range(ep_rank, dp, ep)
         named = [(name if e is None else str(e.on(ep_rank, local[e.layer])), shape) for e, name, shape in parts]
         stacked = {name: model.stacked[name][ep_rank] for name, _ in shapes if name in model.stacked}
         yield Division(named, ranks, stacked)

@@ -46,6 +46,8 @@ COUNTERS = ("global_steps", "global_samples", "skipped_steps", "dp_world_size", 
 PLAIN, UNFUSED, FUSED = "plain", "unfused", "fused"
 #: Entry with the masters, which is also the live optimizer's attribute -> layout.
 MASTER_ENTRIES = {"fp32_groups": UNFUSED, "fp32_groups_flat": FUSED}
+#: Entries that DeepSpeed leaves out before 0.19.4 if there are experts (``_save_moe_checkpoint``, engine.py).
+_ADDED_IN_0_19_4 = frozenset({"buffer_names", "param_shapes", "ds_config", "ds_version"})
 Shape = tuple[int, ...]
 _DEFAULTS = StateOptions()
 #: Reads a model-states file, given whose it is.
@@ -82,6 +84,8 @@ class ModelShard(SourceFile):
         param_shapes: per group (ZeRO-3: per sub-group), names and logical shapes in flat-buffer order.
         weights: module entries with data: name -> reference.
         buffers, buffer_names: module buffers with data in this file, and all, with those in files of pipeline layers.
+        before_0_19_4: whether it is of a run with experts, of which DeepSpeed before 0.19.4 saves neither names of
+            buffers, shapes of parameters, configuration nor version: assembling.py finds them.
         buffers_crc32: checksum of the buffers' bytes, to see whether ranks differ.
         frozen_shapes, frozen_fragments: of parameters that no optimizer owned, logical shapes and this file's data.
         frozen_recorded: whether the file lists frozen parameters, even none (ZeRO-2 and 3 do, unless excluded).
@@ -93,7 +97,6 @@ class ModelShard(SourceFile):
         without_states: whether no file has any (:func:`saved_without_states`).
         features: what only DeepSpeed's own loader restores.
         stacked: parameter in which AutoEP stacks experts -> the experts on each expert-parallel rank.
-        data_before_experts: whether ranks with the same experts are adjacent.
         stated, declared: what it states about parallel degrees and tensor-parallel shards.
     """
 
@@ -116,20 +119,22 @@ class ModelShard(SourceFile):
     optimizer: UnpartitionedState | None
     without_states: bool = False
     buffer_names: tuple[str, ...] = ()
+    before_0_19_4: bool = False
     stated: StatedDegrees = field(default_factory=StatedDegrees)
     declared: Declared = field(default_factory=Declared)
     stacked: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
-    data_before_experts: bool = False
     run: Mapping[str, Any] = field(default_factory=dict)
 
 
 def index_model_states(file: PickledFile, dp_rank: int, options: StateOptions = _DEFAULTS) -> ModelShard:
     """Read one model-states file; :class:`DamagedError` if an entry that DeepSpeed always writes is missing or bad."""
     _refuse_old(file)
+    before_0_19_4 = "num_experts" in file.tree and not _ADDED_IN_0_19_4 & file.tree.keys()
+    buffer_names = () if before_0_19_4 else tuple(map(str, file.section("buffer_names")))
     module = file.section("module") or {}
     _refuse_extra_state(file, module)
     weights = {name: ref for name, ref in module.items() if isinstance(ref, TensorRef)}
-    buffers = tuple(name for name in file.section("buffer_names") if name in weights)
+    buffers = tuple(name for name in buffer_names if name in weights)
     tree = file.tree
     optimizer = index_unpartitioned(file, options)
     params = {name: ref for name, ref in weights.items() if name not in buffers}
@@ -150,17 +155,17 @@ def index_model_states(file: PickledFile, dp_rank: int, options: StateOptions = 
         frozen_recorded=tree.get("frozen_param_shapes") is not None,
         shared=_same_storage(weights) if optimizer is not None else shared,
         counters={key: file.section(key) for key in COUNTERS if key in tree or key != "global_samples"},
-        ds_version=str(file.section("ds_version")),
+        ds_version="" if before_0_19_4 else str(file.section("ds_version")),
         zero=dict(config_section(file, "zero_optimization")),
         alignment=positive_int(config_section(file, "elastic_checkpoint"), "align_partitions") or 1,
         features=features_in(file),
         optimizer=optimizer,
         without_states=saved_without_states(file),
-        buffer_names=tuple(map(str, file.section("buffer_names"))),
+        buffer_names=buffer_names,
+        before_0_19_4=before_0_19_4,
         stated=stated_degrees(tree, saved_config(file) or {}, run),
         declared=declared_by(tree.get("universal_checkpoint_info")),
         stacked=_stacked_experts(file),
-        data_before_experts=bool((saved_config(file) or {}).get("use_data_before_expert_parallelism")),
         run=run,
     )
 

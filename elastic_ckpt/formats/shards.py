@@ -25,7 +25,7 @@ from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError
 from elastic_ckpt.formats.base import REMOVE_FOREIGN, refuse_other_saves
 from elastic_ckpt.formats.naming import SWAPPED_FOLDER
 from elastic_ckpt.formats.pickled import PickledFile
-from elastic_ckpt.formats.saved_config import features_in
+from elastic_ckpt.formats.saved_config import config_section, features_in, saved_config
 from elastic_ckpt.formats.saved_states import StatesOfOne, read_groups
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 
@@ -69,6 +69,8 @@ class OptimizerShard(SourceFile):
         loss_scaler, loss_scale: DeepSpeed's scaler object, and its current scale, compared across files.
         overflow, features: the optimizer's overflow flag, and what only DeepSpeed's own loader restores.
         slice_names: per flat partition, the parameters with elements in it, in flat order.
+        data_before_experts, round_robin: whether ranks with the same experts are adjacent, and whether ZeRO-1/2 divides
+            parameters in another order than that of ``slice_names``.
     """
 
     OWN_FIELDS: ClassVar[tuple[str, ...]] = ("path", "nbytes", "records", "dp_rank", "slice_names")
@@ -85,6 +87,8 @@ class OptimizerShard(SourceFile):
     overflow: bool
     features: Features
     slice_names: tuple[tuple[str, ...], ...] = ()
+    data_before_experts: bool = False
+    round_robin: bool = False
 
 
 def build_shard(
@@ -115,6 +119,9 @@ def build_shard(
             tuple(str(name) for name, address in sorted(slices.items(), key=lambda item: item[1].start))
             for slices in state.get("param_slice_mappings") or ()
         ),
+        data_before_experts=bool((saved_config(file) or {}).get("use_data_before_expert_parallelism")),
+        round_robin="zero_stage" in state
+        and bool(config_section(file, "zero_optimization").get("round_robin_gradients")),
     )
 
 

@@ -255,7 +255,7 @@ class _Comparison:
             return False
         if self.stage == 0 and not is_legacy_with_step(optimizer):
             return self._same_module_order(model, optimizer)
-        saved = [[(str(k), tuple(v)) for k, v in group.items()] for group in model.tree["param_shapes"]]
+        saved = [[(str(k), tuple(v)) for k, v in group.items()] for group in model.tree.get("param_shapes") or ()]
         return saved == [[(k, tuple(v)) for k, v in group.items()] for group in zero_param_shapes(engine)]
 
     def _same_module_order(self, model: PickledFile, optimizer: PickledFile) -> bool:

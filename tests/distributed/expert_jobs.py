@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 import transformers
 from deepspeed.accelerator import get_accelerator
-from deepspeed.module_inject.auto_ep_presets import base as presets
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import is_moe_param, split_params_into_different_moe_groups_for_optimizer
 from deepspeed.utils import groups
@@ -109,7 +108,7 @@ class ExpertLM(nn.Module):
 
     def _mixture(self, run: Experts, number: int) -> MoE:
         expert = nn.Sequential(nn.Linear(WIDTH, 10), nn.Tanh(), nn.Linear(10, WIDTH))
-        options = {"use_rts": False, "capacity_factor": 8.0, "min_capacity": 0, "use_residual": run.residual}
+        options = {"use_rts": False, "capacity_factor": float(number), "min_capacity": 0, "use_residual": run.residual}
         return MoE(WIDTH, expert, num_experts=number, ep_size=run.ep_of(run.experts.index(number)), k=1, **options)
 
     def _set_experts(self, run: Experts, seed: int) -> None:
@@ -199,6 +198,7 @@ def hugging_face(run: Experts, seed: int) -> nn.Module:
         config = transformers.DeepseekV3Config(**sizes | more)
     else:
         config = transformers.Qwen3MoeConfig(num_experts=run.experts[0], moe_intermediate_size=10, **sizes)
+    presets = importlib.import_module("deepspeed.module_inject.auto_ep_presets.base")  # since 0.19
     # DeepSpeed 0.19.8 calls a method of the registry behind output_router_logits that transformers 5.23 has changed
     presets._install_instance_transformers_output_recorders = lambda *args: False
     torch.manual_seed(seed)
@@ -300,7 +300,7 @@ def end(engine: Any) -> None:
     close(engine)
     for name in ("_EXPERT_PARALLEL_GROUP", "_EXPERT_DATA_PARALLEL_GROUP"):
         for suffix in ("", "_RANKS"):
-            getattr(groups, name + suffix).clear()
+            getattr(groups, name + suffix, {}).clear()  # no ranks before 0.18
     forget_groups()
 
 

@@ -41,6 +41,9 @@ PRESETS = [
     Experts(2, 1, 2, "bf16", (4, 4), autoep=True, preset="qwen3_moe"),
     Experts(4, 1, 2, "bf16", (4, 4), autoep=True, preset="deepseek_v3"),
 ]
+#: Of a model-states file with experts.
+SINCE_0_19_4 = {"buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"}
+SINCE_0_19_4 |= {"shared_params", "ds_config", "ds_version", "ds_autoep_layers"}
 RESIDUAL = [Experts(4, 2, 2, "fp16", residual=True), Experts(2, 0, 1, "fp16", residual=True)]
 
 
@@ -85,6 +88,21 @@ def test_every_source_loads_at_any_expert_parallel_degree(run: Experts, saved: P
         assert load.format == "native" and load.differences == {}, load.where
         assert load.loss_gap < 0.05, load.where
         assert "100 %" in str(load.report.verified), load.text
+
+
+def test_files_without_shapes_names_of_buffers_and_config_load_as_the_others(
+    saved: Path, tmp_path: Path, launch: Launch
+) -> None:
+    """As DeepSpeed before 0.19.4 writes them, which ``launch/matrix.sh`` tries on the old versions themselves."""
+    for source in SAVED:
+        path = changed(saved, source.name, tmp_path / source.name) / "mp_rank_00_model_states.pt"
+        tree = torch.load(path, weights_only=False)
+        torch.save({key: value for key, value in tree.items() if key not in SINCE_0_19_4}, path)
+        result = CliRunner().invoke(app, ["verify", str(tmp_path / source.name)])
+        assert result.exit_code == 0, result.output
+    run = Experts(4, 1, 1)
+    for load in launch(run.world, "expert_jobs.load", {"folder": str(tmp_path), "runs": [run], "sources": SAVED}):
+        assert load.format == "native" and load.differences == {}, load.where
 
 
 @pytest.mark.parametrize("run", [Experts(4, 1, 4, "fp16", residual=True), Experts(1, 0, 1, "fp16", residual=True)])

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.distributed.conftest import Launch
+from tests.distributed.expert_jobs import Experts
 from tests.distributed.model import Setup
 
 BF16, FP32 = Setup(1, "bf16"), Setup(3)
@@ -24,6 +25,8 @@ CELLS = {
     "ZeRO-3 to ZeRO-2": (FP32, Setup(2)),
     "ZeRO-3": (FP32, FP32),
 }
+#: Saved on four ranks, and loaded on two and on one.
+EXPERTS = [Experts(4, 1, 2), Experts(4, 2, 2, data_first=True), Experts(4, 0, 4, "fp32")]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -47,3 +50,11 @@ def test_resumes_bit_exactly(cell: str, saved: Path, launch: Launch) -> None:
     sources = [{"folder": str(saved / f"{source.name}-dp2"), "format": "native"}]
     for load in launch(3, "load", {"targets": [{"setup": target, "sources": sources}]}):
         assert load.format == "native" and load.differences == {}, load.where
+
+
+@pytest.mark.parametrize("cell", ["mixture of experts"])
+def test_experts_resume_bit_exactly_at_other_degrees(cell: str, tmp_path: Path, launch: Launch) -> None:
+    launch(4, "expert_jobs.save", {"folder": str(tmp_path), "runs": EXPERTS})
+    for run in (Experts(2, 2, 2), Experts(1, 1, 1)):
+        for load in launch(run.world, "expert_jobs.load", {"folder": str(tmp_path), "runs": [run], "sources": EXPERTS}):
+            assert load.format == "native" and load.differences == {}, load.where
