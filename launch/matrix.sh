@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
 # Load checkpoints on the supported versions of DeepSpeed, torch and Python (tests/distributed/test_versions.py):
-#   bash launch/matrix.sh            three versions of DeepSpeed
-#   bash launch/matrix.sh --all      nightly: every one, other versions of torch and Python, and more features
-#                                    (test_versions_features.py); writes docs/versions.md
+#   bash launch/matrix.sh               three versions of DeepSpeed
+#   bash launch/matrix.sh --all         nightly: eight versions, other versions of torch and Python, and more features
+#                                       (test_versions_features.py); writes docs/versions.md
+#   bash launch/matrix.sh --releases    ZeRO, pipelines, experts and universal checkpoints on every release of DeepSpeed
+#                                       since 0.14.5, or on those named; writes docs/versions.md and engines/tried.py
 # Versions are installed once, below MATRIX_FOLDER (.matrix). An environment needs pythonX.Y on PATH, or is skipped.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -10,18 +12,33 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/environment.sh
 
 folder=$(realpath -m "${MATRIX_FOLDER:-.matrix}")
+results=$folder/${1:-}
 overlays=(0.14.5 0.16.9 0.18.9)
 environments=()
 cells=(tests/distributed/test_versions.py)
+features=tests/distributed/test_versions_features.py
 if [[ ${1:-} == --all ]]; then
     export ELASTIC_CKPT_TEST_VERSIONS=1
-    cells+=(tests/distributed/test_versions_features.py)
+    cells+=("$features")
     overlays=(0.14.5 0.15.4 0.16.9 0.17.6 0.18.9 0.19.0 0.19.7 0.19.8)
     # Python, torch, DeepSpeed, and Transformers and Accelerate of that time
     environments=("3.10 2.4.1 0.14.5 4.44.2 0.34.2" "3.12 2.7.1 0.16.9 4.51.3 1.6.0" "3.13 2.15.0 0.19.8 5.23.0 1.15.0")
+elif [[ ${1:-} == --releases ]]; then
+    export ELASTIC_CKPT_TEST_VERSIONS=1
+    cells+=("$features::test_changes_its_degree[PipelineModule]")
+    cells+=("$features::test_universal_checkpoints_resume_bit_exactly")
+    overlays=("${@:2}")
+    if [[ $# == 1 ]]; then
+        rm -rf "$results"
+        versions=$("$PYTHON" -m pip index versions deepspeed | sed -n 's/^Available versions: //p' | tr -d ,)
+        [[ " $versions " == *" 0.14.5 "* ]] || { echo "pip lists no DeepSpeed 0.14.5" >&2; exit 1; }
+        read -ra overlays <<<"${versions%% 0.14.4*}"
+    fi
 fi
-mkdir -p "$folder"
-rm -f "$folder"/*.xml
+mkdir -p "$results"
+if [[ ${1:-} != --releases ]]; then
+    rm -f "$results"/*.xml
+fi
 failed=0
 
 # Runs the cells with the Python $2 and DeepSpeed of the folder $3, if any; $1 names the results.
@@ -30,7 +47,7 @@ run_cells() {
     rm -f "$folder/extensions/$1"/*/lock # of a run that was ended: DeepSpeed would wait for it for ever
     mkdir -p "$folder/extensions/$1"
     ELASTIC_CKPT_TEST_EXTENSIONS=$folder/extensions/$1 PYTHONPATH=${3:+$3:}$PWD "$2" -m pytest -q --timeout 300 \
-        --junitxml "$folder/$1.xml" "${cells[@]}" || failed=1
+        --junitxml "$results/$1.xml" "${cells[@]}" || failed=1
 }
 
 for deepspeed in "${overlays[@]}"; do
@@ -58,6 +75,8 @@ for versions in "${environments[@]}"; do
 done
 
 if [[ ${1:-} == --all ]]; then
-    "$PYTHON" launch/matrix_table.py "$folder" docs/versions.md
+    "$PYTHON" launch/matrix_table.py "$results" docs/versions.md
+elif [[ ${1:-} == --releases ]]; then
+    "$PYTHON" launch/matrix_table.py "$results" docs/versions.md elastic_ckpt/engines/tried.py
 fi
 exit $failed

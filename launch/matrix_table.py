@@ -1,47 +1,88 @@
-"""Write a table of what ``launch/matrix.sh`` ran, cells by versions, into a page of the docs."""
+"""Write tables of what ``launch/matrix.sh`` ran into a page of the docs, and the releases into ``engines/tried.py``."""
 
 from __future__ import annotations
 
 import sys
+from itertools import groupby
 from pathlib import Path
 from xml.etree import ElementTree
 
-BEGIN, END = "<!-- written by launch/matrix.sh --all -->\n", "<!-- end -->\n"
+END = "<!-- end -->\n"
 PASSED, FAILED, SKIPPED = "yes", "**no**", "-"
+VERSIONS = ("DeepSpeed", "torch", "Python")
 
 
-def column_of(results: Path) -> dict[str, str]:
-    """Versions and cells of one run, by row."""
+def column_of(results: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """Versions and cells of one run, by row; and why cells were skipped."""
     suite = ElementTree.parse(results).getroot().find("testsuite")
     assert suite is not None, results
     column = {str(item.get("name")): str(item.get("value")) for item in suite.iter("property")}
+    reasons: dict[str, str] = {}
     for case in suite.iter("testcase"):
         cell = str(case.get("name")).partition("[")[2].removesuffix("]")
         outcomes = {child.tag for child in case}
-        column[cell] = FAILED if outcomes & {"failure", "error"} else SKIPPED if "skipped" in outcomes else PASSED
-    return column
+        if cell:
+            column[cell] = FAILED if outcomes & {"failure", "error"} else SKIPPED if "skipped" in outcomes else PASSED
+        if cell and column[cell] == SKIPPED:
+            reasons[cell] = str(next(child.get("message") for child in case if child.tag == "skipped"))
+    return column, reasons
+
+
+def markdown(rows: list[list[str]]) -> str:
+    """Rows as a table, the first as its head."""
+    head, *others = rows
+    return "".join(f"| {' | '.join(row)} |\n" for row in (head, ["---"] * len(head), *others))
 
 
 def table(columns: list[dict[str, str]]) -> str:
-    """The columns as Markdown."""
+    """Cells by versions."""
     first, *names = dict.fromkeys(name for column in columns for name in column)
-    head = [first, *(column[first] for column in columns)]
-    lines = [head, ["---"] * len(head), *([name, *(each.get(name, SKIPPED) for each in columns)] for name in names)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    rows = [[name, *(each.get(name, SKIPPED) for each in columns)] for name in names]
+    return markdown([[first, *(column[first] for column in columns)], *rows])
+
+
+def releases_table(columns: list[dict[str, str]], reasons: list[dict[str, str]]) -> str:
+    """Releases of DeepSpeed by cells, neighbors with the same outcomes together; and why cells were skipped."""
+    cells = list(dict.fromkeys(name for column in columns for name in column if name not in VERSIONS))
+    rows, notes = [["DeepSpeed", "releases", *cells]], []
+    numbered = zip(columns, reasons, strict=True)
+    for outcomes, run in groupby(numbered, key=lambda each: ([each[0].get(cell, SKIPPED) for cell in cells], each[1])):
+        names = [column["DeepSpeed"] for column, _ in run]
+        span = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+        rows.append([span, str(len(names)), *outcomes[0]])
+        notes += [f"- {span}, {cell}: {reason}\n" for cell, reason in outcomes[1].items()]
+    return markdown(rows) + "".join(["\n", *notes] if notes else [])
+
+
+def tried(columns: list[dict[str, str]]) -> str:
+    """The module ``engines/tried.py``."""
+    cells = list(dict.fromkeys(name for column in columns for name in column if name not in VERSIONS))
+    lines = ['"""The releases of DeepSpeed that were tried. Written by ``launch/matrix.sh --releases``."""\n']
+    lines += ["\n#: Loads: columns of the table in docs/versions.md.\nCELLS = (\n"]
+    lines += [f'    "{cell}",\n' for cell in cells]
+    lines += [")\n#: Release -> the loads that do not pass on it.\nRELEASES: dict[str, tuple[str, ...]] = {\n"]
+    for column in columns:
+        failed = tuple(cell for cell in cells if column.get(cell) != PASSED)
+        lines.append(f'    "{column["DeepSpeed"]}": {failed},\n'.replace("'", '"'))
+    return "".join([*lines, "}\n"])
 
 
 def _numbers(column: dict[str, str]) -> list[list[int]]:
-    names = ("torch", "DeepSpeed")
-    return [[int(part) for part in column[name].split("+")[0].split(".")] for name in names]
+    return [[int(part) for part in column[name].split("+")[0].split(".")] for name in ("torch", "DeepSpeed")]
 
 
-def main(folder: Path, page: Path) -> None:
-    """Replace the table of ``page`` by the results in ``folder``."""
-    columns = sorted(map(column_of, folder.glob("*.xml")), key=_numbers)
-    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+def main(folder: Path, page: Path, module: Path | None = None) -> None:
+    """Replace a table of ``page`` by the results in ``folder``: of releases, if ``module`` is to list them."""
+    runs = sorted(map(column_of, folder.glob("*.xml")), key=lambda run: _numbers(run[0]))
+    columns, reasons = [column for column, _ in runs], [skipped for _, skipped in runs]
+    begin = f"<!-- written by launch/matrix.sh {'--releases' if module else '--all'} -->\n"
+    before, _, rest = page.read_text(encoding="utf-8").partition(begin)
     _, _, after = rest.partition(END)
-    page.write_text(before + BEGIN + table(columns) + END + after, encoding="utf-8")
+    written = releases_table(columns, reasons) if module else table(columns)
+    page.write_text(before + begin + written + END + after, encoding="utf-8")
+    if module is not None:
+        module.write_text(tried(columns), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(*map(Path, sys.argv[1:]))

@@ -6,13 +6,17 @@ import ast
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 import elastic_ckpt
 from elastic_ckpt.engines import privates
 from elastic_ckpt.engines.privates import PRIVATES, Privates
+from elastic_ckpt.errors import UnsupportedError
 
 PACKAGE = Path(elastic_ckpt.__file__).parent
 
@@ -41,6 +45,52 @@ def test_every_private_of_the_newest_version_is_needed_there() -> None:
 )
 def test_what_is_missing_or_takes_other_parameters_is_named(listed: Privates, missing: list[str]) -> None:
     assert listed.missing() == missing
+
+
+def test_sources_that_are_not_installed_hide_nothing_from_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    def getsource(found: object) -> str:
+        raise OSError("could not get source code")
+
+    monkeypatch.setattr(privates.inspect, "getsource", getsource)
+    assert Privates("runtime.engine", "DeepSpeedEngine", ("_no_such",)).missing() == []
+    assert Privates("runtime.utils", "NoSuch", ("a",)).missing() == ["deepspeed.runtime.utils.NoSuch"]
+
+
+class Owner:
+    """An object of a live engine."""
+
+    def __init__(self) -> None:
+        self.ready, self.inner = True, SimpleNamespace(status=0)
+
+    def refresh(self, index: int, late: bool = False) -> None: ...
+    def wrapped(self, *args: object) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("name", "is_there"),
+    [
+        ("ready", True),
+        ("inner.status", True),
+        ("inner.gone", False),
+        ("gone", False),
+        ("refresh(index)", True),
+        ("refresh()", True),
+        ("refresh(index, sooner)", False),
+        ("wrapped(index)", True),
+    ],
+)
+@pytest.mark.parametrize("use", [privates.LOAD, privates.ZERO3])
+def test_an_engine_is_refused_only_for_what_loading_into_it_needs(
+    name: str, is_there: bool, use: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(privates, "PRIVATES", (Privates("any", "Owner", (name,), use=use),))
+    engine = SimpleNamespace(optimizer=SimpleNamespace(part=Owner()), module=torch.nn.Linear(1, 1))
+    if is_there or use == privates.ZERO3:
+        privates.refuse_missing(engine, [privates.LOAD])
+    else:
+        with pytest.raises(UnsupportedError, match="lacks private names") as caught:
+            privates.refuse_missing(engine, [privates.LOAD])
+        assert f"Owner.{name}" in str(caught.value) and f"DeepSpeed {version('deepspeed')}" in str(caught.value)
 
 
 def _private_attributes(source: str) -> list[str]:

@@ -11,28 +11,31 @@ from elastic_ckpt.cli.output import end_with, print_json, print_wide, table
 from elastic_ckpt.engines import privates, versions
 
 _EXAMPLE = "Example: elastic-ckpt doctor"
-_VERDICTS = {-1: "too old", 0: "supported", 1: "not tried"}
-_USABLE = ("supported", "not tried")
+_VERDICTS = {-1: "too old", 0: "tried", 1: "not tried"}
+_USABLE = ("tried", "not tried")
 
 
 def diagnose() -> dict[str, Any]:
     """What was found in this environment; imports DeepSpeed unless it is too old.
 
     ``ok``: whether ``elastic_ckpt.install()`` succeeds. ``versions``: by name, the version found, if any; the supported
-    range; the verdict. ``privates``, ``missing``: number of private names of DeepSpeed that this version must have, and
-    those it lacks. ``known_bugs``: of this version of DeepSpeed.
+    range; the verdict. ``loads``: those that were tried on this release of DeepSpeed, and whether they pass; none of a
+    release that was not tried. ``privates``, ``missing``: number of private names of DeepSpeed that this version must
+    have, and those it lacks. ``known_bugs``: of this version of DeepSpeed.
     """
     found: dict[str, tuple[str | None, str, str]] = {}
     for each in versions.REQUIREMENTS:
         installed = each.found
         verdict = "not installed" if installed is None else _VERDICTS[each.compare(installed)]
+        verdict = "not tried" if verdict == "tried" and not each.was_tried(installed or "") else verdict
         found[each.name] = (installed, f"{each.oldest} to {each.newest}", verdict)
     deepspeed, _, verdict = found["DeepSpeed"]
     needed = privates.needed() if verdict in _USABLE else []
     missing = privates.missing() if needed else []
     return {
-        "ok": not missing and all(verdict in _USABLE for *_, verdict in found.values()),
+        "ok": not privates.missing(for_install=True) and all(verdict in _USABLE for *_, verdict in found.values()),
         "versions": found,
+        "loads": versions.cells_of(deepspeed) or {} if deepspeed else {},
         "privates": sum(len(each.names) for each in needed),
         "missing": missing,
         "known_bugs": versions.known_bugs(deepspeed),
@@ -54,6 +57,10 @@ def doctor(as_json: AsJson = False) -> None:
     for name, (installed, tried, verdict) in found["versions"].items():
         rows.add_row(name, installed or "-", tried, verdict)
     facts = table("DeepSpeed")
+    passed, failed = ([name for name, passes in found["loads"].items() if passes is which] for which in (True, False))
+    facts.add_row("loads that pass", escape("; ".join(passed)) or "none was tried on this release")
+    if failed:
+        facts.add_row("loads that fail", escape("; ".join(failed)))
     facts.add_row("private names", f"{found['privates'] - len(found['missing'])} of {found['privates']} found")
     for name in found["missing"]:
         facts.add_row("missing", escape(name))

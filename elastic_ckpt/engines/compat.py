@@ -22,7 +22,7 @@ from elastic_ckpt.errors import UnsupportedError
 
 try:
     from deepspeed.runtime import torch_autocast
-except ImportError:  # before 0.17
+except ImportError:  # before 0.17.2
     torch_autocast = None
 
 
@@ -107,8 +107,13 @@ def flat_offsets(optimizer: Any) -> list[list[int]]:
 
 
 def has_comm_dtype(param: Any) -> bool:
-    """Whether a ZeRO-3 parameter travels in another dtype (``torch_autocast``, since 0.17)."""
-    return torch_autocast is not None and bool(torch_autocast.has_comm_dtype(param))
+    """Whether a ZeRO-3 parameter travels in another dtype: that of ``torch_autocast`` (since 0.17.2).
+
+    Its function is ``has_autocast_dtype`` before 0.17.6.
+    """
+    names = ("has_comm_dtype", "has_autocast_dtype")
+    has = next((getattr(torch_autocast, name) for name in names if hasattr(torch_autocast, name)), None)
+    return has is not None and bool(has(param))
 
 
 def swaps_states(engine: Any) -> bool:

@@ -19,6 +19,7 @@ from elastic_ckpt.engines.adapter import EngineAdapter
 from elastic_ckpt.engines.bitsandbytes import BitsAndBytesSchema, is_bitsandbytes
 from elastic_ckpt.engines.compat import base_optimizer, has_optimizer
 from elastic_ckpt.engines.optimizers import KNOWN, StateSchema, class_name
+from elastic_ckpt.engines.privates import EXPERTS, LOAD, NVME, ZERO3, refuse_missing
 from elastic_ckpt.engines.zero012 import UnpartitionedAdapter, Zero12Adapter
 from elastic_ckpt.engines.zero3 import Zero3Adapter, Zero3NvmeAdapter
 from elastic_ckpt.errors import UnsupportedError
@@ -65,7 +66,7 @@ def schema_of(base: torch.optim.Optimizer) -> StateSchema:
 def select_adapter(engine: Any, with_states: bool) -> EngineAdapter:
     """The adapter of a live engine; without ``with_states``, any optimizer is accepted.
 
-    Raises :class:`UnsupportedError` naming a feature that cannot be restored.
+    Raises :class:`UnsupportedError` naming a feature that cannot be restored, or what DeepSpeed lacks for it.
     """
     _refuse_special(engine)
     adapter = _adapter_of(engine)
@@ -76,6 +77,9 @@ def select_adapter(engine: Any, with_states: bool) -> EngineAdapter:
             found=f"{type(engine.optimizer).__name__} at ZeRO stage {engine.zero_optimization_stage()}",
             remedy='"zero_optimization": {"stage": 0}, 1, 2 or 3 in the DeepSpeed config',
         )
+    uses = {LOAD: True, ZERO3: issubclass(adapter, Zero3Adapter), NVME: adapter is Zero3NvmeAdapter}
+    uses[EXPERTS] = engine.has_moe_layers
+    refuse_missing(engine, [use for use, is_needed in uses.items() if is_needed])
     base = base_optimizer(engine)
     chosen = adapter(engine, schema_of(base) if with_states else StateSchema(base, known=()))
     masters = {master.dtype for master in chosen.masters}

@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from packaging.version import Version
 
+from elastic_ckpt.engines.tried import CELLS, RELEASES
 from elastic_ckpt.errors import UnsupportedError
 
 logger = logging.getLogger(__name__)
@@ -51,8 +52,12 @@ class Requirement:
         release = Version(found).release
         return -1 if release[: len(oldest)] < oldest else int(release[: len(newest)] > newest)
 
+    def was_tried(self, found: str) -> bool:
+        """Whether a version is in the range and, of DeepSpeed, a release that was tried."""
+        return self.compare(found) == 0 and (self.name != "DeepSpeed" or cells_of(found) is not None)
 
-#: What ``launch/matrix.sh --all`` runs, and docs/versions.md shows.
+
+#: What ``launch/matrix.sh`` runs with ``--all`` and ``--releases``, and docs/versions.md shows.
 REQUIREMENTS = (
     Requirement("Python", "3.10", "3.13"),
     Requirement("torch", "2.4", "2.15"),
@@ -103,25 +108,30 @@ def refuse_older() -> None:
             )
 
 
-def newer() -> list[str]:
-    """Installed versions that are newer than the range."""
+def cells_of(deepspeed: str) -> dict[str, bool] | None:
+    """By name, the loads that were tried on a release of DeepSpeed, and whether they pass; ``None``: none was tried."""
+    found = Version(deepspeed).release
+    failed = next((failed for release, failed in RELEASES.items() if Version(release).release == found), None)
+    return None if failed is None else {cell: cell not in failed for cell in CELLS}
+
+
+def untried() -> list[str]:
+    """Installed versions that were not tried: newer than the range, or of DeepSpeed no release in it."""
     pairs = [(requirement, requirement.found) for requirement in REQUIREMENTS]
-    return [f"{each.name} {found}" for each, found in pairs if found is not None and each.compare(found) > 0]
+    return [f"{each.name} {found}" for each, found in pairs if found is not None and not each.was_tried(found)]
 
 
-def check_newer(missing: Sequence[str]) -> None:
-    """Warn (on rank 0) of versions newer than the range; refuse them if private names are ``missing``."""
-    untried = ", ".join(newer())
-    tried = ", ".join(requirement.supported for requirement in REQUIREMENTS)
+def check_untried(missing: Sequence[str], missing_for_loads: Sequence[str]) -> None:
+    """Warn (on rank 0) of versions that were not tried; refuse them if what ``install()`` patches is ``missing``."""
+    found, tried = ", ".join(untried()), ", ".join(requirement.supported for requirement in REQUIREMENTS)
     if missing:
         raise UnsupportedError(
             f"private names of DeepSpeed that elastic_ckpt needs are missing or have changed: {'; '.join(missing)}",
             expected=tried,
-            found=untried,
-            remedy="install a supported version, or a newer elastic_ckpt",
+            found=found,
+            remedy="install a version that was tried, or a newer elastic_ckpt",
         )
-    if os.environ.get("RANK", "0") != "0":
-        return
-    logger.warning(
-        "elastic_ckpt was not tried on %s, but on %s; all the private names that it needs are there", untried, tried
-    )
+    if os.environ.get("RANK", "0") == "0":
+        which = f"loads that need these are refused: {'; '.join(missing_for_loads)}"
+        which = which if missing_for_loads else "all the private names that it needs are there"
+        logger.warning("elastic_ckpt was not tried on %s, but on %s; %s", found, tried, which)

@@ -12,10 +12,10 @@ def install() -> None:
     """Make every DeepSpeed engine of this process load checkpoints of any topology.
 
     Call it once, before or after ``deepspeed.initialize`` (before it, if ``"align_partitions"`` is set); idempotent.
-    ``PipelineEngine`` inherits the patched method. With versions newer than those that were tried, it warns.
+    ``PipelineEngine`` inherits the patched method. Of versions that were not tried, it warns.
 
     Raises:
-        UnsupportedError: torch, DeepSpeed or Python is too old, or a newer DeepSpeed lacks a private name.
+        UnsupportedError: torch, DeepSpeed or Python is too old, or an untried DeepSpeed lacks a name that is patched.
     """
     _check_versions()
     importlib.import_module("elastic_ckpt.load.hook").patch_engine()
@@ -29,5 +29,5 @@ def uninstall() -> None:
 @cache
 def _check_versions() -> None:
     versions.refuse_older()
-    if versions.newer():
-        versions.check_newer(privates.missing())
+    if versions.untried():
+        versions.check_untried(privates.missing(for_install=True), privates.missing(for_install=False))

@@ -13,6 +13,7 @@ import deepspeed
 import pytest
 import torch
 
+from elastic_ckpt.engines import privates
 from tests.distributed.conftest import Launch
 from tests.distributed.expert_jobs import Experts
 from tests.distributed.model import Setup
@@ -50,6 +51,10 @@ def test_resumes_bit_exactly(cell: str, saved: Path, launch: Launch) -> None:
     sources = [{"folder": str(saved / f"{source.name}-dp2"), "format": "native"}]
     for load in launch(3, "load", {"targets": [{"setup": target, "sources": sources}]}):
         assert load.format == "native" and load.differences == {}, load.where
+
+
+def test_every_private_name_is_there() -> None:
+    assert privates.missing() == []
 
 
 @pytest.mark.parametrize("cell", ["mixture of experts"])
