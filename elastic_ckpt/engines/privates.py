@@ -348,7 +348,13 @@ def missing(for_install: bool | None = None) -> list[str]:
 def refuse_missing(engine: Any, uses: Collection[str]) -> None:
     """Refuse to load into an engine whose own objects lack a name that this needs (:class:`UnsupportedError`)."""
     optimizer, module = engine.optimizer, engine.module
-    objects = [engine, optimizer, *getattr(optimizer, "__dict__", {}).values(), getattr(engine, "checkpoint_engine", 0)]
+    objects = [
+        engine,
+        optimizer,
+        module,
+        *getattr(optimizer, "__dict__", {}).values(),
+        getattr(engine, "checkpoint_engine", 0),
+    ]
     objects += module.modules() if EXPERTS in uses else ()
     live = {kind.__name__: each for each in objects for kind in type(each).__mro__}
     live["Init"] = next(module.parameters(), None)
