@@ -20,6 +20,8 @@ from elastic_ckpt.errors import ConfigError
 logger = logging.getLogger(__name__)
 #: The key in the DeepSpeed config.
 CONFIG_KEY = "elastic_checkpoint"
+#: Environment variable with a mode; also 0 and 1, see :mod:`elastic_ckpt.load.startup`.
+VARIABLE = "ELASTIC_CKPT"
 Mode = Literal["auto", "require", "off"]
 
 
@@ -239,8 +241,13 @@ def clear_flags() -> None:
 
 
 def flag_given() -> bool:
-    """Whether ``--universal-checkpoint`` was on the command line, as ``auto`` or ``require``."""
-    return _flags.get("mode") in ("auto", "require")
+    """Whether ``--universal-checkpoint``, or the environment, says ``auto`` or ``require``."""
+    return _flags_and_variable().get("mode") in ("auto", "require")
+
+
+def _flags_and_variable() -> dict[str, Any]:
+    mode = os.environ.get(VARIABLE, "")
+    return {**({} if mode in ("", "0", "1") else {"mode": mode}), **_flags}
 
 
 def read_config(ds_config: Mapping[str, Any]) -> ElasticConfig:
@@ -267,12 +274,13 @@ def read_config(ds_config: Mapping[str, Any]) -> ElasticConfig:
                 found=key,
                 remedy=f'did you mean "{nearest[0]}"?',
             )
+    flags = _flags_and_variable()
     try:
-        config = ElasticConfig(**{**section, **_flags})
+        config = ElasticConfig(**{**section, **flags})
     except ValidationError as error:
         first = error.errors()[0]
         key = str(first["loc"][0])
-        where = "on the command line" if key in _flags else f'under "{CONFIG_KEY}"'
+        where = f"on the command line, or of {VARIABLE}," if key in flags else f'under "{CONFIG_KEY}"'
         raise ConfigError(
             f'the value of "{key}" {where} is not understood',
             expected=f"{first['msg']} ({ElasticConfig.model_fields[key].description})",

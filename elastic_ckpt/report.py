@@ -18,6 +18,8 @@ from elastic_ckpt.core.read_plan import Outcome, names_with
 from elastic_ckpt.errors import shortened
 
 _NAMES_SHOWN = 12
+#: Columns where the output is no terminal: as a rule, and if a word is wider.
+_WIDTH, _WIDEST = 110, 100_000
 #: Facts of the source that only planning uses.
 _ONLY_PLANNED = ("frozen_recorded", "buffers_recorded", "merged_from")
 #: Display names of roles.
@@ -147,8 +149,8 @@ class LoadReport:
         table.add_row("saved", f"{saved_topology(source)}{by}")
         now = topology_text(self.zero_stage, self.dp, self.tp, self.pp, self.sequence, self.ep)
         table.add_row("now", f"{now}, at step {self.global_steps}")
-        done = [title(o.role) + (f" {len(o.names)}" if o.names else "") for o in self.outcomes if o.what == "restored"]
-        table.add_row("restored", ", ".join(done) or "nothing")
+        done = [_done(outcome) for outcome in self.outcomes if outcome.what == "restored"]
+        table.add_row("restored", escape(", ".join(done) or "nothing"))
         for what in ("fresh", "skipped", "ignored"):
             for outcome in self.outcomes:
                 if outcome.what == what:
@@ -161,10 +163,17 @@ class LoadReport:
             table.add_row("note", escape(note))
         return table
 
+    def print_to(self, console: Console) -> None:
+        """Print the table; words that are wider than it, such as paths, are broken on terminals only."""
+        table = self.table()
+        if not console.is_terminal:
+            console.width = max(_WIDTH, Console(width=_WIDEST).measure(table).minimum)
+        console.print(table)
+
     def __str__(self) -> str:
-        console = Console(width=110, force_terminal=False)
+        console = Console(force_terminal=False)
         with console.capture() as capture:
-            console.print(self.table())
+            self.print_to(console)
         return capture.get()
 
 
@@ -203,6 +212,11 @@ def united(stages: Sequence[Sequence[Outcome]]) -> tuple[Outcome, ...]:
     for outcome in (outcome for outcomes in stages for outcome in outcomes):
         names.setdefault((outcome.role, outcome.what, outcome.reason), {}).update(dict.fromkeys(outcome.names))
     return tuple(Outcome(role, what, tuple(found), reason) for (role, what, reason), found in names.items())
+
+
+def _done(outcome: Outcome) -> str:
+    names = f" ({shortened(outcome.names, _NAMES_SHOWN)})" if outcome.role == FROZEN else ""
+    return title(outcome.role) + (f" {len(outcome.names)}{names}" if outcome.names else "")
 
 
 def _line(outcome: Outcome) -> str:

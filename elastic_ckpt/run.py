@@ -1,7 +1,8 @@
 """``python -m elastic_ckpt.run train.py --my-args``: run an unchanged training script with elastic loading.
 
 Works under launchers: ``torchrun --nproc_per_node 4 -m elastic_ckpt.run train.py`` and
-``deepspeed --module elastic_ckpt.run train.py``. Flags of elastic_ckpt precede the script's name.
+``deepspeed --module elastic_ckpt.run train.py``. Flags of elastic_ckpt precede the script's name. Processes that the
+script starts get elastic_ckpt installed too.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from importlib.util import find_spec
 from types import CodeType, ModuleType
 from typing import Any
 
-from elastic_ckpt.config import set_flags
+from elastic_ckpt.config import VARIABLE
+from elastic_ckpt.load import startup
 from elastic_ckpt.load.installation import install
 
 _MODES = ("auto", "require", "off")
@@ -61,7 +63,7 @@ def main(arguments: list[str]) -> None:
                 mode = words.popleft()
             if mode and mode not in _MODES:
                 sys.exit(f"elastic_ckpt.run: --universal-checkpoint={mode}: choose auto, require or off\n\n{_USAGE}")
-            set_flags(mode=mode or "auto")
+            os.environ[VARIABLE] = mode or "auto"
         else:
             meant = "; did you mean --universal-checkpoint?" if "universal" in argument else ""
             sys.exit(f"elastic_ckpt.run: unknown flag {argument}{meant}\n\n{_USAGE}")
@@ -69,6 +71,7 @@ def main(arguments: list[str]) -> None:
         sys.exit(f"elastic_ckpt.run: which script?\n\n{_USAGE}")
     script = words.popleft()
     sys.argv = [script, *forwarded, *words]
+    os.environ.update(startup.variables())  # for processes that the script starts
     install()
     run(script)
 

@@ -94,7 +94,7 @@ def test_the_table_has_every_outcome() -> None:
     ]
     assert printed[3] == (
         "restored",
-        "fp32 masters 2, exp_avg 1, buffers 1, frozen parameters 1, lr scheduler, counters",
+        "fp32 masters 2, exp_avg 1, buffers 1, frozen parameters 1 (head), lr scheduler, counters",
     )
     assert printed[4:10] == [
         ("fresh", "optimizer states b: it was frozen at save time"),
@@ -127,6 +127,18 @@ def test_the_text_is_the_table_and_breaks_off_nothing() -> None:
     assert max(map(len, text.splitlines())) <= 110
     together = re.sub(r"[\s│┃|]+", "", text)
     assert all(name in together for name in names)
+
+
+def test_a_log_file_shows_long_paths_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = f"/{'long/' * 40}step4"
+    publish(replace(report_of(), source=replace(SOURCE, folder=folder)), (), read_config({}))
+    assert folder in capsys.readouterr().err
+
+
+def test_frozen_parameters_are_listed_by_name() -> None:
+    names = tuple(f"layers.{number}.weight" for number in range(14))
+    restored = rows(report_of(Outcome(MASTER, "restored", names), Outcome(FROZEN, "restored", names)))[3][1]
+    assert restored == f"fp32 masters 14, frozen parameters 14 ({', '.join(names[:12])} and 2 more)"
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import pytest
 
 import elastic_ckpt
 from elastic_ckpt.config import clear_flags, read_config
+from elastic_ckpt.load import startup
 from elastic_ckpt.run import main
 
 REPO = Path(elastic_ckpt.__file__).resolve().parents[1]
@@ -66,8 +67,10 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def no_flags() -> Iterator[None]:
+def no_flags(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     clear_flags()
+    for variable in startup.variables():  # which main() sets
+        monkeypatch.setenv(variable, "")
     yield
     clear_flags()
 

@@ -18,7 +18,19 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command_from_info
 
 #: Each is also its module's name.
-COMMANDS = ("convert", "diff", "doctor", "export", "inspect", "latest", "plan", "verify")
+COMMANDS = (
+    "convert",
+    "diff",
+    "disable",
+    "doctor",
+    "enable",
+    "exec",
+    "export",
+    "inspect",
+    "latest",
+    "plan",
+    "verify",
+)
 
 #: Made before Python looks for cycles again. Plans are millions of small objects without any, and Python's own choice
 #: takes a fifth of the time of planning.

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from rich.markup import escape
 
 from elastic_ckpt.cli import AsJson, app
 from elastic_ckpt.cli.output import end_with, print_json, print_wide, table
+from elastic_ckpt.config import VARIABLE
 from elastic_ckpt.engines import privates, versions
+from elastic_ckpt.load import startup
 
 _EXAMPLE = "Example: elastic-ckpt doctor"
 _VERDICTS = {-1: "too old", 0: "tried", 1: "not tried"}
@@ -21,7 +24,8 @@ def diagnose() -> dict[str, Any]:
     ``ok``: whether ``elastic_ckpt.install()`` succeeds. ``versions``: by name, the version found, if any; the supported
     range; the verdict. ``loads``: those that were tried on this release of DeepSpeed, and whether they pass; none of a
     release that was not tried. ``privates``, ``missing``: number of private names of DeepSpeed that this version must
-    have, and those it lacks. ``known_bugs``: of this version of DeepSpeed.
+    have, and those it lacks. ``known_bugs``: of this version of DeepSpeed. ``enabled``, ``variable``: files of
+    ``elastic-ckpt enable``, and the value of ``ELASTIC_CKPT``.
     """
     found: dict[str, tuple[str | None, str, str]] = {}
     for each in versions.REQUIREMENTS:
@@ -39,6 +43,8 @@ def diagnose() -> dict[str, Any]:
         "privates": sum(len(each.names) for each in needed),
         "missing": missing,
         "known_bugs": versions.known_bugs(deepspeed),
+        "enabled": startup.enabled(),
+        "variable": os.environ.get(VARIABLE),
     }
 
 
@@ -66,5 +72,10 @@ def doctor(as_json: AsJson = False) -> None:
         facts.add_row("missing", escape(name))
     for bug in found["known_bugs"]:
         facts.add_row("known bug", escape(bug))
-    print_wide([rows, facts])
+    start = table("Processes that others start")
+    start.add_row("enabled", escape("\n".join(map(str, found["enabled"])) or "no (elastic-ckpt enable)"))
+    if found["variable"] is not None:
+        off = ", which turns it off" if found["variable"] == "0" else ""
+        start.add_row(VARIABLE, escape(f"{found['variable']}{off}"))
+    print_wide([rows, facts, start])
     end_with(found=not found["ok"])

@@ -112,3 +112,14 @@ def errors_end_the_command(as_json: bool) -> Iterator[None]:
         else:
             error_console.print(f"[bold red]{type(error).__name__}[/]: {escape(printable(str(error)))}", soft_wrap=True)
         raise typer.Exit(EXIT_USAGE if isinstance(error, ConfigError) else EXIT_UNREADABLE) from error
+
+
+@contextmanager
+def os_errors_end_the_command(remedy: str, exit_code: int = EXIT_USAGE) -> Iterator[None]:
+    """Print an :class:`OSError` with what can be done, instead of a traceback."""
+    try:
+        yield
+    except OSError as error:
+        text = f"[bold red]{type(error).__name__}[/]: {escape(printable(str(error)))}; {escape(remedy)}"
+        error_console.print(text, soft_wrap=True, highlight=False)
+        raise typer.Exit(exit_code) from error

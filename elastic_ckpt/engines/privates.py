@@ -348,13 +348,8 @@ def missing(for_install: bool | None = None) -> list[str]:
 def refuse_missing(engine: Any, uses: Collection[str]) -> None:
     """Refuse to load into an engine whose own objects lack a name that this needs (:class:`UnsupportedError`)."""
     optimizer, module = engine.optimizer, engine.module
-    objects = [
-        engine,
-        optimizer,
-        module,
-        *getattr(optimizer, "__dict__", {}).values(),
-        getattr(engine, "checkpoint_engine", 0),
-    ]
+    writer = getattr(engine, "checkpoint_engine", None)
+    objects = [engine, optimizer, module, writer, *getattr(optimizer, "__dict__", {}).values()]
     objects += module.modules() if EXPERTS in uses else ()
     live = {kind.__name__: each for each in objects for kind in type(each).__mro__}
     live["Init"] = next(module.parameters(), None)

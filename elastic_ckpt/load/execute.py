@@ -168,7 +168,7 @@ def publish(report: LoadReport, warnings: tuple[str, ...], config: ElasticConfig
         logger.warning("elastic_ckpt: %s", warning)
     if config.report:
         try:
-            Console(file=sys.stderr).print(report.table())
+            report.print_to(Console(file=sys.stderr))
         except Exception:
             logger.warning("elastic_ckpt could not print its load report", exc_info=True)
     if config.report_path is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from functools import cache
+from typing import Any
 
 from elastic_ckpt.engines import privates, versions
 
@@ -18,12 +19,17 @@ def install() -> None:
         UnsupportedError: torch, DeepSpeed or Python is too old, or an untried DeepSpeed lacks a name that is patched.
     """
     _check_versions()
-    importlib.import_module("elastic_ckpt.load.hook").patch_engine()
+    _hook().patch_engine()
 
 
 def uninstall() -> None:
     """Undo :func:`install`, unless another wrapper is around the patch."""
-    importlib.import_module("elastic_ckpt.load.hook").unpatch_engine()
+    _hook().unpatch_engine()
+
+
+def _hook() -> Any:
+    importlib.import_module("deepspeed")  # may itself install: see elastic_ckpt.load.startup
+    return importlib.import_module("elastic_ckpt.load.hook")
 
 
 @cache
