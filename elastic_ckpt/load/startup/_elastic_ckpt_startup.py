@@ -51,13 +51,12 @@ def _executed(name: str) -> None:
 
 def _install() -> None:
     """Install elastic_ckpt, or say in one line why not: a run that asked for nothing goes on with DeepSpeed alone."""
+    import importlib  # noqa: PLC0415
+    import logging  # noqa: PLC0415
+
     try:
-        import elastic_ckpt  # noqa: PLC0415
-
-        elastic_ckpt.install()
+        importlib.import_module("elastic_ckpt").install()
     except Exception as error:
-        import logging  # noqa: PLC0415
-
         problem = f"elastic_ckpt cannot be installed into DeepSpeed: {type(error).__name__}: {error}".partition("\n")[0]
         if os.environ.get("ELASTIC_CKPT") == "require":
             raise RuntimeError(f"{problem}, and ELASTIC_CKPT=require") from error
