@@ -35,7 +35,12 @@ def live_arguments(engine: Any) -> dict[str, Any]:
     variables = sys.modules.get("megatron.global_vars")  # Megatron-DeepSpeed, bigscience's too
     if args is None and variables is not None:
         args = getattr(variables, "_GLOBAL_ARGS", None)
-    values = vars(args) if args is not None else {}
+    values = dict(vars(args)) if args is not None else {}
+    for layer in engine.module.modules():
+        if hasattr(
+            layer, "gqa_project"
+        ):  # until November 2024 (commit 96c242eb) gpt-neox took q, k and v from each head
+            values["gqa_contiguous"] = "new_query_shape" in layer.gqa_project.__code__.co_varnames
     return {key: value for key, value in values.items() if isinstance(value, (str, int, float, bool, type(None)))}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -71,6 +71,7 @@ class Preset(ReadyConfig):
 
     ``one_stage``: patterns of what a tied pipeline module has beside the tied weight: its first stage alone trains it.
     A run whose arguments have all of ``has`` and none of ``lacks`` is of that code base; without ``has``, none is.
+    ``unsaved``: arguments that such a run does not save with its checkpoints: the live run's count.
     """
 
     FOLDER = "rules"
@@ -83,6 +84,7 @@ class Preset(ReadyConfig):
     description: str
     has: list[str] = []
     lacks: list[str] = []
+    unsaved: list[str] = []
     one_stage: list[str] = []
     rules: list[Rule]
 
@@ -144,12 +146,18 @@ def is_vocabulary(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Sharded:
-    """A parameter or buffer whose layout is to be resolved; without a live model, ``live`` has no shapes."""
+    """A parameter or buffer whose layout is to be resolved; without a live model, ``live`` has no shapes.
+
+    ``by_shapes``: what shapes prove, on which rules may depend as on the run's arguments; ``by_live``: names of those
+    arguments that are the live run's.
+    """
 
     metadata: CheckpointMetadata
     tensor: TensorMetadata
     live: LiveLayout
     is_fused: bool
+    by_shapes: Mapping[str, bool] = field(default_factory=dict)
+    by_live: frozenset[str] = frozenset()
 
     @property
     def name(self) -> str:
@@ -209,6 +217,24 @@ class RuleBook:
         found = recognized(run) if self.preset is None else None
         return replace(self, preset=found, is_recognized=True) if found is not None else self
 
+    def completed(self, metadata: CheckpointMetadata, live_run: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments that the code base does not save, from the live run.
+
+        Raises :class:`MismatchError` if the configuration beside the checkpoint states others.
+        """
+        unsaved = () if self.preset is None else self.preset.unsaved
+        live, saved = {key: live_run[key] for key in unsaved if key in live_run}, metadata.run
+        other = [key for key in live if key in saved and saved[key] != live[key]]
+        if other:
+            raise MismatchError(
+                "the live model was built with other arguments than the configuration beside the checkpoint states",
+                file=metadata.source.folder,
+                expected=", ".join(f"{key}: {saved[key]}" for key in other),
+                found=", ".join(f"{key}: {live[key]}" for key in other),
+                remedy='build the model as it was saved, or correct the files in the folder "configs"',
+            )
+        return live
+
     def of_first_stage(self, names: Iterable[str]) -> set[str]:
         """Those of the saved names that, of several pipeline stages, only the first trains."""
         patterns = () if self.preset is None else self.preset.one_stage
@@ -237,9 +263,14 @@ class RuleBook:
 def _of_preset(preset: Preset | None, sharded: Sharded, is_recognized: bool = False) -> RuleSource | None:
     if preset is None:
         return None
-    rule = preset.rule(sharded.saved_name, sharded.metadata.run)
+    known = {**sharded.metadata.run, **sharded.by_shapes}
+    rule = preset.rule(sharded.saved_name, known)
+    if rule is None:
+        return None
     why = f", by the checkpoint's {preset.evidence}" if is_recognized else ""
-    return None if rule is None else RuleSource(rule, f'the preset "{preset.name}"{why}')
+    for by, keys in (("the live run", sharded.by_live), ("the shapes", sharded.by_shapes)):
+        why += "".join(f", {key} {known[key]} by {by}" for key in rule.when if key in keys)
+    return RuleSource(rule, f'the preset "{preset.name}"{why}')
 
 
 def presets_for(sharded: Sharded) -> list[str]:

@@ -42,6 +42,12 @@ class Structure:
         by_name = is_fused(name) or is_fused(saved_name)
         return (by_name and self._gate_factor(name) != 1) or (rows > taken > 0 and not is_vocabulary(name))
 
+    def proven(self, name: str) -> dict[str, bool]:
+        """What shapes prove of a parameter that may be fused: whether with a gate, and from fewer key-value heads."""
+        factor, widths = self._gate_factor(name), self.qkv_widths(name) if _QKV.search(name) else None
+        gated = {"gated": factor == 2} if factor in (1, 2) else {}
+        return gated | ({"fewer_kv_heads": widths[0] != widths[1]} if widths else {})
+
     def qkv_widths(self, name: str) -> list[int] | None:
         """Relative widths of query, key and value, if the layer fuses these; ``None`` if unknown."""
         rows, taken = self._widths(name)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from elastic_ckpt.core.local_state import LiveLayout
 from elastic_ckpt.core.metadata import BUFFER, CheckpointMetadata, TensorMetadata
@@ -24,6 +25,7 @@ from elastic_ckpt.sharding.cross_checks import Structure
 #: A checkpoint that declares patterns shards parameters that match none along dimension 0.
 BY_DEFAULT = "the checkpoint's universal_checkpoint_info, by its default"
 _NO_MODEL = LiveLayout(())
+_NO_RUN: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -61,11 +63,12 @@ class Decision:
 
 
 class Decider:
-    """Decides about the parameters of one checkpoint."""
+    """Decides about the parameters of one checkpoint, for a live run with these arguments, if any."""
 
-    def __init__(self, metadata: CheckpointMetadata, book: RuleBook) -> None:
-        self.metadata = metadata
+    def __init__(self, metadata: CheckpointMetadata, book: RuleBook, live_run: Mapping[str, Any] = _NO_RUN) -> None:
         self._book = book.for_run(metadata.run)
+        self._live = self._book.completed(metadata, live_run)
+        self.metadata = replace(metadata, run={**metadata.run, **self._live})
 
     @cached_property
     def structure(self) -> Structure:  # which looks at every tensor, for parameters whose layout changes
@@ -75,7 +78,8 @@ class Decider:
     def sharded(self, tensor: TensorMetadata, live: LiveLayout = _NO_MODEL) -> Sharded:
         """A saved parameter or buffer with its live layout, if there is a live model."""
         saved_name = self.metadata.saved_names.get(tensor.name, tensor.name)
-        return Sharded(self.metadata, tensor, live, self.structure.is_fused(tensor.name, saved_name))
+        is_fused, by_shapes = self.structure.is_fused(tensor.name, saved_name), self.structure.proven(tensor.name)
+        return Sharded(self.metadata, tensor, live, is_fused, by_shapes, frozenset(self._live))
 
     def decide(self, sharded: Sharded) -> Decision:
         """The decision for a live model. Raises :class:`CannotSplit` if the declaration cannot be understood."""

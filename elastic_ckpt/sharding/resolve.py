@@ -96,7 +96,7 @@ class _Resolver:
 
     @cached_property
     def _decider(self) -> Decider:  # which looks at every tensor, for the few loads that need it
-        return Decider(self._metadata, self._book)
+        return Decider(self._metadata, self._book, self._live.run)
 
     def notes(self) -> Iterator[str]:
         if self._origins:
