@@ -46,7 +46,7 @@ Config = Annotated[
     typer.Option("--config", help='DeepSpeed config; its "elastic_checkpoint" section counts, as in a load.'),
 ]
 Preset = Annotated[
-    str | None, typer.Option("--preset", help='Rules of a code base ("tp_preset"): bloom, gpt-neox, megatron-core ...')
+    str | None, typer.Option("--tp-preset", help="Rules of a code base: bloom, gpt-neox, megatron-core ...")
 ]
 Replicated = Annotated[
     str | None, typer.Option("--replicated", help='Copies that differ: strict, first or mean ("replicated_params").')

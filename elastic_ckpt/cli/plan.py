@@ -185,7 +185,7 @@ def _refusals_end_the_command(as_json: bool) -> Iterator[None]:
         hint = ""
         if "tp_" in (error.remedy or ""):  # a live model may provide the layout
             hint = (
-                f"--preset NAME ({', '.join(book.Preset.names())}, or a JSON file), or --config FILE with the lines "
+                f"--tp-preset NAME ({', '.join(book.Preset.names())}, or a JSON file), or --config FILE with the lines "
                 "above; in a load, parameters of Megatron Core and AutoTP say how they are sharded"
             )
         if as_json:

@@ -15,7 +15,7 @@ from elastic_ckpt.tools.opened import config_of
 from elastic_ckpt.tools.verification import Verification
 from elastic_ckpt.tools.verification import verify as verify_checkpoint
 
-_EXAMPLE = "Example: elastic-ckpt verify /ckpt --full --preset megatron-core"
+_EXAMPLE = "Example: elastic-ckpt verify /ckpt --full --tp-preset megatron-core"
 
 
 @app.command("verify", epilog=_EXAMPLE)

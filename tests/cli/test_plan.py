@@ -172,19 +172,19 @@ def test_a_refusal_says_why_and_what_would_help() -> None:
     result = run("--model", "104b", "--tp", "8")
     assert result.exit_code == 1
     assert result.stdout == ""
-    for words in ("refused: the tensor-parallel degree changes", "2.self_attention.query_key_value.weight", "--preset"):
+    for words in ("refused: the tensor-parallel degree changes", "2.self_attention.query_key_value.weight", "--tp-preset"):
         assert words in result.stderr
     refused = told("--model", "104b", "--tp", "8", code=1)["refused"]
     assert refused["error"] == "MismatchError"
     assert refused["parameter"] == "2.self_attention.query_key_value.weight"
     assert "megatron-deepspeed-interleaved" in refused["option"]
     assert (
-        told("--model", "104b", "--tp", "8", "--preset", "megatron-deepspeed-interleaved", "--rank", "0")[
+        told("--model", "104b", "--tp", "8", "--tp-preset", "megatron-deepspeed-interleaved", "--rank", "0")[
             "ranks_planned"
         ]
         == 1
     )
-    other = told("--model", "104b", "--tp", "3", "--preset", "megatron-deepspeed-interleaved", code=1)["refused"]
+    other = told("--model", "104b", "--tp", "3", "--tp-preset", "megatron-deepspeed-interleaved", code=1)["refused"]
     assert other["expected"] == "a multiple of 3" and "option" not in other
 
 
@@ -199,7 +199,7 @@ def test_a_refusal_says_why_and_what_would_help() -> None:
         (("--model", "104b", "--zero", "4"), "Invalid value for '--zero'"),
         (("--model", "104b", "--bandwidth", "fast"), "'fast' is no bandwidth"),
         (("--model", "105b"), 'there is no model "105b"'),
-        (("--model", "104b", "--preset", "nobody"), "nobody"),
+        (("--model", "104b", "--tp-preset", "nobody"), "nobody"),
         (
             ("--model", "104b", "--dp", "1", "--pp", "1", "--plot", "/nowhere/at/all/plot.png"),
             "the picture cannot be written",

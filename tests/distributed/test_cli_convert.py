@@ -109,7 +109,7 @@ def test_deepspeed_alone_cuts_it_for_another_tensor_and_pipeline_parallel_degree
     kinds = [Parallel(*LLAMA, tp=2, stage=1), Parallel(*GPT, tp=2, stage=1), PIPELINE]
     for saved, live in zip(kinds, (Parallel(*LLAMA, stage=1), Parallel(*GPT, stage=2), PIPELINE_OF_ONE), strict=True):
         name = f"{saved.name}-dp1"
-        result = run(megatron / name, tmp_path / name / "out", "--preset", "megatron-core", "--json")
+        result = run(megatron / name, tmp_path / name / "out", "--tp-preset", "megatron-core", "--json")
         notes[saved.kind] = " ".join(json.loads(result.stdout)["notes"])
         shutil.copy(megatron / name / "truth.pt", tmp_path / name / "truth.pt")
         targets.append({"setup": live, "folder": str(tmp_path / name)})
@@ -124,7 +124,7 @@ def test_tensor_parallel_shards_are_put_together_as_deepspeeds_converter_does(
 ) -> None:
     name = f"{Parallel('megatron', style, tp=2, stage=1).name}-dp1"
     convert(megatron, tmp_path, [name])
-    result = run(megatron / name, tmp_path / "ours", "--preset", "megatron-core")
+    result = run(megatron / name, tmp_path / "ours", "--tp-preset", "megatron-core")
     assert result.exit_code == 0, result.output
     theirs, mine = tensors_of(tmp_path / name / "step4_universal"), tensors_of(tmp_path / "ours")
     assert mine.keys() == theirs.keys()
@@ -138,7 +138,7 @@ def test_tensor_parallel_shards_are_put_together_as_deepspeeds_converter_does(
         assert found["param"].shape[0] == rows or expected.get("vocab_tensor"), path
         beside = {key: value for key, value in found.items() if key != "param"}
         assert beside == {key: value for key, value in expected.items() if key != "param"}, path
-    both = [str(megatron / name), str(tmp_path / "ours"), "--preset", "megatron-core"]
+    both = [str(megatron / name), str(tmp_path / "ours"), "--tp-preset", "megatron-core"]
     assert CliRunner().invoke(app, ["diff", *both]).exit_code == 0
     both[1] = str(tmp_path / name)
     outcome = json.loads(CliRunner().invoke(app, ["diff", *both, "--json"]).stdout)

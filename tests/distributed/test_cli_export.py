@@ -148,7 +148,7 @@ def test_tensor_and_pipeline_parallel_shards_are_joined(launch: Launch, tmp_path
     launch(2, "parallel_jobs.save", {"folder": str(tmp_path), "setups": [LLAMA], "declares": True})
     launch(2, "parallel_jobs.save", {"folder": str(tmp_path), "setups": [PIPELINE]})
     for source in {path.parent for path in tmp_path.rglob("truth.pt")}:
-        export(source, source / "out", "--preset", "megatron-core")
+        export(source, source / "out", "--tp-preset", "megatron-core")
         found, _ = exported(source / "out")
         truth = truth_of(source)
         assert differing(found, truth) == set(), source

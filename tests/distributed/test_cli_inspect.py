@@ -283,7 +283,7 @@ def test_which_checkpoint_of_a_folder(native: Path, tmp_path: Path) -> None:
 
 def test_wrong_usage_and_no_checkpoint_at_all(native: Path, tmp_path: Path) -> None:
     whole = native / "z1-fp32-adamw-dp2"
-    assert inspect(whole, "--preset", "no-such-preset").exit_code == 2
+    assert inspect(whole, "--tp-preset", "no-such-preset").exit_code == 2
     assert inspect(whole, "--config", tmp_path / "none.json").exit_code == 2
     assert inspect(tmp_path).exit_code == 3
     nothing = inspect(whole, "--tag", "step9", "--json")

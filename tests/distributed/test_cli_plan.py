@@ -88,7 +88,7 @@ def test_a_job_that_could_not_be(native: Path) -> None:
     refused = told(folder, "--tp", "2", code=1)["refused"]
     assert refused["error"] == "MismatchError"
     assert refused["parameter"] == "never_used"
-    assert "--preset" in refused["option"]
+    assert "--tp-preset" in refused["option"]
     refused = told(folder, "--pp", "2", code=1)["refused"]
     assert refused["remedy"] == "a pipeline-parallel degree of 1"
 

@@ -392,7 +392,7 @@ def test_without_a_rule_drift_is_a_note_and_a_rule_is_the_remedy(
     drift_one(folder, 1, "2.down.bias", 0.5)
     silent = verify(folder, "--full")
     assert silent.exit_code == 0 and "no rule says which are copies" in silent.stderr
-    assert " 2.down.bias," in silent.stderr and "--preset" in silent.stderr
+    assert " 2.down.bias," in silent.stderr and "--tp-preset" in silent.stderr
     rules = [{"pattern": r".*down\.bias", "kind": "replicated"}]
     config = tmp_path / "ds_config.json"
     config.write_text(json.dumps({"elastic_checkpoint": {"tp_rules": rules}}))
@@ -417,7 +417,7 @@ def test_a_folder_that_is_no_checkpoint_is_unreadable(tmp_path: Path, native: Pa
     assert verify(native / Z1, "--tag", "step7").exit_code == 3
     answer = json.loads(verify(tmp_path, "--json").stdout)
     assert answer["error"] == "NotFoundError"
-    assert verify(native / Z1, "--preset", "no-such").exit_code == 2
+    assert verify(native / Z1, "--tp-preset", "no-such").exit_code == 2
 
 
 def test_what_was_saved_without_checksums_is_noted(native: Path, copy: Callable[[Path], Path]) -> None:

@@ -161,7 +161,7 @@ def _of_rules(rules: RuleFacts) -> Iterator[Finding]:
         known = [f"{name} (for {count})" for name, count in rules.fitting_presets.items()]
         presets = f"; presets with rules for such names: {', '.join(known)}" if known else ""
         remedy = (
-            "a live model of Megatron Core or AutoTP says it at load time; without one: --preset, or rules of your "
+            "a live model of Megatron Core or AutoTP says it at load time; without one: --tp-preset, or rules of your "
             f'own ("tp_preset", "tp_rules" in the config){presets}'
         )
         yield Finding(NOTE, "undecided_shards", text, parameter=rules.undecided[0], remedy=remedy)

@@ -54,7 +54,7 @@ def check_copies(metadata: CheckpointMetadata, config: ElasticConfig, threads: i
     if unknown:
         message = (
             "whether the copies of these on tensor-parallel ranks have drifted apart, since no rule says which are "
-            f"copies and which are cut: {listed(unknown)}; name the code base with --preset "
+            f"copies and which are cut: {listed(unknown)}; name the code base with --tp-preset "
             f'({", ".join(Preset.names())}), or give "tp_rules" with --config'
         )
         yield Finding(NOTE, "not-checked", message, file=folder)
