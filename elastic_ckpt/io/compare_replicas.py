@@ -253,8 +253,12 @@ def _one_drift(differences: Sequence[ReplicaDifference]) -> Drift:
     )
 
 
-def untrained(found: Iterable[ReplicaDifference], known: frozenset[str]) -> frozenset[str]:
-    """Parameters of tied pipeline modules whose later stages saved a copy that nothing trains.
+def without_untrained(
+    found: Sequence[ReplicaDifference], known: frozenset[str]
+) -> tuple[list[ReplicaDifference], frozenset[str]]:
+    """All but differences of copies that nothing trains, and the names of these.
+
+    They are parameters of tied pipeline modules, on stages after the first.
 
     A ``TiedLayerSpec`` synchronizes its ``tied_weight_attr`` alone. Whatever else its module has (position embeddings,
     a norm) gets no gradient on the later stages: it is among those ``known``, or all states of the copy are zero, which
@@ -263,17 +267,18 @@ def untrained(found: Iterable[ReplicaDifference], known: frozenset[str]) -> froz
     of_stages = [each for each in found if each.check.is_of_stages]
     states = [each for each in of_stages if each.check.key not in WEIGHTS]
     zero = {each.check.name for each in states} - {each.check.name for each in states if not each.others_are_zero}
-    return frozenset(zero | {each.check.name for each in of_stages if each.check.name in known})
+    names = frozenset(zero | {each.check.name for each in of_stages if each.check.name in known})
+    return [each for each in found if each.check.name not in names or not each.check.is_of_stages], names
 
 
 def judge_drift(found: Sequence[ReplicaDifference], may_differ: frozenset[str], policy: str) -> tuple[str, ...]:
     """Notes for the report about replicas that differ on any rank; ``may_differ`` are the names that may, by a rule.
 
     Raises :class:`MismatchError` if others differ and ``policy`` is ``strict`` (not ``first`` or ``mean``), except for
-    :func:`untrained` copies.
+    copies that nothing trains.
     """
-    of_one_stage = untrained(found, may_differ)
-    drifts = united(each for each in found if each.check.name not in of_one_stage)
+    kept, of_one_stage = without_untrained(found, may_differ)
+    drifts = united(kept)
     asked = [drift for drift in drifts if drift.name not in may_differ]
     guessed = [drift for drift in asked if drift.is_guess]
     if guessed:

@@ -38,16 +38,16 @@ def with_own_copies(metadata: CheckpointMetadata, model: ModelLayout) -> Checkpo
     That is where the live model has such a parameter on the stages that saved it; elsewhere the first stage's copy is
     the parameter, as for DeepSpeed's converter. All ranks agree on which.
     """
-    if metadata.source.pp != model.coordinates.pp:
-        return metadata
     own = {name for name, stages in model.unsynchronized.items() if stages[1:] and metadata.stages.get(name) == stages}
+    if not own or metadata.source.pp != model.coordinates.pp:
+        return metadata
     tensors = dict(metadata.tensors)
     for name, key in [place for place in metadata.replicas if place[0] in own]:
         at = model.unsynchronized[name].index(model.coordinates.pp_rank) if name in model.layouts else 0
-        tensors[name, key] = (metadata.tensors[name, key], *metadata.replicas[name, key])[at]
+        tensors[name, key] = replace((tensors[name, key], *metadata.replicas[name, key])[at], name=name)
     note = f"every pipeline stage keeps its own copy, of which only the first is trained: {shortened(sorted(own))}"
     replicas = {place: copies for place, copies in metadata.replicas.items() if place[0] not in own}
-    return replace(metadata, tensors=tensors, replicas=replicas, notes=metadata.notes + (note,) * bool(own))
+    return replace(metadata, tensors=tensors, replicas=replicas, notes=(*metadata.notes, note))
 
 
 def of_first_stage(metadata: CheckpointMetadata, book: RuleBook, model: ModelLayout) -> frozenset[str]:

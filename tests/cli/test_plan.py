@@ -172,7 +172,11 @@ def test_a_refusal_says_why_and_what_would_help() -> None:
     result = run("--model", "104b", "--tp", "8")
     assert result.exit_code == 1
     assert result.stdout == ""
-    for words in ("refused: the tensor-parallel degree changes", "2.self_attention.query_key_value.weight", "--tp-preset"):
+    for words in (
+        "refused: the tensor-parallel degree changes",
+        "2.self_attention.query_key_value.weight",
+        "--tp-preset",
+    ):
         assert words in result.stderr
     refused = told("--model", "104b", "--tp", "8", code=1)["refused"]
     assert refused["error"] == "MismatchError"

@@ -233,6 +233,24 @@ def test_what_a_rule_averages_may_differ() -> None:
     assert judge_drift([], frozenset(), STRICT) == ()
 
 
+def test_a_copy_of_a_stage_that_nothing_trains_may_differ_and_excuses_no_other() -> None:
+    def apart(key: str, *, zero: bool = False, number: int = 1) -> ReplicaDifference:
+        check = ReplicaCheck("tied", key, 10, (), number=number)
+        return ReplicaDifference(check, 2, 1.0, 1.0, others_are_zero=zero)
+
+    dead = [apart(MASTER), apart("exp_avg", zero=True), apart("exp_avg_sq", zero=True)]
+    (note,) = judge_drift(dead, frozenset(), STRICT)
+    assert "only the first pipeline stage trains" in note and "tied" in note
+    assert judge_drift([apart(MASTER), apart("exp_avg")], frozenset({"tied"}), STRICT) == (note,)
+    for trained in (
+        [apart(MASTER)],  # no state tells
+        [*dead, apart("exp_avg", number=2)],  # the copy of a third stage
+        [*dead, apart(MASTER, number=0)],  # tensor-parallel ranks' copies of the first stage
+    ):
+        with pytest.raises(MismatchError, match="only one can be kept"):
+            judge_drift(trained, frozenset(), STRICT)
+
+
 def test_many_differences_are_cut_short_and_counted() -> None:
     many = [replace(BIG, name=f"p{number}", largest=float(number)) for number in range(9)]
     with pytest.raises(MismatchError, match="; and 3 more"):

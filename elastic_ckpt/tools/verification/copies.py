@@ -9,7 +9,7 @@ from elastic_ckpt.core.fqn import rename_saved
 from elastic_ckpt.core.metadata import WEIGHTS, CheckpointMetadata
 from elastic_ckpt.errors import ElasticCkptError, listed
 from elastic_ckpt.io.coalesce import ReadOptions
-from elastic_ckpt.io.compare_replicas import find_drift, united, untrained
+from elastic_ckpt.io.compare_replicas import find_drift, united, without_untrained
 from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.sharding.book import Preset
 from elastic_ckpt.tools.findings import ERROR, NOTE, Finding
@@ -37,8 +37,8 @@ def check_copies(metadata: CheckpointMetadata, config: ElasticConfig, threads: i
     differences = find_drift(metadata.files, reader.replica_checks, options)
     of_stages = {each.check.name for each in differences if each.check.is_of_stages}
     synchronized = {_module(name) for name, _ in metadata.replicas if name not in of_stages}
-    of_one_stage = untrained(differences, reader.of_first_stage)
-    for drift in united(each for each in differences if each.check.name not in of_one_stage):
+    kept, _ = without_untrained(differences, reader.of_first_stage)
+    for drift in united(kept):
         if drift.name in resharding.guessed and (drift.name, drift.key) not in metadata.replicas:
             unknown.add(drift.name)
             continue
