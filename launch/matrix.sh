@@ -15,8 +15,9 @@ folder=$(realpath -m "${MATRIX_FOLDER:-.matrix}")
 results=$folder/${1:-}
 overlays=(0.14.5 0.16.9 0.18.9)
 environments=()
-cells=(tests/distributed/test_versions.py)
+basics=tests/distributed/test_versions.py
 features=tests/distributed/test_versions_features.py
+cells=("$basics")
 if [[ ${1:-} == --all ]]; then
     export ELASTIC_CKPT_TEST_VERSIONS=1
     cells+=("$features")
@@ -25,6 +26,9 @@ if [[ ${1:-} == --all ]]; then
     environments=("3.10 2.4.1 0.14.5 4.44.2 0.34.2" "3.12 2.7.1 0.16.9 4.51.3 1.6.0" "3.13 2.15.0 0.19.8 5.23.0 1.15.0")
 elif [[ ${1:-} == --releases ]]; then
     export ELASTIC_CKPT_TEST_VERSIONS=1
+    cells=("$basics::test_resumes_bit_exactly[ZeRO-1 to ZeRO-3, bf16]")
+    cells+=("$basics::test_resumes_bit_exactly[ZeRO-3 to ZeRO-2]")
+    cells+=("$basics::test_experts_resume_bit_exactly_at_other_degrees")
     cells+=("$features::test_changes_its_degree[PipelineModule]")
     cells+=("$features::test_universal_checkpoints_resume_bit_exactly")
     overlays=("${@:2}")

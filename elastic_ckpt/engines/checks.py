@@ -129,7 +129,7 @@ def commit_pending_save(engine: Any) -> None:
     Raises :class:`DamagedError` on every rank if the process that writes it is no longer there.
     """
     writer = getattr(engine, "checkpoint_engine", None)
-    if writer is None or not getattr(writer, "is_decoupled", bool)():  # DeepSpeed before 0.18 has no such method
+    if writer is None or not getattr(writer, "is_decoupled", bool)():  # DeepSpeed before 0.17.1 has no such method
         return
 
     def look() -> bool:

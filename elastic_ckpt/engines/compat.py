@@ -85,7 +85,7 @@ def loss_scaler(engine: Any) -> Any:
     """The object that scales the loss; ``None`` if the engine does not train in fp16.
 
     A ``LossScaler`` or ``DynamicLossScaler`` of the partitioned optimizers; of the others, a ``LossScaleConfig``
-    (loss_scaler.py), or up to DeepSpeed 0.17 the optimizer itself. All have the same fields.
+    (loss_scaler.py), or before DeepSpeed 0.18.6 the optimizer itself. All have the same fields.
     """
     if not engine.fp16_enabled():
         return None

@@ -26,7 +26,7 @@ from elastic_ckpt.errors import DamagedError
 from tests.distributed import truth as oracle
 from tests.distributed.facts import Loaded, Refused, attempt, loss_gap, on_all_ranks
 from tests.distributed.jobs import CONTINUE_TO, SAVE_AT, truth_of
-from tests.distributed.model import GLOBAL_BATCH, PRECISIONS, VOCABULARY, batch, close
+from tests.distributed.model import GLOBAL_BATCH, PRECISIONS, STEP, VOCABULARY, batch, close
 from tests.distributed.parallel_models import forget_groups
 
 WIDTH = 12
@@ -310,7 +310,8 @@ def train(engine: Any, first: int, last: int) -> list[float]:
     for step in range(first, last):
         loss = engine(batch(step, dist.get_world_size() // tp, dist.get_rank() // tp))
         engine.backward(loss)
-        engine.step()
+        with STEP():
+            engine.step()
         mean = loss.detach().clone()
         dist.all_reduce(mean)
         losses.append(float(mean) / dist.get_world_size())

@@ -372,7 +372,7 @@ def build_engine(setup: Setup, model: nn.Module | None = None) -> Any:
 
 
 # gloo's all-gather fails without it in ZeRO-1 and 2 of DeepSpeed 0.18
-_STEP = torch.no_grad if deepspeed.__version__.startswith("0.18.") else nullcontext
+STEP = torch.no_grad if deepspeed.__version__.startswith("0.18.") else nullcontext
 
 
 def train(engine: Any, first: int, last: int) -> list[float]:
@@ -381,7 +381,7 @@ def train(engine: Any, first: int, last: int) -> list[float]:
     for step in range(first, last):
         loss = engine(batch(step, dist.get_world_size(), dist.get_rank()))
         engine.backward(loss)
-        with _STEP():
+        with STEP():
             engine.step()
         mean = loss.detach().float().clone()
         dist.all_reduce(mean)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -96,6 +97,27 @@ def break_reading(arguments: dict[str, Any]) -> list[SimpleNamespace]:
     engine.load_checkpoint(arguments["folder"])
     differences = oracle.differences(engine, truth_of(arguments["folder"]))
     return [SimpleNamespace(refused=refused, differences=differences)]
+
+
+def without_a_name(cases: list[dict[str, Any]]) -> list[SimpleNamespace] | None:
+    """Loads into engines that lack a private name of DeepSpeed on the last rank, and then have it again."""
+    elastic_ckpt.install()
+    facts = []
+    for case in cases:
+        engine = build_engine(case["setup"])
+        train(engine, 50, 52)
+        owner, _, name = case["name"].rpartition(".")
+        lacking = attrgetter(owner)(engine)
+        kept = getattr(lacking, name)
+        if dist.get_rank() == dist.get_world_size() - 1:
+            delattr(lacking, name)
+        refused = refusal(case, engine)
+        setattr(lacking, name, kept)
+        engine.load_checkpoint(case["folder"])
+        differences = oracle.differences(engine, truth_of(case["folder"]))
+        facts.append(SimpleNamespace(refused=refused, differences=differences))
+        close(engine)
+    return once(facts)
 
 
 def left_on_by_mistake(arguments: dict[str, Any]) -> list[SimpleNamespace]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import deepspeed
 import pytest
 
 from tests.distributed import damage
@@ -209,6 +211,28 @@ def test_a_disk_that_fails_while_reading_is_an_error_on_all_ranks(launch: Launch
         assert "PartialLoadError" in found.refused.kinds
         assert "must not be trained or saved" in text and "Input/output error" in text
         assert found.differences == {}, "loaded again"
+
+
+def test_an_engine_that_lacks_a_private_name_is_refused_before_anything_is_written(
+    launch: Launch, native: Path
+) -> None:
+    """Names that only the commit touches."""
+    names = {
+        Setup(1): "optimizer.__class__.update_lp_params",
+        Setup(2): "optimizer.__class__._restore_from_bit16_weights",
+        Setup(3): "optimizer.parameter_offload.persistent_parameters",
+    }
+    folder, required = str(native / Z1), {"mode": "require"}
+    cases = [
+        {"setup": replace(setup, config=(("elastic_checkpoint", required),)), "folder": folder, "name": name}
+        for setup, name in names.items()
+    ]
+    for found in launch(2, "refusal_jobs.without_a_name", cases):
+        (text,) = found.refused.texts
+        assert "UnsupportedError" in found.refused.kinds, text
+        assert "lacks private names" in text and found.refused.case["name"].rpartition(".")[2] in text
+        assert f"DeepSpeed {deepspeed.__version__}" in text
+        assert found.refused.changed == set() and found.differences == {}
 
 
 def test_ranks_that_ask_for_different_things_get_the_same_error(launch: Launch, native: Path) -> None:
