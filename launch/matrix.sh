@@ -4,7 +4,8 @@
 #   bash launch/matrix.sh --all         nightly: eight versions, other versions of torch and Python, and more features
 #                                       (test_versions_features.py); writes docs/versions.md
 #   bash launch/matrix.sh --releases    ZeRO, pipelines, experts and universal checkpoints on every release of DeepSpeed
-#                                       since 0.14.5, or on those named; writes docs/versions.md and engines/tried.py
+#                                       since 0.14.5, or again on those named; writes docs/versions.md and
+#                                       engines/tried.py
 # Versions are installed once, below MATRIX_FOLDER (.matrix). An environment needs pythonX.Y on PATH, or is skipped.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -40,9 +41,7 @@ elif [[ ${1:-} == --releases ]]; then
     fi
 fi
 mkdir -p "$results"
-if [[ ${1:-} != --releases ]]; then
-    rm -f "$results"/*.xml
-fi
+[[ ${1:-} == --releases ]] || rm -f "$results"/*.xml
 failed=0
 
 # Runs the cells with the Python $2 and DeepSpeed of the folder $3, if any; $1 names the results.
@@ -80,7 +79,7 @@ done
 
 if [[ ${1:-} == --all ]]; then
     "$PYTHON" launch/matrix_table.py "$results" docs/versions.md
-elif [[ ${1:-} == --releases ]]; then
+elif [[ ${1:-} == --releases && -e $results/deepspeed-0.14.5.xml ]]; then # not a few alone
     "$PYTHON" launch/matrix_table.py "$results" docs/versions.md elastic_ckpt/engines/tried.py
 fi
 exit $failed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import sys
 from argparse import Namespace
@@ -28,6 +29,12 @@ def convert(native: Path, universal: Path, name: str, new_name: str = "") -> Non
     with contextlib.redirect_stdout(None):
         ds_to_universal.main(arguments)
     shutil.copy(native / name / "truth.pt", target / "truth.pt")
+
+
+def run(arguments: dict[str, str]) -> None:
+    """:func:`convert` as a job of one rank: a fork has imported everything. Converters of old versions need the flag."""
+    os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
+    convert(Path(arguments["native"]), Path(arguments["universal"]), arguments["name"])
 
 
 def _without_extra_state(folder: Path, copy: Path) -> Path:

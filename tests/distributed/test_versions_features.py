@@ -19,7 +19,7 @@ from packaging.version import Version
 
 from elastic_ckpt.tools.conversion import convert as write_universal
 from elastic_ckpt.tools.opened import config_of, locate, open_checkpoint
-from tests.distributed.conftest import ROUND_ROBIN, Convert, Launch
+from tests.distributed.conftest import ROUND_ROBIN, Launch
 from tests.distributed.model import Setup
 from tests.distributed.parallel_models import Parallel
 from tests.distributed.test_offload import CPU, PARAM, aio, nvme  # noqa: F401  (the op that NVMe needs)
@@ -134,10 +134,7 @@ def test_eight_bit_states_resume_bit_exactly(cell: str, tmp_path: Path, launch: 
 
 
 @pytest.mark.parametrize("cell", ["universal, ZeRO-1 to 3", "universal, ZeRO-3 to 1"])
-def test_universal_checkpoints_resume_bit_exactly(
-    cell: str, tmp_path: Path, launch: Launch, convert: Convert, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")  # which converters of old versions need
+def test_universal_checkpoints_resume_bit_exactly(cell: str, tmp_path: Path, launch: Launch) -> None:
     source, target = (Setup(int(stage)) for stage in cell.removeprefix("universal, ZeRO-").split(" to "))
     launch(2, "save", {"folder": str(tmp_path / "native"), "setups": [source]})
     (tmp_path / "universal").mkdir()
@@ -150,7 +147,8 @@ def test_universal_checkpoints_resume_bit_exactly(
         )
         shutil.copy(saved / "truth.pt", converted)
     else:
-        convert(saved.parent, converted.parent, [saved.name])
+        folders = {"native": str(saved.parent), "universal": str(converted.parent)}
+        launch(1, "convert.run", {**folders, "name": saved.name})
     sources = [{"folder": str(converted), "format": "universal"}]
     for load in launch(3, "load", {"targets": [{"setup": target, "sources": sources}]}):
         assert load.format == "universal" and load.differences == {}, load.where
