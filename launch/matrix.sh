@@ -31,7 +31,7 @@ elif [[ ${1:-} == --releases ]]; then
     cells+=("$basics::test_resumes_bit_exactly[ZeRO-3 to ZeRO-2]")
     cells+=("$basics::test_experts_resume_bit_exactly_at_other_degrees")
     cells+=("$features::test_changes_its_degree[PipelineModule]")
-    cells+=("$features::test_universal_checkpoints_resume_bit_exactly")
+    cells+=("$features::test_universal_checkpoints_resume_bit_exactly[universal, ZeRO-1 to 3]")
     overlays=("${@:2}")
     if [[ $# == 1 ]]; then
         rm -rf "$results"

@@ -49,6 +49,7 @@ class Experts:
         preset: AutoEP's preset of a Hugging Face model, ``"mixtral"``, ``"qwen3_moe"`` or ``"deepseek_v3"``, which has
             a shared expert, and buffers in its routers.
         universal: whether it is the universal checkpoint of that run.
+        round_robin: ``round_robin_gradients``, of which DeepSpeed's getters return wrong values.
     """
 
     world: int
@@ -62,12 +63,14 @@ class Experts:
     autoep: bool = False
     preset: str = ""
     universal: bool = False
+    round_robin: bool = False
 
     @property
     def name(self) -> str:
         """Of its folder."""
         extra = "-autoep" * self.autoep + self.preset + "-residual" * self.residual + "-data" * self.data_first
         extra += f"-g{self.group_size}" * (self.group_size < 1e6) + "-universal" * self.universal
+        extra += "-robin" * self.round_robin
         numbers = "x".join(map(str, self.experts))
         return f"{self.precision}-z{self.stage}-n{self.world}-ep{self.ep}-e{numbers}{extra}"
 
@@ -264,7 +267,7 @@ def build(run: Experts, seed: int = 7, config: dict[str, Any] | None = None) -> 
         config={
             "train_batch_size": GLOBAL_BATCH,
             "train_micro_batch_size_per_gpu": GLOBAL_BATCH // (run.world // run.tp),
-            "zero_optimization": {"stage": run.stage},
+            "zero_optimization": {"stage": run.stage, "round_robin_gradients": run.round_robin},
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "use_data_before_expert_parallelism": run.data_first,

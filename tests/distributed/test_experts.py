@@ -14,6 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from elastic_ckpt.cli import app
+from elastic_ckpt.tools.opened import config_of, locate, open_checkpoint
 from tests.distributed.conftest import Launch
 from tests.distributed.expert_jobs import Experts
 from tests.distributed.launch import environment
@@ -44,6 +45,7 @@ PRESETS = [
 #: Of a model-states file with experts.
 SINCE_0_19_4 = {"buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"}
 SINCE_0_19_4 |= {"shared_params", "ds_config", "ds_version", "ds_autoep_layers"}
+ROUND_ROBIN = Experts(4, 2, 2, data_first=True, round_robin=True)
 RESIDUAL = [Experts(4, 2, 2, "fp16", residual=True), Experts(2, 0, 1, "fp16", residual=True)]
 
 
@@ -54,7 +56,10 @@ def saved(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
         launch(
             world,
             "expert_jobs.save",
-            {"folder": str(folder), "runs": [run for run in SAVED + RESIDUAL + AUTOEP + PRESETS if run.world == world]},
+            {
+                "folder": str(folder),
+                "runs": [run for run in [*SAVED, *RESIDUAL, *AUTOEP, *PRESETS, ROUND_ROBIN] if run.world == world],
+            },
         )
     return folder
 
@@ -95,9 +100,7 @@ def test_files_without_shapes_names_of_buffers_and_config_load_as_the_others(
 ) -> None:
     """As DeepSpeed before 0.19.4 writes them, which ``launch/matrix.sh`` tries on the old versions themselves."""
     for source in SAVED:
-        path = changed(saved, source.name, tmp_path / source.name) / "mp_rank_00_model_states.pt"
-        tree = torch.load(path, weights_only=False)
-        torch.save({key: value for key, value in tree.items() if key not in SINCE_0_19_4}, path)
+        without_what_0_19_4_added(saved, source, tmp_path)
         result = CliRunner().invoke(app, ["verify", str(tmp_path / source.name)])
         assert result.exit_code == 0, result.output
     run = Experts(4, 1, 1)
@@ -112,6 +115,28 @@ def test_a_dense_branch_beside_the_experts_and_the_loss_scale_are_restored(
     for load in launch(run.world, "expert_jobs.load", {"folder": str(saved), "runs": [run], "sources": RESIDUAL}):
         assert load.format == "native" and load.differences == {}, load.where
         assert load.loss_gap < 0.05, load.where
+
+
+def without_what_0_19_4_added(saved: Path, run: Experts, to: Path) -> None:
+    """A copy of a checkpoint below a folder."""
+    path = changed(saved, run.name, to / run.name) / "mp_rank_00_model_states.pt"
+    tree = torch.load(path, weights_only=False)
+    torch.save({key: value for key, value in tree.items() if key not in SINCE_0_19_4}, path)
+
+
+def test_parameters_in_round_robin_order_are_found_without_their_shapes(saved: Path, tmp_path: Path) -> None:
+    without_what_0_19_4_added(saved, ROUND_ROBIN, tmp_path)
+    found = []
+    for folder in (saved, tmp_path):
+        metadata = open_checkpoint(locate(str(folder / ROUND_ROBIN.name), None), config_of(None)).metadata
+        names = [Path(file.path).name for file in metadata.files]
+        chunks = {
+            key: [(chunk.range, names[chunk.file], chunk.byte_offset) for chunk in tensor.chunks]
+            for key, tensor in metadata.tensors.items()
+            if key[1] not in ("buffer", "frozen")
+        }
+        found.append(chunks)
+    assert len(found[0]) > 100 and found[0] == found[1]
 
 
 def changed(saved: Path, name: str, to: Path) -> Path:

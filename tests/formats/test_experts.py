@@ -49,10 +49,8 @@ def run(shapes: list[list[str]], counts: tuple[int, ...], partitions: tuple[int,
     """A model-states file and optimizer-states files of four ranks."""
     param_shapes = tuple(tuple((name, (2,)) for name in group) for group in shapes)
     features = SimpleNamespace(experts=counts)
-    model = SimpleNamespace(
-        param_shapes=param_shapes, features=features, path="model.pt", data_before_experts=False, stacked={}, **more
-    )
-    return model, [SimpleNamespace(partition_count=partitions, zero_stage=1)] * 4
+    model = SimpleNamespace(param_shapes=param_shapes, features=features, path="model.pt", stacked={}, **more)
+    return model, [SimpleNamespace(partition_count=partitions, zero_stage=1, data_before_experts=False)] * 4
 
 
 def expert(layer: int, number: int, path: str = "layers.0.") -> Any:
@@ -67,7 +65,7 @@ def test_the_ranks_of_each_expert_parallel_rank_divide_its_experts() -> None:
     first, second = divisions(model, shards, 1)
     assert first == Division([(f"{LAYER}0.w", (2,)), (f"{LAYER}1.w", (2,))], range(0, 4, 2))
     assert second == Division([(f"{LAYER}2.w", (2,)), (f"{LAYER}3.w", (2,))], range(1, 4, 2))
-    model.data_before_experts = True
+    shards[0].data_before_experts = True
     assert [each.ranks for each in divisions(model, shards, 1)] == [range(2), range(2, 4)]
 
 
@@ -156,7 +154,8 @@ def test_the_expert_parallel_degree_is_that_of_the_param_groups() -> None:
 def test_experts_that_are_trained_differently_on_other_ranks_are_named() -> None:
     model, _ = run([["head"], [f"{LAYER}0.w", f"{LAYER}1.w"]], (4,), (4, 2))
     mine = (("head",), (f"{LAYER}0.w", f"{LAYER}1.w"))
-    shards = [SimpleNamespace(partition_count=(4, 2), slice_names=mine, path=f"{rank}.pt") for rank in range(4)]
+    both: dict[str, Any] = {"partition_count": (4, 2), "data_before_experts": False}
+    shards = [SimpleNamespace(**both, slice_names=mine, path=f"{rank}.pt") for rank in range(4)]
     _refuse_different_experts(model, shards, [0, 1])
     for rank in (1, 3):
         shards[rank].slice_names = (("head",), (f"{LAYER}0.w",))
