@@ -129,7 +129,10 @@ def test_scripts_and_options_of_shell_blocks_exist(block: Block) -> None:
         for script in (word for word in words if word.startswith(("launch/", "configs/"))):
             assert (REPO / script).is_file(), script
         if "elastic-ckpt" in words:
-            name = words[words.index("elastic-ckpt") + 1]
+            words = words[words.index("elastic-ckpt") :]
+            name = words[1]
+            if name == "exec":
+                words = words[: words.index("--")]  # then comes another command
             page = reference().commands_page().split(f"\n## {name}\n")[1].split("\n## ")[0]
             assert [word for word in words if word.startswith("--") and f"`{word.split('=')[0]}`" not in page] == []
         if words[:2] == ["python", "-m"] and words[2].startswith("benchmarks."):

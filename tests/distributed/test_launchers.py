@@ -30,12 +30,18 @@ class Start:
     section: Any = None
 
 
-#: The last one's config says "off": only the flag on its command line has elastic_ckpt load.
+#: Where a config says "off", only the flag on the command line has elastic_ckpt load.
 LAUNCHERS = {
     "torchrun -m elastic_ckpt.run": Start([*TORCHRUN, "-m", "elastic_ckpt.run", UNCHANGED]),
     "deepspeed --module elastic_ckpt.run": Start([*DEEPSPEED, "--module", "elastic_ckpt.run", UNCHANGED]),
     "torchrun": Start([*TORCHRUN, INSTALLED], (), {"mode": "require"}),
     "deepspeed": Start([*DEEPSPEED, INSTALLED], ("--universal-checkpoint",), {"mode": "off"}),
+    "elastic_ckpt.run -m torchrun": Start(["elastic_ckpt.run", "-m", *TORCHRUN, UNCHANGED]),
+    "elastic-ckpt exec -- torchrun": Start(
+        ["elastic_ckpt", "exec", "--universal-checkpoint=require", "--", sys.executable, "-m", *TORCHRUN, INSTALLED],
+        (),
+        {"mode": "off"},
+    ),
 }
 
 

@@ -1,0 +1,30 @@
+"""Found through ``PYTHONPATH`` by ranks that a framework starts: Accelerate takes the backend from the kind of GPU it finds."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+
+
+class AcceleratesState:
+    """Finds ``accelerate.state``, and has it choose gloo."""
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path) if name == "accelerate.state" else None
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                module.PartialState._prepare_backend = lambda *_, **__: ("gloo", module.DistributedType.MULTI_CPU)
+
+            spec.loader.exec_module = exec_module
+        return spec
+
+
+if "WORLD_SIZE" in os.environ:  # a rank, and not what starts it
+    sys.meta_path.insert(0, AcceleratesState)
