@@ -60,7 +60,7 @@ class Structure:
     def objection(self, name: str, source: RuleSource) -> str | None:
         """What contradicts a rule, or ``None``. A user's rule may state what shapes do not show."""
         rule, by_user = source.rule, source.is_users
-        if rule.kind in WHOLE_KINDS:
+        if rule.kind in WHOLE_KINDS or source.is_ambiguous:
             return None
         parts, factor = rule.sub_parameters, self._gate_factor(name)
         if factor == 2 and parts is None and not by_user:

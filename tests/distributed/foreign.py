@@ -7,6 +7,7 @@ without and with ``gpt_j_residual``); ``thirds`` (Megatron-DeepSpeed since Decem
 
 from __future__ import annotations
 
+import argparse
 import re
 from typing import Any
 
@@ -213,12 +214,21 @@ def module_of(parallel: Parallel, seed: int) -> PipelineModule:
     method = "type:transformer|embedding" if parallel.kind == "bloom" else "type:transformer"
     layers = layers_of(parallel, group, seed)
     module = PipelineModule(layers, topology=topology, loss_fn=mean_loss, partition_method=method)
+    if parallel.kind.startswith("neox"):
+        module.neox_args = neox_args(parallel)
     rank = place_of(parallel, dist.get_rank()).tp
     for name, param in module.named_parameters():
         mark_as_they_do(parallel, param)
         whole = initial(name, whole_shape(parallel, name, param.shape), seed)
         param.data.copy_(shard_of(parallel, name, whole, rank))
     return module
+
+
+def neox_args(parallel: Parallel) -> argparse.Namespace:
+    """What gpt-neox's module keeps of its arguments, as far as they matter here."""
+    saved = {"tokenizer_type": "HFTokenizer", "padded_vocab_size": parallel.rows, "model_parallel_size": parallel.tp}
+    decisive = {"activation": "gelu", "num_kv_heads": None, "output_layer_parallelism": "column"}
+    return argparse.Namespace(**saved, **decisive, gpt_j_residual=parallel.kind == "neoxj")
 
 
 def mark_as_they_do(parallel: Parallel, param: nn.Parameter) -> None:

@@ -119,6 +119,8 @@ CROSSINGS: dict[int, list[dict[str, Any]]] = {
         to(NEOX, 1, 1, of("neox", (2, 1, 1)), of("neox", (2, 1, 1), config=GPT_J), of("neox_242", (2, 4, 2))),
         to(NEOX_J, 1, 1, of("neoxj_unsaid", (2, 1, 1)), of("neoxj_tp1", (1, 1, 1))),
         to(NEOX_J, 1, 1, of("neoxj", (2, 1, 1)), of("neoxj_beside", (2, 1, 1)), preset="gpt-neox"),
+        to(NEOX_J, 1, 1, of("neoxj_unsaid", (2, 1, 1)), preset=None),
+        to(NEOX, 1, 1, of("neox", (2, 1, 1)), of("neox_242", (2, 4, 2)), preset=None),
         to(THIRDS, 1, 1, of("thirds", (2, 1, 1))),
     ],
     2: [
@@ -132,6 +134,7 @@ CROSSINGS: dict[int, list[dict[str, Any]]] = {
         to(BLOOM, 4, 1, of("bloom", (2, 2, 1))),
         to(NEOX, 2, 2, of("neox_242", (2, 4, 2))),
         to(NEOX_J, 4, 1, of("neoxj", (2, 1, 1))),
+        to(NEOX_J, 4, 1, of("neoxj_unsaid", (2, 1, 1)), preset=None),
     ],
 }
 
@@ -182,7 +185,7 @@ UNDECIDED = ["query_key_value", '"kind": "column"}', '"sub_parameters": [1, 1, 1
 #: Engine, preset, and what the error names, by folder.
 REFUSED: dict[str, tuple[Parallel, str | None, list[str]]] = {
     "bloom": (BLOOM, None, UNDECIDED),
-    "neox": (NEOX, None, UNDECIDED),
+    "neoxj": (NEOX, None, ["gpt_j_residual: True", "gpt_j_residual: False", '"configs"']),
     "neox_2021": (NEOX, "gpt-neox", ["DeeperSpeed 0.3.15", "mp_rank_00_model_states.pt", "0.6.2"]),
     "neox_2022": (NEOX, "gpt-neox", ["before 0.6.2", "mp_rank_00_optim_states.pt", "param_shapes"]),
     "thirds": (
