@@ -6,9 +6,9 @@ nothing else depends on the version.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, BinaryIO
 
 import deepspeed
 import torch
@@ -24,6 +24,9 @@ try:
     from deepspeed.runtime import torch_autocast
 except ImportError:  # before 0.17.2
     torch_autocast = None
+
+#: Checkpoint engines that read a file with ``torch.load``.
+_READ_BY_TORCH = frozenset({"TorchCheckpointEngine", "FastCheckpointEngine", "DecoupledCheckpointEngine"})
 
 
 def base_optimizer(engine: Any) -> Any:
@@ -195,3 +198,24 @@ def universal_flag(engine: Any, value: bool) -> Iterator[None]:
         yield
     finally:
         engine._config.load_universal_checkpoint = before
+
+
+@contextmanager
+def intercepted_loads(engine: Any, opened: Callable[[str], AbstractContextManager[BinaryIO]]) -> Iterator[None]:
+    """Lets each file that DeepSpeed's loader asks for pass through ``opened``, which may refuse it.
+
+    torch's loader gets the stream, not the path, which may have come to name another file.
+    """
+    engine_of_files = engine.checkpoint_engine
+    original = engine_of_files.load
+    takes_streams = type(engine_of_files).__name__ in _READ_BY_TORCH
+
+    def load(path: Any, *args: Any, **kwargs: Any) -> Any:
+        with opened(path) as stream:
+            return original(stream if takes_streams else path, *args, **kwargs)
+
+    engine_of_files.load = load
+    try:
+        yield
+    finally:
+        del engine_of_files.load

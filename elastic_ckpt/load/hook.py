@@ -30,6 +30,7 @@ from elastic_ckpt.formats import Found
 from elastic_ckpt.formats.pickled import collector_off
 from elastic_ckpt.load.execute import execute_load
 from elastic_ckpt.load.fallback import deepspeed_loads_it_right, on_own_disks
+from elastic_ckpt.load.handover import screen_folder, screened_loads
 from elastic_ckpt.load.on_damage import Attempts
 from elastic_ckpt.load.prepare import Clock, Prepared, prepare
 from elastic_ckpt.patches import unwrap, wrap
@@ -69,7 +70,7 @@ def _load_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kw
     engine.elastic_report = None
     config, own = _read_config(engine, arguments), functools.partial(original, engine)
     if config.mode == "off":
-        return _delegate(engine, arguments, None, own)
+        return _delegate(engine, arguments, None, own, config)
     commit_pending_save(engine)
     attempts = Attempts(arguments, config, load_universal_flag(engine) or elastic_config.flag_given())
     while True:
@@ -106,7 +107,7 @@ def _load(
             expected="a checkpoint, since the mode is 'require'",
             found="none",
         )
-    return _delegate(engine, arguments, found, own)
+    return _delegate(engine, arguments, found, own, config)
 
 
 def _read_config(engine: Any, arguments: LoadArguments) -> ElasticConfig:
@@ -157,7 +158,7 @@ def _prepare_unless_left(
         and on_own_disks(engine, found)
         and deepspeed_loads_it_right(engine, found, arguments, check_sizes=True, own_files=True)
     ):
-        why = "each node has files of its own (use_node_local_storage), and they are those of this topology"
+        why, own_files = "each node has files of its own (use_node_local_storage), those of this topology", True
     else:
         try:
             if arguments.custom_load_fn is not None:
@@ -166,7 +167,9 @@ def _prepare_unless_left(
         except (UnsupportedError, DamagedError, UnforeseenError) as error:
             if elastic_only or not _is_deepspeeds(engine, found, arguments, error):
                 raise
-            why = error.problem
+            why, own_files = error.problem, False
+    if not config.trust_pickle:
+        screen_folder(found, own_files)
     if distributed.rank() == 0:
         logger.warning("elastic_ckpt leaves this load to DeepSpeed's own loader: %s", why)
     return None
@@ -181,12 +184,15 @@ def _is_deepspeeds(engine: Any, found: Found, arguments: LoadArguments, error: E
     return deepspeed_loads_it_right(engine, found, arguments, check_sizes=not isinstance(error, UnsupportedError))
 
 
-def _delegate(engine: Any, arguments: LoadArguments, found: Found | None, own: Callable[..., Any]) -> Any:
+def _delegate(
+    engine: Any, arguments: LoadArguments, found: Found | None, own: Callable[..., Any], config: ElasticConfig
+) -> Any:
     keywords = {key: value for key, value in vars(arguments).items() if key not in ("load_dir", "has_optimizer")}
     if found is None:
-        return own(arguments.load_dir, **keywords)
+        with screened_loads(engine, config):
+            return own(arguments.load_dir, **keywords)
     is_universal = found.format == "universal"
-    with universal_flag(engine, is_universal):
+    with universal_flag(engine, is_universal), screened_loads(engine, config):
         result = own(arguments.load_dir, **{**keywords, "tag": found.tag})
     if is_universal:
         separate_steps(engine)

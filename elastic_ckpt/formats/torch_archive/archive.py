@@ -28,7 +28,7 @@ _LEGACY_VERSION = 1001
 #: First part of a legacy archive that is read; four times as much each time that its pickles are longer.
 _FIRST_NBYTES = 1 << 20
 #: Turns the bytes of a pickle at an offset, in a file of some size, into an object and the offset behind it.
-_Unpickle = Callable[[bytes, int, Callable[[Any], Any], int], tuple[Any, int]]
+Unpickle = Callable[[bytes, int, Callable[[Any], Any], int], tuple[Any, int]]
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def read_archive_tree(stream: BinaryIO, trust_pickle: bool, known: Trees | None 
     unpickle = _unpickle_trusting if trust_pickle else _unpickle
     if not is_legacy(stream):
         return _read_zip(stream, unpickle, Trees() if known is None or trust_pickle else known)
-    archive = _read_legacy(stream, unpickle)
+    archive = read_legacy(stream, unpickle)
     check_tree(archive.tree)
     return archive
 
@@ -86,7 +86,7 @@ def is_legacy(stream: BinaryIO) -> bool:
     return begin == _LEGACY_MAGIC
 
 
-def _read_zip(stream: BinaryIO, unpickle: _Unpickle, known: Trees) -> ArchiveTree:
+def _read_zip(stream: BinaryIO, unpickle: Unpickle, known: Trees) -> ArchiveTree:
     directory = Directory(stream, known.layouts)
     order = directory.read_record("byteorder", 16) if directory.find("byteorder") else b"little"
     if order != b"little":
@@ -161,7 +161,7 @@ class _TrustingUnpickler(pickle.Unpickler):
         return Global(path) if is_storage(module, name) else super().find_class(module, name)
 
 
-def _read_legacy(stream: BinaryIO, unpickle: _Unpickle) -> ArchiveTree:
+def read_legacy(stream: BinaryIO, unpickle: Unpickle) -> ArchiveTree:
     """A legacy archive: pickles of magic number, version, system, object and storage keys, then the storages."""
     nbytes, take = os.fstat(stream.fileno()).st_size, _FIRST_NBYTES
     while True:
@@ -175,7 +175,7 @@ def _read_legacy(stream: BinaryIO, unpickle: _Unpickle) -> ArchiveTree:
         take *= 4
 
 
-def _legacy_tree(head: bytes, nbytes: int, stream: BinaryIO, unpickle: _Unpickle) -> Any:
+def _legacy_tree(head: bytes, nbytes: int, stream: BinaryIO, unpickle: Unpickle) -> Any:
     storages: dict[str, tuple[str, int]] = {}
     offsets: dict[str, int] = {}
 

@@ -3,6 +3,9 @@
 torch writes uncompressed zip archives with miniz (``caffe2/serialize/inline_container.cc``): each record has a local
 header, an extra field that pads its data to a multiple of 64 bytes, the data, and a data descriptor. Format: PKWARE's
 APPNOTE 6.3.10, sections 4.3.7 to 4.3.16 and 4.5.3.
+
+An archive of which miniz might read another pickle than the one that is read here is refused: miniz takes the folder of
+the first record, looks names up without regard to case, and finds data by the lengths in the local header.
 """
 
 from __future__ import annotations
@@ -83,7 +86,9 @@ class Listing:
         before = end - LOCATOR.size - END64.size
         if before >= 0:
             wide, locator = self.read(before, END64.size), self.read(before + END64.size, LOCATOR.size)
-            if wide.startswith(b"PK\x06\x06") and locator.startswith(b"PK\x06\x07"):
+            if locator.startswith(b"PK\x06\x07"):
+                if not wide.startswith(b"PK\x06\x06") or LOCATOR.unpack(locator)[2] != before:
+                    raise ArchiveError("the wide end of its directory is not where its locator says")
                 *_, self.count, nbytes, self.start = END64.unpack(wide)
                 end = before
         # DeepSpeed's fast writer of several ranks leaves a part of its last block between directory and end
@@ -165,10 +170,14 @@ class Directory(Listing):
         root = b"" if same is None else raw[ENTRY.size : ENTRY.size + len(same.root)]
         if same and root.isascii() and root.endswith(b"/") and same.raw.replace(same.root, root) == raw:
             self.root, self.layout = root[:-1].decode(), same
-            return
-        self.root, self.layout = self._parsed(raw)
-        if self.layout.is_shareable:
-            known[where] = self.layout
+        else:
+            self.root, self.layout = self._parsed(raw)
+            if self.layout.is_shareable:
+                known[where] = self.layout
+        if "/" in self.root or not raw.startswith(self.root.encode("utf-8", "replace") + b"/", ENTRY.size):
+            raise ArchiveError("its first record is not in the folder of its pickle")
+        if self.read(0, 4) != b"PK\x03\x04":
+            raise ArchiveError("a zip archive that does not begin with a record")
 
     def _parsed(self, raw: bytes) -> tuple[str, Layout]:
         records = {record.name: record for record in self.entries()}
@@ -180,9 +189,12 @@ class Directory(Listing):
             if header + HEADER.size + nbytes > self.start:
                 reach = header + HEADER.size + nbytes
                 raise ArchiveError(f"record {name} reaches to byte {reach}, into the directory")
-        headers = sorted(record.header for record in records.values())
-        if any(first == second for first, second in pairwise(headers)):
-            raise ArchiveError("two records begin at the same byte")
+        if len({name.lower() for name in records}) != len(records):
+            raise ArchiveError("two records of one name but for upper and lower case")
+        sizes = sorted((each.header, HEADER.size + len(each.name.encode()) + each.nbytes) for each in records.values())
+        headers = [header for header, _ in sizes]
+        if any(first + nbytes > second for (first, nbytes), (second, _) in pairwise(sizes)):
+            raise ArchiveError("two records overlap")
         pickles = [name for name in records if name.endswith("/data.pkl")]
         if len(pickles) != 1:
             raise ArchiveError(
@@ -203,7 +215,11 @@ class Directory(Listing):
         if record is None or record.nbytes > most_nbytes:
             size = "no record" if record is None else f"{record.nbytes} bytes in record"
             raise ArchiveError(f"{size} {name}, where at most {most_nbytes} bytes can be read")
-        raw = self.read(self.offset(record), record.nbytes)
+        offset = self.offset(record)
+        *_, name_nbytes, extra_nbytes = HEADER.unpack(self.read(record.header, HEADER.size))
+        if record.header + HEADER.size + name_nbytes + extra_nbytes != offset:
+            raise ArchiveError(f"the header of record {record.name} says that its data is elsewhere")
+        raw = self.read(offset, record.nbytes)
         if record.crc32 and zlib.crc32(raw) != record.crc32:  # 0: torch.serialization.set_crc32_options(False)
             raise ArchiveError(f"Bad CRC-32 for record {record.name}")
         return raw
