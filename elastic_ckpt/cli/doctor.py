@@ -37,7 +37,7 @@ def diagnose() -> dict[str, Any]:
     needed = privates.needed() if verdict in _USABLE else []
     missing = privates.missing() if needed else []
     return {
-        "ok": not privates.missing(for_install=True) and all(verdict in _USABLE for *_, verdict in found.values()),
+        "ok": all(verdict in _USABLE for *_, verdict in found.values()) and not privates.missing(for_install=True),
         "versions": found,
         "loads": versions.cells_of(deepspeed) or {} if deepspeed else {},
         "privates": sum(len(each.names) for each in needed),

@@ -99,6 +99,11 @@ def test_files_without_shapes_names_of_buffers_and_config_load_as_the_others(
     saved: Path, tmp_path: Path, launch: Launch
 ) -> None:
     """As DeepSpeed before 0.19.4 writes them, which ``launch/matrix.sh`` tries on the old versions themselves."""
+    lost = "layer_0_expert_0_mp_rank_00_model_states.pt"
+    without_what_0_19_4_added(saved, SAVED[0], tmp_path / "lost")
+    (tmp_path / "lost" / SAVED[0].name / "step4" / lost).unlink()
+    result = CliRunner().invoke(app, ["verify", str(tmp_path / "lost" / SAVED[0].name)])
+    assert result.exit_code == 1 and lost in re.sub(r"[\s│]", "", result.output), result.output
     for source in SAVED:
         without_what_0_19_4_added(saved, source, tmp_path)
         result = CliRunner().invoke(app, ["verify", str(tmp_path / source.name)])
