@@ -119,6 +119,8 @@ def train(
         options["resume_from_checkpoint"] = str(work / "saved" / f"checkpoint-{SAVED_STEP}")
     (work / "sft.yaml").write_text(json.dumps(options))
     line = re.sub(r"(NPROC_PER_NODE=|num_processes |nproc_per_node )4", rf"\g<1>{ranks}", line)
+    for lock in (work.parent / "extensions").glob("*/lock"):  # of ranks that were killed: others would wait for ever
+        lock.unlink()
     command = ["timeout", str(LIMIT_SECONDS), "bash", "-c", line]
     done = subprocess.run(command, cwd=work, env=environment(work), capture_output=True, text=True, check=False)
     printed = done.stdout + done.stderr
