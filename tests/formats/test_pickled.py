@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from hypothesis import HealthCheck, given, settings
@@ -594,9 +595,16 @@ def test_what_is_no_object_of_its_own_is_refused_where_it_would_be_used(tmp_path
 
 def test_objects_of_deepspeed_come_back_with_all_their_parts(tmp_path: Path) -> None:
     scaler = DynamicLossScaler(2.0**16, 500, 0.5, 3, False)
-    file = open_pickled(saved(tmp_path, {"scaler": scaler, "stages": {ZeroStageEnum.weights: {ZeroStageEnum.weights}}}))
+    steps = {"total_curriculum_step": 10, "difficulty_step": 8}
+    config = {"schedule_type": "fixed_linear", "min_difficulty": 8, "max_difficulty": 64, "schedule_config": steps}
+    curriculum = CurriculumScheduler(config)
+    curriculum.update_difficulty(4)
+    client = {"args": argparse.Namespace(curriculum_scheduler=curriculum), "scaler": scaler}  # args of Megatron
+    stages = {ZeroStageEnum.weights: {ZeroStageEnum.weights}}
+    file = open_pickled(saved(tmp_path, {**client, "stages": stages}))
     read = materialise(file, file.tree)
     assert vars(read["scaler"]) == vars(scaler)
+    assert read["args"].curriculum_scheduler.update_difficulty(9) == curriculum.update_difficulty(9) == 56
     assert read["stages"] == {ZeroStageEnum.weights: {ZeroStageEnum.weights}}
 
 

@@ -47,6 +47,7 @@ _ENUMS = (
 _CLASSES = (
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.data_pipeline.curriculum_scheduler.CurriculumScheduler",
     "deepspeed.utils.tensor_fragment.fragment_address",
     "deepspeed.runtime.bf16_optimizer.fragment_address",  # until September 2022 (0.7.2)
     "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
