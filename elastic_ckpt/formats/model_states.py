@@ -131,7 +131,7 @@ def index_model_states(file: PickledFile, dp_rank: int, options: StateOptions = 
     _refuse_old(file)
     before_0_19_4 = "num_experts" in file.tree and not _ADDED_IN_0_19_4 & file.tree.keys()
     buffer_names = () if before_0_19_4 else tuple(map(str, file.section("buffer_names")))
-    module = file.section("module") or {}
+    module = module_entries(file.section("module"))
     _refuse_extra_state(file, module)
     weights = {name: ref for name, ref in module.items() if isinstance(ref, TensorRef)}
     buffers = tuple(name for name in buffer_names if name in weights)
@@ -168,6 +168,17 @@ def index_model_states(file: PickledFile, dp_rank: int, options: StateOptions = 
         stacked=_stacked_experts(file),
         run=run,
     )
+
+
+def module_entries(module: Any) -> dict[str, Any]:
+    """The entries of ``module`` by FQN; Megatron-DeepSpeed without a pipeline has a dictionary for each submodule."""
+    found: dict[str, Any] = {}
+    for name, value in module.items() if isinstance(module, Mapping) else ():
+        if isinstance(value, Mapping) and not str(name).endswith("_extra_state"):
+            found |= {f"{name}.{key}": each for key, each in module_entries(value).items()}
+        else:
+            found[str(name)] = value
+    return found
 
 
 def _stacked_experts(file: PickledFile) -> dict[str, tuple[tuple[int, ...], ...]]:

@@ -13,7 +13,12 @@ from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.core.training_state import TrainingState
 from elastic_ckpt.errors import ElasticCkptError
 from elastic_ckpt.formats.base import Found
-from elastic_ckpt.formats.model_states import UnpartitionedState, index_unpartitioned, saved_without_states
+from elastic_ckpt.formats.model_states import (
+    UnpartitionedState,
+    index_unpartitioned,
+    module_entries,
+    saved_without_states,
+)
 from elastic_ckpt.formats.pickled import PickledFile, open_pickled
 from elastic_ckpt.formats.saved_config import Degrees, features_in, run_arguments, saved_config, stated_degrees
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
@@ -92,10 +97,9 @@ def _peeked(found: Found, mp: int, file: PickledFile, trust_pickle: bool) -> Pee
         others = sorted((rank, name) for rank, name in found.files.model.items() if rank != mp)
         states = ((rank, _unnamed(other)) for rank, other in _readable(found, others, trust_pickle))
         by_rank = {mp: unnamed, **{rank: state for rank, state in states if state is not None}}
-    buffers, module = tree.get("buffer_names"), tree.get("module")
+    buffers, weights = tree.get("buffer_names"), module_entries(tree.get("module"))
     buffers = frozenset(map(str, buffers)) if isinstance(buffers, (list, tuple, set)) else frozenset()
-    weights = module if isinstance(module, Mapping) else {}
-    dtypes = _dtypes(ref for key, ref in weights.items() if str(key) not in buffers)
+    dtypes = _dtypes(ref for key, ref in weights.items() if key not in buffers)
     if not dtypes:  # those of a pipeline are in the files of its layers
         layers = [(layer, found.files.layers[layer, tp]) for layer, tp in sorted(found.files.layers)]
         of_layers = (_dtypes(layer.tree.values()) for _, layer in _readable(found, layers, trust_pickle))

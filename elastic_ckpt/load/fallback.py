@@ -35,7 +35,7 @@ from elastic_ckpt.engines.compat import (
 from elastic_ckpt.engines.select import same_features
 from elastic_ckpt.engines.training_state import LoadArguments, restores_states
 from elastic_ckpt.formats import Found
-from elastic_ckpt.formats.model_states import COUNTERS, MASTER_ENTRIES
+from elastic_ckpt.formats.model_states import COUNTERS, MASTER_ENTRIES, module_entries
 from elastic_ckpt.formats.naming import SWAPPED_FOLDER, sort_names
 from elastic_ckpt.formats.partitioned import is_legacy_with_step
 from elastic_ckpt.formats.pickled import PickledFile, open_pickled
@@ -221,7 +221,7 @@ class _Comparison:
         same = same and same_features(engine, features_in(model) | features_in(optimizer))
         if self.stage == 0 and not self.arguments.load_module_strict:
             trained = [name for name, param in engine.module.named_parameters() if param.requires_grad]
-            same = same and all(name in model.tree["module"] for name in trained)
+            same = same and module_entries(model.tree["module"]).keys() >= set(trained)
         return same and (not self.with_states or self._same_optimizer(model, optimizer))
 
     def _same_topology(self, model: PickledFile) -> bool:
@@ -260,7 +260,7 @@ class _Comparison:
 
     def _same_module_order(self, model: PickledFile, optimizer: PickledFile) -> bool:
         """Without ZeRO: the order of the model, the members of the groups, and how masters are kept."""
-        engine, module, state = self.engine, model.tree["module"], optimizer.tree["optimizer"]
+        engine, module, state = self.engine, module_entries(model.tree["module"]), optimizer.tree["optimizer"]
         in_both = [name for name in engine.module.state_dict() if name in module]
         saved, live = base_groups(optimizer), numbered_params(engine)
         return (

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -98,14 +99,17 @@ def test_every_source_loads_at_any_expert_parallel_degree(run: Experts, saved: P
 def test_files_without_shapes_names_of_buffers_and_config_load_as_the_others(
     saved: Path, tmp_path: Path, launch: Launch
 ) -> None:
-    """As DeepSpeed before 0.19.4 writes them, which ``launch/matrix.sh`` tries on the old versions themselves."""
+    """As DeepSpeed before 0.19.4 writes them, which ``launch/matrix.sh`` tries on the old versions themselves.
+
+    Every second one has a dictionary for each submodule, as Megatron-DeepSpeed saves without a pipeline.
+    """
     lost = "layer_0_expert_0_mp_rank_00_model_states.pt"
     without_what_0_19_4_added(saved, SAVED[0], tmp_path / "lost")
     (tmp_path / "lost" / SAVED[0].name / "step4" / lost).unlink()
     result = CliRunner().invoke(app, ["verify", str(tmp_path / "lost" / SAVED[0].name)])
     assert result.exit_code == 1 and lost in re.sub(r"[\s│]", "", result.output), result.output
-    for source in SAVED:
-        without_what_0_19_4_added(saved, source, tmp_path)
+    for number, source in enumerate(SAVED):
+        without_what_0_19_4_added(saved, source, tmp_path, by_child=number % 2 == 0)
         result = CliRunner().invoke(app, ["verify", str(tmp_path / source.name)])
         assert result.exit_code == 0, result.output
     run = Experts(4, 1, 1)
@@ -122,11 +126,12 @@ def test_a_dense_branch_beside_the_experts_and_the_loss_scale_are_restored(
         assert load.loss_gap < 0.05, load.where
 
 
-def without_what_0_19_4_added(saved: Path, run: Experts, to: Path) -> None:
-    """A copy of a checkpoint below a folder."""
+def without_what_0_19_4_added(saved: Path, run: Experts, to: Path, by_child: bool = False) -> None:
+    """A copy of a checkpoint below a folder; ``by_child``: with a dictionary for each child of the module."""
     path = changed(saved, run.name, to / run.name) / "mp_rank_00_model_states.pt"
     tree = torch.load(path, weights_only=False)
-    torch.save({key: value for key, value in tree.items() if key not in SINCE_0_19_4}, path)
+    module = nested(tree["module"]) if by_child else tree["module"]
+    torch.save({key: value for key, value in tree.items() if key not in SINCE_0_19_4} | {"module": module}, path)
 
 
 def test_parameters_in_round_robin_order_are_found_without_their_shapes(saved: Path, tmp_path: Path) -> None:
@@ -148,6 +153,15 @@ def changed(saved: Path, name: str, to: Path) -> Path:
     """A copy of a checkpoint, and the folder of its tag."""
     shutil.copytree(saved / name, to)
     return to / "step4"
+
+
+def nested(module: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Entries of a module, those of each child in a dictionary of their own."""
+    found: dict[str, Any] = {}
+    for name, tensor in module.items():
+        child, _, rest = name.partition(".")
+        found |= {child: {**found.get(child, {}), rest: tensor}} if rest else {name: tensor}
+    return found
 
 
 def test_what_is_missing_mixed_or_of_another_model_is_named(saved: Path, tmp_path: Path, launch: Launch) -> None:
