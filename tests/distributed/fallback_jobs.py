@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch.distributed as dist
 
 import elastic_ckpt
+from elastic_ckpt.errors import UnsafePickleError
+from elastic_ckpt.load import hook
 from elastic_ckpt.load import prepare as preparation
 from tests.distributed import truth as oracle
 from tests.distributed.facts import Loaded, log_lines, loss_gap
@@ -39,3 +44,21 @@ def planning_that_fails(fails: bool) -> Any:
     last = dist.get_rank() == dist.get_world_size() - 1
     broken = mock.Mock(side_effect=KeyError("what nobody foresaw")) if fails and last else preparation.plan_load
     return mock.patch.object(preparation, "plan_load", broken)
+
+
+def exchanged(case: dict[str, Any]) -> None:
+    """Load a folder of which a file becomes another one between the screening and the hand-over: refused."""
+    elastic_ckpt.install()
+    engine = build_engine(case["setup"], TinyLM(seed=8))
+    screen_folder = hook.screen_folder
+
+    def screen_and_exchange(*arguments: Any) -> None:
+        screen_folder(*arguments)
+        if dist.get_rank() == 0:
+            shutil.copy(case["from"], case["to"] + ".new")
+            os.replace(case["to"] + ".new", case["to"])
+        dist.barrier()
+
+    with mock.patch.object(hook, "screen_folder", screen_and_exchange), pytest.raises(UnsafePickleError):
+        engine.load_checkpoint(case["folder"], load_module_only=True)
+    close(engine)

@@ -5,6 +5,7 @@ And what must not fall into the net: files that are damaged or of another save, 
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -189,3 +190,58 @@ def test_files_that_are_no_zip_archives_are_loaded_at_any_topology(
     for load in launch(3, "fallback_jobs.left", cases):
         assert load.report is not None and load.differences == {}, load.where
         assert load.client_state["note"] == "hello"
+
+
+class Marker:
+    """Leaves a folder behind where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+
+SPARSE = torch.sparse_coo_tensor(torch.tensor([[0, 1]]), torch.tensor([1.0, 2.0]), (3,))
+#: Arguments of loads that DeepSpeed's own loader does where elastic_ckpt cannot read the client state.
+WEIGHTS_ALONE = [{"load_module_only": True}, {"load_optimizer_states": False}]
+
+
+def test_what_cannot_be_read_is_handed_over_without_the_code_behind_it(
+    launch: Launch, saved: dict[str, Path], tmp_path: Path
+) -> None:
+    """In any file that DeepSpeed may open, whichever elastic_ckpt reads first."""
+    cases = []
+    for setup in (each for each in SETUPS if each.stage < 3):
+        for with_code in ([], [MODEL], [optimizer_of(setup, 1)]):
+            marker = tmp_path / f"ran-{len(cases)}"
+            changes = [damage.edit(MODEL, lambda tree: tree.update(of_the_user=SPARSE))]
+            changes += [in_all(with_code, lambda tree, at=marker: tree.update(and_then=Marker(at)))]
+            folder = changed(saved["run"] / f"{setup.name}-dp2", tmp_path / f"copy-{len(cases)}", *changes)
+            case = {"setup": setup, "folder": folder, "code": bool(with_code), "marker": marker}
+            cases += [{**case, "arguments": arguments} for arguments in (*WEIGHTS_ALONE, {})]
+    for found in launch(2, "refusal_jobs.refuse", cases):
+        (text,) = found.texts
+        if found.case["arguments"] and not found.case["code"]:
+            assert found.kinds == (), (found.case, text)
+            assert any(line.startswith(OWN_LOADER) for line in found.lines)
+            continue
+        assert found.changed == set() and found.kinds, (found.case, text)
+        if found.case["arguments"]:
+            assert "posix.mkdir" in text and '"trust_pickle": true' in text
+        assert not found.case["marker"].exists()
+
+
+def test_a_file_that_is_exchanged_after_it_was_screened_is_screened_again(
+    launch: Launch, saved: dict[str, Path], tmp_path: Path
+) -> None:
+    marker, setup = tmp_path / "ran", SETUPS[0]
+    folder = changed(
+        saved["run"] / f"{setup.name}-dp2", tmp_path / "copy", damage.edit(MODEL, lambda tree: tree.update(x=SPARSE))
+    )
+    hostile = changed(
+        Path(folder), tmp_path / "hostile", damage.edit(MODEL, lambda tree: tree.update(y=Marker(marker)))
+    )
+    exchanged = {"from": str(Path(hostile) / "step4" / MODEL), "to": str(Path(folder) / "step4" / MODEL)}
+    launch(2, "fallback_jobs.exchanged", {"setup": setup, "folder": folder, **exchanged})
+    assert not marker.exists()
