@@ -41,6 +41,18 @@ def table(columns: list[dict[str, str]]) -> str:
     return markdown([[first, *(column[first] for column in columns)], *rows])
 
 
+def spans(releases: list[str]) -> str:
+    """Releases, those that follow each other by their last number as one span."""
+    found: list[list[str]] = []
+    for release in releases:
+        before, _, number = release.rpartition(".")
+        if found and found[-1][-1] == f"{before}.{int(number) - 1}":
+            found[-1].append(release)
+        else:
+            found.append([release])
+    return ", ".join(span[0] if len(span) == 1 else f"{span[0]} to {span[-1]}" for span in found)
+
+
 def releases_table(columns: list[dict[str, str]], reasons: list[dict[str, str]]) -> str:
     """Releases of DeepSpeed by cells, neighbors with the same outcomes together; and why cells were skipped."""
     cells = list(dict.fromkeys(name for column in columns for name in column if name not in VERSIONS))
@@ -48,7 +60,7 @@ def releases_table(columns: list[dict[str, str]], reasons: list[dict[str, str]])
     numbered = zip(columns, reasons, strict=True)
     for outcomes, run in groupby(numbered, key=lambda each: ([each[0].get(cell, SKIPPED) for cell in cells], each[1])):
         names = [column["DeepSpeed"] for column, _ in run]
-        span = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+        span = spans(names)
         rows.append([span, str(len(names)), *outcomes[0]])
         notes += [f"- {span}, {cell}: {reason}\n" for cell, reason in outcomes[1].items()]
     return markdown(rows) + "".join(["\n", *notes] if notes else [])

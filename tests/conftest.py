@@ -8,11 +8,13 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-from tests.distributed.launch import close_zygotes
+from tests.distributed.launch import close_zygotes, zygote_of
 
 # how long an example takes is no matter of correctness, and a busy machine would make tests fail by it
 settings.register_profile("no_deadline", deadline=None)
 settings.load_profile("no_deadline")
+if os.environ.get("ELASTIC_CKPT_TEST_VERSIONS") == "1" and "ELASTIC_CKPT_TEST_EXTENSIONS" in os.environ:
+    zygote_of(os.environ["ELASTIC_CKPT_TEST_EXTENSIONS"])  # imports what ranks need while this process does
 
 
 @pytest.fixture(scope="session")

@@ -26,6 +26,7 @@ def results(tmp_path: Path) -> Path:
     for name, text in {
         "a": run("0.17.10"),
         "b": run("0.17.9"),
+        "e": run("0.17.7"),
         "c": run("0.16.0", universal=SKIPPED),
         "d": run("0.18.0", pipeline="<failure/>"),
     }.items():
@@ -33,9 +34,7 @@ def results(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_neighbors_with_the_same_outcomes_are_one_row_and_skips_have_their_reason(
-    results: Path, tmp_path: Path
-) -> None:
+def test_releases_with_the_same_outcomes_are_one_row_and_skips_have_their_reason(results: Path, tmp_path: Path) -> None:
     page, module = tmp_path / "page.md", tmp_path / "tried.py"
     begin, end = "<!-- written by launch/matrix.sh --releases -->\n", TABLE["END"]
     page.write_text(f"before\n{begin}old\n{end}after\n")
@@ -47,7 +46,7 @@ def test_neighbors_with_the_same_outcomes_are_one_row_and_skips_have_their_reaso
             "| DeepSpeed | releases | ZeRO-3 | pipeline | universal |\n"
             "| --- | --- | --- | --- | --- |\n"
             "| 0.16.0 | 1 | yes | yes | - |\n"
-            "| 0.17.9 to 0.17.10 | 2 | yes | yes | yes |\n"
+            "| 0.17.7, 0.17.9 to 0.17.10 | 3 | yes | yes | yes |\n"
             "| 0.18.0 | 1 | yes | **no** | yes |\n"
             "\n- 0.16.0, universal: its converter fails\n"
         )
@@ -55,4 +54,10 @@ def test_neighbors_with_the_same_outcomes_are_one_row_and_skips_have_their_reaso
     )
     tried = runpy.run_path(str(module))
     assert tried["CELLS"] == ("ZeRO-3", "pipeline", "universal")
-    assert tried["RELEASES"] == {"0.16.0": ("universal",), "0.17.9": (), "0.17.10": (), "0.18.0": ("pipeline",)}
+    assert tried["RELEASES"] == {
+        "0.16.0": ("universal",),
+        "0.17.7": (),
+        "0.17.9": (),
+        "0.17.10": (),
+        "0.18.0": ("pipeline",),
+    }

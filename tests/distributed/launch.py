@@ -120,6 +120,14 @@ class Zygote:
 _zygotes: dict[tuple[str, str], Zygote] = {}
 
 
+def zygote_of(extensions_dir: str, deepspeed: str = "") -> Zygote:
+    """The process that forks test ranks; starts it if there is none."""
+    zygote = _zygotes.get((extensions_dir, deepspeed))
+    if zygote is None or not zygote.is_alive:
+        zygote = _zygotes[extensions_dir, deepspeed] = Zygote(extensions_dir, deepspeed)
+    return zygote
+
+
 def close_zygotes() -> None:
     """End all of them."""
     while _zygotes:
@@ -143,10 +151,7 @@ def run_ranks(
     Returns:
         The facts of all ranks, in the order of ranks. A job that returns facts has some on every rank.
     """
-    port = free_port()
-    zygote = _zygotes.get((extensions_dir, deepspeed))
-    if zygote is None or not zygote.is_alive:
-        zygote = _zygotes[extensions_dir, deepspeed] = Zygote(extensions_dir, deepspeed)
+    port, zygote = free_port(), zygote_of(extensions_dir, deepspeed)
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder) / f"rank{rank}.log" for rank in range(world_size)]
         ranks = []
