@@ -119,7 +119,7 @@ def train(
         options["resume_from_checkpoint"] = str(work / "saved" / f"checkpoint-{SAVED_STEP}")
     (work / "sft.yaml").write_text(json.dumps(options))
     line = re.sub(r"(NPROC_PER_NODE=|num_processes |nproc_per_node )4", rf"\g<1>{ranks}", line)
-    for lock in (work.parent / "extensions").glob("*/lock"):  # of ranks that were killed: others would wait for ever
+    for lock in (work / "extensions").glob("*/lock"):  # of ranks that were killed: others would wait for ever
         lock.unlink()
     command = ["timeout", str(LIMIT_SECONDS), "bash", "-c", line]
     done = subprocess.run(command, cwd=work, env=environment(work), capture_output=True, text=True, check=False)
@@ -151,7 +151,7 @@ def environment(work: Path) -> dict[str, str]:
         "PYTHONPATH": str(REPO / "tests" / "integration" / "cpu"),
         "MASTER_PORT": port,
         "PET_MASTER_PORT": port,
-        "TORCH_EXTENSIONS_DIR": str(work.parent / "extensions"),
+        "TORCH_EXTENSIONS_DIR": str(work / "extensions"),
         "HF_HOME": str(work.parent / "hub"),
         "CUDA_VISIBLE_DEVICES": "",
         "DS_ACCELERATOR": "cpu",
