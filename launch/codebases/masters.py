@@ -41,7 +41,7 @@ def _read(path: Path) -> Any:
 def whole(folder: Path, tp: int, rules: Rules) -> States:
     """Every whole tensor of a native checkpoint; ``rules`` go before those of all codebases."""
     shapes = {
-        int(path.name[-20:-18]): _read(path)["param_shapes"] for path in folder.glob("*mp_rank_*_model_states.pt")
+        int(path.name.split("_")[-3]): _read(path)["param_shapes"] for path in folder.glob("*mp_rank_*_model_states.pt")
     }
     ranks = [_of_rank(folder, rank, shapes[rank]) for rank in sorted(shapes)]
     found: States = {}
