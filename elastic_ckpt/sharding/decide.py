@@ -188,7 +188,8 @@ def _shard(decider: Decider, decision: Decision, tp: int) -> Shape:
     if chosen is None and not is_recorded and (sharded.tensor.key == BUFFER or len(sharded.shapes[0]) < 2):
         return sharded.shapes[0]
     if source is None or (chosen is None and not is_recorded):
-        raise undecided(sharded, None, decider.structure.qkv_widths(sharded.name))
+        ambiguous = next((each for each in decision.sources if each.is_ambiguous), None)
+        raise undecided(sharded, ambiguous, decider.structure.qkv_widths(sharded.name))
     if source.is_whole if is_recorded else chosen is None or chosen.rule.kind in WHOLE_KINDS:
         return sharded.shapes[0]
     dim, size = source.dim, source.shape[source.dim]
@@ -208,23 +209,29 @@ def _shard(decider: Decider, decision: Decision, tp: int) -> Shape:
 
 def undecided(sharded: Sharded, chosen: RuleSource | None, widths: Sequence[int] | None) -> MismatchError:
     """A parameter's layout is unknown; ``widths``: of query, key and value, if it fuses these."""
-    name = sharded.name
-    choices: list[Mapping[str, object]] = [{"pattern": name, "kind": "column"}]
+    pattern, said = re.escape(sharded.name), chosen if chosen is not None and chosen.is_ambiguous else None
+    if said is not None and re.fullmatch(said.rule.pattern, sharded.saved_name):
+        pattern = said.rule.pattern  # one line settles all that it applies to
+    choices: list[Mapping[str, object]] = [{"pattern": pattern, "kind": "column"}]
     if sharded.is_fused:
         shown = list(widths) if widths else "<relative widths>"
-        choices.append({"pattern": name, "kind": "column", "sub_parameters": shown})
+        choices.append({"pattern": pattern, "kind": "column", "sub_parameters": shown})
         meaning = (
             "the first where nothing is fused, or each head (or group) holds its own q, k and v; the second where each "
             "rank holds its parts one behind the other, each cut on its own: [heads, key-value heads, key-value heads] "
             "for q, k and v, [1, 1] for gate and up"
         )
-    else:
-        choices += [{"pattern": name, "kind": kind} for kind in ("row", "vocabulary", "replicated")]
+    elif len(sharded.shapes[0]) == 1 and len({*sharded.shapes, *sharded.live.shapes}) == 1:
+        choices = [{"pattern": pattern, "kind": kind} for kind in ("replicated", "summed")]
         meaning = "whichever it is"
-    presets = [f'"elastic_checkpoint": {{"tp_preset": "{each}"}}' for each in presets_for(sharded)]
+    else:
+        choices += [{"pattern": pattern, "kind": kind} for kind in ("row", "vocabulary", "replicated")]
+        meaning = "whichever it is"
+    named = presets_for(sharded) if said is None else ()
+    presets = [f'"elastic_checkpoint": {{"tp_preset": "{each}"}}' for each in named]
     meaning += f". If one of these code bases saved it: {' or '.join(presets)}" if presets else ""
     fused = ": it is made of several, whose arrangement its shape does not tell" if sharded.is_fused else ""
-    why = f"{chosen.origin}: {chosen.rule.ambiguous}" if chosen and chosen.is_ambiguous else "nothing says so"
+    why = "nothing says so" if said is None else f"{said.origin}: {said.rule.ambiguous}"
     return sharded.mismatch(
         f"the tensor-parallel degree changes, and it is not known how this parameter is cut{fused}",
         expected="a rule of yours, of the checkpoint, of the live parameter or of a preset",
@@ -240,7 +247,7 @@ def contradiction(sharded: Sharded, chosen: RuleSource | None, why: str) -> Mism
     rests = {shape[1:] for shape in (*saved, *live)}
     rows = [sum((*shape, 1)[0] for shape in side) for side in (saved, live)]
     kind = "vocabulary" if len(rests) == 1 and rows[0] != rows[1] else "row"
-    config = _config({"pattern": sharded.name, "kind": kind})
+    config = _config({"pattern": re.escape(sharded.name), "kind": kind})
     if chosen is None and len(saved) == len(live) == 1:
         padded = f"; if rows of padding are all that differs: {config}" if kind == "vocabulary" else ""
         return sharded.mismatch(
@@ -265,7 +272,7 @@ def vocabulary_too_small(sharded: Sharded, saved: int, live: int, real: int | No
         expected=f"{live} rows",
         found=f"{saved} rows{known}",
         remedy="build the model with a vocabulary that holds all tokens; if it does: "
-        + _config({"pattern": sharded.name, "kind": "vocabulary", "vocabulary": real or live}),
+        + _config({"pattern": re.escape(sharded.name), "kind": "vocabulary", "vocabulary": real or live}),
     )
 
 
@@ -281,5 +288,4 @@ def _shards(shapes: Sequence[Shape]) -> str:
 
 
 def _config(rule: Mapping[str, object]) -> str:
-    escaped = {**rule, "pattern": re.escape(str(rule["pattern"]))}
-    return f'"elastic_checkpoint": {{"tp_rules": [{json.dumps(escaped)}]}}'
+    return f'"elastic_checkpoint": {{"tp_rules": [{json.dumps(rule)}]}}'

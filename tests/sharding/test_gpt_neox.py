@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Any
 
 import pytest
@@ -94,7 +96,14 @@ def test_what_nothing_tells_is_refused_with_the_lines_that_settle_it() -> None:
     with pytest.raises(MismatchError) as caught:
         resolved(shards(4, 1), {})
     assert caught.value.parameter == BIAS
-    assert '"tp_preset": "gpt-neox-gptj-residual"' in str(caught.value)
+    assert caught.value.remedy is not None and re.findall(r'"kind": "(\w+)"', caught.value.remedy) == [
+        "replicated",
+        "summed",
+    ]
+    lines = re.findall(r'"tp_rules": \[(\{.*?"\})\]', caught.value.remedy)
+    assert (
+        all(re.fullmatch(json.loads(line)["pattern"], "5.attention.dense.bias") for line in lines) and len(lines) == 2
+    )
     with pytest.raises(MismatchError, match="96c242eb") as caught:
         resolved(shards(2, 1), {"gpt_j_residual": False})
     assert caught.value.parameter == QKV and '"sub_parameters": [2, 1, 1]' in str(caught.value)
