@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from typing import Annotated
 
@@ -14,8 +15,8 @@ from elastic_ckpt.config import Mode
 from elastic_ckpt.load import startup
 
 _EXAMPLE = "Example: elastic-ckpt exec -- llamafactory-cli train sft.yaml"
-#: As shells end where a command cannot be run.
-_EXIT_NO_COMMAND = 127
+#: As shells end where a file is no command, and where there is none.
+_EXIT_NOT_EXECUTABLE, _EXIT_NO_COMMAND = 126, 127
 
 
 @app.command("exec", epilog=_EXAMPLE, context_settings={"allow_interspersed_args": False})
@@ -33,5 +34,6 @@ def exec(
     """
     for each in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores, and its successor would
         signal.signal(each, signal.SIG_DFL)
-    with os_errors_end_the_command(f"{command[0]} cannot be run", _EXIT_NO_COMMAND):
+    exit_code = _EXIT_NOT_EXECUTABLE if shutil.which(command[0], os.F_OK) else _EXIT_NO_COMMAND
+    with os_errors_end_the_command(f"{command[0]} cannot be run", exit_code):
         os.execvpe(command[0], command, {**os.environ, **startup.variables(mode)})

@@ -128,9 +128,12 @@ def test_a_broken_elastic_ckpt_breaks_no_import(broken: str, fake: Path) -> None
     program = "import deepspeed; print(deepspeed.WHOLE)"
     done = below_exec(program, fake)
     assert done.stdout == "True\n" and done.stderr.count("\n") == 1 and "ELASTIC_CKPT=0" in done.stderr
-    assert below_exec(program, fake, RANK="1").stderr == "", "one line for a job"
+    assert below_exec(program, fake, RANK="1").stderr == "", "one line for a node"
+    assert below_exec(program, fake, RANK="8", LOCAL_RANK="0").stderr.count("\n") == 1
     assert below_exec(program, fake, ELASTIC_CKPT="0").stderr == ""
     assert "ELASTIC_CKPT=require" in below_exec(program, fake, 1, ELASTIC_CKPT="require").stderr
+    again = f"try: import deepspeed\nexcept RuntimeError: {program}"
+    assert "ELASTIC_CKPT=require" in below_exec(again, fake, 1, ELASTIC_CKPT="require").stderr
 
 
 PROGRAMS = {
@@ -220,7 +223,7 @@ def test_the_environment_of_a_command(
     if before is not None:
         monkeypatch.setenv("ELASTIC_CKPT", before)
     own = str(Path(startup.__file__).parent)
-    for path, expected in (("", own), ("/a:/b", f"{own}:/a:/b"), (f"/a:{own}:", f"{own}:/a:")):
+    for path, expected in (("", own), ("/a:/b", f"{own}:/a:/b"), (f"/a:{own}:", f"{own}:/a:"), (":", f"{own}::")):
         monkeypatch.setenv("PYTHONPATH", path)
         assert startup.variables(mode) == {"PYTHONPATH": expected, "ELASTIC_CKPT": after}
 
@@ -238,6 +241,7 @@ def test_a_command_takes_the_place_of_exec() -> None:
     exec_("bash", "-c", "kill -TERM $$", code=-signal.SIGTERM)
     assert exec_("bash", "-c", "yes | head -n 1; exit ${PIPESTATUS[0]}", code=128 + signal.SIGPIPE).stderr == ""
     assert "no-such-command cannot be run" in exec_("no-such-command", code=127).stderr
+    exec_(str(REPO / "README.md"), code=126)
     assert "'on'" in exec_("--universal-checkpoint=on", "true", code=2).stderr
 
 

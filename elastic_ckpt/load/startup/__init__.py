@@ -25,11 +25,11 @@ _PTH = f"{_MODULE}.pth"
 
 def variables(mode: str | None = None) -> dict[str, str]:
     """Environment variables with which a process, and all that it starts, installs elastic_ckpt."""
-    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    others = [path for path in paths if path != str(_HERE)]
+    paths = os.environ.get("PYTHONPATH")  # in which an empty entry is the current folder
+    others = [path for path in paths.split(os.pathsep) if path != str(_HERE)] if paths else []
     given = os.environ.get(VARIABLE, "")
     return {
-        "PYTHONPATH": os.pathsep.join([str(_HERE), *others]) if any(others) else str(_HERE),
+        "PYTHONPATH": os.pathsep.join([str(_HERE), *others]),
         VARIABLE: mode or (given if given != "0" else "1") or "1",
     }
 

@@ -46,11 +46,18 @@ def _executed(name: str) -> None:
     if name in _awaited:
         _awaited.remove(name)
         if not _awaited:
-            _install()
+            try:
+                _install()
+            except RuntimeError:  # required: the next import ends in the same way
+                _awaited.add(name)
+                raise
 
 
 def _install() -> None:
-    """Install elastic_ckpt, or say in one line why not: a run that asked for nothing goes on with DeepSpeed alone."""
+    """Install elastic_ckpt, or say in one line why not: a run that asked for nothing goes on with DeepSpeed alone.
+
+    The first rank of each node says so: where only some nodes can install it, these wait for the others in a load.
+    """
     import importlib  # noqa: PLC0415
     import logging  # noqa: PLC0415
 
@@ -60,7 +67,7 @@ def _install() -> None:
         problem = f"elastic_ckpt cannot be installed into DeepSpeed: {type(error).__name__}: {error}".partition("\n")[0]
         if os.environ.get("ELASTIC_CKPT") == "require":
             raise RuntimeError(f"{problem}, and ELASTIC_CKPT=require") from error
-        if os.environ.get("RANK", "0") == "0":
+        if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
             logging.getLogger("elastic_ckpt").warning(
                 "%s. This run goes on with DeepSpeed's own loader; to turn this off: ELASTIC_CKPT=0 for one run, "
                 "elastic-ckpt disable for all (%s)",
