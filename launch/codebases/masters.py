@@ -18,7 +18,6 @@ Rule = tuple[str, str | tuple[int, ...]]
 Rules = Sequence[Rule]
 #: The first that fits counts; without any, shards follow each other in rows.
 RULES: Rules = (
-    ("qk_layernorm", ROWS),
     (r"norm|position_embeddings|(attention\.dense|dense_4h_to_h|linear2)\.bias|^\d+\.(weight|bias)$", COPIES),
     (r"(attention\.dense|dense_4h_to_h|linear2)\.weight", COLUMNS),
 )

@@ -125,3 +125,13 @@ def test_a_vocabulary_is_not_offered_as_fused() -> None:
     with pytest.raises(MismatchError) as caught:
         resolve(metadata, model, ["0.word_embeddings.weight"], RuleBook(), STRICT)
     assert "sub_parameters" not in str(caught.value)
+
+
+@pytest.mark.parametrize("norm", [numbered(8, 4), numbered(2)])
+def test_a_norm_over_the_heads_of_a_rank_is_another_function_at_another_degree(norm: torch.Tensor) -> None:
+    """Of all that a rank's heads give, or scaled by one number."""
+    name = "2.attention.qk_layernorm.weight"
+    metadata = checkpoint({name: list(norm.chunk(2))}, run=SAVED)
+    model = ModelLayout(RankCoordinates(), {name: layout([norm])}, run=LIVE)
+    with pytest.raises(MismatchError, match="another degree is another function"):
+        resolve(metadata, model, [name], RuleBook(), STRICT)
