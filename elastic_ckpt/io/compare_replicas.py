@@ -32,7 +32,7 @@ class ReplicaDifference:
     """One rank's finding for its range of ``copies`` differing replicas; differences are from the first replica.
 
     ``files`` are those of the first replica and of the one that is furthest from it, without their folder;
-    ``others_are_zero``: whether all other replicas are zero in that range.
+    ``first_is_zero``, ``others_are_zero``: whether that replica, and all others, are zero in that range.
     """
 
     check: ReplicaCheck
@@ -40,6 +40,7 @@ class ReplicaDifference:
     largest: float
     total: float
     files: tuple[str, ...] = ()
+    first_is_zero: bool = False
     others_are_zero: bool = False
 
 
@@ -100,9 +101,9 @@ def find_drift(
                 copies, (largest, total, furthest) = part.check.replicas, apart
                 paths = (files[item.file].path for copy in (copies[0], copies[furthest]) for item in copy[:1])
                 names = tuple(dict.fromkeys(map(os.path.basename, paths)))
-                zero = not any(part.values(each).any() for each in raw[1:])
+                zero = [not part.values(each).any() for each in raw]
                 check = replace(part.check, replicas=())
-                found.append(ReplicaDifference(check, len(copies), largest, total, names, zero))
+                found.append(ReplicaDifference(check, len(copies), largest, total, names, zero[0], all(zero[1:])))
     return found
 
 
@@ -277,6 +278,9 @@ def judge_drift(found: Sequence[ReplicaDifference], may_differ: frozenset[str], 
     Raises :class:`MismatchError` if others differ and ``policy`` is ``strict`` (not ``first`` or ``mean``), except for
     copies that nothing trains.
     """
+    # whatever a rule or the checkpoint says, another stage trains what is zero on the first
+    states = (each for each in found if each.check.is_of_stages and each.check.key not in WEIGHTS)
+    may_differ -= {each.check.name for each in states if each.first_is_zero}
     kept, of_one_stage = without_untrained(found, may_differ)
     drifts = united(kept)
     asked = [drift for drift in drifts if drift.name not in may_differ]

@@ -242,6 +242,9 @@ def test_a_copy_of_a_stage_that_nothing_trains_may_differ_and_excuses_no_other()
     (note,) = judge_drift(dead, frozenset(), STRICT)
     assert "only the first pipeline stage trains" in note and "tied" in note
     assert judge_drift([apart(MASTER), apart("exp_avg")], frozenset({"tied"}), STRICT) == (note,)
+    by_another = replace(apart("exp_avg"), first_is_zero=True)
+    with pytest.raises(MismatchError, match="only one can be kept"):  # what is declared is not so
+        judge_drift([apart(MASTER), by_another], frozenset({"tied"}), STRICT)
     for trained in (
         [apart(MASTER)],  # no state tells
         [*dead, apart("exp_avg", number=2)],  # the copy of a third stage
