@@ -190,6 +190,8 @@ def _checksum(buffer: torch.Tensor) -> int:
 def _layout(tensor: torch.Tensor, owner: str, tp: int) -> LiveLayout:
     shape: tuple[int, ...] = tuple(getattr(tensor, "ds_shape", tensor.shape))
     is_cut = getattr(tensor, "tensor_model_parallel", None)
+    if is_cut is False:  # a default, which Megatron gives T5's lm_head.bias too, beside the attribute's older name
+        is_cut = bool(getattr(tensor, "model_parallel", False))
     dim = -1 if is_cut is False else getattr(tensor, "partition_dim", None) if is_cut else None
     stride = max(int(getattr(tensor, "partition_stride", 1) or 1), 1) if is_cut else 1
     return LiveLayout((shape,), dim, stride, owner, _recorded(tensor, tp))

@@ -30,3 +30,12 @@ def test_sub_parameters_of_autotp_are_cut_each_by_itself(whole: tuple[int, ...])
 )
 def test_what_autotp_records_otherwise_is_left_to_shapes_and_rules(record: dict[str, Any]) -> None:
     assert _layout(recorded((32, 8), **record), "", 2).split is None
+
+
+def test_a_parameter_marked_by_the_older_name_alone_is_sharded_whatever_the_default_of_the_newer_one() -> None:
+    """As T5's ``lm_head.bias`` is, to which Megatron's training loop gives the defaults of all parameters."""
+    param = torch.nn.Parameter(torch.zeros(144))
+    param.model_parallel, param.partition_dim, param.tensor_model_parallel = True, 0, False
+    assert _layout(param, "megatron.model", 2).dim == 0
+    param.model_parallel = False
+    assert _layout(param, "megatron.model", 2).dim == -1
