@@ -87,10 +87,11 @@ class Listing:
         if before >= 0:
             wide, locator = self.read(before, END64.size), self.read(before + END64.size, LOCATOR.size)
             if locator.startswith(b"PK\x06\x07"):
-                if not wide.startswith(b"PK\x06\x06") or LOCATOR.unpack(locator)[2] != before:
-                    raise ArchiveError("the wide end of its directory is not where its locator says")
-                *_, self.count, nbytes, self.start = END64.unpack(wide)
-                end = before
+                end = before if wide.startswith(b"PK\x06\x06") else end
+                stated = LOCATOR.unpack(locator)[2]  # by which miniz goes, wherever that is
+                wide = self.read(stated, END64.size) if stated <= self.nbytes - END64.size else b""
+                if wide.startswith(b"PK\x06\x06"):
+                    *_, self.count, nbytes, self.start = END64.unpack(wide)
         # DeepSpeed's fast writer of several ranks leaves a part of its last block between directory and end
         self.directory_nbytes, self.surplus_nbytes = nbytes, end - self.start - nbytes
         if self.surplus_nbytes < 0 or self.count * ENTRY.size > nbytes or nbytes > _MOST_DIRECTORY_NBYTES:
