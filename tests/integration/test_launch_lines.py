@@ -44,7 +44,7 @@ def test_a_line_resumes_on_another_number_of_ranks(line: str, saved: Run, extens
     script = str(SCRIPTS / "trainer.py")
     command = re.sub(r"(num_processes |nproc_per_node |num_gpus )4", r"\g<1>3", line)
     command = re.sub(r"(accelerate launch) ", rf"\1 --main_process_port {port} ", command)
-    command = command.replace("deepspeed --", f"deepspeed --master_port {port} --")
+    command = re.sub(r"^deepspeed ", rf"\g<0>--master_port {port} ", command)
     command = command.replace("-m my_package.train", "-m tests.integration.scripts.trainer").replace("train.py", script)
     own = ["--output_dir", str(tmp_path / "out"), "--seen", str(seen), *ARGUMENTS]
     resume = ["--resume_from_checkpoint", str(before.output / "checkpoint-3")]

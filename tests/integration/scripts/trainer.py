@@ -28,6 +28,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--output_dir", required=True)
     parser.add_argument("--resume_from_checkpoint")
+    parser.add_argument("--local_rank", help="of DeepSpeed's launcher")
     parser.add_argument("--stage", type=int, required=True)
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--optim", default="adamw_torch")
