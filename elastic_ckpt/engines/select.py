@@ -79,7 +79,8 @@ def select_adapter(engine: Any, with_states: bool) -> EngineAdapter:
         )
     uses = {LOAD: True, ZERO3: issubclass(adapter, Zero3Adapter), NVME: adapter is Zero3NvmeAdapter}
     uses[EXPERTS] = engine.has_moe_layers
-    refuse_missing(engine, [use for use, is_needed in uses.items() if is_needed])
+    if has_optimizer(engine):  # DeepSpeed sets up nothing else for weights alone
+        refuse_missing(engine, [use for use, is_needed in uses.items() if is_needed])
     base = base_optimizer(engine)
     chosen = adapter(engine, schema_of(base) if with_states else StateSchema(base, known=()))
     masters = {master.dtype for master in chosen.masters}
