@@ -48,9 +48,12 @@ class LoadArguments:
 
 
 def restores_scheduler(engine: Any, saved: TrainingState, arguments: LoadArguments) -> bool:
-    """Whether a load restores the state of an lr scheduler."""
+    """Whether a load restores the state of an lr scheduler; ``None`` is the state of some."""
     wanted = arguments.load_lr_scheduler_states and not arguments.load_module_only
-    return wanted and engine.lr_scheduler is not None and saved.lr_scheduler is not None
+    scheduler = engine.lr_scheduler
+    return (
+        wanted and scheduler is not None and (saved.lr_scheduler is not None or _scheduler_state(scheduler, 0) is None)
+    )
 
 
 def restores_states(arguments: LoadArguments) -> bool:
@@ -76,7 +79,7 @@ class TrainingStateCommit:
         self._saved = saved
         self._arguments = arguments
         self._coordinates = coordinates or RankCoordinates()
-        self._scheduler_before: Any = None
+        self._scheduler_before: tuple[Any] | None = None
         self._groups_before: list[dict[str, Any]] = []
         self.outcomes: list[Outcome] = []
 
@@ -85,19 +88,19 @@ class TrainingStateCommit:
         scheduler, saved = self._engine.lr_scheduler, self._saved.lr_scheduler
         if scheduler is None and saved is None:
             return
-        if saved is None:
-            self._report("lr scheduler", "fresh", "the checkpoint holds none")
-        elif scheduler is None:
+        if scheduler is None:
             self._report("lr scheduler", "ignored", "the live engine has none")
         elif not restores_scheduler(self._engine, self._saved, self._arguments):
-            self._report("lr scheduler", "skipped", "not asked for")
+            fresh, skipped = ("fresh", "the checkpoint holds none"), ("skipped", "not asked for")
+            self._report("lr scheduler", *(fresh if saved is None else skipped))
         else:
             groups = self._engine.optimizer.param_groups
             self._groups_before = [
                 {key: copy.deepcopy(value) for key, value in group.items() if key != "params"} for group in groups
             ]
-            self._scheduler_before = copy.deepcopy(scheduler.state_dict())
-            state = fit_scheduler(copy.deepcopy(saved), self._scheduler_before, plan.group_sources, plan.saved_groups)
+            before = copy.deepcopy(_scheduler_state(scheduler))
+            state = fit_scheduler(copy.deepcopy(saved), before, plan.group_sources, plan.saved_groups)
+            self._scheduler_before = (before,)
             scheduler.load_state_dict(state)
             order = "" if plan.saved_groups else "by the order of param groups, which the checkpoint does not record"
             self._report("lr scheduler", "restored", order)
@@ -115,7 +118,7 @@ class TrainingStateCommit:
         if self._scheduler_before is None:
             return
         try:
-            self._engine.lr_scheduler.load_state_dict(self._scheduler_before)
+            self._engine.lr_scheduler.load_state_dict(*self._scheduler_before)
         except Exception:  # a scheduler that cannot load even its own state; the first error is the one to show
             logger.exception("elastic_ckpt could not give the lr scheduler its state back")
         for group, before in zip(self._engine.optimizer.param_groups, self._groups_before, strict=True):
@@ -227,13 +230,16 @@ def _shown(scale: LossScale) -> str:
     return f"{scale.kind} scale of {scale.values['cur_scale']:g}"
 
 
-def fit_scheduler(
-    saved: Mapping[str, Any], live: Mapping[str, Any], sources: Sequence[Sequence[int]], saved_groups: int
-) -> dict[str, Any]:
-    """The saved state dict of a scheduler, with its lists in the order of the live param groups.
+def _scheduler_state(scheduler: Any, without: Any = None) -> Any:
+    """What a scheduler of any class calls its state; ``without``: of one that has no ``state_dict``."""
+    return scheduler.state_dict() if hasattr(scheduler, "state_dict") else without
+
+
+def fit_scheduler(saved: Any, live: Any, sources: Sequence[Sequence[int]], saved_groups: int) -> Any:
+    """The saved state of a scheduler, with its lists in the order of the live param groups.
 
     Args:
-        saved, live: state dicts; the live one gives the entries of groups without a source.
+        saved, live: states, most often dicts; the live one gives the entries of groups without a source.
         sources: per live group, the saved groups that its hyperparameters come from.
         saved_groups: number of param groups in the checkpoint; 0 if it records none, which are then as the live ones.
 
@@ -242,8 +248,13 @@ def fit_scheduler(
     """
     in_order = [tuple(source) for source in sources] == [(number,) for number in range(saved_groups or len(sources))]
     if in_order and saved_groups:
-        return dict(saved)
+        return saved
     count = saved_groups or len(sources)
+    if not isinstance(saved, Mapping):
+        if not in_order and _may_go_by_group(saved, count):
+            raise _unknown("its state", saved, "a state that has not as many entries as there were groups")
+        return saved
+    live = live if isinstance(live, Mapping) else {}
     fitted: dict[str, Any] = {}
     for key, value in saved.items():
         if key in _NESTED:

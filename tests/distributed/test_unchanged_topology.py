@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.conftest import SUB_GROUPS, Launch
+from tests.distributed.unchanged_jobs import ODD_STATES
 
 #: Why DeepSpeed's own loader runs.
 DISKS, TWIN_FLOW = "each node has files of its own", "partly offloaded"
@@ -101,6 +102,8 @@ def cells(name: str, stages: Sequence[int], precision: str = "fp32", **more: Any
         "loads": [{}],
         "data": False,
         "path": False,
+        # scheduler: of the user's own, with this kind of state
+        "scheduler": "",
         # trained: steps before the load
         "trained": 0,
         # what DeepSpeed's own loader gets wrong; what ours does too; where they differ as they are known to
@@ -195,6 +198,11 @@ TWO_RANKS = [
         cell
         for stage, (name, params) in zip((1, 2, 3, 0, 1), SCHEDULERS.items(), strict=True)
         for cell in cells(name, [stage], config={"optimizer": ADAMW, "scheduler": {"type": name, "params": params}})
+    ),
+    *(
+        cell
+        for number, kind in enumerate(ODD_STATES)
+        for cell in cells(f"scheduler-{kind}", [number % 4], scheduler=kind)
     ),
     *cells("config-AdamW", [0, 2, 3], "bf16", config={"optimizer": ADAMW}),
     *cells("config-SGD", [1], "bf16", config={"optimizer": {"type": "SGD", "params": {"lr": 1e-3}}}),

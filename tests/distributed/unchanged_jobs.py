@@ -53,6 +53,42 @@ class SparseLM(nn.Module):
 BUILDERS = {**models.BUILDERS, "SparseLM": SparseLM}
 
 
+class OddScheduler:
+    """A user's lr scheduler, which halves the rate at each step, and whose state is no dict.
+
+    Args:
+        optimizer: whose rates it sets.
+        kind: a key of :data:`ODD_STATES`.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, kind: str) -> None:
+        self.optimizer, self.kind, self.steps = optimizer, kind, 0
+
+    def step(self) -> None:
+        self.steps += 1
+        for group in self.optimizer.param_groups:
+            group["lr"] *= 0.5
+
+    def state_dict(self) -> Any:
+        return ODD_STATES[self.kind](self.steps)
+
+    def load_state_dict(self, state: Any) -> None:
+        assert type(state) is type(self.state_dict()), state
+        read = {"list": len, "tuple": lambda two: two[1], "none": lambda _: SAVE_AT}.get(self.kind, int)
+        self.steps = read(state)
+
+
+#: Steps -> what a scheduler says its state is. The list may have as many entries as there are param groups.
+ODD_STATES: dict[str, Any] = {
+    "list": lambda steps: [0.5] * steps,
+    "tuple": lambda steps: ("steps", steps),
+    "none": lambda steps: None,
+    "number": lambda steps: steps,
+    "tensor": torch.tensor,
+    "text": str,
+}
+
+
 class Schedule:
     """A class of the user's own in the client state."""
 
@@ -109,7 +145,9 @@ def live(cell: dict[str, Any], seed: int) -> Iterator[Any]:
     elif "optimizer" not in config:
         optimizer = build_optimizer(model, setup)
     scheduler = None
-    if optimizer is not None and "scheduler" not in config:
+    if cell["scheduler"]:
+        scheduler = OddScheduler(optimizer, cell["scheduler"])
+    elif optimizer is not None and "scheduler" not in config:
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5)
     engine = deepspeed.initialize(
         model=model,
@@ -167,7 +205,10 @@ def state_of(cell: dict[str, Any], engine: Any) -> dict[str, dict[str, Any]]:
             for key, value in group.items()
             if key not in ("params", "step")  # a step that DeepSpeed's FusedAdam puts there and never reads
         },
-        "scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else {},
+        "scheduler": {
+            "": engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None,
+            "steps": getattr(engine.lr_scheduler, "steps", None),
+        },
         "counters": {key: getattr(engine, key) for key in ("global_steps", "global_samples", "skipped_steps")},
         "random_ltd": dict(engine.random_ltd_scheduler.state_dict()) if engine.random_ltd_enabled() else {},
         "sampler": dict(engine.training_dataloader.data_sampler.state_dict()) if cell["data"] else {},

@@ -184,6 +184,16 @@ def test_without_saved_groups_lists_are_in_the_order_of_the_live_ones_and_as_lon
             fit_scheduler(wrong, {}, as_tuples([0, 1, 2]), 0)
 
 
+@pytest.mark.parametrize("state", [None, 3, "7", [0.5], (1, 2), torch.tensor(4), torch.tensor([1.0, 2.0])])
+def test_a_state_that_is_no_dict_is_taken_as_it_is_where_it_cannot_go_by_group(state: Any) -> None:
+    assert fit_scheduler(state, None, as_tuples([0, 1]), 2) is state
+    if isinstance(state, tuple) or getattr(state, "shape", None) == (2,):
+        with pytest.raises(MismatchError, match="rebuilt"):
+            fit_scheduler(state, None, as_tuples([1, 0]), 2)
+    else:
+        assert fit_scheduler(state, None, as_tuples([1, 0]), 2) is state
+
+
 @pytest.mark.parametrize("sources", [[0], [0, 1, None], [None, None], [0, 0], [1, 0], [0, 1, 1]])
 def test_any_other_groups_are_not_as_they_were(sources: list[int | None]) -> None:
     with pytest.raises(MismatchError, match="rebuilt"):
