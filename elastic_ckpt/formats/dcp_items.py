@@ -17,11 +17,12 @@ from elastic_ckpt.core.metadata import SourceFile
 from elastic_ckpt.errors import DamagedError, UnsafePickleError, UnsupportedError
 from elastic_ckpt.formats.dcp_metadata import DcpContents, Shape, StoredItem
 from elastic_ckpt.formats.metadata_builder import refuse_view
-from elastic_ckpt.formats.pickled import PickledFile, named_errors, refuse_missing, unreadable
+from elastic_ckpt.formats.pickled import PickledFile, named_errors, unreadable
 from elastic_ckpt.formats.torch_archive.archive import Trees, read_archive_tree
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from elastic_ckpt.formats.torch_archive.tree import replace_leaves
 from elastic_ckpt.formats.values import hyperparameters, materialise, read_numbers
+from elastic_ckpt.storage.local import open_stream
 
 
 @dataclass(frozen=True)
@@ -69,10 +70,9 @@ def read_dcp_file(
     Raises:
         DamagedError: the file is missing or too short, or an item is not what ``.metadata`` says.
     """
-    refuse_missing(path)
     offsets, values, trees = array("q"), dict[str, Any](), Trees()
     records: list[tuple[int, int, int]] = []
-    with named_errors(path), open(path, "rb") as stream:
+    with named_errors(path), open_stream(path) as stream:
         status = os.fstat(stream.fileno())
         size = status.st_size
         for item in items:

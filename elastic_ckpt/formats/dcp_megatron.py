@@ -53,7 +53,7 @@ class Common:
 def read_common(folder: str, trust_pickle: bool) -> Common | None:
     """Read ``common.pt``; ``None`` where there is none, as in folders of other writers. Local."""
     path = os.path.join(folder, COMMON)
-    if not os.path.isfile(path):
+    if not os.path.lexists(path):
         return None
     file = open_pickled(path, trust_pickle)
     with named_errors(path):

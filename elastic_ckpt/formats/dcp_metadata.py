@@ -19,6 +19,7 @@ from elastic_ckpt.formats.pickled import named_errors, unreadable
 from elastic_ckpt.formats.torch_archive.archive import most_pickle_nbytes, unpickled
 from elastic_ckpt.formats.torch_archive.tree import check_tree
 from elastic_ckpt.formats.torch_archive.unpickler import described
+from elastic_ckpt.storage.local import open_stream
 
 #: Bytes of ``.metadata`` for one container in it, of which a chunk has a dozen, times those of other pickles.
 _MORE_CONTAINERS = 8
@@ -63,7 +64,7 @@ def read_dcp_metadata(folder: str) -> DcpContents:
     """Read ``.metadata``; :class:`ElasticCkptError` if it is damaged, unsafe, or of a writer that is not supported."""
     path = os.path.join(folder, DCP_METADATA)
     with named_errors(path):
-        with open(path, "rb") as stream:
+        with open_stream(path) as stream:
             status, most = os.fstat(stream.fileno()), most_pickle_nbytes(0, trust_pickle=True)
             size = status.st_size
             if size > most:

@@ -6,14 +6,14 @@ import math
 import os
 import re
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 
 from elastic_ckpt.core.metadata import MASTER
-from elastic_ckpt.errors import DamagedError, ElasticCkptError, NotFoundError, refuse_used_up
+from elastic_ckpt.errors import DamagedError, ElasticCkptError, NotFoundError
 from elastic_ckpt.formats.base import Found
 from elastic_ckpt.formats.naming import DCP_METADATA, UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER, sort_names
 from elastic_ckpt.formats.pickled import open_pickled
+from elastic_ckpt.storage.local import file_names, folder_names, named_os_errors, open_stream
 
 LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"
@@ -72,7 +72,7 @@ def _without_latest(load_dir: str) -> Found | None:
     iteration = read_latest(load_dir, _MEGATRON_LATEST)
     if iteration is not None and iteration.isdecimal():
         return look_at(load_dir, f"iter_{int(iteration):07d}")
-    steps = [(step_of_tag(name), name) for name in os.listdir(load_dir) if name.startswith("step-")]
+    steps = [(step_of_tag(name), name) for name in folder_names(load_dir) if name.startswith("step-")]
     names = [name for _, name in sorted((step, name) for step, name in steps if step is not None)]
     found = (look_at(load_dir, name) for name in reversed(names))  # one without .metadata was cut short
     return next((each for each in found if each is not None and each.format == "dcp"), None)
@@ -84,10 +84,10 @@ def look_at(load_dir: str, tag: str) -> Found | None:
     if not os.path.isdir(folder):
         return None
     is_universal = _holds_parameters(os.path.join(folder, UNIVERSAL_FOLDER))
-    files = sort_names(os.listdir(folder), is_universal)
+    files = sort_names(file_names(folder), is_universal)
     if is_universal or files.optimizer or files.model or files.model_zero3 or files.layers:
         return Found("universal" if is_universal else "native", folder, tag, files)
-    return Found("dcp", folder, tag, files) if os.path.isfile(os.path.join(folder, DCP_METADATA)) else None
+    return Found("dcp", folder, tag, files) if os.path.lexists(os.path.join(folder, DCP_METADATA)) else None
 
 
 def look_below(load_dir: str, tag: str) -> Found | None:
@@ -100,8 +100,8 @@ def _holds_parameters(folder: str) -> bool:
     """Whether this is a universal checkpoint's folder of parameters; BLOOM's has no optimizer file."""
     if not os.path.isdir(folder):
         return False
-    return os.path.isfile(os.path.join(folder, UNIVERSAL_OPTIMIZER)) or any(
-        os.path.isfile(os.path.join(entry.path, f"{MASTER}.pt")) for entry in os.scandir(folder)
+    return os.path.lexists(os.path.join(folder, UNIVERSAL_OPTIMIZER)) or any(
+        os.path.lexists(os.path.join(folder, name, f"{MASTER}.pt")) for name in folder_names(folder)
     )
 
 
@@ -109,12 +109,28 @@ def list_checkpoints(load_dir: str) -> list[Found]:
     """All checkpoints directly below a folder, newest first by the time of their folders."""
     if not os.path.isdir(load_dir):
         return []
-    folders = [entry for entry in os.scandir(load_dir) if entry.is_dir()]
-    checkpoints = []
-    for entry in sorted(folders, key=lambda entry: entry.stat().st_mtime, reverse=True):
-        with suppress(PermissionError):  # lost+found of a disk, say
-            checkpoints.append(look_at(load_dir, entry.name))
-    return [found for found in checkpoints if found is not None]
+    found = (look_beside(load_dir, name) for name in newest_first(load_dir))
+    return [each for each in found if each is not None]
+
+
+def newest_first(folder: str) -> list[str]:
+    """The names of the folders in a folder, by their time."""
+    return sorted(folder_names(folder), key=lambda name: _mtime(os.path.join(folder, name)), reverse=True)
+
+
+def _mtime(path: str) -> float:
+    try:
+        return os.path.getmtime(path)
+    except OSError:  # removed just now
+        return 0.0
+
+
+def look_beside(load_dir: str, name: str) -> Found | None:
+    """:func:`look_at` for a folder that nobody asked for, which may be unreadable: lost+found of a disk, say."""
+    try:
+        return look_at(load_dir, name)
+    except DamagedError:
+        return None
 
 
 def list_tags(load_dir: str) -> list[str]:
@@ -125,18 +141,17 @@ def list_tags(load_dir: str) -> list[str]:
 def read_latest(load_dir: str, latest: str) -> str | None:
     """The tag that a ``latest`` file names, ``None`` if there is no such file; :class:`DamagedError` if unreadable."""
     path = os.path.join(load_dir, latest)
-    if not os.path.isfile(path):
+    if not os.path.lexists(path) or os.path.isdir(path):  # a folder may be a tag of this name
         return None
     try:
-        with open(path, encoding="utf-8") as stream:
-            return stream.read(MOST_TAG_NBYTES).strip()
-    except (OSError, UnicodeDecodeError) as error:
-        refuse_used_up(error, path)
+        with named_os_errors(path), open_stream(path) as stream:
+            return stream.read(MOST_TAG_NBYTES).decode().strip()
+    except DamagedError as error:
         raise DamagedError(
             "the file that names the newest tag cannot be read",
             file=path,
             expected="the name of a tag (global_step100)",
-            found=str(error),
+            found=error.found,
             remedy=f"load_checkpoint({load_dir!r}, tag=...), or write the tag into it",
         ) from error
 
@@ -181,12 +196,12 @@ def _later_saves(load_dir: str, chosen: Found, trust_pickle: bool) -> Iterator[s
     """Notes about checkpoints of later steps that are newer than the file ``latest``, which names another one."""
     latest = os.path.join(load_dir, LATEST)
     since = os.path.getmtime(latest) if os.path.isfile(latest) else math.inf
-    for entry in os.scandir(load_dir):
-        if entry.is_dir() and entry.name != chosen.tag and entry.stat().st_mtime > since:
-            later = look_at(load_dir, entry.name)
+    for name in folder_names(load_dir):
+        if name != chosen.tag and _mtime(os.path.join(load_dir, name)) > since:
+            later = look_beside(load_dir, name)
             steps = None if later is None else global_steps(later, trust_pickle)
             if steps is not None and steps > (global_steps(chosen, trust_pickle) or 0):
                 yield (
-                    f"{entry.name} is newer than {LATEST}, which names another tag: its save has not ended, or "
+                    f"{name} is newer than {LATEST}, which names another tag: its save has not ended, or "
                     f"{LATEST} was set back (elastic-ckpt latest tells whether it is whole)"
                 )

@@ -23,6 +23,7 @@ from elastic_ckpt.formats.datastates import is_datastates, read_datastates_tree
 from elastic_ckpt.formats.naming import DCP_METADATA
 from elastic_ckpt.formats.torch_archive.archive import Trees, read_archive_tree
 from elastic_ckpt.formats.torch_archive.directory import ArchiveError, Listing
+from elastic_ckpt.storage.local import open_stream
 
 _PIECE_NBYTES = 1 << 20
 
@@ -59,7 +60,7 @@ class PickledFile:
 
     def changed_record(self) -> int | None:
         """Byte offset of a tensor's record that does not have its checksum, if there is one; reads the whole file."""
-        with open(self.path, "rb") as stream:
+        with open_stream(self.path) as stream:
             for offset, nbytes, crc32 in self.records:
                 stream.seek(offset)
                 found = 0
@@ -82,18 +83,6 @@ def collector_off() -> Iterator[None]:
             gc.enable()
 
 
-def refuse_missing(path: str) -> None:
-    """Raise :class:`DamagedError` if there is no such file on this rank. Local."""
-    if not os.path.isfile(path):
-        raise DamagedError(
-            "a file of the checkpoint is missing",
-            file=path,
-            expected="a file, visible on every rank",
-            found="no such file",
-            remedy="restore the file, take another tag, or put the folder on storage that all nodes share",
-        )
-
-
 @collector_off()
 def open_pickled(path: str, trust_pickle: bool = False, known: Trees | None = None) -> PickledFile:
     """Read the metadata of one file: a zip archive or a legacy one of ``torch.save``, or one of DataStates-LLM.
@@ -106,8 +95,7 @@ def open_pickled(path: str, trust_pickle: bool = False, known: Trees | None = No
         UnsafePickleError: a class or function is not on the list of safe globals.
         UnsupportedError: a tensor or object that cannot be read piece by piece.
     """
-    refuse_missing(path)
-    with named_errors(path), open(path, "rb") as stream:
+    with named_errors(path), open_stream(path) as stream:
         archive = (
             read_datastates_tree(stream, trust_pickle)
             if is_datastates(stream)
@@ -176,7 +164,7 @@ def refuse_appended(path: str, readable: PickledFile | None = None) -> None:
 def _surplus_nbytes(path: str) -> int:
     """Bytes between a zip archive's directory, by the offset that its end states, and that end; 0 for other files."""
     try:
-        with open(path, "rb") as stream:
+        with open_stream(path) as stream:
             return Listing(stream).surplus_nbytes
     except ArchiveError:
         return 0

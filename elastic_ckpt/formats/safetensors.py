@@ -34,7 +34,8 @@ from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
 from elastic_ckpt.errors import listed as shown
 from elastic_ckpt.formats.base import Checkpoint, Found, MetadataOptions
 from elastic_ckpt.formats.naming import sort_names
-from elastic_ckpt.formats.pickled import named_errors, refuse_missing
+from elastic_ckpt.formats.pickled import named_errors
+from elastic_ckpt.storage.local import file_names, open_stream
 
 SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
 METADATA = "__metadata__"
@@ -81,7 +82,7 @@ class _Header(SourceFile):
 
 def find_safetensors(folder: str) -> Found | None:
     """The folder, if it has safetensors files or an index of some."""
-    names = os.listdir(folder) if os.path.isdir(folder) else []
+    names = file_names(folder) if os.path.isdir(folder) else []
     if not any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in names):
         return None
     path = os.path.abspath(folder)
@@ -95,7 +96,7 @@ def read_safetensors(found: Found, options: MetadataOptions) -> Checkpoint:
     if a file is missing or damaged, or an index disagrees with its files; :class:`MismatchError` if two files have a
     tensor of a name, or none of several models is called ``model``; :class:`UnsupportedError` for an unknown dtype.
     """
-    names = {name for name in os.listdir(found.folder) if name.endswith((SUFFIX, INDEX_SUFFIX))}
+    names = {name for name in file_names(found.folder) if name.endswith((SUFFIX, INDEX_SUFFIX))}
     headers: dict[str, _Header] = {}
     for stem in _chosen({_stem(name) for name in names}, found.folder):
         headers |= _read_indexed(found, stem) if stem + INDEX_SUFFIX in names else _read_plain(found, stem, names)
@@ -158,7 +159,7 @@ def _read_plain(found: Found, stem: str, names: set[str]) -> dict[str, _Header]:
 def _read_indexed(found: Found, stem: str) -> dict[str, _Header]:
     """The files that an index names, which have the tensors that it names."""
     path = found.path(stem + INDEX_SUFFIX)
-    with _named_errors(path), open(path, "rb") as stream:
+    with _named_errors(path), open_stream(path) as stream:
         index = json.loads(stream.read(_MOST_HEADER_NBYTES), object_pairs_hook=_unique)["weight_map"]
         if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
             raise ValueError("a weight_map that does not name files")
@@ -182,8 +183,7 @@ def _read_indexed(found: Found, stem: str) -> dict[str, _Header]:
 
 
 def _read_header(path: str) -> _Header:
-    refuse_missing(path)
-    with _named_errors(path), open(path, "rb") as stream:
+    with _named_errors(path), open_stream(path) as stream:
         size = os.fstat(stream.fileno()).st_size
         (nbytes,) = struct.unpack("<Q", stream.read(8))
         if nbytes > min(_MOST_HEADER_NBYTES, size - 8):

@@ -19,6 +19,7 @@ from elastic_ckpt.errors import DamagedError, MismatchError
 from elastic_ckpt.formats.model_states import PLAIN, ModelShard
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from elastic_ckpt.formats.values import agrees_when_rounded, to_numbers
+from elastic_ckpt.storage.local import open_descriptor
 
 if TYPE_CHECKING:
     import numpy as np
@@ -121,7 +122,7 @@ def _first(values: np.ndarray[Any, Any]) -> str:
 
 
 def _read(path: str, offset: int, numel: int, dtype: str) -> np.ndarray[Any, Any]:
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = open_descriptor(path)
     try:
         return to_numbers(dtype, os.pread(descriptor, numel * ITEMSIZE[dtype], offset))
     finally:

@@ -21,8 +21,9 @@ import yaml
 
 from elastic_ckpt.core.local_state import SequenceParallel
 from elastic_ckpt.core.training_state import ONE_BIT_OPTIMIZERS, Features
-from elastic_ckpt.errors import UnsupportedError
+from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.pickled import PickledFile
+from elastic_ckpt.storage.local import open_stream
 
 _ONE_BIT_STATES = {"worker_error", "server_error", "momentum_accumulator", "lamb_coeff_freeze", "scaling_coeff"}
 _PLAIN = (str, int, float, bool, type(None))
@@ -143,11 +144,10 @@ def _config_files(folder: str) -> list[str]:
 def _read_options(path: str) -> dict[str, Any] | None:
     """The plain options in one file; ``None``: it cannot be read."""
     try:
-        if not os.path.isfile(path) or os.path.getsize(path) > _MOST_BYTES:
-            return None
-        with open(path, encoding="utf-8") as stream:
-            return parse_options(stream.read(_MOST_BYTES))
-    except (OSError, ValueError):
+        with open_stream(path) as stream:
+            text = stream.read(_MOST_BYTES + 1)
+        return parse_options(text.decode()) if len(text) <= _MOST_BYTES else None
+    except (DamagedError, OSError, ValueError):
         return None
 
 

@@ -28,6 +28,7 @@ from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.saved_config import config_section, features_in, saved_config
 from elastic_ckpt.formats.saved_states import StatesOfOne, read_groups
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
+from elastic_ckpt.storage.local import file_names, open_stream
 
 _SUFFIX = ".tensor.swp"
 _ID = re.compile(r"\d+_\d+")
@@ -230,7 +231,7 @@ def _master_is_swapped(file: PickledFile, folder: str, master: TensorRef, state:
 def refuse_unnamed_swap_files(file: PickledFile, dp_rank: int) -> None:
     """Raise :class:`UnsupportedError` for swap files that no tensor names: of a rewritten shard, they may be stale."""
     folder = _folder(file, dp_rank)
-    if os.path.isdir(folder) and any(name.endswith(_SUFFIX) for name in os.listdir(folder)):
+    if os.path.isdir(folder) and any(name.endswith(_SUFFIX) for name in file_names(folder)):
         raise UnsupportedError(
             "swap files are beside this shard, but none of its tensors says that it was swapped to NVMe",
             file=file.path,
@@ -245,15 +246,8 @@ def _folder(file: PickledFile, dp_rank: int) -> str:
 
 
 def _swap_file(path: str) -> SourceFile:
-    if not os.path.isfile(path):
-        raise DamagedError(
-            "a swap file of the checkpoint is missing",
-            file=path,
-            expected="the copy of a swap file that DeepSpeed makes when it saves",
-            found="no such file",
-            remedy="restore the file, or take another tag",
-        )
-    return SourceFile(path, os.path.getsize(path))
+    with open_stream(path) as stream:
+        return SourceFile(path, os.fstat(stream.fileno()).st_size)
 
 
 def check_swap_file(source: SourceFile, numel: int) -> None:

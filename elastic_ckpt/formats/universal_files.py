@@ -16,13 +16,14 @@ from typing import Any
 from elastic_ckpt.core.checksums import Records
 from elastic_ckpt.core.metadata import SourceFile
 from elastic_ckpt.core.tp_rules import COLUMN, ROW, VOCABULARY, Rule
-from elastic_ckpt.errors import DamagedError, refuse_used_up
+from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.formats.base import Found
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.saved_states import read_groups
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from elastic_ckpt.formats.values import materialise, plain_numbers
+from elastic_ckpt.storage.local import file_names, folder_names
 
 #: Entries that belong to one rank's partition.
 _PARTITIONS = frozenset(
@@ -87,27 +88,14 @@ def optimizer_path(found: Found) -> str:
 
 def list_parameters(found: Found) -> tuple[bool, list[str]]:
     """Whether there is an optimizer's file, and the sorted names of parameters, whose folders are not looked into."""
-    with os.scandir(found.path(UNIVERSAL_FOLDER)) as entries:
-        names = sorted(entry.name for entry in entries if entry.is_dir())
-    return os.path.isfile(optimizer_path(found)), names
+    names = sorted(folder_names(found.path(UNIVERSAL_FOLDER)))
+    return os.path.lexists(optimizer_path(found)), names
 
 
 def read_parameter(found: Found, name: str, open_one: Callable[[str], PickledFile]) -> list[Packed]:
     """Read the files of one parameter. Local."""
     folder = found.path(os.path.join(UNIVERSAL_FOLDER, name))
-    try:
-        paths = sorted(file.path for file in os.scandir(folder) if file.name.endswith(".pt"))
-    except OSError as error:
-        refuse_used_up(error, folder)
-        raise DamagedError(
-            "a folder of the universal checkpoint cannot be read",
-            parameter=name,
-            file=folder,
-            expected="a folder, visible on every rank",
-            found=str(error.strerror),
-            remedy="restore the folder, take another tag, or put it on storage that all nodes share",
-        ) from error
-    files = [index_state(open_one(path)) for path in paths]
+    files = [index_state(open_one(f"{folder}/{file}")) for file in sorted(file_names(folder)) if file.endswith(".pt")]
     return [
         (file.key, file.nbytes, file.tensor, file.scalar, file.rule, file.is_concatenated, file.records)
         for file in files

@@ -17,6 +17,7 @@ from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from elastic_ckpt.formats.torch_archive.tensors import StorageRef
 from elastic_ckpt.formats.torch_archive.tree import replace_leaves
 from elastic_ckpt.formats.torch_archive.unpickler import Global
+from elastic_ckpt.storage.local import open_stream
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,7 +31,7 @@ def read_bytes(file: PickledFile, refs: Iterable[TensorRef]) -> list[bytes]:
     wanted = list(refs)
     if not wanted:
         return []  # as in most files: they need not be opened again
-    with open(file.path, "rb") as stream:
+    with open_stream(file.path) as stream:
         return [_row_major(_reached(file, stream, ref), ref) for ref in wanted]
 
 

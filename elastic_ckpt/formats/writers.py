@@ -17,6 +17,7 @@ from elastic_ckpt.formats.model_states import COUNTERS
 from elastic_ckpt.formats.naming import number_of_writers
 from elastic_ckpt.formats.pickled import PickledFile, open_file
 from elastic_ckpt.formats.saved_config import config_section
+from elastic_ckpt.storage.local import open_stream
 
 _SAVE_ELSE = 'take another tag; save without "writer", or with "type": "fast" and "data_parallel": "replica"'
 
@@ -57,7 +58,7 @@ def _refuse_slices(path: str, trust_pickle: bool) -> None:
 
 
 def _is_zip(path: str) -> bool:
-    with open(path, "rb") as stream:
+    with open_stream(path) as stream:
         return stream.read(2) == b"PK"
 
 

@@ -31,6 +31,7 @@ from elastic_ckpt.io.coalesce import LEAST_STAGED_NBYTES, DirectRead, ReadOption
 from elastic_ckpt.io.prefault import Prefault
 from elastic_ckpt.io.requantize import ReadStats, requantize
 from elastic_ckpt.io.staging import Lane, Transfer, make_lanes
+from elastic_ckpt.storage.local import open_descriptor, open_stream
 
 
 def execute(
@@ -181,7 +182,7 @@ class _Files:
             self._open.discard(descriptor)
             del self._mine.open
             os.close(descriptor)
-        descriptor = os.open(self._files[file].path, os.O_RDONLY)
+        descriptor = open_descriptor(self._files[file].path)
         self._open.add(descriptor)
         self._mine.open = (file, descriptor)
         return descriptor
@@ -205,15 +206,14 @@ def check_files(plan: ReadPlan) -> None:
     for file in sorted(plan.files_read):
         source = plan.files[file]
         try:
-            with open(source.path, "rb") as stream:  # not only stat: a visible file may not be readable
+            with open_stream(source.path) as stream:  # not only stat: a visible file may not be readable
                 nbytes = os.fstat(stream.fileno()).st_size
-        except OSError as error:
-            refuse_used_up(error, source.path)
+        except DamagedError as error:
             raise DamagedError(
                 "a file of the checkpoint cannot be reached from this rank",
                 file=source.path,
                 expected="a file on storage that all ranks share",
-                found=f"{type(error).__name__}: {error.strerror}",
+                found=error.found,
                 remedy="mount the folder on every node",
             ) from error
         if nbytes != source.nbytes:

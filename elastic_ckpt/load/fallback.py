@@ -44,6 +44,7 @@ from elastic_ckpt.formats.saved_states import read_groups
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from elastic_ckpt.formats.values import plain_numbers
 from elastic_ckpt.patches.aligned_partitions import alignment_of
+from elastic_ckpt.storage.local import file_names
 
 #: Entries of a param group that do not depend on the kind of optimizer.
 _NOT_COMPARED = frozenset({"params", "param_names", "step"})
@@ -108,7 +109,7 @@ def _save_of(
 
 def _own_part(engine: Any, found: Found) -> Found:
     """The folder as this rank sees it, without other data-parallel ranks' files."""
-    files = sort_names(os.listdir(found.folder), is_universal=False)
+    files = sort_names(file_names(found.folder), is_universal=False)
     rank = dist.get_rank(group=dp_group_of(engine))
     mine = replace(
         files,

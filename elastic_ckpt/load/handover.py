@@ -6,7 +6,6 @@ the very file that it opens, which may have been exchanged since.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,6 +18,7 @@ from elastic_ckpt.formats import Found
 from elastic_ckpt.formats.datastates import is_datastates, read_datastates_tree
 from elastic_ckpt.formats.pickled import named_errors
 from elastic_ckpt.formats.torch_archive.screening import screen
+from elastic_ckpt.storage.local import file_names, open_stream
 
 #: What DeepSpeed's loader opens in the folder of a tag, with what its ``fast`` writer appends.
 _OPENED = re.compile(r".*(?:model|optim)_states\.pt(?:-\d+\.\d+)?")
@@ -32,7 +32,7 @@ def screen_folder(found: Found, own_files: bool) -> None:
     """
 
     def screen_mine() -> None:
-        names = sorted(filter(_OPENED.fullmatch, os.listdir(found.folder)))
+        names = sorted(filter(_OPENED.fullmatch, file_names(found.folder)))
         for name in names if own_files else names[distributed.rank() :: distributed.world_size()]:
             with _screened(found.path(name)):
                 pass
@@ -49,7 +49,7 @@ def screened_loads(engine: Any, config: ElasticConfig) -> AbstractContextManager
 @contextmanager
 def _screened(path: str) -> Iterator[BinaryIO]:
     """The open file at a path, of which nothing that its loader unpickles runs code."""
-    with open(path, "rb") as stream:
+    with open_stream(path) as stream:
         with named_errors(path):
             if is_datastates(stream):
                 read_datastates_tree(stream, trust_pickle=False)

@@ -23,6 +23,7 @@ from elastic_ckpt.errors import DamagedError, listed
 from elastic_ckpt.io.checksums import SUMMED_AT_ONCE_NBYTES, ReadSums
 from elastic_ckpt.io.coalesce import ReadOptions, parts_of, scales_of
 from elastic_ckpt.report import Verified
+from elastic_ckpt.storage.local import open_stream
 
 #: A record: index of its file, and its number there.
 Key = tuple[int, int]
@@ -130,7 +131,7 @@ def _read_again(
 def _sum_of(files: Sequence[SourceFile], key: Key, ranges: NDArray[np.int64]) -> PartialSum:
     """The sum of some bytes of a record; what a file has lost since shows as another checksum."""
     read = ReadSums(files)
-    with open(files[key[0]].path, "rb") as stream:
+    with open_stream(files[key[0]].path) as stream:
         for start, stop in ranges.tolist():
             stream.seek(start)
             while raw := stream.read(min(stop - stream.tell(), SUMMED_AT_ONCE_NBYTES)):

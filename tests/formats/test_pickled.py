@@ -353,7 +353,7 @@ def test_a_missing_file_is_damage(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_not_a_file(tmp_path: Path) -> None:
-    with pytest.raises(DamagedError, match="missing"):
+    with pytest.raises(DamagedError, match="cannot be read"):
         open_pickled(str(tmp_path))
 
 

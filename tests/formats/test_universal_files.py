@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -52,13 +53,15 @@ def found(tmp_path: Path) -> Found:
 def played(found: Found, ranks: int) -> tuple[list[Checkpoint], PlayedJob, dict[int, list[str]]]:
     """What each rank has read, the job, and the folders that each rank listed."""
     job, listed = PlayedJob(ranks), dict[int, list[str]]()
-    scandir = os.scandir
 
-    def noted(path: str) -> Any:
-        listed.setdefault(distributed.rank(), []).append(str(path))
-        return scandir(path)
+    def noted(real: Callable[[str], Any]) -> Callable[[str], Any]:
+        def note(path: str) -> Any:
+            listed.setdefault(distributed.rank(), []).append(str(path))
+            return real(path)
 
-    with mock.patch("os.scandir", noted):
+        return note
+
+    with mock.patch("os.scandir", noted(os.scandir)), mock.patch("os.listdir", noted(os.listdir)):
         return job.run_all(lambda: read_universal(found, OPTIONS)), job, listed
 
 
@@ -98,5 +101,7 @@ def test_a_folder_that_another_rank_cannot_see_is_named_on_all(found: Found) -> 
     names = [name for name in listing if not name.endswith(".pt")]
     with mock.patch("elastic_ckpt.formats.universal.list_parameters", lambda _: (True, names)):
         job = PlayedJob(3)
-        with pytest.raises(DamagedError, match=r"(?s)folder of the universal.*layers\.5\.weight.*all nodes share"):
+        with pytest.raises(
+            DamagedError, match=r"(?s)a folder of the checkpoint is missing.*layers\.5\.weight.*all nodes share"
+        ):
             job.run_all(lambda: read_universal(found, OPTIONS))

@@ -265,7 +265,7 @@ def test_one_thread_is_the_callers_own(tmp_path: Path, dtype: str, monkeypatch: 
 def test_a_file_that_cannot_be_read_is_damage_and_is_named(tmp_path: Path) -> None:
     target = untouched(2)
     plan = plan_of([tmp_path], [target], [ReadItem(0, 0, 0, 0, 2, "float32")])  # a folder
-    with pytest.raises(DamagedError, match="IsADirectoryError") as caught:
+    with pytest.raises(DamagedError, match="found:     a folder") as caught:
         execute(plan, [target], ReadOptions(), show_progress=False)
     assert caught.value.file == str(tmp_path)
 
@@ -312,7 +312,7 @@ def test_check_files_notices_a_file_that_this_rank_does_not_see(tmp_path: Path) 
     with pytest.raises(DamagedError, match="cannot be reached") as caught:
         check_files(plan)
     assert caught.value.file == str(tmp_path / "not there")
-    assert "FileNotFoundError" in str(caught.value.found)
+    assert caught.value.found == "no such file"
 
 
 @pytest.mark.parametrize(("wanted", "may", "drawn"), [(True, True, True), (True, False, False), (False, True, False)])

@@ -20,6 +20,7 @@ from elastic_ckpt.formats.safetensors import SUFFIX
 from elastic_ckpt.formats.torch_archive.archive import is_legacy
 from elastic_ckpt.planning.state_matching import state_errors
 from elastic_ckpt.sharding.book import RuleBook
+from elastic_ckpt.storage.local import open_stream
 from elastic_ckpt.tools.files import WHOLE_FORMATS
 from elastic_ckpt.tools.findings import ERROR, NOTE, Finding, kind_of, of_error, of_tensors
 from elastic_ckpt.tools.verification.archive import Archive, Record, read_archive
@@ -152,12 +153,13 @@ def _check_bytes(
 def _archive_work(path: str, spans: Sequence[Span], findings: list[Finding]) -> Work:
     """The work for a checkpoint's file; problems of the archive itself are appended to ``findings``."""
     try:
-        with open(path, "rb", buffering=0) as stream:
+        with open_stream(path, buffering=0) as stream:
             is_zip = not is_legacy(stream) and not is_datastates(stream)
             archive = read_archive(stream) if is_zip else Archive()
             nbytes = stream.seek(0, os.SEEK_END)
-    except OSError as error:
-        findings.append(Finding(ERROR, "read-error", str(error), file=path))
+    except (OSError, DamagedError) as error:
+        text = error.found if isinstance(error, DamagedError) else str(error)
+        findings.append(Finding(ERROR, "read-error", str(text), file=path))
         return Work(path, 0)
     findings += _limited(path, (Finding(ERROR, kind, text, file=path) for kind, text in archive.problems))
     work = _work(path, nbytes, archive.records, spans)

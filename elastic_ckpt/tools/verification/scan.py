@@ -27,6 +27,7 @@ from elastic_ckpt.errors import ElasticCkptError
 from elastic_ckpt.formats import Found
 from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
+from elastic_ckpt.storage.local import open_stream
 from elastic_ckpt.tools.findings import ERROR, NOTE, Finding
 from elastic_ckpt.tools.verification.archive import Record
 
@@ -138,6 +139,8 @@ def check(works: Sequence[Work], threads: int, show_progress: bool | None = Fals
             _check_part(part, buffers.mine, result)
         except OSError as error:
             result.failure = f"{type(error).__name__}: {error.strerror or error}"
+        except ElasticCkptError as error:
+            result.failure = f"{error.problem}: {error.found}"
         return result
 
     with ThreadPoolExecutor(threads, thread_name_prefix="elastic_ckpt") as pool:
@@ -151,7 +154,7 @@ def check(works: Sequence[Work], threads: int, show_progress: bool | None = Fals
 
 
 def _check_part(part: Work, buffer: memoryview, result: Checked) -> None:
-    with open(part.path, "rb", buffering=0) as stream:
+    with open_stream(part.path, buffering=0) as stream:
         descriptor = stream.fileno()
         os.posix_fadvise(descriptor, part.start, part.stop - part.start, os.POSIX_FADV_SEQUENTIAL)
         size = os.fstat(descriptor).st_size
