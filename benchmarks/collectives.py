@@ -70,7 +70,7 @@ def collectives_of(ranks: int, model: ScaleModel) -> Collectives:
         distributed.all_gather("describe the live engine", lambda: None)
         assert len(read_my_share(len(files), lambda position: files[position])) == len(files)
         distributed.all_gather("fit the checkpoint's files together", lambda: (0, None))
-        plan = RankPlan(0, digest, (), planned.may_differ, planned.notes, loads_scheduler=True)
+        plan = RankPlan(0, digest, (), planned.may_differ, planned.notes, runs_code=True)
         distributed.all_gather("plan the load", lambda: plan)
         work = RankWork(distributed.rank(), 1 << 30, 0, 2169, 2, seconds, files_read=len(planned.reads.files_read))
         distributed.all_gather("set counters and client state", lambda: (work, 0, (), RankSums(read, 0)))

@@ -290,5 +290,9 @@ def _restored(live: Any, saved: Any) -> Any:
 
 
 def _can_hold(tensor: torch.Tensor, number: complex) -> bool:
-    """Whether a tensor's dtype is of a number's kind: an integer one would cut a fraction off."""
-    return torch.can_cast(torch.tensor(number).dtype, tensor.dtype)
+    """Whether a tensor's dtype is of a number's kind, an integer one would cut a fraction off, and wide enough."""
+    try:
+        held = torch.empty((), dtype=tensor.dtype).fill_(number)
+        return torch.can_cast(torch.tensor(number).dtype, held.dtype)
+    except (RuntimeError, TypeError, OverflowError):
+        return False

@@ -8,9 +8,11 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from elastic_ckpt import distributed
 from elastic_ckpt.core.local_state import RankCoordinates
@@ -31,6 +33,8 @@ _PER_GROUP = frozenset(
 _NOT_PER_GROUP = frozenset({"_milestones", "milestones", "_schedule_phases"})
 #: Lists of inner schedulers' state dicts.
 _NESTED = frozenset({"_schedulers"})
+#: Entries of the checkpoint with states of DeepSpeed's own schedulers.
+_OWN_SCHEDULERS = ("random_ltd", "data_sampler")
 
 
 @dataclass(frozen=True)
@@ -61,15 +65,23 @@ def restores_states(arguments: LoadArguments) -> bool:
     return arguments.has_optimizer and arguments.load_optimizer_states and not arguments.load_module_only
 
 
+#: An attribute of an object of the engine, and its new value.
+Change = tuple[Any, str, Any]
+
+
 class TrainingStateCommit:
-    """Sets an engine's training state; the lr scheduler's can be undone until every rank has succeeded.
+    """A checkpoint's training state, ready to be set: whatever depends on its data is computed here, and can fail here.
+
+    Then :meth:`load_schedulers` runs code of DeepSpeed and of the user, undone until every rank has succeeded; and
+    :meth:`finish`, after tensors were overwritten, assigns attributes.
 
     Args:
         engine, coordinates: the live engine, and this rank's coordinates.
         saved, arguments: the checkpoint's training state, and the arguments of ``load_checkpoint``.
 
     Attributes:
-        outcomes: what happened to each part so far.
+        client_state: what DeepSpeed's own loader returns, and the states of its schedulers that the engine lacks.
+        loads_scheduler: whether the lr scheduler's state is restored.
     """
 
     def __init__(
@@ -79,87 +91,89 @@ class TrainingStateCommit:
         self._saved = saved
         self._arguments = arguments
         self._coordinates = coordinates or RankCoordinates()
-        self._scheduler_before: tuple[Any] | None = None
-        self._groups_before: list[dict[str, Any]] = []
-        self.outcomes: list[Outcome] = []
+        self.loads_scheduler = restores_scheduler(engine, saved, arguments)
+        self._own_schedulers = {} if arguments.load_module_only else _own_schedulers(engine, saved.checkpoint)
+        self._undo: list[Callable[[], None]] = []
+        self._of_schedulers: list[Outcome] = []
+        scale, changes = loss_scale_changes(engine, saved, wanted=restores_states(arguments))
+        self._changes: list[Change] = [*self._counters(), *changes]
+        self._others = [] if arguments.load_module_only else [Outcome("counters", "restored", ())]
+        self._others += scale
+        self.client_state = self._client_state()
 
-    def load_scheduler(self, plan: LoadPlan) -> None:
-        """Load the lr scheduler, a user's class: the only step of a commit that may fail."""
+    @property
+    def outcomes(self) -> tuple[Outcome, ...]:
+        """What happened to each part so far."""
+        return (*self._of_schedulers, *self._others)
+
+    @property
+    def runs_code(self) -> bool:
+        """Whether :meth:`load_schedulers` has any to load."""
+        return self.loads_scheduler or bool(self._own_schedulers)
+
+    def load_schedulers(self, plan: LoadPlan) -> None:
+        """Load the lr scheduler, a user's class, and those of DeepSpeed: random layerwise token dropping, data sampler.
+
+        What fails may be half loaded: :meth:`undo_schedulers`.
+        """
+        self._load_lr_scheduler(plan)
+        for key, own in self._own_schedulers.items():
+            self._undo.append(_restoring(own))
+            own.load_state_dict(copy.deepcopy(self._saved.checkpoint[key]))
+
+    def _load_lr_scheduler(self, plan: LoadPlan) -> None:
         scheduler, saved = self._engine.lr_scheduler, self._saved.lr_scheduler
         if scheduler is None and saved is None:
             return
         if scheduler is None:
-            self._report("lr scheduler", "ignored", "the live engine has none")
-        elif not restores_scheduler(self._engine, self._saved, self._arguments):
-            fresh, skipped = ("fresh", "the checkpoint holds none"), ("skipped", "not asked for")
-            self._report("lr scheduler", *(fresh if saved is None else skipped))
+            self._report("ignored", "the live engine has none")
+        elif not self.loads_scheduler:
+            self._report(*(("fresh", "the checkpoint holds none") if saved is None else ("skipped", "not asked for")))
         else:
             groups = self._engine.optimizer.param_groups
-            self._groups_before = [
-                {key: copy.deepcopy(value) for key, value in group.items() if key != "params"} for group in groups
-            ]
             before = copy.deepcopy(_scheduler_state(scheduler))
             state = fit_scheduler(copy.deepcopy(saved), before, plan.group_sources, plan.saved_groups)
-            self._scheduler_before = (before,)
+            self._undo.append(_reloading(scheduler, before, groups))
             scheduler.load_state_dict(state)
             order = "" if plan.saved_groups else "by the order of param groups, which the checkpoint does not record"
-            self._report("lr scheduler", "restored", order)
+            self._report("restored", order)
             without = [number for number, source in enumerate(plan.group_sources) if not source]
             if without:
                 rates = ", ".join(f"{groups[number]['lr']:g}" for number in without)
                 reason = f"the schedule so far was not applied to these param groups, which go on from lr {rates}"
-                self._report("lr scheduler", "fresh", reason, tuple(map(str, without)))
+                self._report("fresh", reason, tuple(map(str, without)))
 
-    def _report(self, role: str, what: str, reason: str = "", names: tuple[str, ...] = ()) -> None:
-        self.outcomes.append(Outcome(role, what, names, reason))
+    def _report(self, what: str, reason: str = "", names: tuple[str, ...] = ()) -> None:
+        self._of_schedulers.append(Outcome("lr scheduler", what, names, reason))
 
-    def undo_scheduler(self) -> None:
-        """Undo :meth:`load_scheduler`, because another rank failed."""
-        if self._scheduler_before is None:
-            return
-        try:
-            self._engine.lr_scheduler.load_state_dict(*self._scheduler_before)
-        except Exception:  # a scheduler that cannot load even its own state; the first error is the one to show
-            logger.exception("elastic_ckpt could not give the lr scheduler its state back")
-        for group, before in zip(self._engine.optimizer.param_groups, self._groups_before, strict=True):
-            group.update(before)
+    def undo_schedulers(self) -> None:
+        """Undo :meth:`load_schedulers`, because a rank failed."""
+        for undo in reversed(self._undo):
+            undo()
 
-    def finish(self) -> dict[str, Any]:
-        """Set counters, loss scaler and DeepSpeed's own schedulers; cannot fail. Returns the client state."""
-        engine, counters, arguments = self._engine, self._saved.counters, self._arguments
-        engine.loaded_checkpoint_dp_world_size = counters["dp_world_size"]
-        taken: set[str] = set()
-        if not arguments.load_module_only:
+    def finish(self) -> None:
+        """Set counters and loss scaler; cannot fail."""
+        for target, name, value in self._changes:
+            setattr(target, name, value)
+
+    def _counters(self) -> Iterator[Change]:
+        engine, counters = self._engine, self._saved.counters
+        yield engine, "loaded_checkpoint_dp_world_size", counters["dp_world_size"]
+        if not self._arguments.load_module_only:
             steps = counters["global_steps"]
-            engine.global_steps = steps
-            engine.global_samples = counters.get("global_samples", steps * engine.train_batch_size())
-            engine.skipped_steps = counters["skipped_steps"]
-            engine.loaded_checkpoint_mp_world_size = counters["mp_world_size"]
-            self._report("counters", "restored")
-            taken = self._load_deepspeed_schedulers()
-        self.outcomes += set_loss_scale(engine, self._saved, wanted=restores_states(arguments))
-        return self._client_state(taken)
+            yield engine, "global_steps", steps
+            samples = counters["global_samples"] if "global_samples" in counters else steps * engine.train_batch_size()
+            yield engine, "global_samples", samples
+            yield engine, "skipped_steps", counters["skipped_steps"]
+            yield engine, "loaded_checkpoint_mp_world_size", counters["mp_world_size"]
 
-    def _load_deepspeed_schedulers(self) -> set[str]:
-        """Restore random layerwise token dropping and the data sampler; returns those that the engine has."""
-        engine, saved = self._engine, self._saved.checkpoint
-        taken = set()
-        if engine.random_ltd_enabled() and engine.random_ltd_scheduler is not None and "random_ltd" in saved:
-            engine.random_ltd_scheduler.load_state_dict(saved["random_ltd"])
-            taken.add("random_ltd")
-        if engine.training_dataloader is not None and engine.curriculum_learning_enabled() and "data_sampler" in saved:
-            engine.training_dataloader.data_sampler.load_state_dict(saved["data_sampler"])
-            taken.add("data_sampler")
-        return taken
-
-    def _client_state(self, taken: set[str]) -> dict[str, Any]:
-        """What DeepSpeed's own loader returns, and the states of its schedulers that the engine lacks."""
+    def _client_state(self) -> dict[str, Any]:
         arguments = self._arguments
         saved = {**self._saved.checkpoint, "lr_scheduler": self._saved.lr_scheduler, "optimizer": None}
         own = {"module"}
         if not arguments.load_module_only:
             own |= {"skipped_steps", "global_steps", "dp_world_size", "mp_world_size"}
-            own |= {key for key in ("data_sampler", "random_ltd") if key in taken or not saved.get(key)}
+            own |= {key for key in _OWN_SCHEDULERS if key in self._own_schedulers or saved.get(key) is None}
         if arguments.load_lr_scheduler_states:
             own.add("lr_scheduler")
         if arguments.load_optimizer_states:
@@ -178,31 +192,69 @@ class TrainingStateCommit:
         entries: dict[str, Any] = {}
         if self._saved.degrees != (coordinates.tp, coordinates.pp):
             entries, seed = reseed(saved, coordinates)
-        random = tuple(sorted(key for key in saved if _RANDOM.search(key)))
+        random = tuple(sorted(key for key in saved if isinstance(key, str) and _RANDOM.search(key)))
         if seed is not None:
             reason = (
                 f"the model-parallel topology changed: seeded anew from args.seed ({seed}), as Megatron seeds a new run"
             )
-            self._report("random state", "fresh", reason, tuple(sorted(entries)))
+            self._others.append(Outcome("random state", "fresh", tuple(sorted(entries)), reason))
         elif random and not self._saved.same_ranks:
             reason = (
                 "the job has other ranks than the save; no generator is touched, and the client state holds rank 0's "
                 "entries: give each rank a seed of its own rather than these"
             )
-            self._report("random state", "skipped", reason, random)
+            self._others.append(Outcome("random state", "skipped", random, reason))
         return entries
 
 
-def set_loss_scale(engine: Any, saved: TrainingState, wanted: bool) -> list[Outcome]:
-    """Restore the fp16 loss scaler and overflow flag, if ``wanted`` and if both sides have one of the same kind.
+def _own_schedulers(engine: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """DeepSpeed's own schedulers that the engine has, and of which the checkpoint has the state, by its key."""
+    found = {}
+    if engine.random_ltd_enabled() and engine.random_ltd_scheduler is not None and "random_ltd" in saved:
+        found["random_ltd"] = engine.random_ltd_scheduler
+    if engine.training_dataloader is not None and engine.curriculum_learning_enabled() and "data_sampler" in saved:
+        found["data_sampler"] = engine.training_dataloader.data_sampler
+    return found
 
-    Returns the outcome, or nothing if neither side trains in fp16.
+
+def _restoring(own: Any) -> Callable[[], None]:
+    """What gives one of DeepSpeed's schedulers, and numpy's generator that the sampler sets, their state back."""
+    before = {key: value.copy() if isinstance(value, (dict, list)) else value for key, value in vars(own).items()}
+    random = np.random.get_state()
+
+    def restore() -> None:
+        vars(own).update(before)
+        np.random.set_state(random)
+
+    return restore
+
+
+def _reloading(scheduler: Any, before: Any, groups: Sequence[dict[str, Any]]) -> Callable[[], None]:
+    """What gives an lr scheduler and the param groups their state back."""
+    groups_before = [{key: copy.deepcopy(value) for key, value in group.items() if key != "params"} for group in groups]
+
+    def reload() -> None:
+        try:
+            scheduler.load_state_dict(before)
+        except Exception:  # a scheduler that cannot load even its own state; the first error is the one to show
+            logger.exception("elastic_ckpt could not give the lr scheduler its state back")
+        for group, values in zip(groups, groups_before, strict=True):
+            group.update(values)
+
+    return reload
+
+
+def loss_scale_changes(engine: Any, saved: TrainingState, wanted: bool) -> tuple[list[Outcome], list[Change]]:
+    """How the fp16 loss scaler and overflow flag are restored, if ``wanted`` and if both sides have one of a kind.
+
+    Returns the outcome, or none if neither side trains in fp16, and what is to be set.
     """
     scale, live = saved.loss_scale, loss_scaler(engine)
+    changes: list[Change] = []
     if wanted and hasattr(engine.optimizer, "overflow"):
-        engine.optimizer.overflow = saved.overflow
+        changes.append((engine.optimizer, "overflow", saved.overflow))
     if scale is None and (live is None or not wanted):
-        return []
+        return [], changes
     if scale is None:
         what, reason = "fresh", f"the checkpoint was not trained in fp16; the config's {_kind(live)} scale"
     elif not wanted:
@@ -216,10 +268,8 @@ def set_loss_scale(engine: Any, saved: TrainingState, wanted: bool) -> list[Outc
         )
     else:
         what, reason = "restored", _shown(scale)
-        for key, value in scale.values.items():
-            if hasattr(live, key):
-                setattr(live, key, copy.deepcopy(value))
-    return [Outcome("loss scale", what, (), reason)]
+        changes += [(live, key, copy.deepcopy(value)) for key, value in scale.values.items() if hasattr(live, key)]
+    return [Outcome("loss scale", what, (), reason)], changes
 
 
 def _kind(live: Any) -> str:

@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from numbers import Integral
 from typing import Any, ClassVar
 
 from elastic_ckpt.core.declared import Declared, declared_by
@@ -154,7 +155,7 @@ def index_model_states(file: PickledFile, dp_rank: int, options: StateOptions = 
         frozen_fragments=dict(tree.get("frozen_param_fragments") or {}),
         frozen_recorded=tree.get("frozen_param_shapes") is not None,
         shared=_same_storage(weights) if optimizer is not None else shared,
-        counters={key: file.section(key) for key in COUNTERS if key in tree or key != "global_samples"},
+        counters={key: file.section(key) for key in COUNTERS[:1] + COUNTERS[2:]} | read_counters(file),
         ds_version="" if before_0_19_4 else str(file.section("ds_version")),
         zero=dict(config_section(file, "zero_optimization")),
         alignment=positive_int(config_section(file, "elastic_checkpoint"), "align_partitions") or 1,
@@ -168,6 +169,22 @@ def index_model_states(file: PickledFile, dp_rank: int, options: StateOptions = 
         stacked=_stacked_experts(file),
         run=run,
     )
+
+
+def read_counters(file: PickledFile) -> dict[str, int]:
+    """The counters that are in a file; :class:`LayoutError` for one that does not count."""
+    counters = {key: file.tree[key] for key in COUNTERS if key in file.tree}
+    for key, value in counters.items():
+        if not isinstance(value, Integral) or isinstance(value, bool) or value < 0:
+            raise LayoutError(
+                "a counter of this file is no number of steps, samples or ranks",
+                file=file.path,
+                expected=f"{key}: an integer, not negative",
+                found=repr(value)[:100] if isinstance(value, (int, float, str)) else type(value).__name__,
+                remedy=f"leave {key} out of the client state that is saved, where it replaces DeepSpeed's own; "
+                "take another tag",
+            )
+    return counters
 
 
 def module_entries(module: Any) -> dict[str, Any]:

@@ -9,9 +9,10 @@ from typing import Any
 from elastic_ckpt import distributed
 from elastic_ckpt.core.local_state import RankCoordinates, SequenceParallel
 from elastic_ckpt.core.training_state import BatchSizes, LossScale, TrainingState
+from elastic_ckpt.errors import LayoutError
 from elastic_ckpt.formats.assembling import Assembled
 from elastic_ckpt.formats.exchange import opener_of
-from elastic_ckpt.formats.model_states import COUNTERS
+from elastic_ckpt.formats.model_states import read_counters
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.saved_config import config_section, positive_int, saved_config
 from elastic_ckpt.formats.values import materialise
@@ -19,6 +20,8 @@ from elastic_ckpt.formats.values import materialise
 #: A dynamic scaler's state as in ``FP16_Optimizer.state_dict``; ``DynamicLossScaler`` adds more (loss_scaler.py).
 _DYNAMIC = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
 _HYSTERESIS = ("cur_hysteresis", "delayed_shift", "consecutive_hysteresis", "min_scale", "raise_error_at_min_scale")
+#: Larger scales are infinite.
+_MOST_SCALE = 2.0**1023
 #: Entries that are no training state; DeepSpeed's own loader returns frozen fragments as client state.
 _NOT_READ = frozenset({"module", "optimizer", "lr_scheduler", "frozen_param_fragments"})
 
@@ -91,7 +94,7 @@ def read_training_state(
     """The training state in a model-states file; ``checkpoint`` is empty without client state."""
     whole = {key: value for key, value in file.tree.items() if key not in _NOT_READ} if with_client_state else {}
     return TrainingState(
-        counters={key: file.tree[key] for key in COUNTERS if key in file.tree},
+        counters=read_counters(file),
         batch=_batch_sizes(file, sequence),
         lr_scheduler=materialise(file, file.tree.get("lr_scheduler")),
         loss_scale=loss_scale if _trained_in_fp16(file, loss_scale) else None,
@@ -110,9 +113,18 @@ def loss_scale_of(saved: Any) -> LossScale | None:
     if saved is None or (isinstance(saved, Mapping) and "cur_scale" not in saved):
         return None
     values = saved if isinstance(saved, Mapping) else getattr(saved, "__dict__", {})
-    dynamic = bool(values.get("dynamic_loss_scale" if values is saved else "dynamic"))
+    dynamic = values.get("dynamic_loss_scale" if values is saved else "dynamic") is True
     keys = (*_DYNAMIC, *_HYSTERESIS) if dynamic else ("cur_scale",)
-    return LossScale(dynamic, {key: values[key] for key in keys if key in values})
+    found = {key: values[key] for key in keys if key in values}
+    wrong = [key for key, value in found.items() if not isinstance(value, (int, float)) or abs(value) > _MOST_SCALE]
+    if wrong or "cur_scale" not in found:
+        raise LayoutError(
+            "the loss scaler of this checkpoint has values that are none",
+            expected="numbers, cur_scale among them",
+            found=f"{', '.join(wrong)} of other types" if wrong else sorted(map(str, values))[:12],
+            remedy="take another tag, or load with load_optimizer_states=False",
+        )
+    return LossScale(dynamic, found)
 
 
 def _trained_in_fp16(file: PickledFile, loss_scale: LossScale | None) -> bool:

@@ -13,8 +13,8 @@ from rich.console import Console
 
 from elastic_ckpt import distributed
 from elastic_ckpt.config import ElasticConfig
-from elastic_ckpt.core.read_plan import LoadPlan, Outcome, ReadPlan
-from elastic_ckpt.engines.training_state import LoadArguments, TrainingStateCommit, restores_states
+from elastic_ckpt.core.read_plan import Outcome, ReadPlan
+from elastic_ckpt.engines.training_state import LoadArguments, restores_states
 from elastic_ckpt.errors import CommunicationError, ElasticCkptError, PartialLoadError
 from elastic_ckpt.formats import Found
 from elastic_ckpt.io.checksums import ReadSums
@@ -33,7 +33,7 @@ def execute_load(
 ) -> tuple[str, dict[str, Any]]:
     """Restore a checkpoint into a live engine. Collective over all ranks of the job.
 
-    1. Load the scheduler, undone on all ranks if any fails; 2. read and broadcast; 3. commit.
+    1. Load the schedulers, undone on all ranks if any fails; 2. read and broadcast; 3. commit.
 
     Args:
         engine, found, arguments, config: the live engine, the checkpoint, arguments of ``load_checkpoint``, options.
@@ -48,10 +48,9 @@ def execute_load(
             :class:`PartialLoadError`.
     """
     at = ready.local_state.model.coordinates
-    host = TrainingStateCommit(engine, ready.checkpoint.training_state, arguments, at)
-    _load_scheduler(host, ready)
+    _load_schedulers(ready)
     try:
-        everybody, client_state, verified = _overwrite(ready, host, arguments, config, clock)
+        everybody, verified = _overwrite(ready, arguments, config, clock)
     except Exception as error:  # including a collective's, after which ranks cannot agree
         raise as_partial_load_error(error) from error
     report = LoadReport(
@@ -59,7 +58,7 @@ def execute_load(
         zero_stage=ready.local_state.zero_stage,
         dp=at.dp,
         rank=distributed.rank(),
-        outcomes=_of_all_stages(everybody) or _outcomes(ready.plan, host, arguments),
+        outcomes=_of_all_stages(everybody) or _outcomes(ready, arguments),
         global_steps=engine.global_steps,
         ranks=tuple(work for work, *_ in everybody),
         notes=ready.plan.notes + ready.warnings,
@@ -73,19 +72,21 @@ def execute_load(
     if distributed.rank() == 0:
         publish(report, ready.warnings, config)
     # like DeepSpeed's own loader: below load_dir as the caller wrote it
-    return os.path.join(arguments.load_dir, found.tag, os.path.basename(ready.checkpoint.model_path)), client_state
+    return os.path.join(
+        arguments.load_dir, found.tag, os.path.basename(ready.checkpoint.model_path)
+    ), ready.host.client_state
 
 
-def _load_scheduler(host: TrainingStateCommit, ready: Prepared) -> None:
+def _load_schedulers(ready: Prepared) -> None:
     """The only step of a commit that runs a user's code: first, and undone on all ranks if any fails."""
-    if not ready.loads_scheduler:
-        host.load_scheduler(ready.plan)  # reports why not
+    if not ready.runs_code:
+        ready.host.load_schedulers(ready.plan)  # reports why not
         return
     try:
         with distributed.agree("load the lr scheduler"):
-            host.load_scheduler(ready.plan)
+            ready.host.load_schedulers(ready.plan)
     except ElasticCkptError:
-        host.undo_scheduler()
+        ready.host.undo_schedulers()
         raise
 
 
@@ -94,9 +95,9 @@ _Done = tuple[RankWork, int, tuple[Outcome, ...], RankSums | None]
 
 
 def _overwrite(
-    ready: Prepared, host: TrainingStateCommit, arguments: LoadArguments, config: ElasticConfig, clock: Clock
-) -> tuple[list[_Done], dict[str, Any], Verified | None]:
-    """Steps 2 and 3. Collective; returns all ranks' work, the client state, and what of the bytes was verified."""
+    ready: Prepared, arguments: LoadArguments, config: ElasticConfig, clock: Clock
+) -> tuple[list[_Done], Verified | None]:
+    """Steps 2 and 3. Collective; returns all ranks' work, and what of the bytes was verified."""
     adapter, plan, options = ready.adapter, ready.plan, read_options(config)
     parts: list[ReadStats] = []
     sums = ReadSums(plan.reads.files) if config.verify == "load" else None
@@ -114,11 +115,10 @@ def _overwrite(
         # DeepSpeed rounds the masters of native checkpoints if states are left out, not those of universal ones
         exact = restores_states(arguments) or ready.checkpoint.metadata.source.format != "native"
         adapter.refresh_weights(plan, exact_masters=exact)
-    client_state: dict[str, Any] = {}
 
     def finish() -> _Done:
         with clock("commit"):
-            client_state.update(host.finish())
+            ready.host.finish()
         work = RankWork(
             rank=distributed.rank(),
             nbytes_read=done.nbytes,
@@ -133,16 +133,16 @@ def _overwrite(
         )
         at = ready.local_state.model.coordinates
         is_first = at.pp > 1 and at.tp_rank == at.dp_rank == 0
-        outcomes = _outcomes(plan, host, arguments) if is_first else ()
+        outcomes = _outcomes(ready, arguments) if is_first else ()
         return work, at.pp_rank, outcomes, None if sums is None else RankSums.of(sums)
 
-    everybody = distributed.all_gather("set counters and client state", finish)
+    everybody = distributed.all_gather("set the counters", finish)
     verified = None
     if sums is not None:
         with clock("verify"):
             sums_of_all = [read for *_, read in everybody if read is not None]
             verified = verify_reads(ready.checkpoint.metadata, sums_of_all, plan.reads, options)
-    return everybody, client_state, verified
+    return everybody, verified
 
 
 def _of_all_stages(everybody: Sequence[_Done]) -> tuple[Outcome, ...]:
@@ -150,8 +150,8 @@ def _of_all_stages(everybody: Sequence[_Done]) -> tuple[Outcome, ...]:
     return united([everybody[number][2] for _, number in stages])
 
 
-def _outcomes(plan: LoadPlan, host: TrainingStateCommit, arguments: LoadArguments) -> tuple[Outcome, ...]:
-    outcomes = plan.outcomes + tuple(host.outcomes)
+def _outcomes(ready: Prepared, arguments: LoadArguments) -> tuple[Outcome, ...]:
+    outcomes = ready.plan.outcomes + ready.host.outcomes
     if restores_states(arguments):
         return outcomes
     if not arguments.has_optimizer:
@@ -175,7 +175,7 @@ def publish(report: LoadReport, warnings: tuple[str, ...], config: ElasticConfig
         try:
             with open(config.report_path, "w", encoding="utf-8") as stream:
                 stream.write(report.as_json() + "\n")
-        except OSError as error:
+        except Exception as error:  # a full disk, or text that is none
             logger.warning("elastic_ckpt could not write its load report to %s: %s", config.report_path, error)
 
 

@@ -161,6 +161,8 @@ def _restored(ready: Prepared) -> frozenset[tuple[str, str]]:
     outcomes = [outcome for outcome in ready.plan.outcomes if outcome.what == "restored"]
     restored = {(outcome.role, name) for outcome in outcomes for name in outcome.names or ("",)}
     saved = ready.checkpoint.training_state
-    others = {key: saved.checkpoint.get(key) for key in ("random_ltd", "data_sampler")}
-    others |= {"lr scheduler": ready.loads_scheduler, f"{saved.loss_scale and saved.loss_scale.kind} loss scale": True}
-    return frozenset(restored | {(role, "") for role, value in others.items() if value})
+    others = {key for key in ("random_ltd", "data_sampler") if saved.checkpoint.get(key) is not None}
+    others |= {"lr scheduler"} if ready.runs_code else set()
+    return frozenset(
+        restored | {(role, "") for role in (*others, f"{saved.loss_scale and saved.loss_scale.kind} loss scale")}
+    )

@@ -19,7 +19,7 @@ from elastic_ckpt.engines.adapter import EngineAdapter
 from elastic_ckpt.engines.checks import compare_batches, refuse_pending_gradients, warn_of_unscaled_gradients
 from elastic_ckpt.engines.coordinates import model_of_all
 from elastic_ckpt.engines.select import select_adapter
-from elastic_ckpt.engines.training_state import LoadArguments, restores_scheduler, restores_states
+from elastic_ckpt.engines.training_state import LoadArguments, TrainingStateCommit, restores_states
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.formats import READERS, Checkpoint, Found, MetadataOptions
 from elastic_ckpt.io.coalesce import read_options
@@ -56,7 +56,7 @@ class RankPlan:
         differences, may_differ: where replicas differ in this rank's share of the comparisons, and the parameters that
             may; only ranks of their stage know.
         notes: of its plan.
-        loads_scheduler: whether the rank loads an lr scheduler's state.
+        runs_code: whether the rank loads an lr scheduler's state, or those of DeepSpeed's own schedulers.
     """
 
     mp_rank: int
@@ -64,7 +64,7 @@ class RankPlan:
     differences: Sequence[ReplicaDifference]
     may_differ: frozenset[str]
     notes: tuple[str, ...]
-    loads_scheduler: bool
+    runs_code: bool
 
 
 @dataclass(frozen=True)
@@ -75,13 +75,14 @@ class Prepared:
     local_state: LocalState
     checkpoint: Checkpoint
     plan: LoadPlan
+    host: TrainingStateCommit
     warnings: tuple[str, ...]
     everybody: Sequence[RankPlan]
 
     @property
-    def loads_scheduler(self) -> bool:
-        """Whether any rank loads an lr scheduler's state; the others wait for it."""
-        return any(each.loads_scheduler for each in self.everybody)
+    def runs_code(self) -> bool:
+        """Whether any rank loads the state of a scheduler; the others wait for it."""
+        return any(each.runs_code for each in self.everybody)
 
 
 def prepare(engine: Any, found: Found, arguments: LoadArguments, config: ElasticConfig, clock: Clock) -> Prepared:
@@ -94,32 +95,32 @@ def prepare(engine: Any, found: Found, arguments: LoadArguments, config: Elastic
     with clock("metadata"):
         checkpoint = READERS[found.format](found, _metadata_options(local_state, arguments, config))
     with clock("plan"):
-        planned: list[tuple[LoadPlan, tuple[str, ...]]] = []
+        planned: list[tuple[LoadPlan, TrainingStateCommit, tuple[str, ...]]] = []
 
         def make_plan() -> RankPlan:
-            degree = local_state.model.coordinates.data_degree
-            warnings = _compare_runs(engine, degree, checkpoint, arguments, config)
-            scheduler = restores_scheduler(engine, checkpoint.training_state, arguments)
+            at = local_state.model.coordinates
+            warnings = _compare_runs(engine, at.data_degree, checkpoint, arguments, config)
+            host = TrainingStateCommit(engine, checkpoint.training_state, arguments, at)
             options = LoadOptions.of(
                 config,
                 optimizer_states=restores_states(arguments),
                 strict=arguments.load_module_strict,
-                scheduler=scheduler,
+                scheduler=host.loads_scheduler,
             )
             plan = plan_load(checkpoint.metadata, local_state, options)
             check_files(plan.reads)
-            planned.append((plan, warnings))
+            planned.append((plan, host, warnings))
             with clock("metadata"):
                 differences = find_drift(plan.reads.files, plan.replica_checks, read_options(config))
-            mp_rank = local_state.model.coordinates.mp_rank
-            return RankPlan(mp_rank, _digest_of_shares(plan), differences, plan.may_differ, plan.notes, scheduler)
+            digest = _digest_of_shares(plan)
+            return RankPlan(at.mp_rank, digest, differences, plan.may_differ, plan.notes, host.runs_code)
 
         everybody = distributed.all_gather("plan the load", make_plan)
         _refuse_different_shares(everybody)
-        plan, warnings = planned[0]
+        plan, host, warnings = planned[0]
         with distributed.deterministic("judge copies of replicated parameters"):
             plan = replace(plan, notes=_notes(everybody, config))
-    return Prepared(adapter, local_state, checkpoint, plan, warnings, everybody)
+    return Prepared(adapter, local_state, checkpoint, plan, host, warnings, everybody)
 
 
 def _describe(engine: Any, arguments: LoadArguments) -> tuple[EngineAdapter, LocalState]:

@@ -273,9 +273,12 @@ def test_merged_groups_that_differ_for_the_scheduler_alone_are_refused(kind: str
     metadata = saved(TWO, groups={"a.weight": 0, "b.weight": 1}, hyperparameters=(ADAM, ADAM))
     plan = plan_load(metadata, live(TWO), LoadOptions(scheduler=True))
     scheduler = make(["b"], [0.1])
-    engine = SimpleNamespace(lr_scheduler=scheduler, optimizer=scheduler.optimizer)
+    engine = SimpleNamespace(lr_scheduler=scheduler, optimizer=scheduler.optimizer, training_dataloader=None)
+    engine.random_ltd_enabled, engine.train_batch_size, engine.fp16_enabled = bool, lambda: 1, bool
+    engine.zero_optimization_stage = int
+    counters = dict.fromkeys(("global_steps", "skipped_steps", "dp_world_size", "mp_world_size"), 1)
     for values, refused in (([0.1, 0.1], False), ([0.1, 0.2], True)):
         state = make(["b", "c"], values).state_dict()
-        host = TrainingState({}, BatchSizes(None, None, None), state, None, False, {})
+        host = TrainingState(counters, BatchSizes(None, None, None), state, None, False, {})
         with pytest.raises(MismatchError) if refused else nullcontext():
-            TrainingStateCommit(engine, host, LoadArguments("/ckpt")).load_scheduler(plan)
+            TrainingStateCommit(engine, host, LoadArguments("/ckpt")).load_schedulers(plan)

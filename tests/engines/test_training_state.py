@@ -1,17 +1,22 @@
-"""The fp16 loss scale of a live engine, for every kind of scaler on either side."""
+"""The training state of a live engine: hostile client state, and the fp16 loss scale for every kind of scaler."""
 
 from __future__ import annotations
 
+import argparse
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaleConfig, LossScaler
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from elastic_ckpt.core.read_plan import Outcome
 from elastic_ckpt.core.training_state import BatchSizes, LossScale, TrainingState
 from elastic_ckpt.engines.checks import warn_of_unscaled_gradients
-from elastic_ckpt.engines.training_state import set_loss_scale
+from elastic_ckpt.engines.training_state import LoadArguments, TrainingStateCommit, loss_scale_changes
 from elastic_ckpt.formats.training_state import loss_scale_of
 
 STATIC = LossScale(False, {"cur_scale": 64.0})
@@ -44,6 +49,13 @@ def engine_of(scaler: Any, owner: str = "object", fp16: bool = True, stage: int 
     name = "loss_scale_config" if owner == "config" else "loss_scaler"
     optimizer = SimpleNamespace(overflow=True, **({} if scaler is None else {name: scaler}))
     return SimpleNamespace(optimizer=optimizer, fp16_enabled=lambda: fp16, zero_optimization_stage=lambda: stage)
+
+
+def set_loss_scale(engine: Any, saved: TrainingState, wanted: bool) -> list[Outcome]:
+    outcomes, changes = loss_scale_changes(engine, saved, wanted)
+    for target, name, value in changes:
+        setattr(target, name, value)
+    return outcomes
 
 
 @pytest.mark.parametrize("owner", ["object", "config"])
@@ -163,3 +175,101 @@ def test_a_load_into_or_out_of_fp16_without_zero_is_warned_of(
     warnings = warn_of_unscaled_gradients(engine, host_of(saved), saved_stage)
     assert len(warnings) == (warned is not None)
     assert warned is None or warned in warnings[0]
+
+
+# --- what users keep --------------------------------------------------------------------------------------------
+
+
+class Hostile:
+    """Nothing may be asked of a user's object."""
+
+    def _refuse(self, *_: Any) -> Any:
+        raise ValueError("asked")
+
+    __eq__ = __bool__ = __repr__ = __str__ = __len__ = __iter__ = __getitem__ = __call__ = _refuse
+    __hash__ = object.__hash__
+
+
+HOLDS_ITSELF: list[Any] = []
+HOLDS_ITSELF.append(HOLDS_ITSELF)
+SINGLE: list[Any] = [
+    None,
+    True,
+    -1,
+    2**70,
+    float("nan"),
+    1j,
+    "",
+    "\ud800",
+    b"x",
+    (),
+    (1, "a"),
+    frozenset({1}),
+    Hostile(),
+]
+SINGLE += ["random_ltd", "data_sampler", "module", "optimizer", "args", "rng_state", "random_rng_state", torch.float16]
+ANYTHING = [
+    *SINGLE,
+    HOLDS_ITSELF,
+    [1],
+    {},
+    {0: 1},
+    torch.ones(2),
+    torch.ones(0),
+    np.ones(2),
+    argparse.Namespace(rank=1),
+]
+ONE = st.integers(0, len(ANYTHING) - 1)  # not the values themselves: hypothesis asks them what they are
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.dictionaries(st.integers(0, len(SINGLE) - 1), ONE, max_size=6), ONE, st.booleans(), st.booleans())
+def test_no_client_state_fails_and_all_of_it_is_returned(
+    drawn: dict[int, int], scheduler: int, module_only: bool, same_ranks: bool
+) -> None:
+    saved = {SINGLE[key]: ANYTHING[value] for key, value in drawn.items()}
+    counters = {"global_steps": 3, "skipped_steps": 1, "dp_world_size": 2, "mp_world_size": 1}
+    engine = engine_of(None)
+    engine.lr_scheduler = engine.training_dataloader = None
+    engine.random_ltd_enabled, engine.train_batch_size = bool, lambda: 8
+    before = dict(vars(engine))
+    host = TrainingState(counters, BatchSizes(None, None, None), ANYTHING[scheduler], None, False, saved, same_ranks)
+    commit = TrainingStateCommit(engine, host, LoadArguments("/ckpt", load_module_only=module_only))
+    assert vars(engine) == before
+    commit.finish()
+    assert getattr(engine, "global_steps", 3) == 3
+    kept = {key: value for key, value in saved.items() if not isinstance(key, str) or key not in OWN}
+    assert all(commit.client_state[key] is value for key, value in kept.items())
+    assert hasattr(engine, "global_samples") != module_only
+
+
+OWN = ("module", "optimizer", "args", "random_ltd", "data_sampler")
+
+
+def test_schedulers_of_deepspeed_that_fail_are_as_they_were() -> None:
+    class Sampler:
+        batch, consumed_samples = [1], 3
+
+        def __init__(self) -> None:
+            self.clusters = ["a"]
+
+        def load_state_dict(self, state: Any) -> None:
+            self.clusters.append("b")
+            np.random.set_state(state["rng"])
+            self.batch = state["batch"]
+
+    engine = engine_of(None)
+    engine.lr_scheduler, engine.random_ltd_enabled, engine.train_batch_size = None, bool, lambda: 8
+    engine.training_dataloader = SimpleNamespace(data_sampler=Sampler())
+    engine.curriculum_learning_enabled = lambda: True
+    counters = dict.fromkeys(("global_steps", "skipped_steps", "dp_world_size", "mp_world_size"), 1)
+    state = {"data_sampler": {"rng": np.random.RandomState(5).get_state()}}
+    host = TrainingState(counters, BatchSizes(None, None, None), None, None, False, state)
+    commit = TrainingStateCommit(engine, host, LoadArguments("/ckpt"))
+    assert commit.runs_code and "data_sampler" not in commit.client_state
+    random = np.random.get_state()[1].tolist()  # type: ignore[union-attr]
+    with pytest.raises(KeyError, match="batch"):
+        commit.load_schedulers(SimpleNamespace())  # type: ignore[arg-type]
+    commit.undo_schedulers()
+    assert vars(engine.training_dataloader.data_sampler) == {"clusters": ["a"]}
+    assert np.random.get_state()[1].tolist() == random  # type: ignore[union-attr]

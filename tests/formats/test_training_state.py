@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from deepspeed.runtime.config import DeepSpeedConfig
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from elastic_ckpt.core.local_state import SequenceParallel
 from elastic_ckpt.core.training_state import BatchSizes, LossScale, TrainingState
+from elastic_ckpt.errors import LayoutError
 from elastic_ckpt.formats.pickled import PickledFile, open_pickled
 from elastic_ckpt.formats.training_state import loss_scale_of, read_training_state
 from elastic_ckpt.formats.values import materialise
@@ -73,10 +75,10 @@ def test_a_batch_size_that_is_no_positive_number_is_not_used(value: Any) -> None
     assert read_from(ds_config={KEYS[0]: value}, dp_world_size=2).batch == BatchSizes(None, None, None)
 
 
-@pytest.mark.parametrize("dp", [None, 0])
-def test_without_the_number_of_ranks_only_what_the_config_says_is_known(dp: int | None) -> None:
-    assert read_from(ds_config={KEYS[0]: 8, KEYS[1]: 2}, dp_world_size=dp).batch == BatchSizes(8, 2, None)
-    assert read_from(ds_config={KEYS[1]: 2}, dp_world_size=dp).batch.global_batch is None
+@pytest.mark.parametrize("dp", [{}, {"dp_world_size": 0}])
+def test_without_the_number_of_ranks_only_what_the_config_says_is_known(dp: dict[str, int]) -> None:
+    assert read_from(ds_config={KEYS[0]: 8, KEYS[1]: 2}, **dp).batch == BatchSizes(8, 2, None)
+    assert read_from(ds_config={KEYS[1]: 2}, **dp).batch.global_batch is None
 
 
 # --- fp16 -------------------------------------------------------------------------------------------------------
@@ -146,6 +148,25 @@ def test_a_scaler_is_the_same_in_its_file(tmp_path: Path, trust_pickle: bool) ->
     file = open_pickled(str(tmp_path / "file.pt"), trust_pickle)
     assert loss_scale_of(file.tree["loss_scaler"]) == loss_scale_of(scaler)
     assert vars(materialise(file, file.tree["loss_scaler"])) == vars(scaler)
+
+
+@pytest.mark.parametrize("value", [None, "7", 7.0, -1, True, [7], torch.tensor(7), float("nan")])
+def test_a_counter_that_does_not_count_is_refused_by_name(value: Any) -> None:
+    with pytest.raises(LayoutError, match="a counter of this file") as caught:
+        read_from(global_steps=7, skipped_steps=value)
+    assert "skipped_steps" in str(caught.value.expected)
+    assert read_from(global_steps=np.int64(7)).counters == {"global_steps": 7}
+
+
+@pytest.mark.parametrize("value", [None, "7", [7], torch.tensor(7.0), 10**400, 1j, "missing"])
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_a_scaler_with_other_things_than_numbers_is_refused(value: Any, dynamic: bool) -> None:
+    values = {} if value == "missing" else {"cur_scale": value}
+    for saved in ({"dynamic_loss_scale": dynamic, "cur_iter": 3, **values}, SimpleNamespace(dynamic=dynamic, **values)):
+        if saved == {"dynamic_loss_scale": dynamic, "cur_iter": 3}:
+            continue  # an optimizer that scales nothing
+        with pytest.raises(LayoutError, match="loss scaler"):
+            loss_scale_of(saved)
 
 
 def test_a_static_scaler_gives_its_scale_alone() -> None:

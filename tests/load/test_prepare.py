@@ -16,12 +16,12 @@ from elastic_ckpt.load.prepare import Prepared, RankPlan, _notes, _refuse_differ
 
 DRIFTED = ReplicaDifference(ReplicaCheck("ema.weight", MASTER, 4, ()), copies=2, largest=0.5, total=1.0)
 #: The rank that compares a parameter's copies stands in another pipeline stage than those that know its rule.
-HERE = RankPlan(1, "here", [DRIFTED], frozenset(), ("of this rank",), loads_scheduler=False)
+HERE = RankPlan(1, "here", [DRIFTED], frozenset(), ("of this rank",), runs_code=False)
 
 
 def other(averaged: frozenset[str] = frozenset()) -> RankPlan:
     """The plan of the rank of the other stage."""
-    return RankPlan(0, "there", [], averaged, ("of the other",), loads_scheduler=False)
+    return RankPlan(0, "there", [], averaged, ("of the other",), runs_code=False)
 
 
 def test_what_is_averaged_by_a_rule_that_only_another_stage_knows_may_differ() -> None:
@@ -52,7 +52,7 @@ def test_all_ranks_wait_for_a_scheduler_that_one_of_them_loads() -> None:
     unused: Any = None
 
     def waits(*ranks: RankPlan) -> bool:
-        return Prepared(unused, unused, unused, unused, (), ranks).loads_scheduler
+        return Prepared(unused, unused, unused, unused, unused, (), ranks).runs_code
 
     assert not waits(HERE, HERE)
-    assert waits(HERE, replace(HERE, loads_scheduler=True))
+    assert waits(HERE, replace(HERE, runs_code=True))
