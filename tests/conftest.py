@@ -52,6 +52,7 @@ SLOW = frozenset(
         "test_docs",
         "test_exotic",
         "test_faults",
+        "test_flows",
         "test_foreign",
         "test_launch_folder",
         "test_launchers",

@@ -195,7 +195,9 @@ def state_of(cell: dict[str, Any], engine: Any) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {
         "masters": dict(enumerate(flats)),
         "states": {
-            (number, key): value for number, flat in enumerate(flats) for key, value in base.state[flat].items()
+            (number, key): value
+            for number, flat in enumerate(flats)
+            for key, value in base.state.get(flat, {}).items()  # looking makes no entry
         },
         "weights": dict(_weights(engine)),
         "buffers": dict(engine.module.named_buffers()),

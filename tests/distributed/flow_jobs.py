@@ -1,0 +1,189 @@
+"""Flows: each is saved by DeepSpeed alone, and loaded by DeepSpeed alone and with elastic_ckpt at the same topology."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import json
+import math
+import os
+import shutil
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import numpy as np
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+import elastic_ckpt
+from elastic_ckpt.errors import ElasticCkptError
+from tests.distributed.facts import log_lines
+from tests.distributed.model import GLOBAL_BATCH, PRECISIONS, close, param_groups
+from tests.distributed.unchanged_jobs import NOT_HANDED_OUT, SAVE_AT, state_of, text_of, train
+from tests.flows import parts
+from tests.flows.draw import Flow
+from tests.flows.models import MODELS
+
+_CELL = {"sp": 1, "data": False}
+_MORE_STEPS = 3
+#: What happened: DeepSpeed alone does not complete it; all is right; the code of the client state was refused by name.
+VOID, RIGHT, REFUSED = "void", "right", "refused"
+
+
+@contextlib.contextmanager
+def live(flow: Flow, seed: int) -> Iterator[Any]:
+    """An engine of this flow."""
+    get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed does not believe it of a CPU
+    get_accelerator().supported_dtypes = lambda: [torch.float32, torch.float16, torch.bfloat16]
+    model = MODELS[flow.model](seed=seed)
+    optimizer = parts.build_optimizer(flow.optimizer, param_groups(model, flow.groups))
+    config = {
+        "train_batch_size": GLOBAL_BATCH,
+        "zero_optimization": {"stage": flow.stage, **parts.ZERO[flow.zero][1]},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        **PRECISIONS[flow.precision],
+        **parts.CONFIG[flow.config],
+    }
+    scheduler = None if "scheduler" in config else parts.SCHEDULERS[flow.scheduler](optimizer)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)[0]
+    try:
+        yield engine
+    finally:
+        close(engine)
+        gc.collect()
+
+
+def _save(flow: Flow, folder: str) -> dict[str, dict[Any, Any]]:
+    with live(flow, 7) as engine:
+        train(_CELL, engine, 0, SAVE_AT, flow.pending)
+        truth = state_of(_CELL, engine)
+        truth["client"] = parts.CLIENTS[flow.client]()
+        engine.save_checkpoint(folder, tag="4", client_state=truth["client"])
+        return truth if flow.pending else truth | _three_steps_later(engine)
+
+
+def _three_steps_later(engine: Any) -> dict[str, dict[Any, Any]]:
+    losses = {"losses": dict(enumerate(train(_CELL, engine, SAVE_AT, SAVE_AT + _MORE_STEPS)))}
+    return losses | {f"{part} {_MORE_STEPS} steps later": values for part, values in state_of(_CELL, engine).items()}
+
+
+def _load(flow: Flow, folder: str) -> dict[str, dict[Any, Any]]:
+    """Load, and train on: all that this rank holds, what was returned, and the state three steps later."""
+    with live(flow, 8) as engine:
+        train(_CELL, engine, 60, 60 + flow.trained)
+        path, client = engine.load_checkpoint(folder, **parts.LOADS[flow.loads])
+        held = state_of(_CELL, engine)
+        held["client"] = {key: value for key, value in (client or {}).items() if key not in NOT_HANDED_OUT}
+        held["path"] = {"": path}
+        return held | _three_steps_later(engine)
+
+
+def run(flow: Flow, folder: str, mark: Callable[[str], None]) -> tuple[str, str]:
+    """What happened (:data:`VOID`, :data:`RIGHT`, :data:`REFUSED` or what is wrong), and more words. Collective."""
+    found: list[Any] = []
+    doing: dict[str, Callable[[], Any]] = {
+        "save": lambda: _save(flow, folder),
+        "DeepSpeed": lambda: _load(flow, folder),
+        "elastic_ckpt": lambda: _load(flow, folder),
+    }
+    with log_lines() as lines:
+        for what, work in doing.items():
+            mark(what)
+            (elastic_ckpt.install if what == "elastic_ckpt" else elastic_ckpt.uninstall)()
+            error: BaseException | None = None
+            try:
+                found.append(work())
+            except Exception as caught:
+                error = caught
+            finally:
+                elastic_ckpt.uninstall()
+            texts = _of_all(None if error is None else text_of(error))
+            if any(texts):
+                words = next(text for text in texts if text)
+                if what != "elastic_ckpt":
+                    return VOID, f"{what}: {words}"
+                of_code = isinstance(error, ElasticCkptError) and "trust_pickle" in str(error)
+                if flow.client in parts.UNSAFE and all(_of_all(of_code)):
+                    return REFUSED, words
+                return f"does not load: {words}", ""
+    truth, alone, ours = found
+    wrong = next(filter(None, _of_all(_first_difference(truth, alone, ours))), None)
+    return (wrong or RIGHT), "\n".join(line for line in lines if "elastic_ckpt" in line)
+
+
+def _of_all(mine: Any) -> list[Any]:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def _first_difference(truth: dict[str, Any], alone: dict[str, Any], ours: dict[str, Any]) -> str | None:
+    """What is neither as DeepSpeed alone restores it nor, where that is wrong, as it was saved."""
+    for part, values in alone.items():
+        for key in values.keys() | ours[part].keys():
+            one, other = values.get(key, "nothing"), ours[part].get(key, "nothing")
+            saved = truth.get(part, {}).get(key, "nothing")
+            if not same(one, other, {}) and not (not same(saved, one, {}) and same(saved, other, {})):
+                return f"{part}, {key}: {str(other)[:300]} in place of {str(one)[:300]}, saved {str(saved)[:300]}"
+    return None
+
+
+def same(one: Any, other: Any, seen: dict[int, int]) -> bool:
+    """Bit for bit, by type and value, in containers too; what is one object here is one object there."""
+    if id(one) in seen or type(one) is not type(other):
+        return seen.get(id(one)) == id(other)
+    if isinstance(one, (torch.Tensor, np.ndarray, dict, list, deque)):
+        seen[id(one)] = id(other)
+    if isinstance(one, (torch.Tensor, np.ndarray)):
+        return _same_arrays(one, other)
+    if isinstance(one, dict):
+        extra = not isinstance(one, defaultdict) or one.default_factory is other.default_factory
+        kinds = [type(key) for key in one] == [type(key) for key in other]
+        return extra and kinds and list(one) == list(other) and all(same(one[k], other[k], seen) for k in one)
+    if isinstance(one, (list, tuple, deque)):
+        return len(one) == len(other) and all(same(a, b, seen) for a, b in zip(one, other, strict=True))
+    if isinstance(one, functools.partial):
+        return (one.func, one.args, one.keywords) == (other.func, other.args, other.keywords)
+    return bool(one == other) or (isinstance(one, float) and math.isnan(one) and math.isnan(other))
+
+
+def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
+    plain = tensor.layout is torch.strided and tensor.numel() and not tensor.is_quantized
+    kind = (tensor.shape, tensor.dtype, tensor.layout, tensor.device.type, type(tensor), tensor.requires_grad)
+    return (*kind, tensor.is_conj(), tensor.is_quantized and str(tensor.qscheme()), tensor.stride() if plain else ())
+
+
+def _same_arrays(one: Any, other: Any) -> bool:
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and one.shape == other.shape and bool((one == other).all())
+    if _facts(one) != _facts(other) or one.is_meta:
+        return _facts(one) == _facts(other)
+    if one.is_quantized:
+        return torch.equal(one.int_repr(), other.int_repr())
+    one, other = (tensor.detach().to_dense() for tensor in (one, other))
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+def all_of(arguments: dict[str, Any]) -> list[str]:
+    """Run flows one after another; rank 0 writes a line for each step, so that it is known where a job was ended."""
+    log = Path(arguments["log"])
+    os.environ |= {"CROSS_SIZE": "1", "CROSS_RANK": "0"}  # of DeepSpeed's launcher, for "writer"
+    for number, flow in enumerate(arguments["flows"]):
+        folder = os.path.join(arguments["folder"], str(number))
+
+        def write(*words: object, number: int = number) -> None:
+            if dist.get_rank() == 0:
+                with log.open("a") as stream:
+                    stream.write(json.dumps([number, *words]) + "\n")
+
+        write("done", *run(flow, folder, lambda what, write=write: write("begin", what)))  # type: ignore[misc]
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+    return ["done"]
