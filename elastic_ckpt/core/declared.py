@@ -20,9 +20,14 @@ from elastic_ckpt.core.tp_rules import AMBIGUOUS, AVERAGED, COLUMN, REPLICATED, 
 
 T = TypeVar("T")
 #: Raised by reading an entry that does not have DeepSpeed's form.
-_MALFORMED = (TypeError, KeyError, IndexError, ValueError, AttributeError)
-#: Nested repetition, which backtracks exponentially: a checkpoint must not be able to stall a job.
-_SLOW = re.compile(r"[*+|}].*\)[*+{]")
+_MALFORMED = (TypeError, KeyError, IndexError, ValueError, AttributeError, OverflowError)
+#: A checkpoint must not be able to stall a job: neither by nested repetition, which backtracks exponentially ...
+_SLOW = re.compile(r"(?:[*+|}]|(?<!\()\?).*\)[*+{]", re.DOTALL)
+#: ... nor by many repetitions and alternatives in a row, each of which multiplies what has to be tried.
+_REPEATS = re.compile(r"(?<![\\(])[*+?{]")
+_MOST_TRIES, _MOST_TRIES_OF_ALL, _TRIES_OF_A_REPEAT = 20, 400, 4
+#: Most patterns of a kind, and most sub-parameters of one parameter.
+_MOST_ENTRIES = 10_000
 _AFFINE_VERSION = 1
 #: Longest pattern accepted, in characters.
 _LONGEST = 512
@@ -156,23 +161,34 @@ def _declared(info: Mapping[str, Any]) -> Declared:
 
 def _patterns(values: Any) -> list[str]:
     """The patterns, checked to compile and to match in reasonable time."""
-    for value in values or ():
+    patterns, of_all = _entries(values), 0
+    for value in patterns:
         if not isinstance(value, str) or len(value) > _LONGEST:
             raise TypeError(f"{str(value)[:40]!r} is no pattern")
         re.compile(value)
-        if _SLOW.search(value):
-            raise ValueError(f"the pattern {value[:40]!r} repeats what repeats, which could take for ever")
+        tries = _TRIES_OF_A_REPEAT * len(_REPEATS.findall(value)) + value.count("|")
+        of_all += tries
+        if _SLOW.search(value) or tries > _MOST_TRIES or of_all > _MOST_TRIES_OF_ALL:
+            raise ValueError(f"the pattern {value[:40]!r} repeats too much: to match it could take for ever")
+    return patterns
+
+
+def _entries(values: Any) -> list[Any]:
+    if isinstance(values, (str, bytes)) or len(values or ()) > _MOST_ENTRIES:
+        raise TypeError(f"{str(values)[:40]!r} is no list of at most {_MOST_ENTRIES} entries")
     return list(values or ())
 
 
 def _sub_param_rules(info: Mapping[str, Any]) -> list[Rule]:
     """Rules of fused parameters: relative widths; a single number in the shape is a count of equal sub-parameters."""
     rules = []
-    for saved in info.get("parameter_with_sub_params") or ():
+    for saved in _entries(info.get("parameter_with_sub_params")):
         entry = saved if isinstance(saved, Mapping) else vars(saved)
         dim = int(entry["partition_dim"])
         spec = entry["shape"][dim]
-        widths = [int(width) for width in spec] if isinstance(spec, (list, tuple)) else [1] * int(spec)
+        are_widths = isinstance(spec, (list, tuple))
+        sizes = _entries(spec if are_widths else range(int(spec)))
+        widths = [int(size) if are_widths else 1 for size in sizes]
         if widths and min(widths) > 0:
             relative = [width // math.gcd(*widths) for width in widths]
             rule: dict[str, Any] = {"kind": COLUMN, "dim": dim, "sub_parameters": relative}

@@ -316,6 +316,15 @@ def test_of_several_patterns_the_first_list_counts_and_stages_are_united() -> No
         {"autotp_unsupported_parameter_patterns": {"(": "y"}},
         {"vocabulary_parameter_patterns": [3]},
         {"vocabulary_parameter_patterns": ["x" * 513]},
+        {"vocabulary_parameter_patterns": "x" * 20_000},
+        {"vocabulary_parameter_patterns": ["x"] * 10_001},
+        {"pipeline_replicated_parameter_patterns": [".*" * 12 + "X"]},
+        {"pipeline_replicated_parameter_patterns": [".*.*.*.*X"] * 30},
+        {"pipeline_replicated_parameter_patterns": [r"(\w?){40}X"]},
+        {"pipeline_replicated_parameter_patterns": [r"(\w|\w)" * 30 + "X"]},
+        {"pipeline_replicated_parameter_patterns": ["(\\w+(?x:\n))+X"]},
+        {"parameter_with_sub_params": [{"patterns": ["x"], "shape": [10**9, 3], "partition_dim": 0}]},
+        {"parameter_with_sub_params": [{"patterns": ["x"], "shape": [float("inf"), 3], "partition_dim": 0}]},
         {"sub_param_shard_widths": {"x": [[1, 1]]}},
     ],
 )
@@ -324,6 +333,14 @@ def test_what_cannot_be_understood_is_an_error_only_once_it_is_asked(info: Any) 
     assert declared.unreadable
     with pytest.raises(CannotSplit, match="cannot be understood"):
         declared.rule("x")
+
+
+def test_patterns_as_people_write_them_are_understood() -> None:
+    of_stages = [
+        r"tied_modules.embed.(positions|norm.*|words.weight)",
+        r"^.*layers\.\d+\..*(q|k|v)_proj.*",
+    ]
+    assert declared_by({"pipeline_replicated_parameter_patterns": of_stages}).one_stage == tuple(of_stages)
 
 
 def test_a_run_that_declares_nothing_says_nothing() -> None:
