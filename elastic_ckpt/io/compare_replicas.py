@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -280,7 +280,8 @@ def judge_drift(found: Sequence[ReplicaDifference], may_differ: frozenset[str], 
     """
     # whatever a rule or the checkpoint says, another stage trains what is zero on the first
     states = (each for each in found if each.check.is_of_stages and each.check.key not in WEIGHTS)
-    may_differ -= {each.check.name for each in states if each.first_is_zero}
+    idle = {each.check.name for each in states if each.first_is_zero}
+    may_differ -= idle
     kept, of_one_stage = without_untrained(found, may_differ)
     drifts = united(kept)
     asked = [drift for drift in drifts if drift.name not in may_differ]
@@ -288,7 +289,7 @@ def judge_drift(found: Sequence[ReplicaDifference], may_differ: frozenset[str], 
     if guessed:
         raise _no_copies(guessed)
     if asked and policy not in (FIRST, MEAN):
-        raise _different(asked)
+        raise _different(asked, idle)
     notes = [f"only the first pipeline stage trains its copy, which was taken: {listed(sorted(of_one_stage))}"]
     notes = notes if of_one_stage else []
     for drift in drifts[:_SHOWN]:
@@ -298,7 +299,8 @@ def judge_drift(found: Sequence[ReplicaDifference], may_differ: frozenset[str], 
     return tuple(notes)
 
 
-def _different(drifts: Sequence[Drift]) -> MismatchError:
+def _different(drifts: Sequence[Drift], idle: Collection[str]) -> MismatchError:
+    """``idle``: names of which the first pipeline stage's copy is not the one that is trained."""
     first = '"elastic_checkpoint": {"replicated_params": "first"} keeps'
     if any(drift.names for drift in drifts):
         problem = "weights that are one in the live model have different values under their names in the checkpoint"
@@ -308,7 +310,9 @@ def _different(drifts: Sequence[Drift]) -> MismatchError:
         problem = "copies of replicated parameters differ between the ranks that saved them, and only one can be kept"
         expected = "equal copies on every tensor-parallel rank and pipeline stage"
         remedy = (
-            f'{first} the copy of the first rank, {{"replicated_params": "mean"}} takes the mean of all '
+            "a later pipeline stage trains its copy, and the first does not: resume with as many stages as were saved"
+            if any(drift.name in idle for drift in drifts)
+            else f'{first} the copy of the first rank, {{"replicated_params": "mean"}} takes the mean of all '
             "tensor-parallel ranks"
         )
     more = f"; and {len(drifts) - _SHOWN} more" if len(drifts) > _SHOWN else ""
