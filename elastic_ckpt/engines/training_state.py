@@ -92,13 +92,16 @@ class TrainingStateCommit:
         self._arguments = arguments
         self._coordinates = coordinates or RankCoordinates()
         self.loads_scheduler = restores_scheduler(engine, saved, arguments)
-        self._own_schedulers = {} if arguments.load_module_only else _own_schedulers(engine, saved.checkpoint)
+        live = {} if arguments.load_module_only else _own_schedulers(engine)
+        self._own_schedulers = {key: own for key, own in live.items() if saved.checkpoint.get(key) is not None}
         self._undo: list[Callable[[], None]] = []
         self._of_schedulers: list[Outcome] = []
         scale, changes = loss_scale_changes(engine, saved, wanted=restores_states(arguments))
         self._changes: list[Change] = [*self._counters(), *changes]
         self._others = [] if arguments.load_module_only else [Outcome("counters", "restored", ())]
         self._others += scale
+        none = "the checkpoint holds none"
+        self._others += [Outcome(key, "fresh", (), none) for key in live if key not in self._own_schedulers]
         self.client_state = self._client_state()
 
     @property
@@ -207,12 +210,12 @@ class TrainingStateCommit:
         return entries
 
 
-def _own_schedulers(engine: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """DeepSpeed's own schedulers that the engine has, and of which the checkpoint has the state, by its key."""
+def _own_schedulers(engine: Any) -> dict[str, Any]:
+    """DeepSpeed's own schedulers that the engine has, by their keys in a checkpoint."""
     found = {}
-    if engine.random_ltd_enabled() and engine.random_ltd_scheduler is not None and "random_ltd" in saved:
+    if engine.random_ltd_enabled() and engine.random_ltd_scheduler is not None:
         found["random_ltd"] = engine.random_ltd_scheduler
-    if engine.training_dataloader is not None and engine.curriculum_learning_enabled() and "data_sampler" in saved:
+    if engine.training_dataloader is not None and engine.curriculum_learning_enabled():
         found["data_sampler"] = engine.training_dataloader.data_sampler
     return found
 

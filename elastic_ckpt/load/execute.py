@@ -83,7 +83,7 @@ def _load_schedulers(ready: Prepared) -> None:
         ready.host.load_schedulers(ready.plan)  # reports why not
         return
     try:
-        with distributed.agree("load the lr scheduler"):
+        with distributed.agree("load the schedulers"):
             ready.host.load_schedulers(ready.plan)
     except ElasticCkptError:
         ready.host.undo_schedulers()

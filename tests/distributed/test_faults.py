@@ -23,7 +23,7 @@ ROUNDS = [
     (METADATA, 1),
     ("fit the checkpoint's files together", 0),
     ("plan the load", 0),
-    ("load the lr scheduler", 0),
+    ("load the schedulers", 0),
     OVERWRITES,
     ("broadcast what every rank needs", 0),
     ("derive the weights from their masters", 0),

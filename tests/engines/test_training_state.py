@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -273,3 +274,7 @@ def test_schedulers_of_deepspeed_that_fail_are_as_they_were() -> None:
     commit.undo_schedulers()
     assert vars(engine.training_dataloader.data_sampler) == {"clusters": ["a"]}
     assert np.random.get_state()[1].tolist() == random  # type: ignore[union-attr]
+    host = replace(host, checkpoint={"data_sampler": None})  # saved before the sampler was turned on
+    commit = TrainingStateCommit(engine, host, LoadArguments("/ckpt"))
+    assert not commit.runs_code and "data_sampler" not in commit.client_state
+    assert [each.what for each in commit.outcomes if each.role == "data_sampler"] == ["fresh"]
