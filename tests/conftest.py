@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 from tests.distributed.launch import close_zygotes, zygote_of
-
-_NOBODY = 65534
 
 # how long an example takes is no matter of correctness, and a busy machine would make tests fail by it
 settings.register_profile("no_deadline", deadline=None)
@@ -29,21 +25,6 @@ def extensions_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """
     yield os.environ.get("ELASTIC_CKPT_TEST_EXTENSIONS") or str(tmp_path_factory.mktemp("extensions"))
     close_zygotes()
-
-
-@pytest.fixture
-def folder_of_nobody() -> Iterator[Path]:
-    """A folder of a user without privileges, as whom this process runs meanwhile: root may read everything."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        is_root = os.geteuid() == 0
-        if is_root:
-            os.chown(folder, _NOBODY, _NOBODY)
-            os.seteuid(_NOBODY)
-        try:
-            yield Path(folder)
-        finally:
-            if is_root:
-                os.seteuid(0)
 
 
 #: Files that take long and vary what others have shown once: left out of ``launch/test.sh`` without ``--all``.

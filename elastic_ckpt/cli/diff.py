@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from elastic_ckpt.cli import AsJson, Config, Preset, TrustPickle, app
-from elastic_ckpt.cli.output import console, end_with, errors_end_the_command, print_json, printable
+from elastic_ckpt.cli.output import console, end_with, errors_end_the_command, print_json
 from elastic_ckpt.report import size
 from elastic_ckpt.tools.comparison import Comparison, compare
 from elastic_ckpt.tools.opened import config_of, open_folder
@@ -63,9 +63,9 @@ def _show(outcome: Comparison, show_all: bool) -> None:
             table.add_column(column, overflow="fold")
         for difference in shown:
             words = (difference.name, difference.key, difference.what, difference.detail)
-            table.add_row(*(escape(printable(word)) for word in words))
+            table.add_row(*map(escape, words))
         console.print(table)
         if len(shown) < len(outcome.differences):
             console.print(f"and {len(outcome.differences) - len(shown)} more: --all shows them")
     for note in outcome.notes:
-        console.print(f"note: {escape(printable(note))}", soft_wrap=True)
+        console.print(f"note: {escape(note)}", soft_wrap=True)

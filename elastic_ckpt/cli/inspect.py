@@ -20,7 +20,6 @@ from elastic_ckpt.cli.output import (
     plain,
     print_json,
     print_wide,
-    printable,
     table,
 )
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
@@ -80,8 +79,8 @@ def inspect(
 
 
 def clean(value: Any) -> str:
-    """Text from a checkpoint, with markup and control characters escaped for a terminal."""
-    return escape(printable(str(value)).replace("\n", "\\n"))
+    """Text from a checkpoint on one line, with markup escaped."""
+    return escape(str(value).replace("\n", "\\n"))
 
 
 def report(inspection: Inspection) -> Iterator[RenderableType]:

@@ -30,6 +30,7 @@ def latest(
     """
     with errors_end_the_command(as_json):
         found = newest_whole(str(folder), config_of(config, trust_pickle=trust_pickle or None), full)
+    is_found = found.newest is not None and (as_json or found.newest.path.isprintable())
     if as_json:
         print_json(found)
     else:
@@ -37,6 +38,9 @@ def latest(
             error_console.print(
                 f"not whole: {escape(each.path)}: {escape(each.problem or '')}", soft_wrap=True, highlight=False
             )
-        if found.newest is not None:
+        if is_found and found.newest is not None:
             console.print(escape(found.newest.path), soft_wrap=True, highlight=False)
-    end_with(found=found.newest is None)
+        elif found.newest is not None:
+            text = "its name has control characters, which are not printed: rename it, or take --json"
+            error_console.print(f"{escape(found.newest.path)}: {text}", soft_wrap=True, highlight=False)
+    end_with(found=not is_found)

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from elastic_ckpt.errors import ConfigError, ElasticCkptError
 from elastic_ckpt.report import size
@@ -23,8 +24,17 @@ if TYPE_CHECKING:
 #: A finding; wrong usage; the checkpoint cannot be read.
 EXIT_FOUND, EXIT_USAGE, EXIT_UNREADABLE = 1, 2, 3
 
-console = Console()
-error_console = Console(stderr=True)
+
+class SafeConsole(Console):
+    """Prints text of a checkpoint (tags, names, values) with control characters escaped, whoever prints it."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """The text that rich lays out: all strings pass through here, those in tables and trees too."""
+        return super().render_str(printable(text), **options)
+
+
+console = SafeConsole()
+error_console = SafeConsole(stderr=True)
 #: Columns of a report if the output is no terminal.
 _WIDTH = 100
 
@@ -77,13 +87,13 @@ def print_written(report: WriteReport, title: str, as_json: bool) -> None:
     facts.add_row("written", f"{report.tensors} tensors, {report.files} files, {size(report.nbytes)}{kept}")
     facts.add_row("seconds", f"{report.seconds:.1f}")
     for note in report.notes:
-        facts.add_row("note", escape(printable(note)))
+        facts.add_row("note", escape(note))
     console.print(facts)
 
 
 def print_wide(parts: Iterable[RenderableType]) -> None:
     """Print a report, as wide as its tables need if the output is no terminal."""
-    wide = console if console.is_terminal else Console(width=max(console.width, _WIDTH))
+    wide = console if console.is_terminal else SafeConsole(width=max(console.width, _WIDTH))
     for part in parts:
         wide.print(part)
 
@@ -110,7 +120,7 @@ def errors_end_the_command(as_json: bool) -> Iterator[None]:
         if as_json:
             print_json(error_as_dict(error))
         else:
-            error_console.print(f"[bold red]{type(error).__name__}[/]: {escape(printable(str(error)))}", soft_wrap=True)
+            error_console.print(f"[bold red]{type(error).__name__}[/]: {escape(str(error))}", soft_wrap=True)
         raise typer.Exit(EXIT_USAGE if isinstance(error, ConfigError) else EXIT_UNREADABLE) from error
 
 
@@ -120,6 +130,6 @@ def os_errors_end_the_command(remedy: str, exit_code: int = EXIT_USAGE) -> Itera
     try:
         yield
     except OSError as error:
-        text = f"[bold red]{type(error).__name__}[/]: {escape(printable(str(error)))}; {escape(remedy)}"
+        text = f"[bold red]{type(error).__name__}[/]: {escape(str(error))}; {escape(remedy)}"
         error_console.print(text, soft_wrap=True, highlight=False)
         raise typer.Exit(exit_code) from error

@@ -9,7 +9,6 @@ Engines of its later development keep the header elsewhere: ``offsets`` instead 
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Mapping
@@ -17,6 +16,8 @@ from itertools import pairwise
 from typing import Any, BinaryIO, NoReturn
 
 from elastic_ckpt.core.metadata import ITEMSIZE
+from elastic_ckpt.core.shapes import checked_shape
+from elastic_ckpt.formats.json_text import MOST_JSON_NBYTES, parse_json
 from elastic_ckpt.formats.torch_archive.archive import ArchiveTree, most_pickle_nbytes, unpickled
 from elastic_ckpt.formats.torch_archive.directory import ArchiveError
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
@@ -24,9 +25,7 @@ from elastic_ckpt.formats.torch_archive.tree import check_tree
 
 _LENGTH_NBYTES = 8
 _METADATA, _TENSOR = "datastates_metadata", "TENSOR|"
-#: Some 150 bytes a tensor. JSON takes up to 25 times as much memory.
-_MOST_HEADER_NBYTES = 64 << 20
-_MOST_DIMENSIONS, _LARGEST_SIZE, _LONGEST_KEY = 64, 1 << 62, 1 << 12
+_LONGEST_KEY = 1 << 12
 
 
 def is_datastates(stream: BinaryIO) -> bool:
@@ -41,10 +40,10 @@ def read_datastates_tree(stream: BinaryIO, trust_pickle: bool) -> ArchiveTree:
     """Read an open file; errors as of :func:`~elastic_ckpt.formats.torch_archive.archive.read_archive_tree`."""
     nbytes = os.fstat(stream.fileno()).st_size
     header_nbytes = int.from_bytes(stream.read(_LENGTH_NBYTES), "little")
-    if header_nbytes > _MOST_HEADER_NBYTES:
-        raise ArchiveError(f"a header of {header_nbytes} bytes, where at most {_MOST_HEADER_NBYTES} can be read")
+    if header_nbytes > MOST_JSON_NBYTES:
+        raise ArchiveError(f"a header of {header_nbytes} bytes, where at most {MOST_JSON_NBYTES} can be read")
     start = _LENGTH_NBYTES + header_nbytes
-    header = json.loads(stream.read(header_nbytes), object_pairs_hook=_without_duplicates)
+    header = parse_json(stream.read(header_nbytes))
     at, end = _offsets(header.pop(_METADATA, None), start, nbytes)
     if end - at > (most_nbytes := most_pickle_nbytes(nbytes, trust_pickle)):
         raise ArchiveError(f"a pickle of {end - at} bytes, where at most {most_nbytes} can be read")
@@ -60,12 +59,6 @@ def read_datastates_tree(stream: BinaryIO, trust_pickle: bool) -> ArchiveTree:
     return ArchiveTree(nbytes, tree)
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(found := dict(pairs)) != len(pairs):
-        raise ArchiveError("its header lists a key twice")
-    return found
-
-
 def _offsets(entry: Any, start: int, end: int) -> tuple[int, int]:
     """Offsets in the file of what a header's entry describes, from ``start`` to ``end``."""
     offsets = entry.get("data_offsets") if isinstance(entry, Mapping) else None
@@ -79,18 +72,13 @@ def _offsets(entry: Any, start: int, end: int) -> tuple[int, int]:
 
 def _tensor_ref(key: str, entry: Any, start: int, end: int) -> TensorRef:
     first, last = _offsets(entry, start, end)
-    dtype, shape = str(entry.get("dtype")).removeprefix("torch."), entry.get("shape")
-    is_shape = isinstance(shape, list) and len(shape) <= _MOST_DIMENSIONS
-    if (
-        dtype not in ITEMSIZE
-        or not is_shape
-        or not all(type(size) is int and 0 <= size < _LARGEST_SIZE for size in shape)
-    ):
-        raise ArchiveError(f"tensor {key} of dtype {entry.get('dtype')} and shape {shape}"[:300])
+    dtype, shape = str(entry.get("dtype")).removeprefix("torch."), checked_shape(entry["shape"], f"tensor {key}")
+    if dtype not in ITEMSIZE:
+        raise ArchiveError(f"tensor {key} of dtype {entry.get('dtype')}"[:300])
     if math.prod(shape) * ITEMSIZE[dtype] != last - first:
         raise ArchiveError(f"tensor {key} of {dtype} and shape {shape} in {last - first} bytes"[:300])
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    return TensorRef(dtype, tuple(shape), tuple(strides), first)
+    return TensorRef(dtype, shape, tuple(strides), first)
 
 
 def _refuse_overlaps(refs: Mapping[str, TensorRef]) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from elastic_ckpt.core.metadata import ITEMSIZE
+from elastic_ckpt.core.shapes import checked_shape
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.naming import DCP_METADATA
 from elastic_ckpt.formats.pickled import named_errors, unreadable
@@ -23,7 +24,6 @@ from elastic_ckpt.storage.local import open_stream
 
 #: Bytes of ``.metadata`` for one container in it, of which a chunk has a dozen, times those of other pickles.
 _MORE_CONTAINERS = 8
-_MOST_SIZE = 1 << 62
 Shape = tuple[int, ...]
 #: The keys that lead to an entry in the nested state dict.
 Path = tuple[str | int, ...]
@@ -86,20 +86,20 @@ def _contents(tree: Any, path: str) -> DcpContents:
         if entry.name.endswith(".BytesStorageMetadata"):
             missing[name, None] = None
             continue
-        shape = _shape(entry.size)
+        shape = checked_shape(entry.size, name)
         tensors[name] = _dtype(name, entry.properties.dtype), shape
         for chunk in entry.chunks:
-            offsets, sizes = _shape(chunk.offsets), _shape(chunk.sizes)
+            offsets, sizes = checked_shape(chunk.offsets), checked_shape(chunk.sizes)
             if any(at + size > whole for at, size, whole in zip(offsets, sizes, shape, strict=True)):
                 raise unreadable(path, f"a chunk of {sizes} at {offsets} of {name}, of shape {shape}")
             missing[name, offsets] = sizes
     files: dict[str, list[StoredItem]] = {}
     for index, info in tree.storage_data.items():
         offset = getattr(index, "offset", None)
-        key = index.fqn, None if offset is None else _shape(offset)
+        key = index.fqn, None if offset is None else checked_shape(offset)
         if key not in missing:
             continue  # as after a save that was cut short and repeated
-        start, nbytes = _shape((info.offset, info.length))
+        start, nbytes = checked_shape((info.offset, info.length))
         item = StoredItem(index.fqn, start, nbytes, key[1] or (), missing.pop(key))
         _refuse_transformed(item, info, path)
         files.setdefault(_file_name(info.relative_path, path), []).append(item)
@@ -133,13 +133,6 @@ def _dtype(name: str, dtype: Any) -> str:
             remedy="save it in one of these dtypes",
         )
     return found
-
-
-def _shape(sizes: Any) -> Shape:
-    """Sizes or offsets, checked to be such."""
-    if not all(type(size) is int and 0 <= size < _MOST_SIZE for size in sizes):
-        raise ValueError("a size or an offset that is none")
-    return tuple(sizes)
 
 
 def _file_name(name: Any, path: str) -> str:

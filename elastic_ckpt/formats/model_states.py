@@ -22,12 +22,13 @@ from typing import Any, ClassVar
 
 from elastic_ckpt.core.declared import Declared, declared_by
 from elastic_ckpt.core.metadata import SourceFile
+from elastic_ckpt.core.shapes import checked_shape
 from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.core.training_state import Features
 from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError
 from elastic_ckpt.formats.base import refuse_other_saves
 from elastic_ckpt.formats.classify import ELEMENTWISE_NAMES
-from elastic_ckpt.formats.pickled import PickledFile
+from elastic_ckpt.formats.pickled import PickledFile, named_errors
 from elastic_ckpt.formats.saved_config import (
     StatedDegrees,
     config_section,
@@ -147,11 +148,11 @@ def index_model_states(file: PickledFile, dp_rank: int, options: StateOptions = 
         nbytes=file.nbytes,
         records=file.records,
         dp_rank=dp_rank,
-        param_shapes=tuple(_named_shapes(group) for group in tree.get("param_shapes") or ()),
+        param_shapes=tuple(_named_shapes(file, group) for group in tree.get("param_shapes") or ()),
         weights=weights,
         buffers=buffers,
         buffers_crc32=_checksum(file, [weights[name] for name in buffers]),
-        frozen_shapes=_named_shapes(tree.get("frozen_param_shapes") or {}),
+        frozen_shapes=_named_shapes(file, tree.get("frozen_param_shapes") or {}),
         frozen_fragments=dict(tree.get("frozen_param_fragments") or {}),
         frozen_recorded=tree.get("frozen_param_shapes") is not None,
         shared=_same_storage(weights) if optimizer is not None else shared,
@@ -275,8 +276,9 @@ def _refuse_extra_state(file: PickledFile, module: Mapping[str, Any]) -> None:
             )
 
 
-def _named_shapes(shapes: Mapping[str, Any]) -> tuple[tuple[str, Shape], ...]:
-    return tuple((str(name), tuple(int(size) for size in shape)) for name, shape in shapes.items())
+def _named_shapes(file: PickledFile, shapes: Mapping[str, Any]) -> tuple[tuple[str, Shape], ...]:
+    with named_errors(file.path):
+        return tuple((str(name), checked_shape(shape, str(name))) for name, shape in shapes.items())
 
 
 def _checksum(file: PickledFile, refs: list[TensorRef]) -> int:

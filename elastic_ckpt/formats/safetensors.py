@@ -6,7 +6,6 @@ The format is that of https://github.com/huggingface/safetensors#format (0.8.0):
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -29,10 +28,12 @@ from elastic_ckpt.core.metadata import (
     SourceFile,
     TensorMetadata,
 )
+from elastic_ckpt.core.shapes import checked_shape
 from elastic_ckpt.core.training_state import BatchSizes, TrainingState
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
 from elastic_ckpt.errors import listed as shown
 from elastic_ckpt.formats.base import Checkpoint, Found, MetadataOptions
+from elastic_ckpt.formats.json_text import MOST_JSON_NBYTES, parse_json
 from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.formats.pickled import named_errors
 from elastic_ckpt.storage.local import file_names, open_stream
@@ -61,8 +62,6 @@ DTYPES = MappingProxyType(
     }
 )
 _TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
-#: Largest header that the library reads.
-_MOST_HEADER_NBYTES = 100_000_000
 #: Files with optimizer states, as ``elastic-ckpt export --optimizer`` writes them.
 _OPTIMIZER = "optimizer"
 #: Files with the weights, as Transformers writes them.
@@ -160,7 +159,7 @@ def _read_indexed(found: Found, stem: str) -> dict[str, _Header]:
     """The files that an index names, which have the tensors that it names."""
     path = found.path(stem + INDEX_SUFFIX)
     with _named_errors(path), open_stream(path) as stream:
-        index = json.loads(stream.read(_MOST_HEADER_NBYTES), object_pairs_hook=_unique)["weight_map"]
+        index = parse_json(stream.read(MOST_JSON_NBYTES))["weight_map"]
         if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
             raise ValueError("a weight_map that does not name files")
         if any(os.path.basename(file) != file for file in index.values()):
@@ -186,9 +185,9 @@ def _read_header(path: str) -> _Header:
     with _named_errors(path), open_stream(path) as stream:
         size = os.fstat(stream.fileno()).st_size
         (nbytes,) = struct.unpack("<Q", stream.read(8))
-        if nbytes > min(_MOST_HEADER_NBYTES, size - 8):
+        if nbytes > min(MOST_JSON_NBYTES, size - 8):
             raise ValueError(f"a header of {nbytes} bytes in a file of {size}")
-        header = json.loads(stream.read(nbytes), object_pairs_hook=_unique)
+        header = parse_json(stream.read(nbytes))
         metadata, position, tensors = header.pop(METADATA, {}), 8 + nbytes, {}
         if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
             raise ValueError("metadata whose values are no text")
@@ -201,8 +200,8 @@ def _read_header(path: str) -> _Header:
                     found=str(entry["dtype"]),
                     remedy="save it in one of these dtypes",
                 )
-            dtype, shape = _TORCH_DTYPES[entry["dtype"]], _sizes(entry["shape"])
-            start, stop = (8 + nbytes + offset for offset in _sizes(entry["data_offsets"]))
+            dtype, shape = _TORCH_DTYPES[entry["dtype"]], checked_shape(entry["shape"], name)
+            start, stop = (8 + nbytes + offset for offset in checked_shape(entry["data_offsets"], name))
             if start != position or stop - start != math.prod(shape) * ITEMSIZE[dtype]:
                 raise ValueError(f"{name} of {dtype} and shape {shape} from byte {start} to {stop}, after {position}")
             tensors[name], position = (dtype, shape, start), stop
@@ -223,18 +222,6 @@ def _named_errors(path: str) -> Iterator[None]:
         raise
 
 
-def _sizes(values: Any) -> tuple[int, ...]:
-    if not isinstance(values, list) or not all(type(size) is int and size >= 0 for size in values):
-        raise ValueError(f"{str(values)[:100]} instead of sizes")
-    return tuple(values)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(dict(pairs)) != len(pairs):
-        raise ValueError("two entries of one name")
-    return dict(pairs)
-
-
 def _groups_and_scalars(files: list[_Header]) -> tuple[list[dict[str, Any]], dict[str, dict[str, float]]]:
     """Param groups, with the names of their parameters, and scalar states, as ``elastic-ckpt export`` writes them."""
     of_optimizer = [file for file in files if _stem(os.path.basename(file.path)) == _OPTIMIZER]
@@ -243,7 +230,7 @@ def _groups_and_scalars(files: list[_Header]) -> tuple[list[dict[str, Any]], dic
         return [], {}
     with _named_errors(of_optimizer[0].path):
         groups, scalars = (
-            json.loads(facts.get(key, empty)) for key, empty in (("param_groups", "[]"), ("scalars", "{}"))
+            parse_json(facts.get(key, empty).encode()) for key, empty in (("param_groups", "[]"), ("scalars", "{}"))
         )
         members = [name for group in groups for name in group["params"]]
         if not all(isinstance(name, str) for name in members) or len(set(members)) < len(members):

@@ -66,12 +66,16 @@ def file_sizes(found: Found) -> dict[str, int]:
         inside.sort()
         for name in sorted(names):
             path = os.path.join(folder, name)
-            try:
-                nbytes = os.path.getsize(path)
-            except OSError:  # a dangling link
-                nbytes = 0
-            sizes[_below(found.folder, path)] = nbytes
+            sizes[_below(found.folder, path)] = size_of(path)
     return sizes
+
+
+def size_of(path: str) -> int:
+    """The size of a file in bytes; 0 of a link to nothing, say, which nobody can open."""
+    try:
+        return os.path.getsize(path)
+    except OSError:
+        return 0
 
 
 def _below(folder: str, path: str) -> str:

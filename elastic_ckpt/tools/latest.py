@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, NotFoundError
-from elastic_ckpt.formats.detect import global_steps, list_checkpoints, look_at
+from elastic_ckpt.formats.detect import global_steps, list_checkpoints
+from elastic_ckpt.formats.json_text import parse_json
+from elastic_ckpt.storage.local import folder_names, open_stream
 from elastic_ckpt.tools.findings import one_line
 from elastic_ckpt.tools.opened import config_of
 from elastic_ckpt.tools.verification import verify
@@ -95,21 +97,23 @@ def newest_whole(folder: str, config: ElasticConfig, full: bool = False) -> Late
 
 def _candidates(folder: str, config: ElasticConfig) -> Iterator[Candidate]:
     """Every checkpoint in the folder, or one level below."""
-    for found in list_checkpoints(folder):
+    tags = list_checkpoints(folder)
+    for found in tags:
         yield Candidate(found.folder, folder, found.tag, global_steps(found, config.trust_pickle))
-    for entry in os.scandir(folder) if os.path.isdir(folder) else ():
-        if entry.is_dir() and look_at(folder, entry.name) is None:
-            for found in list_checkpoints(entry.path):
-                yield Candidate(entry.path, entry.path, found.tag, global_steps(found, config.trust_pickle))
+    names = set(folder_names(folder)) if os.path.isdir(folder) else set()
+    for path in (os.path.join(folder, name) for name in names - {found.tag for found in tags}):
+        with suppress(DamagedError):  # a folder that cannot be listed, such as lost+found
+            for found in list_checkpoints(path):
+                yield Candidate(path, path, found.tag, global_steps(found, config.trust_pickle))
 
 
 def _empty_siblings(folder: str, candidates: Sequence[Candidate]) -> Iterator[Candidate]:
     """Folders named like checkpoints, but for their number, without a file of one: saves that had just begun."""
     names = {os.path.basename(candidate.path) for candidate in candidates}
     patterns = {_NUMBER.sub("#", name) for name in names if _NUMBER.search(name)}
-    for entry in os.scandir(folder) if patterns else ():
-        if entry.is_dir() and entry.name not in names and _NUMBER.sub("#", entry.name) in patterns:
-            yield Candidate(entry.path, folder, entry.name, None, "no file of a checkpoint is in it")
+    for name in folder_names(folder) if patterns else ():
+        if name not in names and _NUMBER.sub("#", name) in patterns:
+            yield Candidate(os.path.join(folder, name), folder, name, None, "no file of a checkpoint can be seen in it")
 
 
 def _age(candidate: Candidate) -> tuple[float, float]:
@@ -120,7 +124,8 @@ def _age(candidate: Candidate) -> tuple[float, float]:
 
 def _problem(candidate: Candidate, config: ElasticConfig, full: bool) -> str | None:
     try:
-        outcome = verify(candidate.load_dir, candidate.tag, config, full)
+        # by the folder of its tag, so that no ``latest`` file counts
+        outcome = verify(os.path.join(candidate.load_dir, candidate.tag), None, config, full)
     except ElasticCkptError as error:
         return one_line(error.problem)
     if outcome.findings:
@@ -131,13 +136,14 @@ def _problem(candidate: Candidate, config: ElasticConfig, full: bool) -> str | N
 
 def _trainer_problem(path: str, step: int | None) -> str | None:
     """Why Hugging Face's Trainer would not go on from its folder: its own state is missing, or of another step."""
-    others = (os.path.join(os.path.dirname(path), name, _TRAINER_STATE) for name in os.listdir(os.path.dirname(path)))
-    if not any(map(os.path.isfile, others)):
+    around = os.path.dirname(path)
+    others = (os.path.join(around, name, _TRAINER_STATE) for name in folder_names(around))
+    if not any(map(os.path.lexists, others)):
         return None  # another framework's folders
     try:
-        with open(os.path.join(path, _TRAINER_STATE), encoding="utf-8") as stream:
-            state = json.loads(stream.read(_MOST_STATE_NBYTES))
-    except (OSError, ValueError) as error:
+        with open_stream(os.path.join(path, _TRAINER_STATE)) as stream:
+            state = parse_json(stream.read(_MOST_STATE_NBYTES))
+    except (ElasticCkptError, OSError, ValueError) as error:
         return f"{_TRAINER_STATE} cannot be read, which the Trainer writes last: {type(error).__name__}"
     saved = state.get("global_step") if isinstance(state, dict) else None
     return None if saved == step else f"{_TRAINER_STATE} is of step {saved}, the checkpoint of step {step}"

@@ -84,7 +84,9 @@ def test_a_save_that_had_just_begun_is_named_too(folder: Path) -> None:
         (folder / name).mkdir()
     result = latest(folder)
     assert result.exit_code == 0 and result.stdout.strip() == str(folder / "global_step20")
-    assert result.stderr.splitlines() == [f"not whole: {folder / 'global_step30'}: no file of a checkpoint is in it"]
+    assert result.stderr.splitlines() == [
+        f"not whole: {folder / 'global_step30'}: no file of a checkpoint can be seen in it"
+    ]
 
 
 def test_the_trainers_own_state_must_be_of_the_same_step(folder: Path, tmp_path: Path) -> None:

@@ -373,7 +373,7 @@ DAMAGE: dict[str, tuple[Callable[[Any], object], type[ElasticCkptError], str]] =
     "an absolute path": (lambda m: store(m, relative_path="/etc/passwd"), DamagedError, "not in this folder"),
     "no file of this name": (lambda m: store(m, relative_path="__9_0.distcp"), DamagedError, "is missing"),
     "beyond the end": (lambda m: store(m, offset=1 << 40), DamagedError, "ends at byte"),
-    "a negative offset": (lambda m: store(m, offset=-5), DamagedError, "a size or an offset"),
+    "a negative offset": (lambda m: store(m, offset=-5), DamagedError, "offset that is none"),
     "another tensor": (lambda m: store(m, offset=0), DamagedError, "unreadable|another tensor"),
     "no place": (forget, DamagedError, "in which file"),
     "a chunk outside": (reshape, DamagedError, "a chunk of"),

@@ -11,6 +11,7 @@ import pytest
 
 from elastic_ckpt.errors import DamagedError, UnforeseenError
 from elastic_ckpt.storage.local import file_names, folder_names, open_descriptor, open_stream
+from tests.privileges import without_privileges
 
 
 def bind(path: Path) -> None:
@@ -56,14 +57,15 @@ def test_files_are_read_through_links_and_wait_for_their_bytes(tmp_path: Path) -
         open_stream(f"{tmp_path}/fi\0le")
 
 
-def test_who_has_no_permission_learns_of_which_file_and_folder(folder_of_nobody: Path) -> None:
-    (folder_of_nobody / "folder").mkdir(0)
-    (folder_of_nobody / "file").touch(0)
-    with pytest.raises(DamagedError, match="Permission denied"):
-        open_stream(str(folder_of_nobody / "file"))
-    for list_names in (file_names, folder_names):
+def test_who_has_no_permission_learns_of_which_file_and_folder(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir(0)
+    (tmp_path / "file").touch(0)
+    with without_privileges():
         with pytest.raises(DamagedError, match="Permission denied"):
-            list_names(str(folder_of_nobody / "folder"))
+            open_stream(str(tmp_path / "file"))
+        for list_names in (file_names, folder_names):
+            with pytest.raises(DamagedError, match="Permission denied"):
+                list_names(str(tmp_path / "folder"))
 
 
 def test_folders_and_links_to_them_are_listed(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from elastic_ckpt.core.metadata import ITEMSIZE
+from elastic_ckpt.core.shapes import checked_shape
 from elastic_ckpt.errors import UnsupportedError
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from elastic_ckpt.formats.torch_archive.unpickler import Global, described
@@ -23,8 +24,8 @@ _STORAGES = {
     **{"ByteStorage": "uint8", "BoolStorage": "bool", "ComplexDoubleStorage": "complex128"},
     **{"ComplexFloatStorage": "complex64"},
 }
-#: torch has as many dimensions at most; keys of storages are small numbers.
-_MOST_DIMENSIONS, _MOST_ELEMENTS, _MOST_KEY_LENGTH = 64, 1 << 62, 256
+#: Keys of storages are small numbers.
+_MOST_ELEMENTS, _MOST_KEY_LENGTH = 1 << 62, 256
 
 
 @dataclass(slots=True, unsafe_hash=True)  # as TensorRef
@@ -78,20 +79,16 @@ def _tensor(storage: Any, dtype: str | None, offset: Any, size: Any, stride: Any
     itemsize = ITEMSIZE.get(dtype)
     if itemsize is None:
         raise _kind_error(f"a tensor of torch.{dtype}")
-    if len(size) != len(stride) or len(size) > _MOST_DIMENSIONS or type(offset) is not int:
+    if len(size) != len(stride) or type(offset) is not int:
         raise pickle.UnpicklingError(f"a tensor of {len(size)} sizes and {len(stride)} strides")
-    reach = 1
-    for length, step in zip(size, stride):  # noqa: B905  just compared, and called for each tensor
-        if type(length) is not int or type(step) is not int or not 0 <= length | step < _MOST_ELEMENTS:
-            raise pickle.UnpicklingError("a size or stride that is none")
-        reach += (length - 1) * step
-    end = (offset + reach) * itemsize
+    size, stride = checked_shape(size), checked_shape(stride)
+    end = (offset + 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))) * itemsize
     if 0 in size:
         offset = 0  # it has no elements that could be elsewhere
     elif offset < 0 or end > storage.nbytes:
-        what = f"a tensor of {tuple(size)} ends at byte {end}"
+        what = f"a tensor of {size} ends at byte {end}"
         raise pickle.UnpicklingError(f"a storage has {storage.nbytes} bytes, but {what}")
-    return TensorRef(dtype, tuple(size), tuple(stride), storage.byte_offset + offset * itemsize)
+    return TensorRef(dtype, size, stride, storage.byte_offset + offset * itemsize)
 
 
 def _rebuild_parameter(data: Any, _requires_grad: Any, _hooks: Any, state: Any = None) -> TensorRef:

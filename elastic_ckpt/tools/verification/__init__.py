@@ -6,6 +6,7 @@ Its steps: folder, metadata, archives, records and their checksums, values, repl
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,13 +16,13 @@ from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata
 from elastic_ckpt.errors import DamagedError, MismatchError, listed
 from elastic_ckpt.formats import Found
 from elastic_ckpt.formats.datastates import is_datastates
-from elastic_ckpt.formats.naming import DCP_METADATA, UNIVERSAL_FOLDER
+from elastic_ckpt.formats.naming import DCP_METADATA, DCP_SUFFIX, UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER
 from elastic_ckpt.formats.safetensors import SUFFIX
 from elastic_ckpt.formats.torch_archive.archive import is_legacy
 from elastic_ckpt.planning.state_matching import state_errors
 from elastic_ckpt.sharding.book import RuleBook
-from elastic_ckpt.storage.local import open_stream
-from elastic_ckpt.tools.files import WHOLE_FORMATS
+from elastic_ckpt.storage.local import file_names, open_stream
+from elastic_ckpt.tools.files import WHOLE_FORMATS, size_of
 from elastic_ckpt.tools.findings import ERROR, NOTE, Finding, kind_of, of_error, of_tensors
 from elastic_ckpt.tools.verification.archive import Archive, Record, read_archive
 from elastic_ckpt.tools.verification.files import checkpoint_files, choose, other_files, read_metadata, swap_files
@@ -36,6 +37,8 @@ from elastic_ckpt.tools.verification.scan import (
     wrong_records,
 )
 
+#: Releases of DeepSpeed whose universal checkpoints (BLOOM's) have no file of the optimizer.
+_WITHOUT_OPTIMIZER_FILE = re.compile(r"0\.\d\.")
 _CRC_OFF = "torch.serialization.set_crc32_options(False)"
 #: Problems listed of one file; the rest are counted.
 _MOST_PROBLEMS = 40
@@ -98,7 +101,7 @@ def verify(
     if full:
         nbytes = _check_bytes(found, metadata, config, threads, show_progress, findings)
     else:
-        nbytes = sum(os.path.getsize(path) for path in files if os.path.isfile(path))
+        nbytes = sum(map(size_of, files))
     unique = tuple(dict.fromkeys(findings))
     return Verification(
         folder=os.path.abspath(folder),
@@ -134,7 +137,7 @@ def _check_bytes(
     for path in swap_files(found):
         text = "a swap file of NVMe offload: raw bytes, saved without a checksum; only their values are looked at"
         findings.append(Finding(NOTE, "no-checksum", text, file=path))
-        works.append(_work(path, os.path.getsize(path), (), known.get(path, [])))
+        works.append(_work(path, size_of(path), (), known.get(path, [])))
     checked = check(works, threads, show_progress)
     for work, result in zip(works, checked, strict=True):
         findings += _limited(work.path, _judge_bytes(work, result))
@@ -176,7 +179,7 @@ def _work_by_metadata(
     if file is None:
         if os.path.basename(path) == DCP_METADATA:
             findings.append(_no_checksums(path, "as torch writes it"))
-        return Work(path, os.path.getsize(path))
+        return Work(path, size_of(path))
     records = [Record(f"data at {offset}", offset, nbytes, crc32) for offset, nbytes, crc32 in file.records]
     work = _work(path, file.nbytes, records, spans)
     if not work.has_checksums or path.endswith(SUFFIX):
@@ -221,11 +224,27 @@ def check_metadata(metadata: CheckpointMetadata) -> Iterator[Finding]:
             file = os.path.join(folder, UNIVERSAL_FOLDER) if is_universal else folder
             text = f"no fp32 master of this parameter: no {name}/{MASTER}.pt"
             yield Finding(ERROR, "incomplete", text, name, file)
+    if is_universal and not _WITHOUT_OPTIMIZER_FILE.match(metadata.source.ds_version):
+        file = os.path.join(folder, UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER)
+        if not os.path.lexists(file):
+            text = "no such file, which has the param groups' hyperparameters: restore it, or convert again"
+            yield Finding(ERROR, "missing", text, file=file)
+    yield from _unlisted(metadata)
     yield from _state_findings(metadata)
     for error in state_errors(metadata):
         yield of_error(error, kind_of(error), ERROR if isinstance(error, DamagedError) else NOTE)
     for note in dict.fromkeys((*metadata.notes, *metadata.warnings)):
         yield Finding(NOTE, "reader", note)
+
+
+def _unlisted(metadata: CheckpointMetadata) -> Iterator[Finding]:
+    """Files of ``torch.distributed.checkpoint`` with nothing of this save, as one of more ranks leaves them."""
+    source, listed_files = metadata.source, {file.path for file in metadata.files}
+    for name in sorted(file_names(source.folder)) if source.format == "dcp" else ():
+        path = os.path.join(source.folder, name)
+        if name.endswith(DCP_SUFFIX) and path not in listed_files:
+            text = ".metadata names no tensor in this file: it is of another save, and no load reads it"
+            yield Finding(NOTE, "foreign", text, file=path)
 
 
 def _state_findings(metadata: CheckpointMetadata) -> Iterator[Finding]:

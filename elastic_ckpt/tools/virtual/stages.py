@@ -23,7 +23,7 @@ def stages_of(numels: Mapping[str, int], pp: int, metadata: CheckpointMetadata) 
     balanced by parameters (``partition_method="parameters"``, DeepSpeed's default), and tied modules are on the first
     and last stage, except those that only one stage saved (BLOOM's norm behind the embedding).
 
-    Raises :class:`UnsupportedError` if names do not show their layer.
+    Raises :class:`UnsupportedError` if names do not show their layer, or a stage would have no parameter.
     """
     if pp == 1:
         return dict.fromkeys(numels, (0,))
@@ -45,8 +45,17 @@ def stages_of(numels: Mapping[str, int], pp: int, metadata: CheckpointMetadata) 
         as_saved = {name: saved.get(name) or of_layer.get(layer_of.get(name, -1), ()) for name in numels}
         if all(as_saved.values()):
             return as_saved
-    balanced = _balanced(numels, layer_of, tied, pp)
-    return balanced | {name: (0,) if len(saved.get(name, ())) == 1 else (0, pp - 1) for name in tied}
+    stages = _balanced(numels, layer_of, tied, pp)
+    stages |= {name: (0,) if len(saved.get(name, ())) == 1 else (0, pp - 1) for name in tied}
+    if empty := set(range(pp)).difference(*stages.values()):
+        raise UnsupportedError(
+            "this pipeline would have stages without a parameter, for which no optimizer can be made",
+            file=metadata.source.folder,
+            expected=f"at most as many stages as layers have parameters: {len(set(layer_of.values()))}",
+            found=f"{pp} stages, of which {len(empty)} are empty",
+            remedy="a lower pipeline-parallel degree",
+        )
+    return stages
 
 
 def _balanced(numels: Mapping[str, int], layer_of: Mapping[str, int], tied: Sequence[str], pp: int) -> Stages:

@@ -1,0 +1,57 @@
+"""Shapes whose product would take minutes, in every place in which a file claims one: refused before it is computed."""
+
+from __future__ import annotations
+
+import json
+import signal
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ckpt.errors import DamagedError
+from elastic_ckpt.formats.base import MetadataOptions
+from elastic_ckpt.formats.pickled import open_pickled
+from elastic_ckpt.formats.safetensors import find_safetensors, read_safetensors
+from tests import datastates
+from tests.unpartitioned import indexed
+
+MANY, LARGE = (3,) * 400_000, (10**1000,) * 300
+
+
+def safetensors(folder: Path, shape: tuple[int, ...]) -> None:
+    header = json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, 4]}}).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
+    found = find_safetensors(str(folder))
+    assert found is not None
+    read_safetensors(found, MetadataOptions())
+
+
+def of_datastates(folder: Path, shape: tuple[int, ...]) -> None:
+    header = {"a": {"dtype": "torch.float32", "shape": shape, "data_offsets": [0, 4]}}
+    datastates.write(folder / "file.pt", header, bytes(4), b"\x80\x02}.")
+    open_pickled(str(folder / "file.pt"))
+
+
+def of_parameters(folder: Path, shape: tuple[int, ...]) -> None:
+    indexed(folder, {"a": torch.zeros(2)}, None, param_shapes=[{"a": torch.Size((2,)), "b": shape}])
+
+
+def of_frozen_parameters(folder: Path, shape: tuple[int, ...]) -> None:
+    indexed(folder, {"a": torch.zeros(2)}, None, frozen_param_shapes={"a": shape})
+
+
+@pytest.mark.parametrize("shape", [MANY, LARGE], ids=["many dimensions", "large sizes"])
+@pytest.mark.parametrize("claim", [safetensors, of_datastates, of_parameters, of_frozen_parameters])
+def test_nothing_is_multiplied_that_no_tensor_can_have(
+    tmp_path: Path, claim: Callable[[Path, Any], None], shape: tuple[int, ...]
+) -> None:
+    signal.alarm(60)  # kills the run: big numbers are multiplied without a look at signals
+    try:
+        with pytest.raises(DamagedError, match=r"dimensions|a size, stride or offset that is none"):
+            claim(tmp_path, shape)
+    finally:
+        signal.alarm(0)
