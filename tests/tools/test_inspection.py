@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.tree import Tree
 
 from elastic_ckpt.cli.inspect import clean, file_tree, parameter_table, report
-from elastic_ckpt.cli.output import plain
+from elastic_ckpt.cli.output import SafeConsole, plain
 from elastic_ckpt.core.chunks import (
     BlockCode,
     FlatTensors,
@@ -444,7 +447,15 @@ def test_json_knows_every_value() -> None:
 
 
 def test_text_of_a_checkpoint_does_nothing_to_a_terminal() -> None:
-    assert clean("a[bold]b\x1b[31m\nc") == r"a\[bold]b\x1b[31m\nc"
+    assert clean("a[bold]b\nc") == r"a\[bold]b\nc"
+    out, odd = io.StringIO(), "a\x1b[31m\x9b2J\u202eb\ud800"
+    shown = Table(odd, title=odd, caption=odd)
+    shown.add_row(odd)
+    tree = Tree(odd)
+    tree.add(odd)
+    for part in (odd, escape(odd), shown, tree):
+        SafeConsole(file=out, width=100).print(part)
+    assert out.getvalue().replace("\n", "").isprintable() and r"\x1b[31m\x9b2J\u202eb\ud800" in out.getvalue()
 
 
 def test_the_report_fits_and_names_everything() -> None:

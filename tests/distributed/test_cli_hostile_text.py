@@ -1,0 +1,99 @@
+"""Text of a checkpoint with control characters, wherever a checkpoint has text: no command prints any of them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from elastic_ckpt.cli import app
+
+#: Escape sequences of 7 and 8 bits, a backspace, writing from right to left, another line, half a character, markup.
+ODD = "\x1b]0;x\x07\x9b2J\x08\u202e\u2028\rx\ud800[red]"
+#: The same as the name of a file.
+ODD_NAME = ODD.replace("\ud800", "\udcff")
+MODEL = "mp_rank_00_model_states.pt"
+COMMANDS = ("inspect --params --tree", "plan --dp 3", "plan --rank 0", "verify --full", "latest", "diff", "export")
+COMMANDS += ("convert", "convert --to dcp", "export --optimizer", "plan --tp 2", "inspect --json", "plan --json")
+
+
+def renamed(node: Any) -> Any:
+    """A tree in which names of parameters, and those that scripts and users choose, are odd."""
+    if isinstance(node, dict):
+        own = {"module", "param_shapes", "client", "lr_scheduler"}
+        return {key: odd(value) if key in own else renamed(value) for key, value in node.items()}
+    return node
+
+
+def odd(node: Any) -> Any:
+    if isinstance(node, dict):
+        return {key + ODD if isinstance(key, str) else key: odd(value) for key, value in node.items()}
+    return [odd(each) for each in node] if isinstance(node, list) else node + ODD if isinstance(node, str) else node
+
+
+def of_parameters(folder: Path) -> Path:
+    tree = torch.load(folder / "step4" / MODEL, weights_only=False)
+    tree["buffer_names"] = [name + ODD for name in tree["buffer_names"]]
+    torch.save({**renamed(tree), ODD: ODD, "ds_version": tree["ds_version"] + ODD}, folder / "step4" / MODEL)
+    return folder
+
+
+def of_groups(folder: Path) -> Path:
+    for path in (folder / "step4").glob("*optim*"):
+        tree = torch.load(path, weights_only=False)
+        for group in tree["optimizer_state_dict"]["base_optimizer_state"]["param_groups"]:
+            group |= {ODD: ODD, "name": ODD}
+        torch.save(tree, path)
+    return folder
+
+
+def of_tag(folder: Path) -> Path:
+    tag = ODD.replace("\ud800", "")
+    (folder / "step4").rename(folder / tag)
+    (folder / "latest").write_text(tag)
+    return folder
+
+
+def of_a_latest_that_is_no_text(folder: Path) -> Path:
+    (folder / "latest").write_bytes(ODD_NAME.encode(errors="surrogateescape"))
+    return folder
+
+
+def of_folder(folder: Path) -> Path:
+    return folder.rename(folder.with_name(ODD_NAME))
+
+
+def of_files(folder: Path) -> Path:
+    (folder / "step4" / ODD_NAME).touch()
+    (folder / "step4" / f"zero_pp_rank_7_mp_rank_00{ODD_NAME}_optim_states.pt").touch()
+    return folder
+
+
+def of_damage(folder: Path) -> Path:
+    torch.save({ODD: Path(ODD), "dp_world_size": ODD, "ds_version": [ODD]}, folder / "step4" / MODEL)
+    return folder
+
+
+TEXTS = [of_parameters, of_groups, of_tag, of_a_latest_that_is_no_text, of_folder, of_files, of_damage]
+
+
+@pytest.mark.parametrize("change", TEXTS)
+def test_no_control_character_reaches_the_terminal(
+    native: Path, tmp_path: Path, change: Callable[[Path], Path]
+) -> None:
+    whole = native / "z1-fp32-adamw-dp2"
+    folder = change(Path(shutil.copytree(whole, tmp_path / "folder")))
+    shown = ""
+    for number, command in enumerate(COMMANDS):
+        name, *options = command.split()
+        more = {"diff": [str(whole)], "export": [f"{tmp_path}/out{number}"], "convert": [f"{tmp_path}/out{number}"]}
+        result = CliRunner().invoke(app, [name, *options, str(folder), *more.get(name, [])])
+        assert isinstance(result.exception, SystemExit | None), (command, result.exception)
+        assert result.output.replace("\n", "").isprintable(), (command, result.output)
+        shown += result.output
+    assert r"\x1b" in shown or r"\u001b" in shown
