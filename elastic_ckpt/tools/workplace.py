@@ -185,17 +185,27 @@ def refuse_target(task: Task, target: Path, source: Path) -> None:
 
 @contextmanager
 def naming_os_errors(task: Task, target: Path) -> Iterator[None]:
-    """Turn an :class:`OSError` into an :class:`ElasticCkptError` that names the file."""
+    """Turn an :class:`OSError`, or what torch makes of one, into an :class:`ElasticCkptError` that names the file."""
     try:
         yield
-    except OSError as error:
+    except (OSError, RuntimeError) as raised:
+        error = _os_error_in(raised)
+        if error is None:
+            raise
         raise ElasticCkptError(
             f"the {task.noun} could not be read or written",
             file=str(error.filename or target),
             expected="a source that stays, and a folder to write to",
             found=f"{type(error).__name__}: {error.strerror or error}",
             remedy="check the path, its file system and its permissions; the same command goes on from here",
-        ) from error
+        ) from raised
+
+
+def _os_error_in(error: BaseException | None) -> OSError | None:
+    """The error of the system that an exception is, or was raised for, or while it was handled."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 _of_thread = threading.local()

@@ -17,8 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from elastic_ckpt.core.experts import expert_name
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
 from elastic_ckpt.core.tp_rules import VOCABULARY, WHOLE_KINDS, Rule
@@ -27,6 +25,7 @@ from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.torch_archive.stand_ins import StandIn
 from elastic_ckpt.io.coalesce import ReadOptions
+from elastic_ckpt.tools.conversion.pickling import save
 from elastic_ckpt.tools.conversion.torch_file import write_tensor_file
 from elastic_ckpt.tools.logical import LogicalReader, Whole, refuse_without_masters, scalars_of
 from elastic_ckpt.tools.workplace import scratch
@@ -122,7 +121,7 @@ def parameter_files(
             yield OutputFile(_path_of(whole.name, whole.key, metadata), whole.nbytes, write)
     for name in metadata.parameters:
         for key, scalar in scalars_of(metadata, name).items():
-            yield OutputFile(_path_of(name, key, metadata), 0, partial(torch.save, scalar))
+            yield OutputFile(_path_of(name, key, metadata), 0, partial(save, scalar))
 
 
 def _path_of(name: str, key: str, metadata: CheckpointMetadata) -> str:

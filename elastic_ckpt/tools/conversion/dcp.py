@@ -12,6 +12,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,17 +84,30 @@ def convert_to_dcp(
         # without copying ahead, DCP writes each tensor before it asks for the next, which takes its memory
         writer = dcp.FileSystemWriter(place.folder, thread_count=threads, sync_files=True, per_thread_copy_ahead=0)
         try:
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), _errors_of_threads() as errors:
                 warnings.simplefilter("ignore")  # of a save without a process group
                 state_dict = _state_dict(wholes, metadata, decoupled)
                 written = dcp.save(state_dict, storage_writer=writer, planner=planner, **_ALONE)
         except CheckpointException as error:  # which is no Exception
             raise next(iter(error.failures.values()))[0] from error
+        if errors:
+            raise errors[0]
         planner.refuse_unwritten({item: info.length for item, info in written.storage_data.items()}, place.folder)
         place.finish()
     files = list(target.glob("*.distcp"))
     nbytes = sum(file.stat().st_size for file in files)
     return WriteReport(str(target), len(wholes), len(files), nbytes, 0, time.monotonic() - started, notes)
+
+
+@contextmanager
+def _errors_of_threads() -> Iterator[list[BaseException]]:
+    """What is raised on threads meanwhile: on its own, DCP loses it."""
+    errors, before = list[BaseException](), threading.excepthook
+    threading.excepthook = lambda raised: errors.append(raised.exc_value or raised.exc_type())
+    try:
+        yield errors
+    finally:
+        threading.excepthook = before
 
 
 def _paths_of(whole: Whole, metadata: CheckpointMetadata) -> Iterator[tuple[str, ...]]:

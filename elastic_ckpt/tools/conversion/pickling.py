@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copyreg
+import errno
 import io
+import os
 import pickle
+import shutil
 from types import ModuleType
 from typing import Any
 
@@ -12,6 +15,9 @@ import torch
 
 from elastic_ckpt.formats.torch_archive.stand_ins import StandIn
 from elastic_ckpt.formats.torch_archive.tree import replace_leaves
+
+#: With less room than this, a file that could not be written is taken for one of a full disk.
+_LEAST_FREE_NBYTES = 1 << 20
 
 
 class _Placeholder:
@@ -53,8 +59,17 @@ _MODULE.Pickler = _Pickler
 
 
 def save(tree: Any, path: Any) -> None:
-    """:func:`torch.save` for a tree with stand-ins, which become objects of the classes that they stand for."""
-    torch.save(replace_leaves(tree, _placeholder), path, pickle_module=_MODULE, pickle_protocol=2)
+    """:func:`torch.save` for a tree with stand-ins, which become objects of the classes that they stand for.
+
+    Raises :class:`OSError` if the file cannot be written, of which torch's own writer tells no more than a position.
+    """
+    try:
+        torch.save(replace_leaves(tree, _placeholder), path, pickle_module=_MODULE, pickle_protocol=2)
+    except RuntimeError as error:
+        is_full = shutil.disk_usage(os.path.dirname(path)).free < _LEAST_FREE_NBYTES
+        code = errno.ENOSPC if is_full else errno.EIO
+        text = os.strerror(code) if is_full else str(error).partition("\n")[0]
+        raise OSError(code, text, os.fspath(path)) from error
 
 
 def _placeholder(leaf: Any) -> Any:
