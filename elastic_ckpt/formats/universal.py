@@ -7,7 +7,7 @@ files. Source: ``ds_to_universal.py``.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, groupby
 from typing import Any
@@ -18,7 +18,7 @@ from elastic_ckpt.core.declared import Declared
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.metadata import ITEMSIZE, MASTER, CheckpointMetadata, SavedParameter, TensorMetadata
 from elastic_ckpt.core.strided import Shape
-from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
+from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError, shortened
 from elastic_ckpt.formats import model_states
 from elastic_ckpt.formats.base import Checkpoint, Found, MetadataOptions, refuse_unsupported_folder
 from elastic_ckpt.formats.exchange import file_opener, opener_of, read_my_share
@@ -162,12 +162,31 @@ def _refuse_wrong_data(model: ModelShard, optimizer: OptimizerFile) -> None:
         )
 
 
+def _refuse_unlisted(first: ModelShard, states: Iterable[StateFile], parameters: Collection[str]) -> None:
+    """Refuse optimizer states that would be left out, since no model-states file lists their parameters.
+
+    Masters alone say nothing: the converter writes buffers and the other names of tied weights, too.
+    """
+    stateful = {item.name for item in states if item.tensor is not None and item.key != MASTER}
+    unlisted = sorted(stateful.difference(parameters))
+    if unlisted:
+        raise DamagedError(
+            "the model-states files of the universal checkpoint do not list all parameters that have optimizer states",
+            parameter=shortened(unlisted),
+            file=first.path,
+            expected="every parameter whose folder below zero has states, in param_shapes",
+            found="none of these",
+            remedy="convert the native checkpoint again",
+        )
+
+
 def _build_metadata(
     found: Found, models: list[ModelShard], optimizer: OptimizerFile | None, states: list[StateFile], grid: Grid
 ) -> CheckpointMetadata:
     first = models[0]
     builder = MetadataBuilder(found, [*models, *states])
     builder.parameters = parameters = _parameters(models, optimizer, states, grid)
+    _refuse_unlisted(first, states, parameters)
     local = _local_shapes(models, grid)
     builder.scalar_forms = {key: "float" for saved in parameters.values() for key, _ in saved.scalars}
     for file, item in enumerate(states, start=len(models)):
