@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import importlib
 import json
 import math
 import os
@@ -26,7 +27,7 @@ from tests.distributed.facts import log_lines
 from tests.distributed.model import GLOBAL_BATCH, PRECISIONS, close, param_groups
 from tests.distributed.unchanged_jobs import NOT_HANDED_OUT, SAVE_AT, state_of, text_of, train
 from tests.flows import parts
-from tests.flows.draw import Flow
+from tests.flows.draw import EngineFlow, Flow, TrainerFlow
 from tests.flows.models import MODELS
 
 _CELL = {"sp": 1, "data": False}
@@ -36,7 +37,7 @@ VOID, RIGHT, REFUSED = "void", "right", "refused"
 
 
 @contextlib.contextmanager
-def live(flow: Flow, seed: int) -> Iterator[Any]:
+def live(flow: EngineFlow, seed: int) -> Iterator[Any]:
     """An engine of this flow."""
     get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed does not believe it of a CPU
     get_accelerator().supported_dtypes = lambda: [torch.float32, torch.float16, torch.bfloat16]
@@ -59,7 +60,7 @@ def live(flow: Flow, seed: int) -> Iterator[Any]:
         gc.collect()
 
 
-def _save(flow: Flow, folder: str) -> dict[str, dict[Any, Any]]:
+def _save(flow: EngineFlow, folder: str) -> dict[str, dict[Any, Any]]:
     with live(flow, 7) as engine:
         train(_CELL, engine, 0, SAVE_AT, flow.pending)
         truth = state_of(_CELL, engine)
@@ -73,7 +74,7 @@ def _three_steps_later(engine: Any) -> dict[str, dict[Any, Any]]:
     return losses | {f"{part} {_MORE_STEPS} steps later": values for part, values in state_of(_CELL, engine).items()}
 
 
-def _load(flow: Flow, folder: str) -> dict[str, dict[Any, Any]]:
+def _load(flow: EngineFlow, folder: str) -> dict[str, dict[Any, Any]]:
     """Load, and train on: all that this rank holds, what was returned, and the state three steps later."""
     with live(flow, 8) as engine:
         train(_CELL, engine, 60, 60 + flow.trained)
@@ -87,18 +88,14 @@ def _load(flow: Flow, folder: str) -> dict[str, dict[Any, Any]]:
 def run(flow: Flow, folder: str, mark: Callable[[str], None]) -> tuple[str, str]:
     """What happened (:data:`VOID`, :data:`RIGHT`, :data:`REFUSED` or what is wrong), and more words. Collective."""
     found: list[Any] = []
-    doing: dict[str, Callable[[], Any]] = {
-        "save": lambda: _save(flow, folder),
-        "DeepSpeed": lambda: _load(flow, folder),
-        "elastic_ckpt": lambda: _load(flow, folder),
-    }
+    save, load = _jobs_of(flow)
     with log_lines() as lines:
-        for what, work in doing.items():
+        for what, job in (("save", save), ("DeepSpeed", load), ("elastic_ckpt", load)):
             mark(what)
             (elastic_ckpt.install if what == "elastic_ckpt" else elastic_ckpt.uninstall)()
             error: BaseException | None = None
             try:
-                found.append(work())
+                found.append(job(flow, folder))
             except Exception as caught:
                 error = caught
             finally:
@@ -109,12 +106,19 @@ def run(flow: Flow, folder: str, mark: Callable[[str], None]) -> tuple[str, str]
                 if what != "elastic_ckpt":
                     return VOID, f"{what}: {words}"
                 of_code = isinstance(error, ElasticCkptError) and "trust_pickle" in str(error)
-                if flow.client in parts.UNSAFE and all(_of_all(of_code)):
+                if getattr(flow, "client", "") in parts.UNSAFE and all(_of_all(of_code)):
                     return REFUSED, words
                 return f"does not load: {words}", ""
     truth, alone, ours = found
     wrong = next(filter(None, _of_all(_first_difference(truth, alone, ours))), None)
     return (wrong or RIGHT), "\n".join(line for line in lines if "elastic_ckpt" in line)
+
+
+def _jobs_of(flow: Flow) -> tuple[Callable[[Any, str], Any], Callable[[Any, str], Any]]:
+    if isinstance(flow, TrainerFlow):
+        trainer = importlib.import_module("tests.distributed.trainer_flow_jobs")  # imports Transformers
+        return trainer.save, trainer.load
+    return _save, _load
 
 
 def _of_all(mine: Any) -> list[Any]:

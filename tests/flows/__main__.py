@@ -18,11 +18,11 @@ from pathlib import Path
 
 from tests.distributed.flow_jobs import REFUSED, RIGHT, VOID
 from tests.distributed.launch import close_zygotes, run_ranks
-from tests.flows.draw import Flow, flow_of, random_flow, reduced
+from tests.flows.draw import EngineFlow, Flow, TrainerFlow, flow_of, random_flow, reduced
 from tests.flows.parts import choices, is_possible
 
-#: Flows of one set of processes, and seconds that it gets for each.
-_FLOWS, _SECONDS = 24, 15
+#: Flows of one set of processes by their kind, and seconds that it gets for each.
+_FLOWS, _SECONDS = {EngineFlow: 24, TrainerFlow: 8}, 20
 
 
 def run_flows(flows: Sequence[Flow], extensions_dir: str) -> list[tuple[str, str]]:
@@ -69,16 +69,15 @@ def report_of(flow: Flow, what: str, extensions_dir: str) -> str:
     return f"FAILED: {last[-1]}\npython -m tests.flows --flow '{plainest.as_json()}'"
 
 
-def draw(seconds: float, seed: int, extensions_dir: str, most: int = sys.maxsize) -> tuple[Counter[str], list[str]]:
+def draw(seconds: float, seed: int, extensions_dir: str) -> tuple[Counter[str], list[str]]:
     """Flows for so many seconds: how many ended how, and a report of each failure."""
     limit, rng = time.monotonic() + seconds, random.Random(seed)
     counted: Counter[str] = Counter()
     failures: list[str] = []
-    while time.monotonic() < limit and counted.total() < most:
-        ranks = rng.choice(choices()["ranks"])
-        some = dict(choices()) | {"ranks": (ranks,)}
-        flows = [random_flow(rng, some, is_possible) for _ in range(min(_FLOWS, most - counted.total()))]
-        flows = [Flow(**{**vars(flow), "ranks": ranks}) for flow in flows]
+    while time.monotonic() < limit:
+        kind = rng.choices((EngineFlow, TrainerFlow), (3, 1))[0]
+        some = dict(choices(kind)) | {"ranks": (rng.choice(choices(kind)["ranks"]),)}
+        flows = [random_flow(rng, kind, some, is_possible) for _ in range(_FLOWS[kind])]
         for flow, (what, more) in zip(flows, run_flows(flows, extensions_dir), strict=True):
             counted["wrong" if is_wrong(what) else what] += 1
             if is_wrong(what):

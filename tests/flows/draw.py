@@ -10,10 +10,23 @@ from dataclasses import asdict, dataclass, fields, replace
 
 @dataclass(frozen=True)
 class Flow:
-    """A run that is saved and resumed at its own topology. The defaults are the plainest choice of each axis.
+    """A choice on each axis; the defaults are the plainest."""
+
+    ranks: int = 2
+
+    def as_json(self) -> str:
+        """What :func:`flow_of` reads: the kind, and the choices that are not the default."""
+        plain = type(self)()
+        changed = {axis: choice for axis, choice in asdict(self).items() if choice != getattr(plain, axis)}
+        return json.dumps({"kind": type(self).__name__, **changed})
+
+
+@dataclass(frozen=True)
+class EngineFlow(Flow):
+    """A training script that is saved and resumed at its own topology.
 
     Attributes:
-        ranks, stage, precision: a precision is a key of ``tests.distributed.model.PRECISIONS``.
+        stage, precision: a precision is a key of ``tests.distributed.model.PRECISIONS``.
         optimizer: a key of ``tests.flows.parts.OPTIMIZERS``.
         scheduler, client, model, zero, config: keys of the tables of that name there.
         groups: as ``tests.distributed.model.param_groups`` has them.
@@ -22,7 +35,6 @@ class Flow:
         pending: micro-batches that wait for a step when it is saved.
     """
 
-    ranks: int = 2
     stage: int = 1
     precision: str = "fp32"
     optimizer: str = "adamw"
@@ -36,36 +48,51 @@ class Flow:
     trained: int = 0
     pending: int = 0
 
-    def as_json(self) -> str:
-        """What :func:`flow_of` reads: the choices that are not the default."""
-        return json.dumps({axis: choice for axis, choice in asdict(self).items() if choice != getattr(Flow(), axis)})
+
+@dataclass(frozen=True)
+class TrainerFlow(Flow):
+    """A script with the Trainer of Transformers; optim and scheduler are its names for them.
+
+    Attributes:
+        best: whether the best checkpoint is loaded in the end.
+        config: who makes optimizer and scheduler: ``trainer``, or DeepSpeed with what the Trainer fills in (``auto``).
+        others as of ``transformers.TrainingArguments``, and ZeRO's stage.
+    """
+
+    stage: int = 2
+    optim: str = "adamw_torch"
+    scheduler: str = "linear"
+    accumulation: int = 1
+    best: bool = False
+    config: str = "trainer"
+    bf16: bool = False
+    lora: bool = False
 
 
+KINDS = {kind.__name__: kind for kind in (EngineFlow, TrainerFlow)}
+#: Axis -> what may be chosen.
 Choices = Mapping[str, tuple[int | str, ...]]
 
 
 def flow_of(text: str) -> Flow:
     """The flow that :meth:`Flow.as_json` has written."""
     read = json.loads(text)
-    assert read.keys() <= {field.name for field in fields(Flow)}, text
-    return Flow(**read)
+    return KINDS[read.pop("kind")](**read)
 
 
-def random_flow(rng: random.Random, choices: Choices, is_possible: Callable[[Flow], bool]) -> Flow:
-    """A flow of the choices on each axis; half of the axes keep the default, so that odd choices meet in twos and threes."""
+def random_flow(rng: random.Random, kind: type[Flow], choices: Choices, is_possible: Callable[[Flow], bool]) -> Flow:
+    """A flow of the choices on each axis; half of them keep the default, so that odd choices meet in twos and threes."""
     while True:
         drawn = {axis: rng.choice(some) for axis, some in choices.items()}
-        kept = {
-            axis: getattr(Flow(), axis) for axis in drawn if axis not in ("stage", "optimizer") and rng.random() < 0.5
-        }
-        flow = Flow(**{**drawn, **kept})  # type: ignore[arg-type]
+        kept = [axis for axis in drawn if axis not in ("ranks", "stage", "optimizer", "optim") and rng.random() < 0.5]
+        flow = kind(**{axis: choice for axis, choice in drawn.items() if axis not in kept})
         if is_possible(flow):
             return flow
 
 
 def simpler(flow: Flow) -> Iterator[Flow]:
     """The flow with one axis at its default."""
-    for field in fields(Flow):
+    for field in fields(flow):
         if getattr(flow, field.name) != field.default:
             yield replace(flow, **{field.name: field.default})
 
