@@ -4,6 +4,7 @@
 #   bash launch/test.sh --all      every one
 #   bash launch/test.sh --fuzz     nightly: 200,000 mutated files
 #   bash launch/test.sh --soak     nightly: an hour of random topologies
+#   bash launch/test.sh --flows    nightly: two hours of random jobs at an unchanged topology
 #   bash launch/test.sh -k planner other arguments go to pytest
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -26,6 +27,8 @@ if [[ ${1:-} == --fuzz ]]; then
     ELASTIC_CKPT_FUZZ=${ELASTIC_CKPT_FUZZ:-200000} "$PYTHON" -m pytest -n 2 -o timeout=0 tests/attacks/test_mutations.py
 elif [[ ${1:-} == --soak ]]; then
     "$PYTHON" -m tests.soak --minutes "${ELASTIC_CKPT_SOAK:-60}" --seed "$RANDOM"
+elif [[ ${1:-} == --flows ]]; then
+    "$PYTHON" -m tests.flows --minutes "${ELASTIC_CKPT_FLOWS:-120}"
 elif [[ $# -gt 0 && $1 != --all ]]; then
     "$PYTHON" -m pytest "$@"
 else
