@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -11,9 +13,11 @@ from rich.table import Table
 
 from elastic_ckpt.cli import AsJson, Config, Preset, TrustPickle, app
 from elastic_ckpt.cli.output import console, end_with, errors_end_the_command, print_json
+from elastic_ckpt.config import ElasticConfig
+from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.report import size
 from elastic_ckpt.tools.comparison import Comparison, compare
-from elastic_ckpt.tools.opened import config_of, open_folder
+from elastic_ckpt.tools.opened import Opened, config_of, open_folder
 
 _EXAMPLE = "Example: [bold]elastic-ckpt diff checkpoints/step100 universal/step100[/]"
 _SHOWN = 50
@@ -43,13 +47,23 @@ def diff(
     """
     with errors_end_the_command(as_json):
         options = config_of(config, tp_preset=preset, trust_pickle=trust_pickle or None, replicated_params=replicated)
-        first, second = (open_folder(str(path), None, options) for path in (a, b))
+        (first, second), notes = _opened((a, b), options)
         outcome = compare(first, second, threads, False if as_json else None)
+        outcome = replace(outcome, notes=(*outcome.notes, *notes))
     if as_json:
         print_json(outcome)
     else:
         _show(outcome, show_all)
     end_with(found=bool(outcome.differences))
+
+
+def _opened(paths: Sequence[Path], config: ElasticConfig) -> tuple[list[Opened], tuple[str, ...]]:
+    """The checkpoints; both without optimizer states, and a note, if those of one can only be named in a load."""
+    try:
+        return [open_folder(str(path), None, config) for path in paths], ()
+    except MismatchError as error:
+        opened = [open_folder(str(path), None, config, with_states=False) for path in paths]
+        return opened, (f"optimizer states are not compared: {error.problem} ({error.file})",)
 
 
 def _show(outcome: Comparison, show_all: bool) -> None:

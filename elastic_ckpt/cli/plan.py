@@ -164,7 +164,7 @@ def _of_folder(
         opened = open_folder(folder, tag, config, with_states)
     except MismatchError as error:  # only live param groups could name the states
         if with_states:
-            error.remedy = f"--weights-only plans the weights alone; of a live run: {error.remedy}"
+            error.remedy = f"--weights-only plans the weights alone: {error.remedy}"
         raise
     return opened.found.folder, opened.checkpoint.metadata
 

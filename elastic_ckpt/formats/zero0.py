@@ -9,8 +9,10 @@ the weights, their values are compared too (:mod:`elastic_ckpt.formats.same_save
 from __future__ import annotations
 
 import math
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from elastic_ckpt.core.chunks import group_rules
@@ -175,7 +177,8 @@ def member_names(
     unnumbered = {*model.buffers, *model.shared}
     in_order = [name for name in shapes if name not in unnumbered]
     candidates: dict[str, Members] = {}
-    for origin, names in (("the live param groups", _in_saved_order(state, live, options)), ("the model", [in_order])):
+    of_model = [in_order] if options.live_groups or len(state.members) == 1 else _dealt(state, in_order, shapes)
+    for origin, names in (("the live param groups", _in_saved_order(state, live, options)), ("the model", of_model)):
         fitted = None if names is None else _fit(state, names, shapes)
         if fitted is not None and names is not None and not _loses(state, fitted, names, shapes):
             candidates[origin] = fitted
@@ -185,6 +188,30 @@ def member_names(
         raise _unnamed(model, state, options, list(candidates))
     origin, chosen = next(iter(candidates.items()))
     return chosen, _notes(state, model, chosen, origin, proven)
+
+
+def _dealt(state: UnpartitionedState, names: Sequence[str], shapes: Mapping[str, Shape]) -> Names | None:
+    """Names in the order of the model, dealt out to several saved groups; ``None`` unless shapes leave a single way.
+
+    As of Hugging Face's Trainer, whose second group has what does not decay: biases and norms. What is of no group, as
+    it did not train, is passed over if no saved member has its shape.
+    """
+    if state.kind == FUSED:
+        return None
+    left = [deque(_saved_shapes(state, group)) for group in range(len(state.members))]
+    saved = Counter(chain.from_iterable(left))
+    named = Counter(shapes[name] for name in names if shapes[name] in saved)
+    if saved.total() != len(names) and saved != named:
+        return None
+    dealt: list[list[str]] = [[] for _ in left]
+    for name in names:
+        fitting = [group for group, rest in enumerate(left) if rest and rest[0] in (None, shapes[name])]
+        if len(fitting) > 1 or (not fitting and shapes[name] in saved):
+            return None
+        for group in fitting:
+            left[group].popleft()
+            dealt[group].append(name)
+    return None if any(left) else dealt
 
 
 def _in_saved_order(state: UnpartitionedState, live: Names, options: MetadataOptions) -> Names | None:
@@ -320,6 +347,15 @@ def _unnamed(
         found = "live param groups with the saved hyperparameters, in another order, and no name in each group"
     else:
         found = f"{sizes} tensors in the saved groups, {[len(group) for group in options.live_groups]} in the live ones"
+    if not options.live_groups:
+        return MismatchError(
+            "without ZeRO, DeepSpeed saves optimizer states without names, and only a load, which knows the live param "
+            "groups, can tell which parameter is which",
+            file=model.path,
+            expected="one param group in the order of the model, or several of which shapes tell the members",
+            found=f"{sizes} tensors in the saved groups",
+            remedy="leave the optimizer states out; torch.optim with model.named_parameters() saves names",
+        )
     return MismatchError(
         "without ZeRO, DeepSpeed saves optimizer states without names, and which parameter is which is not known",
         parameter=listed(name for group in options.live_groups for name in group),

@@ -98,8 +98,8 @@ class _Side:
         self.tensors = {(whole.name, whole.key): whole for whole in self.reader.tensors()}
 
     def adopt(self, other: _Side) -> None:
-        """Take the other side's word for what formats of whole tensors do not tell: buffers, parameters, ties."""
-        if self.reader.metadata.source.format not in WHOLE_FORMATS:
+        """Take the other side's word for what this one does not tell: buffers, parameters, ties."""
+        if self.reader.metadata.source.format not in WHOLE_FORMATS and self.reader.metadata.parameters:
             return
         known = other.tensors
         for name in [name for name, key in self.tensors if key == FROZEN and (name, key) not in known]:

@@ -170,7 +170,11 @@ def test_universal_checkpoints_say_the_same(native: Path, universal: Path) -> No
 
 def test_runs_without_partitions_and_in_fp16(unpartitioned: Path) -> None:
     shapes, _, groups = model_facts()
-    for setup in (Setup(0), Setup(0, "bf16"), Setup(0, "fp16")):
+    for setup in (Setup(0), Setup(0, "bf16"), Setup(0, "fp16"), Setup(0, "fp32", "fusedadam")):
+        found = facts(unpartitioned / f"{setup.name}-dp2")  # by shapes that leave one order
+        assert {e["name"]: e["group"] for e in found["parameters"] if e["role"] == "trained"} == groups
+        assert not found["weights_only"] and kinds(found) == [("note", "reader")]
+    for setup in (Setup(0, "bf16", "fusedadam"),):
         found = facts(unpartitioned / f"{setup.name}-dp2")
         assert found["weights_only"] and kinds(found) == [("warning", "unnamed_states")]
         assert found["run"]["zero_stage"] == 0 and found["run"]["precision"] == setup.precision

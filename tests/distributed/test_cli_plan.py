@@ -94,7 +94,8 @@ def test_a_job_that_could_not_be(native: Path) -> None:
 
 
 def test_states_without_names_are_left_out_on_demand(unpartitioned: Path) -> None:
-    folder = folder_of(unpartitioned, Setup(0), 2)
+    assert proof_of_folder(folder_of(unpartitioned, Setup(0), 2), Topology(dp=3, zero_stage=3)).holds
+    folder = folder_of(unpartitioned, Setup(0, "bf16", "fusedadam"), 2)
     error = told(folder, code=3)
     assert error["remedy"].startswith("--weights-only")
     found = told(folder, "--weights-only", "--zero", "3")

@@ -343,14 +343,16 @@ def test_infinity_in_a_buffer_is_a_note(native: Path, copy: Callable[[Path], Pat
 def test_without_zero_every_tensor_is_looked_at_though_states_have_no_names(
     unpartitioned: Path, copy: Callable[[Path], Path]
 ) -> None:
-    folder = copy(unpartitioned / "z0-fp32-adamw-dp2")
+    folder = copy(unpartitioned / "z0-bf16-fusedadam-dp2")
 
     def spoil(tree: dict) -> None:
-        tree["optimizer"]["state"][2]["exp_avg"].view(-1)[3] = float("inf")
+        tree["optimizer"]["optimizer_state_dict"]["state"][0]["exp_avg"].view(-1)[3] = float("inf")
 
     damage.edit(MODEL, spoil)(folder)
     findings = found_by(folder, "--full")
-    assert [(finding["code"], finding["parameter"]) for finding in findings] == [("inf", "optimizer/state/2/exp_avg")]
+    assert [(finding["code"], finding["parameter"]) for finding in findings] == [
+        ("inf", "optimizer/optimizer_state_dict/state/0/exp_avg")
+    ]
     assert "without names" in verify(folder).stderr
 
 

@@ -106,7 +106,7 @@ def export(
     try:
         opened = open_folder(os.fspath(folder), tag, options, with_states=optimizer)
     except MismatchError as error:  # only live param groups could name the states
-        error.remedy = f"export without --optimizer; of a live run: {error.remedy}" if optimizer else error.remedy
+        error.remedy = f"export without --optimizer: {error.remedy}" if optimizer else error.remedy
         raise
     target, metadata = Path(out).absolute(), opened.metadata
     refuse_target(EXPORT, target, Path(opened.found.folder))
