@@ -31,6 +31,7 @@ _ENDINGS = (".yml", ".yaml", ".json")
 #: Limits for untrusted files, above any real configuration.
 _MOST_FILES = 32
 _MOST_BYTES = 1 << 18
+_MOST_RANKS = 1 << 17
 #: The option that identifies a dict of arguments as gpt-neox's.
 _NEOX_MARK = "model_parallel_size"
 #: gpt-neox's defaults of options that decide about layouts (megatron/neox_arguments/neox_args.py).
@@ -243,7 +244,7 @@ def stated_degrees(tree: Mapping[str, Any], config: Mapping[str, Any], run: Mapp
     possible: set[int] = set()
     if batch is None and samples and counted and samples % counted == 0:
         possible = {_sharing(ranks, samples // counted, micro * (steps or 1)) or 0} - {0}
-    elif batch and ranks and micro and not steps:
+    elif batch and ranks and ranks <= _MOST_RANKS and micro and not steps:
         possible = {sp for sp in range(1, ranks + 1) if ranks % sp == 0 and batch % (micro * ranks // sp) == 0}
         possible = set() if 1 in possible else possible  # the batch alone does not speak for sequence parallelism
     return StatedDegrees(

@@ -80,3 +80,11 @@ def test_names_on_one_side_only_are_missing(native: Path) -> None:
     lacking = {key for key, item in found.items() if item["what"] == "missing" and key[1] == "max_exp_avg_sq"}
     truth = torch.load(amsgrad / "truth.pt", weights_only=False)
     assert lacking == {key for key in truth["states"] if key[1] == "max_exp_avg_sq"}
+
+
+def test_without_zero_states_are_compared_where_shapes_tell_their_names(native: Path, unpartitioned: Path) -> None:
+    """Two groups, as the Trainer makes them; of groups that were flattened, the weights alone can be named."""
+    assert differences(unpartitioned / "z0-fp32-adamw-dp2", native / "z1-fp32-adamw-dp2") == {}
+    fused = unpartitioned / "z0-bf16-fusedadam-dp2"
+    result = run(fused, fused)
+    assert result.exit_code == 0 and "optimizer states are not compared" in result.stdout
