@@ -50,6 +50,8 @@ PLAIN, UNFUSED, FUSED = "plain", "unfused", "fused"
 MASTER_ENTRIES = {"fp32_groups": UNFUSED, "fp32_groups_flat": FUSED}
 #: Entries that DeepSpeed leaves out before 0.19.4 if there are experts (``_save_moe_checkpoint``, engine.py).
 _ADDED_IN_0_19_4 = frozenset({"buffer_names", "param_shapes", "ds_config", "ds_version"})
+#: Experts of a layer, of which a file may claim any number.
+_MOST_EXPERTS = 1 << 17
 Shape = tuple[int, ...]
 _DEFAULTS = StateOptions()
 #: Reads a model-states file, given whose it is.
@@ -203,13 +205,14 @@ def _stacked_experts(file: PickledFile) -> dict[str, tuple[tuple[int, ...], ...]
     """Where AutoEP's stacked experts are; :class:`LayoutError` unless each expert is on one expert-parallel rank."""
     found: dict[str, tuple[tuple[int, ...], ...]] = {}
     for layer in file.tree.get("ds_autoep_layers") or file.tree.get("autoep_layers") or ():
-        local, ep = int(layer["num_local_experts"]), int(layer["ep_size"])
+        local, ep, count = (int(layer[key]) for key in ("num_local_experts", "ep_size", "num_experts"))
+        local, ep = (local, ep) if 0 < local * ep == count <= _MOST_EXPERTS else (0, 0)
         placed = tuple(tuple(range(rank * local, (rank + 1) * local)) for rank in range(ep))
         if layer.get("expert_placement"):
             ranks = sorted(layer["expert_placement"]["ranks"], key=lambda each: each["rank"])
             placed = tuple(tuple(map(int, each["experts"])) for each in ranks)
         experts = sorted(chain.from_iterable(placed))
-        if experts != list(range(int(layer["num_experts"]))) or len({*map(len, placed)}) > 1:
+        if not 0 < count <= _MOST_EXPERTS or experts != list(range(count)) or len({*map(len, placed)}) > 1:
             raise LayoutError(
                 "experts of AutoEP are not placed on one expert-parallel rank each, in equal numbers",
                 parameter=f"{layer['expert_key_prefix']}.*",

@@ -36,6 +36,8 @@ _PARTITIONS = frozenset(
         "optimizer_state_dict",
     }
 )
+#: Fused parts of a parameter, of which a file may claim any number.
+_MOST_SUB_PARAMETERS = 1 << 10
 #: Marks that each parameter has its own data, whatever DeepSpeed's converter would have made of such a run.
 TRUE_ORDER = "elastic_ckpt_true_order"
 
@@ -143,8 +145,8 @@ def _rule_of(name: str, tree: Any) -> Rule | None:
     pattern = f"^{re.escape(name)}$"
     if tree.get("vocab_tensor") or "vocab_divisibility_padding_tensor" in tree:
         return Rule(pattern=pattern, kind=VOCABULARY)
-    if tree.get("param_n_sub_params"):
-        return Rule(pattern=pattern, kind=COLUMN, dim=0, sub_parameters=[1] * int(tree["param_n_sub_params"]))
+    if isinstance(count := tree.get("param_n_sub_params"), int) and 0 < count <= _MOST_SUB_PARAMETERS:
+        return Rule(pattern=pattern, kind=COLUMN, dim=0, sub_parameters=[1] * count)
     parts = _sub_parameters(tree.get("sub_param_shape"))
     if parts is not None:
         return Rule(pattern=pattern, kind=COLUMN, dim=parts[0], sub_parameters=parts[1])

@@ -146,10 +146,11 @@ def expected_files(
     files = found.files
     if files.clashes or found.format in WHOLE_FORMATS:
         return
-    dps = range(max([dp, *(rank + 1 for rank, _ in (*files.optimizer, *files.model_zero3))], default=0) or 1)
-    mps = range(max([model_parallel, *(rank + 1 for rank in files.mp_ranks)], default=0) or 1)
-    if len(dps) * len(mps) + sum(experts) > _MOST_EXPECTED:
+    ranks = max([dp, *(rank + 1 for rank, _ in (*files.optimizer, *files.model_zero3))], default=0) or 1
+    mp_ranks = max([model_parallel, *(rank + 1 for rank in files.mp_ranks)], default=0) or 1
+    if ranks * mp_ranks + sum(experts) > _MOST_EXPECTED:
         return
+    dps, mps = range(ranks), range(mp_ranks)
     for mp in mps:
         if files.model_zero3 and mp not in files.model:
             yield from (f"zero_pp_rank_{dp}_mp_rank_{mp:02d}_model_states.pt" for dp in dps)
