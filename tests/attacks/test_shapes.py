@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ckpt.errors import DamagedError
+from elastic_ckpt.errors import DamagedError, LayoutError
 from elastic_ckpt.formats.base import MetadataOptions
 from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.formats.safetensors import find_safetensors, read_safetensors
@@ -53,5 +53,29 @@ def test_nothing_is_multiplied_that_no_tensor_can_have(
     try:
         with pytest.raises(DamagedError, match=r"dimensions|a size, stride or offset that is none"):
             claim(tmp_path, shape)
+    finally:
+        signal.alarm(0)
+
+
+CLAIMS: dict[str, dict[str, Any]] = {
+    "ranks": {"dp_world_size": 1 << 62, "ds_config": {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1}},
+    "experts": {"ds_autoep_layers": [{"num_local_experts": 1 << 40, "ep_size": 1 << 40, "num_experts": 1 << 80}]},
+    "none": {"ds_autoep_layers": [{"num_local_experts": 0, "ep_size": 1 << 40, "num_experts": 0}]},
+    "less": {"ds_autoep_layers": [{"num_local_experts": 1 << 40, "ep_size": 1 << 40, "num_experts": -1}]},
+}
+
+
+@pytest.mark.parametrize("what", CLAIMS)
+def test_nothing_is_counted_up_to_what_a_file_claims(tmp_path: Path, what: str) -> None:
+    claim = CLAIMS[what]
+    for layer in claim.get("ds_autoep_layers", ()):
+        layer["expert_key_prefix"] = "layer"
+    signal.alarm(60)
+    try:
+        if what == "ranks":
+            assert not indexed(tmp_path, {"a": torch.zeros(2)}, None, **claim).stated.possible
+        else:
+            with pytest.raises(LayoutError, match="experts of AutoEP are not placed"):
+                indexed(tmp_path, {"a": torch.zeros(2)}, None, **claim)
     finally:
         signal.alarm(0)
