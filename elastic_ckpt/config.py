@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from elastic_ckpt.core.fqn import NAME_PRESETS
 from elastic_ckpt.core.state_kinds import ELEMENTWISE, NON_SHARD_KEYS, REPLICATED, StateOptions
 from elastic_ckpt.core.tp_rules import Rule
+from elastic_ckpt.core.training_state import AHEAD
 from elastic_ckpt.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -63,8 +64,8 @@ class ElasticConfig(BaseModel):
     wait_for_files: int = Field(
         0,
         ge=0,
-        description="seconds to wait for missing or incomplete files before they count as damaged: shared file systems "
-        "show them late, or another job is still writing them",
+        description="seconds to wait for missing, incomplete or moving files before they count as damaged: shared file "
+        "systems show them late, or another job is still writing them",
     )
     read_threads: int = Field(4, ge=1, le=64, description="reading threads per rank")
     read_chunk_mib: int = Field(16, ge=1, le=1024, description="largest single read, in MiB")
@@ -264,6 +265,7 @@ def read_config(ds_config: Mapping[str, Any]) -> ElasticConfig:
             expected='"elastic_checkpoint": {"mode": "auto"}',
             found=repr(section),
         )
+    section = {key: value for key, value in section.items() if key != AHEAD}  # an engine's own note, in a copied config
     known = list(ElasticConfig.model_fields)
     for key in section:
         if key not in known:

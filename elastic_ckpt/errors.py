@@ -91,6 +91,10 @@ class DamagedError(ElasticCkptError):
     """A file is missing, truncated, unreadable, or belongs to another save."""
 
 
+class SavedOverError(DamagedError):
+    """A file was replaced or rewritten while it was being loaded: the folder may be whole in a moment."""
+
+
 class LayoutError(DamagedError):
     """Files contradict the layout that they state: one is damaged or missing, or the layout is unknown."""
 

@@ -37,6 +37,7 @@ def test_there_are_the_kinds_that_the_documentation_names() -> None:
         "NotFoundError",
         "DamagedError",
         "LayoutError",
+        "SavedOverError",
         "UnsafePickleError",
         "MismatchError",
         "UnsupportedError",

@@ -9,6 +9,9 @@ from typing import Any
 #: 1-bit optimizers of DeepSpeed before 0.19, by lower-case class name, as in its config.
 ONE_BIT_OPTIMIZERS = frozenset({"onebitadam", "onebitlamb", "zerooneadam"})
 
+#: Entry of our section in a saved config: by how many steps counts of the optimizer are ahead of the counters.
+AHEAD = "ahead"
+
 
 @dataclass(frozen=True)
 class LossScale:

@@ -6,6 +6,7 @@ nothing else depends on the version.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, BinaryIO
@@ -17,7 +18,9 @@ from deepspeed.runtime.utils import DummyOptim
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from packaging.version import Version
 
+from elastic_ckpt.config import CONFIG_KEY
 from elastic_ckpt.core.flat_ranges import group_offsets
+from elastic_ckpt.core.training_state import AHEAD
 from elastic_ckpt.errors import UnsupportedError
 
 try:
@@ -25,6 +28,8 @@ try:
 except ImportError:  # before 0.17.2
     torch_autocast = None
 
+#: Optimizers that step once, on gradients of zeros, when they are built.
+_STEP_WHEN_BUILT = frozenset({"FP16_Optimizer", "FP16_UnfusedOptimizer"})
 #: Checkpoint engines that read a file with ``torch.load``.
 _READ_BY_TORCH = frozenset({"TorchCheckpointEngine", "FastCheckpointEngine", "DecoupledCheckpointEngine"})
 
@@ -176,6 +181,37 @@ def separate_steps(engine: Any) -> None:
 def ds_config(engine: Any) -> Mapping[str, Any]:
     """The engine's DeepSpeed config as a dict, unknown top-level keys included."""
     return engine._config._param_dict or {}
+
+
+def record_counts(engine: Any) -> None:
+    """Let saves state by how many steps the optimizer's counts are ahead of the counters, if not as in a new run.
+
+    DeepSpeed puts ``engine.config``, if it is a dict, into each file that it saves.
+    """
+    config = getattr(engine, "config", None)
+    if not has_optimizer(engine) or not isinstance(config, dict):
+        return
+    scaler = loss_scaler(engine)
+    new = {"step": {int(type(engine.optimizer).__name__ in _STEP_WHEN_BUILT)}, "cur_iter": {0}}
+    ahead = {"step": {step - engine.global_steps + engine.skipped_steps for step in _counted_steps(engine)}}
+    if getattr(scaler, "dynamic_loss_scale", False) or getattr(scaler, "dynamic", False):
+        ahead["cur_iter"] = {scaler.cur_iter - engine.global_steps}
+    recorded = {key: sorted(counts) for key, counts in ahead.items() if counts and counts != new[key]}
+    section = dict(config.get(CONFIG_KEY) or {})
+    if section.pop(AHEAD, {}) != recorded:
+        engine.config = {**config, CONFIG_KEY: {**section, **({AHEAD: recorded} if recorded else {})}}
+
+
+def _counted_steps(engine: Any) -> set[int]:
+    """The steps that an optimizer has counted, by state or else by param group; empty if it does not count."""
+    base = base_optimizer(engine)
+    states = [state for state in getattr(base, "state", {}).values() if state]
+    groups = base.param_groups
+    counted = [each["step"] for each in states if "step" in each] or [g["step"] for g in groups if "step" in g]
+    if not states and not counted and any("betas" in group for group in groups):
+        return {0}
+    numbers = (each.item() if isinstance(each, torch.Tensor) and each.numel() == 1 else each for each in counted)
+    return {int(number) for number in numbers if isinstance(number, (int, float)) and math.isfinite(number)}
 
 
 def zero_param_shapes(engine: Any) -> Sequence[Mapping[str, Any]]:

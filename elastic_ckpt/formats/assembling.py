@@ -56,6 +56,12 @@ class RankFiles:
     def model(self) -> ModelShard:
         return next(iter(self.models.values()))
 
+    @property
+    def loss_scalers(self) -> list[Any]:
+        """Of the files of optimizer states; ``None`` where it has none."""
+        experts = [each.state.scaler for each in self.expert_optimizers.values()]
+        return experts + [each.loss_scaler for each in self.optimizers.values()][:1]
+
 
 @dataclass(frozen=True)
 class Assembled:
@@ -105,7 +111,6 @@ def assemble(found: Found, kinds: Sequence[Kind], indexed: Sequence[Any], option
     across = _experts_across(found, list(ranks.values()), grid.tp, options)
     if across is not None:
         metadata = with_more(metadata, across)
-    metadata = with_progress_compared(metadata, ranks[0].model, options.check_shards)
     return Assembled(ranks, layers, grid, all_metadata, metadata, across)
 
 
@@ -125,6 +130,7 @@ def _experts_across(
     _refuse_different_experts(model, shards, numbers)
     check_experts(found, model, shards, [each for _, each in sorted(experts.items())], mp="*")
     metadata = partitioned_metadata(found, [model], shards, None, options.states, numbers)
+    metadata = with_progress_compared(metadata, model, options.check_shards, [shards[0].loss_scaler])
     ep = max(degree_of(shards, flat) for flat in numbers)
     metadata = replace(metadata, source=replace(metadata.source, ep=ep))
     return with_experts(metadata, list(experts.values()), model)
@@ -252,6 +258,7 @@ def _fit_together(found: Found, mp: int, rank: RankFiles, grid: Grid, options: M
     else:
         _refuse_unnamed(found, models[0])
         metadata = unpartitioned_metadata(found, models[0], options)
+    metadata = with_progress_compared(metadata, models[0], options.check_shards, rank.loss_scalers)
     ep = max([1, len(rank.expert_optimizers), *(degree_of(optimizers, flat) for flat in numbers if optimizers)])
     metadata = replace(metadata, source=replace(metadata.source, sequence=grid.sequence, ep=ep))
     is_whole = len(numbers) == len(models[0].param_shapes)

@@ -32,6 +32,7 @@ from elastic_ckpt.formats.pickled import PickledFile, named_errors
 from elastic_ckpt.formats.saved_config import (
     StatedDegrees,
     config_section,
+    counts_ahead,
     features_in,
     positive_int,
     run_arguments,
@@ -101,6 +102,7 @@ class ModelShard(SourceFile):
         without_states: whether no file has any (:func:`saved_without_states`).
         features: what only DeepSpeed's own loader restores.
         stacked: parameter in which AutoEP stacks experts -> the experts on each expert-parallel rank.
+        ahead: by how many steps counts of the optimizer are ahead of the counters, where it was recorded.
         stated, declared: what it states about parallel degrees and tensor-parallel shards.
     """
 
@@ -128,6 +130,7 @@ class ModelShard(SourceFile):
     declared: Declared = field(default_factory=Declared)
     stacked: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     run: Mapping[str, Any] = field(default_factory=dict)
+    ahead: Mapping[str, frozenset[int]] = field(default_factory=dict)
 
 
 def index_model_states(file: PickledFile, dp_rank: int, options: StateOptions = _DEFAULTS) -> ModelShard:
@@ -171,6 +174,7 @@ def index_model_states(file: PickledFile, dp_rank: int, options: StateOptions = 
         declared=declared_by(tree.get("universal_checkpoint_info")),
         stacked=_stacked_experts(file),
         run=run,
+        ahead=counts_ahead(file),
     )
 
 

@@ -1,17 +1,21 @@
 """Checks whether a checkpoint's model-states files and optimizer shards belong to the same save.
 
-A job that dies while it overwrites a tag leaves model-states files of one step beside optimizer shards of another; step
-counts show it. A shard of another run may have the same shapes and step count. ZeRO-1/2 saves the low-precision weights
-whole in the model-states file, and DeepSpeed always makes them by rounding the fp32 masters, so a few elements of each
-shard, rounded, must equal them. ZeRO-3 saves none: only step counts are compared.
+A job that dies while it overwrites a tag leaves model-states files of one step beside optimizer shards of another: what
+an optimizer and a loss scaler have counted shows it. A shard of another run may have the same shapes and counts.
+ZeRO-1/2 saves the low-precision weights whole in the model-states file, and DeepSpeed always makes them by rounding the
+fp32 masters, so a few elements of each shard, rounded, must equal them. ZeRO-3 saves none: only counts are compared.
+
+Counts are not those of the counters after a reset, or where the run began elsewhere. How far they are apart then stays
+the same, and saves after a load by elastic_ckpt state it (``elastic_ckpt.engines.compat.record_counts``).
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
-from collections.abc import Collection, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from elastic_ckpt.core.metadata import ITEMSIZE, MASTER, CheckpointMetadata
@@ -24,10 +28,8 @@ from elastic_ckpt.storage.local import open_descriptor
 if TYPE_CHECKING:
     import numpy as np
 
-_ONE_MORE = (
-    "optimizer states are one step ahead of the counters, as after a phase without ZeRO in fp16 or bf16, whose "
-    "optimizer steps once when it is built"
-)
+#: From this release on, ZeRO's optimizers do not step once when they are built.
+_NO_STEP_WHEN_BUILT = (0, 13, 5)
 #: Error, problem and remedy where masters are not those of their weights.
 _OTHER_RUN = (
     DamagedError,
@@ -46,34 +48,123 @@ _ELEMENTS = 16
 _PARAMETERS = 8
 
 
-def with_progress_compared(metadata: CheckpointMetadata, model: ModelShard, check_shards: bool) -> CheckpointMetadata:
-    """The metadata, with a note if the optimizer's ``step`` is not ``global_steps - skipped_steps``.
+def with_progress_compared(
+    metadata: CheckpointMetadata, model: ModelShard, check_shards: bool, scalers: Sequence[Any] = ()
+) -> CheckpointMetadata:
+    """The metadata, with a note if the optimizer has not counted the steps of the counters, as after a reset.
 
-    Under ZeRO-3 with ``check_shards``, any difference but one step more is a :class:`DamagedError`.
+    ``scalers``: the loss scaler of each model-parallel rank, if the states are in other files than the counters.
+
+    Raises:
+        DamagedError: with ``check_shards``, files of two saves may be mixed: counts are one apart or, under ZeRO-3
+            where no weights tell, any number, and nothing in the files explains it.
     """
-    steps = {value for saved in metadata.parameters.values() for key, value in saved.scalars if key == "step"}
-    expected = int(model.counters["global_steps"]) - int(model.counters["skipped_steps"])
-    if not steps or steps == {expected}:
+    kind = PLAIN if model.optimizer is None else model.optimizer.kind
+    counts = Counts(
+        int(model.counters["global_steps"]),
+        int(model.counters["skipped_steps"]),
+        {value for saved in metadata.parameters.values() for key, value in saved.scalars if key == "step"},
+        scaled_steps(scalers),
+        explained_counts(kind, model.ds_version, model.ahead, bool(scalers)),
+    )
+    if counts.expected == 1 and not counts.steps and any("betas" in group for group in metadata.groups):
+        counts.steps.update(() if metadata.state_keys else {0})  # of an optimizer that counts, but has not begun
+    why = counts.contradiction(exact=metadata.source.zero_stage == 3)
+    if why is not None and scalers and check_shards:
+        raise _mixed(model, *why)
+    if not counts.odd_steps:
         return metadata
-    found = ", ".join(f"{step:g}" for step in sorted(steps))
-    note = f"optimizer states are at step {found}, counters at {expected}: as after a reset of the optimizer"
-    if steps == {expected + 1}:
-        # FP16_Optimizer and FP16_UnfusedOptimizer step once, on zero gradients, when they are built
-        if model.optimizer is not None and model.optimizer.kind != PLAIN:
-            return metadata
-        note = _ONE_MORE
-    elif check_shards and metadata.source.zero_stage == 3:
-        raise DamagedError(
-            "optimizer states and counters are of different steps: files of two saves may be mixed in this folder",
-            file=model.path,
-            expected=f"optimizer step {expected}, from global_steps and skipped_steps",
-            found=f"optimizer step {found}",
-            remedy=(
-                "take another tag; if the optimizer was reset during the run, which explains it: "
-                '"elastic_checkpoint": {"check_shards": false}'
-            ),
-        )
+    found = f"at step {_shown(counts.steps)}, counters at {counts.expected}"
+    note = f"optimizer states are {found}: as after a reset of the optimizer"
     return replace(metadata, notes=(*metadata.notes, note))
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What counts steps in the files of a checkpoint.
+
+    Attributes:
+        counted, skipped: ``global_steps`` and ``skipped_steps`` of the model-states files.
+        steps, scaled: steps that the optimizer and its dynamic loss scaler have counted, by the optimizer's files.
+        explained: by how many steps each of them may be ahead of the counters in one save.
+    """
+
+    counted: int
+    skipped: int
+    steps: set[float]
+    scaled: set[int]
+    explained: Mapping[str, Collection[int]]
+
+    @property
+    def expected(self) -> int:
+        """The optimizer's steps by the counters."""
+        return self.counted - self.skipped
+
+    @property
+    def odd_steps(self) -> set[float]:
+        """By how many steps the optimizer is ahead, where nothing explains it."""
+        return {step - self.expected for step in self.steps} - set(self.explained["step"])
+
+    def contradiction(self, exact: bool) -> tuple[str, str] | None:
+        """What was expected and found if the files may be of two saves; ``exact``: of any two, not of neighbours."""
+        odd = {found - self.counted for found in self.scaled} - set(self.explained["cur_iter"])
+        if _is_one_apart(odd, self.explained["cur_iter"]):
+            return f"a loss scaler at step {self.counted}, from global_steps", f"at step {_shown(self.scaled)}"
+        # a scaler counts the steps that overflow, too: where it agrees, all files are of one save
+        if self.scaled and not odd:
+            return None
+        if (exact and self.odd_steps) or _is_one_apart(self.odd_steps, self.explained["step"]):
+            expected = f"optimizer step {self.expected}, from global_steps and skipped_steps"
+            return expected, f"optimizer step {_shown(self.steps)}"
+        return None
+
+
+def scaled_steps(scalers: Iterable[Any]) -> set[int]:
+    """The steps that dynamic loss scalers have seen; of others, none."""
+    found = set()
+    for scaler in scalers:
+        values = scaler if isinstance(scaler, Mapping) else getattr(scaler, "__dict__", {})
+        if values.get("dynamic_loss_scale", values.get("dynamic")) and isinstance(values.get("cur_iter"), int):
+            found.add(values["cur_iter"])
+    return found
+
+
+def explained_counts(
+    kind: str, ds_version: str, recorded: Mapping[str, Collection[int]], elsewhere: bool
+) -> Mapping[str, Collection[int]]:
+    """By how many steps counts may be ahead of the counters in one save.
+
+    Args:
+        kind, ds_version: of an optimizer without ZeRO, else :data:`~.model_states.PLAIN`; and what saved it.
+        recorded: what the run has recorded about itself.
+        elsewhere: whether the optimizer's states are in other files than the counters.
+    """
+    step = {0}
+    if kind != PLAIN:
+        step = {1} if elsewhere else {0, 1}  # FP16_Optimizer and FP16_UnfusedOptimizer step once when they are built
+    elif () < tuple(map(int, re.findall(r"\d+", ds_version)[:3])) < _NO_STEP_WHEN_BUILT:
+        step = {0, 1}
+    return {"step": step, "cur_iter": {0}, **recorded}
+
+
+def _is_one_apart(odd: Collection[float], explained: Collection[int]) -> bool:
+    return any(abs(each - known) == 1 for each in odd for known in explained)
+
+
+def _shown(steps: Collection[float]) -> str:
+    return ", ".join(f"{step:g}" for step in sorted(steps))
+
+
+def _mixed(model: ModelShard, expected: str, found: str) -> DamagedError:
+    return DamagedError(
+        "optimizer states and counters are of different steps: files of two saves may be mixed in this folder",
+        file=model.path,
+        expected=expected,
+        found=found,
+        remedy="take another tag; if the optimizer was reset during the run, or the run began without ZeRO in fp16 or "
+        "bf16, or with DeepSpeed before 0.13, which explains it: "
+        '"elastic_checkpoint": {"check_shards": false}',
+    )
 
 
 def spot_check(

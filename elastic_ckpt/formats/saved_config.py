@@ -19,8 +19,9 @@ from typing import Any
 
 import yaml
 
+from elastic_ckpt.config import CONFIG_KEY
 from elastic_ckpt.core.local_state import SequenceParallel
-from elastic_ckpt.core.training_state import ONE_BIT_OPTIMIZERS, Features
+from elastic_ckpt.core.training_state import AHEAD, ONE_BIT_OPTIMIZERS, Features
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.storage.local import open_stream
@@ -58,6 +59,13 @@ def config_section(file: PickledFile, key: str) -> Mapping[str, Any]:
     """One section of the config, such as ``zero_optimization``; empty if unknown."""
     section = (saved_config(file) or {}).get(key)
     return section if isinstance(section, Mapping) else {}
+
+
+def counts_ahead(file: PickledFile) -> dict[str, frozenset[int]]:
+    """By how many steps the optimizer's counts are ahead of the counters, as far as the run has recorded it."""
+    ahead = config_section(file, CONFIG_KEY).get(AHEAD)
+    lists = {key: each for key, each in ahead.items() if isinstance(each, list)} if isinstance(ahead, Mapping) else {}
+    return {key: frozenset(each for each in steps if type(each) is int) for key, steps in lists.items()}
 
 
 def features_in(file: PickledFile) -> Features:

@@ -67,7 +67,7 @@ class OptimizerShard(SourceFile):
         partition_count: number of partitions of each flat tensor; a single one where all are equal.
         zero_stage, ds_version: of the run that saved it.
         groups, flat_groups: hyperparameters per param group, and the param group of each flat partition.
-        loss_scaler, loss_scale: DeepSpeed's scaler object, and its current scale, compared across files.
+        loss_scaler, loss_scale: DeepSpeed's scaler object, and what of it is compared across files.
         overflow, features: the optimizer's overflow flag, and what only DeepSpeed's own loader restores.
         slice_names: per flat partition, the parameters with elements in it, in flat order.
         data_before_experts, round_robin: whether ranks with the same experts are adjacent, and whether ZeRO-1/2 divides
@@ -113,7 +113,7 @@ def build_shard(
         groups=read_groups(file, param_groups),
         flat_groups=tuple(flat_groups),
         loss_scaler=scaler,
-        loss_scale=getattr(scaler, "cur_scale", None),
+        loss_scale=tuple(getattr(scaler, key, None) for key in ("cur_scale", "cur_iter", "last_overflow_iter")),
         overflow=bool(state.get("overflow", False)),
         features=features_in(file),
         slice_names=tuple(

@@ -67,7 +67,8 @@ def read_universal(found: Found, options: MetadataOptions) -> Checkpoint:
         tied = [with_tied_copies(model, options.live_ties) for model in models.values()]
         metadata = _build_metadata(found, tied, optimizer, states, grid)
         metadata = with_slices(metadata, first)
-        metadata = with_progress_compared(metadata, first, options.check_shards)
+        scalers = [None if optimizer is None else optimizer.loss_scaler]
+        metadata = with_progress_compared(metadata, first, options.check_shards, scalers)
         if options.check_shards and metadata.source.merged_from == 1:
             mine = {file.path for file in contents.opened}
             numbers = {number for number, file in enumerate(metadata.files) if file.path in mine}

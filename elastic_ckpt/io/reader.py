@@ -25,13 +25,14 @@ from tqdm import tqdm
 from elastic_ckpt.core.metadata import ITEMSIZE, SourceFile
 from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, RequantizeItem, Share
 from elastic_ckpt.distributed import in_buckets
-from elastic_ckpt.errors import DamagedError, refuse_used_up
+from elastic_ckpt.errors import DamagedError, SavedOverError, refuse_used_up
 from elastic_ckpt.io.checksums import SUMMED_AT_ONCE_NBYTES, ReadSums, first_bytes
 from elastic_ckpt.io.coalesce import LEAST_STAGED_NBYTES, DirectRead, ReadOptions, parts_of, sort_reads, tasks
 from elastic_ckpt.io.prefault import Prefault
 from elastic_ckpt.io.requantize import ReadStats, requantize
 from elastic_ckpt.io.staging import Lane, Transfer, make_lanes
 from elastic_ckpt.storage.local import open_descriptor, open_stream
+from elastic_ckpt.storage.pins import adopt, current
 
 
 def execute(
@@ -74,7 +75,7 @@ def execute(
         work = _Work(plan, tensors, files, Prefault(options.huge_pages), free)
         run: Callable[..., Iterator[Any]] = map
         if options.threads > 1:
-            pool = stack.enter_context(ThreadPoolExecutor(options.threads, thread_name_prefix="elastic_ckpt"))
+            pool = stack.enter_context(ThreadPoolExecutor(options.threads, "elastic_ckpt", adopt, (current(),)))
             stack.callback(pool.shutdown, cancel_futures=True)  # after a failure nobody waits for the rest
             run = pool.map
         for nbytes in chain(run(work.run_direct, tasks(direct, options.threads)), run(work.run_staged, staged)):
@@ -208,6 +209,8 @@ def check_files(plan: ReadPlan) -> None:
         try:
             with open_stream(source.path) as stream:  # not only stat: a visible file may not be readable
                 nbytes = os.fstat(stream.fileno()).st_size
+        except SavedOverError:
+            raise
         except DamagedError as error:
             raise DamagedError(
                 "a file of the checkpoint cannot be reached from this rank",

@@ -14,8 +14,9 @@ from rich.console import Console
 from elastic_ckpt import distributed
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.read_plan import Outcome, ReadPlan
+from elastic_ckpt.engines.compat import record_counts
 from elastic_ckpt.engines.training_state import LoadArguments, restores_states
-from elastic_ckpt.errors import CommunicationError, ElasticCkptError, PartialLoadError
+from elastic_ckpt.errors import CommunicationError, ElasticCkptError, PartialLoadError, SavedOverError
 from elastic_ckpt.formats import Found
 from elastic_ckpt.io.checksums import ReadSums
 from elastic_ckpt.io.coalesce import read_options
@@ -24,6 +25,7 @@ from elastic_ckpt.io.requantize import ReadStats
 from elastic_ckpt.load.prepare import Clock, Prepared
 from elastic_ckpt.load.verify_reads import RankSums, verify_reads
 from elastic_ckpt.report import LoadReport, RankWork, Verified, united
+from elastic_ckpt.storage.pins import look_again, moved
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +54,9 @@ def execute_load(
     try:
         everybody, verified = _overwrite(ready, arguments, config, clock)
     except Exception as error:  # including a collective's, after which ranks cannot agree
-        raise as_partial_load_error(error) from error
+        cause = told_apart(error) if isinstance(error, ElasticCkptError) else error
+        raise as_partial_load_error(cause) from cause
+    record_counts(engine)
     report = LoadReport(
         source=ready.checkpoint.metadata.source,
         zero_stage=ready.local_state.zero_stage,
@@ -107,6 +111,7 @@ def _overwrite(
 
     with clock("read"), distributed.agree("read the checkpoint's tensors and set hyperparameters"):
         tensors = adapter.fill(plan, read)
+        look_again()
         adapter.set_scalars_and_groups(plan)
     done = sum(parts, ReadStats())
     with clock("exchange"), distributed.together("broadcast what every rank needs"):
@@ -177,6 +182,20 @@ def publish(report: LoadReport, warnings: tuple[str, ...], config: ElasticConfig
                 stream.write(report.as_json() + "\n")
         except Exception as error:  # a full disk, or text that is none
             logger.warning("elastic_ckpt could not write its load report to %s: %s", config.report_path, error)
+
+
+def told_apart(error: ElasticCkptError) -> ElasticCkptError:
+    """An error of all ranks, or the one that explains it, if files moved meanwhile on any. Collective.
+
+    Files of two saves may contradict each other in any way, without being damaged.
+    """
+    if isinstance(error, (CommunicationError, SavedOverError)):
+        return error
+    for why in distributed.all_gather("look at the checkpoint's files again", moved):
+        if why is not None:
+            why.__cause__ = error
+            return why
+    return error
 
 
 def as_partial_load_error(error: Exception) -> PartialLoadError:

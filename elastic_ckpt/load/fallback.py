@@ -15,6 +15,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch.distributed as dist
@@ -35,11 +36,12 @@ from elastic_ckpt.engines.compat import (
 from elastic_ckpt.engines.select import same_features
 from elastic_ckpt.engines.training_state import LoadArguments, restores_states
 from elastic_ckpt.formats import Found
-from elastic_ckpt.formats.model_states import COUNTERS, MASTER_ENTRIES, module_entries
+from elastic_ckpt.formats.model_states import COUNTERS, MASTER_ENTRIES, PLAIN, module_entries
 from elastic_ckpt.formats.naming import SWAPPED_FOLDER, sort_names
 from elastic_ckpt.formats.partitioned import is_legacy_with_step
 from elastic_ckpt.formats.pickled import PickledFile, open_pickled
-from elastic_ckpt.formats.saved_config import base_groups, config_section, features_in, saved_config
+from elastic_ckpt.formats.same_save import Counts, explained_counts, scaled_steps
+from elastic_ckpt.formats.saved_config import base_groups, config_section, counts_ahead, features_in, saved_config
 from elastic_ckpt.formats.saved_states import read_groups
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from elastic_ckpt.formats.values import plain_numbers
@@ -182,7 +184,7 @@ class _Comparison:
         if len(counters) > 1 or len(versions) > 1 or len(facts) > 1:
             return None
         counted = counters.pop()
-        if counted[0] is None:
+        if counted[0] is None or (named and self._is_mixed(models[0], named)):
             return None
         if check_sizes and optimizers and with_optimizer:
             step, live = counted[0] - (counted[2] or 0), flat_master_numels(self.engine)
@@ -190,6 +192,18 @@ class _Comparison:
                 if list(_partition_numels(file, self.stage == 3)) != live or not _steps(file) <= {step}:
                     return None
         return (*counted, *versions)
+
+    def _is_mixed(self, model: PickledFile, optimizers: Sequence[PickledFile]) -> bool:
+        """Whether counters and optimizer states may be of two saves."""
+        tree = model.tree
+        counts = Counts(
+            tree["global_steps"],
+            tree.get("skipped_steps") or 0,
+            set(chain.from_iterable(map(_steps, optimizers))),
+            scaled_steps(file.section("optimizer_state_dict").get("loss_scaler") for file in optimizers),
+            explained_counts(PLAIN, str(tree.get("ds_version")), counts_ahead(model), elsewhere=True),
+        )
+        return self.with_states and counts.contradiction(exact=self.stage == 3) is not None
 
     def _open(self, name: str) -> PickledFile:
         if name not in self._opened:

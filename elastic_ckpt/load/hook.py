@@ -15,20 +15,27 @@ from elastic_ckpt import config as elastic_config
 from elastic_ckpt import distributed
 from elastic_ckpt.config import ElasticConfig, requires_elastic
 from elastic_ckpt.engines.checks import commit_pending_save, warn_of_incomplete_saves
-from elastic_ckpt.engines.compat import ds_config, has_optimizer, load_universal_flag, separate_steps, universal_flag
+from elastic_ckpt.engines.compat import (
+    ds_config,
+    has_optimizer,
+    load_universal_flag,
+    record_counts,
+    separate_steps,
+    universal_flag,
+)
 from elastic_ckpt.engines.training_state import LoadArguments, restores_states
 from elastic_ckpt.errors import (
     ConfigError,
-    DamagedError,
     ElasticCkptError,
     LayoutError,
     NotFoundError,
+    SavedOverError,
     UnforeseenError,
     UnsupportedError,
 )
 from elastic_ckpt.formats import Found
 from elastic_ckpt.formats.pickled import collector_off
-from elastic_ckpt.load.execute import execute_load
+from elastic_ckpt.load.execute import as_partial_load_error, execute_load, told_apart
 from elastic_ckpt.load.fallback import deepspeed_loads_it_right, on_own_disks
 from elastic_ckpt.load.handover import screen_folder, screened_loads
 from elastic_ckpt.load.on_damage import Attempts
@@ -36,6 +43,7 @@ from elastic_ckpt.load.prepare import Clock, Prepared, prepare
 from elastic_ckpt.patches import unwrap, wrap
 from elastic_ckpt.patches.aligned_partitions import install_alignment, uninstall_alignment
 from elastic_ckpt.patches.pipeline_stages import install_pipe, uninstall_pipe
+from elastic_ckpt.storage.pins import look_again, pinned
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +85,8 @@ def _load_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kw
         found = None
         try:
             found = attempts.find()
-            return _load(engine, found, arguments, attempts, config, own)
+            with pinned():
+                return _load(engine, found, arguments, attempts, config, own)
         except ElasticCkptError as error:
             if not attempts.recover(error, found):
                 raise
@@ -164,9 +173,10 @@ def _prepare_unless_left(
             if arguments.custom_load_fn is not None:
                 raise UnsupportedError("custom_load_fn is handled by DeepSpeed's own loader only")
             return prepare(engine, found, arguments, config, clock)
-        except (UnsupportedError, DamagedError, UnforeseenError) as error:
+        except ElasticCkptError as first:
+            error = told_apart(first)
             if elastic_only or not _is_deepspeeds(engine, found, arguments, error):
-                raise
+                raise error from error.__cause__
             why, own_files = error.problem, False
     if not config.trust_pickle:
         screen_folder(found, own_files)
@@ -177,7 +187,7 @@ def _prepare_unless_left(
 
 def _is_deepspeeds(engine: Any, found: Found, arguments: LoadArguments, error: ElasticCkptError) -> bool:
     """Whether DeepSpeed's own loader restores what elastic_ckpt refuses with this error. Collective."""
-    if isinstance(error, DamagedError) and not isinstance(error, LayoutError):
+    if not isinstance(error, (UnsupportedError, LayoutError, UnforeseenError)):
         return False
     if restores_states(arguments) and not arguments.load_module_strict:  # mismatches must be listed
         return False
@@ -192,8 +202,14 @@ def _delegate(
         with screened_loads(engine, config):
             return own(arguments.load_dir, **keywords)
     is_universal = found.format == "universal"
-    with universal_flag(engine, is_universal), screened_loads(engine, config):
-        result = own(arguments.load_dir, **{**keywords, "tag": found.tag})
+    try:
+        with universal_flag(engine, is_universal), screened_loads(engine, config):
+            result = own(arguments.load_dir, **{**keywords, "tag": found.tag})
+        with distributed.agree("look at the checkpoint's files again"):
+            look_again()
+    except SavedOverError as error:
+        raise as_partial_load_error(error) from error
     if is_universal:
         separate_steps(engine)
+    record_counts(engine)
     return result

@@ -13,7 +13,15 @@ from dataclasses import replace
 from elastic_ckpt import distributed
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.engines.training_state import LoadArguments
-from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError, NotFoundError, PartialLoadError, listed
+from elastic_ckpt.errors import (
+    DamagedError,
+    ElasticCkptError,
+    MismatchError,
+    NotFoundError,
+    PartialLoadError,
+    SavedOverError,
+    listed,
+)
 from elastic_ckpt.formats import Found
 from elastic_ckpt.formats.detect import find_checkpoint, global_steps, list_checkpoints, step_of_tag
 from elastic_ckpt.load.execute import as_partial_load_error
@@ -86,7 +94,8 @@ class Attempts:
         missing = isinstance(cause, NotFoundError) and found is None
         if isinstance(cause, DamagedError) or missing:
             assert isinstance(cause, ElasticCkptError)
-            if not partly and self._older is None and self._wait(cause.problem):
+            again = not partly or isinstance(cause, SavedOverError)  # which the new save replaces
+            if again and self._older is None and self._wait(cause.problem):
                 return True
             if self._config.on_damage == "previous" and not (missing and self._arguments.tag is not None):
                 why_not = self._fall_back(cause, found)

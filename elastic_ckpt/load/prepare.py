@@ -26,6 +26,7 @@ from elastic_ckpt.io.coalesce import read_options
 from elastic_ckpt.io.compare_replicas import ReplicaDifference, find_drift, judge_drift
 from elastic_ckpt.io.reader import check_files
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
+from elastic_ckpt.storage.pins import look_again
 
 
 class Clock:
@@ -112,6 +113,7 @@ def prepare(engine: Any, found: Found, arguments: LoadArguments, config: Elastic
             planned.append((plan, host, warnings))
             with clock("metadata"):
                 differences = find_drift(plan.reads.files, plan.replica_checks, read_options(config))
+            look_again(reopen=False)
             digest = _digest_of_shares(plan)
             return RankPlan(at.mp_rank, digest, differences, plan.may_differ, plan.notes, host.runs_code)
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import BinaryIO
 
 from elastic_ckpt.errors import DamagedError, refuse_used_up
+from elastic_ckpt.storage.pins import see
 
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -28,14 +29,18 @@ _MISSING = (errno.ENOENT, errno.ENOTDIR)
 def open_descriptor(path: str) -> int:
     """A descriptor for reading a checkpoint's file, to be closed by the caller.
 
-    Raises :class:`DamagedError` for what is no regular file, or cannot be opened.
+    Raises :class:`DamagedError` for what is no regular file, cannot be opened, or has moved (:mod:`.pins`).
     """
     with named_os_errors(path):
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-    mode = os.fstat(descriptor).st_mode
-    if not stat.S_ISREG(mode):
+    try:
+        mode = (status := os.fstat(descriptor)).st_mode
+        if not stat.S_ISREG(mode):
+            raise _unusable(path, _KINDS.get(stat.S_IFMT(mode), "no regular file"))
+        see(path, status)
+    except DamagedError:
         os.close(descriptor)
-        raise _unusable(path, _KINDS.get(stat.S_IFMT(mode), "no regular file"))
+        raise
     os.set_blocking(descriptor, True)
     return descriptor
 

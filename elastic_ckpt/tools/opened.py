@@ -16,6 +16,7 @@ from elastic_ckpt.errors import ConfigError, DamagedError, NotFoundError
 from elastic_ckpt.formats import READERS, Checkpoint, Found, MetadataOptions
 from elastic_ckpt.formats.detect import LATEST, LATEST_UNIVERSAL, find_checkpoint, list_tags, look_at, read_latest
 from elastic_ckpt.formats.safetensors import find_safetensors
+from elastic_ckpt.storage.pins import steady
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def tag_named_by(folder: str, latest: str) -> str | None:
 def open_checkpoint(
     found: Found, config: ElasticConfig, with_states: bool = True, with_client_state: bool = False
 ) -> Opened:
-    """Read a checkpoint's metadata; :class:`ElasticCkptError` if it is incomplete, damaged or unsupported."""
+    """Read a checkpoint's metadata; :class:`ElasticCkptError` if it is incomplete, damaged, unsupported or moves."""
     options = MetadataOptions(
         trust_pickle=config.trust_pickle,
         check_shards=config.check_shards,
@@ -89,7 +90,8 @@ def open_checkpoint(
         with_states=with_states,
         with_client_state=with_client_state,
     )
-    return Opened(found, READERS[found.format](found, options), config)
+    with steady():
+        return Opened(found, READERS[found.format](found, options), config)
 
 
 def open_folder(folder: str, tag: str | None, config: ElasticConfig, with_states: bool = True) -> Opened:

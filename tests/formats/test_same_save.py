@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,70 +25,93 @@ from elastic_ckpt.errors import DamagedError, MismatchError
 from elastic_ckpt.formats.model_states import FUSED, PLAIN, UNFUSED
 from elastic_ckpt.formats.same_save import spot_check, with_progress_compared
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
-from tests.simulation import TWO, saved, unpartitioned
+from tests.simulation import TWO, saved
 
 
 def at_steps(*steps: float) -> CheckpointMetadata:
     return saved(TWO, scalars={name: [("step", step)] for name, step in zip(TWO, steps * 2, strict=False)})
 
 
-def model_of(kind: str | None, steps: int, skipped: int = 0) -> Any:
+def model_of(
+    steps: int,
+    skipped: int = 0,
+    kind: str | None = None,
+    version: str = "0.19.8",
+    ahead: Mapping[str, frozenset[int]] = MappingProxyType({}),
+) -> Any:
     optimizer = None if kind is None else SimpleNamespace(kind=kind)
-    return SimpleNamespace(counters={"global_steps": steps, "skipped_steps": skipped}, path="file", optimizer=optimizer)
+    counters = {"global_steps": steps, "skipped_steps": skipped}
+    return SimpleNamespace(counters=counters, path="file", optimizer=optimizer, ds_version=version, ahead=ahead)
 
 
 def in_stage(stage: int, metadata: CheckpointMetadata) -> CheckpointMetadata:
     return replace(metadata, source=replace(metadata.source, zero_stage=stage))
 
 
-@pytest.mark.parametrize(("skipped", "agrees"), [(0, False), (1, True)])
-def test_step_counts_are_compared_with_the_counters(skipped: int, agrees: bool) -> None:
-    metadata, model = in_stage(3, at_steps(7.0)), model_of(None, 8, skipped)
-    if agrees:
-        assert with_progress_compared(metadata, model, check_shards=True) is metadata
-        return
-    assert "step 7" in with_progress_compared(metadata, model, check_shards=False).notes[-1]
+def scaler(steps: int) -> Any:
+    return SimpleNamespace(dynamic=True, cur_iter=steps)
+
+
+BESIDE = [None]
+RECORDED = {"step": frozenset({-4}), "cur_iter": frozenset({-2})}
+
+
+@pytest.mark.parametrize(
+    ("stage", "metadata", "model", "scalers"),
+    [
+        (3, at_steps(7.0), model_of(8, skipped=1), BESIDE),
+        (3, saved(TWO, states=()), model_of(7), BESIDE),
+        (1, saved(TWO, states=(), hyperparameters=({"lr": 1.0},)), model_of(1), BESIDE),
+        (1, at_steps(8.0), model_of(7, version="0.12.6"), BESIDE),
+        (3, at_steps(3.0), model_of(7, ahead=RECORDED), BESIDE),
+        (3, at_steps(3.0), model_of(7, ahead=RECORDED), [scaler(5)]),
+        (0, at_steps(8.0), model_of(7, kind=FUSED), ()),
+        (0, at_steps(7.0), model_of(7, kind=UNFUSED), ()),
+        (0, at_steps(8.0), model_of(7, kind=UNFUSED), BESIDE),
+    ],
+)
+def test_counts_that_are_explained_agree(stage: int, metadata: Any, model: Any, scalers: Any) -> None:
+    metadata = in_stage(stage, metadata)
+    assert with_progress_compared(metadata, model, True, scalers) is metadata
+
+
+@pytest.mark.parametrize(
+    ("stage", "metadata", "model", "scalers", "found"),
+    [
+        (3, at_steps(8.0), model_of(7), BESIDE, "step 8"),
+        (1, at_steps(8.0), model_of(7), BESIDE, "step 8"),
+        (2, at_steps(6.0), model_of(7), BESIDE, "step 6"),
+        (3, at_steps(3.0), model_of(7), BESIDE, "step 3"),
+        (1, at_steps(7.0, 8.0), model_of(7), BESIDE, "step 7, 8"),
+        (1, at_steps(8.0), model_of(7, version="0.13.5"), BESIDE, "step 8"),
+        (3, at_steps(4.0), model_of(7, ahead=RECORDED), BESIDE, "step 4"),
+        (1, saved(TWO, states=()), model_of(1), BESIDE, "step 0"),
+        (1, at_steps(7.0), model_of(8, skipped=1), [scaler(7)], "step 7"),
+        (1, at_steps(7.0), model_of(7), [scaler(7), scaler(8)], "step 7, 8"),
+    ],
+)
+def test_files_of_two_saves_are_refused(stage: int, metadata: Any, model: Any, scalers: Any, found: str) -> None:
     with pytest.raises(DamagedError, match="different steps") as caught:
-        with_progress_compared(metadata, model, check_shards=True)
-    assert caught.value.file == "file"
+        with_progress_compared(in_stage(stage, metadata), model, True, scalers)
+    assert caught.value.file == "file" and str(caught.value.found).endswith(found)
+    with_progress_compared(in_stage(stage, metadata), model, False, scalers)
 
 
-@pytest.mark.parametrize("refuse", [True, False])
-def test_one_step_more_than_the_counters_is_a_note_at_most(refuse: bool) -> None:
-    metadata = in_stage(3, at_steps(8.0))
-    assert "one step ahead" in with_progress_compared(metadata, model_of(None, 9, 2), refuse).notes[-1]
-    assert with_progress_compared(metadata, model_of(FUSED, 9, 2), refuse) is metadata
-
-
-@pytest.mark.parametrize("steps", [(9.0,), (5.0,), (7.0, 8.0), (8.0, 9.0)])
-def test_any_other_difference_is_an_error_with_all_steps_in_it(steps: tuple[float, ...]) -> None:
-    with pytest.raises(DamagedError) as caught:
-        with_progress_compared(in_stage(3, at_steps(*steps)), model_of(None, 7), check_shards=True)
-    assert all(f"{step:g}" in str(caught.value.found) for step in steps)
-    assert "step 7" in str(caught.value.expected)
-
-
-def test_a_checkpoint_without_steps_agrees_with_any_counters() -> None:
-    metadata = in_stage(3, saved(TWO, states=()))
-    assert with_progress_compared(metadata, model_of(None, 7), check_shards=True) is metadata
-
-
-@pytest.mark.parametrize(("stage", "check", "refused"), [(3, True, True), (3, False, False), (2, True, False)])
-def test_only_zero3_refuses_and_only_where_shards_are_checked(stage: int, check: bool, refused: bool) -> None:
-    metadata = replace(in_stage(stage, at_steps(4.0)), notes=("before",))
-    if refused:
-        with pytest.raises(DamagedError):
-            with_progress_compared(metadata, model_of(None, 9), check)
-        return
-    compared = with_progress_compared(metadata, model_of(None, 9), check)
-    assert compared.notes[0] == "before"
-    assert len(compared.notes) == 2
-    assert replace(compared, notes=()) == replace(metadata, notes=())
-
-
-@pytest.mark.parametrize(("kind", "notes"), [(PLAIN, 1), (UNFUSED, 0), (FUSED, 0)])
-def test_optimizers_that_step_once_when_built_count_one_more(kind: str, notes: int) -> None:
-    assert len(with_progress_compared(unpartitioned(at_steps(4.0)), model_of(kind, 3), True).notes) == notes
+@pytest.mark.parametrize(
+    ("stage", "metadata", "model", "scalers"),
+    [
+        (2, at_steps(4.0), model_of(9), BESIDE),
+        (3, at_steps(8.0), model_of(7), [scaler(7)]),
+        (0, at_steps(8.0), model_of(7, kind=PLAIN), ()),
+    ],
+)
+def test_what_weights_or_the_scaler_show_to_be_one_save_is_noted(
+    stage: int, metadata: Any, model: Any, scalers: Any
+) -> None:
+    metadata = replace(in_stage(stage, metadata), notes=("before",))
+    compared = with_progress_compared(metadata, model, True, scalers)
+    assert compared.notes[0] == "before" and "as after a reset" in compared.notes[1]
+    assert replace(compared, notes=metadata.notes) == metadata
 
 
 # --- masters against weights ------------------------------------------------------------------------------------

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.read_plan import ReadItem
-from elastic_ckpt.errors import DamagedError
+from elastic_ckpt.errors import DamagedError, SavedOverError
 from elastic_ckpt.io.coalesce import ReadOptions, read_options
 from elastic_ckpt.io.reader import check_files, execute
 from elastic_ckpt.io.requantize import ReadStats
+from elastic_ckpt.storage.pins import pinned
 from tests.reading import UNTOUCHED, plan_of, run, untouched, write
 
 
@@ -406,3 +407,16 @@ def test_a_config_says_how_to_read() -> None:
     assert read_options(ElasticConfig()) == ReadOptions()
     assert read_options(ElasticConfig(storage="network")).gap_nbytes == 64 << 10
     assert read_options(ElasticConfig(storage="network", read_gap_kib=0)).gap_nbytes == 0
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_every_thread_compares_what_it_opens_with_what_the_load_has_seen(tmp_path: Path, threads: int) -> None:
+    file, target = write(tmp_path / "a", torch.arange(2.0)), untouched(2)
+    plan = plan_of([file], [target], [ReadItem(0, 0, 0, 0, 2, "float32")])
+    with pinned():
+        check_files(plan)
+        os.utime(file, ns=(0, 5))
+        with pytest.raises(SavedOverError):
+            check_files(plan)
+        with pytest.raises(SavedOverError):
+            execute(plan, [target], ReadOptions(threads=threads), show_progress=False)

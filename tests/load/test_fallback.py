@@ -60,3 +60,26 @@ def test_each_model_parallel_ranks_files_must_be_of_the_same_save(
     monkeypatch.setattr(fallback, "_save_of", lambda *_: (20, "0.19.8"))
     monkeypatch.setattr(fallback.distributed, "all_gather", lambda doing, work: [work(), other])
     assert fallback.deepspeed_loads_it_right(None, found, LoadArguments("/x"), check_sizes=False) == right
+
+
+@pytest.mark.parametrize(
+    ("stage", "step", "scaled", "mixed"),
+    [
+        (3, 7, None, False),
+        (3, 8, None, True),
+        (1, 6, None, True),
+        (1, 3, None, False),
+        (3, 3, None, True),
+        (3, 8, 7, False),
+        (1, 7, 6, True),
+    ],
+)
+def test_counters_and_states_of_two_saves_are_not_left_to_it(
+    stage: int, step: int, scaled: int | None, mixed: bool
+) -> None:
+    comparison = object.__new__(fallback._Comparison)
+    comparison.stage, comparison.with_states = stage, True
+    scaler = None if scaled is None else SimpleNamespace(dynamic=True, cur_iter=scaled)
+    state = {"base_optimizer_state": {"state": {0: {"step": step}}}, "loss_scaler": scaler}
+    model = PickledFile("/x", 0, {"global_steps": 7, "skipped_steps": 0, "ds_version": "0.19.8"})
+    assert comparison._is_mixed(model, [PickledFile("/y", 0, {"optimizer_state_dict": state})]) == mixed

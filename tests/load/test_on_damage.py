@@ -12,7 +12,14 @@ import torch
 
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.engines.training_state import LoadArguments
-from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError, NotFoundError, PartialLoadError
+from elastic_ckpt.errors import (
+    DamagedError,
+    ElasticCkptError,
+    MismatchError,
+    NotFoundError,
+    PartialLoadError,
+    SavedOverError,
+)
 from elastic_ckpt.formats import Found
 from elastic_ckpt.formats.detect import look_at
 from elastic_ckpt.formats.naming import sort_names
@@ -171,6 +178,18 @@ def test_missing_files_are_waited_for_but_not_longer_than_allowed(
     assert now == [120.0] and 5 <= tries <= 12
     assert not attempts(folder, wait_for_files=20).recover(MismatchError("another model"), found)
     assert now == [120.0]
+
+
+@pytest.mark.parametrize(("cause", "waits"), [(SavedOverError("moved"), True), (DAMAGE, False)])
+def test_a_tag_that_was_saved_over_is_loaded_again_even_into_an_overwritten_engine(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, cause: DamagedError, waits: bool
+) -> None:
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    partial = PartialLoadError(cause.problem)
+    partial.__cause__ = cause
+    tried = attempts(folder, wait_for_files=20)
+    assert tried.recover(partial, tried.find()) == waits
+    assert tried.partly_overwritten and tried.find().tag == "global_step30"  # type: ignore[union-attr]
 
 
 def test_a_folder_that_must_be_there_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

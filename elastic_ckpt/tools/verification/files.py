@@ -243,8 +243,8 @@ def _without_shard_checks(
     relaxed = config.model_copy(update={"check_shards": False})
     try:
         metadata = open_checkpoint(found, relaxed).checkpoint.metadata
-    except ElasticCkptError as again:
-        return _refused(found, [], again)
+    except ElasticCkptError:
+        return _refused(found, [], error)
     errors = [error]
     if metadata.source.tp * metadata.source.pp * metadata.source.merged_from == 1:
         for number in range(len(metadata.files)):

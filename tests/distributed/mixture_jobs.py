@@ -1,0 +1,178 @@
+"""Jobs that save one tag after the other, a step apart, and load a tag while it is saved over."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+import elastic_ckpt
+from elastic_ckpt.errors import DamagedError, NotFoundError, PartialLoadError, SavedOverError
+from tests.distributed import parallel_models
+from tests.distributed import truth as oracle
+from tests.distributed.model import Setup, build_engine, close, train
+from tests.distributed.parallel_models import Parallel
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two saves of one run.
+
+    Attributes:
+        setup: of the run.
+        at: the step of the first save.
+        step: what the step between them is: ``normal``; ``still``: its learning rate is 0; ``skipped``: it overflows.
+    """
+
+    setup: Setup | Parallel
+    at: int = 2
+    step: str = "normal"
+
+    @property
+    def name(self) -> str:
+        return f"{self.setup.name}-at{self.at}-{self.step}"
+
+
+def save_pairs(arguments: dict[str, Any]) -> None:
+    """Save each of ``pairs`` under the tags ``a`` and ``b``."""
+    for pair in arguments["pairs"]:
+        folder = os.path.join(arguments["folder"], pair.name)
+        is_parallel = isinstance(pair.setup, Parallel)
+        engine = parallel_models.build(pair.setup) if is_parallel else build_engine(pair.setup)
+
+        def go(first: int, last: int, pair: Pair = pair, engine: Any = engine, is_parallel: bool = is_parallel) -> None:
+            if is_parallel:
+                parallel_models.train(engine, pair.setup, first, last)
+            else:
+                train(engine, first, last)
+
+        go(0, pair.at)
+        engine.save_checkpoint(folder, tag="a", client_state={"epoch": pair.at})
+        if pair.step == "still":
+            for group in engine.optimizer.param_groups:
+                group["lr"] = 0.0
+        if pair.step == "skipped":
+            engine.optimizer.loss_scaler.cur_scale = 2.0**40
+        go(pair.at, pair.at + 1)
+        assert engine.skipped_steps == (pair.step == "skipped")
+        engine.save_checkpoint(folder, tag="b", client_state={"epoch": pair.at + 1})
+        close(engine)
+        dist.barrier()
+
+
+def hop(chain: dict[str, Any]) -> list[list[str]]:
+    """Train a step in each of ``setups``, each going on from the last one's save, with ``arguments`` of the first loads.
+
+    Returns the notes of each load that speak of steps.
+    """
+    elastic_ckpt.install()
+    notes, arguments = [], iter(chain["arguments"])
+    for number, setup in enumerate(chain["setups"]):
+        engine = build_engine(setup)
+        if number:
+            engine.load_checkpoint(chain["folder"], **next(arguments, {}))
+            notes.append([note for note in engine.elastic_report.notes if "step" in note])
+        train(engine, number, number + 1)
+        engine.save_checkpoint(chain["folder"], tag=f"step{number}")
+        close(engine)
+    return notes
+
+
+# --- a tag that is saved over while it is loaded ----------------------------------------------------------------------
+
+
+def by_rename(source: str, target: str) -> None:
+    """As who writes beside a file and renames."""
+    shutil.copyfile(source, target + ".new")
+    os.replace(target + ".new", target)
+
+
+def in_place(source: str, target: str) -> None:
+    """Without cutting the file first, in pieces."""
+    with open(source, "rb") as old, open(target, "r+b") as new:
+        while piece := old.read(1 << 12):
+            new.write(piece)
+        new.truncate()
+
+
+def exchange_folders(source: str, target: str) -> None:
+    """The folders of two saves change places; what comes back is the very same file."""
+    one, other = os.path.dirname(source), os.path.dirname(target)
+    if os.path.basename(source) == sorted(os.listdir(one))[0]:
+        os.rename(other, other + ".old")
+        os.rename(one, other)
+        os.rename(other + ".old", one)
+
+
+#: ``shutil.copyfile`` is what ``torch.save`` does: the file is cut, and grows.
+WAYS: dict[str, Callable[[str, str], Any]] = {
+    "rename": by_rename,
+    "cut": shutil.copyfile,
+    "in place": in_place,
+    "folders": exchange_folders,
+}
+
+
+@contextmanager
+def saved_over(folder: str, way: str, seed: int) -> Iterator[None]:
+    """The tag ``last`` is saved over by ``a`` and ``b`` in turn, on rank 0, with pauses of up to some milliseconds."""
+    done, draw = threading.Event(), random.Random(seed)
+    names = sorted(os.listdir(os.path.join(folder, "last")))
+
+    def save() -> None:
+        number = 0
+        while not done.is_set():
+            number += 1
+            source = "b" if way == "folders" or number % 2 else "a"
+            for name in names:
+                WAYS[way](os.path.join(folder, source, name), os.path.join(folder, "last", name))
+                done.wait(draw.random() * draw.choice([0, 0, 0.003, 0.03]))
+            done.wait(draw.random() * draw.choice([0, 0.03, 0.3]))
+
+    writer = threading.Thread(target=save)
+    if dist.get_rank() == 0:
+        writer.start()
+    try:
+        yield
+    finally:
+        done.set()
+        if dist.get_rank() == 0:
+            writer.join()
+
+
+def load_while_saved_over(case: dict[str, Any]) -> list[Counter[str]]:
+    """Load ``last`` of ``folder`` so many ``times`` while it moves, in a ``way``: how often what came of it.
+
+    A load that is of neither save, or an error that has changed the engine, fails.
+    """
+    elastic_ckpt.install()
+    engine, found = build_engine(case["setup"]), Counter[str]()
+    folder, saves = case["folder"], []
+    for tag in ("b", "a"):
+        engine.load_checkpoint(folder, tag=tag)
+        saves.append(oracle.fingerprint(engine))
+    with saved_over(folder, case["way"], case.get("seed", 0)):
+        for _ in range(case["times"]):
+            before = oracle.fingerprint(engine)
+            try:
+                engine.load_checkpoint(folder, tag="last")
+            except PartialLoadError as error:
+                assert isinstance(error.__cause__, SavedOverError), error
+                found["partly overwritten"] += 1
+                engine.load_checkpoint(folder, tag="a")
+            except (DamagedError, NotFoundError) as error:
+                found[type(error).__name__ if isinstance(error, SavedOverError) else error.problem] += 1
+                assert oracle.fingerprint(engine) == before, error
+            else:
+                found["loaded"] += 1
+                assert oracle.fingerprint(engine) in saves, engine.elastic_report
+    close(engine)
+    return [found]

@@ -1,0 +1,124 @@
+"""Files of two saves in one folder, as where a tag is saved over: every combination is refused, or is one of them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from itertools import chain, product
+from pathlib import Path
+
+import pytest
+
+from elastic_ckpt.config import ElasticConfig
+from elastic_ckpt.core.metadata import ITEMSIZE
+from elastic_ckpt.errors import ElasticCkptError
+from elastic_ckpt.formats.detect import look_at
+from elastic_ckpt.tools.opened import open_checkpoint
+from elastic_ckpt.tools.verification import verify
+from tests.distributed.conftest import Launch
+from tests.distributed.mixture_jobs import Pair
+from tests.distributed.model import Setup
+from tests.distributed.parallel_models import Parallel
+
+PLAIN = [
+    *(Pair(Setup(stage, precision)) for stage in (1, 2, 3) for precision in ("fp32", "bf16", "fp16")),
+    Pair(Setup(1, "bf16_fp32acc")),
+    *(Pair(Setup(stage, "bf16"), step="still") for stage in (1, 2, 3)),
+    *(Pair(Setup(stage, "fp16"), step="skipped") for stage in (1, 2, 3)),
+    *(Pair(Setup(stage), at=0) for stage in (1, 3)),
+    *(Pair(Setup(stage), at=0, step="still") for stage in (1, 3)),
+]
+PARALLEL = [
+    Pair(Parallel("autotp", "llama", tp=2, stage=0)),
+    Pair(Parallel("autotp", "llama", tp=2, stage=1, precision="bf16"), step="still"),
+    Pair(Parallel("pipeline", "uniform", pp=2, stage=1, precision="bf16")),
+    Pair(Parallel("pipeline", "uniform", pp=2, stage=1)),
+]
+CONFIG = ElasticConfig()
+
+
+@pytest.fixture(scope="module")
+def saved(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pairs")
+    launch(2, "mixture_jobs.save_pairs", {"folder": str(folder), "pairs": PLAIN + PARALLEL})
+    return folder
+
+
+#: Runs whose optimizer, or loss scaler, has not counted the steps of the counters, which each save states.
+HOPS: dict[str, tuple[list[Setup], list[dict[str, bool]]]] = {
+    "a phase without ZeRO": ([Setup(0, "bf16"), Setup(3, "bf16"), Setup(3, "bf16"), Setup(1, "bf16")], []),
+    "a reset": ([Setup(3), Setup(3), Setup(3), Setup(2)], [{"load_optimizer_states": False}]),
+    "later in fp16": ([Setup(1), Setup(1, "fp16"), Setup(3, "fp16"), Setup(0, "fp16"), Setup(1, "fp16")], []),
+}
+
+
+def mixtures(saves: Path, folder: Path) -> Iterator[tuple[str, Path]]:
+    """Every choice of one of two saves for each file, as a folder of a tag; of many files, each file alone, and some."""
+    names = sorted(os.listdir(saves / "a"))
+    assert names == sorted(os.listdir(saves / "b"))
+    choices = list(product("ab", repeat=len(names)))
+    if len(names) > 4:
+        drawn = random.Random(0).sample(choices, 30)
+        choices = [each for each in choices if each in drawn or min(each.count("a"), each.count("b")) < 2]
+    for number, choice in enumerate(choices):
+        mixed = folder / str(number) / "tag"
+        mixed.mkdir(parents=True)
+        for name, save in zip(names, choice, strict=True):
+            os.link(saves / save / name, mixed / name)
+        yield "".join(choice), mixed
+
+
+def content(folder: Path, with_states: bool) -> str | None:
+    """A digest of all that a load takes from a checkpoint; ``None`` if it is refused."""
+    found = look_at(str(folder.parent), folder.name)
+    assert found is not None
+    try:
+        checkpoint = open_checkpoint(found, CONFIG, with_states, with_client_state=True).checkpoint
+    except ElasticCkptError:
+        return None
+    metadata, state, digest = checkpoint.metadata, checkpoint.training_state, hashlib.sha256()
+    raw = [Path(file.path).read_bytes() for file in metadata.files]
+    for tensor in chain(metadata.tensors.values(), *metadata.replicas.values()):
+        for chunk in tensor.chunks:
+            nbytes = chunk.range.numel * ITEMSIZE[tensor.dtype]
+            digest.update(raw[chunk.file][chunk.byte_offset : chunk.byte_offset + nbytes])
+    scalars = {name: saved.scalars for name, saved in metadata.parameters.items()}
+    others = (state.counters, state.lr_scheduler, state.loss_scale, state.overflow, state.checkpoint.get("epoch"))
+    digest.update(repr((sorted(scalars.items()), metadata.groups, others)).encode())
+    return digest.hexdigest()
+
+
+@pytest.mark.parametrize("pair", PLAIN + PARALLEL, ids=lambda pair: pair.name)
+def test_every_mixture_is_refused_or_is_one_of_both_saves(pair: Pair, saved: Path, tmp_path: Path) -> None:
+    with_states = pair.setup.stage > 0  # which only a live model can name
+    found = [
+        (choice, content(folder, with_states), verify(str(folder), None, CONFIG).findings)
+        for choice, folder in mixtures(saved / pair.name, tmp_path)
+    ]
+    saves = {digest for choice, digest, _ in found if len(set(choice)) == 1}
+    assert None not in saves and len(saves) == 2
+    for choice, digest, findings in found:
+        assert digest is None or digest in saves, choice
+        assert (digest is None) == bool(findings), (choice, findings)
+
+
+@pytest.mark.parametrize("hops", HOPS)
+def test_runs_that_began_elsewhere_go_on(launch: Launch, tmp_path: Path, hops: str) -> None:
+    setups, arguments = HOPS[hops]
+    chain = {"folder": str(tmp_path), "setups": setups, "arguments": arguments}
+    assert not any(launch(2, "mixture_jobs.hop", chain))
+
+
+@pytest.mark.parametrize(("setup", "way"), [(Setup(3), "rename"), (Setup(1, "bf16"), "cut"), (Setup(2), "folders")])
+def test_a_tag_that_is_saved_over_is_one_save_or_an_error(
+    launch: Launch, saved: Path, tmp_path: Path, setup: Setup, way: str
+) -> None:
+    folder = tmp_path / "folder"
+    shutil.copytree(saved / Pair(setup).name, folder)
+    shutil.copytree(folder / "b", folder / "last")
+    case = {"setup": setup, "folder": str(folder), "way": way, "times": 20}
+    found, other = launch(2, "mixture_jobs.load_while_saved_over", case)
+    assert found == other and found["loaded"] and len(found) > 1, "it is a race, which neither side wins each time"
