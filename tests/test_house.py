@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -33,6 +34,32 @@ def test_no_file_outgrows_its_room() -> None:
     too_long = {str(path): len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
     assert {path: lines for path, lines in too_long.items() if lines > 400} == {}
     assert len(list(PACKAGE.glob("*.py"))) <= 8
+
+
+#: What opens files or lists folders that are none of a checkpoint's, or only asks whether there is one.
+OPENERS = {
+    "load/execute.py": "writes the report",
+    "load/fallback.py": "compares sizes and times of files that ranks see",
+    "load/flags.py": "a DeepSpeed config",
+    "tools/conversion/torch_file.py": "what a conversion writes",
+    "tools/export/config_files.py": "a folder of Transformers, by rules of its own",
+    "tools/export/writing.py": "what an export writes",
+    "tools/opened.py": "a DeepSpeed config",
+    "tools/workplace.py": "what a conversion or an export writes",
+}
+
+
+def test_files_of_a_checkpoint_are_opened_in_one_room() -> None:
+    """Elsewhere, a pipe in the place of a file would be waited for, and a loop of links be a bare error."""
+    found, opens = set(), re.compile(r"open|os\.(open|listdir|scandir)|.*\.read_(text|bytes)")
+    for room in ("formats", "io", "load", "tools"):
+        for path in (PACKAGE / room).rglob("*.py"):
+            called = {
+                ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
+            }
+            if any(opens.fullmatch(name) for name in called):
+                found.add(str(path.relative_to(PACKAGE)))
+    assert found - {"load/startup/__init__.py"} == OPENERS.keys()
 
 
 def test_no_two_classes_share_a_name() -> None:

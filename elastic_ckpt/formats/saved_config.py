@@ -24,7 +24,7 @@ from elastic_ckpt.core.local_state import SequenceParallel
 from elastic_ckpt.core.training_state import AHEAD, ONE_BIT_OPTIMIZERS, Features
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.pickled import PickledFile
-from elastic_ckpt.storage.local import open_stream
+from elastic_ckpt.storage.local import file_names, open_stream
 
 _ONE_BIT_STATES = {"worker_error", "server_error", "momentum_accumulator", "lamb_coeff_freeze", "scaling_coeff"}
 _PLAIN = (str, int, float, bool, type(None))
@@ -143,7 +143,7 @@ def _config_files(folder: str) -> list[str]:
     """Files of the nearest ``configs`` folder that has any; empty if there are too many to be one run's."""
     for parent in (folder, os.path.dirname(os.path.abspath(folder))):
         configs = os.path.join(parent, "configs")
-        names = sorted(os.listdir(configs)) if os.path.isdir(configs) else []
+        names = sorted(file_names(configs)) if os.path.isdir(configs) else []
         paths = [os.path.join(configs, name) for name in names if name.endswith(_ENDINGS)]
         if paths:
             return paths if len(paths) <= _MOST_FILES else []

@@ -308,6 +308,16 @@ def test_check_files_notices_another_size(tmp_path: Path, nbytes: int) -> None:
     assert (str(caught.value.expected), str(caught.value.found)) == ("8 bytes", f"{nbytes} bytes")
 
 
+def test_a_pipe_in_the_place_of_a_file_is_never_waited_for(tmp_path: Path) -> None:
+    """Before the check, and after it."""
+    os.mkfifo(tmp_path / "pipe")
+    target = untouched(2)
+    plan = plan_of([tmp_path / "pipe"], [target], [ReadItem(0, 0, 0, 0, 2, "float32")])
+    for read in (check_files, lambda plan: execute(plan, [target], ReadOptions(), show_progress=False)):
+        with pytest.raises(DamagedError, match="found:     a named pipe"):
+            read(plan)
+
+
 def test_check_files_notices_a_file_that_this_rank_does_not_see(tmp_path: Path) -> None:
     plan = plan_of([tmp_path / "not there"], [untouched(2)], [ReadItem(0, 0, 0, 0, 2, "float32")])
     with pytest.raises(DamagedError, match="cannot be reached") as caught:

@@ -54,7 +54,7 @@ class ConfigFile:
         """The file's content. Raises :class:`ConfigError` if it is a link by now, or of another size."""
         source = Path(self.folder, self.name)
         try:
-            with open(os.open(source, os.O_RDONLY | os.O_NOFOLLOW), "rb") as stream:
+            with open(os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as stream:
                 data = stream.read(self.nbytes + 1)
         except OSError as error:
             raise _refused(source, "a regular file, as when the export began", str(error.strerror)) from error

@@ -24,6 +24,7 @@ from elastic_ckpt.formats.pickled import PickledFile, open_file
 from elastic_ckpt.formats.same_save import spot_check
 from elastic_ckpt.formats.shards import OptimizerShard
 from elastic_ckpt.formats.universal_files import index_optimizer, index_state
+from elastic_ckpt.storage.local import file_names
 from elastic_ckpt.tools.files import WHOLE_FORMATS, expected_files, file_sizes, kind_and_ranks
 from elastic_ckpt.tools.findings import ERROR, NOTE, Finding, kind_of, of_error, one_line
 from elastic_ckpt.tools.opened import locate_despite_latest, open_checkpoint
@@ -173,7 +174,7 @@ def _missing(found: Found, models: Sequence[ModelShard]) -> list[Finding]:
         dp, ranks = 0 if found.files.is_universal else most, degrees.model_parallel
         experts = _majority([model.features.experts for model in models])
     text = "no such file; restore it, or take another tag"
-    present = set(map(plain_name, os.listdir(found.folder)))
+    present = set(map(plain_name, file_names(found.folder)))
     names = [name for name in expected_files(found, dp, ranks, experts) if name not in present and "*" not in name]
     return [Finding(ERROR, "missing", text, file=found.path(name)) for name in names]
 
