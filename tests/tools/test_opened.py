@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from elastic_ckpt.errors import ConfigError, NotFoundError
-from elastic_ckpt.tools.opened import config_of, locate
+from elastic_ckpt.errors import ConfigError, ElasticCkptError, NotFoundError, SavedOverError
+from elastic_ckpt.formats import READERS
+from elastic_ckpt.tools import opened
+from elastic_ckpt.tools.opened import config_of, locate, open_folder
+from tests.formats import test_dcp
 
 
 @pytest.mark.parametrize(
@@ -42,3 +49,39 @@ def test_a_folder_without_a_checkpoint_is_named(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError) as caught:
         locate(str(tmp_path), None)
     assert caught.value.file == str(tmp_path) and "latest" in str(caught.value.expected)
+
+
+def safetensors(folder: Path) -> None:
+    folder.mkdir()
+    files = {f"model-{number}-of-00002.safetensors": number for number in ("00001", "00002")}
+    for file, name in files.items():
+        save_file({name: torch.ones(3)}, folder / file)
+    index = {"weight_map": {name: file for file, name in files.items()}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def dcp(folder: Path) -> None:
+    test_dcp.save(folder, dict(zip(("model", "optim"), test_dcp.state_dicts(), strict=True)))
+
+
+@pytest.mark.parametrize("error", [None, ElasticCkptError("files do not fit together")])
+@pytest.mark.parametrize("make", [safetensors, dcp])
+def test_no_file_of_a_folder_may_move_while_its_metadata_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], None], error: ElasticCkptError | None
+) -> None:
+    folder = tmp_path / "saved"
+    make(folder)
+    assert open_folder(str(folder), None, config_of(None)).metadata.tensors
+    for path in folder.iterdir():
+
+        def read(found: Any, options: Any, path: Path = path) -> Any:
+            checkpoint = READERS[found.format](found, options)
+            os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
+            if error is not None:
+                raise error
+            return checkpoint
+
+        monkeypatch.setattr(opened, "READERS", dict.fromkeys(READERS, read))
+        with pytest.raises(SavedOverError) as caught:
+            open_folder(str(folder), None, config_of(None))
+        assert caught.value.file == str(path)
