@@ -88,6 +88,7 @@ def _load_schedulers(ready: Prepared) -> None:
         return
     try:
         with distributed.agree("load the schedulers"):
+            look_again(reopen=False)  # the last chance to leave the engine as it was
             ready.host.load_schedulers(ready.plan)
     except ElasticCkptError:
         ready.host.undo_schedulers()

@@ -188,8 +188,8 @@ def test_shards_of_other_runs_are_named(native: Path, others: Path, copy: Callab
     assert named(Z1, RANK0) == [("foreign", RANK0)]  # its step is not that of the counters
     assert named(Z3, RANK1) == [("foreign", RANK1)]
     assert named(Z3, MODEL3) == [("foreign", MODEL3)]
-    # all optimizer-states files of another tag: each is found by its values, or by its steps
-    assert set(named(Z1, RANK0, RANK1)) == {("foreign", RANK0), ("foreign", RANK1)}
+    # all optimizer-states files of another tag: each is found by its values, and the counters by the steps
+    assert set(named(Z1, RANK0, RANK1)) == {("foreign", RANK0), ("foreign", RANK1), ("foreign", MODEL)}
     assert named(Z3, RANK0, RANK1) == [("foreign", "zero_pp_rank_0_" + MODEL)]
 
 
