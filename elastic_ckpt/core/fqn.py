@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from elastic_ckpt.core.local_state import ModelLayout
-from elastic_ckpt.core.metadata import CheckpointMetadata
+from elastic_ckpt.core.local_state import ModelLayout, WholeTensor
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata, TensorMetadata
 from elastic_ckpt.errors import MismatchError, listed
 
 RenameRules = Sequence[tuple[str, str]]
@@ -77,6 +77,28 @@ def adopt_live_names(metadata: CheckpointMetadata, model: ModelLayout) -> Checkp
         return metadata
     notes = [f"tied: {old} in the checkpoint is {new} here" for old, new in renamed.items()]
     return _with_names(metadata, lambda name: renamed.get(name, name), notes)
+
+
+def adopt_live_kinds(metadata: CheckpointMetadata, wholes: Iterable[WholeTensor]) -> CheckpointMetadata:
+    """Take what no optimizer owns as the live model has it, as a buffer or a frozen parameter.
+
+    It may have changed from one to the other; and DeepSpeed does not list the buffers of a submodule's second name,
+    which may be parameters under another name.
+    """
+    kinds: dict[tuple[str, str], TensorMetadata] = {}
+    for whole in wholes:
+        if (whole.name, whole.key) in metadata.tensors or whole.name in metadata.parameters:
+            continue
+        tied = metadata.aliases.get(whole.name, "")
+        same = ((whole.name, BUFFER), (whole.name, FROZEN), (tied, FROZEN), (tied, MASTER))
+        saved = next((metadata.tensors[at] for at in same if at in metadata.tensors), None)
+        if saved is not None and (whole.key == BUFFER or saved.name == whole.name):
+            kinds[whole.name, whole.key] = replace(saved, name=whole.name, key=whole.key)
+    if not kinds:
+        return metadata
+    renamed = {(name, FROZEN if key == BUFFER else BUFFER) for name, key in kinds}
+    others = {at: tensor for at, tensor in metadata.tensors.items() if at not in renamed}
+    return replace(metadata, tensors=others | kinds)
 
 
 def _with_names(

@@ -300,9 +300,13 @@ def module_tensors(
         if all(name in shard.frozen_fragments for shard in models):
             tensors[name, FROZEN] = _partitioned(models, name, shape, first_file)
     skipped = {*trained, *source.buffers, *partitioned, *source.shared}
+    of_buffers = {source.weights[name] for name in source.buffers}
+    for name, ref in ((name, ref) for name, ref in source.weights.items() if name not in skipped):
+        if not is_zero3:
+            add(name, FROZEN, ref, 0)
+        elif ref.numel and ref in of_buffers:  # DeepSpeed does not list a submodule's second name
+            add(name, BUFFER, ref, own)
     if not is_zero3:
-        for name in (name for name in source.weights if name not in skipped):
-            add(name, FROZEN, source.weights[name], 0)
         # exclude_frozen_parameters removes only the first name of tied frozen weights
         for alias, name in source.shared.items():
             if alias in source.weights and name not in source.weights and name not in skipped:

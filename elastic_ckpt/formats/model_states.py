@@ -145,8 +145,6 @@ def index_model_states(file: PickledFile, dp_rank: int, options: StateOptions = 
     tree = file.tree
     optimizer = index_unpartitioned(file, options)
     params = {name: ref for name, ref in weights.items() if name not in buffers}
-    # only the job's first rank lists tied names, and with a device mesh another rank may have overwritten its file
-    shared = dict(tree.get("shared_params") or {}) or _same_storage(params)
     run = run_arguments(tree.get("args"), os.path.dirname(file.path))
     return ModelShard(
         path=file.path,
@@ -160,7 +158,7 @@ def index_model_states(file: PickledFile, dp_rank: int, options: StateOptions = 
         frozen_shapes=_named_shapes(file, tree.get("frozen_param_shapes") or {}),
         frozen_fragments=dict(tree.get("frozen_param_fragments") or {}),
         frozen_recorded=tree.get("frozen_param_shapes") is not None,
-        shared=_same_storage(weights) if optimizer is not None else shared,
+        shared=_tied_names(file, params),
         counters={key: file.section(key) for key in COUNTERS[:1] + COUNTERS[2:]} | read_counters(file),
         ds_version="" if before_0_19_4 else str(file.section("ds_version")),
         zero=dict(config_section(file, "zero_optimization")),
@@ -247,11 +245,17 @@ def model_indexer(options: StateOptions = _DEFAULTS) -> ModelIndexer:
     return index
 
 
-def _same_storage(weights: Mapping[str, TensorRef]) -> dict[str, str]:
-    """Tied names, whose bytes are shared: later name -> first name."""
+def _tied_names(file: PickledFile, params: Mapping[str, TensorRef]) -> dict[str, str]:
+    """Tied names: later name -> first name.
+
+    The bytes show them: names that DeepSpeed lists lack a module's second name for a parameter or submodule, and below
+    ZeRO-3 include all that is empty. Those of ZeRO-3, which has no weights here, do not.
+    """
+    listed: Mapping[str, str] = file.tree.get("shared_params") or {}
+    is_zero3 = os.path.basename(file.path).startswith("zero_pp_rank_")
+    shared = {name: first for name, first in listed.items() if is_zero3 or name not in params or params[name].numel}
     first: dict[TensorRef, str] = {}
-    shared = {}
-    for name, ref in weights.items():
+    for name, ref in params.items():
         if ref.numel and first.setdefault(ref, name) != name:
             shared[name] = first[ref]
     return shared

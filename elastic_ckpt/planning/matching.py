@@ -50,6 +50,8 @@ def match_parameters(metadata: CheckpointMetadata, local_state: LocalState, stri
     live = {name for flat in local_state.flats for name in flat.members}
     wholes = {(whole.name, whole.key) for whole in local_state.wholes}
     trained, frozen, buffers = metadata.parameters, set(metadata.names(FROZEN)), set(metadata.names(BUFFER))
+    second_names = frozen.intersection(chain.from_iterable(local_state.model.ties.values()))
+    frozen -= {name for name in second_names if 0 in metadata.tensors[name, FROZEN].shape}  # no bytes show such a tie
 
     def is_saved(name: str, key: str) -> bool:
         return name in buffers if key == BUFFER else name in trained or name in frozen
@@ -57,7 +59,8 @@ def match_parameters(metadata: CheckpointMetadata, local_state: LocalState, stri
     restored = frozenset(name for name in live if is_saved(name, MASTER))
     found = frozenset((name, key) for name, key in wholes if is_saved(name, key))
     missing = {MASTER: live - restored}
-    missing |= {kind: {name for name, key in wholes - found if key == kind} for kind in (BUFFER, FROZEN)}
+    lacking = [each for each in local_state.wholes if (each.name, each.key) not in found and 0 not in each.shape]
+    missing |= {kind: {each.name for each in lacking if each.key == kind} for kind in (BUFFER, FROZEN)}
     unsaved = set() if metadata.source.buffers_recorded else missing.pop(BUFFER)
     excluded = set()
     # ZeRO-2 and 3 list frozen parameters, even if there are none, unless they are excluded. At lower stages a save

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from elastic_ckpt.config import ElasticConfig
-from elastic_ckpt.core.fqn import adopt_live_names, rename_saved
+from elastic_ckpt.core.fqn import adopt_live_kinds, adopt_live_names, rename_saved
 from elastic_ckpt.core.local_state import LocalState
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
 from elastic_ckpt.core.read_plan import LoadPlan, Outcome
@@ -67,7 +67,7 @@ def match(metadata: CheckpointMetadata, local_state: LocalState, options: LoadOp
     """Match checkpoint and live engine. Raises :class:`MismatchError` or :class:`DamagedError` if they do not fit."""
     config, model = options.config, local_state.model
     saved = with_own_copies(rename_saved(metadata, config.rename), model)
-    metadata = adopt_live_names(saved, model)
+    metadata = adopt_live_kinds(adopt_live_names(saved, model), local_state.wholes)
     parameters = match_parameters(metadata, local_state, options.strict)
     resharding = resolve(metadata, model, parameters.names, options.rules, config.replicated_params)
     states, groups = NOTHING_MATCHED, NO_GROUPS

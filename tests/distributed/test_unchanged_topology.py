@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.conftest import SUB_GROUPS, Launch
+from tests.distributed.odd_models import ODDITIES
 from tests.distributed.unchanged_jobs import ODD_STATES
 
 #: Why DeepSpeed's own loader runs.
@@ -90,6 +91,7 @@ def cells(name: str, stages: Sequence[int], precision: str = "fp32", **more: Any
         "zero": {},
         "config": {},
         "model": "TinyLM",
+        "oddities": [],
         "optimizer": "adamw",
         # init: built under zero.Init; sp: sequence-parallel degree; pending: micro-batches that wait for a step
         "init": False,
@@ -97,7 +99,7 @@ def cells(name: str, stages: Sequence[int], precision: str = "fp32", **more: Any
         "pending": 0,
         "client": "plain",
         "exclude_frozen": False,
-        # own_disk: each rank stands for a node; loads: arguments; data: with a data loader; path: Path and tag=4
+        # own_disk: each rank stands for a node, whose folder has the same name or ("named") another; loads: arguments; data: with a data loader; path: Path and tag=4
         "own_disk": False,
         "loads": [{}],
         "data": False,
@@ -116,6 +118,17 @@ def cells(name: str, stages: Sequence[int], precision: str = "fp32", **more: Any
     return [{"name": f"{name}-z{stage}", "stage": stage, "precision": precision, **plain, **more} for stage in stages]
 
 
+#: Oddities of a model that meet each other.
+TOGETHER = [
+    ["tie", "alias"],
+    ["tie", "alias_of_a_tree", "buffers"],
+    ["buffer_of_a_frozen_parameter", "alias_of_a_tree"],
+    ["buffer_of_a_tree", "alias_of_a_tree"],
+    ["frozen_tie", "shared_buffer", "alias_of_a_tree"],
+    ["tie_of_three", "parameter_list", "alias_of_a_tree", "alias_before"],
+    ["empty", "empty_tie", "empty_frozen", "alias"],
+    ["empty_frozen_tie", "empty_buffers", "parameter_list", "alias_of_a_tree"],
+]
 ALL = (0, 1, 2, 3)
 LOW_STATES = {"wrong": ["states", "losses"], "differ": ["states", "losses"]}  # which DeepSpeed rounds to the masters
 TWO_RANKS = [
@@ -163,12 +176,19 @@ TWO_RANKS = [
     *cells("half-frozen", [0, 2, 3], "bf16", model="HalfFrozenLM"),
     *cells("lora", [1, 3], model="LoraLM"),
     *cells("lora-excluded", ALL, model="LoraLM", exclude_frozen=True, loads=NOT_STRICT),
+    # what is empty cannot be trained in ZeRO-3
+    *(
+        cell
+        for number, names in enumerate([*([each] for each in ODDITIES), *TOGETHER])
+        for cell in cells("-".join(names), [number % (3 if "empty" in str(names) else 4)], oddities=names)
+    ),
     *cells("rewind", [0, 1], "bf16", trained=2),
     *cells("path-and-number", [1, 3], path=True),
     *cells("tag-validation", [1], config={"checkpoint": {"tag_validation": "Fail"}}),
     *cells("parallel-write", [1, 3], config={"checkpoint": {"parallel_write": {"pipeline_stage": True}}}),
     *cells("node-local", [0, 1, 3], config=NODE_LOCAL),
     *cells("own-disk", ALL, "bf16", config=NODE_LOCAL, own_disk=True, left=DISKS),
+    *cells("own-folder", [1, 3], config=NODE_LOCAL, own_disk="named", left=DISKS),
     *cells(
         "own-disk-lora",
         [0, 1, 3],

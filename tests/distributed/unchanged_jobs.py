@@ -27,6 +27,7 @@ import elastic_ckpt
 from tests.distributed import model as models
 from tests.distributed.facts import log_lines
 from tests.distributed.model import GLOBAL_BATCH, PRECISIONS, VOCABULARY, Setup, batch, build_optimizer, close
+from tests.distributed.odd_models import OddLM
 from tests.distributed.truth import base_of
 
 SAVE_AT = 4
@@ -137,7 +138,7 @@ def live(cell: dict[str, Any], seed: int) -> Iterator[Any]:
         parallel_state_sp.initialize_sequence_parallel(sp)
     context = deepspeed.zero.Init(config_dict_or_path=config) if cell["init"] else contextlib.nullcontext()
     with context:
-        model = BUILDERS[cell["model"]](seed=seed)
+        model = OddLM(cell["oddities"], seed) if cell["oddities"] else BUILDERS[cell["model"]](seed=seed)
     setup = Setup(cell["stage"], optimizer=cell["optimizer"])
     optimizer: torch.optim.Optimizer | None = None
     if cell["optimizer"] == "sparse":
@@ -289,7 +290,10 @@ def load(cell: dict[str, Any], folder: str, arguments: dict[str, Any], ours: boo
     (elastic_ckpt.install if ours else elastic_ckpt.uninstall)()
     with live(cell, 8) as engine, log_lines() as lines:
         train(cell, engine, 60, 60 + cell["trained"])
-        where = {"load_dir": Path(folder), "tag": 4} if cell["path"] else {"load_dir": folder, "tag": "4"}
+        where: dict[str, Any] = {"load_dir": folder, "tag": "4"}
+        if cell["path"]:  # and so for each rank in its own words
+            spelled = [{"load_dir": Path(folder), "tag": 4}, {"load_dir": f"{folder}/./", "tag": "4"}]
+            where = spelled[dist.get_rank() % 2]
         path, client = engine.load_checkpoint(**where, **arguments)
         now: dict[str, Any] = state_of(cell, engine)
         now["client"] = {key: value for key, value in (client or {}).items() if key not in NOT_HANDED_OUT}
@@ -342,7 +346,7 @@ def matrix(arguments: dict[str, Any]) -> list[dict[str, Any]] | None:
             os.environ["LOCAL_RANK"] = "0"
             os.makedirs(f"{folder}-node{rank}")
             os.chdir(f"{folder}-node{rank}")
-            folder = "/proc/self/cwd/checkpoints"
+            folder = f"{folder}-node{rank}" if cell["own_disk"] == "named" else "/proc/self/cwd/checkpoints"
         if cell["data"]:
             os.chdir(arguments["folder"])  # the data sampler leaves files there
         mine = run_cell(cell, folder)

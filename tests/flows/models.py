@@ -9,6 +9,7 @@ from torch import nn
 
 from tests.distributed import model as models
 from tests.distributed.model import TinyLM
+from tests.distributed.odd_models import drawn
 
 
 class _More(TinyLM):
@@ -166,4 +167,5 @@ MODELS: dict[str, Any] = {
             Flat,
         )
     },
+    **{f"Odd{number}": drawn(number) for number in range(8)},
 }
