@@ -50,7 +50,7 @@ def find_checkpoint(load_dir: str, tag: str | None, prefer_universal: bool, trus
         if found is not None:
             choices.append(found)
         elif named is not None:
-            broken = _no_such_tag(load_dir, f"the tag {named!r} that {os.path.join(load_dir, latest)} names", named)
+            broken = _misled(load_dir, latest, named)
             if latest == preferred:
                 raise broken
     if not choices and broken is None and (found := _without_latest(load_dir)) is not None:
@@ -91,9 +91,18 @@ def look_at(load_dir: str, tag: str) -> Found | None:
 
 
 def look_below(load_dir: str, tag: str) -> Found | None:
-    """:func:`look_at` for a tag from a ``latest`` file, which may name nothing outside ``load_dir``."""
-    is_below = bool(tag) and not os.path.isabs(tag) and ".." not in tag.split("/")
-    return look_at(load_dir, tag) if is_below else None
+    """:func:`look_at` for a tag from a ``latest`` file, which may name nothing outside ``load_dir``.
+
+    It may be a path, and the folder itself, as where it is empty: DeepSpeed's loader follows any.
+    """
+    below = _below(load_dir, tag)
+    return None if below is None else look_at(load_dir, below)
+
+
+def _below(load_dir: str, tag: str) -> str | None:
+    relative = os.path.relpath(os.path.join(load_dir, tag), load_dir)
+    is_outside = relative.split(os.sep)[0] == os.pardir
+    return None if is_outside else "" if relative == os.curdir else relative
 
 
 def _holds_parameters(folder: str) -> bool:
@@ -145,15 +154,29 @@ def read_latest(load_dir: str, latest: str) -> str | None:
         return None
     try:
         with named_os_errors(path), open_stream(path) as stream:
-            return stream.read(MOST_TAG_NBYTES).decode().strip()
-    except DamagedError as error:
+            text = stream.read(MOST_TAG_NBYTES + 1)
+            if len(text) > MOST_TAG_NBYTES:
+                raise ValueError(f"{os.fstat(stream.fileno()).st_size:,} bytes, which is no name of a folder")
+            return text.decode().strip()
+    except (DamagedError, ValueError) as error:
         raise DamagedError(
             "the file that names the newest tag cannot be read",
             file=path,
             expected="the name of a tag (global_step100)",
-            found=error.found,
+            found=error.found if isinstance(error, DamagedError) else error,
             remedy=f"load_checkpoint({load_dir!r}, tag=...), or write the tag into it",
         ) from error
+
+
+def _misled(load_dir: str, latest: str, named: str) -> NotFoundError:
+    """The error for a ``latest`` file that leads to no checkpoint."""
+    path, shown = os.path.join(load_dir, latest), repr(named)[:200]
+    if not named:
+        return _no_such_tag(load_dir, f"the name of a tag in {path}, which is empty", None)
+    if _below(load_dir, named) is None:
+        wanted = f"a tag below {load_dir}; {path} names {shown}, which is outside and is not followed"
+        return _no_such_tag(load_dir, wanted, None)
+    return _no_such_tag(load_dir, f"the tag {shown} that {path} names", named[:200])
 
 
 def _no_such_tag(load_dir: str, wanted: str, tag: str | None) -> NotFoundError:

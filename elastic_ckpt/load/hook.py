@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -80,7 +81,8 @@ def _load_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kw
     if config.mode == "off":
         return _delegate(engine, arguments, None, own, config)
     commit_pending_save(engine)
-    attempts = Attempts(arguments, config, load_universal_flag(engine) or elastic_config.flag_given())
+    prefer_universal = load_universal_flag(engine) or elastic_config.flag_given()
+    attempts = Attempts(arguments, config, prefer_universal, bool(engine.use_node_local_storage()))
     while True:
         found = None
         try:
@@ -129,27 +131,60 @@ def _read_config(engine: Any, arguments: LoadArguments) -> ElasticConfig:
 
     def call() -> bytes:
         configs.append(config := elastic_config.read_config(ds_config(engine)))
-        mine = {
-            **vars(replace(arguments, custom_load_fn=arguments.custom_load_fn is not None)),
-            **config.model_dump(exclude={"report", "progress"}),
-            "use_node_local_storage": bool(engine.use_node_local_storage()) if engine is not None else False,
-        }
-        calls.append(mine)
+        calls.append(mine := _meaning(arguments, config))
+        mine["use_node_local_storage"] = bool(engine.use_node_local_storage()) if engine is not None else False
         return hashlib.sha256(repr(mine).encode()).digest()
 
     if len(set(distributed.all_gather("read the configuration", call))) > 1:
-        _refuse_different_calls(distributed.all_gather("read the configuration", lambda: calls[0]))
+        everybody = distributed.all_gather("read the configuration", lambda: (calls[0], _identity(arguments.load_dir)))
+        _refuse_different_calls(everybody)
     return configs[0]
 
 
-def _refuse_different_calls(calls: Sequence[Mapping[str, Any]]) -> None:
-    for rank, other in enumerate(calls):
-        differ = [key for key, value in calls[0].items() if other[key] != value]
+def _meaning(arguments: LoadArguments, config: ElasticConfig) -> dict[str, Any]:
+    """Arguments and options in a form that is equal where they mean the same."""
+    load_dir, tag = arguments.load_dir, arguments.tag
+    if isinstance(load_dir, (str, os.PathLike)):
+        load_dir = os.path.normpath(load_dir)
+    elif config.mode != "off":
+        raise ConfigError(
+            "load_checkpoint was given no folder",
+            expected="load_dir as a str or a Path",
+            found=repr(load_dir)[:200],
+            remedy="give the folder that save_checkpoint was given; without one, do not call load_checkpoint",
+        )
+    return {
+        **{key: bool(value) for key, value in vars(arguments).items()},
+        "load_dir": load_dir,
+        "tag": None if tag is None else os.path.normpath(str(tag)),
+        **config.model_dump(exclude={"report", "progress"}),
+    }
+
+
+#: What two paths of one folder have in common.
+_Identity = tuple[str, tuple[int, ...] | None]
+
+
+def _identity(folder: Any) -> _Identity:
+    try:
+        status = os.stat(folder)
+        return os.path.realpath(folder), (status.st_dev, status.st_ino, status.st_mtime_ns)
+    except (OSError, TypeError, ValueError):  # of no folder, or of what is none
+        return str(folder), None
+
+
+def _refuse_different_calls(calls: Sequence[tuple[Mapping[str, Any], _Identity]]) -> None:
+    first, (path, inode) = calls[0]
+    for rank, (other, (other_path, other_inode)) in enumerate(calls):
+        differ = {key for key, value in first.items() if other[key] != value}
+        if first["use_node_local_storage"] or path == other_path or (inode is not None and inode == other_inode):
+            differ.discard("load_dir")
         if differ:
+            keys = sorted(differ)
             raise ConfigError(
-                f"ranks call load_checkpoint with different arguments or options: {', '.join(differ)}",
-                expected=f"{ ({key: calls[0][key] for key in differ}) }, as on rank 0",
-                found=f"{ ({key: other[key] for key in differ}) } on rank {rank}",
+                f"ranks call load_checkpoint with different arguments or options: {', '.join(keys)}",
+                expected=f"{ ({key: first[key] for key in keys}) }, as on rank 0",
+                found=f"{ ({key: other[key] for key in keys}) } on rank {rank}",
                 remedy="give every rank the same arguments and the same DeepSpeed config",
                 rank=rank,
             )

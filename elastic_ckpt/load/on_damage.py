@@ -21,9 +21,18 @@ from elastic_ckpt.errors import (
     PartialLoadError,
     SavedOverError,
     listed,
+    shortened,
 )
 from elastic_ckpt.formats import Found
-from elastic_ckpt.formats.detect import find_checkpoint, global_steps, list_checkpoints, step_of_tag
+from elastic_ckpt.formats.detect import (
+    LATEST,
+    LATEST_UNIVERSAL,
+    find_checkpoint,
+    global_steps,
+    list_checkpoints,
+    list_tags,
+    step_of_tag,
+)
 from elastic_ckpt.load.execute import as_partial_load_error
 from elastic_ckpt.load.prepare import Prepared
 
@@ -38,9 +47,13 @@ class Attempts:
     Args:
         arguments, config: of the load.
         prefer_universal: see :func:`elastic_ckpt.formats.detect.find_checkpoint`.
+        own_folders: whether each rank has a ``load_dir`` of its own (``use_node_local_storage``).
     """
 
-    def __init__(self, arguments: LoadArguments, config: ElasticConfig, prefer_universal: bool) -> None:
+    def __init__(
+        self, arguments: LoadArguments, config: ElasticConfig, prefer_universal: bool, own_folders: bool = False
+    ) -> None:
+        self._load_dir, self._own_folders = os.fspath(arguments.load_dir) or os.curdir, own_folders
         self._arguments, self._config, self._prefer_universal = arguments, config, prefer_universal
         self._deadline = time.monotonic() + config.wait_for_files
         self._pause = _FIRST_PAUSE
@@ -56,14 +69,32 @@ class Attempts:
             return self._older
         arguments, config = self._arguments, self._config
 
-        def look() -> Found | None:
-            return find_checkpoint(arguments.load_dir, arguments.tag, self._prefer_universal, config.trust_pickle)
+        def look() -> tuple[Found | None, list[str]]:
+            try:
+                return find_checkpoint(self._load_dir, arguments.tag, self._prefer_universal, config.trust_pickle), []
+            except NotFoundError:
+                if not self._may_start_fresh():
+                    raise
+                return None, list_tags(self._load_dir)
 
         while True:
-            found = distributed.broadcast("look for a checkpoint", look)
-            expected = arguments.tag is not None or config.mode == "require"
+            found, tags = distributed.broadcast("look for a checkpoint", look)
+            expected = bool(tags) or arguments.tag is not None or config.mode == "require"
             if found is not None or not expected or not self._wait("there is no checkpoint yet"):
-                return found
+                break
+        if tags and distributed.rank() == 0:
+            where = f"load_checkpoint({self._load_dir!r}, tag={tags[0]!r})"
+            message = "elastic_ckpt loads nothing: no file %r is in %s, which has checkpoints under the tags %s: %s"
+            logger.warning(message, LATEST, self._load_dir, shortened(tags), where)
+        if found is not None and self._own_folders:
+            return replace(found, folder=os.path.abspath(os.path.join(self._load_dir, found.tag)))
+        return found
+
+    def _may_start_fresh(self) -> bool:
+        """Whether DeepSpeed's own loader returns without a checkpoint: scripts that start a run rely on it. Local."""
+        asks = self._prefer_universal or self._config.mode == "require" or self._config.on_damage == "previous"
+        named = (os.path.lexists(os.path.join(self._load_dir, latest)) for latest in (LATEST, LATEST_UNIVERSAL))
+        return self._arguments.tag is None and not asks and not any(named)
 
     def will_overwrite(self, ready: Prepared) -> None:
         """Note what a load restores. Collective if a failed one has left its values in the engine.
@@ -125,7 +156,7 @@ class Attempts:
 
     def _fall_back(self, cause: ElasticCkptError, found: Found | None) -> str | None:
         """Take the newest older checkpoint for the next attempt; or why there is none. Collective."""
-        damaged = found.folder if found is not None else cause.file or self._arguments.load_dir
+        damaged = found.folder if found is not None else cause.file or self._load_dir
         where = f" ({', '.join(filter(None, (cause.parameter, cause.file)))})"
         skipped = f"skipped {os.path.basename(damaged)}: {cause.problem}{where}"
 
@@ -143,7 +174,7 @@ class Attempts:
 
     def _choose(self, damaged: str, found: Found | None) -> tuple[Found | None, tuple[int, ...], str]:
         """The newest older checkpoint, all steps so far, and in words how old it is or why there is none. Local."""
-        load_dir, limit, trust = self._arguments.load_dir, self._config.max_steps_back, self._config.trust_pickle
+        load_dir, limit, trust = self._load_dir, self._config.max_steps_back, self._config.trust_pickle
         steps = self._steps
         if not steps:
             step = step_of_tag(os.path.basename(damaged)) if found is None else global_steps(found, trust)

@@ -81,7 +81,6 @@ DAMAGED: dict[str, tuple[str, str, Any, str, Words]] = {
     "zero3 shard copied over another": ("native", Z3, damage.copy_over(RANK0, RANK1), "DamagedError", [f"expected:  an archive that was saved as {RANK1}", f"saved as {RANK0}"]),
     "shards swapped": ("native", Z1, damage.swap(RANK0, RANK1), "DamagedError", ["changed places", RANK0, RANK1]),
     "universal: states swapped": ("universal", Z1, damage.swap("zero/back.weight/exp_avg.pt", "zero/back.weight/exp_avg_sq.pt"), "DamagedError", ["changed places", "exp_avg_sq.pt"]),
-    "no latest": ("native", Z1, damage.remove_latest, "NotFoundError", ["latest", "step4", "tag='step4'"]),
     "strange state": ("native", Z1, in_each(STRANGE0, STRANGE1), "UnsupportedError", ["curvature", "(3, 2)"]),
     "strange state in one shard": ("native", Z1, STRANGE1, "DamagedError", [RANK1, "optimizer states"]),
     "a master dropped": ("native", Z1, damage.edit(RANK1, damage.drop_master), "DamagedError", [RANK1, "number of flat tensors"]),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic_ckpt.errors import NotFoundError
+from elastic_ckpt.errors import DamagedError, NotFoundError
 from elastic_ckpt.formats import Found
 from elastic_ckpt.formats.detect import find_checkpoint, list_tags, look_at
 
@@ -191,22 +191,54 @@ def test_a_latest_file_that_names_a_missing_tag_is_an_error_that_lists_the_tags(
 
 
 @pytest.mark.parametrize("name", ["latest", "latest_universal"])
-@pytest.mark.parametrize("text", ["", "  \n", "..", "../other/step4", "/somewhere/step4"])
-def test_a_latest_file_that_names_nothing_below_its_folder_is_an_error(tmp_path: Path, name: str, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "is empty"),
+        ("  \n", "is empty"),
+        ("..", "outside"),
+        ("../other/step4", "outside"),
+        ("/somewhere/step4", "outside"),
+        ("step4\nstep5", r"'step4\nstep5'"),
+        ("\ufeffstep4", r"'\ufeffstep4'"),
+        ("a\0b", r"'a\x00b'"),
+        ("x" * 4000, "'xxxx"),
+    ],
+)
+def test_a_latest_file_that_leads_to_no_checkpoint_below_is_an_error_that_says_why(
+    tmp_path: Path, name: str, text: str, said: str
+) -> None:
     native(tmp_path / "run", "step4")
     native(tmp_path / "other", "step4")
     point(tmp_path / "run", text, name)
     with pytest.raises(NotFoundError) as caught:
         find(tmp_path / "run")
-    assert str(tmp_path / "run" / name) in str(caught.value)
+    assert said in str(caught.value.expected) and str(tmp_path / "run" / name) in str(caught.value.expected)
+    assert caught.value.remedy == f"load_checkpoint({str(tmp_path / 'run')!r}, tag='step4')"
+    assert len(str(caught.value)) < 1500
 
 
-def test_no_more_of_a_latest_file_is_read_than_the_name_of_a_tag(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["of_may/step4\r\n", "./of_may/step4/", "{}/of_may/step4", "../run/of_may//step4"])
+def test_a_latest_file_may_hold_a_path_to_what_is_below(tmp_path: Path, text: str) -> None:
+    native(tmp_path / "run" / "of_may", "step4")
+    point(tmp_path / "run", text.format(tmp_path / "run"))
+    found = found_at(tmp_path / "run")
+    assert (found.tag, found.folder) == ("of_may/step4", str(tmp_path / "run" / "of_may" / "step4"))
+
+
+def test_an_empty_latest_file_beside_a_checkpoints_files_names_their_folder(tmp_path: Path) -> None:
+    native(tmp_path, "run")
+    point(tmp_path / "run", "")
+    assert found_at(tmp_path / "run").folder == str(tmp_path / "run")
+
+
+@pytest.mark.parametrize("content", [b"x" * 10_000_000, b"\xff\xfe\x00step", os.urandom(300) + b"\xff"])
+def test_a_latest_file_that_is_none_is_damage(tmp_path: Path, content: bytes) -> None:
     native(tmp_path, "step4")
-    point(tmp_path, "x" * 1_000_000)
-    with pytest.raises(NotFoundError) as caught:
+    (tmp_path / "latest").write_bytes(content)
+    with pytest.raises(DamagedError, match="names the newest tag cannot be read") as caught:
         find(tmp_path)
-    assert len(str(caught.value)) < 20_000
+    assert len(str(caught.value)) < 1500
 
 
 def test_a_latest_file_in_a_folder_without_checkpoints_is_an_error(tmp_path: Path) -> None:

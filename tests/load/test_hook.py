@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -107,12 +109,49 @@ def test_the_package_exports_what_the_documentation_names() -> None:
 # --- what ranks were asked for, and what rank 0 has found, with the other rank played ---------------------------------
 
 
-def test_ranks_sent_to_different_folders_hear_of_that_before_anybody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    def all_gather(doing: str, work: Any) -> list[Any]:
-        mine = work()  # a digest, and where digests differ the call itself
-        return [mine, b"another" if isinstance(mine, bytes) else {**mine, "load_dir": "/y"}]
+def read_on_two_ranks(monkeypatch: pytest.MonkeyPatch, *calls: LoadArguments, node_local: bool = False) -> None:
+    """What the first rank's ``_read_config`` does, given what another rank sends it."""
+    engine = SimpleNamespace(use_node_local_storage=lambda: node_local)
+    sent: list[Any] = []
 
-    monkeypatch.setattr(hook.distributed, "all_gather", all_gather)
+    def of_the_other(doing: str, work: Any) -> list[Any]:
+        sent.append(work())
+        return [sent[-1], b"another"] if len(sent) == 1 else [sent[-1]]
+
     monkeypatch.setattr(hook, "ds_config", lambda engine: {})
+    monkeypatch.setattr(hook.distributed, "all_gather", of_the_other)
+    hook._read_config(engine, calls[1])
+    monkeypatch.setattr(hook.distributed, "all_gather", lambda doing, work: [work(), sent.pop(0)])
+    hook._read_config(engine, calls[0])
+
+
+def test_ranks_sent_to_different_folders_hear_of_that_before_anybody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = LoadArguments("/x"), LoadArguments("/y")
     with pytest.raises(ConfigError, match="load_dir"):
-        hook._read_config(None, LoadArguments("/x"))
+        read_on_two_ranks(monkeypatch, *calls)
+    read_on_two_ranks(monkeypatch, *calls, node_local=True)
+
+
+def test_arguments_that_mean_the_same_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to("run")
+    names = [tmp_path / "run", f"{tmp_path}/run/", "run", "./run", "run/.", "link", Path("link")]
+    for name in names:
+        read_on_two_ranks(monkeypatch, LoadArguments(str(tmp_path / "run")), LoadArguments(name))  # type: ignore[arg-type]
+    same = [("x", 4), ("x/", "4"), (Path("./x"), Path("4")), ("x", "4/")]
+    for load_dir, tag in same:
+        call = LoadArguments(load_dir, tag, 1, "yes", load_module_only=None)  # type: ignore[arg-type]
+        read_on_two_ranks(monkeypatch, LoadArguments("x", "4"), call)
+    for call in (LoadArguments("x", "5"), LoadArguments("x"), LoadArguments("x", "4", load_module_only=True)):
+        with pytest.raises(ConfigError, match="different arguments"):
+            read_on_two_ranks(monkeypatch, LoadArguments("x", "4"), call)
+
+
+@pytest.mark.parametrize("load_dir", [None, 7, b"/x", ["/x"]])
+def test_no_folder_is_an_error_that_says_so_and_another_rank_may_have_one(
+    load_dir: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for calls in ((load_dir, load_dir), (load_dir, "/x")):
+        with pytest.raises(ConfigError, match="given no folder"):
+            read_on_two_ranks(monkeypatch, *map(LoadArguments, reversed(calls)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +61,32 @@ PREVIOUS: dict[str, Any] = {"on_damage": "previous"}
 def test_only_rank_0_looks_and_all_take_what_it_has_found(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     looked = []
     monkeypatch.setattr(on_damage, "find_checkpoint", lambda *arguments: looked.append(arguments) or FOUND)
-    broadcast = alone if rank == 0 else lambda doing, work: FOUND
+    broadcast = alone if rank == 0 else lambda doing, work: (FOUND, [])
     monkeypatch.setattr(on_damage.distributed, "broadcast", broadcast)
     assert attempts(Path("/x")).find() == FOUND
     assert len(looked) == (rank == 0)
+
+
+def test_tags_that_no_latest_names_are_listed_and_a_script_starts_fresh(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / "latest").unlink()
+    assert attempts(folder).find() is None
+    (line,) = caplog.messages
+    assert all(f"global_step{step}" in line for step in (10, 20, 30)) and "tag=" in line and str(folder) in line
+    assert attempts(folder, wait_for_files=1).find() is None, "after it has waited"
+    for options in ({"mode": "require"}, PREVIOUS):
+        with pytest.raises(NotFoundError, match="global_step30"):
+            attempts(folder, **options).find()
+    (folder / "latest").write_text("global_step31")
+    with pytest.raises(NotFoundError, match="global_step31"):
+        attempts(folder).find()
+
+
+def test_each_rank_finds_the_tag_in_a_folder_of_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_damage.distributed, "broadcast", lambda doing, work: (FOUND, []))
+    own = Attempts(LoadArguments(str(folder)), ElasticConfig(), prefer_universal=False, own_folders=True)
+    assert own.find() == replace(FOUND, folder=str(folder / "step4"))
 
 
 def test_a_folder_that_cannot_be_looked_into_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
