@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NamedTuple
 
-from elastic_ckpt.errors import ElasticCkptError, SavedOverError, refuse_used_up
+from elastic_ckpt.errors import ElasticCkptError, SavedOverError, UnforeseenError, refuse_used_up
 
 
 class Version(NamedTuple):
@@ -80,11 +80,13 @@ def look_again(reopen: bool = True) -> None:
 
 
 def moved() -> SavedOverError | None:
-    """The error of :func:`look_again`, if there is one."""
+    """The error of :func:`look_again`; ``None`` if nothing moved, or this process can no longer look."""
     try:
         look_again()
     except SavedOverError as error:
         return error
+    except UnforeseenError:  # its own: descriptors or memory are used up
+        return None
     return None
 
 

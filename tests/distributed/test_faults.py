@@ -27,7 +27,7 @@ ROUNDS = [
     OVERWRITES,
     ("broadcast what every rank needs", 0),
     ("derive the weights from their masters", 0),
-    ("set counters and client state", 0),
+    ("set the counters", 0),
     ("list what was read", 0),
     ("verify what was read", 0),
 ]

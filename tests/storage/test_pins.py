@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from elastic_ckpt.errors import DamagedError, SavedOverError
+from elastic_ckpt.errors import DamagedError, SavedOverError, UnforeseenError
 from elastic_ckpt.storage.local import open_stream
 from elastic_ckpt.storage.pins import look_again, moved, pinned, steady
 
@@ -90,4 +91,18 @@ def test_a_load_within_another_has_pins_of_its_own(path: Path) -> None:
         with steady():
             touch(path)
         with pytest.raises(SavedOverError):
+            look_again()
+
+
+def test_a_process_without_descriptors_cannot_tell_whether_files_moved(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def used_up(*_: object) -> int:
+        raise OSError(errno.EMFILE, "used up")
+
+    with pinned():
+        touch(path)
+        monkeypatch.setattr(os, "open", used_up)
+        assert moved() is None
+        with pytest.raises(UnforeseenError):
             look_again()
