@@ -174,16 +174,15 @@ def test_runs_without_partitions_and_in_fp16(unpartitioned: Path) -> None:
         found = facts(unpartitioned / f"{setup.name}-dp2")  # by shapes that leave one order
         assert {e["name"]: e["group"] for e in found["parameters"] if e["role"] == "trained"} == groups
         assert not found["weights_only"] and kinds(found) == [("note", "reader")]
-    for setup in (Setup(0, "bf16", "fusedadam"),):
-        found = facts(unpartitioned / f"{setup.name}-dp2")
-        assert found["weights_only"] and kinds(found) == [("warning", "unnamed_states")]
-        assert found["run"]["zero_stage"] == 0 and found["run"]["precision"] == setup.precision
-        assert {e["name"]: e["shape"] for e in found["parameters"] if e["role"] == "weight"} == shapes
-        assert [group["members"] for group in found["groups"]] == [list(groups.values()).count(n) for n in (0, 1)]
-        states = {state["key"]: state for state in found["states"]}
-        assert set(states) == {"exp_avg", "exp_avg_sq", "step"}
-        assert {state["kind"] for state in states.values()} == {"unnamed"}
-        assert states["exp_avg"]["numel"] == found["weights"]["numel"] == sum(map(math.prod, shapes.values()))
+    found = facts(unpartitioned / f"{Setup(0, 'bf16', 'fusedadam').name}-dp2")  # each group is one flat tensor
+    assert found["weights_only"] and kinds(found) == [("warning", "unnamed_states")]
+    assert found["run"]["zero_stage"] == 0 and found["run"]["precision"] == "bf16"
+    assert {e["name"]: e["shape"] for e in found["parameters"] if e["role"] == "weight"} == shapes
+    assert [group["members"] for group in found["groups"]] == [1, 1]
+    states = {state["key"]: state for state in found["states"]}
+    assert set(states) == {"exp_avg", "exp_avg_sq", "step"}
+    assert {state["kind"] for state in states.values()} == {"unnamed"}
+    assert states["exp_avg"]["numel"] == found["weights"]["numel"] == sum(map(math.prod, shapes.values()))
     dynamic = facts(unpartitioned / f"{Setup(3, 'fp16').name}-dp2")["run"]
     static = facts(unpartitioned / f"{Setup(1, 'fp16_static').name}-dp2")["run"]
     assert dynamic["precision"] == static["precision"] == "fp16"
