@@ -163,6 +163,11 @@ class ElasticConfig(BaseModel):
         description="parameters that every tensor-parallel rank saved whole, with different values: "
         "strict: an error; first: the first rank's; mean: the mean of all",
     )
+    on_unreadable_entry: Annotated[Literal["error", "skip"], _ELASTIC_ONLY] = Field(
+        "error",
+        description="on an entry of the client state that cannot be read without running code of the file; "
+        "skip: it is left out, with a warning",
+    )
     on_batch_size_change: Annotated[Literal["warn", "error"], _ELASTIC_ONLY] = Field(
         "warn", description="on a change of the global batch or of the micro-batches per step"
     )

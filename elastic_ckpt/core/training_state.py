@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 #: 1-bit optimizers of DeepSpeed before 0.19, by lower-case class name, as in its config.
@@ -51,6 +51,7 @@ class TrainingState:
         loss_scale: state of the fp16 loss scaler; ``None`` if the run did not train in fp16.
         overflow: the optimizer's overflow flag.
         checkpoint: all other top-level entries of the model-states file, the client state included.
+        left_out: by name, why entries of the client state are not among them.
         same_ranks: whether the job has the ranks of the save, so that each gets its own state; if not, every rank has
             rank 0's.
         degrees: tensor- and pipeline-parallel degree of the save, if this is the state of the same model-parallel rank;
@@ -65,6 +66,7 @@ class TrainingState:
     checkpoint: Mapping[str, Any]
     same_ranks: bool = False
     degrees: tuple[int, int] = (1, 1)
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

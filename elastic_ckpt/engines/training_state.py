@@ -102,6 +102,10 @@ class TrainingStateCommit:
         self._others += scale
         none = "the checkpoint holds none"
         self._others += [Outcome(key, "fresh", (), none) for key in live if key not in self._own_schedulers]
+        if saved.left_out:
+            self._others.append(
+                Outcome("client state", "skipped", tuple(saved.left_out), "cannot be read: see the notes")
+            )
         self.client_state = self._client_state()
 
     @property

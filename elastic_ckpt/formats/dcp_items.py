@@ -17,11 +17,12 @@ from elastic_ckpt.core.metadata import SourceFile
 from elastic_ckpt.errors import DamagedError, UnsafePickleError, UnsupportedError
 from elastic_ckpt.formats.dcp_metadata import DcpContents, Shape, StoredItem
 from elastic_ckpt.formats.metadata_builder import refuse_view
+from elastic_ckpt.formats.objects import materialise
 from elastic_ckpt.formats.pickled import PickledFile, named_errors, unreadable
 from elastic_ckpt.formats.torch_archive.archive import Trees, read_archive_tree
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from elastic_ckpt.formats.torch_archive.tree import replace_leaves
-from elastic_ckpt.formats.values import hyperparameters, materialise, read_numbers
+from elastic_ckpt.formats.values import hyperparameters, read_numbers
 from elastic_ckpt.storage.local import open_stream
 
 

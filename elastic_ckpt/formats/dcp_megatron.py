@@ -18,8 +18,9 @@ from typing import Any
 from elastic_ckpt.errors import UnsupportedError
 from elastic_ckpt.formats.dcp_entries import Entries, add_state
 from elastic_ckpt.formats.dcp_metadata import DcpContents, StoredItem
+from elastic_ckpt.formats.objects import materialise
 from elastic_ckpt.formats.pickled import named_errors, open_pickled, unreadable
-from elastic_ckpt.formats.values import hyperparameters, materialise
+from elastic_ckpt.formats.values import hyperparameters
 
 COMMON = "common.pt"
 #: States of one parameter; of the optimizer's flat buffers, which only Megatron's own loader takes apart.

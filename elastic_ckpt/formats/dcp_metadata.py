@@ -18,8 +18,8 @@ from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.naming import DCP_METADATA
 from elastic_ckpt.formats.pickled import named_errors, unreadable
 from elastic_ckpt.formats.torch_archive.archive import most_pickle_nbytes, unpickled
+from elastic_ckpt.formats.torch_archive.calls import described
 from elastic_ckpt.formats.torch_archive.tree import check_tree
-from elastic_ckpt.formats.torch_archive.unpickler import described
 from elastic_ckpt.storage.local import open_stream
 
 #: Bytes of ``.metadata`` for one container in it, of which a chunk has a dozen, times those of other pickles.

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from elastic_ckpt import distributed
 from elastic_ckpt.formats.base import OWN_FIELDS, MetadataOptions, refuse_swapped
-from elastic_ckpt.formats.pickled import PickledFile, open_file
+from elastic_ckpt.formats.pickled import PickledFile, open_file, refuse_unmade
 from elastic_ckpt.formats.torch_archive.archive import Trees
 
 T = TypeVar("T")
@@ -62,6 +62,8 @@ def file_opener(options: MetadataOptions) -> Callable[[str], PickledFile]:
 
     def open_one(path: str) -> PickledFile:
         file = open_file(path, options.trust_pickle, trees)
+        if not options.with_unmade:
+            refuse_unmade(file)
         if options.check_shards:
             refuse_swapped(file)
         return file

@@ -50,7 +50,7 @@ def read_native(found: Found, options: MetadataOptions) -> Checkpoint:
         files = assemble(found, kinds, indexed, options)
         if options.check_shards:
             _spot_check(files, opened)
-        states = TrainingStates(files, opened, options.coordinates, options.with_client_state)
+        states = TrainingStates(files, opened, options.coordinates, options)
         assembled.append((files, states))
         return states.wanted()
 

@@ -12,7 +12,7 @@ from elastic_ckpt.core.metadata import is_floating
 from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.core.training_state import TrainingState
 from elastic_ckpt.errors import ElasticCkptError
-from elastic_ckpt.formats.base import Found
+from elastic_ckpt.formats.base import Found, MetadataOptions
 from elastic_ckpt.formats.model_states import (
     UnpartitionedState,
     index_unpartitioned,
@@ -108,7 +108,9 @@ def _peeked(found: Found, mp: int, file: PickledFile, trust_pickle: bool) -> Pee
     degrees = stated.borne_out(len(found.files.mp_ranks))
     scale = None if unnamed is None else loss_scale_of(unnamed.scaler)
     return Peeked(
-        training_state=read_training_state(file, scale, False, False, degrees.sequence, with_client_state=False),
+        training_state=read_training_state(
+            file, scale, False, False, degrees.sequence, MetadataOptions(with_client_state=False)
+        ),
         config=config,
         ds_version=str(tree.get("ds_version") or ""),
         degrees=degrees,

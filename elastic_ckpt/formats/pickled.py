@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, BinaryIO
 
 from isal import isal_zlib
 
@@ -102,6 +102,18 @@ def open_pickled(path: str, trust_pickle: bool = False, known: Trees | None = No
             else read_archive_tree(stream, trust_pickle, known)
         )
     return PickledFile(path, archive.nbytes, archive.tree, archive.root, archive.records, archive.surplus_nbytes)
+
+
+def read_into(file: PickledFile, stream: BinaryIO, byte_offset: int, view: memoryview) -> None:
+    """Read bytes of an open file; :class:`DamagedError` if it has shrunk, or a whole record is not as it was saved."""
+    stream.seek(byte_offset)
+    if stream.readinto(view) != view.nbytes:  # type: ignore[attr-defined]
+        raise unreadable(file.path, f"end of file inside the tensor at byte {byte_offset}")
+    records, number = file.records, file.records.index(byte_offset)
+    if number is None or (records.offsets[number], records.nbytes[number]) != (byte_offset, view.nbytes):
+        return
+    if isal_zlib.crc32(view) != records.crc32s[number]:
+        raise unreadable(file.path, f"Bad CRC-32 of the {view.nbytes} bytes of a tensor at byte {byte_offset}")
 
 
 @contextmanager

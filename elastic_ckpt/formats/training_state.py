@@ -11,17 +11,21 @@ from elastic_ckpt.core.local_state import RankCoordinates, SequenceParallel
 from elastic_ckpt.core.training_state import BatchSizes, LossScale, TrainingState
 from elastic_ckpt.errors import LayoutError
 from elastic_ckpt.formats.assembling import Assembled
+from elastic_ckpt.formats.base import MetadataOptions
 from elastic_ckpt.formats.exchange import opener_of
 from elastic_ckpt.formats.model_states import read_counters
+from elastic_ckpt.formats.objects import materialise_entries
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.saved_config import config_section, positive_int, saved_config
-from elastic_ckpt.formats.values import materialise
 
 #: A dynamic scaler's state as in ``FP16_Optimizer.state_dict``; ``DynamicLossScaler`` adds more (loss_scaler.py).
 _DYNAMIC = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
 _HYSTERESIS = ("cur_hysteresis", "delayed_shift", "consecutive_hysteresis", "min_scale", "raise_error_at_min_scale")
 #: Larger scales are infinite.
 _MOST_SCALE = 2.0**1023
+_DEFAULTS = MetadataOptions()
+#: Entries that are DeepSpeed's and not the client's.
+_DEEPSPEEDS = frozenset({"lr_scheduler", "random_ltd", "data_sampler"})
 #: Entries that are no training state; DeepSpeed's own loader returns frozen fragments as client state.
 _NOT_READ = frozenset({"module", "optimizer", "lr_scheduler", "frozen_param_fragments"})
 
@@ -36,7 +40,7 @@ class TrainingStates:
     files: Assembled
     opened: Mapping[int, PickledFile]
     coordinates: RankCoordinates
-    with_client_state: bool = True
+    options: MetadataOptions
     _known: dict[int, TrainingState] = field(default_factory=dict)
 
     def wanted(self) -> Wanted:
@@ -78,7 +82,7 @@ class TrainingStates:
                 optimizer is not None and optimizer.overflow,
                 self.files.grid.has_ranks_of(self.coordinates),
                 self.files.grid.sequence,
-                self.with_client_state,
+                self.options,
             )
         return self._known[position]
 
@@ -89,18 +93,25 @@ def read_training_state(
     overflow: bool,
     same_ranks: bool,
     sequence: SequenceParallel,
-    with_client_state: bool = True,
+    options: MetadataOptions = _DEFAULTS,
 ) -> TrainingState:
     """The training state in a model-states file; ``checkpoint`` is empty without client state."""
-    whole = {key: value for key, value in file.tree.items() if key not in _NOT_READ} if with_client_state else {}
+    entries = {key: value for key, value in file.tree.items() if key not in _NOT_READ}
+    scheduler = {"lr_scheduler": file.tree.get("lr_scheduler")}
+    if not options.with_client_state:
+        entries = {}
+    read, refused = materialise_entries(
+        file, entries | scheduler, lambda key: options.skip_unreadable and key not in _DEEPSPEEDS
+    )
     return TrainingState(
         counters=read_counters(file),
         batch=_batch_sizes(file, sequence),
-        lr_scheduler=materialise(file, file.tree.get("lr_scheduler")),
+        lr_scheduler=read.pop("lr_scheduler"),
         loss_scale=loss_scale if _trained_in_fp16(file, loss_scale) else None,
         overflow=overflow,
-        checkpoint=materialise(file, whole),
+        checkpoint=read,
         same_ranks=same_ranks,
+        left_out={str(key): f"{error.problem}: {error.found}; it is left out" for key, error in refused.items()},
     )
 
 

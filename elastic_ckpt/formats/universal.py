@@ -79,7 +79,7 @@ def read_universal(found: Found, options: MetadataOptions) -> Checkpoint:
         same_ranks = len(models) == 1 and grid.has_ranks_of(options.coordinates)
         scale, overflow = (None, False) if optimizer is None else (optimizer.loss_scaler, optimizer.overflow)
         state = read_training_state(
-            contents.opened[0], loss_scale_of(scale), overflow, same_ranks, grid.sequence, options.with_client_state
+            contents.opened[0], loss_scale_of(scale), overflow, same_ranks, grid.sequence, options
         )
         # with several model-parallel ranks, every rank gets the state of one
         return distributed.pack(replace(state, degrees=(0, 0)) if grid.tp * grid.pp > 1 else state)

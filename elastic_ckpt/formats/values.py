@@ -1,9 +1,7 @@
-"""Reads small tensors of a file: numbers for this package, real tensors and objects for whoever resumes."""
+"""Reads small tensors of a file as numbers, and the hyperparameters of param groups."""
 
 from __future__ import annotations
 
-import sys
-import zlib
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -11,12 +9,13 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from elastic_ckpt.core.hyperparameters import LeftInFile
 from elastic_ckpt.core.metadata import ITEMSIZE, is_floating
 from elastic_ckpt.errors import ElasticCkptError, UnsupportedError
-from elastic_ckpt.formats.pickled import PickledFile, unreadable
+from elastic_ckpt.formats.objects import materialise
+from elastic_ckpt.formats.pickled import PickledFile, read_into
+from elastic_ckpt.formats.torch_archive.calls import Call, Global
 from elastic_ckpt.formats.torch_archive.stand_ins import ArrayStandIn, DtypeStandIn, Size, StandIn
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from elastic_ckpt.formats.torch_archive.tensors import StorageRef
 from elastic_ckpt.formats.torch_archive.tree import replace_leaves
-from elastic_ckpt.formats.torch_archive.unpickler import Global
 from elastic_ckpt.storage.local import open_stream
 
 if TYPE_CHECKING:
@@ -40,21 +39,9 @@ def _reached(file: PickledFile, stream: BinaryIO, ref: TensorRef) -> bytes:
     nbytes = ref.reach * ITEMSIZE[ref.dtype]
     if ref.numel * ITEMSIZE[ref.dtype] > _most_nbytes(file):  # strides of 0 repeat elements without end
         raise _too_large(file, f"{ref.numel} elements of {nbytes} bytes")
-    stream.seek(ref.byte_offset)
-    raw = stream.read(nbytes)
-    if len(raw) != nbytes:
-        raise unreadable(file.path, f"end of file inside the tensor at byte {ref.byte_offset}")
-    _compare_checksum(file, ref.byte_offset, raw)
-    return raw
-
-
-def _compare_checksum(file: PickledFile, byte_offset: int, raw: bytes) -> None:
-    """Raise :class:`DamagedError` for bytes that are a whole record, but not as it was saved."""
-    number = file.records.index(byte_offset)
-    if number is None or (file.records.offsets[number], file.records.nbytes[number]) != (byte_offset, len(raw)):
-        return
-    if zlib.crc32(raw) != file.records.crc32s[number]:
-        raise unreadable(file.path, f"Bad CRC-32 of the {len(raw)} bytes of a tensor at byte {byte_offset}")
+    raw = bytearray(nbytes)
+    read_into(file, stream, ref.byte_offset, memoryview(raw))
+    return bytes(raw)
 
 
 def _most_nbytes(file: PickledFile) -> int:
@@ -128,20 +115,29 @@ def hyperparameters(file: PickledFile, group: Mapping[str, Any]) -> dict[str, An
             return number if is_read else LeftInFile(f"a tensor of torch.{leaf.dtype}, shape {leaf.shape}")
         if isinstance(leaf, (Size, Global, DtypeStandIn, StandIn)):
             return _named(file, leaf)
+        if isinstance(leaf, Call):
+            return LeftInFile(f"an object of {leaf}"[:200])
         if isinstance(leaf, StorageRef):
             return LeftInFile(f"a storage of {leaf.nbytes} bytes")
         value: Any = leaf.value if isinstance(leaf, ArrayStandIn) else leaf
-        if isinstance(value, type) or not hasattr(value, "__array__"):
-            return LeftInFile("an array without data") if value is not leaf else leaf
-        return LeftInFile(repr(value)[:200]) if value.shape else value.item()
+        return _number_or_left(value, leaf)
 
-    return {key: replace_leaves(value, real) for key, value in group.items() if not _is_device(value)}
+    def plain(value: Any) -> Any:  # an object of a class that the user allowed
+        is_made = isinstance(value, Call)
+        return _number_or_left(materialise(file, value), None) if is_made else replace_leaves(value, real)
+
+    return {key: plain(value) for key, value in group.items() if not _is_device(value)}
+
+
+def _number_or_left(value: Any, leaf: Any) -> Any:
+    if isinstance(value, (type, Call)) or not hasattr(value, "__array__"):
+        return LeftInFile("an array without numbers") if isinstance(leaf, ArrayStandIn) else value
+    return LeftInFile(repr(value)[:200]) if value.shape else value.item()
 
 
 def _is_device(value: Any) -> bool:
-    """Whether a value is a ``torch.device``, or stands for one; torch need not be there."""
-    is_real = type(value).__module__ == "torch" and type(value).__name__ == "device"  # of a trusted pickle
-    return is_real or (isinstance(value, StandIn) and value.name == "torch.device")
+    """Whether a value stands for a ``torch.device``."""
+    return isinstance(value, StandIn) and value.name == "torch.device"
 
 
 def _named(file: PickledFile, leaf: Any) -> Any:
@@ -159,74 +155,3 @@ def plain_numbers(file: PickledFile, values: dict[str, Any]) -> dict[str, Any]:
     points = {key: value for key, value in values.items() if isinstance(value, TensorRef) and not value.shape}
     read = zip(points, read_numbers(file, points.values()), strict=True)
     return {**values, **{key: number.item() for key, number in read}}
-
-
-def materialise(file: PickledFile, node: Any) -> Any:
-    """The tree below ``node`` as the job that saved it had it; for small tensors outside the model, not for weights.
-
-    Objects of DeepSpeed and Megatron become real ones if their classes are imported already; else stand-ins remain.
-    torch is imported only for what is torch's.
-    """
-    left = _most_nbytes(file)
-
-    def tensor(ref: TensorRef) -> Any:
-        nonlocal left
-        left -= ref.numel * ITEMSIZE[ref.dtype]
-        if left < 0:
-            raise _too_large(file, "more in its tensors together")
-        import torch  # noqa: PLC0415  whoever resumes has it; who only looks need not
-
-        raw, dtype = bytearray(read_bytes(file, [ref])[0]), getattr(torch, ref.dtype)
-        new = torch.frombuffer(raw, dtype=dtype).view(ref.shape) if raw else torch.empty(ref.shape, dtype=dtype)
-        return torch.nn.Parameter(new, requires_grad=False) if ref.is_parameter else new
-
-    def real(leaf: Any) -> Any:
-        if isinstance(leaf, TensorRef):
-            return tensor(leaf)
-        if isinstance(leaf, (Size, Global, StorageRef)):
-            return _of_torch(leaf, file)
-        if isinstance(leaf, ArrayStandIn):
-            return leaf.array()
-        if isinstance(leaf, DtypeStandIn):
-            return leaf.dtype()
-        return _real_object(leaf) if isinstance(leaf, StandIn) else leaf
-
-    try:
-        return replace_leaves(node, real)
-    except ElasticCkptError:
-        raise
-    except Exception as error:  # what a damaged file has for the arguments of a constructor can raise anything
-        raise unreadable(file.path, f"{type(error).__name__}: {error}"[:300]) from error
-
-
-def _of_torch(leaf: Size | Global | StorageRef, file: PickledFile) -> Any:
-    import torch  # noqa: PLC0415  whoever resumes has it; who only looks need not
-
-    found: Any = torch.Size(leaf) if isinstance(leaf, Size) else None
-    if isinstance(leaf, Global):
-        found = leaf.call if leaf.is_users else getattr(torch, leaf.name.removeprefix("torch."), None)
-    if found is not None:
-        return found
-    raise UnsupportedError(
-        "this file holds the name of a class or function, or a storage without a tensor, not an object",
-        file=file.path,
-        found=str(leaf)[:300],
-        remedy="leave it out of the client state, or load at the topology it was saved with",
-    )
-
-
-def _real_object(leaf: StandIn) -> Any:
-    module, _, name = leaf.name.rpartition(".")
-    cls = getattr(sys.modules.get(module), name, None)  # never imported from here: that would run code at a file's wish
-    if not isinstance(cls, type):
-        return leaf
-    if leaf.name == "torch.device":
-        return cls(*leaf.args)
-    if leaf.name == "torch.layout":
-        found = getattr(sys.modules[module], str(leaf.args[0]).removeprefix("torch."), None)
-        return found if isinstance(found, cls) else leaf
-    if issubclass(cls, Enum):
-        return cls[leaf.args[0]] if leaf.is_by_name else cls(*leaf.args)
-    new = cls.__new__(cls)
-    vars(new).update(vars(leaf))
-    return new

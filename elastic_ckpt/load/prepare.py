@@ -102,6 +102,7 @@ def prepare(engine: Any, found: Found, arguments: LoadArguments, config: Elastic
             at = local_state.model.coordinates
             warnings = _compare_runs(engine, at.data_degree, checkpoint, arguments, config)
             host = TrainingStateCommit(engine, checkpoint.training_state, arguments, at)
+            warnings += tuple(checkpoint.training_state.left_out.values())
             options = LoadOptions.of(
                 config,
                 optimizer_states=restores_states(arguments),
@@ -155,6 +156,7 @@ def _metadata_options(local_state: LocalState, arguments: LoadArguments, config:
         live_names=local_state.model.names,
         live_ties=local_state.model.ties,
         live_buffers=frozenset(whole.name for whole in local_state.wholes if whole.key == BUFFER),
+        skip_unreadable=config.on_unreadable_entry == "skip",
     )
 
 

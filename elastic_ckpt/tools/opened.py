@@ -78,17 +78,19 @@ def tag_named_by(folder: str, latest: str) -> str | None:
         return None
 
 
-def open_checkpoint(
-    found: Found, config: ElasticConfig, with_states: bool = True, with_client_state: bool = False
-) -> Opened:
-    """Read a checkpoint's metadata; :class:`ElasticCkptError` if it is incomplete, damaged, unsupported or moves."""
+def open_checkpoint(found: Found, config: ElasticConfig, with_states: bool = True, with_unmade: bool = True) -> Opened:
+    """Read a checkpoint's metadata; :class:`ElasticCkptError` if it is incomplete, damaged, unsupported or moves.
+
+    ``with_unmade``: whether its client state may have objects that are not made.
+    """
     options = MetadataOptions(
         trust_pickle=config.trust_pickle,
         check_shards=config.check_shards,
         rename=config.rename,
         states=state_options(config),
         with_states=with_states,
-        with_client_state=with_client_state,
+        with_client_state=False,
+        with_unmade=with_unmade,
     )
     with steady():
         return Opened(found, READERS[found.format](found, options), config)

@@ -14,10 +14,10 @@ from typing import Any
 
 from elastic_ckpt.core.metadata import ITEMSIZE
 from elastic_ckpt.errors import ElasticCkptError
+from elastic_ckpt.formats.objects import materialise
 from elastic_ckpt.formats.pickled import PickledFile, open_pickled
 from elastic_ckpt.formats.torch_archive.stand_ins import StandIn
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
-from elastic_ckpt.formats.values import materialise
 
 #: What Python's audit hooks report of code that a reader has no reason to run.
 FORBIDDEN = ("exec", "compile", "import", "marshal.", "code.__new__", "pickle.find_class", "ctypes.", "socket.")

@@ -27,7 +27,7 @@ NAMES = [
         ("types", "FunctionType"),
     ),
     *(("copyreg", "add_extension"), ("copyreg", "__newobj__"), ("copyreg", "__newobj_ex__"), ("ctypes", "CDLL")),
-    *(("pathlib", "Path"), ("pathlib", "PosixPath.touch"), ("collections", "defaultdict"), ("collections", "deque")),
+    *(("pathlib", "Path"), ("pathlib", "PosixPath.touch"), ("functools", "partial"), ("types", "FunctionType")),
     # of torch, numpy and this package
     *(
         ("torch.storage", "_load_from_bytes"),
@@ -131,7 +131,7 @@ TRICKS: dict[str, bytes] = {
     "a tensor whose size overflows": b"\x80\x02" + tensor(storage("0", 4), 0, [1 << 32, 1 << 32], [1, 1]) + b".",
     "a tensor with a negative stride": b"\x80\x02" + tensor(storage("0", 4), 3, [2], [-1]) + b".",
     "a tensor of 1,000 dimensions": b"\x80\x02" + tensor(storage("0", 4), 0, [1] * 1000, [1] * 1000) + b".",
-    "a tensor of 2 ** 40 elements in one": b"\x80\x02" + tensor(storage("0", 4), 0, [1 << 40], [0]) + b".",
+    "a tensor of 2 ** 80 elements in one": b"\x80\x02" + tensor(storage("0", 4), 0, [1 << 40, 1 << 40], [0, 0]) + b".",
     "a tensor without a storage": b"\x80\x02" + tensor(b"N", 0, [1], [1]) + b".",
     "a tensor of a class that runs code": b"\x80\x02"
     + call(FROM_TYPE, V2, name("os", "system"), tuple_of(storage("0", 1), number(0), b")", b")", b"\x89", b"}"), b"N")
@@ -151,6 +151,22 @@ TRICKS: dict[str, bytes] = {
     "bytes of 1 TiB": b"\x80\x02" + call(name("builtins", "bytes"), number(1 << 40)) + b".",
     "a set of a range": b"\x80\x02" + call(name("builtins", "set"), call(name("__builtin__", "xrange"), number(1 << 60))) + b".",
     "a path from a number": b"\x80\x02" + call(name("pathlib", "PosixPath"), number(1)) + b".",
+    "a default that runs code": b"\x80\x02" + call(name("collections", "defaultdict"), name("os", "system")) + b".",
+    "a default that is a function": b"\x80\x02" + call(name("collections", "defaultdict"), GETATTR) + b".",
+    "a deque of a thousand million": b"\x80\x02" + call(name("collections", "deque"), b")", text("9")) + b".",
+    "a date with a state": b"\x80\x02" + call(name("datetime", "date"), number(1), number(1), number(1)) + b"}b.",
+    "a namespace of another class": b"\x80\x02"
+    + call(name("types", "SimpleNamespace")) + b"}" + text("__class__") + name("builtins", "dict") + b"sb.",
+    "a number of a list": b"\x80\x02" + call(name("decimal", "Decimal"), b"]") + b".",
+    "a number of a million digits": b"\x80\x02" + call(name("decimal", "Decimal"), text("9" * 1_000_000)) + b".",
+    "a sparse tensor whose index is outside": b"\x80\x02"
+    + call(name("torch._utils", "_rebuild_sparse_tensor"), call(name("torch.serialization", "_get_layout"), text("torch.sparse_coo")),
+           tuple_of(tensor(storage("0", 2, "LongStorage"), 0, [1, 1], [1, 1]), tensor(storage("0", 2, "LongStorage"), 1, [1], [1]), tuple_of(number(-1)), b"\x88")) + b".",
+    "a tensor of meta with half a stride": b"\x80\x02"
+    + call(name("torch._utils", "_rebuild_meta_tensor_no_storage"), name("torch", "float32"), tuple_of(number(2)), b")", b"\x89") + b".",
+    "a quantized tensor beyond its storage": b"\x80\x02"
+    + call(name("torch._utils", "_rebuild_qtensor"), storage("0", 4, "QInt8Storage"), number(0), tuple_of(number(1 << 40)), tuple_of(number(0)),
+           tuple_of(name("torch", "per_tensor_affine"), number(1), number(0)), b"\x89", ORDERED) + b".",
     "a member of an enum of two arguments": b"\x80\x02"
     + call(name("deepspeed.runtime.zero.config", "ZeroStageEnum"), text("Evil"), text("os system"))
     + b".",

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from elastic_ckpt.errors import DamagedError, ElasticCkptError
+from elastic_ckpt.formats.objects import materialise
 from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.formats.torch_archive.directory import Listing
-from elastic_ckpt.formats.values import materialise
 from tests.attacks.archives import CONTENTS, FIRST, LEGACY, RECORDS, SECOND, TWO, files
 from tests.attacks.assembly import legacy, packed, records_of, storage, tensor, tuple_of
 from tests.attacks.guard import guarded, read

@@ -16,8 +16,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from elastic_ckpt.formats.objects import materialise
 from elastic_ckpt.formats.pickled import open_pickled
-from elastic_ckpt.formats.values import materialise
 from tests.attacks import assembly
 from tests.attacks.assembly import Records, archive, packed
 from tests.attacks.guard import read

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
+from elastic_ckpt.formats.objects import materialise
 from elastic_ckpt.formats.pickled import open_pickled
-from elastic_ckpt.formats.values import materialise
 from tests.trees import described
 
 

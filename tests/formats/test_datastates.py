@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from elastic_ckpt.errors import DamagedError, UnsafePickleError
+from elastic_ckpt.formats.objects import materialise
 from elastic_ckpt.formats.pickled import open_pickled
-from elastic_ckpt.formats.values import materialise
 from tests.datastates import save, write
 
 STATE: dict[str, Any] = {

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from elastic_ckpt.errors import UnsafePickleError
+from elastic_ckpt.formats.objects import materialise
 from elastic_ckpt.formats.pickled import open_pickled
 from elastic_ckpt.formats.saved_config import parse_options, run_arguments
-from elastic_ckpt.formats.values import materialise
 
 NEOX = {"num_layers": 2, "model_parallel_size": 2}
 

@@ -11,6 +11,7 @@ import pytest
 from elastic_ckpt.core.local_state import RankCoordinates
 from elastic_ckpt.formats import training_state
 from elastic_ckpt.formats.assembling import Assembled, RankFiles
+from elastic_ckpt.formats.base import MetadataOptions
 from elastic_ckpt.formats.exchange import opener_of
 from elastic_ckpt.formats.grid import Grid
 from elastic_ckpt.formats.training_state import TrainingStates, Wanted
@@ -63,7 +64,7 @@ class Job:
         wanted: list[Wanted] = []
         for _ in self._ranks():
             opened: Any = {at: kind[:2] for at, kind in enumerate(self.kinds) if opener_of(at) == self.me}
-            states.append(TrainingStates(self.files, opened, self._place()))
+            states.append(TrainingStates(self.files, opened, self._place(), MetadataOptions()))
             wanted.append(states[-1].wanted())
         waiting = 0
         for _ in self._ranks():

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import os
 import pickle
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, BinaryIO
 
 from elastic_ckpt.core.checksums import Records
 from elastic_ckpt.core.metadata import ITEMSIZE
 from elastic_ckpt.formats.torch_archive.directory import ArchiveError, Directory, Layout, Layouts
-from elastic_ckpt.formats.torch_archive.globals import find_global, is_storage, set_state
-from elastic_ckpt.formats.torch_archive.tensors import REBUILD, StorageRef, storage_id
-from elastic_ckpt.formats.torch_archive.tree import check_tree
-from elastic_ckpt.formats.torch_archive.unpickler import Global, Machine
+from elastic_ckpt.formats.torch_archive.globals import find_global, find_trusted, set_state
+from elastic_ckpt.formats.torch_archive.tensors import StorageRef, storage_id
+from elastic_ckpt.formats.torch_archive.tree import check_tree, own_entries
+from elastic_ckpt.formats.torch_archive.unpickler import Machine
 
 #: Largest pickle, and largest one that may be more than an eighth of its file: those of DeepSpeed have some hundred
 #: bytes a tensor.
@@ -75,7 +75,7 @@ def read_archive_tree(stream: BinaryIO, trust_pickle: bool, known: Trees | None 
     if not is_legacy(stream):
         return _read_zip(stream, unpickle, Trees() if known is None or trust_pickle else known)
     archive = read_legacy(stream, unpickle)
-    check_tree(archive.tree)
+    check_tree(own_entries(archive.tree))
     return archive
 
 
@@ -118,7 +118,7 @@ def _read_zip(stream: BinaryIO, unpickle: Unpickle, known: Trees) -> ArchiveTree
     if (digest, offsets) not in known.trees:
         records.clear()
         tree, _ = unpickle(data, 0, load, directory.nbytes)
-        check_tree(tree)
+        check_tree(own_entries(tree))
         offsets = tuple(offset for offset, _, _ in records)
         known.storages[digest], known.trees[digest, offsets] = storages, tree
     shared = known.trees[digest, offsets], Records.of(records)
@@ -138,27 +138,15 @@ def unpickled(data: bytes, load: Callable[[Any], Any], file_nbytes: int, trust_p
     return (_unpickle_trusting if trust_pickle else _unpickle)(data, 0, load, file_nbytes)[0]
 
 
-def _unpickle(data: bytes, at: int, load: Callable[[Any], Any], file_nbytes: int) -> tuple[Any, int]:
-    machine = Machine(data, find_global, load, set_state, at, file_nbytes)
+def _unpickle(
+    data: bytes, at: int, load: Callable[[Any], Any], file_nbytes: int, is_trusted: bool = False
+) -> tuple[Any, int]:
+    find = find_trusted if is_trusted else find_global
+    machine = Machine(data, find, load, set_state, at, file_nbytes, keeps_unmade=True, is_trusted=is_trusted)
     return machine.run(), machine.at
 
 
-def _unpickle_trusting(data: bytes, at: int, load: Callable[[Any], Any], _file_nbytes: int) -> tuple[Any, int]:
-    stream = io.BytesIO(data)
-    stream.seek(at)
-    unpickler = _TrustingUnpickler(stream)
-    unpickler.persistent_load = load  # type: ignore[method-assign]
-    return unpickler.load(), stream.tell()
-
-
-class _TrustingUnpickler(pickle.Unpickler):
-    """Imports and calls what a pickle names, except for torch's storages and tensors: they stay in the file."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        path = f"{module}.{name}"
-        if path in REBUILD:
-            return REBUILD[path]
-        return Global(path) if is_storage(module, name) else super().find_class(module, name)
+_unpickle_trusting = partial(_unpickle, is_trusted=True)
 
 
 def read_legacy(stream: BinaryIO, unpickle: Unpickle) -> ArchiveTree:

@@ -2,13 +2,15 @@
 
 torch's own names since 1.6 (``torch/_utils.py``, ``torch/_tensor.py``, ``torch/storage.py``), containers and numbers of
 Python, arrays of numpy 1 and 2, and the small classes that DeepSpeed, Megatron and ``torch.distributed.checkpoint``
-pickle, under every module path that they had. None of them runs code of the file's choosing. Classes that the user
-passed to :func:`torch.serialization.add_safe_globals` are used as they are.
+pickle, under every module path that they had. None of them runs code of the file's choosing. Others are named, and
+called by nobody here, if the user passed them to :func:`torch.serialization.add_safe_globals`, or trusts the pickle.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import operator
 import pathlib
 import pickle
 import re
@@ -19,17 +21,27 @@ from enum import Enum
 from functools import cache, partial
 from typing import Any
 
+from elastic_ckpt.errors import UnsupportedError
+from elastic_ckpt.formats.torch_archive.calls import (
+    PLAIN_CLASSES,
+    STATE,
+    Call,
+    Global,
+    Unmade,
+    described,
+    unsafe_error,
+)
 from elastic_ckpt.formats.torch_archive.keys import check_key, checked_keys
 from elastic_ckpt.formats.torch_archive.stand_ins import (
     ArrayStandIn,
     DtypeStandIn,
     Size,
     StandIn,
+    dtype_stand_in,
     numpy_array,
-    unsafe_error,
+    numpy_scalar,
 )
 from elastic_ckpt.formats.torch_archive.tensors import REBUILD, subclass_error
-from elastic_ckpt.formats.torch_archive.unpickler import Global, described
 
 #: Modules whose names are refused even where the user allowed one, as torch does.
 _BLOCKED = frozenset({"sys", "os", "posix", "nt"})
@@ -57,8 +69,8 @@ _CLASSES = (
     *(f"{_DCP}.planner.{name}" for name in ("SavePlan", "WriteItem", "TensorWriteData", "BytesIOWriteData")),
     *(f"megatron.core.dist_checkpointing.strategies.torch.{name}" for name in ("MCoreMetadata", "MCoreSavePlan")),
 )
-#: Dtypes, also those whose tensors cannot be read.
-_DTYPE = re.compile(r"torch\.(?:bool|(?:q?u?int|bits|b?float|complex)\d\w{,30})")
+#: Dtypes, also those whose tensors cannot be read, and how integers stand for the numbers of a quantized tensor.
+_OF_TORCH = re.compile(r"torch\.(?:bool|(?:q?u?int|bits|b?float|complex)\d\w{,30}|per_(?:tensor|channel)_\w{,30})")
 #: Classes whose state is a tuple: the attributes in it.
 _OF_TUPLES = dict.fromkeys(
     (f"{_DCP}.metadata.TensorProperties", "torch.distributed._shard.sharded_tensor.metadata.TensorProperties"),
@@ -67,18 +79,43 @@ _OF_TUPLES = dict.fromkeys(
 
 
 def find_global(module: str, name: str) -> Global:
-    """The entry of a name; :class:`UnsafePickleError` if it is not on the list and the user did not allow it."""
+    """The entry of a name. One that is not on the list, and that the user did not allow, has an error."""
     path = f"{module}.{name}"
     entry = _closed_list().get(path)
+    if path == "numpy.dtype" and path in _users_globals():
+        return Global(path, partial(dtype_stand_in, True))
     if entry is not None:
         return entry
-    if is_storage(module, name) or _DTYPE.fullmatch(path):
+    if is_storage(module, name) or _OF_TORCH.fullmatch(path):
         return Global(path)
     if module not in _BLOCKED and path in (users := _users_globals()):
-        return Global(path, users[path], is_users=True)
-    if module.partition(".")[0] == "torchao":
-        raise subclass_error(path)
-    raise unsafe_error(path)
+        return Global(path, users=users[path])
+    is_torchao = module.partition(".")[0] == "torchao"
+    return Global(path, error=subclass_error(path) if is_torchao else unsafe_error(path))
+
+
+def find_trusted(module: str, name: str) -> Global:
+    """The entry of a name in a trusted pickle, which is imported if it is not on the list."""
+    path = f"{module}.{name}"
+    if path == "numpy.dtype":
+        return Global(path, partial(dtype_stand_in, True))
+    entry = find_global(module, name)
+    if entry.error is None and path != "builtins.getattr":
+        return entry
+    try:
+        found = operator.attrgetter(name)(importlib.import_module(module))
+    except (ImportError, AttributeError) as error:
+        return Global(path, error=import_error(path, error))
+    return Global(path, users=found)
+
+
+def import_error(path: str, error: Exception) -> UnsupportedError:
+    """A class or function that is not there."""
+    return UnsupportedError(
+        "this file holds an object of a class that cannot be imported here",
+        found=f"{path}: {error}"[:300],
+        remedy="install its package, or import the module that has it before loading",
+    )
 
 
 def is_storage(module: str, name: str) -> bool:
@@ -91,14 +128,14 @@ def set_state(target: Any, state: Any) -> None:
     kind = type(target)
     if kind is StandIn and type(state) is tuple and target.name in _OF_TUPLES:
         state = dict(zip(_OF_TUPLES[target.name], state, strict=False))
-    if kind in (DtypeStandIn, ArrayStandIn):
+    if kind in (Call, Unmade):
+        _keep_state(target, state)
+    elif kind in (DtypeStandIn, ArrayStandIn):
         target.set_state(state)
     elif kind in (argparse.Namespace, StandIn, OrderedDict):
         if type(state) is not dict or not all(map(partial(_is_attribute, kind), state)):
             raise pickle.UnpicklingError(f"a state of {kind.__name__} that is no dictionary of attributes")
         vars(target).update(state)
-    elif kind in _users_globals().values():
-        _set_users_state(target, state)
     else:
         raise pickle.UnpicklingError(f"an object of type {kind.__name__} is given a state")
 
@@ -108,17 +145,15 @@ def _is_attribute(kind: type, key: Any) -> bool:
     return type(key) is str and not key.startswith("__") and not hasattr(kind, key)
 
 
-def _set_users_state(target: Any, state: Any) -> None:
-    """As :mod:`pickle` does."""
-    if hasattr(target, "__setstate__"):
-        target.__setstate__(state)
+def _keep_state(target: Call | Unmade, state: Any) -> None:
+    """The state of an object that is made later, or never; of Python's own classes, only namespaces have one."""
+    if isinstance(target, Unmade):
         return
-    slots = None
-    if isinstance(state, tuple) and len(state) == 2:
-        state, slots = state
-    vars(target).update(state or {})
-    for key, value in (slots or {}).items():
-        setattr(target, key, value)
+    if type(target.function) is Global and target.function.users is None:
+        is_namespace = target.function.name == "types.SimpleNamespace" and type(state) is dict
+        if not is_namespace or not all(map(partial(_is_attribute, argparse.Namespace), state)):
+            raise pickle.UnpicklingError(f"an object of type {target.function} is given a state")
+    target.steps.append((STATE, [state]))
 
 
 def _users_globals() -> dict[str, Any]:
@@ -142,13 +177,13 @@ def _closed_list() -> dict[str, Global]:
         "builtins.bytearray": _bytearray,
         "builtins.bytes": _bytes,
         "builtins.getattr": _enum_member,
-        "builtins.object": None,
+        **dict.fromkeys(map("builtins.{}".format, ("object", "list", "dict", "tuple", "str", "int", "float", "bool"))),
         "_codecs.encode": _encode,
         "copyreg._reconstructor": _reconstruct,
         "torch.Size": Size,
         "torch.Tensor": None,
         "torch.nn.parameter.Parameter": None,
-        "numpy.dtype": DtypeStandIn,
+        "numpy.dtype": partial(dtype_stand_in, False),
         "numpy.ndarray": None,
         **REBUILD,
     }
@@ -157,13 +192,18 @@ def _closed_list() -> dict[str, Global]:
     for core in ("numpy._core", "numpy.core"):  # of numpy 2, and of older ones
         calls |= {
             f"{core}.multiarray._reconstruct": lambda *_: ArrayStandIn(),
-            f"{core}.multiarray.scalar": lambda dtype, data: numpy_array(dtype, data, ())[0],
+            f"{core}.multiarray.scalar": numpy_scalar,
             f"{core}.numeric._frombuffer": _from_buffer,
         }
     calls |= {path: partial(_stand_in, path) for path in (*_CLASSES, *_OF_TUPLES)}
     calls |= {path: partial(_member, path) for path in _ENUMS}
+    calls |= {path: partial(_later, path) for path in PLAIN_CLASSES}
     calls |= {"torch.device": _device, "torch.serialization._get_layout": _layout}
     return {path: Global(path, call, copies=path not in REBUILD) for path, call in calls.items()}
+
+
+def _later(name: str, *args: Any) -> Call:
+    return Call(Global(name), args)
 
 
 def _stand_in(name: str) -> StandIn:
@@ -242,8 +282,12 @@ def _encode(text: Any, encoding: Any = "") -> bytes:
 
 def _reconstruct(cls: Any, base: Any, state: Any) -> Any:
     """``copyreg._reconstructor``, with which protocols below 2 write objects."""
-    if type(cls) is not Global or cls.call is None or type(base) is not Global or base.name != "builtins.object":
+    if type(cls) is not Global or type(base) is not Global or base.name != "builtins.object":
         raise pickle.UnpicklingError("an object that is made from another kind than object")
+    if cls.users is not None:
+        return Call(cls, (), is_new=True)
+    if cls.call is None:
+        raise cls.error or unsafe_error(cls.name)
     return cls.call()
 
 
@@ -252,8 +296,8 @@ def _enum_member(enum: Any, name: Any) -> Any:
     if type(enum) is Global and type(name) is str and not name.startswith("_"):
         if enum.name in _ENUMS:
             return StandIn(enum.name, (name,), is_by_name=True)
-        if enum.is_users and isinstance(enum.call, type) and issubclass(enum.call, Enum):
-            return enum.call[name]
+        if isinstance(enum.users, type) and issubclass(enum.users, Enum):
+            return Call(Global("builtins.getattr", users=operator.getitem), (enum, name))
     raise unsafe_error(f"builtins.getattr of {described(enum)}, {described(name)}")
 
 

@@ -30,7 +30,8 @@ def check_key(key: Any, others: int) -> None:
     while waiting:
         each = waiting.pop()
         left -= 1
-        if isinstance(each, tuple) and type(each).__hash__ is tuple.__hash__ and len(each) <= left:
+        is_tuple = isinstance(each, tuple) and type(each).__hash__ is tuple.__hash__
+        if (is_tuple or type(each) is frozenset) and len(each) <= left:
             waiting += each
         elif left < 0 or not (isinstance(each, _PLAIN_KEYS) or type(each) in (int, float) or _is_plain_key(each)):
             raise pickle.UnpicklingError(f"a key of type {type(each).__name__}, or of too many parts")

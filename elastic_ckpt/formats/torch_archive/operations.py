@@ -9,10 +9,12 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from elastic_ckpt.errors import ElasticCkptError
+from elastic_ckpt.formats.torch_archive.calls import ITEMS, MEMBERS, PAIRS, Call, Global, Unmade
 from elastic_ckpt.formats.torch_archive.keys import check_key, checked_keys
 
 if TYPE_CHECKING:
-    from elastic_ckpt.formats.torch_archive.unpickler import Global, Machine
+    from elastic_ckpt.formats.torch_archive.unpickler import Machine
 
 #: Largest number in bytes or digits: Python converts up to 4,300.
 _MOST_NUMBER_NBYTES = 1 << 10
@@ -113,9 +115,18 @@ def _appends(machine: Machine) -> None:
 
 
 def _extend(target: Any, items: list[Any]) -> None:
+    if _is_kept_for_later(target, ITEMS, items):
+        return
     if type(target) is not list:
         raise pickle.UnpicklingError(f"items are appended to an object of type {type(target).__name__}")
     target += items
+
+
+def _is_kept_for_later(target: Any, kind: str, items: list[Any]) -> bool:
+    """Record what an object gets that is not made yet, or never."""
+    if type(target) is Call:
+        target.steps.append((kind, items))
+    return type(target) in (Call, Unmade)
 
 
 def _set_item(machine: Machine) -> None:
@@ -129,9 +140,12 @@ def _set_items(machine: Machine) -> None:
 
 
 def _update(target: Any, items: list[Any]) -> None:
+    keys = items[::2]
+    if len(items) % 2 == 0 and _is_kept_for_later(target, PAIRS, items):
+        checked_keys(keys)
+        return
     if not isinstance(target, (dict, OrderedDict, Counter)) or len(items) % 2:
         raise pickle.UnpicklingError(f"items are set in an object of type {type(target).__name__}, or half of one")
-    keys = items[::2]
     if type(target) is dict and {str}.issuperset(map(type, keys)):
         target.update(zip(keys, items[1::2], strict=True))
         return
@@ -143,6 +157,8 @@ def _update(target: Any, items: list[Any]) -> None:
 
 def _add_items(machine: Machine) -> None:
     items = machine.pop_mark()
+    if _is_kept_for_later(machine.stack[-1], MEMBERS, items):
+        return
     if type(machine.stack[-1]) is not set:
         raise pickle.UnpicklingError(f"members are added to an object of type {type(machine.stack[-1]).__name__}")
     machine.stack[-1] |= set(checked_keys(items, len(machine.stack[-1])))
@@ -172,7 +188,22 @@ def _new_object(machine: Machine) -> None:
 def _build(machine: Machine) -> None:
     state, target = machine.stack.pop(), machine.stack[-1]
     machine.charge(state)
-    machine.build(target, state)
+    try:
+        machine.build(target, state)
+    except ElasticCkptError as error:  # of an array, whose elements are refused
+        target.value = machine.unmade(error)
+
+
+def _drop(machine: Machine) -> None:
+    machine.pop_mark()
+
+
+def _pop(machine: Machine) -> None:
+    """Of a tuple that is part of itself, which was pickled already while its items were."""
+    if machine.marks and machine.marks[-1] == len(machine.stack):
+        machine.marks.pop()
+    else:
+        machine.stack.pop()
 
 
 def _new_dict(items: list[Any]) -> dict[Any, Any]:
@@ -228,4 +259,6 @@ OPERATIONS: dict[int, Callable[[Machine], None]] = {
     pickle.STACK_GLOBAL[0]: _stack_global,
     pickle.NEWOBJ[0]: _new_object,
     pickle.BUILD[0]: _build,
+    pickle.POP[0]: _pop,
+    pickle.POP_MARK[0]: _drop,
 }

@@ -16,11 +16,11 @@ from typing import Any, BinaryIO
 
 from elastic_ckpt.errors import UnsupportedError
 from elastic_ckpt.formats.torch_archive.archive import is_legacy, most_pickle_nbytes, read_legacy
+from elastic_ckpt.formats.torch_archive.calls import Global, unsafe_error
 from elastic_ckpt.formats.torch_archive.directory import ArchiveError, Directory
 from elastic_ckpt.formats.torch_archive.globals import find_global, set_state
-from elastic_ckpt.formats.torch_archive.stand_ins import unsafe_error
 from elastic_ckpt.formats.torch_archive.tensors import REBUILD, StorageRef, storage_id
-from elastic_ckpt.formats.torch_archive.unpickler import Global, Machine
+from elastic_ckpt.formats.torch_archive.unpickler import Machine
 
 #: Records that ``torch.save`` writes, below the archive's root. ``constants.pkl`` would make it TorchScript.
 _RECORD = re.compile(
@@ -90,6 +90,8 @@ def _find(module: str, name: str) -> Global:
     if _NAMES.fullmatch(path):
         return Global(path)
     entry = find_global(module, name)
+    if entry.error is not None:
+        raise entry.error
     if path in _REBUILD_MORE or (path in REBUILD and "_rebuild_from_type" in path):
         return Global(path, _rebuilt)
     return Global(path, partial(_rebuilt_if_known, REBUILD[path])) if path in REBUILD else entry
@@ -111,7 +113,7 @@ def _rebuilt(*arguments: Any) -> Opaque:
     parts: list[Any] = [*arguments]
     while parts:
         part = parts.pop()
-        if type(part) is Global and part.call is not None and not part.is_users and part.name not in _KNOWN:
+        if type(part) is Global and part.call is not None and part.name not in _KNOWN:
             raise unsafe_error(f"{part.name} as a part of a tensor")
         if type(part) in (tuple, list) and id(part) not in met:
             met.add(id(part))

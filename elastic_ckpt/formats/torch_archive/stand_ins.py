@@ -10,25 +10,16 @@ import pickle
 import re
 from typing import TYPE_CHECKING, Any
 
-from elastic_ckpt.errors import UnsafePickleError
+from elastic_ckpt.formats.torch_archive.calls import STATE, Call, Global, Unmade, unsafe_error
 
 if TYPE_CHECKING:
     import numpy as np
 
-_NUMERIC = re.compile(r"[?biufc]\d{0,2}")
+#: Numbers, strings of one length, dates and durations.
+_PLAIN_DTYPE = re.compile(r"[?biufc]\d{0,2}|[US]\d{1,6}|[mM]8")
+_UNIT = re.compile(rb"[a-zA-Z]{1,2}")
 #: ``deepspeed.runtime.zero.config.ZeroStageEnum``, as Python 3.11.0 to 3.11.3 pickle it by name.
 _STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3}
-
-
-def unsafe_error(found: str) -> UnsafePickleError:
-    """A name, or a use of it, that is not on the closed list."""
-    return UnsafePickleError(
-        "this file asks for a Python class or function that is not on the list of safe globals",
-        expected="tensors, containers, numbers, strings, and DeepSpeed's own small classes",
-        found=f"Unsupported GLOBAL {found}"[:300],
-        remedy="if you trust whoever wrote the file: torch.serialization.add_safe_globals([TheClass]) before loading, "
-        'or "elastic_checkpoint": {"trust_pickle": true}',
-    )
 
 
 class Size(tuple[int, ...]):
@@ -62,13 +53,13 @@ class StandIn:
 
 
 class DtypeStandIn:
-    """``numpy.dtype(spec, align, copy)``; numpy's own ``__setstate__`` does not check a hostile state."""
+    """``numpy.dtype(spec, align, copy)`` of plain data; numpy's own ``__setstate__`` does not check a hostile state."""
 
     __slots__ = ("byteorder", "spec")
+    is_plain_key = True
 
-    def __init__(self, spec: Any = None, align: Any = False, copy: Any = True) -> None:
-        self.spec = spec.decode("ascii") if isinstance(spec, bytes) else spec
-        self.byteorder = "|"
+    def __init__(self, spec: str) -> None:
+        self.spec, self.byteorder = spec, "|"
 
     def __repr__(self) -> str:
         return f"numpy.dtype({self.byteorder}{self.spec})"
@@ -76,47 +67,80 @@ class DtypeStandIn:
     def set_state(self, state: Any) -> None:
         order = state[1]
         self.byteorder = order.decode("ascii") if isinstance(order, bytes) else order
+        if self.spec[0] in "mM" and len(state) > 8:  # a unit, and how many of it
+            unit, count = state[8][1][:2]
+            if unit != b"generic":
+                if not _UNIT.fullmatch(unit) or type(count) is not int:
+                    raise pickle.UnpicklingError("a date without a unit")
+                self.spec += f"[{count}{unit.decode()}]"
 
     def dtype(self) -> np.dtype[Any]:
-        """The dtype itself; a :class:`pickle.UnpicklingError` unless it is a plain numeric one."""
+        """The dtype itself."""
         import numpy as np  # noqa: PLC0415  few files need it
 
-        if (
-            not isinstance(self.spec, str)
-            or not _NUMERIC.fullmatch(self.spec)
-            or self.byteorder not in ("<", ">", "|", "=")
-        ):
-            spec = self.spec if isinstance(self.spec, str) else type(self.spec).__name__
-            raise unsafe_error(f"numpy.dtype of {spec}: numeric ones only")
-        return np.dtype(self.spec).newbyteorder(self.byteorder)  # type: ignore[arg-type]
+        if self.byteorder not in ("<", ">", "|", "="):
+            raise pickle.UnpicklingError("a dtype without a byte order")
+        dtype: np.dtype[Any] = np.dtype(self.spec)
+        return dtype.newbyteorder(self.byteorder) if self.byteorder == ">" else dtype  # type: ignore[arg-type]
+
+
+def dtype_stand_in(allowed: bool, spec: Any = None, align: Any = False, copy: Any = True) -> DtypeStandIn | Call:
+    """``numpy.dtype`` of plain data; any other one is numpy's own if the user ``allowed`` that, and else refused."""
+    import numpy as np  # noqa: PLC0415  few files need it
+
+    text = spec.decode("ascii") if isinstance(spec, bytes) else spec
+    if isinstance(text, str) and _PLAIN_DTYPE.fullmatch(text):
+        return DtypeStandIn(text)
+    if allowed:
+        return Call(Global("numpy.dtype", users=np.dtype), (spec, align, copy))
+    shown = text[:100] if isinstance(text, str) else type(text).__name__
+    raise unsafe_error(f"numpy.dtype of {shown}: numbers, strings and dates only; add_safe_globals([numpy.dtype])")
 
 
 class ArrayStandIn:
-    """``numpy.ndarray``, between its creation and its state."""
+    """``numpy.ndarray``, between its creation and its state; its value is then the array, or stands for it."""
 
     __slots__ = ("value",)
 
     def __init__(self) -> None:
-        self.value: np.ndarray[Any, Any] | None = None
+        self.value: np.ndarray[Any, Any] | Call | Unmade | None = None
 
     def __repr__(self) -> str:  # by which files are compared
         return repr(self.value)
 
     def set_state(self, state: Any) -> None:
         _version, shape, dtype, is_fortran, data = state
-        self.value = numpy_array(dtype, data, Size(shape)).reshape(shape, order="F" if is_fortran else "C")
+        if type(dtype) is Call:
+            import numpy as np  # noqa: PLC0415  few files need it
 
-    def array(self) -> np.ndarray[Any, Any]:
+            self.value = Call(Global("numpy.ndarray", users=np.ndarray), ((0,),), is_new=True)
+            self.value.steps.append((STATE, [state]))
+            return
+        array = numpy_array(dtype, data, Size(shape))
+        self.value = array.reshape(shape, order="F" if is_fortran else "C")
+
+    def array(self) -> Any:
         """The array itself."""
         if self.value is None:
             raise pickle.UnpicklingError("an array without data")
         return self.value
 
 
+def numpy_scalar(dtype: Any, data: Any) -> Any:
+    """``numpy.core.multiarray.scalar``."""
+    if type(dtype) is Call:
+        import numpy as np  # noqa: PLC0415  few files need it
+
+        return Call(Global("numpy.scalar", users=np.float64(0).__reduce__()[0]), (dtype, data))
+    return numpy_array(dtype, data, ())[0]
+
+
 def numpy_array(dtype: Any, data: Any, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
     """A flat array in native byte order; :class:`pickle.UnpicklingError` if ``data`` is of another size."""
     import numpy as np  # noqa: PLC0415  few files need it
 
+    if type(dtype) is Unmade:
+        raise dtype.error
     if not isinstance(dtype, DtypeStandIn):
         raise pickle.UnpicklingError("an array without a dtype")
     plain, numel = dtype.dtype(), math.prod(shape)

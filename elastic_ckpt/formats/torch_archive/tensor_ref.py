@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -16,6 +16,9 @@ class TensorRef:
         byte_offset: absolute offset of its first element in the file.
         is_parameter: whether it was saved as ``nn.Parameter``.
         swap_id: name of the swap file with its data, if on NVMe; its own bytes are then missing or stale.
+        requires_grad, attributes: as it was saved; ``None``: without attributes.
+        storage_offset, storage_nbytes: where it begins in its storage, in bytes, and the size of that. Tensors of one
+            storage share memory; without a size, it has one of its own.
     """
 
     dtype: str
@@ -24,6 +27,11 @@ class TensorRef:
     byte_offset: int
     is_parameter: bool = False
     swap_id: str | None = None
+    # of whoever makes a tensor of it, on the rank that read the file
+    requires_grad: bool = field(default=False, compare=False)
+    attributes: Any = field(default=None, compare=False)
+    storage_offset: int = field(default=0, compare=False)
+    storage_nbytes: int = field(default=0, compare=False)
 
     def __reduce__(self) -> tuple[Any, ...]:  # ranks exchange thousands: no names of fields
         return TensorRef, (self.dtype, self.shape, self.stride, self.byte_offset, self.is_parameter, self.swap_id)

@@ -13,8 +13,8 @@ from typing import Any
 from elastic_ckpt.core.metadata import ITEMSIZE
 from elastic_ckpt.core.shapes import checked_shape
 from elastic_ckpt.errors import UnsupportedError
+from elastic_ckpt.formats.torch_archive.calls import STATE, Call, Global, Unmade, described
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
-from elastic_ckpt.formats.torch_archive.unpickler import Global, described
 
 #: dtype of each of torch's typed storages.
 _STORAGES = {
@@ -22,7 +22,9 @@ _STORAGES = {
     **{"DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16"},
     **{"LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8"},
     **{"ByteStorage": "uint8", "BoolStorage": "bool", "ComplexDoubleStorage": "complex128"},
-    **{"ComplexFloatStorage": "complex64"},
+    "ComplexFloatStorage": "complex64",
+    # integers that stand for the numbers of a quantized tensor
+    **{"QInt8Storage": "int8", "QUInt8Storage": "uint8", "QInt32Storage": "int32"},
 }
 #: Keys of storages are small numbers.
 _MOST_ELEMENTS, _MOST_KEY_LENGTH = 1 << 62, 256
@@ -50,35 +52,34 @@ def storage_id(persistent_id: Any) -> tuple[str, str, int, Any]:
         raise pickle.UnpicklingError("a storage without type, key or size")
     name = kind.name.rpartition(".")[2]
     if name not in _STORAGES:
-        raise _kind_error(f"a {kind.name}")
+        raise kind_error(f"a {kind.name}")
     dtype = _STORAGES[name]
     return dtype, key, numel * ITEMSIZE[dtype], persistent_id[5] if len(persistent_id) == 6 else None
 
 
 def _rebuild(
-    storage: Any, offset: Any, size: Any, stride: Any, _grad: Any = None, _hooks: Any = None, metadata: Any = None
-) -> TensorRef:
-    return _tensor(storage, None, offset, size, stride, metadata)
+    storage: Any, offset: Any, size: Any, stride: Any, grad: Any = None, _hooks: Any = None, metadata: Any = None
+) -> TensorRef | Call:
+    return _tensor(storage, None, offset, size, stride, grad, metadata)
 
 
 def _rebuild_v3(
-    storage: Any, offset: Any, size: Any, stride: Any, _grad: Any, _hooks: Any, dtype: Any, metadata: Any = None
-) -> TensorRef:
-    if type(dtype) is not Global and type(dtype).__name__ != "dtype":  # the real one of a trusted pickle
+    storage: Any, offset: Any, size: Any, stride: Any, grad: Any, _hooks: Any, dtype: Any, metadata: Any = None
+) -> TensorRef | Call:
+    if type(dtype) is not Global:
         raise pickle.UnpicklingError("a tensor without a dtype")
-    return _tensor(storage, str(dtype).removeprefix("torch."), offset, size, stride, metadata)
+    return _tensor(storage, dtype.name.removeprefix("torch."), offset, size, stride, grad, metadata)
 
 
-def _tensor(storage: Any, dtype: str | None, offset: Any, size: Any, stride: Any, metadata: Any) -> TensorRef:
+def _tensor(
+    storage: Any, dtype: str | None, offset: Any, size: Any, stride: Any, grad: Any, metadata: Any
+) -> TensorRef | Call:
     if type(storage) is not StorageRef or not isinstance(size, tuple) or not isinstance(stride, tuple):
         raise pickle.UnpicklingError("a tensor without storage, size or strides")
     dtype = dtype or storage.dtype
-    if metadata:
-        kinds = sorted(filter(str.isidentifier, metadata)) if type(metadata) is dict else described(metadata)
-        raise _kind_error(f"a tensor with {kinds}")
     itemsize = ITEMSIZE.get(dtype)
     if itemsize is None:
-        raise _kind_error(f"a tensor of torch.{dtype}")
+        raise kind_error(f"a tensor of torch.{dtype}")
     if len(size) != len(stride) or type(offset) is not int:
         raise pickle.UnpicklingError(f"a tensor of {len(size)} sizes and {len(stride)} strides")
     size, stride = checked_shape(size), checked_shape(stride)
@@ -88,47 +89,87 @@ def _tensor(storage: Any, dtype: str | None, offset: Any, size: Any, stride: Any
     elif offset < 0 or end > storage.nbytes:
         what = f"a tensor of {size} ends at byte {end}"
         raise pickle.UnpicklingError(f"a storage has {storage.nbytes} bytes, but {what}")
-    return TensorRef(dtype, size, stride, storage.byte_offset + offset * itemsize)
+    start = offset * itemsize
+    at = storage.byte_offset + start
+    ref = TensorRef(dtype, size, stride, at, False, None, grad is True, None, start, storage.nbytes)
+    return _changed_lazily(ref, metadata) if metadata else ref
 
 
-def _rebuild_parameter(data: Any, _requires_grad: Any, _hooks: Any, state: Any = None) -> TensorRef:
-    return replace(_with_state(data, state), is_parameter=True)
+def _changed_lazily(ref: TensorRef, metadata: Any) -> Call:
+    """A tensor whose elements are the conjugates, or the negatives, of its bytes."""
+    if type(metadata) is not dict or not {"conj", "neg"}.issuperset(metadata) or {True} != set(metadata.values()):
+        kinds = sorted(map(str, metadata)) if type(metadata) is dict else described(metadata)
+        raise kind_error(f"a tensor with {kinds}")
+    return Call(Global(CHANGED), (ref, tuple(sorted(metadata))))
 
 
-def _rebuild_from_type(function: Any, cls: Any, args: Any, state: Any) -> TensorRef:
+def _rebuild_parameter(data: Any, requires_grad: Any, _hooks: Any, state: Any = None) -> TensorRef | Call:
+    if type(data) is Call:
+        return _with_state(Call(Global(PARAMETER), (data, requires_grad is True)), state)
+    return replace(_with_state(data, state), is_parameter=True, requires_grad=requires_grad is True)
+
+
+def _rebuild_from_type(function: Any, cls: Any, args: Any, state: Any) -> TensorRef | Call:
     """A tensor of a class, or with attributes."""
-    name = cls.name if type(cls) is Global else f"{cls.__module__}.{cls.__qualname__}"
-    if name not in ("torch.Tensor", "torch.nn.parameter.Parameter"):
-        raise subclass_error(name)
-    call = function.call if type(function) is Global else function
-    if call not in (_rebuild, _rebuild_v3, _rebuild_parameter) or type(args) is not tuple:
+    if type(cls) is not Global or type(function) is not Global or type(args) is not tuple:
+        raise pickle.UnpicklingError("a tensor without class or arguments")
+    if function.name not in REBUILD or function.call in (None, _rebuild_from_type):
         raise pickle.UnpicklingError("a tensor that is rebuilt by an unknown function")
-    ref = _with_state(call(*args), state)
-    return ref if name == "torch.Tensor" else replace(ref, is_parameter=True)
+    data = function.call(*args)
+    if cls.name in ("torch.Tensor", "torch.nn.parameter.Parameter"):
+        ref = _with_state(data, state)
+        return replace(ref, is_parameter=True) if type(ref) is TensorRef and cls.name != "torch.Tensor" else ref
+    if cls.users is None:
+        raise cls.error or subclass_error(cls.name)
+    made = Call(Global(SUBCLASS), (data, cls))
+    made.steps.append((STATE, [state]))
+    return made
 
 
-def _with_state(data: Any, state: Any) -> TensorRef:
-    if type(data) is not TensorRef:
+def _with_state(data: Any, state: Any) -> Any:
+    """The tensor with attributes; DeepSpeed's optimizer swapper names a tensor's file by its ``ds_id``."""
+    if type(data) is Unmade:
+        raise data.error
+    if type(data) not in (TensorRef, Call):
         raise pickle.UnpicklingError("a parameter that is no tensor")
     attributes = state[0] if type(state) is tuple and state else state  # with the values of slots
-    # DeepSpeed's optimizer swapper names a tensor's file by ds_id
-    swap_id = attributes.get("ds_id") if type(attributes) is dict else None
-    return replace(data, swap_id=swap_id) if isinstance(swap_id, str) else data
+    if not attributes:
+        return data
+    if type(attributes) is not dict:
+        raise pickle.UnpicklingError("attributes of a tensor that are no dictionary")
+    if type(data) is Call:
+        data.steps.append((STATE, [attributes]))
+        return data
+    swap_id = attributes.get("ds_id")
+    return replace(data, swap_id=swap_id if isinstance(swap_id, str) else data.swap_id, attributes=attributes)
+
+
+def _quantized(storage: Any, offset: Any, size: Any, stride: Any, params: Any, grad: Any, _hooks: Any = None) -> Call:
+    """Integers with a scale, of which there are no more than the storage has."""
+    ref = _tensor(storage, None, offset, size, stride, None, None)
+    if type(ref) is not TensorRef or ref.numel * ITEMSIZE[ref.dtype] > storage.nbytes or type(params) is not tuple:
+        raise pickle.UnpicklingError("a quantized tensor that is larger than its storage")
+    return Call(Global("torch._utils._rebuild_qtensor"), (ref, params, grad is True))
+
+
+def _later(name: str) -> Callable[..., Call]:
+    return lambda *args: Call(Global(name), args)
 
 
 def _unsupported(name: str) -> Callable[..., TensorRef]:
     def refuse(*_args: Any) -> TensorRef:
-        raise _kind_error(f"torch._utils.{name}")
+        raise kind_error(name)
 
     return refuse
 
 
-def _kind_error(found: str) -> UnsupportedError:
+def kind_error(found: str) -> UnsupportedError:
+    """A tensor that has no bytes of its own, or where only those can be read."""
     return UnsupportedError(
         "this file holds a tensor of a kind that cannot be read by its bytes",
-        expected="a dense tensor of a plain dtype, neither conjugated nor negated lazily",
+        expected="a dense tensor of a plain dtype",
         found=found[:300],
-        remedy="resolve or densify it before saving, or load at the topology it was saved with",
+        remedy='save it in another form; in the client state, "client_state": "readable" leaves it out',
     )
 
 
@@ -138,14 +179,18 @@ def subclass_error(name: str) -> UnsupportedError:
         "this file holds a tensor of a class of its own, whose parts cannot be cut for another topology",
         expected="torch.Tensor",
         found=name[:300],
-        remedy="load at the topology it was saved with; the 8- and 4-bit formats of torchao are not supported",
+        remedy="the 8- and 4-bit formats of torchao are not supported: load at the topology it was saved with; a class "
+        "of your own in the client state: torch.serialization.add_safe_globals([TheClass])",
     )
 
 
+#: Tensors that :mod:`elastic_ckpt.formats.objects` makes where they are wanted, beside those of ``torch._utils``.
+CHANGED, PARAMETER, SUBCLASS = "a conjugated or negated tensor", "a parameter", "a tensor of a class of its own"
+LATER = ("torch._utils._rebuild_sparse_tensor", "torch._utils._rebuild_meta_tensor_no_storage")
 _NOT_DENSE = (
-    *("_rebuild_sparse_tensor", "_rebuild_sparse_csr_tensor", "_rebuild_qtensor", "_rebuild_mkldnn_tensor"),
-    *("_rebuild_nested_tensor", "_rebuild_wrapper_subclass", "_rebuild_meta_tensor_no_storage"),
-    *("_rebuild_device_tensor_from_numpy", "_rebuild_device_tensor_from_cpu_tensor", "_rebuild_xla_tensor"),
+    *("_rebuild_mkldnn_tensor", "_rebuild_nested_tensor", "_rebuild_wrapper_subclass"),
+    *("_rebuild_sparse_csr_tensor", "_rebuild_device_tensor_from_numpy", "_rebuild_device_tensor_from_cpu_tensor"),
+    "_rebuild_xla_tensor",
 )
 #: Functions that rebuild tensors, by qualified name.
 REBUILD: dict[str, Callable[..., Any]] = {
@@ -157,5 +202,7 @@ REBUILD: dict[str, Callable[..., Any]] = {
     "torch._tensor._rebuild_from_type": _rebuild_from_type,
     "torch._tensor._rebuild_from_type_v2": _rebuild_from_type,
     "torch.tensor._rebuild_from_type": _rebuild_from_type,
-    **{f"torch._utils.{name}": _unsupported(name) for name in _NOT_DENSE},
+    "torch._utils._rebuild_qtensor": _quantized,
+    **{name: _later(name) for name in LATER},
+    **{f"torch._utils.{name}": _unsupported(f"torch._utils.{name}") for name in _NOT_DENSE},
 }

@@ -3,38 +3,59 @@
 from __future__ import annotations
 
 import argparse
-import copy
-import io
-import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace as replaced
 from typing import Any
 
-from elastic_ckpt.errors import UnsupportedError
+from elastic_ckpt.errors import ElasticCkptError, UnsupportedError
+from elastic_ckpt.formats.torch_archive.calls import PLAIN_CLASSES, Call, Global, Unmade
 from elastic_ckpt.formats.torch_archive.stand_ins import ArrayStandIn, DtypeStandIn, StandIn
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
-from elastic_ckpt.formats.torch_archive.tensors import StorageRef
-from elastic_ckpt.formats.torch_archive.unpickler import Global
+from elastic_ckpt.formats.torch_archive.tensors import StorageRef, kind_error
 
 #: Deepest nesting of containers, and how many objects a walk may meet per object that there is: shared objects are met
 #: again and again, and a few dozen lists can hold each other 2 ** 60 times.
 _MOST_DEPTH, _MOST_REPEATED = 128, 64
 _PLAIN = frozenset({str, bool, int, float, complex, bytes, type(None)})
-_LEAVES = _PLAIN | {TensorRef, bytearray, Global, ArrayStandIn, DtypeStandIn, StorageRef}
+_LEAVES = _PLAIN | {TensorRef, bytearray, DtypeStandIn, StorageRef}
+#: Entries of a model-states file that this package reads; the others are the client state, and that of schedulers.
+_OWN_ENTRIES = frozenset(
+    (
+        *("module", "optimizer", "param_shapes", "buffer_names", "shared_params", "frozen_param_shapes", "ds_config"),
+        *("global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size", "ds_version", "args"),
+        *("universal_checkpoint_info", "checkpoint_parallel_dimensions", "num_experts", "frozen_param_fragments"),
+        *("ds_autoep_layers", "autoep_layers"),
+    )
+)
+
+
+def own_entries(tree: Any) -> Any:
+    """What of a file's tree this package reads: of a model-states file's, all but the client state."""
+    if type(tree) is not dict or "module" not in tree:
+        return tree
+    return {key: value for key, value in tree.items() if key in _OWN_ENTRIES}
 
 
 def check_tree(tree: Any) -> None:
-    """Raise :class:`UnsupportedError` for a tree that is too deep, contains itself, shares a lot, or hides tensors."""
+    """Raise an error for a tree that is too deep, contains itself, shares a lot, or has parts that cannot be read."""
     if type(tree) in _LEAVES:
         return
     sizes: dict[int, int] = {}
     kept: list[Any] = []  # so that no id is used twice
-    met = _size(tree, sizes, kept, 0)
+    odd: list[Any] = []
+    met = _size(tree, sizes, kept, odd, 0)
     if met > 1000 + _MOST_REPEATED * sum(1 + len(each) for each in kept):
         raise _too_entangled(f"{met} objects, most of them again and again")
+    for node in odd:
+        if type(node) is not Call and node.error is not None:
+            raise node.error
+        name = node.function.name if type(node) is Call and type(node.function) is Global else ""
+        if name and node.function.users is None and name not in PLAIN_CLASSES:
+            raise kind_error(name)
 
 
-def _size(node: Any, sizes: dict[int, int], kept: list[Any], depth: int) -> int:
-    """Objects that a walk through a container meets."""
+def _size(node: Any, sizes: dict[int, int], kept: list[Any], odd: list[Any], depth: int) -> int:
+    """Objects that a walk through a container meets; names, and what is not made yet or never, are kept as odd."""
     known = sizes.get(id(node))
     if known is not None:
         if not known:
@@ -43,98 +64,166 @@ def _size(node: Any, sizes: dict[int, int], kept: list[Any], depth: int) -> int:
     if depth > _MOST_DEPTH:
         raise _too_entangled(f"objects {depth} deep in each other")
     children = _children(node)
+    if type(node) in (Call, Global, Unmade):
+        odd.append(node)
     sizes[id(node)] = 0
     kept.append(children)
     size = 1 + len(children)
     for child in children:
         if type(child) not in _LEAVES:
-            size += _size(child, sizes, kept, depth + 1)
+            size += _size(child, sizes, kept, odd, depth + 1)
     sizes[id(node)] = size
     return size
 
 
 def _children(node: Any) -> list[Any] | tuple[Any, ...]:
+    """All objects in a container, keys that are strings excepted."""
     if type(node) is StandIn:  # first what there are most of
         return [*node.args, *vars(node).values()]
+    children: Any = ()
     if isinstance(node, (list, tuple)):
-        return node
-    if isinstance(node, dict):
+        children = node
+    elif isinstance(node, dict):
         keys = [key for key in node if type(key) is not str]
-        return [*keys, *node.values(), *(vars(node).values() if hasattr(node, "__dict__") else ())]
-    if isinstance(node, argparse.Namespace):
-        return list(vars(node).values())
-    _refuse_hidden_tensors(node)
-    return list(node) if isinstance(node, (set, frozenset)) else ()
+        children = [*keys, *node.values(), *(vars(node).values() if hasattr(node, "__dict__") else ())]
+    elif isinstance(node, argparse.Namespace):
+        children = list(vars(node).values())
+    elif type(node) is Call:
+        children = [node.function, *node.args, *(value for _, values in node.steps for value in values)]
+    elif type(node) is ArrayStandIn:
+        children = (node.value,)
+    elif isinstance(node, (set, frozenset)):
+        children = list(node)
+    return children
 
 
-def replace_leaves(node: Any, replace: Callable[[Any], Any], copies: dict[int, Any] | None = None) -> Any:
-    """Copy a tree that :func:`check_tree` accepted, passing every leaf through ``replace``.
+def refusals(tree: Any) -> Iterator[ElasticCkptError]:
+    """Why parts of a tree, of whatever depth, are not made."""
+    met: set[int] = set()
+    kept, waiting = [], [tree]
+    while waiting:
+        node = waiting.pop()
+        if type(node) in (Unmade, Global) and node.error is not None:
+            yield node.error
+        if type(node) not in _LEAVES and id(node) not in met:
+            met.add(id(node))
+            kept.append(children := _children(node))
+            waiting += children
 
-    What was shared is shared again. Keys and attributes are copied too; a stand-in passes through ``replace`` with its
-    own parts replaced. ``copies``: of the nodes that were met, by ``id``.
+
+#: What happens to a node of a tree that is copied, in this order.
+_ENTER, _MAKE, _FILL = range(3)
+
+
+def replace_leaves(
+    root: Any,
+    replace: Callable[[Any], Any],
+    give: Callable[[Call, Any, list[tuple[str, list[Any]]]], None] | None = None,
+) -> Any:
+    """Copy a tree, passing leaves through ``replace``; what was shared, or contains itself, does so again.
+
+    Strings, numbers and bytes stay. Keys and attributes are copied too. A stand-in and a call are leaves with their own
+    parts replaced; what a call became is given its steps by ``give``. Each object is met once, and nothing recurses:
+    containers that may contain themselves are made empty, and filled behind their parts.
     """
-    copies = {} if copies is None else copies
-    if type(node) in _PLAIN:
-        return replace(node)
-    if id(node) not in copies:
-        copies[id(node)] = _copied(node, replace, lambda child: replace_leaves(child, replace, copies))
-    return copies[id(node)]
+    done: dict[int, Any] = {}
+    met: set[int] = set()
+
+    def new(part: Any) -> Any:
+        return part if type(part) in _PLAIN else done[id(part)]
+
+    def fill(node: Any) -> None:
+        _fill(node, done[id(node)], new, give)
+
+    late: list[Any] = []  # what contains a tuple that contains it
+    waiting = [(root, _ENTER)]
+    while waiting:
+        node, stage = waiting.pop()
+        parts: list[Any] = []
+        if stage == _ENTER and type(node) not in _PLAIN and id(node) not in met:
+            met.add(id(node))
+            waiting.append((node, _MAKE))
+            parts = _needed(node)
+        elif stage == _MAKE:
+            done[id(node)] = _made(node, new, replace)
+            parts = _within(node)
+            if parts:
+                waiting.append((node, _FILL))
+            else:
+                fill(node)
+        elif stage == _FILL:
+            if all(id(part) in done for part in _within(node)):
+                fill(node)
+            else:
+                late.append(node)
+        waiting += [(part, _ENTER) for part in reversed(parts)]
+    for node in late:
+        fill(node)
+    return new(root)
 
 
-def _copied(node: Any, replace: Callable[[Any], Any], child: Callable[[Any], Any]) -> Any:
-    if isinstance(node, dict):
-        new = copy.copy(node)  # keeps what a subclass adds: an order, a default factory
-        new.clear()
-        for key, value in node.items():
-            new[key if type(key) in _PLAIN else child(key)] = child(value)
-        if hasattr(node, "__dict__"):
-            vars(new).update((key, child(value)) for key, value in vars(node).items())
-        return new
-    if type(node) in (list, tuple, set, frozenset):
-        return type(node)(map(child, node))
-    if isinstance(node, tuple) and hasattr(node, "_fields"):
-        return type(node)(*map(child, node))
-    if isinstance(node, argparse.Namespace):
-        return type(node)(**{key: child(value) for key, value in vars(node).items()})
-    if isinstance(node, StandIn):
-        stand_in = StandIn(node.name, tuple(map(child, node.args)), node.is_by_name)
-        vars(stand_in).update((key, child(value)) for key, value in vars(node).items())
-        return replace(stand_in)
+def _not_plain(parts: Any) -> list[Any]:
+    return [part for part in parts if type(part) not in _PLAIN]
+
+
+def _needed(node: Any) -> list[Any]:
+    """What must be there before a node is made."""
+    if type(node) in (tuple, frozenset):
+        return _not_plain(node)
+    if type(node) is StandIn:
+        return _not_plain(_children(node))
+    if type(node) is Call:
+        return _not_plain((*((node.function,) if type(node.function) is Call else ()), *node.args))
+    if type(node) is TensorRef:
+        return [] if node.attributes is None else [node.attributes]
+    return [node.value] if type(node) is ArrayStandIn and type(node.value) in (Call, Unmade) else []
+
+
+def _within(node: Any) -> list[Any]:
+    """What a node gets that was made."""
+    if type(node) is Call:
+        return _not_plain(value for _, values in node.steps for value in values)
+    is_filled = isinstance(node, (list, dict, argparse.Namespace)) or type(node) is set
+    return _not_plain(_children(node)) if is_filled else []
+
+
+def _made(node: Any, new: Callable[[Any], Any], replace: Callable[[Any], Any]) -> Any:
+    if isinstance(node, (list, dict, argparse.Namespace)) or type(node) is set:
+        return type(node)()
+    if type(node) in (tuple, frozenset):
+        return type(node)(map(new, node))
+    if type(node) is StandIn:
+        stand_in = StandIn(node.name, tuple(map(new, node.args)), node.is_by_name)
+        vars(stand_in).update((key, new(value)) for key, value in vars(node).items())
+        node = stand_in
+    elif type(node) is Call:
+        function = new(node.function) if type(node.function) is Call else node.function
+        node = Call(function, tuple(map(new, node.args)), node.is_new)
+    elif type(node) is TensorRef and node.attributes is not None:
+        node = replaced(node, attributes=new(node.attributes))
+    elif type(node) is ArrayStandIn and type(node.value) in (Call, Unmade):
+        array = ArrayStandIn()
+        array.value = new(node.value)
+        node = array
     return replace(node)
 
 
-class _TensorSeeker(pickle.Pickler):
-    """Pickles an object to nowhere, to find out whether it contains a tensor."""
-
-    found = False
-
-    def persistent_id(self, obj: Any) -> int | None:
-        if not isinstance(obj, TensorRef):
-            return None
-        self.found = True
-        return 0  # stands for the tensor, which need not be pickled then
-
-
-def _refuse_hidden_tensors(leaf: Any) -> None:
-    """Refuse a tensor inside an object of an unknown class, which would stay without data."""
-    seeker, failure = _TensorSeeker(io.BytesIO()), None
-    try:
-        seeker.dump(leaf)
-    except Exception as error:
-        failure = error
-    if seeker.found:
-        raise UnsupportedError(
-            "this file holds a tensor inside an object that cannot be read piece by piece",
-            expected="tensors in dicts, lists, tuples, or argparse.Namespace",
-            found=type(leaf).__name__,
-            remedy="keep the tensor in a dict, or load at the topology it was saved with",
-        ) from failure
-    if failure is not None:
-        raise UnsupportedError(
-            "this file holds an object that cannot be looked into for tensors",
-            found=f"{type(leaf).__name__}; {type(failure).__name__}: {failure}",
-            remedy="leave it out of the client state, or load at the topology it was saved with",
-        ) from failure
+def _fill(node: Any, target: Any, new: Callable[[Any], Any], give: Any) -> None:
+    if type(node) is Call:
+        steps = [(kind, list(map(new, values))) for kind, values in node.steps]
+        if type(target) is Call:
+            target.steps += steps
+        elif give is not None:
+            give(node, target, steps)
+    elif isinstance(node, list):
+        target.extend(map(new, node))
+    elif isinstance(node, dict):
+        for key, value in node.items():
+            target[new(key)] = new(value)
+    elif type(node) is set:
+        target.update(map(new, node))
+    if isinstance(node, (dict, argparse.Namespace)) and hasattr(node, "__dict__"):
+        vars(target).update((key, new(value)) for key, value in vars(node).items())
 
 
 def _too_entangled(found: str) -> UnsupportedError:
@@ -142,5 +231,5 @@ def _too_entangled(found: str) -> UnsupportedError:
         "this file holds objects whose nesting cannot be walked through",
         expected=f"a tree of containers, at most {_MOST_DEPTH} deep",
         found=found,
-        remedy="leave such objects out of the client state, or load at the topology it was saved with",
+        remedy="save it in another form",
     )

@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import pickle
 import struct
+import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
+from elastic_ckpt.errors import ElasticCkptError
+from elastic_ckpt.formats.torch_archive.calls import Call, Global, Unmade, described, unsafe_error
 from elastic_ckpt.formats.torch_archive.operations import OPERATIONS
 from elastic_ckpt.formats.torch_archive.tensor_opcodes import tensor_reader
 
@@ -43,25 +44,6 @@ _FILE_NBYTES_PER_CONTAINER, _MOST_MORE_CONTAINERS, _MOST_MARKS = 64, 1 << 18, 1 
 _UINT32 = struct.Struct("<I")
 
 
-@dataclass(frozen=True, slots=True)
-class Global:
-    """What a name in a pickle stands for: ``call`` takes the arguments of REDUCE or NEWOBJ; ``None``: no callable.
-
-    It stays in the tree where a pickle keeps the name itself, as for ``torch.float32``. ``is_users``: ``call`` is the
-    real class or function, which the user allowed. ``copies``: its result may be as large as its arguments.
-    """
-
-    name: str
-    call: Callable[..., Any] | None = None
-    is_users: bool = False
-    copies: bool = True
-
-    is_plain_key: ClassVar[bool] = True
-
-    def __repr__(self) -> str:
-        return self.name
-
-
 class Machine:
     """Runs one pickle.
 
@@ -72,6 +54,8 @@ class Machine:
         build: sets the state of an object, as BUILD asks for; raises for any object it does not know.
         at: see ``data``.
         file_nbytes: size of the file, from which the number of containers follows that it may make.
+        keeps_unmade: whether what is refused becomes :class:`Unmade` in the result; otherwise it is raised.
+        is_trusted: whether counts and lengths are unbounded.
     """
 
     def __init__(
@@ -82,16 +66,21 @@ class Machine:
         build: Callable[[Any, Any], None],
         at: int = 0,
         file_nbytes: int = 0,
+        keeps_unmade: bool = False,
+        is_trusted: bool = False,
     ) -> None:
         self.data, self.at = data, at
         self.find, self.build = find, build
-        self.load: Callable[[Any], Any] = load
+        self._load = load
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
         self.globals: dict[tuple[str, str], Global] = {}
-        self.left = _MOST_COPIED * len(data) + _MOST_MORE_COPIED
-        self.containers = file_nbytes // _FILE_NBYTES_PER_CONTAINER + _MOST_MORE_CONTAINERS
+        self._keeps_unmade = keeps_unmade
+        self.left = sys.maxsize if is_trusted else _MOST_COPIED * len(data) + _MOST_MORE_COPIED
+        self.containers = (
+            sys.maxsize if is_trusted else file_nbytes // _FILE_NBYTES_PER_CONTAINER + _MOST_MORE_CONTAINERS
+        )
 
     def run(self) -> Any:  # noqa: PLR0912, PLR0915  see below
         """The pickled object; :attr:`at` is then behind the pickle.
@@ -180,19 +169,58 @@ class Machine:
         return line
 
     def call(self, function: Any, arguments: Any) -> Any:
-        """What a global makes of its arguments."""
-        if type(function) is not Global or function.call is None or type(arguments) is not tuple:
-            raise pickle.UnpicklingError(f"{described(function)} is called")
+        """What a global makes of its arguments, or will."""
+        if type(arguments) is not tuple:
+            raise pickle.UnpicklingError(f"{described(function)} is called with no tuple")
         self.count_container()
+        if type(function) is not Global or function.call is None:
+            return self._called_later(function, arguments)
         if function.copies and arguments:
             self.charge(arguments)
-        return function.call(*arguments)
+        try:
+            return function.call(*arguments)
+        except ElasticCkptError as error:
+            return self.unmade(error)
+        except pickle.UnpicklingError:
+            return self._first_unmade(arguments)
+
+    def load(self, persistent_id: Any) -> Any:
+        """The object of a persistent id."""
+        try:
+            return self._load(persistent_id)
+        except ElasticCkptError as error:
+            return self.unmade(error)
+
+    def _called_later(self, function: Any, arguments: tuple[Any, ...], is_new: bool = False) -> Any:
+        if type(function) is Call or (type(function) is Global and function.users is not None):
+            return Call(function, arguments, is_new)
+        if type(function) is Unmade:
+            return function
+        if type(function) is Global:
+            return self.unmade(function.error or unsafe_error(function.name))
+        raise pickle.UnpicklingError(f"{described(function)} is called")
+
+    def _first_unmade(self, arguments: tuple[Any, ...]) -> Unmade:
+        """The first argument that is not made, in an exception handler; other exceptions are raised again."""
+        for each in arguments:
+            if type(each) is Unmade:
+                return each
+            if type(each) is Call:
+                return self.unmade(unsafe_error(f"{each} in the arguments of another object"))
+        raise  # noqa: PLE0704  what is being handled
 
     def new(self, cls: Any, arguments: Any) -> Any:
         """What NEWOBJ makes of a global; as by :mod:`pickle`, an object of a class of the user's is not initialized."""
-        if type(cls) is Global and cls.is_users and isinstance(cls.call, type):
-            cls = Global(cls.name, partial(cls.call.__new__, cls.call))
+        if type(cls) is Global and cls.call is None and cls.users is not None and type(arguments) is tuple:
+            self.count_container()
+            return self._called_later(cls, arguments, is_new=True)
         return self.call(cls, arguments)
+
+    def unmade(self, error: ElasticCkptError) -> Unmade:
+        """What stands for an object that is refused; raises the error where nothing may."""
+        if not self._keeps_unmade:
+            raise error
+        return Unmade(error)
 
     def count_container(self) -> None:
         """Count what takes much more memory than its opcode; :class:`pickle.UnpicklingError` if there are too many."""
@@ -217,8 +245,3 @@ class Machine:
         items = self.stack[mark:]
         del self.stack[mark:]
         return items
-
-
-def described(value: Any) -> str:
-    """A value for an error message. The ``repr`` of a few shared tuples can be exponentially long."""
-    return repr(value)[:100] if type(value) in (str, Global) else f"an object of type {type(value).__name__}"

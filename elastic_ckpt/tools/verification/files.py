@@ -20,7 +20,7 @@ from elastic_ckpt.formats.detect import LATEST, LATEST_UNIVERSAL, list_tags, loo
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER, plain_name, sort_names
 from elastic_ckpt.formats.native import index_native
-from elastic_ckpt.formats.pickled import PickledFile, open_file
+from elastic_ckpt.formats.pickled import PickledFile, open_file, refuse_unmade
 from elastic_ckpt.formats.same_save import spot_check
 from elastic_ckpt.formats.shards import OptimizerShard
 from elastic_ckpt.formats.universal_files import index_optimizer, index_state
@@ -92,7 +92,7 @@ def _kinds_of(found: Found) -> Iterator[tuple[str, str]]:
 def read_metadata(found: Found, config: ElasticConfig) -> Diagnosis:
     """Read a checkpoint's metadata as a load would; if that fails, find all problems."""
     try:
-        return open_checkpoint(found, config).checkpoint.metadata, []
+        return open_checkpoint(found, config, with_unmade=False).checkpoint.metadata, []
     except ElasticCkptError as error:
         if found.format in WHOLE_FORMATS:  # whose files are not compared with each other
             return None, [of_error(error, kind_of(error)), Finding(NOTE, "not-checked", "anything else")]
@@ -131,6 +131,7 @@ def _open_all(found: Found, config: ElasticConfig) -> tuple[Items, list[Finding]
         name = os.path.basename(path)
         try:
             file = open_file(path, config.trust_pickle)
+            refuse_unmade(file)
             refuse_swapped(file)
             item = _index(file, path, config)
         except ElasticCkptError as error:
