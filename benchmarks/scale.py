@@ -184,7 +184,7 @@ def _universal(out: Path, launcher: Launcher, stage: int, parameters: int) -> Pa
     native = _checkpoint(out, launcher, stage, parameters, ranks=1)
     folder = native.with_name(f"{native.name}-universal") / TAG
     if not folder.exists():
-        convert(open_checkpoint(locate(str(native), None), config_of(None), with_client_state=True), folder)
+        convert(open_checkpoint(locate(str(native), None), config_of(None)), folder)
     return folder
 
 

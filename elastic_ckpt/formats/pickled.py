@@ -23,6 +23,7 @@ from elastic_ckpt.formats.datastates import is_datastates, read_datastates_tree
 from elastic_ckpt.formats.naming import DCP_METADATA
 from elastic_ckpt.formats.torch_archive.archive import Trees, read_archive_tree
 from elastic_ckpt.formats.torch_archive.directory import ArchiveError, Listing
+from elastic_ckpt.formats.torch_archive.tree import refusals
 from elastic_ckpt.storage.local import open_stream
 
 _PIECE_NBYTES = 1 << 20
@@ -81,6 +82,12 @@ def collector_off() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def refuse_unmade(file: PickledFile) -> None:
+    """Raise :class:`UnsafePickleError` or :class:`UnsupportedError` for an object of a file that is not made."""
+    for error in refusals(file.tree):
+        raise type(error)(error.problem, **{**error.details, "file": file.path})
 
 
 @collector_off()

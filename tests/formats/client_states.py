@@ -239,11 +239,8 @@ class Comparison:
             same = facts[0] == facts[1] and (one.dtype.hasobject or one.tobytes() == other.tobytes())
             return None if same else f"{facts[1]} {other} instead of {facts[0]} {one}"
         if _is_plain(one) or isinstance(one, (np.generic, np.dtype, pathlib.PurePath, slice)):
-            return (
-                None
-                if repr(one) == repr(other) and (one == other or not one == one)
-                else f"{other!r} instead of {one!r}"
-            )
+            is_same = repr(one) == repr(other) and (one == other or "nan" in repr(one).lower())
+            return None if is_same else f"{other!r} instead of {one!r}"
         return None
 
     def _of_tensors(self, one: torch.Tensor, other: torch.Tensor) -> str | None:

@@ -2,26 +2,28 @@
 
 Files are untrusted. Attack surface, and what bounds it (``tests/attacks`` tries each, and mutated files):
 
-- A pickle names a function or class: only the closed list of :mod:`.globals`, functions of this package, or what the
-  user allowed by ``torch.serialization.add_safe_globals``, which runs as the user's own code. Nothing is imported, no
-  class of another package is called but ``pathlib``'s paths, no attribute is set on a class or function.
+- A pickle names a function or class: only the closed list of :mod:`.globals`, functions of this package, is called.
+  What the user allowed by ``torch.serialization.add_safe_globals`` is recorded (:mod:`.calls`), and so are sparse,
+  quantized and other tensors that are no references, and a few classes of Python; :mod:`..objects` makes them where
+  their result is wanted. Any other name is an error: of the whole file in what this package reads, and of one entry in
+  the client state. Nothing is imported, no attribute is set on a class or function.
 - ``getattr`` makes members of listed enums, no more. Names of Python 2 are translated before they are looked up.
 - BUILD: only namespaces, ordered dicts and stand-ins take a state: a dictionary of attributes that hide no method and
-  mean nothing to Python. Arrays and dtypes take theirs through checks of this package, numeric ones only.
-- Extension codes, out-of-band buffers, instances of Python 2, DUP, POP and text persistent ids: refused.
+  mean nothing to Python. Arrays and dtypes take theirs through checks of this package: numbers, strings and dates only.
+- Extension codes, out-of-band buffers, instances of Python 2, DUP and text persistent ids: refused.
 - Claimed lengths, counts and memo indices: compared with the bytes that are there. Numbers: at most 1 KiB.
 - Keys: :mod:`.keys`; few that can be made to collide. Integers below 2 ** 60 are not counted among these: a file
   computed for that end can make a large dictionary of them slow.
 - Arguments that are shared by many calls: what calls may copy is counted. Error messages never print a container.
-- Depth, cycles and exponential sharing: :func:`.tree.check_tree`. The interpreter itself does not recurse, and neither
-  do tensors within tensors.
+- Depth, cycles and exponential sharing: :func:`.tree.check_tree`, but for the client state, which is copied without
+  recursion, each object once. The interpreter itself does not recurse.
 - The pickle: at most 64 MiB or an eighth of its file, and 1 GiB; its CRC32 checked. Numbers, strings and numbered memo
   entries take up to 30 times its size; containers, of which one byte makes one, 4 times the file's size and 64 MiB.
   So in all 8 times the file's size, or 2 GiB if that is more.
 - The directory: at most 256 MiB, entries fill it exactly, names and headers are unique, records do not overlap. Local
   headers and CRC32s of tensors are not read here: a load that verifies, and ``verify``, do.
-- A tensor must be inside its storage, a storage inside its record, a record inside the file. A legacy storage has one
-  size. Tensors that share their elements have them copied up to 4 times the file's size (:mod:`..values`).
+- A tensor must be inside its storage, a storage inside its record, a record inside the file. A storage has one size,
+  and is read once for all tensors that share it. Indices of sparse tensors and scales of quantized ones are checked.
 - Anything but a regular file is missing; a file that shrinks is damaged.
 - With ``trust_pickle`` none of this holds for what a pickle names: it runs.
 """
