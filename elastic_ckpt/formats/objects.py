@@ -18,7 +18,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from elastic_ckpt.core.metadata import ITEMSIZE
-from elastic_ckpt.errors import ElasticCkptError, UnsupportedError, refuse_used_up
+from elastic_ckpt.errors import ElasticCkptError, UnsafePickleError, UnsupportedError, refuse_used_up
 from elastic_ckpt.formats.pickled import PickledFile, read_into, unreadable
 from elastic_ckpt.formats.torch_archive.calls import (
     ITEMS,
@@ -39,6 +39,8 @@ from elastic_ckpt.storage.local import open_stream
 if TYPE_CHECKING:
     import torch
 
+#: Why an entry is not made; that a file is damaged is no reason to go on without one.
+_NOT_MADE = (UnsafePickleError, UnsupportedError)
 #: torch counts no further.
 _MOST_ELEMENTS = 1 << 62
 #: Longest text of which a number is made, and what else one of Python's own classes may be made of.
@@ -71,7 +73,7 @@ def materialise_entries(
     """
     try:
         return materialise(file, dict(entries)), {}
-    except ElasticCkptError:
+    except _NOT_MADE:
         errors = dict(_refused(file, entries))
     for key, error in errors.items():
         if not may_skip(key):
@@ -83,7 +85,7 @@ def _refused(file: PickledFile, entries: Mapping[Any, Any]) -> Iterator[tuple[An
     for key, value in entries.items():
         try:
             materialise(file, {key: value})
-        except ElasticCkptError as error:
+        except _NOT_MADE as error:
             name = repr(key)[:100] if isinstance(key, (str, int)) else f"of a {type(key).__name__}"
             remedy = f'{error.remedy}; or go on without it: "elastic_checkpoint": {{"on_unreadable_entry": "skip"}}'
             details = {**error.details, "file": file.path, "remedy": remedy}
