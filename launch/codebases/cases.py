@@ -1,4 +1,4 @@
-"""``cases.py FOLDER PAGE [WORDS]``: saves models of each codebase and resumes them elsewhere; the table goes to PAGE.
+"""``cases.py FOLDER PAGE [WORDS]``: saves models of each codebase and resumes them elsewhere; their rows go to PAGE.
 
 A resume is right if its first step has the loss of a resume in place by DeepSpeed alone, and all masters and moments,
 saved as soon as they are loaded, are bit by bit those that were saved. ``REUSE=1`` keeps what earlier runs saved.
@@ -13,15 +13,17 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import masters
 
 FOLDER, HERE = Path(sys.argv[1]).resolve(), Path(__file__).parent.resolve()
 BEGIN, END = "<!-- written by launch/megatron_deepspeed.sh -->\n", "<!-- end of the codebases -->\n"
-HEAD = "| codebase | model | saved at | loss | resumed at TP, PP, DP, ZeRO stage: masters and moments, loss |\n"
-#: TP, PP, DP and ZeRO stage.
+HEAD = (
+    "| codebase | model | saved at | loss | resumed at TP, PP, DP, ZeRO stage (and EP): masters and moments, loss |\n"
+)
+#: TP, PP, DP, ZeRO stage, and the expert-parallel degree if there are experts.
 EVERYWHERE = ("2 2 1 1", "1 1 1 1", "1 2 2 1", "4 1 1 1", "2 1 2 1", "1 4 1 1")
 #: Differences of the loss that another order of sums in bf16 explains.
 TOLERANCE = 5e-3
@@ -35,6 +37,7 @@ DEEPSPEED = """{"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "ste
     "bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "fp32"}, "zero_optimization": {"stage": STAGE}}"""
 LLAMA = "--untie-embeddings-and-output-weights --swiglu --normalization rmsnorm --disable-bias-linear"
 BLOOM = "--position-embedding-type alibi --embed-layernorm"
+CONVERTER = "-m deepspeed.checkpoint.ds_to_universal"
 QKV, GATED = ("query_key_value", (1, 1, 1)), ("h_to_4h|linear1", (1, 1))
 SUMMED = (r"(attention\.dense|linear2)\.bias", masters.SUM)
 
@@ -50,6 +53,7 @@ class Model:
     saved: str = "2 2 1 1"
     targets: tuple[str, ...] = EVERYWHERE
     converter: str = ""
+    experts: int = 0
 
 
 def neox(name: str, *rules: masters.Rule, **arguments: object) -> Model:
@@ -64,12 +68,20 @@ def megatron(name: str, arguments: str = "", *rules: masters.Rule, **more: objec
 
 ZERO_2 = {"saved": "2 1 2 2", "targets": ("2 1 2 2", "1 1 2 2", "4 1 1 2", "2 1 1 2", "2 1 1 1")}
 ZERO_3 = {"saved": "1 1 2 3", "targets": ("1 1 2 3", "1 1 4 3", "1 1 1 3")}
+EXPERTS = "--no-pipeline-parallel --num-experts 4 --create-moe-param-group"
+EXPERTS_AT = {
+    "saved": "1 1 2 1 2",
+    "targets": ("1 1 2 1 2", "1 1 2 1 1", "1 1 1 1 1", "1 1 4 1 4", "1 1 4 1 2", "1 1 2 2 2"),
+}
 MODELS = (
     megatron("GPT, tied"),
-    megatron("GPT, tied, universal", converter="-m deepspeed.checkpoint.ds_to_universal"),
+    megatron("GPT, tied, universal", converter=CONVERTER),
     megatron("Llama", LLAMA, GATED),
+    megatron("Llama, universal", LLAMA, GATED, converter=f"{CONVERTER} --no_strict"),
     megatron("GPT, ZeRO-2", "--no-pipeline-parallel", **ZERO_2),
+    megatron("GPT, ZeRO-2, universal", "--no-pipeline-parallel", **ZERO_2, converter=CONVERTER),
     megatron("GPT, ZeRO-3", "--no-pipeline-parallel", **ZERO_3),
+    megatron("GPT, experts", EXPERTS, **EXPERTS_AT, experts=4),
     neox("GPT", pos_emb="learned"),
     neox("GPT, tied", pos_emb="learned", no_weight_tying=False),
     neox("GPT-J residual", SUMMED, gpt_j_residual=True),
@@ -80,14 +92,25 @@ MODELS = (
 )
 
 
+def degrees(where: str) -> list[int]:
+    """TP, PP, DP, ZeRO stage and EP."""
+    return [*map(int, where.split()), 1][:5]
+
+
+def merged(model: Model, folder: Path, where: str) -> masters.States:
+    """All masters and moments of a native checkpoint."""
+    tp, *_, ep = degrees(where)
+    return masters.whole(folder, tp, model.rules, model.experts, ep)
+
+
 def command(model: Model, where: str, steps: int, load: Path, save: Path) -> list[str]:
     """A training script and its arguments."""
-    tp, pp, _, stage = where.split()
+    tp, pp, _, stage, ep = degrees(where)
     if model.codebase == "gpt-neox":
         paths = ["none" if steps == 4 else str(load), str(save), f"{FOLDER}/data-500"]
-        return [f"{HERE}/train_neox.py", tp, pp, stage, str(steps), *paths, model.arguments]
+        return [f"{HERE}/train_neox.py", *map(str, (tp, pp, stage, steps)), *paths, model.arguments]
     config = save.with_suffix(".json")
-    config.write_text(DEEPSPEED.replace("STAGE", stage))
+    config.write_text(DEEPSPEED.replace("STAGE", str(stage)))
     of_codebase = "--tokenizer-type NullTokenizer --vocab-size 1023 --no-gradient-accumulation-fusion"
     of_codebase += " --no-query-key-layer-scaling"
     if model.codebase == "bigscience":
@@ -95,7 +118,8 @@ def command(model: Model, where: str, steps: int, load: Path, save: Path) -> lis
     return f"""{FOLDER}/{model.codebase}/pretrain_gpt.py {MEGATRON} {of_codebase} {model.arguments}
         --exit-interval {steps} --tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp}
         --zero-stage={stage} --load {load} --deepspeed_config={config} --save {save} --data-path {FOLDER}/data-990
-        {"--universal-checkpoint" if model.converter and steps > 4 else ""}""".split()
+        {"--universal-checkpoint" if model.converter and steps > 4 else ""}
+        {f"--moe-expert-parallel-size {ep}" if model.experts else ""}""".split()
 
 
 def train(model: Model, where: str, steps: int, load: Path, save: Path, plugin: bool = False) -> tuple[float, str]:
@@ -104,7 +128,7 @@ def train(model: Model, where: str, steps: int, load: Path, save: Path, plugin: 
     names = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "LOCAL_SIZE": "64", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     names |= {"TORCH_COMPILE_DISABLE": "1", "TORCH_EXTENSIONS_DIR": f"{FOLDER}/extensions"}
     names |= {"PYTHONPATH": f"{HERE.parents[1]}:{FOLDER}/{model.codebase}"}
-    (tp, pp, dp, _), port = map(int, where.split()), random.randrange(20000, 40000)
+    (tp, pp, dp, *_), port = degrees(where), random.randrange(20000, 40000)
     launch = f"timeout 600 {sys.executable} -m torch.distributed.run --master_port={port}".split()
     launch += [f"--nproc_per_node={tp * pp * dp}"]
     if plugin:
@@ -123,17 +147,22 @@ def train(model: Model, where: str, steps: int, load: Path, save: Path, plugin: 
     return float(losses.get("5", "nan")), f"exit status {code}: {errors[:1]}" if code else ""
 
 
+def begin_of_row(model: Model) -> str:
+    """What tells the row of a model."""
+    return f"| {model.codebase} | {model.name} | "
+
+
 def row(model: Model) -> str:
     """Save and resume everywhere: a line of the table."""
     path = FOLDER / "runs" / re.sub(r"\W+", "-", f"{model.codebase} {model.name}")
     native, at, cells = path / "global_step4", "", []
     path.parent.mkdir(exist_ok=True)
-    in_place = Model(model.codebase, model.name, model.arguments)  # not universal
+    in_place = replace(model, converter="")
     _, error = train(in_place, model.saved, 4, path, path)
     reference, error = train(in_place, model.saved, 6, path, Path(f"{path}-reference")) if not error else (0.0, error)
     if error:
-        return f"| {model.codebase} | {model.name} | {model.saved} | cannot run: {error} |\n"
-    saved = masters.whole(native, int(model.saved[0]), model.rules)
+        return f"{begin_of_row(model)}{model.saved} | cannot run: {error} |\n"
+    saved = merged(model, native, model.saved)
     if model.converter:
         names = {"PYTHONPATH": f"{FOLDER}/{model.codebase}", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}
         convert = f"{sys.executable} {model.converter} --input_folder {native} --output_folder {native}_universal"
@@ -142,25 +171,37 @@ def row(model: Model) -> str:
         save = Path(f"{path}-{where.replace(' ', '')}")
         loss, error = train(model, where, 6, path, save, plugin=True)
         if not error:
-            loaded = masters.whole(save.with_suffix(".loaded") / "loaded", int(where[0]), model.rules)
-            different = masters.differing(saved, loaded)
+            different = masters.differing(saved, merged(model, save.with_suffix(".loaded") / "loaded", where))
             is_right = not different and abs(loss - reference) < TOLERANCE
             shutil.rmtree(save, ignore_errors=True)
             at = "equal" if is_right else f"WRONG {different[:3]}"
         cells.append(f"{where}: fails: {error}" if error else f"{where}: {at}, {loss:.6f}")
         print(model.codebase, model.name, cells[-1], flush=True)
-    return f"| {model.codebase} | {model.name} | {model.saved} | {reference:.6f} | {'<br>'.join(cells)} |\n"
+    return f"{begin_of_row(model)}{model.saved} | {reference:.6f} | {'<br>'.join(cells)} |\n"
 
 
 def main(page: Path, words: list[str]) -> int:
     """Run the models whose names have one of ``words`` (all without words); 1 if one is not right everywhere."""
     chosen = [each for each in MODELS if not words or any(word in f"{each.codebase} {each.name}" for word in words)]
-    table = HEAD + "| --- " * 5 + "|\n" + "".join(map(row, chosen))
-    print(table)
-    if not words:
-        before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-        page.write_text(before + BEGIN + table + END + rest.partition(END)[2], encoding="utf-8")
-    return int(any(word in table for word in ("fails", "WRONG", "cannot run")))
+    rows = [written(page, model, row(model)) for model in chosen]
+    print(*rows, sep="")
+    return int(any(word in one for one in rows for word in ("fails", "WRONG", "cannot run")))
+
+
+def written(page: Path, model: Model, new: str) -> str:
+    """Put a row into the table; those of other models stay."""
+    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    old, _, after = rest.partition(END)
+    lines = {
+        begin_of_row(each): line
+        for each in MODELS
+        for line in old.splitlines(keepends=True)
+        if line.startswith(begin_of_row(each))
+    }
+    lines[begin_of_row(model)] = new
+    table = HEAD + "| --- " * 5 + "|\n" + "".join(lines.get(begin_of_row(each), "") for each in MODELS)
+    page.write_text(before + BEGIN + table + END + after, encoding="utf-8")
+    return new
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ With ``SAVE_AFTER_LOAD``, a folder, engines save a checkpoint there as soon as t
 
 from __future__ import annotations
 
+import functools
 import importlib.machinery
 import os
 import runpy
@@ -15,6 +16,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
 
 CPU = torch.device("cpu")
 MEMORY = [f"{most}memory_{kind}" for most in ("", "max_") for kind in ("allocated", "reserved", "cached")]
@@ -52,6 +54,8 @@ def replace_cuda() -> None:
     cuda.nvtx.range_push, cuda.nvtx.range_pop = (lambda *args, **kwargs: 0), (lambda *args, **kwargs: 0)
     for name in ("Long", "Float", "Half", "Int", "Byte", "Double", "BFloat16"):
         setattr(cuda, f"{name}Tensor", getattr(torch, f"{name}Tensor"))
+    # a number too, as get_norm_with_moe_layers calls it
+    type(get_accelerator()).FloatTensor = property(lambda self: functools.partial(torch.tensor, dtype=torch.float))
     for owner, name in ((torch.Tensor, "cuda"), (torch.Tensor, "pin_memory"), (torch.nn.Module, "cuda")):
         setattr(owner, name, lambda self, *args, **kwargs: self)
     for name in ("empty", "zeros", "ones", "rand", "randn", "tensor", "arange", "full"):
@@ -98,4 +102,12 @@ if __name__ == "__main__":
         save_after_load(os.environ["SAVE_AFTER_LOAD"])
     del sys.argv[0]
     sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise
+    # all went well; threads of gloo now and then abort the interpreter's teardown
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

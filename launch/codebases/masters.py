@@ -37,12 +37,18 @@ def _read(path: Path) -> Any:
     return torch.load(path, map_location="cpu", weights_only=False, pickle_module=module)
 
 
-def whole(folder: Path, tp: int, rules: Rules) -> States:
-    """Every whole tensor of a native checkpoint; ``rules`` go before those of all codebases."""
+def whole(folder: Path, tp: int, rules: Rules, experts: int = 0, ep: int = 1) -> States:
+    """Every whole tensor of a native checkpoint; ``rules`` go before those of all codebases.
+
+    ``experts`` and ``ep`` are the number of each layer's experts and their expert-parallel degree. Such checkpoints
+    record no shapes: their tensors are flat.
+    """
     shapes = {
-        int(path.name.split("_")[-3]): _read(path)["param_shapes"] for path in folder.glob("*mp_rank_*_model_states.pt")
+        int(path.name.split("_")[-3]): _read(path).get("param_shapes")
+        for path in folder.glob("*mp_rank_*_model_states.pt")
+        if "_expert_" not in path.name
     }
-    ranks = [_of_rank(folder, rank, shapes[rank]) for rank in sorted(shapes)]
+    ranks = [_of_rank(folder, rank, shapes[rank], experts // ep, ep) for rank in sorted(shapes)]
     found: States = {}
     for first in range(0, len(ranks), tp):  # a stage each; the first that has a tied parameter counts
         for key in ranks[first].keys() - found.keys():
@@ -50,8 +56,10 @@ def whole(folder: Path, tp: int, rules: Rules) -> States:
     return found
 
 
-def _of_rank(folder: Path, rank: int, param_shapes: Sequence[Mapping[str, torch.Size]]) -> States:
-    """The shards of one model-parallel rank."""
+def _of_rank(
+    folder: Path, rank: int, param_shapes: Sequence[Mapping[str, torch.Size]] | None, experts: int, ep: int
+) -> States:
+    """The shards of one model-parallel rank, each of whose ``ep`` expert-parallel ranks numbers its own experts."""
     fragments: dict[tuple[str, str], list[torch.Tensor]] = {}
     paths = list(folder.glob(f"*zero_pp_rank_*_mp_rank_{rank:02d}_optim_states.pt"))
     for number in range(len(paths)):
@@ -62,14 +70,24 @@ def _of_rank(folder: Path, rank: int, param_shapes: Sequence[Mapping[str, torch.
         for group, master in enumerate(saved["fp32_flat_groups" if is_zero3 else "single_partition_of_fp32_groups"]):
             moments = {key: state for key, state in states[group].items() if key.startswith("exp_avg")}
             if is_zero3:
+                assert param_shapes is not None
                 places = _zero3_places(param_shapes[group], len(paths))
             else:
                 places = {name: (at.start, at.numel) for name, at in saved["param_slice_mappings"][group].items()}
             for key, vector in {"fp32": master, **moments}.items():
                 for name, (start, numel) in places.items():
-                    fragments.setdefault((name, key), []).append(vector.detach()[start : start + numel])
+                    at = _numbered(name, number % ep * experts), key
+                    fragments.setdefault(at, []).append(vector.detach()[start : start + numel])
+    flat = {at: torch.cat(of_all) for at, of_all in fragments.items()}
+    if param_shapes is None:
+        return flat
     found = {name: shape for group in param_shapes for name, shape in group.items()}
-    return {at: torch.cat(held)[: found[at[0]].numel()].view(found[at[0]]) for at, held in fragments.items()}
+    return {at: tensor[: found[at[0]].numel()].view(found[at[0]]) for at, tensor in flat.items()}
+
+
+def _numbered(name: str, first: int) -> str:
+    """A parameter's name, with the number of its expert, if any, among those of all ranks."""
+    return re.sub(r"(?<=deepspeed_experts\.)\d+", lambda number: str(int(number[0]) + first), name)
 
 
 def _zero3_places(shapes: Mapping[str, torch.Size], ranks: int) -> dict[str, tuple[int, int]]:
@@ -82,6 +100,8 @@ def _zero3_places(shapes: Mapping[str, torch.Size], ranks: int) -> dict[str, tup
 
 def _merged(key: tuple[str, str], shards: list[torch.Tensor], rules: Rules) -> torch.Tensor:
     name, state = key
+    if len(shards) == 1:
+        return shards[0]
     rule = next((rule for pattern, rule in rules if re.search(pattern, name)), ROWS)
     if rule == COPIES or (rule == SUM and state != "fp32"):
         assert all(torch.equal(shard, shards[0]) for shard in shards), f"copies of {name} differ"
