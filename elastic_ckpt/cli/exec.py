@@ -34,6 +34,10 @@ def exec(
     """
     for each in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores, and its successor would
         signal.signal(each, signal.SIG_DFL)
-    exit_code = _EXIT_NOT_EXECUTABLE if shutil.which(command[0], os.F_OK) else _EXIT_NO_COMMAND
+    is_there = os.path.exists(command[0]) if os.path.dirname(command[0]) else shutil.which(command[0], os.F_OK)
+    exit_code = _EXIT_NOT_EXECUTABLE if is_there else _EXIT_NO_COMMAND
     with os_errors_end_the_command(f"{command[0]} cannot be run", exit_code):
-        os.execvpe(command[0], command, {**os.environ, **startup.variables(mode)})
+        try:
+            os.execvpe(command[0], command, {**os.environ, **startup.variables(mode)})
+        except OSError as error:  # execvpe names the last path that it tried, in bytes
+            raise OSError(error.errno, error.strerror, command[0]) from error

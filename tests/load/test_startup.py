@@ -242,6 +242,7 @@ def test_a_command_takes_the_place_of_exec() -> None:
     assert exec_("bash", "-c", "yes | head -n 1; exit ${PIPESTATUS[0]}", code=128 + signal.SIGPIPE).stderr == ""
     assert "no-such-command cannot be run" in exec_("no-such-command", code=127).stderr
     exec_(str(REPO / "README.md"), code=126)
+    assert f"'{REPO}'" in exec_(str(REPO), code=126).stderr.replace("\n", "")
     assert "'on'" in exec_("--universal-checkpoint=on", "true", code=2).stderr
 
 

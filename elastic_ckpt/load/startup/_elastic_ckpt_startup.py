@@ -70,9 +70,9 @@ def _install() -> None:
         if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
             logging.getLogger("elastic_ckpt").warning(
                 "%s. This run goes on with DeepSpeed's own loader; to turn this off: ELASTIC_CKPT=0 for one run, "
-                "elastic-ckpt disable for all (%s)",
+                "elastic-ckpt disable, or removing %s, for all",
                 problem,
-                __file__,
+                os.path.splitext(__file__)[0] + ".pth",
             )
 
 
