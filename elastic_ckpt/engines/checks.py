@@ -51,11 +51,11 @@ def warn_of_incomplete_saves(engine: Any) -> None:
 
 def refuse_pending_gradients(engine: Any) -> None:
     """Refuse gradients of the old weights, which would enter the next step (:class:`MismatchError`)."""
-    if holds_gradients(engine) or engine.micro_steps % engine.gradient_accumulation_steps():
+    if holds_gradients(engine):
         raise MismatchError(
             "the engine holds gradients that no step has used yet; they would be mixed into the restored run",
             expected="a load right after engine.step(), or before the first backward",
-            found=f"micro step {engine.micro_steps} of {engine.gradient_accumulation_steps()} accumulation steps",
+            found="gradients of micro-batches that were backpropagated since the last step",
             remedy="finish the step with engine.step() (its result is overwritten), then load",
         )
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import chain
 from typing import Any, BinaryIO
 
 import deepspeed
 import torch
 from deepspeed.checkpoint import constants
 from deepspeed.runtime.utils import DummyOptim
+from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from packaging.version import Version
 
@@ -81,12 +83,29 @@ def numbered_params(engine: Any) -> list[list[torch.nn.Parameter]]:
 
 
 def holds_gradients(engine: Any) -> bool:
-    """Whether accumulated gradients wait for a step; each optimizer has its own attribute for them."""
-    if engine.zero_optimization_stage() == 0:
-        return any(param.grad is not None for param in engine.module.parameters())
-    partitions = getattr(engine.optimizer, "averaged_gradients", None) or {}
-    in_bf16 = getattr(engine.optimizer, "fp32_groups_has_gradients", ())  # BF16_Optimizer
-    return any(gradient is not None for gradient in partitions.values()) or any(any(group) for group in in_bf16)
+    """Whether the next step would use gradients that are there now. ``engine.micro_steps`` may count steps alone.
+
+    ZeRO keeps buffers from step to step, and tells by a number whether the next backward adds to them. ZeRO-3 raises it
+    when the next forward begins, before 0.18.5 when the backward ends. Zeros add nothing.
+    """
+    optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
+    if not has_optimizer(engine):
+        return False
+    if hasattr(optimizer, "fp32_groups_has_gradients"):  # BF16_Optimizer
+        accumulated = any(map(any, optimizer.fp32_groups_has_gradients))
+    elif stage == 3:
+        accumulated = optimizer.micro_step_id > 0 or getattr(optimizer, "_epilogue_ran_this_backward", False)
+    elif stage:
+        # until 0.15.1, it begins with 0 and is reset to -1
+        initial = -1 if engine.micro_steps else getattr(stage_1_and_2, "INITIAL_MICRO_STEP_ID", 0)
+        averaged = (*optimizer.averaged_gradients.values(), *getattr(optimizer, "all_grad_tensors", {}).values())
+        accumulated = optimizer.micro_step_id > initial or any(each is not None for each in averaged)
+    else:
+        accumulated = False
+    names = ("bit16_groups", "bf16_groups", "fp16_groups")
+    groups = next((getattr(optimizer, name) for name in names if hasattr(optimizer, name)), None)
+    params = chain.from_iterable(groups or (group["params"] for group in base_optimizer(engine).param_groups))
+    return accumulated or any(param.grad is not None and bool(param.grad.count_nonzero()) for param in params)
 
 
 def loss_scaler(engine: Any) -> Any:

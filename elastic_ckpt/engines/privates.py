@@ -91,6 +91,7 @@ PRIVATES = (
         (
             "bit16_groups",
             "averaged_gradients",
+            "micro_step_id",
             "round_robin_bit16_groups",
             "partition_size",
             "single_partition_of_fp32_groups",
@@ -107,6 +108,8 @@ PRIVATES = (
         ),
     ),
     Privates("runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer", ("round_robin_bit16_offsets",), since="0.19.7"),
+    Privates("runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer", ("all_grad_tensors",), since="0.17.6"),
+    Privates("runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3", ("_epilogue_ran_this_backward",), since="0.18.5"),
     Privates(
         "runtime.zero.stage3",
         "DeepSpeedZeroOptimizer_Stage3",
@@ -121,6 +124,7 @@ PRIVATES = (
             "swap_optimizer",
             "params_in_nvme_and_cpu",
             "averaged_gradients",
+            "micro_step_id",
             "unflatten",
             "dp_process_group",
         ),
@@ -238,11 +242,7 @@ PRIVATES = (
         ("_partition_layers(method)", "_layer_specs", "_topo", "_set_bounds(start, stop)", "parts"),
         use=INSTALL,
     ),
-    Privates(
-        "runtime.pipe.module",
-        "PipelineModule",
-        ("tied_weight_attrs",),
-    ),
+    Privates("runtime.pipe.module", "PipelineModule", ("tied_weight_attrs",)),
     Privates(
         "runtime.zero.stage_1_and_2",
         "DeepSpeedZeroOptimizer",
