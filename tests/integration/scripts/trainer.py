@@ -35,6 +35,7 @@ def main() -> None:
     parser.add_argument("--deepspeed_scheduler", action="store_true")
     parser.add_argument("--align_partitions", action="store_true")
     parser.add_argument("--load_best_model_at_end", action="store_true")
+    parser.add_argument("--gradient_accumulation_steps", type=int, default=1)
     parser.add_argument("--sp", type=int, help="sequence-parallel degree; every micro-batch then holds the same texts")
     parser.add_argument("--ignore_data_skip", action="store_true")
     parser.add_argument("--seen", type=Path, required=True, help="folder for what the test compares")
@@ -45,6 +46,7 @@ def main() -> None:
         max_steps=6,
         save_steps=3,
         per_device_train_batch_size=GLOBAL_BATCH // (world // sp),
+        gradient_accumulation_steps=options.gradient_accumulation_steps,
         learning_rate=1e-2,
         weight_decay=0.1,
         warmup_steps=2,
@@ -77,6 +79,7 @@ def deepspeed_config(options: argparse.Namespace) -> dict[str, Any]:
         "zero_optimization": {"stage": options.stage},
         "train_micro_batch_size_per_gpu": "auto",
         "train_batch_size": "auto",
+        "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",
     }
     if options.deepspeed_scheduler:
