@@ -24,6 +24,17 @@ def remove(name: str) -> Callable[[Path], None]:
     return lambda copy: (tag(copy) / name).unlink()
 
 
+def put(name: str, make: Callable[[Path], object]) -> Callable[[Path], None]:
+    """Something else in the place of a file; ``latest`` is beside the tag's folder."""
+
+    def apply(copy: Path) -> None:
+        path = copy / name if name == "latest" else tag(copy) / name
+        path.unlink()
+        make(path)
+
+    return apply
+
+
 def truncate(name: str, kept: float) -> Callable[[Path], None]:
     def apply(copy: Path) -> None:
         path = tag(copy) / name

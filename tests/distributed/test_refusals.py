@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -69,6 +70,10 @@ DAMAGED: dict[str, tuple[str, str, Any, str, Words]] = {
     "truncated shard": ("native", Z1, damage.truncate(RANK1, 0.6), "DamagedError", ["truncated", RANK1]),
     "truncated at the end": ("native", Z3, damage.truncate(RANK1, 0.999), "DamagedError", ["truncated", RANK1]),
     "empty file": ("native", Z1, damage.truncate(MODEL, 0), "DamagedError", ["truncated", MODEL]),
+    "a pipe for a shard": ("native", Z1, damage.put(RANK1, os.mkfifo), "DamagedError", [RANK1, "a named pipe"]),
+    "a pipe for latest": ("native", Z1, damage.put("latest", os.mkfifo), "DamagedError", ["latest", "a named pipe"]),
+    "a loop of links": ("native", Z3, damage.put(MODEL3, lambda path: path.symlink_to(path.name)), "DamagedError", [MODEL3, "Too many levels"]),
+    "universal: a folder for a file": ("universal", Z1, damage.put("zero/back.weight/exp_avg.pt", Path.mkdir), "DamagedError", ["exp_avg.pt", "a folder"]),
     "noise for a pickle": ("native", Z1, damage.rewrite_pickle(RANK1), "DamagedError", [RANK1]),
     "code in a pickle": ("native", Z1, damage.edit(MODEL, damage.plant_bomb), "UnsafePickleError", [MODEL, "print", "trust_pickle"]),
     "shard of another run": ("native", Z1, FromRun("other data", Z1, (RANK1,)), "DamagedError", [RANK1, "not those of the weights"]),
