@@ -112,7 +112,7 @@ class ElasticConfig(BaseModel):
         [], description="optimizer states that are sharded like their parameters, by exact name"
     )
     fresh_state_keys: Annotated[list[str], _ELASTIC_ONLY] = Field(
-        [], description="optimizer states that are not restored, by exact name"
+        [], description="optimizer states and hyperparameters that are not restored, by exact name"
     )
     non_shard_max_numel: Annotated[int, _ELASTIC_ONLY] = Field(
         0,

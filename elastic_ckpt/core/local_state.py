@@ -49,6 +49,8 @@ class SequenceParallel:
 
 
 NO_SEQUENCE_PARALLEL = SequenceParallel()
+#: In place of a class where there is no live optimizer.
+SAVED_OPTIMIZER = "the optimizer that saved it"
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,7 +149,8 @@ class SavedParameter:
 
     Attributes:
         shape, group: its logical shape and param group.
-        scalars: sorted scalar states (``step``), as (key, value).
+        scalars: sorted scalar states (``step``), as (key, value): numbers, ``None``, and what is in
+            :mod:`elastic_ckpt.core.values`.
         replicated: replicated states of its partition.
         own_step: step count beside its own states, if the optimizer counts per group (DeepSpeed's FusedAdam without
             ZeRO); ``None`` if ``scalars`` has it.
@@ -158,7 +159,7 @@ class SavedParameter:
 
     shape: tuple[int, ...]
     group: int
-    scalars: tuple[tuple[str, float], ...]
+    scalars: tuple[tuple[str, Any], ...]
     replicated: tuple[ReplicatedState, ...] = ()
     own_step: float | None = None
     shards: tuple[tuple[int, ...], ...] = ()
@@ -204,20 +205,17 @@ class StateFacts:
     Attributes:
         opaque, damaged: states of unknown layout, and incomplete ones: key -> description.
         fresh: saved states that the user asked not to restore.
-        scalar_forms: scalar state -> how it was saved: ``"int"``, ``"float"``, or a torch dtype.
     """
 
     opaque: Mapping[str, str] = field(default_factory=dict)
     damaged: Mapping[str, str] = field(default_factory=dict)
     fresh: frozenset[str] = frozenset()
-    scalar_forms: Mapping[str, str] = field(default_factory=dict)
 
     def __or__(self, other: StateFacts) -> StateFacts:
         return StateFacts(
             {**other.opaque, **self.opaque},
             {**other.damaged, **self.damaged},
             self.fresh | other.fresh,
-            {**other.scalar_forms, **self.scalar_forms},
         )
 
 
@@ -230,7 +228,7 @@ class CheckpointMetadata:
         files: the files that chunks point into.
         parameters: optimizer-owned parameters by FQN.
         tensors: logical tensors by ``(name, key)``.
-        groups: hyperparameters of each saved param group, in saved order.
+        groups: hyperparameters of each saved param group, in saved order, with values as of scalar states.
         aliases: tied name without data of its own -> name that holds it.
         states: facts about optimizer states.
         buffers_of_this_rank: whether each rank reads buffers from its own file, so that they may differ.

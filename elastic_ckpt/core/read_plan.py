@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -323,7 +323,6 @@ class LoadPlan:
         blocks: number of 8-bit blocks that the plan fills.
         restores_states: whether optimizer states and hyperparameters are restored.
         scalars: per flat partition, its scalar states; ``None`` clears that partition's optimizer state.
-        scalar_forms: see :attr:`elastic_ckpt.core.metadata.StateFacts.scalar_forms`.
         hyperparameters: per live group, the values to set.
         saved_groups: number of param groups in the checkpoint.
         group_sources: per live group, the saved groups that its values come from; empty if the live values stay.
@@ -336,8 +335,7 @@ class LoadPlan:
     may_differ: frozenset[str] = frozenset()
     blocks: int = 0
     restores_states: bool = False
-    scalars: tuple[Mapping[str, float] | None, ...] = ()
-    scalar_forms: Mapping[str, str] = field(default_factory=dict)
+    scalars: tuple[Mapping[str, Any] | None, ...] = ()
     hyperparameters: tuple[Mapping[str, Any], ...] = ()
     saved_groups: int = 0
     group_sources: tuple[tuple[int, ...], ...] = ()

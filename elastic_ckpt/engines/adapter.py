@@ -22,11 +22,12 @@ from elastic_ckpt.core.local_state import (
 )
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, WEIGHTS
 from elastic_ckpt.core.read_plan import LoadPlan, ReadPlan, Slot
+from elastic_ckpt.core.values import TensorValue
 from elastic_ckpt.distributed import can_broadcast
 from elastic_ckpt.engines.compat import base_optimizer, has_optimizer
 from elastic_ckpt.engines.coordinates import model_of
 from elastic_ckpt.engines.experts import expert_fqns, stacked_experts
-from elastic_ckpt.engines.optimizers import StateSchema, Stepped, dtype_name
+from elastic_ckpt.engines.optimizers import StateSchema, Stepped, dtype_name, tensor_of
 from elastic_ckpt.errors import UnsupportedError
 
 #: Executes (part of) a plan: reads into one tensor per slot.
@@ -261,7 +262,7 @@ class EngineAdapter(ABC):
             if scalars is None:
                 self.base.state.pop(self.masters[flat], None)
             else:
-                self.schema.set_scalars(self.stepped(flat), scalars, plan.scalar_forms)
+                self.schema.set_scalars(self.stepped(flat), scalars)
 
     @abstractmethod
     def refresh_weights(self, plan: LoadPlan, exact_masters: bool) -> None:
@@ -275,24 +276,30 @@ class EngineAdapter(ABC):
 
 
 def _restored(live: Any, saved: Any) -> Any:
-    """A saved hyperparameter, with the live tensors and devices where it has numbers and devices."""
-    is_number = isinstance(saved, (int, float, complex))
-    if is_number and isinstance(live, torch.Tensor) and live.numel() == 1 and _can_hold(live, saved):
-        live.detach().fill_(saved)
+    """A saved hyperparameter; live tensors are filled in place where that keeps its dtype, and live devices stay."""
+    if isinstance(live, torch.Tensor) and _can_hold(live, saved):
+        live.detach().copy_(tensor_of(saved)) if isinstance(saved, TensorValue) else live.detach().fill_(saved)
         return live
     if isinstance(live, torch.device) and isinstance(saved, torch.device):
         return live
-    if type(live) is type(saved) is dict:
-        return {key: _restored(live.get(key), value) for key, value in saved.items()}
-    if type(live) is type(saved) and type(saved) in (list, tuple) and len(live) == len(saved):
-        return type(saved)(map(_restored, live, saved))
-    return saved
+    if isinstance(saved, TensorValue):
+        return tensor_of(saved, live.device if isinstance(live, torch.Tensor) else "cpu")
+    if type(saved) is dict:
+        return {key: _restored(live.get(key) if isinstance(live, dict) else None, each) for key, each in saved.items()}
+    if type(saved) not in (list, tuple):
+        return saved
+    same = type(live) is type(saved) and len(live) == len(saved)
+    return type(saved)(map(_restored, live if same else [None] * len(saved), saved))
 
 
-def _can_hold(tensor: torch.Tensor, number: complex) -> bool:
-    """Whether a tensor's dtype is of a number's kind, an integer one would cut a fraction off, and wide enough."""
+def _can_hold(tensor: torch.Tensor, saved: Any) -> bool:
+    """Whether a tensor is like a saved one, or of a number's kind, no integer for a fraction, and wide enough."""
+    if isinstance(saved, TensorValue):
+        return (dtype_name(tensor), tuple(tensor.shape)) == (saved.dtype, saved.shape)
+    if not isinstance(saved, (int, float, complex)) or tensor.numel() != 1:
+        return False
     try:
-        held = torch.empty((), dtype=tensor.dtype).fill_(number)
-        return torch.can_cast(torch.tensor(number).dtype, held.dtype)
+        held = torch.empty((), dtype=tensor.dtype).fill_(saved)
+        return torch.can_cast(torch.tensor(saved).dtype, held.dtype)
     except (RuntimeError, TypeError, OverflowError):
         return False

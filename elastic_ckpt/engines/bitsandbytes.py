@@ -136,5 +136,5 @@ class BitsAndBytesSchema(StateSchema):
         finally:
             group["params"] = params
 
-    def set_scalars(self, stepped: Stepped, values: Mapping[str, float], forms: Mapping[str, str]) -> None:
+    def set_scalars(self, stepped: Stepped, values: Mapping[str, Any]) -> None:
         self._base.state[stepped.master]["step"] = int(values["step"])

@@ -224,7 +224,8 @@ def record_counts(engine: Any) -> None:
 def _counted_steps(engine: Any) -> set[int]:
     """The steps that an optimizer has counted, by state or else by param group; empty if it does not count."""
     base = base_optimizer(engine)
-    states = [state for state in getattr(base, "state", {}).values() if state]
+    # some keep entries of no parameter, which are numbers or tensors
+    states = [state for state in getattr(base, "state", {}).values() if isinstance(state, dict) and state]
     groups = base.param_groups
     counted = [each["step"] for each in states if "step" in each] or [g["step"] for g in groups if "step" in g]
     if not states and not counted and any("betas" in group for group in groups):

@@ -16,6 +16,7 @@ import torch
 
 from elastic_ckpt.core.read_plan import Slot
 from elastic_ckpt.core.state_kinds import ELEMENTWISE, TOUCHED, WHOLE, LiveState
+from elastic_ckpt.core.values import TensorValue
 
 Group = Mapping[str, Any]
 _MASTER_DTYPE = "float32"
@@ -103,18 +104,19 @@ class StateSchema:
             else:
                 state[slot.key] = torch.zeros(shape, dtype=dtype, device=master.device)
 
-    def set_scalars(self, stepped: Stepped, values: Mapping[str, float], forms: Mapping[str, str]) -> None:
-        """Set scalar states, each a separate object, since optimizers update them in place.
-
-        ``forms`` says how they were saved, which an unknown optimizer's take
-        (:attr:`elastic_ckpt.core.metadata.StateFacts.scalar_forms`).
-        """
+    def set_scalars(self, stepped: Stepped, values: Mapping[str, Any]) -> None:
+        """Set scalar states as they were saved, each a separate object, since optimizers update them in place."""
+        group, state = self._base.param_groups[stepped.group], self._base.state[stepped.master]
         for key, value in values.items():
-            form = forms[key]
-            made: Any = value if form == "float" else int(value)
-            if form not in ("int", "float"):
-                made = torch.tensor(value, dtype=getattr(torch, form))
-            self._base.state[stepped.master][key] = made
+            state[key] = value
+            if isinstance(value, TensorValue):  # as torch.optim.Optimizer.load_state_dict places them
+                is_on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
+                state[key] = tensor_of(value, "cpu" if is_on_host else stepped.master.device)
+
+
+def tensor_of(value: TensorValue, device: torch.device | str = "cpu") -> torch.Tensor:
+    """A new tensor with a saved one's dtype, shape and elements."""
+    return torch.tensor(value.elements, dtype=getattr(torch, value.dtype), device=device).reshape(value.shape)
 
 
 class ListedSchema(StateSchema):
@@ -159,12 +161,14 @@ class ListedSchema(StateSchema):
         uncounted = self._step is None or bool(self._base.param_groups[stepped.group].get("use_muon"))
         return tuple(sorted((*self._scalars, *(() if uncounted else ("step",)))))
 
-    def set_scalars(self, stepped: Stepped, values: Mapping[str, float], forms: Mapping[str, str]) -> None:
+    def set_scalars(self, stepped: Stepped, values: Mapping[str, Any]) -> None:
         group = self._base.param_groups[stepped.group]
         if self._steps_in_group:
             group.setdefault("step", 0)
         for key, value in values.items():
-            if self._step == IN_GROUP:
+            if value is None:
+                self._base.state[stepped.master][key] = None
+            elif self._step == IN_GROUP:
                 group[key] = int(value)
             elif self._step == INT:
                 self._base.state[stepped.master][key] = int(value)
@@ -172,7 +176,7 @@ class ListedSchema(StateSchema):
                 self._base.state[stepped.master][key] = _scalar_tensor(value, group, stepped.master)
 
 
-def _scalar_tensor(value: float, group: Group, master: torch.Tensor) -> torch.Tensor:
+def _scalar_tensor(value: Any, group: Group, master: torch.Tensor) -> torch.Tensor:
     """As in ``torch.optim.adam._init_group``: on the parameter's device only if capturable or fused."""
     on_device = group.get("capturable") or group.get("fused")
     wide = torch.get_default_dtype() == torch.float64 and not group.get("fused")

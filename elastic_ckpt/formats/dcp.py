@@ -29,6 +29,7 @@ from elastic_ckpt.core.metadata import (
     is_floating,
 )
 from elastic_ckpt.core.training_state import BatchSizes, TrainingState
+from elastic_ckpt.core.values import TensorValue
 from elastic_ckpt.errors import ElasticCkptError, MismatchError, UnsupportedError, listed
 from elastic_ckpt.formats.base import Checkpoint, Found, MetadataOptions
 from elastic_ckpt.formats.classify import FRESH
@@ -109,8 +110,7 @@ class _Builder:
                 if item.sizes is not None and box.numel:
                     self._boxes.setdefault(item.name, []).append(box)
         self._tensors: dict[tuple[str, str], TensorMetadata] = {}
-        self._scalars: dict[str, dict[str, float]] = {}
-        self._scalar_forms: dict[str, str] = {}
+        self._scalars: dict[str, dict[str, Any]] = {}
         schema = options.states.schema
         self._opaque = {key: text for key, text in entries.opaque.items() if schema.get(key) != FRESH}
 
@@ -131,8 +131,8 @@ class _Builder:
             if name in members and key not in fresh:
                 self._add_state(name, key, entry)
         if self._common.step is not None:
-            self._scalars = {name: {_STEP: self._common.step} for name, _ in entries.states}
-            self._scalar_forms[_STEP] = "float32"
+            step = TensorValue("float32", (), (self._common.step,))
+            self._scalars = {name: {_STEP: step} for name, _ in entries.states}
         shapes = self._contents.tensors
         parameters = {
             name: SavedParameter(shapes[entries.weights[name]][1], group, self._sorted_scalars(name))
@@ -144,7 +144,7 @@ class _Builder:
             parameters=parameters,
             tensors=self._tensors,
             groups=normal_groups(groups, is_bitsandbytes=False),
-            states=StateFacts(self._opaque, fresh=frozenset(fresh), scalar_forms=self._scalar_forms),
+            states=StateFacts(self._opaque, fresh=frozenset(fresh)),
             aliases=ties,
             replicas=copies,
             run=self._common.run,
@@ -154,7 +154,7 @@ class _Builder:
 
     def training_state(self) -> TrainingState:
         """Counters by the optimizer's step, and objects without a home. After :meth:`metadata`."""
-        steps = max((scalars.get(_STEP, 0) for scalars in self._scalars.values()), default=0)
+        steps = max((float(scalars.get(_STEP, 0)) for scalars in self._scalars.values()), default=0)
         common = self._common
         counters = {"global_steps": int(common.iteration or steps), "skipped_steps": 0}
         counters |= {"dp_world_size": 1, "mp_world_size": 1}
@@ -256,8 +256,7 @@ class _Builder:
         if shape is None or (shape == () and (own or key == _STEP)):
             value = self._value(entry) if self._options.with_states else self._values[entry]
             if isinstance(value, (int, float)) and not isinstance(value, bool):
-                self._scalars.setdefault(name, {})[key] = value
-                self._scalar_forms[key] = dtype or type(value).__name__
+                self._scalars.setdefault(name, {})[key] = TensorValue(dtype, (), (value,)) if dtype else value
             else:
                 self._opaque[key] = f"an object of type {type(value).__name__}"
         elif key in WEIGHTS or not is_floating(dtype):
@@ -265,7 +264,7 @@ class _Builder:
         else:
             self._tensors[name, key] = self._tensor(name, key, entry, is_whole=own not in (shape, shape[1:]))
 
-    def _sorted_scalars(self, name: str) -> tuple[tuple[str, float], ...]:
+    def _sorted_scalars(self, name: str) -> tuple[tuple[str, Any], ...]:
         return tuple(sorted(self._scalars.get(name, {}).items()))
 
     def _warnings(self) -> Iterator[str]:

@@ -15,9 +15,11 @@ from elastic_ckpt.core.chunks import ChunkSource, listed
 from elastic_ckpt.core.declared import Declared
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, CheckpointMetadata, SavedParameter, SourceFile, TensorMetadata
 from elastic_ckpt.core.tp_rules import CannotSplit
+from elastic_ckpt.core.values import PerRank, merged, moved
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.metadata_builder import dense_tensor
 from elastic_ckpt.formats.pickled import PickledFile
+from elastic_ckpt.formats.saved_states import Scalars, merged_groups, settings
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 
 _RESTORE = "files of two saves are mixed: restore the folder from its original, or take another tag"
@@ -34,14 +36,23 @@ def merge_shards(ranks: Ranks) -> CheckpointMetadata:
     for other in ranks[1:]:
         _check_same_stage(first, other)
     tensors = {key: shard_by_shard([rank.tensors[key] for rank in ranks], offsets) for key in first.tensors}
-    parameters = {name: _one_parameter([rank.parameters[name] for rank in ranks]) for name in first.parameters}
-    return _united(ranks, tensors, parameters, tp=len(ranks))
+    files = [range(at, at + len(rank.files)) for at, rank in zip(offsets, ranks, strict=True)]
+    known: dict[tuple[int, ...], Scalars] = {}  # parameters of one flat tensor share their scalars
+    parameters: dict[str, SavedParameter] = {}
+    for name in first.parameters:
+        shards = [rank.parameters[name] for rank in ranks]
+        ids = tuple(id(shard.scalars) for shard in shards)
+        if ids not in known:
+            known[ids] = tuple(merged(zip(files, (dict(each.scalars) for each in shards), strict=True)).items())
+        parameters[name] = replace(_one_parameter(shards), scalars=known[ids])
+    groups = merged_groups(zip(files, (rank.groups for rank in ranks), strict=True))
+    return replace(_united(ranks, tensors, parameters, tp=len(ranks)), groups=groups)
 
 
 def merge_stages(stages: Ranks) -> CheckpointMetadata:
     """Merge all pipeline stages: the first stage's copy of a tied parameter counts, the others are its replicas.
 
-    Raises :class:`UnsupportedError` if their param groups have different hyperparameters.
+    Raises :class:`UnsupportedError` if they have different param groups.
     """
     first = stages[0]
     if len(stages) == 1:
@@ -53,7 +64,7 @@ def merge_stages(stages: Ranks) -> CheckpointMetadata:
     for number, (stage, at) in enumerate(zip(stages, _offsets(stages), strict=True)):
         for name in dict.fromkeys([*stage.parameters, *(name for name, _ in stage.tensors)]):
             stages_of[name] = (*stages_of.get(name, ()), number)
-        if list(stage.groups) != list(first.groups):
+        if [set(group) for group in stage.groups] != [set(group) for group in first.groups]:
             raise UnsupportedError(
                 "the pipeline stages were saved with different param groups, which is not supported yet",
                 file=first.source.folder,
@@ -65,18 +76,17 @@ def merge_stages(stages: Ranks) -> CheckpointMetadata:
             if tensors.setdefault(key, moved) is not moved:
                 replicas[key] = (*replicas.get(key, ()), moved)
         for name, saved in stage.parameters.items():
-            states = tuple(replace(state, file=state.file + at) for state in saved.replicated)
-            parameters.setdefault(name, replace(saved, replicated=states))
-    return replace(_united(stages, tensors, parameters, pp=len(stages)), replicas=replicas, stages=stages_of)
+            parameters.setdefault(name, _moved_parameter(saved, at))
+    files = (range(at, at + len(stage.files)) for at, stage in zip(_offsets(stages), stages, strict=True))
+    groups = merged_groups(zip(files, (stage.groups for stage in stages), strict=True))
+    united = _united(stages, tensors, parameters, pp=len(stages))
+    return replace(united, groups=groups, replicas=replicas, stages=stages_of)
 
 
 def with_more(metadata: CheckpointMetadata, more: CheckpointMetadata) -> CheckpointMetadata:
     """``metadata`` extended by the parameters and tensors that only ``more`` has, whose files come last."""
     at = len(metadata.files)
-    parameters = {
-        name: replace(saved, replicated=tuple(replace(state, file=state.file + at) for state in saved.replicated))
-        for name, saved in more.parameters.items()
-    }
+    parameters = {name: _moved_parameter(saved, at) for name, saved in more.parameters.items()}
     known = metadata.parameters.keys() | {name for name, _ in metadata.tensors}
     tensors = {key: _moved(tensor, at) for key, tensor in more.tensors.items() if key[0] not in known}
     ep = max(metadata.source.ep, more.source.ep)
@@ -123,6 +133,13 @@ def _moved(tensor: TensorMetadata, files: int) -> TensorMetadata:
     )  # much faster than replace
 
 
+def _moved_parameter(saved: SavedParameter, files: int) -> SavedParameter:
+    states = tuple(replace(state, file=state.file + files) for state in saved.replicated)
+    own = any(isinstance(value, PerRank) for _, value in saved.scalars)
+    scalars = tuple(moved(dict(saved.scalars), files).items()) if own else saved.scalars
+    return replace(saved, replicated=states, scalars=scalars)
+
+
 def shard_by_shard(shards: Sequence[TensorMetadata], files_before: Sequence[int] = ()) -> TensorMetadata:
     """The tensor with these shards, in tensor-parallel order; a :class:`DamagedError` if their dtypes differ.
 
@@ -162,7 +179,7 @@ def _check_same_stage(first: CheckpointMetadata, other: CheckpointMetadata) -> N
     compared: list[tuple[str, Any, Any]] = [
         ("parameters", sorted(first.parameters), sorted(other.parameters)),
         ("tensors", sorted(first.tensors), sorted(other.tensors)),
-        ("hyperparameters of the param groups", list(first.groups), list(other.groups)),
+        ("hyperparameters of the param groups", settings(first.groups), settings(other.groups)),
         ("scalar optimizer states", _scalars(first), _scalars(other)),
         ("dtypes", *_different_dtypes(first, other)),
     ]
@@ -178,7 +195,9 @@ def _check_same_stage(first: CheckpointMetadata, other: CheckpointMetadata) -> N
 
 
 def _scalars(rank: CheckpointMetadata) -> list[Any]:
-    return [(name, saved.group, saved.scalars) for name, saved in sorted(rank.parameters.items())]
+    """Names of each parameter's scalar states, and its step: ranks may differ in others."""
+    found = ((name, saved.group, dict(saved.scalars)) for name, saved in sorted(rank.parameters.items()))
+    return [(name, group, sorted(scalars), scalars.get("step")) for name, group, scalars in found]
 
 
 def _different_dtypes(first: CheckpointMetadata, other: CheckpointMetadata) -> tuple[list[Any], list[Any]]:

@@ -6,6 +6,7 @@ import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from elastic_ckpt.core.chunks import FlatTensors, PartitionedChunks, PartitionRule, StorageChunk, by_rank, listed
@@ -25,6 +26,7 @@ from elastic_ckpt.core.metadata import (
 )
 from elastic_ckpt.core.state_kinds import COMPANIONS, ELEMENTWISE, REPLICATED, TOUCHED, WHOLE, StateOptions
 from elastic_ckpt.core.tensor_table import FlatState, TensorTable
+from elastic_ckpt.core.values import merged
 from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats.base import Found
 from elastic_ckpt.formats.classify import DAMAGED, FRESH, OPAQUE, RankStates, SavedKind, classify
@@ -87,7 +89,6 @@ class MetadataBuilder:
     ) -> None:
         self.parameters: dict[str, SavedParameter] = {}
         self.tensors = TensorTable()
-        self.scalar_forms: dict[str, str] = {}
         self.notes = list(found.notes)
         self._found = found
         self._files = [SourceFile(file.path, file.nbytes, records=file.records) for file in files]
@@ -141,8 +142,11 @@ class MetadataBuilder:
         """
         first = flats[0]
         states = first.states
+        saved = (dict(flat.states.scalars) for flat in flats)
+        if len({id(flat.states.scalars) for flat in flats}) > 1:  # files share what they have in common
+            of_ranks = merged((range(file, file + 1), values) for file, values in zip(files, saved, strict=True))
+            states = replace(states, scalars=tuple(of_ranks.items()))
         scalars = with_group_step(states.scalars, bool(states.tensors or first.swapped), group)
-        self.scalar_forms |= states.scalar_forms
         replicated = []
         for key in (key for key, kind in kinds.items() if kind.kind == REPLICATED):
             ref, digests = states.tensors[key], [flat.states.digests.get(key) for flat in flats]
@@ -228,6 +232,11 @@ class MetadataBuilder:
                 )
         return dtype
 
+    def _values(self, groups: Iterable[Mapping[str, Any]]) -> frozenset[str]:
+        """Names of scalar states and hyperparameters."""
+        scalars = {id(saved.scalars): saved.scalars for saved in self.parameters.values()}.values()
+        return frozenset(chain((key for each in scalars for key, _ in each), *groups))
+
     def build(
         self, model: ModelShard, zero_stage: int, groups: Sequence[Mapping[str, Any]], **source: Any
     ) -> CheckpointMetadata:
@@ -243,9 +252,9 @@ class MetadataBuilder:
             parameters=self.parameters,
             tensors=self.tensors,
             groups=normal_groups(groups, is_bitsandbytes=bool(self._codebooks)),
-            states=StateFacts(self._opaque, self._damaged, frozenset(fresh), self.scalar_forms),
+            states=StateFacts(self._opaque, self._damaged, frozenset(fresh)),
             notes=(*self.notes, *self._map_notes, *kind_notes(self._kinds)),
-            warnings=unmatched_names(self._kinds, self._options),
+            warnings=unmatched_names(self._kinds, self._options, self._values(groups)),
             aliases=model.shared,
             declared=model.declared,
             run=model.run,

@@ -39,7 +39,7 @@ from elastic_ckpt.formats.saved_config import (
     saved_config,
     stated_degrees,
 )
-from elastic_ckpt.formats.saved_states import StatesOfOne, read_groups, sort_states
+from elastic_ckpt.formats.saved_states import StatesOfOne, read_groups, sort_states, with_strangers
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from elastic_ckpt.formats.values import read_bytes
 
@@ -331,7 +331,14 @@ def index_unpartitioned(file: PickledFile, options: StateOptions) -> Unpartition
         members=tuple(tuple(group["params"]) for group in groups),
         names=names if kind != FUSED and all(names) else None,
         masters=masters,
-        states={int(number): sort_states(file, states, options) for number, states in state["state"].items()},
+        states=with_strangers(
+            {
+                number: sort_states(file, one, options)
+                for number, one in state["state"].items()
+                if isinstance(number, int)
+            },
+            state,
+        ),
         scaler={key: value for key, value in saved.items() if isinstance(value, (int, float, bool))},
     )
 
@@ -353,11 +360,13 @@ def saved_shape(states: StatesOfOne) -> tuple[int, ...] | None:
     for key in ("state2", *sorted(ELEMENTWISE_NAMES)):  # of state1, some optimizers keep two rows
         if key in states.tensors:
             return states.tensors[key].shape
-    if {"row_var", "col_var"} <= set(states.tensors):  # Adafactor
+    if {"row_var", "col_var"} <= set(states.tensors):  # torch's Adafactor
         return (*states.tensors["row_var"].shape[:-1], states.tensors["col_var"].shape[-1])
+    if {"exp_avg_sq_row", "exp_avg_sq_col"} <= set(states.tensors):  # that of Transformers
+        return (*states.tensors["exp_avg_sq_row"].shape, states.tensors["exp_avg_sq_col"].shape[-1])
     points = [key for key in states.points if key in ELEMENTWISE_NAMES]
-    others = [ref.shape for ref in states.tensors.values()]
-    return () if points else next(iter(others), None)
+    others = {ref.shape for ref in states.tensors.values()}
+    return () if points else others.pop() if len(others) == 1 else None
 
 
 def _damaged(file: PickledFile, expected: str, found: Any) -> DamagedError:

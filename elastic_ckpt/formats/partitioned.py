@@ -31,7 +31,7 @@ from elastic_ckpt.formats.experts import Division, divisions
 from elastic_ckpt.formats.metadata_builder import MetadataBuilder, module_tensors
 from elastic_ckpt.formats.model_states import ModelShard
 from elastic_ckpt.formats.pickled import PickledFile
-from elastic_ckpt.formats.saved_states import sort_states
+from elastic_ckpt.formats.saved_states import merged_groups, sort_states, with_strangers
 from elastic_ckpt.formats.shards import (
     FlatShard,
     OptimizerShard,
@@ -72,7 +72,8 @@ def partitioned_metadata(
     builder.tensors.add(of_module)
     builder.notes += notes
     recorded = models[own or 0].frozen_recorded
-    metadata = builder.build(models[0], first.zero_stage, first.groups, frozen_recorded=recorded)
+    groups = merged_groups((range(at, at + 1), each.groups) for at, each in enumerate(optimizers, start=len(models)))
+    metadata = builder.build(models[0], first.zero_stage, groups, frozen_recorded=recorded)
     return replace(metadata, buffers_of_this_rank=own is not None)
 
 
@@ -125,10 +126,10 @@ def index_zero12(file: PickledFile, dp_rank: int, options: StateOptions) -> Opti
     in_masters = "zero_stage" not in state
     paddings = [0] * len(masters) if in_masters else file.section("optimizer_state_dict", "group_paddings")
     alignments = state.get("param_alignment_paddings") or [None] * len(masters)
+    every = {index: sort_states(file, base["state"].get(index, {}), options) for index in range(len(masters))}
     flats = []
-    for index, master in enumerate(masters):
+    for (index, states), master in zip(with_strangers(every, base).items(), masters, strict=True):
         ref = flat_ref(file, f"fp32 partition of param group {index}", master)
-        states = sort_states(file, base["state"].get(index, {}), options)
         alignment = None if alignments[index] is None else tuple(alignments[index])
         flats.append(FlatShard(ref, ref.numel + int(paddings[index]), states, alignment))
     stage = int(state.get("zero_stage", 1))
@@ -246,7 +247,7 @@ def index_zero3(file: PickledFile, dp_rank: int, options: StateOptions) -> Optim
         state = base["state"].get(index, {})
         swapped = swap_files(file, dp_rank, ref, state)
         kept = {key: value for key, value in state.items() if key not in swapped}
-        states = sort_states(file, kept, options)
+        states = with_strangers({index: sort_states(file, kept, options)}, base)[index]
         flats.append(FlatShard(ref, -1 if swapped else ref.numel, states, swapped=swapped))
     if not any(flat.swapped for flat in flats):
         refuse_unnamed_swap_files(file, dp_rank)

@@ -117,7 +117,7 @@ def read_safetensors(found: Found, options: MetadataOptions) -> Checkpoint:
     unread = [name for name in names if name.endswith(SUFFIX) and name not in headers]
     notes = (f"files that do not belong to this model are not read: {shown(unread)}",) if unread else ()
     metadata = _metadata(found, files, owner, notes)
-    steps = max((dict(saved.scalars).get("step", 0) for saved in metadata.parameters.values()), default=0)
+    steps = max((float(dict(saved.scalars).get("step", 0)) for saved in metadata.parameters.values()), default=0)
     counters = {"global_steps": int(steps), "skipped_steps": 0, "dp_world_size": 1, "mp_world_size": 1}
     state = TrainingState(counters, BatchSizes(None, None, None), None, None, False, {})
     return Checkpoint(metadata, state, files[0].path, len(files))

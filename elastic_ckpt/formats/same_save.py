@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from elastic_ckpt.core.metadata import ITEMSIZE, MASTER, CheckpointMetadata
+from elastic_ckpt.core.values import numbers
 from elastic_ckpt.errors import DamagedError, MismatchError
 from elastic_ckpt.formats.model_states import PLAIN, ModelShard
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
@@ -63,7 +64,7 @@ def with_progress_compared(
     counts = Counts(
         int(model.counters["global_steps"]),
         int(model.counters["skipped_steps"]),
-        {value for saved in metadata.parameters.values() for key, value in saved.scalars if key == "step"},
+        {number for saved in metadata.parameters.values() for number in numbers(dict(saved.scalars).get("step"))},
         scaled_steps(scalers),
         explained_counts(kind, model.ds_version, model.ahead, bool(scalers)),
     )

@@ -22,11 +22,11 @@ from typing import Any, ClassVar
 from elastic_ckpt.core.metadata import MASTER, SourceFile
 from elastic_ckpt.core.training_state import Features
 from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError
-from elastic_ckpt.formats.base import REMOVE_FOREIGN, refuse_other_saves
+from elastic_ckpt.formats.base import refuse_other_saves
 from elastic_ckpt.formats.naming import SWAPPED_FOLDER
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.saved_config import config_section, features_in, saved_config
-from elastic_ckpt.formats.saved_states import StatesOfOne, read_groups
+from elastic_ckpt.formats.saved_states import StatesOfOne, read_groups, settings
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from elastic_ckpt.storage.local import file_names, open_stream
 
@@ -161,11 +161,11 @@ def with_own_padding(shards: Sequence[OptimizerShard]) -> list[OptimizerShard]:
 
 def check_same_save(shards: Sequence[OptimizerShard]) -> None:
     """Raise :class:`DamagedError` for the first optimizer-states file of another save than rank 0's."""
-    remedy = f"{REMOVE_FOREIGN}; if an optimizer's own counts differ between ranks: load_optimizer_states=False"
-    refuse_other_saves(shards, _facts_of, remedy)
+    refuse_other_saves(shards, _facts_of)
 
 
 def _facts_of(shard: OptimizerShard) -> dict[str, Any]:
+    """What ranks of one save cannot differ in; they do in what an optimizer computes of its own partition."""
     states = [flat.states for flat in shard.flats]
     keys = [sorted({*flat.states.tensors, *flat.states.opaque, *flat.swapped}) for flat in shard.flats]
     return {
@@ -176,10 +176,11 @@ def _facts_of(shard: OptimizerShard) -> dict[str, Any]:
         "number of flat tensors differs": len(shard.flats),
         "size of the flat partitions differs": [flat.partition_numel for flat in shard.flats],
         "param_alignment_paddings differ": [flat.alignment_paddings for flat in shard.flats],
-        "scalar optimizer state differs": [each.scalars for each in states],
+        "step of the optimizer differs": [dict(each.scalars).get("step") for each in states],
+        "set of scalar optimizer states differs": [[key for key, _ in each.scalars] for each in states],
         "set of optimizer states differs": keys,
         "set of states on NVMe differs": [sorted(flat.swapped) for flat in shard.flats],
-        "hyperparameters of the param groups differ": shard.groups,
+        "hyperparameters of the param groups differ": settings(shard.groups),
     }
 
 

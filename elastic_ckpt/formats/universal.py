@@ -189,7 +189,6 @@ def _build_metadata(
     builder.parameters = parameters = _parameters(models, optimizer, states, grid)
     _refuse_unlisted(first, states, parameters)
     local = _local_shapes(models, grid)
-    builder.scalar_forms = {key: "float" for saved in parameters.values() for key, _ in saved.scalars}
     for file, item in enumerate(states, start=len(models)):
         if item.tensor is not None and item.name in parameters:
             shape = parameters[item.name].shape

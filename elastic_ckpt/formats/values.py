@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from elastic_ckpt.core.hyperparameters import LeftInFile
 from elastic_ckpt.core.metadata import ITEMSIZE, is_floating
+from elastic_ckpt.core.values import TensorValue
 from elastic_ckpt.errors import ElasticCkptError, UnsupportedError
 from elastic_ckpt.formats.objects import materialise
 from elastic_ckpt.formats.pickled import PickledFile, read_into
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 #: Tensors may be larger than their file by this factor and this many bytes: views share their storage, copies do not.
 _MOST_COPIES, _MOST_MORE_NBYTES = 4, 1 << 20
+#: Elements of a tensor among hyperparameters that is read: a file may name one tensor very often.
+_MOST_ELEMENTS = 16
 
 
 def read_bytes(file: PickledFile, refs: Iterable[TensorRef]) -> list[bytes]:
@@ -74,6 +77,16 @@ def read_numbers(file: PickledFile, refs: Iterable[TensorRef]) -> list[np.ndarra
     return [to_numbers(ref.dtype, raw) for ref, raw in zip(refs, read_bytes(file, refs), strict=True)]
 
 
+def tensor_values(file: PickledFile, refs: Iterable[TensorRef]) -> list[TensorValue | None]:
+    """Small tensors as plain values; ``None`` for dtypes that numpy lacks."""
+    refs = list(refs)
+    read = [tuple(elements.tolist()) for elements in read_numbers(file, refs)]
+    return [
+        None if any(isinstance(element, bytes) for element in elements) else TensorValue(ref.dtype, ref.shape, elements)
+        for ref, elements in zip(refs, read, strict=True)
+    ]
+
+
 def to_numbers(dtype: str, raw: bytes) -> np.ndarray[Any, Any]:
     """See :func:`read_numbers`."""
     import numpy as np  # noqa: PLC0415  few files need it
@@ -102,7 +115,7 @@ def agrees_when_rounded(values: np.ndarray[Any, Any], rounded: np.ndarray[Any, A
 
 
 def hyperparameters(file: PickledFile, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of a param group as the optimizer had them; tensors without dimensions become Python numbers.
+    """Values of a param group as the optimizer had them; small tensors are :class:`TensorValue`.
 
     In place of other tensors, arrays and objects there is :class:`LeftInFile`, which no load restores. Devices are left
     out: that of the rank that saved a file is not that of another one.
@@ -110,9 +123,8 @@ def hyperparameters(file: PickledFile, group: Mapping[str, Any]) -> dict[str, An
 
     def real(leaf: Any) -> Any:
         if isinstance(leaf, TensorRef):
-            number = b"" if leaf.shape else read_numbers(file, [leaf])[0].item()
-            is_read = not isinstance(number, bytes)  # as of dtypes that numpy lacks
-            return number if is_read else LeftInFile(f"a tensor of torch.{leaf.dtype}, shape {leaf.shape}")
+            read = tensor_values(file, [leaf])[0] if leaf.numel <= _MOST_ELEMENTS else None
+            return LeftInFile(f"a tensor of torch.{leaf.dtype}, shape {leaf.shape}") if read is None else read
         if isinstance(leaf, (Size, Global, DtypeStandIn, StandIn)):
             return _named(file, leaf)
         if isinstance(leaf, Call):

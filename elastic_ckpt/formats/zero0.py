@@ -149,7 +149,7 @@ def _flattened(shape: Shape, parameter: Shape) -> Shape:
     if len(parameter) > 0 and shape[1:] == parameter:
         return (shape[0], math.prod(parameter))
     # another tensor, even if its last dimension happens to be as long as the parameter
-    return (*shape, 1) if len(shape) > 1 else shape
+    return (*shape, 1) if shape else shape
 
 
 def _is_fused_adam(group: Mapping[str, object]) -> bool:

@@ -17,6 +17,7 @@ from elastic_ckpt.formats.base import Found, MetadataOptions, refuse_other_saves
 from elastic_ckpt.formats.experts import ExpertOptimizer, ExpertShard, degree_in_name
 from elastic_ckpt.formats.metadata_builder import MetadataBuilder, dense_tensor, module_tensors
 from elastic_ckpt.formats.model_states import PLAIN, ModelShard
+from elastic_ckpt.formats.saved_states import merged_groups, settings
 from elastic_ckpt.formats.zero0 import add_unpartitioned, member_names, shapes_of
 
 
@@ -31,7 +32,7 @@ def unpartitioned_experts(
 
     Raises :class:`MismatchError` if names are unknown.
     """
-    refuse_other_saves(optimizers, lambda each: {"param groups differ": each.state.groups})
+    refuse_other_saves(optimizers, lambda each: {"param groups differ": settings(each.state.groups)})
     ep = _degree(found, optimizers)
     states = ((each.path, states) for each in optimizers for states in each.state.states.values())
     builder = MetadataBuilder(found, [model, *optimizers, *experts], options.states, states)
@@ -58,7 +59,8 @@ def unpartitioned_experts(
                 builder.tensors.add({(name, MASTER): dense_tensor(name, MASTER, shard.weights[name], files[name])})
         builder.notes += [note for note in notes if note not in builder.notes]
     builder.tensors.add(module_tensors([model], 0, builder.parameters)[0])
-    return builder.build(model, 0, optimizers[0].state.groups, frozen_recorded=model.frozen_recorded)
+    groups = merged_groups((range(1 + each.ep_rank, 2 + each.ep_rank), each.state.groups) for each in optimizers)
+    return builder.build(model, 0, groups, frozen_recorded=model.frozen_recorded)
 
 
 def _degree(found: Found, optimizers: Sequence[ExpertOptimizer]) -> int:

@@ -42,7 +42,7 @@ from elastic_ckpt.formats.partitioned import is_legacy_with_step
 from elastic_ckpt.formats.pickled import PickledFile, open_pickled
 from elastic_ckpt.formats.same_save import Counts, explained_counts, scaled_steps
 from elastic_ckpt.formats.saved_config import base_groups, config_section, counts_ahead, features_in, saved_config
-from elastic_ckpt.formats.saved_states import read_groups
+from elastic_ckpt.formats.saved_states import read_groups, settings
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from elastic_ckpt.formats.values import plain_numbers
 from elastic_ckpt.patches.aligned_partitions import alignment_of
@@ -180,7 +180,7 @@ class _Comparison:
         counters = {tuple(file.tree.get(key) for key in COUNTERS) for file in models}
         versions = {file.tree["ds_version"] for file in (*models, *optimizers) if "ds_version" in file.tree}
         named = [file for file in optimizers if not _is_legacy(file)]
-        facts = {(_steps(file), repr(read_groups(file, base_groups(file)))) for file in named}
+        facts = {(_steps(file), repr(settings(read_groups(file, base_groups(file))))) for file in named}
         if len(counters) > 1 or len(versions) > 1 or len(facts) > 1:
             return None
         counted = counters.pop()
@@ -337,4 +337,5 @@ def _steps(file: PickledFile) -> frozenset[int]:
     state = file.section("optimizer_state_dict")
     base = state.get("base_optimizer_state", state.get("optimizer_state_dict"))
     values = base["state"].values() if isinstance(base, Mapping) else ()
-    return frozenset(int(plain_numbers(file, value)["step"]) for value in values if "step" in value)
+    counted = (value for value in values if isinstance(value, Mapping) and "step" in value)
+    return frozenset(int(plain_numbers(file, {"step": value["step"]})["step"]) for value in counted)

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from elastic_ckpt.core.chunks import FlatTensors, PartitionedChunks
-from elastic_ckpt.core.metadata import TensorMetadata
-from elastic_ckpt.core.read_plan import ReadItem
+from elastic_ckpt.core.local_state import Fragment
+from elastic_ckpt.core.metadata import ITEMSIZE, TensorMetadata
+from elastic_ckpt.core.read_plan import ReadItem, Slot
 from elastic_ckpt.planning.read_items import FragmentSource
 
 #: Byte offset of a state's element less that of the master's, by file.
@@ -88,3 +89,27 @@ def _between(master: FlatTensors, state: FlatTensors, files_before: int) -> _Dis
         file + files_before: state.begin_on(rank) - master.begin_on(rank)
         for rank, file in zip(ranks, master.files, strict=True)
     }
+
+
+def padding_items(
+    slot: Slot, number: int, fragments: Sequence[Fragment], tensors: Sequence[TensorMetadata | None], tp_rank: int
+) -> list[ReadItem] | None:
+    """The items that read the gaps of slot ``number``; ``None`` unless its fragments are just one saved flat tensor.
+
+    ``tensors``: the saved state of each fragment.
+    """
+    places: set[tuple[int, int, int, str]] = set()
+    for fragment, tensor in zip(fragments, tensors, strict=True):
+        source = None if tensor is None else tensor.sources[tp_rank if tensor.shards else 0]
+        if tensor is None or not isinstance(source, PartitionedChunks) or slot.rows > 1 or slot.dtype != tensor.dtype:
+            return None
+        chunks = source.within(fragment.range.start, fragment.range.stop)
+        if [chunk.range for chunk in chunks] != [fragment.range]:
+            return None
+        begin = chunks[0].byte_offset - fragment.flat_offset * ITEMSIZE[slot.dtype]
+        places.add((chunks[0].file, begin, source.flat.numel, tensor.dtype))
+    if len(places) != 1 or next(iter(places))[2] != slot.numel:
+        return None
+    ((file, begin, _, dtype),) = places
+    size = ITEMSIZE[dtype]
+    return [ReadItem(file, begin + gap.start * size, number, gap.start, gap.numel, dtype) for gap in slot.gaps]

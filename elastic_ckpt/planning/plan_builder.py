@@ -24,7 +24,7 @@ from elastic_ckpt.core.read_plan import SCALE_DTYPE, ReadItem, ReadPlan, Requant
 from elastic_ckpt.core.state_kinds import ELEMENTWISE, REPLICATED, SCRATCH, TOUCHED, WHOLE, LiveState
 from elastic_ckpt.core.strided import ShardSources, copied
 from elastic_ckpt.errors import DamagedError, MismatchError, listed
-from elastic_ckpt.planning.following import Leader
+from elastic_ckpt.planning.following import Leader, padding_items
 from elastic_ckpt.planning.matching import Matching, weights_key
 from elastic_ckpt.planning.quantized_items import requantized_blocks, split_row
 from elastic_ckpt.planning.read_items import FragmentSource, Sharing, check_tiling, gaps_of, read_items, rows_in_order
@@ -82,11 +82,13 @@ class PlanBuilder:
             by_flat[fragment.flat].append(fragment)
         for flat in self._local_state.flats:
             fragments = by_flat[flat.index]
-            masters = StateLink(LiveState(MASTER, flat.dtype), MASTER)
+            masters, first = StateLink(LiveState(MASTER, flat.dtype), MASTER), len(self._slots)
             self._add_state(flat, masters, fragments, [each for each in fragments if each.name in matching.restored])
             stateful = [fragment for fragment in fragments if fragment.name in states.stateful]
             for link in states.links.get(flat.index, ()):
                 self._add_state(flat, link, fragments, stateful)
+            if flat.states is None:
+                self._add_padding(first, stateful)
         for whole in self._local_state.wholes:
             if (whole.name, whole.key) in matching.wholes:
                 self._add_whole(whole)
@@ -164,6 +166,20 @@ class PlanBuilder:
             self._slots.append(replace(_state_slot(flat, live, flat.numel, dtype), gaps=gaps))
             self._items += items
         return items is not None
+
+    def _add_padding(self, first: int, fragments: Sequence[Fragment]) -> None:
+        """Have the slots from one on filled to the last element, if one rank of the save held just these fragments.
+
+        What an unknown optimizer has in padding is not known, and norms of partitions count it.
+        """
+        for number, slot in enumerate(self._slots[first:], start=first):
+            # below ZeRO-3, masters are saved without it
+            if slot.layout == ELEMENTWISE and (slot.key != MASTER or self._metadata.source.zero_stage == 3):
+                tensors = [self._metadata.tensors.get((fragment.name, slot.key)) for fragment in fragments]
+                items = padding_items(slot, number, fragments, tensors, self._tp_rank)
+                if items is not None:
+                    self._slots[number] = replace(slot, gaps=())
+                    self._items += items
 
     def _add_whole(self, whole: WholeTensor) -> None:
         part = self._part(Fragment(whole.name, whole.shape, whole.range, -1, 0), whole.key)

@@ -15,6 +15,7 @@ from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadat
 from elastic_ckpt.core.read_plan import LoadPlan, Outcome
 from elastic_ckpt.planning.matching import NO_GROUPS, Groups, Matching, match_groups, match_parameters
 from elastic_ckpt.planning.plan_builder import PlanBuilder
+from elastic_ckpt.planning.rank_values import with_own_values
 from elastic_ckpt.planning.replicas import compare_replicas, of_first_stage, with_own_copies
 from elastic_ckpt.planning.state_matching import NOTHING_MATCHED, StateMatching, match_states
 from elastic_ckpt.sharding.book import RuleBook
@@ -53,6 +54,7 @@ class Matched:
         parameters, states: what is on both sides.
         resharding: how tensor-parallel shards are resharded.
         groups: of each live group, where its hyperparameters come from, and their values.
+        values: what of the ranks' own values is not restored.
     """
 
     saved: CheckpointMetadata
@@ -61,6 +63,7 @@ class Matched:
     resharding: Resharding
     states: StateMatching
     groups: Groups
+    values: tuple[Outcome, ...] = ()
 
 
 def match(metadata: CheckpointMetadata, local_state: LocalState, options: LoadOptions) -> Matched:
@@ -71,12 +74,14 @@ def match(metadata: CheckpointMetadata, local_state: LocalState, options: LoadOp
     parameters = match_parameters(metadata, local_state, options.strict)
     resharding = resolve(metadata, model, parameters.names, options.rules, config.replicated_params)
     states, groups = NOTHING_MATCHED, NO_GROUPS
+    values: tuple[Outcome, ...] = ()
     if options.optimizer_states:
+        metadata, values = with_own_values(metadata, local_state, config)
         states = match_states(metadata, local_state, parameters, config.convert_optimizer)
     if options.optimizer_states or options.scheduler:
         keep_live = config.param_groups == "keep_live"
         groups = match_groups(metadata, local_state, keep_live, options.optimizer_states, states.converted)
-    return Matched(saved, metadata, parameters, resharding, states, groups)
+    return Matched(saved, metadata, parameters, resharding, states, groups, values)
 
 
 def plan_load(
@@ -111,13 +116,13 @@ def plan_load(
         blocks=builder.blocks,
         restores_states=options.optimizer_states,
         scalars=states.scalars or (None,) * len(local_state.flats),
-        scalar_forms=metadata.states.scalar_forms,
         hyperparameters=hyperparameters,
         saved_groups=len(metadata.groups),
         group_sources=sources,
         outcomes=_restored(found.parameters, states, sources if options.optimizer_states else ())
         + found.parameters.outcomes
-        + states.outcomes,
+        + states.outcomes
+        + found.values,
         notes=(*metadata.notes, *resharding.notes, *states.notes, *builder.notes()),
     )
 

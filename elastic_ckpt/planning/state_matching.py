@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isfinite, nan
 from types import MappingProxyType
+from typing import Any
 
 from elastic_ckpt.core.local_state import FlatPartition, LocalState
 from elastic_ckpt.core.metadata import FROZEN, CheckpointMetadata, ReplicatedState
 from elastic_ckpt.core.read_plan import Outcome
 from elastic_ckpt.core.state_kinds import ELEMENTWISE, NON_SHARD_KEYS, REPLICATED, SCRATCH, WHOLE, LiveState
+from elastic_ckpt.core.values import numbers
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError, listed
 from elastic_ckpt.planning.matching import Matching
 from elastic_ckpt.planning.optimizer_kinds import (
@@ -23,7 +26,7 @@ from elastic_ckpt.planning.optimizer_kinds import (
 
 _ROLE = "optimizer states"
 _FUSED_ADAM = "deepspeed.ops.adam.fused_adam.FusedAdam"
-Scalars = Mapping[str, float]
+Scalars = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -149,7 +152,7 @@ class _Matcher:
     scalars: list[Scalars | None] = field(default_factory=list)
 
     def matching(self) -> StateMatching:
-        stateful = frozenset(filter(self.keys.__contains__, self.parameters.restored))
+        stateful = frozenset(filter(self._is_stateful, self.parameters.restored))
         restored: dict[str, set[str]] = {}
         for flat in self.local_state.flats:
             members = [name for name in flat.members if name in stateful]
@@ -173,12 +176,20 @@ class _Matcher:
             notes=tuple(self._notes()),
         )
 
+    def _is_stateful(self, name: str) -> bool:
+        """Whether a parameter has states; what a known optimizer left out, as SGD without momentum, is none."""
+        keys, scalars = self.keys.get(name), self.metadata.parameters[name].scalars if name in self.keys else ()
+        is_known = any(flat.states is not None for flat in self.local_state.flats)
+        return keys is not None and bool(keys or not is_known or any(value is not None for _, value in scalars))
+
     def _flat_scalars(self, members: Sequence[str]) -> Scalars | None:
         """Scalar states of one flat tensor; ``None`` if the checkpoint has no state of its members."""
         values = {name: self.metadata.parameters[name].scalars for name in members}
-        distinct = sorted(set(values.values()), key=repr)
+        each = {id(value): value for value in values.values()}  # those of one flat tensor share theirs
+        by_text = {repr(value): value for value in each.values()}  # NaN is no number's equal
+        distinct = [by_text[text] for text in sorted(by_text)]
         if len(distinct) > 1:
-            examples = [next(name for name in values if values[name] == value) for value in distinct[:2]]
+            examples = [next(name for name in values if repr(values[name]) == text) for text in sorted(by_text)[:2]]
             raise mismatch(
                 self.metadata,
                 "parameters that now share one flat tensor were saved with different scalar states",
@@ -288,7 +299,18 @@ class _Matcher:
         )
 
     def _refuse_other_scalars(self, flat: FlatPartition, values: Scalars) -> None:
-        if flat.scalars is None or set(values) == set(flat.scalars):
+        unused = {key for key, value in values.items() if value is None}
+        for key in () if flat.scalars is None else values.keys() & flat.scalars:
+            if key not in unused and not all(map(isfinite, numbers(values[key]) or (nan,))):
+                raise DamagedError(
+                    f"{key!r} of these parameters is no finite number",
+                    parameter=listed(flat.members),
+                    file=self.metadata.source.folder,
+                    expected="a count or a factor",
+                    found=str(values[key])[:100],
+                    remedy="take another tag, or load with load_optimizer_states=False",
+                )
+        if flat.scalars is None or set(values) - unused == set(flat.scalars):
             return
         parameters, states = self.metadata.parameters, [live.key for live in flat.states or ()]
         if {key for saved in parameters.values() for key, _ in saved.scalars} != set(flat.scalars):
@@ -320,7 +342,7 @@ class _Matcher:
         metadata, restored = self.metadata, self.parameters.restored
         fresh: dict[str, set[str]] = {}
         for flat, values in zip(self.local_state.flats, self.scalars, strict=True):
-            shown = ", ".join(f"{key} {value:g}" for key, value in (values or {}).items())
+            shown = ", ".join(f"{key} {number:g}" for key, value in (values or {}).items() for number in numbers(value))
             shared = f"; zeros, at its flat tensor's {shown}" if values else ""
             for name in set(flat.members).difference(self.keys):
                 if name in metadata.parameters:

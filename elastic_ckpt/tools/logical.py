@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -14,6 +15,7 @@ from elastic_ckpt.core.local_state import ModelLayout
 from elastic_ckpt.core.metadata import ITEMSIZE, MASTER, WEIGHTS, CheckpointMetadata, TensorMetadata
 from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, ReplicaCheck, RequantizeItem, Slot, in_file_order
 from elastic_ckpt.core.strided import Shape, ShardSources, copied
+from elastic_ckpt.core.values import TensorValue, common
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError, listed
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.compare_replicas import find_drift, judge_drift
@@ -85,15 +87,18 @@ def weights_by_name(wholes: Iterable[Whole]) -> dict[str, Whole]:
 
 
 def scalars_of(metadata: CheckpointMetadata, name: str) -> dict[str, torch.Tensor | float]:
-    """Scalar states of a parameter, as numbers or tensors, whichever was saved."""
-    found: dict[str, torch.Tensor | float] = {}
-    for key, value in metadata.parameters[name].scalars:
-        form = metadata.states.scalar_forms.get(key, "float")
-        if form in ("int", "float"):
-            found[key] = int(value) if form == "int" else float(value)
-        else:
-            found[key] = torch.tensor(value, dtype=getattr(torch, form))
-    return found
+    """Scalar states of a parameter, as numbers or tensors, whichever was saved; not those in which ranks differ."""
+    saved = common(dict(metadata.parameters[name].scalars))
+    return {key: plain(value) for key, value in saved.items() if value is not None}
+
+
+def plain(value: Any) -> Any:
+    """A hyperparameter or scalar state with real tensors."""
+    if isinstance(value, TensorValue):
+        return torch.tensor(value.elements, dtype=getattr(torch, value.dtype)).reshape(value.shape)
+    if type(value) is dict:
+        return {key: plain(each) for key, each in value.items()}
+    return type(value)(map(plain, value)) if type(value) in (list, tuple) else value
 
 
 class LogicalReader:

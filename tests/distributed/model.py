@@ -293,9 +293,31 @@ def build_optimizer(model: TinyLM, setup: Setup) -> torch.optim.Optimizer:
     if setup.optimizer in _ELSEWHERE:
         module, name = _ELSEWHERE[setup.optimizer]
         return getattr(importlib.import_module(module), name)(groups)
+    if setup.optimizer in INSTALLED:
+        module, name, options = INSTALLED[setup.optimizer]
+        optimizer = getattr(importlib.import_module(module), name)(groups, **options)
+        for group in optimizer.param_groups:
+            if "train_mode" in group:  # those without a schedule evaluate other weights than they train
+                group["train_mode"] = True
+        return optimizer
     return _TORCH[setup.optimizer](groups)
 
 
+#: Optimizers of packages that elastic_ckpt does not know: module, class, arguments.
+INSTALLED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "measuring": ("tests.distributed.custom_optimizers", "Measuring", {}),
+    "hf.Adafactor": ("transformers.optimization", "Adafactor", {"scale_parameter": False, "relative_step": False}),
+    "came": ("came_pytorch", "CAME", {"lr": 1e-3}),
+    "prodigy": ("prodigyopt", "Prodigy", {}),
+    "dadapt": ("dadaptation", "DAdaptAdam", {}),
+    "lion": ("lion_pytorch", "Lion", {}),
+    "schedule_free": ("schedulefree", "AdamWScheduleFree", {}),
+    "optimi.StableAdamW": ("optimi", "StableAdamW", {"lr": 1e-3}),
+    **{
+        f"po.{name}": ("pytorch_optimizer", name, {})
+        for name in ("Lamb", "NovoGrad", "Prodigy", "RACS", "MADGRAD", "ADOPT", "StableAdamW")
+    },
+}
 _ELSEWHERE = {
     "cpuadam": ("deepspeed.ops.adam", "DeepSpeedCPUAdam"),
     "fusedadam": ("deepspeed.ops.adam", "FusedAdam"),

@@ -93,6 +93,7 @@ def cells(name: str, stages: Sequence[int], precision: str = "fp32", **more: Any
         "model": "TinyLM",
         "oddities": [],
         "optimizer": "adamw",
+        "groups": "several",
         # init: built under zero.Init; sp: sequence-parallel degree; pending: micro-batches that wait for a step
         "init": False,
         "sp": 1,

@@ -26,7 +26,7 @@ def relink(engine: Any) -> None:
 def state_keys(engine: Any) -> list[str]:
     """Names of the elementwise states of the first tensor."""
     state = next(iter(base_of(engine).state.values()))
-    return sorted(key for key, value in state.items() if torch.is_tensor(value) and key != "step")
+    return sorted(key for key, value in state.items() if torch.is_tensor(value) and value.dim())
 
 
 def gather(engine: Any, keys: list[str]) -> dict[str, Any]:

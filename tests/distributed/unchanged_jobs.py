@@ -34,7 +34,6 @@ SAVE_AT = 4
 CONTINUE_TO = 6
 #: Of the returned client state: not the caller's own, and without ZeRO DeepSpeed puts the whole optimizer there.
 NOT_HANDED_OUT = ("optimizer", "frozen_param_fragments")
-PARTS = ("masters", "states", "weights", "buffers", "groups", "scheduler", "counters", "scaler")
 
 
 class SparseLM(nn.Module):
@@ -139,7 +138,7 @@ def live(cell: dict[str, Any], seed: int) -> Iterator[Any]:
     context = deepspeed.zero.Init(config_dict_or_path=config) if cell["init"] else contextlib.nullcontext()
     with context:
         model = OddLM(cell["oddities"], seed) if cell["oddities"] else BUILDERS[cell["model"]](seed=seed)
-    setup = Setup(cell["stage"], optimizer=cell["optimizer"])
+    setup = Setup(cell["stage"], optimizer=cell["optimizer"], groups=cell["groups"])
     optimizer: torch.optim.Optimizer | None = None
     if cell["optimizer"] == "sparse":
         optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
@@ -206,7 +205,7 @@ def state_of(cell: dict[str, Any], engine: Any) -> dict[str, dict[str, Any]]:
             (number, key): value
             for number, group in enumerate(base.param_groups)
             for key, value in group.items()
-            if key not in ("params", "step")  # a step that DeepSpeed's FusedAdam puts there and never reads
+            if key != "params"
         },
         "scheduler": {
             "": engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None,
@@ -235,7 +234,7 @@ def _copy(value: Any) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Bit for bit, tensors in containers too."""
+    """Bit for bit, tensors in containers too; numbers of one type."""
     if torch.is_tensor(one) or isinstance(one, np.ndarray):
         if type(one) is not type(other) or one.shape != other.shape or one.dtype != other.dtype:
             return False
@@ -244,20 +243,29 @@ def same(one: Any, other: Any) -> bool:
         return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
         return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
+    return bool(one == other) and (type(one) is type(other) or not isinstance(one, (int, float)))
 
 
 def differences(expected: dict[str, dict[str, Any]], found: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """By part, the first thing that is not the same. Keys that only one side has count where neither is in the making:
-    a parameter may be whole on one side and partitioned on the other."""
+    """By part, the first thing that is not the same. A weight may be whole on one side and partitioned on the other;
+    of optimizer states and param groups, neither side has what the other lacks."""
     wrong = {}
     for part, values in expected.items():
         here = found[part]
         keys = [key for key in values if key in here or not str(key).endswith("kept whole")]
         bad = [key for key in keys if key not in here or not same(values[key], here[key])]
+        bad += [key for key in here if key not in values and part.startswith(("states", "groups"))]
         if bad:
-            wrong[part] = f"{bad[0]}: {str(here.get(bad[0]))[:200]} instead of {str(values[bad[0]])[:200]}"
+            now, was = (str(each.get(bad[0], "nothing"))[:200] for each in (here, values))
+            wrong[part] = f"{bad[0]}: {now} instead of {was}"
     return wrong
+
+
+def later(cell: dict[str, Any], engine: Any) -> dict[str, dict[Any, Any]]:
+    """Losses of the steps that follow, and what they leave."""
+    losses = dict(enumerate(train(cell, engine, SAVE_AT, CONTINUE_TO)))
+    left = state_of(cell, engine)
+    return {"losses": losses} | {f"{part} later": left[part] for part in ("masters", "states", "groups")}
 
 
 def text_of(error: BaseException) -> str:
@@ -281,7 +289,8 @@ def save(cell: dict[str, Any], folder: str) -> dict[str, dict[str, Any]]:
             exclude_frozen_parameters=cell["exclude_frozen"],
         )
         truth["client"] = client_state(cell)
-        truth["losses"] = {} if cell["pending"] else dict(enumerate(train(cell, engine, SAVE_AT, CONTINUE_TO)))
+        if not cell["pending"]:
+            truth |= later(cell, engine)
     return truth
 
 
@@ -298,7 +307,7 @@ def load(cell: dict[str, Any], folder: str, arguments: dict[str, Any], ours: boo
         now: dict[str, Any] = state_of(cell, engine)
         now["client"] = {key: value for key, value in (client or {}).items() if key not in NOT_HANDED_OUT}
         now["path"] = {"": path}
-        now["losses"] = dict(enumerate(train(cell, engine, SAVE_AT, CONTINUE_TO)))
+        now |= later(cell, engine)
         by = "ours" if getattr(engine, "elastic_report", None) is not None else "DeepSpeed"
     elastic_ckpt.uninstall()
     return {"held": now, "by": by, "lines": lines}
@@ -356,6 +365,44 @@ def matrix(arguments: dict[str, Any]) -> list[dict[str, Any]] | None:
         dist.all_gather_object(everyone, mine)
         results[cell["name"]] = united(everyone)
     return [results] if rank == 0 else None
+
+
+def elsewhere(arguments: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """Load what :func:`matrix` saved in ZeRO-1 with one param group on another number of ranks, and train on.
+
+    By case: ``wrong``: masters and states that are not those in the files; ``fresh``: role -> reason; ``error``.
+    """
+    elastic_ckpt.install()
+    facts = []
+    for cell in arguments["cells"]:
+        found: dict[str, Any] = {"cell": cell, "wrong": [], "fresh": {}, "error": ""}
+        facts.append(found)
+        folder = Path(arguments["folder"]) / cell["saved"]
+        files = sorted(folder.glob("4/*_optim_states.pt"))
+        saved = [torch.load(path, weights_only=False)["optimizer_state_dict"] for path in files]
+        with live(cell, 8) as engine:
+            try:
+                engine.load_checkpoint(str(folder), tag="4")
+            except elastic_ckpt.ElasticCkptError as error:
+                found["error"] = text_of(error)
+                continue
+            (flat,), state = engine.optimizer.single_partition_of_fp32_groups, base_of(engine).state
+            numel = sum(param.numel() for param in engine.module.parameters())
+            for key in ("fp32", *(key for key, value in state[flat].items() if torch.is_tensor(value) and value.dim())):
+                of_files = [
+                    one["single_partition_of_fp32_groups" if key == "fp32" else "base_optimizer_state"] for one in saved
+                ]
+                parts = [one[0] if key == "fp32" else one["state"][0][key] for one in of_files]
+                mine = flat.data if key == "fp32" else state[flat][key]
+                every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+                dist.all_gather(every, mine.contiguous())
+                if not torch.equal(torch.cat(every)[:numel], torch.cat(parts)[:numel].to(mine.dtype)):
+                    found["wrong"].append(key)
+            outcomes = engine.elastic_report.outcomes
+            found["fresh"] = {each.role: each.reason for each in outcomes if each.what == "fresh"}
+            train(cell, engine, SAVE_AT, CONTINUE_TO)
+    elastic_ckpt.uninstall()
+    return facts if dist.get_rank() == 0 else None
 
 
 def united(everyone: list[dict[str, Any]]) -> dict[str, Any]:

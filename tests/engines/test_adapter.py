@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from elastic_ckpt.core.values import TensorValue
 from elastic_ckpt.engines.adapter import EngineAdapter
 
 Group = dict[str, Any]
@@ -45,3 +46,22 @@ def test_a_device_stays_that_of_the_live_group() -> None:
     live = {"where": torch.device("cpu"), "all": [torch.device("cpu"), 1]}
     saved = {"where": torch.device("cuda", 1), "all": [torch.device("cuda", 1), 2]}
     assert restored(live, saved) == {"where": torch.device("cpu"), "all": [torch.device("cpu"), 2]}
+
+
+STEP = TensorValue("int32", (), (2,))
+
+
+def test_saved_tensors_are_tensors_again_of_their_dtype() -> None:
+    """One that the first step makes is not in a new group."""
+    table = TensorValue("float64", (2,), (0.1, 0.2))
+    group = restored({"betas": (0.5, 0.25)}, {"step": STEP, "betas": (STEP, 0.5), "of": {"a": [table]}})
+    found = [group["step"], group["betas"][0], group["of"]["a"][0]]
+    assert [(each.dtype, each.tolist()) for each in found[:2]] == [(torch.int32, 2)] * 2 and group["betas"][1] == 0.5
+    assert torch.equal(found[2], torch.tensor([0.1, 0.2], dtype=torch.float64))
+
+
+def test_a_live_tensor_like_the_saved_one_is_filled_in_place_and_no_other() -> None:
+    like, other = torch.tensor(1, dtype=torch.int32), torch.tensor(1.0)
+    group = restored({"a": like, "b": other}, {"a": STEP, "b": STEP})
+    assert group["a"] is like and like == 2
+    assert (group["b"].dtype, group["b"].item(), other.item()) == (torch.int32, 2, 1.0)

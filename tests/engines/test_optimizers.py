@@ -18,6 +18,7 @@ from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
 from elastic_ckpt.core.read_plan import Slot
 from elastic_ckpt.core.state_kinds import ELEMENTWISE, REPLICATED, SCRATCH, TOUCHED, WHOLE, LiveState
+from elastic_ckpt.core.values import TensorValue
 from elastic_ckpt.engines.bitsandbytes import BitsAndBytesSchema, block_numel_of, is_bitsandbytes
 from elastic_ckpt.engines.optimizers import KNOWN, StateSchema, Stepped
 from elastic_ckpt.engines.select import schema_of
@@ -175,7 +176,7 @@ def restore(
         assert tensor.numel() == slot.numel
         tensor.view(-1).copy_(state[slot.key].reshape(-1))
     keys = schema.scalars(stepped) or ()
-    schema.set_scalars(stepped, {key: float(state[key]) for key in keys}, dict.fromkeys(keys, "nothing"))
+    schema.set_scalars(stepped, {key: float(state[key]) for key in keys})
     return fresh, copied
 
 
@@ -235,7 +236,7 @@ def test_scalars_of_a_capturable_optimizer_lie_beside_the_parameter(capturable: 
     param = torch.nn.Parameter(torch.empty(3, device="meta"))
     for asked, device in ((True, "meta"), (False, "cpu")):
         optimizer = getattr(optim, capturable)([param], capturable=asked)
-        schema_of(optimizer).set_scalars(stepped_of(param), {"step": 3.0}, {"step": "float32"})
+        schema_of(optimizer).set_scalars(stepped_of(param), {"step": 3.0})
         assert optimizer.state[param]["step"].device.type == device
 
 
@@ -262,7 +263,7 @@ def test_scalars_are_objects_of_their_own() -> None:
     for position, param in enumerate(params):
         schema, stepped = schema_of(optimizer), stepped_of(param, position=position)
         schema.allocate(stepped, slots_of(schema, stepped, tuple(param.shape)))
-        schema.set_scalars(stepped, values, {"step": "float32"})
+        schema.set_scalars(stepped, values)
     step(optimizer, params[0], gradients((2,), 1))
     assert [float(optimizer.state[param]["step"]) for param in params] == [4.0, 3.0]
 
@@ -361,7 +362,7 @@ def test_deepspeeds_own_optimizers_keep_what_their_source_says(name: str) -> Non
     optimizer = stand_in([param], {"lr": 0.1})
     schema, stepped = schema_of(optimizer), stepped_of(param)
     assert set(described(schema, stepped, (12,))) | set(schema.scalars(stepped) or ()) == assigned
-    schema.set_scalars(stepped, {"step": 3.0}, {"step": "float32"})
+    schema.set_scalars(stepped, {"step": 3.0})
     assert type(optimizer.state[param]["step"]) is int
 
 
@@ -383,7 +384,7 @@ def test_apex_gets_its_step_count_in_the_param_group() -> None:
     assert described(schema, stepped, (5,)) == dict.fromkeys(("exp_avg", "exp_avg_sq"), ("float32", (5,)))
     assert (schema.scalars(stepped), schema.family, schema.decoupled) == (("step",), "adam", True)
     schema.allocate(stepped, slots_of(schema, stepped, (5,)))
-    schema.set_scalars(stepped, {"step": 7.0}, {"step": "float32"})
+    schema.set_scalars(stepped, {"step": 7.0})
     assert optimizer.param_groups[1]["step"] == 7
     assert type(optimizer.param_groups[1]["step"]) is int
     assert "step" not in optimizer.param_groups[0]
@@ -658,7 +659,7 @@ def test_bitsandbytes_is_told_by_its_base_class() -> None:
 def test_step_counts_of_bitsandbytes_are_whole_numbers() -> None:
     param = parameter((10,))
     optimizer = bnb.optim.Adam([param])
-    schema_of(optimizer).set_scalars(stepped_of(param), {"step": 7.0}, {"step": "float32"})
+    schema_of(optimizer).set_scalars(stepped_of(param), {"step": 7.0})
     assert optimizer.state[param]["step"] == 7
     assert type(optimizer.state[param]["step"]) is int
 
@@ -722,27 +723,28 @@ def test_an_unknown_optimizer_takes_what_the_checkpoint_has() -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "expected"),
+    ("saved", "expected"),
     [
-        ("int", 7),
-        ("float", 7.0),
-        ("float32", torch.tensor(7.0)),
-        ("float64", torch.tensor(7.0, dtype=torch.float64)),
-        ("int64", torch.tensor(7)),
+        (7, 7),
+        (7.0, 7.0),
+        (True, True),
+        (None, None),
+        (TensorValue("float32", (), (7.0,)), torch.tensor(7.0)),
+        (TensorValue("float64", (), (0.1,)), torch.tensor(0.1, dtype=torch.float64)),
+        (TensorValue("int64", (), (7,)), torch.tensor(7)),
+        (TensorValue("bfloat16", (1,), (0.5,)), torch.tensor([0.5], dtype=torch.bfloat16)),
     ],
 )
-def test_scalars_of_an_unknown_optimizer_come_back_in_the_form_in_which_they_were_saved(
-    form: str, expected: Any
-) -> None:
+def test_scalars_of_an_unknown_optimizer_come_back_as_they_were_saved(saved: Any, expected: Any) -> None:
     params = [parameter((3,)), parameter((3,))]
     optimizer = Lion(params)
     for param in params:
-        schema_of(optimizer).set_scalars(stepped_of(param), {"k": 7.0}, {"k": form})
+        schema_of(optimizer).set_scalars(stepped_of(param), {"k": saved})
     found = [optimizer.state[param]["k"] for param in params]
     assert type(found[0]) is type(expected)
     assert found[0] == expected
     if isinstance(expected, torch.Tensor):
-        assert found[0].dtype == expected.dtype
+        assert (found[0].dtype, found[0].shape) == (expected.dtype, expected.shape)
         assert found[0] is not found[1]
 
 

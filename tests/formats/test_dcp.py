@@ -106,7 +106,7 @@ def test_entries_become_masters_states_groups_and_client_state(folder: Path) -> 
     assert torch.equal(values(checkpoint, "ticks", BUFFER), model["ticks"])
     assert [group["lr"] for group in metadata.groups] == [0.1, 0.2]
     assert [metadata.parameters[name].group for name in ("first.weight", "first.bias")] == [0, 1]
-    assert metadata.states.scalar_forms == {"step": "float32"}
+    assert repr(dict(metadata.parameters["first.weight"].scalars)) == "{'step': tensor(1.0, float32)}"
     assert checkpoint.training_state.checkpoint == {"dcp": {"note": "hello", "seen": {"tokens": 7}}}
     assert checkpoint.training_state.counters["global_steps"] == 1
     assert any("note, seen.tokens" in note for note in metadata.notes)
@@ -177,7 +177,7 @@ def test_states_without_param_groups_are_none_that_are_left_out_silently(tmp_pat
 @pytest.mark.parametrize("flat", [False, True])
 def test_hyperparameters_are_read_as_those_of_native_checkpoints(tmp_path: Path, flat: bool) -> None:
     model, optim = state_dicts(flat)
-    mine = {"betas": (torch.tensor(0.5), torch.tensor(0.25)), "kind": torch.bfloat16, "table": torch.ones(3)}
+    mine = {"betas": (torch.tensor(0.5), torch.tensor(0.25)), "kind": torch.bfloat16, "table": torch.ones(30)}
     mine |= {"device": torch.device("cuda", 1), "array": numpy.arange(2.0), "point": torch.tensor(0.5)}
     for name, group in zip(("first.weight", "first.bias"), optim.get("param_groups", [{}, {}]), strict=True):
         (optim if flat else group).update({f"param_groups.{name}.{k}" if flat else k: v for k, v in mine.items()})

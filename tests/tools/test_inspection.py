@@ -126,8 +126,8 @@ def kinds(inspection: Inspection) -> list[tuple[str, str]]:
 def test_states_are_counted_by_key_and_kind() -> None:
     qmap = ReplicatedState("max1", "float32", (3,), 1, 0, 5)
     parameters = {
-        "a": SavedParameter((4, 8), 0, (("step", 7.0),), (qmap,)),
-        "b": SavedParameter((300,), 0, (("step", 9.0),), (qmap,)),
+        "a": SavedParameter((4, 8), 0, (("step", 7),), (qmap,)),
+        "b": SavedParameter((300,), 0, (("step", 9),), (qmap,)),
     }
     inspection = inspected(
         catalog_of(
@@ -137,7 +137,7 @@ def test_states_are_counted_by_key_and_kind() -> None:
             tensor("b", "state1", (300,), dtype="uint8", code=CODE),
             tensor("a", "row_var", (4,), is_whole=True),
             parameters=parameters,
-            states=StateFacts(opaque={"odd": "a list"}, scalar_forms={"step": "int"}),
+            states=StateFacts(opaque={"odd": "a list"}),
         )
     )
     found = [

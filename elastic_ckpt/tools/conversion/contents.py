@@ -20,6 +20,7 @@ from typing import Any
 from elastic_ckpt.core.experts import expert_name
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
 from elastic_ckpt.core.tp_rules import VOCABULARY, WHOLE_KINDS, Rule
+from elastic_ckpt.core.values import differing
 from elastic_ckpt.errors import UnsupportedError, listed
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER
 from elastic_ckpt.formats.pickled import PickledFile
@@ -49,7 +50,8 @@ class OutputFile:
 def refuse_unconvertible(metadata: CheckpointMetadata, to: str = "universal") -> None:
     """Raise :class:`UnsupportedError`, naming the reason, if a format cannot express a checkpoint."""
     source, parameters, tensors = metadata.source, metadata.parameters.values(), metadata.tensors.items()
-    scalars = {key for saved in parameters for key, _ in saved.scalars} - {"step"}
+    scalars = {key for saved in parameters for key, value in saved.scalars if value is not None} - {"step"}
+    own = differing(metadata.groups)
     experts = sum(expert_name(name) is not None for name in metadata.parameters)
     coded = {key for (_, key), tensor in tensors if tensor.is_quantized}
     replicated = {state.key for saved in parameters for state in saved.replicated}
@@ -76,6 +78,7 @@ def refuse_unconvertible(metadata: CheckpointMetadata, to: str = "universal") ->
         (replicated, f"states of whole partitions ({listed(replicated)})"),
         (is_universal and of_their_own, f"states with a shape of their own ({listed(of_their_own)})"),
         (is_universal and scalars, f"scalar states beside the step ({listed(scalars)})"),
+        (is_universal and own, f"hyperparameters of which each rank has its own ({listed(own)})"),
         (metadata.states.opaque, f"states of unknown layout ({listed(metadata.states.opaque)})"),
         (metadata.states.damaged, f"damaged states ({listed(metadata.states.damaged)})"),
     )

@@ -27,6 +27,7 @@ from tqdm import tqdm
 from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.core.hyperparameters import refuse_left_in_file
 from elastic_ckpt.core.metadata import ITEMSIZE, WEIGHTS, CheckpointMetadata
+from elastic_ckpt.core.values import common, differing
 from elastic_ckpt.errors import ElasticCkptError, listed
 from elastic_ckpt.formats.pickled import open_file
 from elastic_ckpt.formats.saved_config import config_section
@@ -34,7 +35,7 @@ from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.reader import progress_bar
 from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.tools.conversion.contents import refuse_unconvertible
-from elastic_ckpt.tools.logical import LogicalReader, Whole, refuse_without_masters, scalars_of
+from elastic_ckpt.tools.logical import LogicalReader, Whole, plain, refuse_without_masters, scalars_of
 from elastic_ckpt.tools.opened import Opened
 from elastic_ckpt.tools.workplace import CONVERSION, Workplace, WriteReport, naming_os_errors, refuse_target, scratch
 
@@ -131,7 +132,7 @@ def _state_dict(
             is_number = key == "step" and not isinstance(value, torch.Tensor)  # torch counts steps in float32
             states.setdefault(name, {})[key] = torch.tensor(value, dtype=torch.float32) if is_number else value
     groups = [
-        {**_defaults(values, metadata, decoupled), **values, "params": members}
+        {**_defaults(values, metadata, decoupled), **plain(common(values)), "params": members}
         for values, members in zip(metadata.groups, names, strict=True)
     ]
     tree: dict[str, Any] = {"model": {}, "optim": {"state": states, "param_groups": groups}}
@@ -169,6 +170,8 @@ def _defaults(values: Mapping[str, Any], metadata: CheckpointMetadata, decoupled
 
 def _notes_on(metadata: CheckpointMetadata, decoupled: bool | None) -> Iterator[str]:
     yield _NOT_CONVERTED
+    if own := differing([*(dict(one.scalars) for one in metadata.parameters.values()), *metadata.groups]):
+        yield f"left out, since each rank has its own: {listed(own)}"
     added = [_defaults(values, metadata, decoupled) for values in metadata.groups]
     keys = set().union(*added) - (set() if decoupled is None else {_DECOUPLED})
     if keys:

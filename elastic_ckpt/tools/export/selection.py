@@ -12,9 +12,10 @@ from typing import Any, Literal
 import torch
 
 from elastic_ckpt.core.metadata import BUFFER, MASTER, WEIGHTS, CheckpointMetadata, is_floating
+from elastic_ckpt.core.values import common
 from elastic_ckpt.errors import ConfigError, NotFoundError, listed
 from elastic_ckpt.tools.export.shards import Exported
-from elastic_ckpt.tools.logical import Whole, refuse_unreadable_states, scalars_of
+from elastic_ckpt.tools.logical import Whole, plain, refuse_unreadable_states, scalars_of
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 _TORCH_NAMES: Mapping[str, str] = MappingProxyType({"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"})
@@ -107,7 +108,7 @@ def optimizer_facts(metadata: CheckpointMetadata, names: Collection[str]) -> dic
     owned = {name: saved.group for name, saved in metadata.parameters.items() if name in names}
     scalars = {name: found for name in owned if (found := scalars_of(metadata, name))}
     groups = [
-        {**_with_text_keys(group), "params": [name for name, of in owned.items() if of == number]}
+        {**_with_text_keys(plain(common(group))), "params": [name for name, of in owned.items() if of == number]}
         for number, group in enumerate(metadata.groups)
     ]
     return {"scalars": json.dumps(scalars, default=_plain), "param_groups": json.dumps(groups, default=_plain)}

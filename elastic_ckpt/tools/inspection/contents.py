@@ -11,6 +11,7 @@ from elastic_ckpt.core.local_state import SequenceParallel
 from elastic_ckpt.core.metadata import BUFFER, ITEMSIZE, WEIGHTS, CheckpointMetadata, TensorMetadata
 from elastic_ckpt.core.tp_rules import AMBIGUOUS, CUSTOM, WHOLE_KINDS, CannotSplit, Rule
 from elastic_ckpt.core.training_state import BatchSizes
+from elastic_ckpt.core.values import PerRank, TensorValue, numbers
 from elastic_ckpt.formats.model_states import UnpartitionedState
 from elastic_ckpt.planning.optimizer_kinds import optimizer_of, saved_optimizer
 from elastic_ckpt.sharding.book import Preset, RuleBook, tensor_of
@@ -39,7 +40,7 @@ SCALAR = "scalar"
 #: Key, kind, dtype, rows, and elements per block of a state.
 _Kind = tuple[str, str, str, int, int]
 #: States of some parameters: kind; number of parameters, elements and bytes; value of a scalar.
-_Row = tuple[_Kind, tuple[int, int, int], float | None]
+_Row = tuple[_Kind, tuple[int, int, int], Any]
 #: In place of an unknown rule, and of one that contradicts the shapes.
 _UNDECIDED, _CONTRADICTED = "undecided", "contradicted"
 
@@ -83,8 +84,15 @@ def _rows(metadata: CheckpointMetadata) -> Iterator[_Row]:
             numel = math.prod(state.shape)
             replicated[kind] = replicated.get(kind, (0,))[0] + 1, numel, numel * ITEMSIZE.get(state.dtype, 0)
         for key, value in saved.scalars:
-            yield (key, SCALAR, metadata.states.scalar_forms.get(key, ""), 1, 0), (1, 0, 0), value
+            yield (key, SCALAR, _form(value), 1, 0), (1, 0, 0), value
     yield from ((kind, counts, None) for kind, counts in replicated.items())
+
+
+def _form(value: Any) -> str:
+    """How a scalar state was saved."""
+    if isinstance(value, PerRank):
+        return ", ".join(sorted({_form(each) for each in value.values}))
+    return value.dtype if isinstance(value, TensorValue) else type(value).__name__
 
 
 def _kind_of(tensor: TensorMetadata, shape: Shape) -> _Kind:
@@ -101,7 +109,7 @@ def _summaries(rows: Iterable[_Row]) -> Iterator[StateSummary]:
         by_kind[row[0]].append(row)
     for (key, name, dtype, row_count, block_numel), mine in by_kind.items():
         parameters, numel, nbytes = map(sum, zip(*(counts for _, counts, _ in mine), strict=True))
-        values = [value for _, _, value in mine if value is not None]
+        values = [number for _, _, value in mine for number in numbers(value)]
         ends = tuple(dict.fromkeys((min(values), max(values)))) if values else ()
         yield StateSummary(key, name, dtype, parameters, row_count, block_numel, numel, nbytes, ends)
 
@@ -125,7 +133,7 @@ def unnamed_states(parts: Mapping[int, UnpartitionedState], tp: int | None) -> t
                 sizes = (count, ref.numel, ref.numel * ITEMSIZE[ref.dtype])
                 rows.append(((key, "unnamed", ref.dtype, 1, 0), sizes, None))
             for key, value in states.scalars:
-                rows.append(((key, "unnamed", states.scalar_forms.get(key, ""), 1, 0), (count, 0, 0), value))
+                rows.append(((key, "unnamed", _form(value), 1, 0), (count, 0, 0), value))
     return tuple(sorted(_summaries(rows), key=lambda state: (state.key, state.dtype)))
 
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from elastic_ckpt.config import ElasticConfig, state_options
 from elastic_ckpt.core.metadata import CheckpointMetadata
+from elastic_ckpt.core.values import numbers
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError, NotFoundError, UnsupportedError, listed
 from elastic_ckpt.formats import Found, model_states, shards
 from elastic_ckpt.formats.base import refuse_swapped
@@ -233,7 +234,7 @@ def _complaint(error: ElasticCkptError) -> tuple[str | None, ...]:
 
 
 def _steps_of(shard: OptimizerShard) -> set[float]:
-    steps = {value for flat in shard.flats for key, value in flat.states.scalars if key == "step"}
+    steps = {number for flat in shard.flats for number in numbers(dict(flat.states.scalars).get("step"))}
     grouped: Iterable[Mapping[str, Any]] = shard.groups
     return steps | {group["step"] for group in grouped if isinstance(group.get("step"), int | float)}
 

@@ -21,6 +21,7 @@ from elastic_ckpt.core.flat_ranges import (
 )
 from elastic_ckpt.core.fqn import rename_saved
 from elastic_ckpt.core.local_state import (
+    SAVED_OPTIMIZER,
     FlatPartition,
     Fragment,
     LiveGroup,
@@ -137,7 +138,7 @@ class VirtualJob:
         replicated = self._replicated[key]
         return LocalState(
             zero_stage=self.topology.zero_stage,
-            optimizer="the optimizer that saved it",
+            optimizer=SAVED_OPTIMIZER,
             flats=replicated.flats,
             fragments=tuple(self._fragments(replicated, at)),
             wholes=tuple(self._wholes(replicated.layouts, at)),
