@@ -85,6 +85,7 @@ SET: dict[str, Any] = {
     "tp_preset": "gpt-neox",
     "replicated_params": "mean",
     "on_batch_size_change": "error",
+    "on_unreadable_entry": "skip",
 }
 #: Options that change how elastic_ckpt reads and reports, and not what is restored.
 HOW = {

@@ -111,7 +111,7 @@ def test_a_process_without_descriptors_or_memory_accuses_no_file(
     def used_up(*_: Any, **__: Any) -> Any:
         raise OSError(number, "used up")
 
-    monkeypatch.setattr("builtins.open", used_up)
+    monkeypatch.setattr("os.open", used_up)
     plan = ReadPlan((SourceFile(str(tmp_path / "file.pt"), 1),), (), (ReadItem(0, 0, 0, 0, 1, "float32"),))
     for read in (
         lambda: open_pickled(str(tmp_path / "file.pt")),
