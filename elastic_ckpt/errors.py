@@ -15,6 +15,11 @@ _NAMES_SHOWN = 8
 _USED_UP = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _DETAILS = ("parameter", "file", "expected", "found", "remedy", "rank")
 
+#: A remedy for what cannot be loaded elsewhere; for what DeepSpeed's own loader was not proven to load right, too.
+AT_ITS_TOPOLOGY = (
+    'load at the topology it was saved with, where "elastic_checkpoint": {"mode": "off"} gives DeepSpeed\'s own loader'
+)
+
 
 def shortened(names: Iterable[str], most: int = _NAMES_SHOWN) -> str:
     """The first few names, and the number of others."""

@@ -225,6 +225,7 @@ class LocalState:
         model: the model and this rank's coordinates.
         family: optimizers that keep the same states under other names; ``None`` if there are none.
         defaults: hyperparameters that this optimizer knows.
+        others: entries of the module's state dict that are neither parameters nor buffers: hooks make them.
     """
 
     zero_stage: int
@@ -236,3 +237,4 @@ class LocalState:
     model: ModelLayout = field(default_factory=ModelLayout)
     family: str | None = None
     defaults: frozenset[str] = frozenset()
+    others: frozenset[str] = frozenset()

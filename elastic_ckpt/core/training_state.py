@@ -18,9 +18,9 @@ class LossScale:
     """State of an fp16 loss scaler, in one form for all optimizers.
 
     Attributes:
-        dynamic: whether the scale adapts; if not, only ``cur_scale`` counts.
-        values: ``cur_scale``; if dynamic also ``cur_iter``, ``last_overflow_iter``, ``scale_factor`` and
-            ``scale_window``, and from partitioned optimizers ``cur_hysteresis`` and its settings.
+        dynamic: whether the scale adapts.
+        values: ``cur_scale``, and ``cur_iter`` if it is counted; if dynamic also ``last_overflow_iter``,
+            ``scale_factor`` and ``scale_window``, and from partitioned optimizers ``cur_hysteresis`` and its settings.
     """
 
     dynamic: bool

@@ -82,9 +82,13 @@ class EngineAdapter(ABC):
         self.members = members
         self.dp_group = dp_group
         saved = engine.module.state_dict(keep_vars=True)
-        named_buffers = engine.module.named_buffers(remove_duplicate=False)
+        named_buffers = dict(engine.module.named_buffers(remove_duplicate=False))
+        named = named_buffers.keys() | dict(engine.module.named_parameters(remove_duplicate=False)).keys()
+        self._others = frozenset(name for name in saved if name not in named)
         #: Persistent buffers by FQN.
-        self.buffers = {self._experts.get(name, name): buffer for name, buffer in named_buffers if name in saved}
+        self.buffers = {
+            self._experts.get(name, name): buffer for name, buffer in named_buffers.items() if name in saved
+        }
         owned = {id(param) for params in members for param in params}
         self.frozen: dict[str, Any] = {}
         for param, name in self.param_names.items():
@@ -126,6 +130,7 @@ class EngineAdapter(ABC):
             optimizer=self.schema.optimizer,
             family=self.schema.family,
             defaults=frozenset(self.base.defaults),
+            others=self._others,
             flats=tuple(flats),
             fragments=tuple(fragments),
             wholes=(

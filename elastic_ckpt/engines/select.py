@@ -22,7 +22,7 @@ from elastic_ckpt.engines.optimizers import KNOWN, StateSchema, class_name
 from elastic_ckpt.engines.privates import EXPERTS, LOAD, NVME, ZERO3, refuse_missing
 from elastic_ckpt.engines.zero012 import UnpartitionedAdapter, Zero12Adapter
 from elastic_ckpt.engines.zero3 import Zero3Adapter, Zero3NvmeAdapter
-from elastic_ckpt.errors import UnsupportedError
+from elastic_ckpt.errors import AT_ITS_TOPOLOGY, UnsupportedError
 
 #: float32, or the result of ``bf16_master_weights_and_grads`` and ``fp16_master_weights_and_grads``.
 _MASTER_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
@@ -56,7 +56,7 @@ def schema_of(base: torch.optim.Optimizer) -> StateSchema:
             "torchao's optimizers keep their states in tensor classes of their own, which cannot be cut exactly",
             expected="bitsandbytes' 8-bit optimizers, or states in plain tensors",
             found=class_name(base),
-            remedy="load at the topology it was saved with, or with load_optimizer_states=False",
+            remedy=f"load with load_optimizer_states=False, or {AT_ITS_TOPOLOGY}",
         )
     if is_bitsandbytes(base):
         return BitsAndBytesSchema(base)

@@ -25,7 +25,7 @@ from elastic_ckpt.core.metadata import SourceFile
 from elastic_ckpt.core.shapes import checked_shape
 from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.core.training_state import Features
-from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError
+from elastic_ckpt.errors import AT_ITS_TOPOLOGY, DamagedError, LayoutError, UnsupportedError
 from elastic_ckpt.formats.base import refuse_other_saves
 from elastic_ckpt.formats.classify import ELEMENTWISE_NAMES
 from elastic_ckpt.formats.pickled import PickledFile, named_errors
@@ -283,7 +283,7 @@ def _refuse_extra_state(file: PickledFile, module: Mapping[str, Any]) -> None:
                 file=file.path,
                 expected="None",
                 found=type(value).__name__,
-                remedy="load at the topology it was saved with",
+                remedy=AT_ITS_TOPOLOGY,
             )
 
 

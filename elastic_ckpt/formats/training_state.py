@@ -20,6 +20,7 @@ from elastic_ckpt.formats.saved_config import config_section, positive_int, save
 
 #: A dynamic scaler's state as in ``FP16_Optimizer.state_dict``; ``DynamicLossScaler`` adds more (loss_scaler.py).
 _DYNAMIC = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
+_STATIC = ("cur_scale", "cur_iter")
 _HYSTERESIS = ("cur_hysteresis", "delayed_shift", "consecutive_hysteresis", "min_scale", "raise_error_at_min_scale")
 #: Larger scales are infinite.
 _MOST_SCALE = 2.0**1023
@@ -125,7 +126,7 @@ def loss_scale_of(saved: Any) -> LossScale | None:
         return None
     values = saved if isinstance(saved, Mapping) else getattr(saved, "__dict__", {})
     dynamic = values.get("dynamic_loss_scale" if values is saved else "dynamic") is True
-    keys = (*_DYNAMIC, *_HYSTERESIS) if dynamic else ("cur_scale",)
+    keys = (*_DYNAMIC, *_HYSTERESIS) if dynamic else _STATIC
     found = {key: values[key] for key in keys if key in values}
     wrong = [key for key, value in found.items() if not isinstance(value, (int, float)) or abs(value) > _MOST_SCALE]
     if wrong or "cur_scale" not in found:

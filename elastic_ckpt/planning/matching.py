@@ -14,7 +14,7 @@ from elastic_ckpt.core.hyperparameters import refuse_left_in_file
 from elastic_ckpt.core.local_state import LiveGroup, LocalState
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
 from elastic_ckpt.core.read_plan import Outcome
-from elastic_ckpt.errors import MismatchError, listed
+from elastic_ckpt.errors import AT_ITS_TOPOLOGY, MismatchError, UnsupportedError, listed
 
 _NOT_SAVED = "not in the checkpoint: the model's own values stay"
 _EXCLUDED = "saved without frozen parameters (exclude_frozen_parameters=True): the model's own values stay"
@@ -70,6 +70,8 @@ def match_parameters(metadata: CheckpointMetadata, local_state: LocalState, stri
         missing[FROZEN] -= excluded
     here, elsewhere = live.union(name for name, _ in wholes), local_state.model.elsewhere
     unexpected = {n for n in chain(trained, frozen, buffers) if n not in elsewhere and n not in here}  # often thousands
+    if strict and not unexpected.isdisjoint(local_state.others):
+        raise _made_by_hooks(metadata, unexpected & local_state.others)
     if strict and (any(missing.values()) or unexpected):
         raise _names_differ(metadata, set().union(*missing.values()), unexpected)
     outcomes = [
@@ -84,6 +86,18 @@ def match_parameters(metadata: CheckpointMetadata, local_state: LocalState, stri
         restored=restored,
         wholes=found,
         outcomes=tuple(Outcome(role, what, tuple(sorted(names)), why) for role, what, names, why in outcomes if names),
+    )
+
+
+def _made_by_hooks(metadata: CheckpointMetadata, names: set[str]) -> UnsupportedError:
+    return UnsupportedError(
+        "the module's state dict has entries that are neither parameters nor buffers, which is not supported yet",
+        parameter=listed(names),
+        file=metadata.source.folder,
+        expected="parameters and buffers under their own names",
+        found="entries that a hook of the module adds or renames",
+        remedy="load_checkpoint(..., load_module_strict=False), if they hold nothing that training needs; or "
+        f"{AT_ITS_TOPOLOGY}",
     )
 
 

@@ -13,7 +13,7 @@ from elastic_ckpt.core.metadata import FROZEN, CheckpointMetadata, ReplicatedSta
 from elastic_ckpt.core.read_plan import Outcome
 from elastic_ckpt.core.state_kinds import ELEMENTWISE, NON_SHARD_KEYS, REPLICATED, SCRATCH, WHOLE, LiveState
 from elastic_ckpt.core.values import numbers
-from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError, listed
+from elastic_ckpt.errors import AT_ITS_TOPOLOGY, DamagedError, MismatchError, UnsupportedError, listed
 from elastic_ckpt.planning.matching import Matching
 from elastic_ckpt.planning.optimizer_kinds import (
     UPDATE_NORM,
@@ -109,8 +109,8 @@ def state_errors(metadata: CheckpointMetadata) -> Iterator[DamagedError | Unsupp
         else:
             remedy = (
                 f'if you know what it is: "elastic_checkpoint": {{"non_shard_state_keys": ["{key}"]}} (or '
-                '"shard_state_keys", "fresh_state_keys"); else load at the topology it was saved with, or with '
-                "load_optimizer_states=False"
+                '"shard_state_keys", "fresh_state_keys"); load_optimizer_states=False leaves all states out; or '
+                f"{AT_ITS_TOPOLOGY}"
             )
         yield UnsupportedError(
             f"optimizer state {key!r} has a layout that cannot be cut for another topology",

@@ -32,7 +32,7 @@ from tests.flows.models import MODELS
 
 _CELL = {"sp": 1, "data": False}
 _MORE_STEPS = 3
-#: What happened: DeepSpeed alone does not complete it; all is right; the code of the client state was refused by name.
+#: What happened: DeepSpeed alone does not complete it; all is right; refused as docs/limitations.md says.
 VOID, RIGHT, REFUSED = "void", "right", "refused"
 
 
@@ -105,8 +105,7 @@ def run(flow: Flow, folder: str, mark: Callable[[str], None]) -> tuple[str, str]
                 words = next(text for text in texts if text)
                 if what != "elastic_ckpt":
                     return VOID, f"{what}: {words}"
-                of_code = isinstance(error, ElasticCkptError) and "trust_pickle" in str(error)
-                if getattr(flow, "client", "") in parts.UNSAFE and all(_of_all(of_code)):
+                if all(_of_all(isinstance(error, ElasticCkptError) and parts.may_refuse(flow, str(error)))):
                     return REFUSED, words
                 return f"does not load: {words}", ""
     truth, alone, ours = found

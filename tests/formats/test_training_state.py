@@ -189,7 +189,9 @@ def test_entries_of_an_unpartitioned_optimizer_give_the_same_form() -> None:
     }
     names = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
     assert loss_scale_of(entries) == LossScale(True, {name: entries[name] for name in names})
-    assert loss_scale_of({**entries, "dynamic_loss_scale": False}) == LossScale(False, {"cur_scale": 512.0})
+    assert loss_scale_of({**entries, "dynamic_loss_scale": False}) == LossScale(
+        False, {"cur_scale": 512.0, "cur_iter": 9}
+    )
     assert loss_scale_of({"clip_grad": 1.0}) is None
 
 

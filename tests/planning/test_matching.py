@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from elastic_ckpt.core.local_state import LocalState, ModelLayout
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
 from elastic_ckpt.core.read_plan import Outcome
-from elastic_ckpt.errors import DamagedError, MismatchError
+from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
 from elastic_ckpt.planning.matching import match_parameters, weights_key
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from elastic_ckpt.planning.state_matching import match_states
@@ -33,6 +33,14 @@ def sides(roles: dict[str, tuple[Any, Any]]) -> tuple[CheckpointMetadata, LocalS
         return trained, {(name, role): ((2,), "float32") for name, role in side.items() if role in (FROZEN, BUFFER)}
 
     return saved(split(was)[0], wholes=split(was)[1]), live(split(now)[0], wholes=split(now)[1])
+
+
+def test_entries_that_hooks_of_the_live_module_make_are_not_called_a_mismatch() -> None:
+    metadata, engine = sides({"a": ("trained", "trained"), "a_kernel": (BUFFER, None)})
+    hooked = replace(engine, others=frozenset({"a_kernel"}))
+    with pytest.raises(UnsupportedError, match="neither parameters nor buffers"):
+        match_parameters(metadata, hooked, strict=True)
+    assert match_parameters(metadata, hooked, strict=False).restored == {"a"}
 
 
 @given(st.dictionaries(st.sampled_from("abcdefgh"), st.tuples(st.sampled_from(ROLES), st.sampled_from(ROLES))))
