@@ -47,6 +47,10 @@ class RankStates(NamedTuple):
     digests: Mapping[str, Digest]
 
 
+#: Values per element, at most: AdEMAMix has two in one state.
+_MOST_ROWS = 8
+
+
 @dataclass(frozen=True)
 class SavedKind:
     """The kind of one saved state.
@@ -66,12 +70,13 @@ class SavedKind:
 
 
 def classify(ranks: Sequence[RankStates], options: StateOptions) -> dict[str, SavedKind]:
-    """The kinds of all tensor states of one flat partition; ``ranks`` have the same keys.
+    """The kinds of all states of one flat partition that are tensors on any of the ``ranks``.
 
     Scales and quantization maps belong to their quantized states and have no kind. Raises :class:`MismatchError` if the
     user's declaration contradicts the tensors.
     """
-    tensors = ranks[0].tensors
+    tensors = {key: ref for key, ref in ranks[0].tensors.items() if all(key in rank.tensors for rank in ranks)}
+    others = {key for rank in ranks for key in rank.tensors} - tensors.keys()
     codes = {key for key in COMPANIONS if key in tensors and tensors[key].dtype == "uint8"}
     companions = {companion for key in codes for companion in COMPANIONS[key]}
     kinds = {key: _kind_of_codes(ranks, key, options) for key in tensors if key in codes}
@@ -80,6 +85,7 @@ def classify(ranks: Sequence[RankStates], options: StateOptions) -> dict[str, Sa
         is_map = key.startswith("qmap")
         if word is not None and not (is_map and word == REPLICATED):
             raise _contradiction(ranks, key, word, "a quantization map" if is_map else "scales of 8-bit blocks")
+    kinds |= {key: SavedKind(OPAQUE, why="a tensor on some ranks, and none on others") for key in others - companions}
     return kinds | {key: _kind(ranks, key, options) for key in tensors if key not in codes | companions}
 
 
@@ -160,11 +166,14 @@ def _of_fixed_size(ranks: Sequence[RankStates], key: str, looks: str, options: S
 
 
 def _rows(ranks: Sequence[RankStates], key: str) -> int | None:
-    """How many values a state has per element; ``None``: it is not elementwise, or ranks differ."""
+    """How many values a state has per element; ``None``: it is not elementwise, or ranks differ.
+
+    A square matrix is no such state: preconditioners have a row and a column for each element.
+    """
     found = set()
     for states in ranks:
         *leading, last = states.tensors[key].shape or (-1,)
-        if len(leading) > 1 or last != states.numel:
+        if len(leading) > 1 or last != states.numel or (leading and leading[0] > _MOST_ROWS):
             return None
         found.add(leading[0] or 1 if leading else 1)
     return found.pop() if len(found) == 1 else None

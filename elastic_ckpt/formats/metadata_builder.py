@@ -108,7 +108,7 @@ class MetadataBuilder:
             parameter: named in errors about damaged states.
             any_shape: whether the partition is one parameter, whose states may have any shape.
         """
-        kinds = classify(ranks, self._options) if ranks[0].tensors else {}
+        kinds = classify(ranks, self._options) if any(rank.tensors for rank in ranks) else {}
         self._kinds |= kinds
         for key, kind in kinds.items():
             if kind.kind == OPAQUE and any_shape and key not in COMPANIONS:
@@ -164,7 +164,7 @@ class MetadataBuilder:
         if MASTER not in first.swapped:
             found[MASTER] = self._partitioned(partitioned, MASTER, [flat.master for flat in flats], _PLAIN, files)
         for key, kind in kinds.items():
-            refs = [flat.states.tensors[key] for flat in flats]
+            refs = [flat.states.tensors[key] for flat in flats if key in flat.states.tensors]  # all, unless opaque
             if kind.kind == ELEMENTWISE:
                 found[key] = self._partitioned(partitioned, key, refs, kind, files)
             elif kind.kind == TOUCHED:

@@ -71,13 +71,18 @@ def with_progress_compared(
     if counts.expected == 1 and not counts.steps and any("betas" in group for group in metadata.groups):
         counts.steps.update(() if metadata.state_keys else {0})  # of an optimizer that counts, but has not begun
     why = counts.contradiction(exact=metadata.source.zero_stage == 3)
-    if why is not None and scalers and check_shards:
+    if why is not None and scalers and check_shards and not _adapts_its_rate(metadata.groups):
         raise _mixed(model, *why)
     if not counts.odd_steps:
         return metadata
     found = f"at step {_shown(counts.steps)}, counters at {counts.expected}"
     note = f"optimizer states are {found}: as after a reset of the optimizer"
     return replace(metadata, notes=(*metadata.notes, note))
+
+
+def _adapts_its_rate(groups: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether an optimizer finds its rate itself, as Prodigy and D-Adaptation, which count no step of rate zero."""
+    return any("d0" in group for group in groups)
 
 
 @dataclass(frozen=True)

@@ -172,6 +172,8 @@ class PlanBuilder:
 
         What an unknown optimizer has in padding is not known, and norms of partitions count it.
         """
+        if any(self._is_resharded(fragment.name) for fragment in fragments):
+            return
         for number, slot in enumerate(self._slots[first:], start=first):
             # below ZeRO-3, masters are saved without it
             if slot.layout == ELEMENTWISE and (slot.key != MASTER or self._metadata.source.zero_stage == 3):

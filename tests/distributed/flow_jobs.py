@@ -62,6 +62,7 @@ def live(flow: EngineFlow, seed: int) -> Iterator[Any]:
 
 def _save(flow: EngineFlow, folder: str) -> dict[str, dict[Any, Any]]:
     with live(flow, 7) as engine:
+        torch.manual_seed(1)  # some optimizers draw numbers
         train(_CELL, engine, 0, SAVE_AT, flow.pending)
         truth = state_of(_CELL, engine)
         truth["client"] = parts.CLIENTS[flow.client]()
@@ -70,6 +71,7 @@ def _save(flow: EngineFlow, folder: str) -> dict[str, dict[Any, Any]]:
 
 
 def _three_steps_later(engine: Any) -> dict[str, dict[Any, Any]]:
+    torch.manual_seed(2)
     losses = {"losses": dict(enumerate(train(_CELL, engine, SAVE_AT, SAVE_AT + _MORE_STEPS)))}
     return losses | {f"{part} {_MORE_STEPS} steps later": values for part, values in state_of(_CELL, engine).items()}
 
@@ -109,6 +111,8 @@ def run(flow: Flow, folder: str, mark: Callable[[str], None]) -> tuple[str, str]
                     return REFUSED, words
                 return f"does not load: {words}", ""
     truth, alone, ours = found
+    if parts.pads_with_more_than_zeros(flow):
+        alone = {part: values for part, values in alone.items() if not part.startswith(("states", "masters"))}
     wrong = next(filter(None, _of_all(_first_difference(truth, alone, ours))), None)
     return (wrong or RIGHT), "\n".join(line for line in lines if "elastic_ckpt" in line)
 

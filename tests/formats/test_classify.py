@@ -557,3 +557,13 @@ def test_the_users_word_comes_before_whole_parameters() -> None:
     assert classify(held, said(momentum_buffer="fresh")) == {"momentum_buffer": SavedKind(FRESH)}
     refused(held, said(momentum_buffer="elementwise"), "momentum_buffer", "elementwise")
     refused(held, said(momentum_buffer="replicated"), "momentum_buffer", "replicated")
+
+
+def test_a_square_matrix_of_a_partition_is_not_cut_by_columns() -> None:
+    assert kind_of(Saved((N, N))).kind == OPAQUE
+    assert kind_of(Saved((2, N))) == SavedKind(ELEMENTWISE, 2)
+
+
+def test_a_state_that_is_a_tensor_on_some_ranks_alone_is_opaque() -> None:
+    for each in ({"mine": Saved((N,))}, {}), ({}, {"mine": Saved((N,))}):
+        assert classify(ranks(N, *each), said())["mine"].kind == OPAQUE
