@@ -15,8 +15,8 @@ import pytest
 from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.metadata import ITEMSIZE
 from elastic_ckpt.errors import ElasticCkptError
+from elastic_ckpt.formats import READERS, MetadataOptions
 from elastic_ckpt.formats.detect import look_at
-from elastic_ckpt.tools.opened import open_checkpoint
 from elastic_ckpt.tools.verification import verify
 from tests.distributed.conftest import Launch
 from tests.distributed.mixture_jobs import Pair
@@ -76,7 +76,7 @@ def content(folder: Path, with_states: bool) -> str | None:
     found = look_at(str(folder.parent), folder.name)
     assert found is not None
     try:
-        checkpoint = open_checkpoint(found, CONFIG, with_states, with_client_state=True).checkpoint
+        checkpoint = READERS[found.format](found, MetadataOptions(with_states=with_states))
     except ElasticCkptError:
         return None
     metadata, state, digest = checkpoint.metadata, checkpoint.training_state, hashlib.sha256()

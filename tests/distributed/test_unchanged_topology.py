@@ -295,9 +295,9 @@ def test_every_cell_has_a_name_of_its_own() -> None:
 @pytest.mark.parametrize("name", CELLS)
 def test_what_deepspeed_loads_alone_loads_with_elastic_ckpt_too(name: str, results: dict[str, dict[str, Any]]) -> None:
     cell, found = CELLS[name], results[name]
-    assert sorted(found["a"]) == sorted(cell["wrong"]), found["a"]
-    assert sorted(found["b"]) == sorted(cell["wrong_too"]), found["b"]
-    assert sorted(found["between"]) == sorted(cell["differ"]), found["between"]
+    assert _now(found["a"]) == sorted(cell["wrong"]), found["a"]
+    assert _now(found["b"]) == sorted(cell["wrong_too"]), found["b"]
+    assert _now(found["between"]) == sorted(cell["differ"]), found["between"]
     lines = [line for line in found["lines"] if "DeepSpeed's own loader" in line]
     assert not any("DeepSpeed's own loader" in line for others in found["others"] for line in others), found["others"]
     if cell["left"]:
@@ -305,6 +305,13 @@ def test_what_deepspeed_loads_alone_loads_with_elastic_ckpt_too(name: str, resul
         assert len(lines) == len(cell["loads"]) and all(cell["left"] in line for line in lines), found["lines"]
     elif "load" not in cell["wrong_too"]:
         assert found["by"] == "ours" and not lines, found["lines"]
+
+
+def _now(parts: dict[str, str]) -> list[str]:
+    """The parts that are wrong, but for what steps after the load leave, which is wrong only where losses are, too."""
+    later = [part for part in parts if " later" in part]
+    assert not later or any(part.startswith("losses") for part in parts), parts
+    return sorted(parts.keys() - set(later))
 
 
 def test_what_is_refused_for_its_code_says_how_to_trust_it(results: dict[str, dict[str, Any]]) -> None:

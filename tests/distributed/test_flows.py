@@ -1,0 +1,17 @@
+"""What plain DeepSpeed completes, drawn at random for some minutes; ``python -m tests.flows`` draws for hours."""
+
+from __future__ import annotations
+
+import random
+
+from tests.flows.__main__ import draw
+
+#: ``launch/test.sh --all`` takes as long as this for it, and something new each time.
+_SECONDS = 200
+
+
+def test_what_deepspeed_completes_alone_completes_with_elastic_ckpt_and_leaves_the_same_bits(extensions_dir: str) -> None:
+    seed = random.SystemRandom().randrange(10**6)
+    counted, failures = draw(_SECONDS, seed, extensions_dir)
+    assert failures == [], f"seed {seed}"
+    assert counted["right"] > counted["void"] / 2, counted
