@@ -98,7 +98,6 @@ COVERED_BY = {
     "distributed/test_cli_verify.py": "cli/verify",
     "distributed/test_matrix.py": "formats/native",
     "distributed/test_parallel.py": "megatron",
-    "distributed/test_fallback.py": "load/handover",
     "engines/test_versions.py": "engines/tried",
     "load/test_startup.py": "cli/disable cli/enable cli/exec",
     "planning/test_planner.py": "planning/optimizer_kinds",

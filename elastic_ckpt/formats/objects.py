@@ -30,6 +30,7 @@ from elastic_ckpt.formats.torch_archive.calls import (
     Unmade,
     unsafe_error,
 )
+from elastic_ckpt.formats.torch_archive.globals import is_attribute
 from elastic_ckpt.formats.torch_archive.stand_ins import ArrayStandIn, DtypeStandIn, Size, StandIn
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from elastic_ckpt.formats.torch_archive.tensors import CHANGED, PARAMETER, SUBCLASS, StorageRef
@@ -43,9 +44,10 @@ if TYPE_CHECKING:
 _NOT_MADE = (UnsafePickleError, UnsupportedError)
 #: torch counts no further.
 _MOST_ELEMENTS = 1 << 62
-#: Longest text of which a number is made, and what else one of Python's own classes may be made of.
-_LONGEST_TEXT = 1 << 10
-_PARTS = (int, float, bytes, tuple, type, datetime.timedelta, datetime.tzinfo, type(None))
+#: What one of Python's own classes may be made of.
+_PARTS = (str, int, float, bytes, type, datetime.timedelta, datetime.tzinfo, type(None))
+#: Attributes that objects may get for each byte of the file, and in addition: many can be given the same ones.
+_MOST_ATTRIBUTES, _MOST_MORE_ATTRIBUTES = 1, 1 << 16
 _MODULES: Mapping[str, Any] = {
     each.__name__: each for each in (builtins, collections, datetime, decimal, fractions, types)
 }
@@ -61,7 +63,12 @@ def materialise(file: PickledFile, node: Any) -> Any:
     file that has shrunk.
     """
     maker = _Maker(file)
-    return replace_leaves(node, maker.made, maker.give)
+    try:
+        return replace_leaves(node, maker.made, maker.give)
+    except ElasticCkptError:
+        raise
+    except Exception as error:  # of keys that cannot be hashed, or take too long
+        raise maker.failed(node, error) from error
 
 
 def materialise_entries(
@@ -99,6 +106,7 @@ class _Maker:
         self._file = file
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._typed: dict[tuple[int, int], Any] = {}
+        self._attributes_left = _MOST_ATTRIBUTES * file.nbytes + _MOST_MORE_ATTRIBUTES
 
     def made(self, leaf: Any) -> Any:
         """What a leaf stands for."""
@@ -109,7 +117,7 @@ class _Maker:
         except ElasticCkptError:
             raise
         except Exception as error:  # arguments of a constructor can raise anything
-            raise self._failed(leaf, error) from error
+            raise self.failed(leaf, error) from error
 
     def _made(self, leaf: Any) -> Any:
         make: Mapping[type, Callable[[Any], Any]] = {
@@ -129,6 +137,7 @@ class _Maker:
         try:
             for kind, values in steps:
                 if kind == STATE:
+                    self._charge(values[0])
                     _set_state(call, made, values[0])
                 elif kind == PAIRS:
                     for key, value in zip(values[::2], values[1::2], strict=True):
@@ -138,11 +147,20 @@ class _Maker:
         except ElasticCkptError:
             raise
         except Exception as error:
-            raise self._failed(call, error) from error
+            raise self.failed(call, error) from error
 
-    def _failed(self, leaf: Any, error: Exception) -> ElasticCkptError:
+    def _charge(self, state: Any) -> None:
+        for each in (*state, state) if isinstance(state, tuple) else (state,):
+            self._attributes_left -= len(each) if isinstance(each, (dict, tuple)) else 0
+        if self._attributes_left < 0:
+            raise ValueError("objects that are given the same many attributes again and again")
+
+    def failed(self, leaf: Any, error: Exception) -> ElasticCkptError:
+        """The error of what raised another one, or is not made."""
         refuse_used_up(error, self._file.path)
-        name = leaf if isinstance(leaf, (Call, Global)) else type(leaf).__name__
+        while isinstance(leaf, Call):  # its result was called
+            leaf = leaf.function
+        name = leaf if isinstance(leaf, Global) else type(leaf).__name__
         return UnsupportedError(
             "an object of this file cannot be made again",
             file=self._file.path,
@@ -184,6 +202,7 @@ class _Maker:
             new = torch.nn.Parameter(new, ref.requires_grad)
         elif ref.requires_grad:
             new.requires_grad_()
+        self._charge(ref.attributes)
         _set_attributes(new, ref.attributes or {})
         return new
 
@@ -242,8 +261,7 @@ def _called(call: Call) -> Any:
 
 def _of_python(name: str, args: tuple[Any, ...]) -> Any:
     for arg in args:
-        is_text = isinstance(arg, str) and len(arg) <= _LONGEST_TEXT
-        if not is_text and not isinstance(arg, _PARTS):
+        if not isinstance(arg, _PARTS) and arg != ():
             raise unsafe_error(f"{name} of a {type(arg).__name__}")
     module, _, cls = name.rpartition(".")
     return getattr(_MODULES[module], cls)(*args)
@@ -265,6 +283,8 @@ def _set_state(call: Call, made: Any, state: Any) -> None:
         slots = None
         if isinstance(state, tuple) and len(state) == 2:
             state, slots = state
+        if not is_users and not all(map(is_attribute, state)):  # it may have got more keys since it was read
+            raise unsafe_error(f"an attribute of {call} that is no plain one")
         vars(made).update(state or {})
         for key, value in (slots or {}).items():
             setattr(made, key, value)

@@ -177,6 +177,29 @@ TRICKS: dict[str, bytes] = {
     + b".",
 }  # fmt: skip
 
+
+def _client(entry: bytes) -> bytes:
+    """A model-states file with an entry in its client state, of which only the maker of objects looks at the tree."""
+    return b"\x80\x02}" + text("module") + b"}s" + text("entry") + entry + b"s."
+
+
+DEQUE, FRACTION, PLAIN_NAMESPACE = (
+    name("collections", "deque"),
+    name("fractions", "Fraction"),
+    name("types", "SimpleNamespace"),
+)
+RANGE = call(name("builtins", "range"), number(1 << 40))
+TRICKS |= {
+    "a key that cannot be hashed": _client(b"}" + call(DEQUE) + b"Ns"),
+    "a member that cannot be hashed": _client(b"\x8f(" + call(DEQUE) + b"\x90"),
+    "a frozen set of what cannot be hashed": _client(b"(" + call(DEQUE) + b"\x91"),
+    "a namespace whose state gets a __deepcopy__ behind its BUILD": _client(
+        b"(}" + put(9) + call(PLAIN_NAMESPACE) + get(9) + b"b" + get(9) + text("__deepcopy__") + name("builtins", "list") + b"st"
+    ),
+    "an array of another class than numpy's own": _client(call(name("numpy.core.multiarray", "_reconstruct"), name("numpy", "matrix"), tuple_of(number(0)), text("b"))),
+    "a mesh of devices, which waits for other ranks": _client(call(name("torch.distributed.device_mesh", "DeviceMesh"), text("cpu"), b"](K\x00K\x01e")),
+}  # fmt: skip
+
 _EXTENSIONS = {"EXT1": b"\x82\x01", "EXT2": b"\x83\x01\x00", "EXT4": b"\x84\x01\x00\x00\x00"}
 TRICKS |= {f"an extension code, whose cache is asked before any list ({key})": b"\x80\x02" + code + b")R." for key, code in _EXTENSIONS.items()}  # fmt: skip
 
@@ -211,6 +234,47 @@ def _keys(keys: list[Any]) -> bytes:
 
 LONG = text("x" * 200_000)
 _SIXTY = doubled(60)
+_DEEP = b")" + b"\x85" * 100_000
+_PRIME = 2**61 - 1
+
+
+def _index(part: bytes) -> bytes:
+    """An object whose real one hashes its attributes."""
+    return name("torch.distributed.checkpoint.metadata", "MetadataIndex") + b")\x81}" + text("fqn") + part + b"sb"
+
+
+def _calls(function: bytes, count: int) -> bytes:
+    """A dictionary whose keys are numbers of one hash."""
+    return b"}(" + b"".join(call(function, text(str(k * _PRIME))) + b"N" for k in range(count)) + b"u"
+
+
+_DATE = call(name("numpy", "dtype"), text("M8"), b"\x89", b"\x88")
+_UNITS = tuple_of(
+    number(4),
+    text("<"),
+    b"NNN",
+    number(-1),
+    number(-1),
+    number(0),
+    tuple_of(b"N", tuple_of(b"C\x01D", number(1 << 8000), number(1), number(1))),
+)
+
+#: What only the maker of objects may meet, in small files.
+_MADE = {
+    "a fraction of a thousand million digits": call(FRACTION, text("1e999999999")),
+    "a default dictionary with a key that is deep": call(name("collections", "defaultdict"), b"N", tuple_of(_DEEP + b"N\x86")),
+    "a default dictionary with a key of 2 ** 60 parts": call(name("collections", "defaultdict"), b"N", tuple_of(_SIXTY + b"N\x86")),
+    "a key whose real object hashes what is deep": b"}" + _index(_DEEP) + b"Ns",
+    "a member whose real object hashes 2 ** 60 parts": b"\x8f(" + _index(_SIXTY) + b"\x90",
+    "a default dictionary with keys of one hash": call(name("collections", "defaultdict")) + b"".join(number(k * _PRIME) + b"Ns" for k in range(20_000)),
+    "keys that become decimals of one hash": _calls(name("decimal", "Decimal"), 20_000),
+    "keys that become fractions of one hash": _calls(FRACTION, 20_000),
+    "namespaces whose shared state is filled behind their BUILD": b"(}" + put(9) + b"](" + (call(PLAIN_NAMESPACE) + get(9) + b"b") * 5000 + b"e"
+    + get(9) + b"(" + b"".join(text(f"a{k}") + b"N" for k in range(20_000)) + b"u0t",
+    "an array of 20,000 dimensions of 2,400 digits": b"(" + number(1 << 8000) + put(3) + ARRAY + tuple_of(number(1), tuple_of(*[get(3)] * 20_000), DTYPE, b"\x89", b"C\x08" + bytes(8)) + b"bt",
+    "a date whose unit grows": b"(" + _UNITS + put(3) + _DATE + (get(3) + b"b") * 20_000 + b"t",
+    "a deque of a range": call(DEQUE, RANGE),
+}  # fmt: skip
 
 #: Small pickles that would take hours, or more memory than there is, of a reader that does what they ask for.
 BOMBS: dict[str, bytes] = {
@@ -266,6 +330,20 @@ BOMBS: dict[str, bytes] = {
     "arrays of the same bytes": repeated(name("numpy.core.multiarray", "_reconstruct") + put(0) + tuple_of(number(1), tuple_of(number(200_000)), call(name("numpy", "dtype"), text("u1"), b"\x89", b"\x88"), b"\x89", b"B" + struct.pack("<I", 200_000) + bytes(200_000)) + put(1), get(0) + b")R" + get(1) + b"b"),
     "tensors 900 deep in each other": b"\x80\x02" + FROM_TYPE + put(0) + name("torch", "Tensor") + put(1) + tuple_of(storage("0", 1), b"K\0", b"K\1\x85", b"K\1\x85", b"\x89", b"}") + put(2) + tuple_of(V2, get(1), get(2), b"N") + put(3)
     + b"".join(tuple_of(get(0), get(1), get(k), b"N") + put(k + 1) for k in range(3, 900)) + b"]" + (b"(" + (get(0) + get(900) + b"R") * 1000 + b"e") * 20 + b".",
+}  # fmt: skip
+
+BOMBS |= {what: _client(entry) for what, entry in _MADE.items()}
+
+#: What torch would make, of a file that is screened for its loader.
+SCREENED: dict[str, bytes] = {
+    **{what: _client(_MADE[what]) for what in ("a fraction of a thousand million digits", "a deque of a range")},
+    "a default dictionary with a deep key": _client(_MADE["a default dictionary with a key that is deep"]),
+    "a key that hashes what is deep": _client(_MADE["a key whose real object hashes what is deep"]),
+    "a list of a range as a tensor": _client(call(FROM_TYPE, name("builtins", "list"), name("builtins", "list"), tuple_of(RANGE), b"N")),
+    "an array with elements before its state": _client(call(name("numpy.core.multiarray", "_reconstruct"), name("numpy", "ndarray"), tuple_of(number(1 << 29)), text("O"))),
+    "a dtype of another size": _client(call(name("numpy", "dtype"), text("S8"), b"\x89", b"\x88") + tuple_of(number(3), text("|"), b"NNN", number(1 << 30), number(0), number(0)) + b"b"),
+    "a dtype with parts": _client(DTYPE + tuple_of(number(3), text("<"), b"N", tuple_of(text("a")), b"}", number(-1), number(-1), number(63)) + b"b"),
+    "a mesh of devices": TRICKS["a mesh of devices, which waits for other ranks"],
 }  # fmt: skip
 
 

@@ -11,14 +11,17 @@ from typing import Any
 import numpy  # noqa: F401  not to be imported while the canary watches
 import pytest
 import torch
+import torch.distributed.checkpoint
+import torch.distributed.tensor
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from elastic_ckpt.errors import DamagedError, UnsafePickleError
 from elastic_ckpt.formats.pickled import open_pickled
+from elastic_ckpt.formats.torch_archive.screening import screen
 from tests.attacks.assembly import archive, legacy, packed, records_of
 from tests.attacks.guard import guarded, read
-from tests.attacks.pickles import BOMBS, NAMES, TRICKS, Nested, routes
+from tests.attacks.pickles import BOMBS, NAMES, SCREENED, TRICKS, Nested, routes
 
 #: The size of an object of Python for each byte of a pickle that can make one.
 OBJECT_NBYTES = 200
@@ -58,6 +61,13 @@ def test_tricks_with_what_is_on_the_list_are_refused(tmp_path: Path, what: str) 
 def test_bombs_do_not_go_off(tmp_path: Path, what: str) -> None:
     file, error = read(archive(tmp_path, BOMBS[what], bytes(16)), copies=OBJECT_NBYTES)
     assert file is None and error is not None
+
+
+@pytest.mark.parametrize("what", SCREENED)
+def test_what_takes_torch_long_or_much_is_not_handed_to_it(tmp_path: Path, what: str) -> None:
+    path = archive(tmp_path, SCREENED[what])
+    with guarded(64 << 20), open(path, "rb") as stream, pytest.raises((UnsafePickleError, pickle.UnpicklingError)):
+        screen(stream)
 
 
 @pytest.mark.parametrize("opcode", [b"]", b"}", b"\x8f", b"\x94", b")\x85", b")N\x86", b"(t", b"(l", b"h\x00)R"])

@@ -21,6 +21,7 @@ from enum import Enum
 from functools import cache, partial
 from typing import Any
 
+from elastic_ckpt.core.shapes import checked_shape
 from elastic_ckpt.errors import UnsupportedError
 from elastic_ckpt.formats.torch_archive.calls import (
     PLAIN_CLASSES,
@@ -43,6 +44,8 @@ from elastic_ckpt.formats.torch_archive.stand_ins import (
 )
 from elastic_ckpt.formats.torch_archive.tensors import REBUILD, subclass_error
 
+#: What torch itself adds to the list of whoever imports it, and what starts to talk to other ranks where it is called.
+_COLLECTIVE = frozenset({"torch.distributed.device_mesh.DeviceMesh", "torch.distributed.device_mesh.init_device_mesh"})
 #: Modules whose names are refused even where the user allowed one, as torch does.
 _BLOCKED = frozenset({"sys", "os", "posix", "nt"})
 _DCP = "torch.distributed.checkpoint"
@@ -69,6 +72,9 @@ _CLASSES = (
     *(f"{_DCP}.planner.{name}" for name in ("SavePlan", "WriteItem", "TensorWriteData", "BytesIOWriteData")),
     *(f"megatron.core.dist_checkpointing.strategies.torch.{name}" for name in ("MCoreMetadata", "MCoreSavePlan")),
 )
+#: What Python's own classes are made of: long texts take long to become numbers, "1e999999999" an endless fraction.
+_PARTS, _LONGEST_TEXT = frozenset({int, float, bool, bytes, type(None), Global}), 1 << 10
+_FRACTION = re.compile(r"-?\d+(?:/\d+)?")
 #: Dtypes, also those whose tensors cannot be read, and how integers stand for the numbers of a quantized tensor.
 _OF_TORCH = re.compile(r"torch\.(?:bool|(?:q?u?int|bits|b?float|complex)\d\w{,30}|per_(?:tensor|channel)_\w{,30})")
 #: Classes whose state is a tuple: the attributes in it.
@@ -88,7 +94,7 @@ def find_global(module: str, name: str) -> Global:
         return entry
     if is_storage(module, name) or _OF_TORCH.fullmatch(path):
         return Global(path)
-    if module not in _BLOCKED and path in (users := _users_globals()):
+    if module not in _BLOCKED and path not in _COLLECTIVE and path in (users := _users_globals()):
         return Global(path, users=users[path])
     is_torchao = module.partition(".")[0] == "torchao"
     return Global(path, error=subclass_error(path) if is_torchao else unsafe_error(path))
@@ -133,14 +139,14 @@ def set_state(target: Any, state: Any) -> None:
     elif kind in (DtypeStandIn, ArrayStandIn):
         target.set_state(state)
     elif kind in (argparse.Namespace, StandIn, OrderedDict):
-        if type(state) is not dict or not all(map(partial(_is_attribute, kind), state)):
+        if type(state) is not dict or not all(is_attribute(key, kind) for key in state):
             raise pickle.UnpicklingError(f"a state of {kind.__name__} that is no dictionary of attributes")
         vars(target).update(state)
     else:
         raise pickle.UnpicklingError(f"an object of type {kind.__name__} is given a state")
 
 
-def _is_attribute(kind: type, key: Any) -> bool:
+def is_attribute(key: Any, kind: type = argparse.Namespace) -> bool:
     """Whether a key of a state can be an attribute: none that Python or the class gives a meaning."""
     return type(key) is str and not key.startswith("__") and not hasattr(kind, key)
 
@@ -151,7 +157,7 @@ def _keep_state(target: Call | Unmade, state: Any) -> None:
         return
     if type(target.function) is Global and target.function.users is None:
         is_namespace = target.function.name == "types.SimpleNamespace" and type(state) is dict
-        if not is_namespace or not all(map(partial(_is_attribute, argparse.Namespace), state)):
+        if not is_namespace or not all(map(is_attribute, state)):
             raise pickle.UnpicklingError(f"an object of type {target.function} is given a state")
     target.steps.append((STATE, [state]))
 
@@ -191,7 +197,7 @@ def _closed_list() -> dict[str, Global]:
         calls |= {f"{module}.{cls.__name__}": partial(_path, cls) for cls in (pathlib.PosixPath, pathlib.PurePosixPath)}
     for core in ("numpy._core", "numpy.core"):  # of numpy 2, and of older ones
         calls |= {
-            f"{core}.multiarray._reconstruct": lambda *_: ArrayStandIn(),
+            f"{core}.multiarray._reconstruct": _empty_array,
             f"{core}.multiarray.scalar": numpy_scalar,
             f"{core}.numeric._frombuffer": _from_buffer,
         }
@@ -203,6 +209,16 @@ def _closed_list() -> dict[str, Global]:
 
 
 def _later(name: str, *args: Any) -> Call:
+    """An object of a class of Python's, whose arguments are small, and no containers."""
+    for arg in args:
+        if type(arg) is Unmade:
+            raise arg.error
+        is_text = type(arg) is str and len(arg) <= _LONGEST_TEXT
+        is_text = is_text and (name != "fractions.Fraction" or _FRACTION.fullmatch(arg) is not None)
+        is_users = type(arg) is Call and (type(arg.function) is Call or arg.function.users is not None)
+        is_duration = type(arg) is Call and str(arg) in ("datetime.timedelta", "datetime.timezone")
+        if not (is_text or is_users or is_duration or type(arg) in _PARTS or (type(arg) is tuple and not arg)):
+            raise unsafe_error(f"{name} of {described(arg)}")
     return Call(Global(name), args)
 
 
@@ -308,6 +324,14 @@ def _path(cls: type[pathlib.PurePath], *parts: Any) -> pathlib.PurePath:
     return cls(*parts)
 
 
+def _empty_array(cls: Any, shape: Any, dtype: Any) -> ArrayStandIn:
+    if type(cls) is Global and cls.error is not None:
+        raise cls.error
+    if shape != (0,) or dtype not in ("b", b"b"):
+        raise pickle.UnpicklingError("an array that has elements before its state")
+    return ArrayStandIn()
+
+
 def _from_buffer(data: Any, dtype: Any, shape: Any, order: Any) -> Any:
     """numpy's arrays in protocol 5."""
-    return numpy_array(dtype, data, Size(shape)).reshape(shape, order="F" if order == "F" else "C")
+    return numpy_array(dtype, data, checked_shape(Size(shape))).reshape(shape, order="F" if order == "F" else "C")

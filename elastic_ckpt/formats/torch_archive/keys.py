@@ -24,7 +24,7 @@ def checked_keys(items: Any, others: int = 0) -> list[Any]:
 
 def check_key(key: Any, others: int) -> None:
     """Raise :class:`pickle.UnpicklingError` for a key that could take long to hash or to find among the ``others``."""
-    if isinstance(key, _PLAIN_KEYS) or (type(key) is int and -_LARGEST_KEY < key < _LARGEST_KEY) or _is_plain_key(key):
+    if isinstance(key, _PLAIN_KEYS) or (type(key) is int and -_LARGEST_KEY < key < _LARGEST_KEY):
         return
     left, waiting = _MOST_KEY_OBJECTS, [key]
     while waiting:
@@ -33,9 +33,11 @@ def check_key(key: Any, others: int) -> None:
         is_tuple = isinstance(each, tuple) and type(each).__hash__ is tuple.__hash__
         if (is_tuple or type(each) is frozenset) and len(each) <= left:
             waiting += each
-        elif left < 0 or not (isinstance(each, _PLAIN_KEYS) or type(each) in (int, float) or _is_plain_key(each)):
+        elif _is_plain_key(each) and left >= 0:
+            waiting += getattr(each, "__dict__", {}).values()  # the real object may hash them
+        elif left < 0 or not (isinstance(each, _PLAIN_KEYS) or type(each) in (int, float)):
             raise pickle.UnpicklingError(f"a key of type {type(each).__name__}, or of too many parts")
-    if others > _MOST_COLLIDING:
+    if others > _MOST_COLLIDING and not _is_plain_key(key):
         raise pickle.UnpicklingError(f"more than {_MOST_COLLIDING} keys that are tuples, or large or real numbers")
 
 

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 from elastic_ckpt.errors import UnsupportedError
 from elastic_ckpt.formats.torch_archive.archive import is_legacy, most_pickle_nbytes, read_legacy
-from elastic_ckpt.formats.torch_archive.calls import Global, unsafe_error
+from elastic_ckpt.formats.torch_archive.calls import Global, described, unsafe_error
 from elastic_ckpt.formats.torch_archive.directory import ArchiveError, Directory
 from elastic_ckpt.formats.torch_archive.globals import find_global, set_state
 from elastic_ckpt.formats.torch_archive.tensors import REBUILD, StorageRef, storage_id
@@ -92,7 +92,9 @@ def _find(module: str, name: str) -> Global:
     entry = find_global(module, name)
     if entry.error is not None:
         raise entry.error
-    if path in _REBUILD_MORE or (path in REBUILD and "_rebuild_from_type" in path):
+    if path in REBUILD and "_rebuild_from_type" in path:
+        return Global(path, _rebuilt_from_type)
+    if path in _REBUILD_MORE:
         return Global(path, _rebuilt)
     return Global(path, partial(_rebuilt_if_known, REBUILD[path])) if path in REBUILD else entry
 
@@ -105,6 +107,13 @@ def _rebuilt_if_known(rebuild: Callable[..., Any], *arguments: Any) -> Any:
         return rebuild(*arguments)
     except UnsupportedError:
         return _rebuilt(*arguments)
+
+
+def _rebuilt_from_type(function: Any, *arguments: Any) -> Opaque:
+    """What torch makes with another function, which is called with arguments of the file's."""
+    if type(function) is not Global or function.name not in _KNOWN:
+        raise unsafe_error(f"{described(function)} as what makes a tensor")
+    return _rebuilt(*arguments)
 
 
 def _rebuilt(*arguments: Any) -> Opaque:

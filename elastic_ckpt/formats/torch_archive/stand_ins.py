@@ -10,6 +10,7 @@ import pickle
 import re
 from typing import TYPE_CHECKING, Any
 
+from elastic_ckpt.core.shapes import checked_shape
 from elastic_ckpt.formats.torch_archive.calls import STATE, Call, Global, Unmade, unsafe_error
 
 if TYPE_CHECKING:
@@ -65,14 +66,18 @@ class DtypeStandIn:
         return f"numpy.dtype({self.byteorder}{self.spec})"
 
     def set_state(self, state: Any) -> None:
-        order = state[1]
+        order, more, (itemsize, alignment, flags) = state[1], state[2:5], state[5:8]
+        is_number = (itemsize, alignment, flags) == (-1, -1, 0)
+        is_text = self.spec[0] in "SU" and (alignment, flags) in ((1, 0), (4, 8)) and itemsize == self.dtype().itemsize
+        if more != (None, None, None) or not (is_number or is_text):
+            raise pickle.UnpicklingError("a dtype with parts, or of another size")
         self.byteorder = order.decode("ascii") if isinstance(order, bytes) else order
         if self.spec[0] in "mM" and len(state) > 8:  # a unit, and how many of it
             unit, count = state[8][1][:2]
             if unit != b"generic":
                 if not _UNIT.fullmatch(unit) or type(count) is not int:
                     raise pickle.UnpicklingError("a date without a unit")
-                self.spec += f"[{count}{unit.decode()}]"
+                self.spec = f"{self.spec[:2]}[{count}{unit.decode()}]"
 
     def dtype(self) -> np.dtype[Any]:
         """The dtype itself."""
@@ -116,7 +121,7 @@ class ArrayStandIn:
             self.value = Call(Global("numpy.ndarray", users=np.ndarray), ((0,),), is_new=True)
             self.value.steps.append((STATE, [state]))
             return
-        array = numpy_array(dtype, data, Size(shape))
+        array = numpy_array(dtype, data, checked_shape(Size(shape)))
         self.value = array.reshape(shape, order="F" if is_fortran else "C")
 
     def array(self) -> Any:

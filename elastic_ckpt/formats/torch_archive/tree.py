@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace as replaced
 from typing import Any
 
 from elastic_ckpt.errors import ElasticCkptError, UnsupportedError
-from elastic_ckpt.formats.torch_archive.calls import PLAIN_CLASSES, Call, Global, Unmade
+from elastic_ckpt.formats.torch_archive.calls import MEMBERS, PAIRS, PLAIN_CLASSES, Call, Global, Unmade
 from elastic_ckpt.formats.torch_archive.stand_ins import ArrayStandIn, DtypeStandIn, StandIn
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from elastic_ckpt.formats.torch_archive.tensors import StorageRef, kind_error
@@ -16,6 +17,9 @@ from elastic_ckpt.formats.torch_archive.tensors import StorageRef, kind_error
 #: Deepest nesting of containers, and how many objects a walk may meet per object that there is: shared objects are met
 #: again and again, and a few dozen lists can hold each other 2 ** 60 times.
 _MOST_DEPTH, _MOST_REPEATED = 128, 64
+#: Most objects that a key is made of: hashing recurses into them. And most keys of one hash.
+_MOST_IN_KEY, _MOST_OF_ONE_HASH = 512, 128
+_HASHED_WITH_SEED = frozenset({str, bytes, bool, type(None)})
 _PLAIN = frozenset({str, bool, int, float, complex, bytes, type(None)})
 _LEAVES = _PLAIN | {TensorRef, bytearray, DtypeStandIn, StorageRef}
 #: Entries of a model-states file that this package reads; the others are the client state, and that of schedulers.
@@ -190,6 +194,8 @@ def _within(node: Any) -> list[Any]:
 def _made(node: Any, new: Callable[[Any], Any], replace: Callable[[Any], Any]) -> Any:
     if isinstance(node, (list, dict, argparse.Namespace)) or type(node) is set:
         return type(node)()
+    if type(node) is frozenset:
+        _check_keys(node, new)
     if type(node) in (tuple, frozenset):
         return type(node)(map(new, node))
     if type(node) is StandIn:
@@ -208,8 +214,29 @@ def _made(node: Any, new: Callable[[Any], Any], replace: Callable[[Any], Any]) -
     return replace(node)
 
 
+def _check_keys(keys: Iterable[Any], new: Callable[[Any], Any]) -> None:
+    """Refuse keys of which what they became takes long to hash, or to find among the others."""
+    hashes: Counter[int] = Counter()
+    for key in keys:
+        if type(key) in _HASHED_WITH_SEED:
+            continue
+        left, waiting = _MOST_IN_KEY, [key]
+        while waiting:
+            left -= 1
+            parts = _children(waiting.pop())
+            if len(parts) > left:
+                raise ValueError(f"a key of type {type(key).__name__} with more than {_MOST_IN_KEY} parts")
+            waiting += parts
+        found = hash(new(key))
+        hashes[found] += 1
+        if hashes[found] > _MOST_OF_ONE_HASH:
+            raise ValueError(f"more than {_MOST_OF_ONE_HASH} keys with the same hash")
+
+
 def _fill(node: Any, target: Any, new: Callable[[Any], Any], give: Any) -> None:
     if type(node) is Call:
+        keys = {PAIRS: slice(None, None, 2), MEMBERS: slice(None)}
+        _check_keys([key for kind, values in node.steps if kind in keys for key in values[keys[kind]]], new)
         steps = [(kind, list(map(new, values))) for kind, values in node.steps]
         if type(target) is Call:
             target.steps += steps
@@ -218,9 +245,11 @@ def _fill(node: Any, target: Any, new: Callable[[Any], Any], give: Any) -> None:
     elif isinstance(node, list):
         target.extend(map(new, node))
     elif isinstance(node, dict):
+        _check_keys(node, new)
         for key, value in node.items():
             target[new(key)] = new(value)
     elif type(node) is set:
+        _check_keys(node, new)
         target.update(map(new, node))
     if isinstance(node, (dict, argparse.Namespace)) and hasattr(node, "__dict__"):
         vars(target).update((key, new(value)) for key, value in vars(node).items())
