@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -128,7 +128,10 @@ def train(model: Model, where: str, steps: int, load: Path, save: Path, plugin: 
     names = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "LOCAL_SIZE": "64", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     names |= {"TORCH_COMPILE_DISABLE": "1", "TORCH_EXTENSIONS_DIR": f"{FOLDER}/extensions"}
     names |= {"PYTHONPATH": f"{HERE.parents[1]}:{FOLDER}/{model.codebase}"}
-    (tp, pp, dp, *_), port = degrees(where), random.randrange(20000, 40000)
+    tp, pp, dp, *_ = degrees(where)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     launch = f"timeout 600 {sys.executable} -m torch.distributed.run --master_port={port}".split()
     launch += [f"--nproc_per_node={tp * pp * dp}"]
     if plugin:
