@@ -168,14 +168,14 @@ def _of_fixed_size(ranks: Sequence[RankStates], key: str, looks: str, options: S
 def _rows(ranks: Sequence[RankStates], key: str) -> int | None:
     """How many values a state has per element; ``None``: it is not elementwise, or ranks differ.
 
-    A square matrix is no such state: preconditioners have a row and a column for each element.
+    A matrix of one row or of many is no such state: preconditioners have a row and a column for each element.
     """
     found = set()
     for states in ranks:
         *leading, last = states.tensors[key].shape or (-1,)
-        if len(leading) > 1 or last != states.numel or (leading and leading[0] > _MOST_ROWS):
+        if len(leading) > 1 or last != states.numel or (leading and not 1 < leading[0] <= _MOST_ROWS):
             return None
-        found.add(leading[0] or 1 if leading else 1)
+        found.add(leading[0] if leading else 1)
     return found.pop() if len(found) == 1 else None
 
 

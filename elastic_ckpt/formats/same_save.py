@@ -70,6 +70,11 @@ def with_progress_compared(
     )
     if counts.expected == 1 and not counts.steps and any("betas" in group for group in metadata.groups):
         counts.steps.update(() if metadata.state_keys else {0})  # of an optimizer that counts, but has not begun
+    if metadata.source.zero_stage == 3 and any("bias_correction" in group for group in metadata.groups):
+        # a step that is kept in the group counts each of its sub-groups
+        counts.steps.difference_update(
+            {step for step in counts.steps if counts.expected and not step % counts.expected}
+        )
     why = counts.contradiction(exact=metadata.source.zero_stage == 3)
     if why is not None and scalers and check_shards and not _adapts_its_rate(metadata.groups):
         raise _mixed(model, *why)

@@ -259,14 +259,17 @@ def pads_with_more_than_zeros(flow: Flow) -> bool:
 
     Its states are compared by parameter in ``tests/distributed/test_optimizers.py``, and here by what steps make of them.
     """
-    return getattr(flow, "optimizer", "").startswith(("adamax", "bnb.")) or "8bit" in getattr(flow, "optim", "")
+    return getattr(flow, "optimizer", "").startswith(("adamax", "rprop", "bnb.")) or "8bit" in getattr(
+        flow, "optim", ""
+    )
 
 
 def may_refuse(flow: Flow, text: str) -> bool:
     """Whether an error is one of those that docs/limitations.md and SECURITY.md promise."""
     if getattr(flow, "client", "") in UNSAFE and "trust_pickle" in text:
         return True
-    if "not on the list of safe globals" in text and "optim_states.pt" in text:  # a class of the optimizer's own
+    is_class = "not on the list of safe globals" in text and "pytorch_optimizer" in text
+    if is_class and isinstance(flow, EngineFlow) and flow.optimizer in PYTORCH_OPTIMIZERS:  # of the optimizer's own
         return True
     # neither is proven to be the live optimizer's: states of low rank without names; states of odd shapes beside
     # hyperparameters that only steps add
