@@ -305,6 +305,10 @@ def check_same_save(shards: Sequence[ModelShard], one_rank: bool = True) -> None
     refuse_other_saves(shards, lambda shard: {f"{what} differ": getattr(shard, what) for what in whats})
 
 
+#: What entries of optimizers have, of which some may be missing.
+_OF_OPTIMIZERS = frozenset({"state", "param_groups", "optimizer_state_dict", "base_optimizer_state"})
+
+
 def index_unpartitioned(file: PickledFile, options: StateOptions) -> UnpartitionedState | None:
     """The optimizer entry of a file, ``None`` without one (under ZeRO); :class:`DamagedError` if it is malformed."""
     saved = file.tree.get("optimizer")
@@ -315,6 +319,14 @@ def index_unpartitioned(file: PickledFile, options: StateOptions) -> Unpartition
     kind = next((kind for key, kind in MASTER_ENTRIES.items() if key in saved), PLAIN)
     state = saved if kind == PLAIN else saved.get("optimizer_state_dict")
     if not isinstance(state, Mapping) or "state" not in state or "param_groups" not in state:
+        if kind == PLAIN and len(saved) > 1 and saved.keys().isdisjoint(_OF_OPTIMIZERS):
+            raise UnsupportedError(
+                "the saved optimizer has a state dict of its own kind, which is not supported",
+                file=file.path,
+                expected="'state' and 'param_groups', as torch's optimizers have them",
+                found=sorted(map(str, saved))[:8],
+                remedy=f"load_optimizer_states=False, or {AT_ITS_TOPOLOGY}",
+            )
         raise _damaged(file, "'state' and 'param_groups' of a torch optimizer", sorted(map(str, saved))[:8])
     masters: tuple[tuple[TensorRef, ...], ...] = ()
     if kind != PLAIN:

@@ -69,14 +69,15 @@ def report_of(flow: Flow, what: str, extensions_dir: str) -> str:
     return f"FAILED: {last[-1]}\npython -m tests.flows --flow '{plainest.as_json()}'"
 
 
-def draw(seconds: float, seed: int, extensions_dir: str) -> tuple[Counter[str], list[str]]:
-    """Flows for so many seconds: how many ended how, and a report of each failure."""
+def draw(seconds: float, seed: int, extensions_dir: str, every: bool = True) -> tuple[Counter[str], list[str]]:
+    """Flows for so many seconds: how many ended how, and a report of each failure; ``every``: see ``parts.choices``."""
     limit, rng = time.monotonic() + seconds, random.Random(seed)
     counted: Counter[str] = Counter()
     failures: list[str] = []
     while time.monotonic() < limit:
         kind = rng.choices((EngineFlow, TrainerFlow), (3, 1))[0]
-        some = dict(choices(kind)) | {"ranks": (rng.choice(choices(kind)["ranks"]),)}
+        some = dict(choices(kind, every))
+        some["ranks"] = (rng.choice(some["ranks"]),)
         flows = [random_flow(rng, kind, some, is_possible) for _ in range(_FLOWS[kind])]
         for flow, (what, more) in zip(flows, run_flows(flows, extensions_dir), strict=True):
             counted["wrong" if is_wrong(what) else what] += 1
@@ -95,6 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     parser.add_argument("--flow", help="repeat this one, as a failure printed it")
+    parser.add_argument("--common", action="store_true", help="without the hundred rarest optimizers")
     parser.add_argument("-v", action="store_true", help="print what DeepSpeed alone does not complete")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as own:
@@ -105,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"{what}\n{more}")
                 return int(is_wrong(what))
             print(f"seed {options.seed}", flush=True)
-            counted, failures = draw(60 * options.minutes, options.seed, extensions_dir)
+            counted, failures = draw(60 * options.minutes, options.seed, extensions_dir, not options.common)
         finally:
             close_zygotes()
     print(f"{counted.total()} flows, {dict(counted)}")

@@ -202,8 +202,8 @@ _OPTIMS = ("adamw_torch", "adafactor", "sgd", "adagrad", "rmsprop", "adamw_bnb_8
 _OPTIMS += ("schedule_free_adamw", "stable_adamw", "galore_adamw", "apollo_adamw", "grokadamw", "adamw_torch_8bit")
 
 
-def choices(kind: type[Flow]) -> Choices:
-    """The choices on each axis."""
+def choices(kind: type[Flow], every: bool = True) -> Choices:
+    """The choices on each axis; without ``every``, the hundred rarest optimizers are left out."""
     if kind is TrainerFlow:
         return {
             "ranks": (1, 2),
@@ -227,7 +227,7 @@ def choices(kind: type[Flow]) -> Choices:
         "ranks": (1, 2, 3),
         "stage": (0, 1, 2, 3),
         "precision": tuple(PRECISIONS),
-        "optimizer": OPTIMIZERS,
+        "optimizer": tuple(name for name in OPTIMIZERS if every or name not in PYTORCH_OPTIMIZERS),
         "scheduler": tuple(SCHEDULERS),
         "client": tuple(CLIENTS),
         "model": tuple(MODELS),
