@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_ckpt.core.metadata import ITEMSIZE, MASTER, CheckpointMetadata
 from elastic_ckpt.core.values import numbers
-from elastic_ckpt.errors import DamagedError, MismatchError
+from elastic_ckpt.errors import AT_ITS_TOPOLOGY, DamagedError, MismatchError, UnsupportedError
 from elastic_ckpt.formats.model_states import PLAIN, ModelShard
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 from elastic_ckpt.formats.values import agrees_when_rounded, to_numbers
@@ -206,6 +206,8 @@ def spot_check(
             saved = _read(path, weight.byte_offset + start * ITEMSIZE[weight.dtype], count, weight.dtype)
             if agrees_when_rounded(masters, saved, weight.dtype):
                 continue
+            if any(group.get("train_mode") is False for group in metadata.groups):
+                raise _in_evaluation_mode(name, file)
             is_partitioned = metadata.source.zero_stage > 0
             error, problem, remedy = _OTHER_RUN if is_partitioned else _OTHER_ORDER
             where = f" from element {start} on, as in {path}" if is_partitioned else ""
@@ -217,6 +219,18 @@ def spot_check(
                 found=f"{_first(masters)} ...",
                 remedy=remedy,
             )
+
+
+def _in_evaluation_mode(name: str, file: str) -> UnsupportedError:
+    return UnsupportedError(
+        "a schedule-free optimizer was in evaluation mode when this was saved: its masters are not those of the "
+        "weights, which is not supported",
+        parameter=name,
+        file=file,
+        expected="train_mode: True in the param groups",
+        found="train_mode: False",
+        remedy=f"call optimizer.train() before saving; or {AT_ITS_TOPOLOGY}",
+    )
 
 
 def _first(values: np.ndarray[Any, Any]) -> str:
