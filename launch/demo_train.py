@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import csv
+import os
+import sys
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -154,6 +156,9 @@ def main() -> None:
             csv.writer(stream).writerows([("step", "loss"), *losses])
     dist.barrier()
     dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # all is written; threads of gloo now and then abort the interpreter's teardown
 
 
 if __name__ == "__main__":

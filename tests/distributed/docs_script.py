@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import sys
 import textwrap
 from pathlib import Path
@@ -59,7 +60,8 @@ def main() -> None:
             assert engine.global_steps == 4, where
         if "save_checkpoint" in code:
             assert Path("checkpoints/latest").read_text() == "global_step3", where
-    print(f"executed {len(blocks)} blocks")
+    print(f"executed {len(blocks)} blocks", flush=True)
+    os._exit(0)  # as in unchanged_script.py
 
 
 if __name__ == "__main__":
