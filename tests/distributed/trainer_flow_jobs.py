@@ -13,7 +13,7 @@ import transformers
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
 
-from tests.distributed.unchanged_jobs import state_of
+from tests.distributed.flow_jobs import state_without_padding
 from tests.flows.draw import TrainerFlow
 
 _SAVED_AT, _STEPS = 2, 4
@@ -29,7 +29,7 @@ class _Witness(transformers.TrainerCallback):
 
     def look(self, when: str) -> None:
         engine = self.trainer.model_wrapped
-        held = state_of(_CELL, engine)
+        held = state_without_padding(_CELL, engine)
         scheduler = self.trainer.lr_scheduler
         held["scheduler"] = {"": getattr(scheduler, "scheduler", scheduler).state_dict()}
         self.found |= {f"{part} {when}": values for part, values in held.items()}

@@ -254,16 +254,6 @@ def is_possible(flow: Flow) -> bool:
     return not (flow.loads in ("no states", "module only") and flow.stage in (0, 3))
 
 
-def pads_with_more_than_zeros(flow: Flow) -> bool:
-    """Whether an optimizer steps padding away from zero, which no load restores and no weight sees.
-
-    Its states are compared by parameter in ``tests/distributed/test_optimizers.py``, and here by what steps make of them.
-    """
-    return getattr(flow, "optimizer", "").startswith(("adamax", "rprop", "bnb.")) or "8bit" in getattr(
-        flow, "optim", ""
-    )
-
-
 def may_refuse(flow: Flow, text: str) -> bool:
     """Whether an error is one of those that docs/limitations.md and SECURITY.md promise."""
     if getattr(flow, "client", "") in UNSAFE and "trust_pickle" in text:
