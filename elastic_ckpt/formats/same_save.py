@@ -61,20 +61,14 @@ def with_progress_compared(
             where no weights tell, any number, and nothing in the files explains it.
     """
     kind = PLAIN if model.optimizer is None else model.optimizer.kind
+    counted, skipped = int(model.counters["global_steps"]), int(model.counters["skipped_steps"])
     counts = Counts(
-        int(model.counters["global_steps"]),
-        int(model.counters["skipped_steps"]),
-        {number for saved in metadata.parameters.values() for number in numbers(dict(saved.scalars).get("step"))},
+        counted,
+        skipped,
+        _optimizer_steps(metadata, counted - skipped),
         scaled_steps(scalers),
         explained_counts(kind, model.ds_version, model.ahead, bool(scalers)),
     )
-    if counts.expected == 1 and not counts.steps and any("betas" in group for group in metadata.groups):
-        counts.steps.update(() if metadata.state_keys else {0})  # of an optimizer that counts, but has not begun
-    if metadata.source.zero_stage == 3 and any("bias_correction" in group for group in metadata.groups):
-        # a step that is kept in the group counts each of its sub-groups
-        counts.steps.difference_update(
-            {step for step in counts.steps if counts.expected and not step % counts.expected}
-        )
     why = counts.contradiction(exact=metadata.source.zero_stage == 3)
     if why is not None and scalers and check_shards and not _adapts_its_rate(metadata.groups):
         raise _mixed(model, *why)
@@ -83,6 +77,17 @@ def with_progress_compared(
     found = f"at step {_shown(counts.steps)}, counters at {counts.expected}"
     note = f"optimizer states are {found}: as after a reset of the optimizer"
     return replace(metadata, notes=(*metadata.notes, note))
+
+
+def _optimizer_steps(metadata: CheckpointMetadata, expected: int) -> frozenset[float]:
+    """The steps that parameters have counted."""
+    steps = {number for saved in metadata.parameters.values() for number in numbers(dict(saved.scalars).get("step"))}
+    if expected == 1 and not steps and not metadata.state_keys and any("betas" in group for group in metadata.groups):
+        return frozenset({0})  # of an optimizer that counts, but has not begun
+    if metadata.source.zero_stage == 3 and any("bias_correction" in group for group in metadata.groups):
+        # a step that is kept in the group counts each of its sub-groups
+        steps = {step for step in steps if not expected or step % expected}
+    return frozenset(steps)
 
 
 def _adapts_its_rate(groups: Iterable[Mapping[str, Any]]) -> bool:
@@ -102,7 +107,7 @@ class Counts:
 
     counted: int
     skipped: int
-    steps: set[float]
+    steps: frozenset[float]
     scaled: set[int]
     explained: Mapping[str, Collection[int]]
 

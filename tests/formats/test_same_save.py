@@ -21,7 +21,7 @@ from elastic_ckpt.core.metadata import (
     SourceFile,
     TensorMetadata,
 )
-from elastic_ckpt.errors import DamagedError, MismatchError
+from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
 from elastic_ckpt.formats.model_states import FUSED, PLAIN, UNFUSED
 from elastic_ckpt.formats.same_save import spot_check, with_progress_compared
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
@@ -48,6 +48,10 @@ def in_stage(stage: int, metadata: CheckpointMetadata) -> CheckpointMetadata:
     return replace(metadata, source=replace(metadata.source, zero_stage=stage))
 
 
+def in_groups(metadata: CheckpointMetadata, **hyperparameters: Any) -> CheckpointMetadata:
+    return replace(metadata, groups=tuple({**group, **hyperparameters} for group in metadata.groups))
+
+
 def scaler(steps: int) -> Any:
     return SimpleNamespace(dynamic=True, cur_iter=steps)
 
@@ -68,6 +72,8 @@ RECORDED = {"step": frozenset({-4}), "cur_iter": frozenset({-2})}
         (0, at_steps(8.0), model_of(7, kind=FUSED), ()),
         (0, at_steps(7.0), model_of(7, kind=UNFUSED), ()),
         (0, at_steps(8.0), model_of(7, kind=UNFUSED), BESIDE),
+        # apex's step is in the group, and counts each of its sub-groups
+        (3, in_groups(at_steps(21.0), bias_correction=True), model_of(7), BESIDE),
     ],
 )
 def test_counts_that_are_explained_agree(stage: int, metadata: Any, model: Any, scalers: Any) -> None:
@@ -88,6 +94,8 @@ def test_counts_that_are_explained_agree(stage: int, metadata: Any, model: Any, 
         (1, saved(TWO, states=()), model_of(1), BESIDE, "step 0"),
         (1, at_steps(7.0), model_of(8, skipped=1), [scaler(7)], "step 7"),
         (1, at_steps(7.0), model_of(7), [scaler(7), scaler(8)], "step 7, 8"),
+        (3, in_groups(at_steps(22.0), bias_correction=True), model_of(7), BESIDE, "step 22"),
+        (2, in_groups(at_steps(8.0), bias_correction=True), model_of(7), BESIDE, "step 8"),
     ],
 )
 def test_files_of_two_saves_are_refused(stage: int, metadata: Any, model: Any, scalers: Any, found: str) -> None:
@@ -103,6 +111,7 @@ def test_files_of_two_saves_are_refused(stage: int, metadata: Any, model: Any, s
         (2, at_steps(4.0), model_of(9), BESIDE),
         (3, at_steps(8.0), model_of(7), [scaler(7)]),
         (0, at_steps(8.0), model_of(7, kind=PLAIN), ()),
+        (1, in_groups(at_steps(6.0), d0=1e-6), model_of(7), BESIDE),  # Prodigy counts no step of rate zero
     ],
 )
 def test_what_weights_or_the_scaler_show_to_be_one_save_is_noted(
@@ -170,3 +179,12 @@ def test_without_partitions_all_parameters_are_compared(tmp_path: Path) -> None:
         spot_check(metadata, *weights, {1})
     assert caught.value.parameter == "p39"
     spot_check(*checkpoint(tmp_path, 1, 40, wrong=39), {1})
+
+
+def test_masters_of_a_schedule_free_optimizer_in_evaluation_mode_are_no_damage(tmp_path: Path) -> None:
+    metadata, *weights = checkpoint(tmp_path, 1, 12, wrong=3)
+    with pytest.raises(UnsupportedError, match="evaluation mode") as caught:
+        spot_check(in_groups(metadata, train_mode=False), *weights, {1})
+    assert caught.value.parameter == "p03" and "optimizer.train()" in str(caught.value.remedy)
+    with pytest.raises(DamagedError):
+        spot_check(in_groups(metadata, train_mode=True), *weights, {1})

@@ -357,6 +357,12 @@ def test_an_entry_that_is_no_optimizers_is_damage(tmp_path: Path, optimizer: Any
     assert str(caught.value.file).endswith("mp_rank_00_model_states.pt")
 
 
+def test_a_state_dict_of_an_optimizers_own_kind_is_not_called_damage(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="of its own kind") as caught:
+        indexed(tmp_path, Model().state_dict(), {"opt1_state_dict": {}, "opt2_state_dict": {}})
+    assert "load_optimizer_states=False" in str(caught.value.remedy) and '"mode": "off"' in str(caught.value.remedy)
+
+
 @pytest.mark.parametrize("master", [None, 3, "text", torch.randn(3, 2).t()])
 def test_masters_that_are_no_dense_tensors_are_damage(tmp_path: Path, master: Any) -> None:
     entry, _ = with_masters(Model(), UNFUSED, [NAMES])
