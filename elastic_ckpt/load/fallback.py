@@ -199,7 +199,7 @@ class _Comparison:
         counts = Counts(
             tree["global_steps"],
             tree.get("skipped_steps") or 0,
-            set(chain.from_iterable(map(_steps, optimizers))),
+            frozenset(chain.from_iterable(map(_steps, optimizers))),
             scaled_steps(file.section("optimizer_state_dict").get("loss_scaler") for file in optimizers),
             explained_counts(PLAIN, str(tree.get("ds_version")), counts_ahead(model), elsewhere=True),
         )
