@@ -19,6 +19,8 @@ _DETAILS = ("parameter", "file", "expected", "found", "remedy", "rank")
 AT_ITS_TOPOLOGY = (
     'load at the topology it was saved with, where "elastic_checkpoint": {"mode": "off"} gives DeepSpeed\'s own loader'
 )
+#: A remedy for files that do not fit together.
+RESTORE = "restore the folder from its original, or take another tag"
 
 
 def shortened(names: Iterable[str], most: int = _NAMES_SHOWN) -> str:
@@ -38,22 +40,24 @@ class ElasticCkptError(Exception):
 
     Args:
         problem: one sentence that states what is wrong.
-        parameter: the model parameter, buffer or state concerned.
         file: path of the file concerned.
         expected: what a correct checkpoint or engine would have.
         found: what is there instead.
-        remedy: what the user can do, config lines included.
+        parameter: the model parameter, buffer or state concerned.
+        remedy: what the user can do, config lines included; of the class if not given.
         rank: global rank that met the problem first.
     """
+
+    default_remedy: str | None = None
 
     def __init__(
         self,
         problem: str,
-        *,
-        parameter: str | None = None,
         file: str | None = None,
         expected: Any = None,
         found: Any = None,
+        *,
+        parameter: str | None = None,
         remedy: str | None = None,
         rank: int | None = None,
     ) -> None:
@@ -62,7 +66,7 @@ class ElasticCkptError(Exception):
         self.file = file
         self.expected = None if expected is None else str(expected)
         self.found = None if found is None else str(found)
-        self.remedy = remedy
+        self.remedy = remedy or self.default_remedy
         self.rank = rank
         super().__init__(problem)
 
@@ -103,6 +107,8 @@ class SavedOverError(DamagedError):
 class LayoutError(DamagedError):
     """Files contradict the layout that they state: one is damaged or missing, or the layout is unknown."""
 
+    default_remedy = RESTORE
+
 
 class UnsafePickleError(ElasticCkptError):
     """A file would run code that is not on the list of safe globals."""
@@ -114,6 +120,8 @@ class MismatchError(ElasticCkptError):
 
 class UnsupportedError(ElasticCkptError):
     """This version cannot restore something exactly, and refuses it by name."""
+
+    default_remedy = AT_ITS_TOPOLOGY
 
 
 class UnforeseenError(ElasticCkptError):

@@ -293,7 +293,6 @@ def _refuse_across(model: ModelShard, optimizers: Sequence[ExpertOptimizer], gri
             file=model.path,
             expected="a save with ZeRO-1 or 2, or enable_expert_tensor_parallelism",
             found=f"optimizers of {len(optimizers)} expert-parallel ranks beside tensor-parallel degree {grid.tp}",
-            remedy="load it at the topology it was saved with",
         )
 
 
@@ -336,7 +335,6 @@ def missing_file(found: Found, name: str, have: str) -> DamagedError:
         file=found.path(name),
         expected=name,
         found=have,
-        remedy="restore the file from its original, or take another tag",
     )
 
 
@@ -356,7 +354,6 @@ def _refuse_different_experts(model: ModelShard, optimizers: Sequence[OptimizerS
                     file=optimizers[ranks[0]].path,
                     expected=f"the parameters that rank 0 trains, according to {model.path}",
                     found="others, numbered as on that rank",
-                    remedy="resume it at the topology it was saved with",
                 )
 
 

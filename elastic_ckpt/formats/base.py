@@ -112,7 +112,6 @@ def refuse_unsupported_folder(found: Found) -> None:
         raise UnsupportedError(
             f"mixture of experts {how} is not supported yet",
             file=found.path(files.of_experts[0]),
-            remedy="resume it with the number of ranks and the layout that saved it",
         )
 
 

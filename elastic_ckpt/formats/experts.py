@@ -63,7 +63,6 @@ def index_expert(file: PickledFile) -> ExpertShard:
             file=file.path,
             expected=f"tensors of expert {expert} of one layer",
             found=listed(others) if others else "no tensors",
-            remedy=_REMEDY,
         )
     return ExpertShard(file.path, file.nbytes, layer, expert, weights, records=file.records)
 
@@ -224,7 +223,6 @@ def check_experts(
             file=found.path(name),
             expected=f"experts of {len(counts)} layers, {list(counts)} of them, according to {model.path}",
             found=f"{len(present)} files of experts",
-            remedy=_REMEDY,
         )
     names: dict[int, str] = {}
     for each in experts:
@@ -235,7 +233,6 @@ def check_experts(
                 file=each.path,
                 expected=f"experts of {names[each.layer]}",
                 found=each.path_of_layer,
-                remedy=_REMEDY,
             )
     degrees = {
         e.layer: degree_of(shards, flat)
@@ -253,7 +250,6 @@ def check_experts(
                     file=model.path,
                     expected=f"{ep} expert-parallel ranks, from the optimizer-states files",
                     found=f"experts on {len(placed)} ranks",
-                    remedy=_REMEDY,
                 )
     for number, path in names.items():
         if path in local and local[path] * degrees[path] != counts[number]:
@@ -263,7 +259,6 @@ def check_experts(
                 file=model.path,
                 expected=f"{counts[number]} experts",
                 found=f"{local[path]} experts on each of {degrees[path]} expert-parallel ranks",
-                remedy=_REMEDY,
             )
 
 

@@ -283,7 +283,6 @@ def _refuse_extra_state(file: PickledFile, module: Mapping[str, Any]) -> None:
                 file=file.path,
                 expected="None",
                 found=type(value).__name__,
-                remedy=AT_ITS_TOPOLOGY,
             )
 
 

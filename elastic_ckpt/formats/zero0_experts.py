@@ -44,7 +44,6 @@ def unpartitioned_experts(
                 file=expert.path,
                 expected=f"a number of experts that {ep} divides, from the optimizers of {ep} expert-parallel ranks",
                 found=f"{model.features.experts[expert.layer]} experts",
-                remedy="restore the folder from its original, or take another tag",
             )
     local = {each.path_of_layer: model.features.experts[each.layer] // ep for each in experts}
     for each in optimizers:
@@ -82,7 +81,6 @@ def _degree(found: Found, optimizers: Sequence[ExpertOptimizer]) -> int:
             file=found.path(name),
             expected=f"the optimizers of {ep} expert-parallel ranks",
             found=f"those of ranks {sorted(each.ep_rank for each in optimizers)}",
-            remedy="restore the folder from its original, or take another tag",
         )
     return ep
 
