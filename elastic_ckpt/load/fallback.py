@@ -234,9 +234,12 @@ class _Comparison:
         )
         same = self._same_topology(model) and same_padding
         same = same and same_features(engine, features_in(model) | features_in(optimizer))
-        if self.stage == 0 and not self.arguments.load_module_strict:
-            trained = [name for name, param in engine.module.named_parameters() if param.requires_grad]
-            same = same and module_entries(model.tree["module"]).keys() >= set(trained)
+        if not self.arguments.load_module_strict:
+            names = module_entries(model.tree["module"]).keys()
+            trained = {name for name, param in engine.module.named_parameters() if param.requires_grad}
+            # beside states, what does not match would have to be listed
+            same_names = names == engine.module.state_dict().keys() if self.with_states else names >= trained
+            same = same and (same_names or (self.stage > 0 and not self.with_states))
         return same and (not self.with_states or self._same_optimizer(model, optimizer))
 
     def _same_topology(self, model: PickledFile) -> bool:

@@ -24,7 +24,7 @@ from elastic_ckpt.engines.compat import (
     separate_steps,
     universal_flag,
 )
-from elastic_ckpt.engines.training_state import LoadArguments, restores_states
+from elastic_ckpt.engines.training_state import LoadArguments
 from elastic_ckpt.errors import (
     ConfigError,
     ElasticCkptError,
@@ -223,8 +223,6 @@ def _prepare_unless_left(
 def _is_deepspeeds(engine: Any, found: Found, arguments: LoadArguments, error: ElasticCkptError) -> bool:
     """Whether DeepSpeed's own loader restores what elastic_ckpt refuses with this error. Collective."""
     if not isinstance(error, (UnsupportedError, LayoutError, UnforeseenError)):
-        return False
-    if restores_states(arguments) and not arguments.load_module_strict:  # mismatches must be listed
         return False
     return deepspeed_loads_it_right(engine, found, arguments, check_sizes=not isinstance(error, UnsupportedError))
 

@@ -71,6 +71,14 @@ class RicherLM(TinyLM):
         self.register_buffer("new_buffer", torch.ones(2))
 
 
+class BufferedLM(TinyLM):
+    """The same model with a buffer that no checkpoint has."""
+
+    def __init__(self, seed: int = 7) -> None:
+        super().__init__(seed=seed)
+        self.register_buffer("new_buffer", torch.ones(2))
+
+
 class PoorerLM(TinyLM):
     """One parameter fewer."""
 
@@ -185,6 +193,7 @@ BUILDERS = {
         TinyLM,
         WiderLM,
         RicherLM,
+        BufferedLM,
         PoorerLM,
         UntiedLM,
         HalfFrozenLM,

@@ -184,7 +184,7 @@ LEFT: dict[str, tuple[str, str, dict[str, Any], str, str]] = {
     "round robin now": ("another optimizer", "diary", {"setup": Setup(1, optimizer="diary", zero=ROUND_ROBIN)}, "UnsupportedError", "diary"),
     "another precision": ("another optimizer", "diary", {"setup": Setup(1, "bf16", optimizer="diary")}, "UnsupportedError", "diary"),
     "renames": ("another optimizer", "diary", {"setup": Setup(1, optimizer="diary", config=elastic(rename=[["^hidden", "hidden"]]).config)}, "UnsupportedError", "diary"),
-    "not strict": ("another optimizer", "diary", {**DIARY, "arguments": {"load_module_strict": False}}, "UnsupportedError", "diary"),
+    "not strict": ("another optimizer", "diary", {**DIARY, "model": "BufferedLM", "arguments": {"load_module_strict": False}}, "UnsupportedError", "diary"),
     "states of AdamW": ("native", "adamw", {"setup": Setup(1, optimizer="radam")}, "MismatchError", "RAdam"),
 }  # fmt: skip
 

@@ -70,7 +70,7 @@ def test_a_load_that_only_deepspeed_can_do_is_left_to_it_even_with_load_universa
         assert found.report is None and found.report_of_custom is None
         assert found.path.endswith("model_states.pt") and found.client_state["note"] == "hello"
         assert found.still_universal is True
-        assert found.differences == {}
+        assert found.differences == [{}, {}]
         assert "hidden.weight" in found.given_to_custom_load_fn[0]
         assert found.nothing == [(None, None), (None, None)]
         (text,) = found.refused.texts
