@@ -30,7 +30,7 @@ from elastic_ckpt.formats.experts import (
 from elastic_ckpt.formats.grid import Grid, grid_of
 from elastic_ckpt.formats.merging import LayerShard, merge_shards, merge_stages, with_layers, with_more
 from elastic_ckpt.formats.model_states import ModelShard
-from elastic_ckpt.formats.partitioned import LegacyShard, partitioned_metadata, refuse_legacy
+from elastic_ckpt.formats.partitioned import partitioned_metadata
 from elastic_ckpt.formats.same_save import with_progress_compared
 from elastic_ckpt.formats.saved_config import refuse_features
 from elastic_ckpt.formats.shards import OptimizerShard, other_save_than_model
@@ -89,7 +89,6 @@ def assemble(found: Found, kinds: Sequence[Kind], indexed: Sequence[Any], option
 
     Raises :class:`ElasticCkptError` if they are of different saves, incomplete, or not supported.
     """
-    refuse_legacy([item for item in indexed if isinstance(item, LegacyShard)], options.with_states)
     layers = [item for item in indexed if isinstance(item, LayerShard)]
     ranks = _by_rank(kinds, indexed)
     for each in ranks.values():

@@ -93,7 +93,7 @@ class MetadataBuilder:
         self._found = found
         self._files = [SourceFile(file.path, file.nbytes, records=file.records) for file in files]
         self._options = options
-        self._codebooks, self._map_notes = resolve_codebooks(states)
+        self._codebooks = resolve_codebooks(states)
         self._kinds: dict[str, SavedKind] = {}
         self._opaque: dict[str, str] = {}
         self._damaged: dict[str, str] = {}
@@ -253,7 +253,7 @@ class MetadataBuilder:
             tensors=self.tensors,
             groups=normal_groups(groups, is_bitsandbytes=bool(self._codebooks)),
             states=StateFacts(self._opaque, self._damaged, frozenset(fresh)),
-            notes=(*self.notes, *self._map_notes, *kind_notes(self._kinds)),
+            notes=(*self.notes, *kind_notes(self._kinds)),
             warnings=unmatched_names(self._kinds, self._options, self._values(groups)),
             aliases=model.shared,
             declared=model.declared,

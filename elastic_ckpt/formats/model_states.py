@@ -135,7 +135,8 @@ class ModelShard(SourceFile):
 
 def index_model_states(file: PickledFile, dp_rank: int, options: StateOptions = _DEFAULTS) -> ModelShard:
     """Read one model-states file; :class:`DamagedError` if an entry that DeepSpeed always writes is missing or bad."""
-    _refuse_old(file)
+    if "ds_version" not in file.tree:
+        refuse_old(file, sorted({"csr_tensor_module_names"} & file.tree.keys()))
     before_0_19_4 = "num_experts" in file.tree and not _ADDED_IN_0_19_4 & file.tree.keys()
     buffer_names = () if before_0_19_4 else tuple(map(str, file.section("buffer_names")))
     module = module_entries(file.section("module"))
@@ -261,14 +262,15 @@ def _tied_names(file: PickledFile, params: Mapping[str, TensorRef]) -> dict[str,
     return shared
 
 
-def _refuse_old(file: PickledFile) -> None:
-    """DeepSpeed before 0.4 records neither its version, parameter shapes and groups, nor which entries are buffers."""
-    if "csr_tensor_module_names" in file.tree and "ds_version" not in file.tree:
+def refuse_old(file: PickledFile, signs: Sequence[str]) -> None:
+    """Refuse what DeepSpeed before 0.6.2 leaves: parameters without shapes, groups or paddings."""
+    if signs:
         raise UnsupportedError(
-            "checkpoints of DeepSpeed 0.3, or gpt-neox's DeeperSpeed 0.3.15 (GPT-NeoX-20B, Pythia), are not supported",
-            file=file.path,
-            expected="files of DeepSpeed 0.6.2 or later",
-            found="csr_tensor_module_names, and no ds_version",
+            "checkpoints of DeepSpeed before 0.6.2, or gpt-neox's DeeperSpeed 0.3.15 (GPT-NeoX-20B, Pythia), are not "
+            "supported: they do not record where each parameter is",
+            file.path,
+            "files of DeepSpeed 0.6.2 or later",
+            ", ".join(signs),
             remedy="resume it once with the code that wrote it, on a DeepSpeed of 0.6.2 or later, and save it there",
         )
 

@@ -17,7 +17,7 @@ from elastic_ckpt.formats.experts import ExpertOptimizer, ExpertShard, index_exp
 from elastic_ckpt.formats.merging import LayerShard, index_layer
 from elastic_ckpt.formats.model_states import ModelIndexer, ModelShard, model_indexer
 from elastic_ckpt.formats.naming import plain_name
-from elastic_ckpt.formats.partitioned import LegacyShard, index_zero3, index_zero12
+from elastic_ckpt.formats.partitioned import index_zero3, index_zero12
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.same_save import spot_check
 from elastic_ckpt.formats.shards import OptimizerShard
@@ -25,7 +25,7 @@ from elastic_ckpt.formats.training_state import TrainingStates, Wanted
 from elastic_ckpt.formats.writers import refuse_mixture, refuse_writers
 
 #: What one file of a native checkpoint holds.
-Indexed = ModelShard | OptimizerShard | LegacyShard | LayerShard | ExpertShard | ExpertOptimizer | SourceFile
+Indexed = ModelShard | OptimizerShard | LayerShard | ExpertShard | ExpertOptimizer | SourceFile
 
 
 def read_native(found: Found, options: MetadataOptions) -> Checkpoint:

@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
-from typing import Any
 
 from elastic_ckpt.core.chunks import PartitionRule, group_rules, parameter_rules
 from elastic_ckpt.core.flat_ranges import group_offsets, per_parameter_numel
@@ -29,7 +28,7 @@ from elastic_ckpt.formats.base import Found
 from elastic_ckpt.formats.classify import RankStates
 from elastic_ckpt.formats.experts import Division, divisions
 from elastic_ckpt.formats.metadata_builder import MetadataBuilder, module_tensors
-from elastic_ckpt.formats.model_states import ModelShard
+from elastic_ckpt.formats.model_states import ModelShard, refuse_old
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.saved_states import merged_groups, sort_states, with_strangers
 from elastic_ckpt.formats.shards import (
@@ -42,7 +41,6 @@ from elastic_ckpt.formats.shards import (
     refuse_unnamed_swap_files,
     swap_files,
 )
-from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 
 #: Sequence-parallel degrees to try if the saved config states none (``mesh_param`` leaves no trace).
 _OTHER_DEGREES = range(2, 65)
@@ -109,18 +107,19 @@ def _touched_numels(rules: Sequence[PartitionRule], ranks: int) -> Iterator[int]
     return accumulate(changes[:ranks])
 
 
-def index_zero12(file: PickledFile, dp_rank: int, options: StateOptions) -> OptimizerShard | LegacyShard:
+def index_zero12(file: PickledFile, dp_rank: int, options: StateOptions) -> OptimizerShard:
     """Read one ZeRO-1/2 optimizer-states file.
 
-    Raises:
-        DamagedError: entries are missing or of another kind.
-        UnsupportedError: it is of DeepSpeed before 0.6.2.
+    Raises :class:`DamagedError` for missing entries, :class:`UnsupportedError` if they are of DeepSpeed before 0.6.2.
     """
     state = file.section("optimizer_state_dict")
-    _refuse_old(file, "local_sub_partitions_of_fp32_groups" in state, "param_shapes" in file.tree)
+    signs = {"local_sub_partitions_of_fp32_groups": state, "param_shapes": file.tree}
+    refuse_old(file, [sign for sign, tree in signs.items() if sign in tree])
     base = file.section("optimizer_state_dict", "base_optimizer_state")
-    if not isinstance(base, Mapping):
-        return index_legacy(file, base)
+    if not isinstance(base, Mapping):  # removes the padding's numel from every tensor, and all hyperparameters
+        problem = "this checkpoint was saved with the legacy zero_optimization.elastic_checkpoint, which loses states"
+        expected = '"zero_optimization": {"elastic_checkpoint": false} at save time'
+        raise UnsupportedError(problem, file.path, expected, "a list of states")
     masters = file.section("optimizer_state_dict", "single_partition_of_fp32_groups")
     # BF16_Optimizer saves its partitions with the padding, and called the entry "groups_padding" until 0.7.0
     in_masters = "zero_stage" not in state
@@ -134,20 +133,6 @@ def index_zero12(file: PickledFile, dp_rank: int, options: StateOptions) -> Opti
         flats.append(FlatShard(ref, ref.numel + int(paddings[index]), states, alignment))
     stage = int(state.get("zero_stage", 1))
     return build_shard(file, dp_rank, stage, flats, base["param_groups"], list(range(len(masters))))
-
-
-def _refuse_old(file: PickledFile, in_sub_partitions: bool, has_shapes: bool) -> None:
-    """ZeRO of DeepSpeed before 0.6.2: parameters without groups or paddings, and in 0.3 in another order."""
-    if in_sub_partitions or has_shapes:
-        version = "0.3 (and gpt-neox's DeeperSpeed 0.3.15)" if in_sub_partitions else "before 0.6.2"
-        signs = ["local_sub_partitions_of_fp32_groups"] * in_sub_partitions + ["param_shapes"] * has_shapes
-        raise UnsupportedError(
-            f"optimizer states of DeepSpeed {version} are not supported: they do not record where each parameter is",
-            file=file.path,
-            expected="files of DeepSpeed 0.6.2 or later",
-            found=", ".join(signs),
-            remedy="resume it once with the code that wrote it, on a DeepSpeed of 0.6.2 or later, and save it there",
-        )
 
 
 def rules_zero12(model: ModelShard, shards: Sequence[OptimizerShard], flat: int) -> list[PartitionRule]:
@@ -173,61 +158,6 @@ def rules_zero12(model: ModelShard, shards: Sequence[OptimizerShard], flat: int)
             problem = f"the fp32 partition of param group {flat} is too small for its parameters"
             raise other_save_than_model(shard, problem, f"at least {least} elements, from {model.path}", found)
     return group_rules(numels, offsets, partition_numel)
-
-
-@dataclass(frozen=True)
-class LegacyShard:
-    """A file saved with the legacy ``zero_optimization.elastic_checkpoint``, and what its tensors have lost, in words.
-
-    ``_get_state_without_padding`` (stage_1_and_2.py) removes as many elements from every state tensor as the partition
-    has padding, quantization maps and scales included, and leaves out all hyperparameters.
-    """
-
-    path: str
-    lost: tuple[str, ...]
-
-
-def is_legacy_with_step(file: PickledFile) -> bool:
-    """Whether an optimizer-states file is a legacy shard of an optimizer that keeps its step in the param groups.
-
-    DeepSpeed's own loader restores no others (``_restore_step_from_elastic_checkpoint`` asserts that entry).
-    """
-    state = file.tree.get("optimizer_state_dict") if isinstance(file.tree, Mapping) else None
-    if not isinstance(state, Mapping):
-        return False
-    return isinstance(state.get("base_optimizer_state"), list) and "base_optimizer_state_step" in state
-
-
-def index_legacy(file: PickledFile, base: Sequence[Mapping[str, Any]]) -> LegacyShard:
-    """What one file has lost; ``base`` is its optimizer state, by param group."""
-    masters = file.section("optimizer_state_dict", "single_partition_of_fp32_groups")
-    paddings = file.section("optimizer_state_dict", "group_paddings")
-    lost = [
-        f"{key} of param group {group}: {padding} of {ref.numel + padding} elements"
-        for group, (states, master, padding) in enumerate(zip(base, masters, paddings, strict=False))
-        for key, ref in states.items()
-        # a state as long as the masters, which have no padding either, has lost only padding
-        if padding and isinstance(ref, TensorRef) and ref.shape and ref.numel != master.numel
-    ]
-    return LegacyShard(file.path, tuple(lost))
-
-
-def refuse_legacy(shards: Sequence[LegacyShard], with_states: bool) -> None:
-    """Refuse a checkpoint with such files, naming one that has lost something, if any.
-
-    Raises:
-        DamagedError: states are to be restored, and elements of them are lost; DeepSpeed itself fills in zeros.
-        UnsupportedError: no elements are lost, or states are not to be restored.
-    """
-    for shard in sorted(shards, key=lambda shard: not shard.lost):
-        error = DamagedError if shard.lost and with_states else UnsupportedError
-        raise error(
-            "this checkpoint was saved with the legacy zero_optimization.elastic_checkpoint, which loses states",
-            file=shard.path,
-            expected='"zero_optimization": {"elastic_checkpoint": false} at save time',
-            found=f"lost: {'; '.join(shard.lost) or 'the hyperparameters of all param groups'}",
-            remedy="load_optimizer_states=False; or resume it where it was saved and save again without that option",
-        )
 
 
 def index_zero3(file: PickledFile, dp_rank: int, options: StateOptions) -> OptimizerShard:
@@ -271,18 +201,13 @@ def rules_zero3(model: ModelShard, shards: Sequence[OptimizerShard], flat: int) 
         partitions = _partitions_of_mesh(model, part.partition_numel, numels, dp)
         if partitions is not None:
             raise DamagedError(
-                f"DeepSpeed saved {dp} of {partitions} ZeRO-3 partitions: with a device mesh for sequence parallelism "
-                "it cuts the model over data- and sequence-parallel ranks and names files by the data-parallel rank "
-                "alone, so that ranks of one sequence-parallel group overwrite each other's. The rest is nowhere, and "
-                "nothing can bring it back; DeepSpeed's own loader takes it without a word and puts wrong values into "
-                "the model",
-                file=first.path,
-                expected=f"{partitions} optimizer-states files, one for each partition, by the sizes in {model.path}",
-                found=dp,
-                remedy=(
-                    "take a checkpoint of another run. Saves are complete with "
-                    "mpu=deepspeed.runtime.sequence_parallel.parallel_state_sp instead of a mesh"
-                ),
+                f"DeepSpeed saved {dp} of {partitions} ZeRO-3 partitions: with a device mesh, ranks of one sequence-"
+                "parallel group overwrite each other's files. The rest is lost, and DeepSpeed loads it silently",
+                first.path,
+                f"{partitions} optimizer-states files, one for each partition, by the sizes in {model.path}",
+                dp,
+                remedy="take a checkpoint of another run; with mpu=deepspeed.runtime.sequence_parallel."
+                "parallel_state_sp instead of a mesh, saves are complete",
             )
         problem = f"sub-group {flat} does not have the size that its parameters need"
         expected = f"{sum(candidates[0])} elements for {len(numels)} parameters over {dp} ranks, from {model.path}"

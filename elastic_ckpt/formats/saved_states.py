@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from operator import itemgetter
 from typing import Any, ClassVar, TypeVar
 
@@ -126,32 +124,28 @@ def block_format(key: str, kind: SavedKind, codebooks: Mapping[str, Codebook]) -
     return BlockFormat(kind.block_numel, scales, codebooks[qmap])
 
 
-def resolve_codebooks(files: Iterable[tuple[str, StatesOfOne]]) -> tuple[dict[str, Codebook], tuple[str, ...]]:
-    """The quantization map of each ``qmap`` key, that of all files or else bitsandbytes' own; and notes about repairs.
+def resolve_codebooks(files: Iterable[tuple[str, StatesOfOne]]) -> dict[str, Codebook]:
+    """The quantization map of each ``qmap`` key, given (path, states) of every flat tensor and rank.
 
-    ``files`` has (path, states) of every flat tensor and rank. Raises :class:`DamagedError` if the saved maps differ or
-    are missing, and bitsandbytes' own is unavailable or none of them.
+    Raises :class:`DamagedError` unless it is the same well-formed one in all files.
     """
     saved: dict[str, dict[Codebook | None, str]] = {}
     for path, states in files:
         for key, (_, qmap) in COMPANIONS.items():
             if key in states.tensors and states.tensors[key].dtype == "uint8":
                 saved.setdefault(qmap, {}).setdefault(states.codebooks.get(qmap), path)
-    resolved, notes = {}, []
+    resolved = {}
     for qmap, found in saved.items():
-        usable = [codebook for codebook in found if codebook is not None and codebook.problem is None]
-        own = own_maps().get(qmap)
-        if len(found) == 1 and usable:
-            resolved[qmap] = usable[0]
-            if own is not None and own != usable[0]:
-                notes.append(f"{qmap} is not bitsandbytes' own map, but the same in all files: taken as saved")
-            continue
-        if own is None or (usable and own not in usable):
-            raise _no_map(qmap, found, own)
-        path, problem = next((p, _problem(c)) for c, p in found.items() if c != own)
-        resolved[qmap] = own
-        notes.append(f"{qmap} in {path} {problem}: rebuilt from bitsandbytes' own map")
-    return resolved, tuple(notes)
+        problems = {path: "none" if each is None else each.problem for each, path in found.items()}
+        if len(found) > 1 or any(problems.values()):
+            path = next((path for path, problem in problems.items() if problem), list(problems)[-1])
+            what, expected = f"the quantization map {qmap} is damaged", "one map of 256 ascending values in all files"
+            remedy = "restore the file, or load with load_optimizer_states=False"
+            raise DamagedError(
+                what, path, expected, problems[path] or "another one than in other files", parameter=qmap, remedy=remedy
+            )
+        resolved[qmap] = next(each for each in found if each is not None)
+    return resolved
 
 
 def kind_notes(kinds: Mapping[str, SavedKind]) -> tuple[str, ...]:
@@ -175,39 +169,6 @@ def unmatched_names(
         f'the checkpoint holds no optimizer state named {", ".join(unmatched)}, which "non_shard_state_keys", '
         '"shard_state_keys" or "fresh_state_keys" names',
     )
-
-
-def _problem(codebook: Codebook | None) -> str:
-    if codebook is None:
-        return "is missing"
-    return f"has {codebook.problem}" if codebook.problem else "differs from that of other ranks"
-
-
-def _no_map(qmap: str, found: Mapping[Codebook | None, str], own: Codebook | None) -> DamagedError:
-    codebook, path = next(iter(found.items()))
-    return DamagedError(
-        f"the quantization map {qmap} is damaged, and what it was is not known",
-        parameter=qmap,
-        file=path,
-        expected="one map of 256 ascending values in all files",
-        found=f"{len(found)} different ones" if len(found) > 1 else _problem(codebook),
-        remedy=(
-            "pip install bitsandbytes, whose own map takes its place"
-            if own is None
-            else "none of the saved maps is that of the installed bitsandbytes: install the version that saved them"
-        ),
-    )
-
-
-@cache
-def own_maps() -> Mapping[str, Codebook]:
-    """bitsandbytes' own quantization maps by state key (``qmap1`` signed, ``qmap2`` not); empty without it."""
-    if importlib.util.find_spec("bitsandbytes") is None:
-        return {}
-    from bitsandbytes.functional import create_dynamic_map  # noqa: PLC0415  an optional package
-
-    maps = {f"qmap{number}": create_dynamic_map(signed=number == 1) for number in (1, 2)}
-    return {key: codebook(values.float().tolist()) for key, values in maps.items()}
 
 
 def read_groups(file: PickledFile, param_groups: Iterable[Mapping[str, Any]]) -> Groups:

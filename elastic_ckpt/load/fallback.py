@@ -38,7 +38,6 @@ from elastic_ckpt.engines.training_state import LoadArguments, restores_states
 from elastic_ckpt.formats import Found
 from elastic_ckpt.formats.model_states import COUNTERS, MASTER_ENTRIES, PLAIN, module_entries
 from elastic_ckpt.formats.naming import SWAPPED_FOLDER, sort_names
-from elastic_ckpt.formats.partitioned import is_legacy_with_step
 from elastic_ckpt.formats.pickled import PickledFile, open_pickled
 from elastic_ckpt.formats.same_save import Counts, explained_counts, scaled_steps
 from elastic_ckpt.formats.saved_config import base_groups, config_section, counts_ahead, features_in, saved_config
@@ -174,17 +173,17 @@ class _Comparison:
         needed = partitions if self.stage and with_optimizer else len(self._optimizers)
         if self.found.files.clashes or len(self._optimizers) != needed or not self._models:
             return None
-        if self.found.files.model_zero3 and len(self._models) != len(self._optimizers):
-            return None
         models, optimizers = ([self._open(name) for name in names] for names in (self._models, self._optimizers))
+        incomplete = self.found.files.model_zero3 and len(models) != len(optimizers)
+        if incomplete or any(map(_is_legacy, optimizers)):
+            return None
         counters = {tuple(file.tree.get(key) for key in COUNTERS) for file in models}
         versions = {file.tree["ds_version"] for file in (*models, *optimizers) if "ds_version" in file.tree}
-        named = [file for file in optimizers if not _is_legacy(file)]
-        facts = {(_steps(file), repr(settings(read_groups(file, base_groups(file))))) for file in named}
+        facts = {(_steps(file), repr(settings(read_groups(file, base_groups(file))))) for file in optimizers}
         if len(counters) > 1 or len(versions) > 1 or len(facts) > 1:
             return None
         counted = counters.pop()
-        if counted[0] is None or (named and self._is_mixed(models[0], named)):
+        if counted[0] is None or (optimizers and self._is_mixed(models[0], optimizers)):
             return None
         if check_sizes and optimizers and with_optimizer:
             step, live = counted[0] - (counted[2] or 0), flat_master_numels(self.engine)
@@ -266,12 +265,9 @@ class _Comparison:
         in_fp16 = bool(config_section(model, "fp16").get("enabled"))
         if in_fp16 != engine.fp16_enabled() and saved_config(model) is not None:
             return False
-        # legacy shards have no hyperparameters: the live param groups' stay
-        if not is_legacy_with_step(optimizer) and not _same_hyperparameters(
-            base_groups(optimizer), base_optimizer(engine).param_groups
-        ):
+        if not _same_hyperparameters(base_groups(optimizer), base_optimizer(engine).param_groups):
             return False
-        if self.stage == 0 and not is_legacy_with_step(optimizer):
+        if self.stage == 0:
             return self._same_module_order(model, optimizer)
         saved = [[(str(k), tuple(v)) for k, v in group.items()] for group in model.tree.get("param_shapes") or ()]
         return saved == [[(k, tuple(v)) for k, v in group.items()] for group in zero_param_shapes(engine)]

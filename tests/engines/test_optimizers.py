@@ -23,7 +23,7 @@ from elastic_ckpt.engines.bitsandbytes import BitsAndBytesSchema, block_numel_of
 from elastic_ckpt.engines.optimizers import KNOWN, StateSchema, Stepped
 from elastic_ckpt.engines.select import schema_of
 from elastic_ckpt.errors import UnsupportedError
-from elastic_ckpt.formats.saved_states import own_maps
+from tests.quantization import own_maps
 from tests.source import code_of
 
 Shape = tuple[int, ...]

@@ -19,19 +19,19 @@ from elastic_ckpt.errors import DamagedError, UnsupportedError
 from elastic_ckpt.formats import saved_states
 from elastic_ckpt.formats.classify import FRESH, OPAQUE, Digest, SavedKind
 from elastic_ckpt.formats.model_states import index_unpartitioned, saved_shape
-from elastic_ckpt.formats.partitioned import LegacyShard, index_legacy, refuse_legacy
+from elastic_ckpt.formats.partitioned import index_zero12
 from elastic_ckpt.formats.pickled import PickledFile, open_pickled
 from elastic_ckpt.formats.saved_states import (
     StatesOfOne,
     kind_notes,
     normal_groups,
-    own_maps,
     read_groups,
     resolve_codebooks,
     sort_states,
     unmatched_names,
     with_group_step,
 )
+from tests.quantization import own_maps
 
 DEFAULTS = StateOptions()
 NESTED = "__bnb_optimizer_quant_state__"
@@ -229,90 +229,44 @@ def test_the_map_of_nobody_is_a_map() -> None:
 
 def test_the_map_that_all_files_hold_is_taken_without_a_word(tmp_path: Path) -> None:
     states = quantized(tmp_path, qmap1=SIGNED, qmap2=UNSIGNED)
-    maps, notes = resolve_codebooks([("a", states), ("b", states)])
-    assert maps == {"qmap1": SIGNED, "qmap2": UNSIGNED}
-    assert notes == ()
+    assert resolve_codebooks([("a", states), ("b", states)]) == {"qmap1": SIGNED, "qmap2": UNSIGNED}
 
 
 def test_no_codes_need_no_map(tmp_path: Path) -> None:
     states = sorted_of(tmp_path, {"exp_avg": torch.zeros(5), "state1": torch.zeros(5), "qmap1": torch.zeros(256)})
-    assert resolve_codebooks([("a", states)]) == ({}, ())
-    assert resolve_codebooks([]) == ({}, ())
+    assert resolve_codebooks([("a", states)]) == resolve_codebooks([]) == {}
 
 
 def test_a_file_without_codes_beside_others_is_passed_over(tmp_path: Path) -> None:
     plain = sorted_of(tmp_path, {"state1": torch.zeros(5)})
-    maps, notes = resolve_codebooks([("a", plain), ("b", quantized(tmp_path, qmap1=SIGNED))])
-    assert (maps, notes) == ({"qmap1": SIGNED}, ())
-
-
-def test_another_map_that_all_files_hold_is_taken_as_saved_and_told_of(tmp_path: Path) -> None:
-    states = quantized(tmp_path, qmap1=OTHER, qmap2=UNSIGNED)
-    maps, notes = resolve_codebooks([("a", states), ("b", states)])
-    assert maps == {"qmap1": OTHER, "qmap2": UNSIGNED}
-    (note,) = notes
-    assert "qmap1" in note
-    assert "taken as saved" in note
+    assert resolve_codebooks([("a", plain), ("b", quantized(tmp_path, qmap1=SIGNED))]) == {"qmap1": SIGNED}
 
 
 @pytest.mark.parametrize("position", [0, 1, 2])
 @pytest.mark.parametrize(
     ("damaged", "words"),
     [
-        (None, "is missing"),
-        (flipped(SIGNED), "has values"),
-        (flipped(SIGNED, bit=1), "differs from that of other ranks"),
-        (OTHER, "differs from that of other ranks"),
-        (Codebook(SIGNED.values[:255]), "has 255 values"),
+        (None, "none"),
+        (flipped(SIGNED), "values"),
+        (flipped(SIGNED, bit=1), "another one"),
+        (OTHER, "another one"),
+        (Codebook(SIGNED.values[:255]), "255 values"),
     ],
 )
-def test_a_map_that_one_rank_lost_is_rebuilt_from_bitsandbytes_and_told_of(
+def test_a_map_that_differs_between_ranks_or_is_malformed_is_refused(
     tmp_path: Path, damaged: Codebook | None, words: str, position: int
 ) -> None:
-    if damaged is not None and words.startswith("differs"):
-        assert damaged.problem is None
-    files = [(f"{number}.pt", quantized(tmp_path, qmap1=SIGNED)) for number in range(3)]
+    files = [(f"{number}.pt", quantized(tmp_path, qmap1=OTHER, qmap2=UNSIGNED)) for number in range(3)]
+    assert resolve_codebooks(files) == {"qmap1": OTHER, "qmap2": UNSIGNED}
+    files = [(path, quantized(tmp_path, qmap1=SIGNED)) for path, _ in files]
     files[position] = (files[position][0], quantized(tmp_path, qmap1=damaged))
-    maps, notes = resolve_codebooks(files)
-    assert maps == {"qmap1": SIGNED}
-    (note,) = notes
-    assert note.startswith(f"qmap1 in {position}.pt {words}")
-    assert note.endswith("rebuilt from bitsandbytes' own map")
-
-
-@pytest.mark.parametrize("damaged", [None, flipped(SIGNED), Codebook(SIGNED.values[::-1])])
-def test_a_map_that_is_damaged_everywhere_is_rebuilt_too(tmp_path: Path, damaged: Codebook | None) -> None:
-    files = [(name, quantized(tmp_path, qmap1=damaged, qmap2=UNSIGNED)) for name in "ab"]
-    maps, notes = resolve_codebooks(files)
-    assert maps == {"qmap1": SIGNED, "qmap2": UNSIGNED}
-    (note,) = notes
-    assert note.startswith("qmap1 in a ")
-
-
-def test_maps_none_of_which_is_bitsandbytes_own_are_refused(tmp_path: Path) -> None:
-    files = [("a", quantized(tmp_path, qmap1=OTHER)), ("b", quantized(tmp_path, qmap1=flipped(OTHER, bit=1)))]
     with pytest.raises(DamagedError, match="qmap1 is damaged") as caught:
         resolve_codebooks(files)
-    assert (caught.value.parameter, caught.value.file) == ("qmap1", "a")
-    assert caught.value.found == "2 different ones"
-    assert "install the version that saved them" in str(caught.value.remedy)
-    with pytest.raises(DamagedError, match="qmap2"):
-        resolve_codebooks([("a", quantized(tmp_path, qmap2=OTHER)), ("b", quantized(tmp_path, qmap2=None))])
-
-
-@pytest.mark.parametrize(("damaged", "words"), [(None, "is missing"), (flipped(SIGNED), "has values")])
-def test_without_bitsandbytes_a_damaged_map_is_refused_and_a_good_one_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: Codebook | None, words: str
-) -> None:
-    monkeypatch.setattr(saved_states, "own_maps", dict)
-    good, bad = quantized(tmp_path, qmap1=SIGNED), quantized(tmp_path, qmap1=damaged)
-    assert resolve_codebooks([("a", good), ("b", good)]) == ({"qmap1": SIGNED}, ())
-    with pytest.raises(DamagedError) as caught:
-        resolve_codebooks([("a", bad), ("b", bad)])
     assert words in str(caught.value.found)
-    assert "pip install bitsandbytes" in str(caught.value.remedy)
-    with pytest.raises(DamagedError, match="qmap1"):
-        resolve_codebooks([("a", good), ("b", bad)])
+    if words != "another one":
+        assert caught.value.file == f"{position}.pt"
+        with pytest.raises(DamagedError, match="qmap1"):
+            resolve_codebooks([(path, files[position][1]) for path, _ in files])
 
 
 @pytest.mark.parametrize(
@@ -378,67 +332,12 @@ def test_a_checkpoint_without_states_meets_no_word_and_says_nothing() -> None:
     assert unmatched_names({"exp_avg": SavedKind(ELEMENTWISE)}, DEFAULTS) == ()
 
 
-# --- the legacy "elastic_checkpoint" of DeepSpeed ---------------------------------------------------------------
-
-
-def legacy_file(
-    folder: Path, states: list[dict[str, Any]], masters: list[int], paddings: list[int], name: str = "legacy.pt"
-) -> LegacyShard:
-    tree = {
-        "optimizer_state_dict": {
-            "base_optimizer_state": states,
-            "single_partition_of_fp32_groups": [torch.zeros(numel) for numel in masters],
-            "group_paddings": paddings,
-        }
-    }
-    file = written(folder, tree, name)
-    return index_legacy(file, file.section("optimizer_state_dict", "base_optimizer_state"))
-
-
-def test_a_legacy_shard_names_every_tensor_that_lost_elements(tmp_path: Path) -> None:
-    state = {
-        "state1": torch.zeros(4990, dtype=torch.uint8),
-        "qmap1": torch.zeros(246),
-        "absmax1": torch.zeros(10),
-        "step": 3,
-        "point": torch.tensor(3.0),
-        "nothing": None,
-    }
-    shard = legacy_file(tmp_path, [state, state], [4990, 4990], [10, 0])
-    assert shard.path == str(tmp_path / "legacy.pt")
-    assert shard.lost == ("qmap1 of param group 0: 10 of 256 elements", "absmax1 of param group 0: 10 of 20 elements")
-    shard = legacy_file(tmp_path, [state, state], [4990, 4990], [0, 10])
-    assert all("param group 1" in lost for lost in shard.lost)
-    assert len(shard.lost) == 2
-
-
-def test_a_legacy_shard_without_padding_or_with_states_of_the_masters_length_lost_nothing(tmp_path: Path) -> None:
-    state = {"exp_avg": torch.zeros(90), "exp_avg_sq": torch.zeros(90), "step": 3}
-    for padding in (0, 10):
-        assert legacy_file(tmp_path, [state], [90], [padding]).lost == ()
-    assert legacy_file(tmp_path, [{"exp_avg": torch.zeros(80)}], [90], [0]).lost == ()
-
-
-@pytest.mark.parametrize("with_states", [True, False])
-def test_legacy_shards_are_refused_by_the_one_that_lost_something(with_states: bool) -> None:
-    whole, broken = LegacyShard("whole", ()), LegacyShard("broken", ("qmap1: 1 of 256", "absmax1: 1 of 2"))
-    for shards in ([whole, broken], [broken, whole]):
-        with pytest.raises(DamagedError if with_states else UnsupportedError, match="legacy") as caught:
-            refuse_legacy(shards, with_states)
-        assert caught.value.file == "broken"
-        assert caught.value.found == "lost: qmap1: 1 of 256; absmax1: 1 of 2"
-    with pytest.raises(UnsupportedError) as unsupported:
-        refuse_legacy([whole, replace(whole, path="other")], with_states)
-    assert unsupported.value.file == "whole"
-    assert "hyperparameters" in str(unsupported.value.found)
-    assert "load_optimizer_states=False" in str(unsupported.value.remedy)
-    refuse_legacy([], with_states)
-
-
-def test_a_legacy_file_without_its_entries_is_damaged(tmp_path: Path) -> None:
-    file = written(tmp_path, {"optimizer_state_dict": {"group_paddings": [0]}})
-    with pytest.raises(DamagedError):
-        index_legacy(file, [])
+def test_shards_of_the_legacy_elastic_checkpoint_are_refused(tmp_path: Path) -> None:
+    states = [{"exp_avg": torch.zeros(90), "step": 3}]
+    file = written(tmp_path, {"optimizer_state_dict": {"base_optimizer_state": states}})
+    with pytest.raises(UnsupportedError, match="legacy") as caught:
+        index_zero12(file, 0, StateOptions())
+    assert caught.value.file == file.path
 
 
 # --- saved groups -----------------------------------------------------------------------------------------------

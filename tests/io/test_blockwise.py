@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from elastic_ckpt.core.state_kinds import BlockFormat, Codebook
 from elastic_ckpt.errors import DamagedError
-from elastic_ckpt.formats.saved_states import own_maps
 from elastic_ckpt.io import requantize
 from elastic_ckpt.io.requantize import decode
+from tests.quantization import own_maps
 
 #: Rounding of a few fp32 operations, as a fraction of a scale.
 ROUNDING = 1e-6

@@ -19,10 +19,10 @@ from elastic_ckpt.core.state_kinds import ELEMENTWISE, REPLICATED, SCRATCH, WHOL
 from elastic_ckpt.engines.optimizers import Stepped
 from elastic_ckpt.engines.select import schema_of
 from elastic_ckpt.errors import DamagedError, MismatchError, UnsupportedError
-from elastic_ckpt.formats.saved_states import own_maps
 from elastic_ckpt.planning.matching import match_groups, match_parameters, transferable
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from elastic_ckpt.planning.state_matching import StateLink, StateMatching, match_states
+from tests.quantization import own_maps
 from tests.simulation import ADAM, TWO, live, saved, unpartitioned
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
