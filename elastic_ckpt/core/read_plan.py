@@ -252,7 +252,7 @@ class ReplicaCheck:
         replicas: single-row items of each replica, sorted by ``slot_offset``, which counts from its first element.
         taken: how differing replicas are resolved: ``first`` or ``mean``.
         is_guess: whether only equal shapes suggest that these are replicas.
-        start, whole_numel: first element and count that all ranks compare together; a count of 0 means ``numel``.
+        start: first element among those that all ranks compare together.
         number: distinguishes the checks of one tensor: each shard of a tied parameter has its own.
         names: of both replicas in the checkpoint, if they are not the same.
     """
@@ -264,7 +264,6 @@ class ReplicaCheck:
     taken: str = "first"
     is_guess: bool = False
     start: int = 0
-    whole_numel: int = 0
     number: int = 0
     names: tuple[str, ...] = ()
 
@@ -279,8 +278,7 @@ class ReplicaCheck:
             tuple(replace(item, slot_offset=item.slot_offset - start) for item in clip_items(replica, start, stop))
             for replica in self.replicas
         )
-        whole_numel = self.whole_numel or self.numel
-        return replace(self, numel=stop - start, replicas=replicas, start=self.start + start, whole_numel=whole_numel)
+        return replace(self, numel=stop - start, replicas=replicas, start=self.start + start)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from isal import isal_zlib
 
@@ -19,16 +18,6 @@ class Unwanted(bytearray):
     """Memory for the bytes between two merged reads; threads overwrite each other's, so it is never summed."""
 
 
-@dataclass(slots=True)
-class _Run:
-    """Consecutive bytes of a file that one thread has read."""
-
-    file: int = -1
-    start: int = 0
-    stop: int = 0
-    crc32: int = 0
-
-
 class ReadSums:
     """Sums of what was read of each record. Thread-safe.
 
@@ -41,59 +30,41 @@ class ReadSums:
         self.sums: dict[tuple[int, int], PartialSum] = {}
         self.nbytes = 0
         self._files = files
-        self._mine = threading.local()
-        self._runs: list[_Run] = []
         self._lock = threading.Lock()
 
     def add(self, file: int, byte_offset: int, buffers: Sequence[memoryview]) -> None:
-        """Add bytes that this thread has just read from an offset on."""
-        run = self._run()
+        """Add bytes that were just read from an offset on."""
+        start, stop, crc32 = byte_offset, byte_offset, 0
         for buffer in buffers:
-            if not isinstance(buffer.obj, Unwanted):
-                if run.file != file or run.stop != byte_offset:
-                    self._end(run)
-                    run.file, run.start, run.crc32 = file, byte_offset, 0
-                run.crc32 = isal_zlib.crc32(buffer, run.crc32)
-                run.stop = byte_offset + len(buffer)
-            byte_offset += len(buffer)
+            if isinstance(buffer.obj, Unwanted):
+                self._add_range(file, start, stop, crc32)
+                stop += len(buffer)
+                start, crc32 = stop, 0
+            else:
+                crc32 = isal_zlib.crc32(buffer, crc32)
+                stop += len(buffer)
+        self._add_range(file, start, stop, crc32)
 
-    def finish(self) -> Mapping[tuple[int, int], PartialSum]:
-        """The sums, once all threads are done."""
-        for run in self._runs:
-            self._end(run)
-        return self.sums
-
-    def _run(self) -> _Run:
-        run: _Run | None = getattr(self._mine, "run", None)
-        if run is None:
-            run = self._mine.run = _Run()
-            with self._lock:
-                self._runs.append(run)
-        return run
-
-    def _end(self, run: _Run) -> None:
-        if run.file < 0:
+    def _add_range(self, file: int, start: int, stop: int, crc32: int) -> None:
+        if start == stop:
             return
-        records = self._files[run.file].records
-        number, nbytes = records.index(run.start), run.stop - run.start
+        records = self._files[file].records
+        number = records.index(start)
         with self._lock:
-            self.nbytes += nbytes
+            self.nbytes += stop - start
             if number is not None:
-                start = run.start - records.offsets[number]
-                part = PartialSum.of(start, start + nbytes, run.crc32, records.nbytes[number])
-                key = run.file, number
+                begin = records.offsets[number]
+                part = PartialSum.of(start - begin, stop - begin, crc32, records.nbytes[number])
+                key = file, number
                 self.sums[key] = self.sums[key] | part if key in self.sums else part
-        run.file = -1
 
 
 def first_bytes(buffers: Sequence[memoryview], nbytes: int) -> list[memoryview]:
     """The buffers up to a number of bytes; the last may be cut short."""
-    return list(_first_bytes(buffers, nbytes))
-
-
-def _first_bytes(buffers: Sequence[memoryview], nbytes: int) -> Iterator[memoryview]:
+    found = []
     for buffer in buffers:
         if nbytes <= 0:
-            return
-        yield buffer if len(buffer) <= nbytes else buffer[:nbytes]
+            break
+        found.append(buffer[:nbytes])
         nbytes -= len(buffer)
+    return found

@@ -30,8 +30,6 @@ _TASK_READS = 64
 _TASKS_OF_THREAD = 4
 #: Peak host memory per requantized element: bytes, index, value, scales, the scale's bounds, normalized value.
 _NBYTES_PER_ELEMENT = 48
-
-
 #: Bytes between two reads of a file that cost less than another call does (docs/architecture.md has the rule).
 _GAP_NBYTES = {"local": 0, "network": 64 << 10}
 
@@ -46,7 +44,6 @@ class ReadOptions:
         staging_nbytes: host memory of all bounce buffers together.
         progress: whether to draw a progress bar; ``None``: if standard error is a terminal.
         gap_nbytes: reads of a file at most this far apart are merged, with the bytes between them.
-        huge_pages: whether to try huge pages for untouched memory.
     """
 
     threads: int = 4
@@ -54,7 +51,6 @@ class ReadOptions:
     staging_nbytes: int = 64 * _MIB
     progress: bool | None = None
     gap_nbytes: int = 0
-    huge_pages: bool = True
 
     @property
     def requantize_nbytes(self) -> int:
@@ -72,22 +68,14 @@ def read_options(config: ElasticConfig) -> ReadOptions:
     gap_kib = config.read_gap_kib
     return ReadOptions(
         threads=config.read_threads,
-        chunk_nbytes=config.read_chunk_mib << 20,
         staging_nbytes=config.max_extra_memory_mib << 20,
         progress=config.progress,
         gap_nbytes=_GAP_NBYTES[config.storage] if gap_kib is None else gap_kib << 10,
-        huge_pages=config.huge_pages,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class DirectRead:
-    """One ``preadv``: consecutive bytes of a file into these buffers, some of which may be for unwanted gaps."""
-
-    file: int
-    byte_offset: int
-    nbytes: int
-    buffers: tuple[memoryview, ...]
+#: One ``preadv``: file, byte offset, bytes, and the buffers for them, some of which may be for unwanted gaps.
+DirectRead = tuple[int, int, int, tuple[memoryview, ...]]
 
 
 def sort_reads(
@@ -130,7 +118,7 @@ def read_sizes(plan: ReadPlan, options: ReadOptions, on_accelerator: bool) -> Co
             sizes[rest] += item.rows
         else:  # of the slot's size, but a single byte of memory
             direct.append(_rows(item, np.broadcast_to(np.uint8(0), slot.numel * itemsize).data))
-    sizes.update(read.nbytes for read in _joined(chain.from_iterable(direct), options))
+    sizes.update(read[2] for read in _joined(chain.from_iterable(direct), options))
     for requantize in plan.requantize_items:
         sizes.update(map(nbytes_read, parts_of(requantize, options.requantize_nbytes)))
     return Counter({nbytes: count for nbytes, count in sizes.items() if nbytes and count})
@@ -162,14 +150,14 @@ def nbytes_read(item: RequantizeItem) -> int:
 def tasks(reads: Sequence[DirectRead], threads: int) -> Iterator[Sequence[DirectRead]]:
     """Neighbouring reads, grouped into tasks for one thread."""
     share = threads * _TASKS_OF_THREAD
-    most_nbytes = min(sum(read.nbytes for read in reads) // share, _TASK_NBYTES)
+    most_nbytes = min(sum(read[2] for read in reads) // share, _TASK_NBYTES)
     most_reads = min(-(-len(reads) // share), _TASK_READS)
     first = nbytes = 0
     for number, read in enumerate(reads):
-        if number > first and (nbytes + read.nbytes > most_nbytes or number - first == most_reads):
+        if number > first and (nbytes + read[2] > most_nbytes or number - first == most_reads):
             yield reads[first:number]
             first, nbytes = number, 0
-        nbytes += read.nbytes
+        nbytes += read[2]
     if first < len(reads):
         yield reads[first:]
 
@@ -223,7 +211,7 @@ def _joined(ranges: Iterable[tuple[int, int, memoryview]], options: ReadOptions)
             fits = fits and offset - start + len(buffer) <= chunk_nbytes
             fits = fits and len(buffers) + 1 + (gap > 0) <= MAX_BUFFERS
             if buffers and not fits:
-                yield DirectRead(file, start, end - start, tuple(buffers))
+                yield file, start, end - start, tuple(buffers)
                 buffers = []
             elif gap and buffers:
                 buffers.append(unwanted[:gap])
@@ -232,4 +220,4 @@ def _joined(ranges: Iterable[tuple[int, int, memoryview]], options: ReadOptions)
             buffers.append(buffer)
             end = offset + len(buffer)
     if buffers:
-        yield DirectRead(file, start, end - start, tuple(buffers))
+        yield file, start, end - start, tuple(buffers)

@@ -28,59 +28,46 @@ _SHOWN = 6
 
 
 @dataclass(frozen=True)
-class ReplicaDifference:
-    """One rank's finding for its range of ``copies`` differing replicas; differences are from the first replica.
+class Drift:
+    """Replicas that differ: of a tensor, or of the range of it that one rank has compared.
 
-    ``files`` are those of the first replica and of the one that is furthest from it, without their folder;
-    ``first_is_zero``, ``others_are_zero``: whether that replica, and all others, are zero in that range.
+    Attributes:
+        check: what was compared, without the items that read it.
+        largest: difference from the first replica.
+        copies, files: number of replicas; names of the first one's file and of that furthest from it.
+        first_is_zero, others_are_zero: whether that replica, and all others, are zero.
     """
 
     check: ReplicaCheck
     copies: int
     largest: float
-    total: float
-    files: tuple[str, ...] = ()
+    files: tuple[str, ...] = field(default=(), compare=False)
     first_is_zero: bool = False
     others_are_zero: bool = False
 
-
-@dataclass(frozen=True)
-class Drift:
-    """Replicas of a tensor that differ.
-
-    Attributes:
-        name, key, copies: the tensor, and the number of replicas.
-        largest, mean: of the differences from the first replica.
-        taken: how they are resolved: ``first`` or ``mean``.
-        is_guess: whether only equal shapes suggest that these are replicas.
-        names: of all replicas in the checkpoint, where they are not the same.
-        files: see :class:`ReplicaDifference`.
-    """
-
-    name: str
-    key: str
-    largest: float
-    mean: float
-    copies: int
-    taken: str
-    is_guess: bool = False
-    names: tuple[str, ...] = ()
-    files: tuple[str, ...] = field(default=(), compare=False)
+    def __or__(self, other: Drift) -> Drift:
+        """Both ranges, or shards, of one tensor."""
+        one, two = self.check, other.check
+        check = replace(
+            one,
+            taken=MEAN if MEAN in (one.taken, two.taken) else FIRST,
+            is_guess=one.is_guess or two.is_guess,
+            names=tuple(dict.fromkeys(one.names + two.names)),
+        )
+        furthest = max(self, other, key=lambda each: each.largest)
+        return replace(furthest, check=check, copies=max(self.copies, other.copies))
 
     def __str__(self) -> str:
-        what = "" if self.key in WEIGHTS else f" {self.key}"
-        return f"{', '.join(self.names or (self.name,))}{what}: {self.copies} copies, {self.apart}"
+        what = "" if self.check.key in WEIGHTS else f" {self.check.key}"
+        return f"{', '.join(self.check.names or (self.check.name,))}{what}: {self.copies} copies, {self.apart}"
 
     @property
     def apart(self) -> str:
         """By how much they differ, and in which files."""
-        where = f" ({', '.join(self.files)})" if self.files else ""
-        return f"at most {self.largest:.3g} and in the mean {self.mean:.3g} apart{where}"
+        return f"at most {self.largest:.3g} apart" + (f" ({', '.join(self.files)})" if self.files else "")
 
 
-def find_drift(
-    files: tuple[SourceFile, ...], checks: Sequence[ReplicaCheck], options: ReadOptions
-) -> list[ReplicaDifference]:
+def find_drift(files: tuple[SourceFile, ...], checks: Sequence[ReplicaCheck], options: ReadOptions) -> list[Drift]:
     """Compare this rank's share of the replicas with the first one. Local.
 
     Raises :class:`DamagedError` if a file cannot be read.
@@ -90,58 +77,35 @@ def find_drift(
     most_nbytes = max(options.staging_nbytes // 2, _LEAST_NBYTES)  # the other half is for decoding
     options = replace(options, chunk_nbytes=min(options.chunk_nbytes, max(most_nbytes // options.threads, 1)))
     for parts in _rounds(checks, most_nbytes):
-        needed = sum(part.nbytes for part in parts)
+        needed = sum(map(_nbytes, parts))
         if needed > arena.numel():
             arena = torch.empty(needed, dtype=torch.uint8)
-        replicas = iter(_read(files, parts, arena, options))
-        for part in parts:
-            raw = [next(replicas) for _ in part.check.replicas]
-            apart = _apart(part, raw)
+        for part, copies in zip(parts, _read(files, parts, arena, options), strict=True):
+            apart = _apart(copies)
             if apart is not None:
-                copies, (largest, total, furthest) = part.check.replicas, apart
-                paths = (files[item.file].path for copy in (copies[0], copies[furthest]) for item in copy[:1])
+                largest, furthest = apart
+                paths = (files[item.file].path for at in (0, furthest) for item in part.replicas[at][:1])
                 names = tuple(dict.fromkeys(map(os.path.basename, paths)))
-                zero = [not part.values(each).any() for each in raw]
-                check = replace(part.check, replicas=())
-                found.append(ReplicaDifference(check, len(copies), largest, total, names, zero[0], all(zero[1:])))
+                zero = [not copy.any() for copy in copies]
+                check = replace(part, replicas=())
+                found.append(Drift(check, len(copies), largest, names, zero[0], all(zero[1:])))
     return found
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A range of a check, and the dtype in which its replicas are read."""
-
-    check: ReplicaCheck
-    dtype: str
-
-    @property
-    def replica_nbytes(self) -> int:
-        """Bytes of one replica in memory, in whole words."""
-        return -(-self.check.numel * ITEMSIZE[self.dtype] // _WORD_NBYTES) * _WORD_NBYTES
-
-    @property
-    def nbytes(self) -> int:
-        return len(self.check.replicas) * self.replica_nbytes
-
-    def values(self, raw: torch.Tensor) -> torch.Tensor:
-        return raw.view(getattr(torch, self.dtype))[: self.check.numel]
-
-
-def _rounds(checks: Iterable[ReplicaCheck], most_nbytes: int) -> Iterator[list[_Part]]:
+def _rounds(checks: Iterable[ReplicaCheck], most_nbytes: int) -> Iterator[list[ReplicaCheck]]:
     """What is read at once: many small checks, or a range of a large one."""
-    parts: list[_Part] = []
+    parts: list[ReplicaCheck] = []
     nbytes = 0
     for check in checks:
-        dtype = _dtype_of(check)
         room = most_nbytes // max(len(check.replicas), 1) // _WORD_NBYTES * _WORD_NBYTES
-        step = max(room // ITEMSIZE[dtype], 1)
+        step = max(room // ITEMSIZE[_dtype_of(check)], 1)
         for start in range(0, check.numel, step):
-            part = _Part(check.part(start, min(start + step, check.numel)), dtype)
-            if parts and nbytes + part.nbytes > most_nbytes:
+            part = check.part(start, min(start + step, check.numel))
+            if parts and nbytes + _nbytes(part) > most_nbytes:
                 yield parts
                 parts, nbytes = [], 0
             parts.append(part)
-            nbytes += part.nbytes
+            nbytes += _nbytes(part)
     if parts:
         yield parts
 
@@ -154,57 +118,64 @@ def _dtype_of(check: ReplicaCheck) -> str:
     return dtypes.pop() if len(dtypes) == 1 and not is_quantized else _WIDEST
 
 
+def _words(check: ReplicaCheck) -> int:
+    """Of one replica in memory."""
+    return -(-check.numel * ITEMSIZE[_dtype_of(check)] // _WORD_NBYTES)
+
+
+def _nbytes(check: ReplicaCheck) -> int:
+    return len(check.replicas) * _words(check) * _WORD_NBYTES
+
+
 def _read(
-    files: tuple[SourceFile, ...], parts: Sequence[_Part], arena: torch.Tensor, options: ReadOptions
-) -> list[torch.Tensor]:
-    """The bytes of each replica of each part, padded to whole words; decoded where :func:`_dtype_of` says so."""
+    files: tuple[SourceFile, ...], checks: Sequence[ReplicaCheck], arena: torch.Tensor, options: ReadOptions
+) -> list[list[torch.Tensor]]:
+    """The values of each replica of each check; decoded where :func:`_dtype_of` says so."""
     slots: list[Slot] = []
-    raw: list[torch.Tensor] = []
-    values: list[torch.Tensor] = []
+    found: list[list[torch.Tensor]] = []
     items: list[ReadItem] = []
     requantize: list[RequantizeItem] = []
     position = 0
-    for part in parts:
-        numel = part.check.numel
-        for replica in part.check.replicas:
-            number, buffer = len(slots), arena[position : position + part.replica_nbytes]
-            position += part.replica_nbytes
+    for check in checks:
+        numel, dtype = check.numel, _dtype_of(check)
+        found.append([])
+        for replica in check.replicas:
+            number, buffer = len(slots), arena[position : position + _words(check) * _WORD_NBYTES]
+            position += len(buffer)
             if sum(item.numel for item in replica) < numel:
                 buffer.zero_()
-            buffer[-_WORD_NBYTES:] = 0  # padding after the last element
             sources = tuple(replace(item, slot=number) for item in replica)
-            if part.dtype == _WIDEST:
+            if dtype == _WIDEST:
                 requantize.append(RequantizeItem(number, 0, numel, None, -1, 0, sources))
             else:
                 items += sources
-            slots.append(Slot("", 0, "", numel, part.dtype))
-            raw.append(buffer)
-            values.append(part.values(buffer))
+            slots.append(Slot("", 0, "", numel, dtype))
+            found[-1].append(buffer.view(getattr(torch, dtype))[:numel])
     plan = ReadPlan(files, tuple(slots), in_file_order(items), tuple(requantize))
-    execute(plan, values, options, show_progress=False)
-    return raw
-
-
-def _apart(part: _Part, replicas: Sequence[torch.Tensor]) -> tuple[float, float, int] | None:
-    """The largest difference from the first replica, the sum of all, and the replica that has the largest.
-
-    ``None`` if all numbers are equal.
-    """
-    found = None
-    first = replicas[0]
-    for number, other in enumerate(replicas[1:], 1):
-        if torch.equal(first.view(torch.int64), other.view(torch.int64)):  # six times as fast as bytewise
-            continue
-        left, right = part.values(first), part.values(other)
-        for start in range(0, part.check.numel, _STEP_NUMEL):
-            here = slice(start, start + _STEP_NUMEL)
-            same, apart = differences(left[here], right[here])
-            if not same.all():
-                largest, total, furthest = found or (0.0, 0.0, number)
-                if apart.max().item() > largest:
-                    largest, furthest = apart.max().item(), number
-                found = largest, total + apart.sum().item(), furthest
+    execute(plan, [values for copies in found for values in copies], options, show_progress=False)
     return found
+
+
+def _apart(copies: Sequence[torch.Tensor]) -> tuple[float, int] | None:
+    """The largest difference from the first copy, and the copy that has it; ``None`` if all numbers are equal."""
+    found = None
+    first = copies[0]
+    for number, other in enumerate(copies[1:], 1):
+        if _same_bytes(first, other):
+            continue
+        for start in range(0, first.numel(), _STEP_NUMEL):
+            here = slice(start, start + _STEP_NUMEL)
+            same, apart = differences(first[here], other[here])
+            if not same.all():
+                found = max(found or (0.0, number), (apart.max().item(), number), key=lambda each: each[0])
+    return found
+
+
+def _same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two tensors have the same bytes, compared by words: six times as fast as one by one."""
+    words = left.nbytes // _WORD_NBYTES * _WORD_NBYTES
+    a, b = left.view(torch.uint8), right.view(torch.uint8)
+    return torch.equal(a[:words].view(torch.int64), b[:words].view(torch.int64)) and torch.equal(a[words:], b[words:])
 
 
 def differences(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -220,43 +191,16 @@ def differences(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, 
     return same, (a - b).abs().nan_to_num(nan=math.inf, posinf=math.inf).masked_fill(same, 0)
 
 
-def united(found: Iterable[ReplicaDifference]) -> list[Drift]:
-    """One drift per tensor over all ranks and ranges, largest difference first.
-
-    The mean is over all elements of the shards that differ. Elements compared by two ranks count once.
-    """
-    tensors: dict[tuple[str, str], list[ReplicaDifference]] = {}
+def united(found: Iterable[Drift]) -> list[Drift]:
+    """One drift per tensor over all ranks and ranges, largest difference first."""
+    tensors: dict[tuple[str, str], Drift] = {}
     for each in found:
-        tensors.setdefault((each.check.name, each.check.key), []).append(each)
-    drifts = map(_one_drift, tensors.values())
-    return sorted(drifts, key=lambda drift: (-drift.largest, drift.name, drift.key))
+        place = each.check.name, each.check.key
+        tensors[place] = tensors[place] | each if place in tensors else each
+    return sorted(tensors.values(), key=lambda drift: (-drift.largest, drift.check.name, drift.check.key))
 
 
-def _one_drift(differences: Sequence[ReplicaDifference]) -> Drift:
-    parts = sorted(differences, key=lambda each: (each.check.number, each.check.start, each.check.numel))
-    total, numels, ends = 0.0, dict[int, int](), dict[int, int]()
-    for each in parts:
-        asked = each.check
-        if asked.start >= ends.get(asked.number, 0):
-            ends[asked.number] = asked.start + asked.numel
-            numels[asked.number] = (asked.whole_numel or asked.numel) * (each.copies - 1)
-            total += each.total
-    return Drift(
-        parts[0].check.name,
-        parts[0].check.key,
-        max(each.largest for each in parts),
-        total / sum(numels.values()),
-        max(each.copies for each in parts),
-        MEAN if any(each.check.taken == MEAN for each in parts) else FIRST,
-        any(each.check.is_guess for each in parts),
-        tuple(dict.fromkeys(name for each in parts for name in each.check.names)),
-        max(parts, key=lambda each: each.largest).files,
-    )
-
-
-def without_untrained(
-    found: Sequence[ReplicaDifference], known: frozenset[str]
-) -> tuple[list[ReplicaDifference], frozenset[str]]:
+def without_untrained(found: Sequence[Drift], known: frozenset[str]) -> tuple[list[Drift], frozenset[str]]:
     """All but differences of copies that nothing trains, and the names of these.
 
     They are parameters of tied pipeline modules, on stages after the first.
@@ -272,7 +216,7 @@ def without_untrained(
     return [each for each in found if each.check.name not in names or not each.check.is_of_stages], names
 
 
-def judge_drift(found: Sequence[ReplicaDifference], may_differ: frozenset[str], policy: str) -> tuple[str, ...]:
+def judge_drift(found: Sequence[Drift], may_differ: frozenset[str], policy: str) -> tuple[str, ...]:
     """Notes for the report about replicas that differ on any rank; ``may_differ`` are the names that may, by a rule.
 
     Raises :class:`MismatchError` if others differ and ``policy`` is ``strict`` (not ``first`` or ``mean``), except for
@@ -284,8 +228,8 @@ def judge_drift(found: Sequence[ReplicaDifference], may_differ: frozenset[str], 
     may_differ -= idle
     kept, of_one_stage = without_untrained(found, may_differ)
     drifts = united(kept)
-    asked = [drift for drift in drifts if drift.name not in may_differ]
-    guessed = [drift for drift in asked if drift.is_guess]
+    asked = [drift for drift in drifts if drift.check.name not in may_differ]
+    guessed = [drift for drift in asked if drift.check.is_guess]
     if guessed:
         raise _no_copies(guessed)
     if asked and policy not in (FIRST, MEAN):
@@ -293,7 +237,7 @@ def judge_drift(found: Sequence[ReplicaDifference], may_differ: frozenset[str], 
     notes = [f"only the first pipeline stage trains its copy, which was taken: {listed(sorted(of_one_stage))}"]
     notes = notes if of_one_stage else []
     for drift in drifts[:_SHOWN]:
-        notes.append(f"replicated, but different when saved: {drift}; the {drift.taken} was taken")
+        notes.append(f"replicated, but different when saved: {drift}; the {drift.check.taken} was taken")
     if len(drifts) > _SHOWN:
         notes.append(f"and {len(drifts) - _SHOWN} more replicated tensors that were different when saved")
     return tuple(notes)
@@ -302,36 +246,29 @@ def judge_drift(found: Sequence[ReplicaDifference], may_differ: frozenset[str], 
 def _different(drifts: Sequence[Drift], idle: Collection[str]) -> MismatchError:
     """``idle``: names of which the first pipeline stage's copy is not the one that is trained."""
     first = '"elastic_checkpoint": {"replicated_params": "first"} keeps'
-    if any(drift.names for drift in drifts):
+    problem = "copies of replicated parameters differ between the ranks that saved them, and only one can be kept"
+    expected = "equal copies on every tensor-parallel rank and pipeline stage"
+    remedy = f'{first} the copy of the first rank, "mean" the mean of all tensor-parallel ranks'
+    if any(drift.check.names for drift in drifts):
         problem = "weights that are one in the live model have different values under their names in the checkpoint"
         expected = "equal values under each name of a tied weight"
         remedy = f"build the model as it was saved, without this tie; or {first} the values of the name that is first"
-    else:
-        problem = "copies of replicated parameters differ between the ranks that saved them, and only one can be kept"
-        expected = "equal copies on every tensor-parallel rank and pipeline stage"
-        remedy = (
-            "a later pipeline stage trains its copy, and the first does not: resume with as many stages as were saved"
-            if any(drift.name in idle for drift in drifts)
-            else f'{first} the copy of the first rank, {{"replicated_params": "mean"}} takes the mean of all '
-            "tensor-parallel ranks"
-        )
+    elif any(drift.check.name in idle for drift in drifts):
+        remedy = "a later pipeline stage trains its copy, and the first does not: resume with as many stages as saved"
     more = f"; and {len(drifts) - _SHOWN} more" if len(drifts) > _SHOWN else ""
-    names = dict.fromkeys(name for drift in drifts for name in drift.names or (drift.name,))
+    names = dict.fromkeys(name for drift in drifts for name in drift.check.names or (drift.check.name,))
     found = "; ".join(map(str, drifts[:_SHOWN])) + more
     return MismatchError(problem, parameter=listed(names), expected=expected, found=found, remedy=remedy)
 
 
 def _no_copies(guessed: Sequence[Drift]) -> MismatchError:
     """Tensors of equal shape but other values on every rank: most likely each rank's own shard."""
-    names = listed(dict.fromkeys(drift.name for drift in guessed))
-    pattern = re.escape(guessed[0].name)
+    pattern = json.dumps(re.escape(guessed[0].check.name))
     return MismatchError(
         "tensors that by their shapes alone would be copies are not the same on the tensor-parallel ranks",
-        parameter=names,
-        expected="equal copies, or a word on how it is cut",
+        parameter=listed({drift.check.name for drift in guessed}),
+        expected="equal copies, or a rule that says how it is sharded",
         found="; ".join(map(str, guessed[:_SHOWN])),
-        remedy=(
-            f'"elastic_checkpoint": {{"tp_rules": [{{"pattern": {json.dumps(pattern)}, "kind": "vocabulary"}}]}} (or '
-            'column, row; replicated only for copies that drifted apart, together with "replicated_params")'
-        ),
+        remedy=f'"elastic_checkpoint": {{"tp_rules": [{{"pattern": {pattern}, "kind": "vocabulary"}}]}} (or column, '
+        'row; replicated only for copies that drifted apart, together with "replicated_params")',
     )

@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
 from itertools import chain
 from queue import SimpleQueue
 from typing import Any
@@ -22,7 +21,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from elastic_ckpt.core.metadata import ITEMSIZE, SourceFile
+from elastic_ckpt.core.metadata import ITEMSIZE
 from elastic_ckpt.core.read_plan import ReadItem, ReadPlan, RequantizeItem, Share
 from elastic_ckpt.distributed import in_buckets
 from elastic_ckpt.errors import DamagedError, SavedOverError, refuse_used_up
@@ -30,7 +29,7 @@ from elastic_ckpt.io.checksums import SUMMED_AT_ONCE_NBYTES, ReadSums, first_byt
 from elastic_ckpt.io.coalesce import LEAST_STAGED_NBYTES, DirectRead, ReadOptions, parts_of, sort_reads, tasks
 from elastic_ckpt.io.prefault import Prefault
 from elastic_ckpt.io.requantize import ReadStats, requantize
-from elastic_ckpt.io.staging import Lane, Transfer, make_lanes
+from elastic_ckpt.io.staging import StagingBuffers, Transfer, staging_buffers
 from elastic_ckpt.storage.local import open_descriptor, open_stream
 from elastic_ckpt.storage.pins import adopt, current
 
@@ -57,33 +56,29 @@ def execute(
     """
     direct, staged = sort_reads(plan, tensors, options)
     parts = [part for item in plan.requantize_items for part in parts_of(item, options.requantize_nbytes)]
-    copied_nbytes, staged_nbytes = (sum(read.nbytes for read in reads) for reads in (direct, staged))
+    copied_nbytes, staged_nbytes = sum(read[2] for read in direct), sum(item.nbytes for item in staged)
     copied_nbytes += staged_nbytes
     total, show = copied_nbytes + sum(part.nbytes for part in parts), options.progress if show_progress else False
     with ExitStack() as stack:
         bar = stack.enter_context(progress_bar("elastic_ckpt", total, show, leave=False))
-        files = _Files(plan.files, stack, sums)
-        lanes: list[Lane] = []
-        if staged:
-            targets = [tensors[slot] for slot in {item.slot for item in staged}]
-            buffer_nbytes = max(options.staged_nbytes, LEAST_STAGED_NBYTES)
-            lanes = make_lanes(options.threads, buffer_nbytes, targets, make_transfer)
-        free: SimpleQueue[Lane] = SimpleQueue()
-        for lane in lanes:
-            stack.callback(lane.finish)  # after a failure too: no transfer may outlive its slot
-            free.put(lane)
-        work = _Work(plan, tensors, files, Prefault(options.huge_pages), free)
+        targets = [tensors[slot] for slot in {item.slot for item in staged}]
+        buffer_nbytes = max(options.staged_nbytes, LEAST_STAGED_NBYTES)
+        staging = staging_buffers(options.threads, buffer_nbytes, targets, make_transfer) if staged else []
+        for buffers in staging:
+            stack.callback(buffers.finish)  # after a failure too: no transfer may outlive its slot
+        reader = _Reader(plan, tensors, sums, staging)
+        stack.callback(reader.close)
         run: Callable[..., Iterator[Any]] = map
         if options.threads > 1:
             pool = stack.enter_context(ThreadPoolExecutor(options.threads, "elastic_ckpt", adopt, (current(),)))
             stack.callback(pool.shutdown, cancel_futures=True)  # after a failure nobody waits for the rest
             run = pool.map
-        for nbytes in chain(run(work.run_direct, tasks(direct, options.threads)), run(work.run_staged, staged)):
+        for nbytes in chain(run(reader.read_direct, tasks(direct, options.threads)), run(reader.read_staged, staged)):
             bar.update(nbytes)
-        for lane in lanes:
-            lane.finish()
+        for buffers in staging:
+            buffers.finish()
         stats = ReadStats(copied_nbytes, len(direct) + sum(item.rows for item in staged), staged_nbytes)
-        for done, part in zip(run(work.run_requantize, parts), parts, strict=True):
+        for done, part in zip(run(reader.requantize, parts), parts, strict=True):
             stats += done
             bar.update(part.nbytes)
     return stats
@@ -95,79 +90,74 @@ def progress_bar(what: str, nbytes: int, show: bool | None, leave: bool = True) 
     return tqdm(total=nbytes, unit="B", unit_scale=True, desc=what, disable=disable, leave=leave)
 
 
-@dataclass(frozen=True)
-class _Work:
-    plan: ReadPlan
-    tensors: Sequence[torch.Tensor]
-    files: _Files
-    prefault: Prefault
-    lanes: SimpleQueue[Lane]
+class _Reader:
+    """At most one open file per thread: reads come in file order, and a checkpoint may have thousands of files."""
 
-    def run_direct(self, reads: Sequence[DirectRead]) -> int:
-        for read in reads:
-            self.prefault(read.buffers)
-            self.files.read(read.file, read.byte_offset, read.buffers)
-        return sum(read.nbytes for read in reads)
+    def __init__(
+        self,
+        plan: ReadPlan,
+        tensors: Sequence[torch.Tensor],
+        sums: ReadSums | None,
+        staging: Sequence[StagingBuffers],
+    ) -> None:
+        self._plan = plan
+        self._tensors = tensors
+        self._sums = sums
+        self._prefault = Prefault()
+        self._staging: SimpleQueue[StagingBuffers] = SimpleQueue()
+        for buffers in staging:
+            self._staging.put(buffers)
+        self._mine = threading.local()
+        self._open: set[int] = set()
 
-    def run_staged(self, item: ReadItem) -> int:
-        lane, nbytes = self.lanes.get(), item.nbytes
+    def read_direct(self, reads: Sequence[DirectRead]) -> int:
+        for file, byte_offset, _, buffers in reads:
+            self._prefault(buffers)
+            self._read(file, byte_offset, buffers)
+        return sum(nbytes for _, _, nbytes, _ in reads)
+
+    def read_staged(self, item: ReadItem) -> int:
+        staging, nbytes = self._staging.get(), item.nbytes
         try:
-            buffer, row_nbytes = lane.buffer(nbytes), nbytes // item.rows
+            buffer, row_nbytes = staging.buffer(nbytes), nbytes // item.rows
             stride_nbytes = item.file_stride * ITEMSIZE[item.dtype]
             for number in range(item.rows):
                 row = buffer[number * row_nbytes : (number + 1) * row_nbytes]
-                self.files.read(item.file, item.byte_offset + number * stride_nbytes, [row])
-            lane.deliver(nbytes, item.dtype, self.tensors[item.slot], item.slot_offset)
+                self._read(item.file, item.byte_offset + number * stride_nbytes, [row])
+            staging.deliver(nbytes, item.dtype, self._tensors[item.slot], item.slot_offset)
         finally:
-            self.lanes.put(lane)
+            self._staging.put(staging)
         return nbytes
 
-    def run_requantize(self, item: RequantizeItem) -> ReadStats:
+    def requantize(self, item: RequantizeItem) -> ReadStats:
         try:
-            return requantize(item, self.tensors, self._read_bytes)
+            return requantize(item, self._tensors, self._read_bytes)
         except DamagedError as error:
-            if error.file is not None:
-                raise
-            slot = self.plan.slots[item.slot]  # values carry neither their state nor their file
-            raise DamagedError(
-                error.problem,
-                parameter=f"{slot.key} of flat partition {slot.flat}",
-                file=self.plan.files[item.sources[0].file].path,
-                expected=error.expected,
-                found=error.found,
-                remedy=error.remedy,
-            ) from error
+            if error.file is None:  # values carry neither their state nor their file
+                slot = self._plan.slots[item.slot]
+                error.parameter = f"{slot.key} of flat partition {slot.flat}"
+                error.file = self._plan.files[item.sources[0].file].path
+            raise
 
     def _read_bytes(self, file: int, byte_offset: int, nbytes: int) -> bytearray:
         raw = bytearray(nbytes)
-        self.files.read(file, byte_offset, [memoryview(raw)])
+        self._read(file, byte_offset, [memoryview(raw)])
         return raw
 
-
-class _Files:
-    """At most one open file per thread: reads come in file order, and a checkpoint may have thousands of files."""
-
-    def __init__(self, files: Sequence[SourceFile], stack: ExitStack, sums: ReadSums | None) -> None:
-        self._files = files
-        self.sums = sums
-        self._mine = threading.local()
-        self._open: set[int] = set()
-        stack.callback(self._close_all)
-
-    def read(self, file: int, byte_offset: int, buffers: Sequence[memoryview]) -> None:
+    def _read(self, file: int, byte_offset: int, buffers: Sequence[memoryview]) -> None:
         """``preadv`` until all buffers are full; the kernel may return less than requested."""
         remaining = list(buffers)
         while remaining:
-            wanted = remaining if self.sums is None else first_bytes(remaining, SUMMED_AT_ONCE_NBYTES)
+            wanted = remaining if self._sums is None else first_bytes(remaining, SUMMED_AT_ONCE_NBYTES)
             try:
                 count = os.preadv(self._descriptor(file), wanted, byte_offset)
             except OSError as error:
-                refuse_used_up(error, self._files[file].path)
+                refuse_used_up(error, self._plan.files[file].path)
                 raise self._broken(file, byte_offset, f"{type(error).__name__}: {error.strerror}") from error
             if count == 0:
                 raise self._broken(file, byte_offset, "end of file")
-            if self.sums is not None:
-                self.sums.add(file, byte_offset, first_bytes(wanted, count))
+            if self._sums is not None:
+                self._sums.add(file, byte_offset, first_bytes(wanted, count))
             byte_offset += count
             while remaining and count >= len(remaining[0]):
                 count -= len(remaining.pop(0))
@@ -183,21 +173,17 @@ class _Files:
             self._open.discard(descriptor)
             del self._mine.open
             os.close(descriptor)
-        descriptor = open_descriptor(self._files[file].path)
+        descriptor = open_descriptor(self._plan.files[file].path)
         self._open.add(descriptor)
         self._mine.open = (file, descriptor)
         return descriptor
 
     def _broken(self, file: int, byte_offset: int, found: str) -> DamagedError:
-        return DamagedError(
-            "reading a file of the checkpoint failed",
-            file=self._files[file].path,
-            expected=f"{self._files[file].nbytes} readable bytes",
-            found=f"{found} at byte {byte_offset}",
-            remedy="check the disk or network file system",
-        )
+        source, problem = self._plan.files[file], "reading a file of the checkpoint failed"
+        expected, remedy = f"{source.nbytes} readable bytes", "check the disk or network file system"
+        return DamagedError(problem, source.path, expected, f"{found} at byte {byte_offset}", remedy=remedy)
 
-    def _close_all(self) -> None:
+    def close(self) -> None:
         for descriptor in self._open:
             os.close(descriptor)
 
@@ -212,21 +198,13 @@ def check_files(plan: ReadPlan) -> None:
         except SavedOverError:
             raise
         except DamagedError as error:
-            raise DamagedError(
-                "a file of the checkpoint cannot be reached from this rank",
-                file=source.path,
-                expected="a file on storage that all ranks share",
-                found=error.found,
-                remedy="mount the folder on every node",
-            ) from error
+            problem, expected = "a file of the checkpoint cannot be reached from this rank", "one that all ranks share"
+            remedy = "mount the folder on every node"
+            raise DamagedError(problem, source.path, expected, error.found, remedy=remedy) from error
         if nbytes != source.nbytes:
-            raise DamagedError(
-                "a file of the checkpoint does not have the same size on every rank",
-                file=source.path,
-                expected=f"{source.nbytes} bytes",
-                found=f"{nbytes} bytes",
-                remedy="it is still being written or copied, or nodes hold different copies: wait, or share one",
-            )
+            problem = "a file of the checkpoint does not have the same size on every rank"
+            remedy = "it is still being written or copied, or nodes hold different copies: wait, or share one"
+            raise DamagedError(problem, source.path, f"{source.nbytes} bytes", f"{nbytes} bytes", remedy=remedy)
 
 
 def exchange_shares(plan: ReadPlan, tensors: Mapping[int, torch.Tensor], group: Any) -> int:

@@ -1,8 +1,8 @@
 """Bounce buffers, for slots that ``preadv`` cannot write into.
 
-A read takes a free *lane* of two host buffers: while one is read into, the other is copied into its slot. For an
-accelerator the copy is asynchronous, from pinned memory on the lane's own stream, so that disk and bus overlap. Memory
-is bounded, whatever the size of the plan.
+A read takes two free host buffers: while one is read into, the other is copied into its slot. For an accelerator the
+copy is asynchronous, from pinned memory on a stream of its own, so that disk and bus overlap. Memory is bounded,
+whatever the size of the plan.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Transfer:
             self._stream.synchronize()
 
 
-class Lane:
+class StagingBuffers:
     """Two host buffers in turn, page-locked if ``pinned``, for one thread at a time; ``transfers`` are by device."""
 
     def __init__(self, buffer_nbytes: int, transfers: dict[torch.device, Transfer], pinned: bool) -> None:
@@ -72,19 +72,16 @@ class Lane:
             transfer.finish()
 
 
-def make_lanes(
-    count: int,
-    buffer_nbytes: int,
-    tensors: Iterable[torch.Tensor],
-    make: Callable[[torch.device], Transfer] = Transfer,
-) -> list[Lane]:
-    """Lanes for slots of these tensors. ``make`` makes a transfer.
+def staging_buffers(
+    count: int, nbytes: int, tensors: Iterable[torch.Tensor], make: Callable[[torch.device], Transfer] = Transfer
+) -> list[StagingBuffers]:
+    """Staging buffers of so many bytes for each of ``count`` threads, for slots of these tensors.
 
     Call it on the thread that prepared the slots, to whose device pinned memory belongs.
     """
     devices = {tensor.device for tensor in tensors}
     pinned = any(device.type != "cpu" for device in devices)
-    return [Lane(buffer_nbytes, {device: make(device) for device in devices}, pinned) for _ in range(count)]
+    return [StagingBuffers(nbytes, {device: make(device) for device in devices}, pinned) for _ in range(count)]
 
 
 def _nothing() -> None:

@@ -23,7 +23,7 @@ from elastic_ckpt.engines.training_state import LoadArguments, TrainingStateComm
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.formats import READERS, Checkpoint, Found, MetadataOptions
 from elastic_ckpt.io.coalesce import read_options
-from elastic_ckpt.io.compare_replicas import ReplicaDifference, find_drift, judge_drift
+from elastic_ckpt.io.compare_replicas import Drift, find_drift, judge_drift
 from elastic_ckpt.io.reader import check_files
 from elastic_ckpt.planning.planner import LoadOptions, plan_load
 from elastic_ckpt.storage.pins import look_again
@@ -62,7 +62,7 @@ class RankPlan:
 
     mp_rank: int
     digest: str
-    differences: Sequence[ReplicaDifference]
+    differences: Sequence[Drift]
     may_differ: frozenset[str]
     notes: tuple[str, ...]
     runs_code: bool

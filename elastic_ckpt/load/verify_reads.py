@@ -45,8 +45,7 @@ class RankSums:
     @classmethod
     def of(cls, read: ReadSums) -> RankSums:
         """What was summed up in a load's reads, which are done."""
-        sums = read.finish()
-        return cls(sums, read.nbytes - sum(each.nbytes for each in sums.values()))
+        return cls(read.sums, read.nbytes - sum(each.nbytes for each in read.sums.values()))
 
 
 def verify_reads(
@@ -136,7 +135,7 @@ def _sum_of(files: Sequence[SourceFile], key: Key, ranges: NDArray[np.int64]) ->
             stream.seek(start)
             while raw := stream.read(min(stop - stream.tell(), SUMMED_AT_ONCE_NBYTES)):
                 read.add(key[0], stream.tell() - len(raw), [memoryview(raw)])
-    return read.finish().get(key, PartialSum())
+    return read.sums.get(key, PartialSum())
 
 
 def read_evenly(rows: Ranges, first: int, stop: int) -> NDArray[np.int64]:

@@ -112,7 +112,7 @@ class _Wanted:
         """The check of a range of its elements."""
         found = (read_items(*copy, FlatRange(start, stop), to_slot=-start) for copy in self.copies)
         replicas = tuple(map(rows_in_order, found))
-        return replace(self.check, numel=stop - start, replicas=replicas, start=start, whole_numel=self.check.numel)
+        return replace(self.check, numel=stop - start, replicas=replicas, start=start)
 
 
 def _dealt(wanted: Sequence[_Wanted], lane: int, lanes: int) -> Iterator[ReplicaCheck]:

@@ -44,7 +44,7 @@ def test_a_record_that_is_read_in_any_parts_has_its_checksum(
     sums = ReadSums(plan.files)
     target = torch.empty(RECORD // 4, dtype=getattr(torch, live))
     execute(plan, [target], ReadOptions(threads=threads, chunk_nbytes=chunk_nbytes), False, sums=sums)
-    (found,) = sums.finish().values()
+    (found,) = sums.sums.values()
     assert found.tiles(RECORD) and found.crc32 == zlib.crc32(raw) and sums.nbytes == RECORD
 
 
@@ -55,11 +55,11 @@ def test_bytes_between_two_reads_are_not_summed(tmp_path: Path) -> None:
     sums = ReadSums(plan.files)
     stats = execute(plan, [torch.empty(20)], ReadOptions(gap_nbytes=4096), False, sums=sums)
     assert stats.calls == 1
-    (found,) = sums.finish().values()
+    (found,) = sums.sums.values()
     assert found.nbytes == sums.nbytes == 80 and not found.tiles(RECORD)
     read = ReadSums(plan.files)
     read.add(0, BEGIN + 40, [memoryview(raw[40:80])])
-    (rest,) = read.finish().values()
+    (rest,) = read.sums.values()
     assert (found | rest).tiles(120)
     assert isinstance(memoryview(Unwanted(3)).obj, Unwanted)
 
@@ -68,7 +68,7 @@ def test_bytes_of_no_record_are_counted(tmp_path: Path) -> None:
     file, _ = source(tmp_path)
     sums = ReadSums([file])
     sums.add(0, 0, [memoryview(bytes(100))])
-    assert sums.finish() == {} and sums.nbytes == 100
+    assert sums.sums == {} and sums.nbytes == 100
 
 
 def test_buffers_are_cut_at_a_number_of_bytes() -> None:

@@ -31,7 +31,7 @@ from elastic_ckpt.core.strided import fused
 from elastic_ckpt.core.tp_rules import Rule
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.io.coalesce import ReadOptions
-from elastic_ckpt.io.compare_replicas import Drift, ReplicaDifference, find_drift, judge_drift, united
+from elastic_ckpt.io.compare_replicas import Drift, find_drift, judge_drift, united
 from elastic_ckpt.io.reader import ReadStats, execute
 from elastic_ckpt.planning.read_items import read_items, rows_in_order
 from elastic_ckpt.planning.replicas import compare_replicas
@@ -67,16 +67,16 @@ def test_equal_copies_are_no_drift(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64", "int64"])
-def test_the_largest_and_the_mean_difference_are_those_from_the_first_copy(tmp_path: Path, dtype: str) -> None:
+def test_the_largest_difference_is_that_from_the_first_copy(tmp_path: Path, dtype: str) -> None:
     first = torch.tensor([1, 2, 3, 4]).to(getattr(torch, dtype))
     second, third = first.clone(), first.clone()
     second[1] += 4
     third[0] -= 2
     third[3] += 2
     (found,) = drift_of(tmp_path, first, second, third, taken=MEAN)
-    assert found == Drift("a", MASTER, largest=4.0, mean=1.0, copies=3, taken=MEAN)
-    assert str(found) == "a: 3 copies, at most 4 and in the mean 1 apart (0, 1)"
-    assert str(replace(found, key="exp_avg")).startswith("a exp_avg: 3 copies")
+    assert facts([found]) == [("a", MASTER, 4.0, 3, MEAN, False)]
+    assert str(found) == "a: 3 copies, at most 4 apart (0, 1)"
+    assert str(replace(found, check=replace(found.check, key="exp_avg"))).startswith("a exp_avg: 3 copies")
 
 
 def test_numbers_beyond_single_precision_are_told_apart(tmp_path: Path) -> None:
@@ -110,10 +110,10 @@ def test_what_is_no_number_in_one_copy_only_is_infinitely_far(tmp_path: Path, od
 
 def test_equal_infinities_beside_a_difference_count_as_equal(tmp_path: Path) -> None:
     (found,) = drift_of(tmp_path, torch.tensor([INF, NAN, 1.0, 1.0]), torch.tensor([INF, NAN, 1.5, 1.0]))
-    assert (found.largest, found.mean) == (0.5, 0.125)
+    assert found.largest == 0.5
 
 
-def test_differences_are_added_up_over_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_largest_difference_is_that_of_all_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether they are read in several goes, or told apart in several steps."""
     few = replace(OPTIONS, staging_nbytes=2 * 2 * 3 * 4)
     for patched in ("_LEAST_NBYTES", "_STEP_NUMEL"):
@@ -121,9 +121,9 @@ def test_differences_are_added_up_over_chunks(tmp_path: Path, monkeypatch: pytes
         first = torch.arange(8.0)
         second = first + torch.tensor([0, 1, 0, 0, 0, 0, 0, 7.0])
         (found,) = drift_of(tmp_path, first, second, options=few)
-        assert (found.largest, found.mean) == (7.0, 1.0)
+        assert found.largest == 7.0
         apart = drift_of(tmp_path, first, first + torch.tensor([0, 0, 0, 0, 2.0, 0, 0, 0]), options=few)
-        assert apart[0].mean == 0.25
+        assert apart[0].largest == 2.0
 
 
 def test_other_bytes_of_the_same_numbers_are_no_drift(tmp_path: Path) -> None:
@@ -132,14 +132,14 @@ def test_other_bytes_of_the_same_numbers_are_no_drift(tmp_path: Path) -> None:
     assert nans.view(torch.int32).tolist() != same.view(torch.int32).tolist()
     assert drift_of(tmp_path, nans, same) == []
     (found,) = drift_of(tmp_path, nans, same + torch.tensor([0.0, 0.0, 0.0, 2.0]))
-    assert (found.largest, found.mean) == (2.0, 0.5)
+    assert found.largest == 2.0
 
 
 def test_copies_of_other_dtypes_are_compared_by_their_values(tmp_path: Path) -> None:
     wide = torch.tensor([1.0, 2.0, 3.0])
     assert drift_of(tmp_path, wide.bfloat16(), wide, wide.double()) == []
     (found,) = drift_of(tmp_path, wide.bfloat16(), wide, wide.double() + torch.tensor([0, 0.75, 0]))
-    assert (found.largest, found.mean, found.copies) == (0.75, 0.125, 3)
+    assert (found.largest, found.copies) == (0.75, 3)
 
 
 def test_equal_copies_are_read_once_and_never_turned_into_values(
@@ -182,43 +182,36 @@ def test_quantized_copies_are_compared_by_their_values(tmp_path: Path) -> None:
 
 # --- what becomes of them ---------------------------------------------------------------------------------------
 
-BIG, SMALL = Drift("big", MASTER, 2.0, 1.0, 4, FIRST), Drift("small", "exp_avg", 0.5, 0.25, 4, MEAN)
+BIG = Drift(ReplicaCheck("big", MASTER, 10, ()), 4, 2.0)
+SMALL = Drift(ReplicaCheck("small", "exp_avg", 10, (), MEAN), 4, 0.5)
 
 
-def judge(drifts: Sequence[Drift], averaged: frozenset[str], policy: str) -> tuple[str, ...]:
-    """As one piece each."""
-    found = []
-    for one in drifts:
-        asked = ReplicaCheck(one.name, one.key, 10, (), one.taken, one.is_guess)
-        found.append(ReplicaDifference(asked, one.copies, one.largest, one.mean * 10 * (one.copies - 1)))
-    return judge_drift(found, averaged, policy)
+def facts(drifts: Sequence[Drift]) -> list[tuple[object, ...]]:
+    return [(e.check.name, e.check.key, e.largest, e.copies, e.check.taken, e.check.is_guess) for e in drifts]
 
 
-def difference(start: int, numel: int, largest: float, total: float, **other: Any) -> ReplicaDifference:
-    whole = {"whole_numel": 100, "number": 1, **other}
-    return ReplicaDifference(ReplicaCheck("a", MASTER, numel, (), start=start, **whole), 3, largest, total)
+def difference(start: int, numel: int, largest: float, **other: Any) -> Drift:
+    return Drift(ReplicaCheck("a", MASTER, numel, (), start=start, **{"number": 1, **other}), 3, largest)
 
 
 def test_what_ranks_found_in_pieces_of_a_tensor_is_one_line() -> None:
-    first, second = difference(0, 10, 0.5, 4.0), difference(60, 30, 2.0, 6.0)
-    assert united([second, first]) == [Drift("a", MASTER, 2.0, 10.0 / 100 / 2, 3, FIRST)]
-    assert united([first, second, first]) == united([first, second])  # two ranks compared the same
-    other_shard = difference(0, 50, 1.0, 10.0, whole_numel=300, number=2)
-    assert united([first, other_shard, second]) == [Drift("a", MASTER, 2.0, 20.0 / 400 / 2, 3, FIRST)]
-    guess = difference(90, 10, 0.0, 0.0, is_guess=True, taken=MEAN)
-    (both,) = united([first, guess])
-    assert both.is_guess and both.taken == MEAN
+    first, second = difference(0, 10, 0.5), difference(60, 30, 2.0)
+    assert facts(united([second, first])) == [("a", MASTER, 2.0, 3, FIRST, False)]
+    assert facts(united([first, second, first])) == facts(united([first, second]))  # two ranks compared the same
+    assert facts(united([first, difference(0, 50, 1.0, number=2), second])) == [("a", MASTER, 2.0, 3, FIRST, False)]
+    (both,) = united([first, difference(90, 10, 0.0, is_guess=True, taken=MEAN)])
+    assert both.check.is_guess and both.check.taken == MEAN
     assert united([]) == []
 
 
 def test_drift_is_refused_unless_the_user_says_what_to_take() -> None:
     with pytest.raises(MismatchError, match="only one can be kept") as caught:
-        judge([SMALL, BIG, BIG], frozenset(), STRICT)
+        judge_drift([SMALL, BIG, BIG], frozenset(), STRICT)
     assert caught.value.parameter == "big, small"
     assert caught.value.found == f"{BIG}; {SMALL}"
     assert '"replicated_params": "first"' in str(caught.value.remedy)
     for policy in (FIRST, MEAN):
-        notes = judge([SMALL, BIG, BIG], frozenset(), policy)
+        notes = judge_drift([SMALL, BIG, BIG], frozenset(), policy)
         assert notes == (
             f"replicated, but different when saved: {BIG}; the first was taken",
             f"replicated, but different when saved: {SMALL}; the mean was taken",
@@ -226,17 +219,17 @@ def test_drift_is_refused_unless_the_user_says_what_to_take() -> None:
 
 
 def test_what_a_rule_averages_may_differ() -> None:
-    assert len(judge([BIG, SMALL], frozenset({"big", "small"}), STRICT)) == 2
+    assert len(judge_drift([BIG, SMALL], frozenset({"big", "small"}), STRICT)) == 2
     with pytest.raises(MismatchError) as caught:
-        judge([BIG, SMALL], frozenset({"big"}), STRICT)
+        judge_drift([BIG, SMALL], frozenset({"big"}), STRICT)
     assert caught.value.parameter == "small"
     assert judge_drift([], frozenset(), STRICT) == ()
 
 
 def test_a_copy_of_a_stage_that_nothing_trains_may_differ_and_excuses_no_other() -> None:
-    def apart(key: str, *, zero: bool = False, number: int = 1) -> ReplicaDifference:
+    def apart(key: str, *, zero: bool = False, number: int = 1) -> Drift:
         check = ReplicaCheck("tied", key, 10, (), number=number)
-        return ReplicaDifference(check, 2, 1.0, 1.0, others_are_zero=zero)
+        return Drift(check, 2, 1.0, others_are_zero=zero)
 
     dead = [apart(MASTER), apart("exp_avg", zero=True), apart("exp_avg_sq", zero=True)]
     (note,) = judge_drift(dead, frozenset(), STRICT)
@@ -257,14 +250,14 @@ def test_a_copy_of_a_stage_that_nothing_trains_may_differ_and_excuses_no_other()
 
 
 def test_many_differences_are_cut_short_and_counted() -> None:
-    many = [replace(BIG, name=f"p{number}", largest=float(number)) for number in range(9)]
+    many = [Drift(ReplicaCheck(f"p{number}", MASTER, 10, ()), 4, float(number)) for number in range(9)]
     with pytest.raises(MismatchError, match="; and 3 more"):
-        judge(many, frozenset(), STRICT)
-    notes = judge(many, frozenset(), FIRST)
+        judge_drift(many, frozenset(), STRICT)
+    notes = judge_drift(many, frozenset(), FIRST)
     assert len(notes) == 7
     assert "p8" in notes[0]
     assert notes[-1].startswith("and 3 more")
-    assert not any("more" in note for note in judge(many[:6], frozenset(), FIRST))
+    assert not any("more" in note for note in judge_drift(many[:6], frozenset(), FIRST))
 
 
 # --- which copies are compared, and what a plan takes -----------------------------------------------------------
@@ -300,7 +293,7 @@ def engine(
 
 def difference_in(
     metadata: CheckpointMetadata, live: ModelLayout, resharding: Resharding, states: bool = True
-) -> list[ReplicaDifference]:
+) -> list[Drift]:
     names = {name for name, _ in metadata.tensors}
     comparisons = compare_replicas(metadata, live, resharding, names, states)
     return find_drift(metadata.files, comparisons, OPTIONS)
@@ -346,9 +339,9 @@ def test_what_the_notes_say_was_taken_is_what_the_plan_takes(
     got = taken(metadata, "norm", found, 1 if live_is_cut else 4)
     every = [each for rank in range(tp) for each in difference_in(metadata, engine({"norm": layout}, tp, rank), found)]
     states, weights = united(every)
-    assert (weights.key, weights.largest, weights.mean, weights.copies) == (MASTER, 4.0, 1.5, 2)
-    assert (states.key, states.largest) == ("exp_avg", 40.0)
-    wanted = {FIRST: copies[0], MEAN: torch.stack(copies).mean(0)}[weights.taken]
+    assert (weights.check.key, weights.largest, weights.copies) == (MASTER, 4.0, 2)
+    assert (states.check.key, states.largest) == ("exp_avg", 40.0)
+    wanted = {FIRST: copies[0], MEAN: torch.stack(copies).mean(0)}[weights.check.taken]
     assert got.tolist() == wanted[: len(got)].tolist()
     if kind == "averaged":
         assert judge_drift(every, found.averaged, policy)
@@ -358,7 +351,7 @@ def test_integers_are_compared_and_the_first_is_taken_whatever_the_policy(tmp_pa
     metadata = checkpoint(tmp_path, {"ids": [torch.tensor([1, 2]), torch.tensor([1, 4])]}, (BUFFER,))
     found = resolve(metadata, engine({"ids": LiveLayout(((2,),))}), ["ids"], RuleBook(), MEAN)
     every = difference_in(metadata, engine({}), found)
-    assert united(every) == [Drift("ids", BUFFER, 2.0, 1.0, 2, FIRST, is_guess=True)]
+    assert facts(united(every)) == [("ids", BUFFER, 2.0, 2, FIRST, True)]
     for policy in (STRICT, FIRST, MEAN):  # each rank's own bounds, say: no policy makes one of them right for all
         with pytest.raises(MismatchError, match="by their shapes alone"):
             judge_drift(every, frozenset(), policy)
@@ -378,7 +371,7 @@ def test_every_shard_of_a_tied_parameter_is_compared_with_its_replicas(tmp_path:
     both = replace(
         metadata, tensors={("tied", MASTER): metadata.tensors["tied", MASTER]}, replicas={("tied", MASTER): replicas}
     )
-    assert drift_in(both, engine({}), Resharding()) == [Drift("tied", MASTER, 1.0, 1.0, 2, FIRST)]
+    assert facts(drift_in(both, engine({}), Resharding())) == [("tied", MASTER, 1.0, 2, FIRST, False)]
     mended = replace(both, replicas={("tied", MASTER): replicas[:1]})
     assert drift_in(mended, engine({}), Resharding()) == []
     assert compare_replicas(both, engine({}), Resharding(), [], True) == ()
@@ -389,19 +382,19 @@ def test_parts_that_several_ranks_hold_of_a_parameter_that_is_cut_are_compared(t
     held = (((0, 1), (3, 4)), ((1, 3), (3, 4)))
     shards = [torch.cat([whole[:, a:b] for a, b in rank], 1) for rank in held]
     rule = Rule(pattern="p", kind="custom", dim=1, slices={2: [list(rank) for rank in held], 1: [[(0, 4)]]})
-    for change, expected in ((0.0, []), (2.0, [Drift("p", MASTER, 2.0, 1.0, 2, FIRST)])):
+    for change, expected in ((0.0, []), (2.0, [("p", MASTER, 2.0, 2, FIRST, False)])):
         shards[1][1, 2] += change
         metadata = checkpoint(tmp_path, {"p": shards})
         found = resolve(metadata, engine({"p": LiveLayout(((2, 4),))}), ["p"], RuleBook((rule,)), MEAN)
-        assert drift_in(metadata, engine({}), found) == expected
+        assert facts(drift_in(metadata, engine({}), found)) == expected
         assert taken(metadata, "p", found, 8).tolist() == whole.flatten().tolist()
 
 
 def test_states_are_compared_only_if_they_are_loaded_and_only_what_can_be_cut(tmp_path: Path) -> None:
     metadata = checkpoint(tmp_path, {"a": [torch.zeros(2), torch.ones(2)]}, (MASTER, "exp_avg"))
     found = Resharding(replicas=frozenset("a"))
-    assert sorted(drift.key for drift in drift_in(metadata, engine({}), found)) == ["exp_avg", MASTER]
-    assert [drift.key for drift in drift_in(metadata, engine({}), found, states=False)] == [MASTER]
+    assert sorted(drift.check.key for drift in drift_in(metadata, engine({}), found)) == ["exp_avg", MASTER]
+    assert [drift.check.key for drift in drift_in(metadata, engine({}), found, states=False)] == [MASTER]
     factor = {("a", "exp_avg"): replace(metadata.tensors["a", "exp_avg"], is_whole=True)}
     assert drift_in(replace(metadata, tensors=factor), engine({}), found) == []
 

@@ -410,13 +410,8 @@ def test_a_row_beyond_the_end_of_the_file_is_damage(tmp_path: Path) -> None:
 
 
 def test_a_config_says_how_to_read() -> None:
-    config = ElasticConfig(
-        read_threads=2, read_chunk_mib=3, max_extra_memory_mib=5, progress=False, read_gap_kib=7, huge_pages=False
-    )
-    assert read_options(config) == ReadOptions(2, 3 << 20, 5 << 20, False, 7 << 10, False)
-    assert read_options(ElasticConfig()) == ReadOptions()
-    assert read_options(ElasticConfig(storage="network")).gap_nbytes == 64 << 10
-    assert read_options(ElasticConfig(storage="network", read_gap_kib=0)).gap_nbytes == 0
+    config = ElasticConfig(read_threads=2, max_extra_memory_mib=5, progress=False, read_gap_kib=7)
+    assert read_options(config) == ReadOptions(2, 16 << 20, 5 << 20, False, 7 << 10)
 
 
 @pytest.mark.parametrize("threads", [1, 3])

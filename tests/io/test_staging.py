@@ -17,7 +17,7 @@ from elastic_ckpt.errors import DamagedError
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.reader import execute
 from elastic_ckpt.io.requantize import ReadStats
-from elastic_ckpt.io.staging import Transfer, make_lanes, write_flat
+from elastic_ckpt.io.staging import Transfer, staging_buffers, write_flat
 
 needs_accelerator = pytest.mark.skipif(
     not torch.accelerator.is_available(), reason="needs an accelerator, and torch sees none here"
@@ -132,9 +132,9 @@ def test_no_transfer_is_under_way_any_more_when_a_failed_read_is_raised(
     assert transfers and torch.equal(torch.cat(targets), raised)
 
 
-def test_lanes_share_no_buffer() -> None:
-    lanes = make_lanes(3, 64, [torch.zeros(1)])
-    buffers = [lane.buffer(64) for lane in lanes]
+def test_staging_buffers_share_no_buffer() -> None:
+    staging = staging_buffers(3, 64, [torch.zeros(1)])
+    buffers = [one.buffer(64) for one in staging]
     for number, buffer in enumerate(buffers):
         buffer[:] = bytes([number]) * 64
     assert [bytes(buffer) for buffer in buffers] == [bytes([number]) * 64 for number in range(3)]

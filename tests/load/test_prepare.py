@@ -11,10 +11,10 @@ from elastic_ckpt.config import ElasticConfig
 from elastic_ckpt.core.metadata import MASTER
 from elastic_ckpt.core.read_plan import ReplicaCheck
 from elastic_ckpt.errors import MismatchError
-from elastic_ckpt.io.compare_replicas import ReplicaDifference
+from elastic_ckpt.io.compare_replicas import Drift
 from elastic_ckpt.load.prepare import Prepared, RankPlan, _notes, _refuse_different_shares
 
-DRIFTED = ReplicaDifference(ReplicaCheck("ema.weight", MASTER, 4, ()), copies=2, largest=0.5, total=1.0)
+DRIFTED = Drift(ReplicaCheck("ema.weight", MASTER, 4, ()), copies=2, largest=0.5)
 #: The rank that compares a parameter's copies stands in another pipeline stage than those that know its rule.
 HERE = RankPlan(1, "here", [DRIFTED], frozenset(), ("of this rank",), runs_code=False)
 

@@ -85,7 +85,7 @@ def compare_with_reader(held: list[ReadItem], options: ReadOptions) -> None:
     numel = max(2, *((copy.rows - 1) * copy.slot_stride + copy.numel for copy in held))
     plan = ReadPlan((), (Slot("fp32", 0, "", numel, "float32"),), tuple(held))
     direct, staged = sort_reads(plan, [torch.zeros(numel)], options)
-    expected = Counter(read.nbytes for read in direct if read.nbytes) + by_row(staged)
+    expected = Counter(read[2] for read in direct if read[2]) + by_row(staged)
     found = read_sizes(plan, options, on_accelerator=False)
     assert all(count > 0 for count in found.values())
     assert found == expected

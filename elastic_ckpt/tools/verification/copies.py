@@ -39,18 +39,19 @@ def check_copies(metadata: CheckpointMetadata, config: ElasticConfig, threads: i
     synchronized = {_module(name) for name, _ in metadata.replicas if name not in of_stages}
     kept, _ = without_untrained(differences, reader.of_first_stage)
     for drift in united(kept):
-        if drift.name in resharding.guessed and (drift.name, drift.key) not in metadata.replicas:
-            unknown.add(drift.name)
+        name, key = drift.check.name, drift.check.key
+        if name in resharding.guessed and (name, key) not in metadata.replicas:
+            unknown.add(name)
             continue
-        what = "" if drift.key in WEIGHTS else f" of {drift.key}"
+        what = "" if key in WEIGHTS else f" of {key}"
         message = f"{drift.copies} copies{what}, which should be equal, are {drift.apart}"
-        level = NOTE if drift.name in resharding.averaged else ERROR
-        if drift.name in of_stages and _module(drift.name) in synchronized:
+        level = NOTE if name in resharding.averaged else ERROR
+        if name in of_stages and _module(name) in synchronized:
             level, message = (
                 NOTE,
                 f"the pipeline stages' {drift.copies} copies{what} are {drift.apart}: {_ONE_OF_A_MODULE}",
             )
-        yield Finding(level, "drift", message, drift.name, folder)
+        yield Finding(level, "drift", message, name, folder)
     if unknown:
         message = (
             "whether the copies of these on tensor-parallel ranks have drifted apart, since no rule says which are "
