@@ -54,7 +54,7 @@ def build_engine(case: FlatCase, saved: bool) -> Any:
         "train_micro_batch_size_per_gpu": 24 // dist.get_world_size(),
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": case.stage},
-        "elastic_checkpoint": {"report": False, "progress": False},
+        "elastic_checkpoint": {"report": False},
     }
     with privates.unchecked_for_duplicates():
         return deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(groups, lr=1e-3), config=config)[0]

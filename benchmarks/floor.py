@@ -96,7 +96,7 @@ class Floor:
         self._plan = self.recorded.plan
         self._extents = extents_of(self._plan)
         self._buffers: list[torch.Tensor] = []
-        self._threads = read_config({}).read_threads
+        self._threads = read_config({}).reading.threads
         self.owned_nbytes = self.held.owned_nbytes
         self.tensor_nbytes = sum(chunk.nbytes for chunk in self._extents)
 

@@ -29,7 +29,7 @@ def build_engine(case: Case, saved: bool) -> Any:
         "train_batch_size": _GLOBAL_BATCH if _GLOBAL_BATCH % dist.get_world_size() == 0 else dist.get_world_size(),
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": case.stage},
-        "elastic_checkpoint": {"report": False, "progress": False},
+        "elastic_checkpoint": {"report": False},
     }
     optimizer = build_optimizer(model, SAVED if saved else LIVE)
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]

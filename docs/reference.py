@@ -17,7 +17,7 @@ from typer.models import ArgumentInfo, OptionInfo, ParamMeta
 from typer.utils import get_params_from_function
 
 from elastic_ckpt.cli import COMMANDS, app, summary
-from elastic_ckpt.config import ElasticConfig
+from elastic_ckpt.config import ElasticConfig, Reading
 
 PAGE = Path(__file__).with_name("configuration.md")
 COMMANDS_PAGE = Path(__file__).with_name("commands.md")
@@ -30,7 +30,7 @@ Everything is optional, and goes under one top-level key of the DeepSpeed config
 that names the nearest one.
 
 ```json
-{"elastic_checkpoint": {"mode": "require", "report_path": "load.json"}}
+{"elastic_checkpoint": {"mode": "require", "report": "load.json"}}
 ```
 
 | key | default | type | meaning |
@@ -44,10 +44,12 @@ def page() -> str:
 
 
 def _rows() -> Iterator[str]:
-    properties = ElasticConfig.model_json_schema()["properties"]
-    for name, field in ElasticConfig.model_fields.items():
-        described = (field.description or "").replace("|", "\\|")
-        yield f"| `{name}` | `{json.dumps(field.default)}` | {_type(properties[name])} | {described} |\n"
+    for model, where in ((ElasticConfig, ""), (Reading, "reading.")):
+        properties = model.model_json_schema()["properties"]
+        for name, field in model.model_fields.items():
+            described = (field.description or "").replace("|", "\\|")
+            default = "{}" if name == "reading" else json.dumps(field.default)
+            yield f"| `{where}{name}` | `{default}` | {_type(properties[name])} | {described} |\n"
 
 
 def _type(schema: dict[str, Any]) -> str:
@@ -56,7 +58,7 @@ def _type(schema: dict[str, Any]) -> str:
     if "enum" in schema:
         return ", ".join(f"`{json.dumps(value)}`" for value in schema["enum"])
     if "$ref" in schema:  # a page has a section on rules
-        return "[rule](tensor-parallel.md#rules)"
+        return "object" if schema["$ref"].endswith("Reading") else "[rule](tensor-parallel.md#rules)"
     return _type_of_plain(schema)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import logging
 import os
 import re
 from collections.abc import Mapping
@@ -13,12 +12,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from elastic_ckpt.core.fqn import NAME_PRESETS
-from elastic_ckpt.core.state_kinds import ELEMENTWISE, NON_SHARD_KEYS, REPLICATED, StateOptions
+from elastic_ckpt.core.state_kinds import NON_SHARD_KEYS, REPLICATED, StateOptions
 from elastic_ckpt.core.tp_rules import Rule
 from elastic_ckpt.core.training_state import AHEAD
 from elastic_ckpt.errors import ConfigError
 
-logger = logging.getLogger(__name__)
 #: The key in the DeepSpeed config.
 CONFIG_KEY = "elastic_checkpoint"
 #: Environment variable with a mode; also 0 and 1, see :mod:`elastic_ckpt.load.startup`.
@@ -28,6 +26,31 @@ Mode = Literal["auto", "require", "off"]
 
 #: Marks an option that DeepSpeed's own loader ignores: a load that sets it is never left to DeepSpeed.
 _ELASTIC_ONLY = object()
+#: A key of ``"states"`` about unknown states of at most so many elements.
+_THRESHOLD = re.compile(r"numel<=(\d{1,9})", re.ASCII)
+
+
+class Reading(BaseModel):
+    """How the ranks read a checkpoint's files."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    threads: int = Field(4, ge=1, le=64, description="reading threads per rank")
+    storage: Literal["local", "network"] = Field(
+        "local",
+        description="where checkpoints are: on a network file system each read waits for an answer, and reads at most "
+        "64 KiB apart are merged (see [how that is chosen](architecture.md#small-reads))",
+    )
+    gap_kib: int | None = Field(
+        None,
+        ge=0,
+        le=1 << 20,
+        description="merge reads at most this many KiB apart in a file, discarding the bytes between them: more bytes, "
+        "far fewer calls. `null`: by `storage`; 0: every rank reads only its own bytes",
+    )
+    extra_memory_mib: int = Field(
+        64, ge=4, description="host memory per rank for staging buffers, in MiB (strided, converted, accelerator)"
+    )
 
 
 class ElasticConfig(BaseModel):
@@ -44,22 +67,17 @@ class ElasticConfig(BaseModel):
         False,
         description="allow checkpoint files to run code when read (weights_only=False); only for files you trust",
     )
-    check_shards: bool = Field(
-        True,
-        description="check a few fp32 masters of every ZeRO-1/2 shard against the weights saved beside it, and the "
-        "step count of ZeRO-3 shards against the counters",
-    )
-    verify: Literal["load", "off"] = Field(
+    verify: Literal["load", "bytes", "off"] = Field(
         "load",
-        description="load: compare all bytes that are read with the checksums in the checkpoint's files; off: do not",
+        description="load: compare all bytes that are read with the checksums in the checkpoint's files, a few masters "
+        "of every ZeRO-1/2 shard with the weights saved beside it, and step counts with each other; bytes: the "
+        "checksums alone, for weights, steps or files that were changed on purpose; off: nothing",
     )
-    on_damage: Literal["error", "previous"] = Field(
+    on_damage: Literal["error", "previous"] | Annotated[int, Field(ge=0)] = Field(
         "error",
         description="when the checkpoint is damaged or incomplete, or latest names none: refuse it, or load the newest "
-        "older one of load_dir that is whole, with a warning (of a tag that you name: those older than it)",
-    )
-    max_steps_back: int | None = Field(
-        None, ge=0, description="with on_damage: how many steps older that checkpoint may be; null: any number"
+        "older one of load_dir that is whole, with a warning (of a tag that you name: those older than it); a number "
+        "is previous, at most so many steps older",
     )
     wait_for_files: int = Field(
         0,
@@ -67,31 +85,12 @@ class ElasticConfig(BaseModel):
         description="seconds to wait for missing, incomplete or moving files before they count as damaged: shared file "
         "systems show them late, or another job is still writing them",
     )
-    read_threads: int = Field(4, ge=1, le=64, description="reading threads per rank")
-    read_chunk_mib: int = Field(16, ge=1, le=1024, description="largest single read, in MiB")
-    storage: Literal["local", "network"] = Field(
-        "local",
-        description="where checkpoints are: on a network file system each read waits for an answer, and reads at most "
-        "64 KiB apart are merged (see [how that is chosen](architecture.md#small-reads))",
-    )
-    read_gap_kib: int | None = Field(
-        None,
-        ge=0,
-        le=1 << 20,
-        description="merge reads at most this many KiB apart in a file, discarding the bytes between them: more bytes "
-        "but far fewer calls, where a row-parallel weight at another tensor-parallel degree, or parameters on twice "
-        "as many ranks, are thousands of small reads. `null`: by `storage`; 0: every rank reads only its own bytes",
-    )
-    huge_pages: bool = Field(
+    reading: Reading = Field(Reading.model_validate({}), description="how files are read")
+    report: bool | str = Field(
         True,
-        description="try huge pages for memory that reads touch first, until one takes too long to map",
+        description="whether rank 0 prints the load report, and a progress bar on a terminal; or the path of a file to "
+        "which it writes the report as JSON, too",
     )
-    max_extra_memory_mib: int = Field(
-        64, ge=4, description="host memory per rank for bounce buffers, in MiB (strided, converted, accelerator)"
-    )
-    progress: bool | None = Field(None, description="show a progress bar on rank 0; null: only on a terminal")
-    report: bool = Field(True, description="print the load report on rank 0")
-    report_path: str | None = Field(None, description="file to which rank 0 writes the load report, as JSON")
     rename: Annotated[list[Annotated[tuple[str, str], Field(strict=False)]], _ELASTIC_ONLY] = Field(
         [],
         description="[pattern, replacement] for names in the checkpoint, as for Python's re.sub "
@@ -103,42 +102,23 @@ class ElasticConfig(BaseModel):
         description="match: each live param group takes the hyperparameters of its members' saved group; "
         "keep_live: all keep those of the live run",
     )
-    non_shard_state_keys: Annotated[list[str], _ELASTIC_ONLY] = Field(
-        list(NON_SHARD_KEYS),
-        description="optimizer states that are never sharded (the same tensor for every partition), by exact name; "
-        "one that you list and the checkpoint lacks is reported",
-    )
-    shard_state_keys: Annotated[list[str], _ELASTIC_ONLY] = Field(
-        [], description="optimizer states that are sharded like their parameters, by exact name"
-    )
-    fresh_state_keys: Annotated[list[str], _ELASTIC_ONLY] = Field(
-        [], description="optimizer states and hyperparameters that are not restored, by exact name"
-    )
-    non_shard_max_numel: Annotated[int, _ELASTIC_ONLY] = Field(
-        0,
-        ge=0,
-        description="deprecated, list the names from the report in non_shard_state_keys instead: treat optimizer "
-        "states of unknown layout with at most this many elements as never sharded. 0: none",
-    )
-    state_schema: Annotated[dict[str, Literal["elementwise", "replicated", "fresh"]], _ELASTIC_ONLY] = Field(
-        {},
-        description="deprecated, use shard_state_keys (elementwise), non_shard_state_keys (replicated) and "
-        "fresh_state_keys (fresh): the layout of optimizer states, by name",
+    states: Annotated[dict[str, Literal["replicated", "elementwise", "fresh"]], _ELASTIC_ONLY] = Field(
+        dict.fromkeys(NON_SHARD_KEYS, "replicated"),
+        description="layouts of optimizer states, by exact name, merged over the default. replicated: never sharded, "
+        "the same tensor for every partition; elementwise: sharded like their parameters; fresh: not restored, nor a "
+        'hyperparameter of that name. "numel<=256": "replicated" is about states of unknown layout with at most so '
+        "many elements",
     )
     convert_optimizer: Annotated[bool, _ELASTIC_ONLY] = Field(
         False,
         description="accept the states of another optimizer of the same family: Adam and AdamW of torch, DeepSpeed, "
         "apex and bitsandbytes",
     )
-    eight_bit_realign: Annotated[Literal["requantize", "error"], _ELASTIC_ONLY] = Field(
-        "requantize",
-        description="how to handle 8-bit quantization blocks split by resharding: requantize them, with an error of at "
-        "most 0.7 % of the largest value of the block, or refuse the load",
-    )
-    on_precision_loss: Annotated[Literal["warn", "error"], _ELASTIC_ONLY] = Field(
+    on_change: Annotated[Literal["warn", "error"], _ELASTIC_ONLY] = Field(
         "warn",
-        description="when fp32 masters and states are loaded into an engine that keeps them in bf16 "
-        "(bf16_master_weights_and_grads): round them with a note in the report, or refuse the load",
+        description="on a load that changes what is trained: another global batch or number of micro-batches per step; "
+        "8-bit blocks that resharding splits and that are requantized, with an error of at most 0.7 % of the largest "
+        "value of the block; fp32 masters that an engine with bf16_master_weights_and_grads rounds",
     )
     align_partitions: Annotated[int, _ELASTIC_ONLY] = Field(
         0,
@@ -168,9 +148,14 @@ class ElasticConfig(BaseModel):
         description="on an entry of the client state that cannot be read without running code of the file; "
         "skip: it is left out, with a warning",
     )
-    on_batch_size_change: Annotated[Literal["warn", "error"], _ELASTIC_ONLY] = Field(
-        "warn", description="on a change of the global batch or of the micro-batches per step"
-    )
+
+    @field_validator("states")
+    @classmethod
+    def _thresholds_are_of_replicated_states(cls, states: dict[str, str]) -> dict[str, str]:
+        for key, layout in states.items():
+            if "<" in key and (_THRESHOLD.fullmatch(key) is None or layout != REPLICATED):
+                raise ValueError(f'{key!r}: a threshold is "numel<=N": "{REPLICATED}"')
+        return states
 
     @field_validator("rename", mode="before")
     @classmethod
@@ -201,32 +186,13 @@ def requires_elastic(config: ElasticConfig) -> bool:
 
 
 def state_options(config: ElasticConfig) -> StateOptions:
-    """The user-defined layouts of optimizer states.
-
-    Raises :class:`ConfigError` if options contradict each other; only ``state_schema`` overrides the allowlist.
-    """
-    named = config.non_shard_state_keys if "non_shard_state_keys" in config.model_fields_set else []
-    schema: dict[str, str] = {**config.state_schema}
-    for option, layout in (("shard_state_keys", ELEMENTWISE), ("fresh_state_keys", "fresh")):
-        for key in getattr(config, option):
-            other = REPLICATED if key in named else schema.setdefault(key, layout)
-            if other != layout:
-                raise ConfigError(
-                    f'"{option}" under "{CONFIG_KEY}" names optimizer state {key!r}, which is {other} elsewhere',
-                    parameter=key,
-                    expected="one layout for a state",
-                    found=f"{other} and {layout}",
-                    remedy=f'take "{key}" out of one of the lists',
-                )
-    return StateOptions(tuple(config.non_shard_state_keys), tuple(named), config.non_shard_max_numel, schema)
+    """The layouts of optimizer states that the user names, beside the default ones."""
+    named = config.states if "states" in config.model_fields_set else {}
+    thresholds = {key: match[1] for key in named if (match := _THRESHOLD.fullmatch(key)) is not None}
+    layouts = {key: layout for key, layout in named.items() if key not in thresholds}
+    return StateOptions(layouts, max(map(int, thresholds.values()), default=0))
 
 
-#: Deprecated options -> what to write instead.
-_REPLACEMENTS = {
-    "state_schema": '"shard_state_keys", "non_shard_state_keys" and "fresh_state_keys", which list states by name',
-    "non_shard_max_numel": '"non_shard_state_keys", with the names that the load report lists',
-}
-_warned: set[str] = set()
 #: What to write instead of keys that DeepSpeed ignores.
 _LOAD_UNIVERSAL = '"checkpoint": {"load_universal": true}, or leave it out: elastic_ckpt detects universal checkpoints'
 _WRONG_KEYS = ("load_universal_checkpoint", "universal_checkpoint")
@@ -271,31 +237,38 @@ def read_config(ds_config: Mapping[str, Any]) -> ElasticConfig:
             found=repr(section),
         )
     section = {key: value for key, value in section.items() if key != AHEAD}  # an engine's own note, in a copied config
-    known = list(ElasticConfig.model_fields)
-    for key in section:
-        if key not in known:
-            nearest = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
-            raise ConfigError(
-                f'unknown key "{key}" under "{CONFIG_KEY}"',
-                expected=f"one of {', '.join(known)}",
-                found=key,
-                remedy=f'did you mean "{nearest[0]}"?',
-            )
+    _refuse_unknown(section, ElasticConfig, "")
+    if isinstance(reading := section.get("reading"), Mapping):
+        _refuse_unknown(reading, Reading, '"reading" of ')
     flags = _flags_and_variable()
     try:
         config = ElasticConfig(**{**section, **flags})
     except ValidationError as error:
         first = error.errors()[0]
-        key = str(first["loc"][0])
+        key, *inside = map(str, first["loc"])
         where = f"on the command line, or of {VARIABLE}," if key in flags else f'under "{CONFIG_KEY}"'
+        field = ElasticConfig.model_fields[key]
+        if key == "reading" and inside:
+            key, field = f"{key}.{inside[0]}", Reading.model_fields[inside[0]]
         raise ConfigError(
             f'the value of "{key}" {where} is not understood',
-            expected=f"{first['msg']} ({ElasticConfig.model_fields[key].description})",
+            expected=f"{first['msg']} ({field.description})",
             found=repr(first["input"]),
         ) from error
-    state_options(config)
-    _warn_of_deprecated(section)
     return config
+
+
+def _refuse_unknown(section: Mapping[Any, Any], model: type[BaseModel], where: str) -> None:
+    known = list(model.model_fields)
+    for key in section:
+        if key not in known:
+            nearest = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
+            raise ConfigError(
+                f'unknown key "{key}" under {where}"{CONFIG_KEY}"',
+                expected=f"one of {', '.join(known)}",
+                found=key,
+                remedy=f'did you mean "{nearest[0]}"?',
+            )
 
 
 def _refuse_wrong_keys(ds_config: Mapping[str, Any]) -> None:
@@ -309,16 +282,8 @@ def _refuse_wrong_keys(ds_config: Mapping[str, Any]) -> None:
     for key, where, values, right in wrong:
         if key in values:
             raise ConfigError(
-                f'"{key}"{where} in the DeepSpeed config is a key that nobody reads',
+                f'"{key}"{where} in the DeepSpeed config is ignored by DeepSpeed',
                 expected=right,
                 found=f'"{key}": {values[key]!r}',
                 remedy=f"write {right}",
             )
-
-
-def _warn_of_deprecated(section: Mapping[str, Any]) -> None:
-    """Warn once per option, on the first rank of the job, at the first load."""
-    for key in _REPLACEMENTS.keys() & section.keys() - _warned:
-        _warned.add(key)
-        if os.environ.get("RANK", "0") == "0":
-            logger.warning('elastic_ckpt: "%s" is deprecated; use %s', key, _REPLACEMENTS[key])

@@ -241,7 +241,7 @@ def _work_rows(ranks: Sequence[RankWork]) -> list[tuple[str, str]]:
         requantized = sum(work.blocks_requantized for work in ranks)
         worst = max(work.worst_requantization_error for work in ranks)
         change = f", values changed by at most {100 * worst:.3f} % of their block's largest" if requantized else ""
-        rows.append(("8-bit blocks", f"{blocks - requantized} exact, {requantized} of {blocks} quantized anew{change}"))
+        rows.append(("8-bit blocks", f"{blocks - requantized} exact, {requantized} of {blocks} requantized{change}"))
     phases = [f"{phase} {max(work.seconds.get(phase, 0.0) for work in ranks):.2f}" for phase in ranks[0].seconds]
     rows.append(("seconds, slowest rank", ", ".join(phases)))
     return rows

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from elastic_ckpt import config as elastic_config
 from elastic_ckpt.config import (
     CONFIG_KEY,
     ElasticConfig,
+    Reading,
     clear_flags,
     flag_given,
     read_config,
@@ -18,6 +18,7 @@ from elastic_ckpt.config import (
     set_flags,
     state_options,
 )
+from elastic_ckpt.core.state_kinds import StateOptions
 from elastic_ckpt.errors import ConfigError
 
 
@@ -42,69 +43,36 @@ def test_without_a_section_the_defaults_are_safe(config: dict[str, Any]) -> None
     assert options == ElasticConfig.model_validate({})
     assert options.mode == "auto"
     assert options.trust_pickle is False
-    assert options.check_shards is True
-    assert (options.read_threads, options.read_chunk_mib, options.max_extra_memory_mib) == (4, 16, 64)
-    assert options.progress is None
+    assert options.verify == "load"
+    assert (options.reading.threads, options.reading.extra_memory_mib) == (4, 64)
     assert options.report is True
-    assert options.report_path is None
     assert options.rename == []
     assert options.param_groups == "match"
-    assert options.on_batch_size_change == "warn"
+    assert options.on_change == "warn"
 
 
 #: Every option, with a value that is not its default.
 SET: dict[str, Any] = {
     "mode": "require",
     "trust_pickle": True,
-    "check_shards": False,
-    "verify": "off",
+    "verify": "bytes",
     "on_damage": "previous",
-    "max_steps_back": 100,
     "wait_for_files": 60,
-    "read_threads": 8,
-    "read_chunk_mib": 1,
-    "storage": "network",
-    "read_gap_kib": 64,
-    "huge_pages": False,
-    "max_extra_memory_mib": 4,
-    "progress": False,
-    "report": False,
-    "report_path": "/logs/load.json",
+    "reading": {"threads": 8, "storage": "network", "gap_kib": 64, "extra_memory_mib": 4},
+    "report": "/logs/load.json",
     "rename": [("^old", "new")],
     "param_groups": "keep_live",
-    "non_shard_state_keys": ["my_map"],
-    "shard_state_keys": ["my_moment"],
-    "fresh_state_keys": ["my_cache"],
-    "non_shard_max_numel": 256,
-    "state_schema": {"my_state": "elementwise"},
+    "states": {"my_map": "replicated", "my_moment": "elementwise", "my_cache": "fresh", "numel<=256": "replicated"},
     "convert_optimizer": True,
-    "eight_bit_realign": "error",
-    "on_precision_loss": "error",
+    "on_change": "error",
     "align_partitions": 4096,
     "tp_rules": [{"pattern": ".*qkv.*", "kind": "column", "sub_parameters": [2, 1, 1]}],
     "tp_preset": "gpt-neox",
     "replicated_params": "mean",
-    "on_batch_size_change": "error",
     "on_unreadable_entry": "skip",
 }
 #: Options that change how elastic_ckpt reads and reports, and not what is restored.
-HOW = {
-    "trust_pickle",
-    "check_shards",
-    "verify",
-    "on_damage",
-    "max_steps_back",
-    "wait_for_files",
-    "read_threads",
-    "read_chunk_mib",
-    "storage",
-    "read_gap_kib",
-    "huge_pages",
-    "max_extra_memory_mib",
-    "progress",
-    "report",
-    "report_path",
-}
+HOW = {"trust_pickle", "verify", "on_damage", "wait_for_files", "reading", "report"}
 
 
 def test_every_option_can_be_set() -> None:
@@ -130,14 +98,11 @@ def test_every_option_is_described() -> None:
 @pytest.mark.parametrize(
     ("key", "nearest"),
     [
-        ("read_thread", "read_threads"),
+        ("on_chang", "on_change"),
         ("Mode", "mode"),
         ("trustpickle", "trust_pickle"),
-        ("read-chunk-mib", "read_chunk_mib"),
-        ("max_extra_memory", "max_extra_memory_mib"),
         ("renames", "rename"),
         ("param_group", "param_groups"),
-        ("on_batch_change", "on_batch_size_change"),
     ],
 )
 def test_an_unknown_key_is_an_error_that_names_the_nearest(key: str, nearest: str) -> None:
@@ -145,6 +110,12 @@ def test_an_unknown_key_is_an_error_that_names_the_nearest(key: str, nearest: st
         read(**{key: 1})
     assert f'"{nearest}"' in str(caught.value.remedy)
     assert caught.value.found == key
+
+
+def test_an_unknown_key_of_a_section_inside_is_an_error_too() -> None:
+    with pytest.raises(ConfigError, match='unknown key "thread" under "reading"') as caught:
+        read(reading={"thread": 1})
+    assert '"threads"' in str(caught.value.remedy)
 
 
 def test_an_unknown_key_that_resembles_nothing_is_still_an_error() -> None:
@@ -163,18 +134,16 @@ def test_an_unknown_key_that_resembles_nothing_is_still_an_error() -> None:
         ("mode", None),
         ("trust_pickle", "perhaps"),
         ("trust_pickle", None),
-        ("read_threads", 0),
-        ("read_threads", 65),
-        ("read_threads", 2.5),
-        ("read_threads", "many"),
-        ("read_chunk_mib", 0),
-        ("max_extra_memory_mib", 3),
+        ("reading", 3),
         ("report", []),
-        ("report_path", 3),
+        ("report", 3),
+        ("on_damage", -1),
+        ("on_damage", True),
+        ("verify", False),
         ("param_groups", "live"),
         ("param_groups", None),
-        ("on_batch_size_change", "ignore"),
-        ("on_batch_size_change", True),
+        ("on_change", "ignore"),
+        ("on_change", True),
     ],
 )
 def test_a_bad_value_is_an_error_that_names_key_and_value(key: str, value: Any) -> None:
@@ -182,6 +151,24 @@ def test_a_bad_value_is_an_error_that_names_key_and_value(key: str, value: Any) 
         read(**{key: value})
     assert caught.value.found == repr(value)
     assert str(ElasticConfig.model_fields[key].description) in str(caught.value.expected)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("threads", 0),
+        ("threads", 65),
+        ("threads", 2.5),
+        ("threads", "many"),
+        ("extra_memory_mib", 3),
+        ("storage", "s3"),
+    ],
+)
+def test_a_bad_value_of_a_section_inside_is_an_error_that_names_it(key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f'"reading.{key}"') as caught:
+        read(reading={key: value})
+    assert caught.value.found == repr(value)
+    assert str(Reading.model_fields[key].description) in str(caught.value.expected)
 
 
 def test_renames_are_pairs_as_json_writes_them() -> None:
@@ -233,9 +220,9 @@ def test_options_cannot_be_changed_after_they_were_read() -> None:
 
 
 def test_flags_win_over_the_config() -> None:
-    set_flags(mode="require", read_threads=2)
-    options = read(mode="off", read_threads=9, report=False)
-    assert (options.mode, options.read_threads, options.report) == ("require", 2, False)
+    set_flags(mode="require", trust_pickle=True)
+    options = read(mode="off", trust_pickle=False, report=False)
+    assert (options.mode, options.trust_pickle, options.report) == ("require", True, False)
 
 
 def test_cleared_flags_no_longer_win() -> None:
@@ -246,7 +233,7 @@ def test_cleared_flags_no_longer_win() -> None:
 
 
 def test_a_bad_flag_value_is_an_error_that_does_not_blame_the_config() -> None:
-    set_flags(read_threads=0)
+    set_flags(mode="on")
     with pytest.raises(ConfigError) as caught:
         read_config({})
     assert CONFIG_KEY not in caught.value.problem, caught.value
@@ -294,41 +281,26 @@ def test_keys_of_deepspeed_are_none_of_them() -> None:
 
 
 def test_states_are_named_by_their_layout() -> None:
-    options = state_options(read(shard_state_keys=["m"], non_shard_state_keys=["table"], fresh_state_keys=["cache"]))
-    assert options.schema == {"m": "elementwise", "cache": "fresh"}
-    assert options.says_replicated("table") and options.named == ("table",)
-    old = state_options(read(state_schema={"m": "elementwise", "table": "replicated", "cache": "fresh"}))
-    assert old.schema == {**options.schema, "table": "replicated"} and old.says_replicated("table")
+    said = {"m": "elementwise", "table": "replicated", "cache": "fresh", "qmap1": "elementwise"}
+    options = state_options(read(states={**said, "numel<=256": "replicated"}))
+    assert options == StateOptions(said, 256)
+    assert [options.layout(key) for key in ("qmap1", "qmap2", "other")] == ["elementwise", "replicated", None]
+    assert state_options(read()) == StateOptions()
 
 
 @pytest.mark.parametrize(
-    "two",
+    "states",
     [
-        {"shard_state_keys": ["m"], "fresh_state_keys": ["m"]},
-        {"non_shard_state_keys": ["m"], "shard_state_keys": ["m"]},
-        {"non_shard_state_keys": ["m"], "fresh_state_keys": ["m"]},
-        {"state_schema": {"m": "replicated"}, "shard_state_keys": ["m"]},
+        {"m": "sharded"},
+        {"m": None},
+        ["m"],
+        {"numel<=256": "fresh"},
+        {"numel<256": "replicated"},
+        {"numel<=": "replicated"},
+        {"numel <= 2": "replicated"},
+        {"numel<=1e3": "replicated"},
     ],
 )
-def test_a_state_has_one_layout(two: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="names optimizer state 'm', which is") as caught:
-        read(**two)
-    assert caught.value.parameter == "m" and '"m"' in str(caught.value.remedy)
-    read(shard_state_keys=["qmap1"])  # the default allowlist is nobody's word
-
-
-@pytest.mark.parametrize("key", ["state_schema", "non_shard_max_numel"])
-def test_a_deprecated_option_is_accepted_and_its_replacement_named_once(
-    key: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(elastic_config, "_warned", set())
-    for _ in range(2):
-        assert getattr(read(**{key: SET[key]}), key) == SET[key]
-    assert [record.message for record in caplog.records if f'"{key}" is deprecated' in record.message]
-    assert len(caplog.records) == 1 and "non_shard_state_keys" in caplog.text
-    monkeypatch.setattr(elastic_config, "_warned", set())
-    monkeypatch.setenv("RANK", "1")
-    read(**{key: SET[key]})
-    assert len(caplog.records) == 1
-    read(non_shard_state_keys=["my_map"])
-    assert len(caplog.records) == 1
+def test_layouts_that_are_none_are_refused(states: Any) -> None:
+    with pytest.raises(ConfigError, match='"states"'):
+        read(states=states)

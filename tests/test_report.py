@@ -212,8 +212,10 @@ def test_json_has_everything_and_can_be_read_back() -> None:
 
 def test_the_report_is_written_where_the_config_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = report_of(*OUTCOMES, global_steps=7)
-    publish(report, (), read_config({CONFIG_KEY: {"report_path": str(tmp_path / "report.json"), "report": False}}))
+    publish(report, (), read_config({CONFIG_KEY: {"report": str(tmp_path / "report.json")}}))
     assert json.loads((tmp_path / "report.json").read_text(encoding="utf-8")) == json.loads(report.as_json())
+    assert "checkpoint restored" in capsys.readouterr().err
+    publish(report, (), read_config({CONFIG_KEY: {"report": False}}))
     assert capsys.readouterr() == ("", "")
 
 
@@ -228,6 +230,6 @@ def test_a_report_that_cannot_be_written_is_a_warning_and_no_error(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = str(tmp_path / "no such folder" / "report.json")
-    publish(report_of(), ("mind the gap",), read_config({CONFIG_KEY: {"report_path": path, "report": False}}))
+    publish(report_of(), ("mind the gap",), read_config({CONFIG_KEY: {"report": path}}))
     assert "mind the gap" in caplog.text
     assert path in caplog.text

@@ -29,7 +29,7 @@ SCRATCH = "scratch"
 COMPANIONS = {"state1": ("absmax1", "qmap1"), "state2": ("absmax2", "qmap2")}
 #: Elements per block in bitsandbytes: 2048 until 0.43.3, 256 from 0.44.
 BLOCK_NUMELS = (256, 2048)
-#: bitsandbytes' tensors of constant size: the default of ``"non_shard_state_keys"``.
+#: bitsandbytes' tensors of constant size: the default of ``"states"``.
 NON_SHARD_KEYS = ("qmap1", "qmap2", "max1", "max2", "new_max1", "new_max2", "gnorm_vec", "unorm_vec")
 
 
@@ -114,22 +114,19 @@ def block_numel_of(numel: int, scales: int) -> int | None:
 
 @dataclass(frozen=True)
 class StateOptions:
-    """User-defined layouts of optimizer states; see :class:`elastic_ckpt.config.ElasticConfig`.
+    """User-defined layouts of optimizer states: ``"states"`` of :class:`elastic_ckpt.config.ElasticConfig`.
 
     Attributes:
-        non_shard_keys, named: names of replicated states; those that the user listed, which are reported if missing.
-        non_shard_max_numel: unknown tensors of at most this many elements are replicated; 0 for none.
-        schema: state key -> ``"elementwise"``, ``"replicated"`` or ``"fresh"``.
+        schema: what the user wrote, by state: ``"elementwise"``, ``"replicated"`` or ``"fresh"``.
+        max_numel: unknown tensors of at most this many elements are replicated; 0 for none.
     """
 
-    non_shard_keys: tuple[str, ...] = NON_SHARD_KEYS
-    named: tuple[str, ...] = ()
-    non_shard_max_numel: int = 0
     schema: Mapping[str, str] = field(default_factory=dict)
+    max_numel: int = 0
 
-    def says_replicated(self, key: str) -> bool:
-        """Whether the user or the default list names a state as replicated."""
-        return self.schema.get(key) == REPLICATED or (key in self.non_shard_keys and key not in self.schema)
+    def layout(self, key: str) -> str | None:
+        """The layout of a state, as the user or the default allowlist has it."""
+        return self.schema.get(key, REPLICATED if key in NON_SHARD_KEYS else None)
 
 
 def codebook(values: Iterable[float]) -> Codebook:

@@ -88,7 +88,7 @@ def compare_batches(engine: Any, data_degree: int, saved: BatchSizes, refuse: bo
             found=_shown(live) + " in the live engine",
             remedy=(
                 'set "train_batch_size" and "gradient_accumulation_steps" to fit the number of ranks, or '
-                '"elastic_checkpoint": {"on_batch_size_change": "warn"}'
+                '"elastic_checkpoint": {"on_change": "warn"}'
             ),
         )
     return tuple(changes)

@@ -48,7 +48,7 @@ class MetadataOptions:
     """How to read metadata.
 
     Attributes:
-        trust_pickle, check_shards: see :class:`elastic_ckpt.config.ElasticConfig`.
+        trust_pickle, check_shards: as the config says; the second with ``"verify": "load"``.
         live_groups, live_hyperparameters: names in the live param groups, in the optimizer's order, and the groups'
             hyperparameters: for checkpoints that number their parameters.
         rename, states: the user's renames of saved names, and declarations about optimizer states.
@@ -159,5 +159,5 @@ def refuse_swapped(file: PickledFile) -> None:
             expected=f"an archive that was saved as {name}",
             found=f"one that was saved as {file.root}.pt",
             remedy="give the file its own name back, or restore the right one; "
-            'if it was renamed on purpose: "elastic_checkpoint": {"check_shards": false}',
+            'if it was renamed on purpose: "elastic_checkpoint": {"verify": "bytes"}',
         )

@@ -81,7 +81,7 @@ def classify(ranks: Sequence[RankStates], options: StateOptions) -> dict[str, Sa
     companions = {companion for key in codes for companion in COMPANIONS[key]}
     kinds = {key: _kind_of_codes(ranks, key, options) for key in tensors if key in codes}
     for key in sorted(companions & tensors.keys()):  # they belong to their codes, but a map may be declared as such
-        word = options.schema.get(key, REPLICATED if key in options.non_shard_keys else None)
+        word = options.layout(key)
         is_map = key.startswith("qmap")
         if word is not None and not (is_map and word == REPLICATED):
             raise _contradiction(ranks, key, word, "a quantization map" if is_map else "scales of 8-bit blocks")
@@ -93,7 +93,7 @@ def _kind_of_codes(ranks: Sequence[RankStates], key: str, options: StateOptions)
     """bitsandbytes: codes as long as the partition, elementwise whatever is declared, and one scale per block."""
     if options.schema.get(key) == FRESH:
         return SavedKind(FRESH)
-    if options.says_replicated(key):
+    if options.layout(key) == REPLICATED:
         raise _contradiction(ranks, key, REPLICATED, f"8-bit codes of {ranks[0].numel} elements")
     scales_key, rows = COMPANIONS[key][0], _rows(ranks, key)
     if rows is not None:
@@ -129,10 +129,10 @@ def _kind(ranks: Sequence[RankStates], key: str, options: StateOptions) -> Saved
         if _is_one_table(ranks, key):
             raise _contradiction(ranks, key, word, "the same ascending values on every rank, as a quantization map")
         return SavedKind(ELEMENTWISE, rows)
-    if not options.says_replicated(key):
+    if options.layout(key) != REPLICATED:
         return _by_shape(ranks, key, rows, options)
     is_partitioned = rows is not None and not _is_one_table(ranks, key)
-    is_named = word is not None or key in ELEMENTWISE_NAMES or key in options.named
+    is_named = word is not None or key in ELEMENTWISE_NAMES
     if not _same_shape(ranks, key) or (is_partitioned and is_named):
         raise _contradiction(ranks, key, REPLICATED, f"exactly as long as its partition ({ranks[0].numel} elements)")
     return SavedKind(REPLICATED)
@@ -155,8 +155,8 @@ def _by_shape(ranks: Sequence[RankStates], key: str, rows: int | None, options: 
 
 def _of_fixed_size(ranks: Sequence[RankStates], key: str, looks: str, options: StateOptions) -> SavedKind:
     """The kind of a state that has one shape on all ranks, and not the partition's length."""
-    if ranks[0].tensors[key].numel <= options.non_shard_max_numel:
-        return SavedKind(REPLICATED, why=f'"non_shard_max_numel": {options.non_shard_max_numel}')
+    if ranks[0].tensors[key].numel <= options.max_numel:
+        return SavedKind(REPLICATED, why=f'"numel<={options.max_numel}" under "states"')
     if any(tensor.dtype in _CODES_DTYPES for tensor in ranks[0].tensors.values()):
         return SavedKind(OPAQUE, why=f"{looks}, beside 8-bit codes: it may be their scales")
     digest = _same_digest(ranks, key)
@@ -202,5 +202,5 @@ def _contradiction(ranks: Sequence[RankStates], key: str, word: str, what: str) 
         file=ranks[0].path,
         expected=f"an {word} state" if word == ELEMENTWISE else f"a {word} state",
         found=f"{tensor.dtype} of shape {tensor.shape}: {what}",
-        remedy=f'take "{key}" out of "non_shard_state_keys" and "shard_state_keys"',
+        remedy=f'take "{key}" out of "states", or give it the layout that it has',
     )

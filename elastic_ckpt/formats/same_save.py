@@ -36,7 +36,7 @@ _OTHER_RUN = (
     DamagedError,
     "the fp32 masters in this file are not those of the weights saved beside it",
     "the file is of another run, or weights were changed by hand before the save; "
-    'if that was meant: "elastic_checkpoint": {"check_shards": false}',
+    'if that was meant: "elastic_checkpoint": {"verify": "bytes"}',
 )
 _OTHER_ORDER = (
     MismatchError,
@@ -179,7 +179,7 @@ def _mixed(model: ModelShard, expected: str, found: str) -> DamagedError:
         found=found,
         remedy="take another tag; if the optimizer was reset during the run, or the run began without ZeRO in fp16 or "
         "bf16, or with DeepSpeed before 0.13, which explains it: "
-        '"elastic_checkpoint": {"check_shards": false}',
+        '"elastic_checkpoint": {"verify": "bytes"}',
     )
 
 

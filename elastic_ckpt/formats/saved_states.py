@@ -106,7 +106,7 @@ def sort_states(file: PickledFile, saved: Mapping[str, Any], options: StateOptio
 
 
 def _is_small(key: str, ref: TensorRef, options: StateOptions) -> bool:
-    is_replicated = options.says_replicated(key) and ref.numel <= _MOST_REPLICATED_NUMEL
+    is_replicated = options.layout(key) == REPLICATED and ref.numel <= _MOST_REPLICATED_NUMEL
     return is_replicated or (ref.numel <= _SMALL_NUMEL and "absmax" not in key)
 
 
@@ -162,13 +162,10 @@ def unmatched_names(
 ) -> tuple[str, ...]:
     """A warning about names in the user's options that no saved state has, nor any of the ``values`` beside them."""
     companions = {name for key, kind in kinds.items() if kind.block_numel for name in COMPANIONS[key]}
-    unmatched = sorted({*options.named, *options.schema} - {*kinds, *companions, *values}) if kinds else []
+    unmatched = sorted(options.schema.keys() - {*kinds, *companions, *values}) if kinds else []
     if not unmatched:
         return ()
-    return (
-        f'the checkpoint holds no optimizer state named {", ".join(unmatched)}, which "non_shard_state_keys", '
-        '"shard_state_keys" or "fresh_state_keys" names',
-    )
+    return (f'the checkpoint holds no optimizer state named {", ".join(unmatched)}, which "states" names',)
 
 
 def read_groups(file: PickledFile, param_groups: Iterable[Mapping[str, Any]]) -> Groups:

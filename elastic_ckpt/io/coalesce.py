@@ -65,12 +65,12 @@ class ReadOptions:
 
 def read_options(config: ElasticConfig) -> ReadOptions:
     """The configured read options."""
-    gap_kib = config.read_gap_kib
+    reading = config.reading
     return ReadOptions(
-        threads=config.read_threads,
-        staging_nbytes=config.max_extra_memory_mib << 20,
-        progress=config.progress,
-        gap_nbytes=_GAP_NBYTES[config.storage] if gap_kib is None else gap_kib << 10,
+        threads=reading.threads,
+        staging_nbytes=reading.extra_memory_mib << 20,
+        progress=None if config.report else False,
+        gap_nbytes=_GAP_NBYTES[reading.storage] if reading.gap_kib is None else reading.gap_kib << 10,
     )
 
 

@@ -105,7 +105,7 @@ def _overwrite(
     """Steps 2 and 3. Collective; returns all ranks' work, and what of the bytes was verified."""
     adapter, plan, options = ready.adapter, ready.plan, read_options(config)
     parts: list[ReadStats] = []
-    sums = ReadSums(plan.reads.files) if config.verify == "load" else None
+    sums = ReadSums(plan.reads.files) if config.verify != "off" else None
 
     def read(part: ReadPlan, tensors: Sequence[torch.Tensor]) -> None:
         parts.append(execute(part, tensors, options, show_progress=distributed.rank() == 0, sums=sums))
@@ -177,12 +177,12 @@ def publish(report: LoadReport, warnings: tuple[str, ...], config: ElasticConfig
             report.print_to(Console(file=sys.stderr))
         except Exception:
             logger.warning("elastic_ckpt could not print its load report", exc_info=True)
-    if config.report_path is not None:
+    if isinstance(config.report, str):
         try:
-            with open(config.report_path, "w", encoding="utf-8") as stream:
+            with open(config.report, "w", encoding="utf-8") as stream:
                 stream.write(report.as_json() + "\n")
         except Exception as error:  # a full disk, or text that is none
-            logger.warning("elastic_ckpt could not write its load report to %s: %s", config.report_path, error)
+            logger.warning("elastic_ckpt could not write its load report to %s: %s", config.report, error)
 
 
 def told_apart(error: ElasticCkptError) -> ElasticCkptError:

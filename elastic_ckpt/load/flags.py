@@ -24,7 +24,6 @@ _WRONG_FLAG = "--universal_checkpoint"
 _OPTIONS = {
     "universal_checkpoint": "mode",
     "elastic_trust_pickle": "trust_pickle",
-    "elastic_read_threads": "read_threads",
 }
 
 
@@ -77,7 +76,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         default=False,
         help="let checkpoint files run code while they are read; only for files you trust",
     )
-    group.add_argument("--elastic-read-threads", action=_SetFlag, type=int, help="threads that read, on each rank")
     return parser
 
 

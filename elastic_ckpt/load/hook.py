@@ -157,7 +157,7 @@ def _meaning(arguments: LoadArguments, config: ElasticConfig) -> dict[str, Any]:
         **{key: bool(value) for key, value in vars(arguments).items()},
         "load_dir": load_dir,
         "tag": None if tag is None else os.path.normpath(str(tag)),
-        **config.model_dump(exclude={"report", "progress"}),
+        **config.model_dump(exclude={"report"}),
     }
 
 

@@ -92,7 +92,7 @@ class Attempts:
 
     def _may_start_fresh(self) -> bool:
         """Whether DeepSpeed's own loader returns without a checkpoint: scripts that start a run rely on it. Local."""
-        asks = self._prefer_universal or self._config.mode == "require" or self._config.on_damage == "previous"
+        asks = self._prefer_universal or self._config.mode == "require" or self._config.on_damage != "error"
         named = (os.path.lexists(os.path.join(self._load_dir, latest)) for latest in (LATEST, LATEST_UNIVERSAL))
         return self._arguments.tag is None and not asks and not any(named)
 
@@ -128,7 +128,7 @@ class Attempts:
             again = not partly or isinstance(cause, SavedOverError)  # which the new save replaces
             if again and self._older is None and self._wait(cause.problem):
                 return True
-            if self._config.on_damage == "previous" and not (missing and self._arguments.tag is not None):
+            if self._config.on_damage != "error" and not (missing and self._arguments.tag is not None):
                 why_not = self._fall_back(cause, found)
                 if why_not is None:
                     return True
@@ -174,8 +174,8 @@ class Attempts:
 
     def _choose(self, damaged: str, found: Found | None) -> tuple[Found | None, tuple[int, ...], str]:
         """The newest older checkpoint, all steps so far, and in words how old it is or why there is none. Local."""
-        load_dir, limit, trust = self._load_dir, self._config.max_steps_back, self._config.trust_pickle
-        steps = self._steps
+        load_dir, trust, steps = self._load_dir, self._config.trust_pickle, self._steps
+        limit = self._config.on_damage if isinstance(self._config.on_damage, int) else None
         if not steps:
             step = step_of_tag(os.path.basename(damaged)) if found is None else global_steps(found, trust)
             steps = () if step is None else (step,)
@@ -192,7 +192,7 @@ class Attempts:
         step, *_, newest = max(older, key=lambda each: each[:-1])
         back = f"{steps[0] - step} steps back" if steps else f"at step {step}"
         if limit is not None and steps[0] - step > limit:
-            return None, (), f'the newest older checkpoint, {newest.tag}, is {back}, "max_steps_back" allows {limit}'
+            return None, (), f'the newest older checkpoint, {newest.tag}, is {back}, "on_damage" allows {limit}'
         return newest, (*steps, step), "; ".join((f"loaded {newest.tag} instead, {back}", *notes))
 
 

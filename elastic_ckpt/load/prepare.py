@@ -146,7 +146,7 @@ def _describe(engine: Any, arguments: LoadArguments) -> tuple[EngineAdapter, Loc
 def _metadata_options(local_state: LocalState, arguments: LoadArguments, config: ElasticConfig) -> MetadataOptions:
     return MetadataOptions(
         trust_pickle=config.trust_pickle,
-        check_shards=config.check_shards,
+        check_shards=config.verify == "load",
         live_groups=tuple(group.names for group in local_state.groups),
         live_hyperparameters=tuple(group.hyperparameters for group in local_state.groups),
         rename=config.rename,
@@ -166,7 +166,7 @@ def _compare_runs(
     """Warnings about differences between the runs that no state shows; none if weights alone are loaded."""
     if arguments.load_module_only or not arguments.has_optimizer:
         return ()
-    refuse = config.on_batch_size_change == "error"
+    refuse = config.on_change == "error"
     warnings = compare_batches(engine, data_degree, checkpoint.training_state.batch, refuse)
     if not restores_states(arguments):
         return warnings

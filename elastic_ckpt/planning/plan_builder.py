@@ -41,8 +41,7 @@ class PlanBuilder:
         metadata, local_state: the checkpoint, under live names, and the live engine.
         resharding: how parameters and buffers come from shards of another layout, by (name, state key); the key is
             empty where all states share it. All others come from the shard of this tensor-parallel rank.
-        realign: whether 8-bit blocks may be requantized.
-        rounding: whether masters and states may be rounded to the live dtype.
+        may_change: whether 8-bit blocks may be requantized, and masters and states rounded to the live dtype.
     """
 
     def __init__(
@@ -50,14 +49,12 @@ class PlanBuilder:
         metadata: CheckpointMetadata,
         local_state: LocalState,
         resharding: Mapping[tuple[str, str], ShardSources],
-        realign: bool,
-        rounding: bool,
+        may_change: bool,
     ) -> None:
         self._metadata = metadata
         self._local_state = local_state
         self._resharding = resharding
-        self._realign = realign
-        self._rounding = rounding
+        self._may_change = may_change
         at = local_state.model.coordinates
         self._sharing = Sharing(at.dp, at.dp_rank)
         self._tp_rank = at.tp_rank
@@ -277,7 +274,7 @@ class PlanBuilder:
             items, requantize = split_row(whole_row)
             self._items += items
             self._requantize_items += requantize
-            if not self._realign:
+            if not self._may_change:
                 self._refuse_requantization(live, parts, requantize, blocks)
 
     def _refuse_requantization(
@@ -286,13 +283,13 @@ class PlanBuilder:
         changed = sum(map(requantized_blocks, items))
         if changed:
             raise MismatchError(
-                f"8-bit blocks of {live.key} would have to be quantized anew, which changes them a little",
+                f"8-bit blocks of {live.key} would have to be requantized (lossy)",
                 parameter=parts[0].fragment.name,
                 file=self._metadata.source.folder,
-                expected='blocks that are whole on both sides, since "eight_bit_realign" is "error"',
+                expected='blocks that are whole on both sides, since "on_change" is "error"',
                 found=f"{changed} of {blocks} blocks of this partition mix elements of several saved blocks",
                 remedy=(
-                    '"elastic_checkpoint": {"eight_bit_realign": "requantize"}; or load at the topology it was saved '
+                    '"elastic_checkpoint": {"on_change": "warn"}; or load at the topology it was saved '
                     'with; under "align_partitions", a change of the data-parallel degree alone never needs it'
                 ),
             )
@@ -343,12 +340,12 @@ class PlanBuilder:
         if converts_exactly(saved, dtype):
             return
         rounds = converts_by_rounding(saved, dtype) and not tensor.is_quantized
-        if rounds and self._rounding:
+        if rounds and self._may_change:
             self._rounded[key, saved, dtype] = None
             return
         remedy = "resume with the dtype of master weights and states that the checkpoint was saved with"
         if rounds:
-            remedy += '; or "elastic_checkpoint": {"on_precision_loss": "warn"}, which rounds them'
+            remedy += '; or "elastic_checkpoint": {"on_change": "warn"}, which rounds them'
         raise MismatchError(
             f"{key} of this parameter would lose precision",
             parameter=part.fragment.name,

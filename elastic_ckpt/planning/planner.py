@@ -104,8 +104,7 @@ def plan_load(
     found, config = known or match(metadata, local_state, options), options.config
     metadata, resharding, states = found.metadata, found.resharding, found.states
     sources, hyperparameters = found.groups
-    realign, rounding = config.eight_bit_realign == "requantize", config.on_precision_loss == "warn"
-    builder = PlanBuilder(metadata, local_state, resharding.transfers, realign, rounding)
+    builder = PlanBuilder(metadata, local_state, resharding.transfers, may_change=config.on_change == "warn")
     builder.add_all(found.parameters, states)
     return LoadPlan(
         reads=builder.reads(),

@@ -30,7 +30,7 @@ _RECOMPUTED: Mapping[str, frozenset[str]] = {
     "pytorch_optimizer.optimizer.came.CAME": _RMS,
     "pytorch_optimizer.optimizer.lamb.Lamb": frozenset({"weight_norm", "adam_norm", "trust_ratio"}),
 }
-_FRESH, _ANEW = '"fresh_state_keys" names it', "each step computes it of what the rank holds, before it uses it"
+_FRESH, _ANEW = '"states" says so', "each step computes it of what the rank holds, before it uses it"
 
 
 def with_own_values(
@@ -96,8 +96,8 @@ def _refuse(
         file=source.folder,
         expected=f"the ranks and partitions of the save (DP={source.dp}, TP={source.tp}, ZeRO-{source.zero_stage})",
         found=str(next(value for each in values if isinstance(value := each.get(key), PerRank)))[:200],
-        remedy=f'"elastic_checkpoint": {{"fresh_state_keys": {json.dumps(keys)}}} leaves them {how}; or load '
-        "at the topology it was saved with",
+        remedy=f'"elastic_checkpoint": {{"states": {json.dumps(dict.fromkeys(keys, "fresh"))}}} leaves them {how}; or '
+        "load at the topology it was saved with",
     )
 
 

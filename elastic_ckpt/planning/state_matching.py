@@ -104,12 +104,12 @@ def state_errors(metadata: CheckpointMetadata) -> Iterator[DamagedError | Unsupp
         )
     for key, description in metadata.states.opaque.items():
         if metadata.source.format == "dcp":  # no declaration settles what a state of whole tensors is
-            remedy = f'"elastic_checkpoint": {{"fresh_state_keys": ["{key}"]}} leaves it out, and '
+            remedy = f'"elastic_checkpoint": {{"states": {{"{key}": "fresh"}}}} leaves it out, and '
             remedy += "load_optimizer_states=False all states"
         else:
             remedy = (
-                f'if you know what it is: "elastic_checkpoint": {{"non_shard_state_keys": ["{key}"]}} (or '
-                '"shard_state_keys", "fresh_state_keys"); load_optimizer_states=False leaves all states out; or '
+                f'if you know what it is: "elastic_checkpoint": {{"states": {{"{key}": "replicated"}}}} (or '
+                '"elementwise", "fresh"); load_optimizer_states=False leaves all states out; or '
                 f"{AT_ITS_TOPOLOGY}"
             )
         yield UnsupportedError(
@@ -249,7 +249,7 @@ class _Matcher:
                 f"{local_state.optimizer} is not known, nor what its states start with where the checkpoint has none",
                 fresh or members,
                 expected="a saved state for every parameter of a flat tensor",
-                found="none" if fresh else f'"fresh_state_keys": {listed(metadata.states.fresh)}',
+                found="none" if fresh else f'"fresh" in "states": {listed(metadata.states.fresh)}',
                 remedy="put such parameters into param groups of their own, or load with load_optimizer_states=False",
             )
         links = []
@@ -280,9 +280,8 @@ class _Matcher:
                 expected="the same bytes everywhere",
                 found=f"{len({state.crc32 for state in found})} different values, or differences between ranks",
                 remedy=(
-                    f'it may be no replicated state: "elastic_checkpoint": {{"shard_state_keys": ["{key}"]}} (or '
-                    '"fresh_state_keys"), and not in "non_shard_state_keys" or "state_schema"; or load at the '
-                    "topology it was saved with"
+                    f'it may be no replicated state: "elastic_checkpoint": {{"states": {{"{key}": "elementwise"}}}} '
+                    '(or "fresh"); or load at the topology it was saved with'
                 ),
             )
         return found[0]
@@ -356,7 +355,7 @@ class _Matcher:
         if dropped:
             yield Outcome(_ROLE, "skipped", tuple(dropped), "frozen now: only the weights are restored")
         for key in sorted(metadata.states.fresh):
-            yield Outcome(key, "fresh", (), '"fresh_state_keys" names it')
+            yield Outcome(key, "fresh", (), '"states" says so')
         layouts = {link.live.key: link.live.layout for links in self.links.values() for link in links}
         for key in sorted({state.key for saved in metadata.parameters.values() for state in saved.replicated}):
             if layouts.get(key) == SCRATCH:

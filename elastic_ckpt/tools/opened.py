@@ -85,7 +85,7 @@ def open_checkpoint(found: Found, config: ElasticConfig, with_states: bool = Tru
     """
     options = MetadataOptions(
         trust_pickle=config.trust_pickle,
-        check_shards=config.check_shards,
+        check_shards=config.verify == "load",
         rename=config.rename,
         states=state_options(config),
         with_states=with_states,

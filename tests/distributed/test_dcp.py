@@ -70,7 +70,7 @@ def test_what_an_error_says_of_unknown_states_loads_the_others(launch: Launch, t
         folder = str(tmp_path / layout)
         launch(2, "dcp_jobs.save_fsdp", {"folder": folder, "layout": layout})
         (refused, *_) = launch(1, "dcp_jobs.refuse", [{"setup": SOURCE, "folder": folder}])
-        settled = {"fresh_state_keys": [key]}
+        settled = {"states": {key: "fresh"}}
         assert f'"elastic_checkpoint": {json.dumps(settled)}' in next(iter(refused.texts))
         setup = replace(SOURCE, config=(*CONFIG, ("elastic_checkpoint", settled)))
         cases.append({"setup": setup, "folder": folder, "states": layout != "ungrouped"})

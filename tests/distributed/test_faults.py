@@ -138,7 +138,7 @@ def test_a_file_that_cannot_be_read_is_named_on_every_rank(fault: str, run: Run)
 
 
 def test_short_reads_and_a_full_disk_for_the_report_do_no_harm(run: Run) -> None:
-    full = Setup(2, "bf16", config=(("elastic_checkpoint", {"report_path": "/dev/full"}),))
+    full = Setup(2, "bf16", config=(("elastic_checkpoint", {"report": "/dev/full"}),))
     for cell, outcomes, printed in run("short reads", "z1", full, [ROUNDS[0], ("plan the load", 0)]):
         for outcome in outcomes:
             assert isinstance(outcome, Outcome), (str(cell), outcome, printed)

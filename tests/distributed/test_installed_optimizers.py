@@ -65,13 +65,13 @@ def test_on_other_ranks_their_own_values_are_computed_anew_or_refused(launch: La
     given = {f"{name}-z1": {} for name in tried} | {f"{name}-z1 fresh": FRESH[name] for name in tried if name in FRESH}
     targets = []
     for name, keys in given.items():
-        config = {"elastic_checkpoint": {"fresh_state_keys": keys}} if keys else {}
+        config = {"elastic_checkpoint": {"states": dict.fromkeys(keys, "fresh")}} if keys else {}
         targets.append({**CELLS[name.removesuffix(" fresh")], "saved": name.removesuffix(" fresh"), "config": config})
     for found in launch(3, "unchanged_jobs.elsewhere", {"cells": targets, "folder": str(folder)}):
         optimizer, config = found["cell"]["optimizer"], found["cell"]["config"]
         if optimizer in REFUSED and not config:
             assert "UnsupportedError" in found["error"] and "differs between ranks" in found["error"]
-            assert '"fresh_state_keys": [' in found["error"] and "DP=2" in found["error"]
+            assert '"states": {' in found["error"] and "DP=2" in found["error"]
             continue
         assert (found["error"], found["wrong"]) == ("", []), found
         assert found["fresh"].keys() == (set(FRESH[optimizer]) if config else ANEW[optimizer]), found

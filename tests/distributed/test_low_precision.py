@@ -18,7 +18,7 @@ FP16 = [Setup(stage, "fp16_masters", "cpuadam", OFFLOAD) for stage in (2, 3)]
 WIDE = [Setup(1, "bf16"), Setup(3, "bf16")]
 #: By which losses of the run that goes on may differ: 8 bits of mantissa at a loss of 3.6.
 BF16_LOSSES = 2e-2
-STRICT = (("elastic_checkpoint", {"on_precision_loss": "error"}),)
+STRICT = (("elastic_checkpoint", {"on_change": "error"}),)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_bf16_masters_become_fp32_exactly_and_fp32_masters_bf16_by_rounding(
 @pytest.mark.parametrize(
     ("source", "target", "remedy"),
     [
-        pytest.param(WIDE[1], replace(BF16[2], config=STRICT), "on_precision_loss", id="the config says so"),
+        pytest.param(WIDE[1], replace(BF16[2], config=STRICT), "on_change", id="the config says so"),
         # whose range is smaller
         pytest.param(WIDE[0], FP16[0], "resume with the dtype", id="fp32 masters do not become fp16"),
     ],

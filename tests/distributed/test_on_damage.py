@@ -105,7 +105,7 @@ def test_there_may_be_nothing_else_to_load(launch: Launch, copy: Callable[..., P
     bit, gone = damage.flip_bit(RANK1, "fp32", 0.4), damage.remove(RANK1)
     no_scheduler = damage.edit(MODEL, lambda tree: tree.update(lr_scheduler=None))
     cases: list[dict[str, Any]] = [
-        {"folder": copy(Setup(1), {NEWEST: gone}), "setup": live(1, max_steps_back=0)},
+        {"folder": copy(Setup(1), {NEWEST: gone}), "setup": live(1, on_damage=0)},
         {"folder": copy(Setup(1), {NEWEST: gone, MIDDLE: gone, OLDEST: gone}), "setup": live(1)},
         {"folder": copy(Setup(1), {NEWEST: bit, MIDDLE: gone, OLDEST: no_scheduler}), "setup": live(2)},
         {"folder": copy(Setup(1), {NEWEST: bit, MIDDLE: gone, OLDEST: gone}), "setup": live(3)},
@@ -115,7 +115,7 @@ def test_there_may_be_nothing_else_to_load(launch: Launch, copy: Callable[..., P
     found: list[Refused] = launch(2, "damage_jobs.give_up", [{**case, "folder": str(case["folder"])} for case in cases])
     limit, none, left, last, plain, tag = found
     assert all(len(refused.texts) == 1 for refused in found)
-    assert all("max_steps_back" in text for text in limit.texts) and limit.kinds[0] == "LayoutError"
+    assert all("on_damage" in text for text in limit.texts) and limit.kinds[0] == "LayoutError"
     assert all(NEWEST in text and MIDDLE in text and OLDEST in text for text in none.texts)
     assert limit.changed == none.changed == plain.changed == tag.changed == set()
     assert left.kinds[0] == last.kinds[0] == "PartialLoadError"

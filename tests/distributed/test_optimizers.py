@@ -126,7 +126,7 @@ def assert_requantized(found: Any) -> None:
     assert all(drift <= BOUNDS.get(key, 0.0) * (1 + 1e-5) for key, drift in found.drift.items()), found
     assert found.requantized > 0 and found.reported_drift > 0.0, found.where
     assert found.reported_drift >= max(found.drift.values()) - 1e-6, found.where
-    assert f"{found.requantized} of {found.blocks} quantized anew" in found.text
+    assert f"{found.requantized} of {found.blocks} requantized" in found.text
     assert found.loss_gap <= found.case["loss"], found.where
 
 
@@ -304,7 +304,7 @@ def test_what_cannot_be_restored_is_refused(launch: Launch, eight_bit: Folder, o
 
     def mislabelled(**schema: str) -> dict[str, Any]:
         (key,) = schema
-        return case(configured(adam8, state_schema=schema), eight_bit(adam8), key, "shard_state_keys")
+        return case(configured(adam8, states=schema), eight_bit(adam8), key, "states")
 
     cases = [
         case(adam8, others(adamw), "torch.optim.AdamW", "AdamW8bit", '"convert_optimizer": true'),
@@ -316,7 +316,7 @@ def test_what_cannot_be_restored_is_refused(launch: Launch, eight_bit: Folder, o
         case(adam8, str(lose_scales(Path(eight_bit(adam8)), tmp_path / "scales")), "state1", "scales"),
         case(adam8, str(flip_map(Path(eight_bit(adam8)), tmp_path / "flipped")), "qmap1", "in all files"),
         case(adam8, str(lose_map(Path(eight_bit(adam8)), tmp_path / "lost")), "qmap2", "in all files"),
-        case(configured(bnb("AdamW8bit", 3), eight_bit_realign="error"), eight_bit(adam8), "eight_bit_realign"),
+        case(configured(bnb("AdamW8bit", 3), on_change="error"), eight_bit(adam8), "on_change"),
         case(adam8, str(tmp_path / f"{legacy.name}-dp2"), "legacy zero_optimization.elastic_checkpoint"),
         case(Setup(2, optimizer="unknown", groups="split"), others(Setup(1)), "another kind", "Wanderer"),
         case(padded, others(DIARY), "diary"),
@@ -324,7 +324,7 @@ def test_what_cannot_be_restored_is_refused(launch: Launch, eight_bit: Folder, o
         mislabelled(qmap1="elementwise"),
         mislabelled(absmax1="replicated"),
         mislabelled(state1="replicated"),
-        case(configured(adamw, non_shard_state_keys=["exp_avg"]), others(adamw), "exp_avg", "non_shard_state_keys"),
+        case(configured(adamw, states={"exp_avg": "replicated"}), others(adamw), "exp_avg", "states"),
     ]
     for refused in launch(2, "refusal_jobs.refuse", cases):
         (text,) = refused.texts

@@ -145,7 +145,7 @@ def test_each_file_is_opened_once_and_each_rank_reads_what_it_owns(launch: Launc
     launch(2, "save", {"folder": str(tmp_path), "setups": setups, "model": "BigLM", "truth": False})
     cases = crossings(tmp_path, *((source, target) for source in setups for target in (Setup(1), Setup(3))))
     written = tmp_path / "report.json"
-    section = {"report_path": str(written), "report": False}
+    section = {"report": str(written)}
     cases[-1]["setup"] = Setup(3, config=(("elastic_checkpoint", section),))
     for load in launch(3, "frugal", cases):
         assert load.ranks == 3 and load.is_own

@@ -66,4 +66,4 @@ def test_a_change_is_an_error_where_wanted_with_all_sizes_and_the_way_out(saved:
     assert f'"train_batch_size": {saved.global_batch},' in str(caught.value.expected)
     assert '"train_batch_size": 16,' in str(caught.value.found)
     assert '"gradient_accumulation_steps": 4 in' in str(caught.value.found)
-    assert '"on_batch_size_change": "warn"' in str(caught.value.remedy)
+    assert '"on_change": "warn"' in str(caught.value.remedy)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ckpt.core.state_kinds import ELEMENTWISE, NON_SHARD_KEYS, REPLICATED, TOUCHED, StateOptions
+from elastic_ckpt.core.state_kinds import ELEMENTWISE, REPLICATED, TOUCHED, StateOptions
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.formats.classify import (
     DAMAGED,
@@ -51,9 +51,9 @@ def ranks(numel: int, *each: Mapping[str, Saved]) -> list[RankStates]:
     return [rank(numel, states, number) for number, states in enumerate(each)]
 
 
-def said(named: Sequence[str] = (), max_numel: int = 0, **schema: str) -> StateOptions:
-    """The user's word, beside the defaults of the config; ``named`` as ``"non_shard_state_keys"`` has it."""
-    return StateOptions((*NON_SHARD_KEYS, *named), tuple(named), max_numel, schema)
+def said(max_numel: int = 0, **schema: str) -> StateOptions:
+    """The user's word, as ``"states"`` has it."""
+    return StateOptions(schema, max_numel)
 
 
 def kind_of(state: Saved, options: StateOptions | None = None, numel: int = N, dp: int = 2, key: str = "mine") -> Any:
@@ -71,7 +71,7 @@ def refused(held: Sequence[RankStates], options: StateOptions, key: str, word: s
     assert str(held[0].tensors[key].shape) in str(error.found)
     assert held[0].tensors[key].dtype in str(error.found)
     assert f'"{key}"' in str(error.remedy)
-    assert '"non_shard_state_keys"' in str(error.remedy)
+    assert '"states"' in str(error.remedy)
     return error
 
 
@@ -360,44 +360,20 @@ def test_the_users_word_settles_what_the_shape_leaves_open() -> None:
     table = Saved((256,), digest=TABLE)
     assert kind_of(table, numel=256).kind == OPAQUE
     assert kind_of(table, said(mine="replicated"), numel=256) == SavedKind(REPLICATED)
-    assert kind_of(table, said(["mine"]), numel=256) == SavedKind(REPLICATED)
     assert kind_of(table, said(mine="fresh"), numel=256) == SavedKind(FRESH)
 
 
-@pytest.mark.parametrize("options", [said(mine="replicated"), said(["mine"])], ids=["schema", "non_shard_state_keys"])
 @pytest.mark.parametrize("digest", [None, SAME, TABLE])
 @pytest.mark.parametrize("dp", [1, 2])
-def test_a_state_that_the_user_calls_replicated_is_and_that_is_no_guess(
-    options: StateOptions, digest: Digest | None, dp: int
-) -> None:
+def test_a_state_that_the_user_calls_replicated_is_and_that_is_no_guess(digest: Digest | None, dp: int) -> None:
     for shape in ((7,), (3, 5), (2 * N,)):
-        assert kind_of(Saved(shape, digest=digest), options, dp=dp) == SavedKind(REPLICATED)
+        assert kind_of(Saved(shape, digest=digest), said(mine="replicated"), dp=dp) == SavedKind(REPLICATED)
 
 
-def test_the_schema_comes_before_the_list_of_replicated_states() -> None:
+def test_the_users_word_comes_before_the_default_list() -> None:
     state = {"qmap1": Saved((N,), digest=SAME)}
     assert classify(ranks(N, state, state), said(qmap1="elementwise")) == {"qmap1": PLAIN}
-    assert classify(ranks(N, state, state), said(["qmap1"], qmap1="elementwise")) == {"qmap1": PLAIN}
-    assert classify(ranks(N, state, state), said(["qmap1"], qmap1="fresh")) == {"qmap1": SavedKind(FRESH)}
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (said(), False),
-        (said(["mine"]), True),
-        (said(mine="replicated"), True),
-        (said(["mine"], mine="replicated"), True),
-        (said(["mine"], mine="elementwise"), False),
-        (said(["mine"], mine="fresh"), False),
-        (said(mine="elementwise"), False),
-    ],
-)
-def test_a_state_is_called_replicated_by_the_list_only_where_the_schema_is_silent(
-    options: StateOptions, expected: bool
-) -> None:
-    assert options.says_replicated("mine") == expected
-    assert options.says_replicated("qmap1")
+    assert classify(ranks(N, state, state), said(qmap1="fresh")) == {"qmap1": SavedKind(FRESH)}
 
 
 @pytest.mark.parametrize("shape", [(N - 1,), (N, 2), (2, 2, N), (256,)])
@@ -421,28 +397,24 @@ def test_a_table_that_all_ranks_share_is_not_called_elementwise(key: str) -> Non
 
 
 @pytest.mark.parametrize("key", ["exp_avg", "mine"])
-@pytest.mark.parametrize("word", ["schema", "list"])
 @pytest.mark.parametrize("dp", [1, 2])
 @pytest.mark.parametrize("shape", [(N,), (2, N)])
-def test_a_state_as_long_as_its_partition_is_not_called_replicated(key: str, word: str, dp: int, shape: Shape) -> None:
-    options = said(**{key: "replicated"}) if word == "schema" else said([key])
+def test_a_state_as_long_as_its_partition_is_not_called_replicated(key: str, dp: int, shape: Shape) -> None:
+    options = said(**{key: "replicated"})
     for digest in (None, SAME):
         state = {key: Saved(shape, digest=digest)}
         error = refused(ranks(N, *[state] * dp), options, key, "replicated")
         assert f"as long as its partition ({N} elements)" in str(error.found)
 
 
-@pytest.mark.parametrize("options", [said(mine="replicated"), said(["mine"])])
-def test_a_state_of_different_shapes_is_not_called_replicated(options: StateOptions) -> None:
+def test_a_state_of_different_shapes_is_not_called_replicated() -> None:
     held = ranks(N, {"mine": Saved((7,))}, {"mine": Saved((8,))})
-    refused(held, options, "mine", "replicated")
+    refused(held, said(mine="replicated"), "mine", "replicated")
 
 
 def test_the_default_list_alone_refuses_no_state_for_its_length() -> None:
     for digest in (None, SAME):
         assert kind_of(Saved((1,), digest=digest), numel=1, key="unorm_vec") == SavedKind(REPLICATED)
-    options = StateOptions(non_shard_keys=("exp_avg",))
-    refused(ranks(N, {"exp_avg": Saved((N,))}), options, "exp_avg", "replicated")
 
 
 @pytest.mark.parametrize("word", ["elementwise", "fresh"])
@@ -450,7 +422,7 @@ def test_a_quantization_map_beside_its_codes_is_called_nothing_but_replicated(wo
     held = ranks(N, quantized(N, 256), quantized(N, 256))
     error = refused(held, said(qmap1=word), "qmap1", word)
     assert "a quantization map" in str(error.found)
-    for options in (said(qmap1="replicated"), said(["qmap1"]), StateOptions(non_shard_keys=())):
+    for options in (said(qmap1="replicated"), said()):
         assert classify(held, options) == {"state1": SavedKind(ELEMENTWISE, block_numel=256)}
 
 
@@ -465,10 +437,9 @@ def test_scales_beside_their_codes_are_called_nothing_at_all(number: int, word: 
 
 def test_scales_are_not_put_into_the_list_of_replicated_states() -> None:
     held = ranks(N, quantized(N, 256), quantized(N, 256))
-    error = refused(held, said(["absmax1"]), "absmax1", "replicated")
+    error = refused(held, said(absmax1="replicated"), "absmax1", "replicated")
     assert "scales of 8-bit blocks" in str(error.found)
-    classify(held, said(["absmax2"]))  # there is no such state
-    classify(held, said(absmax2="replicated"))
+    classify(held, said(absmax2="replicated"))  # there is no such state
 
 
 def test_codes_are_not_called_replicated() -> None:
@@ -493,24 +464,20 @@ def test_a_true_word_on_codes_leaves_them_with_their_scales(
     assert classify(ranks(N, quantized(N, 256), quantized(N, 256)), options) == expected
 
 
-def test_codes_are_not_put_into_the_list_of_replicated_states() -> None:
-    refused(ranks(N, quantized(N, 256), quantized(N, 256)), said(["state1"]), "state1", "replicated")
-
-
 def test_the_word_on_one_state_leaves_the_others_alone() -> None:
     states = {"exp_avg": Saved((N,)), "mine": Saved((7,), digest=SAME)}
     kinds = classify(ranks(N, states, states), said(exp_avg="fresh", nobody="replicated"))
     assert kinds == {"exp_avg": SavedKind(FRESH), "mine": SavedKind(REPLICATED, why="the same values on all ranks")}
 
 
-# --- "non_shard_max_numel" --------------------------------------------------------------------------------------
+# --- a threshold -------------------------------------------------------------------------------------------------
 
 
 @given(st.integers(1, 50), st.integers(0, 60), st.integers(1, 3))
 def test_small_unknown_tensors_are_replicated_up_to_the_size_that_the_user_gave(numel: int, most: int, dp: int) -> None:
     held = ranks(N, *[{"mine": Saved((numel,), digest=Digest(number, ascending=False))} for number in range(dp)])
     kind = classify(held, said(max_numel=most))["mine"]
-    expected = SavedKind(REPLICATED, why=f'"non_shard_max_numel": {most}') if numel <= most else None
+    expected = SavedKind(REPLICATED, why=f'"numel<={most}" under "states"') if numel <= most else None
     assert kind == expected or (expected is None and kind.kind == OPAQUE)
 
 

@@ -130,9 +130,8 @@ def test_small_tensors_are_looked_into_and_large_ones_where_the_user_calls_them_
     assert digest_of(tmp_path, torch.zeros(4096)) is not None
     assert digest_of(tmp_path, torch.zeros(4097)) is None
     assert digest_of(tmp_path, torch.zeros(64, 65)) is None
-    for options in (StateOptions(("mine",)), StateOptions(schema={"mine": "replicated"})):
-        assert digest_of(tmp_path, torch.zeros(5000), options=options) is not None
-    assert digest_of(tmp_path, torch.zeros(5000), options=StateOptions(("mine",), schema={"mine": "fresh"})) is None
+    assert digest_of(tmp_path, torch.zeros(5000), options=StateOptions({"mine": "replicated"})) is not None
+    assert digest_of(tmp_path, torch.zeros(5000), options=StateOptions({"mine": "fresh"})) is None
     assert digest_of(tmp_path, torch.zeros(20), "absmax1") is None
     assert digest_of(tmp_path, torch.zeros(256), "qmap3") is not None
     assert digest_of(tmp_path, torch.zeros(256), "qmap1") is None
@@ -142,7 +141,7 @@ def test_a_tensor_that_is_too_large_to_be_replicated_is_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(saved_states, "_MOST_REPLICATED_NUMEL", 5000)
-    options = StateOptions(("mine",))
+    options = StateOptions({"mine": "replicated"})
     assert digest_of(tmp_path, torch.zeros(5000), options=options) is not None
     assert digest_of(tmp_path, torch.zeros(5001), options=options) is None
 
@@ -309,26 +308,24 @@ def test_guesses_and_words_that_met_nothing_are_told_of() -> None:
         "left": SavedKind(FRESH),
         "odd": SavedKind(OPAQUE, why="odd"),
     }
-    options = StateOptions(
-        ("declared", "nobody", "default"), ("declared", "nobody"), schema={"left": "fresh", "no one": "fresh"}
-    )
+    options = StateOptions({"declared": "replicated", "nobody": "replicated", "left": "fresh", "no one": "fresh"})
     (replicated,), (unmatched,) = kind_notes(kinds), unmatched_names(kinds, options)
     assert replicated == "optimizer state table was taken as replicated: the same values on all ranks"
     assert "no one, nobody, which" in unmatched
-    assert "default" not in unmatched
+    assert "qmap1" not in unmatched
 
 
 def test_words_about_scales_and_maps_meet_them() -> None:
     kinds = {"state1": SavedKind(ELEMENTWISE, block_numel=256)}
-    options = StateOptions(("qmap1", "qmap2"), ("qmap1", "qmap2"))
+    options = StateOptions({"qmap1": "replicated", "qmap2": "replicated"})
     (note,) = unmatched_names(kinds, options)
     assert "named qmap2, which" in note
-    assert unmatched_names(kinds, replace(options, named=("qmap1",), schema={"qmap1": "replicated"})) == ()
-    assert len(unmatched_names({"state1": SavedKind(ELEMENTWISE)}, replace(options, named=("qmap1",)))) == 1
+    assert unmatched_names(kinds, StateOptions({"qmap1": "replicated"})) == ()
+    assert len(unmatched_names({"state1": SavedKind(ELEMENTWISE)}, StateOptions({"qmap1": "replicated"}))) == 1
 
 
 def test_a_checkpoint_without_states_meets_no_word_and_says_nothing() -> None:
-    assert unmatched_names({}, StateOptions(("mine",), ("mine",), schema={"other": "fresh"})) == ()
+    assert unmatched_names({}, StateOptions({"mine": "replicated", "other": "fresh"})) == ()
     assert unmatched_names({"exp_avg": SavedKind(ELEMENTWISE)}, DEFAULTS) == ()
 
 

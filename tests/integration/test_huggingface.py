@@ -57,7 +57,7 @@ def test_eight_bit_states_of_cut_blocks_move_by_one_quantization_at_most(saved: 
     held, loaded = before.holds("saved-3"), resumed.holds("loaded")
     assert held["eight_bit"]
     assert_restored(held, loaded, exact_states=False)
-    assert "quantized anew, values changed by at most 0.703 %" in " ".join(loaded["report"].replace("│", "").split())
+    assert "requantized, values changed by at most 0.703 %" in " ".join(loaded["report"].replace("│", "").split())
     assert_reported_once(resumed, 2, 3)
     assert_trains_on(before, resumed, rel=1e-4)
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elastic_ckpt.config import ElasticConfig
+from elastic_ckpt.config import ElasticConfig, Reading
 from elastic_ckpt.core.read_plan import ReadItem
 from elastic_ckpt.errors import DamagedError, SavedOverError
 from elastic_ckpt.io.coalesce import ReadOptions, read_options
@@ -410,8 +410,11 @@ def test_a_row_beyond_the_end_of_the_file_is_damage(tmp_path: Path) -> None:
 
 
 def test_a_config_says_how_to_read() -> None:
-    config = ElasticConfig(read_threads=2, max_extra_memory_mib=5, progress=False, read_gap_kib=7)
+    config = ElasticConfig(reading=Reading(threads=2, extra_memory_mib=5, gap_kib=7), report=False)
     assert read_options(config) == ReadOptions(2, 16 << 20, 5 << 20, False, 7 << 10)
+    assert read_options(ElasticConfig()) == ReadOptions()
+    assert read_options(ElasticConfig(reading=Reading(storage="network"))).gap_nbytes == 64 << 10
+    assert read_options(ElasticConfig(reading=Reading(storage="network", gap_kib=0))).gap_nbytes == 0
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -69,8 +69,6 @@ def test_the_last_of_two_flags_counts(parser: argparse.ArgumentParser) -> None:
     [
         ["--universal-checkpoint=on"],
         ["--universal-checkpoint", "yes"],
-        ["--elastic-read-threads"],
-        ["--elastic-read-threads=many"],
         ["--elastic-trust-pickle=1"],
     ],
 )
@@ -84,18 +82,14 @@ def test_a_bad_argument_ends_the_script_and_sets_nothing(
     assert read_config({}) == ElasticConfig.model_validate({})
 
 
-def test_the_other_flags_set_their_options(parser: argparse.ArgumentParser) -> None:
-    parsed = parser.parse_args(["--elastic-trust-pickle", "--elastic-read-threads", "7"])
-    assert (parsed.elastic_trust_pickle, parsed.elastic_read_threads) == (True, 7)
-    options = read(trust_pickle=False, read_threads=1)
-    assert (options.trust_pickle, options.read_threads) == (True, 7)
+def test_the_other_flag_sets_its_option(parser: argparse.ArgumentParser) -> None:
+    assert parser.parse_args(["--elastic-trust-pickle"]).elastic_trust_pickle is True
+    assert read(trust_pickle=False).trust_pickle is True
 
 
 def test_flags_that_are_not_given_leave_the_config_alone(parser: argparse.ArgumentParser) -> None:
-    parsed = parser.parse_args([])
-    assert (parsed.elastic_trust_pickle, parsed.elastic_read_threads) == (False, None)
-    options = read(trust_pickle=True, read_threads=1)
-    assert (options.trust_pickle, options.read_threads) == (True, 1)
+    assert parser.parse_args([]).elastic_trust_pickle is False
+    assert read(trust_pickle=True).trust_pickle is True
 
 
 def test_flags_stand_beside_a_scripts_own_and_those_of_deepspeed() -> None:
@@ -153,11 +147,11 @@ def test_a_bare_flag_takes_the_off_out_of_a_config_and_writes_nothing_that_accel
 def test_a_parser_that_has_the_flag_keeps_it(conflicts: str) -> None:
     parser = add_arguments(megatron_parser(conflict_handler=conflicts))
     assert parser.parse_args([]).universal_checkpoint is False
-    arguments = parser.parse_args(["--universal-checkpoint", "--elastic-read-threads", "3"])
+    arguments = parser.parse_args(["--universal-checkpoint", "--elastic-trust-pickle"])
     assert arguments.universal_checkpoint is True
     made = with_arguments(CONFIG, arguments)
     assert made["checkpoint"] == {"tag_validation": "Fail", "load_universal": True}
-    assert read_config(made).read_threads == 3
+    assert read_config(made).trust_pickle
 
 
 def test_without_the_flag_a_config_stays_as_it_is(parser: argparse.ArgumentParser) -> None:
@@ -216,7 +210,7 @@ def test_a_wrong_flag_is_answered_with_the_right_one(
 
 
 def test_the_answer_takes_no_name_that_a_script_may_want(parser: argparse.ArgumentParser) -> None:
-    assert set(vars(parser.parse_args([]))) == {"universal_checkpoint", "elastic_trust_pickle", "elastic_read_threads"}
+    assert set(vars(parser.parse_args([]))) == {"universal_checkpoint", "elastic_trust_pickle"}
     own = argparse.ArgumentParser()
     own.add_argument("--universal_checkpoint", action="store_true")
     assert add_arguments(own).parse_args(["--universal_checkpoint"]).universal_checkpoint is True

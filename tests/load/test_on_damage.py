@@ -157,20 +157,20 @@ def test_nothing_else_is_tried(
 
 def test_no_further_back_than_allowed(folder: Path) -> None:
     for limit, works in ((10, True), (9, False)):
-        tried, error = attempts(folder, max_steps_back=limit, **PREVIOUS), DamagedError("torn")
+        tried, error = attempts(folder, on_damage=limit), DamagedError("torn")
         assert tried.recover(error, tried.find()) == works
-    assert '"max_steps_back" allows 9' in str(error.remedy)
+    assert '"on_damage" allows 9' in str(error.remedy)
 
 
 def test_where_no_file_tells_the_step(folder: Path) -> None:
     (folder / "global_step20" / MODEL).write_bytes(b"")
-    tried = attempts(folder, "global_step20", max_steps_back=10, **PREVIOUS)
+    tried = attempts(folder, "global_step20", on_damage=10)
     assert tried.recover(DamagedError("torn"), tried.find()), "its tag tells it"
     assert tried.find().tag == "global_step10"  # type: ignore[union-attr]
     save(folder, "mine", None)
-    for tag, section in (("mine", {}), (None, {"max_steps_back": 10})):
+    for tag, section in (("mine", PREVIOUS), (None, {"on_damage": 10})):
         (folder / "latest").write_text("mine")
-        tried, error = attempts(folder, tag, **section, **PREVIOUS), DamagedError("torn")
+        tried, error = attempts(folder, tag, **section), DamagedError("torn")
         assert not tried.recover(error, tried.find())
         assert "which checkpoints are older is not known" in str(error.remedy)
     tried = attempts(folder, **PREVIOUS)

@@ -392,7 +392,7 @@ def test_a_whole_state_of_another_shape_or_precision_does_not_fit() -> None:
     ):
         engine = one_flat_each(shapes, [live], dp=1, rank=0, replicated=False)
         with pytest.raises(MismatchError, match=problem) as caught:
-            plan_load(metadata, engine, LoadOptions(ElasticConfig(on_precision_loss="error")))
+            plan_load(metadata, engine, LoadOptions(ElasticConfig(on_change="error")))
         assert caught.value.parameter == "a"
 
 
@@ -497,7 +497,7 @@ def test_codes_become_values_where_the_live_optimizer_keeps_values(tmp_path: Pat
     plan = plan_load(
         catalog_of(disk, TWO, states),
         engine_of(TWO, [live], numel=18),
-        LoadOptions(ElasticConfig(eight_bit_realign="error")),
+        LoadOptions(ElasticConfig(on_change="error")),
     )
     slot = slot_of(plan, "state1")
     assert (slot.dtype, slot.numel, slot.gaps, slot.fill) == ("float32", 18, (FlatRange(16, 18),), 0.5)
@@ -514,8 +514,8 @@ def test_values_become_codes_where_the_live_optimizer_keeps_codes(tmp_path: Path
     got = loaded(plan, disk, tmp_path)
     values = decoded(got["state1"], got["absmax1"], FOUR)
     assert (np.abs(values - part.values) <= (FOUR.codebook.bound + ROUNDING) * np.repeat(got["absmax1"], 4)[:6]).all()
-    with pytest.raises(MismatchError, match="quantized anew") as caught:
-        plan_load(metadata, engine_of({"a": (6,)}, [CODED]), LoadOptions(ElasticConfig(eight_bit_realign="error")))
+    with pytest.raises(MismatchError, match="requantized") as caught:
+        plan_load(metadata, engine_of({"a": (6,)}, [CODED]), LoadOptions(ElasticConfig(on_change="error")))
     assert str(caught.value.found).startswith("2 of 2 blocks")
 
 
@@ -528,7 +528,7 @@ def test_partitions_of_whole_blocks_are_loaded_exactly_at_any_degree(tmp_path: P
     for rank in range(dp):
         step = 16 // dp
         engine = engine_of(shapes, [CODED], numel=step, dp=dp, rank=rank, fragments=cut(shapes, step, rank))
-        plan = plan_load(metadata, engine, LoadOptions(ElasticConfig(eight_bit_realign="error")))
+        plan = plan_load(metadata, engine, LoadOptions(ElasticConfig(on_change="error")))
         assert plan.reads.requantize_items == ()
         got = loaded(plan, disk, tmp_path)
         values = decoded(got["state1"], got["absmax1"], FOUR)
@@ -545,12 +545,12 @@ def test_without_realignment_a_plan_that_would_quantize_anew_is_refused() -> Non
         engine = engine_of(shapes, [CODED], numel=step, dp=3, rank=rank, fragments=cut(shapes, step, rank))
         assert plan_load(metadata, engine, LoadOptions()).reads.requantize_items or rank == 0
         if not found:
-            plan_load(metadata, engine, LoadOptions(ElasticConfig(eight_bit_realign="error")))
+            plan_load(metadata, engine, LoadOptions(ElasticConfig(on_change="error")))
             continue
-        with pytest.raises(MismatchError, match="8-bit blocks of state1 would have to be quantized anew") as caught:
-            plan_load(metadata, engine, LoadOptions(ElasticConfig(eight_bit_realign="error")))
-        assert "eight_bit_realign" in str(caught.value.expected)
-        assert "eight_bit_realign" in str(caught.value.remedy)
+        with pytest.raises(MismatchError, match="8-bit blocks of state1 would have to be requantized") as caught:
+            plan_load(metadata, engine, LoadOptions(ElasticConfig(on_change="error")))
+        assert "on_change" in str(caught.value.expected)
+        assert "on_change" in str(caught.value.remedy)
         assert "align_partitions" in str(caught.value.remedy)
         assert str(caught.value.found).startswith(found)
         assert caught.value.parameter == "b"
@@ -564,7 +564,7 @@ def test_without_realignment_blocks_may_still_be_split_or_cut_short() -> None:
     metadata = catalog_of(disk, {"a": (16,)}, states)
     for rank in range(2):
         engine = engine_of({"a": (16,)}, [CODED], numel=12, dp=2, rank=rank, fragments=cut({"a": (16,)}, 12, rank))
-        plan = plan_load(metadata, engine, LoadOptions(ElasticConfig(eight_bit_realign="error")))
+        plan = plan_load(metadata, engine, LoadOptions(ElasticConfig(on_change="error")))
         assert plan.reads.requantize_items
 
 
@@ -575,11 +575,11 @@ def test_the_second_row_is_refused_as_well_as_the_first() -> None:
     chunks = (chunk(raw, 0, 4, 0), chunk(part, 4, 4, 1))
     states = {("a", "m"): TensorMetadata("a", "m", (2, 4), "uint8", listed(*chunks))}
     live = LiveState("m", "uint8", rows=2, blocks=FOUR)
-    with pytest.raises(MismatchError, match="quantized anew") as caught:
+    with pytest.raises(MismatchError, match="requantized") as caught:
         plan_load(
             catalog_of(disk, shapes, states),
             engine_of(shapes, [live]),
-            LoadOptions(ElasticConfig(eight_bit_realign="error")),
+            LoadOptions(ElasticConfig(on_change="error")),
         )
     assert str(caught.value.found).startswith("1 of 1 blocks")
 

@@ -282,7 +282,7 @@ def test_a_flat_tensor_of_parameters_that_were_all_frozen_gets_no_states() -> No
 def test_frozen_weights_that_would_lose_precision_as_masters_are_refused(was: str, now: str) -> None:
     metadata = saved({"a.weight": (2, 5)}, dtype="bfloat16", wholes={("b.weight", FROZEN): ((3,), was)})
     with pytest.raises(MismatchError, match="lose precision") as caught:
-        plan_load(metadata, live(TWO, dtype=now), LoadOptions(ElasticConfig(on_precision_loss="error")))
+        plan_load(metadata, live(TWO, dtype=now), LoadOptions(ElasticConfig(on_change="error")))
     assert caught.value.parameter == "b.weight"
 
 
@@ -320,9 +320,7 @@ def test_another_shape_of_a_buffer_is_an_error_even_when_not_strict(key: str) ->
 )
 def test_a_master_that_would_lose_precision_is_refused(source: str, target: str) -> None:
     with pytest.raises(MismatchError, match="lose precision") as caught:
-        plan_load(
-            saved(TWO, dtype=source), live(TWO, dtype=target), LoadOptions(ElasticConfig(on_precision_loss="error"))
-        )
+        plan_load(saved(TWO, dtype=source), live(TWO, dtype=target), LoadOptions(ElasticConfig(on_change="error")))
     assert caught.value.parameter == "a.weight"
     assert caught.value.file == "/ckpt/tag/states.pt"
     assert source in str(caught.value.found)
@@ -343,7 +341,7 @@ def test_masters_and_states_are_rounded_to_bfloat16_with_a_note(source: str) -> 
 def test_a_master_that_might_leave_the_range_is_refused_whatever_the_options(source: str, target: str) -> None:
     with pytest.raises(MismatchError, match="lose precision") as caught:
         plan_load(saved(TWO, dtype=source), live(TWO, dtype=target), LoadOptions())
-    assert "on_precision_loss" not in str(caught.value.remedy)
+    assert "on_change" not in str(caught.value.remedy)
 
 
 @pytest.mark.parametrize(

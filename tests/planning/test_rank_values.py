@@ -57,20 +57,18 @@ def test_what_each_step_computes_is_left_out_on_other_partitions(optimizer: str)
 def test_what_is_not_known_to_be_computed_anew_is_refused_with_all_names_of_its_kind() -> None:
     with pytest.raises(UnsupportedError, match="'RMS' differs between ranks") as caught:
         match(checkpoint(), replace(engine(False), optimizer="mine.Optimizer"), LoadOptions())
-    assert '"fresh_state_keys": ["RMS"]' in str(caught.value) and "0.5, 0.75 (by rank)" in str(caught.value)
+    assert '"states": {"RMS": "fresh"}' in str(caught.value) and "0.5, 0.75 (by rank)" in str(caught.value)
     with pytest.raises(UnsupportedError, match="hyperparameter 'd' differs") as caught:
         with_own_values(checkpoint(d=(1, 2), k=(3, 4)), engine(False, ADAFACTOR), ElasticConfig())
-    assert '"fresh_state_keys": ["d", "k"]' in str(caught.value)
+    assert '"states": {"d": "fresh", "k": "fresh"}' in str(caught.value)
 
 
 def test_a_user_leaves_values_out_by_name_or_keeps_the_live_groups() -> None:
     metadata = checkpoint(d=(1e-6, 2e-6))
     for same in (True, False):
-        found, outcomes = with_own_values(metadata, engine(same), ElasticConfig(fresh_state_keys=["d", "RMS"]))
+        found, outcomes = with_own_values(metadata, engine(same), ElasticConfig(states={"d": "fresh", "RMS": "fresh"}))
         assert values_of(found) == ([{"step": 4.0}] * 2, [ADAM])
-        assert [(each.role, each.reason) for each in outcomes] == [
-            (key, '"fresh_state_keys" names it') for key in ("RMS", "d")
-        ]
+        assert [(each.role, each.reason) for each in outcomes] == [(key, '"states" says so') for key in ("RMS", "d")]
     found, _ = with_own_values(metadata, engine(False, ADAFACTOR), ElasticConfig(param_groups="keep_live"))
     assert values_of(found) == ([{"step": 4.0}] * 2, [ADAM])
 
@@ -96,6 +94,6 @@ def test_what_is_left_out_of_a_group_is_what_the_live_one_has() -> None:
     """Its name tells one kind of optimizer from another."""
     mine = engine(False, ADAFACTOR)
     groups = tuple(replace(group, hyperparameters={**ADAM, "d": 3.0}) for group in mine.groups)
-    config = ElasticConfig(fresh_state_keys=["d"])
+    config = ElasticConfig(states={"d": "fresh"})
     found, _ = with_own_values(checkpoint(d=(1.0, 2.0)), replace(mine, groups=groups), config)
     assert values_of(found)[1] == [{**ADAM, "d": 3.0}]

@@ -547,9 +547,8 @@ def test_replicated_states_that_differ_are_refused_with_the_line_that_settles_it
     local_state = engine(WITH_TABLE) if known else unknown(group=ADAMW_GROUP)
     with pytest.raises(MismatchError, match="should be one for all partitions") as caught:
         matched(metadata, local_state)
-    assert '"elastic_checkpoint": {"shard_state_keys": ["' in str(caught.value.remedy)
-    assert '"fresh_state_keys"' in str(caught.value.remedy)
-    assert 'not in "non_shard_state_keys" or "state_schema"' in str(caught.value.remedy)  # which contradict it
+    assert '"elastic_checkpoint": {"states": {"' in str(caught.value.remedy)
+    assert '"elementwise"}} (or "fresh")' in str(caught.value.remedy)
     assert caught.value.parameter == "a.weight, b.weight"
     assert '["table"]' in str(caught.value.remedy)
 
@@ -617,14 +616,13 @@ def test_a_state_of_unknown_layout_is_refused_with_the_line_that_settles_it() ->
     with pytest.raises(UnsupportedError, match="'mine'") as caught:
         matched(metadata, adam_engine())
     assert caught.value.found == "a list"
-    assert '"elastic_checkpoint": {"non_shard_state_keys": ["mine"]}' in str(caught.value.remedy)
-    assert '"shard_state_keys"' in str(caught.value.remedy)
-    assert '"fresh_state_keys"' in str(caught.value.remedy)
+    assert '"elastic_checkpoint": {"states": {"mine": "replicated"}}' in str(caught.value.remedy)
+    assert '"elementwise", "fresh"' in str(caught.value.remedy)
     metadata = replace(metadata, source=replace(metadata.source, format="dcp"))
     with pytest.raises(UnsupportedError, match="'mine'") as caught:
         matched(metadata, adam_engine())
-    assert '{"fresh_state_keys": ["mine"]}' in str(caught.value.remedy)
-    assert '"non_shard_state_keys"' not in str(caught.value.remedy)
+    assert '{"states": {"mine": "fresh"}}' in str(caught.value.remedy)
+    assert '"replicated"' not in str(caught.value.remedy)
 
 
 def test_codes_without_their_scales_are_damage() -> None:
@@ -636,7 +634,7 @@ def test_codes_without_their_scales_are_damage() -> None:
 
 
 def test_codes_that_lost_their_scales_on_the_way_are_never_taken_for_values() -> None:
-    """As "shard_state_keys": ["state1"] and a "non_shard_max_numel" make them."""
+    """As "states" makes them."""
     metadata = bnb_saved()
     for name in TWO:
         for key in CODED:
@@ -663,7 +661,7 @@ def test_a_state_that_the_user_wants_left_starts_fresh_and_is_told_of() -> None:
     matching = matched(replace(metadata, groups=(ADAMW_GROUP,)), adam_engine())
     assert sources(matching) == {"exp_avg": "exp_avg", "exp_avg_sq": ""}
     assert matching.restored == {"exp_avg": ("a.weight", "b.weight")}
-    assert Outcome("exp_avg_sq", "fresh", (), '"fresh_state_keys" names it') in matching.outcomes
+    assert Outcome("exp_avg_sq", "fresh", (), '"states" says so') in matching.outcomes
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,7 @@ def test_weights_are_read_where_states_cannot_be(tmp_path: Path) -> None:
     assert torch.equal(checkpoint["b"], model.b)
     with pytest.raises(DamagedError, match="does not have the scales"):
         elastic_ckpt.open(tmp_path / "step").optimizer_state("b")
-    fresh = elastic_ckpt.open(tmp_path / "step", config=ElasticConfig(fresh_state_keys=["state1"]))
+    fresh = elastic_ckpt.open(tmp_path / "step", config=ElasticConfig(states={"state1": "fresh"}))
     assert fresh.optimizer_state("a").keys() == {"step", *STATES}
 
 

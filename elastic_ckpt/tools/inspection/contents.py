@@ -66,7 +66,7 @@ def states_of(metadata: CheckpointMetadata) -> tuple[StateSummary, ...]:
     found = sorted(_summaries(_rows(metadata)), key=lambda state: (state.kind == SCALAR, state.key, state.kind))
     for kind, states in (("damaged", metadata.states.damaged), ("opaque", metadata.states.opaque)):
         found += [StateSummary(key, kind, why=why) for key, why in sorted(states.items())]
-    found += [StateSummary(key, "fresh", why='"fresh_state_keys" names it') for key in sorted(metadata.states.fresh)]
+    found += [StateSummary(key, "fresh", why='"states" says so') for key in sorted(metadata.states.fresh)]
     return tuple(found)
 
 

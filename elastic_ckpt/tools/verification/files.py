@@ -111,7 +111,7 @@ def _diagnose(found: Found, config: ElasticConfig, error: ElasticCkptError) -> D
         return None, [*findings, of_error(error, "not-checked", NOTE)]
     if error.file in {finding.file for finding in wrong} or _complaint(error) in complaints:
         return None, [*findings, Finding(NOTE, "not-checked", "the tensors, since not all files can be read together")]
-    if wrong or not config.check_shards:
+    if wrong or config.verify != "load":
         return _refused(found, wrong, error)
     return _without_shard_checks(found, config, error, models)
 
@@ -243,7 +243,7 @@ def _without_shard_checks(
     found: Found, config: ElasticConfig, error: ElasticCkptError, models: Sequence[ModelShard]
 ) -> Diagnosis:
     """Values alone contradict each other: read without comparing shards, then compare every file's."""
-    relaxed = config.model_copy(update={"check_shards": False})
+    relaxed = config.model_copy(update={"verify": "bytes"})
     try:
         metadata = open_checkpoint(found, relaxed).checkpoint.metadata
     except ElasticCkptError:
