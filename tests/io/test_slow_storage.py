@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic_ckpt.config import ElasticConfig
+from elastic_ckpt.config import ElasticConfig, Reading
 from elastic_ckpt.core.read_plan import ReadItem
 from elastic_ckpt.io.coalesce import ReadOptions, read_options
 from elastic_ckpt.io.requantize import ReadStats
@@ -42,7 +42,7 @@ def test_half_a_partition_of_many_parameters_is_a_few_reads_of_a_network_file_sy
         offset += share
     for storage, calls in (("local", len(shares)), ("network", 2)):
         target.fill_(-7)
-        stats = run([file], [target], copies, read_options(ElasticConfig(storage=storage)))
+        stats = run([file], [target], copies, read_options(ElasticConfig(reading=Reading(storage=storage))))
         assert torch.equal(target, torch.cat(expected)) and stats.calls == calls
 
 
