@@ -41,11 +41,10 @@ OPENERS = {
     "load/execute.py": "writes the report",
     "load/fallback.py": "compares sizes and times of files that ranks see",
     "load/flags.py": "a DeepSpeed config",
-    "tools/conversion/torch_file.py": "what a conversion writes",
+    "tools/conversion/pickling.py": "what a conversion writes",
     "tools/export/config_files.py": "a folder of Transformers, by rules of its own",
-    "tools/export/writing.py": "what an export writes",
     "tools/opened.py": "a DeepSpeed config",
-    "tools/workplace.py": "what a conversion or an export writes",
+    "tools/output_folder.py": "what a conversion or an export writes",
 }
 
 

@@ -24,26 +24,26 @@ def convert(
     config: Config = None,
     preset: Preset = None,
     replicated: Replicated = None,
-    threads: Annotated[int, typer.Option("--threads", min=1, max=64, help="Files written at a time.")] = 4,
-    chunk_mib: Annotated[int, typer.Option("--chunk-mib", min=1, max=1024, help="Memory of a thread, in MiB.")] = 32,
-    restart: Annotated[
-        bool, typer.Option("--restart", help="Throw away what an interrupted conversion of something else left.")
-    ] = False,
+    threads: Annotated[
+        int, typer.Option("--threads", min=1, max=64, help="Tensors in memory, each for a file to write (universal).")
+    ] = 4,
     trust_pickle: TrustPickle = False,
     as_json: AsJson = False,
 ) -> None:
     """Write a universal checkpoint that DeepSpeed loads by itself, or one for torch.distributed.checkpoint.
 
-    elastic_ckpt needs no conversion to load a checkpoint; this is for jobs that run without it. An interrupted
-    conversion to a universal checkpoint goes on where it was when the same command is given again.
+    elastic_ckpt needs no conversion to load a checkpoint; this is for jobs that run without it.
     """
     if to not in ("universal", "dcp"):
         raise typer.BadParameter(f"there is no format {to!r}: universal, dcp", param_hint="--to")
     with errors_end_the_command(as_json):
         options = config_of(config, tp_preset=preset, trust_pickle=trust_pickle or None, replicated_params=replicated)
         opened = open_folder(str(folder), tag, options)
-        write = convert_to_universal
+        progress = False if as_json else None
         if to == "dcp":
-            from elastic_ckpt.tools.conversion.dcp import convert_to_dcp as write  # noqa: PLC0415  a second of imports
-        report = write(opened, out, threads, chunk_mib << 20, False if as_json else None, restart)
+            from elastic_ckpt.tools.conversion.dcp import convert_to_dcp  # noqa: PLC0415  a second of imports
+
+            report = convert_to_dcp(opened, out, progress)
+        else:
+            report = convert_to_universal(opened, out, threads, progress)
     print_written(report, "elastic_ckpt: checkpoint converted", as_json)

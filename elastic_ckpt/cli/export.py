@@ -9,9 +9,8 @@ import typer
 
 from elastic_ckpt.cli import AsJson, Config, Folder, Preset, Replicated, Tag, TrustPickle, app
 from elastic_ckpt.cli.output import errors_end_the_command, print_written
+from elastic_ckpt.tools.export import Dtype
 from elastic_ckpt.tools.export import export as run_export
-from elastic_ckpt.tools.export.selection import Dtype
-from elastic_ckpt.tools.export.shards import Format
 from elastic_ckpt.tools.opened import config_of
 
 _EXAMPLE = "Example: [bold]elastic-ckpt export checkpoints my-model --dtype bf16[/]"
@@ -26,10 +25,7 @@ def export(
         Dtype | None,
         typer.Option("--dtype", help="Of all parameters. Default: as saved, fp32 masters; buffers always are."),
     ] = None,
-    format: Annotated[
-        Format, typer.Option("--format", help="safetensors, or torch for pytorch_model.bin as torch.save writes it.")
-    ] = "safetensors",
-    max_shard_size: Annotated[str, typer.Option("--max-shard-size", help="Of one file: 5GB, 500MB, 2GiB.")] = "5GB",
+    max_shard_size: Annotated[str, typer.Option("--max-shard-size", help="Of one file: 5GB or 500MB.")] = "5GB",
     include: Annotated[
         list[str] | None, typer.Option("--include", help="Regular expression: only tensors whose names contain it.")
     ] = None,
@@ -45,28 +41,22 @@ def export(
     with_config: Annotated[
         Path | None, typer.Option("--with-config", help="Folder: copies the model's config and tokenizer from there.")
     ] = None,
-    jobs: Annotated[int, typer.Option("--jobs", min=1, max=64, help="Threads that read, convert and write.")] = 4,
     config: Config = None,
     preset: Preset = None,
     replicated: Replicated = None,
-    restart: Annotated[
-        bool, typer.Option("--restart", help="Throw away what an interrupted export of something else left.")
-    ] = False,
     trust_pickle: TrustPickle = False,
     as_json: AsJson = False,
 ) -> None:
     """Write consolidated weights, as Hugging Face Transformers loads them, from any checkpoint.
 
     Parameters are the fp32 master weights; frozen parameters and buffers are included. Of tied parameters one is
-    written; the others are named in the file's metadata. An interrupted export goes on where it was when the same
-    command is given again.
+    written; the others are named in the file's metadata.
     """
     with errors_end_the_command(as_json):
         report = run_export(
             folder,
             out,
             tag=tag,
-            format=format,
             dtype=dtype,
             max_shard_size=max_shard_size,
             include=include or (),
@@ -74,9 +64,7 @@ def export(
             adapter=adapter,
             optimizer=optimizer,
             with_config=with_config,
-            jobs=jobs,
             config=config_of(config, tp_preset=preset, trust_pickle=trust_pickle or None, replicated_params=replicated),
             progress=False if as_json else None,
-            restart=restart,
         )
     print_written(report, "elastic_ckpt: weights exported", as_json)

@@ -19,7 +19,7 @@ from elastic_ckpt.errors import ConfigError, ElasticCkptError
 from elastic_ckpt.report import size
 
 if TYPE_CHECKING:
-    from elastic_ckpt.tools.workplace import WriteReport
+    from elastic_ckpt.tools.output_folder import WriteReport
 
 #: A finding; wrong usage; the checkpoint cannot be read.
 EXIT_FOUND, EXIT_USAGE, EXIT_UNREADABLE = 1, 2, 3
@@ -81,10 +81,9 @@ def print_written(report: WriteReport, title: str, as_json: bool) -> None:
     if as_json:
         print_json(report)
         return
-    kept = f", {report.files_kept} kept from an earlier attempt" if report.files_kept else ""
     facts = table(title)
     facts.add_row("folder", escape(report.folder))
-    facts.add_row("written", f"{report.tensors} tensors, {report.files} files, {size(report.nbytes)}{kept}")
+    facts.add_row("written", f"{report.tensors} tensors, {report.files} files, {size(report.nbytes)}")
     facts.add_row("seconds", f"{report.seconds:.1f}")
     for note in report.notes:
         facts.add_row("note", escape(note))

@@ -153,6 +153,13 @@ class LogicalReader:
         """The saved copies of replicated tensors."""
         return compare_replicas(self.metadata, self._model, self.resharding, self._names, with_states=True)
 
+    def tensor(self, whole: Whole, options: ReadOptions) -> torch.Tensor:
+        """Read a tensor into memory of its own."""
+        tensor = torch.empty(whole.shape, dtype=getattr(torch, whole.dtype))
+        if whole.numel:
+            self.read(whole, FlatRange(0, whole.numel), tensor.view(-1), options)
+        return tensor
+
     def read(self, whole: Whole, wanted: FlatRange, out: torch.Tensor, options: ReadOptions) -> None:
         """Read the elements ``wanted`` of a tensor, counted through all rows, into ``out``. Thread-safe.
 

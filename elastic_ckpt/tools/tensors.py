@@ -12,7 +12,6 @@ from functools import cached_property
 import torch
 
 from elastic_ckpt.config import ElasticConfig
-from elastic_ckpt.core.flat_ranges import FlatRange
 from elastic_ckpt.errors import ElasticCkptError
 from elastic_ckpt.io.coalesce import read_options
 from elastic_ckpt.planning.planner import LoadOptions
@@ -138,7 +137,4 @@ class _Source:
             raise self._errors[whole.name]
         for note in self.reader.compare_copies(self._options, whole):
             logger.warning("elastic_ckpt: %s", note)
-        tensor = torch.empty(whole.shape, dtype=getattr(torch, whole.dtype))
-        if whole.numel:
-            self.reader.read(whole, FlatRange(0, whole.numel), tensor.view(-1), self._options)
-        return tensor
+        return self.reader.tensor(whole, self._options)

@@ -14,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from elastic_ckpt.cli import app
-from elastic_ckpt.tools.conversion import contents
+from elastic_ckpt.tools import conversion
 from tests.distributed.conftest import MATRIX, ROUND_ROBIN, Convert, Launch
 from tests.distributed.model import Setup
 from tests.distributed.parallel_models import Parallel
@@ -157,51 +157,25 @@ def test_every_checksum_is_right(ours: Path) -> None:
                 assert archive.testzip() is None, path
 
 
-def test_an_interrupted_conversion_goes_on(native: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, out = native / "z1-fp32-adamw-dp3", tmp_path / "out"
-    write, calls = contents.write_tensor_file, []
+def test_a_full_disk_leaves_nothing_behind(native: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, write, calls = native / "z1-fp32-adamw-dp3", conversion.save, []
 
     def dies(*arguments: Any) -> None:
-        calls.append(arguments[0])
-        if len(calls) == 6:
+        calls.append(arguments)
+        if len(calls) == 20:
             raise OSError(28, "No space left on device")
         write(*arguments)
 
-    monkeypatch.setattr(contents, "write_tensor_file", dies)
-    failed = run(source, out, "--threads", "1")
-    assert failed.exit_code == 3 and "No space left" in failed.stderr and "goes on from here" in failed.stderr
-    assert not out.exists() and not (tmp_path / "latest_universal").exists()
+    monkeypatch.setattr(conversion, "save", dies)
+    failed = run(source, tmp_path / "out")
+    assert failed.exit_code == 3 and "No space left" in failed.stderr and "same command" in failed.stderr
+    assert list(tmp_path.iterdir()) == []
     monkeypatch.undo()
-    kept = sorted((tmp_path / ".out.partial").rglob("*.pt"))
-    assert len(kept) >= 5
-    written = {path: path.stat().st_mtime_ns for path in kept}
-    result = run(source, out, "--json")
-    report = json.loads(result.stdout)
-    assert report["files_kept"] == len(kept)
-    for path, before in written.items():
-        assert (out / path.relative_to(tmp_path / ".out.partial")).stat().st_mtime_ns == before
+    report = json.loads(run(source, tmp_path / "out", "--json").stdout)
+    assert report["files"] == len([path for path in (tmp_path / "out").rglob("*") if path.is_file()])
     assert (tmp_path / "latest_universal").read_text() == "out"
-    assert not list(out.rglob("*.part")) and not (out / "conversion.json").exists()
-    whole = tmp_path / "whole"
-    run(source, whole)
-    assert [p.relative_to(out) for p in sorted(out.rglob("*"))] == [
-        p.relative_to(whole) for p in sorted(whole.rglob("*"))
-    ]
-    for path, expected in tensors_of(whole).items():
-        found = tensors_of(out)[path]
-        assert torch.equal(found["param"], expected["param"]) if isinstance(expected, dict) else found == expected
-
-
-def test_what_was_interrupted_is_not_mixed_with_something_else(native: Path, tmp_path: Path) -> None:
-    (tmp_path / ".out.partial" / "zero" / "head.weight").mkdir(parents=True)
-    stale = tmp_path / ".out.partial" / "zero" / "head.weight" / "fp32.pt"
-    stale.write_bytes(b"another run's")
-    result = run(native / "z1-fp32-adamw-dp2", tmp_path / "out")
-    assert result.exit_code == 3 and "--restart" in result.stderr
-    assert run(native / "z1-fp32-adamw-dp2", tmp_path / "out", "--restart").exit_code == 0
-    assert not (tmp_path / ".out.partial").exists()
-    again = run(native / "z1-fp32-adamw-dp2", tmp_path / "out")
-    assert again.exit_code == 3 and "there already" in again.stderr
+    again = run(source, tmp_path / "out")
+    assert again.exit_code == 3 and "cannot be written there" in again.stderr
 
 
 @pytest.mark.parametrize(
@@ -222,20 +196,19 @@ def test_a_universal_checkpoint_is_one_already(universal: Path, tmp_path: Path) 
 def test_a_source_that_changes_meanwhile_leaves_no_checkpoint(
     native: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, write = tmp_path / "source", contents.write_tensor_file
+    source, write = tmp_path / "source", conversion.save
     shutil.copytree(native / "z1-fp32-adamw-dp2", source)
 
     def touches(*arguments: Any) -> None:
         os.utime(next((source / "step4").glob("*optim_states.pt")), ns=(1, 1))
         write(*arguments)
 
-    monkeypatch.setattr(contents, "write_tensor_file", touches)
+    monkeypatch.setattr(conversion, "save", touches)
     result = run(source, tmp_path / "out")
-    assert result.exit_code == 3 and "while it was converted" in result.stderr.replace("\n", " ")
-    assert not (tmp_path / "out").exists() and not (tmp_path / "latest_universal").exists()
+    assert result.exit_code == 3 and "saved over" in result.stderr.replace("\n", " ")
+    assert list(tmp_path.iterdir()) == [source]
     monkeypatch.undo()
-    assert run(source, tmp_path / "out").exit_code == 3  # what lies there is of the old files
-    assert run(source, tmp_path / "out", "--restart").exit_code == 0
+    assert run(source, tmp_path / "out").exit_code == 0
 
 
 def test_where_nothing_can_be_written_there_is_an_error(native: Path, tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def converted(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for model in ("UntiedLM", "TinyLM"):
         launch(3, "save", {"folder": str(folder / model), "setups": [SOURCE], "model": model})
         command = ["convert", "--to", "dcp", str(folder / model / f"{SOURCE.name}-dp3"), str(folder / f"{model}.dcp")]
-        result = CliRunner().invoke(app, [*command, "--json", "--chunk-mib", "1"])
+        result = CliRunner().invoke(app, [*command, "--json"])
         assert result.exit_code == 0, result.output
     return folder
 

@@ -59,8 +59,6 @@ def test_transformers_loads_what_deepspeed_trained(name: str, setup: Setup, save
     elastic_ckpt.export(source, tmp_path / "bf16", with_config=config, dtype="bf16")
     live = {key: value.bfloat16() for key, value in truth["weights"].items()}
     assert_equal(from_pretrained(tmp_path / "bf16"), live)
-    elastic_ckpt.export(source, tmp_path / "torch", with_config=config, format="torch", max_shard_size="20KB")
-    assert_equal(from_pretrained(tmp_path / "torch"), truth["masters"])
     theirs = get_fp32_state_dict_from_zero_checkpoint(str(source))
     opened = elastic_ckpt.open(source)
     assert theirs.keys() == set(opened) and all(torch.equal(opened[key], theirs[key]) for key in theirs)

@@ -48,8 +48,8 @@ def test_tensors_are_where_the_library_put_them(tmp_path: Path) -> None:
     assert checkpoint.metadata.aliases == {"tied": "a.weight"}
 
 
-@pytest.mark.parametrize("shard", ["5GB", "80B"])
-def test_an_export_with_states_equals_what_it_was_made_from(tmp_path: Path, shard: str) -> None:
+@pytest.mark.parametrize("shard", ["5GB", 80])
+def test_an_export_with_states_equals_what_it_was_made_from(tmp_path: Path, shard: int | str) -> None:
     model, optim = state_dicts()
     source = save(tmp_path / "source", {"model": model, "optim": optim})
     elastic_ckpt.export(source, tmp_path / "out", optimizer=True, max_shard_size=shard, progress=False)

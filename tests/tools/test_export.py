@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +12,6 @@ import pytest
 import safetensors
 import torch
 import transformers
-from huggingface_hub import split_torch_state_dict_into_shards
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file, load_model
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from typer.testing import CliRunner
@@ -26,73 +21,13 @@ from elastic_ckpt.cli import app
 from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
 from elastic_ckpt.errors import ConfigError, ElasticCkptError, MismatchError, NotFoundError, UnsupportedError
 from elastic_ckpt.tools import export as exporting
-from elastic_ckpt.tools.export.config_files import config_files, config_notes
-from elastic_ckpt.tools.export.safetensors import DTYPES, layout
-from elastic_ckpt.tools.export.selection import of_adapter, optimizer_facts, to_export
-from elastic_ckpt.tools.export.shards import checked_format, index_of, nbytes_of, shards_of
-from elastic_ckpt.tools.export.writing import converted
+from elastic_ckpt.tools.export import converted
+from elastic_ckpt.tools.export.selection import of_adapter, optimizer_facts
 from elastic_ckpt.tools.logical import Whole
 from tests.formats.test_dcp import save
 from tests.unpartitioned import Model, indexed, trained
 
-MODEL = checked_format("safetensors", None)
-SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
-TENSORS = st.dictionaries(
-    st.text(min_size=1, max_size=6).filter(lambda name: name != "__metadata__" and name.isprintable()),
-    st.tuples(st.sampled_from(sorted(DTYPES)), SHAPES),
-    max_size=8,
-)
-
-
-@settings(max_examples=80, deadline=None)
-@given(tensors=TENSORS)
-def test_the_library_reads_what_the_header_describes(
-    tensors: dict[str, tuple[str, tuple[int, ...]]], tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    path = tmp_path_factory.mktemp("header") / "a.safetensors"
-    wholes = [Whole(name, MASTER, shape, dtype) for name, (dtype, shape) in tensors.items()]
-    prefix, starts = layout(wholes, {"format": "pt", "b": "a"})
-    expected, data = {}, bytearray(prefix)
-    for name, start in sorted(starts.items(), key=lambda item: item[1]):
-        dtype, shape = tensors[name]
-        expected[name] = torch.randint(0, 2, shape).to(getattr(torch, dtype))
-        if expected[name].numel():
-            assert start == len(data) and start % expected[name].itemsize == 0
-        data += expected[name].reshape(-1).view(torch.uint8).numpy().tobytes()
-    path.write_bytes(data)
-    found = load_file(path)
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape
-        assert torch.equal(found[name].view(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
-    with safetensors.safe_open(path, "pt") as reader:
-        assert reader.metadata() == {"format": "pt", "b": "a"}
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=12), st.integers(1, 150))
-def test_files_are_cut_and_named_as_hugging_face_does(sizes: list[int], limit: int) -> None:
-    wholes = [Whole(f"w{number}", MASTER, (numel,), "uint8") for number, numel in enumerate(sizes)]
-    theirs = split_torch_state_dict_into_shards(
-        {whole.name: torch.zeros(whole.shape, dtype=torch.uint8) for whole in wholes}, max_shard_size=limit
-    )
-    shards = shards_of(to_export(wholes, None), {}, MODEL, limit)
-    assert {s.file: [t.entry.name for t in s.tensors] for s in shards} == theirs.filename_to_tensors
-    index = json.loads(index_of(shards))
-    assert index == {"metadata": theirs.metadata, "weight_map": theirs.tensor_to_filename}
-
-
-@pytest.mark.parametrize(
-    ("size", "nbytes"), [("5GB", 5 * 10**9), ("2GiB", 2 << 30), ("1.5 kb", 1500), ("7B", 7), ("200MB", 2 * 10**8)]
-)
-def test_sizes(size: str, nbytes: int) -> None:
-    assert nbytes_of(size) == nbytes
-
-
-@pytest.mark.parametrize("size", ["", "5", "GB", "-1GB", "0GB", "0.1B", "5 parsecs"])
-def test_what_is_no_size_is_refused(size: str) -> None:
-    with pytest.raises(ConfigError, match="no size"):
-        nbytes_of(size)
+INDEX = "model.safetensors.index.json"
 
 
 def test_values_are_rounded_but_never_become_infinite() -> None:
@@ -113,18 +48,17 @@ def test_the_dtype_is_that_of_parameters() -> None:
         Whole("packed", FROZEN, (2,), "uint8"),
         Whole("mean", BUFFER, (2,), "float32"),
     ]
-    assert [t.entry.dtype for t in to_export(wholes, None)] == ["float32", "bfloat16", "uint8", "float32"]
-    assert [t.entry.dtype for t in to_export(wholes, "float16")] == ["float16", "float16", "uint8", "float32"]
+    assert [exporting._exported(one, None, {BUFFER})[1] for one in wholes] == [one.dtype for one in wholes]
+    halves = [exporting._exported(one, "fp16", {BUFFER})[1] for one in wholes]
+    assert halves == ["float16", "float16", "uint8", "float32"]
 
 
-def test_what_the_format_cannot_hold_is_named() -> None:
-    for whole in (Whole("w", BUFFER, (2,), "complex128"), Whole("__metadata__", MASTER, (2,), "float32")):
-        with pytest.raises(UnsupportedError, match="cannot hold") as error:
-            shards_of(to_export([whole], None), {}, MODEL, 100)
-        assert error.value.parameter == whole.name
-    with pytest.raises(MismatchError, match="share a name"):
-        tensors = to_export([Whole("w", MASTER, (2,), "float32"), Whole("w", BUFFER, (2,), "float32")], None)
-        shards_of(tensors, {}, MODEL, 100)
+@pytest.mark.parametrize(("name", "dtype"), [("w", torch.complex128), ("__metadata__", torch.float32)])
+def test_what_the_format_cannot_hold_is_named(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    source = save(tmp_path / "source", {"model": {name: torch.ones(2, dtype=dtype)}})
+    with pytest.raises(UnsupportedError, match="cannot hold") as error:
+        elastic_ckpt.export(source, tmp_path / "out", progress=False)
+    assert error.value.parameter == name and [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 class Tied(Model):
@@ -179,12 +113,11 @@ def test_transformers_loads_it(tmp_path: Path) -> None:
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in again.state_dict().items())
 
 
-def test_shards_with_an_index(saved: tuple[Path, Tied], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_with_an_index(saved: tuple[Path, Tied], tmp_path: Path) -> None:
     folder, model = saved
-    monkeypatch.setattr(exporting, "_READ", exporting.ReadOptions(threads=1, chunk_nbytes=16, staging_nbytes=64))
-    elastic_ckpt.export(folder, tmp_path / "out", max_shard_size="30B", jobs=3)
-    index = json.loads((tmp_path / "out" / MODEL.index).read_text())
-    files = {path.name for path in (tmp_path / "out").iterdir()} - {MODEL.index}
+    elastic_ckpt.export(folder, tmp_path / "out", max_shard_size=30)
+    index = json.loads((tmp_path / "out" / INDEX).read_text())
+    files = {path.name for path in (tmp_path / "out").iterdir()} - {INDEX}
     assert set(index["weight_map"].values()) == files and len(files) > 2
     expected = {name: value for name, value in model.state_dict().items() if name != "twin"}
     assert index["weight_map"].keys() == expected.keys()
@@ -204,34 +137,9 @@ def test_a_selection_in_another_dtype(saved: tuple[Path, Tied], tmp_path: Path) 
     assert all(torch.equal(found[name], getattr(model, name).bfloat16()) for name in found)
 
 
-@pytest.mark.parametrize("limit", ["30B", "5GB"])
-def test_files_of_torch_are_what_it_would_save(
-    limit: str, saved: tuple[Path, Tied], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, model = saved
-    monkeypatch.setattr(exporting, "_READ", exporting.ReadOptions(threads=1, chunk_nbytes=16, staging_nbytes=64))
-    report = elastic_ckpt.export(folder, tmp_path / "out", format="torch", max_shard_size=limit, jobs=3)
-    names = {path.name for path in (tmp_path / "out").glob("*.bin")}
-    assert len(names) == report.files and (limit == "30B") == ("pytorch_model-00001-of-00004.bin" in names)
-    found: dict[str, torch.Tensor] = {}
-    for name in names:
-        part = torch.load(tmp_path / "out" / name, weights_only=True)
-        with zipfile.ZipFile(tmp_path / "out" / name) as archive:
-            assert archive.testzip() is None, "a checksum is wrong"
-        mapped = torch.load(tmp_path / "out" / name, mmap=True)
-        assert all(torch.equal(value, mapped[key]) for key, value in part.items())
-        found |= part
-    assert all(torch.equal(value, model.state_dict()[name]) for name, value in found.items())
-    assert found.keys() == model.state_dict().keys() and found["twin"] is found["a"]
-    if limit == "30B":
-        index = json.loads((tmp_path / "out" / "pytorch_model.bin.index.json").read_text())
-        assert set(index["weight_map"].values()) == names and index["weight_map"].keys() == found.keys()
-
-
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"format": "onnx"}, "cannot have this format"),
         ({"adapter": "default"}, "no tensors of this PEFT adapter"),
         ({"include": ["nowhere"]}, "matches no tensor"),
         ({"exclude": ["nowhere"]}, "matches no tensor"),
@@ -239,6 +147,7 @@ def test_files_of_torch_are_what_it_would_save(
         ({"exclude": [""]}, "nothing to export"),
         ({"dtype": "fp8"}, "cannot have this dtype"),
         ({"max_shard_size": "big"}, "no size"),
+        ({"max_shard_size": "2GiB"}, "no size"),
     ],
 )
 def test_wrong_usage_writes_nothing(options: Any, says: str, saved: tuple[Path, Tied], tmp_path: Path) -> None:
@@ -247,50 +156,32 @@ def test_wrong_usage_writes_nothing(options: Any, says: str, saved: tuple[Path, 
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
 
 
-def test_a_full_disk_is_refused_before_anything_is_written(
+def test_an_export_that_fails_leaves_nothing_behind(
     saved: tuple[Path, Tied], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=exporting._SPARE + 10))
-    with pytest.raises(ElasticCkptError, match="no room"):
-        elastic_ckpt.export(saved[0], tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
-
-
-@pytest.mark.parametrize("format", ["safetensors", "torch"])
-def test_an_interrupted_export_goes_on(
-    format: Any, saved: tuple[Path, Tied], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, model = saved
-    write, calls = exporting.ShardWriter.write, []
+    folder, _ = saved
+    write, calls = exporting.save_file, []
 
     def dies(*arguments: Any) -> None:
         calls.append(arguments)
         if len(calls) == 3:
-            raise OSError(28, "No space left on device")
+            raise safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
         write(*arguments)
 
-    monkeypatch.setattr(exporting.ShardWriter, "write", dies)
-    with pytest.raises(ElasticCkptError, match="the export could not be read or written"):
-        elastic_ckpt.export(folder, tmp_path / "out", format=format, max_shard_size="30B")
-    assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(exporting, "save_file", dies)
+    with pytest.raises(ElasticCkptError, match=r"(?s)could not be written.*No space left"):
+        elastic_ckpt.export(folder, tmp_path / "out", max_shard_size=30)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
     monkeypatch.undo()
-    with pytest.raises(ElasticCkptError, match="interrupted export of something else"):
-        elastic_ckpt.export(folder, tmp_path / "out", format=format, max_shard_size="30B", dtype="bf16")
-    report = elastic_ckpt.export(folder, tmp_path / "out", format=format, max_shard_size="30B")
-    assert report.files_kept == 2 and not (tmp_path / ".out.partial").exists()
-    found: dict[str, torch.Tensor] = {}
-    for path in (tmp_path / "out").glob("*model-*"):
-        found |= load_file(path) if format == "safetensors" else torch.load(path)
-    assert found.keys() | {"twin"} == model.state_dict().keys()
-    assert all(torch.equal(value, model.state_dict()[name]) for name, value in found.items())
-    with pytest.raises(ElasticCkptError, match="there already"):
+    elastic_ckpt.export(folder, tmp_path / "out", max_shard_size=30)
+    with pytest.raises(ElasticCkptError, match="cannot be written there"):
         elastic_ckpt.export(folder, tmp_path / "out")
 
 
 def test_optimizer_states_lie_beside_the_weights(saved: tuple[Path, Tied], tmp_path: Path) -> None:
     folder, _ = saved
     words = [str(folder), str(tmp_path / "out"), "--optimizer", "--dtype", "bf16", "--exclude", "^b$", "--json"]
-    result = CliRunner().invoke(app, ["export", *words, "--max-shard-size", "60B"])
+    result = CliRunner().invoke(app, ["export", *words, "--max-shard-size", "0KB"])
     assert result.exit_code == 0, result.output
     index = json.loads((tmp_path / "out" / "optimizer.safetensors.index.json").read_text())
     opened = elastic_ckpt.open(folder)
@@ -345,10 +236,9 @@ def test_the_config_and_the_tokenizer_are_copied(saved: tuple[Path, Tied], confi
     assert (tmp_path / "out" / "config.json").read_bytes() == (config_folder / "config.json").read_bytes()
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == saved[1].state_dict().keys() - {"twin"}
     assert "copied beside the weights: config.json, tokenizer.json" in report.notes
-    assert any("config.json names bfloat16, and parameters are float32" in note for note in report.notes)
 
 
-@pytest.mark.parametrize("spoil", ["no folder", "no config", "a link", "a pipe", "too large", "no JSON"])
+@pytest.mark.parametrize("spoil", ["no folder", "no config", "a link", "a pipe", "too large"])
 def test_config_folders_that_cannot_be_taken_are_refused(
     spoil: str, saved: tuple[Path, Tied], config_folder: Path, tmp_path: Path
 ) -> None:
@@ -362,18 +252,14 @@ def test_config_folders_that_cannot_be_taken_are_refused(
         file, says = config_folder, "adapter_config.json"
     elif spoil == "a link":
         file.symlink_to("/etc/passwd")
-        says = "a symbolic link"
+        says = "no symbolic link"
     elif spoil == "a pipe":
         os.mkfifo(file)
-        says = "no regular file"
-    elif spoil == "too large":
-        file.touch()
-        os.truncate(file, 1 << 30)
-        says = "at most 134217728 bytes"
+        says = "a regular file"
     else:
-        file = config_folder / "config.json"
-        file.write_text("{")
-        says = "a JSON object"
+        file.touch()
+        os.truncate(file, (128 << 20) + 1)
+        says = "at most 134217728 bytes"
     with pytest.raises(ConfigError, match="cannot be taken") as error:
         elastic_ckpt.export(saved[0], tmp_path / "out", with_config=config_folder)
     assert error.value.file == str(file) and says in str(error.value)
@@ -426,8 +312,8 @@ def test_trained_parameters_that_the_adapter_lacks_are_refused(tmp_path: Path) -
 
 def test_names_of_the_base_model_are_no_adapters(tmp_path: Path) -> None:
     names = ("layers.0.weight", "encoder.default.weight", "a.modules_to_save.default.weight", "b.ia3_l.default")
-    weights = to_export([Whole(name, FROZEN, (1,), "float32") for name in names], None)
-    assert [tensor.entry.name for tensor in of_adapter(weights, "default", "here")] == ["a.weight", "b.ia3_l"]
+    weights = {name: Whole(name, FROZEN, (1,), "float32") for name in names}
+    assert list(of_adapter(weights, "default", "here")) == ["a.weight", "b.ia3_l"]
     with pytest.raises(ConfigError, match="no tensors of this PEFT adapter"):
         of_adapter(weights, "0", "here")
 
@@ -440,21 +326,4 @@ def test_buffers_that_the_checkpoint_does_not_tell_are_not_rounded(tmp_path: Pat
     assert any("does not tell buffers" in note and "1.running_mean" in note for note in report.notes)
     elastic_ckpt.export(source, tmp_path / "weights", progress=False)
     report = elastic_ckpt.export(tmp_path / "weights", tmp_path / "half", dtype="bf16", progress=False)
-    assert any("buffers too" in note for note in report.notes)
-
-
-@pytest.mark.parametrize("config", ['{"dtype": {"a": 1}}', "[" * 100_000])
-def test_a_hostile_config_is_refused(
-    config: str, saved: tuple[Path, Tied], config_folder: Path, tmp_path: Path
-) -> None:
-    (config_folder / "config.json").write_text(config)
-    with pytest.raises(ConfigError, match="cannot be taken"):
-        elastic_ckpt.export(saved[0], tmp_path / "out", with_config=config_folder)
-
-
-def test_a_config_that_became_a_link_is_not_followed(config_folder: Path) -> None:
-    (config,) = (file for file in config_files(config_folder) if file.name == "config.json")
-    (config_folder / "config.json").unlink()
-    (config_folder / "config.json").symlink_to("/etc/passwd")
-    with pytest.raises(ConfigError, match="cannot be taken"):
-        list(config_notes([config], []))
+    assert any("are rounded too" in note for note in report.notes)

@@ -190,6 +190,6 @@ def test_folders_of_torch_distributed_checkpoint_are_opened_and_exported_too(tmp
     assert all(torch.equal(checkpoint[name], value) for name, value in weights.items())
     expected = optimizer.state[model.weight]
     assert all(torch.equal(value, expected[key]) for key, value in checkpoint.optimizer_state("weight").items())
-    elastic_ckpt.export(tmp_path / "dcp", tmp_path / "out", optimizer=True, format="torch")
-    assert all(torch.equal(v, weights[name]) for name, v in torch.load(tmp_path / "out" / "pytorch_model.bin").items())
+    elastic_ckpt.export(tmp_path / "dcp", tmp_path / "out", optimizer=True)
+    assert all(torch.equal(v, weights[name]) for name, v in load_file(tmp_path / "out" / "model.safetensors").items())
     assert load_file(tmp_path / "out" / "optimizer.safetensors").keys() >= {"exp_avg.weight", "exp_avg_sq.bias"}

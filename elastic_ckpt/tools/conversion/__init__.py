@@ -1,127 +1,214 @@
-"""Converts a native checkpoint to DeepSpeed's universal format: streaming, parallel, atomic, resumable."""
+"""Converts a native checkpoint to DeepSpeed's universal format, in parallel; the folder appears when it is whole.
+
+The layout is that of ``ds_to_universal.py`` (DeepSpeed 0.19.8): ``zero/<parameter>/<key>.pt`` with the whole tensor and
+its tensor-parallel layout, ``step.pt`` beside them, ``zero/optimizer_state.pt`` with the rest of the optimizer's state,
+and copies of the model-states files. Unlike there, parameters keep their shapes after stage 3 too, and nothing of rank
+0's partitions is copied.
+"""
 
 from __future__ import annotations
 
+import math
+import os
+import re
 import shutil
 import time
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from elastic_ckpt.config import state_options
-from elastic_ckpt.core.experts import with_stacks
-from elastic_ckpt.errors import ElasticCkptError
+from elastic_ckpt.core.experts import expert_name, with_stacks
+from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER, CheckpointMetadata
+from elastic_ckpt.core.tp_rules import VOCABULARY, WHOLE_KINDS, Rule
+from elastic_ckpt.core.values import differing
+from elastic_ckpt.errors import UnsupportedError, listed
 from elastic_ckpt.formats.detect import LATEST_UNIVERSAL
 from elastic_ckpt.formats.naming import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER, plain_name
 from elastic_ckpt.formats.pickled import open_pickled
+from elastic_ckpt.formats.torch_archive.stand_ins import StandIn
 from elastic_ckpt.formats.universal_files import common_optimizer_state
-from elastic_ckpt.io.coalesce import ReadOptions
+from elastic_ckpt.io.coalesce import read_options
 from elastic_ckpt.io.reader import progress_bar
 from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.sharding.decide import known_rules
-from elastic_ckpt.tools.conversion.contents import (
-    OutputFile,
-    notes_on,
-    parameter_files,
-    refuse_unconvertible,
-    refuse_without_shapes,
-)
+from elastic_ckpt.storage.pins import adopt, current
 from elastic_ckpt.tools.conversion.pickling import save
-from elastic_ckpt.tools.logical import LogicalReader
+from elastic_ckpt.tools.files import WHOLE_FORMATS
+from elastic_ckpt.tools.logical import LogicalReader, Whole, refuse_without_masters, scalars_of
 from elastic_ckpt.tools.opened import Opened
-from elastic_ckpt.tools.workplace import CONVERSION, Workplace, WriteReport, naming_os_errors, refuse_target
+from elastic_ckpt.tools.output_folder import WriteReport, output_folder
 
-#: Incremented whenever the same source is converted to different bytes.
-_VERSION = 1
+_UNSAFE = re.compile(r"[/\\\x00]|^\.{0,2}$|^\.")
+#: DeepSpeed's note of parts of unequal widths. Its other notes are entries of ``deepspeed/checkpoint/constants.py``.
+_SUBPARAM_SHAPE = "deepspeed.checkpoint.universal_checkpoint.SubparamShape"
+#: The only states that DeepSpeed's stage 3 loads.
+_ADAM = frozenset({MASTER, "exp_avg", "exp_avg_sq"})
 
 
-def convert(
-    opened: Opened,
-    target: Path,
-    threads: int = 4,
-    chunk_nbytes: int = 32 << 20,
-    progress: bool | None = None,
-    restart: bool = False,
-) -> WriteReport:
-    """Write a universal checkpoint. Memory: about ``threads * chunk_nbytes`` beside metadata, whatever the size.
+def convert(opened: Opened, target: Path, threads: int = 4, progress: bool | None = None) -> WriteReport:
+    """Write a universal checkpoint. Memory beside metadata: one tensor for each thread.
 
     Args:
         opened: the native checkpoint.
         target: folder to create; ``latest_universal`` beside it will name it.
-        threads, chunk_nbytes: files written at a time, and bytes of a tensor in memory per thread.
+        threads: files written at a time.
         progress: whether to show a progress bar; ``None``: if standard error is a terminal.
-        restart: discard the files of an interrupted conversion of something else.
 
     Raises:
-        ElasticCkptError: the checkpoint cannot be converted exactly, or the target exists. Files written so far
-            remain in a folder whose name starts with a dot, from which the next attempt resumes.
+        ElasticCkptError: the checkpoint cannot be converted exactly, or the target exists. Nothing is left of it.
     """
     target, started = target.absolute(), time.monotonic()
-    refuse_target(CONVERSION, target, Path(opened.found.folder))
-    metadata, config = opened.metadata, opened.config
+    metadata, found = opened.metadata, opened.found
     refuse_unconvertible(metadata)
+    refuse_without_masters(metadata)
+    models = [Path(found.path(name)) for name in (*found.files.model.values(), *found.files.model_zero3.values())]
+    if open_pickled(str(models[0]), opened.config.trust_pickle).tree.get("param_shapes") is None:
+        why = "its model-states files do not list the parameters of the optimizer"
+        raise _unconvertible(why, "universal", str(models[0]))
     metadata = with_stacks(metadata)
-    load = LoadOptions.of(config)
-    reader = LogicalReader(metadata, load)
-    rules = known_rules(metadata, metadata.parameters, load.rules)
-    read = ReadOptions(threads=1, chunk_nbytes=chunk_nbytes, staging_nbytes=chunk_nbytes)
-    facts = (_VERSION, target.name, load.rules, config.replicated_params, config.rename, state_options(config))
-    with naming_os_errors(CONVERSION, target):
-        tensors = list(parameter_files(reader, rules, read))
-        files = [*tensors, *_other_files(opened)]
-        with Workplace(CONVERSION, target, metadata.files, facts, restart) as place:
-            notes = (*metadata.notes, *reader.notes, *reader.compare_copies(read), *notes_on(metadata, rules))
-            # largest first, so that no thread is left with one at the end
-            todo = sorted((file for file in files if not place.has(file.path)), key=lambda file: -file.nbytes)
-            nbytes = _write_all(place, todo, threads, progress)
-            place.finish(LATEST_UNIVERSAL)
-    return WriteReport(
-        folder=str(target),
-        tensors=len(tensors),
-        files=len(todo),
-        nbytes=nbytes,
-        files_kept=len(files) - len(todo),
-        seconds=time.monotonic() - started,
-        notes=notes,
+    load = LoadOptions.of(opened.config)
+    reader, rules = LogicalReader(metadata, load), known_rules(metadata, metadata.parameters, load.rules)
+    read = replace(read_options(opened.config), threads=1, progress=False)
+    wholes = [whole for whole in reader.tensors() if whole.name in metadata.parameters]
+    wholes.sort(key=lambda whole: -whole.nbytes)  # so that no thread is left with a large one at the end
+    nbytes = sum(whole.nbytes for whole in wholes)
+    with (
+        output_folder(target, Path(found.folder), metadata.files, LATEST_UNIVERSAL) as place,
+        progress_bar("converting", nbytes, progress) as bar,
+        ThreadPoolExecutor(threads, "elastic_ckpt", adopt, (current(),)) as pool,
+    ):
+        notes = (*metadata.notes, *reader.notes, *reader.compare_copies(read), *notes_on(metadata, rules))
+        zero = place / UNIVERSAL_FOLDER
+        for name in metadata.parameters:
+            (zero / _checked(name, found.folder)).mkdir(parents=True)
+            for key, scalar in scalars_of(metadata, name).items():
+                save(scalar, zero / name / f"{_checked(key, found.folder)}.pt")
+
+        def write(whole: Whole) -> int:
+            entries = tp_entries(rules.get(whole.name), whole)
+            if whole.name in metadata.stacked:
+                entries |= {"is_expert_param": True, "ep_num_experts": metadata.stacked[whole.name]}
+            path = zero / whole.name / f"{_checked(whole.key, found.folder)}.pt"
+            save({**entries, "param": reader.tensor(whole, read)}, path)
+            return whole.nbytes
+
+        for path in models:
+            shutil.copyfile(path, place / plain_name(path.name))
+        first = found.path(found.files.optimizer[min(found.files.optimizer)])
+        save(common_optimizer_state(open_pickled(first, opened.config.trust_pickle)), zero / UNIVERSAL_OPTIMIZER)
+        for done in pool.map(write, wholes):  # an error cancels the others
+            bar.update(done)
+    files = sum(len(names) for _, _, names in os.walk(target))
+    return WriteReport(str(target), len(wholes), files, nbytes, time.monotonic() - started, notes)
+
+
+def refuse_unconvertible(metadata: CheckpointMetadata, to: str = "universal") -> None:
+    """Raise :class:`UnsupportedError`, naming the reason, if a format cannot express a checkpoint."""
+    source, tensors, is_universal = metadata.source, metadata.tensors.items(), to == "universal"
+    parameters = metadata.parameters.values()
+    scalars = {key for saved in parameters for key, value in saved.scalars if value is not None} - {"step"}
+    coded = {key for (_, key), tensor in tensors if tensor.is_quantized}
+    replicated = {state.key for saved in parameters for state in saved.replicated}
+    reasons: dict[str, Collection[str]] = {
+        "it has 8-bit states": coded,
+        "it has states of whole partitions": replicated,
+        "it has states of unknown layout": metadata.states.opaque,
+        "it has damaged states": metadata.states.damaged,
+        "it has experts, whose names are those of DeepSpeed's own layers": [*filter(expert_name, metadata.parameters)],
+    }
+    if is_universal:
+        reasons |= {
+            "it is a universal checkpoint already": [source.tag] * (source.format == to),
+            "it has no files of DeepSpeed's to copy": [source.tag] * (source.format in WHOLE_FORMATS),
+            "it was saved without ZeRO, and DeepSpeed loads universal checkpoints with ZeRO only": [source.tag]
+            * (source.zero_stage == 0),
+            '"rename" changes names, and model-states files are copied as they are': [
+                name for name, saved in metadata.saved_names.items() if name != saved
+            ],
+            "it has states with a shape of their own": {key for (_, key), tensor in tensors if tensor.is_whole},
+            "it has scalar states beside the step": scalars,
+            "it has hyperparameters of which each rank has its own": differing(metadata.groups),
+        }
+    for what, names in reasons.items():
+        if names:
+            raise _unconvertible(f"{what} ({listed(names)})", to, source.folder)
+
+
+def _unconvertible(why: str, to: str, file: str) -> UnsupportedError:
+    called = {"universal": "DeepSpeed's universal format", "dcp": "torch.distributed.checkpoint's format"}[to]
+    return UnsupportedError(
+        f"this checkpoint cannot be converted to {called}: {why}",
+        file=file,
+        remedy="load it as it is: elastic_ckpt needs no conversion",
     )
 
 
-def _other_files(opened: Opened) -> list[OutputFile]:
-    """Copies of model-states files, and the optimizer's state beside its parameters."""
-    found, trust_pickle = opened.found, opened.config.trust_pickle
-    models = [Path(found.path(name)) for name in (*found.files.model.values(), *found.files.model_zero3.values())]
-    refuse_without_shapes(open_pickled(str(models[0]), trust_pickle))
-    first = found.path(found.files.optimizer[min(found.files.optimizer)])
-    common = common_optimizer_state(open_pickled(first, trust_pickle))
-    return [
-        *(OutputFile(plain_name(path.name), path.stat().st_size, partial(shutil.copyfile, path)) for path in models),
-        OutputFile(f"{UNIVERSAL_FOLDER}/{UNIVERSAL_OPTIMIZER}", 0, partial(save, common)),
+def _checked(name: str, folder: str) -> str:
+    """A name, if it is safe as that of a folder or file; :class:`UnsupportedError` otherwise."""
+    if _UNSAFE.search(name) or not name.isprintable() or len(name.encode()) > 255:
+        raise UnsupportedError(
+            "a name in the checkpoint cannot be the name of a folder",
+            parameter=repr(name)[:300],
+            file=folder,
+            expected="a name without path separators and control characters, of at most 255 bytes",
+        )
+    return name
+
+
+def tp_entries(rule: Rule | None, whole: Whole) -> dict[str, Any]:
+    """The entries from which DeepSpeed shards a tensor for another tensor-parallel degree."""
+    if rule is None:
+        return {"cat_dim": 0}
+    if rule.kind in WHOLE_KINDS or rule.slices:
+        return {}
+    if rule.kind == VOCABULARY:
+        return {"cat_dim": 0, "vocab_tensor": True}
+    parts, dim = rule.sub_parameters, rule.cut_dim
+    if not isinstance(parts, list) or len(parts) == 1:
+        return {"cat_dim": dim}
+    if parts == [1, 1] and dim == 0:
+        return {"cat_dim": 0, "param_n_sub_params": 2}
+    shape = whole.shape[1:] if whole.rows > 1 else whole.shape
+    sizes = tuple(shape[dim] // sum(parts) * part for part in parts)
+    noted = StandIn(_SUBPARAM_SHAPE)
+    widths = (*shape[:dim], sizes, *shape[dim + 1 :])
+    vars(noted).update(patterns=[re.escape(whole.name)], shape=widths, partition_dim=dim)
+    return {"sub_param_shape": noted}
+
+
+def notes_on(metadata: CheckpointMetadata, rules: Mapping[str, Rule | None]) -> Iterator[str]:
+    """What DeepSpeed's own loader does not restore exactly from the conversion."""
+    kept = {name: tensor for (name, key), tensor in metadata.tensors.items() if key in (BUFFER, FROZEN)}
+    in_layers = [
+        name
+        for name, tensor in kept.items()
+        if any(os.path.basename(metadata.files[chunk.file].path).startswith("layer_") for chunk in tensor.chunks)
     ]
-
-
-def _write_all(place: Workplace, files: list[OutputFile], threads: int, progress: bool | None) -> int:
-    """Write all files and return their bytes; the first error is raised once files in progress are done."""
-
-    def work(file: OutputFile) -> int:
-        try:
-            return place.write(file.path, file.write)
-        except OSError as error:
-            where = f" ({error.filename})" if error.filename else ""
-            raise ElasticCkptError(
-                "a file of the conversion could not be written",
-                file=str(place.folder / file.path),
-                expected=f"about {file.nbytes} bytes more on the disk",
-                found=f"{type(error).__name__}: {error.strerror or error}{where}",
-                remedy="make room, or repair it; the same command goes on from here",
-            ) from error
-
-    written = 0
-    with (
-        progress_bar("converting", sum(file.nbytes for file in files), progress) as bar,
-        ThreadPoolExecutor(threads, thread_name_prefix="elastic_ckpt") as pool,
-    ):
-        # after an error or Ctrl-C, map cancels pending files
-        for file, nbytes in zip(files, pool.map(work, files), strict=True):
-            bar.update(file.nbytes)
-            written += nbytes
-    return written
+    if in_layers:
+        yield f"buffers and frozen weights of pipeline layers are lost: {listed(in_layers)}"
+    if len(in_layers) < len(kept):
+        yield "buffers and frozen weights are in the model-states files, from which elastic_ckpt alone restores them"
+    known = {name: rule for name, rule in rules.items() if rule is not None}
+    custom = [name for name, rule in known.items() if rule.slices]
+    if custom:
+        yield f"slices of {listed(custom)} cannot be expressed: DeepSpeed would cut them in equal chunks"
+    if metadata.source.zero_stage == 3:
+        saved_names = (metadata.saved_names.get(name, name) for name in metadata.parameters)
+        if metadata.source.tp > 1 and not all(map(metadata.declared.is_recorded, saved_names)):
+            yield "DeepSpeed's ZeRO-3 loads this wrongly: it cuts tensors of universal checkpoints for AutoTP alone"
+        lost = set(metadata.state_keys) - _ADAM
+        if lost:
+            yield f"DeepSpeed's ZeRO-3 loads only Adam's states from universal checkpoints, not {listed(lost)}"
+        if len({repr(sorted(group.items(), key=str)) for group in metadata.groups}) > 1:
+            yield "DeepSpeed's ZeRO-3 gives every param group the first one's hyperparameters"
+    real = metadata.declared.vocabulary
+    rows = {
+        name: sum(shape[0] for shape in tensor.shard_shapes if math.prod(shape))
+        for name, rule in known.items()
+        if rule.kind == VOCABULARY and (tensor := metadata.tensors.get((name, MASTER))) is not None
+    }
+    padded = [name for name in rows if real and rows[name] > real]
+    if padded:
+        yield f"padding rows of the vocabulary are kept ({listed(padded)}): rows from {real} on"

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copyreg
-import errno
-import io
 import os
 import pickle
-import shutil
 from types import ModuleType
 from typing import Any
 
@@ -16,12 +13,9 @@ import torch
 from elastic_ckpt.formats.torch_archive.stand_ins import StandIn
 from elastic_ckpt.formats.torch_archive.tree import replace_leaves
 
-#: With less room than this, a file that could not be written is taken for one of a full disk.
-_LEAST_FREE_NBYTES = 1 << 20
-
 
 class _Placeholder:
-    """An object of a class that is not imported; each such class has a subclass of this one in this module."""
+    """An object of a class that is not imported; each such class has a subclass of this one."""
 
     __slots__ = ("stand_in",)
     path = ""
@@ -38,44 +32,32 @@ class _Placeholder:
         return copyreg.__newobj__, (cls,), vars(self.stand_in)  # type: ignore[attr-defined]
 
 
-class _Pickler(pickle.Pickler):
-    """Writes the names of the classes that placeholders stand for: names of protocol 2 are lines of text."""
+class _Pickler(pickle._Pickler):
+    """Python's own pickler, which can name a class that is not imported."""
 
-    def __init__(self, file: Any, protocol: int) -> None:
-        self._file, self._buffer = file, io.BytesIO()
-        super().__init__(self._buffer, protocol)
-
-    def dump(self, obj: Any) -> None:
-        super().dump(obj)
-        pickled = self._buffer.getvalue()
-        for cls in _Placeholder.__subclasses__():
-            module, _, name = cls.path.rpartition(".")
-            pickled = pickled.replace(f"c{__name__}\n{cls.__name__}\n".encode(), f"c{module}\n{name}\n".encode())
-        self._file.write(pickled)
+    def save_global(self, obj: Any, name: str | None = None) -> None:
+        if isinstance(obj, type) and issubclass(obj, _Placeholder):
+            module, _, of_class = obj.path.rpartition(".")
+            self.write(f"c{module}\n{of_class}\n".encode())  # type: ignore[attr-defined]
+            self.memoize(obj)  # type: ignore[attr-defined]
+        else:
+            super().save_global(obj, name)  # type: ignore[misc]
 
 
 _MODULE: Any = ModuleType(__name__)
 _MODULE.Pickler = _Pickler
+_classes: dict[str, type[_Placeholder]] = {}
 
 
-def save(tree: Any, path: Any) -> None:
-    """:func:`torch.save` for a tree with stand-ins, which become objects of the classes that they stand for.
-
-    Raises :class:`OSError` if the file cannot be written, of which torch's own writer tells no more than a position.
-    """
-    try:
-        torch.save(replace_leaves(tree, _placeholder), path, pickle_module=_MODULE, pickle_protocol=2)
-    except RuntimeError as error:
-        is_full = shutil.disk_usage(os.path.dirname(path)).free < _LEAST_FREE_NBYTES
-        code = errno.ENOSPC if is_full else errno.EIO
-        text = os.strerror(code) if is_full else str(error).partition("\n")[0]
-        raise OSError(code, text, os.fspath(path)) from error
+def save(tree: Any, path: str | os.PathLike[str]) -> None:
+    """:func:`torch.save` for a tree with stand-ins, which become objects of the classes that they stand for."""
+    with open(path, "wb") as stream:
+        torch.save(replace_leaves(tree, _placeholder), stream, pickle_module=_MODULE, pickle_protocol=2)
 
 
 def _placeholder(leaf: Any) -> Any:
     if type(leaf) is not StandIn:
         return leaf
-    name = "_" + leaf.name.replace(".", "_")
-    if name not in globals():
-        globals()[name] = type(name, (_Placeholder,), {"__module__": __name__, "__slots__": (), "path": leaf.name})
-    return globals()[name](leaf)
+    if leaf.name not in _classes:
+        _classes[leaf.name] = type("_Named", (_Placeholder,), {"__slots__": (), "path": leaf.name})
+    return _classes[leaf.name](leaf)

@@ -1,55 +1,48 @@
-"""Exports a checkpoint's weights as files of Hugging Face's layout: streaming, atomic, resumable."""
+"""Exports a checkpoint's weights as safetensors of Hugging Face's layout: a shard at a time, atomic."""
 
 from __future__ import annotations
 
+import errno
+import json
 import os
-import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
+from typing import Literal, NamedTuple
 
-from elastic_ckpt.config import ElasticConfig, state_options
-from elastic_ckpt.core.metadata import BUFFER, FROZEN, WEIGHTS, CheckpointMetadata, converts_exactly
-from elastic_ckpt.errors import ElasticCkptError, MismatchError, listed
-from elastic_ckpt.io.coalesce import ReadOptions
+import torch
+from huggingface_hub import split_state_dict_into_shards_factory
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from elastic_ckpt.config import ElasticConfig
+from elastic_ckpt.core.metadata import (
+    BUFFER,
+    FROZEN,
+    ITEMSIZE,
+    WEIGHTS,
+    CheckpointMetadata,
+    converts_exactly,
+    is_floating,
+)
+from elastic_ckpt.errors import ConfigError, MismatchError, UnsupportedError, listed
+from elastic_ckpt.formats.safetensors import DTYPES, METADATA, SUFFIX
+from elastic_ckpt.io.coalesce import ReadOptions, read_options
 from elastic_ckpt.io.reader import progress_bar
 from elastic_ckpt.planning.planner import LoadOptions
-from elastic_ckpt.tools.export.config_files import config_files, config_notes
-from elastic_ckpt.tools.export.selection import (
-    Dtype,
-    checked_dtype,
-    of_adapter,
-    optimizer_facts,
-    selected,
-    states_of,
-    to_export,
-)
-from elastic_ckpt.tools.export.shards import (
-    OPTIMIZER,
-    Exported,
-    Format,
-    Shard,
-    checked_format,
-    index_of,
-    nbytes_of,
-    shards_of,
-)
-from elastic_ckpt.tools.export.writing import ShardWriter
-from elastic_ckpt.tools.logical import LogicalReader, refuse_without_masters
+from elastic_ckpt.tools.export.config_files import copy_configs
+from elastic_ckpt.tools.export.selection import of_adapter, optimizer_facts, selected, states_of
+from elastic_ckpt.tools.files import WHOLE_FORMATS
+from elastic_ckpt.tools.logical import LogicalReader, Whole, refuse_without_masters, weights_by_name
 from elastic_ckpt.tools.opened import config_of, open_folder
-from elastic_ckpt.tools.workplace import EXPORT, Workplace, WriteReport, naming_os_errors, partial_folder, refuse_target
+from elastic_ckpt.tools.output_folder import WriteReport, output_folder
 
-#: Incremented whenever the same source is exported to different bytes.
-_VERSION = 1
-_CHUNK = 16 << 20
-_READ = ReadOptions(threads=1, chunk_nbytes=_CHUNK, staging_nbytes=_CHUNK)
-#: More jobs than this read smaller chunks, so that all together take no more memory than these.
-_JOBS = 8
-#: Of the file system: room for its own metadata, headers and the index.
-_SPARE = 16 << 20
+Dtype = Literal["fp32", "bf16", "fp16"]
+_TORCH_NAMES: dict[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+#: By name in the files, a tensor and the dtype to write it in.
+_Tensors = dict[str, tuple[Whole, str]]
 
 
 def export(
@@ -57,100 +50,79 @@ def export(
     out: str | os.PathLike[str],
     *,
     tag: str | None = None,
-    format: Format = "safetensors",
     dtype: Dtype | None = None,
-    max_shard_size: str = "5GB",
+    max_shard_size: int | str = "5GB",
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     adapter: str | None = None,
     optimizer: bool = False,
     with_config: str | os.PathLike[str] | None = None,
-    jobs: int = 4,
     config: ElasticConfig | None = None,
     progress: bool | None = None,
-    restart: bool = False,
 ) -> WriteReport:
-    """Write a checkpoint's parameters and buffers as consolidated files of Hugging Face's layout. No engine, no GPU.
+    """Write a checkpoint's parameters and buffers as safetensors of Hugging Face's layout. No engine, no GPU.
 
     Parameters are fp32 master weights; frozen parameters and buffers are as the module had them. Of tied parameters,
-    one is written, and the others are named in the file's metadata. Memory: below 1 GiB, whatever the size.
+    one is written, and the others are named in the file's metadata. Memory: one shard, and one tensor as it is saved.
 
     Args:
         folder: folder with a ``latest`` file, or the folder of one tag.
         tag: which checkpoint of the folder; ``None``: the latest.
         out: folder to create.
-        format: ``"safetensors"``, or ``"torch"`` for ``pytorch_model.bin``, in which tied names share a tensor.
         dtype: ``"fp32"``, ``"bf16"`` or ``"fp16"``: of all parameters with floating-point values, frozen ones too;
             ``None``: masters and frozen parameters as they were saved.
-        max_shard_size: of one file; ``"5GB"``, ``"2GiB"``.
+        max_shard_size: of one file: bytes, ``"5GB"`` or ``"500MB"``; a larger tensor has a file of its own.
         include: regular expressions, searched for in names; what none matches is left out.
         exclude: regular expressions; what one matches is left out.
         adapter: a PEFT adapter (``"default"``): it alone is written, in the one file that PEFT loads.
         optimizer: whether to write the optimizer states of the exported parameters too, as ``optimizer.safetensors``:
             state ``exp_avg`` of ``w`` is ``exp_avg.w``; scalar states and hyperparameters are metadata.
         with_config: folder whose model config, generation config and tokenizer files are copied beside the weights.
-        jobs: threads that read, convert and write.
         config: options of the load; rules of tensor parallelism, for example.
         progress: whether to show a progress bar; ``None``: if standard error is a terminal.
-        restart: discard the files of an interrupted export of something else.
 
     Raises:
         ConfigError: an argument is wrong, or a pattern matches nothing.
-        ElasticCkptError: the checkpoint cannot be read or exported exactly, the disk is too small, or ``out`` exists.
-            Files written so far remain in a folder whose name starts with a dot, from which the next attempt resumes.
+        ElasticCkptError: the checkpoint cannot be read or exported exactly, the disk is full, or ``out`` exists.
     """
-    started = time.monotonic()
-    limit, torch_dtype, options = nbytes_of(max_shard_size), checked_dtype(dtype), config or config_of(None)
-    naming = checked_format(format, adapter)
-    copies = () if with_config is None else config_files(with_config)
+    started, options = time.monotonic(), config or config_of(None)
+    if dtype is not None and dtype not in _TORCH_NAMES:
+        raise ConfigError("an export cannot have this dtype", expected=listed(_TORCH_NAMES), found=repr(dtype))
     try:
         opened = open_folder(os.fspath(folder), tag, options, with_states=optimizer)
     except MismatchError as error:  # only live param groups could name the states
         error.remedy = f"export without --optimizer: {error.remedy}" if optimizer else error.remedy
         raise
-    target, metadata = Path(out).absolute(), opened.metadata
-    refuse_target(EXPORT, target, Path(opened.found.folder))
+    metadata, source = opened.metadata, opened.found.folder
     refuse_without_masters(metadata)
     if not optimizer:
         metadata = _weights_of(metadata)
-    load = LoadOptions.of(options)
-    reader = LogicalReader(metadata, load)
+    reader = LogicalReader(metadata, LoadOptions.of(options))
     wholes = list(reader.tensors())
-    tells_buffers = opened.found.format not in ("dcp", "safetensors")
-    kept_keys = (BUFFER,) if tells_buffers or not metadata.parameters else (BUFFER, FROZEN)
-    weights = to_export(selected(metadata, wholes, include, exclude), torch_dtype, kept_keys)
-    if adapter is not None:
-        weights, limit = of_adapter(weights, adapter, opened.found.folder), sys.maxsize
-    sets = {naming: shards_of(weights, metadata.aliases, naming, limit)}
+    weights = selected(metadata, weights_by_name(wholes), include, exclude)
+    # dcp and safetensors do not tell buffers from frozen parameters, or from any if there are no masters
+    kept = {BUFFER, FROZEN} if opened.found.format in WHOLE_FORMATS and metadata.parameters else {BUFFER}
+    of_set = weights if adapter is None else of_adapter(weights, adapter, source)
+    tensors = {name: _exported(whole, dtype, kept) for name, whole in of_set.items()}
+    sets = {"model" if adapter is None else "adapter_model": tensors}
+    notes = (*metadata.notes, *metadata.warnings, *reader.notes, *_notes(metadata, tensors, kept))
+    facts: dict[str, str] = {}
     if optimizer:
-        names = {tensor.whole.name for tensor in weights}
-        states = states_of(metadata, wholes, names)
-        sets[OPTIMIZER] = shards_of(states, {}, OPTIMIZER, limit, **optimizer_facts(metadata, names))
-    shards = [shard for of_set in sets.values() for shard in of_set]
-    facts = (_VERSION, sets, copies, load.rules, options.replicated_params, state_options(options))
-    with naming_os_errors(EXPORT, target):
-        _refuse_full_disk(target, sum(shard.nbytes for shard in shards) + sum(file.nbytes for file in copies))
-        notes = (*metadata.notes, *metadata.warnings, *reader.notes, *reader.compare_copies(_READ))
-        notes += (*_notes(metadata, weights), *config_notes(copies, weights))
-        notes += () if tells_buffers or torch_dtype is None else tuple(_notes_on_dtype(weights, torch_dtype, kept_keys))
-        with Workplace(EXPORT, target, metadata.files, facts, restart) as place:
-            kept = sum(place.has(shard.file) for shard in shards)
-            nbytes = _write_all(place, reader, shards, max(jobs, 1), progress)
-            for naming, of_set in sets.items():
-                if len(of_set) > 1:
-                    place.write(naming.index, partial(Path.write_text, data=index_of(of_set), encoding="utf-8"))
-            for file in copies:
-                place.write(file.name, file.copy)
-            place.finish()
-    return WriteReport(
-        folder=str(target),
-        tensors=sum(len(shard.tensors) for shard in shards),
-        files=len(shards) - kept,
-        nbytes=nbytes,
-        files_kept=kept,
-        seconds=time.monotonic() - started,
-        notes=notes,
-    )
+        names = {whole.name for whole in of_set.values()}
+        sets["optimizer"] = {name: (whole, whole.dtype) for name, whole in states_of(metadata, wholes, names).items()}
+        facts = optimizer_facts(metadata, names)
+    limit = max_shard_size if adapter is None else sys.maxsize
+    nbytes, files = sum(_nbytes(tensor) for tensors in sets.values() for tensor in tensors.values()), 0
+    target = Path(out).absolute()
+    with output_folder(target, Path(source), metadata.files) as place, progress_bar("export", nbytes, progress) as bar:
+        writer = _Writer(place, reader, replace(read_options(options), progress=False), bar.update)
+        notes += reader.compare_copies(writer.options)
+        if with_config is not None:
+            notes += (f"copied beside the weights: {', '.join(copy_configs(Path(with_config), place))}",)
+        for stem, tensors in sets.items():
+            files += writer.write(stem, tensors, limit, facts if stem == "optimizer" else {})
+    count = sum(map(len, sets.values()))
+    return WriteReport(str(target), count, files, nbytes, time.monotonic() - started, notes)
 
 
 def _weights_of(metadata: CheckpointMetadata) -> CheckpointMetadata:
@@ -162,44 +134,98 @@ def _weights_of(metadata: CheckpointMetadata) -> CheckpointMetadata:
     )
 
 
-def _refuse_full_disk(target: Path, nbytes: int) -> None:
-    parent = next(folder for folder in target.parents if folder.exists())
-    reused = sum(512 * path.stat().st_blocks for path in partial_folder(target).glob("*"))
-    free = shutil.disk_usage(parent).free + reused
-    if free < nbytes + _SPARE:
-        raise ElasticCkptError(
-            "the disk has no room for this export",
-            file=str(parent),
-            expected=f"{nbytes + _SPARE} bytes",
-            found=f"{free} bytes free",
-            remedy="make room, export to another disk, or export fewer bytes with --dtype bf16 or --exclude",
+def _exported(whole: Whole, dtype: str | None, kept: Collection[str]) -> tuple[Whole, str]:
+    converts = dtype is not None and whole.key not in kept and is_floating(whole.dtype)
+    return whole, _TORCH_NAMES[dtype] if converts and dtype else whole.dtype
+
+
+def _nbytes(tensor: tuple[Whole, str]) -> int:
+    whole, dtype = tensor
+    return whole.numel * ITEMSIZE[dtype]
+
+
+class _Writer(NamedTuple):
+    """Writes shards to a folder, one after the other; ``advance`` is called with the bytes that were written."""
+
+    place: Path
+    reader: LogicalReader
+    options: ReadOptions
+    advance: Callable[[int], object]
+
+    def write(self, stem: str, tensors: _Tensors, limit: int | str, facts: dict[str, str]) -> int:
+        """Write tensors as ``<stem>.safetensors``, or several shards and an index; returns the number of files.
+
+        ``facts`` are metadata of the first.
+        """
+        for name, (whole, dtype) in tensors.items():
+            if dtype not in DTYPES or name == METADATA:
+                raise UnsupportedError(
+                    "safetensors files cannot hold this tensor",
+                    parameter=name,
+                    expected=f"a dtype of {listed(DTYPES)}, and a name other than {METADATA}",
+                    found=f"{dtype} of shape {whole.shape}",
+                    remedy="leave it out with --exclude",
+                )
+        try:
+            plan = split_state_dict_into_shards_factory(
+                tensors, get_storage_size=_nbytes, filename_pattern=f"{stem}{{suffix}}{SUFFIX}", max_shard_size=limit
+            )
+        except ValueError as error:
+            expected = "5GB, 500MB, or a number of bytes"
+            raise ConfigError("this is no size of a shard", expected=expected, found=repr(limit)) from error
+        for file, names in plan.filename_to_tensors.items():
+            tied = {alias: name for alias, name in self.reader.metadata.aliases.items() if name in names}
+            self._save(self.place / file, {name: tensors[name] for name in names}, {**tied, **facts, "format": "pt"})
+            facts = {}
+        if plan.is_sharded:
+            index = json.dumps({"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}, indent=2)
+            (self.place / f"{stem}{SUFFIX}.index.json").write_text(f"{index}\n", encoding="utf-8")
+        return len(plan.filename_to_tensors)
+
+    def _save(self, path: Path, tensors: _Tensors, metadata: dict[str, str]) -> None:
+        read = self.reader.tensor
+        try:
+            values = {n: converted(read(whole, self.options), dtype, n) for n, (whole, dtype) in tensors.items()}
+            save_file(values, path, metadata)
+        except SafetensorError as error:
+            raise OSError(errno.EIO, str(error), str(path)) from error
+        self.advance(sum(map(_nbytes, tensors.values())))
+
+
+def converted(values: torch.Tensor, dtype: str, name: str) -> torch.Tensor:
+    """Values in another dtype, rounded to nearest. Raises :class:`MismatchError` if a finite one becomes infinite."""
+    result = values.to(getattr(torch, dtype))
+    saved = str(values.dtype).removeprefix("torch.")
+    if converts_exactly(saved, dtype) or not bool(result.isinf().any()):
+        return result
+    lost = values[result.isinf() & values.isfinite()]
+    if lost.numel():
+        raise MismatchError(
+            f"values of this parameter are too large for {dtype}",
+            parameter=name,
+            expected=f"magnitudes up to {torch.finfo(result.dtype).max:g}",
+            found=f"{lost.double().abs().max().item():g}, saved in {saved}",
+            remedy="export it as fp32",
         )
+    return result
 
 
-def _write_all(
-    place: Workplace, reader: LogicalReader, shards: Sequence[Shard], jobs: int, progress: bool | None
-) -> int:
-    """Write the files that are not there yet; returns their bytes."""
-    todo = [shard for shard in shards if not place.has(shard.file)]
-    with progress_bar("exporting", sum(shard.nbytes for shard in todo), progress) as bar:
-        parts = -(-jobs // _JOBS)
-        chunk, staging = _READ.chunk_nbytes // parts, _READ.staging_nbytes // parts
-        writer = ShardWriter(reader, replace(_READ, chunk_nbytes=chunk, staging_nbytes=staging), jobs, bar.update)
-        return sum(place.write(shard.file, partial(writer.write, shard)) for shard in todo)
-
-
-def _notes(metadata: CheckpointMetadata, tensors: Sequence[Exported]) -> Iterator[str]:
+def _notes(metadata: CheckpointMetadata, tensors: _Tensors, kept: Collection[str]) -> Iterator[str]:
     source = metadata.source
     if not metadata.parameters:
-        dtypes = listed({tensor.whole.dtype for tensor in tensors if tensor.whole.key != BUFFER})
+        dtypes = listed({whole.dtype for whole, _ in tensors.values() if whole.key != BUFFER})
         yield f"no master weights could be named: parameters are the module's own weights, saved in {dtypes}"
     elif not source.frozen_recorded and not metadata.names(FROZEN) and source.zero_stage >= 2:
         yield "frozen parameters, if the model has any, were left out of the save (exclude_frozen_parameters=True)"
     if not source.buffers_recorded:
         yield "the checkpoint holds no buffers"
-    pairs = {(tensor.whole.dtype, tensor.entry.dtype) for tensor in tensors}
+    if source.format in WHOLE_FORMATS and any(whole.dtype != dtype for whole, dtype in tensors.values()):
+        how = "keep their dtype" if FROZEN in kept else "are rounded too"
+        names = listed(name for name, (whole, _) in tensors.items() if whole.key in (BUFFER, FROZEN))
+        yield f"the checkpoint does not tell buffers from frozen parameters, which {how}: {names}"
+    pairs = {(whole.dtype, dtype) for whole, dtype in tensors.values()}
     yield from (f"{saved} is rounded to {new}" for saved, new in sorted(pairs) if not converts_exactly(saved, new))
-    exported = {tensor.entry.name for tensor in tensors}
+    exported = {whole.name for whole, _ in tensors.values()}
     tied = [f"{alias} = {name}" for alias, name in metadata.aliases.items() if name in exported]
     if tied:
         yield f"tied parameters are written once: {listed(tied)}"
@@ -209,12 +235,3 @@ def _notes(metadata: CheckpointMetadata, tensors: Sequence[Exported]) -> Iterato
     shared = {state.key for saved in metadata.parameters.values() for state in saved.replicated}
     if shared and metadata.state_keys:
         yield f"optimizer states of whole partitions belong to no parameter, and are left out: {listed(shared)}"
-
-
-def _notes_on_dtype(tensors: Sequence[Exported], dtype: str, kept: Sequence[str]) -> Iterator[str]:
-    """Of a checkpoint that does not record which tensors are buffers."""
-    same = [tensor.entry.name for tensor in tensors if tensor.whole.key in kept and tensor.whole.dtype != dtype]
-    if same:
-        yield f"the checkpoint does not tell buffers from frozen parameters, which keep their dtype: {listed(same)}"
-    elif FROZEN not in kept:
-        yield f"the checkpoint does not tell buffers from parameters: all are written in {dtype}, buffers too"

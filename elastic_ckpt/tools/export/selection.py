@@ -5,20 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
-from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from elastic_ckpt.core.metadata import BUFFER, MASTER, WEIGHTS, CheckpointMetadata, is_floating
+from elastic_ckpt.core.metadata import MASTER, WEIGHTS, CheckpointMetadata
 from elastic_ckpt.core.values import common
 from elastic_ckpt.errors import ConfigError, NotFoundError, listed
-from elastic_ckpt.tools.export.shards import Exported
 from elastic_ckpt.tools.logical import Whole, plain, refuse_unreadable_states, scalars_of
-
-Dtype = Literal["fp32", "bf16", "fp16"]
-_TORCH_NAMES: Mapping[str, str] = MappingProxyType({"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"})
 
 #: How names of parameters that PEFT adds begin: ``BaseTuner.prefix`` of its methods, version 0.21.
 _METHODS = (
@@ -30,63 +24,38 @@ _METHODS = (
 _PLACE = rf"(?:\.modules_to_save|((?:^|\.)(?:{_METHODS})_\w+))"
 
 
-def checked_dtype(dtype: str | None) -> str | None:
-    """The torch dtype that ``fp32``, ``bf16`` or ``fp16`` stands for. Raises :class:`ConfigError` for another."""
-    if dtype is not None and dtype not in _TORCH_NAMES:
-        raise ConfigError("an export cannot have this dtype", expected=listed(_TORCH_NAMES), found=repr(dtype))
-    return None if dtype is None else _TORCH_NAMES[dtype]
-
-
-def to_export(wholes: Iterable[Whole], dtype: str | None, kept: Collection[str] = (BUFFER,)) -> list[Exported]:
-    """Tensors with the dtype that they are written in: integers and those with the keys ``kept`` as they are."""
-    found = []
-    for whole in wholes:
-        converts = dtype is not None and whole.key not in kept and is_floating(whole.dtype)
-        found.append(Exported(whole, replace(whole, dtype=dtype if converts and dtype else whole.dtype)))
-    return found
-
-
-def of_adapter(weights: Iterable[Exported], adapter: str, folder: str) -> list[Exported]:
+def of_adapter(weights: Mapping[str, Whole], adapter: str, folder: str) -> dict[str, Whole]:
     """The tensors of a PEFT adapter, as PEFT names them in its files: without the adapter's name; and trained biases.
 
     Raises :class:`ConfigError` if there are none, or if other parameters without an adapter's name were trained.
     """
     own, any_adapter = re.compile(rf"{_PLACE}\.{re.escape(adapter)}(?=\.|$)"), re.compile(_PLACE)
-    found, others, is_there = [], [], False
-    for tensor in weights:
-        name = own.sub(r"\1", tensor.entry.name)
-        is_own = name != tensor.entry.name
-        is_there |= is_own
-        is_trained = tensor.whole.key == MASTER and not any_adapter.search(name)
-        if is_own or (is_trained and name.endswith(".bias")):  # as PEFT saves them with bias="all" or "lora_only"
-            found.append(Exported(tensor.whole, replace(tensor.entry, name=name)))
-        elif is_trained:
-            others.append(name)
-    if is_there and others:
+    of_peft = {own.sub(r"\1", name): whole for name, whole in weights.items() if own.search(name)}
+    if not of_peft:
+        raise ConfigError(
+            "the checkpoint has no tensors of this PEFT adapter",
+            file=folder,
+            expected=f"names such as ....lora_A.{adapter}.weight",
+            remedy='name the adapter as PEFT does: "default", unless get_peft_model was told otherwise',
+        )
+    trained = {name for name, whole in weights.items() if whole.key == MASTER and not any_adapter.search(name)}
+    biases = {name for name in trained if name.endswith(".bias")}  # as PEFT saves them with bias="all" or "lora_only"
+    if others := trained - biases:
         raise ConfigError(
             "parameters without the name of a PEFT adapter were trained too, and would be missing from its file",
             parameter=listed(others),
             file=folder,
             expected="the adapter's parameters, and biases",
-            found=f"{len(others)} others",
             remedy="export without --adapter, or leave them out with --exclude",
         )
-    if not is_there:
-        raise ConfigError(
-            "the checkpoint has no tensors of this PEFT adapter",
-            file=folder,
-            expected=f"names such as ....lora_A.{adapter}.weight",
-            found="none",
-            remedy='name the adapter as PEFT does: "default", unless get_peft_model was told otherwise',
-        )
-    return found
+    return of_peft | {name: weights[name] for name in weights if name in biases}
 
 
-def states_of(metadata: CheckpointMetadata, wholes: Iterable[Whole], names: Collection[str]) -> list[Exported]:
-    """Optimizer states of the named parameters, as they were saved; state ``exp_avg`` of ``w`` is ``exp_avg.w``.
+def states_of(metadata: CheckpointMetadata, wholes: Iterable[Whole], names: Collection[str]) -> dict[str, Whole]:
+    """Optimizer states of the named parameters; state ``exp_avg`` of ``w`` is ``exp_avg.w``.
 
-    8-bit states are dequantized to fp32. Raises :class:`NotFoundError` if the checkpoint holds no optimizer state, and
-    an error that names the state if one is damaged or of unknown layout.
+    Raises :class:`NotFoundError` if the checkpoint holds no optimizer state, and an error that names the state if one
+    is damaged or of unknown layout.
     """
     refuse_unreadable_states(metadata)
     if not metadata.keys_by_name:
@@ -96,7 +65,7 @@ def states_of(metadata: CheckpointMetadata, wholes: Iterable[Whole], names: Coll
             remedy="leave out --optimizer; it was saved before the first step, or without them",
         )
     states = (whole for whole in wholes if whole.key not in WEIGHTS and whole.name in names)
-    return [Exported(whole, replace(whole, name=f"{whole.key}.{whole.name}")) for whole in states]
+    return {f"{whole.key}.{whole.name}": whole for whole in states}
 
 
 def optimizer_facts(metadata: CheckpointMetadata, names: Collection[str]) -> dict[str, str]:
@@ -125,41 +94,33 @@ def _plain(value: Any) -> Any:
 
 
 def selected(
-    metadata: CheckpointMetadata, wholes: Iterable[Whole], include: Sequence[str], exclude: Sequence[str]
-) -> list[Whole]:
+    metadata: CheckpointMetadata, weights: Mapping[str, Whole], include: Sequence[str], exclude: Sequence[str]
+) -> dict[str, Whole]:
     """Weights of which a name, or a tied one, matches a pattern of ``include``, if any, and none matches ``exclude``.
 
     Patterns are regular expressions, searched for anywhere in the name. Raises :class:`ConfigError` for one that is
     invalid or matches nothing, or if nothing is selected.
     """
-    names: dict[Whole, list[str]] = {whole: [whole.name] for whole in wholes if whole.key in WEIGHTS}
-    by_name = {whole.name: whole for whole in names}
-    for alias, name in metadata.aliases.items():
-        if name in by_name:
-            names[by_name[name]].append(alias)
-    keep, drop = (
-        [_matching(pattern, names, metadata.source.folder) for pattern in patterns] for patterns in (include, exclude)
-    )
-    kept = [whole for whole in names if not keep or any(whole in match for match in keep)]
-    kept = [whole for whole in kept if not any(whole in match for match in drop)]
-    if not kept:
-        found = f"{len(names)} tensors, none of which is selected" if names else "none"
-        raise ConfigError("there is nothing to export", file=metadata.source.folder, expected="tensors", found=found)
-    return kept
+    names = {name: [name, *(alias for alias, of in metadata.aliases.items() if of == name)] for name in weights}
 
+    def matching(pattern: str) -> set[str]:
+        try:
+            found = {name for name, known in names.items() if any(map(re.compile(pattern).search, known))}
+        except re.error as error:
+            raise ConfigError("a pattern is no regular expression", expected=pattern, found=str(error)) from error
+        if not found:
+            raise ConfigError(
+                "a pattern matches no tensor of the checkpoint",
+                file=metadata.source.folder,
+                expected=pattern,
+                found=listed(names),
+                remedy="elastic-ckpt inspect --params lists the names",
+            )
+        return found
 
-def _matching(pattern: str, names: Mapping[Whole, Sequence[str]], folder: str) -> set[Whole]:
-    try:
-        expression = re.compile(pattern)
-    except re.error as error:
-        raise ConfigError("a pattern is no regular expression", expected=pattern, found=str(error)) from error
-    found = {whole for whole, known in names.items() if any(map(expression.search, known))}
-    if not found:
-        raise ConfigError(
-            "a pattern matches no tensor of the checkpoint",
-            file=folder,
-            expected=pattern,
-            found=listed(whole.name for whole in names),
-            remedy="elastic-ckpt inspect --params lists the names",
-        )
-    return found
+    keep = set().union(*map(matching, include)) if include else set(names)
+    keep -= set().union(*map(matching, exclude))
+    if not keep:
+        found = f"{len(names)} tensors, none of which is selected"
+        raise ConfigError("there is nothing to export", file=metadata.source.folder, found=found)
+    return {name: whole for name, whole in weights.items() if name in keep}

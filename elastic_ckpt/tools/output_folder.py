@@ -1,0 +1,94 @@
+"""The folder that a conversion or an export writes: under a temporary name until all of it is on the disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastic_ckpt.core.metadata import SourceFile
+from elastic_ckpt.errors import ElasticCkptError
+from elastic_ckpt.formats.detect import LATEST, LATEST_UNIVERSAL
+from elastic_ckpt.storage.pins import see, steady
+
+
+@dataclass(frozen=True)
+class WriteReport:
+    """The outcome: folder, tensors, files and bytes that were written, and notes."""
+
+    folder: str
+    tensors: int
+    files: int
+    nbytes: int
+    seconds: float
+    notes: tuple[str, ...]
+
+
+@contextmanager
+def output_folder(target: Path, source: Path, files: Sequence[SourceFile], latest: str | None = None) -> Iterator[Path]:
+    """A new folder to write to, which is renamed to ``target`` at the end, and removed after an error.
+
+    Args:
+        target: the final name.
+        source, files: the checkpoint's folder, and its files, which must not change meanwhile.
+        latest: the name of a file beside ``target`` that shall name it.
+
+    Raises :class:`ElasticCkptError` if ``target`` exists or is inside the checkpoint, a file of the checkpoint has
+    changed, or the system refuses something.
+    """
+    inside = source.resolve() in target.resolve().parents
+    if inside or os.path.lexists(target) or target.name in ("", "..", LATEST, LATEST_UNIVERSAL):
+        raise ElasticCkptError(
+            "a checkpoint cannot be written there",
+            file=str(target),
+            expected="a folder with a name of its own that does not exist, outside of the checkpoint's",
+            found=f"a folder inside {source}" if inside else "it exists" if target.exists() else repr(target.name),
+            remedy="choose another name, or remove it",
+        )
+    folder = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        folder.mkdir(parents=True)
+        with steady():
+            for file in files:
+                see(file.path, os.stat(file.path))
+            yield folder
+            if latest is not None:
+                (folder / latest).write_text(target.name, encoding="utf-8")
+            _sync(folder)
+        os.rename(folder, target)
+        if latest is not None:
+            os.replace(target / latest, target.with_name(latest))
+        _sync(target.parent, deep=False)
+    except (OSError, RuntimeError) as raised:
+        error = _os_error_in(raised)
+        if error is None:
+            raise
+        raise ElasticCkptError(
+            "the folder could not be written, or the checkpoint not be read",
+            file=str(error.filename or target),
+            expected="a checkpoint that stays, and a folder to write to",
+            found=f"{type(error).__name__}: {error.strerror or error}",
+            remedy="check the path, its file system and its permissions, and give the same command again",
+        ) from raised
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _os_error_in(error: BaseException | None) -> OSError | None:
+    """The error of the system that an exception is, or was raised for, or while it was handled."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _sync(path: Path, deep: bool = True) -> None:
+    for each in [path, *(path.rglob("*") if deep else ())]:
+        descriptor = os.open(each, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
