@@ -62,7 +62,7 @@ def test_what_the_format_has_no_place_for_is_named() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"source": replace(metadata().source, zero_stage=0)}, "without ZeRO"),
         ({"source": replace(metadata().source, format="universal")}, "already"),
-        ({"saved_names": {"w": "old.w"}}, 'copied as they are (w)'),
+        ({"saved_names": {"w": "old.w"}}, "copied as they are (w)"),
         ({"states": StateFacts(opaque={"odd": "a list"})}, "unknown layout (odd)"),
         ({"states": StateFacts(damaged={"absmax1": "cut"})}, "damaged states (absmax1)"),
         ({"tensors": {**metadata().tensors, ("w", "row"): whole}}, "shape of their own (row)"),
