@@ -99,6 +99,8 @@ class NotFoundError(ElasticCkptError):
 class DamagedError(ElasticCkptError):
     """A file is missing, truncated, unreadable, or belongs to another save."""
 
+    default_remedy = RESTORE
+
 
 class SavedOverError(DamagedError):
     """A file was replaced or rewritten while it was being loaded: the folder may be whole in a moment."""
@@ -106,8 +108,6 @@ class SavedOverError(DamagedError):
 
 class LayoutError(DamagedError):
     """Files contradict the layout that they state: one is damaged or missing, or the layout is unknown."""
-
-    default_remedy = RESTORE
 
 
 class UnsafePickleError(ElasticCkptError):

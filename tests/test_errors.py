@@ -57,8 +57,8 @@ def test_an_error_prints_its_problem_first_and_then_every_detail(kind: type[Elas
 
 
 def test_what_is_not_known_is_not_printed() -> None:
-    assert str(DamagedError("gone")) == "gone"
-    assert str(DamagedError("gone", file="/x")).splitlines() == ["gone", "  file:      /x"]
+    assert str(MismatchError("gone")) == "gone"
+    assert str(MismatchError("gone", file="/x")).splitlines() == ["gone", "  file:      /x"]
 
 
 def test_rank_zero_and_empty_findings_are_known() -> None:

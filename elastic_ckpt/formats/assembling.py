@@ -37,9 +37,8 @@ from elastic_ckpt.formats.shards import OptimizerShard, other_save_than_model
 from elastic_ckpt.formats.zero0 import unpartitioned_metadata, weights_alone
 from elastic_ckpt.formats.zero0_experts import unpartitioned_experts
 
-#: (model-parallel rank, data-parallel rank, ``"model"`` or ``"optimizer"``), (layer, TP rank, ``"layer"``),
-#: (model-parallel rank, a number, ``"expert"``), or (expert-parallel rank, model-parallel rank,
-#: ``"experts' optimizer"``).
+#: (mp rank, dp rank, ``"model"`` or ``"optimizer"``), (layer, TP rank, ``"layer"``), (mp rank, a number, ``"expert"``),
+#: or (ep rank, mp rank, ``"experts' optimizer"``).
 Kind = tuple[int, int, str]
 
 
@@ -206,21 +205,16 @@ def _list_missing_shapes(ranks: Mapping[int, RankFiles], members: Iterable[int],
         if missing and rank.experts:
             continue  # check_experts names the file
         if missing:
-            raise _without_weights(model, missing)
+            number = missing[0].partition(".")[0]
+            raise DamagedError(
+                "the optimizer holds states of parameters of which no layer file has the weights",
+                os.path.join(os.path.dirname(model.path), f"layer_{number:0>2}-*model_states.pt"),
+                "a file of every pipeline layer",
+                "none with these parameters",
+                parameter=listed(missing),
+            )
         param_shapes = tuple(tuple((name, shapes[name]) for name in names) for names in flats)
         rank.models = {at: replace(item, param_shapes=param_shapes) for at, item in rank.models.items()}
-
-
-def _without_weights(model: ModelShard, names: Sequence[str]) -> DamagedError:
-    number = names[0].partition(".")[0]
-    return DamagedError(
-        "the optimizer holds states of parameters of which no layer file has the weights",
-        parameter=listed(names),
-        file=os.path.join(os.path.dirname(model.path), f"layer_{number:0>2}-*model_states.pt"),
-        expected="a file of every pipeline layer",
-        found="none with these parameters",
-        remedy="restore the file from its original, or take another tag",
-    )
 
 
 def _fit_together(found: Found, mp: int, rank: RankFiles, grid: Grid, options: MetadataOptions) -> CheckpointMetadata:
@@ -233,21 +227,24 @@ def _fit_together(found: Found, mp: int, rank: RankFiles, grid: Grid, options: M
         optimizers = shards.with_own_padding(optimizers)
         _check_belong_together(models, optimizers, numbers)
         own = grid.own_file(options.coordinates) if len(models) > 1 else None
-        _refuse_swapped(optimizers, grid)
+        if grid.tp * grid.pp > 1 and any(flat.swapped for shard in optimizers for flat in shard.flats):
+            problem = "optimizer states on NVMe of a model-parallel run are not supported yet"
+            expected = "states inside the optimizer-states files, or a run without tensor and pipeline parallelism"
+            raise UnsupportedError(problem, optimizers[0].path, expected, f"{grid.tp * grid.pp} model-parallel ranks")
         metadata = partitioned_metadata(found, models, optimizers, own, options.states, numbers)
-    elif rank.expert_optimizers:
-        try:
-            shards_of_experts = list(rank.expert_optimizers.values())
-            metadata = unpartitioned_experts(found, models[0], rank.experts, shards_of_experts, options)
-        except MismatchError:
-            if options.with_states or options.live_groups:
-                raise
-            metadata = weights_alone(found, models[0])
-    elif rank.experts and not models[0].zero.get("stage"):  # the model-states file has the optimizer of rank 0 alone
+    elif rank.experts and not (rank.expert_optimizers or models[0].zero.get("stage")):
+        # the model-states file has the optimizer of rank 0 alone
         raise missing_file(found, "expp_rank_0_mp_rank_00_optim_states.pt", "none")
-    elif models[0].without_states:
+    elif models[0].without_states and not rank.expert_optimizers:
         if options.with_states:
-            raise _saved_without_states(models[0])
+            raise LayoutError(
+                "the checkpoint was saved without optimizer states, as DeepSpeed 0.17 saves bf16 without ZeRO, and in "
+                "ZeRO-1 with gradients in fp32",
+                models[0].path,
+                "optimizer states, in this file or in optimizer-states files beside it",
+                f"none, saved by DeepSpeed {models[0].ds_version}",
+                remedy="load its weights alone: load_optimizer_states=False, or load_module_only=True",
+            )
         metadata = weights_alone(found, models[0])
     elif models[0].optimizer is None:
         number = re.search(r"mp_rank_(\d+)", os.path.basename(models[0].path))
@@ -255,13 +252,36 @@ def _fit_together(found: Found, mp: int, rank: RankFiles, grid: Grid, options: M
     elif found.files.layers and not options.with_states:
         metadata = weights_alone(found, models[0])
     else:
-        _refuse_unnamed(found, models[0])
-        metadata = unpartitioned_metadata(found, models[0], options)
+        metadata = _unpartitioned(found, rank, options)
     metadata = with_progress_compared(metadata, models[0], options.check_shards, rank.loss_scalers)
     ep = max([1, len(rank.expert_optimizers), *(degree_of(optimizers, flat) for flat in numbers if optimizers)])
     metadata = replace(metadata, source=replace(metadata.source, sequence=grid.sequence, ep=ep))
     is_whole = len(numbers) == len(models[0].param_shapes)
     return with_experts(metadata, rank.experts, models[0]) if is_whole else metadata
+
+
+def _unpartitioned(found: Found, rank: RankFiles, options: MetadataOptions) -> CheckpointMetadata:
+    """The metadata without ZeRO; without a live engine, that of the weights alone if names of states are unknown.
+
+    Raises :class:`MismatchError` if they are and there are live groups, or states are asked for.
+    """
+    if found.files.layers:  # states are numbered in the order of the module, which pipelines do not save
+        raise UnsupportedError(
+            "pipeline checkpoints without ZeRO do not say which optimizer state is of which parameter",
+            rank.model.path,
+            'a save with "zero_optimization": {"stage": 1} (or bf16 with fp32 gradient accumulation)',
+            "optimizer states that are numbered, not named",
+            remedy="load it at the topology it was saved with, or its weights alone: load_module_only=True",
+        )
+    try:
+        if rank.expert_optimizers:
+            shards_of_experts = list(rank.expert_optimizers.values())
+            return unpartitioned_experts(found, rank.model, rank.experts, shards_of_experts, options)
+        return unpartitioned_metadata(found, rank.model, options)
+    except MismatchError:
+        if options.with_states or options.live_groups:
+            raise
+        return weights_alone(found, rank.model)
 
 
 def _own_flats(found: Found, mp: int, rank: RankFiles, grid: Grid) -> list[int]:
@@ -274,8 +294,15 @@ def _own_flats(found: Found, mp: int, rank: RankFiles, grid: Grid) -> list[int]:
     numbers = list(range(len(model.param_shapes)))
     if not (rank.experts or model.features.experts):
         return numbers
-    if not optimizers:
-        _refuse_across(model, list(rank.expert_optimizers.values()), grid)
+    groups = [group for each in rank.expert_optimizers.values() for group in each.state.groups]
+    few = 2 * len(rank.expert_optimizers) <= max(map(degree_in_name, groups), default=0)
+    if not optimizers and grid.tp > 1 and (model.stacked or few):
+        raise UnsupportedError(
+            "without ZeRO, experts that tensor-parallel ranks do not slice are not supported",
+            model.path,
+            "a save with ZeRO-1 or 2, or enable_expert_tensor_parallelism",
+            f"optimizers of {len(rank.expert_optimizers)} expert-parallel ranks at tensor-parallel degree {grid.tp}",
+        )
     own = [flat for flat in numbers if not (optimizers and is_across(model, optimizers, flat, grid.tp))]
     if own == numbers:
         check_experts(found, model, optimizers, rank.experts, f"{mp:02d}")
@@ -283,58 +310,8 @@ def _own_flats(found: Found, mp: int, rank: RankFiles, grid: Grid) -> list[int]:
     return own
 
 
-def _refuse_across(model: ModelShard, optimizers: Sequence[ExpertOptimizer], grid: Grid) -> None:
-    """Refuse experts that tensor-parallel ranks do not slice, of a rank that has few experts' optimizers, or none."""
-    ep = max((degree_in_name(group) for each in optimizers for group in each.state.groups), default=0)
-    if grid.tp > 1 and (model.stacked or 2 * len(optimizers) <= ep):
-        raise UnsupportedError(
-            "without ZeRO, experts that tensor-parallel ranks do not slice are not supported",
-            file=model.path,
-            expected="a save with ZeRO-1 or 2, or enable_expert_tensor_parallelism",
-            found=f"optimizers of {len(optimizers)} expert-parallel ranks beside tensor-parallel degree {grid.tp}",
-        )
-
-
-def _saved_without_states(model: ModelShard) -> DamagedError:
-    return LayoutError(
-        "the checkpoint was saved without optimizer states, as DeepSpeed 0.17 saves bf16 without ZeRO, and in ZeRO-1 "
-        "with gradients in fp32",
-        file=model.path,
-        expected="optimizer states, in this file or in optimizer-states files beside it",
-        found=f"none, saved by DeepSpeed {model.ds_version}",
-        remedy="load its weights alone: load_optimizer_states=False, or load_module_only=True",
-    )
-
-
-def _refuse_swapped(optimizers: Sequence[OptimizerShard], grid: Grid) -> None:
-    if grid.tp * grid.pp > 1 and any(flat.swapped for shard in optimizers for flat in shard.flats):
-        raise UnsupportedError(
-            "optimizer states on NVMe of a model-parallel run are not supported yet",
-            file=optimizers[0].path,
-            expected="states inside the optimizer-states files, or a run without tensor and pipeline parallelism",
-            found=f"{grid.tp * grid.pp} model-parallel ranks",
-        )
-
-
-def _refuse_unnamed(found: Found, model: ModelShard) -> None:
-    """Without ZeRO, states are numbered in the order of the module, which pipelines do not save."""
-    if found.files.layers:
-        raise UnsupportedError(
-            "pipeline checkpoints without ZeRO do not say which optimizer state is of which parameter",
-            file=model.path,
-            expected='a save with "zero_optimization": {"stage": 1} (or bf16 with fp32 gradient accumulation)',
-            found="optimizer states that are numbered, not named",
-            remedy="load it at the topology it was saved with, or its weights alone: load_module_only=True",
-        )
-
-
 def missing_file(found: Found, name: str, have: str) -> DamagedError:
-    return LayoutError(
-        "a file of the checkpoint is missing",
-        file=found.path(name),
-        expected=name,
-        found=have,
-    )
+    return LayoutError("a file of the checkpoint is missing", found.path(name), name, have)
 
 
 def _refuse_different_experts(model: ModelShard, optimizers: Sequence[OptimizerShard], numbers: Sequence[int]) -> None:
@@ -349,10 +326,10 @@ def _refuse_different_experts(model: ModelShard, optimizers: Sequence[OptimizerS
             if all(sliced) and found != names:
                 raise UnsupportedError(
                     "expert-parallel ranks train different parameters of their experts, which is not supported yet",
-                    parameter=listed(sorted(found ^ names)),
-                    file=optimizers[ranks[0]].path,
-                    expected=f"the parameters that rank 0 trains, according to {model.path}",
-                    found="others, numbered as on that rank",
+                    optimizers[ranks[0]].path,
+                    f"the parameters that rank 0 trains, according to {model.path}",
+                    "others, numbered as on that rank",
+                    parameter=listed(found ^ names),
                 )
 
 
@@ -382,14 +359,12 @@ def _check_belong_together(
 def _check_count(files: Sequence[SourceFile], expected: int, according_to: str) -> None:
     """Require ``expected`` files, and name the first that is missing or one too many."""
     found, first = len(files), files[0].path
-    if found == expected:
-        return
-    folder, name = os.path.split(first)
-    missing = os.path.join(folder, name.replace("zero_pp_rank_0_", f"zero_pp_rank_{found}_"))
-    raise LayoutError(
-        f"a file of the checkpoint is {'missing' if found < expected else 'one too many'}",
-        file=files[expected].path if found > expected else missing,
-        expected=f"{expected} files, according to {according_to}",
-        found=f"{found} files, {name} to {os.path.basename(files[-1].path)}",
-        remedy="restore the missing shards, or remove those of another save",
-    )
+    if found != expected:
+        folder, name = os.path.split(first)
+        missing = os.path.join(folder, name.replace("zero_pp_rank_0_", f"zero_pp_rank_{found}_"))
+        raise LayoutError(
+            f"a file of the checkpoint is {'missing' if found < expected else 'one too many'}",
+            files[expected].path if found > expected else missing,
+            f"{expected} files, according to {according_to}",
+            f"{found} files, {name} to {os.path.basename(files[-1].path)}",
+        )

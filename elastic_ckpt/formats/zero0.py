@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any
 
 from elastic_ckpt.core.chunks import group_rules
 from elastic_ckpt.core.experts import slices
@@ -29,6 +28,7 @@ from elastic_ckpt.formats.metadata_builder import MetadataBuilder, Shape, module
 from elastic_ckpt.formats.model_states import FUSED, PLAIN, ModelShard, UnpartitionedState, saved_shape
 from elastic_ckpt.formats.saved_states import StatesOfOne
 from elastic_ckpt.formats.shards import FlatShard
+from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 
 Names = Sequence[Sequence[str]]
 #: Per group and number in it; ``None``: a parameter that no longer trains, whose state is not needed.
@@ -36,18 +36,10 @@ Members = Sequence[Sequence[str | None]]
 
 
 def unpartitioned_metadata(found: Found, model: ModelShard, options: MetadataOptions) -> CheckpointMetadata:
-    """The metadata of a checkpoint whose optimizer state is whole; without a live engine, of its weights if need be.
-
-    Raises :class:`MismatchError` if names are unknown and there are live groups, or states are asked for.
-    """
+    """The metadata of a checkpoint whose optimizer state is whole; :class:`MismatchError` if names are unknown."""
     state = model.optimizer
     assert state is not None
-    try:
-        names, notes = member_names(model, state, options)
-    except MismatchError:
-        if options.with_states or options.live_groups:
-            raise
-        return weights_alone(found, model)
+    names, notes = member_names(model, state, options)
     states = ((model.path, states) for states in state.states.values())
     builder = MetadataBuilder(found, [model], options.states, states)
     add_unpartitioned(builder, model, state, names)
@@ -61,8 +53,18 @@ def add_unpartitioned(
 ) -> None:
     """Add the masters and states of an optimizer that is whole in one file, given the names of its members."""
     for group, members in enumerate(names):
-        for trained, flat in _flats(model, state, group, members):
-            _add_flat(builder, model, state, group, trained, flat, file)
+        masters: list[tuple[list[str], int, TensorRef]]
+        if state.kind == FUSED:
+            trained = [name for name in members if name is not None]
+            masters = [(trained, state.members[group][0], state.masters[group][0])]
+        else:
+            own = state.masters[group] if state.masters else [model.weights[name] if name else None for name in members]
+            each = zip(members, state.members[group], own, strict=True)
+            masters = [([name], number, master) for name, number, master in each if name and master is not None]
+        for trained, number, master in masters:
+            if trained:
+                flat = FlatShard(master, master.numel, state.states.get(number, StatesOfOne({})))
+                _add_flat(builder, model, state, group, trained, flat, file)
         if state.kind == PLAIN and _is_fused_adam(state.groups[group]):
             _use_last_step(builder, [name for name, _ in shapes_of(model, filter(None, members))])
 
@@ -74,21 +76,6 @@ def weights_alone(found: Found, model: ModelShard) -> CheckpointMetadata:
     return builder.build(model, 0, (), frozen_recorded=False)
 
 
-def _flats(
-    model: ModelShard, state: UnpartitionedState, group: int, members: Sequence[str | None]
-) -> Iterator[tuple[list[str], FlatShard]]:
-    """A param group as flat partitions of one rank, and their parameters: one for each, or (fused) one for all."""
-    if state.kind == FUSED:
-        named = [([name for name in members if name is not None], state.members[group][0], state.masters[group][0])]
-    else:
-        masters = state.masters[group] if state.masters else [None if n is None else model.weights[n] for n in members]
-        each = zip(members, state.members[group], masters, strict=True)
-        named = [([name], number, master) for name, number, master in each if name is not None and master is not None]
-    for names, number, master in named:
-        if names:
-            yield names, FlatShard(master, master.numel, state.states.get(number, StatesOfOne({})))
-
-
 def _add_flat(
     builder: MetadataBuilder,
     model: ModelShard,
@@ -98,11 +85,13 @@ def _add_flat(
     flat: FlatShard,
     file: int,
 ) -> None:
-    shapes = list(shapes_of(model, names))
-    saved_shape = flat.master.shape if state.kind == FUSED else model.weights[names[0]].shape
-    states = _without_points(flat.states) if saved_shape == () else flat.states
-    flat = replace(flat, states=states)
-    flattened = {key: replace(ref, shape=_flattened(ref.shape, saved_shape)) for key, ref in states.tensors.items()}
+    shapes, states = shapes_of(model, names), flat.states
+    own_shape = flat.master.shape if state.kind == FUSED else model.weights[names[0]].shape
+    if own_shape == ():  # elementwise states then have no dimensions either, and are no scalars
+        points = {key: ref for key, ref in states.points.items() if key in ELEMENTWISE_NAMES}
+        scalars = tuple((key, value) for key, value in states.scalars if key not in points)
+        states = replace(states, tensors={**points, **states.tensors}, scalars=scalars)
+    flattened = {key: replace(ref, shape=_flattened(ref.shape, own_shape)) for key, ref in states.tensors.items()}
     saved = RankStates(model.path, flat.partition_numel, -1, flattened, states.digests)
     kinds = builder.classify([saved], [states], names[-1], any_shape=state.kind != FUSED)
     for key, ref in {MASTER: flat.master, **states.tensors}.items():
@@ -113,28 +102,22 @@ def _add_flat(
         raise cannot_slice(whole, names[0])
     numels = [math.prod(shape) for _, shape in shapes]
     rules = group_rules(numels, group_offsets(numels), max(sum(numels), 1))
-    builder.add_flat(shapes, rules, group, state.groups[group], [flat], range(file, file + 1), kinds)
+    flats = [replace(flat, states=states)]
+    builder.add_flat(shapes, rules, group, state.groups[group], flats, range(file, file + 1), kinds)
 
 
-def shapes_of(model: ModelShard, names: Iterable[str]) -> Iterator[tuple[str, Shape]]:
+def shapes_of(model: ModelShard, names: Iterable[str]) -> list[tuple[str, Shape]]:
     """FQNs and shapes of parameters; of one with stacked experts, those of its slices."""
+    found: list[tuple[str, Shape]] = []
     for name in names:
         shape, experts = model.weights[name].shape, model.stacked.get(name)
-        if experts is None:
-            yield name, shape
-        else:
-            yield from ((part.name, part.shape) for part in slices(name, shape, experts[0]))
-
-
-def _without_points(states: StatesOfOne) -> StatesOfOne:
-    """The states of a parameter without dimensions, whose elementwise states have none either and are no scalars."""
-    points = {key: ref for key, ref in states.points.items() if key in ELEMENTWISE_NAMES}
-    scalars = tuple((key, value) for key, value in states.scalars if key not in points)
-    return replace(states, tensors={**points, **states.tensors}, scalars=scalars)
+        parts = slices(name, shape, experts[0]) if experts else ()
+        found += [(part.name, part.shape) for part in parts] or [(name, shape)]
+    return found
 
 
 def _use_last_step(builder: MetadataBuilder, members: Sequence[str]) -> None:
-    """FusedAdam counts the steps of a whole group in the state of its last tensor alone (fused_adam.py)."""
+    """FusedAdam counts a whole group's steps in the state of its last tensor alone (fused_adam.py)."""
     stateful = [name for name in members if builder.parameters[name].scalars]
     counts = builder.parameters[stateful[-1]].scalars if stateful else ()
     for name in stateful:
@@ -215,7 +198,7 @@ def _dealt(state: UnpartitionedState, names: Sequence[str], shapes: Mapping[str,
 
 
 def _in_saved_order(state: UnpartitionedState, live: Names, options: MetadataOptions) -> Names | None:
-    """The live groups in saved order, by ``name`` if all have one; ``None``: they are in another order, unnamed."""
+    """The live groups in saved order, by ``name`` if all have one; ``None``: in another order, without names."""
     saved_labels = [group.get("name") for group in state.groups]
     live_labels = [group.get("name") for group in options.live_hyperparameters]
     if None not in saved_labels and set(saved_labels) == set(live_labels) and len(set(live_labels)) == len(live):
@@ -224,14 +207,12 @@ def _in_saved_order(state: UnpartitionedState, live: Names, options: MetadataOpt
 
 
 def _are_in_another_order(state: UnpartitionedState, options: MetadataOptions) -> bool:
-    saved = [_signature(group) for group in state.groups]
-    now = [_signature(group) for group in options.live_hyperparameters]
+    constant = ("initial_lr", "weight_decay", "eps", "betas")  # while a group trains
+    saved, now = (
+        [repr([group.get(key) for key in constant]) for group in groups]
+        for groups in (state.groups, options.live_hyperparameters)
+    )
     return saved != now and sorted(saved) == sorted(now)
-
-
-def _signature(group: Mapping[str, Any]) -> str:
-    """What stays the same in a param group while it trains."""
-    return repr([group.get(key) for key in ("initial_lr", "weight_decay", "eps")] + list(group.get("betas") or ()))
 
 
 def _notes(state: UnpartitionedState, model: ModelShard, chosen: Members, origin: str, proven: bool) -> tuple[str, ...]:
@@ -266,16 +247,12 @@ def _fit(state: UnpartitionedState, names: Names, shapes: Mapping[str, Shape]) -
 def _fit_named(state: UnpartitionedState, shapes: Mapping[str, Shape]) -> Members | None:
     """The optimizer's own names if they are the module's; those of parameters without a state may be missing."""
     assert state.names is not None
-    fitted: list[list[str | None]] = []
-    for group, members in enumerate(state.names):
+    fitted = [[name if name in shapes else None for name in members] for members in state.names]
+    for group, known in enumerate(fitted):
         saved = _saved_shapes(state, group)
-        known = [name if name in shapes else None for name in members]
-        if len(saved) != len(known) or any(
-            shape is not None and (name is None or shapes[name] != shape)
-            for shape, name in zip(saved, known, strict=True)
-        ):
+        fits = (shape in (None, shapes.get(name or "")) for shape, name in zip(saved, known, strict=False))
+        if len(saved) != len(known) or not all(fits):
             return None
-        fitted.append(known)
     return fitted
 
 
@@ -306,64 +283,48 @@ def align(saved: Sequence[Shape | None], names: Sequence[str], shapes: Mapping[s
     In lists of one length each must fit its counterpart; else the shorter must fit the longer in exactly one way.
     Returns the name of each saved tensor, ``None`` for those without; ``None`` if there is no or no single way.
     """
-    fewer_names = len(saved) > len(names)
-    short, long = sorted((len(saved), len(names)))
-
-    def fits(i: int, j: int) -> bool:
-        shape, name = (saved[j], names[i]) if fewer_names else (saved[i], names[j])
-        return shape is None or shape == shapes[name]
-
-    first = _earliest(short, long, fits)
-    last = _earliest(short, long, lambda i, j: fits(short - 1 - i, long - 1 - j))  # from behind
-    if first is None or last is None or first != [long - 1 - j for j in reversed(last)]:
+    named: list[Shape | None] = [shapes[name] for name in names]
+    short, long = sorted((list(saved), named), key=len)
+    first, last = _earliest(short, long), _earliest(short[::-1], long[::-1])  # from behind
+    if first is None or last is None or first != [len(long) - 1 - at for at in reversed(last)]:
         return None
-    if not fewer_names:
-        return [names[j] for j in first]
+    if len(saved) <= len(names):
+        return [names[at] for at in first]
     name_of = dict(zip(first, names, strict=True))
-    return [name_of.get(j) for j in range(long)]
+    return [name_of.get(at) for at in range(len(long))]
 
 
-def _earliest(short: int, long: int, fits: Callable[[int, int], bool]) -> list[int] | None:
+def _earliest(short: Sequence[Shape | None], long: Sequence[Shape | None]) -> list[int] | None:
     """The earliest positions in the longer list that the members of the shorter one can take, in their order."""
-    chosen: list[int] = []
-    j = 0
-    for i in range(short):
-        while j < long and not fits(i, j):
-            j += 1
-        if j == long:
-            return None
-        chosen.append(j)
-        j += 1
-    return chosen
+    positions = iter(enumerate(long))
+    chosen = [next((at for at, shape in positions if None in (shape, one) or shape == one), -1) for one in short]
+    return None if -1 in chosen else chosen
 
 
 def _unnamed(
     model: ModelShard, state: UnpartitionedState, options: MetadataOptions, fitting: Sequence[str]
 ) -> MismatchError:
     sizes = [len(members) for members in (state.masters if state.kind != PLAIN else state.members)]
-    if fitting:
-        found = f"the orders of {' and of '.join(fitting)} both fit, and differ"
-    elif _are_in_another_order(state, options):
-        found = "live param groups with the saved hyperparameters, in another order, and no name in each group"
-    else:
-        found = f"{sizes} tensors in the saved groups, {[len(group) for group in options.live_groups]} in the live ones"
     if not options.live_groups:
         return MismatchError(
             "without ZeRO, DeepSpeed saves optimizer states without names, and only a load, which knows the live param "
             "groups, can tell which parameter is which",
-            file=model.path,
-            expected="one param group in the order of the model, or several of which shapes tell the members",
-            found=f"{sizes} tensors in the saved groups",
+            model.path,
+            "one param group in the order of the model, or several of which shapes tell the members",
+            f"{sizes} tensors in the saved groups",
             remedy="leave the optimizer states out; torch.optim with model.named_parameters() saves names",
         )
+    found = f"{sizes} tensors in the saved groups, {[len(group) for group in options.live_groups]} in the live ones"
+    if fitting:
+        found = f"the orders of {' and of '.join(fitting)} both fit, and differ"
+    elif _are_in_another_order(state, options):
+        found = "live param groups with the saved hyperparameters, in another order, and no name in each group"
     return MismatchError(
         "without ZeRO, DeepSpeed saves optimizer states without names, and which parameter is which is not known",
+        model.path,
+        "live param groups with the parameters of the saved ones, in their order",
+        found,
         parameter=listed(name for group in options.live_groups for name in group),
-        file=model.path,
-        expected="live param groups with the parameters of the saved ones, in their order",
-        found=found,
-        remedy=(
-            "build the param groups as they were when the checkpoint was saved, frozen parameters included, "
-            "or load with load_optimizer_states=False"
-        ),
+        remedy="build the param groups as when the checkpoint was saved, frozen parameters included, or load with "
+        "load_optimizer_states=False",
     )
