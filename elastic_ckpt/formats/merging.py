@@ -22,7 +22,6 @@ from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.saved_states import Scalars, merged_groups, settings
 from elastic_ckpt.formats.torch_archive.tensor_ref import TensorRef
 
-_RESTORE = "files of two saves are mixed: restore the folder from its original, or take another tag"
 _TIED = re.compile(r"^tied_modules\.[^.]+\.")
 Ranks = Sequence[CheckpointMetadata]
 
@@ -65,12 +64,8 @@ def merge_stages(stages: Ranks) -> CheckpointMetadata:
         for name in dict.fromkeys([*stage.parameters, *(name for name, _ in stage.tensors)]):
             stages_of[name] = (*stages_of.get(name, ()), number)
         if [set(group) for group in stage.groups] != [set(group) for group in first.groups]:
-            raise UnsupportedError(
-                "the pipeline stages were saved with different param groups, which is not supported yet",
-                file=first.source.folder,
-                expected=f"{list(first.groups)}",
-                found=f"{list(stage.groups)}",
-            )
+            problem = "the pipeline stages were saved with different param groups, which is not supported yet"
+            raise UnsupportedError(problem, first.source.folder, list(first.groups), list(stage.groups))
         for key, tensor in stage.tensors.items():
             moved = _moved(tensor, at)
             if tensors.setdefault(key, moved) is not moved:
@@ -121,6 +116,7 @@ def _recorded_shape(declared: Declared, name: str, rank: int) -> tuple[int, ...]
 
 
 def _offsets(ranks: Ranks) -> list[int]:
+    """How many files come before those of each rank."""
     return list(accumulate((len(rank.files) for rank in ranks[:-1]), initial=0))
 
 
@@ -150,13 +146,8 @@ def shard_by_shard(shards: Sequence[TensorMetadata], files_before: Sequence[int]
         return first
     dtypes = [shard.dtype for shard in shards if not shard.is_empty]
     if len(set(dtypes)) > 1:
-        raise DamagedError(
-            f"tensor-parallel ranks saved {first.key} of this parameter in different dtypes",
-            parameter=first.name,
-            expected=dtypes[0],
-            found=", ".join(dtypes),
-            remedy=_RESTORE,
-        )
+        problem = f"tensor-parallel ranks saved {first.key} of this parameter in different dtypes"
+        raise DamagedError(problem, None, dtypes[0], ", ".join(dtypes), parameter=first.name)
     sources: Iterable[ChunkSource] = chain.from_iterable(tensor.sources for tensor in shards)
     if files_before:
         pairs = zip(shards, files_before, strict=True)
@@ -167,7 +158,7 @@ def shard_by_shard(shards: Sequence[TensorMetadata], files_before: Sequence[int]
 
 
 def _one_parameter(shards: Sequence[SavedParameter]) -> SavedParameter:
-    """The parameter with these shards: states of whole partitions are the first rank's, and must agree on all."""
+    """The parameter with these shards; replicated states are the first rank's, and must agree on all."""
     replicated = []
     for number, state in enumerate(shards[0].replicated):
         checksums = {shard.replicated[number].crc32 if number < len(shard.replicated) else None for shard in shards}
@@ -176,21 +167,21 @@ def _one_parameter(shards: Sequence[SavedParameter]) -> SavedParameter:
 
 
 def _check_same_stage(first: CheckpointMetadata, other: CheckpointMetadata) -> None:
+    different = _different_dtypes(first, other)
     compared: list[tuple[str, Any, Any]] = [
         ("parameters", sorted(first.parameters), sorted(other.parameters)),
         ("tensors", sorted(first.tensors), sorted(other.tensors)),
         ("hyperparameters of the param groups", settings(first.groups), settings(other.groups)),
         ("scalar optimizer states", _scalars(first), _scalars(other)),
-        ("dtypes", *_different_dtypes(first, other)),
+        ("dtypes", different[0], different[1]),
     ]
     for what, expected, found in compared:
         if expected != found:
             raise DamagedError(
                 f"tensor-parallel ranks of one pipeline stage were saved with different {what}",
-                file=other.files[0].path,
-                expected=str([item for item in expected if item not in found])[:300],
-                found=str([item for item in found if item not in expected])[:300],
-                remedy=_RESTORE,
+                other.files[0].path,
+                str([item for item in expected if item not in found])[:300],
+                str([item for item in found if item not in expected])[:300],
             )
 
 
@@ -200,17 +191,15 @@ def _scalars(rank: CheckpointMetadata) -> list[Any]:
     return [(name, group, sorted(scalars), scalars.get("step")) for name, group, scalars in found]
 
 
-def _different_dtypes(first: CheckpointMetadata, other: CheckpointMetadata) -> tuple[list[Any], list[Any]]:
+def _different_dtypes(first: CheckpointMetadata, other: CheckpointMetadata) -> list[list[Any]]:
     """Of tensors with elements on both that differ in it: dtype, whether quantized, whether of a shape of its own."""
-    expected, found = [], []
-    for key, one in first.tensors.items():
-        two = other.tensors.get(key)
-        if two is not None:
-            facts = [(key, each.dtype, each.is_whole, each.is_quantized) for each in (one, two)]
-            if facts[0] != facts[1] and not (one.is_empty or two.is_empty):
-                expected.append(facts[0])
-                found.append(facts[1])
-    return expected, found
+    both = [(one, other.tensors[key]) for key, one in first.tensors.items() if key in other.tensors]
+    facts = [
+        [((each.name, each.key), each.dtype, each.is_whole, each.is_quantized) for each in pair]
+        for pair in both
+        if not any(each.is_empty for each in pair)
+    ]
+    return [[pair[at] for pair in facts if pair[0] != pair[1]] for at in (0, 1)]
 
 
 def _united(
@@ -220,7 +209,7 @@ def _united(
     **degree: Any,
 ) -> CheckpointMetadata:
     """The union of several; where two disagree, the first counts."""
-    aliases: Mapping[str, str] = reduce(lambda known, rank: {**rank.aliases, **known}, ranks, {})
+    aliases = dict(chain.from_iterable(rank.aliases.items() for rank in reversed(ranks)))
     return replace(
         ranks[0],
         source=replace(ranks[0].source, frozen_recorded=all(rank.source.frozen_recorded for rank in ranks), **degree),

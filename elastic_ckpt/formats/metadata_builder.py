@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from elastic_ckpt.core.chunks import FlatTensors, PartitionedChunks, PartitionRule, StorageChunk, by_rank, listed
 from elastic_ckpt.core.flat_ranges import FlatRange, per_parameter_numel
@@ -52,8 +52,7 @@ _BUFFERS_DIFFERED = "buffers differed between ranks when saved; after a change o
 _SWAPPED = TensorRef("float32", (0,), (1,), 0)
 
 
-@dataclass(frozen=True)
-class _Partitioned:
+class _Partitioned(NamedTuple):
     """A flat tensor's parameters, how each is partitioned, and the partition of each rank."""
 
     shapes: Shapes
@@ -63,21 +62,15 @@ class _Partitioned:
     @property
     def numel(self) -> int:
         """Elements of each partition, padding included."""
-        first = self.flats[0]
-        return (
-            max((rule.start + rule.step for rule in self.rules), default=0) if first.swapped else first.partition_numel
-        )
+        ends = (rule.start + rule.step for rule in self.rules)
+        return max(ends, default=0) if self.flats[0].swapped else self.flats[0].partition_numel
 
 
 class MetadataBuilder:
     """Collects the metadata of one model-parallel rank, or of a universal checkpoint.
 
-    Args:
-        found: the folder.
-        files: those that chunks index; swap files follow.
-        options: the user's declarations about optimizer states.
-        states: (path, optimizer states) of every flat tensor, for their quantization maps; raises
-            :class:`DamagedError` if one cannot be restored.
+    ``files`` are those that chunks index; swap files follow. ``states`` are (path, optimizer states) of every flat
+    tensor, for their quantization maps.
     """
 
     def __init__(
@@ -103,10 +96,8 @@ class MetadataBuilder:
     ) -> dict[str, SavedKind]:
         """The kinds of the states of one flat partition; records those that are opaque or damaged.
 
-        Args:
-            ranks, states: what each rank saved for it, and the same unclassified.
-            parameter: named in errors about damaged states.
-            any_shape: whether the partition is one parameter, whose states may have any shape.
+        ``ranks`` and ``states`` are what each rank saved for it; ``parameter`` is named in errors; ``any_shape``: the
+        partition is one parameter, whose states may have any shape.
         """
         kinds = classify(ranks, self._options) if any(rank.tensors for rank in ranks) else {}
         self._kinds |= kinds
@@ -133,12 +124,8 @@ class MetadataBuilder:
     ) -> None:
         """Add one flat tensor, partitioned over all ranks: its parameters, their master weights and states.
 
-        Args:
-            shapes, rules: names and logical shapes of the parameters, and how each is partitioned.
-            number, group: their param group.
-            flats: the partition of each rank.
-            files: index of each rank's file.
-            kinds: of the states.
+        ``rules`` say how each parameter is partitioned; ``number`` and ``group`` are their param group; ``flats`` and
+        ``files`` have the partition of each rank and the index of its file.
         """
         first = flats[0]
         states = first.states
@@ -154,7 +141,9 @@ class MetadataBuilder:
             differs = None in digests or len(set(digests)) > 1 or not ref.is_contiguous
             replicated.append(ReplicatedState(key, ref.dtype, ref.shape, files[0], ref.byte_offset, crc32, differs))
         for name, shape in shapes:
-            self._refuse_second(name, files[0])
+            if name in self.parameters:
+                problem, path = "this parameter is listed twice: it has two masters", self._files[files[0]].path
+                raise DamagedError(problem, path, "every parameter in one flat tensor", "two", parameter=name)
             self.parameters[name] = SavedParameter(shape, number, scalars, tuple(replicated))
         partitioned, found = _Partitioned(shapes, rules, flats), {}
         for key in first.swapped:
@@ -173,17 +162,6 @@ class MetadataBuilder:
                 name = shapes[0][0]
                 self.tensors.add({(name, key): dense_tensor(name, key, refs[0], files[0], is_whole=True)})
         self.tensors.add_flat(shapes, rules, {key: state for key, state in found.items() if state is not None})
-
-    def _refuse_second(self, name: str, file: int) -> None:
-        if name in self.parameters:
-            raise DamagedError(
-                "this parameter is listed twice: it would have two master weights",
-                parameter=name,
-                file=self._files[file].path,
-                expected="every parameter in one flat tensor",
-                found="two",
-                remedy="take another tag",
-            )
 
     def _partitioned(
         self, partitioned: _Partitioned, key: str, refs: Sequence[TensorRef], kind: SavedKind, files: range
@@ -217,25 +195,14 @@ class MetadataBuilder:
         dtype = refs[0].dtype
         for rank, ref in enumerate(refs):
             if ref.dtype != dtype:
-                names = (
-                    name
-                    for (name, _), rule in zip(partitioned.shapes, partitioned.rules, strict=True)
-                    if rank in rule.ranks
-                )
-                raise DamagedError(
+                named = zip(partitioned.shapes, partitioned.rules, strict=True)
+                name = next((name for (name, _), rule in named if rank in rule.ranks), None)
+                problem, path = (
                     f"ranks saved {key} of this parameter in different dtypes",
-                    parameter=next(names, None),
-                    file=self._files[files[rank]].path,
-                    expected=f"{dtype}, as on other ranks",
-                    found=ref.dtype,
-                    remedy="files of two saves are mixed: restore the folder from its original, or take another tag",
+                    self._files[files[rank]].path,
                 )
+                raise DamagedError(problem, path, f"{dtype}, as on other ranks", ref.dtype, parameter=name)
         return dtype
-
-    def _values(self, groups: Iterable[Mapping[str, Any]]) -> frozenset[str]:
-        """Names of scalar states and hyperparameters."""
-        scalars = {id(saved.scalars): saved.scalars for saved in self.parameters.values()}.values()
-        return frozenset(chain((key for each in scalars for key, _ in each), *groups))
 
     def build(
         self, model: ModelShard, zero_stage: int, groups: Sequence[Mapping[str, Any]], **source: Any
@@ -246,6 +213,8 @@ class MetadataBuilder:
         """
         found, dp = self._found, int(model.counters.get("dp_world_size", 1))
         fresh = (key for key, kind in self._kinds.items() if kind.kind == FRESH)
+        scalars = {id(saved.scalars): saved.scalars for saved in self.parameters.values()}.values()
+        values = frozenset(chain((key for each in scalars for key, _ in each), *groups))
         return CheckpointMetadata(
             source=SourceFacts(found.format, found.folder, found.tag, zero_stage, dp, model.ds_version, **source),
             files=tuple(self._files),
@@ -254,7 +223,7 @@ class MetadataBuilder:
             groups=normal_groups(groups, is_bitsandbytes=bool(self._codebooks)),
             states=StateFacts(self._opaque, self._damaged, frozenset(fresh)),
             notes=(*self.notes, *kind_notes(self._kinds)),
-            warnings=unmatched_names(self._kinds, self._options, self._values(groups)),
+            warnings=unmatched_names(self._kinds, self._options, values),
             aliases=model.shared,
             declared=model.declared,
             run=model.run,
@@ -273,14 +242,9 @@ def dense_tensor(
 def refuse_view(name: str, what: str, ref: TensorRef, path: str) -> None:
     """Raise :class:`UnsupportedError` for a tensor that is not contiguous."""
     if not ref.is_contiguous:
-        raise UnsupportedError(
-            f"{what} was saved as a view that is not contiguous, which is not supported yet",
-            parameter=name,
-            file=path,
-            expected="a contiguous tensor",
-            found=f"shape {ref.shape}, strides {ref.stride}",
-            remedy="load at the topology it was saved with, or make it contiguous before saving",
-        )
+        problem = f"{what} was saved as a view that is not contiguous, which is not supported yet"
+        found = f"shape {ref.shape}, strides {ref.stride}"
+        raise UnsupportedError(problem, path, "a contiguous tensor", found, parameter=name)
 
 
 def module_tensors(
@@ -288,11 +252,8 @@ def module_tensors(
 ) -> tuple[Tensors, list[str]]:
     """Buffers and frozen parameters, which no optimizer owned, by (name, key); and notes for the report.
 
-    Args:
-        models: a model-parallel rank's model-states files, in data-parallel order.
-        own: the file to take buffers from: this rank's own if the topology is unchanged, else 0.
-        trained: names that an optimizer owned.
-        first_file: index of the first file.
+    ``models`` are a model-parallel rank's files in data-parallel order; buffers are taken from ``own``: this rank's own
+    if the topology is unchanged, else 0. An optimizer owned ``trained``.
     """
     tensors: Tensors = {}
     source = models[own]
@@ -332,19 +293,10 @@ def _partitioned(models: Sequence[ModelShard], name: str, shape: Shape, first_fi
     for rank in rule.ranks:
         mine, ref = rule.range_on(rank).numel, refs[rank]
         if mine > ref.numel or (ref.numel, ref.dtype) != (first.numel, first.dtype):
-            raise DamagedError(
-                "a rank's part of this frozen parameter has the wrong size or dtype",
-                parameter=name,
-                file=models[rank].path,
-                expected=f"{mine} elements of {first.dtype}",
-                found=f"{ref.numel} of {ref.dtype}",
-                remedy="restore the folder from its original",
-            )
-    flat = FlatTensors(
-        range(first_file, first_file + len(refs)),
-        by_rank(ref.byte_offset for ref in refs),
-        rule.step,
-        ITEMSIZE[first.dtype],
-    )
+            problem = "a rank's part of this frozen parameter has the wrong size or dtype"
+            expected, found = f"{mine} elements of {first.dtype}", f"{ref.numel} of {ref.dtype}"
+            raise DamagedError(problem, models[rank].path, expected, found, parameter=name)
+    files, offsets = range(first_file, first_file + len(refs)), by_rank(ref.byte_offset for ref in refs)
+    flat = FlatTensors(files, offsets, rule.step, ITEMSIZE[first.dtype])
     sources = (PartitionedChunks(rule, flat),) if numel else listed()
     return TensorMetadata(name, FROZEN, shape, first.dtype, sources)
