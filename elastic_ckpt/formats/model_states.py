@@ -16,6 +16,7 @@ import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from itertools import chain
 from numbers import Integral
 from typing import Any, ClassVar
@@ -61,7 +62,7 @@ ModelIndexer = Callable[[PickledFile, int], "ModelShard"]
 
 @dataclass(frozen=True)
 class UnpartitionedState:
-    """The optimizer entry, small enough to all-gather.
+    """The optimizer entry.
 
     Attributes:
         kind: :data:`PLAIN`, :data:`UNFUSED` or :data:`FUSED`.
@@ -82,20 +83,18 @@ class UnpartitionedState:
 
 @dataclass(frozen=True)
 class ModelShard(SourceFile):
-    """What one model-states file holds, small enough to all-gather.
+    """What one model-states file holds.
 
     Attributes:
         dp_rank: whose file it is; 0 if the job wrote one file.
         param_shapes: per group (ZeRO-3: per sub-group), names and logical shapes in flat-buffer order.
         weights: module entries with data: name -> reference.
         buffers, buffer_names: module buffers with data in this file, and all, with those in files of pipeline layers.
-        before_0_19_4: whether it is of a run with experts, of which DeepSpeed before 0.19.4 saves neither names of
-            buffers, shapes of parameters, configuration nor version: assembling.py finds them.
+        before_0_19_4: whether it is of a run with experts and lacks :data:`_ADDED_IN_0_19_4`: assembling.py finds them.
         buffers_crc32: checksum of the buffers' bytes, to see whether ranks differ.
         frozen_shapes, frozen_fragments: of parameters that no optimizer owned, logical shapes and this file's data.
         frozen_recorded: whether the file lists frozen parameters, even none (ZeRO-2 and 3 do, unless excluded).
         shared: tied name -> name with the data.
-        counters, ds_version: :data:`COUNTERS` and DeepSpeed version.
         zero, run: the DeepSpeed config's ``zero_optimization`` section, and plain values among the run's arguments.
         alignment: multiple that ZeRO-3's partitions were padded to, in elements (``"align_partitions"``); 1: none.
         optimizer: the optimizer's state if it was not partitioned (ZeRO stage 0).
@@ -103,7 +102,6 @@ class ModelShard(SourceFile):
         features: what only DeepSpeed's own loader restores.
         stacked: parameter in which AutoEP stacks experts -> the experts on each expert-parallel rank.
         ahead: by how many steps counts of the optimizer are ahead of the counters, where it was recorded.
-        stated, declared: what it states about parallel degrees and tensor-parallel shards.
     """
 
     OWN_FIELDS: ClassVar[tuple[str, ...]] = ("path", "nbytes", "records", "dp_rank", "buffers_crc32")
@@ -134,7 +132,7 @@ class ModelShard(SourceFile):
 
 
 def index_model_states(file: PickledFile, dp_rank: int, options: StateOptions = _DEFAULTS) -> ModelShard:
-    """Read one model-states file; :class:`DamagedError` if an entry that DeepSpeed always writes is missing or bad."""
+    """Read one model-states file; :class:`DamagedError` if it lacks an entry that DeepSpeed always writes."""
     if "ds_version" not in file.tree:
         refuse_old(file, sorted({"csr_tensor_module_names"} & file.tree.keys()))
     before_0_19_4 = "num_experts" in file.tree and not _ADDED_IN_0_19_4 & file.tree.keys()
@@ -182,19 +180,18 @@ def read_counters(file: PickledFile) -> dict[str, int]:
     counters = {key: file.tree[key] for key in COUNTERS if key in file.tree}
     for key, value in counters.items():
         if not isinstance(value, Integral) or isinstance(value, bool) or value < 0:
-            raise LayoutError(
+            problem, expected = (
                 "a counter of this file is no number of steps, samples or ranks",
-                file=file.path,
-                expected=f"{key}: an integer, not negative",
-                found=repr(value)[:100] if isinstance(value, (int, float, str)) else type(value).__name__,
-                remedy=f"leave {key} out of the client state that is saved, where it replaces DeepSpeed's own; "
-                "take another tag",
+                f"{key}: an integer >= 0",
             )
+            found = repr(value)[:100] if isinstance(value, (int, float, str)) else type(value).__name__
+            remedy = f"leave {key} out of the saved client state, where it replaces DeepSpeed's own; take another tag"
+            raise LayoutError(problem, file.path, expected, found, remedy=remedy)
     return counters
 
 
 def module_entries(module: Any) -> dict[str, Any]:
-    """The entries of ``module`` by FQN; Megatron-DeepSpeed without a pipeline has a dictionary for each submodule."""
+    """The entries of ``module`` by FQN; Megatron-DeepSpeed's without a pipeline are nested."""
     found: dict[str, Any] = {}
     for name, value in module.items() if isinstance(module, Mapping) else ():
         if isinstance(value, Mapping) and not str(name).endswith("_extra_state"):
@@ -205,7 +202,7 @@ def module_entries(module: Any) -> dict[str, Any]:
 
 
 def _stacked_experts(file: PickledFile) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """Where AutoEP's stacked experts are; :class:`LayoutError` unless each expert is on one expert-parallel rank."""
+    """Where AutoEP's stacked experts are."""
     found: dict[str, tuple[tuple[int, ...], ...]] = {}
     for layer in file.tree.get("ds_autoep_layers") or file.tree.get("autoep_layers") or ():
         local, ep, count = (int(layer[key]) for key in ("num_local_experts", "ep_size", "num_experts"))
@@ -216,14 +213,9 @@ def _stacked_experts(file: PickledFile) -> dict[str, tuple[tuple[int, ...], ...]
             placed = tuple(tuple(map(int, each["experts"])) for each in ranks)
         experts = sorted(chain.from_iterable(placed))
         if not 0 < count <= _MOST_EXPERTS or experts != list(range(count)) or len({*map(len, placed)}) > 1:
-            raise LayoutError(
-                "experts of AutoEP are not placed on one expert-parallel rank each, in equal numbers",
-                parameter=f"{layer['expert_key_prefix']}.*",
-                file=file.path,
-                expected=f"{layer['num_experts']} experts on {ep} ranks",
-                found=str(placed)[:200],
-                remedy="load it with DeepSpeed at the topology it was saved with",
-            )
+            problem = "experts of AutoEP are not placed on one expert-parallel rank each, in equal numbers"
+            name, expected = f"{layer['expert_key_prefix']}.*", f"{layer['num_experts']} experts on {ep} ranks"
+            raise LayoutError(problem, file.path, expected, str(placed)[:200], parameter=name, remedy=AT_ITS_TOPOLOGY)
         found |= {f"{layer['expert_key_prefix']}.{weight}": placed for weight in ("w1", "w2", "w3")}
     return found
 
@@ -265,27 +257,17 @@ def _tied_names(file: PickledFile, params: Mapping[str, TensorRef]) -> dict[str,
 def refuse_old(file: PickledFile, signs: Sequence[str]) -> None:
     """Refuse what DeepSpeed before 0.6.2 leaves: parameters without shapes, groups or paddings."""
     if signs:
-        raise UnsupportedError(
-            "checkpoints of DeepSpeed before 0.6.2, or gpt-neox's DeeperSpeed 0.3.15 (GPT-NeoX-20B, Pythia), are not "
-            "supported: they do not record where each parameter is",
-            file.path,
-            "files of DeepSpeed 0.6.2 or later",
-            ", ".join(signs),
-            remedy="resume it once with the code that wrote it, on a DeepSpeed of 0.6.2 or later, and save it there",
-        )
+        problem = "checkpoints of DeepSpeed before 0.6.2, or gpt-neox's DeeperSpeed 0.3.15, are not supported"
+        remedy = "resume it once with the code that wrote it, on a DeepSpeed of 0.6.2 or later, and save it there"
+        raise UnsupportedError(problem, file.path, "files of 0.6.2 or later", ", ".join(signs), remedy=remedy)
 
 
 def _refuse_extra_state(file: PickledFile, module: Mapping[str, Any]) -> None:
     """Refuse ``nn.Module.get_extra_state``: Python state inside the module, which nothing here restores."""
     for name, value in module.items():
         if name.endswith("_extra_state") and value is not None:
-            raise UnsupportedError(
-                "a module keeps extra state (get_extra_state), which is not supported yet",
-                parameter=name,
-                file=file.path,
-                expected="None",
-                found=type(value).__name__,
-            )
+            problem = "a module keeps extra state (get_extra_state), which is not supported yet"
+            raise UnsupportedError(problem, file.path, "None", type(value).__name__, parameter=name)
 
 
 def _named_shapes(file: PickledFile, shapes: Mapping[str, Any]) -> tuple[tuple[str, Shape], ...]:
@@ -294,10 +276,7 @@ def _named_shapes(file: PickledFile, shapes: Mapping[str, Any]) -> tuple[tuple[s
 
 
 def _checksum(file: PickledFile, refs: list[TensorRef]) -> int:
-    crc = 0
-    for raw in read_bytes(file, refs):
-        crc = zlib.crc32(raw, crc)
-    return crc
+    return reduce(lambda crc, raw: zlib.crc32(raw, crc), read_bytes(file, refs), 0)
 
 
 def check_same_save(shards: Sequence[ModelShard], one_rank: bool = True) -> None:
@@ -306,12 +285,12 @@ def check_same_save(shards: Sequence[ModelShard], one_rank: bool = True) -> None
     refuse_other_saves(shards, lambda shard: {f"{what} differ": getattr(shard, what) for what in whats})
 
 
-#: What entries of optimizers have, of which some may be missing.
+#: What entries of optimizers have.
 _OF_OPTIMIZERS = frozenset({"state", "param_groups", "optimizer_state_dict", "base_optimizer_state"})
 
 
 def index_unpartitioned(file: PickledFile, options: StateOptions) -> UnpartitionedState | None:
-    """The optimizer entry of a file, ``None`` without one (under ZeRO); :class:`DamagedError` if it is malformed."""
+    """The optimizer entry of a file, ``None`` without one (under ZeRO); :class:`LayoutError` if it is malformed."""
     saved = file.tree.get("optimizer")
     if saved is None or (isinstance(saved, Mapping) and "base_optimizer_state" in saved):
         return None  # BF16_Optimizer of a pipeline writes a partition here, beside the files of all of them
@@ -321,13 +300,10 @@ def index_unpartitioned(file: PickledFile, options: StateOptions) -> Unpartition
     state = saved if kind == PLAIN else saved.get("optimizer_state_dict")
     if not isinstance(state, Mapping) or "state" not in state or "param_groups" not in state:
         if kind == PLAIN and len(saved) > 1 and saved.keys().isdisjoint(_OF_OPTIMIZERS):
-            raise UnsupportedError(
-                "the saved optimizer has a state dict of its own kind, which is not supported",
-                file=file.path,
-                expected="'state' and 'param_groups', as torch's optimizers have them",
-                found=sorted(map(str, saved))[:8],
-                remedy=f"load_optimizer_states=False, or {AT_ITS_TOPOLOGY}",
-            )
+            problem = "the saved optimizer has a state dict of its own kind, which is not supported"
+            expected = "'state' and 'param_groups', as torch's optimizers have them"
+            remedy = f"load_optimizer_states=False, or {AT_ITS_TOPOLOGY}"
+            raise UnsupportedError(problem, file.path, expected, sorted(map(str, saved))[:8], remedy=remedy)
         raise _damaged(file, "'state' and 'param_groups' of a torch optimizer", sorted(map(str, saved))[:8])
     masters: tuple[tuple[TensorRef, ...], ...] = ()
     if kind != PLAIN:
@@ -336,7 +312,7 @@ def index_unpartitioned(file: PickledFile, options: StateOptions) -> Unpartition
     for master in chain.from_iterable(masters):
         if not isinstance(master, TensorRef) or not master.is_contiguous:
             raise _damaged(file, "dense fp32 masters", str(master)[:200])
-    groups = state["param_groups"]
+    groups, numbered = state["param_groups"], {n: one for n, one in state["state"].items() if isinstance(n, int)}
     names = tuple(tuple(map(str, group.get("param_names") or ())) for group in groups)
     return UnpartitionedState(
         kind=kind,
@@ -344,14 +320,7 @@ def index_unpartitioned(file: PickledFile, options: StateOptions) -> Unpartition
         members=tuple(tuple(group["params"]) for group in groups),
         names=names if kind != FUSED and all(names) else None,
         masters=masters,
-        states=with_strangers(
-            {
-                number: sort_states(file, one, options)
-                for number, one in state["state"].items()
-                if isinstance(number, int)
-            },
-            state,
-        ),
+        states=with_strangers({n: sort_states(file, one, options) for n, one in numbered.items()}, state),
         scaler={key: value for key, value in saved.items() if isinstance(value, (int, float, bool))},
     )
 
@@ -383,10 +352,6 @@ def saved_shape(states: StatesOfOne) -> tuple[int, ...] | None:
 
 
 def _damaged(file: PickledFile, expected: str, found: Any) -> DamagedError:
-    return LayoutError(
-        "the optimizer entry of this file is not one that DeepSpeed writes",
-        file=file.path,
-        expected=expected,
-        found=found,
-        remedy="the file is of another kind of run; take another tag, or load_optimizer_states=False",
-    )
+    problem = "the optimizer entry of this file is not one that DeepSpeed writes"
+    remedy = "the file is of another kind of run; take another tag, or load_optimizer_states=False"
+    return LayoutError(problem, file.path, expected, found, remedy=remedy)

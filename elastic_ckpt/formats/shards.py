@@ -22,7 +22,6 @@ from typing import Any, ClassVar
 from elastic_ckpt.core.metadata import MASTER, SourceFile
 from elastic_ckpt.core.training_state import Features
 from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError
-from elastic_ckpt.formats.base import refuse_other_saves
 from elastic_ckpt.formats.naming import SWAPPED_FOLDER
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.saved_config import config_section, features_in, saved_config
@@ -60,7 +59,7 @@ class FlatShard:
 
 @dataclass(frozen=True)
 class OptimizerShard(SourceFile):
-    """What one optimizer-states file holds, small enough to all-gather.
+    """What one optimizer-states file holds.
 
     Attributes:
         dp_rank, flats: whose partitions it has, and the partitions.
@@ -129,20 +128,15 @@ def build_shard(
 def flat_ref(file: PickledFile, what: str, ref: Any) -> TensorRef:
     """``ref``, which must be a dense 1-D tensor, else :class:`DamagedError`."""
     if not isinstance(ref, TensorRef) or len(ref.shape) != 1 or not ref.is_contiguous:
-        raise LayoutError(
-            f"{what} is not a dense flat tensor",
-            file=file.path,
-            expected="a contiguous tensor of one dimension",
-            found=str(ref)[:200],
-            remedy="the file was not written by DeepSpeed's ZeRO; take another tag",
-        )
+        expected = "a contiguous tensor of one dimension, as DeepSpeed's ZeRO writes it"
+        raise LayoutError(f"{what} is not a dense flat tensor", file.path, expected, str(ref)[:200])
     return ref
 
 
 def other_save_than_model(shard: OptimizerShard, problem: str, expected: str, found: Any) -> LayoutError:
     """The error for an optimizer-states file that does not fit the parameters in the model-states file."""
     remedy = "model-states and optimizer-states files are of different saves: restore the folder from its original"
-    return LayoutError(problem, file=shard.path, expected=expected, found=found, remedy=remedy)
+    return LayoutError(problem, shard.path, expected, found, remedy=remedy)
 
 
 def with_own_padding(shards: Sequence[OptimizerShard]) -> list[OptimizerShard]:
@@ -159,12 +153,7 @@ def with_own_padding(shards: Sequence[OptimizerShard]) -> list[OptimizerShard]:
     return [*shards[:-1], replace(shards[-1], flats=tuple(flats))]
 
 
-def check_same_save(shards: Sequence[OptimizerShard]) -> None:
-    """Raise :class:`DamagedError` for the first optimizer-states file of another save than rank 0's."""
-    refuse_other_saves(shards, _facts_of)
-
-
-def _facts_of(shard: OptimizerShard) -> dict[str, Any]:
+def facts_of_save(shard: OptimizerShard) -> dict[str, Any]:
     """What ranks of one save cannot differ in; they do in what an optimizer computes of its own partition."""
     states = [flat.states for flat in shard.flats]
     # some keep a number in place of a tensor for a partition of zeros
@@ -190,11 +179,8 @@ def _facts_of(shard: OptimizerShard) -> dict[str, Any]:
 def swap_files(file: PickledFile, dp_rank: int, master: TensorRef, state: Mapping[str, Any]) -> dict[str, SourceFile]:
     """The swap files of one sub-group: metadata key -> file; empty if the shard itself has its data.
 
-    ``master`` and ``state`` are its master and optimizer states in ``file``, the shard of ``dp_rank``.
-
-    Raises:
-        DamagedError: a swap file is missing, or its name is invalid.
-        UnsupportedError: whether the sub-group was swapped is unknown.
+    Raises :class:`DamagedError` for a missing file or an invalid name, :class:`UnsupportedError` if it is not known
+    whether it was swapped.
     """
     folder = _folder(file, dp_rank)
     states = {key: ref for key, ref in state.items() if isinstance(ref, TensorRef) and ref.swap_id is not None}
@@ -206,14 +192,17 @@ def swap_files(file: PickledFile, dp_rank: int, master: TensorRef, state: Mappin
             _ID.fullmatch(swap_id) if key == MASTER else _STATE.fullmatch(key) and swap_id == f"{key}-{named[MASTER]}"
         )
         if not is_named:
-            raise DamagedError(
-                f"{'the fp32 master' if key == MASTER else key} was swapped to NVMe, but does not name its swap file",
-                file=file.path,
-                expected="<first>_<last> for a master, <state>-<first>_<last> for a state",
-                found=repr(swap_id),
-                remedy="take another tag",
+            problem = (
+                f"{'the fp32 master' if key == MASTER else key} was swapped to NVMe, but names no swap file"
             )
-    return {key: _swap_file(os.path.join(folder, f"{swap_id}{_SUFFIX}")) for key, swap_id in named.items()}
+            expected = "<first>_<last> for a master, <state>-<first>_<last> for a state"
+            raise DamagedError(problem, file.path, expected, repr(swap_id))
+    files = {}
+    for key, swap_id in named.items():
+        path = os.path.join(folder, f"{swap_id}{_SUFFIX}")
+        with open_stream(path) as stream:
+            files[key] = SourceFile(path, os.fstat(stream.fileno()).st_size)
+    return files
 
 
 def _master_is_swapped(file: PickledFile, folder: str, master: TensorRef, state: Mapping[str, Any]) -> bool:
@@ -222,46 +211,30 @@ def _master_is_swapped(file: PickledFile, folder: str, master: TensorRef, state:
         return master.swap_id is not None
     if state or master.swap_id is None or not os.path.isfile(os.path.join(folder, master.swap_id + _SUFFIX)):
         return False
-    raise UnsupportedError(
-        "this checkpoint was saved before the first step by a run that swaps optimizer states to NVMe: which of its "
-        "masters are up to date is not known",
-        file=file.path,
-        expected="a checkpoint saved after a step, or without pipeline_read and pipeline_write",
-        found=f"a swap file and {master.numel} elements in the shard",
-        remedy="start from the initial weights instead",
-    )
+    problem = "saved before the first step, with states on NVMe: which masters are up to date is not known"
+    expected = "a checkpoint saved after a step, or without pipeline_read and pipeline_write"
+    found, remedy = f"a swap file and {master.numel} elements in the shard", "start from the initial weights"
+    raise UnsupportedError(problem, file.path, expected, found, remedy=remedy)
 
 
 def refuse_unnamed_swap_files(file: PickledFile, dp_rank: int) -> None:
     """Raise :class:`UnsupportedError` for swap files that no tensor names: of a rewritten shard, they may be stale."""
     folder = _folder(file, dp_rank)
     if os.path.isdir(folder) and any(name.endswith(_SUFFIX) for name in file_names(folder)):
-        raise UnsupportedError(
-            "swap files are beside this shard, but none of its tensors says that it was swapped to NVMe",
-            file=file.path,
-            expected="tensors that name their swap files, as DeepSpeed saves them",
-            found=f"unnamed files in {folder}",
-            remedy="take the shard as DeepSpeed saved it; if nothing was swapped, remove the folder",
-        )
+        problem = "swap files are beside this shard, but none of its tensors says that it was swapped to NVMe"
+        expected, found = "tensors that name their swap files", f"unnamed files in {folder}"
+        remedy = "take the shard as DeepSpeed saved it; if nothing was swapped, remove the folder"
+        raise UnsupportedError(problem, file.path, expected, found, remedy=remedy)
 
 
 def _folder(file: PickledFile, dp_rank: int) -> str:
     return os.path.join(os.path.dirname(file.path), SWAPPED_FOLDER, f"rank{dp_rank:02d}")
 
 
-def _swap_file(path: str) -> SourceFile:
-    with open_stream(path) as stream:
-        return SourceFile(path, os.fstat(stream.fileno()).st_size)
-
-
 def check_swap_file(source: SourceFile, numel: int) -> None:
     """Raise :class:`DamagedError` unless a swap file has the size of its data, padded."""
     padding = source.nbytes - 4 * numel
     if not 0 <= padding < _MOST_PADDING_NBYTES or source.nbytes % _ALIGNMENT_NBYTES:
-        raise DamagedError(
-            "a swap file of the checkpoint has the wrong size",
-            file=source.path,
-            expected=f"{numel} fp32 elements, padded to a multiple of {_ALIGNMENT_NBYTES} bytes",
-            found=f"{source.nbytes} bytes",
-            remedy="it is truncated, or of another run that used the same swap folder: take another tag",
-        )
+        problem = "a swap file of the checkpoint has the wrong size: truncated, or of another run in the same folder"
+        expected = f"{numel} fp32 elements, padded to a multiple of {_ALIGNMENT_NBYTES} bytes"
+        raise DamagedError(problem, source.path, expected, f"{source.nbytes} bytes")
