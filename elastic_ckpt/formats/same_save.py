@@ -54,11 +54,9 @@ def with_progress_compared(
 ) -> CheckpointMetadata:
     """The metadata, with a note if the optimizer has not counted the steps of the counters, as after a reset.
 
-    ``scalers``: the loss scaler of each model-parallel rank, if the states are in other files than the counters.
-
-    Raises:
-        DamagedError: with ``check_shards``, files of two saves may be mixed: counts are one apart or, under ZeRO-3
-            where no weights tell, any number, and nothing in the files explains it.
+    ``scalers``: the loss scaler of each model-parallel rank, if the states are in other files than the counters. Raises
+    :class:`DamagedError` with ``check_shards`` if files of two saves may be mixed: counts are one apart or, under
+    ZeRO-3 where no weights tell, any number, and nothing in the files explains it.
     """
     kind = PLAIN if model.optimizer is None else model.optimizer.kind
     counted, skipped = int(model.counters["global_steps"]), int(model.counters["skipped_steps"])
@@ -70,8 +68,15 @@ def with_progress_compared(
         explained_counts(kind, model.ds_version, model.ahead, bool(scalers)),
     )
     why = counts.contradiction(exact=metadata.source.zero_stage == 3)
-    if why is not None and scalers and check_shards and not _adapts_its_rate(metadata.groups):
-        raise _mixed(model, *why)
+    # Prodigy and D-Adaptation (d0) find their rate themselves, and count no step of rate zero
+    if why is not None and scalers and check_shards and not any("d0" in group for group in metadata.groups):
+        raise DamagedError(
+            "optimizer states and counters are of different steps: files of two saves may be mixed in this folder",
+            model.path,
+            *why,
+            remedy="take another tag; if the optimizer was reset during the run, or the run began without ZeRO in fp16 "
+            'or bf16, or with DeepSpeed before 0.13, which explains it: "elastic_checkpoint": {"verify": "bytes"}',
+        )
     if not counts.odd_steps:
         return metadata
     found = f"at step {_shown(counts.steps)}, counters at {counts.expected}"
@@ -88,11 +93,6 @@ def _optimizer_steps(metadata: CheckpointMetadata, expected: int) -> frozenset[f
         # a step that is kept in the group counts each of its sub-groups
         steps = {step for step in steps if not expected or step % expected}
     return frozenset(steps)
-
-
-def _adapts_its_rate(groups: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether an optimizer finds its rate itself, as Prodigy and D-Adaptation, which count no step of rate zero."""
-    return any("d0" in group for group in groups)
 
 
 @dataclass(frozen=True)
@@ -150,10 +150,8 @@ def explained_counts(
 ) -> Mapping[str, Collection[int]]:
     """By how many steps counts may be ahead of the counters in one save.
 
-    Args:
-        kind, ds_version: of an optimizer without ZeRO, else :data:`~.model_states.PLAIN`; and what saved it.
-        recorded: what the run has recorded about itself.
-        elsewhere: whether the optimizer's states are in other files than the counters.
+    ``kind`` is that of an optimizer without ZeRO, else :data:`~.model_states.PLAIN`; ``recorded`` what the run has
+    recorded about itself; ``elsewhere``: the optimizer's states are in other files than the counters.
     """
     step = {0}
     if kind != PLAIN:
@@ -171,29 +169,13 @@ def _shown(steps: Collection[float]) -> str:
     return ", ".join(f"{step:g}" for step in sorted(steps))
 
 
-def _mixed(model: ModelShard, expected: str, found: str) -> DamagedError:
-    return DamagedError(
-        "optimizer states and counters are of different steps: files of two saves may be mixed in this folder",
-        file=model.path,
-        expected=expected,
-        found=found,
-        remedy="take another tag; if the optimizer was reset during the run, or the run began without ZeRO in fp16 or "
-        "bf16, or with DeepSpeed before 0.13, which explains it: "
-        '"elastic_checkpoint": {"verify": "bytes"}',
-    )
-
-
 def spot_check(
     metadata: CheckpointMetadata, path: str, weights: Mapping[str, TensorRef], files: Collection[int]
 ) -> None:
     """Compare a few masters in each of some files with the low-precision weights saved beside them. Local.
 
-    ``files`` are indices in ``metadata.files``. ``weights`` are the entries of ``path`` by parameter, as in the
-    universal checkpoints of stages 1 and 2 too; ZeRO-3 has none, and nothing is compared.
-
-    Raises:
-        DamagedError: they differ.
-        MismatchError: they differ without ZeRO, where parameters are matched by their order.
+    ``files`` are indices in ``metadata.files``, ``weights`` the entries of ``path`` by parameter: none under ZeRO-3.
+    Raises :class:`DamagedError`, or :class:`MismatchError` without ZeRO, where parameters are matched by their order.
     """
     checked: Counter[int] = Counter()
     # without partitions, values also prove which parameter is which: compare all of them
@@ -212,34 +194,20 @@ def spot_check(
             if agrees_when_rounded(masters, saved, weight.dtype):
                 continue
             if any(group.get("train_mode") is False for group in metadata.groups):
-                raise _in_evaluation_mode(name, file)
+                raise UnsupportedError(
+                    "a schedule-free optimizer was in evaluation mode when this was saved: its masters are not those "
+                    "of the weights, which is not supported",
+                    file,
+                    "train_mode: True in the param groups",
+                    "train_mode: False",
+                    parameter=name,
+                    remedy=f"call optimizer.train() before saving; or {AT_ITS_TOPOLOGY}",
+                )
             is_partitioned = metadata.source.zero_stage > 0
             error, problem, remedy = _OTHER_RUN if is_partitioned else _OTHER_ORDER
             where = f" from element {start} on, as in {path}" if is_partitioned else ""
-            raise error(
-                problem,
-                parameter=name,
-                file=file,
-                expected=f"{_first(saved)} ...{where}",
-                found=f"{_first(masters)} ...",
-                remedy=remedy,
-            )
-
-
-def _in_evaluation_mode(name: str, file: str) -> UnsupportedError:
-    return UnsupportedError(
-        "a schedule-free optimizer was in evaluation mode when this was saved: its masters are not those of the "
-        "weights, which is not supported",
-        parameter=name,
-        file=file,
-        expected="train_mode: True in the param groups",
-        found="train_mode: False",
-        remedy=f"call optimizer.train() before saving; or {AT_ITS_TOPOLOGY}",
-    )
-
-
-def _first(values: np.ndarray[Any, Any]) -> str:
-    return ", ".join(f"{value:.5g}" for value in values[:4].tolist())
+            expected, found = (", ".join(f"{value:.5g}" for value in each[:4].tolist()) for each in (saved, masters))
+            raise error(problem, file, f"{expected} ...{where}", f"{found} ...", parameter=name, remedy=remedy)
 
 
 def _read(path: str, offset: int, numel: int, dtype: str) -> np.ndarray[Any, Any]:

@@ -192,9 +192,7 @@ def swap_files(file: PickledFile, dp_rank: int, master: TensorRef, state: Mappin
             _ID.fullmatch(swap_id) if key == MASTER else _STATE.fullmatch(key) and swap_id == f"{key}-{named[MASTER]}"
         )
         if not is_named:
-            problem = (
-                f"{'the fp32 master' if key == MASTER else key} was swapped to NVMe, but names no swap file"
-            )
+            problem = f"{'the fp32 master' if key == MASTER else key} was swapped to NVMe, but names no swap file"
             expected = "<first>_<last> for a master, <state>-<first>_<last> for a state"
             raise DamagedError(problem, file.path, expected, repr(swap_id))
     files = {}
