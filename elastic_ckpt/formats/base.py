@@ -100,19 +100,13 @@ def refuse_unsupported_folder(found: Found) -> None:
     """Raise :class:`UnsupportedError` for some experts, :class:`DamagedError` for two files of one rank."""
     files = found.files
     if files.clashes:
-        raise DamagedError(
-            "two files claim the same place: two saves are mixed in one folder",
-            file=found.path(files.clashes[0]),
-            expected="files of one save: bf16_zero_pp_rank_* or zero_pp_rank_*, layer_NN-model_MM-* or layer_NN-*",
-            found=files.clashes[0] + " beside its counterpart",
-            remedy="remove the files of the older save, or take another tag",
-        )
+        problem, other = "duplicate shard for one rank: two saves are mixed in one folder", files.clashes[0]
+        expected = "files of one save: bf16_zero_pp_rank_* or zero_pp_rank_*, layer_NN-model_MM-* or layer_NN-*"
+        raise DamagedError(problem, found.path(other), expected, f"{other} beside its counterpart")
     if files.of_experts and (files.layers or any(layer < 0 for layer, _, _ in files.experts)):
         how = "together with pipeline parallelism" if files.layers else "as DeepSpeed before 0.5 saves it"
-        raise UnsupportedError(
-            f"mixture of experts {how} is not supported yet",
-            file=found.path(files.of_experts[0]),
-        )
+        problem = f"mixture of experts {how} is not supported yet"
+        raise UnsupportedError(problem, found.path(files.of_experts[0]))
 
 
 def refuse_other_saves(
@@ -133,13 +127,9 @@ def refuse_other_saves(
         facts = facts_of(file)
         for what, expected in first_facts.items():
             if facts[what] != expected and repr(facts[what]) != repr(expected):  # NaN is no number's equal
-                raise DamagedError(
-                    f"this file belongs to another save than {first.path}: {what}",
-                    file=file.path,
-                    expected=None if expected is None else str(expected)[:300],
-                    found=None if facts[what] is None else str(facts[what])[:300],
-                    remedy=remedy,
-                )
+                shown = (None if each is None else str(each)[:300] for each in (expected, facts[what]))
+                problem = f"this file belongs to another save than {first.path}: {what}"
+                raise DamagedError(problem, file.path, *shown, remedy=remedy)
 
 
 def refuse_swapped(file: PickledFile) -> None:
@@ -153,11 +143,8 @@ def refuse_swapped(file: PickledFile) -> None:
     if file.root in (None, stem):
         return
     if is_another_file(file.root, stem) or os.path.isfile(os.path.join(folder, f"{file.root}.pt")):
-        raise DamagedError(
-            "this file was saved under the name of another one: files changed places, or one was copied over another",
-            file=file.path,
-            expected=f"an archive that was saved as {name}",
-            found=f"one that was saved as {file.root}.pt",
-            remedy="give the file its own name back, or restore the right one; "
-            'if it was renamed on purpose: "elastic_checkpoint": {"verify": "bytes"}',
-        )
+        problem = "this file was saved under the name of another one: files changed places, or one was copied"
+        expected, found = f"an archive that was saved as {name}", f"one that was saved as {file.root}.pt"
+        remedy = "give the file its own name back, or restore the right one; if it was renamed on purpose: "
+        remedy += '"elastic_checkpoint": {"verify": "bytes"}'
+        raise DamagedError(problem, file.path, expected, found, remedy=remedy)

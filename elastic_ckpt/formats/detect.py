@@ -30,11 +30,8 @@ def find_checkpoint(load_dir: str, tag: str | None, prefer_universal: bool, trus
 
     With a tag, only that tag's folder. Without one, what ``latest_universal`` or ``latest`` names; if both name one,
     ``latest``, or with ``prefer_universal`` (``load_universal`` in the DeepSpeed config, or ``--universal-checkpoint``)
-    the universal one, unless the native one has been trained further.
-
-    Raises:
-        NotFoundError: there are checkpoints, but not the requested one.
-        DamagedError: a ``latest`` file cannot be read.
+    the universal one, unless the native one has been trained further. Raises :class:`NotFoundError` if there are
+    checkpoints, but not the requested one, :class:`DamagedError` if a ``latest`` file cannot be read.
     """
     if tag is not None:
         found = look_at(load_dir, str(tag))
@@ -159,13 +156,10 @@ def read_latest(load_dir: str, latest: str) -> str | None:
                 raise ValueError(f"{os.fstat(stream.fileno()).st_size:,} bytes, which is no name of a folder")
             return text.decode().strip()
     except (DamagedError, ValueError) as error:
-        raise DamagedError(
-            "the file that names the newest tag cannot be read",
-            file=path,
-            expected="the name of a tag (global_step100)",
-            found=error.found if isinstance(error, DamagedError) else error,
-            remedy=f"load_checkpoint({load_dir!r}, tag=...), or write the tag into it",
-        ) from error
+        problem, expected = "the file that names the newest tag cannot be read", "the name of a tag (global_step100)"
+        found = error.found if isinstance(error, DamagedError) else error
+        remedy = f"load_checkpoint({load_dir!r}, tag=...), or write the tag into it"
+        raise DamagedError(problem, path, expected, found, remedy=remedy) from error
 
 
 def _misled(load_dir: str, latest: str, named: str) -> NotFoundError:

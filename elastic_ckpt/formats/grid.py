@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import chain, groupby
 
 from elastic_ckpt.core.local_state import NO_SEQUENCE_PARALLEL, RankCoordinates, SequenceParallel
 from elastic_ckpt.errors import LayoutError, UnsupportedError
@@ -64,31 +64,32 @@ def grid_of(models: Mapping[int, ModelShard], folder: str, coordinates: RankCoor
     """The grid of ``models``, one model-states file per model-parallel rank, in ``folder``.
 
     ``coordinates``, of this rank in the live topology, can settle a sequence-parallel degree that no file states.
-
-    Raises:
-        DamagedError: ranks are missing.
-        UnsupportedError: neither files nor parameters show which rank is which.
+    Raises :class:`LayoutError` for missing ranks, :class:`UnsupportedError` if it is unknown which rank is which.
     """
     ranks = sorted(models)
-    first = models[ranks[0]]
+    first, last = models[ranks[0]], models[ranks[-1]]
     stated = first.stated
     what = "tensor- and pipeline-parallel degree differ"
     refuse_other_saves([models[rank] for rank in ranks], lambda model: {what: model.stated.dimensions})
     degrees = stated.borne_out(len(ranks))
     expected = degrees.model_parallel or max(ranks) + 1
     if len(ranks) != expected or ranks[-1] != expected - 1:
-        raise _wrong_number(models, expected, folder)
+        problem, file, wanted = "there are files of more ranks than were saved", last.path, f"{expected} ranks"
+        if stated.contradiction:
+            problem = "two entries of a model-states file contradict each other, and the files fit neither"
+            file, wanted = first.path, f"as many model-parallel ranks as {stated.contradiction} say"
+        elif len(ranks) < expected:
+            problem, file = "files of model-parallel ranks are missing", folder
+        remedy = "restore the missing files, or remove those of another save; or take another tag"
+        raise LayoutError(problem, file, wanted, f"{len(ranks)}: {', '.join(map(str, ranks[:16]))}", remedy=remedy)
     if degrees.tp:
         stages: list[list[int]] | None = [ranks[at : at + degrees.tp] for at in range(0, len(ranks), degrees.tp)]
     else:
         stages = _by_names([models[rank] for rank in ranks])
     if stages is None or len({len(stage) for stage in stages}) > 1:
-        raise UnsupportedError(
-            "it is not known which model-parallel file is of which pipeline stage and tensor-parallel rank",
-            file=first.path,
-            expected="checkpoint_parallel_dimensions, or parameters that are the same within a stage",
-            found=f"{len(ranks)} model-parallel ranks",
-        )
+        problem = "it is not known which model-parallel file is of which pipeline stage and tensor-parallel rank"
+        wanted = "checkpoint_parallel_dimensions, or parameters that are the same within a stage"
+        raise UnsupportedError(problem, first.path, wanted, f"{len(ranks)} model-parallel ranks")
     grid = Grid(tuple(map(tuple, stages)), int(first.counters.get("dp_world_size", 1)), degrees.sequence)
     if coordinates is None or stated.sequence is not None or grid.sequence != NO_SEQUENCE_PARALLEL:
         return grid
@@ -99,30 +100,10 @@ def grid_of(models: Mapping[int, ModelShard], folder: str, coordinates: RankCoor
     return replace(grid, sequence=coordinates.sequence) if same_ranks and agrees else grid
 
 
-def _wrong_number(models: Mapping[int, ModelShard], expected: int, folder: str) -> LayoutError:
-    ranks = sorted(models)
-    first, last = models[ranks[0]], models[ranks[-1]]
-    wanted = f"{expected} model-parallel ranks, 0 to {expected - 1}"
-    if first.stated.contradiction:
-        problem = "two entries of a model-states file contradict each other, and the files fit neither"
-        file, wanted = first.path, f"as many model-parallel ranks as {first.stated.contradiction} say"
-    elif len(ranks) < expected:
-        problem, file = "files of model-parallel ranks are missing", folder
-    else:
-        problem, file = "there are files of more ranks than were saved", last.path
-    return LayoutError(
-        problem,
-        file=file,
-        expected=wanted,
-        found=f"{len(ranks)}: {', '.join(map(str, ranks[:16]))}",
-        remedy="restore the missing files, or remove those of another save; or take another tag",
-    )
-
-
 def _by_names(models: Sequence[ModelShard]) -> list[list[int]] | None:
     """Neighbours with the same names form a stage; ``None``: files without names."""
-    names = [frozenset(name for group in model.param_shapes for name, _ in group) for model in models]
-    names = [mine or frozenset(model.weights) for mine, model in zip(names, models, strict=True)]
+    listed = ((frozenset(name for name, _ in chain.from_iterable(each.param_shapes)), each.weights) for each in models)
+    names = [mine or frozenset(weights) for mine, weights in listed]
     if len(models) > 1 and not all(names):
         return None
     return [[rank for rank, _ in stage] for _, stage in groupby(enumerate(names), key=lambda named: named[1])]

@@ -15,6 +15,7 @@ import os
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import yaml
@@ -71,8 +72,7 @@ def counts_ahead(file: PickledFile) -> dict[str, frozenset[int]]:
 def features_in(file: PickledFile) -> Features:
     """The features of a model-states or optimizer-states file. Local."""
     tree = file.tree if isinstance(file.tree, Mapping) else {}
-    experts = tree.get("num_experts") or ()
-    states = _base_state(file).get("state")
+    experts, states = tree.get("num_experts") or (), _base_state(file).get("state")
     keys = [set(each) for each in states.values() if isinstance(each, Mapping)] if isinstance(states, Mapping) else []
     optimizer = str(config_section(file, "optimizer").get("type", "")).lower()
     mics = config_section(file, "zero_optimization").get("mics_shard_size", 0)
@@ -102,14 +102,9 @@ def _base_state(file: PickledFile) -> Mapping[str, Any]:
 def refuse_features(features: Features, file: str) -> None:
     """Raise :class:`UnsupportedError` for what cannot be restored at another topology, by name."""
     if features.names:
-        raise UnsupportedError(
-            f"the checkpoint was saved with {features.names}, whose parameters or states are not laid out as ZeRO's "
-            "and cannot be cut for another topology yet",
-            file=file,
-            expected="a run of plain ZeRO",
-            found=features.names,
-            remedy="resume it with the number of ranks, the layout and the optimizer that saved it",
-        )
+        problem = f"the checkpoint was saved with {features.names}, whose states are not laid out as ZeRO's"
+        remedy = "resume it with the number of ranks, the layout and the optimizer that saved it"
+        raise UnsupportedError(problem, file, "a run of plain ZeRO", features.names, remedy=remedy)
 
 
 def run_arguments(saved: Any, folder: str) -> dict[str, Any]:
@@ -131,7 +126,7 @@ def _neox_options(folder: str) -> dict[str, Any]:
     read = [_read_options(path) for path in _config_files(folder)]
     options: dict[str, Any] = {} if not read or None in read else dict(_NEOX_DEFAULTS)
     known = [each for each in read if each is not None]
-    for key in dict.fromkeys(key for each in known for key in each):  # in an order that is the same on all ranks
+    for key in dict.fromkeys(chain.from_iterable(known)):  # in an order that is the same on all ranks
         values = [each[key] for each in known if key in each]
         options.pop(key, None)
         if len(set(map(repr, values))) == 1:
@@ -144,8 +139,7 @@ def _config_files(folder: str) -> list[str]:
     for parent in (folder, os.path.dirname(os.path.abspath(folder))):
         configs = os.path.join(parent, "configs")
         names = sorted(file_names(configs)) if os.path.isdir(configs) else []
-        paths = [os.path.join(configs, name) for name in names if name.endswith(_ENDINGS)]
-        if paths:
+        if paths := [os.path.join(configs, name) for name in names if name.endswith(_ENDINGS)]:
             return paths if len(paths) <= _MOST_FILES else []
     return []
 
@@ -203,8 +197,7 @@ class StatedDegrees:
         dimensions: TP and PP degree (``checkpoint_parallel_dimensions``, since DeepSpeed 0.17).
         mp, dp: ``mp_world_size``, the TP degree, and ``dp_world_size``, the number of ranks that ZeRO partitions over.
         sequence: sequence-parallel degree of the saved config or arguments.
-        possible: sequence-parallel degrees that fit the batch size, or the samples counted so far if no earlier run had
-            another batch size.
+        possible: sequence-parallel degrees that fit the batch size, or the samples counted so far.
         mesh: whether the config makes a device mesh, over whose sequence ranks ZeRO-1/2 does not partition.
     """
 
