@@ -14,7 +14,7 @@ from elastic_ckpt.core.metadata import CheckpointMetadata, SourceFile, is_floati
 from elastic_ckpt.core.training_state import Features
 from elastic_ckpt.errors import DamagedError, LayoutError, MismatchError, UnsupportedError, listed
 from elastic_ckpt.formats import model_states, shards
-from elastic_ckpt.formats.base import Found, MetadataOptions, refuse_other_saves
+from elastic_ckpt.formats.base import Found, MetadataOptions
 from elastic_ckpt.formats.experts import (
     ExpertOptimizer,
     ExpertShard,
@@ -336,7 +336,7 @@ def _refuse_different_experts(model: ModelShard, optimizers: Sequence[OptimizerS
 def _check_belong_together(
     models: Sequence[ModelShard], optimizers: Sequence[OptimizerShard], numbers: Sequence[int]
 ) -> None:
-    refuse_other_saves(optimizers, shards.facts_of_save)
+    shards.check_same_save(optimizers)
     model_states.check_same_save(models)
     of_experts = {number for number, group in enumerate(optimizers[0].groups) if group.get("moe")}
     for number, count in enumerate(optimizers[0].partition_count or (len(optimizers),)):

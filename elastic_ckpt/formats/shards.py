@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 from elastic_ckpt.core.metadata import MASTER, SourceFile
 from elastic_ckpt.core.training_state import Features
 from elastic_ckpt.errors import DamagedError, LayoutError, UnsupportedError
+from elastic_ckpt.formats.base import refuse_other_saves
 from elastic_ckpt.formats.naming import SWAPPED_FOLDER
 from elastic_ckpt.formats.pickled import PickledFile
 from elastic_ckpt.formats.saved_config import config_section, features_in, saved_config
@@ -153,7 +154,12 @@ def with_own_padding(shards: Sequence[OptimizerShard]) -> list[OptimizerShard]:
     return [*shards[:-1], replace(shards[-1], flats=tuple(flats))]
 
 
-def facts_of_save(shard: OptimizerShard) -> dict[str, Any]:
+def check_same_save(shards: Sequence[OptimizerShard]) -> None:
+    """Raise :class:`DamagedError` for the first optimizer-states file of another save than rank 0's."""
+    refuse_other_saves(shards, _facts_of)
+
+
+def _facts_of(shard: OptimizerShard) -> dict[str, Any]:
     """What ranks of one save cannot differ in; they do in what an optimizer computes of its own partition."""
     states = [flat.states for flat in shard.flats]
     # some keep a number in place of a tensor for a partition of zeros
