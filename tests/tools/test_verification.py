@@ -401,7 +401,8 @@ def test_findings_are_one_line_each_that_no_terminal_obeys() -> None:
     finding = of_error(error, kind_of(error))
     assert (finding.kind, finding.parameter, finding.file) == ("mismatch", "w", "f")
     assert finding.message == "no fit; expected: (1, 2); found: x; remedy: y"
-    assert of_error(DamagedError("d", parameter="none"), "foreign") == Finding(ERROR, "foreign", "d")
+    error = MismatchError("d", parameter="none")
+    assert of_error(error, "foreign") == Finding(ERROR, "foreign", "d")
 
 
 def test_a_slice_that_failed_says_nothing_of_its_records() -> None:
