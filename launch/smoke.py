@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import elastic_ckpt
-from elastic_ckpt.sharding.book import Preset
+from elastic_ckpt.sharding.rules import Preset
 
 
 def run(command: str, exit_code: int = 0) -> str:

@@ -19,8 +19,8 @@ from elastic_ckpt.core.local_state import LiveLayout, ModelLayout, RankCoordinat
 from elastic_ckpt.core.metadata import MASTER, CheckpointMetadata, SavedParameter, SourceFacts, TensorMetadata
 from elastic_ckpt.core.tp_rules import Rule
 from elastic_ckpt.errors import MismatchError
-from elastic_ckpt.sharding.book import Preset, RuleBook
-from elastic_ckpt.sharding.resolve import STRICT, Resharding, resolve
+from elastic_ckpt.sharding.resolve import STRICT, ReshardPlan, resolve
+from elastic_ckpt.sharding.rules import Preset, ShardingRules
 
 Tensors = Sequence[torch.Tensor]
 
@@ -58,14 +58,14 @@ def decided(
     name: str,
     held: LiveLayout,
     rank: int = 0,
-    book: RuleBook | None = None,
+    book: ShardingRules | None = None,
     policy: str = STRICT,
-) -> Resharding:
+) -> ReshardPlan:
     model = ModelLayout(RankCoordinates(tp=len(held.shapes), tp_rank=rank), {name: held})
-    return resolve(metadata, model, [name], book or RuleBook(), policy)
+    return resolve(metadata, model, [name], book or ShardingRules(), policy)
 
 
-def arrives(resharding: Resharding, name: str, saved: Tensors, like: torch.Tensor, key: str = MASTER) -> torch.Tensor:
+def arrives(resharding: ReshardPlan, name: str, saved: Tensors, like: torch.Tensor, key: str = MASTER) -> torch.Tensor:
     """What a live rank gets; NaN: nothing."""
     transfer = resharding.transfers.get((name, key)) or resharding.transfers.get((name, ""))
     if transfer is None and len(saved) == 1:
@@ -86,11 +86,11 @@ def check(
     saved: Tensors,
     live: Tensors,
     *,
-    book: RuleBook | None = None,
+    book: ShardingRules | None = None,
     policy: str = STRICT,
     said: Mapping[str, Any] | None = None,
     **more: Any,
-) -> Resharding:
+) -> ReshardPlan:
     """Every live rank gets its shard; returns what was decided for the last one."""
     metadata = checkpoint({name: saved}, **more)
     for rank, expected in enumerate(live):
@@ -99,7 +99,7 @@ def check(
     return found
 
 
-def refused(name: str, saved: Tensors, live: Tensors, book: RuleBook | None = None, **more: Any) -> MismatchError:
+def refused(name: str, saved: Tensors, live: Tensors, book: ShardingRules | None = None, **more: Any) -> MismatchError:
     said = more.pop("said", {})
     with pytest.raises(MismatchError) as caught:
         decided(checkpoint({name: saved}, **more), name, layout(live, **said), 0, book)
@@ -107,12 +107,12 @@ def refused(name: str, saved: Tensors, live: Tensors, book: RuleBook | None = No
     return caught.value
 
 
-def rules(name: str, **rule: Any) -> RuleBook:
-    return RuleBook((Rule(pattern=re.escape(name), **rule),))
+def rules(name: str, **rule: Any) -> ShardingRules:
+    return ShardingRules((Rule(pattern=re.escape(name), **rule),))
 
 
-def preset(name: str, **rule: Any) -> RuleBook:
-    return RuleBook(preset=Preset(name="mine", description="", rules=[Rule(pattern=re.escape(name), **rule)]))
+def preset(name: str, **rule: Any) -> ShardingRules:
+    return ShardingRules(preset=Preset(name="mine", description="", rules=[Rule(pattern=re.escape(name), **rule)]))
 
 
 def numbered(*shape: int) -> torch.Tensor:

@@ -35,7 +35,7 @@ from elastic_ckpt.core.metadata import (
 from elastic_ckpt.core.state_kinds import LiveState
 from elastic_ckpt.core.tp_rules import Rule
 from elastic_ckpt.formats.merging import merge_shards, merge_stages
-from elastic_ckpt.sharding.book import RuleBook
+from elastic_ckpt.sharding.rules import ShardingRules
 from tests.simulation import ADAM, BYTES, Cut, Disk, Element, Shape, cuts, each_parameter_cut, fragments_of
 
 #: Keys of what belongs to a parameter -> leading rows.
@@ -303,9 +303,9 @@ def recorded(case: Case, name: str, tp: int) -> dict[str, Any]:
 # --- the engine -------------------------------------------------------------------------------------------------
 
 
-def rules_of(case: Case) -> RuleBook:
+def rules_of(case: Case) -> ShardingRules:
     said = [name for name in case.said if case.said[name] == "user"]
-    return RuleBook(tuple(Rule(pattern=re.escape(name), **KINDS[NAMES[name]].rule) for name in said))
+    return ShardingRules(tuple(Rule(pattern=re.escape(name), **KINDS[NAMES[name]].rule) for name in said))
 
 
 def layout_of(case: Case, name: str) -> LiveLayout:

@@ -17,7 +17,7 @@ from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.reader import execute
 from elastic_ckpt.planning.planner import LoadOptions
-from elastic_ckpt.sharding.book import Preset
+from elastic_ckpt.sharding.rules import Preset
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
 from tests.blocks import REPO, blocks
 
@@ -100,6 +100,6 @@ def test_what_the_page_names_exists() -> None:
         "engines/compat.py",
         "engines/privates.py",
         "engines/versions.py",
-        "sharding/decide.py",
+        "sharding/specs.py",
     ):
         assert path in text and (REPO / "elastic_ckpt" / path).is_file()

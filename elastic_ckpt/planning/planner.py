@@ -18,8 +18,8 @@ from elastic_ckpt.planning.plan_builder import PlanBuilder
 from elastic_ckpt.planning.rank_values import with_own_values
 from elastic_ckpt.planning.replicas import compare_replicas, of_first_stage, with_own_copies
 from elastic_ckpt.planning.state_matching import NOTHING_MATCHED, StateMatching, match_states
-from elastic_ckpt.sharding.book import RuleBook
-from elastic_ckpt.sharding.resolve import Resharding, resolve
+from elastic_ckpt.sharding.resolve import ReshardPlan, resolve
+from elastic_ckpt.sharding.rules import ShardingRules
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class LoadOptions:
     """
 
     config: ElasticConfig = field(default_factory=ElasticConfig.model_construct)
-    rules: RuleBook = field(default_factory=RuleBook)
+    rules: ShardingRules = field(default_factory=ShardingRules)
     strict: bool = True
     optimizer_states: bool = True
     scheduler: bool = False
@@ -42,7 +42,7 @@ class LoadOptions:
     @classmethod
     def of(cls, config: ElasticConfig, **more: bool) -> LoadOptions:
         """The options of a configuration, and ``more`` that depend on a live engine."""
-        return cls(config, RuleBook.of(config), **more)
+        return cls(config, ShardingRules.of(config), **more)
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Matched:
     saved: CheckpointMetadata
     metadata: CheckpointMetadata
     parameters: Matching
-    resharding: Resharding
+    resharding: ReshardPlan
     states: StateMatching
     groups: Groups
     values: tuple[Outcome, ...] = ()

@@ -23,8 +23,8 @@ from elastic_ckpt.core.read_plan import ReplicaCheck
 from elastic_ckpt.core.strided import ShardSources, copied
 from elastic_ckpt.errors import shortened
 from elastic_ckpt.planning.read_items import read_items, rows_in_order
-from elastic_ckpt.sharding.book import RuleBook
-from elastic_ckpt.sharding.resolve import FIRST, MEAN, Resharding
+from elastic_ckpt.sharding.resolve import FIRST, MEAN, ReshardPlan
+from elastic_ckpt.sharding.rules import ShardingRules
 
 #: Granularity of the division, in elements: 1 MiB of fp32.
 GRAIN_NUMEL = 1 << 18
@@ -50,7 +50,7 @@ def with_own_copies(metadata: CheckpointMetadata, model: ModelLayout) -> Checkpo
     return replace(metadata, tensors=tensors, replicas=replicas, notes=(*metadata.notes, note))
 
 
-def of_first_stage(metadata: CheckpointMetadata, book: RuleBook, model: ModelLayout) -> frozenset[str]:
+def of_first_stage(metadata: CheckpointMetadata, book: ShardingRules, model: ModelLayout) -> frozenset[str]:
     """Tied parameters that only the first pipeline stage trains.
 
     The checkpoint declares so of tied modules whole, which counts for what the live stages do not synchronize; of known
@@ -66,7 +66,7 @@ def of_first_stage(metadata: CheckpointMetadata, book: RuleBook, model: ModelLay
 def compare_replicas(
     metadata: CheckpointMetadata,
     model: ModelLayout,
-    resharding: Resharding,
+    resharding: ReshardPlan,
     restored: Iterable[str],
     with_states: bool,
     of_job: CheckpointMetadata | None = None,
@@ -158,7 +158,7 @@ def _of_tied(metadata: CheckpointMetadata, names: frozenset[str], stateful: froz
 
 
 def _of_stage(
-    metadata: CheckpointMetadata, resharding: Resharding, names: frozenset[str], with_states: bool
+    metadata: CheckpointMetadata, resharding: ReshardPlan, names: frozenset[str], with_states: bool
 ) -> Iterator[_Wanted]:
     """What several tensor-parallel ranks of one pipeline stage saved."""
     concerned = resharding.replicas | resharding.overlaps.keys()

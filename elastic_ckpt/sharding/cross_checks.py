@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from elastic_ckpt.core.metadata import FROZEN, MASTER, CheckpointMetadata, TensorMetadata
 from elastic_ckpt.core.strided import Shape
 from elastic_ckpt.core.tp_rules import KV_HEADS, WHOLE_KINDS
-from elastic_ckpt.sharding.book import RuleSource, is_fused, is_vocabulary, tensor_of
+from elastic_ckpt.sharding.rules import RuleSource, is_fused, is_vocabulary, tensor_of
 
 #: Widening layer -> narrowing layer.
 _COUNTERPARTS = (("h_to_4h", "4h_to_h"), ("fc1", "fc2"), ("linear1", "linear2"), ("wi", "wo"))

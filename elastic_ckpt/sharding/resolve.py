@@ -13,8 +13,8 @@ from elastic_ckpt.core.metadata import FROZEN, MASTER, CheckpointMetadata, is_fl
 from elastic_ckpt.core.strided import Overlap, ShardSources, TPLayout, blended, copied, duplicates, fused, reshard
 from elastic_ckpt.core.tp_rules import AVERAGED, COLUMN, REPLICATED, SUMMED, VOCABULARY, WHOLE_KINDS, CannotSplit, Rule
 from elastic_ckpt.errors import ElasticCkptError, shortened
-from elastic_ckpt.sharding.book import RuleBook, RuleSource, Sharded, refuse_other_code, tensor_of
-from elastic_ckpt.sharding.decide import (
+from elastic_ckpt.sharding.rules import RuleSource, Sharded, ShardingRules, refuse_other_code, tensor_of
+from elastic_ckpt.sharding.specs import (
     Decider,
     Decision,
     collected,
@@ -29,7 +29,7 @@ MEAN = "mean"
 
 
 @dataclass(frozen=True)
-class Resharding:
+class ReshardPlan:
     """How one rank's shards are resharded.
 
     Attributes:
@@ -52,10 +52,10 @@ def resolve(
     metadata: CheckpointMetadata,
     model: ModelLayout,
     names: Iterable[str],
-    book: RuleBook,
+    book: ShardingRules,
     policy: str,
     errors: dict[str, ElasticCkptError] | None = None,
-) -> Resharding:
+) -> ReshardPlan:
     """Resolve the layout of each parameter and buffer in ``names`` on both sides, where the two degrees differ.
 
     At equal degrees every live shard is a saved one, whatever its layout. ``policy``: ``strict`` and ``first`` take the
@@ -77,7 +77,7 @@ class _Resolver:
         self,
         metadata: CheckpointMetadata,
         model: ModelLayout,
-        book: RuleBook,
+        book: ShardingRules,
         policy: str,
         errors: dict[str, ElasticCkptError] | None,
     ) -> None:
@@ -86,7 +86,7 @@ class _Resolver:
         self._book = book
         self._policy = policy
         self._errors = errors
-        self.found = Resharding()
+        self.found = ReshardPlan()
         self._origins: Counter[str] = Counter()
         self._guessed_matrices: list[str] = []
         self._padded: list[str] = []

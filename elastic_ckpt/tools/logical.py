@@ -24,8 +24,8 @@ from elastic_ckpt.planning.planner import LoadOptions
 from elastic_ckpt.planning.read_items import check_tiling, read_items, rows_in_order
 from elastic_ckpt.planning.replicas import compare_replicas, of_first_stage
 from elastic_ckpt.planning.state_matching import refuse_partial, state_errors
-from elastic_ckpt.sharding.decide import virtual_layouts
 from elastic_ckpt.sharding.resolve import resolve
+from elastic_ckpt.sharding.specs import virtual_layouts
 
 
 @dataclass(frozen=True, slots=True)

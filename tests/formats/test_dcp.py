@@ -37,7 +37,7 @@ from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.compare_replicas import find_drift, judge_drift
 from elastic_ckpt.planning.replicas import compare_replicas
 from elastic_ckpt.planning.state_matching import state_errors
-from elastic_ckpt.sharding.resolve import Resharding
+from elastic_ckpt.sharding.resolve import ReshardPlan
 from tests.attacks.guard import guarded
 
 
@@ -293,7 +293,7 @@ def test_copies_of_tied_weights_that_differ_are_refused_by_their_names(tmp_path:
     saved = save(tmp_path / "saved", {"model": {**model, "head": head}, "optim": optim})
     ties = {"head": ("first.weight",)}
     metadata = adopt_live_names(read(saved, live_ties=ties).metadata, ModelLayout(ties=ties))
-    checks = compare_replicas(metadata, ModelLayout(), Resharding(), ["head"], with_states=True)
+    checks = compare_replicas(metadata, ModelLayout(), ReshardPlan(), ["head"], with_states=True)
     with pytest.raises(MismatchError, match="one in the live model") as caught:
         judge_drift(find_drift(metadata.files, checks, ReadOptions()), frozenset(), "strict")
     assert caught.value.parameter == "first.weight, head"

@@ -21,7 +21,7 @@ from elastic_ckpt.core.metadata import FROZEN, MASTER
 from elastic_ckpt.errors import ConfigError, DamagedError, UnsupportedError
 from elastic_ckpt.formats.dcp_megatron import read_common
 from elastic_ckpt.planning.state_matching import state_errors
-from elastic_ckpt.sharding.book import is_fused
+from elastic_ckpt.sharding.rules import is_fused
 from tests.formats.test_dcp import read, rewrite, values
 
 STACKED = "decoder.layers.mlp.linear_fc2.weight"

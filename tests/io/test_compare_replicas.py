@@ -35,8 +35,8 @@ from elastic_ckpt.io.compare_replicas import Drift, find_drift, judge_drift, uni
 from elastic_ckpt.io.reader import ReadStats, execute
 from elastic_ckpt.planning.read_items import read_items, rows_in_order
 from elastic_ckpt.planning.replicas import compare_replicas
-from elastic_ckpt.sharding.book import RuleBook
-from elastic_ckpt.sharding.resolve import FIRST, MEAN, STRICT, Resharding, resolve
+from elastic_ckpt.sharding.resolve import FIRST, MEAN, STRICT, ReshardPlan, resolve
+from elastic_ckpt.sharding.rules import ShardingRules
 
 OPTIONS = ReadOptions(threads=2)
 NAN, INF = math.nan, math.inf
@@ -292,7 +292,7 @@ def engine(
 
 
 def difference_in(
-    metadata: CheckpointMetadata, live: ModelLayout, resharding: Resharding, states: bool = True
+    metadata: CheckpointMetadata, live: ModelLayout, resharding: ReshardPlan, states: bool = True
 ) -> list[Drift]:
     names = {name for name, _ in metadata.tensors}
     comparisons = compare_replicas(metadata, live, resharding, names, states)
@@ -300,12 +300,12 @@ def difference_in(
 
 
 def drift_in(
-    metadata: CheckpointMetadata, live: ModelLayout, resharding: Resharding, states: bool = True
+    metadata: CheckpointMetadata, live: ModelLayout, resharding: ReshardPlan, states: bool = True
 ) -> list[Drift]:
     return united(difference_in(metadata, live, resharding, states))
 
 
-def taken(metadata: CheckpointMetadata, name: str, resharding: Resharding, numel: int) -> torch.Tensor:
+def taken(metadata: CheckpointMetadata, name: str, resharding: ReshardPlan, numel: int) -> torch.Tensor:
     """What a plan would put into the live shard."""
     transfer, tensor = resharding.transfers[name, ""], metadata.tensors[name, MASTER]
     values = torch.zeros(numel, dtype=torch.float64)
@@ -335,7 +335,7 @@ def test_what_the_notes_say_was_taken_is_what_the_plan_takes(
     layout = LiveLayout(((1,),) * 4, split=split) if live_is_cut else LiveLayout(((4,),))
     tp = len(layout.shapes)
     live = engine({"norm": layout}, tp)
-    found = resolve(metadata, live, ["norm"], RuleBook(), policy)
+    found = resolve(metadata, live, ["norm"], ShardingRules(), policy)
     got = taken(metadata, "norm", found, 1 if live_is_cut else 4)
     every = [each for rank in range(tp) for each in difference_in(metadata, engine({"norm": layout}, tp, rank), found)]
     states, weights = united(every)
@@ -349,7 +349,7 @@ def test_what_the_notes_say_was_taken_is_what_the_plan_takes(
 
 def test_integers_are_compared_and_the_first_is_taken_whatever_the_policy(tmp_path: Path) -> None:
     metadata = checkpoint(tmp_path, {"ids": [torch.tensor([1, 2]), torch.tensor([1, 4])]}, (BUFFER,))
-    found = resolve(metadata, engine({"ids": LiveLayout(((2,),))}), ["ids"], RuleBook(), MEAN)
+    found = resolve(metadata, engine({"ids": LiveLayout(((2,),))}), ["ids"], ShardingRules(), MEAN)
     every = difference_in(metadata, engine({}), found)
     assert facts(united(every)) == [("ids", BUFFER, 2.0, 2, FIRST, True)]
     for policy in (STRICT, FIRST, MEAN):  # each rank's own bounds, say: no policy makes one of them right for all
@@ -359,7 +359,7 @@ def test_integers_are_compared_and_the_first_is_taken_whatever_the_policy(tmp_pa
 
 def test_what_is_summed_is_not_compared(tmp_path: Path) -> None:
     metadata = checkpoint(tmp_path, {"bias": [torch.tensor([1.0]), torch.tensor([2.0])]})
-    book = RuleBook((Rule(pattern="bias", kind="summed"),))
+    book = ShardingRules((Rule(pattern="bias", kind="summed"),))
     found = resolve(metadata, engine({"bias": LiveLayout(((1,),))}), ["bias"], book, STRICT)
     assert drift_in(metadata, engine({}), found) == []
 
@@ -371,10 +371,10 @@ def test_every_shard_of_a_tied_parameter_is_compared_with_its_replicas(tmp_path:
     both = replace(
         metadata, tensors={("tied", MASTER): metadata.tensors["tied", MASTER]}, replicas={("tied", MASTER): replicas}
     )
-    assert facts(drift_in(both, engine({}), Resharding())) == [("tied", MASTER, 1.0, 2, FIRST, False)]
+    assert facts(drift_in(both, engine({}), ReshardPlan())) == [("tied", MASTER, 1.0, 2, FIRST, False)]
     mended = replace(both, replicas={("tied", MASTER): replicas[:1]})
-    assert drift_in(mended, engine({}), Resharding()) == []
-    assert compare_replicas(both, engine({}), Resharding(), [], True) == ()
+    assert drift_in(mended, engine({}), ReshardPlan()) == []
+    assert compare_replicas(both, engine({}), ReshardPlan(), [], True) == ()
 
 
 def test_parts_that_several_ranks_hold_of_a_parameter_that_is_cut_are_compared(tmp_path: Path) -> None:
@@ -385,14 +385,14 @@ def test_parts_that_several_ranks_hold_of_a_parameter_that_is_cut_are_compared(t
     for change, expected in ((0.0, []), (2.0, [("p", MASTER, 2.0, 2, FIRST, False)])):
         shards[1][1, 2] += change
         metadata = checkpoint(tmp_path, {"p": shards})
-        found = resolve(metadata, engine({"p": LiveLayout(((2, 4),))}), ["p"], RuleBook((rule,)), MEAN)
+        found = resolve(metadata, engine({"p": LiveLayout(((2, 4),))}), ["p"], ShardingRules((rule,)), MEAN)
         assert facts(drift_in(metadata, engine({}), found)) == expected
         assert taken(metadata, "p", found, 8).tolist() == whole.flatten().tolist()
 
 
 def test_states_are_compared_only_if_they_are_loaded_and_only_what_can_be_cut(tmp_path: Path) -> None:
     metadata = checkpoint(tmp_path, {"a": [torch.zeros(2), torch.ones(2)]}, (MASTER, "exp_avg"))
-    found = Resharding(replicas=frozenset("a"))
+    found = ReshardPlan(replicas=frozenset("a"))
     assert sorted(drift.check.key for drift in drift_in(metadata, engine({}), found)) == ["exp_avg", MASTER]
     assert [drift.check.key for drift in drift_in(metadata, engine({}), found, states=False)] == [MASTER]
     factor = {("a", "exp_avg"): replace(metadata.tensors["a", "exp_avg"], is_whole=True)}
@@ -403,7 +403,7 @@ def test_states_are_compared_only_if_they_are_loaded_and_only_what_can_be_cut(tm
 def test_each_comparison_is_dealt_to_exactly_one_rank_of_a_stage(tmp_path: Path, tp: int, dp: int) -> None:
     names = [f"p{number}" for number in range(7)]
     metadata = checkpoint(tmp_path, {name: [torch.zeros(1)] * 2 for name in names}, (MASTER, "exp_avg"))
-    found = Resharding(replicas=frozenset(names))
+    found = ReshardPlan(replicas=frozenset(names))
     shares = []
     for rank in range(tp):
         for dp_rank in range(dp):

@@ -17,7 +17,7 @@ from elastic_ckpt.core.local_state import LocalState
 from elastic_ckpt.core.metadata import FROZEN, ITEMSIZE, MASTER, CheckpointMetadata, TensorMetadata
 from elastic_ckpt.core.read_plan import LoadPlan, ReadItem, Slot
 from elastic_ckpt.core.state_kinds import ELEMENTWISE
-from elastic_ckpt.sharding.book import is_vocabulary, tensor_of
+from elastic_ckpt.sharding.rules import is_vocabulary, tensor_of
 from tests.oracle.source_coverage import SCALES, Fault
 
 

@@ -13,7 +13,7 @@ from elastic_ckpt.core.metadata import BUFFER, FROZEN, ITEMSIZE, MASTER, Checkpo
 from elastic_ckpt.core.read_plan import LoadPlan, ReadItem
 from elastic_ckpt.core.state_kinds import COMPANIONS, REPLICATED
 from elastic_ckpt.core.strided import Shape
-from elastic_ckpt.sharding.book import is_vocabulary, tensor_of
+from elastic_ckpt.sharding.rules import is_vocabulary, tensor_of
 from tests.oracle.intervals import Intervals, Numbers, Stretches, coverage, covers_exactly, rows_of, strided
 
 #: Keys of slots that hold the scales of 8-bit blocks, which are no logical tensors.

@@ -30,7 +30,7 @@ from elastic_ckpt.core.read_plan import ReplicaCheck
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.compare_replicas import Drift, find_drift, united
 from elastic_ckpt.planning.replicas import compare_replicas
-from elastic_ckpt.sharding.resolve import Resharding
+from elastic_ckpt.sharding.resolve import ReshardPlan
 
 OPTIONS = ReadOptions(threads=1)
 #: (file, byte offset) of an element, and which comparison it is part of.
@@ -112,7 +112,7 @@ def shares(
     every = []
     for rank in ranks:
         replicas = frozenset(rank.layouts) & frozenset(checkpoint.replicated)
-        every.append(compare_replicas(metadata, rank, Resharding(replicas=replicas), rank.layouts, True))
+        every.append(compare_replicas(metadata, rank, ReshardPlan(replicas=replicas), rank.layouts, True))
     return every
 
 
@@ -224,7 +224,7 @@ def test_a_name_that_only_one_stage_knows_by_another_is_compared_there() -> None
                 replace(saved, tensors=tensors, replicas=replicas),
                 replace(rank, layouts={"new": LiveLayout(())}),
             )
-        comparisons = compare_replicas(mine, live, Resharding(), live.layouts, True, saved)
+        comparisons = compare_replicas(mine, live, ReshardPlan(), live.layouts, True, saved)
         found.update({one.name: one.numel for one in comparisons})
     assert found == {"new": 100, "other": 100}
 

@@ -11,8 +11,8 @@ import torch
 
 from elastic_ckpt.core.local_state import ModelLayout, RankCoordinates
 from elastic_ckpt.errors import MismatchError
-from elastic_ckpt.sharding.book import RuleBook
-from elastic_ckpt.sharding.resolve import STRICT, Resharding, resolve
+from elastic_ckpt.sharding.resolve import STRICT, ReshardPlan, resolve
+from elastic_ckpt.sharding.rules import ShardingRules
 from tests.resolving import arrives, checkpoint, layout, numbered
 
 #: All that it saves of its arguments.
@@ -43,7 +43,7 @@ def shards(kv_heads: int, gate: int) -> dict[str, list[torch.Tensor]]:
     return found | {BIAS: [numbered(8)] * 2, "2.input_layernorm.weight": [numbered(8)] * 2}
 
 
-def resolved(saved: dict[str, list[torch.Tensor]], live_run: dict[str, Any], **configs: Any) -> Resharding:
+def resolved(saved: dict[str, list[torch.Tensor]], live_run: dict[str, Any], **configs: Any) -> ReshardPlan:
     """The layouts for one live rank."""
     metadata = checkpoint(saved, run={**SAVED, **configs})
     shapes = {
@@ -51,10 +51,10 @@ def resolved(saved: dict[str, list[torch.Tensor]], live_run: dict[str, Any], **c
     }
     shapes |= {BIAS: saved[BIAS][0], "2.input_layernorm.weight": numbered(8)}
     model = ModelLayout(RankCoordinates(), {name: layout([whole]) for name, whole in shapes.items()}, run=live_run)
-    return resolve(metadata, model, saved, RuleBook(), STRICT)
+    return resolve(metadata, model, saved, ShardingRules(), STRICT)
 
 
-def got(found: Resharding, saved: dict[str, list[torch.Tensor]], name: str, like: torch.Tensor) -> torch.Tensor:
+def got(found: ReshardPlan, saved: dict[str, list[torch.Tensor]], name: str, like: torch.Tensor) -> torch.Tensor:
     return arrives(found, name, saved[name], like)
 
 
@@ -123,7 +123,7 @@ def test_a_vocabulary_is_not_offered_as_fused() -> None:
     metadata = checkpoint(saved)
     model = ModelLayout(RankCoordinates(), {"0.word_embeddings.weight": layout([numbered(18, 8)])})
     with pytest.raises(MismatchError) as caught:
-        resolve(metadata, model, ["0.word_embeddings.weight"], RuleBook(), STRICT)
+        resolve(metadata, model, ["0.word_embeddings.weight"], ShardingRules(), STRICT)
     assert "sub_parameters" not in str(caught.value)
 
 
@@ -134,4 +134,4 @@ def test_a_norm_over_the_heads_of_a_rank_is_another_function_at_another_degree(n
     metadata = checkpoint({name: list(norm.chunk(2))}, run=SAVED)
     model = ModelLayout(RankCoordinates(), {name: layout([norm])}, run=LIVE)
     with pytest.raises(MismatchError, match="another degree is another function"):
-        resolve(metadata, model, [name], RuleBook(), STRICT)
+        resolve(metadata, model, [name], ShardingRules(), STRICT)

@@ -10,16 +10,16 @@ import torch
 from elastic_ckpt.core.fqn import rename_saved
 from elastic_ckpt.core.metadata import CheckpointMetadata
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError
-from elastic_ckpt.sharding.book import RuleBook, tensor_of
-from elastic_ckpt.sharding.decide import BY_DEFAULT, Decider, virtual_layouts
+from elastic_ckpt.sharding.rules import ShardingRules, tensor_of
+from elastic_ckpt.sharding.specs import BY_DEFAULT, Decider, virtual_layouts
 from tests.resolving import checkpoint, numbered, rules
 
 ROWS = {"parameter_with_row_parallelism_patterns": ["^narrow$"]}
 Shapes = tuple[tuple[int, ...], ...]
 
 
-def shapes(metadata: CheckpointMetadata, name: str, tp: int, book: RuleBook | None = None) -> Shapes:
-    return virtual_layouts(metadata, [name], tp, book or RuleBook())[name].shapes
+def shapes(metadata: CheckpointMetadata, name: str, tp: int, book: ShardingRules | None = None) -> Shapes:
+    return virtual_layouts(metadata, [name], tp, book or ShardingRules())[name].shapes
 
 
 def test_another_number_of_ranks_holds_what_the_rule_cuts() -> None:
@@ -37,13 +37,13 @@ def test_vectors_are_taken_for_replicated_and_matrices_are_refused() -> None:
     metadata = checkpoint({"v": [numbered(4)] * 2, "w": numbered(8, 6).chunk(2)})
     assert shapes(metadata, "v", 3) == ((4,),) * 3
     errors: dict[str, ElasticCkptError] = {}
-    layouts = virtual_layouts(metadata, ["v", "w"], 1, RuleBook(), errors)
+    layouts = virtual_layouts(metadata, ["v", "w"], 1, ShardingRules(), errors)
     assert set(layouts) == {"v"} and "nothing says so" in str(errors["w"].found)  # type: ignore[attr-defined]
 
 
 def test_what_no_declared_pattern_names_is_cut_along_dimension_0_unless_it_was_called_fused() -> None:
     metadata = checkpoint({"w": numbered(8, 6).chunk(2)}, info=ROWS)
-    layout = virtual_layouts(metadata, ["w"], 1, RuleBook())["w"]
+    layout = virtual_layouts(metadata, ["w"], 1, ShardingRules())["w"]
     assert (layout.shapes, layout.dim, layout.origin) == (((8, 6),), 0, BY_DEFAULT)
     renamed = dataclasses.replace(metadata, saved_names={"w": "attention.qkv.weight"})
     with pytest.raises(MismatchError, match="made of several"):
@@ -63,7 +63,7 @@ def test_offline_decisions_are_no_guesses() -> None:
     metadata = checkpoint({"w": [numbered(4, 6)] * 2})
     tensor = tensor_of(metadata, "w")
     assert tensor is not None
-    decider = Decider(metadata, RuleBook())
+    decider = Decider(metadata, ShardingRules())
     live = decider.decide(decider.sharded(tensor))
     assert live.chosen is not None and live.chosen.is_guess
     assert decider.decide_offline(tensor).chosen is None
@@ -76,7 +76,7 @@ def test_a_renamed_parameter_is_still_known_not_to_be_fused_by_its_counterpart()
     }
     metadata = checkpoint(shards, info={"parameter_with_row_parallelism_patterns": [".*fc2.weight"]})
     for each in (metadata, rename_saved(metadata, [("^", "m.")])):
-        layouts = virtual_layouts(each, list(each.parameters), 1, RuleBook())
+        layouts = virtual_layouts(each, list(each.parameters), 1, ShardingRules())
         assert [layout.shapes for layout in layouts.values()] == [((16, 16),), ((16, 16),)]
 
 
@@ -84,5 +84,5 @@ def test_a_parameter_without_weights_is_named() -> None:
     metadata = checkpoint({"a.weight": [numbered(8, 4)], "b.weight": [numbered(8, 4)]})
     left = {key: tensor for key, tensor in metadata.tensors.items() if key[0] != "b.weight"}
     with pytest.raises(DamagedError, match="no weights of it") as caught:
-        virtual_layouts(dataclasses.replace(metadata, tensors=left), ["a.weight", "b.weight"], 1, RuleBook())
+        virtual_layouts(dataclasses.replace(metadata, tensors=left), ["a.weight", "b.weight"], 1, ShardingRules())
     assert caught.value.parameter == "b.weight"

@@ -12,7 +12,7 @@ from deepspeed import comm as dist
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 
 from elastic_ckpt.config import ElasticConfig, read_config
-from elastic_ckpt.sharding.book import Preset
+from elastic_ckpt.sharding.rules import Preset
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

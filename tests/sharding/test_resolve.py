@@ -20,8 +20,8 @@ from elastic_ckpt.core.fqn import adopt_live_names, rename_saved
 from elastic_ckpt.core.local_state import ModelLayout, RankCoordinates
 from elastic_ckpt.core.strided import TPLayout
 from elastic_ckpt.errors import MismatchError
-from elastic_ckpt.sharding.book import Preset, RuleBook
 from elastic_ckpt.sharding.resolve import FIRST, MEAN, STRICT, resolve
+from elastic_ckpt.sharding.rules import Preset, ShardingRules
 from tests.resolving import (
     affine,
     arrives,
@@ -174,7 +174,10 @@ def test_a_fused_parameter_is_refused_with_the_choices_unless_somebody_says_how(
 def test_mambas_parts_are_refused_even_with_the_preset_of_megatron_core(name: str) -> None:
     name, whole = f"decoder.layers.0.{name}", numbered(24, 2)
     said = {"dim": 0, "stride": 1, "owner": "megatron.core"}
-    for book in (RuleBook(preset=Preset.load("megatron-core")), RuleBook(builtin=Preset.load("megatron-core"))):
+    for book in (
+        ShardingRules(preset=Preset.load("megatron-core")),
+        ShardingRules(builtin=Preset.load("megatron-core")),
+    ):
         assert "it is not known how" in refused(name, whole.chunk(2), [whole], book, said=said).problem
 
 
@@ -263,9 +266,9 @@ def test_shapes_that_leave_two_dimensions_or_none_are_refused() -> None:
 def test_without_a_layout_of_the_live_side_nothing_is_decided() -> None:
     metadata, engine = checkpoint({"m.weight": [numbered(2, 3)] * 2}), ModelLayout()
     with pytest.raises(MismatchError, match="it is not known how"):
-        resolve(metadata, engine, ["m.weight"], RuleBook(), STRICT)
+        resolve(metadata, engine, ["m.weight"], ShardingRules(), STRICT)
     assert not resolve(
-        metadata, replace(engine, coordinates=RankCoordinates(tp=2)), ["m.weight"], RuleBook(), STRICT
+        metadata, replace(engine, coordinates=RankCoordinates(tp=2)), ["m.weight"], ShardingRules(), STRICT
     ).transfers
 
 

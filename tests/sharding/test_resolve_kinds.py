@@ -18,9 +18,9 @@ from elastic_ckpt.core.metadata import BUFFER, FROZEN, MASTER
 from elastic_ckpt.core.strided import TPLayout
 from elastic_ckpt.core.tp_rules import Rule
 from elastic_ckpt.errors import MismatchError
-from elastic_ckpt.sharding.book import Preset, RuleBook
-from elastic_ckpt.sharding.decide import contradiction
 from elastic_ckpt.sharding.resolve import FIRST, MEAN, STRICT, resolve
+from elastic_ckpt.sharding.rules import Preset, ShardingRules
+from elastic_ckpt.sharding.specs import contradiction
 from tests.resolving import (
     affine,
     arrives,
@@ -70,7 +70,7 @@ def test_rows_of_padding_that_the_checkpoint_lacks_are_left_alone() -> None:
 def test_rows_are_dropped_only_where_they_are_known_to_be_padding(real: int | None, live: int, fits: bool) -> None:
     saved = numbered(12, 2)
     info = {"vocabulary_parameter_patterns": [WORDS], "original_vocab_size": real}
-    said: list[tuple[RuleBook | None, dict[str, Any]]] = [
+    said: list[tuple[ShardingRules | None, dict[str, Any]]] = [
         (rules(WORDS, kind="vocabulary", vocabulary=real), {}),
         (None, {"info": info}),
     ]
@@ -132,7 +132,7 @@ def test_equal_shapes_of_other_names_are_replicated(name: str) -> None:
 def test_a_cut_along_rows_is_a_vocabulary_once_anybody_knows_that() -> None:
     saved, live = numbered(10, 2), padded(numbered(10, 2), 12).chunk(3)
     said = {"dim": 0, "owner": "megatron.core"}
-    builtin = RuleBook(builtin=preset(WORDS, kind="vocabulary").preset)
+    builtin = ShardingRules(builtin=preset(WORDS, kind="vocabulary").preset)
     found = decided(checkpoint({WORDS: saved.chunk(2)}), WORDS, layout(live, **said), 2, builtin)
     assert found.transfers[WORDS, ""].missing
     refused(WORDS, saved.chunk(2), live, builtin, said={"dim": 0, "owner": "elsewhere"})  # a preset for others' models
@@ -161,7 +161,7 @@ def test_a_preset_and_a_live_parameter_that_disagree_are_both_shown(rule: dict[s
 def test_the_users_rule_is_not_held_against_others() -> None:
     whole = numbered(12, 12)
     check(NAME, whole.chunk(2), [whole], book=rules(NAME, kind="column"), said={"dim": 1})
-    book = RuleBook(rules(NAME, kind="column").rules, preset(NAME, kind="row").preset)
+    book = ShardingRules(rules(NAME, kind="column").rules, preset(NAME, kind="row").preset)
     check(NAME, whole.chunk(2), [whole], book=book)
 
 
@@ -177,7 +177,7 @@ def test_what_agrees_is_no_contradiction() -> None:
 def test_the_checkpoint_goes_before_the_preset_and_the_first_user_rule_before_the_second() -> None:
     whole, halves = numbered(8, 2), {"parameter_with_2_sub_params_cat_dim_0": [NAME]}
     check(NAME, merged_halves(whole, 2), [whole], info=halves, book=preset(NAME, kind="column"))
-    two = RuleBook((*rules(NAME, kind="column", sub_parameters=[1, 1]).rules, *rules(NAME, kind="row").rules))
+    two = ShardingRules((*rules(NAME, kind="column", sub_parameters=[1, 1]).rules, *rules(NAME, kind="row").rules))
     check(NAME, merged_halves(whole, 2), [whole], book=two)
 
 
@@ -185,7 +185,7 @@ def test_a_rule_is_for_whole_names_and_for_runs_with_its_arguments() -> None:
     whole = numbered(8, 8)
     error = refused(NAME, whole.chunk(2), [numbered(5, 8)], rules("weight", kind="vocabulary", vocabulary=5))
     assert "nothing says so" in str(error.found)
-    book = RuleBook(preset=Preset(name="mine", description="", rules=[
+    book = ShardingRules(preset=Preset(name="mine", description="", rules=[
         Rule(pattern=".*", kind="column", sub_parameters=[1, 1], when={"swiglu": [True]}),
         Rule(pattern=".*", kind="column"),
     ]))  # fmt: skip
@@ -407,11 +407,11 @@ def test_a_live_code_that_arranges_them_in_another_way_is_refused_at_every_degre
     metadata = checkpoint({QKV: shards}, run=OLD)
     model = ModelLayout(RankCoordinates(tp=degree), {QKV: layout(numbered(24, 8).chunk(degree))}, run=NEW)
     with pytest.raises(MismatchError, match="arranges this parameter in another way") as caught:
-        resolve(metadata, model, [QKV], RuleBook(), "strict")
+        resolve(metadata, model, [QKV], ShardingRules(), "strict")
     assert caught.value.parameter == QKV and "ds_sequence_parallel_fpdt" in str(caught.value.expected)
     for book in (rules(QKV, kind="column"), preset(QKV, kind="column")):
         resolve(metadata, model, [QKV], book, "strict")
-    resolve(metadata, replace(model, run=OLD), [QKV], RuleBook(), "strict")
+    resolve(metadata, replace(model, run=OLD), [QKV], ShardingRules(), "strict")
 
 
 def test_a_vocabulary_is_never_taken_for_a_fused_parameter() -> None:

@@ -26,7 +26,7 @@ from elastic_ckpt.core.declared import Declared, declared_by, split_of_affine
 from elastic_ckpt.core.strided import TPLayout
 from elastic_ckpt.core.tp_rules import CannotSplit, Rule, split_by
 from elastic_ckpt.errors import ConfigError
-from elastic_ckpt.sharding.book import Preset, is_fused
+from elastic_ckpt.sharding.rules import Preset, is_fused
 
 
 def cut(whole: torch.Tensor, split: TPLayout) -> list[torch.Tensor]:

@@ -26,7 +26,7 @@ from elastic_ckpt.core.tp_rules import Rule
 from elastic_ckpt.errors import MismatchError
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.planning.planner import LoadOptions
-from elastic_ckpt.sharding.book import RuleBook
+from elastic_ckpt.sharding.rules import ShardingRules
 from elastic_ckpt.tools.comparison import _apart, _not_understood
 from elastic_ckpt.tools.logical import LogicalReader
 
@@ -79,7 +79,7 @@ def test_a_vector_that_is_whole_by_its_shape_alone_is_no_drifted_copy(tmp_path: 
     )
     with pytest.raises(MismatchError, match="by their shapes alone"):
         LogicalReader(metadata, LoadOptions(ElasticConfig(replicated_params="first"))).compare_copies(ReadOptions())
-    book = RuleBook((Rule(pattern="b", kind="replicated"),))
+    book = ShardingRules((Rule(pattern="b", kind="replicated"),))
     reader = LogicalReader(metadata, LoadOptions(ElasticConfig(replicated_params="first"), book))
     assert "the first was taken" in reader.compare_copies(ReadOptions())[0]
 

@@ -50,7 +50,7 @@ from elastic_ckpt.formats.base import Checkpoint, Found
 from elastic_ckpt.formats.naming import sort_names
 from elastic_ckpt.formats.peek import Peeked
 from elastic_ckpt.formats.saved_config import Degrees
-from elastic_ckpt.sharding.book import Preset, RuleBook
+from elastic_ckpt.sharding.rules import Preset, ShardingRules
 from elastic_ckpt.tools.files import entries_of, file_sizes
 from elastic_ckpt.tools.inspection import Inspection, inspect_checkpoint, missing_files
 from elastic_ckpt.tools.inspection.facts import Evidence
@@ -110,7 +110,7 @@ def inspected(
 ) -> Inspection:
     peeked = peeked or peeked_of()
     checkpoint = None if metadata is None else Checkpoint(metadata, peeked.training_state, FILES[0].path, 2)
-    book, presets = more.pop("book", RuleBook()), more.pop("presets", ())
+    book, presets = more.pop("book", ShardingRules()), more.pop("presets", ())
     fields = {"sizes": dict.fromkeys(names, 10), "tags": ("step7",), **more}
     evidence = Evidence(found_of(*names), peeked=peeked, checkpoint=checkpoint, **fields)
     return inspect_checkpoint(evidence, book, presets)
@@ -407,7 +407,7 @@ def test_rules_of_the_checkpoint_the_user_and_nobody() -> None:
     assert inspection.rules.patterns == {"replicated": 1, "row": 1} and inspection.rules.vocabulary_rows == 61
     replicas = next(finding.text for finding in inspection.findings if finding.kind == "replicas")
     assert "rank: 1, 32 bytes" in replicas
-    users = RuleBook((Rule(pattern="wide", kind="row"),))
+    users = ShardingRules((Rule(pattern="wide", kind="row"),))
     mine = inspected(sharded(), book=users, presets=[Preset(name="x", description="", rules=[])])
     assert {entry.name: entry.shape for entry in mine.parameters if entry.role == "trained"} == {
         "wide": (4, 12),
@@ -423,12 +423,12 @@ def test_presets_that_know_the_undecided() -> None:
     leaves_open = Preset(name="open", description="", rules=[Rule(pattern=".*", kind="whole_only")])
     inspection = inspected(sharded(), presets=[knows_one, knows_both, leaves_open])
     assert inspection.rules.fitting_presets == {"both": 2}
-    with_preset = inspected(sharded(), book=RuleBook(preset=knows_both))
+    with_preset = inspected(sharded(), book=ShardingRules(preset=knows_both))
     assert with_preset.rules.preset == "both" and with_preset.rules.undecided == ()
 
 
 def test_a_rule_that_the_shards_contradict() -> None:
-    users = RuleBook((Rule(pattern="narrow", kind="column", groups=3),))
+    users = ShardingRules((Rule(pattern="narrow", kind="column", groups=3),))
     inspection = inspected(sharded(), book=users)
     assert set(inspection.rules.contradictions) == {"narrow"}
     assert ("error", "contradiction") in kinds(inspection) and not inspection.ok

@@ -23,7 +23,7 @@ from elastic_ckpt.core.tp_rules import Rule
 from elastic_ckpt.errors import MismatchError, UnsupportedError
 from elastic_ckpt.formats.merging import merge_shards, merge_stages
 from elastic_ckpt.planning.planner import LoadOptions, match, plan_load
-from elastic_ckpt.sharding.book import RuleBook
+from elastic_ckpt.sharding.rules import ShardingRules
 from elastic_ckpt.tools import virtual
 from elastic_ckpt.tools.virtual import Topology, VirtualJob
 from elastic_ckpt.tools.virtual.stages import _partition, stages_of
@@ -167,7 +167,7 @@ def test_names_are_those_after_the_users_renames() -> None:
 
 # --- tensor parallelism -----------------------------------------------------------------------------------------------
 
-RULES = RuleBook(
+RULES = ShardingRules(
     (
         Rule(pattern=r".*\.up", kind="column"),
         Rule(pattern=r".*\.down", kind="row"),

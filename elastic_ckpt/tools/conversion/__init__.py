@@ -32,7 +32,7 @@ from elastic_ckpt.formats.universal_files import common_optimizer_state
 from elastic_ckpt.io.coalesce import read_options
 from elastic_ckpt.io.reader import progress_bar
 from elastic_ckpt.planning.planner import LoadOptions
-from elastic_ckpt.sharding.decide import known_rules
+from elastic_ckpt.sharding.specs import known_rules
 from elastic_ckpt.storage.pins import adopt, current
 from elastic_ckpt.tools.conversion.pickling import save
 from elastic_ckpt.tools.files import WHOLE_FORMATS

@@ -12,7 +12,7 @@ from elastic_ckpt.errors import ElasticCkptError
 from elastic_ckpt.formats.detect import LATEST, LATEST_UNIVERSAL, list_tags
 from elastic_ckpt.formats.naming import plain_name
 from elastic_ckpt.formats.peek import peek
-from elastic_ckpt.sharding.book import Preset, RuleBook
+from elastic_ckpt.sharding.rules import Preset, ShardingRules
 from elastic_ckpt.tools.files import entries_of, expected_files, file_sizes
 from elastic_ckpt.tools.inspection import contents
 from elastic_ckpt.tools.inspection.facts import ROLES, Evidence, Inspection, ParameterEntry, RuleFacts, Totals
@@ -26,7 +26,7 @@ def inspect_folder(folder: str, tag: str | None, config: ElasticConfig) -> Inspe
     Of tensors, it reads only what a load compares to verify that shards are of one save. Raises
     :class:`NotFoundError` if there is no such checkpoint, :class:`ConfigError` if there is no such preset.
     """
-    book = RuleBook.of(config)
+    book = ShardingRules.of(config)
     found, misled = locate_despite_latest(folder, tag, config.trust_pickle)
     base = found.folder
     for _ in os.path.normpath(found.tag).split(os.sep):
@@ -57,7 +57,7 @@ def _read(evidence: Evidence, config: ElasticConfig) -> Evidence:
         return replace(evidence, refusal=refusal)
 
 
-def inspect_checkpoint(evidence: Evidence, book: RuleBook, presets: Iterable[Preset] = ()) -> Inspection:
+def inspect_checkpoint(evidence: Evidence, book: ShardingRules, presets: Iterable[Preset] = ()) -> Inspection:
     """The inspection of what was read; ``presets``: candidates for undecided layouts. Pure."""
     metadata, weights_only = evidence.metadata, evidence.unnamed is not None
     run, missing = contents.saved_run(evidence), missing_files(evidence)

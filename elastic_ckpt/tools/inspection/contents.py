@@ -14,8 +14,8 @@ from elastic_ckpt.core.training_state import BatchSizes
 from elastic_ckpt.core.values import PerRank, TensorValue, numbers
 from elastic_ckpt.formats.model_states import UnpartitionedState
 from elastic_ckpt.planning.optimizer_kinds import optimizer_of, saved_optimizer
-from elastic_ckpt.sharding.book import Preset, RuleBook, tensor_of
-from elastic_ckpt.sharding.decide import Decider
+from elastic_ckpt.sharding.rules import Preset, ShardingRules, tensor_of
+from elastic_ckpt.sharding.specs import Decider
 from elastic_ckpt.tools.files import WHOLE_FORMATS
 from elastic_ckpt.tools.inspection.facts import (
     BUFFER_ROLE,
@@ -149,7 +149,7 @@ def unnamed_groups(parts: Mapping[int, UnpartitionedState], tp: int | None) -> t
 
 
 def parameters_of(
-    metadata: CheckpointMetadata, book: RuleBook, weights_only: bool
+    metadata: CheckpointMetadata, book: ShardingRules, weights_only: bool
 ) -> tuple[list[ParameterEntry], dict[str, str]]:
     """Every parameter and buffer, in the checkpoint's order; and name -> why its shards contradict its rule."""
     keys: dict[str, list[str]] = {name: [] for name in metadata.parameters}
@@ -231,7 +231,7 @@ def rule_facts(
     metadata: CheckpointMetadata,
     parameters: Sequence[ParameterEntry],
     contradictions: Mapping[str, str],
-    book: RuleBook,
+    book: ShardingRules,
     presets: Iterable[Preset],
 ) -> RuleFacts:
     """Facts on all shards, from the results of :func:`parameters_of`; ``presets``: candidates for undecided ones."""

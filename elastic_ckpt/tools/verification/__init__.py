@@ -20,7 +20,7 @@ from elastic_ckpt.formats.naming import DCP_METADATA, DCP_SUFFIX, UNIVERSAL_FOLD
 from elastic_ckpt.formats.safetensors import SUFFIX
 from elastic_ckpt.formats.torch_archive.archive import is_legacy
 from elastic_ckpt.planning.state_matching import state_errors
-from elastic_ckpt.sharding.book import RuleBook
+from elastic_ckpt.sharding.rules import ShardingRules
 from elastic_ckpt.storage.local import file_names, open_stream
 from elastic_ckpt.tools.files import WHOLE_FORMATS, size_of
 from elastic_ckpt.tools.findings import ERROR, NOTE, Finding, kind_of, of_error, of_tensors
@@ -89,7 +89,7 @@ def verify(
         ConfigError: there is no such preset.
     """
     began = time.perf_counter()
-    RuleBook.of(config)  # a missing preset is an error at once, not after an hour of reading
+    ShardingRules.of(config)  # a missing preset is an error at once, not after an hour of reading
     found, findings = choose(folder, tag, config.trust_pickle)
     files = [*checkpoint_files(found), *swap_files(found)]
     metadata, wrong = read_metadata(found, config)

@@ -11,7 +11,7 @@ from elastic_ckpt.errors import ElasticCkptError, listed
 from elastic_ckpt.io.coalesce import ReadOptions
 from elastic_ckpt.io.compare_replicas import find_drift, united, without_untrained
 from elastic_ckpt.planning.planner import LoadOptions
-from elastic_ckpt.sharding.book import Preset
+from elastic_ckpt.sharding.rules import Preset
 from elastic_ckpt.tools.findings import ERROR, NOTE, Finding
 from elastic_ckpt.tools.logical import LogicalReader
 

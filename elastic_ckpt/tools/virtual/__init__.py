@@ -36,8 +36,8 @@ from elastic_ckpt.core.read_plan import LoadPlan
 from elastic_ckpt.core.state_kinds import BLOCK_NUMELS, NON_SHARD_KEYS, REPLICATED, WHOLE, BlockFormat, LiveState
 from elastic_ckpt.errors import UnsupportedError, listed
 from elastic_ckpt.planning.planner import LoadOptions, Matched, match, plan_load
-from elastic_ckpt.sharding.book import tensor_of
-from elastic_ckpt.sharding.decide import virtual_layouts
+from elastic_ckpt.sharding.rules import tensor_of
+from elastic_ckpt.sharding.specs import virtual_layouts
 from elastic_ckpt.tools.virtual.stages import stages_of
 
 #: Stages 1 and 2 pad each group to a multiple of this many elements per rank (``nccl_start_alignment_factor``).

@@ -19,8 +19,8 @@ from elastic_ckpt.core.metadata import BUFFER, CheckpointMetadata, TensorMetadat
 from elastic_ckpt.core.strided import Shape, TPLayout, fused, replicated
 from elastic_ckpt.core.tp_rules import COLUMN, VOCABULARY, WHOLE_KINDS, CannotSplit, Rule, relative_widths, split_by
 from elastic_ckpt.errors import DamagedError, ElasticCkptError, MismatchError
-from elastic_ckpt.sharding.book import RuleBook, RuleSource, Sharded, choose, presets_for, tensor_of
 from elastic_ckpt.sharding.cross_checks import Structure
+from elastic_ckpt.sharding.rules import RuleSource, Sharded, ShardingRules, choose, presets_for, tensor_of
 
 #: A checkpoint that declares patterns shards parameters that match none along dimension 0.
 BY_DEFAULT = "the checkpoint's universal_checkpoint_info, by its default"
@@ -65,7 +65,9 @@ class Decision:
 class Decider:
     """Decides about the parameters of one checkpoint, for a live run with these arguments, if any."""
 
-    def __init__(self, metadata: CheckpointMetadata, book: RuleBook, live_run: Mapping[str, Any] = _NO_RUN) -> None:
+    def __init__(
+        self, metadata: CheckpointMetadata, book: ShardingRules, live_run: Mapping[str, Any] = _NO_RUN
+    ) -> None:
         self._book = book.for_run(metadata.run)
         self._live = self._book.completed(metadata, live_run)
         self.metadata = replace(metadata, run={**metadata.run, **self._live})
@@ -114,7 +116,7 @@ def virtual_layouts(
     metadata: CheckpointMetadata,
     names: Iterable[str],
     tp: int,
-    book: RuleBook,
+    book: ShardingRules,
     errors: dict[str, ElasticCkptError] | None = None,
 ) -> dict[str, LiveLayout]:
     """The layout of each parameter, frozen weight and buffer over ``tp`` ranks.
@@ -133,7 +135,7 @@ def virtual_layouts(
     return layouts
 
 
-def known_rules(metadata: CheckpointMetadata, names: Iterable[str], book: RuleBook) -> dict[str, Rule | None]:
+def known_rules(metadata: CheckpointMetadata, names: Iterable[str], book: ShardingRules) -> dict[str, Rule | None]:
     """The tensor-parallel rule of each parameter; ``None`` without a rule, or where a recorded map replaces it.
 
     Widths of sub-parameters are numbers, even where the rule takes them from the run. Raises :class:`MismatchError` if

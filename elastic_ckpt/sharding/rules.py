@@ -195,7 +195,7 @@ class RuleSource:
 
 
 @dataclass(frozen=True)
-class RuleBook:
+class ShardingRules:
     """The rules and preset of the user's config; ``builtin`` applies to Megatron Core, after the live parameters.
 
     Without a preset of the user's, that which the saved run's arguments prove applies (``is_recognized``).
@@ -207,12 +207,12 @@ class RuleBook:
     is_recognized: bool = False
 
     @classmethod
-    def of(cls, config: ElasticConfig) -> RuleBook:
+    def of(cls, config: ElasticConfig) -> ShardingRules:
         """The rules and preset of a config. Raises :class:`ConfigError` if there is no such preset."""
         preset = Preset.load(config.tp_preset) if config.tp_preset else None
         return cls(tuple(config.tp_rules), preset, Preset.load("megatron-core"))
 
-    def for_run(self, run: Mapping[str, Any]) -> RuleBook:
+    def for_run(self, run: Mapping[str, Any]) -> ShardingRules:
         """The book for a checkpoint of a run with these arguments."""
         found = recognized(run) if self.preset is None else None
         return replace(self, preset=found, is_recognized=True) if found is not None else self
@@ -279,7 +279,9 @@ def presets_for(sharded: Sharded) -> list[str]:
     return [name for name, source in found if source is not None and not source.is_ambiguous]
 
 
-def refuse_other_code(metadata: CheckpointMetadata, model: ModelLayout, names: Iterable[str], book: RuleBook) -> None:
+def refuse_other_code(
+    metadata: CheckpointMetadata, model: ModelLayout, names: Iterable[str], book: ShardingRules
+) -> None:
     """Raise :class:`MismatchError` if the live code base fuses a parameter in another way than the one that saved it.
 
     Shapes are equal then, and a load of it trains another model. Rules and presets of the user's settle it.
